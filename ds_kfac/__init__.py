@@ -1,0 +1,13 @@
+"""K-FAC for DeepSpeed: add a "kfac" block to the DeepSpeed config and train in fewer steps.
+
+    import ds_kfac
+    engine, optimizer, _, _ = ds_kfac.initialize(model=model, model_parameters=params, config="ds_config.json")
+
+or, where a framework calls ``deepspeed.initialize`` itself, ``ds_kfac.enable()`` before it does.
+"""
+
+from ds_kfac.config import KFACConfig
+from ds_kfac.engine import Attachment, attach, disable, enable, initialize
+
+__version__ = "0.1.0"
+__all__ = ["Attachment", "KFACConfig", "attach", "disable", "enable", "initialize", "__version__"]

@@ -1,0 +1,1 @@
+"""The op vocabulary: specification, backends and the functions other floors call."""

@@ -1,0 +1,99 @@
+"""What every engine mode has to offer: read and write gradient shards where DeepSpeed keeps them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+from torch import Tensor, nn
+
+from ds_kfac.zero.shards import Shard, ShardMap
+
+KnownGradient = Callable[[nn.Parameter], Tensor]
+"""Parameter -> its full flat gradient, for the self-test."""
+
+
+class ShardLayout(ABC):
+    """One engine mode. Reads and writes happen at ``engine._take_model_step``: gradients are averaged over ranks and
+    micro-batches, still carry the loss scale, and nothing has been checked, clipped or stepped.
+
+    Args:
+        engine: a DeepSpeedEngine.
+        params: the preconditioned parameters, in the order of :attr:`Shard.param`.
+    """
+
+    faults: tuple[str, ...] = ()
+    """Known upstream faults of this mode, for the attach report."""
+
+    def __init__(self, engine: Any, params: Sequence[nn.Parameter]) -> None:
+        self.engine, self.optimizer, self.params = engine, engine.optimizer, tuple(params)
+        self.group = engine.seq_data_parallel_group
+        self.world, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        self._index = {id(param): index for index, param in enumerate(self.params)}
+        self.shards = ShardMap(self.world, tuple(self._numel(p) for p in self.params), tuple(self._shards()))
+
+    @staticmethod
+    def _numel(param: nn.Parameter) -> int:
+        return getattr(param, "ds_numel", param.numel())
+
+    @abstractmethod
+    def _shards(self) -> list[Shard]:
+        """All shards of all ranks, without communication."""
+
+    @abstractmethod
+    def read(self, shard: Shard) -> Tensor:
+        """A local shard's gradient, flat, in the dtype and on the device where DeepSpeed keeps it."""
+
+    @abstractmethod
+    def write(self, shard: Shard, gradient: Tensor) -> None:
+        """Put a flat fp32 gradient where the optimizer will find it, without rounding it to 16 bits."""
+
+    @abstractmethod
+    def group_index(self, param: nn.Parameter) -> int:
+        """Which of ``optimizer.param_groups`` holds the parameter."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """In which gradients are stored at the hook; the gather sends them so, without loss."""
+
+    def begin(self) -> None:  # noqa: B027  most modes have nothing pending
+        """Wait for what DeepSpeed still copies in the background."""
+
+    def grad_scale(self) -> Tensor | float:
+        """By what DeepSpeed will divide the gradient before its optimizer sees it. Never synchronises."""
+        return scaler_scale(self.grad_scaler) if self.grad_scaler else 1.0
+
+    def manual_scale(self) -> Tensor | float:
+        """By what ``engine.scale(loss)`` multiplies a loss."""
+        return self.grad_scale()
+
+    @property
+    def grad_scaler(self) -> Any | None:
+        """torch_autocast fp16's GradScaler, which skips steps without telling the engine."""
+        return None
+
+    def learning_rate(self, param: nn.Parameter) -> Tensor | float:
+        """The current rate of the parameter's group, from the user's optimizer."""
+        return self.optimizer.param_groups[self.group_index(param)]["lr"]
+
+    # What the self-test needs.
+
+    @abstractmethod
+    def install(self, known: KnownGradient) -> None:
+        """Fill DeepSpeed's gradient buffers as its own reduction would, were ``known`` the averaged gradient."""
+
+    @abstractmethod
+    def consume(self) -> list[Tensor]:
+        """The flat fp32 gradients that DeepSpeed's step would hand to its inner optimizer now; copies."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Leave the gradient buffers as they are before a first backward."""
+
+
+def scaler_scale(scaler: Any) -> Tensor | float:
+    """A torch GradScaler's scale as it lies on the device: ``get_scale()`` would synchronise."""
+    scale = scaler._scale
+    return scaler._init_scale if scale is None else scale

@@ -1,0 +1,83 @@
+"""Stage 0: every rank holds every averaged gradient in ``p.grad``, whichever wrapper DeepSpeed picked."""
+
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_kfac.zero.layout import KnownGradient, ShardLayout
+from ds_kfac.zero.shards import Shard
+
+
+class Replicated(ShardLayout):
+    """The bare torch (or DeepSpeed fused/CPU) optimizer; fp32 or torch_autocast."""
+
+    def _shards(self) -> list[Shard]:
+        self._group = {id(p): i for i, params in enumerate(self._param_groups()) for p in params}
+        return [
+            Shard(index, 0, self._numel(param), rank, self.group_index(param), 0)
+            for index, param in enumerate(self.params)
+            for rank in range(self.world)
+        ]
+
+    def _param_groups(self) -> list[list[nn.Parameter]]:
+        return [group["params"] for group in self.optimizer.param_groups]
+
+    def group_index(self, param: nn.Parameter) -> int:
+        return self._group[id(param)]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.params[0].dtype
+
+    @property
+    def grad_scaler(self) -> Any | None:
+        return self.engine.torch_autocast_z0_gradscaler
+
+    def read(self, shard: Shard) -> Tensor:
+        param = self.params[shard.param]
+        return param.new_zeros(param.numel()) if param.grad is None else param.grad.reshape(-1)
+
+    def write(self, shard: Shard, gradient: Tensor) -> None:
+        param = self.params[shard.param]
+        if param.grad is None:  # unused in this step; DeepSpeed will skip it
+            return
+        # .data, because torch forbids a gradient of another dtype than its 16-bit parameter's
+        param.grad.data = gradient.view(param.shape)
+
+    def install(self, known: KnownGradient) -> None:
+        for param in chain.from_iterable(self._param_groups_trainable()):
+            param.grad = known(param).view(param.shape).to(param.dtype)
+
+    def _param_groups_trainable(self) -> list[list[nn.Parameter]]:
+        return [[p for p in group if p.requires_grad] for group in self._param_groups()]
+
+    def consume(self) -> list[Tensor]:
+        params = chain.from_iterable(self._param_groups_trainable())
+        return [param.grad.detach().to(torch.float32, copy=True).view(-1) for param in params]
+
+    def clear(self) -> None:
+        for param in chain.from_iterable(self._param_groups_trainable()):
+            param.grad = None
+
+
+class ReplicatedHalf(Replicated):
+    """FP16_Optimizer and FP16_UnfusedOptimizer, which serve bf16 too; fp32 masters, 16-bit ``p.grad``."""
+
+    def __init__(self, engine, params) -> None:
+        super().__init__(engine, params)
+        if self.optimizer.loss_scale_config.use_grad_scaling:
+            self.faults = (
+                "DeepSpeed never multiplies the loss by the loss scale at stage 0 fp16, but divides gradients by it "
+                "(deepspeed PR 8393): small gradients underflow and clipping sees a norm that is too small",
+            )
+
+    def _param_groups(self) -> list[list[nn.Parameter]]:
+        return self.optimizer.fp16_groups
+
+    def grad_scale(self) -> float:
+        return self.optimizer.loss_scale_config.cur_scale
+
+    def manual_scale(self) -> float:
+        return 1.0

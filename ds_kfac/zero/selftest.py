@@ -1,0 +1,105 @@
+"""At attach: known values through the shard map and back, so that a changed layout is an error, not a wrong gradient."""
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero import GatheredParameters
+from torch import Tensor, nn
+
+from ds_kfac.agreement import failing_together
+from ds_kfac.zero.layout import ShardLayout
+from ds_kfac.zero.relayout import plan_gather, plan_scatter
+
+MODULUS = 251
+"""A prime below 256: every known value, and no shifted one, is exact in bf16; + 0.5 is exact in fp32 only."""
+
+
+def known_gradient(name: str, numel: int, device: Any) -> Tensor:
+    """1 .. 251, running through the elements from a place that depends on the name; fp32 [numel]."""
+    start = zlib.crc32(name.encode()) % MODULUS
+    return ((torch.arange(numel, device=device) + start) % MODULUS + 1).float()
+
+
+def self_test(layout: ShardLayout, owners: Mapping[int, int]) -> None:
+    """Check reading, both relayouts and writing against DeepSpeed's own functions. Collective; leaves no trace.
+
+    DeepSpeed's code fills its gradient buffers with known values; owners must receive exactly them. They send back
+    the values + 0.5, and what DeepSpeed would then feed its optimizer must differ from before by 0.5 at the
+    preconditioned elements and by nothing elsewhere: 16-bit rounding on the way back shows.
+
+    Raises:
+        RuntimeError: on every rank, naming what does not fit on which rank.
+    """
+    engine, rank = layout.engine, layout.rank
+    names = {id(param): name for name, param in engine.module.named_parameters()}
+    ours = {id(param) for param in layout.params}
+
+    def known(param: nn.Parameter) -> Tensor:
+        return known_gradient(names[id(param)], layout._numel(param), engine.device)
+
+    def is_ours(param: nn.Parameter) -> Tensor:
+        return torch.full((layout._numel(param),), float(id(param) in ours), device=engine.device)
+
+    headline = (
+        f"ds_kfac's self-test failed for {type(layout).__name__}: this DeepSpeed keeps gradients elsewhere than ds_kfac "
+        "expects; training was not started. Use a DeepSpeed version named in the README."
+    )
+    mine = {(shard.param, shard.start): shard for shard in layout.shards.on(rank)}
+    try:
+        with failing_together(headline, layout.group) as problems:
+            problems += _zero3_chunks(layout)
+            layout.install(is_ours)
+            mask = layout.consume()
+            layout.install(known)
+            before = layout.consume()
+            pieces = {key: layout.read(shard).clone() for key, shard in mine.items()}
+
+        exchange = {"device": engine.device, "group": layout.group}
+        received = plan_gather(layout.shards, owners).execute(
+            rank, lambda move: pieces[move.param, move.start], dtype=layout.dtype, **exchange
+        )
+        full = {p: torch.zeros(n, device=engine.device) for p, n in enumerate(layout.shards.numels) if owners[p] == rank}
+        for param, start, piece in [(*key, piece) for key, piece in pieces.items()] + [
+            (move.param, move.start, piece) for move, piece in received
+        ]:
+            if param in full:
+                full[param][start : start + piece.numel()] = piece
+        returned = plan_scatter(layout.shards, owners).execute(
+            rank,
+            lambda move: full[move.param][move.start : move.start + move.numel] + 0.5,
+            dtype=torch.float32,
+            **exchange,
+        )
+
+        with failing_together(headline, layout.group) as problems:
+            for param, values in full.items():
+                if not torch.equal(values, known(layout.params[param])):
+                    problems.append(f"the gradient of {names[id(layout.params[param])]} did not arrive at its owner")
+            for (param, start), shard in mine.items():
+                if param in full:
+                    layout.write(shard, full[param][start : start + shard.numel] + 0.5)
+            for move, piece in returned:
+                layout.write(mine[move.param, move.start], piece)
+            for group, (flat, was, own) in enumerate(zip(layout.consume(), before, mask, strict=True)):
+                if not torch.equal(flat, was + 0.5 * own):
+                    problems.append(f"DeepSpeed would not step with the gradients written to group {group}")
+    finally:
+        layout.clear()
+
+
+def _zero3_chunks(layout: ShardLayout) -> list[str]:
+    """ZeRO-3: our chunks against DeepSpeed's own partition of the weights. Gathers every parameter on every rank."""
+    mine = {shard.param: shard for shard in layout.shards.on(layout.rank)}
+    problems = []
+    for index, param in enumerate(layout.params):
+        if not hasattr(param, "ds_tensor"):
+            break
+        local = param.ds_tensor.detach().clone().view(-1)
+        with GatheredParameters([param]):
+            shard = mine.get(index)
+            expected = param.detach().reshape(-1)[shard.start : shard.start + shard.numel] if shard else local[:0]
+            if not torch.equal(local[: expected.numel()].to(expected.device), expected):
+                problems.append(f"ZeRO-3 cut parameter {index} of shape {tuple(param.ds_shape)} in other chunks")
+    return problems

@@ -1,0 +1,94 @@
+"""Where each piece of each gradient lives. Pure values, the same on every rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True, order=True)
+class Shard:
+    """Elements start .. start + numel of a flattened parameter's gradient, held by ``rank``.
+
+    Attributes:
+        param: index of the parameter in :attr:`ShardMap.numels`.
+        group: DeepSpeed's parameter group or sub-group that stores it.
+        offset: where it lies in that group's storage on ``rank``.
+    """
+
+    param: int
+    start: int
+    numel: int
+    rank: int
+    group: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class ShardMap:
+    """All shards of the preconditioned parameters.
+
+    Every element of every parameter is covered; by exactly one rank where gradients are partitioned, by all where
+    they are replicated.
+    """
+
+    world: int
+    numels: tuple[int, ...]
+    shards: tuple[Shard, ...]
+
+    def __post_init__(self) -> None:
+        for param, numel in enumerate(self.numels):
+            end = 0
+            for start, stop in sorted({(s.start, s.start + s.numel) for s in self.of_param[param]}):
+                if start != end:
+                    raise ValueError(f"shard map: parameter {param} has a gap or overlap at element {min(start, end)}")
+                end = stop
+            if end != numel:
+                raise ValueError(f"shard map: parameter {param} is covered up to {end} of {numel} elements")
+
+    @cached_property
+    def of_param(self) -> tuple[tuple[Shard, ...], ...]:
+        """The shards of each parameter."""
+        shards: list[list[Shard]] = [[] for _ in self.numels]
+        for shard in self.shards:
+            shards[shard.param].append(shard)
+        return tuple(tuple(sorted(own)) for own in shards)
+
+    def held(self, params: Sequence[int]) -> tuple[int, ...]:
+        """Elements of ``params`` on each rank."""
+        held = [0] * self.world
+        for param in params:
+            for shard in self.of_param[param]:
+                held[shard.rank] += shard.numel
+        return tuple(held)
+
+    def on(self, rank: int) -> tuple[Shard, ...]:
+        return tuple(shard for shard in self.shards if shard.rank == rank)
+
+
+def partition_flat(
+    numels: Sequence[int], offsets: Sequence[int], params: Sequence[int], group: int, size: int, world: int
+) -> list[Shard]:
+    """Cut parameters that lie in one flat buffer, ``size`` elements a rank (ZeRO-1/2).
+
+    Args:
+        numels, offsets: per parameter, its size and its place in the whole buffer.
+        params: per parameter, its index in the map.
+    """
+    shards = []
+    for numel, offset, param in zip(numels, offsets, params, strict=True):
+        for rank in range(world):
+            start = max(offset, rank * size)
+            stop = min(offset + numel, (rank + 1) * size)
+            if start < stop:
+                shards.append(Shard(param, start - offset, stop - start, rank, group, start - rank * size))
+    return shards
+
+
+def partition_chunks(numel: int, param: int, group: int, offset: int, world: int) -> list[Shard]:
+    """Cut one parameter into ``world`` equal chunks, the last ones padded (ZeRO-3)."""
+    chunk = -(-numel // world)
+    return [
+        Shard(param, rank * chunk, min(chunk, numel - rank * chunk), rank, group, offset)
+        for rank in range(world)
+        if rank * chunk < numel
+    ]

@@ -1,0 +1,160 @@
+"""ZeRO-1/2: every parameter group is one flat buffer, cut in equal slices; a rank holds the gradient of its slice.
+
+Without offload the slice is a list of tensors that DeepSpeed concatenates at its step; replacing an entry by an fp32
+one keeps fp32 through that (type-promoting) concatenation. With offload it is the ``.grad`` of the fp32 masters.
+"""
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_kfac.zero.layout import KnownGradient, ShardLayout
+from ds_kfac.zero.shards import Shard, partition_flat
+
+
+class Stage12(ShardLayout):
+    def __init__(self, engine, params) -> None:
+        super().__init__(engine, params)
+        if self.grad_scaler and self.optimizer.clip_grad > 0:
+            self.faults = (
+                "with torch_autocast fp16 DeepSpeed clips the gradient while it still carries the GradScaler's scale",
+            )
+
+    def _shards(self) -> list[Shard]:
+        optimizer = self.optimizer
+        self._entry_at: dict[int, dict[int, int]] = {}
+        self._group = {id(p): i for i, params in enumerate(optimizer.bit16_groups) for p in params}
+        shards = []
+        # round_robin_bit16_* hold the order in the flat buffer, whether or not round_robin_gradients is on
+        for group, params in enumerate(optimizer.round_robin_bit16_groups):
+            places = [(p, o) for p, o in zip(params, optimizer.round_robin_bit16_offsets[group], strict=True)]
+            own = [(p.numel(), o, self._index[id(p)]) for p, o in places if id(p) in self._index]
+            if own:
+                numels, offsets, indices = zip(*own, strict=True)
+                size = int(optimizer.partition_size[group])
+                shards += partition_flat(numels, offsets, indices, group, size, self.world)
+        return shards
+
+    def group_index(self, param: nn.Parameter) -> int:
+        return self._group[id(param)]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        optimizer = self.optimizer
+        if optimizer.cpu_offload:
+            return optimizer.master_weights_and_grads_dtype
+        return optimizer.gradient_accumulation_dtype
+
+    def grad_scale(self) -> Tensor | float:
+        return super().grad_scale() if self.grad_scaler else self.optimizer.loss_scale
+
+    @property
+    def grad_scaler(self) -> Any | None:
+        return self.optimizer.torch_autocast_gradscaler
+
+    def begin(self) -> None:
+        self.optimizer._wait_for_offload_copies()
+
+    def _entry(self, shard: Shard) -> tuple[list[Tensor], int]:
+        """The list entry that starts at the shard's offset in this rank's slice; the list has the same form always."""
+        entries = self.optimizer.averaged_gradients[shard.group]
+        if shard.group not in self._entry_at:
+            starts = accumulate((entry.numel() for entry in entries), initial=0)
+            self._entry_at[shard.group] = {start: i for i, start in zip(range(len(entries)), starts, strict=False)}
+        index = self._entry_at[shard.group].get(shard.offset)
+        if index is not None and entries[index].numel() == shard.numel:
+            return entries, index
+        raise RuntimeError(
+            f"ds_kfac: ZeRO-{1 + self.optimizer.partition_gradients} group {shard.group} has no gradient of "
+            f"{shard.numel} elements at offset {shard.offset}; this DeepSpeed lays gradients out differently, "
+            "use a version named in the README"
+        )
+
+    def read(self, shard: Shard) -> Tensor:
+        if self.optimizer.cpu_offload:
+            return self._offloaded(shard)
+        entries, index = self._entry(shard)
+        return entries[index].reshape(-1)
+
+    def write(self, shard: Shard, gradient: Tensor) -> None:
+        if self.optimizer.cpu_offload:
+            self._offloaded(shard).copy_(gradient)
+            # DeepSpeed clips by norms it cached during backward
+            param_id = self.optimizer.get_param_id(self.params[shard.param])
+            self.optimizer.norm_for_param_grads[param_id] = gradient.double().norm()
+            return
+        entries, index = self._entry(shard)
+        if getattr(entries, "flat_partition", None) is not None:  # this, not the list, is what the step takes
+            entries[index].view(-1).copy_(gradient)
+        else:
+            entries[index] = gradient.view(entries[index].shape)
+
+    def _offloaded(self, shard: Shard) -> Tensor:
+        return self.optimizer.single_partition_of_fp32_groups[shard.group].grad.narrow(0, shard.offset, shard.numel)
+
+    # self-test: filled and consumed by DeepSpeed's own functions
+
+    def install(self, known: KnownGradient) -> None:
+        optimizer = self.optimizer
+        for group, params in enumerate(optimizer.params_in_partition):
+            if optimizer.cpu_offload:
+                for param in params:
+                    gradient = known(param).view(param.shape).to(param.device, param.dtype)
+                    self._stage_gradient(param, gradient)
+                    optimizer.async_inplace_copy_grad_to_fp32_buffer_from_gpu(param)
+                optimizer._wait_for_offload_copies()
+            elif optimizer._use_compact_grad_partition_buffer(group):
+                self._install_compact(group, known)
+            else:
+                dtype = optimizer.gradient_accumulation_dtype
+                optimizer.all_grad_tensors[group] = [known(p).view(p.shape).to(p.device, dtype) for p in params]
+                optimizer.averaged_gradients[group] = optimizer.get_flat_partition(
+                    params,
+                    optimizer.first_offset[group],
+                    optimizer.partition_size[group],
+                    dtype=dtype,
+                    device=self.engine.device,
+                    param_group_idx=group,
+                    return_tensor_list=True,
+                )
+
+    def _stage_gradient(self, param: nn.Parameter, gradient: Tensor) -> None:
+        if self.optimizer.use_grad_accum_attribute:
+            param.grad_accum = gradient
+        else:
+            param.grad = gradient
+
+    def _install_compact(self, group: int, known: KnownGradient) -> None:
+        optimizer = self.optimizer
+        optimizer.averaged_gradients[group] = optimizer._build_compact_grad_partition_buffer(group)
+        for param in optimizer.params_in_partition[group]:
+            param_id = optimizer.get_param_id(param)
+            start = int(optimizer.grad_start_offset[group][self.rank][param_id])
+            offset = int(optimizer.grad_partition_insertion_offset[group][self.rank][param_id])
+            flat = optimizer.averaged_gradients[group].flat_partition
+            numel = min(param.numel() - start, flat.numel() - offset)
+            flat.narrow(0, offset, numel).copy_(known(param).narrow(0, start, numel))
+
+    def consume(self) -> list[Tensor]:
+        optimizer, flats = self.optimizer, []
+        for group in range(len(optimizer.bit16_groups)):
+            if optimizer.cpu_offload:
+                flats.append(optimizer.single_partition_of_fp32_groups[group].grad.to(torch.float32, copy=True))
+                continue
+            flat = optimizer._get_preflattened_grad_partition(group)
+            if flat is None:
+                flat = optimizer.flatten(optimizer.averaged_gradients[group])
+            flats.append(flat.to(torch.float32, copy=True))
+        return flats
+
+    def clear(self) -> None:
+        optimizer = self.optimizer
+        for group in range(len(optimizer.bit16_groups)):
+            if optimizer.cpu_offload:
+                optimizer.single_partition_of_fp32_groups[group].grad.zero_()
+                optimizer.norm_for_param_grads = {}
+            else:
+                optimizer.averaged_gradients[group] = None
+                optimizer.all_grad_tensors[group] = None

@@ -1,0 +1,88 @@
+"""Engine modes in which K-FAC would be wrong or silently off: refused at attach, with what to change."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from deepspeed.runtime.engine import DummyOptim
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import groups
+
+
+def _offload(engine: Any) -> Any:
+    return getattr(engine._config.zero_config, "offload_optimizer", None)
+
+
+def _inner(engine: Any) -> str:
+    optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    return type(optimizer).__name__
+
+
+def _tensor_parallel(engine: Any) -> bool:
+    if engine.autotp_size() > 1:
+        return True
+    if any(type(m).__module__.startswith("deepspeed.module_inject") for m in engine.module.modules()):
+        return True
+    size = getattr(engine.mpu, "get_model_parallel_world_size", None) or getattr(
+        engine.mpu, "get_tensor_model_parallel_world_size", None
+    )
+    return size is not None and size() > 1
+
+
+REFUSALS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "no optimizer": (
+        lambda engine: engine.optimizer is None or isinstance(engine.optimizer, DummyOptim),
+        'K-FAC preconditions an optimizer\'s gradients: add an "optimizer" block, or pass optimizer=',
+    ),
+    "PipelineEngine": (
+        lambda engine: isinstance(engine, PipelineEngine),
+        "pipeline stages are not supported yet: train the model without PipelineModule",
+    ),
+    "mixture of experts": (
+        lambda engine: engine.has_moe_layers,
+        "expert-parallel factors are not supported yet: disable kfac for this model",
+    ),
+    "tensor parallelism": (
+        _tensor_parallel,
+        'sharded weights are not supported yet: set "tensor_parallel": {"autotp_size": 1}, or disable kfac',
+    ),
+    "sequence parallelism": (
+        lambda engine: groups._get_sequence_parallel_world_size() > 1 or engine.mesh_device is not None,
+        "factors are not summed over sequence groups yet: remove mesh_param / the sequence-parallel mpu",
+    ),
+    "DeepCompile": (
+        lambda engine: engine.is_deepcompile_enabled(),
+        'it reduces gradients inside the compiled graph, past our hook: set "compile": {"deepcompile": false}',
+    ),
+    "ZenFlow": (
+        lambda engine: bool(engine.zenflow),
+        'it updates parameters outside the step: remove "zenflow" from zero_optimization',
+    ),
+    "SuperOffload": (
+        lambda engine: bool(getattr(_offload(engine), "super_offload", False)),
+        'it steps during backward: set "super_offload": false in offload_optimizer',
+    ),
+    "NVMe offload": (
+        lambda engine: getattr(_offload(engine), "device", None) == "nvme",
+        'gradients are swapped out when K-FAC needs them: set offload_optimizer.device to "cpu"',
+    ),
+    "compressed-communication optimizer": (
+        lambda engine: not engine.enable_backward_allreduce,
+        "gradients are not averaged before the step: use an optimizer without built-in communication, such as AdamW",
+    ),
+    "Muon": (
+        lambda engine: "muon" in _inner(engine).lower(),
+        "it replaces gradients by its own updates before K-FAC sees them: choose Muon or K-FAC",
+    ),
+}
+
+
+def validate(engine: Any) -> None:
+    """Raise ValueError naming every refused mode of ``engine`` and what to change."""
+    refused = []
+    for mode, (applies, remedy) in REFUSALS.items():
+        if applies(engine):
+            refused.append(f"{mode}: {remedy}")
+            if mode == "no optimizer":  # the others ask the optimizer
+                break
+    if refused:
+        raise ValueError("ds_kfac cannot attach to this engine:\n  " + "\n  ".join(refused))

@@ -1,0 +1,126 @@
+"""Every engine mode as a DeepSpeed config, one table; and the runs that are compared with ds_kfac/reference.py."""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+KFAC = {
+    "factor": {"update_interval": 1, "decay": 0.9},
+    "eigenbasis": {"refresh_interval": 2},
+    "damping": {"kind": "tikhonov", "value": 0.03},
+    "preconditioner": {"kl_clip": 0.01},
+}
+STEPS, MICRO_ROWS, LR, CLIP = 4, 4, 0.02, 0.5
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A row of the table. ``zero`` goes to zero_optimization, ``extra`` to the top level."""
+
+    name: str
+    stage: int
+    dtype: str = "fp32"
+    zero: dict = field(default_factory=dict)
+    extra: dict = field(default_factory=dict)
+    kfac: dict = field(default_factory=dict)
+    groups: str = "one"
+    """one: model.parameters(); decay: biases and norms without weight decay."""
+    zero_init: bool = False
+    fused: bool = False
+    """Make DeepSpeed take its FP16_Optimizer, as it does for FusedAdam."""
+    wrapper: str = ""
+    """Expected class of engine.optimizer."""
+    clip: float = CLIP
+
+    def config(self, accumulation: int, world: int) -> dict[str, Any]:
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": MICRO_ROWS,
+            "gradient_accumulation_steps": accumulation,
+            "gradient_clipping": self.clip,
+            "steps_per_print": None,
+            "zero_optimization": {"stage": self.stage, **copy.deepcopy(self.zero)},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "optimizer": OPTIMIZERS[self.dtype],
+            "kfac": {**KFAC, **self.kfac},
+            **copy.deepcopy(self.extra),
+        }
+        if self.dtype in ("bf16", "fp16"):
+            config[self.dtype] = {"enabled": True, **config.get(self.dtype, {})}
+        return config
+
+
+# 16 bits: SGD, because Adam's first steps are sign(gradient), which turns rounding into whole steps
+OPTIMIZERS = {
+    "fp32": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1, "torch_adam": True}},
+    "bf16": {"type": "SGD", "params": {"lr": LR, "momentum": 0.9}},
+    "fp16": {"type": "SGD", "params": {"lr": LR, "momentum": 0.9}},
+}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+FP32_ACCUM = {"data_types": {"grad_accum_dtype": "fp32"}}
+SCALE = {"fp16": {"initial_scale_power": 8}}
+Z12, Z3 = "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"
+
+MODES = [
+    Mode("z0", 0, wrapper="AdamW"),
+    Mode("z0-groups", 0, groups="decay", wrapper="AdamW"),
+    Mode("z0-noclip", 0, clip=0.0, wrapper="AdamW"),
+    Mode("z1", 1, wrapper=Z12),
+    Mode("z1-groups", 1, groups="decay", wrapper=Z12),
+    Mode("z1-offload", 1, zero=OFFLOAD, wrapper=Z12),
+    Mode("z1-round_robin", 1, zero={"round_robin_gradients": True}, wrapper=Z12),
+    Mode("z2", 2, wrapper=Z12),
+    Mode("z2-groups", 2, groups="decay", wrapper=Z12),
+    Mode("z2-kfac_first", 2, groups="decay", kfac={"assignment": {"kfac_first": True}}, wrapper=Z12),
+    Mode("z2-not_contiguous", 2, zero={"contiguous_gradients": False}, wrapper=Z12),
+    Mode("z2-overlap", 2, zero={"overlap_comm": True, "contiguous_gradients": True}, wrapper=Z12),
+    Mode("z2-overlap-not_contiguous", 2, zero={"overlap_comm": True, "contiguous_gradients": False}, wrapper=Z12),
+    Mode("z2-round_robin", 2, zero={"round_robin_gradients": True}, wrapper=Z12),
+    Mode("z2-all_reduce", 2, zero={"reduce_scatter": False}, wrapper=Z12),
+    Mode("z2-small_buckets", 2, zero={"reduce_bucket_size": 200}, wrapper=Z12),
+    Mode("z2-offload", 2, zero=OFFLOAD, wrapper=Z12),
+    Mode("z2-offload-round_robin", 2, zero={**OFFLOAD, "round_robin_gradients": True}, wrapper=Z12),
+    Mode("z2-relative_damping", 2, kfac={"damping": {"kind": "relative", "value": 0.3}}, wrapper=Z12),
+    Mode("z2-balanced", 2, kfac={"assignment": {"load_tolerance": 0.0}}, wrapper=Z12),
+    Mode("z3", 3, wrapper=Z3),
+    Mode("z3-groups", 3, groups="decay", wrapper=Z3),
+    Mode("z3-sub_groups", 3, zero={"sub_group_size": 100}, wrapper=Z3),
+    Mode("z3-persistence_0", 3, zero={"stage3_param_persistence_threshold": 0}, wrapper=Z3),
+    Mode("z3-zero_init", 3, zero_init=True, zero={"stage3_param_persistence_threshold": 0}, wrapper=Z3),
+    Mode("z3-offload", 3, zero=OFFLOAD, wrapper=Z3),
+    Mode("z3-offload_param", 3, zero={**OFFLOAD, "offload_param": {"device": "cpu"}}, wrapper=Z3),
+    Mode("z0-bf16", 0, "bf16", wrapper="FP16_UnfusedOptimizer"),
+    Mode("z0-bf16-fused", 0, "bf16", fused=True, wrapper="FP16_Optimizer"),
+    Mode("z1-bf16", 1, "bf16", wrapper=Z12),
+    Mode("z1-bf16-accum32", 1, "bf16", extra=FP32_ACCUM, wrapper="BF16_Optimizer"),
+    Mode(
+        "z1-bf16-accum32-late", 1, "bf16", extra={**FP32_ACCUM, "bf16": {"immediate_grad_update": False}},
+        wrapper="BF16_Optimizer",
+    ),
+    Mode("z1-bf16-offload", 1, "bf16", zero=OFFLOAD, wrapper=Z12),
+    Mode("z2-bf16", 2, "bf16", wrapper=Z12),
+    Mode("z2-bf16-accum32", 2, "bf16", extra=FP32_ACCUM, wrapper=Z12),
+    Mode("z2-bf16-offload", 2, "bf16", zero=OFFLOAD, wrapper=Z12),
+    Mode("z2-bf16-round_robin", 2, "bf16", zero={"round_robin_gradients": True}, wrapper=Z12),
+    Mode("z3-bf16", 3, "bf16", wrapper=Z3),
+    Mode("z3-bf16-accum32", 3, "bf16", extra=FP32_ACCUM, wrapper=Z3),
+    Mode("z3-bf16-offload", 3, "bf16", zero=OFFLOAD, wrapper=Z3),
+    Mode("z3-bf16-zero_init", 3, "bf16", zero_init=True, wrapper=Z3),
+    Mode("z0-fp16", 0, "fp16", extra=SCALE, wrapper="FP16_UnfusedOptimizer"),
+    Mode("z0-fp16-fused", 0, "fp16", extra=SCALE, fused=True, wrapper="FP16_Optimizer"),
+    Mode("z1-fp16", 1, "fp16", extra=SCALE, wrapper=Z12),
+    Mode("z1-fp16-accum32", 1, "fp16", extra={**SCALE, **FP32_ACCUM}, wrapper=Z12),
+    Mode("z2-fp16", 2, "fp16", extra=SCALE, wrapper=Z12),
+    Mode("z2-fp16-offload", 2, "fp16", extra=SCALE, zero=OFFLOAD, wrapper=Z12),
+    Mode("z3-fp16", 3, "fp16", extra=SCALE, wrapper=Z3),
+    Mode("z3-fp16-offload", 3, "fp16", extra=SCALE, zero=OFFLOAD, wrapper=Z3),
+]  # fmt: skip
+AUTOCAST = [
+    Mode(
+        f"z{stage}-autocast_{dtype}", stage, clip=0.0 if dtype == "float16" else CLIP,
+        extra={"torch_autocast": {"enabled": True, "dtype": dtype}},
+    )
+    for dtype in ("bfloat16", "float16")
+    for stage in (0, 1, 2, 3)
+]  # fmt: skip
+BY_NAME = {mode.name: mode for mode in MODES + AUTOCAST}

@@ -1,0 +1,163 @@
+"""Train a few steps in an engine mode, and the same steps in one process with ds_kfac/reference.py."""
+
+import contextlib
+import io
+from contextlib import contextmanager
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+import ds_kfac
+from ds_kfac.reference import ReferenceKFAC
+from tests.deepspeed.modes import BY_NAME, KFAC, LR, MICRO_ROWS, STEPS, Mode
+from tests.models import cross_entropy, make_batch, make_net
+
+
+def parameter_groups(model: nn.Module, groups: str) -> list[dict]:
+    if groups == "one":
+        return [{"params": list(model.parameters())}]
+    matrices = [p for n, p in model.named_parameters() if not n.endswith("bias") and "norm" not in n]
+    others = [p for n, p in model.named_parameters() if n.endswith("bias") or "norm" in n]
+    return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+
+
+@contextmanager
+def patched(mode: Mode):
+    """fp16 on a CPU, and FP16_Optimizer without compiling FusedAdam: both only choose classes."""
+    import deepspeed.runtime.engine as engine_module
+
+    accelerator, fused = get_accelerator(), engine_module.FusedAdam
+    supported = accelerator.is_fp16_supported
+    accelerator.is_fp16_supported = lambda: True
+    if mode.fused:
+        engine_module.FusedAdam = torch.optim.SGD
+    try:
+        yield
+    finally:
+        accelerator.is_fp16_supported = supported
+        engine_module.FusedAdam = fused
+
+
+def build(mode: Mode, accumulation: int, *, model=None, seed: int = 0, **overrides):
+    """An engine with K-FAC attached, silently."""
+    world = dist.get_world_size()
+    config = {**mode.config(accumulation, world), **overrides}
+    init = deepspeed.zero.Init(config_dict_or_path=config) if mode.zero_init else contextlib.nullcontext()
+    with patched(mode), init:
+        model = make_net(seed=seed) if model is None else model
+    groups = parameter_groups(model, mode.groups)
+    with patched(mode), contextlib.redirect_stdout(io.StringIO()):
+        engine, *_ = ds_kfac.initialize(
+            model=model, model_parameters=groups if mode.groups != "one" else groups[0]["params"], config=config
+        )
+    return engine
+
+
+def micro_batches(step: int, accumulation: int):
+    """This rank's micro-batches of the global batch."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    x, y = make_batch(step, world * accumulation * MICRO_ROWS)
+    share = slice(rank * accumulation * MICRO_ROWS, (rank + 1) * accumulation * MICRO_ROWS)
+    return zip(x[share].split(MICRO_ROWS), y[share].split(MICRO_ROWS), strict=True)
+
+
+def train(engine, accumulation: int, steps: int = STEPS, first: int = 0) -> list[float]:
+    dtype = engine.get_data_types()[0]
+    losses = []
+    for step in range(first, first + steps):
+        total = 0.0
+        for x, y in micro_batches(step, accumulation):
+            loss = engine(x.to(dtype), y)
+            engine.backward(loss)
+            engine.step()
+            total += float(loss) / accumulation
+        losses.append(total)
+    return losses
+
+
+def weights(engine) -> dict[str, torch.Tensor]:
+    """The fp32 weights the optimizer updates, whole, on every rank."""
+    optimizer, named = engine.optimizer, dict(engine.module.named_parameters())
+    masters: dict[int, torch.Tensor] = {}
+    if type(optimizer).__name__ == "FP16_Optimizer":
+        for flat, params in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
+            pieces = flat.detach().split([p.numel() for p in params])
+            masters |= {id(p): piece.view(p.shape) for p, piece in zip(params, pieces, strict=True)}
+    elif type(optimizer).__name__ == "FP16_UnfusedOptimizer":
+        for fp32, params in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+            masters |= {id(p): q.detach() for p, q in zip(params, fp32, strict=True)}
+    elif engine.zero_optimization() and not getattr(optimizer, "round_robin_gradients", False):
+        masters = {id(p): deepspeed.utils.safe_get_full_fp32_param(p) for p in named.values()}
+    return {name: masters.get(id(p), p.detach()).float().clone().cpu() for name, p in named.items()}
+
+
+def reference(mode: Mode, accumulation: int, world: int, steps: int = STEPS) -> tuple[dict, dict]:
+    """(initial, final) weights of reference.py and the same optimizer on the concatenated batch."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[mode.dtype]
+    model = make_net()
+    work = model if dtype == torch.float32 else make_net().to(dtype)
+    for p in work.parameters():
+        p.grad_dtype = torch.float32
+    kfac_config = {**KFAC, **mode.kfac}
+    kfac = ReferenceKFAC(
+        work, update_interval=kfac_config["factor"]["update_interval"], decay=kfac_config["factor"]["decay"],
+        refresh_interval=kfac_config["eigenbasis"]["refresh_interval"], damping=kfac_config["damping"]["value"],
+        damping_kind=kfac_config["damping"]["kind"], kl_clip=kfac_config["preconditioner"]["kl_clip"],
+    )  # fmt: skip
+    # stage 0 fp16 divides by a loss scale it never multiplied by (deepspeed PR 8393); we follow
+    divisor = 2.0**8 if mode.dtype == "fp16" and mode.stage == 0 else 1.0
+    params = mode.config(1, 1)["optimizer"]["params"]
+    options = {key: value for key, value in params.items() if key != "torch_adam"}
+    kind = torch.optim.AdamW if mode.dtype == "fp32" else torch.optim.SGD
+    optimizer = kind(parameter_groups(model, mode.groups), **options)
+    initial = {name: p.detach().clone() for name, p in model.named_parameters()}
+    autocast_dtype = mode.extra.get("torch_autocast", {}).get("dtype")
+    for step in range(steps):
+        x, y = make_batch(step, world * accumulation * MICRO_ROWS)
+        with torch.autocast("cpu", getattr(torch, autocast_dtype or "bfloat16"), enabled=autocast_dtype is not None):
+            loss = cross_entropy(work(x.to(dtype)), y)
+        loss.backward()
+        kfac.step(LR, grad_scale=divisor)
+        for master, p in zip(model.parameters(), work.parameters(), strict=True):
+            master.grad = p.grad.float() / divisor
+        if mode.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), mode.clip)
+        optimizer.step()
+        if work is not model:
+            with torch.no_grad():
+                for master, p in zip(model.parameters(), work.parameters(), strict=True):
+                    p.copy_(master)
+        for p in work.parameters():
+            p.grad = None
+    return initial, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def difference(actual: dict, expected: dict, initial: dict) -> float:
+    """Largest over parameters of |actual - expected| over |expected - initial|: error relative to the training."""
+    moved = torch.cat([(expected[n] - initial[n]).flatten() for n in expected]).norm()
+    return max(float((actual[n] - expected[n]).norm() / moved) for n in expected)
+
+
+def compare(cases) -> dict:
+    """[(mode name, accumulation)] -> {case: (difference, wrapper, nu < 1 at some step, counts, moved)}."""
+    results = {}
+    world = dist.get_world_size()
+    for name, accumulation in cases:
+        mode = BY_NAME[name]
+        engine = build(mode, accumulation)
+        initial, expected = reference(mode, accumulation, world)
+        with patched(mode):
+            train(engine, accumulation)
+        kfac = engine.kfac.optimizer
+        results[name, accumulation] = {
+            "difference": difference(weights(engine), expected, initial),
+            "wrapper": type(engine.optimizer).__name__,
+            "nu": float(kfac.metrics.nu),
+            "counts": dict(kfac.metrics.counts),
+            "moved": kfac.exchange.gather_plan.total_numel,
+        }
+        engine.destroy()
+    return results
