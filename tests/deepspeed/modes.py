@@ -8,7 +8,7 @@ KFAC = {
     "factor": {"update_interval": 1, "decay": 0.9},
     "eigenbasis": {"refresh_interval": 2},
     "damping": {"kind": "tikhonov", "value": 0.03},
-    "preconditioner": {"kl_clip": 0.01},
+    "preconditioner": {"kl_clip": 0.0005},
 }
 STEPS, MICRO_ROWS, LR, CLIP = 4, 4, 0.02, 0.5
 

@@ -1,6 +1,7 @@
 """Train a few steps in an engine mode, and the same steps in one process with ds_kfac/reference.py."""
 
 import contextlib
+import copy
 import io
 from contextlib import contextmanager
 
@@ -94,11 +95,15 @@ def weights(engine) -> dict[str, torch.Tensor]:
     return {name: masters.get(id(p), p.detach()).float().clone().cpu() for name, p in named.items()}
 
 
-def reference(mode: Mode, accumulation: int, world: int, steps: int = STEPS) -> tuple[dict, dict]:
-    """(initial, final) weights of reference.py and the same optimizer on the concatenated batch."""
+def reference(mode: Mode, accumulation: int, world: int, initial: dict, steps: int = STEPS) -> dict:
+    """Weights after training ``initial`` with reference.py and the same optimizer on the concatenated batch.
+
+    In 16 bits the forward and backward run on a rounded copy, the optimizer on fp32 masters, as in DeepSpeed.
+    """
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[mode.dtype]
     model = make_net()
-    work = model if dtype == torch.float32 else make_net().to(dtype)
+    model.load_state_dict(initial)
+    work = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
     for p in work.parameters():
         p.grad_dtype = torch.float32
     kfac_config = {**KFAC, **mode.kfac}
@@ -113,7 +118,6 @@ def reference(mode: Mode, accumulation: int, world: int, steps: int = STEPS) -> 
     options = {key: value for key, value in params.items() if key != "torch_adam"}
     kind = torch.optim.AdamW if mode.dtype == "fp32" else torch.optim.SGD
     optimizer = kind(parameter_groups(model, mode.groups), **options)
-    initial = {name: p.detach().clone() for name, p in model.named_parameters()}
     autocast_dtype = mode.extra.get("torch_autocast", {}).get("dtype")
     for step in range(steps):
         x, y = make_batch(step, world * accumulation * MICRO_ROWS)
@@ -132,7 +136,7 @@ def reference(mode: Mode, accumulation: int, world: int, steps: int = STEPS) -> 
                     p.copy_(master)
         for p in work.parameters():
             p.grad = None
-    return initial, {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def difference(actual: dict, expected: dict, initial: dict) -> float:
@@ -148,7 +152,8 @@ def compare(cases) -> dict:
     for name, accumulation in cases:
         mode = BY_NAME[name]
         engine = build(mode, accumulation)
-        initial, expected = reference(mode, accumulation, world)
+        initial = weights(engine)
+        expected = reference(mode, accumulation, world, initial)
         with patched(mode):
             train(engine, accumulation)
         kfac = engine.kfac.optimizer

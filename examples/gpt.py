@@ -1,0 +1,79 @@
+"""A small byte-level GPT: pre-norm blocks, causal scaled_dot_product_attention, SwiGLU, learned positions."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+VOCABULARY = 256
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    width: int = 128
+    blocks: int = 4
+    heads: int = 4
+    context: int = 128
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
+        self.out = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, tokens, width))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        hidden = 8 * config.width // 3 // 8 * 8
+        self.gate = nn.Linear(config.width, hidden, bias=False)
+        self.up = nn.Linear(config.width, hidden, bias=False)
+        self.down = nn.Linear(hidden, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm_attention, self.attention = nn.LayerNorm(config.width), Attention(config)
+        self.norm_mlp, self.mlp = nn.LayerNorm(config.width), SwiGLU(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_attention(x))
+        return x + self.mlp(self.norm_mlp(x))
+
+
+class GPT(nn.Module):
+    """Bytes [B, T] -> logits [B, T, 256]; with targets [B, T], their mean cross-entropy in nats per byte."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(VOCABULARY, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.blocks))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, VOCABULARY, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                into_residual = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / (2 * config.blocks) ** 0.5 if into_residual else 0.02)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        h = self.bytes(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            h = block(h)
+        logits = self.head(self.norm(h))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.float().view(-1, VOCABULARY), targets.reshape(-1))
