@@ -6,8 +6,9 @@
 or, where a framework calls ``deepspeed.initialize`` itself, ``ds_kfac.enable()`` before it does.
 """
 
+from ds_kfac.attachment import Attachment
 from ds_kfac.config import KFACConfig
-from ds_kfac.engine import Attachment, attach, disable, enable, initialize
+from ds_kfac.engine import attach, disable, enable, initialize
 
 __version__ = "0.1.0"
-__all__ = ["Attachment", "KFACConfig", "attach", "disable", "enable", "initialize", "__version__"]
+__all__ = ["Attachment", "KFACConfig", "__version__", "attach", "disable", "enable", "initialize"]

@@ -94,19 +94,20 @@ class Capture:
             if not (self.active and module.training and torch.is_grad_enabled() and output.requires_grad):
                 return
             recomputing = torch._C._current_graph_task_id() != -1
-            rows: Tensor | None = LAYERS[spec.kind].rows(inputs[0])
+            rows = LAYERS[spec.kind].rows(inputs[0])
             if not recomputing:
                 self._add_A(spec, rows)
-                rows = None  # checkpointing must be able to free the activation
+            kept = rows if recomputing else None  # checkpointing must be able to free the activation
             whole = _origin(output)
             node, index = whole.grad_fn, whole.output_nr
+            assert node is not None  # output.requires_grad
 
             def on_gradient(gradients: tuple[Tensor | None, ...]) -> None:
                 gradient = gradients[index]
                 if gradient is None:
                     return
-                if rows is not None:
-                    self._add_A(spec, rows)
+                if kept is not None:
+                    self._add_A(spec, kept)
                 self._add_G(spec, LAYERS[spec.kind].rows(gradient))
 
             node.register_prehook(on_gradient)
@@ -144,5 +145,5 @@ class Capture:
 
 def _origin(output: Tensor) -> Tensor:
     """The tensor that ``output`` is a reshaped view of, or ``output``."""
-    base = output._base if output._is_view() else None
+    base = output._base
     return base if base is not None and base.numel() == output.numel() and base.grad_fn is not None else output

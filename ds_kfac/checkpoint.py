@@ -139,4 +139,3 @@ def _replace(path: Path, write: Any) -> None:
     temporary = path.with_name(path.name + ".tmp")
     write(temporary)
     os.replace(temporary, path)
-

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 
 KEY = "kfac"
 
@@ -134,7 +135,7 @@ def parse(block: Any) -> KFACConfig:
         errors = [_explain(detail) for detail in error.errors()]
     errors += _contradictions(block)
     if errors or config is None:
-        raise ValueError("invalid DeepSpeed config, block \"kfac\":\n  " + "\n  ".join(errors))
+        raise ValueError('invalid DeepSpeed config, block "kfac":\n  ' + "\n  ".join(errors))
     return config
 
 
@@ -147,12 +148,17 @@ def _without_nulls(block: Mapping[str, Any]) -> dict[str, Any]:
             field = model.model_fields.get(key)
             if value is None and field is not None:
                 continue
-            sub_model = field.annotation if field else None
-            is_block = isinstance(sub_model, type) and issubclass(sub_model, BaseModel) and isinstance(value, Mapping)
-            pruned[key] = prune(value, sub_model) if is_block else value
+            sub_model = _block_model(field)
+            pruned[key] = prune(value, sub_model) if sub_model and isinstance(value, Mapping) else value
         return pruned
 
     return prune(block, KFACConfig)
+
+
+def _block_model(field: FieldInfo | None) -> type[BaseModel] | None:
+    """The model of a field that is a block of its own."""
+    annotation = field.annotation if field else None
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
 def _explain(detail: Any) -> str:
@@ -175,15 +181,17 @@ def _nearest(path: str) -> str:
     close = difflib.get_close_matches(path, siblings, n=1, cutoff=0.6)
     close = close or [name for name in valid if name.split(".")[-1] == key]
     close = close or difflib.get_close_matches(path, list(valid), n=1, cutoff=0.5)
-    return f"did you mean kfac.{close[0]}?" if close else "valid keys: " + ", ".join(f"kfac.{name}" for name in siblings)
+    return (
+        f"did you mean kfac.{close[0]}?" if close else "valid keys: " + ", ".join(f"kfac.{name}" for name in siblings)
+    )
 
 
 def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
     """(path, path of its block) of every key."""
     for name, field in model.model_fields.items():
         yield prefix + name, prefix.rstrip(".")
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _paths(field.annotation, f"{prefix}{name}.")
+        if sub_model := _block_model(field):
+            yield from _paths(sub_model, f"{prefix}{name}.")
 
 
 def _contradictions(block: Mapping[str, Any]) -> list[str]:

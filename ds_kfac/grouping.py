@@ -1,4 +1,4 @@
-"""Parameter groups laid out as [preconditioned | rest], so that ZeRO-1/2 cuts fewer layers. Before the engine exists."""
+"""Parameter groups laid out as [preconditioned | rest] before the engine exists: ZeRO-1/2 then cuts fewer layers."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -20,8 +20,7 @@ def kfac_first(model: nn.Module, scan: Scan, model_parameters: Iterable[Any] | N
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     named = dict(model.named_parameters())
     order = {
-        id(named[name]): index
-        for index, name in enumerate(name for layer in scan.layers for name in layer.parameters)
+        id(named[name]): index for index, name in enumerate(name for layer in scan.layers for name in layer.parameters)
     }
     split: list[dict[str, Any]] = []
     for group in groups:

@@ -1,7 +1,7 @@
 """What a run wants to know about K-FAC: counters, the clip factor, seconds per stage."""
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,7 +25,7 @@ class Metrics:
     def __init__(self, *, timings: bool, device: torch.device) -> None:
         self.timings = timings
         self.counts: Counter[str] = Counter()
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.nu: Tensor | None = None
         self.unpreconditioned = 0
         self.not_finite = torch.zeros((), device=device)

@@ -124,6 +124,7 @@ class KFACOptimizer:
         if self.capture.take() is None:
             self._allocate()
         flat, self._flat = self._flat, None
+        assert flat is not None  # allocated with the sums
         own = self.bucket.reduce_to_owners(flat, self.rank, self.group)
         return self.bucket.views(own, self.owned, base=sum(self.bucket.splits[: self.rank]))
 
@@ -153,9 +154,7 @@ class KFACOptimizer:
         for layer in ready:
             state, gradient = self._next[layer.name], gradients[layer.name]
             assert state.basis_A is not None and state.basis_G is not None  # set together
-            V = precondition(
-                gradient, state.basis_G, state.basis_A, damping=damping.chosen, damping_kind=damping.kind
-            )
+            V = precondition(gradient, state.basis_G, state.basis_A, damping=damping.chosen, damping_kind=damping.kind)
             V, finite = finite_or(V, gradient)
             self.metrics.not_finite += ~finite
             results[layer.name] = V

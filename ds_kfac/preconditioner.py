@@ -16,7 +16,7 @@ def precondition(
         V = Q_G [ (Q_G^T gradient Q_A) / (values_G values_A^T + lambda) ] Q_A^T
 
     Linear in the gradient, so a loss scale passes through. Cost: 4 O I (O + I) FLOPs.
-    Source: Grosse & Martens 2016 (arXiv:1602.01407) app. A; inverse-free form of Pauloski et al. 2020 (arXiv:2007.00784).
+    Source: Grosse & Martens 2016 (arXiv:1602.01407) app. A; inverse-free as in Pauloski et al. 2020 (2007.00784).
 
     Args:
         gradient_OI: fp32 [O, I], the bias gradient as last column where the layer has one.

@@ -14,6 +14,8 @@ autograd's gradient of a loss that is a mean over M terms is g / M, hence the fa
     kfac.step(lr); optimizer.step()
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -45,7 +47,7 @@ class ReferenceKFAC:
             a = x.detach().float().reshape(-1, x.shape[-1])
             rows[0].append(torch.cat([a, a.new_ones(len(a), 1)], 1) if layer.bias is not None else a)
             # On the node below a view, not on the tensor: an in-place activation would take the tensor's hook along.
-            node = (y._base if y._is_view() else y).grad_fn
+            node: Any = (y._base if y._base is not None else y).grad_fn
             node.register_prehook(lambda g: rows[1].append(g[0].float().reshape(-1, y.shape[-1])))
 
     def step(self, lr: float, grad_scale: float = 1.0, seed: float = 1.0) -> None:
@@ -66,7 +68,7 @@ class ReferenceKFAC:
                 self.bases[name] = [(e.clamp(min=0), q) for e, q in map(torch.linalg.eigh, factors)]
         preconditioned, quadratic = {}, 0.0
         for name, layer in self.layers.items():
-            grads = [p.grad.float() for p in layer.parameters()]
+            grads = [p.grad.float() for p in layer.parameters() if p.grad is not None]
             dW = grads[0] if len(grads) == 1 else torch.cat([grads[0], grads[1][:, None]], 1)
             (alpha, QA), (beta, QG) = self.bases[name]
             damping = self.damping * (alpha.mean() * beta.mean() if self.damping_kind == "relative" else 1)
@@ -80,5 +82,6 @@ class ReferenceKFAC:
             if layer.bias is not None:
                 layer.bias.grad = V[:, -1].contiguous()
         for inputs, gradients in self.rows.values():
-            inputs.clear(), gradients.clear()
+            inputs.clear()
+            gradients.clear()
         self.steps += 1

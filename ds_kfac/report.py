@@ -24,7 +24,7 @@ def attach_report(kfac: KFACOptimizer, scan: Scan) -> str:
         f"{kfac.exchange.scatter_plan.total_numel:,} back; factor bucket {kfac.bucket.numel * 4:,} bytes",
         "",
     ]
-    rows = [("layer", "type", "G", "A", "bias", "owner")]
+    rows: list[tuple[str, ...]] = [("layer", "type", "G", "A", "bias", "owner")]
     for layer in scan.layers:
         sides = (str(layer.dim_G), str(layer.dim_A))
         owner = str(kfac.assignment.owners[layer.name])
@@ -32,11 +32,11 @@ def attach_report(kfac: KFACOptimizer, scan: Scan) -> str:
     lines += _table(rows)
     if scan.skipped:
         rows = [("not preconditioned", "type", "parameters", "why")]
-        rows += [(skipped.name or "(model)", skipped.kind, f"{skipped.numel:,}", skipped.reason) for skipped in scan.skipped]
+        rows += [(left.name or "(model)", left.kind, f"{left.numel:,}", left.reason) for left in scan.skipped]
         lines += ["", *_table(rows)]
     faults = list(layout.faults)
     if engine.torch_autocast_enabled() and layout.grad_scaler:
-        faults.append("torch_autocast fp16 skips overflowed steps without telling the engine; ds_kfac watches its scale")
+        faults.append("torch_autocast fp16 skips overflowed steps without telling the engine; we watch its scale")
     lines += [f"  known fault of this mode in DeepSpeed: {fault}" for fault in faults]
     return "\n".join(lines)
 
@@ -55,4 +55,5 @@ def _mode(kfac: KFACOptimizer) -> str:
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return [f"  {line.rstrip()}" for line in lines]

@@ -19,7 +19,7 @@ class Corpus:
     train: Tensor
     held_out: Tensor
 
-    def batch(self, generator: torch.Generator, rows: int, context: int, *, held_out: bool = False) -> tuple[Tensor, Tensor]:
+    def batch(self, generator: torch.Generator, rows: int, context: int, *, held_out=False) -> tuple[Tensor, Tensor]:
         """Random windows: inputs and targets, int64 [rows, context]."""
         data = self.held_out if held_out else self.train
         starts = torch.randint(len(data) - context, (rows,), generator=generator)

@@ -1,7 +1,7 @@
 """What K-FAC has to know about a layer. Shape suffixes: N rows, O and I the sides of the layer's matrix."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -67,6 +67,6 @@ class LayerType(Protocol):
         """Inverse of ``matrix``: flat gradients in the order of ``LayerSpec.parameters``."""
 
 
-def parameter_shape(parameter: Tensor) -> tuple[int, ...]:
+def parameter_shape(parameter: Any) -> tuple[int, ...]:
     """The true shape: ZeRO-3 keeps it in ``ds_shape`` while the parameter itself is empty."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))

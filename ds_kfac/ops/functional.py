@@ -18,7 +18,7 @@ BLOCK_ROWS = 256
 
 @lru_cache(maxsize=256)
 def _lower_index(start: int, stop: int, device: torch.device) -> Tensor:
-    """Where rows start..stop of a lower triangle lie in their row-major [stop - start, stop] block; int64, built once."""
+    """Where rows start..stop of a lower triangle lie in their row-major [stop - start, stop] block; int64."""
     rows, columns = torch.tril_indices(stop - start, stop, offset=start, device=device)
     return rows * stop + columns
 
@@ -33,7 +33,9 @@ def symmetric_pack(x_DD: Tensor) -> Tensor:
 def symmetric_unpack(x_P: Tensor, *, dim: int) -> Tensor:
     """See :func:`ds_kfac.ops.reference.symmetric_unpack`."""
     if x_P.shape != (packed_numel(dim),):
-        raise ValueError(f"symmetric_unpack: expected shape ({packed_numel(dim)},) for dim {dim}, got {tuple(x_P.shape)}")
+        raise ValueError(
+            f"symmetric_unpack: expected shape ({packed_numel(dim)},) for dim {dim}, got {tuple(x_P.shape)}"
+        )
     lower_DD = x_P.new_zeros(dim, dim)
     lower_DD.view(-1).index_copy_(0, _lower_index(0, dim, x_P.device), x_P)
     return lower_DD + lower_DD.tril(-1).T

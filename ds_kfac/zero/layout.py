@@ -27,7 +27,8 @@ class ShardLayout(ABC):
     """Known upstream faults of this mode, for the attach report."""
 
     def __init__(self, engine: Any, params: Sequence[nn.Parameter]) -> None:
-        self.engine, self.optimizer, self.params = engine, engine.optimizer, tuple(params)
+        self.engine, self.optimizer = engine, engine.optimizer
+        self.params: tuple[Any, ...] = tuple(params)  # Any: DeepSpeed adds ds_shape and others to parameters
         self.group = engine.seq_data_parallel_group
         self.world, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self._index = {id(param): index for index, param in enumerate(self.params)}

@@ -75,9 +75,7 @@ class RelayoutPlan:
             for move in self.between(rank, target):
                 sent.narrow(0, start, move.numel).copy_(piece(move))
                 start += move.numel
-        dist.all_to_all_single(
-            received, sent, output_split_sizes=incoming, input_split_sizes=outgoing, group=group
-        )
+        dist.all_to_all_single(received, sent, output_split_sizes=incoming, input_split_sizes=outgoing, group=group)
         pieces, start = [], 0
         for source in range(self.world):
             for move in self.between(source, rank):

@@ -21,7 +21,7 @@ class Replicated(ShardLayout):
             for rank in range(self.world)
         ]
 
-    def _param_groups(self) -> list[list[nn.Parameter]]:
+    def _param_groups(self) -> list[list[Any]]:
         return [group["params"] for group in self.optimizer.param_groups]
 
     def group_index(self, param: nn.Parameter) -> int:
@@ -50,7 +50,7 @@ class Replicated(ShardLayout):
         for param in chain.from_iterable(self._param_groups_trainable()):
             param.grad = known(param).view(param.shape).to(param.dtype)
 
-    def _param_groups_trainable(self) -> list[list[nn.Parameter]]:
+    def _param_groups_trainable(self) -> list[list[Any]]:
         return [[p for p in group if p.requires_grad] for group in self._param_groups()]
 
     def consume(self) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""At attach: known values through the shard map and back, so that a changed layout is an error, not a wrong gradient."""
+"""At attach: known values through the shard map and back; a changed layout is an error, not a wrong gradient."""
 
 import zlib
 from collections.abc import Mapping
@@ -43,8 +43,8 @@ def self_test(layout: ShardLayout, owners: Mapping[int, int]) -> None:
         return torch.full((layout._numel(param),), float(id(param) in ours), device=engine.device)
 
     headline = (
-        f"ds_kfac's self-test failed for {type(layout).__name__}: this DeepSpeed keeps gradients elsewhere than ds_kfac "
-        "expects; training was not started. Use a DeepSpeed version named in the README."
+        f"ds_kfac's self-test failed for {type(layout).__name__}: this DeepSpeed keeps gradients elsewhere than "
+        "ds_kfac expects; training was not started. Use a DeepSpeed version named in the README."
     )
     mine = {(shard.param, shard.start): shard for shard in layout.shards.on(rank)}
     try:
@@ -60,10 +60,10 @@ def self_test(layout: ShardLayout, owners: Mapping[int, int]) -> None:
         received = plan_gather(layout.shards, owners).execute(
             rank, lambda move: pieces[move.param, move.start], dtype=layout.dtype, **exchange
         )
-        full = {p: torch.zeros(n, device=engine.device) for p, n in enumerate(layout.shards.numels) if owners[p] == rank}
-        for param, start, piece in [(*key, piece) for key, piece in pieces.items()] + [
-            (move.param, move.start, piece) for move, piece in received
-        ]:
+        own = [param for param, owner in owners.items() if owner == rank]
+        full = {param: torch.zeros(layout.shards.numels[param], device=engine.device) for param in own}
+        arrived = [(move.param, move.start, piece) for move, piece in received]
+        for param, start, piece in [(*key, piece) for key, piece in pieces.items()] + arrived:
             if param in full:
                 full[param][start : start + piece.numel()] = piece
         returned = plan_scatter(layout.shards, owners).execute(
@@ -82,8 +82,8 @@ def self_test(layout: ShardLayout, owners: Mapping[int, int]) -> None:
                     layout.write(shard, full[param][start : start + shard.numel] + 0.5)
             for move, piece in returned:
                 layout.write(mine[move.param, move.start], piece)
-            for group, (flat, was, own) in enumerate(zip(layout.consume(), before, mask, strict=True)):
-                if not torch.equal(flat, was + 0.5 * own):
+            for group, (flat, was, touched) in enumerate(zip(layout.consume(), before, mask, strict=True)):
+                if not torch.equal(flat, was + 0.5 * touched):
                     problems.append(f"DeepSpeed would not step with the gradients written to group {group}")
     finally:
         layout.clear()

@@ -120,7 +120,7 @@ class Stage12(ShardLayout):
                     return_tensor_list=True,
                 )
 
-    def _stage_gradient(self, param: nn.Parameter, gradient: Tensor) -> None:
+    def _stage_gradient(self, param: Any, gradient: Tensor) -> None:
         if self.optimizer.use_grad_accum_attribute:
             param.grad_accum = gradient
         else:

@@ -1,0 +1,175 @@
+"""K-FAC at work in one engine: four wrapped attributes of the instance, and module hooks. No class is patched.
+
+``_take_model_step`` is where gradients are averaged but not yet checked, clipped or stepped, in every stage;
+``backward`` tells the scale of the output gradients; the checkpoint methods carry our state.
+"""
+
+import inspect
+import os
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.utils import logger
+
+from ds_kfac import checkpoint
+from ds_kfac.config import KFACConfig
+from ds_kfac.metrics import Metrics
+from ds_kfac.optimizer import KFACOptimizer
+from ds_kfac.report import attach_report
+from ds_kfac.scan import scan
+from ds_kfac.zero.exchange import parameter_names
+from ds_kfac.zero.registry import shard_layout
+from ds_kfac.zero.selftest import self_test
+
+HANDLE = "kfac"
+"""Name under which an engine carries its :class:`Attachment`."""
+
+
+class Attachment:
+    """A K-FAC optimizer at work in one engine.
+
+    Attributes:
+        optimizer: the :class:`KFACOptimizer`.
+        report: the text printed at attach.
+    """
+
+    def __init__(self, engine: Any, config: KFACConfig) -> None:
+        self.engine = engine
+        found = scan(engine.module, include=config.layers.include, exclude=config.layers.exclude)
+        named = dict(engine.module.named_parameters())
+        layout = shard_layout(engine, [named[name] for name in parameter_names(found.layers)])
+        self.optimizer = KFACOptimizer(
+            engine.module, found.layers, layout, config, scheduled_lr=engine.lr_scheduler is not None
+        )
+        self._active = True
+        try:
+            self_test(layout, self.optimizer.exchange.owners)
+        except Exception:
+            self.optimizer.capture.remove()
+            raise
+        self._originals: dict[str, tuple[Any, Any]] = {}
+        self._wrap("_take_model_step", self._take_model_step)
+        self._wrap("backward", self._backward)
+        self._wrap("save_checkpoint", self._save_checkpoint)
+        self._wrap("load_checkpoint", self._load_checkpoint)
+        setattr(engine, HANDLE, self)
+        self.report = attach_report(self.optimizer, found)
+        if engine.global_rank == 0:
+            print(self.report, flush=True)
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.optimizer.metrics
+
+    def detach(self) -> None:
+        """Restore the engine: remove hooks and wrappers. Call on every rank, between steps."""
+        self.optimizer.capture.remove()
+        self._active = False
+        for name, (wrapper, previous) in self._originals.items():
+            # Someone may have wrapped ours since; then it stays in the chain and passes everything through.
+            if vars(self.engine).get(name) is wrapper:
+                if previous is None:
+                    delattr(self.engine, name)
+                else:
+                    setattr(self.engine, name, previous)
+        delattr(self.engine, HANDLE)
+
+    def load_state(self, load_dir: str | os.PathLike, tag: str) -> None:
+        """Load only the K-FAC state of a checkpoint, whatever stage and world size wrote it. Collective."""
+        directory = checkpoint.find(Path(load_dir) / str(tag))
+        if directory is None:
+            raise ValueError(f"ds_kfac: no K-FAC state in {Path(load_dir) / str(tag)}")
+        checkpoint.load(self.optimizer, directory)
+
+    # the four wrapped attributes
+
+    def _wrap(self, name: str, wrapper: Callable[..., Any]) -> None:
+        original = getattr(self.engine, name)
+        previous = vars(self.engine).get(name)
+
+        @wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs) if self._active else original(*args, **kwargs)
+
+        self._originals[name] = (wrapped, previous)
+        setattr(self.engine, name, wrapped)
+
+    def _take_model_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        kfac, engine = self.optimizer, self.engine
+        monitored = kfac.schedule.due(kfac.steps).capture and engine.monitor.enabled and engine.global_rank == 0
+        self._warn_of_silent_layers()
+        kfac.step()
+        scaler = kfac.layout.grad_scaler
+        scale = scaler.get_scale() if scaler else 0.0
+        result = original(*args, **kwargs)
+        # A GradScaler skips the step by itself; only its falling scale tells. It has synchronised already.
+        skipped = scaler is not None and scaler.get_scale() < scale
+        kfac.commit(applied=engine.was_step_applied() and not skipped)
+        if monitored:
+            engine.monitor.write_events(self.metrics.events(engine.global_samples))
+        return result
+
+    def _warn_of_silent_layers(self) -> None:
+        """Once, after the first captured step: layers whose hooks never fired here pass through untouched."""
+        kfac = self.optimizer
+        if kfac.steps or not kfac.capture.active:
+            return
+        silent = [layer.name for layer in kfac.layers if layer.name not in kfac.capture.called]
+        if silent:
+            logger.warning(
+                f"ds_kfac: rank {kfac.rank} saw no rows of {', '.join(silent)} in its first step. A layer that no rank "
+                "calls is not preconditioned until it has data; if it is never called as a module, exclude it"
+            )
+
+    def _backward(self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        capture = self.optimizer.capture
+        if not capture.active or not loss.requires_grad:
+            return original(loss, *args, **kwargs)
+        scale_wrt_gas = kwargs.get("scale_wrt_gas", args[1] if len(args) > 1 else True)
+        # The caller who switches that off has divided by the micro-batches himself.
+        divisor = 1 if scale_wrt_gas else self.engine.gradient_accumulation_steps()
+        hook = loss.register_hook(lambda seed: capture.begin_backward(seed / divisor))
+        try:
+            return original(loss, *args, **kwargs)
+        finally:
+            hook.remove()
+            capture.end_backward()
+
+    def _save_checkpoint(
+        self, original: Callable[..., Any], save_dir: str, tag: Any = None, client_state: Any = None, *args, **kwargs
+    ) -> Any:
+        tag = f"global_step{self.engine.global_steps}" if tag is None else str(tag)
+        header = checkpoint.save(self.optimizer, Path(save_dir) / tag) if save_dir else None
+        client_state = {**(client_state or {}), checkpoint.CLIENT_KEY: header}
+        return original(save_dir, tag, client_state, *args, **kwargs)
+
+    def _load_checkpoint(self, original: Callable[..., Any], load_dir: str, *args: Any, **kwargs: Any) -> Any:
+        arguments = inspect.signature(original).bind(load_dir, *args, **kwargs).arguments
+        path, client_state = original(load_dir, *args, **kwargs)
+        if path is None:
+            return path, client_state
+        header = client_state.pop(checkpoint.CLIENT_KEY, None) if client_state else None
+        tag_directory = Path(path).parent
+        directory = checkpoint.find(tag_directory)
+        if arguments.get("load_module_only"):
+            self._say(
+                f"load_module_only: K-FAC starts afresh; engine.kfac.load_state loads the state of {tag_directory}"
+            )
+        elif directory is not None:
+            checkpoint.load(self.optimizer, directory)
+            self._say(f"loaded K-FAC state of step {self.optimizer.steps} from {directory}")
+        elif header is not None:
+            raise ValueError(
+                f"ds_kfac: {tag_directory} was saved with K-FAC state, but its folder {checkpoint.FOLDER!r} is gone; "
+                "copy it there, or load with load_module_only=True to start K-FAC afresh"
+            )
+        else:
+            self._say(f"WARNING: {tag_directory} has no K-FAC state, K-FAC starts afresh: expect some steps to recover")
+        return path, client_state
+
+    def _say(self, text: str) -> None:
+        if self.engine.global_rank == 0:
+            logger.warning(f"ds_kfac: {text}")
