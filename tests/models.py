@@ -12,13 +12,13 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(FEATURES, 17)
-        self.relu = nn.ReLU(inplace=True)
+        self.silu = nn.SiLU(inplace=True)  # smooth: rounding must not flip a mask
         self.norm = nn.LayerNorm(17)
         self.middle = nn.Linear(17, 19, bias=False)
         self.head = nn.Linear(19, CLASSES)
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-        z = self.head(torch.tanh(self.middle(self.norm(self.relu(self.first(x))))))
+        z = self.head(torch.tanh(self.middle(self.norm(self.silu(self.first(x))))))
         return z if y is None else cross_entropy(z, y)
 
 

@@ -32,6 +32,15 @@ class Mode:
     """Expected class of engine.optimizer."""
     clip: float = CLIP
 
+    @property
+    def precision(self) -> str:
+        """Of forward and backward: chooses optimizer and tolerance."""
+        return {"bfloat16": "bf16", "float16": "fp16"}.get(self.extra.get("torch_autocast", {}).get("dtype"), self.dtype)
+
+    @property
+    def optimizer(self) -> dict[str, Any]:
+        return copy.deepcopy(OPTIMIZERS[self.precision])
+
     def config(self, accumulation: int, world: int) -> dict[str, Any]:
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": MICRO_ROWS,
@@ -41,7 +50,7 @@ class Mode:
             "zero_optimization": {"stage": self.stage, **copy.deepcopy(self.zero)},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "optimizer": OPTIMIZERS[self.dtype],
+            "optimizer": self.optimizer,
             "kfac": {**KFAC, **self.kfac},
             **copy.deepcopy(self.extra),
         }
@@ -56,6 +65,12 @@ OPTIMIZERS = {
     "bf16": {"type": "SGD", "params": {"lr": LR, "momentum": 0.9}},
     "fp16": {"type": "SGD", "params": {"lr": LR, "momentum": 0.9}},
 }
+TOLERANCE = {
+    "fp32": 1e-5,  # sums in another order, through 4 steps of Adam
+    "bf16": 1e-2,  # 2^-8 per rounding, on other micro-batches than the reference's
+    "fp16": 2e-3,  # 2^-11 per rounding
+}
+"""Largest |actual - expected| over a parameter, relative to how far training moved all parameters."""
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 FP32_ACCUM = {"data_types": {"grad_accum_dtype": "fp32"}}
 SCALE = {"fp16": {"initial_scale_power": 8}}

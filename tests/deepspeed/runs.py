@@ -90,7 +90,14 @@ def weights(engine) -> dict[str, torch.Tensor]:
     elif type(optimizer).__name__ == "FP16_UnfusedOptimizer":
         for fp32, params in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
             masters |= {id(p): q.detach() for p, q in zip(params, fp32, strict=True)}
-    elif engine.zero_optimization() and not getattr(optimizer, "round_robin_gradients", False):
+    elif type(optimizer).__name__ == "DeepSpeedZeroOptimizer":  # safe_get_* does not survive round_robin_gradients
+        for group, partition in enumerate(optimizer.single_partition_of_fp32_groups):
+            partitions = [torch.empty_like(partition) for _ in range(dist.get_world_size())]
+            dist.all_gather(partitions, partition.detach())
+            flat, offsets = torch.cat(partitions), optimizer.round_robin_bit16_offsets[group]
+            for p, offset in zip(optimizer.round_robin_bit16_groups[group], offsets, strict=True):
+                masters[id(p)] = flat.narrow(0, offset, p.numel()).view(p.shape)
+    elif engine.zero_optimization():
         masters = {id(p): deepspeed.utils.safe_get_full_fp32_param(p) for p in named.values()}
     return {name: masters.get(id(p), p.detach()).float().clone().cpu() for name, p in named.items()}
 
@@ -114,9 +121,8 @@ def reference(mode: Mode, accumulation: int, world: int, initial: dict, steps: i
     )  # fmt: skip
     # stage 0 fp16 divides by a loss scale it never multiplied by (deepspeed PR 8393); we follow
     divisor = 2.0**8 if mode.dtype == "fp16" and mode.stage == 0 else 1.0
-    params = mode.config(1, 1)["optimizer"]["params"]
-    options = {key: value for key, value in params.items() if key != "torch_adam"}
-    kind = torch.optim.AdamW if mode.dtype == "fp32" else torch.optim.SGD
+    options = {key: value for key, value in mode.optimizer["params"].items() if key != "torch_adam"}
+    kind = getattr(torch.optim, mode.optimizer["type"])
     optimizer = kind(parameter_groups(model, mode.groups), **options)
     autocast_dtype = mode.extra.get("torch_autocast", {}).get("dtype")
     for step in range(steps):

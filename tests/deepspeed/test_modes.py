@@ -1,0 +1,42 @@
+"""Every engine mode trains exactly like ds_kfac/reference.py in one process."""
+
+import pytest
+
+from tests.deepspeed.modes import AUTOCAST, BY_NAME, MODES, TOLERANCE
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+def check(results: dict) -> None:
+    """One message with every mode that differs."""
+    wrong = []
+    for (name, accumulation), result in results.items():
+        mode = BY_NAME[name]
+        case = f"{name} accumulation {accumulation}"
+        if not result["difference"] <= TOLERANCE[mode.precision]:
+            wrong.append(f"{case}: differs by {result['difference']:.2e}, allowed {TOLERANCE[mode.precision]:.0e}")
+        if mode.wrapper and result["wrapper"] != mode.wrapper:
+            wrong.append(f"{case}: DeepSpeed took {result['wrapper']}, the test meant {mode.wrapper}")
+        if result["counts"]["factor_updates"] != 4 or result["counts"].get("skipped_steps"):
+            wrong.append(f"{case}: counted {result['counts']}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_engine_mode_matches_reference(world):
+    cases = [(mode.name, accumulation) for mode in MODES for accumulation in (1, 4)]
+    for results in run_ranks("tests.deepspeed.runs:compare", world=world, payload=cases):
+        check(results)
+        assert any(result["nu"] < 0.9 for result in results.values()), "kl-clip never acted, so it was not tested"
+
+
+def test_every_zero_mode_matches_reference_on_4_ranks():
+    cases = [(mode.name, accumulation) for mode in MODES if mode.stage for accumulation in (1, 4)]
+    check(run_ranks("tests.deepspeed.runs:compare", world=4, payload=cases)[0])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])  # torch_autocast is global to a process
+def test_autocast_matches_reference(dtype):
+    cases = [(mode.name, accumulation) for mode in AUTOCAST if mode.name.endswith(dtype) for accumulation in (1, 4)]
+    check(run_ranks("tests.deepspeed.runs:compare", world=2, payload=cases)[0])
