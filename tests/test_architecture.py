@@ -1,0 +1,71 @@
+"""The house rules that a machine can check: imports go down, no circles, small files."""
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "ds_kfac"
+# Lowest first; inside a floor, a file may import the files before it.
+FLOORS = [
+    ["reference", "ops.reference", "ops.functional"],
+    ["factor", "eigenbasis", "damping", "preconditioner"],
+    ["layers.base", "layers.linear", "layers.conv1d", "layers.registry", "scan", "capture", "schedule", "layer_state"],
+    [
+        "assignment", "agreement", "grouping", "bucket", "zero.shards", "zero.relayout", "zero.layout",
+        "zero.replicated", "zero.bf16_optimizer", "zero.stage_1_and_2", "zero.stage3", "zero.registry",
+        "zero.exchange", "zero.validate", "zero.selftest",
+    ],
+    ["config", "metrics", "optimizer", "checkpoint", "report"],
+    ["attachment", "engine", ""],
+]  # fmt: skip
+ORDER = {name: index for index, name in enumerate(name for floor in FLOORS for name in floor)}
+FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(part for part in parts if part != "__init__")] = path
+    return found
+
+
+def imports(path: Path) -> set[str]:
+    """Full names of the modules a file imports; ``from package import module`` counts as the module."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return names
+
+
+def test_every_module_has_a_floor():
+    packages = {"ops", "layers", "zero"}
+    assert set(modules()) - packages == set(ORDER)
+
+
+def test_imports_go_down():
+    for name, path in modules().items():
+        for target in imports(path):
+            inner = target.removeprefix("ds_kfac.")
+            if target.startswith("ds_kfac.") and inner in ORDER:
+                assert ORDER[inner] < ORDER[name], f"{name} imports {inner}, which is above it"
+
+
+def test_floors_0_to_2_know_neither_deepspeed_nor_communication():
+    for name, path in modules().items():
+        if name in FLOOR and FLOOR[name] <= 2:
+            outside = [t for t in imports(path) if t.split(".")[0] == "deepspeed" or t.startswith("torch.distributed")]
+            assert not outside, f"{name} imports {outside}"
+
+
+def test_files_hold_one_concept():
+    for name, path in modules().items():
+        lines = len(path.read_text().splitlines())
+        assert lines <= 300, f"{name} has {lines} lines: which concept moved in?"
+
+
+def test_reference_stands_alone():
+    assert {target.split(".")[0] for target in imports(PACKAGE / "reference.py")} == {"torch", "typing"}

@@ -1,0 +1,235 @@
+"""Hooks: exact sums in every way a layer can be run. No DeepSpeed here; the seed is given by hand."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_kfac.capture import BatchSums, Capture
+from ds_kfac.layers.registry import LAYERS
+from ds_kfac.ops.functional import packed_numel, symmetric_pack
+from ds_kfac.scan import scan
+from tests.models import FEATURES, Net, cross_entropy, make_batch, make_net
+from tests.test_scan import Conv1D
+
+ROWS, TOKENS = 4, 3
+
+
+class Recorder:
+    """A model with capture, and the means it should have seen by plain autograd."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.layers = model, scan(model).layers
+        self.capture = Capture(model, self.layers, self.allocate, fallback_seed=lambda: 1.0)
+        self.capture.active = True
+
+    def allocate(self) -> dict[str, BatchSums]:
+        return {
+            layer.name: BatchSums(
+                torch.zeros(packed_numel(layer.dim_A)), torch.zeros(packed_numel(layer.dim_G)), torch.zeros(2)
+            )
+            for layer in self.layers
+        }
+
+    def means(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        sums = self.capture.take()
+        return {name: (s.A_P / s.counts_2[0], s.G_P / s.counts_2[1]) for name, s in sums.items()}
+
+
+def expected_means(model: nn.Module, forward, loss_terms: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """A = mean a a^T and G = M sum g-hat g-hat^T, from outputs kept by ``retain_grad``."""
+    seen: dict[str, list] = {layer.name: [] for layer in scan(model).layers}
+
+    def keep(name, has_bias):
+        def hook(module, inputs, output):
+            rows = inputs[0].detach().reshape(-1, inputs[0].shape[-1]).clone()
+            if has_bias:
+                rows = torch.cat([rows, torch.ones(len(rows), 1)], 1)
+            probe = torch.zeros_like(output, requires_grad=True)  # output + 0: its gradient is the output's
+            seen[name].append((rows, probe))
+            return output + probe
+
+        return hook
+
+    handles = [
+        model.get_submodule(layer.name).register_forward_hook(keep(layer.name, layer.bias is not None))
+        for layer in scan(model).layers
+    ]
+    forward(model).backward()
+    for handle in handles:
+        handle.remove()
+    means = {}
+    for name, uses in seen.items():
+        if uses:
+            a = torch.cat([rows for rows, _ in uses])
+            g = torch.cat([probe.grad.reshape(-1, probe.shape[-1]) for _, probe in uses])
+            means[name] = symmetric_pack(a.T @ a / len(a)), symmetric_pack(loss_terms * g.T @ g)
+    return means
+
+
+def assert_same(actual: dict, expected: dict) -> None:
+    assert expected
+    for name, (A, G) in expected.items():
+        torch.testing.assert_close(actual[name][0], A, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"A of {n}: {m}")
+        torch.testing.assert_close(actual[name][1], G, rtol=1e-4, atol=1e-8, msg=lambda m, n=name: f"G of {n}: {m}")
+
+
+def loss_of(step: int = 0):
+    x, y = make_batch(step, ROWS, TOKENS)
+    return lambda model: model(x, y)
+
+
+def test_means_are_exact_with_an_in_place_activation():
+    recorder = Recorder(make_net())
+    loss_of()(recorder.model).backward()
+    assert_same(recorder.means(), expected_means(make_net(), loss_of(), ROWS * TOKENS))
+
+
+def test_conv1d_has_the_same_factors_as_linear():
+    linear, conv = nn.Sequential(nn.Linear(FEATURES, 5)), nn.Sequential(Conv1D(5, FEATURES))
+    conv[0].weight.data, conv[0].bias.data = linear[0].weight.data.T.clone(), linear[0].bias.data.clone()
+    x, y = make_batch(0, ROWS)
+    means = []
+    for model in (linear, conv):
+        recorder = Recorder(model)
+        cross_entropy(model(x), y).backward()
+        means.append(recorder.means()["0"])
+    torch.testing.assert_close(means[0], means[1])
+    gradients = [
+        LAYERS[kind].matrix(model[0].weight.grad.reshape(-1), model[0].bias.grad, 5)
+        for kind, model in (("Linear", linear), ("Conv1D", conv))
+    ]
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize("kind", ["Linear", "Conv1D"])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_split_inverts_matrix(kind, has_bias):
+    weight, bias = torch.randn(15), torch.randn(5) if has_bias else None
+    pieces = LAYERS[kind].split(LAYERS[kind].matrix(weight, bias, 5), has_bias)
+    assert torch.equal(pieces[0], weight) and (not has_bias or torch.equal(pieces[1], bias))
+
+
+def test_scaling_the_loss_does_not_change_the_factors():
+    plain, scaled = Recorder(make_net()), Recorder(make_net())
+    loss_of()(plain.model).backward()
+    loss = loss_of()(scaled.model)
+    scaled.capture.begin_backward(torch.tensor(2.0**16))
+    (loss * 2.0**16).backward()
+    for name, (A, G) in plain.means().items():
+        torch.testing.assert_close(scaled.capture._sums[name].A_P / (ROWS * TOKENS), A)
+        torch.testing.assert_close(scaled.capture._sums[name].G_P / (ROWS * TOKENS), G, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_means_do_not_depend_on_the_split_into_micro_batches(parts):
+    recorder = Recorder(make_net())
+    x, y = make_batch(0, ROWS, TOKENS)
+    for xs, ys in zip(x.chunk(parts), y.chunk(parts), strict=True):
+        recorder.model(xs, ys).backward()
+        recorder.capture.end_backward()
+    assert_same(recorder.means(), expected_means(make_net(), loss_of(), ROWS * TOKENS))
+
+
+def test_a_plain_backward_without_announcement_closes_with_the_next_forward():
+    recorder = Recorder(make_net())
+    x, y = make_batch(0, ROWS, TOKENS)
+    for xs, ys in zip(x.chunk(2), y.chunk(2), strict=True):
+        recorder.model(xs, ys).backward()
+    assert_same(recorder.means(), expected_means(make_net(), loss_of(), ROWS * TOKENS))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("inside", ["all", "part"])
+def test_activation_checkpointing_counts_every_row_once(use_reentrant, inside):
+    class Checkpointed(Net):
+        def forward(self, x, y):
+            x = x.requires_grad_()  # reentrant checkpointing needs an input with a gradient
+            if inside == "all":
+                z = checkpoint(super().forward, x, use_reentrant=use_reentrant)
+            else:
+                z = checkpoint(lambda x: self.norm(self.silu(self.first(x))), x, use_reentrant=use_reentrant)
+                z = self.head(torch.tanh(checkpoint(self.middle, z, use_reentrant=use_reentrant)))
+            return cross_entropy(z, y)
+
+    recorder = Recorder(make_net(Checkpointed))
+    loss_of()(recorder.model).backward()
+    assert recorder.capture._sums["first"].counts_2.tolist() == [ROWS * TOKENS, ROWS * TOKENS]
+    assert_same(recorder.means(), expected_means(make_net(), loss_of(), ROWS * TOKENS))
+
+
+def test_a_module_called_twice_adds_rows_but_no_loss_terms():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 5)
+
+        def forward(self, x, y):
+            return cross_entropy(self.head(self.inner(torch.tanh(self.inner(x)))), y)
+
+    recorder = Recorder(make_net(Twice))
+    loss_of()(recorder.model).backward()
+    counts = {name: sums.counts_2.tolist() for name, sums in recorder.capture._sums.items()}
+    assert counts["inner"] == [2 * ROWS * TOKENS, ROWS * TOKENS]
+    assert_same(recorder.means(), expected_means(make_net(Twice), loss_of(), ROWS * TOKENS))
+
+
+def test_a_module_that_is_not_called_counts_nothing():
+    class Unused(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Linear(3, 3)
+
+    recorder = Recorder(make_net(Unused))
+    loss_of()(recorder.model).backward()
+    assert recorder.capture._sums["unused"].counts_2.tolist() == [0, 0]
+    assert "unused" not in recorder.capture.called and "first" in recorder.capture.called
+
+
+def test_evaluation_and_no_grad_count_nothing():
+    recorder = Recorder(make_net())
+    with torch.no_grad():
+        loss_of()(recorder.model)
+    recorder.model.eval()
+    loss_of()(recorder.model).backward()
+    assert recorder.capture.take() is None
+
+
+def test_inactive_capture_allocates_nothing():
+    recorder = Recorder(make_net())
+    recorder.capture.active = False
+    recorder.capture._allocate = None  # would raise if called
+    loss_of()(recorder.model).backward()
+    assert recorder.capture.take() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_factors_are_fp32_sums_of_rounded_rows(dtype):
+    recorder = Recorder(make_net())
+    with torch.autocast("cpu", dtype):
+        loss = loss_of()(recorder.model)
+    loss.backward()
+    expected = expected_means(make_net(), loss_of(), ROWS * TOKENS)
+    for name, (A, G) in recorder.means().items():
+        assert A.dtype == G.dtype == torch.float32
+        # one rounding of each row's entries is allowed, a product or average in 16 bits is not
+        eps = torch.finfo(dtype).eps
+        assert (A - expected[name][0]).norm() <= 2 * eps * expected[name][0].norm()
+        assert (G - expected[name][1]).norm() <= 8 * eps * expected[name][1].norm()
+
+
+def test_removed_hooks_do_nothing():
+    recorder = Recorder(make_net())
+    recorder.capture.remove()
+    recorder.capture.active = True
+    loss_of()(recorder.model).backward()
+    assert recorder.capture.take() is None
+
+
+def test_unequal_micro_batches_are_weighted_by_their_terms():
+    recorder = Recorder(make_net())
+    x, y = make_batch(0, ROWS, TOKENS)
+    for rows in (slice(0, 1), slice(1, 4)):
+        recorder.model(x[rows], y[rows]).backward()
+        recorder.capture.end_backward()
+    assert_same(recorder.means(), expected_means(make_net(), loss_of(), ROWS * TOKENS))

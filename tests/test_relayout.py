@@ -1,0 +1,100 @@
+"""Shard maps and relayout plans: pure values, so every world size fits in one process."""
+
+import pytest
+
+from ds_kfac.bucket import ALIGNMENT, FactorBucket
+from ds_kfac.layers.base import LayerSpec
+from ds_kfac.ops.functional import packed_numel
+from ds_kfac.zero.relayout import Move, RelayoutPlan, plan_gather, plan_scatter
+from ds_kfac.zero.shards import Shard, ShardMap, partition_chunks, partition_flat
+
+NUMELS = (1, 63, 257, 5, 128)
+
+
+def flat_map(world: int) -> ShardMap:
+    """ZeRO-1/2: all parameters one after the other, padded to a multiple of the world."""
+    offsets = [sum(NUMELS[:i]) for i in range(len(NUMELS))]
+    size = -(-sum(NUMELS) // world)
+    return ShardMap(world, NUMELS, tuple(partition_flat(NUMELS, offsets, range(len(NUMELS)), 0, size, world)))
+
+
+def chunk_map(world: int) -> ShardMap:
+    shards = [shard for i, numel in enumerate(NUMELS) for shard in partition_chunks(numel, i, 0, 0, world)]
+    return ShardMap(world, NUMELS, tuple(shards))
+
+
+def replicated_map(world: int) -> ShardMap:
+    shards = [Shard(i, 0, numel, rank, 0, 0) for i, numel in enumerate(NUMELS) for rank in range(world)]
+    return ShardMap(world, NUMELS, tuple(shards))
+
+
+def owners(world: int) -> dict[int, int]:
+    return {i: (3 * i + 1) % world for i in range(len(NUMELS))}
+
+
+MAPS = [flat_map, chunk_map, replicated_map]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("make", MAPS)
+def test_gather_brings_every_element_to_its_owner_once(make, world):
+    shards, owner = make(world), owners(world)
+    for param, numel in enumerate(NUMELS):
+        arrived = [(s.start, s.start + s.numel) for s in shards.on(owner[param]) if s.param == param]
+        arrived += [(m.start, m.start + m.numel) for m in plan_gather(shards, owner).moves if m.param == param]
+        covered = sorted(element for start, stop in arrived for element in range(start, stop))
+        assert covered == list(range(numel))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("make", MAPS)
+def test_scatter_reaches_every_shard_that_is_not_on_the_owner(make, world):
+    shards, owner = make(world), owners(world)
+    reached = {(m.param, m.start, m.numel, m.target) for m in plan_scatter(shards, owner).moves}
+    assert reached == {(s.param, s.start, s.numel, s.rank) for s in shards.shards if s.rank != owner[s.param]}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("make", [flat_map, chunk_map])
+def test_relayout_inverse_restores_every_shard(make, world):
+    shards, owner = make(world), owners(world)
+    gather = plan_gather(shards, owner)
+    assert gather.inverse() == plan_scatter(shards, owner)
+    assert gather.inverse().inverse() == gather
+
+
+def test_a_replicated_gradient_is_not_gathered():
+    assert plan_gather(replicated_map(4), owners(4)).moves == ()
+
+
+def test_sender_and_receiver_agree_on_the_order():
+    plan = RelayoutPlan(2, (Move(1, 4, 2, 0, 1), Move(0, 9, 3, 0, 1), Move(0, 2, 1, 0, 1)))
+    assert [(m.param, m.start) for m in plan.between(0, 1)] == [(0, 2), (0, 9), (1, 4)]
+    assert plan.numel(0, 1) == plan.total_numel == 6 and plan.numel(1, 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        ([Shard(0, 0, 3, 0, 0, 0), Shard(0, 4, 1, 1, 0, 0)], "gap or overlap at element 3"),
+        ([Shard(0, 0, 3, 0, 0, 0), Shard(0, 2, 3, 1, 0, 0)], "gap or overlap at element 2"),
+        ([Shard(0, 0, 3, 0, 0, 0)], "covered up to 3 of 5"),
+    ],
+)
+def test_a_map_that_does_not_cover_is_refused(shards, message):
+    with pytest.raises(ValueError, match=message):
+        ShardMap(2, (5,), tuple(shards))
+
+
+def test_bucket_orders_layers_by_owner_and_aligns_them():
+    layers = [LayerSpec(f"l{i}", "Linear", 5 + i, 3, f"l{i}.weight", f"l{i}.bias") for i in range(5)]
+    bucket = FactorBucket.plan(layers, {f"l{i}": (i + 1) % 2 for i in range(5)}, world=3)
+    assert list(bucket.slots) == ["l1", "l3", "l0", "l2", "l4"]
+    end = 0
+    for layer in sorted(layers, key=lambda layer: list(bucket.slots).index(layer.name)):
+        slot = bucket.slots[layer.name]
+        assert slot.counts == end and slot.counts % ALIGNMENT == slot.A % ALIGNMENT == slot.G % ALIGNMENT == 0
+        assert slot.A - slot.counts >= 2 and slot.G - slot.A >= packed_numel(layer.dim_A)
+        assert slot.stop - slot.G >= packed_numel(layer.dim_G)
+        end = slot.stop
+    assert bucket.splits == (bucket.slots["l3"].stop, end - bucket.slots["l3"].stop, 0) and bucket.numel == end

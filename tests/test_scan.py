@@ -1,0 +1,86 @@
+"""Which layers are found, and that everything else is listed with a reason."""
+
+import pytest
+import torch
+from torch import nn
+
+from ds_kfac.scan import scan
+
+
+class Conv1D(nn.Module):
+    """As in transformers: weight [in, out]."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(torch.randn(nx, nf))
+        self.bias = nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
+
+
+class Overriding(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def reasons(model: nn.Module, **patterns) -> dict[str, str]:
+    return {skipped.name: skipped.reason for skipped in scan(model, **patterns).skipped}
+
+
+def test_linear_and_conv1d_are_found_with_their_shapes():
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4, bias=False), Conv1D(7, 4))
+    layers = scan(model).layers
+    assert [(lay.kind, lay.dim_A, lay.dim_G, lay.bias) for lay in layers] == [
+        ("Linear", 4, 5, "0.bias"), ("Linear", 5, 4, None), ("Conv1D", 5, 7, "2.bias"),
+    ]  # fmt: skip
+    assert scan(nn.Linear(2, 2)).layers[0].weight == "weight"
+
+
+def test_everything_else_is_listed_with_its_reason():
+    model = nn.ModuleDict(
+        {
+            "keep": nn.Linear(4, 4), "frozen": nn.Linear(4, 4), "norm": nn.LayerNorm(4), "embed": nn.Embedding(9, 4),
+            "tied": nn.Linear(4, 9, bias=False), "own": Overriding(4, 4), "mha": nn.MultiheadAttention(4, 2),
+        }
+    )  # fmt: skip
+    model["frozen"].weight.requires_grad_(False)
+    model["tied"].weight = model["embed"].weight
+    found = reasons(model)
+    assert [layer.name for layer in scan(model).layers] == ["keep"]
+    assert found["frozen"] == "weight is frozen"
+    assert "tied" in found["tied"] and "no K-FAC layer type" in found["norm"]
+    assert "overrides nn.Linear.forward" in found["own"]
+    assert "hooks never fire" in found["mha.out_proj"]
+    modules = {name for name, module in model.named_modules() if list(module.parameters(recurse=False))}
+    assert set(found) | {"keep"} == modules
+
+
+def test_a_module_used_twice_is_one_layer():
+    shared = nn.Linear(4, 4)
+    assert len(scan(nn.Sequential(shared, nn.Tanh(), shared)).layers) == 1
+
+
+def test_a_frozen_bias_is_no_column():
+    model = nn.Sequential(nn.Linear(3, 5))
+    model[0].bias.requires_grad_(False)
+    assert scan(model).layers[0].dim_A == 3
+
+
+def test_patterns_choose_modules():
+    model = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 9)})
+    assert [layer.name for layer in scan(model, exclude=["^head$"]).layers] == ["body"]
+    assert [layer.name for layer in scan(model, include=["head"]).layers] == ["head"]
+    assert "kfac.layers.exclude '^head$'" in reasons(model, exclude=["^head$"])["head"]
+    assert reasons(model, include=["head"])["body"] == "not matched by kfac.layers.include"
+
+
+def test_a_pattern_without_a_match_is_an_error():
+    with pytest.raises(ValueError, match=r"kfac.layers.exclude: pattern 'haed' matches no module.*head"):
+        scan(nn.ModuleDict({"head": nn.Linear(4, 4)}), exclude=["haed"])
+
+
+def test_nothing_to_precondition_is_an_error():
+    with pytest.raises(ValueError, match=r"no layer to precondition.*LayerNorm"):
+        scan(nn.Sequential(nn.LayerNorm(4)))
