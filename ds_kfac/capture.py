@@ -90,6 +90,7 @@ class Capture:
             self.end_backward()
 
     def _forward_hook(self, spec: LayerSpec) -> Callable[[nn.Module, tuple, Tensor], None]:
+        @torch.compiler.disable  # one clean graph break a layer instead of tracing our bookkeeping
         def hook(module: nn.Module, inputs: tuple, output: Tensor) -> None:
             if not (self.active and module.training and torch.is_grad_enabled() and output.requires_grad):
                 return

@@ -1,0 +1,341 @@
+"""The doors into DeepSpeed: attach once, detach without a trace, refuse what would be wrong, say what is done."""
+
+import contextlib
+import io
+
+import pytest
+import torch
+
+from tests.deepspeed.modes import BY_NAME
+from tests.deepspeed.runs import MICRO_ROWS, build, parameter_groups, train, weights
+from tests.models import FEATURES, make_net
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+def plain_config(**extra) -> dict:
+    config = BY_NAME["z2"].config(1, 1)
+    config.pop("kfac")
+    return {**config, **extra}
+
+
+def message(action) -> str:
+    """The text of the ValueError or RuntimeError that ``action`` raises, "" if it raises none."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            action()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def doors_worker(_) -> dict:
+    import deepspeed
+
+    import ds_kfac
+
+    kfac, results = BY_NAME["z2"].config(1, 1)["kfac"], {}
+    original = deepspeed.initialize
+
+    def start(initialize, config, **kwargs):
+        model = make_net()
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            engine = initialize(model=model, model_parameters=model.parameters(), config=config, **kwargs)[0]
+        return engine, printed.getvalue()
+
+    def names(engine):
+        return {"_take_model_step", "backward", "save_checkpoint", "load_checkpoint", "kfac"} & set(vars(engine))
+
+    def hooks(engine):
+        modules = list(engine.module.modules())
+        return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules)
+
+    # the plain engine, for comparison
+    engine, _ = start(original, plain_config())
+    results["plain"] = names(engine), hooks(engine)
+    train(engine, 1)
+    plain_weights = weights(engine)
+
+    engine, printed = start(ds_kfac.initialize, plain_config(kfac=kfac))
+    results["drop-in"] = names(engine)
+    results["report"] = printed
+    results["attach twice"] = ds_kfac.attach(engine) is engine.kfac
+    before = hooks(engine)
+    ds_kfac.attach(engine)
+    results["no hook twice"] = hooks(engine) == before
+    train(engine, 1, steps=2)
+    results["acts"] = engine.kfac.metrics.counts["steps"]
+    engine.kfac.detach()
+    results["detached"] = names(engine), hooks(engine)
+
+    engine, _ = start(ds_kfac.initialize, plain_config(kfac=kfac))
+    engine.kfac.detach()
+    train(engine, 1)
+    results["detached trains plainly"] = all(torch.equal(w, plain_weights[n]) for n, w in weights(engine).items())
+    with contextlib.redirect_stdout(io.StringIO()):
+        ds_kfac.attach(engine)
+    results["attached again"] = names(engine)
+
+    engine, _ = start(ds_kfac.initialize, plain_config())
+    results["no block"] = names(engine)
+    results["attach without block"] = message(lambda: ds_kfac.attach(engine))
+    with contextlib.redirect_stdout(io.StringIO()):
+        ds_kfac.attach(engine, {"enabled": False})
+        results["disabled by config"] = names(engine)
+        ds_kfac.attach(engine, kfac)
+    results["attach with config"] = names(engine)
+    engine, _ = start(ds_kfac.initialize, plain_config(kfac={"enabled": False}))
+    results["disabled"] = names(engine)
+
+    ds_kfac.enable()
+    ds_kfac.enable()
+    results["enabled name"] = deepspeed.initialize.__name__
+    engine, _ = start(deepspeed.initialize, plain_config(kfac=kfac))
+    results["enabled"] = names(engine)
+    ds_kfac.disable()
+    results["disabled again"] = deepspeed.initialize is original
+    return results
+
+
+def test_the_doors():
+    result = run_ranks("tests.deepspeed.test_seam:doors_worker", world=1)[0]
+    surface = {"_take_model_step", "backward", "save_checkpoint", "load_checkpoint", "kfac"}
+    assert result["plain"][0] == set()
+    for door in ("drop-in", "attached again", "attach with config", "enabled"):
+        assert result[door] == surface, door
+    for door in ("no block", "disabled", "disabled by config"):
+        assert result[door] == set(), door
+    assert result["attach twice"] and result["no hook twice"] and result["acts"] == 2
+    assert result["detached"] == result["plain"], "detach must leave nothing behind"
+    assert result["detached trains plainly"]
+    assert result["enabled name"] == "initialize" and result["disabled again"]
+    assert 'has no "kfac" block' in result["attach without block"]
+
+
+def test_the_report_lists_every_module():
+    report = run_ranks("tests.deepspeed.test_seam:doors_worker", world=1)[0]["report"]
+    for text in ("ZeRO stage 2", "DeepSpeedZeroOptimizer", "relayout moves 0 of", "kl-clip 0.0005"):
+        assert text in report
+    rows = {line.split()[0]: line.split() for line in report.splitlines() if line.startswith("  ")}
+    assert rows["first"] == ["first", "Linear", "17", "14", "yes", "0"]
+    assert rows["middle"] == ["middle", "Linear", "19", "17", "no", "0"]
+    assert rows["norm"][:3] == ["norm", "LayerNorm", "34"] and "no K-FAC layer type" in " ".join(rows["norm"])
+
+
+def refusals_worker(_) -> dict:
+    import deepspeed
+
+    import ds_kfac
+
+    results = {}
+
+    def attempt(name, *, model=None, optimizer=None, mpu=None, **extra):
+        config = {**plain_config(kfac={"enabled": True}), **extra}
+        model = make_net() if model is None else model
+        groups = parameter_groups(model, "one")
+        results[name] = message(
+            lambda: ds_kfac.initialize(
+                model=model, model_parameters=groups, optimizer=optimizer, config=config, mpu=mpu
+            )
+        )
+
+    attempt("wrong block", kfac={"damping": {"vlaue": 1}})
+    config = plain_config(KFAC={"enabled": True})
+    results["misspelt"] = message(lambda: ds_kfac.initialize(model=make_net(), config=config))
+    attempt("pattern", kfac={"layers": {"exclude": ["nothing_like_it"]}})
+    model = make_net()
+    client = torch.optim.AdamW(model.parameters(), lr=0.1)
+    attempt("kfac_first with an optimizer", model=model, optimizer=client, kfac={"assignment": {"kfac_first": True}})
+
+    model = make_net()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=plain_config())
+    results["kfac_first late"] = message(lambda: ds_kfac.attach(engine, {"assignment": {"kfac_first": True}}))
+
+    # Modes whose machinery cannot be built here: the engine says it is in them.
+    def pretend(name, **attributes):
+        saved = {key: getattr(engine, key) for key in attributes}
+        for key, value in attributes.items():
+            setattr(engine, key, value)
+        results[name] = message(lambda: ds_kfac.attach(engine, {"enabled": True}))
+        for key, value in saved.items():
+            setattr(engine, key, value)
+
+    pretend("DeepCompile", is_deepcompile_enabled=lambda: True)
+    pretend("ZenFlow", zenflow=True)
+    pretend("mixture of experts", has_moe_layers=True)
+    pretend("sequence parallelism", mesh_device=object())
+    pretend("tensor parallelism", autotp_size=lambda: 2)
+    pretend("compressed-communication optimizer", enable_backward_allreduce=False)
+    pretend("no optimizer", optimizer=None)
+
+    class Offload:
+        super_offload, device = True, "nvme"
+
+    saved, engine._config.zero_config.__dict__["offload_optimizer"] = (
+        engine._config.zero_config.offload_optimizer,
+        Offload(),
+    )
+    results["SuperOffload"] = results["NVMe offload"] = message(lambda: ds_kfac.attach(engine, {"enabled": True}))
+    engine._config.zero_config.__dict__["offload_optimizer"] = saved
+
+    class MuonWithAuxAdam(torch.optim.SGD):
+        pass
+
+    inner, engine.optimizer.optimizer = engine.optimizer.optimizer, MuonWithAuxAdam(make_net().parameters(), lr=0.1)
+    results["Muon"] = message(lambda: ds_kfac.attach(engine, {"enabled": True}))
+    engine.optimizer.optimizer = inner
+
+    class Unknown(type(engine.optimizer)):
+        pass
+
+    known, engine.optimizer.__class__ = type(engine.optimizer), Unknown
+    results["unknown wrapper"] = message(lambda: ds_kfac.attach(engine, {"enabled": True}))
+    engine.optimizer.__class__ = known
+    results["usable after all refusals"] = message(lambda: ds_kfac.attach(engine, {"enabled": True}))
+    return results
+
+
+def test_refusals_say_what_to_change():
+    result = run_ranks("tests.deepspeed.test_seam:refusals_worker", world=1)[0]
+    assert "did you mean kfac.damping.value?" in result["wrong block"]
+    assert 'did you mean "kfac"' in result["misspelt"]
+    assert "matches no module" in result["pattern"]
+    assert "named in the DeepSpeed config" in result["kfac_first with an optimizer"]
+    assert "ds_kfac.initialize" in result["kfac_first late"]
+    modes = {
+        "DeepCompile": '"deepcompile": false', "ZenFlow": 'remove "zenflow"', "mixture of experts": "not supported yet",
+        "sequence parallelism": "mesh_param", "tensor parallelism": '"autotp_size": 1',
+        "compressed-communication optimizer": "AdamW", "no optimizer": '"optimizer" block',
+        "SuperOffload": '"super_offload": false', "NVMe offload": 'to "cpu"', "Muon": "choose Muon or K-FAC",
+    }  # fmt: skip
+    for mode, remedy in modes.items():
+        assert f"{mode}: " in result[mode] and remedy in result[mode], (mode, result[mode])
+    assert "Unknown, which ds_kfac does not know" in result["unknown wrapper"]
+    assert result["usable after all refusals"] == ""
+
+
+def self_test_worker(names: list[str]) -> dict:
+    """Attach to engines whose gradients are not where the map says; on one rank only where that is possible."""
+    import ds_kfac.zero.replicated
+    import ds_kfac.zero.selftest
+    from ds_kfac.zero.bf16_optimizer import BF16
+    from ds_kfac.zero.layout import ShardLayout
+    from ds_kfac.zero.stage3 import Stage3
+    from ds_kfac.zero.stage_1_and_2 import Stage12
+
+    layouts = {"z0": ds_kfac.zero.replicated.Replicated, "z1-bf16-accum32": BF16, "z2": Stage12, "z3": Stage3}
+    layouts |= {"z2-offload": Stage12, "z3-offload": Stage3, "z2-bf16": Stage12, "z3-bf16": Stage3}
+    results = {}
+    for name in names:
+        layout = layouts.get(name, ShardLayout)
+        faults = {
+            "shifted read": ("read", lambda plain: lambda self, shard: plain(self, shard).roll(1)),
+            "shifted write": ("write", lambda plain: lambda self, shard, g: plain(self, shard, g.roll(1))),
+            "lost write": ("write", lambda plain: lambda self, shard, g: None),
+            "rounded write": ("write", lambda plain: lambda self, shard, g: plain(self, shard, g.bfloat16().float())),
+        }
+        for fault, (method, spoil) in faults.items():
+            plain = getattr(layout, method)
+            setattr(layout, method, spoil(plain))
+            results[name, fault] = message(lambda name=name: build(BY_NAME[name], 1))
+            setattr(layout, method, plain)
+        results[name, "none"] = message(lambda name=name: build(BY_NAME[name], 1))
+    return results
+
+
+def test_the_self_test_notices_a_changed_layout_on_every_rank():
+    names = ["z0", "z1-bf16-accum32", "z2", "z2-offload", "z2-bf16", "z3", "z3-offload", "z3-bf16"]
+    for result in run_ranks("tests.deepspeed.test_seam:self_test_worker", world=2, payload=names):
+        for (name, fault), text in result.items():
+            if fault == "none":
+                assert text == "", (name, text)
+            else:
+                assert "self-test failed" in text and "rank " in text, (name, fault, text)
+
+
+def partition_worker(_) -> str:
+    """DeepSpeed's partition size is not what the shard map was built from, on one rank."""
+    import torch.distributed as dist
+
+    from ds_kfac.zero.stage_1_and_2 import Stage12
+
+    plain = Stage12._shards
+
+    def other_offsets(self):
+        shards = plain(self)
+        if dist.get_rank() == 1:
+            self._entry_at[0] = {0: 1}
+        return shards
+
+    Stage12._shards = other_offsets
+    return message(lambda: build(BY_NAME["z2"], 1))
+
+
+def test_a_fault_on_one_rank_is_an_error_on_all():
+    for text in run_ranks("tests.deepspeed.test_seam:partition_worker", world=2, timeout=90):
+        assert "self-test failed" in text and "rank 1" in text and "rank 0:" not in text
+
+
+def trace_worker(_) -> dict:
+    """The self-test must leave gradients, weights and optimizer state untouched."""
+    import ds_kfac
+
+    results = {}
+    for name in ("z0", "z2", "z2-offload", "z2-bf16-accum32", "z1-bf16-accum32", "z3", "z3-offload"):
+        off = {"kfac": {"enabled": False}}
+        with contextlib.redirect_stdout(io.StringIO()):
+            plain, attached = build(BY_NAME[name], 1, **off), build(BY_NAME[name], 1, **off)
+            before = weights(attached)
+            ds_kfac.attach(attached, {"enabled": True})
+        unchanged = all(torch.equal(w, before[n]) for n, w in weights(attached).items())
+        attached.kfac.detach()
+        train(plain, 1, steps=3), train(attached, 1, steps=3)
+        same = all(torch.equal(w, weights(plain)[n]) for n, w in weights(attached).items())
+        results[name] = unchanged, same
+    return results
+
+
+def test_the_self_test_leaves_no_trace():
+    for result in run_ranks("tests.deepspeed.test_seam:trace_worker", world=2):
+        assert all(value == (True, True) for value in result.values()), result
+
+
+def compile_worker(_) -> dict:
+    """Hooks survive engine.compile(); the factors are those of the plain engine.
+
+    Not in place: aot_autograd itself fails for an in-place activation after a graph break, and a hook is one.
+    """
+    factors = []
+    for compiled in (False, True):
+        model = make_net()
+        model.silu = torch.nn.SiLU()
+        engine = build(BY_NAME["z2"], 1, model=model)
+        if compiled:
+            engine.compile(backend="aot_eager")
+        train(engine, 1, steps=2)
+        factors.append({n: (s.A.packed_P, s.G.packed_P) for n, s in engine.kfac.optimizer.state.items()})
+    pairs = {n: zip(factors[0][n], factors[1][n], strict=True) for n in factors[0]}
+    return {n: [float((a - b).norm() / a.norm()) for a, b in pair] for n, pair in pairs.items()}
+
+
+def test_engine_compile_keeps_the_factors():
+    result = run_ranks("tests.deepspeed.test_seam:compile_worker", world=1)[0]
+    assert result and all(error < 1e-5 for errors in result.values() for error in errors), result
+
+
+def monitor_worker(folder: str) -> dict:
+    from pathlib import Path
+
+    engine = build(BY_NAME["z2"], 1, csv_monitor={"enabled": True, "output_path": folder, "job_name": "csv"})
+    x = torch.randn(MICRO_ROWS, 3, FEATURES)
+    for _ in range(2):
+        engine.backward(engine(x, torch.zeros(MICRO_ROWS, 3, dtype=torch.long)))
+        engine.step()
+    return {path.stem: path.read_text().splitlines() for path in Path(folder).rglob("*KFAC*.csv")}
+
+
+def test_metrics_reach_deepspeeds_monitor(tmp_path):
+    files = run_ranks("tests.deepspeed.test_seam:monitor_worker", world=1, payload=str(tmp_path))[0]
+    assert {"Train_KFAC_nu", "Train_KFAC_refreshes", "Train_KFAC_not_finite_layers"} <= set(files)
+    assert len(files["Train_KFAC_nu"]) == 3 and 0 < float(files["Train_KFAC_nu"][1].split(",")[1]) <= 1
