@@ -1,0 +1,188 @@
+"""Checkpoints: resuming equals not stopping; other world sizes and stages; what is missing is said."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import deepspeed
+import pytest
+import torch
+
+from tests.deepspeed.modes import BY_NAME
+from tests.deepspeed.runs import build, patched, train, weights
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+# Refresh at steps 0, 3, 6; saved after 4 steps, between two refreshes, so bases and factors differ in age.
+KFAC = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 3}}
+
+
+def own_state(engine) -> dict:
+    kfac = engine.kfac.optimizer
+    return {
+        name: [state.A.packed_P, state.G.packed_P, state.A.updates, state.basis_A.vectors, state.basis_G.values]
+        for name, state in kfac.state.items()
+    }
+
+
+def resume_worker(payload) -> dict:
+    folder, names = payload
+    results = {}
+    for name in names:
+        mode = BY_NAME[name]
+        with patched(mode):
+            unbroken = build(mode, 1, kfac=KFAC)
+            losses = train(unbroken, 1, steps=8)
+            first = build(mode, 1, kfac=KFAC)
+            train(first, 1, steps=4)
+            first.save_checkpoint(f"{folder}/{name}", client_state={"mine": 5})
+            second = build(mode, 1, seed=99, kfac=KFAC)
+            _, client_state = second.load_checkpoint(f"{folder}/{name}")
+            resumed = train(second, 1, steps=4, first=4)
+        difference = max(
+            float((a - b).norm() / b.norm())
+            for a, b in zip(weights(second).values(), weights(unbroken).values(), strict=True)
+        )
+        results[name] = {
+            "losses": losses[4:], "resumed": resumed, "difference": difference, "client_state": client_state,
+            "steps": second.kfac.optimizer.steps, "files": sorted(p.name for p in Path(folder, name).rglob("kfac/*")),
+        }  # fmt: skip
+    return results
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_resuming_gives_the_losses_of_not_stopping(world, tmp_path):
+    names = ["z0", "z1", "z2", "z2-offload", "z3", "z1-bf16", "z1-bf16-accum32", "z3-bf16", "z2-fp16"]
+    results = run_ranks("tests.deepspeed.test_checkpoint:resume_worker", world=world, payload=(str(tmp_path), names))
+    for result in results:
+        for name, run in result.items():
+            assert run["resumed"] == pytest.approx(run["losses"], rel=1e-6), (name, run)
+            assert run["difference"] < 1e-6, (name, run)
+            assert run["client_state"].get("mine") == 5 and "ds_kfac" not in run["client_state"]
+            assert run["steps"] == 8
+            assert run["files"] == ["first.pt", "head.pt", "header.json", "middle.pt"], "each layer once, nothing else"
+
+
+def save_worker(payload) -> dict:
+    folder, name = payload
+    engine = build(BY_NAME[name], 1, kfac=KFAC)
+    train(engine, 1, steps=4)
+    engine.save_checkpoint(folder, tag="tag")
+    return own_state(engine)
+
+
+def load_worker(payload) -> dict:
+    """Into another stage or world size: DeepSpeed loads the weights where it can, K-FAC its state always."""
+    folder, name, how = payload
+    engine = build(BY_NAME[name], 1, seed=99, kfac=KFAC)
+    if how == "engine":
+        engine.load_checkpoint(folder, tag="tag", load_optimizer_states=False, load_lr_scheduler_states=False)
+    else:
+        engine.kfac.load_state(folder, "tag")
+    state, steps = own_state(engine), engine.kfac.optimizer.steps
+    losses = train(engine, 1, steps=2, first=4)
+    return {"state": state, "steps": steps, "losses": losses}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "how"),
+    [
+        (("z2", 2), ("z2", 1), "engine"),
+        (("z1", 1), ("z2", 2), "engine"),
+        (("z2", 2), ("z1", 4), "engine"),
+        (("z2", 2), ("z0", 2), "engine"),
+        (("z3", 2), ("z2", 1), "state"),
+        (("z0", 1), ("z3", 2), "state"),
+    ],
+)
+def test_state_loads_at_any_world_size_and_stage(saved, loaded, how, tmp_path):
+    (mode, world), (new_mode, new_world) = saved, loaded
+    parts = run_ranks("tests.deepspeed.test_checkpoint:save_worker", world=world, payload=(str(tmp_path), mode))
+    expected = {name: tensors for part in parts for name, tensors in part.items()}
+    payload = (str(tmp_path), new_mode, how)
+    results = run_ranks("tests.deepspeed.test_checkpoint:load_worker", world=new_world, payload=payload)
+    actual = {name: tensors for result in results for name, tensors in result["state"].items()}
+    assert sum(len(result["state"]) for result in results) == len(actual) == len(expected) == 3
+    for name, tensors in expected.items():
+        assert all(torch.equal(a, b) for a, b in zip(actual[name], tensors, strict=True)), name
+    assert all(result["steps"] == 4 and all(loss < 10 for loss in result["losses"]) for result in results)
+
+
+def text_of(action) -> str:
+    try:
+        action()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def damage_worker(folder: str) -> dict:
+    """Checkpoints without, with incomplete and with foreign K-FAC state."""
+    import logging
+
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    deepspeed.utils.logger.addHandler(handler)
+    deepspeed.utils.logger.setLevel("WARNING")
+    mode, results = BY_NAME["z2"], {}
+    plain = build(mode, 1, kfac={"enabled": False})
+    train(plain, 1, steps=2)
+    plain.save_checkpoint(f"{folder}/plain", tag="tag")
+    engine = build(mode, 1, kfac=KFAC)
+    train(engine, 1, steps=3)
+    for name in ("module_only", "missing_file", "other_step", "missing_folder", "version"):
+        engine.save_checkpoint(f"{folder}/{name}", tag="tag")
+    small = {**KFAC, "checkpoint": {"eigenbasis": False}}
+    lean = build(mode, 1, kfac=small)
+    train(lean, 1, steps=4)  # a refresh was due at step 3, with the factors that are saved
+    lean.save_checkpoint(f"{folder}/lean", tag="tag")
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        Path(folder, "missing_file/tag/kfac/middle.pt").unlink()
+        payload = torch.load(Path(folder, "other_step/tag/kfac/head.pt"))
+        torch.save({**payload, "steps": 77}, Path(folder, "other_step/tag/kfac/head.pt"))
+        Path(folder, "missing_folder/tag/kfac").rename(Path(folder, "missing_folder/tag/gone"))
+        header = Path(folder, "version/tag/kfac/header.json")
+        header.write_text(json.dumps({**json.loads(header.read_text()), "version": 99}))
+    torch.distributed.barrier()
+
+    def load(name, **options):
+        fresh = build(mode, 1, kfac=small if name == "lean" else KFAC)
+        messages.clear()
+        error = text_of(lambda: fresh.load_checkpoint(f"{folder}/{name}", tag="tag", **options))
+        return {"error": error, "said": "\n".join(m for m in messages if "ds_kfac" in m), "engine": fresh}
+
+    for name in ("plain", "missing_file", "other_step", "missing_folder", "version", "lean"):
+        results[name] = load(name)
+    results["module_only"] = load("module_only", load_module_only=True)
+    for name, result in results.items():
+        fresh = result.pop("engine")
+        result["steps"] = fresh.kfac.optimizer.steps
+        result["trains"] = all(loss == loss for loss in train(fresh, 1, steps=1))
+        if name == "lean":
+            pairs = [(own_state(fresh)[n][4], own_state(lean)[n][4]) for n in own_state(lean)]
+            result["recomputed"] = max([0.0] + [float((a - b).norm() / b.norm()) for a, b in pairs])
+    results["nowhere"] = {"error": text_of(lambda: engine.kfac.load_state(folder, "no_such_tag"))}
+    return results
+
+
+def test_what_is_missing_or_damaged_is_said_on_every_rank(tmp_path):
+    with contextlib.redirect_stdout(io.StringIO()):
+        results = run_ranks("tests.deepspeed.test_checkpoint:damage_worker", world=2, payload=str(tmp_path))
+    for rank, result in enumerate(results):
+        assert result["plain"]["error"] == "" and result["plain"]["steps"] == 0
+        assert "middle.pt" in result["missing_file"]["error"], result["missing_file"]
+        assert "of step 77, the header of step 3" in result["other_step"]["error"]
+        assert "its folder 'kfac' is gone" in result["missing_folder"]["error"]
+        assert "version 99" in result["version"]["error"]
+        assert "no K-FAC state in" in result["nowhere"]["error"]
+        for name in ("missing_file", "other_step", "version", "module_only"):
+            assert result[name]["steps"] == 0, "nothing is loaded by halves"
+            assert result[name]["trains"]
+        assert result["lean"]["error"] == "" and result["lean"]["steps"] == 4
+        assert result["lean"]["recomputed"] < 0.5, "bases come from the saved factors"
+        if rank == 0:
+            assert "no K-FAC state, K-FAC starts afresh" in result["plain"]["said"]
+            assert "load_module_only: K-FAC starts afresh" in result["module_only"]["said"]
