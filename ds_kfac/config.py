@@ -42,7 +42,7 @@ class DampingConfig(_Model):
     """What is added to the Fisher's eigenvalues."""
 
     value: float | None = Field(None, gt=0)
-    """null chooses 0.001 for tikhonov, 0.1 for relative."""
+    """null chooses 0.001 for tikhonov, 1 for relative."""
     kind: Literal["tikhonov", "relative"] = "relative"
     """tikhonov: the value itself. relative: times the layer's mean eigenvalue, mean(A) mean(G)."""
 
@@ -50,7 +50,7 @@ class DampingConfig(_Model):
     def chosen(self) -> float:
         if self.value is not None:
             return self.value
-        return {"tikhonov": 1e-3, "relative": 0.1}[self.kind]
+        return {"tikhonov": 1e-3, "relative": 1.0}[self.kind]
 
 
 class PreconditionerConfig(_Model):

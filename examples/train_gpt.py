@@ -130,7 +130,8 @@ def train(engine, corpus: text.Corpus, arguments: argparse.Namespace, folder: Pa
     tokens = rows * arguments.context * engine.gradient_accumulation_steps() * dist.get_world_size()
     seconds, held_out = resume_table(folder, first) if is_main else 0.0, None
     with contextlib.ExitStack() as stack:
-        bar = stack.enter_context(tqdm(total=arguments.steps, initial=first, disable=not is_main, unit="step"))
+        options = {"disable": not is_main, "unit": "step", "mininterval": 0.2 if sys.stderr.isatty() else 5}
+        bar = stack.enter_context(tqdm(total=arguments.steps, initial=first, **options))
         if is_main:
             file = stack.enter_context(open(folder / "metrics.csv", "a", newline=""))
             table = csv.DictWriter(file, COLUMNS, restval="")
@@ -155,7 +156,8 @@ def train(engine, corpus: text.Corpus, arguments: argparse.Namespace, folder: Pa
                 row |= {f"seconds_{name}": value for name, value in clock.parts.items()}
                 table.writerow(row | ({} if held_out is None else {"held_out_loss": held_out}))
                 file.flush()
-                bar.set_postfix(loss=f"{loss:.3f}", tok_s=f"{tokens / elapsed:.0f}", ms=f"{1000 * elapsed:.0f}")
+                shown = {"loss": f"{loss:.3f}", "tokens/s": f"{tokens / elapsed:.0f}", "ms": f"{1000 * elapsed:.0f}"}
+                bar.set_postfix(shown, refresh=False)
                 if held_out is not None:
                     bar.write(f"step {step + 1:5d}  loss {loss:.4f}  held out {held_out:.4f}  {seconds:.1f} s")
                     if engine.monitor.enabled:

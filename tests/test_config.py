@@ -29,7 +29,10 @@ def test_the_refresh_interval_follows_the_update_interval():
         ({"xyzzy": 1}, "kfac.xyzzy: unknown key; valid keys: kfac.enabled, kfac.factor"),
         ({"xyzzy": None}, "kfac.xyzzy: unknown key"),
         ({"factor": {"update_interval": 0}}, "kfac.factor.update_interval: got 0; input should be greater"),
-        ({"factor": {"update_interval": "10"}}, "kfac.factor.update_interval: got '10'; input should be a valid integer"),
+        (
+            {"factor": {"update_interval": "10"}},
+            "kfac.factor.update_interval: got '10'; input should be a valid integer",
+        ),
         ({"factor": {"decay": 1.0}}, "kfac.factor.decay: got 1.0; input should be less than 1"),
         ({"factor": 3}, "kfac.factor: got 3; must be an object"),
         ({"damping": {"kind": "auto"}}, '"auto" is not used in this block, leave the key out or write null'),

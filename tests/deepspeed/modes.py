@@ -35,7 +35,9 @@ class Mode:
     @property
     def precision(self) -> str:
         """Of forward and backward: chooses optimizer and tolerance."""
-        return {"bfloat16": "bf16", "float16": "fp16"}.get(self.extra.get("torch_autocast", {}).get("dtype"), self.dtype)
+        return {"bfloat16": "bf16", "float16": "fp16"}.get(
+            self.extra.get("torch_autocast", {}).get("dtype"), self.dtype
+        )
 
     @property
     def optimizer(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from tests.deepspeed.runs import build
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
-GPT_12 = GPTConfig(width=32, blocks=12, heads=2, context=16)
+GPT_12 = GPTConfig(width=64, blocks=12, heads=2, context=16)
 GPT_3 = GPTConfig(width=32, blocks=3, heads=2, context=16)
 KFAC = {"factor": {"update_interval": 2}, "eigenbasis": {"refresh_interval": 4}}
 
@@ -66,7 +66,7 @@ def run_step(engine, step: int) -> None:
 def traffic_worker(_) -> dict:
     results = {}
     for stage, dtype in ((0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (2, "bf16"), (3, "bf16")):
-        for blocks, config in ((3, GPT_3), (12, GPT_12)):
+        for blocks, config in ((3, GPT_3), (12, GPT_12))[: 1 + (dtype == "fp32")]:
             engine = engine_of(stage, config, dtype)
             kfac = engine.kfac.optimizer
             traffic = Traffic(kfac)
@@ -121,15 +121,15 @@ def test_collectives_bytes_and_state(world):
 def straddle_worker(_) -> dict:
     moved = {}
     for first in (False, True):
-        engine = engine_of(2, GPT_12, assignment={"kfac_first": first})
+        engine = engine_of(2, GPT_12, assignment={"kfac_first": first}, layers={"exclude": ["^head$"]})
         moved[first] = engine.kfac.optimizer.exchange.gather_plan.total_numel
         engine.destroy()
     return moved
 
 
-def test_kfac_first_groups_move_less():
+def test_with_kfac_first_no_layer_of_equal_blocks_straddles():
     moved = run_ranks("tests.deepspeed.test_communication:straddle_worker", world=2)[0]
-    assert moved[True] < moved[False]
+    assert moved[True] == 0 < moved[False]
 
 
 def idle_worker(_) -> dict:
@@ -141,7 +141,7 @@ def idle_worker(_) -> dict:
     run_step(engine, 0)
     assert not kfac.capture.active
     counts = {}
-    for name, step in (("idle", 1), ("due", 2)):
+    for name in ("idle", "due"):
         x = torch.randint(256, (2, GPT_3.context))
         with profile(activities=[ProfilerActivity.CPU]) as trace:
             engine.backward(engine(x, x))

@@ -1,4 +1,4 @@
-"""What broke other K-FAC implementations, in a real engine: overflow, direct backward, unused modules, scaling, norms."""
+"""What broke other K-FAC implementations, in a real engine: overflow, direct backward, unused modules, norms."""
 
 import contextlib
 import io
