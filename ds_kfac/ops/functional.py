@@ -12,7 +12,7 @@ from ds_kfac.ops.reference import eigen_scale, packed_numel
 
 __all__ = ["eigen_scale", "packed_numel", "symmetric_pack", "symmetric_unpack", "syrk_accumulate_"]
 
-BLOCK_ROWS = 256
+BLOCK_ROWS = 128
 """Rows of the lower triangle computed by one matrix product; above it, the upper blocks are never computed."""
 
 
