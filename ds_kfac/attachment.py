@@ -131,7 +131,7 @@ class Attachment:
         scale_wrt_gas = kwargs.get("scale_wrt_gas", args[1] if len(args) > 1 else True)
         # The caller who switches that off has divided by the micro-batches himself.
         divisor = 1 if scale_wrt_gas else self.engine.gradient_accumulation_steps()
-        hook = loss.register_hook(lambda seed: capture.begin_backward(seed / divisor))
+        hook = loss.register_hook(lambda seed: capture.begin_backward(seed.float() / divisor))
         try:
             return original(loss, *args, **kwargs)
         finally:

@@ -69,8 +69,8 @@ class ReplicatedHalf(Replicated):
         super().__init__(engine, params)
         if self.optimizer.loss_scale_config.use_grad_scaling:
             self.faults = (
-                "DeepSpeed never multiplies the loss by the loss scale at stage 0 fp16, but divides gradients by it "
-                "(deepspeed PR 8393): small gradients underflow and clipping sees a norm that is too small",
+                "at stage 0 fp16 it divides gradients by a loss scale it never multiplied by (deepspeed PR 8393): "
+                "steps of SGD are too small by it, and clipping sees a norm that is",
             )
 
     def _param_groups(self) -> list[list[nn.Parameter]]:

@@ -13,9 +13,7 @@ class Stage3(ShardLayout):
     def __init__(self, engine, params) -> None:
         super().__init__(engine, params)
         if self.grad_scaler and self.optimizer.clip_grad > 0:
-            self.faults = (
-                "with torch_autocast fp16 DeepSpeed clips the gradient while it still carries the GradScaler's scale",
-            )
+            self.faults = ("with torch_autocast fp16 it clips the gradient while it carries the GradScaler's scale",)
 
     def _shards(self) -> list[Shard]:
         self._place = {

@@ -17,10 +17,14 @@ from ds_kfac.zero.shards import Shard, partition_flat
 class Stage12(ShardLayout):
     def __init__(self, engine, params) -> None:
         super().__init__(engine, params)
-        if self.grad_scaler and self.optimizer.clip_grad > 0:
-            self.faults = (
-                "with torch_autocast fp16 DeepSpeed clips the gradient while it still carries the GradScaler's scale",
-            )
+        optimizer, faults = self.optimizer, []
+        if self.grad_scaler and optimizer.clip_grad > 0:
+            faults.append("with torch_autocast fp16 it clips the gradient while it carries the GradScaler's scale")
+        if optimizer.round_robin_gradients and not optimizer.parameter_alignment:
+            faults.append("with round_robin_gradients safe_get_full_* and universal checkpoints read other parameters")
+        if optimizer.dtype == torch.bfloat16 and not optimizer.check_grad_overflow:
+            faults.append("in bf16 it applies gradients that are not finite, unless bf16.check_grad_overflow is set")
+        self.faults = tuple(faults)
 
     def _shards(self) -> list[Shard]:
         optimizer = self.optimizer

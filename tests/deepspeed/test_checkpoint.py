@@ -3,6 +3,9 @@
 import contextlib
 import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import deepspeed
@@ -186,3 +189,35 @@ def test_what_is_missing_or_damaged_is_said_on_every_rank(tmp_path):
         if rank == 0:
             assert "no K-FAC state, K-FAC starts afresh" in result["plain"]["said"]
             assert "load_module_only: K-FAC starts afresh" in result["module_only"]["said"]
+
+
+def universal_worker(folder: str) -> dict:
+    engine = build(BY_NAME["z2"], 1, kfac=KFAC, checkpoint={"load_universal": True})
+    engine.load_checkpoint(folder, tag="tag_universal")
+    kfac = engine.kfac.optimizer
+    return {"state": own_state(engine), "steps": kfac.steps, "weights": weights(engine)}
+
+
+def universal_save_worker(folder: str) -> dict:
+    engine = build(BY_NAME["z2"], 1, kfac=KFAC)
+    train(engine, 1, steps=4)
+    engine.save_checkpoint(folder, tag="tag")
+    return {"state": own_state(engine), "weights": weights(engine)}
+
+
+def test_a_universal_checkpoint_resumes_at_another_world_size(tmp_path):
+    """ds_to_universal does not copy the kfac folder; it is found beside the converted tag."""
+    saved = run_ranks("tests.deepspeed.test_checkpoint:universal_save_worker", world=2, payload=str(tmp_path))
+    tag, universal = tmp_path / "tag", tmp_path / "tag_universal"
+    arguments = ["--input_folder", str(tag), "--output_folder", str(universal), "--inject_missing_state"]
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *arguments]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (tmp_path / "latest_universal").write_text("tag_universal")
+    (result,) = run_ranks("tests.deepspeed.test_checkpoint:universal_worker", world=1, payload=str(tmp_path))
+    expected = {name: tensors for part in saved for name, tensors in part["state"].items()}
+    assert result["steps"] == 4 and result["state"].keys() == expected.keys()
+    for name, tensors in expected.items():
+        assert all(torch.equal(a, b) for a, b in zip(result["state"][name], tensors, strict=True)), name
+    assert all(torch.equal(result["weights"][n], w) for n, w in saved[0]["weights"].items())
