@@ -11,10 +11,7 @@ export PATH := $(BIN):$(PATH)
 export TORCH_EXTENSIONS_DIR := $(VENV)/torch_extensions
 export OMP_NUM_THREADS ?= 1
 export PYTHONWARNINGS := ignore::FutureWarning
-ifeq ($(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c GPU),)
-export DS_ACCELERATOR ?= cpu
-endif
-ifeq ($(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c GPU),0)
+ifeq ($(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'),0)
 export DS_ACCELERATOR ?= cpu
 endif
 

@@ -196,8 +196,8 @@ class KFACOptimizer:
 
 
 def _larger(a: Tensor | float, b: Tensor | float | None) -> Tensor | float:
-    if b is None:
-        return a
+    if b is None:  # a copy: a tensor lr is changed in place by its scheduler
+        return a.clone() if isinstance(a, Tensor) else a
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
     return max(a, b)

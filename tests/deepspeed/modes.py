@@ -27,7 +27,7 @@ class Mode:
     """one: model.parameters(); decay: biases and norms without weight decay."""
     zero_init: bool = False
     fused: bool = False
-    """Make DeepSpeed take its FP16_Optimizer, as it does for FusedAdam."""
+    """Make DeepSpeed take what it takes for its own compiled optimizers: FP16_Optimizer, partial offload."""
     wrapper: str = ""
     """Expected class of engine.optimizer."""
     clip: float = CLIP
@@ -105,6 +105,7 @@ MODES = [
     Mode("z3-persistence_0", 3, zero={"stage3_param_persistence_threshold": 0}, wrapper=Z3),
     Mode("z3-zero_init", 3, zero_init=True, zero={"stage3_param_persistence_threshold": 0}, wrapper=Z3),
     Mode("z3-offload", 3, zero=OFFLOAD, wrapper=Z3),
+    Mode("z3-offload-half", 3, zero={"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, fused=True, wrapper=Z3),
     Mode("z3-offload_param", 3, zero={**OFFLOAD, "offload_param": {"device": "cpu"}}, wrapper=Z3),
     Mode("z0-bf16", 0, "bf16", wrapper="FP16_UnfusedOptimizer"),
     Mode("z0-bf16-fused", 0, "bf16", fused=True, wrapper="FP16_Optimizer"),

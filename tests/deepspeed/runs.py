@@ -27,19 +27,22 @@ def parameter_groups(model: nn.Module, groups: str) -> list[dict]:
 
 @contextmanager
 def patched(mode: Mode):
-    """fp16 on a CPU, and FP16_Optimizer without compiling FusedAdam: both only choose classes."""
+    """fp16 on a CPU, and torch's optimizers in place of compiled ones: this only chooses DeepSpeed's classes."""
     import deepspeed.runtime.engine as engine_module
+    import deepspeed.runtime.zero.stage3 as stage3_module
 
-    accelerator, fused = get_accelerator(), engine_module.FusedAdam
+    accelerator, fused, cpu_adam = get_accelerator(), engine_module.FusedAdam, stage3_module.DeepSpeedCPUAdam
     supported = accelerator.is_fp16_supported
     accelerator.is_fp16_supported = lambda: True
     if mode.fused:
         engine_module.FusedAdam = torch.optim.SGD
+        stage3_module.DeepSpeedCPUAdam = torch.optim.AdamW
     try:
         yield
     finally:
         accelerator.is_fp16_supported = supported
         engine_module.FusedAdam = fused
+        stage3_module.DeepSpeedCPUAdam = cpu_adam
 
 
 def build(mode: Mode, accumulation: int, *, model=None, seed: int = 0, **overrides):

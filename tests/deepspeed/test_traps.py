@@ -136,7 +136,13 @@ class WithUnused(Net):
 
 
 def forward_styles(engine, style: str, step: int, accumulation: int) -> None:
-    for x, y in micro_batches(step, accumulation):
+    for micro, (x, y) in enumerate(micro_batches(step, accumulation)):
+        if style == "accelerate":  # tells the boundary itself and steps only there
+            engine.set_gradient_accumulation_boundary(micro == accumulation - 1)
+            engine.backward(engine(x, y))
+            if micro == accumulation - 1:
+                engine.step()
+            continue
         if style == "no_grad_between":
             with torch.no_grad():
                 engine(x, y)
@@ -184,7 +190,8 @@ def styles_worker(cases) -> dict:
 
 
 def test_every_way_to_run_a_model_trains_like_the_reference():
-    cases = [(mode, "net", style, 2) for mode in ("z0", "z2", "z3") for style in ("no_grad_between", "caller_divides")]
+    styles = ("no_grad_between", "caller_divides", "accelerate")
+    cases = [(mode, "net", style, 2) for mode in ("z0", "z2", "z3") for style in styles]
     # DeepSpeed itself refuses a direct backward at stage 0
     cases += [(mode, "net", style, 2) for mode in ("z1", "z2", "z3") for style in ("direct", "direct_logits", "scale")]
     cases += [
