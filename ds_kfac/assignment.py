@@ -1,5 +1,6 @@
 """Who: the rank that owns each layer's factors, eigenbases and preconditioning. Pure; the same on every rank."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -40,7 +41,8 @@ def assign_owners(
 
     Heaviest layers first. The majority holder takes a layer if its load stays within ``1 + load_tolerance`` of the
     mean; otherwise the least loaded rank does. Near-equal holders compete by load, so a replicated gradient gives
-    plain longest-processing-time scheduling. At the end a rank without a layer takes one from the fullest rank.
+    plain longest-processing-time scheduling. At the end a rank without a layer takes one from the
+    fullest rank that has two.
 
     Args:
         held: per layer name, gradient elements each rank holds (len ``world``).
@@ -64,11 +66,12 @@ def assign_owners(
 
 def _employ_idle_ranks(owners: dict[str, int], loads: list[float], costs: Mapping[str, float]) -> None:
     for idle in (rank for rank, load in enumerate(loads) if load == 0):
-        donor = max(range(len(loads)), key=lambda rank: loads[rank])
-        own = [name for name, owner in owners.items() if owner == donor]
-        if len(own) < 2:
+        counts = Counter(owners.values())
+        donors = [rank for rank in range(len(loads)) if counts[rank] >= 2]
+        if not donors:
             return
-        name = min(own, key=lambda name: costs[name])
+        donor = max(donors, key=lambda rank: loads[rank])
+        name = min((name for name, owner in owners.items() if owner == donor), key=lambda name: costs[name])
         owners[name] = idle
         loads[donor] -= costs[name]
         loads[idle] += costs[name]

@@ -21,7 +21,8 @@ from ds_kfac.optimizer import KFACOptimizer
 from ds_kfac.report import attach_report
 from ds_kfac.scan import scan
 from ds_kfac.zero.exchange import parameter_names
-from ds_kfac.zero.registry import shard_layout
+from ds_kfac.zero.layout import scaler_scale
+from ds_kfac.zero.registry import optimized_parameters, shard_layout
 from ds_kfac.zero.selftest import self_test
 
 HANDLE = "kfac"
@@ -38,13 +39,19 @@ class Attachment:
 
     def __init__(self, engine: Any, config: KFACConfig) -> None:
         self.engine = engine
-        found = scan(engine.module, include=config.layers.include, exclude=config.layers.exclude)
+        found = scan(
+            engine.module,
+            include=config.layers.include,
+            exclude=config.layers.exclude,
+            max_dim=config.max_dim,
+            optimized=optimized_parameters(engine),
+        )
         named = dict(engine.module.named_parameters())
         layout = shard_layout(engine, [named[name] for name in parameter_names(found.layers)])
         self.optimizer = KFACOptimizer(
             engine.module, found.layers, layout, config, scheduled_lr=engine.lr_scheduler is not None
         )
-        self._active = True
+        self._active, self._warned = True, False
         try:
             self_test(layout, self.optimizer.exchange.owners)
         except Exception:
@@ -65,7 +72,9 @@ class Attachment:
         return self.optimizer.metrics
 
     def detach(self) -> None:
-        """Restore the engine: remove hooks and wrappers. Call on every rank, between steps."""
+        """Restore the engine: remove hooks, wrappers and our process group. Call on every rank, between steps."""
+        if not self._active:
+            return
         self.optimizer.capture.remove()
         self._active = False
         for name, (wrapper, previous) in self._originals.items():
@@ -76,13 +85,11 @@ class Attachment:
                 else:
                     setattr(self.engine, name, previous)
         delattr(self.engine, HANDLE)
+        torch.distributed.destroy_process_group(self.optimizer.group)
 
     def load_state(self, load_dir: str | os.PathLike, tag: str) -> None:
         """Load only the K-FAC state of a checkpoint, whatever stage and world size wrote it. Collective."""
-        directory = checkpoint.find(Path(load_dir) / str(tag))
-        if directory is None:
-            raise ValueError(f"ds_kfac: no K-FAC state in {Path(load_dir) / str(tag)}")
-        checkpoint.load(self.optimizer, directory)
+        checkpoint.load(self.optimizer, Path(load_dir) / str(tag))
 
     # the four wrapped attributes
 
@@ -103,10 +110,10 @@ class Attachment:
         self._warn_of_silent_layers()
         kfac.step()
         scaler = kfac.layout.grad_scaler
-        scale = scaler.get_scale() if scaler else 0.0
+        scale = torch.as_tensor(scaler_scale(scaler) if scaler else 0.0).clone()
         result = original(*args, **kwargs)
         # A GradScaler skips the step by itself; only its falling scale tells. It has synchronised already.
-        skipped = scaler is not None and scaler.get_scale() < scale
+        skipped = bool(scaler) and bool(torch.as_tensor(scaler_scale(scaler)) < scale)
         kfac.commit(applied=engine.was_step_applied() and not skipped)
         if monitored:
             engine.monitor.write_events(self.metrics.events(engine.global_samples))
@@ -115,8 +122,9 @@ class Attachment:
     def _warn_of_silent_layers(self) -> None:
         """Once, after the first captured step: layers whose hooks never fired here pass through untouched."""
         kfac = self.optimizer
-        if kfac.steps or not kfac.capture.active:
+        if self._warned or not kfac.capture.active:
             return
+        self._warned = True
         silent = [layer.name for layer in kfac.layers if layer.name not in kfac.capture.called]
         if silent:
             logger.warning(
@@ -141,33 +149,34 @@ class Attachment:
     def _save_checkpoint(
         self, original: Callable[..., Any], save_dir: str, tag: Any = None, client_state: Any = None, *args, **kwargs
     ) -> Any:
+        if not save_dir:
+            return original(save_dir, tag, client_state or {}, *args, **kwargs)  # DeepSpeed says what is wrong
         tag = f"global_step{self.engine.global_steps}" if tag is None else str(tag)
-        header = checkpoint.save(self.optimizer, Path(save_dir) / tag) if save_dir else None
+        header = checkpoint.save(self.optimizer, Path(save_dir) / tag)
         client_state = {**(client_state or {}), checkpoint.CLIENT_KEY: header}
-        return original(save_dir, tag, client_state, *args, **kwargs)
+        result = original(save_dir, tag, client_state, *args, **kwargs)
+        checkpoint.finish(self.optimizer, Path(save_dir) / tag, header)
+        return result
 
     def _load_checkpoint(self, original: Callable[..., Any], load_dir: str, *args: Any, **kwargs: Any) -> Any:
         arguments = inspect.signature(original).bind(load_dir, *args, **kwargs).arguments
         path, client_state = original(load_dir, *args, **kwargs)
         if path is None:
             return path, client_state
+        # DeepSpeed's files, the same on every rank, decide; what lies in the folder may be of another save.
         header = client_state.pop(checkpoint.CLIENT_KEY, None) if client_state else None
         tag_directory = Path(path).parent
-        directory = checkpoint.find(tag_directory)
         if arguments.get("load_module_only"):
+            self.optimizer.reset()
             self._say(
                 f"load_module_only: K-FAC starts afresh; engine.kfac.load_state loads the state of {tag_directory}"
             )
-        elif directory is not None:
-            checkpoint.load(self.optimizer, directory)
-            self._say(f"loaded K-FAC state of step {self.optimizer.steps} from {directory}")
-        elif header is not None:
-            raise ValueError(
-                f"ds_kfac: {tag_directory} was saved with K-FAC state, but its folder {checkpoint.FOLDER!r} is gone; "
-                "copy it there, or load with load_module_only=True to start K-FAC afresh"
-            )
-        else:
+        elif header is None:
+            self.optimizer.reset()
             self._say(f"WARNING: {tag_directory} has no K-FAC state, K-FAC starts afresh: expect some steps to recover")
+        else:
+            checkpoint.load(self.optimizer, tag_directory, header["save_id"])
+            self._say(f"loaded K-FAC state of step {self.optimizer.steps} from {tag_directory}")
         return path, client_state
 
     def _say(self, text: str) -> None:

@@ -12,6 +12,7 @@ a forward inside a backward adds A only once its gradient arrives.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +62,7 @@ class Capture:
         self._handles = [model.register_forward_pre_hook(self._begin_forward)]
         for spec in layers:
             module = model.get_submodule(spec.name)
-            self._handles.append(module.register_forward_hook(self._forward_hook(spec)))
+            self._handles.append(module.register_forward_hook(self._forward_hook(spec), with_kwargs=True))
 
     def remove(self) -> None:
         """Take all hooks off."""
@@ -89,13 +90,13 @@ class Capture:
         if self._terms and torch._C._current_graph_task_id() == -1:  # a loss.backward() that nobody closed
             self.end_backward()
 
-    def _forward_hook(self, spec: LayerSpec) -> Callable[[nn.Module, tuple, Tensor], None]:
+    def _forward_hook(self, spec: LayerSpec) -> Callable[..., None]:
         @torch.compiler.disable  # one clean graph break a layer instead of tracing our bookkeeping
-        def hook(module: nn.Module, inputs: tuple, output: Tensor) -> None:
+        def hook(module: nn.Module, inputs: tuple, named: dict[str, Any], output: Tensor) -> None:
             if not (self.active and module.training and torch.is_grad_enabled() and output.requires_grad):
                 return
             recomputing = torch._C._current_graph_task_id() != -1
-            rows = LAYERS[spec.kind].rows(inputs[0])
+            rows = LAYERS[spec.kind].rows(inputs[0] if inputs else next(iter(named.values())))
             if not recomputing:
                 self._add_A(spec, rows)
             kept = rows if recomputing else None  # checkpointing must be able to free the activation

@@ -1,11 +1,14 @@
-"""K-FAC state beside DeepSpeed's checkpoint: ``<tag>/kfac/<layer>.pt``, each layer once, written by its owner.
+"""K-FAC state beside DeepSpeed's checkpoint: ``<tag>/kfac/<save id>/<layer>.pt``, each layer once, by its owner.
 
 The files do not depend on world size or ZeRO stage: whoever owns a layer after loading reads its file. They are
-written before DeepSpeed writes, so that its ``latest`` never names a tag without them.
+written before DeepSpeed writes, and DeepSpeed's own files name the save id: a save that is killed half way, also one
+that overwrites a tag, leaves every model state with the K-FAC state that belongs to it.
 """
 
 import json
 import os
+import shutil
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +24,22 @@ from ds_kfac.layers.base import LayerSpec
 from ds_kfac.optimizer import KFACOptimizer
 
 FOLDER = "kfac"
-HEADER = "header.json"
+HEADER, LATEST = "header.json", "latest"
 CLIENT_KEY = "ds_kfac"
-"""Key in DeepSpeed's client_state that says a checkpoint has K-FAC state; survives ds_to_universal."""
+"""Key in DeepSpeed's client_state that names the save; survives ds_to_universal, which does not copy the folder."""
 VERSION = 1
 
 
 def save(kfac: KFACOptimizer, tag_directory: Path) -> dict[str, Any]:
-    """Write this rank's layers, and on rank 0 the header. Returns the header, the same on every rank.
+    """Write this rank's layers, and on rank 0 the header. Returns what belongs into DeepSpeed's client_state.
 
-    Every file is replaced atomically. Collective: fails on every rank if it fails on one.
+    Collective: fails on every rank if it fails on one.
     """
-    folder = tag_directory / FOLDER
+    save_id = _same_everywhere(kfac, uuid.uuid4().hex[:12])
+    folder = tag_directory / FOLDER / save_id
     header = {
         "version": VERSION,
+        "save_id": save_id,
         "steps": kfac.steps,
         "layers": [layer.name for layer in kfac.layers],
         "peak_lr": {str(group): float(lr) for group, lr in kfac.peak_lr.items()},
@@ -44,58 +49,86 @@ def save(kfac: KFACOptimizer, tag_directory: Path) -> dict[str, Any]:
         for layer in kfac.owned:
             state = kfac.state[layer.name]
             payload = {
-                "version": VERSION,
-                "steps": kfac.steps,
                 "A": state.A.packed_P,
                 "G": state.G.packed_P,
                 "updates": [state.A.updates, state.G.updates],
                 "bases": _bases(state) if kfac.config.checkpoint.eigenbasis else None,
             }
-            _replace(folder / _file_name(layer.name), lambda path, payload=payload: torch.save(payload, path))
+            torch.save(payload, folder / _file_name(layer.name))
         if kfac.rank == 0:
-            _replace(folder / HEADER, lambda path: Path(path).write_text(json.dumps(header, indent=1)))
+            (folder / HEADER).write_text(json.dumps(header, indent=1))
     return header
 
 
-def load(kfac: KFACOptimizer, tag_directory: Path) -> None:
+def finish(kfac: KFACOptimizer, tag_directory: Path, header: dict[str, Any]) -> None:
+    """After DeepSpeed's save: point to the new state and remove what an overwritten tag had. No collective."""
+    if kfac.rank == 0:
+        folder = tag_directory / FOLDER
+        (folder / (LATEST + ".tmp")).write_text(header["save_id"])
+        os.replace(folder / (LATEST + ".tmp"), folder / LATEST)
+        for old in folder.iterdir():
+            if old.is_dir() and old.name != header["save_id"]:
+                shutil.rmtree(old, ignore_errors=True)  # only disk space is at stake
+
+
+def load(kfac: KFACOptimizer, tag_directory: Path, save_id: str | None = None) -> None:
     """Restore state written by :func:`save`, at any world size and ZeRO stage. Collective.
 
     Layers the checkpoint does not have start empty, with a warning.
 
+    Args:
+        save_id: of the save to load; None takes the tag's last finished one.
+
     Raises:
-        ValueError: on every rank, if files are missing, from another save, or do not fit the model. Nothing is
-            changed then.
+        ValueError: on every rank, if files are missing or do not fit the model. Nothing is changed then.
     """
-    folder = tag_directory / FOLDER
     states: dict[str, LayerState] = {}
     with failing_together(
-        f"ds_kfac: K-FAC state in {folder} cannot be loaded; to start K-FAC afresh from this checkpoint, delete "
-        "that folder",
+        f"ds_kfac: the K-FAC state of {tag_directory} cannot be loaded. To start K-FAC afresh from this checkpoint, "
+        "load it with load_module_only=True",
         kfac.group,
         ValueError,
     ) as problems:
+        folder = _find(tag_directory, save_id)
         header = json.loads((folder / HEADER).read_text())
         if header["version"] != VERSION:
             raise ValueError(f"{folder / HEADER} has version {header['version']}, this ds_kfac reads {VERSION}")
         for layer in kfac.owned:
             if layer.name in header["layers"]:
                 try:
-                    states[layer.name] = _load_layer(kfac, folder / _file_name(layer.name), layer, header["steps"])
+                    states[layer.name] = _load_layer(kfac, folder / _file_name(layer.name), layer)
                 except (OSError, ValueError) as error:
                     problems.append(str(error))
     unknown = [layer.name for layer in kfac.layers if layer.name not in header["layers"]]
     if unknown and kfac.rank == 0:
         logger.warning(f"ds_kfac: {folder} has no state for {', '.join(unknown)}; these layers start empty")
-    kfac.state = {layer.name: states.get(layer.name, LayerState.empty(layer, kfac.device)) for layer in kfac.owned}
+    kfac.reset()
+    kfac.state |= states
     kfac.steps = header["steps"]
     kfac.peak_lr = {int(group): lr for group, lr in header["peak_lr"].items()}
     kfac.resume()
 
 
-def find(tag_directory: Path) -> Path | None:
-    """The tag's directory with K-FAC state: itself, or the one it was converted from by ds_to_universal."""
-    source = tag_directory.with_name(tag_directory.name.removesuffix("_universal"))
-    return next((path for path in (tag_directory, source) if (path / FOLDER / HEADER).is_file()), None)
+def _find(tag_directory: Path, save_id: str | None) -> Path:
+    """The folder of a save in the tag, or in the tag it was converted from by ds_to_universal.
+
+    Raises:
+        ValueError: neither has it.
+    """
+    tags = [tag_directory, tag_directory.with_name(tag_directory.name.removesuffix("_universal"))]
+    for tag in tags:
+        latest = tag / FOLDER / LATEST
+        name = save_id or (latest.read_text().strip() if latest.is_file() else None)
+        if name and (tag / FOLDER / name / HEADER).is_file():
+            return tag / FOLDER / name
+    raise ValueError(f"no K-FAC state {save_id or ''} in {tag_directory / FOLDER}; it must be there for every rank")
+
+
+def _same_everywhere(kfac: KFACOptimizer, value: str) -> str:
+    values = [value]
+    source = torch.distributed.get_global_rank(kfac.group, 0)
+    torch.distributed.broadcast_object_list(values, src=source, group=kfac.group)
+    return values[0]
 
 
 def _bases(state: LayerState) -> list[Tensor] | None:
@@ -104,10 +137,8 @@ def _bases(state: LayerState) -> list[Tensor] | None:
     return [state.basis_A.vectors, state.basis_A.values, state.basis_G.vectors, state.basis_G.values]
 
 
-def _load_layer(kfac: KFACOptimizer, path: Path, layer: LayerSpec, steps: int) -> LayerState:
+def _load_layer(kfac: KFACOptimizer, path: Path, layer: LayerSpec) -> LayerState:
     payload = torch.load(path, map_location=kfac.device, weights_only=True)
-    if payload["steps"] != steps:
-        raise ValueError(f"{path} is of step {payload['steps']}, the header of step {steps}: a save was interrupted")
     empty = LayerState.empty(layer, kfac.device)
     for side, factor in (("A", empty.A), ("G", empty.G)):
         if payload[side].shape != factor.packed_P.shape:
@@ -132,10 +163,3 @@ def _with_bases(kfac: KFACOptimizer, state: LayerState, bases: list[Tensor] | No
 
 def _file_name(layer: str) -> str:
     return f"{layer or 'model'}.pt"
-
-
-def _replace(path: Path, write: Any) -> None:
-    """Write beside, then rename: a killed run leaves the old file or the new one, never half of one."""
-    temporary = path.with_name(path.name + ".tmp")
-    write(temporary)
-    os.replace(temporary, path)

@@ -52,7 +52,7 @@ def refresh(factor_DD: Tensor, *, method: str = "eigh") -> tuple[Eigenbasis | No
     for failures, matrix in enumerate(rungs):
         try:
             basis = decompose(matrix)
-        except torch.linalg.LinAlgError:  # did not converge; the next rung is more exact
+        except RuntimeError:  # LinAlgError, or cuSOLVER's own; the next rung is more exact, then elsewhere
             continue
         if _finite(basis):
             device = factor_DD.device

@@ -18,6 +18,7 @@ from ds_kfac.zero.validate import validate
 
 _plain_initialize: Callable[..., tuple] = deepspeed.initialize
 """DeepSpeed's own; :func:`enable` puts ours in its place."""
+_enabled = _in_place = False
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple:
@@ -45,22 +46,25 @@ def enable() -> None:
 
     Idempotent; :func:`disable` undoes it. Call it before the trainer is built.
     """
-    global _plain_initialize
-    if deepspeed.initialize is not _enabled_initialize:
+    global _plain_initialize, _enabled, _in_place
+    if not _in_place or deepspeed.initialize is _plain_initialize:  # never wrap a wrapper of ours: it would recurse
         _plain_initialize = deepspeed.initialize
-        _enabled_initialize.__wrapped__ = _plain_initialize
         deepspeed.initialize = _enabled_initialize
+    _enabled = _in_place = True
 
 
 def disable() -> None:
-    """Give ``deepspeed.initialize`` back."""
+    """Give ``deepspeed.initialize`` back; if another library has wrapped ours since, ours passes through."""
+    global _enabled, _in_place
+    _enabled = False
     if deepspeed.initialize is _enabled_initialize:
         deepspeed.initialize = _plain_initialize
+        _in_place = False
 
 
 @wraps(_plain_initialize)
 def _enabled_initialize(*args: Any, **kwargs: Any) -> tuple:
-    return initialize(*args, **kwargs)
+    return initialize(*args, **kwargs) if _enabled else _plain_initialize(*args, **kwargs)
 
 
 def attach(
@@ -81,6 +85,8 @@ def attach(
     """
     attached = getattr(engine, HANDLE, None)
     if isinstance(attached, Attachment):
+        if config is not None and _checked(config) != attached.optimizer.config:
+            raise ValueError("ds_kfac.attach: this engine has K-FAC with another config; engine.kfac.detach() it first")
         return attached
     if config is None:
         config = find_block(engine.config)
@@ -88,8 +94,7 @@ def attach(
             raise ValueError(
                 'ds_kfac.attach: the engine\'s DeepSpeed config has no "kfac" block; add it or pass config='
             )
-    if not isinstance(config, KFACConfig):
-        config = parse(config)
+    config = _checked(config)
     if not config.enabled:
         return None
     validate(engine)
@@ -99,6 +104,10 @@ def attach(
             "ds_kfac.initialize (or ds_kfac.enable), not with ds_kfac.attach"
         )
     return Attachment(engine, config)
+
+
+def _checked(config: KFACConfig | Mapping[str, Any]) -> KFACConfig:
+    return config if isinstance(config, KFACConfig) else parse(config)
 
 
 def _early_config(arguments: Mapping[str, Any]) -> KFACConfig | None:
@@ -120,5 +129,5 @@ def _group_kfac_first(arguments: dict[str, Any], config: KFACConfig) -> None:
             "kfac.assignment.kfac_first needs the optimizer named in the DeepSpeed config, not passed as an object: "
             "its parameter groups are laid out before it is built"
         )
-    found = scan(model, include=config.layers.include, exclude=config.layers.exclude)
+    found = scan(model, include=config.layers.include, exclude=config.layers.exclude, max_dim=config.max_dim)
     arguments["model_parameters"] = kfac_first(model, found, arguments.get("model_parameters"))

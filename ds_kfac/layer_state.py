@@ -46,11 +46,15 @@ class LayerState:
 
 
 def decomposable(states: Mapping[str, LayerState]) -> list[str]:
-    """Names of the layers whose factors have data and are finite. One transfer to the host for all of them."""
+    """Names of the layers whose factors have data, are finite and not zero. One transfer to the host for all of them.
+
+    G is zero as long as everything above a layer is, as with a zero-initialised output projection; relative damping
+    would then be zero too.
+    """
     if not states:
         return []
     usable = [
-        (factor.updates > 0) & torch.isfinite(factor.packed_P).all()
+        (factor.updates > 0) & torch.isfinite(factor.packed_P).all() & (factor.packed_P != 0).any()
         for state in states.values()
         for factor in (state.A, state.G)
     ]

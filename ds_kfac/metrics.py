@@ -11,15 +11,16 @@ from torch import Tensor
 
 
 class Metrics:
-    """Counters of one rank.
+    """Counters; those of a skipped step are dropped with it.
 
     Attributes:
-        counts: "steps", "skipped_steps", "factor_updates", "refreshes" (factors decomposed), "refresh_retries" (rungs
-            of the failure ladder that failed), "refresh_failures" (old basis kept).
+        counts: of this rank: "steps", "skipped_steps", "factor_updates", "refreshes" (layers decomposed),
+            "refresh_retries" (rungs of the failure ladder that failed), "refresh_failures" (old bases kept).
         seconds: stage -> seconds so far; filled if timings are on.
         nu: last kl-clip factor, a device scalar, the same on all ranks; None while kl-clip is off.
-        unpreconditioned: own layers that passed through in the last step because they have no eigenbasis.
-        not_finite: own layers so far whose preconditioned gradient was not finite and was replaced; device scalar.
+        summary: fp32 [3] on the device, over all ranks: layers so far whose result was not finite and was replaced by
+            the gradient; layers that passed through in the last step because they have no eigenbases; failed refreshes
+            so far.
     """
 
     def __init__(self, *, timings: bool, device: torch.device) -> None:
@@ -27,8 +28,22 @@ class Metrics:
         self.counts: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.nu: Tensor | None = None
-        self.unpreconditioned = 0
-        self.not_finite = torch.zeros((), device=device)
+        self.summary = torch.zeros(3, device=device)
+        self._accumulates = torch.tensor([1.0, 0.0, 1.0], device=device)
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a step's own counts."""
+        self.step_counts: Counter[str] = Counter()
+        self.step_summary = torch.zeros_like(self.summary)
+
+    def end(self, *, applied: bool) -> None:
+        """Keep the step's counts if it was applied."""
+        if applied:
+            self.counts += self.step_counts
+            self.summary = self.summary * self._accumulates + self.step_summary
+        self.counts["steps" if applied else "skipped_steps"] += 1
+        self.begin()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -46,8 +61,8 @@ class Metrics:
     def events(self, samples: int) -> list[tuple[str, float, int]]:
         """For DeepSpeed's monitor. Reads device scalars, so call it now and then only."""
         values: dict[str, float] = {name: float(count) for name, count in self.counts.items()}
-        values["not_finite_layers"] = float(self.not_finite)
-        values["unpreconditioned_layers"] = float(self.unpreconditioned)
+        names = ("not_finite_layers", "unpreconditioned_layers", "refresh_failures")
+        values |= dict(zip(names, self.summary.tolist(), strict=True))
         if self.nu is not None:
             values["nu"] = float(self.nu)
         values |= {f"seconds_{name}": seconds for name, seconds in self.seconds.items()}

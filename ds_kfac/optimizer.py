@@ -15,7 +15,7 @@ from ds_kfac.layer_state import LayerState, decomposable
 from ds_kfac.layers.base import LayerSpec
 from ds_kfac.metrics import Metrics
 from ds_kfac.preconditioner import finite_or, kl_clip_scale, precondition
-from ds_kfac.schedule import Schedule
+from ds_kfac.schedule import Due, Schedule
 from ds_kfac.zero.exchange import GradientExchange, parameter_names
 from ds_kfac.zero.layout import ShardLayout
 
@@ -60,31 +60,40 @@ class KFACOptimizer:
         self.exchange = GradientExchange(layout, layers, self.assignment.owners, self.group)
         self.owned = self.exchange.owned
         self.bucket = FactorBucket.plan(layers, self.assignment.owners, layout.world)
-        self.state = {layer.name: LayerState.empty(layer, self.device) for layer in self.owned}
         self.metrics = Metrics(timings=config.metrics.timings, device=self.device)
+        self.clip_lr = config.preconditioner.kl_clip_lr or ("peak" if scheduled_lr else "current")
+        self.state: dict[str, LayerState] = {}
         self.steps = 0
         self.peak_lr: dict[int, Tensor | float] = {}
-        self.clip_lr = config.preconditioner.kl_clip_lr or ("peak" if scheduled_lr else "current")
-        self._next = self.state
         self._flat: Tensor | None = None
         self.capture = Capture(model, layers, self._allocate, self._fallback_seed)
-        self.resume()
+        self.reset()
 
+    @torch.no_grad()
     def step(self) -> None:
         """Replace every layer's averaged gradient by its preconditioned one. Collective: enter on every rank.
 
         Nothing of it is kept until :meth:`commit`.
         """
-        due = self.schedule.due(self.steps)
+        with torch.autocast(self.device.type, enabled=False):  # a user may call engine.step() under autocast
+            self._step(self.schedule.due(self.steps))
+
+    def _step(self, due: Due) -> None:
         stage = self.metrics.stage
         self.layout.begin()
         self._next = self.state
+        self.metrics.begin()
+        # Now, not in commit: DeepSpeed's scheduler steps in between.
+        lrs = [group["lr"] for group in self.layout.optimizer.param_groups]
+        self._next_peak_lr = {group: _larger(lr, self.peak_lr.get(group)) for group, lr in enumerate(lrs)}
         if due.capture:
             with stage("reduce"):
                 self._next = self._fold(self._reduce())
-        if due.refresh:
+        # A layer that has no eigenbases yet, because it had no data at the last refresh, need not wait for the next.
+        waiting = [name for name, state in self._next.items() if due.refresh or (due.capture and state.basis_A is None)]
+        if waiting:
             with stage("refresh"):
-                self._next = self._refresh(self._next)
+                self._next = self._refresh(self._next, waiting)
         with stage("gather"):
             gradients = self.exchange.gather()
         with stage("precondition"):
@@ -95,18 +104,24 @@ class KFACOptimizer:
     def commit(self, *, applied: bool) -> None:
         """After the user's optimizer: keep the new state if its step was applied, else leave everything as it was."""
         if applied:
-            self.state = self._next
-            self.metrics.counts["factor_updates"] += self.schedule.due(self.steps).capture
+            self.state, self.peak_lr = self._next, self._next_peak_lr
+            self.metrics.step_counts["factor_updates"] += self.schedule.due(self.steps).capture
             self.steps += 1
-            for group, param_group in enumerate(self.layout.optimizer.param_groups):
-                self.peak_lr[group] = _larger(param_group["lr"], self.peak_lr.get(group))
-        self.metrics.counts["steps" if applied else "skipped_steps"] += 1
+        self.metrics.end(applied=applied)
         self.resume()
 
     def resume(self) -> None:
         """Make ready for the step after ``state`` and ``steps``, which a checkpoint may have set."""
-        self._next = self.state
+        self._next, self._next_peak_lr = self.state, self.peak_lr
         self.capture.active = self.schedule.due(self.steps).capture
+
+    def reset(self) -> None:
+        """Start afresh: no factors, no eigenbases, step 0."""
+        self.state = {layer.name: LayerState.empty(layer, self.device) for layer in self.owned}
+        self.steps, self.peak_lr = 0, {}
+        self.capture.take()
+        self._flat = None
+        self.resume()
 
     @property
     def state_nbytes(self) -> int:
@@ -132,15 +147,15 @@ class KFACOptimizer:
         decay = self.config.factor.decay
         return {name: state.folded(sums[name], decay=decay) for name, state in self._next.items()}
 
-    def _refresh(self, states: Mapping[str, LayerState]) -> dict[str, LayerState]:
-        """Decompose every own factor that has data. Synchronises with the device, as any decomposition does."""
-        refreshed = dict(states)
-        for name in decomposable(states):
+    def _refresh(self, states: Mapping[str, LayerState], names: list[str]) -> dict[str, LayerState]:
+        """Decompose the named layers' factors. Synchronises with the device, as any decomposition does."""
+        refreshed, counts = dict(states), self.metrics.step_counts
+        for name in decomposable({name: states[name] for name in names}):
             refreshed[name], failed = states[name].refreshed(method=self.config.eigenbasis.method)
             kept = refreshed[name] is states[name]
-            self.metrics.counts["refreshes"] += not kept
-            self.metrics.counts["refresh_retries"] += failed
-            self.metrics.counts["refresh_failures"] += kept
+            counts["refreshes"] += not kept
+            counts["refresh_retries"] += failed
+            counts["refresh_failures"] += kept
             if kept:
                 logger.warning(f"ds_kfac: no decomposition of {name}'s factors succeeded; its old eigenbases stay")
         return refreshed
@@ -149,18 +164,25 @@ class KFACOptimizer:
         """Own layers' nu V. A layer without eigenbases (no data yet) passes through and is counted."""
         damping = self.config.damping
         results = dict(gradients)
-        quadratic = torch.zeros((), device=self.device)
+        quadratic, not_finite = torch.zeros(2, device=self.device).unbind()
         ready = [layer for layer in self.owned if self._next[layer.name].basis_A is not None]
         for layer in ready:
             state, gradient = self._next[layer.name], gradients[layer.name]
             assert state.basis_A is not None and state.basis_G is not None  # set together
             V = precondition(gradient, state.basis_G, state.basis_A, damping=damping.chosen, damping_kind=damping.kind)
             V, finite = finite_or(V, gradient)
-            self.metrics.not_finite += ~finite
+            not_finite += ~finite
             results[layer.name] = V
             quadratic += self._quadratic(layer, V, gradient)
-        self.metrics.unpreconditioned = len(self.owned) - len(ready)
-        nu = self._kl_clip(quadratic)
+        failures = self.metrics.step_counts["refresh_failures"]
+        # One small vector over all ranks: what kl-clip needs, and what a run wants to know of every owner.
+        summary = torch.stack(
+            [quadratic, not_finite, *(quadratic.new_full((), n) for n in (len(self.owned) - len(ready), failures))]
+        )
+        if self.layout.world > 1:
+            dist.all_reduce(summary, group=self.group)
+        self.metrics.step_summary = summary[1:]
+        nu = self._kl_clip(summary[0])
         if nu is not None:
             for layer in ready:
                 results[layer.name] = results[layer.name] * nu
@@ -176,15 +198,12 @@ class KFACOptimizer:
         return total / self.layout.grad_scale() ** 2
 
     def _lr_in_clip(self, group: int) -> Tensor | float:
-        lr = self.layout.optimizer.param_groups[group]["lr"]
-        return _larger(lr, self.peak_lr.get(group)) if self.clip_lr == "peak" else lr
+        return self._next_peak_lr[group] if self.clip_lr == "peak" else self.layout.optimizer.param_groups[group]["lr"]
 
     def _kl_clip(self, quadratic: Tensor) -> Tensor | None:
         kl_clip = self.config.preconditioner.chosen_kl_clip
         if not kl_clip:
             return None
-        if self.layout.world > 1:
-            dist.all_reduce(quadratic, group=self.group)
         self.metrics.nu = kl_clip_scale(quadratic, kl_clip=kl_clip)
         return self.metrics.nu
 

@@ -27,10 +27,19 @@ class Scan:
     skipped: tuple[Skipped, ...]
 
 
-def scan(model: nn.Module, *, include: Iterable[str] = (), exclude: Iterable[str] = ()) -> Scan:
+def scan(
+    model: nn.Module,
+    *,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    max_dim: int | None = None,
+    optimized: Iterable[nn.Parameter] | None = None,
+) -> Scan:
     """Find the layers, in module order. Pure: reads shapes and flags, never values.
 
     Args:
+        max_dim: longest side of a layer's matrix; None: any.
+        optimized: the optimizer's parameters; None: all that require a gradient.
         include: regexes searched in module names; if any are given, only matching modules are taken.
         exclude: regexes searched in module names; matching modules are left alone.
 
@@ -48,14 +57,21 @@ def scan(model: nn.Module, *, include: Iterable[str] = (), exclude: Iterable[str
         if isinstance(module, nn.MultiheadAttention)
         for child in module.modules()
     }
+    trained = {id(p) for p in (model.parameters() if optimized is None else optimized) if p.requires_grad}
     layers, skipped = [], []
     for name, module in modules.items():
         kind, reason = _kind(module)
         if reason is None:
-            reason = _unfit(name, module, uses, inside_attention, include, exclude)
+            reason = _unfit(name, module, uses, inside_attention, include, exclude, trained)
         if reason is None:
-            layers.append(_spec(name, kind, module))
-        else:
+            spec = _spec(name, kind, module, trained)
+            side = max(spec.dim_A, spec.dim_G)
+            if max_dim is None or side <= max_dim:
+                layers.append(spec)
+                continue
+            gigabytes = side * (side + 1) * 2 / 1e9
+            reason = f"a side of {side} is over kfac.factor.max_dim {max_dim}; its factor would take {gigabytes:.1f} GB"
+        if reason is not None:
             numel = sum(_numel(p) for p in module.parameters(recurse=False))
             skipped.append(Skipped(name, type(module).__name__, numel, reason))
     if not layers:
@@ -86,7 +102,7 @@ def _kind(module: nn.Module) -> tuple[str, str | None]:
     return "", "; ".join(reasons) or "no K-FAC layer type for it"
 
 
-def _unfit(name, module, uses, inside_attention, include, exclude) -> str | None:
+def _unfit(name, module, uses, inside_attention, include, exclude, trained) -> str | None:
     """Why a module of a known type is left alone, or None."""
     if include and not any(re.search(pattern, name) for pattern in include):
         return "not matched by kfac.layers.include"
@@ -95,6 +111,8 @@ def _unfit(name, module, uses, inside_attention, include, exclude) -> str | None
             return f"matched by kfac.layers.exclude {pattern!r}"
     if not module.weight.requires_grad:
         return "weight is frozen"
+    if id(module.weight) not in trained:
+        return "weight is not among the optimizer's parameters"
     if uses[id(module.weight)] > 1 or (module.bias is not None and uses[id(module.bias)] > 1):
         return "weight is tied to another module; its gradient is a sum over both uses"
     if id(module) in inside_attention:
@@ -102,10 +120,10 @@ def _unfit(name, module, uses, inside_attention, include, exclude) -> str | None
     return None
 
 
-def _spec(name: str, kind: str, module: nn.Module) -> LayerSpec:
+def _spec(name: str, kind: str, module: nn.Module, trained: set[int]) -> LayerSpec:
     in_features, out_features = LAYERS[kind].features(module)
     prefix = f"{name}." if name else ""
-    bias = f"{prefix}bias" if module.bias is not None and module.bias.requires_grad else None
+    bias = f"{prefix}bias" if id(module._parameters.get("bias")) in trained else None
     return LayerSpec(name, kind, in_features, out_features, f"{prefix}weight", bias)
 
 

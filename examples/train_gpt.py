@@ -64,13 +64,15 @@ def read_config(arguments: argparse.Namespace, folder: Path) -> dict:
         config = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"--deepspeed_config {path}: not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"--deepspeed_config {path}: must be a JSON object, got {type(config).__name__}")
     for monitor in ("tensorboard", "csv_monitor"):
         if monitor in config:
             config[monitor] |= {"output_path": str(folder), "job_name": monitor}
     if arguments.without_kfac:
         config.pop("kfac", None)
     if arguments.lr is not None:
-        config["optimizer"]["params"]["lr"] = arguments.lr
+        config.setdefault("optimizer", {"type": "AdamW"}).setdefault("params", {})["lr"] = arguments.lr
     schedule = config.get("scheduler", {})
     if "total_num_steps" in schedule.get("params", {}):
         schedule["params"]["total_num_steps"] = arguments.steps
@@ -135,7 +137,7 @@ def train(engine, corpus: text.Corpus, arguments: argparse.Namespace, folder: Pa
         if is_main:
             file = stack.enter_context(open(folder / "metrics.csv", "a", newline=""))
             table = csv.DictWriter(file, COLUMNS, restval="")
-            if first == 0:
+            if file.tell() == 0:
                 table.writeheader()
         for step in range(first, arguments.steps):
             clock, before = Clock(), dict(attachment.metrics.seconds) if attachment else {}

@@ -50,6 +50,12 @@ def test_no_rank_is_idle_when_there_are_enough_layers():
     assert set(assignment.owners.values()) == set(range(8))
 
 
+def test_an_idle_rank_takes_from_one_that_has_two():
+    specs = layers((100, 100), (8, 8), (8, 8), (8, 8))
+    held = {"l0": [9, 0, 0], "l1": [0, 9, 0], "l2": [0, 9, 0], "l3": [0, 9, 0]}
+    assert set(assign(specs, held, 3).owners.values()) == {0, 1, 2}
+
+
 def test_more_ranks_than_layers():
     specs = layers((8, 8), (8, 8))
     assert len(set(assign(specs, {s.name: [16] * 4 for s in specs}, 4).owners.values())) == 2

@@ -62,6 +62,29 @@ def test_a_module_used_twice_is_one_layer():
     assert len(scan(nn.Sequential(shared, nn.Tanh(), shared)).layers) == 1
 
 
+def test_computed_weights_are_refused_with_a_reason():
+    model = nn.ModuleDict({"keep": nn.Linear(4, 4), "normed": nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))})
+    assert "computed by a parametrization" in reasons(model)["normed"]
+    model = nn.ModuleDict(
+        {"keep": nn.Linear(4, 4), "normed": nn.utils.parametrizations.weight_norm(nn.Linear(4, 4, False))}
+    )
+    assert [layer.name for layer in scan(model).layers] == ["keep"]
+
+
+def test_a_vocabulary_side_gets_no_dense_factor():
+    model = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 50)})
+    assert [layer.name for layer in scan(model, max_dim=49).layers] == ["body"]
+    assert "a side of 50 is over kfac.factor.max_dim 49" in reasons(model, max_dim=49)["head"]
+    assert len(scan(model, max_dim=50).layers) == 2
+
+
+def test_what_the_optimizer_does_not_step_is_listed():
+    model = nn.ModuleDict({"body": nn.Linear(4, 4), "other": nn.Linear(4, 4)})
+    found = scan(model, optimized=[model["body"].weight])
+    assert [(layer.name, layer.bias) for layer in found.layers] == [("body", None)]
+    assert found.skipped[0].reason == "weight is not among the optimizer's parameters"
+
+
 def test_a_frozen_bias_is_no_column():
     model = nn.Sequential(nn.Linear(3, 5))
     model[0].bias.requires_grad_(False)

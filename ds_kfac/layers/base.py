@@ -70,3 +70,11 @@ class LayerType(Protocol):
 def parameter_shape(parameter: Any) -> tuple[int, ...]:
     """The true shape: ZeRO-3 keeps it in ``ds_shape`` while the parameter itself is empty."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def computed_parameter(module: Any) -> str | None:
+    """Why a module whose weight or bias is computed (weight_norm and other parametrizations) is not for us, or None."""
+    for name in ("weight", "bias"):
+        if getattr(module, name) is not None and name not in module._parameters:
+            return f"its {name} is computed by a parametrization, not a parameter"
+    return None

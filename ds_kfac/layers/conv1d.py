@@ -3,13 +3,15 @@
 import torch
 from torch import Tensor, nn
 
-from ds_kfac.layers.base import parameter_shape
+from ds_kfac.layers.base import computed_parameter, parameter_shape
 
 
 class Conv1D:
     def refusal(self, module: nn.Module) -> str | None:
         if type(module).__name__ != "Conv1D" or not hasattr(module, "nf") or not hasattr(module, "weight"):
             return ""
+        if computed := computed_parameter(module):
+            return computed
         shape = parameter_shape(module.weight)
         if len(shape) != 2 or shape[1] != module.nf:
             return f"named Conv1D, but its weight {shape} is not [in, nf={module.nf}] as in transformers"

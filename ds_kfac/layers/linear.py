@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ds_kfac.layers.base import parameter_shape
+from ds_kfac.layers.base import computed_parameter, parameter_shape
 
 
 class Linear:
@@ -12,7 +12,7 @@ class Linear:
             return ""
         if type(module).forward is not nn.Linear.forward:
             return f"{type(module).__name__} overrides nn.Linear.forward, so its rows are not known"
-        return None
+        return computed_parameter(module)
 
     def features(self, module: nn.Module) -> tuple[int, int]:
         out_features, in_features = parameter_shape(module.weight)

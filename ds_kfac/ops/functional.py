@@ -3,7 +3,7 @@
 Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle, O and I the sides of a layer's matrix.
 """
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ BLOCK_ROWS = 128
 """Rows of the lower triangle computed by one matrix product; above it, the upper blocks are never computed."""
 
 
-@lru_cache(maxsize=256)
+@cache  # 8 P bytes per distinct side, shared by all ops; rebuilt per call it would cost the product
 def _lower_index(start: int, stop: int, device: torch.device) -> Tensor:
     """Where rows start..stop of a lower triangle lie in their row-major [stop - start, stop] block; int64."""
     rows, columns = torch.tril_indices(stop - start, stop, offset=start, device=device)
@@ -27,7 +27,15 @@ def symmetric_pack(x_DD: Tensor) -> Tensor:
     """See :func:`ds_kfac.ops.reference.symmetric_pack`."""
     if x_DD.ndim != 2 or x_DD.shape[0] != x_DD.shape[1]:
         raise ValueError(f"symmetric_pack: expected a square matrix, got shape {tuple(x_DD.shape)}")
-    return x_DD.reshape(-1).index_select(0, _lower_index(0, len(x_DD), x_DD.device))
+    dim = len(x_DD)
+    packed_P = x_DD.new_empty(packed_numel(dim))
+    for start in range(0, dim, BLOCK_ROWS):
+        stop = min(start + BLOCK_ROWS, dim)
+        block = x_DD[start:stop, :stop].reshape(-1)
+        packed_P[packed_numel(start) : packed_numel(stop)] = block.index_select(
+            0, _lower_index(start, stop, block.device)
+        )
+    return packed_P
 
 
 def symmetric_unpack(x_P: Tensor, *, dim: int) -> Tensor:
@@ -37,7 +45,11 @@ def symmetric_unpack(x_P: Tensor, *, dim: int) -> Tensor:
             f"symmetric_unpack: expected shape ({packed_numel(dim)},) for dim {dim}, got {tuple(x_P.shape)}"
         )
     lower_DD = x_P.new_zeros(dim, dim)
-    lower_DD.view(-1).index_copy_(0, _lower_index(0, dim, x_P.device), x_P)
+    for start in range(0, dim, BLOCK_ROWS):
+        stop = min(start + BLOCK_ROWS, dim)
+        block = x_P.new_zeros((stop - start) * stop)
+        block.index_copy_(0, _lower_index(start, stop, x_P.device), x_P[packed_numel(start) : packed_numel(stop)])
+        lower_DD[start:stop, :stop] = block.view(stop - start, stop)
     return lower_DD + lower_DD.tril(-1).T
 
 

@@ -1,7 +1,7 @@
 """What every engine mode has to offer: read and write gradient shards where DeepSpeed keeps them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import deepspeed.comm as dist
@@ -61,6 +61,13 @@ class ShardLayout(ABC):
 
     def begin(self) -> None:  # noqa: B027  most modes have nothing pending
         """Wait for what DeepSpeed still copies in the background."""
+
+    def _zero_unused(self, reduced: Container[Any], stored: Callable[[Shard], Tensor]) -> None:
+        """With CPU offload DeepSpeed leaves the last gradient of a parameter that this step did not use in its buffer,
+        where ours lies: it would be preconditioned again every step. Its norms tell what was reduced."""
+        for shard in self.shards.on(self.rank):
+            if self.optimizer.get_param_id(self.params[shard.param]) not in reduced:
+                stored(shard).zero_()
 
     def grad_scale(self) -> Tensor | float:
         """By what DeepSpeed will divide the gradient before its optimizer sees it. Never synchronises."""

@@ -27,6 +27,15 @@ SHARD_LAYOUTS: dict[type, type[ShardLayout]] = {
 }
 
 
+def optimized_parameters(engine: Any) -> list[nn.Parameter]:
+    """Every parameter the engine's optimizer steps; ZeRO's own param_groups hold flat slices instead."""
+    for attribute in ("bit16_groups", "bf16_groups", "fp16_groups"):
+        groups = getattr(engine.optimizer, attribute, None)
+        if groups is not None:
+            return [param for group in groups for param in group]
+    return [param for group in engine.optimizer.param_groups for param in group["params"]]
+
+
 def shard_layout(engine: Any, params: Sequence[nn.Parameter]) -> ShardLayout:
     """The layout of the engine's mode.
 

@@ -12,8 +12,12 @@ from ds_kfac.zero.shards import Shard, partition_chunks
 class Stage3(ShardLayout):
     def __init__(self, engine, params) -> None:
         super().__init__(engine, params)
+        faults = []
         if self.grad_scaler and self.optimizer.clip_grad > 0:
-            self.faults = ("with torch_autocast fp16 it clips the gradient while it carries the GradScaler's scale",)
+            faults.append("with torch_autocast fp16 it clips the gradient while it carries the GradScaler's scale")
+        if not self.optimizer.offload_optimizer:
+            faults.append("a parameter that a step does not use is stepped with its last gradient again")
+        self.faults = tuple(faults)
 
     def _shards(self) -> list[Shard]:
         self._place = {
@@ -43,6 +47,10 @@ class Stage3(ShardLayout):
     @property
     def grad_scaler(self) -> Any | None:
         return self.optimizer.torch_autocast_gradscaler
+
+    def begin(self) -> None:
+        if self.optimizer.offload_optimizer:
+            self._zero_unused(self.optimizer.norm_for_param_grads, self._chunk)
 
     def _chunk(self, shard: Shard) -> Tensor:
         """The whole chunk, padding included, where DeepSpeed keeps it."""

@@ -59,7 +59,10 @@ class Stage12(ShardLayout):
         return self.optimizer.torch_autocast_gradscaler
 
     def begin(self) -> None:
-        self.optimizer._wait_for_offload_copies()
+        optimizer = self.optimizer
+        optimizer._wait_for_offload_copies()
+        if optimizer.cpu_offload:
+            self._zero_unused(optimizer.norm_for_param_grads, self._offloaded)
 
     def _entry(self, shard: Shard) -> tuple[list[Tensor], int]:
         """The list entry that starts at the shard's offset in this rank's slice; the list has the same form always."""

@@ -69,6 +69,14 @@ REFUSALS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda engine: not engine.enable_backward_allreduce,
         "gradients are not averaged before the step: use an optimizer without built-in communication, such as AdamW",
     ),
+    "torch_autocast fp16 without gradient norms": (
+        lambda engine: (
+            engine.zero_optimization()
+            and getattr(engine.optimizer, "torch_autocast_gradscaler", None) is not None
+            and not engine.zero_compute_grad_norm()
+        ),
+        "ranks would skip overflowed steps each for itself: set zero_optimization.compute_grad_norm to true",
+    ),
     "Muon": (
         lambda engine: "muon" in _inner(engine).lower(),
         "it replaces gradients by its own updates before K-FAC sees them: choose Muon or K-FAC",

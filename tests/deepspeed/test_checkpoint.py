@@ -49,7 +49,7 @@ def resume_worker(payload) -> dict:
         )
         results[name] = {
             "losses": losses[4:], "resumed": resumed, "difference": difference, "client_state": client_state,
-            "steps": second.kfac.optimizer.steps, "files": sorted(p.name for p in Path(folder, name).rglob("kfac/*")),
+            "steps": second.kfac.optimizer.steps, "files": sorted(p.name for p in Path(folder, name).rglob("kfac/*/*")),
         }  # fmt: skip
     return results
 
@@ -68,48 +68,55 @@ def test_resuming_gives_the_losses_of_not_stopping(world, tmp_path):
 
 
 def save_worker(payload) -> dict:
-    folder, name = payload
-    engine = build(BY_NAME[name], 1, kfac=KFAC)
-    train(engine, 1, steps=4)
-    engine.save_checkpoint(folder, tag="tag")
-    return own_state(engine)
+    folder, names = payload
+    states = {}
+    for name in names:
+        engine = build(BY_NAME[name], 1, kfac=KFAC)
+        train(engine, 1, steps=4)
+        engine.save_checkpoint(f"{folder}/{name}", tag="tag")
+        states[name] = own_state(engine)
+    return states
 
 
 def load_worker(payload) -> dict:
     """Into another stage or world size: DeepSpeed loads the weights where it can, K-FAC its state always."""
-    folder, name, how = payload
-    engine = build(BY_NAME[name], 1, seed=99, kfac=KFAC)
-    if how == "engine":
-        engine.load_checkpoint(folder, tag="tag", load_optimizer_states=False, load_lr_scheduler_states=False)
-    else:
-        engine.kfac.load_state(folder, "tag")
-    state, steps = own_state(engine), engine.kfac.optimizer.steps
-    losses = train(engine, 1, steps=2, first=4)
-    return {"state": state, "steps": steps, "losses": losses}
+    folder, cases = payload
+    results = {}
+    for saved, loaded, how in cases:
+        engine = build(BY_NAME[loaded], 1, seed=99, kfac=KFAC)
+        if how == "engine":
+            options = {"load_optimizer_states": False, "load_lr_scheduler_states": False}
+            engine.load_checkpoint(f"{folder}/{saved}", tag="tag", **options)
+        else:
+            engine.kfac.load_state(f"{folder}/{saved}", "tag")
+        state, steps = own_state(engine), engine.kfac.optimizer.steps
+        losses = train(engine, 1, steps=2, first=4)
+        results[saved, loaded, how] = {"state": state, "steps": steps, "losses": losses}
+        engine.destroy()
+    return results
 
 
-@pytest.mark.parametrize(
-    ("saved", "loaded", "how"),
-    [
-        (("z2", 2), ("z2", 1), "engine"),
-        (("z1", 1), ("z2", 2), "engine"),
-        (("z2", 2), ("z1", 4), "engine"),
-        (("z2", 2), ("z0", 2), "engine"),
-        (("z3", 2), ("z2", 1), "state"),
-        (("z0", 1), ("z3", 2), "state"),
-    ],
-)
-def test_state_loads_at_any_world_size_and_stage(saved, loaded, how, tmp_path):
-    (mode, world), (new_mode, new_world) = saved, loaded
-    parts = run_ranks("tests.deepspeed.test_checkpoint:save_worker", world=world, payload=(str(tmp_path), mode))
-    expected = {name: tensors for part in parts for name, tensors in part.items()}
-    payload = (str(tmp_path), new_mode, how)
-    results = run_ranks("tests.deepspeed.test_checkpoint:load_worker", world=new_world, payload=payload)
-    actual = {name: tensors for result in results for name, tensors in result["state"].items()}
-    assert sum(len(result["state"]) for result in results) == len(actual) == len(expected) == 3
-    for name, tensors in expected.items():
-        assert all(torch.equal(a, b) for a, b in zip(actual[name], tensors, strict=True)), name
-    assert all(result["steps"] == 4 and all(loss < 10 for loss in result["losses"]) for result in results)
+def test_state_loads_at_any_world_size_and_stage(tmp_path):
+    saved = {}
+    for world, names in ((1, ["z0", "z1"]), (2, ["z2", "z3"])):
+        parts = run_ranks("tests.deepspeed.test_checkpoint:save_worker", world=world, payload=(str(tmp_path), names))
+        saved |= {name: {layer: t for part in parts for layer, t in part[name].items()} for name in names}
+    cases = {
+        1: [("z2", "z2", "engine"), ("z3", "z2", "state")],
+        2: [("z1", "z2", "engine"), ("z2", "z0", "engine"), ("z0", "z3", "state")],
+        4: [("z2", "z1", "engine"), ("z3", "z3", "state")],
+    }
+    for world in cases:
+        payload = (str(tmp_path), cases[world])
+        results = run_ranks("tests.deepspeed.test_checkpoint:load_worker", world=world, payload=payload)
+        for case in cases[world]:
+            parts, expected = [result[case] for result in results], saved[case[0]]
+            actual = {layer: tensors for part in parts for layer, tensors in part["state"].items()}
+            assert sum(len(part["state"]) for part in parts) == len(actual) == len(expected) == 3
+            for layer, tensors in expected.items():
+                same = [torch.equal(a, b) for a, b in zip(actual[layer], tensors, strict=True)]
+                assert all(same), (case, world, layer)
+            assert all(part["steps"] == 4 and all(loss < 10 for loss in part["losses"]) for part in parts), case
 
 
 def text_of(action) -> str:
@@ -135,7 +142,7 @@ def damage_worker(folder: str) -> dict:
     plain.save_checkpoint(f"{folder}/plain", tag="tag")
     engine = build(mode, 1, kfac=KFAC)
     train(engine, 1, steps=3)
-    for name in ("module_only", "missing_file", "other_step", "missing_folder", "version"):
+    for name in ("module_only", "missing_file", "missing_folder", "version", "other_model"):
         engine.save_checkpoint(f"{folder}/{name}", tag="tag")
     small = {**KFAC, "checkpoint": {"eigenbasis": False}}
     lean = build(mode, 1, kfac=small)
@@ -143,11 +150,12 @@ def damage_worker(folder: str) -> dict:
     lean.save_checkpoint(f"{folder}/lean", tag="tag")
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
-        Path(folder, "missing_file/tag/kfac/middle.pt").unlink()
-        payload = torch.load(Path(folder, "other_step/tag/kfac/head.pt"))
-        torch.save({**payload, "steps": 77}, Path(folder, "other_step/tag/kfac/head.pt"))
-        Path(folder, "missing_folder/tag/kfac").rename(Path(folder, "missing_folder/tag/gone"))
-        header = Path(folder, "version/tag/kfac/header.json")
+        saves = {path.parents[2].name: path for path in Path(folder).glob("*/tag/kfac/*") if path.is_dir()}
+        (saves["missing_file"] / "middle.pt").unlink()
+        payload = torch.load(saves["other_model"] / "head.pt")
+        torch.save({**payload, "A": payload["A"][:-3]}, saves["other_model"] / "head.pt")
+        saves["missing_folder"].parent.rename(saves["missing_folder"].parent.with_name("gone"))
+        header = saves["version"] / "header.json"
         header.write_text(json.dumps({**json.loads(header.read_text()), "version": 99}))
     torch.distributed.barrier()
 
@@ -157,7 +165,7 @@ def damage_worker(folder: str) -> dict:
         error = text_of(lambda: fresh.load_checkpoint(f"{folder}/{name}", tag="tag", **options))
         return {"error": error, "said": "\n".join(m for m in messages if "ds_kfac" in m), "engine": fresh}
 
-    for name in ("plain", "missing_file", "other_step", "missing_folder", "version", "lean"):
+    for name in ("plain", "missing_file", "other_model", "missing_folder", "version", "lean"):
         results[name] = load(name)
     results["module_only"] = load("module_only", load_module_only=True)
     for name, result in results.items():
@@ -177,11 +185,11 @@ def test_what_is_missing_or_damaged_is_said_on_every_rank(tmp_path):
     for rank, result in enumerate(results):
         assert result["plain"]["error"] == "" and result["plain"]["steps"] == 0
         assert "middle.pt" in result["missing_file"]["error"], result["missing_file"]
-        assert "of step 77, the header of step 3" in result["other_step"]["error"]
-        assert "its folder 'kfac' is gone" in result["missing_folder"]["error"]
+        assert "layer head of this model needs" in result["other_model"]["error"]
+        assert "no K-FAC state" in result["missing_folder"]["error"]
         assert "version 99" in result["version"]["error"]
-        assert "no K-FAC state in" in result["nowhere"]["error"]
-        for name in ("missing_file", "other_step", "version", "module_only"):
+        assert "no K-FAC state" in result["nowhere"]["error"]
+        for name in ("missing_file", "other_model", "version", "missing_folder", "module_only"):
             assert result[name]["steps"] == 0, "nothing is loaded by halves"
             assert result[name]["trains"]
         assert result["lean"]["error"] == "" and result["lean"]["steps"] == 4
@@ -189,6 +197,42 @@ def test_what_is_missing_or_damaged_is_said_on_every_rank(tmp_path):
         if rank == 0:
             assert "no K-FAC state, K-FAC starts afresh" in result["plain"]["said"]
             assert "load_module_only: K-FAC starts afresh" in result["module_only"]["said"]
+
+
+def overwrite_worker(folder: str) -> dict:
+    """A tag written again: by a killed save, by a run without K-FAC; and loaded by an engine that has trained."""
+    from ds_kfac import checkpoint
+
+    mode, results = BY_NAME["z2"], {}
+    engine = build(mode, 1, kfac=KFAC)
+    train(engine, 1, steps=4)
+    engine.save_checkpoint(folder, tag="tag")
+    first = own_state(engine)
+    train(engine, 1, steps=2)
+    checkpoint.save(engine.kfac.optimizer, Path(folder, "tag"))  # killed before DeepSpeed wrote its files
+    fresh = build(mode, 1, seed=99, kfac=KFAC)
+    fresh.load_checkpoint(folder, tag="tag")
+    same = all(torch.equal(a, b) for n in first for a, b in zip(own_state(fresh)[n], first[n], strict=True))
+    results["killed save"] = same, fresh.kfac.optimizer.steps
+    engine.save_checkpoint(folder, tag="tag")
+    torch.distributed.barrier()
+    results["folders"] = len([path for path in Path(folder, "tag/kfac").iterdir() if path.is_dir()])
+
+    plain = build(mode, 1, kfac={"enabled": False})
+    train(plain, 1, steps=1)
+    plain.save_checkpoint(folder, tag="tag")
+    fresh.load_checkpoint(folder, tag="tag")  # has trained, and the folder of an older save is still there
+    kfac = fresh.kfac.optimizer
+    empty = all(float(state.A.updates) == 0 and state.basis_A is None for state in kfac.state.values())
+    results["plain save over it"] = empty, kfac.steps, kfac.peak_lr
+    return results
+
+
+def test_an_overwritten_tag_never_mixes_two_saves(tmp_path):
+    for result in run_ranks("tests.deepspeed.test_checkpoint:overwrite_worker", world=2, payload=str(tmp_path)):
+        assert result["killed save"] == (True, 4)
+        assert result["folders"] == 1, "old states are removed after the new save is complete"
+        assert result["plain save over it"] == (True, 0, {})
 
 
 def universal_worker(folder: str) -> dict:

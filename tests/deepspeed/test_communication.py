@@ -17,6 +17,20 @@ GPT_3 = GPTConfig(width=32, blocks=3, heads=2, context=16)
 KFAC = {"factor": {"update_interval": 2}, "eigenbasis": {"refresh_interval": 4}}
 
 
+def elements_elsewhere(engine) -> int:
+    """ZeRO-1/2, from DeepSpeed's own numbers alone: gradient elements of layers that do not lie on their owner."""
+    optimizer, kfac = engine.optimizer, engine.kfac.optimizer
+    names = {id(p): n for n, p in engine.module.named_parameters()}
+    owners = {name: kfac.assignment.owners[layer.name] for layer in kfac.layers for name in layer.parameters}
+    elsewhere = 0
+    for params, size in zip(optimizer.bit16_groups, optimizer.partition_size, strict=True):
+        ranks = torch.arange(sum(p.numel() for p in params)) // size
+        for p, where in zip(params, ranks.split([p.numel() for p in params]), strict=True):
+            if names[id(p)] in owners:
+                elsewhere += int((where != owners[names[id(p)]]).sum())
+    return elsewhere
+
+
 class Traffic:
     """Counts what torch.distributed is asked for while K-FAC steps."""
 
@@ -84,6 +98,7 @@ def traffic_worker(_) -> dict:
                     "gathers": bool(gather.moves),
                 },
                 "moved": gather.total_numel,
+                "elsewhere": elements_elsewhere(engine) if stage in (1, 2) else gather.total_numel,
                 "gradient": sum(layer.numel for layer in kfac.layers),
                 "state": kfac.state_nbytes,
                 "owned": len(kfac.owned),
@@ -106,6 +121,7 @@ def test_collectives_bytes_and_state(world):
             planned = result["planned"]
             relayout = ([planned["gather"]] if planned["gathers"] else []) + [planned["scatter"]]
             assert result["sent"] == [[planned["factors"], *relayout], relayout, [planned["factors"], *relayout]], case
+            assert result["moved"] == result["elsewhere"], case
         blocks = case[2]
         if blocks == 12:
             total = sum(results[rank][case]["state"] for rank in range(world))

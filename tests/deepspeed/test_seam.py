@@ -95,26 +95,55 @@ def doors_worker(_) -> dict:
     results["enabled"] = names(engine)
     ds_kfac.disable()
     results["disabled again"] = deepspeed.initialize is original
+    ds_kfac.enable()
+    chained = deepspeed.initialize
+    deepspeed.initialize = lambda *args, **kwargs: chained(*args, **kwargs)  # another library wraps ours
+    ds_kfac.enable()
+    results["enabled in a chain"] = names(start(deepspeed.initialize, plain_config(kfac=kfac))[0])
+    ds_kfac.disable()
+    results["disabled in a chain"] = names(start(deepspeed.initialize, plain_config(kfac=kfac))[0])
+    ds_kfac.enable()
+    results["enabled in a chain again"] = names(start(deepspeed.initialize, plain_config(kfac=kfac))[0])
+    ds_kfac.disable()
+    deepspeed.initialize = original
+    engine, _ = start(ds_kfac.initialize, plain_config(kfac=kfac))
+    results["attach with another config"] = message(lambda: ds_kfac.attach(engine, {"damping": {"value": 3.0}}))
+    attachment = engine.kfac
+    attachment.detach()
+    attachment.detach()
+    model = make_net()
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        config = plain_config(kfac=kfac)
+        ds_kfac.initialize(model=model, model_parameters=list(model.head.parameters()), config=config)
+    results["part of the model"] = printed.getvalue()
     return results
 
 
-def test_the_doors():
-    result = run_ranks("tests.deepspeed.test_seam:doors_worker", world=1)[0]
+@pytest.fixture(scope="module")
+def doors() -> dict:
+    return run_ranks("tests.deepspeed.test_seam:doors_worker", world=1)[0]
+
+
+def test_the_doors(doors):
+    result = doors
     surface = {"_take_model_step", "backward", "save_checkpoint", "load_checkpoint", "kfac"}
     assert result["plain"][0] == set()
-    for door in ("drop-in", "attached again", "attach with config", "enabled"):
+    chain = ("enabled in a chain", "enabled in a chain again")
+    for door in ("drop-in", "attached again", "attach with config", "enabled", *chain):
         assert result[door] == surface, door
-    for door in ("no block", "disabled", "disabled by config"):
+    for door in ("no block", "disabled", "disabled by config", "disabled in a chain"):
         assert result[door] == set(), door
     assert result["attach twice"] and result["no hook twice"] and result["acts"] == 2
     assert result["detached"] == result["plain"], "detach must leave nothing behind"
     assert result["detached trains plainly"]
     assert result["enabled name"] == "initialize" and result["disabled again"]
     assert 'has no "kfac" block' in result["attach without block"]
+    assert "another config" in result["attach with another config"]
+    assert result["part of the model"].count("not among the optimizer's parameters") == 2
 
 
-def test_the_report_lists_every_module():
-    report = run_ranks("tests.deepspeed.test_seam:doors_worker", world=1)[0]["report"]
+def test_the_report_lists_every_module(doors):
+    report = doors["report"]
     for text in ("ZeRO stage 2", "DeepSpeedZeroOptimizer", "relayout moves 0 of", "kl-clip 0.0005"):
         assert text in report
     rows = {line.split()[0]: line.split() for line in report.splitlines() if line.startswith("  ")}

@@ -61,7 +61,7 @@ def test_every_config_trains_and_writes_its_run(tmp_path):
             "loss_by_step.png",
             "loss_by_seconds.png",
             "step_time.png",
-            "checkpoints/global_step6/kfac/header.json",
+            "checkpoints/global_step6/kfac/latest",
         ):
             assert (run / file).stat().st_size > 0, (name, file)
         assert (run / "csv_monitor/Train_KFAC_nu.csv").exists() and list((run / "tensorboard").iterdir())
