@@ -91,7 +91,6 @@ class Capture:
             self.end_backward()
 
     def _forward_hook(self, spec: LayerSpec) -> Callable[..., None]:
-        @torch.compiler.disable  # one clean graph break a layer instead of tracing our bookkeeping
         def hook(module: nn.Module, inputs: tuple, named: dict[str, Any], output: Tensor) -> None:
             if not (self.active and module.training and torch.is_grad_enabled() and output.requires_grad):
                 return

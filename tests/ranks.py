@@ -2,21 +2,25 @@
 
     results = run_ranks("tests.deepspeed.worker:main", world=2, payload={...})    # one result per rank
 
-The worker processes leave with ``os._exit``: now and then interpreter shutdown aborts in gloo's threads after all
-work is done, so success is judged by the result files.
+Ranks are forked from a server process that has imported torch and deepspeed once, which alone takes seconds. They
+leave with ``os._exit``: now and then interpreter shutdown aborts in gloo's threads after all work is done, so success
+is judged by the result files.
 """
 
 import importlib
+import multiprocessing
 import os
 import pickle
 import socket
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["tests.preload"])
 
 
 def free_port() -> int:
@@ -25,36 +29,35 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run_ranks(target: str, *, world: int, payload=None, timeout: float = 300, env: dict | None = None) -> list:
+def run_ranks(target: str, *, world: int, payload=None, timeout: float = 300) -> list:
     """Call ``target`` ("module:function") with ``payload`` on ``world`` ranks; returns its results by rank.
 
     Raises:
         AssertionError: a rank died or timed out; the message ends with the ranks' output.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "payload").write_bytes(pickle.dumps(payload))
-        port, processes = str(free_port()), []
+    with tempfile.TemporaryDirectory() as name:
+        folder, port = Path(name), str(free_port())
+        (folder / "payload").write_bytes(pickle.dumps(payload))
+        processes = []
         for rank in range(world):
             environment = {
-                **os.environ,
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
-                "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", **(env or {}),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
             }  # fmt: skip
-            with open(Path(folder) / f"log{rank}", "wb") as log:
-                command = [sys.executable, "-m", "tests.ranks", target, folder]
-                processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=ROOT))
+            processes.append(SERVER.Process(target=_worker, args=(target, folder, environment)))
+            processes[-1].start()
         deadline = time.monotonic() + timeout
-        results = [Path(folder) / f"result{rank}" for rank in range(world)]
-        while time.monotonic() < deadline and any(p.poll() is None for p in processes):
-            if any(p.poll() not in (None, 0) and not r.exists() for p, r in zip(processes, results, strict=True)):
+        results = [folder / f"result{rank}" for rank in range(world)]
+        while time.monotonic() < deadline and any(process.is_alive() for process in processes):
+            dead = [not p.is_alive() and not r.exists() for p, r in zip(processes, results, strict=True)]
+            if any(dead):
                 break  # a dead rank leaves the others waiting for ever
             time.sleep(0.05)
         for process in processes:
             process.kill()
-            process.wait()
+            process.join()
         if not all(result.exists() for result in results):
-            logs = [f"--- rank {r}\n" + (Path(folder) / f"log{r}").read_text()[-4000:] for r in range(world)]
+            logs = [f"--- rank {r}\n" + (folder / f"log{r}").read_text()[-4000:] for r in range(world)]
             raise AssertionError(f"{target} on {world} ranks did not finish\n" + "\n".join(logs))
         return [pickle.loads(result.read_bytes()) for result in results]
 
@@ -70,22 +73,27 @@ def init_deepspeed() -> None:
     deepspeed.init_distributed("gloo")
 
 
-def _worker(target: str, folder: str) -> None:
-    module, function = target.split(":")
-    payload = pickle.loads((Path(folder) / "payload").read_bytes())
-    init_deepspeed()
-    result = getattr(importlib.import_module(module), function)(payload)
-    rank = os.environ["RANK"]
-    temporary = Path(folder) / f"partial{rank}"
-    temporary.write_bytes(pickle.dumps(result))
-    import torch.distributed as dist
+def _worker(target: str, folder: Path, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    rank = environment["RANK"]
+    log = os.open(folder / f"log{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        module, function = target.split(":")
+        payload = pickle.loads((folder / "payload").read_bytes())
+        init_deepspeed()
+        result = getattr(importlib.import_module(module), function)(payload)
+        temporary = folder / f"partial{rank}"
+        temporary.write_bytes(pickle.dumps(result))
+        import torch.distributed as dist
 
-    dist.barrier()
-    temporary.rename(Path(folder) / f"result{rank}")
+        dist.barrier()
+        temporary.rename(folder / f"result{rank}")
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    _worker(*sys.argv[1:])
+    os._exit(code)
