@@ -77,7 +77,7 @@ def train(engine, accumulation: int, steps: int = STEPS, first: int = 0) -> list
             loss = engine(x.to(dtype), y)
             engine.backward(loss)
             engine.step()
-            total += float(loss) / accumulation
+            total += float(loss.detach()) / accumulation
         losses.append(total)
     return losses
 
@@ -101,7 +101,12 @@ def weights(engine) -> dict[str, torch.Tensor]:
             for p, offset in zip(optimizer.round_robin_bit16_groups[group], offsets, strict=True):
                 masters[id(p)] = flat.narrow(0, offset, p.numel()).view(p.shape)
     elif engine.zero_optimization():
-        masters = {id(p): deepspeed.utils.safe_get_full_fp32_param(p) for p in named.values()}
+        for p in named.values():
+            if p.requires_grad:
+                masters[id(p)] = deepspeed.utils.safe_get_full_fp32_param(p)
+            else:
+                with deepspeed.zero.GatheredParameters([p]):
+                    masters[id(p)] = p.detach().clone()
     return {name: masters.get(id(p), p.detach()).float().clone().cpu() for name, p in named.items()}
 
 
