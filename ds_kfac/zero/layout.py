@@ -101,6 +101,17 @@ class ShardLayout(ABC):
         """Leave the gradient buffers as they are before a first backward."""
 
 
+class ZeroLayout(ShardLayout):
+    """What the wrappers of ZeRO-1/2 and 3 have in common: where they keep scalers."""
+
+    @property
+    def grad_scaler(self) -> Any | None:
+        return self.optimizer.torch_autocast_gradscaler
+
+    def grad_scale(self) -> Tensor | float:
+        return super().grad_scale() if self.grad_scaler else self.optimizer.loss_scale
+
+
 def scaler_scale(scaler: Any) -> Tensor | float:
     """A torch GradScaler's scale as it lies on the device: ``get_scale()`` would synchronise."""
     scale = scaler._scale

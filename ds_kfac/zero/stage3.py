@@ -1,15 +1,14 @@
 """ZeRO-3: every parameter is cut in ``world`` equal chunks, the last ones padded; a rank holds its chunk's gradient."""
 
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ds_kfac.zero.layout import KnownGradient, ShardLayout
+from ds_kfac.zero.layout import KnownGradient, ZeroLayout
 from ds_kfac.zero.shards import Shard, partition_chunks
 
 
-class Stage3(ShardLayout):
+class Stage3(ZeroLayout):
     def __init__(self, engine, params) -> None:
         super().__init__(engine, params)
         faults = []
@@ -40,13 +39,6 @@ class Stage3(ShardLayout):
         if self.optimizer.offload_optimizer:
             return self.optimizer.master_weights_and_grads_dtype
         return self.optimizer.gradient_accumulation_dtype
-
-    def grad_scale(self) -> Tensor | float:
-        return super().grad_scale() if self.grad_scaler else self.optimizer.loss_scale
-
-    @property
-    def grad_scaler(self) -> Any | None:
-        return self.optimizer.torch_autocast_gradscaler
 
     def begin(self) -> None:
         if self.optimizer.offload_optimizer:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_kfac.zero.layout import KnownGradient, ShardLayout
+from ds_kfac.zero.layout import KnownGradient, ZeroLayout
 from ds_kfac.zero.shards import Shard, partition_flat
 
 
-class Stage12(ShardLayout):
+class Stage12(ZeroLayout):
     def __init__(self, engine, params) -> None:
         super().__init__(engine, params)
         optimizer, faults = self.optimizer, []
@@ -50,13 +50,6 @@ class Stage12(ShardLayout):
         if optimizer.cpu_offload:
             return optimizer.master_weights_and_grads_dtype
         return optimizer.gradient_accumulation_dtype
-
-    def grad_scale(self) -> Tensor | float:
-        return super().grad_scale() if self.grad_scaler else self.optimizer.loss_scale
-
-    @property
-    def grad_scaler(self) -> Any | None:
-        return self.optimizer.torch_autocast_gradscaler
 
     def begin(self) -> None:
         optimizer = self.optimizer
