@@ -1,6 +1,5 @@
 """ZeRO-3: every parameter is cut in ``world`` equal chunks, the last ones padded; a rank holds its chunk's gradient."""
 
-
 import torch
 from torch import Tensor, nn
 
