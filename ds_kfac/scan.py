@@ -9,6 +9,7 @@ from torch import nn
 
 from ds_kfac.layers.base import LayerSpec, parameter_shape
 from ds_kfac.layers.registry import LAYERS
+from ds_kfac.ops.functional import packed_numel
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,10 @@ def scan(
             reason = _unfit(name, module, uses, inside_attention, include, exclude, trained)
         if reason is None:
             spec = _spec(name, kind, module, trained)
-            side = max(spec.dim_A, spec.dim_G)
-            if max_dim is None or side <= max_dim:
-                layers.append(spec)
-                continue
-            gigabytes = side * (side + 1) * 2 / 1e9
-            reason = f"a side of {side} is over kfac.factor.max_dim {max_dim}; its factor would take {gigabytes:.1f} GB"
-        if reason is not None:
+            reason = _too_large(spec, max_dim)
+        if reason is None:
+            layers.append(spec)
+        else:
             numel = sum(_numel(p) for p in module.parameters(recurse=False))
             skipped.append(Skipped(name, type(module).__name__, numel, reason))
     if not layers:
@@ -125,6 +123,14 @@ def _spec(name: str, kind: str, module: nn.Module, trained: set[int]) -> LayerSp
     prefix = f"{name}." if name else ""
     bias = f"{prefix}bias" if id(module._parameters.get("bias")) in trained else None
     return LayerSpec(name, kind, in_features, out_features, f"{prefix}weight", bias)
+
+
+def _too_large(spec: LayerSpec, max_dim: int | None) -> str | None:
+    side = max(spec.dim_A, spec.dim_G)
+    if max_dim is None or side <= max_dim:
+        return None
+    gigabytes = 4 * packed_numel(side) / 1e9
+    return f"a side of {side} is over kfac.factor.max_dim {max_dim}; its factor would take {gigabytes:.1f} GB"
 
 
 def _check_patterns(modules: dict[str, nn.Module], include: tuple[str, ...], exclude: tuple[str, ...]) -> None:

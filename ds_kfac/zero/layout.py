@@ -82,10 +82,6 @@ class ShardLayout(ABC):
         """torch_autocast fp16's GradScaler, which skips steps without telling the engine."""
         return None
 
-    def learning_rate(self, param: nn.Parameter) -> Tensor | float:
-        """The current rate of the parameter's group, from the user's optimizer."""
-        return self.optimizer.param_groups[self.group_index(param)]["lr"]
-
     # What the self-test needs.
 
     @abstractmethod
@@ -103,6 +99,11 @@ class ShardLayout(ABC):
 
 class ZeroLayout(ShardLayout):
     """What the wrappers of ZeRO-1/2 and 3 have in common: where they keep scalers."""
+
+    def __init__(self, engine: Any, params: Sequence[nn.Parameter]) -> None:
+        super().__init__(engine, params)
+        if self.grad_scaler and self.optimizer.clip_grad > 0:
+            self.faults += ("with torch_autocast fp16 it clips the gradient while it carries the GradScaler's scale",)
 
     @property
     def grad_scaler(self) -> Any | None:

@@ -10,12 +10,8 @@ from ds_kfac.zero.shards import Shard, partition_chunks
 class Stage3(ZeroLayout):
     def __init__(self, engine, params) -> None:
         super().__init__(engine, params)
-        faults = []
-        if self.grad_scaler and self.optimizer.clip_grad > 0:
-            faults.append("with torch_autocast fp16 it clips the gradient while it carries the GradScaler's scale")
         if not self.optimizer.offload_optimizer:
-            faults.append("a parameter that a step does not use is stepped with its last gradient again")
-        self.faults = tuple(faults)
+            self.faults += ("a parameter that a step does not use is stepped with its last gradient again",)
 
     def _shards(self) -> list[Shard]:
         self._place = {

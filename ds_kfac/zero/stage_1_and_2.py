@@ -17,14 +17,13 @@ from ds_kfac.zero.shards import Shard, partition_flat
 class Stage12(ZeroLayout):
     def __init__(self, engine, params) -> None:
         super().__init__(engine, params)
-        optimizer, faults = self.optimizer, []
-        if self.grad_scaler and optimizer.clip_grad > 0:
-            faults.append("with torch_autocast fp16 it clips the gradient while it carries the GradScaler's scale")
+        optimizer = self.optimizer
         if optimizer.round_robin_gradients and not optimizer.parameter_alignment:
-            faults.append("with round_robin_gradients safe_get_full_* and universal checkpoints read other parameters")
+            self.faults += (
+                "with round_robin_gradients safe_get_full_* and universal checkpoints read other parameters",
+            )
         if optimizer.dtype == torch.bfloat16 and not optimizer.check_grad_overflow:
-            faults.append("in bf16 it applies gradients that are not finite, unless bf16.check_grad_overflow is set")
-        self.faults = tuple(faults)
+            self.faults += ("in bf16 it applies gradients that are not finite, unless bf16.check_grad_overflow is set",)
 
     def _shards(self) -> list[Shard]:
         optimizer = self.optimizer
