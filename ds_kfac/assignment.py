@@ -24,9 +24,11 @@ class Assignment:
 
 
 def layer_cost(layer: LayerSpec, refresh_interval: int) -> float:
-    """FLOPs per step on the owner: four GEMMs every step, two decompositions (9 n^3 each) every refresh."""
+    """FLOPs per step on the owner: four GEMMs every step, the decompositions (9 n^3 a block) every refresh."""
     i, o = layer.dim_A, layer.dim_G
-    return 4.0 * i * o * (i + o) + 9.0 * (i**3 + o**3) / refresh_interval
+    rotations = 4.0 * i * o * sum(side.block for side in (layer.A, layer.G) if side.block > 1)
+    decompositions = 9.0 * sum(count * width**3 for side in (layer.A, layer.G) for count, width in side.groups)
+    return rotations + decompositions / refresh_interval + i * o
 
 
 def assign_owners(

@@ -15,9 +15,10 @@ import torch
 from deepspeed.utils import logger
 
 from ds_kfac import checkpoint
+from ds_kfac.adamw import FLAG, KFACAdamWStep
 from ds_kfac.config import KFACConfig
 from ds_kfac.metrics import Metrics
-from ds_kfac.optimizer import KFACOptimizer
+from ds_kfac.optimizer import KFACOptimizer, Target
 from ds_kfac.report import attach_report
 from ds_kfac.scan import scan
 from ds_kfac.zero.exchange import parameter_names
@@ -39,21 +40,24 @@ class Attachment:
 
     def __init__(self, engine: Any, config: KFACConfig) -> None:
         self.engine = engine
-        found = scan(
-            engine.module,
-            include=config.layers.include,
-            exclude=config.layers.exclude,
-            max_dim=config.max_dim,
-            optimized=optimized_parameters(engine),
-        )
+        optimized = optimized_parameters(engine)
+        found = scan(engine.module, config.choice, optimized=optimized)
         named = dict(engine.module.named_parameters())
-        layout = shard_layout(engine, [named[name] for name in parameter_names(found.layers)])
-        self.optimizer = KFACOptimizer(
-            engine.module, found.layers, layout, config, scheduled_lr=engine.lr_scheduler is not None
+        ours = [named[name] for name in parameter_names(found.layers)]
+        own_ids = {id(parameter) for parameter in ours}
+        target = Target(
+            model=engine.module,
+            layers=found.layers,
+            layout=shard_layout(engine, ours),
+            rest=shard_layout(engine, [p for p in optimized if p.requires_grad and id(p) not in own_ids]),
+            inner=engine.basic_optimizer,
+            scheduled_lr=engine.lr_scheduler is not None,
         )
+        check_groups(target)
+        self.optimizer = KFACOptimizer(target, config)
         self._active, self._warned = True, False
         try:
-            self_test(layout, self.optimizer.exchange.owners)
+            self_test(target.layout, self.optimizer.exchange.owners)
         except Exception:
             self.optimizer.capture.remove()
             raise
@@ -77,6 +81,8 @@ class Attachment:
             return
         self.optimizer.capture.remove()
         self._active = False
+        if isinstance(self.optimizer.target.inner, KFACAdamWStep):
+            self.optimizer.target.inner.direction_scale = None
         for name, (wrapper, previous) in self._originals.items():
             # Someone may have wrapped ours since; then it stays in the chain and passes everything through.
             if vars(self.engine).get(name) is wrapper:
@@ -182,3 +188,22 @@ class Attachment:
     def _say(self, text: str) -> None:
         if self.engine.global_rank == 0:
             logger.warning(f"ds_kfac: {text}")
+
+
+def check_groups(target: Target) -> None:
+    """KFACAdamW steps exactly the marked groups along K-FAC's directions: they must hold the layers, and only them.
+
+    Raises:
+        ValueError: some parameter is in the wrong kind of group.
+    """
+    if not isinstance(target.inner, KFACAdamWStep):
+        return
+    groups = target.layout.optimizer.param_groups
+    for layout, ours in ((target.layout, True), (target.rest, False)):
+        for parameter in layout.params:
+            if bool(groups[layout.group_index(parameter)].get(FLAG)) != ours:
+                name = next(n for n, p in target.model.named_parameters() if p is parameter)
+                raise ValueError(
+                    f"KFACAdamW: {name} is {'' if ours else 'not '}preconditioned, but its parameter group says "
+                    "otherwise; the model or kfac.layers changed between ds_kfac.initialize and attach"
+                )

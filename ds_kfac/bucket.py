@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ds_kfac.capture import BatchSums
 from ds_kfac.layers.base import LayerSpec
-from ds_kfac.ops.functional import packed_numel
 
 ALIGNMENT = 32
 """Elements; every layer starts at a multiple, so that vectorised kernels may assume it."""
@@ -18,7 +17,7 @@ ALIGNMENT = 32
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a layer's sums lie in the bucket: counts [2], A [P], G [P], each aligned."""
+    """Where the sums of one use of a layer lie in the bucket: counts [2], A [P], G [P], each aligned."""
 
     counts: int
     A: int
@@ -31,41 +30,52 @@ class FactorBucket:
     """The layout of one step's sums. Pure; the same on every rank.
 
     Attributes:
-        slots: by layer name, in order of owners.
+        slots: by layer name, in order of owners; one per use.
+        norms: per rank, the place in its segment of one more number that is summed over ranks.
         splits: elements per owner; the segments follow each other in rank order.
     """
 
-    slots: Mapping[str, Slot]
+    slots: Mapping[str, tuple[Slot, ...]]
+    norms: tuple[int, ...]
     splits: tuple[int, ...]
 
     @classmethod
     def plan(cls, layers: Sequence[LayerSpec], owners: Mapping[str, int], world: int) -> "FactorBucket":
         """Lay the layers out by owner, each start aligned."""
-        slots, splits, end = {}, [0] * world, 0
-        for layer in sorted(layers, key=lambda layer: owners[layer.name]):
-            starts = [end]
-            for size in (2, packed_numel(layer.dim_A), packed_numel(layer.dim_G)):
-                starts.append(-(-(starts[-1] + size) // ALIGNMENT) * ALIGNMENT)
-            slots[layer.name] = Slot(*starts)
-            splits[owners[layer.name]] += starts[-1] - starts[0]
-            end = starts[-1]
-        return cls(slots, tuple(splits))
+        slots, norms, splits, end = {}, [], [], 0
+        for rank in range(world):
+            norms.append(end)
+            first, end = end, end + ALIGNMENT
+            for layer in layers:
+                if owners[layer.name] == rank:
+                    own = []
+                    for use in layer.uses:
+                        starts = [end]
+                        for size in (2, use.A.numel, use.G.numel):
+                            starts.append(-(-(starts[-1] + size) // ALIGNMENT) * ALIGNMENT)
+                        own.append(Slot(*starts))
+                        end = starts[-1]
+                    slots[layer.name] = tuple(own)
+            splits.append(end - first)
+        return cls(slots, tuple(norms), tuple(splits))
 
     @property
     def numel(self) -> int:
         return sum(self.splits)
 
-    def views(self, flat: Tensor, layers: Sequence[LayerSpec], base: int = 0) -> dict[str, BatchSums]:
+    def views(self, flat: Tensor, layers: Sequence[LayerSpec], base: int = 0) -> dict[str, tuple[BatchSums, ...]]:
         """The layers' sums as views of ``flat``, whose first element is bucket position ``base``."""
-        views = {}
-        for layer in layers:
-            slot = self.slots[layer.name]
-            views[layer.name] = BatchSums(
-                flat.narrow(0, slot.A - base, packed_numel(layer.dim_A)),
-                flat.narrow(0, slot.G - base, packed_numel(layer.dim_G)),
-                flat.narrow(0, slot.counts - base, 2),
+        return {
+            layer.name: tuple(
+                BatchSums(
+                    flat.narrow(0, slot.A - base, use.A.numel),
+                    flat.narrow(0, slot.G - base, use.G.numel),
+                    flat.narrow(0, slot.counts - base, 2),
+                )
+                for use, slot in zip(layer.uses, self.slots[layer.name], strict=True)
             )
-        return views
+            for layer in layers
+        }
 
     def reduce_to_owners(self, flat: Tensor, rank: int, group: Any) -> Tensor:
         """Sum every segment on its owner; returns this rank's segment. One collective, entered by all ranks.

@@ -8,6 +8,9 @@ the grad_fn of a view, which the output of a Linear with bias is; the node of th
 Activation checkpointing runs a forward twice. Reentrant: the first run has gradients disabled and is passed over.
 Non-reentrant: the first run counts; the recomputation's graph never gets a gradient, so it must not count A. Hence
 a forward inside a backward adds A only once its gradient arrives.
+
+With a Monte-Carlo Fisher the gradients of the true loss are passed over; those of a sampled loss are fed in, for the
+calls that :attr:`Capture.pending` lists.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,15 +19,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
+from ds_kfac.batch_info import BatchInfo, ReadBatch
 from ds_kfac.layers.base import LayerSpec
 from ds_kfac.layers.registry import LAYERS
-from ds_kfac.ops.functional import syrk_accumulate_
+from ds_kfac.rows import RowRule, gradient_rows, input_rows
 
 
 @dataclass(frozen=True)
 class BatchSums:
-    """Where one layer's sums of this step go; views of a bucket, added to in place.
+    """Where the sums of one use of a layer go, this step; views of a bucket, added to in place.
 
     Attributes:
         A_P, G_P: fp32, packed sums of outer products.
@@ -36,33 +41,69 @@ class BatchSums:
     counts_2: Tensor
 
 
+@dataclass(frozen=True)
+class Call:
+    """One call of a module whose output gradient is still to come.
+
+    Attributes:
+        edge: where in the graph its output's gradient arrives.
+        x: its input; kept only where it is needed with the gradient, so that checkpointing can free it.
+        input_too: whether A is added with the gradient, because the call was a recomputation.
+    """
+
+    layer: LayerSpec
+    use: int
+    module: nn.Module
+    info: BatchInfo
+    edge: GradientEdge
+    x: Tensor | None
+    input_too: bool
+
+
 class Capture:
     """Installs the hooks; they return at once unless :attr:`active`.
 
     Args:
         model: holds the layers.
         layers: what :func:`ds_kfac.scan.scan` found.
-        allocate: called at the first rows of a step, gives a zeroed :class:`BatchSums` per layer name.
+        allocate: called at the first rows of a step, gives zeroed :class:`BatchSums` per layer name and use.
         fallback_seed: the scale of a backward that nobody announced by :meth:`begin_backward`.
+        rule: how rows are made.
+        sampled: whether G comes from a sampled loss instead of the true one.
+
+    Attributes:
+        read_batch: tells the rows that count from the model's arguments.
+        pending: calls of this micro-batch without gradients yet; filled only if ``sampled``.
+        turn: counts the steps, moves the sub-sample.
     """
 
     def __init__(
         self,
         model: nn.Module,
         layers: Iterable[LayerSpec],
-        allocate: Callable[[], Mapping[str, BatchSums]],
+        allocate: Callable[[], Mapping[str, tuple[BatchSums, ...]]],
         fallback_seed: Callable[[], Tensor | float],
+        *,
+        rule: RowRule | None = None,
+        sampled: bool = False,
+        read_batch: ReadBatch | None = None,
     ) -> None:
         self.active = False
+        self.rule, self.sampled, self.turn = rule or RowRule(), sampled, 0
+        self.read_batch: ReadBatch = read_batch or (lambda arguments, keywords: BatchInfo())
+        self.pending: list[Call] = []
         self._allocate, self._fallback_seed = allocate, fallback_seed
-        self._sums: Mapping[str, BatchSums] | None = None
+        self._sums: Mapping[str, tuple[BatchSums, ...]] | None = None
         self._seed: Tensor | float | None = None
-        self._terms: dict[str, int] = {}  # layer -> loss terms already counted in this micro-batch
+        self._info = BatchInfo()
+        self._terms: dict[tuple[str, int], int] = {}  # use -> loss terms already counted in this micro-batch
         self.called: set[str] = set()
-        self._handles = [model.register_forward_pre_hook(self._begin_forward)]
-        for spec in layers:
-            module = model.get_submodule(spec.name)
-            self._handles.append(module.register_forward_hook(self._forward_hook(spec), with_kwargs=True))
+        self._handles: list[Any] = [model.register_forward_pre_hook(self._begin_forward, with_kwargs=True)]
+        for layer in layers:
+            for index, use in enumerate(layer.uses):
+                module = model.get_submodule(use.module)
+                hook = self._forward_hook(layer, index)
+                self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
 
     def remove(self) -> None:
         """Take all hooks off."""
@@ -79,69 +120,116 @@ class Capture:
         """Close the micro-batch: the next rows are new loss terms, not another use of the same ones."""
         self._seed = None
         self._terms.clear()
+        self.pending.clear()
 
-    def take(self) -> Mapping[str, BatchSums] | None:
+    def take(self) -> Mapping[str, tuple[BatchSums, ...]] | None:
         """The sums since the last call, None if no layer ran; forgets them."""
         sums, self._sums = self._sums, None
         self.end_backward()
         return sums
 
-    def _begin_forward(self, module: nn.Module, inputs: tuple) -> None:
-        if self._terms and torch._C._current_graph_task_id() == -1:  # a loss.backward() that nobody closed
-            self.end_backward()
+    def add_sampled(self, gradients: Iterable[Tensor | None], seed: Tensor | float) -> None:
+        """Gradients of the sampled loss, times ``seed``, for the calls in :attr:`pending`; None where unused."""
+        self._seed = seed
+        for call, gradient in zip(self.pending, gradients, strict=True):
+            if gradient is not None:
+                self._add_gradient(call, gradient)
+        self.end_backward()
 
-    def _forward_hook(self, spec: LayerSpec) -> Callable[..., None]:
+    @property
+    def info(self) -> BatchInfo:
+        """Of the micro-batch that was last put through the model."""
+        return self._info
+
+    def _begin_forward(self, module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if self._terms or self.pending:  # a loss.backward() that nobody closed
+            self.end_backward()
+        if self.active and module.training:
+            self._info = self.read_batch(arguments, keywords)
+
+    def _forward_hook(self, layer: LayerSpec, index: int) -> Callable[..., None]:
+        kind = LAYERS[layer.uses[index].kind]
+
         def hook(module: nn.Module, inputs: tuple, named: dict[str, Any], output: Tensor) -> None:
             if not (self.active and module.training and torch.is_grad_enabled() and output.requires_grad):
                 return
             recomputing = torch._C._current_graph_task_id() != -1
-            rows = LAYERS[spec.kind].rows(inputs[0] if inputs else next(iter(named.values())))
-            if not recomputing:
-                self._add_A(spec, rows)
-            kept = rows if recomputing else None  # checkpointing must be able to free the activation
-            whole = _origin(output)
-            node, index = whole.grad_fn, whole.output_nr
-            assert node is not None  # output.requires_grad
-
-            def on_gradient(gradients: tuple[Tensor | None, ...]) -> None:
-                gradient = gradients[index]
-                if gradient is None:
+            if recomputing and self.sampled:  # the first run's calls are those that are sampled
+                return
+            x = (inputs[0] if inputs else next(iter(named.values()))).detach()
+            with_gradient = recomputing or kind.needs_gradients
+            if not with_gradient:
+                self._add_input(layer, index, module, x, self._info)
+                if layer.uses[index].G.block == 0:  # nothing is kept of its gradients
                     return
-                if kept is not None:
-                    self._add_A(spec, kept)
-                self._add_G(spec, LAYERS[spec.kind].rows(gradient))
-
-            node.register_prehook(on_gradient)
+            origin = _origin(output)
+            assert origin.grad_fn is not None  # output.requires_grad
+            edge = GradientEdge(origin.grad_fn, origin.output_nr)
+            input_too = recomputing and not kind.needs_gradients
+            call = Call(layer, index, module, self._info, edge, x if with_gradient else None, input_too)
+            if self.sampled:
+                self.pending.append(call)
+            else:
+                edge.node.register_prehook(lambda gradients: self._on_gradient(call, gradients[edge.output_nr]))
 
         return hook
 
-    def _layer_sums(self, spec: LayerSpec) -> BatchSums:
+    def _on_gradient(self, call: Call, gradient: Tensor | None) -> None:
+        if gradient is None:
+            return
+        if call.input_too and call.x is not None:
+            self._add_input(call.layer, call.use, call.module, call.x, call.info)
+        self._add_gradient(call, gradient)
+
+    def _layer_sums(self, layer: LayerSpec, index: int) -> BatchSums:
         if self._sums is None:
             self._sums = self._allocate()
-        return self._sums[spec.name]
+        return self._sums[layer.name][index]
 
     @torch.no_grad()
-    def _add_A(self, spec: LayerSpec, rows_NI: Tensor) -> None:
-        sums = self._layer_sums(spec)
-        syrk_accumulate_(sums.A_P, rows_NI, ones_column=spec.bias is not None)
-        sums.counts_2[0].add_(len(rows_NI))
-        self.called.add(spec.name)
+    def _add_input(self, layer: LayerSpec, index: int, module: nn.Module, x: Tensor, info: BatchInfo) -> None:
+        use, sums = layer.uses[index], self._layer_sums(layer, index)
+        tensor = LAYERS[use.kind].input_rows(module, x)
+        assert tensor is not None  # the type does not wait for gradients
+        rows = input_rows(tensor, info.rows, self.rule, dim=use.A.dim, turn=self.turn)
+        use.A.accumulate_(sums.A_P, rows.x, ones_column=rows.counts_R1 if use.bias else None)
+        sums.counts_2[0].add_(rows.count)
+        self.called.add(layer.name)
 
     @torch.no_grad()
-    def _add_G(self, spec: LayerSpec, rows_NO: Tensor) -> None:
+    def _add_gradient(self, call: Call, gradient: Tensor) -> None:
         """Rows of M g-hat / seed: the gradient of each loss term, M of them averaged in the loss.
 
         Unscaled in fp32 before the product: the square of a gradient scaled by 2^16 overflows.
         """
-        sums = self._layer_sums(spec)
+        use, sums = call.layer.uses[call.use], self._layer_sums(call.layer, call.use)
         seed = self._fallback_seed() if self._seed is None else self._seed
-        terms = len(rows_NO)
-        syrk_accumulate_(sums.G_P, rows_NO.float() * (terms / seed))
-        # A second use of the layer in this micro-batch adds rows, not loss terms.
-        counted = self._terms.get(spec.name, 0)
-        if terms > counted:
-            sums.counts_2[1].add_(terms - counted)
-            self._terms[spec.name] = terms
+        tensor_A, tensor_G = LAYERS[use.kind].gradient_rows(call.module, call.x, gradient)
+        new_terms: Tensor | int = 0
+        for tensor, side, sum_P in ((tensor_A, use.A, sums.A_P), (tensor_G, use.G, sums.G_P)):
+            if tensor is None:
+                continue
+            rows, terms = gradient_rows(tensor, call.info.rows, self.rule, turn=self.turn)
+            told = call.info.terms(weight_sharing=self.rule.weight_sharing)
+            terms = terms if told is None else told
+            side.accumulate_(sum_P, rows * (terms / seed))
+            new_terms = self._new_terms(call, terms)
+        sums.counts_2[1].add_(new_terms)
+        if tensor_A is not None:
+            sums.counts_2[0].add_(new_terms)
+            self.called.add(call.layer.name)
+
+    def _new_terms(self, call: Call, terms: Tensor | int) -> Tensor | int:
+        """Loss terms that this micro-batch has not counted yet: a second use of a layer adds rows, not terms."""
+        key = (call.layer.name, call.use)
+        counted = self._terms.get(key, 0)
+        if isinstance(terms, Tensor):  # told by the batch, the same for every call
+            self._terms[key] = 1
+            return 0 if counted else terms
+        self._terms[key] = max(counted, terms)
+        return max(0, terms - counted)
 
 
 def _origin(output: Tensor) -> Tensor:

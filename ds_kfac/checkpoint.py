@@ -9,25 +9,26 @@ import json
 import os
 import shutil
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.utils import logger
-from torch import Tensor
 
 from ds_kfac.agreement import failing_together
-from ds_kfac.eigenbasis import Eigenbasis
+from ds_kfac.eigenbasis import Eigenbasis, LayerBasis
 from ds_kfac.factor import KroneckerFactor
-from ds_kfac.layer_state import LayerState
+from ds_kfac.layer_state import LayerState, decomposable
 from ds_kfac.layers.base import LayerSpec
+from ds_kfac.moments import AdamMoments, CorrectedEigenvalues
 from ds_kfac.optimizer import KFACOptimizer
 
 FOLDER = "kfac"
 HEADER, LATEST = "header.json", "latest"
 CLIENT_KEY = "ds_kfac"
 """Key in DeepSpeed's client_state that names the save; survives ds_to_universal, which does not copy the folder."""
-VERSION = 1
+VERSION = 2
 
 
 def save(kfac: KFACOptimizer, tag_directory: Path) -> dict[str, Any]:
@@ -48,12 +49,7 @@ def save(kfac: KFACOptimizer, tag_directory: Path) -> dict[str, Any]:
         folder.mkdir(parents=True, exist_ok=True)
         for layer in kfac.owned:
             state = kfac.state[layer.name]
-            payload = {
-                "A": state.A.packed_P,
-                "G": state.G.packed_P,
-                "updates": [state.A.updates, state.G.updates],
-                "bases": _bases(state) if kfac.config.checkpoint.eigenbasis else None,
-            }
+            payload = _payload(state, eigenbasis=kfac.config.checkpoint.eigenbasis)
             torch.save(payload, folder / _file_name(layer.name))
         if kfac.rank == 0:
             (folder / HEADER).write_text(json.dumps(header, indent=1))
@@ -131,32 +127,56 @@ def _same_everywhere(kfac: KFACOptimizer, value: str) -> str:
     return values[0]
 
 
-def _bases(state: LayerState) -> list[Tensor] | None:
-    if state.basis_A is None or state.basis_G is None:
-        return None
-    return [state.basis_A.vectors, state.basis_A.values, state.basis_G.vectors, state.basis_G.values]
+def _payload(state: LayerState, *, eigenbasis: bool) -> dict[str, Any]:
+    """A layer's file: plain tensors. Moments belong to their eigenbasis, so it is saved with them in any case."""
+    moments = state.adam or state.corrected
+    return {
+        "A": state.A.packed_P,
+        "G": state.G.packed_P,
+        "updates": [state.A.updates, state.G.updates],
+        "terms": state.terms,
+        "bases": _bases(state.basis) if state.basis and (eigenbasis or moments is not None) else None,
+        "adam": vars(state.adam) if state.adam else None,
+        "corrected": vars(state.corrected) if state.corrected else None,
+    }
+
+
+def _bases(basis: LayerBasis) -> list[dict[str, Any]]:
+    return [{"vectors": list(side.vectors), "values": side.values} for side in (basis.A, basis.G)]
 
 
 def _load_layer(kfac: KFACOptimizer, path: Path, layer: LayerSpec) -> LayerState:
     payload = torch.load(path, map_location=kfac.device, weights_only=True)
-    empty = LayerState.empty(layer, kfac.device)
+    empty = LayerState.empty(layer, kfac.device, moments=kfac.direction.moments)
     for side, factor in (("A", empty.A), ("G", empty.G)):
         if payload[side].shape != factor.packed_P.shape:
             raise ValueError(
-                f"{path}: factor {side} has {payload[side].numel()} elements, layer {layer.name} of this model "
-                f"needs {factor.packed_P.numel()}"
+                f"{path}: factor {side} has {payload[side].numel()} elements, layer {layer.name} of this model and "
+                f"config ({factor.side.kind}, {factor.side.dim} wide) needs {factor.packed_P.numel()}"
             )
     updates_A, updates_G = payload["updates"]
-    state = LayerState(
-        KroneckerFactor(layer.dim_A, payload["A"], updates_A), KroneckerFactor(layer.dim_G, payload["G"], updates_G)
+    state = replace(
+        empty,
+        A=KroneckerFactor(layer.A, payload["A"], updates_A),
+        G=KroneckerFactor(layer.G, payload["G"], updates_G),
+        terms=payload["terms"],
     )
-    return _with_bases(kfac, state, payload["bases"])
+    state = _with_basis(kfac, state, payload["bases"])
+    kind = kfac.direction.moments
+    if kind is not None and payload[kind] is None:
+        logger.warning(f"ds_kfac: {path} has no {kind} moments of {layer.name}; they start empty")
+    elif kind == "adam":
+        state = replace(state, adam=AdamMoments(**payload[kind]))
+    elif kind == "corrected":
+        state = replace(state, corrected=CorrectedEigenvalues(**payload[kind]))
+    return state
 
 
-def _with_bases(kfac: KFACOptimizer, state: LayerState, bases: list[Tensor] | None) -> LayerState:
+def _with_basis(kfac: KFACOptimizer, state: LayerState, bases: list[dict[str, Any]] | None) -> LayerState:
     if bases is not None:
-        return LayerState(state.A, state.G, Eigenbasis(*bases[:2]), Eigenbasis(*bases[2:]))
-    if float(state.A.updates) and float(state.G.updates):  # saved without bases
+        A, G = (Eigenbasis(tuple(side["vectors"]), side["values"]) for side in bases)
+        return replace(state, basis=LayerBasis(G, A))
+    if decomposable({"": state}):  # saved without bases
         return state.refreshed(method=kfac.config.eigenbasis.method)[0]
     return state
 

@@ -1,5 +1,6 @@
 """The doors: initialize (drop-in), enable (for frameworks that call deepspeed.initialize), attach (existing engine)."""
 
+import base64
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -10,6 +11,7 @@ from typing import Any
 import deepspeed
 import hjson
 
+from ds_kfac import optimizer_block
 from ds_kfac.attachment import HANDLE, Attachment
 from ds_kfac.config import KFACConfig, find_block, parse
 from ds_kfac.grouping import kfac_first
@@ -28,16 +30,21 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
         ValueError: the block is wrong, or the engine's mode is refused; before any training.
     """
     bound = inspect.signature(_plain_initialize).bind(*args, **kwargs)
-    config = _early_config(bound.arguments)
-    grouped = False
-    if config is not None and config.enabled and config.assignment.kfac_first:
-        grouped = True
+    source = _config_source(bound.arguments)
+    block = find_block(source) if source is not None else None
+    adam = optimizer_block.params_in(source) if source is not None else None
+    if adam is not None and block is None:
+        block = {}  # the optimizer's name alone asks for K-FAC
+    config = None if block is None else parse(block)  # before the engine is built: a wrong one fails at once
+    if adam is not None and config is not None:
+        optimizer_block.put_into(bound.arguments, config, adam, offload=_offloads(source))
+    elif config is not None and config.enabled and config.assignment.kfac_first:
         _group_kfac_first(bound.arguments, config)
     result = _plain_initialize(*bound.args, **bound.kwargs)
     engine = result[0]
-    block = find_block(engine.config)
+    block = find_block(engine.config) if block is None else block
     if block is not None:
-        attach(engine, block, _grouped=grouped)
+        attach(engine, block, _grouped=config is not None)
     return result
 
 
@@ -110,16 +117,25 @@ def _checked(config: KFACConfig | Mapping[str, Any]) -> KFACConfig:
     return config if isinstance(config, KFACConfig) else parse(config)
 
 
-def _early_config(arguments: Mapping[str, Any]) -> KFACConfig | None:
-    """The checked block before the engine is built, so that a wrong one fails at once."""
+def _config_source(arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The DeepSpeed config as DeepSpeed will read it: a dict, a file or base64; None if it is none of them."""
     source = arguments.get("config") or arguments.get("config_params")
     source = source or getattr(arguments.get("args"), "deepspeed_config", None)
-    if isinstance(source, (str, os.PathLike)) and os.path.isfile(source):
-        source = hjson.loads(Path(source).read_text())
-    if not isinstance(source, Mapping):  # base64, or nothing: attach checks it
-        return None
-    block = find_block(source)
-    return None if block is None else parse(block)
+    if isinstance(source, (str, os.PathLike)):
+        if os.path.isfile(source):
+            source = hjson.loads(Path(source).read_text())
+        else:
+            try:
+                source = hjson.loads(base64.urlsafe_b64decode(str(source)).decode())
+            except ValueError:  # DeepSpeed says what is wrong
+                return None
+    return source if isinstance(source, Mapping) else None
+
+
+def _offloads(source: Mapping[str, Any] | None) -> bool:
+    zero = (source or {}).get("zero_optimization") or {}
+    offload = zero.get("offload_optimizer") or {}
+    return offload.get("device") in ("cpu", "nvme") or bool(zero.get("cpu_offload"))
 
 
 def _group_kfac_first(arguments: dict[str, Any], config: KFACConfig) -> None:
@@ -129,5 +145,5 @@ def _group_kfac_first(arguments: dict[str, Any], config: KFACConfig) -> None:
             "kfac.assignment.kfac_first needs the optimizer named in the DeepSpeed config, not passed as an object: "
             "its parameter groups are laid out before it is built"
         )
-    found = scan(model, include=config.layers.include, exclude=config.layers.exclude, max_dim=config.max_dim)
+    found = scan(model, config.choice)
     arguments["model_parameters"] = kfac_first(model, found, arguments.get("model_parameters"))

@@ -1,6 +1,6 @@
-"""A side of a layer: the running second moment of its rows, kept as a packed fp32 triangle.
+"""The running second moment of one side's rows, kept as packed fp32 triangles.
 
-Shape suffixes: D the side's width, P = D(D+1)/2.
+Shape suffixes: D the side's width, P its packed elements.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_kfac.ops.functional import packed_numel, symmetric_unpack
+from ds_kfac.side import Side
 
 
 @dataclass(frozen=True)
@@ -16,20 +16,20 @@ class KroneckerFactor:
     """One Kronecker factor, A or G. Never changed in place, so that a skipped step only has to drop the new one.
 
     Attributes:
-        dim: the side D.
-        packed_P: fp32 [P], lower triangle of the running average.
+        side: width and structure.
+        packed_P: fp32 [P], the running average.
         updates: fp32 scalar on the device, batches folded in so far. A tensor, because whether a batch carried
             any rows is known on the device only.
     """
 
-    dim: int
+    side: Side
     packed_P: Tensor
     updates: Tensor
 
     @classmethod
-    def empty(cls, dim: int, device: torch.device | str = "cpu") -> "KroneckerFactor":
+    def empty(cls, side: Side, device: torch.device | str = "cpu") -> "KroneckerFactor":
         """A factor that has seen nothing; no identity start, it would take hundreds of updates to fade."""
-        return cls(dim, torch.zeros(packed_numel(dim), device=device), torch.zeros((), device=device))
+        return cls(side, torch.zeros(side.numel, device=device), torch.zeros((), device=device))
 
     def averaged(self, sum_P: Tensor, count: Tensor, *, decay: float) -> "KroneckerFactor":
         """Fold in one batch: factor <- r factor + (1 - r) sum / count, with r = min(1 - 1/updates, decay).
@@ -47,11 +47,17 @@ class KroneckerFactor:
         updates = self.updates + usable.to(self.updates.dtype)
         keep = torch.clamp(1 - 1 / updates.clamp(min=1), max=decay)
         averaged = keep * self.packed_P + (1 - keep) * (sum_P / count.clamp(min=1))
-        return KroneckerFactor(self.dim, torch.where(usable, averaged, self.packed_P), updates)
+        return KroneckerFactor(self.side, torch.where(usable, averaged, self.packed_P), updates)
 
-    def dense(self) -> Tensor:
-        """The symmetric matrix, fp32 [D, D]."""
-        return symmetric_unpack(self.packed_P, dim=self.dim)
+    def usable(self) -> Tensor:
+        """Bool scalar: whether a decomposition makes sense. An identity always is, zero and no data are not.
+
+        G is zero as long as everything above a layer is, as with a zero-initialised output projection; relative
+        damping would then be zero too.
+        """
+        if self.side.block == 0:
+            return torch.ones((), dtype=torch.bool, device=self.packed_P.device)
+        return (self.updates > 0) & torch.isfinite(self.packed_P).all() & (self.packed_P != 0).any()
 
     @property
     def nbytes(self) -> int:

@@ -8,11 +8,14 @@ from torch import nn
 from ds_kfac.scan import Scan
 
 
-def kfac_first(model: nn.Module, scan: Scan, model_parameters: Iterable[Any] | None) -> list[dict[str, Any]]:
+def kfac_first(
+    model: nn.Module, scan: Scan, model_parameters: Iterable[Any] | None, *, flag: str | None = None
+) -> list[dict[str, Any]]:
     """Split every group of ``model_parameters`` in two, preconditioned parameters in layer order first.
 
     Args:
         model_parameters: what ``deepspeed.initialize`` takes: parameters or parameter groups; None for all.
+        flag: key that is set true in preconditioned groups and false in others.
 
     Returns parameter groups; options such as weight_decay are those of the group a parameter came from.
     """
@@ -27,5 +30,7 @@ def kfac_first(model: nn.Module, scan: Scan, model_parameters: Iterable[Any] | N
         params = [group["params"]] if isinstance(group["params"], nn.Parameter) else list(group["params"])
         ours = sorted((p for p in params if id(p) in order), key=lambda p: order[id(p)])
         rest = [p for p in params if id(p) not in order]
-        split += [{**group, "params": part} for part in (ours, rest) if any(p.requires_grad for p in part)]
+        for is_ours, part in ((True, ours), (False, rest)):
+            if any(p.requires_grad for p in part):
+                split.append({**group, "params": part, **({flag: is_ours} if flag else {})})
     return split

@@ -4,8 +4,12 @@ For a layer W a with inputs a (a 1 appended for the bias) and per-term output gr
 
     A = mean a a^T                G = mean g g^T                  running averages, bias-corrected
     A = Q_A diag(alpha) Q_A^T     G = Q_G diag(beta) Q_G^T        now and then
-    V = Q_G [ (Q_G^T dW Q_A) / (beta alpha^T + lambda) ] Q_A^T    every step
-    dW <- nu V,  nu = min(1, sqrt(kl_clip / (lr^2 sum <V, dW>)))
+    R = Q_G^T dW Q_A                                              every step: the gradient in the eigenbasis
+
+    K-FAC gradient                V = Q_G [R / (e + lambda)^exponent] Q_A^T,   e = beta alpha^T,
+                                  or e = running mean of M R^2 (corrected, EKFAC)
+                                  dW <- nu V, nu = min(1, sqrt(kl_clip / (lr^2 sum <V, dW>))); then any optimizer
+    KFACAdamW                     Adam on R: m, v; U = Q_G [m^ / (sqrt(v^) + eps)] Q_A^T; W <- W - lr (U + decay W)
 
 autograd's gradient of a loss that is a mean over M terms is g / M, hence the factor M below.
 
@@ -18,70 +22,239 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class _Use:
+    """One module's rows. ``pairs``: (a [N, T, I], g [N, T, O]) of its calls in this step."""
+
+    def __init__(self, owner: "ReferenceKFAC", module: Any) -> None:
+        self.module, self.owner = module, owner
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+        self.outputs: list[tuple[Tensor, Tensor]] = []
+        module.register_forward_hook(self._capture)
+
+    def _capture(self, module: Any, inputs: tuple, y: Tensor) -> None:
+        if module.training and y.requires_grad:
+            # On the node below a view, not on the tensor: an in-place activation would take the tensor's hook along.
+            base = y._base if y._base is not None else y
+            x = inputs[0].detach()
+            if self.owner.fisher == "monte_carlo":
+                self.outputs.append((x, base))
+            else:
+                node: Any = base.grad_fn
+                node.register_prehook(lambda g: self.add(x, g[0].reshape(y.shape)))
+
+    def add(self, x: Tensor, g: Tensor) -> None:
+        g = g.detach().float()
+        g = g.reshape(len(g), -1, g.shape[-1])
+        if isinstance(self.module, nn.Embedding):
+            a = F.one_hot(x, self.module.num_embeddings).float()
+        elif isinstance(self.module, nn.Linear):
+            a = x.float()
+            a = torch.cat([a, torch.ones_like(a[..., :1])], -1) if self.module.bias is not None else a
+        elif isinstance(self.module, nn.LayerNorm):  # its rows are those of its parameters' own gradients
+            a = torch.stack([F.layer_norm(x.float(), x.shape[-1:], eps=self.module.eps), torch.ones_like(x)], -1)
+            a = (a * g.view(*x.shape, 1)).flatten(-2)
+        else:
+            eps = torch.finfo(torch.float32).eps if self.module.eps is None else self.module.eps
+            a = F.rms_norm(x.float(), x.shape[-1:], eps=eps) * g.view(x.shape)
+        self.pairs.append((a.reshape(len(g), -1, a.shape[-1]), g))
+
+    def moments(self, seed: float) -> tuple[Tensor, Tensor, float]:
+        """This step's mean a a^T and mean g g^T over loss terms, and M. Forgets the rows."""
+        owner, rows_a, rows_g, terms = self.owner, [], [], 0.0
+        for a, g in self.pairs:
+            mask = torch.ones(*a.shape[:2], 1) if owner.rows is None else owner.rows.reshape(*a.shape[:2], 1).float()
+            if owner.sharing == "reduce":
+                a, g = (a * mask).sum(1) / mask.sum(1).clamp(min=1), (g * mask).sum(1)
+                counts = (mask.sum(1) > 0).float()
+            else:
+                a, g, counts = (a * mask).flatten(0, 1), (g * mask).flatten(0, 1), mask.flatten(0, 1)
+            terms = float(counts.sum()) if owner.terms is None else float(owner.terms)
+            rows_a.append(torch.cat([a, counts], 1))
+            rows_g.append(g * (terms / seed))
+        self.pairs.clear()
+        a, g = torch.cat(rows_a), torch.cat(rows_g)
+        if isinstance(self.module, nn.Linear | nn.Embedding):
+            return a[:, :-1].T @ a[:, :-1] / a[:, -1].sum(), g.T @ g / terms, terms
+        if owner.sharing == "reduce":
+            raise NotImplementedError("sums over positions of a norm's rows")
+        a = a[:, :-1] * (terms / seed)
+        return a.T @ a / terms, torch.ones(1, 1), terms
+
+
+class _Layer:
+    """Uses of one weight; how its parameters form a matrix [O, I]; which blocks of A and G are kept."""
+
+    def __init__(self, uses: list[_Use], block_A: int, block_G: int) -> None:
+        self.uses, self.module = uses, uses[0].module
+        self.blocks = (block_A, block_G)
+        self.embedding = isinstance(self.module, nn.Embedding)
+        self.norm = not isinstance(self.module, nn.Linear | nn.Embedding)
+        bias = getattr(self.module, "bias", None)
+        self.params = [self.module.weight] + ([bias] if bias is not None else [])
+        self.factors: list[Tensor] = []  # A, G
+        self.bases: list[tuple[Tensor, Tensor]] = []  # (alpha, Q_A), (beta, Q_G)
+        self.k = 0
+        self.S: Any = 0.0
+        self.m: Any = 0.0
+        self.v: Any = 0.0
+        self.terms = 1.0
+
+    def matrix(self) -> Tensor:
+        grads = [p.grad.float() for p in self.params]
+        if self.norm:
+            return torch.stack(grads, 1).view(1, -1)
+        if self.embedding:
+            return grads[0].T
+        return grads[0] if len(grads) == 1 else torch.cat([grads[0], grads[1][:, None]], 1)
+
+    def write(self, V: Tensor) -> None:
+        if self.norm:
+            parts = list(V.view(-1, len(self.params)).T)
+        elif self.embedding:
+            parts = [V.T]
+        else:
+            parts = [V[:, : self.module.in_features], V[:, -1]][: len(self.params)]
+        for p, part in zip(self.params, parts, strict=True):
+            p.grad = part.contiguous()
+
+    def batch(self, seed: float) -> list[Tensor]:
+        A, G, self.terms = self.uses[0].moments(seed)
+        if len(self.uses) == 2:  # tied to an embedding: each side gets the partial trace of the sum of both Fishers
+            counts, G_embedding, _ = self.uses[1].moments(seed)
+            A, G = A * G.trace() + G_embedding * counts.trace(), G * A.trace() + counts * G_embedding.trace()
+            G = G / G.trace()
+        return [_blocks(A, self.blocks[0]), _blocks(G, self.blocks[1])]
+
+
+def _blocks(C: Tensor, block: int) -> Tensor:
+    """Diagonal blocks of a matrix, the rest zero; block 0: the identity."""
+    if block == 0:
+        return torch.eye(len(C))
+    index = torch.arange(len(C)) // block
+    return C * (index[:, None] == index[None, :])
 
 
 class ReferenceKFAC:
-    """See the module's docstring. Layers: every nn.Linear of ``model`` with a trainable weight."""
+    """See the module's docstring.
+
+    ``types`` are layer types; "Tied" is an embedding and a head with one weight. ``max_dim`` bounds dense sides,
+    longer ones are kept as ``large`` says. ``rows`` [N, T] and ``terms`` may be set before a step: which rows count,
+    and the number of loss terms.
+    """
+
+    rows: Tensor | None = None
+    terms: float | None = None
 
     def __init__(
         self, model: nn.Module, *, update_interval=1, refresh_interval=1, decay=0.95, damping=1e-3,
-        damping_kind="tikhonov", kl_clip=1e-3, exclude=(),
+        damping_kind="tikhonov", kl_clip=1e-3, exclude=(), types=("Linear",), max_dim=None, large="diagonal",
+        exponent=1.0, corrected=None, graft=False, carry=False, sharing="expand", fisher="empirical",
     ):  # fmt: skip
-        self.layers = {
-            name: layer
-            for name, layer in model.named_modules()
-            if isinstance(layer, nn.Linear) and layer.weight.requires_grad and name not in exclude
-        }
         self.update_interval, self.refresh_interval, self.decay = update_interval, refresh_interval, decay
         self.damping, self.damping_kind, self.kl_clip = damping, damping_kind, kl_clip
+        self.exponent, self.corrected, self.graft, self.carry = exponent, corrected, graft, carry
+        self.sharing, self.fisher = sharing, fisher
         self.steps = 0
         self.nu = 1.0
-        self.rows: dict[str, tuple[list[Tensor], list[Tensor]]] = {name: ([], []) for name in self.layers}
-        self.factors: dict[str, list[Tensor]] = {}  # name -> [A, G]
-        self.bases: dict[str, list[tuple[Tensor, Tensor]]] = {}  # name -> [(alpha, Q_A), (beta, Q_G)]
-        for name, layer in self.layers.items():
-            layer.register_forward_hook(lambda layer, x, y, rows=self.rows[name]: self._capture(layer, x[0], y, rows))
+        self.layers: dict[str, _Layer] = {}
 
-    def _capture(self, layer: nn.Module, x: Tensor, y: Tensor, rows: tuple[list[Tensor], list[Tensor]]) -> None:
-        if layer.training and y.requires_grad:
-            a = x.detach().float().reshape(-1, x.shape[-1])
-            rows[0].append(torch.cat([a, a.new_ones(len(a), 1)], 1) if layer.bias is not None else a)
-            # On the node below a view, not on the tensor: an in-place activation would take the tensor's hook along.
-            node: Any = (y._base if y._base is not None else y).grad_fn
-            node.register_prehook(lambda g: rows[1].append(g[0].float().reshape(-1, y.shape[-1])))
+        def block(dim: int) -> int:
+            return dim if max_dim is None or dim <= max_dim else {"diagonal": 1, "identity": 0}[large]
 
-    def step(self, lr: float, grad_scale: float = 1.0, seed: float = 1.0) -> None:
-        """Precondition every layer's ``.grad`` in place.
+        named = {n: m for n, m in model.named_modules() if n not in exclude and getattr(m, "weight", None) is not None}
+        heads = {id(m.weight): m for m in named.values() if isinstance(m, nn.Linear)}
+        for name, m in named.items():
+            kind = type(m).__name__
+            if not m.weight.requires_grad:
+                continue
+            if isinstance(m, nn.Embedding) and id(m.weight) in heads:
+                if "Tied" in types:
+                    uses = [_Use(self, heads[id(m.weight)]), _Use(self, m)]
+                    self.layers[name] = _Layer(uses, block(m.embedding_dim), 1)
+            elif kind not in types or any(m is use.module for layer in self.layers.values() for use in layer.uses):
+                continue
+            elif kind == "Linear":
+                no_G = fisher == "activations_only"
+                A, G = block(m.in_features + (m.bias is not None)), 0 if no_G else block(m.out_features)
+                self.layers[name] = _Layer([_Use(self, m)], A, G)
+            elif kind == "Embedding":
+                self.layers[name] = _Layer([_Use(self, m)], 1, block(m.embedding_dim))
+            else:
+                self.layers[name] = _Layer([_Use(self, m)], 2 if kind == "LayerNorm" else 1, 0)
 
-        ``seed`` scaled the loss that was differentiated, ``grad_scale`` is what ``.grad`` will be divided by.
-        """
+    @property
+    def factors(self) -> dict[str, list[Tensor]]:
+        return {name: layer.factors for name, layer in self.layers.items()}
+
+    def sampled(self, loss: Tensor) -> None:
+        """Monte-Carlo Fisher: G from a loss on labels drawn from the model, before the true backward."""
+        uses = [use for layer in self.layers.values() for use in layer.uses]
+        outputs = [output for use in uses for output in use.outputs]
+        gradients = iter(torch.autograd.grad(loss, [y for _, y in outputs], retain_graph=True))
+        for use in uses:
+            for x, y in use.outputs:
+                g = next(gradients)
+                use.add(x, g if y.ndim > 2 or x.ndim == 2 else g.view(*x.shape[:-1], -1))
+            use.outputs.clear()
+
+    def update(self, seed: float = 1.0) -> None:
+        """Fold this step's rows into the factors and decompose them, if due."""
         if self.steps % self.update_interval == 0:
             k = self.steps // self.update_interval + 1
             r = min(1 - 1 / k, self.decay)
-            for name, (inputs, gradients) in self.rows.items():
-                a, g = torch.cat(inputs), torch.cat(gradients) * (len(inputs[0]) / seed)  # M = rows of one call
-                batch = [a.T @ a / len(a), g.T @ g / len(inputs[0])]
-                old = self.factors.get(name, batch)
-                self.factors[name] = [r * o + (1 - r) * b for o, b in zip(old, batch, strict=True)]
+            for layer in self.layers.values():
+                batch = layer.batch(seed)
+                old = layer.factors or batch
+                layer.factors = [r * o + (1 - r) * b for o, b in zip(old, batch, strict=True)]
         if self.steps % self.refresh_interval == 0:
-            for name, factors in self.factors.items():
-                self.bases[name] = [(e.clamp(min=0), q) for e, q in map(torch.linalg.eigh, factors)]
-        preconditioned, quadratic = {}, 0.0
+            for layer in self.layers.values():
+                old = [Q for _, Q in layer.bases] or [torch.eye(len(C)) for C in layer.factors]
+                layer.bases = [(e.clamp(min=0), q) for e, q in map(torch.linalg.eigh, layer.factors)]
+                RA, RG = (new.T @ before for (_, new), before in zip(layer.bases, old, strict=True))
+                if isinstance(layer.m, Tensor):
+                    layer.m = RG @ layer.m @ RA.T
+                if self.carry and isinstance(layer.v, Tensor):
+                    layer.v = RG**2 @ layer.v @ (RA**2).T
+                if self.carry and isinstance(layer.S, Tensor):
+                    layer.S = RG**2 @ layer.S @ (RA**2).T
+        for layer in self.layers.values():
+            for use in layer.uses:
+                use.pairs.clear()
+        self.steps += 1
+
+    def step(self, lr: float, grad_scale: float = 1.0, seed: float = 1.0) -> None:
+        """Replace every layer's ``.grad`` by its K-FAC gradient.
+
+        ``seed`` scaled the loss that was differentiated, ``grad_scale`` is what ``.grad`` will be divided by.
+        """
+        self.update(seed)
+        results, quadratic = {}, 0.0
         for name, layer in self.layers.items():
-            grads = [p.grad.float() for p in layer.parameters() if p.grad is not None]
-            dW = grads[0] if len(grads) == 1 else torch.cat([grads[0], grads[1][:, None]], 1)
-            (alpha, QA), (beta, QG) = self.bases[name]
-            damping = self.damping * (alpha.mean() * beta.mean() if self.damping_kind == "relative" else 1)
-            V = QG @ ((QG.T @ dW @ QA) / (torch.outer(beta, alpha) + damping)) @ QA.T
-            preconditioned[name] = V
+            dW, ((alpha, QA), (beta, QG)) = layer.matrix(), layer.bases
+            R, e = QG.T @ dW @ QA, torch.outer(beta, alpha)
+            if self.corrected:
+                layer.k += 1
+                r = min(1 - 1 / layer.k, self.corrected)
+                layer.S = e = r * layer.S + (1 - r) * layer.terms * (R / grad_scale) ** 2
+            damping = self.damping * (e.mean() if self.damping_kind == "relative" else 1)
+            V = QG @ (R / (e + damping) ** self.exponent) @ QA.T
+            results[name] = V = V * (dW.norm() / V.norm()) if self.graft else V
             quadratic += float((V * dW).sum()) * (lr / grad_scale) ** 2
         self.nu = min(1.0, (self.kl_clip / quadratic) ** 0.5) if self.kl_clip and quadratic else 1.0
         for name, layer in self.layers.items():
-            V = self.nu * preconditioned[name]
-            layer.weight.grad = V[:, : layer.in_features].contiguous()
-            if layer.bias is not None:
-                layer.bias.grad = V[:, -1].contiguous()
-        for inputs, gradients in self.rows.values():
-            inputs.clear()
-            gradients.clear()
-        self.steps += 1
+            layer.write(self.nu * results[name])
+
+    def adam(self, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, seed: float = 1.0) -> None:
+        """KFACAdamW: replace every layer's ``.grad``, unscaled and clipped, by Adam's direction in its eigenbasis."""
+        self.update(seed)
+        for layer in self.layers.values():
+            (_, QA), (_, QG) = layer.bases
+            R = QG.T @ layer.matrix() @ QA
+            layer.k += 1
+            layer.m = betas[0] * layer.m + (1 - betas[0]) * R
+            layer.v = betas[1] * layer.v + (1 - betas[1]) * R**2
+            m, v = layer.m / (1 - betas[0] ** layer.k), layer.v / (1 - betas[1] ** layer.k)
+            layer.write(QG @ (m / (v.sqrt() + eps)) @ QA.T)

@@ -3,32 +3,37 @@
 import deepspeed
 import torch
 
+from ds_kfac.config import KFACConfig
+from ds_kfac.layers.base import LayerSpec
 from ds_kfac.optimizer import KFACOptimizer
 from ds_kfac.scan import Scan
+from ds_kfac.schedule import Value
 
 
 def attach_report(kfac: KFACOptimizer, scan: Scan) -> str:
     """Text of the report; the same on every rank but for nothing: it is all planned, nothing is measured."""
     engine, layout, config = kfac.layout.engine, kfac.layout, kfac.config
     ours = sum(layer.numel for layer in scan.layers)
-    damping = config.damping
-    kl_clip = config.preconditioner.chosen_kl_clip
+    burn_in = kfac.schedule.burn_in
     lines = [
         f"ds_kfac: attached to {_mode(kfac)}",
         f"  deepspeed {deepspeed.__version__}, torch {torch.__version__}, {layout.world} ranks, "
         f"load max/mean {kfac.assignment.imbalance:.2f}",
-        f"  factors every {config.factor.update_interval} steps (decay {config.factor.decay}), eigenbases every "
-        f"{config.refresh_interval} by {config.eigenbasis.method}; {damping.kind} damping {damping.chosen:g}, "
-        f"kl-clip {f'{kl_clip:g} at the {kfac.clip_lr} lr' if kl_clip else 'off'}",
+        f"  factors every {_interval(kfac.schedule.update)} (decay {config.factor.decay}), eigenbases every "
+        f"{_interval(kfac.schedule.refresh)} by {config.eigenbasis.method}; {_statistics(config)}",
+        f"  step: {_direction(kfac)}",
+        f"  memory: {_memory(kfac)}",
+        *([f"  burn-in: {burn_in}"] if burn_in else []),
         f"  relayout moves {kfac.exchange.gather_plan.total_numel:,} of {ours:,} gradient elements to owners, "
         f"{kfac.exchange.scatter_plan.total_numel:,} back; factor bucket {kfac.bucket.numel * 4:,} bytes",
         "",
     ]
     rows: list[tuple[str, ...]] = [("layer", "type", "G", "A", "bias", "owner")]
     for layer in scan.layers:
-        sides = (str(layer.dim_G), str(layer.dim_A))
+        sides = tuple(f"{side.dim}{'' if side.kind == 'dense' else f' ({side.kind})'}" for side in (layer.G, layer.A))
         owner = str(kfac.assignment.owners[layer.name])
-        rows.append((layer.name or "(model)", layer.kind, *sides, "yes" if layer.bias else "no", owner))
+        kind = layer.kind if len(layer.uses) == 1 else f"Tied to {layer.uses[0].module}"
+        rows.append((layer.name or "(model)", kind, *sides, "yes" if layer.bias else "no", owner))
     lines += _table(rows)
     if scan.skipped:
         rows = [("not preconditioned", "type", "parameters", "why")]
@@ -39,6 +44,50 @@ def attach_report(kfac: KFACOptimizer, scan: Scan) -> str:
         faults.append("torch_autocast fp16 skips overflowed steps without telling the engine; we watch its scale")
     lines += [f"  known fault of this mode in DeepSpeed: {fault}" for fault in faults]
     return "\n".join(lines)
+
+
+def _statistics(config: KFACConfig) -> str:
+    factor = config.factor
+    sample = f", {factor.sample_rows} rows a call" if factor.sample_rows else ""
+    return f"{factor.fisher} Fisher, {factor.weight_sharing}{sample}, {config.padding.count} rows count"
+
+
+def _direction(kfac: KFACOptimizer) -> str:
+    """What the K-FAC part of a step is."""
+    config = kfac.config
+    if kfac.direction.moments == "adam":
+        return "Adam in the eigenbasis (KFACAdamW); all other parameters by AdamW"
+    options, damping = config.preconditioner, config.damping
+    kl_clip = options.chosen_kl_clip
+    clip = "off" if kl_clip == Value.constant(0) else f"{kl_clip} at the {kfac.clip_lr} lr"
+    return (
+        f"{options.eigenvalues} eigenvalues, {damping.kind} damping {damping.chosen}, exponent {options.exponent:g}, "
+        f"graft {options.graft}, kl-clip {clip}; then {type(kfac.target.inner).__name__}"
+    )
+
+
+def _memory(kfac: KFACOptimizer) -> str:
+    """Of this rank once everything is there."""
+    planned = sum(_planned_numel(layer) for layer in kfac.owned) * 4
+    text = f"K-FAC state {planned:,} bytes on this rank (factors and eigenbases)"
+    if kfac.direction.moments == "adam":
+        rest, world = kfac.target.rest, kfac.layout.world
+        held = rest.shards.held(range(len(rest.params)))[kfac.rank]
+        # where gradients are replicated under ZeRO, a rank steps its slice only
+        others = 8 * held // (world if rest.replicated and kfac.layout.engine.zero_optimization() else 1)
+        text += f"; Adam's moments {kfac.adam_nbytes:,} in eigenbases and {others:,} in the optimizer"
+    elif kfac.direction.moments == "corrected":
+        text += f" and {sum(4 * layer.numel for layer in kfac.owned):,} of corrected eigenvalues"
+    return text
+
+
+def _planned_numel(layer: LayerSpec) -> int:
+    vectors = sum(count * width**2 for side in (layer.A, layer.G) for count, width in side.groups if width > 1)
+    return layer.packed_numel + vectors + layer.dim_A + layer.dim_G
+
+
+def _interval(value: Value) -> str:
+    return f"{value} steps" if value.kind == "constant" else f"so many steps: {value}"
 
 
 def _mode(kfac: KFACOptimizer) -> str:

@@ -1,15 +1,16 @@
 """Model -> the layers K-FAC preconditions, and everything it leaves alone with the reason."""
 
 import re
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 
-from ds_kfac.layers.base import LayerSpec, parameter_shape
-from ds_kfac.layers.registry import LAYERS
+from ds_kfac.layers.base import LayerSpec, Use, parameter_shape
+from ds_kfac.layers.registry import LAYERS, TIED, TYPES
 from ds_kfac.ops.functional import packed_numel
+from ds_kfac.side import Side
 
 
 @dataclass(frozen=True)
@@ -28,57 +29,169 @@ class Scan:
     skipped: tuple[Skipped, ...]
 
 
-def scan(
-    model: nn.Module,
-    *,
-    include: Iterable[str] = (),
-    exclude: Iterable[str] = (),
-    max_dim: int | None = None,
-    optimized: Iterable[nn.Parameter] | None = None,
-) -> Scan:
+@dataclass(frozen=True)
+class Choice:
+    """Which layers, and the structure of their sides.
+
+    Attributes:
+        include: regexes searched in module names; if any are given, only matching modules are taken.
+        exclude: regexes searched in module names; matching modules are left alone.
+        types: names of layer types, of :data:`ds_kfac.layers.registry.TYPES`.
+        max_dim: longest side kept dense; None: any.
+        large_input, large_output: what a longer side becomes, of :data:`ds_kfac.side.LARGE_SIDES`.
+        gradients: whether there are statistics of output gradients; without, G is the identity.
+    """
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    types: tuple[str, ...] = TYPES
+    max_dim: int | None = None
+    large_input: str = "diagonal"
+    large_output: str = "diagonal"
+    gradients: bool = True
+
+
+@dataclass
+class _Model:
+    """What the rules below ask about the model."""
+
+    modules: Mapping[str, nn.Module]
+    """Those with parameters of their own."""
+    names: Mapping[int, str]
+    """id of a parameter -> its name."""
+    trained: set[int]
+    users: Mapping[int, list[str]] = field(init=False)
+    """id of a parameter -> modules that hold it."""
+
+    def __post_init__(self) -> None:
+        users = defaultdict(list)
+        for name, module in self.modules.items():
+            for parameter in module.parameters(recurse=False):
+                users[id(parameter)].append(name)
+        self.users = users
+
+
+def scan(model: nn.Module, choice: Choice | None = None, *, optimized: Iterable[nn.Parameter] | None = None) -> Scan:
     """Find the layers, in module order. Pure: reads shapes and flags, never values.
 
     Args:
-        max_dim: longest side of a layer's matrix; None: any.
         optimized: the optimizer's parameters; None: all that require a gradient.
-        include: regexes searched in module names; if any are given, only matching modules are taken.
-        exclude: regexes searched in module names; matching modules are left alone.
 
     Raises:
         ValueError: a pattern that matches no module with parameters (a typing error that would silently
             change what is trained), or no layer left to precondition.
     """
-    include, exclude = tuple(include), tuple(exclude)
+    choice = choice or Choice()
     modules = {name: module for name, module in model.named_modules() if list(module.parameters(recurse=False))}
-    _check_patterns(modules, include, exclude)
-    uses = Counter(id(p) for module in modules.values() for p in module.parameters(recurse=False))
+    _check_patterns(modules, choice)
+    facts = _Model(
+        modules,
+        {id(parameter): name for name, parameter in model.named_parameters()},
+        {id(p) for p in (model.parameters() if optimized is None else optimized) if p.requires_grad},
+    )
     inside_attention = {
         id(child)
         for module in model.modules()
         if isinstance(module, nn.MultiheadAttention)
         for child in module.modules()
     }
-    trained = {id(p) for p in (model.parameters() if optimized is None else optimized) if p.requires_grad}
-    layers, skipped = [], []
+    layers: list[LayerSpec] = []
+    skipped = []
     for name, module in modules.items():
-        kind, reason = _kind(module)
-        if reason is None:
-            reason = _unfit(name, module, uses, inside_attention, include, exclude, trained)
-        if reason is None:
-            spec = _spec(name, kind, module, trained)
-            reason = _too_large(spec, max_dim)
-        if reason is None:
-            layers.append(spec)
-        else:
+        found = _layer(name, module, facts, choice, inside_attention)
+        if isinstance(found, LayerSpec):
+            layers.append(found)
+        elif found is not None:
             numel = sum(_numel(p) for p in module.parameters(recurse=False))
-            skipped.append(Skipped(name, type(module).__name__, numel, reason))
+            skipped.append(Skipped(name, type(module).__name__, numel, found))
+    skipped += _left_over(layers, facts)
     if not layers:
         raise ValueError(
-            f"kfac: {type(model).__name__} has no layer to precondition (known types: {', '.join(LAYERS)}); "
-            "check kfac.layers.include and kfac.layers.exclude. Left alone: "
+            f"kfac: {type(model).__name__} has no layer to precondition (known types: {', '.join(TYPES)}); "
+            "check kfac.layers. Left alone: "
             + ("; ".join(f"{s.name} ({s.kind}): {s.reason}" for s in skipped[:8]) or "no module has parameters")
         )
     return Scan(tuple(layers), tuple(skipped))
+
+
+def _layer(
+    name: str, module: nn.Module, facts: _Model, choice: Choice, inside_attention: set[int]
+) -> LayerSpec | str | None:
+    """The layer of a module, why it is left alone, or None if it is part of a layer found elsewhere."""
+    kind, reason = _kind(module)
+    if reason is None:
+        reason = _unfit(name, module, facts, choice, inside_attention)
+    if reason is not None:
+        return reason
+    users = facts.users[id(module.weight)]
+    if len(users) > 1:
+        return _tied(name, users, facts, choice, inside_attention)
+    if kind not in choice.types:
+        return f"{kind} is not in kfac.layers.types"
+    if LAYERS[kind].needs_gradients and not choice.gradients:
+        return 'its statistics are made of gradients, which kfac.factor.fisher "activations_only" has not'
+    bias = module._parameters.get("bias")
+    trained_bias = bias is not None and id(bias) in facts.trained
+    if LAYERS[kind].needs_gradients and bias is not None and not trained_bias:
+        return "only one of its weight and bias is trained"
+    use = _use(name, kind, module, trained_bias, choice)
+    if isinstance(use, str):
+        return use
+    return LayerSpec(
+        name, facts.names[id(module.weight)], facts.names[id(bias)] if trained_bias else None, use.A, use.G, (use,)
+    )
+
+
+def _use(name: str, kind: str, module: nn.Module, bias: bool, choice: Choice) -> Use | str:
+    """A module's sides, or which of them is too large."""
+    sides: list[Side] = []
+    for dim, large in zip(LAYERS[kind].sides(module, bias), (choice.large_input, choice.large_output), strict=True):
+        fixed = kind == "Embedding" and not sides  # its A is diagonal whatever its length
+        if large == "skip" and choice.max_dim is not None and dim > choice.max_dim and not fixed:
+            gigabytes = 4 * packed_numel(dim) / 1e9
+            return f"a side of {dim} is over kfac.factor.max_dim {choice.max_dim}; dense it takes {gigabytes:.1f} GB"
+        sides.append(Side.limited(dim, max_dim=choice.max_dim, large="diagonal" if large == "skip" else large))
+    A, G = LAYERS[kind].structured(*sides)
+    return Use(name, kind, A, G if choice.gradients else Side.identity(G.dim), bias)
+
+
+def _tied(
+    name: str, users: list[str], facts: _Model, choice: Choice, inside_attention: set[int]
+) -> LayerSpec | str | None:
+    """One layer for an embedding and a head with one weight: the head's matrix [vocabulary, width]."""
+    kinds = {_kind(facts.modules[user])[0]: user for user in users}
+    if len(users) != 2 or set(kinds) != {"Embedding", "Linear"}:
+        return f"weight is shared by {', '.join(users)}; only an embedding with one nn.Linear head is known"
+    if TIED not in choice.types:
+        return f"{TIED} (an embedding and a head with one weight) is not in kfac.layers.types"
+    for user in users:
+        if reason := _unfit(user, facts.modules[user], facts, choice, inside_attention):
+            return f"tied to {user}: {reason}" if user != name else reason
+    if name != users[0]:
+        return None
+    head = _use(kinds["Linear"], "Linear", facts.modules[kinds["Linear"]], False, choice)
+    embedding = _use(kinds["Embedding"], "Embedding", facts.modules[kinds["Embedding"]], False, choice)
+    if isinstance(head, str) or isinstance(embedding, str):
+        return head if isinstance(head, str) else str(embedding)
+    # the two uses share their structures: vocabulary (the head's G, the embedding's A) and width
+    vocabulary = Side.diagonal(head.G.dim) if choice.gradients else Side.identity(head.G.dim)
+    head = Use(head.module, "Linear", head.A, vocabulary, False)
+    embedding = Use(embedding.module, "Embedding", embedding.A, head.A, False)
+    uses = (head, embedding) if choice.gradients else (head,)
+    weight = facts.names[id(facts.modules[users[0]].weight)]
+    return LayerSpec(name, weight, None, head.A, head.G, uses)
+
+
+def _left_over(layers: list[LayerSpec], facts: _Model) -> list[Skipped]:
+    """Parameters of preconditioned modules that are not part of the layer."""
+    skipped = []
+    for layer in layers:
+        for use in layer.uses:
+            for name, parameter in facts.modules[use.module].named_parameters(recurse=False):
+                if facts.names[id(parameter)] not in layer.parameters:
+                    reason = "is frozen" if id(parameter) not in facts.trained else "stays apart, the weight is tied"
+                    skipped.append(Skipped(f"{use.module}.{name}", "parameter", _numel(parameter), f"it {reason}"))
+    return skipped
 
 
 def _numel(parameter: nn.Parameter) -> int:
@@ -100,41 +213,27 @@ def _kind(module: nn.Module) -> tuple[str, str | None]:
     return "", "; ".join(reasons) or "no K-FAC layer type for it"
 
 
-def _unfit(name, module, uses, inside_attention, include, exclude, trained) -> str | None:
+def _unfit(name: str, module: nn.Module, facts: _Model, choice: Choice, inside_attention: set[int]) -> str | None:
     """Why a module of a known type is left alone, or None."""
-    if include and not any(re.search(pattern, name) for pattern in include):
+    if choice.include and not any(re.search(pattern, name) for pattern in choice.include):
         return "not matched by kfac.layers.include"
-    for pattern in exclude:
+    for pattern in choice.exclude:
         if re.search(pattern, name):
             return f"matched by kfac.layers.exclude {pattern!r}"
     if not module.weight.requires_grad:
         return "weight is frozen"
-    if id(module.weight) not in trained:
+    if id(module.weight) not in facts.trained:
         return "weight is not among the optimizer's parameters"
-    if uses[id(module.weight)] > 1 or (module.bias is not None and uses[id(module.bias)] > 1):
-        return "weight is tied to another module; its gradient is a sum over both uses"
+    bias = module._parameters.get("bias")
+    if bias is not None and len(facts.users[id(bias)]) > 1:
+        return "bias is shared with another module; its gradient is a sum over both uses"
     if id(module) in inside_attention:
         return "called as a function by nn.MultiheadAttention, its hooks never fire"
     return None
 
 
-def _spec(name: str, kind: str, module: nn.Module, trained: set[int]) -> LayerSpec:
-    in_features, out_features = LAYERS[kind].features(module)
-    prefix = f"{name}." if name else ""
-    bias = f"{prefix}bias" if id(module._parameters.get("bias")) in trained else None
-    return LayerSpec(name, kind, in_features, out_features, f"{prefix}weight", bias)
-
-
-def _too_large(spec: LayerSpec, max_dim: int | None) -> str | None:
-    side = max(spec.dim_A, spec.dim_G)
-    if max_dim is None or side <= max_dim:
-        return None
-    gigabytes = 4 * packed_numel(side) / 1e9
-    return f"a side of {side} is over kfac.factor.max_dim {max_dim}; its factor would take {gigabytes:.1f} GB"
-
-
-def _check_patterns(modules: dict[str, nn.Module], include: tuple[str, ...], exclude: tuple[str, ...]) -> None:
-    for key, patterns in (("include", include), ("exclude", exclude)):
+def _check_patterns(modules: Mapping[str, nn.Module], choice: Choice) -> None:
+    for key, patterns in (("include", choice.include), ("exclude", choice.exclude)):
         for pattern in patterns:
             if not any(re.search(pattern, name) for name in modules):
                 raise ValueError(

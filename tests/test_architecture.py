@@ -7,15 +7,21 @@ PACKAGE = Path(__file__).parent.parent / "ds_kfac"
 # Lowest first; inside a floor, a file may import the files before it.
 FLOORS = [
     ["reference", "ops.reference", "ops.functional"],
-    ["factor", "eigenbasis", "damping", "preconditioner"],
-    ["layers.base", "layers.linear", "layers.conv1d", "layers.registry", "scan", "capture", "schedule", "layer_state"],
+    ["side", "factor", "eigenbasis", "moments", "damping", "preconditioner"],
+    [
+        "layers.base", "layers.linear", "layers.conv1d", "layers.embedding", "layers.norm", "layers.registry", "scan",
+        "batch_info", "rows", "capture", "sampling", "schedule", "layer_state",
+    ],
     [
         "assignment", "agreement", "grouping", "bucket", "zero.shards", "zero.relayout", "zero.layout",
         "zero.replicated", "zero.bf16_optimizer", "zero.stage_1_and_2", "zero.stage3", "zero.registry",
-        "zero.exchange", "zero.validate", "zero.selftest",
+        "zero.exchange", "zero.validate", "zero.selftest", "zero.extra_backward", "adamw",
     ],
-    ["config", "metrics", "optimizer", "checkpoint", "report"],
-    ["attachment", "engine", ""],
+    [
+        "config_values", "config_errors", "config_blocks", "config", "metrics", "direction", "adam_direction",
+        "optimizer", "checkpoint", "report",
+    ],
+    ["attachment", "optimizer_block", "engine", ""],
 ]  # fmt: skip
 ORDER = {name: index for index, name in enumerate(name for floor in FLOORS for name in floor)}
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -4,9 +4,12 @@ import torch
 from torch import Tensor, nn
 
 from ds_kfac.layers.base import computed_parameter, parameter_shape
+from ds_kfac.layers.linear import Linear
 
 
-class Conv1D:
+class Conv1D(Linear):
+    """Like :class:`Linear`, with the weight transposed."""
+
     def refusal(self, module: nn.Module) -> str | None:
         if type(module).__name__ != "Conv1D" or not hasattr(module, "nf") or not hasattr(module, "weight"):
             return ""
@@ -17,15 +20,12 @@ class Conv1D:
             return f"named Conv1D, but its weight {shape} is not [in, nf={module.nf}] as in transformers"
         return None
 
-    def features(self, module: nn.Module) -> tuple[int, int]:
+    def sides(self, module: nn.Module, bias: bool) -> tuple[int, int]:
         in_features, out_features = parameter_shape(module.weight)
-        return in_features, out_features
+        return in_features + bias, out_features
 
-    def rows(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().reshape(-1, tensor.shape[-1])
-
-    def matrix(self, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-        weight_OI = weight.view(-1, out_features).T
+    def matrix(self, weight: Tensor, bias: Tensor | None, dims: tuple[int, int]) -> Tensor:
+        weight_OI = weight.view(-1, dims[0]).T
         return weight_OI if bias is None else torch.cat([weight_OI, bias[:, None]], dim=1)
 
     def split(self, matrix_OI: Tensor, has_bias: bool) -> tuple[Tensor, ...]:

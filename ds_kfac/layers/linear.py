@@ -4,9 +4,12 @@ import torch
 from torch import Tensor, nn
 
 from ds_kfac.layers.base import computed_parameter, parameter_shape
+from ds_kfac.side import Side
 
 
 class Linear:
+    needs_gradients = False
+
     def refusal(self, module: nn.Module) -> str | None:
         if not isinstance(module, nn.Linear):
             return ""
@@ -14,18 +17,26 @@ class Linear:
             return f"{type(module).__name__} overrides nn.Linear.forward, so its rows are not known"
         return computed_parameter(module)
 
-    def features(self, module: nn.Module) -> tuple[int, int]:
+    def sides(self, module: nn.Module, bias: bool) -> tuple[int, int]:
         out_features, in_features = parameter_shape(module.weight)
-        return in_features, out_features
+        return in_features + bias, out_features
 
-    def rows(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().reshape(-1, tensor.shape[-1])
+    def input_rows(self, module: nn.Module, x: Tensor) -> Tensor | None:
+        return x
 
-    def matrix(self, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-        weight_OI = weight.view(out_features, -1)
+    def gradient_rows(
+        self, module: nn.Module, x: Tensor | None, gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        return None, gradient
+
+    def matrix(self, weight: Tensor, bias: Tensor | None, dims: tuple[int, int]) -> Tensor:
+        weight_OI = weight.view(dims[0], -1)
         return weight_OI if bias is None else torch.cat([weight_OI, bias[:, None]], dim=1)
 
     def split(self, matrix_OI: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
         if not has_bias:
             return (matrix_OI.reshape(-1),)
         return matrix_OI[:, :-1].reshape(-1), matrix_OI[:, -1].reshape(-1)
+
+    def structured(self, side_A: Side, side_G: Side) -> tuple[Side, Side]:
+        return side_A, side_G

@@ -2,6 +2,18 @@
 
 from ds_kfac.layers.base import LayerType
 from ds_kfac.layers.conv1d import Conv1D
+from ds_kfac.layers.embedding import Embedding
 from ds_kfac.layers.linear import Linear
+from ds_kfac.layers.norm import LayerNorm, RMSNorm
 
-LAYERS: dict[str, LayerType] = {"Linear": Linear(), "Conv1D": Conv1D()}
+LAYERS: dict[str, LayerType] = {
+    "Linear": Linear(),
+    "Conv1D": Conv1D(),
+    "Embedding": Embedding(),
+    "LayerNorm": LayerNorm(),
+    "RMSNorm": RMSNorm(),
+}
+
+TIED = "Tied"
+"""Name, among layer types, of an embedding and a head that share their weight."""
+TYPES = (*LAYERS, TIED)

@@ -8,9 +8,17 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ds_kfac.ops.reference import eigen_scale, packed_numel
+from ds_kfac.ops.reference import packed_numel
 
-__all__ = ["eigen_scale", "packed_numel", "symmetric_pack", "symmetric_unpack", "syrk_accumulate_"]
+__all__ = [
+    "block_syrk_accumulate_",
+    "count_accumulate_",
+    "eigen_scale",
+    "packed_numel",
+    "symmetric_pack",
+    "symmetric_unpack",
+    "syrk_accumulate_",
+]
 
 BLOCK_ROWS = 128
 """Rows of the lower triangle computed by one matrix product; above it, the upper blocks are never computed."""
@@ -53,18 +61,20 @@ def symmetric_unpack(x_P: Tensor, *, dim: int) -> Tensor:
     return lower_DD + lower_DD.tril(-1).T
 
 
-def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: bool = False) -> Tensor:
-    """See :func:`ds_kfac.ops.reference.syrk_accumulate_`. Half the FLOPs of X^T X for large D, no ones column formed.
+def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None) -> Tensor:
+    """See :func:`ds_kfac.ops.reference.syrk_accumulate_`. Half the FLOPs of X^T X for large D, no wide copy is formed.
 
     Args:
         sum_P: fp32 [P] of side D, or D + 1 with ``ones_column``; added to in place.
         x_ND: [N, D] in any floating dtype; products and sums are in fp32, also under autocast.
+        ones_column: [N, 1] of ones, zero where a row of ``x_ND`` is zero because it does not count.
     """
-    rows, dim = x_ND.shape
-    if sum_P.dtype != torch.float32 or sum_P.shape != (packed_numel(dim + ones_column),):
+    dim = x_ND.shape[1]
+    ones = ones_column is not None
+    if sum_P.dtype != torch.float32 or sum_P.shape != (packed_numel(dim + ones),):
         raise ValueError(
-            f"syrk_accumulate_: sum_P must be fp32 of shape ({packed_numel(dim + ones_column)},) for rows of {dim}"
-            f"{' and a ones column' if ones_column else ''}, got {sum_P.dtype} {tuple(sum_P.shape)}"
+            f"syrk_accumulate_: sum_P must be fp32 of shape ({packed_numel(dim + ones)},) for rows of {dim}"
+            f"{' and a ones column' if ones else ''}, got {sum_P.dtype} {tuple(sum_P.shape)}"
         )
     with torch.autocast(x_ND.device.type, enabled=False):  # autocast would run the product in 16 bits
         x_ND = x_ND.float()
@@ -73,8 +83,50 @@ def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: bool = False) 
             block = x_ND[:, start:stop].T @ x_ND[:, :stop]
             lower = block.reshape(-1).index_select(0, _lower_index(start, stop, x_ND.device))
             sum_P[packed_numel(start) : packed_numel(stop)].add_(lower)
-        if ones_column:  # the bias row is the contiguous tail [column sums, N]
+        if ones_column is not None:  # the bias row is the contiguous tail [column sums, N]
             tail = sum_P[packed_numel(dim) :]
             tail[:dim].add_(x_ND.sum(dim=0))
-            tail[dim].add_(rows)
+            tail[dim].add_(ones_column.sum())
     return sum_P
+
+
+def block_syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, block: int) -> Tensor:
+    """See :func:`ds_kfac.ops.reference.block_syrk_accumulate_`. All blocks in one batched product.
+
+    Args:
+        sum_P: fp32 [D / block * block(block+1)/2], contiguous; added to in place.
+        x_ND: [N, D] in any floating dtype, D a multiple of ``block``.
+    """
+    rows, dim = x_ND.shape
+    if dim % block or sum_P.shape != (dim // block * packed_numel(block),):
+        raise ValueError(
+            f"block_syrk_accumulate_: rows of {dim} in blocks of {block} need a sum of shape "
+            f"({dim // block * packed_numel(block)},) and a whole number of blocks, got {tuple(sum_P.shape)}"
+        )
+    if block == 1:
+        return sum_P.add_(x_ND.float().square().sum(dim=0))
+    with torch.autocast(x_ND.device.type, enabled=False):
+        x_nNb = x_ND.float().view(rows, dim // block, block).transpose(0, 1)
+        products = (x_nNb.mT @ x_nNb).view(dim // block, -1)
+        lower = products.index_select(1, _lower_index(0, block, x_ND.device))
+    return sum_P.add_(lower.view(-1))
+
+
+def count_accumulate_(sum_D: Tensor, index_N: Tensor) -> Tensor:
+    """See :func:`ds_kfac.ops.reference.count_accumulate_`. No host synchronisation, unlike bincount on a GPU.
+
+    Args:
+        sum_D: fp32 [D]; added to in place.
+        index_N: int64 [N], entries below D.
+    """
+    return sum_D.index_add_(0, index_N.clamp(min=0), (index_N >= 0).to(sum_D.dtype))
+
+
+def eigen_scale(
+    x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Tensor | float, *, exponent: float = 1.0
+) -> Tensor:
+    """See :func:`ds_kfac.ops.reference.eigen_scale`. The common exponents without a general power."""
+    denominators = torch.outer(values_O, values_I) + damping
+    if exponent == 1.0:
+        return x_OI / denominators
+    return x_OI * denominators.rsqrt() if exponent == 0.5 else x_OI / denominators**exponent

@@ -27,17 +27,34 @@ def symmetric_unpack(x_P: Tensor, *, dim: int) -> Tensor:
     return x_DD
 
 
-def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: bool = False) -> Tensor:
-    """Add X^T X to a packed fp32 sum: ``sum_P += pack(X^T X)``, with X = [x_ND, 1] if ``ones_column``.
+def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None) -> Tensor:
+    """Add X^T X to a packed fp32 sum: ``sum_P += pack(X^T X)``, with X = [x_ND, ones_column] if that is given.
 
-    The ones column is how a bias enters a factor: it is the weight of a constant input.
+    The ones column is how a bias enters a factor: it is the weight of a constant input. Its entries are 1, or 0 where
+    a row is all zeros because it does not count.
     """
     x_ND = x_ND.float()
-    if ones_column:
-        x_ND = torch.cat([x_ND, x_ND.new_ones(len(x_ND), 1)], dim=1)
+    if ones_column is not None:
+        x_ND = torch.cat([x_ND, ones_column.float()], dim=1)
     return sum_P.add_(symmetric_pack(x_ND.T @ x_ND))
 
 
-def eigen_scale(x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Tensor | float) -> Tensor:
-    """Divide by the damped Kronecker eigenvalues: x_OI / (values_O values_I^T + damping)."""
-    return x_OI / (torch.outer(values_O, values_I) + damping)
+def block_syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, block: int) -> Tensor:
+    """Add the diagonal blocks of X^T X, each packed, to a fp32 sum: D / block triangles one after the other."""
+    triangles = [symmetric_pack(part.T @ part) for part in x_ND.float().split(block, dim=1)]
+    return sum_P.add_(torch.cat(triangles))
+
+
+def count_accumulate_(sum_D: Tensor, index_N: Tensor) -> Tensor:
+    """Add the second moment of one-hot rows, a diagonal: ``sum_D[i] += number of entries equal to i``.
+
+    Negative entries do not count.
+    """
+    return sum_D.add_(torch.bincount(index_N[index_N >= 0], minlength=len(sum_D)).to(sum_D.dtype))
+
+
+def eigen_scale(
+    x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Tensor | float, *, exponent: float = 1.0
+) -> Tensor:
+    """Divide by the damped Kronecker eigenvalues: x_OI / (values_O values_I^T + damping)^exponent."""
+    return x_OI / (torch.outer(values_O, values_I) + damping) ** exponent

@@ -11,6 +11,8 @@ from ds_kfac.zero.shards import Shard
 
 
 class BF16(ShardLayout):
+    replicated = True
+
     def _shards(self) -> list[Shard]:
         self._place = {
             id(param): (group, position)

@@ -57,14 +57,14 @@ class GradientExchange:
         for layer in self.owned:
             pieces = [flats[self._param[name]] for name in layer.parameters]
             bias = pieces[1] if layer.bias else None
-            matrices[layer.name] = LAYERS[layer.kind].matrix(pieces[0], bias, layer.out_features)
+            matrices[layer.name] = LAYERS[layer.kind].matrix(pieces[0], bias, (layer.dim_G, layer.dim_A))
         return matrices
 
     def scatter(self, results: Mapping[str, Tensor]) -> None:
         """Own layers' results, fp32 [O, I], to every rank that holds a shard of them. Collective."""
         flats: dict[int, Tensor] = {}
         for layer in self.owned:
-            pieces = LAYERS[layer.kind].split(results[layer.name], has_bias=layer.bias is not None)
+            pieces = self.parts(layer, results[layer.name])
             flats |= {self._param[name]: piece for name, piece in zip(layer.parameters, pieces, strict=True)}
         received = self._execute(
             self.scatter_plan, lambda move: flats[move.param].narrow(0, move.start, move.numel), torch.float32
@@ -74,6 +74,11 @@ class GradientExchange:
                 self.layout.write(shard, flats[param].narrow(0, start, shard.numel))
         for move, piece in received:
             self.layout.write(self._mine[move.param, move.start], piece)
+
+    @staticmethod
+    def parts(layer: LayerSpec, matrix_OI: Tensor) -> tuple[Tensor, ...]:
+        """A layer's matrix as flat tensors, one for each of its parameters."""
+        return LAYERS[layer.kind].split(matrix_OI, has_bias=layer.bias is not None)
 
     def group_indices(self, layer: LayerSpec) -> tuple[int, ...]:
         """The optimizer's parameter group of each of the layer's parameters."""

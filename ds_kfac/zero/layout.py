@@ -23,6 +23,8 @@ class ShardLayout(ABC):
         params: the preconditioned parameters, in the order of :attr:`Shard.param`.
     """
 
+    replicated = False
+    """Whether every rank holds every averaged gradient."""
     faults: tuple[str, ...] = ()
     """Known upstream faults of this mode, for the attach report."""
 
@@ -73,6 +75,20 @@ class ShardLayout(ABC):
         """By what DeepSpeed will divide the gradient before its optimizer sees it. Never synchronises."""
         return scaler_scale(self.grad_scaler) if self.grad_scaler else 1.0
 
+    def clip_factor(self, norm: Tensor) -> Tensor:
+        """By what DeepSpeed's clipping will multiply gradients whose global norm, as stored, is ``norm``."""
+        return self._clip_factor(norm / self.grad_scale())
+
+    def _clip_factor(self, norm: Tensor) -> Tensor:
+        return (self.engine.gradient_clipping() / (norm + 1e-6)).clamp(max=1.0)
+
+    def squared_norm(self) -> Tensor:
+        """Of this rank's shards as stored, fp32 scalar on the device; of all gradients where they are replicated."""
+        total = torch.zeros((), device=self.engine.device)
+        for shard in self.shards.on(self.rank):
+            total += self.read(shard).float().square().sum().to(total.device)
+        return total
+
     def manual_scale(self) -> Tensor | float:
         """By what ``engine.scale(loss)`` multiplies a loss."""
         return self.grad_scale()
@@ -108,6 +124,10 @@ class ZeroLayout(ShardLayout):
     @property
     def grad_scaler(self) -> Any | None:
         return self.optimizer.torch_autocast_gradscaler
+
+    def clip_factor(self, norm: Tensor) -> Tensor:
+        # with a GradScaler it clips before unscaling, see the fault above
+        return self._clip_factor(norm) if self.grad_scaler else super().clip_factor(norm)
 
     def grad_scale(self) -> Tensor | float:
         return super().grad_scale() if self.grad_scaler else self.optimizer.loss_scale

@@ -13,6 +13,8 @@ from ds_kfac.zero.shards import Shard
 class Replicated(ShardLayout):
     """The bare torch (or DeepSpeed fused/CPU) optimizer; fp32 or torch_autocast."""
 
+    replicated = True
+
     def _shards(self) -> list[Shard]:
         self._group = {id(p): i for i, params in enumerate(self._param_groups()) for p in params}
         return [

@@ -1,0 +1,102 @@
+"""KFACAdamW, the optimizer that DeepSpeed steps: AdamW, but for groups whose direction K-FAC has computed.
+
+DeepSpeed only knows flat slices of parameters, in which matrices cannot be seen. So the parameter groups are split in
+two before the engine exists: in groups marked :data:`FLAG` the gradient that arrives here is Adam's direction in the
+eigenbasis (``adam_direction.py``), and only weight decay and learning rate are left to do, without any state. All
+others get plain AdamW, by the class DeepSpeed would take for it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+from torch import Tensor
+
+NAME = "KFACAdamW"
+"""In ``"optimizer": {"type": "KFACAdamW"}``."""
+FLAG = "kfac"
+"""Key of a parameter group whose parameters K-FAC preconditions."""
+PARAMS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+"""Parameters of the optimizer block and what leaving one out means, as in AdamW; and "torch_adam"."""
+
+
+class KFACAdamWStep:
+    """What the three classes below add to their Adam.
+
+    Attributes:
+        direction_scale: what undoes the scale at which a direction was put into the gradient; None while no K-FAC is
+            attached.
+    """
+
+    direction_scale: Tensor | float | None = 1.0
+    param_groups: list[dict[str, Any]]
+
+    @torch.no_grad()
+    def step(self, *arguments: Any, **keywords: Any) -> Any:
+        """One step over ``param_groups``, of which DeepSpeed may present one at a time."""
+        groups, loss = self.param_groups, None
+        others = [group for group in groups if not group.get(FLAG)]
+        if others:
+            self.param_groups = others
+            try:
+                loss = super().step(*arguments, **keywords)  # type: ignore[misc]
+            finally:
+                self.param_groups = groups
+        for group in groups:
+            if group.get(FLAG):
+                self._apply(group)
+        return loss
+
+    def _apply(self, group: dict[str, Any]) -> None:
+        scale = self.direction_scale
+        if scale is None:
+            raise RuntimeError(
+                "KFACAdamW: K-FAC was detached from this engine, so nothing computes directions for its layers; build "
+                "an engine with another optimizer to train on without it"
+            )
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if isinstance(scale, Tensor) and scale.device != parameter.device:  # offloaded
+                scale = scale.to(parameter.device)
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.sub_(parameter.grad.to(parameter.dtype) * (group["lr"] * scale))
+
+
+class KFACAdamW(KFACAdamWStep, torch.optim.AdamW):
+    """On torch's AdamW."""
+
+
+class KFACFusedAdamW(KFACAdamWStep, FusedAdam):
+    """On DeepSpeed's fused CUDA Adam."""
+
+
+class KFACCPUAdamW(KFACAdamWStep, DeepSpeedCPUAdam):
+    """On DeepSpeed's CPU Adam, for an offloaded optimizer."""
+
+
+for _kind in (KFACAdamW, KFACFusedAdamW, KFACCPUAdamW):
+    # ZeRO asks for the exact class; these keep to what it needs of one: groups, elementwise, state by parameter.
+    if _kind not in ZERO_SUPPORTED_OPTIMIZERS:
+        ZERO_SUPPORTED_OPTIMIZERS.append(_kind)
+
+
+def build(groups: list[dict[str, Any]], params: Mapping[str, Any], *, offload: bool) -> torch.optim.Optimizer:
+    """The optimizer of an ``"optimizer": {"type": "KFACAdamW", "params": ...}`` block.
+
+    Args:
+        groups: parameter groups, K-FAC's marked by :data:`FLAG`.
+        offload: whether DeepSpeed keeps the optimizer on the CPU.
+    """
+    options = {**PARAMS, **params}
+    torch_adam = options.pop("torch_adam", False)
+    options["betas"] = tuple(options["betas"])
+    if offload and not torch_adam:
+        return KFACCPUAdamW(groups, adamw_mode=True, **options)
+    if get_accelerator().device_name() == "cuda" and not torch_adam:
+        return KFACFusedAdamW(groups, adam_w_mode=True, **options)
+    # DeepSpeed's fused Adam for other devices is compiled for minutes at its first use, and no faster
+    return KFACAdamW(groups, **options)

@@ -1,0 +1,96 @@
+"""Which rows of a micro-batch count, and how many loss terms it has: read from the model's own arguments."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class BatchInfo:
+    """What K-FAC has to know about a micro-batch; None: every row counts, and each row of a call is a loss term.
+
+    Attributes:
+        rows: bool [N, T], True where a row counts; used by layers whose tensors have N x T rows.
+        labelled: bool [N] or [N, T]: True where the loss has a term. Its sum is M, the number of loss terms.
+    """
+
+    rows: Tensor | None = None
+    labelled: Tensor | None = None
+
+    def terms(self, *, weight_sharing: str) -> Tensor | None:
+        """M, a fp32 scalar on the device: loss terms, or with "reduce" examples that have one."""
+        if self.labelled is None:
+            return None
+        labelled = self.labelled.flatten(1).any(dim=1) if weight_sharing == "reduce" else self.labelled
+        return labelled.sum().float()
+
+
+ReadBatch = Callable[[tuple, Mapping[str, Any]], BatchInfo]
+"""(arguments, keyword arguments) of the model's forward -> BatchInfo. A user may set ``engine.kfac.read_batch``."""
+
+
+class ArgumentReader:
+    """Reads a padding mask and labels from the forward's arguments, by name; Hugging Face's are the defaults.
+
+    Args:
+        model: the engine's module; its signature gives positional arguments their names.
+        count: "labelled": rows that are attended and whose own label counts. "attended": rows of the mask. "all".
+        mask: name of the argument with a [N, T] mask, 0 where a row is padding.
+        labels: name of the argument with integer labels.
+        ignore_index: the label that has no loss.
+        shifted: whether position t is trained on label t + 1; None: if the model's class is a causal language model's.
+
+    Raises:
+        ValueError: a name was given that the model's forward does not take.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        count: str = "labelled",
+        mask: str | None = None,
+        labels: str | None = None,
+        ignore_index: int = -100,
+        shifted: bool | None = None,
+    ) -> None:
+        self._signature = inspect.signature(model.forward)
+        parameters = self._signature.parameters
+        open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        for key, name in (("mask", mask), ("labels", labels)):
+            if name is not None and name not in parameters and not open_ended:
+                raise ValueError(
+                    f"kfac.padding.{key}: {type(model).__name__}.forward has no argument {name!r}; it has "
+                    + ", ".join(parameters)
+                )
+        self.count, self.mask, self.labels = count, mask or "attention_mask", labels or "labels"
+        self.ignore_index = ignore_index
+        causal = any(word in type(model).__name__ for word in ("CausalLM", "LMHeadModel"))
+        self.shifted = causal if shifted is None else shifted
+
+    def __call__(self, arguments: tuple, keywords: Mapping[str, Any]) -> BatchInfo:
+        try:
+            given = self._named(arguments, keywords)
+        except TypeError:  # the call itself will say what is wrong with it
+            return BatchInfo()
+        mask, labels = given.get(self.mask), given.get(self.labels)
+        labelled = None
+        if isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dtype != torch.bool:
+            labelled = labels != self.ignore_index
+            if self.shifted and labelled.ndim == 2:
+                labelled = torch.cat([labelled[:, 1:], labelled.new_zeros(len(labelled), 1)], dim=1)
+        rows = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 and self.count != "all" else None
+        if self.count == "labelled" and labelled is not None and labelled.ndim == 2:
+            rows = labelled if rows is None or rows.shape != labelled.shape else rows & labelled
+        return BatchInfo(rows, labelled)
+
+    def _named(self, arguments: tuple, keywords: Mapping[str, Any]) -> Mapping[str, Any]:
+        bound = self._signature.bind_partial(*arguments, **keywords).arguments
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                bound = {**bound, **bound.get(name, {})}
+        return bound

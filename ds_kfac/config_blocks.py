@@ -1,0 +1,186 @@
+"""The blocks inside ``"kfac"``, one model each, named like the files they configure. Docstrings are their manual."""
+
+from typing import Any, Literal
+
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from pydantic import BaseModel, ConfigDict, Field
+
+from ds_kfac.config_values import Decay, Interval, NotNegative, Positive
+from ds_kfac.schedule import BurnIn, Value
+
+
+class Block(DeepSpeedConfigModel):
+    """DeepSpeed's base, without its habit of coercing and of dropping "auto"."""
+
+    # A default is a Value already, which the validators of its field do not take.
+    model_config = ConfigDict(strict=True, use_attribute_docstrings=True, frozen=True, validate_default=False)
+
+    def __init__(self, **data: Any) -> None:
+        BaseModel.__init__(self, **data)
+
+
+class FactorConfig(Block):
+    """The factors A and G."""
+
+    update_interval: Interval = Value.constant(10)
+    """Steps between two batches folded into the factors."""
+    decay: Decay = Value.constant(0.95)
+    """Weight of the past in the running average; bias-corrected, so early averages are plain means."""
+    fisher: Literal["empirical", "monte_carlo", "activations_only"] = "empirical"
+    """Where G comes from. empirical: the training gradients. monte_carlo: gradients for labels drawn from the model's
+    own prediction, one extra backward on a factor update. activations_only: nowhere, G is the identity."""
+    sampler: Literal["cross_entropy", "mse"] = "cross_entropy"
+    """monte_carlo: how labels are drawn; ``engine.kfac.sampler`` takes a function of your own."""
+    prediction: str | None = None
+    """monte_carlo: name of the module whose output is the prediction; null takes what the model returns, or the
+    ``logits`` in it."""
+    weight_sharing: Literal["expand", "reduce"] = "expand"
+    """expand: every token is a row, for a loss per token. reduce: every sequence or image is one, for a loss per
+    example; cheaper by the length."""
+    sample_rows: int | None = Field(None, ge=1)
+    """Take statistics of about so many rows a call and rank only, evenly spaced; null: of all."""
+    max_dim: int | None = Field(None, ge=2)
+    """Longest side that gets a dense factor (a vocabulary of 50,000 would take 5 GB packed); null chooses 16384."""
+    large_input: Literal["blocks", "diagonal", "identity", "skip"] = "diagonal"
+    """What a longer input side gets: blocks of at most max_dim, a diagonal, nothing; or skip leaves the layer to the
+    optimizer."""
+    large_output: Literal["blocks", "diagonal", "identity", "skip"] = "diagonal"
+    """The same for a longer output side, such as a head's vocabulary."""
+
+    def decay_at(self, step: int) -> float:
+        return self.decay.at(step)
+
+
+class EigenbasisConfig(Block):
+    """When and how eigenbases are refreshed."""
+
+    refresh_interval: Interval | None = None
+    """Steps between two decompositions, a multiple of factor.update_interval; null chooses ten times it
+    (before rounding). If either is a schedule, a refresh waits for the next factor update."""
+    method: Literal["eigh"] = "eigh"
+    """Exact symmetric eigendecomposition."""
+    carry_moments: bool = False
+    """At a refresh, carry second moments over to the new basis (squares of the overlap) instead of keeping them as
+    they are. First moments are always rotated."""
+
+
+class DampingConfig(Block):
+    """What is added to the Fisher's eigenvalues."""
+
+    value: Positive | None = None
+    """null chooses 0.001 for tikhonov, 1 for relative."""
+    kind: Literal["tikhonov", "relative"] = "relative"
+    """tikhonov: the value itself. relative: times the layer's mean eigenvalue, mean(A) mean(G)."""
+
+    @property
+    def chosen(self) -> Value:
+        if self.value is not None:
+            return self.value
+        return Value.constant({"tikhonov": 1e-3, "relative": 1.0}[self.kind])
+
+    def at(self, step: int) -> float:
+        return self.chosen.at(step)
+
+
+class PreconditionerConfig(Block):
+    """The step in the eigenbasis. Of no effect with the optimizer KFACAdamW, whose step is Adam's."""
+
+    eigenvalues: Literal["kronecker", "corrected"] = "kronecker"
+    """Of the Fisher in its eigenbasis: products of the factors' (K-FAC), or the running second moment of the rotated
+    gradient (EKFAC)."""
+    second_moment_decay: float = Field(0.95, ge=0, lt=1)
+    """corrected: weight of the past, per step."""
+    exponent: float = Field(1.0, gt=0, le=1)
+    """The damped eigenvalues are raised to it: 1 is the natural gradient, 0.5 Adam's."""
+    graft: Literal["none", "norm"] = "none"
+    """norm: the K-FAC direction at the norm of each layer's raw gradient, so that learning rates carry over."""
+    kl_clip: NotNegative | None = None
+    """Bound kappa on lr^2 <V, gradient> summed over layers; 0 switches it off, null chooses 0.001, and 0 with graft
+    "norm"."""
+    kl_clip_lr: Literal["current", "peak"] | None = None
+    """The lr in that bound. With "current", nu * lr does not depend on lr, which undoes a schedule; "peak" takes the
+    largest lr seen, so the step shrinks with it. null: "peak" if DeepSpeed runs an lr scheduler, else "current"."""
+
+    @property
+    def chosen_kl_clip(self) -> Value:
+        if self.kl_clip is not None:
+            return self.kl_clip
+        return Value.constant(0.0 if self.graft == "norm" else 1e-3)
+
+    def kl_clip_at(self, step: int) -> float:
+        """0: no clipping at that step."""
+        return self.chosen_kl_clip.at(step)
+
+
+class BurnInConfig(Block):
+    """Other intervals at the start of a run, where curvature changes fastest."""
+
+    steps: int = Field(0, ge=0)
+    """How long they hold; the step after it refreshes everything. 0: no burn-in."""
+    update_interval: int = Field(1, ge=1)
+    """In place of factor.update_interval."""
+    refresh_interval: int | None = Field(None, ge=1)
+    """In place of eigenbasis.refresh_interval, a multiple of burn_in.update_interval; null chooses ten times it."""
+
+    @property
+    def chosen(self) -> BurnIn | None:
+        if not self.steps:
+            return None
+        return BurnIn(self.steps, self.update_interval, self.refresh_interval or 10 * self.update_interval)
+
+
+class LayersConfig(Block):
+    """Which layers; Python regexes searched in module names."""
+
+    include: list[str] = []
+    """If any are given, only modules matching one of them."""
+    exclude: list[str] = []
+    """Modules matching one of them are left to the optimizer alone."""
+    types: list[Literal["Linear", "Conv1D", "Embedding", "LayerNorm", "RMSNorm", "Tied"]] | None = None
+    """Layer types to precondition; Tied is an embedding and a head with one weight. null chooses Linear and Conv1D."""
+
+
+class AssignmentConfig(Block):
+    """Who owns a layer."""
+
+    load_tolerance: float = Field(0.1, ge=0)
+    """A layer stays where most of its gradient is unless that rank's load passes the mean by this part."""
+    kfac_first: bool = False
+    """Lay parameter groups out as [preconditioned | rest], so that fewer layers straddle ranks under ZeRO-1/2.
+    Changes DeepSpeed's checkpoint layout: use it from the first step of a run, or not at all."""
+
+
+class CheckpointConfig(Block):
+    """What is saved beside DeepSpeed's files."""
+
+    eigenbasis: bool = True
+    """Save eigenbases: resuming continues exactly. false saves two thirds of the space and decomposes on loading."""
+
+
+class MetricsConfig(Block):
+    """What is measured."""
+
+    timings: bool = False
+    """Time every stage of the K-FAC step (synchronises the device); see ``engine.kfac.metrics.seconds``."""
+
+
+class PaddingConfig(Block):
+    """Which rows of a batch count, read from the arguments of the model's forward; ``engine.kfac.read_batch`` takes a
+    function of your own."""
+
+    count: Literal["labelled", "attended", "all"] = "labelled"
+    """labelled: rows that the mask attends and whose own label has a loss. attended: those of the mask. The number of
+    loss terms is that of the labels in any case."""
+    mask: str | None = None
+    """Argument with a [batch, tokens] mask, 0 for padding; null: "attention_mask", if there is one."""
+    labels: str | None = None
+    """Argument with integer labels; null: "labels", if there is one."""
+    ignore_index: int = -100
+    """The label without a loss."""
+    shifted: bool | None = None
+    """Whether a token is trained on the next one's label; null: if the model's class is a ...ForCausalLM or
+    ...LMHeadModel."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return self.model_dump()

@@ -1,0 +1,48 @@
+"""nn.Embedding: y = W[x], weight [I, O] with I the vocabulary. Its input is one-hot, so A is a diagonal of counts."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ds_kfac.layers.base import computed_parameter, parameter_shape
+from ds_kfac.side import Side
+
+
+class Embedding:
+    needs_gradients = False
+
+    def refusal(self, module: nn.Module) -> str | None:
+        if not isinstance(module, nn.Embedding):
+            return ""
+        if type(module).forward is not nn.Embedding.forward:
+            return f"{type(module).__name__} overrides nn.Embedding.forward, so its rows are not known"
+        for name, value in (
+            ("sparse gradients", module.sparse),
+            ("scale_grad_by_freq", module.scale_grad_by_freq),
+            ("max_norm, which changes weights in the forward", module.max_norm is not None),
+        ):
+            if value:
+                return f"an embedding with {name}"
+        return computed_parameter(module)
+
+    def sides(self, module: nn.Module, bias: bool) -> tuple[int, int]:
+        vocabulary, width = parameter_shape(module.weight)
+        return vocabulary, width
+
+    def input_rows(self, module: Any, x: Tensor) -> Tensor | None:
+        # its gradient is zero by definition
+        return x if module.padding_idx is None else x.masked_fill(x == module.padding_idx, -1)
+
+    def gradient_rows(
+        self, module: nn.Module, x: Tensor | None, gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        return None, gradient
+
+    def matrix(self, weight: Tensor, bias: Tensor | None, dims: tuple[int, int]) -> Tensor:
+        return weight.view(-1, dims[0]).T
+
+    def split(self, matrix_OI: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
+        return (matrix_OI.T.reshape(-1),)
+
+    def structured(self, side_A: Side, side_G: Side) -> tuple[Side, Side]:
+        return Side.diagonal(side_A.dim), side_G

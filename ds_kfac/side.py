@@ -1,0 +1,128 @@
+"""A side of a layer's matrix: how its second moment is kept, from a whole matrix down to nothing.
+
+Every kind is a block-diagonal matrix with blocks of one size: the side itself (dense), a part of it (blocked), 1
+(diagonal) or 0 (identity: nothing is kept). The lower triangles of the blocks follow each other in one flat tensor.
+
+Shape suffixes: N rows, D the side's width, P its packed elements, n blocks of width b.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds_kfac.ops.functional import (
+    block_syrk_accumulate_,
+    count_accumulate_,
+    packed_numel,
+    symmetric_unpack,
+    syrk_accumulate_,
+)
+
+LARGE_SIDES = ("blocks", "diagonal", "identity", "skip")
+"""What becomes of a side over the largest dense one; skip: its layer is left to the optimizer."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side; plain values.
+
+    Attributes:
+        dim: width D.
+        block: width of the diagonal blocks; ``dim`` is dense, 1 diagonal, 0 identity. The last block is smaller where
+            ``dim`` is no multiple.
+    """
+
+    dim: int
+    block: int
+
+    @classmethod
+    def dense(cls, dim: int) -> "Side":
+        return cls(dim, dim)
+
+    @classmethod
+    def diagonal(cls, dim: int) -> "Side":
+        return cls(dim, 1)
+
+    @classmethod
+    def identity(cls, dim: int) -> "Side":
+        return cls(dim, 0)
+
+    @classmethod
+    def limited(cls, dim: int, *, max_dim: int | None, large: str) -> "Side":
+        """Dense up to ``max_dim``; above it blocks as even as possible, a diagonal or an identity."""
+        if max_dim is None or dim <= max_dim:
+            return cls.dense(dim)
+        if large == "blocks":
+            count = -(-dim // max_dim)
+            return cls(dim, -(-dim // count))
+        return {"diagonal": cls.diagonal, "identity": cls.identity}[large](dim)
+
+    @property
+    def kind(self) -> str:
+        """For people: dense, blocks of b, diagonal, identity."""
+        if self.block == 0:
+            return "identity"
+        if self.block == self.dim:
+            return "dense"
+        return "diagonal" if self.block == 1 else f"blocks of {self.block}"
+
+    @property
+    def groups(self) -> tuple[tuple[int, int], ...]:
+        """(n, b): the full blocks, then the rest."""
+        if self.block == 0:
+            return ()
+        full, rest = divmod(self.dim, self.block)
+        return ((full, self.block), (1, rest)) if rest else ((full, self.block),)
+
+    @property
+    def numel(self) -> int:
+        """Packed elements P."""
+        return sum(count * packed_numel(width) for count, width in self.groups)
+
+    def accumulate_(self, sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None) -> Tensor:
+        """Add the rows' second moment, inside the blocks, to a packed fp32 sum.
+
+        Args:
+            x_ND: rows [N, D], or [N, D - 1] with ``ones_column``; or int64 [N], each the index of a one-hot row.
+            ones_column: [N, 1] of 1 (0 for a row that does not count), the input of the bias.
+        """
+        if self.block == 0:
+            return sum_P
+        if not x_ND.is_floating_point():
+            return count_accumulate_(sum_P, x_ND)
+        if self.block == self.dim:
+            return syrk_accumulate_(sum_P, x_ND, ones_column=ones_column)
+        if ones_column is not None:
+            x_ND = torch.cat([x_ND, ones_column.to(x_ND.dtype)], dim=1)
+        column = start = 0
+        for count, width in self.groups:
+            stop = start + count * packed_numel(width)
+            block_syrk_accumulate_(sum_P[start:stop], x_ND[:, column : column + count * width], block=width)
+            column, start = column + count * width, stop
+        return sum_P
+
+    def blocks(self, packed_P: Tensor) -> tuple[Tensor, ...]:
+        """The symmetric blocks, [n, b, b] per entry of :attr:`groups`."""
+        blocks, start = [], 0
+        for count, width in self.groups:
+            stop = start + count * packed_numel(width)
+            packed = packed_P[start:stop].view(count, -1)
+            if width == 1:
+                blocks.append(packed.unsqueeze(-1))
+            else:
+                blocks.append(torch.stack([symmetric_unpack(block, dim=width) for block in packed]))
+            start = stop
+        return tuple(blocks)
+
+    def trace(self, packed_P: Tensor) -> Tensor:
+        """Trace of the side's matrix, a scalar."""
+        if self.block == 0:
+            return packed_P.new_tensor(float(self.dim))
+        total, start = packed_P.new_zeros(()), 0
+        for count, width in self.groups:
+            stop = start + count * packed_numel(width)
+            diagonal = torch.arange(1, width + 1, device=packed_P.device).cumsum(0) - 1
+            total = total + packed_P[start:stop].view(count, -1)[:, diagonal].sum()
+            start = stop
+        return total
