@@ -1,7 +1,7 @@
 """Every engine mode as a DeepSpeed config, one table; and the runs that are compared with ds_kfac/reference.py."""
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 KFAC = {
@@ -31,6 +31,8 @@ class Mode:
     wrapper: str = ""
     """Expected class of engine.optimizer."""
     clip: float = CLIP
+    adam: bool = False
+    """KFACAdamW instead of the precision's optimizer."""
 
     @property
     def precision(self) -> str:
@@ -41,7 +43,7 @@ class Mode:
 
     @property
     def optimizer(self) -> dict[str, Any]:
-        return copy.deepcopy(OPTIMIZERS[self.precision])
+        return copy.deepcopy(KFAC_ADAMW[self.precision] if self.adam else OPTIMIZERS[self.precision])
 
     def config(self, accumulation: int, world: int) -> dict[str, Any]:
         config: dict[str, Any] = {
@@ -66,6 +68,14 @@ OPTIMIZERS = {
     "fp32": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1, "torch_adam": True}},
     "bf16": {"type": "SGD", "params": {"lr": LR, "momentum": 0.9}},
     "fp16": {"type": "SGD", "params": {"lr": LR, "momentum": 0.9}},
+}
+# 16 bits: an eps of about a gradient's size, for the same reason
+KFAC_ADAMW = {
+    precision: {
+        "type": "KFACAdamW",
+        "params": {"lr": LR, "betas": [0.8, 0.9], "eps": eps, "weight_decay": 0.1, "torch_adam": True},
+    }
+    for precision, eps in (("fp32", 0.01), ("bf16", 0.1), ("fp16", 0.1))
 }
 TOLERANCE = {
     "fp32": 1e-5,  # sums in another order, through 4 steps of Adam
@@ -141,4 +151,7 @@ AUTOCAST = [
     for dtype in ("bfloat16", "float16")
     for stage in (0, 1, 2, 3)
 ]  # fmt: skip
-BY_NAME = {mode.name: mode for mode in MODES + AUTOCAST}
+# DeepSpeed gives partial offload a second, plain AdamW: refused
+ADAM = [replace(mode, name=f"adam-{mode.name}", adam=True, wrapper="") for mode in MODES if "half" not in mode.name]
+ADAM_AUTOCAST = [replace(mode, name=f"adam-{mode.name}", adam=True) for mode in AUTOCAST]
+BY_NAME = {mode.name: mode for mode in MODES + AUTOCAST + ADAM + ADAM_AUTOCAST}

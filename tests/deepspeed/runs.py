@@ -35,7 +35,7 @@ def patched(mode: Mode):
     supported = accelerator.is_fp16_supported
     accelerator.is_fp16_supported = lambda: True
     if mode.fused:
-        engine_module.FusedAdam = torch.optim.SGD
+        engine_module.FusedAdam = torch.optim.AdamW if mode.adam else torch.optim.SGD
         stage3_module.DeepSpeedCPUAdam = torch.optim.AdamW
     try:
         yield
@@ -121,36 +121,98 @@ def reference(mode: Mode, accumulation: int, world: int, initial: dict, steps: i
     work = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
     for p in work.parameters():
         p.grad_dtype = torch.float32
-    kfac_config = {**KFAC, **mode.kfac}
-    kfac = ReferenceKFAC(
-        work, update_interval=kfac_config["factor"]["update_interval"], decay=kfac_config["factor"]["decay"],
-        refresh_interval=kfac_config["eigenbasis"]["refresh_interval"], damping=kfac_config["damping"]["value"],
-        damping_kind=kfac_config["damping"]["kind"], kl_clip=kfac_config["preconditioner"]["kl_clip"],
-    )  # fmt: skip
+    kfac = ReferenceKFAC(work, **reference_options({**KFAC, **mode.kfac}))
     # stage 0 fp16 divides by a loss scale it never multiplied by (deepspeed PR 8393); we follow
     divisor = 2.0**8 if mode.dtype == "fp16" and mode.stage == 0 else 1.0
-    options = {key: value for key, value in mode.optimizer["params"].items() if key != "torch_adam"}
-    kind = getattr(torch.optim, mode.optimizer["type"])
-    optimizer = kind(parameter_groups(model, mode.groups), **options)
+    step = ReferenceStep(mode, model, work, kfac)
     autocast_dtype = mode.extra.get("torch_autocast", {}).get("dtype")
-    for step in range(steps):
-        x, y = make_batch(step, world * accumulation * MICRO_ROWS)
+    for index in range(steps):
+        x, y = make_batch(index, world * accumulation * MICRO_ROWS)
         with torch.autocast("cpu", getattr(torch, autocast_dtype or "bfloat16"), enabled=autocast_dtype is not None):
             loss = cross_entropy(work(x.to(dtype)), y)
         loss.backward()
-        kfac.step(LR, grad_scale=divisor)
-        for master, p in zip(model.parameters(), work.parameters(), strict=True):
-            master.grad = p.grad.float() / divisor
-        if mode.clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), mode.clip)
-        optimizer.step()
-        if work is not model:
-            with torch.no_grad():
-                for master, p in zip(model.parameters(), work.parameters(), strict=True):
-                    p.copy_(master)
-        for p in work.parameters():
-            p.grad = None
+        step(divisor)
     return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def reference_options(kfac: dict) -> dict:
+    """The "kfac" block as arguments of ReferenceKFAC."""
+    options = {
+        "update_interval": kfac["factor"]["update_interval"],
+        "decay": kfac["factor"]["decay"],
+        "refresh_interval": kfac["eigenbasis"]["refresh_interval"],
+        "carry": kfac["eigenbasis"].get("carry_moments", False),
+        "damping": kfac["damping"]["value"],
+        "damping_kind": kfac["damping"]["kind"],
+        "kl_clip": kfac["preconditioner"].get("kl_clip", 0.0),
+        "exponent": kfac["preconditioner"].get("exponent", 1.0),
+        "graft": kfac["preconditioner"].get("graft") == "norm",
+        "sharing": kfac["factor"].get("weight_sharing", "expand"),
+        "fisher": kfac["factor"].get("fisher", "empirical"),
+        "max_dim": kfac["factor"].get("max_dim"),
+        "large": kfac["factor"].get("large_output", "diagonal"),
+    }
+    if kfac["preconditioner"].get("eigenvalues") == "corrected":
+        options["corrected"] = kfac["preconditioner"]["second_moment_decay"]
+    if "types" in kfac.get("layers", {}):
+        options["types"] = kfac["layers"]["types"]
+    return options
+
+
+class ReferenceStep:
+    """What follows a backward of ``work``: K-FAC, clipping and the optimizer on ``model``, the fp32 masters."""
+
+    def __init__(self, mode: Mode, model: nn.Module, work: nn.Module, kfac: ReferenceKFAC) -> None:
+        self.mode, self.model, self.work, self.kfac = mode, model, work, kfac
+        options = {key: value for key, value in mode.optimizer["params"].items() if key != "torch_adam"}
+        self.options, self.groups = options, parameter_groups(model, mode.groups)
+        self.ours: set[int] = set()
+        if mode.adam:
+            mine = {id(p) for layer in kfac.layers.values() for p in layer.params}
+            pairs = zip(model.parameters(), work.parameters(), strict=True)
+            self.ours = {id(master) for master, p in pairs if id(p) in mine}
+        rest = [{**g, "params": [p for p in g["params"] if id(p) not in self.ours]} for g in self.groups]
+        kind = torch.optim.AdamW if mode.adam else getattr(torch.optim, mode.optimizer["type"])
+        self.optimizer = kind([g for g in rest if g["params"]], **options)
+        if mode.adam and mode.stage == 0 and mode.dtype != "fp32":
+            # these wrappers have stepped once with zero gradients; ``initial`` was read after it
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.grad = torch.zeros_like(p)
+                before = [p.clone() for p in model.parameters()]
+                self.optimizer.step()
+                for p, value in zip(model.parameters(), before, strict=True):
+                    p.copy_(value)
+
+    def __call__(self, divisor: float) -> None:
+        masters, params = list(self.model.parameters()), list(self.work.parameters())
+        if not self.mode.adam:
+            self.kfac.step(LR, grad_scale=divisor)
+        for master, p in zip(masters, params, strict=True):
+            master.grad = p.grad.float() / divisor
+        if self.mode.clip:
+            torch.nn.utils.clip_grad_norm_(masters, self.mode.clip)
+        if self.mode.adam:
+            for master, p in zip(masters, params, strict=True):
+                p.grad = master.grad
+            self.kfac.adam(tuple(self.options["betas"]), self.options["eps"])
+            for master, p in zip(masters, params, strict=True):
+                master.grad = p.grad
+        self._step()
+        if self.work is not self.model:
+            with torch.no_grad():
+                for master, p in zip(masters, params, strict=True):
+                    p.copy_(master)
+        for p in params:
+            p.grad = None
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        self.optimizer.step()
+        for group in self.groups:
+            for p in group["params"]:
+                if id(p) in self.ours:
+                    p.mul_(1 - LR * group.get("weight_decay", self.options["weight_decay"])).sub_(LR * p.grad)
 
 
 def difference(actual: dict, expected: dict, initial: dict) -> float:
@@ -175,7 +237,7 @@ def compare(cases) -> dict:
         results[name, accumulation] = {
             "difference": difference(final, expected, initial) if expected else 0.0,
             "wrapper": type(engine.optimizer).__name__,
-            "nu": float(kfac.metrics.nu),
+            "nu": 1.0 if kfac.metrics.nu is None else float(kfac.metrics.nu),
             "counts": dict(kfac.metrics.counts),
             "moved": kfac.exchange.gather_plan.total_numel,
         }
