@@ -1,12 +1,14 @@
 """The ``"kfac"`` block of a DeepSpeed config: models, defaults, and errors that say all that is wrong at once."""
 
-import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic.fields import FieldInfo
+
+from ds_kfac.config_errors import explain, without_nulls
+from ds_kfac.config_values import Decay, Interval, NotNegative, Positive
+from ds_kfac.schedule import BurnIn, Schedule, Value
 
 KEY = "kfac"
 
@@ -14,7 +16,8 @@ KEY = "kfac"
 class _Model(DeepSpeedConfigModel):
     """DeepSpeed's base, without its habit of coercing and of dropping "auto"."""
 
-    model_config = ConfigDict(strict=True, use_attribute_docstrings=True, frozen=True)
+    # A default is a Value already, which the validators of its field do not take.
+    model_config = ConfigDict(strict=True, use_attribute_docstrings=True, frozen=True, validate_default=False)
 
     def __init__(self, **data: Any) -> None:
         BaseModel.__init__(self, **data)
@@ -23,20 +26,24 @@ class _Model(DeepSpeedConfigModel):
 class FactorConfig(_Model):
     """The factors A and G."""
 
-    update_interval: int = Field(10, ge=1)
+    update_interval: Interval = Value.constant(10)
     """Steps between two batches folded into the factors."""
-    decay: float = Field(0.95, ge=0, lt=1)
+    decay: Decay = Value.constant(0.95)
     """Weight of the past in the running average; bias-corrected, so early averages are plain means."""
     max_dim: int | None = Field(None, ge=1)
     """A layer with a longer side is left to the optimizer alone, and listed: its dense factor would be too large (a
     vocabulary of 50,000 takes 5 GB packed). null chooses 16384."""
 
+    def decay_at(self, step: int) -> float:
+        return self.decay.at(step)
+
 
 class EigenbasisConfig(_Model):
     """When and how eigenbases are refreshed."""
 
-    refresh_interval: int | None = Field(None, ge=1)
-    """Steps between two decompositions, a multiple of factor.update_interval; null chooses ten times it."""
+    refresh_interval: Interval | None = None
+    """Steps between two decompositions, a multiple of factor.update_interval; null chooses ten times it
+    (before rounding). If either is a schedule, a refresh waits for the next factor update."""
     method: Literal["eigh"] = "eigh"
     """Exact symmetric eigendecomposition."""
 
@@ -44,30 +51,54 @@ class EigenbasisConfig(_Model):
 class DampingConfig(_Model):
     """What is added to the Fisher's eigenvalues."""
 
-    value: float | None = Field(None, gt=0)
+    value: Positive | None = None
     """null chooses 0.001 for tikhonov, 1 for relative."""
     kind: Literal["tikhonov", "relative"] = "relative"
     """tikhonov: the value itself. relative: times the layer's mean eigenvalue, mean(A) mean(G)."""
 
     @property
-    def chosen(self) -> float:
+    def chosen(self) -> Value:
         if self.value is not None:
             return self.value
-        return {"tikhonov": 1e-3, "relative": 1.0}[self.kind]
+        return Value.constant({"tikhonov": 1e-3, "relative": 1.0}[self.kind])
+
+    def at(self, step: int) -> float:
+        return self.chosen.at(step)
 
 
 class PreconditionerConfig(_Model):
     """The step in the eigenbasis."""
 
-    kl_clip: float | None = Field(None, ge=0)
+    kl_clip: NotNegative | None = None
     """Bound kappa on lr^2 <V, gradient> summed over layers; 0 switches it off, null chooses 0.001."""
     kl_clip_lr: Literal["current", "peak"] | None = None
     """The lr in that bound. With "current", nu * lr does not depend on lr, which undoes a schedule; "peak" takes the
     largest lr seen, so the step shrinks with it. null: "peak" if DeepSpeed runs an lr scheduler, else "current"."""
 
     @property
-    def chosen_kl_clip(self) -> float:
-        return 1e-3 if self.kl_clip is None else self.kl_clip
+    def chosen_kl_clip(self) -> Value:
+        return Value.constant(1e-3) if self.kl_clip is None else self.kl_clip
+
+    def kl_clip_at(self, step: int) -> float:
+        """0: no clipping at that step."""
+        return self.chosen_kl_clip.at(step)
+
+
+class BurnInConfig(_Model):
+    """Other intervals at the start of a run, where curvature changes fastest."""
+
+    steps: int = Field(0, ge=0)
+    """How long they hold; the step after it refreshes everything. 0: no burn-in."""
+    update_interval: int = Field(1, ge=1)
+    """In place of factor.update_interval."""
+    refresh_interval: int | None = Field(None, ge=1)
+    """In place of eigenbasis.refresh_interval, a multiple of burn_in.update_interval; null chooses ten times it."""
+
+    @property
+    def chosen(self) -> BurnIn | None:
+        if not self.steps:
+            return None
+        return BurnIn(self.steps, self.update_interval, self.refresh_interval or 10 * self.update_interval)
 
 
 class LayersConfig(_Model):
@@ -104,12 +135,18 @@ class MetricsConfig(_Model):
 
 
 class KFACConfig(_Model):
-    """The ``"kfac"`` block. ``null`` or leaving a key out means "choose for me"."""
+    """The ``"kfac"`` block. ``null`` or leaving a key out means "choose for me".
+
+    A key of type :class:`Value` takes a number, ``{"schedule": "linear" | "cosine" | "exponential", "start": x,
+    "end": y, "steps": n, "delay": d}`` or ``{"schedule": "piecewise", "values": [...], "steps": [...]}``, in applied
+    steps since the start of the run.
+    """
 
     enabled: bool = True
     """false: the engine is left as DeepSpeed made it."""
     factor: FactorConfig = FactorConfig()
     eigenbasis: EigenbasisConfig = EigenbasisConfig()
+    burn_in: BurnInConfig = BurnInConfig()
     damping: DampingConfig = DampingConfig()
     preconditioner: PreconditionerConfig = PreconditionerConfig()
     layers: LayersConfig = LayersConfig()
@@ -122,8 +159,10 @@ class KFACConfig(_Model):
         return self.factor.max_dim or 16384
 
     @property
-    def refresh_interval(self) -> int:
-        return self.eigenbasis.refresh_interval or 10 * self.factor.update_interval
+    def schedule(self) -> Schedule:
+        """What is due when."""
+        update, refresh = self.factor.update_interval, self.eigenbasis.refresh_interval
+        return Schedule(update, update.times(10) if refresh is None else refresh, self.burn_in.chosen)
 
 
 def parse(block: Any) -> KFACConfig:
@@ -137,68 +176,13 @@ def parse(block: Any) -> KFACConfig:
         raise ValueError(f'"kfac" must be an object such as {{"enabled": true}}, got {block!r}')
     errors, config = [], None
     try:
-        config = KFACConfig(**_without_nulls(block))
+        config = KFACConfig(**without_nulls(block, KFACConfig))
     except ValidationError as error:
-        errors = [_explain(detail) for detail in error.errors()]
+        errors = [explain(detail, block, KFACConfig) for detail in error.errors()]
     errors += _contradictions(block)
     if errors or config is None:
         raise ValueError('invalid DeepSpeed config, block "kfac":\n  ' + "\n  ".join(errors))
     return config
-
-
-def _without_nulls(block: Mapping[str, Any]) -> dict[str, Any]:
-    """null is the same as leaving a known key out; an unknown key must still be seen."""
-
-    def prune(values: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-        pruned = {}
-        for key, value in values.items():
-            field = model.model_fields.get(key)
-            if value is None and field is not None:
-                continue
-            sub_model = _block_model(field)
-            pruned[key] = prune(value, sub_model) if sub_model and isinstance(value, Mapping) else value
-        return pruned
-
-    return prune(block, KFACConfig)
-
-
-def _block_model(field: FieldInfo | None) -> type[BaseModel] | None:
-    """The model of a field that is a block of its own."""
-    annotation = field.annotation if field else None
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-
-
-def _explain(detail: Any) -> str:
-    path, got = ".".join(map(str, detail["loc"])), detail["input"]
-    if detail["type"] == "extra_forbidden":
-        return f"kfac.{path}: unknown key; {_nearest(path)}"
-    if got == "auto":
-        return f'kfac.{path}: "auto" is not used in this block, leave the key out or write null'
-    if detail["type"] == "model_type":
-        return f"kfac.{path}: got {got!r}; must be an object"
-    return f"kfac.{path}: got {got!r}; {detail['msg'][0].lower()}{detail['msg'][1:]}"
-
-
-def _nearest(path: str) -> str:
-    """The valid key closest to an unknown one, in the same block or any other."""
-    *parents, key = path.split(".")
-    valid = dict(_paths(KFACConfig))
-    block = ".".join(parents)
-    siblings = [name for name, parent in valid.items() if parent == block]
-    close = difflib.get_close_matches(path, siblings, n=1, cutoff=0.6)
-    close = close or [name for name in valid if name.split(".")[-1] == key]
-    close = close or difflib.get_close_matches(path, list(valid), n=1, cutoff=0.5)
-    return (
-        f"did you mean kfac.{close[0]}?" if close else "valid keys: " + ", ".join(f"kfac.{name}" for name in siblings)
-    )
-
-
-def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(path, path of its block) of every key."""
-    for name, field in model.model_fields.items():
-        yield prefix + name, prefix.rstrip(".")
-        if sub_model := _block_model(field):
-            yield from _paths(sub_model, f"{prefix}{name}.")
 
 
 def _contradictions(block: Mapping[str, Any]) -> list[str]:
@@ -208,14 +192,20 @@ def _contradictions(block: Mapping[str, Any]) -> list[str]:
         values = block.get(section)
         return values.get(key) if isinstance(values, Mapping) else None
 
-    update, refresh = given("factor", "update_interval"), given("eigenbasis", "refresh_interval")
-    update = FactorConfig().update_interval if update is None else update
-    if type(update) is int and type(refresh) is int and update >= 1 and refresh >= 1 and refresh % update:
-        return [
-            f"kfac.eigenbasis.refresh_interval ({refresh}) must be a multiple of kfac.factor.update_interval "
-            f"({update}); otherwise a refresh would see stale factors"
-        ]
-    return []
+    errors = []
+    for update_section, default, refresh_section in (
+        ("factor", FactorConfig().update_interval.interval_at(0), "eigenbasis"),
+        ("burn_in", BurnInConfig().update_interval, "burn_in"),
+    ):
+        update, refresh = given(update_section, "update_interval"), given(refresh_section, "refresh_interval")
+        update = default if update is None else update
+        # Of schedules nothing is asked: their refreshes wait for the next factor update.
+        if type(update) is int and type(refresh) is int and update >= 1 and refresh >= 1 and refresh % update:
+            errors.append(
+                f"kfac.{refresh_section}.refresh_interval ({refresh}) must be a multiple of "
+                f"kfac.{update_section}.update_interval ({update}); otherwise a refresh would see stale factors"
+            )
+    return errors
 
 
 def find_block(ds_config: Mapping[str, Any]) -> Any | None:

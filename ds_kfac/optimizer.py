@@ -15,7 +15,7 @@ from ds_kfac.layer_state import LayerState, decomposable
 from ds_kfac.layers.base import LayerSpec
 from ds_kfac.metrics import Metrics
 from ds_kfac.preconditioner import finite_or, kl_clip_scale, precondition
-from ds_kfac.schedule import Due, Schedule
+from ds_kfac.schedule import Due
 from ds_kfac.zero.exchange import GradientExchange, parameter_names
 from ds_kfac.zero.layout import ShardLayout
 
@@ -32,7 +32,8 @@ class KFACOptimizer:
 
     Attributes:
         state: layer name -> :class:`LayerState`, of the layers owned by this rank only.
-        steps: applied steps, the schedule's clock. DeepSpeed's global_steps counts skipped ones too.
+        steps: applied steps, the clock of every schedule: it changes in :meth:`commit` only, so all stages of a step
+            see the same values, and a skipped step's are used again. DeepSpeed's global_steps counts skipped ones too.
     """
 
     def __init__(
@@ -46,13 +47,13 @@ class KFACOptimizer:
     ) -> None:
         self.layers, self.layout, self.config = layers, layout, config
         self.device, self.rank = layout.engine.device, layout.rank
-        self.schedule = Schedule(config.factor.update_interval, config.refresh_interval)
+        self.schedule = config.schedule
         index = {name: i for i, name in enumerate(parameter_names(layers))}
         self.assignment = assign_owners(
             layers,
             {layer.name: layout.shards.held([index[name] for name in layer.parameters]) for layer in layers},
             world=layout.world,
-            refresh_interval=config.refresh_interval,
+            refresh_interval=self.schedule.final_refresh_interval,  # owners never change: balance the long run
             load_tolerance=config.assignment.load_tolerance,
         )
         # Own group: our traffic must not be ordered against DeepSpeed's reductions and prefetches.
@@ -144,7 +145,7 @@ class KFACOptimizer:
         return self.bucket.views(own, self.owned, base=sum(self.bucket.splits[: self.rank]))
 
     def _fold(self, sums: Mapping[str, BatchSums]) -> dict[str, LayerState]:
-        decay = self.config.factor.decay
+        decay = self.config.factor.decay_at(self.steps)
         return {name: state.folded(sums[name], decay=decay) for name, state in self._next.items()}
 
     def _refresh(self, states: Mapping[str, LayerState], names: list[str]) -> dict[str, LayerState]:
@@ -162,14 +163,14 @@ class KFACOptimizer:
 
     def _precondition(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Own layers' nu V. A layer without eigenbases (no data yet) passes through and is counted."""
-        damping = self.config.damping
+        damping, kind = self.config.damping.at(self.steps), self.config.damping.kind
         results = dict(gradients)
         quadratic, not_finite = torch.zeros(2, device=self.device).unbind()
         ready = [layer for layer in self.owned if self._next[layer.name].basis_A is not None]
         for layer in ready:
             state, gradient = self._next[layer.name], gradients[layer.name]
             assert state.basis_A is not None and state.basis_G is not None  # set together
-            V = precondition(gradient, state.basis_G, state.basis_A, damping=damping.chosen, damping_kind=damping.kind)
+            V = precondition(gradient, state.basis_G, state.basis_A, damping=damping, damping_kind=kind)
             V, finite = finite_or(V, gradient)
             not_finite += ~finite
             results[layer.name] = V
@@ -201,10 +202,8 @@ class KFACOptimizer:
         return self._next_peak_lr[group] if self.clip_lr == "peak" else self.layout.optimizer.param_groups[group]["lr"]
 
     def _kl_clip(self, quadratic: Tensor) -> Tensor | None:
-        kl_clip = self.config.preconditioner.chosen_kl_clip
-        if not kl_clip:
-            return None
-        self.metrics.nu = kl_clip_scale(quadratic, kl_clip=kl_clip)
+        kl_clip = self.config.preconditioner.kl_clip_at(self.steps)
+        self.metrics.nu = kl_clip_scale(quadratic, kl_clip=kl_clip) if kl_clip else None
         return self.metrics.nu
 
     def _fallback_seed(self) -> Tensor | float:

@@ -5,6 +5,7 @@ import torch
 
 from ds_kfac.optimizer import KFACOptimizer
 from ds_kfac.scan import Scan
+from ds_kfac.schedule import Value
 
 
 def attach_report(kfac: KFACOptimizer, scan: Scan) -> str:
@@ -13,13 +14,15 @@ def attach_report(kfac: KFACOptimizer, scan: Scan) -> str:
     ours = sum(layer.numel for layer in scan.layers)
     damping = config.damping
     kl_clip = config.preconditioner.chosen_kl_clip
+    burn_in = kfac.schedule.burn_in
     lines = [
         f"ds_kfac: attached to {_mode(kfac)}",
         f"  deepspeed {deepspeed.__version__}, torch {torch.__version__}, {layout.world} ranks, "
         f"load max/mean {kfac.assignment.imbalance:.2f}",
-        f"  factors every {config.factor.update_interval} steps (decay {config.factor.decay}), eigenbases every "
-        f"{config.refresh_interval} by {config.eigenbasis.method}; {damping.kind} damping {damping.chosen:g}, "
-        f"kl-clip {f'{kl_clip:g} at the {kfac.clip_lr} lr' if kl_clip else 'off'}",
+        f"  factors every {_interval(kfac.schedule.update)} (decay {config.factor.decay}), eigenbases every "
+        f"{_interval(kfac.schedule.refresh)} by {config.eigenbasis.method}; {damping.kind} damping {damping.chosen}, "
+        f"kl-clip {'off' if kl_clip == Value.constant(0) else f'{kl_clip} at the {kfac.clip_lr} lr'}",
+        *([f"  burn-in: {burn_in}"] if burn_in else []),
         f"  relayout moves {kfac.exchange.gather_plan.total_numel:,} of {ours:,} gradient elements to owners, "
         f"{kfac.exchange.scatter_plan.total_numel:,} back; factor bucket {kfac.bucket.numel * 4:,} bytes",
         "",
@@ -39,6 +42,10 @@ def attach_report(kfac: KFACOptimizer, scan: Scan) -> str:
         faults.append("torch_autocast fp16 skips overflowed steps without telling the engine; we watch its scale")
     lines += [f"  known fault of this mode in DeepSpeed: {fault}" for fault in faults]
     return "\n".join(lines)
+
+
+def _interval(value: Value) -> str:
+    return f"{value} steps" if value.kind == "constant" else f"so many steps: {value}"
 
 
 def _mode(kfac: KFACOptimizer) -> str:

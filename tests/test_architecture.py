@@ -14,7 +14,7 @@ FLOORS = [
         "zero.replicated", "zero.bf16_optimizer", "zero.stage_1_and_2", "zero.stage3", "zero.registry",
         "zero.exchange", "zero.validate", "zero.selftest",
     ],
-    ["config", "metrics", "optimizer", "checkpoint", "report"],
+    ["config_values", "config_errors", "config", "metrics", "optimizer", "checkpoint", "report"],
     ["attachment", "engine", ""],
 ]  # fmt: skip
 ORDER = {name: index for index, name in enumerate(name for floor in FLOORS for name in floor)}

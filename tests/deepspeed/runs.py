@@ -110,8 +110,13 @@ def weights(engine) -> dict[str, torch.Tensor]:
     return {name: masters.get(id(p), p.detach()).float().clone().cpu() for name, p in named.items()}
 
 
-def reference(mode: Mode, accumulation: int, world: int, initial: dict, steps: int = STEPS) -> dict:
+def reference(
+    mode: Mode, accumulation: int, world: int, initial: dict, steps: int = STEPS, kfac_config: dict | None = None,
+    before_step=None,
+) -> dict:  # fmt: skip
     """Weights after training ``initial`` with reference.py and the same optimizer on the concatenated batch.
+
+    ``kfac_config`` takes the place of the mode's; ``before_step(kfac, step)`` may change the settings of a step.
 
     In 16 bits the forward and backward run on a rounded copy, the optimizer on fp32 masters, as in DeepSpeed.
     """
@@ -121,7 +126,7 @@ def reference(mode: Mode, accumulation: int, world: int, initial: dict, steps: i
     work = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
     for p in work.parameters():
         p.grad_dtype = torch.float32
-    kfac_config = {**KFAC, **mode.kfac}
+    kfac_config = kfac_config or {**KFAC, **mode.kfac}
     kfac = ReferenceKFAC(
         work, update_interval=kfac_config["factor"]["update_interval"], decay=kfac_config["factor"]["decay"],
         refresh_interval=kfac_config["eigenbasis"]["refresh_interval"], damping=kfac_config["damping"]["value"],
@@ -138,6 +143,8 @@ def reference(mode: Mode, accumulation: int, world: int, initial: dict, steps: i
         with torch.autocast("cpu", getattr(torch, autocast_dtype or "bfloat16"), enabled=autocast_dtype is not None):
             loss = cross_entropy(work(x.to(dtype)), y)
         loss.backward()
+        if before_step:
+            before_step(kfac, step)
         kfac.step(LR, grad_scale=divisor)
         for master, p in zip(model.parameters(), work.parameters(), strict=True):
             master.grad = p.grad.float() / divisor
