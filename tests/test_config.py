@@ -3,11 +3,15 @@
 import pytest
 
 from ds_kfac.config import find_block, parse
+from ds_kfac.schedule import BurnIn, Schedule, Value
+
+RAMP = {"schedule": "linear", "start": 0.1, "end": 0.9, "steps": 200}
+PIECES = {"schedule": "piecewise", "values": [1, 2, 5], "steps": [10, 20]}
 
 
 def test_the_shortest_block_is_enough():
     config = parse({"enabled": True})
-    assert config.enabled and config.factor.update_interval == 10 and config.refresh_interval == 100
+    assert config.enabled and config.schedule.intervals(0) == (10, 100)
     assert parse({}).enabled
 
 
@@ -17,7 +21,122 @@ def test_null_means_choose_for_me():
 
 
 def test_the_refresh_interval_follows_the_update_interval():
-    assert parse({"factor": {"update_interval": 7}}).refresh_interval == 70
+    assert parse({"factor": {"update_interval": 7}}).schedule.intervals(0) == (7, 70)
+
+
+@pytest.mark.parametrize(
+    ("given", "value"),
+    [
+        (0.5, Value.constant(0.5)),
+        (RAMP, Value.ramp("linear", 0.1, 0.9, 200)),
+        ({**RAMP, "delay": None}, Value.ramp("linear", 0.1, 0.9, 200)),
+        ({**RAMP, "schedule": "cosine", "delay": 50}, Value.ramp("cosine", 0.1, 0.9, 200, delay=50)),
+        ({**RAMP, "schedule": "exponential"}, Value.ramp("exponential", 0.1, 0.9, 200)),
+        ({"schedule": "piecewise", "values": [0.5, 0.1], "steps": [30]}, Value.piecewise([0.5, 0.1], [30])),
+    ],
+)
+def test_a_number_may_be_a_schedule(given, value):
+    config = parse({"factor": {"decay": given}, "damping": {"value": given}, "preconditioner": {"kl_clip": given}})
+    assert config.factor.decay == config.damping.chosen == config.preconditioner.chosen_kl_clip == value
+    for step in (0, 30, 130, 1000):
+        expected = value.at(step)
+        assert config.factor.decay_at(step) == config.damping.at(step) == expected
+        assert config.preconditioner.kl_clip_at(step) == expected
+
+
+def test_intervals_may_be_schedules():
+    config = parse({"factor": {"update_interval": PIECES}, "eigenbasis": {"refresh_interval": {**RAMP, "start": 7,
+                    "end": 100}}})  # fmt: skip
+    assert config.schedule == Schedule(Value.piecewise([1, 2, 5], [10, 20]), Value.ramp("linear", 7, 100, 200))
+    following = parse({"factor": {"update_interval": PIECES}}).schedule
+    assert following.refresh == Value.piecewise([10, 20, 50], [10, 20]), "ten times the update interval at every step"
+
+
+@pytest.mark.parametrize(
+    ("given", "burn_in"),
+    [
+        (None, None),
+        ({"update_interval": 2}, None),
+        ({"steps": 30}, BurnIn(30, 1, 10)),
+        ({"steps": 30, "update_interval": 3, "refresh_interval": None}, BurnIn(30, 3, 30)),
+        ({"steps": 30, "update_interval": None, "refresh_interval": 5}, BurnIn(30, 1, 5)),
+    ],
+)
+def test_a_burn_in_is_off_until_it_has_steps(given, burn_in):
+    assert parse({"burn_in": given}).schedule == Schedule(Value.constant(10), Value.constant(100), burn_in)
+
+
+KINDS = "must be one of linear, cosine, exponential, piecewise"
+NUMBER_OR_SCHEDULE = 'input should be a valid number or a schedule such as {"schedule": "linear", "start": 1'
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({**RAMP, "strat": 1}, "kfac.damping.value.strat: unknown key; did you mean kfac.damping.value.start?"),
+        ({**RAMP, "xyzzy": None}, "kfac.damping.value.xyzzy: unknown key; valid keys: kfac.damping.value.schedule, "),
+        ({**PIECES, "kl_clip": 1}, "kfac.damping.value.kl_clip: unknown key; valid keys: kfac.damping.value.schedule"),
+        ({**RAMP, "schedule": "lin"}, f"kfac.damping.value.schedule: got 'lin'; {KINDS}"),
+        ({**RAMP, "schedule": ["linear"]}, f"kfac.damping.value.schedule: got ['linear']; {KINDS}"),
+        ({"start": 1}, f"kfac.damping.value.schedule: got None; {KINDS}"),
+        (
+            {**RAMP, "end": None},
+            "kfac.damping.value.end: missing in {'schedule': 'linear', 'start': 0.1, ",
+        ),
+        ({**RAMP, "start": 0}, "kfac.damping.value.start: got 0; input should be greater than 0"),
+        ({**RAMP, "end": "auto"}, 'kfac.damping.value.end: "auto" is not used in this block'),
+        ({**RAMP, "end": True}, "kfac.damping.value.end: got True; input should be a valid number"),
+        ({**RAMP, "end": float("inf")}, "kfac.damping.value.end: got inf; input should be a finite number"),
+        ({**RAMP, "steps": 0}, "kfac.damping.value.steps: got 0; input should be greater than or equal to 1"),
+        ({**RAMP, "delay": -1}, "kfac.damping.value.delay: got -1; input should be greater than or equal to 0"),
+        ({**PIECES, "values": [1, 0, 5]}, "kfac.damping.value.values.1: got 0; input should be greater than 0"),
+        ({**PIECES, "values": []}, "kfac.damping.value.values: got []; list should have at least 1 item"),
+        ({**PIECES, "steps": [10]}, "kfac.damping.value.steps: got [10]; must be one fewer than the values, 2 for 3"),
+        ({**PIECES, "steps": [20, 20]}, "kfac.damping.value.steps: got [20, 20]; steps must be strictly increasing"),
+        ({**PIECES, "steps": [0, 20]}, "kfac.damping.value.steps.0: got 0; input should be greater than or equal to 1"),
+        (True, f"kfac.damping.value: got True; {NUMBER_OR_SCHEDULE}"),
+        ([1], f"kfac.damping.value: got [1]; {NUMBER_OR_SCHEDULE}"),
+        ("auto", 'kfac.damping.value: "auto" is not used in this block, leave the key out or write null'),
+        (0, "kfac.damping.value: got 0; input should be greater than 0"),
+        (float("nan"), "kfac.damping.value: got nan; input should be a finite number"),
+    ],
+)
+def test_an_error_in_a_schedule_says_where_what_and_what_instead(given, message):
+    with pytest.raises(ValueError) as error:
+        parse({"damping": {"value": given}})
+    assert f"\n  {message}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "wrong", "message"),
+    [
+        ("factor", "update_interval", 0, "greater than or equal to 1"),
+        ("factor", "update_interval", 2.5, "valid integer"),
+        ("eigenbasis", "refresh_interval", 0, "greater than or equal to 1"),
+        ("factor", "decay", 1, "less than 1"),
+        ("factor", "decay", -0.1, "greater than or equal to 0"),
+        ("preconditioner", "kl_clip", -1, "greater than or equal to 0"),
+    ],
+)
+def test_every_number_of_a_schedule_is_checked_like_a_plain_one(section, key, wrong, message):
+    good = 0 if key in ("decay", "kl_clip") else 1
+    for given, path in (
+        (wrong, ""),
+        ({"schedule": "linear", "start": wrong, "end": good, "steps": 3}, ".start"),
+        ({"schedule": "cosine", "start": good, "end": wrong, "steps": 3}, ".end"),
+        ({"schedule": "piecewise", "values": [good, wrong], "steps": [3]}, ".values.1"),
+    ):
+        with pytest.raises(ValueError) as error:
+            parse({section: {key: given}})
+        assert f"\n  kfac.{section}.{key}{path}: got {wrong}; input should be" in str(error.value)
+        assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("section", "key"), [("factor", "decay"), ("preconditioner", "kl_clip")])
+def test_an_exponential_schedule_cannot_touch_zero(section, key):
+    assert parse({section: {key: {**RAMP, "start": 0}}})
+    with pytest.raises(ValueError, match=f"kfac.{section}.{key}.start: got 0; input should be greater than 0"):
+        parse({section: {key: {**RAMP, "schedule": "exponential", "start": 0}}})
 
 
 @pytest.mark.parametrize(
@@ -42,6 +161,14 @@ def test_the_refresh_interval_follows_the_update_interval():
             {"eigenbasis": {"refresh_interval": 15}},
             "kfac.eigenbasis.refresh_interval (15) must be a multiple of kfac.factor.update_interval (10)",
         ),
+        (
+            {"burn_in": {"update_interval": 3, "refresh_interval": 10}},
+            "kfac.burn_in.refresh_interval (10) must be a multiple of kfac.burn_in.update_interval (3)",
+        ),
+        ({"burn_in": {"step": 3}}, "kfac.burn_in.step: unknown key; did you mean kfac.burn_in.steps?"),
+        ({"burnin": {"steps": 3}}, "kfac.burnin: unknown key; did you mean kfac.burn_in?"),
+        ({"burn_in": {"steps": -1}}, "kfac.burn_in.steps: got -1; input should be greater than or equal to 0"),
+        ({"burn_in": {"update_interval": PIECES}}, "input should be a valid integer"),
         (True, '"kfac" must be an object such as {"enabled": true}, got True'),
     ],
 )
@@ -55,12 +182,13 @@ def test_all_errors_come_in_one_message():
     block = {
         "factor": {"update_interval": 7, "decay": 2},
         "eigenbasis": {"refresh_interval": 10},
-        "damping": {"vlaue": 1},
+        "damping": {"vlaue": 1, "value": {"schedule": "linear", "strat": 1, "end": 0, "steps": 0}},
         "bogus": 1,
     }
     with pytest.raises(ValueError) as error:
         parse(block)
-    for part in ("factor.decay", "refresh_interval (10)", "damping.vlaue", "kfac.bogus"):
+    schedule = (f"damping.value.{key}: " for key in ("strat", "start", "end", "steps"))
+    for part in ("factor.decay", "refresh_interval (10)", "damping.vlaue", "kfac.bogus", *schedule):
         assert part in str(error.value)
 
 

@@ -110,8 +110,13 @@ def weights(engine) -> dict[str, torch.Tensor]:
     return {name: masters.get(id(p), p.detach()).float().clone().cpu() for name, p in named.items()}
 
 
-def reference(mode: Mode, accumulation: int, world: int, initial: dict, steps: int = STEPS) -> dict:
+def reference(
+    mode: Mode, accumulation: int, world: int, initial: dict, steps: int = STEPS, kfac_config: dict | None = None,
+    before_step=None,
+) -> dict:  # fmt: skip
     """Weights after training ``initial`` with reference.py and the same optimizer on the concatenated batch.
+
+    ``kfac_config`` takes the place of the mode's; ``before_step(kfac, step)`` may change the settings of a step.
 
     In 16 bits the forward and backward run on a rounded copy, the optimizer on fp32 masters, as in DeepSpeed.
     """
