@@ -8,6 +8,7 @@ are kept: start it again after a kill. Every worker has a core to itself; method
 """
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -121,22 +122,26 @@ class Benchmark:
                 future.cancel()
 
 
-def main(argv: list[str] | None = None) -> int:
+def make_pool(workers: int) -> ProcessPoolExecutor:
+    """Processes that import DeepSpeed once; they start with the first job."""
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(workers, context, start, (context.Value("i", 0),))
+
+
+def main(argv: list[str] | None = None, pool: ProcessPoolExecutor | None = None) -> int:
     arguments = parse_arguments(argv)
-    if set(arguments.phases) - {"report"}:
-        context = multiprocessing.get_context("spawn")
-        counter = context.Value("i", 0)
-        with ProcessPoolExecutor(arguments.workers, context, start, (counter,)) as pool:
-            benchmark = Benchmark(arguments, pool)
+    with contextlib.nullcontext(pool) if pool else make_pool(arguments.workers) as pool:
+        benchmark = Benchmark(arguments, pool)
+        if set(arguments.phases) - {"report"}:
             try:
                 benchmark.check_settings()
             except ValueError as error:
                 print(f"error: {error}", file=sys.stderr)
                 return 2
-            if "sweep" in arguments.phases:
-                benchmark.sweep()
-            if "final" in arguments.phases:
-                benchmark.final()
+        if "sweep" in arguments.phases:
+            benchmark.sweep()
+        if "final" in arguments.phases:
+            benchmark.final()
     print(report(arguments.out))
     return 0
 

@@ -40,12 +40,11 @@ def _curves(axis, found: list[Run], column: str, color, label: str) -> None:
     """The mean over the evaluations that all seeds have, and every seed."""
     curves = [run.held_out() for run in found]
     for curve in curves:
-        axis.plot(
-            [row[column] for row in curve], [row["held_out_loss"] for row in curve], color=color, lw=0.6, alpha=0.5
-        )
+        points = [(row[column], row["held_out_loss"]) for row in curve]
+        axis.plot(*zip(*points, strict=True), color=color, lw=0.6, alpha=0.5)
     points = list(zip(*curves, strict=False))
     means = [[statistics.fmean(row[key] for row in point) for point in points] for key in (column, "held_out_loss")]
-    axis.plot(*means, color=color, lw=2, label=label)
+    axis.plot(*means, color=color, lw=2, marker="o", ms=3, label=label)
 
 
 def _rates(runs: list[Run], colors: dict[str, tuple], path: Path) -> Path:

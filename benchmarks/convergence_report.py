@@ -5,6 +5,7 @@ import math
 import statistics
 from pathlib import Path
 
+from benchmarks.convergence_methods import METHODS
 from benchmarks.convergence_plots import draw
 from benchmarks.convergence_results import SWEEP_SEED, Run, best_rate, read_all
 
@@ -24,14 +25,16 @@ def report(out: Path) -> str:
         table.writerows(rows)
     plots = draw(runs, best_runs(runs), out)
     text = markdown(rows, [f"{out.name}/{plot.name}" for plot in plots])
-    out.with_suffix(".md").write_text(text)
+    (out.parent / f"{out.name}.md").write_text(text)
     return text
 
 
 def best_runs(runs: list[Run]) -> dict[tuple[str, str], dict[int, Run]]:
     """(task, method) -> seed -> run at the rate that was best in the sweep; none if every rate diverged."""
     found = {}
-    for task, method in dict.fromkeys((run.job.task, run.job.method) for run in runs):
+    order = list(METHODS)
+    pairs = {(run.job.task, run.job.method) for run in runs}
+    for task, method in sorted(pairs, key=lambda pair: (pair[0], order.index(pair[1]))):
         losses = {rate: run.final for rate, run in swept(runs, task, method).items()}
         ours = [run for run in runs if (run.job.task, run.job.method) == (task, method)]
         rate = best_rate(losses)
@@ -138,10 +141,10 @@ def markdown(rows: list[dict], plots: list[str]) -> str:
 
 
 NOTES = [
-    "Loss: mean over seeds at the rate that was best on seed 0, smallest to largest in brackets. To AdamW's: where the",
-    "held-out curve first reaches the loss at which AdamW's run of the same seed ends, linear between evaluations, mean",
-    "over the seeds that reach it (their number if not all do). Seconds are of training only. A range of rates with *",
-    "ends at an end of the sweep, so it may be wider.",
+    "Loss: mean over seeds at the rate that was best on seed 0, smallest to largest in brackets. To AdamW's: where",
+    "the held-out curve first reaches the loss at which AdamW's run of the same seed ends, linear between evaluations,",
+    "mean over the seeds that reach it (their number if not all do). Seconds are of training only. A range of rates",
+    "with * ends at an end of the sweep, so it may be wider.",
     "",
 ]
 

@@ -97,11 +97,12 @@ def check_settings(out: Path, task: str, method: str, settings: dict) -> None:
     """
     path = out / task / f"{method}.json"
     settings = json.loads(json.dumps(settings))
-    if path.exists() and (before := json.loads(path.read_text())) != settings:
+    before = json.loads(path.read_text()) if path.exists() else settings
+    if before != settings and any(path.parent.glob(f"{method}_lr*.csv")):
         keys = [key for key in {**before, **settings} if before.get(key) != settings.get(key)]
         raise ValueError(
             f"{path}: these runs were made with other settings ({', '.join(keys)}); use another --out, or remove "
-            f"{path.with_suffix('')}*_lr*.csv and this file to make them again"
+            f"{path.parent / method}_lr*.csv to make them again"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(settings, indent=1) + "\n")
