@@ -9,6 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
+from benchmarks.convergence_methods import METHODS
 from benchmarks.convergence_results import SWEEP_SEED, Run
 
 AXES = {"step": "step", "seconds": "wall clock [s], training only"}
@@ -17,8 +18,7 @@ AXES = {"step": "step", "seconds": "wall clock [s], training only"}
 def draw(runs: list[Run], best: dict[tuple[str, str], dict[int, Run]], out: Path) -> list[Path]:
     """Two files a task; returns them."""
     files = []
-    methods = list(dict.fromkeys(method for _, method in best))
-    colors = dict(zip(sorted(methods), plt.cm.tab10.colors, strict=False))
+    colors = dict(zip(METHODS, plt.cm.tab10.colors, strict=False))
     for task in dict.fromkeys(task for task, _ in best):
         ours = {method: list(found.values()) for (of, method), found in best.items() if of == task and found}
         figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), sharey=True)
@@ -52,8 +52,10 @@ def _rates(runs: list[Run], colors: dict[str, tuple], path: Path) -> Path:
     swept = sorted((run for run in runs if run.job.seed == SWEEP_SEED), key=lambda run: run.job.rate)
     finite = [run.final for run in swept if math.isfinite(run.final)]
     top = min(max(finite), min(finite) + 1) + 0.1 if finite else 1.0
-    for method in sorted({run.job.method for run in swept}):
+    for method in METHODS:
         ours = [run for run in swept if run.job.method == method]
+        if not ours:
+            continue
         rates = [run.job.rate for run in ours]
         axis.plot(rates, [run.final for run in ours], color=colors[method], marker="o", label=method)
         diverged = [run.job.rate for run in ours if math.isinf(run.final)]
