@@ -56,7 +56,7 @@ METHODS: dict[str, Callable[[float], dict]] = {
 RATES: dict[str, list[float]] = {
     "adamw": [1e-3, 2e-3, 4e-3, 8e-3],
     "muon": [0.005, 0.01, 0.02, 0.04],
-    "kfac_sgd": [0.05, 0.1, 0.2, 0.4],
+    "kfac_sgd": [0.2, 0.4, 0.8, 1.6],
     "kfac_adamw": [1e-3, 2e-3, 4e-3, 8e-3],
     "kfacadamw": [1e-3, 2e-3, 4e-3, 8e-3],
 }
