@@ -17,7 +17,7 @@ endif
 
 LAUNCH = $(BIN)/deepspeed --num_accelerators $(RANKS) examples/train_gpt.py --steps $(STEPS)
 
-.PHONY: setup train compare test check clean
+.PHONY: setup train compare converge test check clean
 
 setup: $(STAMP)
 
@@ -35,6 +35,9 @@ compare: $(STAMP)
 	$(LAUNCH) --deepspeed_config configs/gpt_zero2_kfac.json --without-kfac --name adamw --no-plots $(ARGS)
 	$(LAUNCH) --deepspeed_config configs/gpt_zero2_kfac.json --name kfac --no-plots $(ARGS)
 	$(BIN)/python examples/plots.py runs/adamw runs/kfac --out runs/compare
+
+converge: $(STAMP)
+	$(BIN)/python benchmarks/convergence.py --workers $(RANKS) $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)

@@ -1,4 +1,4 @@
-"""A small byte-level GPT: pre-norm blocks, causal scaled_dot_product_attention, SwiGLU, learned positions."""
+"""A small byte-level GPT: pre-norm blocks, scaled_dot_product_attention, SwiGLU, learned positions."""
 
 from dataclasses import dataclass
 
@@ -15,19 +15,21 @@ class GPTConfig:
     blocks: int = 4
     heads: int = 4
     context: int = 128
+    causal: bool = True
+    """False: every byte sees both sides, for masked prediction."""
 
 
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.heads, self.causal = config.heads, config.causal
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, width = x.shape
         q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         return self.out(y.transpose(1, 2).reshape(batch, tokens, width))
 
 
@@ -55,25 +57,28 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes [B, T] -> logits [B, T, 256]; with targets [B, T], their mean cross-entropy in nats per byte."""
+    """Bytes [B, T] -> logits [B, T, 256]; with targets [B, T], their mean cross-entropy in nats per byte.
+
+    Targets of -100 do not count. DeepSpeed's Muon leaves to Adam what is called embed or lm_head, and nothing else.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.bytes = nn.Embedding(VOCABULARY, config.width)
-        self.positions = nn.Embedding(config.context, config.width)
+        self.embed_bytes = nn.Embedding(VOCABULARY, config.width)
+        self.embed_positions = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.blocks))
         self.norm = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, VOCABULARY, bias=False)
+        self.lm_head = nn.Linear(config.width, VOCABULARY, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 into_residual = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * config.blocks) ** 0.5 if into_residual else 0.02)
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        h = self.bytes(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+        h = self.embed_bytes(x) + self.embed_positions(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks:
             h = block(h)
-        logits = self.head(self.norm(h))
+        logits = self.lm_head(self.norm(h))
         if targets is None:
             return logits
         return F.cross_entropy(logits.float().view(-1, VOCABULARY), targets.reshape(-1))

@@ -1,0 +1,74 @@
+"""Plots of the convergence benchmark: loss against steps and wall clock, final loss against learning rate."""
+
+import math
+import statistics
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+from benchmarks.convergence_methods import METHODS
+from benchmarks.convergence_results import SWEEP_SEED, Run
+
+AXES = {"step": "step", "seconds": "wall clock [s], training only"}
+
+
+def draw(runs: list[Run], best: dict[tuple[str, str], dict[int, Run]], out: Path) -> list[Path]:
+    """Two files a task; returns them."""
+    files = []
+    colors = dict(zip(METHODS, plt.cm.tab10.colors, strict=False))
+    for task in dict.fromkeys(task for task, _ in best):
+        ours = {method: list(found.values()) for (of, method), found in best.items() if of == task and found}
+        figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), sharey=True)
+        for axis, (column, label) in zip(axes, AXES.items(), strict=True):
+            for method, found in ours.items():
+                _curves(axis, found, column, colors[method], f"{method}, lr {found[0].job.rate:g}")
+            axis.set(xlabel=label, title=f"{task}: at each method's best rate, thin: seeds")
+            axis.grid(alpha=0.3)
+        axes[0].set(ylabel="held-out loss [nats per byte]")
+        if ends := [run.final for found in ours.values() for run in found if math.isfinite(run.final)]:
+            axes[0].set_ylim(min(ends) - 0.05, min(min(ends) + 2, axes[0].get_ylim()[1]))
+        axes[0].legend()
+        files.append(_save(figure, out / f"{task}_loss.png"))
+        files.append(_rates([run for run in runs if run.job.task == task], colors, out / f"{task}_rates.png"))
+    return files
+
+
+def _curves(axis, found: list[Run], column: str, color, label: str) -> None:
+    """The mean over the evaluations that all seeds have, and every seed."""
+    curves = [run.held_out() for run in found]
+    for curve in curves:
+        points = [(row[column], row["held_out_loss"]) for row in curve]
+        axis.plot(*zip(*points, strict=True), color=color, lw=0.6, alpha=0.5)
+    points = list(zip(*curves, strict=False))
+    means = [[statistics.fmean(row[key] for row in point) for point in points] for key in (column, "held_out_loss")]
+    axis.plot(*means, color=color, lw=2, marker="o", ms=3, label=label)
+
+
+def _rates(runs: list[Run], colors: dict[str, tuple], path: Path) -> Path:
+    figure, axis = plt.subplots(figsize=(7, 4.5))
+    swept = sorted((run for run in runs if run.job.seed == SWEEP_SEED), key=lambda run: run.job.rate)
+    finite = [run.final for run in swept if math.isfinite(run.final)]
+    top = min(max(finite), min(finite) + 1) + 0.1 if finite else 1.0
+    for method in METHODS:
+        ours = [run for run in swept if run.job.method == method]
+        if not ours:
+            continue
+        rates = [run.job.rate for run in ours]
+        axis.plot(rates, [run.final for run in ours], color=colors[method], marker="o", label=method)
+        diverged = [run.job.rate for run in ours if math.isinf(run.final)]
+        axis.plot(diverged, [top] * len(diverged), color=colors[method], marker="x", ls="", clip_on=False)
+    axis.set(xscale="log", xlabel="peak learning rate", ylabel="held-out loss at the end [nats per byte]")
+    axis.set(title=f"{runs[0].job.task}: sweep on seed {SWEEP_SEED}, x: diverged")
+    axis.set_ylim(top=top)
+    axis.grid(alpha=0.3, which="both")
+    axis.legend()
+    return _save(figure, path)
+
+
+def _save(figure, path: Path) -> Path:
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+    plt.close(figure)
+    return path

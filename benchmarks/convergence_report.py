@@ -1,0 +1,171 @@
+"""Tables of the convergence benchmark, from the runs on disk: best rates, steps and seconds to AdamW's loss, cost."""
+
+import csv
+import math
+import statistics
+from pathlib import Path
+
+from benchmarks.convergence_methods import METHODS
+from benchmarks.convergence_plots import draw
+from benchmarks.convergence_results import SWEEP_SEED, Run, best_rate, read_all
+
+BASE = "adamw"
+TOLERANCE = 0.05
+
+
+def report(out: Path) -> str:
+    """Write summary.csv and plots into the folder and a markdown file beside it; returns the markdown."""
+    runs = read_all(out)
+    rows = summarise(runs)
+    if not rows:
+        return f"no finished runs in {out}"
+    with open(out / "summary.csv", "w", newline="") as file:
+        table = csv.DictWriter(file, rows[0])
+        table.writeheader()
+        table.writerows(rows)
+    plots = draw(runs, best_runs(runs), out)
+    text = markdown(rows, [f"{out.name}/{plot.name}" for plot in plots])
+    (out.parent / f"{out.name}.md").write_text(text)
+    return text
+
+
+def best_runs(runs: list[Run]) -> dict[tuple[str, str], dict[int, Run]]:
+    """(task, method) -> seed -> run at the rate that was best in the sweep; none if every rate diverged."""
+    found = {}
+    order = list(METHODS)
+    pairs = {(run.job.task, run.job.method) for run in runs}
+    for task, method in sorted(pairs, key=lambda pair: (pair[0], order.index(pair[1]))):
+        losses = {rate: run.final for rate, run in swept(runs, task, method).items()}
+        ours = [run for run in runs if (run.job.task, run.job.method) == (task, method)]
+        rate = best_rate(losses)
+        found[task, method] = {run.job.seed: run for run in ours if rate is not None and run.job.rate == rate}
+    return found
+
+
+def swept(runs: list[Run], task: str, method: str) -> dict[float, Run]:
+    """Rate -> run, rates ascending."""
+    jobs = {(run.job.task, run.job.method, run.job.seed, run.job.rate): run for run in runs}
+    return {key[3]: jobs[key] for key in sorted(jobs) if key[:3] == (task, method, SWEEP_SEED)}
+
+
+def crossing(run: Run, target: float, column: str) -> float | None:
+    """Where the held-out curve first reaches a loss, linear between evaluations; None if it never does."""
+    before = None
+    for row in run.held_out():
+        if row["held_out_loss"] <= target:
+            if before is None:
+                return row[column]
+            part = (before["held_out_loss"] - target) / (before["held_out_loss"] - row["held_out_loss"])
+            return before[column] + part * (row[column] - before[column])
+        before = row
+    return None
+
+
+def good_rates(losses: dict[float, float]) -> list[float]:
+    """The rates around the best, without a gap, whose loss is within 5 % of its."""
+    best, rates = best_rate(losses), sorted(losses)
+    if best is None:
+        return []
+    low = high = rates.index(best)
+    good = [losses[rate] <= (1 + TOLERANCE) * losses[best] for rate in rates]
+    while low > 0 and good[low - 1]:
+        low -= 1
+    while high + 1 < len(rates) and good[high + 1]:
+        high += 1
+    return rates[low : high + 1]
+
+
+def summarise(runs: list[Run]) -> list[dict[str, object]]:
+    """A row for every task and method; an empty string is a number that there is not."""
+    best = best_runs(runs)
+    return [_row(task, method, found, best.get((task, BASE), {}), runs) for (task, method), found in best.items()]
+
+
+def _row(task: str, method: str, found: dict[int, Run], base: dict[int, Run], runs: list[Run]) -> dict[str, object]:
+    finals = [run.final for run in found.values()]
+    against = [(run, base[seed]) for seed, run in found.items() if seed in base and math.isfinite(base[seed].final)]
+    steps, seconds, fractions = [], [], []
+    for run, other in against:
+        step = crossing(run, other.final, "step")
+        if step is not None:
+            steps.append(step)
+            fractions.append(step / other.rows[-1]["step"])
+            seconds.append(crossing(run, other.final, "seconds") / other.rows[-1]["seconds"])
+    times = [second for run in found.values() for second in run.step_seconds]
+    ratios = [statistics.fmean(run.step_seconds) / statistics.fmean(other.step_seconds) for run, other in against]
+    losses = {rate: run.final for rate, run in swept(runs, task, method).items()}
+    good = good_rates(losses)
+    return {
+        "task": task,
+        "method": method,
+        "rate": next(iter(found.values())).job.rate if found else "",
+        "seeds": len(found),
+        "final_mean": _of(statistics.fmean, finals),
+        "final_min": _of(min, finals),
+        "final_max": _of(max, finals),
+        "compared": len(against),
+        "reached": len(steps),
+        "steps_to_adamw": _of(statistics.fmean, steps),
+        "steps_fraction": _of(statistics.fmean, fractions),
+        "steps_fraction_min": _of(min, fractions),
+        "steps_fraction_max": _of(max, fractions),
+        "seconds_fraction": _of(statistics.fmean, seconds),
+        "seconds_fraction_min": _of(min, seconds),
+        "seconds_fraction_max": _of(max, seconds),
+        "step_seconds_median": _of(statistics.median, times),
+        "step_seconds_mean": _of(statistics.fmean, times),
+        "overhead": _of(statistics.fmean, ratios),
+        "good_rate_low": _of(min, good),
+        "good_rate_high": _of(max, good),
+        "good_rates_at_edge": int(bool(good) and (good[0] == min(losses) or good[-1] == max(losses))),
+        "rates": len(losses),
+        "diverged_rates": " ".join(f"{rate:g}" for rate, loss in losses.items() if math.isinf(loss)),
+    }
+
+
+def _of(function, values: list[float]) -> float | str:
+    return function(values) if values else ""
+
+
+def markdown(rows: list[dict], plots: list[str]) -> str:
+    """The tables, one a task, as a page."""
+    header = ["method", "best rate", "held-out loss at the end", "steps to AdamW's", "of AdamW's steps",
+              "of AdamW's seconds", "ms a step, median / mean", "mean step to AdamW's",
+              "rates within 5 %", "diverged"]  # fmt: skip
+    lines = ["# Convergence", "", "From benchmarks/convergence.py; what the columns mean is below.", ""]
+    for task in dict.fromkeys(row["task"] for row in rows):
+        lines += [f"## {task}", "", "| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+        lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows if row["task"] == task]
+        lines += ["", *(f"![{plot}]({plot})" for plot in plots if Path(plot).name.startswith(f"{task}_")), ""]
+    return "\n".join(lines + NOTES)
+
+
+NOTES = [
+    "Loss: mean over seeds at the rate that was best on seed 0, smallest to largest in brackets. To AdamW's: where",
+    "the held-out curve first reaches the loss at which AdamW's run of the same seed ends, linear between evaluations,",
+    "mean over the seeds that reach it (their number if not all do). Seconds are of training only. A range of rates",
+    "with * ends at an end of the sweep, so it may be wider.",
+    "",
+]
+
+
+def _cells(row: dict) -> list[str]:
+    if not row["seeds"]:
+        return [row["method"], "all diverged", *[""] * 7, row["diverged_rates"]]
+
+    def spread(name: str, digits: int) -> str:
+        mean, low, high = (row[name + end] for end in ("", "_min", "_max"))
+        return f"{mean:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+    if not row["compared"]:
+        reached = ["", "", ""]
+    elif not row["reached"]:
+        reached = ["not reached"] * 3
+    else:
+        part = "" if row["reached"] == row["compared"] else f", {row['reached']} of {row['compared']} seeds"
+        reached = [f"{row['steps_to_adamw']:.0f}{part}", spread("steps_fraction", 2), spread("seconds_fraction", 2)]
+    loss = f"{row['final_mean']:.3f} ({row['final_min']:.3f} to {row['final_max']:.3f})"
+    times = f"{1000 * row['step_seconds_median']:.0f} / {1000 * row['step_seconds_mean']:.0f}"
+    overhead = f"{row['overhead']:.2f}" if row["compared"] else ""
+    good = f"{row['good_rate_low']:g} to {row['good_rate_high']:g}{'*' if row['good_rates_at_edge'] else ''}"
+    return [row["method"], f"{row['rate']:g}", loss, *reached, times, overhead, good, row["diverged_rates"]]

@@ -1,0 +1,137 @@
+"""A worker of the convergence benchmark: one process, one core, one thread, a new engine for every run."""
+
+import contextlib
+import functools
+import gc
+import io
+import itertools
+import os
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict
+from multiprocessing import parent_process
+from pathlib import Path
+
+import torch
+
+from benchmarks.convergence_methods import deepspeed_config
+from benchmarks.convergence_results import Job, Run, is_diverged, read, write
+from benchmarks.convergence_tasks import TASKS
+from examples import text
+
+EVALUATION_INTERVAL = 10
+ENVIRONMENT = {
+    "TORCH_COMPILE_DISABLE": "1",  # Muon compiles its kernels: two minutes in the first step, and no faster on a CPU
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_SIZE": "1",
+}
+
+
+def start(counter) -> None:
+    """Pin this process to a core of its own and start DeepSpeed in it."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    with counter.get_lock():
+        index, counter.value = counter.value, counter.value + 1
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[index % len(cores)]})
+    os.environ.update(ENVIRONMENT)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed  # here, so that it sees this environment, and the parent need not wait for it
+    from deepspeed.accelerator import get_accelerator
+
+    deepspeed.utils.logger.setLevel("ERROR")
+    backend = "gloo" if get_accelerator().device_name() == "cpu" else get_accelerator().communication_backend_name()
+    if backend == "gloo":  # DeepSpeed would compile it, and a killed build blocks all later runs
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    deepspeed.init_distributed(backend)
+
+
+def _end_with_parent() -> None:
+    parent_process().join()
+    os._exit(1)
+
+
+def run(job: Job, out: Path, steps: int, stage: int, data: str | None) -> Run:
+    """Train, write the csv, and return what it holds."""
+    task = TASKS[job.task]
+    corpus = corpus_of(data, task.model.context)
+    config = deepspeed_config(job.method, job.rate, rows=task.rows, steps=steps, stage=stage)
+    engine = build(task.build(job.seed), config)
+    batches = (task.batch(corpus, job.seed, step) for step in itertools.count())
+    try:
+        write(job.path(out), train(engine, batches, task.held_out(corpus), steps))
+    finally:
+        engine.destroy()
+        del engine
+        gc.collect()
+    return read(job, out)
+
+
+corpus_of = functools.cache(text.load)
+
+
+def settings(task: str, method: str, steps: int, stage: int, data: str | None) -> dict:
+    """All that runs of a method share, K-FAC's defaults included."""
+    from ds_kfac.config import parse
+
+    model, rows = TASKS[task].model, TASKS[task].rows
+    config = deepspeed_config(method, 1.0, rows=rows, steps=steps, stage=stage)
+    found = {"config at rate 1": config, "model": asdict(model), "data": corpus_of(data, model.context).name}
+    if "kfac" in config:
+        found["kfac with defaults"] = parse(config["kfac"]).model_dump()
+    return found
+
+
+def build(model, config: dict):
+    """An engine, silently; matrices decay, the rest does not."""
+    import ds_kfac
+
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim == 2]},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    with contextlib.redirect_stdout(io.StringIO()):
+        return ds_kfac.initialize(model=model, model_parameters=groups, config=config)[0]
+
+
+def train(engine, batches: Iterator[tuple], held_out: list[tuple], steps: int) -> Iterator[dict]:
+    """A row for every step, up to the one whose loss says that the run diverged."""
+    from deepspeed.accelerator import get_accelerator
+
+    seconds, first = 0.0, None
+    for step in range(1, steps + 1):
+        x, y = next(batches)
+        begin = time.perf_counter()
+        loss = engine(x.to(engine.device), y.to(engine.device))
+        value = float(loss)
+        first = value if first is None else first
+        diverged = is_diverged(value, first)
+        if not diverged:
+            engine.backward(loss)
+            engine.step()
+            get_accelerator().synchronize()
+        elapsed = time.perf_counter() - begin
+        seconds += elapsed
+        row = {"step": step, "seconds": seconds, "loss": value, "step_seconds": elapsed}
+        if not diverged and (step % EVALUATION_INTERVAL == 0 or step == steps):
+            row["held_out_loss"] = evaluate(engine, held_out)
+        yield row
+        if diverged:
+            return
+
+
+def evaluate(engine, held_out: list[tuple]) -> float:
+    engine.eval()
+    with torch.no_grad():
+        losses = [float(engine(x.to(engine.device), y.to(engine.device))) for x, y in held_out]
+    engine.train()
+    return sum(losses) / len(losses)

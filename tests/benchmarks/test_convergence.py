@@ -1,0 +1,197 @@
+"""The convergence benchmark: the whole command on a tiny model, and its numbers on curves made by hand."""
+
+import csv
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks import convergence, convergence_report, convergence_run
+from benchmarks.convergence_methods import METHODS, RATES, deepspeed_config
+from benchmarks.convergence_results import COLUMNS, Job, check_settings, next_rate, read, read_all, write
+from benchmarks.convergence_tasks import IGNORED, MASK, TASKS
+from examples.gpt import GPTConfig
+from examples.text import load
+
+INFINITE = math.inf
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with convergence.make_pool(1) as pool:
+        yield pool
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs" for i in range(3000)))
+    return path
+
+
+@pytest.mark.distributed
+def test_the_command_sweeps_finishes_reports_and_keeps_what_is_there(tmp_path, corpus, pool, capsys):
+    out = tmp_path / "results"
+    argv = ["--tasks", "tiny", "--methods", "adamw", "muon", "kfac_adamw", "--rates", "0.004", "1e30", "--seeds", "0",
+            "1", "--data", str(corpus), "--out", str(out)]  # fmt: skip
+    (out / "tiny").mkdir(parents=True)
+    (out / "tiny/adamw_lr0.004_seed0.partial").write_text("step,seconds\n1,")  # of a killed run
+    assert convergence.main(argv, pool) == 0
+    runs = {run.job: run for run in read_all(out)}
+    for method in ("adamw", "muon", "kfac_adamw"):
+        first = runs[Job("tiny", method, 0.004, 0)]
+        assert first.rows[0]["loss"] == runs[Job("tiny", "adamw", 0.004, 0)].rows[0]["loss"], "another initialisation"
+        assert [row["step"] for row in first.rows] == [1, 2, 3] and 4 < first.final < 6
+        assert first.rows[-1]["seconds"] == pytest.approx(sum(first.step_seconds))
+        assert runs[Job("tiny", method, 1e30, 0)].diverged and len(runs[Job("tiny", method, 1e30, 0)].rows) == 3
+        assert Job("tiny", method, 0.002, 0) in runs, "the best rate was the lowest and nothing below was tried"
+        assert {job.seed for job in runs if job.method == method} == {0, 1}
+    for file in ("summary.csv", "tiny_loss.png", "tiny_rates.png", "../results.md", "tiny/muon.json"):
+        assert (out / file).stat().st_size > 0
+    assert not list(out.rglob("*.partial"))
+    capsys.readouterr()
+    assert convergence.main([*argv, "--steps", "5"], pool) == 2
+    assert "other settings (config at rate 1)" in capsys.readouterr().err
+
+
+def test_only_a_finished_run_is_taken_as_one(tmp_path):
+    job = Job("tiny", "adamw", 0.001, 0)
+
+    def killed():
+        yield {"step": 1, "seconds": 0.1, "loss": 5.0, "step_seconds": 0.1}
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(job.path(tmp_path), killed())
+    assert read_all(tmp_path) == [] and not job.path(tmp_path).exists()
+    assert job.path(tmp_path).with_suffix(".partial").exists()
+
+
+def muon_step() -> dict[str, list[float]]:
+    """Singular values of every matrix's first update over the learning rate."""
+    import torch
+
+    rate, task = 0.02, TASKS["tiny"]
+    config = deepspeed_config("muon", rate, rows=2, steps=3, stage=0)
+    del config["scheduler"], config["optimizer"]["params"]["weight_decay"]  # its first step has rate 0
+    engine = convergence_run.build(task.build(0), config)
+    before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    x = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
+    engine.backward(engine(x, x))
+    engine.step()
+    updates = {name: (before[name] - p.detach()) / rate for name, p in engine.module.named_parameters()}
+    return {name: torch.linalg.svdvals(update).tolist() for name, update in updates.items() if update.ndim == 2}
+
+
+@pytest.mark.distributed
+def test_muon_orthogonalises_hidden_matrices_and_no_others(pool):
+    values = pool.submit(muon_step).result()
+    hidden = [name for name in values if name.startswith("blocks.")]
+    assert len(hidden) == 5 and set(values) - set(hidden) == {
+        "embed_bytes.weight", "embed_positions.weight", "lm_head.weight"
+    }  # fmt: skip
+    for name, found in values.items():
+        low, high = found[len(found) // 2], found[0]  # the smallest values take more than five iterations
+        orthogonal = 0.5 < low and high < 1.3 * 3**0.5  # tall matrices are scaled by the root of their sides' ratio
+        assert orthogonal == (name in hidden), (name, found)
+
+
+def test_every_method_has_rates_and_a_config_at_the_rate():
+    assert set(RATES) == set(METHODS)
+    for method, rates in RATES.items():
+        assert len(rates) >= 4 and all(b == 2 * a for a, b in itertools.pairwise(rates))
+        config = deepspeed_config(method, 0.5, rows=2, steps=300, stage=2)
+        assert 0.5 in (config["optimizer"]["params"].get(key) for key in ("lr", "muon_lr"))
+        schedule = config["scheduler"]["params"]
+        assert (schedule["total_num_steps"], schedule["warmup_num_steps"]) == (300, 21)
+        assert ("kfac" in config) == method.startswith("kfac")
+
+
+def test_masked_bytes_are_the_labels_and_batches_depend_on_seed_and_step(corpus):
+    text = load(str(corpus), 16)
+    task = type(TASKS["mlm"])(GPTConfig(context=16, causal=False), rows=400, steps=1)
+    tokens, labels = task.batch(text, 0, 0)
+    masked = labels != IGNORED
+    assert ((tokens == MASK) == masked).all() and 0.13 < masked.float().mean() < 0.17
+    assert (labels[masked] < 128).all()
+    again, other, later = task.batch(text, 0, 0)[0], task.batch(text, 1, 0)[0], task.batch(text, 0, 1)[0]
+    assert (tokens == again).all() and (tokens != other).any() and (tokens != later).any()
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ({1.0: 3, 2.0: 2, 4.0: 3, 8.0: 4}, None),
+        ({1.0: 2, 2.0: 3, 4.0: 4, 8.0: 4}, 0.5),
+        ({1.0: 5, 2.0: 4, 4.0: 3, 8.0: 2}, 16.0),
+        ({1.0: 5, 2.0: 4, 4.0: 3, 8.0: 2, 16.0: INFINITE}, None),
+        (dict.fromkeys([1.0, 2.0, 4.0, 8.0], INFINITE), 0.5),
+        ({1.0: 9, 2.0: 8, 4.0: 7, 8.0: 6, 16.0: 5, 32.0: 4, 64.0: 3}, None),  # three more are enough
+    ],
+)
+def test_a_sweep_goes_on_while_the_best_is_at_an_edge(losses, expected):
+    assert next_rate(losses, started_with=4) == expected
+
+
+def make_run(out: Path, method: str, seed: int, held_out: dict[int, float], seconds: float, *, rate=0.001, last=5.0):
+    """A run of 40 steps with held-out losses at some of them."""
+    steps = range(1, 41)
+    rows = [{"step": n, "seconds": n * seconds, "loss": 5.0, "step_seconds": seconds} for n in steps]
+    for step, loss in held_out.items():
+        rows[step - 1]["held_out_loss"] = loss
+    rows[-1]["loss"] = last
+    write(Job("gpt_small", method, rate, seed).path(out), rows)
+
+
+def test_the_report_on_curves_made_by_hand(tmp_path):
+    make_run(tmp_path, "adamw", 0, {10: 4.0, 20: 3.0, 30: 2.5, 40: 2.0}, 0.1)
+    make_run(tmp_path, "adamw", 0, {40: 2.1}, 0.1, rate=0.002)  # within 5 %
+    make_run(tmp_path, "adamw", 0, {40: 2.2}, 0.1, rate=0.004)
+    make_run(tmp_path, "adamw", 0, {40: 2.0}, 0.1, rate=0.008, last=8.0)  # diverged
+    make_run(tmp_path, "adamw", 1, {10: 4.0, 20: 3.0, 30: 2.5, 40: 2.4}, 0.1)
+    make_run(tmp_path, "muon", 0, {10: 3.0, 20: 2.5, 30: 2.2, 40: 2.1}, 0.15)
+    make_run(tmp_path, "muon", 1, {10: 3.0, 20: 2.6, 30: 2.2, 40: 2.1}, 0.15)
+    make_run(tmp_path, "kfac_sgd", 0, {40: 2.0}, 0.2, last=math.nan)
+    make_run(tmp_path, "kfac_adamw", 0, {10: 1.9, 20: 1.8, 30: 1.8, 40: 1.7}, 0.2)
+    make_run(tmp_path, "kfac_adamw", 1, {10: 2.5, 20: 2.3, 30: 1.8, 40: 1.7}, 0.2)
+    text = convergence_report.report(tmp_path)
+    with open(tmp_path / "summary.csv", newline="") as file:
+        rows = {row["method"]: row for row in csv.DictReader(file)}
+
+    def numbers(method: str, *names: str) -> list[float]:
+        return [float(rows[method][name]) for name in names]
+
+    assert numbers("adamw", "rate", "seeds", "final_mean", "final_min", "final_max") == [0.001, 2, 2.2, 2.0, 2.4]
+    assert numbers("adamw", "good_rate_low", "good_rate_high", "good_rates_at_edge") == [0.001, 0.002, 1]
+    assert rows["adamw"]["diverged_rates"] == "0.008" and numbers("adamw", "rates", "overhead") == [4, 1]
+    # muon: seed 0 ends above AdamW's 2.0; seed 1 reaches 2.4 half way between 2.6 at 20 and 2.2 at 30
+    assert numbers("muon", "compared", "reached") == [2, 1]
+    assert numbers("muon", "steps_to_adamw", "steps_fraction") == pytest.approx([25, 25 / 40])
+    assert numbers("muon", "seconds_fraction", "overhead") == pytest.approx([25 * 0.15 / 4, 1.5])
+    assert numbers("muon", "step_seconds_median", "step_seconds_mean") == pytest.approx([0.15, 0.15])
+    assert rows["kfac_sgd"]["seeds"] == "0" and rows["kfac_sgd"]["rate"] == ""
+    # kfac_adamw: at the first evaluation; half way between 10 and 20
+    assert numbers("kfac_adamw", "steps_to_adamw", "steps_fraction_min") == pytest.approx([12.5, 10 / 40])
+    assert numbers("kfac_adamw", "steps_fraction_max", "seconds_fraction") == pytest.approx([15 / 40, 12.5 * 0.2 / 4])
+    lines = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("|")}
+    assert "25, 1 of 2 seeds | 0.63 (0.63 to 0.63) | 0.94" in lines["muon"] and "all diverged" in lines["kfac_sgd"]
+    assert list(lines)[2:] == ["adamw", "muon", "kfac_sgd", "kfac_adamw"]
+
+
+def test_a_loss_that_is_never_reached(tmp_path):
+    make_run(tmp_path, "adamw", 0, {20: 3.0, 40: 2.0}, 0.1)
+    make_run(tmp_path, "muon", 0, {20: 3.0, 40: 2.01}, 0.1)
+    run = read(Job("gpt_small", "muon", 0.001, 0), tmp_path)
+    assert convergence_report.crossing(run, 2.0, "step") is None
+    assert convergence_report.crossing(run, 2.505, "seconds") == pytest.approx(3.0)
+    assert "not reached" in convergence_report.report(tmp_path)
+
+
+def test_runs_of_other_settings_are_refused(tmp_path):
+    check_settings(tmp_path, "tiny", "adamw", {"model": 1})
+    check_settings(tmp_path, "tiny", "adamw", {"model": 2})  # nothing was made with the first
+    write(tmp_path / "tiny/adamw_lr0.001_seed0.csv", [dict.fromkeys(COLUMNS, 1.0)])
+    check_settings(tmp_path, "tiny", "adamw", {"model": 2})
+    with pytest.raises(ValueError, match="other settings \\(model\\)"):
+        check_settings(tmp_path, "tiny", "adamw", {"model": 3})
