@@ -126,7 +126,7 @@ def reference(
     work = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
     for p in work.parameters():
         p.grad_dtype = torch.float32
-    kfac = ReferenceKFAC(work, **reference_options({**KFAC, **mode.kfac}))
+    kfac = ReferenceKFAC(work, **reference_options(kfac_config or {**KFAC, **mode.kfac}))
     # stage 0 fp16 divides by a loss scale it never multiplied by (deepspeed PR 8393); we follow
     divisor = 2.0**8 if mode.dtype == "fp16" and mode.stage == 0 else 1.0
     step = ReferenceStep(mode, model, work, kfac)
@@ -136,6 +136,8 @@ def reference(
         with torch.autocast("cpu", getattr(torch, autocast_dtype or "bfloat16"), enabled=autocast_dtype is not None):
             loss = cross_entropy(work(x.to(dtype)), y)
         loss.backward()
+        if before_step:
+            before_step(kfac, index)
         step(divisor)
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
