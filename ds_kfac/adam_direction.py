@@ -3,15 +3,18 @@
     R = Q_G^T dW Q_A             the clipped, unscaled gradient, rotated
     m <- b1 m + (1 - b1) R       v <- b2 v + (1 - b2) R^2
     U = Q_G [ (m / (1 - b1^k)) / (sqrt(v / (1 - b2^k)) + eps) ] Q_A^T
+    U <- rms sqrt(O I) X / |X|, X = the orthogonal factor of U                (``adam.orthogonalize``)
     W <- W - lr (U + weight_decay W)                                          (in adamw.py)
 
 The second moment is that of SOAP (Vyas et al. 2024, arXiv:2409.11321); the eigenbasis is K-FAC's instead of Shampoo's.
+The orthogonal factor is Muon's (Jordan et al. 2024), there of plain momentum.
 
 U travels where the gradient was. DeepSpeed will take the norm of all gradients, report it, clip by it and look for
 overflow; so the directions are put there at the norm that the layers' gradients have together, and the optimizer is
 told the factor. DeepSpeed then sees the norm of the raw gradients, as it would with AdamW.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +26,7 @@ from ds_kfac.config import KFACConfig
 from ds_kfac.direction import Local, Now
 from ds_kfac.layer_state import LayerState
 from ds_kfac.layers.base import LayerSpec
+from ds_kfac.orthogonal import orthogonalized
 from ds_kfac.preconditioner import finite_or
 from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
@@ -45,6 +49,12 @@ class AdamDirection:
     def needs_norm(self) -> bool:
         """Of the gradients, because Adam's moments are those of clipped ones."""
         return bool(self.layout.engine.gradient_clipping())
+
+    def orthogonalizes(self, layer: LayerSpec) -> bool:
+        """Whether a layer's direction is orthogonalized."""
+        options = self.config.adam
+        dense = layer.A.kind == layer.G.kind == "dense"
+        return options.orthogonalize and dense and not any(re.search(p, layer.name) for p in options.except_layers)
 
     def local(self, now: Now, gradients: Mapping[str, Tensor], states: Mapping[str, LayerState]) -> Local:
         device = self.exchange.device
@@ -79,5 +89,8 @@ class AdamDirection:
         betas, eps = tuple(group["betas"]), group["eps"]
         rotated = gradient if state.basis is None else state.basis.rotate(gradient)
         adam = state.adam.folded(rotated, betas=betas, usable=torch.isfinite(rotated).all())
-        direction = adam.direction(betas=betas, eps=eps)
+        options = self.config.adam
+        direction = adam.direction(rotated, betas=betas, eps=eps, nesterov=options.nesterov)
+        if self.orthogonalizes(layer):  # does not care for rotations: the same before and after
+            direction = orthogonalized(direction, rms=options.rms)
         return replace(state, adam=adam), direction if state.basis is None else state.basis.restore(direction)

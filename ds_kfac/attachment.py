@@ -16,10 +16,13 @@ from deepspeed.utils import logger
 
 from ds_kfac import checkpoint
 from ds_kfac.adamw import FLAG, KFACAdamWStep
+from ds_kfac.batch_info import ReadBatch
 from ds_kfac.config import KFACConfig
+from ds_kfac.loss_sampling import LossSampling
 from ds_kfac.metrics import Metrics
 from ds_kfac.optimizer import KFACOptimizer, Target
 from ds_kfac.report import attach_report
+from ds_kfac.sampling import Sampler
 from ds_kfac.scan import scan
 from ds_kfac.zero.exchange import parameter_names
 from ds_kfac.zero.layout import scaler_scale
@@ -56,6 +59,7 @@ class Attachment:
         check_groups(target)
         self.optimizer = KFACOptimizer(target, config)
         self._active, self._warned = True, False
+        self.sampling = LossSampling(self.optimizer, engine) if config.factor.fisher == "monte_carlo" else None
         try:
             self_test(target.layout, self.optimizer.exchange.owners)
         except Exception:
@@ -75,11 +79,40 @@ class Attachment:
     def metrics(self) -> Metrics:
         return self.optimizer.metrics
 
+    @property
+    def read_batch(self) -> ReadBatch:
+        """Tells which rows of a batch count and how many loss terms it has; set your own function."""
+        return self.optimizer.capture.read_batch
+
+    @read_batch.setter
+    def read_batch(self, function: ReadBatch) -> None:
+        self.optimizer.capture.read_batch = function
+
+    @property
+    def sampler(self) -> Sampler:
+        """Draws labels and forms the loss of a Monte-Carlo Fisher; set your own function."""
+        return self._sampling().sampler
+
+    @sampler.setter
+    def sampler(self, function: Sampler) -> None:
+        self._sampling().sampler = function
+
+    def sample(self) -> None:
+        """Monte-Carlo Fisher without ``engine.backward``: call it between forward and ``loss.backward()``."""
+        self._sampling().sample()
+
+    def _sampling(self) -> LossSampling:
+        if self.sampling is None:
+            raise ValueError('ds_kfac: nothing is sampled; set "fisher": "monte_carlo" in kfac.factor')
+        return self.sampling
+
     def detach(self) -> None:
         """Restore the engine: remove hooks, wrappers and our process group. Call on every rank, between steps."""
         if not self._active:
             return
         self.optimizer.capture.remove()
+        if self.sampling is not None:
+            self.sampling.remove()
         self._active = False
         if isinstance(self.optimizer.target.inner, KFACAdamWStep):
             self.optimizer.target.inner.direction_scale = None
@@ -114,6 +147,8 @@ class Attachment:
         kfac, engine = self.optimizer, self.engine
         monitored = kfac.schedule.due(kfac.steps).capture and engine.monitor.enabled and engine.global_rank == 0
         self._warn_of_silent_layers()
+        if self.sampling is not None:
+            self.sampling.check()
         kfac.step()
         scaler = kfac.layout.grad_scaler
         scale = torch.as_tensor(scaler_scale(scaler) if scaler else 0.0).clone()
@@ -145,6 +180,9 @@ class Attachment:
         scale_wrt_gas = kwargs.get("scale_wrt_gas", args[1] if len(args) > 1 else True)
         # The caller who switches that off has divided by the micro-batches himself.
         divisor = 1 if scale_wrt_gas else self.engine.gradient_accumulation_steps()
+        if self.sampling is not None:
+            self.sampling.sample()
+            return original(loss, *args, **kwargs)
         hook = loss.register_hook(lambda seed: capture.begin_backward(seed.float() / divisor))
         try:
             return original(loss, *args, **kwargs)

@@ -46,7 +46,8 @@ class Call:
     """One call of a module whose output gradient is still to come.
 
     Attributes:
-        edge: where in the graph its output's gradient arrives.
+        edge: where in the graph its output's gradient arrives, maybe flattened.
+        shape: of the output, with its examples and positions.
         x: its input; kept only where it is needed with the gradient, so that checkpointing can free it.
         input_too: whether A is added with the gradient, because the call was a recomputation.
     """
@@ -56,6 +57,7 @@ class Call:
     module: nn.Module
     info: BatchInfo
     edge: GradientEdge
+    shape: torch.Size
     x: Tensor | None
     input_too: bool
 
@@ -168,7 +170,8 @@ class Capture:
             assert origin.grad_fn is not None  # output.requires_grad
             edge = GradientEdge(origin.grad_fn, origin.output_nr)
             input_too = recomputing and not kind.needs_gradients
-            call = Call(layer, index, module, self._info, edge, x if with_gradient else None, input_too)
+            x = x if with_gradient else None
+            call = Call(layer, index, module, self._info, edge, output.shape, x, input_too)
             if self.sampled:
                 self.pending.append(call)
             else:
@@ -206,7 +209,7 @@ class Capture:
         """
         use, sums = call.layer.uses[call.use], self._layer_sums(call.layer, call.use)
         seed = self._fallback_seed() if self._seed is None else self._seed
-        tensor_A, tensor_G = LAYERS[use.kind].gradient_rows(call.module, call.x, gradient)
+        tensor_A, tensor_G = LAYERS[use.kind].gradient_rows(call.module, call.x, gradient.view(call.shape))
         new_terms: Tensor | int = 0
         for tensor, side, sum_P in ((tensor_A, use.A, sums.A_P), (tensor_G, use.G, sums.G_P)):
             if tensor is None:

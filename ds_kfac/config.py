@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ds_kfac.config_blocks import (
+    AdamConfig,
     AssignmentConfig,
     Block,
     BurnInConfig,
@@ -43,6 +44,7 @@ class KFACConfig(Block):
     burn_in: BurnInConfig = BurnInConfig()
     damping: DampingConfig = DampingConfig()
     preconditioner: PreconditionerConfig = PreconditionerConfig()
+    adam: AdamConfig = AdamConfig()
     layers: LayersConfig = LayersConfig()
     padding: PaddingConfig = PaddingConfig()
     assignment: AssignmentConfig = AssignmentConfig()

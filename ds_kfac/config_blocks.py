@@ -129,6 +129,21 @@ class BurnInConfig(Block):
         return BurnIn(self.steps, self.update_interval, self.refresh_interval or 10 * self.update_interval)
 
 
+class AdamConfig(Block):
+    """The optimizer KFACAdamW; of no effect with others. Its lr, betas, eps and weight_decay are in the optimizer's
+    own block."""
+
+    orthogonalize: bool = True
+    """Replace the direction of a layer by its orthogonal factor (Newton-Schulz, as Muon), at a fixed size."""
+    except_layers: list[str] = ["embed", "head", "score", "classifier"]
+    """Regexes searched in layer names: these keep Adam's direction, as embeddings and heads do with Muon. Norms and
+    layers with a side that is not dense keep it as well."""
+    rms: float = Field(0.3, gt=0)
+    """Root mean square of an orthogonalized direction's entries: about that of Adam's, so rates carry over."""
+    nesterov: bool = True
+    """Look one step ahead in the first moment (NAdam)."""
+
+
 class LayersConfig(Block):
     """Which layers; Python regexes searched in module names."""
 

@@ -84,11 +84,22 @@ class AdamMoments:
             self.updates + usable.to(self.updates.dtype),
         )
 
-    def direction(self, *, betas: tuple[float, float], eps: float) -> Tensor:
-        """Adam's step before the learning rate, rotated: first / (sqrt(second) + eps), both bias-corrected."""
+    def direction(
+        self, rotated_OI: Tensor, *, betas: tuple[float, float], eps: float, nesterov: bool = False
+    ) -> Tensor:
+        """Adam's step before the learning rate, rotated: first / (sqrt(second) + eps), both bias-corrected.
+
+        Args:
+            rotated_OI: the gradient folded in last; with ``nesterov`` it is weighted as the next step's first moment
+                will weight it (NAdam, Dozat 2016).
+        """
         steps = self.updates.clamp(min=1)
         root = (self.second_OI / (1 - betas[1] ** steps)).sqrt_()
-        return (self.first_OI / (1 - betas[0] ** steps)).div_(root.add_(eps))
+        first = self.first_OI / (1 - betas[0] ** steps)
+        if nesterov:
+            ahead = self.first_OI * (betas[0] / (1 - betas[0] ** (steps + 1)))
+            first = ahead + rotated_OI * ((1 - betas[0]) / (1 - betas[0] ** steps))
+        return first.div_(root.add_(eps))
 
     def moved(self, overlap: LayerBasis, *, carry: bool) -> "AdamMoments":
         """After a refresh: the first moment is rotated into the new basis, the second kept or carried over."""

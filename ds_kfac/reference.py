@@ -9,7 +9,8 @@ For a layer W a with inputs a (a 1 appended for the bias) and per-term output gr
     K-FAC gradient                V = Q_G [R / (e + lambda)^exponent] Q_A^T,   e = beta alpha^T,
                                   or e = running mean of M R^2 (corrected, EKFAC)
                                   dW <- nu V, nu = min(1, sqrt(kl_clip / (lr^2 sum <V, dW>))); then any optimizer
-    KFACAdamW                     Adam on R: m, v; U = Q_G [m^ / (sqrt(v^) + eps)] Q_A^T; W <- W - lr (U + decay W)
+    KFACAdamW                     Adam on R: m, v; U = Q_G [m^ / (sqrt(v^) + eps)] Q_A^T, or its orthogonal factor;
+                                  W <- W - lr (U + decay W)
 
 autograd's gradient of a loss that is a mean over M terms is g / M, hence the factor M below.
 
@@ -31,7 +32,7 @@ class _Use:
     def __init__(self, owner: "ReferenceKFAC", module: Any) -> None:
         self.module, self.owner = module, owner
         self.pairs: list[tuple[Tensor, Tensor]] = []
-        self.outputs: list[tuple[Tensor, Tensor]] = []
+        self.outputs: list[tuple[Tensor, Tensor, torch.Size]] = []  # input, output, the output's shape
         module.register_forward_hook(self._capture)
 
     def _capture(self, module: Any, inputs: tuple, y: Tensor) -> None:
@@ -40,7 +41,7 @@ class _Use:
             base = y._base if y._base is not None else y
             x = inputs[0].detach()
             if self.owner.fisher == "monte_carlo":
-                self.outputs.append((x, base))
+                self.outputs.append((x, base, y.shape))
             else:
                 node: Any = base.grad_fn
                 node.register_prehook(lambda g: self.add(x, g[0].reshape(y.shape)))
@@ -67,7 +68,8 @@ class _Use:
         for a, g in self.pairs:
             mask = torch.ones(*a.shape[:2], 1) if owner.rows is None else owner.rows.reshape(*a.shape[:2], 1).float()
             if owner.sharing == "reduce":
-                a, g = (a * mask).sum(1) / mask.sum(1).clamp(min=1), (g * mask).sum(1)
+                inputs = isinstance(self.module, nn.Linear | nn.Embedding)
+                a, g = (a * mask).sum(1) / (mask.sum(1).clamp(min=1) if inputs else 1), (g * mask).sum(1)
                 counts = (mask.sum(1) > 0).float()
             else:
                 a, g, counts = (a * mask).flatten(0, 1), (g * mask).flatten(0, 1), mask.flatten(0, 1)
@@ -78,8 +80,6 @@ class _Use:
         a, g = torch.cat(rows_a), torch.cat(rows_g)
         if isinstance(self.module, nn.Linear | nn.Embedding):
             return a[:, :-1].T @ a[:, :-1] / a[:, -1].sum(), g.T @ g / terms, terms
-        if owner.sharing == "reduce":
-            raise NotImplementedError("sums over positions of a norm's rows")
         a = a[:, :-1] * (terms / seed)
         return a.T @ a / terms, torch.ones(1, 1), terms
 
@@ -137,6 +137,16 @@ def _blocks(C: Tensor, block: int) -> Tensor:
     return C * (index[:, None] == index[None, :])
 
 
+def _eigh(C: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors, block by block: of a diagonal or an identity the latter are the identity."""
+    parts = (
+        [torch.linalg.eigh(C[i : i + block, i : i + block]) for i in range(0, len(C), max(block, 1))] if block else []
+    )
+    if not parts:
+        return torch.ones(len(C)), torch.eye(len(C))
+    return torch.cat([e for e, _ in parts]).clamp(min=0), torch.block_diag(*(q for _, q in parts))
+
+
 class ReferenceKFAC:
     """See the module's docstring.
 
@@ -162,7 +172,10 @@ class ReferenceKFAC:
         self.layers: dict[str, _Layer] = {}
 
         def block(dim: int) -> int:
-            return dim if max_dim is None or dim <= max_dim else {"diagonal": 1, "identity": 0}[large]
+            if max_dim is None or dim <= max_dim:
+                return dim
+            parts = -(-dim // max_dim)
+            return {"blocks": -(-dim // parts), "diagonal": 1, "identity": 0}[large]
 
         named = {n: m for n, m in model.named_modules() if n not in exclude and getattr(m, "weight", None) is not None}
         heads = {id(m.weight): m for m in named.values() if isinstance(m, nn.Linear)}
@@ -193,11 +206,10 @@ class ReferenceKFAC:
         """Monte-Carlo Fisher: G from a loss on labels drawn from the model, before the true backward."""
         uses = [use for layer in self.layers.values() for use in layer.uses]
         outputs = [output for use in uses for output in use.outputs]
-        gradients = iter(torch.autograd.grad(loss, [y for _, y in outputs], retain_graph=True))
+        gradients = iter(torch.autograd.grad(loss, [y for _, y, _ in outputs], retain_graph=True))
         for use in uses:
-            for x, y in use.outputs:
-                g = next(gradients)
-                use.add(x, g if y.ndim > 2 or x.ndim == 2 else g.view(*x.shape[:-1], -1))
+            for x, _, shape in use.outputs:
+                use.add(x, next(gradients).view(shape))
             use.outputs.clear()
 
     def update(self, seed: float = 1.0) -> None:
@@ -212,7 +224,7 @@ class ReferenceKFAC:
         if self.steps % self.refresh_interval == 0:
             for layer in self.layers.values():
                 old = [Q for _, Q in layer.bases] or [torch.eye(len(C)) for C in layer.factors]
-                layer.bases = [(e.clamp(min=0), q) for e, q in map(torch.linalg.eigh, layer.factors)]
+                layer.bases = [_eigh(C, block) for C, block in zip(layer.factors, layer.blocks, strict=True)]
                 RA, RG = (new.T @ before for (_, new), before in zip(layer.bases, old, strict=True))
                 if isinstance(layer.m, Tensor):
                     layer.m = RG @ layer.m @ RA.T
@@ -247,14 +259,30 @@ class ReferenceKFAC:
         for name, layer in self.layers.items():
             layer.write(self.nu * results[name])
 
-    def adam(self, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, seed: float = 1.0) -> None:
-        """KFACAdamW: replace every layer's ``.grad``, unscaled and clipped, by Adam's direction in its eigenbasis."""
+    def adam(
+        self, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, *, seed: float = 1.0, nesterov=False,
+        orthogonal=(), rms=0.3,
+    ) -> None:  # fmt: skip
+        """KFACAdamW: replace every layer's ``.grad``, unscaled and clipped, by Adam's direction in its eigenbasis.
+
+        ``orthogonal`` names the layers whose direction is orthogonalized.
+        """
         self.update(seed)
-        for layer in self.layers.values():
+        for name, layer in self.layers.items():
             (_, QA), (_, QG) = layer.bases
             R = QG.T @ layer.matrix() @ QA
             layer.k += 1
             layer.m = betas[0] * layer.m + (1 - betas[0]) * R
             layer.v = betas[1] * layer.v + (1 - betas[1]) * R**2
             m, v = layer.m / (1 - betas[0] ** layer.k), layer.v / (1 - betas[1] ** layer.k)
-            layer.write(QG @ (m / (v.sqrt() + eps)) @ QA.T)
+            if nesterov:
+                m = betas[0] * layer.m / (1 - betas[0] ** (layer.k + 1)) + (1 - betas[0]) * R / (
+                    1 - betas[0] ** layer.k
+                )
+            U = QG @ (m / (v.sqrt() + eps)) @ QA.T
+            if name in orthogonal:
+                X = U / U.norm()
+                for _ in range(5):
+                    X = 3.4445 * X - 4.7750 * X @ X.T @ X + 2.0315 * X @ X.T @ X @ X.T @ X
+                U = rms * X / X.square().mean().sqrt()
+            layer.write(U)

@@ -76,7 +76,7 @@ def input_rows(x: Tensor, mask: Tensor | None, rule: RowRule, *, dim: int, turn:
     x = _positions(x.detach(), width=0 if indices else 1)
     mask = _fitting(mask, x)
     if rule.weight_sharing == "reduce":
-        return _mean_rows(_frequencies(x, dim) if indices else x, mask, rule, turn)
+        return _mean_rows(_one_hot(x, dim) if indices else x.float(), mask, rule, turn)
     if mask is not None:
         x = torch.where(mask.squeeze(-1), x, -1) if indices else x * mask
     flat = x.flatten(0, 1)
@@ -86,16 +86,13 @@ def input_rows(x: Tensor, mask: Tensor | None, rule: RowRule, *, dim: int, turn:
     return Rows(flat, counts, len(flat) if mask is None else counts.sum())
 
 
-def _frequencies(index_NT: Tensor, dim: int) -> Tensor:
-    """One-hot rows [N, 1, D] already averaged over positions; negative indices are left out."""
-    ones = (index_NT >= 0).float()
-    counts = torch.zeros(len(index_NT), dim, device=index_NT.device).scatter_add_(1, index_NT.clamp(min=0), ones)
-    return (counts / index_NT.shape[1]).unsqueeze(1)
+def _one_hot(index_NT: Tensor, dim: int) -> Tensor:
+    """[N, T, D]; a negative index gives zeros."""
+    return (index_NT.unsqueeze(-1) == torch.arange(dim, device=index_NT.device)).float()
 
 
 def _mean_rows(x_NTD: Tensor, mask: Tensor | None, rule: RowRule, turn: int) -> Rows:
-    x_NTD = x_NTD.float()
-    if mask is None or mask.shape[1] != x_NTD.shape[1]:
+    if mask is None:
         rows, counts = x_NTD.mean(dim=1), torch.ones(len(x_NTD), 1, device=x_NTD.device)
     else:
         positions = mask.sum(dim=1)

@@ -36,3 +36,40 @@ def make_batch(step: int, rows: int, tokens: int = 3) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 + step)
     x = torch.randn(rows, tokens, FEATURES, generator=generator)
     return x, torch.randint(CLASSES, (rows, tokens), generator=generator)
+
+
+VOCABULARY, TOKENS = 11, 3
+
+
+class TokenNet(nn.Module):
+    """Every layer type: embedding, LayerNorm, RMSNorm, linears; a head that may share the embedding's weight."""
+
+    tied = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 7)
+        self.norm = nn.LayerNorm(7)
+        self.up = nn.Linear(7, 13)
+        self.rms = nn.RMSNorm(13)
+        self.down = nn.Linear(13, 7, bias=False)
+        self.lm_head = nn.Linear(7, VOCABULARY, bias=False)
+        nn.init.normal_(self.embedding.weight, std=0.7)
+        if self.tied:
+            self.lm_head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        x = self.embedding(tokens)
+        h = self.down(torch.tanh(self.rms(self.up(self.norm(x)))))
+        context = torch.cumsum(x if attention_mask is None else x * attention_mask[..., None], dim=1)
+        return cross_entropy(self.lm_head(x + h + 0.3 * context), labels)
+
+
+class TiedNet(TokenNet):
+    tied = True
+
+
+def make_tokens(step: int, rows: int, tokens: int = TOKENS) -> tuple[Tensor, Tensor]:
+    """The global batch of a step: tokens and labels, int64 [rows, tokens]."""
+    generator = torch.Generator().manual_seed(2000 + step)
+    return tuple(torch.randint(VOCABULARY, (2, rows, tokens), generator=generator))

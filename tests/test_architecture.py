@@ -7,7 +7,7 @@ PACKAGE = Path(__file__).parent.parent / "ds_kfac"
 # Lowest first; inside a floor, a file may import the files before it.
 FLOORS = [
     ["reference", "ops.reference", "ops.functional"],
-    ["side", "factor", "eigenbasis", "moments", "damping", "preconditioner"],
+    ["side", "factor", "eigenbasis", "moments", "damping", "orthogonal", "preconditioner"],
     [
         "layers.base", "layers.linear", "layers.conv1d", "layers.embedding", "layers.norm", "layers.registry", "scan",
         "batch_info", "rows", "capture", "sampling", "schedule", "layer_state",
@@ -19,7 +19,7 @@ FLOORS = [
     ],
     [
         "config_values", "config_errors", "config_blocks", "config", "metrics", "direction", "adam_direction",
-        "optimizer", "checkpoint", "report",
+        "optimizer", "loss_sampling", "checkpoint", "report",
     ],
     ["attachment", "optimizer_block", "engine", ""],
 ]  # fmt: skip

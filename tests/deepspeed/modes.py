@@ -33,6 +33,8 @@ class Mode:
     clip: float = CLIP
     adam: bool = False
     """KFACAdamW instead of the precision's optimizer."""
+    orthogonal: bool = False
+    """With orthogonalized directions and Nesterov's momentum."""
 
     @property
     def precision(self) -> str:
@@ -40,6 +42,10 @@ class Mode:
         return {"bfloat16": "bf16", "float16": "fp16"}.get(
             self.extra.get("torch_autocast", {}).get("dtype"), self.dtype
         )
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE["orthogonal" if self.orthogonal else self.precision]
 
     @property
     def optimizer(self) -> dict[str, Any]:
@@ -55,7 +61,7 @@ class Mode:
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "optimizer": self.optimizer,
-            "kfac": {**KFAC, **self.kfac},
+            "kfac": {**KFAC, "adam": {"orthogonalize": self.orthogonal, "nesterov": self.orthogonal}, **self.kfac},
             **copy.deepcopy(self.extra),
         }
         if self.dtype in ("bf16", "fp16"):
@@ -78,6 +84,7 @@ KFAC_ADAMW = {
     for precision, eps in (("fp32", 0.01), ("bf16", 0.1), ("fp16", 0.1))
 }
 TOLERANCE = {
+    "orthogonal": 1e-4,
     "fp32": 1e-5,  # sums in another order, through 4 steps of Adam
     "bf16": 1e-2,  # 2^-8 per rounding, on other micro-batches than the reference's
     "fp16": 2e-3,  # 2^-11 per rounding
@@ -151,7 +158,12 @@ AUTOCAST = [
     for dtype in ("bfloat16", "float16")
     for stage in (0, 1, 2, 3)
 ]  # fmt: skip
-# DeepSpeed gives partial offload a second, plain AdamW: refused
-ADAM = [replace(mode, name=f"adam-{mode.name}", adam=True, wrapper="") for mode in MODES if "half" not in mode.name]
+# DeepSpeed gives partial offload a second, plain AdamW: refused. Every other one orthogonalized, in fp32 only: it
+# lifts small singular values up to the large ones, and their rounding with them.
+ADAM = [
+    replace(mode, name=f"adam-{mode.name}", adam=True, wrapper="", orthogonal=index % 2 == 1 and mode.dtype == "fp32")
+    for index, mode in enumerate(MODES)
+    if "half" not in mode.name
+]
 ADAM_AUTOCAST = [replace(mode, name=f"adam-{mode.name}", adam=True) for mode in AUTOCAST]
 BY_NAME = {mode.name: mode for mode in MODES + AUTOCAST + ADAM + ADAM_AUTOCAST}

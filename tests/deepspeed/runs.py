@@ -180,7 +180,8 @@ class ReferenceStep:
             self.ours = {id(master) for master, p in pairs if id(p) in mine}
         rest = [{**g, "params": [p for p in g["params"] if id(p) not in self.ours]} for g in self.groups]
         kind = torch.optim.AdamW if mode.adam else getattr(torch.optim, mode.optimizer["type"])
-        self.optimizer = kind([g for g in rest if g["params"]], **options)
+        spare = torch.nn.Parameter(torch.zeros(1))  # torch wants at least one parameter
+        self.optimizer = kind([g for g in rest if g["params"]] or [spare], **options)
         if mode.adam and mode.stage == 0 and mode.dtype != "fp32":
             # these wrappers have stepped once with zero gradients; ``initial`` was read after it
             with torch.no_grad():
@@ -202,7 +203,10 @@ class ReferenceStep:
         if self.mode.adam:
             for master, p in zip(masters, params, strict=True):
                 p.grad = master.grad
-            self.kfac.adam(tuple(self.options["betas"]), self.options["eps"])
+            orthogonal = [name for name in self.kfac.layers if self.mode.orthogonal and name != "head"]
+            self.kfac.adam(
+                tuple(self.options["betas"]), self.options["eps"], nesterov=self.mode.orthogonal, orthogonal=orthogonal
+            )
             for master, p in zip(masters, params, strict=True):
                 master.grad = p.grad
         self._step()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.deepspeed.modes import ADAM, ADAM_AUTOCAST, AUTOCAST, BY_NAME, MODES, TOLERANCE
+from tests.deepspeed.modes import ADAM, ADAM_AUTOCAST, AUTOCAST, BY_NAME, MODES
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -14,8 +14,8 @@ def check(results: dict) -> None:
     for (name, accumulation), result in results.items():
         mode = BY_NAME[name]
         case = f"{name} accumulation {accumulation}"
-        if not result["difference"] <= TOLERANCE[mode.precision]:
-            wrong.append(f"{case}: differs by {result['difference']:.2e}, allowed {TOLERANCE[mode.precision]:.0e}")
+        if not result["difference"] <= mode.tolerance:
+            wrong.append(f"{case}: differs by {result['difference']:.2e}, allowed {mode.tolerance:.0e}")
         if mode.wrapper and result["wrapper"] != mode.wrapper:
             wrong.append(f"{case}: DeepSpeed took {result['wrapper']}, the test meant {mode.wrapper}")
         if result["counts"]["factor_updates"] != 4 or result["counts"].get("skipped_steps"):

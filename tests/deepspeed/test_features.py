@@ -1,0 +1,148 @@
+"""Fisher kinds, layer types, sides, padding, moments: each trains like ds_kfac/reference.py, in ZeRO 0, 2 and 3."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from ds_kfac.reference import ReferenceKFAC
+from tests.deepspeed.modes import BY_NAME, KFAC
+from tests.deepspeed.runs import ReferenceStep, build, difference, reference_options, weights
+from tests.models import TiedNet, TokenNet, make_net, make_tokens
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+STEPS, ROWS, ACCUMULATION = 4, 4, 2
+ALL = ["Linear", "Embedding", "LayerNorm", "RMSNorm", "Tied"]
+TYPES = {"layers": {"types": ALL}}
+CORRECTED = {"eigenvalues": "corrected", "second_moment_decay": 0.9, "kl_clip": 0.001}
+
+
+def case(model=TokenNet, *, adam=False, masked=False, **blocks):
+    """A row of the table: kfac blocks merged into the tests' own."""
+    kfac = {key: {**KFAC.get(key, {}), **blocks.get(key, {})} for key in {*KFAC, *blocks}}
+    return {"model": model, "adam": adam, "masked": masked, "kfac": kfac}
+
+
+CASES = {
+    "corrected": case(preconditioner=CORRECTED),
+    "corrected-half": case(preconditioner={**CORRECTED, "exponent": 0.5}, eigenbasis={"carry_moments": True}),
+    "half": case(preconditioner={"exponent": 0.5}),
+    "graft": case(preconditioner={"graft": "norm", "kl_clip": 0.0}),
+    "activations_only": case(factor={"fisher": "activations_only"}),
+    "monte_carlo": case(factor={"fisher": "monte_carlo", "prediction": "lm_head"}),
+    "monte_carlo-masked": case(factor={"fisher": "monte_carlo", "prediction": "lm_head"}, masked=True),
+    "reduce": case(factor={"weight_sharing": "reduce"}, **TYPES),
+    "reduce-masked": case(factor={"weight_sharing": "reduce"}, masked=True, **TYPES),
+    "masked": case(masked=True, **TYPES),
+    "all": case(**TYPES),
+    "tied": case(TiedNet, **TYPES),
+    "tied-masked": case(TiedNet, masked=True, **TYPES),
+    "tied-corrected": case(TiedNet, preconditioner=CORRECTED, **TYPES),
+    "blocks": case(factor={"max_dim": 8, "large_input": "blocks", "large_output": "blocks"}),
+    "diagonal": case(factor={"max_dim": 8}, **TYPES),
+    "identity": case(factor={"max_dim": 8, "large_input": "identity", "large_output": "identity"}),
+    "adam-all": case(adam=True, **TYPES),
+    "adam-tied": case(TiedNet, adam=True, **TYPES),
+    "adam-carry": case(adam=True, eigenbasis={"carry_moments": True}),
+    "adam-blocks": case(adam=True, factor={"max_dim": 8, "large_input": "blocks", "large_output": "blocks"}),
+    "adam-activations_only": case(adam=True, factor={"fisher": "activations_only"}),
+}
+
+
+def drawn(logits, labels):
+    """A sampler without chance: the label after the most likely one."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    losses = F.cross_entropy(flat, (flat.argmax(-1) + 1) % flat.shape[-1], reduction="none")
+    valid = (labels.reshape(-1) >= 0).float()
+    return (losses * valid).sum() / valid.sum()
+
+
+def batch(step: int, masked: bool, world: int):
+    """Tokens, labels and mask; each micro-batch has as many labels, or the mean over them would not be the whole's."""
+    tokens, labels = make_tokens(step, world * ACCUMULATION * ROWS)
+    mask = None
+    if masked:
+        mask = torch.ones_like(tokens)
+        mask[::4, 2] = 0
+        labels = labels.masked_fill(mask == 0, -100)
+        labels[1::4, 0] = -100
+    return tokens, labels, mask
+
+
+def expected_weights(name: str, mode, initial: dict, world: int) -> dict:
+    settings = CASES[name]
+    model = make_net(settings["model"])
+    model.load_state_dict(initial, strict=False)
+    kfac = ReferenceKFAC(model, **reference_options(mode.kfac))
+    logits = {}
+    model.lm_head.register_forward_hook(lambda module, x, y: logits.update(last=y))
+    step = ReferenceStep(mode, model, model, kfac)
+    for index in range(STEPS):
+        tokens, labels, mask = batch(index, settings["masked"], world)
+        valid = labels >= 0
+        kfac.rows = valid
+        kfac.terms = float(valid.any(1).sum() if kfac.sharing == "reduce" else valid.sum())
+        loss = model(tokens, labels, mask)
+        if kfac.fisher == "monte_carlo":
+            kfac.sampled(drawn(logits["last"], labels))
+        loss.backward()
+        step(1.0)
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def worker(payload) -> dict:
+    names, stages = payload
+    world, rank, results = dist.get_world_size(), dist.get_rank(), {}
+    for name in names:
+        for stage in stages:
+            settings = CASES[name]
+            mode = replace(BY_NAME[stage], adam=settings["adam"], kfac=copy.deepcopy(settings["kfac"]))
+            engine = build(mode, ACCUMULATION, model=make_net(settings["model"]), train_micro_batch_size_per_gpu=ROWS)
+            initial = weights(engine)
+            if engine.kfac.sampling:
+                engine.kfac.sampler = lambda logits, info, generator: drawn(logits, info.labelled.long() - 1)
+            for index in range(STEPS):
+                whole = batch(index, settings["masked"], world)
+                for micro in range(ACCUMULATION):
+                    first = (rank * ACCUMULATION + micro) * ROWS
+                    tokens, labels, mask = (None if t is None else t[first : first + ROWS] for t in whole)
+                    engine.backward(engine(tokens, labels=labels, attention_mask=mask))
+                    engine.step()
+            final = weights(engine)
+            expected = expected_weights(name, mode, initial, world) if rank == 0 else None
+            results[name, stage] = (
+                difference(final, expected, initial) if expected else 0.0,
+                len(engine.kfac.optimizer.layers),
+                float(engine.kfac.metrics.summary.sum()),
+            )
+            engine.destroy()
+    return results
+
+
+# Where steps depend on single eigenvectors, not only on the factor, fp32 sums in another order move a pair of nearly
+# equal eigenvalues: reference.py against itself with the batch permuted differs by 3e-4 (corrected), 1e-4 (adam).
+TOLERANCE = {"corrected": 3e-3, "adam": 3e-3}
+
+
+def check(results: dict) -> None:
+    wrong = []
+    for (name, stage), (error, _, trouble) in results.items():
+        allowed = max((value for word, value in TOLERANCE.items() if word in name), default=1e-5)
+        if not (error < allowed and trouble == 0):
+            wrong.append(f"{name} {stage}: differs by {error:.2e}, allowed {allowed:.0e}; {trouble} layers in trouble")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_feature_matches_reference():
+    stages = ["z0", "z2", "z3"]
+    check(run_ranks("tests.deepspeed.test_features:worker", world=2, payload=(list(CASES), stages))[0])
+
+
+def test_layer_types_match_reference_on_one_and_four_ranks():
+    for world in (1, 4):
+        payload = (["all", "tied", "monte_carlo", "adam-tied"], ["z2", "z3"])
+        check(run_ranks("tests.deepspeed.test_features:worker", world=world, payload=payload)[0])
