@@ -2,9 +2,10 @@
 
     python benchmarks/convergence.py [sweep] [final] [report] [--workers N] [--tasks gpt_small mlm] ...
 
-Without a phase: all of them. sweep tries learning rates on seed 0 and goes on while the best is at an edge; final runs
-the best rate of every method on all seeds; report, which also ends the others, writes tables and plots. Finished runs
-are kept: start it again after a kill. Every worker has a core to itself; methods alternate, so noise hits all.
+Without a phase: all of them. sweep tries learning rates on seed 0 and goes on while the best is at an edge; final
+trains every method at its best rate on all seeds, all methods of a task and seed in one process, step by step in turn,
+so that their times compare; report, which also ends the others, writes tables and plots. Finished runs are kept: start
+it again after a kill. Every worker has a core to itself.
 """
 
 import argparse
@@ -20,8 +21,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.convergence_methods import METHODS, RATES
 from benchmarks.convergence_report import report
-from benchmarks.convergence_results import SWEEP_SEED, Job, best_rate, check_settings, next_rate, read
-from benchmarks.convergence_run import run, settings, start
+from benchmarks.convergence_results import SWEEP_SEED, Job, Run, best_rate, check_settings, next_rate, read
+from benchmarks.convergence_run import race, settings, start
 from benchmarks.convergence_tasks import DEFAULT_TASKS, TASKS
 
 RESULTS = Path(__file__).resolve().parent / "results/convergence"
@@ -76,7 +77,7 @@ class Benchmark:
             if index < len(tried[task, method])
         ]
         while jobs:
-            self.make(jobs, "sweep")
+            self.make([[job] for job in jobs], "sweep")
             jobs = []
             for (task, method), rates in tried.items():
                 rate = next_rate(self.losses(task, method, rates), len(self.rates(method)))
@@ -96,30 +97,39 @@ class Benchmark:
             best[task, method] = best_rate(self.losses(task, method, rates))
             if best[task, method] is None:
                 print(f"{task} {method}: no rate to run, none swept or all diverged", flush=True)
-        self.make(
-            [Job(*pair, rate, seed) for seed in self.arguments.seeds for pair, rate in best.items() if rate], "final"
-        )
+        races = [
+            [Job(task, method, rate, seed, final=True) for (of, method), rate in best.items() if of == task and rate]
+            for task in self.arguments.tasks
+            for seed in self.arguments.seeds
+        ]
+        self.make([race for race in races if race], "final")
 
-    def make(self, jobs: list[Job], phase: str) -> None:
-        """Run what is not yet there, in this order; a line for each."""
+    def make(self, jobs: list[list[Job]], phase: str) -> None:
+        """Make the races that are not yet there, in this order; a line for each run."""
         arguments = self.arguments
-        wanted = [job for job in jobs if not job.path(arguments.out).exists()]
+        wanted = [race for race in jobs if not all(job.path(arguments.out).exists() for job in race)]
         print(f"{phase}: {len(wanted)} runs to make, {len(jobs) - len(wanted)} there already", flush=True)
         begin = time.perf_counter()
         options = (arguments.stage, arguments.data)
-        futures = [self.pool.submit(run, job, arguments.out, self.steps(job.task), *options) for job in wanted]
+        futures = [self.pool.submit(race, jobs, arguments.out, self.steps(jobs[0].task), *options) for jobs in wanted]
         try:
             for number, future in enumerate(as_completed(futures), 1):
-                made = future.result()
-                job, seconds = made.job, made.rows[-1]["seconds"]
-                end = f"diverged at step {made.rows[-1]['step']:.0f}" if made.diverged else f"held out {made.final:.4f}"
                 left = (time.perf_counter() - begin) / number * (len(wanted) - number) / 60
-                print(f"[{number}/{len(wanted)}] {job.task} {job.method} lr {job.rate:g} seed {job.seed}: {end}, "
-                      f"{seconds:.1f} s, {1000 * seconds / len(made.rows):.0f} ms a step, {left:.0f} min left",
-                      flush=True)  # fmt: skip
+                for made in future.result():
+                    print(f"[{number}/{len(wanted)}] {line(made)}, {left:.0f} min left", flush=True)
         finally:
             for future in futures:
                 future.cancel()
+
+
+def line(run: Run) -> str:
+    """A finished run in words."""
+    job, seconds = run.job, run.rows[-1]["seconds"]
+    end = f"diverged at step {run.rows[-1]['step']:.0f}" if run.diverged else f"held out {run.final:.4f}"
+    milliseconds = 1000 * seconds / len(run.rows)
+    return (
+        f"{job.task} {job.method} lr {job.rate:g} seed {job.seed}: {end}, {seconds:.1f} s, {milliseconds:.0f} ms a step"
+    )
 
 
 def make_pool(workers: int) -> ProcessPoolExecutor:

@@ -6,9 +6,14 @@ that all share: 7 % warmup, then a cosine down to a hundredth.
 
 from collections.abc import Callable
 
-KFAC_FOR_SGD = {"factor": {"update_interval": 5}, "eigenbasis": {"refresh_interval": 50}}
-KFAC_FOR_ADAMW = {"factor": {"update_interval": 5}, "eigenbasis": {"refresh_interval": 50}}
-KFAC_FOR_KFACADAMW = {"factor": {"update_interval": 5}, "eigenbasis": {"refresh_interval": 50}}
+INTERVALS = {
+    "factor": {"update_interval": 10},
+    "eigenbasis": {"refresh_interval": 50},
+    "burn_in": {"steps": 50, "update_interval": 5, "refresh_interval": 10},
+}
+KFAC_FOR_SGD = {**INTERVALS}
+KFAC_FOR_ADAMW = {**INTERVALS}
+KFAC_FOR_KFACADAMW = {**INTERVALS}
 
 ADAM = {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01}
 MUON_ADAM_RATIO = 0.1

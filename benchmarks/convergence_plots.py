@@ -49,7 +49,9 @@ def _curves(axis, found: list[Run], column: str, color, label: str) -> None:
 
 def _rates(runs: list[Run], colors: dict[str, tuple], path: Path) -> Path:
     figure, axis = plt.subplots(figsize=(7, 4.5))
-    swept = sorted((run for run in runs if run.job.seed == SWEEP_SEED), key=lambda run: run.job.rate)
+    swept = sorted(
+        (run for run in runs if not run.job.final and run.job.seed == SWEEP_SEED), key=lambda run: run.job.rate
+    )
     finite = [run.final for run in swept if math.isfinite(run.final)]
     top = min(max(finite), min(finite) + 1) + 0.1 if finite else 1.0
     for method in METHODS:

@@ -36,7 +36,7 @@ def best_runs(runs: list[Run]) -> dict[tuple[str, str], dict[int, Run]]:
     pairs = {(run.job.task, run.job.method) for run in runs}
     for task, method in sorted(pairs, key=lambda pair: (pair[0], order.index(pair[1]))):
         losses = {rate: run.final for rate, run in swept(runs, task, method).items()}
-        ours = [run for run in runs if (run.job.task, run.job.method) == (task, method)]
+        ours = [run for run in runs if (run.job.task, run.job.method, run.job.final) == (task, method, True)]
         rate = best_rate(losses)
         found[task, method] = {run.job.seed: run for run in ours if rate is not None and run.job.rate == rate}
     return found
@@ -44,7 +44,7 @@ def best_runs(runs: list[Run]) -> dict[tuple[str, str], dict[int, Run]]:
 
 def swept(runs: list[Run], task: str, method: str) -> dict[float, Run]:
     """Rate -> run, rates ascending."""
-    jobs = {(run.job.task, run.job.method, run.job.seed, run.job.rate): run for run in runs}
+    jobs = {(run.job.task, run.job.method, run.job.seed, run.job.rate): run for run in runs if not run.job.final}
     return {key[3]: jobs[key] for key in sorted(jobs) if key[:3] == (task, method, SWEEP_SEED)}
 
 

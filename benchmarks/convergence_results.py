@@ -1,7 +1,8 @@
 """Runs of the convergence benchmark on disk: a csv is a finished run, whatever else lies there is not.
 
-<out>/<task>/<method>_lr<rate>_seed<seed>.csv    columns COLUMNS, a row a step
-<out>/<task>/<method>.json                       the settings of all those runs
+<out>/<task>/<method>_lr<rate>_seed<seed>.csv          a run of the sweep: columns COLUMNS, a row a step
+<out>/<task>/<method>_lr<rate>_seed<seed>_final.csv    one of a race, timed step by step against the others
+<out>/<task>/<method>.json                             the settings of all those runs
 """
 
 import csv
@@ -21,15 +22,16 @@ SWEEP_SEED = 0
 
 @dataclass(frozen=True)
 class Job:
-    """One run to make."""
+    """One run to make; ``final`` if it is part of a race."""
 
     task: str
     method: str
     rate: float
     seed: int
+    final: bool = False
 
     def path(self, out: Path) -> Path:
-        return out / self.task / f"{self.method}_lr{self.rate:g}_seed{self.seed}.csv"
+        return out / self.task / f"{self.method}_lr{self.rate:g}_seed{self.seed}{'_final' if self.final else ''}.csv"
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def write(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
         table = csv.DictWriter(file, COLUMNS, restval="")
         table.writeheader()
         for row in rows:
-            table.writerow(row)
+            table.writerow({key: f"{value:.6g}" for key, value in row.items()})
     partial.rename(path)
 
 
@@ -84,8 +86,9 @@ def read_all(out: Path) -> list[Run]:
     """Every finished run below a results folder."""
     runs = []
     for path in sorted(out.glob("*/*.csv")):
-        if match := re.fullmatch(r"(\w+)_lr([^_]+)_seed(\d+)", path.stem):
-            runs.append(read(Job(path.parent.name, match[1], float(match[2]), int(match[3])), out))
+        if match := re.fullmatch(r"(\w+)_lr([^_]+)_seed(\d+)(_final)?", path.stem):
+            job = Job(path.parent.name, match[1], float(match[2]), int(match[3]), final=bool(match[4]))
+            runs.append(read(job, out))
     return runs
 
 

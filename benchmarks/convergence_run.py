@@ -60,20 +60,37 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def run(job: Job, out: Path, steps: int, stage: int, data: str | None) -> Run:
-    """Train, write the csv, and return what it holds."""
-    task = TASKS[job.task]
-    corpus = corpus_of(data, task.model.context)
-    config = deepspeed_config(job.method, job.rate, rows=task.rows, steps=steps, stage=stage)
-    engine = build(task.build(job.seed), config)
-    batches = (task.batch(corpus, job.seed, step) for step in itertools.count())
+def race(jobs: list[Job], out: Path, steps: int, stage: int, data: str | None) -> list[Run]:
+    """Train step by step in turn, so that whatever else this machine does hits all alike; write the csvs, return them.
+
+    A single job is an ordinary run.
+    """
+    engines, rows = [], {job: [] for job in jobs}
     try:
-        write(job.path(out), train(engine, batches, task.held_out(corpus), steps))
+        running = {}
+        for job in jobs:
+            task = TASKS[job.task]
+            corpus = corpus_of(data, task.model.context)
+            config = deepspeed_config(job.method, job.rate, rows=task.rows, steps=steps, stage=stage)
+            engine = build(task.build(job.seed), config)
+            engines.append(engine)
+            batches = (task.batch(corpus, job.seed, step) for step in itertools.count())
+            running[job] = train(engine, batches, task.held_out(corpus), steps)
+        while running:
+            for job in list(running):
+                row = next(running[job], None)
+                if row is None:
+                    del running[job]
+                else:
+                    rows[job].append(row)
     finally:
-        engine.destroy()
-        del engine
+        for engine in engines:
+            engine.destroy()
+        engines.clear()
         gc.collect()
-    return read(job, out)
+    for job in jobs:
+        write(job.path(out), rows[job])
+    return [read(job, out) for job in jobs]
 
 
 corpus_of = functools.cache(text.load)

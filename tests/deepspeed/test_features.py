@@ -41,7 +41,7 @@ CASES = {
     "all": case(**TYPES),
     "tied": case(TiedNet, **TYPES),
     "tied-masked": case(TiedNet, masked=True, **TYPES),
-    "tied-corrected": case(TiedNet, preconditioner=CORRECTED, **TYPES),
+    "tied-corrected": case(TiedNet, preconditioner=CORRECTED, damping={"kind": "relative", "value": 1.0}, **TYPES),
     "blocks": case(factor={"max_dim": 8, "large_input": "blocks", "large_output": "blocks"}),
     "diagonal": case(factor={"max_dim": 8}, **TYPES),
     "identity": case(factor={"max_dim": 8, "large_input": "identity", "large_output": "identity"}),
