@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from ds_kfac.layers.base import LayerSpec, Use
+from ds_kfac.side import Side
+
 FEATURES, CLASSES = 13, 5
 
 
@@ -73,3 +76,9 @@ def make_tokens(step: int, rows: int, tokens: int = TOKENS) -> tuple[Tensor, Ten
     """The global batch of a step: tokens and labels, int64 [rows, tokens]."""
     generator = torch.Generator().manual_seed(2000 + step)
     return tuple(torch.randint(VOCABULARY, (2, rows, tokens), generator=generator))
+
+
+def linear_layer(name: str, dim_A: int, dim_G: int) -> LayerSpec:
+    """A Linear without bias as scan would find it, with dense sides."""
+    A, G = Side.dense(dim_A), Side.dense(dim_G)
+    return LayerSpec(name, f"{name}.weight", None, A, G, (Use(name, "Linear", A, G, False),))

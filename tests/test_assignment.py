@@ -2,10 +2,11 @@
 
 from ds_kfac.assignment import assign_owners, layer_cost
 from ds_kfac.layers.base import LayerSpec
+from tests.models import linear_layer
 
 
 def layers(*shapes: tuple[int, int]) -> list[LayerSpec]:
-    return [LayerSpec(f"l{i}", "Linear", a, g, f"l{i}.weight", None) for i, (a, g) in enumerate(shapes)]
+    return [linear_layer(f"l{i}", a, g) for i, (a, g) in enumerate(shapes)]
 
 
 def assign(specs, held, world, tolerance=0.1):

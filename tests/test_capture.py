@@ -7,38 +7,42 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.capture import BatchSums, Capture
 from ds_kfac.layers.registry import LAYERS
-from ds_kfac.ops.functional import packed_numel, symmetric_pack
-from ds_kfac.scan import scan
+from ds_kfac.ops.functional import symmetric_pack
+from ds_kfac.scan import Choice, scan
 from tests.models import FEATURES, Net, cross_entropy, make_batch, make_net
 from tests.test_scan import Conv1D
 
 ROWS, TOKENS = 4, 3
+LINEAR = Choice(types=("Linear", "Conv1D"))
 
 
 class Recorder:
     """A model with capture, and the means it should have seen by plain autograd."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.layers = model, scan(model).layers
+        self.model, self.layers = model, scan(model, LINEAR).layers
         self.capture = Capture(model, self.layers, self.allocate, fallback_seed=lambda: 1.0)
         self.capture.active = True
 
-    def allocate(self) -> dict[str, BatchSums]:
+    def allocate(self) -> dict[str, tuple[BatchSums, ...]]:
         return {
-            layer.name: BatchSums(
-                torch.zeros(packed_numel(layer.dim_A)), torch.zeros(packed_numel(layer.dim_G)), torch.zeros(2)
+            layer.name: tuple(
+                BatchSums(torch.zeros(use.A.numel), torch.zeros(use.G.numel), torch.zeros(2)) for use in layer.uses
             )
             for layer in self.layers
         }
 
+    def sums(self, name: str) -> BatchSums:
+        return self.capture._sums[name][0]
+
     def means(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         sums = self.capture.take()
-        return {name: (s.A_P / s.counts_2[0], s.G_P / s.counts_2[1]) for name, s in sums.items()}
+        return {name: (s.A_P / s.counts_2[0], s.G_P / s.counts_2[1]) for name, (s,) in sums.items()}
 
 
 def expected_means(model: nn.Module, forward, loss_terms: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """A = mean a a^T and G = M sum g-hat g-hat^T, from outputs kept by ``retain_grad``."""
-    seen: dict[str, list] = {layer.name: [] for layer in scan(model).layers}
+    seen: dict[str, list] = {layer.name: [] for layer in scan(model, LINEAR).layers}
 
     def keep(name, has_bias):
         def hook(module, inputs, output):
@@ -53,7 +57,7 @@ def expected_means(model: nn.Module, forward, loss_terms: int) -> dict[str, tupl
 
     handles = [
         model.get_submodule(layer.name).register_forward_hook(keep(layer.name, layer.bias is not None))
-        for layer in scan(model).layers
+        for layer in scan(model, LINEAR).layers
     ]
     forward(model).backward()
     for handle in handles:
@@ -96,7 +100,7 @@ def test_conv1d_has_the_same_factors_as_linear():
         means.append(recorder.means()["0"])
     torch.testing.assert_close(means[0], means[1])
     gradients = [
-        LAYERS[kind].matrix(model[0].weight.grad.reshape(-1), model[0].bias.grad, 5)
+        LAYERS[kind].matrix(model[0].weight.grad.reshape(-1), model[0].bias.grad, (5, FEATURES + 1))
         for kind, model in (("Linear", linear), ("Conv1D", conv))
     ]
     torch.testing.assert_close(gradients[0], gradients[1])
@@ -106,7 +110,7 @@ def test_conv1d_has_the_same_factors_as_linear():
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_split_inverts_matrix(kind, has_bias):
     weight, bias = torch.randn(15), torch.randn(5) if has_bias else None
-    pieces = LAYERS[kind].split(LAYERS[kind].matrix(weight, bias, 5), has_bias)
+    pieces = LAYERS[kind].split(LAYERS[kind].matrix(weight, bias, (5, 3 + has_bias)), has_bias)
     assert torch.equal(pieces[0], weight) and (not has_bias or torch.equal(pieces[1], bias))
 
 
@@ -117,8 +121,8 @@ def test_scaling_the_loss_does_not_change_the_factors():
     scaled.capture.begin_backward(torch.tensor(2.0**16))
     (loss * 2.0**16).backward()
     for name, (A, G) in plain.means().items():
-        torch.testing.assert_close(scaled.capture._sums[name].A_P / (ROWS * TOKENS), A)
-        torch.testing.assert_close(scaled.capture._sums[name].G_P / (ROWS * TOKENS), G, rtol=1e-5, atol=1e-9)
+        torch.testing.assert_close(scaled.sums(name).A_P / (ROWS * TOKENS), A)
+        torch.testing.assert_close(scaled.sums(name).G_P / (ROWS * TOKENS), G, rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
@@ -154,7 +158,7 @@ def test_activation_checkpointing_counts_every_row_once(use_reentrant, inside):
 
     recorder = Recorder(make_net(Checkpointed))
     loss_of()(recorder.model).backward()
-    assert recorder.capture._sums["first"].counts_2.tolist() == [ROWS * TOKENS, ROWS * TOKENS]
+    assert recorder.sums("first").counts_2.tolist() == [ROWS * TOKENS, ROWS * TOKENS]
     assert_same(recorder.means(), expected_means(make_net(), loss_of(), ROWS * TOKENS))
 
 
@@ -169,7 +173,7 @@ def test_a_module_called_twice_adds_rows_but_no_loss_terms():
 
     recorder = Recorder(make_net(Twice))
     loss_of()(recorder.model).backward()
-    counts = {name: sums.counts_2.tolist() for name, sums in recorder.capture._sums.items()}
+    counts = {name: sums.counts_2.tolist() for name, (sums,) in recorder.capture._sums.items()}
     assert counts["inner"] == [2 * ROWS * TOKENS, ROWS * TOKENS]
     assert_same(recorder.means(), expected_means(make_net(Twice), loss_of(), ROWS * TOKENS))
 
@@ -182,7 +186,7 @@ def test_a_module_that_is_not_called_counts_nothing():
 
     recorder = Recorder(make_net(Unused))
     loss_of()(recorder.model).backward()
-    assert recorder.capture._sums["unused"].counts_2.tolist() == [0, 0]
+    assert recorder.sums("unused").counts_2.tolist() == [0, 0]
     assert "unused" not in recorder.capture.called and "first" in recorder.capture.called
 
 

@@ -1,28 +1,63 @@
-"""Decomposition and the ladder of what happens when it fails."""
+"""Decomposition, rotation, and the ladder of what happens when it fails."""
 
 import pytest
 import torch
 
 from ds_kfac import eigenbasis
-from ds_kfac.eigenbasis import Eigenbasis, refresh
+from ds_kfac.eigenbasis import Eigenbasis, LayerBasis, refresh
+from ds_kfac.factor import KroneckerFactor
+from ds_kfac.side import Side
+
+SIDES = [Side.dense(1), Side.dense(63), Side.dense(130), Side(63, 20), Side(64, 2), Side.diagonal(9), Side.identity(9)]
 
 
-def factor(dim: int, rank: int | None = None) -> torch.Tensor:
-    x = torch.randn(rank or 2 * dim, dim, generator=torch.Generator().manual_seed(dim))
-    return x.T @ x / len(x)
+def factor(side: Side, rank: int | None = None) -> KroneckerFactor:
+    x = torch.randn(rank or 2 * side.dim, side.dim, generator=torch.Generator().manual_seed(side.dim))
+    return KroneckerFactor(side, side.accumulate_(torch.zeros(side.numel), x) / len(x), torch.ones(()))
 
 
-@pytest.mark.parametrize("dim", [1, 2, 63, 130])
-def test_basis_reproduces_the_factor(dim):
-    C = factor(dim)
-    basis, failures = refresh(C)
+def matrix(kept: KroneckerFactor) -> torch.Tensor:
+    """The whole side: its blocks on a diagonal, or the identity."""
+    blocks = [block for group in kept.side.blocks(kept.packed_P) for block in group]
+    return torch.block_diag(*blocks) if blocks else torch.eye(kept.side.dim)
+
+
+def dense_vectors(basis: Eigenbasis) -> torch.Tensor:
+    return basis.restore(torch.eye(len(basis.values)))
+
+
+@pytest.mark.parametrize("side", SIDES, ids=str)
+def test_basis_reproduces_the_factor(side):
+    kept = factor(side)
+    basis, failures = refresh(kept)
+    Q = dense_vectors(basis)
     assert failures == 0
-    torch.testing.assert_close(basis.vectors @ torch.diag(basis.values) @ basis.vectors.T, C, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(basis.vectors.T @ basis.vectors, torch.eye(dim), rtol=0, atol=1e-5)
+    torch.testing.assert_close(Q @ torch.diag(basis.values) @ Q.T, matrix(kept), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(Q.T @ Q, torch.eye(side.dim), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("side_A", SIDES, ids=str)
+@pytest.mark.parametrize("side_G", [Side.dense(5), Side(7, 3), Side.identity(4)], ids=str)
+def test_rotating_is_a_product_with_both_bases_and_restoring_undoes_it(side_A, side_G):
+    basis = LayerBasis(refresh(factor(side_G))[0], refresh(factor(side_A))[0])
+    x = torch.randn(side_G.dim, side_A.dim)
+    expected = dense_vectors(basis.G).T @ x @ dense_vectors(basis.A)
+    torch.testing.assert_close(basis.rotate(x), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(basis.restore(basis.rotate(x)), x, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", SIDES, ids=str)
+def test_the_overlap_takes_old_coordinates_to_new_ones(side):
+    old, new = refresh(factor(side))[0], refresh(factor(side, rank=3 * side.dim + 1))[0]
+    x = torch.randn(side.dim, 3)
+    torch.testing.assert_close(new.overlap(old).rotate(old.rotate(x)), new.rotate(x), rtol=1e-4, atol=1e-5)
+    assert new.overlap(None) is new
+    squares = dense_vectors(new.overlap(old).squared())
+    torch.testing.assert_close(squares.sum(dim=0), torch.ones(side.dim), rtol=1e-4, atol=1e-5)
 
 
 def test_values_are_not_negative():
-    basis, _ = refresh(factor(40, rank=3))  # rank deficient: rounding makes some slightly negative
+    basis, _ = refresh(factor(Side.dense(40), rank=3))  # rank deficient: rounding makes some slightly negative
     assert basis.values.min() >= 0
 
 
@@ -32,14 +67,15 @@ def test_a_failure_is_retried_in_float64(monkeypatch, broken):
         if matrix.dtype == torch.float32:
             if broken == "raises":
                 raise torch.linalg.LinAlgError("did not converge")
-            return Eigenbasis(torch.full_like(matrix, float("nan")), matrix.diagonal())
+            return matrix.diagonal(dim1=-2, dim2=-1), torch.full_like(matrix, float("nan"))
         return eigenbasis.eigh(matrix)
 
     monkeypatch.setitem(eigenbasis.EIGEN_METHODS, "eigh", fails_in_fp32)
-    C = factor(9)
-    basis, failures = refresh(C)
-    assert failures == 1 and basis.vectors.dtype == torch.float32
-    torch.testing.assert_close(basis.vectors @ torch.diag(basis.values) @ basis.vectors.T, C, rtol=1e-4, atol=1e-5)
+    kept = factor(Side.dense(9))
+    basis, failures = refresh(kept)
+    assert failures == 1 and basis.vectors[0].dtype == torch.float32
+    Q = dense_vectors(basis)
+    torch.testing.assert_close(Q @ torch.diag(basis.values) @ Q.T, matrix(kept), rtol=1e-4, atol=1e-5)
 
 
 def test_failing_on_every_rung_gives_no_basis(monkeypatch):
@@ -47,7 +83,7 @@ def test_failing_on_every_rung_gives_no_basis(monkeypatch):
         raise torch.linalg.LinAlgError("did not converge")
 
     monkeypatch.setitem(eigenbasis.EIGEN_METHODS, "eigh", always_fails)
-    assert refresh(factor(4)) == (None, 2)
+    assert refresh(factor(Side.dense(4))) == (None, 2)
 
 
 def test_other_errors_are_not_swallowed(monkeypatch):
@@ -56,4 +92,4 @@ def test_other_errors_are_not_swallowed(monkeypatch):
 
     monkeypatch.setitem(eigenbasis.EIGEN_METHODS, "eigh", is_a_bug)
     with pytest.raises(TypeError, match="a bug"):
-        refresh(factor(4))
+        refresh(factor(Side.dense(4)))

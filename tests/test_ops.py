@@ -34,12 +34,13 @@ def test_unpack_inverts_pack(dim, poisoned):
 @pytest.mark.parametrize("rows", [1, 65])
 def test_syrk_adds_the_packed_second_moment(dim, rows, dtype, ones_column, poisoned):
     x = torch.randn(rows, dim, generator=torch.Generator().manual_seed(rows)).to(dtype)
+    ones = torch.ones(rows, 1) if ones_column else None
     wide = torch.cat([x.double(), torch.ones(rows, 1, dtype=torch.float64)], 1) if ones_column else x.double()
     start = torch.arange(functional.packed_numel(wide.shape[1])).float()
     expected = start.double() + reference.symmetric_pack(wide.T @ wide)
     for op in (functional.syrk_accumulate_, reference.syrk_accumulate_):
         total = start.clone()
-        assert op(total, x, ones_column=ones_column) is total
+        assert op(total, x, ones_column=ones) is total
         torch.testing.assert_close(total.double(), expected, rtol=2e-6, atol=1e-4)
 
 
@@ -57,4 +58,44 @@ def test_wrong_shapes_are_named():
     with pytest.raises(ValueError, match=r"expected shape \(6,\) for dim 3, got \(5,\)"):
         functional.symmetric_unpack(torch.zeros(5), dim=3)
     with pytest.raises(ValueError, match=r"fp32 of shape \(10,\) for rows of 3 and a ones column"):
-        functional.syrk_accumulate_(torch.zeros(6), torch.zeros(4, 3), ones_column=True)
+        functional.syrk_accumulate_(torch.zeros(6), torch.zeros(4, 3), ones_column=torch.ones(4, 1))
+    with pytest.raises(ValueError, match=r"rows of 5 in blocks of 2"):
+        functional.block_syrk_accumulate_(torch.zeros(9), torch.zeros(4, 5), block=2)
+
+
+@pytest.mark.parametrize("rows", [1, 65])
+def test_rows_that_do_not_count_leave_the_ones_column_alone(rows, poisoned):
+    x, ones = torch.randn(rows, 7), torch.ones(rows, 1)
+    x[::3], ones[::3] = 0, 0
+    expected = functional.syrk_accumulate_(torch.zeros(36), x[ones[:, 0] > 0], ones_column=ones[ones[:, 0] > 0])
+    torch.testing.assert_close(functional.syrk_accumulate_(torch.zeros(36), x, ones_column=ones), expected)
+
+
+@pytest.mark.parametrize(("dim", "block"), [(1, 1), (63, 1), (63, 7), (257, 257), (256, 2), (300, 150)])
+@pytest.mark.parametrize("rows", [1, 65])
+def test_block_syrk_adds_the_packed_diagonal_blocks(dim, block, rows, poisoned):
+    x = torch.randn(rows, dim, generator=torch.Generator().manual_seed(rows))
+    parts = [part.T @ part for part in x.double().split(block, dim=1)]
+    expected = torch.cat([reference.symmetric_pack(part) for part in parts]) + 1
+    for op in (functional.block_syrk_accumulate_, reference.block_syrk_accumulate_):
+        total = torch.ones(expected.numel())
+        assert op(total, x, block=block) is total
+        torch.testing.assert_close(total.double(), expected, rtol=2e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize("dim", SIZES)
+def test_counts_are_the_second_moment_of_one_hot_rows(dim):
+    index = torch.randint(-1, dim, (200,), generator=torch.Generator().manual_seed(dim))
+    one_hot = (index[:, None] == torch.arange(dim)).float()
+    for op in (functional.count_accumulate_, reference.count_accumulate_):
+        torch.testing.assert_close(op(torch.ones(dim), index), 1 + (one_hot.T @ one_hot).diagonal())
+
+
+@pytest.mark.parametrize("exponent", [1.0, 0.5, 0.3])
+def test_eigen_scale_against_float64(exponent):
+    x, values_O, values_I = torch.randn(5, 7), torch.rand(5), torch.rand(7)
+    expected = x.double() / (torch.outer(values_O.double(), values_I.double()) + 0.1) ** exponent
+    for op in (functional.eigen_scale, reference.eigen_scale):
+        torch.testing.assert_close(
+            op(x, values_O, values_I, 0.1, exponent=exponent).double(), expected, rtol=1e-5, atol=0
+        )

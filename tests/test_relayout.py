@@ -3,10 +3,10 @@
 import pytest
 
 from ds_kfac.bucket import ALIGNMENT, FactorBucket
-from ds_kfac.layers.base import LayerSpec
 from ds_kfac.ops.functional import packed_numel
 from ds_kfac.zero.relayout import Move, RelayoutPlan, plan_gather, plan_scatter
 from ds_kfac.zero.shards import Shard, ShardMap, partition_chunks, partition_flat
+from tests.models import linear_layer
 
 NUMELS = (1, 63, 257, 5, 128)
 
@@ -87,7 +87,7 @@ def test_a_map_that_does_not_cover_is_refused(shards, message):
 
 
 def test_bucket_orders_layers_by_owner_and_aligns_them():
-    layers = [LayerSpec(f"l{i}", "Linear", 5 + i, 3, f"l{i}.weight", f"l{i}.bias") for i in range(5)]
+    layers = [linear_layer(f"l{i}", 6 + i, 3) for i in range(5)]
     bucket = FactorBucket.plan(layers, {f"l{i}": (i + 1) % 2 for i in range(5)}, world=3)
     assert list(bucket.slots) == ["l1", "l3", "l0", "l2", "l4"]
     end = 0

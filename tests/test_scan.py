@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from ds_kfac.scan import scan
+from ds_kfac.scan import Choice, scan
+from ds_kfac.side import Side
 
 
 class Conv1D(nn.Module):
@@ -26,7 +27,7 @@ class Overriding(nn.Linear):
 
 
 def reasons(model: nn.Module, **patterns) -> dict[str, str]:
-    return {skipped.name: skipped.reason for skipped in scan(model, **patterns).skipped}
+    return {skipped.name: skipped.reason for skipped in scan(model, Choice(**patterns)).skipped}
 
 
 def test_linear_and_conv1d_are_found_with_their_shapes():
@@ -47,10 +48,11 @@ def test_everything_else_is_listed_with_its_reason():
     )  # fmt: skip
     model["frozen"].weight.requires_grad_(False)
     model["tied"].weight = model["embed"].weight
-    found = reasons(model)
-    assert [layer.name for layer in scan(model).layers] == ["keep"]
-    assert found["frozen"] == "weight is frozen"
-    assert "tied" in found["tied"] and "no K-FAC layer type" in found["norm"]
+    choice = {"types": ("Linear",)}
+    found = reasons(model, **choice)
+    assert [layer.name for layer in scan(model, Choice(**choice)).layers] == ["keep"]
+    assert found["frozen"] == "weight is frozen" and found["norm"] == "LayerNorm is not in kfac.layers.types"
+    assert "Tied (an embedding and a head with one weight) is not in" in found["tied"]
     assert "overrides nn.Linear.forward" in found["own"]
     assert "hooks never fire" in found["mha.out_proj"]
     modules = {name for name, module in model.named_modules() if list(module.parameters(recurse=False))}
@@ -73,9 +75,13 @@ def test_computed_weights_are_refused_with_a_reason():
 
 def test_a_vocabulary_side_gets_no_dense_factor():
     model = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 50)})
-    assert [layer.name for layer in scan(model, max_dim=49).layers] == ["body"]
-    assert "a side of 50 is over kfac.factor.max_dim 49" in reasons(model, max_dim=49)["head"]
-    assert len(scan(model, max_dim=50).layers) == 2
+    assert [layer.G.kind for layer in scan(model, Choice(max_dim=49)).layers] == ["dense", "diagonal"]
+    for large, kind in (("blocks", "blocks of 25"), ("identity", "identity")):
+        assert scan(model, Choice(max_dim=49, large_output=large)).layers[1].G.kind == kind
+    skip = Choice(max_dim=49, large_output="skip")
+    assert [layer.name for layer in scan(model, skip).layers] == ["body"]
+    assert "a side of 50 is over kfac.factor.max_dim 49" in scan(model, skip).skipped[0].reason
+    assert scan(model, Choice(max_dim=50)).layers[1].G.kind == "dense"
 
 
 def test_what_the_optimizer_does_not_step_is_listed():
@@ -93,17 +99,49 @@ def test_a_frozen_bias_is_no_column():
 
 def test_patterns_choose_modules():
     model = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 9)})
-    assert [layer.name for layer in scan(model, exclude=["^head$"]).layers] == ["body"]
-    assert [layer.name for layer in scan(model, include=["head"]).layers] == ["head"]
-    assert "kfac.layers.exclude '^head$'" in reasons(model, exclude=["^head$"])["head"]
-    assert reasons(model, include=["head"])["body"] == "not matched by kfac.layers.include"
+    assert [layer.name for layer in scan(model, Choice(exclude=("^head$",))).layers] == ["body"]
+    assert [layer.name for layer in scan(model, Choice(include=("head",))).layers] == ["head"]
+    assert "kfac.layers.exclude '^head$'" in reasons(model, exclude=("^head$",))["head"]
+    assert reasons(model, include=("head",))["body"] == "not matched by kfac.layers.include"
 
 
 def test_a_pattern_without_a_match_is_an_error():
     with pytest.raises(ValueError, match=r"kfac.layers.exclude: pattern 'haed' matches no module.*head"):
-        scan(nn.ModuleDict({"head": nn.Linear(4, 4)}), exclude=["haed"])
+        scan(nn.ModuleDict({"head": nn.Linear(4, 4)}), Choice(exclude=("haed",)))
 
 
 def test_nothing_to_precondition_is_an_error():
-    with pytest.raises(ValueError, match=r"no layer to precondition.*LayerNorm"):
-        scan(nn.Sequential(nn.LayerNorm(4)))
+    with pytest.raises(ValueError, match=r"no layer to precondition.*GroupNorm"):
+        scan(nn.Sequential(nn.GroupNorm(2, 4)))
+
+
+def test_norms_and_embeddings_have_the_structure_of_their_type():
+    model = nn.ModuleDict(
+        {
+            "e": nn.Embedding(9, 4, padding_idx=0),
+            "n": nn.LayerNorm(4),
+            "r": nn.RMSNorm(4),
+            "b": nn.LayerNorm(4, bias=False),
+        }
+    )
+    sides = {layer.name: (layer.A, layer.G) for layer in scan(model, Choice(max_dim=8)).layers}
+    assert sides["e"] == (Side.diagonal(9), Side.dense(4))
+    assert sides["n"] == (Side(8, 2), Side.identity(1)) and sides["r"] == (Side.diagonal(4), Side.identity(1))
+    assert sides["b"] == (Side.diagonal(4), Side.identity(1))
+    assert "activations_only" in reasons(model, gradients=False)["n"]
+
+
+def test_an_embedding_and_its_head_are_one_layer_with_two_uses():
+    model = nn.ModuleDict({"embed": nn.Embedding(9, 4), "body": nn.Linear(4, 4), "head": nn.Linear(4, 9)})
+    model["head"].weight = model["embed"].weight
+    found = scan(model)
+    tied = found.layers[0]
+    assert (tied.name, tied.weight, tied.bias) == ("embed", "embed.weight", None)
+    assert [(use.module, use.kind) for use in tied.uses] == [("head", "Linear"), ("embed", "Embedding")]
+    assert (tied.A, tied.G) == (Side.dense(4), Side.diagonal(9))
+    assert [(left.name, left.reason) for left in found.skipped] == [("head.bias", "it stays apart, the weight is tied")]
+    assert [use.kind for use in scan(model, Choice(gradients=False)).layers[0].uses] == ["Linear"]
+    assert "tied to head" in reasons(model, exclude=("head",))["embed"]
+    three = nn.ModuleDict({**model, "second": nn.Linear(4, 9, bias=False)})
+    three["second"].weight = model["embed"].weight
+    assert "only an embedding with one nn.Linear head" in reasons(three)["second"]

@@ -98,7 +98,7 @@ class LayerType(Protocol):
     def split(self, matrix_OI: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
         """Inverse of ``matrix``: flat gradients in the order of ``LayerSpec.parameters``."""
 
-    def structured(self, side_A: Side, side_G: Side) -> tuple[Side, Side]:
+    def structured(self, side_A: Side, side_G: Side, bias: bool) -> tuple[Side, Side]:
         """The sides' structure, where the type fixes it."""
 
 

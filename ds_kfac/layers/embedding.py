@@ -44,5 +44,5 @@ class Embedding:
     def split(self, matrix_OI: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
         return (matrix_OI.T.reshape(-1),)
 
-    def structured(self, side_A: Side, side_G: Side) -> tuple[Side, Side]:
+    def structured(self, side_A: Side, side_G: Side, bias: bool) -> tuple[Side, Side]:
         return Side.diagonal(side_A.dim), side_G

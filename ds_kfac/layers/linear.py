@@ -38,5 +38,5 @@ class Linear:
             return (matrix_OI.reshape(-1),)
         return matrix_OI[:, :-1].reshape(-1), matrix_OI[:, -1].reshape(-1)
 
-    def structured(self, side_A: Side, side_G: Side) -> tuple[Side, Side]:
+    def structured(self, side_A: Side, side_G: Side, bias: bool) -> tuple[Side, Side]:
         return side_A, side_G

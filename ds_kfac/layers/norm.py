@@ -64,8 +64,8 @@ class LayerNorm(_Norm):
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         return nn.functional.layer_norm(x, x.shape[-1:], eps=module.eps)
 
-    def structured(self, side_A: Side, side_G: Side) -> tuple[Side, Side]:
-        return Side(side_A.dim, 2), Side.identity(1)
+    def structured(self, side_A: Side, side_G: Side, bias: bool) -> tuple[Side, Side]:
+        return Side(side_A.dim, 1 + bias), Side.identity(1)
 
 
 class RMSNorm(_Norm):
@@ -82,5 +82,5 @@ class RMSNorm(_Norm):
         eps = torch.finfo(x.dtype).eps if eps is None else eps
         return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
 
-    def structured(self, side_A: Side, side_G: Side) -> tuple[Side, Side]:
+    def structured(self, side_A: Side, side_G: Side, bias: bool) -> tuple[Side, Side]:
         return Side.diagonal(side_A.dim), Side.identity(1)
