@@ -151,7 +151,7 @@ def _use(name: str, kind: str, module: nn.Module, bias: bool, choice: Choice) ->
             gigabytes = 4 * packed_numel(dim) / 1e9
             return f"a side of {dim} is over kfac.factor.max_dim {choice.max_dim}; dense it takes {gigabytes:.1f} GB"
         sides.append(Side.limited(dim, max_dim=choice.max_dim, large="diagonal" if large == "skip" else large))
-    A, G = LAYERS[kind].structured(*sides, bias)
+    A, G = LAYERS[kind].structured(sides[0], sides[1], bias)
     return Use(name, kind, A, G if choice.gradients else Side.identity(G.dim), bias)
 
 

@@ -91,10 +91,15 @@ def test_bucket_orders_layers_by_owner_and_aligns_them():
     bucket = FactorBucket.plan(layers, {f"l{i}": (i + 1) % 2 for i in range(5)}, world=3)
     assert list(bucket.slots) == ["l1", "l3", "l0", "l2", "l4"]
     end = 0
-    for layer in sorted(layers, key=lambda layer: list(bucket.slots).index(layer.name)):
-        slot = bucket.slots[layer.name]
-        assert slot.counts == end and slot.counts % ALIGNMENT == slot.A % ALIGNMENT == slot.G % ALIGNMENT == 0
-        assert slot.A - slot.counts >= 2 and slot.G - slot.A >= packed_numel(layer.dim_A)
-        assert slot.stop - slot.G >= packed_numel(layer.dim_G)
-        end = slot.stop
-    assert bucket.splits == (bucket.slots["l3"].stop, end - bucket.slots["l3"].stop, 0) and bucket.numel == end
+    for rank, names in ((0, ["l1", "l3"]), (1, ["l0", "l2", "l4"]), (2, [])):
+        first = end
+        assert bucket.norms[rank] == first
+        end += ALIGNMENT
+        for layer in (layer for layer in layers if layer.name in names):
+            (slot,) = bucket.slots[layer.name]
+            assert slot.counts == end and slot.counts % ALIGNMENT == slot.A % ALIGNMENT == slot.G % ALIGNMENT == 0
+            assert slot.A - slot.counts >= 2 and slot.G - slot.A >= packed_numel(layer.dim_A)
+            assert slot.stop - slot.G >= packed_numel(layer.dim_G)
+            end = slot.stop
+        assert bucket.splits[rank] == end - first
+    assert bucket.numel == end
