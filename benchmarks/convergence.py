@@ -19,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.convergence_methods import METHODS, RATES
+from benchmarks.convergence_methods import DEFAULT_METHODS, METHODS, RATES
 from benchmarks.convergence_report import report
 from benchmarks.convergence_results import SWEEP_SEED, Job, Run, best_rate, check_settings, next_rate, read
 from benchmarks.convergence_run import race, settings, start
@@ -33,7 +33,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("phases", nargs="*", metavar="phase", help=f"of {PHASES}; default: all")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=DEFAULT_TASKS)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=DEFAULT_METHODS)
     parser.add_argument("--rates", nargs="+", type=float, help="where the sweep starts; default: each method's own")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="instead of the task's")

@@ -14,6 +14,9 @@ INTERVALS = {
 KFAC_FOR_SGD = {**INTERVALS}
 KFAC_FOR_ADAMW = {**INTERVALS}
 KFAC_FOR_KFACADAMW = {**INTERVALS}
+KFAC_FOR_PLAIN = {**INTERVALS, "factor": {"update_interval": 10, "fisher": "empirical"},
+                  "adam": {"orthogonalize": False, "nesterov": False}}  # fmt: skip
+KFAC_FOR_UNROTATED = {**INTERVALS, "factor": {"update_interval": 10, "max_dim": 2, "large_input": "identity"}}
 
 ADAM = {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01}
 MUON_ADAM_RATIO = 0.1
@@ -46,8 +49,18 @@ def kfac_adamw(rate: float) -> dict:
 
 
 def kfacadamw(rate: float) -> dict:
-    optimizer = {"type": "KFACAdamW", "params": {"lr": rate, **ADAM}}
+    optimizer = {"type": "KFACAdamW", "params": {"lr": rate, **ADAM, "torch_adam": True}}
     return {"optimizer": optimizer, "gradient_clipping": 1.0, "kfac": KFAC_FOR_KFACADAMW}
+
+
+def kfacadamw_plain(rate: float) -> dict:
+    """Without orthogonalization: Adam in the eigenbasis of A and G."""
+    return {**kfacadamw(rate), "kfac": KFAC_FOR_PLAIN}
+
+
+def kfacadamw_unrotated(rate: float) -> dict:
+    """A control without any curvature: orthogonalized Adam in the layers' own coordinates."""
+    return {**kfacadamw(rate), "kfac": KFAC_FOR_UNROTATED}
 
 
 METHODS: dict[str, Callable[[float], dict]] = {
@@ -56,14 +69,21 @@ METHODS: dict[str, Callable[[float], dict]] = {
     "kfac_sgd": kfac_sgd,
     "kfac_adamw": kfac_adamw,
     "kfacadamw": kfacadamw,
+    "kfacadamw_plain": kfacadamw_plain,
+    "kfacadamw_unrotated": kfacadamw_unrotated,
 }
+
+DEFAULT_METHODS = ["adamw", "muon", "kfac_sgd", "kfac_adamw", "kfacadamw"]
+"""The others show what a part of KFACAdamW is worth."""
 
 RATES: dict[str, list[float]] = {
     "adamw": [1e-3, 2e-3, 4e-3, 8e-3],
     "muon": [0.005, 0.01, 0.02, 0.04],
     "kfac_sgd": [0.2, 0.4, 0.8, 1.6],
     "kfac_adamw": [1e-3, 2e-3, 4e-3, 8e-3],
-    "kfacadamw": [1e-3, 2e-3, 4e-3, 8e-3],
+    "kfacadamw": [4e-3, 8e-3, 1.6e-2, 3.2e-2],
+    "kfacadamw_plain": [2e-3, 4e-3, 8e-3, 1.6e-2],
+    "kfacadamw_unrotated": [4e-3, 8e-3, 1.6e-2, 3.2e-2],
 }
 """Where a sweep starts; it extends itself while the best is at an edge."""
 

@@ -52,9 +52,8 @@ class AdamDirection:
 
     def orthogonalizes(self, layer: LayerSpec) -> bool:
         """Whether a layer's direction is orthogonalized."""
-        options = self.config.adam
-        dense = layer.A.kind == layer.G.kind == "dense"
-        return options.orthogonalize and dense and not any(re.search(p, layer.name) for p in options.except_layers)
+        options, matrix = self.config.adam, layer.kind in ("Linear", "Conv1D") and len(layer.uses) == 1
+        return options.orthogonalize and matrix and not any(re.search(p, layer.name) for p in options.except_layers)
 
     def local(self, now: Now, gradients: Mapping[str, Tensor], states: Mapping[str, LayerState]) -> Local:
         device = self.exchange.device

@@ -38,11 +38,13 @@ class Attachment:
 
     Attributes:
         optimizer: the :class:`KFACOptimizer`.
+        given: the config as it was given; ``optimizer.config`` has what depends on the optimizer filled in.
         report: the text printed at attach.
     """
 
     def __init__(self, engine: Any, config: KFACConfig) -> None:
-        self.engine = engine
+        self.engine, self.given = engine, config
+        config = config.for_optimizer(adam=isinstance(engine.basic_optimizer, KFACAdamWStep))
         optimized = optimized_parameters(engine)
         found = scan(engine.module, config.choice, optimized=optimized)
         named = dict(engine.module.named_parameters())

@@ -55,6 +55,13 @@ class KFACConfig(Block):
     def max_dim(self) -> int:
         return self.factor.max_dim or 16384
 
+    def for_optimizer(self, *, adam: bool) -> "KFACConfig":
+        """With what depends on the optimizer chosen; ``adam``: it is KFACAdamW."""
+        if self.factor.fisher is not None:
+            return self
+        factor = self.factor.model_copy(update={"fisher": "activations_only" if adam else "empirical"})
+        return self.model_copy(update={"factor": factor})
+
     @property
     def choice(self) -> Choice:
         """Which layers, for :func:`ds_kfac.scan.scan`."""

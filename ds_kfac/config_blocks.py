@@ -26,9 +26,10 @@ class FactorConfig(Block):
     """Steps between two batches folded into the factors."""
     decay: Decay = Value.constant(0.95)
     """Weight of the past in the running average; bias-corrected, so early averages are plain means."""
-    fisher: Literal["empirical", "monte_carlo", "activations_only"] = "empirical"
+    fisher: Literal["empirical", "monte_carlo", "activations_only"] | None = None
     """Where G comes from. empirical: the training gradients. monte_carlo: gradients for labels drawn from the model's
-    own prediction, one extra backward on a factor update. activations_only: nowhere, G is the identity."""
+    own prediction, one extra backward on a factor update. activations_only: nowhere, G is the identity. null chooses
+    activations_only with the optimizer KFACAdamW, empirical with any other."""
     sampler: Literal["cross_entropy", "mse"] = "cross_entropy"
     """monte_carlo: how labels are drawn; ``engine.kfac.sampler`` takes a function of your own."""
     prediction: str | None = None
@@ -136,8 +137,8 @@ class AdamConfig(Block):
     orthogonalize: bool = True
     """Replace the direction of a layer by its orthogonal factor (Newton-Schulz, as Muon), at a fixed size."""
     except_layers: list[str] = ["embed", "head", "score", "classifier"]
-    """Regexes searched in layer names: these keep Adam's direction, as embeddings and heads do with Muon. Norms and
-    layers with a side that is not dense keep it as well."""
+    """Regexes searched in layer names: these keep Adam's direction, as embeddings and heads do with Muon. Norms,
+    embeddings and tied heads do so whatever their names."""
     rms: float = Field(0.3, gt=0)
     """Root mean square of an orthogonalized direction's entries: about that of Adam's, so rates carry over."""
     nesterov: bool = True

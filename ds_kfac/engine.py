@@ -92,7 +92,7 @@ def attach(
     """
     attached = getattr(engine, HANDLE, None)
     if isinstance(attached, Attachment):
-        if config is not None and _checked(config) != attached.optimizer.config:
+        if config is not None and _checked(config) != attached.given:
             raise ValueError("ds_kfac.attach: this engine has K-FAC with another config; engine.kfac.detach() it first")
         return attached
     if config is None:
@@ -145,5 +145,5 @@ def _group_kfac_first(arguments: dict[str, Any], config: KFACConfig) -> None:
             "kfac.assignment.kfac_first needs the optimizer named in the DeepSpeed config, not passed as an object: "
             "its parameter groups are laid out before it is built"
         )
-    found = scan(model, config.choice)
+    found = scan(model, config.for_optimizer(adam=False).choice)
     arguments["model_parameters"] = kfac_first(model, found, arguments.get("model_parameters"))

@@ -46,6 +46,7 @@ def put_into(arguments: dict[str, Any], config: KFACConfig, params: Mapping[str,
         raise ValueError(
             f'optimizer.type "{NAME}" needs K-FAC, but "kfac" says "enabled": false; use "AdamW" to train without it'
         )
+    config = config.for_optimizer(adam=True)
     model, given = arguments["model"], arguments.get("model_parameters")
     given = None if given is None else list(given)
     found = scan(model, config.choice, optimized=_flat(given))
