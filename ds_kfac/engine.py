@@ -37,7 +37,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
         block = {}  # the optimizer's name alone asks for K-FAC
     config = None if block is None else parse(block)  # before the engine is built: a wrong one fails at once
     if adam is not None and config is not None:
-        optimizer_block.put_into(bound.arguments, config, adam, offload=_offloads(source))
+        optimizer_block.put_into(bound.arguments, config, adam, source or {})
     elif config is not None and config.enabled and config.assignment.kfac_first:
         _group_kfac_first(bound.arguments, config)
     result = _plain_initialize(*bound.args, **bound.kwargs)
@@ -130,12 +130,6 @@ def _config_source(arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
             except ValueError:  # DeepSpeed says what is wrong
                 return None
     return source if isinstance(source, Mapping) else None
-
-
-def _offloads(source: Mapping[str, Any] | None) -> bool:
-    zero = (source or {}).get("zero_optimization") or {}
-    offload = zero.get("offload_optimizer") or {}
-    return offload.get("device") in ("cpu", "nvme") or bool(zero.get("cpu_offload"))
 
 
 def _group_kfac_first(arguments: dict[str, Any], config: KFACConfig) -> None:

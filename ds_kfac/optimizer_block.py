@@ -34,12 +34,23 @@ def params_in(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return params
 
 
-def put_into(arguments: dict[str, Any], config: KFACConfig, params: Mapping[str, Any], *, offload: bool) -> None:
+def put_into(
+    arguments: dict[str, Any], config: KFACConfig, params: Mapping[str, Any], ds_config: Mapping[str, Any]
+) -> None:
     """Replace the arguments of ``deepspeed.initialize`` so that it takes our optimizer.
 
     Raises:
         ValueError: something else in the arguments or the config contradicts it.
     """
+    zero = ds_config.get("zero_optimization") or {}
+    offload_block = zero.get("offload_optimizer") or {}
+    offload = offload_block.get("device") in ("cpu", "nvme") or bool(zero.get("cpu_offload"))
+    offload_ratio = offload_block.get("ratio", 1.0)
+    if offload_ratio < 1:
+        raise ValueError(
+            f"zero_optimization.offload_optimizer.ratio {offload_ratio}: {NAME} cannot be offloaded in part, DeepSpeed "
+            "steps the rest with an AdamW of its own; leave ratio out"
+        )
     if arguments.get("optimizer") is not None:
         raise ValueError(f'optimizer.type "{NAME}" in the DeepSpeed config, and an optimizer= argument: choose one')
     if not config.enabled:

@@ -3,6 +3,7 @@
 import deepspeed
 import torch
 
+from ds_kfac.adam_direction import AdamDirection
 from ds_kfac.config import KFACConfig
 from ds_kfac.layers.base import LayerSpec
 from ds_kfac.optimizer import KFACOptimizer
@@ -29,16 +30,19 @@ def attach_report(kfac: KFACOptimizer, scan: Scan) -> str:
         "",
     ]
     rows: list[tuple[str, ...]] = [("layer", "type", "G", "A", "bias", "owner")]
+    orthogonalized = kfac.direction.orthogonalizes if isinstance(kfac.direction, AdamDirection) else None
     for layer in scan.layers:
         sides = tuple(f"{side.dim}{'' if side.kind == 'dense' else f' ({side.kind})'}" for side in (layer.G, layer.A))
         owner = str(kfac.assignment.owners[layer.name])
+        mark = ", orthogonalized" if orthogonalized and orthogonalized(layer) else ""
         kind = layer.kind if len(layer.uses) == 1 else f"Tied to {layer.uses[0].module}"
-        rows.append((layer.name or "(model)", kind, *sides, "yes" if layer.bias else "no", owner))
+        rows.append((layer.name or "(model)", kind + mark, *sides, "yes" if layer.bias else "no", owner))
     lines += _table(rows)
     if scan.skipped:
         rows = [("not preconditioned", "type", "parameters", "why")]
         rows += [(left.name or "(model)", left.kind, f"{left.numel:,}", left.reason) for left in scan.skipped]
         lines += ["", *_table(rows)]
+    lines += _without_effect(kfac)
     faults = list(layout.faults)
     if engine.torch_autocast_enabled() and layout.grad_scaler:
         faults.append("torch_autocast fp16 skips overflowed steps without telling the engine; we watch its scale")
@@ -64,6 +68,15 @@ def _direction(kfac: KFACOptimizer) -> str:
         f"{options.eigenvalues} eigenvalues, {damping.kind} damping {damping.chosen}, exponent {options.exponent:g}, "
         f"graft {options.graft}, kl-clip {clip}; then {type(kfac.target.inner).__name__}"
     )
+
+
+def _without_effect(kfac: KFACOptimizer) -> list[str]:
+    """Keys that were given but belong to the other kind of optimizer."""
+    adam = kfac.direction.moments == "adam"
+    blocks = ("damping", "preconditioner") if adam else ("adam",)
+    keys = [f"kfac.{b}.{key}" for b in blocks for key in sorted(getattr(kfac.config, b).model_fields_set)]
+    name = "KFACAdamW" if adam else type(kfac.target.inner).__name__
+    return [f"  WARNING: of no effect with {name}: {', '.join(keys)}"] if keys else []
 
 
 def _memory(kfac: KFACOptimizer) -> str:

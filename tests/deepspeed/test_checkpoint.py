@@ -24,9 +24,12 @@ KFAC = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 3}}
 def own_state(engine) -> dict:
     kfac = engine.kfac.optimizer
     return {
-        name: [state.A.packed_P, state.G.packed_P, state.A.updates, state.basis_A.vectors, state.basis_G.values]
+        name: [
+            state.A.packed_P, state.G.packed_P, state.A.updates, state.terms, *state.basis.A.vectors,
+            state.basis.G.values, *(vars(state.adam).values() if state.adam else ()),
+        ]
         for name, state in kfac.state.items()
-    }
+    }  # fmt: skip
 
 
 def resume_worker(payload) -> dict:
@@ -57,6 +60,9 @@ def resume_worker(payload) -> dict:
 @pytest.mark.parametrize("world", [1, 2])
 def test_resuming_gives_the_losses_of_not_stopping(world, tmp_path):
     names = ["z0", "z1", "z2", "z2-offload", "z3", "z1-bf16", "z1-bf16-accum32", "z3-bf16", "z2-fp16"]
+    names += [
+        f"adam-{name}" for name in ("z0", "z1", "z2", "z2-offload", "z3", "z1-bf16-accum32", "z3-bf16", "z2-fp16")
+    ]
     results = run_ranks("tests.deepspeed.test_checkpoint:resume_worker", world=world, payload=(str(tmp_path), names))
     for result in results:
         for name, run in result.items():
@@ -98,12 +104,18 @@ def load_worker(payload) -> dict:
 
 def test_state_loads_at_any_world_size_and_stage(tmp_path):
     saved = {}
-    for world, names in ((1, ["z0", "z1"]), (2, ["z2", "z3"])):
+    for world, names in ((1, ["z0", "z1", "adam-z2"]), (2, ["z2", "z3", "adam-z3"])):
         parts = run_ranks("tests.deepspeed.test_checkpoint:save_worker", world=world, payload=(str(tmp_path), names))
         saved |= {name: {layer: t for part in parts for layer, t in part[name].items()} for name in names}
     cases = {
-        1: [("z2", "z2", "engine"), ("z3", "z2", "state")],
-        2: [("z1", "z2", "engine"), ("z2", "z0", "engine"), ("z0", "z3", "state")],
+        1: [("z2", "z2", "engine"), ("z3", "z2", "state"), ("adam-z3", "adam-z2", "state")],
+        2: [
+            ("z1", "z2", "engine"),
+            ("z2", "z0", "engine"),
+            ("z0", "z3", "state"),
+            ("adam-z2", "adam-z0", "state"),
+            ("adam-z2", "adam-z2", "engine"),
+        ],
         4: [("z2", "z1", "engine"), ("z3", "z3", "state")],
     }
     for world in cases:

@@ -1,0 +1,203 @@
+"""The optimizer KFACAdamW as a user meets it: config, norms and clipping, schedules, memory, overflow, detaching."""
+
+import contextlib
+import copy
+import io
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+
+import ds_kfac
+from tests.deepspeed.modes import BY_NAME
+from tests.deepspeed.runs import build, micro_batches, patched, train, weights
+from tests.models import make_net
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+PLAIN = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
+OURS = {"type": "KFACAdamW", "params": {"lr": 0.01, "torch_adam": True}}
+
+
+def config(**changes) -> dict:
+    base = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "optimizer": copy.deepcopy(OURS)}
+    return {**base, "steps_per_print": None, **changes}
+
+
+def start(settings: dict, model=None, **keywords):
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        engine, optimizer, _, scheduler = ds_kfac.initialize(
+            model=model or make_net(), model_parameters=keywords.pop("parameters", None), config=settings, **keywords
+        )
+    engine.printed = printed.getvalue()
+    return engine, optimizer, scheduler
+
+
+def problem(settings: dict, **keywords) -> str:
+    try:
+        start(settings, **keywords)[0].destroy()
+    except (ValueError, RuntimeError, AssertionError) as error:
+        return str(error)
+    return ""
+
+
+def errors_worker(_) -> dict:
+    params = OURS["params"]
+    model = make_net()
+    return {
+        "unknown parameter": problem(config(optimizer={"type": "KFACAdamW", "params": {**params, "beta": [0.9, 0.9]}})),
+        "misspelt": problem(config(optimizer={"type": "KfacAdam", "params": {"lr": 0.01}})),
+        "disabled": problem(config(kfac={"enabled": False})),
+        "two optimizers": problem(config(), model=model, optimizer=torch.optim.AdamW(model.parameters())),
+        "partial offload": problem(
+            config(zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}})
+        ),
+        "wrong block": problem(config(kfac={"adam": {"ortogonalize": True}})),
+    }
+
+
+def test_contradictions_are_said_before_an_engine_is_built():
+    errors = run_ranks("tests.deepspeed.test_kfac_adamw:errors_worker", world=1)[0]
+    assert "optimizer.params.beta: KFACAdamW has no such parameter; did you mean betas?" in errors["unknown parameter"]
+    assert 'did you mean "KFACAdamW"?' in errors["misspelt"]
+    assert 'use "AdamW" to train without it' in errors["disabled"]
+    assert "choose one" in errors["two optimizers"]
+    assert "cannot be offloaded in part" in errors["partial offload"]
+    assert "did you mean kfac.adam.orthogonalize?" in errors["wrong block"]
+
+
+def behaviour_worker(_) -> dict:
+    results = {}
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 4, "warmup_type": "linear"}}
+    for stage in (0, 2, 3):
+        norms, states, rates = {}, {}, []
+        for name, optimizer in (("plain", PLAIN), ("ours", OURS)):
+            zero = {"stage": stage}
+            settings = config(optimizer=copy.deepcopy(optimizer), zero_optimization=zero, gradient_clipping=0.05)
+            settings |= {"scheduler": schedule, "bf16": {"enabled": False}}
+            if name == "plain":
+                engine, *_ = deepspeed.initialize(model=make_net(), config=settings)
+            else:
+                engine, *_ = start(settings)
+            norms[name] = []
+            for step in range(3):
+                for x, y in micro_batches(step, 1):
+                    engine.backward(engine(x, y))
+                engine.step()
+                norms[name].append(float(engine.get_global_grad_norm() or 0))
+                if name == "ours":
+                    rates.append({group["lr"] for group in engine.optimizer.param_groups})
+                if step == 0:
+                    first = weights(engine)
+            inner = engine.basic_optimizer
+            elements = sum(t.numel() for state in inner.state.values() for t in state.values() if t.numel() > 1)
+            moments = torch.tensor(float(elements))
+            if name == "ours":
+                kfac = engine.kfac.optimizer
+                ranks = dist.get_world_size() if stage else 1
+                held = torch.tensor(kfac.adam_nbytes / 4 - len(kfac.owned))
+                dist.all_reduce(held)
+                dist.all_reduce(moments)
+                states["ours"] = float(held) + float(moments) / (dist.get_world_size() / ranks)
+                states["report"] = engine.kfac.report
+            else:
+                dist.all_reduce(moments)
+                states["plain"] = float(moments) / (1 if stage else dist.get_world_size())
+            del first
+            engine.destroy()
+        results[stage] = {"norms": norms, "states": states, "rates": rates}
+    return results
+
+
+def test_norm_schedule_and_memory_are_those_of_adamw():
+    numel = sum(p.numel() for p in make_net().parameters())
+    for stage, result in run_ranks("tests.deepspeed.test_kfac_adamw:behaviour_worker", world=2)[0].items():
+        norms = result["norms"]
+        # the first gradient is the same; that it is the raw one's norm holds for all
+        assert norms["ours"][0] == pytest.approx(norms["plain"][0], rel=1e-5), stage
+        assert result["rates"] == [{0.0025}, {0.005}, {0.0075}] or len({tuple(r) for r in result["rates"]}) == 3
+        assert all(len(rates) == 1 for rates in result["rates"]), "every group follows the schedule"
+        padding = 2 * 4 * 3  # of flat groups
+        assert result["states"]["ours"] <= 2 * numel + padding
+        assert result["states"]["plain"] >= 2 * numel
+        assert "Adam's moments" in result["states"]["report"]
+
+
+def implied_worker(_) -> dict:
+    engine, *_ = start(config())
+    layers = [layer.name for layer in engine.kfac.optimizer.layers]
+    groups = [bool(group.get("kfac")) for group in engine.optimizer.param_groups]
+    shown = start(config(kfac={"damping": {"value": 2.0}}))[0].printed
+    other = start(config(optimizer=copy.deepcopy(PLAIN), kfac={"adam": {"rms": 0.2}}))[0].printed
+    frozen = make_net()
+    frozen.middle.weight.requires_grad_(False)
+    frozen_engine, *_ = start(config(), model=frozen)
+    train(frozen_engine, 1, steps=2)
+    engine.kfac.detach()
+    with patched(BY_NAME["z2"]):
+        try:
+            train(engine, 1, steps=1)
+            detached = ""
+        except RuntimeError as error:
+            detached = str(error)
+    return {
+        "layers": layers, "groups": groups, "shown": shown, "other": other, "detached": detached,
+        "frozen": [layer.name for layer in frozen_engine.kfac.optimizer.layers],
+    }  # fmt: skip
+
+
+def test_the_name_alone_attaches_kfac_and_detaching_stops_training():
+    result = run_ranks("tests.deepspeed.test_kfac_adamw:implied_worker", world=1)[0]
+    assert result["layers"] == ["first", "middle", "head"] and result["groups"] == [True, False]
+    assert "of no effect with KFACAdamW: kfac.damping.value" in result["shown"]
+    assert "of no effect with AdamW: kfac.adam.rms" in result["other"]
+    assert result["frozen"] == ["first", "head"]
+    assert "K-FAC was detached" in result["detached"]
+
+
+def overflow_worker(_) -> dict:
+    mode = BY_NAME["adam-z2-fp16"]
+    engine = build(mode, 1, fp16={"enabled": True, "initial_scale_power": 30, "hysteresis": 1})
+    kfac, results = engine.kfac.optimizer, []
+    with patched(mode):
+        for step in range(12):
+            before = weights(engine)
+            moments = [state.adam for state in kfac.state.values()]
+            train(engine, 1, steps=1, first=step)
+            applied = engine.was_step_applied()
+            same = all(a is b.adam for a, b in zip(moments, kfac.state.values(), strict=True))
+            moved = any(not torch.equal(a, b) for a, b in zip(before.values(), weights(engine).values(), strict=True))
+            results.append((applied, same, moved))
+    return {"steps": results, "finite": all(bool(torch.isfinite(w).all()) for w in weights(engine).values())}
+
+
+def test_an_overflowed_step_changes_neither_weights_nor_moments():
+    for result in run_ranks("tests.deepspeed.test_kfac_adamw:overflow_worker", world=2):
+        applied = [step for step in result["steps"] if step[0]]
+        skipped = [step for step in result["steps"] if not step[0]]
+        assert applied and skipped and result["finite"]
+        assert all(same and not moved for _, same, moved in skipped)
+        assert all(moved and not same for _, same, moved in applied)
+
+
+def first_steps_worker(_) -> float:
+    """Before any refresh nothing is rotated: exactly AdamW."""
+    finals = []
+    for optimizer in (PLAIN, OURS):
+        settings = config(optimizer=copy.deepcopy(optimizer), gradient_clipping=0.1)
+        settings["kfac"] = {"adam": {"orthogonalize": False, "nesterov": False}, "factor": {"max_dim": 2}}
+        settings["kfac"]["factor"] |= {"large_input": "identity", "large_output": "identity"}
+        if optimizer is PLAIN:
+            del settings["kfac"]
+            engine, *_ = deepspeed.initialize(model=make_net(), config=settings)
+        else:
+            engine, *_ = start(settings)
+        train(engine, 1, steps=5)
+        finals.append(weights(engine))
+        engine.destroy()
+    return max(float((finals[0][name] - finals[1][name]).abs().max()) for name in finals[0])
+
+
+def test_without_rotation_it_is_adamw():
+    assert max(run_ranks("tests.deepspeed.test_kfac_adamw:first_steps_worker", world=2)) < 1e-6
