@@ -235,7 +235,7 @@ def overwrite_worker(folder: str) -> dict:
     plain.save_checkpoint(folder, tag="tag")
     fresh.load_checkpoint(folder, tag="tag")  # has trained, and the folder of an older save is still there
     kfac = fresh.kfac.optimizer
-    empty = all(float(state.A.updates) == 0 and state.basis_A is None for state in kfac.state.values())
+    empty = all(float(state.A.updates) == 0 and state.basis is None for state in kfac.state.values())
     results["plain save over it"] = empty, kfac.steps, kfac.peak_lr
     return results
 
