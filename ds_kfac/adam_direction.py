@@ -64,11 +64,13 @@ class AdamDirection:
         for layer in self.exchange.owned:
             gradient = gradients[layer.name]
             state, direction = self._step(layer, states[layer.name], gradient * unscale)
-            # An overflowed gradient must reach DeepSpeed's check; a basis gone wrong must not reach the weights.
-            fallback = torch.where(torch.isfinite(gradient).all(), torch.zeros_like(gradient), gradient)
-            local.results[layer.name], finite = finite_or(direction, fallback)
+            # A direction gone wrong must not reach the weights; an overflowed gradient must reach DeepSpeed's check,
+            # though the direction, of old moments alone, is finite.
+            direction, finite = finite_or(direction, torch.zeros_like(gradient))
+            overflowed = ~torch.isfinite(gradient).all()
+            local.results[layer.name] = torch.where(overflowed, gradient, direction)
             local.states[layer.name] = state
-            local.replaced += ~finite
+            local.replaced += ~finite | overflowed
             squares += torch.stack([local.results[layer.name].square().sum(), gradient.square().sum()])
         local.numbers = list(squares.unbind())
         self._clip = clip

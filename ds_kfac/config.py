@@ -79,7 +79,7 @@ class KFACConfig(Block):
     def schedule(self) -> Schedule:
         """What is due when."""
         update, refresh = self.factor.update_interval, self.eigenbasis.refresh_interval
-        return Schedule(update, update.times(10) if refresh is None else refresh, self.burn_in.chosen)
+        return Schedule(update, update.times(5) if refresh is None else refresh, self.burn_in.chosen)
 
 
 def parse(block: Any) -> KFACConfig:

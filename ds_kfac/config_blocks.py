@@ -56,7 +56,7 @@ class EigenbasisConfig(Block):
     """When and how eigenbases are refreshed."""
 
     refresh_interval: Interval | None = None
-    """Steps between two decompositions, a multiple of factor.update_interval; null chooses ten times it
+    """Steps between two decompositions, a multiple of factor.update_interval; null chooses five times it
     (before rounding). If either is a schedule, a refresh waits for the next factor update."""
     method: Literal["eigh"] = "eigh"
     """Exact symmetric eigendecomposition."""
@@ -114,20 +114,21 @@ class PreconditionerConfig(Block):
 
 
 class BurnInConfig(Block):
-    """Other intervals at the start of a run, where curvature changes fastest."""
+    """Shorter intervals at the start of a run, where curvature changes fastest."""
 
-    steps: int = Field(0, ge=0)
+    steps: int = Field(50, ge=0)
     """How long they hold; the step after it refreshes everything. 0: no burn-in."""
-    update_interval: int = Field(1, ge=1)
-    """In place of factor.update_interval."""
+    update_interval: int = Field(5, ge=1)
+    """In place of factor.update_interval, if that is longer."""
     refresh_interval: int | None = Field(None, ge=1)
-    """In place of eigenbasis.refresh_interval, a multiple of burn_in.update_interval; null chooses ten times it."""
+    """In place of eigenbasis.refresh_interval, if that is longer; a multiple of burn_in.update_interval, null chooses
+    twice it."""
 
     @property
     def chosen(self) -> BurnIn | None:
         if not self.steps:
             return None
-        return BurnIn(self.steps, self.update_interval, self.refresh_interval or 10 * self.update_interval)
+        return BurnIn(self.steps, self.update_interval, self.refresh_interval or 2 * self.update_interval)
 
 
 class AdamConfig(Block):

@@ -131,6 +131,9 @@ class Due:
     """Decompose the factors again."""
 
 
+NOTHING = Due(capture=False, refresh=False)
+
+
 @dataclass
 class _Walked:
     """The steps decided so far, in order; what was decided last."""
@@ -149,7 +152,7 @@ class Schedule:
     so a ``refresh`` that is no multiple of ``update`` waits for the next capture. An interval is read at the step that
     is asked about, not at the last capture, so a shorter one takes effect at once.
 
-    During the burn-in its intervals hold instead; ``update`` and ``refresh`` keep their clock. The step after it,
+    During the burn-in its intervals hold where shorter; ``update`` and ``refresh`` keep their clock. The step after it,
     ``burn_in.steps``, captures and refreshes whatever the intervals say: the longer interval starts with fresh bases.
     """
 
@@ -160,9 +163,15 @@ class Schedule:
 
     def intervals(self, step: int) -> tuple[int, int]:
         """Steps between captures and between refreshes that hold at ``step``."""
-        if self.burn_in and step < self.burn_in.steps:
-            return self.burn_in.update_interval, self.burn_in.refresh_interval
-        return self.update.interval_at(step), self.refresh.interval_at(step)
+        return self._update_interval(step), self._refresh_interval(step)
+
+    def _update_interval(self, step: int) -> int:
+        interval, burn_in = self.update.interval_at(step), self.burn_in
+        return min(interval, burn_in.update_interval) if burn_in and step < burn_in.steps else interval
+
+    def _refresh_interval(self, step: int) -> int:
+        interval, burn_in = self.refresh.interval_at(step), self.burn_in
+        return min(interval, burn_in.refresh_interval) if burn_in and step < burn_in.steps else interval
 
     @property
     def settled(self) -> int:
@@ -187,13 +196,13 @@ class Schedule:
     def _decide_next(self) -> None:
         walked = self._walked
         step = len(walked.due)
-        update, refresh = self.intervals(step)
         burnt_in = self.burn_in is not None and step == self.burn_in.steps
-        captures = burnt_in or step >= walked.last_capture + update
-        refreshes = burnt_in or (captures and step >= walked.last_refresh + refresh)
-        walked.due.append(Due(captures, refreshes))
-        if captures:
-            walked.last_capture = step
+        if not burnt_in and step < walked.last_capture + self._update_interval(step):
+            walked.due.append(NOTHING)
+            return
+        refreshes = burnt_in or step >= walked.last_refresh + self._refresh_interval(step)
+        walked.due.append(Due(capture=True, refresh=refreshes))
+        walked.last_capture = step
         if refreshes:
             walked.last_refresh = step
 

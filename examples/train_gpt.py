@@ -28,6 +28,7 @@ import text
 from gpt import GPT, GPTConfig
 from plots import STAGES
 
+ADAMW_LR = 2e-3
 COLUMNS = ["step", "seconds", "loss", "held_out_loss", "lr", "tokens_per_second", "step_seconds"]
 COLUMNS += [f"seconds_{stage}" for stage in STAGES]
 
@@ -48,7 +49,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--eval-batches", type=int, default=8)
     parser.add_argument("--save-interval", type=int, default=0, help="steps between checkpoints; 0: none")
     parser.add_argument("--resume", action="store_true", help="continue from the run's last checkpoint")
-    parser.add_argument("--without-kfac", action="store_true", help="the config's optimizer alone, for comparison")
+    parser.add_argument(
+        "--without-kfac", action="store_true", help="the config's optimizer alone, or AdamW for KFACAdamW, to compare"
+    )
     parser.add_argument("--no-plots", action="store_true")
     parser.add_argument("--local_rank", type=int, default=0, help="set by the launcher")
     deepspeed.add_config_arguments(parser)
@@ -71,6 +74,9 @@ def read_config(arguments: argparse.Namespace, folder: Path) -> dict:
             config[monitor] |= {"output_path": str(folder), "job_name": monitor}
     if arguments.without_kfac:
         config.pop("kfac", None)
+        optimizer = config.get("optimizer", {})
+        if optimizer.get("type") == "KFACAdamW":  # at its own best rate on this model
+            optimizer |= {"type": "AdamW", "params": {**optimizer["params"], "lr": ADAMW_LR}}
     if arguments.lr is not None:
         config.setdefault("optimizer", {"type": "AdamW"}).setdefault("params", {})["lr"] = arguments.lr
     schedule = config.get("scheduler", {})

@@ -11,7 +11,8 @@ PIECES = {"schedule": "piecewise", "values": [1, 2, 5], "steps": [10, 20]}
 
 def test_the_shortest_block_is_enough():
     config = parse({"enabled": True})
-    assert config.enabled and config.schedule.intervals(0) == (10, 100)
+    assert config.enabled and config.schedule.intervals(50) == (10, 50)
+    assert config.schedule.intervals(0) == (5, 10)
     assert parse({}).enabled
 
 
@@ -21,7 +22,7 @@ def test_null_means_choose_for_me():
 
 
 def test_the_refresh_interval_follows_the_update_interval():
-    assert parse({"factor": {"update_interval": 7}}).schedule.intervals(0) == (7, 70)
+    assert parse({"factor": {"update_interval": 7}}).schedule.intervals(50) == (7, 35)
 
 
 @pytest.mark.parametrize(
@@ -47,23 +48,26 @@ def test_a_number_may_be_a_schedule(given, value):
 def test_intervals_may_be_schedules():
     config = parse({"factor": {"update_interval": PIECES}, "eigenbasis": {"refresh_interval": {**RAMP, "start": 7,
                     "end": 100}}})  # fmt: skip
-    assert config.schedule == Schedule(Value.piecewise([1, 2, 5], [10, 20]), Value.ramp("linear", 7, 100, 200))
+    assert config.schedule == Schedule(
+        Value.piecewise([1, 2, 5], [10, 20]), Value.ramp("linear", 7, 100, 200), BurnIn(50, 5, 10)
+    )
     following = parse({"factor": {"update_interval": PIECES}}).schedule
-    assert following.refresh == Value.piecewise([10, 20, 50], [10, 20]), "ten times the update interval at every step"
+    assert following.refresh == Value.piecewise([5, 10, 25], [10, 20]), "five times the update interval at every step"
 
 
 @pytest.mark.parametrize(
     ("given", "burn_in"),
     [
-        (None, None),
-        ({"update_interval": 2}, None),
-        ({"steps": 30}, BurnIn(30, 1, 10)),
-        ({"steps": 30, "update_interval": 3, "refresh_interval": None}, BurnIn(30, 3, 30)),
-        ({"steps": 30, "update_interval": None, "refresh_interval": 5}, BurnIn(30, 1, 5)),
+        (None, BurnIn(50, 5, 10)),
+        ({"steps": 0}, None),
+        ({"steps": 0, "update_interval": 2}, None),
+        ({"steps": 30}, BurnIn(30, 5, 10)),
+        ({"steps": 30, "update_interval": 3, "refresh_interval": None}, BurnIn(30, 3, 6)),
+        ({"steps": 30, "update_interval": None, "refresh_interval": 15}, BurnIn(30, 5, 15)),
     ],
 )
-def test_a_burn_in_is_off_until_it_has_steps(given, burn_in):
-    assert parse({"burn_in": given}).schedule == Schedule(Value.constant(10), Value.constant(100), burn_in)
+def test_a_burn_in_is_on_unless_it_has_no_steps(given, burn_in):
+    assert parse({"burn_in": given}).schedule == Schedule(Value.constant(10), Value.constant(50), burn_in)
 
 
 KINDS = "must be one of linear, cosine, exponential, piecewise"

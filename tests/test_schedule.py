@@ -88,8 +88,10 @@ def simulated(schedule: Schedule, steps: int) -> list[Due]:
     for step in range(steps):
         burn_in = schedule.burn_in
         burning = burn_in is not None and step < burn_in.steps
-        update_interval = burn_in.update_interval if burning else schedule.update.interval_at(step)
-        refresh_interval = burn_in.refresh_interval if burning else schedule.refresh.interval_at(step)
+        update_interval, refresh_interval = schedule.update.interval_at(step), schedule.refresh.interval_at(step)
+        if burning:
+            update_interval = min(update_interval, burn_in.update_interval)
+            refresh_interval = min(refresh_interval, burn_in.refresh_interval)
         forced = capture is None or (burn_in is not None and step == burn_in.steps)
         captures = forced or step - capture >= update_interval
         refreshes = forced or (captures and step - refresh >= refresh_interval)

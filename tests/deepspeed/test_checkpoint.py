@@ -197,7 +197,7 @@ def test_what_is_missing_or_damaged_is_said_on_every_rank(tmp_path):
     for rank, result in enumerate(results):
         assert result["plain"]["error"] == "" and result["plain"]["steps"] == 0
         assert "middle.pt" in result["missing_file"]["error"], result["missing_file"]
-        assert "layer head of this model needs" in result["other_model"]["error"]
+        assert "layer head of this model and config (dense, 20 wide) needs 210" in result["other_model"]["error"]
         assert "no K-FAC state" in result["missing_folder"]["error"]
         assert "version 99" in result["version"]["error"]
         assert "no K-FAC state" in result["nowhere"]["error"]

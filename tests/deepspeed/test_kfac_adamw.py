@@ -161,7 +161,7 @@ def overflow_worker(_) -> dict:
     engine = build(mode, 1, fp16={"enabled": True, "initial_scale_power": 30, "hysteresis": 1})
     kfac, results = engine.kfac.optimizer, []
     with patched(mode):
-        for step in range(12):
+        for step in range(18):
             before = weights(engine)
             moments = [state.adam for state in kfac.state.values()]
             train(engine, 1, steps=1, first=step)

@@ -1,0 +1,161 @@
+"""Monte-Carlo Fisher in an engine: Newton's step where the Fisher is exact, training untouched, errors."""
+
+import contextlib
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import ds_kfac
+from tests.deepspeed.modes import BY_NAME
+from tests.deepspeed.runs import build, micro_batches, patched, train, weights
+from tests.models import Net, cross_entropy, make_net
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+ROWS, INPUTS, OUTPUTS = 16, 5, 3
+SAMPLED = {
+    "factor": {"update_interval": 2, "fisher": "monte_carlo", "prediction": "head"},
+    "eigenbasis": {"refresh_interval": 2},
+    "layers": {"exclude": ["first", "middle"]},
+    "preconditioner": {"kl_clip": 0},
+    "damping": {"kind": "tikhonov", "value": 1e9},
+}
+"""Damping so large that K-FAC gives the gradient times 1e-9: what is left to see is what sampling does to training."""
+
+
+class Regression(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(INPUTS, OUTPUTS)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.linear(x), y)
+
+
+def whitened(prediction: torch.Tensor, batch, generator: torch.Generator) -> torch.Tensor:
+    """mse's sampler with noise that has exactly unit covariance over the batch: the exact Fisher."""
+    noise = torch.randn(prediction.shape, generator=generator, device=prediction.device)
+    noise = torch.linalg.qr(noise)[0] * (len(noise) * OUTPUTS / 2) ** 0.5
+    return F.mse_loss(prediction, prediction.detach() + noise)
+
+
+def newton_worker(stages) -> dict:
+    results = {}
+    generator = torch.Generator().manual_seed(7)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    x = torch.randn(world * ROWS, INPUTS, generator=generator)
+    y = torch.randn(world * ROWS, OUTPUTS, generator=generator)
+    wide = torch.cat([x, torch.ones(len(x), 1)], 1)
+    expected = torch.linalg.lstsq(wide.double(), y.double()).solution.T
+    for stage in stages:
+        torch.manual_seed(0)
+        config = {
+            "train_micro_batch_size_per_gpu": ROWS, "zero_allow_untested_optimizer": True,
+            "optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "zero_optimization": {"stage": stage},
+            "gradient_clipping": 0.0,  # DeepSpeed clips at 1 by default
+            "kfac": {
+                "factor": {"fisher": "monte_carlo", "prediction": "linear", "sampler": "mse"},
+                "damping": {"kind": "tikhonov", "value": 1e-7}, "preconditioner": {"kl_clip": 0},
+            },
+        }  # fmt: skip
+        with contextlib.redirect_stdout(io.StringIO()):
+            engine, *_ = ds_kfac.initialize(model=Regression(), config=config)
+        engine.kfac.sampler = whitened
+        share = slice(rank * ROWS, (rank + 1) * ROWS)
+        engine.backward(engine(x[share], y[share]))
+        engine.step()
+        found = weights(engine)
+        W = torch.cat([found["linear.weight"], found["linear.bias"][:, None]], 1).double()
+        results[stage] = float((W - expected).norm() / expected.norm())
+        engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_with_its_exact_fisher_a_linear_model_is_solved_in_one_step(world):
+    for result in run_ranks("tests.deepspeed.test_monte_carlo:newton_worker", world=world, payload=[0, 1, 2, 3]):
+        assert all(error < 1e-4 for error in result.values()), result
+
+
+def untouched_worker(names) -> dict:
+    """The same training with and without sampling: everything but the factors must be the same to the bit."""
+    results = {}
+    for name in names:
+        mode, runs = BY_NAME[name], []
+        for fisher in ("monte_carlo", "empirical"):
+            engine = build(mode, 2, kfac={**SAMPLED, "factor": {**SAMPLED["factor"], "fisher": fisher}})
+            with patched(mode):
+                losses = train(engine, 2, steps=5)
+            factors = {n: state.G.packed_P.clone() for n, state in engine.kfac.optimizer.state.items()}
+            runs.append((losses, weights(engine), factors))
+            engine.destroy()
+        (losses, sampled, sampled_G), (plain_losses, plain, plain_G) = runs
+        others = [n for n in plain if not n.startswith("head")]
+        results[name] = {
+            "losses": losses == plain_losses,
+            "weights": all(torch.equal(sampled[n], plain[n]) for n in others),
+            "factors": all(not torch.equal(sampled_G[n], plain_G[n]) for n in plain_G),
+        }
+    return results
+
+
+def test_sampling_changes_factors_and_nothing_else():
+    names = ["z0-noclip", "z1", "z2", "z2-overlap", "z2-offload", "z3", "z3-persistence_0", "z3-zero_init",
+             "z3-offload_param", "z1-bf16-accum32", "z2-fp16", "z3-bf16"]  # fmt: skip
+    for result in run_ranks("tests.deepspeed.test_monte_carlo:untouched_worker", world=2, payload=names):
+        wrong = {name: found for name, found in result.items() if not all(found.values())}
+        assert not wrong
+
+
+class Checkpointed(Net):
+    use_reentrant = False
+
+    def forward(self, x, y):
+        x = x.requires_grad_()
+        inner = checkpoint(lambda x: self.middle(self.norm(self.silu(self.first(x)))), x,
+                           use_reentrant=self.use_reentrant)  # fmt: skip
+        return cross_entropy(self.head(torch.tanh(inner)), y)
+
+
+class Reentrant(Checkpointed):
+    use_reentrant = True
+
+
+def errors_worker(_) -> dict:
+    block = {"factor": {"update_interval": 1, "fisher": "monte_carlo", "prediction": "head"}}
+
+    def attempt(model=None, kfac=block, plain_backward=False, sample=False) -> str:
+        try:
+            engine = build(BY_NAME["z2"], 1, model=model, kfac=kfac)
+            for x, y in micro_batches(0, 1):
+                loss = engine(x, y)
+                if sample:
+                    engine.kfac.sample()
+                loss.backward() if plain_backward else engine.backward(loss)
+                engine.step()
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+        return f"fine {engine.kfac.optimizer.metrics.counts['factor_updates']}"
+
+    return {
+        "non-reentrant": attempt(make_net(Checkpointed)),
+        "reentrant": attempt(make_net(Reentrant)),
+        "a loss": attempt(kfac={"factor": {**block["factor"], "prediction": None}}),
+        "no such module": attempt(kfac={"factor": {**block["factor"], "prediction": "haed"}}),
+        "forgotten": attempt(plain_backward=True),
+        "by hand": attempt(plain_backward=True, sample=True),
+    }
+
+
+def test_what_cannot_be_sampled_is_said():
+    found = run_ranks("tests.deepspeed.test_monte_carlo:errors_worker", world=1)[0]
+    assert found["non-reentrant"] == found["by hand"] == "fine 1"
+    assert "use torch's with use_reentrant=False" in found["reentrant"]
+    assert "name the module that computes it in kfac.factor.prediction" in found["a loss"]
+    assert "the model has no module 'haed'" in found["no such module"]
+    assert "call engine.kfac.sample() before loss.backward()" in found["forgotten"]

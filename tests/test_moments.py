@@ -1,0 +1,148 @@
+"""Moments in the eigenbasis: EKFAC's exact case, Adam, what a refresh does to them; and orthogonal factors."""
+
+import itertools
+
+import pytest
+import torch
+
+from ds_kfac.eigenbasis import LayerBasis, refresh
+from ds_kfac.factor import KroneckerFactor
+from ds_kfac.moments import AdamMoments, CorrectedEigenvalues, carried
+from ds_kfac.orthogonal import newton_schulz, orthogonalized
+from ds_kfac.side import Side
+
+YES = torch.tensor(True)
+
+
+def random_basis(rows: int, columns: int, seed: int = 0) -> LayerBasis:
+    generator = torch.Generator().manual_seed(seed)
+
+    def side(dim: int):
+        x = torch.randn(3 * dim, dim, generator=generator)
+        total = Side.dense(dim).accumulate_(torch.zeros(dim * (dim + 1) // 2), x)
+        return refresh(KroneckerFactor(Side.dense(dim), total / len(x), torch.ones(())))[0]
+
+    return LayerBasis(side(rows), side(columns))
+
+
+def test_corrected_eigenvalues_are_the_diagonal_of_the_true_fisher_in_the_basis():
+    """One gradient at a time: their running mean square, rotated, is diag(Q^T F Q) of F = mean vec(dW) vec(dW)^T."""
+    inputs, gradients = torch.randn(40, 5), torch.randn(40, 3)
+    gradients = gradients * inputs[:, :1]  # a and g depend on each other, so F is no Kronecker product
+    basis = random_basis(3, 5)
+    moments = CorrectedEigenvalues.empty((3, 5))
+    for a, g in zip(inputs, gradients, strict=True):
+        moments = moments.folded(basis.rotate(torch.outer(g, a)), decay=0.9999, usable=YES)
+    vectors = torch.einsum("no,ni->noi", gradients, inputs).flatten(1).double()
+    fisher = vectors.T @ vectors / 40
+    Q = torch.kron(basis.G.vectors[0][0], basis.A.vectors[0][0]).double()
+    expected = (Q.T @ fisher @ Q).diagonal().view(3, 5)
+    torch.testing.assert_close(moments.second_OI.double(), expected, rtol=1e-4, atol=1e-6)
+    kronecker = torch.outer(basis.G.values, basis.A.values)
+    assert (kronecker - expected).norm() > 0.1 * expected.norm(), "the Kronecker eigenvalues are another thing"
+
+
+def test_what_is_not_usable_changes_nothing():
+    no, bad = torch.tensor(False), torch.full((2, 3), float("nan"))
+    corrected = CorrectedEigenvalues.empty((2, 3)).folded(torch.ones(2, 3), decay=0.9, usable=YES)
+    adam = AdamMoments.empty((2, 3)).folded(torch.ones(2, 3), betas=(0.9, 0.99), usable=YES)
+    for before, after in (
+        (corrected, corrected.folded(bad, decay=0.9, usable=no)),
+        (adam, adam.folded(bad, betas=(0.9, 0.99), usable=no)),
+    ):
+        assert all(torch.equal(x, y) for x, y in zip(vars(before).values(), vars(after).values(), strict=True))
+
+
+def test_the_direction_is_adams():
+    parameter = torch.nn.Parameter(torch.zeros(3, 4))
+    adam = torch.optim.AdamW([parameter], lr=1.0, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.0)
+    moments = AdamMoments.empty((3, 4))
+    for step in range(1, 6):
+        gradient = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        before = parameter.detach().clone()
+        parameter.grad = gradient.clone()
+        adam.step()
+        moments = moments.folded(gradient, betas=(0.8, 0.9), usable=YES)
+        actual = moments.direction(gradient, betas=(0.8, 0.9), eps=1e-3)
+        torch.testing.assert_close(actual, before - parameter.detach(), rtol=1e-5, atol=1e-6)
+        ahead = 0.8 * moments.first_OI / (1 - 0.8 ** (step + 1)) + 0.2 * gradient / (1 - 0.8**step)
+        expected = ahead / ((moments.second_OI / (1 - 0.9**step)).sqrt() + 1e-3)
+        actual = moments.direction(gradient, betas=(0.8, 0.9), eps=1e-3, nesterov=True)
+        torch.testing.assert_close(actual, expected)
+
+
+def test_a_refresh_rotates_the_first_moment():
+    old, new = random_basis(3, 5, seed=0), random_basis(3, 5, seed=1)
+    momentum = torch.randn(3, 5)
+    adam = AdamMoments(old.rotate(momentum), torch.rand(3, 5), torch.ones(()))
+    moved = adam.moved(new.overlap(old), carry=False)
+    torch.testing.assert_close(new.restore(moved.first_OI), momentum, rtol=1e-4, atol=1e-5)
+    assert torch.equal(moved.second_OI, adam.second_OI)
+
+
+def test_carrying_over_is_exact_for_a_permuted_basis_and_keeps_the_sum():
+    old, new = random_basis(3, 5, seed=0), random_basis(3, 5, seed=1)
+    second = torch.rand(3, 5)
+    torch.testing.assert_close(carried(second, new.overlap(old)).sum(), second.sum())
+    order = torch.tensor([2, 0, 1])
+    flipped = LayerBasis(type(old.G)((-old.G.vectors[0][:, :, order],), old.G.values[order]), old.A)
+    torch.testing.assert_close(carried(second, flipped.overlap(old)), second[order])
+
+
+def quadratic_losses(*, rotate: bool) -> list[float]:
+    """Adam in a drifting eigenbasis on f(W) = ½ tr((W - W*) A (W - W*)^T G), refreshed every 10 steps."""
+    torch.manual_seed(0)
+    target, W = torch.randn(6, 8), torch.zeros(6, 8)
+    x, g = torch.randn(400, 8) * torch.logspace(0, -2, 8), torch.randn(400, 6) * torch.logspace(0, -1, 6)
+    mix_A, mix_G = torch.linalg.qr(torch.randn(8, 8))[0], torch.linalg.qr(torch.randn(6, 6))[0]
+    x, g = x @ mix_A, g @ mix_G
+    A, G = x.T @ x / 400, g.T @ g / 400
+    moments, basis, losses = AdamMoments.empty((6, 8)), None, []
+    for step in range(120):
+        losses.append(float(((W - target) @ A * (G @ (W - target))).sum()) / 2)
+        if step % 10 == 0:
+            part = torch.randint(400, (60,), generator=torch.Generator().manual_seed(step))
+            sides = []
+            for rows in (g[part], x[part]):
+                side = Side.dense(rows.shape[1])
+                total = side.accumulate_(torch.zeros(side.numel), rows) / len(rows)
+                sides.append(refresh(KroneckerFactor(side, total, torch.ones(())))[0])
+            new = LayerBasis(*sides)
+            if rotate:
+                moments = moments.moved(new.overlap(basis), carry=False)
+            basis = new
+        gradient = basis.rotate(G @ (W - target) @ A)
+        moments = moments.folded(gradient, betas=(0.9, 0.95), usable=YES)
+        W = W - 0.02 * basis.restore(moments.direction(gradient, betas=(0.9, 0.95), eps=1e-8))
+    return losses
+
+
+def test_the_loss_does_not_jump_at_a_refresh():
+    kept = quadratic_losses(rotate=True)
+    assert kept[-1] < 0.05 * kept[0], "it converges to the known minimum, 0"
+    drops = [(after - before) / kept[0] for before, after in itertools.pairwise(kept)]
+    at_refresh = [drops[step] for step in range(20, 119, 10)]
+    elsewhere = [drop for step, drop in enumerate(drops) if step >= 20 and step % 10]
+    assert max(at_refresh) <= max(*elsewhere, 0.002), "steps right after a refresh lose no ground"
+    forgotten = quadratic_losses(rotate=False)
+    assert sum(forgotten[20:]) > 1.02 * sum(kept[20:]), "moments left in old coordinates do worse, so the test can tell"
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 9), (9, 5), (63, 63)])
+def test_the_orthogonal_factor_has_singular_values_near_one(rows, columns):
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
+    U, _, Vh = torch.linalg.svd(x, full_matrices=False)
+    factor = newton_schulz(x)
+    values = torch.linalg.svdvals(factor)
+    well = torch.linalg.svdvals(x) > 0.02 * x.norm()  # five steps lift nothing smaller all the way
+    assert values[well].min() > 0.6 and values.max() < 1.25
+    assert torch.nn.functional.cosine_similarity(factor.flatten(), (U @ Vh).flatten(), dim=0) > 0.95
+    assert float(orthogonalized(x, rms=0.3).square().mean().sqrt()) == pytest.approx(0.3, rel=1e-5)
+
+
+def test_orthogonalizing_does_not_care_for_rotations_or_scale():
+    basis, x = random_basis(5, 7), torch.randn(5, 7)
+    expected = orthogonalized(x, rms=0.2)
+    torch.testing.assert_close(basis.restore(orthogonalized(basis.rotate(x), rms=0.2)), expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(orthogonalized(1e6 * x, rms=0.2), expected, rtol=1e-3, atol=1e-5)
+    assert torch.equal(orthogonalized(torch.zeros(3, 4), rms=0.2), torch.zeros(3, 4))
