@@ -44,7 +44,7 @@ class Task:
 TASKS = {
     "gpt_small": Task(GPTConfig(width=128, blocks=4), rows=16, steps=300),
     "gpt_large": Task(GPTConfig(width=256, blocks=4), rows=16, steps=150),
-    "mlm": Task(GPTConfig(width=128, blocks=3, causal=False), rows=16, steps=200),
+    "mlm": Task(GPTConfig(width=128, blocks=3, causal=False), rows=16, steps=150),
     "tiny": Task(GPTConfig(width=16, blocks=1, heads=2, context=16), rows=2, steps=3),
 }
 DEFAULT_TASKS = ["gpt_small", "gpt_large", "mlm"]
