@@ -121,6 +121,7 @@ class KFACGradient:
     def finish(self, now: Now, local: Local, totals: Sequence[Tensor]) -> dict[str, Tensor]:
         kl_clip = self.config.preconditioner.kl_clip_at(now.step)
         if not kl_clip:
+            self.metrics.nu = None
             return local.results
         self.metrics.nu = nu = kl_clip_scale(totals[0], kl_clip=kl_clip)
         prepared = {layer.name for layer in self.exchange.owned if local.states[layer.name].basis is not None}

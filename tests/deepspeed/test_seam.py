@@ -139,7 +139,7 @@ def test_the_doors(doors):
     assert result["enabled name"] == "initialize" and result["disabled again"]
     assert 'has no "kfac" block' in result["attach without block"]
     assert "another config" in result["attach with another config"]
-    assert result["part of the model"].count("not among the optimizer's parameters") == 2
+    assert result["part of the model"].count("not among the optimizer's parameters") == 3
 
 
 def test_the_report_lists_every_module(doors):
@@ -149,7 +149,7 @@ def test_the_report_lists_every_module(doors):
     rows = {line.split()[0]: line.split() for line in report.splitlines() if line.startswith("  ")}
     assert rows["first"] == ["first", "Linear", "17", "14", "yes", "0"]
     assert rows["middle"] == ["middle", "Linear", "19", "17", "no", "0"]
-    assert rows["norm"][:3] == ["norm", "LayerNorm", "34"] and "no K-FAC layer type" in " ".join(rows["norm"])
+    assert rows["norm"][:3] == ["norm", "LayerNorm", "34"] and "not in kfac.layers.types" in " ".join(rows["norm"])
 
 
 def refusals_worker(_) -> dict:

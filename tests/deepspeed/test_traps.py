@@ -22,8 +22,8 @@ def snapshot(kfac) -> dict[str, torch.Tensor]:
     tensors = {"steps": torch.tensor(kfac.steps)}
     for name, state in kfac.state.items():
         tensors |= {f"{name}.A": state.A.packed_P, f"{name}.G": state.G.packed_P, f"{name}.k": state.A.updates}
-        if state.basis_A is not None:
-            tensors |= {f"{name}.QA": state.basis_A.vectors, f"{name}.QG": state.basis_G.vectors}
+        if state.basis is not None:
+            tensors |= {f"{name}.QA": state.basis.A.vectors[0], f"{name}.QG": state.basis.G.vectors[0]}
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
@@ -422,8 +422,8 @@ def nan_worker(_) -> dict:
     kfac = engine.kfac.optimizer
     train(engine, 1, steps=1)
     for name, state in kfac.state.items():
-        broken = replace(state.basis_A, vectors=torch.full_like(state.basis_A.vectors, float("nan")))
-        kfac.state[name] = replace(state, basis_A=broken)
+        broken = replace(state.basis.A, vectors=(torch.full_like(state.basis.A.vectors[0], float("nan")),))
+        kfac.state[name] = replace(state, basis=replace(state.basis, A=broken))
     train(engine, 1, steps=1, first=1)
     return {"finite": all(bool(torch.isfinite(w).all()) for w in weights(engine).values()),
             "replaced": float(kfac.metrics.summary[0]), "owned": len(kfac.owned)}  # fmt: skip
@@ -481,7 +481,7 @@ def failing_refresh_worker(_) -> dict:
     engine = build(BY_NAME["z2"], 1)
     kfac = engine.kfac.optimizer
     train(engine, 1, steps=2)
-    before = {name: state.basis_A for name, state in kfac.state.items()}
+    before = {name: state.basis for name, state in kfac.state.items()}
 
     def fails(matrix):
         raise torch.linalg.LinAlgError("did not converge")
@@ -489,7 +489,7 @@ def failing_refresh_worker(_) -> dict:
     eigenbasis.EIGEN_METHODS["eigh"] = fails
     with contextlib.redirect_stderr(io.StringIO()):
         train(engine, 1, steps=1, first=2)
-    return {"kept": all(kfac.state[n].basis_A is basis for n, basis in before.items()),
+    return {"kept": all(kfac.state[n].basis is basis for n, basis in before.items()),
             "counts": dict(kfac.metrics.counts), "owned": len(kfac.owned)}  # fmt: skip
 
 
