@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 KFAC = {
-    "factor": {"update_interval": 1, "decay": 0.9},
+    "factor": {"update_interval": 1, "decay": 0.9, "fisher": "empirical"},
     "eigenbasis": {"refresh_interval": 2},
     "damping": {"kind": "tikhonov", "value": 0.03},
     "preconditioner": {"kl_clip": 0.0005},
