@@ -14,9 +14,18 @@ INTERVALS = {
 KFAC_FOR_SGD = {**INTERVALS}
 KFAC_FOR_ADAMW = {**INTERVALS}
 KFAC_FOR_KFACADAMW = {**INTERVALS}
-KFAC_FOR_PLAIN = {**INTERVALS, "factor": {"update_interval": 10, "fisher": "empirical"},
-                  "adam": {"orthogonalize": False, "nesterov": False}}  # fmt: skip
-KFAC_FOR_UNROTATED = {**INTERVALS, "factor": {"update_interval": 10, "max_dim": 2, "large_input": "identity"}}
+VARIATIONS = {
+    "plain": {"factor": {"update_interval": 10, "fisher": "empirical"},
+              "adam": {"orthogonalize": False, "nesterov": False}},
+    "empirical": {"factor": {"update_interval": 10, "fisher": "empirical"}},
+    "unrotated": {"factor": {"update_interval": 10, "max_dim": 2, "large_input": "identity"}},
+    "no_nesterov": {"adam": {"nesterov": False}},
+    "no_burn_in": {"burn_in": {"steps": 0}},
+    "all_types": {"layers": {"types": ["Linear", "Embedding", "LayerNorm"]},
+                  "factor": {"update_interval": 10, "fisher": "empirical"}},
+}  # fmt: skip
+"""KFACAdamW with one thing changed, to see what it is worth. plain: Adam in the eigenbasis of A and G. unrotated: no
+curvature at all, orthogonalized Adam in the layers' own coordinates."""
 
 ADAM = {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01}
 MUON_ADAM_RATIO = 0.5
@@ -52,14 +61,9 @@ def kfacadamw(rate: float) -> dict:
     return {"optimizer": optimizer, "gradient_clipping": 1.0, "kfac": KFAC_FOR_KFACADAMW}
 
 
-def kfacadamw_plain(rate: float) -> dict:
-    """Without orthogonalization: Adam in the eigenbasis of A and G."""
-    return {**kfacadamw(rate), "kfac": KFAC_FOR_PLAIN}
-
-
-def kfacadamw_unrotated(rate: float) -> dict:
-    """A control without any curvature: orthogonalized Adam in the layers' own coordinates."""
-    return {**kfacadamw(rate), "kfac": KFAC_FOR_UNROTATED}
+def varied(name: str) -> Callable[[float], dict]:
+    """A method ``kfacadamw_<name>``."""
+    return lambda rate: {**kfacadamw(rate), "kfac": {**KFAC_FOR_KFACADAMW, **VARIATIONS[name]}}
 
 
 METHODS: dict[str, Callable[[float], dict]] = {
@@ -68,21 +72,19 @@ METHODS: dict[str, Callable[[float], dict]] = {
     "kfac_sgd": kfac_sgd,
     "kfac_adamw": kfac_adamw,
     "kfacadamw": kfacadamw,
-    "kfacadamw_plain": kfacadamw_plain,
-    "kfacadamw_unrotated": kfacadamw_unrotated,
+    **{f"kfacadamw_{name}": varied(name) for name in VARIATIONS},
 }
 
 DEFAULT_METHODS = ["adamw", "muon", "kfac_sgd", "kfac_adamw", "kfacadamw"]
 """The others show what a part of KFACAdamW is worth."""
 
 RATES: dict[str, list[float]] = {
-    "adamw": [1e-3, 2e-3, 4e-3, 8e-3],
+    "adamw": [2.5e-4, 5e-4, 1e-3, 2e-3],
     "muon": [0.01, 0.02, 0.04, 0.08],
-    "kfac_sgd": [0.2, 0.4, 0.8, 1.6],
-    "kfac_adamw": [1e-3, 2e-3, 4e-3, 8e-3],
+    "kfac_sgd": [0.1, 0.2, 0.4, 0.8],
+    "kfac_adamw": [5e-4, 1e-3, 2e-3, 4e-3],
     "kfacadamw": [4e-3, 8e-3, 1.6e-2, 3.2e-2],
-    "kfacadamw_plain": [2e-3, 4e-3, 8e-3, 1.6e-2],
-    "kfacadamw_unrotated": [4e-3, 8e-3, 1.6e-2, 3.2e-2],
+    **{f"kfacadamw_{name}": [4e-3, 8e-3, 1.6e-2, 3.2e-2] for name in VARIATIONS},
 }
 """Where a sweep starts; it extends itself while the best is at an edge."""
 

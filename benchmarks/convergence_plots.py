@@ -9,16 +9,18 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from benchmarks.convergence_methods import METHODS
+from benchmarks.convergence_methods import KFAC_FOR_KFACADAMW, METHODS
 from benchmarks.convergence_results import SWEEP_SEED, Run
+from ds_kfac.config import parse
 
+REFRESHED = "kfacadamw"
 AXES = {"step": "step", "seconds": "wall clock [s], training only"}
 
 
 def draw(runs: list[Run], best: dict[tuple[str, str], dict[int, Run]], out: Path) -> list[Path]:
     """Two files a task; returns them."""
     files = []
-    colors = dict(zip(METHODS, plt.cm.tab10.colors, strict=False))
+    colors = dict(zip(METHODS, [*plt.cm.tab10.colors, *plt.cm.Dark2.colors], strict=False))
     for task in dict.fromkeys(task for task, _ in best):
         ours = {method: list(found.values()) for (of, method), found in best.items() if of == task and found}
         figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), sharey=True)
@@ -32,6 +34,8 @@ def draw(runs: list[Run], best: dict[tuple[str, str], dict[int, Run]], out: Path
             axes[0].set_ylim(min(ends) - 0.05, min(min(ends) + 2, axes[0].get_ylim()[1]))
         axes[0].legend()
         files.append(_save(figure, out / f"{task}_loss.png"))
+        if ours.get(REFRESHED):
+            files.append(_refreshes(ours[REFRESHED], out / f"{task}_refreshes.png"))
         files.append(_rates([run for run in runs if run.job.task == task], colors, out / f"{task}_rates.png"))
     return files
 
@@ -45,6 +49,26 @@ def _curves(axis, found: list[Run], column: str, color, label: str) -> None:
     points = list(zip(*curves, strict=False))
     means = [[statistics.fmean(row[key] for row in point) for point in points] for key in (column, "held_out_loss")]
     axis.plot(*means, color=color, lw=2, marker="o", ms=3, label=label)
+
+
+def refresh_steps(steps: int) -> list[int]:
+    """Steps, counted from 1, at which KFACAdamW's eigenbases are refreshed."""
+    schedule = parse(KFAC_FOR_KFACADAMW).schedule
+    return [step + 1 for step in range(steps) if schedule.due(step).refresh]
+
+
+def _refreshes(found: list[Run], path: Path) -> Path:
+    """The training loss, with a line at every refresh: it does not jump there."""
+    figure, axis = plt.subplots(figsize=(9, 4))
+    for run in found:
+        points = [(row["step"], row["loss"]) for row in run.rows]
+        axis.plot(*zip(*points, strict=True), lw=0.8, label=f"seed {run.job.seed}")
+    for step in refresh_steps(len(found[0].rows)):
+        axis.axvline(step, color="black", lw=0.5, alpha=0.4)
+    axis.set(xlabel="step", ylabel="training loss [nats per byte]", title=f"{found[0].job.task}: {REFRESHED}, "
+             "vertical lines: eigenbases refreshed")  # fmt: skip
+    axis.legend()
+    return _save(figure, path)
 
 
 def _rates(runs: list[Run], colors: dict[str, tuple], path: Path) -> Path:

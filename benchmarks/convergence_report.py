@@ -3,14 +3,17 @@
 import csv
 import math
 import statistics
+from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.convergence_methods import METHODS
-from benchmarks.convergence_plots import draw
+from benchmarks.convergence_plots import REFRESHED, draw, refresh_steps
 from benchmarks.convergence_results import SWEEP_SEED, Run, best_rate, read_all
 
 BASE = "adamw"
 TOLERANCE = 0.05
+SETTLED = 20
+"""Steps at the start in which the loss falls so fast that single ones do not compare."""
 
 
 def report(out: Path) -> str:
@@ -24,7 +27,7 @@ def report(out: Path) -> str:
         table.writeheader()
         table.writerows(rows)
     plots = draw(runs, best_runs(runs), out)
-    text = markdown(rows, [f"{out.name}/{plot.name}" for plot in plots])
+    text = markdown(rows, [f"{out.name}/{plot.name}" for plot in plots], jumps(runs))
     (out.parent / f"{out.name}.md").write_text(text)
     return text
 
@@ -38,7 +41,10 @@ def best_runs(runs: list[Run]) -> dict[tuple[str, str], dict[int, Run]]:
         losses = {rate: run.final for rate, run in swept(runs, task, method).items()}
         ours = [run for run in runs if (run.job.task, run.job.method, run.job.final) == (task, method, True)]
         rate = best_rate(losses)
-        found[task, method] = {run.job.seed: run for run in ours if rate is not None and run.job.rate == rate}
+        finals = {run.job.seed: run for run in ours if rate is not None and run.job.rate == rate}
+        if not finals and rate is not None:  # not in a race yet: its times are not comparable, its losses are
+            finals = {SWEEP_SEED: swept(runs, task, method)[rate]}
+        found[task, method] = finals
     return found
 
 
@@ -127,7 +133,29 @@ def _of(function, values: list[float]) -> float | str:
     return function(values) if values else ""
 
 
-def markdown(rows: list[dict], plots: list[str]) -> str:
+def jumps(runs: list[Run]) -> list[str]:
+    """Whether the loss jumps where KFACAdamW refreshes eigenbases: its change after those steps and after others."""
+    lines = []
+    for (task, method), found in best_runs(runs).items():
+        if method != REFRESHED or not found:
+            continue
+        at, elsewhere = [], []
+        for run in found.values():
+            refreshed = {step for step in refresh_steps(len(run.rows)) if step > SETTLED}
+            for before, after in pairwise(run.rows):
+                if before["step"] > SETTLED:
+                    # the first loss that the new basis has had a hand in is the one after it
+                    (at if before["step"] in refreshed else elsewhere).append(after["loss"] - before["loss"])
+        if at and elsewhere:
+            lines.append(
+                f"{task}, {method}: after a refresh the training loss changes by {statistics.fmean(at):+.3f} on "
+                f"average ({len(at)} refreshes after step {SETTLED}), after other steps by "
+                f"{statistics.fmean(elsewhere):+.3f} (standard deviation {statistics.stdev(elsewhere):.3f})."
+            )
+    return lines
+
+
+def markdown(rows: list[dict], plots: list[str], remarks: list[str]) -> str:
     """The tables, one a task, as a page."""
     header = ["method", "best rate", "held-out loss at the end", "steps to AdamW's", "of AdamW's steps",
               "of AdamW's seconds", "ms a step, median / mean", "mean step to AdamW's",
@@ -137,7 +165,7 @@ def markdown(rows: list[dict], plots: list[str]) -> str:
         lines += [f"## {task}", "", "| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
         lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows if row["task"] == task]
         lines += ["", *(f"![{plot}]({plot})" for plot in plots if Path(plot).name.startswith(f"{task}_")), ""]
-    return "\n".join(lines + NOTES)
+    return "\n".join([*lines, *remarks, *([""] if remarks else []), *NOTES])
 
 
 NOTES = [
