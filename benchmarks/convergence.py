@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.convergence_methods import DEFAULT_METHODS, METHODS, RATES
 from benchmarks.convergence_report import report
-from benchmarks.convergence_results import SWEEP_SEED, Job, Run, best_rate, check_settings, next_rate, read
+from benchmarks.convergence_results import EXTENSIONS, SWEEP_SEED, Job, Run, best_rate, check_settings, next_rate, read
 from benchmarks.convergence_run import race, settings, start
 from benchmarks.convergence_tasks import DEFAULT_TASKS, TASKS
 
@@ -35,6 +35,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=DEFAULT_TASKS)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=DEFAULT_METHODS)
     parser.add_argument("--rates", nargs="+", type=float, help="where the sweep starts; default: each method's own")
+    parser.add_argument("--extensions", type=int, default=EXTENSIONS, help="rates a sweep may add at its edges")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="instead of the task's")
     parser.add_argument("--stage", type=int, default=0, help="of ZeRO")
@@ -80,7 +81,7 @@ class Benchmark:
             self.make([[job] for job in jobs], "sweep")
             jobs = []
             for (task, method), rates in tried.items():
-                rate = next_rate(self.losses(task, method, rates), len(self.rates(method)))
+                rate = next_rate(self.losses(task, method, rates), len(self.rates(method)), self.arguments.extensions)
                 if rate is not None:
                     rates.append(rate)
                     jobs.append(Job(task, method, rate, SWEEP_SEED))

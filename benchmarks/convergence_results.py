@@ -117,9 +117,9 @@ def best_rate(losses: Mapping[float, float]) -> float | None:
     return best if best is not None and math.isfinite(losses[best]) else None
 
 
-def next_rate(losses: Mapping[float, float], started_with: int) -> float | None:
+def next_rate(losses: Mapping[float, float], started_with: int, extensions: int = EXTENSIONS) -> float | None:
     """The rate to try next if the best is at an edge, two apart; below all if all diverged; None when done."""
-    if len(losses) - started_with >= EXTENSIONS:
+    if len(losses) - started_with >= extensions:
         return None
     low, high, best = min(losses), max(losses), best_rate(losses)
     if best is None or best == low:

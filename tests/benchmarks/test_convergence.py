@@ -133,6 +133,7 @@ def test_masked_bytes_are_the_labels_and_batches_depend_on_seed_and_step(corpus)
 )
 def test_a_sweep_goes_on_while_the_best_is_at_an_edge(losses, expected):
     assert next_rate(losses, started_with=4) == expected
+    assert next_rate(losses, started_with=4, extensions=0) is None
 
 
 def make_run(out: Path, method: str, seed: int, held_out: dict[int, float], seconds: float, *, rate=0.001, last=5.0):
