@@ -181,3 +181,32 @@ def test_a_step_that_is_not_due_costs_the_preconditioning_alone():
     assert result["idle host syncs"] == 0 and result["due host syncs"] == 0
     assert "ds_kfac::reduce" in result["due stages"]
     assert result["due backward"]["aten::mm"] > result["idle backward"]["aten::mm"]
+
+
+def adam_worker(_) -> dict:
+    results = {}
+    for stage in (0, 2, 3):
+        for clip in (0.0, 1.0):
+            torch.manual_seed(0)
+            mode = Mode("gpt", stage, adam=True, clip=clip, kfac={**KFAC, "burn_in": {"steps": 0}})
+            engine = build(mode, 1, model=GPT(GPT_3))
+            traffic = Traffic(engine.kfac.optimizer)
+            for step in range(3):
+                run_step(engine, step)
+            results[stage, clip] = [dict(calls) for calls in traffic.calls]
+            engine.destroy()
+    return results
+
+
+def test_kfac_adamw_needs_at_most_4_collectives_too():
+    for result in run_ranks("tests.deepspeed.test_communication:adam_worker", world=2):
+        for (stage, clip), steps in result.items():
+            for step, calls in enumerate(steps):
+                due = step % 2 == 0
+                # the clipped gradients' norm rides in the factor sums where there are any
+                assert calls.get("all_reduce") == 1 + (clip > 0 and stage > 0 and not due), (stage, clip, step)
+                assert set(calls) <= {"all_to_all_single", "all_reduce"} and sum(calls.values()) <= 4, (
+                    stage,
+                    clip,
+                    step,
+                )
