@@ -40,7 +40,7 @@ def start(counter) -> None:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[index % len(cores)]})
     os.environ.update(ENVIRONMENT)
-    warnings.simplefilter("ignore")
+    warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(1)
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -61,9 +61,11 @@ class Attachment:
         check_groups(target)
         self.optimizer = KFACOptimizer(target, config)
         self._active, self._warned = True, False
-        self.sampling = LossSampling(self.optimizer, engine) if config.factor.fisher == "monte_carlo" else None
+        self.sampling: LossSampling | None = None
         try:
             self_test(target.layout, self.optimizer.exchange.owners)
+            if config.factor.fisher == "monte_carlo":
+                self.sampling = LossSampling(self.optimizer, engine)
         except Exception:
             self.optimizer.capture.remove()
             raise

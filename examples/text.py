@@ -50,7 +50,9 @@ def load(path: str | None, context: int) -> Corpus:
         )
     data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)[: stretch * 20].view(20, stretch)
     digest = hashlib.sha256(raw).hexdigest()[:12]
-    name = f"{root} ({len(files)} files, {len(raw):,} bytes, sha256 {digest})"
+    # by default without the path, so that runs of two machines can be told to be of the same data
+    source = "Python standard library" if path is None else root
+    name = f"{source} ({len(files)} files, {len(raw):,} bytes, sha256 {digest})"
     return Corpus(name, data[:, held:].reshape(-1), data[:, :held].reshape(-1))
 
 

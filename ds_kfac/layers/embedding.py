@@ -4,12 +4,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ds_kfac.layers.base import computed_parameter, parameter_shape
+from ds_kfac.layers.base import computed_parameter
+from ds_kfac.layers.conv1d import Conv1D
 from ds_kfac.side import Side
 
 
-class Embedding:
-    needs_gradients = False
+class Embedding(Conv1D):
+    """Like :class:`Conv1D` without a bias: its weight lies the same way."""
 
     def refusal(self, module: nn.Module) -> str | None:
         if not isinstance(module, nn.Embedding):
@@ -25,24 +26,9 @@ class Embedding:
                 return f"an embedding with {name}"
         return computed_parameter(module)
 
-    def sides(self, module: nn.Module, bias: bool) -> tuple[int, int]:
-        vocabulary, width = parameter_shape(module.weight)
-        return vocabulary, width
-
     def input_rows(self, module: Any, x: Tensor) -> Tensor | None:
         # its gradient is zero by definition
         return x if module.padding_idx is None else x.masked_fill(x == module.padding_idx, -1)
-
-    def gradient_rows(
-        self, module: nn.Module, x: Tensor | None, gradient: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
-        return None, gradient
-
-    def matrix(self, weight: Tensor, bias: Tensor | None, dims: tuple[int, int]) -> Tensor:
-        return weight.view(-1, dims[0]).T
-
-    def split(self, matrix_OI: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
-        return (matrix_OI.T.reshape(-1),)
 
     def structured(self, side_A: Side, side_G: Side, bias: bool) -> tuple[Side, Side]:
         return Side.diagonal(side_A.dim), side_G

@@ -5,6 +5,7 @@ a bias, a single number. As a layer: a matrix of one row, weight and bias of a c
 block-diagonal with blocks of 2, and no G.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -14,11 +15,12 @@ from ds_kfac.layers.base import computed_parameter, parameter_shape
 from ds_kfac.side import Side
 
 
-class _Norm:
+class _Norm(ABC):
     needs_gradients = True
 
+    @abstractmethod
     def normalized(self, module: Any, x: Tensor) -> Tensor:
-        raise NotImplementedError
+        """xhat, the input before weight and bias."""
 
     def sides(self, module: nn.Module, bias: bool) -> tuple[int, int]:
         (channels,) = parameter_shape(module.weight)
