@@ -10,7 +10,7 @@ FLOORS = [
     ["side", "factor", "eigenbasis", "moments", "damping", "orthogonal", "preconditioner"],
     [
         "layers.base", "layers.linear", "layers.conv1d", "layers.embedding", "layers.norm", "layers.registry", "scan",
-        "batch_info", "rows", "capture", "sampling", "schedule", "layer_state",
+        "factor_spec", "batch_info", "rows", "capture", "sampling", "schedule", "layer_state",
     ],
     [
         "assignment", "agreement", "grouping", "bucket", "zero.shards", "zero.relayout", "zero.layout",
