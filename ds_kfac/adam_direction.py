@@ -76,11 +76,13 @@ class AdamDirection:
         self._clip = clip
         return local
 
-    def finish(self, now: Now, local: Local, totals: Sequence[Tensor]) -> dict[str, Tensor]:
+    def finish(
+        self, now: Now, local: Local, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         scale = torch.sqrt(totals[1] / totals[0])
         scale = torch.where(torch.isfinite(scale) & (scale > 0), scale, torch.ones_like(scale))
         self.optimizer.direction_scale = self.layout.grad_scale() / (scale * self._clip)
-        return {name: direction * scale for name, direction in local.results.items()}
+        return dict.fromkeys(prepared, scale)
 
     def _step(self, layer: LayerSpec, state: LayerState, gradient: Tensor) -> tuple[LayerState, Tensor]:
         """The state with this gradient in its moments, and the direction. Before the first refresh nothing is rotated:

@@ -1,79 +1,124 @@
-"""Who: the rank that owns each layer's factors, eigenbases and preconditioning. Pure; the same on every rank."""
+"""Who: the rank that decomposes each factor, and those that precondition each layer. Pure; the same on every rank."""
 
-from collections import Counter
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ds_kfac.costs import CostModel
+from ds_kfac.decomposers import place_decomposers
+from ds_kfac.factor_spec import FactorSpec
 from ds_kfac.layers.base import LayerSpec
-
-NEAR_TIE = 0.99
-"""Ranks holding at least this part of what the majority holder holds count as equals (ZeRO-3 chunks, replicas)."""
+from ds_kfac.work import Work
+from ds_kfac.workers import place_workers
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Layer name -> owner, and the modelled load of each rank."""
+    """Roles of ranks.
 
-    owners: Mapping[str, int]
+    Attributes:
+        decomposers: factor key -> the rank that keeps its running average and decomposes it.
+        workers: layer name -> ranks that hold its eigenbases and precondition its gradient, ascending. One under ZeRO,
+            a column of the KAISA grid where gradients are replicated, see ``grid.py``.
+        loads: modelled seconds per step of each rank; what all ranks do alike is left out.
+        memory: modelled bytes of K-FAC state of each rank.
+    """
+
+    world: int
+    factors: tuple[FactorSpec, ...]
+    decomposers: Mapping[str, int]
+    workers: Mapping[str, tuple[int, ...]]
     loads: tuple[float, ...]
+    memory: tuple[int, ...]
+
+    @classmethod
+    def of(cls, work: Work, workers: Mapping[str, tuple[int, ...]], decomposers: Mapping[str, int]) -> "Assignment":
+        """With its loads and memory, in module order."""
+        return cls(
+            work.world,
+            tuple(work.factors),
+            {factor.key: decomposers[factor.key] for factor in work.factors},
+            {layer.name: workers[layer.name] for layer in work.layers},
+            tuple(work.loads(workers, decomposers)),
+            tuple(work.memory(workers, decomposers)),
+        )
 
     @property
     def imbalance(self) -> float:
         """Largest load over mean load; 1 is perfect."""
-        return max(self.loads) * len(self.loads) / sum(self.loads)
+        total = sum(self.loads)
+        return max(self.loads) * self.world / total if total else 1.0
+
+    def source(self, layer: str, rank: int) -> int:
+        """The worker whose result ``rank`` gets: the one in its row of the grid, itself if it is a worker."""
+        workers = self.workers[layer]
+        return workers[rank * len(workers) // self.world]
 
 
-def layer_cost(layer: LayerSpec, refresh_interval: int) -> float:
-    """FLOPs per step on the owner: four GEMMs every step, the decompositions (9 n^3 a block) every refresh."""
-    i, o = layer.dim_A, layer.dim_G
-    rotations = 4.0 * i * o * sum(side.block for side in (layer.A, layer.G) if side.block > 1)
-    decompositions = 9.0 * sum(count * width**3 for side in (layer.A, layer.G) for count, width in side.groups)
-    return rotations + decompositions / refresh_interval + i * o
-
-
-def assign_owners(
+def assign(
     layers: Sequence[LayerSpec],
-    held: Mapping[str, Sequence[int]],
+    factors: Sequence[FactorSpec],
     *,
     world: int,
+    workers: int,
+    held: Mapping[str, Sequence[int]] | None,
+    costs: CostModel,
+    update_interval: int,
     refresh_interval: int,
     load_tolerance: float,
+    split_factors: bool,
+    memory_cap: float | None = None,
+    moments: int = 0,
 ) -> Assignment:
-    """Own a layer where most of its gradient already is, unless that overloads the rank.
+    """Heaviest first to the least loaded rank: layers to columns of workers, then factors to decomposers.
 
-    Heaviest layers first. The majority holder takes a layer if its load stays within ``1 + load_tolerance`` of the
-    mean; otherwise the least loaded rank does. Near-equal holders compete by load, so a replicated gradient gives
-    plain longest-processing-time scheduling. At the end a rank without a layer takes one from the
-    fullest rank that has two.
+    Several plans are made, whole layers balanced or only their preconditioning, and the one with the smallest largest
+    load is taken; if none respects the cap, one that balances bytes.
 
     Args:
-        held: per layer name, gradient elements each rank holds (len ``world``).
-        load_tolerance: accepted excess over the mean load, e.g. 0.1.
+        workers: gradient workers per layer, a divisor of ``world``; 1 with ``held``.
+        held: per layer name, gradient elements on each rank (len ``world``), of which a layer's worker should have
+            most; None for replicated gradients.
+        load_tolerance: accepted excess over the mean load, e.g. 0.1, before a layer leaves its holder.
+        memory_cap: bytes of K-FAC state per rank.
+        split_factors: whether a layer's two factors may be on different ranks: any of its workers, any rank at all
+            if it has one worker only. Tied layers' are not.
+        moments: fp32 tensors of the gradient's shape that workers keep.
+
+    Raises:
+        ValueError: no plan respects the cap.
     """
-    costs = {layer.name: layer_cost(layer, refresh_interval) for layer in layers}
-    limit = (1 + load_tolerance) * sum(costs.values()) / world
-    loads = [0.0] * world
-    owners: dict[str, int] = {}
-    for layer in sorted(layers, key=lambda layer: -costs[layer.name]):  # stable: module order among equals
-        most = max(held[layer.name])
-        holders = [rank for rank in range(world) if held[layer.name][rank] >= NEAR_TIE * most]
-        owner = min(holders, key=lambda rank: loads[rank])
-        if loads[owner] + costs[layer.name] > limit:
-            owner = min(range(world), key=lambda rank: loads[rank])
-        owners[layer.name] = owner
-        loads[owner] += costs[layer.name]
-    _employ_idle_ranks(owners, loads, costs)
-    return Assignment({layer.name: owners[layer.name] for layer in layers}, tuple(loads))
+    assert world % workers == 0 and (held is None or workers == 1), "workers: a divisor of world, 1 under ZeRO"
+    work = Work(layers, factors, world, held, costs, update_interval, refresh_interval, moments)
+
+    kinds = ((True, False), (True, True), (False, True)) if split_factors else ((True, False),)
+
+    def plans(*, by_memory: bool) -> list[Assignment]:
+        found = []
+        for whole, split in kinds:
+            placed = place_workers(
+                work, workers, load_tolerance=load_tolerance, whole=whole, memory_cap=memory_cap, by_memory=by_memory
+            )
+            decomposers = place_decomposers(work, placed, split=split, memory_cap=memory_cap, by_memory=by_memory)
+            found.append(Assignment.of(work, placed, decomposers))
+        return found
+
+    cap = math.inf if memory_cap is None else memory_cap
+    candidates = plans(by_memory=False)
+    fitting = [plan for plan in candidates if max(plan.memory) <= cap]
+    if not fitting:
+        candidates = plans(by_memory=True)
+        fitting = [plan for plan in candidates if max(plan.memory) <= cap]
+    if not fitting:
+        raise ValueError(_too_large(min(max(plan.memory) for plan in candidates), cap, world, workers))
+    return min(fitting, key=lambda plan: (max(plan.loads), sum(plan.loads)))
 
 
-def _employ_idle_ranks(owners: dict[str, int], loads: list[float], costs: Mapping[str, float]) -> None:
-    for idle in (rank for rank, load in enumerate(loads) if load == 0):
-        counts = Counter(owners.values())
-        donors = [rank for rank in range(len(loads)) if counts[rank] >= 2]
-        if not donors:
-            return
-        donor = max(donors, key=lambda rank: loads[rank])
-        name = min((name for name, owner in owners.items() if owner == donor), key=lambda name: costs[name])
-        owners[name] = idle
-        loads[donor] -= costs[name]
-        loads[idle] += costs[name]
+def _too_large(smallest: int, memory_cap: float, world: int, workers: int) -> str:
+    ways = ["a smaller factor.max_dim", f"more than {world} ranks"]
+    if workers > 1:
+        ways.insert(0, f"a smaller gradient worker fraction than {workers / world:.6g}")
+    return (
+        f"K-FAC state: the memory cap is {memory_cap:.0f} bytes per rank, but the smallest assignment found needs "
+        f"{smallest} ({smallest / 2**30:.3g} GiB); raise the cap, or use {' or '.join(ways)}"
+    )

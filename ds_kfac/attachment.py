@@ -18,14 +18,17 @@ from ds_kfac import checkpoint
 from ds_kfac.adamw import FLAG, KFACAdamWStep
 from ds_kfac.batch_info import ReadBatch
 from ds_kfac.config import KFACConfig
+from ds_kfac.costs import BUILTIN, CostModel, from_dict
 from ds_kfac.loss_sampling import LossSampling
+from ds_kfac.measured_costs import cached
 from ds_kfac.metrics import Metrics
-from ds_kfac.optimizer import KFACOptimizer, Target
+from ds_kfac.optimizer import KFACOptimizer, Target, moments_of
 from ds_kfac.report import attach_report
 from ds_kfac.sampling import Sampler
 from ds_kfac.scan import scan
+from ds_kfac.strategy import Setting, make_plan
 from ds_kfac.zero.exchange import parameter_names
-from ds_kfac.zero.layout import scaler_scale
+from ds_kfac.zero.layout import ShardLayout, scaler_scale
 from ds_kfac.zero.registry import optimized_parameters, shard_layout
 from ds_kfac.zero.selftest import self_test
 
@@ -59,15 +62,16 @@ class Attachment:
             scheduled_lr=engine.lr_scheduler is not None,
         )
         check_groups(target)
-        self.optimizer = KFACOptimizer(target, config)
+        plan = make_plan(found.layers, setting(target, config), config, agreed_costs(target.layout, config))
+        self.optimizer = KFACOptimizer(target, config, plan)
         self._active, self._warned = True, False
         self.sampling: LossSampling | None = None
         try:
-            self_test(target.layout, self.optimizer.exchange.owners)
+            self_test(target.layout, self.optimizer.exchange.plan.workers, self.optimizer.channel)
             if config.factor.fisher == "monte_carlo":
                 self.sampling = LossSampling(self.optimizer, engine)
         except Exception:
-            self.optimizer.capture.remove()
+            self.optimizer.close()
             raise
         self._originals: dict[str, tuple[Any, Any]] = {}
         self._wrap("_take_model_step", self._take_model_step)
@@ -114,7 +118,7 @@ class Attachment:
         """Restore the engine: remove hooks, wrappers and our process group. Call on every rank, between steps."""
         if not self._active:
             return
-        self.optimizer.capture.remove()
+        self.optimizer.close()
         if self.sampling is not None:
             self.sampling.remove()
         self._active = False
@@ -128,7 +132,6 @@ class Attachment:
                 else:
                     setattr(self.engine, name, previous)
         delattr(self.engine, HANDLE)
-        torch.distributed.destroy_process_group(self.optimizer.group)
 
     def load_state(self, load_dir: str | os.PathLike, tag: str) -> None:
         """Load only the K-FAC state of a checkpoint, whatever stage and world size wrote it. Collective."""
@@ -149,7 +152,7 @@ class Attachment:
 
     def _take_model_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         kfac, engine = self.optimizer, self.engine
-        monitored = kfac.schedule.due(kfac.steps).capture and engine.monitor.enabled and engine.global_rank == 0
+        monitored = kfac.capture.active and engine.monitor.enabled and engine.global_rank == 0
         self._warn_of_silent_layers()
         if self.sampling is not None:
             self.sampling.check()
@@ -230,6 +233,35 @@ class Attachment:
     def _say(self, text: str) -> None:
         if self.engine.global_rank == 0:
             logger.warning(f"ds_kfac: {text}")
+
+
+def setting(target: Target, config: KFACConfig) -> Setting:
+    """What a plan has to know of the engine."""
+    layout, index = target.layout, {name: i for i, name in enumerate(parameter_names(target.layers))}
+    kind = moments_of(config, target.inner)
+    return Setting(
+        world=layout.world,
+        held=None
+        if layout.replicated
+        else {layer.name: layout.shards.held([index[name] for name in layer.parameters]) for layer in target.layers},
+        parameters=layout.params[0].dtype,
+        gradients=layout.dtype,
+        moments={"adam": 2, "corrected": 1, None: 0}[kind],
+    )
+
+
+def agreed_costs(layout: ShardLayout, config: KFACConfig) -> CostModel:
+    """The cost model, the same on every rank: measured by the first one. Collective."""
+    given, device = config.assignment.costs, torch.device(layout.engine.device)
+    base = BUILTIN["cpu" if device.type == "cpu" else "cuda"]
+    if isinstance(given, dict):
+        return from_dict(given, base)
+    if given == "builtin":
+        return base
+    values = [cached(device).to_dict() if layout.rank == 0 else {}]
+    source = torch.distributed.get_global_rank(layout.group, 0)
+    torch.distributed.broadcast_object_list(values, src=source, group=layout.group)
+    return from_dict(values[0], base)
 
 
 def check_groups(target: Target) -> None:

@@ -1,94 +1,111 @@
-"""Packed triangles of all layers in one flat fp32 buffer, ordered by owner; reduced to the owners only."""
+"""One step's batch sums in one flat fp32 buffer, ordered by the rank that averages them. Pure layout, no communication.
 
-from collections.abc import Mapping, Sequence
+A rank's segment starts with one count per slot, then the packed sums follow; every part is aligned.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
-import deepspeed.comm as dist
-import torch
 from torch import Tensor
 
-from ds_kfac.capture import BatchSums
+from ds_kfac.capture import BatchSum, UseSums
+from ds_kfac.factor_spec import FactorSpec, factors_by_layer
 from ds_kfac.layers.base import LayerSpec
 
 ALIGNMENT = 32
-"""Elements; every layer starts at a multiple, so that vectorised kernels may assume it."""
+"""Elements; every slot starts at a multiple, so that vectorised kernels may assume it."""
+
+
+def aligned(numel: int) -> int:
+    return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where the sums of one use of a layer lie in the bucket: counts [2], A [P], G [P], each aligned."""
+    """Where the sum over one side of one use of a layer lies.
 
-    counts: int
-    A: int
-    G: int
+    Attributes:
+        factor: key of the factor it belongs to.
+        count: place of the number of summands.
+        start, numel: of the packed sum.
+    """
+
+    factor: str
+    layer: str
+    use: int
+    side: str
+    count: int
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The part of one rank: elements ``start .. stop``, counts before ``body``."""
+
+    start: int
+    body: int
     stop: int
+    slots: tuple[Slot, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class FactorBucket:
-    """The layout of one step's sums. Pure; the same on every rank.
+    """The layout of the sums of some factors; the same on every rank."""
 
-    Attributes:
-        slots: by layer name, in order of owners; one per use.
-        norms: per rank, the place in its segment of one more number that is summed over ranks.
-        splits: elements per owner; the segments follow each other in rank order.
-    """
-
-    slots: Mapping[str, tuple[Slot, ...]]
-    norms: tuple[int, ...]
-    splits: tuple[int, ...]
+    segments: tuple[Segment, ...]
 
     @classmethod
-    def plan(cls, layers: Sequence[LayerSpec], owners: Mapping[str, int], world: int) -> "FactorBucket":
-        """Lay the layers out by owner, each start aligned."""
-        slots, norms, splits, end = {}, [], [], 0
-        for rank in range(world):
-            norms.append(end)
-            first, end = end, end + ALIGNMENT
-            for layer in layers:
-                if owners[layer.name] == rank:
-                    own = []
-                    for use in layer.uses:
-                        starts = [end]
-                        for size in (2, use.A.numel, use.G.numel):
-                            starts.append(-(-(starts[-1] + size) // ALIGNMENT) * ALIGNMENT)
-                        own.append(Slot(*starts))
-                        end = starts[-1]
-                    slots[layer.name] = tuple(own)
-            splits.append(end - first)
-        return cls(slots, tuple(norms), tuple(splits))
+    def plan(
+        cls,
+        layers: Sequence[LayerSpec],
+        factors: Sequence[FactorSpec],
+        decomposers: Mapping[str, int],
+        *,
+        world: int,
+        keys: Collection[str] | None = None,
+    ) -> "FactorBucket":
+        """Lay out the sums of the factors in ``keys`` (None: all). Layers that share an input have one slot."""
+        by_layer, segments, end = factors_by_layer(factors), [], 0
+        parts: list[list[tuple[str, str, int, str, int]]] = [[] for _ in range(world)]
+        for layer in layers:
+            for which, factor in by_layer[layer.name].items():
+                if factor.layers[0] != layer.name or (keys is not None and factor.key not in keys):
+                    continue
+                for index, use in enumerate(layer.uses):
+                    numel = (use.A if which == "A" else use.G).numel
+                    parts[decomposers[factor.key]].append((factor.key, layer.name, index, which, numel))
+        for own in parts:
+            start, body = end, end + aligned(len(own))
+            end, slots = body, []
+            for place, (key, name, index, which, numel) in enumerate(own):
+                slots.append(Slot(key, name, index, which, start + place, end, numel))
+                end += aligned(numel)
+            segments.append(Segment(start, body, end, tuple(slots)))
+        return cls(tuple(segments))
 
     @property
     def numel(self) -> int:
-        return sum(self.splits)
+        return self.segments[-1].stop
 
-    def views(self, flat: Tensor, layers: Sequence[LayerSpec], base: int = 0) -> dict[str, tuple[BatchSums, ...]]:
-        """The layers' sums as views of ``flat``, whose first element is bucket position ``base``."""
-        return {
-            layer.name: tuple(
-                BatchSums(
-                    flat.narrow(0, slot.A - base, use.A.numel),
-                    flat.narrow(0, slot.G - base, use.G.numel),
-                    flat.narrow(0, slot.counts - base, 2),
-                )
-                for use, slot in zip(layer.uses, self.slots[layer.name], strict=True)
-            )
-            for layer in layers
-        }
+    @cached_property
+    def slots(self) -> tuple[Slot, ...]:
+        return tuple(slot for segment in self.segments for slot in segment.slots)
 
-    def reduce_to_owners(self, flat: Tensor, rank: int, group: Any) -> Tensor:
-        """Sum every segment on its owner; returns this rank's segment. One collective, entered by all ranks.
-
-        An all-to-all followed by a local sum in rank order: the bytes of a reduce-scatter with uneven segments
-        (which neither gloo nor NCCL has), and the same result whatever the order of arrival.
-        """
-        world = len(self.splits)
-        if world == 1:
-            return flat
-        own = self.splits[rank]
-        received = flat.new_empty(world * own)
-        dist.all_to_all_single(
-            received, flat, output_split_sizes=[own] * world, input_split_sizes=list(self.splits), group=group
-        )
-        return torch.sum(received.view(world, own), dim=0)
+    def views(self, flat: Tensor, *, rank: int | None = None) -> dict[str, list[UseSums]]:
+        """Layer name -> the sums of its uses, as views of ``flat``: the whole buffer, or one rank's segment."""
+        slots = self.slots if rank is None else self.segments[rank].slots
+        base = 0 if rank is None else self.segments[rank].start
+        found: dict[str, list[UseSums]] = {}
+        for slot in slots:
+            sum_ = BatchSum(flat.narrow(0, slot.start - base, slot.numel), flat.narrow(0, slot.count - base, 1)[0])
+            uses = found.setdefault(slot.layer, [])
+            while len(uses) <= slot.use:
+                uses.append(UseSums(None, None))
+            uses[slot.use] = uses[slot.use].having(slot.side, sum_)
+        return found

@@ -13,8 +13,9 @@ With a Monte-Carlo Fisher the gradients of the true loss are passed over; those 
 calls that :attr:`Capture.pending` lists.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,20 +26,31 @@ from ds_kfac.batch_info import BatchInfo, ReadBatch
 from ds_kfac.layers.base import LayerSpec
 from ds_kfac.layers.registry import LAYERS
 from ds_kfac.rows import RowRule, gradient_rows, input_rows
+from ds_kfac.shared_inputs import SharedInputs
 
 
 @dataclass(frozen=True)
-class BatchSums:
-    """Where the sums of one use of a layer go, this step; views of a bucket, added to in place.
+class BatchSum:
+    """A sum over rows; views of a bucket, added to in place.
 
     Attributes:
-        A_P, G_P: fp32, packed sums of outer products.
-        counts_2: fp32 [2]: rows of A (uses of the layer times loss terms), loss terms of G.
+        sum_P: fp32, packed sum of outer products.
+        count: fp32 scalar: of A its rows (uses of the layer times loss terms), of G loss terms.
     """
 
-    A_P: Tensor
-    G_P: Tensor
-    counts_2: Tensor
+    sum_P: Tensor
+    count: Tensor
+
+
+@dataclass(frozen=True)
+class UseSums:
+    """Where the rows of one use of a layer go, this step; None where nothing is due."""
+
+    A: BatchSum | None
+    G: BatchSum | None
+
+    def having(self, side: str, sum_: BatchSum) -> "UseSums":
+        return replace(self, **{side: sum_})
 
 
 @dataclass(frozen=True)
@@ -68,14 +80,17 @@ class Capture:
     Args:
         model: holds the layers.
         layers: what :func:`ds_kfac.scan.scan` found.
-        allocate: called at the first rows of a step, gives zeroed :class:`BatchSums` per layer name and use.
+        allocate: called at the first rows of a step, gives zeroed :class:`UseSums` per layer name and use.
         fallback_seed: the scale of a backward that nobody announced by :meth:`begin_backward`.
         rule: how rows are made.
+        inputs: told of every input of a captured call, to find and verify layers that share theirs.
+        stage: context in which rows are added, for timings.
         sampled: whether G comes from a sampled loss instead of the true one.
 
     Attributes:
         read_batch: tells the rows that count from the model's arguments.
         pending: calls of this micro-batch without gradients yet; filled only if ``sampled``.
+        on_rows: called with (layer, use, side) after rows were added; set your own.
         turn: counts the steps, moves the sub-sample.
     """
 
@@ -83,10 +98,12 @@ class Capture:
         self,
         model: nn.Module,
         layers: Iterable[LayerSpec],
-        allocate: Callable[[], Mapping[str, tuple[BatchSums, ...]]],
+        allocate: Callable[[], Mapping[str, Sequence[UseSums]]],
         fallback_seed: Callable[[], Tensor | float],
         *,
         rule: RowRule | None = None,
+        inputs: SharedInputs | None = None,
+        stage: Callable[[], AbstractContextManager[None]] = nullcontext,
         sampled: bool = False,
         read_batch: ReadBatch | None = None,
     ) -> None:
@@ -94,8 +111,11 @@ class Capture:
         self.rule, self.sampled, self.turn = rule or RowRule(), sampled, 0
         self.read_batch: ReadBatch = read_batch or (lambda arguments, keywords: BatchInfo())
         self.pending: list[Call] = []
+        self.inputs = inputs or SharedInputs()
+        self.on_rows: Callable[[str, int, str], None] = lambda layer, use, side: None
+        self._stage = stage
         self._allocate, self._fallback_seed = allocate, fallback_seed
-        self._sums: Mapping[str, tuple[BatchSums, ...]] | None = None
+        self._sums: Mapping[str, Sequence[UseSums]] | None = None
         self._seed: Tensor | float | None = None
         self._info = BatchInfo()
         self._terms: dict[tuple[str, int], int] = {}  # use -> loss terms already counted in this micro-batch
@@ -123,8 +143,9 @@ class Capture:
         self._seed = None
         self._terms.clear()
         self.pending.clear()
+        self.inputs.end_batch()
 
-    def take(self) -> Mapping[str, tuple[BatchSums, ...]] | None:
+    def take(self) -> Mapping[str, Sequence[UseSums]] | None:
         """The sums since the last call, None if no layer ran; forgets them."""
         sums, self._sums = self._sums, None
         self.end_backward()
@@ -160,12 +181,15 @@ class Capture:
             recomputing = torch._C._current_graph_task_id() != -1
             if recomputing and self.sampled:  # the first run's calls are those that are sampled
                 return
-            x = (inputs[0] if inputs else next(iter(named.values()))).detach()
+            x = inputs[0] if inputs else next(iter(named.values()))
+            self.inputs.see(layer.name, x)
+            self.called.add(layer.name)
+            x, sums = x.detach(), self._use_sums(layer, index)
             with_gradient = recomputing or kind.needs_gradients
-            if not with_gradient:
-                self._add_input(layer, index, module, x, self._info)
-                if layer.uses[index].G.block == 0:  # nothing is kept of its gradients
-                    return
+            if not with_gradient and sums.A is not None:
+                self._add_input(layer, index, module, x, self._info, sums.A)
+            if sums.G is None and not (with_gradient and sums.A is not None):  # its gradients are not asked for
+                return
             origin = _origin(output)
             assert origin.grad_fn is not None  # output.requires_grad
             edge = GradientEdge(origin.grad_fn, origin.output_nr)
@@ -182,24 +206,29 @@ class Capture:
     def _on_gradient(self, call: Call, gradient: Tensor | None) -> None:
         if gradient is None:
             return
-        if call.input_too and call.x is not None:
-            self._add_input(call.layer, call.use, call.module, call.x, call.info)
+        sum_A = self._use_sums(call.layer, call.use).A
+        if call.input_too and call.x is not None and sum_A is not None:
+            self._add_input(call.layer, call.use, call.module, call.x, call.info, sum_A)
         self._add_gradient(call, gradient)
 
-    def _layer_sums(self, layer: LayerSpec, index: int) -> BatchSums:
+    def _use_sums(self, layer: LayerSpec, index: int) -> UseSums:
         if self._sums is None:
             self._sums = self._allocate()
-        return self._sums[layer.name][index]
+        uses = self._sums.get(layer.name)
+        return UseSums(None, None) if uses is None else uses[index]
 
     @torch.no_grad()
-    def _add_input(self, layer: LayerSpec, index: int, module: nn.Module, x: Tensor, info: BatchInfo) -> None:
-        use, sums = layer.uses[index], self._layer_sums(layer, index)
-        tensor = LAYERS[use.kind].input_rows(module, x)
-        assert tensor is not None  # the type does not wait for gradients
-        rows = input_rows(tensor, info.rows, self.rule, dim=use.A.dim, turn=self.turn)
-        use.A.accumulate_(sums.A_P, rows.x, ones_column=rows.counts_R1 if use.bias else None)
-        sums.counts_2[0].add_(rows.count)
-        self.called.add(layer.name)
+    def _add_input(
+        self, layer: LayerSpec, index: int, module: nn.Module, x: Tensor, info: BatchInfo, sum_A: BatchSum
+    ) -> None:
+        use = layer.uses[index]
+        with self._stage():
+            tensor = LAYERS[use.kind].input_rows(module, x)
+            assert tensor is not None  # the type does not wait for gradients
+            rows = input_rows(tensor, info.rows, self.rule, dim=use.A.dim, turn=self.turn)
+            use.A.accumulate_(sum_A.sum_P, rows.x, ones_column=rows.counts_R1 if use.bias else None)
+            sum_A.count.add_(rows.count)
+        self.on_rows(layer.name, index, "A")
 
     @torch.no_grad()
     def _add_gradient(self, call: Call, gradient: Tensor) -> None:
@@ -207,26 +236,27 @@ class Capture:
 
         Unscaled in fp32 before the product: the square of a gradient scaled by 2^16 overflows.
         """
-        use, sums = call.layer.uses[call.use], self._layer_sums(call.layer, call.use)
+        use, sums = call.layer.uses[call.use], self._use_sums(call.layer, call.use)
         seed = self._fallback_seed() if self._seed is None else self._seed
-        tensor_A, tensor_G = LAYERS[use.kind].gradient_rows(call.module, call.x, gradient.view(call.shape))
-        new_terms: Tensor | int = 0
-        for tensor, side, sum_P in ((tensor_A, use.A, sums.A_P), (tensor_G, use.G, sums.G_P)):
-            if tensor is None:
-                continue
-            rows, terms = gradient_rows(tensor, call.info.rows, self.rule, turn=self.turn)
-            told = call.info.terms(weight_sharing=self.rule.weight_sharing)
-            terms = terms if told is None else told
-            side.accumulate_(sum_P, rows * (terms / seed))
-            new_terms = self._new_terms(call, terms)
-        sums.counts_2[1].add_(new_terms)
-        if tensor_A is not None:
-            sums.counts_2[0].add_(new_terms)
-            self.called.add(call.layer.name)
+        with self._stage():
+            tensors = LAYERS[use.kind].gradient_rows(call.module, call.x, gradient.view(call.shape))
+            new_terms: Tensor | int = 0
+            for tensor, side, sum_ in zip(tensors, (use.A, use.G), (sums.A, sums.G), strict=True):
+                if tensor is None or sum_ is None:
+                    continue
+                rows, terms = gradient_rows(tensor, call.info.rows, self.rule, turn=self.turn)
+                told = call.info.terms(weight_sharing=self.rule.weight_sharing)
+                terms = terms if told is None else told
+                side.accumulate_(sum_.sum_P, rows * (terms / seed))
+                new_terms = self._new_terms(call, terms)
+                sum_.count.add_(new_terms)
+        for tensor, sum_, which in zip(tensors, (sums.A, sums.G), "AG", strict=True):
+            if tensor is not None and sum_ is not None:
+                self.on_rows(call.layer.name, call.use, which)
 
     def _new_terms(self, call: Call, terms: Tensor | int) -> Tensor | int:
         """Loss terms that this micro-batch has not counted yet: a second use of a layer adds rows, not terms."""
-        key = (call.layer.name, call.use)
+        key = (call.layer.name, call.use)  # rows of A and of G are the same terms, and only one of both is made here
         counted = self._terms.get(key, 0)
         if isinstance(terms, Tensor):  # told by the batch, the same for every call
             self._terms[key] = 1

@@ -1,25 +1,31 @@
-"""K-FAC state beside DeepSpeed's checkpoint: ``<tag>/kfac/<save id>/<layer>.pt``, each layer once, by its owner.
+"""K-FAC state beside DeepSpeed's checkpoint: ``<tag>/kfac/<save id>/``, each factor and each layer once.
 
-The files do not depend on world size or ZeRO stage: whoever owns a layer after loading reads its file. They are
-written before DeepSpeed writes, and DeepSpeed's own files name the save id: a save that is killed half way, also one
-that overwrites a tag, leaves every model state with the K-FAC state that belongs to it.
+``<layer>.A.factor.pt`` is written by the factor's decomposer, ``<layer>.pt`` (eigenbases, moments) by the layer's first
+gradient worker. They do not depend on world size, ZeRO stage or gradient worker fraction: whoever has the part after
+loading reads the file. They are written before DeepSpeed writes, and DeepSpeed's own files name the save id: a save
+that is killed half way, also one that overwrites a tag, leaves every model state with the K-FAC state that belongs to
+it.
 """
 
 import json
 import os
 import shutil
 import uuid
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
 from ds_kfac.agreement import failing_together
-from ds_kfac.eigenbasis import Eigenbasis, LayerBasis
+from ds_kfac.eigenbasis import Eigenbasis, Refreshed
 from ds_kfac.factor import KroneckerFactor
-from ds_kfac.layer_state import LayerState, decomposable
+from ds_kfac.factor_spec import FactorSpec, key_of
+from ds_kfac.factor_state import FactorState
+from ds_kfac.layer_state import LayerState
 from ds_kfac.layers.base import LayerSpec
 from ds_kfac.moments import AdamMoments, CorrectedEigenvalues
 from ds_kfac.optimizer import KFACOptimizer
@@ -28,7 +34,7 @@ FOLDER = "kfac"
 HEADER, LATEST = "header.json", "latest"
 CLIENT_KEY = "ds_kfac"
 """Key in DeepSpeed's client_state that names the save; survives ds_to_universal, which does not copy the folder."""
-VERSION = 2
+VERSION = 3
 
 
 def save(kfac: KFACOptimizer, tag_directory: Path) -> dict[str, Any]:
@@ -38,19 +44,30 @@ def save(kfac: KFACOptimizer, tag_directory: Path) -> dict[str, Any]:
     """
     save_id = _same_everywhere(kfac, uuid.uuid4().hex[:12])
     folder = tag_directory / FOLDER / save_id
+    curvature = kfac.curvature
+    curvature.settle()
+    get_accelerator().synchronize()  # offloaded factors may still be on their way to the host
     header = {
         "version": VERSION,
         "save_id": save_id,
         "steps": kfac.steps,
         "layers": [layer.name for layer in kfac.layers],
         "peak_lr": {str(group): float(lr) for group, lr in kfac.peak_lr.items()},
+        "shared": [list(group) for group in kfac.groups] if kfac.groups is not None else None,
+        "timetable": curvature.timetable.state(),
+        "ready": sorted(_union(kfac, curvature.ready)),
+        "pending": dict(sorted(_union(kfac, curvature.pending.items()))),
+        "eigenbases": kfac.config.checkpoint.eigenbasis or kfac.direction.moments is not None,
     }
-    with failing_together(f"ds_kfac: could not save to {folder}", kfac.group):
+    with failing_together(f"ds_kfac: could not save to {folder}", kfac.channel.group):
         folder.mkdir(parents=True, exist_ok=True)
+        for key, factor in curvature.factors.items():
+            pending = curvature.refresher.result(key) if key in curvature.pending else None
+            torch.save(_factor_payload(factor, pending), folder / _factor_file(key))
         for layer in kfac.owned:
-            state = kfac.state[layer.name]
-            payload = _payload(state, eigenbasis=kfac.config.checkpoint.eigenbasis)
-            torch.save(payload, folder / _file_name(layer.name))
+            if kfac.plan.assignment.workers[layer.name][0] == kfac.rank:
+                payload = _layer_payload(kfac.state[layer.name], eigenbasis=kfac.config.checkpoint.eigenbasis)
+                torch.save(payload, folder / _layer_file(layer.name))
         if kfac.rank == 0:
             (folder / HEADER).write_text(json.dumps(header, indent=1))
     return header
@@ -79,30 +96,64 @@ def load(kfac: KFACOptimizer, tag_directory: Path, save_id: str | None = None) -
         ValueError: on every rank, if files are missing or do not fit the model. Nothing is changed then.
     """
     states: dict[str, LayerState] = {}
+    factors: dict[str, tuple[FactorState, Refreshed | None]] = {}
     with failing_together(
         f"ds_kfac: the K-FAC state of {tag_directory} cannot be loaded. To start K-FAC afresh from this checkpoint, "
         "load it with load_module_only=True",
-        kfac.group,
+        kfac.channel.group,
         ValueError,
     ) as problems:
         folder = _find(tag_directory, save_id)
         header = json.loads((folder / HEADER).read_text())
         if header["version"] != VERSION:
             raise ValueError(f"{folder / HEADER} has version {header['version']}, this ds_kfac reads {VERSION}")
+        groups = _groups(kfac, header)
+        plan = kfac.unshared.sharing(groups or ())
+        leader = {name: group[0] for group in header["shared"] or () for name in group}
+        for spec in plan.assignment.factors:
+            if plan.assignment.decomposers[spec.key] == kfac.rank and spec.layers[0] in header["layers"]:
+                name, side = spec.layers[0], spec.key[-1]
+                file = folder / _factor_file(key_of(leader.get(name, name) if side == "A" else name, side))
+                try:
+                    factors[spec.key] = _load_factor(kfac, file, spec)
+                except (OSError, ValueError) as error:
+                    problems.append(str(error))
         for layer in kfac.owned:
             if layer.name in header["layers"]:
                 try:
-                    states[layer.name] = _load_layer(kfac, folder / _file_name(layer.name), layer)
+                    states[layer.name] = _load_layer(kfac, folder / _layer_file(layer.name), layer)
                 except (OSError, ValueError) as error:
                     problems.append(str(error))
     unknown = [layer.name for layer in kfac.layers if layer.name not in header["layers"]]
     if unknown and kfac.rank == 0:
         logger.warning(f"ds_kfac: {folder} has no state for {', '.join(unknown)}; these layers start empty")
     kfac.reset()
+    if groups is not None:
+        kfac.share(groups)
+    curvature = kfac.curvature
+    for key, (factor, pending) in factors.items():
+        curvature.factors[key] = factor
+        if pending is not None:
+            curvature.refresher.give(key, pending)
+    curvature.pending = {key: step for key, step in header["pending"].items() if key in curvature.specs}
+    curvature.timetable.restore(header["timetable"])
     kfac.state |= states
     kfac.steps = header["steps"]
     kfac.peak_lr = {int(group): lr for group, lr in header["peak_lr"].items()}
-    kfac.resume()
+    if header["eigenbases"]:
+        curvature.ready = {key for key in header["ready"] if key in curvature.specs}
+        kfac.resume()
+    else:
+        kfac.redecompose()
+
+
+def _groups(kfac: KFACOptimizer, header: Mapping[str, Any]) -> tuple[tuple[str, ...], ...] | None:
+    """Groups of the saved run that this one may have too; None if they are still to be found."""
+    if header["shared"] is None or not kfac.unshared.shares:
+        return None
+    candidates = kfac.unshared.sharing_candidates
+    groups = (tuple(name for name in group if name in candidates) for group in header["shared"])
+    return tuple(group for group in groups if len(group) > 1 and len({candidates[name] for name in group}) == 1)
 
 
 def _find(tag_directory: Path, save_id: str | None) -> Path:
@@ -122,46 +173,70 @@ def _find(tag_directory: Path, save_id: str | None) -> Path:
 
 def _same_everywhere(kfac: KFACOptimizer, value: str) -> str:
     values = [value]
-    source = torch.distributed.get_global_rank(kfac.group, 0)
-    torch.distributed.broadcast_object_list(values, src=source, group=kfac.group)
+    source = torch.distributed.get_global_rank(kfac.channel.group, 0)
+    torch.distributed.broadcast_object_list(values, src=source, group=kfac.channel.group)
     return values[0]
 
 
-def _payload(state: LayerState, *, eigenbasis: bool) -> dict[str, Any]:
-    """A layer's file: plain tensors. Moments belong to their eigenbasis, so it is saved with them in any case."""
-    moments = state.adam or state.corrected
+def _union(kfac: KFACOptimizer, own: Iterable[Any]) -> set[Any]:
+    everyone: list[Any] = [None] * kfac.channel.world
+    torch.distributed.all_gather_object(everyone, list(own), group=kfac.channel.group)
+    return {item for items in everyone for item in items}
+
+
+def _factor_payload(state: FactorState, pending: Refreshed | None) -> dict[str, Any]:
+    """A factor's file: plain tensors."""
+    history = state.history
     return {
-        "A": state.A.packed_P,
-        "G": state.G.packed_P,
-        "updates": [state.A.updates, state.G.updates],
+        "packed": state.factor.packed_P,
+        "updates": state.factor.updates,
+        "history": [history.last, history.before] if history is not None else None,
+        "basis": _side_basis(state.basis),
+        "pending": _side_basis(pending.basis) if pending is not None else None,
+    }
+
+
+def _layer_payload(state: LayerState, *, eigenbasis: bool) -> dict[str, Any]:
+    """A layer's file: plain tensors. Moments belong to their eigenbasis, so it is saved with them in any case."""
+    kept = eigenbasis or state.adam is not None or state.corrected is not None
+    return {
         "terms": state.terms,
-        "bases": _bases(state.basis) if state.basis and (eigenbasis or moments is not None) else None,
+        "A": _side_basis(state.A) if kept else None,
+        "G": _side_basis(state.G) if kept else None,
         "adam": vars(state.adam) if state.adam else None,
         "corrected": vars(state.corrected) if state.corrected else None,
     }
 
 
-def _bases(basis: LayerBasis) -> list[dict[str, Any]]:
-    return [{"vectors": list(side.vectors), "values": side.values} for side in (basis.A, basis.G)]
+def _side_basis(basis: Eigenbasis | None) -> dict[str, Any] | None:
+    return None if basis is None else {"vectors": list(basis.vectors), "values": basis.values}
+
+
+def _basis(saved: Mapping[str, Any] | None) -> Eigenbasis | None:
+    return None if saved is None else Eigenbasis(tuple(saved["vectors"]), saved["values"])
+
+
+def _load_factor(kfac: KFACOptimizer, path: Path, spec: FactorSpec) -> tuple[FactorState, Refreshed | None]:
+    payload = torch.load(path, map_location=kfac.device, weights_only=True)
+    empty = kfac.curvature.empty_of(spec.side)
+    if payload["packed"].shape != empty.factor.packed_P.shape:
+        raise ValueError(
+            f"{path}: {payload['packed'].numel()} elements, factor {spec.key} of this model and config "
+            f"({spec.side.kind}, {spec.side.dim} wide) needs {empty.factor.packed_P.numel()}"
+        )
+    factor = KroneckerFactor(spec.side, payload["packed"], payload["updates"]).to(kfac.curvature.home)
+    history = empty.history
+    if history is not None and payload["history"] is not None:
+        history = replace(history, last=payload["history"][0], before=payload["history"][1]).to(kfac.curvature.home)
+    warm = _basis(payload["basis"]) if kfac.plan.warm_start is not None else None
+    pending = _basis(payload["pending"])
+    return FactorState(factor, history, warm), Refreshed(pending, "eigh") if pending is not None else None
 
 
 def _load_layer(kfac: KFACOptimizer, path: Path, layer: LayerSpec) -> LayerState:
     payload = torch.load(path, map_location=kfac.device, weights_only=True)
-    empty = LayerState.empty(layer, kfac.device, moments=kfac.direction.moments)
-    for side, factor in (("A", empty.A), ("G", empty.G)):
-        if payload[side].shape != factor.packed_P.shape:
-            raise ValueError(
-                f"{path}: factor {side} has {payload[side].numel()} elements, layer {layer.name} of this model and "
-                f"config ({factor.side.kind}, {factor.side.dim} wide) needs {factor.packed_P.numel()}"
-            )
-    updates_A, updates_G = payload["updates"]
-    state = replace(
-        empty,
-        A=KroneckerFactor(layer.A, payload["A"], updates_A),
-        G=KroneckerFactor(layer.G, payload["G"], updates_G),
-        terms=payload["terms"],
-    )
-    state = _with_basis(kfac, state, payload["bases"])
+    state = LayerState.empty(layer, kfac.device, moments=kfac.direction.moments)
+    state = replace(state, terms=payload["terms"], A=_basis(payload["A"]) or state.A, G=_basis(payload["G"]) or state.G)
     kind = kfac.direction.moments
     if kind is not None and payload[kind] is None:
         logger.warning(f"ds_kfac: {path} has no {kind} moments of {layer.name}; they start empty")
@@ -172,14 +247,10 @@ def _load_layer(kfac: KFACOptimizer, path: Path, layer: LayerSpec) -> LayerState
     return state
 
 
-def _with_basis(kfac: KFACOptimizer, state: LayerState, bases: list[dict[str, Any]] | None) -> LayerState:
-    if bases is not None:
-        A, G = (Eigenbasis(tuple(side["vectors"]), side["values"]) for side in bases)
-        return replace(state, basis=LayerBasis(G, A))
-    if decomposable({"": state}):  # saved without bases
-        return state.refreshed(method=kfac.config.eigenbasis.method)[0]
-    return state
-
-
-def _file_name(layer: str) -> str:
+def _layer_file(layer: str) -> str:
     return f"{layer or 'model'}.pt"
+
+
+def _factor_file(key: str) -> str:
+    layer, side = key[:-2], key[-1]
+    return f"{layer or 'model'}.{side}.factor.pt"

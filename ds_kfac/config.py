@@ -1,21 +1,25 @@
 """The ``"kfac"`` block of a DeepSpeed config: models, defaults, and errors that say all that is wrong at once."""
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from pydantic import ValidationError
 
 from ds_kfac.config_blocks import (
     AdamConfig,
+    AdaptiveConfig,
     AssignmentConfig,
     Block,
     BurnInConfig,
     CheckpointConfig,
+    CommunicationConfig,
     DampingConfig,
     EigenbasisConfig,
     FactorConfig,
     LayersConfig,
     MetricsConfig,
+    OffloadConfig,
     PaddingConfig,
     PreconditionerConfig,
 )
@@ -42,12 +46,15 @@ class KFACConfig(Block):
     factor: FactorConfig = FactorConfig()
     eigenbasis: EigenbasisConfig = EigenbasisConfig()
     burn_in: BurnInConfig = BurnInConfig()
+    adaptive: AdaptiveConfig = AdaptiveConfig()
     damping: DampingConfig = DampingConfig()
     preconditioner: PreconditionerConfig = PreconditionerConfig()
     adam: AdamConfig = AdamConfig()
     layers: LayersConfig = LayersConfig()
     padding: PaddingConfig = PaddingConfig()
     assignment: AssignmentConfig = AssignmentConfig()
+    communication: CommunicationConfig = CommunicationConfig()
+    offload: OffloadConfig = OffloadConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
 
@@ -122,6 +129,11 @@ def _contradictions(block: Mapping[str, Any]) -> list[str]:
                 f"kfac.{refresh_section}.refresh_interval ({refresh}) must be a multiple of "
                 f"kfac.{update_section}.update_interval ({update}); otherwise a refresh would see stale factors"
             )
+    rungs = [(key, given("eigenbasis", key)) for key in ("keep_below", "values_below", "qr_below")]
+    rungs = [(key, value) for key, value in rungs if isinstance(value, (int, float)) and value]
+    for (low, a), (high, b) in pairwise(rungs):
+        if a > b:
+            errors.append(f"kfac.eigenbasis.{low} ({a}) must not be above kfac.eigenbasis.{high} ({b})")
     return errors
 
 

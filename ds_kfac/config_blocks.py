@@ -60,6 +60,19 @@ class EigenbasisConfig(Block):
     (before rounding). If either is a schedule, a refresh waits for the next factor update."""
     method: Literal["eigh"] = "eigh"
     """Exact symmetric eigendecomposition."""
+    keep_below: float = Field(0.0, ge=0, lt=1)
+    """Warm start: an eigenbasis stays while what it misses of the new factor is below this part of it; 0: never. A
+    first try: 0.02."""
+    values_below: float = Field(0.0, ge=0, lt=1)
+    """Warm start: up to here only the eigenvalues are computed again; 0: never. A first try: 0.1."""
+    qr_below: float = Field(0.0, ge=0, lt=1)
+    """Warm start: up to here one or two QR steps follow the old basis; above it, a decomposition. 0: never."""
+    stagger: bool | None = None
+    """Spread the layers' captures and refreshes evenly over their intervals, from the end of the burn-in on, so that no
+    step does more than its share. null: if a refresh of everything at once is predicted to take over 50 ms."""
+    lag: int = Field(0, ge=0)
+    """Refresh beside the training, on a thread (CPU) or stream (GPU) of its own, and use the result so many steps
+    later, whenever it was done. 0: refresh in the step. Shorter refresh intervals than this shorten it."""
     carry_moments: bool = False
     """At a refresh, carry second moments over to the new basis (squares of the overlap) instead of keeping them as
     they are. First moments are always rotated."""
@@ -146,6 +159,18 @@ class AdamConfig(Block):
     """Look one step ahead in the first moment (NAdam)."""
 
 
+class AdaptiveConfig(Block):
+    """SP-NGD's adaptive statistics: a factor that barely changes is captured, reduced and decomposed less often."""
+
+    enabled: bool = False
+    """Each factor has an interval of its own, in units of factor.update_interval, which grows 1, 2, 3, 5, 8, .. while
+    the factor stays similar to its last two values, and halves when it does not. Starts after the burn-in."""
+    tolerance: float = Field(0.1, gt=0)
+    """Two values of a factor are similar if they differ by less than this part, in the Frobenius norm."""
+    max_interval: int | None = Field(None, ge=1)
+    """Longest interval, in units of factor.update_interval; null: no bound."""
+
+
 class LayersConfig(Block):
     """Which layers; Python regexes searched in module names."""
 
@@ -155,16 +180,55 @@ class LayersConfig(Block):
     """Modules matching one of them are left to the optimizer alone."""
     types: list[Literal["Linear", "Conv1D", "Embedding", "LayerNorm", "RMSNorm", "Tied"]] | None = None
     """Layer types to precondition; Tied is an embedding and a head with one weight. null chooses Linear and Conv1D."""
+    share_inputs: bool = True
+    """Keep one A for layers that see the same input (separate q, k and v; gate and up). They are found in the first
+    step, and every later one is checked."""
 
 
 class AssignmentConfig(Block):
-    """Who owns a layer."""
+    """Who does what."""
 
+    gradient_worker_fraction: float | None = Field(None, gt=0, le=1)
+    """Part of the ranks that hold a layer's eigenbases and precondition its gradient (KAISA), where gradients are
+    replicated (stage 0): 1/world is MEM-OPT, 1 is COMM-OPT. null chooses the fastest by prediction that respects
+    memory_budget_gb. Under ZeRO 1-3 gradients are partitioned and there is always one worker."""
+    memory_budget_gb: float | None = Field(None, gt=0)
+    """K-FAC state a rank may hold (factors, eigenbases, moments), in 10^9 bytes; null: no limit."""
+    split_factors: bool | None = None
+    """Let two ranks decompose a layer's A and G. null: if it is predicted to be faster and eigenbases travel anyway,
+    which they do with several gradient workers."""
+    costs: Literal["builtin", "measure"] | dict[str, Any] = "builtin"
+    """Seconds of decompositions, products and messages that plans are made from: builtin figures, measured once on
+    this machine and kept in ~/.cache/ds_kfac, or given."""
     load_tolerance: float = Field(0.1, ge=0)
     """A layer stays where most of its gradient is unless that rank's load passes the mean by this part."""
     kfac_first: bool = False
     """Lay parameter groups out as [preconditioned | rest], so that fewer layers straddle ranks under ZeRO-1/2.
     Changes DeepSpeed's checkpoint layout: use it from the first step of a run, or not at all."""
+
+
+class CommunicationConfig(Block):
+    """What travels, and when."""
+
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Of batch sums and eigenvectors on the wire. Sums are added up in fp32 in any case. null: bf16 if the model is in
+    16 bits and the traffic is predicted to cost over 2 % of a step's K-FAC work, else fp32."""
+    gradient_dtype: Literal["fp32", "bf16"] | None = None
+    """Of gradients to their workers and preconditioned gradients back (fp16 would overflow: they carry the loss scale).
+    null: as they are stored to the workers, fp32 back."""
+    error_feedback: bool = False
+    """With 16 bits: add what rounding took from a batch sum to the next one. Costs 2 bytes per packed element on every
+    rank."""
+    overlap: bool = True
+    """Send batch sums during backward, as soon as half of the layers have theirs."""
+
+
+class OffloadConfig(Block):
+    """Where K-FAC state lies between steps."""
+
+    device: Literal["none", "cpu"] = "none"
+    """cpu: running factors and their history are kept in (pinned) host memory; eigenbases and moments, which every
+    step needs, stay on the device."""
 
 
 class CheckpointConfig(Block):

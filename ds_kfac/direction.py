@@ -64,8 +64,15 @@ class Direction(Protocol):
     def local(self, now: Now, gradients: Mapping[str, Tensor], states: Mapping[str, LayerState]) -> Local:
         """``gradients`` carry the loss scale."""
 
-    def finish(self, now: Now, local: Local, totals: Sequence[Tensor]) -> dict[str, Tensor]:
-        """What goes to the shards, given ``Local.numbers`` summed over ranks."""
+    def finish(
+        self, now: Now, local: Local, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """What results of layers, also those of other ranks, are multiplied by; layers that are missing by 1.
+
+        Args:
+            totals: ``Local.numbers``, summed over ranks.
+            prepared: layer name -> bool scalar, whether it has eigenbases.
+        """
 
 
 class KFACGradient:
@@ -118,14 +125,16 @@ class KFACGradient:
         local.numbers = [quadratic]
         return local
 
-    def finish(self, now: Now, local: Local, totals: Sequence[Tensor]) -> dict[str, Tensor]:
+    def finish(
+        self, now: Now, local: Local, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         kl_clip = self.config.preconditioner.kl_clip_at(now.step)
         if not kl_clip:
             self.metrics.nu = None
-            return local.results
+            return {}
         self.metrics.nu = nu = kl_clip_scale(totals[0], kl_clip=kl_clip)
-        prepared = {layer.name for layer in self.exchange.owned if local.states[layer.name].basis is not None}
-        return {name: V * nu if name in prepared else V for name, V in local.results.items()}
+        one = torch.ones_like(nu)
+        return {name: torch.where(ready, nu, one) for name, ready in prepared.items()}
 
     def _corrected(self, state: LayerState, gradient: Tensor) -> LayerState:
         """With this gradient in the corrected eigenvalues, in the Fisher's units: a mean over M terms, times root M."""

@@ -5,11 +5,14 @@ Shape suffixes: D a side's width, O and I the sides of a layer's matrix, n block
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ds_kfac.factor import KroneckerFactor
+from ds_kfac.side import Side
+from ds_kfac.warm_start import WarmStart, warmed
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,8 @@ class Eigenbasis:
     Attributes:
         vectors: fp32 [n, b, b] per group of equal blocks, eigenvectors in columns; empty if Q is the identity, as it
             is for a diagonal factor.
-        values: fp32 [D], ascending in each block, clamped at 0 (a second moment has no negative ones but for rounding).
+        values: fp32 [D], clamped at 0 (a second moment has no negative ones but for rounding). From a decomposition
+            they ascend in each block; after a warm start, which keeps every vector at its place, they need not.
     """
 
     vectors: tuple[Tensor, ...]
@@ -28,6 +32,12 @@ class Eigenbasis:
     @property
     def nbytes(self) -> int:
         return sum(vectors.nbytes for vectors in self.vectors) + self.values.nbytes
+
+    def rounded(self, dtype: torch.dtype) -> "Eigenbasis":
+        """With vectors as they are after travelling in ``dtype``; itself in fp32."""
+        if dtype is torch.float32:
+            return self
+        return Eigenbasis(tuple(vectors.to(dtype).float() for vectors in self.vectors), self.values)
 
     def rotate(self, x_D: Tensor) -> Tensor:
         """Q^T x for x [D, any]."""
@@ -62,6 +72,32 @@ class Eigenbasis:
     def squared(self) -> "Eigenbasis":
         """Every entry of Q squared: how a diagonal of second moments is carried over, see ``moments.py``."""
         return Eigenbasis(tuple(vectors.square() for vectors in self.vectors), self.values)
+
+
+def basis_numel(side: Side) -> int:
+    """Elements of a side's eigenvectors."""
+    return sum(count * width**2 for count, width in side.groups if width > 1)
+
+
+def flat_vectors(basis: Eigenbasis) -> Tensor:
+    """All eigenvectors in one flat tensor."""
+    return torch.cat([vectors.reshape(-1) for vectors in basis.vectors])
+
+
+def basis_from(side: Side, flat: Tensor | None, values: Tensor) -> Eigenbasis:
+    """Inverse of :func:`flat_vectors`; fp32, a copy.
+
+    Args:
+        flat: in any dtype; None for a side without eigenvectors.
+    """
+    vectors, start = [], 0
+    for count, width in side.groups:
+        if width > 1 and flat is not None:
+            numel = count * width**2
+            piece = flat[start : start + numel].to(torch.float32, copy=True)
+            vectors.append(piece.view(count, width, width))
+            start += numel
+    return Eigenbasis(tuple(vectors), values)
 
 
 @dataclass(frozen=True)
@@ -100,26 +136,57 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
 EIGEN_METHODS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {"eigh": eigh}
 
 
-def refresh(factor: KroneckerFactor, *, method: str = "eigh") -> tuple[Eigenbasis | None, int]:
-    """Decompose a usable factor.
+@dataclass(frozen=True)
+class Refreshed:
+    """What a refresh came to.
 
-    Returns the basis, or None when every rung of the ladder failed for some block, and the number of rungs that
-    failed. Synchronises with the device, as every decomposition does; called on refresh steps only.
+    Attributes:
+        basis: None when every rung of the ladder failed for some block.
+        how: "kept" (``basis`` is the previous one), "values" (new values, the very same vectors), "qr" or "eigh" (new
+            vectors), "diagonal" (of a diagonal or identity side, nothing to decompose), "failed".
+        retries: rungs of the ladder that failed.
     """
-    side, failures = factor.side, 0
+
+    basis: Eigenbasis | None
+    how: Literal["kept", "values", "qr", "eigh", "diagonal", "failed"]
+    retries: int = 0
+
+
+def refresh(
+    factor: KroneckerFactor,
+    *,
+    method: str = "eigh",
+    previous: Eigenbasis | None = None,
+    tolerances: WarmStart | None = None,
+) -> Refreshed:
+    """Decompose a usable factor, or mend the previous basis where that is enough.
+
+    Synchronises with the device, as every decomposition does; called on refresh steps only.
+
+    Args:
+        method: a name in ``EIGEN_METHODS``.
+        previous: this side's last basis, to start from. Unused without ``tolerances``.
+        tolerances: when that is enough; None always decomposes.
+    """
+    side, retries = factor.side, 0
     if side.block == 0:
-        return Eigenbasis((), factor.packed_P.new_ones(side.dim)), 0
+        return Refreshed(Eigenbasis((), factor.packed_P.new_ones(side.dim)), "diagonal")
     if side.block == 1:
-        return Eigenbasis((), factor.packed_P.clamp(min=0)), 0
+        return Refreshed(Eigenbasis((), factor.packed_P.clamp(min=0)), "diagonal")
+    groups = side.blocks(factor.packed_P)
+    if previous is not None and tolerances is not None:
+        warm = warmed(groups, previous.vectors, previous.values, tolerances)
+        if warm is not None:
+            return Refreshed(previous if warm.how == "kept" else Eigenbasis(warm.vectors, warm.values), warm.how)
     values, vectors = [], []
-    for blocks in side.blocks(factor.packed_P):
+    for blocks in groups:
         decomposed, failed = _climb(blocks, EIGEN_METHODS[method])
-        failures += failed
+        retries += failed
         if decomposed is None:
-            return None, failures
+            return Refreshed(None, "failed", retries)
         values.append(decomposed[0].reshape(-1))
         vectors.append(decomposed[1])
-    return Eigenbasis(tuple(vectors), torch.cat(values)), failures
+    return Refreshed(Eigenbasis(tuple(vectors), torch.cat(values)), "eigh", retries)
 
 
 def _climb(

@@ -3,7 +3,7 @@
 Shape suffixes: D the side's width, P its packed elements.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -59,6 +59,18 @@ class KroneckerFactor:
             return torch.ones((), dtype=torch.bool, device=self.packed_P.device)
         return (self.updates > 0) & torch.isfinite(self.packed_P).all() & (self.packed_P != 0).any()
 
+    def to(self, device: torch.device) -> "KroneckerFactor":
+        """With its average on another device; the counter stays where it is: every step asks for it."""
+        return replace(self, packed_P=moved(self.packed_P, device))
+
     @property
     def nbytes(self) -> int:
         return self.packed_P.nbytes + self.updates.nbytes
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """On ``device``; coming from a GPU to the host in pinned memory, without waiting."""
+    if tensor.device.type == device.type or device.type != "cpu":
+        return tensor.to(device, non_blocking=True)
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)

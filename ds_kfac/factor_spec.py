@@ -57,3 +57,10 @@ def factors_by_layer(factors: Sequence[FactorSpec]) -> Mapping[str, Mapping[str,
         for layer in factor.layers:
             found.setdefault(layer, {})["A" if factor.is_A else "G"] = factor
     return found
+
+
+def tied_factors(layers: Sequence[LayerSpec], factors: Sequence[FactorSpec]) -> tuple[tuple[str, ...], ...]:
+    """Keys of the factors of each layer with several uses: they have one decomposer and are refreshed together."""
+    by_layer = factors_by_layer(factors)
+    tied = (tuple(f.key for f in by_layer.get(layer.name, {}).values()) for layer in layers if len(layer.uses) > 1)
+    return tuple(keys for keys in tied if keys)

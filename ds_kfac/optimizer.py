@@ -1,28 +1,33 @@
 """KFACOptimizer: the data flow of one step, read top to bottom, the same in every engine mode."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-import deepspeed.comm as dist
 import torch
-from deepspeed.utils import logger
 from torch import Tensor, nn
 
 from ds_kfac.adam_direction import AdamDirection
 from ds_kfac.adamw import KFACAdamWStep
-from ds_kfac.assignment import assign_owners
 from ds_kfac.batch_info import ArgumentReader
-from ds_kfac.bucket import FactorBucket
-from ds_kfac.capture import BatchSums, Capture
+from ds_kfac.board import Board
+from ds_kfac.capture import Capture
 from ds_kfac.config import KFACConfig
-from ds_kfac.direction import Direction, KFACGradient, Now
-from ds_kfac.layer_state import LayerState, decomposable
+from ds_kfac.curvature import Curvature
+from ds_kfac.direction import Direction, KFACGradient, Local, Now
+from ds_kfac.eigenbasis import Refreshed
+from ds_kfac.layer_state import LayerState
 from ds_kfac.layers.base import LayerSpec
+from ds_kfac.mail import deliver
 from ds_kfac.metrics import Metrics
+from ds_kfac.planning import Plan
+from ds_kfac.reducer import Reducer
+from ds_kfac.refresher import Refresher
 from ds_kfac.rows import RowRule
-from ds_kfac.schedule import Due
-from ds_kfac.zero.exchange import GradientExchange, parameter_names
+from ds_kfac.shared_inputs import SharedInputs, agreed
+from ds_kfac.timetable import FactorsDue
+from ds_kfac.traffic import Channel
+from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
 
 
@@ -47,55 +52,79 @@ class Target:
     scheduled_lr: bool
 
 
+def moments_of(config: KFACConfig, inner: Any) -> str | None:
+    """Kind of moments that gradient workers keep."""
+    if isinstance(inner, KFACAdamWStep):
+        return "adam"
+    return "corrected" if config.preconditioner.eigenvalues == "corrected" else None
+
+
 class KFACOptimizer:
     """Turns the gradients of an engine into K-FAC's just before its own step; the user's optimizer follows.
 
     Attributes:
-        state: layer name -> :class:`LayerState`, of the layers owned by this rank only.
+        state: layer name -> :class:`LayerState`, of the layers this rank is a gradient worker of.
+        curvature: factors and eigenbases.
         steps: applied steps, the clock of every schedule: it changes in :meth:`commit` only, so all stages of a step
             see the same values, and a skipped step's are used again. DeepSpeed's global_steps counts skipped ones too.
         direction: what becomes of a gathered gradient.
+        plan: who does what; ``unshared`` as it was before layers were found to share their inputs.
+        groups: those layers, None as long as they are not known.
     """
 
-    def __init__(self, target: Target, config: KFACConfig) -> None:
-        self.target, self.config = target, config
+    def __init__(self, target: Target, config: KFACConfig, plan: Plan) -> None:
+        self.target, self.config, self.plan, self.unshared = target, config, plan, plan
+        self.groups: tuple[tuple[str, ...], ...] | None = None
         self.layers, self.layout = target.layers, target.layout
         self.device, self.rank = self.layout.engine.device, self.layout.rank
-        self.schedule = config.schedule
-        index = {name: i for i, name in enumerate(parameter_names(self.layers))}
-        self.assignment = assign_owners(
-            self.layers,
-            {layer.name: self.layout.shards.held([index[name] for name in layer.parameters]) for layer in self.layers},
-            world=self.layout.world,
-            refresh_interval=self.schedule.final_refresh_interval,  # owners never change: balance the long run
-            load_tolerance=config.assignment.load_tolerance,
-        )
-        # Own group: our traffic must not be ordered against DeepSpeed's reductions and prefetches.
-        self.group = torch.distributed.new_group(torch.distributed.get_process_group_ranks(self.layout.group))
-        self.exchange = GradientExchange(self.layout, self.layers, self.assignment.owners, self.group)
-        self.owned = self.exchange.owned
-        self.bucket = FactorBucket.plan(self.layers, self.assignment.owners, self.layout.world)
         self.metrics = Metrics(timings=config.metrics.timings, device=self.device)
+        self.channel = Channel(self.layout.group)
+        self.exchange = GradientExchange(self.layout, self.layers, plan.assignment.workers, plan.gradient_dtypes)
+        self.owned = self.exchange.owned
         self.clip_lr = config.preconditioner.kl_clip_lr or ("peak" if target.scheduled_lr else "current")
         self.direction: Direction
         if isinstance(target.inner, KFACAdamWStep):
             self.direction = AdamDirection(config, self.layout, self.exchange, target.inner)
         else:
             self.direction = KFACGradient(config, self.layout, self.exchange, self.metrics, clip_lr=self.clip_lr)
+        self.refresher: Refresher[Refreshed] = Refresher(self.device)
+        self.curvature = self._curvature()
         self.state: dict[str, LayerState] = {}
         self.steps = 0
         self.peak_lr: dict[int, Tensor | float] = {}
-        self._flat: Tensor | None = None
+        self._told: Mapping[Hashable, Tensor] = {}
         self.capture = Capture(
             target.model,
             self.layers,
-            self._allocate,
+            lambda: self.curvature.reducer.allocate(self.due.capture),
             self._fallback_seed,
             rule=RowRule(config.factor.weight_sharing, config.factor.sample_rows),
+            inputs=SharedInputs(plan.sharing_candidates),
+            stage=lambda: self.metrics.stage("capture"),
             sampled=config.factor.fisher == "monte_carlo",
             read_batch=ArgumentReader(target.model, **config.padding.arguments),
         )
+        self.capture.on_rows = lambda *rows: self.curvature.reducer.rows_added(*rows)
         self.reset()
+
+    def _curvature(self) -> Curvature:
+        plan, config, world = self.plan, self.config, self.channel.world
+        reducer = Reducer(
+            self.layers,
+            plan.assignment.factors,
+            plan.assignment.decomposers,
+            self.channel,
+            self.device,
+            dtype=plan.wire,
+            error_feedback=config.communication.error_feedback,
+            last_micro_batch=self._last_micro_batch if config.communication.overlap and world > 1 else None,
+        )
+        return Curvature(plan, self.channel, reducer, self.refresher, config, self.metrics, self.device)
+
+    @property
+    def due(self) -> FactorsDue:
+        """What this step has to do beside preconditioning."""
+        return self.curvature.due(self.steps)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -104,49 +133,50 @@ class KFACOptimizer:
         Nothing of it is kept until :meth:`commit`.
         """
         with torch.autocast(self.device.type, enabled=False):  # a user may call engine.step() under autocast
-            self._step(self.schedule.due(self.steps))
+            self._step(self.due)
 
-    def _step(self, due: Due) -> None:
-        stage = self.metrics.stage
+    def _step(self, due: FactorsDue) -> None:
+        stage, curvature = self.metrics.stage, self.curvature
         self.layout.begin()
-        self._next = self.state
+        curvature.begin()
         self.metrics.begin()
         # Now, not in commit: DeepSpeed's scheduler steps in between.
         lrs = [group["lr"] for group in self.layout.optimizer.param_groups]
         self._next_peak_lr = {group: _larger(lr, self.peak_lr.get(group)) for group, lr in enumerate(lrs)}
-        norm = self._local_squared_norm() if self.direction.needs_norm else None
+        self.capture.take()
         if due.capture:
             with stage("reduce"):
-                sums, norm = self._reduce(norm)
-                self._next = self._fold(sums)
-        elif norm is not None and not self.layout.replicated:
-            dist.all_reduce(norm, group=self.group)
-        # A layer that has no eigenbasis yet, because it had no data at the last refresh, need not wait for the next.
-        waiting = [name for name, state in self._next.items() if due.refresh or (due.capture and state.basis is None)]
-        if waiting:
-            with stage("refresh"):
-                self._next = self._refresh(self._next, waiting)
-        with stage("gather"):
-            gradients = self.exchange.gather()
+                curvature.fold(self.steps, due)
+        with stage("refresh"):
+            curvature.decompose(self.steps, due)
+        with stage("relayout"):
+            gradients, norm, told = self._gather(due)
         with stage("precondition"):
-            now = Now(self.steps, None if norm is None else norm.sqrt(), self._next_peak_lr)
-            results = self._precondition(gradients, now)
-        with stage("scatter"):
-            self.exchange.scatter(results)
+            self._next = self._states(told)
+            local = self.direction.local(Now(self.steps, norm, self._next_peak_lr), gradients, self._next)
+            self._next = local.states
+        with stage("relayout"):
+            self._scatter(local)
+        self._told = told
 
     def commit(self, *, applied: bool) -> None:
         """After the user's optimizer: keep the new state if its step was applied, else leave everything as it was."""
+        due = self.due
+        self.curvature.commit(self.steps, due, self._told, applied=applied)
         if applied:
             self.state, self.peak_lr = self._next, self._next_peak_lr
-            self.metrics.step_counts["factor_updates"] += self.schedule.due(self.steps).capture
+            self.metrics.step_counts["factor_updates"] += bool(due.capture)
             self.steps += 1
         self.metrics.end(applied=applied)
+        if due.capture and self.capture.inputs.searching:
+            self.share(self._agree_on_groups())
         self.resume()
 
     def resume(self) -> None:
         """Make ready for the step after ``state`` and ``steps``, which a checkpoint may have set."""
         self._next, self._next_peak_lr = self.state, self.peak_lr
-        self.capture.active, self.capture.turn = self.schedule.due(self.steps).capture, self.steps
+        self._told = {}
+        self.capture.active, self.capture.turn = bool(self.due.capture), self.steps
 
     def reset(self) -> None:
         """Start afresh: no factors, no eigenbases, step 0."""
@@ -155,81 +185,126 @@ class KFACOptimizer:
         }
         self.steps, self.peak_lr = 0, {}
         self.capture.take()
-        self._flat = None
+        self.curvature.reset()
         self.resume()
+
+    def redecompose(self) -> None:
+        """Decompose all factors and deliver their eigenbases, outside of a step. Collective."""
+        self.curvature.redecompose()
+        nothing = FactorsDue(frozenset(), frozenset())
+        board = Board(self.curvature.told(nothing), self.rank)
+        legs = (*self.curvature.legs(), board.leg(self.curvature.numbers(), self.device))
+        vectors, values, received = deliver(legs, self.channel, self.device)
+        told = board.named(received)
+        self._bases, _ = self.curvature.arrived(vectors, values, told)
+        self.state = self._states(told)
+        self.curvature.keep()
+        self.resume()
+
+    def close(self) -> None:
+        """Give back hooks, thread and process group. Collective."""
+        self.capture.remove()
+        self.refresher.close()
+        self.channel.close()
 
     @property
     def state_nbytes(self) -> int:
         """Bytes of factors, eigenbases and corrected eigenvalues on this rank."""
-        return sum(state.kfac_nbytes for state in self.state.values())
+        bases = {id(basis): basis.nbytes for state in self.state.values() for basis in (state.A, state.G) if basis}
+        corrected = sum(state.moments_nbytes for state in self.state.values() if state.corrected)
+        return self.curvature.nbytes(bases) + corrected
 
     @property
     def adam_nbytes(self) -> int:
-        """Bytes of Adam's moments of the layers owned here; 0 unless the optimizer is KFACAdamW."""
-        return sum(state.adam_nbytes for state in self.state.values())
+        """Bytes of Adam's moments of the layers preconditioned here; 0 unless the optimizer is KFACAdamW."""
+        return sum(state.adam.nbytes for state in self.state.values() if state.adam)
 
     # the stages of a step
 
-    def _allocate(self) -> Mapping[str, tuple[BatchSums, ...]]:
-        self._flat = torch.zeros(self.bucket.numel, device=self.device)
-        return self.bucket.views(self._flat, self.layers)
+    def _gather(self, due: FactorsDue) -> tuple[dict[str, Tensor], Tensor | None, dict[Hashable, Tensor]]:
+        """Own layers' gradients, the norm of all gradients if it is asked for, and what the ranks tell each other; new
+        eigenbases arrive with them, in the same message."""
+        norm = self._local_squared_norm() if self.direction.needs_norm else None
+        names, numbers = self.curvature.told(due), self.curvature.numbers()
+        summed = norm is not None and not self.layout.replicated
+        if norm is not None and summed:
+            for rank in range(self.channel.world):
+                names[rank].append(("norm", rank))
+            numbers["norm", self.rank] = norm
+        board = Board(names, self.rank)
+        legs = (self.exchange.gather_leg, *self.curvature.legs(), board.leg(numbers, self.device))
+        gradients, vectors, values, received = deliver(legs, self.channel, self.device)
+        told = board.named(received)
+        if summed:
+            norm = torch.stack([told["norm", rank] for rank in range(self.channel.world)]).sum()
+        self._bases, self._failed = self.curvature.arrived(vectors, values, told)
+        return self.exchange.gathered(gradients), None if norm is None else norm.sqrt(), told
+
+    def _states(self, told: Mapping[Hashable, Tensor]) -> dict[str, LayerState]:
+        """Of own layers, with the eigenbases that have just arrived."""
+        states, carry = dict(self.state), self.config.eigenbasis.carry_moments
+        for layer in self.owned:
+            state, keys = states[layer.name], self.curvature.of_layer.get(layer.name, {})
+            terms = self.curvature.terms_of(layer, told)
+            if terms is not None:
+                state = replace(state, terms=torch.where(terms > 0, terms, state.terms))
+            new = {side: self._bases[spec.key] for side, spec in keys.items() if spec.key in self._bases}
+            states[layer.name] = state.rebased(**new, carry=carry) if new else state
+        return states
 
     def _local_squared_norm(self) -> Tensor:
         """Of all gradients this rank holds."""
         return self.layout.squared_norm() + self.target.rest.squared_norm()
 
-    def _reduce(self, norm: Tensor | None) -> tuple[dict[str, tuple[BatchSums, ...]], Tensor | None]:
-        """This step's sums over all ranks, of the layers owned here, and the squared norm's. A rank that saw no rows
-        sends zeros."""
-        if self.capture.take() is None:
-            self._allocate()
-        flat, self._flat = self._flat, None
-        assert flat is not None  # allocated with the sums
-        if norm is not None:
-            for place in self.bucket.norms:
-                flat[place] = norm / (self.layout.world if self.layout.replicated else 1)
-        own = self.bucket.reduce_to_owners(flat, self.rank, self.group)
-        base = sum(self.bucket.splits[: self.rank])
-        if norm is not None:
-            norm = own[self.bucket.norms[self.rank] - base]
-        return self.bucket.views(own, self.owned, base=base), norm
+    def _scatter(self, local: Local) -> None:
+        """Results to whoever holds a shard of them, with what the direction and the metrics sum over all layers."""
+        failed = 0 if self.curvature.travels else self.metrics.step_counts["refresh_failures"]
+        counts = [local.replaced.new_full((), n) for n in (local.unprepared, failed)]
+        prepared = torch.zeros(len(self.layers), device=self.device)
+        for index, layer in enumerate(self.layers):
+            if layer.name in local.states and local.states[layer.name].basis is not None:
+                prepared[index] = 1.0
+        own = torch.cat([torch.stack([*local.numbers, local.replaced, *counts]), prepared])
+        board = Board([range(len(own))] * self.channel.world, self.rank, self.plan.rows)
+        leg, flats = self.exchange.scatter_leg(local.results)
+        results, received = deliver((leg, board.leg(dict(enumerate(own)), self.device)), self.channel, self.device)
+        totals = torch.stack(list(board.read(received).values())).sum(dim=0)
+        numbers, rest = totals[: len(local.numbers)], totals[len(local.numbers) :]
+        self.metrics.step_summary = rest[:3] + rest.new_tensor([0.0, 0.0, float(self._failed)])
+        ready = {layer.name: flag > 0 for layer, flag in zip(self.layers, rest[3:], strict=True)}
+        now = Now(self.steps, None, self._next_peak_lr)
+        self.exchange.write(flats, results, self.direction.finish(now, local, numbers.unbind(), ready))
 
-    def _fold(self, sums: Mapping[str, tuple[BatchSums, ...]]) -> dict[str, LayerState]:
-        decay = self.config.factor.decay_at(self.steps)
-        return {name: state.folded(sums[name], decay=decay) for name, state in self._next.items()}
+    # layers that share their input
 
-    def _refresh(self, states: Mapping[str, LayerState], names: list[str]) -> dict[str, LayerState]:
-        """Decompose the named layers' factors. Synchronises with the device, as any decomposition does."""
-        refreshed, counts = dict(states), self.metrics.step_counts
-        options = self.config.eigenbasis
-        for name in decomposable({name: states[name] for name in names}):
-            refreshed[name], failed = states[name].refreshed(method=options.method, carry=options.carry_moments)
-            kept = refreshed[name] is states[name]
-            counts["refreshes"] += not kept
-            counts["refresh_retries"] += failed
-            counts["refresh_failures"] += kept
-            if kept:
-                logger.warning(f"ds_kfac: no decomposition of {name}'s factors succeeded; its old eigenbasis stays")
-        return refreshed
+    def _agree_on_groups(self) -> tuple[tuple[str, ...], ...]:
+        """After the first captured batch. Collective, once in a run."""
+        found: list[Any] = [None] * self.channel.world
+        torch.distributed.all_gather_object(found, dict(self.capture.inputs.found()), group=self.channel.group)
+        return agreed(found, self.plan.sharing_candidates)
 
-    def _precondition(self, gradients: Mapping[str, Tensor], now: Now) -> dict[str, Tensor]:
-        """Own layers' results. A layer without an eigenbasis (no data yet) is counted."""
-        local = self.direction.local(now, gradients, self._next)
-        self._next = local.states
-        # One small vector over all ranks: what the direction needs, and what a run wants to know of every owner.
-        failures = self.metrics.step_counts["refresh_failures"]
-        counts = (local.replaced.new_full((), n) for n in (local.unprepared, failures))
-        summary = torch.stack([*local.numbers, local.replaced, *counts])
-        if self.layout.world > 1:
-            dist.all_reduce(summary, group=self.group)
-        self.metrics.step_summary = summary[len(local.numbers) :]
-        return self.direction.finish(now, local, summary[: len(local.numbers)].unbind())
+    def share(self, groups: tuple[tuple[str, ...], ...]) -> None:
+        """Keep one A for each group of layers from now on. Call on every rank with the same groups."""
+        self.capture.inputs.use(groups)
+        self.groups = groups
+        if not groups and self.plan is self.unshared:
+            return
+        self.plan = self.unshared.sharing(groups)
+        leaders = {name: group[0] for group in groups for name in group[1:]}
+        old, self.curvature = self.curvature, self._curvature()
+        self.curvature.take_over(old, leaders)
+        for name, leader in leaders.items():  # one copy where both are
+            if name in self.state and leader in self.state and (basis := self.state[leader].A) is not None:
+                self.state[name] = self.state[name].rebased(A=basis, carry=self.config.eigenbasis.carry_moments)
 
     def _fallback_seed(self) -> Tensor | float:
         """The scale of a backward that did not go through ``engine.backward``, as DeepSpeed would have applied it."""
         engine = self.layout.engine
         scale = self.layout.manual_scale() if engine._manual_backward_expected else 1.0
         return scale / engine.gradient_accumulation_steps()
+
+    def _last_micro_batch(self) -> bool:
+        return self.layout.engine.is_gradient_accumulation_boundary()
 
 
 def _larger(a: Tensor | float, b: Tensor | float | None) -> Tensor | float:

@@ -5,38 +5,43 @@ import torch
 
 from ds_kfac.adam_direction import AdamDirection
 from ds_kfac.config import KFACConfig
-from ds_kfac.layers.base import LayerSpec
 from ds_kfac.optimizer import KFACOptimizer
 from ds_kfac.scan import Scan
 from ds_kfac.schedule import Value
+from ds_kfac.wire import segment_bytes
 
 
 def attach_report(kfac: KFACOptimizer, scan: Scan) -> str:
     """Text of the report; the same on every rank but for nothing: it is all planned, nothing is measured."""
     engine, layout, config = kfac.layout.engine, kfac.layout, kfac.config
     ours = sum(layer.numel for layer in scan.layers)
-    burn_in = kfac.schedule.burn_in
+    plan = kfac.plan
+    burn_in = plan.schedule.burn_in
     lines = [
         f"ds_kfac: attached to {_mode(kfac)}",
         f"  deepspeed {deepspeed.__version__}, torch {torch.__version__}, {layout.world} ranks, "
-        f"load max/mean {kfac.assignment.imbalance:.2f}",
-        f"  factors every {_interval(kfac.schedule.update)} (decay {config.factor.decay}), eigenbases every "
-        f"{_interval(kfac.schedule.refresh)} by {config.eigenbasis.method}; {_statistics(config)}",
+        f"load max/mean {plan.assignment.imbalance:.2f}",
+        f"  factors every {_interval(plan.schedule.update)} (decay {config.factor.decay}), eigenbases every "
+        f"{_interval(plan.schedule.refresh)} by {config.eigenbasis.method}; {_statistics(config)}",
         f"  step: {_direction(kfac)}",
         f"  memory: {_memory(kfac)}",
         *([f"  burn-in: {burn_in}"] if burn_in else []),
-        f"  relayout moves {kfac.exchange.gather_plan.total_numel:,} of {ours:,} gradient elements to owners, "
-        f"{kfac.exchange.scatter_plan.total_numel:,} back; factor bucket {kfac.bucket.numel * 4:,} bytes",
+        f"  relayout moves {kfac.exchange.plan.gather.total_numel:,} of {ours:,} gradient elements to their workers, "
+        f"{kfac.exchange.plan.scatter.total_numel:,} back; batch sums {_wire(kfac)}",
+        *(f"  plan: {reason}" for reason in plan.reasons),
         "",
     ]
-    rows: list[tuple[str, ...]] = [("layer", "type", "G", "A", "bias", "owner")]
+    workers, decomposers = plan.assignment.workers, kfac.curvature.of_layer
+    rows: list[tuple[str, ...]] = [("layer", "type", "G", "A", "bias", "workers", "decomposed on")]
     orthogonalized = kfac.direction.orthogonalizes if isinstance(kfac.direction, AdamDirection) else None
     for layer in scan.layers:
         sides = tuple(f"{side.dim}{'' if side.kind == 'dense' else f' ({side.kind})'}" for side in (layer.G, layer.A))
-        owner = str(kfac.assignment.owners[layer.name])
+        own = decomposers.get(layer.name, {})
+        where = ", ".join(f"{side} {plan.assignment.decomposers[spec.key]}" for side, spec in own.items())
+        workers_here = ", ".join(map(str, workers[layer.name]))
         mark = ", orthogonalized" if orthogonalized and orthogonalized(layer) else ""
         kind = layer.kind if len(layer.uses) == 1 else f"Tied to {layer.uses[0].module}"
-        rows.append((layer.name or "(model)", kind + mark, *sides, "yes" if layer.bias else "no", owner))
+        rows.append((layer.name or "(model)", kind + mark, *sides, "yes" if layer.bias else "no", workers_here, where))
     lines += _table(rows)
     if scan.skipped:
         rows = [("not preconditioned", "type", "parameters", "why")]
@@ -81,22 +86,22 @@ def _without_effect(kfac: KFACOptimizer) -> list[str]:
 
 def _memory(kfac: KFACOptimizer) -> str:
     """Of this rank once everything is there."""
-    planned = sum(_planned_numel(layer) for layer in kfac.owned) * 4
-    text = f"K-FAC state {planned:,} bytes on this rank (factors and eigenbases)"
+    text = f"K-FAC state {kfac.plan.assignment.memory[kfac.rank]:,} bytes on this rank (factors, eigenbases, moments)"
     if kfac.direction.moments == "adam":
         rest, world = kfac.target.rest, kfac.layout.world
         held = rest.shards.held(range(len(rest.params)))[kfac.rank]
         # where gradients are replicated under ZeRO, a rank steps its slice only
         others = 8 * held // (world if rest.replicated and kfac.layout.engine.zero_optimization() else 1)
         text += f"; Adam's moments {kfac.adam_nbytes:,} in eigenbases and {others:,} in the optimizer"
-    elif kfac.direction.moments == "corrected":
-        text += f" and {sum(4 * layer.numel for layer in kfac.owned):,} of corrected eigenvalues"
     return text
 
 
-def _planned_numel(layer: LayerSpec) -> int:
-    vectors = sum(count * width**2 for side in (layer.A, layer.G) for count, width in side.groups if width > 1)
-    return layer.packed_numel + vectors + layer.dim_A + layer.dim_G
+def _wire(kfac: KFACOptimizer) -> str:
+    """How a step's batch sums travel, all factors due."""
+    plan, reducer = kfac.plan, kfac.curvature.reducer
+    buckets = reducer.buckets(frozenset(kfac.curvature.specs))
+    total = sum(segment_bytes(segment, plan.wire) for bucket in buckets for segment in bucket.segments)
+    return f"{total:,} bytes a rank in {str(plan.wire).removeprefix('torch.')}, {len(buckets)} messages"
 
 
 def _interval(value: Value) -> str:

@@ -3,7 +3,8 @@
 import math
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 Numbers = tuple[float, ...]
 Steps = tuple[int, ...]
@@ -136,11 +137,11 @@ NOTHING = Due(capture=False, refresh=False)
 
 @dataclass
 class _Walked:
-    """The steps decided so far, in order; what was decided last."""
+    """The steps decided so far, in order, and which of them capture and refresh."""
 
     due: list[Due] = field(default_factory=lambda: [Due(capture=True, refresh=True)])
-    last_capture: int = 0
-    last_refresh: int = 0
+    captures: list[int] = field(default_factory=lambda: [0])
+    refreshes: list[int] = field(default_factory=lambda: [0])
 
 
 @dataclass(frozen=True)
@@ -154,12 +155,22 @@ class Schedule:
 
     During the burn-in its intervals hold where shorter; ``update`` and ``refresh`` keep their clock. The step after it,
     ``burn_in.steps``, captures and refreshes whatever the intervals say: the longer interval starts with fresh bases.
+
+    With an ``offset`` above 0 the clock is displaced from the end of the burn-in, B, on (without burn-in B is step 1):
+    nothing is due until B + offset % update interval, which captures whatever the interval says, and nothing refreshes
+    until B + offset, which captures and refreshes. Steps before B are the same for all offsets.
     """
 
     update: Value
     refresh: Value
     burn_in: BurnIn | None = None
+    offset: int = 0
     _walked: _Walked = field(default_factory=_Walked, init=False, repr=False, compare=False)
+
+    def displaced(self, offset: int) -> "Schedule":
+        """The same intervals with this ``offset`` >= 0, whatever it was before; see the class."""
+        assert offset >= 0, f"a schedule cannot be displaced by {offset} steps"
+        return replace(self, offset=offset)
 
     def intervals(self, step: int) -> tuple[int, int]:
         """Steps between captures and between refreshes that hold at ``step``."""
@@ -174,9 +185,14 @@ class Schedule:
         return min(interval, burn_in.refresh_interval) if burn_in and step < burn_in.steps else interval
 
     @property
+    def _displaced_from(self) -> int:
+        return self.burn_in.steps if self.burn_in else 1
+
+    @cached_property
     def settled(self) -> int:
-        """The step from which on both intervals no longer change."""
-        return max(self.update.settled, self.refresh.settled, self.burn_in.steps if self.burn_in else 0)
+        """The step from which on both intervals no longer change, and from which on no offset is waited for."""
+        start = self._displaced_from if self.burn_in or self.offset else 0
+        return max(self.update.settled, self.refresh.settled, start + self.offset)
 
     @property
     def final_refresh_interval(self) -> int:
@@ -188,32 +204,55 @@ class Schedule:
 
         Up to ``settled`` it depends on the steps before, which are decided once and kept; after it, it is periodic.
         """
-        settled = self.settled
-        while len(self._walked.due) <= min(step, settled):
-            self._decide_next()
-        return self._walked.due[step] if step <= settled else self._periodic(step)
-
-    def _decide_next(self) -> None:
-        walked = self._walked
-        step = len(walked.due)
-        burnt_in = self.burn_in is not None and step == self.burn_in.steps
-        if not burnt_in and step < walked.last_capture + self._update_interval(step):
-            walked.due.append(NOTHING)
-            return
-        refreshes = burnt_in or step >= walked.last_refresh + self._refresh_interval(step)
-        walked.due.append(Due(capture=True, refresh=refreshes))
-        walked.last_capture = step
-        if refreshes:
-            walked.last_refresh = step
-
-    def _periodic(self, step: int) -> Due:
-        """After ``settled``: captures every ``update``, refreshes every so many captures."""
-        update, refresh = self.intervals(step)
-        first, last_refresh = self._walked.last_capture, self._walked.last_refresh
-        next_refresh = first + update * max(1, _ceiling(last_refresh + refresh - first, update))
-        period = update * _ceiling(refresh, update)
+        if self._walk(step):
+            return self._walked.due[step]
+        update, next_refresh, period = self._rhythm
         refreshes = step >= next_refresh and (step - next_refresh) % period == 0
-        return Due((step - first) % update == 0, refreshes)
+        return Due((step - self._walked.captures[-1]) % update == 0, refreshes)
+
+    def captures(self, step: int) -> int:
+        """How many of the steps 0 .. ``step`` capture; 0 for step -1."""
+        captures = self._walked.captures
+        if self._walk(step):
+            return bisect_right(captures, step)
+        return len(captures) + (step - captures[-1]) // self._rhythm[0]
+
+    def last_refresh(self, step: int) -> int:
+        """The last step up to ``step`` >= 0 that refreshes."""
+        refreshes = self._walked.refreshes
+        if self._walk(step):
+            return refreshes[bisect_right(refreshes, step) - 1]
+        _, next_refresh, period = self._rhythm
+        return refreshes[-1] if step < next_refresh else step - (step - next_refresh) % period
+
+    def _walk(self, step: int) -> bool:
+        """Decide all steps up to ``step``, or up to ``settled`` if that is less; whether ``step`` is among them."""
+        settled = self.settled
+        for undecided in range(len(self._walked.due), min(step, settled) + 1):
+            self._decide(undecided)
+        return step <= settled
+
+    def _decide(self, step: int) -> None:
+        walked, start = self._walked, self._displaced_from
+        captures = step >= walked.captures[-1] + self._update_interval(step)
+        refreshes = captures and step >= walked.refreshes[-1] + self._refresh_interval(step)
+        if (self.burn_in or self.offset) and start <= step <= start + self.offset:
+            first = start + self.offset % self._update_interval(start)
+            refreshes = step == start + self.offset
+            captures = refreshes or step == first or (captures and step > first)
+        walked.due.append(Due(captures, refreshes) if captures else NOTHING)
+        if captures:
+            walked.captures.append(step)
+        if refreshes:
+            walked.refreshes.append(step)
+
+    @cached_property
+    def _rhythm(self) -> tuple[int, int, int]:
+        """After ``settled``, once it is decided: steps between captures, first refresh, steps between refreshes."""
+        update, refresh = self.intervals(self.settled)
+        first, last_refresh = self._walked.captures[-1], self._walked.refreshes[-1]
+        next_refresh = first + update * max(1, _ceiling(last_refresh + refresh - first, update))
+        return update, next_refresh, update * _ceiling(refresh, update)
 
 
 def _ceiling(a: int, b: int) -> int:

@@ -117,12 +117,19 @@ class Side:
 
     def trace(self, packed_P: Tensor) -> Tensor:
         """Trace of the side's matrix, a scalar."""
-        if self.block == 0:
-            return packed_P.new_tensor(float(self.dim))
-        total, start = packed_P.new_zeros(()), 0
+        return self._diagonal(packed_P).sum() if self.block else packed_P.new_tensor(float(self.dim))
+
+    def frobenius(self, packed_P: Tensor) -> Tensor:
+        """Frobenius norm of what is kept, a scalar: 0 for an identity, also where it stands for a difference of two."""
+        # off the diagonal every packed element stands for two
+        return (2 * packed_P.square().sum() - self._diagonal(packed_P).square().sum()).sqrt()
+
+    def _diagonal(self, packed_P: Tensor) -> Tensor:
+        """[D] of the blocks; empty for an identity."""
+        diagonals, start = [packed_P[:0]], 0
         for count, width in self.groups:
             stop = start + count * packed_numel(width)
-            diagonal = torch.arange(1, width + 1, device=packed_P.device).cumsum(0) - 1
-            total = total + packed_P[start:stop].view(count, -1)[:, diagonal].sum()
+            index = torch.arange(1, width + 1, device=packed_P.device).cumsum(0) - 1
+            diagonals.append(packed_P[start:stop].view(count, -1)[:, index].reshape(-1))
             start = stop
-        return total
+        return torch.cat(diagonals)

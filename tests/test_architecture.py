@@ -7,19 +7,25 @@ PACKAGE = Path(__file__).parent.parent / "ds_kfac"
 # Lowest first; inside a floor, a file may import the files before it.
 FLOORS = [
     ["reference", "ops.reference", "ops.functional"],
-    ["side", "factor", "eigenbasis", "moments", "damping", "orthogonal", "preconditioner"],
+    [
+        "side", "factor", "adaptive", "warm_start", "eigenbasis", "moments", "damping", "orthogonal",
+        "preconditioner", "host_copy",
+    ],
     [
         "layers.base", "layers.linear", "layers.conv1d", "layers.embedding", "layers.norm", "layers.registry", "scan",
-        "factor_spec", "batch_info", "rows", "capture", "sampling", "schedule", "layer_state",
+        "factor_spec", "batch_info", "rows", "shared_inputs", "capture", "sampling", "schedule", "timetable",
+        "refresher", "layer_state", "factor_state",
     ],
     [
-        "assignment", "agreement", "grouping", "bucket", "zero.shards", "zero.relayout", "zero.layout",
-        "zero.replicated", "zero.bf16_optimizer", "zero.stage_1_and_2", "zero.stage3", "zero.registry",
-        "zero.exchange", "zero.validate", "zero.selftest", "zero.extra_backward", "adamw",
+        "costs", "measured_costs", "grid", "work", "workers", "decomposers", "assignment", "baselines", "stagger",
+        "agreement", "grouping", "bucket", "traffic", "wire", "reducer", "zero.shards", "zero.relayout", "mail",
+        "board", "delivery", "zero.layout", "zero.replicated", "zero.bf16_optimizer", "zero.stage_1_and_2",
+        "zero.stage3", "zero.registry", "zero.exchange", "zero.validate", "zero.selftest", "zero.extra_backward",
+        "adamw",
     ],
     [
-        "config_values", "config_errors", "config_blocks", "config", "metrics", "direction", "adam_direction",
-        "optimizer", "loss_sampling", "checkpoint", "report",
+        "config_values", "config_errors", "config_blocks", "config", "metrics", "planning", "strategy", "curvature",
+        "direction", "adam_direction", "optimizer", "loss_sampling", "checkpoint", "report",
     ],
     ["attachment", "optimizer_block", "engine", ""],
 ]  # fmt: skip

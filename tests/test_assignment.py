@@ -1,62 +1,357 @@
-"""Owners: where the gradient is, unless that overloads a rank. Plain arithmetic, no ranks."""
+"""Who does what: where the gradient is, unless that overloads a rank; the KAISA grid; a cap. Arithmetic, no ranks."""
 
-from ds_kfac.assignment import assign_owners, layer_cost
+import itertools
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from ds_kfac.assignment import Assignment, assign
+from ds_kfac.baselines import kaisa_greedy, round_robin
+from ds_kfac.costs import BUILTIN
+from ds_kfac.factor_spec import factor_specs
+from ds_kfac.grid import worker_counts, workers_for
 from ds_kfac.layers.base import LayerSpec
+from ds_kfac.side import Side
+from ds_kfac.work import Work
+from tests.layer_tables import TABLES, llama, tied, zero_shards
 from tests.models import linear_layer
+
+INTERVALS = {"update_interval": 10, "refresh_interval": 100}
+COSTS = BUILTIN["cpu"]
+FREE_LINKS = replace(COSTS, link_bytes=float("inf"))
+SLOW_LINKS = replace(COSTS, link_bytes=1.0)
+CLOSE = 1.01
+"""A greedy may lose this much to a lucky order where both are balanced."""
 
 
 def layers(*shapes: tuple[int, int]) -> list[LayerSpec]:
     return [linear_layer(f"l{i}", a, g) for i, (a, g) in enumerate(shapes)]
 
 
-def assign(specs, held, world, tolerance=0.1):
-    return assign_owners(specs, held, world=world, refresh_interval=100, load_tolerance=tolerance)
+def place(specs, world, *, factors=None, **options) -> Assignment:
+    options = {"workers": 1, "held": None, "costs": COSTS, "load_tolerance": 0.1, "split_factors": False} | options
+    return assign(specs, factor_specs(specs) if factors is None else factors, world=world, **INTERVALS | options)
 
 
-def test_a_layer_stays_with_its_majority_holder():
+def owners(assignment: Assignment) -> dict[str, int]:
+    assert all(len(ranks) == 1 for ranks in assignment.workers.values())
+    return {name: ranks[0] for name, ranks in assignment.workers.items()}
+
+
+# --- where the gradient is ---
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_layer_stays_with_its_majority_holder(split):
     specs = layers((8, 8), (8, 8), (8, 8), (8, 8))
     held = {"l0": [64, 0], "l1": [40, 24], "l2": [20, 44], "l3": [0, 64]}
-    assert assign(specs, held, 2).owners == {"l0": 0, "l1": 0, "l2": 1, "l3": 1}
+    assert owners(place(specs, 2, held=held, split_factors=split)) == {"l0": 0, "l1": 0, "l2": 1, "l3": 1}
 
 
-def test_an_overloaded_rank_gives_to_the_least_loaded():
+@pytest.mark.parametrize("split", [False, True])
+def test_an_overloaded_rank_gives_to_the_least_loaded(split):
     specs = layers(*[(8, 8)] * 6)
     held = {spec.name: [64, 0, 0] for spec in specs}
-    assignment = assign(specs, held, 3)
-    assert sorted(assignment.owners.values()) == [0, 0, 1, 1, 2, 2]
-    assert assignment.imbalance == 1.0
+    assignment = place(specs, 3, held=held, costs=FREE_LINKS, split_factors=split)
+    assert sorted(owners(assignment).values()) == [0, 0, 1, 1, 2, 2]
+    assert assignment.imbalance == pytest.approx(1.0)
 
 
-def test_replicated_gradients_are_balanced_heaviest_first():
-    specs = layers((30, 30), (20, 20), (20, 20), (10, 10), (10, 10))
-    held = {spec.name: [spec.numel] * 2 for spec in specs}
-    assignment = assign(specs, held, 2)
-    costs = {spec.name: layer_cost(spec, 100) for spec in specs}
-    assert assignment.owners["l0"] != assignment.owners["l1"]
-    for rank in (0, 1):
-        assert sum(costs[n] for n, owner in assignment.owners.items() if owner == rank) == assignment.loads[rank]
+def test_what_a_gradient_costs_to_move_is_paid_by_both_ends():
+    specs = layers((8, 8))
+    here, there = (place(specs, 2, held={"l0": held}, load_tolerance=5.0) for held in ([64, 0], [44, 20]))
+    seconds = 2 * 4 * 20 / COSTS.link_bytes
+    assert there.loads == pytest.approx([here.loads[0] + seconds, seconds])
 
 
 def test_rounding_ties_of_zero3_chunks_do_not_pile_up_on_rank_0():
     specs = layers(*[(11, 11)] * 8)
     held = {spec.name: [31, 31, 31, 28] for spec in specs}
-    counts = [list(assign(specs, held, 4).owners.values()).count(rank) for rank in range(4)]
-    assert counts == [2, 2, 2, 2]
+    assert Counter(owners(place(specs, 4, held=held)).values()) == {0: 2, 1: 2, 2: 2, 3: 2}
+
+
+def test_near_equal_holders_share_by_load():
+    specs = layers(*[(40, 40)] * 6)
+    held = {spec.name: [535, 533, 532] for spec in specs}
+    assignment = place(specs, 3, held=held, load_tolerance=9.0)  # nothing is overloaded
+    assert Counter(owners(assignment).values()) == {0: 2, 1: 2, 2: 2}
 
 
 def test_no_rank_is_idle_when_there_are_enough_layers():
     specs = layers(*[(8, 8)] * 9)
     held = {spec.name: [64 if rank == 1 + i % 7 else 0 for rank in range(8)] for i, spec in enumerate(specs)}
-    assignment = assign(specs, held, 8, tolerance=5.0)  # nothing is overloaded, rank 0 holds nothing
-    assert set(assignment.owners.values()) == set(range(8))
+    assignment = place(specs, 8, held=held, load_tolerance=5.0)  # nothing is overloaded, rank 0 holds nothing
+    assert set(owners(assignment).values()) == set(range(8))
 
 
 def test_an_idle_rank_takes_from_one_that_has_two():
     specs = layers((100, 100), (8, 8), (8, 8), (8, 8))
     held = {"l0": [9, 0, 0], "l1": [0, 9, 0], "l2": [0, 9, 0], "l3": [0, 9, 0]}
-    assert set(assign(specs, held, 3).owners.values()) == {0, 1, 2}
+    assert set(owners(place(specs, 3, held=held)).values()) == {0, 1, 2}
+
+
+# --- balance ---
+
+
+def test_replicated_gradients_are_balanced_heaviest_first():
+    specs = layers((300, 300), (200, 200), (200, 200), (100, 100), (100, 100))
+    assignment = place(specs, 2)
+    assert owners(assignment)["l0"] != owners(assignment)["l1"]
+    work = Work(specs, factor_specs(specs), 2, None, COSTS, **INTERVALS)
+    results = COSTS.transfer(4 * sum(spec.numel for spec in specs))
+    for rank in (0, 1):
+        mine = [spec.name for spec in specs if owners(assignment)[spec.name] == rank]
+        expected = sum(work.precondition[name] + work.factor[f"{name}/A"] + work.factor[f"{name}/G"] for name in mine)
+        assert assignment.loads[rank] == pytest.approx(expected + results)
+
+
+def test_whole_layers_stay_within_grahams_bound_of_the_best_placement():
+    random.seed(0)
+    for _ in range(5):
+        specs = layers(*((random.randint(20, 400), random.randint(20, 400)) for _ in range(7)))
+        factors = factor_specs(specs)
+        work = Work(specs, factors, 3, None, FREE_LINKS, **INTERVALS)
+        best = float("inf")
+        for ranks in itertools.product(range(3), repeat=len(specs)):
+            workers = {spec.name: (rank,) for spec, rank in zip(specs, ranks, strict=True)}
+            best = min(best, max(work.loads(workers, {f.key: workers[f.layers[0]][0] for f in factors})))
+        assert max(place(specs, 3, costs=FREE_LINKS).loads) <= 4 / 3 * best
+
+
+@pytest.mark.parametrize("zero", [False, True], ids=["replicated", "zero"])
+@pytest.mark.parametrize("device", BUILTIN)
+@pytest.mark.parametrize("world", [4, 8, 64])
+@pytest.mark.parametrize("table", TABLES)
+def test_no_busier_than_round_robin_or_kaisa(table, world, device, zero):
+    specs, factors = TABLES[table]()
+    held = zero_shards(specs, world) if zero else None
+    work = Work(specs, factors, world, held, BUILTIN[device], **INTERVALS)
+    for workers in (1,) if zero else (1, 2, world):
+        others = [round_robin(work, workers), kaisa_greedy(work, workers)]
+        ours = place(
+            specs, world, factors=factors, workers=workers, held=held, costs=BUILTIN[device], split_factors=True
+        )
+        assert max(ours.loads) <= CLOSE * min(max(other.loads) for other in others)
+        assert ours.imbalance <= CLOSE * min(other.imbalance for other in others)
+
+
+def test_large_models_are_balanced_where_there_is_enough_to_share():
+    for table in TABLES.values():
+        specs, factors = table()
+        for world in (4, 8):
+            assert place(specs, world, factors=factors, split_factors=True).imbalance < 1.05
+
+
+def test_kaisa_balances_cubes_alone():
+    specs = layers((8, 8), (4, 4), (4, 4), (4, 4))
+    work = Work(specs, factor_specs(specs), 2, None, COSTS, **INTERVALS)
+    assert owners(kaisa_greedy(work)) == {"l0": 0, "l1": 1, "l2": 1, "l3": 1}  # 1024 against 3 x 128
+    assert owners(round_robin(work)) == {"l0": 0, "l1": 1, "l2": 0, "l3": 1}
+
+
+# --- the grid ---
+
+
+def test_worker_counts_divide_the_world():
+    assert worker_counts(12) == (1, 2, 3, 4, 6, 12)
+    assert worker_counts(7) == (1, 7)
+    assert worker_counts(1) == (1,)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "world", "expected"),
+    [(1.0, 8, 8), (0.5, 8, 4), (0.125, 8, 1), (0.0, 8, 1), (0.01, 8, 1), (0.33, 3, 1), (1 / 3, 9, 3), (0.5, 1, 1)],
+)
+def test_a_fraction_is_a_number_of_workers(fraction, world, expected):
+    assert workers_for(fraction, world) == expected
+
+
+@pytest.mark.parametrize(
+    ("fraction", "world", "message"),
+    [
+        (0.4, 8, r"0\.4, which is 3\.2 of 8 ranks.*divide 8: 0\.25 \(g = 2\) or 0\.5 \(g = 4\)"),
+        (0.6, 7, r"0\.142857 \(g = 1\) or 1 \(g = 7\)"),
+        (1.5, 8, "between 0 and 1"),
+        (-0.1, 8, "between 0 and 1"),
+    ],
+)
+def test_a_fraction_off_the_grid_is_refused_with_its_neighbours(fraction, world, message):
+    with pytest.raises(ValueError, match=message):
+        workers_for(fraction, world)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("world", [1, 6, 7, 8])
+def test_workers_are_columns_and_results_stay_in_rows_of_consecutive_ranks(world, split):
+    specs = layers(*[(5 + i, 9) for i in range(11)])
+    for count in worker_counts(world):
+        columns = world // count
+        assignment = place(specs, world, workers=count, split_factors=split)
+        for spec in specs:
+            ranks = assignment.workers[spec.name]
+            assert ranks == tuple(range(ranks[0], world, columns))
+            assert len(ranks) == count
+            sources = [assignment.source(spec.name, rank) for rank in range(world)]
+            assert all(sources[rank] == rank for rank in ranks)
+            for row in range(count):
+                assert set(sources[row * columns : (row + 1) * columns]) == {ranks[row]}
+        for factor in assignment.factors:
+            users = {rank for name in factor.layers for rank in assignment.workers[name]}
+            assert assignment.decomposers[factor.key] in (range(world) if split and count == 1 else users)
+
+
+def test_comm_opt_spreads_the_decompositions_over_all_ranks():
+    specs = layers(*[(64, 64)] * 4)
+    whole, split = (place(specs, 8, workers=8, split_factors=split) for split in (False, True))
+    assert len(set(whole.decomposers.values())) == 4
+    assert len(set(split.decomposers.values())) == 8
+
+
+def test_small_factors_are_spread_beside_a_large_one():
+    decomposers = place(layers((1000, 64), (64, 64), (64, 64), (64, 64)), 4, workers=4, split_factors=True).decomposers
+    ranks = Counter(decomposers.values())
+    assert sorted(ranks.values()) == [1, 2, 2, 3]
+    assert ranks[decomposers["l0/A"]] == 1
+
+
+# --- decomposers ---
+
+
+def test_an_eigenbasis_is_paid_for_where_it_leaves_and_where_it_arrives():
+    specs = layers((5, 3))
+    work = Work(specs, factor_specs(specs), 4, None, COSTS, **INTERVALS)
+    workers = {"l0": (0, 2)}
+    none, found = work.loads(workers, {}), work.loads(workers, {"l0/A": 0, "l0/G": 3})
+    to_A, to_G = (4 * (n * n + n) / COSTS.link_bytes / 100 for n in (5, 3))
+    expected = [work.factor["l0/A"] + to_A + to_G, 0, to_A + to_G, work.factor["l0/G"] + to_G]
+    assert [after - before for before, after in zip(none, found, strict=True)] == pytest.approx(expected)
+
+
+def test_without_splitting_the_only_worker_decomposes_both():
+    assignment = place(layers((64, 32), (16, 48), (8, 8)), 2)
+    assert all(assignment.decomposers[f.key] == owners(assignment)[f.layers[0]] for f in assignment.factors)
+
+
+def test_a_large_layers_factors_part_if_that_pays():
+    specs = layers((512, 512))
+    costs = replace(COSTS, gemm_flops=float("inf"), copy_bytes=float("inf"))  # decomposing is all there is to do
+    assignment = place(specs, 2, costs=costs, split_factors=True)
+    assert set(assignment.decomposers.values()) == {0, 1}
+    assert max(assignment.loads) < max(place(specs, 2, costs=costs).loads)
+
+
+def test_an_eigenbasis_does_not_travel_for_nothing():
+    options = {"held": {"l0": [512 * 512, 0]}, "update_interval": 100, "split_factors": True}  # sums travel as rarely
+    assignment = place(layers((512, 512)), 2, costs=SLOW_LINKS, **options)
+    assert set(assignment.decomposers.values()) == {0}
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_factors_of_a_tied_layer_stay_together(split):
+    specs = [tied(linear_layer("tied", 512, 512)), *layers((64, 64))]
+    for count in (1, 2, 4):
+        decomposers = place(specs, 4, workers=count, split_factors=split).decomposers
+        assert decomposers["tied/A"] == decomposers["tied/G"]
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_shared_factor_has_one_decomposer_among_its_workers(count, split):
+    specs, factors = llama(blocks=1)
+    assignment = place(specs, 4, factors=factors, workers=count, split_factors=split)
+    assert set(assignment.decomposers) == {factor.key for factor in factors}
+    if count > 1 or not split:
+        for factor in factors:
+            workers = {rank for name in factor.layers for rank in assignment.workers[name]}
+            assert assignment.decomposers[factor.key] in workers
+
+
+def test_slow_links_keep_layers_with_one_input_together():
+    specs = layers((256, 8), (256, 8), (257, 8), (257, 8))
+    factors = factor_specs(specs, [["l0", "l1"], ["l2", "l3"]])
+    found = owners(place(specs, 2, factors=factors, costs=SLOW_LINKS, update_interval=100))
+    assert found["l0"] == found["l1"] != found["l2"] == found["l3"]
+
+
+def test_a_layer_without_factors_has_a_worker():
+    bare = replace(linear_layer("bare", 5, 3), A=Side.identity(5), G=Side.identity(3))
+    assignment = place([bare], 2, split_factors=True)
+    assert assignment.decomposers == {}
+    assert len(assignment.workers["bare"]) == 1
+
+
+def test_nothing_to_assign_is_balanced():
+    assert place([], 3).imbalance == 1.0
 
 
 def test_more_ranks_than_layers():
-    specs = layers((8, 8), (8, 8))
-    assert len(set(assign(specs, {s.name: [16] * 4 for s in specs}, 4).owners.values())) == 2
+    assignment = place(layers((8, 8), (8, 8)), 5)
+    assert len(set(owners(assignment).values())) == 2
+    held = {f"l{i}": [20] * 5 for i in range(2)}
+    assert len(set(owners(place(layers((8, 8), (8, 8)), 5, held=held)).values())) == 2
+
+
+# --- memory ---
+
+
+def test_memory_is_factors_on_decomposers_and_bases_and_moments_on_workers():
+    specs = [replace(linear_layer("l0", 5, 3), G=Side.diagonal(3))]
+    factors = factor_specs(specs)
+    work = Work(specs, factors, 4, None, COSTS, **INTERVALS, moments=2)
+    found = work.memory({"l0": (0, 2)}, {"l0/A": 2, "l0/G": 3})
+    bases_and_moments = 4 * (5 * 5 + 5) + 4 * 3 + 2 * 4 * 15
+    assert found == [bases_and_moments, 0, bases_and_moments + 4 * 15 + 4, 4 * 3 + 4]
+
+
+def test_a_shared_factor_takes_memory_once_a_rank():
+    specs = layers((7, 3), (7, 3))
+    factors = factor_specs(specs, [["l0", "l1"]])
+    work = Work(specs, factors, 2, None, COSTS, **INTERVALS)
+    A, G = 4 * (49 + 7), 4 * (9 + 3)
+    packed_A, packed_G = 4 * 28 + 4, 4 * 6 + 4
+    decomposers = {"l0/A": 0, "l0/G": 0, "l1/G": 0}
+    assert work.memory({"l0": (0,), "l1": (0,)}, decomposers) == [A + 2 * G + packed_A + 2 * packed_G, 0]
+    assert work.memory({"l0": (0,), "l1": (1,)}, decomposers) == [A + G + packed_A + 2 * packed_G, A + G]
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("zero", [False, True], ids=["replicated", "zero"])
+def test_a_cap_is_respected_down_to_the_smallest_assignment(zero, split):
+    specs = layers(*[(128, 128)] * 4, *[(16, 16)] * 3)  # four cost as much as one of 128 in seconds, not in bytes
+    held = {spec.name: [spec.numel, 0] for spec in specs} if zero else None
+    options = {"held": held, "split_factors": split, "load_tolerance": 9.0, "moments": 1}
+    free = place(specs, 2, **options)
+    cap = sum(free.memory) * 0.52
+    capped = place(specs, 2, memory_cap=cap, **options)
+    assert max(capped.memory) <= cap
+    if zero:  # else it is balanced anyway
+        assert max(free.memory) > cap
+
+
+def test_bytes_are_balanced_when_heaviest_first_in_seconds_leads_to_a_dead_end():
+    specs = layers((8, 100), (100, 200), (200, 50), (8, 300))  # 8 x 300 comes third in seconds, first in bytes
+    cap = 0.55 * sum(place(specs, 2, moments=1).memory)
+    assert max(place(specs, 2, moments=1, memory_cap=cap).memory) <= cap
+
+
+def test_a_cap_that_nothing_fits_says_how_much_is_needed_and_what_to_change():
+    specs = layers((64, 64), (64, 64))
+    needed = max(place(specs, 2).memory)
+    assert max(place(specs, 2, memory_cap=needed).memory) == needed
+    with pytest.raises(
+        ValueError, match=rf"cap is {needed - 1} bytes.*needs {needed} .*factor\.max_dim or more than 2"
+    ):
+        place(specs, 2, memory_cap=needed - 1)
+    with pytest.raises(ValueError, match="smaller gradient worker fraction than 1"):
+        place(specs, 2, workers=2, memory_cap=needed - 1)
+
+
+def test_the_same_plan_every_time():
+    specs, factors = llama(blocks=3)
+    for options in ({"held": zero_shards(specs, 6)}, {"workers": 3}, {"memory_cap": 2.0**30}):
+        first, second = (place(specs, 6, factors=factors, split_factors=True, **options) for _ in range(2))
+        assert first == second
+        assert list(first.workers) == [spec.name for spec in specs]
+        assert list(first.decomposers) == [factor.key for factor in factors]

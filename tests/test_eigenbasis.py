@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_kfac import eigenbasis
-from ds_kfac.eigenbasis import Eigenbasis, LayerBasis, refresh
+from ds_kfac.eigenbasis import Eigenbasis, LayerBasis, Refreshed, refresh
 from ds_kfac.factor import KroneckerFactor
 from ds_kfac.side import Side
 
@@ -29,9 +29,10 @@ def dense_vectors(basis: Eigenbasis) -> torch.Tensor:
 @pytest.mark.parametrize("side", SIDES, ids=str)
 def test_basis_reproduces_the_factor(side):
     kept = factor(side)
-    basis, failures = refresh(kept)
+    refreshed = refresh(kept)
+    basis = refreshed.basis
     Q = dense_vectors(basis)
-    assert failures == 0
+    assert (refreshed.how, refreshed.retries) == ("eigh" if side.block > 1 else "diagonal", 0)
     torch.testing.assert_close(Q @ torch.diag(basis.values) @ Q.T, matrix(kept), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(Q.T @ Q, torch.eye(side.dim), rtol=0, atol=1e-5)
 
@@ -39,7 +40,7 @@ def test_basis_reproduces_the_factor(side):
 @pytest.mark.parametrize("side_A", SIDES, ids=str)
 @pytest.mark.parametrize("side_G", [Side.dense(5), Side(7, 3), Side.identity(4)], ids=str)
 def test_rotating_is_a_product_with_both_bases_and_restoring_undoes_it(side_A, side_G):
-    basis = LayerBasis(refresh(factor(side_G))[0], refresh(factor(side_A))[0])
+    basis = LayerBasis(refresh(factor(side_G)).basis, refresh(factor(side_A)).basis)
     x = torch.randn(side_G.dim, side_A.dim)
     expected = dense_vectors(basis.G).T @ x @ dense_vectors(basis.A)
     torch.testing.assert_close(basis.rotate(x), expected, rtol=1e-4, atol=1e-5)
@@ -48,7 +49,7 @@ def test_rotating_is_a_product_with_both_bases_and_restoring_undoes_it(side_A, s
 
 @pytest.mark.parametrize("side", SIDES, ids=str)
 def test_the_overlap_takes_old_coordinates_to_new_ones(side):
-    old, new = refresh(factor(side))[0], refresh(factor(side, rank=3 * side.dim + 1))[0]
+    old, new = refresh(factor(side)).basis, refresh(factor(side, rank=3 * side.dim + 1)).basis
     x = torch.randn(side.dim, 3)
     torch.testing.assert_close(new.overlap(old).rotate(old.rotate(x)), new.rotate(x), rtol=1e-4, atol=1e-5)
     assert new.overlap(None) is new
@@ -57,7 +58,7 @@ def test_the_overlap_takes_old_coordinates_to_new_ones(side):
 
 
 def test_values_are_not_negative():
-    basis, _ = refresh(factor(Side.dense(40), rank=3))  # rank deficient: rounding makes some slightly negative
+    basis = refresh(factor(Side.dense(40), rank=3)).basis  # rank deficient: rounding makes some slightly negative
     assert basis.values.min() >= 0
 
 
@@ -72,8 +73,9 @@ def test_a_failure_is_retried_in_float64(monkeypatch, broken):
 
     monkeypatch.setitem(eigenbasis.EIGEN_METHODS, "eigh", fails_in_fp32)
     kept = factor(Side.dense(9))
-    basis, failures = refresh(kept)
-    assert failures == 1 and basis.vectors[0].dtype == torch.float32
+    refreshed = refresh(kept)
+    basis = refreshed.basis
+    assert (refreshed.how, refreshed.retries) == ("eigh", 1) and basis.vectors[0].dtype == torch.float32
     Q = dense_vectors(basis)
     torch.testing.assert_close(Q @ torch.diag(basis.values) @ Q.T, matrix(kept), rtol=1e-4, atol=1e-5)
 
@@ -83,7 +85,7 @@ def test_failing_on_every_rung_gives_no_basis(monkeypatch):
         raise torch.linalg.LinAlgError("did not converge")
 
     monkeypatch.setitem(eigenbasis.EIGEN_METHODS, "eigh", always_fails)
-    assert refresh(factor(Side.dense(4))) == (None, 2)
+    assert refresh(factor(Side.dense(4))) == Refreshed(None, "failed", 2)
 
 
 def test_other_errors_are_not_swallowed(monkeypatch):

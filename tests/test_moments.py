@@ -20,7 +20,7 @@ def random_basis(rows: int, columns: int, seed: int = 0) -> LayerBasis:
     def side(dim: int):
         x = torch.randn(3 * dim, dim, generator=generator)
         total = Side.dense(dim).accumulate_(torch.zeros(dim * (dim + 1) // 2), x)
-        return refresh(KroneckerFactor(Side.dense(dim), total / len(x), torch.ones(())))[0]
+        return refresh(KroneckerFactor(Side.dense(dim), total / len(x), torch.ones(()))).basis
 
     return LayerBasis(side(rows), side(columns))
 
@@ -106,7 +106,7 @@ def quadratic_losses(*, rotate: bool) -> list[float]:
             for rows in (g[part], x[part]):
                 side = Side.dense(rows.shape[1])
                 total = side.accumulate_(torch.zeros(side.numel), rows) / len(rows)
-                sides.append(refresh(KroneckerFactor(side, total, torch.ones(())))[0])
+                sides.append(refresh(KroneckerFactor(side, total, torch.ones(()))).basis)
             new = LayerBasis(*sides)
             if rotate:
                 moments = moments.moved(new.overlap(basis), carry=False)

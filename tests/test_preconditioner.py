@@ -12,7 +12,7 @@ from ds_kfac.side import Side
 
 def basis(*matrices: torch.Tensor) -> LayerBasis:
     factors = [KroneckerFactor(Side.dense(len(m)), symmetric_pack(m), torch.ones(())) for m in matrices]
-    return LayerBasis(*(refresh(factor)[0] for factor in factors))
+    return LayerBasis(*(refresh(factor).basis for factor in factors))
 
 
 def spd(dim: int) -> torch.Tensor:

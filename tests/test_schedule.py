@@ -92,9 +92,23 @@ def simulated(schedule: Schedule, steps: int) -> list[Due]:
         if burning:
             update_interval = min(update_interval, burn_in.update_interval)
             refresh_interval = min(refresh_interval, burn_in.refresh_interval)
-        forced = capture is None or (burn_in is not None and step == burn_in.steps)
+        start = burn_in.steps if burn_in is not None else 1
+        forced = capture is None or (burn_in is not None and step == start)
         captures = forced or step - capture >= update_interval
         refreshes = forced or (captures and step - refresh >= refresh_interval)
+        if schedule.offset and step >= start:
+            first_capture = start + schedule.offset % schedule.update.interval_at(start)
+            first_refresh = start + schedule.offset
+            if step < first_capture:
+                captures = False
+            elif step in (first_capture, first_refresh):
+                captures = True
+            else:
+                captures = step - capture >= update_interval
+            if step <= first_refresh:
+                refreshes = step == first_refresh
+            else:
+                refreshes = captures and step - refresh >= refresh_interval
         capture, refresh = step if captures else capture, step if refreshes else refresh
         result.append(Due(captures, refreshes))
     return result
@@ -143,17 +157,74 @@ def random_value(rng: random.Random) -> Value:
     return ramp(kind, rng.randint(1, 20), rng.randint(1, 20), rng.randint(1, 100), rng.randint(0, 50))
 
 
+def random_schedule(rng: random.Random) -> Schedule:
+    burn_in = BurnIn(rng.randint(1, 60), rng.randint(1, 5), rng.randint(1, 20)) if rng.random() < 0.5 else None
+    return Schedule(random_value(rng), random_value(rng), burn_in)
+
+
 @pytest.mark.parametrize("seed", range(100))
 def test_due_depends_on_the_step_only(seed):
     """Against the simulation, from a random first step, with jumps, repeats, and in a copy."""
     rng = random.Random(seed)
-    burn_in = BurnIn(rng.randint(1, 60), rng.randint(1, 5), rng.randint(1, 20)) if rng.random() < 0.5 else None
-    schedule = Schedule(random_value(rng), random_value(rng), burn_in)
+    schedule = random_schedule(rng).displaced(rng.choice([0, 0, rng.randint(1, 150)]))
     expected = simulated(schedule, 400)
     for step in rng.choices(range(400), k=60):
         assert schedule.due(step) == expected[step], (schedule, step)
     copied = copy.deepcopy(schedule)
     assert [copied.due(step) for step in range(400)] == expected, schedule
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_captures_and_the_last_refresh_are_counted_in_any_order(seed):
+    rng = random.Random(seed)
+    schedule = random_schedule(rng).displaced(rng.choice([0, rng.randint(1, 150)]))
+    expected = simulated(schedule, 400)
+    for step in rng.choices(range(400), k=60):
+        assert schedule.captures(step) == sum(due.capture for due in expected[: step + 1]), (schedule, step)
+        assert schedule.last_refresh(step) == max(s for s in range(step + 1) if expected[s].refresh), (schedule, step)
+    assert schedule.captures(-1) == 0
+
+
+# displaced
+
+
+def test_a_displaced_schedule_burns_in_like_any_and_then_keeps_its_own_clock():
+    schedule = Schedule(constant(10), constant(20), BurnIn(7, update_interval=1, refresh_interval=3)).displaced(13)
+    captures, refreshes = dues(schedule, 70)
+    assert captures == [*range(7), 10, 20, 30, 40, 50, 60] and refreshes == [0, 3, 6, 20, 40, 60]
+    assert schedule.settled == 20
+
+
+def test_without_burn_in_the_clock_is_displaced_from_step_1_on():
+    assert dues(Schedule(constant(4), constant(8)).displaced(6), 30) == ([0, 3, 7, 11, 15, 19, 23, 27], [0, 7, 15, 23])
+
+
+def test_no_offset_changes_nothing():
+    schedule = Schedule(constant(4), constant(8), BurnIn(3, 1, 1))
+    assert schedule.displaced(5).displaced(0) == schedule != schedule.displaced(5)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_an_offset_costs_nothing_in_the_long_run(seed):
+    """Once settled, every whole number of intervals holds as many captures and refreshes with an offset as without."""
+    rng = random.Random(seed)
+    plain = random_schedule(rng)
+    displaced = plain.displaced(rng.randint(1, 300))
+    start = max(plain.settled, displaced.settled) + 1
+    update, refresh = plain.intervals(start)
+    period = update * -(-refresh // update)
+    steps = range(start + 1000, start + 1000 + 3 * period)
+    for kind in ("capture", "refresh"):
+        counts = [sum(getattr(schedule.due(step), kind) for step in steps) for schedule in (plain, displaced)]
+        assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_displaced_refresh_always_captures(seed):
+    rng = random.Random(seed)
+    schedule = random_schedule(rng).displaced(rng.randint(1, 300))
+    captures, refreshes = dues(schedule, 600)
+    assert set(refreshes) <= set(captures)
 
 
 def test_what_was_asked_does_not_make_schedules_differ():

@@ -1,48 +1,73 @@
-"""Gradients of whole layers to their owners, and the owners' results back to every shard: the relayout at work."""
+"""Gradients of whole layers to their gradient workers, and the workers' results back to every shard."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ds_kfac.layers.base import LayerSpec
 from ds_kfac.layers.registry import LAYERS
+from ds_kfac.mail import Arrivals, Leg
 from ds_kfac.zero.layout import ShardLayout
-from ds_kfac.zero.relayout import Move, plan_gather, plan_scatter
+from ds_kfac.zero.relayout import Move, plan_gather, plan_scatter, source
+from ds_kfac.zero.shards import ShardMap
 
 
-def parameter_names(layers: tuple[LayerSpec, ...]) -> list[str]:
+def parameter_names(layers: Sequence[LayerSpec]) -> list[str]:
     """Names of the preconditioned parameters, in the order of :attr:`Shard.param`."""
     return [name for layer in layers for name in layer.parameters]
 
 
-class GradientExchange:
-    """Moves gradients between a layout's shards and matrices [O, I] on the layers' owners.
+class ExchangePlan:
+    """What moves between the shards of a map and the gradient workers. Pure.
 
     Args:
-        owners: layer name -> rank.
-        group: process group of the exchanges; not DeepSpeed's own, whose order of collectives is its own affair.
+        workers: layer name -> ranks; one of them where gradients are partitioned.
+    """
+
+    def __init__(self, shards: ShardMap, layers: Sequence[LayerSpec], workers: Mapping[str, tuple[int, ...]]) -> None:
+        self.shards = shards
+        self.param = {name: index for index, name in enumerate(parameter_names(layers))}
+        self.workers = {self.param[p]: workers[layer.name] for layer in layers for p in layer.parameters}
+        self.gather = plan_gather(shards, {param: ranks[0] for param, ranks in self.workers.items()})
+        self.scatter = plan_scatter(shards, lambda param, rank: source(self.workers[param], rank, shards.world))
+
+
+class GradientExchange:
+    """Moves gradients between a layout's shards and matrices [O, I] on the layers' workers.
+
+    Args:
+        dtypes: on the wire, of gradients to the workers and of results back.
+
+    Attributes:
+        owned: layers this rank is a gradient worker of.
     """
 
     def __init__(
-        self, layout: ShardLayout, layers: tuple[LayerSpec, ...], owners: Mapping[str, int], group: Any
+        self,
+        layout: ShardLayout,
+        layers: Sequence[LayerSpec],
+        workers: Mapping[str, tuple[int, ...]],
+        dtypes: tuple[torch.dtype, torch.dtype] | None = None,
     ) -> None:
-        self.layout, self.rank, self.device, self.group = layout, layout.rank, layout.engine.device, group
-        self.owned = tuple(layer for layer in layers if owners[layer.name] == layout.rank)
-        self._param = {name: index for index, name in enumerate(parameter_names(layers))}
-        self.owners = {self._param[p]: owners[layer.name] for layer in layers for p in layer.parameters}
+        self.layout, self.rank, self.device = layout, layout.rank, layout.engine.device
+        self.plan = ExchangePlan(layout.shards, layers, workers)
+        self.gather_dtype, self.scatter_dtype = dtypes or (layout.dtype, torch.float32)
+        self.owned = tuple(layer for layer in layers if layout.rank in workers[layer.name])
         self._mine = {(shard.param, shard.start): shard for shard in layout.shards.on(self.rank)}
-        self.gather_plan = plan_gather(layout.shards, self.owners)
-        self.scatter_plan = plan_scatter(layout.shards, self.owners)
+        self._layer = {self.plan.param[name]: layer.name for layer in layers for name in layer.parameters}
 
-    def gather(self) -> dict[str, Tensor]:
-        """Own layers' whole gradients, fp32 [O, I] on the device, still carrying the loss scale. Collective."""
-        received = self._execute(self.gather_plan, self._read, self.layout.dtype)
+    @property
+    def gather_leg(self) -> Leg:
+        """Pieces of gradients to their workers, still carrying the loss scale."""
+        return Leg("gradients", self.plan.gather, self._read, self.gather_dtype)
+
+    def gathered(self, received: Arrivals) -> dict[str, Tensor]:
+        """Own layers' whole gradients, fp32 [O, I] on the device."""
         flats: dict[int, Tensor] = {}
         for layer in self.owned:
             for name in layer.parameters:
-                param = self._param[name]
+                param = self.plan.param[name]
                 numel, whole = self.layout.shards.numels[param], self._mine.get((param, 0))
                 if whole is not None and whole.numel == numel:  # nothing to put together
                     flats[param] = self.layout.read(whole).to(self.device, torch.float32)
@@ -55,25 +80,43 @@ class GradientExchange:
             flats[move.param][move.start : move.start + move.numel] = piece
         matrices = {}
         for layer in self.owned:
-            pieces = [flats[self._param[name]] for name in layer.parameters]
+            pieces = [flats[self.plan.param[name]] for name in layer.parameters]
             bias = pieces[1] if layer.bias else None
             matrices[layer.name] = LAYERS[layer.kind].matrix(pieces[0], bias, (layer.dim_G, layer.dim_A))
         return matrices
 
-    def scatter(self, results: Mapping[str, Tensor]) -> None:
-        """Own layers' results, fp32 [O, I], to every rank that holds a shard of them. Collective."""
+    def scatter_leg(self, results: Mapping[str, Tensor]) -> tuple[Leg, dict[int, Tensor]]:
+        """Own layers' results, fp32 [O, I], to every rank that holds a shard of them; and the same as flat tensors."""
         flats: dict[int, Tensor] = {}
         for layer in self.owned:
             pieces = self.parts(layer, results[layer.name])
-            flats |= {self._param[name]: piece for name, piece in zip(layer.parameters, pieces, strict=True)}
-        received = self._execute(
-            self.scatter_plan, lambda move: flats[move.param].narrow(0, move.start, move.numel), torch.float32
+            if self.layout.replicated:  # what the others receive, or the replicas would drift apart
+                pieces = tuple(piece.to(self.scatter_dtype).float() for piece in pieces)
+            flats |= {self.plan.param[name]: piece for name, piece in zip(layer.parameters, pieces, strict=True)}
+        leg = Leg(
+            "results",
+            self.plan.scatter,
+            lambda move: flats[move.param].narrow(0, move.start, move.numel),
+            self.scatter_dtype,
         )
+        return leg, flats
+
+    def write(self, flats: Mapping[int, Tensor], received: Arrivals, scales: Mapping[str, Tensor]) -> None:
+        """Put own and received results where the engine's optimizer will find them.
+
+        Args:
+            scales: layer name -> scalar to multiply its result by; layers that are missing stay as they are.
+        """
+
+        def scaled(param: int, piece: Tensor) -> Tensor:
+            scale = scales.get(self._layer[param])
+            return piece.float() if scale is None else piece.float() * scale
+
         for (param, start), shard in self._mine.items():
             if param in flats:
-                self.layout.write(shard, flats[param].narrow(0, start, shard.numel))
+                self.layout.write(shard, scaled(param, flats[param].narrow(0, start, shard.numel)))
         for move, piece in received:
-            self.layout.write(self._mine[move.param, move.start], piece)
+            self.layout.write(self._mine[move.param, move.start], scaled(move.param, piece))
 
     @staticmethod
     def parts(layer: LayerSpec, matrix_OI: Tensor) -> tuple[Tensor, ...]:
@@ -82,10 +125,7 @@ class GradientExchange:
 
     def group_indices(self, layer: LayerSpec) -> tuple[int, ...]:
         """The optimizer's parameter group of each of the layer's parameters."""
-        return tuple(self.layout.group_index(self.layout.params[self._param[name]]) for name in layer.parameters)
+        return tuple(self.layout.group_index(self.layout.params[self.plan.param[name]]) for name in layer.parameters)
 
     def _read(self, move: Move) -> Tensor:
         return self.layout.read(self._mine[move.param, move.start])
-
-    def _execute(self, plan, piece: Callable[[Move], Tensor], dtype: torch.dtype) -> list[tuple[Move, Tensor]]:
-        return plan.execute(self.rank, piece, dtype=dtype, device=self.device, group=self.group)

@@ -1,13 +1,8 @@
-"""Shards <-> owner: a frozen plan with an inverse, and its execution as one all-to-all each way."""
+"""Shards <-> gradient workers: frozen plans of what moves; ``mail.py`` carries them out."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
-
-import deepspeed.comm as dist
-import torch
-from torch import Tensor
 
 from ds_kfac.zero.shards import ShardMap
 
@@ -55,37 +50,9 @@ class RelayoutPlan:
         """Elements on the wire, summed over all ranks."""
         return sum(move.numel for move in self.moves)
 
-    def execute(
-        self, rank: int, piece: Callable[[Move], Tensor], *, dtype: torch.dtype, device: torch.device, group: Any
-    ) -> list[tuple[Move, Tensor]]:
-        """Send this rank's pieces, return those it received. One collective; none if the plan moves nothing.
-
-        Args:
-            piece: gives the flat elements of a move whose source is this rank.
-            dtype: on the wire; every rank must give the same.
-        """
-        if not self.moves:  # the same on every rank, so nobody is left waiting
-            return []
-        outgoing = [self.numel(rank, target) for target in range(self.world)]
-        incoming = [self.numel(source, rank) for source in range(self.world)]
-        sent = torch.empty(sum(outgoing), dtype=dtype, device=device)
-        received = torch.empty(sum(incoming), dtype=dtype, device=device)
-        start = 0
-        for target in range(self.world):
-            for move in self.between(rank, target):
-                sent.narrow(0, start, move.numel).copy_(piece(move))
-                start += move.numel
-        dist.all_to_all_single(received, sent, output_split_sizes=incoming, input_split_sizes=outgoing, group=group)
-        pieces, start = [], 0
-        for source in range(self.world):
-            for move in self.between(source, rank):
-                pieces.append((move, received.narrow(0, start, move.numel)))
-                start += move.numel
-        return pieces
-
 
 def plan_gather(shards: ShardMap, owners: Mapping[int, int]) -> RelayoutPlan:
-    """What the owners lack. ``owners``: parameter -> rank. A replicated parameter needs nothing."""
+    """What the owners lack of partitioned gradients. ``owners``: parameter -> rank."""
     in_place = {(shard.param, shard.start) for shard in shards.shards if shard.rank == owners[shard.param]}
     moves = [
         Move(shard.param, shard.start, shard.numel, shard.rank, owners[shard.param])
@@ -95,11 +62,22 @@ def plan_gather(shards: ShardMap, owners: Mapping[int, int]) -> RelayoutPlan:
     return RelayoutPlan(shards.world, tuple(sorted(moves)))
 
 
-def plan_scatter(shards: ShardMap, owners: Mapping[int, int]) -> RelayoutPlan:
-    """The owners' results to every rank that holds a shard: the gather's inverse, unless gradients are replicated."""
-    moves = [
-        Move(shard.param, shard.start, shard.numel, owners[shard.param], shard.rank)
-        for shard in shards.shards
-        if shard.rank != owners[shard.param]
-    ]
+def plan_scatter(shards: ShardMap, source: Callable[[int, int], int]) -> RelayoutPlan:
+    """Results to every rank that holds a shard: the gather's inverse, unless gradients are replicated.
+
+    Args:
+        source: (parameter, rank) -> the worker whose result the rank gets; the rank itself if it is a worker.
+    """
+    moves = []
+    for shard in shards.shards:
+        worker = source(shard.param, shard.rank)
+        if worker != shard.rank:
+            moves.append(Move(shard.param, shard.start, shard.numel, worker, shard.rank))
     return RelayoutPlan(shards.world, tuple(sorted(moves)))
+
+
+def source(workers: Sequence[int], rank: int, world: int) -> int:
+    """The worker whose result a rank gets: itself, or the one in its row of consecutive ranks."""
+    if rank in workers:
+        return rank
+    return workers[rank // (world // len(workers))]

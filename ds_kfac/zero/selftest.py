@@ -9,8 +9,10 @@ from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor, nn
 
 from ds_kfac.agreement import failing_together
+from ds_kfac.mail import Leg, deliver
+from ds_kfac.traffic import Channel
 from ds_kfac.zero.layout import ShardLayout
-from ds_kfac.zero.relayout import plan_gather, plan_scatter
+from ds_kfac.zero.relayout import plan_gather, plan_scatter, source
 
 MODULUS = 251
 """A prime below 256: every known value, and no shifted one, is exact in bf16; + 0.5 is exact in fp32 only."""
@@ -23,10 +25,10 @@ def known_gradient(name: str, numel: int, device: Any) -> Tensor:
     return values.add_(start).remainder_(MODULUS).add_(1).float()
 
 
-def self_test(layout: ShardLayout, owners: Mapping[int, int]) -> None:
+def self_test(layout: ShardLayout, workers: Mapping[int, tuple[int, ...]], channel: Channel) -> None:
     """Check reading, both relayouts and writing against DeepSpeed's own functions. Collective; leaves no trace.
 
-    DeepSpeed's code fills its gradient buffers with known values; owners must receive exactly them. They send back
+    DeepSpeed's code fills its gradient buffers with known values; workers must receive exactly them. They send back
     the values + 0.5, and what DeepSpeed would then feed its optimizer must differ from before by 0.5 at the
     preconditioned elements and by nothing elsewhere: 16-bit rounding on the way back shows.
 
@@ -57,27 +59,28 @@ def self_test(layout: ShardLayout, owners: Mapping[int, int]) -> None:
             before = layout.consume()
             pieces = {key: layout.read(shard).clone() for key, shard in mine.items()}
 
-        exchange = {"device": engine.device, "group": layout.group}
-        received = plan_gather(layout.shards, owners).execute(
-            rank, lambda move: pieces[move.param, move.start], dtype=layout.dtype, **exchange
-        )
-        own = [param for param, owner in owners.items() if owner == rank]
+        gather = plan_gather(layout.shards, {param: ranks[0] for param, ranks in workers.items()})
+        leg = Leg("self-test", gather, lambda move: pieces[move.param, move.start], layout.dtype)
+        (received,) = deliver([leg], channel, engine.device)
+        own = [param for param, ranks in workers.items() if rank in ranks]
         full = {param: torch.zeros(layout.shards.numels[param], device=engine.device) for param in own}
         arrived = [(move.param, move.start, piece) for move, piece in received]
         for param, start, piece in [(*key, piece) for key, piece in pieces.items()] + arrived:
             if param in full:
                 full[param][start : start + piece.numel()] = piece
-        returned = plan_scatter(layout.shards, owners).execute(
-            rank,
+        scatter = plan_scatter(layout.shards, lambda param, at: source(workers[param], at, layout.world))
+        leg = Leg(
+            "self-test",
+            scatter,
             lambda move: full[move.param][move.start : move.start + move.numel] + 0.5,
-            dtype=torch.float32,
-            **exchange,
+            torch.float32,
         )
+        (returned,) = deliver([leg], channel, engine.device)
 
         with failing_together(headline, layout.group) as problems:
             for param, values in full.items():
                 if not torch.equal(values, known(layout.params[param])):
-                    problems.append(f"the gradient of {names[id(layout.params[param])]} did not arrive at its owner")
+                    problems.append(f"the gradient of {names[id(layout.params[param])]} did not arrive at its worker")
             for (param, start), shard in mine.items():
                 if param in full:
                     layout.write(shard, full[param][start : start + shard.numel] + 0.5)

@@ -250,7 +250,7 @@ def compare(cases) -> dict:
             "wrapper": type(engine.optimizer).__name__,
             "nu": 1.0 if kfac.metrics.nu is None else float(kfac.metrics.nu),
             "counts": dict(kfac.metrics.counts),
-            "moved": kfac.exchange.gather_plan.total_numel,
+            "moved": kfac.exchange.plan.gather.total_numel,
         }
         engine.destroy()
     return results

@@ -1,0 +1,159 @@
+"""Seconds of K-FAC's kinds of work on one device. Pure; the same numbers on every rank give the same plans."""
+
+import difflib
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ds_kfac.layers.base import LayerSpec
+from ds_kfac.side import Side
+
+ELEMENT_BYTES = 4
+"""All state and, in the model, everything that is sent is fp32."""
+ELEMENTWISE_PASSES = 6
+"""Reads and writes of [O, I] beside the products: denominators, division, moments, the clip's dot."""
+PRECONDITION_CALLS = 16
+"""Kernels started to precondition one layer."""
+FOLD_CALLS = 4
+"""Kernels started to fold one batch sum into a running average."""
+
+
+def rotation_numel(side: Side) -> int:
+    """Elements of a side's eigenvectors, which is multiplications to rotate one vector; a diagonal has none."""
+    return sum(count * width**2 for count, width in side.groups) if side.block > 1 else 0
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Rates of a device and of the links between ranks; methods return seconds.
+
+    Attributes:
+        eigh_seconds: (n, seconds) of one n x n fp32 eigh, n ascending. Between two sizes a power of n; below the
+            first its seconds, as the floor of a call; above the last n^3.
+        gemm_flops: fp32 FLOP per second of a matrix product.
+        syrk_flops: the same of rows^T rows, counting rows D (D + 1).
+        copy_bytes: bytes read and written per second by elementwise work.
+        call_seconds: floor of starting any kernel.
+        link_bytes: bytes per second between ranks, each way.
+        link_seconds: latency of a message.
+    """
+
+    eigh_seconds: tuple[tuple[int, float], ...]
+    gemm_flops: float
+    syrk_flops: float
+    copy_bytes: float
+    call_seconds: float
+    link_bytes: float
+    link_seconds: float
+
+    def eigh(self, n: int, count: int = 1) -> float:
+        """``count`` decompositions one after the other, as LAPACK does a batch."""
+        sizes = [size for size, _ in self.eigh_seconds]
+        right = bisect_right(sizes, n)
+        if right == 0:
+            return count * self.eigh_seconds[0][1]
+        size, seconds = self.eigh_seconds[right - 1]
+        power = 3.0
+        if right < len(sizes):
+            next_size, next_seconds = self.eigh_seconds[right]
+            power = math.log(next_seconds / seconds) / math.log(next_size / size)
+        return count * seconds * (n / size) ** power
+
+    def gemm(self, flops: float) -> float:
+        return flops / self.gemm_flops
+
+    def elementwise(self, nbytes: float, calls: int = 1) -> float:
+        return nbytes / self.copy_bytes + calls * self.call_seconds
+
+    def transfer(self, nbytes: float, messages: int = 0) -> float:
+        """Between two ranks. Messages of many layers travel in one, so most callers count bytes only."""
+        return nbytes / self.link_bytes + messages * self.link_seconds
+
+    def decompose(self, side: Side) -> float:
+        """One refresh of a factor; a diagonal is its own eigenbasis."""
+        return sum(
+            self.eigh(width, count) if side.block > 1 else self.elementwise(2 * ELEMENT_BYTES * count)
+            for count, width in side.groups
+        )
+
+    def precondition(self, layer: LayerSpec) -> float:
+        """Rotate, divide, rotate back: 4 O I (O + I) FLOP for dense sides, less for blocks, none for diagonals."""
+        flops = 4.0 * (layer.dim_G * rotation_numel(layer.A) + layer.dim_A * rotation_numel(layer.G))
+        return self.gemm(flops) + self.elementwise(ELEMENTWISE_PASSES * ELEMENT_BYTES * layer.numel, PRECONDITION_CALLS)
+
+    def fold(self, side: Side) -> float:
+        """One batch sum into the running average: reads both, writes one."""
+        return self.elementwise(3 * ELEMENT_BYTES * side.numel, FOLD_CALLS)
+
+    def capture(self, side: Side, rows: int) -> float:
+        """Second moment of ``rows`` rows, on every rank alike."""
+        return sum(rows * count * width * (width + 1) for count, width in side.groups) / self.syrk_flops
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON; :func:`from_dict` reads it."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+BUILTIN: Mapping[str, CostModel] = {
+    # Measured: one thread of a Xeon (Cascade Lake) at 2.5 GHz, torch 2.13, medians; not so the link, 10 Gbit/s.
+    "cpu": CostModel(
+        eigh_seconds=((16, 41e-6), (64, 0.42e-3), (256, 6.0e-3), (512, 25e-3), (1024, 0.15), (2048, 0.99)),
+        gemm_flops=1.2e11,
+        syrk_flops=4.8e10,
+        copy_bytes=1.1e10,
+        call_seconds=8e-6,
+        link_bytes=1.25e9,
+        link_seconds=50e-6,
+    ),
+    # Not measured: orders of magnitude from published figures of an A100 (TF32 products, cuSOLVER's syevd, 200 Gbit/s).
+    "cuda": CostModel(
+        eigh_seconds=((64, 1e-3), (256, 4e-3), (512, 10e-3), (1024, 27e-3), (2048, 80e-3), (4096, 0.3), (8192, 1.5)),
+        gemm_flops=1e14,
+        syrk_flops=1.2e14,
+        copy_bytes=1.4e12,
+        call_seconds=6e-6,
+        link_bytes=2.5e10,
+        link_seconds=20e-6,
+    ),
+}
+"""By device type; what is neither measured nor given."""
+
+
+def from_dict(values: Mapping[str, Any], base: CostModel) -> CostModel:
+    """``base`` with some fields replaced, as a config or a file gives them.
+
+    Raises:
+        ValueError: an unknown key, or a value that is no rate.
+    """
+    names = [field.name for field in fields(CostModel)]
+    for key in values:
+        if key not in names:
+            close = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]}?" if close else f"valid keys: {', '.join(names)}"
+            raise ValueError(f"costs.{key}: unknown key; {hint}")
+    given: dict[str, Any] = dict(values)
+    if "eigh_seconds" in given:
+        given["eigh_seconds"] = _table(given["eigh_seconds"])
+    for key, value in given.items():
+        if key != "eigh_seconds" and not (_positive(value) or (key.endswith("seconds") and value == 0)):
+            raise ValueError(f"costs.{key}: got {value!r}; must be a positive number")
+    return replace(base, **given)
+
+
+def _table(raw: Any) -> tuple[tuple[int, float], ...]:
+    """(n, seconds) pairs, n ascending."""
+    try:
+        table = tuple((size, seconds) for size, seconds in raw)
+    except (TypeError, ValueError):
+        table = ()
+    sizes = [size for size, _ in table]
+    good = all(type(size) is int and size >= 1 and _positive(seconds) for size, seconds in table)
+    if not table or not good or sizes != sorted(set(sizes)):
+        raise ValueError(f"costs.eigh_seconds: got {raw!r}; must be [[n, seconds], ...] with n ascending, all positive")
+    return table
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0

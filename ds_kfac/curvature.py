@@ -1,0 +1,362 @@
+"""Factors and eigenbases over a run: captured, reduced, averaged, decomposed, delivered to the gradient workers.
+
+Who knows what: the timetable is the same on every rank. Whether a factor could be decomposed is known to its
+decomposer; if eigenbases travel it tells everyone, so that all ranks know what the next message contains.
+"""
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from deepspeed.utils import logger
+from torch import Tensor
+
+from ds_kfac.adaptive import History
+from ds_kfac.capture import UseSums
+from ds_kfac.config import KFACConfig
+from ds_kfac.delivery import Delivery
+from ds_kfac.eigenbasis import Eigenbasis, Refreshed, refresh
+from ds_kfac.factor import KroneckerFactor
+from ds_kfac.factor_spec import FactorSpec, factors_by_layer
+from ds_kfac.factor_state import FactorState, tied_sums
+from ds_kfac.host_copy import HostCopy
+from ds_kfac.layers.base import LayerSpec
+from ds_kfac.mail import Arrivals, Leg
+from ds_kfac.metrics import Metrics
+from ds_kfac.planning import Plan
+from ds_kfac.reducer import Reducer
+from ds_kfac.refresher import Refresher
+from ds_kfac.side import Side
+from ds_kfac.timetable import FactorsDue
+from ds_kfac.traffic import Channel
+
+FAILED, UNUSABLE, FRESH = -1.0, 0.0, 1.0
+"""What a decomposer tells of a factor."""
+
+
+@dataclass
+class Next:
+    """What a step has changed, kept only if it is applied."""
+
+    factors: dict[str, FactorState]
+    ready: set[str]
+    pending: dict[str, int]
+    terms: dict[str, Tensor] = field(default_factory=dict)
+    similar: dict[str, Tensor] = field(default_factory=dict)
+    submitted: list[str] = field(default_factory=list)
+
+
+class Curvature:
+    """The half of K-FAC that is not the gradient's.
+
+    Args:
+        plan: who, when and how.
+        reducer: takes the batch sums to the decomposers.
+        refresher: decomposes what takes effect later.
+
+    Attributes:
+        factors: factor key -> state, of the factors this rank decomposes.
+        ready: keys of the factors that have been decomposed; of all, if eigenbases travel, else of this rank's.
+        pending: key -> step at which an asynchronous decomposition takes effect.
+        arriving: keys whose eigenbases take effect in this step.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        channel: Channel,
+        reducer: Reducer,
+        refresher: Refresher,
+        config: KFACConfig,
+        metrics: Metrics,
+        device: torch.device,
+    ) -> None:
+        self.plan, self.config, self.layers = plan, config, plan.layers
+        self.channel, self.reducer, self.refresher, self.metrics = channel, reducer, refresher, metrics
+        self.device, self.rank = device, channel.rank
+        self.timetable = plan.timetable()
+        self.specs: Mapping[str, FactorSpec] = {spec.key: spec for spec in plan.assignment.factors}
+        self.of_layer = factors_by_layer(plan.assignment.factors)
+        self.decomposers = plan.assignment.decomposers
+        self.delivery = Delivery(
+            plan.assignment.factors, self.decomposers, plan.assignment.workers, world=channel.world, wire=plan.wire
+        )
+        self.travels = self.delivery.travels
+        self._units: dict[FactorsDue, FactorsDue] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing seen yet."""
+        own = [spec for spec in self.specs.values() if self.decomposers[spec.key] == self.rank]
+        self.factors = {spec.key: self.empty_of(spec.side) for spec in own}
+        self.ready: set[str] = set()
+        self.pending: dict[str, int] = {}
+        self.arriving: tuple[str, ...] = ()
+        self._unread: tuple[int, FactorsDue, list[str], HostCopy] | None = None
+        self.timetable.reset()
+        self.refresher.clear()
+        self.reducer.forget()
+        self.begin()
+
+    def empty_of(self, side: Side) -> FactorState:
+        """Of a factor that has seen nothing."""
+        history = History(side) if self.plan.adaptive else None
+        return FactorState(KroneckerFactor.empty(side, self.home), history)
+
+    @property
+    def home(self) -> torch.device:
+        """Where factors are kept."""
+        return torch.device("cpu") if self.config.offload.device == "cpu" else self.device
+
+    def nbytes(self, bases: Mapping[int, int]) -> int:
+        """Of factors, their history, and eigenbases.
+
+        Args:
+            bases: id -> bytes of the eigenbases that layers hold; those of factors are counted with them, once.
+        """
+        own = {id(state.basis): state.basis.nbytes for state in self.factors.values() if state.basis is not None}
+        return sum(state.nbytes for state in self.factors.values()) + sum({**bases, **own}.values())
+
+    def take_over(self, old: "Curvature", leaders: Mapping[str, str]) -> None:
+        """The state of a curvature with the same decomposers, whose followers had factors of their own.
+
+        Args:
+            leaders: layer -> the first layer of its group, where that is another.
+        """
+        self.factors = {key: state for key, state in old.factors.items() if key in self.specs}
+        self.ready = {key for key in old.ready if key in self.specs}
+        self.pending = {key: step for key, step in old.pending.items() if key in self.specs}
+        self._unread = old._unread
+        self.timetable.restore(old.timetable.state())
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a step from what the last applied one left."""
+        self.next = Next(dict(self.factors), set(self.ready), dict(self.pending))
+        self._results: dict[str, Refreshed] = {}
+
+    # the stages of a step
+
+    def fold(self, step: int, due: FactorsDue) -> None:
+        """Wait for the batch sums of the factors that are due, and fold this rank's into their averages."""
+        sums = self.reducer.finish(due.capture)
+        decay = self.config.factor.decay_at(step)
+        for layer in self.layers:
+            if layer.name in sums:
+                self._fold(layer, sums[layer.name], decay)
+
+    def _fold(self, layer: LayerSpec, uses: list[UseSums], decay: float) -> None:
+        parts = {"A": uses[0].A, "G": uses[0].G}
+        counted = parts["G"] or parts["A"]
+        if len(layer.uses) > 1:
+            parts["A"], parts["G"] = tied_sums(uses[0], uses[1], layer.A, layer.G)
+        for which, batch in parts.items():
+            if batch is None:
+                continue
+            key = self.of_layer[layer.name][which].key
+            weight = decay ** self.timetable.multiplier(self.plan.unit_of(key))
+            tolerance = self.plan.adaptive.tolerance if self.plan.adaptive else None
+            state, similar = self.next.factors[key].folded(batch, decay=weight, device=self.device, tolerance=tolerance)
+            self.next.factors[key] = state
+            if similar is not None:
+                self.next.similar[key] = similar
+        assert counted is not None
+        self.next.terms[layer.name] = counted.count  # 0 if no rank had any
+
+    def decompose(self, step: int, due: FactorsDue) -> None:
+        """Decompose what is due here and now; start what takes effect later; collect what takes effect now."""
+        keys = due.refresh | self._incomplete(due.capture)
+        lag = min(self.plan.lag, self.plan.schedule.intervals(step)[1] - 1)
+        now = {key for key in keys if lag < 1 or key not in self.next.ready}
+        later = keys - now - set(self.next.pending)
+        self.arriving = tuple(key for key in self.specs if key in now or self.next.pending.get(key) == step)
+        for key in self._usable(now | later):
+            if key in now:
+                self._results[key] = self._refreshed(self.next.factors[key])
+            else:
+                state = self.next.factors[key]
+                self.refresher.submit(key, partial(self._refreshed, state))
+                self.next.submitted.append(key)
+        self.next.pending |= dict.fromkeys(later, step + lag)
+        for key in self.arriving:
+            if key not in now and key in self.next.factors:
+                self._results[key] = self.refresher.result(key)
+        self._count()
+
+    def _refreshed(self, state: FactorState) -> Refreshed:
+        return refresh(
+            state.factor.to(self.device),
+            method=self.config.eigenbasis.method,
+            previous=state.basis,
+            tolerances=self.plan.warm_start,
+        )
+
+    def _incomplete(self, captured: Iterable[str]) -> set[str]:
+        """Captured factors of layers that wait for an eigenbasis, because they had no data at the last refresh: they
+        need not wait for the next one."""
+        return {
+            key
+            for key in captured
+            if (self.travels or key in self.factors)
+            and any(
+                other.key not in self.next.ready
+                for layer in self.specs[key].layers
+                for other in self.of_layer[layer].values()
+            )
+        }
+
+    def _usable(self, keys: set[str]) -> list[str]:
+        """Those of this rank that can be decomposed: with data, and with a usable partner if that is here too. One
+        transfer to the host for all of them."""
+        own = [key for key in self.specs if key in keys and key in self.next.factors]
+        if not own:
+            return []
+        known = torch.stack([state.factor.usable().to(self.device) for state in self.next.factors.values()]).tolist()
+        usable = dict(zip(self.next.factors, known, strict=True))
+        return [
+            key
+            for key in own
+            if all(
+                usable.get(other.key, True)
+                for layer in self.specs[key].layers[:1]
+                for other in self.of_layer[layer].values()
+            )
+            and usable[key]
+        ]
+
+    def _count(self) -> None:
+        counts = self.metrics.step_counts
+        for key, result in self._results.items():
+            counts["refreshes"] += result.basis is not None
+            counts[f"refreshes_{result.how}"] += 1
+            counts["refresh_retries"] += result.retries
+            counts["refresh_failures"] += result.basis is None
+            if result.basis is None:
+                logger.warning(f"ds_kfac: no decomposition of factor {key} succeeded; its old eigenbasis stays")
+
+    # what travels with the gradients
+
+    def told(self, due: FactorsDue) -> list[list[Hashable]]:
+        """Per rank, the names of the numbers it tells in this step."""
+        names: list[list[Hashable]] = [[] for _ in range(self.channel.world)]
+        if self.channel.world == 1:
+            return names
+        where = self.decomposers
+        if self.plan.adaptive:
+            for key in self.specs:
+                if key in due.capture:
+                    names[where[key]].append(("similar", key))
+        if self.travels:
+            for layer in self.layers:
+                counting = self._counting(layer)
+                if counting in due.capture:
+                    names[where[counting]].append(("terms", layer.name))
+            for key in self.arriving:
+                names[where[key]].append(("fresh", key))
+        return names
+
+    def _counting(self, layer: LayerSpec) -> str:
+        """The factor whose count tells the layer's loss terms."""
+        own = self.of_layer[layer.name]
+        return (own.get("G") or own["A"]).key
+
+    def numbers(self) -> dict[Hashable, Tensor]:
+        """This rank's, as :meth:`told` names them."""
+        values: dict[Hashable, Tensor] = {}
+        for key, similar in self.next.similar.items():
+            values["similar", key] = similar[0] + 2.0 * similar[1]
+        for name, terms in self.next.terms.items():
+            values["terms", name] = terms
+        for key in self.arriving:
+            result = self._results.get(key)
+            state = UNUSABLE if result is None else FAILED if result.basis is None else FRESH
+            values["fresh", key] = torch.tensor(state, device=self.device)
+        return values
+
+    def legs(self) -> tuple[Leg, Leg]:
+        """Eigenvectors and eigenvalues on their way to gradient workers elsewhere."""
+        return self.delivery.legs(self.arriving, self._bases, self.device)
+
+    @property
+    def _bases(self) -> dict[str, Eigenbasis]:
+        """Own factors' that take effect in this step."""
+        return {key: result.basis for key, result in self._results.items() if result.basis is not None}
+
+    def arrived(
+        self, vectors: Arrivals, values: Arrivals, told: Mapping[Hashable, Tensor]
+    ) -> tuple[dict[str, Eigenbasis], int]:
+        """New eigenbases of the factors of this rank's layers, by key; and how many decompositions failed, where all
+        ranks know. Synchronises if eigenbases travel, in the steps in which they do."""
+        for key in self.arriving:
+            self.next.pending.pop(key, None)
+        own, failed = self._bases, 0
+        fresh = set(own)
+        if self.travels and self.arriving:
+            flags = torch.stack([told["fresh", key] for key in self.arriving]).tolist()
+            fresh = {key for key, flag in zip(self.arriving, flags, strict=True) if flag == FRESH}
+            failed = flags.count(FAILED)
+        self.next.ready |= fresh
+        if self.plan.warm_start is not None:
+            for key, basis in own.items():
+                self.next.factors[key] = replace(self.next.factors[key], basis=basis)
+        received = self.delivery.received(vectors, values)
+        here = {key: self.delivery.kept(key, basis) for key, basis in own.items()}
+        return {key: basis for key, basis in (received | here).items() if key in fresh}, failed
+
+    def terms_of(self, layer: LayerSpec, told: Mapping[Hashable, Tensor]) -> Tensor | None:
+        """Loss terms of the layer in the batch that was folded; None if it was not captured."""
+        return self.next.terms.get(layer.name, told.get(("terms", layer.name)))
+
+    def commit(self, step: int, due: FactorsDue, told: Mapping[Hashable, Tensor], *, applied: bool) -> None:
+        """Keep what the step changed, or drop it."""
+        if not applied:
+            self.refresher.drop(self.next.submitted)
+            return
+        self.refresher.drop([key for key in self.arriving if key in self.pending])  # those that have been collected
+        self.keep()
+        self.reducer.commit()
+        if self.plan.adaptive is None or not due.capture:
+            self.timetable.record(step, self._by_unit(due), {})
+        else:
+            numbers = self.numbers() if self.channel.world == 1 else told
+            keys = [key for key in self.specs if key in due.capture]
+            read = HostCopy(torch.stack([numbers["similar", key] for key in keys]))
+            self._unread = (step, due, keys, read)
+
+    def due(self, step: int) -> FactorsDue:
+        """Factors due at a step. With adaptive intervals it waits for what the last captured step said of them."""
+        if self._unread is not None and self.timetable.captures_possible(step):
+            self._read()
+        due = self.timetable.due(step)
+        if due not in self._units:
+            self._units[due] = FactorsDue(self.plan.expanded(due.capture), self.plan.expanded(due.refresh))
+        return self._units[due]
+
+    def keep(self) -> None:
+        """Take over what the step changed."""
+        self.factors, self.ready, self.pending = self.next.factors, self.next.ready, self.next.pending
+
+    def settle(self) -> None:
+        """Wait for what is still to be read, so that the timetable is that of all applied steps."""
+        if self._unread is not None:
+            self._read()
+
+    def redecompose(self) -> None:
+        """As :meth:`decompose`, of all factors with data, outside of a step: after loading factors without bases."""
+        self.begin()
+        self.arriving = tuple(self.specs)
+        for key in self._usable(set(self.specs)):
+            self._results[key] = self._refreshed(self.next.factors[key])
+
+    def _by_unit(self, due: FactorsDue) -> FactorsDue:
+        return FactorsDue(due.capture & self.timetable.keys, due.refresh & self.timetable.keys)
+
+    def _read(self) -> None:
+        assert self._unread is not None
+        step, due, keys, copy = self._unread
+        self._unread = None
+        codes = dict(zip(keys, map(int, copy.tolist()), strict=True))
+        units = {unit: [codes[key] for key in self.plan.together[unit]] for unit in due.capture & self.timetable.keys}
+        similar = {unit: (all(c & 1 for c in own), all(c & 2 for c in own)) for unit, own in units.items()}
+        self.timetable.record(step, self._by_unit(due), similar)

@@ -1,0 +1,70 @@
+"""What the rank that averages and decomposes a factor keeps of it."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ds_kfac.adaptive import History
+from ds_kfac.capture import BatchSum, UseSums
+from ds_kfac.eigenbasis import Eigenbasis
+from ds_kfac.factor import KroneckerFactor
+from ds_kfac.side import Side
+
+
+@dataclass(frozen=True)
+class FactorState:
+    """Replaced, never changed in place: a skipped step just drops the new one.
+
+    Attributes:
+        factor: the running average; on the device, or in CPU memory if factors are offloaded.
+        history: its last two values, for adaptive intervals; None if they are off.
+        basis: what it was last decomposed to, for a warm start; None if every decomposition is exact.
+    """
+
+    factor: KroneckerFactor
+    history: History | None = None
+    basis: Eigenbasis | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of factor and history; the basis belongs to a layer too, or is counted by the caller."""
+        return self.factor.nbytes + (self.history.nbytes if self.history else 0)
+
+    def folded(
+        self, batch: BatchSum, *, decay: float, device: torch.device, tolerance: float | None = None
+    ) -> tuple["FactorState", Tensor | None]:
+        """With one reduced batch in the average, kept where it was.
+
+        Args:
+            device: where the batch is and the arithmetic is done.
+            tolerance: of similarity; read if there is a history.
+
+        Returns the state, and bool [2] on the device: whether the average is similar to its last value and to the one
+        before, None without a history.
+        """
+        home = self.factor.packed_P.device
+        factor = self.factor.to(device).averaged(batch.sum_P, batch.count, decay=decay)
+        if self.history is None or tolerance is None:
+            return replace(self, factor=factor.to(home)), None
+        history = self.history.to(device)
+        similar = history.compared(factor.packed_P, tolerance=tolerance)
+        return replace(self, factor=factor.to(home), history=history.pushed(factor.packed_P).to(home)), similar
+
+
+def tied_sums(head: UseSums, embedding: UseSums, width: Side, vocabulary: Side) -> tuple[BatchSum, BatchSum]:
+    """Sums of the two factors of a weight [vocabulary, width] with two uses, whose Fisher is the sum of two Kronecker
+    products.
+
+    Each side gets the partial trace of that sum over the other side: exact where one use dominates, and exact in both
+    partial traces always. Cross terms between the uses are left out.
+    """
+    sums = (head.A, head.G, embedding.A, embedding.G)
+    A_head, G_head, counts, G_embedding = (part.sum_P / part.count.clamp(min=1) for part in sums if part is not None)
+    of_width = A_head * vocabulary.trace(G_head) + G_embedding * vocabulary.trace(counts)
+    of_vocabulary = G_head * width.trace(A_head) + counts * width.trace(G_embedding)
+    total = vocabulary.trace(of_vocabulary)
+    assert head.A is not None and head.G is not None
+    count = torch.where(torch.minimum(head.A.count, head.G.count) > 0, 1.0, 0.0)
+    of_vocabulary = of_vocabulary / torch.where(total > 0, total, torch.ones_like(total))
+    return BatchSum(of_width, count), BatchSum(of_vocabulary, count)

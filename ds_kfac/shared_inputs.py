@@ -1,0 +1,99 @@
+"""Layers that see the same input, such as q, k, v or gate, up: found by tensor identity, and verified from then on."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+Fingerprint = tuple[StorageWeakRef, Any, tuple[int, ...], tuple[int, ...], int]
+
+
+def _fingerprint(x: Tensor) -> Fingerprint:
+    """Memory and version, not the Python object: ZeRO-3 hands every module a view of its own."""
+    return StorageWeakRef(x.untyped_storage()), x.storage_offset(), tuple(x.shape), x.stride(), x._version
+
+
+def _same(a: Fingerprint, b: Fingerprint) -> bool:
+    # memory that was given back may hold another tensor by now
+    return not a[0].expired() and a[0].cdata == b[0].cdata and a[1:] == b[1:]
+
+
+class SharedInputs:
+    """Watches the inputs of captured calls: first it looks for groups, then it checks that the groups in use hold.
+
+    Args:
+        candidates: names of layers that may form groups; none: it does nothing.
+
+    Attributes:
+        searching: whether the groups are still to be found.
+    """
+
+    def __init__(self, candidates: Collection[str] = ()) -> None:
+        self.searching = bool(candidates)
+        self._watched = frozenset(candidates)
+        self._numbers: dict[str, list[int]] = {}  # layer -> number of each of its inputs so far
+        self._inputs: list[tuple[int, Fingerprint]] = []  # those of this micro-batch
+        self._total = 0
+        self._leaders: dict[str, str] = {}
+        self._calls: dict[str, list[Fingerprint]] = {}
+
+    def see(self, layer: str, x: Tensor) -> None:
+        """A layer was called with ``x``.
+
+        Raises:
+            RuntimeError: it is in a group, and ``x`` is not what the group's first layer was called with.
+        """
+        if layer not in self._watched:
+            return
+        mark = _fingerprint(x)
+        if self.searching:
+            number = next((number for number, other in self._inputs if _same(other, mark)), None)
+            if number is None:
+                number, self._total = self._total, self._total + 1
+                self._inputs.append((number, mark))
+            self._numbers.setdefault(layer, []).append(number)
+            return
+        own = self._calls.setdefault(layer, [])
+        own.append(mark)
+        leader = self._leaders.get(layer)
+        if leader is None:
+            return
+        calls = self._calls.get(leader, [])
+        if len(calls) < len(own) or not _same(calls[len(own) - 1], mark):
+            raise RuntimeError(
+                f"ds_kfac: {layer} shared its input with {leader} in the first step and does not now, so their common "
+                'factor would be wrong; set "share_inputs": false in kfac.layers'
+            )
+
+    def end_batch(self) -> None:
+        """The next inputs are those of another micro-batch."""
+        self._inputs.clear()
+        self._calls.clear()
+
+    def found(self) -> Mapping[str, tuple[int, ...]]:
+        """Layer -> numbers of its inputs; layers with equal ones share them. A layer that was not called is missing."""
+        return {layer: tuple(numbers) for layer, numbers in self._numbers.items()}
+
+    def use(self, groups: Sequence[Sequence[str]]) -> None:
+        """End the search; from now on every batch has to agree with these groups, whose first layer is called first."""
+        self.searching = False
+        self._watched = frozenset(name for group in groups for name in group)
+        self._leaders = {name: group[0] for group in groups for name in group[1:]}
+        self._numbers.clear()
+        self.end_batch()
+
+
+def agreed(found: Sequence[Mapping[str, tuple[int, ...]]], kinds: Mapping[str, object]) -> tuple[tuple[str, ...], ...]:
+    """Groups of layers that share their inputs wherever they were called, in the order of ``kinds``.
+
+    Args:
+        found: of every rank.
+        kinds: layer -> what has to be equal too, such as its side.
+    """
+    groups: dict[tuple, list[str]] = {}
+    for layer, kind in kinds.items():
+        inputs = tuple(rank.get(layer, ()) for rank in found)
+        if any(inputs):
+            groups.setdefault((kind, inputs), []).append(layer)
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)

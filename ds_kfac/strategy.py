@@ -1,0 +1,183 @@
+"""From config and model to a plan: what the config leaves open is chosen by prediction, and the reason kept."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ds_kfac.adaptive import AdaptiveRule
+from ds_kfac.assignment import Assignment, assign
+from ds_kfac.config import KFACConfig
+from ds_kfac.costs import CostModel
+from ds_kfac.factor_spec import factor_specs, tied_factors
+from ds_kfac.grid import worker_counts, workers_for
+from ds_kfac.layers.base import LayerSpec
+from ds_kfac.planning import Plan
+from ds_kfac.stagger import refresh_offsets
+from ds_kfac.warm_start import WarmStart
+from ds_kfac.wire import DTYPES
+from ds_kfac.work import packed_bytes
+
+LONG_REFRESH = 0.05
+"""Seconds of a refresh of everything at once from which on it is spread over steps."""
+DEAR_TRAFFIC = 0.02
+"""Part of K-FAC's seconds per step from which on its traffic is halved, in a model of 16 bits."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the engine gives.
+
+    Attributes:
+        world: ranks of the data-parallel group.
+        held: layer name -> gradient elements on each rank; None where every rank holds every gradient.
+        parameters, gradients: dtypes of the model and of the gradients where K-FAC reads them.
+        moments: fp32 tensors of a gradient's shape that a gradient worker keeps.
+    """
+
+    world: int
+    held: Mapping[str, Sequence[int]] | None
+    parameters: torch.dtype
+    gradients: torch.dtype
+    moments: int
+
+
+def make_plan(layers: Sequence[LayerSpec], setting: Setting, config: KFACConfig, costs: CostModel) -> Plan:
+    """The plan of a run.
+
+    Raises:
+        ValueError: the fraction does not fit the world or the mode, or the memory budget is too small.
+    """
+    schedule, reasons = config.schedule, []
+    update, refresh = schedule.intervals(schedule.settled)
+    assignment, why = _assignment(layers, setting, config, costs, update, refresh)
+    reasons += why
+    wire, gradient, why = _dtypes(assignment, setting, config, costs, update, refresh)
+    reasons += why
+    offsets, why = _offsets(layers, assignment, config, costs, update, refresh)
+    reasons += why
+    options = config.eigenbasis
+    warm = WarmStart(options.keep_below, options.values_below, options.qr_below)
+    return Plan(
+        layers=tuple(layers),
+        schedule=schedule,
+        assignment=assignment,
+        offsets=offsets,
+        lag=options.lag,
+        adaptive=AdaptiveRule(config.adaptive.tolerance, config.adaptive.max_interval)
+        if config.adaptive.enabled
+        else None,
+        warm_start=warm if warm != WarmStart() else None,
+        wire=wire,
+        gradient_dtypes=gradient,
+        shares=config.layers.share_inputs,
+        reasons=tuple(reasons),
+    )
+
+
+def _assignment(
+    layers: Sequence[LayerSpec], setting: Setting, config: KFACConfig, costs: CostModel, update: int, refresh: int
+) -> tuple[Assignment, list[str]]:
+    """The predicted-fastest one within the budget."""
+    options, world = config.assignment, setting.world
+    fraction, budget = options.gradient_worker_fraction, options.memory_budget_gb
+    if fraction is not None:
+        counts: tuple[int, ...] = (_workers(fraction, world),)
+        if setting.held is not None and counts != (1,):
+            raise ValueError(
+                f"kfac.assignment.gradient_worker_fraction is {fraction}, but this ZeRO stage partitions gradients: "
+                "several workers would each have to gather a whole gradient, of which one sends on the pieces. Set "
+                "it to null, or use ZeRO stage 0"
+            )
+    else:
+        counts = (1,) if setting.held is not None else worker_counts(world)
+    found: dict[int, Assignment] = {}
+    problems = []
+    for workers in counts:
+        split = options.split_factors
+        try:
+            found[workers] = assign(
+                layers,
+                factor_specs(layers),
+                world=world,
+                workers=workers,
+                held=setting.held,
+                costs=costs,
+                update_interval=update,
+                refresh_interval=refresh,
+                load_tolerance=options.load_tolerance,
+                split_factors=workers > 1 if split is None else split,
+                memory_cap=None if budget is None else budget * 1e9,
+                moments=setting.moments,
+            )
+        except ValueError as problem:
+            problems.append(str(problem))
+    if not found:
+        raise ValueError(f"kfac.assignment.memory_budget_gb: {problems[0]}")
+    best = min(found, key=lambda workers: (max(found[workers].loads), max(found[workers].memory)))
+    reasons = []
+    if len(counts) > 1:
+        tried = ", ".join(
+            f"{workers}/{world}: {max(plan.loads) * 1e3:.3g} ms and {max(plan.memory):,} bytes"
+            for workers, plan in found.items()
+        )
+        over = f"; {len(problems)} more over the budget of {budget} GB" if problems else ""
+        reasons.append(f"{best} of {world} ranks precondition a layer: predicted per step and rank {tried}{over}")
+    return found[best], reasons
+
+
+def _workers(fraction: float, world: int) -> int:
+    try:
+        return workers_for(fraction, world)
+    except ValueError as problem:
+        raise ValueError(f"kfac.assignment.gradient_worker_fraction: {problem}") from None
+
+
+def _dtypes(
+    assignment: Assignment, setting: Setting, config: KFACConfig, costs: CostModel, update: int, refresh: int
+) -> tuple[torch.dtype, tuple[torch.dtype, torch.dtype], list[str]]:
+    options, reasons = config.communication, []
+    if options.dtype is not None:
+        wire = DTYPES[options.dtype]
+    else:
+        wire, half = torch.float32, setting.parameters in (torch.bfloat16, torch.float16)
+        seconds = sum(costs.transfer(packed_bytes(factor.side)) for factor in assignment.factors) / update
+        part = seconds / (seconds + max(assignment.loads)) if setting.world > 1 else 0.0
+        if half and part > DEAR_TRAFFIC:
+            wire = torch.bfloat16
+            reasons.append(f"bf16 on the wire: batch sums are predicted to cost {part:.0%} of K-FAC's time in fp32")
+    if options.gradient_dtype is None:
+        return wire, (setting.gradients, torch.float32), reasons
+    dtype = DTYPES[options.gradient_dtype]
+    gather = dtype if dtype.itemsize < setting.gradients.itemsize else setting.gradients
+    return wire, (gather, dtype), reasons
+
+
+def _offsets(
+    layers: Sequence[LayerSpec],
+    assignment: Assignment,
+    config: KFACConfig,
+    costs: CostModel,
+    update: int,
+    refresh: int,
+) -> tuple[Mapping[str, int], list[str]]:
+    """Spread over the interval if that is asked for, or worth it."""
+    if config.eigenbasis.stagger is False or refresh == 1:
+        return {}, []
+    at_once = [0.0] * assignment.world
+    for factor in assignment.factors:
+        at_once[assignment.decomposers[factor.key]] += costs.decompose(factor.side)
+    if config.eigenbasis.stagger is None and max(at_once) <= LONG_REFRESH:
+        return {}, []
+    spread = refresh_offsets(
+        assignment.factors,
+        assignment.decomposers,
+        costs,
+        update_interval=update,
+        refresh_interval=refresh,
+        together=tied_factors(layers, assignment.factors),
+    )
+    return spread.offsets, [
+        f"refreshes spread over {refresh} steps: predicted {spread.worst * 1e3:.3g} ms in the worst step instead of "
+        f"{max(at_once) * 1e3:.3g} ms"
+    ]
