@@ -22,11 +22,12 @@ from ds_kfac.costs import BUILTIN, CostModel, from_dict
 from ds_kfac.loss_sampling import LossSampling
 from ds_kfac.measured_costs import cached
 from ds_kfac.metrics import Metrics
-from ds_kfac.optimizer import KFACOptimizer, Target, moments_of
+from ds_kfac.optimizer import KFACOptimizer
 from ds_kfac.report import attach_report
 from ds_kfac.sampling import Sampler
 from ds_kfac.scan import scan
 from ds_kfac.strategy import Setting, make_plan
+from ds_kfac.target import Target, moments_of
 from ds_kfac.zero.exchange import parameter_names
 from ds_kfac.zero.layout import ShardLayout, scaler_scale
 from ds_kfac.zero.registry import optimized_parameters, shard_layout

@@ -45,7 +45,6 @@ def save(kfac: KFACOptimizer, tag_directory: Path) -> dict[str, Any]:
     save_id = _same_everywhere(kfac, uuid.uuid4().hex[:12])
     folder = tag_directory / FOLDER / save_id
     curvature = kfac.curvature
-    curvature.settle()
     get_accelerator().synchronize()  # offloaded factors may still be on their way to the host
     header = {
         "version": VERSION,
@@ -54,7 +53,7 @@ def save(kfac: KFACOptimizer, tag_directory: Path) -> dict[str, Any]:
         "layers": [layer.name for layer in kfac.layers],
         "peak_lr": {str(group): float(lr) for group, lr in kfac.peak_lr.items()},
         "shared": [list(group) for group in kfac.groups] if kfac.groups is not None else None,
-        "timetable": curvature.timetable.state(),
+        "timetable": curvature.agenda.state(),
         "ready": sorted(_union(kfac, curvature.ready)),
         "pending": dict(sorted(_union(kfac, curvature.pending.items()))),
         "eigenbases": kfac.config.checkpoint.eigenbasis or kfac.direction.moments is not None,
@@ -136,7 +135,7 @@ def load(kfac: KFACOptimizer, tag_directory: Path, save_id: str | None = None) -
         if pending is not None:
             curvature.refresher.give(key, pending)
     curvature.pending = {key: step for key, step in header["pending"].items() if key in curvature.specs}
-    curvature.timetable.restore(header["timetable"])
+    curvature.agenda.restore(header["timetable"])
     kfac.state |= states
     kfac.steps = header["steps"]
     kfac.peak_lr = {int(group): lr for group, lr in header["peak_lr"].items()}

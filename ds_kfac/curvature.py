@@ -9,18 +9,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_kfac.adaptive import History
+from ds_kfac.agenda import Agenda
 from ds_kfac.capture import UseSums
 from ds_kfac.config import KFACConfig
+from ds_kfac.decomposition import count, usable
 from ds_kfac.delivery import Delivery
 from ds_kfac.eigenbasis import Eigenbasis, Refreshed, refresh
 from ds_kfac.factor import KroneckerFactor
 from ds_kfac.factor_spec import FactorSpec, factors_by_layer
 from ds_kfac.factor_state import FactorState, tied_sums
-from ds_kfac.host_copy import HostCopy
 from ds_kfac.layers.base import LayerSpec
 from ds_kfac.mail import Arrivals, Leg
 from ds_kfac.metrics import Metrics
@@ -75,7 +75,7 @@ class Curvature:
         self.plan, self.config, self.layers = plan, config, plan.layers
         self.channel, self.reducer, self.refresher, self.metrics = channel, reducer, refresher, metrics
         self.device, self.rank = device, channel.rank
-        self.timetable = plan.timetable()
+        self.agenda = Agenda(plan)
         self.specs: Mapping[str, FactorSpec] = {spec.key: spec for spec in plan.assignment.factors}
         self.of_layer = factors_by_layer(plan.assignment.factors)
         self.decomposers = plan.assignment.decomposers
@@ -83,7 +83,6 @@ class Curvature:
             plan.assignment.factors, self.decomposers, plan.assignment.workers, world=channel.world, wire=plan.wire
         )
         self.travels = self.delivery.travels
-        self._units: dict[FactorsDue, FactorsDue] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -93,8 +92,7 @@ class Curvature:
         self.ready: set[str] = set()
         self.pending: dict[str, int] = {}
         self.arriving: tuple[str, ...] = ()
-        self._unread: tuple[int, FactorsDue, list[str], HostCopy] | None = None
-        self.timetable.reset()
+        self.agenda.reset()
         self.refresher.clear()
         self.reducer.forget()
         self.begin()
@@ -118,17 +116,12 @@ class Curvature:
         own = {id(state.basis): state.basis.nbytes for state in self.factors.values() if state.basis is not None}
         return sum(state.nbytes for state in self.factors.values()) + sum({**bases, **own}.values())
 
-    def take_over(self, old: "Curvature", leaders: Mapping[str, str]) -> None:
-        """The state of a curvature with the same decomposers, whose followers had factors of their own.
-
-        Args:
-            leaders: layer -> the first layer of its group, where that is another.
-        """
+    def take_over(self, old: "Curvature") -> None:
+        """The state of a curvature with the same decomposers, some of whose layers did not share their A yet."""
         self.factors = {key: state for key, state in old.factors.items() if key in self.specs}
         self.ready = {key for key in old.ready if key in self.specs}
         self.pending = {key: step for key, step in old.pending.items() if key in self.specs}
-        self._unread = old._unread
-        self.timetable.restore(old.timetable.state())
+        self.agenda.restore(old.agenda.state())
         self.begin()
 
     def begin(self) -> None:
@@ -148,21 +141,21 @@ class Curvature:
 
     def _fold(self, layer: LayerSpec, uses: list[UseSums], decay: float) -> None:
         parts = {"A": uses[0].A, "G": uses[0].G}
-        counted = parts["G"] or parts["A"]
+        counted = parts[self._counting(layer)[-1]]
         if len(layer.uses) > 1:
             parts["A"], parts["G"] = tied_sums(uses[0], uses[1], layer.A, layer.G)
         for which, batch in parts.items():
             if batch is None:
                 continue
             key = self.of_layer[layer.name][which].key
-            weight = decay ** self.timetable.multiplier(self.plan.unit_of(key))
+            weight = self.agenda.weight(key, decay)
             tolerance = self.plan.adaptive.tolerance if self.plan.adaptive else None
             state, similar = self.next.factors[key].folded(batch, decay=weight, device=self.device, tolerance=tolerance)
             self.next.factors[key] = state
             if similar is not None:
                 self.next.similar[key] = similar
-        assert counted is not None
-        self.next.terms[layer.name] = counted.count  # 0 if no rank had any
+        if counted is not None:
+            self.next.terms[layer.name] = counted.count  # 0 if no rank had any
 
     def decompose(self, step: int, due: FactorsDue) -> None:
         """Decompose what is due here and now; start what takes effect later; collect what takes effect now."""
@@ -171,7 +164,7 @@ class Curvature:
         now = {key for key in keys if lag < 1 or key not in self.next.ready}
         later = keys - now - set(self.next.pending)
         self.arriving = tuple(key for key in self.specs if key in now or self.next.pending.get(key) == step)
-        for key in self._usable(now | later):
+        for key in usable(self._partners(now | later), self.next.factors, self.device):
             if key in now:
                 self._results[key] = self._refreshed(self.next.factors[key])
             else:
@@ -182,7 +175,7 @@ class Curvature:
         for key in self.arriving:
             if key not in now and key in self.next.factors:
                 self._results[key] = self.refresher.result(key)
-        self._count()
+        count(self._results, self.metrics.step_counts)
 
     def _refreshed(self, state: FactorState) -> Refreshed:
         return refresh(
@@ -191,6 +184,14 @@ class Curvature:
             previous=state.basis,
             tolerances=self.plan.warm_start,
         )
+
+    def _partners(self, keys: set[str]) -> dict[str, list[str]]:
+        """This rank's of the factors in ``keys``, with those of their (first) layer."""
+        return {
+            key: [other.key for other in self.of_layer[spec.layers[0]].values()]
+            for key, spec in self.specs.items()
+            if key in keys and key in self.next.factors
+        }
 
     def _incomplete(self, captured: Iterable[str]) -> set[str]:
         """Captured factors of layers that wait for an eigenbasis, because they had no data at the last refresh: they
@@ -206,35 +207,6 @@ class Curvature:
             )
         }
 
-    def _usable(self, keys: set[str]) -> list[str]:
-        """Those of this rank that can be decomposed: with data, and with a usable partner if that is here too. One
-        transfer to the host for all of them."""
-        own = [key for key in self.specs if key in keys and key in self.next.factors]
-        if not own:
-            return []
-        known = torch.stack([state.factor.usable().to(self.device) for state in self.next.factors.values()]).tolist()
-        usable = dict(zip(self.next.factors, known, strict=True))
-        return [
-            key
-            for key in own
-            if all(
-                usable.get(other.key, True)
-                for layer in self.specs[key].layers[:1]
-                for other in self.of_layer[layer].values()
-            )
-            and usable[key]
-        ]
-
-    def _count(self) -> None:
-        counts = self.metrics.step_counts
-        for key, result in self._results.items():
-            counts["refreshes"] += result.basis is not None
-            counts[f"refreshes_{result.how}"] += 1
-            counts["refresh_retries"] += result.retries
-            counts["refresh_failures"] += result.basis is None
-            if result.basis is None:
-                logger.warning(f"ds_kfac: no decomposition of factor {key} succeeded; its old eigenbasis stays")
-
     # what travels with the gradients
 
     def told(self, due: FactorsDue) -> list[list[Hashable]]:
@@ -247,11 +219,12 @@ class Curvature:
             for key in self.specs:
                 if key in due.capture:
                     names[where[key]].append(("similar", key))
-        if self.travels:
+        if self.travels and self.config.preconditioner.eigenvalues == "corrected":
             for layer in self.layers:
                 counting = self._counting(layer)
                 if counting in due.capture:
                     names[where[counting]].append(("terms", layer.name))
+        if self.travels:
             for key in self.arriving:
                 names[where[key]].append(("fresh", key))
         return names
@@ -271,7 +244,7 @@ class Curvature:
         for key in self.arriving:
             result = self._results.get(key)
             state = UNUSABLE if result is None else FAILED if result.basis is None else FRESH
-            values["fresh", key] = torch.tensor(state, device=self.device)
+            values["fresh", key] = torch.full((), state, device=self.device)
         return values
 
     def legs(self) -> tuple[Leg, Leg]:
@@ -316,47 +289,16 @@ class Curvature:
         self.refresher.drop([key for key in self.arriving if key in self.pending])  # those that have been collected
         self.keep()
         self.reducer.commit()
-        if self.plan.adaptive is None or not due.capture:
-            self.timetable.record(step, self._by_unit(due), {})
-        else:
-            numbers = self.numbers() if self.channel.world == 1 else told
-            keys = [key for key in self.specs if key in due.capture]
-            read = HostCopy(torch.stack([numbers["similar", key] for key in keys]))
-            self._unread = (step, due, keys, read)
-
-    def due(self, step: int) -> FactorsDue:
-        """Factors due at a step. With adaptive intervals it waits for what the last captured step said of them."""
-        if self._unread is not None and self.timetable.captures_possible(step):
-            self._read()
-        due = self.timetable.due(step)
-        if due not in self._units:
-            self._units[due] = FactorsDue(self.plan.expanded(due.capture), self.plan.expanded(due.refresh))
-        return self._units[due]
+        # alone in the world nothing is told
+        self.agenda.record(step, due, self.numbers() if self.channel.world == 1 else told)
 
     def keep(self) -> None:
         """Take over what the step changed."""
         self.factors, self.ready, self.pending = self.next.factors, self.next.ready, self.next.pending
 
-    def settle(self) -> None:
-        """Wait for what is still to be read, so that the timetable is that of all applied steps."""
-        if self._unread is not None:
-            self._read()
-
     def redecompose(self) -> None:
         """As :meth:`decompose`, of all factors with data, outside of a step: after loading factors without bases."""
         self.begin()
         self.arriving = tuple(self.specs)
-        for key in self._usable(set(self.specs)):
+        for key in usable(self._partners(set(self.specs)), self.next.factors, self.device):
             self._results[key] = self._refreshed(self.next.factors[key])
-
-    def _by_unit(self, due: FactorsDue) -> FactorsDue:
-        return FactorsDue(due.capture & self.timetable.keys, due.refresh & self.timetable.keys)
-
-    def _read(self) -> None:
-        assert self._unread is not None
-        step, due, keys, copy = self._unread
-        self._unread = None
-        codes = dict(zip(keys, map(int, copy.tolist()), strict=True))
-        units = {unit: [codes[key] for key in self.plan.together[unit]] for unit in due.capture & self.timetable.keys}
-        similar = {unit: (all(c & 1 for c in own), all(c & 2 for c in own)) for unit, own in units.items()}
-        self.timetable.record(step, self._by_unit(due), similar)

@@ -1,11 +1,11 @@
 """KFACOptimizer: the data flow of one step, read top to bottom, the same in every engine mode."""
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_kfac.adam_direction import AdamDirection
 from ds_kfac.adamw import KFACAdamWStep
@@ -17,7 +17,6 @@ from ds_kfac.curvature import Curvature
 from ds_kfac.direction import Direction, KFACGradient, Local, Now
 from ds_kfac.eigenbasis import Refreshed
 from ds_kfac.layer_state import LayerState
-from ds_kfac.layers.base import LayerSpec
 from ds_kfac.mail import deliver
 from ds_kfac.metrics import Metrics
 from ds_kfac.planning import Plan
@@ -25,38 +24,10 @@ from ds_kfac.reducer import Reducer
 from ds_kfac.refresher import Refresher
 from ds_kfac.rows import RowRule
 from ds_kfac.shared_inputs import SharedInputs, agreed
+from ds_kfac.target import Target
 from ds_kfac.timetable import FactorsDue
 from ds_kfac.traffic import Channel
 from ds_kfac.zero.exchange import GradientExchange
-from ds_kfac.zero.layout import ShardLayout
-
-
-@dataclass(frozen=True)
-class Target:
-    """What is preconditioned, and where its gradients are.
-
-    Attributes:
-        model: the engine's module.
-        layers: what is preconditioned.
-        layout: where the engine keeps the gradients of ``parameter_names(layers)``.
-        rest: where it keeps all others.
-        inner: the innermost optimizer, which DeepSpeed wraps.
-        scheduled_lr: whether the learning rate follows a schedule.
-    """
-
-    model: nn.Module
-    layers: tuple[LayerSpec, ...]
-    layout: ShardLayout
-    rest: ShardLayout
-    inner: Any
-    scheduled_lr: bool
-
-
-def moments_of(config: KFACConfig, inner: Any) -> str | None:
-    """Kind of moments that gradient workers keep."""
-    if isinstance(inner, KFACAdamWStep):
-        return "adam"
-    return "corrected" if config.preconditioner.eigenvalues == "corrected" else None
 
 
 class KFACOptimizer:
@@ -124,7 +95,7 @@ class KFACOptimizer:
     @property
     def due(self) -> FactorsDue:
         """What this step has to do beside preconditioning."""
-        return self.curvature.due(self.steps)
+        return self.curvature.agenda.due(self.steps)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -279,9 +250,12 @@ class KFACOptimizer:
 
     def _agree_on_groups(self) -> tuple[tuple[str, ...], ...]:
         """After the first captured batch. Collective, once in a run."""
-        found: list[Any] = [None] * self.channel.world
-        torch.distributed.all_gather_object(found, dict(self.capture.inputs.found()), group=self.channel.group)
-        return agreed(found, self.plan.sharing_candidates)
+        mine = dict(self.capture.inputs.found()), sorted(self.curvature.ready)
+        everyone: list[Any] = [mine] * self.channel.world
+        torch.distributed.all_gather_object(everyone, mine, group=self.channel.group)
+        # with common factors eigenbases may begin to travel: then all ranks have to know which there are
+        self.curvature.ready = {key for _, ready in everyone for key in ready}
+        return agreed([found for found, _ in everyone], self.plan.sharing_candidates)
 
     def share(self, groups: tuple[tuple[str, ...], ...]) -> None:
         """Keep one A for each group of layers from now on. Call on every rank with the same groups."""
@@ -292,7 +266,7 @@ class KFACOptimizer:
         self.plan = self.unshared.sharing(groups)
         leaders = {name: group[0] for group in groups for name in group[1:]}
         old, self.curvature = self.curvature, self._curvature()
-        self.curvature.take_over(old, leaders)
+        self.curvature.take_over(old)
         for name, leader in leaders.items():  # one copy where both are
             if name in self.state and leader in self.state and (basis := self.state[leader].A) is not None:
                 self.state[name] = self.state[name].rebased(A=basis, carry=self.config.eigenbasis.carry_moments)

@@ -13,6 +13,7 @@ from ds_kfac.layers.base import LayerSpec
 from ds_kfac.schedule import Schedule
 from ds_kfac.timetable import Timetable
 from ds_kfac.warm_start import WarmStart
+from ds_kfac.work import Work
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Plan:
     """See the module's docstring.
 
     Attributes:
+        work: what the pieces of the assignment cost.
         offsets: factor key -> steps by which its refreshes are displaced; empty: all at once.
         lag: steps after which a refresh takes effect.
         wire: dtype of batch sums and eigenvectors on the wire.
@@ -31,6 +33,7 @@ class Plan:
     layers: tuple[LayerSpec, ...]
     schedule: Schedule
     assignment: Assignment
+    work: Work
     offsets: Mapping[str, int]
     lag: int
     adaptive: AdaptiveRule | None
@@ -70,8 +73,10 @@ class Plan:
         followers = {key for keys in tied.values() for key in keys[1:]}
         return {f.key: tied.get(f.key, (f.key,)) for f in self.assignment.factors if f.key not in followers}
 
-    def unit_of(self, key: str) -> str:
-        return next(unit for unit, keys in self.together.items() if key in keys)
+    @cached_property
+    def unit(self) -> Mapping[str, str]:
+        """Factor key -> its unit."""
+        return {key: unit for unit, keys in self.together.items() for key in keys}
 
     def expanded(self, units: frozenset[str]) -> frozenset[str]:
         """The factors of some units."""
@@ -86,10 +91,8 @@ class Plan:
         """With one A for each group of layers. Nothing moves: its decomposer is that of the group's first layer."""
         factors = factor_specs(self.layers, groups)
         kept = {factor.key for factor in factors}
-        assignment = replace(
-            self.assignment,
-            factors=factors,
-            decomposers={key: rank for key, rank in self.assignment.decomposers.items() if key in kept},
+        assignment = Assignment.of(
+            replace(self.work, factors=factors), self.assignment.workers, self.assignment.decomposers
         )
         offsets = {key: offset for key, offset in self.offsets.items() if key in kept}
         return replace(self, assignment=assignment, offsets=offsets)

@@ -16,7 +16,7 @@ from ds_kfac.planning import Plan
 from ds_kfac.stagger import refresh_offsets
 from ds_kfac.warm_start import WarmStart
 from ds_kfac.wire import DTYPES
-from ds_kfac.work import packed_bytes
+from ds_kfac.work import Work, packed_bytes
 
 LONG_REFRESH = 0.05
 """Seconds of a refresh of everything at once from which on it is spread over steps."""
@@ -62,6 +62,7 @@ def make_plan(layers: Sequence[LayerSpec], setting: Setting, config: KFACConfig,
         layers=tuple(layers),
         schedule=schedule,
         assignment=assignment,
+        work=Work(layers, factor_specs(layers), setting.world, setting.held, costs, update, refresh, setting.moments),
         offsets=offsets,
         lag=options.lag,
         adaptive=AdaptiveRule(config.adaptive.tolerance, config.adaptive.max_interval)

@@ -24,8 +24,9 @@ FLOORS = [
         "adamw",
     ],
     [
-        "config_values", "config_errors", "config_blocks", "config", "metrics", "planning", "strategy", "curvature",
-        "direction", "adam_direction", "optimizer", "loss_sampling", "checkpoint", "report",
+        "config_values", "config_errors", "config_blocks", "config", "metrics", "planning", "strategy", "agenda",
+        "decomposition", "curvature", "target", "direction", "adam_direction", "optimizer", "loss_sampling",
+        "checkpoint", "report",
     ],
     ["attachment", "optimizer_block", "engine", ""],
 ]  # fmt: skip

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ds_kfac.wire import segment_bytes
 from examples.gpt import GPT, GPTConfig
 from tests.deepspeed.modes import Mode
 from tests.deepspeed.runs import build
@@ -14,14 +15,15 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.distributed
 GPT_12 = GPTConfig(width=64, blocks=12, heads=2, context=16)
 GPT_3 = GPTConfig(width=32, blocks=3, heads=2, context=16)
-KFAC = {"factor": {"update_interval": 2}, "eigenbasis": {"refresh_interval": 4}}
+KFAC = {"factor": {"update_interval": 2}, "eigenbasis": {"refresh_interval": 4, "stagger": False}}
 
 
 def elements_elsewhere(engine) -> int:
     """ZeRO-1/2, from DeepSpeed's own numbers alone: gradient elements of layers that do not lie on their owner."""
     optimizer, kfac = engine.optimizer, engine.kfac.optimizer
     names = {id(p): n for n, p in engine.module.named_parameters()}
-    owners = {name: kfac.assignment.owners[layer.name] for layer in kfac.layers for name in layer.parameters}
+    workers = kfac.plan.assignment.workers
+    owners = {name: workers[layer.name][0] for layer in kfac.layers for name in layer.parameters}
     elsewhere = 0
     for params, size in zip(optimizer.bit16_groups, optimizer.partition_size, strict=True):
         ranks = torch.arange(sum(p.numel() for p in params)) // size
@@ -32,37 +34,35 @@ def elements_elsewhere(engine) -> int:
 
 
 class Traffic:
-    """Counts what torch.distributed is asked for while K-FAC steps."""
+    """Counts what torch.distributed is asked for in K-FAC's process group, step by step."""
 
     NAMES = ("all_to_all_single", "all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor",
              "all_gather", "all_gather_object", "barrier", "reduce", "gather", "scatter", "send", "recv")  # fmt: skip
 
     def __init__(self, kfac) -> None:
-        self.calls: list[Counter] = []
-        self.sent: list[list[int]] = []
-        self._plain_step, kfac.step = kfac.step, self._step
-        self._counting = False
+        self.kfac, self.calls, self.sent = kfac, Counter(), 0
         for name in self.NAMES:
             setattr(dist, name, self._counted(name, getattr(dist, name)))
 
     def _counted(self, name, plain):
         def call(*args, **kwargs):
-            if self._counting:
-                self.calls[-1][name] += 1
+            if kwargs.get("group") is self.kfac.channel.group:
+                self.calls[name] += 1
                 if name == "all_to_all_single":
-                    sent, splits = kwargs.get("input", args[1:2]), kwargs["input_split_sizes"]
-                    away = sum(splits) - splits[dist.get_rank()]
-                    self.sent[-1].append(away * sent.element_size())
+                    splits = kwargs["input_split_sizes"]
+                    self.sent += (sum(splits) - splits[dist.get_rank()]) * kwargs["input"].element_size()
             return plain(*args, **kwargs)
 
         return call
 
-    def _step(self):
-        self.calls.append(Counter())
-        self.sent.append([])
-        self._counting = True
-        self._plain_step()
-        self._counting = False
+    def taken(self) -> tuple[dict, int, dict, dict]:
+        """Since the last time: torch's calls, bytes sent to other ranks; ours by kind: calls, payload sent."""
+        channel = self.kfac.channel
+        found = dict(self.calls), self.sent, dict(channel.calls), dict(channel.sent)
+        self.calls, self.sent = Counter(), 0
+        channel.calls.clear()
+        channel.sent.clear()
+        return found
 
 
 def engine_of(stage: int, config: GPTConfig, dtype: str = "fp32", **kfac):
@@ -77,58 +77,102 @@ def run_step(engine, step: int) -> None:
     engine.step()
 
 
+def planned(kfac) -> dict:
+    """Payload that this rank sends, by kind, from the plans alone."""
+    plan, rank, world = kfac.plan, kfac.rank, kfac.channel.world
+    exchange = kfac.exchange.plan
+
+    def sent(moves, size):
+        return size * sum(moves.numel(rank, other) for other in range(world))
+
+    buckets = kfac.curvature.reducer.buckets(frozenset(kfac.curvature.specs))
+    vectors, values = kfac.curvature.delivery.plans(kfac.curvature.specs)
+    return {
+        "messages": len(buckets),
+        "factors": sum(
+            segment_bytes(segment, plan.wire)
+            for bucket in buckets
+            for other, segment in enumerate(bucket.segments)
+            if other != rank
+        ),
+        "gradients": sent(exchange.gather, plan.gradient_dtypes[0].itemsize),
+        "results": sent(exchange.scatter, plan.gradient_dtypes[1].itemsize),
+        "eigenvectors": sent(vectors, plan.wire.itemsize),
+        "eigenvalues": sent(values, 4),
+    }
+
+
 def traffic_worker(_) -> dict:
-    results = {}
-    for stage, dtype in ((0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (2, "bf16"), (3, "bf16")):
-        for blocks, config in ((3, GPT_3), (12, GPT_12))[: 1 + (dtype == "fp32")]:
-            engine = engine_of(stage, config, dtype)
-            kfac = engine.kfac.optimizer
+    results, world = {}, dist.get_world_size()
+    for stage, dtype, workers in CASES[world]:
+        for blocks, config in ((3, GPT_3), (12, GPT_12))[: 1 + (dtype == "fp32" and workers == 1)]:
+            fraction = {"assignment": {"gradient_worker_fraction": workers / world}, "burn_in": {"steps": 0}}
+            wire = {"communication": {"dtype": dtype, "gradient_dtype": dtype}}
+            engine = engine_of(stage, config, "fp32", **fraction, **wire)
+            kfac, steps = engine.kfac.optimizer, []
             traffic = Traffic(kfac)
-            for step in range(3):
+            traffic.taken()  # the self-test's
+            for step in range(5):
+                plan = planned(kfac)  # layers that share their input are found in step 0
                 run_step(engine, step)
-            rank, world = kfac.rank, kfac.layout.world
-            gather, scatter = kfac.exchange.gather_plan, kfac.exchange.scatter_plan
-            results[stage, dtype, blocks] = {
-                "calls": [dict(calls) for calls in traffic.calls],
-                "sent": traffic.sent,
-                "planned": {
-                    "factors": 4 * (kfac.bucket.numel - kfac.bucket.splits[rank]),
-                    "gather": (2 if dtype == "bf16" else 4) * sum(gather.numel(rank, other) for other in range(world)),
-                    "scatter": 4 * sum(scatter.numel(rank, other) for other in range(world)),
-                    "gathers": bool(gather.moves),
-                },
+                steps.append((plan, *traffic.taken()))
+            gather = kfac.exchange.plan.gather
+            results[stage, dtype, workers, blocks] = {
+                "steps": steps,
                 "moved": gather.total_numel,
                 "elsewhere": elements_elsewhere(engine) if stage in (1, 2) else gather.total_numel,
                 "gradient": sum(layer.numel for layer in kfac.layers),
                 "state": kfac.state_nbytes,
+                "planned state": kfac.plan.assignment.memory[kfac.rank],
                 "owned": len(kfac.owned),
             }
             engine.destroy()
     return results
 
 
+CASES = {
+    2: [(stage, dtype, 1) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")] + [(0, "fp32", 2)],
+    4: [(stage, "fp32", 1) for stage in (0, 1, 2, 3)] + [(0, "bf16", 2), (0, "fp32", 4)],
+}
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_collectives_bytes_and_state(world):
     results = run_ranks("tests.deepspeed.test_communication:traffic_worker", world=world)
     for case in results[0]:
+        stage, _, workers, blocks = case
         for rank in range(world):
             result = results[rank][case]
-            due, idle, due_again = result["calls"]
-            expected = Counter({"all_to_all_single": 3 if result["planned"]["gathers"] else 2, "all_reduce": 1})
-            assert due == due_again == expected, (case, due)
-            assert idle == expected - Counter({"all_to_all_single": 1}), "no factor traffic on a step that is not due"
-            assert sum(due.values()) <= 4
-            planned = result["planned"]
-            relayout = ([planned["gather"]] if planned["gathers"] else []) + [planned["scatter"]]
-            assert result["sent"] == [[planned["factors"], *relayout], relayout, [planned["factors"], *relayout]], case
+            # steps 0, 2, 4 capture, 0 and 4 refresh; after step 0 the groups of shared inputs are agreed on
+            for step, (plan, calls, wire, counted, sent) in enumerate(result["steps"]):
+                captures, refreshes = step % 2 == 0, step % 4 == 0
+                everyone = [results[r][case]["steps"][step][0] for r in range(world)]
+                kinds = {"factors": plan["messages"]} if captures else {}
+                if any(other["gradients"] for other in everyone):
+                    kinds["gradients"] = 1
+                elif refreshes and any(other["eigenvectors"] for other in everyone):
+                    kinds["eigenvectors"] = 1
+                if workers < world:
+                    kinds["results"] = 1
+                assert counted == kinds, (case, step, counted)
+                assert calls.pop("all_gather_object", 0) == (step == 0), "once in a run"
+                assert calls == ({"all_to_all_single": sum(kinds.values())} if kinds else {}), (case, step, calls)
+                assert sum(kinds.values()) <= 4
+                expected = {"factors": plan["factors"] * captures, "gradients": plan["gradients"]}
+                expected |= {kind: plan[kind] * refreshes for kind in ("eigenvectors", "eigenvalues")}
+                expected["results"] = plan["results"]
+                numbers = sent.pop("numbers", 0)
+                assert {k: v for k, v in sent.items() if v} == {k: v for k, v in expected.items() if v}, (case, step)
+                padding = wire - sum(expected.values()) - numbers
+                assert 0 <= padding <= 16 * 5 * world * 2 and numbers < 4 * 200 * world, (case, step, padding)
             assert result["moved"] == result["elsewhere"], case
-        blocks = case[2]
-        if blocks == 12:
+            assert result["state"] == pytest.approx(result["planned state"], rel=0.01), case
+        if blocks == 12 and workers == 1:
             total = sum(results[rank][case]["state"] for rank in range(world))
             for rank in range(world):
                 share = results[rank][case]["state"] / total
                 assert share <= 1.15 / world, f"{case}: rank {rank} of {world} holds {share:.3f} of the state"
-            if case[0] in (1, 2):
+            if stage in (1, 2):
                 part = results[0][case]["moved"] / results[0][case]["gradient"]
                 assert part < 0.05, f"{case}: {part:.1%} of the gradient moves on {world} ranks"
         assert all(results[rank][case]["owned"] > 0 for rank in range(world)), "no rank idle"
@@ -138,7 +182,7 @@ def straddle_worker(_) -> dict:
     moved = {}
     for first in (False, True):
         engine = engine_of(2, GPT_12, assignment={"kfac_first": first}, layers={"exclude": ["^lm_head$"]})
-        moved[first] = engine.kfac.optimizer.exchange.gather_plan.total_numel
+        moved[first] = engine.kfac.optimizer.exchange.plan.gather.total_numel
         engine.destroy()
     return moved
 
@@ -177,7 +221,7 @@ def idle_worker(_) -> dict:
 def test_a_step_that_is_not_due_costs_the_preconditioning_alone():
     result = run_ranks("tests.deepspeed.test_communication:idle_worker", world=1)[0]
     assert result["idle"]["aten::mm"] == 4 * result["owned"], "four products a layer"
-    assert result["idle stages"] == ["ds_kfac::gather", "ds_kfac::precondition", "ds_kfac::scatter"]
+    assert result["idle stages"] == ["ds_kfac::precondition", "ds_kfac::refresh", "ds_kfac::relayout"]
     assert result["idle host syncs"] == 0 and result["due host syncs"] == 0
     assert "ds_kfac::reduce" in result["due stages"]
     assert result["due backward"]["aten::mm"] > result["idle backward"]["aten::mm"]
@@ -191,9 +235,12 @@ def adam_worker(_) -> dict:
             mode = Mode("gpt", stage, adam=True, clip=clip, kfac={**KFAC, "burn_in": {"steps": 0}})
             engine = build(mode, 1, model=GPT(GPT_3))
             traffic = Traffic(engine.kfac.optimizer)
+            traffic.taken()
+            steps = []
             for step in range(3):
                 run_step(engine, step)
-            results[stage, clip] = [dict(calls) for calls in traffic.calls]
+                steps.append(traffic.taken()[0])
+            results[stage, clip] = steps
             engine.destroy()
     return results
 
@@ -202,11 +249,6 @@ def test_kfac_adamw_needs_at_most_4_collectives_too():
     for result in run_ranks("tests.deepspeed.test_communication:adam_worker", world=2):
         for (stage, clip), steps in result.items():
             for step, calls in enumerate(steps):
-                due = step % 2 == 0
-                # the clipped gradients' norm rides in the factor sums where there are any
-                assert calls.get("all_reduce") == 1 + (clip > 0 and stage > 0 and not due), (stage, clip, step)
-                assert set(calls) <= {"all_to_all_single", "all_reduce"} and sum(calls.values()) <= 4, (
-                    stage,
-                    clip,
-                    step,
-                )
+                calls.pop("all_gather_object", None)  # once in a run
+                assert set(calls) <= {"all_to_all_single"}, "the clipped gradients' norm rides in the gather"
+                assert calls["all_to_all_single"] <= 4, (stage, clip, step)

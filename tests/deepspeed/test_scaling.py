@@ -1,0 +1,110 @@
+"""Strategies, wire dtypes and schedules of the distributed part: each trains like ds_kfac/reference.py, or says by how
+much it may differ."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.deepspeed.modes import KFAC, Mode
+from tests.deepspeed.runs import build, difference, reference, train, weights
+from tests.models import CLASSES, FEATURES, cross_entropy
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+SYNCHRONOUS = {"stagger": False}
+
+
+class QueryNet(nn.Module):
+    """Three layers see one input, two another; one input of equal values lies elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(FEATURES, 7), nn.Linear(FEATURES, 7)
+        self.v, self.other = nn.Linear(FEATURES, 7, bias=False), nn.Linear(FEATURES, 7)
+        self.gate, self.up = nn.Linear(7, 9), nn.Linear(7, 9)
+        self.head = nn.Linear(9, CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        h = torch.tanh(self.q(x)) * self.k(x) + self.v(x) + self.other(x.clone())
+        z = self.head(torch.sigmoid(self.gate(h)) * self.up(h))
+        return z if y is None else cross_entropy(z, y)
+
+
+def options(**blocks):
+    return {key: {**KFAC.get(key, {}), **blocks.get(key, {})} for key in {*KFAC, *blocks}}
+
+
+FRACTIONS = {2: (1, 2), 4: (1, 2, 4), 3: (3,)}
+CORRECTED = {"preconditioner": {"eigenvalues": "corrected", "second_moment_decay": 0.9, "kl_clip": 0.001}}
+OFFLOAD = {"offload": {"device": "cpu"}}
+
+
+def cases(world: int) -> dict:
+    """Name -> (stage, adam, blocks, tolerance)."""
+    found = {}
+    for workers in FRACTIONS[world]:
+        strategy = {"assignment": {"gradient_worker_fraction": workers / world, "split_factors": workers % 2 == 0}}
+        found[f"workers {workers}"] = (0, False, strategy, 2e-5)
+        found[f"workers {workers}, corrected"] = (0, False, {**strategy, **CORRECTED}, 3e-3)
+        found[f"workers {workers}, adam"] = (0, True, strategy, 3e-3)
+    for stage in (0, 2, 3):
+        split = {"assignment": {"split_factors": True, "load_tolerance": 0.0}}
+        found[f"stage {stage}, split factors"] = (stage, False, split, 2e-5)
+        found[f"stage {stage}, no overlap, offload"] = (
+            stage, False, {"communication": {"overlap": False}, **OFFLOAD}, 2e-5,
+        )  # fmt: skip
+        for dtype, tolerance in (("bf16", 3e-2), ("fp16", 5e-3)):
+            wire = {"communication": {"dtype": dtype, "error_feedback": stage == 2}, **split}
+            found[f"stage {stage}, {dtype} on the wire"] = (stage, False, wire, tolerance)
+        half = {"communication": {"dtype": "bf16", "gradient_dtype": "bf16"}}
+        found[f"stage {stage}, bf16 gradients too"] = (stage, False, half, 3e-2)
+    return found
+
+
+def worker(names) -> dict:
+    results, world = {}, dist.get_world_size()
+    table = cases(world)
+    for name in names or table:
+        stage, adam, blocks, tolerance = table[name]
+        kfac = options(**{"eigenbasis": {**KFAC["eigenbasis"], **SYNCHRONOUS}, **blocks})
+        mode = Mode("scaling", stage, adam=adam, kfac=kfac)
+        engine = build(mode, 2, model=make(QueryNet))
+        initial = weights(engine)
+        expected = reference(mode, 2, world, initial, kfac_config=kfac, model=QueryNet) if dist.get_rank() == 0 else None
+        train(engine, 2)
+        final = weights(engine)
+        drift = copy.deepcopy(final)
+        for tensor in drift.values():
+            dist.broadcast(tensor, 0)
+        results[name] = {
+            "difference": difference(final, expected, initial) if expected else 0.0,
+            "tolerance": tolerance,
+            "drift": max(float((drift[n] - final[n]).abs().max()) for n in final),
+            "groups": engine.kfac.optimizer.groups,
+        }
+        engine.destroy()
+    return results
+
+
+def make(model: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return model()
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_strategies_and_wires_match_reference(world):
+    results = run_ranks("tests.deepspeed.test_scaling:worker", world=world)
+    wrong = []
+    for rank, own in enumerate(results):
+        for name, result in own.items():
+            if not result["difference"] <= result["tolerance"]:
+                wrong.append(f"{name}: differs by {result['difference']:.2e}, allowed {result['tolerance']:.0e}")
+            if result["drift"]:
+                wrong.append(f"{name}: rank {rank} drifted from rank 0 by {result['drift']:.1e}")
+            if result["groups"] != (("q", "k"), ("gate", "up")):
+                wrong.append(f"{name}: layers that share an input: {result['groups']}")
+    assert not wrong, "\n".join(wrong)
