@@ -14,7 +14,7 @@ from torch import nn
 import ds_kfac
 from ds_kfac.reference import ReferenceKFAC
 from tests.deepspeed.modes import BY_NAME, KFAC, LR, MICRO_ROWS, STEPS, Mode
-from tests.models import cross_entropy, make_batch, make_net
+from tests.models import Net, cross_entropy, make_batch, make_net
 
 
 def parameter_groups(model: nn.Module, groups: str) -> list[dict]:
@@ -112,7 +112,7 @@ def weights(engine) -> dict[str, torch.Tensor]:
 
 def reference(
     mode: Mode, accumulation: int, world: int, initial: dict, steps: int = STEPS, kfac_config: dict | None = None,
-    before_step=None,
+    before_step=None, model: type[nn.Module] = Net,
 ) -> dict:  # fmt: skip
     """Weights after training ``initial`` with reference.py and the same optimizer on the concatenated batch.
 
@@ -121,7 +121,7 @@ def reference(
     In 16 bits the forward and backward run on a rounded copy, the optimizer on fp32 masters, as in DeepSpeed.
     """
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[mode.dtype]
-    model = make_net()
+    model = make_net(model)
     model.load_state_dict(initial)
     work = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
     for p in work.parameters():

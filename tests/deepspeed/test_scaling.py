@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.deepspeed.modes import KFAC, Mode
 from tests.deepspeed.runs import build, difference, reference, train, weights
-from tests.models import CLASSES, FEATURES, cross_entropy
+from tests.models import CLASSES, FEATURES, cross_entropy, make_net
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -51,7 +51,7 @@ def cases(world: int) -> dict:
         found[f"workers {workers}"] = (0, False, strategy, 2e-5)
         found[f"workers {workers}, corrected"] = (0, False, {**strategy, **CORRECTED}, 3e-3)
         found[f"workers {workers}, adam"] = (0, True, strategy, 3e-3)
-    for stage in (0, 2, 3):
+    for stage in (0, 2, 3) if world != 3 else (3,):
         split = {"assignment": {"split_factors": True, "load_tolerance": 0.0}}
         found[f"stage {stage}, split factors"] = (stage, False, split, 2e-5)
         found[f"stage {stage}, no overlap, offload"] = (
@@ -72,9 +72,11 @@ def worker(names) -> dict:
         stage, adam, blocks, tolerance = table[name]
         kfac = options(**{"eigenbasis": {**KFAC["eigenbasis"], **SYNCHRONOUS}, **blocks})
         mode = Mode("scaling", stage, adam=adam, kfac=kfac)
-        engine = build(mode, 2, model=make(QueryNet))
+        engine = build(mode, 2, model=make_net(QueryNet))
         initial = weights(engine)
-        expected = reference(mode, 2, world, initial, kfac_config=kfac, model=QueryNet) if dist.get_rank() == 0 else None
+        expected = (
+            reference(mode, 2, world, initial, kfac_config=kfac, model=QueryNet) if dist.get_rank() == 0 else None
+        )
         train(engine, 2)
         final = weights(engine)
         drift = copy.deepcopy(final)
@@ -88,11 +90,6 @@ def worker(names) -> dict:
         }
         engine.destroy()
     return results
-
-
-def make(model: type[nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
-    return model()
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
