@@ -103,7 +103,7 @@ def test_layers_that_nobody_called_are_not_a_group():
 
 
 def test_layers_of_different_kinds_are_apart_and_groups_come_in_module_order():
-    seen = [{name: (0,) for name in "dcba"} | {"f": (1,), "e": (1,)}]
+    seen = [dict.fromkeys("dcba", (0,)) | {"f": (1,), "e": (1,)}]
     kinds = {"a": 1, "b": 2, "e": 1, "c": 1, "d": 2, "f": 1}
     assert agreed(seen, kinds) == (("a", "c"), ("b", "d"), ("e", "f"))
 
