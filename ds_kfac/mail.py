@@ -57,12 +57,13 @@ def deliver(legs: Sequence[Leg], channel: Channel, device: torch.device) -> list
             for move in leg.plan.between(rank, target):
                 view.narrow(0, place, move.numel).copy_(leg.piece(move))
                 place += move.numel
-    others = [other for other in range(world) if other != rank]
-    carries = {
-        leg.kind: (sum(leg.nbytes(rank, other) for other in others), sum(leg.nbytes(other, rank) for other in others))
-        for leg in legs
-        if leg.plan.moves
-    }
+    carries: dict[str, tuple[int, int]] = {}
+    for leg in legs:
+        if leg.plan.moves:
+            to, from_ = carries.get(leg.kind, (0, 0))
+            for other in (other for other in range(world) if other != rank):
+                to, from_ = to + leg.nbytes(rank, other), from_ + leg.nbytes(other, rank)
+            carries[leg.kind] = to, from_
     received, _ = channel.all_to_all(sent, outgoing, incoming, carries=carries)
     arrivals: list[Arrivals] = [[] for _ in legs]
     start = 0

@@ -156,9 +156,9 @@ class Schedule:
     During the burn-in its intervals hold where shorter; ``update`` and ``refresh`` keep their clock. The step after it,
     ``burn_in.steps``, captures and refreshes whatever the intervals say: the longer interval starts with fresh bases.
 
-    With an ``offset`` above 0 the clock is displaced from the end of the burn-in, B, on (without burn-in B is step 1):
+    With an ``offset`` above 0 the clock is displaced from the end of the burn-in, B, on (without burn-in B is 0):
     nothing is due until B + offset % update interval, which captures whatever the interval says, and nothing refreshes
-    until B + offset, which captures and refreshes. Steps before B are the same for all offsets.
+    until B + offset, which captures and refreshes. Steps before B, and step 0, are the same for all offsets.
     """
 
     update: Value
@@ -186,13 +186,12 @@ class Schedule:
 
     @property
     def _displaced_from(self) -> int:
-        return self.burn_in.steps if self.burn_in else 1
+        return self.burn_in.steps if self.burn_in else 0
 
     @cached_property
     def settled(self) -> int:
         """The step from which on both intervals no longer change, and from which on no offset is waited for."""
-        start = self._displaced_from if self.burn_in or self.offset else 0
-        return max(self.update.settled, self.refresh.settled, start + self.offset)
+        return max(self.update.settled, self.refresh.settled, self._displaced_from + self.offset)
 
     @property
     def final_refresh_interval(self) -> int:
@@ -236,7 +235,7 @@ class Schedule:
         walked, start = self._walked, self._displaced_from
         captures = step >= walked.captures[-1] + self._update_interval(step)
         refreshes = captures and step >= walked.refreshes[-1] + self._refresh_interval(step)
-        if (self.burn_in or self.offset) and start <= step <= start + self.offset:
+        if start <= step <= start + self.offset:
             first = start + self.offset % self._update_interval(start)
             refreshes = step == start + self.offset
             captures = refreshes or step == first or (captures and step > first)

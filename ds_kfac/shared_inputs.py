@@ -1,5 +1,6 @@
 """Layers that see the same input, such as q, k, v or gate, up: found by tensor identity, and verified from then on."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -35,14 +36,15 @@ class SharedInputs:
         self._numbers: dict[str, list[int]] = {}  # layer -> number of each of its inputs so far
         self._inputs: list[tuple[int, Fingerprint]] = []  # those of this micro-batch
         self._total = 0
-        self._leaders: dict[str, str] = {}
-        self._calls: dict[str, list[Fingerprint]] = {}
+        self._group: dict[str, tuple[str, ...]] = {}
+        self._calls: dict[tuple[str, ...], list[Fingerprint]] = {}  # of the layer that was first to call so often
+        self._counts: Counter[str] = Counter()
 
     def see(self, layer: str, x: Tensor) -> None:
         """A layer was called with ``x``.
 
         Raises:
-            RuntimeError: it is in a group, and ``x`` is not what the group's first layer was called with.
+            RuntimeError: it is in a group, and ``x`` is not what another one of it was called with.
         """
         if layer not in self._watched:
             return
@@ -54,34 +56,43 @@ class SharedInputs:
                 self._inputs.append((number, mark))
             self._numbers.setdefault(layer, []).append(number)
             return
-        own = self._calls.setdefault(layer, [])
-        own.append(mark)
-        leader = self._leaders.get(layer)
-        if leader is None:
-            return
-        calls = self._calls.get(leader, [])
-        if len(calls) < len(own) or not _same(calls[len(own) - 1], mark):
-            raise RuntimeError(
-                f"ds_kfac: {layer} shared its input with {leader} in the first step and does not now, so their common "
-                'factor would be wrong; set "share_inputs": false in kfac.layers'
-            )
+        calls = self._calls.setdefault(self._group[layer], [])
+        self._counts[layer] += 1
+        if len(calls) < self._counts[layer]:
+            calls.append(mark)
+        elif not _same(calls[self._counts[layer] - 1], mark):
+            raise self._broken(layer)
+
+    def _broken(self, layer: str) -> RuntimeError:
+        others = ", ".join(other for other in self._group[layer] if other != layer)
+        return RuntimeError(
+            f"ds_kfac: {layer} shared its input with {others} in the first step and does not now, so their common "
+            'factor would be wrong; set "share_inputs": false in kfac.layers'
+        )
 
     def end_batch(self) -> None:
-        """The next inputs are those of another micro-batch."""
-        self._inputs.clear()
-        self._calls.clear()
+        """The next inputs are those of another micro-batch.
+
+        Raises:
+            RuntimeError: a layer was called more often than the first of its group, whose inputs are what is captured.
+        """
+        counts, calls = self._counts, self._calls
+        self._inputs, self._counts, self._calls = [], Counter(), {}
+        for group, seen in calls.items():
+            if counts[group[0]] < len(seen):
+                raise self._broken(group[0])
 
     def found(self) -> Mapping[str, tuple[int, ...]]:
         """Layer -> numbers of its inputs; layers with equal ones share them. A layer that was not called is missing."""
         return {layer: tuple(numbers) for layer, numbers in self._numbers.items()}
 
     def use(self, groups: Sequence[Sequence[str]]) -> None:
-        """End the search; from now on every batch has to agree with these groups, whose first layer is called first."""
+        """End the search; from now on every batch has to agree with these groups, called in whatever order."""
         self.searching = False
-        self._watched = frozenset(name for group in groups for name in group)
-        self._leaders = {name: group[0] for group in groups for name in group[1:]}
+        self._group = {name: tuple(group) for group in groups for name in group}
+        self._watched = frozenset(self._group)
         self._numbers.clear()
-        self.end_batch()
+        self._inputs, self._counts, self._calls = [], Counter(), {}
 
 
 def agreed(found: Sequence[Mapping[str, tuple[int, ...]]], kinds: Mapping[str, object]) -> tuple[tuple[str, ...], ...]:

@@ -17,6 +17,8 @@ DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat
 
 HALF_RANGE = 2.0**14
 """To where the largest number of a slot is scaled in fp16, which has no larger exponents than 2^15."""
+LARGEST_SCALE = 126
+"""Exponent; a larger power of two has no reciprocal in fp32."""
 
 
 def segment_bytes(segment: Segment, dtype: torch.dtype) -> int:
@@ -85,7 +87,7 @@ class Reduction:
             header, body = flat[segment.start : segment.body], flat[segment.body : segment.stop]
             if self.dtype is torch.float16 and sums:
                 largest = torch.stack(torch._foreach_norm(sums, float("inf")))
-                scales = torch.exp2(torch.floor(torch.log2(HALF_RANGE / largest)))
+                scales = torch.exp2(torch.floor(torch.log2(HALF_RANGE / largest)).clamp(max=LARGEST_SCALE))
                 scales = torch.where(torch.isfinite(scales) & (scales > 0), scales, torch.ones_like(scales))
                 header = torch.cat([header, scales, scales.new_ones(len(header) - len(scales))])
                 body = body.clone()
@@ -101,7 +103,8 @@ class Reduction:
                     lost = values - decoded[slot.start - segment.start :][: slot.numel]
                     # an overflowed batch is dropped by its owner; it must not come back with the next one
                     lost = torch.where(torch.isfinite(lost).all(), lost, torch.zeros_like(lost))
-                    self.residuals[slot.layer, slot.use, slot.side] = lost.to(self.dtype)
+                    # bf16 whatever travels: fp16 has not the range, and residuals have no scale of their own
+                    self.residuals[slot.layer, slot.use, slot.side] = lost.to(torch.bfloat16)
         return torch.cat(pieces)
 
     def _decoded(self, segment: Segment, piece: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_kfac.capture import BatchSums, Capture
+from ds_kfac.capture import BatchSum, Capture, UseSums
 from ds_kfac.layers.registry import LAYERS
 from ds_kfac.ops.functional import symmetric_pack
 from ds_kfac.scan import Choice, scan
@@ -24,20 +24,25 @@ class Recorder:
         self.capture = Capture(model, self.layers, self.allocate, fallback_seed=lambda: 1.0)
         self.capture.active = True
 
-    def allocate(self) -> dict[str, tuple[BatchSums, ...]]:
+    def allocate(self) -> dict[str, tuple[UseSums, ...]]:
         return {
             layer.name: tuple(
-                BatchSums(torch.zeros(use.A.numel), torch.zeros(use.G.numel), torch.zeros(2)) for use in layer.uses
+                UseSums(*(BatchSum(torch.zeros(side.numel), torch.zeros(())) for side in (use.A, use.G)))
+                for use in layer.uses
             )
             for layer in self.layers
         }
 
-    def sums(self, name: str) -> BatchSums:
+    def sums(self, name: str) -> UseSums:
         return self.capture._sums[name][0]
+
+    def counts(self, name: str) -> list[int]:
+        """Rows of A, loss terms of G."""
+        return [int(part.count) for part in (self.sums(name).A, self.sums(name).G)]
 
     def means(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         sums = self.capture.take()
-        return {name: (s.A_P / s.counts_2[0], s.G_P / s.counts_2[1]) for name, (s,) in sums.items()}
+        return {name: (s.A.sum_P / s.A.count, s.G.sum_P / s.G.count) for name, (s,) in sums.items()}
 
 
 def expected_means(model: nn.Module, forward, loss_terms: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -121,8 +126,8 @@ def test_scaling_the_loss_does_not_change_the_factors():
     scaled.capture.begin_backward(torch.tensor(2.0**16))
     (loss * 2.0**16).backward()
     for name, (A, G) in plain.means().items():
-        torch.testing.assert_close(scaled.sums(name).A_P / (ROWS * TOKENS), A)
-        torch.testing.assert_close(scaled.sums(name).G_P / (ROWS * TOKENS), G, rtol=1e-5, atol=1e-9)
+        torch.testing.assert_close(scaled.sums(name).A.sum_P / (ROWS * TOKENS), A)
+        torch.testing.assert_close(scaled.sums(name).G.sum_P / (ROWS * TOKENS), G, rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
@@ -158,7 +163,7 @@ def test_activation_checkpointing_counts_every_row_once(use_reentrant, inside):
 
     recorder = Recorder(make_net(Checkpointed))
     loss_of()(recorder.model).backward()
-    assert recorder.sums("first").counts_2.tolist() == [ROWS * TOKENS, ROWS * TOKENS]
+    assert recorder.counts("first") == [ROWS * TOKENS, ROWS * TOKENS]
     assert_same(recorder.means(), expected_means(make_net(), loss_of(), ROWS * TOKENS))
 
 
@@ -173,8 +178,7 @@ def test_a_module_called_twice_adds_rows_but_no_loss_terms():
 
     recorder = Recorder(make_net(Twice))
     loss_of()(recorder.model).backward()
-    counts = {name: sums.counts_2.tolist() for name, (sums,) in recorder.capture._sums.items()}
-    assert counts["inner"] == [2 * ROWS * TOKENS, ROWS * TOKENS]
+    assert recorder.counts("inner") == [2 * ROWS * TOKENS, ROWS * TOKENS]
     assert_same(recorder.means(), expected_means(make_net(Twice), loss_of(), ROWS * TOKENS))
 
 
@@ -186,7 +190,7 @@ def test_a_module_that_is_not_called_counts_nothing():
 
     recorder = Recorder(make_net(Unused))
     loss_of()(recorder.model).backward()
-    assert recorder.sums("unused").counts_2.tolist() == [0, 0]
+    assert recorder.counts("unused") == [0, 0]
     assert "unused" not in recorder.capture.called and "first" in recorder.capture.called
 
 

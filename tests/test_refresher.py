@@ -15,16 +15,10 @@ from ds_kfac.refresher import Refresher
 
 
 @pytest.fixture
-def make():
-    made: list[Refresher] = []
-
-    def refresher(lag: int) -> Refresher:
-        made.append(Refresher(lag, "cpu"))
-        return made[-1]
-
-    yield refresher
-    for each in made:
-        each.close()
+def refresher():
+    made: Refresher = Refresher("cpu")
+    yield made
+    made.close()
 
 
 def slow(result, seconds: float):
@@ -33,42 +27,38 @@ def slow(result, seconds: float):
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.05])
-@pytest.mark.parametrize("lag", [0, 1, 3])
-def test_results_come_out_lag_steps_later_however_long_they_took(make, lag, seconds):
-    refresher = make(lag)
-    seen = {}
-    for step in range(6):
-        if step % 2 == 0:
-            refresher.submit(step, "a", partial(slow, ("a", step), seconds))
-            refresher.submit(step, "b", partial(slow, ("b", step), 0.0))
-        results = refresher.collect(step)
-        if results:
-            seen[step] = results
-    expected = {step + lag: {"a": ("a", step), "b": ("b", step)} for step in (0, 2, 4) if step + lag < 6}
-    assert seen == expected
+def test_a_result_is_that_of_its_key_however_long_it_took(refresher, seconds):
+    refresher.submit("a", partial(slow, 1, seconds))
+    refresher.submit("b", partial(slow, 2, 0.0))
+    assert refresher.result("b") == 2 and refresher.result("a") == 1
 
 
-def test_a_step_that_is_skipped_over_is_collected_later(make):
-    refresher = make(2)
-    for step in (0, 1):
-        refresher.submit(step, "a", partial(int, step))
-    refresher.submit(1, "b", partial(int, 7))
-    refresher.submit(4, "a", partial(int, 4))
-    assert refresher.collect(5) == {"a": 1, "b": 7}  # of "a" the later one
-    assert refresher.pending == ((4, "a"),)
+def test_a_result_stays_until_it_is_dropped(refresher):
+    """A step that is not applied asks again."""
+    made = []
+
+    def work():
+        made.append(len(made))
+        return made[-1]
+
+    refresher.submit("a", work)
+    assert [refresher.result("a") for _ in range(3)] == [0, 0, 0] and refresher.pending == ("a",)
+    refresher.drop(["a"])
+    assert refresher.pending == ()
+    with pytest.raises(KeyError):
+        refresher.result("a")
+    refresher.submit("a", work)
+    assert refresher.result("a") == 1
 
 
-def test_early_results_are_kept_back(make):
-    refresher = make(5)
+def test_early_results_wait_to_be_asked_for(refresher):
     done = threading.Event()
-    refresher.submit(0, "a", done.set)
+    refresher.submit("a", done.set)
     assert done.wait(10)
-    assert refresher.collect(4) == {} and refresher.pending == ((0, "a"),)
-    assert refresher.collect(5) == {"a": None} and refresher.pending == ()
+    assert refresher.pending == ("a",) and refresher.result("a") is None
 
 
-def test_work_runs_beside_the_caller_on_one_other_thread_in_order(make):
-    refresher = make(1)
+def test_work_runs_beside_the_caller_on_one_other_thread_in_order(refresher):
     may_run, order = threading.Event(), []
 
     def work(name):
@@ -76,102 +66,100 @@ def test_work_runs_beside_the_caller_on_one_other_thread_in_order(make):
         order.append(name)
         return threading.get_ident()
 
-    for name in "abc":
-        refresher.submit(0, name, partial(work, name))
+    for name in "cab":
+        refresher.submit(name, partial(work, name))
+    assert refresher.pending == ("c", "a", "b") and order == []
     may_run.set()  # a refresher that ran in place would have failed before
-    results = refresher.collect(1)
-    assert order == ["a", "b", "c"] and len(set(results.values())) == 1
-    assert threading.get_ident() not in results.values()
+    results = {refresher.result(name) for name in "bca"}
+    assert order == ["c", "a", "b"] and len(results) == 1 and threading.get_ident() not in results
 
 
-def test_without_lag_work_runs_in_place(make):
-    refresher = make(0)
-    refresher.submit(3, "a", threading.get_ident)
-    assert refresher.collect(3) == {"a": threading.get_ident()}
+def test_work_has_no_gradients(refresher):
+    weight = torch.ones(2, requires_grad=True)
+    refresher.submit("a", lambda: weight * 2)
+    assert not refresher.result("a").requires_grad and torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_work_has_no_gradients(make, lag):
-    refresher, weight = make(lag), torch.ones(2, requires_grad=True)
-    refresher.submit(0, "a", lambda: weight * 2)
-    assert not refresher.collect(lag)["a"].requires_grad and torch.is_grad_enabled()
-
-
-@pytest.mark.parametrize("lag", [0, 2])
-@pytest.mark.parametrize("how", ["collect", "flush"])
-def test_an_error_is_raised_where_results_are_read_and_says_whose_it_is(make, lag, how):
-    refresher = make(lag)
-
+def test_an_error_is_raised_where_the_result_is_read_and_says_whose_it_is(refresher):
     def fails():
         raise ZeroDivisionError("in work")
 
-    refresher.submit(4, "fine/A", partial(int, 1))
-    refresher.submit(4, "layer/A", fails)
-    read = partial(refresher.collect, 4 + lag) if how == "collect" else refresher.flush
-    with pytest.raises(RuntimeError, match="refresh of layer/A, submitted at step 4, failed") as error:
-        read()
-    assert isinstance(error.value.__cause__, ZeroDivisionError)
-    assert refresher.pending == ((4, "fine/A"), (4, "layer/A"))
-    refresher.clear()
-    refresher.submit(4, "layer/A", partial(int, 5))
-    assert refresher.collect(4 + lag) == {"layer/A": 5}
+    refresher.submit("layer/A", fails)
+    refresher.submit("fine/A", partial(int, 1))
+    assert refresher.result("fine/A") == 1
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="refresh of layer/A failed") as error:
+            refresher.result("layer/A")
+        assert isinstance(error.value.__cause__, ZeroDivisionError)
+    refresher.drop(["layer/A"])
+    refresher.submit("layer/A", partial(int, 5))
+    assert refresher.result("layer/A") == 5
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("lag", [1, 2, 3])
 @pytest.mark.parametrize("skipped", [0, 1, 2, 3, 4])
-def test_a_step_that_is_not_applied_can_be_taken_again(make, lag, skipped):
-    """Everything collected in the steps that were applied, with and without a skipped one."""
+def test_a_step_that_is_not_applied_can_be_taken_again(lag, skipped):
+    """Everything collected in the steps that were applied, with and without a step that was tried twice in vain."""
 
-    def run(refresher, attempts):
-        seen = []
+    def run(attempts):
+        refresher, due, seen = Refresher("cpu"), {}, []
         for step, applied in attempts:
-            refresher.submit(step, "a", partial(slow, (step, applied), 0.005))
-            results = refresher.collect(step)
+            key, begun = f"a{step}", step % 2 == 0
+            if begun:
+                refresher.submit(key, partial(slow, (step, applied), 0.005))
+            results = {name: refresher.result(name) for name, at in due.items() if at == step}
             if applied:
+                due |= {key: step + lag} if begun else {}
+                refresher.drop(results)
                 seen.append((step, results, refresher.pending))
-            else:
-                refresher.discard(step)
+            elif begun:
+                refresher.drop([key])
+        refresher.close()
         return seen
 
     plain = [(step, True) for step in range(6)]
     broken = [*plain[:skipped], (skipped, False), (skipped, False), *plain[skipped:]]
-    assert run(make(lag), broken) == run(make(lag), plain)
+    expected = run(plain)
+    assert run(broken) == expected and any(results for _, results, _ in expected)
 
 
-def test_what_is_discarded_is_not_even_begun(make):
-    refresher, may_run, begun = make(1), threading.Event(), []
-    refresher.submit(0, "blocks", partial(may_run.wait, 10))
-    refresher.submit(1, "a", partial(begun.append, 1))
-    refresher.discard(1)
-    refresher.submit(1, "a", partial(begun.append, 2))
+@pytest.mark.parametrize("how", ["drop", "clear"])
+def test_what_is_dropped_is_not_even_begun(refresher, how):
+    may_run, begun = threading.Event(), []
+    refresher.submit("blocks", partial(may_run.wait, 10))
+    refresher.submit("a", partial(begun.append, 1))
+    refresher.drop(["a", "never submitted"]) if how == "drop" else refresher.clear()
+    refresher.submit("a", partial(begun.append, 2))
     may_run.set()
-    refresher.flush()
+    refresher.result("a")
     assert begun == [2]
 
 
-@pytest.mark.parametrize("lag", [0, 3])
-def test_a_flush_waits_for_everything_and_says_when_it_was_submitted(make, lag):
-    refresher = make(lag)
-    for step in (0, 1):
-        refresher.submit(step, "a", partial(slow, 10 * step, 0.02))
-    assert refresher.flush() == ((0, "a", 0), (1, "a", 10)) and refresher.pending == ()
-    assert refresher.flush() == () and refresher.collect(100) == {}
+def test_a_given_result_is_like_one_that_was_worked_out(refresher):
+    """As after loading a checkpoint; no thread is needed for it."""
+    before = len(refresh_threads())
+    refresher.give("a", 3)
+    assert refresher.pending == ("a",) and refresher.result("a") == 3 and len(refresh_threads()) == before
+    with pytest.raises(AssertionError, match="a is submitted twice"):
+        refresher.submit("a", int)
+    refresher.drop(["a"])
+    refresher.submit("a", partial(int, 4))
+    assert refresher.result("a") == 4
 
 
-def test_one_key_is_submitted_once_a_step(make):
-    refresher = make(1)
-    refresher.submit(0, "a", int)
-    with pytest.raises(AssertionError, match="submitted twice"):
-        refresher.submit(0, "a", int)
+def test_one_key_is_submitted_once(refresher):
+    refresher.submit("a", int)
+    with pytest.raises(AssertionError, match="a is submitted twice"):
+        refresher.submit("a", int)
 
 
-def test_the_thread_has_one_core_and_takes_none_from_others(make):
+def test_the_thread_has_one_core_and_takes_none_from_others(refresher):
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        refresher, others = make(1), []
-        refresher.submit(0, "a", torch.get_num_threads)
-        assert refresher.collect(1) == {"a": 1} and torch.get_num_threads() == 3
+        others = []
+        refresher.submit("a", torch.get_num_threads)
+        assert refresher.result("a") == 1 and torch.get_num_threads() == 3
         later = threading.Thread(target=lambda: others.append(torch.get_num_threads()))
         later.start()
         later.join()
@@ -184,43 +172,38 @@ class Inputs:
     """Something a weak reference can watch."""
 
 
-def test_inputs_and_results_are_let_go(make):
-    refresher, inputs = make(1), Inputs()
-    watched = weakref.ref(inputs)
-    refresher.submit(0, "a", partial(id, inputs))
-    refresher.collect(1)
-    del inputs
+def gone(watched: weakref.ref) -> bool:
+    """The thread lets go a moment after it is done."""
     deadline = time.monotonic() + 10
-    while watched() is not None and time.monotonic() < deadline:  # the thread lets go a moment after it is done
-        time.sleep(0.001)
-    assert watched() is None
-    result = Inputs()
-    watched = weakref.ref(result)
-    refresher.submit(2, "a", partial(slow, result, 0.0))
-    del result
-    refresher.collect(3)
-    refresher.collect(4)  # step 3 was applied
     while watched() is not None and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert watched() is None
+    return watched() is None
+
+
+def test_inputs_and_results_are_let_go_once_dropped(refresher):
+    inputs, result = Inputs(), Inputs()
+    watched = [weakref.ref(inputs), weakref.ref(result)]
+    refresher.submit("a", partial(lambda x, y: y, inputs, result))
+    del inputs, result
+    assert refresher.result("a") is watched[1]() is not None
+    refresher.drop(["a"])
+    assert gone(watched[0]) and gone(watched[1])
 
 
 def refresh_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "ds_kfac refresh"]
 
 
-def test_the_thread_ends_when_closed_or_forgotten_and_starts_when_needed(make):
+def test_the_thread_ends_when_closed_or_forgotten_and_starts_when_needed(refresher):
     before = len(refresh_threads())
-    refresher = make(1)
-    assert len(refresh_threads()) == before
     for _ in range(2):
-        refresher.submit(0, "a", partial(int, 3))
-        assert len(refresh_threads()) == before + 1 and refresher.flush() == ((0, "a", 3),)
-        refresher.submit(0, "a", partial(int, 3))
+        refresher.submit("a", partial(int, 3))
+        assert len(refresh_threads()) == before + 1 and refresher.result("a") == 3
+        refresher.submit("b", partial(int, 3))
         refresher.close()
         assert len(refresh_threads()) == before and refresher.pending == ()
-    forgotten = Refresher(1, "cpu")
-    forgotten.submit(0, "a", int)
+    forgotten: Refresher = Refresher("cpu")
+    forgotten.submit("a", int)
     assert len(refresh_threads()) == before + 1
     del forgotten
     gc.collect()
@@ -229,8 +212,8 @@ def test_the_thread_ends_when_closed_or_forgotten_and_starts_when_needed(make):
 
 def test_a_process_ends_while_work_is_pending():
     program = (
-        "import torch; from ds_kfac.refresher import Refresher; r = Refresher(9, 'cpu'); x = torch.randn(300, 300)\n"
-        "for i in range(500): r.submit(0, str(i), lambda: torch.linalg.eigh(x @ x.T))\n"
+        "import torch; from ds_kfac.refresher import Refresher; r = Refresher('cpu'); x = torch.randn(300, 300)\n"
+        "for i in range(500): r.submit(str(i), lambda: torch.linalg.eigh(x @ x.T))\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (0, "")
@@ -242,18 +225,21 @@ def test_a_process_ends_while_work_is_pending():
 def test_on_a_gpu_results_equal_those_of_the_caller_s_stream(lag):
     """Inputs and results are dropped at once and their memory written over, so a missing wait would show."""
     torch.manual_seed(0)
-    refresher: Refresher[tuple[torch.Tensor, ...]] = Refresher(lag, "cuda")
+    refresher: Refresher[tuple[torch.Tensor, ...]] = Refresher("cuda")
     expected, actual = {}, {}
     for step in range(20):
         x = torch.randn(700, 700, device="cuda")
         for _ in range(20):  # so that x is not ready when the work is submitted
             x = x @ x.mT / x.norm()
         expected[step] = (x @ x).sum().clone(), x.diagonal().sum()
-        refresher.submit(step, "a", partial(lambda x: (x @ x, x.diagonal().clone()), x))
+        refresher.submit(str(step), partial(lambda x: (x @ x, x.diagonal().clone()), x))
         del x
         junk = torch.full((700, 700), torch.nan, device="cuda")
-        for results in refresher.collect(step).values():
+        if step >= lag:
+            results = refresher.result(str(step - lag))
             actual[step - lag] = tuple(part.sum() for part in results)
+            refresher.drop([str(step - lag)])
+            del results
         del junk
     for step, parts in actual.items():
         torch.testing.assert_close(parts, expected[step], rtol=1e-4, atol=1e-4)

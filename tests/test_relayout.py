@@ -2,11 +2,9 @@
 
 import pytest
 
-from ds_kfac.bucket import ALIGNMENT, FactorBucket
-from ds_kfac.ops.functional import packed_numel
-from ds_kfac.zero.relayout import Move, RelayoutPlan, plan_gather, plan_scatter
+from ds_kfac.grid import column
+from ds_kfac.zero.relayout import Move, RelayoutPlan, plan_gather, plan_scatter, source
 from ds_kfac.zero.shards import Shard, ShardMap, partition_chunks, partition_flat
-from tests.models import linear_layer
 
 NUMELS = (1, 63, 257, 5, 128)
 
@@ -50,7 +48,9 @@ def test_gather_brings_every_element_to_its_owner_once(make, world):
 @pytest.mark.parametrize("make", MAPS)
 def test_scatter_reaches_every_shard_that_is_not_on_the_owner(make, world):
     shards, owner = make(world), owners(world)
-    reached = {(m.param, m.start, m.numel, m.target) for m in plan_scatter(shards, owner).moves}
+    moves = plan_scatter(shards, lambda param, rank: source([owner[param]], rank, world)).moves
+    assert all(move.source == owner[move.param] for move in moves)
+    reached = {(m.param, m.start, m.numel, m.target) for m in moves}
     assert reached == {(s.param, s.start, s.numel, s.rank) for s in shards.shards if s.rank != owner[s.param]}
 
 
@@ -59,8 +59,23 @@ def test_scatter_reaches_every_shard_that_is_not_on_the_owner(make, world):
 def test_relayout_inverse_restores_every_shard(make, world):
     shards, owner = make(world), owners(world)
     gather = plan_gather(shards, owner)
-    assert gather.inverse() == plan_scatter(shards, owner)
+    assert gather.inverse() == plan_scatter(shards, lambda param, rank: owner[param])
     assert gather.inverse().inverse() == gather
+
+
+@pytest.mark.parametrize(("world", "count"), [(1, 1), (4, 1), (4, 2), (4, 4), (6, 2), (6, 3), (12, 4)])
+def test_several_workers_serve_consecutive_ranks_each(world, count):
+    """The KAISA grid: every rank that is no worker gets each layer from the one worker in its row."""
+    width, shards = world // count, replicated_map(world)
+    workers = {param: column(param % width, world=world, workers=count) for param in range(len(NUMELS))}
+    moves = plan_scatter(shards, lambda param, rank: source(workers[param], rank, world)).moves
+    assert {(m.param, m.target) for m in moves} == {
+        (param, rank) for param in workers for rank in range(world) if rank not in workers[param]
+    }
+    assert len(moves) == len({(m.param, m.target) for m in moves})
+    for move in moves:
+        assert move.source in workers[move.param] and move.source // width == move.target // width
+        assert (move.start, move.numel) == (0, NUMELS[move.param])
 
 
 def test_a_replicated_gradient_is_not_gathered():
@@ -84,22 +99,3 @@ def test_sender_and_receiver_agree_on_the_order():
 def test_a_map_that_does_not_cover_is_refused(shards, message):
     with pytest.raises(ValueError, match=message):
         ShardMap(2, (5,), tuple(shards))
-
-
-def test_bucket_orders_layers_by_owner_and_aligns_them():
-    layers = [linear_layer(f"l{i}", 6 + i, 3) for i in range(5)]
-    bucket = FactorBucket.plan(layers, {f"l{i}": (i + 1) % 2 for i in range(5)}, world=3)
-    assert list(bucket.slots) == ["l1", "l3", "l0", "l2", "l4"]
-    end = 0
-    for rank, names in ((0, ["l1", "l3"]), (1, ["l0", "l2", "l4"]), (2, [])):
-        first = end
-        assert bucket.norms[rank] == first
-        end += ALIGNMENT
-        for layer in (layer for layer in layers if layer.name in names):
-            (slot,) = bucket.slots[layer.name]
-            assert slot.counts == end and slot.counts % ALIGNMENT == slot.A % ALIGNMENT == slot.G % ALIGNMENT == 0
-            assert slot.A - slot.counts >= 2 and slot.G - slot.A >= packed_numel(layer.dim_A)
-            assert slot.stop - slot.G >= packed_numel(layer.dim_G)
-            end = slot.stop
-        assert bucket.splits[rank] == end - first
-    assert bucket.numel == end

@@ -92,11 +92,11 @@ def simulated(schedule: Schedule, steps: int) -> list[Due]:
         if burning:
             update_interval = min(update_interval, burn_in.update_interval)
             refresh_interval = min(refresh_interval, burn_in.refresh_interval)
-        start = burn_in.steps if burn_in is not None else 1
+        start = burn_in.steps if burn_in is not None else 0
         forced = capture is None or (burn_in is not None and step == start)
         captures = forced or step - capture >= update_interval
         refreshes = forced or (captures and step - refresh >= refresh_interval)
-        if schedule.offset and step >= start:
+        if schedule.offset and step >= max(start, 1):  # step 0 does everything
             first_capture = start + schedule.offset % schedule.update.interval_at(start)
             first_refresh = start + schedule.offset
             if step < first_capture:
@@ -195,8 +195,21 @@ def test_a_displaced_schedule_burns_in_like_any_and_then_keeps_its_own_clock():
     assert schedule.settled == 20
 
 
-def test_without_burn_in_the_clock_is_displaced_from_step_1_on():
-    assert dues(Schedule(constant(4), constant(8)).displaced(6), 30) == ([0, 3, 7, 11, 15, 19, 23, 27], [0, 7, 15, 23])
+def test_without_burn_in_the_clock_is_displaced_from_step_0_on():
+    plain = Schedule(constant(4), constant(8))
+    assert dues(plain.displaced(6), 30) == ([0, 2, 6, 10, 14, 18, 22, 26], [0, 6, 14, 22])
+    assert dues(plain.displaced(4), 30) == ([0, 4, 8, 12, 16, 20, 24, 28], [0, 4, 12, 20, 28])
+
+
+@pytest.mark.parametrize(("update", "refresh"), [(1, 1), (1, 7), (3, 12), (5, 50)])
+def test_an_offset_is_the_remainder_of_the_step(update, refresh):
+    """Step 0 does everything; from then on the residues of all offsets are those of one clock."""
+    for offset in range(refresh):
+        schedule = Schedule(constant(update), constant(refresh)).displaced(offset)
+        for step in [*range(1, 5 * refresh), 10**12, 10**12 + 1]:
+            expected = Due((step - offset) % update == 0, step >= offset and (step - offset) % refresh == 0)
+            assert schedule.due(step) == expected, (offset, step)
+        assert schedule.due(0) == Due(True, True)
 
 
 def test_no_offset_changes_nothing():

@@ -1,0 +1,211 @@
+"""Layers that see the same tensor, and what merely looks like it."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_kfac.capture import BatchSum, Capture, UseSums
+from ds_kfac.scan import Choice, scan
+from ds_kfac.shared_inputs import SharedInputs, agreed
+
+X = torch.arange(12.0).view(3, 4)
+
+
+def found(**inputs: torch.Tensor) -> dict[str, tuple[int, ...]]:
+    """What a search makes of one call of every layer."""
+    shared = SharedInputs(inputs)
+    for name, x in inputs.items():
+        shared.see(name, x)
+    return dict(shared.found())
+
+
+def groups_of(**inputs: torch.Tensor) -> tuple[tuple[str, ...], ...]:
+    return agreed([found(**inputs)], dict.fromkeys(inputs, "side"))
+
+
+@pytest.mark.parametrize(
+    "same", [lambda x: x, lambda x: x.detach(), lambda x: x.view(3, 4), lambda x: x[:], lambda x: x.T.T], ids=range(5)
+)
+def test_the_same_memory_is_the_same_input(same):
+    assert groups_of(a=X, b=same(X)) == (("a", "b"),)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [lambda x: x.clone(), lambda x: x[:2], lambda x: x.view(4, 3), lambda x: x.t(), lambda x: x.flatten()[1:]],
+    ids=["equal values elsewhere", "part", "other shape", "other strides", "other start"],
+)
+def test_other_memory_or_another_view_of_it_is_another_input(other):
+    assert groups_of(a=X, b=other(X)) == ()
+
+
+def test_an_input_changed_in_place_in_between_is_another_one():
+    x = X.clone()
+    shared = SharedInputs("ab")
+    shared.see("a", x)
+    x.add_(1)
+    shared.see("b", x)
+    assert agreed([shared.found()], dict.fromkeys("ab", 0)) == ()
+
+
+def test_memory_that_was_freed_and_taken_again_is_not_the_same_input():
+    shared, places = SharedInputs("ab"), set()
+    for name in "abababab":
+        x = torch.ones(1000)
+        places.add(x.data_ptr())
+        shared.see(name, x)
+        del x
+    assert len(places) < 8, "the allocator did not reuse memory: this test shows nothing"
+    assert sorted(number for numbers in shared.found().values() for number in numbers) == [*range(8)]
+
+
+def test_several_calls_must_all_be_shared():
+    shared = SharedInputs("abc")
+    first, second = X, X.clone()
+    for name, x in (("a", first), ("b", first), ("c", first), ("a", second), ("b", second), ("c", first)):
+        shared.see(name, x)
+    assert agreed([shared.found()], dict.fromkeys("abc", 0)) == (("a", "b"),)
+
+
+def test_micro_batches_are_told_apart_even_if_they_are_one_tensor():
+    shared = SharedInputs("ab")
+    shared.see("a", X)
+    shared.end_batch()
+    shared.see("b", X)
+    assert agreed([shared.found()], dict.fromkeys("ab", 0)) == ()
+
+
+def test_only_candidates_are_watched_and_none_means_no_search():
+    shared = SharedInputs("ab")
+    for name in "abc":
+        shared.see(name, X)
+    assert set(shared.found()) == {"a", "b"} and shared.searching
+    assert not SharedInputs().searching
+
+
+# over ranks
+
+
+def test_groups_are_those_that_every_rank_has_seen():
+    ranks = [{"a": (0,), "b": (0,), "c": (0,)}, {"a": (0,), "b": (0,), "c": (1,)}]
+    assert agreed(ranks, dict.fromkeys("abc", 0)) == (("a", "b"),)
+    assert agreed(ranks[::-1], dict.fromkeys("abc", 0)) == (("a", "b"),)
+
+
+def test_a_rank_that_called_neither_has_no_say_but_one_that_called_half_of_them_has():
+    assert agreed([{"a": (0,), "b": (0,)}, {}], dict.fromkeys("ab", 0)) == (("a", "b"),)
+    assert agreed([{"a": (0,), "b": (0,)}, {"a": (0,)}], dict.fromkeys("ab", 0)) == ()
+
+
+def test_layers_that_nobody_called_are_not_a_group():
+    assert agreed([{"c": (0,)}, {}], dict.fromkeys("abcd", 0)) == ()
+
+
+def test_layers_of_different_kinds_are_apart_and_groups_come_in_module_order():
+    seen = [dict.fromkeys("dcba", (0,)) | {"f": (1,), "e": (1,)}]
+    kinds = {"a": 1, "b": 2, "e": 1, "c": 1, "d": 2, "f": 1}
+    assert agreed(seen, kinds) == (("a", "c"), ("b", "d"), ("e", "f"))
+
+
+# in use
+
+
+def used(*groups: str, candidates: str = "abcd") -> SharedInputs:
+    shared = SharedInputs(candidates)
+    shared.use([tuple(group) for group in groups])
+    return shared
+
+
+@pytest.mark.parametrize("order", ["abc", "cab", "bca"])
+def test_a_group_that_holds_is_silent_in_any_order_of_calls(order):
+    """The order of a group is that of the modules, which need not be called in it."""
+    shared = used("abc")
+    for _ in range(3):
+        for x in (X, X.clone()):
+            for name in order:
+                shared.see(name, x)
+        shared.see("d", X.clone())
+        shared.end_batch()
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_a_violation_is_an_error_that_names_both_layers(order):
+    shared = used("ab")
+    shared.see(order[0], X)
+    with pytest.raises(RuntimeError, match=rf"{order[1]} shared its input with {order[0]} .*share_inputs"):
+        shared.see(order[1], X.clone())
+
+
+def test_a_second_call_is_compared_with_the_second_call():
+    shared = used("ab")
+    second = X.clone()
+    for name, x in (("a", X), ("a", second), ("b", X)):
+        shared.see(name, x)
+    with pytest.raises(RuntimeError, match="b shared its input with a"):
+        shared.see("b", X)
+
+
+def test_a_layer_called_where_the_one_that_captures_was_not_is_an_error():
+    """The common factor would miss its rows."""
+    shared = used("ab")
+    shared.see("b", X)
+    with pytest.raises(RuntimeError, match="a shared its input with b"):
+        shared.end_batch()
+    shared.end_batch()  # it is said once
+
+
+def test_without_groups_nothing_is_watched():
+    shared = used()
+    assert not shared.searching
+    shared.see("a", X)
+    shared.see("b", X.clone())
+    shared.end_batch()
+
+
+# in a model
+
+
+class Attention(nn.Module):
+    """Its projections are registered in another order than they are called in; gate sees a copy."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.v, self.k, self.q = (nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.gate, self.out = nn.Linear(4, 4, bias=False), nn.Linear(4, 2)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self._inner
+        return self.out(checkpoint(inner, x, use_reentrant=False) if self.checkpointed else inner(x)).sum()
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(x)
+        return self.q(x).softmax(-1) * self.k(x) * self.v(x.detach()) * self.gate(x.clone())
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_projections_of_a_model_are_found_and_keep_holding(checkpointed):
+    model = Attention(checkpointed)
+    layers = scan(model, Choice(types=("Linear",))).layers
+
+    def allocate():
+        return {
+            layer.name: [UseSums(*(BatchSum(torch.zeros(s.numel), torch.zeros(())) for s in (layer.A, layer.G)))]
+            for layer in layers
+        }
+
+    inputs = SharedInputs([layer.name for layer in layers])
+    capture = Capture(model, layers, allocate, lambda: 1.0, inputs=inputs)
+    capture.active = True
+    for step in range(3):
+        for _ in range(2):
+            model(torch.randn(3, 4)).backward()
+            capture.end_backward()
+        if step == 0:
+            groups = agreed([inputs.found()], {layer.name: layer.A for layer in layers})
+            assert groups == (("v", "k", "q"),)
+            inputs.use(groups)
+    model.k.register_forward_pre_hook(lambda module, arguments: arguments[0].clone())
+    with pytest.raises(RuntimeError, match="shared its input"):
+        model(torch.randn(3, 4)).backward()
