@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from ds_kfac.eigenbasis import basis_numel
 from ds_kfac.layers.base import LayerSpec
 from ds_kfac.side import Side
 
@@ -18,11 +19,6 @@ PRECONDITION_CALLS = 16
 """Kernels started to precondition one layer."""
 FOLD_CALLS = 4
 """Kernels started to fold one batch sum into a running average."""
-
-
-def rotation_numel(side: Side) -> int:
-    """Elements of a side's eigenvectors, which is multiplications to rotate one vector; a diagonal has none."""
-    return sum(count * width**2 for count, width in side.groups) if side.block > 1 else 0
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,7 @@ class CostModel:
 
     def precondition(self, layer: LayerSpec) -> float:
         """Rotate, divide, rotate back: 4 O I (O + I) FLOP for dense sides, less for blocks, none for diagonals."""
-        flops = 4.0 * (layer.dim_G * rotation_numel(layer.A) + layer.dim_A * rotation_numel(layer.G))
+        flops = 4.0 * (layer.dim_G * basis_numel(layer.A) + layer.dim_A * basis_numel(layer.G))
         return self.gemm(flops) + self.elementwise(ELEMENTWISE_PASSES * ELEMENT_BYTES * layer.numel, PRECONDITION_CALLS)
 
     def fold(self, side: Side) -> float:

@@ -75,8 +75,8 @@ class Eigenbasis:
 
 
 def basis_numel(side: Side) -> int:
-    """Elements of a side's eigenvectors."""
-    return sum(count * width**2 for count, width in side.groups if width > 1)
+    """Elements of a side's eigenvectors, which is multiplications to rotate one vector; a diagonal has none."""
+    return sum(count * width**2 for count, width in side.groups) if side.block > 1 else 0
 
 
 def flat_vectors(basis: Eigenbasis) -> Tensor:
@@ -91,8 +91,8 @@ def basis_from(side: Side, flat: Tensor | None, values: Tensor) -> Eigenbasis:
         flat: in any dtype; None for a side without eigenvectors.
     """
     vectors, start = [], 0
-    for count, width in side.groups:
-        if width > 1 and flat is not None:
+    if flat is not None and side.block > 1:
+        for count, width in side.groups:
             numel = count * width**2
             piece = flat[start : start + numel].to(torch.float32, copy=True)
             vectors.append(piece.view(count, width, width))

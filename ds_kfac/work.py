@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ds_kfac.costs import ELEMENT_BYTES, CostModel, rotation_numel
+from ds_kfac.costs import ELEMENT_BYTES, CostModel
+from ds_kfac.eigenbasis import basis_numel
 from ds_kfac.factor_spec import FactorSpec, factors_by_layer
 from ds_kfac.layers.base import LayerSpec
 from ds_kfac.side import Side
@@ -17,7 +18,7 @@ def packed_bytes(side: Side) -> int:
 
 def basis_bytes(side: Side) -> int:
     """An eigenbasis: fp32 vectors, which a diagonal has none of, and values."""
-    return 4 * (rotation_numel(side) + side.dim)
+    return 4 * (basis_numel(side) + side.dim)
 
 
 @dataclass(frozen=True)

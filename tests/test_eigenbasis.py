@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_kfac import eigenbasis
-from ds_kfac.eigenbasis import Eigenbasis, LayerBasis, Refreshed, refresh
+from ds_kfac.eigenbasis import Eigenbasis, LayerBasis, Refreshed, basis_from, basis_numel, flat_vectors, refresh
 from ds_kfac.factor import KroneckerFactor
 from ds_kfac.side import Side
 
@@ -95,3 +95,14 @@ def test_other_errors_are_not_swallowed(monkeypatch):
     monkeypatch.setitem(eigenbasis.EIGEN_METHODS, "eigh", is_a_bug)
     with pytest.raises(TypeError, match="a bug"):
         refresh(factor(Side.dense(4)))
+
+
+@pytest.mark.parametrize("side", [Side.dense(5), Side(7, 3), Side.diagonal(4), Side.dense(1)])
+def test_flat_vectors_and_back_also_with_a_last_block_of_one(side):
+    basis = refresh(factor(side)).basis
+    flat = flat_vectors(basis) if basis.vectors else None
+    assert basis_numel(side) == (0 if flat is None else len(flat))
+    back = basis_from(side, flat, basis.values)
+    assert [v.shape for v in back.vectors] == [v.shape for v in basis.vectors]
+    x = torch.rand(side.dim, 3)
+    assert torch.equal(back.rotate(x), basis.rotate(x))
