@@ -74,7 +74,7 @@ class FactorBucket:
         by_layer, segments, end = factors_by_layer(factors), [], 0
         parts: list[list[tuple[str, str, int, str, int]]] = [[] for _ in range(world)]
         for layer in layers:
-            for which, factor in by_layer[layer.name].items():
+            for which, factor in by_layer.get(layer.name, {}).items():
                 if factor.layers[0] != layer.name or (keys is not None and factor.key not in keys):
                     continue
                 for index, use in enumerate(layer.uses):

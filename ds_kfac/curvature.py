@@ -208,7 +208,7 @@ class Curvature:
                 if key in due.capture:
                     names[where[key]].append(("similar", key))
         if self.travels and self.config.preconditioner.eigenvalues == "corrected":
-            for layer in self.layers:
+            for layer in (layer for layer in self.layers if layer.name in self.of_layer):
                 counting = self._counting(layer)
                 if counting in due.capture:
                     names[where[counting]].append(("terms", layer.name))
