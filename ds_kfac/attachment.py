@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from deepspeed.utils import logger
 
-from ds_kfac import checkpoint
+from ds_kfac import checkpoint, parallelism
 from ds_kfac.adamw import FLAG, KFACAdamWStep
 from ds_kfac.batch_info import ReadBatch
 from ds_kfac.config import KFACConfig
@@ -45,6 +45,7 @@ class Attachment:
     def __init__(self, engine: Any, config: KFACConfig) -> None:
         self.engine, self.given = engine, config
         config = config.for_optimizer(adam=isinstance(engine.basic_optimizer, KFACAdamWStep))
+        parallelism.check(engine, config)
         optimized = optimized_parameters(engine)
         found = scan(engine.module, config.choice, optimized=optimized)
         named = dict(engine.module.named_parameters())

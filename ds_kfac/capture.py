@@ -217,7 +217,8 @@ class Capture:
             rows, terms = gradient_rows(tensor, call.info.rows, self.rule, turn=self.turn)
             told = call.info.terms(weight_sharing=self.rule.weight_sharing)
             terms = terms if told is None else told
-            side.accumulate_(sum_P, rows * (terms / seed))
+            divisor = terms if call.info.divisor is None or self.sampled else call.info.divisor
+            side.accumulate_(sum_P, rows * (divisor / seed))
             new_terms = self._new_terms(call, terms)
         sums.counts_2[1].add_(new_terms)
         if tensor_A is not None:

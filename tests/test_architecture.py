@@ -19,7 +19,7 @@ FLOORS = [
     ],
     [
         "config_values", "config_errors", "config_blocks", "config", "metrics", "direction", "adam_direction",
-        "optimizer", "loss_sampling", "checkpoint", "report",
+        "optimizer", "loss_sampling", "checkpoint", "report", "parallelism",
     ],
     ["attachment", "optimizer_block", "engine", ""],
 ]  # fmt: skip

@@ -33,8 +33,18 @@ class ShardLayout(ABC):
         self.params: tuple[Any, ...] = tuple(params)  # Any: DeepSpeed adds ds_shape and others to parameters
         self.group = engine.seq_data_parallel_group
         self.world, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        if engine.sequence_parallel_size > 1 and not self._averages_sequence():
+            self.faults += (
+                f"it sums gradients over the {engine.sequence_parallel_size} ranks of a sequence instead of averaging: "
+                "right for a loss that is a mean over the whole sequence, that many times too large for one over a "
+                "rank's own tokens",
+            )
         self._index = {id(param): index for index, param in enumerate(self.params)}
         self.shards = ShardMap(self.world, tuple(self._numel(p) for p in self.params), tuple(self._shards()))
+
+    def _averages_sequence(self) -> bool:
+        """Whether gradients are averaged over a sequence group as over others."""
+        return False
 
     @staticmethod
     def _numel(param: nn.Parameter) -> int:

@@ -13,6 +13,9 @@ class Stage3(ZeroLayout):
         if not self.optimizer.offload_optimizer:
             self.faults += ("a parameter that a step does not use is stepped with its last gradient again",)
 
+    def _averages_sequence(self) -> bool:
+        return bool(self.engine.zero_reduce_scatter())
+
     def _shards(self) -> list[Shard]:
         self._place = {
             id(param): (group, position)

@@ -5,7 +5,6 @@ from typing import Any
 
 from deepspeed.runtime.engine import DummyOptim
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.utils import groups
 
 
 def _offload(engine: Any) -> Any:
@@ -22,6 +21,8 @@ def _tensor_parallel(engine: Any) -> bool:
         return True
     if any(type(m).__module__.startswith("deepspeed.module_inject") for m in engine.module.modules()):
         return True
+    if hasattr(engine.mpu, "initialize_sequence_parallel"):  # whose "model parallel" group is the sequence group
+        return False
     size = getattr(engine.mpu, "get_model_parallel_world_size", None) or getattr(
         engine.mpu, "get_tensor_model_parallel_world_size", None
     )
@@ -45,9 +46,10 @@ REFUSALS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         _tensor_parallel,
         'sharded weights are not supported yet: set "tensor_parallel": {"autotp_size": 1}, or disable kfac',
     ),
-    "sequence parallelism": (
-        lambda engine: groups._get_sequence_parallel_world_size() > 1 or engine.mesh_device is not None,
-        "factors are not summed over sequence groups yet: remove mesh_param / the sequence-parallel mpu",
+    "sequence parallelism by mesh_param": (
+        lambda engine: engine.mesh_device is not None,
+        "DeepSpeed does not sum its gradients over the sequence group: pass mpu=deepspeed.runtime.sequence_parallel."
+        "parallel_state_sp, or one like it, instead",
     ),
     "DeepCompile": (
         lambda engine: engine.is_deepcompile_enabled(),
