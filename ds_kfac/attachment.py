@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import logger
 
 from ds_kfac import checkpoint, parallelism
@@ -21,9 +22,11 @@ from ds_kfac.config import KFACConfig
 from ds_kfac.loss_sampling import LossSampling
 from ds_kfac.metrics import Metrics
 from ds_kfac.optimizer import KFACOptimizer, Target
+from ds_kfac.pipeline import announce_backwards
 from ds_kfac.report import attach_report
 from ds_kfac.sampling import Sampler
 from ds_kfac.scan import scan
+from ds_kfac.zero.domains import domains
 from ds_kfac.zero.exchange import parameter_names
 from ds_kfac.zero.layout import scaler_scale
 from ds_kfac.zero.registry import optimized_parameters, shard_layout
@@ -47,7 +50,9 @@ class Attachment:
         config = config.for_optimizer(adam=isinstance(engine.basic_optimizer, KFACAdamWStep))
         parallelism.check(engine, config)
         optimized = optimized_parameters(engine)
-        found = scan(engine.module, config.choice, optimized=optimized)
+        (self.domain,) = domains(engine, optimized)
+        with parallelism.agreeing(engine):  # a stage may have no layers
+            found = scan(engine.module, config.choice, optimized=optimized)
         named = dict(engine.module.named_parameters())
         ours = [named[name] for name in parameter_names(found.layers)]
         own_ids = {id(parameter) for parameter in ours}
@@ -58,6 +63,7 @@ class Attachment:
             rest=shard_layout(engine, [p for p in optimized if p.requires_grad and id(p) not in own_ids]),
             inner=engine.basic_optimizer,
             scheduled_lr=engine.lr_scheduler is not None,
+            model_parallel=bool(self.domain.name),
         )
         check_groups(target)
         self.optimizer = KFACOptimizer(target, config)
@@ -75,9 +81,12 @@ class Attachment:
         self._wrap("backward", self._backward)
         self._wrap("save_checkpoint", self._save_checkpoint)
         self._wrap("load_checkpoint", self._load_checkpoint)
+        self._undo = announce_backwards(engine, [self.optimizer]) if isinstance(engine, PipelineEngine) else None
         setattr(engine, HANDLE, self)
         self.report = attach_report(self.optimizer, found)
-        if engine.global_rank == 0:
+        if self.domain.name:
+            self.report = f"{self.domain.name}:\n{self.report}"
+        if self.optimizer.rank == 0:  # of every domain
             print(self.report, flush=True)
 
     @property
@@ -118,6 +127,8 @@ class Attachment:
         self.optimizer.capture.remove()
         if self.sampling is not None:
             self.sampling.remove()
+        if self._undo is not None:
+            self._undo()
         self._active = False
         if isinstance(self.optimizer.target.inner, KFACAdamWStep):
             self.optimizer.target.inner.direction_scale = None
@@ -129,11 +140,12 @@ class Attachment:
                 else:
                     setattr(self.engine, name, previous)
         delattr(self.engine, HANDLE)
+        self.optimizer.totals.remove()
         torch.distributed.destroy_process_group(self.optimizer.group)
 
     def load_state(self, load_dir: str | os.PathLike, tag: str) -> None:
         """Load only the K-FAC state of a checkpoint, whatever stage and world size wrote it. Collective."""
-        checkpoint.load(self.optimizer, Path(load_dir) / str(tag))
+        checkpoint.load(self.optimizer, self._place(Path(load_dir) / str(tag)))
 
     # the four wrapped attributes
 
@@ -201,10 +213,11 @@ class Attachment:
         if not save_dir:
             return original(save_dir, tag, client_state or {}, *args, **kwargs)  # DeepSpeed says what is wrong
         tag = f"global_step{self.engine.global_steps}" if tag is None else str(tag)
-        header = checkpoint.save(self.optimizer, Path(save_dir) / tag)
+        place = self._place(Path(save_dir) / tag)
+        header = checkpoint.save(self.optimizer, place)
         client_state = {**(client_state or {}), checkpoint.CLIENT_KEY: header}
         result = original(save_dir, tag, client_state, *args, **kwargs)
-        checkpoint.finish(self.optimizer, Path(save_dir) / tag, header)
+        checkpoint.finish(self.optimizer, place, header)
         return result
 
     def _load_checkpoint(self, original: Callable[..., Any], load_dir: str, *args: Any, **kwargs: Any) -> Any:
@@ -214,7 +227,7 @@ class Attachment:
             return path, client_state
         # DeepSpeed's files, the same on every rank, decide; what lies in the folder may be of another save.
         header = client_state.pop(checkpoint.CLIENT_KEY, None) if client_state else None
-        tag_directory = Path(path).parent
+        tag_directory = self._place(Path(path).parent)
         if arguments.get("load_module_only"):
             self.optimizer.reset()
             self._say(
@@ -227,6 +240,10 @@ class Attachment:
             checkpoint.load(self.optimizer, tag_directory, header["save_id"])
             self._say(f"loaded K-FAC state of step {self.optimizer.steps} from {tag_directory}")
         return path, client_state
+
+    def _place(self, tag_directory: Path) -> Path:
+        """Where a tag's K-FAC state is: domains have layers of one name."""
+        return tag_directory / self.domain.name
 
     def _say(self, text: str) -> None:
         if self.engine.global_rank == 0:

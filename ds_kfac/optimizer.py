@@ -23,6 +23,7 @@ from ds_kfac.metrics import Metrics
 from ds_kfac.rows import RowRule
 from ds_kfac.schedule import Due
 from ds_kfac.zero.exchange import GradientExchange, parameter_names
+from ds_kfac.zero.groups import Totals, clone_group
 from ds_kfac.zero.layout import ShardLayout
 
 
@@ -37,6 +38,7 @@ class Target:
         rest: where it keeps all others.
         inner: the innermost optimizer, which DeepSpeed wraps.
         scheduled_lr: whether the learning rate follows a schedule.
+        model_parallel: whether other ranks train other layers, or other parts of these.
     """
 
     model: nn.Module
@@ -45,6 +47,7 @@ class Target:
     rest: ShardLayout
     inner: Any
     scheduled_lr: bool
+    model_parallel: bool = False
 
 
 class KFACOptimizer:
@@ -70,8 +73,8 @@ class KFACOptimizer:
             refresh_interval=self.schedule.final_refresh_interval,  # owners never change: balance the long run
             load_tolerance=config.assignment.load_tolerance,
         )
-        # Own group: our traffic must not be ordered against DeepSpeed's reductions and prefetches.
-        self.group = torch.distributed.new_group(torch.distributed.get_process_group_ranks(self.layout.group))
+        self.group = clone_group(self.layout.group)
+        self.totals = Totals(self.group, everywhere=target.model_parallel)
         self.exchange = GradientExchange(self.layout, self.layers, self.assignment.owners, self.group)
         self.owned = self.exchange.owned
         self.bucket = FactorBucket.plan(self.layers, self.assignment.owners, self.layout.world)
@@ -97,16 +100,31 @@ class KFACOptimizer:
         )
         self.reset()
 
-    @torch.no_grad()
     def step(self) -> None:
         """Replace every layer's averaged gradient by its preconditioned one. Collective: enter on every rank.
 
         Nothing of it is kept until :meth:`commit`.
         """
-        with torch.autocast(self.device.type, enabled=False):  # a user may call engine.step() under autocast
-            self._step(self.schedule.due(self.steps))
+        self.finish(self.totals.sum(self.prepare()))
 
-    def _step(self, due: Due) -> None:
+    @torch.no_grad()
+    def prepare(self) -> Tensor:
+        """The step up to the own layers' results; returns what has to be summed over all ranks. Collective."""
+        with torch.autocast(self.device.type, enabled=False):  # a user may call engine.step() under autocast
+            return self._prepare(self.schedule.due(self.steps))
+
+    @torch.no_grad()
+    def finish(self, totals: Tensor) -> None:
+        """The rest of the step. Collective."""
+        with torch.autocast(self.device.type, enabled=False):
+            now, local = self._pending
+            self.metrics.step_summary = totals[len(local.numbers) :]
+            with self.metrics.stage("precondition"):
+                results = self.direction.finish(now, local, totals[: len(local.numbers)].unbind())
+            with self.metrics.stage("scatter"):
+                self.exchange.scatter(results)
+
+    def _prepare(self, due: Due) -> Tensor:
         stage = self.metrics.stage
         self.layout.begin()
         self._next = self.state
@@ -130,9 +148,7 @@ class KFACOptimizer:
             gradients = self.exchange.gather()
         with stage("precondition"):
             now = Now(self.steps, None if norm is None else norm.sqrt(), self._next_peak_lr)
-            results = self._precondition(gradients, now)
-        with stage("scatter"):
-            self.exchange.scatter(results)
+            return self._precondition(gradients, now)
 
     def commit(self, *, applied: bool) -> None:
         """After the user's optimizer: keep the new state if its step was applied, else leave everything as it was."""
@@ -212,18 +228,14 @@ class KFACOptimizer:
                 logger.warning(f"ds_kfac: no decomposition of {name}'s factors succeeded; its old eigenbasis stays")
         return refreshed
 
-    def _precondition(self, gradients: Mapping[str, Tensor], now: Now) -> dict[str, Tensor]:
-        """Own layers' results. A layer without an eigenbasis (no data yet) is counted."""
+    def _precondition(self, gradients: Mapping[str, Tensor], now: Now) -> Tensor:
+        """Own layers' results, and one small vector to sum over all ranks: what the direction needs, and what a run
+        wants to know of every owner. A layer without an eigenbasis (no data yet) is counted."""
         local = self.direction.local(now, gradients, self._next)
-        self._next = local.states
-        # One small vector over all ranks: what the direction needs, and what a run wants to know of every owner.
+        self._next, self._pending = local.states, (now, local)
         failures = self.metrics.step_counts["refresh_failures"]
         counts = (local.replaced.new_full((), n) for n in (local.unprepared, failures))
-        summary = torch.stack([*local.numbers, local.replaced, *counts])
-        if self.layout.world > 1:
-            dist.all_reduce(summary, group=self.group)
-        self.metrics.step_summary = summary[len(local.numbers) :]
-        return self.direction.finish(now, local, summary[: len(local.numbers)].unbind())
+        return torch.stack([*local.numbers, local.replaced, *counts])
 
     def _fallback_seed(self) -> Tensor | float:
         """The scale of a backward that did not go through ``engine.backward``, as DeepSpeed would have applied it."""

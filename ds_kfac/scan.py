@@ -62,6 +62,8 @@ class _Model:
     trained: set[int]
     users: Mapping[int, list[str]] = field(init=False)
     """id of a parameter -> modules that hold it."""
+    tied_stages: set[int] = field(default_factory=set)
+    """ids of parameters that a DeepSpeed PipelineModule ties over its stages."""
 
     def __post_init__(self) -> None:
         users = defaultdict(list)
@@ -84,10 +86,12 @@ def scan(model: nn.Module, choice: Choice | None = None, *, optimized: Iterable[
     choice = choice or Choice()
     modules = {name: module for name, module in model.named_modules() if list(module.parameters(recurse=False))}
     _check_patterns(modules, choice)
+    tied = getattr(model, "tied_modules", None)  # PipelineModule's TiedLayerSpec
     facts = _Model(
         modules,
         {id(parameter): name for name, parameter in model.named_parameters()},
         {id(p) for p in (model.parameters() if optimized is None else optimized) if p.requires_grad},
+        tied_stages={id(p) for p in tied.parameters()} if isinstance(tied, nn.ModuleDict) else set(),
     )
     inside_attention = {
         id(child)
@@ -224,6 +228,8 @@ def _unfit(name: str, module: nn.Module, facts: _Model, choice: Choice, inside_a
         return "weight is frozen"
     if id(module.weight) not in facts.trained:
         return "weight is not among the optimizer's parameters"
+    if id(module.weight) in facts.tied_stages:
+        return "tied by a TiedLayerSpec: its gradient is a sum over uses of which other stages have the rows"
     bias = module._parameters.get("bias")
     if bias is not None and len(facts.users[id(bias)]) > 1:
         return "bias is shared with another module; its gradient is a sum over both uses"

@@ -15,11 +15,13 @@ FLOORS = [
     [
         "assignment", "agreement", "grouping", "bucket", "zero.shards", "zero.relayout", "zero.layout",
         "zero.replicated", "zero.bf16_optimizer", "zero.stage_1_and_2", "zero.stage3", "zero.registry",
+        "zero.groups", "zero.domains",
         "zero.exchange", "zero.validate", "zero.selftest", "zero.extra_backward", "adamw",
     ],
     [
         "config_values", "config_errors", "config_blocks", "config", "metrics", "direction", "adam_direction",
         "optimizer", "loss_sampling", "checkpoint", "report", "parallelism",
+        "pipeline",
     ],
     ["attachment", "optimizer_block", "engine", ""],
 ]  # fmt: skip

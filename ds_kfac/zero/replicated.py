@@ -15,6 +15,11 @@ class Replicated(ShardLayout):
 
     replicated = True
 
+    def __init__(self, engine, params) -> None:
+        super().__init__(engine, params)
+        if engine.pipeline_parallelism and engine.gradient_clipping():
+            self.faults += ("at stage 0 it clips every pipeline stage by the norm of the first one's gradients alone",)
+
     def _shards(self) -> list[Shard]:
         self._group = {id(p): i for i, params in enumerate(self._param_groups()) for p in params}
         return [
@@ -70,7 +75,7 @@ class ReplicatedHalf(Replicated):
     def __init__(self, engine, params) -> None:
         super().__init__(engine, params)
         if self.optimizer.loss_scale_config.use_grad_scaling:
-            self.faults = (
+            self.faults += (
                 "at stage 0 fp16 it divides gradients by a loss scale it never multiplied by (deepspeed PR 8393): "
                 "steps of SGD are too small by it, and clipping sees a norm that is",
             )

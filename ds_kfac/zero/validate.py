@@ -17,6 +17,8 @@ def _inner(engine: Any) -> str:
 
 
 def _tensor_parallel(engine: Any) -> bool:
+    if isinstance(engine, PipelineEngine):  # whose grid counts stages as model parallel; its model axis is refused
+        return False
     if engine.autotp_size() > 1:
         return True
     if any(type(m).__module__.startswith("deepspeed.module_inject") for m in engine.module.modules()):
@@ -34,9 +36,13 @@ REFUSALS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda engine: engine.optimizer is None or isinstance(engine.optimizer, DummyOptim),
         'K-FAC preconditions an optimizer\'s gradients: add an "optimizer" block, or pass optimizer=',
     ),
-    "PipelineEngine": (
-        lambda engine: isinstance(engine, PipelineEngine),
-        "pipeline stages are not supported yet: train the model without PipelineModule",
+    "pipeline of another kind": (
+        lambda engine: isinstance(engine, PipelineEngine) and type(engine) is not PipelineEngine,
+        "only DeepSpeed's plain PipelineEngine is known: train with its default schedule",
+    ),
+    "pipeline with a model axis": (
+        lambda engine: isinstance(engine, PipelineEngine) and engine.is_model_parallel,
+        "pipelines of tensor-parallel stages are not supported: use a topology of pipe and data only",
     ),
     "mixture of experts": (
         lambda engine: engine.has_moe_layers,
@@ -68,7 +74,14 @@ REFUSALS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         'gradients are swapped out when K-FAC needs them: set offload_optimizer.device to "cpu"',
     ),
     "compressed-communication optimizer": (
-        lambda engine: not engine.enable_backward_allreduce,
+        # a pipeline reduces by an instruction of its own
+        lambda engine: (
+            not (
+                engine.pipeline_enable_backward_allreduce
+                if isinstance(engine, PipelineEngine)
+                else engine.enable_backward_allreduce
+            )
+        ),
         "gradients are not averaged before the step: use an optimizer without built-in communication, such as AdamW",
     ),
     "torch_autocast fp16 without gradient norms": (

@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 import ds_kfac
@@ -63,3 +64,9 @@ def train_whole(
             p.grad = p.grad * gradient_scale
         step(1.0)
     return Whole({name: p.detach().clone() for name, p in model.named_parameters()}, kfac.factors, kfac.nu)
+
+
+def part_difference(part: dict, expected: dict, initial: dict) -> float:
+    """As runs.difference, for a rank that holds some of the parameters."""
+    moved = torch.cat([(expected[n] - initial[n]).flatten() for n in expected]).norm()
+    return max(float((part[n] - expected[n]).norm() / moved) for n in part)

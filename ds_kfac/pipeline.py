@@ -1,0 +1,46 @@
+"""Pipeline engines: every backward pass of a micro-batch is announced to the capture, as no ``engine.backward`` is.
+
+The last stage calls DeepSpeed's backward past the engine's attribute, others start from a received gradient. Several
+forwards may lie between a micro-batch's forward and its backward.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.schedule import BackwardPass
+
+from ds_kfac.optimizer import KFACOptimizer
+
+TABLE = "_INSTRUCTION_MAP"
+"""The pipeline engine's table of instructions, looked up on the instance."""
+
+
+def announce_backwards(engine: Any, optimizers: Sequence[KFACOptimizer]) -> Callable[[], None]:
+    """Wrap the engine's backward instruction; returns what takes the wrapper off."""
+    table = getattr(engine, TABLE)
+    original = table[BackwardPass]
+
+    def backward(self: Any, *args: Any, **kwargs: Any) -> None:
+        seed = torch.as_tensor(optimizers[0].layout.manual_scale(), dtype=torch.float32, device=self.device)
+        for kfac in optimizers:
+            if kfac.capture.active:
+                kfac.capture.begin_backward(seed / self.gradient_accumulation_steps())
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            for kfac in optimizers:
+                kfac.capture.end_backward()
+
+    wrapped = {**table, BackwardPass: backward}
+    previous = vars(engine).get(TABLE)
+    setattr(engine, TABLE, wrapped)
+
+    def remove() -> None:
+        if vars(engine).get(TABLE) is wrapped:
+            if previous is None:
+                delattr(engine, TABLE)
+            else:
+                setattr(engine, TABLE, previous)
+
+    return remove

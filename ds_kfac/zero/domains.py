@@ -1,0 +1,50 @@
+"""Model parallelism as K-FAC sees it: which parameters are averaged in which group of ranks.
+
+A domain is such a group with its parameters. Layers are assigned, reduced and preconditioned inside it, as if it were
+the whole job; only kl-clip's sum is taken over all of them.
+
+    parallelism       group                        domains of a rank        layers of other ranks
+    none, Ulysses     sequence x data              one                      the same
+    pipeline          data                         one, its stage's         other stages'
+    tensor            data                         one, its shards'         other shards, copies of what is not cut
+    experts           data; expert data            dense; one per ep_size   other experts
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Domain:
+    """Attributes:
+    name: "" if the job is one domain, else another one in every domain of it: a folder of its checkpoints.
+    params: the trained parameters.
+    group: DeepSpeed's process group that averages their gradients.
+    """
+
+    name: str
+    params: tuple[nn.Parameter, ...]
+    group: Any
+
+
+def pipeline_stage(engine: Any) -> int | None:
+    """Which stage of a pipeline this rank is; None without a pipeline of several."""
+    if not isinstance(engine, PipelineEngine) or engine.num_stages == 1:
+        return None
+    return int(engine.stage_id)
+
+
+def domains(engine: Any, params: Sequence[nn.Parameter]) -> tuple[Domain, ...]:
+    """This rank's domains, the dense one first.
+
+    Args:
+        params: the optimizer's.
+    """
+    trained = tuple(p for p in params if p.requires_grad)
+    stage = pipeline_stage(engine)
+    name = "" if stage is None else f"stage_{stage}"
+    return (Domain(name, trained, engine.seq_data_parallel_group),)
