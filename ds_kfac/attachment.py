@@ -7,6 +7,7 @@
 import inspect
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,15 @@ from ds_kfac import checkpoint, parallelism
 from ds_kfac.adamw import FLAG, KFACAdamWStep
 from ds_kfac.batch_info import ReadBatch
 from ds_kfac.config import KFACConfig
+from ds_kfac.layers.registry import SHARDS
 from ds_kfac.loss_sampling import LossSampling
 from ds_kfac.metrics import Metrics
 from ds_kfac.optimizer import KFACOptimizer, Target
 from ds_kfac.pipeline import announce_backwards
 from ds_kfac.report import attach_report
 from ds_kfac.sampling import Sampler
-from ds_kfac.scan import scan
-from ds_kfac.zero.domains import domains
+from ds_kfac.scan import Scan, scan
+from ds_kfac.zero.domains import domains, tensor_shard
 from ds_kfac.zero.exchange import parameter_names
 from ds_kfac.zero.layout import scaler_scale
 from ds_kfac.zero.registry import optimized_parameters, shard_layout
@@ -53,6 +55,8 @@ class Attachment:
         (self.domain,) = domains(engine, optimized)
         with parallelism.agreeing(engine):  # a stage may have no layers
             found = scan(engine.module, config.choice, optimized=optimized)
+        _, shards = tensor_shard(engine)
+        found = with_copies(found, shards)
         named = dict(engine.module.named_parameters())
         ours = [named[name] for name in parameter_names(found.layers)]
         own_ids = {id(parameter) for parameter in ours}
@@ -248,6 +252,12 @@ class Attachment:
     def _say(self, text: str) -> None:
         if self.engine.global_rank == 0:
             logger.warning(f"ds_kfac: {text}")
+
+
+def with_copies(found: Scan, shards: int) -> Scan:
+    """Layers that are not cut are the same on every tensor-parallel rank."""
+    layers = (layer if layer.kind in SHARDS else replace(layer, copies=shards) for layer in found.layers)
+    return replace(found, layers=tuple(layers))
 
 
 def check_groups(target: Target) -> None:

@@ -154,7 +154,9 @@ class Capture:
     def _forward_hook(self, layer: LayerSpec, index: int) -> Callable[..., None]:
         kind = LAYERS[layer.uses[index].kind]
 
-        def hook(module: nn.Module, inputs: tuple, named: dict[str, Any], output: Tensor) -> None:
+        def hook(module: nn.Module, inputs: tuple, named: dict[str, Any], output: Any) -> None:
+            if isinstance(output, tuple):  # Megatron's linears return their bias too
+                output = output[0]
             if not (self.active and module.training and torch.is_grad_enabled() and output.requires_grad):
                 return
             recomputing = torch._C._current_graph_task_id() != -1

@@ -114,7 +114,7 @@ class KFACGradient:
                 V = grafted(V, gradient)
             local.replaced += ~finite
             local.results[layer.name] = V
-            quadratic += self._quadratic(now, layer, V, gradient)
+            quadratic += self._quadratic(now, layer, V, gradient) / layer.copies
         local.numbers = [quadratic]
         return local
 

@@ -10,21 +10,23 @@ from deepspeed.utils import groups
 from ds_kfac.adamw import KFACAdamWStep
 from ds_kfac.agreement import failing_together
 from ds_kfac.config import KFACConfig
+from ds_kfac.zero.domains import tensor_shard
 
 
 def check(engine: Any, config: KFACConfig) -> None:
     """Raise ValueError naming every key that does not go with the engine's parallelism."""
     refused = []
+    sharded = tensor_shard(engine)[1] > 1
     pipeline, adam = isinstance(engine, PipelineEngine), isinstance(engine.basic_optimizer, KFACAdamWStep)
     if pipeline and config.factor.fisher == "monte_carlo":
         refused.append(
             'kfac.factor.fisher "monte_carlo" with a pipeline: the sampled loss needs a second backward through all '
             'stages; use "empirical"'
         )
-    if pipeline and adam and engine.gradient_clipping():
+    if (pipeline or sharded) and adam and engine.gradient_clipping():
         refused.append(
-            "KFACAdamW with gradient_clipping and a pipeline: its moments are those of clipped gradients, and the norm "
-            'over stages is not known to a rank before the step; set "gradient_clipping": 0'
+            "KFACAdamW with gradient_clipping and model parallelism: its moments are those of clipped gradients, and "
+            'the norm over all ranks is not known before the step; set "gradient_clipping": 0'
         )
     counts = _group_counts(engine) if pipeline and adam and engine.zero_optimization() else []
     if len(set(counts)) > 1:
@@ -32,6 +34,16 @@ def check(engine: Any, config: KFACConfig) -> None:
             f"KFACAdamW with these pipeline stages: they have {counts} parameter groups, and ZeRO-1 takes "
             "a norm over all stages for each, for which it would wait for ever; give every stage preconditioned "
             "parameters and others, or none of the one kind (kfac.layers.types)"
+        )
+    if adam and engine.autotp_size() > 1:
+        refused.append(
+            "KFACAdamW with AutoTP: its parameter groups are made before AutoTP cuts the layers; use another "
+            "optimizer, or layers that are made as shards (Megatron's)"
+        )
+    if sharded and config.factor.fisher == "monte_carlo":
+        refused.append(
+            'kfac.factor.fisher "monte_carlo" with tensor parallelism: ranks would draw other labels for one example; '
+            'use "empirical"'
         )
     if groups._get_sequence_parallel_world_size() > 1 and config.factor.weight_sharing == "reduce":
         refused.append(
@@ -50,7 +62,8 @@ def _group_counts(engine: Any) -> list[int]:
 
 
 def agreeing(engine: Any) -> AbstractContextManager:
-    """Around work that may fail on some stages of a pipeline only: fails on all ranks then."""
-    if not isinstance(engine, PipelineEngine):
+    """Around work that may fail on some stages or shards only: fails on all ranks then."""
+    if not isinstance(engine, PipelineEngine) and tensor_shard(engine)[1] == 1:
         return nullcontext()
-    return failing_together("ds_kfac cannot attach to this pipeline", torch.distributed.group.WORLD, ValueError)
+    headline = "ds_kfac cannot attach to this model-parallel engine"
+    return failing_together(headline, torch.distributed.group.WORLD, ValueError)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ds_kfac.layers.base import LayerSpec, Use, parameter_shape
-from ds_kfac.layers.registry import LAYERS, TIED, TYPES
+from ds_kfac.layers.registry import LAYERS, SHARDS, TIED, TYPES
 from ds_kfac.ops.functional import packed_numel
 from ds_kfac.side import Side
 
@@ -130,12 +130,12 @@ def _layer(
     users = facts.users[id(module.weight)]
     if len(users) > 1:
         return _tied(name, users, facts, choice, inside_attention)
-    if kind not in choice.types:
+    if SHARDS.get(kind, kind) not in choice.types:
         return f"{kind} is not in kfac.layers.types"
     if LAYERS[kind].needs_gradients and not choice.gradients:
         return 'its statistics are made of gradients, which kfac.factor.fisher "activations_only" has not'
     bias = module._parameters.get("bias")
-    trained_bias = bias is not None and id(bias) in facts.trained
+    trained_bias = bias is not None and id(bias) in facts.trained and LAYERS[kind].takes_bias
     if LAYERS[kind].needs_gradients and bias is not None and not trained_bias:
         return "only one of its weight and bias is trained"
     use = _use(name, kind, module, trained_bias, choice)
@@ -193,7 +193,11 @@ def _left_over(layers: list[LayerSpec], facts: _Model) -> list[Skipped]:
         for use in layer.uses:
             for name, parameter in facts.modules[use.module].named_parameters(recurse=False):
                 if facts.names[id(parameter)] not in layer.parameters:
-                    reason = "is frozen" if id(parameter) not in facts.trained else "stays apart, the weight is tied"
+                    reason = "stays apart, the weight is tied"
+                    if not LAYERS[use.kind].takes_bias:
+                        reason = "is added to the sum over tensor-parallel ranks, it belongs to no shard"
+                    if id(parameter) not in facts.trained:
+                        reason = "is frozen"
                     skipped.append(Skipped(f"{use.module}.{name}", "parameter", _numel(parameter), f"it {reason}"))
     return skipped
 
@@ -228,6 +232,8 @@ def _unfit(name: str, module: nn.Module, facts: _Model, choice: Choice, inside_a
         return "weight is frozen"
     if id(module.weight) not in facts.trained:
         return "weight is not among the optimizer's parameters"
+    if getattr(module.weight, "_ds_grad_allreduce_registered", False):
+        return "AutoTP sums its gradient over tensor-parallel ranks, each of which has other rows"
     if id(module.weight) in facts.tied_stages:
         return "tied by a TiedLayerSpec: its gradient is a sum over uses of which other stages have the rows"
     bias = module._parameters.get("bias")

@@ -9,14 +9,15 @@ FLOORS = [
     ["reference", "ops.reference", "ops.functional"],
     ["side", "factor", "eigenbasis", "moments", "damping", "orthogonal", "preconditioner"],
     [
-        "layers.base", "layers.linear", "layers.conv1d", "layers.embedding", "layers.norm", "layers.registry", "scan",
+        "layers.base", "layers.linear", "layers.conv1d", "layers.embedding", "layers.norm",
+        "layers.tensor_parallel", "layers.registry", "scan",
         "factor_spec", "batch_info", "rows", "capture", "sampling", "schedule", "layer_state",
     ],
     [
         "assignment", "agreement", "grouping", "bucket", "zero.shards", "zero.relayout", "zero.layout",
         "zero.replicated", "zero.bf16_optimizer", "zero.stage_1_and_2", "zero.stage3", "zero.registry",
-        "zero.groups", "zero.domains",
-        "zero.exchange", "zero.validate", "zero.selftest", "zero.extra_backward", "adamw",
+        "zero.exchange", "zero.groups", "zero.domains", "zero.validate", "zero.selftest",
+        "zero.extra_backward", "adamw",
     ],
     [
         "config_values", "config_errors", "config_blocks", "config", "metrics", "direction", "adam_direction",

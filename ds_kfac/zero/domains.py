@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank, bwc_tensor_model_parallel_world_size
 from torch import nn
 
 
@@ -38,6 +39,17 @@ def pipeline_stage(engine: Any) -> int | None:
     return int(engine.stage_id)
 
 
+def tensor_shard(engine: Any) -> tuple[int, int]:
+    """(rank, size) among the ranks that hold shards of one weight."""
+    mpu = engine.mpu
+    # a pipeline's grid counts stages as model parallel, DeepSpeed's sequence parallel state sequence groups
+    if mpu is None or isinstance(engine, PipelineEngine):
+        return 0, 1
+    if hasattr(mpu, "initialize_sequence_parallel") and not hasattr(mpu, "get_tensor_model_parallel_world_size"):
+        return 0, 1
+    return int(bwc_tensor_model_parallel_rank(mpu)), int(bwc_tensor_model_parallel_world_size(mpu))
+
+
 def domains(engine: Any, params: Sequence[nn.Parameter]) -> tuple[Domain, ...]:
     """This rank's domains, the dense one first.
 
@@ -46,5 +58,6 @@ def domains(engine: Any, params: Sequence[nn.Parameter]) -> tuple[Domain, ...]:
     """
     trained = tuple(p for p in params if p.requires_grad)
     stage = pipeline_stage(engine)
-    name = "" if stage is None else f"stage_{stage}"
+    shard, shards = tensor_shard(engine)
+    name = f"tensor_{shard}" if shards > 1 else "" if stage is None else f"stage_{stage}"
     return (Domain(name, trained, engine.seq_data_parallel_group),)

@@ -5,6 +5,9 @@ from typing import Any
 
 from deepspeed.runtime.engine import DummyOptim
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import groups
+
+from ds_kfac.zero.domains import tensor_shard
 
 
 def _offload(engine: Any) -> Any:
@@ -16,19 +19,8 @@ def _inner(engine: Any) -> str:
     return type(optimizer).__name__
 
 
-def _tensor_parallel(engine: Any) -> bool:
-    if isinstance(engine, PipelineEngine):  # whose grid counts stages as model parallel; its model axis is refused
-        return False
-    if engine.autotp_size() > 1:
-        return True
-    if any(type(m).__module__.startswith("deepspeed.module_inject") for m in engine.module.modules()):
-        return True
-    if hasattr(engine.mpu, "initialize_sequence_parallel"):  # whose "model parallel" group is the sequence group
-        return False
-    size = getattr(engine.mpu, "get_model_parallel_world_size", None) or getattr(
-        engine.mpu, "get_tensor_model_parallel_world_size", None
-    )
-    return size is not None and size() > 1
+def _tensor_and_sequence(engine: Any) -> bool:
+    return tensor_shard(engine)[1] > 1 and groups._get_sequence_parallel_world_size() > 1
 
 
 REFUSALS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
@@ -48,9 +40,9 @@ REFUSALS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda engine: engine.has_moe_layers,
         "expert-parallel factors are not supported yet: disable kfac for this model",
     ),
-    "tensor parallelism": (
-        _tensor_parallel,
-        'sharded weights are not supported yet: set "tensor_parallel": {"autotp_size": 1}, or disable kfac',
+    "tensor and sequence parallelism": (
+        _tensor_and_sequence,
+        "only one of them is supported: make one of the two groups a group of one rank",
     ),
     "sequence parallelism by mesh_param": (
         lambda engine: engine.mesh_device is not None,

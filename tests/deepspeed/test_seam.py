@@ -194,7 +194,6 @@ def refusals_worker(_) -> dict:
     pretend("ZenFlow", zenflow=True)
     pretend("mixture of experts", has_moe_layers=True)
     pretend("sequence parallelism by mesh_param", mesh_device=object())
-    pretend("tensor parallelism", autotp_size=lambda: 2)
     pretend("compressed-communication optimizer", enable_backward_allreduce=False)
     pretend("no optimizer", optimizer=None)
 
@@ -234,7 +233,7 @@ def test_refusals_say_what_to_change():
     assert "ds_kfac.initialize" in result["kfac_first late"]
     modes = {
         "DeepCompile": '"deepcompile": false', "ZenFlow": 'remove "zenflow"', "mixture of experts": "not supported yet",
-        "sequence parallelism by mesh_param": "parallel_state_sp", "tensor parallelism": '"autotp_size": 1',
+        "sequence parallelism by mesh_param": "parallel_state_sp",
         "compressed-communication optimizer": "AdamW", "no optimizer": '"optimizer" block',
         "SuperOffload": '"super_offload": false', "NVMe offload": 'to "cpu"', "Muon": "choose Muon or K-FAC",
     }  # fmt: skip
