@@ -7,7 +7,6 @@
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,11 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import logger
 
 from ds_kfac import checkpoint, parallelism
-from ds_kfac.adamw import FLAG, KFACAdamWStep
+from ds_kfac.adam_groups import check_groups
+from ds_kfac.adamw import KFACAdamWStep
 from ds_kfac.batch_info import ReadBatch
 from ds_kfac.config import KFACConfig
-from ds_kfac.layers.registry import SHARDS
+from ds_kfac.experts import ExpertRows
 from ds_kfac.loss_sampling import LossSampling
 from ds_kfac.metrics import Metrics
 from ds_kfac.optimizer import KFACOptimizer, Target
@@ -28,7 +28,7 @@ from ds_kfac.pipeline import announce_backwards
 from ds_kfac.report import attach_report
 from ds_kfac.sampling import Sampler
 from ds_kfac.scan import Scan, scan
-from ds_kfac.zero.domains import domains, tensor_shard
+from ds_kfac.zero.domains import Domain, domains
 from ds_kfac.zero.exchange import parameter_names
 from ds_kfac.zero.layout import scaler_scale
 from ds_kfac.zero.registry import optimized_parameters, shard_layout
@@ -52,46 +52,56 @@ class Attachment:
         config = config.for_optimizer(adam=isinstance(engine.basic_optimizer, KFACAdamWStep))
         parallelism.check(engine, config)
         optimized = optimized_parameters(engine)
-        (self.domain,) = domains(engine, optimized)
+        self.domains = domains(engine, optimized)
         with parallelism.agreeing(engine):  # a stage may have no layers
             found = scan(engine.module, config.choice, optimized=optimized)
-        _, shards = tensor_shard(engine)
-        found = with_copies(found, shards)
-        named = dict(engine.module.named_parameters())
-        ours = [named[name] for name in parameter_names(found.layers)]
-        own_ids = {id(parameter) for parameter in ours}
-        target = Target(
-            model=engine.module,
-            layers=found.layers,
-            layout=shard_layout(engine, ours),
-            rest=shard_layout(engine, [p for p in optimized if p.requires_grad and id(p) not in own_ids]),
-            inner=engine.basic_optimizer,
-            scheduled_lr=engine.lr_scheduler is not None,
-            model_parallel=bool(self.domain.name),
-        )
-        check_groups(target)
-        self.optimizer = KFACOptimizer(target, config)
+        self._experts = ExpertRows(engine.module) if engine.has_moe_layers else None
+        scans = parallelism.by_domain(found, self.domains, engine)
+        filled = [(domain, part) for domain, part in zip(self.domains, scans, strict=True) if part.layers]
+        self.domains, scans = tuple(d for d, _ in filled), [part for _, part in filled]
+        targets = [self._target(domain, part) for domain, part in zip(self.domains, scans, strict=True)]
+        self.optimizers = [KFACOptimizer(target, config) for target in targets]
+        self.optimizer = self.optimizers[0]
         self._active, self._warned = True, False
         self.sampling: LossSampling | None = None
         try:
-            self_test(target.layout, self.optimizer.exchange.owners)
+            for kfac in self.optimizers:
+                check_groups(kfac.target)
+                self_test(kfac.layout, kfac.exchange.owners)
             if config.factor.fisher == "monte_carlo":
                 self.sampling = LossSampling(self.optimizer, engine)
         except Exception:
-            self.optimizer.capture.remove()
+            self._remove_hooks()
             raise
         self._originals: dict[str, tuple[Any, Any]] = {}
         self._wrap("_take_model_step", self._take_model_step)
         self._wrap("backward", self._backward)
         self._wrap("save_checkpoint", self._save_checkpoint)
         self._wrap("load_checkpoint", self._load_checkpoint)
-        self._undo = announce_backwards(engine, [self.optimizer]) if isinstance(engine, PipelineEngine) else None
+        self._undo = announce_backwards(engine, self.optimizers) if isinstance(engine, PipelineEngine) else None
         setattr(engine, HANDLE, self)
-        self.report = attach_report(self.optimizer, found)
-        if self.domain.name:
-            self.report = f"{self.domain.name}:\n{self.report}"
-        if self.optimizer.rank == 0:  # of every domain
-            print(self.report, flush=True)
+        self.report = ""
+        for domain, kfac, part in zip(self.domains, self.optimizers, scans, strict=True):
+            report = attach_report(kfac, part)
+            report = f"{domain.name}:\n{report}" if domain.name else report
+            if kfac.rank == 0:  # of every domain
+                print(report, flush=True)
+            self.report += f"\n{report}" if self.report else report
+
+    def _target(self, domain: Domain, found: Scan) -> Target:
+        engine, named = self.engine, dict(self.engine.module.named_parameters())
+        ours = [named[name] for name in parameter_names(found.layers)]
+        own_ids = {id(parameter) for parameter in ours}
+        return Target(
+            model=engine.module,
+            layers=found.layers,
+            layout=shard_layout(engine, ours, domain.group),
+            rest=shard_layout(engine, [p for p in domain.params if id(p) not in own_ids], domain.group),
+            inner=engine.basic_optimizer,
+            scheduled_lr=engine.lr_scheduler is not None,
+            model_parallel=bool(domain.name) or len(self.domains) > 1,
+            info_of=self._experts,
+        )
 
     @property
     def metrics(self) -> Metrics:
@@ -104,7 +114,8 @@ class Attachment:
 
     @read_batch.setter
     def read_batch(self, function: ReadBatch) -> None:
-        self.optimizer.capture.read_batch = function
+        for kfac in self.optimizers:
+            kfac.capture.read_batch = function
 
     @property
     def sampler(self) -> Sampler:
@@ -128,9 +139,7 @@ class Attachment:
         """Restore the engine: remove hooks, wrappers and our process group. Call on every rank, between steps."""
         if not self._active:
             return
-        self.optimizer.capture.remove()
-        if self.sampling is not None:
-            self.sampling.remove()
+        self._remove_hooks()
         if self._undo is not None:
             self._undo()
         self._active = False
@@ -144,12 +153,22 @@ class Attachment:
                 else:
                     setattr(self.engine, name, previous)
         delattr(self.engine, HANDLE)
-        self.optimizer.totals.remove()
-        torch.distributed.destroy_process_group(self.optimizer.group)
+        for kfac in self.optimizers:
+            kfac.totals.remove()
+            torch.distributed.destroy_process_group(kfac.group)
+
+    def _remove_hooks(self) -> None:
+        for kfac in self.optimizers:
+            kfac.capture.remove()
+        if self.sampling is not None:
+            self.sampling.remove()
+        if self._experts is not None:
+            self._experts.remove()
 
     def load_state(self, load_dir: str | os.PathLike, tag: str) -> None:
         """Load only the K-FAC state of a checkpoint, whatever stage and world size wrote it. Collective."""
-        checkpoint.load(self.optimizer, self._place(Path(load_dir) / str(tag)))
+        for domain, kfac in zip(self.domains, self.optimizers, strict=True):
+            checkpoint.load(kfac, Path(load_dir) / str(tag) / domain.name)
 
     # the four wrapped attributes
 
@@ -170,16 +189,24 @@ class Attachment:
         self._warn_of_silent_layers()
         if self.sampling is not None:
             self.sampling.check()
-        kfac.step()
+        self._step()
         scaler = kfac.layout.grad_scaler
         scale = torch.as_tensor(scaler_scale(scaler) if scaler else 0.0).clone()
         result = original(*args, **kwargs)
         # A GradScaler skips the step by itself; only its falling scale tells. It has synchronised already.
         skipped = bool(scaler) and bool(torch.as_tensor(scaler_scale(scaler)) < scale)
-        kfac.commit(applied=engine.was_step_applied() and not skipped)
+        for one in self.optimizers:
+            one.commit(applied=engine.was_step_applied() and not skipped)
         if monitored:
             engine.monitor.write_events(self.metrics.events(engine.global_samples))
         return result
+
+    def _step(self) -> None:
+        """Of all domains at once: kl-clip is over all of them."""
+        total = torch.stack([kfac.prepare() for kfac in self.optimizers]).sum(0)
+        total = self.optimizer.totals.sum(total)
+        for kfac in self.optimizers:
+            kfac.finish(total)
 
     def _warn_of_silent_layers(self) -> None:
         """Once, after the first captured step: layers whose hooks never fired here pass through untouched."""
@@ -187,7 +214,7 @@ class Attachment:
         if self._warned or not kfac.capture.active:
             return
         self._warned = True
-        silent = [layer.name for layer in kfac.layers if layer.name not in kfac.capture.called]
+        silent = [layer.name for k in self.optimizers for layer in k.layers if layer.name not in k.capture.called]
         if silent:
             logger.warning(
                 f"ds_kfac: rank {kfac.rank} saw no rows of {', '.join(silent)} in its first step. A layer that no rank "
@@ -204,12 +231,18 @@ class Attachment:
         if self.sampling is not None:
             self.sampling.sample()
             return original(loss, *args, **kwargs)
-        hook = loss.register_hook(lambda seed: capture.begin_backward(seed.float() / divisor))
+
+        def announce(seed: torch.Tensor) -> None:
+            for kfac in self.optimizers:
+                kfac.capture.begin_backward(seed.float() / divisor)
+
+        hook = loss.register_hook(announce)
         try:
             return original(loss, *args, **kwargs)
         finally:
             hook.remove()
-            capture.end_backward()
+            for kfac in self.optimizers:
+                kfac.capture.end_backward()
 
     def _save_checkpoint(
         self, original: Callable[..., Any], save_dir: str, tag: Any = None, client_state: Any = None, *args, **kwargs
@@ -217,11 +250,12 @@ class Attachment:
         if not save_dir:
             return original(save_dir, tag, client_state or {}, *args, **kwargs)  # DeepSpeed says what is wrong
         tag = f"global_step{self.engine.global_steps}" if tag is None else str(tag)
-        place = self._place(Path(save_dir) / tag)
-        header = checkpoint.save(self.optimizer, place)
-        client_state = {**(client_state or {}), checkpoint.CLIENT_KEY: header}
+        places = [Path(save_dir) / tag / domain.name for domain in self.domains]
+        headers = [checkpoint.save(kfac, place) for kfac, place in zip(self.optimizers, places, strict=True)]
+        client_state = {**(client_state or {}), checkpoint.CLIENT_KEY: headers[0]}
         result = original(save_dir, tag, client_state, *args, **kwargs)
-        checkpoint.finish(self.optimizer, place, header)
+        for kfac, place, header in zip(self.optimizers, places, headers, strict=True):
+            checkpoint.finish(kfac, place, header)
         return result
 
     def _load_checkpoint(self, original: Callable[..., Any], load_dir: str, *args: Any, **kwargs: Any) -> Any:
@@ -231,49 +265,26 @@ class Attachment:
             return path, client_state
         # DeepSpeed's files, the same on every rank, decide; what lies in the folder may be of another save.
         header = client_state.pop(checkpoint.CLIENT_KEY, None) if client_state else None
-        tag_directory = self._place(Path(path).parent)
+        tag_directory = Path(path).parent
         if arguments.get("load_module_only"):
-            self.optimizer.reset()
+            self._reset()
             self._say(
                 f"load_module_only: K-FAC starts afresh; engine.kfac.load_state loads the state of {tag_directory}"
             )
         elif header is None:
-            self.optimizer.reset()
+            self._reset()
             self._say(f"WARNING: {tag_directory} has no K-FAC state, K-FAC starts afresh: expect some steps to recover")
         else:
-            checkpoint.load(self.optimizer, tag_directory, header["save_id"])
+            for index, (domain, kfac) in enumerate(zip(self.domains, self.optimizers, strict=True)):
+                # one header is in DeepSpeed's files, that of the first domain
+                checkpoint.load(kfac, tag_directory / domain.name, None if index else header["save_id"])
             self._say(f"loaded K-FAC state of step {self.optimizer.steps} from {tag_directory}")
         return path, client_state
 
-    def _place(self, tag_directory: Path) -> Path:
-        """Where a tag's K-FAC state is: domains have layers of one name."""
-        return tag_directory / self.domain.name
+    def _reset(self) -> None:
+        for kfac in self.optimizers:
+            kfac.reset()
 
     def _say(self, text: str) -> None:
         if self.engine.global_rank == 0:
             logger.warning(f"ds_kfac: {text}")
-
-
-def with_copies(found: Scan, shards: int) -> Scan:
-    """Layers that are not cut are the same on every tensor-parallel rank."""
-    layers = (layer if layer.kind in SHARDS else replace(layer, copies=shards) for layer in found.layers)
-    return replace(found, layers=tuple(layers))
-
-
-def check_groups(target: Target) -> None:
-    """KFACAdamW steps exactly the marked groups along K-FAC's directions: they must hold the layers, and only them.
-
-    Raises:
-        ValueError: some parameter is in the wrong kind of group.
-    """
-    if not isinstance(target.inner, KFACAdamWStep):
-        return
-    groups = target.layout.optimizer.param_groups
-    for layout, ours in ((target.layout, True), (target.rest, False)):
-        for parameter in layout.params:
-            if bool(groups[layout.group_index(parameter)].get(FLAG)) != ours:
-                name = next(n for n, p in target.model.named_parameters() if p is parameter)
-                raise ValueError(
-                    f"KFACAdamW: {name} is {'' if ours else 'not '}preconditioned, but its parameter group says "
-                    "otherwise; the model or kfac.layers changed between ds_kfac.initialize and attach"
-                )

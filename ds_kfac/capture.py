@@ -72,6 +72,7 @@ class Capture:
         fallback_seed: the scale of a backward that nobody announced by :meth:`begin_backward`.
         rule: how rows are made.
         sampled: whether G comes from a sampled loss instead of the true one.
+        info_of: a micro-batch's information -> that of a module's call in it, where they differ.
 
     Attributes:
         read_batch: tells the rows that count from the model's arguments.
@@ -89,6 +90,7 @@ class Capture:
         rule: RowRule | None = None,
         sampled: bool = False,
         read_batch: ReadBatch | None = None,
+        info_of: Callable[[str, BatchInfo], BatchInfo] | None = None,
     ) -> None:
         self.active = False
         self.rule, self.sampled, self.turn = rule or RowRule(), sampled, 0
@@ -97,7 +99,7 @@ class Capture:
         self._allocate, self._fallback_seed = allocate, fallback_seed
         self._sums: Mapping[str, tuple[BatchSums, ...]] | None = None
         self._seed: Tensor | float | None = None
-        self._info = BatchInfo()
+        self._info, self._info_of = BatchInfo(), info_of or (lambda module, info: info)
         self._terms: dict[tuple[str, int], int] = {}  # use -> loss terms already counted in this micro-batch
         self.called: set[str] = set()
         self._handles: list[Any] = [model.register_forward_pre_hook(self._begin_forward, with_kwargs=True)]
@@ -163,9 +165,10 @@ class Capture:
             if recomputing and self.sampled:  # the first run's calls are those that are sampled
                 return
             x = (inputs[0] if inputs else next(iter(named.values()))).detach()
+            info = self._info_of(layer.uses[index].module, self._info)
             with_gradient = recomputing or kind.needs_gradients
             if not with_gradient:
-                self._add_input(layer, index, module, x, self._info)
+                self._add_input(layer, index, module, x, info)
                 if layer.uses[index].G.block == 0:  # nothing is kept of its gradients
                     return
             origin = _origin(output)
@@ -173,7 +176,7 @@ class Capture:
             edge = GradientEdge(origin.grad_fn, origin.output_nr)
             input_too = recomputing and not kind.needs_gradients
             x = x if with_gradient else None
-            call = Call(layer, index, module, self._info, edge, output.shape, x, input_too)
+            call = Call(layer, index, module, info, edge, output.shape, x, input_too)
             if self.sampled:
                 self.pending.append(call)
             else:

@@ -1,6 +1,6 @@
 """KFACOptimizer: the data flow of one step, read top to bottom, the same in every engine mode."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ds_kfac.adam_direction import AdamDirection
 from ds_kfac.adamw import KFACAdamWStep
 from ds_kfac.assignment import assign_owners
-from ds_kfac.batch_info import ArgumentReader
+from ds_kfac.batch_info import ArgumentReader, BatchInfo
 from ds_kfac.bucket import FactorBucket
 from ds_kfac.capture import BatchSums, Capture
 from ds_kfac.config import KFACConfig
@@ -39,6 +39,7 @@ class Target:
         inner: the innermost optimizer, which DeepSpeed wraps.
         scheduled_lr: whether the learning rate follows a schedule.
         model_parallel: whether other ranks train other layers, or other parts of these.
+        info_of: of a module's call, given the micro-batch's.
     """
 
     model: nn.Module
@@ -48,6 +49,7 @@ class Target:
     inner: Any
     scheduled_lr: bool
     model_parallel: bool = False
+    info_of: Callable[[str, BatchInfo], BatchInfo] | None = None
 
 
 class KFACOptimizer:
@@ -97,6 +99,7 @@ class KFACOptimizer:
             rule=RowRule(config.factor.weight_sharing, config.factor.sample_rows),
             sampled=config.factor.fisher == "monte_carlo",
             read_batch=ArgumentReader(target.model, **config.padding.arguments),
+            info_of=target.info_of,
         )
         self.reset()
 

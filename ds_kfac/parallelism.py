@@ -1,6 +1,8 @@
 """What model parallelism rules out: combinations with the rest of the config that would be wrong are refused."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +12,9 @@ from deepspeed.utils import groups
 from ds_kfac.adamw import KFACAdamWStep
 from ds_kfac.agreement import failing_together
 from ds_kfac.config import KFACConfig
-from ds_kfac.zero.domains import tensor_shard
+from ds_kfac.layers.registry import SHARDS
+from ds_kfac.scan import Scan
+from ds_kfac.zero.domains import Domain, tensor_shard
 
 
 def check(engine: Any, config: KFACConfig) -> None:
@@ -45,6 +49,19 @@ def check(engine: Any, config: KFACConfig) -> None:
             'kfac.factor.fisher "monte_carlo" with tensor parallelism: ranks would draw other labels for one example; '
             'use "empirical"'
         )
+    if engine.has_moe_layers:
+        if config.factor.fisher == "monte_carlo":
+            refused.append('kfac.factor.fisher "monte_carlo" with a mixture of experts: not tested; use "empirical"')
+        if config.factor.weight_sharing == "reduce":
+            refused.append(
+                'kfac.factor.weight_sharing "reduce" with a mixture of experts: a sequence\'s tokens go to several '
+                'experts; use "expand"'
+            )
+        if adam:
+            refused.append(
+                "KFACAdamW with a mixture of experts: its directions are scaled within one process group; use another "
+                "optimizer"
+            )
     if groups._get_sequence_parallel_world_size() > 1 and config.factor.weight_sharing == "reduce":
         refused.append(
             'kfac.factor.weight_sharing "reduce" with sequence parallelism: a sequence\'s rows lie on several ranks, '
@@ -67,3 +84,16 @@ def agreeing(engine: Any) -> AbstractContextManager:
         return nullcontext()
     headline = "ds_kfac cannot attach to this model-parallel engine"
     return failing_together(headline, torch.distributed.group.WORLD, ValueError)
+
+
+def by_domain(found: Scan, domains: Sequence[Domain], engine: Any) -> list[Scan]:
+    """The layers of each domain, and how many tensor-parallel ranks hold each; what was skipped, in the first."""
+    _, shards = tensor_shard(engine)
+    named = dict(engine.module.named_parameters())
+    scans = []
+    for index, domain in enumerate(domains):
+        own = {id(p) for p in domain.params}
+        layers = (layer for layer in found.layers if id(named[layer.weight]) in own)
+        counted = tuple(layer if layer.kind in SHARDS else replace(layer, copies=shards) for layer in layers)
+        scans.append(Scan(counted, found.skipped if index == 0 else ()))
+    return scans

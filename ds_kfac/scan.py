@@ -64,6 +64,8 @@ class _Model:
     """id of a parameter -> modules that hold it."""
     tied_stages: set[int] = field(default_factory=set)
     """ids of parameters that a DeepSpeed PipelineModule ties over its stages."""
+    gates: set[int] = field(default_factory=set)
+    """ids of the linears inside gates of deepspeed.moe."""
 
     def __post_init__(self) -> None:
         users = defaultdict(list)
@@ -92,6 +94,7 @@ def scan(model: nn.Module, choice: Choice | None = None, *, optimized: Iterable[
         {id(parameter): name for name, parameter in model.named_parameters()},
         {id(p) for p in (model.parameters() if optimized is None else optimized) if p.requires_grad},
         tied_stages={id(p) for p in tied.parameters()} if isinstance(tied, nn.ModuleDict) else set(),
+        gates={id(m.wg) for m in model.modules() if type(m).__name__ == "TopKGate" and hasattr(m, "wg")},
     )
     inside_attention = {
         id(child)
@@ -239,6 +242,8 @@ def _unfit(name: str, module: nn.Module, facts: _Model, choice: Choice, inside_a
     bias = module._parameters.get("bias")
     if bias is not None and len(facts.users[id(bias)]) > 1:
         return "bias is shared with another module; its gradient is a sum over both uses"
+    if id(module) in facts.gates:
+        return "called as a function by its mixture of experts' gate, its hooks never fire"
     if id(module) in inside_attention:
         return "called as a function by nn.MultiheadAttention, its hooks never fire"
     return None

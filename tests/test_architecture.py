@@ -11,7 +11,7 @@ FLOORS = [
     [
         "layers.base", "layers.linear", "layers.conv1d", "layers.embedding", "layers.norm",
         "layers.tensor_parallel", "layers.registry", "scan",
-        "factor_spec", "batch_info", "rows", "capture", "sampling", "schedule", "layer_state",
+        "factor_spec", "batch_info", "experts", "rows", "capture", "sampling", "schedule", "layer_state",
     ],
     [
         "assignment", "agreement", "grouping", "bucket", "zero.shards", "zero.relayout", "zero.layout",
@@ -21,7 +21,7 @@ FLOORS = [
     ],
     [
         "config_values", "config_errors", "config_blocks", "config", "metrics", "direction", "adam_direction",
-        "optimizer", "loss_sampling", "checkpoint", "report", "parallelism",
+        "optimizer", "loss_sampling", "checkpoint", "report", "parallelism", "adam_groups",
         "pipeline",
     ],
     ["attachment", "optimizer_block", "engine", ""],

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank, bwc_tensor_model_parallel_world_size
 from torch import nn
 
@@ -60,4 +62,14 @@ def domains(engine: Any, params: Sequence[nn.Parameter]) -> tuple[Domain, ...]:
     stage = pipeline_stage(engine)
     shard, shards = tensor_shard(engine)
     name = f"tensor_{shard}" if shards > 1 else "" if stage is None else f"stage_{stage}"
-    return (Domain(name, trained, engine.seq_data_parallel_group),)
+    dense = tuple(p for p in trained if not is_moe_param(p))
+    experts: dict[str, list[Any]] = {}
+    for p in trained:
+        if is_moe_param(p):
+            experts.setdefault(p.group_name, []).append(p)  # type: ignore[attr-defined]
+    found = [Domain(name, dense, engine.seq_data_parallel_group)]
+    for group, params_of_group in experts.items():
+        rank = groups._get_expert_parallel_rank(group)
+        ranks = groups._get_expert_data_parallel_group(group)
+        found.append(Domain(f"experts_{group}_rank_{rank}", tuple(params_of_group), ranks))
+    return tuple(found)

@@ -21,6 +21,7 @@ class ShardLayout(ABC):
     Args:
         engine: a DeepSpeedEngine.
         params: the preconditioned parameters, in the order of :attr:`Shard.param`.
+        group: the ranks that average their gradients; None: the engine's, of all but experts.
     """
 
     replicated = False
@@ -28,10 +29,10 @@ class ShardLayout(ABC):
     faults: tuple[str, ...] = ()
     """Known upstream faults of this mode, for the attach report."""
 
-    def __init__(self, engine: Any, params: Sequence[nn.Parameter]) -> None:
+    def __init__(self, engine: Any, params: Sequence[nn.Parameter], group: Any = None) -> None:
         self.engine, self.optimizer = engine, engine.optimizer
         self.params: tuple[Any, ...] = tuple(params)  # Any: DeepSpeed adds ds_shape and others to parameters
-        self.group = engine.seq_data_parallel_group
+        self.group = group or engine.seq_data_parallel_group
         self.world, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         if engine.sequence_parallel_size > 1 and not self._averages_sequence():
             self.faults += (
@@ -126,8 +127,8 @@ class ShardLayout(ABC):
 class ZeroLayout(ShardLayout):
     """What the wrappers of ZeRO-1/2 and 3 have in common: where they keep scalers."""
 
-    def __init__(self, engine: Any, params: Sequence[nn.Parameter]) -> None:
-        super().__init__(engine, params)
+    def __init__(self, engine: Any, params: Sequence[nn.Parameter], group: Any = None) -> None:
+        super().__init__(engine, params, group)
         if self.grad_scaler and self.optimizer.clip_grad > 0:
             self.faults += ("with torch_autocast fp16 it clips the gradient while it carries the GradScaler's scale",)
 

@@ -15,8 +15,8 @@ class Replicated(ShardLayout):
 
     replicated = True
 
-    def __init__(self, engine, params) -> None:
-        super().__init__(engine, params)
+    def __init__(self, engine, params, group=None) -> None:
+        super().__init__(engine, params, group)
         if engine.pipeline_parallelism and engine.gradient_clipping():
             self.faults += ("at stage 0 it clips every pipeline stage by the norm of the first one's gradients alone",)
 
@@ -72,8 +72,8 @@ class Replicated(ShardLayout):
 class ReplicatedHalf(Replicated):
     """FP16_Optimizer and FP16_UnfusedOptimizer, which serve bf16 too; fp32 masters, 16-bit ``p.grad``."""
 
-    def __init__(self, engine, params) -> None:
-        super().__init__(engine, params)
+    def __init__(self, engine, params, group=None) -> None:
+        super().__init__(engine, params, group)
         if self.optimizer.loss_scale_config.use_grad_scaling:
             self.faults += (
                 "at stage 0 fp16 it divides gradients by a loss scale it never multiplied by (deepspeed PR 8393): "

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DummyOptim
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups
@@ -36,9 +37,28 @@ REFUSALS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda engine: isinstance(engine, PipelineEngine) and engine.is_model_parallel,
         "pipelines of tensor-parallel stages are not supported: use a topology of pipe and data only",
     ),
-    "mixture of experts": (
-        lambda engine: engine.has_moe_layers,
-        "expert-parallel factors are not supported yet: disable kfac for this model",
+    "mixture of experts at stage 3": (
+        lambda engine: engine.has_moe_layers and engine.zero_optimization_partition_weights(),
+        "DeepSpeed does not partition experts: use ZeRO stage 0, 1 or 2",
+    ),
+    "mixture of experts in BF16_Optimizer": (
+        lambda engine: engine.has_moe_layers and isinstance(engine.optimizer, BF16_Optimizer),
+        'it is not tested: leave "data_types": {"grad_accum_dtype": "fp32"} out',
+    ),
+    "mixture of experts with other model parallelism": (
+        lambda engine: (
+            engine.has_moe_layers
+            and (
+                tensor_shard(engine)[1] > 1
+                or isinstance(engine, PipelineEngine)
+                or groups._get_sequence_parallel_world_size() > 1
+            )
+        ),
+        "experts are supported with data parallelism only: give the other dimensions a size of one",
+    ),
+    "AutoEP": (
+        lambda engine: any("AutoEP" in type(module).__name__ for module in engine.module.modules()),
+        "its experts' weights are grouped in tensors of three dimensions: use deepspeed.moe, or disable kfac",
     ),
     "tensor and sequence parallelism": (
         _tensor_and_sequence,

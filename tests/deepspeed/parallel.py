@@ -44,16 +44,19 @@ def build(mode: Mode, model: nn.Module, accumulation: int = 1, world: int = 1, *
 
 def train_whole(
     mode: Mode, model: nn.Module, loss: Callable[[nn.Module, int], Tensor], *, gradient_scale: float = 1.0,
-    steps: int = STEPS, **options,
+    steps: int = STEPS, terms: float | None = None, **options,
 ) -> Whole:  # fmt: skip
     """Train a copy of ``model`` with reference.py; ``loss(model, step)`` of the whole batch.
 
     Args:
         gradient_scale: by how much the engine's gradients are larger than this loss's.
+        terms: loss terms of a batch, where layers have other numbers of rows.
         options: of ReferenceKFAC, over those of the mode.
     """
     model = copy.deepcopy(model)
     kfac = ReferenceKFAC(model, **{**reference_options(kfac_block(mode)), **options})
+    kfac.terms = terms
+    frozen = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
     step = ReferenceStep(mode, model, model, kfac)
     for index in range(steps):
         value = loss(model, index)
@@ -61,8 +64,11 @@ def train_whole(
             kfac.sampled(least_likely(model.prediction))
         value.backward()
         for p in model.parameters():
-            p.grad = p.grad * gradient_scale
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad * gradient_scale
         step(1.0)
+        with torch.no_grad():
+            for p, value in frozen:  # ReferenceStep decays everything
+                p.copy_(value)
     return Whole({name: p.detach().clone() for name, p in model.named_parameters()}, kfac.factors, kfac.nu)
 
 
