@@ -203,6 +203,9 @@ class Attachment:
 
     def _step(self) -> None:
         """Of all domains at once: kl-clip is over all of them."""
+        if len(self.optimizers) == 1:
+            self.optimizer.step()
+            return
         total = torch.stack([kfac.prepare() for kfac in self.optimizers]).sum(0)
         total = self.optimizer.totals.sum(total)
         for kfac in self.optimizers:
