@@ -71,7 +71,7 @@ class AdamDirection:
             local.results[layer.name] = torch.where(overflowed, gradient, direction)
             local.states[layer.name] = state
             local.replaced += ~finite | overflowed
-            squares += torch.stack([local.results[layer.name].square().sum(), gradient.square().sum()])
+            squares += torch.stack([local.results[layer.name].square().sum(), gradient.square().sum()]) / layer.copies
         local.numbers = list(squares.unbind())
         self._clip = clip
         return local

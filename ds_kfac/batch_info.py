@@ -16,10 +16,13 @@ class BatchInfo:
     Attributes:
         rows: bool [N, T], True where a row counts; used by layers whose tensors have N x T rows.
         labelled: bool [N] or [N, T]: True where the loss has a term. Its sum is M, the number of loss terms.
+        divisor: what the loss divides the sum of its terms by, where that is not M: with sequence parallelism maybe
+            the terms of the whole sequence.
     """
 
     rows: Tensor | None = None
     labelled: Tensor | None = None
+    divisor: Tensor | float | None = None
 
     def terms(self, *, weight_sharing: str) -> Tensor | None:
         """M, a fp32 scalar on the device: loss terms, or with "reduce" examples that have one."""

@@ -86,6 +86,7 @@ class Capture:
         inputs: told of every input of a captured call, to find and verify layers that share theirs.
         stage: context in which rows are added, for timings.
         sampled: whether G comes from a sampled loss instead of the true one.
+        info_of: a micro-batch's information -> that of a module's call in it, where they differ.
 
     Attributes:
         read_batch: tells the rows that count from the model's arguments.
@@ -106,6 +107,7 @@ class Capture:
         stage: Callable[[], AbstractContextManager[None]] = nullcontext,
         sampled: bool = False,
         read_batch: ReadBatch | None = None,
+        info_of: Callable[[str, BatchInfo], BatchInfo] | None = None,
     ) -> None:
         self.active = False
         self.rule, self.sampled, self.turn = rule or RowRule(), sampled, 0
@@ -117,7 +119,7 @@ class Capture:
         self._allocate, self._fallback_seed = allocate, fallback_seed
         self._sums: Mapping[str, Sequence[UseSums]] | None = None
         self._seed: Tensor | float | None = None
-        self._info = BatchInfo()
+        self._info, self._info_of = BatchInfo(), info_of or (lambda module, info: info)
         self._terms: dict[tuple[str, int], int] = {}  # use -> loss terms already counted in this micro-batch
         self.called: set[str] = set()
         self._handles: list[Any] = [model.register_forward_pre_hook(self._begin_forward, with_kwargs=True)]
@@ -175,7 +177,9 @@ class Capture:
     def _forward_hook(self, layer: LayerSpec, index: int) -> Callable[..., None]:
         kind = LAYERS[layer.uses[index].kind]
 
-        def hook(module: nn.Module, inputs: tuple, named: dict[str, Any], output: Tensor) -> None:
+        def hook(module: nn.Module, inputs: tuple, named: dict[str, Any], output: Any) -> None:
+            if isinstance(output, tuple):  # Megatron's linears return their bias too
+                output = output[0]
             if not (self.active and module.training and torch.is_grad_enabled() and output.requires_grad):
                 return
             recomputing = torch._C._current_graph_task_id() != -1
@@ -186,8 +190,9 @@ class Capture:
             self.called.add(layer.name)
             x, sums = x.detach(), self._use_sums(layer, index)
             with_gradient = recomputing or kind.needs_gradients
+            info = self._info_of(layer.uses[index].module, self._info)
             if not with_gradient and sums.A is not None:
-                self._add_input(layer, index, module, x, self._info, sums.A)
+                self._add_input(layer, index, module, x, info, sums.A)
             if sums.G is None and not (with_gradient and sums.A is not None):  # its gradients are not asked for
                 return
             origin = _origin(output)
@@ -195,7 +200,7 @@ class Capture:
             edge = GradientEdge(origin.grad_fn, origin.output_nr)
             input_too = recomputing and not kind.needs_gradients
             x = x if with_gradient else None
-            call = Call(layer, index, module, self._info, edge, output.shape, x, input_too)
+            call = Call(layer, index, module, info, edge, output.shape, x, input_too)
             if self.sampled:
                 self.pending.append(call)
             else:
@@ -247,7 +252,8 @@ class Capture:
                 rows, terms = gradient_rows(tensor, call.info.rows, self.rule, turn=self.turn)
                 told = call.info.terms(weight_sharing=self.rule.weight_sharing)
                 terms = terms if told is None else told
-                side.accumulate_(sum_.sum_P, rows * (terms / seed))
+                divisor = terms if call.info.divisor is None or self.sampled else call.info.divisor
+                side.accumulate_(sum_.sum_P, rows * (divisor / seed))
                 new_terms = self._new_terms(call, terms)
                 sum_.count.add_(new_terms)
         for tensor, sum_, which in zip(tensors, (sums.A, sums.G), "AG", strict=True):

@@ -121,7 +121,7 @@ class KFACGradient:
                 V = grafted(V, gradient)
             local.replaced += ~finite
             local.results[layer.name] = V
-            quadratic += self._quadratic(now, layer, V, gradient)
+            quadratic += self._quadratic(now, layer, V, gradient) / layer.copies
         local.numbers = [quadratic]
         return local
 
@@ -153,3 +153,16 @@ class KFACGradient:
 
     def _lr_in_clip(self, now: Now, group: int) -> Tensor | float:
         return now.peak_lr[group] if self.clip_lr == "peak" else self.layout.optimizer.param_groups[group]["lr"]
+
+
+def peak_rates(groups: Sequence[Mapping[str, Any]], before: Mapping[int, Any]) -> dict[int, Any]:
+    """Parameter group -> largest learning rate so far."""
+    return {index: _larger(group["lr"], before.get(index)) for index, group in enumerate(groups)}
+
+
+def _larger(a: Tensor | float, b: Tensor | float | None) -> Tensor | float:
+    if b is None:  # a copy: a tensor lr is changed in place by its scheduler
+        return a.clone() if isinstance(a, Tensor) else a
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
+    return max(a, b)

@@ -14,7 +14,7 @@ from ds_kfac.board import Board
 from ds_kfac.capture import Capture
 from ds_kfac.config import KFACConfig
 from ds_kfac.curvature import Curvature
-from ds_kfac.direction import Direction, KFACGradient, Local, Now
+from ds_kfac.direction import Direction, KFACGradient, Local, Now, peak_rates
 from ds_kfac.eigenbasis import Refreshed
 from ds_kfac.layer_state import LayerState
 from ds_kfac.mail import deliver
@@ -68,12 +68,13 @@ class KFACOptimizer:
             target.model,
             self.layers,
             lambda: self.curvature.reducer.allocate(self.due.capture),
-            self._fallback_seed,
+            self.layout.fallback_seed,
             rule=RowRule(config.factor.weight_sharing, config.factor.sample_rows),
             inputs=SharedInputs(plan.sharing_candidates),
             stage=lambda: self.metrics.stage("capture"),
             sampled=config.factor.fisher == "monte_carlo",
             read_batch=ArgumentReader(target.model, **config.padding.arguments),
+            info_of=target.info_of,
         )
         self.capture.on_rows = lambda *rows: self.curvature.reducer.rows_added(*rows)
         self.reset()
@@ -88,7 +89,7 @@ class KFACOptimizer:
             self.device,
             dtype=plan.wire,
             error_feedback=config.communication.error_feedback,
-            last_micro_batch=self._last_micro_batch if config.communication.overlap and world > 1 else None,
+            last_micro_batch=self.layout.last_micro_batch if config.communication.overlap and world > 1 else None,
         )
         return Curvature(plan, self.channel, reducer, self.refresher, config, self.metrics, self.device)
 
@@ -97,23 +98,41 @@ class KFACOptimizer:
         """What this step has to do beside preconditioning."""
         return self.curvature.agenda.due(self.steps)
 
-    @torch.no_grad()
     def step(self) -> None:
         """Replace every layer's averaged gradient by its preconditioned one. Collective: enter on every rank.
 
         Nothing of it is kept until :meth:`commit`.
         """
-        with torch.autocast(self.device.type, enabled=False):  # a user may call engine.step() under autocast
-            self._step(self.due)
+        self.prepare()
+        self.finish()
 
-    def _step(self, due: FactorsDue) -> None:
+    @torch.no_grad()
+    def prepare(self) -> Tensor:
+        """The step up to this rank's results. Collective.
+
+        Returns its part of the direction's numbers: their sum over all ranks is that over all layers.
+        """
+        with torch.autocast(self.device.type, enabled=False):  # a user may call engine.step() under autocast
+            self._prepare(self.due)
+            return torch.stack(self._local.numbers) / self.plan.workers
+
+    @torch.no_grad()
+    def finish(self, totals: Tensor | None = None) -> None:
+        """The rest of the step. Collective.
+
+        Args:
+            totals: the sum of what :meth:`prepare` returned; None: other ranks than these have no layers.
+        """
+        with torch.autocast(self.device.type, enabled=False), self.metrics.stage("relayout"):
+            self._scatter(self._local, totals)
+
+    def _prepare(self, due: FactorsDue) -> None:
         stage, curvature = self.metrics.stage, self.curvature
         self.layout.begin()
         curvature.begin()
         self.metrics.begin()
         # Now, not in commit: DeepSpeed's scheduler steps in between.
-        lrs = [group["lr"] for group in self.layout.optimizer.param_groups]
-        self._next_peak_lr = {group: _larger(lr, self.peak_lr.get(group)) for group, lr in enumerate(lrs)}
+        self._next_peak_lr = peak_rates(self.layout.optimizer.param_groups, self.peak_lr)
         self.capture.take()
         if due.capture:
             with stage("reduce"):
@@ -124,10 +143,8 @@ class KFACOptimizer:
             gradients, norm, told = self._gather(due)
         with stage("precondition"):
             self._next = self._states(told)
-            local = self.direction.local(Now(self.steps, norm, self._next_peak_lr), gradients, self._next)
-            self._next = local.states
-        with stage("relayout"):
-            self._scatter(local)
+            self._local = self.direction.local(Now(self.steps, norm, self._next_peak_lr), gradients, self._next)
+            self._next = self._local.states
         self._told = told
 
     def commit(self, *, applied: bool) -> None:
@@ -227,7 +244,7 @@ class KFACOptimizer:
         """Of all gradients this rank holds."""
         return self.layout.squared_norm() + self.target.rest.squared_norm()
 
-    def _scatter(self, local: Local) -> None:
+    def _scatter(self, local: Local, sums: Tensor | None) -> None:
         """Results to whoever holds a shard of them, with what the direction and the metrics sum over all layers."""
         failed = 0 if self.curvature.travels else self.metrics.step_counts["refresh_failures"]
         counts = [local.replaced.new_full((), n) for n in (local.unprepared, failed)]
@@ -240,7 +257,8 @@ class KFACOptimizer:
         leg, flats = self.exchange.scatter_leg(local.results)
         results, received = deliver((leg, board.leg(dict(enumerate(own)), self.device)), self.channel, self.device)
         totals = torch.stack(list(board.read(received).values())).sum(dim=0)
-        numbers, rest = totals[: len(local.numbers)], totals[len(local.numbers) :]
+        rest = totals[len(local.numbers) :]
+        numbers = totals[: len(local.numbers)] if sums is None else sums
         self.metrics.step_summary = rest[:3] + rest.new_tensor([0.0, 0.0, float(self._failed)])
         ready = {layer.name: flag > 0 for layer, flag in zip(self.layers, rest[3:], strict=True)}
         now = Now(self.steps, None, self._next_peak_lr)
@@ -270,20 +288,3 @@ class KFACOptimizer:
         for name, leader in leaders.items():  # one copy where both are
             if name in self.state and leader in self.state and (basis := self.state[leader].A) is not None:
                 self.state[name] = self.state[name].rebased(A=basis, carry=self.config.eigenbasis.carry_moments)
-
-    def _fallback_seed(self) -> Tensor | float:
-        """The scale of a backward that did not go through ``engine.backward``, as DeepSpeed would have applied it."""
-        engine = self.layout.engine
-        scale = self.layout.manual_scale() if engine._manual_backward_expected else 1.0
-        return scale / engine.gradient_accumulation_steps()
-
-    def _last_micro_batch(self) -> bool:
-        return self.layout.engine.is_gradient_accumulation_boundary()
-
-
-def _larger(a: Tensor | float, b: Tensor | float | None) -> Tensor | float:
-    if b is None:  # a copy: a tensor lr is changed in place by its scheduler
-        return a.clone() if isinstance(a, Tensor) else a
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
-    return max(a, b)

@@ -31,6 +31,7 @@ class _Use:
 
     def __init__(self, owner: "ReferenceKFAC", module: Any) -> None:
         self.module, self.owner = module, owner
+        self.bias = getattr(module, "bias", None) is not None
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.outputs: list[tuple[Tensor, Tensor, torch.Size]] = []  # input, output, the output's shape
         module.register_forward_hook(self._capture)
@@ -53,7 +54,7 @@ class _Use:
             a = F.one_hot(x, self.module.num_embeddings).float()
         elif isinstance(self.module, nn.Linear):
             a = x.float()
-            a = torch.cat([a, torch.ones_like(a[..., :1])], -1) if self.module.bias is not None else a
+            a = torch.cat([a, torch.ones_like(a[..., :1])], -1) if self.bias else a
         elif isinstance(self.module, nn.LayerNorm):  # its rows are those of its parameters' own gradients
             a = torch.stack([F.layer_norm(x.float(), x.shape[-1:], eps=self.module.eps), torch.ones_like(x)], -1)
             a = (a * g.view(*x.shape, 1)).flatten(-2)
@@ -92,8 +93,7 @@ class _Layer:
         self.blocks = (block_A, block_G)
         self.embedding = isinstance(self.module, nn.Embedding)
         self.norm = not isinstance(self.module, nn.Linear | nn.Embedding)
-        bias = getattr(self.module, "bias", None)
-        self.params = [self.module.weight] + ([bias] if bias is not None else [])
+        self.params = [self.module.weight] + ([self.module.bias] if uses[0].bias else [])
         self.factors: list[Tensor] = []  # A, G
         self.bases: list[tuple[Tensor, Tensor]] = []  # (alpha, Q_A), (beta, Q_G)
         self.k = 0
@@ -151,8 +151,9 @@ class ReferenceKFAC:
     """See the module's docstring.
 
     ``types`` are layer types; "Tied" is an embedding and a head with one weight. ``max_dim`` bounds dense sides,
-    longer ones are kept as ``large`` says. ``rows`` [N, T] and ``terms`` may be set before a step: which rows count,
-    and the number of loss terms.
+    longer ones are kept as ``large`` says. ``parts`` is {linear: (A's block or None, G's block or None)}; a bias stays
+    apart where A is cut. ``rows`` [N, T] and ``terms`` may be set before a step: which rows count, and the number of
+    loss terms.
     """
 
     rows: Tensor | None = None
@@ -161,7 +162,7 @@ class ReferenceKFAC:
     def __init__(
         self, model: nn.Module, *, update_interval=1, refresh_interval=1, decay=0.95, damping=1e-3,
         damping_kind="tikhonov", kl_clip=1e-3, exclude=(), types=("Linear",), max_dim=None, large="diagonal",
-        exponent=1.0, corrected=None, graft=False, carry=False, sharing="expand", fisher="empirical",
+        exponent=1.0, corrected=None, graft=False, carry=False, sharing="expand", fisher="empirical", parts=(),
     ):  # fmt: skip
         self.update_interval, self.refresh_interval, self.decay = update_interval, refresh_interval, decay
         self.damping, self.damping_kind, self.kl_clip = damping, damping_kind, kl_clip
@@ -192,7 +193,11 @@ class ReferenceKFAC:
             elif kind == "Linear":
                 no_G = fisher == "activations_only"
                 A, G = block(m.in_features + (m.bias is not None)), 0 if no_G else block(m.out_features)
-                self.layers[name] = _Layer([_Use(self, m)], A, G)
+                use = _Use(self, m)
+                if name in parts:
+                    A, G = (part or side for part, side in zip(parts[name], (A, G), strict=True))
+                    use.bias = use.bias and not parts[name][0]
+                self.layers[name] = _Layer([use], A, G)
             elif kind == "Embedding":
                 self.layers[name] = _Layer([_Use(self, m)], 1, block(m.embedding_dim))
             else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ds_kfac.layers.base import LayerSpec, Use, parameter_shape
-from ds_kfac.layers.registry import LAYERS, TIED, TYPES
+from ds_kfac.layers.registry import LAYERS, SHARDS, TIED, TYPES
 from ds_kfac.ops.functional import packed_numel
 from ds_kfac.side import Side
 
@@ -62,6 +62,10 @@ class _Model:
     trained: set[int]
     users: Mapping[int, list[str]] = field(init=False)
     """id of a parameter -> modules that hold it."""
+    tied_stages: set[int] = field(default_factory=set)
+    """ids of parameters that a DeepSpeed PipelineModule ties over its stages."""
+    gates: set[int] = field(default_factory=set)
+    """ids of the linears inside gates of deepspeed.moe."""
 
     def __post_init__(self) -> None:
         users = defaultdict(list)
@@ -84,10 +88,13 @@ def scan(model: nn.Module, choice: Choice | None = None, *, optimized: Iterable[
     choice = choice or Choice()
     modules = {name: module for name, module in model.named_modules() if list(module.parameters(recurse=False))}
     _check_patterns(modules, choice)
+    tied = getattr(model, "tied_modules", None)  # PipelineModule's TiedLayerSpec
     facts = _Model(
         modules,
         {id(parameter): name for name, parameter in model.named_parameters()},
         {id(p) for p in (model.parameters() if optimized is None else optimized) if p.requires_grad},
+        tied_stages={id(p) for p in tied.parameters()} if isinstance(tied, nn.ModuleDict) else set(),
+        gates={id(m.wg) for m in model.modules() if type(m).__name__ == "TopKGate" and hasattr(m, "wg")},
     )
     inside_attention = {
         id(child)
@@ -126,12 +133,12 @@ def _layer(
     users = facts.users[id(module.weight)]
     if len(users) > 1:
         return _tied(name, users, facts, choice, inside_attention)
-    if kind not in choice.types:
+    if SHARDS.get(kind, kind) not in choice.types:
         return f"{kind} is not in kfac.layers.types"
     if LAYERS[kind].needs_gradients and not choice.gradients:
         return 'its statistics are made of gradients, which kfac.factor.fisher "activations_only" has not'
     bias = module._parameters.get("bias")
-    trained_bias = bias is not None and id(bias) in facts.trained
+    trained_bias = bias is not None and id(bias) in facts.trained and LAYERS[kind].takes_bias
     if LAYERS[kind].needs_gradients and bias is not None and not trained_bias:
         return "only one of its weight and bias is trained"
     use = _use(name, kind, module, trained_bias, choice)
@@ -189,7 +196,11 @@ def _left_over(layers: list[LayerSpec], facts: _Model) -> list[Skipped]:
         for use in layer.uses:
             for name, parameter in facts.modules[use.module].named_parameters(recurse=False):
                 if facts.names[id(parameter)] not in layer.parameters:
-                    reason = "is frozen" if id(parameter) not in facts.trained else "stays apart, the weight is tied"
+                    reason = "stays apart, the weight is tied"
+                    if not LAYERS[use.kind].takes_bias:
+                        reason = "is added to the sum over tensor-parallel ranks, it belongs to no shard"
+                    if id(parameter) not in facts.trained:
+                        reason = "is frozen"
                     skipped.append(Skipped(f"{use.module}.{name}", "parameter", _numel(parameter), f"it {reason}"))
     return skipped
 
@@ -224,9 +235,15 @@ def _unfit(name: str, module: nn.Module, facts: _Model, choice: Choice, inside_a
         return "weight is frozen"
     if id(module.weight) not in facts.trained:
         return "weight is not among the optimizer's parameters"
+    if getattr(module.weight, "_ds_grad_allreduce_registered", False):
+        return "AutoTP sums its gradient over tensor-parallel ranks, each of which has other rows"
+    if id(module.weight) in facts.tied_stages:
+        return "tied by a TiedLayerSpec: its gradient is a sum over uses of which other stages have the rows"
     bias = module._parameters.get("bias")
     if bias is not None and len(facts.users[id(bias)]) > 1:
         return "bias is shared with another module; its gradient is a sum over both uses"
+    if id(module) in facts.gates:
+        return "called as a function by its mixture of experts' gate, its hooks never fire"
     if id(module) in inside_attention:
         return "called as a function by nn.MultiheadAttention, its hooks never fire"
     return None

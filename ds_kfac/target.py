@@ -1,13 +1,16 @@
 """What is preconditioned: the model's layers, and where the engine keeps their gradients."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from ds_kfac.adamw import KFACAdamWStep
+from ds_kfac.batch_info import BatchInfo
 from ds_kfac.config import KFACConfig
 from ds_kfac.layers.base import LayerSpec
+from ds_kfac.zero.domains import Domain
 from ds_kfac.zero.layout import ShardLayout
 
 
@@ -22,6 +25,8 @@ class Target:
         rest: where it keeps all others.
         inner: the innermost optimizer, which DeepSpeed wraps.
         scheduled_lr: whether the learning rate follows a schedule.
+        domain: what of the job this is.
+        info_of: of a module's call, given the micro-batch's.
     """
 
     model: nn.Module
@@ -30,6 +35,8 @@ class Target:
     rest: ShardLayout
     inner: Any
     scheduled_lr: bool
+    domain: Domain
+    info_of: Callable[[str, BatchInfo], BatchInfo] | None = None
 
 
 def moments_of(config: KFACConfig, inner: Any) -> str | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 class Channel:
     """A process group of our own, so that our traffic is never ordered against DeepSpeed's reductions and prefetches.
 
-    Collective: construct and close it on every rank of the group.
+    Collective: construct it on every rank of the job, each with a group of its own; close it on every rank of it.
 
     Args:
         group: whose ranks it connects.
@@ -23,7 +23,7 @@ class Channel:
     """
 
     def __init__(self, group: Any) -> None:
-        self.group = torch.distributed.new_group(torch.distributed.get_process_group_ranks(group))
+        self.group = clone_group(group)
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.calls: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
@@ -31,6 +31,15 @@ class Channel:
 
     def close(self) -> None:
         torch.distributed.destroy_process_group(self.group)
+
+    def sum(self, vector: Tensor) -> Tensor:
+        """A small vector of numbers, summed over all ranks in place. Collective."""
+        dist.all_reduce(vector, group=self.group)
+        self.calls["numbers"] += 1
+        nbytes = vector.numel() * vector.element_size()
+        self.sent["numbers"] += nbytes
+        self.received["numbers"] += nbytes
+        return vector
 
     def all_to_all(
         self,
@@ -64,3 +73,16 @@ class Channel:
             self.sent[kind] += to
             self.received[kind] += from_
         return received, None if wait else handle
+
+
+def clone_group(group: Any) -> Any:
+    """A new group of the same ranks. Collective over all ranks of the job, whose groups may differ."""
+    ranks = torch.distributed.get_process_group_ranks(group)
+    everyone: list[list[int]] = [ranks] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, ranks)
+    mine = None
+    for other in sorted({tuple(one) for one in everyone}):  # every rank takes part in making every group
+        made = torch.distributed.new_group(list(other))
+        if list(other) == ranks:
+            mine = made
+    return mine

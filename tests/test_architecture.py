@@ -12,23 +12,24 @@ FLOORS = [
         "preconditioner", "host_copy",
     ],
     [
-        "layers.base", "layers.linear", "layers.conv1d", "layers.embedding", "layers.norm", "layers.registry", "scan",
-        "factor_spec", "batch_info", "rows", "shared_inputs", "capture", "sampling", "schedule", "timetable",
+        "layers.base", "layers.linear", "layers.conv1d", "layers.embedding", "layers.norm",
+        "layers.tensor_parallel", "layers.registry", "scan",
+        "factor_spec", "batch_info", "experts", "rows", "shared_inputs", "capture", "sampling", "schedule", "timetable",
         "refresher", "layer_state", "factor_state",
     ],
     [
         "costs", "measured_costs", "grid", "work", "workers", "decomposers", "assignment", "baselines", "stagger",
         "agreement", "grouping", "bucket", "traffic", "wire", "reducer", "zero.shards", "zero.relayout", "mail",
-        "board", "delivery", "zero.layout", "zero.replicated", "zero.bf16_optimizer", "zero.stage_1_and_2",
+        "board", "delivery", "zero.domains", "zero.layout", "zero.replicated", "zero.bf16_optimizer", "zero.stage_1_and_2",
         "zero.stage3", "zero.registry", "zero.exchange", "zero.validate", "zero.selftest", "zero.extra_backward",
         "adamw",
     ],
     [
         "config_values", "config_errors", "config_blocks", "config", "metrics", "planning", "strategy", "agenda",
-        "decomposition", "curvature", "target", "direction", "adam_direction", "optimizer", "loss_sampling",
-        "checkpoint", "report",
+        "decomposition", "curvature", "target", "direction", "adam_direction", "adam_groups", "parallelism", "optimizer",
+        "job", "pipeline", "loss_sampling", "checkpoint_files", "checkpoint", "report",
     ],
-    ["attachment", "optimizer_block", "engine", ""],
+    ["assembly", "attachment", "optimizer_block", "engine", ""],
 ]  # fmt: skip
 ORDER = {name: index for index, name in enumerate(name for floor in FLOORS for name in floor)}
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}

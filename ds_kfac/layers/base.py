@@ -42,6 +42,8 @@ class LayerSpec:
     A: Side
     G: Side
     uses: tuple[Use, ...]
+    copies: int = 1
+    """Tensor-parallel ranks that hold the same layer; 1 if each has a shard of its own."""
 
     @property
     def kind(self) -> str:
@@ -76,6 +78,8 @@ class LayerType(Protocol):
 
     needs_gradients: bool
     """Whether even its A is made of output gradients, so that it has no statistics without them."""
+    takes_bias: bool
+    """Whether a bias is part of the layer."""
 
     def refusal(self, module: nn.Module) -> str | None:
         """None if this type describes ``module``; else why not ("" when it is some other type altogether)."""

@@ -9,6 +9,7 @@ from ds_kfac.side import Side
 
 class Linear:
     needs_gradients = False
+    takes_bias = True
 
     def refusal(self, module: nn.Module) -> str | None:
         if not isinstance(module, nn.Linear):

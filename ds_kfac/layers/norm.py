@@ -17,6 +17,7 @@ from ds_kfac.side import Side
 
 class _Norm(ABC):
     needs_gradients = True
+    takes_bias = True
 
     @abstractmethod
     def normalized(self, module: Any, x: Tensor) -> Tensor:

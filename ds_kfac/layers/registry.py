@@ -5,6 +5,7 @@ from ds_kfac.layers.conv1d import Conv1D
 from ds_kfac.layers.embedding import Embedding
 from ds_kfac.layers.linear import Linear
 from ds_kfac.layers.norm import LayerNorm, RMSNorm
+from ds_kfac.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 LAYERS: dict[str, LayerType] = {
     "Linear": Linear(),
@@ -12,8 +13,12 @@ LAYERS: dict[str, LayerType] = {
     "Embedding": Embedding(),
     "LayerNorm": LayerNorm(),
     "RMSNorm": RMSNorm(),
+    "ColumnParallelLinear": ColumnParallelLinear(),
+    "RowParallelLinear": RowParallelLinear(),
 }
+SHARDS = {"ColumnParallelLinear": "Linear", "RowParallelLinear": "Linear"}
+"""Types of a tensor-parallel rank's part of a layer -> the type by which a config chooses them."""
 
 TIED = "Tied"
 """Name, among layer types, of an embedding and a head that share their weight."""
-TYPES = (*LAYERS, TIED)
+TYPES = (*(kind for kind in LAYERS if kind not in SHARDS), TIED)

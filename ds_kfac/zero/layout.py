@@ -21,6 +21,7 @@ class ShardLayout(ABC):
     Args:
         engine: a DeepSpeedEngine.
         params: the preconditioned parameters, in the order of :attr:`Shard.param`.
+        group: the ranks that average their gradients; None: the engine's, of all but experts.
     """
 
     replicated = False
@@ -28,13 +29,23 @@ class ShardLayout(ABC):
     faults: tuple[str, ...] = ()
     """Known upstream faults of this mode, for the attach report."""
 
-    def __init__(self, engine: Any, params: Sequence[nn.Parameter]) -> None:
+    def __init__(self, engine: Any, params: Sequence[nn.Parameter], group: Any = None) -> None:
         self.engine, self.optimizer = engine, engine.optimizer
         self.params: tuple[Any, ...] = tuple(params)  # Any: DeepSpeed adds ds_shape and others to parameters
-        self.group = engine.seq_data_parallel_group
+        self.group = group or engine.seq_data_parallel_group
         self.world, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        if engine.sequence_parallel_size > 1 and not self._averages_sequence():
+            self.faults += (
+                f"it sums gradients over the {engine.sequence_parallel_size} ranks of a sequence instead of averaging: "
+                "right for a loss that is a mean over the whole sequence, that many times too large for one over a "
+                "rank's own tokens",
+            )
         self._index = {id(param): index for index, param in enumerate(self.params)}
         self.shards = ShardMap(self.world, tuple(self._numel(p) for p in self.params), tuple(self._shards()))
+
+    def _averages_sequence(self) -> bool:
+        """Whether gradients are averaged over a sequence group as over others."""
+        return False
 
     @staticmethod
     def _numel(param: nn.Parameter) -> int:
@@ -93,6 +104,15 @@ class ShardLayout(ABC):
         """By what ``engine.scale(loss)`` multiplies a loss."""
         return self.grad_scale()
 
+    def fallback_seed(self) -> Tensor | float:
+        """The scale of a backward that did not go through ``engine.backward``, as DeepSpeed would have applied it."""
+        scale = self.manual_scale() if self.engine._manual_backward_expected else 1.0
+        return scale / self.engine.gradient_accumulation_steps()
+
+    def last_micro_batch(self) -> bool:
+        """Whether the running backward is the step's last. A pipeline tells only after it."""
+        return bool(self.engine.is_gradient_accumulation_boundary())
+
     @property
     def grad_scaler(self) -> Any | None:
         """torch_autocast fp16's GradScaler, which skips steps without telling the engine."""
@@ -116,8 +136,8 @@ class ShardLayout(ABC):
 class ZeroLayout(ShardLayout):
     """What the wrappers of ZeRO-1/2 and 3 have in common: where they keep scalers."""
 
-    def __init__(self, engine: Any, params: Sequence[nn.Parameter]) -> None:
-        super().__init__(engine, params)
+    def __init__(self, engine: Any, params: Sequence[nn.Parameter], group: Any = None) -> None:
+        super().__init__(engine, params, group)
         if self.grad_scaler and self.optimizer.clip_grad > 0:
             self.faults += ("with torch_autocast fp16 it clips the gradient while it carries the GradScaler's scale",)
 

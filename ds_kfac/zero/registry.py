@@ -36,7 +36,7 @@ def optimized_parameters(engine: Any) -> list[nn.Parameter]:
     return [param for group in engine.optimizer.param_groups for param in group["params"]]
 
 
-def shard_layout(engine: Any, params: Sequence[nn.Parameter]) -> ShardLayout:
+def shard_layout(engine: Any, params: Sequence[nn.Parameter], group: Any = None) -> ShardLayout:
     """The layout of the engine's mode.
 
     Raises:
@@ -55,4 +55,4 @@ def shard_layout(engine: Any, params: Sequence[nn.Parameter]) -> ShardLayout:
             f"not know; known: {', '.join(known.__name__ for known in SHARD_LAYOUTS)} and bare torch optimizers at "
             "ZeRO stage 0"
         )
-    return layout(engine, params)
+    return layout(engine, params, group)

@@ -15,6 +15,11 @@ class Replicated(ShardLayout):
 
     replicated = True
 
+    def __init__(self, engine, params, group=None) -> None:
+        super().__init__(engine, params, group)
+        if engine.pipeline_parallelism and engine.gradient_clipping():
+            self.faults += ("at stage 0 it clips every pipeline stage by the norm of the first one's gradients alone",)
+
     def _shards(self) -> list[Shard]:
         self._group = {id(p): i for i, params in enumerate(self._param_groups()) for p in params}
         return [
@@ -67,10 +72,10 @@ class Replicated(ShardLayout):
 class ReplicatedHalf(Replicated):
     """FP16_Optimizer and FP16_UnfusedOptimizer, which serve bf16 too; fp32 masters, 16-bit ``p.grad``."""
 
-    def __init__(self, engine, params) -> None:
-        super().__init__(engine, params)
+    def __init__(self, engine, params, group=None) -> None:
+        super().__init__(engine, params, group)
         if self.optimizer.loss_scale_config.use_grad_scaling:
-            self.faults = (
+            self.faults += (
                 "at stage 0 fp16 it divides gradients by a loss scale it never multiplied by (deepspeed PR 8393): "
                 "steps of SGD are too small by it, and clipping sees a norm that is",
             )

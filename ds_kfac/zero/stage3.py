@@ -8,10 +8,13 @@ from ds_kfac.zero.shards import Shard, partition_chunks
 
 
 class Stage3(ZeroLayout):
-    def __init__(self, engine, params) -> None:
-        super().__init__(engine, params)
+    def __init__(self, engine, params, group=None) -> None:
+        super().__init__(engine, params, group)
         if not self.optimizer.offload_optimizer:
             self.faults += ("a parameter that a step does not use is stepped with its last gradient again",)
+
+    def _averages_sequence(self) -> bool:
+        return bool(self.engine.zero_reduce_scatter())
 
     def _shards(self) -> list[Shard]:
         self._place = {

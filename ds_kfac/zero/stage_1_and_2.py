@@ -15,8 +15,8 @@ from ds_kfac.zero.shards import Shard, partition_flat
 
 
 class Stage12(ZeroLayout):
-    def __init__(self, engine, params) -> None:
-        super().__init__(engine, params)
+    def __init__(self, engine, params, group=None) -> None:
+        super().__init__(engine, params, group)
         optimizer = self.optimizer
         if optimizer.round_robin_gradients and not optimizer.parameter_alignment:
             self.faults += (
@@ -127,11 +127,12 @@ class Stage12(ZeroLayout):
 
     def _install_compact(self, group: int, known: KnownGradient) -> None:
         optimizer = self.optimizer
+        rank = torch.distributed.get_rank(optimizer.real_dp_process_group[group])
         optimizer.averaged_gradients[group] = optimizer._build_compact_grad_partition_buffer(group)
         for param in optimizer.params_in_partition[group]:
             param_id = optimizer.get_param_id(param)
-            start = int(optimizer.grad_start_offset[group][self.rank][param_id])
-            offset = int(optimizer.grad_partition_insertion_offset[group][self.rank][param_id])
+            start = int(optimizer.grad_start_offset[group][rank][param_id])
+            offset = int(optimizer.grad_partition_insertion_offset[group][rank][param_id])
             flat = optimizer.averaged_gradients[group].flat_partition
             numel = min(param.numel() - start, flat.numel() - offset)
             flat.narrow(0, offset, numel).copy_(known(param).narrow(0, start, numel))

@@ -3,9 +3,12 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DummyOptim
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups
+
+from ds_kfac.zero.domains import tensor_shard
 
 
 def _offload(engine: Any) -> Any:
@@ -17,15 +20,8 @@ def _inner(engine: Any) -> str:
     return type(optimizer).__name__
 
 
-def _tensor_parallel(engine: Any) -> bool:
-    if engine.autotp_size() > 1:
-        return True
-    if any(type(m).__module__.startswith("deepspeed.module_inject") for m in engine.module.modules()):
-        return True
-    size = getattr(engine.mpu, "get_model_parallel_world_size", None) or getattr(
-        engine.mpu, "get_tensor_model_parallel_world_size", None
-    )
-    return size is not None and size() > 1
+def _tensor_and_sequence(engine: Any) -> bool:
+    return tensor_shard(engine)[1] > 1 and groups._get_sequence_parallel_world_size() > 1
 
 
 REFUSALS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
@@ -33,21 +29,45 @@ REFUSALS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda engine: engine.optimizer is None or isinstance(engine.optimizer, DummyOptim),
         'K-FAC preconditions an optimizer\'s gradients: add an "optimizer" block, or pass optimizer=',
     ),
-    "PipelineEngine": (
-        lambda engine: isinstance(engine, PipelineEngine),
-        "pipeline stages are not supported yet: train the model without PipelineModule",
+    "pipeline of another kind": (
+        lambda engine: isinstance(engine, PipelineEngine) and type(engine) is not PipelineEngine,
+        "only DeepSpeed's plain PipelineEngine is known: train with its default schedule",
     ),
-    "mixture of experts": (
-        lambda engine: engine.has_moe_layers,
-        "expert-parallel factors are not supported yet: disable kfac for this model",
+    "pipeline with a model axis": (
+        lambda engine: isinstance(engine, PipelineEngine) and engine.is_model_parallel,
+        "pipelines of tensor-parallel stages are not supported: use a topology of pipe and data only",
     ),
-    "tensor parallelism": (
-        _tensor_parallel,
-        'sharded weights are not supported yet: set "tensor_parallel": {"autotp_size": 1}, or disable kfac',
+    "mixture of experts at stage 3": (
+        lambda engine: engine.has_moe_layers and engine.zero_optimization_partition_weights(),
+        "DeepSpeed does not partition experts: use ZeRO stage 0, 1 or 2",
     ),
-    "sequence parallelism": (
-        lambda engine: groups._get_sequence_parallel_world_size() > 1 or engine.mesh_device is not None,
-        "factors are not summed over sequence groups yet: remove mesh_param / the sequence-parallel mpu",
+    "mixture of experts in BF16_Optimizer": (
+        lambda engine: engine.has_moe_layers and isinstance(engine.optimizer, BF16_Optimizer),
+        'it is not tested: leave "data_types": {"grad_accum_dtype": "fp32"} out',
+    ),
+    "mixture of experts with other model parallelism": (
+        lambda engine: (
+            engine.has_moe_layers
+            and (
+                tensor_shard(engine)[1] > 1
+                or isinstance(engine, PipelineEngine)
+                or groups._get_sequence_parallel_world_size() > 1
+            )
+        ),
+        "experts are supported with data parallelism only: give the other dimensions a size of one",
+    ),
+    "AutoEP": (
+        lambda engine: any("AutoEP" in type(module).__name__ for module in engine.module.modules()),
+        "its experts' weights are grouped in tensors of three dimensions: use deepspeed.moe, or disable kfac",
+    ),
+    "tensor and sequence parallelism": (
+        _tensor_and_sequence,
+        "only one of them is supported: make one of the two groups a group of one rank",
+    ),
+    "sequence parallelism by mesh_param": (
+        lambda engine: engine.mesh_device is not None,
+        "DeepSpeed does not sum its gradients over the sequence group: pass mpu=deepspeed.runtime.sequence_parallel."
+        "parallel_state_sp, or one like it, instead",
     ),
     "DeepCompile": (
         lambda engine: engine.is_deepcompile_enabled(),
@@ -66,7 +86,14 @@ REFUSALS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         'gradients are swapped out when K-FAC needs them: set offload_optimizer.device to "cpu"',
     ),
     "compressed-communication optimizer": (
-        lambda engine: not engine.enable_backward_allreduce,
+        # a pipeline reduces by an instruction of its own
+        lambda engine: (
+            not (
+                engine.pipeline_enable_backward_allreduce
+                if isinstance(engine, PipelineEngine)
+                else engine.enable_backward_allreduce
+            )
+        ),
         "gradients are not averaged before the step: use an optimizer without built-in communication, such as AdamW",
     ),
     "torch_autocast fp16 without gradient norms": (

@@ -230,7 +230,7 @@ def overwrite_worker(folder: str) -> dict:
     engine.save_checkpoint(folder, tag="tag")
     first = own_state(engine)
     train(engine, 1, steps=2)
-    checkpoint.save(engine.kfac.optimizer, Path(folder, "tag"))  # killed before DeepSpeed wrote its files
+    checkpoint.save(engine.kfac.job, Path(folder, "tag"))  # killed before DeepSpeed wrote its files
     fresh = build(mode, 1, seed=99, kfac=KFAC)
     fresh.load_checkpoint(folder, tag="tag")
     same = all(torch.equal(a, b) for n in first for a, b in zip(own_state(fresh)[n], first[n], strict=True))

@@ -192,9 +192,8 @@ def refusals_worker(_) -> dict:
 
     pretend("DeepCompile", is_deepcompile_enabled=lambda: True)
     pretend("ZenFlow", zenflow=True)
-    pretend("mixture of experts", has_moe_layers=True)
-    pretend("sequence parallelism", mesh_device=object())
-    pretend("tensor parallelism", autotp_size=lambda: 2)
+    pretend("mixture of experts at stage 3", has_moe_layers=True, zero_optimization_partition_weights=lambda: True)
+    pretend("sequence parallelism by mesh_param", mesh_device=object())
     pretend("compressed-communication optimizer", enable_backward_allreduce=False)
     pretend("no optimizer", optimizer=None)
 
@@ -233,8 +232,9 @@ def test_refusals_say_what_to_change():
     assert "named in the DeepSpeed config" in result["kfac_first with an optimizer"]
     assert "ds_kfac.initialize" in result["kfac_first late"]
     modes = {
-        "DeepCompile": '"deepcompile": false', "ZenFlow": 'remove "zenflow"', "mixture of experts": "not supported yet",
-        "sequence parallelism": "mesh_param", "tensor parallelism": '"autotp_size": 1',
+        "DeepCompile": '"deepcompile": false', "ZenFlow": 'remove "zenflow"',
+        "mixture of experts at stage 3": "stage 0, 1 or 2",
+        "sequence parallelism by mesh_param": "parallel_state_sp",
         "compressed-communication optimizer": "AdamW", "no optimizer": '"optimizer" block',
         "SuperOffload": '"super_offload": false', "NVMe offload": 'to "cpu"', "Muon": "choose Muon or K-FAC",
     }  # fmt: skip

@@ -1,0 +1,101 @@
+"""From an engine to its :class:`Job`: domains, their layers, a plan for each, and the optimizers that follow them."""
+
+from typing import Any
+
+import torch
+
+from ds_kfac import parallelism
+from ds_kfac.adam_groups import check_groups
+from ds_kfac.config import KFACConfig
+from ds_kfac.costs import BUILTIN, CostModel, from_dict
+from ds_kfac.experts import ExpertRows
+from ds_kfac.job import Job
+from ds_kfac.measured_costs import cached
+from ds_kfac.optimizer import KFACOptimizer
+from ds_kfac.scan import Scan, scan
+from ds_kfac.strategy import Setting, make_plan
+from ds_kfac.target import Target, moments_of
+from ds_kfac.zero.domains import Domain, domains
+from ds_kfac.zero.exchange import parameter_names
+from ds_kfac.zero.registry import optimized_parameters, shard_layout
+from ds_kfac.zero.selftest import self_test
+
+
+def assemble(engine: Any, config: KFACConfig, experts: ExpertRows | None) -> tuple[Job, tuple[Scan, ...]]:
+    """Collective: call on every rank. Returns the job, tested, and what was found in each of its domains.
+
+    Raises:
+        ValueError: nothing to precondition, or a plan that cannot be made; on every rank.
+        RuntimeError: the self-test failed.
+    """
+    parallelism.check(engine, config)
+    optimized = optimized_parameters(engine)
+    parts = domains(engine, optimized)
+    several = bool(parts[0].name)
+    costs = agreed_costs(torch.device(engine.device), config)
+    with parallelism.agreeing(several):  # one stage may have no layers, or too little memory
+        found = scan(engine.module, config.choice, optimized=optimized)
+        pairs = parallelism.by_domain(found, parts)
+        targets = [make_target(engine, domain, part, experts) for domain, part in pairs]
+        budgets = parallelism.budgets(targets, config)
+        plans = [
+            make_plan(target.layers, setting(target, config), budget, costs)
+            for target, budget in zip(targets, budgets, strict=True)
+        ]
+        for target in targets:
+            check_groups(target)
+    parallelism.check_copies(targets, plans)
+    optimizers = [KFACOptimizer(target, config, plan) for target, plan in zip(targets, plans, strict=True)]
+    job = Job(optimizers, everywhere=several)
+    try:
+        with parallelism.agreeing(several):
+            for kfac in optimizers:
+                self_test(kfac.layout, kfac.exchange.plan.workers, kfac.channel)
+    except Exception:
+        job.close()
+        raise
+    return job, tuple(part for _, part in pairs)
+
+
+def make_target(engine: Any, domain: Domain, found: Scan, experts: ExpertRows | None) -> Target:
+    """A domain's layers and where the engine keeps their gradients."""
+    named = dict(engine.module.named_parameters())
+    ours = [named[name] for name in parameter_names(found.layers)]
+    own_ids = {id(parameter) for parameter in ours}
+    return Target(
+        model=engine.module,
+        layers=found.layers,
+        layout=shard_layout(engine, ours, domain.group),
+        rest=shard_layout(engine, [p for p in domain.params if id(p) not in own_ids], domain.group),
+        inner=engine.basic_optimizer,
+        scheduled_lr=engine.lr_scheduler is not None,
+        domain=domain,
+        info_of=experts,
+    )
+
+
+def setting(target: Target, config: KFACConfig) -> Setting:
+    """What a plan has to know of the engine."""
+    layout, index = target.layout, {name: i for i, name in enumerate(parameter_names(target.layers))}
+    kind = moments_of(config, target.inner)
+    return Setting(
+        world=layout.world,
+        held=None
+        if layout.replicated
+        else {layer.name: layout.shards.held([index[name] for name in layer.parameters]) for layer in target.layers},
+        parameters=layout.params[0].dtype,
+        gradients=layout.dtype,
+        moments={"adam": 2, "corrected": 1, None: 0}[kind],
+    )
+
+
+def agreed_costs(device: torch.device, config: KFACConfig) -> CostModel:
+    """The cost model, the same on every rank of the job: measured by the first one. Collective."""
+    given, base = config.assignment.costs, BUILTIN["cpu" if device.type == "cpu" else "cuda"]
+    if isinstance(given, dict):
+        return from_dict(given, base)
+    if given == "builtin":
+        return base
+    values: list[Any] = [cached(device).to_dict() if torch.distributed.get_rank() == 0 else {}]
+    torch.distributed.broadcast_object_list(values, src=0)
+    return from_dict(values[0], base)

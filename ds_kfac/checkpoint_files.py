@@ -1,0 +1,90 @@
+"""The files of a checkpoint: one of each factor, with its side's running average; one of each layer."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.utils import logger
+
+from ds_kfac.eigenbasis import Eigenbasis, Refreshed
+from ds_kfac.factor import KroneckerFactor
+from ds_kfac.factor_spec import FactorSpec
+from ds_kfac.factor_state import FactorState
+from ds_kfac.layer_state import LayerState
+from ds_kfac.layers.base import LayerSpec
+from ds_kfac.moments import AdamMoments, CorrectedEigenvalues
+from ds_kfac.optimizer import KFACOptimizer
+
+
+def factor_payload(state: FactorState, pending: Refreshed | None) -> dict[str, Any]:
+    """A factor's file: plain tensors."""
+    history = state.history
+    return {
+        "packed": state.factor.packed_P,
+        "updates": state.factor.updates,
+        "history": [history.last, history.before] if history is not None else None,
+        "basis": _side_basis(state.basis),
+        "pending": _side_basis(pending.basis) if pending is not None else None,
+    }
+
+
+def layer_payload(state: LayerState, *, eigenbasis: bool) -> dict[str, Any]:
+    """A layer's file: plain tensors. Moments belong to their eigenbasis, so it is saved with them in any case."""
+    kept = eigenbasis or state.adam is not None or state.corrected is not None
+    return {
+        "terms": state.terms,
+        "A": _side_basis(state.A) if kept else None,
+        "G": _side_basis(state.G) if kept else None,
+        "adam": vars(state.adam) if state.adam else None,
+        "corrected": vars(state.corrected) if state.corrected else None,
+    }
+
+
+def _side_basis(basis: Eigenbasis | None) -> dict[str, Any] | None:
+    return None if basis is None else {"vectors": list(basis.vectors), "values": basis.values}
+
+
+def _basis(saved: Mapping[str, Any] | None) -> Eigenbasis | None:
+    return None if saved is None else Eigenbasis(tuple(saved["vectors"]), saved["values"])
+
+
+def load_factor(kfac: KFACOptimizer, path: Path, spec: FactorSpec) -> tuple[FactorState, Refreshed | None]:
+    payload = torch.load(path, map_location=kfac.device, weights_only=True)
+    empty = kfac.curvature.empty_of(spec.side)
+    if payload["packed"].shape != empty.factor.packed_P.shape:
+        raise ValueError(
+            f"{path}: {payload['packed'].numel()} elements, factor {spec.key} of this model and config "
+            f"({spec.side.kind}, {spec.side.dim} wide) needs {empty.factor.packed_P.numel()}"
+        )
+    factor = KroneckerFactor(spec.side, payload["packed"], payload["updates"]).to(kfac.curvature.home)
+    history = empty.history
+    if history is not None and payload["history"] is not None:
+        history = replace(history, last=payload["history"][0], before=payload["history"][1]).to(kfac.curvature.home)
+    warm = _basis(payload["basis"]) if kfac.plan.warm_start is not None else None
+    pending = _basis(payload["pending"])
+    return FactorState(factor, history, warm), Refreshed(pending, "eigh") if pending is not None else None
+
+
+def load_layer(kfac: KFACOptimizer, path: Path, layer: LayerSpec) -> LayerState:
+    payload = torch.load(path, map_location=kfac.device, weights_only=True)
+    state = LayerState.empty(layer, kfac.device, moments=kfac.direction.moments)
+    state = replace(state, terms=payload["terms"], A=_basis(payload["A"]) or state.A, G=_basis(payload["G"]) or state.G)
+    kind = kfac.direction.moments
+    if kind is not None and payload[kind] is None:
+        logger.warning(f"ds_kfac: {path} has no {kind} moments of {layer.name}; they start empty")
+    elif kind == "adam":
+        state = replace(state, adam=AdamMoments(**payload[kind]))
+    elif kind == "corrected":
+        state = replace(state, corrected=CorrectedEigenvalues(**payload[kind]))
+    return state
+
+
+def layer_file(layer: str) -> str:
+    return f"{layer or 'model'}.pt"
+
+
+def factor_file(key: str) -> str:
+    layer, side = key[:-2], key[-1]
+    return f"{layer or 'model'}.{side}.factor.pt"

@@ -1,0 +1,148 @@
+"""A mixture of experts of deepspeed.moe over several ranks, and all of its experts in one process."""
+
+import tempfile
+
+import torch
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from torch import Tensor, nn
+
+from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
+from tests.deepspeed.parallel import build, part_difference, train_whole
+from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
+
+EXPERTS, WIDTH, TOKENS = 4, 8, 6
+INNER = "moe.deepspeed_moe.experts.deepspeed_experts"
+
+
+def make_expert() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 10), nn.SiLU(), nn.Linear(10, WIDTH, bias=False))
+
+
+class ExpertNet(nn.Module):
+    """All experts in one process, each called with its tokens only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(FEATURES, WIDTH)
+        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(make_expert() for _ in range(EXPERTS))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.up(x)).flatten(0, 1)
+        gates = torch.softmax(nn.functional.linear(h, self.gate.weight), -1)
+        chosen, mixed = gates.argmax(-1), torch.zeros_like(h)
+        for index, expert in enumerate(self.experts):
+            own = (chosen == index).nonzero().flatten()
+            if len(own):
+                mixed = mixed.index_add(0, own, expert(h[own]) * gates[own, index, None])
+        return self.head(h + mixed)
+
+
+class DistributedNet(nn.Module):
+    def __init__(self, ep_size: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(FEATURES, WIDTH)
+        self.moe = MoE(WIDTH, make_expert(), EXPERTS, ep_size, drop_tokens=False, use_rts=False, min_capacity=1)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.up(x))
+        return self.head(h + self.moe(h)[0])
+
+
+def whole_name(name: str, first_expert: int) -> str:
+    """Of a parameter of the distributed model, in the whole one."""
+    if name.startswith(INNER):
+        index, rest = name.removeprefix(INNER + ".").split(".", 1)
+        return f"experts.{first_expert + int(index)}.{rest}"
+    return "gate.weight" if "gate" in name else name
+
+
+def make_whole(starved: bool) -> ExpertNet:
+    """``starved``: the last expert never wins: its logit is the mean of the others'."""
+    torch.manual_seed(0)
+    model = ExpertNet()
+    if starved:
+        with torch.no_grad():
+            model.gate.weight[-1] = model.gate.weight[:-1].mean(0)
+        model.gate.requires_grad_(False)
+    return model
+
+
+def make_engine(mode: Mode, model: DistributedNet):
+    trained = {"params": [p for p in model.parameters() if p.requires_grad], "name": "parameters"}
+    groups = split_params_into_different_moe_groups_for_optimizer(trained)
+    return build(mode, model, 1, dist.get_world_size(), model_parameters=groups)
+
+
+def train(engine, steps: int = STEPS) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for step in range(steps):
+        x, y = (t.chunk(world)[rank] for t in make_batch(step, world * MICRO_ROWS, TOKENS))
+        engine.backward(cross_entropy(engine(x), y))
+        engine.step()
+
+
+def refusals(modes: dict[str, Mode]) -> dict[str, str]:
+    messages = {}
+    for name, mode in modes.items():
+        try:
+            make_engine(mode, DistributedNet(2))
+            messages[name] = ""
+        except ValueError as error:
+            messages[name] = str(error)
+    return messages
+
+
+def saved(mode: Mode) -> dict:
+    """Of every domain: whether its factors came back, and its steps."""
+    directory = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(directory)
+    first, second = make_engine(mode, DistributedNet(2)), make_engine(mode, DistributedNet(2))
+    train(first, 3)
+    first.save_checkpoint(directory[0], tag="t")
+    second.load_checkpoint(directory[0], tag="t")
+    pairs = list(zip(first.kfac.optimizers, second.kfac.optimizers, strict=True))
+    return {
+        "loaded": [
+            all(torch.equal(state.A.packed_P, after.state[name].A.packed_P) for name, state in before.state.items())
+            for before, after in pairs
+        ],
+        "steps": [after.steps for _, after in pairs],
+    }
+
+
+def compare(cases: list[tuple[Mode, int, bool]]) -> list[dict]:
+    """Per (mode, ep_size, whether an expert has no tokens): how far this rank's parameters are from one process."""
+    world, rank, results = dist.get_world_size(), dist.get_rank(), []
+
+    def whole_loss(model: nn.Module, step: int) -> Tensor:
+        x, y = make_batch(step, world * MICRO_ROWS, TOKENS)
+        return cross_entropy(model(x), y)
+
+    for mode, ep_size, starved in cases:
+        whole, model = make_whole(starved), DistributedNet(ep_size)
+        model.moe.deepspeed_moe.gate.requires_grad_(not starved)
+        first = rank % ep_size * (EXPERTS // ep_size)
+        initial = {name: p.detach().clone() for name, p in whole.named_parameters()}
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(initial[whole_name(name, first)])
+        engine = make_engine(mode, model)
+        train(engine)
+        exclude = ("gate", "experts.3.0", "experts.3.2") if starved else ("gate",)
+        expected = train_whole(mode, whole, whole_loss, terms=world * MICRO_ROWS * TOKENS, exclude=exclude)
+        domains = zip(engine.kfac.domains, engine.kfac.optimizers, strict=True)
+        final = {whole_name(n, first): p.detach().clone() for n, p in engine.module.named_parameters()}
+        results.append({
+            "difference": part_difference(final, expected.weights, initial),
+            "nu": [float(engine.kfac.metrics.nu), expected.nu],
+            "domains": [(domain.name, len(kfac.layers)) for domain, kfac in domains],
+            "report": engine.kfac.report,
+        })  # fmt: skip
+        engine.kfac.detach()
+        engine.destroy()
+    return results

@@ -1,0 +1,78 @@
+"""What the tests of model parallelism share: the whole model trained in one process on the whole batch."""
+
+import contextlib
+import copy
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import ds_kfac
+from ds_kfac.reference import ReferenceKFAC
+from tests.deepspeed.modes import KFAC, STEPS, Mode
+from tests.deepspeed.runs import ReferenceStep, parameter_groups, reference_options
+from tests.models import cross_entropy
+
+
+@dataclass
+class Whole:
+    """What one process found: weights at the end, factors by layer, kl-clip's last factor."""
+
+    weights: dict[str, Tensor]
+    factors: dict[str, list[Tensor]]
+    nu: float
+
+
+def least_likely(prediction: Tensor, *ignored) -> Tensor:
+    """A Monte-Carlo Fisher's loss whose labels are the same in every process."""
+    return cross_entropy(prediction, prediction.argmin(-1))
+
+
+def kfac_block(mode: Mode) -> dict:
+    return {**KFAC, **mode.kfac}
+
+
+def build(mode: Mode, model: nn.Module, accumulation: int = 1, world: int = 1, **arguments):
+    """An engine with K-FAC attached, silently."""
+    if "model_parameters" not in arguments:
+        arguments["model_parameters"] = parameter_groups(model, mode.groups)
+    with contextlib.redirect_stdout(io.StringIO()):
+        return ds_kfac.initialize(model=model, config=mode.config(accumulation, world), **arguments)[0]
+
+
+def train_whole(
+    mode: Mode, model: nn.Module, loss: Callable[[nn.Module, int], Tensor], *, gradient_scale: float = 1.0,
+    steps: int = STEPS, terms: float | None = None, **options,
+) -> Whole:  # fmt: skip
+    """Train a copy of ``model`` with reference.py; ``loss(model, step)`` of the whole batch.
+
+    Args:
+        gradient_scale: by how much the engine's gradients are larger than this loss's.
+        terms: loss terms of a batch, where layers have other numbers of rows.
+        options: of ReferenceKFAC, over those of the mode.
+    """
+    model = copy.deepcopy(model)
+    kfac = ReferenceKFAC(model, **{**reference_options(kfac_block(mode)), **options})
+    kfac.terms = terms
+    frozen = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
+    step = ReferenceStep(mode, model, model, kfac)
+    for index in range(steps):
+        value = loss(model, index)
+        if kfac.fisher == "monte_carlo":
+            kfac.sampled(least_likely(model.prediction))
+        value.backward()
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad * gradient_scale
+        step(1.0)
+        with torch.no_grad():
+            for p, value in frozen:  # ReferenceStep decays everything
+                p.copy_(value)
+    return Whole({name: p.detach().clone() for name, p in model.named_parameters()}, kfac.factors, kfac.nu)
+
+
+def part_difference(part: dict, expected: dict, initial: dict) -> float:
+    """As runs.difference, for a rank that holds some of the parameters."""
+    moved = torch.cat([(expected[n] - initial[n]).flatten() for n in expected]).norm()
+    return max(float((part[n] - expected[n]).norm() / moved) for n in part)

@@ -1,0 +1,112 @@
+"""A PipelineModule of two stages, and the same layers in one process."""
+
+import copy
+import tempfile
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import Tensor, nn
+
+from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
+from tests.deepspeed.parallel import build, part_difference, train_whole
+from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
+
+
+def make_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(FEATURES, 17), nn.SiLU(), nn.LayerNorm(17), nn.Linear(17, 19, bias=False), nn.Tanh(),
+        nn.Linear(19, 11), nn.Tanh(), nn.Linear(11, CLASSES),
+    )  # fmt: skip
+
+
+def micro_batches(engine, step: int, accumulation: int):
+    """Of this data-parallel rank."""
+    count, index = engine.grid.data_parallel_size, engine.grid.get_data_parallel_rank()
+    x, y = make_batch(step, count * accumulation * MICRO_ROWS)
+    share = slice(index * accumulation * MICRO_ROWS, (index + 1) * accumulation * MICRO_ROWS)
+    dtype = next(engine.module.parameters()).dtype
+    return iter(zip(x[share].to(dtype).split(MICRO_ROWS), y[share].split(MICRO_ROWS), strict=True))
+
+
+def weights(engine) -> dict[str, Tensor]:
+    bf16 = type(engine.optimizer).__name__ == "BF16_Optimizer"
+    master = deepspeed.utils.safe_get_full_fp32_param if bf16 else Tensor.detach
+    return {name: master(p).detach().clone() for name, p in engine.module.named_parameters()}
+
+
+def compare(cases: list[tuple[Mode, int]]) -> list[dict]:
+    """Per (mode, micro-batches): how far this rank's stage is from one process."""
+    world, results = dist.get_world_size(), []
+    replicas = world // 2
+    for mode, accumulation in cases:
+        whole = make_layers()
+        initial = {name: p.detach().clone() for name, p in whole.named_parameters()}
+        stages = PipelineModule(list(copy.deepcopy(whole)), num_stages=2, loss_fn=cross_entropy)
+        engine = build(mode, stages, accumulation, replicas)
+        for step in range(STEPS):
+            engine.train_batch(micro_batches(engine, step, accumulation))
+
+        def whole_loss(model: nn.Module, step: int, rows: int = replicas * accumulation * MICRO_ROWS) -> Tensor:
+            x, y = make_batch(step, rows)
+            return cross_entropy(model(x), y)
+
+        expected = train_whole(mode, whole, whole_loss)
+        kfac = engine.kfac.optimizer
+        results.append({
+            "difference": part_difference(weights(engine), expected.weights, initial),
+            "layers": [layer.name for layer in kfac.layers],
+            "nu": [1.0, 1.0] if mode.adam else [float(kfac.metrics.nu), expected.nu],
+            "wrapper": type(engine.optimizer).__name__,
+        })  # fmt: skip
+        engine.kfac.detach()
+        engine.destroy()
+    return results
+
+
+def refusals(modes: dict[str, Mode]) -> dict[str, str]:
+    messages = {}
+    for name, mode in modes.items():
+        try:
+            build(mode, PipelineModule(list(make_layers()), num_stages=2, loss_fn=cross_entropy))
+            messages[name] = ""
+        except ValueError as error:
+            messages[name] = str(error)
+    return messages
+
+
+def tied_and_saved(kfac: dict) -> dict:
+    """A pipeline whose first and last layer are tied; trained, saved, loaded into another engine, trained on."""
+
+    def make_engine():
+        torch.manual_seed(0)
+        layers = [
+            TiedLayerSpec("ends", nn.Linear, FEATURES, FEATURES), LayerSpec(nn.Linear, FEATURES, 7),
+            LayerSpec(nn.Linear, 7, FEATURES), TiedLayerSpec("ends", nn.Linear, FEATURES, FEATURES),
+        ]  # fmt: skip
+        stages = PipelineModule(layers, num_stages=2, loss_fn=cross_entropy, partition_method="uniform")
+        return build(Mode("pipe-tied", 1, kfac=kfac, clip=0.0), stages)
+
+    directory = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(directory)
+    first, second = make_engine(), None
+    for step in range(3):
+        first.train_batch(micro_batches(first, step, 1))
+    first.save_checkpoint(directory[0], tag="t")
+    second = make_engine()
+    second.load_checkpoint(directory[0], tag="t")
+    loaded = second.kfac.optimizer.steps == 3 and all(
+        torch.equal(state.A.packed_P, second.kfac.optimizer.state[name].A.packed_P)
+        for name, state in first.kfac.optimizer.state.items()
+    )
+    for engine in (first, second):
+        engine.train_batch(micro_batches(engine, 3, 1))
+    after = weights(second)
+    return {
+        "layers": [layer.name for layer in first.kfac.optimizer.layers],
+        "report": first.kfac.report,
+        "loaded": loaded,
+        "same": all(torch.equal(value, after[name]) for name, value in weights(first).items()),
+    }

@@ -1,0 +1,209 @@
+"""Tensor parallelism by AutoTP, and by layers and an mpu that look like Megatron's; the whole model in one process."""
+
+import copy
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
+from tests.deepspeed.parallel import build, part_difference, train_whole
+from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
+
+TOKENS = 12  # more rows than any side is wide: else Adam's eigenbasis is not unique
+PARTS = {"up": (None, 8), "down": (8, None), "gathered": (None, 5)}
+AUTOTP = {
+    "autotp_size": 2,
+    "partition_config": {
+        "use_default_specs": False,
+        "layer_specs": [
+            {"patterns": [".*up\\.weight$"], "partition_type": "column"},
+            {"patterns": [".*down\\.weight$"], "partition_type": "row"},
+            {"patterns": [".*gathered\\.weight$"], "partition_type": "column", "gather_output": True},
+            {"patterns": [".*(plain|head)\\.weight$"], "partition_type": "skip"},
+        ],
+    },
+}
+
+
+class ShardedNet(nn.Module):
+    """up, down and gathered are cut; plain, norm and head are the same on all tensor-parallel ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = nn.Linear(FEATURES, 12)
+        self.up = nn.Linear(12, 16)
+        self.down = nn.Linear(16, 12)
+        self.norm = nn.LayerNorm(12)
+        self.gathered = nn.Linear(12, 10, bias=False)
+        self.head = nn.Linear(10, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.plain(x))
+        h = self.norm(h + _first(self.down(torch.tanh(_first(self.up(h))))))
+        return self.head(torch.tanh(self.gathered(h)))
+
+
+def _first(output):
+    return output[0] if isinstance(output, tuple) else output
+
+
+class Grid:
+    """A Megatron mpu's groups: ranks (0, 1), (2, 3) hold shards of one model."""
+
+    def __init__(self) -> None:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        model = [list(range(first, first + 2)) for first in range(0, world, 2)]
+        data = [list(range(first, world, 2)) for first in range(2)]
+        self.model, self.data = ([(ranks, dist.new_group(ranks)) for ranks in groups] for groups in (model, data))
+        self.model, self.data = (next(g for r, g in one if rank in r) for one in (self.model, self.data))
+
+    def get_model_parallel_group(self):
+        return self.model
+
+    def get_data_parallel_group(self):
+        return self.data
+
+    def get_model_parallel_rank(self) -> int:
+        return dist.get_rank(self.model)
+
+    def get_model_parallel_world_size(self) -> int:
+        return dist.get_world_size(self.model)
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank(self.data)
+
+    def get_data_parallel_world_size(self) -> int:
+        return dist.get_world_size(self.data)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class _Parallel(nn.Module):
+    def __init__(self, whole: nn.Linear, mpu: Grid, dim: int) -> None:
+        super().__init__()
+        self.group, index = mpu.get_model_parallel_group(), mpu.get_model_parallel_rank()
+        self.weight = nn.Parameter(whole.weight.detach().chunk(2, dim)[index].clone())
+        self.weight.tensor_model_parallel = True
+        bias = whole.bias.detach()
+        self.bias = nn.Parameter((bias.chunk(2)[index] if dim == 0 else bias).clone())
+        self.bias.tensor_model_parallel = dim == 0
+
+
+class ColumnParallelLinear(_Parallel):
+    def __init__(self, whole: nn.Linear, mpu: Grid) -> None:
+        super().__init__(whole, mpu, 0)
+        self.gather_output, self.output_size_per_partition = False, len(self.weight)
+
+    def forward(self, x: Tensor):
+        return nn.functional.linear(_Copy.apply(x, self.group), self.weight, self.bias), None
+
+
+class RowParallelLinear(_Parallel):
+    def __init__(self, whole: nn.Linear, mpu: Grid) -> None:
+        super().__init__(whole, mpu, 1)
+        self.input_is_parallel, self.input_size_per_partition = True, self.weight.shape[1]
+
+    def forward(self, x: Tensor):
+        return _Sum.apply(nn.functional.linear(x, self.weight), self.group) + self.bias, None
+
+
+def make_model() -> ShardedNet:
+    torch.manual_seed(0)
+    return ShardedNet()
+
+
+def part(name: str, value: Tensor, index: int) -> Tensor:
+    """This rank's part of a whole parameter."""
+    module = name.split(".")[0]
+    if module in ("up", "gathered"):
+        return value.chunk(2)[index]
+    return value.chunk(2, 1)[index] if name == "down.weight" else value
+
+
+def weights(engine) -> dict[str, Tensor]:
+    full = {}
+    for name, p in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([p], enabled=hasattr(p, "ds_id")):
+            full[name] = p.detach().clone()
+    return full
+
+
+def make_engine(kind: str, mode: Mode, model: ShardedNet, grid: Grid):
+    if kind == "autotp":
+        mode.extra["tensor_parallel"] = AUTOTP
+        return build(mode, model)
+    model.up, model.down = ColumnParallelLinear(model.up, grid), RowParallelLinear(model.down, grid)
+    return build(mode, model, mpu=grid)
+
+
+def refusals(cases: dict[str, tuple[str, Mode]]) -> dict[str, str]:
+    messages, grid = {}, Grid()
+    for name, (kind, mode) in cases.items():
+        try:
+            make_engine(kind, mode, make_model(), grid)
+            messages[name] = ""
+        except ValueError as error:
+            messages[name] = str(error)
+    return messages
+
+
+def compare(cases: list[tuple[str, Mode]]) -> list[dict]:
+    """Per ("autotp" or "megatron", mode): how far this rank's shards are from one process."""
+    rank, replicas, results = dist.get_rank(), dist.get_world_size() // 2, []
+    index, grid = rank % 2, Grid()
+    for kind, mode in cases:
+        whole = make_model()
+        initial = {name: p.detach().clone() for name, p in whole.named_parameters()}
+        model = copy.deepcopy(whole)
+        parts = dict(PARTS)
+        if kind == "megatron":
+            parts.pop("gathered")
+        engine = make_engine(kind, mode, model, grid)
+        for step in range(STEPS):
+            x, y = (t.chunk(replicas)[rank // 2] for t in make_batch(step, replicas * MICRO_ROWS, TOKENS))
+            engine.backward(cross_entropy(engine(x), y))
+            engine.step()
+
+        def whole_loss(model: nn.Module, step: int) -> Tensor:
+            x, y = make_batch(step, replicas * MICRO_ROWS, TOKENS)
+            return cross_entropy(model(x), y)
+
+        expected = train_whole(mode, whole, whole_loss, parts=parts)
+        split = {n: part(n, v, index) if n.split(".")[0] in parts else v for n, v in expected.weights.items()}
+        start = {n: part(n, v, index) if n.split(".")[0] in parts else v for n, v in initial.items()}
+        kfac, final = engine.kfac.optimizer, weights(engine)
+        results.append({
+            "difference": part_difference(final, split, start),
+            "kinds": {layer.name: layer.kind for layer in kfac.layers},
+            "nu": [1.0, 1.0] if mode.adam else [float(kfac.metrics.nu), expected.nu],
+            "replicated": {n: final[n] for n in final if n.split(".")[0] not in parts},
+            "report": engine.kfac.report,
+        })  # fmt: skip
+        engine.kfac.detach()
+        engine.destroy()
+    return results

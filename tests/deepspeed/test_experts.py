@@ -1,0 +1,43 @@
+"""Mixtures of experts train like all experts in one process."""
+
+import pytest
+
+from tests.deepspeed.modes import KFAC, Mode
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+# DeepSpeed clips by an average of the ranks' norms
+MODES = [Mode(f"moe-z{stage}", stage, clip=0.0, kfac={"preconditioner": {"kl_clip": 1e-5}}) for stage in (0, 1, 2)]
+CASES = [(mode, ep_size, False) for mode in MODES for ep_size in (1, 2)] + [(MODES[1], 2, True)]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_experts_match_one_process(world):
+    for rank, results in enumerate(run_ranks("tests.deepspeed.expert_runs:compare", world=world, payload=CASES)):
+        for (mode, ep_size, starved), result in zip(CASES, results, strict=True):
+            where = f"{mode.name} ep_size {ep_size} rank {rank}"
+            assert result["domains"] == [("", 2), (f"experts_ep_size_{ep_size}_rank_{rank % ep_size}", 8 // ep_size)]
+            assert result["difference"] <= mode.tolerance, f"{where}: {result['difference']}"
+            expected, actual = result["nu"]
+            assert actual == pytest.approx(expected, rel=1e-4), f"{where}: {result['nu']}"
+            assert ("weight is frozen" if starved else "its hooks never fire") in result["report"]  # the gate
+        assert any(result["nu"][0] < 0.9 for result in results), "kl-clip never acted, so it was not tested"
+
+
+REFUSED = {
+    "weight_sharing": Mode("moe", 0, kfac={"factor": {**KFAC["factor"], "weight_sharing": "reduce"}}),
+    "monte_carlo": Mode("moe", 0, kfac={"factor": {**KFAC["factor"], "fisher": "monte_carlo"}}),
+    "KFACAdamW": Mode("moe", 0, adam=True),
+}
+
+
+def test_what_experts_cannot_do_is_refused():
+    for messages in run_ranks("tests.deepspeed.expert_runs:refusals", world=2, payload=REFUSED):
+        for words, message in messages.items():
+            assert words in message, (words, message)
+
+
+def test_a_checkpoint_holds_the_experts_of_every_rank():
+    for result in run_ranks("tests.deepspeed.expert_runs:saved", world=2, payload=MODES[2]):
+        assert result["loaded"] == [True, True] and result["steps"] == [3, 3]

@@ -1,0 +1,53 @@
+"""Pipeline stages train like the sequential model in one process."""
+
+import pytest
+
+from tests.deepspeed.modes import FP32_ACCUM, KFAC, Mode
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+TYPES = {"layers": {"types": ["Linear", "LayerNorm"]}}
+CASES = [
+    # at stage 0 DeepSpeed clips by the norm of the first stage alone
+    (Mode("pipe-z0", 0, clip=0.0, kfac=TYPES), 4),
+    (Mode("pipe-z1", 1, kfac=TYPES), 4),
+    (Mode("pipe-z1", 1, kfac=TYPES), 1),
+    (Mode("pipe-bf16", 1, "bf16", extra=FP32_ACCUM, clip=0.0), 3),
+    (Mode("pipe-adam-z1", 1, adam=True, clip=0.0, kfac=TYPES), 4),
+    (Mode("pipe-adam-z0", 0, adam=True, clip=0.0), 4),
+]
+BF16 = 2e-2  # weights rounded to 2^-9; the reference's are not rounded at all
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_pipelines_match_one_process(world):
+    for rank, results in enumerate(run_ranks("tests.deepspeed.pipeline_runs:compare", world=world, payload=CASES)):
+        for (mode, accumulation), result in zip(CASES, results, strict=True):
+            tolerance = BF16 if mode.dtype == "bf16" else mode.tolerance
+            assert result["difference"] <= tolerance, f"{mode.name} {accumulation} rank {rank}: {result}"
+            expected, actual = result["nu"]
+            assert actual == pytest.approx(expected, rel=10 * tolerance), f"{mode.name} rank {rank}: {result}"
+        assert any(result["nu"][0] < 0.9 for result in results), "kl-clip never acted, so it was not tested"
+
+
+REFUSED = {
+    "monte_carlo": Mode("pipe", 0, kfac={"factor": {**KFAC["factor"], "fisher": "monte_carlo"}}),
+    "gradient_clipping": Mode("pipe", 0, adam=True),
+    "parameter groups": Mode("pipe", 1, adam=True, clip=0.0),  # only the first stage has a norm
+    "no layer to precondition": Mode("pipe", 0, kfac={"layers": {"types": ["LayerNorm"]}}),
+}
+
+
+def test_what_pipelines_cannot_do_is_refused_on_every_rank():
+    for messages in run_ranks("tests.deepspeed.pipeline_runs:refusals", world=2, payload=REFUSED):
+        for words, message in messages.items():
+            assert words in message, (words, message)
+
+
+def test_tied_layers_are_left_to_the_optimizer_and_checkpoints_hold_every_stage():
+    results = run_ranks("tests.deepspeed.pipeline_runs:tied_and_saved", world=2, payload=TYPES, timeout=100)
+    assert [result["layers"] for result in results] == [["1"], ["2"]]
+    for result in results:
+        assert "TiedLayerSpec" in result["report"]
+        assert result["loaded"] and result["same"]

@@ -1,0 +1,41 @@
+"""Ulysses sequence parallelism trains like one process with whole sequences."""
+
+import pytest
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+from tests.deepspeed.modes import KFAC, Mode
+from tests.deepspeed.parallel import build
+from tests.deepspeed.sequence_runs import make_model
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+TYPES = {"layers": {"types": ["Linear", "LayerNorm"]}}
+MODES = [Mode(f"sp-z{stage}", stage, kfac=TYPES) for stage in (0, 2, 3)]
+SAMPLED = Mode("sp-z2-monte_carlo", 2, kfac={"factor": {**KFAC["factor"], "fisher": "monte_carlo"}})
+ADAM = Mode("sp-adam-z2", 2, adam=True)
+TOLERANCE = 1e-4  # as elsewhere sums in another order, here also those of attention
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_sequence_parallelism_matches_one_process(world):
+    cases = [(mode, over) for mode in MODES for over in ("own", "whole")] + [(ADAM, "own"), (SAMPLED, "own")]
+    for results in run_ranks("tests.deepspeed.sequence_runs:compare", world=world, payload=cases):
+        for (mode, over), result in zip(cases, results, strict=True):
+            assert result["difference"] <= TOLERANCE, f"{mode.name} {over}: {result}"
+            expected, actual = result["nu"]
+            assert actual == pytest.approx(expected, rel=1e-4), f"{mode.name} {over}: {result}"
+            assert bool(result["faults"]) == (mode.stage < 3)
+        assert any(result["nu"][0] < 0.9 for result in results), "kl-clip never acted, so it was not tested"
+
+
+def reduce_worker(payload) -> str:
+    parallel_state_sp.initialize_sequence_parallel(2)
+    mode = Mode("sp-reduce", 0, kfac={"factor": {**KFAC["factor"], "weight_sharing": "reduce"}})
+    with pytest.raises(ValueError) as caught:
+        build(mode, make_model(parallel_state_sp.get_sequence_parallel_group()), mpu=parallel_state_sp)
+    return str(caught.value)
+
+
+def test_reduced_rows_are_refused_where_a_sequence_is_cut():
+    assert 'use "expand"' in run_ranks("tests.deepspeed.test_sequence_parallel:reduce_worker", world=2)[0]

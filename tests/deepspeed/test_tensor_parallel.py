@@ -1,0 +1,80 @@
+"""Tensor-parallel shards train like the whole model in one process, with the cut sides block-diagonal."""
+
+import pytest
+import torch
+from torch import nn
+
+from ds_kfac.scan import scan
+from tests.deepspeed.modes import KFAC, Mode
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+TYPES = {"layers": {"types": ["Linear", "LayerNorm"]}, "preconditioner": {"kl_clip": 1e-4}}
+
+
+def cases() -> list[tuple[str, Mode]]:
+    megatron = [("megatron", Mode(f"tp-z{stage}", stage, kfac=TYPES)) for stage in (0, 1, 2)]
+    autotp = [("autotp", Mode(f"autotp-z{stage}", stage, kfac=TYPES)) for stage in (0, 1, 2, 3)]
+    adam = [("megatron", Mode("tp-adam", 1, adam=True, clip=0.0))]
+    return megatron + adam + autotp  # AutoTP leaves DeepSpeed's groups behind, so it comes last
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_shards_match_one_process(world):
+    results = run_ranks("tests.deepspeed.tensor_runs:compare", world=world, payload=cases())
+    for rank, of_rank in enumerate(results):
+        for (kind, mode), result in zip(cases(), of_rank, strict=True):
+            where = f"{kind} {mode.name} rank {rank}"
+            shards = {name for name, found in result["kinds"].items() if found != "Linear" and name != "norm"}
+            assert shards == ({"up", "down"} if kind == "megatron" else {"up", "down", "gathered"}), where
+            assert result["difference"] <= mode.tolerance, f"{where}: {result['difference']}"
+            expected, actual = result["nu"]
+            assert actual == pytest.approx(expected, rel=1e-4), f"{where}: {result['nu']}"
+            assert "down.bias" in result["report"] and "belongs to no shard" in result["report"]
+        assert any(result["nu"][0] < 0.9 for result in of_rank), "kl-clip never acted, so it was not tested"
+    for first, second in zip(results[0], results[1], strict=True):
+        for name, value in first["replicated"].items():
+            assert torch.equal(value, second["replicated"][name]), f"{name} differs between tensor-parallel ranks"
+
+
+REFUSED = {
+    "labels": ("megatron", Mode("tp", 0, kfac={"factor": {**KFAC["factor"], "fisher": "monte_carlo"}})),
+    "gradient_clipping": ("megatron", Mode("tp", 0, adam=True)),
+    "cuts the layers": ("autotp", Mode("tp", 0, adam=True, clip=0.0)),
+}
+
+
+def test_what_shards_cannot_do_is_refused():
+    for messages in run_ranks("tests.deepspeed.tensor_runs:refusals", world=2, payload=REFUSED):
+        for words, message in messages.items():
+            assert words in message, (words, message)
+
+
+class ColumnParallelLinear(nn.Module):
+    """Looks like Megatron's, with whatever a test says."""
+
+    def __init__(self, **attributes) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.zeros(3, 4)), None
+        self.output_size_per_partition = 3
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+class RowParallelLinear(ColumnParallelLinear):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (ColumnParallelLinear(gather_output=True), "gather_output"),
+        (ColumnParallelLinear(sequence_parallel=True), "sequence_parallel"),
+        (RowParallelLinear(input_size_per_partition=4), "input_is_parallel"),
+        (RowParallelLinear(), "input_size_per_partition"),
+    ],
+)
+def test_a_megatron_layer_whose_tensors_are_not_its_shards_is_left_alone(module, words):
+    (skipped,) = scan(nn.ModuleDict({"known": nn.Linear(4, 3), "unknown": module})).skipped
+    assert skipped.name == "unknown" and words in skipped.reason
