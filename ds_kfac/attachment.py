@@ -16,13 +16,14 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import logger
 
 from ds_kfac import checkpoint
+from ds_kfac.accounting import counters, events
 from ds_kfac.adamw import KFACAdamWStep
 from ds_kfac.assembly import assemble
 from ds_kfac.batch_info import ReadBatch
 from ds_kfac.config import KFACConfig
 from ds_kfac.experts import ExpertRows
 from ds_kfac.loss_sampling import LossSampling
-from ds_kfac.metrics import Metrics
+from ds_kfac.metrics import STAGES, Metrics, timer_name
 from ds_kfac.optimizer import KFACOptimizer
 from ds_kfac.pipeline import announce_backwards
 from ds_kfac.report import attach_report
@@ -67,6 +68,8 @@ class Attachment:
         self._wrap("save_checkpoint", self._save_checkpoint)
         self._wrap("load_checkpoint", self._load_checkpoint)
         self._undo = announce_backwards(engine, self.job) if isinstance(engine, PipelineEngine) else None
+        self._printed = [timer_name(stage) for stage in STAGES] if self.metrics.timers is not None else []
+        engine.engine_timers.global_timers += self._printed
         setattr(engine, HANDLE, self)
         self.report = self._report(scans)
 
@@ -88,6 +91,10 @@ class Attachment:
     @property
     def metrics(self) -> Metrics:
         return self.optimizer.metrics
+
+    def counters(self) -> dict[str, float]:
+        """Steps, refreshes, failures, bytes and calls by kind, seconds per stage: see ds_kfac.accounting."""
+        return counters(self.job)
 
     @property
     def read_batch(self) -> ReadBatch:
@@ -126,6 +133,8 @@ class Attachment:
         if self._undo is not None:
             self._undo()
         self._active = False
+        timers = self.engine.engine_timers
+        timers.global_timers = [name for name in timers.global_timers if name not in self._printed]
         if isinstance(self.optimizer.target.inner, KFACAdamWStep):
             self.optimizer.target.inner.direction_scale = None
         for name, (wrapper, previous) in self._originals.items():
@@ -174,7 +183,7 @@ class Attachment:
         skipped = bool(scaler) and bool(torch.as_tensor(scaler_scale(scaler)) < scale)
         self.job.commit(applied=engine.was_step_applied() and not skipped)
         if monitored:
-            engine.monitor.write_events(self.metrics.events(engine.global_samples))
+            engine.monitor.write_events(events(self.job, engine.global_samples))
         return result
 
     def _warn_of_silent_layers(self) -> None:
@@ -186,8 +195,8 @@ class Attachment:
         silent = [layer.name for k in optimizers for layer in k.layers if layer.name not in k.capture.called]
         if silent:
             logger.warning(
-                f"ds_kfac: rank {self.engine.global_rank} saw no rows of {', '.join(silent)} in its first step. A layer "
-                "that no rank calls is not preconditioned until it has data; if it is never called as a module, exclude it"
+                f"ds_kfac: rank {self.engine.global_rank} saw no rows of {', '.join(silent)} in its first step. What "
+                "no rank calls is not preconditioned until it has data; if it is never called as a module, exclude it"
             )
 
     def _backward(self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -48,7 +48,7 @@ class KFACOptimizer:
         self.groups: tuple[tuple[str, ...], ...] | None = None
         self.layers, self.layout = target.layers, target.layout
         self.device, self.rank = self.layout.engine.device, self.layout.rank
-        self.metrics = Metrics(timings=config.metrics.timings, device=self.device)
+        self.metrics = Metrics(timings=config.metrics.timings, device=self.device, timers=self.layout.timers)
         self.channel = Channel(self.layout.group)
         self.exchange = GradientExchange(self.layout, self.layers, plan.assignment.workers, plan.gradient_dtypes)
         self.owned = self.exchange.owned
@@ -154,6 +154,7 @@ class KFACOptimizer:
         if applied:
             self.state, self.peak_lr = self._next, self._next_peak_lr
             self.metrics.step_counts["factor_updates"] += bool(due.capture)
+            self.metrics.step_counts["captured_elements"] += self.curvature.elements(due.capture)
             self.steps += 1
         self.metrics.end(applied=applied)
         if due.capture and self.capture.inputs.searching:

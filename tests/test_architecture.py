@@ -20,16 +20,16 @@ FLOORS = [
     [
         "costs", "measured_costs", "grid", "work", "workers", "decomposers", "assignment", "baselines", "stagger",
         "agreement", "grouping", "bucket", "traffic", "wire", "reducer", "zero.shards", "zero.relayout", "mail",
-        "board", "delivery", "zero.domains", "zero.layout", "zero.replicated", "zero.bf16_optimizer", "zero.stage_1_and_2",
-        "zero.stage3", "zero.registry", "zero.exchange", "zero.validate", "zero.selftest", "zero.extra_backward",
-        "adamw",
+        "board", "delivery", "zero.domains", "zero.layout", "zero.replicated", "zero.bf16_optimizer",
+        "zero.stage_1_and_2", "zero.stage3", "zero.registry", "zero.exchange", "zero.validate", "zero.selftest",
+        "zero.extra_backward", "adamw",
     ],
     [
         "config_values", "config_errors", "config_blocks", "config", "metrics", "planning", "strategy", "agenda",
-        "decomposition", "curvature", "target", "direction", "adam_direction", "adam_groups", "parallelism", "optimizer",
-        "job", "pipeline", "loss_sampling", "checkpoint_files", "checkpoint", "report",
+        "decomposition", "curvature", "target", "direction", "adam_direction", "adam_groups", "parallelism",
+        "optimizer", "job", "pipeline", "loss_sampling", "checkpoint_files", "checkpoint", "report",
     ],
-    ["assembly", "attachment", "optimizer_block", "engine", ""],
+    ["assembly", "accounting", "attachment", "optimizer_block", "engine", ""],
 ]  # fmt: skip
 ORDER = {name: index for index, name in enumerate(name for floor in FLOORS for name in floor)}
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}

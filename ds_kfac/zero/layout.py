@@ -114,6 +114,11 @@ class ShardLayout(ABC):
         return bool(self.engine.is_gradient_accumulation_boundary())
 
     @property
+    def timers(self) -> Any | None:
+        """DeepSpeed's, if it prints a breakdown."""
+        return self.engine.timers if self.engine.wall_clock_breakdown() else None
+
+    @property
     def grad_scaler(self) -> Any | None:
         """torch_autocast fp16's GradScaler, which skips steps without telling the engine."""
         return None
