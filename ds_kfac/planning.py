@@ -10,6 +10,7 @@ from ds_kfac.adaptive import AdaptiveRule
 from ds_kfac.assignment import Assignment
 from ds_kfac.factor_spec import factor_specs, tied_factors
 from ds_kfac.layers.base import LayerSpec
+from ds_kfac.layers.registry import SHARDS
 from ds_kfac.schedule import Schedule
 from ds_kfac.timetable import Timetable
 from ds_kfac.warm_start import WarmStart
@@ -63,7 +64,7 @@ class Plan:
         return {
             layer.name: (layer.A, layer.uses[0].bias)
             for layer in self.layers
-            if len(layer.uses) == 1 and layer.kind in ("Linear", "Conv1D") and layer.A.block
+            if len(layer.uses) == 1 and SHARDS.get(layer.kind, layer.kind) in ("Linear", "Conv1D") and layer.A.block
         }
 
     @cached_property

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import ds_kfac
@@ -23,6 +24,45 @@ class Whole:
     weights: dict[str, Tensor]
     factors: dict[str, list[Tensor]]
     nu: float
+
+
+SCALED = {
+    "burn_in": {"steps": 0},
+    "eigenbasis": {"refresh_interval": 2, "stagger": True},
+    "communication": {"dtype": "fp32"},
+}
+"""Refreshes at several steps, everything in fp32 on the wire, inputs shared."""
+
+Refreshes = list[set[tuple[str, str]]]
+"""Per step, (layer, "A" or "G")."""
+
+
+class StaggeredKFAC(ReferenceKFAC):
+    """Refreshes what a plan says, and at the first step everything."""
+
+    def __init__(self, *arguments, refreshes: Refreshes, **options) -> None:
+        super().__init__(*arguments, **{**options, "refresh_interval": 1})
+        self.refreshes = refreshes
+
+    def update(self, seed: float = 1.0) -> None:
+        step, before = self.steps, {name: list(layer.bases) for name, layer in self.layers.items()}
+        super().update(seed)
+        for name, bases in before.items():
+            for side, basis in enumerate(bases):
+                if (name, "AG"[side]) not in self.refreshes[step]:
+                    self.layers[name].bases[side] = basis
+
+
+def planned_refreshes(job, whole_name: Callable[[str], str] = str, steps: int = STEPS) -> Refreshes:
+    """Of all ranks and domains, after training; ``whole_name`` of a layer here is its name in the whole model."""
+    mine: Refreshes = [set() for _ in range(steps)]
+    for kfac in job.optimizers:
+        for step in range(steps):
+            for key in kfac.curvature.agenda.due(step).refresh:
+                mine[step] |= {(whole_name(name), key[-1]) for name in kfac.curvature.specs[key].layers}
+    everyone = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return [set().union(*(of_rank[step] for of_rank in everyone)) for step in range(steps)]
 
 
 def least_likely(prediction: Tensor, *ignored) -> Tensor:
@@ -44,17 +84,23 @@ def build(mode: Mode, model: nn.Module, accumulation: int = 1, world: int = 1, *
 
 def train_whole(
     mode: Mode, model: nn.Module, loss: Callable[[nn.Module, int], Tensor], *, gradient_scale: float = 1.0,
-    steps: int = STEPS, terms: float | None = None, **options,
+    steps: int = STEPS, terms: float | None = None, refreshes: Refreshes | None = None, **options,
 ) -> Whole:  # fmt: skip
     """Train a copy of ``model`` with reference.py; ``loss(model, step)`` of the whole batch.
 
     Args:
         gradient_scale: by how much the engine's gradients are larger than this loss's.
         terms: loss terms of a batch, where layers have other numbers of rows.
+        refreshes: what is refreshed when, if not everything at once.
         options: of ReferenceKFAC, over those of the mode.
     """
     model = copy.deepcopy(model)
-    kfac = ReferenceKFAC(model, **{**reference_options(kfac_block(mode)), **options})
+    options = {**reference_options(kfac_block(mode)), **options}
+    if refreshes is None:
+        kfac = ReferenceKFAC(model, **options)
+    else:
+        assert len(set(map(frozenset, refreshes))) > 1 and all(refreshes), f"nothing is staggered: {refreshes}"
+        kfac = StaggeredKFAC(model, refreshes=refreshes, **options)
     kfac.terms = terms
     frozen = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
     step = ReferenceStep(mode, model, model, kfac)

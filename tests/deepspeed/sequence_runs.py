@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ds_kfac.batch_info import BatchInfo
 from tests.deepspeed.modes import STEPS, Mode
-from tests.deepspeed.parallel import build, least_likely, train_whole
+from tests.deepspeed.parallel import build, least_likely, planned_refreshes, train_whole
 from tests.deepspeed.runs import difference, weights
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
 
@@ -27,7 +27,7 @@ class SequenceNet(nn.Module):
     def __init__(self, group=None) -> None:
         super().__init__()
         self.up = nn.Linear(FEATURES, 12)
-        self.qkv = nn.Linear(12, 36)
+        self.q, self.kv = nn.Linear(12, 12), nn.Linear(12, 24)
         self.out = nn.Linear(12, 12, bias=False)
         self.norm = nn.LayerNorm(12)
         self.head = nn.Linear(12, CLASSES)
@@ -35,7 +35,7 @@ class SequenceNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
-        q, k, v = (part.unflatten(-1, (HEADS, -1)) for part in self.qkv(h).chunk(3, -1))
+        q, k, v = (part.unflatten(-1, (HEADS, -1)) for part in (self.q(h), *self.kv(h).chunk(2, -1)))
         distributed = isinstance(self.attention, DistributedAttention)
         mixed = self.attention(q, k, v, 0) if distributed else self.attention(q, k, v)
         self.prediction = self.head(self.norm(h + self.out(mixed.flatten(2))))
@@ -75,11 +75,13 @@ def compare(cases: list[tuple[Mode, str]]) -> list[dict]:
         scale = {"own": 1.0, "whole": 0.5}[mean_over] * (1.0 if mode.stage == 3 else 2.0)
         kfac = engine.kfac.optimizer
         final = weights(engine)
-        expected = train_whole(mode, make_model(), whole_loss, gradient_scale=scale)
+        refreshes = planned_refreshes(engine.kfac.job) if mode.name.endswith("scaled") else None
+        expected = train_whole(mode, make_model(), whole_loss, gradient_scale=scale, refreshes=refreshes)
         results.append(
             {
                 "difference": difference(final, expected.weights, initial),
                 "nu": [float(kfac.metrics.nu), expected.nu] if not mode.adam else [0.5, 0.5],
+                "shared": kfac.groups,
                 "faults": [fault for fault in kfac.layout.faults if "sequence" in fault],
             }
         )

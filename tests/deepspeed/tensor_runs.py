@@ -8,17 +8,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
-from tests.deepspeed.parallel import build, part_difference, train_whole
+from tests.deepspeed.parallel import build, part_difference, planned_refreshes, train_whole
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
 
 TOKENS = 12  # more rows than any side is wide: else Adam's eigenbasis is not unique
-PARTS = {"up": (None, 8), "down": (8, None), "gathered": (None, 5)}
+PARTS = {"up": (None, 8), "gate": (None, 8), "down": (8, None), "gathered": (None, 5)}
 AUTOTP = {
     "autotp_size": 2,
     "partition_config": {
         "use_default_specs": False,
         "layer_specs": [
-            {"patterns": [".*up\\.weight$"], "partition_type": "column"},
+            {"patterns": [".*(up|gate)\\.weight$"], "partition_type": "column"},
             {"patterns": [".*down\\.weight$"], "partition_type": "row"},
             {"patterns": [".*gathered\\.weight$"], "partition_type": "column", "gather_output": True},
             {"patterns": [".*(plain|head)\\.weight$"], "partition_type": "skip"},
@@ -28,12 +28,12 @@ AUTOTP = {
 
 
 class ShardedNet(nn.Module):
-    """up, down and gathered are cut; plain, norm and head are the same on all tensor-parallel ranks."""
+    """up, gate, down and gathered are cut; plain, norm and head are the same on all tensor-parallel ranks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.plain = nn.Linear(FEATURES, 12)
-        self.up = nn.Linear(12, 16)
+        self.up, self.gate = nn.Linear(12, 16), nn.Linear(12, 16)
         self.down = nn.Linear(16, 12)
         self.norm = nn.LayerNorm(12)
         self.gathered = nn.Linear(12, 10, bias=False)
@@ -41,7 +41,7 @@ class ShardedNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.plain(x))
-        h = self.norm(h + _first(self.down(torch.tanh(_first(self.up(h))))))
+        h = self.norm(h + _first(self.down(torch.tanh(_first(self.up(h))) * _first(self.gate(h)))))
         return self.head(torch.tanh(self.gathered(h)))
 
 
@@ -140,7 +140,7 @@ def make_model() -> ShardedNet:
 def part(name: str, value: Tensor, index: int) -> Tensor:
     """This rank's part of a whole parameter."""
     module = name.split(".")[0]
-    if module in ("up", "gathered"):
+    if module in ("up", "gate", "gathered"):
         return value.chunk(2)[index]
     return value.chunk(2, 1)[index] if name == "down.weight" else value
 
@@ -157,7 +157,8 @@ def make_engine(kind: str, mode: Mode, model: ShardedNet, grid: Grid):
     if kind == "autotp":
         mode.extra["tensor_parallel"] = AUTOTP
         return build(mode, model)
-    model.up, model.down = ColumnParallelLinear(model.up, grid), RowParallelLinear(model.down, grid)
+    model.up, model.gate = (ColumnParallelLinear(layer, grid) for layer in (model.up, model.gate))
+    model.down = RowParallelLinear(model.down, grid)
     return build(mode, model, mpu=grid)
 
 
@@ -193,7 +194,8 @@ def compare(cases: list[tuple[str, Mode]]) -> list[dict]:
             x, y = make_batch(step, replicas * MICRO_ROWS, TOKENS)
             return cross_entropy(model(x), y)
 
-        expected = train_whole(mode, whole, whole_loss, parts=parts)
+        refreshes = planned_refreshes(engine.kfac.job) if mode.name.endswith("scaled") else None
+        expected = train_whole(mode, whole, whole_loss, parts=parts, refreshes=refreshes)
         split = {n: part(n, v, index) if n.split(".")[0] in parts else v for n, v in expected.weights.items()}
         start = {n: part(n, v, index) if n.split(".")[0] in parts else v for n, v in initial.items()}
         kfac, final = engine.kfac.optimizer, weights(engine)
@@ -202,6 +204,7 @@ def compare(cases: list[tuple[str, Mode]]) -> list[dict]:
             "kinds": {layer.name: layer.kind for layer in kfac.layers},
             "nu": [1.0, 1.0] if mode.adam else [float(kfac.metrics.nu), expected.nu],
             "replicated": {n: final[n] for n in final if n.split(".")[0] not in parts},
+            "shared": kfac.groups,
             "report": engine.kfac.report,
         })  # fmt: skip
         engine.kfac.detach()

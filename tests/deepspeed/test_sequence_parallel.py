@@ -4,7 +4,7 @@ import pytest
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
 from tests.deepspeed.modes import KFAC, Mode
-from tests.deepspeed.parallel import build
+from tests.deepspeed.parallel import SCALED, build
 from tests.deepspeed.sequence_runs import make_model
 from tests.ranks import run_ranks
 
@@ -14,17 +14,23 @@ TYPES = {"layers": {"types": ["Linear", "LayerNorm"]}}
 MODES = [Mode(f"sp-z{stage}", stage, kfac=TYPES) for stage in (0, 2, 3)]
 SAMPLED = Mode("sp-z2-monte_carlo", 2, kfac={"factor": {**KFAC["factor"], "fisher": "monte_carlo"}})
 ADAM = Mode("sp-adam-z2", 2, adam=True)
+SCALE = [
+    Mode("sp-z2-scaled", 2, kfac=SCALED),
+    Mode("sp-z0-comm_opt", 0, kfac={**TYPES, "assignment": {"gradient_worker_fraction": 1.0, "split_factors": True}}),
+]
 TOLERANCE = 1e-4  # as elsewhere sums in another order, here also those of attention
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_sequence_parallelism_matches_one_process(world):
     cases = [(mode, over) for mode in MODES for over in ("own", "whole")] + [(ADAM, "own"), (SAMPLED, "own")]
+    cases += [(mode, "own") for mode in SCALE]
     for results in run_ranks("tests.deepspeed.sequence_runs:compare", world=world, payload=cases):
         for (mode, over), result in zip(cases, results, strict=True):
             assert result["difference"] <= TOLERANCE, f"{mode.name} {over}: {result}"
             expected, actual = result["nu"]
             assert actual == pytest.approx(expected, rel=1e-4), f"{mode.name} {over}: {result}"
+            assert result["shared"] == (("q", "kv"),), f"{mode.name} {over}"
             assert bool(result["faults"]) == (mode.stage < 3)
         assert any(result["nu"][0] < 0.9 for result in results), "kl-clip never acted, so it was not tested"
 

@@ -6,6 +6,7 @@ from torch import nn
 
 from ds_kfac.scan import scan
 from tests.deepspeed.modes import KFAC, Mode
+from tests.deepspeed.parallel import SCALED
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -13,9 +14,24 @@ pytestmark = pytest.mark.distributed
 TYPES = {"layers": {"types": ["Linear", "LayerNorm"]}, "preconditioner": {"kl_clip": 1e-4}}
 
 
+SCALE = [
+    Mode("tp-z1-scaled", 1, kfac={**SCALED, "preconditioner": {"kl_clip": 1e-4}}),
+    Mode(
+        "tp-z0-comm_opt",
+        0,
+        kfac={
+            **TYPES,
+            "assignment": {"gradient_worker_fraction": 1.0, "split_factors": True},
+            "offload": {"device": "cpu"},
+        },
+    ),
+]
+
+
 def cases() -> list[tuple[str, Mode]]:
     megatron = [("megatron", Mode(f"tp-z{stage}", stage, kfac=TYPES)) for stage in (0, 1, 2)]
     autotp = [("autotp", Mode(f"autotp-z{stage}", stage, kfac=TYPES)) for stage in (0, 1, 2, 3)]
+    megatron += [("megatron", mode) for mode in SCALE]
     adam = [("megatron", Mode("tp-adam", 1, adam=True, clip=0.0))]
     return megatron + adam + autotp  # AutoTP leaves DeepSpeed's groups behind, so it comes last
 
@@ -27,7 +43,8 @@ def test_shards_match_one_process(world):
         for (kind, mode), result in zip(cases(), of_rank, strict=True):
             where = f"{kind} {mode.name} rank {rank}"
             shards = {name for name, found in result["kinds"].items() if found != "Linear" and name != "norm"}
-            assert shards == ({"up", "down"} if kind == "megatron" else {"up", "down", "gathered"}), where
+            assert shards == ({"up", "gate", "down"} | ({"gathered"} if kind == "autotp" else set())), where
+            assert result["shared"] == (("up", "gate"),), where
             assert result["difference"] <= mode.tolerance, f"{where}: {result['difference']}"
             expected, actual = result["nu"]
             assert actual == pytest.approx(expected, rel=1e-4), f"{where}: {result['nu']}"
