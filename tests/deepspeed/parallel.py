@@ -65,6 +65,26 @@ def planned_refreshes(job, whole_name: Callable[[str], str] = str, steps: int = 
     return [set().union(*(of_rank[step] for of_rank in everyone)) for step in range(steps)]
 
 
+def whole_state(job) -> dict[str, Tensor]:
+    """Factors and eigenvalues of the whole job by their global names, each from a rank that has it. Collective."""
+    mine: dict[str, Tensor] = {}
+    for kfac in job.optimizers:
+        names = {layer.name: kfac.target.domain.global_name(layer) for layer in kfac.layers}
+        for key, state in kfac.curvature.factors.items():
+            mine[f"{names[key[:-2]]}{key[-2:]}"] = state.factor.packed_P.clone()
+        for name, state in kfac.state.items():
+            for side, basis in (("A", state.A), ("G", state.G)):
+                if basis is not None:
+                    mine[f"{names[name]} eigenvalues of {side}"] = basis.values.clone()
+    everyone = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return {key: value for of_rank in everyone for key, value in of_rank.items()}
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return bool(first) and first.keys() == second.keys() and all(torch.equal(v, second[k]) for k, v in first.items())
+
+
 def least_likely(prediction: Tensor, *ignored) -> Tensor:
     """A Monte-Carlo Fisher's loss whose labels are the same in every process."""
     return cross_entropy(prediction, prediction.argmin(-1))

@@ -3,13 +3,22 @@
 import pytest
 
 from tests.deepspeed.modes import KFAC, Mode
+from tests.deepspeed.parallel import SCALED
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 
 # DeepSpeed clips by an average of the ranks' norms
 MODES = [Mode(f"moe-z{stage}", stage, clip=0.0, kfac={"preconditioner": {"kl_clip": 1e-5}}) for stage in (0, 1, 2)]
+SCALE = [
+    Mode("moe-z1-scaled", 1, clip=0.0, kfac={**SCALED, "preconditioner": {"kl_clip": 1e-5}}),
+    Mode("moe-z0-comm_opt", 0, clip=0.0, kfac={
+        "preconditioner": {"kl_clip": 1e-5}, "offload": {"device": "cpu"},
+        "assignment": {"gradient_worker_fraction": 1.0, "split_factors": True, "memory_budget_gb": 1.0},
+    }),
+]  # fmt: skip
 CASES = [(mode, ep_size, False) for mode in MODES for ep_size in (1, 2)] + [(MODES[1], 2, True)]
+CASES += [(mode, 2, False) for mode in SCALE]
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -17,7 +26,10 @@ def test_experts_match_one_process(world):
     for rank, results in enumerate(run_ranks("tests.deepspeed.expert_runs:compare", world=world, payload=CASES)):
         for (mode, ep_size, starved), result in zip(CASES, results, strict=True):
             where = f"{mode.name} ep_size {ep_size} rank {rank}"
-            assert result["domains"] == [("", 2), (f"experts_ep_size_{ep_size}_rank_{rank % ep_size}", 8 // ep_size)]
+            assert result["domains"] == [
+                ("dense", 2),
+                (f"experts_ep_size_{ep_size}_rank_{rank % ep_size}", 8 // ep_size),
+            ]
             assert result["difference"] <= mode.tolerance, f"{where}: {result['difference']}"
             expected, actual = result["nu"]
             assert actual == pytest.approx(expected, rel=1e-4), f"{where}: {result['nu']}"
@@ -41,3 +53,5 @@ def test_what_experts_cannot_do_is_refused():
 def test_a_checkpoint_holds_the_experts_of_every_rank():
     for result in run_ranks("tests.deepspeed.expert_runs:saved", world=2, payload=MODES[2]):
         assert result["loaded"] == [True, True] and result["steps"] == [3, 3]
+        experts = {key.split("deepspeed_experts.")[1][0] for key in result["keys"] if "deepspeed_experts" in key}
+        assert experts == set("0123"), "in global numbers"

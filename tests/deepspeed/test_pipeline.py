@@ -3,17 +3,21 @@
 import pytest
 
 from tests.deepspeed.modes import FP32_ACCUM, KFAC, Mode
+from tests.deepspeed.parallel import SCALED
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 
 TYPES = {"layers": {"types": ["Linear", "LayerNorm"]}}
+COMM_OPT = {"assignment": {"gradient_worker_fraction": 1.0, "split_factors": True}, "offload": {"device": "cpu"}}
 CASES = [
     # at stage 0 DeepSpeed clips by the norm of the first stage alone
     (Mode("pipe-z0", 0, clip=0.0, kfac=TYPES), 4),
     (Mode("pipe-z1", 1, kfac=TYPES), 4),
     (Mode("pipe-z1", 1, kfac=TYPES), 1),
     (Mode("pipe-bf16", 1, "bf16", extra=FP32_ACCUM, clip=0.0), 3),
+    (Mode("pipe-z1-scaled", 1, kfac=SCALED), 3),
+    (Mode("pipe-z0-comm_opt", 0, clip=0.0, kfac=COMM_OPT), 1),
     (Mode("pipe-adam-z1", 1, adam=True, clip=0.0, kfac=TYPES), 4),
     (Mode("pipe-adam-z0", 0, adam=True, clip=0.0), 4),
 ]
@@ -50,4 +54,6 @@ def test_tied_layers_are_left_to_the_optimizer_and_checkpoints_hold_every_stage(
     assert [result["layers"] for result in results] == [["1"], ["2"]]
     for result in results:
         assert "TiedLayerSpec" in result["report"]
-        assert result["loaded"] and result["same"]
+        assert result["loaded"] and result["same"] and result["loaded without stages"]
+        expected = sorted(f"{layer}.{part}" for layer in "12" for part in ("A.factor.pt", "G.factor.pt", "pt"))
+        assert result["files"] == expected, "each factor and each layer once"
