@@ -16,7 +16,7 @@ from ds_kfac.scan import Scan, scan
 from ds_kfac.strategy import Setting, make_plan
 from ds_kfac.target import Target, moments_of
 from ds_kfac.zero.domains import Domain, domains
-from ds_kfac.zero.exchange import parameter_names
+from ds_kfac.zero.regions import held_by_layer, parameter_names
 from ds_kfac.zero.registry import optimized_parameters, shard_layout
 from ds_kfac.zero.selftest import self_test
 
@@ -50,7 +50,7 @@ def assemble(engine: Any, config: KFACConfig, experts: ExpertRows | None) -> tup
     try:
         with parallelism.agreeing(several):
             for kfac in optimizers:
-                self_test(kfac.layout, kfac.exchange.plan.workers, kfac.channel)
+                self_test(kfac.layout, kfac.exchange.plan.of_parameter, kfac.channel)
     except Exception:
         job.close()
         raise
@@ -76,13 +76,11 @@ def make_target(engine: Any, domain: Domain, found: Scan, experts: ExpertRows | 
 
 def setting(target: Target, config: KFACConfig) -> Setting:
     """What a plan has to know of the engine."""
-    layout, index = target.layout, {name: i for i, name in enumerate(parameter_names(target.layers))}
+    layout = target.layout
     kind = moments_of(config, target.inner)
     return Setting(
         world=layout.world,
-        held=None
-        if layout.replicated
-        else {layer.name: layout.shards.held([index[name] for name in layer.parameters]) for layer in target.layers},
+        held=None if layout.replicated else held_by_layer(target.layers, layout.shards),
         parameters=layout.params[0].dtype,
         gradients=layout.dtype,
         moments={"adam": 2, "corrected": 1, None: 0}[kind],

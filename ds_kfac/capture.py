@@ -245,6 +245,8 @@ class Capture:
         seed = self._fallback_seed() if self._seed is None else self._seed
         with self._stage():
             tensors = LAYERS[use.kind].gradient_rows(call.module, call.x, gradient.view(call.shape))
+            if call.layer.rows is not None and tensors[1] is not None:
+                tensors = tensors[0], tensors[1][..., slice(*call.layer.rows)]
             new_terms: Tensor | int = 0
             for tensor, side, sum_ in zip(tensors, (use.A, use.G), (sums.A, sums.G), strict=True):
                 if tensor is None or sum_ is None:

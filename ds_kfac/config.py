@@ -79,6 +79,7 @@ class KFACConfig(Block):
             max_dim=self.max_dim,
             large_input=self.factor.large_input,
             large_output=self.factor.large_output,
+            max_outputs=self.layers.max_outputs,
             gradients=self.factor.fisher != "activations_only",
         )
 

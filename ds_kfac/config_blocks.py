@@ -183,6 +183,10 @@ class LayersConfig(Block):
     share_inputs: bool = True
     """Keep one A for layers that see the same input (separate q, k and v; gate and up). They are found in the first
     step, and every later one is checked."""
+    max_outputs: int | None = Field(None, ge=1)
+    """Most outputs of a layer: a Linear with more is cut into blocks of rows, each with a G of its own, so that several
+    ranks share the work of one large layer (more ranks than layers). G is then block-diagonal, and grafting and
+    orthogonalization are per block. null: layers stay whole."""
 
 
 class AssignmentConfig(Block):

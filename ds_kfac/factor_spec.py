@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_kfac.layers.base import LayerSpec
+from ds_kfac.layers.row_blocks import first_blocks
 from ds_kfac.side import Side
 
 
@@ -38,6 +39,8 @@ def factor_specs(layers: Sequence[LayerSpec], shared: Sequence[Sequence[str]] = 
         shared: groups of names of layers that see one input; the first of a group names the factor.
     """
     leader = {name: group[0] for group in shared for name in group}
+    for block, first in first_blocks(layers).items():  # row blocks of a weight have its input in common
+        leader[block] = leader.get(first, first)
     users: dict[str, list[str]] = {}
     sides: dict[str, Side] = {}
     for layer in layers:

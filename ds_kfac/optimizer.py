@@ -283,9 +283,9 @@ class KFACOptimizer:
         if not groups and self.plan is self.unshared:
             return
         self.plan = self.unshared.sharing(groups)
-        leaders = {name: group[0] for group in groups for name in group[1:]}
         old, self.curvature = self.curvature, self._curvature()
         self.curvature.take_over(old)
-        for name, leader in leaders.items():  # one copy where both are
-            if name in self.state and leader in self.state and (basis := self.state[leader].A) is not None:
-                self.state[name] = self.state[name].rebased(A=basis, carry=self.config.eigenbasis.carry_moments)
+        for name, own in self.curvature.of_layer.items():  # one copy where both are
+            leader = self.state.get(own["A"].layers[0] if "A" in own else name)
+            if name in self.state and leader is not None and leader.A is not None:
+                self.state[name] = self.state[name].rebased(A=leader.A, carry=self.config.eigenbasis.carry_moments)

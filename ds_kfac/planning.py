@@ -64,7 +64,10 @@ class Plan:
         return {
             layer.name: (layer.A, layer.uses[0].bias)
             for layer in self.layers
-            if len(layer.uses) == 1 and SHARDS.get(layer.kind, layer.kind) in ("Linear", "Conv1D") and layer.A.block
+            if (layer.rows is None or layer.rows[0] == 0)  # other row blocks follow the first one
+            and len(layer.uses) == 1
+            and SHARDS.get(layer.kind, layer.kind) in ("Linear", "Conv1D")
+            and layer.A.block
         }
 
     @cached_property

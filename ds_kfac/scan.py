@@ -9,6 +9,7 @@ from torch import nn
 
 from ds_kfac.layers.base import LayerSpec, Use, parameter_shape
 from ds_kfac.layers.registry import LAYERS, SHARDS, TIED, TYPES
+from ds_kfac.layers.row_blocks import row_blocks
 from ds_kfac.ops.functional import packed_numel
 from ds_kfac.side import Side
 
@@ -39,6 +40,7 @@ class Choice:
         types: names of layer types, of :data:`ds_kfac.layers.registry.TYPES`.
         max_dim: longest side kept dense; None: any.
         large_input, large_output: what a longer side becomes, of :data:`ds_kfac.side.LARGE_SIDES`.
+        max_outputs: most outputs of a layer; one with more is cut into blocks of rows. None: any.
         gradients: whether there are statistics of output gradients; without, G is the identity.
     """
 
@@ -48,6 +50,7 @@ class Choice:
     max_dim: int | None = None
     large_input: str = "diagonal"
     large_output: str = "diagonal"
+    max_outputs: int | None = None
     gradients: bool = True
 
 
@@ -107,7 +110,7 @@ def scan(model: nn.Module, choice: Choice | None = None, *, optimized: Iterable[
     for name, module in modules.items():
         found = _layer(name, module, facts, choice, inside_attention)
         if isinstance(found, LayerSpec):
-            layers.append(found)
+            layers += [found] if choice.max_outputs is None else row_blocks(found, choice.max_outputs)
         elif found is not None:
             numel = sum(_numel(p) for p in module.parameters(recurse=False))
             skipped.append(Skipped(name, type(module).__name__, numel, found))
@@ -193,6 +196,8 @@ def _left_over(layers: list[LayerSpec], facts: _Model) -> list[Skipped]:
     """Parameters of preconditioned modules that are not part of the layer."""
     skipped = []
     for layer in layers:
+        if layer.rows is not None and layer.rows[0] > 0:
+            continue  # once for all blocks
         for use in layer.uses:
             for name, parameter in facts.modules[use.module].named_parameters(recurse=False):
                 if facts.names[id(parameter)] not in layer.parameters:

@@ -13,16 +13,16 @@ FLOORS = [
     ],
     [
         "layers.base", "layers.linear", "layers.conv1d", "layers.embedding", "layers.norm",
-        "layers.tensor_parallel", "layers.registry", "scan",
+        "layers.tensor_parallel", "layers.registry", "layers.row_blocks", "scan",
         "factor_spec", "batch_info", "experts", "rows", "shared_inputs", "capture", "sampling", "schedule", "timetable",
         "refresher", "layer_state", "factor_state",
     ],
     [
         "costs", "measured_costs", "grid", "work", "workers", "decomposers", "assignment", "baselines", "stagger",
-        "agreement", "grouping", "bucket", "traffic", "wire", "reducer", "zero.shards", "zero.relayout", "mail",
-        "board", "delivery", "zero.domains", "zero.layout", "zero.replicated", "zero.bf16_optimizer",
-        "zero.stage_1_and_2", "zero.stage3", "zero.registry", "zero.exchange", "zero.validate", "zero.selftest",
-        "zero.extra_backward", "adamw",
+        "agreement", "grouping", "bucket", "traffic", "wire", "reducer", "zero.shards", "zero.regions",
+        "zero.relayout", "mail", "board", "delivery", "zero.domains", "zero.layout", "zero.replicated",
+        "zero.bf16_optimizer", "zero.stage_1_and_2", "zero.stage3", "zero.registry", "zero.exchange", "zero.validate",
+        "zero.selftest", "zero.extra_backward", "adamw",
     ],
     [
         "config_values", "config_errors", "config_blocks", "config", "metrics", "planning", "strategy", "agenda",

@@ -45,6 +45,9 @@ class LayerSpec:
     copies: int = 1
     """Tensor-parallel ranks that hold the same layer; 1 if each has a shard of its own."""
 
+    rows: tuple[int, int] | None = None
+    """Outputs start .. stop of the weight that are this layer, see ``layers/row_blocks.py``; None: all."""
+
     @property
     def kind(self) -> str:
         """Of its first use: decides how its parameters form a matrix."""
@@ -61,6 +64,15 @@ class LayerSpec:
     @property
     def parameters(self) -> tuple[str, ...]:
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    @property
+    def extents(self) -> tuple[tuple[int, int] | None, ...]:
+        """Per parameter, the elements start .. stop that are this layer's; None: all."""
+        if self.rows is None:
+            return (None,) * len(self.parameters)
+        start, stop = self.rows
+        width = self.dim_A - (self.bias is not None)
+        return ((start * width, stop * width), (start, stop))[: len(self.parameters)]
 
     @property
     def numel(self) -> int:
