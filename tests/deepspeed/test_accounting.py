@@ -66,10 +66,8 @@ def test_counters_are_those_of_torch_distributed_the_monitor_and_the_breakdown(t
     # payload is counted on both ends
     names = {n.removeprefix("sent_bytes_") for r in results for n in r["counted"] if n.startswith("sent_bytes_")}
     for name in names:
-        sent, received = (
-            sum(r["counted"].get(f"{way}_bytes_{name}", 0) for r in results) for way in ("sent", "received")
-        )
-        assert sent == received, name
+        sent = sum(result["counted"].get(f"sent_bytes_{name}", 0) for result in results)
+        assert sent == sum(result["counted"].get(f"received_bytes_{name}", 0) for result in results), name
     files = {path.stem: path.read_text().splitlines() for path in tmp_path.rglob("*KFAC*.csv")}
     for name in MONITORED:
         assert len(files[f"Train_KFAC_{name}"]) > 1, name
