@@ -97,6 +97,19 @@ def refusals(modes: dict[str, Mode]) -> dict[str, str]:
     return messages
 
 
+def everything_on(mode: Mode) -> dict[str, Tensor]:
+    """Weights after some steps, in names of the whole model."""
+    engine = make_engine(mode, DistributedNet(2))
+    before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    train(engine, 8)
+    first = dist.get_rank() % 2 * (EXPERTS // 2)
+    frozen = [name for name, p in engine.module.named_parameters() if torch.equal(before[name], p)]
+    assert not frozen, frozen
+    assert float(engine.kfac.metrics.summary.sum()) == 0, "not finite, not preconditioned or not decomposed"
+    assert engine.kfac.counters()["job/calls_numbers"] == 8
+    return {whole_name(name, first): p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
 def saved(mode: Mode) -> dict:
     """Whether the state came back, also at another ep_size, and the steps of every domain."""
     directory = [tempfile.mkdtemp()]
