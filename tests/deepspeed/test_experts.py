@@ -19,7 +19,8 @@ SCALE = [
     }),
 ]  # fmt: skip
 CASES = [(mode, ep_size, False) for mode in MODES for ep_size in (1, 2)] + [(MODES[1], 2, True)]
-CASES += [(mode, 2, False) for mode in SCALE]
+ADAM = [Mode(f"moe-adam-z{stage}", stage, adam=True, clip=0.0) for stage in (0, 1)]
+CASES += [(mode, 2, False) for mode in SCALE + ADAM]
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -41,7 +42,7 @@ def test_experts_match_one_process(world):
 REFUSED = {
     "weight_sharing": Mode("moe", 0, kfac={"factor": {**KFAC["factor"], "weight_sharing": "reduce"}}),
     "monte_carlo": Mode("moe", 0, kfac={"factor": {**KFAC["factor"], "fisher": "monte_carlo"}}),
-    "KFACAdamW": Mode("moe", 0, adam=True),
+    "gradient_clipping": Mode("moe", 0, adam=True),
 }
 
 
