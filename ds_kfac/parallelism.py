@@ -30,7 +30,7 @@ def check(engine: Any, config: KFACConfig) -> None:
             'kfac.factor.fisher "monte_carlo" with a pipeline: the sampled loss needs a second backward through all '
             'stages; use "empirical"'
         )
-    if (pipeline or sharded) and adam and engine.gradient_clipping():
+    if (pipeline or sharded or engine.has_moe_layers) and adam and engine.gradient_clipping():
         refused.append(
             "KFACAdamW with gradient_clipping and model parallelism: its moments are those of clipped gradients, and "
             'the norm over all ranks is not known before the step; set "gradient_clipping": 0'
@@ -59,11 +59,6 @@ def check(engine: Any, config: KFACConfig) -> None:
             refused.append(
                 'kfac.factor.weight_sharing "reduce" with a mixture of experts: a sequence\'s tokens go to several '
                 'experts; use "expand"'
-            )
-        if adam:
-            refused.append(
-                "KFACAdamW with a mixture of experts: its directions are scaled within one process group; use another "
-                "optimizer"
             )
     if groups._get_sequence_parallel_world_size() > 1 and config.factor.weight_sharing == "reduce":
         refused.append(

@@ -33,6 +33,16 @@ SCALED = {
 }
 """Refreshes at several steps, everything in fp32 on the wire, inputs shared."""
 
+EVERYTHING = {
+    "burn_in": {"steps": 0},
+    "factor": {"update_interval": 1, "decay": 0.9},
+    "eigenbasis": {"refresh_interval": 3, "stagger": True, "lag": 1, "values_below": 0.01, "qr_below": 0.1},
+    "adaptive": {"enabled": True, "tolerance": 0.3},
+    "communication": {"dtype": "bf16", "error_feedback": True},
+    "damping": {"value": 0.03},
+}
+"""What no oracle follows: ranks must still agree, and none wait for another."""
+
 Refreshes = list[set[tuple[str, str]]]
 """Per step, (layer, "A" or "G")."""
 

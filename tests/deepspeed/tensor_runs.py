@@ -1,6 +1,8 @@
 """Tensor parallelism by AutoTP, and by layers and an mpu that look like Megatron's; the whole model in one process."""
 
 import copy
+import tempfile
+from pathlib import Path
 
 import deepspeed
 import torch
@@ -8,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
-from tests.deepspeed.parallel import build, part_difference, planned_refreshes, train_whole
+from tests.deepspeed.parallel import build, part_difference, planned_refreshes, same, train_whole, whole_state
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
 
 TOKENS = 12  # more rows than any side is wide: else Adam's eigenbasis is not unique
@@ -171,6 +173,33 @@ def refusals(cases: dict[str, tuple[str, Mode]]) -> dict[str, str]:
         except ValueError as error:
             messages[name] = str(error)
     return messages
+
+
+def saved(mode: Mode) -> dict:
+    """Trained with everything on, saved, loaded into another engine, trained on."""
+    grid, directory = Grid(), [tempfile.mkdtemp()]
+    dist.broadcast_object_list(directory)
+
+    def train(engine, steps: range) -> None:
+        for step in steps:
+            x, y = make_batch(step, MICRO_ROWS, TOKENS)
+            engine.backward(cross_entropy(engine(x), y))
+            engine.step()
+
+    first, second = (make_engine("megatron", mode, make_model(), grid) for _ in range(2))
+    train(first, range(7))
+    first.save_checkpoint(directory[0], tag="t")
+    second.load_checkpoint(directory[0], tag="t")
+    loaded = same(whole_state(first.kfac.job), whole_state(second.kfac.job))
+    for engine in (first, second):
+        train(engine, range(7, 10))
+    final, after = weights(first), weights(second)
+    return {
+        "loaded": loaded,
+        "same": all(torch.equal(value, after[name]) for name, value in final.items()),
+        "replicated": {name: final[name] for name in final if name.split(".")[0] not in PARTS},
+        "files": sorted(path.name for path in Path(directory[0], "t/kfac").glob("*/*.A.factor.pt")),
+    }
 
 
 def compare(cases: list[tuple[str, Mode]]) -> list[dict]:

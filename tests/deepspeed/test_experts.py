@@ -1,9 +1,10 @@
 """Mixtures of experts train like all experts in one process."""
 
 import pytest
+import torch
 
 from tests.deepspeed.modes import KFAC, Mode
-from tests.deepspeed.parallel import SCALED
+from tests.deepspeed.parallel import EVERYTHING, SCALED
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -18,7 +19,8 @@ SCALE = [
     }),
 ]  # fmt: skip
 CASES = [(mode, ep_size, False) for mode in MODES for ep_size in (1, 2)] + [(MODES[1], 2, True)]
-CASES += [(mode, 2, False) for mode in SCALE]
+ADAM = [Mode(f"moe-adam-z{stage}", stage, adam=True, clip=0.0) for stage in (0, 1)]
+CASES += [(mode, 2, False) for mode in SCALE + ADAM]
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -40,7 +42,7 @@ def test_experts_match_one_process(world):
 REFUSED = {
     "weight_sharing": Mode("moe", 0, kfac={"factor": {**KFAC["factor"], "weight_sharing": "reduce"}}),
     "monte_carlo": Mode("moe", 0, kfac={"factor": {**KFAC["factor"], "fisher": "monte_carlo"}}),
-    "KFACAdamW": Mode("moe", 0, adam=True),
+    "gradient_clipping": Mode("moe", 0, adam=True),
 }
 
 
@@ -48,6 +50,15 @@ def test_what_experts_cannot_do_is_refused():
     for messages in run_ranks("tests.deepspeed.expert_runs:refusals", world=2, payload=REFUSED):
         for words, message in messages.items():
             assert words in message, (words, message)
+
+
+def test_with_everything_on_all_ranks_have_the_same_weights():
+    mode = Mode("moe-everything", 1, clip=0.0, kfac=EVERYTHING)
+    results = run_ranks("tests.deepspeed.expert_runs:everything_on", world=4, payload=mode)
+    for result in results:
+        for other in results:
+            for name in result.keys() & other.keys():
+                assert torch.equal(result[name], other[name]), name
 
 
 def test_a_checkpoint_holds_the_experts_of_every_rank():

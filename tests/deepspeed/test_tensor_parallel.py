@@ -6,7 +6,7 @@ from torch import nn
 
 from ds_kfac.scan import scan
 from tests.deepspeed.modes import KFAC, Mode
-from tests.deepspeed.parallel import SCALED
+from tests.deepspeed.parallel import EVERYTHING, SCALED
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -53,6 +53,17 @@ def test_shards_match_one_process(world):
     for first, second in zip(results[0], results[1], strict=True):
         for name, value in first["replicated"].items():
             assert torch.equal(value, second["replicated"][name]), f"{name} differs between tensor-parallel ranks"
+
+
+def test_a_checkpoint_holds_every_shard_and_every_copy_once():
+    mode = Mode("tp-everything", 1, kfac=EVERYTHING)
+    results = run_ranks("tests.deepspeed.tensor_runs:saved", world=2, payload=mode)
+    shards = [f"{name}.shard_{index}_of_2" for name in ("up", "down") for index in (0, 1)]  # gate has up's A
+    for result in results:
+        assert result["loaded"] and result["same"]
+        assert result["files"] == sorted(f"{name}.A.factor.pt" for name in ["plain", "gathered", "head", *shards])
+        for name, value in result["replicated"].items():
+            assert torch.equal(value, results[0]["replicated"][name]), f"{name} differs between tensor-parallel ranks"
 
 
 REFUSED = {
