@@ -24,8 +24,8 @@ FLOORS = [
         "adamw",
     ],
     [
-        "config_values", "config_errors", "config_blocks", "config", "metrics", "planning", "strategy", "agenda",
-        "decomposition", "curvature", "target", "direction", "adam_direction", "optimizer", "loss_sampling",
+        "config_values", "config_errors", "config_blocks", "config", "metrics", "planning", "notices", "strategy",
+        "agenda", "decomposition", "curvature", "target", "direction", "adam_direction", "optimizer", "loss_sampling",
         "checkpoint", "report",
     ],
     ["attachment", "optimizer_block", "engine", ""],
