@@ -22,6 +22,7 @@ from deepspeed.accelerator import get_accelerator
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import ds_kfac
+from ds_kfac.wire import segment_bytes
 from examples.gpt import GPT, GPTConfig
 
 UPDATE, REFRESH, STEPS = 4, 8, 25
@@ -107,11 +108,18 @@ def report(arguments: argparse.Namespace, kfac, times: dict[str, list[float]]) -
     rows.append(["amortised 10/100", 1000 * amortised, "", "", amortised / base])
     rank, world, exchange = kfac.rank, kfac.layout.world, kfac.exchange
     sent = [
-        sum(plan.numel(rank, other) for other in range(world)) for plan in (exchange.gather_plan, exchange.scatter_plan)
+        sum(plan.numel(rank, other) for other in range(world)) for plan in (exchange.plan.gather, exchange.plan.scatter)
+    ]
+    buckets = kfac.curvature.reducer.buckets(frozenset(kfac.curvature.specs))
+    sums = [
+        segment_bytes(segment, kfac.plan.wire)
+        for bucket in buckets
+        for other, segment in enumerate(bucket.segments)
+        if other != rank
     ]
     counts = {
         "bytes sent by rank 0, every step": 4 * sum(sent),
-        "bytes sent by rank 0, factor update": 4 * (kfac.bucket.numel - kfac.bucket.splits[rank]),
+        "bytes sent by rank 0, factor update": sum(sums),
         "K-FAC state of rank 0": kfac.state_nbytes,
         "gradient elements of all layers": sum(layer.numel for layer in kfac.layers),
     }

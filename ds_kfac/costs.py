@@ -91,7 +91,9 @@ class CostModel:
 
     def precondition(self, layer: LayerSpec) -> float:
         """Rotate, divide, rotate back."""
-        return self.gemm(precondition_flops(layer)) + self.elementwise(ELEMENTWISE_PASSES * ELEMENT_BYTES * layer.numel, PRECONDITION_CALLS)
+        return self.gemm(precondition_flops(layer)) + self.elementwise(
+            ELEMENTWISE_PASSES * ELEMENT_BYTES * layer.numel, PRECONDITION_CALLS
+        )
 
     def fold(self, side: Side) -> float:
         """One batch sum into the running average: reads both, writes one."""

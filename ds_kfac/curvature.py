@@ -5,7 +5,7 @@ decomposer; if eigenbases travel it tells everyone, so that all ranks know what 
 """
 
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from ds_kfac.delivery import Delivery
 from ds_kfac.eigenbasis import Eigenbasis, Refreshed, refresh
 from ds_kfac.factor import KroneckerFactor
 from ds_kfac.factor_spec import FactorSpec, factors_by_layer
-from ds_kfac.factor_state import FactorState, tied_sums
+from ds_kfac.factor_state import FactorState, NextFactors, tied_sums
 from ds_kfac.layers.base import LayerSpec
 from ds_kfac.mail import Arrivals, Leg
 from ds_kfac.metrics import Metrics
@@ -34,18 +34,6 @@ from ds_kfac.traffic import Channel
 
 FAILED, UNUSABLE, FRESH = -1.0, 0.0, 1.0
 """What a decomposer tells of a factor."""
-
-
-@dataclass
-class Next:
-    """What a step has changed, kept only if it is applied."""
-
-    factors: dict[str, FactorState]
-    ready: set[str]
-    pending: dict[str, int]
-    terms: dict[str, Tensor] = field(default_factory=dict)
-    similar: dict[str, Tensor] = field(default_factory=dict)
-    submitted: list[str] = field(default_factory=list)
 
 
 class Curvature:
@@ -127,7 +115,7 @@ class Curvature:
 
     def begin(self) -> None:
         """Start a step from what the last applied one left."""
-        self.next = Next(dict(self.factors), set(self.ready), dict(self.pending))
+        self.next = NextFactors(dict(self.factors), set(self.ready), dict(self.pending))
         self._results: dict[str, Refreshed] = {}
 
     # the stages of a step

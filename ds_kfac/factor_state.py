@@ -1,6 +1,6 @@
 """What the rank that averages and decomposes a factor keeps of it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -74,3 +74,22 @@ def tied_sums(head: UseSums, embedding: UseSums, width: Side, vocabulary: Side) 
     count = torch.where(torch.minimum(head.A.count, head.G.count) > 0, 1.0, 0.0)
     of_vocabulary = of_vocabulary / torch.where(total > 0, total, torch.ones_like(total))
     return BatchSum(of_width, count), BatchSum(of_vocabulary, count)
+
+
+@dataclass
+class NextFactors:
+    """What a step has changed, kept only if it is applied.
+
+    Attributes:
+        factors, ready, pending: see :class:`ds_kfac.curvature.Curvature`.
+        terms: layer name -> loss terms of the batch that was folded.
+        similar: factor key -> bool [2], see :meth:`FactorState.folded`.
+        submitted: keys of the decompositions that were started beside the training.
+    """
+
+    factors: dict[str, FactorState]
+    ready: set[str]
+    pending: dict[str, int]
+    terms: dict[str, Tensor] = field(default_factory=dict)
+    similar: dict[str, Tensor] = field(default_factory=dict)
+    submitted: list[str] = field(default_factory=list)

@@ -14,7 +14,6 @@ from deepspeed.runtime.config import DtypeEnum
 from ds_kfac.adamw import NAME as KFAC_ADAMW
 from ds_kfac.config import KFACConfig, find_block, parse
 
-
 DEFAULT: Mapping[str, Any] = {"optimizer": {"type": KFAC_ADAMW}, "kfac": {}}
 """The config of an estimate without one."""
 

@@ -52,9 +52,7 @@ class Workload:
     def capture_flops(self) -> Mapping[str, int]:
         """Factor key -> on every rank alike, per capture."""
         leaders = {layer.name: layer for layer in self.plan.layers}
-        return {
-            factor.key: self._capture(factor, leaders[factor.layers[0]]) for factor in self.plan.assignment.factors
-        }
+        return {factor.key: self._capture(factor, leaders[factor.layers[0]]) for factor in self.plan.assignment.factors}
 
     @cached_property
     def decompose_flops(self) -> np.ndarray:

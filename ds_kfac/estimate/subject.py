@@ -116,9 +116,7 @@ def _dense(name: str, shape: tuple[int, int, bool], choice: Choice) -> LayerSpec
     A = Side.limited(inputs + bias, max_dim=choice.max_dim, large=large["A"])
     G = Side.limited(outputs, max_dim=choice.max_dim, large=large["G"])
     G = G if choice.gradients else Side.identity(outputs)
-    return LayerSpec(
-        name, f"{name}.weight", f"{name}.bias" if bias else None, A, G, (Use(name, "Linear", A, G, bias),)
-    )
+    return LayerSpec(name, f"{name}.weight", f"{name}.bias" if bias else None, A, G, (Use(name, "Linear", A, G, bias),))
 
 
 def _forward(model: nn.Module, positions: Mapping[str, int]) -> int:

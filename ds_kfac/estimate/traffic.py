@@ -65,7 +65,7 @@ class StepTraffic:
 def mean_traffic(steps: Sequence[tuple[StepTraffic, int]]) -> StepTraffic:
     """Of steps that occur so many times each."""
     count = sum(times for _, times in steps)
-    payload = {kind: sum(step.payload[kind] * times for step, times in steps) / count for kind in KINDS}
+    payload = {kind: np.sum([step.payload[kind] * times for step, times in steps], axis=0) / count for kind in KINDS}
     calls = {kind: sum(step.calls[kind] * times for step, times in steps) / count for kind in KINDS}
     return StepTraffic(payload, calls)
 
@@ -127,7 +127,7 @@ class PlannedTraffic:
 
     def reductions(self, captured: Keys) -> list[Message]:
         """Batch sums; a rank's own segment goes through the message too, on the diagonal."""
-        found = []
+        found: list[Message] = []
         for bucket in self.buckets(captured):
             sizes = [segment_bytes(segment, self.plan.wire) for segment in bucket.segments]
             found.append({"factors": np.tile(np.array(sizes, dtype=np.int64), (self.world, 1))})
@@ -137,9 +137,7 @@ class PlannedTraffic:
         """Gradients to their workers, eigenbases, and what ranks tell each other."""
         vectors, values = self.delivery.plans(arriving)
         order = [factor.key for factor in self.plan.assignment.factors if factor.key in arriving]
-        names = notices(
-            self.plan, captured=captured, arriving=order, travels=self.delivery.travels, terms=self.terms
-        )
+        names = notices(self.plan, captured=captured, arriving=order, travels=self.delivery.travels, terms=self.terms)
         if self.norm:
             for rank, told in enumerate(names):
                 told.append(("norm", rank))

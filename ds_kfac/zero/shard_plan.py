@@ -33,7 +33,9 @@ def planned_shards(
     shards: list[Shard] = []
     if stage == 0 or replicated:
         shards = [
-            Shard(index, 0, numels[name], rank, place[name], 0) for name, index in param.items() for rank in range(world)
+            Shard(index, 0, numels[name], rank, place[name], 0)
+            for name, index in param.items()
+            for rank in range(world)
         ]
     elif stage == 3:
         for name, index in param.items():

@@ -23,13 +23,20 @@ KFAC = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 3}}
 
 def own_state(engine) -> dict:
     kfac = engine.kfac.optimizer
-    return {
-        name: [
-            state.A.packed_P, state.G.packed_P, state.A.updates, state.terms, *state.basis.A.vectors,
-            state.basis.G.values, *(vars(state.adam).values() if state.adam else ()),
-        ]
-        for name, state in kfac.state.items()
-    }  # fmt: skip
+    found = {}
+    for name, state in kfac.state.items():
+        keys = [f"{name}/{side}" for side in "AG" if f"{name}/{side}" in kfac.curvature.specs]
+        factors = [kfac.curvature.factors[key].factor for key in keys]
+        moments = vars(state.adam).values() if state.adam else ()
+        packed = [part for factor in factors for part in (factor.packed_P, factor.updates)]
+        found[name] = [*state.A.vectors, *packed, state.terms, state.G.values, *moments]
+    return found
+
+
+def engine_of(name: str, **options):
+    """One gradient worker a layer, so that every layer's state is on one rank."""
+    kfac = {**KFAC, "assignment": {"gradient_worker_fraction": 1 / torch.distributed.get_world_size()}}
+    return build(BY_NAME[name], 1, **{"kfac": kfac, **options})
 
 
 def resume_worker(payload) -> dict:
@@ -70,14 +77,16 @@ def test_resuming_gives_the_losses_of_not_stopping(world, tmp_path):
             assert run["difference"] < 1e-6, (name, run)
             assert run["client_state"].get("mine") == 5 and "ds_kfac" not in run["client_state"]
             assert run["steps"] == 8
-            assert run["files"] == ["first.pt", "head.pt", "header.json", "middle.pt"], "each layer once, nothing else"
+            kinds = [".A.factor.pt", ".pt"] + [".G.factor.pt"] * (not name.startswith("adam"))
+            files = [layer + kind for layer in ("first", "head", "middle") for kind in kinds]
+            assert run["files"] == sorted([*files, "header.json"]), "each factor and each layer once, nothing else"
 
 
 def save_worker(payload) -> dict:
     folder, names = payload
     states = {}
     for name in names:
-        engine = build(BY_NAME[name], 1, kfac=KFAC)
+        engine = engine_of(name)
         train(engine, 1, steps=4)
         engine.save_checkpoint(f"{folder}/{name}", tag="tag")
         states[name] = own_state(engine)
@@ -89,7 +98,7 @@ def load_worker(payload) -> dict:
     folder, cases = payload
     results = {}
     for saved, loaded, how in cases:
-        engine = build(BY_NAME[loaded], 1, seed=99, kfac=KFAC)
+        engine = engine_of(loaded, seed=99)
         if how == "engine":
             options = {"load_optimizer_states": False, "load_lr_scheduler_states": False}
             engine.load_checkpoint(f"{folder}/{saved}", tag="tag", **options)
@@ -164,8 +173,8 @@ def damage_worker(folder: str) -> dict:
     if torch.distributed.get_rank() == 0:
         saves = {path.parents[2].name: path for path in Path(folder).glob("*/tag/kfac/*") if path.is_dir()}
         (saves["missing_file"] / "middle.pt").unlink()
-        payload = torch.load(saves["other_model"] / "head.pt")
-        torch.save({**payload, "A": payload["A"][:-3]}, saves["other_model"] / "head.pt")
+        payload = torch.load(saves["other_model"] / "head.A.factor.pt")
+        torch.save({**payload, "packed": payload["packed"][:-3]}, saves["other_model"] / "head.A.factor.pt")
         saves["missing_folder"].parent.rename(saves["missing_folder"].parent.with_name("gone"))
         header = saves["version"] / "header.json"
         header.write_text(json.dumps({**json.loads(header.read_text()), "version": 99}))
@@ -185,7 +194,7 @@ def damage_worker(folder: str) -> dict:
         result["steps"] = fresh.kfac.optimizer.steps
         result["trains"] = all(loss == loss for loss in train(fresh, 1, steps=1))
         if name == "lean":
-            pairs = [(own_state(fresh)[n][4], own_state(lean)[n][4]) for n in own_state(lean)]
+            pairs = [(own_state(fresh)[n][0], own_state(lean)[n][0]) for n in own_state(lean)]
             result["recomputed"] = max([0.0] + [float((a - b).norm() / b.norm()) for a, b in pairs])
     results["nowhere"] = {"error": text_of(lambda: engine.kfac.load_state(folder, "no_such_tag"))}
     return results
@@ -197,7 +206,7 @@ def test_what_is_missing_or_damaged_is_said_on_every_rank(tmp_path):
     for rank, result in enumerate(results):
         assert result["plain"]["error"] == "" and result["plain"]["steps"] == 0
         assert "middle.pt" in result["missing_file"]["error"], result["missing_file"]
-        assert "layer head of this model and config (dense, 20 wide) needs 210" in result["other_model"]["error"]
+        assert "factor head/A of this model and config (dense, 20 wide) needs 210" in result["other_model"]["error"]
         assert "no K-FAC state" in result["missing_folder"]["error"]
         assert "version 99" in result["version"]["error"]
         assert "no K-FAC state" in result["nowhere"]["error"]
@@ -235,7 +244,8 @@ def overwrite_worker(folder: str) -> dict:
     plain.save_checkpoint(folder, tag="tag")
     fresh.load_checkpoint(folder, tag="tag")  # has trained, and the folder of an older save is still there
     kfac = fresh.kfac.optimizer
-    empty = all(float(state.A.updates) == 0 and state.basis is None for state in kfac.state.values())
+    empty = all(float(state.factor.updates) == 0 for state in kfac.curvature.factors.values())
+    empty = empty and all(state.basis is None for state in kfac.state.values())
     results["plain save over it"] = empty, kfac.steps, kfac.peak_lr
     return results
 

@@ -91,7 +91,8 @@ def untouched_worker(names) -> dict:
             engine = build(mode, 2, kfac={**SAMPLED, "factor": {**SAMPLED["factor"], "fisher": fisher}})
             with patched(mode):
                 losses = train(engine, 2, steps=5)
-            factors = {n: state.G.packed_P.clone() for n, state in engine.kfac.optimizer.state.items()}
+            own = engine.kfac.optimizer.curvature.factors.items()
+            factors = {key: state.factor.packed_P.clone() for key, state in own if key.endswith("/G")}
             runs.append((losses, weights(engine), factors))
             engine.destroy()
         (losses, sampled, sampled_G), (plain_losses, plain, plain_G) = runs

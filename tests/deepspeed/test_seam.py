@@ -343,7 +343,7 @@ def compile_worker(_) -> dict:
         if compiled:
             engine.compile(backend="aot_eager")
         train(engine, 1, steps=2)
-        factors.append({n: (s.A.packed_P, s.G.packed_P) for n, s in engine.kfac.optimizer.state.items()})
+        factors.append({n: (s.factor.packed_P,) for n, s in engine.kfac.optimizer.curvature.factors.items()})
     pairs = {n: zip(factors[0][n], factors[1][n], strict=True) for n in factors[0]}
     return {n: [float((a - b).norm() / a.norm()) for a, b in pair] for n, pair in pairs.items()}
 

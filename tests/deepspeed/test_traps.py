@@ -20,8 +20,9 @@ pytestmark = pytest.mark.distributed
 def snapshot(kfac) -> dict[str, torch.Tensor]:
     """Everything K-FAC keeps on this rank, as tensors."""
     tensors = {"steps": torch.tensor(kfac.steps)}
+    for key, own in kfac.curvature.factors.items():
+        tensors |= {key: own.factor.packed_P, f"{key}.k": own.factor.updates}
     for name, state in kfac.state.items():
-        tensors |= {f"{name}.A": state.A.packed_P, f"{name}.G": state.G.packed_P, f"{name}.k": state.A.updates}
         if state.basis is not None:
             tensors |= {f"{name}.QA": state.basis.A.vectors[0], f"{name}.QG": state.basis.G.vectors[0]}
     return {name: tensor.clone() for name, tensor in tensors.items()}
@@ -329,13 +330,15 @@ def invariance_worker(_) -> dict:
             mode = BY_NAME[name]
             engine = build(mode, accumulation, train_micro_batch_size_per_gpu=rows, **scale)
             kfac = engine.kfac.optimizer
-            gradients, write = {}, kfac.exchange.scatter
+            gradients, finish = {}, kfac.direction.finish
 
-            def keep(preconditioned, write=write, kfac=kfac, gradients=gradients):
-                gradients |= {n: V / kfac.layout.grad_scale() for n, V in preconditioned.items()}
-                write(preconditioned)
+            def keep(now, local, totals, prepared, finish=finish, kfac=kfac, gradients=gradients):
+                scales = finish(now, local, totals, prepared)
+                scaled = {n: V * scales.get(n, 1.0) for n, V in local.results.items()}
+                gradients |= {n: V / kfac.layout.grad_scale() for n, V in scaled.items()}
+                return scales
 
-            kfac.exchange.scatter = keep
+            kfac.direction.finish = keep
             x, y = torch.randn(16, 3, FEATURES, generator=torch.Generator().manual_seed(7)), torch.arange(48) % 5
             mine = slice(dist.get_rank() * rows * accumulation, (dist.get_rank() + 1) * rows * accumulation)
             micro = zip(x[mine].split(rows), y.view(16, 3)[mine].split(rows), strict=True)
@@ -343,10 +346,12 @@ def invariance_worker(_) -> dict:
                 for xs, ys in micro:
                     engine.backward(engine(xs.to(engine.get_data_types()[0]), ys))
                     engine.step()
-            own = {n: (s.A.packed_P, s.G.packed_P, gradients[n]) for n, s in kfac.state.items()}
+            own = {key: s.factor.packed_P for key, s in kfac.curvature.factors.items()}
             everyone = [None] * world
-            dist.all_gather_object(everyone, own)
-            merged = {name: value for part in everyone for name, value in part.items()}
+            dist.all_gather_object(everyone, own | gradients)
+            parts = {name: value for part in everyone for name, value in part.items()}
+            merged = {layer.name: [parts[f"{layer.name}/{side}"] for side in "AG"] for layer in kfac.layers}
+            merged = {name: (*factors, parts[name]) for name, factors in merged.items()}
             results[name, extra.get("scale", 8 if "fp16" in name else 0), accumulation] = merged
             engine.destroy()
     return results
@@ -423,7 +428,7 @@ def nan_worker(_) -> dict:
     train(engine, 1, steps=1)
     for name, state in kfac.state.items():
         broken = replace(state.basis.A, vectors=(torch.full_like(state.basis.A.vectors[0], float("nan")),))
-        kfac.state[name] = replace(state, basis=replace(state.basis, A=broken))
+        kfac.state[name] = replace(state, A=broken)
     train(engine, 1, steps=1, first=1)
     return {"finite": all(bool(torch.isfinite(w).all()) for w in weights(engine).values()),
             "replaced": float(kfac.metrics.summary[0]), "owned": len(kfac.owned)}  # fmt: skip
@@ -481,7 +486,7 @@ def failing_refresh_worker(_) -> dict:
     engine = build(BY_NAME["z2"], 1)
     kfac = engine.kfac.optimizer
     train(engine, 1, steps=2)
-    before = {name: state.basis for name, state in kfac.state.items()}
+    before = {name: (state.A, state.G) for name, state in kfac.state.items()}
 
     def fails(matrix):
         raise torch.linalg.LinAlgError("did not converge")
@@ -489,14 +494,14 @@ def failing_refresh_worker(_) -> dict:
     eigenbasis.EIGEN_METHODS["eigh"] = fails
     with contextlib.redirect_stderr(io.StringIO()):
         train(engine, 1, steps=1, first=2)
-    return {"kept": all(kfac.state[n].basis is basis for n, basis in before.items()),
+    return {"kept": all(kfac.state[n].A is A and kfac.state[n].G is G for n, (A, G) in before.items()),
             "counts": dict(kfac.metrics.counts), "owned": len(kfac.owned)}  # fmt: skip
 
 
 def test_a_failed_refresh_keeps_the_old_basis_and_is_counted():
     for result in run_ranks("tests.deepspeed.test_traps:failing_refresh_worker", world=2):
         assert result["kept"] and result["owned"] > 0
-        assert result["counts"]["refresh_failures"] == result["owned"]
+        assert result["counts"]["refresh_failures"] == 2 * result["owned"], "factors, two of each layer"
         assert result["counts"]["refresh_retries"] == 4 * result["owned"]
 
 
@@ -512,7 +517,8 @@ def unequal_worker(_) -> dict:
     engine.step()
     rows = torch.cat([x.reshape(-1, FEATURES), torch.ones(x.shape[0] * 3, 1)], 1)
     expected = symmetric_pack(rows.T @ rows / len(rows))
-    own = [float((state.A.packed_P - expected).norm()) for name, state in kfac.state.items() if name == "first"]
+    factors = kfac.curvature.factors.items()
+    own = [float((state.factor.packed_P - expected).norm()) for key, state in factors if key == "first/A"]
     return {"error": own}
 
 
