@@ -29,8 +29,8 @@ FLOORS = [
         "checkpoint", "report",
     ],
     [
-        "estimate.mode", "estimate.subject", "estimate.period", "estimate.traffic", "estimate.memory",
-        "estimate.seconds", "estimate.estimates",
+        "estimate.transformers", "estimate.resnet", "estimate.models", "estimate.trace", "estimate.mode",
+        "estimate.subject", "estimate.period", "estimate.traffic", "estimate.memory","estimate.seconds", "estimate.estimates",
     ],
     ["attachment", "optimizer_block", "engine", ""],
 ]  # fmt: skip

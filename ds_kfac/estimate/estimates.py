@@ -146,7 +146,7 @@ def estimate(
     """
     plan = planned(subject, mode, config, world=world, costs=costs)
     traffic = planned_traffic(subject, mode, config, plan)
-    work = Workload(plan, config, costs, rows, subject.positions, mode.adam)
+    work = Workload(plan, config, costs, rows, subject.trace.rows, mode.adam)
     counted: dict[tuple, int] = {}
     for step in settled_period(plan):
         counted[step.captured, step.arriving] = counted.get((step.captured, step.arriving), 0) + 1

@@ -37,7 +37,7 @@ class Workload:
 
     Attributes:
         rows: tokens (or images) of a rank in a step; None: not known, captures are left out.
-        positions: module name -> rows of one token, 1 for those that are not in it.
+        unit_rows: module name -> rows of one token (or image), 1 for those that are not in it.
         adam: whether directions are KFACAdamW's.
     """
 
@@ -45,7 +45,7 @@ class Workload:
     config: KFACConfig
     costs: CostModel
     rows: int | None
-    positions: Mapping[str, int]
+    unit_rows: Mapping[str, float]
     adam: bool
 
     @cached_property
@@ -126,7 +126,7 @@ class Workload:
         for use in layer.uses:
             if use.kind == "Embedding" and factor.is_A:  # counts, no products
                 continue
-            rows = (self.rows or 0) * self.positions.get(use.module, 1)
+            rows = round((self.rows or 0) * self.unit_rows.get(use.module, 1))
             if self.config.factor.sample_rows is not None:
                 rows = min(rows, self.config.factor.sample_rows)
             total += capture_flops(use.A if factor.is_A else use.G, rows)

@@ -2,20 +2,20 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import nn
 
 from ds_kfac.config import KFACConfig
 from ds_kfac.estimate.mode import Mode
+from ds_kfac.estimate.trace import Trace
 from ds_kfac.grouping import kfac_first
 from ds_kfac.layers.base import LayerSpec, Use, parameter_shape
+from ds_kfac.planning import sharing_candidates
 from ds_kfac.scan import Choice, Scan, Skipped, scan
+from ds_kfac.shared_inputs import agreed
 from ds_kfac.side import Side
 from ds_kfac.zero.shard_plan import Group
-
-Groups = Sequence[Sequence[str]]
-"""Names of layers that see one input, group by group."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Subject:
     Attributes:
         groups: parameter groups of the optimizer.
         shared: groups of layers that see one input.
-        positions: module name -> how often a token (or image) calls it; 1 for those that are not in it.
+        trace: what a forward of the model told.
         forward: multiplications that one token (or image) costs in the forward.
     """
 
@@ -33,8 +33,8 @@ class Subject:
     skipped: tuple[Skipped, ...]
     groups: tuple[Group, ...]
     shared: tuple[tuple[str, ...], ...] = ()
-    positions: Mapping[str, int] = field(default_factory=dict)
-    forward: int = 0
+    trace: Trace = Trace()
+    forward: float = 0
 
     @property
     def parameters(self) -> int:
@@ -51,8 +51,7 @@ def subject_of(
     config: KFACConfig,
     mode: Mode,
     *,
-    shared: Groups = (),
-    positions: Mapping[str, int] | None = None,
+    trace: Trace | None = None,
     convolutions: bool = False,
 ) -> Subject:
     """Of a model, which may be on the meta device.
@@ -63,7 +62,7 @@ def subject_of(
     Raises:
         ValueError: it has no layer to precondition, or a pattern of kfac.layers matches nothing.
     """
-    positions = positions or {}
+    trace = trace or Trace()
     found = scan(model, config.choice)
     if convolutions:
         found = with_convolutions(found, model, config.choice)
@@ -73,8 +72,6 @@ def subject_of(
         groups = [group["params"] for group in kfac_first(model, found, None)]
     else:
         groups = [list(trained.values())]
-    known = {layer.name for layer in found.layers}
-    in_use = (tuple(name for name in group if name in known) for group in shared)
     return Subject(
         layers=found.layers,
         skipped=found.skipped,
@@ -82,9 +79,9 @@ def subject_of(
             tuple((name_of[id(p)], math.prod(parameter_shape(p))) for p in group if id(p) in name_of)
             for group in groups
         ),
-        shared=tuple(group for group in in_use if len(group) > 1),
-        positions=positions,
-        forward=_forward(model, positions),
+        shared=agreed([trace.inputs], sharing_candidates(found.layers)),
+        trace=trace,
+        forward=_forward(model, trace.rows),
     )
 
 
@@ -111,20 +108,20 @@ def with_convolutions(found: Scan, model: nn.Module, choice: Choice) -> Scan:
 def _dense(name: str, shape: tuple[int, int, bool], choice: Choice) -> LayerSpec:
     """A layer that ``scan`` would find in a Linear of this shape."""
     inputs, outputs, bias = shape
-    large = {key: "diagonal" if kind == "skip" else kind for key, kind in
-             (("A", choice.large_input), ("G", choice.large_output))}  # fmt: skip
+    given = {"A": choice.large_input, "G": choice.large_output}
+    large = {which: "diagonal" if kind == "skip" else kind for which, kind in given.items()}
     A = Side.limited(inputs + bias, max_dim=choice.max_dim, large=large["A"])
     G = Side.limited(outputs, max_dim=choice.max_dim, large=large["G"])
     G = G if choice.gradients else Side.identity(outputs)
     return LayerSpec(name, f"{name}.weight", f"{name}.bias" if bias else None, A, G, (Use(name, "Linear", A, G, bias),))
 
 
-def _forward(model: nn.Module, positions: Mapping[str, int]) -> int:
-    """One per parameter and position; a look-up costs nothing, but a head with an embedding's weight does."""
-    total, seen = 0, set()
+def _forward(model: nn.Module, rows: Mapping[str, float]) -> float:
+    """One per parameter and row; a look-up costs nothing, but a head with an embedding's weight does."""
+    total, seen = 0.0, set()
     for name, module in model.named_modules():
         for parameter in () if isinstance(module, nn.Embedding) else module.parameters(recurse=False):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                total += math.prod(parameter_shape(parameter)) * positions.get(name, 1)
+                total += math.prod(parameter_shape(parameter)) * rows.get(name, 1)
     return total

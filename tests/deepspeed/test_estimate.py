@@ -8,6 +8,7 @@ from ds_kfac.costs import BUILTIN
 from ds_kfac.estimate.estimates import estimate, shards_of
 from ds_kfac.estimate.mode import kfac_config, mode_of
 from ds_kfac.estimate.subject import subject_of
+from ds_kfac.estimate.trace import trace
 from ds_kfac.estimate.traffic import KINDS
 from examples.gpt import GPT, GPTConfig
 from tests.deepspeed.modes import FP32_ACCUM, OFFLOAD, Mode
@@ -16,7 +17,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 GPT_2 = GPTConfig(width=32, blocks=2, heads=2, context=16)
-SHARED = [(f"blocks.{block}.mlp.gate", f"blocks.{block}.mlp.up") for block in range(GPT_2.blocks)]
+SHARED = tuple((f"blocks.{block}.mlp.gate", f"blocks.{block}.mlp.up") for block in range(GPT_2.blocks))
 STEPS = {"plain": 3, "update": 2, "refresh": 4}
 """Steps of these kinds with the intervals below, after the first one, in which shared inputs are found."""
 KFAC = {
@@ -117,8 +118,9 @@ def expected(mode: Mode, world: int):
     config = kfac_config(ds_config)
     engine_mode = mode_of(ds_config, config)
     with torch.device("meta"):
-        model = GPT(GPT_2)
-    subject = subject_of(model, config, engine_mode, shared=SHARED)
+        model, example = GPT(GPT_2), torch.zeros(2, GPT_2.context, dtype=torch.long)
+    subject = subject_of(model, config, engine_mode, trace=trace(model, (example,)))
+    assert subject.shared == SHARED
     assert all(parameter.is_meta for parameter in model.parameters())
     found = estimate(subject, engine_mode, config, world=world, costs=BUILTIN["cpu"])
     return found, shards_of(subject, engine_mode, world)
