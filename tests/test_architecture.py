@@ -30,7 +30,8 @@ FLOORS = [
     ],
     [
         "estimate.transformers", "estimate.resnet", "estimate.models", "estimate.trace", "estimate.mode",
-        "estimate.subject", "estimate.period", "estimate.traffic", "estimate.memory","estimate.seconds", "estimate.estimates",
+        "estimate.subject", "estimate.period", "estimate.traffic", "estimate.memory", "estimate.machine",
+        "estimate.seconds", "estimate.estimates",
     ],
     ["attachment", "optimizer_block", "engine", ""],
 ]  # fmt: skip

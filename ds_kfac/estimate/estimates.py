@@ -1,5 +1,6 @@
 """An estimate of every strategy that a run could choose."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -7,6 +8,7 @@ import numpy as np
 
 from ds_kfac.config import KFACConfig
 from ds_kfac.costs import CostModel
+from ds_kfac.estimate.machine import Machine
 from ds_kfac.estimate.memory import memory_of, state_bytes
 from ds_kfac.estimate.mode import Mode
 from ds_kfac.estimate.period import settled_period
@@ -45,7 +47,7 @@ class Estimate:
         plain, update, refresh: a step that only preconditions, one that also captures every factor, and one that also
             has every eigenbasis anew.
         mean: over a period of the settled intervals, as planned.
-        work: FLOPs.
+        work: FLOPs and seconds.
         at_once, spread: without and with refreshes spread over their interval.
         model: seconds of the model's forward and backward; None if the tokens of a rank are not known.
     """
@@ -76,6 +78,14 @@ class Estimate:
     def overhead(self) -> float | None:
         """K-FAC's mean seconds over the model's."""
         return self.timing.mean / self.model if self.model else None
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A strategy that such a run cannot have, and why."""
+
+    name: str
+    reason: str
 
 
 def shards_of(subject: Subject, mode: Mode, world: int) -> ShardMap:
@@ -127,33 +137,24 @@ def planned_traffic(subject: Subject, mode: Mode, config: KFACConfig, plan: Plan
 
 
 def estimate(
-    subject: Subject,
-    mode: Mode,
-    config: KFACConfig,
-    *,
-    world: int,
-    costs: CostModel,
-    rows: int | None = None,
-    name: str = "",
+    subject: Subject, mode: Mode, config: KFACConfig, *, world: int, machine: Machine, rows: int | None = None
 ) -> Estimate:
     """Of the plan that a run would make.
 
     Args:
-        rows: tokens (or images) of a rank in a step.
+        rows: tokens (or images) of a rank in a step; None: not known.
 
     Raises:
         ValueError: there is no such plan.
     """
-    plan = planned(subject, mode, config, world=world, costs=costs)
+    plan = planned(subject, mode, config, world=world, costs=machine.costs)
     traffic = planned_traffic(subject, mode, config, plan)
-    work = Workload(plan, config, costs, rows, subject.trace.rows, mode.adam)
-    counted: dict[tuple, int] = {}
-    for step in settled_period(plan):
-        counted[step.captured, step.arriving] = counted.get((step.captured, step.arriving), 0) + 1
-    spread = planned(subject, mode, _staggered(config), world=world, costs=costs).offsets
+    work = Workload(plan, config, machine, rows, subject.trace.rows, mode.adam)
+    counted = Counter((step.captured, step.arriving) for step in settled_period(plan))
+    spread = planned(subject, mode, _staggered(config), world=world, costs=machine.costs).offsets
     every, none = traffic.every, frozenset[str]()
     return Estimate(
-        name=name or strategy_name(plan, mode),
+        name=strategy_name(plan.workers, world, mode),
         plan=plan,
         memory=memory_of(traffic, config, moments=MOMENTS[moments_kind(mode, config)]),
         plain=traffic.step(none, none),
@@ -163,26 +164,29 @@ def estimate(
         work=work,
         at_once=_timing(replace(work, plan=replace(plan, offsets={})), traffic),
         spread=_timing(replace(work, plan=replace(plan, offsets=spread)), traffic),
-        model=6.0 * subject.forward * rows / costs.gemm_flops if rows else None,
+        model=machine.model_seconds(subject.forward * rows) if rows else None,
     )
 
 
 def estimates(
-    subject: Subject, mode: Mode, config: KFACConfig, *, world: int, costs: CostModel, rows: int | None = None
-) -> list[Estimate]:
-    """Of every strategy: all gradient-worker fractions where gradients are replicated, else the owner scheme. Memory
-    budgets are left to the reader."""
-    found = []
-    for workers in worker_counts(world) if mode.replicated else (1,):
-        pinned = {"gradient_worker_fraction": workers / world, "memory_budget_gb": None}
+    subject: Subject, mode: Mode, config: KFACConfig, *, world: int, machine: Machine, rows: int | None = None
+) -> tuple[Estimate | Refused, ...]:
+    """Of every strategy: all gradient-worker fractions, and the owner scheme of ZeRO; refused ones with the reason."""
+    found: list[Estimate | Refused] = []
+    for workers in worker_counts(world):
+        pinned = {"gradient_worker_fraction": workers / world}
         forced = config.model_copy(update={"assignment": config.assignment.model_copy(update=pinned)})
-        found.append(estimate(subject, mode, forced, world=world, costs=costs, rows=rows))
-    return found
+        try:
+            found.append(estimate(subject, mode, forced, world=world, machine=machine, rows=rows))
+        except ValueError as problem:
+            found.append(Refused(strategy_name(workers, world, replace(mode, replicated=True)), str(problem)))
+    if mode.replicated:
+        found.append(Refused("ZeRO owners", f"every rank has every gradient in this mode ({mode})"))
+    return tuple(found)
 
 
-def strategy_name(plan: Plan, mode: Mode) -> str:
-    """KAISA's names."""
-    workers, world = plan.workers, plan.assignment.world
+def strategy_name(workers: int, world: int, mode: Mode) -> str:
+    """KAISA's names; ZeRO's owners are its MEM-OPT."""
     if not mode.replicated:
         return f"ZeRO-{mode.stage} owners"
     if world == 1:

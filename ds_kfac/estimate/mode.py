@@ -81,8 +81,9 @@ def mode_of(ds_config: Mapping[str, Any], config: KFACConfig, stage: int | None 
         stage: in place of the config's.
 
     Raises:
-        ValueError: a stage or a dtype that does not exist.
+        ValueError: a stage or a dtype that does not exist, or an engine that K-FAC or the estimator does not know.
     """
+    _refuse(ds_config)
     zero = _block(ds_config, "zero_optimization")
     stage = zero.get("stage", 0) if stage is None else stage
     if stage not in (0, 1, 2, 3):
@@ -112,9 +113,45 @@ def mode_of(ds_config: Mapping[str, Any], config: KFACConfig, stage: int | None 
     )
 
 
+def rows_of(ds_config: Mapping[str, Any], world: int, units: int) -> tuple[int, str]:
+    """Tokens (or images) of a rank in a step, and where that number is from.
+
+    Args:
+        units: tokens (or images) of one example.
+    """
+    steps, micro, batch = (
+        ds_config.get(key)
+        for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size")
+    )
+    if type(micro) is int:
+        count = micro * (steps if type(steps) is int else 1)
+    elif type(batch) is int:
+        count = max(1, batch // world)
+    else:
+        return units, "one example; the config has no batch size"
+    return count * units, f"{count} example{'s' if count > 1 else ''} of {units}"
+
+
 def _block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     found = config.get(key)
     return found if isinstance(found, Mapping) else {}
+
+
+def _refuse(ds_config: Mapping[str, Any]) -> None:
+    """What ``zero/validate.py`` says of an engine, as far as the config tells; and what is not estimated."""
+    name = str(_optimizer(ds_config) or "").lower()
+    if name == "muon":
+        raise ValueError('optimizer.type "Muon": it replaces gradients by its own updates: choose Muon or K-FAC')
+    if name in ("onebitadam", "onebitlamb", "zerooneadam"):
+        raise ValueError(f"optimizer.type {name}: gradients are not averaged before its step; choose AdamW or such")
+    offload = _block(_block(ds_config, "zero_optimization"), "offload_optimizer")
+    if offload.get("device") == "nvme":
+        raise ValueError('zero_optimization.offload_optimizer.device "nvme" is refused at attach; set it to "cpu"')
+    if _block(ds_config, "tensor_parallel").get("autotp_size", 0) not in (0, 1):
+        raise ValueError(
+            "tensor_parallel.autotp_size: the estimator knows data parallelism only; take it out, and give the "
+            "data-parallel ranks as the world"
+        )
 
 
 def _optimizer(ds_config: Mapping[str, Any]) -> Any:

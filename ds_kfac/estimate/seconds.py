@@ -9,6 +9,7 @@ import numpy as np
 from ds_kfac.adam_direction import orthogonalizes
 from ds_kfac.config import KFACConfig
 from ds_kfac.costs import CostModel, capture_flops, decompose_flops, precondition_flops
+from ds_kfac.estimate.machine import Machine
 from ds_kfac.estimate.period import Happening, settled_period
 from ds_kfac.estimate.traffic import PlannedTraffic, StepTraffic
 from ds_kfac.factor_spec import FactorSpec
@@ -43,10 +44,14 @@ class Workload:
 
     plan: Plan
     config: KFACConfig
-    costs: CostModel
+    machine: Machine
     rows: int | None
     unit_rows: Mapping[str, float]
     adam: bool
+
+    @property
+    def costs(self) -> CostModel:
+        return self.machine.costs
 
     @cached_property
     def capture_flops(self) -> Mapping[str, int]:
@@ -90,10 +95,8 @@ class Workload:
         }
 
     def _travel(self, step: StepTraffic, kinds: Sequence[str]) -> np.ndarray:
-        """Seconds [W] of the longer direction, and a latency per collective."""
-        sent, received = (np.sum([way(kind) for kind in kinds], axis=0) for way in (step.sent, step.received))
-        calls = sum(step.calls[kind] for kind in kinds)
-        return np.maximum(sent, received) / self.costs.link_bytes + calls * self.costs.link_seconds
+        payload = np.sum([step.payload[kind] for kind in kinds], axis=0)
+        return self.machine.travel(payload, sum(step.calls[kind] for kind in kinds))
 
     def over_a_period(self, traffic: PlannedTraffic) -> Sequence[Stages]:
         """Of every step. Decompositions that take effect later are spread over the steps they may take."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -33,7 +33,7 @@ class Subject:
     skipped: tuple[Skipped, ...]
     groups: tuple[Group, ...]
     shared: tuple[tuple[str, ...], ...] = ()
-    trace: Trace = Trace()
+    trace: Trace = field(default_factory=Trace)
     forward: float = 0
 
     @property

@@ -47,11 +47,9 @@ class StepTraffic:
     def received(self, kind: str | None = None) -> np.ndarray:
         return self._sum(kind, 0)
 
-    def crossing(self, ranks_per_node: int) -> np.ndarray:
-        """Bytes [W] that each rank sends to other nodes."""
-        node = np.arange(len(self.sent())) // ranks_per_node
-        elsewhere = node[:, None] != node[None, :]
-        return np.asarray(sum(matrix * elsewhere for matrix in self.payload.values())).sum(axis=1)
+    def between(self, pairs: np.ndarray) -> np.ndarray:
+        """Bytes [W] that each rank sends to those that ``pairs`` [W, W] marks in its row."""
+        return np.sum([(matrix * pairs).sum(axis=1) for matrix in self.payload.values()], axis=0)
 
     @property
     def collectives(self) -> float:

@@ -59,7 +59,8 @@ class FusedAttention(nn.Module):
         self.qkv, self.out = nn.Linear(shape.width, 3 * shape.width), nn.Linear(shape.width, shape.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(attend(*self.qkv(x).chunk(3, -1), self.heads, causal=True))
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out(attend(q, k, v, self.heads, causal=True))
 
 
 class MLP(nn.Module):

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from ds_kfac.costs import BUILTIN
 from ds_kfac.estimate.estimates import estimate, shards_of
+from ds_kfac.estimate.machine import Machine
 from ds_kfac.estimate.mode import kfac_config, mode_of
 from ds_kfac.estimate.subject import subject_of
 from ds_kfac.estimate.trace import trace
@@ -122,7 +123,7 @@ def expected(mode: Mode, world: int):
     subject = subject_of(model, config, engine_mode, trace=trace(model, (example,)))
     assert subject.shared == SHARED
     assert all(parameter.is_meta for parameter in model.parameters())
-    found = estimate(subject, engine_mode, config, world=world, costs=BUILTIN["cpu"])
+    found = estimate(subject, engine_mode, config, world=world, machine=Machine(BUILTIN["cpu"]))
     return found, shards_of(subject, engine_mode, world)
 
 
