@@ -24,16 +24,16 @@ FLOORS = [
         "zero.extra_backward", "adamw",
     ],
     [
-        "config_values", "config_errors", "config_blocks", "config", "metrics", "planning", "notices", "strategy",
-        "agenda", "decomposition", "curvature", "target", "direction", "adam_direction", "optimizer", "loss_sampling",
-        "checkpoint", "report",
+        "columns", "config_values", "config_errors", "config_blocks", "config", "metrics", "planning", "notices",
+        "strategy", "agenda", "decomposition", "curvature", "target", "direction", "adam_direction", "optimizer",
+        "loss_sampling", "checkpoint", "report", "environment",
     ],
     [
         "estimate.transformers", "estimate.resnet", "estimate.models", "estimate.trace", "estimate.mode",
         "estimate.subject", "estimate.period", "estimate.traffic", "estimate.memory", "estimate.machine",
-        "estimate.seconds", "estimate.estimates",
+        "estimate.seconds", "estimate.estimates", "estimate.tables", "estimate.mem_needs", "estimate.command",
     ],
-    ["attachment", "optimizer_block", "engine", ""],
+    ["attachment", "optimizer_block", "engine", "", "__main__"],
 ]  # fmt: skip
 ORDER = {name: index for index, name in enumerate(name for floor in FLOORS for name in floor)}
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -173,7 +173,10 @@ def estimates(
 ) -> tuple[Estimate | Refused, ...]:
     """Of every strategy: all gradient-worker fractions, and the owner scheme of ZeRO; refused ones with the reason."""
     found: list[Estimate | Refused] = []
-    for workers in worker_counts(world):
+    counts = worker_counts(world)
+    if not mode.replicated:  # all that lies between is refused alike
+        counts = tuple(sorted({*counts[:2], world}))
+    for workers in counts:
         pinned = {"gradient_worker_fraction": workers / world}
         forced = config.model_copy(update={"assignment": config.assignment.model_copy(update=pinned)})
         try:

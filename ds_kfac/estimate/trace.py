@@ -1,4 +1,4 @@
-"""One forward on the meta device: which layers see one input, and how many rows of theirs an example has."""
+"""One forward, mostly on the meta device: which layers see one input, and how many rows of theirs an example has."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -38,10 +38,10 @@ def units_of(example: Sequence[Any]) -> int:
 
 
 def trace(model: nn.Module, example: Sequence[Any]) -> Trace:
-    """Run a model on the meta device.
+    """Run a model once, without gradients.
 
     Args:
-        example: positional arguments of its forward, on the meta device.
+        example: positional arguments of its forward, on its device.
 
     Raises:
         ValueError: it cannot run there.
@@ -67,8 +67,8 @@ def trace(model: nn.Module, example: Sequence[Any]) -> Trace:
             model(*example)
     except Exception as problem:
         raise ValueError(
-            f"{type(model).__name__} does not run on the meta device ({type(problem).__name__}: {problem}); give the "
-            "model without example inputs, then no layers are assumed to share theirs"
+            f"{type(model).__name__} does not run on its example inputs ({type(problem).__name__}: {problem}); give "
+            "others, or none: then no layers are assumed to share theirs"
         ) from problem
     finally:
         for handle in handles:
