@@ -71,7 +71,8 @@ def run(arguments: argparse.Namespace) -> str:
     machine = Machine(costs, arguments.node_size, node_bytes, arguments.model_flops)
     rows, origin = arguments.batch_rows, "--batch-rows"
     if rows is None and traced is not None:
-        rows, origin = rows_of(ds_config, arguments.world, traced.units)
+        known = MODELS.get(arguments.model)
+        rows, origin = rows_of(ds_config, arguments.world, traced.units, known.batch if known else 1)
     lines, _ = described(subject, mode, config, world=arguments.world, machine=machine, rows=rows)
     batch = f"batch of a rank: {origin}" if rows else "batch of a rank not known: give --batch-rows"
     title = f"ds_kfac estimate: {arguments.model}, config {arguments.config or 'default'}; {batch}"

@@ -112,7 +112,6 @@ def described(
     if world < 1:
         raise ValueError(f"world: got {world}; must be at least 1 rank")
     update, refresh = config.schedule.intervals(config.schedule.settled)
-    tokens = f", {rows:,} tokens or images a rank and step" if rows else ""
     found = estimates(subject, mode, config, world=world, machine=machine, rows=rows)
     chosen, refused = None, []
     try:
@@ -122,7 +121,7 @@ def described(
     lines = [
         *subject_lines(subject),
         "",
-        f"  {world} ranks, {mode}{tokens}; factors every {update} steps, eigenbases every {refresh}",
+        f"  {world} ranks, {mode}; factors every {update} steps, eigenbases every {refresh}",
         *machine_lines(machine),
         "",
         *strategy_lines(found, machine, chosen),

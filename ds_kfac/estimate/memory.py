@@ -57,3 +57,8 @@ def memory_of(traffic: PlannedTraffic, config: KFACConfig, *, moments: int) -> M
 def state_bytes(memory: Mapping[str, np.ndarray]) -> np.ndarray:
     """Bytes [W] between steps."""
     return np.sum([memory[kind] for kind in STATE], axis=0)
+
+
+def transient_bytes(memory: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Bytes [W] beside them in a step that captures and refreshes everything: the first one, if not every."""
+    return np.sum([memory[kind] for kind in TRANSIENT], axis=0)

@@ -113,23 +113,25 @@ def mode_of(ds_config: Mapping[str, Any], config: KFACConfig, stage: int | None 
     )
 
 
-def rows_of(ds_config: Mapping[str, Any], world: int, units: int) -> tuple[int, str]:
+def rows_of(ds_config: Mapping[str, Any], world: int, units: int, assumed: int) -> tuple[int, str]:
     """Tokens (or images) of a rank in a step, and where that number is from.
 
     Args:
         units: tokens (or images) of one example.
+        assumed: examples, if the config does not say.
     """
     steps, micro, batch = (
         ds_config.get(key)
         for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size")
     )
+    origin = ""
     if type(micro) is int:
         count = micro * (steps if type(steps) is int else 1)
     elif type(batch) is int:
         count = max(1, batch // world)
     else:
-        return units, "one example; the config has no batch size"
-    return count * units, f"{count} example{'s' if count > 1 else ''} of {units}"
+        count, origin = assumed, ", assumed: the config has no batch size"
+    return count * units, f"{count} x {units:,} tokens or images{origin}"
 
 
 def _block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

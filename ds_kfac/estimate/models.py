@@ -15,10 +15,16 @@ from ds_kfac.estimate.transformers import BERT, BERT_LARGE, GPT2, GPT2_SMALL, GP
 
 @dataclass(frozen=True)
 class Known:
-    """A built-in model: what makes it, and one example on the meta device."""
+    """A built-in model.
+
+    Attributes:
+        example: one, on the meta device.
+        batch: examples of a rank in a step where nothing else is said.
+    """
 
     make: Callable[[], nn.Module]
     example: Callable[[], Tensor]
+    batch: int
 
 
 def _tokens(shape: Shape) -> Callable[[], Tensor]:
@@ -26,11 +32,11 @@ def _tokens(shape: Shape) -> Callable[[], Tensor]:
 
 
 MODELS: Mapping[str, Known] = {
-    "gpt2": Known(partial(GPT2, GPT2_SMALL), _tokens(GPT2_SMALL)),
-    "gpt2-xl": Known(partial(GPT2, GPT2_XL), _tokens(GPT2_XL)),
-    "bert-large": Known(partial(BERT, BERT_LARGE), _tokens(BERT_LARGE)),
-    "llama-7b": Known(partial(Llama, LLAMA_7B), _tokens(LLAMA_7B)),
-    "resnet50": Known(ResNet50, partial(torch.zeros, 1, 3, 224, 224, device="meta")),
+    "gpt2": Known(partial(GPT2, GPT2_SMALL), _tokens(GPT2_SMALL), 8),
+    "gpt2-xl": Known(partial(GPT2, GPT2_XL), _tokens(GPT2_XL), 8),
+    "bert-large": Known(partial(BERT, BERT_LARGE), _tokens(BERT_LARGE), 16),
+    "llama-7b": Known(partial(Llama, LLAMA_7B), _tokens(LLAMA_7B), 4),
+    "resnet50": Known(ResNet50, partial(torch.zeros, 1, 3, 224, 224, device="meta"), 64),
 }
 
 

@@ -6,12 +6,28 @@ from collections.abc import Sequence
 from ds_kfac.columns import columns
 from ds_kfac.estimate.estimates import Estimate, Refused
 from ds_kfac.estimate.machine import Machine
-from ds_kfac.estimate.memory import STATE, TRANSIENT, state_bytes
+from ds_kfac.estimate.memory import STATE, TRANSIENT, state_bytes, transient_bytes
 from ds_kfac.estimate.seconds import STAGES
 from ds_kfac.estimate.subject import Subject
 from ds_kfac.estimate.traffic import KINDS, StepTraffic
 
 UNITS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+
+STRATEGY_COLUMNS = (
+    ("strategy", ""),
+    ("K-FAC state", "fullest rank"),
+    ("", "mean rank"),
+    ("in a step", "beside it"),
+    ("sent/step", "mean"),
+    ("other nodes", "of that"),
+    ("no update", "sent"),
+    ("update", "sent"),
+    ("refresh", "sent"),
+    ("time/step", "mean"),
+    ("worst step", "at once"),
+    ("worst step", "staggered"),
+    ("of the", "model's time"),
+)
 
 
 def number(value: float, unit: str) -> str:
@@ -44,16 +60,14 @@ def subject_lines(subject: Subject) -> list[str]:
     left: dict[tuple[str, str], list[int]] = {}
     for skipped in subject.skipped:
         left.setdefault((skipped.kind, skipped.reason), []).append(skipped.numel)
-    rows = [("not preconditioned", "modules", "parameters", "why")]
-    rows += [(kind, str(len(n)), f"{sum(n):,}", why) for (kind, why), n in left.items()]
-    return lines + (["", *columns(rows)] if left else [])
+    table = [("not preconditioned", "modules", "parameters", "why")]
+    table += [(kind, str(len(n)), f"{sum(n):,}", why) for (kind, why), n in left.items()]
+    return lines + (["", *columns(table)] if left else [])
 
 
 def strategy_lines(found: Sequence[Estimate | Refused], machine: Machine, chosen: Estimate | None) -> list[str]:
     """A row for every strategy; ``chosen``, the config's own, is marked."""
-    head = ("strategy", "K-FAC state", "mean rank", "sent/step", "other nodes", "no update", "update", "refresh")
-    head += ("time/step", "worst step", "staggered", "of training")
-    rows = [head, ("", "fullest rank", "", "mean", "of that", "sent", "sent", "sent", "mean", "at once", "worst", "")]
+    rows = [tuple(upper for upper, _ in STRATEGY_COLUMNS), tuple(lower for _, lower in STRATEGY_COLUMNS)]
     refused = []
     for estimate in found:
         if isinstance(estimate, Refused):
@@ -67,6 +81,7 @@ def strategy_lines(found: Sequence[Estimate | Refused], machine: Machine, chosen
                 estimate.name + mark,
                 number(estimate.state.max(), "B"),
                 number(estimate.state.mean(), "B"),
+                number(transient_bytes(estimate.memory).max(), "B"),
                 number(estimate.mean.sent().max(), "B"),
                 number(estimate.mean.between(elsewhere).max(), "B"),
                 *(number(step.sent().max(), "B") for step in steps),
