@@ -43,7 +43,7 @@ def number(value: float, unit: str) -> str:
 
 
 def _seconds(value: float) -> str:
-    return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
+    return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.3g} s"
 
 
 def subject_lines(subject: Subject) -> list[str]:
