@@ -33,7 +33,7 @@ FLOORS = [
         "estimate.subject", "estimate.period", "estimate.traffic", "estimate.memory", "estimate.machine",
         "estimate.seconds", "estimate.estimates", "estimate.tables", "estimate.mem_needs", "estimate.command",
     ],
-    ["attachment", "optimizer_block", "engine", "", "__main__"],
+    ["accounting", "attachment", "optimizer_block", "engine", "", "__main__"],
 ]  # fmt: skip
 ORDER = {name: index for index, name in enumerate(name for floor in FLOORS for name in floor)}
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
