@@ -1,6 +1,9 @@
 """Text in columns."""
 
+import textwrap
 from collections.abc import Sequence
+
+WIDTH = 120
 
 
 def columns(rows: Sequence[tuple[str, ...]], *, right: bool = False) -> list[str]:
@@ -14,3 +17,8 @@ def columns(rows: Sequence[tuple[str, ...]], *, right: bool = False) -> list[str
         for row in rows
     )
     return [f"  {line.rstrip()}" for line in lines]
+
+
+def wrapped(text: str) -> list[str]:
+    """A long sentence as lines, indented as columns are."""
+    return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)

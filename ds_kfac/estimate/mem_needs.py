@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_kfac.columns import wrapped
 from ds_kfac.config import KFACConfig
 from ds_kfac.costs import BUILTIN, CostModel, from_dict
 from ds_kfac.estimate.estimates import Estimate, Refused, estimate, estimates
@@ -113,11 +114,11 @@ def described(
         raise ValueError(f"world: got {world}; must be at least 1 rank")
     update, refresh = config.schedule.intervals(config.schedule.settled)
     found = estimates(subject, mode, config, world=world, machine=machine, rows=rows)
-    chosen, refused = None, []
+    chosen, refused = None, list[str]()
     try:
         chosen = estimate(subject, mode, config, world=world, machine=machine, rows=rows)
     except ValueError as problem:
-        refused = [f"  this config: refused: {problem}"]
+        refused = wrapped(f"this config: refused: {problem}")
     lines = [
         *subject_lines(subject),
         "",
@@ -129,7 +130,8 @@ def described(
     ]
     if chosen is not None:
         lines += ["", f"  {chosen.name}: load max/mean {chosen.plan.assignment.imbalance:.2f}"]
-        lines += [f"  plan: {reason}" for reason in chosen.plan.reasons]
+        for reason in chosen.plan.reasons:
+            lines += wrapped(f"plan: {reason}")
         for part in (memory_lines, traffic_lines, work_lines):
             lines += ["", *part(chosen)]
     return lines, found

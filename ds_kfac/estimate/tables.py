@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from ds_kfac.columns import columns
+from ds_kfac.columns import columns, wrapped
 from ds_kfac.estimate.estimates import Estimate, Refused
 from ds_kfac.estimate.machine import Machine
 from ds_kfac.estimate.memory import STATE, TRANSIENT, state_bytes, transient_bytes
@@ -68,10 +68,10 @@ def subject_lines(subject: Subject) -> list[str]:
 def strategy_lines(found: Sequence[Estimate | Refused], machine: Machine, chosen: Estimate | None) -> list[str]:
     """A row for every strategy; ``chosen``, the config's own, is marked."""
     rows = [tuple(upper for upper, _ in STRATEGY_COLUMNS), tuple(lower for _, lower in STRATEGY_COLUMNS)]
-    refused = []
+    refused: list[str] = []
     for estimate in found:
         if isinstance(estimate, Refused):
-            refused.append(f"  {estimate.name}: refused: {estimate.reason}")
+            refused += wrapped(f"{estimate.name}: refused: {estimate.reason}")
             continue
         mark = " *" if chosen is not None and estimate.name == chosen.name else ""
         elsewhere = machine.elsewhere(estimate.plan.assignment.world)

@@ -160,3 +160,49 @@ def assert_memory(name: str, memory: dict, result: dict, *, half: bool) -> None:
     sums = sum(received + half * sent for sent, received in buffers.pop("factors"))
     rest = max(sent + received for calls in buffers.values() for sent, received in calls)
     assert memory["messages"] == sums + rest, name
+
+
+PERIOD, SETTLED = 8, 16
+"""Refreshes spread over so many steps, from the first one on; steps until they go round."""
+
+
+def spread_cases(world: int) -> dict[str, Mode]:
+    basis = {"refresh_interval": PERIOD, "stagger": True}
+    late = basis | {"lag": 2}
+    return {
+        "stage 0": case(0, eigenbasis=basis, assignment={"gradient_worker_fraction": 1 / world}),
+        "stage 0, all workers, late": case(0, eigenbasis=late, assignment={"gradient_worker_fraction": 1.0}),
+        "stage 1, late": case(1, eigenbasis=late),
+        "stage 2": case(2, eigenbasis=basis, **BF16),
+        "stage 3": case(3, eigenbasis=basis),
+    }
+
+
+def spread_worker(names) -> dict:
+    torch.manual_seed(0)
+    every, found = spread_cases(dist.get_world_size()), {}
+    for name in names:
+        engine = build(every[name], 1, model=GPT(GPT_2))
+        channel = engine.kfac.optimizer.channel
+        for _ in range(SETTLED):
+            run(engine)
+        before = {kind: (channel.sent[kind], channel.received[kind], channel.calls[kind]) for kind in KINDS}
+        for _ in range(PERIOD):
+            run(engine)
+        after = {kind: (channel.sent[kind], channel.received[kind], channel.calls[kind]) for kind in KINDS}
+        found[name] = {kind: [b - a for a, b in zip(before[kind], after[kind], strict=True)] for kind in KINDS}
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_mean_of_spread_steps_is_that_of_a_run(world):
+    cases = spread_cases(world)
+    results = run_ranks("tests.deepspeed.test_estimate:spread_worker", world=world, payload=list(cases))
+    for name, mode in cases.items():
+        mean = expected(mode, world)[0].mean
+        for rank in range(world):
+            for kind in KINDS:
+                planned = [mean.sent(kind)[rank], mean.received(kind)[rank], mean.calls[kind]]
+                actual = results[rank][name][kind]
+                assert [PERIOD * value for value in planned] == pytest.approx(actual, abs=1e-6), (name, kind, rank)
