@@ -9,6 +9,17 @@ or, where a framework calls ``deepspeed.initialize`` itself, ``ds_kfac.enable()`
 from ds_kfac.attachment import Attachment
 from ds_kfac.config import KFACConfig
 from ds_kfac.engine import attach, disable, enable, initialize
+from ds_kfac.estimate.mem_needs import estimate_kfac_mem_needs_all_cold, estimate_kfac_mem_needs_all_live
 
 __version__ = "0.1.0"
-__all__ = ["Attachment", "KFACConfig", "__version__", "attach", "disable", "enable", "initialize"]
+__all__ = [
+    "Attachment",
+    "KFACConfig",
+    "__version__",
+    "attach",
+    "disable",
+    "enable",
+    "estimate_kfac_mem_needs_all_cold",
+    "estimate_kfac_mem_needs_all_live",
+    "initialize",
+]

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.config import KFACConfig
+from ds_kfac.config_blocks import AdamConfig
 from ds_kfac.direction import Local, Now
 from ds_kfac.layer_state import LayerState
 from ds_kfac.layers.base import LayerSpec
@@ -30,6 +31,12 @@ from ds_kfac.orthogonal import orthogonalized
 from ds_kfac.preconditioner import finite_or
 from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
+
+
+def orthogonalizes(options: AdamConfig, layer: LayerSpec) -> bool:
+    """Whether a layer's direction is orthogonalized."""
+    matrix = layer.kind in ("Linear", "Conv1D") and len(layer.uses) == 1
+    return options.orthogonalize and matrix and not any(re.search(p, layer.name) for p in options.except_layers)
 
 
 class AdamDirection:
@@ -52,8 +59,7 @@ class AdamDirection:
 
     def orthogonalizes(self, layer: LayerSpec) -> bool:
         """Whether a layer's direction is orthogonalized."""
-        options, matrix = self.config.adam, layer.kind in ("Linear", "Conv1D") and len(layer.uses) == 1
-        return options.orthogonalize and matrix and not any(re.search(p, layer.name) for p in options.except_layers)
+        return orthogonalizes(self.config.adam, layer)
 
     def local(self, now: Now, gradients: Mapping[str, Tensor], states: Mapping[str, LayerState]) -> Local:
         device = self.exchange.device

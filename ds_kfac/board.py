@@ -1,6 +1,7 @@
 """Numbers that ranks tell each other along with a message: named scalars, whose places are known beforehand."""
 
 from collections.abc import Hashable, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,15 +20,19 @@ class Board:
 
     def __init__(self, names: Sequence[Sequence[Hashable]], rank: int, rows: Sequence[Sequence[int]] | None = None):
         self.names, self.rank = names, rank
-        world = len(names)
+        self.rows = tuple(map(tuple, rows)) if rows is not None else (tuple(range(len(names))),)
+
+    @cached_property
+    def plan(self) -> RelayoutPlan:
+        """A rank's numbers to each other one of its row."""
         moves = [
-            Move(source, 0, len(names[source]), source, target)
-            for row in (rows or [range(world)])
+            Move(source, 0, len(self.names[source]), source, target)
+            for row in self.rows
             for source in row
             for target in row
-            if source != target and names[source]
+            if source != target and self.names[source]
         ]
-        self.plan = RelayoutPlan(world, tuple(moves))
+        return RelayoutPlan(len(self.names), tuple(moves))
 
     def leg(self, values: Mapping[Hashable, Tensor], device: torch.device) -> Leg:
         """To send this rank's numbers; fp32 scalars on the device."""

@@ -3,6 +3,7 @@
 A rank's segment starts with one count per slot, then the packed sums follow; every part is aligned.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -109,3 +110,41 @@ class FactorBucket:
                 uses.append(UseSums(None, None))
             uses[slot.use] = uses[slot.use].having(slot.side, sum_)
         return found
+
+
+def step_buckets(
+    layers: Sequence[LayerSpec],
+    factors: Sequence[FactorSpec],
+    decomposers: Mapping[str, int],
+    *,
+    world: int,
+    keys: frozenset[str],
+    halved: bool,
+) -> tuple[FactorBucket, ...]:
+    """Layouts of the sums of the factors in ``keys``, in the order in which they leave; empty ones left out.
+
+    Args:
+        halved: two of them, that of the upper layers first, instead of one.
+    """
+    parts = _halves(layers, factors, keys) if halved else (keys,)
+    plans = (FactorBucket.plan(layers, factors, decomposers, world=world, keys=part) for part in parts)
+    return tuple(plan for plan in plans if plan.numel)
+
+
+def _halves(
+    layers: Sequence[LayerSpec], factors: Sequence[FactorSpec], keys: frozenset[str]
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Factors of the upper layers, about half of the elements, and the rest. A layer's factors stay together."""
+    numel: Counter[str] = Counter()
+    for factor in factors:
+        if factor.key in keys:
+            numel[factor.layers[0]] += factor.side.numel
+    upper: set[str] = set()
+    taken, total = 0, sum(numel.values())
+    for layer in reversed(layers):
+        if 2 * taken >= total:
+            break
+        upper.add(layer.name)
+        taken += numel[layer.name]
+    first = frozenset(f.key for f in factors if f.key in keys and f.layers[0] in upper)
+    return first, keys - first

@@ -21,6 +21,21 @@ FOLD_CALLS = 4
 """Kernels started to fold one batch sum into a running average."""
 
 
+def capture_flops(side: Side, rows: int) -> int:
+    """Of rows^T rows, symmetric, inside the side's blocks."""
+    return sum(rows * count * width * (width + 1) for count, width in side.groups)
+
+
+def decompose_flops(side: Side) -> int:
+    """9 n^3 for all eigenvalues and vectors by tridiagonalisation (Golub & Van Loan, 8.3); a diagonal needs none."""
+    return sum(9 * count * width**3 for count, width in side.groups) if side.block > 1 else 0
+
+
+def precondition_flops(layer: LayerSpec) -> int:
+    """Rotate and rotate back: 4 O I (O + I) for dense sides, less for blocks, none for diagonals."""
+    return 4 * (layer.dim_G * basis_numel(layer.A) + layer.dim_A * basis_numel(layer.G))
+
+
 @dataclass(frozen=True)
 class CostModel:
     """Rates of a device and of the links between ranks; methods return seconds.
@@ -75,9 +90,10 @@ class CostModel:
         )
 
     def precondition(self, layer: LayerSpec) -> float:
-        """Rotate, divide, rotate back: 4 O I (O + I) FLOP for dense sides, less for blocks, none for diagonals."""
-        flops = 4.0 * (layer.dim_G * basis_numel(layer.A) + layer.dim_A * basis_numel(layer.G))
-        return self.gemm(flops) + self.elementwise(ELEMENTWISE_PASSES * ELEMENT_BYTES * layer.numel, PRECONDITION_CALLS)
+        """Rotate, divide, rotate back."""
+        return self.gemm(precondition_flops(layer)) + self.elementwise(
+            ELEMENTWISE_PASSES * ELEMENT_BYTES * layer.numel, PRECONDITION_CALLS
+        )
 
     def fold(self, side: Side) -> float:
         """One batch sum into the running average: reads both, writes one."""
@@ -85,7 +101,7 @@ class CostModel:
 
     def capture(self, side: Side, rows: int) -> float:
         """Second moment of ``rows`` rows, on every rank alike."""
-        return sum(rows * count * width * (width + 1) for count, width in side.groups) / self.syrk_flops
+        return capture_flops(side, rows) / self.syrk_flops
 
     def to_dict(self) -> dict[str, Any]:
         """JSON; :func:`from_dict` reads it."""

@@ -24,6 +24,7 @@ from ds_kfac.factor_state import FactorState, NextFactors, tied_sums
 from ds_kfac.layers.base import LayerSpec
 from ds_kfac.mail import Arrivals, Leg
 from ds_kfac.metrics import Metrics
+from ds_kfac.notices import counting, notices
 from ds_kfac.planning import Plan
 from ds_kfac.reducer import Reducer
 from ds_kfac.refresher import Refresher
@@ -133,7 +134,7 @@ class Curvature:
 
     def _fold(self, layer: LayerSpec, uses: list[UseSums], decay: float) -> None:
         parts = {"A": uses[0].A, "G": uses[0].G}
-        counted = parts[self._counting(layer)[-1]]
+        counted = parts[counting(self.of_layer[layer.name])[-1]]
         if len(layer.uses) > 1:
             parts["A"], parts["G"] = tied_sums(uses[0], uses[1], layer.A, layer.G)
         for which, batch in parts.items():
@@ -203,28 +204,8 @@ class Curvature:
 
     def told(self, due: FactorsDue) -> list[list[Hashable]]:
         """Per rank, the names of the numbers it tells in this step."""
-        names: list[list[Hashable]] = [[] for _ in range(self.channel.world)]
-        if self.channel.world == 1:
-            return names
-        where = self.decomposers
-        if self.plan.adaptive:
-            for key in self.specs:
-                if key in due.capture:
-                    names[where[key]].append(("similar", key))
-        if self.travels and self.config.preconditioner.eigenvalues == "corrected":
-            for layer in (layer for layer in self.layers if layer.name in self.of_layer):
-                counting = self._counting(layer)
-                if counting in due.capture:
-                    names[where[counting]].append(("terms", layer.name))
-        if self.travels:
-            for key in self.arriving:
-                names[where[key]].append(("fresh", key))
-        return names
-
-    def _counting(self, layer: LayerSpec) -> str:
-        """The factor whose count tells the layer's loss terms."""
-        own = self.of_layer[layer.name]
-        return (own.get("G") or own["A"]).key
+        terms = self.config.preconditioner.eigenvalues == "corrected"
+        return notices(self.plan, captured=due.capture, arriving=self.arriving, travels=self.travels, terms=terms)
 
     def numbers(self) -> dict[Hashable, Tensor]:
         """This rank's, as :meth:`told` names them."""

@@ -28,8 +28,14 @@ class FactorState:
 
     @property
     def nbytes(self) -> int:
-        """Of factor and history; the basis belongs to a layer too, or is counted by the caller."""
-        return self.factor.nbytes + (self.history.nbytes if self.history else 0)
+        """Of factor and history; the basis belongs to a layer too, or is counted by the caller.
+
+        The history's last value is the factor itself, unless that came back from another device.
+        """
+        if self.history is None:
+            return self.factor.nbytes
+        shared = self.factor.packed_P.nbytes if self.history.last is self.factor.packed_P else 0
+        return self.factor.nbytes + self.history.nbytes - shared
 
     def folded(
         self, batch: BatchSum, *, decay: float, device: torch.device, tolerance: float | None = None

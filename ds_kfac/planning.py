@@ -58,17 +58,8 @@ class Plan:
 
     @property
     def sharing_candidates(self) -> Mapping[str, Hashable]:
-        """Layers that may share A, and what must be equal for it: the side, and whether a bias's 1 is in it."""
-        if not self.shares:
-            return {}
-        return {
-            layer.name: (layer.A, layer.uses[0].bias)
-            for layer in self.layers
-            if (layer.rows is None or layer.rows[0] == 0)  # other row blocks follow the first one
-            and len(layer.uses) == 1
-            and SHARDS.get(layer.kind, layer.kind) in ("Linear", "Conv1D")
-            and layer.A.block
-        }
+        """See :func:`sharing_candidates`; none if layers are not to share."""
+        return sharing_candidates(self.layers) if self.shares else {}
 
     @cached_property
     def together(self) -> Mapping[str, tuple[str, ...]]:
@@ -100,3 +91,15 @@ class Plan:
         )
         offsets = {key: offset for key, offset in self.offsets.items() if key in kept}
         return replace(self, assignment=assignment, offsets=offsets)
+
+
+def sharing_candidates(layers: Sequence[LayerSpec]) -> Mapping[str, Hashable]:
+    """Layers that may share A, and what must be equal for it: the side, and whether a bias's 1 is in it."""
+    return {
+        layer.name: (layer.A, layer.uses[0].bias)
+        for layer in layers
+        if (layer.rows is None or layer.rows[0] == 0)  # other row blocks follow the first one
+        and len(layer.uses) == 1
+        and SHARDS.get(layer.kind, layer.kind) in ("Linear", "Conv1D")
+        and layer.A.block
+    }

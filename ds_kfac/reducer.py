@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ds_kfac.bucket import FactorBucket
+from ds_kfac.bucket import FactorBucket, step_buckets
 from ds_kfac.capture import UseSums
 from ds_kfac.factor_spec import FactorSpec
 from ds_kfac.layers.base import LayerSpec
@@ -66,28 +66,15 @@ class Reducer:
         if keys not in self._plans:
             if len(self._plans) >= KEPT_PLANS:  # adaptive intervals make many combinations
                 self._plans.pop(next(iter(self._plans)))
-            halves = self._halves(keys) if self._last_micro_batch else (keys,)
-            plans = (
-                FactorBucket.plan(self.layers, self.factors, self.decomposers, world=self.channel.world, keys=half)
-                for half in halves
+            self._plans[keys] = step_buckets(
+                self.layers,
+                self.factors,
+                self.decomposers,
+                world=self.channel.world,
+                keys=keys,
+                halved=self._last_micro_batch is not None,
             )
-            self._plans[keys] = tuple(plan for plan in plans if plan.numel)
         return self._plans[keys]
-
-    def _halves(self, keys: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
-        """Factors of the upper layers, about half of the elements, and the rest. A layer's factors stay together."""
-        numel = Counter({f.layers[0]: 0 for f in self.factors})
-        numel.update({f.layers[0]: f.side.numel for f in self.factors if f.key in keys and f.is_A})
-        numel.update({f.layers[0]: f.side.numel for f in self.factors if f.key in keys and not f.is_A})
-        upper: set[str] = set()
-        taken, total = 0, sum(numel.values())
-        for layer in reversed(self.layers):
-            if 2 * taken >= total:
-                break
-            upper.add(layer.name)
-            taken += numel[layer.name]
-        first = frozenset(f.key for f in self.factors if f.key in keys and f.layers[0] in upper)
-        return first, keys - first
 
     def allocate(self, keys: frozenset[str]) -> dict[str, list[UseSums]]:
         """Zeroed sums of the factors in ``keys``: layer name -> one per use."""

@@ -4,6 +4,7 @@ import deepspeed
 import torch
 
 from ds_kfac.adam_direction import AdamDirection
+from ds_kfac.columns import columns
 from ds_kfac.config import KFACConfig
 from ds_kfac.optimizer import KFACOptimizer
 from ds_kfac.scan import Scan
@@ -42,11 +43,11 @@ def attach_report(kfac: KFACOptimizer, scan: Scan) -> str:
         mark = ", orthogonalized" if orthogonalized and orthogonalized(layer) else ""
         kind = layer.kind if len(layer.uses) == 1 else f"Tied to {layer.uses[0].module}"
         rows.append((layer.name or "(model)", kind + mark, *sides, "yes" if layer.bias else "no", workers_here, where))
-    lines += _table(rows)
+    lines += columns(rows)
     if scan.skipped:
         rows = [("not preconditioned", "type", "parameters", "why")]
         rows += [(left.name or "(model)", left.kind, f"{left.numel:,}", left.reason) for left in scan.skipped]
-        lines += ["", *_table(rows)]
+        lines += ["", *columns(rows)]
     lines += _without_effect(kfac)
     faults = list(layout.faults)
     if engine.torch_autocast_enabled() and layout.grad_scaler:
@@ -118,9 +119,3 @@ def _mode(kfac: KFACOptimizer) -> str:
         f"{str(kfac.layout.dtype).removeprefix('torch.')}, {wrapper}, "
         f"{engine.gradient_accumulation_steps()} micro-batches a step{offload}"
     )
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return [f"  {line.rstrip()}" for line in lines]

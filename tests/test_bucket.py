@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_kfac.bucket import ALIGNMENT, FactorBucket
+from ds_kfac.bucket import ALIGNMENT, FactorBucket, step_buckets
 from ds_kfac.factor_spec import factor_specs
 from ds_kfac.layers.base import LayerSpec, Use
 from ds_kfac.side import Side
@@ -89,3 +89,18 @@ def test_views_of_the_whole_and_of_a_segment_are_the_same_elements():
         assert len(absent) == len(segment.slots), "each layer's other side is on the other rank"
     whole["l2"][0].G.sum_P.fill_(-1)  # views, not copies
     assert (flat == -1).sum() == 6
+
+
+def test_a_layer_whose_sides_are_both_the_identity_has_no_slot():
+    none = Side.identity(5)
+    bare = LayerSpec("bare", "bare.weight", None, none, none, (Use("bare", "Linear", none, none, False),))
+    assert FactorBucket.plan([*LAYERS, bare], FACTORS, DECOMPOSERS, world=3) == plan()
+
+
+def test_halves_are_of_about_equal_size_upper_layers_first_and_together_everything():
+    every = frozenset(factor.key for factor in FACTORS)
+    upper, lower = step_buckets(LAYERS, FACTORS, DECOMPOSERS, world=3, keys=every, halved=True)
+    assert {*keys(upper), *keys(lower)} == every and not {*keys(upper)} & {*keys(lower)}
+    assert {slot.layer for slot in upper.slots} == {"l3", "l4"}
+    assert step_buckets(LAYERS, FACTORS, DECOMPOSERS, world=3, keys=every, halved=False) == (plan(),)
+    assert step_buckets(LAYERS, FACTORS, DECOMPOSERS, world=3, keys=frozenset(), halved=True) == ()

@@ -1,0 +1,24 @@
+"""Text in columns."""
+
+import textwrap
+from collections.abc import Sequence
+
+WIDTH = 120
+
+
+def columns(rows: Sequence[tuple[str, ...]], *, right: bool = False) -> list[str]:
+    """Indented lines; ``right``: all but the first column are numbers."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(
+            cell.rjust(width) if right and index else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return [f"  {line.rstrip()}" for line in lines]
+
+
+def wrapped(text: str) -> list[str]:
+    """A long sentence as lines, indented as columns are."""
+    return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)

@@ -1,0 +1,89 @@
+"""``python -m ds_kfac estimate``."""
+
+import argparse
+import math
+from dataclasses import replace
+
+from ds_kfac.costs import CostModel
+from ds_kfac.estimate.machine import Machine
+from ds_kfac.estimate.mem_needs import costs_of, described
+from ds_kfac.estimate.mode import DEFAULT, kfac_config, mode_of, read_config, rows_of
+from ds_kfac.estimate.models import MODELS, build
+from ds_kfac.estimate.subject import subject_of
+from ds_kfac.estimate.trace import trace
+
+
+def _count(text: str) -> int:
+    value = int(text) if text.isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}; must be an integer of at least 1")
+    return value
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not (value > 0 and math.isfinite(value)):
+        raise argparse.ArgumentTypeError(f"got {text!r}; must be a positive number such as 25 or 1.5e14")
+    return value
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help=f"{', '.join(MODELS)}, or module:factory, a function that "
+                        "returns a model, or (model, example inputs)")  # fmt: skip
+    parser.add_argument("--config", help='DeepSpeed config (JSON); default: KFACAdamW, stage 0, an empty "kfac" block')
+    parser.add_argument("--world", type=_count, required=True, help="data-parallel ranks")
+    parser.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage, in place of the config's")
+    parser.add_argument("--batch-rows", type=_count, metavar="N", help="tokens (or images) of a rank in a step; "
+                        "default: the config's batch times the model's context")  # fmt: skip
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="whose builtin costs count")
+    parser.add_argument("--device-flops", type=_rate, metavar="F", help="FLOP/s of K-FAC's products, fp32 or TF32")
+    parser.add_argument("--model-flops", type=_rate, metavar="F", help="FLOP/s that the model's forward and backward "
+                        "reach; default: those of the products")  # fmt: skip
+    parser.add_argument("--link-gbps", type=_rate, metavar="G", help="Gbit/s of a rank, each way")
+    parser.add_argument("--node-size", type=_count, metavar="N", help="ranks of a node; default: one")
+    parser.add_argument("--node-gbps", type=_rate, metavar="G", help="Gbit/s of a rank within its node; default: the "
+                        "same as between nodes")  # fmt: skip
+    parser.add_argument("--with-convolutions", action="store_true", help="as if nn.Conv2d were preconditioned, which "
+                        "it is not yet: what that would cost")  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> str:
+    """Text of the estimate.
+
+    Raises:
+        ValueError: wrong config, model or numbers.
+    """
+    if arguments.node_gbps is not None and arguments.node_size is None:
+        raise ValueError("--node-gbps: give --node-size too")
+    ds_config = read_config(arguments.config) if arguments.config else DEFAULT
+    config = kfac_config(ds_config)
+    if not config.enabled:
+        raise ValueError("kfac.enabled is false: such a run costs nothing more; leave the key out to estimate")
+    mode = mode_of(ds_config, config, arguments.stage)
+    model, example = build(arguments.model)
+    traced = trace(model, example) if example is not None else None
+    subject = subject_of(model, config, mode, trace=traced, convolutions=arguments.with_convolutions)
+    costs = _costs(costs_of(config, arguments.device), arguments)
+    node_bytes = arguments.node_gbps and arguments.node_gbps * 1e9 / 8
+    machine = Machine(costs, arguments.node_size, node_bytes, arguments.model_flops)
+    rows, origin = arguments.batch_rows, "--batch-rows"
+    if rows is None and traced is not None:
+        known = MODELS.get(arguments.model)
+        rows, origin = rows_of(ds_config, arguments.world, traced.units, known.batch if known else 1)
+    lines, _ = described(subject, mode, config, world=arguments.world, machine=machine, rows=rows)
+    batch = f"batch of a rank: {origin}" if rows else "batch of a rank not known: give --batch-rows"
+    title = f"ds_kfac estimate: {arguments.model}, config {arguments.config or 'default'}; {batch}"
+    if arguments.with_convolutions:
+        title += "\n  HYPOTHETICAL: nn.Conv2d is not preconditioned yet"
+    return "\n".join([title, *lines])
+
+
+def _costs(costs: CostModel, arguments: argparse.Namespace) -> CostModel:
+    if arguments.device_flops:
+        costs = replace(costs, gemm_flops=arguments.device_flops, syrk_flops=arguments.device_flops)
+    if arguments.link_gbps:
+        costs = replace(costs, link_bytes=arguments.link_gbps * 1e9 / 8)
+    return costs

@@ -1,0 +1,201 @@
+"""An estimate of every strategy that a run could choose."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ds_kfac.config import KFACConfig
+from ds_kfac.costs import CostModel
+from ds_kfac.estimate.machine import Machine
+from ds_kfac.estimate.memory import memory_of, state_bytes
+from ds_kfac.estimate.mode import Mode
+from ds_kfac.estimate.period import settled_period
+from ds_kfac.estimate.seconds import Stages, Workload
+from ds_kfac.estimate.subject import Subject
+from ds_kfac.estimate.traffic import PlannedTraffic, StepTraffic, mean_traffic
+from ds_kfac.grid import worker_counts
+from ds_kfac.planning import Plan
+from ds_kfac.strategy import Setting, make_plan
+from ds_kfac.zero.regions import held_by_layer, parameter_names
+from ds_kfac.zero.shard_plan import planned_shards
+from ds_kfac.zero.shards import ShardMap
+
+MOMENTS: Mapping[str | None, int] = {"adam": 2, "corrected": 1, None: 0}
+"""fp32 tensors of a gradient's shape that a gradient worker keeps, by kind."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of K-FAC's work over a period; ``stages`` of its mean step."""
+
+    stages: Stages
+    worst: float
+
+    @property
+    def mean(self) -> float:
+        return sum(self.stages.values())
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one strategy.
+
+    Attributes:
+        memory: kind -> bytes [W].
+        plain, update, refresh: a step that only preconditions, one that also captures every factor, and one that also
+            has every eigenbasis anew.
+        mean: over a period of the settled intervals, as planned.
+        work: FLOPs and seconds.
+        at_once, spread: without and with refreshes spread over their interval.
+        model: seconds of the model's forward and backward; None if the tokens of a rank are not known.
+    """
+
+    name: str
+    plan: Plan
+    memory: Mapping[str, np.ndarray]
+    plain: StepTraffic
+    update: StepTraffic
+    refresh: StepTraffic
+    mean: StepTraffic
+    work: Workload
+    at_once: Timing
+    spread: Timing
+    model: float | None
+
+    @property
+    def state(self) -> np.ndarray:
+        """Bytes [W] that are kept between steps."""
+        return state_bytes(self.memory)
+
+    @property
+    def timing(self) -> Timing:
+        """As planned."""
+        return self.spread if self.plan.offsets else self.at_once
+
+    @property
+    def overhead(self) -> float | None:
+        """K-FAC's mean seconds over the model's."""
+        return self.timing.mean / self.model if self.model else None
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A strategy that such a run cannot have, and why."""
+
+    name: str
+    reason: str
+
+
+def shards_of(subject: Subject, mode: Mode, world: int) -> ShardMap:
+    """Where the gradients of a subject's layers will be."""
+    return planned_shards(
+        parameter_names(subject.layers),
+        subject.groups,
+        world=world,
+        stage=mode.stage,
+        replicated=mode.replicated,
+        round_robin=mode.round_robin,
+    )
+
+
+def planned(subject: Subject, mode: Mode, config: KFACConfig, *, world: int, costs: CostModel) -> Plan:
+    """The plan that a run would make, once it has found the layers that share their inputs.
+
+    Raises:
+        ValueError: the fraction does not fit the world or the mode, or the memory budget is too small.
+    """
+    held = None if mode.replicated else held_by_layer(subject.layers, shards_of(subject, mode, world))
+    setting = Setting(world, held, mode.parameters, mode.gradients, MOMENTS[moments_kind(mode, config)])
+    plan = make_plan(subject.layers, setting, config, costs)
+    return plan.sharing(subject.shared) if plan.shares and subject.shared else plan
+
+
+def moments_kind(mode: Mode, config: KFACConfig) -> str | None:
+    """Kind of moments that gradient workers keep."""
+    if mode.adam:
+        return "adam"
+    return "corrected" if config.preconditioner.eigenvalues == "corrected" else None
+
+
+def planned_traffic(subject: Subject, mode: Mode, config: KFACConfig, plan: Plan) -> PlannedTraffic:
+    return PlannedTraffic(
+        plan,
+        shards_of(subject, mode, plan.assignment.world),
+        numbers=2 if mode.adam else 1,
+        norm=mode.adam and mode.clips and not mode.replicated,
+        terms=config.preconditioner.eigenvalues == "corrected",
+        overlap=config.communication.overlap,
+    )
+
+
+def estimate(
+    subject: Subject, mode: Mode, config: KFACConfig, *, world: int, machine: Machine, rows: int | None = None
+) -> Estimate:
+    """Of the plan that a run would make.
+
+    Args:
+        rows: tokens (or images) of a rank in a step; None: not known.
+
+    Raises:
+        ValueError: there is no such plan.
+    """
+    plan = planned(subject, mode, config, world=world, costs=machine.costs)
+    traffic = planned_traffic(subject, mode, config, plan)
+    work = Workload(plan, config, machine, rows, subject.trace.rows, mode.adam)
+    counted = Counter((step.captured, step.arriving) for step in settled_period(plan))
+    spread = planned(subject, mode, _staggered(config), world=world, costs=machine.costs).offsets
+    every, none = traffic.every, frozenset[str]()
+    return Estimate(
+        name=strategy_name(plan.workers, world, mode),
+        plan=plan,
+        memory=memory_of(traffic, config, moments=MOMENTS[moments_kind(mode, config)]),
+        plain=traffic.step(none, none),
+        update=traffic.step(every, none),
+        refresh=traffic.step(every, every),
+        mean=mean_traffic([(traffic.step(*what), times) for what, times in counted.items()]),
+        work=work,
+        at_once=_timing(replace(work, plan=replace(plan, offsets={})), traffic),
+        spread=_timing(replace(work, plan=replace(plan, offsets=spread)), traffic),
+        model=machine.model_seconds(subject.forward * rows) if rows else None,
+    )
+
+
+def estimates(
+    subject: Subject, mode: Mode, config: KFACConfig, *, world: int, machine: Machine, rows: int | None = None
+) -> tuple[Estimate | Refused, ...]:
+    """Of every strategy: all gradient-worker fractions, and the owner scheme of ZeRO; refused ones with the reason."""
+    found: list[Estimate | Refused] = []
+    counts = worker_counts(world)
+    if not mode.replicated:  # all that lies between is refused alike
+        counts = tuple(sorted({*counts[:2], world}))
+    for workers in counts:
+        pinned = {"gradient_worker_fraction": workers / world}
+        forced = config.model_copy(update={"assignment": config.assignment.model_copy(update=pinned)})
+        try:
+            found.append(estimate(subject, mode, forced, world=world, machine=machine, rows=rows))
+        except ValueError as problem:
+            found.append(Refused(strategy_name(workers, world, replace(mode, replicated=True)), str(problem)))
+    if mode.replicated:
+        found.append(Refused("ZeRO owners", f"every rank has every gradient in this mode ({mode})"))
+    return tuple(found)
+
+
+def strategy_name(workers: int, world: int, mode: Mode) -> str:
+    """KAISA's names; ZeRO's owners are its MEM-OPT."""
+    if not mode.replicated:
+        return f"ZeRO-{mode.stage} owners"
+    if world == 1:
+        return "one rank"
+    return {1: "MEM-OPT", world: "COMM-OPT"}.get(workers, f"HYBRID-OPT {workers}/{world}")
+
+
+def _staggered(config: KFACConfig) -> KFACConfig:
+    return config.model_copy(update={"eigenbasis": config.eigenbasis.model_copy(update={"stagger": True})})
+
+
+def _timing(work: Workload, traffic: PlannedTraffic) -> Timing:
+    steps: Sequence[Stages] = work.over_a_period(traffic)
+    stages = {stage: sum(step[stage] for step in steps) / len(steps) for stage in steps[0]}
+    return Timing(stages, max(sum(step.values()) for step in steps))

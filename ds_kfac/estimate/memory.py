@@ -1,0 +1,64 @@
+"""Bytes that a plan takes of every rank, kind by kind. Pure."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from ds_kfac.config import KFACConfig
+from ds_kfac.estimate.traffic import PlannedTraffic, message_bytes
+from ds_kfac.work import Work, basis_bytes, packed_bytes
+
+STATE = ("factors", "history", "eigenbases", "moments", "residuals")
+"""What is kept between steps."""
+TRANSIENT = ("buckets", "messages")
+"""What a step that refreshes everything needs beside it, while it lasts."""
+COUNTER = 4
+"""Bytes of the counter beside a layer's moments."""
+
+
+def memory_of(traffic: PlannedTraffic, config: KFACConfig, *, moments: int) -> Mapping[str, np.ndarray]:
+    """Kind -> bytes [W], once everything is there.
+
+    Args:
+        moments: fp32 tensors of a layer's shape that its workers keep.
+    """
+    plan = traffic.plan
+    assignment, world = plan.assignment, plan.assignment.world
+    memory = {kind: np.zeros(world, dtype=np.int64) for kind in (*STATE, *TRANSIENT)}
+    for factor in assignment.factors:
+        home = assignment.decomposers[factor.key]
+        memory["factors"][home] += packed_bytes(factor.side)
+        # the last value is the factor itself
+        memory["history"][home] += 4 * factor.side.numel if plan.adaptive else 0
+        users = Work.users(factor, assignment.workers)
+        memory["eigenbases"][sorted(users)] += basis_bytes(factor.side)
+        rounded = plan.wire is not torch.float32 and bool(traffic.delivery.receivers[factor.key])
+        if plan.warm_start is not None and (home not in users or rounded):  # the exact one, to start from
+            memory["eigenbases"][home] += basis_bytes(factor.side)
+    for layer in plan.layers:
+        workers = list(assignment.workers[layer.name])
+        for side in (layer.A, layer.G):
+            memory["eigenbases"][workers] += 4 * side.dim if side.block == 0 else 0  # the ones of an identity
+        memory["moments"][workers] += (4 * moments * layer.numel + COUNTER) if moments else 0
+
+    buckets = traffic.buckets(traffic.every)
+    memory["buckets"] += sum(4 * bucket.numel for bucket in buckets)
+    if world > 1:
+        half = plan.wire is not torch.float32
+        if config.communication.error_feedback and half:
+            memory["residuals"] += sum(2 * slot.numel for bucket in buckets for slot in bucket.slots)
+        exchanged = (traffic.gather(traffic.every, traffic.every), traffic.scatter)
+        memory["messages"] += message_bytes(traffic.reductions(traffic.every), sent=half)
+        memory["messages"] += np.maximum(*(message_bytes([message]) for message in exchanged))
+    return memory
+
+
+def state_bytes(memory: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Bytes [W] between steps."""
+    return np.sum([memory[kind] for kind in STATE], axis=0)
+
+
+def transient_bytes(memory: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Bytes [W] beside them in a step that captures and refreshes everything: the first one, if not every."""
+    return np.sum([memory[kind] for kind in TRANSIENT], axis=0)

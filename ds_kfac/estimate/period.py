@@ -1,0 +1,36 @@
+"""What happens in the steps of one period, once all intervals have settled."""
+
+from dataclasses import dataclass, replace
+
+from ds_kfac.planning import Plan
+
+Keys = frozenset[str]
+
+
+@dataclass(frozen=True)
+class Happening:
+    """Factors that are captured in a step, those whose decomposition starts, and those whose eigenbases take effect."""
+
+    captured: Keys
+    decomposed: Keys
+    arriving: Keys
+
+
+def settled_period(plan: Plan) -> tuple[Happening, ...]:
+    """Every step of a period, without the adaptive rule, which only leaves work out."""
+    timetable = replace(plan, adaptive=None).timetable()
+    schedule = plan.schedule
+    settled = max(schedule.displaced(offset).settled for offset in {0, *plan.offsets.values()})
+    update, refresh = schedule.intervals(settled)
+    period = update * -(-refresh // update)
+    lag, start = min(plan.lag, refresh - 1), settled + 2 * period
+
+    def due(step: int) -> tuple[Keys, Keys]:
+        found = timetable.due(step)
+        return plan.expanded(found.capture), plan.expanded(found.refresh)
+
+    found = []
+    for step in range(start, start + period):
+        captured, decomposed = due(step)
+        found.append(Happening(captured, decomposed, due(step - lag)[1]))
+    return tuple(found)

@@ -1,0 +1,208 @@
+"""The estimator against engines: bytes and calls by kind, step by step, and memory; all of it exactly."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_kfac.costs import BUILTIN
+from ds_kfac.estimate.estimates import estimate, shards_of
+from ds_kfac.estimate.machine import Machine
+from ds_kfac.estimate.mode import kfac_config, mode_of
+from ds_kfac.estimate.subject import subject_of
+from ds_kfac.estimate.trace import trace
+from ds_kfac.estimate.traffic import KINDS
+from examples.gpt import GPT, GPTConfig
+from tests.deepspeed.modes import FP32_ACCUM, OFFLOAD, Mode
+from tests.deepspeed.runs import build
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+GPT_2 = GPTConfig(width=32, blocks=2, heads=2, context=16)
+SHARED = tuple((f"blocks.{block}.mlp.gate", f"blocks.{block}.mlp.up") for block in range(GPT_2.blocks))
+STEPS = {"plain": 3, "update": 2, "refresh": 4}
+"""Steps of these kinds with the intervals below, after the first one, in which shared inputs are found."""
+KFAC = {
+    "factor": {"update_interval": 2, "fisher": "empirical"},
+    "eigenbasis": {"refresh_interval": 4, "stagger": False},
+    "burn_in": {"steps": 0},
+}
+BF16 = {"communication": {"dtype": "bf16"}}
+
+
+def case(stage: int, dtype: str = "fp32", *, adam=False, zero=None, extra=None, groups="one", **blocks) -> Mode:
+    kfac = {key: {**KFAC.get(key, {}), **blocks.get(key, {})} for key in {*KFAC, *blocks}}
+    return Mode("gpt", stage, dtype, adam=adam, kfac=kfac, zero=zero or {}, extra=extra or {}, groups=groups)
+
+
+def cases(world: int) -> dict[str, Mode]:
+    found = {}
+    for workers in (1, 2, 4)[: world.bit_length()]:
+        fraction = {"assignment": {"gradient_worker_fraction": workers / world}}
+        found[f"{workers} workers"] = case(0, **fraction)
+        found[f"{workers} workers, bf16 wire"] = case(0, **fraction, **BF16)
+    for stage in (1, 2, 3):
+        found[f"stage {stage}"] = case(stage)
+        found[f"stage {stage}, bf16 wire"] = case(stage, **BF16)
+    if world == 2:
+        return found | {f"stage {stage}, bf16": case(stage, "bf16") for stage in (0, 1, 2, 3)}
+    return found | {
+        "KFACAdamW, clipped": case(2, adam=True),
+        "KFACAdamW, stage 0": case(0, adam=True, assignment={"gradient_worker_fraction": 0.5}),
+        "corrected": case(0, preconditioner={"eigenvalues": "corrected"}),
+        "adaptive": case(2, adaptive={"enabled": True, "max_interval": 1}, assignment={"split_factors": True}),
+        "warm start": case(0, **BF16, eigenbasis={"refresh_interval": 4, "stagger": False, "qr_below": 0.5}),
+        "error feedback": case(2, communication={"dtype": "fp16", "error_feedback": True, "overlap": False}),
+        "BF16_Optimizer": case(1, "bf16", extra=FP32_ACCUM, communication={"gradient_dtype": "bf16"}),
+        "offload": case(2, zero=OFFLOAD),
+        "round robin": case(1, zero={"round_robin_gradients": True}),
+        "kfac_first": case(2, assignment={"kfac_first": True}),
+        "every layer type": case(3, layers={"types": ["Linear", "Embedding", "LayerNorm"]}),
+        "blocks": case(0, factor={"max_dim": 20, "large_input": "blocks", "large_output": "diagonal"}),
+    }  # fmt: skip
+
+
+class Buffers:
+    """Bytes of what all-to-alls send and receive, by the first kind that they carry."""
+
+    def __init__(self, channel) -> None:
+        self.seen: dict[str, list[tuple[int, int]]] = {}
+        self.plain, channel.all_to_all = channel.all_to_all, self.all_to_all
+
+    def all_to_all(self, sent, outgoing, incoming, *, carries, wait=True):
+        received, handle = self.plain(sent, outgoing, incoming, carries=carries, wait=wait)
+        self.seen.setdefault(next(iter(carries)), []).append((sent.nbytes, received.nbytes))
+        return received, handle
+
+
+def run(engine) -> None:
+    dtype = torch.randint(256, (2, GPT_2.context), generator=torch.Generator().manual_seed(dist.get_rank()))
+    engine.backward(engine(dtype, dtype.roll(-1, 1)))
+    engine.step()
+
+
+def measured(mode: Mode) -> dict:
+    engine = build(mode, 1, model=GPT(GPT_2))
+    kfac = engine.kfac.optimizer
+    channel, buffers, found = kfac.channel, Buffers(kfac.channel), {}
+    for step in range(max(STEPS.values()) + 1):
+        before = [counter.copy() for counter in (channel.sent, channel.received, channel.calls)]
+        buffers.seen.clear()
+        run(engine)
+        for kind in (kind for kind, when in STEPS.items() if when == step):
+            after = (channel.sent, channel.received, channel.calls)
+            found[kind] = [{k: now[k] - then[k] for k in KINDS} for now, then in zip(after, before, strict=True)]
+        if step == STEPS["refresh"]:
+            found["buffers"] = dict(buffers.seen)
+    factors, reducer = kfac.curvature.factors.values(), kfac.curvature.reducer
+    found["memory"] = {
+        "factors": sum(state.factor.nbytes for state in factors),
+        "history": sum(state.nbytes - state.factor.nbytes for state in factors),
+        "state": kfac.state_nbytes + kfac.adam_nbytes,
+        "adam": kfac.adam_nbytes,
+        "residuals": sum(residual.nbytes for residual in (reducer._residuals or {}).values()),
+        "buckets": sum(4 * bucket.numel for bucket in reducer.buckets(frozenset(kfac.curvature.specs))),
+    }
+    found["shards"] = [(s.param, s.start, s.numel, s.rank) for s in sorted(kfac.layout.shards.shards)]
+    found["places"] = [(s.group, s.offset) for s in sorted(kfac.layout.shards.shards)]
+    engine.destroy()
+    return found
+
+
+def worker(names) -> dict:
+    torch.manual_seed(0)
+    every = cases(dist.get_world_size())
+    return {name: measured(every[name]) for name in names}
+
+
+def expected(mode: Mode, world: int):
+    ds_config = mode.config(1, world)
+    config = kfac_config(ds_config)
+    engine_mode = mode_of(ds_config, config)
+    with torch.device("meta"):
+        model, example = GPT(GPT_2), torch.zeros(2, GPT_2.context, dtype=torch.long)
+    subject = subject_of(model, config, engine_mode, trace=trace(model, (example,)))
+    assert subject.shared == SHARED
+    assert all(parameter.is_meta for parameter in model.parameters())
+    found = estimate(subject, engine_mode, config, world=world, machine=Machine(BUILTIN["cpu"]))
+    return found, shards_of(subject, engine_mode, world)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_bytes_calls_memory_and_shards_are_those_of_an_engine(world):
+    names = list(cases(world))
+    results = run_ranks("tests.deepspeed.test_estimate:worker", world=world, payload=names)
+    for name, mode in cases(world).items():
+        found, shards = expected(mode, world)
+        for rank in range(world):
+            result = results[rank][name]
+            for kind in STEPS:
+                step, (sent, received, calls) = getattr(found, kind), result[kind]
+                assert sent == {k: step.sent(k)[rank] for k in KINDS}, (name, kind, rank)
+                assert received == {k: step.received(k)[rank] for k in KINDS}, (name, kind, rank)
+                assert calls == step.calls and step.collectives <= 4, (name, kind)
+            memory = {kind: int(found.memory[kind][rank]) for kind in found.memory}
+            assert_memory(name, memory, result, half=found.plan.wire is not torch.float32)
+            order = sorted(shards.shards)
+            assert result["shards"] == [(s.param, s.start, s.numel, s.rank) for s in order], name
+            if mode.stage < 3:
+                assert result["places"] == [(s.group, s.offset) for s in order], name
+
+
+def assert_memory(name: str, memory: dict, result: dict, *, half: bool) -> None:
+    measured = result["memory"]
+    state = sum(memory[kind] for kind in ("factors", "history", "eigenbases", "moments"))
+    assert memory["factors"] == measured["factors"] and memory["history"] == measured["history"], name
+    assert state == measured["state"], name
+    assert memory["residuals"] == measured["residuals"] and memory["buckets"] == measured["buckets"], name
+    if measured["adam"]:
+        assert memory["moments"] == measured["adam"], name
+    buffers = dict(result["buffers"])
+    sums = sum(received + half * sent for sent, received in buffers.pop("factors"))
+    rest = max(sent + received for calls in buffers.values() for sent, received in calls)
+    assert memory["messages"] == sums + rest, name
+
+
+PERIOD, SETTLED = 8, 16
+"""Refreshes spread over so many steps, from the first one on; steps until they go round."""
+
+
+def spread_cases(world: int) -> dict[str, Mode]:
+    basis = {"refresh_interval": PERIOD, "stagger": True}
+    late = basis | {"lag": 2}
+    return {
+        "stage 0": case(0, eigenbasis=basis, assignment={"gradient_worker_fraction": 1 / world}),
+        "stage 0, all workers, late": case(0, eigenbasis=late, assignment={"gradient_worker_fraction": 1.0}),
+        "stage 1, late": case(1, eigenbasis=late),
+        "stage 2": case(2, eigenbasis=basis, **BF16),
+        "stage 3": case(3, eigenbasis=basis),
+    }
+
+
+def spread_worker(names) -> dict:
+    torch.manual_seed(0)
+    every, found = spread_cases(dist.get_world_size()), {}
+    for name in names:
+        engine = build(every[name], 1, model=GPT(GPT_2))
+        channel = engine.kfac.optimizer.channel
+        for _ in range(SETTLED):
+            run(engine)
+        before = {kind: (channel.sent[kind], channel.received[kind], channel.calls[kind]) for kind in KINDS}
+        for _ in range(PERIOD):
+            run(engine)
+        after = {kind: (channel.sent[kind], channel.received[kind], channel.calls[kind]) for kind in KINDS}
+        found[name] = {kind: [b - a for a, b in zip(before[kind], after[kind], strict=True)] for kind in KINDS}
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_mean_of_spread_steps_is_that_of_a_run(world):
+    cases = spread_cases(world)
+    results = run_ranks("tests.deepspeed.test_estimate:spread_worker", world=world, payload=list(cases))
+    for name, mode in cases.items():
+        mean = expected(mode, world)[0].mean
+        for rank in range(world):
+            for kind in KINDS:
+                planned = [mean.sent(kind)[rank], mean.received(kind)[rank], mean.calls[kind]]
+                actual = results[rank][name][kind]
+                assert [PERIOD * value for value in planned] == pytest.approx(actual, abs=1e-6), (name, kind, rank)

@@ -1,0 +1,52 @@
+"""The tables in docs/estimator.md are what its commands print. ``python -m tests.estimate.test_docs`` writes them."""
+
+import contextlib
+import io
+import re
+
+import pytest
+
+from ds_kfac.__main__ import main
+from tests.ranks import ROOT
+
+DOC = ROOT / "docs/estimator.md"
+BLOCK = re.compile(r"```(table|console)\n\$ python -m ds_kfac (.*)\n((?:.*\n)*?)```\n")
+
+
+def printed(kind: str, command: str) -> str:
+    """What a command prints, or of it the table of strategies."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        assert main(command.split()) == 0
+    text = output.getvalue()
+    return text if kind == "console" else re.search(r"^  strategy .*\n(?:.+\n)*", text, re.M)[0]
+
+
+def blocks(text: str) -> list[tuple[str, str, str]]:
+    return [match.groups() for match in BLOCK.finditer(text)]
+
+
+@pytest.mark.parametrize(("kind", "command", "shown"), blocks(DOC.read_text()))
+def test_a_table_is_what_its_command_prints(kind, command, shown, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert printed(kind, command) == shown, "python -m tests.estimate.test_docs writes the tables anew"
+
+
+def test_every_named_model_has_a_table():
+    commands = " ".join(command for _, command, _ in blocks(DOC.read_text()))
+    for model in ("gpt2-xl", "llama-7b", "bert-large", "resnet50"):
+        assert f"--model {model} --world 64" in commands
+
+
+def write() -> None:
+    """From the root of the repository."""
+
+    def block(found: re.Match) -> str:
+        kind, command, _ = found.groups()
+        return f"```{kind}\n$ python -m ds_kfac {command}\n{printed(kind, command)}```\n"
+
+    DOC.write_text(BLOCK.sub(block, DOC.read_text()))
+
+
+if __name__ == "__main__":
+    write()

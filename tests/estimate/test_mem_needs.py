@@ -1,0 +1,81 @@
+"""``estimate_kfac_mem_needs_all_live`` and ``_cold``; the predictions' arithmetic where it can be done by hand."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ds_kfac
+from ds_kfac.costs import BUILTIN
+from ds_kfac.estimate.estimates import Estimate, Refused
+from ds_kfac.estimate.machine import Machine
+from ds_kfac.estimate.memory import state_bytes
+
+CONFIG = {"optimizer": {"type": "AdamW"}, "kfac": {"burn_in": {"steps": 0}}}
+SHAPES = [(20, 31, True), (31, 7, False)]
+
+
+def model() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(20, 31), nn.Linear(31, 7, bias=False))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_live_and_cold_agree_and_print_their_table(stage, capsys):
+    live = ds_kfac.estimate_kfac_mem_needs_all_live(
+        model(), CONFIG, 2, stage=stage, batch_rows=64, example=(torch.zeros(3, 20),)
+    )
+    assert "K-FAC state" in capsys.readouterr().out
+    cold = ds_kfac.estimate_kfac_mem_needs_all_cold(SHAPES, CONFIG, 2, stage=stage, batch_rows=64)
+    assert [found.name for found in live] == [found.name for found in cold]
+    assert [type(found) for found in live] == ([Estimate, Estimate, Refused] if stage == 0 else [Estimate, Refused])
+    for a, b in zip(live, cold, strict=True):
+        if isinstance(a, Estimate):
+            assert a.timing == b.timing and a.model == b.model
+            assert np.array_equal(a.state, b.state) and np.array_equal(a.mean.sent(), b.mean.sent())
+
+
+def test_one_rank_sends_nothing_and_holds_everything():
+    (found, _) = ds_kfac.estimate_kfac_mem_needs_all_live(model(), CONFIG, 1)
+    packed = sum(4 * (d * (d + 1) // 2) + 4 for d in (21, 31, 31, 7))
+    bases = sum(4 * (d * d + d) for d in (21, 31, 31, 7))
+    assert found.name == "one rank" and found.refresh.sent().tolist() == [0]
+    assert state_bytes(found.memory).tolist() == [packed + bases]
+    assert found.overhead is None, "the batch is not known"
+
+
+def test_state_of_all_ranks_is_the_same_under_the_owner_scheme():
+    totals = [
+        ds_kfac.estimate_kfac_mem_needs_all_cold(SHAPES, CONFIG, world, stage=2)[0].state.sum() for world in (1, 2, 5)
+    ]
+    assert len(set(totals)) == 1
+
+
+def test_work_is_that_of_the_formulas():
+    (found, *_) = ds_kfac.estimate_kfac_mem_needs_all_cold(SHAPES, CONFIG, 1, batch_rows=100)
+    sides = (21, 31, 31, 7)
+    assert sum(found.work.capture_flops.values()) == sum(100 * d * (d + 1) for d in sides)
+    assert found.work.decompose_flops.tolist() == [9 * sum(d**3 for d in sides)]
+    assert found.work.precondition_flops.tolist() == [4 * 31 * 21 * (31 + 21) + 4 * 7 * 31 * (7 + 31)]
+    assert found.model == pytest.approx(6 * 100 * (31 * 21 + 7 * 31) / BUILTIN["cuda"].gemm_flops)
+
+
+def test_bytes_between_nodes_take_the_slower_link():
+    costs = BUILTIN["cuda"]
+    payload = np.array([[0, 8, 16, 0], [0, 0, 0, 0], [0, 0, 0, 32], [0, 0, 0, 0]]) * 10**9
+    seconds = Machine(costs, node_size=2, node_bytes=8e9).travel(payload, 1) - costs.link_seconds
+    crossing = 16e9 / costs.link_bytes
+    assert seconds == pytest.approx([1 + crossing, 1, 4 + crossing, 4])
+    flat = Machine(costs).travel(payload, 0)
+    assert flat == pytest.approx(np.array([24, 8, 32, 32]) * 1e9 / costs.link_bytes)
+
+
+def test_a_wrong_device_or_world_says_what_to_do():
+    with pytest.raises(ValueError, match="must be one of cpu, cuda"):
+        ds_kfac.estimate_kfac_mem_needs_all_live(model(), CONFIG, 2, device="tpu")
+    with pytest.raises(ValueError, match="at least 1 rank"):
+        ds_kfac.estimate_kfac_mem_needs_all_live(model(), CONFIG, 0)
+    measure = {**CONFIG, "kfac": {"assignment": {"costs": "measure"}}}
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="no GPU here to measure"):
+            ds_kfac.estimate_kfac_mem_needs_all_live(model(), measure, 2)
