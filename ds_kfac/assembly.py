@@ -1,5 +1,7 @@
 """From an engine to its :class:`Job`: domains, their layers, a plan for each, and the optimizers that follow them."""
 
+import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -87,13 +89,22 @@ def setting(target: Target, config: KFACConfig) -> Setting:
     )
 
 
+def _node_size() -> int:
+    """Ranks of a node, as the launcher says; 1 where nodes differ. Collective."""
+    sizes = [0] * torch.distributed.get_world_size()
+    own = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
+    torch.distributed.all_gather_object(sizes, int(own))
+    return sizes[0] if len(set(sizes)) == 1 else 1
+
+
 def agreed_costs(device: torch.device, config: KFACConfig) -> CostModel:
     """The cost model, the same on every rank of the job: measured by the first one. Collective."""
     given, base = config.assignment.costs, BUILTIN["cpu" if device.type == "cpu" else "cuda"]
+    base = replace(base, node_size=_node_size())
     if isinstance(given, dict):
         return from_dict(given, base)
     if given == "builtin":
         return base
     values: list[Any] = [cached(device).to_dict() if torch.distributed.get_rank() == 0 else {}]
     torch.distributed.broadcast_object_list(values, src=0)
-    return from_dict(values[0], base)
+    return replace(from_dict(values[0], base), node_size=base.node_size)

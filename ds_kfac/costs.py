@@ -47,8 +47,10 @@ class CostModel:
         syrk_flops: the same of rows^T rows, counting rows D (D + 1).
         copy_bytes: bytes read and written per second by elementwise work.
         call_seconds: floor of starting any kernel.
-        link_bytes: bytes per second between ranks, each way.
+        link_bytes: bytes per second between ranks, each way; of different nodes, if ``node_bytes`` is given.
         link_seconds: latency of a message.
+        node_size: consecutive ranks of a node.
+        node_bytes: bytes per second between ranks of a node, each way; 0: as between nodes.
     """
 
     eigh_seconds: tuple[tuple[int, float], ...]
@@ -58,6 +60,8 @@ class CostModel:
     call_seconds: float
     link_bytes: float
     link_seconds: float
+    node_size: int = 1
+    node_bytes: float = 0.0
 
     def eigh(self, n: int, count: int = 1) -> float:
         """``count`` decompositions one after the other, as LAPACK does a batch."""
@@ -78,9 +82,14 @@ class CostModel:
     def elementwise(self, nbytes: float, calls: int = 1) -> float:
         return nbytes / self.copy_bytes + calls * self.call_seconds
 
-    def transfer(self, nbytes: float, messages: int = 0) -> float:
+    def transfer(self, nbytes: float, messages: int = 0, *, within_node: bool = False) -> float:
         """Between two ranks. Messages of many layers travel in one, so most callers count bytes only."""
-        return nbytes / self.link_bytes + messages * self.link_seconds
+        rate = self.node_bytes if within_node and self.node_bytes else self.link_bytes
+        return nbytes / rate + messages * self.link_seconds
+
+    def same_node(self, one: int, other: int) -> bool:
+        """Whether two ranks are of one node."""
+        return one // self.node_size == other // self.node_size
 
     def decompose(self, side: Side) -> float:
         """One refresh of a factor; a diagonal is its own eigenbasis."""
@@ -119,7 +128,8 @@ BUILTIN: Mapping[str, CostModel] = {
         link_bytes=1.25e9,
         link_seconds=50e-6,
     ),
-    # Not measured: orders of magnitude from published figures of an A100 (TF32 products, cuSOLVER's syevd, 200 Gbit/s).
+    # Not measured: orders of magnitude from published figures of an A100 (TF32 products, cuSOLVER's syevd), 200 Gbit/s
+    # between nodes and 1600 within.
     "cuda": CostModel(
         eigh_seconds=((64, 1e-3), (256, 4e-3), (512, 10e-3), (1024, 27e-3), (2048, 80e-3), (4096, 0.3), (8192, 1.5)),
         gemm_flops=1e14,
@@ -128,6 +138,7 @@ BUILTIN: Mapping[str, CostModel] = {
         call_seconds=6e-6,
         link_bytes=2.5e10,
         link_seconds=20e-6,
+        node_bytes=2e11,
     ),
 }
 """By device type; what is neither measured nor given."""
@@ -149,7 +160,10 @@ def from_dict(values: Mapping[str, Any], base: CostModel) -> CostModel:
     if "eigh_seconds" in given:
         given["eigh_seconds"] = _table(given["eigh_seconds"])
     for key, value in given.items():
-        if key != "eigh_seconds" and not (_positive(value) or (key.endswith("seconds") and value == 0)):
+        if key == "node_size" and (type(value) is not int or value < 1):
+            raise ValueError(f"costs.node_size: got {value!r}; must be a number of ranks")
+        may_be_0 = key.endswith("seconds") or key == "node_bytes"
+        if key != "eigh_seconds" and not (_positive(value) or (may_be_0 and value == 0)):
             raise ValueError(f"costs.{key}: got {value!r}; must be a positive number")
     return replace(base, **given)
 

@@ -59,14 +59,18 @@ def _travel(work: Work, item: tuple[FactorSpec, ...]) -> float:
 
 
 def _soonest(among: list[int], loads: list[float], users: set[int], seconds: float, travel: float) -> int:
-    """Where the largest load among decomposer and users ends up smallest; then the least loaded; then a user."""
+    """Where the largest load among decomposer and users ends up smallest; then the least loaded; then a user.
+
+    Args:
+        travel: seconds for either end of one copy of the eigenbases.
+    """
     none = (0.0, -1)
     first, second = heapq.nlargest(2, [*((loads[rank], rank) for rank in users), none, none])
 
     def outcome(rank: int) -> tuple[float, float, bool, int]:
         busiest = (second if first[1] == rank else first)[0]  # of the users that receive
-        sends = travel if len(users) > 1 or rank not in users else 0.0
-        after = loads[rank] + seconds + sends
-        return max(after, busiest + sends), after, rank not in users, rank
+        copies = len(users) - (rank in users)
+        after = loads[rank] + seconds + copies * travel
+        return max(after, busiest + travel if copies else busiest), after, rank not in users, rank
 
     return min(among, key=outcome)

@@ -12,6 +12,7 @@ from ds_kfac.costs import CostModel
 from ds_kfac.factor_spec import factor_specs, tied_factors
 from ds_kfac.grid import worker_counts, workers_for
 from ds_kfac.layers.base import LayerSpec
+from ds_kfac.layers.row_blocks import CUT
 from ds_kfac.planning import Plan
 from ds_kfac.stagger import refresh_offsets
 from ds_kfac.warm_start import WarmStart
@@ -20,6 +21,8 @@ from ds_kfac.work import Work, packed_bytes
 
 LONG_REFRESH = 0.05
 """Seconds of a refresh of everything at once from which on it is spread over steps."""
+UNEVEN = 1.5
+"""Largest over mean load from which on a reason is looked for."""
 DEAR_TRAFFIC = 0.02
 """Part of K-FAC's seconds per step from which on its traffic is halved, in a model of 16 bits."""
 
@@ -56,13 +59,15 @@ def make_plan(layers: Sequence[LayerSpec], setting: Setting, config: KFACConfig,
     reasons += why
     offsets, why = _offsets(layers, assignment, config, costs, update, refresh)
     reasons += why
+    work = Work(layers, factor_specs(layers), setting.world, setting.held, costs, update, refresh, setting.moments)
+    reasons += _too_large_to_share(layers, assignment, work)
     options = config.eigenbasis
     warm = WarmStart(options.keep_below, options.values_below, options.qr_below)
     return Plan(
         layers=tuple(layers),
         schedule=schedule,
         assignment=assignment,
-        work=Work(layers, factor_specs(layers), setting.world, setting.held, costs, update, refresh, setting.moments),
+        work=work,
         offsets=offsets,
         lag=options.lag,
         adaptive=AdaptiveRule(config.adaptive.tolerance, config.adaptive.max_interval)
@@ -125,6 +130,25 @@ def _assignment(
         over = f"; {len(problems)} more over the budget of {budget} GB" if problems else ""
         reasons.append(f"{best} of {world} ranks precondition a layer: predicted per step and rank {tried}{over}")
     return found[best], reasons
+
+
+def _too_large_to_share(layers: Sequence[LayerSpec], assignment: Assignment, work: Work) -> list[str]:
+    """What to do about a layer that keeps the busiest rank busy by itself."""
+    rank = max(range(assignment.world), key=lambda rank: assignment.loads[rank])
+    if assignment.imbalance < UNEVEN:
+        return []
+    seconds = {
+        layer.name: (work.precondition[layer.name] if rank in assignment.workers[layer.name] else 0.0)
+        + sum(work.factor[f.key] for f in work.used[layer.name] if assignment.decomposers[f.key] == rank)
+        for layer in layers
+    }
+    largest = max(layers, key=lambda layer: seconds[layer.name])
+    if seconds[largest.name] < assignment.loads[rank] / 2 or largest.kind not in CUT or largest.dim_G < 2:
+        return []
+    return [
+        f"rank {rank} has {assignment.imbalance:.1f} times the mean load, most of it for {largest.name} alone; "
+        f"layers.max_outputs {-(-largest.dim_G // 2)} or less would let ranks share it"
+    ]
 
 
 def _workers(fraction: float, world: int) -> int:

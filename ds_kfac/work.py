@@ -25,8 +25,9 @@ def basis_bytes(side: Side) -> int:
 class Work:
     """All that is to be given to ranks.
 
-    Seconds per step are amortised over the intervals. Both ends pay for what is sent, a broadcast as if it were sent
-    once (a ring or a tree). What every rank does alike, capturing and sending batch sums, is left out.
+    Seconds per step are amortised over the intervals. Both ends pay for what is sent, a sender for every copy; results
+    leave and arrive at once, so the longer direction counts. What every rank does alike, capturing and sending batch
+    sums, is left out.
 
     Attributes:
         held: per layer name, gradient elements on each rank; None if all ranks hold all gradients.
@@ -65,10 +66,18 @@ class Work:
 
     @cached_property
     def travel(self) -> Mapping[str, float]:
-        """Seconds per step for either end of sending an eigenbasis."""
+        """Seconds per step for either end of sending one copy of an eigenbasis to another node."""
         return {
             factor.key: self.costs.transfer(basis_bytes(factor.side)) / self.refresh_interval for factor in self.factors
         }
+
+    def result(self, layer: LayerSpec, width: int) -> tuple[float, float]:
+        """Seconds per step to send a layer's result along a row of ``width`` consecutive ranks, and to receive it (on
+        average)."""
+        nbytes, within = ELEMENT_BYTES * layer.numel, min(width, self.costs.node_size) - 1
+        sends = within * self.costs.transfer(nbytes, within_node=True)
+        sends += (width - 1 - within) * self.costs.transfer(nbytes)
+        return sends, sends / max(1, width - 1)
 
     def moved(self, layer: LayerSpec, rank: int) -> float:
         """Seconds per step on a layer's only worker: gather what others hold of the gradient, return the result."""
@@ -82,16 +91,18 @@ class Work:
 
     def loads(self, workers: Mapping[str, tuple[int, ...]], decomposers: Mapping[str, int]) -> list[float]:
         """Seconds per step of every rank; factors without a decomposer are left out."""
-        loads = [0.0] * self.world
+        loads, sent, received, to_all = [0.0] * self.world, [0.0] * self.world, [0.0] * self.world, 0.0
         for layer in self.layers:
             ranks = workers[layer.name]
+            sends, receives = self.result(layer, self.world // len(ranks)) if self.held is None else (0.0, 0.0)
+            to_all += receives
             for rank in ranks:
                 loads[rank] += self.precondition[layer.name]
+                sent[rank] += sends
+                received[rank] -= receives
             if self.held is not None:
                 self._pay_for_pieces(loads, layer, ranks[0])
-            elif len(ranks) < self.world:  # one sends, or receives, in every row
-                seconds = self.costs.transfer(ELEMENT_BYTES * layer.numel)
-                loads = [load + seconds for load in loads]
+        loads = [load + max(out, to_all + back) for load, out, back in zip(loads, sent, received, strict=True)]
         for factor in self.factors:
             if factor.key in decomposers:
                 self.decompose(loads, factor, decomposers[factor.key], self.users(factor, workers))
@@ -100,9 +111,12 @@ class Work:
     def decompose(self, loads: list[float], factor: FactorSpec, rank: int, users: set[int]) -> None:
         """Add a factor's seconds to its decomposer, and its eigenbasis' to both ends of its way to other workers."""
         loads[rank] += self.factor[factor.key]
-        if users - {rank}:
-            for end in users | {rank}:
-                loads[end] += self.travel[factor.key]
+        nbytes = basis_bytes(factor.side)
+        for user in users - {rank}:
+            within = self.costs.same_node(rank, user)
+            seconds = self.costs.transfer(nbytes, within_node=within) / self.refresh_interval
+            loads[user] += seconds
+            loads[rank] += seconds
 
     def _pay_for_pieces(self, loads: list[float], layer: LayerSpec, worker: int) -> None:
         assert self.held is not None

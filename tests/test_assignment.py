@@ -100,11 +100,14 @@ def test_replicated_gradients_are_balanced_heaviest_first():
     assignment = place(specs, 2)
     assert owners(assignment)["l0"] != owners(assignment)["l1"]
     work = Work(specs, factor_specs(specs), 2, None, COSTS, **INTERVALS)
-    results = COSTS.transfer(4 * sum(spec.numel for spec in specs))
     for rank in (0, 1):
+        sent, received = (
+            COSTS.transfer(4 * sum(spec.numel for spec in specs if (owners(assignment)[spec.name] == rank) == own))
+            for own in (True, False)
+        )
         mine = [spec.name for spec in specs if owners(assignment)[spec.name] == rank]
         expected = sum(work.precondition[name] + work.factor[f"{name}/A"] + work.factor[f"{name}/G"] for name in mine)
-        assert assignment.loads[rank] == pytest.approx(expected + results)
+        assert assignment.loads[rank] == pytest.approx(expected + max(sent, received))
 
 
 def test_whole_layers_stay_within_grahams_bound_of_the_best_placement():
@@ -149,6 +152,30 @@ def test_kaisa_balances_cubes_alone():
     work = Work(specs, factor_specs(specs), 2, None, COSTS, **INTERVALS)
     assert owners(kaisa_greedy(work)) == {"l0": 0, "l1": 1, "l2": 1, "l3": 1}  # 1024 against 3 x 128
     assert owners(round_robin(work)) == {"l0": 0, "l1": 1, "l2": 0, "l3": 1}
+
+
+def test_a_result_is_paid_for_by_its_sender_for_every_copy_and_by_link():
+    specs = layers((30, 20))
+    costs = replace(COSTS, node_size=2, node_bytes=10 * COSTS.link_bytes)
+    work = Work(specs, factor_specs(specs), 8, None, costs, **INTERVALS)
+    slow, fast = 4 * 600 / costs.link_bytes, 4 * 600 / costs.node_bytes
+    alone = work.precondition["l0"]
+    mem_opt = work.loads({"l0": (3,)}, {})
+    assert mem_opt[3] == pytest.approx(alone + fast + 6 * slow)
+    assert mem_opt[0] == mem_opt[2] == pytest.approx((fast + 6 * slow) / 7)  # of a node mate or not, on average
+    hybrid = work.loads({"l0": (0, 2, 4, 6)}, {})  # rows are nodes
+    assert hybrid == pytest.approx([alone + fast, fast] * 4)
+    assert work.loads({"l0": tuple(range(8))}, {}) == pytest.approx([alone] * 8)
+
+
+def test_fast_links_within_a_node_make_rows_of_a_node_the_best():
+    specs = layers(*[(1024, 1024)] * 16)
+    nodes = replace(BUILTIN["cuda"], link_bytes=1e9, node_size=4, node_bytes=1e12)
+    flat, by_node = (
+        {count: max(place(specs, 16, workers=count, costs=costs).loads) for count in worker_counts(16)}
+        for costs in (replace(nodes, node_size=1, node_bytes=0.0), nodes)
+    )
+    assert min(by_node, key=by_node.get) == 4 and by_node[4] < flat[4] and by_node[1] < flat[1]
 
 
 # --- the grid ---
@@ -225,7 +252,7 @@ def test_an_eigenbasis_is_paid_for_where_it_leaves_and_where_it_arrives():
     workers = {"l0": (0, 2)}
     none, found = work.loads(workers, {}), work.loads(workers, {"l0/A": 0, "l0/G": 3})
     to_A, to_G = (4 * (n * n + n) / COSTS.link_bytes / 100 for n in (5, 3))
-    expected = [work.factor["l0/A"] + to_A + to_G, 0, to_A + to_G, work.factor["l0/G"] + to_G]
+    expected = [work.factor["l0/A"] + to_A + to_G, 0, to_A + to_G, work.factor["l0/G"] + 2 * to_G]
     assert [after - before for before, after in zip(none, found, strict=True)] == pytest.approx(expected)
 
 

@@ -67,8 +67,11 @@ def run(arguments: argparse.Namespace) -> str:
     traced = trace(model, example) if example is not None else None
     subject = subject_of(model, config, mode, trace=traced, convolutions=arguments.with_convolutions)
     costs = _costs(costs_of(config, arguments.device), arguments)
-    node_bytes = arguments.node_gbps and arguments.node_gbps * 1e9 / 8
-    machine = Machine(costs, arguments.node_size, node_bytes, arguments.model_flops)
+    if arguments.node_size is not None:
+        costs = replace(costs, node_size=arguments.node_size)
+    if arguments.node_gbps is not None:
+        costs = replace(costs, node_bytes=arguments.node_gbps * 1e9 / 8)
+    machine = Machine(costs, arguments.model_flops)
     rows, origin = arguments.batch_rows, "--batch-rows"
     if rows is None and traced is not None:
         known = MODELS.get(arguments.model)

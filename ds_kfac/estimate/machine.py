@@ -12,27 +12,23 @@ class Machine:
     """See the module's docstring.
 
     Attributes:
-        costs: of K-FAC's work; its ``link_bytes`` are those between nodes.
-        node_size: consecutive ranks of a node; None: every rank is a node of its own.
-        node_bytes: bytes per second between ranks of a node, each way; None: as between nodes.
+        costs: of K-FAC's work and of links.
         model_flops: FLOP per second that the model's forward and backward reach; None: those of a product in ``costs``.
     """
 
     costs: CostModel
-    node_size: int | None = None
-    node_bytes: float | None = None
     model_flops: float | None = None
 
     def elsewhere(self, world: int) -> np.ndarray:
         """[W, W]: whether two ranks are of different nodes."""
-        node = np.arange(world) // (self.node_size or 1)
+        node = np.arange(world) // self.costs.node_size
         return node[:, None] != node[None, :]
 
     def travel(self, payload: np.ndarray, collectives: float) -> np.ndarray:
         """Seconds [W] to send and receive bytes [W, W]: the longer direction, and a latency per collective."""
         elsewhere = self.elsewhere(len(payload))
         seconds = np.full(len(payload), collectives * self.costs.link_seconds)
-        rates = ((elsewhere, self.costs.link_bytes), (~elsewhere, self.node_bytes or self.costs.link_bytes))
+        rates = ((elsewhere, self.costs.link_bytes), (~elsewhere, self.costs.node_bytes or self.costs.link_bytes))
         for where, rate in rates:
             moved = payload * where
             seconds += np.maximum(moved.sum(axis=0), moved.sum(axis=1)) / rate

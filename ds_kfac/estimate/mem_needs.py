@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def estimate_kfac_mem_needs_all_live(
     on_device = [x.to(device_of) if isinstance(x, Tensor) else x for x in example or ()]
     traced = trace(model, on_device) if on_device else None
     subject = subject_of(model, kfac, mode, trace=traced)
-    machine = Machine(costs_of(kfac, device), node_size)
+    machine = Machine(replace(costs_of(kfac, device), node_size=node_size or 1))
     lines, found = described(subject, mode, kfac, world=world, machine=machine, rows=batch_rows)
     print("\n".join(lines))
     return found
@@ -96,7 +97,7 @@ def estimate_kfac_mem_needs_all_cold(
     """
     _, kfac, mode = _read(config, stage)
     subject = subject_of_shapes(shapes, kfac)
-    machine = Machine(costs_of(kfac, device), node_size)
+    machine = Machine(replace(costs_of(kfac, device), node_size=node_size or 1))
     lines, found = described(subject, mode, kfac, world=world, machine=machine, rows=batch_rows)
     print("\n".join(lines))
     return found

@@ -146,8 +146,8 @@ def machine_lines(machine: Machine) -> list[str]:
     """The constants that predictions are made from."""
     costs = machine.costs
     eigh = ", ".join(f"{size}: {_seconds(seconds)}" for size, seconds in costs.eigh_seconds)
-    within = machine.node_bytes or costs.link_bytes
-    nodes = f"; {machine.node_size} ranks a node, {8 * within / 1e9:.4g} Gbit/s within" if machine.node_size else ""
+    within = costs.node_bytes or costs.link_bytes
+    nodes = f"; {costs.node_size} ranks a node, {8 * within / 1e9:.4g} Gbit/s within" if costs.node_size > 1 else ""
     model = number(machine.model_flops or costs.gemm_flops, "")
     return [
         f"  assumed: eigh {eigh}",
