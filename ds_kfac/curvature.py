@@ -148,7 +148,7 @@ class Curvature:
 
     def _fold(self, layer: LayerSpec, uses: list[UseSums], decay: float) -> None:
         parts = {"A": uses[0].A, "G": uses[0].G}
-        counted = parts["G"] or parts["A"]
+        counted = parts[self._counting(layer)[-1]]
         if len(layer.uses) > 1:
             parts["A"], parts["G"] = tied_sums(uses[0], uses[1], layer.A, layer.G)
         for which, batch in parts.items():
@@ -161,8 +161,8 @@ class Curvature:
             self.next.factors[key] = state
             if similar is not None:
                 self.next.similar[key] = similar
-        assert counted is not None
-        self.next.terms[layer.name] = counted.count  # 0 if no rank had any
+        if counted is not None:
+            self.next.terms[layer.name] = counted.count  # 0 if no rank had any
 
     def decompose(self, step: int, due: FactorsDue) -> None:
         """Decompose what is due here and now; start what takes effect later; collect what takes effect now."""
