@@ -17,6 +17,7 @@ from ds_kfac.metrics import Metrics
 from ds_kfac.planning import Plan
 from ds_kfac.reducer import Reducer
 from ds_kfac.refresher import Refresher
+from ds_kfac.side import Side
 from ds_kfac.strategy import Setting, make_plan
 from ds_kfac.timetable import FactorsDue
 from tests.fake_network import FakeNetwork
@@ -29,10 +30,10 @@ ROWS, TERMS = 6.0, 3.0
 """Of one rank: a layer that is called twice has twice as many rows as loss terms."""
 
 
-def plan_with(decomposers: dict[str, int], workers: int) -> Plan:
+def plan_with(decomposers: dict[str, int], workers: int, layers=LAYERS) -> Plan:
     """Two ranks."""
     config = parse({"assignment": {"gradient_worker_fraction": workers / 2}})
-    plan = make_plan(LAYERS, Setting(2, None, torch.float32, torch.float32, 0), config, BUILTIN["cpu"])
+    plan = make_plan(layers, Setting(2, None, torch.float32, torch.float32, 0), config, BUILTIN["cpu"])
     return replace(plan, assignment=replace(plan.assignment, decomposers=decomposers))
 
 
@@ -61,7 +62,9 @@ def stepped(channel, plan: Plan, due: FactorsDue, step: int = 0):
 def summed(curvature: Curvature, key: str, rank: int) -> torch.Tensor:
     """A rank's batch sum: of random rows, the same in every thread."""
     side = curvature.specs[key].side
-    rows = torch.randn(20, side.dim, generator=torch.Generator().manual_seed(10 * sorted(KEYS).index(key) + rank))
+    rows = torch.randn(
+        20, side.dim, generator=torch.Generator().manual_seed(1000 * ord(key[1]) + 10 * ord(key[-1]) + rank)
+    )
     return side.accumulate_(torch.zeros(side.numel), rows)
 
 
@@ -105,3 +108,17 @@ def test_all_workers_count_the_same_loss_terms(captured, decomposers):
 
     expected = [2 * TERMS if f"{layer.name}/G" in captured else None for layer in LAYERS]
     assert FakeNetwork(2).run(work) == [expected] * 2
+
+
+@pytest.mark.parametrize("decomposers", [{"q/A": 0, "v/G": 0}, {"q/A": 1, "v/G": 0}], ids=str)
+def test_layers_without_g_count_the_rows_of_the_a_they_share(decomposers):
+    """As with activations_only; v has a G of its own."""
+    layers = [replace(linear_layer(name, 5, 3), G=Side.identity(3)) for name in "qk"] + [linear_layer("v", 5, 3)]
+    plan = plan_with(dict.fromkeys(["q/A", "k/A", "v/A", "v/G"], 0) | decomposers, workers=2, layers=layers)
+    plan = plan.sharing([("q", "k", "v")])
+
+    def work(channel):
+        curvature, _, told = stepped(channel, plan, FactorsDue(frozenset(["q/A", "v/G"]), frozenset()))
+        return [float(curvature.terms_of(layer, told)) for layer in layers]
+
+    assert FakeNetwork(2).run(work) == [[2 * ROWS, 2 * ROWS, 2 * TERMS]] * 2
