@@ -5,7 +5,7 @@ from typing import Any, Literal
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import BaseModel, ConfigDict, Field
 
-from ds_kfac.config_values import Decay, Interval, NotNegative, Positive
+from ds_kfac.config_values import Costs, Decay, Interval, NotNegative, Positive
 from ds_kfac.schedule import BurnIn, Value
 
 
@@ -201,7 +201,7 @@ class AssignmentConfig(Block):
     split_factors: bool | None = None
     """Let two ranks decompose a layer's A and G. null: if it is predicted to be faster and eigenbases travel anyway,
     which they do with several gradient workers."""
-    costs: Literal["builtin", "measure"] | dict[str, Any] = "builtin"
+    costs: Costs = "builtin"
     """Seconds of decompositions, products and messages that plans are made from: builtin figures, measured once on
     this machine and kept in ~/.cache/ds_kfac, or given."""
     load_tolerance: float = Field(0.1, ge=0)

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Annotated, Any, Generic, TypeVar, get_args
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, TypeAdapter, ValidationError, field_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from ds_kfac.costs import BUILTIN, from_dict
 from ds_kfac.schedule import Value
 
 Number = TypeVar("Number")
@@ -105,3 +106,21 @@ Interval = Annotated[Value, _validator(Annotated[int, Field(ge=1)], "integer")]
 Decay = Annotated[Value, _validator(Annotated[_FINITE, Field(ge=0, lt=1)], "number")]
 Positive = Annotated[Value, _validator(Annotated[_FINITE, Field(gt=0)], "number")]
 NotNegative = Annotated[Value, _validator(Annotated[_FINITE, Field(ge=0)], "number")]
+
+
+def _costs(raw: Any) -> Any:
+    """Check what replaces rates of a cost model; which model does not matter."""
+    if isinstance(raw, Mapping):
+        given = {key: value for key, value in raw.items() if value is not None}
+        try:
+            from_dict(given, BUILTIN["cpu"])
+        except ValueError as problem:
+            raise PydanticCustomError("costs", "{problem}", {"problem": str(problem).removeprefix("costs.")}) from None
+        return given
+    if raw not in ("builtin", "measure"):
+        raise PydanticCustomError("costs", 'Must be builtin, measure or an object such as {"link_bytes": 1e9}')
+    return raw
+
+
+Costs = Annotated[Literal["builtin", "measure"] | dict[str, Any], PlainValidator(_costs)]
+"""Of :class:`ds_kfac.costs.CostModel`: the name of one, or some of its fields."""

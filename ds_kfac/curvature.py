@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_kfac.adaptive import History
 from ds_kfac.agenda import Agenda
-from ds_kfac.capture import UseSums
+from ds_kfac.capture import BatchSum, UseSums
 from ds_kfac.config import KFACConfig
 from ds_kfac.decomposition import count, usable
 from ds_kfac.delivery import Delivery
@@ -134,7 +134,7 @@ class Curvature:
 
     def _fold(self, layer: LayerSpec, uses: list[UseSums], decay: float) -> None:
         parts = {"A": uses[0].A, "G": uses[0].G}
-        counted = parts[counting(self.of_layer[layer.name])[-1]]
+        self._count_terms(layer, parts)
         if len(layer.uses) > 1:
             parts["A"], parts["G"] = tied_sums(uses[0], uses[1], layer.A, layer.G)
         for which, batch in parts.items():
@@ -147,8 +147,16 @@ class Curvature:
             self.next.factors[key] = state
             if similar is not None:
                 self.next.similar[key] = similar
-        if counted is not None:
-            self.next.terms[layer.name] = counted.count  # 0 if no rank had any
+
+    def _count_terms(self, layer: LayerSpec, parts: Mapping[str, BatchSum | None]) -> None:
+        """Of the layer, and of those that have only its A; 0 if no rank had any."""
+        for which, batch in parts.items():
+            if batch is None:
+                continue
+            spec = self.of_layer[layer.name][which]
+            for name in spec.layers:
+                if counting(self.of_layer[name]) == spec.key:
+                    self.next.terms[name] = batch.count
 
     def decompose(self, step: int, due: FactorsDue) -> None:
         """Decompose what is due here and now; start what takes effect later; collect what takes effect now."""

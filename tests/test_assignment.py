@@ -1,4 +1,4 @@
-"""Who does what: where the gradient is, unless that overloads a rank; the KAISA grid; a cap. Arithmetic, no ranks."""
+"""Who does what: where the gradient is, unless that overloads a rank; the KAISA grid. Arithmetic, no ranks."""
 
 import itertools
 import random
@@ -11,7 +11,7 @@ from ds_kfac.assignment import Assignment, assign
 from ds_kfac.baselines import kaisa_greedy, round_robin
 from ds_kfac.costs import BUILTIN
 from ds_kfac.factor_spec import factor_specs
-from ds_kfac.grid import worker_counts, workers_for
+from ds_kfac.grid import worker_counts
 from ds_kfac.layers.base import LayerSpec
 from ds_kfac.side import Side
 from ds_kfac.work import Work
@@ -181,34 +181,6 @@ def test_fast_links_within_a_node_make_rows_of_a_node_the_best():
 # --- the grid ---
 
 
-def test_worker_counts_divide_the_world():
-    assert worker_counts(12) == (1, 2, 3, 4, 6, 12)
-    assert worker_counts(7) == (1, 7)
-    assert worker_counts(1) == (1,)
-
-
-@pytest.mark.parametrize(
-    ("fraction", "world", "expected"),
-    [(1.0, 8, 8), (0.5, 8, 4), (0.125, 8, 1), (0.0, 8, 1), (0.01, 8, 1), (0.33, 3, 1), (1 / 3, 9, 3), (0.5, 1, 1)],
-)
-def test_a_fraction_is_a_number_of_workers(fraction, world, expected):
-    assert workers_for(fraction, world) == expected
-
-
-@pytest.mark.parametrize(
-    ("fraction", "world", "message"),
-    [
-        (0.4, 8, r"0\.4, which is 3\.2 of 8 ranks.*divide 8: 0\.25 \(g = 2\) or 0\.5 \(g = 4\)"),
-        (0.6, 7, r"0\.142857 \(g = 1\) or 1 \(g = 7\)"),
-        (1.5, 8, "between 0 and 1"),
-        (-0.1, 8, "between 0 and 1"),
-    ],
-)
-def test_a_fraction_off_the_grid_is_refused_with_its_neighbours(fraction, world, message):
-    with pytest.raises(ValueError, match=message):
-        workers_for(fraction, world)
-
-
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("world", [1, 6, 7, 8])
 def test_workers_are_columns_and_results_stay_in_rows_of_consecutive_ranks(world, split):
@@ -320,59 +292,7 @@ def test_more_ranks_than_layers():
     assert len(set(owners(place(layers((8, 8), (8, 8)), 5, held=held)).values())) == 2
 
 
-# --- memory ---
-
-
-def test_memory_is_factors_on_decomposers_and_bases_and_moments_on_workers():
-    specs = [replace(linear_layer("l0", 5, 3), G=Side.diagonal(3))]
-    factors = factor_specs(specs)
-    work = Work(specs, factors, 4, None, COSTS, **INTERVALS, moments=2)
-    found = work.memory({"l0": (0, 2)}, {"l0/A": 2, "l0/G": 3})
-    bases_and_moments = 4 * (5 * 5 + 5) + 4 * 3 + 2 * 4 * 15
-    assert found == [bases_and_moments, 0, bases_and_moments + 4 * 15 + 4, 4 * 3 + 4]
-
-
-def test_a_shared_factor_takes_memory_once_a_rank():
-    specs = layers((7, 3), (7, 3))
-    factors = factor_specs(specs, [["l0", "l1"]])
-    work = Work(specs, factors, 2, None, COSTS, **INTERVALS)
-    A, G = 4 * (49 + 7), 4 * (9 + 3)
-    packed_A, packed_G = 4 * 28 + 4, 4 * 6 + 4
-    decomposers = {"l0/A": 0, "l0/G": 0, "l1/G": 0}
-    assert work.memory({"l0": (0,), "l1": (0,)}, decomposers) == [A + 2 * G + packed_A + 2 * packed_G, 0]
-    assert work.memory({"l0": (0,), "l1": (1,)}, decomposers) == [A + G + packed_A + 2 * packed_G, A + G]
-
-
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("zero", [False, True], ids=["replicated", "zero"])
-def test_a_cap_is_respected_down_to_the_smallest_assignment(zero, split):
-    specs = layers(*[(128, 128)] * 4, *[(16, 16)] * 3)  # four cost as much as one of 128 in seconds, not in bytes
-    held = {spec.name: [spec.numel, 0] for spec in specs} if zero else None
-    options = {"held": held, "split_factors": split, "load_tolerance": 9.0, "moments": 1}
-    free = place(specs, 2, **options)
-    cap = sum(free.memory) * 0.52
-    capped = place(specs, 2, memory_cap=cap, **options)
-    assert max(capped.memory) <= cap
-    if zero:  # else it is balanced anyway
-        assert max(free.memory) > cap
-
-
-def test_bytes_are_balanced_when_heaviest_first_in_seconds_leads_to_a_dead_end():
-    specs = layers((8, 100), (100, 200), (200, 50), (8, 300))  # 8 x 300 comes third in seconds, first in bytes
-    cap = 0.55 * sum(place(specs, 2, moments=1).memory)
-    assert max(place(specs, 2, moments=1, memory_cap=cap).memory) <= cap
-
-
-def test_a_cap_that_nothing_fits_says_how_much_is_needed_and_what_to_change():
-    specs = layers((64, 64), (64, 64))
-    needed = max(place(specs, 2).memory)
-    assert max(place(specs, 2, memory_cap=needed).memory) == needed
-    with pytest.raises(
-        ValueError, match=rf"cap is {needed - 1} bytes.*needs {needed} .*factor\.max_dim or more than 2"
-    ):
-        place(specs, 2, memory_cap=needed - 1)
-    with pytest.raises(ValueError, match="smaller gradient worker fraction than 1"):
-        place(specs, 2, workers=2, memory_cap=needed - 1)
+# --- always ---
 
 
 def test_the_same_plan_every_time():

@@ -1,0 +1,291 @@
+"""Batch sums in two buckets that leave as soon as they are complete; ranks are threads here."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_kfac.factor_spec import factor_specs
+from ds_kfac.reducer import KEPT_PLANS, Reducer
+from tests.fake_network import FakeNetwork
+from tests.models import linear_layer
+
+CPU = torch.device("cpu")
+LAYERS = [linear_layer(f"l{i}", dim_A, 3 + i) for i, dim_A in enumerate((5, 8, 8, 6, 8, 7))]
+FACTORS = factor_specs(LAYERS, [["l1", "l2", "l4"]])
+KEYS = frozenset(factor.key for factor in FACTORS)
+ROWS = [(factor.layers[0], 0, factor.key[-1]) for factor in FACTORS]
+DECOMPOSERS = {factor.key: i % 2 for i, factor in enumerate(FACTORS)}
+
+
+class Boundary:
+    """Whether the running backward is the last of the step."""
+
+    def __init__(self, last: bool = True) -> None:
+        self.last = last
+
+    def __call__(self) -> bool:
+        return self.last
+
+
+def make(channel, *, last=None, **options) -> Reducer:
+    options = {"last_micro_batch": last or Boundary()} | options
+    decomposers = {key: rank % channel.world for key, rank in DECOMPOSERS.items()}
+    return Reducer(LAYERS, FACTORS, decomposers, channel, CPU, **options)
+
+
+def alone(**options) -> Reducer:
+    """To look at plans."""
+    return make(FakeNetwork(2).channel(0), **options)
+
+
+def value(row, rank: int, step: int) -> float:
+    return float(1 + ROWS.index(row) + 100 * rank + 1000 * step)
+
+
+def add(reducer: Reducer, sums, rows, step: int = 0) -> None:
+    """One addition to each of ``rows``, in that order."""
+    for row in rows:
+        part = getattr(sums[row[0]][row[1]], row[2])
+        part.sum_P.add_(value(row, reducer.channel.rank, step))
+        part.count.add_(1)
+        reducer.rows_added(*row)
+
+
+def due(row, keys) -> bool:
+    return f"{row[0]}/{row[2]}" in keys
+
+
+def check(found, keys, world: int, rank: int, step: int, times: int = 1) -> None:
+    """Own sums are those of all ranks; others' are not here."""
+    parts = {(name, use, side): part for name, uses in found.items() for use, sums in enumerate(uses)
+             for side, part in (("A", sums.A), ("G", sums.G)) if part is not None}  # fmt: skip
+    own = {row for row in ROWS if DECOMPOSERS[f"{row[0]}/{row[2]}"] % world == rank}
+    assert set(parts) == {row for row in own if due(row, keys)}
+    for row, part in parts.items():
+        expected = times * sum(value(row, other, step) for other in range(world))
+        assert (part.sum_P == expected).all() and part.count == times * world, row
+
+
+# the two buckets
+
+
+@pytest.mark.parametrize("keys", [KEYS, KEYS - {"l5/A", "l5/G"}, {"l0/A", "l3/G", "l5/G"}, {"l1/A"}], ids=len)
+def test_buckets_cover_every_factor_that_is_due_once(keys):
+    slots = [slot for bucket in alone().buckets(frozenset(keys)) for slot in bucket.slots]
+    assert sorted(slot.factor for slot in slots) == sorted(keys)
+
+
+def test_upper_layers_come_first_and_a_layer_stays_together():
+    first, second = alone().buckets(KEYS)
+    upper, lower = ({slot.layer for slot in bucket.slots} for bucket in (first, second))
+    assert min(upper) > max(lower) and upper | lower == {layer.name for layer in LAYERS}
+    total, largest = sum(f.side.numel for f in FACTORS), max(layer.packed_numel for layer in LAYERS)
+    assert total / 2 <= sum(slot.numel for slot in first.slots) <= total / 2 + largest
+
+
+def test_there_is_one_bucket_where_nothing_leaves_early_or_only_one_layer_is_due():
+    network = FakeNetwork(2)
+    assert len(Reducer(LAYERS, FACTORS, DECOMPOSERS, network.channel(0), CPU).buckets(KEYS)) == 1
+    assert len(make(FakeNetwork(1).channel(0)).buckets(KEYS)) == 1
+    assert len(alone().buckets(frozenset(["l3/A", "l3/G"]))) == 1
+    assert alone().buckets(frozenset()) == ()
+
+
+def test_layouts_are_kept_but_not_for_ever():
+    reducer = alone()
+    assert reducer.buckets(KEYS) is reducer.buckets(KEYS)
+    subsets = [frozenset(keys) for keys in itertools.combinations(sorted(KEYS), 3)]
+    assert len(subsets) > KEPT_PLANS
+    for keys in subsets:
+        reducer.buckets(keys)
+    assert len(reducer._plans) == KEPT_PLANS
+
+
+# sums
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_owners_get_the_sums_of_whatever_is_due(world, overlap):
+    subsets = [KEYS, KEYS, KEYS, frozenset({"l0/A", "l5/G"}), KEYS, frozenset({"l2/G"}), KEYS, KEYS]
+
+    def work(channel):
+        reducer = make(channel) if overlap else make(channel, last_micro_batch=None)
+        for step, keys in enumerate(subsets):
+            sums = reducer.allocate(keys)
+            rows = [row for row in ROWS if due(row, keys)]
+            random.Random(channel.rank + step).shuffle(rows)
+            for _ in range(2):  # calls of each layer
+                add(reducer, sums, rows, step)
+            check(reducer.finish(keys), keys, world, channel.rank, step, times=2)
+            reducer.commit()
+
+    FakeNetwork(world).run(work)
+
+
+def test_a_rank_without_rows_sends_zeros():
+    def work(channel):
+        reducer = make(channel)
+        for step in range(4):
+            if channel.rank == 0:
+                add(reducer, reducer.allocate(KEYS), ROWS, step)
+            found = reducer.finish(KEYS)
+            for name, (sums,) in found.items():
+                for side, part in (("A", sums.A), ("G", sums.G)):
+                    if part is not None:
+                        assert (part.sum_P == value((name, 0, side), 0, step)).all() and part.count == 1
+
+    FakeNetwork(2).run(work)
+
+
+def test_every_step_starts_from_zero():
+    reducer = alone()
+    add(reducer, reducer.allocate(KEYS), ROWS)
+    reducer.forget()
+    for uses in reducer.allocate(KEYS).values():
+        for part in (uses[0].A, uses[0].G):
+            assert part is None or (not part.sum_P.any() and not part.count.any())
+
+
+# when a bucket leaves
+
+
+def entered(channel, reducer: Reducer, steps, last: Boundary | None = None) -> list[list[int]]:
+    """Per step, the collectives entered after each addition. ``steps``: lists of rows, each a micro-batch."""
+    seen = []
+    for step, micro_batches in enumerate(steps):
+        sums, before, counts = reducer.allocate(KEYS), channel.calls["factors"], []
+        for index, rows in enumerate(micro_batches):
+            if last is not None:
+                last.last = index == len(micro_batches) - 1
+            for row in rows:
+                add(reducer, sums, [row], step)
+                counts.append(channel.calls["factors"] - before)
+        reducer.finish(KEYS)
+        assert channel.calls["factors"] - before == 2
+        seen.append(counts)
+    return seen
+
+
+FORWARD_BACKWARD = [row for row in ROWS if row[2] == "A"] + [row for row in reversed(ROWS) if row[2] == "G"]
+
+
+def first_bucket() -> int:
+    """Additions after which the upper half is complete."""
+    upper = {slot.layer for slot in alone().buckets(KEYS)[0].slots}
+    return max(place for place, row in enumerate(FORWARD_BACKWARD) if row[0] in upper) + 1
+
+
+def test_buckets_leave_with_their_last_rows_once_two_steps_had_as_many():
+    def work(channel):
+        return entered(channel, make(channel), [[FORWARD_BACKWARD]] * 4)
+
+    half, total = first_bucket(), len(ROWS)
+    assert half < total
+    late = [0] * total
+    early = [0] * (half - 1) + [1] * (total - half) + [2]
+    assert FakeNetwork(2).run(work) == [[late, late, early, early]] * 2
+
+
+def test_buckets_leave_in_the_last_micro_batch_only():
+    last = [Boundary(), Boundary()]
+
+    def work(channel):
+        boundary = last[channel.rank]
+        return entered(channel, make(channel, last=boundary), [[FORWARD_BACKWARD] * 3] * 3, boundary)
+
+    half, total = first_bucket(), len(ROWS)
+    for _, _, third in FakeNetwork(2).run(work):
+        assert third == [0] * (2 * total + half - 1) + [1] * (total - half) + [2]
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        # a row that does not come makes its bucket wait for the end, in that step
+        (FORWARD_BACKWARD[:-1], [0, 0, 2, 1, 1, 2, 2]),
+        # rows that come twice are expected twice after two such steps, and once after two steps of the old kind
+        ([FORWARD_BACKWARD[0], *FORWARD_BACKWARD], [0, 0, 2, 1, 1, 1, 1]),
+    ],
+    ids=["fewer", "more"],
+)
+def test_a_bucket_with_other_calls_than_expected_leaves_at_the_end(other, expected):
+    usual = FORWARD_BACKWARD
+    steps = [[rows] for rows in (usual, usual, usual, other, other, usual, usual)]
+
+    def work(channel):
+        return [counts[-1] for counts in entered(channel, make(channel), steps)]
+
+    assert FakeNetwork(2).run(work) == [expected] * 2
+
+
+def test_a_bucket_never_overtakes_the_one_before_it():
+    """Lower layers are complete first here, on one rank only: collectives still come in the same order."""
+    lower_first = [*reversed(FORWARD_BACKWARD)]
+
+    def work(channel):
+        reducer = make(channel)
+        seen = entered(channel, reducer, [[lower_first if channel.rank else FORWARD_BACKWARD]] * 4)
+        return seen[-1][-1]
+
+    assert FakeNetwork(2).run(work) == [2, 2]
+
+
+def test_rows_after_a_bucket_has_left_are_an_error():
+    """Dropping them silently would bias the factor."""
+
+    def work(channel):
+        reducer = make(channel)
+        entered(channel, reducer, [[FORWARD_BACKWARD]] * 2)
+        sums = reducer.allocate(KEYS)
+        add(reducer, sums, FORWARD_BACKWARD)
+        with pytest.raises(RuntimeError, match=r'l5 was called more often .*"overlap": false in kfac.communication'):
+            reducer.rows_added("l5", 0, "A")
+
+    FakeNetwork(2).run(work)
+
+
+# error feedback
+
+
+def totals_of(found) -> Tensor:
+    return torch.cat([part.sum_P for (sums,) in found.values() for part in (sums.A, sums.G) if part is not None])
+
+
+def test_what_rounding_took_comes_with_the_next_step_that_is_applied():
+    row_value = 1 + 3 * 2.0**-10  # bf16 makes it 1; with what that took it makes it 1 + 2^-7
+
+    def work(channel):
+        reducer = make(channel, dtype=torch.bfloat16, error_feedback=True)
+
+        def step(applied: bool) -> Tensor:
+            for (sums,) in reducer.allocate(KEYS).values():
+                for part in (sums.A, sums.G):
+                    if part is not None:
+                        part.sum_P.fill_(row_value)
+            total = totals_of(reducer.finish(KEYS))
+            if applied:
+                reducer.commit()
+            return total
+
+        skipped, again, first, second = (step(applied) for applied in (False, False, True, True))
+        assert torch.equal(skipped, again) and torch.equal(again, first), "a skipped step leaves no trace"
+        assert (first == 2).all() and (second == 2 * (1 + 2.0**-7)).all()
+
+    FakeNetwork(2).run(work)
+
+
+@pytest.mark.parametrize("options", [{"dtype": torch.bfloat16}, {"error_feedback": True}], ids=["off", "fp32"])
+def test_without_feedback_or_in_32_bits_nothing_is_kept(options):
+    def work(channel):
+        reducer = make(channel, **options)
+        for _ in range(2):
+            add(reducer, reducer.allocate(KEYS), ROWS)
+            reducer.finish(KEYS)
+            reducer.commit()
+        return reducer._residuals
+
+    assert FakeNetwork(2).run(work) == [None, None]
