@@ -24,8 +24,9 @@ def announce_backwards(engine: Any, job: Job) -> Callable[[], None]:
     def backward(self: Any, *args: Any, **kwargs: Any) -> None:
         if job.active:
             scale = job.optimizers[0].layout.manual_scale()
-            seed = torch.as_tensor(scale, dtype=torch.float32, device=self.device)
-            job.begin_backward(seed / self.gradient_accumulation_steps())
+            if not isinstance(scale, torch.Tensor):
+                scale = torch.full((), scale, device=self.device)  # by a kernel, nobody waits for it
+            job.begin_backward(scale / self.gradient_accumulation_steps())
         try:
             original(self, *args, **kwargs)
         finally:
