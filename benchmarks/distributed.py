@@ -21,8 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.distributed_bytes import measure_bytes
 from benchmarks.distributed_cases import MODEL, TINY, byte_cases
 from benchmarks.distributed_ranks import on_ranks
@@ -32,6 +31,7 @@ from benchmarks.distributed_times import measure_times, over_ranks, time_modes
 from benchmarks.distributed_training import adaptive_runs, option_runs, train
 from examples.gpt import GPTConfig
 
+ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/distributed"
 TRAINED = GPTConfig(width=128, blocks=4, context=128)
 
@@ -41,14 +41,20 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("phases", nargs="*", metavar="phase", help=f"of {list(PHASES)}; default: all")
     parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2, 4], help="ranks, for bytes")
     parser.add_argument("--world", type=int, default=4, help="ranks, for times and options; adaptive takes two")
-    parser.add_argument("--strategies", nargs="+", default=["MEM-OPT", "COMM-OPT", "ZeRO-2", "ZeRO-3"], help="for times")
+    parser.add_argument(
+        "--strategies", nargs="+", default=["MEM-OPT", "COMM-OPT", "ZeRO-2", "ZeRO-3"], help="for times"
+    )
     parser.add_argument("--rows", type=int, default=4, help="windows of a rank and step, for times")
-    parser.add_argument("--intervals", type=int, default=1, help="refresh intervals to time; of equal steps the fastest")
+    parser.add_argument(
+        "--intervals", type=int, default=1, help="refresh intervals to time; of equal steps the fastest"
+    )
     parser.add_argument("--lag", type=int, default=5, help="steps until an asynchronous refresh takes effect")
     parser.add_argument("--optimizers", nargs="+", default=["AdamW", "KFACAdamW"], help="for adaptive and options")
     parser.add_argument("--adaptive-steps", type=int, default=300)
     parser.add_argument("--option-steps", type=int, default=200)
-    parser.add_argument("--data", help="text file or folder to train on; default: the Python standard library's sources")
+    parser.add_argument(
+        "--data", help="text file or folder to train on; default: the Python standard library's sources"
+    )
     parser.add_argument("--simulated-worlds", nargs="+", type=int, default=list(WORLDS))
     parser.add_argument("--simulated-models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--tiny", action="store_true", help="a tiny model everywhere, to try the benchmark itself")

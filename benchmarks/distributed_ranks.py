@@ -40,7 +40,9 @@ def on_ranks(function: Callable[..., Any], world: int, *arguments: Any, timeout:
             waiting = {receiver: rank for rank, (receiver, _) in enumerate(pipes) if rank not in results}
             ready = multiprocessing.connection.wait(list(waiting), max(0.0, end - time.monotonic()))
             if not ready:
-                raise RuntimeError(f"{function.__name__} on {world} ranks: {sorted(waiting.values())} after {timeout} s")
+                raise RuntimeError(
+                    f"{function.__name__} on {world} ranks: {sorted(waiting.values())} after {timeout} s"
+                )
             for receiver in ready:
                 rank = waiting[receiver]
                 try:

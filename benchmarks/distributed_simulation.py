@@ -9,14 +9,13 @@ import torch
 from benchmarks.distributed_cases import REFRESH, UPDATE, workers_of
 from benchmarks.distributed_plan import planned_traffic, total
 from benchmarks.distributed_tables import TABLES, Table
-
-MODELS = tuple(TABLES)
 from ds_kfac.config import parse
 from ds_kfac.costs import BUILTIN, CostModel
 from ds_kfac.planning import Plan
 from ds_kfac.strategy import Setting, make_plan
 from ds_kfac.zero.shards import Shard, ShardMap, partition_chunks
 
+MODELS = tuple(TABLES)
 WORLDS = tuple(2**power for power in range(3, 11))
 STRATEGIES = ("MEM-OPT", "HYBRID", "COMM-OPT", "ZeRO-3")
 GIGABITS = (10, 100, 400)

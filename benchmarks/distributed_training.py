@@ -106,9 +106,9 @@ def _train(run: Training, model: GPTConfig, rows: int, corpus: text.Corpus) -> d
     torch.manual_seed(run.seed)
     module = GPT(model)
     with contextlib.redirect_stdout(io.StringIO()):
-        engine = ds_kfac.initialize(
-            model=module, model_parameters=module.parameters(), config=run.config(rows, world)
-        )[0]
+        engine = ds_kfac.initialize(model=module, model_parameters=module.parameters(), config=run.config(rows, world))[
+            0
+        ]
     losses = []
     for step in range(run.steps):
         generator = torch.Generator().manual_seed(run.seed * 1_000_003 + step * 1009 + rank)
