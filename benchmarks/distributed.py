@@ -28,7 +28,7 @@ from benchmarks.distributed_ranks import on_ranks
 from benchmarks.distributed_report import report
 from benchmarks.distributed_simulation import MODELS, WORLDS, simulate
 from benchmarks.distributed_times import measure_times, over_ranks, time_modes
-from benchmarks.distributed_training import adaptive_runs, option_runs, train
+from benchmarks.distributed_training import Training, adaptive_runs, option_runs, train
 from examples.gpt import GPTConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,7 +51,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lag", type=int, default=5, help="steps until an asynchronous refresh takes effect")
     parser.add_argument("--optimizers", nargs="+", default=["AdamW", "KFACAdamW"], help="for adaptive and options")
     parser.add_argument("--adaptive-steps", type=int, default=300)
+    parser.add_argument("--tolerances", nargs="+", type=float, default=[0.1, 0.2], help="for adaptive")
     parser.add_argument("--option-steps", type=int, default=200)
+    parser.add_argument("--option-strategies", nargs="+", default=["HYBRID", "ZeRO-2"], help="for options")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], help="for adaptive and options")
     parser.add_argument(
         "--data", help="text file or folder to train on; default: the Python standard library's sources"
     )
@@ -86,8 +89,11 @@ def times_phase(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             cases, load = [modes[name] for name in names], os.getloadavg()[0]
             ranks = on_ranks(measure_times, arguments.world, cases, model, arguments.rows, arguments.intervals)
             for name, numbers in over_ranks(ranks, names, arguments.intervals).items():
-                found.append({"strategy": strategy, "world": arguments.world, "mode": name, **numbers,
-                              "load_before": load, "load_after": os.getloadavg()[0]})  # fmt: skip
+                found.append({
+                    "strategy": strategy, "world": arguments.world, "mode": name,
+                    "tokens": arguments.rows * model.context, **numbers,
+                    "load_before": load, "load_after": os.getloadavg()[0],
+                })  # fmt: skip
                 print(f"{strategy}, {name}: {summary(numbers['wall'])}", flush=True)
     return found
 
@@ -98,23 +104,24 @@ def summary(seconds: list[float]) -> str:
 
 
 def adaptive_phase(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    return _trained(arguments, adaptive_runs, 2, arguments.adaptive_steps)
+    steps, seeds, tolerances = arguments.adaptive_steps, arguments.seeds, arguments.tolerances
+    runs = [adaptive_runs(optimizer, steps, seeds, tolerances) for optimizer in arguments.optimizers]
+    return _trained(arguments, sum(runs, []), 2)
 
 
 def options_phase(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    return _trained(arguments, option_runs, arguments.world, arguments.option_steps)
+    steps, seeds, strategies = arguments.option_steps, arguments.seeds, arguments.option_strategies
+    runs = [option_runs(optimizer, steps, seeds, strategies) for optimizer in arguments.optimizers]
+    return _trained(arguments, sum(runs, []), arguments.world)
 
 
-def _trained(arguments: argparse.Namespace, runs_of: Callable, world: int, steps: int) -> list[dict[str, Any]]:
+def _trained(arguments: argparse.Namespace, runs: list[Training], world: int) -> list[dict[str, Any]]:
+    """One row a run; "sent" of every rank."""
     model, found = TINY if arguments.tiny else TRAINED, []
-    for optimizer in arguments.optimizers:
-        runs = runs_of(optimizer, steps)
-        ranks = on_ranks(train, world, list(runs.values()), model, max(1, 16 // world), arguments.data)
-        for index, name in enumerate(runs):
-            rows = [results[index] for results in ranks]
-            sent = {kind: [row["sent"].get(kind, 0) for row in rows] for kind in rows[0]["sent"]}
-            found.append({"optimizer": optimizer, "run": name, "world": world, **rows[0], "sent": sent})
-            print(f"{optimizer}, {name}: held out {rows[0]['held_out']:.4f}, {sent}", flush=True)
+    ranks = on_ranks(train, world, runs, model, max(1, 16 // world), arguments.data)
+    for rows in zip(*ranks, strict=True):
+        sent = {kind: [row["sent"].get(kind, 0) for row in rows] for kind in rows[0]["sent"]}
+        found.append({**rows[0], "world": world, "sent": sent})
     return found
 
 
@@ -142,17 +149,9 @@ def circumstances(argv: list[str]) -> dict[str, Any]:
         "command": shlex.join(["python", "benchmarks/distributed.py", *argv]),
         "commit": commit.stdout.strip() or "unknown",
         "date": datetime.date.today().isoformat(),
-        "machine": f"{processor()}, {os.cpu_count()} cores",
+        "machine": f"{os.cpu_count()}-core CPU, gloo",
         "versions": f"python {platform.python_version()}, torch {torch.__version__}, deepspeed {deepspeed.__version__}",
     }
-
-
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -37,7 +37,8 @@ is the size of the tensors in the collectives that a rank takes part in: factors
 PAYLOAD_TARGETS = {"COMM-OPT": 1.2, "MEM-OPT": 7.5, "ZeRO-1": 2.5, "ZeRO-2": 2.5}
 """[MB] per rank and step on 4 ranks with 16 bits on the wire. ZeRO-3's is of the gradient, see the report."""
 MEMORY_TARGETS = dict.fromkeys(("MEM-OPT", "ZeRO-1", "ZeRO-2", "ZeRO-3"), 20.0)
-WORST_TARGET = 1.5
+WORST_TARGET, KFAC_PYTORCH_WORST = 1.5, 4.0
+"""Worst step to the median one."""
 
 
 class GELUBlock(nn.Sequential):

@@ -37,6 +37,33 @@ def draw_times(rows: Sequence[Row], path: Path) -> Path:
     return _save(figure, path)
 
 
+def draw_losses(rows: Sequence[Row], path: Path) -> Path:
+    """A panel for each optimizer and strategy, a line a run of the first seed, smoothed."""
+    panels = list(dict.fromkeys((row["optimizer"], row["strategy"]) for row in rows))
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.5 * len(panels), 3.2), sharey=True, squeeze=False,
+                                layout="constrained")  # fmt: skip
+    for row in rows:
+        if row["seed"] == rows[0]["seed"]:
+            axis = axes[0][panels.index((row["optimizer"], row["strategy"]))]
+            axis.plot(range(1, len(row["losses"]) + 1), _smooth(row["losses"]), lw=1.1, label=row["run"], alpha=0.85)
+    for axis, (optimizer, strategy) in zip(axes[0], panels, strict=True):
+        axis.set_title(f"{optimizer}, {strategy}", fontsize=10)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    axes[0][0].set_ylabel("training loss [nats per byte]")
+    return _save(figure, path)
+
+
+def _smooth(losses: Sequence[float], decay: float = 0.9) -> list[float]:
+    """Running average, bias-corrected."""
+    found, average, weight = [], 0.0, 0.0
+    for loss in losses:
+        average, weight = decay * average + (1 - decay) * loss, decay * weight + 1 - decay
+        found.append(average / weight)
+    return found
+
+
 def draw_simulation(rows: Sequence[Row], out: Path) -> list[Path]:
     """Imbalance, bytes and state of all models; seconds on every link."""
     models = list(dict.fromkeys(row["model"] for row in rows))

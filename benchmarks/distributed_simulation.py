@@ -40,7 +40,8 @@ def simulated(table: Table, strategy: str, world: int) -> dict[str, Any]:
     then its bytes at the link's speed, one after the other; without latency, overlap or the training step itself.
     """
     plan, shards = planned(table, strategy, world)
-    flow = total(planned_traffic(plan, shards))
+    flows = planned_traffic(plan, shards)
+    flow, statistics = total(flows), flows["factors"]
     nbytes = max(*flow.sent, *flow.received)
     costs = _without_links(BUILTIN["cuda"])
     work = dataclasses.replace(plan.work, costs=costs, factors=plan.assignment.factors)
@@ -50,6 +51,7 @@ def simulated(table: Table, strategy: str, world: int) -> dict[str, Any]:
         "workers": plan.workers,
         "layers": len(plan.layers),
         "imbalance": max(loads) * world / sum(loads),
+        "statistics": max(*statistics.sent, *statistics.received),
         "bytes": nbytes,
         "memory": max(plan.assignment.memory),
         "compute_seconds": max(loads) + capture,

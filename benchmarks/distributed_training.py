@@ -2,19 +2,19 @@
 
 import contextlib
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.distributed_cases import workers_of
+from benchmarks.distributed_cases import STRATEGIES, workers_of
 from examples import text
 from examples.gpt import GPT, GPTConfig
 
-TOLERANCES = (0.1, 0.15, 0.2, 0.3)
-EVALUATION_BATCHES = 16
+BASE = "plain"
+EVALUATION_BATCHES = 32
 ADAM = {"betas": [0.9, 0.95], "weight_decay": 0.01, "torch_adam": True}
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     "AdamW": {"type": "AdamW", "params": {"lr": 2e-3, **ADAM}},
@@ -41,8 +41,9 @@ EVERYTHING = {
     "communication": {"dtype": "fp16", "gradient_dtype": "bf16", "error_feedback": True, "overlap": True},
     "adaptive": {"enabled": True, "tolerance": 0.2, "max_interval": 4},
     "layers": {"share_inputs": True},
-    "assignment": {"split_factors": True},
+    "offload": {"device": "cpu"},
 }  # fmt: skip
+"""And factors of a layer split over ranks where a layer has several workers."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,12 @@ class Training:
     """One run.
 
     Attributes:
-        strategy: of the cases; its stage is 0.
+        name: of the run, among those with the same strategy and optimizer.
+        strategy: of the cases.
         block: "kfac".
     """
 
+    name: str
     strategy: str
     optimizer: str
     block: Mapping[str, Mapping[str, Any]]
@@ -62,35 +65,40 @@ class Training:
 
     def config(self, rows: int, world: int) -> dict[str, Any]:
         """For DeepSpeed."""
-        assignment = {"gradient_worker_fraction": workers_of(self.strategy, world) / world}
+        stage = STRATEGIES[self.strategy][0]
+        assignment = {} if stage else {"gradient_worker_fraction": workers_of(self.strategy, world) / world}
         schedule = {"total_num_steps": self.steps, "warmup_num_steps": max(2, self.steps // 14),
                     "warmup_min_ratio": 0.01, "cos_min_ratio": 0.01}  # fmt: skip
         return {
             "train_micro_batch_size_per_gpu": rows,
             "steps_per_print": 1_000_000_000,
             "gradient_clipping": 1.0,
-            "zero_optimization": {"stage": 0},
+            "zero_optimization": {"stage": stage},
             "optimizer": dict(OPTIMIZERS[self.optimizer]),
             "scheduler": {"type": "WarmupCosineLR", "params": schedule},
             "kfac": {**self.block, "assignment": {**self.block.get("assignment", {}), **assignment}},
         }
 
 
-def adaptive_runs(optimizer: str, steps: int) -> dict[str, Training]:
+def adaptive_runs(optimizer: str, steps: int, seeds: Sequence[int], tolerances: Sequence[float]) -> list[Training]:
     """Every statistic at every step, and the same thinned out by the adaptive rule."""
-    runs = {"every step": Training("MEM-OPT", optimizer, EVERY_STATISTIC, steps)}
-    for tolerance in TOLERANCES:
-        block = {**EVERY_STATISTIC, "adaptive": {"enabled": True, "tolerance": tolerance}}
-        runs[f"adaptive {tolerance:g}"] = Training("MEM-OPT", optimizer, block, steps)
-    return runs
-
-
-def option_runs(optimizer: str, steps: int) -> dict[str, Training]:
-    """Without options, and with all of them."""
-    return {
-        "plain": Training("HYBRID", optimizer, PLAIN, steps),
-        "every option": Training("HYBRID", optimizer, EVERYTHING, steps),
+    blocks = {BASE: EVERY_STATISTIC} | {
+        f"adaptive {tolerance:g}": {**EVERY_STATISTIC, "adaptive": {"enabled": True, "tolerance": tolerance}}
+        for tolerance in tolerances
     }
+    return [Training(name, "MEM-OPT", optimizer, blocks[name], steps, seed) for seed in seeds for name in blocks]
+
+
+def option_runs(optimizer: str, steps: int, seeds: Sequence[int], strategies: Sequence[str]) -> list[Training]:
+    """Without options, and with all of them."""
+    runs = []
+    for strategy in strategies:
+        several = strategy in ("HYBRID", "COMM-OPT")
+        every = {**EVERYTHING, "assignment": {"split_factors": True}} if several else EVERYTHING
+        for seed in seeds:
+            for name, block in ((BASE, PLAIN), ("every option", every)):
+                runs.append(Training(name, strategy, optimizer, block, steps, seed))
+    return runs
 
 
 def train(runs: list[Training], model: GPTConfig, rows: int, data: str | None) -> list[dict[str, Any]]:
@@ -126,6 +134,10 @@ def _train(run: Training, model: GPTConfig, rows: int, corpus: text.Corpus) -> d
     kfac.curvature.agenda.settle()
     timetable = kfac.curvature.agenda.timetable
     row = {
+        "optimizer": run.optimizer,
+        "strategy": run.strategy,
+        "run": run.name,
+        "seed": run.seed,
         "losses": losses,
         "held_out": _mean(held_out),
         "sent": dict(kfac.channel.sent),
@@ -144,9 +156,3 @@ def _mean(value: torch.Tensor) -> float:
     value = value.clone()
     dist.all_reduce(value)
     return float(value) / dist.get_world_size()
-
-
-def smoothed(losses: list[float]) -> float:
-    """Mean of the last tenth."""
-    last = losses[-max(1, len(losses) // 10) :]
-    return sum(last) / len(last)
