@@ -11,6 +11,7 @@ ranks. Each writes a JSON file in --out, from which report makes tables and plot
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -106,13 +107,13 @@ def summary(seconds: list[float]) -> str:
 def adaptive_phase(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     steps, seeds, tolerances = arguments.adaptive_steps, arguments.seeds, arguments.tolerances
     runs = [adaptive_runs(optimizer, steps, seeds, tolerances) for optimizer in arguments.optimizers]
-    return _trained(arguments, sum(runs, []), 2)
+    return _trained(arguments, list(itertools.chain(*runs)), 2)
 
 
 def options_phase(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     steps, seeds, strategies = arguments.option_steps, arguments.seeds, arguments.option_strategies
     runs = [option_runs(optimizer, steps, seeds, strategies) for optimizer in arguments.optimizers]
-    return _trained(arguments, sum(runs, []), arguments.world)
+    return _trained(arguments, list(itertools.chain(*runs)), arguments.world)
 
 
 def _trained(arguments: argparse.Namespace, runs: list[Training], world: int) -> list[dict[str, Any]]:

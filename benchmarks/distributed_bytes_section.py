@@ -79,8 +79,8 @@ def bytes_section(rows: Sequence[Row], out: Path) -> Section:
               "collectives plain / update / refresh", "state [MB]", "planned [MB]",
               "kfac-pytorch's state [MB]"]  # fmt: skip
     before = (
-        f"A GPT of {size['parameters'] / 1e6:.1f} M parameters, {size['gradient'] / 1e6:.2f} M of them preconditioned; MB "
-        f"per rank and step, amortised over factors every {UPDATE} and eigenbases every {REFRESH} steps."
+        f"A GPT of {size['parameters'] / 1e6:.1f} M parameters, {size['gradient'] / 1e6:.2f} M of them preconditioned; "
+        f"MB per rank and step, amortised over factors every {UPDATE} and eigenbases every {REFRESH} steps."
     )
     return Section(
         "Bytes, collectives and memory",

@@ -16,8 +16,8 @@ def simulation_section(rows: Sequence[Row], out: Path) -> Section:
     header = ["model", "strategy", "ranks", "workers", "imbalance", "statistics [MB per step]", "all [MB per step]",
               "state [GB]", "work [ms per step]", *(f"with {link} Gbit/s [ms per step]" for link in links)]  # fmt: skip
     before = (
-        f"Nothing of this was run. Factors every {UPDATE}, eigenbases every {REFRESH} steps, a model of bf16 and bf16 on the "
-        "wire, rates of an A100 as published; averages per step."
+        f"Nothing of this was run. Factors every {UPDATE}, eigenbases every {REFRESH} steps, a model of bf16 and bf16 "
+        "on the wire, rates of an A100 as published; averages per step."
     )
     return Section(
         "Large models, from the plan alone", before, header, [_cells(row, links) for row in rows], NOTES,

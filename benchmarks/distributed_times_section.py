@@ -16,8 +16,8 @@ HEADER = ("strategy", "ranks", "refreshes", "median [ms]", "mean [ms]", "worst [
 
 def times_section(rows: Sequence[Row], out: Path) -> Section:
     before = (
-        f"Every step of one whole refresh interval, {REFRESH} steps, {rows[0]['tokens']} tokens a rank: all modes do the "
-        f"same work. kfac-pytorch's worst step was {KFAC_PYTORCH_WORST:g} medians."
+        f"Every step of one whole refresh interval, {REFRESH} steps, {rows[0]['tokens']} tokens a rank: all modes "
+        f"do the same work. kfac-pytorch's worst step was {KFAC_PYTORCH_WORST:g} medians."
     )
     return Section("Steps without spikes", before, HEADER, [_cells(row) for row in rows], NOTES,
                    [draw_times(rows, out / "steps.png")], _verdicts(rows))  # fmt: skip
@@ -49,7 +49,8 @@ def _cells(row: Row) -> list[str]:
         row["strategy"], str(row["world"]), row["mode"], milliseconds(middle), milliseconds(statistics.fmean(wall)),
         milliseconds(max(wall)), f"{ratio(wall):.2f}", f"{statistics.quantiles(wall, n=20)[-1] / middle:.2f}",
         milliseconds(statistics.median(processor)), f"{ratio(processor):.2f}",
-        refreshes, payload, str(row.get("calls", "")), ", ".join(stages), f"{row['load_before']:.1f} / {row['load_after']:.1f}",
+        refreshes, payload, str(row.get("calls", "")), ", ".join(stages),
+        f"{row['load_before']:.1f} / {row['load_after']:.1f}",
     ]  # fmt: skip
 
 

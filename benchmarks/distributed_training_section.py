@@ -65,8 +65,8 @@ def adaptive_section(rows: Sequence[Row], out: Path) -> Section:
     header = ["optimizer", "statistics", "ranks", "seeds", "steps", "traffic of them", "captures",
               "refreshes of rank 0", *LOSSES]  # fmt: skip
     before = (
-        "The GPT example, statistics of every factor at every step and refreshes every 10, or as the adaptive rule says at "
-        "a tolerance."
+        "The GPT example, statistics of every factor at every step and refreshes every 10, or as the adaptive rule "
+        "says at a tolerance."
     )
     plots = [draw_losses(rows, out / "adaptive.png")]
     return Section("Adaptive statistics", before, header, cells, LOSS_NOTES, plots, verdicts)
@@ -84,9 +84,9 @@ def options_section(rows: Sequence[Row], out: Path) -> Section:
             verdicts.append(_same_loss(f"{optimizer}, {strategy}, {name}", change))
     header = ["optimizer", "strategy", "run", "ranks", "seeds", "steps", *LOSSES, "sent per rank and step [MB]"]
     before = (
-        "fp16 statistics with error feedback, bf16 gradients and results, sums sent during backward, staggered refreshes "
-        "with a lag, the adaptive rule, warm start, shared inputs, factors offloaded and, with several workers, split over "
-        "ranks; against none of these."
+        "fp16 statistics with error feedback, bf16 gradients and results, sums sent during backward, staggered "
+        "refreshes with a lag, the adaptive rule, warm start, shared inputs, factors offloaded and, with several "
+        "workers, split over ranks; against none of these."
     )
     plots = [draw_losses(rows, out / "options.png")]
     return Section("Every option on", before, header, cells, LOSS_NOTES, plots, verdicts)
