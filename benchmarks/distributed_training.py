@@ -148,6 +148,8 @@ def _train(run: Training, model: GPTConfig, rows: int, corpus: text.Corpus) -> d
         "state": kfac.state_nbytes,
     }
     engine.destroy()
+    if rank == 0:
+        print(f"{run.optimizer}, {run.strategy}, {run.name}, seed {run.seed}: {row['held_out']:.4f} held out", flush=True)
     return row
 
 
