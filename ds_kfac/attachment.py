@@ -15,13 +15,14 @@ import torch
 from deepspeed.utils import logger
 
 from ds_kfac import checkpoint
+from ds_kfac.accounting import counters, events
 from ds_kfac.adamw import FLAG, KFACAdamWStep
 from ds_kfac.batch_info import ReadBatch
 from ds_kfac.config import KFACConfig
 from ds_kfac.costs import BUILTIN, CostModel, from_dict
 from ds_kfac.loss_sampling import LossSampling
 from ds_kfac.measured_costs import cached
-from ds_kfac.metrics import Metrics
+from ds_kfac.metrics import STAGES, Metrics, timer_name
 from ds_kfac.optimizer import KFACOptimizer
 from ds_kfac.report import attach_report
 from ds_kfac.sampling import Sampler
@@ -79,6 +80,8 @@ class Attachment:
         self._wrap("backward", self._backward)
         self._wrap("save_checkpoint", self._save_checkpoint)
         self._wrap("load_checkpoint", self._load_checkpoint)
+        self._printed = [timer_name(stage) for stage in STAGES] if self.metrics.timers is not None else []
+        engine.engine_timers.global_timers += self._printed
         setattr(engine, HANDLE, self)
         self.report = attach_report(self.optimizer, found)
         if engine.global_rank == 0:
@@ -87,6 +90,10 @@ class Attachment:
     @property
     def metrics(self) -> Metrics:
         return self.optimizer.metrics
+
+    def counters(self) -> dict[str, float]:
+        """Steps, refreshes, failures, bytes and calls by kind, seconds per stage: see ds_kfac.accounting."""
+        return counters(self.optimizer)
 
     @property
     def read_batch(self) -> ReadBatch:
@@ -123,6 +130,8 @@ class Attachment:
         if self.sampling is not None:
             self.sampling.remove()
         self._active = False
+        timers = self.engine.engine_timers
+        timers.global_timers = [name for name in timers.global_timers if name not in self._printed]
         if isinstance(self.optimizer.target.inner, KFACAdamWStep):
             self.optimizer.target.inner.direction_scale = None
         for name, (wrapper, previous) in self._originals.items():
@@ -165,7 +174,7 @@ class Attachment:
         skipped = bool(scaler) and bool(torch.as_tensor(scaler_scale(scaler)) < scale)
         kfac.commit(applied=engine.was_step_applied() and not skipped)
         if monitored:
-            engine.monitor.write_events(self.metrics.events(engine.global_samples))
+            engine.monitor.write_events(events(kfac, engine.global_samples))
         return result
 
     def _warn_of_silent_layers(self) -> None:

@@ -104,6 +104,10 @@ class Curvature:
         own = {id(state.basis): state.basis.nbytes for state in self.factors.values() if state.basis is not None}
         return sum(state.nbytes for state in self.factors.values()) + sum({**bases, **own}.values())
 
+    def elements(self, keys: Iterable[str]) -> int:
+        """Of packed factors."""
+        return sum(self.specs[key].side.numel for key in keys)
+
     def take_over(self, old: "Curvature") -> None:
         """The state of a curvature with the same decomposers, some of whose layers did not share their A yet."""
         self.factors = {key: state for key, state in old.factors.items() if key in self.specs}

@@ -4,18 +4,30 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+STAGES = ("capture", "reduce", "refresh", "relayout", "precondition")
+"""Of a K-FAC step. "capture" runs inside the model's forward and backward, the others before the optimizer's step;
+"reduce" is what is left to wait for of messages sent during backward."""
+
 
 class Metrics:
     """Counters; those of a skipped step are dropped with it.
 
+    Args:
+        timings: fill ``seconds``; synchronises the device around every stage.
+        timers: DeepSpeed's timers of the engine, if it prints a breakdown; stages are entered there too, without
+            synchronising.
+
     Attributes:
-        counts: of this rank: "steps", "skipped_steps", "factor_updates", "refreshes" (layers decomposed),
-            "refresh_retries" (rungs of the failure ladder that failed), "refresh_failures" (old bases kept).
+        counts: of this rank: "steps", "skipped_steps", "factor_updates" (steps that captured), "captured_elements" (of
+            factors, over all ranks), "refreshes" (factors decomposed here), "refreshes_<rung>" (of the warm start:
+            keep, values, qr, eigh), "refresh_retries" (rungs of the failure ladder that failed), "refresh_failures"
+            (old bases kept).
         seconds: stage -> seconds so far; filled if timings are on.
         nu: last kl-clip factor, a device scalar, the same on all ranks; None while kl-clip is off.
         summary: fp32 [3] on the device, over all ranks: layers so far whose result was not finite and was replaced by
@@ -23,8 +35,8 @@ class Metrics:
             so far.
     """
 
-    def __init__(self, *, timings: bool, device: torch.device) -> None:
-        self.timings = timings
+    def __init__(self, *, timings: bool, device: torch.device, timers: Any = None) -> None:
+        self.timings, self.timers = timings, timers
         self.counts: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.nu: Tensor | None = None
@@ -47,23 +59,36 @@ class Metrics:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """A named range in torch.profiler's trace, timed if timings are on."""
+        """A named range in torch.profiler's trace, timed if timings are on; ``name`` is one of :data:`STAGES`."""
         with torch.profiler.record_function(f"ds_kfac::{name}"):
-            if not self.timings:
+            if not self.timings and self.timers is None:
                 yield
                 return
-            get_accelerator().synchronize()
+            timer = None if self.timers is None else self.timers(timer_name(name))
+            if self.timings:
+                get_accelerator().synchronize()
             start = time.perf_counter()
-            yield
-            get_accelerator().synchronize()
-            self.seconds[name] += time.perf_counter() - start
+            if timer is not None:
+                timer.start()
+            try:
+                yield
+            finally:
+                if timer is not None:
+                    timer.stop()
+                if self.timings:
+                    get_accelerator().synchronize()
+                    self.seconds[name] += time.perf_counter() - start
 
-    def events(self, samples: int) -> list[tuple[str, float, int]]:
-        """For DeepSpeed's monitor. Reads device scalars, so call it now and then only."""
+    def values(self) -> dict[str, float]:
+        """All of it by name. Reads device scalars, so call it now and then only."""
         values: dict[str, float] = {name: float(count) for name, count in self.counts.items()}
         names = ("not_finite_layers", "unpreconditioned_layers", "refresh_failures")
         values |= dict(zip(names, self.summary.tolist(), strict=True))
         if self.nu is not None:
             values["nu"] = float(self.nu)
-        values |= {f"seconds_{name}": seconds for name, seconds in self.seconds.items()}
-        return [(f"Train/KFAC/{name}", value, samples) for name, value in values.items()]
+        return values | {f"seconds_{name}": seconds for name, seconds in self.seconds.items()}
+
+
+def timer_name(stage: str) -> str:
+    """Under which DeepSpeed's wall_clock_breakdown prints a stage, beside its own "fwd", "bwd" and "step"."""
+    return f"kfac_{stage}"

@@ -48,7 +48,7 @@ class KFACOptimizer:
         self.groups: tuple[tuple[str, ...], ...] | None = None
         self.layers, self.layout = target.layers, target.layout
         self.device, self.rank = self.layout.engine.device, self.layout.rank
-        self.metrics = Metrics(timings=config.metrics.timings, device=self.device)
+        self.metrics = Metrics(timings=config.metrics.timings, device=self.device, timers=self._engine_timers())
         self.channel = Channel(self.layout.group)
         self.exchange = GradientExchange(self.layout, self.layers, plan.assignment.workers, plan.gradient_dtypes)
         self.owned = self.exchange.owned
@@ -137,6 +137,7 @@ class KFACOptimizer:
         if applied:
             self.state, self.peak_lr = self._next, self._next_peak_lr
             self.metrics.step_counts["factor_updates"] += bool(due.capture)
+            self.metrics.step_counts["captured_elements"] += self.curvature.elements(due.capture)
             self.steps += 1
         self.metrics.end(applied=applied)
         if due.capture and self.capture.inputs.searching:
@@ -276,6 +277,10 @@ class KFACOptimizer:
         engine = self.layout.engine
         scale = self.layout.manual_scale() if engine._manual_backward_expected else 1.0
         return scale / engine.gradient_accumulation_steps()
+
+    def _engine_timers(self) -> Any:
+        engine = self.layout.engine
+        return engine.timers if engine.wall_clock_breakdown() else None
 
     def _last_micro_batch(self) -> bool:
         return self.layout.engine.is_gradient_accumulation_boundary()

@@ -10,8 +10,8 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-STAGES = ["forward", "backward", "optimizer", "reduce", "refresh", "gather", "precondition", "scatter"]
-"""Columns seconds_<stage>: DeepSpeed's own, then the stages of the K-FAC step."""
+STAGES = ["forward", "backward", "optimizer", "capture", "reduce", "refresh", "relayout", "precondition"]
+"""Columns seconds_<stage>: DeepSpeed's own, without K-FAC; then the stages of K-FAC."""
 SMOOTHING = 10
 
 

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import deepspeed
@@ -86,17 +87,25 @@ def read_config(arguments: argparse.Namespace, folder: Path) -> dict:
 
 
 class Clock:
-    """Seconds per part of a step."""
+    """Seconds per part of a step; K-FAC's stages run inside DeepSpeed's parts and are taken out of them.
 
-    def __init__(self) -> None:
+    Args:
+        stages: K-FAC's seconds so far, which grow.
+    """
+
+    def __init__(self, stages: Mapping[str, float]) -> None:
         self.parts: dict[str, float] = {}
+        self.stages = stages
 
     @contextlib.contextmanager
     def part(self, name: str):
-        start = time.perf_counter()
+        start, before = time.perf_counter(), dict(self.stages)
         yield
         get_accelerator().synchronize()
-        self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - start
+        inside = {stage: total - before.get(stage, 0.0) for stage, total in self.stages.items()}
+        own = time.perf_counter() - start - sum(inside.values())
+        for part, seconds in (inside | {name: own}).items():
+            self.parts[part] = self.parts.get(part, 0.0) + seconds
 
 
 @torch.no_grad()
@@ -146,15 +155,11 @@ def train(engine, corpus: text.Corpus, arguments: argparse.Namespace, folder: Pa
             if file.tell() == 0:
                 table.writeheader()
         for step in range(first, arguments.steps):
-            clock, before = Clock(), dict(attachment.metrics.seconds) if attachment else {}
+            clock = Clock(attachment.metrics.seconds if attachment else {})
             start = time.perf_counter()
             loss = float(train_step(engine, corpus, arguments, step, clock))
             elapsed = time.perf_counter() - start
             seconds += elapsed
-            if attachment:  # the K-FAC stages run inside engine.step()
-                for stage, total in attachment.metrics.seconds.items():
-                    clock.parts[stage] = total - before.get(stage, 0.0)
-                    clock.parts["optimizer"] -= clock.parts[stage]
             last = step + 1 == arguments.steps
             due = (step + 1) % arguments.eval_interval == 0 or last
             held_out = evaluate(engine, corpus, arguments, rows) if due else None

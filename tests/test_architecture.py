@@ -28,7 +28,7 @@ FLOORS = [
         "decomposition", "curvature", "target", "direction", "adam_direction", "optimizer", "loss_sampling",
         "checkpoint", "report",
     ],
-    ["attachment", "optimizer_block", "engine", ""],
+    ["accounting", "attachment", "optimizer_block", "engine", ""],
 ]  # fmt: skip
 ORDER = {name: index for index, name in enumerate(name for floor in FLOORS for name in floor)}
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}

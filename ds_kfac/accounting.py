@@ -1,0 +1,31 @@
+"""All counters of a run under one roof, for DeepSpeed's monitor and whoever asks."""
+
+from ds_kfac.optimizer import KFACOptimizer
+
+
+def counters(kfac: KFACOptimizer) -> dict[str, float]:
+    """Name -> value so far, of this rank unless said otherwise. Reads device scalars: call it now and then only.
+
+    Beside those of :class:`~ds_kfac.metrics.Metrics`:
+
+    - "calls_<kind>": collectives entered; "sent_bytes_<kind>", "received_bytes_<kind>": payload to and from other
+      ranks, from attach on, steps that were skipped included. Kinds: factors, gradients, eigenvectors, eigenvalues,
+      results, numbers.
+    - "captures", "captures_skipped": of factors, over all ranks; skipped are those that the adaptive rule left out.
+    - "statistics_fraction": factor elements captured, over those of capturing every factor in every step.
+    """
+    channel, timetable, counts = kfac.channel, kfac.curvature.agenda.timetable, kfac.metrics.counts
+    found = kfac.metrics.values()
+    found |= {f"calls_{kind}": float(calls) for kind, calls in channel.calls.items()}
+    found |= {f"sent_bytes_{kind}": float(nbytes) for kind, nbytes in channel.sent.items()}
+    found |= {f"received_bytes_{kind}": float(nbytes) for kind, nbytes in channel.received.items()}
+    found |= {"captures": float(timetable.captured), "captures_skipped": float(timetable.skipped)}
+    every_step = kfac.curvature.elements(frozenset(kfac.curvature.specs)) * counts["steps"]
+    if every_step:
+        found["statistics_fraction"] = counts["captured_elements"] / every_step
+    return found
+
+
+def events(kfac: KFACOptimizer, samples: int) -> list[tuple[str, float, int]]:
+    """The counters for DeepSpeed's monitor."""
+    return [(f"Train/KFAC/{name}", value, samples) for name, value in counters(kfac).items()]
