@@ -74,7 +74,7 @@ def bytes_phase(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     model, found = TINY if arguments.tiny else MODEL, []
     for world in arguments.worlds:
         cases = byte_cases(world)
-        ranks = on_ranks(measure_bytes, world, cases, model, 1)
+        ranks = on_ranks(measure_bytes, world, cases, model)
         for index, case in enumerate(cases):
             keys = {"strategy": case.strategy, "world": world, "wire": case.wire, "optimizer": case.optimizer}
             found.append({**keys, "ranks": [rows[index] for rows in ranks]})

@@ -16,6 +16,8 @@ from examples.gpt import VOCABULARY, GPTConfig
 
 STEPS = {"refresh": 0, "plain": 1, "update": UPDATE}
 """Which step is measured as what: step 0 does all that a refresh step does."""
+TOKENS = 16
+"""Of a rank and step; bytes do not depend on them."""
 COLLECTIVES = ("all_to_all_single", "all_reduce", "all_gather_into_tensor", "broadcast", "reduce_scatter_tensor",
                "all_gather", "reduce", "all_to_all")  # fmt: skip
 
@@ -30,10 +32,10 @@ def build(case: Case, model: GPTConfig, rows: int) -> Any:
         return ds_kfac.initialize(model=module, model_parameters=module.parameters(), config=case.config(rows))[0]
 
 
-def train_step(engine: Any, model: GPTConfig, rows: int, step: int) -> None:
-    """On random bytes, others on every rank."""
+def train_step(engine: Any, rows: int, tokens: int, step: int) -> None:
+    """On random bytes [rows, tokens], others on every rank."""
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-    x = torch.randint(VOCABULARY, (rows, model.context), generator=generator)
+    x = torch.randint(VOCABULARY, (rows, tokens), generator=generator)
     engine.backward(engine(x, x.roll(-1, 1)))
     engine.step()
 
@@ -74,20 +76,20 @@ class Wrapped:
             self.bytes[place] += tensor.element_size() * (sum(sizes) - sizes[rank])
 
 
-def measure_bytes(cases: list[Case], model: GPTConfig, rows: int) -> list[dict[str, Any]]:
+def measure_bytes(cases: list[Case], model: GPTConfig) -> list[dict[str, Any]]:
     """Of each case, this rank's row; runs on every rank."""
-    return [_measure(case, model, rows) for case in cases]
+    return [_measure(case, model) for case in cases]
 
 
-def _measure(case: Case, model: GPTConfig, rows: int) -> dict[str, Any]:
-    engine = build(case, model, rows)
+def _measure(case: Case, model: GPTConfig) -> dict[str, Any]:
+    engine = build(case, model, 1)
     kfac = engine.kfac.optimizer
     row: dict[str, Any] = {"parameters": sum(p.ds_numel if case.stage == 3 else p.numel() for p in engine.parameters())}
     row["gradient"] = sum(layer.numel for layer in kfac.layers)
     for step in range(max(STEPS.values()) + 1):
         wrapped, before = Wrapped(kfac.channel.group), snapshot(kfac.channel)
         with wrapped.counting():
-            train_step(engine, model, rows, step)
+            train_step(engine, 1, TOKENS, step)
         for name, at in STEPS.items():
             if at == step:
                 row[name] = difference(snapshot(kfac.channel), before)
@@ -98,6 +100,7 @@ def _measure(case: Case, model: GPTConfig, rows: int) -> dict[str, Any]:
     flows = planned_traffic(kfac.plan, kfac.layout.shards)
     row["planned"] = {kind: (flow.sent[kfac.rank], flow.received[kfac.rank]) for kind, flow in flows.items()}
     row["imbalance"] = kfac.plan.assignment.imbalance
+    kfac.close()
     engine.destroy()
     gc.collect()
     return row

@@ -1,9 +1,10 @@
 """The report's section on bytes, collectives and memory."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.distributed_cases import KFAC_PYTORCH, MEMORY_TARGETS, PAYLOAD_TARGETS, REFRESH, UPDATE
+from benchmarks.distributed_plots import draw_payload
 from benchmarks.distributed_section import MB, Row, Section, Verdict, megabytes
 from ds_kfac.mail import ALIGNMENT
 
@@ -82,14 +83,10 @@ def bytes_section(rows: Sequence[Row], out: Path) -> Section:
         f"A GPT of {size['parameters'] / 1e6:.1f} M parameters, {size['gradient'] / 1e6:.2f} M of them preconditioned; "
         f"MB per rank and step, amortised over factors every {UPDATE} and eigenbases every {REFRESH} steps."
     )
-    return Section(
-        "Bytes, collectives and memory",
-        before,
-        header,
-        [_cells(case) for case in rows],
-        NOTES,
-        verdicts=_verdicts(rows),
-    )
+    bars = _bars(rows)
+    plots = [draw_payload(bars, out / "payload.png")] if bars else []
+    cells = [_cells(case) for case in rows]
+    return Section("Bytes, collectives and memory", before, header, cells, NOTES, plots, _verdicts(rows))
 
 
 NOTES = (
@@ -116,6 +113,22 @@ def _cells(case: Row) -> list[str]:
         f"{theirs[0]:g}" if theirs else "", " / ".join(map(str, calls)), megabytes(state(case)),
         megabytes(planned_state(case)), f"{theirs[1]:g}" if theirs else "",
     ]  # fmt: skip
+
+
+def _bars(rows: Sequence[Row]) -> list[tuple[str, Mapping[str, float], float | None]]:
+    """kfac-pytorch's payload, then ours with bf16: of the rank and way with most of it, by kind."""
+    cases = {case["strategy"]: case for case in rows if _judged(case) and case["wire"] == "bf16"}
+    bars: list[tuple[str, Mapping[str, float], float | None]] = []
+    for strategy in cases:
+        if strategy in KFAC_PYTORCH:
+            bars.append((f"kfac-pytorch\n{strategy}\nfp32", {"all of kfac-pytorch": KFAC_PYTORCH[strategy][0]}, None))
+    for strategy, case in cases.items():
+        flows = (amortised(rank, way) for rank in case["ranks"] for way in WAYS)
+        most = max(flows, key=lambda flow: sum(flow.values()))
+        parts = {kind: sum(most.get(name, 0) for name in names) / MB for kind, names in KINDS.items()}
+        target = _payload_target(case)
+        bars.append((f"{strategy}\nbf16", parts, target and target / MB))
+    return bars
 
 
 def _judged(case: Row) -> bool:

@@ -130,10 +130,10 @@ def workers_of(strategy: str, world: int) -> int:
 
 
 def byte_cases(world: int) -> list[Case]:
-    """All strategies that differ on so many ranks, fp32 and 16 bits; and KFACAdamW."""
+    """All strategies that differ on so many ranks, fp32 and bf16; fp16, whose scales travel too; and KFACAdamW."""
     names = [name for name in STRATEGIES if world >= 4 or name != "HYBRID"]
-    names = [name for name in names if world > 1 or name != "COMM-OPT"]
     if world == 1:
-        return [Case(name, world, "fp32", optimizer) for optimizer in ("AdamW", "KFACAdamW") for name in names]
-    cases = [Case(name, world, wire) for wire in WIRES for name in names if wire != "fp16" or world == 4]
-    return cases + [Case(name, world, "bf16", "KFACAdamW") for name in names]
+        return [Case(name, world) for name in names if name != "COMM-OPT"]
+    cases = [Case(name, world, wire) for wire in ("fp32", "bf16") for name in names]
+    cases += [Case("COMM-OPT", world, "fp16")] if world >= 4 else []
+    return cases + [Case(name, world, "bf16", "KFACAdamW") for name in names if name != "ZeRO-1"]

@@ -10,8 +10,48 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 Row = Mapping[str, Any]
+PAYLOAD_COLORS = ("0.75", "C0", "C1", "C2", "C4")
 COLORS = dict(zip(("no K-FAC", "all at once", "staggered", "staggered, lag"), ("gray", "C3", "C0", "C2"), strict=True))
-MARKERS = dict(zip(("MEM-OPT", "HYBRID", "COMM-OPT", "ZeRO-3"), "osD^", strict=True))
+STYLES: Mapping[str, dict[str, Any]] = {
+    "MEM-OPT": {"color": "C0", "marker": "o"},
+    "HYBRID": {"color": "C1", "marker": "s"},
+    "COMM-OPT": {"color": "C2", "marker": "D"},
+    "ZeRO-3": {"color": "C3", "marker": "^", "ls": "--", "markerfacecolor": "white"},
+}
+"""What is drawn last may lie on the first, and lets it be seen."""
+
+
+def draw_payload(bars: Sequence[tuple[str, Mapping[str, float], float | None]], path: Path) -> Path:
+    """Stacked bars.
+
+    Args:
+        bars: (name, kind -> MB per step, target [MB] or None).
+    """
+    figure, axis = plt.subplots(figsize=(8.5, 3.8), layout="constrained")
+    kinds = list(dict.fromkeys(kind for _, parts, _ in bars for kind in parts))
+    for place, (_, parts, target) in enumerate(bars):
+        bottom = 0.0
+        for kind, value in parts.items():
+            axis.bar(place, value, 0.62, bottom, color=PAYLOAD_COLORS[kinds.index(kind)])
+            bottom += value
+        axis.annotate(
+            f"{bottom:.3g}",
+            (place, max(bottom, target or 0.0)),
+            (0, 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+        )
+        if target is not None:
+            axis.hlines(target, place - 0.42, place + 0.42, color="black", lw=1.6)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in PAYLOAD_COLORS[: len(kinds)]]
+    line = plt.Line2D([], [], color="black", lw=1.6)
+    axis.legend([*handles, line], [*kinds, "target"], fontsize=9, frameon=False)
+    axis.set_xticks(range(len(bars)), [name for name, _, _ in bars], fontsize=9)
+    axis.set_ylabel("payload of a rank [MB per step]")
+    axis.grid(axis="y", alpha=0.25)
+    axis.set_axisbelow(True)
+    return _save(figure, path)
 
 
 def draw_times(rows: Sequence[Row], path: Path) -> Path:
@@ -85,27 +125,27 @@ def draw_simulation(rows: Sequence[Row], out: Path) -> list[Path]:
 def _grid(rows: Sequence[Row], models: list[str], quantities: dict[str, Callable[[Row], float]], path: Path) -> Path:
     """A column a model, a row a quantity, a line a strategy."""
     figure, axes = plt.subplots(
-        len(quantities), len(models), figsize=(4 * len(models), 2.8 * len(quantities)), sharex=True, sharey="row",
+        len(quantities), len(models), figsize=(4 * len(models), 2.6 * len(quantities) + 0.8), sharex=True, sharey="row",
         squeeze=False, layout="constrained",
     )  # fmt: skip
     for line, (label, value) in zip(axes, quantities.items(), strict=True):
         for axis, model in zip(line, models, strict=True):
-            for strategy, marker in MARKERS.items():
+            for strategy, style in STYLES.items():
                 points = [
                     (row["world"], value(row)) for row in rows if (row["model"], row["strategy"]) == (model, strategy)
                 ]
-                axis.plot(*zip(*points, strict=True), marker=marker, ms=4, lw=1.2, label=strategy, alpha=0.85)
+                axis.plot(*zip(*points, strict=True), ms=5, lw=1.3, label=strategy, **style)
             axis.set(xscale="log", yscale="log")
-            axis.grid(alpha=0.3, which="both")
+            axis.grid(alpha=0.25)
         line[0].set_ylabel(label)
     worlds = sorted({row["world"] for row in rows})
     for axis, model in zip(axes[0], models, strict=True):
         axis.set_title(model)
     for axis in axes[-1]:
-        axis.set_xticks(worlds, [str(world) for world in worlds])
+        axis.set_xticks(worlds, [str(world) for world in worlds], fontsize=9)
         axis.set_xticks([], minor=True)
         axis.set_xlabel("ranks")
-    axes[0][0].legend(fontsize=8)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=len(STYLES), frameon=False)
     return _save(figure, path)
 
 

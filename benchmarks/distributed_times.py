@@ -41,7 +41,7 @@ def measure_times(cases: list[Case], model: GPTConfig, rows: int, intervals: int
             calls = sum(kfac.channel.calls.values()) if kfac else 0
             dist.barrier()
             wall, processor = time.perf_counter(), time.process_time()
-            train_step(engine, model, rows, step)
+            train_step(engine, rows, model.context, step)
             wall, processor = time.perf_counter() - wall, time.process_time() - processor
             if step < SETTLE:
                 continue

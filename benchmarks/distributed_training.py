@@ -147,9 +147,12 @@ def _train(run: Training, model: GPTConfig, rows: int, corpus: text.Corpus) -> d
         "skipped": timetable.skipped,
         "state": kfac.state_nbytes,
     }
+    kfac.close()
     engine.destroy()
     if rank == 0:
-        print(f"{run.optimizer}, {run.strategy}, {run.name}, seed {run.seed}: {row['held_out']:.4f} held out", flush=True)
+        print(
+            f"{run.optimizer}, {run.strategy}, {run.name}, seed {run.seed}: {row['held_out']:.4f} held out", flush=True
+        )
     return row
 
 
