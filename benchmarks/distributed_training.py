@@ -80,10 +80,14 @@ class Training:
         }
 
 
+def adaptive_name(tolerance: float) -> str:
+    return f"adaptive {tolerance:g}"
+
+
 def adaptive_runs(optimizer: str, steps: int, seeds: Sequence[int], tolerances: Sequence[float]) -> list[Training]:
     """Every statistic at every step, and the same thinned out by the adaptive rule."""
     blocks = {BASE: EVERY_STATISTIC} | {
-        f"adaptive {tolerance:g}": {**EVERY_STATISTIC, "adaptive": {"enabled": True, "tolerance": tolerance}}
+        adaptive_name(tolerance): {**EVERY_STATISTIC, "adaptive": {"enabled": True, "tolerance": tolerance}}
         for tolerance in tolerances
     }
     return [Training(name, "MEM-OPT", optimizer, blocks[name], steps, seed) for seed in seeds for name in blocks]

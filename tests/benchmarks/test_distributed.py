@@ -29,7 +29,7 @@ def out(tmp_path_factory):
     data = folder.parent / "text.txt"
     data.write_text("\n".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs" for i in range(3000)))
     argv = f"--tiny --worlds {WORLD} --world {WORLD} --strategies MEM-OPT --rows 1 --lag 2 --adaptive-steps 40"
-    argv += f" --tolerances 10 --option-steps 25 --seeds 0 --optimizers AdamW --data {data} --out {folder}"
+    argv += f" --tolerances 10 --option-strategies HYBRID ZeRO-2 --option-steps 25 --seeds 0 --optimizers AdamW --data {data} --out {folder}"
     argv += " --simulated-worlds 8 16 --simulated-models BERT-Large"
     assert distributed.main(argv.split()) == 0
     return folder
@@ -191,6 +191,8 @@ def test_targets_of_times_and_losses_are_met_or_missed(tmp_path):
                 "held_out": loss, "sent": {"factors": [sent, sent]}, "captured": sent, "skipped": 100 - sent,
                 "counts": {"refreshes": 3}}  # fmt: skip
 
-    rows = [trained("plain", 0, 2.0, 100), trained("plain", 1, 2.1, 100), trained("good", 0, 2.03, 20),
-            trained("good", 1, 2.09, 30), trained("bad", 0, 2.03, 26), trained("bad", 1, 2.13, 26)]  # fmt: skip
-    assert [verdict.met for verdict in adaptive_section(rows, tmp_path).verdicts] == [True, True, False, False]
+    base = [trained("plain", 0, 2.0, 100), trained("plain", 1, 2.1, 100)]
+    good = [trained("adaptive 0.3", 0, 2.03, 20), trained("adaptive 0.3", 1, 2.09, 30)]
+    bad = [trained("adaptive 0.3", 1, 2.13, 26)]
+    for rows, expected in ((good, True), (bad, False)):
+        assert [verdict.met for verdict in adaptive_section(base + rows, tmp_path).verdicts] == [expected] * 2
