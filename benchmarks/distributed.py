@@ -5,8 +5,8 @@
 Without a phase: all of them, ten minutes on two idle cores. bytes counts a plain, an update and a refresh step of
 every strategy and wire format; times takes every step of a whole refresh interval, with refreshes all at once,
 staggered, and staggered beside the training; adaptive and options train the GPT example; simulate plans large models on
-up to 1024 ranks. Each writes a JSON file in --out, from which report makes tables and plots. Ranks are processes on this
-machine (gloo, CPU), one thread each.
+up to 1024 ranks. Each writes a JSON file in --out, from which report makes tables and plots. Ranks are processes on
+this machine (gloo, CPU), one thread each.
 """
 
 import argparse

@@ -29,7 +29,8 @@ def out(tmp_path_factory):
     data = folder.parent / "text.txt"
     data.write_text("\n".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs" for i in range(3000)))
     argv = f"--tiny --worlds {WORLD} --world {WORLD} --strategies MEM-OPT --rows 1 --lag 2 --adaptive-steps 40"
-    argv += f" --tolerances 10 --option-strategies HYBRID ZeRO-2 --option-steps 25 --seeds 0 --optimizers AdamW --data {data} --out {folder}"
+    argv += " --tolerances 10 --option-strategies HYBRID ZeRO-2"
+    argv += f" --option-steps 25 --seeds 0 --optimizers AdamW --data {data} --out {folder}"
     argv += " --simulated-worlds 8 16 --simulated-models BERT-Large"
     assert distributed.main(argv.split()) == 0
     return folder
