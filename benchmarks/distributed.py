@@ -48,9 +48,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--intervals", type=int, default=1, help="refresh intervals to time; of equal steps the fastest"
     )
     parser.add_argument("--lag", type=int, default=5, help="steps until an asynchronous refresh takes effect")
-    parser.add_argument("--optimizers", nargs="+", default=["AdamW", "KFACAdamW"], help="for adaptive and options")
-    parser.add_argument("--adaptive-steps", type=int, default=300)
-    parser.add_argument("--tolerances", nargs="+", type=float, default=[0.1, 0.3], help="for adaptive")
+    parser.add_argument("--optimizers", nargs="+", default=["KFACAdamW"], help="for adaptive and options")
+    parser.add_argument("--adaptive-steps", type=int, default=200)
+    parser.add_argument("--tolerances", nargs="+", type=float, default=[0.3], help="for adaptive")
     parser.add_argument("--option-steps", type=int, default=200)
     parser.add_argument("--option-strategies", nargs="+", default=["HYBRID"], help="for options")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="for adaptive and options")
