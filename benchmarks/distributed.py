@@ -43,9 +43,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2, 4], help="ranks, for bytes")
     parser.add_argument("--world", type=int, default=4, help="ranks, for times and options; adaptive takes two")
     parser.add_argument("--strategies", nargs="+", default=["ZeRO-2"], help="for times")
-    parser.add_argument("--rows", type=int, default=4, help="windows of a rank and step, for times")
+    parser.add_argument("--rows", type=int, default=8, help="windows of a rank and step, for times")
     parser.add_argument(
-        "--intervals", type=int, default=1, help="refresh intervals to time; of equal steps the fastest"
+        "--intervals", type=int, default=3, help="refresh intervals to time; of equal steps the fastest"
     )
     parser.add_argument("--lag", type=int, default=5, help="steps until an asynchronous refresh takes effect")
     parser.add_argument("--optimizers", nargs="+", default=["KFACAdamW"], help="for adaptive and options")
@@ -90,7 +90,7 @@ def times_phase(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             for name, numbers in over_ranks(ranks, names, arguments.intervals).items():
                 found.append({
                     "strategy": strategy, "world": arguments.world, "mode": name,
-                    "tokens": arguments.rows * model.context, **numbers,
+                    "tokens": arguments.rows * model.context, "intervals": arguments.intervals, **numbers,
                     "load_before": load, "load_after": os.getloadavg()[0],
                 })  # fmt: skip
                 print(f"{strategy}, {name}: {summary(numbers['wall'])}", flush=True)
@@ -139,10 +139,13 @@ PHASES: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]] | None] =
 
 
 def circumstances(argv: list[str]) -> dict[str, Any]:
-    """Where, with what and how numbers were made."""
+    """With what and how numbers were made; wherever they were written to."""
     import deepspeed
     import torch
 
+    if "--out" in argv:
+        at = argv.index("--out")
+        argv = [*argv[:at], *argv[at + 2 :]]
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     return {
         "command": shlex.join(["python", "benchmarks/distributed.py", *argv]),

@@ -4,9 +4,10 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.distributed_cases import KFAC_PYTORCH_WORST, REFRESH, WORST_TARGET
+from benchmarks.distributed_cases import KFAC_PYTORCH_WORST, UPDATE, WORST_TARGET
 from benchmarks.distributed_plots import draw_times
 from benchmarks.distributed_section import Row, Section, Verdict, megabytes, milliseconds
+from benchmarks.distributed_times import REFRESH
 
 SAME_WORK = 0.02
 HEADER = ("strategy", "ranks", "refreshes", "median [ms]", "mean [ms]", "worst [ms]", "worst / median",
@@ -16,8 +17,9 @@ HEADER = ("strategy", "ranks", "refreshes", "median [ms]", "mean [ms]", "worst [
 
 def times_section(rows: Sequence[Row], out: Path) -> Section:
     before = (
-        f"Every step of one whole refresh interval, {REFRESH} steps, {rows[0]['tokens']} tokens a rank: all modes "
-        f"do the same work. kfac-pytorch's worst step was {KFAC_PYTORCH_WORST:g} medians."
+        f"Every step of whole refresh intervals, factors every {UPDATE} and eigenbases every {REFRESH} steps, "
+        f"{rows[0]['tokens']} tokens a rank: all modes do the same work. Of the same step of {rows[0]['intervals']} "
+        f"intervals the fastest counts. kfac-pytorch's worst step was {KFAC_PYTORCH_WORST:g} medians."
     )
     return Section("Steps without spikes", before, HEADER, [_cells(row) for row in rows], NOTES,
                    [draw_times(rows, out / "steps.png")], _verdicts(rows))  # fmt: skip

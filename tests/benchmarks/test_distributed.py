@@ -8,9 +8,10 @@ from torch import nn
 
 from benchmarks import distributed
 from benchmarks.distributed_bytes_section import STEPS, WAYS, amortised, bytes_section, planned, unexplained
-from benchmarks.distributed_cases import REFRESH, TINY, UPDATE, gelu_gpt, workers_of
+from benchmarks.distributed_cases import TINY, UPDATE, gelu_gpt, workers_of
 from benchmarks.distributed_simulation import simulated
 from benchmarks.distributed_tables import TABLES
+from benchmarks.distributed_times import REFRESH
 from benchmarks.distributed_times_section import times_section
 from benchmarks.distributed_training_section import adaptive_section
 
@@ -28,7 +29,7 @@ def out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results") / "distributed"
     data = folder.parent / "text.txt"
     data.write_text("\n".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs" for i in range(3000)))
-    argv = f"--tiny --worlds {WORLD} --world {WORLD} --strategies MEM-OPT --rows 1 --lag 2 --adaptive-steps 40"
+    argv = f"--tiny --worlds {WORLD} --world {WORLD} --strategies MEM-OPT --rows 1 --lag 2 --intervals 2 --adaptive-steps 40"
     argv += " --tolerances 10 --option-strategies HYBRID ZeRO-2"
     argv += f" --option-steps 25 --seeds 0 --optimizers AdamW --data {data} --out {folder}"
     argv += " --simulated-worlds 8 16 --simulated-models BERT-Large"
@@ -179,7 +180,7 @@ def test_targets_of_bytes_are_met_or_missed(tmp_path):
 
 def test_targets_of_times_and_losses_are_met_or_missed(tmp_path):
     def timed(mode, worst, refreshes=8):
-        return {"strategy": "ZeRO-2", "world": 4, "mode": mode, "tokens": 1, "wall": [1.0] * 9 + [worst],
+        return {"strategy": "ZeRO-2", "world": 4, "mode": mode, "tokens": 1, "intervals": 1, "wall": [1.0] * 9 + [worst],
                 "processor": [1.0] * 10, "refreshes": refreshes, "payload": [5.0], "calls": 4, "stages": {},
                 "load_before": 0.0, "load_after": 0.0}  # fmt: skip
 
