@@ -1,7 +1,7 @@
 """Seconds of every step of whole refresh intervals, engines in turn, so that noise hits all of them.
 
-The refresh interval is short, so that there are several to take the fastest of: a step in which something is refreshed is
-the same with a longer one, and the median step is one in which nothing is.
+The refresh interval is short, so that there are several to take the fastest of: a step in which something is refreshed
+is the same with a longer one, and the median step is one in which nothing is.
 """
 
 import time

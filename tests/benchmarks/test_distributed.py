@@ -29,8 +29,8 @@ def out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results") / "distributed"
     data = folder.parent / "text.txt"
     data.write_text("\n".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs" for i in range(3000)))
-    argv = f"--tiny --worlds {WORLD} --world {WORLD} --strategies MEM-OPT --rows 1 --lag 2 --intervals 2 --adaptive-steps 40"
-    argv += " --tolerances 10 --option-strategies HYBRID ZeRO-2"
+    argv = f"--tiny --worlds {WORLD} --world {WORLD} --strategies MEM-OPT --rows 1 --lag 2 --intervals 2"
+    argv += " --adaptive-steps 40 --tolerances 10 --option-strategies HYBRID ZeRO-2"
     argv += f" --option-steps 25 --seeds 0 --optimizers AdamW --data {data} --out {folder}"
     argv += " --simulated-worlds 8 16 --simulated-models BERT-Large"
     assert distributed.main(argv.split()) == 0
@@ -180,8 +180,8 @@ def test_targets_of_bytes_are_met_or_missed(tmp_path):
 
 def test_targets_of_times_and_losses_are_met_or_missed(tmp_path):
     def timed(mode, worst, refreshes=8):
-        return {"strategy": "ZeRO-2", "world": 4, "mode": mode, "tokens": 1, "intervals": 1, "wall": [1.0] * 9 + [worst],
-                "processor": [1.0] * 10, "refreshes": refreshes, "payload": [5.0], "calls": 4, "stages": {},
+        return {"strategy": "ZeRO-2", "world": 4, "mode": mode, "tokens": 1, "intervals": 1,
+                "wall": [1.0] * 9 + [worst], "processor": [1.0] * 10, "refreshes": refreshes, "payload": [5.0], "calls": 4, "stages": {},
                 "load_before": 0.0, "load_after": 0.0}  # fmt: skip
 
     rows = [timed("all at once", 4.0), timed("staggered", 1.4), timed("staggered, lag", 1.6, refreshes=7)]
