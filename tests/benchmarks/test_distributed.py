@@ -181,8 +181,8 @@ def test_targets_of_bytes_are_met_or_missed(tmp_path):
 def test_targets_of_times_and_losses_are_met_or_missed(tmp_path):
     def timed(mode, worst, refreshes=8):
         return {"strategy": "ZeRO-2", "world": 4, "mode": mode, "tokens": 1, "intervals": 1,
-                "wall": [1.0] * 9 + [worst], "processor": [1.0] * 10, "refreshes": refreshes, "payload": [5.0], "calls": 4, "stages": {},
-                "load_before": 0.0, "load_after": 0.0}  # fmt: skip
+                "wall": [1.0] * 9 + [worst], "processor": [1.0] * 10, "refreshes": refreshes,
+                "payload": [5.0], "calls": 4, "stages": {}, "load_before": 0.0, "load_after": 0.0}  # fmt: skip
 
     rows = [timed("all at once", 4.0), timed("staggered", 1.4), timed("staggered, lag", 1.6, refreshes=7)]
     assert [verdict.met for verdict in times_section(rows, tmp_path).verdicts] == [
