@@ -112,7 +112,7 @@ def weights(engine) -> dict[str, torch.Tensor]:
 
 def reference(
     mode: Mode, accumulation: int, world: int, initial: dict, steps: int = STEPS, kfac_config: dict | None = None,
-    before_step=None, model: type[nn.Module] = Net,
+    before_step=None, model: type[nn.Module] = Net, kind: type[ReferenceKFAC] = ReferenceKFAC,
 ) -> dict:  # fmt: skip
     """Weights after training ``initial`` with reference.py and the same optimizer on the concatenated batch.
 
@@ -126,7 +126,7 @@ def reference(
     work = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
     for p in work.parameters():
         p.grad_dtype = torch.float32
-    kfac = ReferenceKFAC(work, **reference_options(kfac_config or {**KFAC, **mode.kfac}))
+    kfac = kind(work, **reference_options(kfac_config or {**KFAC, **mode.kfac}))
     # stage 0 fp16 divides by a loss scale it never multiplied by (deepspeed PR 8393); we follow
     divisor = 2.0**8 if mode.dtype == "fp16" and mode.stage == 0 else 1.0
     step = ReferenceStep(mode, model, work, kfac)

@@ -38,7 +38,7 @@ def worker(names) -> dict:
         kfac = engine.kfac.optimizer
         results[name] = {
             "difference": difference(weights(engine), expected, initial),
-            "refreshes": (kfac.metrics.counts["refreshes"], len(REFRESHES) * len(kfac.owned)),
+            "refreshes": (kfac.metrics.counts["refreshes"], len(REFRESHES) * len(kfac.curvature.factors)),
             "nu": kfac.metrics.nu,
             "report": engine.kfac.report,
         }

@@ -147,8 +147,8 @@ def test_the_report_lists_every_module(doors):
     for text in ("ZeRO stage 2", "DeepSpeedZeroOptimizer", "relayout moves 0 of", "kl-clip 0.0005"):
         assert text in report
     rows = {line.split()[0]: line.split() for line in report.splitlines() if line.startswith("  ")}
-    assert rows["first"] == ["first", "Linear", "17", "14", "yes", "0"]
-    assert rows["middle"] == ["middle", "Linear", "19", "17", "no", "0"]
+    assert rows["first"] == ["first", "Linear", "17", "14", "yes", "0", "A", "0,", "G", "0"]
+    assert rows["middle"] == ["middle", "Linear", "19", "17", "no", "0", "A", "0,", "G", "0"]
     assert rows["norm"][:3] == ["norm", "LayerNorm", "34"] and "not in kfac.layers.types" in " ".join(rows["norm"])
 
 

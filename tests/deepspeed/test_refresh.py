@@ -1,0 +1,140 @@
+"""When factors are captured and refreshed one by one (staggered, adaptive, beside the training), every engine mode
+still trains like ds_kfac/reference.py with the same factors due; and how much less is done."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_kfac.reference import ReferenceKFAC, _eigh
+from tests.deepspeed.modes import BY_NAME, KFAC, TOLERANCE
+from tests.deepspeed.runs import build, difference, reference, train, weights
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+STEPS = 14
+
+
+class Timed(ReferenceKFAC):
+    """Factors are due as a script says: per step {key: weight of the past} to capture, and keys to refresh."""
+
+    captures: dict[str, float] = {}
+    refreshes: frozenset[str] = frozenset()
+    lag = 0
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.counts: dict[str, int] = {}
+        self.waiting: dict[str, tuple[int, tuple]] = {}
+
+    def update(self, seed: float = 1.0) -> None:
+        for name, layer in self.layers.items():
+            batch = layer.batch(seed)
+            layer.factors = layer.factors or [torch.zeros_like(part) for part in batch]
+            layer.bases = layer.bases or [(torch.ones(len(part)), torch.eye(len(part))) for part in batch]
+            for index, key in enumerate((f"{name}/A", f"{name}/G")):
+                if key in self.captures:
+                    self.counts[key] = self.counts.get(key, 0) + 1
+                    r = min(1 - 1 / self.counts[key], self.captures[key])
+                    layer.factors[index] = r * layer.factors[index] + (1 - r) * batch[index]
+                if key in self.refreshes and key not in self.waiting:
+                    first = self.lag if self.counts[key] > 1 else 0
+                    self.waiting[key] = (self.steps + first, _eigh(layer.factors[index], layer.blocks[index]))
+                if key in self.waiting and self.waiting[key][0] == self.steps:
+                    layer.bases[index] = self.waiting.pop(key)[1]
+        self.steps += 1
+
+
+CASES = {
+    "staggered": {"eigenbasis": {"refresh_interval": 4, "stagger": True}},
+    "beside the training": {"eigenbasis": {"refresh_interval": 4, "stagger": False, "lag": 3}},
+    "staggered, beside the training": {"eigenbasis": {"refresh_interval": 4, "stagger": True, "lag": 2}},
+    "adaptive": {"eigenbasis": {"refresh_interval": 2, "stagger": False}, "adaptive": {"enabled": True}},
+    "everything": {
+        "eigenbasis": {"refresh_interval": 4, "stagger": True, "lag": 1},
+        "adaptive": {"enabled": True, "max_interval": 3},
+        "offload": {"device": "cpu"},
+    },
+}
+MODES = ("z0", "z2", "z3")
+
+
+def block(name: str) -> dict:
+    case = CASES[name]
+    return {
+        **KFAC,
+        **case,
+        "factor": {"update_interval": 2, "decay": 0.8},
+        "eigenbasis": {**KFAC["eigenbasis"], **case["eigenbasis"]},
+        # such random batches differ by more than the default tolerance
+        **({"adaptive": {"tolerance": 0.9, **case["adaptive"]}} if "adaptive" in case else {}),
+        "burn_in": {"steps": 0},
+    }
+
+
+def as_scripted(script: list, lag: int, kfac: Timed, step: int) -> None:
+    (kfac.captures, kfac.refreshes), kfac.lag = script[step], lag
+
+
+def worker(_) -> dict:
+    results = {}
+    for name in CASES:
+        for mode in MODES:
+            kfac_block = block(name)
+            engine = build(BY_NAME[mode], 1, kfac=kfac_block)
+            initial = weights(engine)
+            kfac, script = engine.kfac.optimizer, []
+            for step in range(STEPS):
+                due, decay = kfac.due, kfac.config.factor.decay_at(step)
+                captures = {key: kfac.curvature.agenda.weight(key, decay) for key in sorted(due.capture)}
+                script.append((captures, due.refresh))
+                train(engine, 1, 1, first=step)
+            expected = None
+            if dist.get_rank() == 0:
+                read = partial(as_scripted, script, kfac.plan.lag)
+                expected = reference(BY_NAME[mode], 1, 2, initial, STEPS, kfac_block, read, kind=Timed)
+            after = weights(engine)
+            results[name, mode] = {
+                "difference": difference(after, expected, initial) if expected else 0.0,
+                "script": [(sorted(captures.items()), sorted(refreshes)) for captures, refreshes in script],
+                "factors": len(kfac.curvature.specs),
+                "counters": engine.kfac.counters(),
+            }
+            engine.destroy()
+    return results
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run_ranks("tests.deepspeed.test_refresh:worker", world=2)
+
+
+def test_every_mode_trains_like_the_reference_with_the_same_factors_due(results):
+    wrong = {case: result["difference"] for case, result in results[0].items()}
+    assert all(value <= 3 * TOLERANCE["fp32"] for value in wrong.values()), wrong
+    assert [r["script"] for r in results[0].values()] == [r["script"] for r in results[1].values()]
+
+
+def test_staggering_spreads_the_same_work(results):
+    for mode in MODES:
+        script, factors = results[0]["staggered", mode]["script"], results[0]["staggered", mode]["factors"]
+        refreshed = [len(refreshes) for _, refreshes in script]
+        assert refreshed[0] == factors, "the first batch is for all"
+        for start in range(4, STEPS - 4):
+            assert sum(refreshed[start : start + 4]) == factors, "each once in an interval"
+        assert max(refreshed[1:]) < factors, "not all at once"
+        at_once = results[0]["beside the training", mode]["script"]
+        assert max(len(refreshes) for _, refreshes in at_once[1:]) == factors
+
+
+def test_the_adaptive_rule_captures_less(results):
+    for mode in MODES:
+        adaptive, plain = (results[0][name, mode] for name in ("adaptive", "staggered"))
+        captured = sum(len(captures) for captures, _ in adaptive["script"])
+        assert captured == adaptive["counters"]["captures"]
+        assert adaptive["counters"]["captures_skipped"] > 0 == plain["counters"]["captures_skipped"]
+        assert captured < adaptive["factors"] * (STEPS // 2)
+        sent, sent_plain = (of["counters"]["sent_bytes_factors"] for of in (adaptive, plain))
+        assert sent < sent_plain
+        assert any(weight < 0.8 for captures, _ in adaptive["script"] for _, weight in captures), "decays for the gap"
