@@ -35,7 +35,9 @@ def report(out: Path) -> str:
     head = ["# Several ranks", "", "From benchmarks/distributed.py. MB are 10^6 bytes.", ""]
     if verdicts:
         missed = sum(not verdict.met for verdict in verdicts)
-        head += ["## Targets", "", f"{len(verdicts) - missed} of {len(verdicts)} met.", ""]
+        absent = [name for name in SECTIONS if not (out / f"{name}.json").exists()]
+        without = f" Not measured, and not in this: {', '.join(absent)}." if absent else ""
+        head += ["## Targets", "", f"{len(verdicts) - missed} of {len(verdicts)} met.{without}", ""]
         head += table(("what", "target", "measured", ""), [verdict.cells for verdict in verdicts])
     text = "\n".join([*head, *lines])
     (out.parent / f"{out.name}.md").write_text(text)
