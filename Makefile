@@ -17,7 +17,7 @@ endif
 
 LAUNCH = $(BIN)/deepspeed --num_accelerators $(RANKS) examples/train_gpt.py --steps $(STEPS)
 
-.PHONY: setup train compare converge test check clean
+.PHONY: setup train compare converge scale test check clean
 
 setup: $(STAMP)
 
@@ -38,6 +38,9 @@ compare: $(STAMP)
 
 converge: $(STAMP)
 	$(BIN)/python benchmarks/convergence.py --workers $(RANKS) $(ARGS)
+
+scale: $(STAMP)
+	$(BIN)/python benchmarks/distributed.py $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
