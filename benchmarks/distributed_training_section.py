@@ -14,8 +14,8 @@ JUDGED_TOLERANCE = 0.3
 after seeing them, on one seed. The config's default is 0.1."""
 LOSS_NOTES = (
     "Held-out loss at the end, mean over seeds (smallest to largest). Change: to the plain run of the same seed, "
-    "which has the same weights and batches; the target is on their mean, and one-sided. Training loss: mean of the last "
-    "tenth of the steps."
+    "which has the same weights and batches; the target is on their mean, and one-sided. Training loss: mean of the "
+    "last tenth of the steps."
 )
 
 
@@ -75,8 +75,8 @@ def adaptive_section(rows: Sequence[Row], out: Path) -> Section:
     )
     plots = [draw_losses(rows, out / "adaptive.png")]
     chosen = (
-        f" Only tolerance {JUDGED_TOLERANCE:g} is held against the targets; it was chosen after seeing 0.1, 0.2 and 0.3 "
-        "on seed 0, and the config's default is 0.1."
+        f" Only tolerance {JUDGED_TOLERANCE:g} is held against the targets; it was chosen after seeing 0.1, 0.2 and "
+        "0.3 on seed 0, and the config's default is 0.1."
     )
     return Section("Adaptive statistics", before, header, cells, LOSS_NOTES + chosen, plots, verdicts)
 
