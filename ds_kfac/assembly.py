@@ -89,22 +89,25 @@ def setting(target: Target, config: KFACConfig) -> Setting:
     )
 
 
-def _node_size() -> int:
-    """Ranks of a node, as the launcher says; 1 where nodes differ. Collective."""
-    sizes = [0] * torch.distributed.get_world_size()
-    own = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
-    torch.distributed.all_gather_object(sizes, int(own))
-    return sizes[0] if len(set(sizes)) == 1 else 1
+def _node(device: torch.device) -> tuple[int, int]:
+    """Ranks of a node, as the launcher says, and the cores they share; one rank where nodes differ. Collective."""
+    size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+    at_once = max(1, (os.cpu_count() or 1) // torch.get_num_threads())
+    mine = size, at_once if device.type == "cpu" and size > at_once else 0
+    everyone = [mine] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, mine)
+    return mine if len(set(everyone)) == 1 else (1, 0)
 
 
 def agreed_costs(device: torch.device, config: KFACConfig) -> CostModel:
     """The cost model, the same on every rank of the job: measured by the first one. Collective."""
     given, base = config.assignment.costs, BUILTIN["cpu" if device.type == "cpu" else "cuda"]
-    base = replace(base, node_size=_node_size())
+    node_size, node_cores = _node(device)
+    base = replace(base, node_size=node_size, node_cores=node_cores)
     if isinstance(given, dict):
         return from_dict(given, base)
     if given == "builtin":
         return base
     values: list[Any] = [cached(device).to_dict() if torch.distributed.get_rank() == 0 else {}]
     torch.distributed.broadcast_object_list(values, src=0)
-    return replace(from_dict(values[0], base), node_size=base.node_size)
+    return replace(from_dict(values[0], base), node_size=base.node_size, node_cores=base.node_cores)

@@ -51,6 +51,7 @@ class CostModel:
         link_seconds: latency of a message.
         node_size: consecutive ranks of a node.
         node_bytes: bytes per second between ranks of a node, each way; 0: as between nodes.
+        node_cores: decompositions that the ranks of a node can do at once; 0: each has a device of its own.
     """
 
     eigh_seconds: tuple[tuple[int, float], ...]
@@ -62,6 +63,7 @@ class CostModel:
     link_seconds: float
     node_size: int = 1
     node_bytes: float = 0.0
+    node_cores: int = 0
 
     def eigh(self, n: int, count: int = 1) -> float:
         """``count`` decompositions one after the other, as LAPACK does a batch."""
@@ -160,9 +162,9 @@ def from_dict(values: Mapping[str, Any], base: CostModel) -> CostModel:
     if "eigh_seconds" in given:
         given["eigh_seconds"] = _table(given["eigh_seconds"])
     for key, value in given.items():
-        if key == "node_size" and (type(value) is not int or value < 1):
-            raise ValueError(f"costs.node_size: got {value!r}; must be a number of ranks")
-        may_be_0 = key.endswith("seconds") or key == "node_bytes"
+        if key in ("node_size", "node_cores") and type(value) is not int:
+            raise ValueError(f"costs.{key}: got {value!r}; must be a whole number")
+        may_be_0 = key.endswith("seconds") or key in ("node_bytes", "node_cores")
         if key != "eigh_seconds" and not (_positive(value) or (may_be_0 and value == 0)):
             raise ValueError(f"costs.{key}: got {value!r}; must be a positive number")
     return replace(base, **given)

@@ -38,7 +38,8 @@ def refresh_offsets(
     """Heaviest first, each to the step where the slowest rank suffers least.
 
     A step takes as long as its slowest rank, so work of one rank goes where another is as busy anyway, and else to the
-    emptiest step. Every rank captures every factor: those of one step, D^2 each, are kept near their mean.
+    emptiest step. Ranks of a node that share ``node_cores`` cores also have to wait for each other.
+    Every rank captures every factor: those of one step, D^2 each, are kept near their mean.
 
     Args:
         decomposers: factor key -> rank.
@@ -52,8 +53,7 @@ def refresh_offsets(
     squares = [sum(factor.side.dim**2 for factor in item) for item in items]
     limit = max(max(squares, default=0), (1 + CAPTURE_TOLERANCE) * sum(squares) / captures)
     captured = [0] * captures
-    busy: list[dict[int, float]] = [{} for _ in range(steps)]
-    slowest = [0.0] * steps
+    loads = [_Load(costs.node_size, costs.node_cores) for _ in range(steps)]
     offsets: dict[str, int] = {}
 
     heaviest = sorted(range(len(items)), key=lambda i: (-sum(seconds[f.key] for f in items[i]), -squares[i]))
@@ -65,24 +65,49 @@ def refresh_offsets(
         open_ = [phase for phase in range(captures) if captured[phase] + squares[i] <= limit]
         least = min(captured)
         phases = set(open_ or [phase for phase in range(captures) if captured[phase] == least])
-        worst = max(slowest)
+        worst = max(load.seconds for load in loads)
 
         def outcome(step: int, work: Mapping[int, float] = work, worst: float = worst) -> tuple[float, ...]:
-            # by differences, so that work comes out exactly equal on an idle step and after the slowest rank's own
-            longer = max(0.0, *(more - (slowest[step] - busy[step].get(rank, 0.0)) for rank, more in work.items()))
-            after = slowest[step] + longer
+            longer = loads[step].longer(work)
+            after = loads[step].seconds + longer
             return max(worst, after), longer, after, captured[step % captures], step
 
         step = min((step for step in range(steps) if step % captures in phases), key=outcome)
         captured[step % captures] += squares[i]
-        for rank, more in work.items():
-            busy[step][rank] = busy[step].get(rank, 0.0) + more
-            slowest[step] = max(slowest[step], busy[step][rank])
+        loads[step].add(work)
         for factor in items[i]:
             offsets[factor.key] = step
+    seconds_of = [load.seconds for load in loads]
     return Stagger(
-        {factor.key: offsets[factor.key] for factor in factors}, max(slowest), sum(slowest) / refresh_interval
+        {factor.key: offsets[factor.key] for factor in factors}, max(seconds_of), sum(seconds_of) / refresh_interval
     )
+
+
+class _Load:
+    """What is refreshed at one step: seconds of its slowest rank, or of a node's ranks on the cores they share."""
+
+    def __init__(self, node_size: int, node_cores: int) -> None:
+        self.node_size, self.node_cores = node_size, node_cores
+        self.seconds = 0.0
+        self._busy: dict[tuple[str, int], float] = {}
+
+    def _parts(self, work: Mapping[int, float]) -> dict[tuple[str, int], float]:
+        parts = {("rank", rank): more for rank, more in work.items()}
+        for rank, more in work.items() if self.node_cores else ():
+            node = "node", rank // self.node_size
+            parts[node] = parts.get(node, 0.0) + more / self.node_cores
+        return parts
+
+    def longer(self, work: Mapping[int, float]) -> float:
+        """By how much more work would make the step longer."""
+        # by differences, so that work comes out exactly equal on an idle step and after the slowest rank's own
+        parts = self._parts(work).items()
+        return max(0.0, *(more - (self.seconds - self._busy.get(part, 0.0)) for part, more in parts))
+
+    def add(self, work: Mapping[int, float]) -> None:
+        for part, more in self._parts(work).items():
+            self._busy[part] = self._busy.get(part, 0.0) + more
+            self.seconds = max(self.seconds, self._busy[part])
 
 
 def _items(factors: Sequence[FactorSpec], together: Sequence[Sequence[str]]) -> list[list[FactorSpec]]:

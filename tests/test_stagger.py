@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -121,3 +122,17 @@ def test_the_same_offsets_every_time_in_module_order():
     (factors, first), (_, second) = (stagger([100, 300, 300, 50], [0, 1, 0, 1], update=2, refresh=6) for _ in range(2))
     assert first == second
     assert list(first.offsets) == [factor.key for factor in factors]
+
+
+def test_ranks_that_share_cores_are_not_all_busy_at_once():
+    specs = [linear_layer(f"l{i}", 500, 3) for i in range(8)]
+    factors = [factor for factor in factor_specs(specs) if factor.is_A]
+    decomposers = {factor.key: index % 4 for index, factor in enumerate(factors)}
+    own = BUILTIN["cpu"]
+    shared = replace(own, node_size=4, node_cores=2)
+    seconds = own.decompose(factors[0].side)
+    intervals = {"update_interval": 1, "refresh_interval": 4}
+    alone, together = (refresh_offsets(factors, decomposers, costs, **intervals) for costs in (own, shared))
+    assert alone.worst == pytest.approx(seconds) == together.worst
+    at_once = [[*offsets.values()].count(step) for offsets in (alone.offsets, together.offsets) for step in range(4)]
+    assert max(at_once[:4]) == 4 and max(at_once[4:]) == 2, at_once
