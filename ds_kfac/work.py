@@ -86,8 +86,10 @@ class Work:
         return self.costs.transfer(2 * ELEMENT_BYTES * max(0, layer.numel - self.held[layer.name][rank]))
 
     def worker_bytes(self, layer: LayerSpec) -> int:
-        """State of a layer on each worker, but for eigenbases, which layers may share."""
-        return 4 * self.moments * layer.numel
+        """State of a layer on each worker, but for eigenbases, which layers may share: moments and their counter, and
+        the eigenvalues of identities."""
+        ones = sum(4 * side.dim for side in (layer.A, layer.G) if side.block == 0)
+        return ones + (4 * self.moments * layer.numel + 4 if self.moments else 0)
 
     def loads(self, workers: Mapping[str, tuple[int, ...]], decomposers: Mapping[str, int]) -> list[float]:
         """Seconds per step of every rank; factors without a decomposer are left out."""

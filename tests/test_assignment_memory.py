@@ -16,7 +16,7 @@ def test_memory_is_factors_on_decomposers_and_bases_and_moments_on_workers():
     factors = factor_specs(specs)
     work = Work(specs, factors, 4, None, COSTS, **INTERVALS, moments=2)
     found = work.memory({"l0": (0, 2)}, {"l0/A": 2, "l0/G": 3})
-    bases_and_moments = 4 * (5 * 5 + 5) + 4 * 3 + 2 * 4 * 15
+    bases_and_moments = 4 * (5 * 5 + 5) + 4 * 3 + 2 * 4 * 15 + 4  # and their counter
     assert found == [bases_and_moments, 0, bases_and_moments + 4 * 15 + 4, 4 * 3 + 4]
 
 
@@ -61,3 +61,9 @@ def test_a_cap_that_nothing_fits_says_how_much_is_needed_and_what_to_change():
         place(specs, 2, memory_cap=needed - 1)
     with pytest.raises(ValueError, match="smaller gradient worker fraction than 1"):
         place(specs, 2, workers=2, memory_cap=needed - 1)
+
+
+def test_the_ones_of_an_identity_are_counted_for_every_layer():
+    specs = [replace(linear_layer("l0", 5, 3), G=Side.identity(3))]
+    work = Work(specs, factor_specs(specs), 2, None, COSTS, **INTERVALS)
+    assert work.memory({"l0": (1,)}, {"l0/A": 0}) == [4 * 15 + 4, 4 * (5 * 5 + 5) + 4 * 3]
