@@ -31,6 +31,8 @@ BF16 = {"communication": {"dtype": "bf16"}}
 
 def case(stage: int, dtype: str = "fp32", *, adam=False, zero=None, extra=None, groups="one", **blocks) -> Mode:
     kfac = {key: {**KFAC.get(key, {}), **blocks.get(key, {})} for key in {*KFAC, *blocks}}
+    # the estimate's, whatever cores the ranks share here
+    kfac["assignment"] = {"costs": {"node_size": 1, "node_cores": 0}, **kfac.get("assignment", {})}
     return Mode("gpt", stage, dtype, adam=adam, kfac=kfac, zero=zero or {}, extra=extra or {}, groups=groups)
 
 
