@@ -10,11 +10,6 @@ DIMS = [1, 2, 63, 129, 257]
 ALIGNMENT = 32
 
 
-@pytest.fixture(params=["reference", "functional"])
-def ops(request):
-    return {"reference": reference, "functional": functional}[request.param]
-
-
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
