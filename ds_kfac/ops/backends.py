@@ -26,12 +26,24 @@ OPS = (
 Implementation = Callable[..., Any]
 
 
-def _torch(device: str) -> Mapping[str, Implementation]:
-    return {op: getattr(functional, op) for op in OPS}
+@dataclass(frozen=True)
+class Backend:
+    """A set of implementations.
+
+    Attributes:
+        device: type that it is for; None: every one.
+        load: gives op -> implementation, or raises RuntimeError with the reason why it cannot run here.
+    """
+
+    device: str | None
+    load: Callable[[], Mapping[str, Implementation]]
 
 
-BACKENDS: dict[str, Callable[[str], Mapping[str, Implementation]]] = {"cpp": cpp.load, "torch": _torch}
-"""Name -> what it has for a device type, raising RuntimeError with the reason if it cannot run there; best first."""
+BACKENDS: dict[str, Backend] = {
+    "cpp": Backend("cpu", cpp.load),
+    "torch": Backend(None, lambda: {op: getattr(functional, op) for op in OPS}),
+}
+"""By name; best first."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +52,7 @@ class Choice:
 
     Attributes:
         ops: op -> (backend, implementation).
-        missing: backend -> why it cannot run here.
+        missing: backend for this device -> why it cannot run here.
     """
 
     ops: Mapping[str, tuple[str, Implementation]]
@@ -91,8 +103,13 @@ def _choose(backend: str | None, device: str) -> Choice:
     ops: dict[str, tuple[str, Implementation]] = {}
     missing: dict[str, str] = {}
     for name in BACKENDS if backend is None else dict.fromkeys((backend, "torch")):
+        made_for = BACKENDS[name].device
+        if made_for not in (None, device):
+            if name == backend:
+                missing[name] = f"it is for {made_for}, not for {device}"
+            continue
         try:
-            found = BACKENDS[name](device)
+            found = BACKENDS[name].load()
         except RuntimeError as problem:
             missing[name] = str(problem)
             continue

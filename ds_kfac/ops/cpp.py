@@ -22,14 +22,12 @@ MAX_BLOCKS = 1024
 """Of ``similarity``, which makes a list of them."""
 
 
-def load(device: str) -> Mapping[str, Callable[..., Any]]:
+def load() -> Mapping[str, Callable[..., Any]]:
     """Op name -> implementation.
 
     Raises:
         RuntimeError: it cannot run, and why.
     """
-    if device != "cpu":
-        raise RuntimeError(f"it is for the CPU, not for {device}")
     library()
     ops = (
         syrk_accumulate_, symmetric_pack_into_, symmetric_unpack_from, ema_update_, similarity, eigen_scale,
