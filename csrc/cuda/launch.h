@@ -50,7 +50,9 @@ template <class Layer> struct Table {
 
 struct Nothing {};
 
-DS_KFAC_BOTH constexpr int64_t blocks_for(int64_t elements, int64_t per_block) { return (elements + per_block - 1) / per_block; }
+DS_KFAC_BOTH constexpr int64_t blocks_for(int64_t elements, int64_t per_block) {
+    return (elements + per_block - 1) / per_block;
+}
 
 #ifdef __CUDACC__
 

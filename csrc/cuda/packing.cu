@@ -4,8 +4,9 @@
 namespace ds_kfac {
 
 struct Triangle {
-    float *matrix;  // [dim, dim]
-    int64_t start;  // of its triangle in the flat buffer
+    float *matrix;   // [dim, dim], elements of a row side by side
+    int64_t stride;  // from row to row
+    int64_t start;   // of its triangle in the flat buffer
     int64_t dim;
 };
 
@@ -31,7 +32,7 @@ template <class Number> struct Pack {
         DS_KFAC_UNROLL
         for (int i = 0; i < ITEMS; ++i) {
             const bool inside = first + i * THREADS < numel;
-            values[i] = inside ? layer.matrix[cursor.row * layer.dim + cursor.column] : 0.0f;
+            values[i] = inside ? layer.matrix[cursor.row * layer.stride + cursor.column] : 0.0f;
             cursor.advance(THREADS);
         }
         Number *to = packed + layer.start + first;
@@ -79,7 +80,7 @@ template <class Number, bool MIRROR> struct Unpack {
         DS_KFAC_UNROLL
         for (int i = 0; i < TILE / STEP; ++i) {
             const int64_t r = row + i * STEP;
-            if (r < layer.dim && column <= r) layer.matrix[r * layer.dim + column] = values[i];
+            if (r < layer.dim && column <= r) layer.matrix[r * layer.stride + column] = values[i];
             if (MIRROR) shared.tile[y + i * STEP][x] = values[i];
         }
     }
@@ -91,53 +92,59 @@ template <class Number, bool MIRROR> struct Unpack {
         for (int i = 0; i < TILE / STEP; ++i) {
             const int64_t r = row + i * STEP;
             if (column < layer.dim && r < column)
-                layer.matrix[r * layer.dim + column] = MIRROR ? shared.tile[x][y + i * STEP] : 0.0f;
+                layer.matrix[r * layer.stride + column] = MIRROR ? shared.tile[x][y + i * STEP] : 0.0f;
         }
     }
 };
 
 template <class Op>
-int over_triangles(Op &op, int count, void *const *matrices, const int64_t *starts, const int64_t *dims,
-                   void *stream) {
-    const auto layer_of = [&](int i) { return Triangle{static_cast<float *>(matrices[i]), starts[i], dims[i]}; };
+int over_triangles(Op &op, int count, void *const *matrices, const int64_t *strides, const int64_t *starts,
+                   const int64_t *dims, void *stream) {
+    const auto layer_of = [&](int i) {
+        return Triangle{static_cast<float *>(matrices[i]), strides[i], starts[i], dims[i]};
+    };
     return launch_layers(op, count, layer_of, stream);
 }
 
 template <class Number>
-int pack(void *packed, int count, void *const *matrices, const int64_t *starts, const int64_t *dims, void *stream) {
+int pack(void *packed, int count, void *const *matrices, const int64_t *strides, const int64_t *starts,
+         const int64_t *dims, void *stream) {
     Pack<Number> op{};
     op.packed = static_cast<Number *>(packed);
-    return over_triangles(op, count, matrices, starts, dims, stream);
+    return over_triangles(op, count, matrices, strides, starts, dims, stream);
 }
 
 template <class Number, bool MIRROR>
-int unpack(const void *packed, int count, void *const *matrices, const int64_t *starts, const int64_t *dims,
-           void *stream) {
+int unpack(const void *packed, int count, void *const *matrices, const int64_t *strides, const int64_t *starts,
+           const int64_t *dims, void *stream) {
     Unpack<Number, MIRROR> op{};
     op.packed = static_cast<const Number *>(packed);
-    return over_triangles(op, count, matrices, starts, dims, stream);
+    return over_triangles(op, count, matrices, strides, starts, dims, stream);
 }
 
 }  // namespace ds_kfac
 
 using namespace ds_kfac;
 
-// packed[starts[i] + r(r+1)/2 + c] = matrices[i][r, c], c <= r, in the dtype `kind` (see Kind). Returns a cudaError_t.
-DS_KFAC_API int ds_kfac_cuda_pack(void *packed, int kind, int count, void *const *matrices, const int64_t *starts,
-                                  const int64_t *dims, void *stream) {
+// packed[starts[i] + r(r+1)/2 + c] = matrices[i][r, c], c <= r, in the dtype `kind` (see Kind). Rows of matrix i lie
+// strides[i] elements apart. Returns a cudaError_t.
+DS_KFAC_API int ds_kfac_cuda_pack(void *packed, int kind, int count, void *const *matrices, const int64_t *strides,
+                                  const int64_t *starts, const int64_t *dims, void *stream) {
     switch (kind) {
-        case FP32: return pack<float>(packed, count, matrices, starts, dims, stream);
-        case BF16: return pack<Bf16>(packed, count, matrices, starts, dims, stream);
-        default: return pack<Fp16>(packed, count, matrices, starts, dims, stream);
+        case FP32: return pack<float>(packed, count, matrices, strides, starts, dims, stream);
+        case BF16: return pack<Bf16>(packed, count, matrices, strides, starts, dims, stream);
+        default: return pack<Fp16>(packed, count, matrices, strides, starts, dims, stream);
     }
 }
 
 // The inverse; above the diagonal the mirror image if `mirror`, else zeros. Writes every element of every matrix.
 DS_KFAC_API int ds_kfac_cuda_unpack(const void *packed, int kind, int mirror, int count, void *const *matrices,
-                                    const int64_t *starts, const int64_t *dims, void *stream) {
-    using Function = int (*)(const void *, int, void *const *, const int64_t *, const int64_t *, void *);
+                                    const int64_t *strides, const int64_t *starts, const int64_t *dims,
+                                    void *stream) {
+    using Function = int (*)(const void *, int, void *const *, const int64_t *, const int64_t *, const int64_t *,
+                             void *);
     static constexpr Function functions[3][2] = {{unpack<float, false>, unpack<float, true>},
                                                  {unpack<Bf16, false>, unpack<Bf16, true>},
                                                  {unpack<Fp16, false>, unpack<Fp16, true>}};
-    return functions[kind][mirror ? 1 : 0](packed, count, matrices, starts, dims, stream);
+    return functions[kind][mirror ? 1 : 0](packed, count, matrices, strides, starts, dims, stream);
 }

@@ -1,5 +1,5 @@
-// Norms for adaptive refresh of many factors: how large each is, and how far from where it was. Two launches. Every sum
-// is in a fixed order, so results repeat.
+// Norms for adaptive refresh of many factors: how large each is, and how far from where it was. Two launches. Every
+// sum is in a fixed order, so results repeat.
 #include "launch.h"
 
 namespace ds_kfac {
@@ -7,9 +7,9 @@ namespace ds_kfac {
 constexpr int NORMS = 3;
 
 struct Compared {
-    const float *now;     // [numel]
-    const float *before;  // [numel] or null
-    const float *earlier; // [numel] or null
+    const float *now;      // [numel]
+    const float *before;   // [numel] or null
+    const float *earlier;  // [numel] or null
     int64_t numel;
     int64_t block;    // width of the diagonal blocks whose triangles follow each other
     int64_t partial;  // where the layer's partial sums begin, one [NORMS] per block of threads
@@ -116,7 +116,8 @@ struct Norms {
             shared.set(thread, sums);
         }
         if (PHASE == HALVINGS && thread == 0) {
-            const bool known[NORMS] = {true, layer.before != nullptr, layer.earlier != nullptr};
+            const bool empty = layer.numel == 0;  // has no address either
+            const bool known[NORMS] = {true, empty || layer.before, empty || layer.earlier};
             for (int norm = 0; norm < NORMS; ++norm)
                 norms[layer.index * NORMS + norm] = known[norm] ? sqrtf(shared.of[norm][0]) : NAN;
         }
@@ -135,7 +136,8 @@ DS_KFAC_API int64_t ds_kfac_cuda_similarity_scratch(int count, const int64_t *nu
 }
 
 // norms[i] = |now|, |now - before|, |now - earlier| of symmetric matrices kept as packed triangles of diagonal blocks,
-// each `blocks[i]` wide, the last maybe smaller. `befores[i]` and `earliers[i]` may be null: NaN. Returns a cudaError_t.
+// each `blocks[i]` wide, the last maybe smaller. `befores[i]` and `earliers[i]` may be null: NaN, or 0 of an empty one.
+// Returns a cudaError_t.
 DS_KFAC_API int ds_kfac_cuda_similarity(float *norms, float *scratch, int count, const void *const *nows,
                                         const void *const *befores, const void *const *earliers, const int64_t *numels,
                                         const int64_t *blocks, void *stream) {
