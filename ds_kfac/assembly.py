@@ -13,6 +13,7 @@ from ds_kfac.costs import BUILTIN, CostModel, from_dict
 from ds_kfac.experts import ExpertRows
 from ds_kfac.job import Job
 from ds_kfac.measured_costs import cached
+from ds_kfac.ops import backends
 from ds_kfac.optimizer import KFACOptimizer
 from ds_kfac.scan import Scan, scan
 from ds_kfac.strategy import Setting, make_plan
@@ -35,6 +36,7 @@ def assemble(engine: Any, config: KFACConfig, experts: ExpertRows | None) -> tup
     parts = domains(engine, optimized)
     several = bool(parts[0].name)
     costs = agreed_costs(torch.device(engine.device), config)
+    backends.use(config.ops.backend, torch.device(engine.device).type)
     with parallelism.agreeing(several):  # one stage may have no layers, or too little memory
         found = scan(engine.module, config.choice, optimized=optimized)
         pairs = parallelism.by_domain(found, parts)

@@ -20,6 +20,7 @@ from ds_kfac.config_blocks import (
     LayersConfig,
     MetricsConfig,
     OffloadConfig,
+    OpsConfig,
     PaddingConfig,
     PreconditionerConfig,
 )
@@ -55,6 +56,7 @@ class KFACConfig(Block):
     assignment: AssignmentConfig = AssignmentConfig()
     communication: CommunicationConfig = CommunicationConfig()
     offload: OffloadConfig = OffloadConfig()
+    ops: OpsConfig = OpsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
 

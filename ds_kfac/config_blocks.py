@@ -249,6 +249,15 @@ class MetricsConfig(Block):
     """Time every stage of the K-FAC step (synchronises the device); see ``engine.kfac.metrics.seconds``."""
 
 
+class OpsConfig(Block):
+    """Which code computes."""
+
+    backend: Literal["cpp", "torch"] | None = None
+    """cpp: C++ on the CPU, compiled at first use. torch: plain torch. What a backend has no code for runs in torch.
+    null: the fastest that can run here, per operation; the attach report tells. Of the process: the last attach
+    decides."""
+
+
 class PaddingConfig(Block):
     """Which rows of a batch count, read from the arguments of the model's forward; ``engine.kfac.read_batch`` takes a
     function of your own."""

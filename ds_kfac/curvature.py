@@ -20,7 +20,7 @@ from ds_kfac.delivery import Delivery
 from ds_kfac.eigenbasis import Eigenbasis, Refreshed, refresh
 from ds_kfac.factor import KroneckerFactor
 from ds_kfac.factor_spec import FactorSpec, factors_by_layer
-from ds_kfac.factor_state import FactorState, NextFactors, tied_sums
+from ds_kfac.factor_state import FactorState, NextFactors, folded, tied_sums
 from ds_kfac.layers.base import LayerSpec
 from ds_kfac.mail import Arrivals, Leg
 from ds_kfac.metrics import Metrics
@@ -127,26 +127,31 @@ class Curvature:
     def fold(self, step: int, due: FactorsDue) -> None:
         """Wait for the batch sums of the factors that are due, and fold this rank's into their averages."""
         sums = self.reducer.finish(due.capture)
-        decay = self.config.factor.decay_at(step)
+        batches: dict[str, BatchSum] = {}
         for layer in self.layers:
             if layer.name in sums:
-                self._fold(layer, sums[layer.name], decay)
+                batches |= self._batches(layer, sums[layer.name])
+        decay = self.config.factor.decay_at(step)
+        results = folded(
+            [self.next.factors[key] for key in batches],
+            list(batches.values()),
+            decays=[self.agenda.weight(key, decay) for key in batches],
+            device=self.device,
+            tolerance=self.plan.adaptive.tolerance if self.plan.adaptive else None,
+        )
+        for key, (state, similar) in zip(batches, results, strict=True):
+            self.next.factors[key] = state
+            if similar is not None:
+                self.next.similar[key] = similar
 
-    def _fold(self, layer: LayerSpec, uses: list[UseSums], decay: float) -> None:
+    def _batches(self, layer: LayerSpec, uses: list[UseSums]) -> dict[str, BatchSum]:
+        """Factor key -> what is folded into it."""
         parts = {"A": uses[0].A, "G": uses[0].G}
         self._count_terms(layer, parts)
         if len(layer.uses) > 1:
             parts["A"], parts["G"] = tied_sums(uses[0], uses[1], layer.A, layer.G)
-        for which, batch in parts.items():
-            if batch is None:
-                continue
-            key = self.of_layer[layer.name][which].key
-            weight = self.agenda.weight(key, decay)
-            tolerance = self.plan.adaptive.tolerance if self.plan.adaptive else None
-            state, similar = self.next.factors[key].folded(batch, decay=weight, device=self.device, tolerance=tolerance)
-            self.next.factors[key] = state
-            if similar is not None:
-                self.next.similar[key] = similar
+        own = self.of_layer[layer.name]
+        return {own[which].key: batch for which, batch in parts.items() if batch is not None}
 
     def _count_terms(self, layer: LayerSpec, parts: Mapping[str, BatchSum | None]) -> None:
         """Of the layer, and of those that have only its A; 0 if no rank had any."""

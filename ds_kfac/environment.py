@@ -11,6 +11,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_kfac.columns import columns
 from ds_kfac.layers.registry import TYPES
+from ds_kfac.ops.backends import chosen
 from ds_kfac.zero.registry import SHARD_LAYOUTS
 from ds_kfac.zero.validate import REFUSALS
 
@@ -84,7 +85,7 @@ def _support() -> list[tuple[str, str]]:
     tested = "tested" if kind == "cpu" else "runs through torch, but is not tested yet"
     return [
         ("device", f"{kind}: {tested}"),
-        ("ops", "plain torch, on every device"),
+        ("ops", str(chosen(kind))),
         ("decomposition", "torch.linalg.eigh: LAPACK on a CPU, cuSOLVER or MAGMA on a GPU"),
         ("bf16", "yes" if get_accelerator().is_bf16_supported() else "no"),
         ("fp16", "yes" if get_accelerator().is_fp16_supported() else "no"),

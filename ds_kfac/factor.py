@@ -3,11 +3,13 @@
 Shape suffixes: D the side's width, P its packed elements.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ds_kfac.ops.dispatch import ema_update_
 from ds_kfac.side import Side
 
 
@@ -32,22 +34,8 @@ class KroneckerFactor:
         return cls(side, torch.zeros(side.numel, device=device), torch.zeros((), device=device))
 
     def averaged(self, sum_P: Tensor, count: Tensor, *, decay: float) -> "KroneckerFactor":
-        """Fold in one batch: factor <- r factor + (1 - r) sum / count, with r = min(1 - 1/updates, decay).
-
-        The growing r is the bias correction: until the window is full this is the plain mean of all batches.
-        A batch without rows, or with a value that is not finite, leaves the factor as it is; decided on the
-        device, without a host synchronisation.
-
-        Args:
-            sum_P: fp32 [P], packed sum of outer products over the global batch.
-            count: fp32 scalar, number of summands.
-            decay: weight of the past in [0, 1).
-        """
-        usable = (count > 0) & torch.isfinite(sum_P).all()
-        updates = self.updates + usable.to(self.updates.dtype)
-        keep = torch.clamp(1 - 1 / updates.clamp(min=1), max=decay)
-        averaged = keep * self.packed_P + (1 - keep) * (sum_P / count.clamp(min=1))
-        return KroneckerFactor(self.side, torch.where(usable, averaged, self.packed_P), updates)
+        """With one batch folded in, see :func:`averaged`."""
+        return averaged([self], [sum_P], [count], [decay])[0]
 
     def usable(self) -> Tensor:
         """Bool scalar: whether a decomposition makes sense. An identity always is, zero and no data are not.
@@ -66,6 +54,31 @@ class KroneckerFactor:
     @property
     def nbytes(self) -> int:
         return self.packed_P.nbytes + self.updates.nbytes
+
+
+def averaged(
+    factors: Sequence[KroneckerFactor], sums_P: Sequence[Tensor], counts: Sequence[Tensor], decays: Sequence[float]
+) -> list[KroneckerFactor]:
+    """Fold a batch into each: factor <- r factor + (1 - r) sum / count, with r = min(1 - 1/updates, decay).
+
+    The growing r is the bias correction: until the window is full this is the plain mean of all batches.
+    A batch without rows, or with a value that is not finite, leaves its factor as it is; decided on the
+    device, without a host synchronisation.
+
+    Args:
+        sums_P: fp32 [P], packed sums of outer products over the global batch.
+        counts: fp32 scalars, numbers of summands.
+        decays: weight of the past in [0, 1).
+    """
+    if not factors:
+        return []
+    packed = [factor.packed_P.clone() for factor in factors]
+    updates = [factor.updates.clone() for factor in factors]
+    ema_update_(packed, sums_P, counts, updates, decays)
+    return [
+        replace(factor, packed_P=packed_P, updates=number)
+        for factor, packed_P, number in zip(factors, packed, updates, strict=True)
+    ]
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -1,5 +1,6 @@
 """What the rank that averages and decomposes a factor keeps of it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from ds_kfac.adaptive import History
 from ds_kfac.capture import BatchSum, UseSums
 from ds_kfac.eigenbasis import Eigenbasis
-from ds_kfac.factor import KroneckerFactor
+from ds_kfac.factor import KroneckerFactor, averaged
 from ds_kfac.side import Side
 
 
@@ -37,25 +38,44 @@ class FactorState:
         shared = self.factor.packed_P.nbytes if self.history.last is self.factor.packed_P else 0
         return self.factor.nbytes + self.history.nbytes - shared
 
-    def folded(
-        self, batch: BatchSum, *, decay: float, device: torch.device, tolerance: float | None = None
+    def having(
+        self, factor: KroneckerFactor, *, device: torch.device, tolerance: float | None = None
     ) -> tuple["FactorState", Tensor | None]:
-        """With one reduced batch in the average, kept where it was.
+        """With a new average, kept where the old one was.
 
         Args:
-            device: where the batch is and the arithmetic is done.
+            device: where the new one is.
             tolerance: of similarity; read if there is a history.
 
         Returns the state, and bool [2] on the device: whether the average is similar to its last value and to the one
         before, None without a history.
         """
         home = self.factor.packed_P.device
-        factor = self.factor.to(device).averaged(batch.sum_P, batch.count, decay=decay)
         if self.history is None or tolerance is None:
             return replace(self, factor=factor.to(home)), None
         history = self.history.to(device)
         similar = history.compared(factor.packed_P, tolerance=tolerance)
         return replace(self, factor=factor.to(home), history=history.pushed(factor.packed_P).to(home)), similar
+
+
+def folded(
+    states: Sequence[FactorState],
+    batches: Sequence[BatchSum],
+    *,
+    decays: Sequence[float],
+    device: torch.device,
+    tolerance: float | None = None,
+) -> list[tuple[FactorState, Tensor | None]]:
+    """Each with a reduced batch in its average, and what :meth:`FactorState.having` tells. One call for all of them.
+
+    Args:
+        device: where the batches are and the arithmetic is done.
+    """
+    sums, counts = [batch.sum_P for batch in batches], [batch.count for batch in batches]
+    factors = averaged([state.factor.to(device) for state in states], sums, counts, decays)
+    return [
+        state.having(factor, device=device, tolerance=tolerance) for state, factor in zip(states, factors, strict=True)
+    ]
 
 
 def tied_sums(head: UseSums, embedding: UseSums, width: Side, vocabulary: Side) -> tuple[BatchSum, BatchSum]:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ds_kfac.costs import BUILTIN, CostModel, from_dict
-from ds_kfac.ops.functional import packed_numel, syrk_accumulate_
+from ds_kfac.ops.dispatch import syrk_accumulate_
+from ds_kfac.ops.reference import packed_numel
 
 VERSION = 1
 """Of the file; to be raised with every change of what is measured or built in."""

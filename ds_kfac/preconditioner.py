@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ds_kfac.damping import DAMPING_KINDS
 from ds_kfac.eigenbasis import LayerBasis
-from ds_kfac.ops.functional import eigen_scale
+from ds_kfac.ops.dispatch import eigen_scale
 
 
 def precondition(

@@ -6,6 +6,7 @@ import torch
 from ds_kfac.adam_direction import AdamDirection
 from ds_kfac.columns import columns
 from ds_kfac.config import KFACConfig
+from ds_kfac.ops.backends import chosen
 from ds_kfac.optimizer import KFACOptimizer
 from ds_kfac.scan import Scan
 from ds_kfac.schedule import Value
@@ -26,6 +27,7 @@ def attach_report(kfac: KFACOptimizer, scan: Scan) -> str:
         f"{_interval(plan.schedule.refresh)} by {config.eigenbasis.method}; {_statistics(config)}",
         f"  step: {_direction(kfac)}",
         f"  memory: {_memory(kfac)}",
+        f"  ops: {chosen(kfac.curvature.device.type)}",
         *([f"  burn-in: {burn_in}"] if burn_in else []),
         f"  relayout moves {kfac.exchange.plan.gather.total_numel:,} of {ours:,} gradient elements to their workers, "
         f"{kfac.exchange.plan.scatter.total_numel:,} back; batch sums {_wire(kfac)}",

@@ -10,7 +10,7 @@ from torch import nn
 from ds_kfac.layers.base import LayerSpec, Use, parameter_shape
 from ds_kfac.layers.registry import LAYERS, SHARDS, TIED, TYPES
 from ds_kfac.layers.row_blocks import row_blocks
-from ds_kfac.ops.functional import packed_numel
+from ds_kfac.ops.reference import packed_numel
 from ds_kfac.side import Side
 
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_kfac.ops.functional import (
+from ds_kfac.ops.dispatch import (
     block_syrk_accumulate_,
     count_accumulate_,
-    packed_numel,
-    symmetric_unpack,
+    symmetric_unpack_from,
     syrk_accumulate_,
 )
+from ds_kfac.ops.reference import packed_numel
 
 LARGE_SIDES = ("blocks", "diagonal", "identity", "skip")
 """What becomes of a side over the largest dense one; skip: its layer is left to the optimizer."""
@@ -106,13 +106,14 @@ class Side:
         """The symmetric blocks, [n, b, b] per entry of :attr:`groups`."""
         blocks, start = [], 0
         for count, width in self.groups:
-            stop = start + count * packed_numel(width)
-            packed = packed_P[start:stop].view(count, -1)
+            numel = packed_numel(width)
             if width == 1:
-                blocks.append(packed.unsqueeze(-1))
+                blocks.append(packed_P[start : start + count].view(count, 1, 1))
             else:
-                blocks.append(torch.stack([symmetric_unpack(block, dim=width) for block in packed]))
-            start = stop
+                starts = range(start, start + count * numel, numel)
+                matrices = symmetric_unpack_from(packed_P, starts, [width] * count)
+                blocks.append(torch.stack(matrices) if count > 1 else matrices[0].unsqueeze(0))
+            start += count * numel
         return tuple(blocks)
 
     def trace(self, packed_P: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ import os
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -21,3 +23,16 @@ def poisoned(monkeypatch):
         return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
     monkeypatch.setattr(torch, "empty", empty)
+
+
+@pytest.fixture(params=["reference", "functional", "cpp"])
+def ops(request):
+    """The op vocabulary, by every implementation that runs on this machine."""
+    from ds_kfac.ops import backends, functional, reference
+
+    if request.param != "cpp":
+        return {"reference": reference, "functional": functional}[request.param]
+    choice = backends.chosen("cpu")
+    if "cpp" in choice.missing:
+        pytest.skip(f"no C++ ops: {choice.missing['cpp']}")
+    return SimpleNamespace(**{op: implementation for op, (_, implementation) in choice.ops.items()})

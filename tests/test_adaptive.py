@@ -8,7 +8,7 @@ import torch
 from ds_kfac.adaptive import AdaptiveRule, History
 from ds_kfac.capture import BatchSum
 from ds_kfac.factor import KroneckerFactor
-from ds_kfac.factor_state import FactorState
+from ds_kfac.factor_state import FactorState, folded
 from ds_kfac.side import Side
 
 SIDES = [Side.dense(1), Side.dense(63), Side(63, 20), Side.diagonal(9)]
@@ -95,5 +95,6 @@ def test_a_history_that_shares_the_factor_s_memory_is_counted_once():
     side, cpu = Side.dense(5), torch.device("cpu")
     state = FactorState(KroneckerFactor.empty(side), History(side))
     for seed in range(3):
-        state, _ = state.folded(BatchSum(packed(side, seed), torch.tensor(11.0)), decay=0.9, device=cpu, tolerance=0.1)
+        batch = BatchSum(packed(side, seed), torch.tensor(11.0))
+        ((state, _),) = folded([state], [batch], decays=[0.9], device=cpu, tolerance=0.1)
     assert state.nbytes == 4 * (2 * side.numel + 1), "the factor, its last but one value, and a counter"

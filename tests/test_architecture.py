@@ -6,7 +6,10 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "ds_kfac"
 # Lowest first; inside a floor, a file may import the files before it.
 FLOORS = [
-    ["reference", "ops.reference", "ops.functional", "ops.cuda_compile", "ops.cuda_library", "ops.cuda"],
+    [
+        "reference", "ops.reference", "ops.functional", "ops.build", "ops.cpp_library", "ops.cpp",
+        "ops.cuda_compile", "ops.cuda_library", "ops.cuda", "ops.backends", "ops.dispatch",
+    ],
     [
         "side", "factor", "adaptive", "warm_start", "eigenbasis", "moments", "damping", "orthogonal",
         "preconditioner", "host_copy",

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from ds_kfac.ops.cuda_compile import ARCHITECTURES, STRICT, find_nvcc, nvcc_command, sources
+from ds_kfac.ops.cuda_compile import ARCHITECTURES, STRICT, find_nvcc, nvcc_flags, sources
 
 MOST_REGISTERS = 96
 """Two and a half blocks of 256 threads per multiprocessor, with 16 loads in flight each."""
@@ -21,10 +21,14 @@ def nvcc():
     return found
 
 
+def compiled(nvcc, files, architecture, folder, *options):
+    command = [nvcc, *nvcc_flags([architecture]), *options, "-o", str(folder / "library.so"), *map(str, files)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_compiles_without_warnings_or_spills(nvcc, architecture, tmp_path):
-    command = nvcc_command(nvcc, sources(), tmp_path / "library.so", [architecture])
-    done = subprocess.run([*command, *STRICT], capture_output=True, text=True)
+    done = compiled(nvcc, sources(), architecture, tmp_path, *STRICT)
     log = done.stdout + done.stderr
     assert done.returncode == 0, log
     assert set(re.findall(r"for '(sm_\w+)'", log)) == {f"sm_{architecture}"}
@@ -37,9 +41,8 @@ def test_compiles_without_warnings_or_spills(nvcc, architecture, tmp_path):
 def test_a_warning_is_an_error(nvcc, tmp_path):
     source = tmp_path / "warns.cu"
     source.write_text("__global__ void kernel(float *x) { int unused; *x = 1; }\n")
-    command = nvcc_command(nvcc, [source], tmp_path / "library.so", ["90a"])
-    assert subprocess.run(command, capture_output=True).returncode == 0
-    assert subprocess.run([*command, *STRICT], capture_output=True).returncode != 0
+    assert compiled(nvcc, [source], "90a", tmp_path).returncode == 0
+    assert compiled(nvcc, [source], "90a", tmp_path, *STRICT).returncode != 0
 
 
 def test_spilled_registers_are_an_error(nvcc, tmp_path):
@@ -52,6 +55,5 @@ def test_spilled_registers_are_an_error(nvcc, tmp_path):
         '    _Pragma("unroll") for (int i = 0; i < 200; ++i) x[i + n] = kept[199 - i];\n'
         "}\n"
     )
-    command = nvcc_command(nvcc, [source], tmp_path / "library.so", ["90a"])
-    assert subprocess.run(command, capture_output=True).returncode == 0
-    assert subprocess.run([*command, *STRICT], capture_output=True).returncode != 0
+    assert compiled(nvcc, [source], "90a", tmp_path).returncode == 0
+    assert compiled(nvcc, [source], "90a", tmp_path, *STRICT).returncode != 0

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 import torch
 
-from ds_kfac.ops.cuda_compile import SOURCES
+from ds_kfac.ops.build import find_sources
 from ds_kfac.ops.reference import packed_numel
 from ds_kfac.side import Side
 
@@ -36,7 +36,13 @@ def harness(tmp_path_factory):
     folder = tmp_path_factory.mktemp("index")
     (folder / "harness.cpp").write_text(HARNESS)
     command = [compiler, "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-fsanitize=undefined", "-shared", "-fPIC"]
-    command += ["-fno-sanitize-recover", f"-I{SOURCES}", "-o", str(folder / "harness.so"), str(folder / "harness.cpp")]
+    command += [
+        "-fno-sanitize-recover",
+        f"-I{find_sources('cuda')}",
+        "-o",
+        str(folder / "harness.so"),
+        str(folder / "harness.cpp"),
+    ]
     subprocess.run(command, check=True)
     return ctypes.CDLL(str(folder / "harness.so"))
 

@@ -4,16 +4,14 @@ Work is queued on the current stream; nothing waits for it. Every op gives the s
 """
 
 import ctypes
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_kfac.ops.cuda_library import CudaLibrary, build, integers, pointers
+from ds_kfac.ops.cuda_library import CudaLibrary, integers, library_path, pointers
 from ds_kfac.ops.reference import packed_numel
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -194,5 +192,7 @@ def load(device: str) -> Mapping[str, Callable[..., Any]]:
 def _load() -> CudaOps:
     capabilities = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
     architectures = sorted(f"{major}{minor}{'a' if major == 9 else ''}" for major, minor in capabilities)
-    folder = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache"
-    return CudaOps(CudaLibrary(build(Path(folder) / "ds_kfac", architectures)))
+    try:
+        return CudaOps(CudaLibrary(library_path(architectures)))
+    except (OSError, AttributeError) as problem:
+        raise RuntimeError(f"its library does not load: {problem}") from problem

@@ -5,7 +5,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-SOURCES = Path(__file__).parents[2] / "csrc" / "cuda"
+from ds_kfac.ops.build import BuildError, find_sources
+
 ARCHITECTURES = ("80", "90a", "100", "120")
 """A100, H100 and H200, B200, RTX 50; older and newer GPUs compile for themselves, just in time."""
 
@@ -23,20 +24,31 @@ def find_nvcc() -> str | None:
     return next((found for found in map(shutil.which, candidates) if found), None)
 
 
+def nvcc() -> str:
+    """See :func:`find_nvcc`.
+
+    Raises:
+        BuildError: there is none.
+    """
+    found = find_nvcc()
+    if found is None:
+        raise BuildError("no nvcc (CUDA_HOME, PATH, /usr/local/cuda)")
+    return found
+
+
 def sources() -> list[Path]:
     """Every file of the library; headers are included by them."""
-    return sorted(SOURCES.glob("*.cu"))
+    return sorted(find_sources("cuda").glob("*.cu"))
 
 
-def nvcc_command(nvcc: str, files: Sequence[Path], output: Path, architectures: Sequence[str]) -> list[str]:
-    """Machine code for each architecture, e.g. ``90a``; one shared library, which loads without a driver."""
+def nvcc_flags(architectures: Sequence[str]) -> list[str]:
+    """For a shared library, which loads without a driver, with machine code for each architecture, e.g. ``90a``."""
     targets = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in architectures]
-    options = ["-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC,-fvisibility=hidden", *targets]
-    return [nvcc, *options, "-o", str(output), *map(str, files)]
+    return ["-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC,-fvisibility=hidden", *targets]
 
 
-def emulation_command(compiler: str, files: Sequence[Path], output: Path, *options: str) -> list[str]:
+def emulation_command(compiler: str, output: Path, *options: str) -> list[str]:
     """The same source as loops over blocks and threads on the host."""
     strict = ("-Wall", "-Wextra", "-Werror", "-ffp-contract=off")  # contracted, sums would differ from the GPU's
     plain = ["-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", *strict, *options]
-    return [compiler, *plain, "-o", str(output), "-x", "c++", *map(str, files)]
+    return [compiler, *plain, "-o", str(output), "-x", "c++", *map(str, sources())]

@@ -1,16 +1,14 @@
 """The compiled library of ``csrc/cuda``: found or built, loaded without a driver, its error codes raised by name."""
 
 import ctypes
-import hashlib
-import os
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from ds_kfac.ops.cuda_compile import SOURCES, find_nvcc, nvcc_command, sources
+from ds_kfac.ops.build import build, find_sources
+from ds_kfac.ops.cuda_compile import nvcc, nvcc_flags
 
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int}
 _SIGNATURES = {
@@ -64,25 +62,10 @@ def integers(values: Sequence[int]) -> ctypes.Array:
     return (ctypes.c_int64 * len(values))(*values)
 
 
-def build(folder: Path, architectures: Sequence[str]) -> Path:
-    """The library for GPUs such as ``["90a"]``, in ``folder``; compiled if these sources were not yet.
+def library_path(architectures: Sequence[str], **options: Any) -> Path:
+    """Of the library for GPUs such as ``["90a"]``, compiled if these sources were not yet.
 
     Raises:
-        RuntimeError: no compiler, or what it said.
+        BuildError: it cannot be compiled.
     """
-    command = nvcc_command("nvcc", sources(), Path("library"), architectures)
-    content = b"".join(file.read_bytes() for file in sorted(SOURCES.iterdir()))
-    path = folder / f"cuda-{hashlib.sha256(' '.join(command).encode() + content).hexdigest()[:16]}.so"
-    if path.exists():
-        return path
-    nvcc = find_nvcc()
-    if nvcc is None:
-        raise RuntimeError("no nvcc (CUDA_HOME, PATH, /usr/local/cuda)")
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:  # renamed into place: another process sees all or none
-        whole = Path(temporary) / path.name
-        done = subprocess.run(nvcc_command(nvcc, sources(), whole, architectures), capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"nvcc failed: {(done.stderr or done.stdout).strip()}")
-        os.replace(whole, path)
-    return path
+    return build("cuda", find_sources("cuda"), nvcc, nvcc_flags(architectures), **options)

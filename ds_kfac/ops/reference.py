@@ -3,8 +3,11 @@
 Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle, O and I the sides of a layer's matrix.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from torch.nn.functional import unfold
 
 
 def packed_numel(dim: int) -> int:
@@ -25,6 +28,89 @@ def symmetric_unpack(x_P: Tensor, *, dim: int) -> Tensor:
     x_DD[rows, columns] = x_P
     x_DD[columns, rows] = x_P
     return x_DD
+
+
+def symmetric_pack_into_(out: Tensor, starts: Sequence[int], matrices_DD: Sequence[Tensor]) -> None:
+    """Lower triangles of fp32 matrices of several layers into one flat tensor, in its dtype (fp32, bf16, fp16).
+
+    Rounding is to nearest, ties to even. Elements of ``out`` between the triangles are left alone.
+
+    Args:
+        starts: first element of each triangle in ``out``.
+    """
+    for start, x_DD in zip(starts, matrices_DD, strict=True):
+        packed_P = symmetric_pack(x_DD)
+        out[start : start + len(packed_P)] = packed_P.to(out.dtype)
+
+
+def symmetric_unpack_from(
+    packed: Tensor, starts: Sequence[int], dims: Sequence[int], *, mirror: bool = True
+) -> list[Tensor]:
+    """The fp32 matrices whose lower triangles lie in a flat tensor of any floating dtype.
+
+    Args:
+        mirror: False leaves the strict upper triangle zero, as decompositions do not read it.
+    """
+    found = []
+    for start, dim in zip(starts, dims, strict=True):
+        x_DD = symmetric_unpack(packed[start : start + packed_numel(dim)].float(), dim=dim)
+        found.append(x_DD if mirror else x_DD.tril())
+    return found
+
+
+def ema_update_(
+    averages_P: Sequence[Tensor],
+    sums_P: Sequence[Tensor],
+    counts: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    decays: Sequence[float],
+) -> Tensor:
+    """Fold one batch into the running averages of several factors, in place.
+
+        average <- r average + (1 - r) sum / max(count, 1)    with r = min(1 - 1/updates, decay), updates <- updates + 1
+
+    A factor whose count is 0, or whose sum has a value that is not finite, keeps average and updates. All fp32.
+
+    Returns bool [n]: which were used.
+    """
+    used = []
+    for average_P, sum_P, count, update, decay in zip(averages_P, sums_P, counts, updates, decays, strict=True):
+        usable = (count > 0) & torch.isfinite(sum_P).all()
+        update += usable
+        keep = torch.clamp(1 - 1 / update.clamp(min=1), max=decay)
+        new_P = keep * average_P + (1 - keep) * (sum_P / count.clamp(min=1))
+        average_P.copy_(torch.where(usable, new_P, average_P))
+        used.append(usable)
+    return torch.stack(used)
+
+
+def similarity(
+    now_P: Sequence[Tensor],
+    before_P: Sequence[Tensor],
+    earlier_P: Sequence[Tensor],
+    dims: Sequence[int],
+    blocks: Sequence[int] | None = None,
+) -> Tensor:
+    """|now|, |now - before| and |now - earlier| in the Frobenius norm of the symmetric matrices; fp32 [n, 3].
+
+    Args:
+        dims: width of each matrix.
+        blocks: width of its diagonal blocks, the last of them the rest: ``dim`` dense, 1 a diagonal, 0 nothing. None:
+            all dense.
+    """
+    rows = []
+    for now, before, earlier, dim, block in zip(now_P, before_P, earlier_P, dims, blocks or dims, strict=True):
+        rows.append(torch.stack([_frobenius(x, dim, block) for x in (now, now - before, now - earlier)]))
+    return torch.stack(rows)
+
+
+def _frobenius(x_P: Tensor, dim: int, block: int) -> Tensor:
+    total, start = x_P.new_zeros(()), 0
+    for first in range(0, dim, block) if block else ():
+        width = min(block, dim - first)
+        total = total + symmetric_unpack(x_P[start : start + packed_numel(width)], dim=width).square().sum()
+        start += packed_numel(width)
+    return total.sqrt()
 
 
 def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None) -> Tensor:
@@ -58,3 +144,72 @@ def eigen_scale(
 ) -> Tensor:
     """Divide by the damped Kronecker eigenvalues: x_OI / (values_O values_I^T + damping)^exponent."""
     return x_OI / (torch.outer(values_O, values_I) + damping) ** exponent
+
+
+def eigen_scale_dot(
+    x_OI: Tensor,
+    values_O: Tensor,
+    values_I: Tensor,
+    damping: Tensor | float,
+    *,
+    exponent: float = 1.0,
+    split: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`eigen_scale` and fp32 [2]: the sums of x times the result over columns below ``split`` and from it on.
+
+    Args:
+        split: None counts every column in the first sum.
+    """
+    scaled_OI = eigen_scale(x_OI, values_O, values_I, damping, exponent=exponent)
+    return scaled_OI, _dots(x_OI, scaled_OI, split)
+
+
+def corrected_scale_dot(
+    x_OI: Tensor,
+    second_OI: Tensor,
+    decay: Tensor | float,
+    terms: Tensor | float,
+    damping: Tensor | float,
+    *,
+    exponent: float = 1.0,
+    split: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Fold x into its second moment, in place, and divide by that: EKFAC's step.
+
+        second <- r second + (1 - r) terms x^2        scaled = x / (second + damping)^exponent
+
+    Args:
+        decay: r, a float or a scalar on the device.
+        terms: factor on x^2.
+
+    Returns scaled and dots as :func:`eigen_scale_dot`.
+    """
+    second_OI.copy_(decay * second_OI + (1 - decay) * terms * x_OI.square())
+    scaled_OI = x_OI / (second_OI + damping) ** exponent
+    return scaled_OI, _dots(x_OI, scaled_OI, split)
+
+
+def _dots(x_OI: Tensor, scaled_OI: Tensor, split: int | None) -> Tensor:
+    columns_I = (x_OI * scaled_OI).sum(dim=0)
+    split = len(columns_I) if split is None else split
+    return torch.stack([columns_I[:split].sum(), columns_I[split:].sum()])
+
+
+def patch_syrk_accumulate_(
+    sum_P: Tensor,
+    x_NCHW: Tensor,
+    *,
+    kernel: tuple[int, int],
+    stride: tuple[int, int] = (1, 1),
+    padding: tuple[int, int] = (0, 0),
+    dilation: tuple[int, int] = (1, 1),
+    ones: bool = False,
+) -> Tensor:
+    """Add the second moment of a convolution's input patches to a packed fp32 sum.
+
+    One row per output position, of C * kernel height * kernel width in the order of the flattened weight, and a 1 at
+    its end with ``ones`` (the bias). Source: Grosse & Martens 2016 (arXiv:1602.01407).
+    """
+    patches_NDL = unfold(x_NCHW.float(), kernel, dilation=dilation, padding=padding, stride=stride)
+    rows_RD = patches_NDL.transpose(1, 2).flatten(0, 1)
+    return syrk_accumulate_(sum_P, rows_RD, ones_column=rows_RD.new_ones(len(rows_RD), 1) if ones else None)

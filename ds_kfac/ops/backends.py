@@ -1,0 +1,118 @@
+"""Which implementation of an op runs: per device type, the best backend that can, or the one that was asked for.
+
+The choice is the process's: ops are called from below everything that knows a config.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from threading import RLock
+from typing import Any
+
+from ds_kfac.ops import cpp, functional
+
+OPS = (
+    "syrk_accumulate_",
+    "block_syrk_accumulate_",
+    "count_accumulate_",
+    "patch_syrk_accumulate_",
+    "symmetric_pack_into_",
+    "symmetric_unpack_from",
+    "ema_update_",
+    "similarity",
+    "eigen_scale",
+    "eigen_scale_dot",
+    "corrected_scale_dot",
+)
+Implementation = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A set of implementations.
+
+    Attributes:
+        device: type that it is for; None: every one.
+        load: gives op -> implementation, or raises RuntimeError with the reason why it cannot run here.
+    """
+
+    device: str | None
+    load: Callable[[], Mapping[str, Implementation]]
+
+
+BACKENDS: dict[str, Backend] = {
+    "cpp": Backend("cpu", cpp.load),
+    "torch": Backend(None, lambda: {op: getattr(functional, op) for op in OPS}),
+}
+"""By name; best first."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Of one device type.
+
+    Attributes:
+        ops: op -> (backend, implementation).
+        missing: backend for this device -> why it cannot run here.
+    """
+
+    ops: Mapping[str, tuple[str, Implementation]]
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """For people: ops by backend, and why others are not used."""
+        names = dict.fromkeys(backend for backend, _ in self.ops.values())
+        parts = [f"{name} ({', '.join(op for op in self.ops if self.ops[op][0] == name)})" for name in names]
+        return "; ".join([*parts, *(f"not {name}: {why}" for name, why in self.missing.items())])
+
+
+_lock = RLock()
+_asked: str | None = None
+_choices: dict[str, Choice] = {}
+
+
+def use(backend: str | None, device: str) -> Choice:
+    """Choose for this process: null the best per op, a name that backend for every op it has. Builds what is needed.
+
+    Raises:
+        ValueError: the one that was asked for cannot run on ``device``, and why.
+    """
+    global _asked
+    with _lock:
+        choice = _choose(backend, device)
+        if backend is not None and backend in choice.missing:
+            raise ValueError(
+                f'kfac.ops.backend "{backend}" cannot run here: {choice.missing[backend]}; null takes what can'
+            )
+        _asked = backend
+        _choices.clear()
+        _choices[device] = choice
+        return choice
+
+
+def chosen(device: str) -> Choice:
+    """What runs on a device type; decided at the first call."""
+    found = _choices.get(device)
+    if found is None:
+        with _lock:
+            found = _choices.get(device) or _choices.setdefault(device, _choose(_asked, device))
+    return found
+
+
+def _choose(backend: str | None, device: str) -> Choice:
+    """``torch`` has every op, on every device."""
+    ops: dict[str, tuple[str, Implementation]] = {}
+    missing: dict[str, str] = {}
+    for name in BACKENDS if backend is None else dict.fromkeys((backend, "torch")):
+        made_for = BACKENDS[name].device
+        if made_for not in (None, device):
+            if name == backend:
+                missing[name] = f"it is for {made_for}, not for {device}"
+            continue
+        try:
+            found = BACKENDS[name].load()
+        except RuntimeError as problem:
+            missing[name] = str(problem)
+            continue
+        for op, implementation in found.items():
+            ops.setdefault(op, (name, implementation))
+    return Choice({op: ops[op] for op in OPS}, missing)

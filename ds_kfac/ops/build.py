@@ -1,0 +1,137 @@
+"""Native libraries, compiled at first use and kept: one per set of sources, flags and processor.
+
+A library is found beside the package (built ahead of time) or in the cache, else compiled under a lock. The lock is the
+kernel's and dies with its holder; who waits too long compiles for himself. Libraries appear whole: they are renamed
+into place.
+"""
+
+import fcntl
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["BUILT", "BuildError", "build", "compiler", "cpu_flags", "find_sources", "folder"]
+
+PACKAGE = Path(__file__).parent.parent
+BUILT = PACKAGE / "ops" / "built"
+"""Where ``DS_KFAC_BUILD_OPS=1 pip install`` puts libraries."""
+COMPILE_SECONDS = 300
+LOCK_SECONDS = 120
+
+
+class BuildError(RuntimeError):
+    """Why there is no library; one line for people."""
+
+
+def find_sources(part: str) -> Path:
+    """The folder ``csrc/<part>``: in an installed package, or beside it in a checkout."""
+    for root in (PACKAGE, PACKAGE.parent):
+        if (root / "csrc" / part).is_dir():
+            return root / "csrc" / part
+    raise BuildError(f"its sources, csrc/{part}, are not installed")
+
+
+def folder() -> Path:
+    """The cache: ``TORCH_EXTENSIONS_DIR``, as DeepSpeed's ops, or ``~/.cache``."""
+    extensions, cache = os.environ.get("TORCH_EXTENSIONS_DIR"), os.environ.get("XDG_CACHE_HOME")
+    return (Path(extensions) if extensions else Path(cache) if cache else Path.home() / ".cache") / "ds_kfac"
+
+
+def compiler() -> str:
+    """``CXX``, or the first of c++, g++, clang++ in PATH.
+
+    Raises:
+        BuildError: there is none.
+    """
+    for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
+        if path := shutil.which(name):
+            return path
+    raise BuildError("no C++ compiler (c++, g++, clang++ or CXX) in PATH")
+
+
+def cpu_flags() -> str:
+    """What the processor can do: a library for -march=native runs where this is the same."""
+    try:
+        found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    features = " ".join(sorted(found.group(1).split())) if found else platform.processor()
+    return f"{platform.system()} {platform.machine()} {features}"
+
+
+def build(
+    name: str,
+    sources: Path,
+    compiler: Callable[[], str],
+    flags: Sequence[str],
+    *,
+    target: str = "",
+    into: Path | None = None,
+) -> Path:
+    """The shared library of all files in ``sources`` that are no headers; compiled if there is none.
+
+    Args:
+        compiler: finds one; asked only if it is needed, so that what was built ahead of time runs without.
+        target: what else the library depends on, such as :func:`cpu_flags`.
+        into: the folder to find or put it in; None: find it in :data:`BUILT` or find or put it in :func:`folder`.
+
+    Raises:
+        BuildError: it cannot be compiled.
+    """
+    files = sorted(file for file in sources.iterdir() if file.suffix in (".h", ".cpp", ".cu"))
+    identity = hashlib.sha256("\0".join([name, *flags, target]).encode())
+    for file in files:
+        identity.update(file.name.encode() + b"\0" + file.read_bytes())
+    library = f"{name}-{identity.hexdigest()[:16]}.so"
+    places = [into] if into else [BUILT, folder()]
+    for place in places:
+        if (place / library).exists():
+            return place / library
+    path = places[-1] / library
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_suffix(".lock")):
+            if not path.exists():
+                _compile([compiler(), *flags, *(str(file) for file in files if file.suffix != ".h")], path)
+    except OSError as problem:
+        raise BuildError(f"cannot write to {path.parent}: {problem}") from problem
+    return path
+
+
+def _compile(command: Sequence[str], path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.stem) as temporary:
+        whole = Path(temporary) / path.name
+        try:
+            done = subprocess.run(
+                [*command, "-o", str(whole)], capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as problem:
+            raise BuildError(f"{command[0]} does not run: {problem}") from problem
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "error" in line.lower()] or done.stderr.splitlines()
+            raise BuildError(f"{command[0]} failed: {lines[0].strip() if lines else f'status {done.returncode}'}")
+        os.replace(whole, path)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Alone with ``path``, or after ``LOCK_SECONDS``, or where the file system has no locks, not alone."""
+    with path.open("w") as file:
+        deadline = time.monotonic() + LOCK_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.05)
+            except OSError:
+                break
+        yield

@@ -1,0 +1,210 @@
+"""Backend ``cpp``: the C++ ops of csrc/cpu, for fp32 state on the CPU.
+
+The products of ``syrk_accumulate_`` are torch's; what surrounds them is one pass over memory each. What an op is not
+made for (another dtype, a general exponent, thousands of blocks) goes to plain torch.
+"""
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_kfac.ops import functional
+from ds_kfac.ops.cpp_library import DTYPES, integers, library, plain, pointers
+from ds_kfac.ops.reference import packed_numel
+
+BLOCK_ROWS = 256
+"""Rows of a product of ``syrk_accumulate_``: fewer waste less of the diagonal blocks, more are faster products."""
+MAX_BLOCKS = 1024
+"""Of ``similarity``, which makes a list of them."""
+
+
+def load() -> Mapping[str, Callable[..., Any]]:
+    """Op name -> implementation.
+
+    Raises:
+        RuntimeError: it cannot run, and why.
+    """
+    library()
+    ops = (
+        syrk_accumulate_, symmetric_pack_into_, symmetric_unpack_from, ema_update_, similarity, eigen_scale,
+        eigen_scale_dot, corrected_scale_dot,
+    )  # fmt: skip
+    return {op.__name__: op for op in ops}
+
+
+def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None) -> Tensor:
+    """See :func:`ds_kfac.ops.reference.syrk_accumulate_`."""
+    dim = x_ND.shape[1]
+    ones = ones_column is not None
+    if not plain(sum_P) or sum_P.shape != (packed_numel(dim + ones),) or not x_ND.is_floating_point():
+        return functional.syrk_accumulate_(sum_P, x_ND, ones_column=ones_column)
+    add_lower, threads = library().ds_kfac_add_lower, torch.get_num_threads()
+    with torch.autocast("cpu", enabled=False):
+        x_ND = x_ND.detach().float()
+        products = torch.empty(min(dim, BLOCK_ROWS) * dim)
+        for start in range(0, dim, BLOCK_ROWS):
+            stop = min(start + BLOCK_ROWS, dim)
+            block = products[: (stop - start) * stop].view(stop - start, stop)
+            torch.mm(x_ND[:, start:stop].T, x_ND[:, :stop], out=block)
+            add_lower(sum_P.data_ptr(), block.data_ptr(), start, stop, threads)
+        if ones_column is not None:  # the bias row is the contiguous tail [column sums, N]
+            tail = sum_P[packed_numel(dim) :]
+            tail[:dim].add_(x_ND.sum(dim=0))
+            tail[dim].add_(ones_column.sum())
+    return sum_P
+
+
+def symmetric_pack_into_(out: Tensor, starts: Sequence[int], matrices_DD: Sequence[Tensor]) -> None:
+    """See :func:`ds_kfac.ops.reference.symmetric_pack_into_`."""
+    readable = all(x.dtype is torch.float32 and x.stride(-1) == 1 for x in matrices_DD)
+    if out.dtype not in DTYPES or not out.is_contiguous() or not readable:
+        return functional.symmetric_pack_into_(out, starts, matrices_DD)
+    dims = [len(x_DD) for x_DD in matrices_DD]
+    _check_layout("symmetric_pack_into_", out, starts, dims)
+    if any(x_DD.shape != (dim, dim) for x_DD, dim in zip(matrices_DD, dims, strict=True)):
+        raise ValueError(f"symmetric_pack_into_: expected square matrices, got {[tuple(x.shape) for x in matrices_DD]}")
+    library().ds_kfac_pack(
+        out.data_ptr(), DTYPES[out.dtype], len(dims), integers(starts), pointers(matrices_DD),
+        integers([x_DD.stride(0) for x_DD in matrices_DD]), integers(dims), torch.get_num_threads(),
+    )  # fmt: skip
+    return None
+
+
+def symmetric_unpack_from(
+    packed: Tensor, starts: Sequence[int], dims: Sequence[int], *, mirror: bool = True
+) -> list[Tensor]:
+    """See :func:`ds_kfac.ops.reference.symmetric_unpack_from`."""
+    if packed.dtype not in DTYPES or not packed.is_contiguous():
+        return functional.symmetric_unpack_from(packed, starts, dims, mirror=mirror)
+    _check_layout("symmetric_unpack_from", packed, starts, dims)
+    matrices = [torch.empty(dim, dim) for dim in dims]
+    library().ds_kfac_unpack(
+        packed.data_ptr(), DTYPES[packed.dtype], len(dims), integers(starts), pointers(matrices), integers(dims),
+        mirror, torch.get_num_threads(),
+    )  # fmt: skip
+    return matrices
+
+
+def _check_layout(op: str, flat: Tensor, starts: Sequence[int], dims: Sequence[int]) -> None:
+    for start, dim in zip(starts, dims, strict=True):
+        if start < 0 or start + packed_numel(dim) > flat.numel():
+            raise ValueError(f"{op}: a triangle of side {dim} at {start} is outside of {flat.numel()} elements")
+
+
+def ema_update_(
+    averages_P: Sequence[Tensor],
+    sums_P: Sequence[Tensor],
+    counts: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    decays: Sequence[float],
+) -> Tensor:
+    """See :func:`ds_kfac.ops.reference.ema_update_`."""
+    if not plain(*averages_P, *sums_P, *counts, *updates):
+        return functional.ema_update_(averages_P, sums_P, counts, updates, decays)
+    numels = [len(average) for average in averages_P]
+    if numels != [len(sum_P) for sum_P in sums_P] or not len(numels) == len(counts) == len(updates) == len(decays):
+        raise ValueError(f"ema_update_: averages of {numels} elements, sums of {[len(sum_P) for sum_P in sums_P]}")
+    used = torch.zeros(len(numels), dtype=torch.bool)
+    library().ds_kfac_ema_update(
+        len(numels), pointers(averages_P), pointers(sums_P), integers(numels), pointers(counts),
+        pointers(updates), (ctypes.c_float * len(decays))(*decays), used.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return used
+
+
+def similarity(
+    now_P: Sequence[Tensor],
+    before_P: Sequence[Tensor],
+    earlier_P: Sequence[Tensor],
+    dims: Sequence[int],
+    blocks: Sequence[int] | None = None,
+) -> Tensor:
+    """See :func:`ds_kfac.ops.reference.similarity`."""
+    if not plain(*now_P, *before_P, *earlier_P):
+        return functional.similarity(now_P, before_P, earlier_P, dims, blocks)
+    if sum(-(-dim // block) if block else 0 for dim, block in zip(dims, blocks or dims, strict=True)) > MAX_BLOCKS:
+        return functional.similarity(now_P, before_P, earlier_P, dims, blocks)
+    widths, factor, offsets = [], [], []
+    for index, (dim, block, *parts) in enumerate(zip(dims, blocks or dims, now_P, before_P, earlier_P, strict=True)):
+        sizes = [*repeat(block, dim // block), *([dim % block] if dim % block else [])] if block else []
+        widths += sizes
+        factor += [index] * len(sizes)
+        start = 0
+        for size in sizes:
+            offsets.append(start)
+            start += packed_numel(size)
+        if any(len(part) != start for part in parts):
+            raise ValueError(f"similarity: a side of {dim} in blocks of {block} has {start} packed elements")
+    tables = []
+    for tensors in (now_P, before_P, earlier_P):
+        bases = [tensor.data_ptr() for tensor in tensors]
+        places = [bases[index] + 4 * offset for index, offset in zip(factor, offsets, strict=True)]
+        tables.append((ctypes.c_void_p * len(places))(*places))
+    norms = torch.empty(len(now_P), 3)
+    library().ds_kfac_similarity(
+        len(widths), *tables, integers(widths), integers(factor), len(now_P), norms.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return norms
+
+
+def eigen_scale(
+    x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Tensor | float, *, exponent: float = 1.0
+) -> Tensor:
+    """See :func:`ds_kfac.ops.reference.eigen_scale`."""
+    if not x_OI.is_contiguous():  # rotated gradients come transposed
+        return eigen_scale_dot(x_OI.T, values_I, values_O, damping, exponent=exponent)[0].T
+    return eigen_scale_dot(x_OI, values_O, values_I, damping, exponent=exponent)[0]
+
+
+def eigen_scale_dot(
+    x_OI: Tensor,
+    values_O: Tensor,
+    values_I: Tensor,
+    damping: Tensor | float,
+    *,
+    exponent: float = 1.0,
+    split: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`ds_kfac.ops.reference.eigen_scale_dot`."""
+    if exponent not in (0.5, 1.0) or x_OI.shape != (len(values_O), len(values_I)) or x_OI.dtype != torch.float32:
+        return functional.eigen_scale_dot(x_OI, values_O, values_I, damping, exponent=exponent, split=split)
+    x_OI, values_O, values_I = x_OI.contiguous(), values_O.float().contiguous(), values_I.float().contiguous()
+    rows, columns = x_OI.shape
+    scaled_OI, dots = torch.empty(rows, columns), torch.empty(2)
+    library().ds_kfac_eigen_scale_dot(
+        x_OI.data_ptr(), scaled_OI.data_ptr(), rows, columns, values_O.data_ptr(), values_I.data_ptr(), float(damping),
+        exponent == 0.5, _cut(split, columns), dots.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return scaled_OI, dots
+
+
+def corrected_scale_dot(
+    x_OI: Tensor,
+    second_OI: Tensor,
+    decay: Tensor | float,
+    terms: Tensor | float,
+    damping: Tensor | float,
+    *,
+    exponent: float = 1.0,
+    split: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`ds_kfac.ops.reference.corrected_scale_dot`."""
+    if exponent not in (0.5, 1.0) or x_OI.shape != second_OI.shape or not plain(second_OI, x_OI := x_OI.contiguous()):
+        return functional.corrected_scale_dot(x_OI, second_OI, decay, terms, damping, exponent=exponent, split=split)
+    rows, columns = x_OI.shape
+    scaled_OI, dots = torch.empty(rows, columns), torch.empty(2)
+    library().ds_kfac_corrected_scale_dot(
+        x_OI.data_ptr(), scaled_OI.data_ptr(), rows, columns, second_OI.data_ptr(), float(decay),
+        (1 - float(decay)) * float(terms), float(damping), exponent == 0.5, _cut(split, columns), dots.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return scaled_OI, dots
+
+
+def _cut(split: int | None, columns: int) -> int:
+    return columns if split is None else min(max(split, 0), columns)

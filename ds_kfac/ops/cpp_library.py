@@ -1,0 +1,68 @@
+"""The compiled C++ ops of csrc/cpu, and how their arguments are passed."""
+
+import ctypes
+import os
+import shlex
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_kfac.ops.build import build, compiler, cpu_flags, find_sources
+
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
+_SIGNATURES = {
+    "pack": "pilppppi",
+    "unpack": "pilpppii",
+    "add_lower": "pplli",
+    "ema_update": "lpppppppi",
+    "similarity": "lppppplpi",
+    "eigen_scale_dot": "ppllppfilpi",
+    "corrected_scale_dot": "ppllpfffilpi",
+}
+"""Function -> a letter of ``_TYPES`` per argument; see the sources."""
+
+
+def library_path(**options: Any) -> Path:
+    """Of the compiled library; ``DS_KFAC_CXX_FLAGS`` adds flags.
+
+    Raises:
+        BuildError: it cannot be compiled.
+    """
+    extra = shlex.split(os.environ.get("DS_KFAC_CXX_FLAGS", ""))
+    return build("cpu", find_sources("cpu"), compiler, [*FLAGS, *extra], target=cpu_flags(), **options)
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """Loaded, with the types of its functions.
+
+    Raises:
+        RuntimeError: why not.
+    """
+    try:
+        loaded = ctypes.CDLL(str(library_path()))
+        for name, signature in _SIGNATURES.items():
+            function = getattr(loaded, f"ds_kfac_{name}")
+            function.argtypes, function.restype = [_TYPES[letter] for letter in signature], None
+    except (OSError, AttributeError) as problem:
+        raise RuntimeError(f"its library does not load: {problem}") from problem
+    return loaded
+
+
+def pointers(tensors: Sequence[Tensor]) -> ctypes.Array:
+    return (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
+
+
+def integers(values: Sequence[int]) -> ctypes.Array:
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+def plain(*tensors: Tensor) -> bool:
+    """Whether C++ may read and write them as they are."""
+    return all(x.dtype is torch.float32 and x.is_contiguous() and x.device.type == "cpu" for x in tensors)

@@ -1,0 +1,174 @@
+"""Ops over many layers in one call and fused ops: every implementation against the specification in float64."""
+
+import pytest
+import torch
+
+from ds_kfac.ops import functional, reference
+from ds_kfac.ops.reference import packed_numel
+
+DIMS = [1, 2, 63, 129, 257]
+ALIGNMENT = 32
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def layout() -> tuple[list[int], int]:
+    """Aligned starts of the triangles of ``DIMS``, with a gap before the first; and the end."""
+    starts, end = [], ALIGNMENT
+    for dim in DIMS:
+        starts.append(end)
+        end += -(-packed_numel(dim) // ALIGNMENT) * ALIGNMENT
+    return starts, end
+
+
+def matrices() -> list[torch.Tensor]:
+    return [(x := normal(dim, dim, seed=dim)) + x.T for dim in DIMS]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_pack_into_writes_every_triangle_and_nothing_else(ops, dtype, poisoned):
+    starts, end = layout()
+    out = torch.full((end,), float("nan"), dtype=dtype)
+    ops.symmetric_pack_into_(out, starts, matrices())
+    written = torch.zeros(end, dtype=torch.bool)
+    for start, dim, x in zip(starts, DIMS, matrices(), strict=True):
+        written[start : start + packed_numel(dim)] = True
+        rows = [x[row, : row + 1] for row in range(dim)]
+        assert torch.equal(out[start : start + packed_numel(dim)], torch.cat(rows).to(dtype))
+    assert torch.isnan(out[~written]).all()
+
+
+def test_pack_into_rounds_the_extremes_as_torch_does(ops):
+    nan, inf = float("nan"), float("inf")
+    values = [nan, inf, -inf, -0.0, 1e-40, 6e-8, 65519.0, 65520.0, 3.4e38, 1.00390625, 1.01171875, -2049.0, 2.5e-8]
+    x = torch.zeros(len(values), len(values))
+    x[-1] = torch.tensor(values)
+    for dtype in (torch.bfloat16, torch.float16):
+        out = torch.zeros(packed_numel(len(x)), dtype=dtype)
+        ops.symmetric_pack_into_(out, [0], [x])
+        torch.testing.assert_close(out[-len(x) :], x[-1].to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("mirror", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_unpack_from_gives_whole_matrices_or_lower_triangles(ops, dtype, mirror, poisoned):
+    starts, end = layout()
+    packed = torch.full((end,), float("nan"), dtype=dtype)
+    functional.symmetric_pack_into_(packed, starts, matrices())
+    found = ops.symmetric_unpack_from(packed, starts, DIMS, mirror=mirror)
+    for x, expected in zip(found, matrices(), strict=True):
+        expected = expected.to(dtype).float()
+        assert x.dtype == torch.float32 and torch.equal(x, expected if mirror else expected.tril())
+
+
+def batch(bad: dict[int, float] | None = None) -> tuple[list, list, list, list, list]:
+    """Averages, sums, counts, updates and decays of a factor per entry of ``DIMS``."""
+    averages = [normal(packed_numel(dim), seed=dim) for dim in DIMS]
+    sums = [10 * normal(packed_numel(dim), seed=dim + 1) for dim in DIMS]
+    for index, value in (bad or {}).items():
+        sums[index][-1] = value
+    counts = [torch.tensor(float(count)) for count in (3, 1, 0.5, 1e6, 7)]
+    updates = [torch.tensor(float(k)) for k in (0, 1, 2, 100, 1)]
+    return averages, sums, counts, updates, [0.95, 0.0, 0.5, 0.95, 0.4]
+
+
+def test_ema_update_is_the_bias_corrected_average(ops, poisoned):
+    averages, sums, counts, updates, decays = batch()
+    expected = []
+    for average, total, count, k, decay in zip(averages, sums, counts, updates, decays, strict=True):
+        r = min(1 - 1 / (float(k) + 1), decay)
+        expected.append(r * average.double() + (1 - r) * total.double() / max(float(count), 1.0))
+    used = ops.ema_update_(averages, sums, counts, updates, decays)
+    assert used.dtype == torch.bool and used.tolist() == [True] * len(DIMS)
+    assert [float(k) for k in updates] == [1, 2, 3, 101, 2]
+    for average, wanted in zip(averages, expected, strict=True):
+        torch.testing.assert_close(average.double(), wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_ema_update_leaves_factors_without_rows_or_with_overflow_alone(ops):
+    averages, sums, counts, updates, decays = batch({0: float("nan"), 3: float("inf"), 4: -float("inf")})
+    counts[1] = torch.tensor(0.0)
+    before = [average.clone() for average in averages]
+    used = ops.ema_update_(averages, sums, counts, updates, decays)
+    assert used.tolist() == [False, False, True, False, False]
+    assert [float(k) for k in updates] == [0, 1, 3, 100, 1]
+    for average, old, changed in zip(averages, before, used, strict=True):
+        assert torch.equal(average, old) != bool(changed)
+
+
+SIDES = [(1, 1), (63, 63), (257, 257), (63, 1), (130, 64), (5, 0)]
+"""(dim, block): dense, diagonal, blocks with a rest, identity."""
+
+
+def test_similarity_is_of_the_symmetric_matrices(ops, poisoned):
+    def numel(dim, block):
+        return sum(packed_numel(min(block, dim - first)) for first in range(0, dim, block)) if block else 0
+
+    kept = [[normal(numel(dim, block), seed=seed) for dim, block in SIDES] for seed in (1, 2, 3)]
+
+    def norm(x, dim, block):
+        total, start = 0.0, 0
+        for first in range(0, dim, block) if block else ():
+            width = min(block, dim - first)
+            piece = x[start : start + packed_numel(width)]
+            total, start = total + reference.symmetric_unpack(piece, dim=width).square().sum(), start + len(piece)
+        return total**0.5
+
+    found = ops.similarity(*kept, [dim for dim, _ in SIDES], [block for _, block in SIDES])
+    assert found.dtype == torch.float32 and found.shape == (len(SIDES), 3)
+    for row, now, before, earlier, side in zip(found, *kept, SIDES, strict=True):
+        now, before, earlier = now.double(), before.double(), earlier.double()
+        wanted = [float(norm(x, *side)) for x in (now, now - before, now - earlier)]
+        torch.testing.assert_close(row.double(), torch.tensor(wanted, dtype=torch.float64), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("split", [None, 0, 6, 7])
+@pytest.mark.parametrize("exponent", [1.0, 0.5, 0.3])
+@pytest.mark.parametrize("rows", [1, 129])
+def test_eigen_scale_dot_against_float64(ops, rows, exponent, split, poisoned):
+    x, values_O, values_I = normal(rows, 7), normal(rows, seed=1).abs(), normal(7, seed=2).abs()
+    expected = x.double() / (torch.outer(values_O.double(), values_I.double()) + 0.1) ** exponent
+    cut = 7 if split is None else split
+    products = x.double() * expected
+    for damping in (0.1, torch.tensor(0.1)):
+        scaled, dots = ops.eigen_scale_dot(x, values_O, values_I, damping, exponent=exponent, split=split)
+        torch.testing.assert_close(scaled.double(), expected, rtol=1e-5, atol=0)
+        wanted = torch.stack([products[:, :cut].sum(), products[:, cut:].sum()])
+        torch.testing.assert_close(dots.double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("split", [None, 6])
+@pytest.mark.parametrize("exponent", [1.0, 0.5, 0.3])
+def test_corrected_scale_dot_updates_and_divides(ops, exponent, split, poisoned):
+    x, second = normal(63, 7), normal(63, 7, seed=1).abs()
+    moment = 0.9 * second.double() + 0.1 * 5 * x.double() ** 2
+    expected = x.double() / (moment + 0.01) ** exponent
+    decay, terms = torch.tensor(0.9), torch.tensor(5.0)
+    scaled, dots = ops.corrected_scale_dot(x, second, decay, terms, 0.01, exponent=exponent, split=split)
+    torch.testing.assert_close(second.double(), moment, rtol=1e-6, atol=0)
+    torch.testing.assert_close(scaled.double(), expected, rtol=1e-5, atol=0)
+    cut, products = 7 if split is None else split, x.double() * expected
+    wanted = torch.stack([products[:, :cut].sum(), products[:, cut:].sum()])
+    torch.testing.assert_close(dots.double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("ones", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "dilation"),
+    [((1, 1), (1, 1), (0, 0), (1, 1)), ((3, 3), (1, 1), (1, 1), (1, 1)), ((3, 2), (2, 3), (2, 1), (1, 2))],
+)
+def test_patch_syrk_is_the_second_moment_of_what_a_convolution_sees(
+    ops, kernel, stride, padding, dilation, ones, monkeypatch
+):
+    monkeypatch.setattr(functional, "PATCH_NUMEL", 500)  # several parts
+    options = {"stride": stride, "padding": padding, "dilation": dilation}
+    x, dim = normal(5, 3, 9, 8), 3 * kernel[0] * kernel[1]
+    picks = torch.eye(dim, dtype=torch.float64).view(dim, 3, *kernel)  # filters that pick one element each
+    rows = torch.nn.functional.conv2d(x.double(), picks, **options).movedim(1, -1).reshape(-1, dim)
+    rows = torch.cat([rows, torch.ones(len(rows), 1)], dim=1) if ones else rows
+    total = torch.ones(packed_numel(dim + ones))
+    assert ops.patch_syrk_accumulate_(total, x, kernel=kernel, ones=ones, **options) is total
+    expected = 1 + reference.symmetric_pack(rows.T @ rows)
+    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-4)
