@@ -174,14 +174,12 @@ def _blocks_numel(dim: int, block: int) -> int:
     return dim // block * packed_numel(block) + packed_numel(dim % block) if block else 0
 
 
-def load(device: str) -> Mapping[str, Callable[..., Any]]:
+def load() -> Mapping[str, Callable[..., Any]]:
     """Op name -> implementation, for the GPUs of this machine; built at first use.
 
     Raises:
         RuntimeError: it cannot run, and why.
     """
-    if device != "cuda":
-        raise RuntimeError(f"it is for NVIDIA GPUs, not for {device}")
     if not torch.cuda.is_available() or torch.version.cuda is None:
         raise RuntimeError("there is no NVIDIA GPU that torch can use")
     ops = _load()
