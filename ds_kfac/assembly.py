@@ -8,6 +8,7 @@ import torch
 
 from ds_kfac import parallelism
 from ds_kfac.adam_groups import check_groups
+from ds_kfac.agreement import failing_together
 from ds_kfac.config import KFACConfig
 from ds_kfac.costs import BUILTIN, CostModel, from_dict
 from ds_kfac.experts import ExpertRows
@@ -36,7 +37,7 @@ def assemble(engine: Any, config: KFACConfig, experts: ExpertRows | None) -> tup
     parts = domains(engine, optimized)
     several = bool(parts[0].name)
     costs = agreed_costs(torch.device(engine.device), config)
-    backends.use(config.ops.backend, torch.device(engine.device).type)
+    _choose_backend(engine, config)
     with parallelism.agreeing(several):  # one stage may have no layers, or too little memory
         found = scan(engine.module, config.choice, optimized=optimized)
         pairs = parallelism.by_domain(found, parts)
@@ -59,6 +60,16 @@ def assemble(engine: Any, config: KFACConfig, experts: ExpertRows | None) -> tup
         job.close()
         raise
     return job, tuple(part for _, part in pairs)
+
+
+def _choose_backend(engine: Any, config: KFACConfig) -> None:
+    """Build what is missing. One that was asked for and cannot run on some rank is an error on all of them."""
+    name, device = config.ops.backend, torch.device(engine.device).type
+    if name is None:
+        backends.use(name, device)
+        return
+    with failing_together("ds_kfac cannot attach", torch.distributed.group.WORLD, ValueError):
+        backends.use(name, device)
 
 
 def make_target(engine: Any, domain: Domain, found: Scan, experts: ExpertRows | None) -> Target:

@@ -2,7 +2,7 @@
 
 A library is found beside the package (built ahead of time) or in the cache, else compiled under a lock. The lock is the
 kernel's and dies with its holder; who waits too long compiles for himself. Libraries appear whole: they are renamed
-into place.
+into place. Of the standard library alone: setup.py loads this file by its path.
 """
 
 import fcntl
@@ -10,6 +10,7 @@ import hashlib
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -18,11 +19,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["BUILT", "BuildError", "build", "compiler", "cpu_flags", "find_sources", "folder"]
-
 PACKAGE = Path(__file__).parent.parent
 BUILT = PACKAGE / "ops" / "built"
 """Where ``DS_KFAC_BUILD_OPS=1 pip install`` puts libraries."""
+CPU_FLAGS = (
+    "-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC",
+)  # fmt: skip
 COMPILE_SECONDS = 300
 LOCK_SECONDS = 120
 
@@ -65,6 +67,12 @@ def cpu_flags() -> str:
         found = None
     features = " ".join(sorted(found.group(1).split())) if found else platform.processor()
     return f"{platform.system()} {platform.machine()} {features}"
+
+
+def build_cpu(into: Path | None = None) -> Path:
+    """The library of ``csrc/cpu``; ``DS_KFAC_CXX_FLAGS`` adds flags. See :func:`build`."""
+    extra = shlex.split(os.environ.get("DS_KFAC_CXX_FLAGS", ""))
+    return build("cpu", find_sources("cpu"), compiler, [*CPU_FLAGS, *extra], target=cpu_flags(), into=into)
 
 
 def build(

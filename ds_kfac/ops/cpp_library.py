@@ -1,19 +1,14 @@
 """The compiled C++ ops of csrc/cpu, and how their arguments are passed."""
 
 import ctypes
-import os
-import shlex
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_kfac.ops.build import build, compiler, cpu_flags, find_sources
+from ds_kfac.ops.build import build_cpu
 
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
 _SIGNATURES = {
@@ -28,16 +23,6 @@ _SIGNATURES = {
 """Function -> a letter of ``_TYPES`` per argument; see the sources."""
 
 
-def library_path(**options: Any) -> Path:
-    """Of the compiled library; ``DS_KFAC_CXX_FLAGS`` adds flags.
-
-    Raises:
-        BuildError: it cannot be compiled.
-    """
-    extra = shlex.split(os.environ.get("DS_KFAC_CXX_FLAGS", ""))
-    return build("cpu", find_sources("cpu"), compiler, [*FLAGS, *extra], target=cpu_flags(), **options)
-
-
 @cache
 def library() -> ctypes.CDLL:
     """Loaded, with the types of its functions.
@@ -46,7 +31,7 @@ def library() -> ctypes.CDLL:
         RuntimeError: why not.
     """
     try:
-        loaded = ctypes.CDLL(str(library_path()))
+        loaded = ctypes.CDLL(str(build_cpu()))
         for name, signature in _SIGNATURES.items():
             function = getattr(loaded, f"ds_kfac_{name}")
             function.argtypes, function.restype = [_TYPES[letter] for letter in signature], None
