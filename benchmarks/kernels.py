@@ -51,9 +51,9 @@ def cases(model: Model, settings: Settings, wanted: set[str]) -> Iterator[Case]:
     gradients = dict.fromkeys(model.gradients)
     makers: dict[str, list[Callable[[], Any]]] = {
         "syrk_accumulate_": [lambda dim=dim: [syrk(settings, dim)] for dim in sides],
-        "symmetric_pack_into_": [lambda: packing(settings, model.name, factors)],
-        "ema_update_": [lambda: [averages(settings, model.name, factors)]],
-        "similarity": [lambda: [similarities(settings, model.name, factors)]],
+        "symmetric_pack_into_": [lambda: packing(settings, model.name, factors)] * bool(factors),
+        "ema_update_": [lambda: [averages(settings, model.name, factors)]] * bool(factors),
+        "similarity": [lambda: [similarities(settings, model.name, factors)]] * bool(factors),
         "eigen_scale_dot": [lambda shape=shape: [scaling(settings, *shape)] for shape in gradients],
         "corrected_scale_dot": [lambda shape=shape: [corrected_scaling(settings, *shape)] for shape in gradients],
         "patch_syrk_accumulate_": [lambda conv=conv: [patches(settings, conv)] for conv in model.convolutions],
@@ -133,8 +133,9 @@ def main(arguments: list[str] | None = None) -> int:
         for case in cases(MODELS[model], settings, set(options.ops)):
             if (case.op, case.size) not in seen:  # models share shapes
                 seen.add((case.op, case.size))
-                rows += measured(case, backends, clock, roofline, options.seconds)
-                print(table(rows[-len(backends) - len(case.baselines) :]).split("\n", 2)[-1], flush=True)
+                found = measured(case, backends, clock, roofline, options.seconds)
+                rows += found
+                print(table(found).split("\n", 2)[-1], flush=True)
     name = options.name or options.device
     write_csv(rows, options.out / f"{name}.csv")
     draw(rows, roofline, options.out / f"{name}.png")

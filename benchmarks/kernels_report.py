@@ -42,7 +42,7 @@ def table(rows: Sequence[Row]) -> str:
             continue
         others = [x for x in rows if x["kind"] == "baseline" and (x["op"], x["size"]) == (row["op"], row["size"])]
         faster = ", ".join(f"{x['median_ms'] / row['median_ms']:.2f} {x['implementation']}" for x in others)
-        flops = f"{row['gflop_per_s']:.0f}" if row["flops"] else ""
+        flops = f"{row['gflop_per_s']:.3g}" if row["flops"] else ""
         lines.append(
             f"{start} {row['median_ms']:.3g} | {row['low_ms']:.3g}..{row['high_ms']:.3g} | {row['gb_per_s']:.3g} | "
             f"{flops} | {row['of_roofline']:.0%} | {faster} |"
