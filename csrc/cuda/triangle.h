@@ -13,7 +13,8 @@
 
 namespace ds_kfac {
 
-// Widest triangle for which row_of is exact; an fp32 square root is then off by less than one row.
+// Widest triangle for which row_of is exact. At a row's first element the rounded root is 2 row + 1, never less; only
+// near a row's end it may be the next row's. IEEE operations, so the host's test holds for the device.
 constexpr int64_t MAX_DIM = int64_t(1) << 20;
 
 DS_KFAC_BOTH int64_t packed_numel(int64_t dim) { return dim * (dim + 1) / 2; }
@@ -22,8 +23,7 @@ DS_KFAC_BOTH int64_t packed_numel(int64_t dim) { return dim * (dim + 1) / 2; }
 DS_KFAC_BOTH int64_t row_of(int64_t index) {
     const float root = sqrtf(8.0f * static_cast<float>(index) + 1.0f);
     const int64_t row = static_cast<int64_t>((root - 1.0f) * 0.5f);
-    if (packed_numel(row) > index) return row - 1;
-    return packed_numel(row + 1) <= index ? row + 1 : row;
+    return packed_numel(row) > index ? row - 1 : row;
 }
 
 // A place in a triangle that moves forward; after the first square root, additions only.
