@@ -7,8 +7,8 @@ PACKAGE = Path(__file__).parent.parent / "ds_kfac"
 # Lowest first; inside a floor, a file may import the files before it.
 FLOORS = [
     [
-        "reference", "ops.reference", "ops.functional", "ops.build", "ops.cpp_library", "ops.cpp", "ops.backends",
-        "ops.dispatch",
+        "reference", "ops.reference", "ops.functional", "ops.build", "ops.cpp_library", "ops.cpp",
+        "ops.cuda_compile", "ops.cuda_library", "ops.cuda", "ops.backends", "ops.dispatch",
     ],
     [
         "side", "factor", "adaptive", "warm_start", "eigenbasis", "moments", "damping", "orthogonal",

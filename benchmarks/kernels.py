@@ -1,0 +1,149 @@
+"""Every op on the shapes of known models, by every backend that runs here, against the library in the same run.
+
+    python benchmarks/kernels.py [--device cuda] [--models gpt2 resnet50] [--ops syrk_accumulate_] [--out FOLDER]
+
+Needs torch only, not DeepSpeed. An implementation is first checked against float64; a wrong one has no speed, and the
+command fails.
+"""
+
+import argparse
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import benchmarks.kernels_standalone  # noqa: F401
+from benchmarks.kernels_cases import Case, Op, Settings, averages, packing, similarities, syrk
+from benchmarks.kernels_layer_cases import corrected_scaling, patches, scaling
+from benchmarks.kernels_report import document, draw, table, write_csv
+from benchmarks.kernels_shapes import MODELS, Model
+from benchmarks.kernels_timing import Clock, Roofline
+from ds_kfac.ops import cuda
+from ds_kfac.ops.backends import BACKENDS, OPS, Backend
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def implementations(device: str) -> tuple[dict[str, Mapping[str, Op]], dict[str, str]]:
+    """Backend -> its ops; backend -> why it cannot run here."""
+    found: dict[str, Mapping[str, Op]] = {}
+    missing = {}
+    for name, backend in ({"cuda": Backend("cuda", cuda.load)} | BACKENDS).items():
+        if backend.device not in (None, device):
+            continue
+        try:
+            found[name] = backend.load()
+        except RuntimeError as problem:
+            missing[name] = str(problem)
+    return found, missing
+
+
+def cases(model: Model, settings: Settings, wanted: set[str]) -> Iterator[Case]:
+    """Of one model; tensors are made when a case is reached and go with it."""
+    sides, factors = model.sides(settings.max_dim), model.factors(settings.blocks, settings.max_dim)
+    gradients = dict.fromkeys(model.gradients)
+    makers: dict[str, list[Callable[[], Any]]] = {
+        "syrk_accumulate_": [lambda dim=dim: [syrk(settings, dim)] for dim in sides],
+        "symmetric_pack_into_": [lambda: packing(settings, model.name, factors)] * bool(factors),
+        "ema_update_": [lambda: [averages(settings, model.name, factors)]] * bool(factors),
+        "similarity": [lambda: [similarities(settings, model.name, factors)]] * bool(factors),
+        "eigen_scale_dot": [lambda shape=shape: [scaling(settings, *shape)] for shape in gradients],
+        "corrected_scale_dot": [lambda shape=shape: [corrected_scaling(settings, *shape)] for shape in gradients],
+        "patch_syrk_accumulate_": [lambda conv=conv: [patches(settings, conv)] for conv in model.convolutions],
+    }
+    for op, parts in makers.items():
+        if op in wanted or (op == "symmetric_pack_into_" and "symmetric_unpack_from" in wanted):
+            for make in parts:
+                yield from (case for case in make() if case.op in wanted)
+
+
+def measured(case: Case, backends: Mapping[str, Mapping[str, Op]], clock: Clock, roofline: Roofline, seconds: float):
+    """Rows of a case: implementations that are right, and baselines, in turn; those that are wrong without a speed."""
+    rows, functions = {}, {}
+    for name, ops in backends.items():
+        if case.op in ops:
+            error, allowed = case.error(ops[case.op])
+            rows[name] = {"kind": "op", "implementation": name, "error": error, "allowed": allowed}
+            if error <= allowed:
+                functions[name] = lambda op=ops[case.op]: case.run(op)
+    for name, baseline in case.baselines.items():
+        rows[name] = {"kind": "baseline", "implementation": name}
+        functions[name] = baseline
+    times = clock.compare(functions, seconds)
+    for name, row in rows.items():
+        row.update(op=case.op, size=case.size, bytes=case.nbytes, flops=case.flops)
+        if name in times:
+            found = times[name]
+            row.update(
+                median_ms=1e3 * found.median, low_ms=1e3 * found.low, high_ms=1e3 * found.high, calls=found.calls,
+                gb_per_s=case.nbytes / found.median / 1e9, gflop_per_s=case.flops / found.median / 1e9,
+                of_roofline=roofline.bound(case.nbytes, case.flops) / found.median,
+            )  # fmt: skip
+    return list(rows.values())
+
+
+def about(device: str, settings: Settings, missing: Mapping[str, str]) -> dict[str, str]:
+    """Machine, versions and commit."""
+    if device == "cuda":
+        machine = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+    else:
+        cpuinfo = Path("/proc/cpuinfo")
+        found = re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
+        name = found.group(1) if found else platform.processor() or platform.machine()
+        machine = f"{name}, {torch.get_num_threads()} threads of {os.cpu_count()}"
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    facts = {"machine": machine, "torch": torch.__version__, "Python": platform.python_version()}
+    facts |= {"commit": commit or "unknown", "rows": f"{settings.rows} in {settings.dtype}".replace("torch.", "")}
+    facts["factors in one call"] = f"of {settings.blocks} blocks at most, sides up to {settings.max_dim}"
+    return facts | {f"not {name}": why for name, why in missing.items()}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
+    parser.add_argument("--rows", type=int, help="of a batch; 8192 on a GPU, 1024 on a CPU")
+    parser.add_argument("--blocks", type=int, help="of a model in one call; 4 on a GPU, 1 on a CPU")
+    parser.add_argument("--max-dim", type=int, help="largest factor; 11008 on a GPU, 4096 on a CPU")
+    parser.add_argument("--seconds", type=float, default=0.5, help="per implementation and case")
+    parser.add_argument("--name", help="of the results' files; the device")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "kernels")
+    options = parser.parse_args(arguments)
+    gpu = options.device == "cuda"
+    settings = Settings(
+        options.device, options.rows or (8192 if gpu else 1024), options.blocks or (4 if gpu else 1),
+        options.max_dim or (11008 if gpu else 4096), torch.bfloat16 if gpu else torch.float32,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    backends, missing = implementations(options.device)
+    clock = Clock(options.device)
+    roofline = clock.roofline(settings.dtype, options.seconds)
+    rows: list[dict[str, Any]] = []
+    seen = set()
+    for model in options.models:
+        for case in cases(MODELS[model], settings, set(options.ops)):
+            if (case.op, case.size) not in seen:  # models share shapes
+                seen.add((case.op, case.size))
+                found = measured(case, backends, clock, roofline, options.seconds)
+                rows += found
+                print(table(found).split("\n", 2)[-1], flush=True)
+    name = options.name or options.device
+    write_csv(rows, options.out / f"{name}.csv")
+    draw(rows, roofline, options.out / f"{name}.png")
+    (options.out / f"{name}.md").write_text(document(rows, roofline, about(options.device, settings, missing), name))
+    wrong = [row for row in rows if row["kind"] == "op" and "median_ms" not in row]
+    print(f"{options.out / name}.md: {len(rows)} rows, {len(wrong)} wrong")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""What is timed, of single layers: division by damped eigenvalues, second moments of convolutions.
+
+Shape suffixes: O and I the sides of a layer's matrix.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import unfold
+
+from benchmarks.kernels_cases import Case, Op, Settings, dense, product, worst
+from benchmarks.kernels_shapes import Conv
+from ds_kfac.ops.reference import packed_numel
+
+DAMPING = 0.1
+
+
+def scaling(settings: Settings, outputs: int, inputs: int) -> Case:
+    """Divided by the Kronecker eigenvalues, with the inner product."""
+    x_OI = settings.normal(outputs, inputs)
+    values_O, values_I = settings.normal(outputs).abs(), settings.normal(inputs).abs()
+
+    def error(op: Op) -> tuple[float, float]:
+        scaled_OI, dots = op(x_OI, values_O, values_I, DAMPING)
+        wanted_OI = x_OI.double() / (torch.outer(values_O.double(), values_I.double()) + DAMPING)
+        dot = (x_OI.double() * wanted_OI).sum()
+        return max(worst(scaled_OI, wanted_OI), worst(dots, torch.stack([dot, 0 * dot]))), 1e-5
+
+    def elementwise() -> tuple[Tensor, Tensor]:
+        scaled_OI = x_OI / (torch.outer(values_O, values_I) + DAMPING)
+        return scaled_OI, (x_OI * scaled_OI).sum()
+
+    elements = outputs * inputs
+    return Case(
+        "eigen_scale_dot", f"{outputs} x {inputs}", 8 * elements, 5 * elements,
+        lambda op: op(x_OI, values_O, values_I, DAMPING), error, {"elementwise": elementwise},
+    )  # fmt: skip
+
+
+def corrected_scaling(settings: Settings, outputs: int, inputs: int) -> Case:
+    """Divided by second moments that take the gradient in first."""
+    x_OI, second_OI = settings.normal(outputs, inputs), settings.normal(outputs, inputs).abs()
+    decay = torch.tensor(0.9, device=settings.device)
+
+    def error(op: Op) -> tuple[float, float]:
+        found_OI = second_OI.clone()
+        scaled_OI, dots = op(x_OI, found_OI, decay, 1.0, DAMPING)
+        moment_OI = decay.double() * second_OI.double() + (1 - decay.double()) * x_OI.double().square()
+        wanted_OI = x_OI.double() / (moment_OI + DAMPING)
+        dot = (x_OI.double() * wanted_OI).sum()
+        found, wanted = (scaled_OI, found_OI, dots), (wanted_OI, moment_OI, torch.stack([dot, 0 * dot]))
+        return max(worst(x, y) for x, y in zip(found, wanted, strict=True)), 1e-5
+
+    moment = second_OI.clone()
+
+    def elementwise() -> tuple[Tensor, Tensor]:
+        moment.mul_(decay).add_((1 - decay) * x_OI.square())
+        scaled_OI = x_OI / (moment + DAMPING)
+        return scaled_OI, (x_OI * scaled_OI).sum()
+
+    elements = outputs * inputs
+    return Case(
+        "corrected_scale_dot", f"{outputs} x {inputs}", 16 * elements, 8 * elements,
+        lambda op: op(x_OI, moment, decay, 1.0, DAMPING), error, {"elementwise": elementwise},
+    )  # fmt: skip
+
+
+def patches(settings: Settings, conv: Conv) -> Case:
+    """Images to the packed second moment of a convolution's patches."""
+    x_NCHW = settings.normal(settings.batch, conv.channels, conv.image, conv.image, dtype=settings.dtype)
+    dim = conv.channels * conv.kernel**2
+    options = {"stride": (conv.stride,) * 2, "padding": (conv.kernel // 2,) * 2}
+    kernel = (conv.kernel,) * 2
+    sum_P = torch.zeros(packed_numel(dim), device=settings.device)
+    side = (conv.image + 2 * (conv.kernel // 2) - conv.kernel) // conv.stride + 1
+    rows = settings.batch * side**2
+
+    def patch_rows(x: Tensor) -> Tensor:
+        return unfold(x, kernel, **options).transpose(1, 2).flatten(0, 1)
+
+    def error(op: Op) -> tuple[float, float]:
+        found_P = torch.zeros_like(sum_P)
+        op(found_P, x_NCHW, kernel=kernel, **options)
+        x, probes = patch_rows(x_NCHW.double()), settings.normal(dim, 2).double()
+        return worst(dense(found_P.double(), dim) @ probes, x.T @ (x @ probes)), 1e-5
+
+    size = f"{settings.batch} x {conv.channels} x {conv.image}^2, {conv.kernel}^2/{conv.stride}"
+    return Case(
+        "patch_syrk_accumulate_", size, x_NCHW.nbytes + 2 * sum_P.nbytes, rows * dim * (dim + 1),
+        lambda op: op(sum_P, x_NCHW, kernel=kernel, **options), error,
+        {"unfold, mm": lambda: product(patch_rows(x_NCHW))},
+    )  # fmt: skip

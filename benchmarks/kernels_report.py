@@ -1,0 +1,107 @@
+"""The kernels' benchmark for people: a table, a csv file and a roofline plot."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.kernels_timing import Roofline
+
+Row = Mapping[str, Any]
+COLUMNS = (
+    "op", "size", "implementation", "kind", "median_ms", "low_ms", "high_ms", "calls", "gb_per_s", "gflop_per_s",
+    "of_roofline", "error", "allowed", "bytes", "flops",
+)  # fmt: skip
+
+
+def write_csv(rows: Sequence[Row], path: Path) -> None:
+    """All numbers; no speeds in a row whose result was wrong."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({name: _rounded(value) for name, value in row.items()} for row in rows)
+
+
+def _rounded(value: Any) -> Any:
+    return f"{value:.4g}" if isinstance(value, float) else value
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown: a row per op, size and implementation, with its speed over each baseline of the same run."""
+    lines = [
+        "| op | size | by | median [ms] | quartiles | GB/s | GFLOP/s | of the roofline | speed over the library |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if row["kind"] == "baseline":
+            continue
+        start = f"| `{row['op']}` | {row['size']} | {row['implementation']} |"
+        if "median_ms" not in row:
+            lines.append(f"{start} **wrong**: error {row['error']:.2g}, allowed {row['allowed']:.2g} | | | | | |")
+            continue
+        others = [x for x in rows if x["kind"] == "baseline" and (x["op"], x["size"]) == (row["op"], row["size"])]
+        faster = ", ".join(f"{x['median_ms'] / row['median_ms']:.2f} {x['implementation']}" for x in others)
+        flops = f"{row['gflop_per_s']:.3g}" if row["flops"] else ""
+        lines.append(
+            f"{start} {row['median_ms']:.3g} | {row['low_ms']:.3g}..{row['high_ms']:.3g} | {row['gb_per_s']:.3g} | "
+            f"{flops} | {row['of_roofline']:.0%} | {faster} |"
+        )
+    return "\n".join(lines)
+
+
+def document(rows: Sequence[Row], roofline: Roofline, about: Mapping[str, str], name: str) -> str:
+    """The whole page."""
+    facts = "\n".join(f"- {key}: {value}" for key, value in about.items())
+    return f"""# Kernels on {name}
+
+{facts}
+- roofline of the same run: copy {roofline.bytes_per_second / 1e9:.1f} GB/s (read and write counted), product
+  {roofline.flops_per_second / 1e9:.0f} GFLOP/s in {roofline.dtype}
+
+Medians of calls in turn with the library's way. Bytes and FLOPs are the least that any implementation needs: half of
+X^T X, every input read and every output written once. "Of the roofline" is the time the machine needs for those over
+the time taken; over 100 % the data was still in a cache. A result that is not equal to float64's has no speed.
+
+![roofline]({name}.png)
+
+{table(rows)}
+"""
+
+
+def draw(rows: Sequence[Row], roofline: Roofline, path: Path) -> None:
+    """FLOP/s over FLOPs per byte, filled our ops, hollow the library; ops without FLOPs as if one per element moved."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
+    timed = [row for row in rows if "median_ms" in row]
+    ops = list(dict.fromkeys(row["op"] for row in timed))
+    intensities = []
+    for row in timed:
+        flops = row["flops"] or row["bytes"] / 4
+        intensities.append(flops / row["bytes"])
+        ours = row["kind"] == "op"
+        color = f"C{ops.index(row['op'])}"
+        axis.plot(
+            intensities[-1], flops / row["median_ms"] / 1e6, ls="", marker="o" if ours else "s", color=color,
+            markerfacecolor=color if ours else "none", ms=5 if ours else 6, alpha=0.8,
+        )  # fmt: skip
+    if intensities:
+        low, high = (
+            min(intensities) / 2,
+            max(max(intensities), roofline.flops_per_second / roofline.bytes_per_second) * 2,
+        )
+        places = [low, roofline.flops_per_second / roofline.bytes_per_second, high]
+        heights = [min(place * roofline.bytes_per_second, roofline.flops_per_second) / 1e9 for place in places]
+        axis.plot(places, heights, color="black", lw=1.2)
+    handles = [plt.Line2D([], [], ls="", marker="o", color=f"C{index}") for index in range(len(ops))]
+    handles.append(plt.Line2D([], [], ls="", marker="s", color="gray", markerfacecolor="none"))
+    axis.legend(handles, [*ops, "the library's way"], fontsize=8, frameon=False)
+    axis.set(xscale="log", yscale="log", xlabel="FLOPs per byte", ylabel="GFLOP/s")
+    axis.grid(alpha=0.25)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

@@ -1,0 +1,150 @@
+// Symmetric matrices of many layers to one flat buffer of packed lower triangles in the wire's dtype, and back.
+#include "launch.h"
+
+namespace ds_kfac {
+
+struct Triangle {
+    float *matrix;   // [dim, dim], elements of a row side by side
+    int64_t stride;  // from row to row
+    int64_t start;   // of its triangle in the flat buffer
+    int64_t dim;
+};
+
+// Neighbouring threads take neighbouring packed elements: whole sectors are read and written.
+template <class Number> struct Pack {
+    static constexpr int PHASES = 1;
+    static constexpr int ITEMS = 16;  // loads in flight per thread
+    using Shared = Nothing;
+
+    Number *packed;
+    Table<Triangle> table;
+
+    static int64_t blocks(const Triangle &layer) { return blocks_for(packed_numel(layer.dim), ITEMS * THREADS); }
+
+    template <int> DS_KFAC_DEVICE void phase(Shared &, int block, int thread) const {
+        const int index = table.find(block);
+        const Triangle &layer = table.layers[index];
+        const int64_t numel = packed_numel(layer.dim);
+        const int64_t first = int64_t(block - table.first_block[index]) * (ITEMS * THREADS) + thread;
+        if (first >= numel) return;
+        Cursor cursor(first);
+        float values[ITEMS];
+        DS_KFAC_UNROLL
+        for (int i = 0; i < ITEMS; ++i) {
+            const bool inside = first + i * THREADS < numel;
+            values[i] = inside ? layer.matrix[cursor.row * layer.stride + cursor.column] : 0.0f;
+            cursor.advance(THREADS);
+        }
+        Number *to = packed + layer.start + first;
+        DS_KFAC_UNROLL
+        for (int i = 0; i < ITEMS; ++i)
+            if (first + i * THREADS < numel) store(to + i * THREADS, values[i]);
+    }
+};
+
+// One block per tile of the lower triangle; the tile's mirror image goes through shared memory, so that it too is
+// written in rows.
+template <class Number, bool MIRROR> struct Unpack {
+    static constexpr int PHASES = 2;
+    static constexpr int TILE = 64;
+    static constexpr int STEP = THREADS / TILE;  // rows of a tile that the block reads at once
+    struct Shared {
+        float tile[TILE][TILE + 1];  // one wider, so that a column lies in different banks
+    };
+
+    const Number *packed;
+    Table<Triangle> table;
+
+    static int64_t blocks(const Triangle &layer) { return packed_numel(blocks_for(layer.dim, TILE)); }
+
+    template <int PHASE> DS_KFAC_DEVICE void phase(Shared &shared, int block, int thread) const {
+        const int index = table.find(block);
+        const Triangle &layer = table.layers[index];
+        const Cursor tile(block - table.first_block[index]);
+        const int64_t row = tile.row * TILE, column = tile.column * TILE;
+        const int x = thread % TILE, y = thread / TILE;
+        if constexpr (PHASE == 0)
+            read(shared, layer, row + y, column + x, y, x);
+        else
+            mirror(shared, layer, column + y, row + x, y, x);
+    }
+
+    DS_KFAC_DEVICE void read(Shared &shared, const Triangle &layer, int64_t row, int64_t column, int y, int x) const {
+        float values[TILE / STEP];
+        DS_KFAC_UNROLL
+        for (int i = 0; i < TILE / STEP; ++i) {
+            const int64_t r = row + i * STEP;
+            const bool lower = r < layer.dim && column <= r;
+            values[i] = lower ? load(packed + layer.start + packed_numel(r) + column) : 0.0f;
+        }
+        DS_KFAC_UNROLL
+        for (int i = 0; i < TILE / STEP; ++i) {
+            const int64_t r = row + i * STEP;
+            if (r < layer.dim && column <= r) layer.matrix[r * layer.stride + column] = values[i];
+            if (MIRROR) shared.tile[y + i * STEP][x] = values[i];
+        }
+    }
+
+    // Above the diagonal: the mirror image, or zeros.
+    DS_KFAC_DEVICE void mirror(const Shared &shared, const Triangle &layer, int64_t row, int64_t column, int y,
+                               int x) const {
+        DS_KFAC_UNROLL
+        for (int i = 0; i < TILE / STEP; ++i) {
+            const int64_t r = row + i * STEP;
+            if (column < layer.dim && r < column)
+                layer.matrix[r * layer.stride + column] = MIRROR ? shared.tile[x][y + i * STEP] : 0.0f;
+        }
+    }
+};
+
+template <class Op>
+int over_triangles(Op &op, int count, void *const *matrices, const int64_t *strides, const int64_t *starts,
+                   const int64_t *dims, void *stream) {
+    const auto layer_of = [&](int i) {
+        return Triangle{static_cast<float *>(matrices[i]), strides[i], starts[i], dims[i]};
+    };
+    return launch_layers(op, count, layer_of, stream);
+}
+
+template <class Number>
+int pack(void *packed, int count, void *const *matrices, const int64_t *strides, const int64_t *starts,
+         const int64_t *dims, void *stream) {
+    Pack<Number> op{};
+    op.packed = static_cast<Number *>(packed);
+    return over_triangles(op, count, matrices, strides, starts, dims, stream);
+}
+
+template <class Number, bool MIRROR>
+int unpack(const void *packed, int count, void *const *matrices, const int64_t *strides, const int64_t *starts,
+           const int64_t *dims, void *stream) {
+    Unpack<Number, MIRROR> op{};
+    op.packed = static_cast<const Number *>(packed);
+    return over_triangles(op, count, matrices, strides, starts, dims, stream);
+}
+
+}  // namespace ds_kfac
+
+using namespace ds_kfac;
+
+// packed[starts[i] + r(r+1)/2 + c] = matrices[i][r, c], c <= r, in the dtype `kind` (see Kind). Rows of matrix i lie
+// strides[i] elements apart. Returns a cudaError_t.
+DS_KFAC_API int ds_kfac_cuda_pack(void *packed, int kind, int count, void *const *matrices, const int64_t *strides,
+                                  const int64_t *starts, const int64_t *dims, void *stream) {
+    switch (kind) {
+        case FP32: return pack<float>(packed, count, matrices, strides, starts, dims, stream);
+        case BF16: return pack<Bf16>(packed, count, matrices, strides, starts, dims, stream);
+        default: return pack<Fp16>(packed, count, matrices, strides, starts, dims, stream);
+    }
+}
+
+// The inverse; above the diagonal the mirror image if `mirror`, else zeros. Writes every element of every matrix.
+DS_KFAC_API int ds_kfac_cuda_unpack(const void *packed, int kind, int mirror, int count, void *const *matrices,
+                                    const int64_t *strides, const int64_t *starts, const int64_t *dims,
+                                    void *stream) {
+    using Function = int (*)(const void *, int, void *const *, const int64_t *, const int64_t *, const int64_t *,
+                             void *);
+    static constexpr Function functions[3][2] = {{unpack<float, false>, unpack<float, true>},
+                                                 {unpack<Bf16, false>, unpack<Bf16, true>},
+                                                 {unpack<Fp16, false>, unpack<Fp16, true>}};
+    return functions[kind][mirror ? 1 : 0](packed, count, matrices, strides, starts, dims, stream);
+}

@@ -1,0 +1,196 @@
+"""Backend ``cuda``: ops over many layers in one launch, for fp32 state on one GPU. See csrc/cuda.
+
+Work is queued on the current stream; nothing waits for it. Every op gives the same bits each time.
+"""
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_kfac.ops.cuda_library import CudaLibrary, integers, library_path, pointers
+from ds_kfac.ops.reference import packed_numel
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+MAX_DIM = 1 << 20
+
+
+class CudaOps:
+    """The ops of a loaded library.
+
+    Attributes:
+        device_type: where tensors must be: ``cuda``, or ``cpu`` for the emulation.
+    """
+
+    OPS = ("symmetric_pack_into_", "symmetric_unpack_from", "ema_update_", "similarity")
+
+    def __init__(self, library: CudaLibrary, device_type: str = "cuda"):
+        self.library = library
+        self.device_type = device_type
+
+    def symmetric_pack_into_(self, out: Tensor, starts: Sequence[int], matrices_DD: Sequence[Tensor]) -> None:
+        """Lower triangles of fp32 matrices of several layers into one flat tensor, in its dtype.
+
+        Args:
+            out: fp32, bf16 or fp16, contiguous; what lies between the triangles is left alone.
+            starts: first element of each triangle in ``out``.
+            matrices_DD: fp32 [D, D]; rows may lie apart.
+        """
+        dims = [len(x_DD) for x_DD in matrices_DD]
+        self._check_flat("symmetric_pack_into_", out, starts, dims)
+        for x_DD, dim in zip(matrices_DD, dims, strict=True):
+            if x_DD.shape != (dim, dim) or x_DD.dtype != torch.float32 or (dim > 1 and x_DD.stride(1) != 1):
+                raise ValueError(
+                    f"symmetric_pack_into_: expected square fp32 matrices with rows in one piece, got {_of(x_DD)}"
+                )
+        strides = integers([x_DD.stride(0) for x_DD in matrices_DD])
+        self._launch(
+            "pack", [out, *matrices_DD], out.data_ptr(), KINDS[out.dtype], len(dims), pointers(matrices_DD), strides,
+            integers(starts), integers(dims),
+        )  # fmt: skip
+
+    def symmetric_unpack_from(
+        self, packed: Tensor, starts: Sequence[int], dims: Sequence[int], *, mirror: bool = True
+    ) -> list[Tensor]:
+        """The fp32 [D, D] matrices whose lower triangles lie in a flat fp32, bf16 or fp16 tensor.
+
+        Args:
+            mirror: False leaves the strict upper triangle zero.
+        """
+        self._check_flat("symmetric_unpack_from", packed, starts, dims)
+        found = [torch.empty(dim, dim, device=packed.device) for dim in dims]
+        self._launch(
+            "unpack", [packed, *found], packed.data_ptr(), KINDS[packed.dtype], int(mirror), len(dims),
+            pointers(found), integers(dims), integers(starts), integers(dims),
+        )  # fmt: skip
+        return found
+
+    def ema_update_(
+        self,
+        averages_P: Sequence[Tensor],
+        sums_P: Sequence[Tensor],
+        counts: Sequence[Tensor],
+        updates: Sequence[Tensor],
+        decays: Sequence[float],
+    ) -> Tensor:
+        """Fold one batch into running averages, in place: average <- r average + (1 - r) sum / count.
+
+        r = min(1 - 1/updates, decay), after 1 was added to updates. A factor whose count is 0, or whose sum has a
+        value that is not finite, keeps average and updates. All fp32.
+
+        Returns bool [n]: which were used.
+        """
+        lengths = {len(averages_P), len(sums_P), len(counts), len(updates), len(decays)}
+        numels = [average_P.numel() for average_P in averages_P]
+        if len(lengths) > 1 or numels != [sum_P.numel() for sum_P in sums_P]:
+            raise ValueError(
+                f"ema_update_: averages of {numels} elements, sums of {[sum_P.numel() for sum_P in sums_P]}, "
+                f"{len(counts)} counts, {len(updates)} updates, {len(decays)} decays"
+            )
+        for scalar in (*counts, *updates):
+            if scalar.numel() != 1:
+                raise ValueError(f"ema_update_: counts and updates are scalars, got {_of(scalar)}")
+        tensors = [*averages_P, *sums_P, *counts, *updates]
+        self._check_plain("ema_update_", tensors)
+        if not tensors:
+            return torch.empty(0, dtype=torch.bool, device=self.device_type)
+        device = averages_P[0].device
+        used = torch.empty(len(numels), dtype=torch.bool, device=device)
+        weights = torch.empty(len(numels), device=device)
+        self._launch(
+            "ema_update", tensors, used.data_ptr(), weights.data_ptr(), len(numels), pointers(averages_P),
+            pointers(sums_P), integers(numels), pointers(counts), pointers(updates),
+            (ctypes.c_float * len(decays))(*decays),
+        )  # fmt: skip
+        return used
+
+    def similarity(
+        self,
+        now_P: Sequence[Tensor],
+        before_P: Sequence[Tensor | None],
+        earlier_P: Sequence[Tensor | None],
+        dims: Sequence[int],
+        blocks: Sequence[int] | None = None,
+    ) -> Tensor:
+        """|now|, |now - before| and |now - earlier| in the Frobenius norm of the symmetric matrices; fp32 [n, 3].
+
+        Args:
+            before_P, earlier_P: None where there is none: the norm is NaN.
+            dims: width of each matrix.
+            blocks: width of its diagonal blocks, the last of them the rest: ``dim`` dense, 1 a diagonal, 0 nothing.
+                None: all dense.
+        """
+        blocks = dims if blocks is None else blocks
+        numels = [_blocks_numel(dim, block) for dim, block in zip(dims, blocks, strict=True)]
+        for now, before, earlier, numel in zip(now_P, before_P, earlier_P, numels, strict=True):
+            if any(x is not None and x.numel() != numel for x in (now, before, earlier)):
+                raise ValueError(f"similarity: expected {numel} packed elements, got {_of(now, before, earlier)}")
+        tensors = [x for x in (*now_P, *before_P, *earlier_P) if x is not None]
+        self._check_plain("similarity", tensors)
+        if not tensors:
+            return torch.empty(0, 3, device=self.device_type)
+        norms = torch.empty(len(numels), 3, device=now_P[0].device)
+        scratch = torch.empty(self.library.similarity_scratch(numels), device=now_P[0].device)
+        self._launch(
+            "similarity", tensors, norms.data_ptr(), scratch.data_ptr(), len(numels), pointers(now_P),
+            pointers(before_P), pointers(earlier_P), integers(numels), integers(blocks),
+        )  # fmt: skip
+        return norms
+
+    def _launch(self, name: str, tensors: Sequence[Tensor], *arguments: object) -> None:
+        """On the current stream of the tensors' device, which must be one."""
+        devices = {tensor.device for tensor in tensors}
+        if len(devices) != 1 or tensors[0].device.type != self.device_type:
+            raise ValueError(
+                f"{name}: expected tensors on one {self.device_type} device, got {sorted(map(str, devices))}"
+            )
+        if self.device_type != "cuda":
+            self.library.launch(name, *arguments, None)
+            return
+        with torch.cuda.device(tensors[0].device):
+            self.library.launch(name, *arguments, torch.cuda.current_stream().cuda_stream)
+
+    def _check_flat(self, op: str, flat: Tensor, starts: Sequence[int], dims: Sequence[int]) -> None:
+        if flat.ndim != 1 or not flat.is_contiguous() or flat.dtype not in KINDS:
+            raise ValueError(f"{op}: expected a flat contiguous tensor of fp32, bf16 or fp16, got {_of(flat)}")
+        for start, dim in zip(starts, dims, strict=True):
+            if start < 0 or start + packed_numel(dim) > flat.numel() or not 0 <= dim <= MAX_DIM:
+                raise ValueError(f"{op}: a triangle of side {dim} at {start} is outside of {flat.numel()} elements")
+
+    def _check_plain(self, op: str, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.dtype != torch.float32 or not tensor.is_contiguous():
+                raise ValueError(f"{op}: expected contiguous fp32 tensors, got {_of(tensor)}")
+
+
+def _of(*tensors: Tensor | None) -> str:
+    return ", ".join("None" if x is None else f"{x.dtype} {tuple(x.shape)} strides {x.stride()}" for x in tensors)
+
+
+def _blocks_numel(dim: int, block: int) -> int:
+    return dim // block * packed_numel(block) + packed_numel(dim % block) if block else 0
+
+
+def load() -> Mapping[str, Callable[..., Any]]:
+    """Op name -> implementation, for the GPUs of this machine; built at first use.
+
+    Raises:
+        RuntimeError: it cannot run, and why.
+    """
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        raise RuntimeError("there is no NVIDIA GPU that torch can use")
+    ops = _load()
+    return {name: getattr(ops, name) for name in CudaOps.OPS}
+
+
+@cache
+def _load() -> CudaOps:
+    capabilities = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    architectures = sorted(f"{major}{minor}{'a' if major == 9 else ''}" for major, minor in capabilities)
+    try:
+        return CudaOps(CudaLibrary(library_path(architectures)))
+    except (OSError, AttributeError) as problem:
+        raise RuntimeError(f"its library does not load: {problem}") from problem

@@ -1,0 +1,71 @@
+"""The compiled library of ``csrc/cuda``: found or built, loaded without a driver, its error codes raised by name."""
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ds_kfac.ops.build import build, find_sources
+from ds_kfac.ops.cuda_compile import nvcc, nvcc_flags
+
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int}
+_SIGNATURES = {
+    "pack": "piippppp",
+    "unpack": "piiippppp",
+    "ema_update": "ppippppppp",
+    "similarity": "ppipppppp",
+}
+"""Launcher -> a letter of ``_TYPES`` per argument; see the sources."""
+
+
+class CudaError(RuntimeError):
+    """What a launcher returned, e.g. ``cudaErrorInsufficientDriver``."""
+
+
+class CudaLibrary:
+    """The launchers; :meth:`launch` raises what they return."""
+
+    def __init__(self, path: Path):
+        self._library = ctypes.CDLL(str(path))
+        for name, signature in _SIGNATURES.items():
+            function = self._function(name)
+            function.argtypes, function.restype = [_TYPES[letter] for letter in signature], ctypes.c_int
+        for name in ("error_name", "error_text"):
+            function = self._function(name)
+            function.argtypes, function.restype = [ctypes.c_int], ctypes.c_char_p
+        scratch = self._function("similarity_scratch")
+        scratch.argtypes, scratch.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_int64
+
+    def launch(self, name: str, *arguments: object) -> None:
+        """Raises CudaError, with the error's name, if the kernel could not be launched."""
+        error = self._function(name)(*arguments)
+        if error:
+            code, text = (self._function(part)(error).decode() for part in ("error_name", "error_text"))
+            raise CudaError(f"{name}: {code} ({error}): {text}")
+
+    def similarity_scratch(self, numels: Sequence[int]) -> int:
+        """fp32 elements of scratch that ``similarity`` needs."""
+        return self._function("similarity_scratch")(len(numels), integers(numels))
+
+    def _function(self, name: str):
+        return getattr(self._library, f"ds_kfac_cuda_{name}")
+
+
+def pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array:
+    """Addresses; null for None."""
+    return (ctypes.c_void_p * len(tensors))(*[None if tensor is None else tensor.data_ptr() for tensor in tensors])
+
+
+def integers(values: Sequence[int]) -> ctypes.Array:
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+def library_path(architectures: Sequence[str], **options: Any) -> Path:
+    """Of the library for GPUs such as ``["90a"]``, compiled if these sources were not yet.
+
+    Raises:
+        BuildError: it cannot be compiled.
+    """
+    return build("cuda", find_sources("cuda"), nvcc, nvcc_flags(architectures), **options)
