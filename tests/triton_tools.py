@@ -3,8 +3,10 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -29,3 +31,55 @@ def interpreted(*names: str) -> Iterator[list[ModuleType]]:
         for name in [name for name in sys.modules if name.startswith(PACKAGE)]:
             del sys.modules[name]
         sys.modules.update(kept)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What became of one launch.
+
+    Attributes:
+        name: the kernel's.
+        cubin: machine code.
+        shared: bytes of shared memory.
+    """
+
+    name: str
+    cubin: bytes
+    shared: int
+
+
+class AbsentDevice:
+    """What Triton asks a driver before it compiles. Caches are per device, so its number is the architecture's."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_device(self) -> int:
+        return self.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.arch, 32)
+
+
+@contextmanager
+def compiling(arch: int) -> Iterator[list[Compiled]]:
+    """Launches compile for sm_``arch`` and run nothing; a kernel that spills registers raises. Yields the results."""
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    done: list[Compiled] = []
+    launch = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        kernel = launch(self, *args, grid=grid, warmup=True, ptx_options="-warn-spills -Werror", **kwargs)
+        done.append(Compiled(kernel.metadata.name, kernel.asm["cubin"], kernel.metadata.shared))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", compile_only)
+        patch.setattr(driver, "_active", AbsentDevice(arch))
+        yield done

@@ -1,5 +1,6 @@
 """What all Triton kernels share: interpreted or compiled, the matrix product, the damped power."""
 
+# mypy: disable-error-code="arg-type, call-arg, misc"
 from contextlib import AbstractContextManager, nullcontext
 
 import torch

@@ -1,5 +1,6 @@
 """What the elementwise kernels over a layer's matrix share: orientation, block shape, partial inner products."""
 
+# mypy: disable-error-code="arg-type, call-arg, misc"
 from dataclasses import dataclass
 
 import torch
