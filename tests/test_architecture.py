@@ -10,6 +10,7 @@ FLOORS = [
         "reference", "ops.reference", "ops.functional",
         "ops.triton.base", "ops.triton.availability", "ops.triton.elementwise", "ops.triton.eigen_scale",
         "ops.triton.corrected_scale", "ops.triton.triangle", "ops.triton.syrk",
+        "ops.triton.patch_syrk",
     ],
     [
         "side", "factor", "adaptive", "warm_start", "eigenbasis", "moments", "damping", "orthogonal",

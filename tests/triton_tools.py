@@ -1,10 +1,15 @@
 """Triton kernels without a GPU: interpreted, or compiled for a device that is not there."""
 
+import re
+import shutil
+import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -83,3 +88,20 @@ def compiling(arch: int) -> Iterator[list[Compiled]]:
         patch.setattr(JITFunction, "run", compile_only)
         patch.setattr(driver, "_active", AbsentDevice(arch))
         yield done
+
+
+def tool(name: str) -> str | None:
+    """Path of cuobjdump or nvdisasm: the one that triton brings, or the one on PATH."""
+    import triton
+
+    bundled = Path(triton.__file__).parent / "backends/nvidia/bin" / name
+    return str(bundled) if bundled.exists() else shutil.which(name)
+
+
+def inspected(cubin: bytes, directory: Path) -> tuple[int, Counter[str]]:
+    """Registers a thread, and how often each instruction (its name up to the first dot) is in the code."""
+    path = directory / "kernel.cubin"
+    path.write_bytes(cubin)
+    usage = subprocess.check_output([str(tool("cuobjdump")), "-res-usage", path], text=True, stderr=subprocess.STDOUT)
+    code = subprocess.check_output([str(tool("nvdisasm")), "-c", path], text=True)
+    return int(re.findall(r"REG:(\d+)", usage)[0]), Counter(re.findall(r"\*/\s+(?:@!?U?P\w+ )?\s*([A-Z]\w*)", code))

@@ -10,8 +10,6 @@ import triton.language as tl
 
 EPILOGUE_CHUNKS = 6
 """What adding a tile to the triangle is taken to cost, in chunks of rows multiplied. Computed, not measured."""
-RESIDENT = 2
-"""Programs a multiprocessor holds at once, by registers and shared memory of the shipped configurations."""
 MAX_SPLIT = 8
 
 
@@ -21,16 +19,20 @@ def tile_count(dim: int, block: int) -> int:
     return side * (side + 1) // 2
 
 
-def split_for(tiles: int, chunks: int, multiprocessors: int) -> int:
+def split_for(tiles: int, chunks: int, places: int) -> int:
     """Programs that share a tile, each with part of the rows: what takes the fewest waves times work per wave.
 
     1 if torch asks for deterministic algorithms: with more, the order of additions is open.
+
+    Args:
+        chunks: of rows, multiplied one after the other.
+        places: programs that run at a time.
     """
     if torch.are_deterministic_algorithms_enabled():
         return 1
 
     def cost(split: int) -> int:
-        return triton.cdiv(tiles * split, RESIDENT * multiprocessors) * (triton.cdiv(chunks, split) + EPILOGUE_CHUNKS)
+        return triton.cdiv(tiles * split, places) * (triton.cdiv(chunks, split) + EPILOGUE_CHUNKS)
 
     return min(range(1, min(MAX_SPLIT, max(chunks, 1)) + 1), key=cost)
 
