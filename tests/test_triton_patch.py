@@ -9,11 +9,11 @@ from tests.triton_tools import interpreted
 pytest.importorskip("triton", reason="triton is not installed: its kernels are not tested")
 
 CASES = {
-    "3x3 padded": ((2, 4, 5, 7), dict(kernel=(3, 3), padding=(1, 1))),
-    "strided": ((1, 3, 9, 8), dict(kernel=(3, 2), stride=(2, 3), padding=(1, 0))),
-    "dilated": ((2, 1, 9, 9), dict(kernel=(2, 3), dilation=(3, 2), padding=(0, 2))),
-    "1x1": ((3, 33, 2, 3), dict(kernel=(1, 1))),
-    "one patch": ((1, 2, 3, 3), dict(kernel=(3, 3))),
+    "3x3 padded": ((2, 4, 5, 7), {"kernel": (3, 3), "padding": (1, 1)}),
+    "strided": ((1, 3, 9, 8), {"kernel": (3, 2), "stride": (2, 3), "padding": (1, 0)}),
+    "dilated": ((2, 1, 9, 9), {"kernel": (2, 3), "dilation": (3, 2), "padding": (0, 2)}),
+    "1x1": ((3, 33, 2, 3), {"kernel": (1, 1)}),
+    "one patch": ((1, 2, 3, 3), {"kernel": (3, 3)}),
 }
 
 

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WARPS = 4
+WARPS = 8
 BLOCKS = {256: (64, 64), 1 << 62: (8, 512)}
-"""Columns up to -> rows and columns of a program's block; 32 elements a thread."""
+"""Columns up to -> rows and columns of a program's block; 16 elements a thread."""
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from ds_kfac.ops.triton.triangle import add_tile, add_to, split_for, tile_at, ti
 
 def patch_config() -> SyrkConfig:
     """One for all dtypes: addresses of single elements take the registers that a larger tile would need."""
-    return SyrkConfig(32, 16, 4, 1, 1) if INTERPRET else SyrkConfig(64, 32, 4, 2, 3)
+    return SyrkConfig(32, 16, 4, 1, 1) if INTERPRET else SyrkConfig(64, 32, 8, 1, 1)
 
 
 @triton.jit
