@@ -17,19 +17,20 @@ ARCHITECTURES = (80, 90, 100)
 SHARED_PER_MULTIPROCESSOR = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
 TENSOR_CORE = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
 REGISTERS = 65536
-ROWS = 2048
 
 
-def accumulate(dim: int, dtype: torch.dtype) -> None:
-    x, total = torch.empty(ROWS, dim, dtype=dtype), torch.empty(packed_numel(dim + 1))
-    syrk.syrk_accumulate_(total, x, ones_column=torch.ones(ROWS, 1))
+def accumulate(dim: int, dtype: torch.dtype, rows: int = 2048) -> None:
+    x, total = torch.empty(rows, dim, dtype=dtype), torch.empty(packed_numel(dim + 1))
+    syrk.syrk_accumulate_(total, x, ones_column=torch.ones(rows, 1))
 
 
 SYRK: dict[str, tuple[Callable[[], None], int, torch.dtype]] = {
     "small": (lambda: accumulate(256, torch.bfloat16), 256, torch.bfloat16),
     "split": (lambda: accumulate(1024, torch.bfloat16), 1024, torch.bfloat16),
     "large": (lambda: accumulate(4096, torch.float16), 4096, torch.float16),
+    "small, not split": (lambda: accumulate(256, torch.bfloat16, rows=16), 256, torch.bfloat16),
     "fp32": (lambda: accumulate(256, torch.float32), 256, torch.float32),
+    "fp32, not split": (lambda: accumulate(256, torch.float32, rows=16), 256, torch.float32),
 }
 
 
@@ -62,6 +63,11 @@ def fits(config: SyrkConfig, compiled: Compiled, registers: int, arch: int) -> b
     return shared and config.resident * config.warps * 32 * -(-registers // 8) * 8 <= REGISTERS
 
 
+def assert_multiplies(instructions: int, config: SyrkConfig, dtype: torch.dtype) -> None:
+    """16-bit rows on tensor cores, 16 rows an instruction; fp32 rows elsewhere."""
+    assert instructions >= config.chunk // 16 if dtype != torch.float32 else instructions == 0
+
+
 @pytest.mark.parametrize("case", SYRK)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_syrk_does_not_spill_and_multiplies_on_tensor_cores(arch, case, tmp_path):
@@ -71,8 +77,10 @@ def test_syrk_does_not_spill_and_multiplies_on_tensor_cores(arch, case, tmp_path
     registers, code = inspected(compiled.cubin, tmp_path)
     print(f"{compiled.name} {case} sm_{arch}: {registers} registers, {compiled.shared} bytes shared")
     assert code["STL"] == code["LDL"] == 0
-    assert fits(config_for(dtype, dim, arch), compiled, registers, arch)
-    assert bool(code[TENSOR_CORE[arch]]) == (dtype != torch.float32)
+    config = config_for(dtype, dim, arch)
+    assert fits(config, compiled, registers, arch)
+    assert_multiplies(code[TENSOR_CORE[arch]], config, dtype)
+    assert bool(code["RED"] + code["REDG"]) == (case in ("small", "split", "fp32"))  # programs share tiles: atomic
     assert code["LDGSTS"] > 0  # rows arrive while others are multiplied
 
 
@@ -102,12 +110,10 @@ def test_patch_syrk_does_not_spill_and_multiplies_on_tensor_cores(arch, dtype, t
     print(f"{compiled.name} {dtype} sm_{arch}: {registers} registers, {compiled.shared} bytes shared")
     assert code["STL"] == code["LDL"] == 0
     assert fits(patch_syrk.patch_config(), compiled, registers, arch)
-    assert bool(code[TENSOR_CORE[arch]]) == (dtype != torch.float32)
+    assert_multiplies(code[TENSOR_CORE[arch]], patch_syrk.patch_config(), dtype)
 
 
-def test_a_kernel_that_spills_is_an_error(monkeypatch):
-    """The check checks: one warp cannot hold a block of 16384."""
-    monkeypatch.setattr(corrected_scale, "WARPS", 1)
-    monkeypatch.setattr(corrected_scale, "block_shape", lambda _: (32, 512))
-    with pytest.raises(Exception, match=r"(?i)ptxas"), compiling(90):
-        corrected_scale.corrected_scale_dot(torch.empty(64, 1024), torch.empty(64, 1024), 0.5, 1.0, 1.0)
+def test_a_kernel_that_spills_is_an_error():
+    """The check checks: 24 registers are too few."""
+    with pytest.raises(Exception, match="Registers are spilled"), compiling(90, maxnreg=24):
+        eigen_scale.eigen_scale(torch.empty(64, 64), torch.empty(64), torch.empty(64), 0.1)

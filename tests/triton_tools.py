@@ -72,7 +72,7 @@ class AbsentDevice:
 
 
 @contextmanager
-def compiling(arch: int) -> Iterator[list[Compiled]]:
+def compiling(arch: int, **options: Any) -> Iterator[list[Compiled]]:
     """Launches compile for sm_``arch`` and run nothing; a kernel that spills registers raises. Yields the results."""
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
@@ -81,7 +81,8 @@ def compiling(arch: int) -> Iterator[list[Compiled]]:
     launch = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        kernel = launch(self, *args, grid=grid, warmup=True, ptx_options="-warn-spills -Werror", **kwargs)
+        kwargs |= {"ptx_options": "-warn-spills -Werror", **options}
+        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
         done.append(Compiled(kernel.metadata.name, kernel.asm["cubin"], kernel.metadata.shared))
 
     with pytest.MonkeyPatch.context() as patch:
