@@ -19,3 +19,6 @@ def test_a_cpu_will_do_for_the_interpreter_only():
     assert unavailable(torch.device("cpu")) == "Triton kernels run on CUDA devices, not on cpu"
     with interpreted("availability") as (availability,):
         assert availability.unavailable(torch.device("cpu")) is None
+    from ds_kfac.ops.triton import availability as after
+
+    assert after.unavailable is unavailable  # the copies are gone

@@ -36,6 +36,8 @@ def interpreted(*names: str) -> Iterator[list[ModuleType]]:
         for name in [name for name in sys.modules if name.startswith(PACKAGE)]:
             del sys.modules[name]
         sys.modules.update(kept)
+        if PACKAGE in kept:
+            import_module("ds_kfac.ops").triton = kept[PACKAGE]  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
