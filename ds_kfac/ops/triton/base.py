@@ -1,0 +1,59 @@
+"""What all Triton kernels share: interpreted or compiled, the matrix product, the damped power."""
+
+# mypy: disable-error-code="arg-type, call-arg, misc"
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
+"""Fixed when this module is imported, like the kind of every kernel."""
+ASSUMED_MULTIPROCESSORS = 132
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a b with fp32 sums; fp32 operands are not rounded. The interpreter has no 16-bit products."""
+    if INTERPRET:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def over_power(x, denominators, EXPONENT: tl.constexpr):
+    """x / denominators^EXPONENT. Exponents other than 1 and 1/2 go through log2, relative error about 1e-6."""
+    if EXPONENT == 1.0:
+        return x / denominators
+    elif EXPONENT == 0.5:
+        return x * tl.rsqrt(denominators)
+    else:
+        return x * tl.exp2(-EXPONENT * tl.log2(denominators))
+
+
+@triton.jit
+def scalar(value, IN_MEMORY: tl.constexpr):
+    """A number that came as an argument, or as a pointer to it, which needs no host synchronisation."""
+    if IN_MEMORY:
+        return tl.load(value).to(tl.float32)
+    else:
+        return value
+
+
+def architecture() -> int:
+    """80, 90, 100 of the current device; under the interpreter any will do."""
+    return 90 if INTERPRET else triton.runtime.driver.active.get_current_target().arch
+
+
+def multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return ASSUMED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager:
+    """Triton launches on the current device, whatever its arguments live on."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -1,0 +1,96 @@
+"""Division by damped Kronecker eigenvalues and the inner product with what was divided, in one pass.
+
+Shape suffixes: O, I the sides of a layer's matrix.
+"""
+
+# mypy: disable-error-code="arg-type, call-arg, misc"
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ds_kfac.ops.triton.base import on_device_of, over_power, scalar
+from ds_kfac.ops.triton.elementwise import WARPS, Layout, add_dots, block_shape, oriented
+
+
+@triton.jit(do_not_specialize=["rows", "columns", "split"])
+def eigen_scale_kernel(
+    x_ptr, out_ptr, dots_ptr, row_values_ptr, column_values_ptr, damping, rows, columns, x_stride, out_stride, split,
+    EXPONENT: tl.constexpr, DOT: tl.constexpr, SPLIT_ROWS: tl.constexpr, DAMPING_IN_MEMORY: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One [BLOCK_ROWS, BLOCK_COLUMNS] block a program; unit stride along columns."""
+    row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    row_values = tl.load(row_values_ptr + row, mask=row < rows, other=1.0)
+    column_values = tl.load(column_values_ptr + column, mask=column < columns, other=1.0)
+    far = row.to(tl.int64)[:, None]
+    x = tl.load(x_ptr + far * x_stride + column[None, :], mask=inside, other=0.0)
+    denominators = row_values[:, None] * column_values[None, :] + scalar(damping, DAMPING_IN_MEMORY)
+    scaled = over_power(x, denominators, EXPONENT)
+    tl.store(out_ptr + far * out_stride + column[None, :], scaled, mask=inside)
+    if DOT:
+        add_dots(dots_ptr, tl.where(inside, x * scaled, 0.0), row, column, split, SPLIT_ROWS)
+
+
+def eigen_scale(
+    x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Tensor | float, *, exponent: float = 1.0
+) -> Tensor:
+    """x_OI / (values_O values_I^T + damping)^exponent. 8 O I bytes. See ``ops/reference.py``."""
+    return _run(x_OI, values_O, values_I, damping, exponent, split=None, dot=False)[0]
+
+
+def eigen_scale_dot(
+    x_OI: Tensor,
+    values_O: Tensor,
+    values_I: Tensor,
+    damping: Tensor | float,
+    *,
+    exponent: float = 1.0,
+    split: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`eigen_scale` and the sums of x * scaled. Deterministic: one partial sum a program, added up in order.
+
+    Args:
+        x_OI: fp32 [O, I]; either side may be the contiguous one, the result is laid out alike.
+        values_O, values_I: fp32.
+        damping: a number, or a scalar on the device, which is not waited for.
+        split: columns below it are summed in dots[0], the others in dots[1]; None: all in dots[0].
+
+    Returns (fp32 [O, I], fp32 [2]). Cost: 8 O I bytes.
+    """
+    scaled, dots = _run(x_OI, values_O, values_I, damping, exponent, split=split, dot=True)
+    assert dots is not None
+    return scaled, dots
+
+
+def _run(
+    x_OI: Tensor,
+    values_O: Tensor,
+    values_I: Tensor,
+    damping: Tensor | float,
+    exponent: float,
+    *,
+    split: int | None,
+    dot: bool,
+) -> tuple[Tensor, Tensor | None]:
+    if values_O.shape != x_OI.shape[:1] or values_I.shape != x_OI.shape[1:]:
+        raise ValueError(
+            f"eigen_scale: values of {tuple(values_O.shape)} and {tuple(values_I.shape)} do not fit {tuple(x_OI.shape)}"
+        )
+    layout: Layout = oriented(x_OI)
+    x, out = layout.x, torch.empty_like(layout.x)
+    row_values, column_values = (values_I, values_O) if layout.transposed else (values_O, values_I)
+    block_rows, block_columns = block_shape(x.shape[1])
+    grid = (triton.cdiv(x.shape[1], block_columns), triton.cdiv(x.shape[0], block_rows))
+    partial = torch.empty(grid[1] * grid[0], 2, device=x.device) if dot else None
+    with on_device_of(x):
+        eigen_scale_kernel[grid](
+            x, out, partial, row_values.contiguous(), column_values.contiguous(), damping,
+            *x.shape, x.stride(0), out.stride(0), x_OI.shape[1] if split is None else split,
+            EXPONENT=float(exponent), DOT=dot, SPLIT_ROWS=layout.transposed,
+            DAMPING_IN_MEMORY=isinstance(damping, Tensor),
+            BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=WARPS,
+        )  # fmt: skip
+    return out.T if layout.transposed else out, None if partial is None else partial.sum(0)

@@ -1,0 +1,94 @@
+"""The Triton second moment into a packed triangle, interpreted, against float64 on odd sizes."""
+
+import pytest
+import torch
+
+from ds_kfac.ops.reference import packed_numel, symmetric_pack
+from tests.triton_tools import interpreted
+
+pytest.importorskip("triton", reason="triton is not installed: its kernels are not tested")
+
+
+@pytest.fixture(scope="module")
+def modules():
+    with interpreted("syrk", "triangle") as modules:
+        yield modules
+
+
+def rows_of(count: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(count, dim, generator=torch.Generator().manual_seed(count * 1000 + dim)).to(dtype)
+
+
+def assert_adds(syrk, x, ones):
+    wide = x.double() if ones is None else torch.cat([x.double(), ones.double()], 1)
+    start = torch.arange(packed_numel(wide.shape[1])).float()
+    total = start.clone()
+    assert syrk.syrk_accumulate_(total, x, ones_column=ones) is total
+    expected = start.double() + symmetric_pack(wide.T @ wide)
+    torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize("ones", [False, True])
+@pytest.mark.parametrize(
+    ("count", "dim", "dtype"),
+    [
+        (1, 1, torch.float32),
+        (3, 2, torch.bfloat16),
+        (17, 33, torch.float16),
+        (65, 63, torch.bfloat16),
+        (64, 64, torch.float32),
+        (37, 129, torch.bfloat16),
+    ],
+)
+def test_it_adds_the_packed_second_moment(modules, count, dim, dtype, ones):
+    assert_adds(modules[0], rows_of(count, dim, dtype), torch.ones(count, 1) if ones else None)
+
+
+@pytest.mark.parametrize("block", [16, 64, 128])
+def test_a_tile_is_added_whole_in_every_width(modules, block, monkeypatch):
+    syrk, _ = modules
+    monkeypatch.setattr(syrk, "config_for", lambda *_: syrk.SyrkConfig(block, 16, 4, 1, 1))
+    assert_adds(syrk, rows_of(18, block + 2, torch.float32), torch.ones(18, 1))
+
+
+@pytest.mark.parametrize("split", [2, 3, 8])
+def test_programs_that_share_a_tile_add_up(modules, split, monkeypatch):
+    syrk, _ = modules
+    monkeypatch.setattr(syrk, "split_for", lambda *_: split)
+    assert_adds(syrk, rows_of(65, 40, torch.float32), torch.ones(65, 1))  # 8 parts of 5 chunks: three are empty
+
+
+def test_rows_that_do_not_count_leave_the_ones_column_alone(modules):
+    x, ones = rows_of(40, 7, torch.float32), torch.ones(40, 2)[:, :1]
+    x[::3], ones[::3] = 0, 0
+    assert_adds(modules[0], x, ones)
+
+
+def test_nothing_beyond_a_view_is_read(modules):
+    wide = torch.full((30, 100), float("nan"))
+    wide[:20, :35] = rows_of(20, 35, torch.float32)
+    assert_adds(modules[0], wide[:20, :35], None)
+    assert_adds(modules[0], rows_of(35, 20, torch.float32).T, None)
+
+
+def test_no_rows_add_nothing(modules):
+    total = torch.ones(10)
+    assert torch.equal(modules[0].syrk_accumulate_(total, torch.zeros(0, 4)), torch.ones(10))
+
+
+def test_wrong_arguments_are_named(modules):
+    with pytest.raises(ValueError, match=r"of shape \(10,\) for rows of 3 and a ones column, got torch.float32 \(6,\)"):
+        modules[0].syrk_accumulate_(torch.zeros(6), torch.zeros(4, 3), ones_column=torch.ones(4, 1))
+    with pytest.raises(ValueError, match=r"bf16, fp16 or fp32, got torch\.float64"):
+        modules[0].syrk_accumulate_(torch.zeros(6), torch.zeros(4, 3).double())
+
+
+def test_small_sides_share_tiles_and_large_ones_do_not(modules):
+    _, triangle = modules
+    splits = {dim: triangle.split_for(triangle.tile_count(dim, 128), 128, 264) for dim in (768, 2048, 3072, 4096, 8192)}
+    assert splits[768] > 2 and splits[2048] > 2 and splits[4096] == splits[8192] == 1
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert triangle.split_for(1, 128, 264) == 1
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,110 @@
+"""Triton kernels without a GPU: interpreted, or compiled for a device that is not there."""
+
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+PACKAGE = "ds_kfac.ops.triton"
+
+
+@contextmanager
+def interpreted(*names: str) -> Iterator[list[ModuleType]]:
+    """Fresh copies of modules of ``ds_kfac.ops.triton`` whose kernels are interpreted; others are left alone."""
+    from triton import knobs
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    kept = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(PACKAGE)}
+    try:
+        with knobs.runtime.scope(), pytest.MonkeyPatch.context() as patch:
+            # tl.sum and its like were made for compilation when triton was imported
+            patch.setattr(JITFunction, "__call__", lambda self, *a, **k: InterpretedFunction(self.fn)(*a, **k))
+            knobs.runtime.interpret = True
+            yield [import_module(f"{PACKAGE}.{name}") for name in names]
+    finally:
+        for name in [name for name in sys.modules if name.startswith(PACKAGE)]:
+            del sys.modules[name]
+        sys.modules.update(kept)
+        if PACKAGE in kept:
+            import_module("ds_kfac.ops").triton = kept[PACKAGE]  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What became of one launch.
+
+    Attributes:
+        name: the kernel's.
+        cubin: machine code.
+        shared: bytes of shared memory.
+    """
+
+    name: str
+    cubin: bytes
+    shared: int
+
+
+class AbsentDevice:
+    """What Triton asks a driver before it compiles. Caches are per device, so its number is the architecture's."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_device(self) -> int:
+        return self.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.arch, 32)
+
+
+@contextmanager
+def compiling(arch: int, **options: Any) -> Iterator[list[Compiled]]:
+    """Launches compile for sm_``arch`` and run nothing; a kernel that spills registers raises. Yields the results."""
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    done: list[Compiled] = []
+    launch = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        kwargs |= {"ptx_options": "-warn-spills -Werror", **options}
+        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        done.append(Compiled(kernel.metadata.name, kernel.asm["cubin"], kernel.metadata.shared))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", compile_only)
+        patch.setattr(driver, "_active", AbsentDevice(arch))
+        yield done
+
+
+def tool(name: str) -> str | None:
+    """Path of cuobjdump or nvdisasm: the one that triton brings, or the one on PATH."""
+    import triton
+
+    bundled = Path(triton.__file__).parent / "backends/nvidia/bin" / name
+    return str(bundled) if bundled.exists() else shutil.which(name)
+
+
+def inspected(cubin: bytes, directory: Path) -> tuple[int, Counter[str]]:
+    """Registers a thread, and how often each instruction (its name up to the first dot) is in the code."""
+    path = directory / "kernel.cubin"
+    path.write_bytes(cubin)
+    usage = subprocess.check_output([str(tool("cuobjdump")), "-res-usage", path], text=True, stderr=subprocess.STDOUT)
+    code = subprocess.check_output([str(tool("nvdisasm")), "-c", path], text=True)
+    return int(re.findall(r"REG:(\d+)", usage)[0]), Counter(re.findall(r"\*/\s+(?:@!?U?P\w+ )?\s*([A-Z]\w*)", code))
