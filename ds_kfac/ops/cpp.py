@@ -16,8 +16,9 @@ from ds_kfac.ops import functional
 from ds_kfac.ops.cpp_library import DTYPES, integers, library, plain, pointers
 from ds_kfac.ops.reference import packed_numel
 
-BLOCK_ROWS = 256
-"""Rows of a product of ``syrk_accumulate_``: fewer waste less of the diagonal blocks, more are faster products."""
+SMALL_SIDE, SMALL_BLOCK, BLOCK = 512, 128, 256
+"""Rows of a product of ``syrk_accumulate_``, up to this side and above: fewer waste less of the diagonal blocks, more
+are faster products."""
 MAX_BLOCKS = 1024
 """Of ``similarity``, which makes a list of them."""
 
@@ -45,9 +46,10 @@ def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None 
     add_lower, threads = library().ds_kfac_add_lower, torch.get_num_threads()
     with torch.autocast("cpu", enabled=False):
         x_ND = x_ND.detach().float()
-        products = torch.empty(min(dim, BLOCK_ROWS) * dim)
-        for start in range(0, dim, BLOCK_ROWS):
-            stop = min(start + BLOCK_ROWS, dim)
+        rows = SMALL_BLOCK if dim <= SMALL_SIDE else BLOCK
+        products = torch.empty(min(dim, rows) * dim)
+        for start in range(0, dim, rows):
+            stop = min(start + rows, dim)
             block = products[: (stop - start) * stop].view(stop - start, stop)
             torch.mm(x_ND[:, start:stop].T, x_ND[:, :stop], out=block)
             add_lower(sum_P.data_ptr(), block.data_ptr(), start, stop, threads)

@@ -1,0 +1,38 @@
+"""The benchmark of the CPU ops runs, and prints no time of a wrong result."""
+
+import csv
+import sys
+
+import pytest
+import torch
+
+from benchmarks import kernels_cpu
+from ds_kfac.ops import backends
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(kernels_cpu, "FACTOR_SIDES", (5,))
+    monkeypatch.setattr(kernels_cpu, "LAYER_SIDES", {"tiny": (3, 7)})
+    monkeypatch.setattr(kernels_cpu, "ROWS", 9)
+    monkeypatch.setattr(sys, "argv", ["kernels_cpu"])
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    backends.use(None, "cpu")
+
+
+def test_every_case_has_a_row_per_contestant(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "new" / "table.csv"
+    monkeypatch.setattr(sys, "argv", ["kernels_cpu", "--seconds", "0.01", "--clock", "cpu", "--out", str(out)])
+    kernels_cpu.main()
+    with out.open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["contestant"] for row in rows} == {"ours", "indexed", "kept dense", "product alone"}
+    assert all(int(row["times"]) >= 5 and float(row["milliseconds"]) >= 0 for row in rows)
+
+
+def test_a_wrong_result_is_not_timed(monkeypatch):
+    monkeypatch.setattr(kernels_cpu, "packed_factor", lambda *_: None)
+    with pytest.raises(SystemExit, match="factor path 5: results differ"):
+        kernels_cpu.main()
