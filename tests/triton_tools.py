@@ -18,6 +18,17 @@ import pytest
 PACKAGE = "ds_kfac.ops.triton"
 
 
+def _interpret(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call inside a launch. Triton's own leaves triton.language patched, and nothing compiles after it."""
+    from triton.runtime import interpreter
+
+    scope = interpreter._patch_lang(function.fn)
+    try:
+        return function.rewrite()(*args, **kwargs)
+    finally:
+        scope.restore()
+
+
 @contextmanager
 def interpreted(*names: str) -> Iterator[list[ModuleType]]:
     """Fresh copies of modules of ``ds_kfac.ops.triton`` whose kernels are interpreted; others are left alone."""
@@ -28,8 +39,11 @@ def interpreted(*names: str) -> Iterator[list[ModuleType]]:
     kept = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(PACKAGE)}
     try:
         with knobs.runtime.scope(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(InterpretedFunction, "__call__", _interpret)
             # tl.sum and its like were made for compilation when triton was imported
-            patch.setattr(JITFunction, "__call__", lambda self, *a, **k: InterpretedFunction(self.fn)(*a, **k))
+            patch.setattr(
+                JITFunction, "__call__", lambda self, *a, **k: _interpret(InterpretedFunction(self.fn), *a, **k)
+            )
             knobs.runtime.interpret = True
             yield [import_module(f"{PACKAGE}.{name}") for name in names]
     finally:
