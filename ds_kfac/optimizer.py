@@ -286,6 +286,6 @@ class KFACOptimizer:
         old, self.curvature = self.curvature, self._curvature()
         self.curvature.take_over(old)
         for name, own in self.curvature.of_layer.items():  # one copy where both are
-            leader = self.state.get(own["A"].layers[0] if "A" in own else name)
-            if name in self.state and leader is not None and leader.A is not None:
-                self.state[name] = self.state[name].rebased(A=leader.A, carry=self.config.eigenbasis.carry_moments)
+            state, leader = (self.state.get(key) for key in (name, own["A"].layers[0] if "A" in own else name))
+            if state and leader and leader.A is not None and leader.A is not state.A:
+                self.state[name] = state.rebased(A=leader.A, carry=self.config.eigenbasis.carry_moments)

@@ -53,14 +53,14 @@ def make_plan(layers: Sequence[LayerSpec], setting: Setting, config: KFACConfig,
     """
     schedule, reasons = config.schedule, []
     update, refresh = schedule.intervals(schedule.settled)
-    assignment, why = _assignment(layers, setting, config, costs, update, refresh)
+    work = Work(layers, factor_specs(layers), setting.world, setting.held, costs, update, refresh, setting.moments)
+    assignment, why = _assignment(work, config)
     reasons += why
     wire, gradient, why = _dtypes(assignment, setting, config, costs, update, refresh)
     reasons += why
     offsets, why = _offsets(layers, assignment, config, costs, update, refresh)
     reasons += why
-    work = Work(layers, factor_specs(layers), setting.world, setting.held, costs, update, refresh, setting.moments)
-    reasons += _too_large_to_share(layers, assignment, work)
+    reasons += _too_large_to_share(assignment, work)
     options = config.eigenbasis
     warm = WarmStart(options.keep_below, options.values_below, options.qr_below)
     return Plan(
@@ -81,40 +81,38 @@ def make_plan(layers: Sequence[LayerSpec], setting: Setting, config: KFACConfig,
     )
 
 
-def _assignment(
-    layers: Sequence[LayerSpec], setting: Setting, config: KFACConfig, costs: CostModel, update: int, refresh: int
-) -> tuple[Assignment, list[str]]:
+def _assignment(work: Work, config: KFACConfig) -> tuple[Assignment, list[str]]:
     """The predicted-fastest one within the budget."""
-    options, world = config.assignment, setting.world
+    options, world = config.assignment, work.world
     fraction, budget = options.gradient_worker_fraction, options.memory_budget_gb
     if fraction is not None:
         counts: tuple[int, ...] = (_workers(fraction, world),)
-        if setting.held is not None and counts != (1,):
+        if work.held is not None and counts != (1,):
             raise ValueError(
                 f"kfac.assignment.gradient_worker_fraction is {fraction}, but this ZeRO stage partitions gradients: "
                 "several workers would each have to gather a whole gradient, of which one sends on the pieces. Set "
                 "it to null, or use ZeRO stage 0"
             )
     else:
-        counts = (1,) if setting.held is not None else worker_counts(world)
+        counts = (1,) if work.held is not None else worker_counts(world)
     found: dict[int, Assignment] = {}
     problems = []
     for workers in counts:
         split = options.split_factors
         try:
             found[workers] = assign(
-                layers,
-                factor_specs(layers),
+                work.layers,
+                work.factors,
                 world=world,
                 workers=workers,
-                held=setting.held,
-                costs=costs,
-                update_interval=update,
-                refresh_interval=refresh,
+                held=work.held,
+                costs=work.costs,
+                update_interval=work.update_interval,
+                refresh_interval=work.refresh_interval,
                 load_tolerance=options.load_tolerance,
                 split_factors=workers > 1 if split is None else split,
                 memory_cap=None if budget is None else budget * 1e9,
-                moments=setting.moments,
+                moments=work.moments,
             )
         except ValueError as problem:
             problems.append(str(problem))
@@ -132,7 +130,7 @@ def _assignment(
     return found[best], reasons
 
 
-def _too_large_to_share(layers: Sequence[LayerSpec], assignment: Assignment, work: Work) -> list[str]:
+def _too_large_to_share(assignment: Assignment, work: Work) -> list[str]:
     """What to do about a layer that keeps the busiest rank busy by itself."""
     rank = max(range(assignment.world), key=lambda rank: assignment.loads[rank])
     if assignment.imbalance < UNEVEN:
@@ -140,9 +138,9 @@ def _too_large_to_share(layers: Sequence[LayerSpec], assignment: Assignment, wor
     seconds = {
         layer.name: (work.precondition[layer.name] if rank in assignment.workers[layer.name] else 0.0)
         + sum(work.factor[f.key] for f in work.used[layer.name] if assignment.decomposers[f.key] == rank)
-        for layer in layers
+        for layer in work.layers
     }
-    largest = max(layers, key=lambda layer: seconds[layer.name])
+    largest = max(work.layers, key=lambda layer: seconds[layer.name])
     if seconds[largest.name] < assignment.loads[rank] / 2 or largest.kind not in CUT or largest.dim_G < 2:
         return []
     return [

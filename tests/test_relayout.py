@@ -1,24 +1,15 @@
 """Shard maps and relayout plans: pure values, so every world size fits in one process."""
 
+from functools import partial
+
 import pytest
 
 from ds_kfac.grid import column
 from ds_kfac.zero.relayout import Move, RelayoutPlan, plan_gather, plan_scatter, source
-from ds_kfac.zero.shards import Shard, ShardMap, partition_chunks, partition_flat
+from ds_kfac.zero.shards import Shard, ShardMap
+from tests import shard_maps
 
 NUMELS = (1, 63, 257, 5, 128)
-
-
-def flat_map(world: int) -> ShardMap:
-    """ZeRO-1/2: all parameters one after the other, padded to a multiple of the world."""
-    offsets = [sum(NUMELS[:i]) for i in range(len(NUMELS))]
-    size = -(-sum(NUMELS) // world)
-    return ShardMap(world, NUMELS, tuple(partition_flat(NUMELS, offsets, range(len(NUMELS)), 0, size, world)))
-
-
-def chunk_map(world: int) -> ShardMap:
-    shards = [shard for i, numel in enumerate(NUMELS) for shard in partition_chunks(numel, i, 0, 0, world)]
-    return ShardMap(world, NUMELS, tuple(shards))
 
 
 def replicated_map(world: int) -> ShardMap:
@@ -30,6 +21,7 @@ def owners(world: int) -> dict[int, int]:
     return {i: (3 * i + 1) % world for i in range(len(NUMELS))}
 
 
+flat_map, chunk_map = partial(shard_maps.flat_map, NUMELS), partial(shard_maps.chunk_map, NUMELS)
 MAPS = [flat_map, chunk_map, replicated_map]
 
 

@@ -9,7 +9,8 @@ from ds_kfac.layers.row_blocks import first_blocks, row_blocks
 from ds_kfac.scan import Choice, scan
 from ds_kfac.side import Side
 from ds_kfac.zero.regions import Region, held_by_layer, parameter_names, regional, regions
-from ds_kfac.zero.shards import Shard, ShardMap, partition_chunks, partition_flat
+from ds_kfac.zero.shards import Shard, ShardMap
+from tests.shard_maps import chunk_map, flat_map
 
 
 def layers_of(max_outputs: int | None, **choice):
@@ -76,22 +77,11 @@ def test_what_is_left_alone_is_listed_once():
 NUMELS = (65, 13, 45, 27, 3)  # of layers_of: wide, its bias, bare, small, its bias
 
 
-def flat(world: int) -> ShardMap:
-    offsets = [sum(NUMELS[:i]) for i in range(len(NUMELS))]
-    size = -(-sum(NUMELS) // world)
-    return ShardMap(world, NUMELS, tuple(partition_flat(NUMELS, offsets, range(len(NUMELS)), 0, size, world)))
-
-
-def chunks(world: int) -> ShardMap:
-    own = [shard for i, numel in enumerate(NUMELS) for shard in partition_chunks(numel, i, 0, 7, world)]
-    return ShardMap(world, NUMELS, tuple(own))
-
-
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
-@pytest.mark.parametrize("make", [flat, chunks])
+@pytest.mark.parametrize("make", [flat_map, chunk_map])
 @pytest.mark.parametrize("max_outputs", [None, 1, 4, 6])
 def test_regional_shards_are_the_same_elements_in_the_same_places(world, make, max_outputs):
-    shards, layers = make(world), layers_of(max_outputs)
+    shards, layers = make(NUMELS, world), layers_of(max_outputs)
     assert len(parameter_names(layers)) == len(NUMELS)
     found = regions(layers, NUMELS)
     cut = regional(shards, found)
