@@ -1,6 +1,6 @@
 """CPU ops against straightforward torch: the whole factor path and pack / unpack of many layers.
 
-    python benchmarks/kernels_cpu.py [--threads 2] [--out benchmarks/results/kernels_cpu.csv]
+    python benchmarks/kernels_cpu.py --threads 2 [--out benchmarks/results/kernels_cpu_2threads.csv]
 
 Every comparison checks both results against each other first. Contestants take turns within one run, so that a busy
 machine disturbs both; median and the quartiles' distance are given. On a machine that others use, take one thread and
