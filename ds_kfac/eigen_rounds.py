@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 STACKED_UP_TO = 512
 """Widest blocks that share a call. A batched call was 110 times as fast as one by one for 500 x [100, 100] in fp32, 32
-to 75 times for b = 33..128 in fp64 (pytorch issues 174674, 175585). Wider matrices fill the device sooner, and stacks of
-them and their workspace take memory: they get streams. Not measured by us."""
+to 75 times for b = 33..128 in fp64 (pytorch issues 174674, 175585). Wider matrices fill the device sooner, and stacks
+of them and their workspace take memory: they get streams. Not measured by us."""
 STACK_NUMEL = 1 << 26
 """Elements of a stack at most (256 MB in fp32); the solver's workspace is a multiple of it."""
 ROUND_NUMEL = 1 << 29

@@ -180,7 +180,7 @@ def _in_lanes(
     ends: list[torch.cuda.Event] = []
     if device.type == "cuda":
         _load_solvers(device)
-        streams, ready = _streams(device), torch.cuda.current_stream(device).record_event()
+        streams, ready = _streams(device, threading.get_ident()), torch.cuda.current_stream(device).record_event()
 
     def beside(number: int) -> dict[int, Solution]:
         stream = streams[number]
@@ -205,8 +205,8 @@ def _in_lanes(
 
 
 @functools.cache
-def _streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
-    """Of the lanes, the same ones each time: memory that the allocator caches belongs to a stream."""
+def _streams(device: torch.device, caller: int) -> tuple[torch.cuda.Stream, ...]:
+    """Of a calling thread's lanes, the same ones each time: memory that the allocator caches belongs to a stream."""
     return tuple(torch.cuda.Stream(device) for _ in range(LANES))
 
 
