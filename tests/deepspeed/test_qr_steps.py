@@ -39,7 +39,8 @@ def resume_worker(folder: str) -> dict:
             assert steps(first) == steps(second), (name, step)
             seen.append(steps(first))
         bases = zip(tensors(first).values(), tensors(second).values(), strict=True)
-        counts = {key: engine.kfac.counters()[key] for engine in (first,) for key in ("refreshes_qr", "refreshes_eigh")}
+        counters = first.kfac.counters()
+        counts = {key: counters[key] for key in ("refreshes_qr", "refreshes_eigh")}
         results[name] = {"seen": seen, "pending": pending, "same": all(torch.equal(*pair) for pair in bases), **counts}
         for engine in (first, second):
             engine.destroy()
@@ -51,7 +52,7 @@ def test_resuming_in_the_middle_of_a_cycle_continues_it(tmp_path):
         for name, result in results.items():
             assert result["pending"] and set(result["pending"].values()) == {5}, "saved while a step was under way"
             assert result["seen"] == [{1}, {2}, {2}, {0}, {0}, {1}], (name, result)
-            assert result["same"] and 2 * result["refreshes_eigh"] < 2 * result["refreshes_qr"], (name, result)
+            assert result["same"] and 3 * result["refreshes_eigh"] == 2 * result["refreshes_qr"] > 0, (name, result)
 
 
 def overflow_worker(_) -> dict:
