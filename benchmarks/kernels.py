@@ -1,4 +1,5 @@
-"""Every op on the shapes of known models, by every backend that runs here, against the library in the same run.
+"""Every op on the shapes of known models, by every backend that runs here, against the library in the same run; and the
+solvers of refreshes by size.
 
     python benchmarks/kernels.py [--device cuda] [--models gpt2 resnet50] [--ops syrk_accumulate_] [--out FOLDER]
 
@@ -24,6 +25,7 @@ from benchmarks.kernels_cases import Case, Op, Settings, averages, packing, simi
 from benchmarks.kernels_layer_cases import corrected_scaling, patches, scaling
 from benchmarks.kernels_report import document, draw, table, write_csv
 from benchmarks.kernels_shapes import MODELS, Model
+from benchmarks.kernels_solvers import IMPLEMENTATIONS, SOLVERS, solvers
 from benchmarks.kernels_timing import Clock, Roofline
 from ds_kfac.ops import cuda
 from ds_kfac.ops.backends import BACKENDS, OPS, Backend
@@ -110,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
+    parser.add_argument("--ops", nargs="+", choices=(*OPS, *SOLVERS), default=[*OPS, *SOLVERS])
     parser.add_argument("--rows", type=int, help="of a batch; 8192 on a GPU, 1024 on a CPU")
     parser.add_argument("--blocks", type=int, help="of a model in one call; 4 on a GPU, 1 on a CPU")
     parser.add_argument("--max-dim", type=int, help="largest factor; 11008 on a GPU, 4096 on a CPU")
@@ -129,13 +131,19 @@ def main(arguments: list[str] | None = None) -> int:
     roofline = clock.roofline(settings.dtype, options.seconds)
     rows: list[dict[str, Any]] = []
     seen = set()
+
+    def timed(case: Case, implementations: Mapping[str, Mapping[str, Op]]) -> list[dict[str, Any]]:
+        found = measured(case, implementations, clock, roofline, options.seconds)
+        print(table(found).split("\n", 2)[-1], flush=True)
+        return found
+
     for model in options.models:
         for case in cases(MODELS[model], settings, set(options.ops)):
             if (case.op, case.size) not in seen:  # models share shapes
                 seen.add((case.op, case.size))
-                found = measured(case, backends, clock, roofline, options.seconds)
-                rows += found
-                print(table(found).split("\n", 2)[-1], flush=True)
+                rows += timed(case, backends)
+    for case in solvers(settings, set(options.ops)):
+        rows += timed(case, IMPLEMENTATIONS)
     name = options.name or options.device
     write_csv(rows, options.out / f"{name}.csv")
     draw(rows, roofline, options.out / f"{name}.png")

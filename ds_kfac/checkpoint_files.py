@@ -26,7 +26,9 @@ def factor_payload(state: FactorState, pending: Refreshed | None) -> dict[str, A
         "updates": state.factor.updates,
         "history": [history.last, history.before] if history is not None else None,
         "basis": _side_basis(state.basis),
+        "qr_steps": state.qr_steps,
         "pending": _side_basis(pending.basis) if pending is not None else None,
+        "pending_how": pending.how if pending is not None else None,
     }
 
 
@@ -64,7 +66,9 @@ def load_factor(kfac: KFACOptimizer, path: Path, spec: FactorSpec) -> tuple[Fact
         history = replace(history, last=payload["history"][0], before=payload["history"][1]).to(kfac.curvature.home)
     warm = _basis(payload["basis"]) if kfac.plan.warm_start is not None else None
     pending = _basis(payload["pending"])
-    return FactorState(factor, history, warm), Refreshed(pending, "eigh") if pending is not None else None
+    state = FactorState(factor, history, warm, payload.get("qr_steps", 0))
+    how = payload.get("pending_how", "eigh")  # files of before this was kept have only such
+    return state, Refreshed(pending, how) if pending is not None else None
 
 
 def load_layer(kfac: KFACOptimizer, path: Path, layer: LayerSpec) -> LayerState:

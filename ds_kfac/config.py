@@ -137,6 +137,12 @@ def _contradictions(block: Mapping[str, Any]) -> list[str]:
     for (low, a), (high, b) in pairwise(rungs):
         if a > b:
             errors.append(f"kfac.eigenbasis.{low} ({a}) must not be above kfac.eigenbasis.{high} ({b})")
+    every = given("eigenbasis", "exact_every")
+    if rungs and type(every) is int and every > 1:
+        errors.append(
+            f"kfac.eigenbasis.exact_every ({every}) takes QR steps without a look, kfac.eigenbasis.{rungs[0][0]} "
+            f"({rungs[0][1]}) looks first; set one of them"
+        )
     return errors
 
 

@@ -67,6 +67,10 @@ class EigenbasisConfig(Block):
     """Warm start: up to here only the eigenvalues are computed again; 0: never. A first try: 0.1."""
     qr_below: float = Field(0.0, ge=0, lt=1)
     """Warm start: up to here one or two QR steps follow the old basis; above it, a decomposition. 0: never."""
+    exact_every: int | None = Field(None, ge=1)
+    """Of so many refreshes of a factor one is exact; the others are one QR step from its last eigenbasis (orthogonal
+    iteration, as in SOAP), with no look at how far it turned. Cheaper on a GPU, hardly so on a CPU. Not together with
+    keep_below, values_below or qr_below. null: 1, every refresh is exact."""
     stagger: bool | None = None
     """Spread the layers' captures and refreshes evenly over their intervals, from the end of the burn-in on, so that no
     step does more than its share. null: if a refresh of everything at once is predicted to take over 50 ms."""
@@ -76,6 +80,10 @@ class EigenbasisConfig(Block):
     carry_moments: bool = False
     """At a refresh, carry second moments over to the new basis (squares of the overlap) instead of keeping them as
     they are. First moments are always rotated."""
+
+    @property
+    def chosen_exact_every(self) -> int:
+        return self.exact_every or 1
 
 
 class DampingConfig(Block):

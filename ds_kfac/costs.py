@@ -52,6 +52,7 @@ class CostModel:
         node_size: consecutive ranks of a node.
         node_bytes: bytes per second between ranks of a node, each way; 0: as between nodes.
         node_cores: decompositions that the ranks of a node can do at once; 0: each has a device of its own.
+        qr_of_eigh: seconds of a QR factorisation with its orthogonal factor, as a part of an eigh's of that size.
     """
 
     eigh_seconds: tuple[tuple[int, float], ...]
@@ -64,6 +65,7 @@ class CostModel:
     node_size: int = 1
     node_bytes: float = 0.0
     node_cores: int = 0
+    qr_of_eigh: float = 0.5
 
     def eigh(self, n: int, count: int = 1) -> float:
         """``count`` decompositions one after the other, as LAPACK does a batch."""
@@ -93,12 +95,24 @@ class CostModel:
         """Whether two ranks are of one node."""
         return one // self.node_size == other // self.node_size
 
-    def decompose(self, side: Side) -> float:
-        """One refresh of a factor; a diagonal is its own eigenbasis."""
+    def decompose(self, side: Side, *, exact: bool = True) -> float:
+        """One refresh of a factor; a diagonal is its own eigenbasis.
+
+        Args:
+            exact: or else one step of orthogonal iteration: two products beside the QR.
+        """
+        if side.block <= 1:
+            return sum(self.elementwise(2 * ELEMENT_BYTES * count) for count, _ in side.groups)
+        if exact:
+            return sum(self.eigh(width, count) for count, width in side.groups)
         return sum(
-            self.eigh(width, count) if side.block > 1 else self.elementwise(2 * ELEMENT_BYTES * count)
-            for count, width in side.groups
+            self.qr_of_eigh * self.eigh(width, count) + self.gemm(4 * count * width**3) for count, width in side.groups
         )
+
+    def refresh(self, side: Side, *, exact_every: int) -> float:
+        """Mean of refreshes of which one in ``exact_every`` is exact."""
+        exact, step = (self.decompose(side, exact=exact) for exact in (True, False))
+        return (exact + (exact_every - 1) * step) / exact_every
 
     def precondition(self, layer: LayerSpec) -> float:
         """Rotate, divide, rotate back."""
@@ -129,9 +143,10 @@ BUILTIN: Mapping[str, CostModel] = {
         call_seconds=8e-6,
         link_bytes=1.25e9,
         link_seconds=50e-6,
+        qr_of_eigh=0.53,
     ),
-    # Not measured: orders of magnitude from published figures of an A100 (TF32 products, cuSOLVER's syevd), 200 Gbit/s
-    # between nodes and 1600 within.
+    # Not measured: orders of magnitude from published figures of an A100 (TF32 products, cuSOLVER's syevd; a QR of 2000
+    # in 6.3 ms, mlx pull request 975), 200 Gbit/s between nodes and 1600 within.
     "cuda": CostModel(
         eigh_seconds=((64, 1e-3), (256, 4e-3), (512, 10e-3), (1024, 27e-3), (2048, 80e-3), (4096, 0.3), (8192, 1.5)),
         gemm_flops=1e14,
@@ -141,6 +156,7 @@ BUILTIN: Mapping[str, CostModel] = {
         link_bytes=2.5e10,
         link_seconds=20e-6,
         node_bytes=2e11,
+        qr_of_eigh=0.1,
     ),
 }
 """By device type; what is neither measured nor given."""

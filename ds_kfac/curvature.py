@@ -4,7 +4,7 @@ Who knows what: the timetable is the same on every rank. Whether a factor could 
 decomposer; if eigenbases travel it tells everyone, so that all ranks know what the next message contains.
 """
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +17,8 @@ from ds_kfac.capture import BatchSum, UseSums
 from ds_kfac.config import KFACConfig
 from ds_kfac.decomposition import count, usable
 from ds_kfac.delivery import Delivery
-from ds_kfac.eigenbasis import Eigenbasis, Refreshed, refresh
+from ds_kfac.eigenbasis import Due, Eigenbasis, Refreshed, refresh_all
+from ds_kfac.eigensolver import grouped
 from ds_kfac.factor import KroneckerFactor
 from ds_kfac.factor_spec import FactorSpec, factors_by_layer
 from ds_kfac.factor_state import FactorState, NextFactors, folded, tied_sums
@@ -170,26 +171,25 @@ class Curvature:
         now = {key for key in keys if lag < 1 or key not in self.next.ready}
         later = keys - now - set(self.next.pending)
         self.arriving = tuple(key for key in self.specs if key in now or self.next.pending.get(key) == step)
-        for key in usable(self._partners(now | later), self.next.factors, self.device):
-            if key in now:
-                self._results[key] = self._refreshed(self.next.factors[key])
-            else:
-                state = self.next.factors[key]
-                self.refresher.submit(key, partial(self._refreshed, state))
-                self.next.submitted.append(key)
+        able = usable(self._partners(now | later), self.next.factors, self.device)
+        self.next.submitted = [key for key in able if key not in now]
+        together = [self.next.submitted] if grouped(self.device) else [[key] for key in self.next.submitted]
+        for part in together:
+            self.refresher.submit_together(part, partial(self._refreshed, [self.next.factors[key] for key in part]))
+        self._refresh([key for key in able if key in now])
         self.next.pending |= dict.fromkeys(later, step + lag)
         for key in self.arriving:
             if key not in now and key in self.next.factors:
                 self._results[key] = self.refresher.result(key)
         count(self._results, self.metrics.step_counts)
 
-    def _refreshed(self, state: FactorState) -> Refreshed:
-        return refresh(
-            state.factor.to(self.device),
-            method=self.config.eigenbasis.method,
-            previous=state.basis,
-            tolerances=self.plan.warm_start,
-        )
+    def _refreshed(self, states: Sequence[FactorState]) -> list[Refreshed]:
+        dues = [Due(state.factor.to(self.device), state.basis, state.qr_steps) for state in states]
+        return refresh_all(dues, method=self.config.eigenbasis.method, tolerances=self.plan.warm_start)
+
+    def _refresh(self, keys: Sequence[str]) -> None:
+        """Here and now."""
+        self._results |= zip(keys, self._refreshed([self.next.factors[key] for key in keys]), strict=True)
 
     def _partners(self, keys: set[str]) -> dict[str, list[str]]:
         """This rank's of the factors in ``keys``, with those of their (first) layer."""
@@ -257,8 +257,8 @@ class Curvature:
             failed = flags.count(FAILED)
         self.next.ready |= fresh
         if self.plan.warm_start is not None:
-            for key, basis in own.items():
-                self.next.factors[key] = replace(self.next.factors[key], basis=basis)
+            for key in own:
+                self.next.factors[key] = self.next.factors[key].refreshed(self._results[key])
         received = self.delivery.received(vectors, values)
         here = {key: self.delivery.kept(key, basis) for key, basis in own.items()}
         return {key: basis for key, basis in (received | here).items() if key in fresh}, failed
@@ -283,8 +283,8 @@ class Curvature:
         self.factors, self.ready, self.pending = self.next.factors, self.next.ready, self.next.pending
 
     def redecompose(self) -> None:
-        """As :meth:`decompose`, of all factors with data, outside of a step: after loading factors without bases."""
+        """As :meth:`decompose`, exactly, of all factors with data, outside of a step: after loading without bases."""
         self.begin()
         self.arriving = tuple(self.specs)
-        for key in usable(self._partners(set(self.specs)), self.next.factors, self.device):
-            self._results[key] = self._refreshed(self.next.factors[key])
+        self.next.factors = {key: replace(state, basis=None) for key, state in self.next.factors.items()}
+        self._refresh(usable(self._partners(set(self.specs)), self.next.factors, self.device))

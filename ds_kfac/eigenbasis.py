@@ -1,15 +1,17 @@
-"""Eigenbases of a side and of a layer, and what to do when a decomposition fails.
+"""Eigenbases of a side and of a layer, and their refreshes.
 
 Shape suffixes: D a side's width, O and I the sides of a layer's matrix, n blocks of width b.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ds_kfac.eigensolver import Method, Problem, Solution, grouped, solve
 from ds_kfac.factor import KroneckerFactor
 from ds_kfac.side import Side
 from ds_kfac.warm_start import WarmStart, warmed
@@ -133,7 +135,7 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return values.float().clamp(min=0), vectors.float().contiguous()
 
 
-EIGEN_METHODS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {"eigh": eigh}
+EIGEN_METHODS: dict[str, Method] = {"eigh": eigh}
 
 
 @dataclass(frozen=True)
@@ -142,14 +144,29 @@ class Refreshed:
 
     Attributes:
         basis: None when every rung of the ladder failed for some block.
-        how: "kept" (``basis`` is the previous one), "values" (new values, the very same vectors), "qr" or "eigh" (new
-            vectors), "diagonal" (of a diagonal or identity side, nothing to decompose), "failed".
+        how: "kept" (``basis`` is the previous one), "values" (new values, the very same vectors), "qr" (new vectors by
+            orthogonal iteration), "eigh" (exact), "diagonal" (of a diagonal or identity side, nothing to decompose),
+            "failed".
         retries: rungs of the ladder that failed.
     """
 
     basis: Eigenbasis | None
     how: Literal["kept", "values", "qr", "eigh", "diagonal", "failed"]
     retries: int = 0
+
+
+@dataclass(frozen=True)
+class Due:
+    """A usable factor that is to be refreshed.
+
+    Attributes:
+        previous: this side's last basis, to start from. Unused without a warm start.
+        qr_steps: refreshes since an exact one.
+    """
+
+    factor: KroneckerFactor
+    previous: Eigenbasis | None = None
+    qr_steps: int = 0
 
 
 def refresh(
@@ -159,51 +176,74 @@ def refresh(
     previous: Eigenbasis | None = None,
     tolerances: WarmStart | None = None,
 ) -> Refreshed:
-    """Decompose a usable factor, or mend the previous basis where that is enough.
+    """One factor, see :func:`refresh_all`."""
+    return refresh_all([Due(factor, previous)], method=method, tolerances=tolerances)[0]
 
-    Synchronises with the device, as every decomposition does; called on refresh steps only.
+
+def refresh_all(dues: Sequence[Due], *, method: str = "eigh", tolerances: WarmStart | None = None) -> list[Refreshed]:
+    """Decompose factors, or mend the previous bases where that is enough. In the order given.
+
+    Synchronises with the device, as every decomposition does; called on refresh steps only. On a CPU each factor is
+    for itself; on a GPU they are solved together, see ``eigensolver.py``.
 
     Args:
         method: a name in ``EIGEN_METHODS``.
-        previous: this side's last basis, to start from. Unused without ``tolerances``.
-        tolerances: when that is enough; None always decomposes.
+        tolerances: when previous bases are enough, or how many steps follow them; None always decomposes.
     """
-    side, retries = factor.side, 0
+    if not dues:
+        return []
+    device = dues[0].factor.packed_P.device
+    parts = [dues] if grouped(device) else [[due] for due in dues]
+    return [result for part in parts for result in _refreshed(part, method, tolerances, device)]
+
+
+def _refreshed(dues: Sequence[Due], method: str, tolerances: WarmStart | None, device: torch.device) -> list[Refreshed]:
+    results = [_mended(due, tolerances) for due in dues]
+    problems = [_problems(due, tolerances) if result is None else [] for due, result in zip(dues, results, strict=True)]
+    asked = [problem for own in problems for problem in own]
+    solutions = iter(solve(asked, EIGEN_METHODS[method], device) if asked else ())
+    return [
+        _assembled([next(solutions) for _ in own]) if result is None else result
+        for own, result in zip(problems, results, strict=True)
+    ]
+
+
+def _mended(due: Due, tolerances: WarmStart | None) -> Refreshed | None:
+    """Without a solver: a diagonal, or what a warm start finds to be enough."""
+    side, packed_P = due.factor.side, due.factor.packed_P
     if side.block == 0:
-        return Refreshed(Eigenbasis((), factor.packed_P.new_ones(side.dim)), "diagonal")
+        return Refreshed(Eigenbasis((), packed_P.new_ones(side.dim)), "diagonal")
     if side.block == 1:
-        return Refreshed(Eigenbasis((), factor.packed_P.clamp(min=0)), "diagonal")
-    groups = side.blocks(factor.packed_P)
-    if previous is not None and tolerances is not None:
-        warm = warmed(groups, previous.vectors, previous.values, tolerances)
-        if warm is not None:
-            return Refreshed(previous if warm.how == "kept" else Eigenbasis(warm.vectors, warm.values), warm.how)
-    values, vectors = [], []
-    for blocks in groups:
-        decomposed, failed = _climb(blocks, EIGEN_METHODS[method])
-        retries += failed
-        if decomposed is None:
-            return Refreshed(None, "failed", retries)
-        values.append(decomposed[0].reshape(-1))
-        vectors.append(decomposed[1])
-    return Refreshed(Eigenbasis(tuple(vectors), torch.cat(values)), "eigh", retries)
+        return Refreshed(Eigenbasis((), packed_P.clamp(min=0)), "diagonal")
+    previous = due.previous
+    if previous is None or tolerances is None or not tolerances.looks:
+        return None
+    warm = warmed(side.blocks(packed_P), previous.vectors, previous.values, tolerances)
+    if warm is None:
+        return None
+    return Refreshed(previous if warm.how == "kept" else Eigenbasis(warm.vectors, warm.values), warm.how)
 
 
-def _climb(
-    blocks: Tensor, decompose: Callable[[Tensor], tuple[Tensor, Tensor]]
-) -> tuple[tuple[Tensor, Tensor] | None, int]:
-    """The ladder on failure: as given, in float64, in float64 on the CPU.
+def _problems(due: Due, tolerances: WarmStart | None) -> list[Problem]:
+    """One per group of equal blocks."""
+    side, previous = due.factor.side, due.previous
+    steps = previous is not None and tolerances is not None and due.qr_steps < tolerances.exact_every - 1
+    starts: list[tuple[Tensor, Tensor] | None] = [None] * len(side.groups)
+    if steps and previous is not None:
+        pieces = previous.values.split([count * width for count, width in side.groups])
+        pairs = zip(pieces, previous.vectors, strict=True)
+        starts = [(values.view(vectors.shape[:-1]), vectors) for values, vectors in pairs]
+    return [
+        Problem(shape, partial(side.group, due.factor.packed_P, index), start)
+        for index, (shape, start) in enumerate(zip(side.groups, starts, strict=True))
+    ]
 
-    The input is checked by the caller (LAPACK returns NaN for NaN without a word, cuSOLVER raises).
-    """
-    rungs = [blocks, blocks.double()]
-    if blocks.device.type != "cpu":
-        rungs.append(blocks.double().cpu())
-    for failures, matrix in enumerate(rungs):
-        try:
-            values, vectors = decompose(matrix)
-        except RuntimeError:  # LinAlgError, or cuSOLVER's own; the next rung is more exact, then elsewhere
-            continue
-        if bool(torch.isfinite(vectors).all() & torch.isfinite(values).all()):
-            return (values.to(blocks.device), vectors.to(blocks.device)), failures
-    return None, len(rungs)
+
+def _assembled(solutions: Sequence[Solution]) -> Refreshed:
+    """A factor's; exact if all of its blocks are."""
+    retries = sum(solution.retries for solution in solutions)
+    found = [solution.found for solution in solutions if solution.found is not None]
+    if len(found) < len(solutions):
+        return Refreshed(None, "failed", retries)
+    basis = Eigenbasis(tuple(vectors for _, vectors in found), torch.cat([values.reshape(-1) for values, _ in found]))
+    return Refreshed(basis, "qr" if any(solution.how == "qr" for solution in solutions) else "eigh", retries)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ds_kfac.adaptive import History
 from ds_kfac.capture import BatchSum, UseSums
-from ds_kfac.eigenbasis import Eigenbasis
+from ds_kfac.eigenbasis import Eigenbasis, Refreshed
 from ds_kfac.factor import KroneckerFactor, averaged
 from ds_kfac.side import Side
 
@@ -21,11 +21,13 @@ class FactorState:
         factor: the running average; on the device, or in CPU memory if factors are offloaded.
         history: its last two values, for adaptive intervals; None if they are off.
         basis: what it was last decomposed to, for a warm start; None if every decomposition is exact.
+        qr_steps: refreshes of the basis since an exact one.
     """
 
     factor: KroneckerFactor
     history: History | None = None
     basis: Eigenbasis | None = None
+    qr_steps: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -37,6 +39,11 @@ class FactorState:
             return self.factor.nbytes
         shared = self.factor.packed_P.nbytes if self.history.last is self.factor.packed_P else 0
         return self.factor.nbytes + self.history.nbytes - shared
+
+    def refreshed(self, result: Refreshed) -> "FactorState":
+        """With the basis of a refresh that did not fail, for the next one to start from."""
+        steps = {"qr": self.qr_steps + 1, "eigh": 0}.get(result.how, self.qr_steps)
+        return replace(self, basis=result.basis, qr_steps=steps)
 
     def having(
         self, factor: KroneckerFactor, *, device: torch.device, tolerance: float | None = None

@@ -137,8 +137,13 @@ def _blocks(C: Tensor, block: int) -> Tensor:
     return C * (index[:, None] == index[None, :])
 
 
-def _eigh(C: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors, block by block: of a diagonal or an identity the latter are the identity."""
+def _eigh(C: Tensor, block: int, old: Any = None) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors, block by block: of a diagonal or an identity the latter are the identity. Or one
+    step of orthogonal iteration from ``old`` ones, largest values first, every column at its place."""
+    if old is not None and block > 1:
+        order = old[0].argsort(descending=True, stable=True)
+        Q = torch.linalg.qr(C @ old[1][:, order]).Q[:, order.argsort()]
+        return (Q.T @ C @ Q).diagonal().clamp(min=0), Q
     parts = (
         [torch.linalg.eigh(C[i : i + block, i : i + block]) for i in range(0, len(C), max(block, 1))] if block else []
     )
@@ -160,14 +165,14 @@ class ReferenceKFAC:
     terms: float | None = None
 
     def __init__(
-        self, model: nn.Module, *, update_interval=1, refresh_interval=1, decay=0.95, damping=1e-3,
+        self, model: nn.Module, *, update_interval=1, refresh_interval=1, decay=0.95, damping=1e-3, exact_every=1,
         damping_kind="tikhonov", kl_clip=1e-3, exclude=(), types=("Linear",), max_dim=None, large="diagonal",
         exponent=1.0, corrected=None, graft=False, carry=False, sharing="expand", fisher="empirical", parts=(),
     ):  # fmt: skip
         self.update_interval, self.refresh_interval, self.decay = update_interval, refresh_interval, decay
         self.damping, self.damping_kind, self.kl_clip = damping, damping_kind, kl_clip
         self.exponent, self.corrected, self.graft, self.carry = exponent, corrected, graft, carry
-        self.sharing, self.fisher = sharing, fisher
+        self.sharing, self.fisher, self.exact_every = sharing, fisher, exact_every
         self.steps = 0
         self.nu = 1.0
         self.layers: dict[str, _Layer] = {}
@@ -229,7 +234,9 @@ class ReferenceKFAC:
         if self.steps % self.refresh_interval == 0:
             for layer in self.layers.values():
                 old = [Q for _, Q in layer.bases] or [torch.eye(len(C)) for C in layer.factors]
-                layer.bases = [_eigh(C, block) for C, block in zip(layer.factors, layer.blocks, strict=True)]
+                exact = self.steps // self.refresh_interval % self.exact_every == 0
+                parts = zip(layer.factors, layer.blocks, [None] * 2 if exact else layer.bases, strict=True)
+                layer.bases = [_eigh(*part) for part in parts]
                 RA, RG = (new.T @ before for (_, new), before in zip(layer.bases, old, strict=True))
                 if isinstance(layer.m, Tensor):
                     layer.m = RG @ layer.m @ RA.T

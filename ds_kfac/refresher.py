@@ -2,9 +2,10 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache, partial
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -70,6 +71,12 @@ class Refresher(Generic[T]):
             self._start()
         self._queue.put(job)
 
+    def submit_together(self, keys: Sequence[str], work: Callable[[], Sequence[T]]) -> None:
+        """Have ``work`` done once, which gives a result per key, by the first of them that is not dropped."""
+        shared = cache(lambda: dict(zip(keys, work(), strict=True)))
+        for key in keys:
+            self.submit(key, partial(_of, shared, key))
+
     def give(self, key: str, result: T) -> None:
         """Put a result there that was computed elsewhere, as if it had been submitted."""
         job = self._jobs[key] = _Job(key, None, result=result)
@@ -124,6 +131,10 @@ class Refresher(Generic[T]):
         ready.wait()
         torch.set_num_threads(threads)  # the thread's own number is also what later threads would start with
         self._stop = weakref.finalize(self, _stop, self._queue, thread)  # also when the process ends
+
+
+def _of(shared: Callable[[], Mapping[str, T]], key: str) -> T:
+    return shared()[key]
 
 
 def _serve(queue: "SimpleQueue[_Job[Any] | None]", device: torch.device, ready: threading.Event) -> None:

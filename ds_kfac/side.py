@@ -104,17 +104,18 @@ class Side:
 
     def blocks(self, packed_P: Tensor) -> tuple[Tensor, ...]:
         """The symmetric blocks, [n, b, b] per entry of :attr:`groups`."""
-        blocks, start = [], 0
-        for count, width in self.groups:
-            numel = packed_numel(width)
-            if width == 1:
-                blocks.append(packed_P[start : start + count].view(count, 1, 1))
-            else:
-                starts = range(start, start + count * numel, numel)
-                matrices = symmetric_unpack_from(packed_P, starts, [width] * count)
-                blocks.append(torch.stack(matrices) if count > 1 else matrices[0].unsqueeze(0))
-            start += count * numel
-        return tuple(blocks)
+        return tuple(self.group(packed_P, index) for index in range(len(self.groups)))
+
+    def group(self, packed_P: Tensor, index: int) -> Tensor:
+        """The symmetric blocks [n, b, b] of one entry of :attr:`groups`."""
+        start = sum(count * packed_numel(width) for count, width in self.groups[:index])
+        count, width = self.groups[index]
+        if width == 1:
+            return packed_P[start : start + count].view(count, 1, 1)
+        numel = packed_numel(width)
+        starts = range(start, start + count * numel, numel)
+        matrices = symmetric_unpack_from(packed_P, starts, [width] * count)
+        return torch.stack(matrices) if count > 1 else matrices[0].unsqueeze(0)
 
     def trace(self, packed_P: Tensor) -> Tensor:
         """Trace of the side's matrix, a scalar."""

@@ -53,7 +53,10 @@ def make_plan(layers: Sequence[LayerSpec], setting: Setting, config: KFACConfig,
     """
     schedule, reasons = config.schedule, []
     update, refresh = schedule.intervals(schedule.settled)
-    work = Work(layers, factor_specs(layers), setting.world, setting.held, costs, update, refresh, setting.moments)
+    exact_every = config.eigenbasis.chosen_exact_every
+    work = Work(
+        layers, factor_specs(layers), setting.world, setting.held, costs, update, refresh, setting.moments, exact_every
+    )
     assignment, why = _assignment(work, config)
     reasons += why
     wire, gradient, why = _dtypes(assignment, setting, config, costs, update, refresh)
@@ -62,7 +65,7 @@ def make_plan(layers: Sequence[LayerSpec], setting: Setting, config: KFACConfig,
     reasons += why
     reasons += _too_large_to_share(assignment, work)
     options = config.eigenbasis
-    warm = WarmStart(options.keep_below, options.values_below, options.qr_below)
+    warm = WarmStart(options.keep_below, options.values_below, options.qr_below, exact_every)
     return Plan(
         layers=tuple(layers),
         schedule=schedule,
@@ -113,6 +116,7 @@ def _assignment(work: Work, config: KFACConfig) -> tuple[Assignment, list[str]]:
                 split_factors=workers > 1 if split is None else split,
                 memory_cap=None if budget is None else budget * 1e9,
                 moments=work.moments,
+                exact_every=work.exact_every,
             )
         except ValueError as problem:
             problems.append(str(problem))

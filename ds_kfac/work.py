@@ -32,6 +32,7 @@ class Work:
     Attributes:
         held: per layer name, gradient elements on each rank; None if all ranks hold all gradients.
         moments: fp32 tensors [O, I] that a worker keeps for a layer (0, 1 or 2).
+        exact_every: of so many refreshes one is exact.
     """
 
     layers: Sequence[LayerSpec]
@@ -42,6 +43,7 @@ class Work:
     update_interval: int
     refresh_interval: int
     moments: int = 0
+    exact_every: int = 1
 
     @cached_property
     def used(self) -> Mapping[str, tuple[FactorSpec, ...]]:
@@ -60,7 +62,7 @@ class Work:
         return {
             factor.key: (self.costs.transfer(packed_bytes(factor.side)) + self.costs.fold(factor.side))
             / self.update_interval
-            + self.costs.decompose(factor.side) / self.refresh_interval
+            + self.costs.refresh(factor.side, exact_every=self.exact_every) / self.refresh_interval
             for factor in self.factors
         }
 

@@ -13,8 +13,8 @@ FLOORS = [
         "ops.triton.syrk", "ops.triton.patch_syrk", "ops.backends", "ops.dispatch",
     ],
     [
-        "side", "factor", "adaptive", "warm_start", "eigenbasis", "moments", "damping", "orthogonal",
-        "preconditioner", "host_copy",
+        "side", "factor", "adaptive", "warm_start", "eigen_rounds", "eigensolver", "eigenbasis", "moments", "damping",
+        "orthogonal", "preconditioner", "host_copy",
     ],
     [
         "layers.base", "layers.linear", "layers.conv1d", "layers.embedding", "layers.norm",

@@ -16,6 +16,7 @@ def test_scale_is_left_to_the_plan_unless_it_is_asked_for():
     assert (config.adaptive.enabled, config.adaptive.tolerance, config.adaptive.max_interval) == (False, 0.1, None)
     assert (eigenbasis.keep_below, eigenbasis.values_below, eigenbasis.qr_below) == (0, 0, 0)
     assert eigenbasis.stagger is None and eigenbasis.lag == 0
+    assert eigenbasis.exact_every is None and eigenbasis.chosen_exact_every == 1
     assert config.offload.device == "none" and config.layers.share_inputs
 
 
@@ -62,6 +63,8 @@ def test_every_key_of_scale_is_read_and_null_is_its_default():
         ("eigenbasis", "stagger", 3, "input should be a valid boolean"),
         ("eigenbasis", "lag", -1, "input should be greater than or equal to 0"),
         ("eigenbasis", "lag", 1.5, "input should be a valid integer"),
+        ("eigenbasis", "exact_every", 0, "input should be greater than or equal to 1"),
+        ("eigenbasis", "exact_every", 2.5, "input should be a valid integer"),
         ("offload", "device", "nvme", "input should be 'none' or 'cpu'"),
         ("layers", "share_inputs", 0, "input should be a valid boolean"),
     ],
@@ -87,6 +90,15 @@ def test_the_rungs_of_a_warm_start_ascend(rungs, message):
     with pytest.raises(ValueError) as error:
         parse({"eigenbasis": dict(zip(keys, rungs, strict=True))})
     assert message in str(error.value)
+
+
+def test_qr_steps_without_a_look_and_a_warm_start_exclude_each_other():
+    assert parse({"eigenbasis": {"exact_every": 10}}).eigenbasis.chosen_exact_every == 10
+    parse({"eigenbasis": {"exact_every": 1, "qr_below": 0.1}})
+    with pytest.raises(
+        ValueError, match=r"exact_every \(10\) takes QR steps .* kfac.eigenbasis.qr_below \(0.1\) looks"
+    ):
+        parse({"eigenbasis": {"exact_every": 10, "qr_below": 0.1}})
 
 
 @pytest.mark.parametrize("rungs", [(0.1, 0.1, 0.1), (0.1, 0, 0), (0, 0.1, 0), (0, 0, 0.1), (0.1, 0, 0.2)])

@@ -84,7 +84,8 @@ class Workload:
         for factor in plan.assignment.factors:
             home = plan.assignment.decomposers[factor.key]
             fold[home] += costs.fold(factor.side) if factor.key in happening.captured else 0.0
-            refresh[home] += costs.decompose(factor.side) if factor.key in happening.decomposed else 0.0
+            if factor.key in happening.decomposed:
+                refresh[home] += costs.decompose(factor.side, exact=happening.exact)
         reduce, relayout = (self._travel(step, kinds) for kinds in (REDUCED, MOVED))
         return {
             "capture": sum(self.capture_flops[key] for key in happening.captured) / costs.syrk_flops,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import kernels
+from benchmarks import kernels, kernels_solvers
 from benchmarks.kernels_cases import Settings, layout
 from benchmarks.kernels_shapes import MODELS, Conv, Model
 from benchmarks.kernels_timing import Clock, Roofline
@@ -41,7 +41,7 @@ def run(tmp_path, monkeypatch):
 
 
 def test_every_op_has_a_speed_and_a_baseline(run, tmp_path):
-    status, rows, page = run()
+    status, rows, page = run("--ops", *TIMED)
     assert status == 0
     assert {row["op"] for row in rows} == set(TIMED)
     for op in TIMED:
@@ -123,3 +123,38 @@ def test_it_needs_no_deepspeed():
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def small_solvers(monkeypatch):
+    """Sizes that are timed, in place of hundreds to thousands."""
+    monkeypatch.setattr(kernels_solvers, "DIMS", (33, 63))
+    monkeypatch.setattr(kernels_solvers, "STACKS", ((5, 17),))
+    monkeypatch.setattr(kernels_solvers, "LARGE", (33, 20, 600))
+    monkeypatch.setattr(kernels_solvers, "grouped", lambda device: True)
+
+
+def test_solvers_are_timed_beside_the_ops(run, small_solvers):
+    status, rows, page = run("--ops", *kernels_solvers.SOLVERS)
+    assert status == 0 and {row["op"] for row in rows} == set(kernels_solvers.SOLVERS)
+    assert {(row["op"], row["implementation"]) for row in rows if row["kind"] == "op"} == {
+        (op, name) for name, ops in kernels_solvers.IMPLEMENTATIONS.items() for op in ops
+    }
+    assert "| `eigh over streams` | 33, 20 | fp32 |" in page and "| `eigh batched` | 5 x 17 | fp64 |" in page
+
+
+@pytest.mark.parametrize("value", [1.01, math.nan])
+def test_the_gate_of_solvers_sees_a_wrong_element(small_solvers, value):
+    def wrong(found):
+        if isinstance(found, list):
+            return [wrong(found[0]), *found[1:]]
+        part = (found if torch.is_tensor(found) else found[-1]).clone(memory_format=torch.contiguous_format)
+        part.view(-1)[part.abs().argmax()] *= value
+        return part if torch.is_tensor(found) else (found[0], part)
+
+    for case in kernels_solvers.solvers(SETTINGS, set(kernels_solvers.SOLVERS)):
+        op = kernels_solvers.IMPLEMENTATIONS["fp32"][case.op]
+        error, allowed = case.error(op)
+        assert error <= allowed
+        error, allowed = case.error(lambda *given, op=op: wrong(op(*given)))
+        assert error > allowed, case.op

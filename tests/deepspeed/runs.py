@@ -148,6 +148,7 @@ def reference_options(kfac: dict) -> dict:
         "update_interval": kfac["factor"]["update_interval"],
         "decay": kfac["factor"]["decay"],
         "refresh_interval": kfac["eigenbasis"]["refresh_interval"],
+        "exact_every": kfac["eigenbasis"].get("exact_every", 1),
         "carry": kfac["eigenbasis"].get("carry_moments", False),
         "damping": kfac["damping"]["value"],
         "damping_kind": kfac["damping"]["kind"],

@@ -53,6 +53,7 @@ def cases(world: int) -> dict[str, Mode]:
         "corrected": case(0, preconditioner={"eigenvalues": "corrected"}),
         "adaptive": case(2, adaptive={"enabled": True, "max_interval": 1}, assignment={"split_factors": True}),
         "warm start": case(0, **BF16, eigenbasis={"refresh_interval": 4, "stagger": False, "qr_below": 0.5}),
+        "QR steps": case(2, eigenbasis={"refresh_interval": 4, "stagger": False, "exact_every": 3}),
         "error feedback": case(2, communication={"dtype": "fp16", "error_feedback": True, "overlap": False}),
         "BF16_Optimizer": case(1, "bf16", extra=FP32_ACCUM, communication={"gradient_dtype": "bf16"}),
         "offload": case(2, zero=OFFLOAD),

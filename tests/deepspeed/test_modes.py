@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.deepspeed.modes import ADAM, ADAM_AUTOCAST, AUTOCAST, BY_NAME, MODES
+from tests.deepspeed.modes import ADAM, ADAM_AUTOCAST, AUTOCAST, BY_NAME, MODES, QR_STEPS
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -57,3 +57,13 @@ def test_kfac_adamw_matches_reference_in_every_engine_mode(world):
 def test_kfac_adamw_matches_reference_under_autocast(dtype):
     cases = [(mode.name, 4) for mode in ADAM_AUTOCAST if mode.name.endswith(dtype)]
     check(run_ranks("tests.deepspeed.runs:compare", world=2, payload=cases)[0])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_qr_steps_between_exact_refreshes_match_reference(world):
+    """With more rows than a factor is wide: a step from the arbitrary basis of a null space is arbitrary too."""
+    results = run_ranks("tests.deepspeed.runs:compare", world=world, payload=[(mode.name, 4) for mode in QR_STEPS])[0]
+    check(results)
+    for (name, _), result in results.items():
+        counts = result["counts"]
+        assert counts["refreshes_qr"] == counts["refreshes_eigh"] > 0, (name, counts)

@@ -81,3 +81,17 @@ def test_a_wrong_device_or_world_says_what_to_do():
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="no GPU here to measure"):
             ds_kfac.estimate_kfac_mem_needs_all_live(model(), measure, 2)
+
+
+def test_qr_steps_shorten_the_mean_refresh_and_leave_the_worst():
+    """One rank, everything at once: of 4 refreshes one is exact."""
+    found = {}
+    for every in (1, 4):
+        config = {**CONFIG, "kfac": {**CONFIG["kfac"], "eigenbasis": {"stagger": False, "exact_every": every}}}
+        found[every] = ds_kfac.estimate_kfac_mem_needs_all_cold(SHAPES, config, 1, batch_rows=100)[0]
+    exact, steps = (found[every].at_once for every in (1, 4))
+    costs, sides = found[1].work.costs, [factor.side for factor in found[1].plan.assignment.factors]
+    whole, step = (sum(costs.decompose(side, exact=kind) for side in sides) for kind in (True, False))
+    assert exact.stages["refresh"] == pytest.approx(whole / 50) and steps.worst == pytest.approx(exact.worst)
+    assert steps.stages["refresh"] == pytest.approx((whole + 3 * step) / 4 / 50)
+    assert found[4].state.tolist() == found[1].state.tolist(), "the basis to start from is the layer's"

@@ -1,0 +1,156 @@
+"""What is timed, of refreshes: decompositions of one matrix and of many, a QR step, an inverse by Cholesky.
+
+Shape suffixes: D a factor's side, n blocks of width b.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels_cases import Case, Op, Settings
+from ds_kfac.eigensolver import Problem, grouped, solve
+from ds_kfac.warm_start import iterated
+
+SOLVERS = ("eigh", "eigh batched", "eigh over streams", "qr step", "cholesky inverse")
+"""Not of the op vocabulary: the library's functions as refreshes use them."""
+DIMS = (256, 512, 1024, 2048, 4096, 8192)
+CPU_DIM = 1024
+"""Largest side on a CPU, where everything is about n^3 from there on."""
+STACKS = ((64, 64), (48, 128), (32, 256), (16, 512), (8, 1024))
+"""(n, b) of many equal blocks."""
+LARGE = (768, 1024, 1024, 2048, 2048, 3072)
+"""Sides that are decomposed at once, over streams."""
+ALLOWED = 1e-4
+"""Relative error of fp32 decompositions of a few thousand rows."""
+DAMPING = 1e-3
+
+
+def eigh(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.linalg.eigh(blocks)
+
+
+def eigh_in_float64(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    values, vectors = torch.linalg.eigh(blocks.double())
+    return values.float(), vectors.float()
+
+
+def one_by_one(blocks: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return [torch.linalg.eigh(block) for block in blocks]
+
+
+def together(blocks: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """As refreshes of several factors do."""
+    problems = [Problem((1, len(C)), lambda C=C: C.unsqueeze(0)) for C in blocks]
+    found = [solution.found for solution in solve(problems, eigh, blocks[0].device)]
+    return [(values[0], vectors[0]) for values, vectors in found if values is not None]
+
+
+def cholesky_inverse(block_DD: Tensor) -> Tensor:
+    return torch.cholesky_inverse(torch.linalg.cholesky(block_DD))
+
+
+IMPLEMENTATIONS: Mapping[str, Mapping[str, Op]] = {
+    "fp32": {
+        "eigh": eigh, "eigh batched": eigh, "eigh over streams": together, "qr step": iterated,
+        "cholesky inverse": cholesky_inverse,
+    },
+    "fp64": {"eigh": eigh_in_float64, "eigh batched": eigh_in_float64},
+}  # fmt: skip
+"""Name -> op -> function, as a backend's ops."""
+
+
+def residual(C: Tensor, values: Tensor, vectors: Tensor) -> float:
+    """Largest over blocks of |C - Q diag(values) Q^T| / |C| and |Q^T Q - 1| / sqrt(b), in float64."""
+    worst = 0.0
+    dim = C.shape[-1]
+    blocks = (C.reshape(-1, dim, dim), values.reshape(-1, dim), vectors.reshape(-1, dim, dim))
+    for block, value, Q in zip(*blocks, strict=True):
+        block, value, Q = block.double(), value.double(), Q.double()
+        of_C = (block - (Q * value) @ Q.T).norm() / block.norm()
+        of_Q = (Q.T @ Q - torch.eye(len(Q), device=Q.device)).norm() / len(Q) ** 0.5
+        worst = max(worst, float(torch.stack([of_C, of_Q]).max().nan_to_num(nan=float("inf"))))
+    return worst
+
+
+def second_moments(settings: Settings, count: int, dim: int) -> Tensor:
+    """[n, b, b] of rows whose sizes fall over two decades."""
+    x = settings.normal(count, 2 * dim, dim) * torch.logspace(0, -1, dim, device=settings.device)
+    return x.mT @ x / (2 * dim)
+
+
+def solvers(settings: Settings, wanted: set[str]) -> Iterator[Case]:
+    """Tensors are made when a case is reached and go with it."""
+    limit = min(settings.max_dim, CPU_DIM) if settings.device == "cpu" else settings.max_dim
+    large = tuple(dim for dim in LARGE if dim <= limit)
+    makers: dict[str, list[Callable[[], Case]]] = {
+        "eigh": [lambda dim=dim: exact(settings, "eigh", 1, dim) for dim in DIMS if dim <= limit],
+        "eigh batched": [lambda s=s: exact(settings, "eigh batched", *s) for s in STACKS if s[1] <= limit],
+        "eigh over streams": [lambda: streams(settings, large)]
+        * (grouped(torch.device(settings.device)) and bool(large)),
+        "qr step": [lambda dim=dim: step(settings, dim) for dim in DIMS if dim <= limit],
+        "cholesky inverse": [lambda dim=dim: inverse(settings, dim) for dim in DIMS if dim <= limit],
+    }
+    for op, parts in makers.items():
+        if op in wanted:
+            for make in parts:
+                yield make()
+
+
+def exact(settings: Settings, op: str, count: int, dim: int) -> Case:
+    """Eigenvalues and vectors; many of them against a loop."""
+    C = second_moments(settings, count, dim)
+
+    def error(run: Op) -> tuple[float, float]:
+        return residual(C, *run(C)), ALLOWED
+
+    size = f"D {dim}" if op == "eigh" else f"{count} x {dim}"
+    baselines = {} if op == "eigh" else {"one by one": lambda: one_by_one(C)}
+    nbytes = C.nbytes * 2 + 4 * count * dim
+    return Case(op, size, nbytes, 9 * count * dim**3, lambda run: run(C), error, baselines)
+
+
+def streams(settings: Settings, dims: Sequence[int]) -> Case:
+    """Several large ones at once."""
+    blocks = [second_moments(settings, 1, dim)[0] for dim in dims]
+
+    def error(run: Op) -> tuple[float, float]:
+        found = run(blocks)
+        assert len(found) == len(blocks)
+        return max(residual(C, *pair) for C, pair in zip(blocks, found, strict=True)), ALLOWED
+
+    nbytes = sum(2 * C.nbytes + 4 * len(C) for C in blocks)
+    return Case(
+        "eigh over streams", ", ".join(map(str, dims)), nbytes, 9 * sum(dim**3 for dim in dims),
+        lambda run: run(blocks), error, {"one by one": lambda: [torch.linalg.eigh(C) for C in blocks]},
+    )  # fmt: skip
+
+
+def step(settings: Settings, dim: int) -> Case:
+    """One QR step; from the exact basis, which it must leave as it is."""
+    C = second_moments(settings, 1, dim)
+    values, vectors = torch.linalg.eigh(C)
+
+    def error(run: Op) -> tuple[float, float]:
+        return residual(C, *run(C, vectors, values)), ALLOWED
+
+    return Case(
+        "qr step", f"D {dim}", 3 * C.nbytes + 8 * dim, 20 * dim**3 // 3, lambda run: run(C, vectors, values), error,
+        {"eigh": lambda: eigh(C), "qr": lambda: torch.linalg.qr(C)},
+    )  # fmt: skip
+
+
+def inverse(settings: Settings, dim: int) -> Case:
+    """Of a damped factor."""
+    C_DD = second_moments(settings, 1, dim)[0]
+    C_DD.diagonal().add_(DAMPING)
+
+    def error(run: Op) -> tuple[float, float]:
+        one = run(C_DD).double() @ C_DD.double()
+        difference = (one - torch.eye(dim, device=one.device)).norm() / dim**0.5
+        return float(difference.nan_to_num(nan=float("inf"))), 10 * ALLOWED
+
+    return Case(
+        "cholesky inverse", f"D {dim}", 2 * C_DD.nbytes, dim**3, lambda run: run(C_DD), error,
+        {"eigh": lambda: eigh(C_DD), "inv": lambda: torch.linalg.inv(C_DD)},
+    )  # fmt: skip
