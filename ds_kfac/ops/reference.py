@@ -4,6 +4,7 @@ Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle, O and
 """
 
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -147,6 +148,14 @@ def eigen_scale(
     This op and the two below take n matrices of one shape as well: x [n, O, I], values [n, O] and [n, I], scalars [n].
     """
     return x_OI / (values_O[..., :, None] * values_I[..., None, :] + each(damping)) ** exponent
+
+
+@overload
+def each(value: Tensor) -> Tensor: ...
+
+
+@overload
+def each(value: float) -> float: ...
 
 
 def each(value: Tensor | float) -> Tensor | float:
