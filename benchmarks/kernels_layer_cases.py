@@ -42,25 +42,22 @@ def corrected_scaling(settings: Settings, outputs: int, inputs: int) -> Case:
     decay = torch.tensor(0.9, device=settings.device)
 
     def error(op: Op) -> tuple[float, float]:
-        found_OI = second_OI.clone()
-        scaled_OI, dots = op(x_OI, found_OI, decay, 1.0, DAMPING)
+        scaled_OI, found_OI, dots = op(x_OI, second_OI, decay, 1.0, DAMPING)
         moment_OI = decay.double() * second_OI.double() + (1 - decay.double()) * x_OI.double().square()
         wanted_OI = x_OI.double() / (moment_OI + DAMPING)
         dot = (x_OI.double() * wanted_OI).sum()
         found, wanted = (scaled_OI, found_OI, dots), (wanted_OI, moment_OI, torch.stack([dot, 0 * dot]))
         return max(worst(x, y) for x, y in zip(found, wanted, strict=True)), 1e-5
 
-    moment = second_OI.clone()
-
-    def elementwise() -> tuple[Tensor, Tensor]:
-        moment.mul_(decay).add_((1 - decay) * x_OI.square())
-        scaled_OI = x_OI / (moment + DAMPING)
-        return scaled_OI, (x_OI * scaled_OI).sum()
+    def elementwise() -> tuple[Tensor, Tensor, Tensor]:
+        moment_OI = torch.lerp(x_OI.square(), second_OI, decay)
+        scaled_OI = x_OI / (moment_OI + DAMPING)
+        return scaled_OI, moment_OI, (x_OI * scaled_OI).sum()
 
     elements = outputs * inputs
     return Case(
         "corrected_scale_dot", f"{outputs} x {inputs}", 16 * elements, 8 * elements,
-        lambda op: op(x_OI, moment, decay, 1.0, DAMPING), error, {"elementwise": elementwise},
+        lambda op: op(x_OI, second_OI, decay, 1.0, DAMPING), error, {"elementwise": elementwise},
     )  # fmt: skip
 
 

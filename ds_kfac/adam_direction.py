@@ -15,7 +15,7 @@ told the factor. DeepSpeed then sees the norm of the raw gradients, as it would 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,8 +27,13 @@ from ds_kfac.config_blocks import AdamConfig
 from ds_kfac.direction import Local, Now
 from ds_kfac.layer_state import LayerState
 from ds_kfac.layers.base import LayerSpec
+from ds_kfac.moments import stacked, unstacked
+from ds_kfac.ops.reference import each
 from ds_kfac.orthogonal import orthogonalized
+from ds_kfac.precision import choose
 from ds_kfac.preconditioner import finite_or
+from ds_kfac.rotation import Rotations
+from ds_kfac.stacking import apart, batches, stacks, together
 from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
 
@@ -51,6 +56,10 @@ class AdamDirection:
     def __init__(self, config: KFACConfig, layout: ShardLayout, exchange: GradientExchange, optimizer: Any) -> None:
         self.config, self.layout, self.exchange, self.optimizer = config, layout, exchange, optimizer
         self._clip: Tensor | float = 1.0
+        options = config.preconditioner
+        self.groups = {layer.name: exchange.group_indices(layer) for layer in exchange.owned}
+        self.rotations = Rotations(choose(options.precision, exchange.device))
+        self.stacks = stacks(exchange.owned, alike=self._alike if options.stacks(exchange.device) else None)
 
     @property
     def needs_norm(self) -> bool:
@@ -67,17 +76,19 @@ class AdamDirection:
         clip = self.layout.clip_factor(now.norm) if now.norm is not None else 1.0
         unscale = clip / self.layout.grad_scale()
         squares = torch.zeros(2, device=device)  # of the directions, of the gradients
-        for layer in self.exchange.owned:
-            gradient = gradients[layer.name]
-            state, direction = self._step(layer, states[layer.name], gradient * unscale)
+        for layers in batches(self.stacks, states):
+            names = [layer.name for layer in layers]
+            gradient = together([gradients[name] for name in names])
+            new, direction = self._step(layers, [states[name] for name in names], gradient * unscale)
             # A direction gone wrong must not reach the weights; an overflowed gradient must reach DeepSpeed's check,
             # though the direction, of old moments alone, is finite.
             direction, finite = finite_or(direction, torch.zeros_like(gradient))
-            overflowed = ~torch.isfinite(gradient).all()
-            local.results[layer.name] = torch.where(overflowed, gradient, direction)
-            local.states[layer.name] = state
-            local.replaced += ~finite | overflowed
-            squares += torch.stack([local.results[layer.name].square().sum(), gradient.square().sum()]) / layer.copies
+            overflowed = ~torch.isfinite(gradient).flatten(-2).all(dim=-1)
+            result = torch.where(each(overflowed), gradient, direction)
+            local.results.update(zip(names, apart(result, len(names)), strict=True))
+            local.states.update(zip(names, new, strict=True))
+            local.replaced += (~finite | overflowed).sum()
+            squares += torch.stack([result.square().sum(), gradient.square().sum()]) / layers[0].copies
         local.numbers = list(squares.unbind())
         self._clip = clip
         return local
@@ -90,16 +101,26 @@ class AdamDirection:
         self.optimizer.direction_scale = self.layout.grad_scale() / (scale * self._clip)
         return dict.fromkeys(prepared, scale)
 
-    def _step(self, layer: LayerSpec, state: LayerState, gradient: Tensor) -> tuple[LayerState, Tensor]:
-        """The state with this gradient in its moments, and the direction. Before the first refresh nothing is rotated:
-        plain Adam."""
-        assert state.adam is not None
-        group = self.layout.optimizer.param_groups[self.exchange.group_indices(layer)[0]]
+    def _step(
+        self, layers: Sequence[LayerSpec], states: Sequence[LayerState], gradient: Tensor
+    ) -> tuple[list[LayerState], Tensor]:
+        """Layers of equal shape: the states with these gradients in their moments, and the directions. Before the first
+        refresh nothing is rotated: plain Adam."""
+        group = self.layout.optimizer.param_groups[self.groups[layers[0].name][0]]
         betas, eps = tuple(group["betas"]), group["eps"]
-        rotated = gradient if state.basis is None else state.basis.rotate(gradient)
-        adam = state.adam.folded(rotated, betas=betas, usable=torch.isfinite(rotated).all())
+        bases = [basis for state in states if (basis := state.basis)]
+        rotation = self.rotations.of(tuple(layer.name for layer in layers), bases) if bases else None
+        rotated = gradient if rotation is None else rotation.rotate(gradient)
+        moments = stacked([state.adam for state in states if state.adam is not None])
+        moments = moments.folded(rotated, betas=betas, usable=torch.isfinite(rotated).flatten(-2).all(dim=-1))
         options = self.config.adam
-        direction = adam.direction(rotated, betas=betas, eps=eps, nesterov=options.nesterov)
-        if self.orthogonalizes(layer):  # does not care for rotations: the same before and after
-            direction = orthogonalized(direction, rms=options.rms)
-        return replace(state, adam=adam), direction if state.basis is None else state.basis.restore(direction)
+        direction = moments.direction(rotated, betas=betas, eps=eps, nesterov=options.nesterov)
+        if self.orthogonalizes(layers[0]):  # does not care for rotations: the same before and after
+            direction = orthogonalized(direction, rms=options.rms, precision=self.rotations.precision)
+        adam = unstacked(moments, len(layers))
+        new = [replace(state, adam=own) for state, own in zip(states, adam, strict=True)]
+        return new, direction if rotation is None else rotation.restore(direction)
+
+    def _alike(self, layer: LayerSpec) -> Hashable:
+        """Layers with the same may be stacked."""
+        return self.groups[layer.name][0], self.orthogonalizes(layer), layer.copies

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from deepspeed.utils import logger
+from torch import Tensor
 
 from ds_kfac.eigenbasis import Eigenbasis, Refreshed
 from ds_kfac.factor import KroneckerFactor
@@ -39,9 +40,14 @@ def layer_payload(state: LayerState, *, eigenbasis: bool) -> dict[str, Any]:
         "terms": state.terms,
         "A": _side_basis(state.A) if kept else None,
         "G": _side_basis(state.G) if kept else None,
-        "adam": vars(state.adam) if state.adam else None,
-        "corrected": vars(state.corrected) if state.corrected else None,
+        "adam": _moments(state.adam),
+        "corrected": _moments(state.corrected),
     }
+
+
+def _moments(moments: AdamMoments | CorrectedEigenvalues | None) -> dict[str, Tensor] | None:
+    """Copies: a layer's may be views of several layers', all of which would be saved."""
+    return None if moments is None else {name: tensor.clone() for name, tensor in vars(moments).items()}
 
 
 def _side_basis(basis: Eigenbasis | None) -> dict[str, Any] | None:

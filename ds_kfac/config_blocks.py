@@ -105,7 +105,16 @@ class DampingConfig(Block):
 
 
 class PreconditionerConfig(Block):
-    """The step in the eigenbasis. Of no effect with the optimizer KFACAdamW, whose step is Adam's."""
+    """The step in the eigenbasis. Of no effect with the optimizer KFACAdamW, whose step is Adam's, but for
+    ``precision`` and ``stack_layers``."""
+
+    precision: Literal["highest", "tf32", "mixed"] | None = None
+    """Of the products into the eigenbasis and back. highest: fp32, also if the process allows TF32. tf32: TF32, which
+    only GPUs have, elsewhere fp32. mixed: TF32 into it, bf16 back and for orthogonalized directions. null: tf32 on GPUs
+    that have it, else highest."""
+    stack_layers: bool | None = None
+    """Precondition small layers of equal shape together: fewer and larger launches, for a second copy of their
+    eigenvectors, at most 256 MiB a rank. null: on GPUs."""
 
     eigenvalues: Literal["kronecker", "corrected"] = "kronecker"
     """Of the Fisher in its eigenbasis: products of the factors' (K-FAC), or the running second moment of the rotated
@@ -122,6 +131,10 @@ class PreconditionerConfig(Block):
     kl_clip_lr: Literal["current", "peak"] | None = None
     """The lr in that bound. With "current", nu * lr does not depend on lr, which undoes a schedule; "peak" takes the
     largest lr seen, so the step shrinks with it. null: "peak" if DeepSpeed runs an lr scheduler, else "current"."""
+
+    def stacks(self, device: Any) -> bool:
+        """Whether layers are stacked on a torch.device."""
+        return device.type != "cpu" if self.stack_layers is None else self.stack_layers
 
     @property
     def chosen_kl_clip(self) -> Value:

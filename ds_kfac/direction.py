@@ -11,7 +11,12 @@ from ds_kfac.config import KFACConfig
 from ds_kfac.layer_state import LayerState
 from ds_kfac.layers.base import LayerSpec
 from ds_kfac.metrics import Metrics
-from ds_kfac.preconditioner import finite_or, grafted, kl_clip_scale, precondition
+from ds_kfac.moments import stacked, unstacked
+from ds_kfac.ops.reference import each
+from ds_kfac.precision import choose
+from ds_kfac.preconditioner import finite_or, graft_scale, kl_clip_scale, precondition, precondition_corrected
+from ds_kfac.rotation import Rotations
+from ds_kfac.stacking import apart, batches, stacks, together
 from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
 
@@ -51,7 +56,15 @@ class Now:
 
 
 class Direction(Protocol):
-    """One way of turning gradients into steps; between its two halves there is one small all-reduce."""
+    """One way of turning gradients into steps; between its two halves there is one small all-reduce.
+
+    Attributes:
+        stacks: own layers, those together that are done at once.
+        rotations: their eigenvectors as products take them, and in which precision.
+    """
+
+    stacks: tuple[tuple[LayerSpec, ...], ...]
+    rotations: Rotations
 
     @property
     def moments(self) -> str | None:
@@ -91,39 +104,60 @@ class KFACGradient:
         self.config, self.layout, self.exchange, self.metrics = config, layout, exchange, metrics
         self.clip_lr = clip_lr
         self.moments = "corrected" if config.preconditioner.eigenvalues == "corrected" else None
+        self.groups = {layer.name: exchange.group_indices(layer) for layer in exchange.owned}
+        self.rotations = Rotations(choose(config.preconditioner.precision, exchange.device))
+        alike = (lambda layer: layer.copies) if config.preconditioner.stacks(exchange.device) else None
+        self.stacks = stacks(exchange.owned, alike=alike)
 
     def local(self, now: Now, gradients: Mapping[str, Tensor], states: Mapping[str, LayerState]) -> Local:
-        options, damping = self.config.preconditioner, self.config.damping
         local = Local(dict(gradients), dict(states), [], torch.zeros((), device=self.exchange.device), 0)
         quadratic = torch.zeros_like(local.replaced)
-        for layer in self.exchange.owned:
-            state, gradient = states[layer.name], gradients[layer.name]
-            if state.basis is None:
-                local.unprepared += 1
+        for layers in batches(self.stacks, states):
+            if any(states[layer.name].basis is None for layer in layers):
+                local.unprepared += len(layers)
                 continue
-            eigenvalues = None
-            if state.corrected is not None:
-                state = self._corrected(state, gradient)
-                assert state.corrected is not None
-                eigenvalues = state.corrected.second_OI
-                local.states[layer.name] = state
-            assert state.basis is not None
-            V = precondition(
-                gradient,
-                state.basis,
-                damping=damping.at(now.step),
-                damping_kind=damping.kind,
-                exponent=options.exponent,
-                eigenvalues_OI=eigenvalues,
-            )
-            V, finite = finite_or(V, gradient)
-            if options.graft == "norm":
-                V = grafted(V, gradient)
-            local.replaced += ~finite
-            local.results[layer.name] = V
-            quadratic += self._quadratic(now, layer, V, gradient) / layer.copies
+            quadratic += self._precondition(now, layers, gradients, local)
         local.numbers = [quadratic]
         return local
+
+    def _precondition(
+        self, now: Now, layers: Sequence[LayerSpec], gradients: Mapping[str, Tensor], local: Local
+    ) -> Tensor:
+        """Layers of equal shape; their part of kl-clip's sum."""
+        options, names = self.config.preconditioner, tuple(layer.name for layer in layers)
+        states = [local.states[name] for name in names]
+        rotation = self.rotations.of(names, [basis for state in states if (basis := state.basis)])
+        gradient = together([gradients[name] for name in names])
+        norm = torch.linalg.vector_norm(gradient, dim=(-2, -1))
+        damping: dict[str, Any] = {
+            "damping": self.config.damping.at(now.step),
+            "damping_kind": self.config.damping.kind,
+            "exponent": options.exponent,
+        }
+        moments = [state.corrected for state in states if state.corrected is not None]
+        if moments:
+            terms = together([state.terms for state in states])
+            V, dot, corrected = precondition_corrected(
+                gradient,
+                rotation,
+                stacked(moments),
+                norm=norm,
+                terms=terms / self.layout.grad_scale() ** 2,
+                decay=options.second_moment_decay,
+                **damping,
+            )
+            for name, state, new in zip(names, states, unstacked(corrected, len(names)), strict=True):
+                local.states[name] = replace(state, corrected=new)
+        else:
+            V, dot = precondition(gradient, rotation, **damping)
+        V, finite = finite_or(V, gradient)
+        dot = torch.where(finite, dot, norm.square())
+        if options.graft == "norm":
+            scale = graft_scale(V, norm)
+            V, dot = V * each(scale), dot * scale
+        local.replaced += (~finite).sum()
+        local.results.update(zip(names, apart(V, len(names)), strict=True))
+        return self._quadratic(now, layers, dot, local.results, gradients) / layers[0].copies
 
     def finish(
         self, now: Now, local: Local, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
@@ -136,23 +170,37 @@ class KFACGradient:
         one = torch.ones_like(nu)
         return {name: torch.where(ready, nu, one) for name, ready in prepared.items()}
 
-    def _corrected(self, state: LayerState, gradient: Tensor) -> LayerState:
-        """With this gradient in the corrected eigenvalues, in the Fisher's units: a mean over M terms, times root M."""
-        assert state.basis is not None and state.corrected is not None
-        rotated = state.basis.rotate(gradient) * (state.terms.sqrt() / self.layout.grad_scale())
-        decay = self.config.preconditioner.second_moment_decay
-        usable = torch.isfinite(rotated).all()
-        return replace(state, corrected=state.corrected.folded(rotated, decay=decay, usable=usable))
+    def _quadratic(
+        self,
+        now: Now,
+        layers: Sequence[LayerSpec],
+        dot: Tensor,
+        results: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+    ) -> Tensor:
+        """lr^2 <V, gradient> of the unscaled gradients, summed; weight and bias may have different rates.
 
-    def _quadratic(self, now: Now, layer: LayerSpec, V_OI: Tensor, gradient_OI: Tensor) -> Tensor:
-        """lr^2 <V, gradient> of the unscaled gradient; weight and bias may have different rates."""
-        products, total = V_OI * gradient_OI, torch.zeros((), device=V_OI.device)
-        for part, group in zip(self.exchange.parts(layer, products), self.exchange.group_indices(layer), strict=True):
-            total = total + part.sum() * self._lr_in_clip(now, group) ** 2
-        return total / self.layout.grad_scale() ** 2
+        Args:
+            dot: <V, gradient> of each layer, all that is needed where all rates are one.
+        """
+        rates = [[self._lr_in_clip(now, group) for group in self.groups[layer.name]] for layer in layers]
+        first, scale = rates[0][0], self.layout.grad_scale()
+        if all(_same(rate, first) for own in rates for rate in own):
+            return dot.sum() * first**2 / scale**2
+        total = torch.zeros((), device=dot.device)
+        for layer, own in zip(layers, rates, strict=True):
+            parts = self.exchange.parts(layer, results[layer.name] * gradients[layer.name])
+            for part, rate in zip(parts, own, strict=True):
+                total = total + part.sum() * rate**2
+        return total / scale**2
 
     def _lr_in_clip(self, now: Now, group: int) -> Tensor | float:
         return now.peak_lr[group] if self.clip_lr == "peak" else self.layout.optimizer.param_groups[group]["lr"]
+
+
+def _same(a: Tensor | float, b: Tensor | float) -> bool:
+    """Whether two rates are known to be equal without asking the device."""
+    return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
 
 
 def peak_rates(groups: Sequence[Mapping[str, Any]], before: Mapping[int, Any]) -> dict[int, Any]:

@@ -5,7 +5,7 @@ Shape suffixes: D a side's width, O and I the sides of a layer's matrix, n block
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -35,6 +35,11 @@ class Eigenbasis:
     def nbytes(self) -> int:
         return sum(vectors.nbytes for vectors in self.vectors) + self.values.nbytes
 
+    @cached_property
+    def half_vectors(self) -> tuple[Tensor, ...]:
+        """The vectors in bf16, made once: for products in mixed precision."""
+        return tuple(vectors.bfloat16() for vectors in self.vectors)
+
     def rounded(self, dtype: torch.dtype) -> "Eigenbasis":
         """With vectors as they are after travelling in ``dtype``; itself in fp32."""
         if dtype is torch.float32:
@@ -43,25 +48,11 @@ class Eigenbasis:
 
     def rotate(self, x_D: Tensor) -> Tensor:
         """Q^T x for x [D, any]."""
-        return self._apply(x_D, [vectors.mT for vectors in self.vectors])
+        return apply_blocks(x_D, [vectors.mT for vectors in self.vectors])
 
     def restore(self, x_D: Tensor) -> Tensor:
         """Q x for x [D, any]; undoes :meth:`rotate`."""
-        return self._apply(x_D, list(self.vectors))
-
-    @staticmethod
-    def _apply(x_D: Tensor, matrices: list[Tensor]) -> Tensor:
-        pieces, start = [], 0
-        for matrix in matrices:
-            count, width, _ = matrix.shape
-            part = x_D[start : start + count * width]
-            start += count * width
-            # a batch of one is slower as a batch
-            product = matrix[0] @ part if count == 1 else (matrix @ part.reshape(count, width, -1)).flatten(0, 1)
-            pieces.append(product)
-        if not pieces:
-            return x_D
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return apply_blocks(x_D, self.vectors)
 
     def overlap(self, old: "Eigenbasis | None") -> "Eigenbasis":
         """The basis whose ``rotate`` takes coordinates in ``old`` (None: unrotated) to coordinates in this one."""
@@ -74,6 +65,25 @@ class Eigenbasis:
     def squared(self) -> "Eigenbasis":
         """Every entry of Q squared: how a diagonal of second moments is carried over, see ``moments.py``."""
         return Eigenbasis(tuple(vectors.square() for vectors in self.vectors), self.values)
+
+
+def apply_blocks(x_D: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+    """A block-diagonal matrix times x [D, any]; x itself without blocks.
+
+    Args:
+        matrices: [n, b, b] per group of equal blocks.
+    """
+    pieces, start = [], 0
+    for matrix in matrices:
+        count, width, _ = matrix.shape
+        part = x_D[start : start + count * width]
+        start += count * width
+        # a batch of one is slower as a batch
+        product = matrix[0] @ part if count == 1 else (matrix @ part.reshape(count, width, -1)).flatten(0, 1)
+        pieces.append(product)
+    if not pieces:
+        return x_D
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def basis_numel(side: Side) -> int:

@@ -8,6 +8,7 @@ from torch import Tensor
 from ds_kfac.eigenbasis import Eigenbasis, LayerBasis
 from ds_kfac.layers.base import LayerSpec
 from ds_kfac.moments import AdamMoments, CorrectedEigenvalues
+from ds_kfac.precision import fp32_products
 from ds_kfac.side import Side
 
 
@@ -67,15 +68,16 @@ class LayerState:
         basis, old = new.basis, self.basis
         if basis is None or (self.corrected is None and self.adam is None):
             return new
-        overlap = LayerBasis(
-            basis.G.overlap(old.G if old else None) if G is not None or old is None else _still(basis.G),
-            basis.A.overlap(old.A if old else None) if A is not None or old is None else _still(basis.A),
-        )
-        return replace(
-            new,
-            corrected=self.corrected and self.corrected.moved(overlap, carry=carry),
-            adam=self.adam and self.adam.moved(overlap, carry=carry),
-        )
+        with fp32_products("ieee", basis.A.values.device):  # an error here would stay in the moments
+            overlap = LayerBasis(
+                basis.G.overlap(old.G if old else None) if G is not None or old is None else _still(basis.G),
+                basis.A.overlap(old.A if old else None) if A is not None or old is None else _still(basis.A),
+            )
+            return replace(
+                new,
+                corrected=self.corrected and self.corrected.moved(overlap, carry=carry),
+                adam=self.adam and self.adam.moved(overlap, carry=carry),
+            )
 
 
 def _still(basis: Eigenbasis) -> Eigenbasis:

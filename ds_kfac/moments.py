@@ -1,14 +1,18 @@
 """Running moments of a layer's gradient in its eigenbasis: corrected eigenvalues, and Adam's state.
 
-Shape suffixes: O, I the sides of the layer's matrix.
+Shape suffixes: O, I the sides of the layer's matrix. Of n layers of equal shape at once every tensor has a leading n.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ds_kfac.eigenbasis import LayerBasis
+from ds_kfac.ops.dispatch import corrected_scale_dot
+from ds_kfac.ops.reference import each
 
 
 def carried(second_OI: Tensor, overlap: LayerBasis) -> Tensor:
@@ -36,16 +40,39 @@ class CorrectedEigenvalues:
     def nbytes(self) -> int:
         return self.second_OI.nbytes + self.updates.nbytes
 
-    def folded(self, rotated_OI: Tensor, *, decay: float, usable: Tensor) -> "CorrectedEigenvalues":
-        """S <- r S + (1 - r) rotated^2 with r = min(1 - 1/updates, decay), as for factors.
+    def divide(
+        self,
+        rotated_OI: Tensor,
+        *,
+        norm: Tensor,
+        terms: Tensor | float,
+        decay: float,
+        damping: Callable[[Callable[[], Tensor]], Tensor | float],
+        exponent: float = 1.0,
+    ) -> tuple[Tensor, Tensor, "CorrectedEigenvalues"]:
+        """Fold a gradient in, S <- r S + (1 - r) terms rotated^2 with r = min(1 - 1/updates, decay), as for factors,
+        and divide it by the new S, (S + damping)^exponent, in one pass.
 
         Args:
-            usable: bool scalar; where false nothing changes.
+            norm: of the gradient, rotated or not. Where its square times ``terms`` is not finite nothing changes.
+            terms: brings a squared gradient to the units of the Fisher.
+            damping: mean eigenvalue, as a function -> what is added to all.
+
+        Returns the quotient, its inner product with ``rotated_OI``, and the new state.
         """
+        size = terms * norm.square()
+        usable = torch.isfinite(size)
         updates = self.updates + usable.to(self.updates.dtype)
         keep = torch.clamp(1 - 1 / updates.clamp(min=1), max=decay)
-        second = keep * self.second_OI + (1 - keep) * rotated_OI.square()
-        return CorrectedEigenvalues(torch.where(usable, second, self.second_OI), updates)
+
+        def mean() -> Tensor:  # of the new S, known before it
+            old, count = self.second_OI.mean(dim=(-2, -1)), rotated_OI.shape[-2] * rotated_OI.shape[-1]
+            return torch.where(usable, keep * old + (1 - keep) * (size / count), old)
+
+        scaled_OI, second_OI, dots = corrected_scale_dot(
+            rotated_OI, self.second_OI, torch.where(usable, keep, 1.0), terms, damping(mean), exponent=exponent
+        )
+        return scaled_OI, dots[..., 0], CorrectedEigenvalues(second_OI, updates)
 
     def moved(self, overlap: LayerBasis, *, carry: bool) -> "CorrectedEigenvalues":
         """After a refresh: kept as it is, or carried over."""
@@ -75,12 +102,12 @@ class AdamMoments:
         return self.first_OI.nbytes + self.second_OI.nbytes + self.updates.nbytes
 
     def folded(self, rotated_OI: Tensor, *, betas: tuple[float, float], usable: Tensor) -> "AdamMoments":
-        """One step's gradient folded into both moments; unchanged where ``usable`` is false."""
+        """One step's gradient folded into both moments; unchanged where ``usable``, a bool scalar, is false."""
         first = torch.lerp(rotated_OI, self.first_OI, betas[0])
         second = torch.lerp(rotated_OI.square(), self.second_OI, betas[1])
         return AdamMoments(
-            torch.where(usable, first, self.first_OI),
-            torch.where(usable, second, self.second_OI),
+            torch.where(each(usable), first, self.first_OI),
+            torch.where(each(usable), second, self.second_OI),
             self.updates + usable.to(self.updates.dtype),
         )
 
@@ -93,7 +120,7 @@ class AdamMoments:
             rotated_OI: the gradient folded in last; with ``nesterov`` it is weighted as the next step's first moment
                 will weight it (NAdam, Dozat 2016).
         """
-        steps = self.updates.clamp(min=1)
+        steps = each(self.updates.clamp(min=1))
         root = (self.second_OI / (1 - betas[1] ** steps)).sqrt_()
         first = self.first_OI / (1 - betas[0] ** steps)
         if nesterov:
@@ -105,3 +132,20 @@ class AdamMoments:
         """After a refresh: the first moment is rotated into the new basis, the second kept or carried over."""
         second = carried(self.second_OI, overlap) if carry else self.second_OI
         return replace(self, first_OI=overlap.rotate(self.first_OI).contiguous(), second_OI=second)
+
+
+Moments = TypeVar("Moments", CorrectedEigenvalues, AdamMoments)
+
+
+def stacked(moments: Sequence[Moments]) -> Moments:
+    """Of several layers, as one; a copy, unless it is one layer."""
+    if len(moments) == 1:
+        return moments[0]
+    return type(moments[0])(*(torch.stack(parts) for parts in zip(*(vars(m).values() for m in moments), strict=True)))
+
+
+def unstacked(moments: Moments, count: int) -> list[Moments]:
+    """Inverse of :func:`stacked`; views."""
+    if count == 1:
+        return [moments]
+    return [type(moments)(*parts) for parts in zip(*(part.unbind() for part in vars(moments).values()), strict=True)]

@@ -252,7 +252,7 @@ class KFACOptimizer:
         prepared = torch.zeros(len(self.layers), device=self.device)
         for index, layer in enumerate(self.layers):
             if layer.name in local.states and local.states[layer.name].basis is not None:
-                prepared[index] = 1.0
+                prepared[index].fill_(1.0)
         own = torch.cat([torch.stack([*local.numbers, local.replaced, *counts]), prepared])
         board = Board([range(len(own))] * self.channel.world, self.rank, self.plan.rows)
         leg, flats = self.exchange.scatter_leg(local.results)
@@ -260,7 +260,8 @@ class KFACOptimizer:
         totals = torch.stack(list(board.read(received).values())).sum(dim=0)
         rest = totals[len(local.numbers) :]
         numbers = totals[: len(local.numbers)] if sums is None else sums
-        self.metrics.step_summary = rest[:3] + rest.new_tensor([0.0, 0.0, float(self._failed)])
+        self.metrics.step_summary = rest[:3].clone()
+        self.metrics.step_summary[2].add_(self._failed)  # a fill: numbers from a list would be copied from the host
         ready = {layer.name: flag > 0 for layer, flag in zip(self.layers, rest[3:], strict=True)}
         now = Now(self.steps, None, self._next_peak_lr)
         self.exchange.write(flats, results, self.direction.finish(now, local, numbers.unbind(), ready))

@@ -1,23 +1,29 @@
-"""Rotate into the eigenbasis, divide, rotate back; kl-clip and grafting. Shape suffixes: O, I a layer's sides."""
+"""Rotate into the eigenbasis, divide, rotate back; kl-clip and grafting. Shape suffixes: O, I a layer's sides.
+
+All take one matrix [O, I] or n of equal shape [n, O, I]; what is a scalar of one is [n] of several.
+"""
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ds_kfac.damping import DAMPING_KINDS
-from ds_kfac.eigenbasis import LayerBasis
-from ds_kfac.ops.dispatch import eigen_scale
+from ds_kfac.moments import CorrectedEigenvalues
+from ds_kfac.ops.dispatch import eigen_scale_dot
+from ds_kfac.ops.reference import each
+from ds_kfac.rotation import Rotation
 
 
 def precondition(
     gradient_OI: Tensor,
-    basis: LayerBasis,
+    rotation: Rotation,
     *,
     damping: float,
     damping_kind: str = "tikhonov",
     exponent: float = 1.0,
-    eigenvalues_OI: Tensor | None = None,
-) -> Tensor:
-    """(F + lambda)^-exponent applied to a gradient, without forming an inverse; F = Q diag(e) Q^T.
+) -> tuple[Tensor, Tensor]:
+    """(F + lambda)^-exponent applied to a gradient, without forming an inverse; F = Q diag(e) Q^T, e = beta alpha^T.
 
         V = Q_G [ (Q_G^T gradient Q_A) / (e + lambda)^exponent ] Q_A^T
 
@@ -27,32 +33,60 @@ def precondition(
     Args:
         gradient_OI: fp32 [O, I], the bias gradient as last column where the layer has one.
         exponent: 1 is the natural gradient, 1/2 Adam's (and full-matrix AdaGrad's).
-        eigenvalues_OI: corrected eigenvalues e; None takes the Kronecker ones, values_G values_A^T.
+
+    Returns V and <V, gradient>, which is that of the rotated ones.
     """
-    rotated = basis.rotate(gradient_OI)
-    if eigenvalues_OI is None:
-        mean = basis.G.values.mean() * basis.A.values.mean()
-        lambda_ = DAMPING_KINDS[damping_kind](damping, mean)
-        scaled = eigen_scale(rotated, basis.G.values, basis.A.values, lambda_, exponent=exponent)
-    else:
-        lambda_ = DAMPING_KINDS[damping_kind](damping, eigenvalues_OI.mean())
-        scaled = rotated / (eigenvalues_OI + lambda_) ** exponent
-    return basis.restore(scaled)
+    beta_O, alpha_I = rotation.values_G, rotation.values_A
+    lambda_ = DAMPING_KINDS[damping_kind](damping, lambda: beta_O.mean(-1) * alpha_I.mean(-1))
+    scaled_OI, dots = eigen_scale_dot(rotation.rotate(gradient_OI), beta_O, alpha_I, lambda_, exponent=exponent)
+    return rotation.restore(scaled_OI), dots[..., 0]
 
 
-def finite_or(preconditioned: Tensor, otherwise: Tensor) -> tuple[Tensor, Tensor]:
-    """``preconditioned`` where all of it is finite, else ``otherwise``; and whether it was, a bool scalar.
+def precondition_corrected(
+    gradient_OI: Tensor,
+    rotation: Rotation,
+    corrected: CorrectedEigenvalues,
+    *,
+    norm: Tensor,
+    terms: Tensor | float,
+    decay: float,
+    damping: float,
+    damping_kind: str = "tikhonov",
+    exponent: float = 1.0,
+) -> tuple[Tensor, Tensor, CorrectedEigenvalues]:
+    """:func:`precondition` with the running second moment of the rotated gradient, this one included, as e.
+
+    Args:
+        norm: of the gradient.
+        terms: brings a squared gradient to the Fisher's units: loss terms over the squared loss scale.
+        decay: of the second moment.
+
+    Returns V, <V, gradient> and the new second moment.
+    """
+    scaled_OI, dot, corrected = corrected.divide(
+        rotation.rotate(gradient_OI),
+        norm=norm,
+        terms=terms,
+        decay=decay,
+        damping=partial(DAMPING_KINDS[damping_kind], damping),
+        exponent=exponent,
+    )
+    return rotation.restore(scaled_OI), dot, corrected
+
+
+def finite_or(preconditioned_OI: Tensor, otherwise_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """``preconditioned`` where all of a matrix is finite, else ``otherwise``, fp32; and whether it was, a bool scalar.
 
     ZeRO-1/2 in bf16 would apply a NaN of ours, and an overflowed gradient must reach DeepSpeed's check as it is.
     """
-    finite = torch.isfinite(preconditioned).all()
-    return torch.where(finite, preconditioned, otherwise), finite
+    finite = torch.isfinite(preconditioned_OI).flatten(-2).all(dim=-1)
+    return torch.where(each(finite), preconditioned_OI, otherwise_OI), finite
 
 
-def grafted(preconditioned: Tensor, gradient: Tensor) -> Tensor:
-    """The direction of the first at the norm of the second (Anil et al. 2020, arXiv:2002.09018, per layer)."""
-    norm = preconditioned.norm()
-    return preconditioned * torch.where(norm > 0, gradient.norm() / norm, torch.ones_like(norm))
+def graft_scale(preconditioned_OI: Tensor, norm: Tensor) -> Tensor:
+    """What gives a direction a norm, such as the gradient's (Anil et al. 2020, arXiv:2002.09018, per layer)."""
+    own = torch.linalg.vector_norm(preconditioned_OI, dim=(-2, -1))
+    return torch.where(own > 0, norm / own, torch.ones_like(own))
 
 
 def kl_clip_scale(quadratic: Tensor, *, kl_clip: float) -> Tensor:

@@ -10,6 +10,7 @@ from ds_kfac.ops.backends import chosen
 from ds_kfac.optimizer import KFACOptimizer
 from ds_kfac.scan import Scan
 from ds_kfac.schedule import Value
+from ds_kfac.stacking import stacked_bytes
 from ds_kfac.wire import segment_bytes
 
 
@@ -26,6 +27,7 @@ def attach_report(kfac: KFACOptimizer, scan: Scan) -> str:
         f"  factors every {_interval(plan.schedule.update)} (decay {config.factor.decay}), eigenbases every "
         f"{_interval(plan.schedule.refresh)} by {config.eigenbasis.method}; {_statistics(config)}",
         f"  step: {_direction(kfac)}",
+        f"  products: {_products(kfac)}",
         f"  memory: {_memory(kfac)}",
         f"  ops: {chosen(kfac.curvature.device.type)}",
         *([f"  burn-in: {burn_in}"] if burn_in else []),
@@ -78,11 +80,24 @@ def _direction(kfac: KFACOptimizer) -> str:
     )
 
 
+def _products(kfac: KFACOptimizer) -> str:
+    """In which precision, and what is done together."""
+    several = [layers for layers in kfac.direction.stacks if len(layers) > 1]
+    stacked = (
+        f"{sum(map(len, several))} of this rank's {len(kfac.owned)} layers in {len(several)} stacks, "
+        f"{sum(map(stacked_bytes, several)):,} bytes of eigenvectors copied"
+        if several
+        else "layer by layer"
+    )
+    return f"{kfac.direction.rotations.precision}; {stacked}"
+
+
 def _without_effect(kfac: KFACOptimizer) -> list[str]:
     """Keys that were given but belong to the other kind of optimizer."""
     adam = kfac.direction.moments == "adam"
     blocks = ("damping", "preconditioner") if adam else ("adam",)
-    keys = [f"kfac.{b}.{key}" for b in blocks for key in sorted(getattr(kfac.config, b).model_fields_set)]
+    given = [(b, key) for b in blocks for key in sorted(getattr(kfac.config, b).model_fields_set)]
+    keys = [f"kfac.{b}.{key}" for b, key in given if key not in ("precision", "stack_layers")]
     name = "KFACAdamW" if adam else type(kfac.target.inner).__name__
     return [f"  WARNING: of no effect with {name}: {', '.join(keys)}"] if keys else []
 

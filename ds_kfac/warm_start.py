@@ -12,6 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ds_kfac.precision import SWITCH
+
 ITERATIONS = 2
 """Orthogonal iterations at most; a third would cost what a decomposition does."""
 
@@ -130,16 +132,17 @@ def iterated(blocks: Tensor, vectors: Tensor, values: Tensor) -> tuple[Tensor, T
 
 def _look(blocks: Sequence[Tensor], vectors: Sequence[Tensor], values: Tensor) -> _Turned:
     products, diagonals, off, total = [], [], [], []
-    exact = torch.float32 if _full_precision() else torch.float64
-    for block, basis in zip(blocks, vectors, strict=True):
-        basis = basis.to(exact)
-        product = block.to(exact) @ basis
-        turned = basis.mT @ product
-        diagonal = turned.diagonal(dim1=-2, dim2=-1)
-        products.append(product.float())
-        diagonals.append(diagonal.float())  # a copy only if not fp32 already
-        total.append(turned.norm())
-        off.append((turned - torch.diag_embed(diagonal)).norm())
+    with SWITCH:  # the thread that preconditions may allow TF32 for a moment
+        exact = torch.float32 if _full_precision() else torch.float64
+        for block, basis in zip(blocks, vectors, strict=True):
+            basis = basis.to(exact)
+            product = block.to(exact) @ basis
+            turned = basis.mT @ product
+            diagonal = turned.diagonal(dim1=-2, dim2=-1)
+            products.append(product.float())
+            diagonals.append(diagonal.float())  # a copy only if not fp32 already
+            total.append(turned.norm())
+            off.append((turned - torch.diag_embed(diagonal)).norm())
     change = torch.cat([diagonal.reshape(-1) for diagonal in diagonals]).clamp(min=0) - values
     norms = [torch.stack(off).norm(), change.norm(), torch.stack(total).norm()]
     off_norm, change_norm, norm = torch.stack([norm.double() for norm in norms]).tolist()

@@ -68,6 +68,23 @@ class TokenNet(nn.Module):
         return cross_entropy(self.lm_head(x + h + 0.3 * context), labels)
 
 
+class TwinNet(TokenNet):
+    """Four layers of one shape, and a pair of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twins = nn.ModuleList([nn.Linear(13, 13) for _ in range(4)])
+        self.pair = nn.ModuleList([nn.Linear(13, 7, bias=False) for _ in range(2)])
+
+    def forward(self, tokens: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        x = self.embedding(tokens)
+        h = torch.tanh(self.rms(self.up(self.norm(x))))
+        for twin in self.twins:
+            h = h + torch.tanh(twin(h))
+        out = self.down(h) + self.pair[0](h) + self.pair[1](h)
+        return cross_entropy(self.lm_head(x + out + 0.3 * torch.cumsum(x, dim=1)), labels)
+
+
 class TiedNet(TokenNet):
     tied = True
 

@@ -13,14 +13,15 @@ FLOORS = [
         "ops.triton.syrk", "ops.triton.patch_syrk", "ops.backends", "ops.dispatch",
     ],
     [
-        "side", "factor", "adaptive", "warm_start", "eigen_rounds", "eigensolver", "eigenbasis", "moments", "damping",
+        "side", "factor", "adaptive", "precision", "warm_start", "eigen_rounds", "eigensolver", "eigenbasis", "rotation",
+        "moments", "damping",
         "orthogonal", "preconditioner", "host_copy",
     ],
     [
         "layers.base", "layers.linear", "layers.conv1d", "layers.embedding", "layers.norm",
         "layers.tensor_parallel", "layers.registry", "layers.row_blocks", "scan",
         "factor_spec", "batch_info", "experts", "rows", "shared_inputs", "capture", "sampling", "schedule", "timetable",
-        "refresher", "layer_state", "factor_state",
+        "refresher", "layer_state", "stacking", "factor_state",
     ],
     [
         "costs", "measured_costs", "grid", "work", "workers", "decomposers", "assignment", "baselines", "stagger",

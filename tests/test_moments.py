@@ -25,6 +25,10 @@ def random_basis(rows: int, columns: int, seed: int = 0) -> LayerBasis:
     return LayerBasis(side(rows), side(columns))
 
 
+def divided(moments: CorrectedEigenvalues, rotated: torch.Tensor, *, decay: float = 0.9) -> CorrectedEigenvalues:
+    return moments.divide(rotated, norm=rotated.norm(), terms=1.0, decay=decay, damping=lambda mean: 0.1)[2]
+
+
 def test_corrected_eigenvalues_are_the_diagonal_of_the_true_fisher_in_the_basis():
     """One gradient at a time: their running mean square, rotated, is diag(Q^T F Q) of F = mean vec(dW) vec(dW)^T."""
     inputs, gradients = torch.randn(40, 5), torch.randn(40, 3)
@@ -32,7 +36,7 @@ def test_corrected_eigenvalues_are_the_diagonal_of_the_true_fisher_in_the_basis(
     basis = random_basis(3, 5)
     moments = CorrectedEigenvalues.empty((3, 5))
     for a, g in zip(inputs, gradients, strict=True):
-        moments = moments.folded(basis.rotate(torch.outer(g, a)), decay=0.9999, usable=YES)
+        moments = divided(moments, basis.rotate(torch.outer(g, a)), decay=0.9999)
     vectors = torch.einsum("no,ni->noi", gradients, inputs).flatten(1).double()
     fisher = vectors.T @ vectors / 40
     Q = torch.kron(basis.G.vectors[0][0], basis.A.vectors[0][0]).double()
@@ -44,10 +48,10 @@ def test_corrected_eigenvalues_are_the_diagonal_of_the_true_fisher_in_the_basis(
 
 def test_what_is_not_usable_changes_nothing():
     no, bad = torch.tensor(False), torch.full((2, 3), float("nan"))
-    corrected = CorrectedEigenvalues.empty((2, 3)).folded(torch.ones(2, 3), decay=0.9, usable=YES)
+    corrected = divided(CorrectedEigenvalues.empty((2, 3)), torch.ones(2, 3))
     adam = AdamMoments.empty((2, 3)).folded(torch.ones(2, 3), betas=(0.9, 0.99), usable=YES)
     for before, after in (
-        (corrected, corrected.folded(bad, decay=0.9, usable=no)),
+        (corrected, divided(corrected, bad)),
         (adam, adam.folded(bad, betas=(0.9, 0.99), usable=no)),
     ):
         assert all(torch.equal(x, y) for x, y in zip(vars(before).values(), vars(after).values(), strict=True))

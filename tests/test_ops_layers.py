@@ -1,9 +1,11 @@
 """Ops over many layers in one call and fused ops: every implementation against the specification in float64."""
 
+import itertools
+
 import pytest
 import torch
 
-from ds_kfac.ops import functional, reference
+from ds_kfac.ops import dispatch, functional, reference
 from ds_kfac.ops.reference import packed_numel
 
 DIMS = [1, 2, 63, 129, 257]
@@ -146,12 +148,35 @@ def test_corrected_scale_dot_updates_and_divides(ops, exponent, split, poisoned)
     moment = 0.9 * second.double() + 0.1 * 5 * x.double() ** 2
     expected = x.double() / (moment + 0.01) ** exponent
     decay, terms = torch.tensor(0.9), torch.tensor(5.0)
-    scaled, dots = ops.corrected_scale_dot(x, second, decay, terms, 0.01, exponent=exponent, split=split)
-    torch.testing.assert_close(second.double(), moment, rtol=1e-6, atol=0)
+    before = second.clone()
+    scaled, new, dots = ops.corrected_scale_dot(x, second, decay, terms, 0.01, exponent=exponent, split=split)
+    assert torch.equal(second, before), "state is replaced, never changed in place"
+    torch.testing.assert_close(new.double(), moment, rtol=1e-6, atol=0)
     torch.testing.assert_close(scaled.double(), expected, rtol=1e-5, atol=0)
     cut, products = 7 if split is None else split, x.double() * expected
     wanted = torch.stack([products[:, :cut].sum(), products[:, cut:].sum()])
     torch.testing.assert_close(dots.double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("decay", [1.0, torch.tensor(1.0)])
+def test_a_decay_of_one_keeps_the_second_moment_whatever_the_gradient(ops, decay, poisoned):
+    x, second = normal(63, 7), normal(63, 7, seed=1).abs()
+    x[3, 4], x[5, 6] = float("inf"), float("nan")
+    assert torch.equal(ops.corrected_scale_dot(x, second, decay, 3.0, 0.1)[1], second)
+
+
+@pytest.mark.parametrize("op", ["eigen_scale_dot", "corrected_scale_dot"])
+def test_matrices_of_one_shape_at_once_give_what_each_gives(op):
+    x, second = normal(3, 63, 7), normal(3, 63, 7, seed=1).abs()
+    values, numbers = (normal(3, 63, seed=2).abs(), normal(3, 7, seed=3).abs()), torch.tensor([0.5, 0.9, 1.0])
+    arguments = values if op == "eigen_scale_dot" else (second, numbers, 2 * numbers)
+    for source, split in itertools.product((reference, functional, dispatch), (None, 6)):
+        together = getattr(source, op)(x, *arguments, numbers / 10, exponent=0.5, split=split)
+        for index in range(3):
+            each = [argument[index] for argument in arguments]
+            alone = getattr(reference, op)(x[index], *each, numbers[index] / 10, exponent=0.5, split=split)
+            for part, expected in zip(together, alone, strict=True):
+                torch.testing.assert_close(part[index], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("ones", [False, True])

@@ -5,14 +5,20 @@ import torch
 
 from ds_kfac.eigenbasis import LayerBasis, refresh
 from ds_kfac.factor import KroneckerFactor
+from ds_kfac.moments import CorrectedEigenvalues
 from ds_kfac.ops.functional import symmetric_pack
-from ds_kfac.preconditioner import finite_or, grafted, kl_clip_scale, precondition
+from ds_kfac.preconditioner import finite_or, graft_scale, kl_clip_scale, precondition, precondition_corrected
+from ds_kfac.rotation import Rotation
 from ds_kfac.side import Side
 
 
 def basis(*matrices: torch.Tensor) -> LayerBasis:
     factors = [KroneckerFactor(Side.dense(len(m)), symmetric_pack(m), torch.ones(())) for m in matrices]
     return LayerBasis(*(refresh(factor).basis for factor in factors))
+
+
+def rotation(*matrices: torch.Tensor) -> Rotation:
+    return Rotation.of([basis(*matrices)])
 
 
 def spd(dim: int) -> torch.Tensor:
@@ -28,15 +34,18 @@ def test_equals_the_dense_inverse(rows, columns, kind):
     scale = float(G.trace() / rows * A.trace() / columns) if kind == "relative" else 1.0
     fisher = torch.kron(G.double(), A.double()) + 0.1 * scale * torch.eye(rows * columns, dtype=torch.float64)
     expected = torch.linalg.solve(fisher, gradient.double().flatten()).view(rows, columns)
-    actual = precondition(gradient, basis(G, A), damping=0.1, damping_kind=kind)
+    actual, dot = precondition(gradient, rotation(G, A), damping=0.1, damping_kind=kind)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(dot.double(), (expected * gradient.double()).sum(), rtol=1e-4, atol=1e-5)
 
 
 def test_is_linear_so_that_a_loss_scale_passes_through():
     gradient = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
-    both = basis(spd(5), spd(7))
-    scaled = precondition(1024 * gradient, both, damping=0.1)
-    torch.testing.assert_close(scaled, 1024 * precondition(gradient, both, damping=0.1), rtol=1e-6, atol=0)
+    both = rotation(spd(5), spd(7))
+    scaled, dot = precondition(1024 * gradient, both, damping=0.1)
+    plain, plain_dot = precondition(gradient, both, damping=0.1)
+    torch.testing.assert_close(scaled, 1024 * plain, rtol=1e-6, atol=0)
+    torch.testing.assert_close(dot, 1024**2 * plain_dot, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -59,23 +68,41 @@ def test_kl_clip_bounds_the_step(quadratic, expected):
 
 
 def test_an_exponent_of_one_half_is_the_inverse_square_root():
-    gradient, both = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)), basis(spd(5), spd(7))
-    half = precondition(gradient, both, damping=0.1, exponent=0.5)
-    torch.testing.assert_close(
-        precondition(half, both, damping=0.1, exponent=0.5), precondition(gradient, both, damping=0.1)
-    )
+    gradient, both = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)), rotation(spd(5), spd(7))
+    half, _ = precondition(gradient, both, damping=0.1, exponent=0.5)
+    twice, _ = precondition(half, both, damping=0.1, exponent=0.5)
+    torch.testing.assert_close(twice, precondition(gradient, both, damping=0.1)[0])
 
 
-def test_corrected_eigenvalues_take_the_place_of_products():
-    gradient, both = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)), basis(spd(5), spd(7))
-    same = torch.outer(both.G.values, both.A.values)
-    expected = precondition(gradient, both, damping=0.1, damping_kind="relative")
-    actual = precondition(gradient, both, damping=0.1, damping_kind="relative", eigenvalues_OI=same)
-    torch.testing.assert_close(actual, expected)
-    torch.testing.assert_close(precondition(gradient, both, damping=1.0, eigenvalues_OI=torch.ones(5, 7)), gradient / 2)
+@pytest.mark.parametrize("kind", ["tikhonov", "relative"])
+def test_corrected_eigenvalues_take_the_place_of_products(kind):
+    """Against float64: the second moment with this gradient in it, its mean known beforehand, the inner product."""
+    generator = torch.Generator().manual_seed(0)
+    gradient, old = torch.randn(5, 7, generator=generator), torch.rand(5, 7, generator=generator)
+    both, before = rotation(spd(5), spd(7)), CorrectedEigenvalues(old, torch.tensor(9.0))
+    options = {"damping": 0.1, "damping_kind": kind, "exponent": 0.5, "decay": 0.8, "terms": torch.tensor(3.0)}
+    V, dot, after = precondition_corrected(gradient, both, before, norm=gradient.norm(), **options)
+    Q_G, Q_A, g = both.G[0][0].double(), both.A[0][0].double(), gradient.double()
+    second = 0.8 * old.double() + 0.2 * 3 * (Q_G.T @ g @ Q_A) ** 2
+    damping = 0.1 * second.mean() if kind == "relative" else 0.1
+    expected = Q_G @ ((Q_G.T @ g @ Q_A) / (second + damping) ** 0.5) @ Q_A.T
+    torch.testing.assert_close(after.second_OI.double(), second, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(V.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dot.double(), (expected * g).sum(), rtol=1e-5, atol=1e-5)
+    assert after.updates == 10 and torch.equal(before.second_OI, old)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan"), 1e30])
+def test_a_gradient_that_overflows_leaves_corrected_eigenvalues_alone(bad):
+    gradient, both = torch.ones(5, 7), rotation(spd(5), spd(7))
+    gradient[2, 3] = bad
+    before = CorrectedEigenvalues(torch.rand(5, 7), torch.tensor(3.0))
+    options = {"damping": 0.1, "damping_kind": "relative", "decay": 0.8, "terms": 3.0}
+    _, _, after = precondition_corrected(gradient, both, before, norm=gradient.norm(), **options)
+    assert torch.equal(after.second_OI, before.second_OI) and after.updates == 3
 
 
 def test_grafting_keeps_the_direction_and_takes_the_norm():
     V, gradient = torch.randn(3, 4), torch.randn(3, 4)
-    torch.testing.assert_close(grafted(V, gradient), V * gradient.norm() / V.norm())
-    assert torch.equal(grafted(torch.zeros(3, 4), gradient), torch.zeros(3, 4))
+    torch.testing.assert_close((V * graft_scale(V, gradient.norm())).norm(), gradient.norm())
+    assert graft_scale(torch.zeros(3, 4), gradient.norm()) == 1

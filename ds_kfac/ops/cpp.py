@@ -158,7 +158,7 @@ def eigen_scale(
     x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Tensor | float, *, exponent: float = 1.0
 ) -> Tensor:
     """See :func:`ds_kfac.ops.reference.eigen_scale`."""
-    if not x_OI.is_contiguous():  # rotated gradients come transposed
+    if x_OI.ndim == 2 and not x_OI.is_contiguous() and x_OI.T.is_contiguous():
         return eigen_scale_dot(x_OI.T, values_I, values_O, damping, exponent=exponent)[0].T
     return eigen_scale_dot(x_OI, values_O, values_I, damping, exponent=exponent)[0]
 
@@ -194,18 +194,20 @@ def corrected_scale_dot(
     *,
     exponent: float = 1.0,
     split: int | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`ds_kfac.ops.reference.corrected_scale_dot`."""
-    if exponent not in (0.5, 1.0) or x_OI.shape != second_OI.shape or not plain(second_OI, x_OI := x_OI.contiguous()):
+    x_OI, second_OI = x_OI.contiguous(), second_OI.contiguous()
+    fits = x_OI.ndim == 2 and x_OI.shape == second_OI.shape and plain(second_OI, x_OI)
+    if exponent not in (0.5, 1.0) or not fits:
         return functional.corrected_scale_dot(x_OI, second_OI, decay, terms, damping, exponent=exponent, split=split)
     rows, columns = x_OI.shape
-    scaled_OI, dots = torch.empty(rows, columns), torch.empty(2)
+    scaled_OI, new_OI, dots = torch.empty(rows, columns), torch.empty(rows, columns), torch.empty(2)
     library().ds_kfac_corrected_scale_dot(
-        x_OI.data_ptr(), scaled_OI.data_ptr(), rows, columns, second_OI.data_ptr(), float(decay),
+        x_OI.data_ptr(), scaled_OI.data_ptr(), rows, columns, second_OI.data_ptr(), new_OI.data_ptr(), float(decay),
         (1 - float(decay)) * float(terms), float(damping), exponent == 0.5, _cut(split, columns), dots.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip
-    return scaled_OI, dots
+    return scaled_OI, new_OI, dots
 
 
 def _cut(split: int | None, columns: int) -> int:

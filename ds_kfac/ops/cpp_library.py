@@ -18,7 +18,7 @@ _SIGNATURES = {
     "ema_update": "lpppppppi",
     "similarity": "lppppplpi",
     "eigen_scale_dot": "ppllppfilpi",
-    "corrected_scale_dot": "ppllpfffilpi",
+    "corrected_scale_dot": "ppllppfffilpi",
 }
 """Function -> a letter of ``_TYPES`` per argument; see the sources."""
 

@@ -1,12 +1,15 @@
 """The op vocabulary that the floors above call: each op by the backend chosen for the device of its tensors.
 
-Contracts are in ``ops/reference.py``.
+Contracts are in ``ops/reference.py``. Several matrices [n, O, I] at once go to plain torch whatever was chosen: that is
+for small ones, of which the launches cost more than the passes over memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
+from ds_kfac.ops import functional
 from ds_kfac.ops.backends import chosen
 
 __all__ = [
@@ -93,7 +96,7 @@ def eigen_scale(
     x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Tensor | float, *, exponent: float = 1.0
 ) -> Tensor:
     """See :func:`ds_kfac.ops.reference.eigen_scale`."""
-    return chosen(x_OI.device.type).ops["eigen_scale"][1](x_OI, values_O, values_I, damping, exponent=exponent)
+    return _elementwise("eigen_scale", x_OI)(x_OI, values_O, values_I, damping, exponent=exponent)
 
 
 def eigen_scale_dot(
@@ -106,7 +109,7 @@ def eigen_scale_dot(
     split: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`ds_kfac.ops.reference.eigen_scale_dot`."""
-    op = chosen(x_OI.device.type).ops["eigen_scale_dot"][1]
+    op = _elementwise("eigen_scale_dot", x_OI)
     return op(x_OI, values_O, values_I, damping, exponent=exponent, split=split)
 
 
@@ -119,7 +122,11 @@ def corrected_scale_dot(
     *,
     exponent: float = 1.0,
     split: int | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`ds_kfac.ops.reference.corrected_scale_dot`."""
-    op = chosen(x_OI.device.type).ops["corrected_scale_dot"][1]
+    op = _elementwise("corrected_scale_dot", x_OI)
     return op(x_OI, second_OI, decay, terms, damping, exponent=exponent, split=split)
+
+
+def _elementwise(op: str, x: Tensor) -> Callable[..., Any]:
+    return getattr(functional, op) if x.ndim > 2 else chosen(x.device.type).ops[op][1]

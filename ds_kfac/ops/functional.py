@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import unfold
 
-from ds_kfac.ops.reference import packed_numel
+from ds_kfac.ops.reference import each, packed_numel
 
 __all__ = [
     "block_syrk_accumulate_",
@@ -204,7 +204,7 @@ def eigen_scale(
     x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Tensor | float, *, exponent: float = 1.0
 ) -> Tensor:
     """See :func:`ds_kfac.ops.reference.eigen_scale`. The common exponents without a general power."""
-    denominators = torch.outer(values_O, values_I) + damping
+    denominators = values_O[..., :, None] * values_I[..., None, :] + each(damping)
     if exponent == 1.0:
         return x_OI / denominators
     return x_OI * denominators.rsqrt() if exponent == 0.5 else x_OI / denominators**exponent
@@ -233,17 +233,21 @@ def corrected_scale_dot(
     *,
     exponent: float = 1.0,
     split: int | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`ds_kfac.ops.reference.corrected_scale_dot`."""
-    second_OI.mul_(decay).add_(x_OI.square().mul_((1 - decay) * terms))
-    denominators = second_OI + damping
+    keep = decay if isinstance(decay, Tensor) else torch.full((), decay, device=x_OI.device)
+    folded = x_OI.square().mul_(each((1 - keep) * terms)).add_(second_OI * each(keep))
+    new_OI = torch.where(each(keep) < 1, folded, second_OI)  # 0 * inf is NaN
+    denominators = torch.add(new_OI, each(damping), out=folded)
     scaled_OI = x_OI / (denominators if exponent == 1.0 else denominators.pow_(exponent))
-    return scaled_OI, _dots(x_OI, scaled_OI, split)
+    return scaled_OI, new_OI, _dots(x_OI, scaled_OI, split)
 
 
 def _dots(x_OI: Tensor, scaled_OI: Tensor, split: int | None) -> Tensor:
-    products, split = x_OI * scaled_OI, x_OI.shape[1] if split is None else split
-    return torch.stack([products[:, :split].sum(), products[:, split:].sum()])
+    products = x_OI * scaled_OI
+    if split is None:
+        return torch.nn.functional.pad(products.sum(dim=(-2, -1))[..., None], (0, 1))
+    return torch.stack([products[..., :split].sum(dim=(-2, -1)), products[..., split:].sum(dim=(-2, -1))], dim=-1)
 
 
 def patch_syrk_accumulate_(

@@ -4,6 +4,7 @@ Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle, O and
 """
 
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -142,8 +143,24 @@ def count_accumulate_(sum_D: Tensor, index_N: Tensor) -> Tensor:
 def eigen_scale(
     x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Tensor | float, *, exponent: float = 1.0
 ) -> Tensor:
-    """Divide by the damped Kronecker eigenvalues: x_OI / (values_O values_I^T + damping)^exponent."""
-    return x_OI / (torch.outer(values_O, values_I) + damping) ** exponent
+    """Divide by the damped Kronecker eigenvalues: x_OI / (values_O values_I^T + damping)^exponent.
+
+    This op and the two below take n matrices of one shape as well: x [n, O, I], values [n, O] and [n, I], scalars [n].
+    """
+    return x_OI / (values_O[..., :, None] * values_I[..., None, :] + each(damping)) ** exponent
+
+
+@overload
+def each(value: Tensor) -> Tensor: ...
+
+
+@overload
+def each(value: float) -> float: ...
+
+
+def each(value: Tensor | float) -> Tensor | float:
+    """A number, a scalar or one of [n], to go with a matrix or with n of them."""
+    return value[..., None, None] if isinstance(value, Tensor) else value
 
 
 def eigen_scale_dot(
@@ -159,6 +176,8 @@ def eigen_scale_dot(
 
     Args:
         split: None counts every column in the first sum.
+
+    Of n matrices the sums are [n, 2].
     """
     scaled_OI = eigen_scale(x_OI, values_O, values_I, damping, exponent=exponent)
     return scaled_OI, _dots(x_OI, scaled_OI, split)
@@ -173,26 +192,29 @@ def corrected_scale_dot(
     *,
     exponent: float = 1.0,
     split: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Fold x into its second moment, in place, and divide by that: EKFAC's step.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fold x into its second moment and divide by that: EKFAC's step.
 
-        second <- r second + (1 - r) terms x^2        scaled = x / (second + damping)^exponent
+        new = r second + (1 - r) terms x^2        scaled = x / (new + damping)^exponent
 
     Args:
-        decay: r, a float or a scalar on the device.
+        second_OI: not changed.
+        decay: r, a float or a scalar on the device. 1 leaves the moment as it is whatever x holds, also NaN: so a
+            gradient that overflowed is kept out without asking the host.
         terms: factor on x^2.
 
-    Returns scaled and dots as :func:`eigen_scale_dot`.
+    Returns scaled, new, and dots as :func:`eigen_scale_dot`.
     """
-    second_OI.copy_(decay * second_OI + (1 - decay) * terms * x_OI.square())
-    scaled_OI = x_OI / (second_OI + damping) ** exponent
-    return scaled_OI, _dots(x_OI, scaled_OI, split)
+    keep = each(torch.as_tensor(decay, device=x_OI.device))
+    new_OI = torch.where(keep < 1, keep * second_OI + (1 - keep) * each(terms) * x_OI.square(), second_OI)
+    scaled_OI = x_OI / (new_OI + each(damping)) ** exponent
+    return scaled_OI, new_OI, _dots(x_OI, scaled_OI, split)
 
 
 def _dots(x_OI: Tensor, scaled_OI: Tensor, split: int | None) -> Tensor:
-    columns_I = (x_OI * scaled_OI).sum(dim=0)
-    split = len(columns_I) if split is None else split
-    return torch.stack([columns_I[:split].sum(), columns_I[split:].sum()])
+    columns_I = (x_OI * scaled_OI).sum(dim=-2)
+    split = columns_I.shape[-1] if split is None else split
+    return torch.stack([columns_I[..., :split].sum(-1), columns_I[..., split:].sum(-1)], dim=-1)
 
 
 def patch_syrk_accumulate_(

@@ -1,0 +1,105 @@
+"""Gradients into their eigenbasis and back, in a precision; also of several layers of equal shape at once.
+
+Shape suffixes: O, I a layer's sides, n layers of equal shape.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds_kfac.eigenbasis import Eigenbasis, LayerBasis, apply_blocks
+from ds_kfac.precision import HIGHEST, Precision, fp32_products
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Of one matrix [O, I], or of n at once [n, O, I].
+
+    Attributes:
+        G, A: eigenvectors: of one layer as in ``Eigenbasis.vectors``, of n one [n, O, O] and [n, I, I], or nothing
+            where Q is the identity.
+        G_back, A_back: the same, for the way back: in bf16 with a bf16 half.
+        values_G, values_A: fp32 [.., O] and [.., I].
+    """
+
+    G: tuple[Tensor, ...]
+    A: tuple[Tensor, ...]
+    G_back: tuple[Tensor, ...]
+    A_back: tuple[Tensor, ...]
+    values_G: Tensor
+    values_A: Tensor
+    precision: Precision
+
+    @classmethod
+    def of(cls, bases: Sequence[LayerBasis], precision: Precision = HIGHEST) -> "Rotation":
+        """Of one layer its own eigenvectors, of several a copy; these have dense sides or sides without vectors."""
+        sides = [basis.G for basis in bases], [basis.A for basis in bases]
+        G, A = (_together([basis.vectors for basis in side]) for side in sides)
+        G_back, A_back = G, A
+        if precision.half:
+            G_back, A_back = (_together([basis.half_vectors for basis in side]) for side in sides)
+        values_G, values_A = (
+            side[0].values if len(side) == 1 else torch.stack([basis.values for basis in side]) for side in sides
+        )
+        return cls(G, A, G_back, A_back, values_G, values_A, precision)
+
+    @property
+    def several(self) -> bool:
+        return self.values_G.ndim > 1
+
+    def rotate(self, x_OI: Tensor) -> Tensor:
+        """Q_G^T x Q_A."""
+        with fp32_products(self.precision.into, x_OI.device):
+            return self._right(self._left([vectors.mT for vectors in self.G], x_OI), self.A)
+
+    def restore(self, x_OI: Tensor) -> Tensor:
+        """Q_G x Q_A^T; with a bf16 half in bf16, unless neither side has vectors."""
+        if self.precision.half and (self.G or self.A):
+            x_OI = x_OI.bfloat16()
+        with fp32_products(self.precision.into, x_OI.device):
+            return self._right(self._left(self.G_back, x_OI), [vectors.mT for vectors in self.A_back])
+
+    def _left(self, matrices: Sequence[Tensor], x: Tensor) -> Tensor:
+        if self.several:
+            return matrices[0] @ x if matrices else x
+        return apply_blocks(x, matrices)
+
+    def _right(self, x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+        if self.several:
+            return x @ matrices[0] if matrices else x
+        if len(matrices) == 1 and len(matrices[0]) == 1:
+            return x @ matrices[0][0]
+        return apply_blocks(x.T, [matrix.mT for matrix in matrices]).T
+
+
+def _together(vectors: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    if len(vectors) == 1 or not vectors[0]:
+        return vectors[0]
+    return (torch.cat([groups[0] for groups in vectors]),)
+
+
+class Rotations:
+    """Those of a run, kept until a basis is another one: copies are made on refresh steps only."""
+
+    def __init__(self, precision: Precision = HIGHEST) -> None:
+        self.precision = precision
+        self._kept: dict[Hashable, tuple[tuple[Eigenbasis, ...], Rotation]] = {}
+
+    def of(self, name: Hashable, bases: Sequence[LayerBasis]) -> Rotation:
+        """Of the layers called ``name``."""
+        sides = tuple(side for basis in bases for side in (basis.G, basis.A))
+        kept = self._kept.get(name)
+        if kept is None or any(old is not new for old, new in zip(kept[0], sides, strict=True)):
+            self._kept.pop(name, None)  # its memory first
+            kept = self._kept[name] = sides, Rotation.of(bases, self.precision)
+        return kept[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the copies: stacks of several layers, and eigenvectors in bf16, which layers with one A share."""
+        stacks = {id(t): t for _, r in self._kept.values() if r.several for t in (*r.G, *r.A, r.values_G, r.values_A)}
+        halves = {id(t): t for _, r in self._kept.values() if r.precision.half for t in (*r.G_back, *r.A_back)}
+        single = {id(t): t for sides, _ in self._kept.values() for s in sides for t in vars(s).get("half_vectors", ())}
+        return sum(tensor.nbytes for tensor in {**stacks, **halves, **single}.values())
