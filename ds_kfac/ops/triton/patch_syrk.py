@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ds_kfac.ops.reference import packed_numel
 from ds_kfac.ops.triton.base import INTERPRET, dot, multiprocessors, on_device_of
-from ds_kfac.ops.triton.syrk import SyrkConfig
+from ds_kfac.ops.triton.syrk_configs import SyrkConfig
 from ds_kfac.ops.triton.triangle import add_tile, add_to, split_for, tile_at, tile_count
 
 
