@@ -48,7 +48,9 @@ class Sizes:
     images: tuple[tuple[int, int, int], ...]
 
 
-SMALL = Sizes((1, 65), (1, 2, 63, 129, 257), (1, 2, 63, 129, 257), ((1, 1), (63, 129), (257, 2)), ((1, 5, 3), (2, 9, 3)))
+SMALL = Sizes(
+    (1, 65), (1, 2, 63, 129, 257), (1, 2, 63, 129, 257), ((1, 1), (63, 129), (257, 2)), ((1, 5, 3), (2, 9, 3))
+)
 REAL = Sizes(
     (2048, 8192), (1, 63, 257, 768, 769, 1024, 1600, 2048, 4096, 4097, 6400), (768, 3072, 769, 1600, 63, 4097, 1, 1024),
     ((768, 769), (3072, 769), (1600, 6401), (4096, 4097), (63, 8192)), ((4, 64, 56), (4, 256, 14), (2, 3, 224)),
@@ -155,5 +157,3 @@ def sums(x_OI: Tensor, scaled_OI: Tensor, split: int | None) -> Tensor:
     products = x_OI.double() * scaled_OI
     left = products.shape[1] if split is None else split
     return torch.stack([products[:, :left].sum(), products[:, left:].sum()])
-
-

@@ -7,7 +7,17 @@ from torch import Tensor
 
 from ds_kfac.ops.reference import packed_numel
 from tests.gpu.calls import (
-    DTYPES, Call, Sizes, block_syrk_calls, count_calls, laid_out, normal, patch_calls, scale_calls, syrk_calls, triangle,
+    DTYPES,
+    Call,
+    Sizes,
+    block_syrk_calls,
+    count_calls,
+    laid_out,
+    normal,
+    patch_calls,
+    scale_calls,
+    syrk_calls,
+    triangle,
 )  # fmt: skip
 
 

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from ds_kfac.ops import cpp, cuda, functional
-from ds_kfac.ops.backends import BACKENDS, OPS, Backend
+from ds_kfac.ops import cpp
+from ds_kfac.ops.backends import BACKENDS, OPS
 from ds_kfac.ops.cuda import CudaOps
+from ds_kfac.ops.guarded import guarded
 from ds_kfac.ops.triton import backend as triton
 from tests.gpu.calls import Call
 
@@ -22,7 +23,6 @@ OFFERS = {
     "triton": tuple(triton.MODULES),
     "cuda": CudaOps.OPS,
 }
-LOADERS = {"triton": Backend("cuda", triton.load), "cuda": Backend("cuda", cuda.load)} | BACKENDS
 
 
 def pairs(*backends: str) -> list:
@@ -38,11 +38,15 @@ def pairs(*backends: str) -> list:
 
 
 def implementations(backend: str) -> Mapping[str, Callable[..., Any]]:
-    """Op -> implementation; skips with the reason where there is none."""
+    """Op -> implementation; skips with the reason where there is none.
+
+    GPU backends must do every call themselves; the C++ ops leave some exponents to plain torch.
+    """
     try:
-        return LOADERS[backend].load()
+        found = BACKENDS[backend].load()
     except RuntimeError as problem:
         pytest.skip(f"no {backend} ops: {problem}")
+    return {op: guarded(backend, op, function) for op, function in found.items()} if backend == "cpp" else found
 
 
 def copied(value: Any) -> Any:

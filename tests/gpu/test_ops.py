@@ -6,7 +6,15 @@ import torch
 from tests.gpu.calls import REAL, SMALL
 from tests.gpu.layer_calls import calls_of
 from tests.gpu.targets import (
-    copied, deterministic, implementations, no_waiting, pairs, poison, problems, refill, side_stream,
+    copied,
+    deterministic,
+    implementations,
+    no_waiting,
+    pairs,
+    poison,
+    problems,
+    refill,
+    side_stream,
 )  # fmt: skip
 
 EVERY = pytest.mark.parametrize(("device", "backend", "op"), pairs("torch", "cpp", "triton", "cuda"))

@@ -10,8 +10,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ds_kfac.ops.guarded import NotMadeFor, of
 from ds_kfac.ops.reference import packed_numel
-from ds_kfac.ops.triton.base import architecture, dot, multiprocessors, on_device_of
+from ds_kfac.ops.triton.base import DTYPES, architecture, check_devices, dot, multiprocessors, on_device_of
 from ds_kfac.ops.triton.bias_row import add_bias_row
 from ds_kfac.ops.triton.syrk_configs import SyrkConfig, config_for
 from ds_kfac.ops.triton.syrk_descriptor import syrk_descriptor_kernel
@@ -65,13 +66,16 @@ def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None 
     told to be, then small D uses fewer multiprocessors.
     """
     (rows, dim), ones = x_ND.shape, ones_column is not None
-    if sum_P.dtype != torch.float32 or sum_P.shape != (packed_numel(dim + ones),) or not sum_P.is_contiguous():
+    if sum_P.dtype != torch.float32 or sum_P.shape != (packed_numel(dim + ones),):
         raise ValueError(
-            f"syrk_accumulate_: sum_P must be fp32, contiguous, of shape ({packed_numel(dim + ones)},) for rows of "
+            f"syrk_accumulate_: sum_P must be fp32 of shape ({packed_numel(dim + ones)},) for rows of "
             f"{dim}{' and a ones column' if ones else ''}, got {sum_P.dtype} {tuple(sum_P.shape)}"
         )
-    if x_ND.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"syrk_accumulate_: rows must be bf16, fp16 or fp32, got {x_ND.dtype}")
+    if x_ND.dtype not in DTYPES or not sum_P.is_contiguous():
+        raise NotMadeFor(
+            f"syrk_accumulate_: expected rows in bf16, fp16 or fp32 and a contiguous sum, got {of(x_ND, sum_P)}"
+        )
+    check_devices("syrk_accumulate_", sum_P, x_ND, ones_column)
     if not rows or not dim:
         return sum_P
     x_ND = x_ND if x_ND.stride(1) == 1 else x_ND.contiguous()
