@@ -27,8 +27,7 @@ from benchmarks.kernels_report import document, draw, table, write_csv
 from benchmarks.kernels_shapes import MODELS, Model
 from benchmarks.kernels_solvers import IMPLEMENTATIONS, SOLVERS, solvers
 from benchmarks.kernels_timing import Clock, Roofline
-from ds_kfac.ops import cuda
-from ds_kfac.ops.backends import BACKENDS, OPS, Backend
+from ds_kfac.ops.backends import BACKENDS, OPS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,7 +36,7 @@ def implementations(device: str) -> tuple[dict[str, Mapping[str, Op]], dict[str,
     """Backend -> its ops; backend -> why it cannot run here."""
     found: dict[str, Mapping[str, Op]] = {}
     missing = {}
-    for name, backend in ({"cuda": Backend("cuda", cuda.load)} | BACKENDS).items():
+    for name, backend in BACKENDS.items():
         if backend.device not in (None, device):
             continue
         try:

@@ -273,9 +273,10 @@ class MetricsConfig(Block):
 class OpsConfig(Block):
     """Which code computes."""
 
-    backend: Literal["cpp", "torch"] | None = None
-    """cpp: C++ on the CPU, compiled at first use. torch: plain torch. What a backend has no code for runs in torch.
-    null: the fastest that can run here, per operation; the attach report tells. Of the process: the last attach
+    backend: Literal["cpp", "triton", "cuda", "torch"] | None = None
+    """cpp: C++ on the CPU. triton, cuda: on NVIDIA GPUs from compute capability 8.0, each with some of the operations.
+    torch: plain torch, anywhere. What a backend has no code for runs in torch. null: the best that can run here, per
+    operation; the attach report tells. All but torch are compiled at first use. Of the process: the last attach
     decides."""
 
 

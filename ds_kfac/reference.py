@@ -67,7 +67,7 @@ class _Use:
         """This step's mean a a^T and mean g g^T over loss terms, and M. Forgets the rows."""
         owner, rows_a, rows_g, terms = self.owner, [], [], 0.0
         for a, g in self.pairs:
-            mask = torch.ones(*a.shape[:2], 1) if owner.rows is None else owner.rows.reshape(*a.shape[:2], 1).float()
+            mask = a.new_ones(*a.shape[:2], 1) if owner.rows is None else owner.rows.reshape(*a.shape[:2], 1).float()
             if owner.sharing == "reduce":
                 inputs = isinstance(self.module, nn.Linear | nn.Embedding)
                 a, g = (a * mask).sum(1) / (mask.sum(1).clamp(min=1) if inputs else 1), (g * mask).sum(1)
@@ -82,7 +82,7 @@ class _Use:
         if isinstance(self.module, nn.Linear | nn.Embedding):
             return a[:, :-1].T @ a[:, :-1] / a[:, -1].sum(), g.T @ g / terms, terms
         a = a[:, :-1] * (terms / seed)
-        return a.T @ a / terms, torch.ones(1, 1), terms
+        return a.T @ a / terms, a.new_ones(1, 1), terms
 
 
 class _Layer:
@@ -132,8 +132,8 @@ class _Layer:
 def _blocks(C: Tensor, block: int) -> Tensor:
     """Diagonal blocks of a matrix, the rest zero; block 0: the identity."""
     if block == 0:
-        return torch.eye(len(C))
-    index = torch.arange(len(C)) // block
+        return torch.eye(len(C), device=C.device)
+    index = torch.arange(len(C), device=C.device) // block
     return C * (index[:, None] == index[None, :])
 
 
@@ -148,7 +148,7 @@ def _eigh(C: Tensor, block: int, old: Any = None) -> tuple[Tensor, Tensor]:
         [torch.linalg.eigh(C[i : i + block, i : i + block]) for i in range(0, len(C), max(block, 1))] if block else []
     )
     if not parts:
-        return torch.ones(len(C)), torch.eye(len(C))
+        return C.new_ones(len(C)), torch.eye(len(C), device=C.device)
     return torch.cat([e for e, _ in parts]).clamp(min=0), torch.block_diag(*(q for _, q in parts))
 
 
@@ -233,7 +233,7 @@ class ReferenceKFAC:
                 layer.factors = [r * o + (1 - r) * b for o, b in zip(old, batch, strict=True)]
         if self.steps % self.refresh_interval == 0:
             for layer in self.layers.values():
-                old = [Q for _, Q in layer.bases] or [torch.eye(len(C)) for C in layer.factors]
+                old = [Q for _, Q in layer.bases] or [torch.eye(len(C), device=C.device) for C in layer.factors]
                 exact = self.steps // self.refresh_interval % self.exact_every == 0
                 parts = zip(layer.factors, layer.blocks, [None] * 2 if exact else layer.bases, strict=True)
                 layer.bases = [_eigh(*part) for part in parts]

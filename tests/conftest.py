@@ -13,16 +13,28 @@ import torch
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items):
+    """Where there is no GPU, its tests say so."""
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device; torch finds none")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)
+
+
 @pytest.fixture
 def poisoned(monkeypatch):
-    """torch.empty gives NaN, so that an element nobody wrote shows."""
-    plain = torch.empty
+    """torch.empty and empty_like give NaN, so that an element nobody wrote shows."""
 
-    def empty(*args, **kwargs):
-        tensor = plain(*args, **kwargs)
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+    def poisoning(plain):
+        def empty(*args, **kwargs):
+            tensor = plain(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
-    monkeypatch.setattr(torch, "empty", empty)
+        return empty
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoning(getattr(torch, name)))
 
 
 @pytest.fixture(params=["reference", "functional", "cpp"])

@@ -1,6 +1,7 @@
 """Run a function on several ranks: plain processes with gloo, no launcher, results by file.
 
     results = run_ranks("tests.deepspeed.worker:main", world=2, payload={...})    # one result per rank
+    result = run_alone("tests.deepspeed.worker:main", device="cuda", payload={...})   # one rank, on a GPU with NCCL
 
 Ranks are forked from a server process that has imported torch and deepspeed once, which alone takes seconds. They
 leave with ``os._exit``: now and then interpreter shutdown aborts in gloo's threads after all work is done, so success
@@ -12,6 +13,7 @@ import multiprocessing
 import os
 import pickle
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -62,15 +64,56 @@ def run_ranks(target: str, *, world: int, payload=None, timeout: float = 300) ->
         return [pickle.loads(result.read_bytes()) for result in results]
 
 
+def run_alone(target: str, *, device: str, payload=None, timeout: float = 900):
+    """:func:`run_ranks` for one rank in a process of its own on ``device``: "cuda" with NCCL, or "cpu" with gloo.
+
+    A server that has looked for an accelerator cannot fork children for another one.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "payload").write_bytes(pickle.dumps(payload))
+        environment = {
+            "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": device,
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        }  # fmt: skip
+        code = "import sys; from tests import ranks; ranks.work_here(sys.argv[1], sys.argv[2])"
+        command = [sys.executable, "-c", code, target, name]
+        try:
+            subprocess.run(command, env=os.environ | environment, cwd=ROOT, timeout=timeout)
+        except subprocess.TimeoutExpired:
+            pass  # told by the missing result
+        if not (folder / "result0").exists():
+            log = (folder / "log0").read_text()[-6000:] if (folder / "log0").exists() else "nothing was printed"
+            raise AssertionError(f"{target} on {device} did not finish\n{log}")
+        return pickle.loads((folder / "result0").read_bytes())
+
+
+def work_here(target: str, folder: str) -> None:
+    """What :func:`run_alone` starts."""
+    import tests.preload  # noqa: F401
+
+    _worker(target, Path(folder), {"RANK": os.environ["RANK"]})
+
+
 def init_deepspeed() -> None:
-    """gloo and no JIT-compiled CPU communication op (a killed build would block every later run)."""
+    """gloo and no JIT-compiled CPU communication op (a killed build would block every later run); NCCL on a GPU.
+
+    On a GPU products are in fp32, not TF32, as what they are compared with.
+    """
     import deepspeed
     import torch
+    from deepspeed.accelerator import get_accelerator
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    on_cpu = get_accelerator().device_name() == "cpu"
+    if on_cpu:
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    else:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     torch.set_num_threads(1)
     deepspeed.utils.logger.setLevel("ERROR")
-    deepspeed.init_distributed("gloo")
+    deepspeed.init_distributed("gloo" if on_cpu else "nccl")
 
 
 def _worker(target: str, folder: Path, environment: dict[str, str]) -> None:

@@ -11,27 +11,12 @@ pytest.importorskip("triton", reason="triton is not installed: its kernels are n
 
 from ds_kfac.ops.reference import packed_numel
 from ds_kfac.ops.triton import corrected_scale, eigen_scale, patch_syrk, syrk
-from ds_kfac.ops.triton.syrk import SyrkConfig, config_for
+from ds_kfac.ops.triton.syrk_configs import CHOSEN, SHIPPED, SyrkConfig, config_for, describable, family
 
 ARCHITECTURES = (80, 90, 100)
 SHARED_PER_MULTIPROCESSOR = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
 TENSOR_CORE = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
 REGISTERS = 65536
-
-
-def accumulate(dim: int, dtype: torch.dtype, rows: int = 2048) -> None:
-    x, total = torch.empty(rows, dim, dtype=dtype), torch.empty(packed_numel(dim + 1))
-    syrk.syrk_accumulate_(total, x, ones_column=torch.ones(rows, 1))
-
-
-SYRK: dict[str, tuple[Callable[[], None], int, torch.dtype]] = {
-    "small": (lambda: accumulate(256, torch.bfloat16), 256, torch.bfloat16),
-    "split": (lambda: accumulate(1024, torch.bfloat16), 1024, torch.bfloat16),
-    "large": (lambda: accumulate(4096, torch.float16), 4096, torch.float16),
-    "small, not split": (lambda: accumulate(256, torch.bfloat16, rows=16), 256, torch.bfloat16),
-    "fp32": (lambda: accumulate(256, torch.float32), 256, torch.float32),
-    "fp32, not split": (lambda: accumulate(256, torch.float32, rows=16), 256, torch.float32),
-}
 
 
 def scale(rows: int, columns: int, transposed: bool, exponent: float) -> None:
@@ -68,20 +53,46 @@ def assert_multiplies(instructions: int, config: SyrkConfig, dtype: torch.dtype)
     assert instructions >= config.chunk // 16 if dtype != torch.float32 else instructions == 0
 
 
-@pytest.mark.parametrize("case", SYRK)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_syrk_does_not_spill_and_multiplies_on_tensor_cores(arch, case, tmp_path):
-    launch, dim, dtype = SYRK[case]
-    (compiled,) = compile_one(arch, launch)
+def shipped() -> list[tuple[int, str, SyrkConfig]]:
+    """(architecture, family, configuration): all of them, and those that rows without a descriptor get."""
+    found = []
+    for arch in ARCHITECTURES:
+        for name in (f"sm_{arch}", "fp32"):
+            plain = [config.plain() for _, config in CHOSEN[name].by_side]
+            found += [(arch, name, config) for config in dict.fromkeys((*SHIPPED[name], *plain))]
+    return found
+
+
+@pytest.mark.parametrize("split", [1, 3])
+@pytest.mark.parametrize(("arch", "name", "config"), shipped())
+def test_syrk_does_not_spill_and_multiplies_on_tensor_cores(arch, name, config, split, tmp_path, monkeypatch):
+    monkeypatch.setattr(syrk, "split_for", lambda *_: split)
+    dtype = torch.float32 if name == "fp32" else (torch.bfloat16, torch.float16)[split == 1]
+    x, total = torch.empty(2048, 1024, dtype=dtype), torch.empty(packed_numel(1025))
+    (compiled,) = compile_one(arch, lambda: syrk.accumulate(total, x, torch.ones(2048, 1), config))
     needs_disassembler()
     registers, code = inspected(compiled.cubin, tmp_path)
-    print(f"{compiled.name} {case} sm_{arch}: {registers} registers, {compiled.shared} bytes shared")
+    print(f"{compiled.name} {config} sm_{arch}: {registers} registers, {compiled.shared} bytes shared")
     assert code["STL"] == code["LDL"] == 0
-    config = config_for(dtype, dim, arch)
     assert fits(config, compiled, registers, arch)
     assert_multiplies(code[TENSOR_CORE[arch]], config, dtype)
-    assert bool(code["RED"] + code["REDG"]) == (case in ("small", "split", "fp32"))  # programs share tiles: atomic
-    assert code["LDGSTS"] > 0  # rows arrive while others are multiplied
+    assert bool(code["RED"] + code["REDG"]) == (split > 1)  # programs share tiles: atomic
+    if config.descriptor:  # two pieces of x a stage, by one thread, and none the old way
+        assert code["UTMALDG"] >= 2 * (config.stages - 1) and code["LDGSTS"] == 0
+    else:
+        assert code["LDGSTS"] > 0 and code["UTMALDG"] == 0  # rows arrive while others are multiplied
+
+
+def test_every_side_has_a_shipped_configuration():
+    for name, chosen in CHOSEN.items():
+        sides = [side for side, _ in chosen.by_side]
+        assert sides == sorted(sides) and {config for _, config in chosen.by_side} <= set(SHIPPED[name])
+    for arch, name in ((80, "sm_80"), (89, "sm_80"), (90, "sm_90"), (100, "sm_100"), (103, "sm_100"), (120, "sm_80")):
+        assert family(torch.bfloat16, arch) == name and family(torch.float32, arch) == "fp32"
+    whole, odd = torch.empty(8, 4096, dtype=torch.float16), torch.empty(8, 4097, dtype=torch.float16)
+    assert describable(whole) and config_for(whole, 90).descriptor
+    assert not describable(odd) and not config_for(odd, 90).descriptor and not config_for(whole, 80).descriptor
+    assert config_for(odd, 90).group > 1 == config_for(whole[:, :512], 90).group
 
 
 @pytest.mark.parametrize("case", SCALE)

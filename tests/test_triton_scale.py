@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ds_kfac.ops.guarded import NotMadeFor
 from tests.triton_tools import interpreted
 
 pytest.importorskip("triton", reason="triton is not installed: its kernels are not tested")
@@ -62,22 +63,23 @@ def test_a_view_with_other_strides_gives_the_same(scale, poisoned):
         assert torch.equal(scale[0].eigen_scale(view, values_O, values_I, 0.1), expected)
 
 
+@pytest.mark.parametrize("moments_transposed", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
-def test_corrected_scale_dot_against_float64(scale, rows, columns, transposed, poisoned):
+def test_corrected_scale_dot_against_float64(scale, rows, columns, transposed, moments_transposed, poisoned):
     x, values_O, values_I = inputs(rows, columns, transposed)
     second = torch.outer(values_O, values_I)
-    before = second.clone()
+    second = second.T.contiguous().T if moments_transposed else second
     r, terms, damping = 0.9, 7.0, 0.01
     new = r * second.double() + (1 - r) * terms * x.double() ** 2
-    expected = x.double() / (new + damping) ** 0.5
+    expected, before = x.double() / (new + damping) ** 0.5, second.clone()
     actual = scale[1].corrected_scale_dot(
         x, second, torch.tensor(r), torch.tensor(terms), damping, exponent=0.5, split=columns - 1
     )
     torch.testing.assert_close(actual[0].double(), expected, rtol=2e-6, atol=0)
     torch.testing.assert_close(actual[1].double(), new, rtol=2e-6, atol=0)
-    torch.testing.assert_close(actual[2].double(), dots(x.double(), expected, columns - 1), rtol=1e-5, atol=1e-5)
     assert torch.equal(second, before)
+    torch.testing.assert_close(actual[2].double(), dots(x.double(), expected, columns - 1), rtol=1e-5, atol=1e-5)
 
 
 def test_weight_one_keeps_the_moments_whatever_the_gradient(scale, poisoned):
@@ -88,7 +90,9 @@ def test_weight_one_keeps_the_moments_whatever_the_gradient(scale, poisoned):
 def test_wrong_arguments_are_named(scale):
     with pytest.raises(ValueError, match=r"values of \(2,\) and \(3,\) do not fit \(2, 2\)"):
         scale[0].eigen_scale(torch.zeros(2, 2), torch.zeros(2), torch.zeros(3), 1.0)
-    with pytest.raises(ValueError, match=r"fp32 matrix that is not empty, got torch.bfloat16 \(2, 2\)"):
+    with pytest.raises(NotMadeFor, match=r"fp32 matrix that is not empty, got torch.bfloat16 \(2, 2\)"):
         scale[0].eigen_scale(torch.zeros(2, 2).bfloat16(), torch.zeros(2), torch.zeros(2), 1.0)
-    with pytest.raises(ValueError, match=r"second moments torch.float32 \(3, 2\) do not fit fp32 \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"second moments of \(3, 2\) do not fit \(2, 2\)"):
         scale[1].corrected_scale_dot(torch.zeros(2, 2), torch.zeros(3, 2), 0.5, 1.0, 1.0)
+    with pytest.raises(NotMadeFor, match=r"fp32 with a contiguous side, got torch.float32 \(2, 2\) strides \(2, 1\)"):
+        scale[1].corrected_scale_dot(torch.zeros(2, 2), torch.zeros(4, 4)[::2, ::2], 0.5, 1.0, 1.0)

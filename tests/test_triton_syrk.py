@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ds_kfac.ops.guarded import NotMadeFor
 from ds_kfac.ops.reference import packed_numel, symmetric_pack
 from tests.triton_tools import interpreted
 
@@ -17,6 +18,24 @@ def modules():
 
 def rows_of(count: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(count, dim, generator=torch.Generator().manual_seed(count * 1000 + dim)).to(dtype)
+
+
+def padded(count: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows at multiples of 16 bytes, NaN between them."""
+    wide = torch.full((count, -(-dim // 8) * 8 + 8), float("nan"), dtype=dtype)
+    wide[:, :dim] = rows_of(count, dim, dtype)
+    return wide[:, :dim]
+
+
+class Recorder:
+    """A kernel that notes its launches."""
+
+    def __init__(self, kernel, launched: list):
+        self.kernel, self.launched = kernel, launched
+
+    def __getitem__(self, grid):
+        self.launched.append(grid)
+        return self.kernel[grid]
 
 
 def assert_adds(syrk, x, ones):
@@ -44,11 +63,42 @@ def test_it_adds_the_packed_second_moment(modules, count, dim, dtype, ones):
     assert_adds(modules[0], rows_of(count, dim, dtype), torch.ones(count, 1) if ones else None)
 
 
+@pytest.mark.parametrize("descriptor", [False, True])
 @pytest.mark.parametrize("block", [16, 64, 128])
-def test_a_tile_is_added_whole_in_every_width(modules, block, monkeypatch):
+def test_a_tile_is_added_whole_in_every_width(modules, block, descriptor, monkeypatch):
     syrk, _ = modules
-    monkeypatch.setattr(syrk, "config_for", lambda *_: syrk.SyrkConfig(block, 16, 4, 1, 1))
-    assert_adds(syrk, rows_of(18, block + 2, torch.float32), torch.ones(18, 1))
+    monkeypatch.setattr(syrk, "config_for", lambda *_: syrk.SyrkConfig(block, 16, 4, 1, 1, descriptor=descriptor))
+    assert_adds(syrk, padded(18, block + 2, torch.float32), torch.ones(18, 1))
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 16])
+def test_tiles_in_groups_are_each_computed_once(modules, group, monkeypatch):
+    syrk, _ = modules
+    for dim in (3, 16 * 5 + 3):
+        monkeypatch.setattr(syrk, "config_for", lambda *_: syrk.SyrkConfig(16, 16, 4, 1, 1, group=group))
+        assert_adds(syrk, rows_of(5, dim, torch.float32), torch.ones(5, 1))
+
+
+@pytest.mark.parametrize(("count", "dim", "dtype"), [(1, 1, torch.bfloat16), (37, 129, torch.float16)])
+@pytest.mark.parametrize("split", [1, 3])
+def test_descriptors_read_zeros_outside_of_the_rows(modules, count, dim, dtype, split, monkeypatch):
+    syrk, _ = modules
+    monkeypatch.setattr(syrk, "split_for", lambda *_: split)
+    x = padded(count, dim, dtype)
+    launched: list = []
+    monkeypatch.setattr(syrk, "syrk_descriptor_kernel", Recorder(syrk.syrk_descriptor_kernel, launched))
+    assert_adds(syrk, x, torch.ones(count, 1))
+    assert launched
+
+
+def test_rows_that_no_descriptor_describes_go_without(modules):
+    from ds_kfac.ops.triton.syrk_configs import describable
+
+    x = rows_of(20, 64, torch.bfloat16)
+    for whole in (x, x[:, 8:], x[::3], padded(20, 33, torch.float16)):
+        assert describable(whole)
+    for broken in (x[:, 1:], x.T, rows_of(20, 33, torch.bfloat16), x[:1].expand(20, 64)):
+        assert not describable(broken)
 
 
 @pytest.mark.parametrize("split", [2, 3, 8])
@@ -79,7 +129,7 @@ def test_no_rows_add_nothing(modules):
 def test_wrong_arguments_are_named(modules):
     with pytest.raises(ValueError, match=r"of shape \(10,\) for rows of 3 and a ones column, got torch.float32 \(6,\)"):
         modules[0].syrk_accumulate_(torch.zeros(6), torch.zeros(4, 3), ones_column=torch.ones(4, 1))
-    with pytest.raises(ValueError, match=r"bf16, fp16 or fp32, got torch\.float64"):
+    with pytest.raises(NotMadeFor, match=r"bf16, fp16 or fp32 and a contiguous sum, got torch\.float64"):
         modules[0].syrk_accumulate_(torch.zeros(6), torch.zeros(4, 3).double())
 
 

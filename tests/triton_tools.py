@@ -93,6 +93,8 @@ def compiling(arch: int, **options: Any) -> Iterator[list[Compiled]]:
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
+    from ds_kfac.ops.triton import base
+
     done: list[Compiled] = []
     launch = JITFunction.run
 
@@ -103,6 +105,7 @@ def compiling(arch: int, **options: Any) -> Iterator[list[Compiled]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", compile_only)
+        patch.setattr(base, "DEVICE_TYPE", "cpu")
         patch.setattr(driver, "_active", AbsentDevice(arch))
         yield done
 

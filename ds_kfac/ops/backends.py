@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any
 
-from ds_kfac.ops import cpp, functional
+from ds_kfac.ops import cpp, cuda, functional
+from ds_kfac.ops.guarded import guarded
+from ds_kfac.ops.triton import backend as triton
 
 OPS = (
     "syrk_accumulate_",
@@ -41,9 +43,11 @@ class Backend:
 
 BACKENDS: dict[str, Backend] = {
     "cpp": Backend("cpu", cpp.load),
+    "triton": Backend("cuda", triton.load),
+    "cuda": Backend("cuda", cuda.load),
     "torch": Backend(None, lambda: {op: getattr(functional, op) for op in OPS}),
 }
-"""By name; best first."""
+"""By name; best first. Those of a GPU share no op: products and divisions in Triton, many layers in one CUDA launch."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Choice:
     """Of one device type.
 
     Attributes:
-        ops: op -> (backend, implementation).
+        ops: op -> (backend, implementation, guarded).
         missing: backend for this device -> why it cannot run here.
     """
 
@@ -114,5 +118,5 @@ def _choose(backend: str | None, device: str) -> Choice:
             missing[name] = str(problem)
             continue
         for op, implementation in found.items():
-            ops.setdefault(op, (name, implementation))
+            ops.setdefault(op, (name, implementation if name == "torch" else guarded(name, op, implementation)))
     return Choice({op: ops[op] for op in OPS}, missing)

@@ -1,26 +1,23 @@
 """Backend ``cpp``: the C++ ops of csrc/cpu, for fp32 state on the CPU.
 
-The products of ``syrk_accumulate_`` are torch's; what surrounds them is one pass over memory each. What an op is not
-made for (another dtype, a general exponent, thousands of blocks) goes to plain torch.
+The products of ``syrk_accumulate_`` are torch's; what surrounds them is one pass over memory each. Another dtype or
+layout, or a general exponent, raises NotMadeFor, see ``ops/guarded.py``.
 """
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_kfac.ops import functional
 from ds_kfac.ops.cpp_library import DTYPES, integers, library, plain, pointers
-from ds_kfac.ops.reference import packed_numel
+from ds_kfac.ops.guarded import NotMadeFor, of
+from ds_kfac.ops.reference import blocks_numel, packed_numel
 
 SMALL_SIDE, SMALL_BLOCK, BLOCK = 512, 128, 256
 """Rows of a product of ``syrk_accumulate_``, up to this side and above: fewer waste less of the diagonal blocks, more
 are faster products."""
-MAX_BLOCKS = 1024
-"""Of ``similarity``, which makes a list of them."""
 
 
 def load() -> Mapping[str, Callable[..., Any]]:
@@ -42,7 +39,7 @@ def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None 
     dim = x_ND.shape[1]
     ones = ones_column is not None
     if not plain(sum_P) or sum_P.shape != (packed_numel(dim + ones),) or not x_ND.is_floating_point():
-        return functional.syrk_accumulate_(sum_P, x_ND, ones_column=ones_column)
+        raise NotMadeFor(f"syrk_accumulate_: expected floating rows and their plain fp32 sum, got {of(x_ND, sum_P)}")
     add_lower, threads = library().ds_kfac_add_lower, torch.get_num_threads()
     with torch.autocast("cpu", enabled=False):
         x_ND = x_ND.detach().float()
@@ -64,7 +61,7 @@ def symmetric_pack_into_(out: Tensor, starts: Sequence[int], matrices_DD: Sequen
     """See :func:`ds_kfac.ops.reference.symmetric_pack_into_`."""
     readable = all(x.dtype is torch.float32 and x.stride(-1) == 1 for x in matrices_DD)
     if out.dtype not in DTYPES or not out.is_contiguous() or not readable:
-        return functional.symmetric_pack_into_(out, starts, matrices_DD)
+        raise NotMadeFor(f"symmetric_pack_into_: expected fp32 rows in one piece, got {of(*matrices_DD)} for {of(out)}")
     dims = [len(x_DD) for x_DD in matrices_DD]
     _check_layout("symmetric_pack_into_", out, starts, dims)
     if any(x_DD.shape != (dim, dim) for x_DD, dim in zip(matrices_DD, dims, strict=True)):
@@ -81,7 +78,7 @@ def symmetric_unpack_from(
 ) -> list[Tensor]:
     """See :func:`ds_kfac.ops.reference.symmetric_unpack_from`."""
     if packed.dtype not in DTYPES or not packed.is_contiguous():
-        return functional.symmetric_unpack_from(packed, starts, dims, mirror=mirror)
+        raise NotMadeFor(f"symmetric_unpack_from: expected fp32, bf16 or fp16 in one piece, got {of(packed)}")
     _check_layout("symmetric_unpack_from", packed, starts, dims)
     matrices = [torch.empty(dim, dim) for dim in dims]
     library().ds_kfac_unpack(
@@ -106,7 +103,7 @@ def ema_update_(
 ) -> Tensor:
     """See :func:`ds_kfac.ops.reference.ema_update_`."""
     if not plain(*averages_P, *sums_P, *counts, *updates):
-        return functional.ema_update_(averages_P, sums_P, counts, updates, decays)
+        raise NotMadeFor(f"ema_update_: expected plain fp32 tensors, got {of(*averages_P, *sums_P)}")
     numels = [len(average) for average in averages_P]
     if numels != [len(sum_P) for sum_P in sums_P] or not len(numels) == len(counts) == len(updates) == len(decays):
         raise ValueError(f"ema_update_: averages of {numels} elements, sums of {[len(sum_P) for sum_P in sums_P]}")
@@ -120,36 +117,24 @@ def ema_update_(
 
 def similarity(
     now_P: Sequence[Tensor],
-    before_P: Sequence[Tensor],
-    earlier_P: Sequence[Tensor],
+    before_P: Sequence[Tensor | None],
+    earlier_P: Sequence[Tensor | None],
     dims: Sequence[int],
     blocks: Sequence[int] | None = None,
 ) -> Tensor:
     """See :func:`ds_kfac.ops.reference.similarity`."""
-    if not plain(*now_P, *before_P, *earlier_P):
-        return functional.similarity(now_P, before_P, earlier_P, dims, blocks)
-    if sum(-(-dim // block) if block else 0 for dim, block in zip(dims, blocks or dims, strict=True)) > MAX_BLOCKS:
-        return functional.similarity(now_P, before_P, earlier_P, dims, blocks)
-    widths, factor, offsets = [], [], []
-    for index, (dim, block, *parts) in enumerate(zip(dims, blocks or dims, now_P, before_P, earlier_P, strict=True)):
-        sizes = [*repeat(block, dim // block), *([dim % block] if dim % block else [])] if block else []
-        widths += sizes
-        factor += [index] * len(sizes)
-        start = 0
-        for size in sizes:
-            offsets.append(start)
-            start += packed_numel(size)
-        if any(len(part) != start for part in parts):
-            raise ValueError(f"similarity: a side of {dim} in blocks of {block} has {start} packed elements")
-    tables = []
-    for tensors in (now_P, before_P, earlier_P):
-        bases = [tensor.data_ptr() for tensor in tensors]
-        places = [bases[index] + 4 * offset for index, offset in zip(factor, offsets, strict=True)]
-        tables.append((ctypes.c_void_p * len(places))(*places))
+    known = [x for x in (*now_P, *before_P, *earlier_P) if x is not None]
+    if not plain(*known):
+        raise NotMadeFor(f"similarity: expected plain fp32 tensors, got {of(*known)}")
+    blocks = dims if blocks is None else blocks
+    for dim, block, *parts in zip(dims, blocks, now_P, before_P, earlier_P, strict=True):
+        numel = blocks_numel(dim, block)
+        if any(part is not None and part.numel() != numel for part in parts):
+            raise ValueError(f"similarity: a side of {dim} in blocks of {block} has {numel} elements, got {of(*parts)}")
     norms = torch.empty(len(now_P), 3)
     library().ds_kfac_similarity(
-        len(widths), *tables, integers(widths), integers(factor), len(now_P), norms.data_ptr(),
-        torch.get_num_threads(),
+        len(now_P), pointers(now_P), pointers(before_P), pointers(earlier_P), integers(dims), integers(blocks),
+        norms.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return norms
 
@@ -174,7 +159,7 @@ def eigen_scale_dot(
 ) -> tuple[Tensor, Tensor]:
     """See :func:`ds_kfac.ops.reference.eigen_scale_dot`."""
     if exponent not in (0.5, 1.0) or x_OI.shape != (len(values_O), len(values_I)) or x_OI.dtype != torch.float32:
-        return functional.eigen_scale_dot(x_OI, values_O, values_I, damping, exponent=exponent, split=split)
+        raise NotMadeFor(f"eigen_scale_dot: expected fp32 and exponent 1 or 1/2, got {of(x_OI)} and {exponent}")
     x_OI, values_O, values_I = x_OI.contiguous(), values_O.float().contiguous(), values_I.float().contiguous()
     rows, columns = x_OI.shape
     scaled_OI, dots = torch.empty(rows, columns), torch.empty(2)
@@ -199,7 +184,7 @@ def corrected_scale_dot(
     x_OI, second_OI = x_OI.contiguous(), second_OI.contiguous()
     fits = x_OI.ndim == 2 and x_OI.shape == second_OI.shape and plain(second_OI, x_OI)
     if exponent not in (0.5, 1.0) or not fits:
-        return functional.corrected_scale_dot(x_OI, second_OI, decay, terms, damping, exponent=exponent, split=split)
+        raise NotMadeFor(f"corrected_scale_dot: expected plain fp32, got {of(x_OI, second_OI)}, exponent {exponent}")
     rows, columns = x_OI.shape
     scaled_OI, new_OI, dots = torch.empty(rows, columns), torch.empty(rows, columns), torch.empty(2)
     library().ds_kfac_corrected_scale_dot(

@@ -16,7 +16,7 @@ _SIGNATURES = {
     "unpack": "pilpppii",
     "add_lower": "pplli",
     "ema_update": "lpppppppi",
-    "similarity": "lppppplpi",
+    "similarity": "lppppppi",
     "eigen_scale_dot": "ppllppfilpi",
     "corrected_scale_dot": "ppllppfffilpi",
 }
@@ -40,8 +40,9 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
-def pointers(tensors: Sequence[Tensor]) -> ctypes.Array:
-    return (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
+def pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array:
+    """Addresses; null for None."""
+    return (ctypes.c_void_p * len(tensors))(*[None if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
 def integers(values: Sequence[int]) -> ctypes.Array:

@@ -1,6 +1,7 @@
 """Backend ``cuda``: ops over many layers in one launch, for fp32 state on one GPU. See csrc/cuda.
 
-Work is queued on the current stream; nothing waits for it. Every op gives the same bits each time.
+Work is queued on the current stream; nothing waits for it. Every op gives the same bits each time. What is not fp32,
+contiguous or on one GPU raises NotMadeFor, see ``ops/guarded.py``.
 """
 
 import ctypes
@@ -11,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_kfac.ops import gpus
 from ds_kfac.ops.cuda_library import CudaLibrary, integers, library_path, pointers
-from ds_kfac.ops.reference import packed_numel
+from ds_kfac.ops.guarded import NotMadeFor, check_device, of
+from ds_kfac.ops.reference import blocks_numel, packed_numel
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_DIM = 1 << 20
@@ -42,10 +45,10 @@ class CudaOps:
         dims = [len(x_DD) for x_DD in matrices_DD]
         self._check_flat("symmetric_pack_into_", out, starts, dims)
         for x_DD, dim in zip(matrices_DD, dims, strict=True):
-            if x_DD.shape != (dim, dim) or x_DD.dtype != torch.float32 or (dim > 1 and x_DD.stride(1) != 1):
-                raise ValueError(
-                    f"symmetric_pack_into_: expected square fp32 matrices with rows in one piece, got {_of(x_DD)}"
-                )
+            if x_DD.shape != (dim, dim):
+                raise ValueError(f"symmetric_pack_into_: expected square matrices, got {of(x_DD)}")
+            if x_DD.dtype != torch.float32 or (dim > 1 and x_DD.stride(1) != 1):
+                raise NotMadeFor(f"symmetric_pack_into_: expected fp32 matrices with rows in one piece, got {of(x_DD)}")
         strides = integers([x_DD.stride(0) for x_DD in matrices_DD])
         self._launch(
             "pack", [out, *matrices_DD], out.data_ptr(), KINDS[out.dtype], len(dims), pointers(matrices_DD), strides,
@@ -92,7 +95,7 @@ class CudaOps:
             )
         for scalar in (*counts, *updates):
             if scalar.numel() != 1:
-                raise ValueError(f"ema_update_: counts and updates are scalars, got {_of(scalar)}")
+                raise ValueError(f"ema_update_: counts and updates are scalars, got {of(scalar)}")
         tensors = [*averages_P, *sums_P, *counts, *updates]
         self._check_plain("ema_update_", tensors)
         if not tensors:
@@ -115,19 +118,12 @@ class CudaOps:
         dims: Sequence[int],
         blocks: Sequence[int] | None = None,
     ) -> Tensor:
-        """|now|, |now - before| and |now - earlier| in the Frobenius norm of the symmetric matrices; fp32 [n, 3].
-
-        Args:
-            before_P, earlier_P: None where there is none: the norm is NaN.
-            dims: width of each matrix.
-            blocks: width of its diagonal blocks, the last of them the rest: ``dim`` dense, 1 a diagonal, 0 nothing.
-                None: all dense.
-        """
+        """See :func:`ds_kfac.ops.reference.similarity`."""
         blocks = dims if blocks is None else blocks
-        numels = [_blocks_numel(dim, block) for dim, block in zip(dims, blocks, strict=True)]
+        numels = [blocks_numel(dim, block) for dim, block in zip(dims, blocks, strict=True)]
         for now, before, earlier, numel in zip(now_P, before_P, earlier_P, numels, strict=True):
             if any(x is not None and x.numel() != numel for x in (now, before, earlier)):
-                raise ValueError(f"similarity: expected {numel} packed elements, got {_of(now, before, earlier)}")
+                raise ValueError(f"similarity: expected {numel} packed elements, got {of(now, before, earlier)}")
         tensors = [x for x in (*now_P, *before_P, *earlier_P) if x is not None]
         self._check_plain("similarity", tensors)
         if not tensors:
@@ -142,11 +138,7 @@ class CudaOps:
 
     def _launch(self, name: str, tensors: Sequence[Tensor], *arguments: object) -> None:
         """On the current stream of the tensors' device, which must be one."""
-        devices = {tensor.device for tensor in tensors}
-        if len(devices) != 1 or tensors[0].device.type != self.device_type:
-            raise ValueError(
-                f"{name}: expected tensors on one {self.device_type} device, got {sorted(map(str, devices))}"
-            )
+        check_device(name, tensors, self.device_type)
         if self.device_type != "cuda":
             self.library.launch(name, *arguments, None)
             return
@@ -155,23 +147,17 @@ class CudaOps:
 
     def _check_flat(self, op: str, flat: Tensor, starts: Sequence[int], dims: Sequence[int]) -> None:
         if flat.ndim != 1 or not flat.is_contiguous() or flat.dtype not in KINDS:
-            raise ValueError(f"{op}: expected a flat contiguous tensor of fp32, bf16 or fp16, got {_of(flat)}")
+            raise NotMadeFor(f"{op}: expected a flat contiguous tensor of fp32, bf16 or fp16, got {of(flat)}")
         for start, dim in zip(starts, dims, strict=True):
-            if start < 0 or start + packed_numel(dim) > flat.numel() or not 0 <= dim <= MAX_DIM:
+            if dim > MAX_DIM:
+                raise NotMadeFor(f"{op}: expected sides up to {MAX_DIM}, got {dim}")
+            if start < 0 or dim < 0 or start + packed_numel(dim) > flat.numel():
                 raise ValueError(f"{op}: a triangle of side {dim} at {start} is outside of {flat.numel()} elements")
 
     def _check_plain(self, op: str, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             if tensor.dtype != torch.float32 or not tensor.is_contiguous():
-                raise ValueError(f"{op}: expected contiguous fp32 tensors, got {_of(tensor)}")
-
-
-def _of(*tensors: Tensor | None) -> str:
-    return ", ".join("None" if x is None else f"{x.dtype} {tuple(x.shape)} strides {x.stride()}" for x in tensors)
-
-
-def _blocks_numel(dim: int, block: int) -> int:
-    return dim // block * packed_numel(block) + packed_numel(dim % block) if block else 0
+                raise NotMadeFor(f"{op}: expected contiguous fp32 tensors, got {of(tensor)}")
 
 
 def load() -> Mapping[str, Callable[..., Any]]:
@@ -180,17 +166,16 @@ def load() -> Mapping[str, Callable[..., Any]]:
     Raises:
         RuntimeError: it cannot run, and why.
     """
-    if not torch.cuda.is_available() or torch.version.cuda is None:
-        raise RuntimeError("there is no NVIDIA GPU that torch can use")
+    reason = gpus.problem()
+    if reason is not None:
+        raise RuntimeError(reason)
     ops = _load()
     return {name: getattr(ops, name) for name in CudaOps.OPS}
 
 
 @cache
 def _load() -> CudaOps:
-    capabilities = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
-    architectures = sorted(f"{major}{minor}{'a' if major == 9 else ''}" for major, minor in capabilities)
     try:
-        return CudaOps(CudaLibrary(library_path(architectures)))
+        return CudaOps(CudaLibrary(library_path(gpus.architectures())))
     except (OSError, AttributeError) as problem:
         raise RuntimeError(f"its library does not load: {problem}") from problem

@@ -83,8 +83,8 @@ def ema_update_(
 
 def similarity(
     now_P: Sequence[Tensor],
-    before_P: Sequence[Tensor],
-    earlier_P: Sequence[Tensor],
+    before_P: Sequence[Tensor | None],
+    earlier_P: Sequence[Tensor | None],
     dims: Sequence[int],
     blocks: Sequence[int] | None = None,
 ) -> Tensor:

@@ -114,8 +114,8 @@ def ema_update_(
 
 def similarity(
     now_P: Sequence[Tensor],
-    before_P: Sequence[Tensor],
-    earlier_P: Sequence[Tensor],
+    before_P: Sequence[Tensor | None],
+    earlier_P: Sequence[Tensor | None],
     dims: Sequence[int],
     blocks: Sequence[int] | None = None,
 ) -> Tensor:
@@ -123,10 +123,15 @@ def similarity(
     rows = []
     for now, before, earlier, dim, block in zip(now_P, before_P, earlier_P, dims, blocks or dims, strict=True):
         diagonal = diagonal_index(dim, block, now.device)
-        parts = (now, now - before, now - earlier)
-        # off the diagonal every packed element stands for two
-        rows.append(torch.stack([2 * x.square().sum() - x[diagonal].square().sum() for x in parts]))
-    return torch.stack(rows).sqrt_()
+        nothing = now.new_full((), float("nan"))
+        rows.append(_square(now, diagonal))
+        rows += [nothing if old is None else _square(now - old, diagonal) for old in (before, earlier)]
+    return torch.stack(rows).view(-1, 3).sqrt_()
+
+
+def _square(x_P: Tensor, diagonal: Tensor) -> Tensor:
+    """Of the Frobenius norm: off the diagonal every packed element stands for two."""
+    return 2 * x_P.square().sum() - x_P[diagonal].square().sum()
 
 
 @cache

@@ -16,6 +16,11 @@ def packed_numel(dim: int) -> int:
     return dim * (dim + 1) // 2
 
 
+def blocks_numel(dim: int, block: int) -> int:
+    """Packed elements of diagonal blocks of width ``block``, the last of them the rest; 0: none."""
+    return dim // block * packed_numel(block) + packed_numel(dim % block) if block else 0
+
+
 def symmetric_pack(x_DD: Tensor) -> Tensor:
     """Lower triangle of ``x_DD``, row by row: element (r, c) lies at r(r+1)/2 + c. Returns [P]."""
     rows, columns = torch.tril_indices(*x_DD.shape, device=x_DD.device)
@@ -87,21 +92,24 @@ def ema_update_(
 
 def similarity(
     now_P: Sequence[Tensor],
-    before_P: Sequence[Tensor],
-    earlier_P: Sequence[Tensor],
+    before_P: Sequence[Tensor | None],
+    earlier_P: Sequence[Tensor | None],
     dims: Sequence[int],
     blocks: Sequence[int] | None = None,
 ) -> Tensor:
     """|now|, |now - before| and |now - earlier| in the Frobenius norm of the symmetric matrices; fp32 [n, 3].
 
     Args:
+        before_P, earlier_P: None where there is none: the norm is NaN; may be 0 if nothing is kept at all.
         dims: width of each matrix.
         blocks: width of its diagonal blocks, the last of them the rest: ``dim`` dense, 1 a diagonal, 0 nothing. None:
             all dense.
     """
     rows = []
     for now, before, earlier, dim, block in zip(now_P, before_P, earlier_P, dims, blocks or dims, strict=True):
-        rows.append(torch.stack([_frobenius(x, dim, block) for x in (now, now - before, now - earlier)]))
+        none = torch.full_like(now, float("nan"))
+        parts = (now, now - (none if before is None else before), now - (none if earlier is None else earlier))
+        rows.append(torch.stack([_frobenius(x, dim, block) for x in parts]))
     return torch.stack(rows)
 
 

@@ -74,7 +74,7 @@ def train(engine, accumulation: int, steps: int = STEPS, first: int = 0) -> list
     for step in range(first, first + steps):
         total = 0.0
         for x, y in micro_batches(step, accumulation):
-            loss = engine(x.to(dtype), y)
+            loss = engine(x.to(engine.device, dtype), y.to(engine.device))
             engine.backward(loss)
             engine.step()
             total += float(loss.detach()) / accumulation
@@ -95,8 +95,9 @@ def weights(engine) -> dict[str, torch.Tensor]:
             masters |= {id(p): q.detach() for p, q in zip(params, fp32, strict=True)}
     elif type(optimizer).__name__ == "DeepSpeedZeroOptimizer":  # safe_get_* does not survive round_robin_gradients
         for group, partition in enumerate(optimizer.single_partition_of_fp32_groups):
+            partition = partition.detach().to(engine.device)  # offloaded ones too: NCCL sees GPUs only
             partitions = [torch.empty_like(partition) for _ in range(dist.get_world_size())]
-            dist.all_gather(partitions, partition.detach())
+            dist.all_gather(partitions, partition)
             flat, offsets = torch.cat(partitions), optimizer.round_robin_bit16_offsets[group]
             for p, offset in zip(optimizer.round_robin_bit16_groups[group], offsets, strict=True):
                 masters[id(p)] = flat.narrow(0, offset, p.numel()).view(p.shape)
@@ -118,10 +119,12 @@ def reference(
 
     ``kfac_config`` takes the place of the mode's; ``before_step(kfac, step)`` may change the settings of a step.
 
-    In 16 bits the forward and backward run on a rounded copy, the optimizer on fp32 masters, as in DeepSpeed.
+    In 16 bits the forward and backward run on a rounded copy, the optimizer on fp32 masters, as in DeepSpeed. On the
+    device of the engines, whose 16-bit products and autocast rules are those that DeepSpeed gets.
     """
+    device = torch.device(get_accelerator().current_device_name())
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[mode.dtype]
-    model = make_net(model)
+    model = make_net(model).to(device)
     model.load_state_dict(initial)
     work = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
     for p in work.parameters():
@@ -131,15 +134,17 @@ def reference(
     divisor = 2.0**8 if mode.dtype == "fp16" and mode.stage == 0 else 1.0
     step = ReferenceStep(mode, model, work, kfac)
     autocast_dtype = mode.extra.get("torch_autocast", {}).get("dtype")
+    autocast = {"dtype": getattr(torch, autocast_dtype or "bfloat16"), "enabled": autocast_dtype is not None}
     for index in range(steps):
         x, y = make_batch(index, world * accumulation * MICRO_ROWS)
-        with torch.autocast("cpu", getattr(torch, autocast_dtype or "bfloat16"), enabled=autocast_dtype is not None):
-            loss = cross_entropy(work(x.to(dtype)), y)
+        x, y = x.to(device, dtype), y.to(device)
+        with torch.autocast(device.type, **autocast):
+            loss = cross_entropy(work(x), y)
         loss.backward()
         if before_step:
             before_step(kfac, index)
         step(divisor)
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {name: p.detach().clone().cpu() for name, p in model.named_parameters()}
 
 
 def reference_options(kfac: dict) -> dict:

@@ -39,7 +39,7 @@ def test_every_zero_mode_matches_reference_on_4_ranks():
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])  # torch_autocast is global to a process
 def test_autocast_matches_reference(dtype, world):
-    modes = [mode for mode in AUTOCAST if mode.name.endswith(dtype) and (mode.stage or world < 4)]
+    modes = [mode for mode in AUTOCAST if mode.name.endswith(f"_{dtype}") and (mode.stage or world < 4)]
     cases = [(mode.name, accumulation) for mode in modes for accumulation in (1, 4)]
     check(run_ranks("tests.deepspeed.runs:compare", world=world, payload=cases)[0])
 
@@ -55,7 +55,7 @@ def test_kfac_adamw_matches_reference_in_every_engine_mode(world):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_kfac_adamw_matches_reference_under_autocast(dtype):
-    cases = [(mode.name, 4) for mode in ADAM_AUTOCAST if mode.name.endswith(dtype)]
+    cases = [(mode.name, 4) for mode in ADAM_AUTOCAST if mode.name.endswith(f"_{dtype}")]
     check(run_ranks("tests.deepspeed.runs:compare", world=2, payload=cases)[0])
 
 

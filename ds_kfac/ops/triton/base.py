@@ -9,9 +9,15 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from ds_kfac.ops.guarded import check_device
+
 INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
 """Fixed when this module is imported, like the kind of every kernel."""
+DEVICE_TYPE = None if INTERPRET else "cuda"
+"""Where kernels run; None: anywhere."""
 ASSUMED_MULTIPROCESSORS = 132
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of rows that are multiplied."""
 
 
 @triton.jit
@@ -41,6 +47,11 @@ def scalar(value, IN_MEMORY: tl.constexpr):
         return tl.load(value).to(tl.float32)
     else:
         return value
+
+
+def check_devices(op: str, *arguments: object) -> None:
+    """Raises NotMadeFor unless all tensors are where kernels run."""
+    check_device(op, arguments, DEVICE_TYPE)
 
 
 def architecture() -> int:

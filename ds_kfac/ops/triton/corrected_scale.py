@@ -9,14 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ds_kfac.ops.triton.base import on_device_of, over_power, scalar
-from ds_kfac.ops.triton.elementwise import WARPS, add_dots, block_shape, oriented
+from ds_kfac.ops.guarded import NotMadeFor, of
+from ds_kfac.ops.triton.base import check_devices, on_device_of, over_power, scalar
+from ds_kfac.ops.triton.elementwise import WARPS, add_dots, blocks_of, oriented
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "split"])
 def corrected_scale_kernel(
-    x_ptr, second_ptr, out_ptr, new_ptr, dots_ptr, keep, terms, damping,
-    rows, columns, x_stride, second_stride, out_stride, new_stride, split,
+    x_ptr, second_ptr, new_ptr, out_ptr, dots_ptr, keep, terms, damping,
+    rows, columns, x_stride, second_stride, out_stride, split,
     EXPONENT: tl.constexpr, SPLIT_ROWS: tl.constexpr, KEEP_IN_MEMORY: tl.constexpr, TERMS_IN_MEMORY: tl.constexpr,
     DAMPING_IN_MEMORY: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -31,7 +32,7 @@ def corrected_scale_kernel(
     folded = r * second + (1.0 - r) * scalar(terms, TERMS_IN_MEMORY) * x * x
     new = tl.where(r < 1.0, folded, second)  # 0 * inf would be NaN
     scaled = over_power(x, new + scalar(damping, DAMPING_IN_MEMORY), EXPONENT)
-    tl.store(new_ptr + far * new_stride + near, new, mask=inside)
+    tl.store(new_ptr + far * out_stride + near, new, mask=inside)
     tl.store(out_ptr + far * out_stride + near, scaled, mask=inside)
     add_dots(dots_ptr, tl.where(inside, x * scaled, 0.0), row, column, split, SPLIT_ROWS)
 
@@ -39,50 +40,49 @@ def corrected_scale_kernel(
 def corrected_scale_dot(
     x_OI: Tensor,
     second_OI: Tensor,
-    decay_r: Tensor | float,
+    decay: Tensor | float,
     terms: Tensor | float,
     damping: Tensor | float,
     *,
     exponent: float = 1.0,
     split: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Fold x into the second moments and divide by them.
+    """Fold x into the second moments and divide by them. See ``ops/reference.py``.
 
-        new = r second + (1 - r) terms x^2,   scaled = x / (new + damping)^exponent
-
-    The mean of ``new``, for relative damping, is known before: r mean(second) + (1 - r) terms |x|^2 / (O I).
+    The mean of the new moments, for relative damping, is known before: r mean(second) + (1 - r) terms |x|^2 / (O I).
 
     Args:
-        x_OI: fp32 [O, I]; either side may be the contiguous one.
-        second_OI: fp32 [O, I], not changed.
-        decay_r: weight of the past; 1 leaves the moments as they are, also where x is not finite.
+        x_OI: fp32 [O, I]; copied unless it is contiguous along the same side as the moments.
+        second_OI: fp32 [O, I]; either side may be the contiguous one.
+        decay: weight of the past; 1 leaves the moments as they are, also where x is not finite.
         terms: factor that brings x^2 to the units of the Fisher, loss terms over the squared loss scale.
         split: see ``eigen_scale_dot``.
 
-    Returns (scaled fp32 [O, I], new fp32 [O, I], dots fp32 [2]), laid out like x. Cost: 16 O I bytes.
+    Returns (scaled fp32 [O, I], new fp32 [O, I], dots fp32 [2]), laid out like the moments. Cost: 16 O I bytes.
     """
-    if second_OI.shape != x_OI.shape or second_OI.dtype != torch.float32:
+    if second_OI.shape != x_OI.shape:
         raise ValueError(
-            f"corrected_scale_dot: second moments {second_OI.dtype} {tuple(second_OI.shape)} "
-            f"do not fit fp32 {tuple(x_OI.shape)}"
+            f"corrected_scale_dot: second moments of {tuple(second_OI.shape)} do not fit {tuple(x_OI.shape)}"
         )
-    layout = oriented(x_OI)
-    x, second = layout.x, second_OI.T if layout.transposed else second_OI
-    second = second if second.stride(1) == 1 else second.contiguous()
-    out, new = torch.empty_like(x), torch.empty_like(x)
-    block_rows, block_columns = block_shape(x.shape[1])
-    grid = (triton.cdiv(x.shape[1], block_columns), triton.cdiv(x.shape[0], block_rows))
+    check_devices("corrected_scale_dot", x_OI, second_OI, decay, terms, damping)
+    layout = oriented(second_OI)
+    second, x = layout.x, x_OI.T if layout.transposed else x_OI
+    if second.data_ptr() != second_OI.data_ptr() or x_OI.dtype != torch.float32:
+        raise NotMadeFor(f"corrected_scale_dot: expected fp32 with a contiguous side, got {of(x_OI, second_OI)}")
+    x = x if x.stride(1) == 1 else x.contiguous()
+    new, out = torch.empty(x.shape, device=x.device), torch.empty(x.shape, device=x.device)
+    (block_rows, block_columns), grid = blocks_of(x)
     partial = torch.empty(grid[1] * grid[0], 2, device=x.device)
     with on_device_of(x):
         corrected_scale_kernel[grid](
-            x, second, out, new, partial, decay_r, terms, damping,
-            *x.shape, x.stride(0), second.stride(0), out.stride(0), new.stride(0),
+            x, second, new, out, partial, decay, terms, damping,
+            *x.shape, x.stride(0), second.stride(0), out.stride(0),
             x_OI.shape[1] if split is None else split,
             EXPONENT=float(exponent), SPLIT_ROWS=layout.transposed,
-            KEEP_IN_MEMORY=isinstance(decay_r, Tensor), TERMS_IN_MEMORY=isinstance(terms, Tensor),
+            KEEP_IN_MEMORY=isinstance(decay, Tensor), TERMS_IN_MEMORY=isinstance(terms, Tensor),
             DAMPING_IN_MEMORY=isinstance(damping, Tensor),
             BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=WARPS,
         )  # fmt: skip
     if layout.transposed:
-        out, new = out.T, new.T
+        new, out = new.T, out.T
     return out, new, partial.sum(0)

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ds_kfac.ops.triton.base import on_device_of, over_power, scalar
-from ds_kfac.ops.triton.elementwise import WARPS, Layout, add_dots, block_shape, oriented
+from ds_kfac.ops.triton.base import check_devices, on_device_of, over_power, scalar
+from ds_kfac.ops.triton.elementwise import WARPS, Layout, add_dots, blocks_of, oriented
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "split"])
@@ -54,7 +54,7 @@ def eigen_scale_dot(
 
     Args:
         x_OI: fp32 [O, I]; either side may be the contiguous one, the result is laid out alike.
-        values_O, values_I: fp32.
+        values_O, values_I: [O], [I].
         damping: a number, or a scalar on the device, which is not waited for.
         split: columns below it are summed in dots[0], the others in dots[1]; None: all in dots[0].
 
@@ -79,15 +79,16 @@ def _run(
         raise ValueError(
             f"eigen_scale: values of {tuple(values_O.shape)} and {tuple(values_I.shape)} do not fit {tuple(x_OI.shape)}"
         )
+    check_devices("eigen_scale", x_OI, values_O, values_I, damping)
     layout: Layout = oriented(x_OI)
     x, out = layout.x, torch.empty_like(layout.x)
-    row_values, column_values = (values_I, values_O) if layout.transposed else (values_O, values_I)
-    block_rows, block_columns = block_shape(x.shape[1])
-    grid = (triton.cdiv(x.shape[1], block_columns), triton.cdiv(x.shape[0], block_rows))
+    pair = (values_I, values_O) if layout.transposed else (values_O, values_I)
+    row_values, column_values = (values.float().contiguous() for values in pair)
+    (block_rows, block_columns), grid = blocks_of(x)
     partial = torch.empty(grid[1] * grid[0], 2, device=x.device) if dot else None
     with on_device_of(x):
         eigen_scale_kernel[grid](
-            x, out, partial, row_values.contiguous(), column_values.contiguous(), damping,
+            x, out, partial, row_values, column_values, damping,
             *x.shape, x.stride(0), out.stride(0), x_OI.shape[1] if split is None else split,
             EXPONENT=float(exponent), DOT=dot, SPLIT_ROWS=layout.transposed,
             DAMPING_IN_MEMORY=isinstance(damping, Tensor),

@@ -8,7 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ds_kfac.ops.guarded import NotMadeFor
+
 WARPS = 8
+MAX_BLOCK_ROWS = 65535
+"""Of a launch."""
 BLOCKS = {256: (64, 64), 1 << 62: (8, 512)}
 """Columns up to -> rows and columns of a program's block; 16 elements a thread."""
 
@@ -39,9 +43,13 @@ class Layout:
 
 
 def oriented(x_OI: Tensor) -> Layout:
-    """A rotation leaves its result transposed: taken as it is, without a copy. Raises unless fp32 and not empty."""
+    """A rotation leaves its result transposed: taken as it is, without a copy.
+
+    Raises:
+        NotMadeFor: not fp32, or empty.
+    """
     if x_OI.dtype != torch.float32 or x_OI.ndim != 2 or not x_OI.numel():
-        raise ValueError(f"expected a fp32 matrix that is not empty, got {x_OI.dtype} {tuple(x_OI.shape)}")
+        raise NotMadeFor(f"expected a fp32 matrix that is not empty, got {x_OI.dtype} {tuple(x_OI.shape)}")
     if x_OI.stride(1) == 1:
         return Layout(x_OI, False)
     if x_OI.stride(0) == 1:
@@ -49,5 +57,14 @@ def oriented(x_OI: Tensor) -> Layout:
     return Layout(x_OI.contiguous(), False)
 
 
-def block_shape(columns: int) -> tuple[int, int]:
-    return next(shape for limit, shape in BLOCKS.items() if columns <= limit)
+def blocks_of(x: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Rows and columns of a block; and the grid: blocks along columns, along rows.
+
+    Raises:
+        NotMadeFor: more rows than a launch has blocks for.
+    """
+    rows, columns = next(shape for limit, shape in BLOCKS.items() if x.shape[1] <= limit)
+    grid = (triton.cdiv(x.shape[1], columns), triton.cdiv(x.shape[0], rows))
+    if grid[1] > MAX_BLOCK_ROWS:
+        raise NotMadeFor(f"expected at most {MAX_BLOCK_ROWS * rows} rows, got {tuple(x.shape)}")
+    return (rows, columns), grid

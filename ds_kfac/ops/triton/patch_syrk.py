@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ds_kfac.ops.guarded import NotMadeFor, of
 from ds_kfac.ops.reference import packed_numel
-from ds_kfac.ops.triton.base import INTERPRET, dot, multiprocessors, on_device_of
-from ds_kfac.ops.triton.syrk import SyrkConfig
+from ds_kfac.ops.triton.base import DTYPES, INTERPRET, check_devices, dot, multiprocessors, on_device_of
+from ds_kfac.ops.triton.syrk_configs import SyrkConfig
 from ds_kfac.ops.triton.triangle import add_tile, add_to, split_for, tile_at, tile_count
 
 
@@ -123,13 +124,16 @@ def patch_syrk_accumulate_(
         for size, pad, spread, taps, step in zip((height, width), padding, dilation, kernel, stride, strict=True)
     )
     dim, rows = channels * kernel[0] * kernel[1], examples * max(out_h, 0) * max(out_w, 0)
-    if sum_P.dtype != torch.float32 or sum_P.shape != (packed_numel(dim + ones),) or not sum_P.is_contiguous():
+    if sum_P.dtype != torch.float32 or sum_P.shape != (packed_numel(dim + ones),):
         raise ValueError(
-            f"patch_syrk_accumulate_: sum_P must be fp32, contiguous, of shape ({packed_numel(dim + ones)},) for "
+            f"patch_syrk_accumulate_: sum_P must be fp32 of shape ({packed_numel(dim + ones)},) for "
             f"patches of {dim}{' and ones' if ones else ''}, got {sum_P.dtype} {tuple(sum_P.shape)}"
         )
-    if x_NCHW.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"patch_syrk_accumulate_: inputs must be bf16, fp16 or fp32, got {x_NCHW.dtype}")
+    if x_NCHW.dtype not in DTYPES or not sum_P.is_contiguous():
+        raise NotMadeFor(
+            f"patch_syrk_accumulate_: expected bf16, fp16 or fp32 and a contiguous sum, got {of(x_NCHW, sum_P)}"
+        )
+    check_devices("patch_syrk_accumulate_", sum_P, x_NCHW)
     if not rows or not dim:
         return sum_P
     config = patch_config()

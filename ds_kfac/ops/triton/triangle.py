@@ -47,6 +47,25 @@ def tile_at(index):
 
 
 @triton.jit
+def grouped_tile_at(index, side, GROUP: tl.constexpr):
+    """(row, column) of a tile of a triangle of ``side`` tile rows, GROUP rows at a time column by column.
+
+    Programs with neighbouring indices then need about as many tile rows as tile columns of the same X, which stay in
+    L2; row by row they would need whole rows of a large triangle.
+    """
+    row, column = tile_at(index)
+    if GROUP == 1:
+        return row, column
+    else:
+        first = row // GROUP * GROUP  # both orders have finished the same tiles before a group
+        height = tl.minimum(GROUP, side - first)
+        inside = index - first * (first + 1) // 2
+        end_row, end_column = tile_at(tl.maximum(inside - first * height, 0))  # the group's own triangle comes last
+        left = inside < first * height
+        return first + tl.where(left, inside % height, end_row), tl.where(left, inside // height, first + end_column)
+
+
+@triton.jit
 def add_to(pointers, values, mask, ATOMIC: tl.constexpr):
     if ATOMIC:
         tl.atomic_add(pointers, values, mask=mask, sem="relaxed")

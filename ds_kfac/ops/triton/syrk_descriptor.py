@@ -1,0 +1,34 @@
+"""X^T X added to a packed fp32 triangle, with rows that arrive by tensor descriptors (TMA on sm_90 and later)."""
+
+# mypy: disable-error-code="arg-type, call-arg, misc"
+import triton
+import triton.language as tl
+
+from ds_kfac.ops.triton.base import dot
+from ds_kfac.ops.triton.bias_row import add_bias_row
+from ds_kfac.ops.triton.triangle import add_tile, grouped_tile_at
+
+
+@triton.jit(do_not_specialize=["rows", "tiles", "ones_stride"])
+def syrk_descriptor_kernel(
+    sum_ptr, x_desc, x_ptr, ones_ptr, rows, dim, tail, x_stride, ones_stride, tiles,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, ATOMIC: tl.constexpr,
+):  # fmt: skip
+    """As ``syrk_kernel``; one thread asks for a [CHUNK, BLOCK] piece of x, what lies outside of x arrives as zeros."""
+    part = tl.cdiv(tl.cdiv(rows, tl.num_programs(1)), CHUNK) * CHUNK
+    start = tl.program_id(1) * part
+    stop = tl.minimum(start + part, rows)
+    if tl.program_id(0) < tiles:
+        tile_row, tile_column = grouped_tile_at(tl.program_id(0), tl.cdiv(dim, BLOCK), GROUP)
+        tile = tl.zeros((BLOCK, BLOCK), tl.float32)
+        for begin in range(start, stop, CHUNK):  # parts are whole chunks, so none reads rows of the next
+            left = x_desc.load([begin, tile_row * BLOCK])
+            right = x_desc.load([begin, tile_column * BLOCK])
+            tile = dot(tl.trans(left), right, tile)  # a view of shared memory, which tensor cores read transposed
+        add_tile(sum_ptr, tile, tile_row * BLOCK, tile_column * BLOCK, dim, ATOMIC)
+    else:
+        first_column = (tl.program_id(0) - tiles) * BLOCK
+        add_bias_row(
+            sum_ptr + tail, x_ptr, ones_ptr, first_column, start, stop, dim, x_stride, ones_stride,
+            BLOCK, CHUNK, ATOMIC,
+        )  # fmt: skip

@@ -1,0 +1,158 @@
+"""Calls of every op with what they must give in float64, on any device, at small odd sizes and at real ones.
+
+Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle, O and I the sides of a layer's matrix.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import unfold
+
+from ds_kfac.ops.reference import packed_numel
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Attributes:
+    arguments, options: of the op; changed by ops that work in place.
+    wanted: float64, or for what must be exact the dtype itself.
+    given: picks from (returned, arguments) what ``wanted`` is about.
+    allowed: largest difference relative to the largest wanted value; 0 compares bits, NaN included.
+    """
+
+    op: str
+    label: str
+    arguments: tuple
+    wanted: list[Tensor]
+    given: Callable[[Any, tuple], Sequence[Tensor]]
+    allowed: float
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Attributes:
+    layers: sides of the factors of one call over many layers.
+    """
+
+    rows: tuple[int, ...]
+    dims: tuple[int, ...]
+    layers: tuple[int, ...]
+    gradients: tuple[tuple[int, int], ...]
+    images: tuple[tuple[int, int, int], ...]
+
+
+SMALL = Sizes(
+    (1, 65), (1, 2, 63, 129, 257), (1, 2, 63, 129, 257), ((1, 1), (63, 129), (257, 2)), ((1, 5, 3), (2, 9, 3))
+)
+REAL = Sizes(
+    (2048, 8192), (1, 63, 257, 768, 769, 1024, 1600, 2048, 4096, 4097, 6400), (768, 3072, 769, 1600, 63, 4097, 1, 1024),
+    ((768, 769), (3072, 769), (1600, 6401), (4096, 4097), (63, 8192)), ((4, 64, 56), (4, 256, 14), (2, 3, 224)),
+)  # fmt: skip
+
+
+def normal(device: str, *shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, device=device, generator=torch.Generator(device).manual_seed(seed))
+
+
+def triangle(x_DD: Tensor) -> Tensor:
+    """Packed lower triangle, by a mask."""
+    return x_DD[torch.ones(x_DD.shape, dtype=torch.bool, device=x_DD.device).tril()]
+
+
+def laid_out(x_ND: Tensor, layout: str) -> Tensor:
+    """The same values: contiguous, rows apart, not aligned, or transposed in memory; NaN around them."""
+    rows, dim = x_ND.shape
+    if layout == "transposed":
+        return x_ND.T.contiguous().T
+    first, width = {"contiguous": (0, dim), "apart": (8, -(-dim // 8) * 8 + 16), "shifted": (1, dim + 2)}[layout]
+    wide = x_ND.new_full((rows, width), float("nan"))
+    wide[:, first : first + dim] = x_ND
+    return wide[:, first : first + dim]
+
+
+def syrk_calls(device: str, sizes: Sizes) -> Iterator[Call]:
+    layouts = ("contiguous", "apart", "shifted", "transposed")
+    for index, (rows, dim, dtype) in enumerate(product(sizes.rows, sizes.dims, DTYPES)):
+        x_ND = laid_out(normal(device, rows, dim, seed=index).to(dtype), layout := layouts[index // 2 % 4])
+        ones = torch.ones(rows, 1, device=device) if index % 2 else None
+        if ones is not None:
+            ones[::3], x_ND[::3] = 0, 0
+        wide = x_ND.double() if ones is None else torch.cat([x_ND.double(), ones.double()], 1)
+        start = normal(device, packed_numel(wide.shape[1]), seed=1)
+        label = f"{rows} x {dim} {dtype} {layout} {'with ones' if index % 2 else ''}"
+        wanted = start.double() + triangle(wide.T @ wide)
+        yield Call(
+            "syrk_accumulate_", label, (start, x_ND), [wanted], lambda found, _: [found], 1e-5, {"ones_column": ones}
+        )
+
+
+def block_syrk_calls(device: str, sizes: Sizes) -> Iterator[Call]:
+    for rows, block in product(sizes.rows, (1, 7, 128)):
+        x_ND = normal(device, rows, 3 * block)
+        start = normal(device, 3 * packed_numel(block), seed=1)
+        parts = [triangle(part.T @ part) for part in x_ND.double().split(block, dim=1)]
+        yield Call(
+            "block_syrk_accumulate_", f"{rows} x 3 x {block}", (start, x_ND), [start.double() + torch.cat(parts)],
+            lambda found, _: [found], 1e-5, {"block": block},
+        )  # fmt: skip
+
+
+def count_calls(device: str, sizes: Sizes) -> Iterator[Call]:
+    for rows, dim in product(sizes.rows, sizes.dims):
+        index = torch.randint(-1, dim, (rows,), device=device, generator=torch.Generator(device).manual_seed(0))
+        hot = (index[:, None] == torch.arange(dim, device=device)).sum(0)
+        start = torch.full((dim,), 2.0, device=device)
+        yield Call("count_accumulate_", f"{rows} of {dim}", (start, index), [2.0 + hot], lambda x, _: [x], 1e-6)
+
+
+def patch_calls(device: str, sizes: Sizes) -> Iterator[Call]:
+    shapes = product(sizes.images, DTYPES, ((1, 1, False), (3, 1, True), (3, 2, True)))
+    for index, ((batch, channels, image), dtype, (kernel, step, ones)) in enumerate(shapes):
+        x = normal(device, batch, channels, image, image, seed=index).to(dtype)
+        x = x.to(memory_format=torch.channels_last) if index % 2 else x
+        shape = {"stride": (step, step), "padding": (kernel // 2,) * 2, "dilation": (1, 1)}
+        rows = unfold(x.double(), (kernel, kernel), **shape).transpose(1, 2).flatten(0, 1)
+        rows = torch.cat([rows, torch.ones_like(rows[:, :1])], 1) if ones else rows
+        start = normal(device, packed_numel(rows.shape[1]), seed=1)
+        options = {"kernel": (kernel, kernel), "ones": ones, **shape}
+        label = f"{batch} x {channels} x {image}^2, {kernel}^2/{step} {dtype}"
+        wanted = [start.double() + triangle(rows.T @ rows)]
+        yield Call("patch_syrk_accumulate_", label, (start, x), wanted, lambda x, _: [x], 1e-5, options)
+
+
+def scale_calls(device: str, sizes: Sizes) -> Iterator[Call]:
+    """eigen_scale, eigen_scale_dot and corrected_scale_dot."""
+    kinds = ((1.0, None, False), (0.5, 1, True), (0.3, 0, False))
+    for (outputs, inputs), (exponent, split, transposed) in product(sizes.gradients, kinds):
+        x_OI, values_O, values_I = normal(device, outputs, inputs), normal(device, outputs), normal(device, inputs)
+        x_OI = laid_out(x_OI, "transposed") if transposed else x_OI
+        second_OI = normal(device, outputs, inputs, seed=1).square()
+        second_OI = laid_out(second_OI, "transposed") if transposed else second_OI
+        values_O, values_I = values_O.abs(), values_I.abs()
+        damping = torch.tensor(0.1, device=device) if transposed else 0.1
+        wanted = x_OI.double() / (torch.outer(values_O.double(), values_I.double()) + damping) ** exponent
+        label = f"{outputs} x {inputs}, ^{exponent}, split {split}{', transposed' if transposed else ''}"
+        arguments, options = (x_OI, values_O, values_I, damping), {"exponent": exponent}
+        yield Call("eigen_scale", label, arguments, [wanted], lambda found, _: [found], 1e-5, options)
+        options = {"exponent": exponent, "split": split}
+        both = [wanted, sums(x_OI, wanted, split)]
+        yield Call("eigen_scale_dot", label, arguments, both, lambda found, _: found, 1e-5, options)
+        decay = torch.tensor(0.9, device=device)
+        moment = decay.double() * second_OI.double() + (1 - decay.double()) * 2.0 * x_OI.double().square()
+        wanted = x_OI.double() / (moment + damping) ** exponent
+        arguments = (x_OI, second_OI, decay, 2.0, damping)
+        three = [wanted, moment, sums(x_OI, wanted, split)]
+        yield Call("corrected_scale_dot", label, arguments, three, lambda found, _: found, 1e-5, options)
+
+
+def sums(x_OI: Tensor, scaled_OI: Tensor, split: int | None) -> Tensor:
+    products = x_OI.double() * scaled_OI
+    left = products.shape[1] if split is None else split
+    return torch.stack([products[:, :left].sum(), products[:, left:].sum()])

@@ -1,0 +1,49 @@
+"""Small calls of every GPU op, to be run by compute-sanitizer: ``python -m tests.gpu.sanitized triton cuda``.
+
+Results are compared on the CPU, so that on the GPU there are copies and the ops alone.
+"""
+
+import os
+import sys
+
+# before torch is imported: torch's allocator would hide reads beyond a tensor that stay inside its blocks
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from ds_kfac.ops.backends import BACKENDS
+from tests.gpu.calls import Sizes
+from tests.gpu.layer_calls import calls_of
+from tests.gpu.targets import copy, problems
+
+SIZES = Sizes((1, 129), (1, 63, 129, 576), (1, 63, 129, 300), ((1, 1), (63, 129), (257, 600)), ((1, 2, 3), (2, 8, 9)))
+"""Odd ones, and one that has several tiles and whole descriptors."""
+
+
+def run(backend: str, device: str = "cuda") -> tuple[int, list[str]]:
+    """Number of calls, and what was wrong."""
+    count, wrong = 0, []
+    for op, function in BACKENDS[backend].load().items():
+        for call in calls_of(op, "cpu", SIZES):
+            move = lambda value, to: tree_map_only(Tensor, lambda x: copy(x, to), value)  # noqa: E731
+            arguments = move(call.arguments, device)
+            returned = function(*arguments, **move(call.options, device))
+            count += 1
+            wrong += [f"{op}: {text}" for text in problems(call, move(returned, "cpu"), move(arguments, "cpu"))]
+    return count, wrong
+
+
+def main(backends: list[str]) -> int:
+    status = 0
+    for backend in backends:
+        count, wrong = run(backend)
+        print(f"{backend}: {count} calls, {len(wrong)} wrong", *wrong, sep="\n")
+        status |= bool(wrong) or not count
+    torch.cuda.synchronize()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

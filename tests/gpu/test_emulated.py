@@ -1,0 +1,70 @@
+"""The calls of the GPU tests, by GPU code on the CPU: Triton interpreted, CUDA C++ as loops."""
+
+import shutil
+import subprocess
+from importlib.util import find_spec
+
+import pytest
+
+from ds_kfac.ops import functional
+from ds_kfac.ops.cuda import CudaOps
+from ds_kfac.ops.cuda_compile import emulation_command
+from ds_kfac.ops.cuda_library import CudaLibrary
+from ds_kfac.ops.triton.backend import MODULES
+from tests.gpu.calls import Sizes
+from tests.gpu.layer_calls import CALLS, calls_of
+from tests.gpu.targets import copied, problems
+from tests.triton_tools import interpreted
+
+FEW = Sizes((1, 33), (1, 2, 63), (1, 2, 63), ((1, 1), (63, 129)), ((1, 2, 3), (2, 3, 5)))
+
+
+@pytest.fixture(scope="module")
+def triton_ops():
+    if find_spec("triton") is None:
+        pytest.skip("triton is not installed: its kernels are not tested")
+    files = sorted(set(MODULES.values()))
+    with interpreted(*files) as modules:
+        by_file = dict(zip(files, modules, strict=True))
+        yield {op: getattr(by_file[file], op) for op, file in MODULES.items()}
+
+
+@pytest.fixture(scope="module")
+def cuda_ops(tmp_path_factory):
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("the CUDA source is not emulated: no C++ compiler")
+    path = tmp_path_factory.mktemp("emulation") / "library.so"
+    subprocess.run(emulation_command(compiler, path), check=True)
+    ops = CudaOps(CudaLibrary(path), device_type="cpu")
+    return {op: getattr(ops, op) for op in CudaOps.OPS}
+
+
+def check(function, op: str) -> None:
+    wrong = []
+    for call in calls_of(op, "cpu", FEW):
+        arguments = copied(call.arguments)
+        wrong += problems(call, function(*arguments, **call.options), arguments)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("op", MODULES)
+def test_triton_interpreted(triton_ops, op, poisoned):
+    check(triton_ops[op], op)
+
+
+@pytest.mark.parametrize("op", CudaOps.OPS)
+def test_cuda_as_loops(cuda_ops, op, poisoned):
+    check(cuda_ops[op], op)
+
+
+def test_one_wrong_element_is_named():
+    for op in CALLS:
+        call = list(calls_of(op, "cpu", FEW))[-1]
+        copies = copied(call.arguments)
+        returned = getattr(functional, op)(*copies, **call.options)
+        assert not problems(call, returned, copies)
+        output = call.given(returned, copies)[0]
+        place = divmod(int(output.nan_to_num().abs().argmax()), output.shape[-1])[-output.ndim :]
+        output[place] = output[place] * 1.01
+        assert len(problems(call, returned, copies)) == 1, op
