@@ -105,7 +105,7 @@ def test_scaling_does_not_spill_and_leaves_room_for_many_programs(arch, case, tm
         registers, code = inspected(compiled.cubin, tmp_path)
         print(f"{compiled.name} {case} sm_{arch}: {registers} registers")
         assert code["STL"] == code["LDL"] == 0
-        assert registers <= 96
+        assert registers <= 128  # two programs of 8 warps: loads of one while the other divides
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
