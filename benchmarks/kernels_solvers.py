@@ -15,8 +15,8 @@ from ds_kfac.warm_start import iterated
 SOLVERS = ("eigh", "eigh batched", "eigh over streams", "qr step", "cholesky inverse")
 """Not of the op vocabulary: the library's functions as refreshes use them."""
 DIMS = (256, 512, 1024, 2048, 4096, 8192)
-CPU_DIM = 1024
-"""Largest side on a CPU, where everything is about n^3 from there on."""
+CPU_DIM, CPU_STACK = 1024, 512
+"""Largest sides on a CPU, where everything is about n^3 from there on."""
 STACKS = ((64, 64), (48, 128), (32, 256), (16, 512), (8, 1024))
 """(n, b) of many equal blocks."""
 LARGE = (768, 1024, 1024, 2048, 2048, 3072)
@@ -82,10 +82,11 @@ def second_moments(settings: Settings, count: int, dim: int) -> Tensor:
 def solvers(settings: Settings, wanted: set[str]) -> Iterator[Case]:
     """Tensors are made when a case is reached and go with it."""
     limit = min(settings.max_dim, CPU_DIM) if settings.device == "cpu" else settings.max_dim
+    stack_limit = min(limit, CPU_STACK) if settings.device == "cpu" else limit
     large = tuple(dim for dim in LARGE if dim <= limit)
     makers: dict[str, list[Callable[[], Case]]] = {
         "eigh": [lambda dim=dim: exact(settings, "eigh", 1, dim) for dim in DIMS if dim <= limit],
-        "eigh batched": [lambda s=s: exact(settings, "eigh batched", *s) for s in STACKS if s[1] <= limit],
+        "eigh batched": [lambda s=s: exact(settings, "eigh batched", *s) for s in STACKS if s[1] <= stack_limit],
         "eigh over streams": [lambda: streams(settings, large)]
         * (grouped(torch.device(settings.device)) and bool(large)),
         "qr step": [lambda dim=dim: step(settings, dim) for dim in DIMS if dim <= limit],

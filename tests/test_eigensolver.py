@@ -15,6 +15,7 @@ from ds_kfac.reference import _eigh
 from ds_kfac.refresher import Refresher
 from ds_kfac.side import Side
 from ds_kfac.warm_start import WarmStart
+from tests.test_warm_start import Products
 
 SIDES = [
     Side.dense(63), Side.dense(1), Side.dense(129), Side(63, 20), Side.dense(2), Side.identity(5), Side.dense(63),
@@ -143,9 +144,10 @@ def breaking(how: str, bad: torch.Tensor):
     return method
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 @pytest.mark.parametrize("how", ["raises", "nan", "not orthogonal"])
-def test_a_bad_factor_spoils_no_other(as_on_a_gpu, monkeypatch, how):
-    factors = [factor(Side.dense(20), seed) for seed in range(4)]
+def test_a_bad_factor_spoils_no_other(as_on_a_gpu, monkeypatch, how, device):
+    factors = [factor(Side.dense(20), seed, device) for seed in range(4)]
     (bad,) = factors[2].side.blocks(factors[2].packed_P)[0]
     monkeypatch.setitem(eigenbasis.EIGEN_METHODS, "eigh", breaking(how, bad))
     found = refresh_all([Due(kept) for kept in factors])
@@ -211,17 +213,18 @@ def test_a_state_counts_its_own_steps_and_is_replaced():
     assert next_state(state, kept)[0].qr_steps == 1, "a skipped step's is dropped"
 
 
-@pytest.mark.parametrize("precision", ["highest", "high"])
-def test_a_step_s_products_are_exact_whatever_the_process_allows(precision):
+@pytest.mark.parametrize(("precision", "dtype"), [("highest", torch.float32), ("high", torch.float64)])
+def test_a_step_s_products_are_exact_whatever_the_process_allows(precision, dtype):
     """ "high" is TF32 on a GPU, bf16 on some CPUs; and a user may be under autocast."""
     kept, before = factor(Side.dense(129), 0), torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
-        with torch.autocast("cpu"):
+        with Products() as products, torch.autocast("cpu"):
             (result,) = refresh_all([Due(kept, refresh(kept).basis)], tolerances=EVERY_3)
     finally:
         torch.set_float32_matmul_precision(before)
     assert result.how == "qr" and residual(kept, result.basis) < 1e-5
+    assert products.dtypes == [(dtype, dtype)] * 2
 
 
 @pytest.mark.parametrize("wrong", [{"exact_every": 0}, {"exact_every": 2, "qr": 0.1}])

@@ -211,6 +211,9 @@ def test_options_are_off_unless_asked_for():
     )
     assert made.adaptive == AdaptiveRule(0.3, 4) and made.warm_start == WarmStart(0.01, 0.0, 0.2)
     assert made.lag == 2 and not made.shares
+    made = plan(eigenbasis={"exact_every": 5})
+    assert made.warm_start == WarmStart(exact_every=5) and made.work.exact_every == 5
+    assert any("one refresh in 5 is exact" in reason for reason in made.reasons)
 
 
 def test_the_same_input_gives_the_same_plan():
