@@ -131,10 +131,9 @@ def test_similarity_is_of_the_symmetric_matrices(ops, poisoned):
     now, before, earlier = ([normal(side.numel, seed=seed) for side in sides] for seed in (1, 2, 3))
     found = ops.similarity(now, before, earlier, [side.dim for side in sides], [side.block for side in sides])
     assert found.dtype == torch.float32 and found.shape == (len(sides), 3)
-    for row, side, x, last, previous in zip(found, sides, now, before, earlier, strict=True):
-        x, last, previous = x.double(), last.double(), previous.double()
-        wanted = torch.stack([side.frobenius(part) for part in (x, x - last, x - previous)])
-        torch.testing.assert_close(row.double(), wanted, rtol=1e-6, atol=0)
+    exact = ([x.double() for x in kept] for kept in (now, before, earlier))
+    wanted = reference.similarity(*exact, [side.dim for side in sides], [side.block for side in sides])
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=0)
 
 
 def test_similarity_to_nothing_is_nan(ops):
@@ -147,9 +146,9 @@ def test_similarity_to_nothing_is_nan(ops):
 def test_similarity_sums_many_blocks_of_threads(ops, poisoned):
     side = Side.dense(2300)  # 323 blocks of threads, more than one per thread of the second launch
     now, before = normal(side.numel, seed=1), normal(side.numel, seed=2)
-    found = ops.similarity([now], [before], [now], [side.dim])[0]
-    wanted = [side.frobenius(now.double()), side.frobenius(now.double() - before.double()), 0.0]
-    torch.testing.assert_close(found.double(), torch.tensor(wanted).double(), rtol=1e-6, atol=0)
+    found = ops.similarity([now], [before], [now], [side.dim])
+    wanted = reference.similarity([now.double()], [before.double()], [now.double()], [side.dim])
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=0)
 
 
 def test_no_layers_are_fine(ops):
