@@ -8,8 +8,8 @@ PACKAGE = Path(__file__).parent.parent / "ds_kfac"
 FLOORS = [
     [
         "reference", "ops.reference", "ops.functional", "ops.guarded", "ops.gpus", "ops.build",
-        "ops.cpp_library", "ops.cpp",
-        "ops.cuda_compile", "ops.cuda_library", "ops.cuda", "ops.triton.base", "ops.triton.availability",
+        "ops.cuda_compile", "ops.builders", "ops.cpp_library", "ops.cpp",
+        "ops.cuda_library", "ops.cuda", "ops.triton.base", "ops.triton.availability",
         "ops.triton.elementwise", "ops.triton.eigen_scale", "ops.triton.corrected_scale", "ops.triton.triangle",
         "ops.triton.syrk", "ops.triton.patch_syrk", "ops.triton.backend", "ops.backends", "ops.dispatch",
     ],
