@@ -91,24 +91,6 @@ def test_ordinary_tensors_are_not_refused(compiler):
     cpp.corrected_scale_dot(x, x.clone(), 0.9, 1.0, 0.1, exponent=0.5)
 
 
-def test_results_do_not_depend_on_the_number_of_threads(compiler):
-    def results() -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        x, sum_P = torch.randn(300, 400), torch.randn(80200)
-        cpp.ema_update_([sum_P], [torch.randn(80200)], [torch.ones(())], [torch.ones(())], [0.9])
-        norms = cpp.similarity([sum_P], [sum_P.flip(0)], [sum_P * 2], [400])
-        return [sum_P, norms, *cpp.eigen_scale_dot(x, torch.rand(300), torch.rand(400), 0.1, split=399)]
-
-    threads = torch.get_num_threads()
-    alone = results()
-    try:
-        torch.set_num_threads(3)
-        for one, several in zip(alone, results(), strict=True):
-            assert torch.equal(one, several)
-    finally:
-        torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("start", [-1, 1])
 def test_triangles_outside_of_the_buffer_are_refused(compiler, start):
     with pytest.raises(ValueError, match=f"a triangle of side 3 at {start} is outside of 6 elements"):
