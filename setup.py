@@ -1,14 +1,28 @@
-"""All metadata is in pyproject.toml. This adds the sources of the native ops; DS_KFAC_BUILD_OPS=1 builds them too."""
+"""All metadata is in pyproject.toml. This adds the sources of the native ops, and their libraries if asked for.
 
-import importlib.util
+DS_KFAC_BUILD_OPS=1 compiles every op library that can be compiled here, DS_KFAC_BUILD_CPU=1 and DS_KFAC_BUILD_CUDA=1
+one of them or fail, 0 leaves one out. TORCH_CUDA_ARCH_LIST names the GPUs, e.g. "8.0;9.0".
+"""
+
 import os
 import shutil
+import sys
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
+
+
+def builders():
+    """ds_kfac.ops.builders without the package's root, which needs torch and DeepSpeed: they may not be there yet."""
+    for name in ("ds_kfac", "ds_kfac.ops"):
+        package = sys.modules[name] = ModuleType(name)
+        package.__path__ = [str(ROOT.joinpath(*name.split(".")))]
+    return import_module("ds_kfac.ops.builders")
 
 
 class BuildPyWithOps(build_py):
@@ -20,11 +34,9 @@ class BuildPyWithOps(build_py):
             return
         package = Path(self.build_lib) / "ds_kfac"
         shutil.copytree(ROOT / "csrc", package / "csrc", dirs_exist_ok=True)
-        if os.environ.get("DS_KFAC_BUILD_OPS") == "1":
-            specification = importlib.util.spec_from_file_location("build_ops", ROOT / "ds_kfac" / "ops" / "build.py")
-            build_ops = importlib.util.module_from_spec(specification)
-            specification.loader.exec_module(build_ops)
-            print("built", build_ops.build_cpu(into=package / "ops" / "built"))
+        if any(name.startswith("DS_KFAC_BUILD_") for name in os.environ):
+            for library in builders().build_ahead(package / "ops" / "built", os.environ):
+                print("built", library)
 
 
 setup(cmdclass={"build_py": BuildPyWithOps})

@@ -5,12 +5,14 @@ Shape suffixes: P packed elements of a factor.
 Source: Osawa et al. 2020 (arXiv:2002.06015), sec. 5.4.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ds_kfac.factor import moved
+from ds_kfac.ops.dispatch import similarity
 from ds_kfac.side import Side
 
 
@@ -45,38 +47,67 @@ class AdaptiveRule:
 
 @dataclass(frozen=True)
 class History:
-    """A factor as it was at its last two refreshes; what a new one is compared with.
+    """A factor as it was when it was last folded into, and before that; what a new one is compared with.
 
     Attributes:
-        last, before: fp32 [P]; None until there were so many refreshes.
+        last, before: fp32 [P]; None until there were so many.
+        norms: fp32 [2], |last|_F and |before|_F, NaN where there is none; stays on the device of the arithmetic. None:
+            not known, found when it is next compared.
     """
 
     side: Side
     last: Tensor | None = None
     before: Tensor | None = None
-
-    def pushed(self, packed_P: Tensor) -> "History":
-        """After a refresh from ``packed_P``, which is kept, not copied."""
-        return replace(self, last=packed_P, before=self.last)
-
-    def compared(self, packed_P: Tensor, *, tolerance: float) -> Tensor:
-        """Bool [2] on the device, without waiting for it: similar to the last, similar to the one before.
-
-        False where there is none, where it is zero, and where a value is not finite.
-        """
-        none = torch.zeros((), dtype=torch.bool, device=packed_P.device)
-        return torch.stack(
-            [none if old is None else self._similar(packed_P, old, tolerance) for old in (self.last, self.before)]
-        )
-
-    def _similar(self, new_P: Tensor, old_P: Tensor, tolerance: float) -> Tensor:
-        return self.side.frobenius(new_P - old_P) < tolerance * self.side.frobenius(old_P)
+    norms: Tensor | None = None
 
     def to(self, device: torch.device) -> "History":
-        """On another device; pinned if that is the host of a GPU."""
+        """The values on another device; pinned if that is the host of a GPU."""
         last, before = (None if kept is None else moved(kept, device) for kept in (self.last, self.before))
         return replace(self, last=last, before=before)
 
     @property
     def nbytes(self) -> int:
-        return sum(kept.nbytes for kept in (self.last, self.before) if kept is not None)
+        return sum(kept.nbytes for kept in (self.last, self.before, self.norms) if kept is not None)
+
+
+def compared(
+    histories: Sequence[History], packed_P: Sequence[Tensor], *, tolerance: float
+) -> tuple[Tensor, list[History]]:
+    """New values of several factors against their histories, in one pass over each, without waiting for the device.
+
+    A value is similar to an old one if |new - old|_F < tolerance |old|_F: never if there is none, if it is zero, or if
+    something is not finite.
+
+    Args:
+        packed_P: fp32 [P] of each, on one device; kept, not copied.
+
+    Returns bool [n, 2]: similar to the last, similar to the one before; and the histories with the new values.
+    """
+    old = torch.stack([_norms(history, packed.device) for history, packed in zip(histories, packed_P, strict=True)])
+    norms = similarity(
+        packed_P,
+        [history.last for history in histories],
+        [history.before for history in histories],
+        *_layout(histories),
+    )
+    similar = (norms[:, 1:] < tolerance * old) & old.isfinite()
+    kept = torch.stack([norms[:, 0], old[:, 0]], dim=1).unbind()
+    pushed = [
+        replace(history, last=packed, before=history.last, norms=own)
+        for history, packed, own in zip(histories, packed_P, kept, strict=True)
+    ]
+    return similar, pushed
+
+
+def _norms(history: History, device: torch.device) -> Tensor:
+    """Those of the values that it has; found if they are not known, as after loading a checkpoint without them."""
+    if history.norms is not None:
+        return history.norms.to(device)
+    none = torch.full((), float("nan"), device=device)
+    values = (history.last, history.before)
+    layout = _layout([history])
+    return torch.stack([none if x is None else similarity([x], [None], [None], *layout)[0, 0] for x in values])
+
+
+def _layout(histories: Sequence[History]) -> tuple[list[int], list[int]]:
+    return [history.side.dim for history in histories], [history.side.block for history in histories]

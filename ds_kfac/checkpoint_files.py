@@ -9,6 +9,7 @@ import torch
 from deepspeed.utils import logger
 from torch import Tensor
 
+from ds_kfac.adaptive import History
 from ds_kfac.eigenbasis import Eigenbasis, Refreshed
 from ds_kfac.factor import KroneckerFactor
 from ds_kfac.factor_spec import FactorSpec
@@ -22,10 +23,13 @@ from ds_kfac.optimizer import KFACOptimizer
 def factor_payload(state: FactorState, pending: Refreshed | None) -> dict[str, Any]:
     """A factor's file: plain tensors."""
     history = state.history
+    norms = history.norms if history is not None else None
     return {
         "packed": state.factor.packed_P,
         "updates": state.factor.updates,
-        "history": [history.last, history.before] if history is not None else None,
+        "history": [history.last, history.before, norms if norms is None else norms.clone()]
+        if history is not None
+        else None,
         "basis": _side_basis(state.basis),
         "qr_steps": state.qr_steps,
         "pending": _side_basis(pending.basis) if pending is not None else None,
@@ -69,7 +73,7 @@ def load_factor(kfac: KFACOptimizer, path: Path, spec: FactorSpec) -> tuple[Fact
     factor = KroneckerFactor(spec.side, payload["packed"], payload["updates"]).to(kfac.curvature.home)
     history = empty.history
     if history is not None and payload["history"] is not None:
-        history = replace(history, last=payload["history"][0], before=payload["history"][1]).to(kfac.curvature.home)
+        history = History(spec.side, *payload["history"]).to(kfac.curvature.home)
     warm = _basis(payload["basis"]) if kfac.plan.warm_start is not None else None
     pending = _basis(payload["pending"])
     state = FactorState(factor, history, warm, payload.get("qr_steps", 0))

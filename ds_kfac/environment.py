@@ -11,7 +11,8 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_kfac.columns import columns
 from ds_kfac.layers.registry import TYPES
-from ds_kfac.ops.backends import chosen
+from ds_kfac.ops import builders, gpus
+from ds_kfac.ops.backends import BACKENDS, chosen
 from ds_kfac.zero.registry import SHARD_LAYOUTS
 from ds_kfac.zero.validate import REFUSALS
 
@@ -29,6 +30,10 @@ def environment_report() -> str:
             *columns(rows),
             "accelerator",
             *columns(_accelerator()),
+            "op libraries: installed if compiled ahead of time, else compiled at first use if compatible",
+            *columns(builders.rows([builders.CPUBuilder(), builders.CUDABuilder(_architecture())])),
+            "backends of ops",
+            *columns(_backends_of_ops()),
             "supported",
             *columns(_support()),
             "refused at attach",
@@ -71,6 +76,18 @@ def _accelerator() -> list[tuple[str, str]]:
         ("threads", str(torch.get_num_threads())),
         ("communication", f"{backend}; torch has {', '.join(_backends()) or 'none'}"),
     ]
+
+
+def _architecture() -> str | None:
+    return None if gpus.problem() else gpus.architecture()
+
+
+def _backends_of_ops() -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("backend", "device", "runs here")]
+    for name, backend in BACKENDS.items():
+        reason = chosen(backend.device).missing.get(name) if backend.device else None
+        rows.append((name, backend.device or "any", f"no: {reason}" if reason else "yes"))
+    return rows
 
 
 def _backends() -> list[str]:

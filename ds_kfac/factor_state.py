@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ds_kfac.adaptive import History
+from ds_kfac.adaptive import History, compared
 from ds_kfac.capture import BatchSum, UseSums
 from ds_kfac.eigenbasis import Eigenbasis, Refreshed
 from ds_kfac.factor import KroneckerFactor, averaged
@@ -45,25 +45,6 @@ class FactorState:
         steps = {"qr": self.qr_steps + 1, "eigh": 0}.get(result.how, self.qr_steps)
         return replace(self, basis=result.basis, qr_steps=steps)
 
-    def having(
-        self, factor: KroneckerFactor, *, device: torch.device, tolerance: float | None = None
-    ) -> tuple["FactorState", Tensor | None]:
-        """With a new average, kept where the old one was.
-
-        Args:
-            device: where the new one is.
-            tolerance: of similarity; read if there is a history.
-
-        Returns the state, and bool [2] on the device: whether the average is similar to its last value and to the one
-        before, None without a history.
-        """
-        home = self.factor.packed_P.device
-        if self.history is None or tolerance is None:
-            return replace(self, factor=factor.to(home)), None
-        history = self.history.to(device)
-        similar = history.compared(factor.packed_P, tolerance=tolerance)
-        return replace(self, factor=factor.to(home), history=history.pushed(factor.packed_P).to(home)), similar
-
 
 def folded(
     states: Sequence[FactorState],
@@ -73,16 +54,30 @@ def folded(
     device: torch.device,
     tolerance: float | None = None,
 ) -> list[tuple[FactorState, Tensor | None]]:
-    """Each with a reduced batch in its average, and what :meth:`FactorState.having` tells. One call for all of them.
+    """Each with a reduced batch in its average, kept where the old one was. All factors in one call per operation.
 
     Args:
         device: where the batches are and the arithmetic is done.
+        tolerance: of similarity; read for those with a history.
+
+    Returns also, for those with a history, bool [2] on the device: whether the average is similar to its last value and
+    to the one before.
     """
     sums, counts = [batch.sum_P for batch in batches], [batch.count for batch in batches]
     factors = averaged([state.factor.to(device) for state in states], sums, counts, decays)
-    return [
-        state.having(factor, device=device, tolerance=tolerance) for state, factor in zip(states, factors, strict=True)
+    results: list[tuple[FactorState, Tensor | None]] = [
+        (replace(state, factor=factor.to(state.factor.packed_P.device)), None)
+        for state, factor in zip(states, factors, strict=True)
     ]
+    histories = {index: state.history.to(device) for index, state in enumerate(states) if state.history is not None}
+    if tolerance is None or not histories:
+        return results
+    packed = [factors[index].packed_P for index in histories]
+    flags, pushed = compared(list(histories.values()), packed, tolerance=tolerance)
+    for index, history, similar in zip(histories, pushed, flags.unbind(), strict=True):
+        state = results[index][0]
+        results[index] = replace(state, history=history.to(state.factor.packed_P.device)), similar
+    return results
 
 
 def tied_sums(head: UseSums, embedding: UseSums, width: Side, vocabulary: Side) -> tuple[BatchSum, BatchSum]:
@@ -110,7 +105,7 @@ class NextFactors:
     Attributes:
         factors, ready, pending: see :class:`ds_kfac.curvature.Curvature`.
         terms: layer name -> loss terms of the batch that was folded.
-        similar: factor key -> bool [2], see :meth:`FactorState.folded`.
+        similar: factor key -> bool [2], see :func:`folded`.
         submitted: keys of the decompositions that were started beside the training.
     """
 

@@ -121,11 +121,6 @@ class Side:
         """Trace of the side's matrix, a scalar."""
         return self._diagonal(packed_P).sum() if self.block else packed_P.new_tensor(float(self.dim))
 
-    def frobenius(self, packed_P: Tensor) -> Tensor:
-        """Frobenius norm of what is kept, a scalar: 0 for an identity, also where it stands for a difference of two."""
-        # off the diagonal every packed element stands for two
-        return (2 * packed_P.square().sum() - self._diagonal(packed_P).square().sum()).sqrt()
-
     def _diagonal(self, packed_P: Tensor) -> Tensor:
         """[D] of the blocks; empty for an identity."""
         diagonals, start = [packed_P[:0]], 0

@@ -1,15 +1,27 @@
 """SP-NGD's rule, and the comparison of factors that feeds it."""
 
+from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
 import torch
 
-from ds_kfac.adaptive import AdaptiveRule, History
+from ds_kfac import adaptive
+from ds_kfac.adaptive import AdaptiveRule, History, compared
 from ds_kfac.capture import BatchSum
 from ds_kfac.factor import KroneckerFactor
 from ds_kfac.factor_state import FactorState, folded
+from ds_kfac.ops import backends
+from ds_kfac.ops.dispatch import similarity
 from ds_kfac.side import Side
+
+
+@pytest.fixture(params=["torch", None], ids=["torch", "best"])
+def backend(request):
+    backends.use(request.param, "cpu")
+    yield
+    backends.use(None, "cpu")
+
 
 SIDES = [Side.dense(1), Side.dense(63), Side(63, 20), Side.diagonal(9)]
 
@@ -57,38 +69,67 @@ def whole(side: Side, kept: torch.Tensor) -> torch.Tensor:
     return torch.block_diag(*(block for group in side.blocks(kept) for block in group)).double()
 
 
-@pytest.mark.parametrize("side", SIDES, ids=str)
-def test_similar_is_a_small_relative_distance_of_whole_matrices(side):
-    last, before, new = (packed(side, seed) for seed in (1, 2, 3))
-    history = History(side).pushed(before).pushed(last)
-    assert history.last is last and history.before is before and history.nbytes == 2 * last.nbytes
-    for index, old in enumerate((last, before)):
-        distance = float((whole(side, new) - whole(side, old)).norm() / whole(side, old).norm())
-        for tolerance, similar in ((1.001 * distance, True), (0.999 * distance, False)):
-            assert bool(history.compared(new, tolerance=tolerance)[index]) == similar
+def filled(side: Side, *values: torch.Tensor) -> History:
+    """After ``values``, in that order."""
+    history = History(side)
+    for value in values:
+        _, (history,) = compared([history], [value], tolerance=0.1)
+    return history
 
 
-def test_elements_off_the_diagonal_count_twice():
+def flags(history: History, new: torch.Tensor, tolerance: float) -> list[bool]:
+    return compared([history], [new], tolerance=tolerance)[0][0].tolist()
+
+
+def test_similar_is_a_small_relative_distance_of_whole_matrices(backend):
+    """Of all factors in one call; found norms and kept ones tell the same."""
+    kept = [[packed(side, seed) for side in SIDES] for seed in (1, 2, 3)]
+    before, last, new = kept
+    histories = [filled(side, *old) for side, *old in zip(SIDES, before, last, strict=True)]
+    assert all(history.last is x and history.before is y for history, x, y in zip(histories, last, before, strict=True))
+    assert all(history.nbytes == 2 * x.nbytes + 8 for history, x in zip(histories, last, strict=True))
+    distances = [
+        [float((whole(side, x) - whole(side, y)).norm() / whole(side, y).norm()) for y in (one, other)]
+        for side, x, one, other in zip(SIDES, new, last, before, strict=True)
+    ]
+    without = [replace(history, norms=None) for history in histories]
+    for distance in (distance for pair in distances for distance in pair):
+        for tolerance in (1.0001 * distance, 0.9999 * distance):
+            wanted = [[one < tolerance for one in pair] for pair in distances]
+            assert compared(histories, new, tolerance=tolerance)[0].tolist() == wanted
+            assert compared(without, new, tolerance=tolerance)[0].tolist() == wanted
+
+
+def test_elements_off_the_diagonal_count_twice(backend):
     """Packed vectors would be 0.1 apart, the matrices are 0.1 sqrt(2)."""
-    side = Side.dense(2)
     old, new = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([1.0, 0.1, 0.0])
-    history = History(side, old)
-    assert [bool(history.compared(new, tolerance=t)[0]) for t in (0.11, 0.14, 0.142)] == [False, False, True]
+    history = History(Side.dense(2), old)
+    assert [flags(history, new, tolerance)[0] for tolerance in (0.11, 0.14, 0.142)] == [False, False, True]
 
 
-def test_nothing_is_similar_to_what_was_not_refreshed_to_zero_or_to_nan():
+@pytest.mark.parametrize("known", [True, False], ids=["norms kept", "norms found"])
+def test_nothing_is_similar_to_what_was_not_refreshed_to_zero_or_to_nan(backend, known):
     side, new = Side.dense(3), packed(Side.dense(3), 1)
-    assert History(side).compared(new, tolerance=10.0).tolist() == [False, False]
-    assert History(side).pushed(new).compared(new, tolerance=0.1).tolist() == [True, False]
-    zero = torch.zeros_like(new)
-    assert History(side, zero, new).compared(zero, tolerance=10.0).tolist() == [False, True]
-    assert History(side, new, new * torch.nan).compared(new, tolerance=0.1).tolist() == [True, False]
+    zero, nan, vast = torch.zeros_like(new), new * torch.nan, torch.full_like(new, 1e30)
+    for old, value, wanted in (
+        ((), new, [False, False]),
+        ((new,), new, [True, False]),
+        ((new, zero), zero, [False, True]),
+        ((nan, new), new, [True, False]),
+        ((new, new), nan, [False, False]),
+        ((new, vast), new, [False, True]),  # the square of its norm is not finite
+    ):
+        history = filled(side, *old)
+        assert flags(history if known else replace(history, norms=None), value, 10.0) == wanted, old
+    identity = Side.identity(3)
+    assert flags(filled(identity, torch.zeros(0)), torch.zeros(0), 0.1) == [False, False]
 
 
 def test_comparing_does_not_wait_for_the_device():
     side = Side(7, 3)
     meta = torch.zeros(side.numel, device="meta")  # has no values: reading one is an error
-    assert History(side, meta, meta).compared(meta, tolerance=0.1).shape == (2,)
+    similar, (history,) = compared([History(side, meta, meta)], [meta], tolerance=0.1)
+    assert similar.shape == (1, 2) and history.norms.is_meta
 
 
 def test_a_history_that_shares_the_factor_s_memory_is_counted_once():
@@ -97,4 +138,19 @@ def test_a_history_that_shares_the_factor_s_memory_is_counted_once():
     for seed in range(3):
         batch = BatchSum(packed(side, seed), torch.tensor(11.0))
         ((state, _),) = folded([state], [batch], decays=[0.9], device=cpu, tolerance=0.1)
-    assert state.nbytes == 4 * (2 * side.numel + 1), "the factor, its last but one value, and a counter"
+    assert state.nbytes == 4 * (2 * side.numel + 3), "the factor, its last but one value, a counter and two norms"
+
+
+def test_a_fold_compares_all_factors_in_one_call(monkeypatch):
+    calls = []
+    monkeypatch.setattr(adaptive, "similarity", lambda *a: calls.append(a) or similarity(*a))
+    cpu, sides = torch.device("cpu"), [Side.dense(5), Side.diagonal(7), Side.dense(5)]
+    histories = [None, History(sides[1]), History(sides[2])]
+    states = [FactorState(KroneckerFactor.empty(side), history) for side, history in zip(sides, histories, strict=True)]
+    for seed in range(2):
+        batches = [BatchSum(packed(side, seed), torch.tensor(11.0)) for side in sides]
+        results = folded(states, batches, decays=[0.9] * 3, device=cpu, tolerance=10.0)
+        states = [state for state, _ in results]
+    assert [similar if similar is None else similar.tolist() for _, similar in results] == [None, *[[True, False]] * 2]
+    calls_of_a_fold = [call for call in calls if len(call[0]) == 2]
+    assert len(calls_of_a_fold) == 2 and len(calls) == 2

@@ -8,16 +8,15 @@ PACKAGE = Path(__file__).parent.parent / "ds_kfac"
 FLOORS = [
     [
         "reference", "ops.reference", "ops.functional", "ops.guarded", "ops.gpus", "ops.build",
-        "ops.cpp_library", "ops.cpp",
-        "ops.cuda_compile", "ops.cuda_library", "ops.cuda", "ops.triton.base", "ops.triton.availability",
+        "ops.cuda_compile", "ops.builders", "ops.cpp_library", "ops.cpp",
+        "ops.cuda_library", "ops.cuda", "ops.triton.base", "ops.triton.availability",
         "ops.triton.elementwise", "ops.triton.eigen_scale", "ops.triton.corrected_scale", "ops.triton.triangle",
         "ops.triton.bias_row", "ops.triton.syrk_configs", "ops.triton.syrk_descriptor", "ops.triton.syrk",
         "ops.triton.patch_syrk", "ops.triton.backend", "ops.backends", "ops.dispatch",
     ],
     [
-        "side", "factor", "adaptive", "precision", "warm_start", "eigen_rounds", "eigensolver", "eigenbasis", "rotation",
-        "moments", "damping",
-        "orthogonal", "preconditioner", "host_copy",
+        "side", "factor", "adaptive", "precision", "warm_start", "eigen_rounds", "eigensolver", "eigenbasis",
+        "rotation", "moments", "damping", "orthogonal", "preconditioner", "host_copy",
     ],
     [
         "layers.base", "layers.linear", "layers.conv1d", "layers.embedding", "layers.norm",

@@ -91,24 +91,6 @@ def test_ordinary_tensors_are_not_refused(compiler):
     cpp.corrected_scale_dot(x, x.clone(), 0.9, 1.0, 0.1, exponent=0.5)
 
 
-def test_results_do_not_depend_on_the_number_of_threads(compiler):
-    def results() -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        x, sum_P = torch.randn(300, 400), torch.randn(80200)
-        cpp.ema_update_([sum_P], [torch.randn(80200)], [torch.ones(())], [torch.ones(())], [0.9])
-        norms = cpp.similarity([sum_P], [sum_P.flip(0)], [sum_P * 2], [400])
-        return [sum_P, norms, *cpp.eigen_scale_dot(x, torch.rand(300), torch.rand(400), 0.1, split=399)]
-
-    threads = torch.get_num_threads()
-    alone = results()
-    try:
-        torch.set_num_threads(3)
-        for one, several in zip(alone, results(), strict=True):
-            assert torch.equal(one, several)
-    finally:
-        torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("start", [-1, 1])
 def test_triangles_outside_of_the_buffer_are_refused(compiler, start):
     with pytest.raises(ValueError, match=f"a triangle of side 3 at {start} is outside of 6 elements"):
@@ -131,7 +113,9 @@ def sources(folder: Path, text: str = SOURCE) -> Path:
 
 def test_a_library_is_compiled_once_and_again_when_sources_flags_or_processor_change(compiler, tmp_path):
     def built(text: str = SOURCE, flags=FLAGS, target: str = "", finder=lambda: compiler) -> Path:
-        return build.build("answer", sources(tmp_path / "src", text), finder, flags, target=target, into=tmp_path)
+        return build.build(
+            "answer", finder, flags, target=target, sources=sources(tmp_path / "src", text), into=tmp_path
+        )
 
     def nobody() -> str:
         raise AssertionError("compiled again")
@@ -145,13 +129,14 @@ def test_a_library_is_compiled_once_and_again_when_sources_flags_or_processor_ch
 def test_a_library_that_was_built_ahead_is_used(compiler, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "BUILT", tmp_path / "built")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
-    ahead = build.build("answer", sources(tmp_path / "src"), lambda: compiler, FLAGS, into=build.BUILT)
-    assert build.build("answer", tmp_path / "src", broken, FLAGS) == ahead
+    folder = sources(tmp_path / "src")
+    ahead = build.build("answer", lambda: compiler, FLAGS, sources=folder, into=build.BUILT)
+    assert build.build("answer", broken, FLAGS, sources=folder) == ahead
 
 
 def test_errors_of_the_compiler_are_one_line(compiler, tmp_path):
     with pytest.raises(BuildError, match=r"failed: .*answer.cpp.*error") as raised:
-        build.build("answer", sources(tmp_path / "src", "not C++"), lambda: compiler, FLAGS, into=tmp_path)
+        build.build("answer", lambda: compiler, FLAGS, sources=sources(tmp_path / "src", "not C++"), into=tmp_path)
     assert "\n" not in str(raised.value)
 
 
@@ -165,22 +150,22 @@ def test_without_a_compiler_there_is_a_reason(monkeypatch, tmp_path):
 def test_a_lock_that_is_never_given_up_only_delays(compiler, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "LOCK_SECONDS", 0.2)
     folder = sources(tmp_path / "src")
-    library = build.build("answer", folder, lambda: compiler, FLAGS, into=tmp_path)
+    library = build.build("answer", lambda: compiler, FLAGS, sources=folder, into=tmp_path)
     library.unlink()
     with library.with_suffix(".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert build.build("answer", folder, lambda: compiler, FLAGS, into=tmp_path).exists()
+        assert build.build("answer", lambda: compiler, FLAGS, sources=folder, into=tmp_path).exists()
 
 
 def test_a_folder_that_cannot_be_written_is_a_reason(compiler, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(BuildError, match="cannot write to"):
-        build.build("answer", sources(tmp_path / "src"), lambda: compiler, FLAGS, into=tmp_path / "file" / "x")
+        build.build("answer", lambda: compiler, FLAGS, sources=sources(tmp_path), into=tmp_path / "file" / "x")
 
 
 def test_sources_compile_without_warnings(compiler, tmp_path):
     flags = [*build.CPU_FLAGS, "-Wall", "-Wextra", "-Wconversion", "-Werror"]
-    build.build("cpu", build.find_sources("cpu"), lambda: compiler, flags, into=tmp_path)
+    build.build("cpu", lambda: compiler, flags, into=tmp_path)
 
 
 def test_cpp_ops_are_clean_under_address_and_undefined_behaviour_sanitizers(compiler, tmp_path):

@@ -126,6 +126,13 @@ def test_similarity_is_of_the_symmetric_matrices(ops, poisoned):
         torch.testing.assert_close(row.double(), torch.tensor(wanted, dtype=torch.float64), rtol=1e-5, atol=0)
 
 
+def test_similarity_to_nothing_is_nan(ops):
+    x = [normal(packed_numel(63), seed=0)] * 2
+    found = ops.similarity(x, [None, x[0]], [x[0], None], [63, 63])
+    assert torch.isnan(found).tolist() == [[False, True, False], [False, False, True]]
+    assert found[0, 2] == found[1, 1] == 0
+
+
 @pytest.mark.parametrize("split", [None, 0, 6, 7])
 @pytest.mark.parametrize("exponent", [1.0, 0.5, 0.3])
 @pytest.mark.parametrize("rows", [1, 129])

@@ -30,13 +30,6 @@ def test_accumulates_the_blocks_of_the_second_moment(side, ones, poisoned):
     torch.testing.assert_close(side.trace(total).double(), expected.trace(), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("side", SIDES, ids=str)
-def test_the_frobenius_norm_is_that_of_the_whole_blocks(side):
-    packed = torch.randn(side.numel, generator=torch.Generator().manual_seed(1))
-    expected = torch.stack([torch.zeros(()), *(block.norm() for block in side.blocks(packed))]).norm()
-    torch.testing.assert_close(side.frobenius(packed), expected)
-
-
 def test_indices_are_one_hot_rows():
     side, index = Side.diagonal(5), torch.tensor([0, 3, 3, -1])
     assert side.accumulate_(torch.zeros(5), index).tolist() == [1, 0, 0, 2, 0]

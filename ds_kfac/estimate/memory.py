@@ -13,7 +13,7 @@ STATE = ("factors", "history", "eigenbases", "moments", "residuals")
 """What is kept between steps."""
 TRANSIENT = ("buckets", "messages")
 """What a step that refreshes everything needs beside it, while it lasts."""
-COUNTER = 4
+COUNTER, NORMS = 4, 8
 """Bytes of the counter beside a layer's moments."""
 
 
@@ -30,7 +30,7 @@ def memory_of(traffic: PlannedTraffic, config: KFACConfig, *, moments: int) -> M
         home = assignment.decomposers[factor.key]
         memory["factors"][home] += packed_bytes(factor.side)
         # the last value is the factor itself
-        memory["history"][home] += 4 * factor.side.numel if plan.adaptive else 0
+        memory["history"][home] += 4 * factor.side.numel + NORMS if plan.adaptive else 0
         users = Work.users(factor, assignment.workers)
         memory["eigenbases"][sorted(users)] += basis_bytes(factor.side)
         rounded = plan.wire is not torch.float32 and bool(traffic.delivery.receivers[factor.key])

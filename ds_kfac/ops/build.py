@@ -2,7 +2,7 @@
 
 A library is found beside the package (built ahead of time) or in the cache, else compiled under a lock. The lock is the
 kernel's and dies with its holder; who waits too long compiles for himself. Libraries appear whole: they are renamed
-into place. Of the standard library alone: setup.py loads this file by its path.
+into place. Of the standard library alone, for setup.py.
 """
 
 import fcntl
@@ -10,7 +10,6 @@ import hashlib
 import os
 import platform
 import re
-import shlex
 import shutil
 import subprocess
 import tempfile
@@ -69,46 +68,59 @@ def cpu_flags() -> str:
     return f"{platform.system()} {platform.machine()} {features}"
 
 
-def build_cpu(into: Path | None = None) -> Path:
-    """The library of ``csrc/cpu``; ``DS_KFAC_CXX_FLAGS`` adds flags. See :func:`build`."""
-    extra = shlex.split(os.environ.get("DS_KFAC_CXX_FLAGS", ""))
-    return build("cpu", find_sources("cpu"), compiler, [*CPU_FLAGS, *extra], target=cpu_flags(), into=into)
+def library_name(part: str, flags: Sequence[str], target: str = "", sources: Path | None = None) -> str:
+    """A file name made of sources, flags and ``target``: another one where anything is another.
+
+    Raises:
+        BuildError: there are no sources.
+    """
+    identity = hashlib.sha256("\0".join([part, *flags, target]).encode())
+    for file in _files(part, sources):
+        identity.update(file.name.encode() + b"\0" + file.read_bytes())
+    return f"{part}-{identity.hexdigest()[:16]}.so"
+
+
+def _files(part: str, sources: Path | None) -> list[Path]:
+    folder = sources or find_sources(part)
+    return sorted(file for file in folder.iterdir() if file.suffix in (".h", ".cpp", ".cu"))
+
+
+def find(library: str, places: Sequence[Path]) -> Path | None:
+    return next((place / library for place in places if (place / library).exists()), None)
 
 
 def build(
-    name: str,
-    sources: Path,
+    part: str,
     compiler: Callable[[], str],
     flags: Sequence[str],
     *,
     target: str = "",
+    sources: Path | None = None,
     into: Path | None = None,
 ) -> Path:
-    """The shared library of all files in ``sources`` that are no headers; compiled if there is none.
+    """The shared library of all files of ``csrc/<part>`` that are no headers; compiled if there is none.
 
     Args:
         compiler: finds one; asked only if it is needed, so that what was built ahead of time runs without.
         target: what else the library depends on, such as :func:`cpu_flags`.
+        sources: another folder than ``csrc/<part>``.
         into: the folder to find or put it in; None: find it in :data:`BUILT` or find or put it in :func:`folder`.
 
     Raises:
         BuildError: it cannot be compiled.
     """
-    files = sorted(file for file in sources.iterdir() if file.suffix in (".h", ".cpp", ".cu"))
-    identity = hashlib.sha256("\0".join([name, *flags, target]).encode())
-    for file in files:
-        identity.update(file.name.encode() + b"\0" + file.read_bytes())
-    library = f"{name}-{identity.hexdigest()[:16]}.so"
+    library = library_name(part, flags, target, sources)
     places = [into] if into else [BUILT, folder()]
-    for place in places:
-        if (place / library).exists():
-            return place / library
+    found = find(library, places)
+    if found is not None:
+        return found
     path = places[-1] / library
+    files = [str(file) for file in _files(part, sources) if file.suffix != ".h"]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_suffix(".lock")):
             if not path.exists():
-                _compile([compiler(), *flags, *(str(file) for file in files if file.suffix != ".h")], path)
+                _compile([compiler(), *flags, *files], path)
     except OSError as problem:
         raise BuildError(f"cannot write to {path.parent}: {problem}") from problem
     return path

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ds_kfac.ops.build import build_cpu
+from ds_kfac.ops.builders import CPUBuilder
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
@@ -31,11 +31,11 @@ def library() -> ctypes.CDLL:
         RuntimeError: why not.
     """
     try:
-        loaded = ctypes.CDLL(str(build_cpu()))
+        loaded = CPUBuilder().load()
         for name, signature in _SIGNATURES.items():
             function = getattr(loaded, f"ds_kfac_{name}")
             function.argtypes, function.restype = [_TYPES[letter] for letter in signature], None
-    except (OSError, AttributeError) as problem:
+    except AttributeError as problem:
         raise RuntimeError(f"its library does not load: {problem}") from problem
     return loaded
 

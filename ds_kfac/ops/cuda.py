@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ds_kfac.ops import gpus
-from ds_kfac.ops.cuda_library import CudaLibrary, integers, library_path, pointers
+from ds_kfac.ops.builders import CUDABuilder
+from ds_kfac.ops.cuda_library import CudaLibrary, integers, pointers
 from ds_kfac.ops.guarded import NotMadeFor, check_device, of
 from ds_kfac.ops.reference import blocks_numel, packed_numel
 
@@ -176,6 +177,6 @@ def load() -> Mapping[str, Callable[..., Any]]:
 @cache
 def _load() -> CudaOps:
     try:
-        return CudaOps(CudaLibrary(library_path(gpus.architectures())))
-    except (OSError, AttributeError) as problem:
+        return CudaOps(CudaLibrary(CUDABuilder(gpus.architecture()).load()))
+    except AttributeError as problem:
         raise RuntimeError(f"its library does not load: {problem}") from problem

@@ -8,8 +8,10 @@ from pathlib import Path
 from ds_kfac.ops.build import BuildError, find_sources
 
 ARCHITECTURES = ("80", "90a", "100", "120")
-"""A100, H100 and H200, B200, RTX 50; older and newer GPUs compile for themselves, just in time."""
+"""A100, H100 and H200, B200, RTX 50; others compile for themselves, just in time."""
 
+NVCC = "/usr/local/cuda/bin/nvcc"
+"""Where it usually is."""
 STRICT = (
     *("-Werror", "all-warnings", "-Xcompiler=-Wall,-Wextra,-Werror"),
     "-Xptxas=-v,-warn-spills,-warn-lmem-usage,-Werror",
@@ -20,7 +22,7 @@ STRICT = (
 def find_nvcc() -> str | None:
     """The compiler of ``CUDA_HOME``, else of the path, else of /usr/local/cuda; None where there is none."""
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
-    candidates = [f"{home}/bin/nvcc" for home in homes if home] + ["nvcc", "/usr/local/cuda/bin/nvcc"]
+    candidates = [f"{home}/bin/nvcc" for home in homes if home] + ["nvcc", NVCC]
     return next((found for found in map(shutil.which, candidates) if found), None)
 
 
@@ -44,7 +46,7 @@ def sources() -> list[Path]:
 def nvcc_flags(architectures: Sequence[str]) -> list[str]:
     """For a shared library, which loads without a driver, with machine code for each architecture, e.g. ``90a``."""
     targets = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in architectures]
-    return ["-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC,-fvisibility=hidden", *targets]
+    return ["-std=c++17", "-O3", "--threads=0", "-shared", "-Xcompiler=-fPIC,-fvisibility=hidden", *targets]
 
 
 def emulation_command(compiler: str, output: Path, *options: str) -> list[str]:

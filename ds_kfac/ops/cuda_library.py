@@ -2,13 +2,8 @@
 
 import ctypes
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from torch import Tensor
-
-from ds_kfac.ops.build import build, find_sources
-from ds_kfac.ops.cuda_compile import nvcc, nvcc_flags
 
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int}
 _SIGNATURES = {
@@ -27,8 +22,8 @@ class CudaError(RuntimeError):
 class CudaLibrary:
     """The launchers; :meth:`launch` raises what they return."""
 
-    def __init__(self, path: Path):
-        self._library = ctypes.CDLL(str(path))
+    def __init__(self, library: ctypes.CDLL):
+        self._library = library
         for name, signature in _SIGNATURES.items():
             function = self._function(name)
             function.argtypes, function.restype = [_TYPES[letter] for letter in signature], ctypes.c_int
@@ -60,12 +55,3 @@ def pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array:
 
 def integers(values: Sequence[int]) -> ctypes.Array:
     return (ctypes.c_int64 * len(values))(*values)
-
-
-def library_path(architectures: Sequence[str], **options: Any) -> Path:
-    """Of the library for GPUs such as ``["90a"]``, compiled if these sources were not yet.
-
-    Raises:
-        BuildError: it cannot be compiled.
-    """
-    return build("cuda", find_sources("cuda"), nvcc, nvcc_flags(architectures), **options)

@@ -20,12 +20,10 @@ def problem(device: torch.device | None = None) -> str | None:
     return f"needs compute capability {_number(CAPABILITY)}, {torch.cuda.get_device_name(device)} has {_number(found)}"
 
 
-def architectures() -> list[str]:
-    """Of all GPUs here that kernels can run on, as nvcc names them, e.g. ``["80", "90a"]``: local ranks share a
-    library."""
-    found = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
-    usable = sorted(capability for capability in found if capability >= CAPABILITY)
-    return [f"{major}{minor}{'a' if major == 9 else ''}" for major, minor in usable]
+def architecture() -> str:
+    """Of torch's current GPU, as nvcc names it, e.g. ``90a``."""
+    major, minor = torch.cuda.get_device_capability()
+    return f"{major}{minor}{'a' if major == 9 else ''}"
 
 
 def _number(capability: tuple[int, int]) -> str:

@@ -1,5 +1,5 @@
-"""engine.compile(): training with K-FAC is that of the engine that is not compiled, and the compiled graphs are those of
-an engine without K-FAC: no break and no recompilation of ours, whatever is due."""
+"""engine.compile(): training with K-FAC is that of the engine that is not compiled, and the compiled graphs are those
+of an engine without K-FAC: no break and no recompilation of ours, whatever is due."""
 
 import pytest
 import torch
