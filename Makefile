@@ -17,7 +17,7 @@ endif
 
 LAUNCH = $(BIN)/deepspeed --num_accelerators $(RANKS) examples/train_gpt.py --steps $(STEPS)
 
-.PHONY: setup train compare converge scale test check clean
+.PHONY: setup train compare converge scale gpu test check clean
 
 setup: $(STAMP)
 
@@ -41,6 +41,9 @@ converge: $(STAMP)
 
 scale: $(STAMP)
 	$(BIN)/python benchmarks/distributed.py $(ARGS)
+
+gpu: $(STAMP)
+	PYTHON=$(BIN)/python bash benchmarks/gpu.sh $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)

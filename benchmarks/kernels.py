@@ -1,6 +1,8 @@
 """Every op on the shapes of known models, by every backend that runs here, against the library in the same run; and the
 solvers of refreshes by size.
 
+    python benchmarks/kernels.py --goals --models squares gpt2     # what is wanted of a GPU, pass or fail
+    python benchmarks/kernels.py --sweep syrk                      # configurations of the Triton SYRK on this GPU
     python benchmarks/kernels.py [--device cuda] [--models gpt2 resnet50] [--ops syrk_accumulate_] [--out FOLDER]
 
 Needs torch only, not DeepSpeed. An implementation is first checked against float64; a wrong one has no speed, and the
@@ -22,10 +24,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import benchmarks.kernels_standalone  # noqa: F401
 from benchmarks.kernels_cases import Case, Op, Settings, averages, packing, similarities, syrk
+from benchmarks.kernels_goals import goals, goals_table
 from benchmarks.kernels_layer_cases import corrected_scaling, patches, scaling
 from benchmarks.kernels_report import document, draw, table, write_csv
 from benchmarks.kernels_shapes import MODELS, Model
 from benchmarks.kernels_solvers import IMPLEMENTATIONS, SOLVERS, solvers
+from benchmarks.kernels_sweep import sweep_syrk
 from benchmarks.kernels_timing import Clock, Roofline
 from ds_kfac.ops.backends import BACKENDS, OPS
 
@@ -110,11 +114,14 @@ def about(device: str, settings: Settings, missing: Mapping[str, str]) -> dict[s
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    known = [name for name in MODELS if name != "squares"]
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=known)
     parser.add_argument("--ops", nargs="+", choices=(*OPS, *SOLVERS), default=[*OPS, *SOLVERS])
     parser.add_argument("--rows", type=int, help="of a batch; 8192 on a GPU, 1024 on a CPU")
     parser.add_argument("--blocks", type=int, help="of a model in one call; 4 on a GPU, 1 on a CPU")
     parser.add_argument("--max-dim", type=int, help="largest factor; 11008 on a GPU, 4096 on a CPU")
+    parser.add_argument("--goals", action="store_true", help="a table of what is wanted of a GPU, pass or fail")
+    parser.add_argument("--sweep", choices=("syrk",), help="time every shipped configuration of an op, on a GPU")
     parser.add_argument("--seconds", type=float, default=0.5, help="per implementation and case")
     parser.add_argument("--name", help="of the results' files; the device")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "kernels")
@@ -125,8 +132,14 @@ def main(arguments: list[str] | None = None) -> int:
         options.max_dim or (11008 if gpu else 4096), torch.bfloat16 if gpu else torch.float32,
     )  # fmt: skip
     torch.manual_seed(0)
-    backends, missing = implementations(options.device)
     clock = Clock(options.device)
+    if options.sweep:
+        if not gpu:
+            parser.error("--sweep needs a GPU: its configurations are Triton's")
+        machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+        options.out.mkdir(parents=True, exist_ok=True)
+        return sweep_syrk(clock, settings, options.seconds, machine, options.out)
+    backends, missing = implementations(options.device)
     roofline = clock.roofline(settings.dtype, options.seconds)
     rows: list[dict[str, Any]] = []
     seen = set()
@@ -146,7 +159,12 @@ def main(arguments: list[str] | None = None) -> int:
     name = options.name or options.device
     write_csv(rows, options.out / f"{name}.csv")
     draw(rows, roofline, options.out / f"{name}.png")
-    (options.out / f"{name}.md").write_text(document(rows, roofline, about(options.device, settings, missing), name))
+    page = document(rows, roofline, about(options.device, settings, missing), name)
+    if options.goals:
+        wanted = goals_table(goals(rows))
+        page += f"\n## Goals\n\nBy the fastest implementation of each.\n\n{wanted}\n"
+        print(wanted)
+    (options.out / f"{name}.md").write_text(page)
     wrong = [row for row in rows if row["kind"] == "op" and "median_ms" not in row]
     print(f"{options.out / name}.md: {len(rows)} rows, {len(wrong)} wrong")
     return 1 if wrong else 0

@@ -57,5 +57,6 @@ MODELS = {
     "gpt2": _transformer("GPT-2", 768, 12),
     "bert_large": _bert("BERT-Large", 1024, 24),
     "llama_7b": Model("Llama-7B", _LLAMA, 32),
+    "squares": Model("squares", tuple((dim, dim) for dim in (768, 1024, 1600, 2048, 4096, 6400, 8192)), 1),
     "resnet50": Model("ResNet-50", _RESNET, 1, _CONVOLUTIONS),
 }

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 CACHE_BYTES = 1 << 28
-"""More than any cache: written between calls on a GPU, and what a copy is measured with."""
+"""More than any cache: read between calls on a GPU, and what a copy is measured with."""
+CYCLES_PER_SECOND = 2_000_000_000
+"""At least a GPU's clock rate: a wait of so many cycles a second is not shorter than a second."""
 
 
 @dataclass(frozen=True)
@@ -39,36 +41,60 @@ class Roofline:
 
 
 class Clock:
-    """Times calls on one device; on a GPU by events, with a cold cache, queued behind other work."""
+    """Times calls on one device.
+
+    On a GPU by events, with a cold cache (another buffer was read: writing one would leave the cache full of what must
+    first be written back), and behind a wait that is longer than the host needs to queue the call, so that launches are
+    not timed, unless the call itself waits for the device.
+    """
 
     def __init__(self, device: str):
         self.cuda = device == "cuda"
-        self.flush = torch.empty(CACHE_BYTES // 4, device=device) if self.cuda else None
+        self.flush = torch.zeros(CACHE_BYTES // 4, device=device) if self.cuda else None
 
-    def once(self, function: Callable[[], Any]) -> float:
-        """Seconds of one call."""
+    def once(self, function: Callable[[], Any], queueing: float = 0.0) -> float:
+        """Seconds of one call.
+
+        Args:
+            queueing: seconds that the host needs to queue it.
+        """
         if not self.cuda:
             start = time.perf_counter()
             function()
             return time.perf_counter() - start
         assert self.flush is not None
         start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.flush.zero_()
+        self.flush.sum()
+        torch.cuda._sleep(int(2 * queueing * CYCLES_PER_SECOND))
         start_event.record()
         function()
         end_event.record()
         end_event.synchronize()
         return start_event.elapsed_time(end_event) / 1000
 
+    def queueing(self, function: Callable[[], Any]) -> float:
+        """Seconds that the host needs to queue a call: the least of three, with nothing else in the queue."""
+        if not self.cuda:
+            return 0.0
+        found = []
+        for _ in range(3):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            function()
+            found.append(time.perf_counter() - start)
+        torch.cuda.synchronize()
+        return min(found)
+
     def compare(self, functions: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str, Times]:
         """Each called in turn, so that noise hits all of them, for about ``seconds`` each, at least 5 times."""
         for function in functions.values():
             self.once(function)
+        queueing = {name: self.queueing(function) for name, function in functions.items()}
         found: dict[str, list[float]] = {name: [] for name in functions}
         start = time.perf_counter()
         while len(next(iter(found.values()))) < 5 or time.perf_counter() - start < seconds * len(functions):
             for name, function in functions.items():
-                found[name].append(self.once(function))
+                found[name].append(self.once(function, queueing[name]))
         return {name: _times(values) for name, values in found.items()}
 
     def roofline(self, dtype: torch.dtype, seconds: float) -> Roofline:

@@ -1,6 +1,6 @@
 """Where ops are tried: (device, backend) pairs, what each offers, and what must hold of one call."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -14,8 +14,9 @@ from ds_kfac.ops import cpp
 from ds_kfac.ops.backends import BACKENDS, OPS
 from ds_kfac.ops.cuda import CudaOps
 from ds_kfac.ops.guarded import guarded
+from ds_kfac.ops.reference import packed_numel
 from ds_kfac.ops.triton import backend as triton
-from tests.gpu.calls import Call
+from tests.gpu.calls import Call, normal, triangle
 
 OFFERS = {
     "torch": OPS,
@@ -89,6 +90,20 @@ def problems(call: Call, returned: Any, arguments: tuple) -> list[str]:
             error = (x.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp(min=1e-30)
             if not error <= call.allowed:
                 found.append(f"{place}: error {float(error):.2e}, allowed {call.allowed:.0e}")
+    return found
+
+
+def configured(syrk: Any, config: Any, device: str, dtype: torch.dtype, shapes: Sequence[tuple[int, int]]) -> list[str]:
+    """What is wrong with products (rows, side) of a SYRK module by one configuration."""
+    found = []
+    for rows, dim in shapes:
+        x_ND, ones = normal(device, rows, dim).to(dtype), torch.ones(rows, 1, device=device)
+        wide = torch.cat([x_ND.double(), ones.double()], 1)
+        total = torch.zeros(packed_numel(dim + 1), device=device)
+        syrk.accumulate(total, x_ND, ones, config)
+        label = f"{rows} x {dim} {dtype} {config}"
+        call = Call("syrk_accumulate_", label, (), [triangle(wide.T @ wide)], lambda x, _: [x], 1e-5)
+        found += problems(call, total, ())
     return found
 
 

@@ -2,9 +2,11 @@
 
 import shutil
 import subprocess
+import sys
 from importlib.util import find_spec
 
 import pytest
+import torch
 
 from ds_kfac.ops import functional
 from ds_kfac.ops.cuda import CudaOps
@@ -13,7 +15,7 @@ from ds_kfac.ops.cuda_library import CudaLibrary
 from ds_kfac.ops.triton.backend import MODULES
 from tests.gpu.calls import Sizes
 from tests.gpu.layer_calls import CALLS, calls_of
-from tests.gpu.targets import copied, problems
+from tests.gpu.targets import configured, copied, problems
 from tests.triton_tools import interpreted
 
 FEW = Sizes((1, 33), (1, 2, 63), (1, 2, 63), ((1, 1), (63, 129)), ((1, 2, 3), (2, 3, 5)))
@@ -51,6 +53,13 @@ def check(function, op: str) -> None:
 @pytest.mark.parametrize("op", MODULES)
 def test_triton_interpreted(triton_ops, op, poisoned):
     check(triton_ops[op], op)
+
+
+@pytest.mark.parametrize("descriptor", [False, True])
+def test_a_syrk_by_a_given_configuration(triton_ops, descriptor):
+    syrk = sys.modules["ds_kfac.ops.triton.syrk"]
+    config = syrk.SyrkConfig(64, 64, 4, 4, 3, group=2, descriptor=descriptor)
+    assert not configured(syrk, config, "cpu", torch.bfloat16, ((1, 8), (100, 136)))
 
 
 @pytest.mark.parametrize("op", CudaOps.OPS)

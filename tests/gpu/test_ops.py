@@ -6,6 +6,7 @@ import torch
 from tests.gpu.calls import REAL, SMALL
 from tests.gpu.layer_calls import calls_of
 from tests.gpu.targets import (
+    configured,
     copied,
     deterministic,
     implementations,
@@ -87,3 +88,20 @@ def test_a_cuda_graph_replays_it(device, backend, op):
             graph.replay()
             torch.cuda.synchronize()
             assert not problems(call, returned, arguments), call.label
+
+
+@pytest.mark.gpu
+def test_every_shipped_syrk_configuration_is_right(monkeypatch):
+    pytest.importorskip("triton", reason="triton is not installed: its configurations are not tried")
+    from ds_kfac.ops.triton import syrk
+    from ds_kfac.ops.triton.base import architecture
+    from ds_kfac.ops.triton.syrk_configs import SHIPPED, family
+
+    wrong = []
+    for dtype in (torch.bfloat16, torch.float32):
+        for config in SHIPPED[family(dtype, architecture())]:
+            for variant in dict.fromkeys((config, config.plain())):
+                for split in (1, 3):
+                    monkeypatch.setattr(syrk, "split_for", lambda *_, split=split: split)
+                    wrong += configured(syrk, variant, "cuda", dtype, ((1, 8), (300, 136), (2048, 2304)))
+    assert not wrong, "\n".join(wrong)

@@ -1,0 +1,95 @@
+"""The goals of the kernels' benchmark and the sweep over SYRK configurations, without a GPU."""
+
+import pytest
+import torch
+
+from benchmarks import kernels
+from benchmarks.kernels_cases import Settings
+from benchmarks.kernels_goals import GOALS, goals, goals_table
+from benchmarks.kernels_sweep import fastest, pasted, sweep, sweep_table
+from benchmarks.kernels_timing import Clock
+from ds_kfac.ops import functional
+
+
+def rows(op: str, size: str, **ms: float) -> list[dict]:
+    return [
+        {"op": op, "size": size, "implementation": name, "median_ms": value, "of_roofline": 0.8 / value,
+         "kind": "baseline" if name.startswith("mm") else "op"} for name, value in ms.items()
+    ]  # fmt: skip
+
+
+def test_goals_are_judged_by_the_fastest_that_is_right():
+    table = rows("syrk_accumulate_", "N 8192, D 4096", torch=2.0, triton=1.0, mm=1.71)
+    table += [{**table[-1], "implementation": "mm, average, pack", "median_ms": 1.9}]
+    table += [{**table[0], "implementation": "broken"}]
+    del table[-1]["median_ms"]
+    table += rows("symmetric_pack_into_", "GPT-2", cuda=0.9) + rows("ema_update_", "GPT-2", cuda=1.0)
+    found = {(row["op"], row["over"]): row for row in goals(table)}
+    assert len(found) == 4
+    assert found["syrk_accumulate_", "mm"]["met"] and found["syrk_accumulate_", "mm"]["by"] == "triton"
+    assert not found["syrk_accumulate_", "mm, average, pack"]["met"]
+    assert found["symmetric_pack_into_", "roofline"]["met"] and not found["ema_update_", "roofline"]["met"]
+    page = goals_table(list(found.values()))
+    assert "| N 8192, D 4096 | mm | 1.70x | 1.71x | triton | pass |" in page
+    assert "| GPT-2 | roofline | 85% | 80% | cuda | **fail** |" in page
+
+
+def test_a_goal_whose_implementations_are_all_wrong_is_not_met():
+    (row,) = rows("eigen_scale_dot", "3 x 4", triton=1.0)
+    del row["median_ms"], row["of_roofline"]
+    assert [(found["by"], found["met"]) for found in goals([row])] == [("nothing", False)]
+
+
+def test_every_side_of_a_syrk_has_two_goals():
+    for dim in (1, 768, 2047, 2048, 4095, 4096, 11008):
+        row = rows("syrk_accumulate_", f"N 8192, D {dim}", triton=1.0)[0]
+        assert sorted(goal.over for goal in GOALS if goal.applies(row)) == ["mm", "mm, average, pack"]
+
+
+def test_the_page_of_a_run_has_the_goals(tmp_path, capsys):
+    options = ["--device", "cpu", "--models", "gpt2", "--rows", "16", "--blocks", "1", "--max-dim", "768"]
+    options += ["--ops", "syrk_accumulate_", "--seconds", "0", "--goals", "--out", str(tmp_path)]
+    assert kernels.main(options) == 0
+    assert "## Goals" in (tmp_path / "cpu.md").read_text() and "N 16, D 768 | mm |" in capsys.readouterr().out
+
+
+def test_a_sweep_needs_a_gpu(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: --sweep works here")
+    with pytest.raises(SystemExit):
+        kernels.main(["--device", "cpu", "--sweep", "syrk"])
+    assert "--sweep needs a GPU" in capsys.readouterr().err
+
+
+def test_a_sweep_times_what_is_right_and_names_what_is_not():
+    def accumulate(total, x, ones, config):
+        if config == "too large":
+            raise RuntimeError("out of resource: shared memory\nmore")
+        functional.syrk_accumulate_(total, x)
+        if config == "wrong":
+            total[0] += 1000
+
+    settings = Settings("cpu", rows=8, blocks=1, max_dim=128, dtype=torch.float32)
+    found = sweep(Clock("cpu"), settings, ["a", "wrong", "too large"], accumulate, 0.0)
+    assert [(row["dim"], row["config"], "median_ms" in row) for row in found] == [
+        (dim, config, config == "a") for dim in (64, 128) for config in ("a", "wrong", "too large")
+    ]
+    page = sweep_table(found)
+    assert "| wrong | **wrong** | **wrong** |" in page and "RuntimeError: out of resource: shared memory |" in page
+    assert fastest(found) == [(128, "a")]
+
+
+def test_the_table_to_paste_joins_sides_and_keeps_what_is_as_fast():
+    ms = {64: (1.0, 2.0), 128: (1.01, 1.0), 256: (3.0, 2.0), 512: (3.0, 2.0)}
+    found = [
+        {"dim": dim, "config": name, "median_ms": both["ab".index(name)]} for dim, both in ms.items() for name in "ab"
+    ]
+    assert fastest(found) == [(128, "a"), (512, "b")]
+    pytest.importorskip("triton", reason="triton is not installed: its configurations are not read")
+    from ds_kfac.ops.triton import syrk_configs as module
+
+    first, second = module.SHIPPED["sm_90"][:2]
+    text = pasted("sm_90", "a GPU", [(128, first), (512, second)])
+    assert eval("{" + text + "}", vars(module)) == {
+        "sm_90": module.Chosen("a GPU", ((128, first), (module.LARGEST, second)))
+    }
