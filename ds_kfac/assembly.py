@@ -63,10 +63,18 @@ def assemble(engine: Any, config: KFACConfig, experts: ExpertRows | None) -> tup
 
 
 def _choose_backend(engine: Any, config: KFACConfig) -> None:
-    """Build what is missing. One that was asked for and cannot run on some rank is an error on all of them."""
+    """Build what is missing. One that was asked for and cannot run on some rank is an error on all of them; one that
+    was not is used nowhere then: replicas that round differently would drift apart."""
     name, device = config.ops.backend, torch.device(engine.device).type
     if name is None:
-        backends.use(name, device)
+        own = dict(backends.use(None, device).missing)
+        everyone: list[dict[str, str]] = [own] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everyone, own)
+        lacking = {
+            backend: f"rank {rank}: {why}" for rank, missing in enumerate(everyone) for backend, why in missing.items()
+        }
+        if lacking.keys() - own:
+            backends.use(None, device, without={**lacking, **own})
         return
     with failing_together("ds_kfac cannot attach", torch.distributed.group.WORLD, ValueError):
         backends.use(name, device)

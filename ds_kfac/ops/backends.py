@@ -74,15 +74,18 @@ _asked: str | None = None
 _choices: dict[str, Choice] = {}
 
 
-def use(backend: str | None, device: str) -> Choice:
+def use(backend: str | None, device: str, without: Mapping[str, str] | None = None) -> Choice:
     """Choose for this process: null the best per op, a name that backend for every op it has. Builds what is needed.
+
+    Args:
+        without: backends that are not to be taken for null, and why.
 
     Raises:
         ValueError: the one that was asked for cannot run on ``device``, and why.
     """
     global _asked
     with _lock:
-        choice = _choose(backend, device)
+        choice = _choose(backend, device, without or {})
         if backend is not None and backend in choice.missing:
             raise ValueError(
                 f'kfac.ops.backend "{backend}" cannot run here: {choice.missing[backend]}; null takes what can'
@@ -98,11 +101,11 @@ def chosen(device: str) -> Choice:
     found = _choices.get(device)
     if found is None:
         with _lock:
-            found = _choices.get(device) or _choices.setdefault(device, _choose(_asked, device))
+            found = _choices.get(device) or _choices.setdefault(device, _choose(_asked, device, {}))
     return found
 
 
-def _choose(backend: str | None, device: str) -> Choice:
+def _choose(backend: str | None, device: str, without: Mapping[str, str]) -> Choice:
     """``torch`` has every op, on every device."""
     ops: dict[str, tuple[str, Implementation]] = {}
     missing: dict[str, str] = {}
@@ -111,6 +114,9 @@ def _choose(backend: str | None, device: str) -> Choice:
         if made_for not in (None, device):
             if name == backend:
                 missing[name] = f"it is for {made_for}, not for {device}"
+            continue
+        if name in without:
+            missing[name] = without[name]
             continue
         try:
             found = BACKENDS[name].load()

@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.distributed
 
 
-def start(backend: str):
+def start(backend: str | None):
     import ds_kfac
 
     config = BY_NAME["z2"].config(2, 1)
@@ -45,6 +45,7 @@ def backend_worker(_) -> dict:
 
     if os.environ["RANK"] == "1":  # of one rank only
         backends.BACKENDS["cpp"] = Backend("cpu", broken)
+    results["chosen report"] = start(None).kfac.report
     try:
         start("cpp")
     except ValueError as problem:
@@ -76,3 +77,10 @@ def test_a_backend_that_one_rank_lacks_is_refused_on_all(found):
     for result in found:
         assert "rank 1: ValueError: kfac.ops.backend" in result["refused"]
         assert "no compiler on this node" in result["refused"]
+
+
+def test_a_backend_that_one_rank_lacks_is_chosen_on_none(found):
+    for result in found:
+        assert "  ops: torch (syrk_accumulate_, " in result["chosen report"]
+    if "cpp" in found[0]:
+        assert "not cpp: rank 1: no compiler on this node" in found[0]["chosen report"]
