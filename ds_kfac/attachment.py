@@ -1,11 +1,14 @@
-"""K-FAC at work in one engine: four wrapped attributes of the instance, and module hooks. No class is patched.
+"""K-FAC at work in one engine: five wrapped attributes of the instance, and module hooks. No class is patched.
 
 ``_take_model_step`` is where gradients are averaged but not yet checked, clipped or stepped, in every stage;
-``backward`` tells the scale of the output gradients; the checkpoint methods carry our state.
+``backward`` tells the scale of the output gradients; the checkpoint methods carry our state. ``forward`` runs captured
+steps without torch.compile: traced, every hook would break the graph in a loop of torch's own, after which torch leaves
+the module uncompiled for good. So all other steps run the graphs that they would without K-FAC.
 """
 
 import inspect
 import os
+import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
@@ -64,6 +67,7 @@ class Attachment:
             raise
         self._originals: dict[str, tuple[Any, Any]] = {}
         self._wrap("_take_model_step", self._take_model_step)
+        self._wrap("forward", self._forward)
         self._wrap("backward", self._backward)
         self._wrap("save_checkpoint", self._save_checkpoint)
         self._wrap("load_checkpoint", self._load_checkpoint)
@@ -156,7 +160,7 @@ class Attachment:
         """Load only the K-FAC state of a checkpoint, whatever stage and world size wrote it. Collective."""
         checkpoint.load(self.job, Path(load_dir) / str(tag))
 
-    # the four wrapped attributes
+    # the five wrapped attributes
 
     def _wrap(self, name: str, wrapper: Callable[..., Any]) -> None:
         original = getattr(self.engine, name)
@@ -198,6 +202,14 @@ class Attachment:
                 f"ds_kfac: rank {self.engine.global_rank} saw no rows of {', '.join(silent)} in its first step. What "
                 "no rank calls is not preconditioned until it has data; if it is never called as a module, exclude it"
             )
+
+    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # nothing can be compiled before torch._dynamo is imported, which takes seconds
+        compiled = "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance")  # torch 2.6
+        if not (self.job.active and self.engine.module.training and compiled):
+            return original(*args, **kwargs)
+        with torch.compiler.set_stance("force_eager"):
+            return original(*args, **kwargs)
 
     def _backward(self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not self.job.active or not loss.requires_grad:

@@ -9,6 +9,8 @@ Activation checkpointing runs a forward twice. Reentrant: the first run has grad
 Non-reentrant: the first run counts; the recomputation's graph never gets a gradient, so it must not count A. Hence
 a forward inside a backward adds A only once its gradient arrives.
 
+torch.compile traces the hooks up to their first condition, which is all that steps without capture have of them.
+
 With a Monte-Carlo Fisher the gradients of the true loss are passed over; those of a sampled loss are fed in, for the
 calls that :attr:`Capture.pending` lists.
 """
@@ -167,20 +169,29 @@ class Capture:
         return self._info
 
     def _begin_forward(self, module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:
+        if module.training and self.active:
+            self._begin_batch(arguments, keywords)
+
+    @torch.compiler.disable
+    def _begin_batch(self, arguments: tuple, keywords: dict[str, Any]) -> None:
         if torch._C._current_graph_task_id() != -1:
             return
         if self._terms or self.pending:  # a loss.backward() that nobody closed
             self.end_backward()
-        if self.active and module.training:
-            self._info = self.read_batch(arguments, keywords)
+        self._info = self.read_batch(arguments, keywords)
 
     def _forward_hook(self, layer: LayerSpec, index: int) -> Callable[..., None]:
         kind = LAYERS[layer.uses[index].kind]
 
         def hook(module: nn.Module, inputs: tuple, named: dict[str, Any], output: Any) -> None:
+            if module.training and self.active and torch.is_grad_enabled():
+                capture(module, inputs, named, output)
+
+        @torch.compiler.disable
+        def capture(module: nn.Module, inputs: tuple, named: dict[str, Any], output: Any) -> None:
             if isinstance(output, tuple):  # Megatron's linears return their bias too
                 output = output[0]
-            if not (self.active and module.training and torch.is_grad_enabled() and output.requires_grad):
+            if not output.requires_grad:
                 return
             recomputing = torch._C._current_graph_task_id() != -1
             if recomputing and self.sampled:  # the first run's calls are those that are sampled

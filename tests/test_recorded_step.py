@@ -1,5 +1,5 @@
-"""A rank's own part of a step, recorded once and replayed with other gradients, gives what running it gives: by a trace of
-its operations on the CPU, by a CUDA graph on a GPU."""
+"""A rank's own part of a step, recorded once and replayed with other gradients, gives what running it gives: by a trace
+of its operations on the CPU, by a CUDA graph on a GPU."""
 
 from types import SimpleNamespace
 
@@ -25,7 +25,10 @@ CASES = {
 
 def make(case: str, device: torch.device):
     """A function of gradients and learning rate: results, new second moments and kl-clip's factor."""
-    config, layers = parse(CASES[case]), [linear_layer(f"l{i}", I, O) for i, (O, I) in enumerate(SHAPES)]
+    config, layers = (
+        parse(CASES[case]),
+        [linear_layer(f"l{i}", columns, rows) for i, (rows, columns) in enumerate(SHAPES)],
+    )
     generator = torch.Generator().manual_seed(0)
 
     def basis(dim: int) -> Eigenbasis:
@@ -58,7 +61,7 @@ def make(case: str, device: torch.device):
 
 def inputs(seed: int, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    gradients = [torch.randn(O, I, generator=generator).to(device) for O, I in SHAPES]
+    gradients = [torch.randn(*shape, generator=generator).to(device) for shape in SHAPES]
     if seed == 2:
         gradients[1][3, 4] = float("inf")
     return gradients, torch.tensor(0.1 * seed, device=device)

@@ -121,6 +121,10 @@ def worker(payload) -> dict:
             initial = weights(engine)
             sizes = {len(layers) for layers in engine.kfac.optimizer.direction.stacks}
             assert (max(sizes) > 1) == ("stacked" in name), f"{name}: stacks of {sizes}"
+            if "mixed" in name:
+                report = engine.kfac.report
+                assert "fp32 into the eigenbasis, bf16 back; WARNING: no TF32 on this cpu" in report, report
+                assert "preconditioner.precision" not in report, "it is not without effect with KFACAdamW"
             if engine.kfac.sampling:
                 engine.kfac.sampler = lambda logits, info, generator: drawn(logits, info.labelled.long() - 1)
             for index in range(STEPS):
