@@ -2,6 +2,11 @@
 
 from dataclasses import replace
 
+import torch
+
+from ds_kfac.checkpoint_files import layer_payload
+from ds_kfac.layer_state import LayerState
+from ds_kfac.moments import stacked, unstacked
 from ds_kfac.side import Side
 from ds_kfac.stacking import stacked_bytes, stacks
 from tests.models import linear_layer
@@ -39,3 +44,14 @@ def test_large_layers_stay_alone_and_copies_have_a_limit():
     both = 3 * small + 2 * stacked_bytes(LAYERS[1:2])
     assert names(stacks(LAYERS, alike=lambda layer: None, limit=both))[:2] == [["a", "c", "f"], ["b", "e"]]
     assert names(stacks(LAYERS, alike=lambda layer: None, limit=both - 1))[:2] == [["a", "c", "f"], ["b"]]
+
+
+def test_a_checkpoint_of_one_layer_holds_that_layer_alone():
+    device = torch.device("cpu")
+    states = [LayerState.empty(layer, device, moments="corrected") for layer in LAYERS[:3:2]]
+    apart = unstacked(stacked([state.corrected for state in states]), 2)
+    assert apart[0].second_OI.untyped_storage().nbytes() == 2 * 4 * 35
+    saved = layer_payload(replace(states[0], corrected=apart[0]), eigenbasis=True)["corrected"]
+    assert {name: tensor.untyped_storage().nbytes() for name, tensor in saved.items()} == {
+        "second_OI": 4 * 35, "updates": 4,
+    }  # fmt: skip
