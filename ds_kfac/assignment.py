@@ -69,6 +69,7 @@ def assign(
     split_factors: bool,
     memory_cap: float | None = None,
     moments: int = 0,
+    method: str = "eigen",
 ) -> Assignment:
     """Heaviest first to the least loaded rank: layers to columns of workers, then factors to decomposers.
 
@@ -84,12 +85,13 @@ def assign(
         split_factors: whether a layer's two factors may be on different ranks: any of its workers, any rank at all
             if it has one worker only. Tied layers' are not.
         moments: fp32 tensors of the gradient's shape that workers keep.
+        method: "eigen" or "inverse": what workers keep of a factor.
 
     Raises:
         ValueError: no plan respects the cap.
     """
     assert world % workers == 0 and (held is None or workers == 1), "workers: a divisor of world, 1 under ZeRO"
-    work = Work(layers, factors, world, held, costs, update_interval, refresh_interval, moments)
+    work = Work(layers, factors, world, held, costs, update_interval, refresh_interval, moments, method)
 
     kinds = ((True, False), (True, True), (False, True)) if split_factors else ((True, False),)
 

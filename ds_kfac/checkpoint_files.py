@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from deepspeed.utils import logger
@@ -12,10 +12,12 @@ from ds_kfac.eigenbasis import Eigenbasis, Refreshed
 from ds_kfac.factor import KroneckerFactor
 from ds_kfac.factor_spec import FactorSpec
 from ds_kfac.factor_state import FactorState
+from ds_kfac.inverse import DampedInverse, Kept, from_packed, packed
 from ds_kfac.layer_state import LayerState
 from ds_kfac.layers.base import LayerSpec
 from ds_kfac.moments import AdamMoments, CorrectedEigenvalues
 from ds_kfac.optimizer import KFACOptimizer
+from ds_kfac.side import Side
 
 
 def factor_payload(state: FactorState, pending: Refreshed | None) -> dict[str, Any]:
@@ -25,8 +27,8 @@ def factor_payload(state: FactorState, pending: Refreshed | None) -> dict[str, A
         "packed": state.factor.packed_P,
         "updates": state.factor.updates,
         "history": [history.last, history.before] if history is not None else None,
-        "basis": _side_basis(state.basis),
-        "pending": _side_basis(pending.basis) if pending is not None else None,
+        "basis": _saved(state.basis),
+        "pending": _saved(pending.basis) if pending is not None else None,
     }
 
 
@@ -35,19 +37,28 @@ def layer_payload(state: LayerState, *, eigenbasis: bool) -> dict[str, Any]:
     kept = eigenbasis or state.adam is not None or state.corrected is not None
     return {
         "terms": state.terms,
-        "A": _side_basis(state.A) if kept else None,
-        "G": _side_basis(state.G) if kept else None,
+        "A": _saved(state.A) if kept else None,
+        "G": _saved(state.G) if kept else None,
         "adam": vars(state.adam) if state.adam else None,
         "corrected": vars(state.corrected) if state.corrected else None,
     }
 
 
-def _side_basis(basis: Eigenbasis | None) -> dict[str, Any] | None:
-    return None if basis is None else {"vectors": list(basis.vectors), "values": basis.values}
+def _saved(kept: Kept | None) -> dict[str, Any] | None:
+    if kept is None:
+        return None
+    if isinstance(kept, DampedInverse):
+        return {"inverse": packed(kept)}
+    return {"vectors": list(kept.vectors), "values": kept.values}
 
 
-def _basis(saved: Mapping[str, Any] | None) -> Eigenbasis | None:
-    return None if saved is None else Eigenbasis(tuple(saved["vectors"]), saved["values"])
+def _loaded(saved: Mapping[str, Any] | None, side: Side, method: str) -> Kept | None:
+    """None also for what another method kept."""
+    if saved is None or ("inverse" in saved) != (method == "inverse"):
+        return None
+    if method == "inverse":
+        return from_packed(side, saved["inverse"])
+    return Eigenbasis(tuple(saved["vectors"]), saved["values"])
 
 
 def load_factor(kfac: KFACOptimizer, path: Path, spec: FactorSpec) -> tuple[FactorState, Refreshed | None]:
@@ -62,15 +73,20 @@ def load_factor(kfac: KFACOptimizer, path: Path, spec: FactorSpec) -> tuple[Fact
     history = empty.history
     if history is not None and payload["history"] is not None:
         history = replace(history, last=payload["history"][0], before=payload["history"][1]).to(kfac.curvature.home)
-    warm = _basis(payload["basis"]) if kfac.plan.warm_start is not None else None
-    pending = _basis(payload["pending"])
-    return FactorState(factor, history, warm), Refreshed(pending, "eigh") if pending is not None else None
+    method = kfac.plan.method
+    warm = _loaded(payload["basis"], spec.side, method) if kfac.plan.warm_start is not None else None
+    assert not isinstance(warm, DampedInverse)
+    pending = _loaded(payload["pending"], spec.side, method)
+    how: Literal["eigh", "cholesky"] = "cholesky" if method == "inverse" else "eigh"
+    return FactorState(factor, history, warm), Refreshed(pending, how) if pending is not None else None
 
 
 def load_layer(kfac: KFACOptimizer, path: Path, layer: LayerSpec) -> LayerState:
     payload = torch.load(path, map_location=kfac.device, weights_only=True)
-    state = LayerState.empty(layer, kfac.device, moments=kfac.direction.moments)
-    state = replace(state, terms=payload["terms"], A=_basis(payload["A"]) or state.A, G=_basis(payload["G"]) or state.G)
+    method = kfac.plan.method
+    state = LayerState.empty(layer, kfac.device, moments=kfac.direction.moments, method=method)
+    A, G = (_loaded(payload[which], side, method) for which, side in (("A", layer.A), ("G", layer.G)))
+    state = replace(state, terms=payload["terms"], A=A or state.A, G=G or state.G)
     kind = kfac.direction.moments
     if kind is not None and payload[kind] is None:
         logger.warning(f"ds_kfac: {path} has no {kind} moments of {layer.name}; they start empty")

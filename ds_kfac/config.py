@@ -1,6 +1,6 @@
 """The ``"kfac"`` block of a DeepSpeed config: models, defaults, and errors that say all that is wrong at once."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -65,7 +65,16 @@ class KFACConfig(Block):
         return self.factor.max_dim or 16384
 
     def for_optimizer(self, *, adam: bool) -> "KFACConfig":
-        """With what depends on the optimizer chosen; ``adam``: it is KFACAdamW."""
+        """With what depends on the optimizer chosen; ``adam``: it is KFACAdamW.
+
+        Raises:
+            ValueError: its step is in an eigenbasis, and none is kept.
+        """
+        if adam and self.preconditioner.method == "inverse":
+            raise ValueError(
+                'kfac.preconditioner.method "inverse" keeps no eigenbasis, in which KFACAdamW steps; use "eigen", or '
+                "another optimizer"
+            )
         if self.factor.fisher is not None:
             return self
         factor = self.factor.model_copy(update={"fisher": "activations_only" if adam else "empirical"})
@@ -137,6 +146,29 @@ def _contradictions(block: Mapping[str, Any]) -> list[str]:
     for (low, a), (high, b) in pairwise(rungs):
         if a > b:
             errors.append(f"kfac.eigenbasis.{low} ({a}) must not be above kfac.eigenbasis.{high} ({b})")
+    return errors + (_with_inverses(given) if given("preconditioner", "method") == "inverse" else [])
+
+
+def _with_inverses(given: Callable[[str, str], Any]) -> list[str]:
+    """What method "inverse" rules out; ``given(block, key)`` is what the config has, or None."""
+    why = 'kfac.preconditioner.method "inverse" keeps no eigenbasis, so'
+    errors = []
+    if given("preconditioner", "eigenvalues") == "corrected":
+        errors.append(f'{why} kfac.preconditioner.eigenvalues must be "kronecker"; or use method "eigen"')
+    if given("preconditioner", "exponent") not in (None, 1):
+        got = given("preconditioner", "exponent")
+        errors.append(f'{why} kfac.preconditioner.exponent ({got}) must be 1; or use method "eigen"')
+    for key in ("keep_below", "values_below", "qr_below", "carry_moments"):
+        if given("eigenbasis", key):
+            errors.append(f'{why} kfac.eigenbasis.{key} must be left out; or use method "eigen"')
+    if given("damping", "kind") == "tikhonov":
+        ways = (
+            'A and G of a layer have to be on one rank, as the damping of one needs the other; use damping "relative"'
+        )
+        if given("assignment", "split_factors"):
+            errors.append(f'kfac.assignment.split_factors with method "inverse" and damping "tikhonov": {ways}')
+        if given("layers", "max_outputs"):
+            errors.append(f'kfac.layers.max_outputs with method "inverse" and damping "tikhonov": {ways}')
     return errors
 
 

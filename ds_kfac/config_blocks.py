@@ -99,6 +99,10 @@ class DampingConfig(Block):
 class PreconditionerConfig(Block):
     """The step in the eigenbasis. Of no effect with the optimizer KFACAdamW, whose step is Adam's."""
 
+    method: Literal["eigen", "inverse"] = "eigen"
+    """eigen: eigenbases of both factors. inverse: their damped inverses by Cholesky, with lambda shared out by pi
+    (KAISA): half the products of a step, half the bytes to other workers, refreshes about ten times cheaper, for sides
+    of 4096 and up. lambda is that of the last refresh; needs eigenvalues kronecker and exponent 1."""
     eigenvalues: Literal["kronecker", "corrected"] = "kronecker"
     """Of the Fisher in its eigenbasis: products of the factors' (K-FAC), or the running second moment of the rotated
     gradient (EKFAC)."""
@@ -215,8 +219,8 @@ class CommunicationConfig(Block):
     """What travels, and when."""
 
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Of batch sums and eigenvectors on the wire. Sums are added up in fp32 in any case. null: bf16 if the model is in
-    16 bits and the traffic is predicted to cost over 2 % of a step's K-FAC work, else fp32."""
+    """Of batch sums and eigenvectors on the wire; inverses travel in fp32. Sums are added up in fp32 in any case. null:
+    bf16 if the model is in 16 bits and the traffic is predicted to cost over 2 % of a step's K-FAC work, else fp32."""
     gradient_dtype: Literal["fp32", "bf16"] | None = None
     """Of gradients to their workers and preconditioned gradients back (fp16 would overflow: they carry the loss scale).
     null: as they are stored to the workers, fp32 back."""

@@ -4,9 +4,8 @@ Who knows what: the timetable is the same on every rank. Whether a factor could 
 decomposer; if eigenbases travel it tells everyone, so that all ranks know what the next message contains.
 """
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,12 +14,13 @@ from ds_kfac.adaptive import History
 from ds_kfac.agenda import Agenda
 from ds_kfac.capture import BatchSum, UseSums
 from ds_kfac.config import KFACConfig
-from ds_kfac.decomposition import count, usable
+from ds_kfac.decomposition import Decomposition, count, usable
 from ds_kfac.delivery import Delivery
-from ds_kfac.eigenbasis import Eigenbasis, Refreshed, refresh
+from ds_kfac.eigenbasis import Eigenbasis, Refreshed
 from ds_kfac.factor import KroneckerFactor
 from ds_kfac.factor_spec import FactorSpec, factors_by_layer
 from ds_kfac.factor_state import FactorState, NextFactors, folded, tied_sums
+from ds_kfac.inverse import Kept
 from ds_kfac.layers.base import LayerSpec
 from ds_kfac.mail import Arrivals, Leg
 from ds_kfac.metrics import Metrics
@@ -69,7 +69,12 @@ class Curvature:
         self.of_layer = factors_by_layer(plan.assignment.factors)
         self.decomposers = plan.assignment.decomposers
         self.delivery = Delivery(
-            plan.assignment.factors, self.decomposers, plan.assignment.workers, world=channel.world, wire=plan.wire
+            plan.assignment.factors,
+            self.decomposers,
+            plan.assignment.workers,
+            world=channel.world,
+            wire=plan.wire,
+            method=plan.method,
         )
         self.travels = self.delivery.travels
         self.reset()
@@ -172,10 +177,9 @@ class Curvature:
         self.arriving = tuple(key for key in self.specs if key in now or self.next.pending.get(key) == step)
         for key in usable(self._partners(now | later), self.next.factors, self.device):
             if key in now:
-                self._results[key] = self._refreshed(self.next.factors[key])
+                self._results[key] = self._decomposition(key, step)()
             else:
-                state = self.next.factors[key]
-                self.refresher.submit(key, partial(self._refreshed, state))
+                self.refresher.submit(key, self._decomposition(key, step))
                 self.next.submitted.append(key)
         self.next.pending |= dict.fromkeys(later, step + lag)
         for key in self.arriving:
@@ -183,13 +187,8 @@ class Curvature:
                 self._results[key] = self.refresher.result(key)
         count(self._results, self.metrics.step_counts)
 
-    def _refreshed(self, state: FactorState) -> Refreshed:
-        return refresh(
-            state.factor.to(self.device),
-            method=self.config.eigenbasis.method,
-            previous=state.basis,
-            tolerances=self.plan.warm_start,
-        )
+    def _decomposition(self, key: str, step: int) -> Decomposition:
+        return Decomposition.of(self.specs[key], self.next.factors, self.plan, self.config, step, self.device)
 
     def _partners(self, keys: set[str]) -> dict[str, list[str]]:
         """This rank's of the factors in ``keys``, with those of their (first) layer."""
@@ -233,20 +232,22 @@ class Curvature:
             values["fresh", key] = torch.full((), state, device=self.device)
         return values
 
-    def legs(self) -> tuple[Leg, Leg]:
-        """Eigenvectors and eigenvalues on their way to gradient workers elsewhere."""
+    def legs(self) -> tuple[Leg, ...]:
+        """Eigenbases, or inverses, on their way to gradient workers elsewhere."""
         return self.delivery.legs(self.arriving, self._bases, self.device)
 
     @property
-    def _bases(self) -> dict[str, Eigenbasis]:
+    def _bases(self) -> dict[str, Kept]:
         """Own factors' that take effect in this step."""
         return {key: result.basis for key, result in self._results.items() if result.basis is not None}
 
-    def arrived(
-        self, vectors: Arrivals, values: Arrivals, told: Mapping[Hashable, Tensor]
-    ) -> tuple[dict[str, Eigenbasis], int]:
-        """New eigenbases of the factors of this rank's layers, by key; and how many decompositions failed, where all
-        ranks know. Synchronises if eigenbases travel, in the steps in which they do."""
+    def arrived(self, arrivals: Sequence[Arrivals], told: Mapping[Hashable, Tensor]) -> tuple[dict[str, Kept], int]:
+        """New eigenbases or inverses of the factors of this rank's layers, by key; and how many decompositions failed,
+        where all ranks know. Synchronises if they travel, in the steps in which they do.
+
+        Args:
+            arrivals: of each of :meth:`legs`.
+        """
         for key in self.arriving:
             self.next.pending.pop(key, None)
         own, failed = self._bases, 0
@@ -258,8 +259,9 @@ class Curvature:
         self.next.ready |= fresh
         if self.plan.warm_start is not None:
             for key, basis in own.items():
+                assert isinstance(basis, Eigenbasis)
                 self.next.factors[key] = replace(self.next.factors[key], basis=basis)
-        received = self.delivery.received(vectors, values)
+        received = self.delivery.received(*arrivals)
         here = {key: self.delivery.kept(key, basis) for key, basis in own.items()}
         return {key: basis for key, basis in (received | here).items() if key in fresh}, failed
 
@@ -282,9 +284,9 @@ class Curvature:
         """Take over what the step changed."""
         self.factors, self.ready, self.pending = self.next.factors, self.next.ready, self.next.pending
 
-    def redecompose(self) -> None:
+    def redecompose(self, step: int) -> None:
         """As :meth:`decompose`, of all factors with data, outside of a step: after loading factors without bases."""
         self.begin()
         self.arriving = tuple(self.specs)
         for key in usable(self._partners(set(self.specs)), self.next.factors, self.device):
-            self._results[key] = self._refreshed(self.next.factors[key])
+            self._results[key] = self._decomposition(key, step)()

@@ -25,7 +25,7 @@ class Local:
         states: layer name -> state after this step.
         numbers: scalars that are summed over all ranks before :meth:`Direction.finish`.
         replaced: scalar, layers whose result was not finite.
-        unprepared: layers that passed through because they have no eigenbasis.
+        unprepared: layers that passed through because they have no eigenbasis or inverse.
     """
 
     results: dict[str, Tensor]
@@ -98,7 +98,7 @@ class KFACGradient:
         quadratic = torch.zeros_like(local.replaced)
         for layer in self.exchange.owned:
             state, gradient = states[layer.name], gradients[layer.name]
-            if state.basis is None:
+            if not state.prepared:
                 local.unprepared += 1
                 continue
             eigenvalues = None
@@ -107,15 +107,18 @@ class KFACGradient:
                 assert state.corrected is not None
                 eigenvalues = state.corrected.second_OI
                 local.states[layer.name] = state
-            assert state.basis is not None
-            V = precondition(
-                gradient,
-                state.basis,
-                damping=damping.at(now.step),
-                damping_kind=damping.kind,
-                exponent=options.exponent,
-                eigenvalues_OI=eigenvalues,
-            )
+            if state.inverse is not None:
+                V = state.inverse.precondition(gradient, damping=damping.at(now.step))
+            else:
+                assert state.basis is not None
+                V = precondition(
+                    gradient,
+                    state.basis,
+                    damping=damping.at(now.step),
+                    damping_kind=damping.kind,
+                    exponent=options.exponent,
+                    eigenvalues_OI=eigenvalues,
+                )
             V, finite = finite_or(V, gradient)
             if options.graft == "norm":
                 V = grafted(V, gradient)

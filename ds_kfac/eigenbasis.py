@@ -3,9 +3,9 @@
 Shape suffixes: D a side's width, O and I the sides of a layer's matrix, n blocks of width b.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,25 @@ from torch import Tensor
 from ds_kfac.factor import KroneckerFactor
 from ds_kfac.side import Side
 from ds_kfac.warm_start import WarmStart, warmed
+
+
+def block_product(matrices: Sequence[Tensor], x_D: Tensor) -> Tensor:
+    """A block-diagonal matrix times x [D, any].
+
+    Args:
+        matrices: [n, b, b] per group of equal blocks; none for the identity.
+    """
+    pieces, start = [], 0
+    for matrix in matrices:
+        count, width, _ = matrix.shape
+        part = x_D[start : start + count * width]
+        start += count * width
+        # a batch of one is slower as a batch
+        product = matrix[0] @ part if count == 1 else (matrix @ part.reshape(count, width, -1)).flatten(0, 1)
+        pieces.append(product)
+    if not pieces:
+        return x_D
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 @dataclass(frozen=True)
@@ -41,25 +60,11 @@ class Eigenbasis:
 
     def rotate(self, x_D: Tensor) -> Tensor:
         """Q^T x for x [D, any]."""
-        return self._apply(x_D, [vectors.mT for vectors in self.vectors])
+        return block_product([vectors.mT for vectors in self.vectors], x_D)
 
     def restore(self, x_D: Tensor) -> Tensor:
         """Q x for x [D, any]; undoes :meth:`rotate`."""
-        return self._apply(x_D, list(self.vectors))
-
-    @staticmethod
-    def _apply(x_D: Tensor, matrices: list[Tensor]) -> Tensor:
-        pieces, start = [], 0
-        for matrix in matrices:
-            count, width, _ = matrix.shape
-            part = x_D[start : start + count * width]
-            start += count * width
-            # a batch of one is slower as a batch
-            product = matrix[0] @ part if count == 1 else (matrix @ part.reshape(count, width, -1)).flatten(0, 1)
-            pieces.append(product)
-        if not pieces:
-            return x_D
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return block_product(self.vectors, x_D)
 
     def overlap(self, old: "Eigenbasis | None") -> "Eigenbasis":
         """The basis whose ``rotate`` takes coordinates in ``old`` (None: unrotated) to coordinates in this one."""
@@ -136,19 +141,24 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
 EIGEN_METHODS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {"eigh": eigh}
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True)
-class Refreshed:
+class Refreshed(Generic[T]):
     """What a refresh came to.
 
     Attributes:
-        basis: None when every rung of the ladder failed for some block.
+        basis: an eigenbasis, or a damped inverse (``inverse.py``); None when every rung of the ladder failed for some
+            block.
         how: "kept" (``basis`` is the previous one), "values" (new values, the very same vectors), "qr" or "eigh" (new
-            vectors), "diagonal" (of a diagonal or identity side, nothing to decompose), "failed".
+            vectors), "cholesky" (a new inverse), "diagonal" (of a diagonal or identity side, nothing to decompose),
+            "failed".
         retries: rungs of the ladder that failed.
     """
 
-    basis: Eigenbasis | None
-    how: Literal["kept", "values", "qr", "eigh", "diagonal", "failed"]
+    basis: T | None
+    how: Literal["kept", "values", "qr", "eigh", "cholesky", "diagonal", "failed"]
     retries: int = 0
 
 
@@ -158,7 +168,7 @@ def refresh(
     method: str = "eigh",
     previous: Eigenbasis | None = None,
     tolerances: WarmStart | None = None,
-) -> Refreshed:
+) -> Refreshed[Eigenbasis]:
     """Decompose a usable factor, or mend the previous basis where that is enough.
 
     Synchronises with the device, as every decomposition does; called on refresh steps only.
@@ -180,7 +190,7 @@ def refresh(
             return Refreshed(previous if warm.how == "kept" else Eigenbasis(warm.vectors, warm.values), warm.how)
     values, vectors = [], []
     for blocks in groups:
-        decomposed, failed = _climb(blocks, EIGEN_METHODS[method])
+        decomposed, failed = climb(blocks, EIGEN_METHODS[method])
         retries += failed
         if decomposed is None:
             return Refreshed(None, "failed", retries)
@@ -189,10 +199,10 @@ def refresh(
     return Refreshed(Eigenbasis(tuple(vectors), torch.cat(values)), "eigh", retries)
 
 
-def _climb(
-    blocks: Tensor, decompose: Callable[[Tensor], tuple[Tensor, Tensor]]
-) -> tuple[tuple[Tensor, Tensor] | None, int]:
-    """The ladder on failure: as given, in float64, in float64 on the CPU.
+def climb(blocks: Tensor, decompose: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[tuple[Tensor, ...] | None, int]:
+    """The ladder on failure: as given, in float64, in float64 on the CPU. A result that is not finite is a failure.
+
+    Returns the results on the device of ``blocks``, None if every rung failed; and how many did.
 
     The input is checked by the caller (LAPACK returns NaN for NaN without a word, cuSOLVER raises).
     """
@@ -201,9 +211,9 @@ def _climb(
         rungs.append(blocks.double().cpu())
     for failures, matrix in enumerate(rungs):
         try:
-            values, vectors = decompose(matrix)
+            found = decompose(matrix)
         except RuntimeError:  # LinAlgError, or cuSOLVER's own; the next rung is more exact, then elsewhere
             continue
-        if bool(torch.isfinite(vectors).all() & torch.isfinite(values).all()):
-            return (values.to(blocks.device), vectors.to(blocks.device)), failures
+        if bool(torch.stack([torch.isfinite(part).all() for part in found]).all()):
+            return tuple(part.to(blocks.device) for part in found), failures
     return None, len(rungs)

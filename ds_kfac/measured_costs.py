@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from ds_kfac.costs import BUILTIN, CostModel, from_dict
+from ds_kfac.inverse import cholesky_inverse
 from ds_kfac.ops.dispatch import syrk_accumulate_
 from ds_kfac.ops.reference import packed_numel
 
-VERSION = 1
+VERSION = 2
 """Of the file; to be raised with every change of what is measured or built in."""
 EIGH_SIZES = (64, 256, 512, 1024)
 LARGE_EIGH_SIZES = (2048, 4096)
@@ -28,7 +29,7 @@ COPY_NUMEL = {"cpu": 1 << 22, "cuda": 1 << 26}
 
 
 def measure(device: torch.device | str = "cpu") -> CostModel:
-    """Time eigh at several sizes, a product, a second moment and a copy; under two seconds on a CPU.
+    """Time eigh and inverses at several sizes, a product, a second moment and a copy; under two seconds on a CPU.
 
     The builtin numbers of the device's type fill in the links.
     """
@@ -39,12 +40,17 @@ def measure(device: torch.device | str = "cpu") -> CostModel:
     def rows(n: int, d: int) -> Tensor:
         return torch.randn(n, d, generator=generator).to(device)
 
-    def eigh(size: int) -> float:
+    def both(size: int) -> tuple[float, float]:
         x = rows(2 * size, size)
-        matrix = x.mT @ x / len(x)
-        return _seconds(lambda: torch.linalg.eigh(matrix), device, 3 if size < 1024 else 1)
+        matrix, damping = (x.mT @ x / len(x)).unsqueeze(0), torch.ones((), device=device)
+        times = 3 if size < 1024 else 1
+        return (
+            _seconds(lambda: torch.linalg.eigh(matrix), device, times),
+            _seconds(lambda: cholesky_inverse(matrix, added=damping), device, times),
+        )
 
     sizes = EIGH_SIZES + (() if kind == "cpu" else LARGE_EIGH_SIZES)
+    seconds = {size: both(size) for size in sizes}
     size = GEMM_SIZE[kind]
     x = rows(size, size)
     sum_P = torch.zeros(packed_numel(size), device=device)
@@ -52,7 +58,8 @@ def measure(device: torch.device | str = "cpu") -> CostModel:
     target, scalar = torch.empty_like(source), source[:1]
     return replace(
         BUILTIN[kind],
-        eigh_seconds=tuple((size, eigh(size)) for size in sizes),
+        eigh_seconds=tuple((size, eigh) for size, (eigh, _) in seconds.items()),
+        cholesky_seconds=tuple((size, cholesky) for size, (_, cholesky) in seconds.items()),
         gemm_flops=2 * size**3 / _seconds(lambda: x @ x, device, 5),
         syrk_flops=size * size * (size + 1) / _seconds(lambda: syrk_accumulate_(sum_P, x), device, 5),
         copy_bytes=2 * source.nbytes / _seconds(lambda: target.copy_(source), device, 5),

@@ -13,7 +13,7 @@ FLOORS = [
         "ops.triton.syrk", "ops.triton.patch_syrk", "ops.backends", "ops.dispatch",
     ],
     [
-        "side", "factor", "adaptive", "warm_start", "eigenbasis", "moments", "damping", "orthogonal",
+        "side", "factor", "adaptive", "warm_start", "damping", "eigenbasis", "inverse", "moments", "orthogonal",
         "preconditioner", "host_copy",
     ],
     [
