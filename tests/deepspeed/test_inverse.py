@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_kfac.reference import ReferenceKFAC
+from tests.deepspeed.blockwise import BlockwiseInverse, rows_of
 from tests.deepspeed.modes import KFAC, OPTIMIZERS, Mode
 from tests.deepspeed.runs import build, difference, reference, train, weights
 from tests.deepspeed.test_scaling import QueryNet, options
@@ -23,6 +23,7 @@ SPLIT = {"assignment": {"split_factors": True, "load_tolerance": 0.0}}
 WIDE = {"factor": {"max_dim": 6, "large_input": "blocks", "large_output": "blocks"}}
 NO_G = {"factor": {"fisher": "activations_only"}}
 SCHEDULE = {"schedule": "linear", "start": 0.5, "end": 0.1, "steps": 4}
+MAX_OUTPUTS = 10
 TOLERANCE = 2e-5  # sums in another order, and Cholesky in fp32
 
 
@@ -212,43 +213,16 @@ def test_kfac_adamw_is_refused():
 def row_blocks_worker(_) -> float:
     """A weight cut by rows against the same weight made of as many layers: every block's G has its own mean."""
     world = dist.get_world_size()
-    kfac = options(**blocks(DAMPING["relative"], {"layers": {"max_outputs": 10}}))
+    kfac = options(**blocks(DAMPING["relative"], {"layers": {"max_outputs": MAX_OUTPUTS}}))
     engine = build(Inverse("inverse", 2, kfac=kfac), 2)
     initial = weights(engine)
     train(engine, 2)
     final = weights(engine)
     if dist.get_rank():
         return 0.0
-    expected = reference(
-        Inverse("inverse", 2), 2, world, initial, kfac_config={**kfac, "layers": {}}, kind=partial(RowBlocks, rows=10)
-    )
+    kind = partial(BlockwiseInverse, parts=rows_of(make_net(), MAX_OUTPUTS))
+    expected = reference(Inverse("inverse", 2), 2, world, initial, kfac_config={**kfac, "layers": {}}, kind=kind)
     return difference(final, expected, initial)
-
-
-class RowBlocks(ReferenceKFAC):
-    """Every G as even blocks of at most ``rows``, each damped by its own mean."""
-
-    def __init__(self, model, *, rows: int, **given) -> None:
-        sizes = {n: -(-m.out_features // rows) for n, m in model.named_modules() if hasattr(m, "out_features")}
-        parts = {
-            n: (None, -(-m.out_features // sizes[n])) for n, m in model.named_modules() if sizes.get(n, 1) > 1
-        }  # fmt: skip
-        super().__init__(model, parts=parts, **given)
-
-    def step(self, lr: float, grad_scale: float = 1.0, seed: float = 1.0) -> None:
-        self.update(seed)
-        results, quadratic = {}, 0.0
-        for name, layer in self.layers.items():
-            (alpha, QA), (beta, QG) = layer.bases
-            dW, block = layer.matrix(), layer.blocks[1]
-            means = torch.cat([part.mean().expand(len(part)) for part in beta.split(block)])
-            root = layer.damping**0.5
-            R = QG.T @ dW @ QA / torch.outer(beta + root * means, alpha + root * alpha.mean())
-            results[name] = V = QG @ R @ QA.T
-            quadratic += float((V * dW).sum()) * (lr / grad_scale) ** 2
-        self.nu = min(1.0, (self.kl_clip / quadratic) ** 0.5)
-        for name, layer in self.layers.items():
-            layer.write(self.nu * results[name])
 
 
 def test_row_blocks_are_inverted_apart():
