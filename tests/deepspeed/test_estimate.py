@@ -27,7 +27,7 @@ KFAC = {
     "burn_in": {"steps": 0},
 }
 BF16 = {"communication": {"dtype": "bf16"}}
-INVERSE = {"preconditioner": {"method": "inverse"}}
+INVERSE = {"preconditioner": {"method": "inverse"}, "damping": {"kind": "relative"}}
 
 
 def case(stage: int, dtype: str = "fp32", *, adam=False, zero=None, extra=None, groups="one", **blocks) -> Mode:
@@ -60,7 +60,7 @@ def cases(world: int) -> dict[str, Mode]:
         "offload": case(2, zero=OFFLOAD),
         "round robin": case(1, zero={"round_robin_gradients": True}),
         "kfac_first": case(2, assignment={"kfac_first": True}),
-        "inverse, tikhonov, bf16 wire": case(0, **INVERSE, **BF16, damping={"kind": "tikhonov"}),
+        "inverse, tikhonov, bf16 wire": case(0, **{**INVERSE, **BF16, "damping": {"kind": "tikhonov"}}),
         "inverse, stage 2, split": case(2, **INVERSE, assignment={"split_factors": True, "load_tolerance": 0.0}),
         "inverse, every layer type": case(3, **INVERSE, layers={"types": ["Linear", "Embedding", "LayerNorm"]}),
         "inverse, no G, blocks": case(

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ds_kfac import inverse
 from tests.deepspeed.blockwise import BlockwiseInverse, rows_of
 from tests.deepspeed.modes import KFAC, OPTIMIZERS, Mode
 from tests.deepspeed.runs import build, difference, reference, train, weights
@@ -194,6 +195,30 @@ def test_resuming_equals_not_stopping(world, tmp_path):
             or world > 1
         )  # a rank may have no layer, or none that is late
         assert all(same and prepared and trains for same, prepared, _, _, trains in other.values())
+
+
+def failing_worker(_) -> dict:
+    engine = build(Inverse("inverse", 2, kfac=options(**blocks(DAMPING["relative"]))), 1)
+    train(engine, 1, steps=1)
+    kfac = engine.kfac.optimizer
+    before, plain = dict(kfac.state), inverse.cholesky_inverse
+
+    def broken(matrix: torch.Tensor, **_) -> tuple[torch.Tensor]:
+        return (torch.full_like(matrix, float("nan")),)
+
+    inverse.cholesky_inverse = broken
+    losses = train(engine, 1, steps=3, first=1)  # one refresh
+    inverse.cholesky_inverse = plain
+    kept = all(kfac.state[name].A is state.A and kfac.state[name].G is state.G for name, state in before.items())
+    return {"kept": kept, "losses": losses, **engine.kfac.counters()}
+
+
+def test_a_failed_inverse_leaves_the_old_one_and_is_counted():
+    results = run_ranks("tests.deepspeed.test_inverse:failing_worker", world=2)
+    for result in results:
+        assert result["kept"] and all(loss < 10 for loss in result["losses"])
+        assert result["refresh_failures"] == 6, "over all ranks: A and G of three layers"
+    assert sum(result["refresh_retries"] for result in results) == 12
 
 
 def refused_worker(_) -> str:
