@@ -243,7 +243,8 @@ class CheckpointConfig(Block):
     """What is saved beside DeepSpeed's files."""
 
     eigenbasis: bool = True
-    """Save eigenbases: resuming continues exactly. false saves two thirds of the space and decomposes on loading."""
+    """Save eigenbases, or inverses: resuming continues exactly. false saves two thirds (half) of the space and
+    decomposes on loading."""
 
 
 class MetricsConfig(Block):

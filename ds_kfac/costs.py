@@ -147,7 +147,7 @@ BUILTIN: Mapping[str, CostModel] = {
         call_seconds=8e-6,
         link_bytes=1.25e9,
         link_seconds=50e-6,
-        cholesky_seconds=((16, 0.11e-3), (64, 0.26e-3), (256, 1.7e-3), (512, 7.6e-3), (1024, 54e-3), (2048, 0.24)),
+        cholesky_seconds=((16, 71e-6), (64, 0.21e-3), (256, 1.5e-3), (512, 6.7e-3), (1024, 43e-3), (2048, 0.26)),
     ),
     # Not measured: orders of magnitude from published figures of an A100 (TF32 products, cuSOLVER's syevd), 200 Gbit/s
     # between nodes and 1600 within.

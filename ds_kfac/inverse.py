@@ -142,8 +142,10 @@ def cholesky_inverse(matrix: Tensor, *, added: Scalar, scale: Scalar = 1.0) -> t
     damped = matrix.clone()
     damped.diagonal(dim1=-2, dim2=-1).add_(torch.as_tensor(added, device=matrix.device, dtype=matrix.dtype))
     lower, info = torch.linalg.cholesky_ex(damped)
-    inverse = torch.cholesky_inverse(lower) * torch.as_tensor(scale, device=matrix.device, dtype=matrix.dtype)
-    return (torch.where((info == 0)[:, None, None], inverse, torch.nan).float(),)
+    inverse = torch.cholesky_inverse(lower)
+    if not isinstance(scale, float) or scale != 1.0:
+        inverse.mul_(torch.as_tensor(scale, device=matrix.device, dtype=matrix.dtype))
+    return (inverse.masked_fill_((info != 0)[:, None, None], torch.nan).float(),)
 
 
 def _mean(factor: KroneckerFactor) -> Tensor:
