@@ -14,7 +14,7 @@ def counters(job: Job) -> dict[str, float]:
 
     - "calls_<kind>": collectives entered; "sent_bytes_<kind>", "received_bytes_<kind>": payload to and from other
       ranks, from attach on, steps that were skipped included. Kinds: factors, gradients, eigenvectors, eigenvalues,
-      results, numbers.
+      inverses, results, numbers.
     - "captures", "captures_skipped": of factors, over all ranks; skipped are those that the adaptive rule left out.
     - "statistics_fraction": factor elements captured, over those of capturing every factor in every step.
     """

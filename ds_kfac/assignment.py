@@ -70,6 +70,7 @@ def assign(
     memory_cap: float | None = None,
     moments: int = 0,
     exact_every: int = 1,
+    method: str = "eigen",
 ) -> Assignment:
     """Heaviest first to the least loaded rank: layers to columns of workers, then factors to decomposers.
 
@@ -86,12 +87,13 @@ def assign(
             if it has one worker only. Tied layers' are not.
         moments: fp32 tensors of the gradient's shape that workers keep.
         exact_every: of so many refreshes one is exact.
+        method: "eigen" or "inverse": what workers keep of a factor.
 
     Raises:
         ValueError: no plan respects the cap.
     """
     assert world % workers == 0 and (held is None or workers == 1), "workers: a divisor of world, 1 under ZeRO"
-    work = Work(layers, factors, world, held, costs, update_interval, refresh_interval, moments, exact_every)
+    work = Work(layers, factors, world, held, costs, update_interval, refresh_interval, moments, exact_every, method)
 
     kinds = ((True, False), (True, True), (False, True)) if split_factors else ((True, False),)
 

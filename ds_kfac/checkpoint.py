@@ -53,6 +53,7 @@ def save(job: Job, tag_directory: Path) -> dict[str, Any]:
         "steps": job.steps,
         **_merged([part for _, own in parts for part in own]),
         "eigenbases": kfac.config.checkpoint.eigenbasis or kfac.direction.moments is not None,
+        "method": kfac.plan.method,
     }
     folder = tag_directory / FOLDER / header["save_id"]
     with failing_together(f"ds_kfac: could not save to {folder}", job.channel.group):
@@ -192,19 +193,22 @@ def _restore(
     if groups is not None:
         kfac.share(groups)
     curvature, names, timetable = kfac.curvature, _global_names(kfac), header["timetable"]
+    # a save without them, or of another method, is decomposed anew; what was then on its way is too
+    continues = header["eigenbases"] and header.get("method", "eigen") == kfac.plan.method
+    pendings = header["pending"] if continues else {}
     for key, (factor, pending) in factors.items():
         curvature.factors[key] = factor
-        if pending is not None:
+        if pending is not None and continues:
             curvature.refresher.give(key, pending)
     keys = {key: key_of(names[key[:-2]], key[-1]) for key in curvature.specs}
-    curvature.pending = {key: header["pending"][saved] for key, saved in keys.items() if saved in header["pending"]}
+    curvature.pending = {key: pendings[saved] for key, saved in keys.items() if saved in pendings}
     clocks = {key: timetable["factors"][saved] for key, saved in keys.items() if saved in timetable["factors"]}
     captured, skipped = timetable["domains"].get(kfac.target.domain.name, (0, 0))
     curvature.agenda.restore({"captured": captured, "skipped": skipped, "factors": clocks})
     kfac.state |= states
     kfac.steps = header["steps"]
     kfac.peak_lr = {int(group): lr for group, lr in header["peak_lr"].items()}
-    if header["eigenbases"]:
+    if continues:
         ready = frozenset(header["ready"])
         curvature.ready = {key for key, saved in keys.items() if saved in ready}
         kfac.resume()

@@ -14,10 +14,12 @@ from ds_kfac.eigenbasis import Eigenbasis, Refreshed
 from ds_kfac.factor import KroneckerFactor
 from ds_kfac.factor_spec import FactorSpec
 from ds_kfac.factor_state import FactorState
+from ds_kfac.inverse import DampedInverse, Kept, from_packed, packed
 from ds_kfac.layer_state import LayerState
 from ds_kfac.layers.base import LayerSpec
 from ds_kfac.moments import AdamMoments, CorrectedEigenvalues
 from ds_kfac.optimizer import KFACOptimizer
+from ds_kfac.side import Side
 
 
 def factor_payload(state: FactorState, pending: Refreshed | None) -> dict[str, Any]:
@@ -30,9 +32,9 @@ def factor_payload(state: FactorState, pending: Refreshed | None) -> dict[str, A
         "history": [history.last, history.before, norms if norms is None else norms.clone()]
         if history is not None
         else None,
-        "basis": _side_basis(state.basis),
+        "basis": _saved(state.basis),
         "qr_steps": state.qr_steps,
-        "pending": _side_basis(pending.basis) if pending is not None else None,
+        "pending": _saved(pending.basis) if pending is not None else None,
         "pending_how": pending.how if pending is not None else None,
     }
 
@@ -42,8 +44,8 @@ def layer_payload(state: LayerState, *, eigenbasis: bool) -> dict[str, Any]:
     kept = eigenbasis or state.adam is not None or state.corrected is not None
     return {
         "terms": state.terms,
-        "A": _side_basis(state.A) if kept else None,
-        "G": _side_basis(state.G) if kept else None,
+        "A": _saved(state.A) if kept else None,
+        "G": _saved(state.G) if kept else None,
         "adam": _moments(state.adam),
         "corrected": _moments(state.corrected),
     }
@@ -54,12 +56,21 @@ def _moments(moments: AdamMoments | CorrectedEigenvalues | None) -> dict[str, Te
     return None if moments is None else {name: tensor.clone() for name, tensor in vars(moments).items()}
 
 
-def _side_basis(basis: Eigenbasis | None) -> dict[str, Any] | None:
-    return None if basis is None else {"vectors": list(basis.vectors), "values": basis.values}
+def _saved(kept: Kept | None) -> dict[str, Any] | None:
+    if kept is None:
+        return None
+    if isinstance(kept, DampedInverse):
+        return {"inverse": packed(kept)}
+    return {"vectors": list(kept.vectors), "values": kept.values}
 
 
-def _basis(saved: Mapping[str, Any] | None) -> Eigenbasis | None:
-    return None if saved is None else Eigenbasis(tuple(saved["vectors"]), saved["values"])
+def _loaded(saved: Mapping[str, Any] | None, side: Side, method: str) -> Kept | None:
+    """None also for what another method kept."""
+    if saved is None or ("inverse" in saved) != (method == "inverse"):
+        return None
+    if method == "inverse":
+        return from_packed(side, saved["inverse"])
+    return Eigenbasis(tuple(saved["vectors"]), saved["values"])
 
 
 def load_factor(kfac: KFACOptimizer, path: Path, spec: FactorSpec) -> tuple[FactorState, Refreshed | None]:
@@ -74,17 +85,22 @@ def load_factor(kfac: KFACOptimizer, path: Path, spec: FactorSpec) -> tuple[Fact
     history = empty.history
     if history is not None and payload["history"] is not None:
         history = History(spec.side, *payload["history"]).to(kfac.curvature.home)
-    warm = _basis(payload["basis"]) if kfac.plan.warm_start is not None else None
-    pending = _basis(payload["pending"])
+    method = kfac.plan.method
+    warm = _loaded(payload["basis"], spec.side, method) if kfac.plan.warm_start is not None else None
+    assert not isinstance(warm, DampedInverse)
+    pending = _loaded(payload["pending"], spec.side, method)
     state = FactorState(factor, history, warm, payload.get("qr_steps", 0))
-    how = payload.get("pending_how", "eigh")  # files of before this was kept have only such
+    default = "cholesky" if method == "inverse" else "eigh"
+    how: Any = payload.get("pending_how") or default  # files of before this was kept have only such
     return state, Refreshed(pending, how) if pending is not None else None
 
 
 def load_layer(kfac: KFACOptimizer, path: Path, layer: LayerSpec) -> LayerState:
     payload = torch.load(path, map_location=kfac.device, weights_only=True)
-    state = LayerState.empty(layer, kfac.device, moments=kfac.direction.moments)
-    state = replace(state, terms=payload["terms"], A=_basis(payload["A"]) or state.A, G=_basis(payload["G"]) or state.G)
+    method = kfac.plan.method
+    state = LayerState.empty(layer, kfac.device, moments=kfac.direction.moments, method=method)
+    A, G = (_loaded(payload[which], side, method) for which, side in (("A", layer.A), ("G", layer.G)))
+    state = replace(state, terms=payload["terms"], A=A or state.A, G=G or state.G)
     kind = kfac.direction.moments
     if kind is not None and payload[kind] is None:
         logger.warning(f"ds_kfac: {path} has no {kind} moments of {layer.name}; they start empty")

@@ -1,6 +1,6 @@
 """The ``"kfac"`` block of a DeepSpeed config: models, defaults, and errors that say all that is wrong at once."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -65,7 +65,16 @@ class KFACConfig(Block):
         return self.factor.max_dim or 16384
 
     def for_optimizer(self, *, adam: bool) -> "KFACConfig":
-        """With what depends on the optimizer chosen; ``adam``: it is KFACAdamW."""
+        """With what depends on the optimizer chosen; ``adam``: it is KFACAdamW.
+
+        Raises:
+            ValueError: its step is in an eigenbasis, and none is kept.
+        """
+        if adam and self.preconditioner.method == "inverse":
+            raise ValueError(
+                'kfac.preconditioner.method "inverse" keeps no eigenbasis, in which KFACAdamW steps; use "eigen", or '
+                "another optimizer"
+            )
         if self.factor.fisher is not None:
             return self
         factor = self.factor.model_copy(update={"fisher": "activations_only" if adam else "empirical"})
@@ -143,6 +152,38 @@ def _contradictions(block: Mapping[str, Any]) -> list[str]:
             f"kfac.eigenbasis.exact_every ({every}) takes QR steps without a look, kfac.eigenbasis.{rungs[0][0]} "
             f"({rungs[0][1]}) looks first; set one of them"
         )
+    return errors + (_with_inverses(given) if given("preconditioner", "method") == "inverse" else [])
+
+
+def _with_inverses(given: Callable[[str, str], Any]) -> list[str]:
+    """What method "inverse" rules out; ``given(block, key)`` is what the config has, or None."""
+    why = 'kfac.preconditioner.method "inverse" keeps no eigenbasis, so'
+    errors = []
+    if given("preconditioner", "eigenvalues") == "corrected":
+        errors.append(f'{why} kfac.preconditioner.eigenvalues must be "kronecker"; or use method "eigen"')
+    if given("preconditioner", "exponent") not in (None, 1):
+        got = given("preconditioner", "exponent")
+        errors.append(f'{why} kfac.preconditioner.exponent ({got}) must be 1; or use method "eigen"')
+    for key in ("keep_below", "values_below", "qr_below", "carry_moments"):
+        if given("eigenbasis", key):
+            errors.append(f'{why} kfac.eigenbasis.{key} must be left out; or use method "eigen"')
+    if type(given("eigenbasis", "exact_every")) is int and given("eigenbasis", "exact_every") > 1:
+        errors.append(f'{why} kfac.eigenbasis.exact_every must be 1 or left out; or use method "eigen"')
+    if given("preconditioner", "stack_layers"):
+        errors.append(f'{why} kfac.preconditioner.stack_layers must be false or left out; or use method "eigen"')
+    if given("preconditioner", "precision") == "mixed":
+        errors.append(
+            'kfac.preconditioner.precision "mixed" would round inverses to bf16, which moves the sharpest directions '
+            'most; with method "inverse" it must be "highest" or "tf32"'
+        )
+    if given("damping", "kind") == "tikhonov":
+        ways = (
+            'A and G of a layer have to be on one rank, as the damping of one needs the other; use damping "relative"'
+        )
+        if given("assignment", "split_factors"):
+            errors.append(f'kfac.assignment.split_factors with method "inverse" and damping "tikhonov": {ways}')
+        if given("layers", "max_outputs"):
+            errors.append(f'kfac.layers.max_outputs with method "inverse" and damping "tikhonov": {ways}')
     return errors
 
 

@@ -111,11 +111,14 @@ class PreconditionerConfig(Block):
     precision: Literal["highest", "tf32", "mixed"] | None = None
     """Of the products into the eigenbasis and back. highest: fp32, also if the process allows TF32. tf32: TF32, which
     only GPUs have, elsewhere fp32. mixed: TF32 into it, bf16 back and for orthogonalized directions. null: tf32 on GPUs
-    that have it, else highest."""
+    that have it, else highest. With method inverse its two products are meant, and mixed is refused."""
     stack_layers: bool | None = None
     """Precondition small layers of equal shape together: fewer and larger launches, for a second copy of their
-    eigenvectors, at most 256 MiB a rank. null: on GPUs."""
-
+    eigenvectors, at most 256 MiB a rank. null: on GPUs. Not with method inverse."""
+    method: Literal["eigen", "inverse"] = "eigen"
+    """eigen: eigenbases of both factors. inverse: their damped inverses by Cholesky, with lambda shared out by pi
+    (KAISA): half the products of a step, half the bytes to other workers, refreshes about ten times cheaper, for sides
+    of 4096 and up. lambda is that of the last refresh; needs eigenvalues kronecker and exponent 1."""
     eigenvalues: Literal["kronecker", "corrected"] = "kronecker"
     """Of the Fisher in its eigenbasis: products of the factors' (K-FAC), or the running second moment of the rotated
     gradient (EKFAC)."""
@@ -134,6 +137,8 @@ class PreconditionerConfig(Block):
 
     def stacks(self, device: Any) -> bool:
         """Whether layers are stacked on a torch.device."""
+        if self.method == "inverse":
+            return False
         return device.type != "cpu" if self.stack_layers is None else self.stack_layers
 
     @property
@@ -236,8 +241,8 @@ class CommunicationConfig(Block):
     """What travels, and when."""
 
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Of batch sums and eigenvectors on the wire. Sums are added up in fp32 in any case. null: bf16 if the model is in
-    16 bits and the traffic is predicted to cost over 2 % of a step's K-FAC work, else fp32."""
+    """Of batch sums and eigenvectors on the wire; inverses travel in fp32. Sums are added up in fp32 in any case. null:
+    bf16 if the model is in 16 bits and the traffic is predicted to cost over 2 % of a step's K-FAC work, else fp32."""
     gradient_dtype: Literal["fp32", "bf16"] | None = None
     """Of gradients to their workers and preconditioned gradients back (fp16 would overflow: they carry the loss scale).
     null: as they are stored to the workers, fp32 back."""
@@ -260,7 +265,8 @@ class CheckpointConfig(Block):
     """What is saved beside DeepSpeed's files."""
 
     eigenbasis: bool = True
-    """Save eigenbases: resuming continues exactly. false saves two thirds of the space and decomposes on loading."""
+    """Save eigenbases, or inverses: resuming continues exactly. false saves two thirds (half) of the space and
+    decomposes on loading."""
 
 
 class MetricsConfig(Block):

@@ -13,9 +13,10 @@ from ds_kfac.side import Side
 
 ELEMENT_BYTES = 4
 """All state and, in the model, everything that is sent is fp32."""
-ELEMENTWISE_PASSES = 6
-"""Reads and writes of [O, I] beside the products: denominators, division, moments, the clip's dot."""
-PRECONDITION_CALLS = 16
+ELEMENTWISE_PASSES = {"eigen": 6, "inverse": 4}
+"""Reads and writes of [O, I] beside the products: denominators, division, moments, the clip's dot; with inverses the
+check for finite values and the clip's dot."""
+PRECONDITION_CALLS = {"eigen": 16, "inverse": 10}
 """Kernels started to precondition one layer."""
 FOLD_CALLS = 4
 """Kernels started to fold one batch sum into a running average."""
@@ -26,14 +27,17 @@ def capture_flops(side: Side, rows: int) -> int:
     return sum(rows * count * width * (width + 1) for count, width in side.groups)
 
 
-def decompose_flops(side: Side) -> int:
-    """9 n^3 for all eigenvalues and vectors by tridiagonalisation (Golub & Van Loan, 8.3); a diagonal needs none."""
-    return sum(9 * count * width**3 for count, width in side.groups) if side.block > 1 else 0
+def decompose_flops(side: Side, method: str = "eigen") -> int:
+    """9 n^3 for all eigenvalues and vectors by tridiagonalisation (Golub & Van Loan, 8.3), n^3 for an inverse by
+    Cholesky; a diagonal needs none."""
+    each = {"eigen": 9, "inverse": 1}[method]
+    return sum(each * count * width**3 for count, width in side.groups) if side.block > 1 else 0
 
 
-def precondition_flops(layer: LayerSpec) -> int:
-    """Rotate and rotate back: 4 O I (O + I) for dense sides, less for blocks, none for diagonals."""
-    return 4 * (layer.dim_G * basis_numel(layer.A) + layer.dim_A * basis_numel(layer.G))
+def precondition_flops(layer: LayerSpec, method: str = "eigen") -> int:
+    """Rotate and rotate back: 4 O I (O + I) for dense sides, less for blocks, none for diagonals; inverses half."""
+    each = {"eigen": 4, "inverse": 2}[method]
+    return each * (layer.dim_G * basis_numel(layer.A) + layer.dim_A * basis_numel(layer.G))
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class CostModel:
     Attributes:
         eigh_seconds: (n, seconds) of one n x n fp32 eigh, n ascending. Between two sizes a power of n; below the
             first its seconds, as the floor of a call; above the last n^3.
+        cholesky_seconds: the same of one inverse by Cholesky.
         gemm_flops: fp32 FLOP per second of a matrix product.
         syrk_flops: the same of rows^T rows, counting rows D (D + 1).
         copy_bytes: bytes read and written per second by elementwise work.
@@ -56,6 +61,7 @@ class CostModel:
     """
 
     eigh_seconds: tuple[tuple[int, float], ...]
+    cholesky_seconds: tuple[tuple[int, float], ...]
     gemm_flops: float
     syrk_flops: float
     copy_bytes: float
@@ -69,16 +75,11 @@ class CostModel:
 
     def eigh(self, n: int, count: int = 1) -> float:
         """``count`` decompositions one after the other, as LAPACK does a batch."""
-        sizes = [size for size, _ in self.eigh_seconds]
-        right = bisect_right(sizes, n)
-        if right == 0:
-            return count * self.eigh_seconds[0][1]
-        size, seconds = self.eigh_seconds[right - 1]
-        power = 3.0
-        if right < len(sizes):
-            next_size, next_seconds = self.eigh_seconds[right]
-            power = math.log(next_seconds / seconds) / math.log(next_size / size)
-        return count * seconds * (n / size) ** power
+        return count * _interpolated(self.eigh_seconds, n)
+
+    def cholesky(self, n: int, count: int = 1) -> float:
+        """The same of inverses."""
+        return count * _interpolated(self.cholesky_seconds, n)
 
     def gemm(self, flops: float) -> float:
         return flops / self.gemm_flops
@@ -95,29 +96,32 @@ class CostModel:
         """Whether two ranks are of one node."""
         return one // self.node_size == other // self.node_size
 
-    def decompose(self, side: Side, *, exact: bool = True) -> float:
+    def decompose(self, side: Side, method: str = "eigen", *, exact: bool = True) -> float:
         """One refresh of a factor; a diagonal is its own eigenbasis.
 
         Args:
+            method: "eigen" or "inverse".
             exact: or else one step of orthogonal iteration: two products beside the QR.
         """
         if side.block <= 1:
             return sum(self.elementwise(2 * ELEMENT_BYTES * count) for count, _ in side.groups)
+        if method == "inverse":
+            return sum(self.cholesky(width, count) for count, width in side.groups)
         if exact:
             return sum(self.eigh(width, count) for count, width in side.groups)
         return sum(
             self.qr_of_eigh * self.eigh(width, count) + self.gemm(4 * count * width**3) for count, width in side.groups
         )
 
-    def refresh(self, side: Side, *, exact_every: int) -> float:
+    def refresh(self, side: Side, method: str = "eigen", *, exact_every: int = 1) -> float:
         """Mean of refreshes of which one in ``exact_every`` is exact."""
-        exact, step = (self.decompose(side, exact=exact) for exact in (True, False))
+        exact, step = (self.decompose(side, method, exact=exact) for exact in (True, False))
         return (exact + (exact_every - 1) * step) / exact_every
 
-    def precondition(self, layer: LayerSpec) -> float:
-        """Rotate, divide, rotate back."""
-        return self.gemm(precondition_flops(layer)) + self.elementwise(
-            ELEMENTWISE_PASSES * ELEMENT_BYTES * layer.numel, PRECONDITION_CALLS
+    def precondition(self, layer: LayerSpec, method: str = "eigen") -> float:
+        """Rotate, divide, rotate back; or multiply by both inverses."""
+        return self.gemm(precondition_flops(layer, method)) + self.elementwise(
+            ELEMENTWISE_PASSES[method] * ELEMENT_BYTES * layer.numel, PRECONDITION_CALLS[method]
         )
 
     def fold(self, side: Side) -> float:
@@ -133,6 +137,22 @@ class CostModel:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
+def _interpolated(table: tuple[tuple[int, float], ...], n: int) -> float:
+    """Seconds at n, see :class:`CostModel`."""
+    sizes = [size for size, _ in table]
+    right = bisect_right(sizes, n)
+    if right == 0:
+        return table[0][1]
+    size, seconds = table[right - 1]
+    power = 3.0
+    if right < len(sizes):
+        next_size, next_seconds = table[right]
+        power = math.log(next_seconds / seconds) / math.log(next_size / size)
+    return seconds * (n / size) ** power
+
+
+TABLES = ("eigh_seconds", "cholesky_seconds")
+
 BUILTIN: Mapping[str, CostModel] = {
     # Measured: one thread of a Xeon (Cascade Lake) at 2.5 GHz, torch 2.13, medians; not so the link, 10 Gbit/s.
     "cpu": CostModel(
@@ -144,6 +164,7 @@ BUILTIN: Mapping[str, CostModel] = {
         link_bytes=1.25e9,
         link_seconds=50e-6,
         qr_of_eigh=0.53,
+        cholesky_seconds=((16, 71e-6), (64, 0.21e-3), (256, 1.5e-3), (512, 6.7e-3), (1024, 43e-3), (2048, 0.26)),
     ),
     # Not measured: orders of magnitude from published figures of an A100 (TF32 products, cuSOLVER's syevd; a QR of 2000
     # in 6.3 ms, mlx pull request 975), 200 Gbit/s between nodes and 1600 within.
@@ -157,6 +178,7 @@ BUILTIN: Mapping[str, CostModel] = {
         link_seconds=20e-6,
         node_bytes=2e11,
         qr_of_eigh=0.1,
+        cholesky_seconds=((64, 2e-4), (512, 1.2e-3), (1024, 3e-3), (2048, 8e-3), (4096, 0.03), (8192, 0.15)),
     ),
 }
 """By device type; what is neither measured nor given."""
@@ -175,18 +197,19 @@ def from_dict(values: Mapping[str, Any], base: CostModel) -> CostModel:
             hint = f"did you mean {close[0]}?" if close else f"valid keys: {', '.join(names)}"
             raise ValueError(f"costs.{key}: unknown key; {hint}")
     given: dict[str, Any] = dict(values)
-    if "eigh_seconds" in given:
-        given["eigh_seconds"] = _table(given["eigh_seconds"])
+    for key in TABLES:
+        if key in given:
+            given[key] = _table(key, given[key])
     for key, value in given.items():
         if key in ("node_size", "node_cores") and type(value) is not int:
             raise ValueError(f"costs.{key}: got {value!r}; must be a whole number")
         may_be_0 = key.endswith("seconds") or key in ("node_bytes", "node_cores")
-        if key != "eigh_seconds" and not (_positive(value) or (may_be_0 and value == 0)):
+        if key not in TABLES and not (_positive(value) or (may_be_0 and value == 0)):
             raise ValueError(f"costs.{key}: got {value!r}; must be a positive number")
     return replace(base, **given)
 
 
-def _table(raw: Any) -> tuple[tuple[int, float], ...]:
+def _table(key: str, raw: Any) -> tuple[tuple[int, float], ...]:
     """(n, seconds) pairs, n ascending."""
     try:
         table = tuple((size, seconds) for size, seconds in raw)
@@ -195,7 +218,7 @@ def _table(raw: Any) -> tuple[tuple[int, float], ...]:
     sizes = [size for size, _ in table]
     good = all(type(size) is int and size >= 1 and _positive(seconds) for size, seconds in table)
     if not table or not good or sizes != sorted(set(sizes)):
-        raise ValueError(f"costs.eigh_seconds: got {raw!r}; must be [[n, seconds], ...] with n ascending, all positive")
+        raise ValueError(f"costs.{key}: got {raw!r}; must be [[n, seconds], ...] with n ascending, all positive")
     return table
 
 

@@ -6,7 +6,6 @@ decomposer; if eigenbases travel it tells everyone, so that all ranks know what 
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,13 +14,14 @@ from ds_kfac.adaptive import History
 from ds_kfac.agenda import Agenda
 from ds_kfac.capture import BatchSum, UseSums
 from ds_kfac.config import KFACConfig
-from ds_kfac.decomposition import count, usable
+from ds_kfac.decomposition import Decompositions, count, usable
 from ds_kfac.delivery import Delivery
-from ds_kfac.eigenbasis import Due, Eigenbasis, Refreshed, refresh_all
+from ds_kfac.eigenbasis import Refreshed
 from ds_kfac.eigensolver import grouped
 from ds_kfac.factor import KroneckerFactor
 from ds_kfac.factor_spec import FactorSpec, factors_by_layer
 from ds_kfac.factor_state import FactorState, NextFactors, folded, tied_sums
+from ds_kfac.inverse import Kept
 from ds_kfac.layers.base import LayerSpec
 from ds_kfac.mail import Arrivals, Leg
 from ds_kfac.metrics import Metrics
@@ -70,7 +70,12 @@ class Curvature:
         self.of_layer = factors_by_layer(plan.assignment.factors)
         self.decomposers = plan.assignment.decomposers
         self.delivery = Delivery(
-            plan.assignment.factors, self.decomposers, plan.assignment.workers, world=channel.world, wire=plan.wire
+            plan.assignment.factors,
+            self.decomposers,
+            plan.assignment.workers,
+            world=channel.world,
+            wire=plan.wire,
+            method=plan.method,
         )
         self.travels = self.delivery.travels
         self.reset()
@@ -175,21 +180,21 @@ class Curvature:
         self.next.submitted = [key for key in able if key not in now]
         together = [self.next.submitted] if grouped(self.device) else [[key] for key in self.next.submitted]
         for part in together:
-            self.refresher.submit_together(part, partial(self._refreshed, [self.next.factors[key] for key in part]))
-        self._refresh([key for key in able if key in now])
+            self.refresher.submit_together(part, self._decompositions(part, step))
+        self._decompose([key for key in able if key in now], step)
         self.next.pending |= dict.fromkeys(later, step + lag)
         for key in self.arriving:
             if key not in now and key in self.next.factors:
                 self._results[key] = self.refresher.result(key)
         count(self._results, self.metrics.step_counts)
 
-    def _refreshed(self, states: Sequence[FactorState]) -> list[Refreshed]:
-        dues = [Due(state.factor.to(self.device), state.basis, state.qr_steps) for state in states]
-        return refresh_all(dues, method=self.config.eigenbasis.method, tolerances=self.plan.warm_start)
+    def _decompositions(self, keys: Sequence[str], step: int) -> Decompositions:
+        specs = [self.specs[key] for key in keys]
+        return Decompositions.of(specs, self.next.factors, self.plan, self.config, step, self.device)
 
-    def _refresh(self, keys: Sequence[str]) -> None:
+    def _decompose(self, keys: Sequence[str], step: int) -> None:
         """Here and now."""
-        self._results |= zip(keys, self._refreshed([self.next.factors[key] for key in keys]), strict=True)
+        self._results |= zip(keys, self._decompositions(keys, step)(), strict=True)
 
     def _partners(self, keys: set[str]) -> dict[str, list[str]]:
         """This rank's of the factors in ``keys``, with those of their (first) layer."""
@@ -233,20 +238,22 @@ class Curvature:
             values["fresh", key] = torch.full((), state, device=self.device)
         return values
 
-    def legs(self) -> tuple[Leg, Leg]:
-        """Eigenvectors and eigenvalues on their way to gradient workers elsewhere."""
+    def legs(self) -> tuple[Leg, ...]:
+        """Eigenbases, or inverses, on their way to gradient workers elsewhere."""
         return self.delivery.legs(self.arriving, self._bases, self.device)
 
     @property
-    def _bases(self) -> dict[str, Eigenbasis]:
+    def _bases(self) -> dict[str, Kept]:
         """Own factors' that take effect in this step."""
         return {key: result.basis for key, result in self._results.items() if result.basis is not None}
 
-    def arrived(
-        self, vectors: Arrivals, values: Arrivals, told: Mapping[Hashable, Tensor]
-    ) -> tuple[dict[str, Eigenbasis], int]:
-        """New eigenbases of the factors of this rank's layers, by key; and how many decompositions failed, where all
-        ranks know. Synchronises if eigenbases travel, in the steps in which they do."""
+    def arrived(self, arrivals: Sequence[Arrivals], told: Mapping[Hashable, Tensor]) -> tuple[dict[str, Kept], int]:
+        """New eigenbases or inverses of the factors of this rank's layers, by key; and how many decompositions failed,
+        where all ranks know. Synchronises if they travel, in the steps in which they do.
+
+        Args:
+            arrivals: of each of :meth:`legs`.
+        """
         for key in self.arriving:
             self.next.pending.pop(key, None)
         own, failed = self._bases, 0
@@ -259,7 +266,7 @@ class Curvature:
         if self.plan.warm_start is not None:
             for key in own:
                 self.next.factors[key] = self.next.factors[key].refreshed(self._results[key])
-        received = self.delivery.received(vectors, values)
+        received = self.delivery.received(*arrivals)
         here = {key: self.delivery.kept(key, basis) for key, basis in own.items()}
         return {key: basis for key, basis in (received | here).items() if key in fresh}, failed
 
@@ -282,9 +289,9 @@ class Curvature:
         """Take over what the step changed."""
         self.factors, self.ready, self.pending = self.next.factors, self.next.ready, self.next.pending
 
-    def redecompose(self) -> None:
+    def redecompose(self, step: int) -> None:
         """As :meth:`decompose`, exactly, of all factors with data, outside of a step: after loading without bases."""
         self.begin()
         self.arriving = tuple(self.specs)
         self.next.factors = {key: replace(state, basis=None) for key, state in self.next.factors.items()}
-        self._refresh(usable(self._partners(set(self.specs)), self.next.factors, self.device))
+        self._decompose(usable(self._partners(set(self.specs)), self.next.factors, self.device), step)

@@ -1,8 +1,13 @@
-"""How much is added to the Fisher's eigenvalues before dividing by them. Their mean is computed only if it is used."""
+"""How much is added to the Fisher's eigenvalues before dividing by them, or to its factors before inverting them.
+
+The mean of the eigenvalues is computed only if it is used.
+"""
 
 from collections.abc import Callable
 
 from torch import Tensor
+
+Scalar = Tensor | float
 
 
 def tikhonov(value: float, mean_eigenvalue: Callable[[], Tensor]) -> Tensor | float:
@@ -15,7 +20,28 @@ def relative(value: float, mean_eigenvalue: Callable[[], Tensor]) -> Tensor | fl
     return value * mean_eigenvalue()
 
 
-DAMPING_KINDS: dict[str, Callable[[float, Callable[[], Tensor]], Tensor | float]] = {
-    "tikhonov": tikhonov,
-    "relative": relative,
+DAMPING_KINDS: dict[str, Callable[[float, Callable[[], Tensor]], Scalar]] = {"tikhonov": tikhonov, "relative": relative}
+
+
+def factored_tikhonov(value: float, mean: Scalar, partner: Scalar) -> Scalar:
+    """sqrt(value) shared out between a layer's factors by pi = sqrt(mean(A) / mean(G)): what is added to a factor.
+
+    A gets pi sqrt(value), G sqrt(value) / pi; seen from either that is sqrt(value * its mean / its partner's).
+
+    Args:
+        mean, partner: of the diagonal of this factor and of the layer's other one.
+
+    Source: Martens & Grosse 2015 (arXiv:1503.05671), sec. 6.3, with the trace norm.
+    """
+    return (value * mean / partner) ** 0.5
+
+
+def factored_relative(value: float, mean: Scalar, partner: Scalar) -> Scalar:
+    """The same with lambda = value mean(A) mean(G): the partner's mean cancels, so a factor needs itself only."""
+    return value**0.5 * mean
+
+
+FACTORED_DAMPING: dict[str, Callable[[float, Scalar, Scalar], Scalar]] = {
+    "tikhonov": factored_tikhonov,
+    "relative": factored_relative,
 }

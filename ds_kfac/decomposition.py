@@ -1,13 +1,19 @@
-"""Before and after decompositions: which factors have data for one, and what became of them."""
+"""Decompositions: which factors have data for one, what one is, and what became of them."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from deepspeed.utils import logger
 
-from ds_kfac.eigenbasis import Refreshed
+from ds_kfac.config import KFACConfig
+from ds_kfac.eigenbasis import Due, Refreshed, refresh_all
+from ds_kfac.factor import KroneckerFactor
+from ds_kfac.factor_spec import FactorSpec, key_of
 from ds_kfac.factor_state import FactorState
+from ds_kfac.inverse import refresh_inverse
+from ds_kfac.planning import Plan
 
 
 def usable(partners: Mapping[str, Sequence[str]], states: Mapping[str, FactorState], device: torch.device) -> list[str]:
@@ -28,6 +34,57 @@ def usable(partners: Mapping[str, Sequence[str]], states: Mapping[str, FactorSta
     return [key for key, others in partners.items() if all(known.get(other, True) for other in others)]
 
 
+@dataclass(frozen=True)
+class Decompositions:
+    """Refreshes of factors, bound to what holds at their step: they may be done later, beside the training.
+
+    Attributes:
+        partners: the other factor of each one's layer where inverting needs it: for "tikhonov" damping, and an identity
+            always.
+        damping: its value at the step.
+    """
+
+    states: Sequence[FactorState]
+    partners: Sequence[KroneckerFactor | None]
+    damping: float
+    plan: Plan
+    config: KFACConfig
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls, specs: Sequence[FactorSpec], states: Mapping[str, FactorState], plan: Plan, config: KFACConfig, step: int,
+        device: torch.device,
+    ) -> "Decompositions":  # fmt: skip
+        """Of factors that are here."""
+        partners = [_partner(spec, states, plan, device) for spec in specs]
+        return cls([states[spec.key] for spec in specs], partners, config.damping.at(step), plan, config, device)
+
+    def __call__(self) -> list[Refreshed]:
+        """In the order given."""
+        factors = [state.factor.to(self.device) for state in self.states]
+        if self.plan.method == "inverse":
+            kind = self.config.damping.kind
+            return [
+                refresh_inverse(factor, partner and partner.to(self.device), damping=self.damping, damping_kind=kind)
+                for factor, partner in zip(factors, self.partners, strict=True)
+            ]
+        dues = [Due(factor, state.basis, state.qr_steps) for factor, state in zip(factors, self.states, strict=True)]
+        return refresh_all(dues, method=self.config.eigenbasis.method, tolerances=self.plan.warm_start)
+
+
+def _partner(
+    spec: FactorSpec, states: Mapping[str, FactorState], plan: Plan, device: torch.device
+) -> KroneckerFactor | None:
+    if plan.method != "inverse":
+        return None
+    layer = next(layer for layer in plan.layers if layer.name == spec.layers[0])
+    side, key = (layer.G, key_of(layer.name, "G")) if spec.is_A else (layer.A, key_of(layer.name, "A"))
+    if side.block == 0:
+        return KroneckerFactor.empty(side, device)
+    return states[key].factor if plan.paired else None
+
+
 def count(results: Mapping[str, Refreshed], counts: Counter[str]) -> None:
     """Add up what became of decompositions, and warn of those that failed."""
     for key, result in results.items():
@@ -36,4 +93,4 @@ def count(results: Mapping[str, Refreshed], counts: Counter[str]) -> None:
         counts["refresh_retries"] += result.retries
         counts["refresh_failures"] += result.basis is None
         if result.basis is None:
-            logger.warning(f"ds_kfac: no decomposition of factor {key} succeeded; its old eigenbasis stays")
+            logger.warning(f"ds_kfac: no decomposition of factor {key} succeeded; what it was last decomposed to stays")

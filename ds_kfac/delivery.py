@@ -1,29 +1,61 @@
-"""Eigenbases on their way from the ranks that decompose factors to gradient workers elsewhere."""
+"""Eigenbases, or damped inverses, on their way from the ranks that decompose factors to gradient workers elsewhere."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_kfac.eigenbasis import Eigenbasis, basis_from, basis_numel, flat_vectors
+from ds_kfac.eigenbasis import basis_from, basis_numel, flat_vectors
 from ds_kfac.factor_spec import FactorSpec
+from ds_kfac.inverse import Kept, from_packed, packed
 from ds_kfac.mail import Arrivals, Leg
 from ds_kfac.side import Side
 from ds_kfac.zero.relayout import Move, RelayoutPlan
 
 
+@dataclass(frozen=True)
+class Form:
+    """How what is kept of a factor travels: in one leg of a message per part, and together again.
+
+    Attributes:
+        parts: kind, elements of a side's, the flat tensor itself, and whether it travels in the wire's dtype.
+        joined: from a side and its flat parts, None for those without elements; copies.
+    """
+
+    parts: tuple[tuple[str, Callable[[Side], int], Callable[[Any], Tensor], bool], ...]
+    joined: Callable[..., Kept]
+
+
+FORMS: Mapping[str, Form] = {
+    "eigen": Form(
+        (
+            ("eigenvectors", basis_numel, flat_vectors, True),
+            # in fp32 always, their range is too wide
+            ("eigenvalues", lambda side: side.dim, lambda basis: basis.values, False),
+        ),
+        lambda side, vectors, values: basis_from(side, vectors, values.clone()),
+    ),
+    "inverse": Form((("inverses", lambda side: side.numel, packed, False),), from_packed),
+}
+"""By ``preconditioner.method``."""
+
+
 class Delivery:
-    """Who gets whose eigenbases. Pure, but for the bases themselves.
+    """Who gets whose eigenbases or inverses. Pure, but for those themselves.
 
     Args:
         factors: in an order that is the same on every rank.
         decomposers: factor key -> rank.
         workers: layer name -> ranks.
-        wire: dtype of the vectors; values travel in fp32, their range is too wide.
+        wire: dtype of eigenvectors.
+        method: a key of ``FORMS``.
 
     Attributes:
         receivers: factor key -> gradient workers that are not its decomposer.
-        travels: whether any eigenbasis ever travels.
+        travels: whether anything ever travels.
+        kinds: of the parts, in their order.
     """
 
     def __init__(
@@ -34,7 +66,10 @@ class Delivery:
         *,
         world: int,
         wire: torch.dtype,
+        method: str = "eigen",
     ) -> None:
+        self.form = FORMS[method]
+        self.kinds = tuple(kind for kind, *_ in self.form.parts)
         self.factors, self.decomposers, self.world, self.wire = tuple(factors), decomposers, world, wire
         self.receivers = {
             factor.key: tuple(
@@ -44,9 +79,13 @@ class Delivery:
         }
         self.travels = any(self.receivers.values())
 
-    def plans(self, keys: Collection[str]) -> tuple[RelayoutPlan, RelayoutPlan]:
-        """What moves when the factors in ``keys`` have new eigenbases: vectors and values."""
-        return self._plan(keys, basis_numel), self._plan(keys, lambda side: side.dim)
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of the parts on the wire."""
+        return tuple(self.wire if halved else torch.float32 for *_, halved in self.form.parts)
+
+    def plans(self, keys: Collection[str]) -> tuple[RelayoutPlan, ...]:
+        """What moves of each part when the factors in ``keys`` have been refreshed."""
+        return tuple(self._plan(keys, numel) for _, numel, _, _ in self.form.parts)
 
     def _plan(self, keys: Collection[str], numel: Callable[[Side], int]) -> RelayoutPlan:
         moves = [
@@ -57,30 +96,32 @@ class Delivery:
         ]
         return RelayoutPlan(self.world, tuple(move for move in moves if move.numel))
 
-    def legs(self, keys: Collection[str], bases: Mapping[str, Eigenbasis], device: torch.device) -> tuple[Leg, Leg]:
-        """Of the factors in ``keys``. One that is not in ``bases`` could not be decomposed: zeros travel for it."""
+    def legs(self, keys: Collection[str], kept: Mapping[str, Kept], device: torch.device) -> tuple[Leg, ...]:
+        """Of the factors in ``keys``. One that is not in ``kept`` could not be decomposed: zeros travel for it."""
 
-        def piece(part: Callable[[Eigenbasis], Tensor]) -> Callable[[Move], Tensor]:
+        def piece(flat: Callable[[Any], Tensor]) -> Callable[[Move], Tensor]:
             def of(move: Move) -> Tensor:
-                basis = bases.get(self.factors[move.param].key)
-                return torch.zeros(move.numel, device=device) if basis is None else part(basis)
+                own = kept.get(self.factors[move.param].key)
+                return torch.zeros(move.numel, device=device) if own is None else flat(own)
 
             return of
 
-        vectors, values = self.plans(keys)
-        return (
-            Leg("eigenvectors", vectors, piece(flat_vectors), self.wire),
-            Leg("eigenvalues", values, piece(lambda basis: basis.values), torch.float32),
-        )
+        parts = zip(self.form.parts, self.plans(keys), self.dtypes(), strict=True)
+        return tuple(Leg(kind, plan, piece(flat), dtype) for (kind, _, flat, _), plan, dtype in parts)
 
-    def received(self, vectors: Arrivals, values: Arrivals) -> dict[str, Eigenbasis]:
-        """Factor key -> what arrived for this rank's layers."""
-        flat = {move.param: piece for move, piece in vectors}
+    def received(self, *arrivals: Arrivals) -> dict[str, Kept]:
+        """Factor key -> what arrived for this rank's layers.
+
+        Args:
+            arrivals: of each leg.
+        """
+        flats = [{move.param: piece for move, piece in part} for part in arrivals]
+        places = sorted(set().union(*flats))
         return {
-            self.factors[move.param].key: basis_from(self.factors[move.param].side, flat.get(move.param), piece.clone())
-            for move, piece in values
+            self.factors[place].key: self.form.joined(self.factors[place].side, *(part.get(place) for part in flats))
+            for place in places
         }
 
-    def kept(self, key: str, basis: Eigenbasis) -> Eigenbasis:
+    def kept(self, key: str, own: Kept) -> Kept:
         """What the decomposer itself preconditions with: what the others receive, or replicas would drift apart."""
-        return basis.rounded(self.wire) if self.receivers[key] else basis
+        return own.rounded(self.wire) if self.receivers[key] else own

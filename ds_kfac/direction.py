@@ -30,7 +30,7 @@ class Local:
         states: layer name -> state after this step.
         numbers: scalars that are summed over all ranks before :meth:`Direction.finish`.
         replaced: scalar, layers whose result was not finite.
-        unprepared: layers that passed through because they have no eigenbasis.
+        unprepared: layers that passed through because they have no eigenbasis or inverse.
     """
 
     results: dict[str, Tensor]
@@ -113,7 +113,7 @@ class KFACGradient:
         local = Local(dict(gradients), dict(states), [], torch.zeros((), device=self.exchange.device), 0)
         quadratic = torch.zeros_like(local.replaced)
         for layers in batches(self.stacks, states):
-            if any(states[layer.name].basis is None for layer in layers):
+            if not all(states[layer.name].prepared for layer in layers):
                 local.unprepared += len(layers)
                 continue
             quadratic += self._precondition(now, layers, gradients, local)
@@ -126,7 +126,6 @@ class KFACGradient:
         """Layers of equal shape; their part of kl-clip's sum."""
         options, names = self.config.preconditioner, tuple(layer.name for layer in layers)
         states = [local.states[name] for name in names]
-        rotation = self.rotations.of(names, [basis for state in states if (basis := state.basis)])
         gradient = together([gradients[name] for name in names])
         norm = torch.linalg.vector_norm(gradient, dim=(-2, -1))
         damping: dict[str, Any] = {
@@ -134,12 +133,15 @@ class KFACGradient:
             "damping_kind": self.config.damping.kind,
             "exponent": options.exponent,
         }
+        inverse, bases = states[0].inverse, [basis for state in states if (basis := state.basis)]
         moments = [state.corrected for state in states if state.corrected is not None]
-        if moments:
+        if inverse is not None:
+            V, dot = inverse.precondition(gradient, damping=damping["damping"], precision=self.rotations.precision)
+        elif moments:
             terms = together([state.terms for state in states])
             V, dot, corrected = precondition_corrected(
                 gradient,
-                rotation,
+                self.rotations.of(names, bases),
                 stacked(moments),
                 norm=norm,
                 terms=terms / self.layout.grad_scale() ** 2,
@@ -149,7 +151,7 @@ class KFACGradient:
             for name, state, new in zip(names, states, unstacked(corrected, len(names)), strict=True):
                 local.states[name] = replace(state, corrected=new)
         else:
-            V, dot = precondition(gradient, rotation, **damping)
+            V, dot = precondition(gradient, self.rotations.of(names, bases), **damping)
         V, finite = finite_or(V, gradient)
         dot = torch.where(finite, dot, norm.square())
         if options.graft == "norm":

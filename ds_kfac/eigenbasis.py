@@ -6,7 +6,7 @@ Shape suffixes: D a side's width, O and I the sides of a layer's matrix, n block
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,25 @@ from ds_kfac.eigensolver import Method, Problem, Solution, grouped, solve
 from ds_kfac.factor import KroneckerFactor
 from ds_kfac.side import Side
 from ds_kfac.warm_start import WarmStart, warmed
+
+
+def block_product(matrices: Sequence[Tensor], x_D: Tensor) -> Tensor:
+    """A block-diagonal matrix times x [D, any].
+
+    Args:
+        matrices: [n, b, b] per group of equal blocks; none for the identity.
+    """
+    pieces, start = [], 0
+    for matrix in matrices:
+        count, width, _ = matrix.shape
+        part = x_D[start : start + count * width]
+        start += count * width
+        # a batch of one is slower as a batch
+        product = matrix[0] @ part if count == 1 else (matrix @ part.reshape(count, width, -1)).flatten(0, 1)
+        pieces.append(product)
+    if not pieces:
+        return x_D
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 @dataclass(frozen=True)
@@ -148,20 +167,25 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
 EIGEN_METHODS: dict[str, Method] = {"eigh": eigh}
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True)
-class Refreshed:
+class Refreshed(Generic[T]):
     """What a refresh came to.
 
     Attributes:
-        basis: None when every rung of the ladder failed for some block.
+        basis: an eigenbasis, or a damped inverse (``inverse.py``); None when every rung of the ladder failed for some
+            block.
         how: "kept" (``basis`` is the previous one), "values" (new values, the very same vectors), "qr" (new vectors by
-            orthogonal iteration), "eigh" (exact), "diagonal" (of a diagonal or identity side, nothing to decompose),
+            orthogonal iteration), "eigh" (exact), "cholesky" (a new inverse), "diagonal" (of a diagonal or identity
+            side, nothing to decompose),
             "failed".
         retries: rungs of the ladder that failed.
     """
 
-    basis: Eigenbasis | None
-    how: Literal["kept", "values", "qr", "eigh", "diagonal", "failed"]
+    basis: T | None
+    how: Literal["kept", "values", "qr", "eigh", "cholesky", "diagonal", "failed"]
     retries: int = 0
 
 
@@ -185,7 +209,7 @@ def refresh(
     method: str = "eigh",
     previous: Eigenbasis | None = None,
     tolerances: WarmStart | None = None,
-) -> Refreshed:
+) -> Refreshed[Eigenbasis]:
     """One factor, see :func:`refresh_all`."""
     return refresh_all([Due(factor, previous)], method=method, tolerances=tolerances)[0]
 

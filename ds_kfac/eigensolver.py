@@ -119,24 +119,28 @@ def _together(parts: Sequence[Tensor], starts: Sequence[Start | None], method: M
     return solutions
 
 
+def rungs(blocks: Tensor) -> list[Callable[[], Tensor]]:
+    """What is tried on failure: as given, in float64, in float64 on the CPU."""
+    elsewhere = [lambda: blocks.double().cpu()] if blocks.device.type != "cpu" else []
+    return [lambda: blocks, blocks.double, *elsewhere]
+
+
 def climb(blocks: Tensor, method: Method) -> tuple[tuple[Tensor, Tensor] | None, int]:
-    """The ladder on failure: as given, in float64, in float64 on the CPU. Returns what was found and failures.
+    """Up the ladder of :func:`rungs`. Returns what was found and failures.
 
     The input is checked by the caller (LAPACK returns NaN for NaN without a word, cuSOLVER raises or does not).
     """
-    rungs: list[Callable[[], Tensor]] = [lambda: blocks, blocks.double]
-    if blocks.device.type != "cpu":
-        rungs.append(lambda: blocks.double().cpu())
 
     def at(rung: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         values, vectors = method(rung())
         return values.to(blocks.device), vectors.to(blocks.device)
 
-    for failures, rung in enumerate(rungs):
+    ladder = rungs(blocks)
+    for failures, rung in enumerate(ladder):
         found = _tried(blocks, functools.partial(at, rung))
         if found is not None and all(found[1]):
             return found[0], failures
-    return None, len(rungs)
+    return None, len(ladder)
 
 
 def _tried(

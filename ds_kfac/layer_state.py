@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.eigenbasis import Eigenbasis, LayerBasis
+from ds_kfac.inverse import DampedInverse, Kept, LayerInverse
 from ds_kfac.layers.base import LayerSpec
 from ds_kfac.moments import AdamMoments, CorrectedEigenvalues
 from ds_kfac.precision import fp32_products
@@ -19,27 +20,33 @@ class LayerState:
     Attributes:
         terms: fp32 scalar, loss terms of the last captured batch: a mean gradient times its root has the size of a
             single term's.
-        A, G: eigenbases; None until the first refresh. Gradients are rotated when both are there.
+        A, G: eigenbases, or damped inverses; None until the first refresh. Gradients are preconditioned when both are
+            there.
         corrected, adam: moments of the rotated gradient; at most one of them is used.
     """
 
     terms: Tensor
-    A: Eigenbasis | None = None
-    G: Eigenbasis | None = None
+    A: Kept | None = None
+    G: Kept | None = None
     corrected: CorrectedEigenvalues | None = None
     adam: AdamMoments | None = None
 
     @classmethod
-    def empty(cls, layer: LayerSpec, device: torch.device, *, moments: str | None = None) -> "LayerState":
-        """Nothing seen yet; an identity side has its basis.
+    def empty(
+        cls, layer: LayerSpec, device: torch.device, *, moments: str | None = None, method: str = "eigen"
+    ) -> "LayerState":
+        """Nothing seen yet; an identity side has its basis, or inverse.
 
         Args:
             moments: "corrected", "adam" or None.
+            method: "eigen" or "inverse".
         """
         shape = (layer.dim_G, layer.dim_A)
 
-        def known(side: Side) -> Eigenbasis | None:
-            return Eigenbasis((), torch.ones(side.dim, device=device)) if side.block == 0 else None
+        def known(side: Side) -> Kept | None:
+            if side.block:
+                return None
+            return DampedInverse() if method == "inverse" else Eigenbasis((), torch.ones(side.dim, device=device))
 
         return cls(
             torch.ones((), device=device),
@@ -50,16 +57,28 @@ class LayerState:
         )
 
     @property
+    def prepared(self) -> bool:
+        """Whether gradients can be preconditioned."""
+        return self.A is not None and self.G is not None
+
+    @property
     def basis(self) -> LayerBasis | None:
-        """Of the layer's Fisher; None while a side is missing."""
-        return LayerBasis(self.G, self.A) if self.A is not None and self.G is not None else None
+        """Of the layer's Fisher; None while a side is missing, and with inverses."""
+        both = isinstance(self.G, Eigenbasis) and isinstance(self.A, Eigenbasis)
+        return LayerBasis(self.G, self.A) if both else None  # type: ignore[arg-type]
+
+    @property
+    def inverse(self) -> LayerInverse | None:
+        """Of the layer's Fisher; None while a side is missing, and with eigenbases."""
+        both = isinstance(self.G, DampedInverse) and isinstance(self.A, DampedInverse)
+        return LayerInverse(self.G, self.A) if both else None  # type: ignore[arg-type]
 
     @property
     def moments_nbytes(self) -> int:
         return sum(part.nbytes for part in (self.corrected, self.adam) if part is not None)
 
-    def rebased(self, *, A: Eigenbasis | None = None, G: Eigenbasis | None = None, carry: bool = False) -> "LayerState":
-        """With new eigenbases of one or both sides, and the moments moved into them.
+    def rebased(self, *, A: Kept | None = None, G: Kept | None = None, carry: bool = False) -> "LayerState":
+        """With new eigenbases or inverses of one or both sides, and the moments moved into the eigenbases.
 
         Args:
             carry: carry second moments over to the new basis; false keeps them as they are.

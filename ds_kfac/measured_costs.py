@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.costs import BUILTIN, CostModel, from_dict
+from ds_kfac.inverse import cholesky_inverse
 from ds_kfac.ops.dispatch import syrk_accumulate_
 from ds_kfac.ops.reference import packed_numel
 
@@ -28,7 +29,7 @@ COPY_NUMEL = {"cpu": 1 << 22, "cuda": 1 << 26}
 
 
 def measure(device: torch.device | str = "cpu") -> CostModel:
-    """Time eigh at several sizes, a QR, a product, a second moment and a copy; about two seconds on a CPU.
+    """Time eigh and inverses at several sizes, a QR, a product, a second moment and a copy; about two seconds on a CPU.
 
     The builtin numbers of the device's type fill in the links.
     """
@@ -41,11 +42,13 @@ def measure(device: torch.device | str = "cpu") -> CostModel:
 
     def seconds(size: int, work: Callable[[Tensor], object] = torch.linalg.eigh) -> float:
         x = rows(2 * size, size)
-        matrix = x.mT @ x / len(x)
+        matrix = (x.mT @ x / len(x)).unsqueeze(0)
         return _seconds(lambda: work(matrix), device, 3 if size < 1024 else 1)
 
     sizes = EIGH_SIZES + (() if kind == "cpu" else LARGE_EIGH_SIZES)
     eigh = tuple((size, seconds(size)) for size in sizes)
+    damping = torch.ones((), device=device)
+    cholesky = tuple((size, seconds(size, lambda matrix: cholesky_inverse(matrix, added=damping))) for size in sizes)
     size = GEMM_SIZE[kind]
     x = rows(size, size)
     sum_P = torch.zeros(packed_numel(size), device=device)
@@ -55,6 +58,7 @@ def measure(device: torch.device | str = "cpu") -> CostModel:
         BUILTIN[kind],
         eigh_seconds=eigh,
         qr_of_eigh=seconds(sizes[-1], torch.linalg.qr) / eigh[-1][1],
+        cholesky_seconds=cholesky,
         gemm_flops=2 * size**3 / _seconds(lambda: x @ x, device, 5),
         syrk_flops=size * size * (size + 1) / _seconds(lambda: syrk_accumulate_(sum_P, x), device, 5),
         copy_bytes=2 * source.nbytes / _seconds(lambda: target.copy_(source), device, 5),

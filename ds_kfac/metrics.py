@@ -25,9 +25,9 @@ class Metrics:
 
     Attributes:
         counts: of this rank: "steps", "skipped_steps", "factor_updates" (steps that captured), "captured_elements" (of
-            factors, over all ranks), "refreshes" (factors decomposed here), "refreshes_<rung>" (of the warm start:
-            keep, values, qr, eigh), "refresh_retries" (rungs of the failure ladder that failed), "refresh_failures"
-            (old bases kept).
+            factors, over all ranks), "refreshes" (factors decomposed here), "refreshes_<how>" (eigh, of the warm
+            start kept, values, qr; cholesky, an inverse; diagonal; failed), "refresh_retries" (rungs of the failure
+            ladder that failed), "refresh_failures" (old bases or inverses kept).
         seconds: stage -> seconds so far; filled if timings are on.
         nu: last kl-clip factor, a device scalar, the same on all ranks; None while kl-clip is off.
         summary: fp32 [3] on the device, over all ranks: layers so far whose result was not finite and was replaced by

@@ -170,7 +170,8 @@ class KFACOptimizer:
     def reset(self) -> None:
         """Start afresh: no factors, no eigenbases, step 0."""
         self.state = {
-            layer.name: LayerState.empty(layer, self.device, moments=self.direction.moments) for layer in self.owned
+            layer.name: LayerState.empty(layer, self.device, moments=self.direction.moments, method=self.plan.method)
+            for layer in self.owned
         }
         self.steps, self.peak_lr = 0, {}
         self.capture.take()
@@ -179,13 +180,13 @@ class KFACOptimizer:
 
     def redecompose(self) -> None:
         """Decompose all factors and deliver their eigenbases, outside of a step. Collective."""
-        self.curvature.redecompose()
+        self.curvature.redecompose(self.steps)
         nothing = FactorsDue(frozenset(), frozenset())
         board = Board(self.curvature.told(nothing), self.rank)
         legs = (*self.curvature.legs(), board.leg(self.curvature.numbers(), self.device))
-        vectors, values, received = deliver(legs, self.channel, self.device)
+        *arrivals, received = deliver(legs, self.channel, self.device)
         told = board.named(received)
-        self._bases, _ = self.curvature.arrived(vectors, values, told)
+        self._bases, _ = self.curvature.arrived(arrivals, told)
         self.state = self._states(told)
         self.curvature.keep()
         self.resume()
@@ -222,11 +223,11 @@ class KFACOptimizer:
             numbers["norm", self.rank] = norm
         board = Board(names, self.rank)
         legs = (self.exchange.gather_leg, *self.curvature.legs(), board.leg(numbers, self.device))
-        gradients, vectors, values, received = deliver(legs, self.channel, self.device)
+        gradients, *arrivals, received = deliver(legs, self.channel, self.device)
         told = board.named(received)
         if summed:
             norm = torch.stack([told["norm", rank] for rank in range(self.channel.world)]).sum()
-        self._bases, self._failed = self.curvature.arrived(vectors, values, told)
+        self._bases, self._failed = self.curvature.arrived(arrivals, told)
         return self.exchange.gathered(gradients), None if norm is None else norm.sqrt(), told
 
     def _states(self, told: Mapping[Hashable, Tensor]) -> dict[str, LayerState]:
@@ -251,7 +252,7 @@ class KFACOptimizer:
         counts = [local.replaced.new_full((), n) for n in (local.unprepared, failed)]
         prepared = torch.zeros(len(self.layers), device=self.device)
         for index, layer in enumerate(self.layers):
-            if layer.name in local.states and local.states[layer.name].basis is not None:
+            if layer.name in local.states and local.states[layer.name].prepared:
                 prepared[index].fill_(1.0)
         own = torch.cat([torch.stack([*local.numbers, local.replaced, *counts]), prepared])
         board = Board([range(len(own))] * self.channel.world, self.rank, self.plan.rows)

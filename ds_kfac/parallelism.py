@@ -16,7 +16,7 @@ from ds_kfac.layers.registry import SHARDS
 from ds_kfac.planning import Plan
 from ds_kfac.scan import Scan
 from ds_kfac.target import Target
-from ds_kfac.work import basis_bytes, packed_bytes
+from ds_kfac.work import kept_bytes, packed_bytes
 from ds_kfac.zero.domains import Domain, tensor_shard
 
 
@@ -103,8 +103,9 @@ def budgets(targets: Sequence[Target], config: KFACConfig) -> list[KFACConfig]:
     budget = config.assignment.memory_budget_gb
     if budget is None or len(targets) == 1:
         return [config] * len(targets)
+    method = config.preconditioner.method
     needs = [
-        sum(packed_bytes(side) + basis_bytes(side) for layer in target.layers for side in (layer.A, layer.G))
+        sum(packed_bytes(side) + kept_bytes(side, method) for layer in target.layers for side in (layer.A, layer.G))
         / target.layout.world
         for target in targets
     ]

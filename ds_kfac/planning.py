@@ -29,6 +29,7 @@ class Plan:
         gradient_dtypes: of gradients to their workers and of results back.
         shares: whether layers that see the same input are to share A.
         reasons: what was chosen, and why; for the report.
+        paired: whether a factor's refresh needs its partner, which is then on the same rank.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -43,6 +44,12 @@ class Plan:
     gradient_dtypes: tuple[torch.dtype, torch.dtype]
     shares: bool
     reasons: tuple[str, ...] = ()
+    paired: bool = False
+
+    @property
+    def method(self) -> str:
+        """What is kept of a factor: "eigen" or "inverse"."""
+        return self.work.method
 
     @property
     def workers(self) -> int:
@@ -59,7 +66,7 @@ class Plan:
     @property
     def sharing_candidates(self) -> Mapping[str, Hashable]:
         """See :func:`sharing_candidates`; none if layers are not to share."""
-        return sharing_candidates(self.layers) if self.shares else {}
+        return sharing_candidates(self.layers, self.method) if self.shares else {}
 
     @cached_property
     def together(self) -> Mapping[str, tuple[str, ...]]:
@@ -93,10 +100,11 @@ class Plan:
         return replace(self, assignment=assignment, offsets=offsets)
 
 
-def sharing_candidates(layers: Sequence[LayerSpec]) -> Mapping[str, Hashable]:
-    """Layers that may share A, and what must be equal for it: the side, and whether a bias's 1 is in it."""
+def sharing_candidates(layers: Sequence[LayerSpec], method: str) -> Mapping[str, Hashable]:
+    """Layers that may share A, and what must be equal for it: the side, and whether a bias's 1 is in it; of inverses
+    also whether G is the identity, whose damping is in A's."""
     return {
-        layer.name: (layer.A, layer.uses[0].bias)
+        layer.name: (layer.A, layer.uses[0].bias, method == "inverse" and layer.G.block == 0)
         for layer in layers
         if (layer.rows is None or layer.rows[0] == 0)  # other row blocks follow the first one
         and len(layer.uses) == 1

@@ -7,7 +7,8 @@ For a layer W a with inputs a (a 1 appended for the bias) and per-term output gr
     R = Q_G^T dW Q_A                                              every step: the gradient in the eigenbasis
 
     K-FAC gradient                V = Q_G [R / (e + lambda)^exponent] Q_A^T,   e = beta alpha^T,
-                                  or e = running mean of M R^2 (corrected, EKFAC)
+                                  or e = running mean of M R^2 (corrected, EKFAC); with the method "inverse"
+                                  V = (G + sqrt(lambda) / pi)^-1 dW (A + pi sqrt(lambda))^-1, pi^2 = mean A / mean G
                                   dW <- nu V, nu = min(1, sqrt(kl_clip / (lr^2 sum <V, dW>))); then any optimizer
     KFACAdamW                     Adam on R: m, v; U = Q_G [m^ / (sqrt(v^) + eps)] Q_A^T, or its orthogonal factor;
                                   W <- W - lr (U + decay W)
@@ -100,7 +101,7 @@ class _Layer:
         self.S: Any = 0.0
         self.m: Any = 0.0
         self.v: Any = 0.0
-        self.terms = 1.0
+        self.terms, self.damping = 1.0, 0.0  # of the last batch, at the last refresh
 
     def matrix(self) -> Tensor:
         grads = [p.grad.float() for p in self.params]
@@ -144,11 +145,9 @@ def _eigh(C: Tensor, block: int, old: Any = None) -> tuple[Tensor, Tensor]:
         order = old[0].argsort(descending=True, stable=True)
         Q = torch.linalg.qr(C @ old[1][:, order]).Q[:, order.argsort()]
         return (Q.T @ C @ Q).diagonal().clamp(min=0), Q
-    parts = (
-        [torch.linalg.eigh(C[i : i + block, i : i + block]) for i in range(0, len(C), max(block, 1))] if block else []
-    )
-    if not parts:
+    if block == 0:
         return C.new_ones(len(C)), torch.eye(len(C), device=C.device)
+    parts = [torch.linalg.eigh(C[i : i + block, i : i + block]) for i in range(0, len(C), block)]
     return torch.cat([e for e, _ in parts]).clamp(min=0), torch.block_diag(*(q for _, q in parts))
 
 
@@ -168,20 +167,19 @@ class ReferenceKFAC:
         self, model: nn.Module, *, update_interval=1, refresh_interval=1, decay=0.95, damping=1e-3, exact_every=1,
         damping_kind="tikhonov", kl_clip=1e-3, exclude=(), types=("Linear",), max_dim=None, large="diagonal",
         exponent=1.0, corrected=None, graft=False, carry=False, sharing="expand", fisher="empirical", parts=(),
+        method="eigen",
     ):  # fmt: skip
         self.update_interval, self.refresh_interval, self.decay = update_interval, refresh_interval, decay
         self.damping, self.damping_kind, self.kl_clip = damping, damping_kind, kl_clip
         self.exponent, self.corrected, self.graft, self.carry = exponent, corrected, graft, carry
-        self.sharing, self.fisher, self.exact_every = sharing, fisher, exact_every
+        self.sharing, self.fisher, self.exact_every, self.method = sharing, fisher, exact_every, method
         self.steps = 0
         self.nu = 1.0
         self.layers: dict[str, _Layer] = {}
 
         def block(dim: int) -> int:
-            if max_dim is None or dim <= max_dim:
-                return dim
-            parts = -(-dim // max_dim)
-            return {"blocks": -(-dim // parts), "diagonal": 1, "identity": 0}[large]
+            small = max_dim is None or dim <= max_dim
+            return dim if small else {"blocks": -(-dim // -(-dim // max_dim)), "diagonal": 1, "identity": 0}[large]
 
         named = {n: m for n, m in model.named_modules() if n not in exclude and getattr(m, "weight", None) is not None}
         heads = {id(m.weight): m for m in named.values() if isinstance(m, nn.Linear)}
@@ -233,6 +231,7 @@ class ReferenceKFAC:
                 layer.factors = [r * o + (1 - r) * b for o, b in zip(old, batch, strict=True)]
         if self.steps % self.refresh_interval == 0:
             for layer in self.layers.values():
+                layer.damping = self.damping
                 old = [Q for _, Q in layer.bases] or [torch.eye(len(C), device=C.device) for C in layer.factors]
                 exact = self.steps // self.refresh_interval % self.exact_every == 0
                 parts = zip(layer.factors, layer.blocks, [None] * 2 if exact else layer.bases, strict=True)
@@ -240,10 +239,9 @@ class ReferenceKFAC:
                 RA, RG = (new.T @ before for (_, new), before in zip(layer.bases, old, strict=True))
                 if isinstance(layer.m, Tensor):
                     layer.m = RG @ layer.m @ RA.T
-                if self.carry and isinstance(layer.v, Tensor):
-                    layer.v = RG**2 @ layer.v @ (RA**2).T
-                if self.carry and isinstance(layer.S, Tensor):
-                    layer.S = RG**2 @ layer.S @ (RA**2).T
+                for second in (layer.v, layer.S) if self.carry else ():
+                    if isinstance(second, Tensor):
+                        second.copy_(RG**2 @ second @ (RA**2).T)
         for layer in self.layers.values():
             for use in layer.uses:
                 use.pairs.clear()
@@ -263,8 +261,12 @@ class ReferenceKFAC:
                 layer.k += 1
                 r = min(1 - 1 / layer.k, self.corrected)
                 layer.S = e = r * layer.S + (1 - r) * layer.terms * (R / grad_scale) ** 2
-            damping = self.damping * (e.mean() if self.damping_kind == "relative" else 1)
-            V = QG @ (R / (e + damping) ** self.exponent) @ QA.T
+            mean = e.mean() if self.damping_kind == "relative" else 1
+            damped = e + self.damping * mean
+            if self.method == "inverse":  # of either factor damped by itself, in its eigenbasis
+                root, pi = (layer.damping * mean) ** 0.5, (alpha.mean() / beta.mean()) ** 0.5
+                damped = torch.outer(beta + root / pi, alpha + pi * root)
+            V = QG @ (R / damped**self.exponent) @ QA.T
             results[name] = V = V * (dW.norm() / V.norm()) if self.graft else V
             quadratic += float((V * dW).sum()) * (lr / grad_scale) ** 2
         self.nu = min(1.0, (self.kl_clip / quadratic) ** 0.5) if self.kl_clip and quadratic else 1.0
@@ -283,14 +285,12 @@ class ReferenceKFAC:
         for name, layer in self.layers.items():
             (_, QA), (_, QG) = layer.bases
             R = QG.T @ layer.matrix() @ QA
-            layer.k += 1
-            layer.m = betas[0] * layer.m + (1 - betas[0]) * R
-            layer.v = betas[1] * layer.v + (1 - betas[1]) * R**2
-            m, v = layer.m / (1 - betas[0] ** layer.k), layer.v / (1 - betas[1] ** layer.k)
+            b1, b2, layer.k = *betas, layer.k + 1
+            layer.m = b1 * layer.m + (1 - b1) * R
+            layer.v = b2 * layer.v + (1 - b2) * R**2
+            m, v = layer.m / (1 - b1**layer.k), layer.v / (1 - b2**layer.k)
             if nesterov:
-                m = betas[0] * layer.m / (1 - betas[0] ** (layer.k + 1)) + (1 - betas[0]) * R / (
-                    1 - betas[0] ** layer.k
-                )
+                m = b1 * layer.m / (1 - b1 ** (layer.k + 1)) + (1 - b1) * R / (1 - b1**layer.k)
             U = QG @ (m / (v.sqrt() + eps)) @ QA.T
             if name in orthogonal:
                 X = U / U.norm()

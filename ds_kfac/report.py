@@ -8,6 +8,7 @@ from ds_kfac.columns import columns
 from ds_kfac.config import KFACConfig
 from ds_kfac.ops.backends import chosen
 from ds_kfac.optimizer import KFACOptimizer
+from ds_kfac.planning import Plan
 from ds_kfac.scan import Scan
 from ds_kfac.schedule import Value
 from ds_kfac.stacking import stacked_bytes
@@ -24,8 +25,8 @@ def attach_report(kfac: KFACOptimizer, scan: Scan) -> str:
         f"ds_kfac: attached to {_mode(kfac)}",
         f"  deepspeed {deepspeed.__version__}, torch {torch.__version__}, {layout.world} ranks, "
         f"load max/mean {plan.assignment.imbalance:.2f}",
-        f"  factors every {_interval(plan.schedule.update)} (decay {config.factor.decay}), eigenbases every "
-        f"{_interval(plan.schedule.refresh)} by {config.eigenbasis.method}; {_statistics(config)}",
+        f"  factors every {_interval(plan.schedule.update)} (decay {config.factor.decay}), {_kept(plan)} every "
+        f"{_interval(plan.schedule.refresh)} by {_by(kfac)}; {_statistics(config)}",
         f"  step: {_direction(kfac)}",
         f"  products: {_products(kfac)}",
         f"  memory: {_memory(kfac)}",
@@ -60,6 +61,14 @@ def attach_report(kfac: KFACOptimizer, scan: Scan) -> str:
     return "\n".join(lines)
 
 
+def _kept(plan: Plan) -> str:
+    return {"eigen": "eigenbases", "inverse": "inverses"}[plan.method]
+
+
+def _by(kfac: KFACOptimizer) -> str:
+    return {"eigen": kfac.config.eigenbasis.method, "inverse": "Cholesky"}[kfac.plan.method]
+
+
 def _statistics(config: KFACConfig) -> str:
     factor = config.factor
     sample = f", {factor.sample_rows} rows a call" if factor.sample_rows else ""
@@ -74,10 +83,10 @@ def _direction(kfac: KFACOptimizer) -> str:
     options, damping = config.preconditioner, config.damping
     kl_clip = options.chosen_kl_clip
     clip = "off" if kl_clip == Value.constant(0) else f"{kl_clip} at the {kfac.clip_lr} lr"
-    return (
-        f"{options.eigenvalues} eigenvalues, {damping.kind} damping {damping.chosen}, exponent {options.exponent:g}, "
-        f"graft {options.graft}, kl-clip {clip}; then {type(kfac.target.inner).__name__}"
-    )
+    how = f"{options.eigenvalues} eigenvalues, {damping.kind} damping {damping.chosen}, exponent {options.exponent:g}"
+    if kfac.plan.method == "inverse":
+        how = f"inverses of both factors, {damping.kind} damping {damping.chosen} of the last refresh, split by pi"
+    return f"{how}, graft {options.graft}, kl-clip {clip}; then {type(kfac.target.inner).__name__}"
 
 
 def _products(kfac: KFACOptimizer) -> str:
@@ -98,13 +107,16 @@ def _without_effect(kfac: KFACOptimizer) -> list[str]:
     blocks = ("damping", "preconditioner") if adam else ("adam",)
     given = [(b, key) for b in blocks for key in sorted(getattr(kfac.config, b).model_fields_set)]
     keys = [f"kfac.{b}.{key}" for b, key in given if key not in ("precision", "stack_layers")]
+    if kfac.plan.method == "inverse" and "method" in kfac.config.eigenbasis.model_fields_set:
+        keys.append('kfac.eigenbasis.method (with preconditioner.method "inverse")')
     name = "KFACAdamW" if adam else type(kfac.target.inner).__name__
     return [f"  WARNING: of no effect with {name}: {', '.join(keys)}"] if keys else []
 
 
 def _memory(kfac: KFACOptimizer) -> str:
     """Of this rank once everything is there."""
-    text = f"K-FAC state {kfac.plan.assignment.memory[kfac.rank]:,} bytes on this rank (factors, eigenbases, moments)"
+    nbytes, kinds = kfac.plan.assignment.memory[kfac.rank], f"factors, {_kept(kfac.plan)}, moments"
+    text = f"K-FAC state {nbytes:,} bytes on this rank ({kinds})"
     if kfac.direction.moments == "adam":
         rest, world = kfac.target.rest, kfac.layout.world
         held = rest.shards.held(range(len(rest.params)))[kfac.rank]

@@ -34,6 +34,7 @@ def refresh_offsets(
     update_interval: int,
     refresh_interval: int,
     together: Sequence[Sequence[str]] = (),
+    method: str = "eigen",
 ) -> Stagger:
     """Heaviest first, each to the step where the slowest rank suffers least.
 
@@ -45,11 +46,12 @@ def refresh_offsets(
         decomposers: factor key -> rank.
         refresh_interval: if it is no multiple of ``update_interval``, the steps past the largest one stay empty.
         together: keys of factors that need the same offset, those of a tied layer.
+        method: "eigen" or "inverse": what a refresh is.
     """
     steps = refresh_interval // update_interval * update_interval or refresh_interval
     captures = min(update_interval, steps)
     items = _items(factors, together)
-    seconds = {factor.key: costs.decompose(factor.side) for factor in factors}
+    seconds = {factor.key: costs.decompose(factor.side, method) for factor in factors}
     squares = [sum(factor.side.dim**2 for factor in item) for item in items]
     limit = max(max(squares, default=0), (1 + CAPTURE_TOLERANCE) * sum(squares) / captures)
     captured = [0] * captures

@@ -53,17 +53,20 @@ def make_plan(layers: Sequence[LayerSpec], setting: Setting, config: KFACConfig,
     """
     schedule, reasons = config.schedule, []
     update, refresh = schedule.intervals(schedule.settled)
-    exact_every = config.eigenbasis.chosen_exact_every
+    exact_every, method = config.eigenbasis.chosen_exact_every, config.preconditioner.method
+    paired = method == "inverse" and config.damping.kind == "tikhonov"
     work = Work(
-        layers, factor_specs(layers), setting.world, setting.held, costs, update, refresh, setting.moments, exact_every
-    )
-    assignment, why = _assignment(work, config)
+        layers, factor_specs(layers), setting.world, setting.held, costs, update, refresh, setting.moments, exact_every,
+        method,
+    )  # fmt: skip
+    assignment, why = _assignment(work, config, paired)
     reasons += why
     wire, gradient, why = _dtypes(assignment, setting, config, costs, update, refresh)
     reasons += why
     offsets, why = _offsets(layers, assignment, config, costs, update, refresh)
     reasons += why
     reasons += _too_large_to_share(assignment, work) + _qr_steps(assignment, work)
+    reasons += _by_inverses(config, wire) if method == "inverse" else []
     options = config.eigenbasis
     warm = WarmStart(options.keep_below, options.values_below, options.qr_below, exact_every)
     return Plan(
@@ -79,13 +82,14 @@ def make_plan(layers: Sequence[LayerSpec], setting: Setting, config: KFACConfig,
         warm_start=warm if warm != WarmStart() else None,
         wire=wire,
         gradient_dtypes=gradient,
-        shares=config.layers.share_inputs,
+        shares=config.layers.share_inputs and not paired,
         reasons=tuple(reasons),
+        paired=paired,
     )
 
 
-def _assignment(work: Work, config: KFACConfig) -> tuple[Assignment, list[str]]:
-    """The predicted-fastest one within the budget."""
+def _assignment(work: Work, config: KFACConfig, paired: bool) -> tuple[Assignment, list[str]]:
+    """The predicted-fastest one within the budget; ``paired``: A and G of a layer on one rank."""
     options, world = config.assignment, work.world
     fraction, budget = options.gradient_worker_fraction, options.memory_budget_gb
     if fraction is not None:
@@ -102,6 +106,8 @@ def _assignment(work: Work, config: KFACConfig) -> tuple[Assignment, list[str]]:
     problems = []
     for workers in counts:
         split = options.split_factors
+        if split is None:
+            split = workers > 1 and not paired
         try:
             found[workers] = assign(
                 work.layers,
@@ -113,10 +119,11 @@ def _assignment(work: Work, config: KFACConfig) -> tuple[Assignment, list[str]]:
                 update_interval=work.update_interval,
                 refresh_interval=work.refresh_interval,
                 load_tolerance=options.load_tolerance,
-                split_factors=workers > 1 if split is None else split,
+                split_factors=split,
                 memory_cap=None if budget is None else budget * 1e9,
                 moments=work.moments,
                 exact_every=work.exact_every,
+                method=work.method,
             )
         except ValueError as problem:
             problems.append(str(problem))
@@ -132,6 +139,20 @@ def _assignment(work: Work, config: KFACConfig) -> tuple[Assignment, list[str]]:
         over = f"; {len(problems)} more over the budget of {budget} GB" if problems else ""
         reasons.append(f"{best} of {world} ranks precondition a layer: predicted per step and rank {tried}{over}")
     return found[best], reasons
+
+
+def _by_inverses(config: KFACConfig, wire: torch.dtype) -> list[str]:
+    """What inverses do otherwise than the config would have eigenbases do."""
+    reasons = []
+    if config.damping.kind == "tikhonov":
+        what = "A and G of a layer are inverted on one rank"
+        what += ", and layers do not share A (layers.share_inputs)" if config.layers.share_inputs else ""
+        reasons.append(
+            f'{what}: with "tikhonov" a factor\'s damping depends on its partner; "relative" does not need it'
+        )
+    if wire is not torch.float32:
+        reasons.append(f"inverses travel in fp32, only batch sums in {str(wire).removeprefix('torch.')}")
+    return reasons
 
 
 def _too_large_to_share(assignment: Assignment, work: Work) -> list[str]:
@@ -207,7 +228,7 @@ def _offsets(
         return {}, []
     at_once = [0.0] * assignment.world
     for factor in assignment.factors:
-        at_once[assignment.decomposers[factor.key]] += costs.decompose(factor.side)
+        at_once[assignment.decomposers[factor.key]] += costs.decompose(factor.side, config.preconditioner.method)
     if config.eigenbasis.stagger is None and max(at_once) <= LONG_REFRESH:
         return {}, []
     spread = refresh_offsets(
@@ -217,6 +238,7 @@ def _offsets(
         update_interval=update,
         refresh_interval=refresh,
         together=tied_factors(layers, assignment.factors),
+        method=config.preconditioner.method,
     )
     return spread.offsets, [
         f"refreshes spread over {refresh} steps: predicted {spread.worst * 1e3:.3g} ms in the worst step instead of "

@@ -7,6 +7,7 @@ from functools import cached_property
 from ds_kfac.costs import ELEMENT_BYTES, CostModel
 from ds_kfac.eigenbasis import basis_numel
 from ds_kfac.factor_spec import FactorSpec, factors_by_layer
+from ds_kfac.inverse import inverse_numel
 from ds_kfac.layers.base import LayerSpec
 from ds_kfac.side import Side
 
@@ -16,9 +17,15 @@ def packed_bytes(side: Side) -> int:
     return 4 * side.numel + 4
 
 
-def basis_bytes(side: Side) -> int:
-    """An eigenbasis: fp32 vectors, which a diagonal has none of, and values."""
-    return 4 * (basis_numel(side) + side.dim)
+def kept_bytes(side: Side, method: str) -> int:
+    """What workers keep of a factor: an eigenbasis, fp32 vectors, which a diagonal has none of, and values; or an
+    inverse."""
+    return 4 * (inverse_numel(side) if method == "inverse" else basis_numel(side) + side.dim)
+
+
+def sent_bytes(side: Side, method: str) -> int:
+    """The same on the wire in fp32: of an inverse its lower triangles."""
+    return 4 * side.numel if method == "inverse" else kept_bytes(side, method)
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,7 @@ class Work:
         held: per layer name, gradient elements on each rank; None if all ranks hold all gradients.
         moments: fp32 tensors [O, I] that a worker keeps for a layer (0, 1 or 2).
         exact_every: of so many refreshes one is exact.
+        method: "eigen" or "inverse": what workers keep of a factor.
     """
 
     layers: Sequence[LayerSpec]
@@ -44,6 +52,7 @@ class Work:
     refresh_interval: int
     moments: int = 0
     exact_every: int = 1
+    method: str = "eigen"
 
     @cached_property
     def used(self) -> Mapping[str, tuple[FactorSpec, ...]]:
@@ -54,7 +63,7 @@ class Work:
     @cached_property
     def precondition(self) -> Mapping[str, float]:
         """Seconds per step on each worker of a layer."""
-        return {layer.name: self.costs.precondition(layer) for layer in self.layers}
+        return {layer.name: self.costs.precondition(layer, self.method) for layer in self.layers}
 
     @cached_property
     def factor(self) -> Mapping[str, float]:
@@ -62,7 +71,7 @@ class Work:
         return {
             factor.key: (self.costs.transfer(packed_bytes(factor.side)) + self.costs.fold(factor.side))
             / self.update_interval
-            + self.costs.refresh(factor.side, exact_every=self.exact_every) / self.refresh_interval
+            + self.costs.refresh(factor.side, self.method, exact_every=self.exact_every) / self.refresh_interval
             for factor in self.factors
         }
 
@@ -70,7 +79,8 @@ class Work:
     def travel(self) -> Mapping[str, float]:
         """Seconds per step for either end of sending one copy of an eigenbasis to another node."""
         return {
-            factor.key: self.costs.transfer(basis_bytes(factor.side)) / self.refresh_interval for factor in self.factors
+            factor.key: self.costs.transfer(sent_bytes(factor.side, self.method)) / self.refresh_interval
+            for factor in self.factors
         }
 
     def result(self, layer: LayerSpec, width: int) -> tuple[float, float]:
@@ -90,7 +100,7 @@ class Work:
     def worker_bytes(self, layer: LayerSpec) -> int:
         """State of a layer on each worker, but for eigenbases, which layers may share: moments and their counter, and
         the eigenvalues of identities."""
-        ones = sum(4 * side.dim for side in (layer.A, layer.G) if side.block == 0)
+        ones = sum(kept_bytes(side, self.method) for side in (layer.A, layer.G) if side.block == 0)
         return ones + (4 * self.moments * layer.numel + 4 if self.moments else 0)
 
     def loads(self, workers: Mapping[str, tuple[int, ...]], decomposers: Mapping[str, int]) -> list[float]:
@@ -115,7 +125,7 @@ class Work:
     def decompose(self, loads: list[float], factor: FactorSpec, rank: int, users: set[int]) -> None:
         """Add a factor's seconds to its decomposer, and its eigenbasis' to both ends of its way to other workers."""
         loads[rank] += self.factor[factor.key]
-        nbytes = basis_bytes(factor.side)
+        nbytes = sent_bytes(factor.side, self.method)
         for user in users - {rank}:
             within = self.costs.same_node(rank, user)
             seconds = self.costs.transfer(nbytes, within_node=within) / self.refresh_interval
@@ -145,7 +155,7 @@ class Work:
         for factor in self.factors:
             if factor.key in decomposers:
                 memory[decomposers[factor.key]] += packed_bytes(factor.side)
-            size = basis_bytes(factor.side)
+            size = kept_bytes(factor.side, self.method)
             for rank in self.users(factor, workers):
                 memory[rank] += size
         return memory

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from ds_kfac.grid import column
 from ds_kfac.layers.base import LayerSpec
-from ds_kfac.work import Work, basis_bytes, packed_bytes
+from ds_kfac.work import Work, kept_bytes, packed_bytes
 
 NEAR_TIE = 0.99
 """Ranks holding at least this part of what the majority holder holds count as equals (ZeRO-3 chunks, replicas)."""
@@ -74,7 +74,10 @@ class _Columns:
     def size(self, layer: LayerSpec) -> float:
         """Bytes of a layer, likewise."""
         shares = sum(
-            (basis_bytes(factor.side) + (packed_bytes(factor.side) / self.workers if self.whole else 0))
+            (
+                kept_bytes(factor.side, self.work.method)
+                + (packed_bytes(factor.side) / self.workers if self.whole else 0)
+            )
             / len(factor.layers)
             for factor in self.work.used[layer.name]
         )
@@ -97,7 +100,7 @@ class _Columns:
         for factor in self.work.used[layer.name]:
             bases = self._bases[factor.key]
             if index not in bases:
-                total += basis_bytes(factor.side)
+                total += kept_bytes(factor.side, self.work.method)
             if not bases and self.whole:
                 total += packed_bytes(factor.side) // self.workers
         return total

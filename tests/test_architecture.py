@@ -16,7 +16,7 @@ FLOORS = [
     ],
     [
         "side", "factor", "adaptive", "precision", "warm_start", "eigen_rounds", "eigensolver", "eigenbasis",
-        "rotation", "moments", "damping", "orthogonal", "preconditioner", "host_copy",
+        "rotation", "moments", "damping", "inverse", "orthogonal", "preconditioner", "host_copy",
     ],
     [
         "layers.base", "layers.linear", "layers.conv1d", "layers.embedding", "layers.norm",

@@ -6,6 +6,7 @@ from ds_kfac.config import find_block, parse
 from ds_kfac.schedule import BurnIn, Schedule, Value
 
 RAMP = {"schedule": "linear", "start": 0.1, "end": 0.9, "steps": 200}
+TIKHONOV_INVERSE = {"preconditioner": {"method": "inverse"}, "damping": {"kind": "tikhonov"}}
 PIECES = {"schedule": "piecewise", "values": [1, 2, 5], "steps": [10, 20]}
 
 
@@ -169,6 +170,28 @@ def test_an_exponential_schedule_cannot_touch_zero(section, key):
             {"burn_in": {"update_interval": 3, "refresh_interval": 10}},
             "kfac.burn_in.refresh_interval (10) must be a multiple of kfac.burn_in.update_interval (3)",
         ),
+        ({"preconditioner": {"method": "inverses"}}, "kfac.preconditioner.method: got 'inverses'; input should be"),
+        (
+            {"preconditioner": {"method": "inverse", "eigenvalues": "corrected"}},
+            'keeps no eigenbasis, so kfac.preconditioner.eigenvalues must be "kronecker"; or use method "eigen"',
+        ),
+        (
+            {"preconditioner": {"method": "inverse", "exponent": 0.5}},
+            "keeps no eigenbasis, so kfac.preconditioner.exponent (0.5) must be 1",
+        ),
+        (
+            {"preconditioner": {"method": "inverse"}, "eigenbasis": {"carry_moments": True}},
+            "keeps no eigenbasis, so kfac.eigenbasis.carry_moments must be left out",
+        ),
+        (
+            {"preconditioner": {"method": "inverse"}, "eigenbasis": {"values_below": 0.1}},
+            "keeps no eigenbasis, so kfac.eigenbasis.values_below must be left out",
+        ),
+        (
+            {**TIKHONOV_INVERSE, "assignment": {"split_factors": True}},
+            'kfac.assignment.split_factors with method "inverse" and damping "tikhonov": A and G of a layer have to be',
+        ),
+        ({**TIKHONOV_INVERSE, "layers": {"max_outputs": 100}}, 'kfac.layers.max_outputs with method "inverse"'),
         ({"burn_in": {"step": 3}}, "kfac.burn_in.step: unknown key; did you mean kfac.burn_in.steps?"),
         ({"burnin": {"steps": 3}}, "kfac.burnin: unknown key; did you mean kfac.burn_in?"),
         ({"burn_in": {"steps": -1}}, "kfac.burn_in.steps: got -1; input should be greater than or equal to 0"),
@@ -180,6 +203,20 @@ def test_an_error_says_where_what_and_what_instead(block, message):
     with pytest.raises(ValueError) as error:
         parse(block)
     assert message in str(error.value)
+
+
+def test_inverses_go_with_all_that_needs_no_eigenbasis():
+    given = {
+        "preconditioner": {"method": "inverse", "eigenvalues": "kronecker", "exponent": 1},
+        "eigenbasis": {"qr_below": 0, "carry_moments": False, "lag": 2, "stagger": True},
+        "assignment": {"split_factors": True},
+        "layers": {"max_outputs": 100},
+    }
+    assert parse(given).preconditioner.method == "inverse"
+    assert parse({**TIKHONOV_INVERSE, "assignment": {"split_factors": False}})
+    assert parse(given).for_optimizer(adam=False).factor.fisher == "empirical"
+    with pytest.raises(ValueError, match='in which KFACAdamW steps; use "eigen", or another optimizer'):
+        parse(given).for_optimizer(adam=True)
 
 
 def test_all_errors_come_in_one_message():

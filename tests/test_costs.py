@@ -13,7 +13,7 @@ from ds_kfac.measured_costs import VERSION, cache_folder, cached, measure
 from ds_kfac.side import Side
 from tests.models import linear_layer
 
-UNIT = CostModel(((10, 1.0), (20, 4.0)), 2.0, 3.0, 5.0, 0.0, 7.0, 11.0)
+UNIT = CostModel(((10, 1.0), (20, 4.0)), ((10, 0.5), (20, 1.0)), 2.0, 3.0, 5.0, 0.0, 7.0, 11.0)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,16 @@ def test_builtin_eigh_never_falls_with_n_and_is_nearly_cubic_in_the_end(kind):
 def test_dense_preconditioning_is_four_products():
     costs = replace(UNIT, copy_bytes=math.inf)
     assert costs.precondition(linear_layer("l", 5, 3)) == pytest.approx(4 * 5 * 3 * (5 + 3) / 2.0)
+
+
+def test_inverses_take_half_the_products_and_their_own_table():
+    costs, layer = replace(UNIT, copy_bytes=math.inf), linear_layer("l", 5, 3)
+    assert costs.precondition(layer, "inverse") == pytest.approx(2 * 5 * 3 * (5 + 3) / 2.0)
+    assert UNIT.decompose(Side(45, 20), "inverse") == pytest.approx(2 * 1.0 + 0.5)
+    assert UNIT.decompose(Side.dense(40), "inverse") == pytest.approx(8 * 1.0)
+    assert UNIT.decompose(Side.identity(45), "inverse") == 0
+    for kind in BUILTIN.values():
+        assert kind.decompose(Side.dense(4096), "inverse") < kind.decompose(Side.dense(4096)) / 3
 
 
 def test_structure_makes_a_side_cheaper():
@@ -69,7 +79,7 @@ def test_a_dict_replaces_what_it_names():
     ("values", "message"),
     [
         ({"link_byte": 1.0}, r"costs\.link_byte: unknown key; did you mean link_bytes\?"),
-        ({"zzz": 1.0}, "valid keys: eigh_seconds, gemm_flops"),
+        ({"zzz": 1.0}, "valid keys: eigh_seconds, cholesky_seconds, gemm_flops"),
         ({"gemm_flops": 0}, r"costs\.gemm_flops: got 0; must be a positive number"),
         ({"gemm_flops": True}, "must be a positive number"),
         ({"copy_bytes": math.nan}, "must be a positive number"),
@@ -77,6 +87,7 @@ def test_a_dict_replaces_what_it_names():
         ({"eigh_seconds": [[8, -1.0]]}, "all positive"),
         ({"eigh_seconds": []}, "must be"),
         ({"eigh_seconds": 3}, "must be"),
+        ({"cholesky_seconds": [[8, -1.0]]}, r"costs\.cholesky_seconds.*all positive"),
     ],
 )
 def test_a_wrong_dict_is_refused_with_the_key(values, message):
@@ -90,7 +101,7 @@ def test_measuring_takes_under_two_seconds_and_keeps_the_builtin_links():
     assert time.process_time() - start < 2
     assert (costs.link_bytes, costs.link_seconds) == (BUILTIN["cpu"].link_bytes, BUILTIN["cpu"].link_seconds)
     assert from_dict(costs.to_dict(), UNIT) == costs
-    assert costs.eigh(1024) > costs.eigh(64)
+    assert costs.eigh(1024) > costs.eigh(64) and costs.cholesky(1024) > costs.cholesky(64)
 
 
 @pytest.fixture

@@ -52,9 +52,9 @@ def stepped(channel, plan: Plan, due: FactorsDue, step: int = 0):
     curvature.fold(step, due)
     curvature.decompose(step, due)
     board = Board(curvature.told(due), channel.rank)
-    vectors, values, received = deliver((*curvature.legs(), board.leg(curvature.numbers(), CPU)), channel, CPU)
+    *arrivals, received = deliver((*curvature.legs(), board.leg(curvature.numbers(), CPU)), channel, CPU)
     told = board.named(received)
-    bases, failed = curvature.arrived(vectors, values, told)
+    bases, failed = curvature.arrived(arrivals, told)
     assert failed == 0
     return curvature, bases, told
 

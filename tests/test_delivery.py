@@ -7,6 +7,7 @@ from ds_kfac.delivery import Delivery
 from ds_kfac.eigenbasis import Eigenbasis, basis_numel, refresh
 from ds_kfac.factor import KroneckerFactor
 from ds_kfac.factor_spec import FactorSpec
+from ds_kfac.inverse import inverse_numel, packed, refresh_inverse
 from ds_kfac.mail import deliver
 from ds_kfac.side import Side
 from tests.fake_network import FakeNetwork
@@ -23,14 +24,17 @@ def delivery(wire: torch.dtype = torch.float32, **changes) -> Delivery:
     return Delivery(**options, wire=wire)
 
 
-def basis(key: str) -> Eigenbasis:
-    """Of a random factor, the same in every thread."""
+def factor_of(key: str) -> KroneckerFactor:
+    """A random one, the same in every thread."""
     side = next(factor.side for factor in FACTORS if factor.key == key)
     rows = torch.randn(20, side.dim, generator=torch.Generator().manual_seed(len(key) + ord(key[0]) + ord(key[-1])))
-    factor = KroneckerFactor.empty(side).averaged(
-        side.accumulate_(torch.zeros(side.numel), rows), torch.tensor(20.0), decay=0.9
-    )
-    found = refresh(factor).basis
+    total = side.accumulate_(torch.zeros(side.numel), rows)
+    return KroneckerFactor.empty(side).averaged(total, torch.tensor(20.0), decay=0.9)
+
+
+def basis(key: str) -> Eigenbasis:
+    """Of :func:`factor_of`."""
+    found = refresh(factor_of(key)).basis
     assert found is not None
     return found
 
@@ -110,6 +114,28 @@ def test_zeros_travel_for_what_could_not_be_decomposed():
         got = found[rank]["blocks/A"]
         assert [tuple(v.shape) for v in got.vectors] == [(2, 4, 4), (1, 3, 3)] and got.values.shape == (11,)
         assert not any(tensor.any() for tensor in (*got.vectors, got.values))
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.float16])
+def test_inverses_travel_as_triangles_in_32_bits_and_arrive_to_the_bit(wire):
+    plan, keys = delivery(wire, method="inverse"), set(DECOMPOSERS)
+    factors = {factor.key: factor_of(factor.key) for factor in FACTORS}
+    whole = {k: refresh_inverse(f, None, damping=0.1, damping_kind="relative").basis for k, f in factors.items()}
+
+    def work(channel):
+        own = {key: whole[key] for key in keys - {"dense/G"} if plan.decomposers[key] == channel.rank}
+        return plan.received(*deliver(plan.legs(keys, own, CPU), channel, CPU))
+
+    for rank, found in enumerate(FakeNetwork(plan.world).run(work)):
+        assert set(found) == {key for key in keys if rank in plan.receivers[key]}
+        for key, got in found.items():
+            x = torch.eye(factors[key].side.dim)
+            expected = torch.zeros_like(x) if key == "dense/G" else plan.kept(key, whole[key]).apply(x)
+            assert torch.equal(got.apply(x), expected), (rank, key)
+            parts = got.blocks if got.diagonal is None else (got.diagonal,)
+            assert all(part.untyped_storage().nbytes() <= 4 * inverse_numel(factors[key].side) for part in parts)
+    (inverses,) = plan.plans({"blocks/A", "diagonal/A"})
+    assert inverses.total_numel == 2 * (2 * 10 + 6) + 2 * 5 == 2 * len(packed(whole["blocks/A"])) + 2 * 5
 
 
 def test_plans_are_as_large_as_what_travels():

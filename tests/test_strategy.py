@@ -8,7 +8,8 @@ import torch
 from ds_kfac.adaptive import AdaptiveRule
 from ds_kfac.config import parse
 from ds_kfac.costs import BUILTIN, from_dict
-from ds_kfac.planning import Plan
+from ds_kfac.planning import Plan, sharing_candidates
+from ds_kfac.side import Side
 from ds_kfac.strategy import Setting, make_plan
 from ds_kfac.warm_start import WarmStart
 from tests.layer_tables import gpt2_small, tied, zero_shards
@@ -23,6 +24,41 @@ ZERO = replace(FP32, held=zero_shards(LAYERS, 4))
 
 def plan(setting: Setting = FP32, costs=COSTS, model=LAYERS, **config) -> Plan:
     return make_plan(model, setting, parse(config), costs)
+
+
+# inverses in place of eigenbases
+
+INVERSE = {"method": "inverse"}
+
+
+def test_tikhonov_inverses_keep_a_layer_together_and_its_a_to_itself():
+    tikhonov = {"kind": "tikhonov"}
+    made = plan(preconditioner=INVERSE, damping=tikhonov, assignment={"gradient_worker_fraction": 1.0})
+    assert made.method == "inverse" and made.paired and not made.shares
+    ranks = made.assignment.decomposers
+    assert all(ranks[f"{layer.name}/A"] == ranks[f"{layer.name}/G"] for layer in LAYERS)
+    assert [reason for reason in made.reasons if "do not share A (layers.share_inputs)" in reason]
+    given = plan(preconditioner=INVERSE, damping=tikhonov, layers={"share_inputs": False})
+    assert not any("share" in reason for reason in given.reasons), "it was not asked for"
+
+
+def test_relative_inverses_may_be_anywhere():
+    fraction = {"gradient_worker_fraction": 1.0}
+    made, eigen = plan(preconditioner=INVERSE, assignment=fraction), plan(assignment=fraction)
+    assert made.shares and not made.paired and made.reasons == ()
+    ranks = made.assignment.decomposers
+    assert any(ranks[f"{layer.name}/A"] != ranks[f"{layer.name}/G"] for layer in LAYERS)
+    assert sum(made.assignment.memory) < sum(eigen.assignment.memory), "no eigenvalues"
+    assert max(made.assignment.loads) < max(eigen.assignment.loads)
+
+
+def test_layers_share_the_inverse_of_a_only_if_g_is_the_identity_for_all_or_none():
+    """Its damping is in A's inverse then."""
+    first, second = (replace(layer, A=Side.dense(9)) for layer in LAYERS[:2])
+    for other, alike in ((second, True), (replace(second, G=Side.identity(second.dim_G)), False)):
+        for method, same in (("eigen", True), ("inverse", alike)):
+            kinds = sharing_candidates((replace(first, uses=second.uses), other), method)
+            assert (len(set(kinds.values())) == 1) == same, (method, alike)
 
 
 # how many ranks precondition a layer

@@ -120,11 +120,13 @@ def described(
         chosen = estimate(subject, mode, config, world=world, machine=machine, rows=rows)
     except ValueError as problem:
         refused = wrapped(f"this config: refused: {problem}")
+    method = config.preconditioner.method
+    kept = {"eigen": "eigenbases", "inverse": "inverses"}[method]
     lines = [
         *subject_lines(subject),
         "",
-        f"  {world} ranks, {mode}; factors every {update} steps, eigenbases every {refresh}",
-        *machine_lines(machine),
+        f"  {world} ranks, {mode}; factors every {update} steps, {kept} every {refresh}",
+        *machine_lines(machine, method),
         "",
         *strategy_lines(found, machine, chosen),
         *refused,

@@ -7,10 +7,10 @@ import torch
 
 from ds_kfac.config import KFACConfig
 from ds_kfac.estimate.traffic import PlannedTraffic, message_bytes
-from ds_kfac.work import Work, basis_bytes, packed_bytes
+from ds_kfac.work import Work, kept_bytes, packed_bytes
 
 STATE = ("factors", "history", "eigenbases", "moments", "residuals")
-"""What is kept between steps."""
+"""What is kept between steps; with the inverse method, inverses are counted as eigenbases."""
 TRANSIENT = ("buckets", "messages")
 """What a step that refreshes everything needs beside it, while it lasts."""
 COUNTER, NORMS = 4, 8
@@ -32,14 +32,15 @@ def memory_of(traffic: PlannedTraffic, config: KFACConfig, *, moments: int) -> M
         # the last value is the factor itself
         memory["history"][home] += 4 * factor.side.numel + NORMS if plan.adaptive else 0
         users = Work.users(factor, assignment.workers)
-        memory["eigenbases"][sorted(users)] += basis_bytes(factor.side)
+        memory["eigenbases"][sorted(users)] += kept_bytes(factor.side, plan.method)
         rounded = plan.wire is not torch.float32 and bool(traffic.delivery.receivers[factor.key])
         if plan.warm_start is not None and (home not in users or rounded):  # the exact one, to start from
-            memory["eigenbases"][home] += basis_bytes(factor.side)
+            memory["eigenbases"][home] += kept_bytes(factor.side, plan.method)
     for layer in plan.layers:
         workers = list(assignment.workers[layer.name])
         for side in (layer.A, layer.G):
-            memory["eigenbases"][workers] += 4 * side.dim if side.block == 0 else 0  # the ones of an identity
+            # the ones of an identity
+            memory["eigenbases"][workers] += kept_bytes(side, plan.method) if side.block == 0 else 0
         memory["moments"][workers] += (4 * moments * layer.numel + COUNTER) if moments else 0
 
     buckets = traffic.buckets(traffic.every)

@@ -19,7 +19,7 @@ from ds_kfac.planning import Plan
 STAGES = ("capture", "reduce", "refresh", "relayout", "precondition")
 NEWTON_SCHULZ_STEPS = 5
 REDUCED = ("factors",)
-MOVED = ("gradients", "eigenvectors", "eigenvalues", "results", "numbers")
+MOVED = ("gradients", "eigenvectors", "eigenvalues", "inverses", "results", "numbers")
 
 Stages = Mapping[str, float]
 """Stage -> seconds of its slowest rank. Stages follow each other, with a collective between any two, so the sum is the
@@ -64,7 +64,7 @@ class Workload:
         """[W], refreshing everything."""
         total = np.zeros(self.plan.assignment.world)
         for factor in self.plan.assignment.factors:
-            total[self.plan.assignment.decomposers[factor.key]] += decompose_flops(factor.side)
+            total[self.plan.assignment.decomposers[factor.key]] += decompose_flops(factor.side, self.plan.method)
         return total
 
     @cached_property
@@ -73,7 +73,7 @@ class Workload:
         total = np.zeros(self.plan.assignment.world)
         for layer in self.plan.layers:
             ranks = list(self.plan.assignment.workers[layer.name])
-            total[ranks] += precondition_flops(layer) + self._orthogonalize(layer)
+            total[ranks] += precondition_flops(layer, self.plan.method) + self._orthogonalize(layer)
         return total
 
     def seconds(self, happening: Happening, traffic: PlannedTraffic) -> Stages:
@@ -85,7 +85,7 @@ class Workload:
             home = plan.assignment.decomposers[factor.key]
             fold[home] += costs.fold(factor.side) if factor.key in happening.captured else 0.0
             if factor.key in happening.decomposed:
-                refresh[home] += costs.decompose(factor.side, exact=happening.exact)
+                refresh[home] += costs.decompose(factor.side, plan.method, exact=happening.exact)
         reduce, relayout = (self._travel(step, kinds) for kinds in (REDUCED, MOVED))
         return {
             "capture": sum(self.capture_flops[key] for key in happening.captured) / costs.syrk_flops,
@@ -118,7 +118,7 @@ class Workload:
     def _precondition(self) -> np.ndarray:
         seconds = np.zeros(self.plan.assignment.world)
         for layer in self.plan.layers:
-            more = self.costs.precondition(layer) + self.costs.gemm(self._orthogonalize(layer))
+            more = self.costs.precondition(layer, self.plan.method) + self.costs.gemm(self._orthogonalize(layer))
             seconds[list(self.plan.assignment.workers[layer.name])] += more
         return seconds
 

@@ -81,7 +81,7 @@ def subject_of(
             tuple((name_of[id(p)], math.prod(parameter_shape(p))) for p in group if id(p) in name_of)
             for group in groups
         ),
-        shared=agreed([inputs], sharing_candidates(found.layers)),
+        shared=agreed([inputs], sharing_candidates(found.layers, config.preconditioner.method)),
         trace=trace,
         forward=_forward(model, trace.rows),
     )

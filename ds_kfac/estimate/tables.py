@@ -102,7 +102,8 @@ def memory_lines(estimate: Estimate) -> list[str]:
     rows = [("memory", "most", "mean")]
     kept = {**{kind: estimate.memory[kind] for kind in STATE}, "state": state_bytes(estimate.memory)}
     for kind, nbytes in kept.items():
-        rows.append((kind, number(nbytes.max(), "B"), number(nbytes.mean(), "B")))
+        inverses = kind == "eigenbases" and estimate.plan.method == "inverse"
+        rows.append(("inverses" if inverses else kind, number(nbytes.max(), "B"), number(nbytes.mean(), "B")))
     passing = {kind: estimate.memory[kind] for kind in TRANSIENT}
     for kind, nbytes in passing.items():
         rows.append((f"{kind} of a step that captures all", number(nbytes.max(), "B"), number(nbytes.mean(), "B")))
@@ -113,7 +114,8 @@ def traffic_lines(estimate: Estimate) -> list[str]:
     """Kind by kind: payload that the rank with most of it sends, per step."""
     steps = (estimate.mean, estimate.plain, estimate.update, estimate.refresh)
     rows: list[tuple[str, ...]] = [("bytes sent by a rank", "mean", "no update", "update", "refresh")]
-    for kind in KINDS:
+    others = ("eigenvectors", "eigenvalues") if estimate.plan.method == "inverse" else ("inverses",)
+    for kind in (kind for kind in KINDS if kind not in others):
         rows.append((kind, *(number(step.sent(kind).max(), "B") for step in steps)))
     rows.append(("all", *(number(step.sent().max(), "B") for step in steps)))
     rows.append(("received", *(number(step.received().max(), "B") for step in steps)))
@@ -142,15 +144,17 @@ def work_lines(estimate: Estimate) -> list[str]:
     return [*columns(rows, right=True), "", *columns(seconds, right=True)]
 
 
-def machine_lines(machine: Machine) -> list[str]:
-    """The constants that predictions are made from."""
+def machine_lines(machine: Machine, method: str) -> list[str]:
+    """The constants that predictions of a method are made from."""
     costs = machine.costs
-    eigh = ", ".join(f"{size}: {_seconds(seconds)}" for size, seconds in costs.eigh_seconds)
+    table = costs.cholesky_seconds if method == "inverse" else costs.eigh_seconds
+    decompositions = ", ".join(f"{size}: {_seconds(seconds)}" for size, seconds in table)
+    name = "inverse by Cholesky" if method == "inverse" else "eigh"
     within = costs.node_bytes or costs.link_bytes
     nodes = f"; {costs.node_size} ranks a node, {8 * within / 1e9:.4g} Gbit/s within" if costs.node_size > 1 else ""
     model = number(machine.model_flops or costs.gemm_flops, "")
     return [
-        f"  assumed: eigh {eigh}",
+        f"  assumed: {name} {decompositions}",
         f"    FLOP/s: products {number(costs.gemm_flops, '')}, second moments {number(costs.syrk_flops, '')}, model "
         f"{model}; memory {number(costs.copy_bytes, 'B/s')}, {_seconds(costs.call_seconds)} a kernel",
         f"    {8 * costs.link_bytes / 1e9:.4g} Gbit/s a rank, each way, {_seconds(costs.link_seconds)} latency{nodes}",

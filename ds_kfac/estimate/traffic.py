@@ -22,7 +22,7 @@ Keys = frozenset[str]
 Message = Mapping[str, np.ndarray]
 """Kind -> bytes [W, W] from the row's rank to the column's; kinds in the order in which they lie in the message."""
 
-KINDS = ("factors", "gradients", "eigenvectors", "eigenvalues", "results", "numbers")
+KINDS = ("factors", "gradients", "eigenvectors", "eigenvalues", "inverses", "results", "numbers")
 """As :class:`ds_kfac.traffic.Channel` counts them."""
 SCATTERED_NUMBERS = 3
 """What the optimizer counts over ranks beside the direction's numbers and a flag per layer: see ``_scatter``."""
@@ -87,7 +87,12 @@ class PlannedTraffic:
         assignment = plan.assignment
         self.exchange = ExchangePlan(shards, plan.layers, assignment.workers)
         self.delivery = Delivery(
-            assignment.factors, assignment.decomposers, assignment.workers, world=self.world, wire=plan.wire
+            assignment.factors,
+            assignment.decomposers,
+            assignment.workers,
+            world=self.world,
+            wire=plan.wire,
+            method=plan.method,
         )
         self._scattered = numbers + SCATTERED_NUMBERS + len(plan.layers)
         self._steps: dict[tuple[Keys, Keys], StepTraffic] = {}
@@ -132,8 +137,8 @@ class PlannedTraffic:
         return found
 
     def gather(self, captured: Keys, arriving: Keys) -> Message:
-        """Gradients to their workers, eigenbases, and what ranks tell each other."""
-        vectors, values = self.delivery.plans(arriving)
+        """Gradients to their workers, eigenbases or inverses, and what ranks tell each other."""
+        moves = zip(self.delivery.kinds, self.delivery.plans(arriving), self.delivery.dtypes(), strict=True)
         order = [factor.key for factor in self.plan.assignment.factors if factor.key in arriving]
         names = notices(self.plan, captured=captured, arriving=order, travels=self.delivery.travels, terms=self.terms)
         if self.norm:
@@ -141,8 +146,7 @@ class PlannedTraffic:
                 told.append(("norm", rank))
         legs = {
             "gradients": self._gradients,
-            "eigenvectors": self._matrix(vectors, self.plan.wire),
-            "eigenvalues": self._matrix(values, torch.float32),
+            **{kind: self._matrix(plan, dtype) for kind, plan, dtype in moves},
             "numbers": self._told(Board(names, 0)),
         }
         return _moving(legs)

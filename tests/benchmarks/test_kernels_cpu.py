@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import kernels_cpu
+from benchmarks import kernels_cpu, refresh_cpu
 from ds_kfac.ops import backends
 
 
@@ -30,6 +30,18 @@ def test_every_case_has_a_row_per_contestant(monkeypatch, tmp_path, capsys):
         rows = list(csv.DictReader(file))
     assert {row["contestant"] for row in rows} == {"ours", "indexed", "kept dense", "product alone"}
     assert all(int(row["times"]) >= 5 and float(row["milliseconds"]) >= 0 for row in rows)
+
+
+def test_refreshes_are_timed_once_they_agree(monkeypatch, tmp_path):
+    out = tmp_path / "refresh.csv"
+    monkeypatch.setattr(refresh_cpu, "SIDES", (7,))
+    monkeypatch.setattr(sys, "argv", ["refresh_cpu", "--seconds", "0.01", "--out", str(out)])
+    refresh_cpu.main()
+    with out.open() as file:
+        assert [row["contestant"] for row in csv.DictReader(file)] == ["ours", "eigh"]
+    monkeypatch.setattr(refresh_cpu, "DAMPING", {"damping": 0.1, "damping_kind": "tikhonov"})
+    with pytest.raises(SystemExit, match="refresh 7: results differ"):
+        refresh_cpu.main()
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch):

@@ -43,6 +43,8 @@ EVERYTHING = {
 }
 """What no oracle follows: ranks must still agree, and none wait for another."""
 
+INVERSE = {"preconditioner": {"method": "inverse", "kl_clip": 1e-4}, "damping": {"kind": "relative", "value": 0.3}}
+
 Refreshes = list[set[tuple[str, str]]]
 """Per step, (layer, "A" or "G")."""
 
@@ -114,7 +116,8 @@ def build(mode: Mode, model: nn.Module, accumulation: int = 1, world: int = 1, *
 
 def train_whole(
     mode: Mode, model: nn.Module, loss: Callable[[nn.Module, int], Tensor], *, gradient_scale: float = 1.0,
-    steps: int = STEPS, terms: float | None = None, refreshes: Refreshes | None = None, **options,
+    steps: int = STEPS, terms: float | None = None, refreshes: Refreshes | None = None,
+    kind: type[ReferenceKFAC] = ReferenceKFAC, **options,
 ) -> Whole:  # fmt: skip
     """Train a copy of ``model`` with reference.py; ``loss(model, step)`` of the whole batch.
 
@@ -122,12 +125,13 @@ def train_whole(
         gradient_scale: by how much the engine's gradients are larger than this loss's.
         terms: loss terms of a batch, where layers have other numbers of rows.
         refreshes: what is refreshed when, if not everything at once.
+        kind: of reference, if nothing is staggered.
         options: of ReferenceKFAC, over those of the mode.
     """
     model = copy.deepcopy(model)
     options = {**reference_options(kfac_block(mode)), **options}
     if refreshes is None:
-        kfac = ReferenceKFAC(model, **options)
+        kfac = kind(model, **options)
     else:
         assert len(set(map(frozenset, refreshes))) > 1 and all(refreshes), f"nothing is staggered: {refreshes}"
         kfac = StaggeredKFAC(model, refreshes=refreshes, **options)

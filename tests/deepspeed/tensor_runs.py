@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_kfac.reference import ReferenceKFAC
+from tests.deepspeed.blockwise import BlockwiseInverse
 from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
 from tests.deepspeed.parallel import build, part_difference, planned_refreshes, same, train_whole, whole_state
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
@@ -224,7 +226,9 @@ def compare(cases: list[tuple[str, Mode]]) -> list[dict]:
             return cross_entropy(model(x), y)
 
         refreshes = planned_refreshes(engine.kfac.job) if mode.name.endswith("scaled") else None
-        expected = train_whole(mode, whole, whole_loss, parts=parts, refreshes=refreshes)
+        inverse = mode.kfac.get("preconditioner", {}).get("method") == "inverse"
+        kind = BlockwiseInverse if inverse else ReferenceKFAC
+        expected = train_whole(mode, whole, whole_loss, parts=parts, refreshes=refreshes, kind=kind)
         split = {n: part(n, v, index) if n.split(".")[0] in parts else v for n, v in expected.weights.items()}
         start = {n: part(n, v, index) if n.split(".")[0] in parts else v for n, v in initial.items()}
         kfac, final = engine.kfac.optimizer, weights(engine)

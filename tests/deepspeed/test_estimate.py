@@ -27,6 +27,7 @@ KFAC = {
     "burn_in": {"steps": 0},
 }
 BF16 = {"communication": {"dtype": "bf16"}}
+INVERSE = {"preconditioner": {"method": "inverse"}, "damping": {"kind": "relative"}}
 
 
 def case(stage: int, dtype: str = "fp32", *, adam=False, zero=None, extra=None, groups="one", **blocks) -> Mode:
@@ -42,6 +43,7 @@ def cases(world: int) -> dict[str, Mode]:
         fraction = {"assignment": {"gradient_worker_fraction": workers / world}}
         found[f"{workers} workers"] = case(0, **fraction)
         found[f"{workers} workers, bf16 wire"] = case(0, **fraction, **BF16)
+        found[f"{workers} workers, inverse"] = case(0, **fraction, **INVERSE)
     for stage in (1, 2, 3):
         found[f"stage {stage}"] = case(stage)
         found[f"stage {stage}, bf16 wire"] = case(stage, **BF16)
@@ -59,6 +61,12 @@ def cases(world: int) -> dict[str, Mode]:
         "offload": case(2, zero=OFFLOAD),
         "round robin": case(1, zero={"round_robin_gradients": True}),
         "kfac_first": case(2, assignment={"kfac_first": True}),
+        "inverse, tikhonov, bf16 wire": case(0, **{**INVERSE, **BF16, "damping": {"kind": "tikhonov"}}),
+        "inverse, stage 2, split": case(2, **INVERSE, assignment={"split_factors": True, "load_tolerance": 0.0}),
+        "inverse, every layer type": case(3, **INVERSE, layers={"types": ["Linear", "Embedding", "LayerNorm"]}),
+        "inverse, no G, blocks": case(
+            0, **INVERSE, factor={"max_dim": 20, "large_input": "blocks", "fisher": "activations_only"}
+        ),
         "every layer type": case(3, layers={"types": ["Linear", "Embedding", "LayerNorm"]}),
         "blocks": case(0, factor={"max_dim": 20, "large_input": "blocks", "large_output": "diagonal"}),
     }  # fmt: skip
@@ -178,6 +186,7 @@ def spread_cases(world: int) -> dict[str, Mode]:
         "stage 1, late": case(1, eigenbasis=late),
         "stage 2": case(2, eigenbasis=basis, **BF16),
         "stage 3": case(3, eigenbasis=basis),
+        "stage 0, inverse": case(0, eigenbasis=late, assignment={"gradient_worker_fraction": 1.0}, **INVERSE),
     }
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.deepspeed.modes import KFAC, Mode
-from tests.deepspeed.parallel import EVERYTHING, SCALED
+from tests.deepspeed.parallel import EVERYTHING, INVERSE, SCALED
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -13,6 +13,7 @@ pytestmark = pytest.mark.distributed
 MODES = [Mode(f"moe-z{stage}", stage, clip=0.0, kfac={"preconditioner": {"kl_clip": 1e-5}}) for stage in (0, 1, 2)]
 SCALE = [
     Mode("moe-z1-scaled", 1, clip=0.0, kfac={**SCALED, "preconditioner": {"kl_clip": 1e-5}}),
+    Mode("moe-z1-inverse", 1, clip=0.0, kfac={**INVERSE, "communication": {"dtype": "fp32"}}),
     Mode("moe-z0-comm_opt", 0, clip=0.0, kfac={
         "preconditioner": {"kl_clip": 1e-5}, "offload": {"device": "cpu"},
         "assignment": {"gradient_worker_fraction": 1.0, "split_factors": True, "memory_budget_gb": 1.0},

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.deepspeed.modes import FP32_ACCUM, KFAC, Mode
-from tests.deepspeed.parallel import SCALED
+from tests.deepspeed.parallel import INVERSE, SCALED
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -18,6 +18,7 @@ CASES = [
     (Mode("pipe-bf16", 1, "bf16", extra=FP32_ACCUM, clip=0.0), 3),
     (Mode("pipe-z1-scaled", 1, kfac=SCALED), 3),
     (Mode("pipe-z0-comm_opt", 0, clip=0.0, kfac=COMM_OPT), 1),
+    (Mode("pipe-z1-inverse", 1, kfac={**TYPES, **INVERSE}), 4),
     (Mode("pipe-adam-z1", 1, adam=True, clip=0.0, kfac=TYPES), 4),
     (Mode("pipe-adam-z0", 0, adam=True, clip=0.0), 4),
 ]

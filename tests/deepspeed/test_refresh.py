@@ -31,7 +31,7 @@ class Timed(ReferenceKFAC):
 
     def update(self, seed: float = 1.0) -> None:
         for name, layer in self.layers.items():
-            batch = layer.batch(seed)
+            layer.damping, batch = self.damping, layer.batch(seed)
             layer.factors = layer.factors or [torch.zeros_like(part) for part in batch]
             layer.bases = layer.bases or [(torch.ones(len(part)), torch.eye(len(part))) for part in batch]
             for index, key in enumerate((f"{name}/A", f"{name}/G")):
@@ -62,6 +62,13 @@ CASES = {
         "eigenbasis": {"refresh_interval": 4, "stagger": True, "lag": 1},
         "adaptive": {"enabled": True, "max_interval": 3},
         "offload": {"device": "cpu"},
+    },
+    "inverses, everything": {
+        "eigenbasis": {"refresh_interval": 4, "stagger": True, "lag": 1},
+        "adaptive": {"enabled": True, "max_interval": 3},
+        "offload": {"device": "cpu"},
+        "preconditioner": {"method": "inverse", "kl_clip": 0.0005},
+        "damping": {"kind": "relative", "value": 0.3},
     },
 }
 MODES = ("z0", "z2", "z3")

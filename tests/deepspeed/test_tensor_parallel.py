@@ -6,7 +6,7 @@ from torch import nn
 
 from ds_kfac.scan import scan
 from tests.deepspeed.modes import KFAC, Mode
-from tests.deepspeed.parallel import EVERYTHING, SCALED
+from tests.deepspeed.parallel import EVERYTHING, INVERSE, SCALED
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -15,6 +15,7 @@ TYPES = {"layers": {"types": ["Linear", "LayerNorm"]}, "preconditioner": {"kl_cl
 
 
 SCALE = [
+    Mode("tp-z1-inverse", 1, kfac=INVERSE),
     Mode("tp-z1-scaled", 1, kfac={**SCALED, "preconditioner": {"kl_clip": 1e-4}}),
     Mode(
         "tp-z0-comm_opt",

@@ -62,6 +62,18 @@ def test_work_is_that_of_the_formulas():
     assert found.model == pytest.approx(6 * 100 * (31 * 21 + 7 * 31) / BUILTIN["cuda"].gemm_flops)
 
 
+def test_inverses_halve_the_products_and_have_a_ninth_of_the_decompositions(capsys):
+    ways = [{**CONFIG, "kfac": {"preconditioner": {"method": method}}} for method in ("eigen", "inverse")]
+    eigen, inverse = (ds_kfac.estimate_kfac_mem_needs_all_cold(SHAPES, way, 1)[0] for way in ways)
+    assert (eigen.work.decompose_flops == 9 * inverse.work.decompose_flops).all()
+    assert (eigen.work.precondition_flops == 2 * inverse.work.precondition_flops).all()
+    values = 4 * (21 + 31 + 31 + 7)
+    assert (eigen.memory["eigenbases"] == inverse.memory["eigenbases"] + values).all()
+    with_eigen, with_inverses = capsys.readouterr().out.split("inverses every")
+    assert "eigenvectors" in with_eigen and "assumed: eigh" in with_eigen and "inverses" not in with_eigen
+    assert "eigenvectors" not in with_inverses and "assumed: inverse by Cholesky" in with_inverses
+
+
 def test_bytes_between_nodes_take_the_slower_link():
     costs = BUILTIN["cuda"]
     payload = np.array([[0, 8, 16, 0], [0, 0, 0, 0], [0, 0, 0, 32], [0, 0, 0, 0]]) * 10**9

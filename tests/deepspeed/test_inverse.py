@@ -1,0 +1,254 @@
+"""Method "inverse": every mode and strategy trains like ds_kfac/reference.py; resuming is exact; what does not go is
+refused."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_kfac import inverse
+from tests.deepspeed.blockwise import BlockwiseInverse, rows_of
+from tests.deepspeed.modes import KFAC, OPTIMIZERS, Mode
+from tests.deepspeed.runs import build, difference, reference, train, weights
+from tests.deepspeed.test_scaling import QueryNet, options
+from tests.models import Net, make_net
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+INVERSE = {"preconditioner": {"method": "inverse"}, "eigenbasis": {"stagger": False}}
+DAMPING = {"tikhonov": {"damping": {"kind": "tikhonov", "value": 0.03}},
+           "relative": {"damping": {"kind": "relative", "value": 0.3}}}  # fmt: skip
+SPLIT = {"assignment": {"split_factors": True, "load_tolerance": 0.0}}
+WIDE = {"factor": {"max_dim": 6, "large_input": "blocks", "large_output": "blocks"}}
+NO_G = {"factor": {"fisher": "activations_only"}}
+SCHEDULE = {"schedule": "linear", "start": 0.5, "end": 0.1, "steps": 4}
+MAX_OUTPUTS = 10
+TOLERANCE = 2e-5  # sums in another order, and Cholesky in fp32
+
+
+class Inverse(Mode):
+    """With SGD: Adam would hide a wrong scale, and makes whole steps of the sign of a gradient that is nearly zero."""
+
+    @property
+    def optimizer(self) -> dict:
+        return copy.deepcopy(OPTIMIZERS["bf16"])
+
+
+def blocks(*parts: dict) -> dict:
+    """Config blocks merged key by key."""
+    merged = copy.deepcopy(INVERSE)
+    for part in parts:
+        for name, keys in part.items():
+            merged[name] = {**merged.get(name, {}), **keys}
+    return merged
+
+
+def cases(world: int) -> dict:
+    """Name -> (stage, blocks, tolerance)."""
+    found = {}
+    for kind, damping in DAMPING.items():
+        for workers in (1, world):
+            fraction = {"assignment": {"gradient_worker_fraction": workers / world}}
+            found[f"{kind}, {workers} workers"] = (0, blocks(damping, fraction), TOLERANCE)
+        for stage in (1, 2, 3):
+            found[f"{kind}, stage {stage}"] = (stage, blocks(damping), TOLERANCE)
+        found[f"{kind}, blocks"] = (0, blocks(damping, WIDE), TOLERANCE)
+        found[f"{kind}, no G"] = (2, blocks(damping, NO_G), TOLERANCE)
+        found[f"{kind}, scheduled"] = (3, blocks({"damping": {"kind": kind, "value": SCHEDULE}}), TOLERANCE)
+    relative = DAMPING["relative"]
+    found["relative, split factors, offload"] = (2, blocks(relative, SPLIT, {"offload": {"device": "cpu"}}), TOLERANCE)
+    found["relative, bf16 on the wire"] = (3, blocks(relative, SPLIT, {"communication": {"dtype": "bf16"}}), 5e-2)
+    found["relative, grafted"] = (0, blocks(relative, {"preconditioner": {"graft": "norm"}}), TOLERANCE)
+    return found
+
+
+def of_step(kfac, step: int, *, scheduled: bool) -> None:
+    if scheduled:
+        kfac.damping = SCHEDULE["start"] + (SCHEDULE["end"] - SCHEDULE["start"]) * step / SCHEDULE["steps"]
+
+
+def worker(names) -> dict:
+    results, world = {}, dist.get_world_size()
+    for name, (stage, given, tolerance) in cases(world).items():
+        kfac = options(**given)
+        mode = Inverse("inverse", stage, kfac=kfac)
+        engine = build(mode, 2, model=make_net(QueryNet))
+        initial, expected = weights(engine), {}
+        if dist.get_rank() == 0:
+            rule = partial(of_step, scheduled="scheduled" in name)
+            expected = reference(mode, 2, world, initial, kfac_config=kfac, model=QueryNet, before_step=rule)
+        train(engine, 2)
+        final, optimizer = weights(engine), engine.kfac.optimizer
+        drift = copy.deepcopy(final)
+        for tensor in drift.values():
+            dist.broadcast(tensor, 0)
+        counters = engine.kfac.counters()
+        results[name] = {
+            "difference": difference(final, expected, initial) if expected else 0.0,
+            "tolerance": tolerance,
+            "drift": max(float((drift[n] - final[n]).abs().max()) for n in final),
+            "groups": optimizer.groups,
+            "cholesky": counters.get("refreshes_cholesky", 0),
+            "other": {n for n in counters if n.startswith("refreshes_")} - {"refreshes_cholesky"},
+            "eigen_bytes": sum(counters.get(f"sent_bytes_{kind}", 0) for kind in ("eigenvectors", "eigenvalues")),
+            "report": engine.kfac.report,
+        }
+        engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_inverses_match_reference(world):
+    results = run_ranks("tests.deepspeed.test_inverse:worker", world=world)
+    wrong = []
+    for rank, own in enumerate(results):
+        for name, result in own.items():
+            paired = name.startswith("tikhonov")
+            if not result["difference"] <= result["tolerance"]:
+                wrong.append(f"{name}: differs by {result['difference']:.2e}, allowed {result['tolerance']:.0e}")
+            if result["drift"]:
+                wrong.append(f"{name}: rank {rank} drifted from rank 0 by {result['drift']:.1e}")
+            if result["groups"] != (None if paired else (("q", "k"), ("gate", "up"))):
+                wrong.append(f"{name}: layers that share an input: {result['groups']}")
+            if paired != ("layers do not share A" in result["report"]):
+                wrong.append(f"{name}: the report must tell whether layers share A")
+            if result["other"] or result["eigen_bytes"]:
+                wrong.append(f"{name}: not only inverses: {result}")
+    assert not wrong, "\n".join(wrong)
+    assert all(sum(own[name]["cholesky"] for own in results) > 0 for name in results[0])
+    wire = results[0]["relative, bf16 on the wire"]["report"]
+    assert "inverses every" in wire and "inverses travel in fp32" in wire
+
+
+RESUMED = {
+    "stage 0": (0, {}),
+    "stage 2": (2, {}),
+    "stage 3, late": (3, {"eigenbasis": {"lag": 2}}),
+    "factors only": (1, {"checkpoint": {"eigenbasis": False}}),
+    "adaptive, staggered": (2, {"adaptive": {"enabled": True}, "eigenbasis": {"stagger": True}}),
+}
+
+
+def resume_worker(folder: str) -> dict:
+    """Eight steps against four, a save, a load into another seed's engine and four more."""
+    results = {}
+    for name, (stage, given) in RESUMED.items():
+        kfac = options(**blocks(DAMPING["relative"], {"eigenbasis": {"refresh_interval": 3}}, given))
+        mode, path = Inverse("inverse", stage, kfac=kfac), f"{folder}/{name.replace(' ', '_')}"
+        first = build(mode, 1)
+        train(first, 1, steps=4)  # refreshes at 0 and 3: for "factors only" the last one is that of loading
+        first.save_checkpoint(path)
+        train(first, 1, steps=4, first=4)
+        second = build(mode, 1, model=make_net(seed=99))
+        second.load_checkpoint(path)
+        train(second, 1, steps=4, first=4)
+        after, expected = weights(second), weights(first)
+        results[name] = max(float((after[n] - expected[n]).abs().max()) for n in expected)
+        first.destroy()
+        second.destroy()
+    results["other method"] = other_method(folder)
+    return results
+
+
+def other_method(folder: str) -> dict:
+    """States of one method continue in the other: decomposed anew, also what was on its way."""
+    found = {}
+    for method, other in (("eigen", "inverse"), ("inverse", "eigen")):
+        late = {"eigenbasis": {"lag": 2, "refresh_interval": 3}}
+        saved, loaded = (
+            Inverse(
+                "inverse", 2, kfac=options(**blocks(DAMPING["relative"], late, {"preconditioner": {"method": kind}}))
+            )
+            for kind in (method, other)
+        )
+        engine = build(saved, 1)
+        train(engine, 1, steps=4)
+        engine.save_checkpoint(f"{folder}/{method}")
+        factors = {key: state.factor.packed_P for key, state in engine.kfac.optimizer.curvature.factors.items()}
+        pending = set(engine.kfac.optimizer.curvature.pending)
+        engine.destroy()
+        engine = build(loaded, 1)
+        engine.load_checkpoint(f"{folder}/{method}")
+        kfac = engine.kfac.optimizer
+        same = all(torch.equal(kfac.curvature.factors[key].factor.packed_P, P) for key, P in factors.items())
+        prepared = all(state.prepared for state in kfac.state.values())
+        kinds = {type(side).__name__ for state in kfac.state.values() for side in (state.A, state.G)}
+        losses = train(engine, 1, steps=5, first=4)
+        found[other] = same, prepared, kinds, bool(pending), all(loss < 10 for loss in losses)
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_resuming_equals_not_stopping(world, tmp_path):
+    for result in run_ranks("tests.deepspeed.test_inverse:resume_worker", world=world, payload=str(tmp_path)):
+        other = result.pop("other method")
+        assert result == dict.fromkeys(RESUMED, 0.0)
+        assert (
+            other
+            == {
+                "inverse": (True, True, {"DampedInverse"}, True, True),
+                "eigen": (True, True, {"Eigenbasis"}, True, True),
+            }
+            or world > 1
+        )  # a rank may have no layer, or none that is late
+        assert all(same and prepared and trains for same, prepared, _, _, trains in other.values())
+
+
+def failing_worker(_) -> dict:
+    engine = build(Inverse("inverse", 2, kfac=options(**blocks(DAMPING["relative"]))), 1)
+    train(engine, 1, steps=1)
+    kfac = engine.kfac.optimizer
+    before, plain = dict(kfac.state), inverse.cholesky_inverse
+
+    def broken(matrix: torch.Tensor, **_) -> tuple[torch.Tensor]:
+        return (torch.full_like(matrix, float("nan")),)
+
+    inverse.cholesky_inverse = broken
+    losses = train(engine, 1, steps=3, first=1)  # one refresh
+    inverse.cholesky_inverse = plain
+    kept = all(kfac.state[name].A is state.A and kfac.state[name].G is state.G for name, state in before.items())
+    return {"kept": kept, "losses": losses, **engine.kfac.counters()}
+
+
+def test_a_failed_inverse_leaves_the_old_one_and_is_counted():
+    results = run_ranks("tests.deepspeed.test_inverse:failing_worker", world=2)
+    for result in results:
+        assert result["kept"] and all(loss < 10 for loss in result["losses"])
+        assert result["refresh_failures"] == 6, "over all ranks: A and G of three layers"
+    assert sum(result["refresh_retries"] for result in results) == 12
+
+
+def refused_worker(_) -> str:
+    mode = Mode("inverse", 0, adam=True, kfac={**KFAC, "preconditioner": {"method": "inverse"}})
+    try:
+        build(mode, 1, model=make_net(Net))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_kfac_adamw_is_refused():
+    (message,) = run_ranks("tests.deepspeed.test_inverse:refused_worker", world=1)
+    assert 'kfac.preconditioner.method "inverse" keeps no eigenbasis, in which KFACAdamW steps; use "eigen"' in message
+
+
+def row_blocks_worker(_) -> float:
+    """A weight cut by rows against the same weight made of as many layers: every block's G has its own mean."""
+    world = dist.get_world_size()
+    kfac = options(**blocks(DAMPING["relative"], {"layers": {"max_outputs": MAX_OUTPUTS}}))
+    engine = build(Inverse("inverse", 2, kfac=kfac), 2)
+    initial = weights(engine)
+    train(engine, 2)
+    final = weights(engine)
+    if dist.get_rank():
+        return 0.0
+    kind = partial(BlockwiseInverse, parts=rows_of(make_net(), MAX_OUTPUTS))
+    expected = reference(Inverse("inverse", 2), 2, world, initial, kfac_config={**kfac, "layers": {}}, kind=kind)
+    return difference(final, expected, initial)
+
+
+def test_row_blocks_are_inverted_apart():
+    assert max(run_ranks("tests.deepspeed.test_inverse:row_blocks_worker", world=2)) < TOLERANCE
