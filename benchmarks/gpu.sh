@@ -40,7 +40,7 @@ benchmark() { # name, limit, arguments
     item "$name" "$limit" "$PYTHON" "$@"
 }
 
-item machine 120 "$PYTHON" -c "
+item machine 60 "$PYTHON" -c "
 import subprocess, torch, triton, deepspeed
 from ds_kfac.ops import backends
 print(subprocess.run('nvidia-smi; nvcc --version; git describe --always --dirty', shell=True, text=True,
@@ -65,14 +65,14 @@ if [ "$WHAT" != benchmarks ]; then
 fi
 
 if [ "$WHAT" != tests ]; then
-    # one after the other: all of them are timed
-    benchmark sweep 130 benchmarks/kernels.py --device cuda --sweep syrk --seconds 0.05 --out "$OUT" || failed=1
-    benchmark goals 110 benchmarks/kernels.py --device cuda --goals --models squares gpt2 --seconds 0.2 --name goals \
+    # one after the other: all of them are timed; with the first item their limits add up to 530 s
+    benchmark sweep 110 benchmarks/kernels.py --device cuda --sweep syrk --seconds 0.05 --out "$OUT" || failed=1
+    benchmark goals 90 benchmarks/kernels.py --device cuda --goals --models squares gpt2 --seconds 0.2 --name goals \
         --out "$OUT" || failed=1
-    benchmark goals_2048 60 benchmarks/kernels.py --device cuda --goals --models squares --ops syrk_accumulate_ \
+    benchmark goals_2048 40 benchmarks/kernels.py --device cuda --goals --models squares --ops syrk_accumulate_ \
         --rows 2048 --seconds 0.2 --name goals_2048 --out "$OUT" || failed=1
-    benchmark step 110 benchmarks/step_gpu.py --out "$OUT" || failed=1
-    benchmark models 110 benchmarks/kernels.py --device cuda --models bert_large llama_7b resnet50 --seconds 0.1 \
+    benchmark step 140 benchmarks/step_gpu.py --out "$OUT" || failed=1
+    benchmark models 90 benchmarks/kernels.py --device cuda --models bert_large llama_7b resnet50 --seconds 0.1 \
         --name models --out "$OUT" || failed=1
 fi
 

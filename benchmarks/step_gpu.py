@@ -184,7 +184,7 @@ def about(options: argparse.Namespace) -> str:
 def main(arguments: list[str] | None = None) -> str:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = {"width": 768, "blocks": 12, "heads": 12, "context": 1024, "vocabulary": 50304, "rows": 32, "stage": 1}
-    for name, default in {**sizes, "steps": 5 * REFRESH + 2}.items():
+    for name, default in {**sizes, "steps": 3 * REFRESH + 2}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--kfac", default="{}", help="JSON: settings of the kfac block, over those of this run")
     parser.add_argument("--out", type=Path)
