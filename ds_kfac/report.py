@@ -6,6 +6,7 @@ import torch
 from ds_kfac.adam_direction import AdamDirection
 from ds_kfac.columns import columns
 from ds_kfac.config import KFACConfig
+from ds_kfac.eigenbasis import basis_numel
 from ds_kfac.ops.backends import chosen
 from ds_kfac.optimizer import KFACOptimizer
 from ds_kfac.planning import Plan
@@ -98,7 +99,11 @@ def _products(kfac: KFACOptimizer) -> str:
         if several
         else "layer by layer"
     )
-    return f"{kfac.direction.rotations.precision}; {stacked}"
+    precision = kfac.direction.rotations.precision
+    if precision.half:  # at most: layers that share A share its copy
+        half = 2 * sum(basis_numel(side) for layer in kfac.owned for side in (layer.G, layer.A))
+        stacked += f", up to {half:,} bytes of them once more in bf16"
+    return f"{precision}; {stacked}"
 
 
 def _without_effect(kfac: KFACOptimizer) -> list[str]:

@@ -3,7 +3,7 @@
 Shape suffixes: O, I a layer's sides, n layers of equal shape.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,21 +85,15 @@ class Rotations:
 
     def __init__(self, precision: Precision = HIGHEST) -> None:
         self.precision = precision
-        self._kept: dict[Hashable, tuple[tuple[Eigenbasis, ...], Rotation]] = {}
+        self._kept: dict[str, tuple[tuple[str, ...], tuple[Eigenbasis, ...], Rotation]] = {}
 
-    def of(self, name: Hashable, bases: Sequence[LayerBasis]) -> Rotation:
-        """Of the layers called ``name``."""
+    def of(self, names: tuple[str, ...], bases: Sequence[LayerBasis]) -> Rotation:
+        """Of these layers together. A layer's last one is forgotten, also if it was with others."""
         sides = tuple(side for basis in bases for side in (basis.G, basis.A))
-        kept = self._kept.get(name)
-        if kept is None or any(old is not new for old, new in zip(kept[0], sides, strict=True)):
-            self._kept.pop(name, None)  # its memory first
-            kept = self._kept[name] = sides, Rotation.of(bases, self.precision)
-        return kept[1]
-
-    @property
-    def nbytes(self) -> int:
-        """Of the copies: stacks of several layers, and eigenvectors in bf16, which layers with one A share."""
-        stacks = {id(t): t for _, r in self._kept.values() if r.several for t in (*r.G, *r.A, r.values_G, r.values_A)}
-        halves = {id(t): t for _, r in self._kept.values() if r.precision.half for t in (*r.G_back, *r.A_back)}
-        single = {id(t): t for sides, _ in self._kept.values() for s in sides for t in vars(s).get("half_vectors", ())}
-        return sum(tensor.nbytes for tensor in {**stacks, **halves, **single}.values())
+        kept = self._kept.get(names[0])
+        if kept is None or kept[0] != names or any(old is not new for old, new in zip(kept[1], sides, strict=True)):
+            for name in names:
+                self._kept.pop(name, None)  # its memory first
+            kept = names, sides, Rotation.of(bases, self.precision)
+            self._kept.update(dict.fromkeys(names, kept))
+        return kept[2]

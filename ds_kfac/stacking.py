@@ -5,9 +5,9 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ds_kfac.eigenbasis import basis_numel
 from ds_kfac.layer_state import LayerState
 from ds_kfac.layers.base import LayerSpec
-from ds_kfac.side import Side
 
 SMALL_SIDE = 1024
 """Longest side that is stacked. 2 D^3 FLOPs take longer than a launch of some microseconds from about there on, at the
@@ -48,11 +48,7 @@ def stacks(
 
 def stacked_bytes(layers: Sequence[LayerSpec]) -> int:
     """Of copies of their eigenvectors and eigenvalues, fp32."""
-
-    def numel(side: Side) -> int:
-        return side.dim + (side.dim**2 if side.block == side.dim > 1 else 0)
-
-    return 4 * sum(numel(layer.G) + numel(layer.A) for layer in layers)
+    return 4 * sum(side.dim + basis_numel(side) for layer in layers for side in (layer.G, layer.A))
 
 
 def batches(

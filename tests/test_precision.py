@@ -1,6 +1,7 @@
 """Precision of a step's products: torch's switch is ours for them alone, and what each precision costs in accuracy."""
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -165,8 +166,12 @@ def test_layers_at_once_rotate_like_each(precision):
 
 def test_copies_are_made_only_when_a_basis_changes():
     rotations, (first, second, third) = Rotations(MIXED), (basis(5, 7), basis(5, 7), basis(5, 7))
-    one = rotations.of("pair", [first, second])
-    assert rotations.of("pair", [LayerBasis(first.G, first.A), second]) is one
-    other = rotations.of("pair", [first, third])
+    one = rotations.of(("a", "b"), [first, second])
+    assert rotations.of(("a", "b"), [LayerBasis(first.G, first.A), second]) is one
+    other = rotations.of(("a", "b"), [first, third])
     assert other is not one and torch.equal(other.G[0][1], third.G.vectors[0][0])
-    assert rotations.nbytes == 2 * (4 + 2) * (25 + 49) + 2 * 4 * (5 + 7) + 2 * 2 * (25 + 49)
+    forgotten = weakref.ref(other.values_G)
+    del other
+    alone = [rotations.of((name,), [first]) for name in "ab"]
+    assert forgotten() is None, "what no layer uses any more"
+    assert all(rotations.of(("a", "b"), [first, second]) is not one for one in alone)
