@@ -208,6 +208,11 @@ def _restore(
     kfac.state |= states
     kfac.steps = header["steps"]
     kfac.peak_lr = {int(group): lr for group, lr in header["peak_lr"].items()}
+    if header["eigenbases"] and not continues and kfac.rank == 0:
+        saved_by = header.get("method", "eigen")
+        logger.warning(
+            f'ds_kfac: saved with preconditioner.method "{saved_by}", now "{kfac.plan.method}": decomposed anew'
+        )
     if continues:
         ready = frozenset(header["ready"])
         curvature.ready = {key for key, saved in keys.items() if saved in ready}

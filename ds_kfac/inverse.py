@@ -67,7 +67,7 @@ def inverse_numel(side: Side) -> int:
 
 
 def packed(inverse: DampedInverse) -> Tensor:
-    """The lower triangles of all blocks, or the diagonal, as one flat fp32 tensor [P]: half of an eigenbasis.
+    """The lower triangles of all blocks, or the diagonal itself, as one flat fp32 tensor [P]: half of an eigenbasis.
 
     It travels in fp32 always. Rounding every entry to 16 bits would move the small eigenvalues, those of the sharpest
     directions, below zero, and fp16 would overflow where a factor is small.

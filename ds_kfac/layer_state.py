@@ -64,14 +64,16 @@ class LayerState:
     @property
     def basis(self) -> LayerBasis | None:
         """Of the layer's Fisher; None while a side is missing, and with inverses."""
-        both = isinstance(self.G, Eigenbasis) and isinstance(self.A, Eigenbasis)
-        return LayerBasis(self.G, self.A) if both else None  # type: ignore[arg-type]
+        if isinstance(self.G, Eigenbasis) and isinstance(self.A, Eigenbasis):
+            return LayerBasis(self.G, self.A)
+        return None
 
     @property
     def inverse(self) -> LayerInverse | None:
         """Of the layer's Fisher; None while a side is missing, and with eigenbases."""
-        both = isinstance(self.G, DampedInverse) and isinstance(self.A, DampedInverse)
-        return LayerInverse(self.G, self.A) if both else None  # type: ignore[arg-type]
+        if isinstance(self.G, DampedInverse) and isinstance(self.A, DampedInverse):
+            return LayerInverse(self.G, self.A)
+        return None
 
     @property
     def moments_nbytes(self) -> int:
