@@ -117,7 +117,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"run {repeat + 1} of {options.repeats}, {backend}: {seconds:.1f} s", flush=True)
     rows = table(jobs)
     print(f"\n{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, "
-          f"{options.ranks} ranks, {options.config.name}, {options.steps} steps, load {os.getloadavg()[0]:.1f}")  # fmt: skip
+          f"{options.ranks} ranks, {options.config.name}, {options.steps} steps, "
+          f"load {os.getloadavg()[0]:.1f}")  # fmt: skip
     for row in rows:
         times = f"{row['median_ms']:10.2f} ms  {row['low_ms']:.2f}..{row['high_ms']:.2f}, mean {row['mean_ms']:.2f}"
         print(f"{row['what']:42} {row['backend']:8} {times}, of {row['count']}; speed {row['speed']:.2f}")
