@@ -95,7 +95,8 @@ class Curvature:
     def empty_of(self, side: Side) -> FactorState:
         """Of a factor that has seen nothing."""
         history = History(side) if self.plan.adaptive else None
-        return FactorState(KroneckerFactor.empty(side, self.home), history)
+        # the counter stays on the device, as in a loaded factor: kernels of a GPU fold there
+        return FactorState(KroneckerFactor.empty(side, self.device).to(self.home), history)
 
     @property
     def home(self) -> torch.device:

@@ -203,8 +203,8 @@ def failing_worker(_) -> dict:
     kfac = engine.kfac.optimizer
     before, plain = dict(kfac.state), inverse.cholesky_inverse
 
-    def broken(matrix: torch.Tensor, **_) -> tuple[torch.Tensor]:
-        return (torch.full_like(matrix, float("nan")),)
+    def broken(matrix: torch.Tensor, **_) -> torch.Tensor:
+        return torch.full_like(matrix, float("nan"))
 
     inverse.cholesky_inverse = broken
     losses = train(engine, 1, steps=3, first=1)  # one refresh
