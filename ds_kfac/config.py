@@ -9,22 +9,24 @@ from pydantic import ValidationError
 from ds_kfac.config_blocks import (
     AdamConfig,
     AdaptiveConfig,
-    AssignmentConfig,
     Block,
     BurnInConfig,
-    CheckpointConfig,
-    CommunicationConfig,
     DampingConfig,
     EigenbasisConfig,
     FactorConfig,
+    PreconditionerConfig,
+)
+from ds_kfac.config_errors import explain, without_nulls
+from ds_kfac.config_system import (
+    AssignmentConfig,
+    CheckpointConfig,
+    CommunicationConfig,
     LayersConfig,
     MetricsConfig,
     OffloadConfig,
     OpsConfig,
     PaddingConfig,
-    PreconditionerConfig,
 )
-from ds_kfac.config_errors import explain, without_nulls
 from ds_kfac.scan import Choice
 from ds_kfac.schedule import Schedule
 

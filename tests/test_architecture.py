@@ -32,10 +32,10 @@ FLOORS = [
         "zero.exchange", "zero.validate", "zero.selftest", "zero.extra_backward", "adamw",
     ],
     [
-        "columns", "config_values", "config_errors", "config_blocks", "config", "metrics", "planning", "notices",
-        "strategy", "agenda", "decomposition", "curvature", "target", "direction", "adam_direction", "adam_groups",
-        "parallelism", "optimizer", "job", "pipeline", "loss_sampling", "checkpoint_files", "checkpoint", "report",
-        "environment",
+        "columns", "config_values", "config_errors", "config_blocks", "config_system", "config", "metrics", "planning",
+        "notices", "strategy", "agenda", "decomposition", "curvature", "target", "direction", "adam_direction",
+        "adam_groups", "parallelism", "optimizer", "job", "pipeline", "loss_sampling", "checkpoint_files", "checkpoint",
+        "report", "environment",
     ],
     [
         "estimate.transformers", "estimate.resnet", "estimate.models", "estimate.trace", "estimate.mode",
