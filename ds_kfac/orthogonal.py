@@ -20,10 +20,11 @@ def newton_schulz(x_OI: Tensor, *, steps: int = 5, precision: Precision = HIGHES
     wide = x_OI.mT if tall else x_OI
     wide = wide / norms(wide).clamp(min=torch.finfo(torch.float32).tiny)
     wide = wide.bfloat16() if precision.half else wide
+    plus = torch.addmm if wide.ndim == 2 else torch.baddbmm  # no passes beside the products
     with fp32_products(precision.into, x_OI.device):
         for _ in range(steps):
             gram = wide @ wide.mT
-            wide = a * wide + (b * gram + c * gram @ gram) @ wide
+            wide = plus(wide, plus(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
     return wide.mT if tall else wide
 
 
