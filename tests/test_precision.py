@@ -16,7 +16,8 @@ from ds_kfac.warm_start import WarmStart, warmed
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TF32, MIXED = Precision("tf32", "tf32"), Precision("mixed", "tf32", half=True)
-PRODUCTS = (torch.Tensor.matmul, torch.Tensor.__matmul__, torch.matmul)
+PRODUCTS = {torch.Tensor.matmul: 0, torch.Tensor.__matmul__: 0, torch.matmul: 0, torch.addmm: 1, torch.baddbmm: 1}
+"""And which argument is the first operand."""
 
 
 def switch(device: torch.device) -> str:
@@ -35,7 +36,9 @@ class TensorCores(TorchFunctionMode):
         if func in PRODUCTS:
             self.seen.append((switch(CPU), args[0].dtype))
             if switch(CPU) == "tf32" and args[0].dtype is torch.float32:
-                args = tuple(((x.contiguous().view(torch.int32) + (1 << 12)) >> 13 << 13).view(x.dtype) for x in args)
+                first = PRODUCTS[func]
+                operands = ((x.contiguous().view(torch.int32) + (1 << 12)) >> 13 << 13 for x in args[first:])
+                args = (*args[:first], *(operand.view(torch.float32) for operand in operands))
         return func(*args, **(kwargs or {}))
 
 
