@@ -146,8 +146,8 @@ def worker(payload) -> dict:
 
 
 # Where steps depend on single eigenvectors, not only on the factor, fp32 sums in another order move a pair of nearly
-# equal eigenvalues: reference.py against itself with the batch permuted differs by up to 3e-4 (corrected), 1.5e-3 (adam),
-# 3.5e-3 (adam-tied).
+# equal eigenvalues: reference.py against itself with the batch permuted differs by up to 3e-4 (corrected), 1.5e-3
+# (adam), 3.5e-3 (adam-tied).
 # mixed: bf16 operands and results, 2^-9 each time a number is rounded. stacked: the deeper net, alike layer by layer.
 TOLERANCE = {"corrected": 3e-3, "adam": 3e-3, "adam-tied": 1e-2, "mixed": 1e-2, "stacked": 3e-5}
 
