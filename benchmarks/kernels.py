@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import benchmarks.kernels_standalone  # noqa: F401
 from benchmarks.kernels_cases import Case, Op, Settings, averages, packing, similarities, syrk
 from benchmarks.kernels_goals import goals, goals_table
-from benchmarks.kernels_layer_cases import corrected_scaling, patches, scaling
+from benchmarks.kernels_layer_cases import adam_step, corrected_scaling, patches, scaling
 from benchmarks.kernels_report import document, draw, table, write_csv
 from benchmarks.kernels_shapes import MODELS, Model
 from benchmarks.kernels_solvers import IMPLEMENTATIONS, SOLVERS, solvers
@@ -61,6 +61,7 @@ def cases(model: Model, settings: Settings, wanted: set[str]) -> Iterator[Case]:
         "similarity": [lambda: [similarities(settings, model.name, factors)]] * bool(factors),
         "eigen_scale_dot": [lambda shape=shape: [scaling(settings, *shape)] for shape in gradients],
         "corrected_scale_dot": [lambda shape=shape: [corrected_scaling(settings, *shape)] for shape in gradients],
+        "adam_scale": [lambda shape=shape: [adam_step(settings, *shape)] for shape in gradients],
         "patch_syrk_accumulate_": [lambda conv=conv: [patches(settings, conv)] for conv in model.convolutions],
     }
     for op, parts in makers.items():

@@ -1,4 +1,4 @@
-"""CPU ops against straightforward torch: the whole factor path and pack / unpack of many layers.
+"""CPU ops against straightforward torch: the whole factor path, pack / unpack of many layers, Adam's step.
 
     python benchmarks/kernels_cpu.py --threads 2 [--out benchmarks/results/kernels_cpu_2threads.csv]
 
@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_kfac.ops import backends, dispatch
+from ds_kfac.ops import backends, dispatch, functional
 from ds_kfac.ops.reference import packed_numel
 
 FACTOR_SIDES = (256, 768, 1024, 2048)
 ROWS = 2048
 DECAY = 0.95
+ADAM_SHAPES = ((128, 129), (512, 129), (768, 769), (3072, 769))
+"""Of the matrices of layers."""
 LAYER_SIDES = {
     "GPT-2 small": (769, 2304, 769, 768, 769, 3072, 3073, 768) * 2,
     "ResNet-50 stage": (64, 64, 577, 64, 65, 256) * 4,
@@ -147,6 +149,17 @@ def pack_unpack(dims: Sequence[int], dtype: torch.dtype, backend: str, **how: An
     return {"pack": rounds(pack, **how), "unpack": rounds(unpack, **how)}
 
 
+def adam_step(rows: int, columns: int, backend: str, **how: Any) -> dict[str, list[float]]:
+    backends.use(backend, "cpu")
+    x, first, second = (torch.randn(rows, columns) for _ in range(3))
+    state = (first, second.square(), torch.tensor(10.0), torch.tensor(True))
+    options = {"betas": (0.9, 0.95), "eps": 1e-8}
+    work = {"ours": dispatch.adam_scale, "passes": functional.adam_scale}
+    for ours, theirs in zip(*(op(x, *state, **options) for op in work.values()), strict=True):
+        check(f"Adam's step {rows} x {columns}", ours, theirs)
+    return rounds({name: lambda op=op: op(x, *state, **options) for name, op in work.items()}, **how)
+
+
 def rows_of(case: str, backend: str, times: dict[str, list[float]]) -> list[dict[str, str]]:
     """A table row per contestant; the ratio is of medians, other over ours."""
     ours, found = statistics.median(times["ours"]), []
@@ -189,6 +202,9 @@ def main() -> None:
                 found = pack_unpack(dims, dtype, backend, seconds=arguments.seconds, clock=arguments.clock)
                 for op, times in found.items():
                     table += rows_of(f"{op}, {model}, {str(dtype)[6:]}", backend, times)
+        for rows, columns in ADAM_SHAPES:
+            times = adam_step(rows, columns, backend, seconds=arguments.seconds, clock=arguments.clock)
+            table += rows_of(f"Adam's step, {rows} x {columns}", backend, times)
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         with arguments.out.open("w", newline="") as file:

@@ -112,9 +112,8 @@ class AdamDirection:
         rotation = self.rotations.of(tuple(layer.name for layer in layers), bases) if bases else None
         rotated = gradient if rotation is None else rotation.rotate(gradient)
         moments = stacked([state.adam for state in states if state.adam is not None])
-        moments = moments.folded(rotated, betas=betas, usable=torch.isfinite(rotated).flatten(-2).all(dim=-1))
-        options = self.config.adam
-        direction = moments.direction(rotated, betas=betas, eps=eps, nesterov=options.nesterov)
+        usable, options = torch.isfinite(rotated).flatten(-2).all(dim=-1), self.config.adam
+        direction, moments = moments.divide(rotated, betas=betas, eps=eps, usable=usable, nesterov=options.nesterov)
         if self.orthogonalizes(layers[0]):  # does not care for rotations: the same before and after
             direction = orthogonalized(direction, rms=options.rms, precision=self.rotations.precision)
         adam = unstacked(moments, len(layers))

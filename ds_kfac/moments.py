@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.eigenbasis import LayerBasis
-from ds_kfac.ops.dispatch import corrected_scale_dot
-from ds_kfac.ops.reference import each
+from ds_kfac.ops.dispatch import adam_scale, corrected_scale_dot
 
 
 def carried(second_OI: Tensor, overlap: LayerBasis) -> Tensor:
@@ -101,32 +100,21 @@ class AdamMoments:
     def nbytes(self) -> int:
         return self.first_OI.nbytes + self.second_OI.nbytes + self.updates.nbytes
 
-    def folded(self, rotated_OI: Tensor, *, betas: tuple[float, float], usable: Tensor) -> "AdamMoments":
-        """One step's gradient folded into both moments; unchanged where ``usable``, a bool scalar, is false."""
-        first = torch.lerp(rotated_OI, self.first_OI, betas[0])
-        second = torch.lerp(rotated_OI.square(), self.second_OI, betas[1])
-        return AdamMoments(
-            torch.where(each(usable), first, self.first_OI),
-            torch.where(each(usable), second, self.second_OI),
-            self.updates + usable.to(self.updates.dtype),
-        )
-
-    def direction(
-        self, rotated_OI: Tensor, *, betas: tuple[float, float], eps: float, nesterov: bool = False
-    ) -> Tensor:
-        """Adam's step before the learning rate, rotated: first / (sqrt(second) + eps), both bias-corrected.
+    def divide(
+        self, rotated_OI: Tensor, *, betas: tuple[float, float], eps: float, usable: Tensor, nesterov: bool = False
+    ) -> tuple[Tensor, "AdamMoments"]:
+        """Fold one step's gradient into both moments and divide, first / (sqrt(second) + eps), both bias-corrected.
 
         Args:
-            rotated_OI: the gradient folded in last; with ``nesterov`` it is weighted as the next step's first moment
-                will weight it (NAdam, Dozat 2016).
+            usable: bool scalar on the device; where it is false the moments stay as they are.
+            nesterov: see :func:`ds_kfac.ops.reference.adam_scale`.
+
+        Returns Adam's step before the learning rate, rotated, and the new state.
         """
-        steps = each(self.updates.clamp(min=1))
-        root = (self.second_OI / (1 - betas[1] ** steps)).sqrt_()
-        first = self.first_OI / (1 - betas[0] ** steps)
-        if nesterov:
-            ahead = self.first_OI * (betas[0] / (1 - betas[0] ** (steps + 1)))
-            first = ahead + rotated_OI * ((1 - betas[0]) / (1 - betas[0] ** steps))
-        return first.div_(root.add_(eps))
+        direction_OI, first_OI, second_OI = adam_scale(
+            rotated_OI, self.first_OI, self.second_OI, self.updates, usable, betas=betas, eps=eps, nesterov=nesterov
+        )
+        return direction_OI, AdamMoments(first_OI, second_OI, self.updates + usable.to(self.updates.dtype))
 
     def moved(self, overlap: LayerBasis, *, carry: bool) -> "AdamMoments":
         """After a refresh: the first moment is rotated into the new basis, the second kept or carried over."""

@@ -35,6 +35,9 @@ def main() -> None:
         for exponent in (1.0, 0.5):
             cpp.eigen_scale_dot(x, torch.rand(3), values, 0.1, exponent=exponent, split=dim - 1)
             cpp.corrected_scale_dot(x, x.square(), 0.9, 2.0, 0.1, exponent=exponent)
+        for usable in (True, False):
+            state = (x.clone(), x.square(), torch.ones(()), torch.tensor(usable))
+            cpp.adam_scale(x, *state, betas=(0.9, 0.99), eps=1e-8, nesterov=usable)
     child = os.fork()
     if not child:  # that the sanitizer is there at all: one element too many
         os.close(2)

@@ -7,11 +7,12 @@ PACKAGE = Path(__file__).parent.parent / "ds_kfac"
 # Lowest first; inside a floor, a file may import the files before it.
 FLOORS = [
     [
-        "reference", "ops.reference", "ops.functional", "ops.guarded", "ops.gpus", "ops.build",
-        "ops.cuda_compile", "ops.builders", "ops.cpp_library", "ops.cpp",
+        "reference", "ops.reference", "ops.functional_adam", "ops.functional", "ops.guarded", "ops.gpus",
+        "ops.build", "ops.cuda_compile", "ops.builders", "ops.cpp_library", "ops.cpp",
         "ops.cuda_library", "ops.cuda", "ops.triton.base", "ops.triton.availability",
-        "ops.triton.elementwise", "ops.triton.eigen_scale", "ops.triton.corrected_scale", "ops.triton.triangle",
-        "ops.triton.bias_row", "ops.triton.syrk_configs", "ops.triton.syrk_descriptor", "ops.triton.syrk",
+        "ops.triton.elementwise", "ops.triton.eigen_scale", "ops.triton.corrected_scale",
+        "ops.triton.adam_scale", "ops.triton.triangle", "ops.triton.bias_row",
+        "ops.triton.syrk_configs", "ops.triton.syrk_descriptor", "ops.triton.syrk",
         "ops.triton.patch_syrk", "ops.triton.backend", "ops.backends", "ops.dispatch",
     ],
     [

@@ -54,6 +54,10 @@ def results(ops, threads: int) -> dict[str, list[torch.Tensor]]:
         "eigen_scale": ((matrix, values, values, 0.1), {}),
         "eigen_scale_dot": ((matrix, values, values, 0.1), {"split": DIM - 1}),
         "corrected_scale_dot": ((matrix, moments, 0.9, 2.0, 0.1), {}),
+        "adam_scale": (
+            (matrix, normal(DIM, DIM), moments, torch.ones(()), torch.tensor(True)),
+            {"betas": (0.9, 0.99), "eps": 1e-8},
+        ),
     }
     assert set(calls) == set(backends.OPS)
     for op, (arguments, options) in calls.items():

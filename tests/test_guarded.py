@@ -68,6 +68,7 @@ def scaling(x: torch.Tensor) -> tuple:
 Call = tuple[tuple, dict]
 ONE = [torch.ones(())]
 IMAGES = (torch.zeros(10), normal(1, 1, 4, 4).double())
+ADAM, BETAS = (torch.ones(()), torch.tensor(True)), {"betas": (0.9, 0.95), "eps": 0.1}
 UNUSUAL: dict[str, tuple[str, Callable[[], Call]]] = {
     "rows in fp64": ("syrk_accumulate_", lambda: ((torch.zeros(6), normal(4, 3).double()), {})),
     "a sum with gaps": ("syrk_accumulate_", lambda: ((torch.zeros(12)[::2], normal(4, 3)), {})),
@@ -79,9 +80,10 @@ UNUSUAL: dict[str, tuple[str, Callable[[], Call]]] = {
     "no elements": ("eigen_scale", lambda: ((normal(0, 3), normal(0), normal(3), 0.1), {})),
     "gradients in fp64": ("eigen_scale_dot", lambda: (scaling(normal(2, 3).double()), {})),
     "exponent 0.3": ("eigen_scale_dot", lambda: (scaling(normal(2, 3)), {"exponent": 0.3})),
+    "Adam in fp64": ("adam_scale", lambda: ((*(x.view(2, 3).abs() for x in doubles(3)), *ADAM), BETAS)),
     "moments with gaps": ("corrected_scale_dot", lambda: ((normal(2, 3), strided(2, 3).abs_(), 0.9, 2.0, 0.1), {})),
 }
-MADE_FOR = {"triton": {"exponent 0.3"}, "cpp": {"no elements", "rows in fp64"}, "cuda": set()}
+MADE_FOR = {"triton": {"exponent 0.3"}, "cpp": {"no elements", "rows in fp64", "moments with gaps"}, "cuda": set()}
 """Unusual calls that a backend has code for."""
 
 

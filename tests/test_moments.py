@@ -49,10 +49,10 @@ def test_corrected_eigenvalues_are_the_diagonal_of_the_true_fisher_in_the_basis(
 def test_what_is_not_usable_changes_nothing():
     no, bad = torch.tensor(False), torch.full((2, 3), float("nan"))
     corrected = divided(CorrectedEigenvalues.empty((2, 3)), torch.ones(2, 3))
-    adam = AdamMoments.empty((2, 3)).folded(torch.ones(2, 3), betas=(0.9, 0.99), usable=YES)
+    adam = AdamMoments.empty((2, 3)).divide(torch.ones(2, 3), betas=(0.9, 0.99), eps=1e-8, usable=YES)[1]
     for before, after in (
         (corrected, divided(corrected, bad)),
-        (adam, adam.folded(bad, betas=(0.9, 0.99), usable=no)),
+        (adam, adam.divide(bad, betas=(0.9, 0.99), eps=1e-8, usable=no)[1]),
     ):
         assert all(torch.equal(x, y) for x, y in zip(vars(before).values(), vars(after).values(), strict=True))
 
@@ -66,13 +66,13 @@ def test_the_direction_is_adams():
         before = parameter.detach().clone()
         parameter.grad = gradient.clone()
         adam.step()
-        moments = moments.folded(gradient, betas=(0.8, 0.9), usable=YES)
-        actual = moments.direction(gradient, betas=(0.8, 0.9), eps=1e-3)
+        options = {"betas": (0.8, 0.9), "eps": 1e-3, "usable": YES}
+        nesterov, _ = moments.divide(gradient, **options, nesterov=True)
+        actual, moments = moments.divide(gradient, **options)
         torch.testing.assert_close(actual, before - parameter.detach(), rtol=1e-5, atol=1e-6)
         ahead = 0.8 * moments.first_OI / (1 - 0.8 ** (step + 1)) + 0.2 * gradient / (1 - 0.8**step)
         expected = ahead / ((moments.second_OI / (1 - 0.9**step)).sqrt() + 1e-3)
-        actual = moments.direction(gradient, betas=(0.8, 0.9), eps=1e-3, nesterov=True)
-        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(nesterov, expected)
 
 
 def test_a_refresh_rotates_the_first_moment():
@@ -116,8 +116,8 @@ def quadratic_losses(*, rotate: bool) -> list[float]:
                 moments = moments.moved(new.overlap(basis), carry=False)
             basis = new
         gradient = basis.rotate(G @ (W - target) @ A)
-        moments = moments.folded(gradient, betas=(0.9, 0.95), usable=YES)
-        W = W - 0.02 * basis.restore(moments.direction(gradient, betas=(0.9, 0.95), eps=1e-8))
+        direction, moments = moments.divide(gradient, betas=(0.9, 0.95), eps=1e-8, usable=YES)
+        W = W - 0.02 * basis.restore(direction)
     return losses
 
 

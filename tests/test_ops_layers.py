@@ -186,6 +186,64 @@ def test_matrices_of_one_shape_at_once_give_what_each_gives(op):
                 torch.testing.assert_close(part[index], expected, rtol=1e-5, atol=1e-5)
 
 
+ADAM_SHAPES = [(1, 1), (2, 63), (129, 2), (257, 129)]  # the last in several pieces of work
+
+
+def adam_wanted(x, first, second, updates, betas, eps, nesterov):
+    """Direction and moments in float64, of betas as fp32 has them."""
+    b1, b2 = torch.tensor(betas).double()
+    x, k = x.double(), updates.double() + 1
+    m, v = b1 * first.double() + (1 - b1) * x, b2 * second.double() + (1 - b2) * x.square()
+    numerator = m / (1 - b1**k)
+    if nesterov:
+        numerator = b1 * m / (1 - b1 ** (k + 1)) + (1 - b1) * x / (1 - b1**k)
+    return numerator / ((v / (1 - b2**k)).sqrt() + eps), m, v
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize(("updates", "betas"), [(0, (0.9, 0.999)), (5, (0.0, 0.95)), (300, (0.95, 0.4))])
+@pytest.mark.parametrize(("rows", "columns"), ADAM_SHAPES)
+def test_adam_scale_against_float64(ops, rows, columns, updates, betas, nesterov, poisoned):
+    x, updates, yes = normal(rows, columns), torch.tensor(float(updates)), torch.tensor(True)
+    first, second = normal(rows, columns, seed=1) * bool(updates), normal(rows, columns, seed=2).abs() * bool(updates)
+    wanted = adam_wanted(x, first, second, updates, betas, 1e-3, nesterov)
+    before = [part.clone() for part in (x, first, second, updates)]
+    turned = [part.T.contiguous().T for part in (x, first, second)]
+    for given in ((x, first, second), turned, (turned[0], first, turned[2]), (x, turned[1], second)):
+        found = ops.adam_scale(*given, updates, yes, betas=betas, eps=1e-3, nesterov=nesterov)
+        for part, expected in zip(found, wanted, strict=True):
+            torch.testing.assert_close(part.double(), expected, rtol=2e-5, atol=1e-6)
+    assert all(map(torch.equal, before, (x, first, second, updates))), "state is replaced, never changed in place"
+
+
+@pytest.mark.parametrize("updates", [0.0, 3.0])
+def test_adam_scale_keeps_the_moments_from_what_is_not_usable(ops, updates, poisoned):
+    x, first, second = normal(63, 7), normal(63, 7, seed=1), normal(63, 7, seed=2).abs()
+    x[3, 4], x[5, 6] = float("inf"), float("nan")
+    state = (first, second, torch.tensor(updates), torch.tensor(False))
+    direction, *kept = ops.adam_scale(x, *state, betas=(0.9, 0.99), eps=1e-3)
+    assert torch.equal(kept[0], first) and torch.equal(kept[1], second)
+    k = max(updates, 1)
+    wanted = first / (1 - 0.9**k) / ((second / (1 - 0.99**k)).sqrt() + 1e-3)
+    torch.testing.assert_close(direction, wanted, rtol=2e-5, atol=0)
+    ahead = ops.adam_scale(x, *state, betas=(0.9, 0.99), eps=1e-3, nesterov=True)[0]
+    assert torch.equal(torch.isfinite(ahead), torch.isfinite(x)), "x itself is in this direction, for callers to see"
+
+
+def test_adam_of_matrices_at_once_gives_what_each_gives():
+    x, first, second = normal(3, 63, 7), normal(3, 63, 7, seed=1), normal(3, 63, 7, seed=2).abs()
+    x[1, 0, 0] = float("nan")
+    updates, usable = torch.tensor([0.0, 2.0, 9.0]), torch.tensor([True, False, True])
+    options = {"betas": (0.9, 0.99), "eps": 1e-3}
+    for source, nesterov in itertools.product((reference, functional, dispatch), (False, True)):
+        together = source.adam_scale(x, first, second, updates, usable, **options, nesterov=nesterov)
+        for index in range(3):
+            state = [part[index] for part in (x, first, second, updates, usable)]
+            alone = reference.adam_scale(*state, **options, nesterov=nesterov)
+            for part, expected in zip(together, alone, strict=True):
+                torch.testing.assert_close(part[index], expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
 @pytest.mark.parametrize("ones", [False, True])
 @pytest.mark.parametrize(
     ("kernel", "stride", "padding", "dilation"),

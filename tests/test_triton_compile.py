@@ -10,7 +10,7 @@ from tests.triton_tools import Compiled, compiling, inspected, tool
 pytest.importorskip("triton", reason="triton is not installed: its kernels are not compiled")
 
 from ds_kfac.ops.reference import packed_numel
-from ds_kfac.ops.triton import corrected_scale, eigen_scale, patch_syrk, syrk
+from ds_kfac.ops.triton import adam_scale, corrected_scale, eigen_scale, patch_syrk, syrk
 from ds_kfac.ops.triton.syrk_configs import CHOSEN, SHIPPED, SyrkConfig, config_for, describable, family
 
 ARCHITECTURES = (80, 90, 100)
@@ -24,6 +24,9 @@ def scale(rows: int, columns: int, transposed: bool, exponent: float) -> None:
     values, number = (torch.empty(rows), torch.empty(columns)), torch.empty(())
     eigen_scale.eigen_scale_dot(x, *values, number, exponent=exponent, split=columns - 1)
     corrected_scale.corrected_scale_dot(x, torch.empty_like(x), number, number, number, exponent=exponent)
+    state = (torch.empty_like(x), torch.empty_like(x), number, torch.tensor(True))
+    for nesterov in (False, True):
+        adam_scale.adam_scale(x, *state, betas=(0.9, 0.99), eps=1e-8, nesterov=nesterov)
 
 
 SCALE = {"wide": lambda: scale(768, 769, False, 0.5), "narrow": lambda: scale(64, 3072, True, 0.3)}
@@ -99,7 +102,7 @@ def test_every_side_has_a_shipped_configuration():
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_scaling_does_not_spill_and_leaves_room_for_many_programs(arch, case, tmp_path):
     done = compile_one(arch, SCALE[case])
-    assert len(done) == 2
+    assert len(done) == 4
     needs_disassembler()
     for compiled in done:
         registers, code = inspected(compiled.cubin, tmp_path)

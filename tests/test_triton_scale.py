@@ -1,9 +1,10 @@
-"""The Triton divisions by damped eigenvalues, interpreted, against float64 on odd sizes with poisoned outputs."""
+"""The Triton kernels over a layer's matrix, interpreted, against float64 on odd sizes with poisoned outputs."""
 
 import pytest
 import torch
 
 from ds_kfac.ops.guarded import NotMadeFor
+from tests.test_ops_layers import adam_wanted
 from tests.triton_tools import interpreted
 
 pytest.importorskip("triton", reason="triton is not installed: its kernels are not tested")
@@ -13,7 +14,7 @@ SHAPES = [(1, 1), (2, 63), (33, 129), (63, 2), (129, 65), (9, 257)]
 
 @pytest.fixture(scope="module")
 def scale():
-    with interpreted("eigen_scale", "corrected_scale", "elementwise") as modules:
+    with interpreted("eigen_scale", "corrected_scale", "adam_scale", "elementwise") as modules:
         yield modules
 
 
@@ -87,6 +88,45 @@ def test_weight_one_keeps_the_moments_whatever_the_gradient(scale, poisoned):
     assert torch.equal(scale[1].corrected_scale_dot(x, second, 1.0, 3.0, 0.1)[1], second)
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize(("updates", "betas"), [(0, (0.9, 0.999)), (5, (0.0, 0.95)), (10_000, (0.95, 0.4))])
+@pytest.mark.parametrize("transposed", [(False,) * 3, (True,) * 3, (True, False, True), (False, True, True)])
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_adam_scale_against_float64(scale, rows, columns, transposed, updates, betas, nesterov, poisoned):
+    x, first, second = (inputs(rows, columns, turned)[0] for turned in transposed)
+    first, second = (first + 1) * bool(updates), 2 * second.square() * bool(updates)
+    updates = torch.tensor(float(updates))
+    wanted = adam_wanted(x, first, second, updates, betas, 1e-3, nesterov)
+    before = [part.clone() for part in (first, second, updates)]
+    found = scale[2].adam_scale(x, first, second, updates, torch.tensor(True), betas=betas, eps=1e-3, nesterov=nesterov)
+    for part, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(part.double(), expected, rtol=2e-6, atol=1e-5)
+        assert part.stride() == x.stride() or 1 in (rows, columns), "laid out like x"
+    assert all(map(torch.equal, before, (first, second, updates)))
+
+
+@pytest.mark.parametrize("updates", [0.0, 1.0, 2.0, 100.0, 1e6])
+def test_adam_scale_corrects_the_bias_as_float64_does(scale, updates, poisoned):
+    """fp32 powers near 1 would lose half of the digits."""
+    ones = torch.ones(1, 1)
+    for betas in ((0.9, 0.999), (0.99999, 0.9999)):
+        state = (0 * ones, 0 * ones, torch.tensor(updates)) if not updates else (ones, ones, torch.tensor(updates))
+        found = scale[2].adam_scale(ones, *state, torch.tensor(True), betas=betas, eps=0.0)
+        torch.testing.assert_close(
+            found[0].double(), adam_wanted(ones, *state, betas, 0.0, False)[0], rtol=1e-6, atol=0
+        )
+
+
+def test_adam_scale_keeps_the_moments_from_what_is_not_usable(scale, poisoned):
+    x, first, second = torch.full((5, 7), float("nan")), torch.randn(5, 7), torch.rand(5, 7)
+    state = (first, second, torch.tensor(3.0), torch.tensor(False))
+    direction, *kept = scale[2].adam_scale(x, *state, betas=(0.9, 0.99), eps=1e-3)
+    assert torch.equal(kept[0], first) and torch.equal(kept[1], second)
+    wanted = first / (1 - 0.9**3) / ((second / (1 - 0.99**3)).sqrt() + 1e-3)
+    torch.testing.assert_close(direction, wanted, rtol=1e-5, atol=0)
+    assert torch.isnan(scale[2].adam_scale(x, *state, betas=(0.9, 0.99), eps=1e-3, nesterov=True)[0]).all()
+
+
 def test_wrong_arguments_are_named(scale):
     with pytest.raises(ValueError, match=r"values of \(2,\) and \(3,\) do not fit \(2, 2\)"):
         scale[0].eigen_scale(torch.zeros(2, 2), torch.zeros(2), torch.zeros(3), 1.0)
@@ -96,3 +136,10 @@ def test_wrong_arguments_are_named(scale):
         scale[1].corrected_scale_dot(torch.zeros(2, 2), torch.zeros(3, 2), 0.5, 1.0, 1.0)
     with pytest.raises(NotMadeFor, match=r"fp32 with a contiguous side, got torch.float32 \(2, 2\) strides \(2, 1\)"):
         scale[1].corrected_scale_dot(torch.zeros(2, 2), torch.zeros(4, 4)[::2, ::2], 0.5, 1.0, 1.0)
+    square, scalars = torch.zeros(2, 2), (torch.zeros(()), torch.tensor(True))
+    with pytest.raises(ValueError, match=r"moments do not fit x, got torch.float32 \(2, 2\)"):
+        scale[2].adam_scale(square, torch.zeros(3, 2), square, *scalars, betas=(0.9, 0.99), eps=0.1)
+    with pytest.raises(NotMadeFor, match=r"expected fp32 and bool, got torch.float64"):
+        scale[2].adam_scale(square, square.double(), square, *scalars, betas=(0.9, 0.99), eps=0.1)
+    with pytest.raises(NotMadeFor, match="betas and eps as numbers, got tensors"):
+        scale[2].adam_scale(square, square, square, *scalars, betas=(torch.tensor(0.9), 0.99), eps=0.1)

@@ -24,6 +24,7 @@ OPS = (
     "eigen_scale",
     "eigen_scale_dot",
     "corrected_scale_dot",
+    "adam_scale",
 )
 Implementation = Callable[..., Any]
 

@@ -29,7 +29,7 @@ def load() -> Mapping[str, Callable[..., Any]]:
     library()
     ops = (
         syrk_accumulate_, symmetric_pack_into_, symmetric_unpack_from, ema_update_, similarity, eigen_scale,
-        eigen_scale_dot, corrected_scale_dot,
+        eigen_scale_dot, corrected_scale_dot, adam_scale,
     )  # fmt: skip
     return {op.__name__: op for op in ops}
 
@@ -193,6 +193,33 @@ def corrected_scale_dot(
         torch.get_num_threads(),
     )  # fmt: skip
     return scaled_OI, new_OI, dots
+
+
+def adam_scale(
+    x_OI: Tensor,
+    first_OI: Tensor,
+    second_OI: Tensor,
+    updates: Tensor,
+    usable: Tensor,
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    nesterov: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`ds_kfac.ops.reference.adam_scale`. All laid out like ``x_OI``; moments that are not are copied."""
+    if not x_OI.shape == first_OI.shape == second_OI.shape:
+        raise ValueError(f"adam_scale: moments do not fit x, got {of(x_OI, first_OI, second_OI)}")
+    transposed = x_OI.ndim == 2 and not x_OI.is_contiguous() and x_OI.T.is_contiguous()
+    given = [(part.T if transposed else part).contiguous() for part in (x_OI, first_OI, second_OI)]
+    if x_OI.ndim != 2 or not plain(*given):
+        raise NotMadeFor(f"adam_scale: expected fp32 matrices on the CPU, got {of(x_OI, first_OI, second_OI)}")
+    found = [torch.empty(given[0].shape) for _ in given]
+    library().ds_kfac_adam_scale(
+        *(part.data_ptr() for part in (*given, *found)), x_OI.numel(), float(updates), bool(usable), *betas, eps,
+        nesterov, torch.get_num_threads(),
+    )  # fmt: skip
+    direction_OI, new_first_OI, new_second_OI = (part.T if transposed else part for part in found)
+    return direction_OI, new_first_OI, new_second_OI
 
 
 def _cut(split: int | None, columns: int) -> int:

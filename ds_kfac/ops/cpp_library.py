@@ -19,6 +19,7 @@ _SIGNATURES = {
     "similarity": "lppppppi",
     "eigen_scale_dot": "ppllppfilpi",
     "corrected_scale_dot": "ppllppfffilpi",
+    "adam_scale": "pppppplfifffii",
 }
 """Function -> a letter of ``_TYPES`` per argument; see the sources."""
 

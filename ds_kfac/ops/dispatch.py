@@ -13,6 +13,7 @@ from ds_kfac.ops import functional
 from ds_kfac.ops.backends import chosen
 
 __all__ = [
+    "adam_scale",
     "block_syrk_accumulate_",
     "corrected_scale_dot",
     "count_accumulate_",
@@ -126,6 +127,22 @@ def corrected_scale_dot(
     """See :func:`ds_kfac.ops.reference.corrected_scale_dot`."""
     op = _elementwise("corrected_scale_dot", x_OI)
     return op(x_OI, second_OI, decay, terms, damping, exponent=exponent, split=split)
+
+
+def adam_scale(
+    x_OI: Tensor,
+    first_OI: Tensor,
+    second_OI: Tensor,
+    updates: Tensor,
+    usable: Tensor,
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    nesterov: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`ds_kfac.ops.reference.adam_scale`."""
+    op = _elementwise("adam_scale", x_OI)
+    return op(x_OI, first_OI, second_OI, updates, usable, betas=betas, eps=eps, nesterov=nesterov)
 
 
 def _elementwise(op: str, x: Tensor) -> Callable[..., Any]:

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import unfold
 
+from ds_kfac.ops.functional_adam import adam_scale
 from ds_kfac.ops.reference import each, packed_numel
 
 __all__ = [
+    "adam_scale",
     "block_syrk_accumulate_",
     "corrected_scale_dot",
     "count_accumulate_",

@@ -153,7 +153,8 @@ def eigen_scale(
 ) -> Tensor:
     """Divide by the damped Kronecker eigenvalues: x_OI / (values_O values_I^T + damping)^exponent.
 
-    This op and the two below take n matrices of one shape as well: x [n, O, I], values [n, O] and [n, I], scalars [n].
+    This op, the two below and :func:`adam_scale` take n matrices of one shape as well: x [n, O, I], values [n, O] and
+    [n, I], scalars [n].
     """
     return x_OI / (values_O[..., :, None] * values_I[..., None, :] + each(damping)) ** exponent
 
@@ -217,6 +218,40 @@ def corrected_scale_dot(
     new_OI = torch.where(keep < 1, keep * second_OI + (1 - keep) * each(terms) * x_OI.square(), second_OI)
     scaled_OI = x_OI / (new_OI + each(damping)) ** exponent
     return scaled_OI, new_OI, _dots(x_OI, scaled_OI, split)
+
+
+def adam_scale(
+    x_OI: Tensor,
+    first_OI: Tensor,
+    second_OI: Tensor,
+    updates: Tensor,
+    usable: Tensor,
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    nesterov: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fold x into Adam's moments and divide one by the root of the other, both bias-corrected, k = updates + usable.
+
+        m = b1 first + (1 - b1) x        v = b2 second + (1 - b2) x^2
+        direction = m / (1 - b1^k) / (sqrt(v / (1 - b2^k)) + eps)
+
+    Args:
+        first_OI, second_OI: m and v so far, without that correction; not changed.
+        updates: scalar on the device, what they hold so far.
+        usable: bool scalar on the device. False keeps the moments, whatever x holds, also NaN.
+        nesterov: x is weighted as the next step's m will weight it (NAdam, Dozat 2016), also if it is not usable:
+            b1 m / (1 - b1^(k + 1)) + (1 - b1) x / (1 - b1^k) in place of m / (1 - b1^k).
+
+    Returns direction, m, v. Source: Kingma & Ba 2015 (arXiv:1412.6980).
+    """
+    m_OI = torch.where(each(usable), torch.lerp(x_OI, first_OI, betas[0]), first_OI)
+    v_OI = torch.where(each(usable), torch.lerp(x_OI.square(), second_OI, betas[1]), second_OI)
+    k = each((updates + usable).clamp(min=1))
+    numerator_OI = m_OI / (1 - betas[0] ** k)
+    if nesterov:
+        numerator_OI = betas[0] * m_OI / (1 - betas[0] ** (k + 1)) + (1 - betas[0]) * x_OI / (1 - betas[0] ** k)
+    return numerator_OI / (torch.sqrt(v_OI / (1 - betas[1] ** k)) + eps), m_OI, v_OI
 
 
 def _dots(x_OI: Tensor, scaled_OI: Tensor, split: int | None) -> Tensor:

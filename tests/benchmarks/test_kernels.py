@@ -19,7 +19,7 @@ from ds_kfac.ops.backends import Backend
 TINY = Model("tiny", ((7, 33), (33, 65)), 2, (Conv(3, 8, 3, 1),))
 TIMED = (
     "syrk_accumulate_", "symmetric_pack_into_", "symmetric_unpack_from", "ema_update_", "similarity",
-    "eigen_scale_dot", "corrected_scale_dot", "patch_syrk_accumulate_",
+    "eigen_scale_dot", "corrected_scale_dot", "adam_scale", "patch_syrk_accumulate_",
 )  # fmt: skip
 SETTINGS = Settings("cpu", rows=16, blocks=2, max_dim=64, dtype=torch.float32, batch=2)
 

@@ -152,6 +152,31 @@ def scale_calls(device: str, sizes: Sizes) -> Iterator[Call]:
         yield Call("corrected_scale_dot", label, arguments, three, lambda found, _: found, 1e-5, options)
 
 
+def adam_calls(device: str, sizes: Sizes) -> Iterator[Call]:
+    kinds = ((0.0, True, False, False), (7.0, True, True, True), (3.0, False, False, True))
+    for (outputs, inputs), (updates, usable, nesterov, transposed) in product(sizes.gradients, kinds):
+        x_OI, first_OI, second_OI = (normal(device, outputs, inputs, seed=seed) for seed in range(3))
+        second_OI = second_OI.square()
+        if transposed:
+            x_OI, first_OI, second_OI = (laid_out(part, "transposed") for part in (x_OI, first_OI, second_OI))
+        x, m, v = x_OI.double(), first_OI.double(), second_OI.double()
+        b1, b2 = torch.tensor((0.9, 0.95), device=device).double()  # as fp32 has them
+        k = updates + usable
+        if usable:
+            m, v = b1 * m + (1 - b1) * x, b2 * v + (1 - b2) * x.square()
+        else:
+            x_OI[0, 0] = float("nan")
+        numerator = m / (1 - b1**k)
+        if nesterov:
+            numerator = b1 * m / (1 - b1 ** (k + 1)) + (1 - b1) * x / (1 - b1**k)
+        wanted = [numerator / ((v / (1 - b2**k)).sqrt() + 1e-3), m, v]
+        label = f"{outputs} x {inputs}, {updates} updates{', nesterov' * nesterov}{', transposed' * transposed}"
+        scalars = (torch.tensor(updates, device=device), torch.tensor(usable, device=device))
+        options = {"betas": (0.9, 0.95), "eps": 1e-3, "nesterov": nesterov}
+        arguments = (x_OI, first_OI, second_OI, *scalars)
+        yield Call("adam_scale", label, arguments, wanted, lambda found, _: found, 1e-5, options)
+
+
 def sums(x_OI: Tensor, scaled_OI: Tensor, split: int | None) -> Tensor:
     products = x_OI.double() * scaled_OI
     left = products.shape[1] if split is None else split

@@ -10,6 +10,7 @@ from tests.gpu.calls import (
     DTYPES,
     Call,
     Sizes,
+    adam_calls,
     block_syrk_calls,
     count_calls,
     laid_out,
@@ -107,6 +108,7 @@ CALLS: dict[str, Callable[[str, Sizes], Iterator[Call]]] = {
     "eigen_scale": scale_calls,
     "eigen_scale_dot": scale_calls,
     "corrected_scale_dot": scale_calls,
+    "adam_scale": adam_calls,
 }
 
 

@@ -14,6 +14,7 @@ MODULES = {
     "eigen_scale": "eigen_scale",
     "eigen_scale_dot": "eigen_scale",
     "corrected_scale_dot": "corrected_scale",
+    "adam_scale": "adam_scale",
 }
 """Op -> file."""
 
