@@ -36,8 +36,8 @@ def assemble(engine: Any, config: KFACConfig, experts: ExpertRows | None) -> tup
     optimized = optimized_parameters(engine)
     parts = domains(engine, optimized)
     several = bool(parts[0].name)
-    costs = agreed_costs(torch.device(engine.device), config)
     _choose_backend(engine, config)
+    costs = agreed_costs(torch.device(engine.device), config)
     with parallelism.agreeing(several):  # one stage may have no layers, or too little memory
         found = scan(engine.module, config.choice, optimized=optimized)
         pairs = parallelism.by_domain(found, parts)
@@ -67,7 +67,8 @@ def _choose_backend(engine: Any, config: KFACConfig) -> None:
     was not is used nowhere then: replicas that round differently would drift apart."""
     name, device = config.ops.backend, torch.device(engine.device).type
     if name is None:
-        own = dict(backends.use(None, device).missing)
+        with failing_together("ds_kfac cannot attach", torch.distributed.group.WORLD):
+            own = dict(backends.use(None, device).missing)
         everyone: list[dict[str, str]] = [own] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(everyone, own)
         lacking = {

@@ -8,7 +8,6 @@ the module uncompiled for good. So all other steps run the graphs that they woul
 
 import inspect
 import os
-import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
@@ -204,9 +203,7 @@ class Attachment:
             )
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # nothing can be compiled before torch._dynamo is imported, which takes seconds
-        compiled = "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance")  # torch 2.6
-        if not (self.job.active and self.engine.module.training and compiled):
+        if not (self.job.active and self.engine.module.training and hasattr(torch.compiler, "set_stance")):  # torch 2.6
             return original(*args, **kwargs)
         with torch.compiler.set_stance("force_eager"):
             return original(*args, **kwargs)

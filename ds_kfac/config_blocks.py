@@ -67,7 +67,7 @@ class EigenbasisConfig(Block):
     """Warm start: up to here only the eigenvalues are computed again; 0: never. A first try: 0.1."""
     qr_below: float = Field(0.0, ge=0, lt=1)
     """Warm start: up to here one or two QR steps follow the old basis; above it, a decomposition. 0: never."""
-    exact_every: int | None = Field(None, ge=1)
+    exact_every: int | None = Field(None, ge=1, le=100)
     """Of so many refreshes of a factor one is exact; the others are one QR step from its last eigenbasis (orthogonal
     iteration, as in SOAP), with no look at how far it turned. Cheaper on a GPU, hardly so on a CPU. Not together with
     keep_below, values_below or qr_below. null: 1, every refresh is exact."""
@@ -114,7 +114,7 @@ class PreconditionerConfig(Block):
     that have it, else highest. With method inverse its two products are meant, and mixed is refused."""
     stack_layers: bool | None = None
     """Precondition small layers of equal shape together: fewer and larger launches, for a second copy of their
-    eigenvectors, at most 256 MiB a rank. null: on GPUs. Not with method inverse."""
+    eigenvectors, at most 256 MiB a rank, which memory plans do not count. null: on GPUs. Not with method inverse."""
     method: Literal["eigen", "inverse"] = "eigen"
     """eigen: eigenbases of both factors. inverse: their damped inverses by Cholesky, with lambda shared out by pi
     (KAISA): half the products of a step, half the bytes to other workers, refreshes about ten times cheaper, for sides

@@ -17,25 +17,6 @@ from ds_kfac.side import Side
 from ds_kfac.warm_start import WarmStart, warmed
 
 
-def block_product(matrices: Sequence[Tensor], x_D: Tensor) -> Tensor:
-    """A block-diagonal matrix times x [D, any].
-
-    Args:
-        matrices: [n, b, b] per group of equal blocks; none for the identity.
-    """
-    pieces, start = [], 0
-    for matrix in matrices:
-        count, width, _ = matrix.shape
-        part = x_D[start : start + count * width]
-        start += count * width
-        # a batch of one is slower as a batch
-        product = matrix[0] @ part if count == 1 else (matrix @ part.reshape(count, width, -1)).flatten(0, 1)
-        pieces.append(product)
-    if not pieces:
-        return x_D
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
 @dataclass(frozen=True)
 class Eigenbasis:
     """factor = Q diag(values) Q^T with an orthogonal, block-diagonal Q.

@@ -70,6 +70,7 @@ def solve(problems: Sequence[Problem], method: Method, device: torch.device) -> 
     """In the order given. On a CPU each for itself, so that a result does not depend on what else is solved."""
     if not grouped(device):
         return [_alone(problem.blocks(), problem.start, method) for problem in problems]
+    load_solvers(device)
     found: dict[int, Solution] = {}
     for lanes in rounds([problem.shape for problem in problems], [problem.start is not None for problem in problems]):
         # Here, not in the lanes: what unpacking caches belongs to this stream.
@@ -157,13 +158,18 @@ def _tried(
         return None
 
 
+def probe(blocks: Tensor) -> Tensor:
+    """The vector that results are checked with, fp32 [b]: no pattern of its own."""
+    return torch.cos(1.0 + torch.arange(blocks.shape[-1], device=blocks.device, dtype=torch.float32) ** 2)
+
+
 def credible(blocks: Tensor, values: Tensor, vectors: Tensor, *, exact: bool) -> Tensor:
     """Bool [n]: whether Q Q^T x = x and, of an exact one, Q^T C x = diag(values) Q^T x, for one x (Freivalds' check).
 
     torch.linalg.eigh has returned vectors that are not orthogonal from a GPU without an error (pytorch issue 192483).
     Elementwise, O(b^2): no product that TF32 could touch.
     """
-    x = torch.cos(1.0 + torch.arange(blocks.shape[-1], device=blocks.device, dtype=torch.float32) ** 2)
+    x = probe(blocks)
     turned = (vectors * x.unsqueeze(-1)).sum(-2)
     right = ((vectors * turned.unsqueeze(-2)).sum(-1) - x).norm(dim=-1) <= TOLERANCE * x.norm()
     if not exact:
@@ -183,7 +189,6 @@ def _in_lanes(
     ready: torch.cuda.Event | None = None
     ends: list[torch.cuda.Event] = []
     if device.type == "cuda":
-        _load_solvers(device)
         streams, ready = _streams(device, threading.get_ident()), torch.cuda.current_stream(device).record_event()
 
     def beside(number: int) -> dict[int, Solution]:
@@ -222,7 +227,8 @@ def _loaded(device: torch.device) -> None:
     torch.linalg.eigh(torch.ones(1, 1, 1, device=device))
 
 
-def _load_solvers(device: torch.device) -> None:
+def load_solvers(device: torch.device) -> None:
     """torch loads its CUDA solvers at the first call, and fails if two threads make it (pytorch issue 90613)."""
-    with _LOADING:
-        _loaded(device)
+    if device.type == "cuda":
+        with _LOADING:
+            _loaded(device)

@@ -10,16 +10,14 @@ Sources: Martens & Grosse 2015 (arXiv:1503.05671), sec. 6.3; Pauloski et al. 202
 Shape suffixes: D a side's width, P its packed elements, O and I the sides of a layer's matrix, n blocks of width b.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from ds_kfac.damping import FACTORED_DAMPING, Scalar
 from ds_kfac.eigenbasis import Eigenbasis, Refreshed, apply_blocks
-from ds_kfac.eigensolver import rungs
+from ds_kfac.eigensolver import TOLERANCE, grouped, load_solvers, probe, rungs
 from ds_kfac.factor import KroneckerFactor
 from ds_kfac.ops.dispatch import symmetric_pack_into_
 from ds_kfac.ops.reference import packed_numel
@@ -86,8 +84,10 @@ def packed(inverse: DampedInverse) -> Tensor:
 
 def from_packed(side: Side, flat_P: Tensor) -> DampedInverse:
     """Inverse of :func:`packed`, to the bit; a copy."""
-    flat_P = flat_P.clone()  # small blocks and diagonals would be views of it
-    return DampedInverse(diagonal=flat_P) if side.block == 1 else DampedInverse(side.blocks(flat_P))
+    if side.block == 1:
+        return DampedInverse(diagonal=flat_P.clone())
+    # blocks of width 1 are views of it
+    return DampedInverse(tuple(block.clone() if block.shape[-1] == 1 else block for block in side.blocks(flat_P)))
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,10 @@ def refresh_inverse(
     scale = 1 / (1 + damp(damping, 1.0, mean)) if beside_identity else 1.0
     if side.block == 1:
         return Refreshed(DampedInverse(diagonal=scale / (factor.packed_P.clamp(min=0) + added)), "diagonal")
+    load_solvers(factor.packed_P.device)
     found, retries = [], 0
     for blocks in side.blocks(factor.packed_P):
-        inverted, failed = _climb(blocks, partial(cholesky_inverse, added=added, scale=scale))
+        inverted, failed = _climb(blocks, added, scale)
         retries += failed
         if inverted is None:
             return Refreshed(None, "failed", retries)
@@ -150,23 +151,34 @@ def cholesky_inverse(matrix: Tensor, *, added: Scalar, scale: Scalar = 1.0) -> T
     damped = matrix.clone()
     damped.diagonal(dim1=-2, dim2=-1).add_(torch.as_tensor(added, device=matrix.device, dtype=matrix.dtype))
     lower, info = torch.linalg.cholesky_ex(damped)
-    inverse = torch.cholesky_inverse(lower)
+    inverse = torch.cholesky_inverse(lower).mT.contiguous()  # it comes in columns; both triangles are nearly equal
     if not isinstance(scale, float) or scale != 1.0:
         inverse.mul_(torch.as_tensor(scale, device=matrix.device, dtype=matrix.dtype))
     return inverse.masked_fill_((info != 0)[:, None, None], torch.nan).float()
 
 
-def _climb(blocks: Tensor, invert: Callable[[Tensor], Tensor]) -> tuple[Tensor | None, int]:
-    """The first rung of the ladder whose result is finite, None if none is; and how many failed."""
+def _climb(blocks: Tensor, added: Scalar, scale: Scalar) -> tuple[Tensor | None, int]:
+    """The first rung of the ladder whose result can be right, None if none is; and how many failed."""
     ladder = rungs(blocks)
     for failures, rung in enumerate(ladder):
         try:
-            found = invert(rung()).to(blocks.device)
+            found = cholesky_inverse(rung(), added=added, scale=scale).to(blocks.device)
         except RuntimeError:  # the library's own, or out of memory: the next rung is more exact, then elsewhere
             continue
-        if bool(torch.isfinite(found).all()):
+        right = torch.isfinite(found).all()
+        if grouped(blocks.device):
+            right &= credible(blocks, found, added=added, scale=scale).all()
+        if bool(right):
             return found, failures
     return None, len(ladder)
+
+
+def credible(blocks: Tensor, inverse: Tensor, *, added: Scalar, scale: Scalar = 1.0) -> Tensor:
+    """Bool [n]: whether (C + added I) inverse x = scale x for one x, as ``eigensolver.credible``."""
+    x = probe(blocks)
+    y = (inverse * x).sum(-1)
+    off = (blocks * y.unsqueeze(-2)).sum(-1) + added * y - scale * x
+    return off.norm(dim=-1) <= TOLERANCE * (blocks.flatten(1).norm(dim=-1) + added) * y.norm(dim=-1)
 
 
 def _mean(factor: KroneckerFactor) -> Tensor:

@@ -89,7 +89,8 @@ class LayerState:
         basis, old = new.basis, self.basis
         if basis is None or (self.corrected is None and self.adam is None):
             return new
-        with fp32_products("ieee", basis.A.values.device):  # an error here would stay in the moments
+        device = basis.A.values.device  # an error here would stay in the moments
+        with torch.autocast(device.type, enabled=False), fp32_products("ieee", device):
             overlap = LayerBasis(
                 basis.G.overlap(old.G if old else None) if G is not None or old is None else _still(basis.G),
                 basis.A.overlap(old.A if old else None) if A is not None or old is None else _still(basis.A),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ds_kfac.costs import BUILTIN, CostModel, from_dict
 from ds_kfac.inverse import cholesky_inverse
+from ds_kfac.ops.backends import chosen
 from ds_kfac.ops.dispatch import syrk_accumulate_
 from ds_kfac.ops.reference import packed_numel
 
@@ -84,15 +85,15 @@ def _wait(device: torch.device) -> None:
 
 
 def cached(device: torch.device | str = "cpu", folder: Path | None = None) -> CostModel:
-    """The kept measurement of this kind of device and number of threads; measures and keeps it if there is none.
+    """The kept measurement of this kind of device, threads and backend; measures and keeps it if there is none.
 
     A file that cannot be read, or is of another version, is measured again; a folder that cannot be written, every
     time. Ranks must not each call this: their plans would differ.
     """
     device = torch.device(device)
-    path = (
-        cache_folder() if folder is None else folder
-    ) / f"costs-{device_name(device)}-{torch.get_num_threads()}.json"
+    ops = chosen(device.type).ops["syrk_accumulate_"][0]
+    name = f"costs-{device_name(device)}-{torch.get_num_threads()}-{ops}.json"
+    path = (cache_folder() if folder is None else folder) / name
     try:
         kept = json.loads(path.read_text())
         if kept["version"] == VERSION and kept["costs"].keys() == BUILTIN["cpu"].to_dict().keys():

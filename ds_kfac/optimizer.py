@@ -174,6 +174,7 @@ class KFACOptimizer:
             for layer in self.owned
         }
         self.steps, self.peak_lr = 0, {}
+        self.direction.rotations.clear()
         self.capture.take()
         self.curvature.reset()
         self.resume()

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache, partial
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -73,9 +73,9 @@ class Refresher(Generic[T]):
 
     def submit_together(self, keys: Sequence[str], work: Callable[[], Sequence[T]]) -> None:
         """Have ``work`` done once, which gives a result per key, by the first of them that is not dropped."""
-        shared = cache(lambda: dict(zip(keys, work(), strict=True)))
-        for key in keys:
-            self.submit(key, partial(_of, shared, key))
+        shared: _Job[Sequence[T]] = _Job("", work)
+        for place, key in enumerate(keys):
+            self.submit(key, partial(_of, shared, place))
 
     def give(self, key: str, result: T) -> None:
         """Put a result there that was computed elsewhere, as if it had been submitted."""
@@ -133,8 +133,14 @@ class Refresher(Generic[T]):
         self._stop = weakref.finalize(self, _stop, self._queue, thread)  # also when the process ends
 
 
-def _of(shared: Callable[[], Mapping[str, T]], key: str) -> T:
-    return shared()[key]
+def _of(shared: _Job[Sequence[T]], place: int) -> T:
+    """One result of work that is done once, also if it fails."""
+    if not shared.done.is_set():
+        shared.run()
+    if shared.error is not None:
+        raise shared.error
+    assert shared.result is not None
+    return shared.result[place]
 
 
 def _serve(queue: "SimpleQueue[_Job[Any] | None]", device: torch.device, ready: threading.Event) -> None:

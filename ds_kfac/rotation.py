@@ -38,8 +38,10 @@ class Rotation:
         sides = [basis.G for basis in bases], [basis.A for basis in bases]
         G, A = (_together([basis.vectors for basis in side]) for side in sides)
         G_back, A_back = G, A
-        if precision.half:
-            G_back, A_back = (_together([basis.half_vectors for basis in side]) for side in sides)
+        if precision.half and len(bases) == 1:
+            G_back, A_back = bases[0].G.half_vectors, bases[0].A.half_vectors
+        elif precision.half:
+            G_back, A_back = (tuple(vectors.bfloat16() for vectors in side) for side in (G, A))
         values_G, values_A = (
             side[0].values if len(side) == 1 else torch.stack([basis.values for basis in side]) for side in sides
         )
@@ -93,7 +95,12 @@ class Rotations:
         kept = self._kept.get(names[0])
         if kept is None or kept[0] != names or any(old is not new for old, new in zip(kept[1], sides, strict=True)):
             for name in names:
-                self._kept.pop(name, None)  # its memory first
+                self._kept.pop(name, None)
+            kept = None  # its memory first
             kept = names, sides, Rotation.of(bases, self.precision)
             self._kept.update(dict.fromkeys(names, kept))
         return kept[2]
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._kept.clear()

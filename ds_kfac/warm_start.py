@@ -122,12 +122,17 @@ def iterated(blocks: Tensor, vectors: Tensor, values: Tensor) -> tuple[Tensor, T
     Returns:
         (values [n, b], vectors [n, b, b]), fp32.
     """
-    exact = torch.float32 if _full_precision() else torch.float64
     with torch.autocast(blocks.device.type, enabled=False):
-        C = blocks.to(exact)
-        new = _orthonormal((C @ vectors.to(exact)).float(), values)
-        diagonal = ((C @ new.to(exact)) * new).sum(dim=-2)
+        new = _orthonormal(_exact_product(blocks, vectors).float(), values)
+        diagonal = (_exact_product(blocks, new) * new).sum(dim=-2)
     return diagonal.float().clamp(min=0), new
+
+
+def _exact_product(blocks: Tensor, vectors: Tensor) -> Tensor:
+    """In fp32, or float64 where the process allows less for fp32."""
+    with SWITCH:  # the thread that preconditions may allow TF32 for a moment
+        exact = torch.float32 if _full_precision() else torch.float64
+        return blocks.to(exact) @ vectors.to(exact)
 
 
 def _look(blocks: Sequence[Tensor], vectors: Sequence[Tensor], values: Tensor) -> _Turned:

@@ -5,7 +5,17 @@ import torch
 
 from ds_kfac.damping import FACTORED_DAMPING
 from ds_kfac.factor import KroneckerFactor
-from ds_kfac.inverse import DampedInverse, LayerInverse, from_packed, inverse_numel, packed, refresh_inverse
+from ds_kfac.inverse import (
+    DampedInverse,
+    LayerInverse,
+    cholesky_inverse,
+    credible,
+    from_packed,
+    inverse_numel,
+    packed,
+    refresh_inverse,
+)
+from ds_kfac.ops import backends, functional
 from ds_kfac.ops.functional import symmetric_pack
 from ds_kfac.side import Side
 from tests.test_eigenbasis import SIDES, factor, matrix
@@ -101,3 +111,26 @@ def test_packed_and_back_is_the_same_to_the_bit_and_a_copy(side):
     flat.fill_(float("nan"))
     assert torch.equal(back.apply(x), expected) and back.nbytes == inverse.nbytes
     assert inverse.rounded(torch.bfloat16) is inverse, "16 bits would cost an inverse its definiteness"
+
+
+def test_a_wrong_inverse_is_not_credible():
+    blocks = torch.stack([matrix(factor(Side.dense(65))) * (size + 1) for size in range(3)])
+    inverse = cholesky_inverse(blocks, added=0.01, scale=0.5)
+    assert credible(blocks, inverse, added=0.01, scale=0.5).all()
+    inverse[1, 7, 9] *= 1.5
+    inverse[2] = torch.eye(65)
+    assert credible(blocks, inverse, added=0.01, scale=0.5).tolist() == [True, False, False]
+
+
+def test_inverses_are_packed_by_the_kernels(monkeypatch):
+    """They take rows; of columns plain torch would have to make the triangle."""
+    if "cpp" in backends.chosen("cpu").missing:
+        pytest.skip("no C++ ops")
+    monkeypatch.setattr(functional, "symmetric_pack_into_", None)
+    assert packed(inverted(factor(Side.dense(63)), None, "relative")).isfinite().all()
+    assert all(block.is_contiguous() for block in inverted(factor(Side(9, 4)), None, "relative").blocks)
+
+
+def test_what_is_kept_holds_no_other_memory():
+    kept = from_packed(Side(9, 4), torch.arange(21.0))
+    assert [block.untyped_storage().nbytes() for block in kept.blocks] == [block.nbytes for block in kept.blocks]

@@ -12,7 +12,7 @@ from ds_kfac.orthogonal import newton_schulz
 from ds_kfac.precision import HIGHEST, Precision, choose, fp32_products
 from ds_kfac.preconditioner import precondition
 from ds_kfac.rotation import Rotation, Rotations
-from ds_kfac.warm_start import WarmStart, warmed
+from ds_kfac.warm_start import WarmStart, iterated, warmed
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TF32, MIXED = Precision("tf32", "tf32"), Precision("mixed", "tf32", half=True)
@@ -87,18 +87,26 @@ def test_highest_is_fp32_whatever_the_process_allows(process):
     assert torch.equal(actual, expected)
 
 
-def test_products_elsewhere_wait_until_the_switch_is_given_back():
+@pytest.mark.parametrize("how", ["kept", "qr"])
+def test_products_elsewhere_wait_until_the_switch_is_given_back(how):
     """A refresh on a thread of its own must not see TF32: it would drown small eigenvalues."""
     one = basis(33, 65).A
     factor = one.vectors[0] @ torch.diag(one.values) @ one.vectors[0].mT
     found = []
-    thread = threading.Thread(target=lambda: found.append(warmed([factor], one.vectors, one.values, WarmStart(0.02))))
+
+    def refresh() -> None:
+        if how == "kept":
+            found.append(warmed([factor], one.vectors, one.values, WarmStart(0.02)))
+        else:
+            found.append(iterated(factor, one.vectors[0], one.values.unsqueeze(0)))
+
+    thread = threading.Thread(target=refresh)
     with fp32_products("tf32", CPU):
         thread.start()
         thread.join(0.1)
         assert thread.is_alive() and not found
     thread.join(10)
-    assert found[0].how == "kept"
+    assert found and (how == "qr" or found[0].how == "kept")
 
 
 def errors(O: int, I: int) -> dict[str, float]:  # noqa: E741
@@ -167,14 +175,22 @@ def test_layers_at_once_rotate_like_each(precision):
                 torch.testing.assert_close(alone.restore(x[index]), one.restore(x[index]))
 
 
-def test_copies_are_made_only_when_a_basis_changes():
+def test_copies_are_made_only_when_a_basis_changes(monkeypatch):
     rotations, (first, second, third) = Rotations(MIXED), (basis(5, 7), basis(5, 7), basis(5, 7))
     one = rotations.of(("a", "b"), [first, second])
     assert rotations.of(("a", "b"), [LayerBasis(first.G, first.A), second]) is one
     other = rotations.of(("a", "b"), [first, third])
     assert other is not one and torch.equal(other.G[0][1], third.G.vectors[0][0])
     forgotten = weakref.ref(other.values_G)
-    del other
+    del other, one
+    old = weakref.ref(rotations.of(("a", "b"), [first, third]).values_G)
+    alive, of = [], Rotation.of
+    monkeypatch.setattr(Rotation, "of", lambda *args: alive.append(old() is not None) or of(*args))
+    rotations.of(("a", "b"), [second, third])
+    assert alive == [False], "the old copies are freed before new ones are made"
     alone = [rotations.of((name,), [first]) for name in "ab"]
     assert forgotten() is None, "what no layer uses any more"
-    assert all(rotations.of(("a", "b"), [first, second]) is not one for one in alone)
+    again = rotations.of(("a", "b"), [first, second])
+    assert all(again is not one for one in alone) and "half_vectors" not in vars(second.A), "a stack has its own halves"
+    rotations.clear()
+    assert rotations.of(("a", "b"), [first, second]) is not again

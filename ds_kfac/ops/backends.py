@@ -121,7 +121,7 @@ def _choose(backend: str | None, device: str, without: Mapping[str, str]) -> Cho
             continue
         try:
             found = BACKENDS[name].load()
-        except RuntimeError as problem:
+        except (RuntimeError, OSError, ImportError) as problem:
             missing[name] = str(problem)
             continue
         for op, implementation in found.items():

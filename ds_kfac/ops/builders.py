@@ -217,6 +217,7 @@ def rows(builders: Sequence[OpBuilder]) -> list[tuple[str, ...]]:
     """For the report: name, built ahead of time, can be used or built, and why not."""
     lines: list[tuple[str, ...]] = [("op library", "installed", "compatible", "")]
     for builder in builders:
-        compatible, ahead = builder.is_compatible(), builder.installed()
+        compatible = builder.is_compatible()
+        ahead = builder.installed() if compatible else None
         lines.append((builder.NAME, "yes" if ahead else "no", "yes" if compatible else "no", builder.error_log or ""))
     return lines
