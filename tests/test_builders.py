@@ -2,6 +2,9 @@
 
 import shutil
 import stat
+import subprocess
+import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -118,3 +121,12 @@ def test_architectures_are_those_of_torch_s_variable():
 def test_a_library_that_does_not_load_is_a_reason(compilers):
     with pytest.raises(RuntimeError, match="its library does not load"):
         CPUBuilder().load()
+
+
+def test_a_source_distribution_has_the_sources(tmp_path):
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path), "sdist", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=root, check=True, capture_output=True)
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        names = {name.split("/", 1)[-1] for name in archive.getnames()}
+    assert {str(file.relative_to(root)) for file in (root / "csrc").rglob("*.c*")} <= names
