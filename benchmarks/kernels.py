@@ -121,6 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, help="of a batch; 8192 on a GPU, 1024 on a CPU")
     parser.add_argument("--blocks", type=int, help="of a model in one call; 4 on a GPU, 1 on a CPU")
     parser.add_argument("--max-dim", type=int, help="largest factor; 11008 on a GPU, 4096 on a CPU")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="of rows; fp32 on a CPU, else bf16")
     parser.add_argument("--goals", action="store_true", help="a table of what is wanted of a GPU, pass or fail")
     parser.add_argument("--sweep", choices=("syrk",), help="time every shipped configuration of an op, on a GPU")
     parser.add_argument("--seconds", type=float, default=0.5, help="per implementation and case")
@@ -130,8 +131,11 @@ def main(arguments: list[str] | None = None) -> int:
     gpu = options.device == "cuda"
     settings = Settings(
         options.device, options.rows or (8192 if gpu else 1024), options.blocks or (4 if gpu else 1),
-        options.max_dim or (11008 if gpu else 4096), torch.bfloat16 if gpu else torch.float32,
+        options.max_dim or (11008 if gpu else 4096),
+        getattr(torch, options.dtype or ("bfloat16" if gpu else "float32")),
     )  # fmt: skip
+    if options.goals and gpu and settings.dtype == torch.float32:
+        parser.error("--goals: they are of 16-bit rows, which tensor cores multiply; time fp32 rows without")
     torch.manual_seed(0)
     clock = Clock(options.device)
     if options.sweep:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import unfold
 
-from benchmarks.kernels_cases import Case, Op, Settings, dense, product, worst
+from benchmarks.kernels_cases import Case, Op, Settings, dense, product, rounding, worst
 from benchmarks.kernels_shapes import Conv
 from ds_kfac.ops.reference import packed_numel
 
@@ -109,7 +109,7 @@ def patches(settings: Settings, conv: Conv) -> Case:
         found_P = torch.zeros_like(sum_P)
         op(found_P, x_NCHW, kernel=kernel, **options)
         x, probes = patch_rows(x_NCHW.double()), settings.normal(dim, 2).double()
-        return worst(dense(found_P.double(), dim) @ probes, x.T @ (x @ probes)), 1e-5
+        return worst(dense(found_P.double(), dim) @ probes, x.T @ (x @ probes)), rounding(rows, x_NCHW.dtype)
 
     size = f"{settings.batch} x {conv.channels} x {conv.image}^2, {conv.kernel}^2/{conv.stride}"
     return Case(

@@ -250,7 +250,8 @@ class Capture:
     def _add_gradient(self, call: Call, gradient: Tensor) -> None:
         """Rows of M g-hat / seed: the gradient of each loss term, M of them averaged in the loss.
 
-        Unscaled in fp32 before the product: the square of a gradient scaled by 2^16 overflows.
+        fp32 rows are unscaled before the product: the square of a gradient scaled by 2^16 may overflow. Rows in 16
+        bits go as they are, the square of M / seed comes after: fp16 squares stay below 2^32, bf16 is not scaled.
         """
         use, sums = call.layer.uses[call.use], self._use_sums(call.layer, call.use)
         seed = self._fallback_seed() if self._seed is None else self._seed
@@ -262,11 +263,16 @@ class Capture:
             for tensor, side, sum_ in zip(tensors, (use.A, use.G), (sums.A, sums.G), strict=True):
                 if tensor is None or sum_ is None:
                     continue
-                rows, terms = gradient_rows(tensor, call.info.rows, self.rule, turn=self.turn)
+                rows, terms, factor = gradient_rows(tensor, call.info.rows, self.rule, turn=self.turn)
                 told = call.info.terms(weight_sharing=self.rule.weight_sharing)
                 terms = terms if told is None else told
                 divisor = terms if call.info.divisor is None or self.sampled else call.info.divisor
-                side.accumulate_(sum_.sum_P, rows * (divisor / seed))
+                scale: Tensor | float = factor
+                if rows.dtype == torch.float32:
+                    rows = rows * (divisor / seed)
+                else:
+                    scale = factor * (divisor / seed) ** 2
+                side.accumulate_(sum_.sum_P, rows, scale=scale)
                 new_terms = self._new_terms(call, terms)
                 sum_.count.add_(new_terms)
         for tensor, sum_, which in zip(tensors, (sums.A, sums.G), "AG", strict=True):

@@ -104,22 +104,23 @@ def _mean_rows(x_NTD: Tensor, mask: Tensor | None, rule: RowRule, turn: int) -> 
 
 def gradient_rows(
     gradient: Tensor, mask: Tensor | None, rule: RowRule, *, turn: int = 0
-) -> tuple[Tensor, Tensor | int]:
-    """Rows of output gradients, fp32 [R, D], and how many loss terms the call has if nothing else tells.
+) -> tuple[Tensor, Tensor | int, float]:
+    """Rows of output gradients [R, D], how many loss terms the call has if nothing else tells, and a factor.
 
-    The sum of their outer products stands for that of all rows: a sample is scaled up.
+    The factor times the sum of the rows' outer products stands for that of all rows; 1 unless they are a sample.
+    bf16 and fp16 rows are as they were, so that tensor cores multiply them; sums over positions and others are fp32.
     """
-    g_NTD = _positions(gradient.detach(), width=1).float()
+    g_NTD = _positions(gradient.detach(), width=1)
+    if g_NTD.dtype not in (torch.bfloat16, torch.float16):
+        g_NTD = g_NTD.float()
     mask = _fitting(mask, g_NTD)
     if mask is not None:
-        g_NTD = g_NTD * mask
+        g_NTD = g_NTD * mask  # of 0 and 1, exact in any dtype
     reduced = rule.weight_sharing == "reduce"
-    flat = g_NTD.sum(dim=1) if reduced else g_NTD.flatten(0, 1)
+    flat = g_NTD.sum(dim=1, dtype=torch.float32) if reduced else g_NTD.flatten(0, 1)
     terms: Tensor | int = len(flat)
     if mask is not None:
         terms = (mask.flatten(1).any(dim=1) if reduced else mask).sum().float()
     chosen = _spread(len(flat), rule, turn)
     sample = flat[chosen]
-    if len(sample) < len(flat):
-        sample = sample * (len(flat) / len(sample)) ** 0.5
-    return sample, terms
+    return sample, terms, len(flat) / max(1, len(sample))

@@ -80,11 +80,14 @@ class Side:
         """Packed elements P."""
         return sum(count * packed_numel(width) for count, width in self.groups)
 
-    def accumulate_(self, sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None) -> Tensor:
-        """Add the rows' second moment, inside the blocks, to a packed fp32 sum.
+    def accumulate_(
+        self, sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None, scale: Tensor | float = 1.0
+    ) -> Tensor:
+        """Add ``scale`` times the rows' second moment, inside the blocks, to a packed fp32 sum.
 
         Args:
-            x_ND: rows [N, D], or [N, D - 1] with ``ones_column``; or int64 [N], each the index of a one-hot row.
+            x_ND: rows [N, D], or [N, D - 1] with ``ones_column``; or int64 [N], each the index of a one-hot row (their
+                counts are not scaled).
             ones_column: [N, 1] of 1 (0 for a row that does not count), the input of the bias.
         """
         if self.block == 0:
@@ -92,13 +95,14 @@ class Side:
         if not x_ND.is_floating_point():
             return count_accumulate_(sum_P, x_ND)
         if self.block == self.dim:
-            return syrk_accumulate_(sum_P, x_ND, ones_column=ones_column)
+            return syrk_accumulate_(sum_P, x_ND, ones_column=ones_column, scale=scale)
         if ones_column is not None:
             x_ND = torch.cat([x_ND, ones_column.to(x_ND.dtype)], dim=1)
         column = start = 0
         for count, width in self.groups:
             stop = start + count * packed_numel(width)
-            block_syrk_accumulate_(sum_P[start:stop], x_ND[:, column : column + count * width], block=width)
+            part = x_ND[:, column : column + count * width]
+            block_syrk_accumulate_(sum_P[start:stop], part, block=width, scale=scale)
             column, start = column + count * width, stop
         return sum_P
 

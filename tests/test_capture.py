@@ -9,6 +9,7 @@ from ds_kfac.capture import BatchSum, Capture, UseSums
 from ds_kfac.layers.registry import LAYERS
 from ds_kfac.ops.functional import symmetric_pack
 from ds_kfac.scan import Choice, scan
+from ds_kfac.side import Side
 from tests.models import FEATURES, Net, cross_entropy, make_batch, make_net
 from tests.test_scan import Conv1D
 
@@ -128,6 +129,20 @@ def test_scaling_the_loss_does_not_change_the_factors():
     for name, (A, G) in plain.means().items():
         torch.testing.assert_close(scaled.sums(name).A.sum_P / (ROWS * TOKENS), A)
         torch.testing.assert_close(scaled.sums(name).G.sum_P / (ROWS * TOKENS), G, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_in_16_bits_are_multiplied_as_they_are(dtype, monkeypatch):
+    recorder, seen = Recorder(nn.Sequential(nn.Linear(FEATURES, 63)).to(dtype)), []
+    recorder.capture.begin_backward(torch.tensor(2.0**16))
+    accumulate = Side.accumulate_
+    monkeypatch.setattr(Side, "accumulate_", lambda side, s, x, **o: seen.append(x) or accumulate(side, s, x, **o))
+    output = recorder.model(torch.randn(ROWS, TOKENS, FEATURES).to(dtype))
+    output.retain_grad()
+    (output.float().square().mean() * 2.0**16).backward()
+    g = output.grad.double().view(-1, 63) * (ROWS * TOKENS / 2.0**16)
+    assert seen[1].dtype == dtype and g.abs().max() < 1
+    torch.testing.assert_close(recorder.sums("0").G.sum_P.double(), symmetric_pack(g.T @ g), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])

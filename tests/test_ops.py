@@ -43,6 +43,19 @@ def test_syrk_adds_the_packed_second_moment(ops, dim, rows, dtype, ones_column, 
     torch.testing.assert_close(total.double(), expected, rtol=2e-6, atol=1e-4)
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.37, torch.tensor(0.37)], ids=str)
+@pytest.mark.parametrize(("dim", "dtype"), [(1, torch.float32), (63, torch.float16), (257, torch.bfloat16)])
+def test_the_second_moment_is_scaled_after_the_product(ops, dim, dtype, scale, poisoned):
+    x = torch.randn(65, dim, generator=torch.Generator().manual_seed(dim)).to(dtype)
+    ones = torch.ones(65, 1, dtype=dtype)
+    ones[::3], x[::3] = 0, 0
+    wide = torch.cat([x, ones], 1).double()
+    start = torch.arange(functional.packed_numel(dim + 1)).float()
+    found = ops.syrk_accumulate_(start.clone(), x, ones_column=ones, scale=scale)
+    wanted = start.double() + float(scale) * reference.symmetric_pack(wide.T @ wide)
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-6, atol=1e-5)
+
+
 @pytest.mark.parametrize("op", [functional.syrk_accumulate_, dispatch.syrk_accumulate_])
 def test_syrk_is_in_fp32_under_autocast(op):
     x = 1 + torch.rand(50, 9, generator=torch.Generator().manual_seed(0)) / 100
@@ -81,6 +94,9 @@ def test_block_syrk_adds_the_packed_diagonal_blocks(dim, block, rows, poisoned):
         total = torch.ones(expected.numel())
         assert op(total, x, block=block) is total
         torch.testing.assert_close(total.double(), expected, rtol=2e-6, atol=1e-4)
+        for scale in (0.37, torch.tensor(0.37)):
+            scaled = op(torch.ones(expected.numel()), x, block=block, scale=scale)
+            torch.testing.assert_close(scaled.double(), 1 + float(scale) * (expected - 1), rtol=2e-6, atol=1e-4)
 
 
 @pytest.mark.parametrize("dim", SIZES)

@@ -71,12 +71,23 @@ def test_padding_counts_neither_as_rows_nor_in_means():
     assert float(rows.count) == 3 and rows.counts_R1.flatten().tolist() == [1, 1, 0, 1, 0, 0]
     torch.testing.assert_close(second_moment(rows.x), second_moment(x[MASK]))
     torch.testing.assert_close(input_rows(x, MASK, REDUCE, dim=5).x, torch.stack([x[0, :2].mean(0), x[1, 0]]))
-    sample, terms = gradient_rows(g, MASK, EXPAND)
+    sample, terms, _ = gradient_rows(g, MASK, EXPAND)
     torch.testing.assert_close(second_moment(sample), second_moment(g[MASK]))
     assert float(terms) == 3
     flattened = input_rows(x.view(6, 5), MASK, EXPAND, dim=5)  # some models flatten before a layer
     assert torch.equal(flattened.x, rows.x)
     assert input_rows(torch.randn(2, 5), MASK, EXPAND, dim=5).count == 2, "a pooled layer has rows of its own"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_in_16_bits_stay_so_and_are_summed_in_fp32(dtype):
+    g = torch.randn(2, 3, 5).to(dtype)
+    for rule in (EXPAND, RowRule("expand", sample=2)):
+        sample, _, factor = gradient_rows(g, MASK, rule)
+        assert sample.dtype == dtype and factor == 6 / len(sample)
+    assert torch.equal(gradient_rows(g, MASK, EXPAND)[0], torch.where(MASK[..., None], g, 0).view(6, 5))
+    assert torch.equal(gradient_rows(g, MASK, REDUCE)[0], torch.stack([g[0, :2].float().sum(0), g[1, 0].float()]))
+    assert gradient_rows(g.double(), None, EXPAND)[0].dtype == torch.float32
 
 
 def test_masked_indices_are_no_rows():
@@ -95,9 +106,9 @@ def test_a_sample_is_unbiased_and_moves():
         assert rows.count == len(rows.x) == 50
         starts.add(tuple(rows.x[0].tolist()))
         total += second_moment(rows.x) / rows.count
-        sample, terms = gradient_rows(x, None, RowRule("expand", sample=50), turn=turn)
-        assert terms == 200
-        gradients += second_moment(sample)
+        sample, terms, factor = gradient_rows(x, None, RowRule("expand", sample=50), turn=turn)
+        assert terms == 200 and factor == 4
+        gradients += factor * second_moment(sample)
     assert len(starts) == 4
     torch.testing.assert_close(total / 4, whole / 200)  # four turns visit every row once
     torch.testing.assert_close(gradients / 4, whole)

@@ -72,7 +72,8 @@ def test_syrk_does_not_spill_and_multiplies_on_tensor_cores(arch, name, config, 
     monkeypatch.setattr(syrk, "split_for", lambda *_: split)
     dtype = torch.float32 if name == "fp32" else (torch.bfloat16, torch.float16)[split == 1]
     x, total = torch.empty(2048, 1024, dtype=dtype), torch.empty(packed_numel(1025))
-    (compiled,) = compile_one(arch, lambda: syrk.accumulate(total, x, torch.ones(2048, 1), config))
+    scale = 1.0 if split == 1 else torch.ones(())
+    (compiled,) = compile_one(arch, lambda: syrk.accumulate(total, x, torch.ones(2048, 1), config, scale))
     needs_disassembler()
     registers, code = inspected(compiled.cubin, tmp_path)
     print(f"{compiled.name} {config} sm_{arch}: {registers} registers, {compiled.shared} bytes shared")

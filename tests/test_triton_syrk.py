@@ -38,12 +38,12 @@ class Recorder:
         return self.kernel[grid]
 
 
-def assert_adds(syrk, x, ones):
+def assert_adds(syrk, x, ones, scale=1.0):
     wide = x.double() if ones is None else torch.cat([x.double(), ones.double()], 1)
     start = torch.arange(packed_numel(wide.shape[1])).float()
     total = start.clone()
-    assert syrk.syrk_accumulate_(total, x, ones_column=ones) is total
-    expected = start.double() + symmetric_pack(wide.T @ wide)
+    assert syrk.syrk_accumulate_(total, x, ones_column=ones, scale=scale) is total
+    expected = start.double() + float(scale) * symmetric_pack(wide.T @ wide)
     torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=1e-4)
 
 
@@ -69,6 +69,15 @@ def test_a_tile_is_added_whole_in_every_width(modules, block, descriptor, monkey
     syrk, _ = modules
     monkeypatch.setattr(syrk, "config_for", lambda *_: syrk.SyrkConfig(block, 16, 4, 1, 1, descriptor=descriptor))
     assert_adds(syrk, padded(18, block + 2, torch.float32), torch.ones(18, 1))
+
+
+@pytest.mark.parametrize("scale", [0.37, torch.tensor(0.37), torch.tensor([0.37]).double()], ids=str)
+@pytest.mark.parametrize(("descriptor", "split"), [(False, 1), (False, 3), (True, 1), (True, 3)])
+def test_a_tile_and_the_bias_row_are_scaled(modules, descriptor, split, scale, monkeypatch):
+    syrk, _ = modules
+    monkeypatch.setattr(syrk, "config_for", lambda *_: syrk.SyrkConfig(32, 16, 4, 1, 1, descriptor=descriptor))
+    monkeypatch.setattr(syrk, "split_for", lambda *_: split)
+    assert_adds(syrk, padded(37, 63, torch.float16), torch.ones(37, 1), scale)
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 16])

@@ -95,14 +95,14 @@ void ds_kfac_unpack(const void *packed, int dtype, Index items, const Index *sta
     }
 }
 
-// sum_P[of rows start..stop] += lower part of block, the [stop - start, stop] rows of a product X^T X.
-void ds_kfac_add_lower(float *sum, const float *block, Index start, Index stop, int threads) {
+// sum_P[of rows start..stop] += scale * lower part of block, the [stop - start, stop] rows of a product X^T X.
+void ds_kfac_add_lower(float *sum, const float *block, Index start, Index stop, float scale, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (stop * (stop - start) > kPiece)
     for (Index row = start; row < stop; ++row) {
         const float *source = block + (row - start) * stop;
         float *target = sum + packed_numel(row);
 #pragma omp simd
-        for (Index column = 0; column <= row; ++column) target[column] += source[column];
+        for (Index column = 0; column <= row; ++column) target[column] += scale * source[column];
     }
 }
 }

@@ -34,13 +34,15 @@ def load() -> Mapping[str, Callable[..., Any]]:
     return {op.__name__: op for op in ops}
 
 
-def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None) -> Tensor:
+def syrk_accumulate_(
+    sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None, scale: Tensor | float = 1.0
+) -> Tensor:
     """See :func:`ds_kfac.ops.reference.syrk_accumulate_`."""
     dim = x_ND.shape[1]
     ones = ones_column is not None
     if not plain(sum_P) or sum_P.shape != (packed_numel(dim + ones),) or not x_ND.is_floating_point():
         raise NotMadeFor(f"syrk_accumulate_: expected floating rows and their plain fp32 sum, got {of(x_ND, sum_P)}")
-    add_lower, threads = library().ds_kfac_add_lower, torch.get_num_threads()
+    add_lower, threads, scale = library().ds_kfac_add_lower, torch.get_num_threads(), float(scale)
     with torch.autocast("cpu", enabled=False):
         x_ND = x_ND.detach().float()
         rows = SMALL_BLOCK if dim <= SMALL_SIDE else BLOCK
@@ -49,11 +51,11 @@ def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None 
             stop = min(start + rows, dim)
             block = products[: (stop - start) * stop].view(stop - start, stop)
             torch.mm(x_ND[:, start:stop].T, x_ND[:, :stop], out=block)
-            add_lower(sum_P.data_ptr(), block.data_ptr(), start, stop, threads)
+            add_lower(sum_P.data_ptr(), block.data_ptr(), start, stop, scale, threads)
         if ones_column is not None:  # the bias row is the contiguous tail [column sums, N]
             tail = sum_P[packed_numel(dim) :]
-            tail[:dim].add_(x_ND.sum(dim=0))
-            tail[dim].add_(ones_column.sum())
+            tail[:dim].add_(x_ND.sum(dim=0), alpha=scale)
+            tail[dim].add_(ones_column.float().sum(), alpha=scale)
     return sum_P
 
 

@@ -14,7 +14,7 @@ _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": cty
 _SIGNATURES = {
     "pack": "pilppppi",
     "unpack": "pilpppii",
-    "add_lower": "pplli",
+    "add_lower": "ppllfi",
     "ema_update": "lpppppppi",
     "similarity": "lppppppi",
     "eigen_scale_dot": "ppllppfilpi",

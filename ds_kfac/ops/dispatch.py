@@ -28,14 +28,16 @@ __all__ = [
 ]
 
 
-def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None) -> Tensor:
+def syrk_accumulate_(
+    sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None, scale: Tensor | float = 1.0
+) -> Tensor:
     """See :func:`ds_kfac.ops.reference.syrk_accumulate_`."""
-    return chosen(sum_P.device.type).ops["syrk_accumulate_"][1](sum_P, x_ND, ones_column=ones_column)
+    return chosen(sum_P.device.type).ops["syrk_accumulate_"][1](sum_P, x_ND, ones_column=ones_column, scale=scale)
 
 
-def block_syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, block: int) -> Tensor:
+def block_syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, block: int, scale: Tensor | float = 1.0) -> Tensor:
     """See :func:`ds_kfac.ops.reference.block_syrk_accumulate_`."""
-    return chosen(sum_P.device.type).ops["block_syrk_accumulate_"][1](sum_P, x_ND, block=block)
+    return chosen(sum_P.device.type).ops["block_syrk_accumulate_"][1](sum_P, x_ND, block=block, scale=scale)
 
 
 def count_accumulate_(sum_D: Tensor, index_N: Tensor) -> Tensor:

@@ -146,7 +146,9 @@ def diagonal_index(dim: int, block: int, device: torch.device) -> Tensor:
     return (place // block) * packed_numel(block) + row * (row + 1) // 2 - 1
 
 
-def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None) -> Tensor:
+def syrk_accumulate_(
+    sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None, scale: Tensor | float = 1.0
+) -> Tensor:
     """See :func:`ds_kfac.ops.reference.syrk_accumulate_`. Half the FLOPs of X^T X for large D, no wide copy is formed.
 
     Args:
@@ -167,15 +169,19 @@ def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None 
             stop = min(start + BLOCK_ROWS, dim)
             block = x_ND[:, start:stop].T @ x_ND[:, :stop]
             lower = block.reshape(-1).index_select(0, _lower_index(start, stop, x_ND.device))
-            sum_P[packed_numel(start) : packed_numel(stop)].add_(lower)
+            sum_P[packed_numel(start) : packed_numel(stop)].add_(_times_(lower, scale))
         if ones_column is not None:  # the bias row is the contiguous tail [column sums, N]
             tail = sum_P[packed_numel(dim) :]
-            tail[:dim].add_(x_ND.sum(dim=0))
-            tail[dim].add_(ones_column.sum())
+            tail[:dim].add_(_times_(x_ND.sum(dim=0), scale))
+            tail[dim].add_(_times_(ones_column.float().sum(), scale))
     return sum_P
 
 
-def block_syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, block: int) -> Tensor:
+def _times_(x: Tensor, scale: Tensor | float) -> Tensor:
+    return x.mul_(scale) if isinstance(scale, Tensor) or scale != 1.0 else x
+
+
+def block_syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, block: int, scale: Tensor | float = 1.0) -> Tensor:
     """See :func:`ds_kfac.ops.reference.block_syrk_accumulate_`. All blocks in one batched product.
 
     Args:
@@ -189,12 +195,12 @@ def block_syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, block: int) -> Tensor
             f"({dim // block * packed_numel(block)},) and a whole number of blocks, got {tuple(sum_P.shape)}"
         )
     if block == 1:
-        return sum_P.add_(x_ND.float().square().sum(dim=0))
+        return sum_P.add_(_times_(x_ND.float().square().sum(dim=0), scale))
     with torch.autocast(x_ND.device.type, enabled=False):
         x_nNb = x_ND.float().view(rows, dim // block, block).transpose(0, 1)
         products = (x_nNb.mT @ x_nNb).view(dim // block, -1)
         lower = products.index_select(1, _lower_index(0, block, x_ND.device))
-    return sum_P.add_(lower.view(-1))
+    return sum_P.add_(_times_(lower.view(-1), scale))
 
 
 def count_accumulate_(sum_D: Tensor, index_N: Tensor) -> Tensor:

@@ -122,22 +122,28 @@ def _frobenius(x_P: Tensor, dim: int, block: int) -> Tensor:
     return total.sqrt()
 
 
-def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None) -> Tensor:
-    """Add X^T X to a packed fp32 sum: ``sum_P += pack(X^T X)``, with X = [x_ND, ones_column] if that is given.
+def syrk_accumulate_(
+    sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None, scale: Tensor | float = 1.0
+) -> Tensor:
+    """Add to a packed fp32 sum: ``sum_P += scale * pack(X^T X)``, with X = [x_ND, ones_column] if that is given.
 
     The ones column is how a bias enters a factor: it is the weight of a constant input. Its entries are 1, or 0 where
     a row is all zeros because it does not count.
+
+    Args:
+        scale: a number, or a scalar on the device of the sum, of which the host does not wait. It comes after the
+            product: 16-bit rows need not be rounded again.
     """
     x_ND = x_ND.float()
     if ones_column is not None:
         x_ND = torch.cat([x_ND, ones_column.float()], dim=1)
-    return sum_P.add_(symmetric_pack(x_ND.T @ x_ND))
+    return sum_P.add_(scale * symmetric_pack(x_ND.T @ x_ND))
 
 
-def block_syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, block: int) -> Tensor:
-    """Add the diagonal blocks of X^T X, each packed, to a fp32 sum: D / block triangles one after the other."""
+def block_syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, block: int, scale: Tensor | float = 1.0) -> Tensor:
+    """Add ``scale`` times the diagonal blocks of X^T X, each packed, to a fp32 sum: one triangle after the other."""
     triangles = [symmetric_pack(part.T @ part) for part in x_ND.float().split(block, dim=1)]
-    return sum_P.add_(torch.cat(triangles))
+    return sum_P.add_(scale * torch.cat(triangles))
 
 
 def count_accumulate_(sum_D: Tensor, index_N: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks import kernels
-from benchmarks.kernels_cases import Settings
+from benchmarks.kernels_cases import Settings, product, product_tf32
 from benchmarks.kernels_goals import GOALS, goals, goals_table
 from benchmarks.kernels_sweep import fastest, pasted, sweep, sweep_table
 from benchmarks.kernels_timing import Clock
@@ -40,6 +40,12 @@ def test_a_goal_whose_implementations_are_all_wrong_is_not_met():
     assert [(found["by"], found["met"]) for found in goals([row])] == [("nothing", False)]
 
 
+def test_a_goal_without_what_it_is_measured_against_is_not_met():
+    found = goals(rows("syrk_accumulate_", "N 8192, D 4096", triton=1.0, mm=2.0))
+    assert [(row["over"], row["met"]) for row in found] == [("mm", True), ("mm, average, pack", False)]
+    assert "| mm, average, pack | 2.00x | not timed | triton | **fail** |" in goals_table(found)
+
+
 def test_every_side_of_a_syrk_has_two_goals():
     for dim in (1, 768, 2047, 2048, 4095, 4096, 11008):
         row = rows("syrk_accumulate_", f"N 8192, D {dim}", triton=1.0)[0]
@@ -51,6 +57,14 @@ def test_the_page_of_a_run_has_the_goals(tmp_path, capsys):
     options += ["--ops", "syrk_accumulate_", "--seconds", "0", "--goals", "--out", str(tmp_path)]
     assert kernels.main(options) == 0
     assert "## Goals" in (tmp_path / "cpu.md").read_text() and "N 16, D 768 | mm |" in capsys.readouterr().out
+
+
+def test_fp32_rows_are_timed_beside_tf32_and_have_no_goals(monkeypatch, capsys):
+    x = torch.randn(33, 5)
+    assert torch.equal(product_tf32(x), product(x)) and torch.get_float32_matmul_precision() == "highest"
+    with pytest.raises(SystemExit):
+        kernels.main(["--device", "cuda", "--goals", "--dtype", "float32"])
+    assert "--goals: they are of 16-bit rows" in capsys.readouterr().err
 
 
 def test_a_sweep_needs_a_gpu(capsys):

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from benchmarks.kernels_cases import rounding
 from ds_kfac.ops import cpp
 from ds_kfac.ops.backends import BACKENDS, OPS
 from ds_kfac.ops.cuda import CudaOps
@@ -102,7 +103,7 @@ def configured(syrk: Any, config: Any, device: str, dtype: torch.dtype, shapes: 
         total = torch.zeros(packed_numel(dim + 1), device=device)
         syrk.accumulate(total, x_ND, ones, config)
         label = f"{rows} x {dim} {dtype} {config}"
-        call = Call("syrk_accumulate_", label, (), [triangle(wide.T @ wide)], lambda x, _: [x], 1e-5)
+        call = Call("syrk_accumulate_", label, (), [triangle(wide.T @ wide)], lambda x, _: [x], rounding(rows, dtype))
         found += problems(call, total, ())
     return found
 

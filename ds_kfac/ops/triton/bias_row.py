@@ -9,10 +9,10 @@ from ds_kfac.ops.triton.triangle import add_to
 
 @triton.jit
 def add_bias_row(
-    tail_ptr, x_ptr, ones_ptr, first_column, start, stop, dim, x_stride, ones_stride,
+    tail_ptr, x_ptr, ones_ptr, scale, first_column, start, stop, dim, x_stride, ones_stride,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, ATOMIC: tl.constexpr,
 ):  # fmt: skip
-    """Rows start..stop of BLOCK columns of x [N, D]; the first program also sums the ones [N, 1]."""
+    """``scale`` times sums of rows start..stop: BLOCK columns of x [N, D]; the first program also the ones [N, 1]."""
     row = tl.arange(0, CHUNK)
     column = first_column + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -25,5 +25,5 @@ def add_bias_row(
         ones = ones_ptr + (begin + row).to(tl.int64) * ones_stride
         count += tl.load(ones, mask=inside, other=0.0).to(tl.float32)
         pointers += CHUNK * x_stride
-    add_to(tail_ptr + column, total, column < dim, ATOMIC)
-    add_to(tail_ptr + dim, tl.sum(count), first_column == 0, ATOMIC)
+    add_to(tail_ptr + column, scale * total, column < dim, ATOMIC)
+    add_to(tail_ptr + dim, scale * tl.sum(count), first_column == 0, ATOMIC)

@@ -4,15 +4,16 @@
 import triton
 import triton.language as tl
 
-from ds_kfac.ops.triton.base import dot
+from ds_kfac.ops.triton.base import dot, scalar
 from ds_kfac.ops.triton.bias_row import add_bias_row
 from ds_kfac.ops.triton.triangle import add_tile, grouped_tile_at
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "ones_stride"])
 def syrk_descriptor_kernel(
-    sum_ptr, x_desc, x_ptr, ones_ptr, rows, dim, tail, x_stride, ones_stride, tiles,
+    sum_ptr, x_desc, x_ptr, ones_ptr, scale, rows, dim, tail, x_stride, ones_stride, tiles,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, ATOMIC: tl.constexpr,
+    SCALE_IN_MEMORY: tl.constexpr,
 ):  # fmt: skip
     """As ``syrk_kernel``; one thread asks for a [CHUNK, BLOCK] piece of x, what lies outside of x arrives as zeros."""
     part = tl.cdiv(tl.cdiv(rows, tl.num_programs(1)), CHUNK) * CHUNK
@@ -25,10 +26,11 @@ def syrk_descriptor_kernel(
             left = x_desc.load([begin, tile_row * BLOCK])
             right = x_desc.load([begin, tile_column * BLOCK])
             tile = dot(tl.trans(left), right, tile)  # a view of shared memory, which tensor cores read transposed
+        tile *= scalar(scale, SCALE_IN_MEMORY)
         add_tile(sum_ptr, tile, tile_row * BLOCK, tile_column * BLOCK, dim, ATOMIC)
     else:
         first_column = (tl.program_id(0) - tiles) * BLOCK
         add_bias_row(
-            sum_ptr + tail, x_ptr, ones_ptr, first_column, start, stop, dim, x_stride, ones_stride,
-            BLOCK, CHUNK, ATOMIC,
+            sum_ptr + tail, x_ptr, ones_ptr, scalar(scale, SCALE_IN_MEMORY), first_column, start, stop, dim,
+            x_stride, ones_stride, BLOCK, CHUNK, ATOMIC,
         )  # fmt: skip
