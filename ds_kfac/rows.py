@@ -115,7 +115,7 @@ def gradient_rows(
         g_NTD = g_NTD.float()
     mask = _fitting(mask, g_NTD)
     if mask is not None:
-        g_NTD = g_NTD * mask  # of 0 and 1, exact in any dtype
+        g_NTD = g_NTD * mask.to(g_NTD.dtype)  # of 0 and 1, exact in any dtype
     reduced = rule.weight_sharing == "reduce"
     flat = g_NTD.sum(dim=1, dtype=torch.float32) if reduced else g_NTD.flatten(0, 1)
     terms: Tensor | int = len(flat)
