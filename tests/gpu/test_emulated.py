@@ -1,5 +1,6 @@
 """The calls of the GPU tests, by GPU code on the CPU: Triton interpreted, CUDA C++ as loops."""
 
+import ctypes
 import shutil
 import subprocess
 import sys
@@ -38,7 +39,7 @@ def cuda_ops(tmp_path_factory):
         pytest.skip("the CUDA source is not emulated: no C++ compiler")
     path = tmp_path_factory.mktemp("emulation") / "library.so"
     subprocess.run(emulation_command(compiler, path), check=True)
-    ops = CudaOps(CudaLibrary(path), device_type="cpu")
+    ops = CudaOps(CudaLibrary(ctypes.CDLL(str(path))), device_type="cpu")
     return {op: getattr(ops, op) for op in CudaOps.OPS}
 
 
