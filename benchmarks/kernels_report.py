@@ -79,12 +79,13 @@ def draw(rows: Sequence[Row], roofline: Roofline, path: Path) -> None:
     figure, axis = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
     timed = [row for row in rows if "median_ms" in row]
     ops = list(dict.fromkeys(row["op"] for row in timed))
+    colors = dict(zip(ops, plt.get_cmap("tab20").colors, strict=False))
     intensities = []
     for row in timed:
         flops = row["flops"] or row["bytes"] / 4
         intensities.append(flops / row["bytes"])
         ours = row["kind"] == "op"
-        color = f"C{ops.index(row['op'])}"
+        color = colors[row["op"]]
         axis.plot(
             intensities[-1], flops / row["median_ms"] / 1e6, ls="", marker="o" if ours else "s", color=color,
             markerfacecolor=color if ours else "none", ms=5 if ours else 6, alpha=0.8,
@@ -97,7 +98,7 @@ def draw(rows: Sequence[Row], roofline: Roofline, path: Path) -> None:
         places = [low, roofline.flops_per_second / roofline.bytes_per_second, high]
         heights = [min(place * roofline.bytes_per_second, roofline.flops_per_second) / 1e9 for place in places]
         axis.plot(places, heights, color="black", lw=1.2)
-    handles = [plt.Line2D([], [], ls="", marker="o", color=f"C{index}") for index in range(len(ops))]
+    handles = [plt.Line2D([], [], ls="", marker="o", color=color) for color in colors.values()]
     handles.append(plt.Line2D([], [], ls="", marker="s", color="gray", markerfacecolor="none"))
     axis.legend(handles, [*ops, "the library's way"], fontsize=8, frameon=False)
     axis.set(xscale="log", yscale="log", xlabel="FLOPs per byte", ylabel="GFLOP/s")
