@@ -103,7 +103,7 @@ def _support() -> list[tuple[str, str]]:
     return [
         ("device", f"{kind}: {tested}"),
         ("ops", str(chosen(kind))),
-        ("decomposition", "torch.linalg.eigh: LAPACK on a CPU, cuSOLVER or MAGMA on a GPU"),
+        ("decomposition", "torch.linalg.eigh, or Cholesky with inverses: LAPACK on a CPU, cuSOLVER on a GPU"),
         ("bf16", "yes" if get_accelerator().is_bf16_supported() else "no"),
         ("fp16", "yes" if get_accelerator().is_fp16_supported() else "no"),
         ("layers", ", ".join(TYPES)),
