@@ -180,17 +180,31 @@ def rows_of(case: str, backend: str, times: dict[str, list[float]]) -> list[dict
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments_of(description: str, *, seconds: float) -> argparse.Namespace:
+    """Of a command that compares; sets the threads and says what is measured with."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--seconds", type=float, default=5.0, help="about how long each comparison takes")
+    parser.add_argument("--seconds", type=float, default=seconds, help="about how long each comparison takes")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: of this process, on a busy machine")
     parser.add_argument("--out", type=Path, help="csv to write")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    torch.manual_seed(0)
     print(f"torch {torch.__version__}, {arguments.threads} threads, {arguments.clock} clock")
     print(f"ops: {backends.use(None, 'cpu')}")
+    return arguments
+
+
+def write_csv(table: Sequence[dict[str, str]], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, table[0])
+        writer.writeheader()
+        writer.writerows(table)
+
+
+def main() -> None:
+    arguments = arguments_of(__doc__.splitlines()[0], seconds=5.0)
+    torch.manual_seed(0)
     names = ["torch"] if "cpp" in backends.chosen("cpu").missing else ["cpp", "torch"]
     table = []
     for backend in names:
@@ -206,11 +220,7 @@ def main() -> None:
             times = adam_step(rows, columns, backend, seconds=arguments.seconds, clock=arguments.clock)
             table += rows_of(f"Adam's step, {rows} x {columns}", backend, times)
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        with arguments.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, table[0])
-            writer.writeheader()
-            writer.writerows(table)
+        write_csv(table, arguments.out)
 
 
 if __name__ == "__main__":

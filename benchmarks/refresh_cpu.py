@@ -1,23 +1,19 @@
 """A refresh by eigendecomposition against one by Cholesky inverse, from packed average to what is kept, on the CPU.
 
-    python benchmarks/refresh_cpu.py [--threads 2] [--out benchmarks/results/refresh_cpu.csv]
+    python -m benchmarks.refresh_cpu [--threads 2] [--out benchmarks/results/refresh_cpu.csv]
 
 Taken and checked as in ``kernels_cpu.py``: both take turns, and nothing is timed unless the inverse is that of the
 eigenbasis.
 """
 
-import argparse
-import csv
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.kernels_cpu import CLOCKS, check, rounds, rows_of
+from benchmarks.kernels_cpu import arguments_of, check, rounds, rows_of, write_csv
 from ds_kfac.eigenbasis import refresh
 from ds_kfac.factor import KroneckerFactor
 from ds_kfac.inverse import refresh_inverse
-from ds_kfac.ops import backends
 from ds_kfac.side import Side
 
 SIDES = (512, 1024, 2048)
@@ -36,25 +32,13 @@ def refreshes(dim: int, **how: Any) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--seconds", type=float, default=10.0, help="about how long each comparison takes")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: of this process, on a busy machine")
-    parser.add_argument("--out", type=Path, help="csv to write")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    print(f"torch {torch.__version__}, {arguments.threads} threads, {arguments.clock} clock")
-    print(f"ops: {backends.use(None, 'cpu')}")
+    arguments = arguments_of(__doc__.splitlines()[0], seconds=10.0)
     table = []
     for dim in SIDES:
         times = refreshes(dim, seconds=arguments.seconds, clock=arguments.clock)
         table += rows_of(f"refresh, side {dim}, Cholesky inverse", "cpu", times)
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        with arguments.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, table[0])
-            writer.writeheader()
-            writer.writerows(table)
+        write_csv(table, arguments.out)
 
 
 if __name__ == "__main__":

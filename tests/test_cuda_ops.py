@@ -2,8 +2,6 @@
 
 import ctypes
 import math
-import shutil
-import subprocess
 
 import pytest
 import torch
@@ -11,11 +9,12 @@ import torch
 from ds_kfac.ops import reference
 from ds_kfac.ops.builders import CUDABuilder
 from ds_kfac.ops.cuda import CudaOps
-from ds_kfac.ops.cuda_compile import emulation_command, find_nvcc
+from ds_kfac.ops.cuda_compile import find_nvcc
 from ds_kfac.ops.cuda_library import CudaError, CudaLibrary
 from ds_kfac.ops.guarded import NotMadeFor
 from ds_kfac.ops.reference import packed_numel, symmetric_pack
 from ds_kfac.side import Side
+from tests.cuda_emulation import emulated
 
 DIMS = [1, 2, 63, 129, 257, 0, 64]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -25,13 +24,8 @@ SIDES = [(1, 1), (63, 63), (257, 257), (300, 1), (130, 64), (5, 0), (129, 2)]
 @pytest.fixture(scope="module", params=[3, 512], ids=["3 layers a launch", "512 layers a launch"])
 def ops(request, tmp_path_factory):
     """Undefined behaviour ends the process."""
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("the CUDA source is not emulated: no C++ compiler")
-    path = tmp_path_factory.mktemp("emulation") / "library.so"
     options = [f"-DDS_KFAC_LAYERS={request.param}", "-fsanitize=undefined", "-fno-sanitize-recover"]
-    subprocess.run(emulation_command(compiler, path, *options), check=True)
-    return CudaOps(CudaLibrary(ctypes.CDLL(str(path))), device_type="cpu")
+    return emulated(tmp_path_factory.mktemp("emulation"), *options)
 
 
 def normal(*shape: int, seed: int) -> torch.Tensor:

@@ -1,9 +1,7 @@
 """What a backend has no code for gives torch's result, from every backend; what fails names the way out."""
 
-import ctypes
 import math
 import shutil
-import subprocess
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -13,11 +11,11 @@ import torch
 from ds_kfac.ops import backends, cpp, functional, gpus, reference
 from ds_kfac.ops.backends import Backend
 from ds_kfac.ops.cuda import CudaOps, load
-from ds_kfac.ops.cuda_compile import emulation_command
-from ds_kfac.ops.cuda_library import CudaError, CudaLibrary
+from ds_kfac.ops.cuda_library import CudaError
 from ds_kfac.ops.guarded import NotMadeFor, guarded
 from ds_kfac.ops.triton import availability
 from ds_kfac.ops.triton import backend as triton_backend
+from tests.cuda_emulation import emulated
 from tests.triton_tools import interpreted
 
 
@@ -40,15 +38,12 @@ def implementations(request, tmp_path) -> Mapping[str, Callable]:
             module.unavailable = lambda device: None
             yield module.load()
         return
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip(f"{request.param} is not tested: no C++ compiler")
     if request.param == "cpp":
+        if shutil.which("g++") is None and shutil.which("clang++") is None:
+            pytest.skip("cpp is not tested: no C++ compiler")
         yield cpp.load()
         return
-    path = tmp_path / "library.so"
-    subprocess.run(emulation_command(compiler, path), check=True)
-    ops = CudaOps(CudaLibrary(ctypes.CDLL(str(path))), device_type="cpu")
+    ops = emulated(tmp_path)
     yield {op: getattr(ops, op) for op in CudaOps.OPS}
 
 

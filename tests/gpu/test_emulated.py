@@ -1,8 +1,5 @@
 """The calls of the GPU tests, by GPU code on the CPU: Triton interpreted, CUDA C++ as loops."""
 
-import ctypes
-import shutil
-import subprocess
 import sys
 from importlib.util import find_spec
 
@@ -11,9 +8,8 @@ import torch
 
 from ds_kfac.ops import functional
 from ds_kfac.ops.cuda import CudaOps
-from ds_kfac.ops.cuda_compile import emulation_command
-from ds_kfac.ops.cuda_library import CudaLibrary
 from ds_kfac.ops.triton.backend import MODULES
+from tests.cuda_emulation import emulated
 from tests.gpu.calls import Sizes
 from tests.gpu.layer_calls import CALLS, calls_of
 from tests.gpu.targets import configured, copied, problems
@@ -34,12 +30,7 @@ def triton_ops():
 
 @pytest.fixture(scope="module")
 def cuda_ops(tmp_path_factory):
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("the CUDA source is not emulated: no C++ compiler")
-    path = tmp_path_factory.mktemp("emulation") / "library.so"
-    subprocess.run(emulation_command(compiler, path), check=True)
-    ops = CudaOps(CudaLibrary(ctypes.CDLL(str(path))), device_type="cpu")
+    ops = emulated(tmp_path_factory.mktemp("emulation"))
     return {op: getattr(ops, op) for op in CudaOps.OPS}
 
 
