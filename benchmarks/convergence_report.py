@@ -33,7 +33,8 @@ def report(out: Path) -> str:
 
 
 def best_runs(runs: list[Run]) -> dict[tuple[str, str], dict[int, Run]]:
-    """(task, method) -> seed -> run at the rate that was best in the sweep; none if every rate diverged."""
+    """(task, method) -> seed -> run of a race at the rate that was best in the sweep; none if every rate diverged, or
+    none was in a race yet: the sweep's losses are of other data."""
     found = {}
     order = list(METHODS)
     pairs = {(run.job.task, run.job.method) for run in runs}
@@ -41,10 +42,7 @@ def best_runs(runs: list[Run]) -> dict[tuple[str, str], dict[int, Run]]:
         losses = {rate: run.final for rate, run in swept(runs, task, method).items()}
         ours = [run for run in runs if (run.job.task, run.job.method, run.job.final) == (task, method, True)]
         rate = best_rate(losses)
-        finals = {run.job.seed: run for run in ours if rate is not None and run.job.rate == rate}
-        if not finals and rate is not None:  # not in a race yet: its times are not comparable, its losses are
-            finals = {SWEEP_SEED: swept(runs, task, method)[rate]}
-        found[task, method] = finals
+        found[task, method] = {run.job.seed: run for run in ours if rate is not None and run.job.rate == rate}
     return found
 
 
@@ -169,17 +167,19 @@ def markdown(rows: list[dict], plots: list[str], remarks: list[str]) -> str:
 
 
 NOTES = [
-    "Loss: mean over seeds at the rate that was best on seed 0, smallest to largest in brackets. To AdamW's: where",
-    "the held-out curve first reaches the loss at which AdamW's run of the same seed ends, linear between evaluations,",
-    "mean over the seeds that reach it (their number if not all do). Seconds are of training only. A range of rates",
-    "with * ends at an end of the sweep, so it may be wider.",
+    "Loss: on the test part of the data, mean over seeds, smallest to largest in brackets, at the rate that was best",
+    "on the validation part with seed 0; the two parts share no byte. Ranges of rates are of validation losses. All",
+    "methods have the same linear warmup. To AdamW's: where the test curve first reaches the loss at which AdamW's run",
+    "of the same seed ends, linear between evaluations, mean over the seeds that reach it (their number, if not all).",
+    "Seconds are of training only. A range of rates with * ends at an end of the sweep, so it may be wider.",
     "",
 ]
 
 
 def _cells(row: dict) -> list[str]:
     if not row["seeds"]:
-        return [row["method"], "all diverged", *[""] * 7, row["diverged_rates"]]
+        why = "all diverged" if len(row["diverged_rates"].split()) == row["rates"] else "not raced"
+        return [row["method"], why, *[""] * 7, row["diverged_rates"]]
 
     def spread(name: str, digits: int) -> str:
         mean, low, high = (row[name + end] for end in ("", "_min", "_max"))

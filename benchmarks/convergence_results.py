@@ -1,7 +1,9 @@
 """Runs of the convergence benchmark on disk: a csv is a finished run, whatever else lies there is not.
 
-<out>/<task>/<method>_lr<rate>_seed<seed>.csv          a run of the sweep: columns COLUMNS, a row a step
-<out>/<task>/<method>_lr<rate>_seed<seed>_final.csv    one of a race, timed step by step against the others
+<out>/<task>/<method>_lr<rate>_seed<seed>.csv          a run of the sweep: columns COLUMNS, a row a step; its held-out
+                                                       loss is of the validation part
+<out>/<task>/<method>_lr<rate>_seed<seed>_final.csv    one of a race, timed step by step against the others; of the
+                                                       test part
 <out>/<task>/<method>.json                             the settings of all those runs
 """
 

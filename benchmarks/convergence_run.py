@@ -75,7 +75,7 @@ def race(jobs: list[Job], out: Path, steps: int, stage: int, data: str | None) -
             engine = build(task.build(job.seed), config)
             engines.append(engine)
             batches = (task.batch(corpus, job.seed, step) for step in itertools.count())
-            running[job] = train(engine, batches, task.held_out(corpus), steps)
+            running[job] = train(engine, batches, task.held_out(corpus, "test" if job.final else "validation"), steps)
         while running:
             for job in list(running):
                 row = next(running[job], None)

@@ -1,12 +1,12 @@
 """What the convergence benchmark trains: small models on bytes, where a batch depends on seed and step only."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from examples.gpt import GPT, GPTConfig
-from examples.text import Corpus
+from examples.text import STRETCHES, Corpus
 
 MASK, MASKED_PART, IGNORED = 0xFF, 0.15, -100  # UTF-8 has no byte 0xFF
 HELD_OUT_BATCHES = 8
@@ -28,10 +28,17 @@ class Task:
         """Tokens and labels, int64 [rows, context]."""
         return self._windows(corpus, torch.Generator().manual_seed(seed * 1_000_003 + step * 1009), held_out=False)
 
-    def held_out(self, corpus: Corpus) -> list[tuple[Tensor, Tensor]]:
-        """The same windows, masked alike, for every method, seed and step."""
+    def held_out(self, corpus: Corpus, part: str) -> list[tuple[Tensor, Tensor]]:
+        """The same windows, masked alike, for every method, seed and step.
+
+        Args:
+            part: "validation", by which rates are chosen, or "test", which is reported; they share no byte.
+        """
         generator = torch.Generator().manual_seed(10_000)
-        return [self._windows(corpus, generator, held_out=True) for _ in range(HELD_OUT_BATCHES)]
+        # of each of the corpus' stretches the first half and the second
+        halves = dict(zip(("validation", "test"), corpus.held_out.view(STRETCHES, -1).chunk(2, dim=1), strict=True))
+        own = replace(corpus, held_out=halves[part].reshape(-1))
+        return [self._windows(own, generator, held_out=True) for _ in range(HELD_OUT_BATCHES)]
 
     def _windows(self, corpus: Corpus, generator: torch.Generator, *, held_out: bool) -> tuple[Tensor, Tensor]:
         tokens, following = corpus.batch(generator, self.rows, self.model.context, held_out=held_out)

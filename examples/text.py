@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+STRETCHES = 20
+"""Places from which the held-out part is cut."""
 SUFFIXES = {".py", ".txt", ".md", ".rst", ".c", ".cpp", ".h", ".json", ".tex", ".html"}
 
 
@@ -28,7 +30,7 @@ class Corpus:
 
 
 def load(path: str | None, context: int) -> Corpus:
-    """Read a corpus; 5 % is held out, cut from 20 places so that it resembles the rest.
+    """Read a corpus; 5 % is held out, cut from STRETCHES places so that it resembles the rest.
 
     Raises:
         ValueError: no such path, no text in it, or too little for one window in each part.
@@ -41,14 +43,14 @@ def load(path: str | None, context: int) -> Corpus:
     else:
         raise ValueError(f"--data {root}: no such file or folder")
     raw = b"\n".join(f.read_bytes() for f in files)
-    stretch = len(raw) // 20
+    stretch = len(raw) // STRETCHES
     held = stretch // 20
     if held <= context + 1:
         raise ValueError(
             f"--data {root}: {len(raw):,} bytes in {len(files)} text files is too little; windows of {context} bytes "
             f"need at least {400 * (context + 2):,}"
         )
-    data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)[: stretch * 20].view(20, stretch)
+    data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)[: stretch * STRETCHES].view(STRETCHES, stretch)
     digest = hashlib.sha256(raw).hexdigest()[:12]
     # by default without the path, so that runs of two machines can be told to be of the same data
     source = "Python standard library" if path is None else root

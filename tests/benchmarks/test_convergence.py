@@ -6,13 +6,14 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import convergence, convergence_report, convergence_run
 from benchmarks.convergence_methods import METHODS, RATES, deepspeed_config
 from benchmarks.convergence_results import COLUMNS, Job, check_settings, next_rate, read, read_all, write
 from benchmarks.convergence_tasks import IGNORED, MASK, TASKS
 from examples.gpt import GPTConfig
-from examples.text import load
+from examples.text import STRETCHES, Corpus, load
 
 INFINITE = math.inf
 
@@ -71,8 +72,6 @@ def test_only_a_finished_run_is_taken_as_one(tmp_path):
 
 def muon_step() -> dict[str, list[float]]:
     """Singular values of every matrix's first update over the learning rate."""
-    import torch
-
     rate, task = 0.02, TASKS["tiny"]
     config = deepspeed_config("muon", rate, rows=2, steps=3, stage=0)
     del config["scheduler"], config["optimizer"]["params"]["weight_decay"]  # its first step has rate 0
@@ -106,6 +105,7 @@ def test_every_method_has_rates_and_a_config_at_the_rate():
         assert 0.5 in (config["optimizer"]["params"].get(key) for key in ("lr", "muon_lr"))
         schedule = config["scheduler"]["params"]
         assert (schedule["total_num_steps"], schedule["warmup_num_steps"]) == (300, 21)
+        assert schedule["warmup_type"] == "linear"
         assert ("kfac" in config) == method.startswith("kfac")
 
 
@@ -118,6 +118,16 @@ def test_masked_bytes_are_the_labels_and_batches_depend_on_seed_and_step(corpus)
     assert (labels[masked] < 128).all()
     again, other, later = task.batch(text, 0, 0)[0], task.batch(text, 1, 0)[0], task.batch(text, 0, 1)[0]
     assert (tokens == again).all() and (tokens != other).any() and (tokens != later).any()
+
+
+def test_rates_are_chosen_on_other_bytes_than_are_reported():
+    places = torch.arange(STRETCHES * 41)  # every byte says where it is
+    task = type(TASKS["gpt_small"])(GPTConfig(context=4), rows=400, steps=1)
+    validation, test = (
+        {int(place) for x, _ in task.held_out(Corpus("", places, places), part) for place in x.flatten()}
+        for part in ("validation", "test")
+    )
+    assert len(validation) > STRETCHES * 18 and len(test) > STRETCHES * 18 and not validation & test
 
 
 @pytest.mark.parametrize(
