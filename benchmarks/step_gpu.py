@@ -3,7 +3,7 @@
     python benchmarks/step_gpu.py [--rows 32] [--kfac '{"preconditioner": {...}}'] [--out benchmarks/results]
 
 Engines with and without K-FAC take turns, so that noise hits both; each kind of step has its median, and the overhead
-is weighed at a factor update every 10 steps and a refresh every 100. A second, slower run waits for the device around
+is that of a mean step at the default intervals. A second, slower run waits for the device around
 every stage, which gives the stages' shares. Without a GPU: DS_ACCELERATOR=cpu and a small model, to see that it works.
 """
 
@@ -27,13 +27,12 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import ds_kfac
+from benchmarks.mean_step import ROW, WEIGHTS
 from ds_kfac.metrics import STAGES
 from examples.gpt import Block, GPTConfig
 
 UPDATE, REFRESH = 5, 20
 """In this run; refreshes are rare otherwise."""
-WEIGHTS = {"preconditioning only": 0.9, "factor update": 0.09, "refresh": 0.01}
-"""Part of the steps at a factor update every 10 steps, a refresh every 100."""
 TARGET = 0.15
 
 
@@ -150,7 +149,7 @@ def report(options: argparse.Namespace, times: dict[str, list[float]], parts: di
     for name, values in times.items():
         low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
         rows.append([name, 1e3 * medians[name], 1e3 * low, 1e3 * high, medians[name] / base, len(values)])
-    rows.append(["weighed 10/100", 1e3 * (base + more), "", "", 1 + more / base, ""])
+    rows.append([ROW, 1e3 * (base + more), "", "", 1 + more / base, ""])
     lines = ["| step | median [ms] | quartiles | to AdamW's | steps |", "|---|---|---|---|---|"]
     for name, median, low, high, ratio, count in rows:
         spread = f"{low:.1f}..{high:.1f}" if low != "" else ""
