@@ -56,7 +56,7 @@ class Attachment:
         except Exception:
             self._remove_hooks()
             raise
-        self._active, self._warned = True, False
+        self._active, self._warned, self._warned_of_strangers = True, False, False
         try:
             if config.factor.fisher == "monte_carlo":
                 self.sampling = LossSampling(self.optimizer, engine)
@@ -176,6 +176,7 @@ class Attachment:
         kfac, engine = self.optimizer, self.engine
         monitored = self.job.active and engine.monitor.enabled and engine.global_rank == 0
         self._warn_of_silent_layers()
+        self._warn_of_strangers()
         if self.sampling is not None:
             self.sampling.check()
         self.job.step()
@@ -202,6 +203,18 @@ class Attachment:
                 "no rank calls is not preconditioned until it has data; if it is never called as a module, exclude it"
             )
 
+    def _warn_of_strangers(self) -> None:
+        """Once, at a captured step without a gradient that counts: the user means a backward that is not our own."""
+        captures = [kfac.capture for kfac in self.job.optimizers]
+        strangers = sum(capture.strangers for capture in captures)
+        if strangers and not any(capture.counted for capture in captures) and not self._warned_of_strangers:
+            self._warned_of_strangers = True
+            logger.warning(
+                f"ds_kfac: rank {self.engine.global_rank}: gradients came through {strangers} calls of layers, none of "
+                "them in this engine's own backward, so none was counted in the factors. Call engine.backward(loss) of "
+                "the engine whose statistics the loss is to give"
+            )
+
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not (self.job.active and self.engine.module.training and hasattr(torch.compiler, "set_stance")):  # torch 2.6
             return original(*args, **kwargs)
@@ -209,20 +222,21 @@ class Attachment:
             return original(*args, **kwargs)
 
     def _backward(self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not self.job.active or not loss.requires_grad:
-            return original(loss, *args, **kwargs)
-        scale_wrt_gas = kwargs.get("scale_wrt_gas", args[1] if len(args) > 1 else True)
-        # The caller who switches that off has divided by the micro-batches himself.
-        divisor = 1 if scale_wrt_gas else self.engine.gradient_accumulation_steps()
-        if self.sampling is not None:
-            self.sampling.sample()
-            return original(loss, *args, **kwargs)
-        hook = loss.register_hook(lambda seed: self.job.begin_backward(seed.float() / divisor))
-        try:
-            return original(loss, *args, **kwargs)
-        finally:
-            hook.remove()
-            self.job.end_backward()
+        retain_graph = bool(kwargs.get("retain_graph", args[0] if args else False))
+        with self.job.own_backward(retain_graph=retain_graph):
+            if not self.job.active or not loss.requires_grad:
+                return original(loss, *args, **kwargs)
+            scale_wrt_gas = kwargs.get("scale_wrt_gas", args[1] if len(args) > 1 else True)
+            # The caller who switches that off has divided by the micro-batches himself.
+            divisor = 1 if scale_wrt_gas else self.engine.gradient_accumulation_steps()
+            if self.sampling is not None:
+                self.sampling.sample()
+                return original(loss, *args, **kwargs)
+            hook = loss.register_hook(lambda seed: self.job.begin_backward(seed.float() / divisor))
+            try:
+                return original(loss, *args, **kwargs)
+            finally:
+                hook.remove()
 
     def _save_checkpoint(
         self, original: Callable[..., Any], save_dir: str, tag: Any = None, client_state: Any = None, *args, **kwargs

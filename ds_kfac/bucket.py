@@ -1,6 +1,7 @@
 """One step's batch sums in one flat fp32 buffer, ordered by the rank that averages them. Pure layout, no communication.
 
-A rank's segment starts with one count per slot, then the packed sums follow; every part is aligned.
+A rank's segment starts with one count per slot, then the packed sums follow; every part is aligned. Where layers share
+factors, every segment of the last bucket has one number more after its counts: whether they still may.
 """
 
 from collections import Counter
@@ -10,7 +11,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from ds_kfac.capture import BatchSum, UseSums
+from ds_kfac.calls import BatchSum, UseSums
 from ds_kfac.factor_spec import FactorSpec, factors_by_layer
 from ds_kfac.layers.base import LayerSpec
 
@@ -43,12 +44,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Segment:
-    """The part of one rank: elements ``start .. stop``, counts before ``body``."""
+    """The part of one rank: elements ``start .. stop``, counts before ``body``, and maybe the place of a flag."""
 
     start: int
     body: int
     stop: int
     slots: tuple[Slot, ...]
+    flag: int | None = None
 
     @property
     def numel(self) -> int:
@@ -70,8 +72,13 @@ class FactorBucket:
         *,
         world: int,
         keys: Collection[str] | None = None,
+        flagged: bool = False,
     ) -> "FactorBucket":
-        """Lay out the sums of the factors in ``keys`` (None: all). Layers that share an input have one slot."""
+        """Lay out the sums of the factors in ``keys`` (None: all). Layers that share an input have one slot.
+
+        Args:
+            flagged: with a flag in every segment.
+        """
         by_layer, segments, end = factors_by_layer(factors), [], 0
         parts: list[list[tuple[str, str, int, str, int]]] = [[] for _ in range(world)]
         for layer in layers:
@@ -82,12 +89,12 @@ class FactorBucket:
                     numel = (use.A if which == "A" else use.G).numel
                     parts[decomposers[factor.key]].append((factor.key, layer.name, index, which, numel))
         for own in parts:
-            start, body = end, end + aligned(len(own))
+            start, body = end, end + aligned(len(own) + flagged)
             end, slots = body, []
             for place, (key, name, index, which, numel) in enumerate(own):
                 slots.append(Slot(key, name, index, which, start + place, end, numel))
                 end += aligned(numel)
-            segments.append(Segment(start, body, end, tuple(slots)))
+            segments.append(Segment(start, body, end, tuple(slots), start + len(own) if flagged else None))
         return cls(tuple(segments))
 
     @property
@@ -126,9 +133,15 @@ def step_buckets(
     Args:
         halved: two of them, that of the upper layers first, instead of one.
     """
-    parts = _halves(layers, factors, keys) if halved else (keys,)
-    plans = (FactorBucket.plan(layers, factors, decomposers, world=world, keys=part) for part in parts)
-    return tuple(plan for plan in plans if plan.numel)
+    halves = _halves(layers, factors, keys) if halved else (keys,)
+    parts = tuple(part for part in halves if any(factor.key in part for factor in factors))
+    shared = any(len(factor.layers) > 1 and factor.key in keys for factor in factors)
+    return tuple(
+        FactorBucket.plan(
+            layers, factors, decomposers, world=world, keys=part, flagged=shared and index == len(parts) - 1
+        )
+        for index, part in enumerate(parts)
+    )
 
 
 def _halves(

@@ -1,79 +1,37 @@
 """Hooks on the layers: batch sums of a a^T and g g^T, only on the micro-steps that need them.
 
-A is added in the forward hook, G when the gradient of the output arrives. The gradient is taken by a prehook on
-the output's grad_fn, because a tensor hook would run before DeepSpeed divides an engine output's gradient by the
-accumulation steps, and a full backward hook breaks with in-place activations. An in-place activation also replaces
-the grad_fn of a view, which the output of a Linear with bias is; the node of the viewed tensor stays.
+A is summed in the forward hook and waits, a sum and not the inputs, for the gradient of the layer's output; both are
+counted when it arrives. What never gets one is never counted: a forward whose backward is skipped, or stopped by an
+exception before it reached the layer.
+
+A gradient counts in the engine's own backward only, see ``own_backward.py``.
 
 Activation checkpointing runs a forward twice. Reentrant: the first run has gradients disabled and is passed over.
 Non-reentrant: the first run counts; the recomputation's graph never gets a gradient, so it must not count A. Hence
-a forward inside a backward adds A only once its gradient arrives.
+a forward inside a backward sums A only once its gradient arrives.
 
 torch.compile traces the hooks up to their first condition, which is all that steps without capture have of them.
 
 With a Monte-Carlo Fisher the gradients of the true loss are passed over; those of a sampled loss are fed in, for the
 calls that :attr:`Capture.pending` lists.
+
+No exception leaves a hook: it would stop one rank in a backward that the others finish.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 
 from ds_kfac.batch_info import BatchInfo, ReadBatch
+from ds_kfac.calls import AskedCall, BatchSum, Call, Forward, UseSums, edge_of, is_trained, no_graph, on_gradient
 from ds_kfac.layers.base import LayerSpec
 from ds_kfac.layers.registry import LAYERS
+from ds_kfac.own_backward import OwnBackward
 from ds_kfac.rows import RowRule, gradient_rows, input_rows
 from ds_kfac.shared_inputs import SharedInputs
-
-
-@dataclass(frozen=True)
-class BatchSum:
-    """A sum over rows; views of a bucket, added to in place.
-
-    Attributes:
-        sum_P: fp32, packed sum of outer products.
-        count: fp32 scalar: of A its rows (uses of the layer times loss terms), of G loss terms.
-    """
-
-    sum_P: Tensor
-    count: Tensor
-
-
-@dataclass(frozen=True)
-class UseSums:
-    """Where the rows of one use of a layer go, this step; None where nothing is due."""
-
-    A: BatchSum | None
-    G: BatchSum | None
-
-    def having(self, side: str, sum_: BatchSum) -> "UseSums":
-        return replace(self, **{side: sum_})
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a module whose output gradient is still to come.
-
-    Attributes:
-        edge: where in the graph its output's gradient arrives, maybe flattened.
-        shape: of the output, with its examples and positions.
-        x: its input; kept only where it is needed with the gradient, so that checkpointing can free it.
-        input_too: whether A is added with the gradient, because the call was a recomputation.
-    """
-
-    layer: LayerSpec
-    use: int
-    module: nn.Module
-    info: BatchInfo
-    edge: GradientEdge
-    shape: torch.Size
-    x: Tensor | None
-    input_too: bool
 
 
 class Capture:
@@ -93,7 +51,9 @@ class Capture:
     Attributes:
         read_batch: tells the rows that count from the model's arguments.
         pending: calls of this micro-batch without gradients yet; filled only if ``sampled``.
-        on_rows: called with (layer, use, side) after rows were added; set your own.
+        on_rows: called with (layer, use, sides) when a call's rows have come; set your own.
+        gone: whether the sums of a (layer, use, side) have left, so that its rows are dropped; set your own.
+        counted, strangers: calls since the last step whose gradients came in the engine's own backward, and in others.
         turn: counts the steps, moves the sub-sample.
     """
 
@@ -114,9 +74,13 @@ class Capture:
         self.active = False
         self.rule, self.sampled, self.turn = rule or RowRule(), sampled, 0
         self.read_batch: ReadBatch = read_batch or (lambda arguments, keywords: BatchInfo())
-        self.pending: list[Call] = []
+        self.pending: list[AskedCall] = []
         self.inputs = inputs or SharedInputs()
-        self.on_rows: Callable[[str, int, str], None] = lambda layer, use, side: None
+        self.on_rows: Callable[[str, int, str], None] = lambda layer, use, sides: None
+        self.gone: Callable[[str, int, str], bool] = lambda layer, use, side: False
+        self.counted = self.strangers = 0
+        self._own, self._forward = OwnBackward(), Forward()
+        self._arrived: list[Call] = []  # in this backward, with an input to be released after it
         self._stage = stage
         self._allocate, self._fallback_seed = allocate, fallback_seed
         self._sums: Mapping[str, Sequence[UseSums]] | None = None
@@ -138,6 +102,21 @@ class Capture:
         self._handles.clear()
         self.active = False
 
+    def begin_own(self) -> None:
+        """The engine's own backward begins; until :meth:`end_own`."""
+        self._own.begin()
+
+    def end_own(self, *, retain_graph: bool = False) -> None:
+        """It has ended, maybe by an exception. Closes the micro-batch.
+
+        Args:
+            retain_graph: whether a second backward through the graph may follow.
+        """
+        self._own.end()
+        if retain_graph:
+            self._arrived.clear()
+        self.end_backward()
+
     def begin_backward(self, seed: Tensor) -> None:
         """The gradient that reached the user's loss: by what every output gradient is scaled from here on."""
         self._seed = seed.detach().float()
@@ -147,11 +126,15 @@ class Capture:
         self._seed = None
         self._terms.clear()
         self.pending.clear()
+        for call in self._arrived:
+            call.x = None
+        self._arrived.clear()
         self.inputs.end_batch()
 
     def take(self) -> Mapping[str, Sequence[UseSums]] | None:
         """The sums since the last call, None if no layer ran; forgets them."""
         sums, self._sums = self._sums, None
+        self._forward, self.counted, self.strangers = Forward(), 0, 0
         self.end_backward()
         return sums
 
@@ -160,7 +143,7 @@ class Capture:
         self._seed = seed
         for call, gradient in zip(self.pending, gradients, strict=True):
             if gradient is not None:
-                self._add_gradient(call, gradient)
+                self._add_rows(call, gradient)
         self.end_backward()
 
     @property
@@ -170,7 +153,14 @@ class Capture:
 
     def _begin_forward(self, module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:
         if module.training and self.active:
+            self._open(arguments, keywords)
             self._begin_batch(arguments, keywords)
+
+    @torch.compiler.disable
+    def _open(self, arguments: tuple, keywords: dict[str, Any]) -> None:
+        if torch._C._current_graph_task_id() == -1 and torch.is_grad_enabled():
+            self._forward = Forward(detached=no_graph((arguments, keywords)))
+            self.inputs.begin_batch()
 
     @torch.compiler.disable
     def _begin_batch(self, arguments: tuple, keywords: dict[str, Any]) -> None:
@@ -191,47 +181,71 @@ class Capture:
         def capture(module: nn.Module, inputs: tuple, named: dict[str, Any], output: Any) -> None:
             if isinstance(output, tuple):  # Megatron's linears return their bias too
                 output = output[0]
-            if not output.requires_grad:
+            if not output.requires_grad or not is_trained(module):
                 return
-            recomputing = torch._C._current_graph_task_id() != -1
-            if recomputing and self.sampled:  # the first run's calls are those that are sampled
+            recomputed = torch._C._current_graph_task_id() != -1
+            if recomputed and self.sampled:  # the first run's calls are those that are sampled
                 return
             x = inputs[0] if inputs else next(iter(named.values()))
             self.inputs.see(layer.name, x)
             self.called.add(layer.name)
-            x, sums = x.detach(), self._use_sums(layer, index)
-            with_gradient = recomputing or kind.needs_gradients
-            info = self._info_of(layer.uses[index].module, self._info)
-            if not with_gradient and sums.A is not None:
-                self._add_input(layer, index, module, x, info, sums.A)
-            if sums.G is None and not (with_gradient and sums.A is not None):  # its gradients are not asked for
+            sides, sums = self._due(layer, index).sides, self._use_sums(layer, index)
+            if not sides:
                 return
-            origin = _origin(output)
-            assert origin.grad_fn is not None  # output.requires_grad
-            edge = GradientEdge(origin.grad_fn, origin.output_nr)
-            input_too = recomputing and not kind.needs_gradients
+            x, info, forward = x.detach(), self._info_of(layer.uses[index].module, self._info), self._forward
+            with_gradient = recomputed or kind.needs_gradients
+            if not with_gradient and sums.A is not None and x.numel():
+                self._add_input(layer, index, module, x, info, forward.inputs_of(layer.name, index, sums.A))
             x = x if with_gradient else None
-            call = Call(layer, index, module, info, edge, output.shape, x, input_too)
+            values = layer, index, module, info, output.shape, sides, forward, x, recomputed
             if self.sampled:
-                self.pending.append(call)
+                self.pending.append(AskedCall(*values, edge=edge_of(output)))
             else:
-                edge.node.register_prehook(lambda gradients: self._on_gradient(call, gradients[edge.output_nr]))
+                call = Call(*values)
+                on_gradient(output, lambda gradient: self._on_gradient(call, gradient))
 
         return hook
 
     def _on_gradient(self, call: Call, gradient: Tensor | None) -> None:
-        if gradient is None:
+        if gradient is None or not self.active:
             return
-        sum_A = self._use_sums(call.layer, call.use).A
-        if call.input_too and call.x is not None and sum_A is not None:
-            self._add_input(call.layer, call.use, call.module, call.x, call.info, sum_A)
-        self._add_gradient(call, gradient)
+        if self._own.covers(call.forward):
+            self._add_rows(call, gradient)
+        else:
+            self.strangers += 1
 
-    def _use_sums(self, layer: LayerSpec, index: int) -> UseSums:
+    def _add_rows(self, call: Call, gradient: Tensor) -> None:
+        """Of both sides, unless they are too late; a call with an empty batch has none."""
+        self.counted += 1
+        name, use = call.layer.name, call.use
+        needs_x = LAYERS[call.layer.uses[use].kind].needs_gradients
+        sum_A, waiting = self._use_sums(call.layer, use).A, call.forward.waiting.pop((name, use), None)
+        if sum_A is not None and waiting is not None:
+            sum_A.add_(waiting)
+        if sum_A is not None and not needs_x and call.x is not None and call.x.numel():
+            self._add_input(call.layer, use, call.module, call.x, call.info, sum_A)
+        if gradient.numel() and not (needs_x and call.x is None):
+            self._add_gradient(call, gradient)
+        if call.recomputed:
+            call.x = None
+        elif call.x is not None:
+            self._arrived.append(call)
+        self.on_rows(name, use, call.sides)
+
+    def _due(self, layer: LayerSpec, index: int) -> UseSums:
+        """What is due of a use in this step."""
         if self._sums is None:
             self._sums = self._allocate()
         uses = self._sums.get(layer.name)
         return UseSums(None, None) if uses is None else uses[index]
+
+    def _use_sums(self, layer: LayerSpec, index: int) -> UseSums:
+        """The same without what has left."""
+        sums = self._due(layer, index)
+        for side in sums.sides:
+            if self.gone(layer.name, index, side):
+                sums = sums.having(side, None)
+        return sums
 
     @torch.no_grad()
     def _add_input(
@@ -244,7 +258,6 @@ class Capture:
             rows = input_rows(tensor, info.rows, self.rule, dim=use.A.dim, turn=self.turn)
             use.A.accumulate_(sum_A.sum_P, rows.x, ones_column=rows.counts_R1 if use.bias else None)
             sum_A.count.add_(rows.count)
-        self.on_rows(layer.name, index, "A")
 
     @torch.no_grad()
     def _add_gradient(self, call: Call, gradient: Tensor) -> None:
@@ -275,9 +288,6 @@ class Capture:
                 side.accumulate_(sum_.sum_P, rows, scale=scale)
                 new_terms = self._new_terms(call, terms)
                 sum_.count.add_(new_terms)
-        for tensor, sum_, which in zip(tensors, (sums.A, sums.G), "AG", strict=True):
-            if tensor is not None and sum_ is not None:
-                self.on_rows(call.layer.name, call.use, which)
 
     def _new_terms(self, call: Call, terms: Tensor | int) -> Tensor | int:
         """Loss terms that this micro-batch has not counted yet: a second use of a layer adds rows, not terms."""
@@ -288,9 +298,3 @@ class Capture:
             return 0 if counted else terms
         self._terms[key] = max(counted, terms)
         return max(0, terms - counted)
-
-
-def _origin(output: Tensor) -> Tensor:
-    """The tensor that ``output`` is a reshaped view of, or ``output``."""
-    base = output._base
-    return base if base is not None and base.numel() == output.numel() and base.grad_fn is not None else output

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ds_kfac.adaptive import History
 from ds_kfac.agenda import Agenda
-from ds_kfac.capture import BatchSum, UseSums
+from ds_kfac.calls import BatchSum, UseSums
 from ds_kfac.config import KFACConfig
 from ds_kfac.decomposition import Decompositions, count, usable
 from ds_kfac.delivery import Delivery

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.adaptive import History, compared
-from ds_kfac.capture import BatchSum, UseSums
+from ds_kfac.calls import BatchSum, UseSums
 from ds_kfac.eigenbasis import Eigenbasis, Refreshed
 from ds_kfac.factor import KroneckerFactor, averaged
 from ds_kfac.side import Side

@@ -1,6 +1,7 @@
 """K-FAC of one rank: an optimizer for each of its domains, which step, save and load as one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -56,10 +57,17 @@ class Job:
         for kfac in self.optimizers:
             kfac.capture.begin_backward(seed)
 
-    def end_backward(self) -> None:
-        """Close the micro-batch."""
+    @contextmanager
+    def own_backward(self, *, retain_graph: bool = False) -> Iterator[None]:
+        """Around a backward of this engine's loss, also where nothing is captured: its gradients, and no others, count.
+        Closes the micro-batch."""
         for kfac in self.optimizers:
-            kfac.capture.end_backward()
+            kfac.capture.begin_own()
+        try:
+            yield
+        finally:
+            for kfac in self.optimizers:
+                kfac.capture.end_own(retain_graph=retain_graph)
 
     def reset(self) -> None:
         """Start afresh."""

@@ -27,7 +27,8 @@ class Metrics:
         counts: of this rank: "steps", "skipped_steps", "factor_updates" (steps that captured), "captured_elements" (of
             factors, over all ranks), "refreshes" (factors decomposed here), "refreshes_<how>" (eigh, of the warm
             start kept, values, qr; cholesky, an inverse; diagonal; failed), "refresh_retries" (rungs of the failure
-            ladder that failed), "refresh_failures" (old bases or inverses kept).
+            ladder that failed), "refresh_failures" (old bases or inverses kept), "late_calls" (of layers, whose rows
+            came after the step's statistics had been sent and were dropped).
         seconds: stage -> seconds so far; filled if timings are on.
         nu: last kl-clip factor, a device scalar, the same on all ranks; None while kl-clip is off.
         summary: fp32 [3] on the device, over all ranks: layers so far whose result was not finite and was replaced by

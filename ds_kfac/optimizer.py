@@ -2,7 +2,6 @@
 
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,8 @@ from ds_kfac.planning import Plan
 from ds_kfac.reducer import Reducer
 from ds_kfac.refresher import Refresher
 from ds_kfac.rows import RowRule
-from ds_kfac.shared_inputs import SharedInputs, agreed
+from ds_kfac.shared_inputs import SharedInputs
+from ds_kfac.sharing import Sharing, copy_shared
 from ds_kfac.target import Target
 from ds_kfac.timetable import FactorsDue
 from ds_kfac.traffic import Channel
@@ -40,7 +40,7 @@ class KFACOptimizer:
             see the same values, and a skipped step's are used again. DeepSpeed's global_steps counts skipped ones too.
         direction: what becomes of a gathered gradient.
         plan: who does what; ``unshared`` as it was before layers were found to share their inputs.
-        groups: those layers, None as long as they are not known.
+        groups: those layers, None as long as they are not known; fewer when some have got inputs of their own.
     """
 
     def __init__(self, target: Target, config: KFACConfig, plan: Plan) -> None:
@@ -77,7 +77,9 @@ class KFACOptimizer:
             info_of=target.info_of,
         )
         self.capture.on_rows = lambda *rows: self.curvature.reducer.rows_added(*rows)
-        self.reset()
+        self.capture.gone = lambda *rows: self.curvature.reducer.gone(*rows)
+        self.sharing = Sharing(self.capture.inputs, self.channel)
+        self._begin()
 
     def _curvature(self) -> Curvature:
         plan, config, world = self.plan, self.config, self.channel.world
@@ -90,6 +92,7 @@ class KFACOptimizer:
             dtype=plan.wire,
             error_feedback=config.communication.error_feedback,
             last_micro_batch=self.layout.last_micro_batch if config.communication.overlap and world > 1 else None,
+            flag=lambda: bool(self.capture.inputs.broken),
         )
         return Curvature(plan, self.channel, reducer, self.refresher, config, self.metrics, self.device)
 
@@ -137,6 +140,8 @@ class KFACOptimizer:
         if due.capture:
             with stage("reduce"):
                 curvature.fold(self.steps, due)
+            if curvature.reducer.late:
+                self.metrics.step_counts["late_calls"] += curvature.reducer.late
         with stage("refresh"):
             curvature.decompose(self.steps, due)
         with stage("relayout"):
@@ -158,7 +163,11 @@ class KFACOptimizer:
             self.steps += 1
         self.metrics.end(applied=applied)
         if due.capture and self.capture.inputs.searching:
-            self.share(self._agree_on_groups())
+            self.share(self.sharing.found(self.curvature))
+        elif self.groups and self.due.capture and self.sharing.parted():
+            self.share(self.sharing.lasting(self.groups, self.curvature))
+        elif due.capture:
+            self.sharing.note(self.curvature.reducer.flagged)
         self.resume()
 
     def resume(self) -> None:
@@ -168,7 +177,11 @@ class KFACOptimizer:
         self.capture.active, self.capture.turn = bool(self.due.capture), self.steps
 
     def reset(self) -> None:
-        """Start afresh: no factors, no eigenbases, step 0."""
+        """Start afresh: no factors, no eigenbases, step 0. Collective."""
+        self.curvature.reducer.drain(self.due.capture)
+        self._begin()
+
+    def _begin(self) -> None:
         self.state = {
             layer.name: LayerState.empty(layer, self.device, moments=self.direction.moments, method=self.plan.method)
             for layer in self.owned
@@ -176,6 +189,7 @@ class KFACOptimizer:
         self.steps, self.peak_lr = 0, {}
         self.direction.rotations.clear()
         self.capture.take()
+        self.sharing.forget()
         self.curvature.reset()
         self.resume()
 
@@ -270,17 +284,8 @@ class KFACOptimizer:
 
     # layers that share their input
 
-    def _agree_on_groups(self) -> tuple[tuple[str, ...], ...]:
-        """After the first captured batch. Collective, once in a run."""
-        mine = dict(self.capture.inputs.found()), sorted(self.curvature.ready)
-        everyone: list[Any] = [mine] * self.channel.world
-        torch.distributed.all_gather_object(everyone, mine, group=self.channel.group)
-        # with common factors eigenbases may begin to travel: then all ranks have to know which there are
-        self.curvature.ready = {key for _, ready in everyone for key in ready}
-        return agreed([found for found, _ in everyone], self.plan.sharing_candidates)
-
     def share(self, groups: tuple[tuple[str, ...], ...]) -> None:
-        """Keep one A for each group of layers from now on. Call on every rank with the same groups."""
+        """Keep one A for each of these groups of layers from now on. Call on every rank with the same groups."""
         self.capture.inputs.use(groups)
         self.groups = groups
         if not groups and self.plan is self.unshared:
@@ -288,6 +293,7 @@ class KFACOptimizer:
         self.plan = self.unshared.sharing(groups)
         old, self.curvature = self.curvature, self._curvature()
         self.curvature.take_over(old)
+        copy_shared(old, self.curvature)
         for name, own in self.curvature.of_layer.items():  # one copy where both are
             state, leader = (self.state.get(key) for key in (name, own["A"].layers[0] if "A" in own else name))
             if state and leader and leader.A is not None and leader.A is not state.A:

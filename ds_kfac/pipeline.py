@@ -22,15 +22,13 @@ def announce_backwards(engine: Any, job: Job) -> Callable[[], None]:
     original = table[BackwardPass]
 
     def backward(self: Any, *args: Any, **kwargs: Any) -> None:
-        if job.active:
-            scale = job.optimizers[0].layout.manual_scale()
-            if not isinstance(scale, torch.Tensor):
-                scale = torch.full((), scale, device=self.device)  # by a kernel, nobody waits for it
-            job.begin_backward(scale / self.gradient_accumulation_steps())
-        try:
+        with job.own_backward():
+            if job.active:
+                scale = job.optimizers[0].layout.manual_scale()
+                if not isinstance(scale, torch.Tensor):
+                    scale = torch.full((), scale, device=self.device)  # by a kernel, nobody waits for it
+                job.begin_backward(scale / self.gradient_accumulation_steps())
             original(self, *args, **kwargs)
-        finally:
-            job.end_backward()
 
     wrapped = {**table, BackwardPass: backward}
     previous = vars(engine).get(TABLE)

@@ -28,10 +28,12 @@ class SharedInputs:
 
     Attributes:
         searching: whether the groups are still to be found.
+        broken: groups in use that did not hold.
     """
 
     def __init__(self, candidates: Collection[str] = ()) -> None:
         self.searching = bool(candidates)
+        self.broken: set[tuple[str, ...]] = set()
         self._watched = frozenset(candidates)
         self._numbers: dict[str, list[int]] = {}  # layer -> number of each of its inputs so far
         self._inputs: list[tuple[int, Fingerprint]] = []  # those of this micro-batch
@@ -41,11 +43,8 @@ class SharedInputs:
         self._counts: Counter[str] = Counter()
 
     def see(self, layer: str, x: Tensor) -> None:
-        """A layer was called with ``x``.
-
-        Raises:
-            RuntimeError: it is in a group, and ``x`` is not what another one of it was called with.
-        """
+        """A layer was called with ``x``. If it is in a group and another one of it was called with something else, the
+        group is broken."""
         if layer not in self._watched:
             return
         mark = _fingerprint(x)
@@ -61,38 +60,30 @@ class SharedInputs:
         if len(calls) < self._counts[layer]:
             calls.append(mark)
         elif not _same(calls[self._counts[layer] - 1], mark):
-            raise self._broken(layer)
+            self.broken.add(self._group[layer])
 
-    def _broken(self, layer: str) -> RuntimeError:
-        others = ", ".join(other for other in self._group[layer] if other != layer)
-        return RuntimeError(
-            f"ds_kfac: {layer} shared its input with {others} in the first step and does not now, so their common "
-            'factor would be wrong; set "share_inputs": false in kfac.layers'
-        )
+    def begin_batch(self) -> None:
+        """The next inputs are those of another micro-batch; the last one may have been given up half way."""
+        self._inputs, self._counts, self._calls = [], Counter(), {}
 
     def end_batch(self) -> None:
-        """The next inputs are those of another micro-batch.
-
-        Raises:
-            RuntimeError: a layer was called more often than the first of its group, whose inputs are what is captured.
-        """
-        counts, calls = self._counts, self._calls
-        self._inputs, self._counts, self._calls = [], Counter(), {}
-        for group, seen in calls.items():
-            if counts[group[0]] < len(seen):
-                raise self._broken(group[0])
+        """A micro-batch is complete. A group is broken whose first layer, whose inputs are what is captured, was called
+        less often than another one."""
+        self.broken |= {group for group, seen in self._calls.items() if self._counts[group[0]] < len(seen)}
+        self.begin_batch()
 
     def found(self) -> Mapping[str, tuple[int, ...]]:
         """Layer -> numbers of its inputs; layers with equal ones share them. A layer that was not called is missing."""
         return {layer: tuple(numbers) for layer, numbers in self._numbers.items()}
 
     def use(self, groups: Sequence[Sequence[str]]) -> None:
-        """End the search; from now on every batch has to agree with these groups, called in whatever order."""
+        """End the search; from now on every batch is checked against these groups, called in whatever order."""
         self.searching = False
+        self.broken.clear()
         self._group = {name: tuple(group) for group in groups for name in group}
         self._watched = frozenset(self._group)
         self._numbers.clear()
-        self._inputs, self._counts, self._calls = [], Counter(), {}
+        self.begin_batch()
 
 
 def agreed(found: Sequence[Mapping[str, tuple[int, ...]]], kinds: Mapping[str, object]) -> tuple[tuple[str, ...], ...]:

@@ -22,8 +22,8 @@ FLOORS = [
     [
         "layers.base", "layers.linear", "layers.conv1d", "layers.embedding", "layers.norm",
         "layers.tensor_parallel", "layers.registry", "layers.row_blocks", "scan",
-        "factor_spec", "batch_info", "experts", "rows", "shared_inputs", "capture", "sampling", "schedule", "timetable",
-        "refresher", "layer_state", "stacking", "factor_state",
+        "factor_spec", "batch_info", "experts", "rows", "calls", "own_backward", "shared_inputs", "capture", "sampling",
+        "schedule", "timetable", "refresher", "layer_state", "stacking", "factor_state",
     ],
     [
         "costs", "measured_costs", "grid", "work", "workers", "decomposers", "assignment", "baselines", "stagger",
@@ -34,9 +34,9 @@ FLOORS = [
     ],
     [
         "columns", "config_values", "config_errors", "config_blocks", "config_system", "config", "metrics", "planning",
-        "notices", "strategy", "agenda", "decomposition", "curvature", "target", "direction", "adam_direction",
-        "adam_groups", "parallelism", "optimizer", "job", "pipeline", "loss_sampling", "checkpoint_files", "checkpoint",
-        "report", "environment",
+        "notices", "strategy", "agenda", "decomposition", "curvature", "sharing", "target", "direction",
+        "adam_direction", "adam_groups", "parallelism", "optimizer", "job", "pipeline", "loss_sampling",
+        "checkpoint_files", "checkpoint", "report", "environment",
     ],
     [
         "estimate.transformers", "estimate.resnet", "estimate.models", "estimate.trace", "estimate.mode",

@@ -1,13 +1,20 @@
 """Hooks: exact sums in every way a layer can be run. No DeepSpeed here; the seed is given by hand."""
 
+import gc
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from ds_kfac.capture import BatchSum, Capture, UseSums
+from ds_kfac.calls import BatchSum, UseSums
+from ds_kfac.capture import Capture
 from ds_kfac.layers.registry import LAYERS
 from ds_kfac.ops.functional import symmetric_pack
+from ds_kfac.rows import RowRule
 from ds_kfac.scan import Choice, scan
 from ds_kfac.side import Side
 from tests.models import FEATURES, Net, cross_entropy, make_batch, make_net
@@ -20,9 +27,9 @@ LINEAR = Choice(types=("Linear", "Conv1D"))
 class Recorder:
     """A model with capture, and the means it should have seen by plain autograd."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.layers = model, scan(model, LINEAR).layers
-        self.capture = Capture(model, self.layers, self.allocate, fallback_seed=lambda: 1.0)
+    def __init__(self, model: nn.Module, choice: Choice = LINEAR, **options) -> None:
+        self.model, self.layers = model, scan(model, choice).layers
+        self.capture = Capture(model, self.layers, self.allocate, fallback_seed=lambda: 1.0, **options)
         self.capture.active = True
 
     def allocate(self) -> dict[str, tuple[UseSums, ...]]:
@@ -256,3 +263,264 @@ def test_unequal_micro_batches_are_weighted_by_their_terms():
         recorder.model(x[rows], y[rows]).backward()
         recorder.capture.end_backward()
     assert_same(recorder.means(), expected_means(make_net(), loss_of(), ROWS * TOKENS))
+
+
+# what a backward of its own decides
+
+
+def own_backward(recorder: Recorder, loss: torch.Tensor, **options) -> None:
+    """As ``engine.backward``."""
+    recorder.capture.begin_own()
+    try:
+        loss.backward(**options)
+    finally:
+        recorder.capture.end_own(**options)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_forward_without_backward_counts_nothing(announced):
+    """A batch whose loss is NaN and is skipped, a second training-mode forward: before, between and after."""
+    recorder = Recorder(make_net())
+    nan = torch.full((ROWS, TOKENS, FEATURES), float("nan"))
+    skipped = recorder.model(nan, torch.zeros(ROWS, TOKENS, dtype=torch.long))  # its graph stays alive
+    loss = loss_of()(recorder.model)
+    recorder.model(nan)
+    own_backward(recorder, loss) if announced else loss.backward()
+    recorder.model(nan)
+    assert torch.isnan(skipped)
+    assert_same(recorder.means(), expected_means(make_net(), loss_of(), ROWS * TOKENS))
+
+
+def test_two_forwards_of_one_backward_both_count():
+    recorder = Recorder(make_net())
+    own_backward(recorder, loss_of(0)(recorder.model) + loss_of(1)(recorder.model))
+    expected = expected_means(make_net(), lambda model: loss_of(0)(model) + loss_of(1)(model), 1)
+    assert recorder.counts("first")[0] == 2 * ROWS * TOKENS
+    torch.testing.assert_close(recorder.means()["first"][0], expected["first"][0], rtol=1e-5, atol=1e-7)
+
+
+def test_a_backward_that_is_stopped_counts_what_it_reached_and_the_next_micro_batch_is_whole():
+    class Stops(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise RuntimeError("stopped")
+
+    class Stopped(Net):
+        stops = True
+
+        def forward(self, x, y):
+            z = self.norm(self.silu(self.first(x)))
+            return cross_entropy(self.head(torch.tanh(self.middle(Stops.apply(z) if self.stops else z))), y)
+
+    recorder = Recorder(make_net(Stopped))
+    with pytest.raises(RuntimeError, match="stopped"):
+        own_backward(recorder, loss_of()(recorder.model))
+    assert recorder.counts("head") == recorder.counts("middle") == [ROWS * TOKENS, ROWS * TOKENS]
+    assert recorder.counts("first") == [0, 0]
+    recorder.model.stops = False
+    own_backward(recorder, loss_of()(recorder.model))
+    assert recorder.counts("head") == [2 * ROWS * TOKENS, 2 * ROWS * TOKENS]
+    assert_same(recorder.means(), expected_means(make_net(), loss_of(), ROWS * TOKENS))
+
+
+class Critic(nn.Module):
+    """Of two numbers, so that a generator's loss through it has gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(FEATURES, 9), nn.Linear(9, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.inner(x))).square().mean()
+
+
+@pytest.mark.parametrize("style", ["engine", "torch", "frozen"])
+def test_another_model_s_loss_counts_nothing(style):
+    """The generator's backward is announced by its engine, by nobody, or the discriminator is frozen meanwhile."""
+    torch.manual_seed(0)
+    generator, critic, x = nn.Linear(FEATURES, FEATURES), Critic(), torch.randn(ROWS, FEATURES)
+    recorder, other = Recorder(critic), Recorder(nn.Sequential(generator))
+
+    def generate() -> None:
+        critic.requires_grad_(style != "frozen")
+        loss = critic(other.model(x))
+        own_backward(other, loss) if style == "engine" else loss.backward()
+        critic.requires_grad_(True)
+
+    def judge() -> None:
+        for batch in (x, other.model(x).detach()):
+            loss = critic(batch)
+            own_backward(recorder, loss) if style == "engine" else loss.backward()
+            recorder.capture.end_backward()
+
+    generate()
+    judge()
+    generate()
+    actual = recorder.means()
+    recorder.capture.remove()
+    recorder = Recorder(critic)
+    judge()
+    wanted = recorder.means()
+    assert set(actual) == set(wanted) == {"inner", "head"}
+    for name in wanted:
+        for mine, theirs in zip(actual[name], wanted[name], strict=True):
+            assert torch.equal(mine, theirs), name
+    assert torch.count_nonzero(generator.weight.grad) > 0
+
+
+# an empty batch
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("sample", [None, 2])
+def test_an_empty_batch_counts_no_rows(sharing, sample, sampled):
+    class Every(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.norm = nn.Embedding(FEATURES, 7), nn.LayerNorm(7)
+            self.linear, self.conv = nn.Linear(7, 5), Conv1D(3, 5)
+
+        def forward(self, tokens):
+            return self.conv(self.linear(self.norm(self.embedding(tokens))))
+
+    choice = Choice(types=("Linear", "Conv1D", "Embedding", "LayerNorm"))
+    rule = RowRule(weight_sharing=sharing, sample=sample)
+    recorder = Recorder(Every(), choice, rule=rule, sampled=sampled)
+    assert len(recorder.layers) == 4
+
+    def run(*shape: int) -> list[list[int]]:
+        loss = recorder.model(torch.zeros(*shape, dtype=torch.long)).sum()
+        if sampled:
+            edges = [call.edge for call in recorder.capture.pending]
+            recorder.capture.add_sampled(torch.autograd.grad(loss, edges, allow_unused=True), 1.0)
+        else:
+            own_backward(recorder, loss)
+        recorder.capture.end_backward()
+        sums = [sums for uses in recorder.capture._sums.values() for sums in uses]
+        return [[float(part.count), float(part.sum_P.sum())] for use in sums for part in (use.A, use.G)]
+
+    for shape in ((0, TOKENS), (0,)):
+        assert not any(map(any, run(*shape)))
+    counted = run(ROWS, TOKENS)
+    assert any(map(any, counted)) and run(0, TOKENS) == counted
+
+
+# what stays in memory
+
+
+class Normed(nn.Module):
+    """Blocks of a norm and a linear, maybe checkpointed."""
+
+    def __init__(self, width: int, blocks: int = 4, kind: str = "plain") -> None:
+        super().__init__()
+        self.kind = kind
+        self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(blocks)])
+        self.linears = nn.ModuleList([nn.Linear(width, width) for _ in range(blocks)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1.0
+        for norm, linear in zip(self.norms, self.linears, strict=True):
+            block = lambda x, norm=norm, linear=linear: torch.tanh(linear(norm(x)))  # noqa: E731
+            x = block(x) if self.kind == "plain" else checkpoint(block, x, use_reentrant=self.kind == "reentrant")
+        return x.square().mean()
+
+
+NORMED = Choice(types=("Linear", "LayerNorm"))
+KINDS = ["plain", "reentrant", "non_reentrant"]
+
+
+class Watched:
+    """Which inputs of modules live: their memory, whether Python knows of them or not."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.seen: list[StorageWeakRef] = []
+        self.most = 0
+        for module in model.modules():
+            module.register_forward_pre_hook(self._see)
+
+    def _see(self, module, inputs) -> None:
+        self.most = max(self.most, self.living())
+        self.seen.append(StorageWeakRef(inputs[0].untyped_storage()))
+
+    def living(self) -> int:
+        return len({one.cdata for one in self.seen if not one.expired()})
+
+
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_activation_outlives_its_graph(kind, sampled, backward):
+    """Not even until the garbage collector comes, which does not see cycles through C++."""
+    recorder = Recorder(Normed(8, kind=kind), NORMED, sampled=sampled)
+    watched = Watched(recorder.model)
+    gc.disable()
+    try:
+        loss = recorder.model(torch.randn(5, 8, requires_grad=True))
+        if backward:
+            own_backward(recorder, loss)
+        elif sampled:
+            recorder.capture.end_backward()  # the next forward, or the step
+        del loss
+        assert len(watched.seen) > 8 and watched.living() == 0
+    finally:
+        gc.enable()
+
+
+def test_the_norms_inputs_go_with_their_backward_though_the_loss_is_kept():
+    recorder = Recorder(Normed(8), NORMED)
+    watched = Watched(recorder.model)
+    loss = recorder.model(torch.randn(5, 8))
+    own_backward(recorder, loss)
+    assert loss > 0 and watched.living() == 0
+
+
+def test_a_retained_graph_is_counted_again():
+    recorder = Recorder(Normed(8), NORMED)
+    loss = recorder.model(torch.randn(5, 8))
+    own_backward(recorder, loss, retain_graph=True)
+    once = {name: uses[0].A.sum_P.clone() for name, uses in recorder.capture._sums.items() if "norms" in name}
+    own_backward(recorder, loss)
+    assert len(once) == 4
+    for name, sum_P in once.items():
+        torch.testing.assert_close(recorder.sums(name).A.sum_P, 2 * sum_P)
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_recomputed_inputs_do_not_all_live_at_once(kind):
+    """As many as without capture."""
+    most = []
+    for active in (False, True):
+        recorder = Recorder(Normed(8, blocks=6, kind=kind), NORMED)
+        recorder.capture.active = active
+        watched = Watched(recorder.model)
+        own_backward(recorder, recorder.model(torch.randn(5, 8, requires_grad=True)))
+        most.append(watched.most)
+    assert most[0] == most[1]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "forward only"])
+def test_memory_does_not_grow_over_300_captured_steps(kind):
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    width, rows, steps = 64, 256, 300
+    recorder = Recorder(Normed(width, blocks=1, kind="plain" if kind == "forward only" else kind), NORMED)
+    x = torch.randn(rows, width, requires_grad=True)
+
+    def run(times: int) -> None:
+        for _ in range(times):
+            loss = recorder.model(x)
+            if kind != "forward only":
+                own_backward(recorder, loss)
+            recorder.capture.take()
+
+    run(20)
+    before = resident()
+    run(steps)
+    # one activation kept a step would be this many bytes
+    assert resident() - before < steps * rows * width * 4 / 2

@@ -234,16 +234,93 @@ def test_a_bucket_never_overtakes_the_one_before_it():
     assert FakeNetwork(2).run(work) == [2, 2]
 
 
-def test_rows_after_a_bucket_has_left_are_an_error():
-    """Dropping them silently would bias the factor."""
+@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
+def test_rows_that_come_too_late_are_dropped_counted_and_awaited_from_then_on(ranks, caplog):
+    """Also on some ranks only: all enter the same messages in the same order."""
+    times = [1, 1, 2, 2, 2, 2]
+
+    def work(channel):
+        reducer, seen = make(channel), []
+        for step, often in enumerate(times):
+            sums, counts, late, before = reducer.allocate(KEYS), [], 0, channel.calls["factors"]
+            for again in range(often if channel.rank in ranks else 1):
+                for row in FORWARD_BACKWARD:
+                    if reducer.gone(*row):  # as the hooks do: nothing is added
+                        assert step == 2 and again == 1
+                        reducer.rows_added(*row)
+                    else:
+                        add(reducer, sums, [row], step)
+                    counts.append(channel.calls["factors"] - before)
+            found = reducer.finish(KEYS)
+            late = reducer.late
+            reducer.commit()
+            assert channel.calls["factors"] - before == 2
+            for rows, part in parts_of(found).items():
+                given = [1 + (rank in ranks and often == 2 and step != 2) for rank in range(2)]
+                assert part.count == sum(given), (step, rows)
+                assert (part.sum_P == sum(n * value(rows, rank, step) for rank, n in enumerate(given))).all()
+            seen.append((late, counts[len(ROWS) - 1], counts[-1]))
+        return seen
+
+    for rank, seen in enumerate(FakeNetwork(2).run(work)):
+        total = len(ROWS)
+        twice = rank in ranks
+        assert [late for late, _, _ in seen] == [0, 0, total * twice, 0, 0, 0]
+        assert [gone for _, gone, _ in seen] == ([0, 0, 2, 0, 0, 0] if twice else [0, 0, 2, 2, 2, 2])
+        assert [gone for _, _, gone in seen] == ([0, 0, 2, 0, 2, 2] if twice else [0, 0, 2, 2, 2, 2])
+
+
+def parts_of(found):
+    return {(name, use, side): part for name, uses in found.items() for use, sums in enumerate(uses)
+            for side, part in (("A", sums.A), ("G", sums.G)) if part is not None}  # fmt: skip
+
+
+def test_a_step_that_is_given_up_leaves_no_rank_with_a_message_of_its_own():
+    """Rank 0 has sent half of its sums when both give up; the next step is right on both."""
 
     def work(channel):
         reducer = make(channel)
-        entered(channel, reducer, [[FORWARD_BACKWARD]] * 2)
-        sums = reducer.allocate(KEYS)
-        add(reducer, sums, FORWARD_BACKWARD)
-        with pytest.raises(RuntimeError, match=r'l5 was called more often .*"overlap": false in kfac.communication'):
-            reducer.rows_added("l5", 0, "A")
+        entered(channel, reducer, [[FORWARD_BACKWARD]] * 3)
+        sums, before = reducer.allocate(KEYS), channel.calls["factors"]
+        if channel.rank == 0:
+            add(reducer, sums, FORWARD_BACKWARD[: first_bucket()], 7)
+        assert channel.calls["factors"] - before == (channel.rank == 0)
+        reducer.drain(KEYS)
+        add(reducer, reducer.allocate(KEYS), ROWS, 8)
+        check(reducer.finish(KEYS), KEYS, 2, channel.rank, 8)
+
+    FakeNetwork(2).run(work)
+
+
+# layers that part
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("seen_by", [[], [0], [1], [0, 1]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_all_ranks_know_that_layers_part_and_fold_no_sum_of_them(seen_by, overlap, dtype):
+    def work(channel):
+        options = {"flag": lambda: channel.rank in seen_by, "dtype": dtype}
+        reducer = make(channel, **options) if overlap else make(channel, last_micro_batch=None, **options)
+        for step in range(4):
+            add(reducer, reducer.allocate(KEYS), ROWS)
+            found = reducer.finish(KEYS)
+            assert reducer.flagged == len(seen_by)
+            for (name, _, side), part in parts_of(found).items():
+                shared = name == "l1" and side == "A"
+                assert part.count == (0 if shared and seen_by else 2), (name, side, step)
+
+    FakeNetwork(2).run(work)
+
+
+def test_without_layers_that_share_there_is_no_flag():
+    def work(channel):
+        factors = factor_specs(LAYERS)
+        reducer = Reducer(LAYERS, factors, dict.fromkeys([f.key for f in factors], 0), channel, CPU)
+        keys = frozenset(factor.key for factor in factors)
+        assert all(segment.flag is None for bucket in reducer.buckets(keys) for segment in bucket.segments)
+        reducer.finish(keys)
+        assert reducer.flagged is None
 
     FakeNetwork(2).run(work)
 

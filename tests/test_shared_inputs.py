@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_kfac.capture import BatchSum, Capture, UseSums
+from ds_kfac.calls import BatchSum, UseSums
+from ds_kfac.capture import Capture
 from ds_kfac.scan import Choice, scan
 from ds_kfac.shared_inputs import SharedInputs, agreed
 
@@ -130,11 +131,16 @@ def test_a_group_that_holds_is_silent_in_any_order_of_calls(order):
 
 
 @pytest.mark.parametrize("order", ["ab", "ba"])
-def test_a_violation_is_an_error_that_names_both_layers(order):
-    shared = used("ab")
-    shared.see(order[0], X)
-    with pytest.raises(RuntimeError, match=rf"{order[1]} shared its input with {order[0]} .*share_inputs"):
-        shared.see(order[1], X.clone())
+def test_a_violation_breaks_the_group_and_no_other(order):
+    shared = used("ab", "cd")
+    for name in (*order, *"cd"):
+        shared.see(name, X.clone() if name == order[1] else X)
+    assert shared.broken == {("a", "b")}
+    shared.end_batch()
+    shared.begin_batch()
+    assert shared.broken == {("a", "b")}, "until others are in use"
+    shared.use([("c", "d")])
+    assert not shared.broken
 
 
 def test_a_second_call_is_compared_with_the_second_call():
@@ -142,17 +148,28 @@ def test_a_second_call_is_compared_with_the_second_call():
     second = X.clone()
     for name, x in (("a", X), ("a", second), ("b", X)):
         shared.see(name, x)
-    with pytest.raises(RuntimeError, match="b shared its input with a"):
-        shared.see("b", X)
+    assert not shared.broken
+    shared.see("b", X)
+    assert shared.broken
 
 
-def test_a_layer_called_where_the_one_that_captures_was_not_is_an_error():
+def test_a_layer_called_where_the_one_that_captures_was_not_breaks_its_group():
     """The common factor would miss its rows."""
     shared = used("ab")
     shared.see("b", X)
-    with pytest.raises(RuntimeError, match="a shared its input with b"):
-        shared.end_batch()
-    shared.end_batch()  # it is said once
+    assert not shared.broken
+    shared.end_batch()
+    assert shared.broken == {("a", "b")}
+
+
+def test_a_forward_that_was_given_up_half_way_breaks_nothing():
+    shared = used("ab")
+    shared.see("b", X)
+    shared.begin_batch()
+    for name in "ba":
+        shared.see(name, X)
+    shared.end_batch()
+    assert not shared.broken
 
 
 def test_without_groups_nothing_is_watched():
@@ -207,5 +224,7 @@ def test_projections_of_a_model_are_found_and_keep_holding(checkpointed):
             assert groups == (("v", "k", "q"),)
             inputs.use(groups)
     model.k.register_forward_pre_hook(lambda module, arguments: arguments[0].clone())
-    with pytest.raises(RuntimeError, match="shared its input"):
-        model(torch.randn(3, 4)).backward()
+    assert not inputs.broken
+    model(torch.randn(3, 4)).backward()
+    capture.end_backward()
+    assert inputs.broken == {("v", "k", "q")}
