@@ -17,7 +17,6 @@ calls that :attr:`Capture.pending` lists.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,55 +24,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from ds_kfac.batch_info import BatchInfo, ReadBatch
+from ds_kfac.calls import BatchSum, Call, UseSums
 from ds_kfac.layers.base import LayerSpec
 from ds_kfac.layers.registry import LAYERS
-from ds_kfac.rows import RowRule, gradient_rows, input_rows
+from ds_kfac.loss_terms import LossTerms
+from ds_kfac.row_masks import RowMasks
+from ds_kfac.row_sums import RowSums
+from ds_kfac.rows import RowRule
 from ds_kfac.shared_inputs import SharedInputs
 
-
-@dataclass(frozen=True)
-class BatchSum:
-    """A sum over rows; views of a bucket, added to in place.
-
-    Attributes:
-        sum_P: fp32, packed sum of outer products.
-        count: fp32 scalar: of A its rows (uses of the layer times loss terms), of G loss terms.
-    """
-
-    sum_P: Tensor
-    count: Tensor
-
-
-@dataclass(frozen=True)
-class UseSums:
-    """Where the rows of one use of a layer go, this step; None where nothing is due."""
-
-    A: BatchSum | None
-    G: BatchSum | None
-
-    def having(self, side: str, sum_: BatchSum) -> "UseSums":
-        return replace(self, **{side: sum_})
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a module whose output gradient is still to come.
-
-    Attributes:
-        edge: where in the graph its output's gradient arrives, maybe flattened.
-        shape: of the output, with its examples and positions.
-        x: its input; kept only where it is needed with the gradient, so that checkpointing can free it.
-        input_too: whether A is added with the gradient, because the call was a recomputation.
-    """
-
-    layer: LayerSpec
-    use: int
-    module: nn.Module
-    info: BatchInfo
-    edge: GradientEdge
-    shape: torch.Size
-    x: Tensor | None
-    input_too: bool
+__all__ = ["BatchSum", "Call", "Capture", "UseSums"]
 
 
 class Capture:
@@ -92,9 +52,10 @@ class Capture:
 
     Attributes:
         read_batch: tells the rows that count from the model's arguments.
-        pending: calls of this micro-batch without gradients yet; filled only if ``sampled``.
+        loss: what is known of the loss of the model's last forward.
+        pending: calls without gradients yet, of all forwards; filled only if ``sampled``.
         on_rows: called with (layer, use, side) after rows were added; set your own.
-        turn: counts the steps, moves the sub-sample.
+        rows: adds them up.
     """
 
     def __init__(
@@ -112,19 +73,21 @@ class Capture:
         info_of: Callable[[str, BatchInfo], BatchInfo] | None = None,
     ) -> None:
         self.active = False
-        self.rule, self.sampled, self.turn = rule or RowRule(), sampled, 0
+        self.sampled, self.rows = sampled, RowSums(rule or RowRule(), stage, divided=not sampled)
         self.read_batch: ReadBatch = read_batch or (lambda arguments, keywords: BatchInfo())
         self.pending: list[Call] = []
         self.inputs = inputs or SharedInputs()
         self.on_rows: Callable[[str, int, str], None] = lambda layer, use, side: None
-        self._stage = stage
         self._allocate, self._fallback_seed = allocate, fallback_seed
         self._sums: Mapping[str, Sequence[UseSums]] | None = None
         self._seed: Tensor | float | None = None
-        self._info, self._info_of = BatchInfo(), info_of or (lambda module, info: info)
-        self._terms: dict[tuple[str, int], int] = {}  # use -> loss terms already counted in this micro-batch
+        self.loss, self._info_of = LossTerms(), info_of or (lambda module, info: info)
+        self._masks = RowMasks(model)
         self.called: set[str] = set()
-        self._handles: list[Any] = [model.register_forward_pre_hook(self._begin_forward, with_kwargs=True)]
+        self._handles: list[Any] = [
+            model.register_forward_pre_hook(self._begin_forward, with_kwargs=True),
+            model.register_forward_hook(self._end_forward),
+        ]
         for layer in layers:
             for index, use in enumerate(layer.uses):
                 module = model.get_submodule(use.module)
@@ -136,6 +99,7 @@ class Capture:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._masks.remove()
         self.active = False
 
     def begin_backward(self, seed: Tensor) -> None:
@@ -145,40 +109,48 @@ class Capture:
     def end_backward(self) -> None:
         """Close the micro-batch: the next rows are new loss terms, not another use of the same ones."""
         self._seed = None
-        self._terms.clear()
-        self.pending.clear()
+        self.rows.close()
         self.inputs.end_batch()
 
     def take(self) -> Mapping[str, Sequence[UseSums]] | None:
         """The sums since the last call, None if no layer ran; forgets them."""
         sums, self._sums = self._sums, None
+        self.loss, self.pending = LossTerms(), []
         self.end_backward()
         return sums
 
-    def add_sampled(self, gradients: Iterable[Tensor | None], seed: Tensor | float) -> None:
-        """Gradients of the sampled loss, times ``seed``, for the calls in :attr:`pending`; None where unused."""
+    def add_sampled(self, calls: Sequence[Call], gradients: Sequence[Tensor | None], seed: Tensor | float) -> None:
+        """Gradients of the sampled loss, times ``seed``, for some of :attr:`pending`; None where unused."""
         self._seed = seed
-        for call, gradient in zip(self.pending, gradients, strict=True):
+        for call, gradient in zip(reversed(calls), reversed(gradients), strict=True):  # as a backward would come by
             if gradient is not None:
                 self._add_gradient(call, gradient)
+        done = {id(call) for call in calls}
+        self.pending = [call for call in self.pending if id(call) not in done]
         self.end_backward()
 
-    @property
-    def info(self) -> BatchInfo:
-        """Of the micro-batch that was last put through the model."""
-        return self._info
-
     def _begin_forward(self, module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:
-        if module.training and self.active:
+        if module.training and self.active and torch.is_grad_enabled():
             self._begin_batch(arguments, keywords)
+
+    def _end_forward(self, module: nn.Module, arguments: tuple, output: Any) -> None:
+        if module.training and self.active and torch.is_grad_enabled():
+            self._end_batch(output)
 
     @torch.compiler.disable
     def _begin_batch(self, arguments: tuple, keywords: dict[str, Any]) -> None:
         if torch._C._current_graph_task_id() != -1:
             return
-        if self._terms or self.pending:  # a loss.backward() that nobody closed
+        if self.rows.open:  # a loss.backward() that nobody closed
             self.end_backward()
-        self._info = self.read_batch(arguments, keywords)
+        self.loss = LossTerms(self.read_batch(arguments, keywords))
+        self._masks.begin()
+
+    @torch.compiler.disable
+    def _end_batch(self, output: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            self.loss.returned(output, weight_sharing=self.rows.rule.weight_sharing)
+            self._masks.end()
 
     def _forward_hook(self, layer: LayerSpec, index: int) -> Callable[..., None]:
         kind = LAYERS[layer.uses[index].kind]
@@ -201,9 +173,12 @@ class Capture:
             self.called.add(layer.name)
             x, sums = x.detach(), self._use_sums(layer, index)
             with_gradient = recomputing or kind.needs_gradients
-            info = self._info_of(layer.uses[index].module, self._info)
+            name = layer.uses[index].module
+            info = self._info_of(name, self.loss.info)
+            rows = self._masks.of(name, x, tuple(x.shape[:-1] if x.is_floating_point() else x.shape), info)
             if not with_gradient and sums.A is not None:
-                self._add_input(layer, index, module, x, info, sums.A)
+                self.rows.add_input(layer, index, module, x, rows, sums.A)
+                self.on_rows(layer.name, index, "A")
             if sums.G is None and not (with_gradient and sums.A is not None):  # its gradients are not asked for
                 return
             origin = _origin(output)
@@ -211,7 +186,7 @@ class Capture:
             edge = GradientEdge(origin.grad_fn, origin.output_nr)
             input_too = recomputing and not kind.needs_gradients
             x = x if with_gradient else None
-            call = Call(layer, index, module, info, edge, output.shape, x, input_too)
+            call = Call(layer, index, module, self.loss, info, rows, edge, output.shape, x, input_too)
             if self.sampled:
                 self.pending.append(call)
             else:
@@ -224,70 +199,20 @@ class Capture:
             return
         sum_A = self._use_sums(call.layer, call.use).A
         if call.input_too and call.x is not None and sum_A is not None:
-            self._add_input(call.layer, call.use, call.module, call.x, call.info, sum_A)
+            self.rows.add_input(call.layer, call.use, call.module, call.x, call.rows, sum_A)
+            self.on_rows(call.layer.name, call.use, "A")
         self._add_gradient(call, gradient)
+
+    def _add_gradient(self, call: Call, gradient: Tensor) -> None:
+        seed = self._fallback_seed() if self._seed is None else self._seed
+        for side in self.rows.add_gradient(call, gradient, self._use_sums(call.layer, call.use), seed):
+            self.on_rows(call.layer.name, call.use, side)
 
     def _use_sums(self, layer: LayerSpec, index: int) -> UseSums:
         if self._sums is None:
             self._sums = self._allocate()
         uses = self._sums.get(layer.name)
         return UseSums(None, None) if uses is None else uses[index]
-
-    @torch.no_grad()
-    def _add_input(
-        self, layer: LayerSpec, index: int, module: nn.Module, x: Tensor, info: BatchInfo, sum_A: BatchSum
-    ) -> None:
-        use = layer.uses[index]
-        with self._stage():
-            tensor = LAYERS[use.kind].input_rows(module, x)
-            assert tensor is not None  # the type does not wait for gradients
-            rows = input_rows(tensor, info.rows, self.rule, dim=use.A.dim, turn=self.turn)
-            use.A.accumulate_(sum_A.sum_P, rows.x, ones_column=rows.counts_R1 if use.bias else None)
-            sum_A.count.add_(rows.count)
-        self.on_rows(layer.name, index, "A")
-
-    @torch.no_grad()
-    def _add_gradient(self, call: Call, gradient: Tensor) -> None:
-        """Rows of M g-hat / seed: the gradient of each loss term, M of them averaged in the loss.
-
-        fp32 rows are unscaled before the product: the square of a gradient scaled by 2^16 may overflow. Rows in 16
-        bits go as they are, the square of M / seed comes after: fp16 squares stay below 2^32, bf16 is not scaled.
-        """
-        use, sums = call.layer.uses[call.use], self._use_sums(call.layer, call.use)
-        seed = self._fallback_seed() if self._seed is None else self._seed
-        with self._stage():
-            tensors = LAYERS[use.kind].gradient_rows(call.module, call.x, gradient.view(call.shape))
-            if call.layer.rows is not None and tensors[1] is not None:
-                tensors = tensors[0], tensors[1][..., slice(*call.layer.rows)]
-            new_terms: Tensor | int = 0
-            for tensor, side, sum_ in zip(tensors, (use.A, use.G), (sums.A, sums.G), strict=True):
-                if tensor is None or sum_ is None:
-                    continue
-                rows, terms, factor = gradient_rows(tensor, call.info.rows, self.rule, turn=self.turn)
-                told = call.info.terms(weight_sharing=self.rule.weight_sharing)
-                terms = terms if told is None else told
-                divisor = terms if call.info.divisor is None or self.sampled else call.info.divisor
-                scale: Tensor | float = factor
-                if rows.dtype == torch.float32:
-                    rows = rows * (divisor / seed)
-                else:
-                    scale = factor * (divisor / seed) ** 2
-                side.accumulate_(sum_.sum_P, rows, scale=scale)
-                new_terms = self._new_terms(call, terms)
-                sum_.count.add_(new_terms)
-        for tensor, sum_, which in zip(tensors, (sums.A, sums.G), "AG", strict=True):
-            if tensor is not None and sum_ is not None:
-                self.on_rows(call.layer.name, call.use, which)
-
-    def _new_terms(self, call: Call, terms: Tensor | int) -> Tensor | int:
-        """Loss terms that this micro-batch has not counted yet: a second use of a layer adds rows, not terms."""
-        key = (call.layer.name, call.use)  # rows of A and of G are the same terms, and only one of both is made here
-        counted = self._terms.get(key, 0)
-        if isinstance(terms, Tensor):  # told by the batch, the same for every call
-            self._terms[key] = 1
-            return 0 if counted else terms
-        self._terms[key] = max(counted, terms)
-        return max(0, terms - counted)
 
 
 def _origin(output: Tensor) -> Tensor:
