@@ -14,6 +14,8 @@ from torch.autograd.graph import GradientEdge
 
 from ds_kfac.batch_info import BatchInfo
 from ds_kfac.layers.base import LayerSpec
+from ds_kfac.loss_terms import LossTerms
+from ds_kfac.row_masks import Fit
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,12 @@ class Forward:
     Held by its calls, so that they go with the graph.
 
     Attributes:
+        loss: what is known of its loss.
         detached: whether no input of the model came from another graph.
         waiting: (layer, use) -> sum of the inputs so far.
     """
 
+    loss: LossTerms = field(default_factory=LossTerms)
     detached: bool = True
     waiting: dict[tuple[str, int], BatchSum] = field(default_factory=dict)
 
@@ -76,6 +80,8 @@ class Call:
     """One call of a module whose output gradient is still to come.
 
     Attributes:
+        info: of the micro-batch, as it is for this module.
+        rows: which of its rows count.
         shape: of the output, with its examples and positions.
         sides: whose rows are due.
         x: its input; kept only where it is needed with the gradient, so that checkpointing can free it.
@@ -86,11 +92,17 @@ class Call:
     use: int
     module: nn.Module
     info: BatchInfo
+    rows: Fit
     shape: torch.Size
     sides: str
     forward: Forward
     x: Tensor | None
     recomputed: bool
+
+    @property
+    def loss(self) -> LossTerms:
+        """Of the forward in which it was made."""
+        return self.forward.loss
 
 
 @dataclass(eq=False)
