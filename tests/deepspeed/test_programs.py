@@ -215,6 +215,71 @@ def test_layers_that_part_get_factors_of_their_own_that_start_as_the_common_one(
         assert merged[parted][2]["q/G"] > merged[seen - 1][2]["q/G"], "only what is common was left out"
 
 
+def features_worker(payload) -> dict:
+    """Parting with everything that keeps state per factor; saved and resumed after it."""
+    folder, features = payload
+    results = {}
+    for name, (stage, extra) in features.items():
+        block = {"factor": {"update_interval": 1, "decay": 0.9, "fisher": "empirical"}, "burn_in": {"steps": 0}}
+        mode = Mode(name, stage, kfac={**block, "eigenbasis": {"refresh_interval": 2}, **extra})
+        engine = build(mode, 1, model=make_net(Attention))
+
+        def train(engine, steps: range) -> None:
+            engine.module.parted = True
+            for step in steps:
+                x, y = next(iter(micro_batches(step, 1)))
+                if step < 2:
+                    engine.module.parted = False
+                engine.backward(engine(x, y))
+                engine.step()
+                engine.module.parted = True
+
+        train(engine, range(6))
+        path = f"{folder}/{name}"
+        engine.save_checkpoint(path, "tag")
+        resumed = build(mode, 1, model=make_net(Attention, seed=1))
+        resumed.load_checkpoint(path, "tag")
+        groups = engine.kfac.optimizer.groups, resumed.kfac.optimizer.groups
+        for one in (engine, resumed):
+            train(one, range(6, 9))
+        states = engine.kfac.optimizer.curvature.factors
+        results[name] = {
+            "groups": groups,
+            "weights": (weights(engine), weights(resumed)),
+            "updates": {key: float(state.factor.updates) for key, state in states.items()},
+        }
+        for one in (engine, resumed):
+            one.destroy()
+    return results
+
+
+FEATURES = {
+    "plain": (2, {}),
+    "adaptive": (2, {"adaptive": {"enabled": True, "tolerance": 1e-6}}),
+    "lag": (2, {"eigenbasis": {"refresh_interval": 4, "lag": 1}}),
+    "inverse": (3, {"preconditioner": {"method": "inverse"}}),
+    "every worker": (0, {"assignment": {"gradient_worker_fraction": 1.0}}),
+    "offload": (2, {"offload": {"device": "cpu"}}),
+}
+
+
+def test_parting_with_every_kind_of_factor_state_and_resuming_after_it(tmp_path):
+    payload = str(tmp_path), FEATURES
+    both = run_ranks("tests.deepspeed.test_programs:features_worker", world=2, payload=payload)
+    for name in FEATURES:
+        results = [ranks[name] for ranks in both]
+        updates = results[0]["updates"] | results[1]["updates"]
+        assert {"q/A", "k/A", "v/A", "gate/A"} <= updates.keys() and "up/A" not in updates
+        # seen in step 2, still left out in step 3, of their own from step 4 on
+        assert updates["q/A"] == updates["k/A"] == updates["gate/A"] - 2 == 7, (name, updates)
+        for result in results:
+            assert result["groups"] == ((("gate", "up"),), (("gate", "up"),)), (name, result["groups"])
+            for parameter, weight in result["weights"][0].items():
+                assert torch.isfinite(weight).all()
+                assert torch.equal(weight, results[0]["weights"][0][parameter]), (name, "ranks differ", parameter)
+                assert torch.equal(weight, result["weights"][1][parameter]), (name, "resumed differently", parameter)
+
+
 # two engines
 
 
