@@ -141,7 +141,7 @@ def on_gradient(output: Tensor, function: Callable[[Tensor | None], None]) -> No
 
 def is_trained(module: Any) -> bool:
     """Whether its weight gets a gradient in the forward that runs."""
-    weight = getattr(module, "weight", None)
+    weight = module._parameters.get("weight")  # as an attribute ZeRO-3 would fetch it
     return weight is None or weight.requires_grad
 
 

@@ -210,7 +210,7 @@ class Capture:
             with_gradient = recomputed or kind.needs_gradients
             if not with_gradient and sums.A is not None and x.numel():
                 self.rows.add_input(layer, index, module, x, rows, forward.inputs_of(layer.name, index, sums.A))
-            x = x if with_gradient else None
+            x = x if with_gradient and "A" in sides else None
             values = layer, index, module, info, rows, output.shape, sides, forward, x, recomputed
             if self.sampled:
                 self.pending.append(AskedCall(*values, edge=edge_of(output)))
