@@ -102,12 +102,15 @@ class PaddingConfig(Block):
     function of your own."""
 
     count: Literal["labelled", "attended", "all"] = "labelled"
-    """labelled: rows that the mask attends and whose own label has a loss. attended: those of the mask. The number of
-    loss terms is that of the labels in any case."""
+    """labelled: rows that the mask attends and whose own label has a loss. attended: those of the mask. Rows of an
+    encoder that has a decoder are those of the mask in both. The number of loss terms is that of the labels in any
+    case."""
     mask: str | None = None
-    """Argument with a [batch, tokens] mask, 0 for padding; null: "attention_mask", if there is one."""
+    """Argument with a [batch, tokens] mask, 0 for padding; null: "attention_mask", if there is one. With an encoder and
+    a decoder it is the source's; the target's is "decoder_attention_mask"."""
     labels: str | None = None
-    """Argument with integer labels; null: "labels", if there is one."""
+    """Argument with integer labels; null: "labels", if there is one. Without labels the model's output tells the number
+    of loss terms."""
     ignore_index: int = -100
     """The label without a loss."""
     shifted: bool | None = None
