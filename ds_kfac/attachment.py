@@ -230,7 +230,7 @@ class Attachment:
             # The caller who switches that off has divided by the micro-batches himself.
             divisor = 1 if scale_wrt_gas else self.engine.gradient_accumulation_steps()
             if self.sampling is not None:
-                self.sampling.sample()
+                self.sampling.sample(loss)
                 return original(loss, *args, **kwargs)
             hook = loss.register_hook(lambda seed: self.job.begin_backward(seed.float() / divisor))
             try:

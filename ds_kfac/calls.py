@@ -14,6 +14,8 @@ from torch.autograd.graph import GradientEdge
 
 from ds_kfac.batch_info import BatchInfo
 from ds_kfac.layers.base import LayerSpec
+from ds_kfac.loss_terms import LossTerms
+from ds_kfac.row_masks import Fit
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,9 @@ class Call:
     """One call of a module whose output gradient is still to come.
 
     Attributes:
+        loss: of the forward in which it was made.
+        info: of the micro-batch, as it is for this module.
+        rows: which of its rows count.
         shape: of the output, with its examples and positions.
         sides: whose rows are due.
         x: its input; kept only where it is needed with the gradient, so that checkpointing can free it.
@@ -85,7 +90,9 @@ class Call:
     layer: LayerSpec
     use: int
     module: nn.Module
+    loss: LossTerms
     info: BatchInfo
+    rows: Fit
     shape: torch.Size
     sides: str
     forward: Forward

@@ -26,11 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from ds_kfac.batch_info import BatchInfo, ReadBatch
-from ds_kfac.calls import AskedCall, BatchSum, Call, Forward, UseSums, edge_of, is_trained, no_graph, on_gradient
+from ds_kfac.calls import AskedCall, Call, Forward, UseSums, edge_of, is_trained, no_graph, on_gradient
 from ds_kfac.layers.base import LayerSpec
 from ds_kfac.layers.registry import LAYERS
+from ds_kfac.loss_terms import LossTerms
 from ds_kfac.own_backward import OwnBackward
-from ds_kfac.rows import RowRule, gradient_rows, input_rows
+from ds_kfac.row_masks import RowMasks
+from ds_kfac.row_sums import RowSums
+from ds_kfac.rows import RowRule
 from ds_kfac.shared_inputs import SharedInputs
 
 
@@ -50,11 +53,12 @@ class Capture:
 
     Attributes:
         read_batch: tells the rows that count from the model's arguments.
-        pending: calls of this micro-batch without gradients yet; filled only if ``sampled``.
+        loss: what is known of the loss of the model's last forward.
+        pending: calls without gradients yet, of all forwards; filled only if ``sampled``.
         on_rows: called with (layer, use, sides) when a call's rows have come; set your own.
         gone: whether the sums of a (layer, use, side) have left, so that its rows are dropped; set your own.
         counted, strangers: calls since the last step whose gradients came in the engine's own backward, and in others.
-        turn: counts the steps, moves the sub-sample.
+        rows: adds them up.
     """
 
     def __init__(
@@ -72,7 +76,7 @@ class Capture:
         info_of: Callable[[str, BatchInfo], BatchInfo] | None = None,
     ) -> None:
         self.active = False
-        self.rule, self.sampled, self.turn = rule or RowRule(), sampled, 0
+        self.sampled, self.rows = sampled, RowSums(rule or RowRule(), stage, divided=not sampled)
         self.read_batch: ReadBatch = read_batch or (lambda arguments, keywords: BatchInfo())
         self.pending: list[AskedCall] = []
         self.inputs = inputs or SharedInputs()
@@ -81,14 +85,16 @@ class Capture:
         self.counted = self.strangers = 0
         self._own, self._forward = OwnBackward(), Forward()
         self._arrived: list[Call] = []  # in this backward, with an input to be released after it
-        self._stage = stage
         self._allocate, self._fallback_seed = allocate, fallback_seed
         self._sums: Mapping[str, Sequence[UseSums]] | None = None
         self._seed: Tensor | float | None = None
-        self._info, self._info_of = BatchInfo(), info_of or (lambda module, info: info)
-        self._terms: dict[tuple[str, int], int] = {}  # use -> loss terms already counted in this micro-batch
+        self.loss, self._info_of = LossTerms(), info_of or (lambda module, info: info)
+        self._masks = RowMasks(model)
         self.called: set[str] = set()
-        self._handles: list[Any] = [model.register_forward_pre_hook(self._begin_forward, with_kwargs=True)]
+        self._handles: list[Any] = [
+            model.register_forward_pre_hook(self._begin_forward, with_kwargs=True),
+            model.register_forward_hook(self._end_forward),
+        ]
         for layer in layers:
             for index, use in enumerate(layer.uses):
                 module = model.get_submodule(use.module)
@@ -100,6 +106,7 @@ class Capture:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._masks.remove()
         self.active = False
 
     def begin_own(self) -> None:
@@ -124,8 +131,7 @@ class Capture:
     def end_backward(self) -> None:
         """Close the micro-batch: the next rows are new loss terms, not another use of the same ones."""
         self._seed = None
-        self._terms.clear()
-        self.pending.clear()
+        self.rows.close()
         for call in self._arrived:
             call.x = None
         self._arrived.clear()
@@ -135,40 +141,44 @@ class Capture:
         """The sums since the last call, None if no layer ran; forgets them."""
         sums, self._sums = self._sums, None
         self._forward, self.counted, self.strangers = Forward(), 0, 0
+        self.loss, self.pending = LossTerms(), []
         self.end_backward()
         return sums
 
-    def add_sampled(self, gradients: Iterable[Tensor | None], seed: Tensor | float) -> None:
-        """Gradients of the sampled loss, times ``seed``, for the calls in :attr:`pending`; None where unused."""
+    def add_sampled(self, calls: Sequence[Call], gradients: Sequence[Tensor | None], seed: Tensor | float) -> None:
+        """Gradients of the sampled loss, times ``seed``, for some of :attr:`pending`; None where unused."""
         self._seed = seed
-        for call, gradient in zip(self.pending, gradients, strict=True):
+        for call, gradient in zip(reversed(calls), reversed(gradients), strict=True):  # as a backward would come by
             if gradient is not None:
                 self._add_rows(call, gradient)
+        done = {id(call) for call in calls}
+        self.pending = [call for call in self.pending if id(call) not in done]
         self.end_backward()
 
-    @property
-    def info(self) -> BatchInfo:
-        """Of the micro-batch that was last put through the model."""
-        return self._info
-
     def _begin_forward(self, module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:
-        if module.training and self.active:
-            self._open(arguments, keywords)
+        if module.training and self.active and torch.is_grad_enabled():
             self._begin_batch(arguments, keywords)
 
-    @torch.compiler.disable
-    def _open(self, arguments: tuple, keywords: dict[str, Any]) -> None:
-        if torch._C._current_graph_task_id() == -1 and torch.is_grad_enabled():
-            self._forward = Forward(detached=no_graph((arguments, keywords)))
-            self.inputs.begin_batch()
+    def _end_forward(self, module: nn.Module, arguments: tuple, output: Any) -> None:
+        if module.training and self.active and torch.is_grad_enabled():
+            self._end_batch(output)
 
     @torch.compiler.disable
     def _begin_batch(self, arguments: tuple, keywords: dict[str, Any]) -> None:
         if torch._C._current_graph_task_id() != -1:
             return
-        if self._terms or self.pending:  # a loss.backward() that nobody closed
+        if self.rows.open:  # a loss.backward() that nobody closed
             self.end_backward()
-        self._info = self.read_batch(arguments, keywords)
+        self._forward = Forward(detached=no_graph((arguments, keywords)))
+        self.inputs.begin_batch()
+        self.loss = LossTerms(self.read_batch(arguments, keywords))
+        self._masks.begin()
+
+    @torch.compiler.disable
+    def _end_batch(self, output: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            self.loss.returned(output, weight_sharing=self.rows.rule.weight_sharing)
+            self._masks.end()
 
     def _forward_hook(self, layer: LayerSpec, index: int) -> Callable[..., None]:
         kind = LAYERS[layer.uses[index].kind]
@@ -192,12 +202,14 @@ class Capture:
             sides, sums = self._due(layer, index).sides, self._use_sums(layer, index)
             if not sides:
                 return
-            x, info, forward = x.detach(), self._info_of(layer.uses[index].module, self._info), self._forward
+            x, name, forward = x.detach(), layer.uses[index].module, self._forward
+            info = self._info_of(name, self.loss.info)
+            rows = self._masks.of(name, x, tuple(x.shape[:-1] if x.is_floating_point() else x.shape), info)
             with_gradient = recomputed or kind.needs_gradients
             if not with_gradient and sums.A is not None and x.numel():
-                self._add_input(layer, index, module, x, info, forward.inputs_of(layer.name, index, sums.A))
+                self.rows.add_input(layer, index, module, x, rows, forward.inputs_of(layer.name, index, sums.A))
             x = x if with_gradient and "A" in sides else None
-            values = layer, index, module, info, output.shape, sides, forward, x, recomputed
+            values = layer, index, module, self.loss, info, rows, output.shape, sides, forward, x, recomputed
             if self.sampled:
                 self.pending.append(AskedCall(*values, edge=edge_of(output)))
             else:
@@ -223,9 +235,10 @@ class Capture:
         if sum_A is not None and waiting is not None:
             sum_A.add_(waiting)
         if sum_A is not None and not needs_x and call.x is not None and call.x.numel():
-            self._add_input(call.layer, use, call.module, call.x, call.info, sum_A)
+            self.rows.add_input(call.layer, use, call.module, call.x, call.rows, sum_A)
         if gradient.numel() and not (needs_x and call.x is None):
-            self._add_gradient(call, gradient)
+            seed = self._fallback_seed() if self._seed is None else self._seed
+            self.rows.add_gradient(call, gradient, self._use_sums(call.layer, use), seed)
         if call.recomputed:
             call.x = None
         elif call.x is not None:
@@ -246,55 +259,3 @@ class Capture:
             if self.gone(layer.name, index, side):
                 sums = sums.having(side, None)
         return sums
-
-    @torch.no_grad()
-    def _add_input(
-        self, layer: LayerSpec, index: int, module: nn.Module, x: Tensor, info: BatchInfo, sum_A: BatchSum
-    ) -> None:
-        use = layer.uses[index]
-        with self._stage():
-            tensor = LAYERS[use.kind].input_rows(module, x)
-            assert tensor is not None  # the type does not wait for gradients
-            rows = input_rows(tensor, info.rows, self.rule, dim=use.A.dim, turn=self.turn)
-            use.A.accumulate_(sum_A.sum_P, rows.x, ones_column=rows.counts_R1 if use.bias else None)
-            sum_A.count.add_(rows.count)
-
-    @torch.no_grad()
-    def _add_gradient(self, call: Call, gradient: Tensor) -> None:
-        """Rows of M g-hat / seed: the gradient of each loss term, M of them averaged in the loss.
-
-        fp32 rows are unscaled before the product: the square of a gradient scaled by 2^16 may overflow. Rows in 16
-        bits go as they are, the square of M / seed comes after: fp16 squares stay below 2^32, bf16 is not scaled.
-        """
-        use, sums = call.layer.uses[call.use], self._use_sums(call.layer, call.use)
-        seed = self._fallback_seed() if self._seed is None else self._seed
-        with self._stage():
-            tensors = LAYERS[use.kind].gradient_rows(call.module, call.x, gradient.view(call.shape))
-            if call.layer.rows is not None and tensors[1] is not None:
-                tensors = tensors[0], tensors[1][..., slice(*call.layer.rows)]
-            new_terms: Tensor | int = 0
-            for tensor, side, sum_ in zip(tensors, (use.A, use.G), (sums.A, sums.G), strict=True):
-                if tensor is None or sum_ is None:
-                    continue
-                rows, terms, factor = gradient_rows(tensor, call.info.rows, self.rule, turn=self.turn)
-                told = call.info.terms(weight_sharing=self.rule.weight_sharing)
-                terms = terms if told is None else told
-                divisor = terms if call.info.divisor is None or self.sampled else call.info.divisor
-                scale: Tensor | float = factor
-                if rows.dtype == torch.float32:
-                    rows = rows * (divisor / seed)
-                else:
-                    scale = factor * (divisor / seed) ** 2
-                side.accumulate_(sum_.sum_P, rows, scale=scale)
-                new_terms = self._new_terms(call, terms)
-                sum_.count.add_(new_terms)
-
-    def _new_terms(self, call: Call, terms: Tensor | int) -> Tensor | int:
-        """Loss terms that this micro-batch has not counted yet: a second use of a layer adds rows, not terms."""
-        key = (call.layer.name, call.use)  # rows of A and of G are the same terms, and only one of both is made here
-        counted = self._terms.get(key, 0)
-        if isinstance(terms, Tensor):  # told by the batch, the same for every call
-            self._terms[key] = 1
-            return 0 if counted else terms
-        self._terms[key] = max(counted, terms)
-        return max(0, terms - counted)

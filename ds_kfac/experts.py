@@ -5,10 +5,10 @@ product is the expert's Fisher, to which tokens routed elsewhere add nothing. To
 expert-parallel group; each is taken to have as many loss terms as this one. Found by attributes, not by class.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ds_kfac.batch_info import BatchInfo
@@ -53,11 +53,4 @@ class ExpertRows:
         if place is None:
             return batch
         rows, tokens = self._rows[place]
-        told = batch.terms(weight_sharing="expand")
-        labelled = torch.ones((), dtype=torch.bool, device=rows.device).expand(tokens)
-        labelled = labelled if batch.labelled is None else batch.labelled.flatten()
-        return BatchInfo(
-            rows=rows.flatten(0, -2),
-            labelled=labelled.expand(len(rows), -1),
-            divisor=float(tokens) if told is None else told,
-        )
+        return replace(batch, rows=rows, encoder_rows=None, ranks=len(rows), tokens=tokens)

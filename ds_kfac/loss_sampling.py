@@ -1,18 +1,22 @@
 """Monte-Carlo Fisher in an engine: before each true backward of a due step, one of a loss on drawn labels."""
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
+from ds_kfac.calls import AskedCall
+from ds_kfac.loss_terms import LossTerms, output_terms
 from ds_kfac.optimizer import KFACOptimizer
 from ds_kfac.sampling import SAMPLERS, Sampler
-from ds_kfac.zero.extra_backward import ExtraBackward
+from ds_kfac.zero.extra_backward import ExtraBackward, graph
 
 SEED = 0x5EED
 
 
 class LossSampling:
-    """Keeps the prediction of the last forward, and feeds the capture with gradients of a sampled loss.
+    """Keeps the prediction of every forward until its backward, and feeds the capture with gradients of a sampled loss.
 
     Attributes:
         sampler: draws labels and forms the loss.
@@ -28,7 +32,7 @@ class LossSampling:
         modules = dict(engine.module.named_modules())
         if factor.prediction is not None and factor.prediction not in modules:
             raise ValueError(f"kfac.factor.prediction: the model has no module {factor.prediction!r}")
-        self._prediction: Any = None
+        self._predictions: WeakKeyDictionary[LossTerms, Any] = WeakKeyDictionary()  # live as long as pending calls
         self._extra = ExtraBackward(engine)
         self._handle = modules[factor.prediction or ""].register_forward_hook(self._keep)
         self._generator = torch.Generator(device=kfac.device)
@@ -37,15 +41,19 @@ class LossSampling:
     def remove(self) -> None:
         self._extra.remove()
         self._handle.remove()
-        self._prediction = None
+        self._predictions.clear()
 
     def _keep(self, module: Any, inputs: tuple, output: Any) -> None:
         if self.kfac.capture.active and module.training and torch.is_grad_enabled():
             if torch._C._current_graph_task_id() == -1:  # not a recomputation
-                self._prediction = output
+                self._predictions[self.kfac.capture.loss] = output
 
-    def sample(self) -> None:
-        """Draw, run the extra backward, add its statistics. At ZeRO-3 all ranks must call it together.
+    def sample(self, loss: Tensor | None = None) -> None:
+        """Draw for every forward that waits for its backward, run the extra one, add its statistics. At ZeRO-3 all
+        ranks must call it together.
+
+        Args:
+            loss: what the true backward starts from; forwards that it does not depend on go on waiting. None: all.
 
         Raises:
             ValueError: no forward was seen, or the graph does not allow a second backward.
@@ -53,23 +61,42 @@ class LossSampling:
         capture = self.kfac.capture
         if not capture.active:
             return
-        prediction, self._prediction = self._prediction, None
-        if prediction is None:
+        calls = self._waiting(loss)
+        forwards = list(dict.fromkeys(call.loss for call in calls))
+        if not calls or any(forward not in self._predictions for forward in forwards):
             raise ValueError(
                 'kfac.factor.fisher "monte_carlo": no prediction since the last backward; the module named in '
                 "kfac.factor.prediction must be called in every forward, and backward follow each forward"
             )
         if self._step != self.kfac.steps:
             self._step, self._drawn = self.kfac.steps, 0
-        # the same draws when a run is resumed, others on every rank, step and micro-batch
+        losses = [self._sampled(forward) for forward in forwards]
+        # about the loss scale, so that 16-bit gradients are neither lost nor too large
+        with torch.enable_grad():
+            total = torch.stack(losses).sum()  # each a mean over its own terms
+        seed = torch.as_tensor(self.kfac.layout.manual_scale(), dtype=torch.float32, device=total.device)
+        capture.add_sampled(calls, self._extra(total, [call.edge for call in calls], seed), seed)
+
+    def _waiting(self, loss: Tensor | None) -> list[AskedCall]:
+        """The calls of forwards that ``loss`` depends on."""
+        pending = self.kfac.capture.pending
+        if loss is None or len({call.loss for call in pending}) < 2:
+            return pending
+        nodes = set(graph(loss.grad_fn))
+        reached = {call.loss for call in pending if call.edge.node in nodes}
+        return [call for call in pending if call.loss in reached]
+
+    @torch.enable_grad()
+    def _sampled(self, forward: LossTerms) -> Tensor:
+        """A loss on labels drawn from a forward's prediction: the same when a run is resumed, others on every rank and
+        in every step and forward."""
+        prediction = self._predictions.pop(forward)
+        info = forward.info
+        if forward.terms is None:
+            forward.terms = output_terms(prediction, info, weight_sharing=self.kfac.config.factor.weight_sharing)
         self._generator.manual_seed(SEED + self._step * 1_000_003 + self._drawn * 10_007 + self.kfac.rank)
         self._drawn += 1
-        with torch.enable_grad():
-            loss = self.sampler(prediction, capture.info, self._generator)
-        # about the loss scale, so that 16-bit gradients are neither lost nor too large
-        seed = torch.as_tensor(self.kfac.layout.manual_scale(), dtype=torch.float32, device=loss.device)
-        gradients = self._extra(loss, [call.edge for call in capture.pending], seed)
-        capture.add_sampled(gradients, seed)
+        return self.sampler(prediction, info, self._generator).float()
 
     def check(self) -> None:
         """At a due step: statistics without a sample would be a Fisher of nothing.

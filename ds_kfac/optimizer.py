@@ -174,7 +174,7 @@ class KFACOptimizer:
         """Make ready for the step after ``state`` and ``steps``, which a checkpoint may have set."""
         self._next, self._next_peak_lr = self.state, self.peak_lr
         self._told = {}
-        self.capture.active, self.capture.turn = bool(self.due.capture), self.steps
+        self.capture.active, self.capture.rows.turn = bool(self.due.capture), self.steps
 
     def reset(self) -> None:
         """Start afresh: no factors, no eigenbases, step 0. Collective."""

@@ -4,6 +4,7 @@ Shape suffixes: N examples, T positions that share the weight, D a side's width,
 """
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -39,42 +40,55 @@ class Rows:
     count: Tensor | int
 
 
-def _positions(x: Tensor, width: int) -> Tensor:
-    """[.., D] -> [N, T, D], or indices [..] -> [N, T]; a tensor without positions has T = 1."""
-    tail = x.shape[-1:] if width else ()
-    batch = x.shape[: x.ndim - width]
-    if len(batch) == 1:
-        return x.reshape(batch[0], 1, *tail)
-    return x.reshape(batch[0], -1, *tail)
+def _positions(x: Tensor, mask: Tensor | None, width: int, turned: bool) -> tuple[Tensor, Tensor | None]:
+    """[.., D] -> [N, T, D], or indices [..] -> [N, T], and the mask [N, T, 1]; without positions T = 1.
+
+    ``turned``: sequences come first, [T, N, ..].
+    """
+    tail = x.shape[x.ndim - width :]
+    batch = x.shape[: x.ndim - width] or (1,)
+    if mask is not None and len(batch) == 1:  # a model that flattens [N, T]
+        batch = mask.shape
+    sides = batch[0], prod(batch[1:])
+    x = x.reshape(*sides, *tail)
+    mask = None if mask is None else mask.reshape(*sides, 1)
+    if turned:
+        return x.transpose(0, 1), None if mask is None else mask.transpose(0, 1)
+    return x, mask
 
 
-def _fitting(mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """The mask as [N, T, 1] if it speaks of these rows: as many of them, also where a model flattens [N, T]."""
-    if mask is None or mask.numel() != x.shape[0] * x.shape[1]:
-        return None
-    return mask.reshape(x.shape[0], x.shape[1], 1)
+def phase(turn: int, stride: int) -> int:
+    """A place in 0 .. stride - 1, like a draw from a uniform distribution but the same for the same turn.
+
+    splitmix64's finalizer (Steele et al. 2014): turns that are multiples of anything still visit all places.
+    """
+    z = (turn + 1) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    return (z ^ z >> 31) % stride
 
 
 def _spread(rows: int, rule: RowRule, turn: int) -> slice:
-    """Every k-th row, starting at a place that visits all of 0 .. k-1 as turns go by."""
+    """Every k-th row, starting at a place that visits 0 .. k-1 alike as turns go by."""
     if rule.sample is None or rows <= rule.sample:
         return slice(0, rows)
     stride = -(-rows // rule.sample)
-    return slice(turn * 7919 % stride, None, stride)
+    return slice(phase(turn, stride), None, stride)
 
 
-def input_rows(x: Tensor, mask: Tensor | None, rule: RowRule, *, dim: int, turn: int = 0) -> Rows:
+def input_rows(x: Tensor, mask: Tensor | None, rule: RowRule, *, dim: int, turn: int = 0, examples: int = 0) -> Rows:
     """Rows of A.
 
     Args:
         x: inputs [.., D], or int indices [..].
-        mask: bool [N, T], which of them count; ignored by a layer with another number of rows.
+        mask: bool, which of them count: of the leading shape of ``x``, or [N, T] where that is flattened.
         dim: width of one-hot rows, for indices.
-        turn: counts the batches, moves the sample.
+        turn: of the step, moves the sample.
+        examples: dimension of the examples, 1 where sequences come first.
     """
     indices = not x.is_floating_point()
-    x = _positions(x.detach(), width=0 if indices else 1)
-    mask = _fitting(mask, x)
+    turned = examples == 1 and rule.weight_sharing == "reduce"  # each row by itself: the order does not matter
+    x, mask = _positions(x.detach(), mask, 0 if indices else 1, turned)
     if rule.weight_sharing == "reduce":
         return _mean_rows(_one_hot(x, dim) if indices else x.float(), mask, rule, turn)
     if mask is not None:
@@ -103,20 +117,19 @@ def _mean_rows(x_NTD: Tensor, mask: Tensor | None, rule: RowRule, turn: int) -> 
 
 
 def gradient_rows(
-    gradient: Tensor, mask: Tensor | None, rule: RowRule, *, turn: int = 0
+    gradient: Tensor, mask: Tensor | None, rule: RowRule, *, turn: int = 0, examples: int = 0
 ) -> tuple[Tensor, Tensor | int, float]:
     """Rows of output gradients [R, D], how many loss terms the call has if nothing else tells, and a factor.
 
     The factor times the sum of the rows' outer products stands for that of all rows; 1 unless they are a sample.
     bf16 and fp16 rows are as they were, so that tensor cores multiply them; sums over positions and others are fp32.
     """
-    g_NTD = _positions(gradient.detach(), width=1)
+    reduced = rule.weight_sharing == "reduce"
+    g_NTD, mask = _positions(gradient.detach(), mask, 1, examples == 1 and reduced)
     if g_NTD.dtype not in (torch.bfloat16, torch.float16):
         g_NTD = g_NTD.float()
-    mask = _fitting(mask, g_NTD)
     if mask is not None:
         g_NTD = g_NTD * mask.to(g_NTD.dtype)  # of 0 and 1, exact in any dtype
-    reduced = rule.weight_sharing == "reduce"
     flat = g_NTD.sum(dim=1, dtype=torch.float32) if reduced else g_NTD.flatten(0, 1)
     terms: Tensor | int = len(flat)
     if mask is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ds_kfac.batch_info import BatchInfo
+from ds_kfac.loss_terms import class_dim
 
 Sampler = Callable[[Any, BatchInfo, torch.Generator], Tensor]
 """(prediction, batch, generator) -> scalar loss with gradients to the prediction.
@@ -40,8 +41,10 @@ def prediction_tensor(output: Any) -> Tensor:
 
 
 def cross_entropy(output: Any, batch: BatchInfo, generator: torch.Generator) -> Tensor:
-    """For language models and classifiers: labels from softmax(logits [.., C]), their mean negative log-likelihood."""
+    """For language models and classifiers: labels from softmax(logits [N, C] or [N, T, C]; of images [N, C, H, W]),
+    their mean negative log-likelihood."""
     logits = prediction_tensor(output)
+    logits = logits.movedim(class_dim(logits), -1)
     flat = logits.reshape(-1, logits.shape[-1]).float()
     with torch.no_grad():
         # argmax of logits + Gumbel noise is a draw from the softmax, without a host synchronisation
@@ -56,12 +59,12 @@ def cross_entropy(output: Any, batch: BatchInfo, generator: torch.Generator) -> 
 
 
 def mse(output: Any, batch: BatchInfo, generator: torch.Generator) -> Tensor:
-    """For regression with ``F.mse_loss``, a mean over all elements of predictions [.., C].
+    """For regression with ``F.mse_loss``, a mean over all elements of predictions [N, C], [N, T, C] or [N, C, H, W].
 
     That loss is the negative log-likelihood of a Gaussian of variance C/2 around the prediction; so are the targets.
     """
     prediction = prediction_tensor(output).float()
-    variance = (prediction.shape[-1] if prediction.ndim > 1 else 1) / 2
+    variance = (prediction.shape[class_dim(prediction)] if prediction.ndim > 1 else 1) / 2
     noise = torch.randn(prediction.shape, generator=generator, device=prediction.device) * variance**0.5
     return F.mse_loss(prediction, prediction.detach() + noise)
 

@@ -8,7 +8,7 @@ import torch
 
 from ds_kfac import adaptive
 from ds_kfac.adaptive import AdaptiveRule, History, compared
-from ds_kfac.capture import BatchSum
+from ds_kfac.calls import BatchSum
 from ds_kfac.factor import KroneckerFactor
 from ds_kfac.factor_state import FactorState, folded
 from ds_kfac.ops import backends

@@ -396,8 +396,9 @@ def test_an_empty_batch_counts_no_rows(sharing, sample, sampled):
     def run(*shape: int) -> list[list[int]]:
         loss = recorder.model(torch.zeros(*shape, dtype=torch.long)).sum()
         if sampled:
-            edges = [call.edge for call in recorder.capture.pending]
-            recorder.capture.add_sampled(torch.autograd.grad(loss, edges, allow_unused=True), 1.0)
+            calls = recorder.capture.pending
+            gradients = torch.autograd.grad(loss, [call.edge for call in calls], allow_unused=True)
+            recorder.capture.add_sampled(calls, gradients, 1.0)
         else:
             own_backward(recorder, loss)
         recorder.capture.end_backward()
@@ -463,8 +464,8 @@ def test_no_activation_outlives_its_graph(kind, sampled, backward):
         loss = recorder.model(torch.randn(5, 8, requires_grad=True))
         if backward:
             own_backward(recorder, loss)
-        elif sampled:
-            recorder.capture.end_backward()  # the next forward, or the step
+        if sampled:
+            recorder.capture.take()  # the step
         del loss
         assert len(watched.seen) > 8 and watched.living() == 0
     finally:

@@ -109,7 +109,8 @@ def test_regions_that_miss_elements_are_refused():
 
 
 def test_statistics_of_a_block_are_those_of_its_outputs():
-    from ds_kfac.capture import BatchSum, Capture, UseSums
+    from ds_kfac.calls import BatchSum, UseSums
+    from ds_kfac.capture import Capture
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 13))

@@ -1,11 +1,14 @@
 """Rows: weight sharing, padding and sub-sampling; and what is read from a model's arguments."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 from ds_kfac.batch_info import ArgumentReader, BatchInfo
-from ds_kfac.rows import RowRule, gradient_rows, input_rows
+from ds_kfac.row_masks import Fit, fit
+from ds_kfac.rows import RowRule, gradient_rows, input_rows, phase
 
 EXPAND, REDUCE = RowRule("expand"), RowRule("reduce")
 MASK = torch.tensor([[True, True, False], [True, False, False]])
@@ -76,7 +79,7 @@ def test_padding_counts_neither_as_rows_nor_in_means():
     assert float(terms) == 3
     flattened = input_rows(x.view(6, 5), MASK, EXPAND, dim=5)  # some models flatten before a layer
     assert torch.equal(flattened.x, rows.x)
-    assert input_rows(torch.randn(2, 5), MASK, EXPAND, dim=5).count == 2, "a pooled layer has rows of its own"
+    assert fit(MASK, (2,)) == Fit(), "a pooled layer has rows of its own"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -100,8 +103,9 @@ def test_masked_indices_are_no_rows():
 def test_a_sample_is_unbiased_and_moves():
     x = torch.randn(10, 20, 4)
     whole = second_moment(x.view(200, 4))
+    turns = {phase(turn, 4): turn for turn in range(100)}  # one for each place
     starts, total, gradients = set(), torch.zeros(4, 4), torch.zeros(4, 4)
-    for turn in range(4):
+    for turn in turns.values():
         rows = input_rows(x, None, RowRule("expand", sample=50), dim=4, turn=turn)
         assert rows.count == len(rows.x) == 50
         starts.add(tuple(rows.x[0].tolist()))
@@ -112,6 +116,48 @@ def test_a_sample_is_unbiased_and_moves():
     assert len(starts) == 4
     torch.testing.assert_close(total / 4, whole / 200)  # four turns visit every row once
     torch.testing.assert_close(gradients / 4, whole)
+
+
+@pytest.mark.parametrize("interval", [1, 2, 5, 10, 16, 50, 7919])
+def test_a_sample_visits_all_places_alike_at_any_interval(interval):
+    for stride in (2, 3, 4, 7, 10, 16, 100):
+        visits = torch.zeros(stride)
+        for capture in range(1000):
+            rows = input_rows(
+                torch.arange(stride), None, RowRule("expand", sample=1), dim=stride, turn=capture * interval
+            )
+            visits[rows.x] += 1
+        spread = float(((visits - 1000 / stride) ** 2).sum()) * stride / 1000
+        # chi squared of a fair die passes this once in a million times (Laurent & Massart 2000)
+        assert spread < stride - 1 + 2 * (14 * (stride - 1)) ** 0.5 + 28, (interval, stride, visits)
+
+
+def test_rows_with_the_sequence_first_are_those_of_the_same_examples():
+    x = torch.randn(2, 3, 5)
+    for rule in (EXPAND, REDUCE):
+        for mask in (None, MASK):
+            turned = None if mask is None else mask.T
+            rows, other = (
+                input_rows(x, mask, rule, dim=5),
+                input_rows(x.transpose(0, 1), turned, rule, dim=5, examples=1),
+            )
+            torch.testing.assert_close(second_moment(other.x), second_moment(rows.x))
+            assert float(other.count) == float(rows.count)
+            g, terms, _ = gradient_rows(x, mask, rule)
+            other_g, other_terms, _ = gradient_rows(x.transpose(0, 1), turned, rule, examples=1)
+            torch.testing.assert_close(second_moment(other_g), second_moment(g))
+            assert float(other_terms) == float(terms)
+
+
+@pytest.mark.parametrize("rule", [EXPAND, REDUCE, RowRule("expand", sample=2)])
+@pytest.mark.parametrize("shape", [(0, 3, 5), (0, 5)])
+def test_an_empty_batch_has_no_rows(rule, shape):
+    mask = torch.ones(shape[:-1], dtype=torch.bool) if len(shape) == 3 else None
+    for given in (None, mask):
+        rows = input_rows(torch.zeros(shape), given, rule, dim=5)
+        assert rows.x.shape == (0, 5) and float(rows.count) == 0
+        g, terms, factor = gradient_rows(torch.zeros(shape), given, rule)
+        assert g.shape == (0, 5) and float(terms) == 0 and math.isfinite(factor)
 
 
 class CausalLM(nn.Module):

@@ -50,7 +50,7 @@ class ExtraBackward:
         """Gradients of ``sampled_loss * seed`` at ``edges``; None where it does not reach. Collective at stage 3.
 
         Args:
-            sampled_loss: a scalar computed from tensors of the last forward.
+            sampled_loss: a scalar computed from tensors of forwards without a backward so far.
             edges: released by the caller after use, they keep the graph alive.
             seed: what the scalar's gradient is; it arrives as it is, whatever loss scale and accumulation there is.
 
@@ -59,7 +59,7 @@ class ExtraBackward:
         """
         if not sampled_loss.requires_grad or not edges:
             return [None] * len(edges)
-        visited = list(_nodes(sampled_loss.grad_fn))
+        visited = list(graph(sampled_loss.grad_fn))
         self._refuse(visited)
         seed = seed.to(sampled_loss.device, sampled_loss.dtype).reshape(sampled_loss.shape)
         with ExitStack() as stack:
@@ -107,7 +107,8 @@ def _collect(output: Any, managers: WeakSet) -> None:
             _collect(value, managers)
 
 
-def _nodes(root: Node | None) -> Iterator[Node]:
+def graph(root: Node | None) -> Iterator[Node]:
+    """All nodes that a backward from ``root`` may run."""
     seen, stack = set(), [root]
     while stack:
         node = stack.pop()

@@ -161,3 +161,106 @@ def test_what_cannot_be_sampled_is_said():
     assert "name the module that computes it in kfac.factor.prediction" in found["a loss"]
     assert "the model has no module 'haed'" in found["no such module"]
     assert "call engine.kfac.sample() before loss.backward()" in found["forgotten"]
+
+
+DRAWN = {
+    "factor": {"update_interval": 1, "fisher": "monte_carlo"},
+    "preconditioner": {"kl_clip": 0},
+    "damping": {"kind": "tikhonov", "value": 1.0},
+}
+
+
+def draws_worker(folder) -> dict:
+    """What the sampler draws in each forward, in a run and in one that is resumed from its checkpoint."""
+
+    def run(steps, resume=False, save=False) -> dict:
+        drawn: dict[tuple[int, int], list[float]] = {}
+        engine = build(BY_NAME["z2"], 2, kfac={**DRAWN, "factor": {**DRAWN["factor"], "prediction": "head"}})
+        if resume:
+            engine.load_checkpoint(folder, tag="t")
+
+        def sampler(logits, batch, generator):
+            state = generator.get_state()
+            drawn.setdefault(now, []).append(torch.rand(2, generator=generator).tolist())
+            generator.set_state(state)
+            return cross_entropy(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64))
+
+        engine.kfac.sampler = sampler
+        for step in steps:
+            for micro, (x, y) in enumerate(micro_batches(0, 2)):  # the same batch: draws must differ by themselves
+                now = step, micro
+                engine.backward(engine(x, y))
+                engine.step()
+            if save and step == 0:
+                engine.save_checkpoint(folder, tag="t")
+        engine.destroy()
+        return drawn
+
+    return {"run": run(range(3), save=True), "resumed": run(range(1, 3), resume=True)}
+
+
+def test_every_forward_of_every_rank_draws_anew_and_the_same_when_resumed(tmp_path):
+    ranks = run_ranks("tests.deepspeed.test_monte_carlo:draws_worker", world=2, payload=str(tmp_path))
+    draws = [tuple(one) for rank in ranks for forward in rank["run"].values() for one in forward]
+    assert len(draws) == len(set(draws)) == 2 * 3 * 2, "over ranks, steps and micro-batches"
+    for rank in ranks:
+        assert rank["resumed"] == {place: forward for place, forward in rank["run"].items() if place[0] > 0}
+
+
+def unlikely(logits, batch, generator):
+    """A sampler without chance: the label after the most likely one."""
+    return cross_entropy(logits, (logits.argmax(-1) + 1) % logits.shape[-1])
+
+
+def forwards_worker(_) -> dict:
+    """The first step's G of a batch of 8 examples, put through the model in several ways."""
+    x, y = (torch.cat(parts) for parts in zip(*micro_batches(0, 2), strict=True))
+    first, second = slice(0, 3), slice(3, 8)
+
+    def loss(engine, rows):
+        return F.cross_entropy(engine(x[rows]).flatten(0, 1), y[rows].flatten())
+
+    def whole(engine):
+        engine.backward(loss(engine, slice(0, 8)))
+
+    def looked_at(engine):
+        value = loss(engine, slice(0, 8))
+        with torch.no_grad():
+            loss(engine, first)
+        engine.backward(value)
+
+    def summed(engine):
+        engine.backward(loss(engine, first) + loss(engine, second))
+
+    def one_by_one(engine):
+        values = [loss(engine, rows) for rows in (first, second)]
+        for value in values:
+            engine.backward(value)
+
+    def only_second(engine):
+        loss(engine, first)
+        engine.backward(loss(engine, second))
+
+    def second_alone(engine):
+        engine.backward(loss(engine, second))
+
+    results = {}
+    for way in (whole, looked_at, summed, one_by_one, only_second, second_alone):
+        engine = build(BY_NAME["z0"], 1, kfac=DRAWN)
+        engine.kfac.sampler = unlikely
+        way(engine)
+        engine.step()
+        factors = engine.kfac.optimizer.curvature.factors
+        results[way.__name__] = {key: state.factor.packed_P.clone() for key, state in factors.items() if "/G" in key}
+        engine.destroy()
+    return results
+
+
+def test_every_forward_of_a_backward_is_sampled_once():
+    found = run_ranks("tests.deepspeed.test_monte_carlo:forwards_worker", world=1)[0]
+    for same, ways in (("whole", ("looked_at", "summed", "one_by_one")), ("second_alone", ("only_second",))):
+        assert all(float(G.abs().sum()) > 0 for G in found[same].values())
+        for way in ways:
+            for key, G in found[same].items():
+                torch.testing.assert_close(found[way][key], G, rtol=1e-4, atol=1e-7, msg=lambda m, w=way: f"{w}: {m}")
+    assert any(not torch.allclose(found["whole"][key], G, rtol=0.01) for key, G in found["second_alone"].items())

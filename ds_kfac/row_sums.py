@@ -1,0 +1,121 @@
+"""Adds the rows of a call to its layer's sums: inputs to A, output gradients per loss term to G."""
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from ds_kfac.calls import BatchSum, Call, UseSums
+from ds_kfac.layers.base import LayerSpec
+from ds_kfac.layers.registry import LAYERS
+from ds_kfac.loss_terms import LossTerms
+from ds_kfac.row_masks import Fit
+from ds_kfac.rows import RowRule, gradient_rows, input_rows
+
+logger = logging.getLogger("ds_kfac")
+
+
+class RowSums:
+    """
+    Args:
+        rule: how rows are made.
+        stage: context in which rows are added, for timings.
+        divided: whether the loss may be divided by something else than its terms, as the micro-batch tells.
+
+    Attributes:
+        turn: the step, moves the sub-sample.
+    """
+
+    def __init__(
+        self, rule: RowRule, stage: Callable[[], AbstractContextManager[None]] = nullcontext, *, divided: bool = True
+    ) -> None:
+        self.rule, self.turn = rule, 0
+        self._stage, self._divided = stage, divided
+        self._counted: set[tuple[LossTerms, str, int]] = set()  # uses whose loss terms are
+        self._warned = False
+
+    @property
+    def open(self) -> bool:
+        """Whether gradients came since the last :meth:`close`."""
+        return bool(self._counted)
+
+    def close(self) -> None:
+        """The next gradients are of other loss terms."""
+        self._counted.clear()
+
+    @torch.no_grad()
+    def add_input(
+        self, layer: LayerSpec, index: int, module: nn.Module, x: Tensor, counted: Fit, sum_A: BatchSum
+    ) -> None:
+        """Of a call of the layer's use ``index`` with ``x``."""
+        use = layer.uses[index]
+        with self._stage():
+            tensor = LAYERS[use.kind].input_rows(module, x)
+            assert tensor is not None  # the type does not wait for gradients
+            rows = input_rows(tensor, counted.mask, self.rule, dim=use.A.dim, turn=self.turn, examples=counted.examples)
+            use.A.accumulate_(sum_A.sum_P, rows.x, ones_column=rows.counts_R1 if use.bias else None)
+            sum_A.count.add_(rows.count)
+
+    @torch.no_grad()
+    def add_gradient(self, call: Call, gradient: Tensor, sums: UseSums, seed: Tensor | float) -> str:
+        """Rows of M g-hat / seed: the gradient of each loss term, M of them averaged in the loss. Returns the sides
+        that got rows.
+
+        Or of items g-hat / seed, where the loss that the model returned divides by items, and seed is what reached it.
+
+        fp32 rows are unscaled before the product: the square of a gradient scaled by 2^16 may overflow. Rows in 16
+        bits go as they are, the square of M / seed comes after: fp16 squares stay below 2^32, bf16 is not scaled.
+        """
+        use, divisor, added = call.layer.uses[call.use], call.info.divisor, ""
+        if call.loss.seed is not None and call.info.items is not None:
+            seed, divisor = call.loss.seed, call.info.items
+        with self._stage():
+            tensors = LAYERS[use.kind].gradient_rows(call.module, call.x, gradient.view(call.shape))
+            if call.layer.rows is not None and tensors[1] is not None:
+                tensors = tensors[0], tensors[1][..., slice(*call.layer.rows)]
+            parts = zip(tensors, (use.A, use.G), (sums.A, sums.G), "AG", strict=True)
+            for tensor, side, sum_, which in parts:
+                if tensor is None or sum_ is None:
+                    continue
+                rows, own, factor = gradient_rows(
+                    tensor, call.rows.mask, self.rule, turn=self.turn, examples=call.rows.examples
+                )
+                terms = self._terms(call, own)
+                gain = (divisor if self._divided and divisor is not None else terms) / seed
+                scale: Tensor | float = factor
+                if rows.dtype == torch.float32:
+                    rows = rows * gain
+                else:
+                    scale = factor * gain**2
+                side.accumulate_(sum_.sum_P, rows, scale=scale)
+                sum_.count.add_(self._new(call, terms * call.info.ranks))
+                added += which
+        return added
+
+    def _terms(self, call: Call, own: Tensor | int) -> Tensor | int:
+        """M of the call's forward, the same for all layers. ``own``: the call's rows that count."""
+        loss = call.loss
+        if loss.terms is not None:
+            return loss.terms
+        own = own if call.info.tokens is None else call.info.tokens
+        if loss.guess is None:
+            loss.guess = own
+        known = isinstance(own, int) and isinstance(loss.guess, int)  # numbers on the device are not looked at
+        if not self._warned and (own != loss.guess if known else type(own) is not type(loss.guess)):
+            self._warned = True
+            logger.warning(
+                f"ds_kfac: {call.layer.name} has other rows than the layer nearest to the loss, whose number is taken "
+                "for that of loss terms in all layers, as neither labels nor an output of the model tell: name the "
+                "labels' argument in kfac.padding.labels, or set engine.kfac.read_batch"
+            )
+        return loss.guess
+
+    def _new(self, call: Call, terms: Tensor | int) -> Tensor | int:
+        """Loss terms that are not counted yet: a second use of a layer in a forward adds rows, not terms."""
+        key = (call.loss, call.layer.name, call.use)  # A's and G's rows are the same terms, and one of both is made
+        if key in self._counted:
+            return 0
+        self._counted.add(key)
+        return terms
