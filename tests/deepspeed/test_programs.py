@@ -270,8 +270,10 @@ def test_parting_with_every_kind_of_factor_state_and_resuming_after_it(tmp_path)
         results = [ranks[name] for ranks in both]
         updates = results[0]["updates"] | results[1]["updates"]
         assert {"q/A", "k/A", "v/A", "gate/A"} <= updates.keys() and "up/A" not in updates
-        # seen in step 2, still left out in step 3, of their own from step 4 on
-        assert updates["q/A"] == updates["k/A"] == updates["gate/A"] - 2 == 7, (name, updates)
+        assert updates["q/A"] == updates["k/A"] == updates["v/A"] < updates["first/A"] == 9, (name, updates)
+        if name != "adaptive":  # to which a factor that was left out is one that did not change
+            # seen in step 2, still left out in step 3, of their own from step 4 on
+            assert updates["q/A"] == updates["gate/A"] == 7, (name, updates)
         for result in results:
             assert result["groups"] == ((("gate", "up"),), (("gate", "up"),)), (name, result["groups"])
             for parameter, weight in result["weights"][0].items():
