@@ -50,6 +50,25 @@ class KFACAdamWStep:
                 self._apply(group)
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        """With zeros where AdamW would have moments of K-FAC's groups: DeepSpeed's tools, ds_to_universal among them,
+        ask for them. They are one zero each, expanded: 4 bytes in a file. The true moments are in K-FAC's own files."""
+        saved = super().state_dict()  # type: ignore[misc]
+        steps = (state["step"] for state in saved["state"].values() if "step" in state)
+        step = next(steps, torch.zeros(()))  # one of several groups' may be asked for in place of all of theirs
+        for group, packed in zip(self.param_groups, saved["param_groups"], strict=True):
+            if group.get(FLAG):
+                for parameter, index in zip(group["params"], packed["params"], strict=True):
+                    zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                    saved["state"][index] = {"step": step, "exp_avg": zeros, "exp_avg_sq": zeros}
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Without what :meth:`state_dict` has put in."""
+        ours = {index for group in state_dict["param_groups"] if group.get(FLAG) for index in group["params"]}
+        state = {index: value for index, value in state_dict["state"].items() if index not in ours}
+        super().load_state_dict({**state_dict, "state": state})  # type: ignore[misc]
+
     def _apply(self, group: dict[str, Any]) -> None:
         scale = self.direction_scale
         if scale is None:
@@ -60,6 +79,8 @@ class KFACAdamWStep:
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
+            # zeros that DeepSpeed has read from a universal checkpoint
+            self.state.pop(parameter, None)  # type: ignore[attr-defined]
             if isinstance(scale, Tensor) and scale.device != parameter.device:  # offloaded
                 scale = scale.to(parameter.device)
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
