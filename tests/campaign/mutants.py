@@ -11,19 +11,23 @@ with 1 if one survived, or if its old text is gone: then the table no longer tes
 import argparse
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
+from typing import NoReturn
+
+import pytest
 
 from tests.campaign.mutant_table import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("ds_kfac", "tests", "csrc", "configs", "examples", "benchmarks", "pyproject.toml", "setup.py", "README.md")
 TIMEOUT = 900
-FAILED, NO_TESTS = 1, 5
-"""Exit codes of pytest."""
+FAILED = 1
+"""Exit code of pytest."""
 
 
 def copy(target: Path) -> None:
@@ -38,17 +42,46 @@ def copy(target: Path) -> None:
 
 
 def run(tree: Path, tests: list[str]) -> tuple[int, str]:
-    """pytest's exit code and the end of what it printed; -1 after a timeout."""
-    environment = os.environ | {
-        "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
-        "TORCH_EXTENSIONS_DIR": str(tree / "built"),
+    """pytest's exit code and the end of what it printed; -1 after a timeout.
+
+    In a fork of this process, which has imported torch and deepspeed: that takes longer than most tests.
+    """
+    log = tree / "log"
+    child = os.fork()
+    if child == 0:
+        _tested_here(tree, tests, log)
+    deadline = time.monotonic() + TIMEOUT
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status), log.read_text()[-3000:]
+        time.sleep(0.1)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return -1, "timeout"
+
+
+def _tested_here(tree: Path, tests: list[str], log: Path) -> NoReturn:
+    """Never returns. Nothing of this repository that was imported before is used."""
+    os.setsid()
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.chdir(tree)
+    sys.dont_write_bytecode = True  # of a mutant, the original's might be taken for it
+    sys.path[:] = [str(tree), *(entry for entry in sys.path if Path(entry or ".").resolve() not in (ROOT, tree))]
+    for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "ds_kfac")]:
+        del sys.modules[name]
+    os.environ |= {
+        "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "TORCH_EXTENSIONS_DIR": str(tree / "built"),
     }  # fmt: skip
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    code = 70
     try:
-        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        return -1, "timeout"
-    return done.returncode, done.stdout[-3000:]
+        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def outcome(tree: Path, mutant: Mutant) -> tuple[str, str]:
@@ -86,13 +119,16 @@ def main(argv: list[str] | None = None) -> int:
         for number, mutant in chosen:
             print(f"{number:3}  {mutant.file:28} {mutant.name}  <- {mutant.tests}")
         return 0
+    os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    import tests.preload  # noqa: F401  torch and deepspeed, once
+
     counts: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory(prefix="mutants_") as name:
         tree = Path(name)
         copy(tree)
         if not options.no_baseline:
-            tests = sorted({test for _, mutant in chosen for test in mutant.tests.split()})
-            code, output = run(tree, tests)
+            named = sorted({test for _, mutant in chosen for test in mutant.tests.split()})
+            code, output = run(tree, named)
             if code:
                 print(f"the tests fail without any mutant, so nothing would be learned:\n{output}")
                 return 2
