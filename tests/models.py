@@ -37,7 +37,7 @@ def make_net(model: type[nn.Module] = Net, seed: int = 0) -> nn.Module:
 def make_batch(step: int, rows: int, tokens: int = 3) -> tuple[Tensor, Tensor]:
     """The global batch of a step: inputs [rows, tokens, FEATURES], labels [rows, tokens]."""
     generator = torch.Generator().manual_seed(1000 + step)
-    x = torch.randn(rows, tokens, FEATURES, generator=generator)
+    x = torch.randn(rows, tokens, FEATURES, generator=generator, dtype=torch.float32)
     return x, torch.randint(CLASSES, (rows, tokens), generator=generator)
 
 

@@ -111,7 +111,7 @@ def init_deepspeed() -> None:
     else:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     deepspeed.utils.logger.setLevel("ERROR")
     deepspeed.init_distributed("gloo" if on_cpu else "nccl")
 

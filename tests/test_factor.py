@@ -56,3 +56,14 @@ def test_averaging_leaves_the_old_factor_alone():
     before = factor.packed_P.clone()
     factor.averaged(*batch(1)[1:], decay=0.9)
     assert torch.equal(factor.packed_P, before)
+
+
+def test_zero_no_data_and_overflow_are_not_decomposed():
+    _, total, count = batch(0)
+    empty = KroneckerFactor.empty(Side.dense(5))
+    assert empty.averaged(total, count, decay=0.9).usable()
+    assert not empty.usable()
+    assert not empty.averaged(torch.zeros_like(total), count, decay=0.9).usable(), "all gradients were zero"
+    for value in (float("nan"), float("inf")):
+        assert not KroneckerFactor(Side.dense(5), torch.full_like(total, value), torch.ones(())).usable()
+    assert KroneckerFactor.empty(Side.identity(5)).usable()

@@ -30,6 +30,13 @@ def test_accumulates_the_blocks_of_the_second_moment(side, ones, poisoned):
     torch.testing.assert_close(side.trace(total).double(), expected.trace(), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("side", [side for side in SIDES if side.block], ids=str)
+def test_the_scale_is_of_what_is_added_alone(side):
+    x = torch.randn(33, side.dim, generator=torch.Generator().manual_seed(0))
+    plain, scaled = (side.accumulate_(torch.ones(side.numel), x, scale=scale) for scale in (1.0, 0.25))
+    torch.testing.assert_close(scaled - 1, 0.25 * (plain - 1), rtol=1e-5, atol=1e-4)
+
+
 def test_indices_are_one_hot_rows():
     side, index = Side.diagonal(5), torch.tensor([0, 3, 3, -1])
     assert side.accumulate_(torch.zeros(5), index).tolist() == [1, 0, 0, 2, 0]

@@ -9,8 +9,9 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 from torch import Tensor, nn
 
 from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
-from tests.deepspeed.parallel import build, part_difference, planned_refreshes, same, train_whole, whole_state
+from tests.deepspeed.parallel import build, planned_refreshes, same, train_whole, whole_state
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
+from tests.spread import Variation, difference
 
 EXPERTS, WIDTH, TOKENS = 4, 8, 24
 INNER = "moe.deepspeed_moe.experts.deepspeed_experts"
@@ -132,9 +133,9 @@ def compare(cases: list[tuple[Mode, int, bool]]) -> list[dict]:
     """Per (mode, ep_size, whether an expert has no tokens): how far this rank's parameters are from one process."""
     world, rank, results = dist.get_world_size(), dist.get_rank(), []
 
-    def whole_loss(model: nn.Module, step: int) -> Tensor:
-        x, y = make_batch(step, world * MICRO_ROWS, TOKENS)
-        return cross_entropy(model(x), y)
+    def whole_loss(model: nn.Module, step: int, variation: Variation) -> Tensor:
+        x, y = variation.rows(*make_batch(step, world * MICRO_ROWS, TOKENS))
+        return cross_entropy(model(x.to(next(model.parameters()).dtype)), y)
 
     for mode, ep_size, starved in cases:
         whole, model = make_whole(starved), DistributedNet(ep_size)
@@ -155,7 +156,9 @@ def compare(cases: list[tuple[Mode, int, bool]]) -> list[dict]:
         )
         final = {whole_name(n, first): p.detach().clone() for n, p in engine.module.named_parameters()}
         results.append({
-            "difference": part_difference(final, expected.weights, initial),
+            "difference": difference(final, expected.weights, initial),
+            "bound": expected.bound,
+            "nu_bound": expected.nu_bound,
             "nu": [1.0, 1.0] if mode.adam else [float(engine.kfac.metrics.nu), expected.nu],
             "domains": [(kfac.target.domain.name, len(kfac.layers)) for kfac in engine.kfac.job.optimizers],
             "report": engine.kfac.report,

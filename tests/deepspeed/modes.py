@@ -38,14 +38,10 @@ class Mode:
 
     @property
     def precision(self) -> str:
-        """Of forward and backward: chooses optimizer and tolerance."""
+        """Of forward and backward: chooses the optimizer."""
         return {"bfloat16": "bf16", "float16": "fp16"}.get(
             self.extra.get("torch_autocast", {}).get("dtype"), self.dtype
         )
-
-    @property
-    def tolerance(self) -> float:
-        return TOLERANCE["orthogonal" if self.orthogonal else self.precision]
 
     @property
     def optimizer(self) -> dict[str, Any]:
@@ -83,13 +79,6 @@ KFAC_ADAMW = {
     }
     for precision, eps in (("fp32", 0.01), ("bf16", 0.1), ("fp16", 0.1))
 }
-TOLERANCE = {
-    "orthogonal": 1e-4,
-    "fp32": 1e-5,  # sums in another order, through 4 steps of Adam
-    "bf16": 1e-2,  # 2^-8 per rounding, on other micro-batches than the reference's
-    "fp16": 2e-3,  # 2^-11 per rounding
-}
-"""Largest |actual - expected| over a parameter, relative to how far training moved all parameters."""
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 FP32_ACCUM = {"data_types": {"grad_accum_dtype": "fp32"}}
 SCALE = {"fp16": {"initial_scale_power": 8}}

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import io
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -12,18 +12,27 @@ from torch import Tensor, nn
 
 import ds_kfac
 from ds_kfac.reference import ReferenceKFAC
+from tests import spread
 from tests.deepspeed.modes import KFAC, STEPS, Mode
 from tests.deepspeed.runs import ReferenceStep, parameter_groups, reference_options
 from tests.models import cross_entropy
+from tests.spread import Variation
 
 
 @dataclass
 class Whole:
-    """What one process found: weights at the end, factors by layer, kl-clip's last factor."""
+    """What one process found: weights at the end, factors by layer, kl-clip's last factor; and what may differ.
+
+    Attributes:
+        bound: of the weights, relative to the training; see tests/spread.py.
+        nu_bound: of kl-clip's factor.
+    """
 
     weights: dict[str, Tensor]
     factors: dict[str, list[Tensor]]
     nu: float
+    bound: float = 0.0
+    nu_bound: float = 0.0
 
 
 SCALED = {
@@ -114,12 +123,30 @@ def build(mode: Mode, model: nn.Module, accumulation: int = 1, world: int = 1, *
         return ds_kfac.initialize(model=model, config=mode.config(accumulation, world), **arguments)[0]
 
 
-def train_whole(
-    mode: Mode, model: nn.Module, loss: Callable[[nn.Module, int], Tensor], *, gradient_scale: float = 1.0,
+Loss = Callable[[nn.Module, int, Variation], Tensor]
+"""Of the whole batch of a step, in a variation's order."""
+
+
+def train_whole(mode: Mode, model: nn.Module, loss: Loss, **options) -> Whole:
+    """:func:`train_once`, and what its variations may differ by."""
+    runs: list[Whole] = []
+
+    def train(variation: Variation) -> dict[str, Tensor]:
+        runs.append(train_once(mode, model, loss, variation, **options))
+        return runs[-1].weights
+
+    initial = {name: p.detach().clone() for name, p in model.named_parameters()}
+    found = spread.expected(train, initial)
+    nu_spread = max(abs(run.nu - runs[0].nu) for run in runs)
+    return replace(runs[0], bound=found.bound, nu_bound=spread.FACTOR * nu_spread + spread.FLOOR)
+
+
+def train_once(
+    mode: Mode, model: nn.Module, loss: Loss, variation: Variation, *, gradient_scale: float = 1.0,
     steps: int = STEPS, terms: float | None = None, refreshes: Refreshes | None = None,
     kind: type[ReferenceKFAC] = ReferenceKFAC, **options,
 ) -> Whole:  # fmt: skip
-    """Train a copy of ``model`` with reference.py; ``loss(model, step)`` of the whole batch.
+    """Train a copy of ``model`` with reference.py; in bf16 on a rounded copy, as ``runs.reference`` does.
 
     Args:
         gradient_scale: by how much the engine's gradients are larger than this loss's.
@@ -128,31 +155,29 @@ def train_whole(
         kind: of reference, if nothing is staggered.
         options: of ReferenceKFAC, over those of the mode.
     """
-    model = copy.deepcopy(model)
+    model = copy.deepcopy(model).to(torch.get_default_dtype())
+    dtype = variation.dtype(torch.bfloat16 if mode.dtype == "bf16" else torch.float32)
+    work = model if dtype == torch.get_default_dtype() else copy.deepcopy(model).to(dtype)
+    for p in work.parameters():
+        p.grad_dtype = torch.get_default_dtype()
     options = {**reference_options(kfac_block(mode)), **options}
     if refreshes is None:
-        kfac = kind(model, **options)
+        kfac = kind(work, **options)
     else:
         assert len(set(map(frozenset, refreshes))) > 1 and all(refreshes), f"nothing is staggered: {refreshes}"
-        kfac = StaggeredKFAC(model, refreshes=refreshes, **options)
+        kfac = StaggeredKFAC(work, refreshes=refreshes, **options)
     kfac.terms = terms
     frozen = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
-    step = ReferenceStep(mode, model, model, kfac)
+    step = ReferenceStep(mode, model, work, kfac)
     for index in range(steps):
-        value = loss(model, index)
+        value = loss(work, index, variation)
         if kfac.fisher == "monte_carlo":
-            kfac.sampled(least_likely(model.prediction))
+            kfac.sampled(least_likely(work.prediction))
         value.backward()
-        for p in model.parameters():
+        for p in work.parameters():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad * gradient_scale
         step(1.0)
         with torch.no_grad():
             for p, value in frozen:  # ReferenceStep decays everything
                 p.copy_(value)
     return Whole({name: p.detach().clone() for name, p in model.named_parameters()}, kfac.factors, kfac.nu)
-
-
-def part_difference(part: dict, expected: dict, initial: dict) -> float:
-    """As runs.difference, for a rank that holds some of the parameters."""
-    moved = torch.cat([(expected[n] - initial[n]).flatten() for n in expected]).norm()
-    return max(float((part[n] - expected[n]).norm() / moved) for n in part)

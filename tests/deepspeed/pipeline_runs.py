@@ -11,8 +11,9 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
 from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
-from tests.deepspeed.parallel import build, part_difference, planned_refreshes, same, train_whole, whole_state
+from tests.deepspeed.parallel import build, planned_refreshes, same, train_whole, whole_state
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
+from tests.spread import Variation, difference
 
 
 def make_layers() -> nn.Sequential:
@@ -50,15 +51,19 @@ def compare(cases: list[tuple[Mode, int]]) -> list[dict]:
         for step in range(STEPS):
             engine.train_batch(micro_batches(engine, step, accumulation))
 
-        def whole_loss(model: nn.Module, step: int, rows: int = replicas * accumulation * MICRO_ROWS) -> Tensor:
-            x, y = make_batch(step, rows)
-            return cross_entropy(model(x), y)
+        rows = replicas * accumulation * MICRO_ROWS
+
+        def whole_loss(model: nn.Module, step: int, variation: Variation, rows: int = rows) -> Tensor:
+            x, y = variation.rows(*make_batch(step, rows))
+            return cross_entropy(model(x.to(next(model.parameters()).dtype)), y)
 
         refreshes = planned_refreshes(engine.kfac.job) if mode.name.endswith("scaled") else None
         expected = train_whole(mode, whole, whole_loss, refreshes=refreshes)
         kfac = engine.kfac.optimizer
         results.append({
-            "difference": part_difference(weights(engine), expected.weights, initial),
+            "difference": difference(weights(engine), expected.weights, initial),
+            "bound": expected.bound,
+            "nu_bound": expected.nu_bound,
             "layers": [layer.name for layer in kfac.layers],
             "nu": [1.0, 1.0] if mode.adam else [float(kfac.metrics.nu), expected.nu],
             "wrapper": type(engine.optimizer).__name__,

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import io
 from contextlib import contextmanager
+from functools import partial
 
 import deepspeed
 import torch
@@ -13,8 +14,10 @@ from torch import nn
 
 import ds_kfac
 from ds_kfac.reference import ReferenceKFAC
+from tests import spread
 from tests.deepspeed.modes import BY_NAME, KFAC, LR, MICRO_ROWS, STEPS, Mode
 from tests.models import Net, cross_entropy, make_batch, make_net
+from tests.spread import PLAIN, Expected, Variation, difference
 
 
 def parameter_groups(model: nn.Module, groups: str) -> list[dict]:
@@ -114,6 +117,7 @@ def weights(engine) -> dict[str, torch.Tensor]:
 def reference(
     mode: Mode, accumulation: int, world: int, initial: dict, steps: int = STEPS, kfac_config: dict | None = None,
     before_step=None, model: type[nn.Module] = Net, kind: type[ReferenceKFAC] = ReferenceKFAC,
+    variation: Variation = PLAIN,
 ) -> dict:  # fmt: skip
     """Weights after training ``initial`` with reference.py and the same optimizer on the concatenated batch.
 
@@ -123,12 +127,12 @@ def reference(
     device of the engines, whose 16-bit products and autocast rules are those that DeepSpeed gets.
     """
     device = torch.device(get_accelerator().current_device_name())
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[mode.dtype]
+    dtype = variation.dtype({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[mode.dtype])
     model = make_net(model).to(device)
     model.load_state_dict(initial)
-    work = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
+    work = model if dtype == torch.get_default_dtype() else copy.deepcopy(model).to(dtype)
     for p in work.parameters():
-        p.grad_dtype = torch.float32
+        p.grad_dtype = torch.get_default_dtype()
     kfac = kind(work, **reference_options(kfac_config or {**KFAC, **mode.kfac}))
     # stage 0 fp16 divides by a loss scale it never multiplied by (deepspeed PR 8393); we follow
     divisor = 2.0**8 if mode.dtype == "fp16" and mode.stage == 0 else 1.0
@@ -136,7 +140,7 @@ def reference(
     autocast_dtype = mode.extra.get("torch_autocast", {}).get("dtype")
     autocast = {"dtype": getattr(torch, autocast_dtype or "bfloat16"), "enabled": autocast_dtype is not None}
     for index in range(steps):
-        x, y = make_batch(index, world * accumulation * MICRO_ROWS)
+        x, y = variation.rows(*make_batch(index, world * accumulation * MICRO_ROWS))
         x, y = x.to(device, dtype), y.to(device)
         with torch.autocast(device.type, **autocast):
             loss = cross_entropy(work(x), y)
@@ -233,10 +237,25 @@ class ReferenceStep:
                     p.mul_(1 - LR * group.get("weight_decay", self.options["weight_decay"])).sub_(LR * p.grad)
 
 
-def difference(actual: dict, expected: dict, initial: dict) -> float:
-    """Largest over parameters of |actual - expected| over |expected - initial|: error relative to the training."""
-    moved = torch.cat([(expected[n] - initial[n]).flatten() for n in expected]).norm()
-    return max(float((actual[n] - expected[n]).norm() / moved) for n in expected)
+_expected: dict[tuple, Expected] = {}
+
+
+def expected(mode: Mode, accumulation: int, world: int, initial: dict, **options) -> Expected:
+    """:func:`reference` with its spread. Modes that are the same run share it."""
+    if options:
+        return _spread(mode, accumulation, world, initial, **options)
+    told = {"stage": mode.stage == 0 and mode.dtype, "kfac": mode.kfac, "groups": mode.groups, "dtype": mode.dtype}
+    told |= {"clip": mode.clip, "adam": mode.adam, "orthogonal": mode.orthogonal, "extra": mode.extra}
+    start = [(n, w.shape, float(w.double().sum()), float(w[-1:].sum())) for n, w in initial.items()]
+    key = (str(told), str(start), accumulation, world)
+    if key not in _expected:
+        _expected[key] = _spread(mode, accumulation, world, initial)
+    return _expected[key]
+
+
+def _spread(mode: Mode, accumulation: int, world: int, initial: dict, **options) -> Expected:
+    run = partial(reference, mode, accumulation, world, initial, **options)
+    return spread.expected(lambda variation: run(variation=variation), initial)
 
 
 def compare(cases) -> dict:
@@ -248,12 +267,13 @@ def compare(cases) -> dict:
         engine = build(mode, accumulation)
         initial = weights(engine)
         # one rank is enough: every rank has the same weights in the end
-        expected = reference(mode, accumulation, world, initial) if dist.get_rank() == 0 else None
+        found = expected(mode, accumulation, world, initial) if dist.get_rank() == 0 else None
         with patched(mode):
             train(engine, accumulation)
         kfac, final = engine.kfac.optimizer, weights(engine)
         results[name, accumulation] = {
-            "difference": difference(final, expected, initial) if expected else 0.0,
+            "difference": difference(final, found.weights, initial) if found else 0.0,
+            "bound": found.bound if found else 1.0,
             "wrapper": type(engine.optimizer).__name__,
             "nu": 1.0 if kfac.metrics.nu is None else float(kfac.metrics.nu),
             "counts": dict(kfac.metrics.counts),

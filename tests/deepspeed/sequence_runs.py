@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from ds_kfac.batch_info import BatchInfo
 from tests.deepspeed.modes import STEPS, Mode
 from tests.deepspeed.parallel import build, least_likely, planned_refreshes, train_whole
-from tests.deepspeed.runs import difference, weights
+from tests.deepspeed.runs import weights
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
+from tests.spread import Variation, difference
 
 ROWS, TOKENS, HEADS = 3, 16, 4
 
@@ -53,9 +54,9 @@ def compare(cases: list[tuple[Mode, str]]) -> list[dict]:
     parallel_state_sp.initialize_sequence_parallel(2)
     group, replicas = parallel_state_sp.get_sequence_parallel_group(), world // 2
 
-    def whole_loss(model: nn.Module, step: int) -> Tensor:
-        x, y = make_batch(step, replicas * ROWS, TOKENS)
-        return cross_entropy(model(x), y)
+    def whole_loss(model: nn.Module, step: int, variation: Variation) -> Tensor:
+        x, y = variation.rows(*make_batch(step, replicas * ROWS, TOKENS))
+        return cross_entropy(model(x.to(next(model.parameters()).dtype)), y)
 
     results = []
     for mode, mean_over in cases:
@@ -80,6 +81,8 @@ def compare(cases: list[tuple[Mode, str]]) -> list[dict]:
         results.append(
             {
                 "difference": difference(final, expected.weights, initial),
+                "bound": expected.bound,
+                "nu_bound": expected.nu_bound,
                 "nu": [float(kfac.metrics.nu), expected.nu] if not mode.adam else [0.5, 0.5],
                 "shared": kfac.groups,
                 "faults": [fault for fault in kfac.layout.faults if "sequence" in fault],

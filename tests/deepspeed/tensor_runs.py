@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from ds_kfac.reference import ReferenceKFAC
 from tests.deepspeed.blockwise import BlockwiseInverse
 from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
-from tests.deepspeed.parallel import build, part_difference, planned_refreshes, same, train_whole, whole_state
+from tests.deepspeed.parallel import build, planned_refreshes, same, train_whole, whole_state
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
+from tests.spread import Variation, difference
 
 TOKENS = 12  # more rows than any side is wide: else Adam's eigenbasis is not unique
 PARTS = {"up": (None, 8), "gate": (None, 8), "down": (8, None), "gathered": (None, 5)}
@@ -221,9 +222,9 @@ def compare(cases: list[tuple[str, Mode]]) -> list[dict]:
             engine.backward(cross_entropy(engine(x), y))
             engine.step()
 
-        def whole_loss(model: nn.Module, step: int) -> Tensor:
-            x, y = make_batch(step, replicas * MICRO_ROWS, TOKENS)
-            return cross_entropy(model(x), y)
+        def whole_loss(model: nn.Module, step: int, variation: Variation) -> Tensor:
+            x, y = variation.rows(*make_batch(step, replicas * MICRO_ROWS, TOKENS))
+            return cross_entropy(model(x.to(next(model.parameters()).dtype)), y)
 
         refreshes = planned_refreshes(engine.kfac.job) if mode.name.endswith("scaled") else None
         inverse = mode.kfac.get("preconditioner", {}).get("method") == "inverse"
@@ -233,7 +234,9 @@ def compare(cases: list[tuple[str, Mode]]) -> list[dict]:
         start = {n: part(n, v, index) if n.split(".")[0] in parts else v for n, v in initial.items()}
         kfac, final = engine.kfac.optimizer, weights(engine)
         results.append({
-            "difference": part_difference(final, split, start),
+            "difference": difference(final, split, start),
+            "bound": expected.bound,
+            "nu_bound": expected.nu_bound,
             "kinds": {layer.name: layer.kind for layer in kfac.layers},
             "nu": [1.0, 1.0] if mode.adam else [float(kfac.metrics.nu), expected.nu],
             "replicated": {n: final[n] for n in final if n.split(".")[0] not in parts},

@@ -1,0 +1,88 @@
+"""A checkpoint brings back all of the state, field by field: losses after resuming forgive what acts later."""
+
+import dataclasses
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.deepspeed.modes import BY_NAME, KFAC
+from tests.deepspeed.runs import build, train
+from tests.models import make_net
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+STEPS = 5
+CASES = {
+    "corrected, qr steps": ("z2", {
+        "preconditioner": {"eigenvalues": "corrected", "second_moment_decay": 0.9, "kl_clip_lr": "peak"},
+        "eigenbasis": {"refresh_interval": 1, "exact_every": 3},
+    }),
+    "adam, adaptive, late": ("adam-z2-not_contiguous", {
+        "eigenbasis": {"refresh_interval": 2, "lag": 1}, "adaptive": {"enabled": True, "tolerance": 0.9},
+        "burn_in": {"steps": 0},
+    }),
+}  # fmt: skip
+
+
+def flat(value, name: str = "") -> dict:
+    """Every tensor and plain number in dataclasses, sequences and mappings, by where it is."""
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif isinstance(value, (tuple, list)):
+        value = dict(enumerate(value))
+    elif isinstance(value, (set, frozenset)):
+        value = dict.fromkeys(sorted(value), True)
+    if isinstance(value, dict):
+        return {key: part for name_, own in value.items() for key, part in flat(own, f"{name}/{name_}").items()}
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value}
+
+
+def state_of(kfac) -> dict:
+    curvature = kfac.curvature
+    return flat({
+        "steps": kfac.steps, "peak_lr": dict(kfac.peak_lr), "layers": kfac.state, "factors": curvature.factors,
+        "ready": curvature.ready, "pending": curvature.pending, "clock": curvature.agenda.state(),
+        "late": {key: curvature.refresher.result(key).basis for key in curvature.pending},
+    })  # fmt: skip
+
+
+def worker(folder: str) -> dict:
+    found = {}
+    for name, (mode, blocks) in CASES.items():
+        kfac = {**KFAC, **{key: {**KFAC.get(key, {}), **value} for key, value in blocks.items()}}
+        mode, path = replace(BY_NAME[mode], orthogonal=False), str(Path(folder, name.replace(" ", "_")))
+        first = build(mode, 1, kfac=kfac)
+        train(first, 1, steps=STEPS)
+        first.save_checkpoint(path)
+        second = build(mode, 1, kfac=kfac, model=make_net(seed=99))
+        fresh = state_of(second.kfac.optimizer)
+        second.load_checkpoint(path)
+        saved, loaded = state_of(first.kfac.optimizer), state_of(second.kfac.optimizer)
+        same = {key for key in saved if key in loaded and equal(saved[key], loaded[key])}
+        found[name] = {
+            "lost": sorted(saved.keys() ^ loaded.keys() | saved.keys() - same),
+            "told": {key for key, value in saved.items() if key not in fresh or not equal(value, fresh[key])},
+        }
+        first.destroy()
+        second.destroy()
+    return found
+
+
+def equal(one, other) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one.nan_to_num(nan=-1.0), other.nan_to_num(nan=-1.0))
+    return type(one) is type(other) and one == other
+
+
+def test_every_field_comes_back(tmp_path):
+    (result,) = run_ranks("tests.deepspeed.test_saved_state:worker", world=1, payload=str(tmp_path))
+    for name, found in result.items():
+        assert not found["lost"], (name, found["lost"])
+    corrected, adaptive = (result[name]["told"] for name in CASES)
+    for end in ("/peak_lr/0", "/terms", "/qr_steps", "/corrected/second_OI", "/corrected/updates", "/basis/values"):
+        assert any(key.endswith(end) for key in corrected), f"{end} is what it is in a new engine, so it was not tested"
+    for end in ("/history/last", "/history/before", "/adam/first_OI", "/adam/updates", "/captured"):
+        assert any(key.endswith(end) for key in adaptive), f"{end} is what it is in a new engine, so it was not tested"
+    assert any(key.startswith("/pending/") for key in adaptive) and any("/late/" in key for key in adaptive)

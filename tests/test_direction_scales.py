@@ -1,0 +1,131 @@
+"""Loss scales, kl-clip's factor, stacks, copies and parameter groups in one step's direction, without an engine."""
+
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ds_kfac.adam_direction import AdamDirection
+from ds_kfac.config import parse
+from ds_kfac.direction import KFACGradient, Now
+from ds_kfac.layer_state import LayerState
+from ds_kfac.optimizer import KFACOptimizer
+from ds_kfac.zero.layout import ShardLayout
+from tests.models import linear_layer
+from tests.test_moments import random_basis
+
+ROWS, COLUMNS, RATE = 5, 8, 0.3
+CPU = torch.device("cpu")
+
+
+def make(kind=KFACGradient, *, scale: float = 1.0, layers=("a",), copies: int = 1, groups=None, **preconditioner):
+    """A direction over layers of one shape, with states that have eigenbases, and gradients that carry ``scale``."""
+    specs = tuple(replace(linear_layer(name, COLUMNS, ROWS), copies=copies) for name in layers)
+    config = parse(
+        {"preconditioner": {"kl_clip": 0.001, **preconditioner}, "adam": {"orthogonalize": False, "nesterov": False}}
+    )
+    exchange = SimpleNamespace(
+        owned=specs, device=CPU, group_indices=lambda layer: (0,), parts=lambda layer, matrix: (matrix.flatten(),)
+    )
+    optimizer = SimpleNamespace(param_groups=groups or [{"lr": RATE}])
+    engine = SimpleNamespace(gradient_clipping=lambda: 0.0)
+    layout = SimpleNamespace(grad_scale=lambda: scale, optimizer=optimizer, engine=engine)
+    if kind is KFACGradient:
+        direction = kind(config, layout, exchange, SimpleNamespace(nu=None), clip_lr="current")
+    else:
+        direction = kind(config, layout, exchange, SimpleNamespace(direction_scale=None))
+    states, gradients = {}, {}
+    for index, spec in enumerate(specs):
+        basis = random_basis(ROWS, COLUMNS, seed=index)
+        state = LayerState.empty(spec, CPU, moments=direction.moments).rebased(A=basis.A, G=basis.G)
+        states[spec.name] = replace(state, terms=torch.tensor(7.0 + index))
+        generator = torch.Generator().manual_seed(100 + index)
+        gradients[spec.name] = scale * torch.randn(ROWS, COLUMNS, generator=generator)
+    return direction, direction.local(Now(0, None, {}), gradients, states), gradients
+
+
+@pytest.mark.parametrize("kind", ["tikhonov", "relative"])
+@pytest.mark.parametrize("eigenvalues", ["kronecker", "corrected"])
+def test_a_loss_scale_passes_through(eigenvalues, kind):
+    options = {"eigenvalues": eigenvalues, "exponent": 0.5}
+    _, plain, _ = make(**options)
+    for scale in (4.0, 1024.0):  # powers of 2: exact
+        _, scaled, _ = make(scale=scale, **options)
+        torch.testing.assert_close(scaled.results["a"] / scale, plain.results["a"])
+        torch.testing.assert_close(scaled.numbers[0], plain.numbers[0])
+        if eigenvalues == "corrected":
+            torch.testing.assert_close(scaled.states["a"].corrected.second_OI, plain.states["a"].corrected.second_OI)
+    if eigenvalues == "corrected":  # in units of the Fisher: loss terms times the squared gradient
+        _, one, gradients = make(**options)
+        rotated = random_basis(ROWS, COLUMNS, seed=0).rotate(gradients["a"])
+        torch.testing.assert_close(one.states["a"].corrected.second_OI, 7 * rotated.square())
+
+
+def test_nu_is_for_layers_that_are_prepared_only():
+    direction, local, _ = make()
+    ready = {"a": torch.tensor(True), "b": torch.tensor(False)}
+    scales = direction.finish(Now(0, None, {}), local, [torch.tensor(0.1)], ready)
+    torch.testing.assert_close(scales["a"], torch.tensor((0.001 / 0.1) ** 0.5))
+    assert scales["b"] == 1 and direction.metrics.nu == scales["a"]
+
+
+def test_a_grafted_layer_has_the_gradients_norm_and_its_own_part_of_the_sum():
+    _, local, gradients = make(graft="norm")
+    torch.testing.assert_close(local.results["a"].norm(), gradients["a"].norm())
+    torch.testing.assert_close(local.numbers[0], RATE**2 * (local.results["a"] * gradients["a"]).sum())
+
+
+@pytest.mark.parametrize("eigenvalues", ["kronecker", "corrected"])
+def test_stacked_layers_get_their_own_results(eigenvalues):
+    names = ("a", "b", "c")
+    direction, stacked, _ = make(layers=names, stack_layers=True, eigenvalues=eigenvalues)
+    assert [len(layers) for layers in direction.stacks] == [3]
+    _, alone, _ = make(layers=names, stack_layers=False, eigenvalues=eigenvalues)
+    for name in names:
+        torch.testing.assert_close(stacked.results[name], alone.results[name])
+        if eigenvalues == "corrected":
+            mine, own = (local.states[name].corrected for local in (stacked, alone))
+            torch.testing.assert_close(mine.second_OI, own.second_OI)
+    torch.testing.assert_close(stacked.numbers[0], alone.numbers[0])
+
+
+@pytest.mark.parametrize("kind", [KFACGradient, AdamDirection])
+def test_copies_of_a_layer_count_once_over_their_ranks(kind):
+    groups = [{"lr": RATE, "betas": (0.8, 0.9), "eps": 0.1}]
+    _, once, _ = make(kind, groups=groups)
+    _, twice, _ = make(kind, groups=groups, copies=2)
+    for number, other in zip(once.numbers, twice.numbers, strict=True):
+        torch.testing.assert_close(2 * other, number)
+
+
+def test_adam_takes_the_betas_of_the_layers_own_group():
+    groups = [{"lr": RATE, "betas": (0.8, 0.9), "eps": 0.1}, {"lr": RATE, "betas": (0.1, 0.2), "eps": 10.0}]
+    _, local, gradients = make(AdamDirection, groups=groups)
+    basis = random_basis(ROWS, COLUMNS, seed=0)
+    rotated = basis.rotate(gradients["a"])
+    torch.testing.assert_close(local.states["a"].adam.first_OI, 0.2 * rotated)
+    torch.testing.assert_close(local.states["a"].adam.second_OI, 0.1 * rotated.square())
+    torch.testing.assert_close(local.results["a"], basis.restore(rotated / (rotated.abs() + 0.1)))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_the_clip_factor_is_of_the_unscaled_norm(scale):
+    layout = SimpleNamespace(grad_scale=lambda: scale, engine=SimpleNamespace(gradient_clipping=lambda: 0.5))
+    layout._clip_factor = partial(ShardLayout._clip_factor, layout)
+    factor = ShardLayout.clip_factor(layout, torch.tensor(2.0 * scale))
+    torch.testing.assert_close(torch.as_tensor(factor, dtype=torch.float32), torch.tensor(0.25))
+
+
+@pytest.mark.parametrize(("told", "kept"), [(None, 3.0), (0.0, 3.0), (5.0, 5.0)])
+def test_a_batch_without_terms_leaves_those_of_the_last(told, kept):
+    layer = linear_layer("a", COLUMNS, ROWS)
+    state = replace(LayerState.empty(layer, CPU), terms=torch.tensor(3.0))
+    kfac = SimpleNamespace(
+        state={"a": state}, owned=(layer,), _bases={}, config=parse({}),
+        curvature=SimpleNamespace(
+            of_layer={}, terms_of=lambda layer, numbers: None if told is None else torch.tensor(told)
+        ),
+    )  # fmt: skip
+    assert KFACOptimizer._states(kfac, {})["a"].terms == kept

@@ -1,0 +1,93 @@
+"""Bounds from a run's own spread: rounding stays within them, a mistake in one term does not."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from ds_kfac.reference import ReferenceKFAC
+from tests import spread
+from tests.deepspeed.modes import BY_NAME
+from tests.deepspeed.test_features import CASES, MixedKFAC, expected_weights
+from tests.models import make_net
+from tests.spread import PLAIN, Variation, difference, expected, in_float64
+
+WORLD = 2
+
+
+def wrong(kind: type[ReferenceKFAC], mistake: str) -> type[ReferenceKFAC]:
+    """``kind`` with one mistake."""
+
+    class Wrong(kind):
+        def __init__(self, model, **options) -> None:
+            if mistake == "refreshed every step":
+                options["refresh_interval"] = 1
+            super().__init__(model, **options)
+            if mistake == "sign":
+                for layer in self.layers.values():
+                    layer.write = partial(lambda write, V: write(-V), layer.write)
+
+        def update(self, seed: float = 1.0) -> None:
+            if mistake == "terms":
+                self.terms *= 2
+            elif mistake == "a row" and self.steps == 0:
+                for layer in self.layers.values():
+                    for use in layer.uses:
+                        use.pairs = [
+                            (torch.cat([0 * a[:1], a[1:]]), torch.cat([0 * g[:1], g[1:]])) for a, g in use.pairs
+                        ]
+            super().update(seed)
+
+    return Wrong
+
+
+def run(name: str) -> tuple:
+    mode = replace(BY_NAME["z0"], adam=CASES[name]["adam"], kfac=CASES[name]["kfac"])
+    initial = {n: p.detach().clone() for n, p in make_net(CASES[name]["model"]).named_parameters()}
+    return partial(expected_weights, name, mode, initial, WORLD), initial
+
+
+MISTAKES = ("sign", "terms", "refreshed every step", "a row")
+# Adam in an eigenbasis does not care how large a factor is, nor does damping relative to the mean eigenvalue. With the
+# corrected eigenvalues of a deep net of layers alike rounding moves more than an interval does.
+SEEN = {
+    "all": MISTAKES, "corrected": MISTAKES, "half": MISTAKES, "stacked": MISTAKES, "mixed": MISTAKES,
+    "tied-corrected": ("sign", "refreshed every step", "a row"),
+    "adam-tied": ("sign", "refreshed every step", "a row"),
+    "stacked-corrected": ("sign", "a row"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_mistakes_are_outside_of_the_bound(name):
+    train, initial = run(name)
+    found = expected(train, initial)
+    ratios = {}
+    for mistake in SEEN[name]:
+        kind = wrong(MixedKFAC if "mixed" in name else ReferenceKFAC, mistake)
+        ratios[mistake] = difference(train(PLAIN, kind=kind), found.weights, initial) / found.bound
+    print(f"{name}: spread {found.spread:.1e}", {mistake: f"{ratio:.0f}" for mistake, ratio in ratios.items()})
+    assert min(ratios.values()) > 2 and ratios["sign"] > 10, (found.spread, ratios)
+    assert found.spread > 0
+
+
+def test_rows_are_permuted_together_and_float64_is_everywhere():
+    x, y = torch.arange(6).view(6, 1).float(), torch.arange(6)
+    moved_x, none, moved_y = Variation(order=1).rows(x, None, y)
+    assert none is None and torch.equal(moved_x[:, 0].long(), moved_y) and not torch.equal(moved_y, y)
+    assert PLAIN.rows(x, y) == (x, y)
+    with in_float64():
+        assert torch.zeros(1).float().dtype == torch.zeros(1).dtype == torch.float64
+    assert torch.zeros(1).float().dtype == torch.zeros(1).dtype == torch.float32
+
+
+def test_a_run_without_rounding_is_bounded_by_the_floor():
+    start = {"w": torch.zeros(3)}
+    found = expected(lambda variation: {"w": torch.tensor([1.0, 2.0, 4.0])}, start)
+    assert found.spread == 0 and found.bound == spread.FLOOR
+    assert not spread.within("case", 0.5 * found.bound, found.bound)
+    (complaint,) = spread.within("case", 2 * found.bound, found.bound)
+    assert complaint == "case: differs by 4.00e-06, allowed 2.00e-06"
+    assert spread.within("case", float("nan"), found.bound)
+    spread.RATIOS.popitem()  # not a comparison
