@@ -6,6 +6,9 @@ from typing import Any
 
 import torch.distributed
 
+SHOWN = 4
+"""Problems of a rank that a message spells out."""
+
 
 @contextmanager
 def failing_together(headline: str, group: Any, error: type[Exception] = RuntimeError) -> Iterator[list[str]]:
@@ -21,6 +24,10 @@ def failing_together(headline: str, group: Any, error: type[Exception] = Runtime
         problems.append(f"{type(problem).__name__}: {problem}")
     everyone: list[list[str]] = [problems] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(everyone, problems, group=group)
-    found = [f"rank {rank}: {text}" for rank, texts in enumerate(everyone) for text in texts[:4]]
+    found = []
+    for rank, texts in enumerate(everyone):
+        found += [f"rank {rank}: {text}" for text in texts[:SHOWN]]
+        if len(texts) > SHOWN:
+            found.append(f"rank {rank}: and {len(texts) - SHOWN} more")
     if found:
         raise error(headline + "\n  " + "\n  ".join(found))

@@ -6,7 +6,6 @@ steps without torch.compile: traced, every hook would break the graph in a loop 
 the module uncompiled for good. So all other steps run the graphs that they would without K-FAC.
 """
 
-import inspect
 import os
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -17,11 +16,11 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import logger
 
-from ds_kfac import checkpoint
 from ds_kfac.accounting import counters, events
 from ds_kfac.adamw import KFACAdamWStep
 from ds_kfac.assembly import assemble
 from ds_kfac.batch_info import ReadBatch
+from ds_kfac.checkpointing import Checkpointing, check_storage
 from ds_kfac.config import KFACConfig
 from ds_kfac.experts import ExpertRows
 from ds_kfac.loss_sampling import LossSampling
@@ -49,6 +48,7 @@ class Attachment:
     def __init__(self, engine: Any, config: KFACConfig) -> None:
         self.engine, self.given = engine, config
         config = config.for_optimizer(adam=isinstance(engine.basic_optimizer, KFACAdamWStep))
+        check_storage(engine)
         self.sampling: LossSampling | None = None
         self._experts = ExpertRows(engine.module) if engine.has_moe_layers else None
         try:
@@ -58,6 +58,7 @@ class Attachment:
             raise
         self._active, self._warned = True, False
         try:
+            self.checkpointing = Checkpointing(engine, self.job)
             if config.factor.fisher == "monte_carlo":
                 self.sampling = LossSampling(self.optimizer, engine)
         except Exception:
@@ -68,8 +69,8 @@ class Attachment:
         self._wrap("_take_model_step", self._take_model_step)
         self._wrap("forward", self._forward)
         self._wrap("backward", self._backward)
-        self._wrap("save_checkpoint", self._save_checkpoint)
-        self._wrap("load_checkpoint", self._load_checkpoint)
+        self._wrap("save_checkpoint", self.checkpointing.save)
+        self._wrap("load_checkpoint", self.checkpointing.load)
         self._undo = announce_backwards(engine, self.job) if isinstance(engine, PipelineEngine) else None
         self._printed = [timer_name(stage) for stage in STAGES] if self.metrics.timers is not None else []
         engine.engine_timers.global_timers += self._printed
@@ -157,7 +158,7 @@ class Attachment:
 
     def load_state(self, load_dir: str | os.PathLike, tag: str) -> None:
         """Load only the K-FAC state of a checkpoint, whatever stage and world size wrote it. Collective."""
-        checkpoint.load(self.job, Path(load_dir) / str(tag))
+        self.checkpointing.load_state(Path(load_dir) / str(tag))
 
     # the five wrapped attributes
 
@@ -223,40 +224,3 @@ class Attachment:
         finally:
             hook.remove()
             self.job.end_backward()
-
-    def _save_checkpoint(
-        self, original: Callable[..., Any], save_dir: str, tag: Any = None, client_state: Any = None, *args, **kwargs
-    ) -> Any:
-        if not save_dir:
-            return original(save_dir, tag, client_state or {}, *args, **kwargs)  # DeepSpeed says what is wrong
-        tag = f"global_step{self.engine.global_steps}" if tag is None else str(tag)
-        header = checkpoint.save(self.job, Path(save_dir) / tag)
-        client_state = {**(client_state or {}), checkpoint.CLIENT_KEY: header}
-        result = original(save_dir, tag, client_state, *args, **kwargs)
-        checkpoint.finish(self.job, Path(save_dir) / tag, header)
-        return result
-
-    def _load_checkpoint(self, original: Callable[..., Any], load_dir: str, *args: Any, **kwargs: Any) -> Any:
-        arguments = inspect.signature(original).bind(load_dir, *args, **kwargs).arguments
-        path, client_state = original(load_dir, *args, **kwargs)
-        if path is None:
-            return path, client_state
-        # DeepSpeed's files, the same on every rank, decide; what lies in the folder may be of another save.
-        header = client_state.pop(checkpoint.CLIENT_KEY, None) if client_state else None
-        tag_directory = Path(path).parent
-        if arguments.get("load_module_only"):
-            self.job.reset()
-            self._say(
-                f"load_module_only: K-FAC starts afresh; engine.kfac.load_state loads the state of {tag_directory}"
-            )
-        elif header is None:
-            self.job.reset()
-            self._say(f"WARNING: {tag_directory} has no K-FAC state, K-FAC starts afresh: expect some steps to recover")
-        else:
-            checkpoint.load(self.job, tag_directory, header["save_id"])
-            self._say(f"loaded K-FAC state of step {self.job.steps} from {tag_directory}")
-        return path, client_state
-
-    def _say(self, text: str) -> None:
-        if self.engine.global_rank == 0:
-            logger.warning(f"ds_kfac: {text}")

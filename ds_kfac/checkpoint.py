@@ -1,17 +1,17 @@
 """K-FAC state beside DeepSpeed's checkpoint: ``<tag>/kfac/<save id>/``, each factor and each layer once.
 
-``<layer>.A.factor.pt`` is written by the factor's decomposer, ``<layer>.pt`` (eigenbases, moments) by the layer's first
-gradient worker, under names that are the same in all domains of a job. They do not depend on world size, ZeRO stage or
-gradient worker fraction, nor on pipeline stages or the ranks of experts: whoever has the part after loading reads the
-file. They are written before DeepSpeed writes, and DeepSpeed's own files name the save id: a save that is killed half
-way, also one that overwrites a tag, leaves every model state with the K-FAC state that belongs to it.
+``<layer>.A.factor.pt`` is written by the factor's decomposer, ``<layer>.layer.pt`` (eigenbases, moments) by the layer's
+first gradient worker, under names that are the same in all domains of a job. They do not depend on world size, ZeRO
+stage or gradient worker fraction, nor on pipeline stages or the ranks of experts: whoever has the part after loading
+reads the file. They are written before DeepSpeed writes, and DeepSpeed's own files name the save id: a save that is
+killed half way, also one that overwrites a tag, leaves every model state with the K-FAC state that belongs to it.
+
+Whatever is wrong with a file is found on all ranks before anything is changed.
 """
 
-import json
-import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,27 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
 from ds_kfac.agreement import failing_together
-from ds_kfac.checkpoint_files import factor_file, factor_payload, layer_file, layer_payload, load_factor, load_layer
+from ds_kfac.checkpoint_disk import (
+    CheckpointError,
+    check_token,
+    put_token,
+    remove_token,
+    sync_folder,
+    write_text,
+)
+from ds_kfac.checkpoint_files import (
+    Entries,
+    factor_payload,
+    layer_payload,
+    load_factor,
+    load_layer,
+    save_factor,
+    save_layer,
+)
+from ds_kfac.checkpoint_header import HEADER, read_header, write_header
+from ds_kfac.checkpoint_match import Match, groups_here, kinds_of, match, saved_names
+from ds_kfac.checkpoint_names import SAVE_ID
+from ds_kfac.checkpoint_parts import merged, part_of
 from ds_kfac.eigenbasis import Refreshed
 from ds_kfac.factor_spec import key_of
 from ds_kfac.factor_state import FactorState
@@ -28,180 +48,196 @@ from ds_kfac.job import Job
 from ds_kfac.layer_state import LayerState
 from ds_kfac.optimizer import KFACOptimizer
 
-FOLDER = "kfac"
-HEADER, LATEST = "header.json", "latest"
-CLIENT_KEY = "ds_kfac"
-"""Key in DeepSpeed's client_state that names the save; survives ds_to_universal, which does not copy the folder."""
-VERSION = 3
+FOLDER, LATEST = "kfac", "latest"
 
 Factors = dict[str, tuple[FactorState, Refreshed | None]]
 
 
 def save(job: Job, tag_directory: Path) -> dict[str, Any]:
-    """Write this rank's layers, and on rank 0 the header. Returns what belongs into DeepSpeed's client_state.
+    """Write this rank's layers, and on rank 0 the header. Returns the header.
 
-    Collective: fails on every rank if it fails on one.
+    Collective.
+
+    Raises:
+        CheckpointError: on every rank if it fails on one; what was written is removed.
     """
-    get_accelerator().synchronize()  # offloaded factors may still be on their way to the host
-    parts: list[tuple[str, list[dict[str, Any]]]] = [("", [])] * job.channel.world
-    mine = uuid.uuid4().hex[:12], [_part(kfac) for kfac in job.optimizers]
-    torch.distributed.all_gather_object(parts, mine, group=job.channel.group)
+    group, headline = job.channel.group, f"ds_kfac: could not save to {tag_directory / FOLDER}"
+    mine: tuple[str, list[dict[str, Any]]] = ("", [])
+    with failing_together(headline, group, CheckpointError):
+        get_accelerator().synchronize()  # offloaded factors may still be on their way to the host
+        mine = uuid.uuid4().hex[:12], [part_of(kfac) for kfac in job.optimizers]
+    parts = _gathered(job, mine)
     kfac = job.optimizers[0]
     header = {
-        "version": VERSION,
         "save_id": parts[0][0],
         "steps": job.steps,
-        **_merged([part for _, own in parts for part in own]),
-        "eigenbases": kfac.config.checkpoint.eigenbasis or kfac.direction.moments is not None,
         "method": kfac.plan.method,
+        "eigenbases": kfac.config.checkpoint.eigenbasis or kfac.direction.moments is not None,
+        "moments": kfac.direction.moments,
+        "kinds": kinds_of(kfac.config),
+        **merged([part for _, own in parts for part in own]),
     }
     folder = tag_directory / FOLDER / header["save_id"]
-    with failing_together(f"ds_kfac: could not save to {folder}", job.channel.group):
-        folder.mkdir(parents=True, exist_ok=True)
-        for kfac in job.optimizers:
-            _write(kfac, folder)
+    try:
+        with failing_together(headline, group, CheckpointError):
+            if job.channel.rank == 0:
+                put_token(folder)
+        with failing_together(headline, group, CheckpointError):
+            check_token(folder)
+        entries: Entries = {}
+        with failing_together(headline, group, CheckpointError):
+            for kfac in job.optimizers:
+                entries |= _write(kfac, folder)
+        written = _gathered(job, entries)
+        with failing_together(headline, group, CheckpointError):
+            if job.channel.rank == 0:
+                header["files"] = _united(written)
+                sync_folder(folder)
+                write_header(folder, header)
+                remove_token(folder)
+    except CheckpointError:
         if job.channel.rank == 0:
-            (folder / HEADER).write_text(json.dumps(header, indent=1))
+            shutil.rmtree(folder, ignore_errors=True)  # the error says what is wrong with the place
+        raise
     return header
 
 
-def _part(kfac: KFACOptimizer) -> dict[str, Any]:
-    """What one rank knows of one of its domains, in global names."""
-    curvature, names = kfac.curvature, _global_names(kfac)
-    keys = {key: key_of(names[key[:-2]], key[-1]) for key in kfac.curvature.specs}
-    timetable = curvature.agenda.state()
-    return {
-        "domain": kfac.target.domain.name,
-        "layers": list(names.values()),
-        "peak_lr": {str(group): float(lr) for group, lr in kfac.peak_lr.items()},
-        "shared": [[names[name] for name in group] for group in kfac.groups] if kfac.groups is not None else None,
-        "counts": [timetable["captured"], timetable["skipped"]],
-        "clocks": {keys[key]: clock for key, clock in timetable["factors"].items()},
-        "ready": [keys[key] for key in curvature.ready],
-        "pending": {keys[key]: step for key, step in curvature.pending.items()},
-    }
+def _gathered(job: Job, mine: Any) -> list[Any]:
+    everyone: list[Any] = [mine] * job.channel.world
+    torch.distributed.all_gather_object(everyone, mine, group=job.channel.group)
+    return everyone
 
 
-def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The header's part that all ranks and domains together know."""
-    groups = [group for part in parts for group in part["shared"] or ()]
-    peaks = [pair for part in parts for pair in part["peak_lr"].items()]
-    return {
-        "layers": list(dict.fromkeys(name for part in parts for name in part["layers"])),
-        "peak_lr": {group: max(lr for other, lr in peaks if other == group) for group, _ in peaks},
-        "shared": None
-        if all(part["shared"] is None for part in parts)
-        else [list(group) for group in dict.fromkeys(map(tuple, groups))],
-        "timetable": {
-            "domains": {part["domain"]: part["counts"] for part in parts},
-            "factors": {key: clock for part in parts for key, clock in part["clocks"].items()},
-        },
-        "ready": sorted({key for part in parts for key in part["ready"]}),
-        "pending": dict(sorted({item for part in parts for item in part["pending"].items()})),
-    }
+def _united(written: Sequence[Entries]) -> Entries:
+    """The files of all ranks.
+
+    Raises:
+        ValueError: two ranks have written one.
+    """
+    twice = {file for index, own in enumerate(written) for other in written[:index] for file in own.keys() & other}
+    if twice:
+        raise ValueError(f"several ranks have layers of one name: {', '.join(sorted(twice)[:5])}")
+    return {file: entry for own in written for file, entry in sorted(own.items())}
 
 
-def _write(kfac: KFACOptimizer, folder: Path) -> None:
+def _write(kfac: KFACOptimizer, folder: Path) -> Entries:
     """The files of a domain that are this rank's to write."""
-    curvature, names, domain = kfac.curvature, _global_names(kfac), kfac.target.domain
+    curvature, names, domain, method = kfac.curvature, saved_names(kfac), kfac.target.domain, kfac.plan.method
     saved = {layer.name for layer in kfac.layers if domain.saves(layer)}
+    entries: Entries = {}
     for key, factor in curvature.factors.items():
         if key[:-2] in saved:
             pending = curvature.refresher.result(key) if key in curvature.pending else None
-            torch.save(factor_payload(factor, pending), folder / factor_file(key_of(names[key[:-2]], key[-1])))
+            name, side = key_of(names[key[:-2]], key[-1]), curvature.specs[key].side
+            entries |= save_factor(folder, name, side, factor_payload(factor, pending), method)
     for layer in kfac.owned:
         if layer.name in saved and kfac.plan.assignment.workers[layer.name][0] == kfac.rank:
             payload = layer_payload(kfac.state[layer.name], eigenbasis=kfac.config.checkpoint.eigenbasis)
-            torch.save(payload, folder / layer_file(names[layer.name]))
+            entries |= save_layer(folder, names[layer.name], layer, payload, method)
+    return entries
 
 
-def finish(job: Job, tag_directory: Path, header: dict[str, Any]) -> None:
-    """After DeepSpeed's save: point to the new state and remove what an overwritten tag had. No collective."""
-    if job.channel.rank == 0:
-        folder = tag_directory / FOLDER
-        (folder / (LATEST + ".tmp")).write_text(header["save_id"])
-        os.replace(folder / (LATEST + ".tmp"), folder / LATEST)
-        for old in folder.iterdir():
-            if old.is_dir() and old.name != header["save_id"]:
-                shutil.rmtree(old, ignore_errors=True)  # only disk space is at stake
+def finish(job: Job, tag_directory: Path, header: Mapping[str, Any]) -> None:
+    """After DeepSpeed's save: point to the new state and remove what an overwritten tag had. Collective.
+
+    Raises:
+        CheckpointError: on every rank if that fails.
+    """
+    folder = tag_directory / FOLDER
+    with failing_together(f"ds_kfac: could not complete the save in {folder}", job.channel.group, CheckpointError):
+        if job.channel.rank == 0:
+            write_text(folder / LATEST, header["save_id"])
+            for old in folder.iterdir():
+                if old.is_dir() and old.name != header["save_id"]:
+                    shutil.rmtree(old, ignore_errors=True)  # only disk space is at stake
 
 
-def load(job: Job, tag_directory: Path, save_id: str | None = None) -> None:
+def unfinished(tag_directory: Path, save_id: str) -> str | None:
+    """What speaks for a save of this tag that was interrupted, after which DeepSpeed's files may be of two saves: a
+    sentence, or None. For one rank, to warn."""
+    folder = tag_directory / FOLDER
+    if not folder.is_dir():
+        return None
+    latest = folder / LATEST
+    if not latest.is_file() or latest.read_text().strip() != save_id:
+        return f"save {save_id} of {tag_directory} was interrupted before its end"
+    others = [path.name for path in folder.iterdir() if path.is_dir() and path.name != save_id]
+    return f"save {', '.join(others)}, later than that of {tag_directory}, was interrupted" if others else None
+
+
+def load(job: Job, tag_directory: Path, save_id: str | None = None, origin: str | None = None) -> None:
     """Restore state written by :func:`save`, whatever world size, ZeRO stage, pipeline stages or expert-parallel ranks
     wrote it. Collective.
 
-    Layers the checkpoint does not have start empty, with a warning.
+    Layers the checkpoint does not have start empty, and so do factors of another kind (``factor.fisher``,
+    ``factor.weight_sharing``), with a warning.
 
     Args:
         save_id: of the save to load; None takes the tag's last finished one.
+        origin: the tag's folder when it was saved, if it may have been converted since.
 
     Raises:
-        ValueError: on every rank, if files are missing or do not fit the model. Nothing is changed then.
+        CheckpointError: on every rank, if files are missing, damaged or do not fit the model. Nothing is changed then.
     """
-    found: list[tuple[Factors, dict[str, LayerState]]] = []
-    with failing_together(
-        f"ds_kfac: the K-FAC state of {tag_directory} cannot be loaded. To start K-FAC afresh from this checkpoint, "
-        "load it with load_module_only=True",
-        job.channel.group,
-        ValueError,
-    ) as problems:
-        folder = _find(tag_directory, save_id)
-        header = json.loads((folder / HEADER).read_text())
-        if header["version"] != VERSION:
-            raise ValueError(f"{folder / HEADER} has version {header['version']}, this ds_kfac reads {VERSION}")
+    found: list[tuple[Match, Factors, dict[str, LayerState]]] = []
+    folder, header = tag_directory, {"save_id": ""}
+    headline = f"ds_kfac: the K-FAC state of {tag_directory} cannot be loaded"
+    with failing_together(headline, job.channel.group, CheckpointError):
+        folder = _find(tag_directory, save_id, origin)
+        header = read_header(folder)
+    ids = _gathered(job, header["save_id"])
+    with failing_together(headline, job.channel.group, CheckpointError) as problems:
+        if len(set(ids)) > 1:
+            raise ValueError(f"the ranks see different saves, {ids} in rank order: the folder is not the same for all")
         for kfac in job.optimizers:
             found.append(_read(kfac, folder, header, problems))
-    for kfac, (factors, states) in zip(job.optimizers, found, strict=True):
-        unknown = [name for name in _global_names(kfac).values() if name not in header["layers"]]
-        if unknown and kfac.rank == 0:
-            logger.warning(f"ds_kfac: {folder} has no state for {', '.join(unknown)}; these layers start empty")
-        _restore(kfac, header, factors, states)
+    for kfac, (own, factors, states) in zip(job.optimizers, found, strict=True):
+        if kfac.rank == 0:
+            for text in own.warnings(header):
+                logger.warning(f"ds_kfac: WARNING: {folder}: {text}")
+        _restore(kfac, header, own, factors, states)
 
 
 def _read(
     kfac: KFACOptimizer, folder: Path, header: Mapping[str, Any], problems: list[str]
-) -> tuple[Factors, dict[str, LayerState]]:
+) -> tuple[Match, Factors, dict[str, LayerState]]:
     """This rank's factors and layers of a domain. What is wrong is added to ``problems``."""
     factors: Factors = {}
     states: dict[str, LayerState] = {}
-    names, known = _global_names(kfac), frozenset(header["layers"])
-    plan = kfac.unshared.sharing(_groups(kfac, header) or ())
-    leader = {name: group[0] for group in header["shared"] or () for name in group}
-    for spec in plan.assignment.factors:
-        name, side = names[spec.layers[0]], spec.key[-1]
-        if plan.assignment.decomposers[spec.key] == kfac.rank and name in known:
-            file = folder / factor_file(key_of(leader.get(name, name) if side == "A" else name, side))
+    own = match(kfac, header)
+    for spec in own.specs:
+        if kfac.unshared.assignment.decomposers[spec.key] == kfac.rank and spec.key in own.keys:
             try:
-                factors[spec.key] = load_factor(kfac, file, spec)
+                factors[spec.key] = load_factor(kfac, folder, header, own.keys[spec.key], spec)
             except (OSError, ValueError) as error:
                 problems.append(str(error))
     for layer in kfac.owned:
-        if names[layer.name] in known:
+        if own.names[layer.name] in header["layers"]:
             try:
-                states[layer.name] = load_layer(kfac, folder / layer_file(names[layer.name]), layer)
+                states[layer.name] = load_layer(kfac, folder, header, own.names[layer.name], layer)
             except (OSError, ValueError) as error:
                 problems.append(str(error))
-    return factors, states
+    return own, factors, states
 
 
 def _restore(
-    kfac: KFACOptimizer, header: Mapping[str, Any], factors: Factors, states: Mapping[str, LayerState]
+    kfac: KFACOptimizer, header: Mapping[str, Any], own: Match, factors: Factors, states: Mapping[str, LayerState]
 ) -> None:
     """Continue from what was read. Collective in the domain."""
     kfac.reset()
-    groups = _groups(kfac, header)
+    groups = groups_here(kfac, header)
     if groups is not None:
         kfac.share(groups)
-    curvature, names, timetable = kfac.curvature, _global_names(kfac), header["timetable"]
+    curvature, names, timetable = kfac.curvature, own.names, header["timetable"]
     # a save without them, or of another method, is decomposed anew; what was then on its way is too
-    continues = header["eigenbases"] and header.get("method", "eigen") == kfac.plan.method
+    continues = header["eigenbases"] and header["method"] == kfac.plan.method
+    keys = {key: key_of(names[key[:-2]], key[-1]) for key in curvature.specs if key not in own.incomplete}
     pendings = header["pending"] if continues else {}
+    curvature.pending = {key: pendings[saved] for key, saved in keys.items() if saved in pendings}
     for key, (factor, pending) in factors.items():
         curvature.factors[key] = factor
-        if pending is not None and continues:
+        if pending is not None and key in curvature.pending:
             curvature.refresher.give(key, pending)
-    keys = {key: key_of(names[key[:-2]], key[-1]) for key in curvature.specs}
-    curvature.pending = {key: pendings[saved] for key, saved in keys.items() if saved in pendings}
     clocks = {key: timetable["factors"][saved] for key, saved in keys.items() if saved in timetable["factors"]}
     captured, skipped = timetable["domains"].get(kfac.target.domain.name, (0, 0))
     curvature.agenda.restore({"captured": captured, "skipped": skipped, "factors": clocks})
@@ -209,9 +245,8 @@ def _restore(
     kfac.steps = header["steps"]
     kfac.peak_lr = {int(group): lr for group, lr in header["peak_lr"].items()}
     if header["eigenbases"] and not continues and kfac.rank == 0:
-        saved_by = header.get("method", "eigen")
         logger.warning(
-            f'ds_kfac: saved with preconditioner.method "{saved_by}", now "{kfac.plan.method}": decomposed anew'
+            f'ds_kfac: saved with preconditioner.method "{header["method"]}", now "{kfac.plan.method}": decomposed anew'
         )
     if continues:
         ready = frozenset(header["ready"])
@@ -221,31 +256,22 @@ def _restore(
         kfac.redecompose()
 
 
-def _global_names(kfac: KFACOptimizer) -> dict[str, str]:
-    """Layer name -> name in checkpoints."""
-    return {layer.name: kfac.target.domain.global_name(layer) for layer in kfac.layers}
-
-
-def _groups(kfac: KFACOptimizer, header: Mapping[str, Any]) -> tuple[tuple[str, ...], ...] | None:
-    """Groups of the saved run that this one may have too; None if they are still to be found."""
-    if header["shared"] is None or not kfac.unshared.shares:
-        return None
-    candidates, names = kfac.unshared.sharing_candidates, _global_names(kfac)
-    here = {names[name]: name for name in candidates}
-    groups = (tuple(here[name] for name in group if name in here) for group in header["shared"])
-    return tuple(group for group in groups if len(group) > 1 and len({candidates[name] for name in group}) == 1)
-
-
-def _find(tag_directory: Path, save_id: str | None) -> Path:
-    """The folder of a save in the tag, or in the tag it was converted from by ds_to_universal.
+def _find(tag_directory: Path, save_id: str | None, origin: str | None) -> Path:
+    """The folder of a save in the tag, or in the tag it was converted from by ds_to_universal, which does not copy it.
 
     Raises:
-        ValueError: neither has it.
+        ValueError: none has it.
     """
     tags = [tag_directory, tag_directory.with_name(tag_directory.name.removesuffix("_universal"))]
+    if origin is not None:
+        tags.append(Path(origin))
     for tag in tags:
         latest = tag / FOLDER / LATEST
-        name = save_id or (latest.read_text().strip() if latest.is_file() else None)
-        if name and (tag / FOLDER / name / HEADER).is_file():
+        name = save_id or (latest.read_text(errors="replace").strip() if latest.is_file() else "")
+        if SAVE_ID.fullmatch(name) and (tag / FOLDER / name / HEADER).is_file():
             return tag / FOLDER / name
-    raise ValueError(f"no K-FAC state {save_id or ''} in {tag_directory / FOLDER}; it must be there for every rank")
+    looked = ", ".join(str(tag / FOLDER) for tag in dict.fromkeys(tags))
+    raise ValueError(
+        f"no K-FAC state {save_id or ''} in {looked}; it must be there for every rank. If it was converted or moved, "
+        f"copy the folder {FOLDER} of the tag that was saved into {tag_directory}"
+    )

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_kfac.adaptive import History
-from ds_kfac.eigenbasis import Eigenbasis, Refreshed
+from ds_kfac.checkpoint_checks import check_factor, check_layer, described, tensors_of
+from ds_kfac.checkpoint_disk import read_payload, write_payload
+from ds_kfac.checkpoint_names import factor_file, layer_file
+from ds_kfac.eigenbasis import Eigenbasis, LayerBasis, Refreshed
 from ds_kfac.factor import KroneckerFactor
 from ds_kfac.factor_spec import FactorSpec
 from ds_kfac.factor_state import FactorState
@@ -20,6 +22,9 @@ from ds_kfac.layers.base import LayerSpec
 from ds_kfac.moments import AdamMoments, CorrectedEigenvalues
 from ds_kfac.optimizer import KFACOptimizer
 from ds_kfac.side import Side
+
+Entries = dict[str, dict[str, Any]]
+"""File name -> what the header says of it."""
 
 
 def factor_payload(state: FactorState, pending: Refreshed | None) -> dict[str, Any]:
@@ -51,9 +56,136 @@ def layer_payload(state: LayerState, *, eigenbasis: bool) -> dict[str, Any]:
     }
 
 
+def save_factor(folder: Path, key: str, side: Side, payload: dict[str, Any], method: str) -> Entries:
+    """Check and write a factor's payload; ``key`` in global names. Returns its entry."""
+    file = factor_file(key)
+    try:
+        check_factor(payload, side, method, key)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}; it is not saved") from error
+    return {file: {"holds": key, **write_payload(folder / file, payload), "tensors": tensors_of(payload)}}
+
+
+def save_layer(folder: Path, name: str, layer: LayerSpec, payload: dict[str, Any], method: str) -> Entries:
+    """Check and write a layer's payload; ``name`` is global. Returns its entry."""
+    file = layer_file(name)
+    try:
+        check_layer(payload, layer.A, layer.G, method)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}; it is not saved") from error
+    return {file: {"holds": name, **write_payload(folder / file, payload), "tensors": tensors_of(payload)}}
+
+
+def load_factor(
+    kfac: KFACOptimizer, folder: Path, header: Mapping[str, Any], key: str, spec: FactorSpec
+) -> tuple[FactorState, Refreshed | None]:
+    """A factor that the save has, and what a refresh on its way came to.
+
+    Args:
+        key: what it is called there.
+
+    Raises:
+        ValueError: it is not what was saved, or not a factor of this model and config.
+    """
+    path, saved = folder / factor_file(key), Side(*header["factors"][key])
+    if saved != spec.side:
+        raise ValueError(
+            f"{path}: {saved.numel} elements ({described(saved)}), factor {spec.key} of this model and config "
+            f"({described(spec.side)}) needs {spec.side.numel}"
+        )
+    payload = _read(path, header, key)
+    try:
+        check_factor(payload, spec.side, header["method"], key)
+        if (payload["pending_how"] is not None) != (key in header["pending"]):
+            raise ValueError("does not agree with the header on whether a refresh is on its way")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    empty, method, home = kfac.curvature.empty_of(spec.side), kfac.plan.method, kfac.curvature.home
+    factor = KroneckerFactor(spec.side, payload["packed"].to(home), payload["updates"].to(kfac.device))
+    history = empty.history
+    if history is not None and payload["history"] is not None:
+        last, before, norms = payload["history"]
+        norms = norms if norms is None else norms.to(kfac.device)
+        last, before = (None if value is None else value.to(home) for value in (last, before))
+        history = History(spec.side, last, before, norms)
+    warm = _loaded(payload["basis"], spec.side, method, kfac.device) if kfac.plan.warm_start is not None else None
+    assert not isinstance(warm, DampedInverse)
+    state = FactorState(factor, history, warm, payload["qr_steps"])
+    if payload["pending_how"] is None:
+        return state, None
+    return state, Refreshed(_loaded(payload["pending"], spec.side, method, kfac.device), payload["pending_how"])
+
+
+def load_layer(kfac: KFACOptimizer, folder: Path, header: Mapping[str, Any], name: str, layer: LayerSpec) -> LayerState:
+    """A layer that the save has. A side that is the identity now, or was it then, keeps no eigenvectors.
+
+    Args:
+        name: what it is called there.
+
+    Raises:
+        ValueError: it is not what was saved, or not a layer of this model and config.
+    """
+    path = folder / layer_file(name)
+    sides = {which: Side(*header["layers"][name][which]) for which in "AG"}
+    for which, now in (("A", layer.A), ("G", layer.G)):
+        then = sides[which]
+        if then.dim != now.dim or (then.block != now.block and then.block and now.block):
+            raise ValueError(
+                f"{path}: side {which} of {layer.name} was {described(then)}, of this model and config it is "
+                f"{described(now)}"
+            )
+    payload = _read(path, header, name)
+    try:
+        check_layer(payload, sides["A"], sides["G"], header["method"])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    method, device = kfac.plan.method, kfac.device
+    state = LayerState.empty(layer, device, moments=kfac.direction.moments, method=method)
+    A, G = (_loaded(payload[which], sides[which], method, device) for which in "AG")
+    kind = kfac.direction.moments
+    if kind == "adam" and payload["adam"] is not None:
+        state = replace(state, adam=AdamMoments(**_on(device, payload["adam"])))
+    elif kind == "corrected" and payload["corrected"] is not None:
+        state = replace(state, corrected=CorrectedEigenvalues(**_on(device, payload["corrected"])))
+    state = _unrotated(state, A if not layer.A.block else None, G if not layer.G.block else None)
+    return replace(
+        state,
+        terms=payload["terms"].to(device),
+        A=state.A if not layer.A.block else A,
+        G=state.G if not layer.G.block else G,
+    )
+
+
+def _unrotated(state: LayerState, A: Kept | None, G: Kept | None) -> LayerState:
+    """With moments out of the eigenbases of sides that have become the identity; None: of sides that have not."""
+    bases = [basis for basis in (A, G) if isinstance(basis, Eigenbasis) and basis.vectors]
+    if not bases:
+        return state
+    still = Eigenbasis((), bases[0].values)
+    undo = LayerBasis(*(basis if isinstance(basis, Eigenbasis) else still for basis in (G, A)))
+    adam, corrected = state.adam, state.corrected
+    if adam is not None:
+        first, second = undo.restore(adam.first_OI), undo.squared().restore(adam.second_OI)
+        adam = replace(adam, first_OI=first.contiguous(), second_OI=second.contiguous())
+    if corrected is not None:
+        corrected = replace(corrected, second_OI=undo.squared().restore(corrected.second_OI).contiguous())
+    return replace(state, adam=adam, corrected=corrected)
+
+
+def _read(path: Path, header: Mapping[str, Any], holds: str) -> Any:
+    entry = header["files"].get(path.name)
+    if entry is None or entry["holds"] != holds:
+        raise ValueError(f"{path}: the header does not say that it holds {holds}")
+    return read_payload(path, nbytes=entry["bytes"], crc32=entry["crc32"])
+
+
 def _moments(moments: AdamMoments | CorrectedEigenvalues | None) -> dict[str, Tensor] | None:
     """Copies: a layer's may be views of several layers', all of which would be saved."""
     return None if moments is None else {name: tensor.clone() for name, tensor in vars(moments).items()}
+
+
+def _on(device: torch.device, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def _saved(kept: Kept | None) -> dict[str, Any] | None:
@@ -64,57 +196,10 @@ def _saved(kept: Kept | None) -> dict[str, Any] | None:
     return {"vectors": list(kept.vectors), "values": kept.values}
 
 
-def _loaded(saved: Mapping[str, Any] | None, side: Side, method: str) -> Kept | None:
-    """None also for what another method kept."""
+def _loaded(saved: Mapping[str, Any] | None, side: Side, method: str, device: torch.device) -> Kept | None:
+    """Of the side as it was saved; None also for what another method kept."""
     if saved is None or ("inverse" in saved) != (method == "inverse"):
         return None
     if method == "inverse":
-        return from_packed(side, saved["inverse"])
-    return Eigenbasis(tuple(saved["vectors"]), saved["values"])
-
-
-def load_factor(kfac: KFACOptimizer, path: Path, spec: FactorSpec) -> tuple[FactorState, Refreshed | None]:
-    payload = torch.load(path, map_location=kfac.device, weights_only=True)
-    empty = kfac.curvature.empty_of(spec.side)
-    if payload["packed"].shape != empty.factor.packed_P.shape:
-        raise ValueError(
-            f"{path}: {payload['packed'].numel()} elements, factor {spec.key} of this model and config "
-            f"({spec.side.kind}, {spec.side.dim} wide) needs {empty.factor.packed_P.numel()}"
-        )
-    factor = KroneckerFactor(spec.side, payload["packed"], payload["updates"]).to(kfac.curvature.home)
-    history = empty.history
-    if history is not None and payload["history"] is not None:
-        history = History(spec.side, *payload["history"]).to(kfac.curvature.home)
-    method = kfac.plan.method
-    warm = _loaded(payload["basis"], spec.side, method) if kfac.plan.warm_start is not None else None
-    assert not isinstance(warm, DampedInverse)
-    pending = _loaded(payload["pending"], spec.side, method)
-    state = FactorState(factor, history, warm, payload.get("qr_steps", 0))
-    default = "cholesky" if method == "inverse" else "eigh"
-    how: Any = payload.get("pending_how") or default  # files of before this was kept have only such
-    return state, Refreshed(pending, how) if pending is not None else None
-
-
-def load_layer(kfac: KFACOptimizer, path: Path, layer: LayerSpec) -> LayerState:
-    payload = torch.load(path, map_location=kfac.device, weights_only=True)
-    method = kfac.plan.method
-    state = LayerState.empty(layer, kfac.device, moments=kfac.direction.moments, method=method)
-    A, G = (_loaded(payload[which], side, method) for which, side in (("A", layer.A), ("G", layer.G)))
-    state = replace(state, terms=payload["terms"], A=A or state.A, G=G or state.G)
-    kind = kfac.direction.moments
-    if kind is not None and payload[kind] is None:
-        logger.warning(f"ds_kfac: {path} has no {kind} moments of {layer.name}; they start empty")
-    elif kind == "adam":
-        state = replace(state, adam=AdamMoments(**payload[kind]))
-    elif kind == "corrected":
-        state = replace(state, corrected=CorrectedEigenvalues(**payload[kind]))
-    return state
-
-
-def layer_file(layer: str) -> str:
-    return f"{layer or 'model'}.pt"
-
-
-def factor_file(key: str) -> str:
-    layer, side = key[:-2], key[-1]
-    return f"{layer or 'model'}.{side}.factor.pt"
+        return from_packed(side, saved["inverse"].to(device)) if side.block else DampedInverse()
+    return Eigenbasis(tuple(vectors.to(device) for vectors in saved["vectors"]), saved["values"].to(device))

@@ -78,6 +78,10 @@ class CheckpointConfig(Block):
     eigenbasis: bool = True
     """Save eigenbases, or inverses: resuming continues exactly. false saves two thirds (half) of the space and
     decomposes on loading."""
+    on_missing: Literal["error", "fresh"] = "error"
+    """What load_checkpoint does if the K-FAC state of a checkpoint that had one is missing, damaged or of another
+    model. error: raise, on every rank. fresh: warn and start K-FAC afresh. In either case DeepSpeed has loaded weights
+    and optimizer before."""
 
 
 class MetricsConfig(Block):

@@ -55,8 +55,9 @@ class Eigenbasis:
         return apply_blocks(x_D, self.vectors)
 
     def overlap(self, old: "Eigenbasis | None") -> "Eigenbasis":
-        """The basis whose ``rotate`` takes coordinates in ``old`` (None: unrotated) to coordinates in this one."""
-        if old is None or not self.vectors:
+        """The basis whose ``rotate`` takes coordinates in ``old`` (None, or one without vectors: unrotated) to
+        coordinates in this one."""
+        if old is None or not old.vectors or not self.vectors:
             return self
         return Eigenbasis(
             tuple(before.mT @ now for before, now in zip(old.vectors, self.vectors, strict=True)), self.values

@@ -56,5 +56,5 @@ def test_tied_layers_are_left_to_the_optimizer_and_checkpoints_hold_every_stage(
     for result in results:
         assert "TiedLayerSpec" in result["report"]
         assert result["loaded"] and result["same"] and result["loaded without stages"]
-        expected = sorted(f"{layer}.{part}" for layer in "12" for part in ("A.factor.pt", "G.factor.pt", "pt"))
+        expected = sorted(f"{layer}.{part}" for layer in "12" for part in ("A.factor.pt", "G.factor.pt", "layer.pt"))
         assert result["files"] == expected, "each factor and each layer once"

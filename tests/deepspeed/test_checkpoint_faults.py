@@ -1,0 +1,281 @@
+"""Saves and loads in which something goes wrong or has changed: DeepSpeed's part always works, ours is never silent."""
+
+import logging
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+import deepspeed
+import pytest
+import torch
+from torch import nn
+
+from ds_kfac import checkpoint
+from tests.deepspeed.modes import BY_NAME
+from tests.deepspeed.runs import build, train, weights
+from tests.models import FEATURES, cross_entropy
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+KFAC = {"factor": {"update_interval": 1, "fisher": "empirical"}, "eigenbasis": {"refresh_interval": 3}}
+FRESH = {**KFAC, "checkpoint": {"on_missing": "fresh"}}
+
+
+def error_of(action) -> str:
+    try:
+        action()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@contextmanager
+def heard():
+    """Warnings of this rank."""
+    messages: list[str] = []
+    handler, level = logging.Handler(), deepspeed.utils.logger.level
+    handler.emit = lambda record: messages.append(record.getMessage())
+    deepspeed.utils.logger.addHandler(handler)
+    deepspeed.utils.logger.setLevel("WARNING")
+    try:
+        yield messages
+    finally:
+        deepspeed.utils.logger.removeHandler(handler)
+        deepspeed.utils.logger.setLevel(level)
+
+
+class Adapters(nn.Module):
+    """Names that are no file names: keys of a ModuleDict, one with a leading slash, one with 300 letters, two that
+    differ in case alone."""
+
+    KEYS = ("en/de", "/tmp/escape", "up/", "x" * 300, "head", "Head")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters = nn.ModuleDict({key: nn.Linear(FEATURES, FEATURES) for key in self.KEYS})
+        self.out = nn.Linear(FEATURES, 5)
+
+    def forward(self, x, y):
+        for adapter in self.adapters.values():
+            x = x + torch.tanh(adapter(x))
+        return cross_entropy(self.out(x), y)
+
+
+def names(folder: Path) -> dict:
+    """The engine is resumed with all of its layers."""
+    torch.manual_seed(0)
+    first = build(BY_NAME["z2"], 1, kfac=KFAC, model=Adapters())
+    train(first, 1, steps=2)
+    first.save_checkpoint(str(folder / "names"), tag="tag")
+    losses = train(first, 1, steps=2, first=2)
+    torch.manual_seed(1)
+    second = build(BY_NAME["z2"], 1, kfac=KFAC, model=Adapters())
+    second.load_checkpoint(str(folder / "names"), tag="tag")
+    outside = [path for path in folder.rglob("*.layer.pt") if path.parents[1] != folder / "names/tag/kfac"]
+    return {"losses": losses, "resumed": train(second, 1, steps=2, first=2), "outside": outside}
+
+
+def torn(folder: Path) -> dict:
+    """A tag at stage 3 written twice, of which one rank's second writing did not come to be; each rank's files."""
+    rank, tag, engine = torch.distributed.get_rank(), folder / "torn/tag", build(BY_NAME["z3"], 1, kfac=KFAC)
+    train(engine, 1, steps=1)
+    engine.save_checkpoint(str(folder / "torn"), tag="tag")
+    torch.distributed.barrier()
+    if rank == 0:
+        shutil.copytree(tag, folder / "torn/old")
+    train(engine, 1, steps=2, first=1)
+    engine.save_checkpoint(str(folder / "torn"), tag="tag")
+    torch.distributed.barrier()
+    if rank == 0:  # both K-FAC states are still there, as a killed save leaves them
+        for old in (folder / "torn/old").glob("zero_pp_rank_1_*"):
+            shutil.copy(old, tag / old.name)
+        for old in (folder / "torn/old/kfac").iterdir():
+            if old.is_dir():
+                shutil.copytree(old, tag / "kfac" / old.name)
+    torch.distributed.barrier()
+    found = {}
+    for name, kfac in (("error", KFAC), ("fresh", FRESH)):
+        fresh = build(BY_NAME["z3"], 1, seed=5, kfac=kfac)
+        found[name] = error_of(lambda: fresh.load_checkpoint(str(folder / "torn"), tag="tag"))  # noqa: B023
+    return found
+
+
+def interrupted(folder: Path) -> str:
+    """Killed after DeepSpeed had begun to write: the K-FAC state is there, whole, but nobody has said that it is the
+    tag's."""
+    engine, original = build(BY_NAME["z2"], 1, kfac=KFAC), checkpoint.finish
+    train(engine, 1, steps=2)
+    checkpoint.finish = lambda *_: None
+    engine.save_checkpoint(str(folder / "interrupted"), tag="tag")
+    checkpoint.finish = original
+    with heard() as messages:
+        engine.load_checkpoint(str(folder / "interrupted"), tag="tag")
+    return "\n".join(messages)
+
+
+def unwritable(folder: Path) -> dict:
+    """K-FAC's state cannot be written, on one rank, by a full disk; and next time it can."""
+    import ds_kfac.checkpoint as module
+
+    rank, engine, found = torch.distributed.get_rank(), build(BY_NAME["z2"], 1, kfac=KFAC), {}
+    train(engine, 1, steps=2)
+    original = module.save_layer
+
+    def full(*arguments):
+        original(*arguments)
+        raise OSError(28, "No space left on device")
+
+    module.save_layer = full if rank == 1 else original
+    place = str(folder / "unwritable")
+    found["save"] = error_of(lambda: engine.save_checkpoint(place, tag="tag"))
+    module.save_layer = original
+    torch.distributed.barrier()
+    found["left"] = [path.name for path in Path(place, "tag/kfac").rglob("*")]
+    expected = list(weights(engine).values())
+    for name, kfac in (("error", KFAC), ("fresh", FRESH)):
+        second = build(BY_NAME["z2"], 1, seed=5, kfac=kfac)
+        with heard() as messages:
+            found[name] = error_of(lambda: second.load_checkpoint(place, tag="tag"))  # noqa: B023
+        found[f"{name} said"] = "\n".join(messages)
+        found[f"{name} weights"] = all(
+            torch.equal(a, b) for a, b in zip(weights(second).values(), expected, strict=True)
+        )
+    found["latest"] = Path(place, "latest").read_text()
+    engine.save_checkpoint(place, tag="again")
+    found["again"] = error_of(lambda: second.load_checkpoint(place, tag="again"))
+    return found
+
+
+def not_shared(folder: Path) -> dict:
+    """Each rank has a disk of its own."""
+    import ds_kfac.checkpoint_disk as disk
+
+    rank, engine = torch.distributed.get_rank(), build(BY_NAME["z2"], 1, kfac=KFAC)
+    train(engine, 1, steps=1)
+    disk.check_token.__defaults__ = (0.2,)
+    error = error_of(lambda: engine.save_checkpoint(str(folder / f"disk{rank}"), tag="tag"))
+    disk.check_token.__defaults__ = (disk.PATIENCE,)
+    torch.distributed.barrier()
+    here = folder / f"disk{rank}/tag"
+    return {
+        "error": error,
+        "deepspeed": len(list(here.glob("*zero_pp_rank*"))),
+        "kfac": [path.name for path in here.rglob("kfac/*")],
+    }
+
+
+def other_fisher(folder: Path) -> dict:
+    """From any Fisher to any other, and from token to sequence rows: what is of another kind begins anew."""
+    kinds = {
+        "empirical": {"fisher": "empirical"},
+        "none": {"fisher": "activations_only"},
+        "reduce": {"fisher": "empirical", "weight_sharing": "reduce"},
+        "sampled": {"fisher": "monte_carlo", "prediction": "head"},
+    }
+    found, updates = {}, {}
+    for saved, loaded in (
+        ("empirical", "none"), ("none", "empirical"), ("empirical", "sampled"), ("empirical", "reduce"),
+    ):  # fmt: skip
+        for mode in ("z2", "adam-z2"):
+            first, second = (
+                build(
+                    BY_NAME[mode],
+                    1,
+                    kfac={"factor": {"update_interval": 2, **kinds[kind]}, "eigenbasis": {"refresh_interval": 4}},
+                )
+                for kind in (saved, loaded)
+            )
+            train(first, 1, steps=4)
+            place = str(folder / f"{mode}-{saved}-{loaded}")
+            first.save_checkpoint(place, tag="tag")
+            with heard() as messages:
+                second.load_checkpoint(place, tag="tag")
+            kfac = second.kfac.optimizer
+            updates = {key: float(state.factor.updates) for key, state in kfac.curvature.factors.items()}
+            before = {name: [bool(getattr(s, side).vectors) for side in "AG"] for name, s in kfac.state.items()}
+            moments = None
+            if mode == "adam-z2":  # in the coordinates of the gradient, in which no basis has a part
+                expected, actual = unrotated(first), unrotated(second)
+                moments = max(float((actual[n] - m).abs().max() / m.abs().max()) for n, m in expected.items())
+            losses = train(second, 1, steps=3, first=4)  # step 4 captures
+            after = {key: float(state.factor.updates) for key, state in kfac.curvature.factors.items()}
+            ready = set(kfac.curvature.factors) <= kfac.curvature.ready
+            found[mode, saved, loaded] = {
+                "said": "\n".join(messages), "updates": updates, "vectors": before, "moments": moments,
+                "after": after, "ready": ready, "finite": all(loss == loss for loss in losses),
+            }  # fmt: skip
+            first.destroy()
+            second.destroy()
+    return found
+
+
+def unrotated(engine) -> dict:
+    """Layer -> Adam's first moment, of all ranks."""
+    own = {name: state.basis.restore(state.adam.first_OI) for name, state in engine.kfac.optimizer.state.items()}
+    everyone = [own] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, own)
+    return {name: moment for part in everyone for name, moment in part.items()}
+
+
+def worker(folder: str) -> dict:
+    cases = (names, torn, interrupted, unwritable, not_shared, other_fisher)
+    return {case.__name__: case(Path(folder)) for case in cases}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("faults")
+    return run_ranks("tests.deepspeed.test_checkpoint_faults:worker", world=2, payload=str(folder), timeout=600)
+
+
+def test_any_layer_name_can_be_saved(results):
+    for result in results:
+        assert result["names"]["resumed"] == result["names"]["losses"] and not result["names"]["outside"]
+
+
+def test_ranks_that_loaded_different_saves_stop_at_once_and_say_whose(results):
+    for result in results:
+        for name in ("error", "fresh"):  # the weights are torn too: nothing to go on with
+            error = result["torn"][name]
+            assert "is torn" in error and "of step 3: rank 0" in error and "of step 1: rank 1" in error
+
+
+def test_a_save_that_did_not_reach_its_end_is_warned_of(results):
+    assert "was interrupted before its end" in results[0]["interrupted"]
+
+
+def test_a_save_of_ours_that_fails_leaves_deepspeeds_whole(results):
+    for rank, result in enumerate(results):
+        found = result["unwritable"]
+        assert "rank 1: OSError: [Errno 28] No space left on device" in found["save"], "on every rank"
+        assert "DeepSpeed's own checkpoint" in found["save"] and '"on_missing": "fresh"' in found["save"]
+        assert found["left"] == [], "a failed save leaves nothing"
+        assert found["latest"] == "tag"
+        assert "was saved without its K-FAC state" in found["error"] and "No space left" in found["error"]
+        assert found["fresh"] == "" and found["error weights"] and found["fresh weights"]
+        assert ("K-FAC starts afresh" in found["fresh said"]) == (rank == 0)
+        assert found["again"] == ""
+
+
+def test_a_folder_that_not_all_ranks_see_is_refused_at_the_first_save(results):
+    for result in results:
+        found = result["not_shared"]
+        assert "rank 1: ValueError" in found["error"] and "save to a shared file system" in found["error"]
+        assert found["deepspeed"] and not found["kfac"]
+
+
+def test_a_factor_of_another_kind_begins_anew(results):
+    """Before, a saved G stayed for ever, as the identity's eigenbasis or in the average."""
+    for rank, result in enumerate(results):
+        for (mode, saved, loaded), found in result["other_fisher"].items():
+            restarted = "AG" if loaded == "reduce" else "G"
+            for key, updates in found["updates"].items():
+                assert updates == (0 if key[-1] in restarted else 2), (mode, saved, loaded, key)
+            assert loaded != "none" or not any(key.endswith("/G") for key in found["updates"])
+            for vectors in found["vectors"].values():
+                assert vectors == [True, "none" not in (saved, loaded)], "in use until the new batch is there"
+            if rank == 0 and loaded != "none":
+                assert "head/G" in found["said"] and "start afresh (saved: " in found["said"]
+            assert all(found["after"][key] == updates + 2 for key, updates in found["updates"].items())
+            assert found["ready"] and found["finite"]
+            assert found["moments"] is None or found["moments"] < 1e-5, "Adam goes on where it was"
