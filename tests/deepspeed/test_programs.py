@@ -257,7 +257,7 @@ FEATURES = {
     "plain": (2, {}),
     "adaptive": (2, {"adaptive": {"enabled": True, "tolerance": 1e-6}}),
     "lag": (2, {"eigenbasis": {"refresh_interval": 4, "lag": 1}}),
-    "inverse": (3, {"preconditioner": {"method": "inverse"}}),
+    "inverse": (3, {"preconditioner": {"method": "inverse"}, "damping": {"kind": "relative", "value": 0.3}}),
     "every worker": (0, {"assignment": {"gradient_worker_fraction": 1.0}}),
     "offload": (2, {"offload": {"device": "cpu"}}),
 }
