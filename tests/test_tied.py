@@ -2,7 +2,7 @@
 
 import torch
 
-from ds_kfac.capture import BatchSum, UseSums
+from ds_kfac.calls import BatchSum, UseSums
 from ds_kfac.factor_state import tied_sums
 from ds_kfac.ops.functional import symmetric_pack
 from ds_kfac.side import Side
