@@ -34,9 +34,9 @@ FLOORS = [
     ],
     [
         "columns", "config_values", "config_errors", "config_blocks", "config_system", "config", "metrics", "planning",
-        "notices", "strategy", "agenda", "decomposition", "curvature", "target", "direction", "adam_direction",
-        "adam_groups", "parallelism", "optimizer", "job", "pipeline", "loss_sampling", "checkpoint_files", "checkpoint",
-        "report", "environment",
+        "notices", "strategy", "agenda", "decomposition", "curvature", "target", "direction", "adam_choice",
+        "adam_direction", "watch", "adam_groups", "parallelism", "optimizer", "job", "pipeline", "loss_sampling",
+        "checkpoint_files", "checkpoint", "report", "environment",
     ],
     [
         "estimate.transformers", "estimate.resnet", "estimate.models", "estimate.trace", "estimate.mode",
