@@ -128,7 +128,7 @@ def implied_worker(_) -> dict:
     engine, *_ = start(config())
     layers = [layer.name for layer in engine.kfac.optimizer.layers]
     groups = [bool(group.get("kfac")) for group in engine.optimizer.param_groups]
-    shown = start(config(kfac={"damping": {"value": 2.0}}))[0].printed
+    shown = start(config(kfac={"damping": {"value": 2.0}, "adam": {"except_layers": ["head", "fc"]}}))[0].printed
     other = start(config(optimizer=copy.deepcopy(PLAIN), kfac={"adam": {"rms": 0.2}}))[0].printed
     frozen = make_net()
     frozen.middle.weight.requires_grad_(False)
@@ -151,6 +151,11 @@ def test_the_name_alone_attaches_kfac_and_detaching_stops_training():
     result = run_ranks("tests.deepspeed.test_kfac_adamw:implied_worker", world=1)[0]
     assert result["layers"] == ["first", "middle", "head"] and result["groups"] == [True, False]
     assert "of no effect with KFACAdamW: kfac.damping.value" in result["shown"]
+    assert "kfac.adam.except_layers 'fc', which no layer's name ends with" in result["shown"]
+    assert "2 layers orthogonalized, 1 along Adam's direction" in result["shown"]
+    rows = {line.split()[0]: line for line in result["shown"].splitlines() if line.startswith("  ") and line.split()}
+    assert rows["first"].endswith("orthogonalized")
+    assert rows["head"].endswith("Adam's direction: kfac.adam.except_layers 'head'")
     assert "of no effect with AdamW: kfac.adam.rms" in result["other"]
     assert result["frozen"] == ["first", "head"]
     assert "K-FAC was detached" in result["detached"]
