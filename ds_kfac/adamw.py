@@ -4,6 +4,12 @@ DeepSpeed only knows flat slices of parameters, in which matrices cannot be seen
 two before the engine exists: in groups marked :data:`FLAG` the gradient that arrives here is Adam's direction in the
 eigenbasis (``adam_direction.py``), and only weight decay and learning rate are left to do, without any state. All
 others get plain AdamW, by the class DeepSpeed would take for it.
+
+A layer that a step did not use must not decay either, and in a flat slice layers cannot be seen. So it is told entry by
+entry: where the direction is zero nothing happens, as it is also zero wherever DeepSpeed fills up what has no gradient.
+A zero that is the direction of a layer in use, such as that of an input that was always zero, is a negative zero
+(:func:`marked`): IEEE keeps the sign through every scale, cast and copy, and should one lose it, an entry without a
+gradient does not decay.
 """
 
 from collections.abc import Mapping
@@ -21,6 +27,11 @@ FLAG = "kfac"
 """Key of a parameter group whose parameters K-FAC preconditions."""
 PARAMS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 """Parameters of the optimizer block and what leaving one out means, as in AdamW; and "torch_adam"."""
+
+
+def marked(direction: Tensor) -> Tensor:
+    """A direction of a layer in use, all of whose entries decay."""
+    return torch.where(direction == 0, -0.0, direction)
 
 
 class KFACAdamWStep:
@@ -83,8 +94,11 @@ class KFACAdamWStep:
             self.state.pop(parameter, None)  # type: ignore[attr-defined]
             if isinstance(scale, Tensor) and scale.device != parameter.device:  # offloaded
                 scale = scale.to(parameter.device)
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.sub_(parameter.grad.to(parameter.dtype) * (group["lr"] * scale))
+            direction = parameter.grad
+            if group["weight_decay"]:
+                in_use = (direction != 0) | torch.signbit(direction)
+                parameter.mul_(1 - in_use * (group["lr"] * group["weight_decay"]))
+            parameter.sub_(direction.to(parameter.dtype) * (group["lr"] * scale))
 
 
 class KFACAdamW(KFACAdamWStep, torch.optim.AdamW):

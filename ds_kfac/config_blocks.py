@@ -176,9 +176,20 @@ class AdamConfig(Block):
 
     orthogonalize: bool = True
     """Replace the direction of a layer by its orthogonal factor (Newton-Schulz, as Muon), at a fixed size."""
-    except_layers: list[str] = ["embed", "head", "score", "classifier"]
-    """Regexes searched in layer names: these keep Adam's direction, as embeddings and heads do with Muon. Norms,
-    embeddings and tied heads do so whatever their names."""
+    except_layers: list[str] = [
+        "([^.]*_)?head(_dist)?",
+        "score",
+        "classifier",
+        "(classifier|classification_head)\\.out_proj",
+        "head\\.fc",
+        "embed_out",
+        "decoder",
+        "vocab_projector",
+        "qa_outputs",
+    ]
+    """Regexes for the end of a layer's name, from a dot or its beginning on: these keep Adam's direction, as heads do
+    with Muon. The default knows the heads of transformers and timm. Norms, embeddings and tied heads do so whatever
+    their names."""
     rms: float = Field(0.3, gt=0)
     """Root mean square of an orthogonalized direction's entries: about that of Adam's, so rates carry over."""
     nesterov: bool = True

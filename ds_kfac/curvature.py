@@ -139,7 +139,7 @@ class Curvature:
             if layer.name in sums:
                 batches |= self._batches(layer, sums[layer.name])
         decay = self.config.factor.decay_at(step)
-        results = folded(
+        results, self.next.limited = folded(
             [self.next.factors[key] for key in batches],
             list(batches.values()),
             decays=[self.agenda.weight(key, decay) for key in batches],
@@ -233,6 +233,8 @@ class Curvature:
             values["similar", key] = similar[0] + 2.0 * similar[1]
         for name, terms in self.next.terms.items():
             values["terms", name] = terms
+        if self.next.limited is not None:
+            values["limited", self.rank] = self.next.limited
         for key in self.arriving:
             result = self._results.get(key)
             state = UNUSABLE if result is None else FAILED if result.basis is None else FRESH

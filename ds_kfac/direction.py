@@ -1,7 +1,7 @@
 """From gathered gradients to what is scattered: the K-FAC gradient (KAISA's way), for any optimizer to step with."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +31,8 @@ class Local:
         numbers: scalars that are summed over all ranks before :meth:`Direction.finish`.
         replaced: scalar, layers whose result was not finite.
         unprepared: layers that passed through because they have no eigenbasis or inverse.
+        unused: scalar, layers whose gradient was exactly zero, where the direction asks.
+        left_out: layer name -> bool scalar, whether its gradient was too large for its moments.
     """
 
     results: dict[str, Tensor]
@@ -38,6 +40,20 @@ class Local:
     numbers: list[Tensor]
     replaced: Tensor
     unprepared: int
+    unused: Tensor
+    left_out: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def empty(cls, gradients: Mapping[str, Tensor], states: Mapping[str, LayerState], device: torch.device) -> "Local":
+        """Every layer as it is."""
+        zero = torch.zeros((), device=device)
+        return cls(dict(gradients), dict(states), [], zero, 0, zero)
+
+    def counts(self, failed: int) -> list[Tensor]:
+        """What is summed over all layers in the order of :data:`ds_kfac.metrics.SUMMARY`; ``failed`` refreshes."""
+        unprepared, failures = (self.replaced.new_full((), n) for n in (self.unprepared, failed))
+        left_out = sum(self.left_out.values(), start=torch.zeros_like(self.replaced))
+        return [self.replaced, unprepared, failures, self.unused, left_out]
 
 
 @dataclass(frozen=True)
@@ -110,7 +126,7 @@ class KFACGradient:
         self.stacks = stacks(exchange.owned, alike=alike)
 
     def local(self, now: Now, gradients: Mapping[str, Tensor], states: Mapping[str, LayerState]) -> Local:
-        local = Local(dict(gradients), dict(states), [], torch.zeros((), device=self.exchange.device), 0)
+        local = Local.empty(gradients, states, self.exchange.device)
         quadratic = torch.zeros_like(local.replaced)
         for layers in batches(self.stacks, states):
             if not all(states[layer.name].prepared for layer in layers):
@@ -127,7 +143,7 @@ class KFACGradient:
         options, names = self.config.preconditioner, tuple(layer.name for layer in layers)
         states = [local.states[name] for name in names]
         gradient = together([gradients[name] for name in names])
-        norm = torch.linalg.vector_norm(gradient, dim=(-2, -1))
+        norm = torch.linalg.vector_norm(gradient, dim=(-2, -1), dtype=torch.float64).float()
         damping: dict[str, Any] = {
             "damping": self.config.damping.at(now.step),
             "damping_kind": self.config.damping.kind,
@@ -157,7 +173,7 @@ class KFACGradient:
         if options.graft == "norm":
             scale = graft_scale(V, norm)
             V, dot = V * each(scale), dot * scale
-        local.replaced += (~finite).sum()
+        local.replaced = local.replaced + (~finite).sum()
         local.results.update(zip(names, apart(V, len(names)), strict=True))
         return self._quadratic(now, layers, dot, local.results, gradients) / layers[0].copies
 

@@ -12,6 +12,11 @@ from torch import Tensor
 from ds_kfac.ops.dispatch import ema_update_
 from ds_kfac.side import Side
 
+SPIKE = 10.0
+"""A batch's trace over that of the running average, above which it is scaled down to it. From one batch to the next it
+changes by 7 at most in ordinary training, once the average stands on :data:`SETTLED` batches."""
+SETTLED = 10
+
 
 @dataclass(frozen=True)
 class KroneckerFactor:
@@ -35,7 +40,7 @@ class KroneckerFactor:
 
     def averaged(self, sum_P: Tensor, count: Tensor, *, decay: float) -> "KroneckerFactor":
         """With one batch folded in, see :func:`averaged`."""
-        return averaged([self], [sum_P], [count], [decay])[0]
+        return averaged([self], [sum_P], [count], [decay])[0][0]
 
     def usable(self) -> Tensor:
         """Bool scalar: whether a decomposition makes sense. An identity always is, zero and no data are not.
@@ -58,27 +63,44 @@ class KroneckerFactor:
 
 def averaged(
     factors: Sequence[KroneckerFactor], sums_P: Sequence[Tensor], counts: Sequence[Tensor], decays: Sequence[float]
-) -> list[KroneckerFactor]:
+) -> tuple[list[KroneckerFactor], Tensor]:
     """Fold a batch into each: factor <- r factor + (1 - r) sum / count, with r = min(1 - 1/updates, decay).
 
     The growing r is the bias correction: until the window is full this is the plain mean of all batches.
     A batch without rows, or with a value that is not finite, leaves its factor as it is; decided on the
     device, without a host synchronisation.
 
+    One gradient a thousand times too large would be a million times the average in G, and stay in it for sixty updates.
+    So a batch counts for at most :data:`SPIKE` times the average's trace. A factor that has really grown so much is
+    followed all the same, by 1 + (1 - r) (SPIKE - 1) an update.
+
     Args:
         sums_P: fp32 [P], packed sums of outer products over the global batch.
         counts: fp32 scalars, numbers of summands.
         decays: weight of the past in [0, 1).
+
+    Returns also by how much each batch was scaled down, fp32 [n], 1 for most.
     """
     if not factors:
-        return []
+        return [], torch.ones(0)
+    excess = torch.stack([_excess(*parts) for parts in zip(factors, sums_P, counts, strict=True)])
+    counts = [count * more for count, more in zip(counts, excess.unbind(), strict=True)]
     packed = [factor.packed_P.clone() for factor in factors]
     updates = [factor.updates.clone() for factor in factors]
     ema_update_(packed, sums_P, counts, updates, decays)
-    return [
+    new = [
         replace(factor, packed_P=packed_P, updates=number)
         for factor, packed_P, number in zip(factors, packed, updates, strict=True)
     ]
+    return new, excess
+
+
+def _excess(factor: KroneckerFactor, sum_P: Tensor, count: Tensor) -> Tensor:
+    """By how much a batch's trace is over what it may be, at least 1: dividing by so many more summands scales it."""
+    most = SPIKE * factor.side.trace(factor.packed_P)
+    excess = factor.side.trace(sum_P) / count.clamp(min=1) / most
+    known = (factor.updates >= SETTLED) & (most > 0) & torch.isfinite(excess)
+    return torch.where(known, excess.clamp(min=1), torch.ones_like(excess))
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -53,7 +53,7 @@ def folded(
     decays: Sequence[float],
     device: torch.device,
     tolerance: float | None = None,
-) -> list[tuple[FactorState, Tensor | None]]:
+) -> tuple[list[tuple[FactorState, Tensor | None]], Tensor]:
     """Each with a reduced batch in its average, kept where the old one was. All factors in one call per operation.
 
     Args:
@@ -61,23 +61,24 @@ def folded(
         tolerance: of similarity; read for those with a history.
 
     Returns also, for those with a history, bool [2] on the device: whether the average is similar to its last value and
-    to the one before.
+    to the one before; and how many batches were scaled down, a scalar.
     """
     sums, counts = [batch.sum_P for batch in batches], [batch.count for batch in batches]
-    factors = averaged([state.factor.to(device) for state in states], sums, counts, decays)
+    factors, excess = averaged([state.factor.to(device) for state in states], sums, counts, decays)
+    limited = (excess > 1).sum() if batches else torch.zeros((), device=device)
     results: list[tuple[FactorState, Tensor | None]] = [
         (replace(state, factor=factor.to(state.factor.packed_P.device)), None)
         for state, factor in zip(states, factors, strict=True)
     ]
     histories = {index: state.history.to(device) for index, state in enumerate(states) if state.history is not None}
     if tolerance is None or not histories:
-        return results
+        return results, limited
     packed = [factors[index].packed_P for index in histories]
     flags, pushed = compared(list(histories.values()), packed, tolerance=tolerance)
     for index, history, similar in zip(histories, pushed, flags.unbind(), strict=True):
         state = results[index][0]
         results[index] = replace(state, history=history.to(state.factor.packed_P.device)), similar
-    return results
+    return results, limited
 
 
 def tied_sums(head: UseSums, embedding: UseSums, width: Side, vocabulary: Side) -> tuple[BatchSum, BatchSum]:
@@ -107,6 +108,7 @@ class NextFactors:
         terms: layer name -> loss terms of the batch that was folded.
         similar: factor key -> bool [2], see :func:`folded`.
         submitted: keys of the decompositions that were started beside the training.
+        limited: scalar, batches of this rank's factors that were scaled down; None if nothing was folded.
     """
 
     factors: dict[str, FactorState]
@@ -115,3 +117,4 @@ class NextFactors:
     terms: dict[str, Tensor] = field(default_factory=dict)
     similar: dict[str, Tensor] = field(default_factory=dict)
     submitted: list[str] = field(default_factory=list)
+    limited: Tensor | None = None

@@ -17,6 +17,11 @@ class HostCopy:
         else:
             self._values = tensor
 
+    @property
+    def done(self) -> bool:
+        """Whether reading waits for nothing."""
+        return self._event is None or self._event.query()
+
     def tolist(self) -> list:
         if self._event is not None:
             self._event.synchronize()

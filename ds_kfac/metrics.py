@@ -15,6 +15,20 @@ STAGES = ("capture", "reduce", "refresh", "relayout", "precondition")
 "reduce" is what is left to wait for of messages sent during backward."""
 
 
+SUMMARY = {
+    "not_finite_layers": True,
+    "unpreconditioned_layers": False,
+    "refresh_failures": True,
+    "unused_layers": False,
+    "left_out_gradients": True,
+    "limited_factors": True,
+}
+"""Counted on the device, over all layers; whether so far (True) or in the last step. Layers whose result was not finite
+and was replaced by the gradient; that passed through because they have no eigenbases; refreshes that failed. With
+KFACAdamW, layers that took no step because their gradient was exactly zero, or because it was too large for moments.
+Batches of factors that were scaled down because their trace was far above the average's."""
+
+
 class Metrics:
     """Counters; those of a skipped step are dropped with it.
 
@@ -31,9 +45,7 @@ class Metrics:
             came after the step's statistics had been sent and were dropped).
         seconds: stage -> seconds so far; filled if timings are on.
         nu: last kl-clip factor, a device scalar, the same on all ranks; None while kl-clip is off.
-        summary: fp32 [3] on the device, over all ranks: layers so far whose result was not finite and was replaced by
-            the gradient; layers that passed through in the last step because they have no eigenbases; failed refreshes
-            so far.
+        summary: fp32 on the device, over all ranks, as :data:`SUMMARY` names it.
     """
 
     def __init__(self, *, timings: bool, device: torch.device, timers: Any = None) -> None:
@@ -41,8 +53,8 @@ class Metrics:
         self.counts: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.nu: Tensor | None = None
-        self.summary = torch.zeros(3, device=device)
-        self._accumulates = torch.tensor([1.0, 0.0, 1.0], device=device)
+        self.summary = torch.zeros(len(SUMMARY), device=device)
+        self._accumulates = torch.tensor([float(so_far) for so_far in SUMMARY.values()], device=device)
         self.begin()
 
     def begin(self) -> None:
@@ -83,8 +95,7 @@ class Metrics:
     def values(self) -> dict[str, float]:
         """All of it by name. Reads device scalars, so call it now and then only."""
         values: dict[str, float] = {name: float(count) for name, count in self.counts.items()}
-        names = ("not_finite_layers", "unpreconditioned_layers", "refresh_failures")
-        values |= dict(zip(names, self.summary.tolist(), strict=True))
+        values |= dict(zip(SUMMARY, self.summary.tolist(), strict=True))
         if self.nu is not None:
             values["nu"] = float(self.nu)
         return values | {f"seconds_{name}": seconds for name, seconds in self.seconds.items()}

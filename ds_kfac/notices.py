@@ -2,6 +2,9 @@
 
 from collections.abc import Collection, Hashable, Mapping
 
+import torch
+from torch import Tensor
+
 from ds_kfac.factor_spec import FactorSpec, factors_by_layer
 from ds_kfac.planning import Plan
 
@@ -9,6 +12,16 @@ from ds_kfac.planning import Plan
 def counting(own: Mapping[str, FactorSpec]) -> str:
     """The factor of a layer whose count tells the layer's loss terms."""
     return (own.get("G") or own["A"]).key
+
+
+def limited(told: Mapping[Hashable, Tensor], own: Tensor | None) -> Tensor | float:
+    """How many batches of factors were scaled down in this step, over all ranks.
+
+    Args:
+        own: this rank's, which are all if nothing is told; None if none were folded.
+    """
+    parts = [number for name, number in told.items() if isinstance(name, tuple) and name[0] == "limited"]
+    return sum(parts, start=torch.zeros_like(parts[0])) if parts else 0.0 if own is None else own
 
 
 def notices(
@@ -25,6 +38,8 @@ def notices(
     if plan.assignment.world == 1:
         return names
     where = plan.assignment.decomposers
+    for rank in sorted({where[key] for key in captured}):
+        names[rank].append(("limited", rank))
     if plan.adaptive:
         for factor in plan.assignment.factors:
             if factor.key in captured:

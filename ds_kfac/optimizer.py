@@ -18,6 +18,7 @@ from ds_kfac.eigenbasis import Refreshed
 from ds_kfac.layer_state import LayerState
 from ds_kfac.mail import deliver
 from ds_kfac.metrics import Metrics
+from ds_kfac.notices import limited
 from ds_kfac.planning import Plan
 from ds_kfac.reducer import Reducer
 from ds_kfac.refresher import Refresher
@@ -27,6 +28,7 @@ from ds_kfac.sharing import Sharing, copy_shared
 from ds_kfac.target import Target
 from ds_kfac.timetable import FactorsDue
 from ds_kfac.traffic import Channel
+from ds_kfac.watch import Watch
 from ds_kfac.zero.exchange import GradientExchange
 
 
@@ -61,6 +63,7 @@ class KFACOptimizer:
         self.refresher: Refresher[Refreshed] = Refresher(self.device)
         self.curvature = self._curvature()
         self.state: dict[str, LayerState] = {}
+        self.watch = Watch([layer.name for layer in self.owned], self.device)
         self.steps = 0
         self.peak_lr: dict[int, Tensor | float] = {}
         self._told: Mapping[Hashable, Tensor] = {}
@@ -157,6 +160,7 @@ class KFACOptimizer:
         due = self.due
         self.curvature.commit(self.steps, due, self._told, applied=applied)
         if applied:
+            self.watch.step(self._local.left_out, look=bool(due.capture))
             self.state, self.peak_lr = self._next, self._next_peak_lr
             self.metrics.step_counts["factor_updates"] += bool(due.capture)
             self.metrics.step_counts["captured_elements"] += self.curvature.elements(due.capture)
@@ -235,13 +239,13 @@ class KFACOptimizer:
         if norm is not None and summed:
             for rank in range(self.channel.world):
                 names[rank].append(("norm", rank))
-            numbers["norm", self.rank] = norm
+            numbers["norm", self.rank] = norm.sqrt()  # in fp32, where its square might be infinite
         board = Board(names, self.rank)
         legs = (self.exchange.gather_leg, *self.curvature.legs(), board.leg(numbers, self.device))
         gradients, *arrivals, received = deliver(legs, self.channel, self.device)
         told = board.named(received)
         if summed:
-            norm = torch.stack([told["norm", rank] for rank in range(self.channel.world)]).sum()
+            norm = torch.stack([told["norm", rank] for rank in range(self.channel.world)]).double().square().sum()
         self._bases, self._failed = self.curvature.arrived(arrivals, told)
         return self.exchange.gathered(gradients), None if norm is None else norm.sqrt(), told
 
@@ -264,21 +268,23 @@ class KFACOptimizer:
     def _scatter(self, local: Local, sums: Tensor | None) -> None:
         """Results to whoever holds a shard of them, with what the direction and the metrics sum over all layers."""
         failed = 0 if self.curvature.travels else self.metrics.step_counts["refresh_failures"]
-        counts = [local.replaced.new_full((), n) for n in (local.unprepared, failed)]
+        counts = local.counts(failed)
         prepared = torch.zeros(len(self.layers), device=self.device)
         for index, layer in enumerate(self.layers):
             if layer.name in local.states and local.states[layer.name].prepared:
                 prepared[index].fill_(1.0)
-        own = torch.cat([torch.stack([*local.numbers, local.replaced, *counts]), prepared])
+        own = torch.cat([torch.stack([*local.numbers, *counts]), prepared])
         board = Board([range(len(own))] * self.channel.world, self.rank, self.plan.rows)
         leg, flats = self.exchange.scatter_leg(local.results)
         results, received = deliver((leg, board.leg(dict(enumerate(own)), self.device)), self.channel, self.device)
         totals = torch.stack(list(board.read(received).values())).sum(dim=0)
         rest = totals[len(local.numbers) :]
         numbers = totals[: len(local.numbers)] if sums is None else sums
-        self.metrics.step_summary = rest[:3].clone()
-        self.metrics.step_summary[2].add_(self._failed)  # a fill: numbers from a list would be copied from the host
-        ready = {layer.name: flag > 0 for layer, flag in zip(self.layers, rest[3:], strict=True)}
+        summary = self.metrics.step_summary
+        summary[: len(counts)] = rest[: len(counts)]
+        summary[2].add_(self._failed)  # a fill: numbers from a list would be copied from the host
+        summary[-1].add_(limited(self._told, self.curvature.next.limited))
+        ready = {layer.name: flag > 0 for layer, flag in zip(self.layers, rest[len(counts) :], strict=True)}
         now = Now(self.steps, None, self._next_peak_lr)
         self.exchange.write(flats, results, self.direction.finish(now, local, numbers.unbind(), ready))
 

@@ -85,7 +85,7 @@ def finite_or(preconditioned_OI: Tensor, otherwise_OI: Tensor) -> tuple[Tensor, 
 
 def graft_scale(preconditioned_OI: Tensor, norm: Tensor) -> Tensor:
     """What gives a direction a norm, such as the gradient's (Anil et al. 2020, arXiv:2002.09018, per layer)."""
-    own = torch.linalg.vector_norm(preconditioned_OI, dim=(-2, -1))
+    own = torch.linalg.vector_norm(preconditioned_OI, dim=(-2, -1), dtype=torch.float64).to(norm.dtype)
     return torch.where(own > 0, norm / own, torch.ones_like(own))
 
 
@@ -93,7 +93,8 @@ def kl_clip_scale(quadratic: Tensor, *, kl_clip: float) -> Tensor:
     """nu = min(1, sqrt(kl_clip / quadratic)): bounds the step's KL divergence (Ba et al. 2017, sec. 3).
 
     Args:
-        quadratic: fp32 scalar, the sum over layers of lr^2 <V, gradient>; 0 gives 1.
+        quadratic: fp32 scalar, the sum over layers of lr^2 <V, gradient>; 0 gives 1, and so does what is no number,
+            which DeepSpeed's overflow check has to find. More than fp32 holds gives 0: no step is too small for it.
     """
     nu = torch.sqrt(kl_clip / quadratic.abs()).clamp(max=1.0)
-    return torch.where(torch.isfinite(quadratic), nu, torch.ones_like(nu))
+    return torch.where(torch.isnan(quadratic), torch.ones_like(nu), nu)

@@ -11,13 +11,10 @@ For a layer W a with inputs a (a 1 appended for the bias) and per-term output gr
                                   V = (G + sqrt(lambda) / pi)^-1 dW (A + pi sqrt(lambda))^-1, pi^2 = mean A / mean G
                                   dW <- nu V, nu = min(1, sqrt(kl_clip / (lr^2 sum <V, dW>))); then any optimizer
     KFACAdamW                     Adam on R: m, v; U = Q_G [m^ / (sqrt(v^) + eps)] Q_A^T, or its orthogonal factor;
-                                  W <- W - lr (U + decay W)
+                                  W <- W - lr (U + decay W); a layer whose dW is exactly 0 is not touched
 
 autograd's gradient of a loss that is a mean over M terms is g / M, hence the factor M below.
-
-    kfac = ReferenceKFAC(model, ...)
-    loss = criterion(model(x), y); loss.backward()     # the whole batch at once
-    kfac.step(lr); optimizer.step()
+After the backward of a whole batch: ``kfac.step(lr); optimizer.step()``.
 """
 
 from typing import Any
@@ -97,18 +94,16 @@ class _Layer:
         self.params = [self.module.weight] + ([self.module.bias] if uses[0].bias else [])
         self.factors: list[Tensor] = []  # A, G
         self.bases: list[tuple[Tensor, Tensor]] = []  # (alpha, Q_A), (beta, Q_G)
-        self.k = 0
+        self.k, self.updates = 0, 0
         self.S: Any = 0.0
         self.m: Any = 0.0
         self.v: Any = 0.0
         self.terms, self.damping = 1.0, 0.0  # of the last batch, at the last refresh
 
     def matrix(self) -> Tensor:
-        grads = [p.grad.float() for p in self.params]
-        if self.norm:
-            return torch.stack(grads, 1).view(1, -1)
-        if self.embedding:
-            return grads[0].T
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad.float() for p in self.params]
+        if self.norm or self.embedding:
+            return grads[0].T if self.embedding else torch.stack(grads, 1).view(1, -1)
         return grads[0] if len(grads) == 1 else torch.cat([grads[0], grads[1][:, None]], 1)
 
     def write(self, V: Tensor) -> None:
@@ -121,6 +116,16 @@ class _Layer:
         for p, part in zip(self.params, parts, strict=True):
             p.grad = part.contiguous()
 
+    def fold(self, seed: float, decay: float) -> None:
+        """A batch into the running averages, none of it larger than 10 times the average once that stands on 10."""
+        self.updates += 1
+        r, batch = min(1 - 1 / self.updates, decay), self.batch(seed)
+        for index, (old, new) in enumerate(zip(self.factors or batch, batch, strict=True)):
+            if self.updates > 10 and old.trace() > 0:
+                new = new / (new.trace() / (10 * old.trace())).clamp(min=1)
+            batch[index] = r * old + (1 - r) * new
+        self.factors = batch
+
     def batch(self, seed: float) -> list[Tensor]:
         A, G, self.terms = self.uses[0].moments(seed)
         if len(self.uses) == 2:  # tied to an embedding: each side gets the partial trace of the sum of both Fishers
@@ -132,10 +137,8 @@ class _Layer:
 
 def _blocks(C: Tensor, block: int) -> Tensor:
     """Diagonal blocks of a matrix, the rest zero; block 0: the identity."""
-    if block == 0:
-        return torch.eye(len(C), device=C.device)
-    index = torch.arange(len(C), device=C.device) // block
-    return C * (index[:, None] == index[None, :])
+    index = torch.arange(len(C), device=C.device) // max(block, 1)
+    return C * (index[:, None] == index[None, :]) if block else torch.eye(len(C), device=C.device)
 
 
 def _eigh(C: Tensor, block: int, old: Any = None) -> tuple[Tensor, Tensor]:
@@ -223,14 +226,11 @@ class ReferenceKFAC:
     def update(self, seed: float = 1.0) -> None:
         """Fold this step's rows into the factors and decompose them, if due."""
         if self.steps % self.update_interval == 0:
-            k = self.steps // self.update_interval + 1
-            r = min(1 - 1 / k, self.decay)
             for layer in self.layers.values():
-                batch = layer.batch(seed)
-                old = layer.factors or batch
-                layer.factors = [r * o + (1 - r) * b for o, b in zip(old, batch, strict=True)]
+                if layer.uses[0].pairs:
+                    layer.fold(seed, self.decay)
         if self.steps % self.refresh_interval == 0:
-            for layer in self.layers.values():
+            for layer in [layer for layer in self.layers.values() if layer.factors]:
                 layer.damping = self.damping
                 old = [Q for _, Q in layer.bases] or [torch.eye(len(C), device=C.device) for C in layer.factors]
                 exact = self.steps // self.refresh_interval % self.exact_every == 0
@@ -242,16 +242,13 @@ class ReferenceKFAC:
                 for second in (layer.v, layer.S) if self.carry else ():
                     if isinstance(second, Tensor):
                         second.copy_(RG**2 @ second @ (RA**2).T)
-        for layer in self.layers.values():
-            for use in layer.uses:
-                use.pairs.clear()
+        for use in [use for layer in self.layers.values() for use in layer.uses]:
+            use.pairs.clear()
         self.steps += 1
 
     def step(self, lr: float, grad_scale: float = 1.0, seed: float = 1.0) -> None:
-        """Replace every layer's ``.grad`` by its K-FAC gradient.
-
-        ``seed`` scaled the loss that was differentiated, ``grad_scale`` is what ``.grad`` will be divided by.
-        """
+        """Replace every layer's ``.grad``, which will be divided by ``grad_scale``, by its K-FAC gradient. ``seed``
+        scaled the loss that was differentiated."""
         self.update(seed)
         results, quadratic = {}, 0.0
         for name, layer in self.layers.items():
@@ -277,14 +274,16 @@ class ReferenceKFAC:
         self, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, *, seed: float = 1.0, nesterov=False,
         orthogonal=(), rms=0.3,
     ) -> None:  # fmt: skip
-        """KFACAdamW: replace every layer's ``.grad``, unscaled and clipped, by Adam's direction in its eigenbasis.
-
-        ``orthogonal`` names the layers whose direction is orthogonalized.
-        """
+        """KFACAdamW: replace every layer's ``.grad``, unscaled and clipped, by Adam's direction in its eigenbasis; by
+        None where it is zero. ``orthogonal`` names the layers whose direction is orthogonalized."""
         self.update(seed)
         for name, layer in self.layers.items():
+            dW = layer.matrix()
+            if not dW.any():
+                layer.module.zero_grad(set_to_none=True)
+                continue
             (_, QA), (_, QG) = layer.bases
-            R = QG.T @ layer.matrix() @ QA
+            R = QG.T @ dW @ QA
             b1, b2, layer.k = *betas, layer.k + 1
             layer.m = b1 * layer.m + (1 - b1) * R
             layer.v = b2 * layer.v + (1 - b2) * R**2
@@ -296,5 +295,5 @@ class ReferenceKFAC:
                 X = U / U.norm()
                 for _ in range(5):
                     X = 3.4445 * X - 4.7750 * X @ X.T @ X + 2.0315 * X @ X.T @ X @ X.T @ X
-                U = rms * X / X.square().mean().sqrt()
+                U = rms * X / X.square().mean().sqrt() * (U.square().mean().sqrt() / 0.03).clamp(max=1)
             layer.write(U)

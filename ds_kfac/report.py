@@ -3,7 +3,7 @@
 import deepspeed
 import torch
 
-from ds_kfac.adam_direction import AdamDirection
+from ds_kfac.adam_choice import excepted, keeps_direction
 from ds_kfac.columns import columns
 from ds_kfac.config import KFACConfig
 from ds_kfac.eigenbasis import basis_numel
@@ -39,16 +39,18 @@ def attach_report(kfac: KFACOptimizer, scan: Scan) -> str:
         "",
     ]
     workers, decomposers = plan.assignment.workers, kfac.curvature.of_layer
-    rows: list[tuple[str, ...]] = [("layer", "type", "G", "A", "bias", "workers", "decomposed on")]
-    orthogonalized = kfac.direction.orthogonalizes if isinstance(kfac.direction, AdamDirection) else None
+    adam = kfac.direction.moments == "adam"
+    head = ("layer", "type", "G", "A", "bias", "workers", "decomposed on", *(["step"] if adam else []))
+    rows: list[tuple[str, ...]] = [head]
     for layer in scan.layers:
         sides = tuple(f"{side.dim}{'' if side.kind == 'dense' else f' ({side.kind})'}" for side in (layer.G, layer.A))
         own = decomposers.get(layer.name, {})
         where = ", ".join(f"{side} {plan.assignment.decomposers[spec.key]}" for side, spec in own.items())
         workers_here = ", ".join(map(str, workers[layer.name]))
-        mark = ", orthogonalized" if orthogonalized and orthogonalized(layer) else ""
         kind = layer.kind if len(layer.uses) == 1 else f"Tied to {layer.uses[0].module}"
-        rows.append((layer.name or "(model)", kind + mark, *sides, "yes" if layer.bias else "no", workers_here, where))
+        step = [_step(keeps_direction(config.adam, layer))] if adam else []
+        name, bias = layer.name or "(model)", "yes" if layer.bias else "no"
+        rows.append((name, kind, *sides, bias, workers_here, where, *step))
     lines += columns(rows)
     if scan.skipped:
         rows = [("not preconditioned", "type", "parameters", "why")]
@@ -80,7 +82,12 @@ def _direction(kfac: KFACOptimizer) -> str:
     """What the K-FAC part of a step is."""
     config = kfac.config
     if kfac.direction.moments == "adam":
-        return "Adam in the eigenbasis (KFACAdamW); all other parameters by AdamW"
+        layers = kfac.layers
+        kept = sum(keeps_direction(config.adam, layer) is not None for layer in layers)
+        return (
+            f"Adam in the eigenbasis (KFACAdamW), {len(layers) - kept} layers orthogonalized, {kept} along Adam's "
+            "direction; all other parameters by AdamW"
+        )
     options, damping = config.preconditioner, config.damping
     kl_clip = options.chosen_kl_clip
     clip = "off" if kl_clip == Value.constant(0) else f"{kl_clip} at the {kfac.clip_lr} lr"
@@ -88,6 +95,11 @@ def _direction(kfac: KFACOptimizer) -> str:
     if kfac.plan.method == "inverse":
         how = f"inverses of both factors, {damping.kind} damping {damping.chosen} of the last refresh, split by pi"
     return f"{how}, graft {options.graft}, kl-clip {clip}; then {type(kfac.target.inner).__name__}"
+
+
+def _step(reason: str | None) -> str:
+    """In words, whether a layer is orthogonalized."""
+    return "orthogonalized" if reason is None else f"Adam's direction: {reason}"
 
 
 def _products(kfac: KFACOptimizer) -> str:
@@ -112,6 +124,10 @@ def _without_effect(kfac: KFACOptimizer) -> list[str]:
     blocks = ("damping", "preconditioner") if adam else ("adam",)
     given = [(b, key) for b in blocks for key in sorted(getattr(kfac.config, b).model_fields_set)]
     keys = [f"kfac.{b}.{key}" for b, key in given if key not in ("precision", "stack_layers")]
+    if adam and "except_layers" in kfac.config.adam.model_fields_set:
+        names = [layer.uses[0].module for layer in kfac.layers]
+        idle = [p for p in kfac.config.adam.except_layers if not any(excepted(p, name) for name in names)]
+        keys += [f"kfac.adam.except_layers {p!r}, which no layer's name ends with" for p in idle]
     if kfac.plan.method == "inverse" and "method" in kfac.config.eigenbasis.model_fields_set:
         keys.append('kfac.eigenbasis.method (with preconditioner.method "inverse")')
     name = "KFACAdamW" if adam else type(kfac.target.inner).__name__

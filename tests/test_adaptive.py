@@ -137,7 +137,7 @@ def test_a_history_that_shares_the_factor_s_memory_is_counted_once():
     state = FactorState(KroneckerFactor.empty(side), History(side))
     for seed in range(3):
         batch = BatchSum(packed(side, seed), torch.tensor(11.0))
-        ((state, _),) = folded([state], [batch], decays=[0.9], device=cpu, tolerance=0.1)
+        ((state, _),), _ = folded([state], [batch], decays=[0.9], device=cpu, tolerance=0.1)
     assert state.nbytes == 4 * (2 * side.numel + 3), "the factor, its last but one value, a counter and two norms"
 
 
@@ -149,7 +149,7 @@ def test_a_fold_compares_all_factors_in_one_call(monkeypatch):
     states = [FactorState(KroneckerFactor.empty(side), history) for side, history in zip(sides, histories, strict=True)]
     for seed in range(2):
         batches = [BatchSum(packed(side, seed), torch.tensor(11.0)) for side in sides]
-        results = folded(states, batches, decays=[0.9] * 3, device=cpu, tolerance=10.0)
+        results, _ = folded(states, batches, decays=[0.9] * 3, device=cpu, tolerance=10.0)
         states = [state for state, _ in results]
     assert [similar if similar is None else similar.tolist() for _, similar in results] == [None, *[[True, False]] * 2]
     calls_of_a_fold = [call for call in calls if len(call[0]) == 2]

@@ -35,8 +35,8 @@ FLOORS = [
     ],
     [
         "columns", "config_values", "config_errors", "config_blocks", "config_system", "config", "metrics", "planning",
-        "notices", "strategy", "agenda", "decomposition", "curvature", "sharing", "target", "direction",
-        "adam_direction", "adam_groups", "parallelism", "optimizer", "job", "pipeline", "loss_sampling",
+        "notices", "strategy", "agenda", "decomposition", "curvature", "sharing", "target", "direction", "adam_choice",
+        "adam_direction", "watch", "adam_groups", "parallelism", "optimizer", "job", "pipeline", "loss_sampling",
         "checkpoint_names", "checkpoint_disk", "checkpoint_header", "checkpoint_checks", "checkpoint_files",
         "checkpoint_match", "checkpoint_parts", "checkpoint", "checkpointing", "report", "environment",
     ],

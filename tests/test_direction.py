@@ -12,8 +12,9 @@ from ds_kfac.layer_state import LayerState
 from tests.models import linear_layer
 
 
-def local(gradient: torch.Tensor, rates: tuple, *, values: float = 1.0, **preconditioner):
-    """A rank's part of a step for one layer, whose last column is its bias with a parameter group of its own."""
+def local(gradient: torch.Tensor, rates: tuple, *, values: float = 1.0, scale: float = 4.0, **preconditioner):
+    """A rank's part of a step for one layer, whose last column is its bias with a parameter group of its own; the
+    gradient carries a loss scale."""
     rows, columns = gradient.shape
     layer, generator = linear_layer("layer", columns, rows), torch.Generator().manual_seed(0)
 
@@ -27,7 +28,7 @@ def local(gradient: torch.Tensor, rates: tuple, *, values: float = 1.0, **precon
         parts=lambda layer, matrix: (matrix[:, :-1].flatten(), matrix[:, -1]),
     )  # fmt: skip
     groups = SimpleNamespace(param_groups=[{"lr": rate} for rate in rates])
-    layout = SimpleNamespace(grad_scale=lambda: 4.0, optimizer=groups)
+    layout = SimpleNamespace(grad_scale=lambda: scale, optimizer=groups)
     moments = "corrected" if config.preconditioner.eigenvalues == "corrected" else None
     state = LayerState.empty(layer, torch.device("cpu"), moments=moments)
     state = state.rebased(A=basis(columns), G=basis(rows))
@@ -55,3 +56,27 @@ def test_a_gradient_that_passes_through_counts_as_itself(rates):
     squares = gradient.square() / 4.0**2
     expected = squares[:, :-1].sum() * rates[0] ** 2 + squares[:, -1].sum() * rates[1] ** 2
     torch.testing.assert_close(found.numbers[0], expected)
+
+
+@pytest.mark.parametrize("damping", [{}, {"graft": "norm"}])
+def test_corrected_eigenvalues_do_not_see_the_loss_scale(damping):
+    """They are of squared gradients, so the scale enters squared; the result carries it once."""
+    gradient = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    one, scaled = (local(k * gradient, (0.3, 0.3), scale=k, eigenvalues="corrected", **damping) for k in (1.0, 1024.0))
+    second, expected = scaled.states["layer"].corrected.second_OI, one.states["layer"].corrected.second_OI
+    assert float(expected.max()) > 0
+    torch.testing.assert_close(second, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(scaled.results["layer"], 1024.0 * one.results["layer"], rtol=1e-5, atol=0)
+    torch.testing.assert_close(scaled.numbers[0], one.numbers[0], rtol=1e-5, atol=0)
+
+
+def test_kl_clip_scales_what_is_preconditioned_and_nothing_else():
+    """A layer without an eigenbasis has its raw gradient, whose part is not in the clip's sum."""
+    metrics = SimpleNamespace(nu=None)
+    config = parse({"preconditioner": {"kl_clip": 0.001}})
+    exchange = SimpleNamespace(owned=(), device=torch.device("cpu"))
+    direction = KFACGradient(config, SimpleNamespace(), exchange, metrics, clip_lr="current")
+    prepared = {"with": torch.tensor(True), "without": torch.tensor(False)}
+    scales = direction.finish(Now(0, None, {}), None, [torch.tensor(0.1)], prepared)
+    assert float(scales["with"]) == pytest.approx(0.1) == float(metrics.nu)
+    assert float(scales.get("without", 1.0)) == 1.0

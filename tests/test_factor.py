@@ -1,9 +1,11 @@
 """The running average of a factor."""
 
+import pytest
 import torch
 
-from ds_kfac.factor import KroneckerFactor
+from ds_kfac.factor import SETTLED, SPIKE, KroneckerFactor, averaged
 from ds_kfac.ops.functional import symmetric_pack
+from ds_kfac.reference import ReferenceKFAC
 from ds_kfac.side import Side
 
 
@@ -67,3 +69,74 @@ def test_zero_no_data_and_overflow_are_not_decomposed():
     for value in (float("nan"), float("inf")):
         assert not KroneckerFactor(Side.dense(5), torch.full_like(total, value), torch.ones(())).usable()
     assert KroneckerFactor.empty(Side.identity(5)).usable()
+
+
+def settled(scale: float = 1.0) -> KroneckerFactor:
+    """After as many ordinary batches as it takes to know what is ordinary."""
+    factor = KroneckerFactor.empty(Side.dense(5))
+    for seed in range(SETTLED):
+        _, total, count = batch(seed, rows=40)
+        factor = factor.averaged(scale * total, count, decay=0.9)
+    return factor
+
+
+def trace(factor: KroneckerFactor) -> float:
+    return float(factor.side.trace(factor.packed_P))
+
+
+def test_a_spike_counts_for_ten_times_the_average_and_is_forgotten_in_a_few_updates():
+    factor, (_, total, count) = settled(), batch(99, rows=40)
+    (after,), excess = averaged([factor], [1e6 * total], [count], [0.9])
+    assert trace(after) == pytest.approx((0.9 + 0.1 * SPIKE) * trace(factor), rel=1e-5)
+    assert float(excess) == pytest.approx(1e6 * float(factor.side.trace(total)) / float(count) / SPIKE / trace(factor))
+    assert after.updates == factor.updates + 1
+    for seed in range(20):
+        after = after.averaged(*batch(seed, rows=40)[1:], decay=0.9)
+    assert trace(after) < 1.3 * trace(factor)
+
+
+def test_what_is_not_a_spike_is_averaged_as_ever():
+    _, total, count = batch(99, rows=40)
+    for factor, scale in (
+        (settled(), 0.9 * SPIKE),  # ordinary from one batch to the next
+        (settled(), 0.0),  # nothing at all
+        (KroneckerFactor.empty(Side.dense(5)).averaged(total, count, decay=0.9), 1e4),  # too early to know
+        (settled(scale=0.0), 1e4),  # the first gradients below a zero-initialised layer
+    ):
+        share = float(factor.side.trace(total) / count) / max(trace(factor), 1e-30)
+        scale = scale if trace(factor) == 0 or scale > SPIKE else scale / share
+        (after,), excess = averaged([factor], [scale * total], [count], [0.9])
+        keep = min(1 - 1 / float(after.updates), 0.9)
+        torch.testing.assert_close(after.packed_P, keep * factor.packed_P + (1 - keep) * scale * total / count)
+        assert excess.tolist() == [1.0]
+
+
+def test_a_factor_that_has_really_grown_is_followed():
+    factor, (_, total, count) = settled(), batch(99, rows=40)
+    updates = 0
+    while trace(factor) < 0.5 * 1e4 * float(factor.side.trace(total) / count):
+        factor, updates = factor.averaged(1e4 * total, count, decay=0.9), updates + 1
+    assert updates < 20, "it grows by 0.9 + 0.1 * 10 an update"
+
+
+def test_no_rows_do_not_count_as_a_spike():
+    factor = settled()
+    for total, count in ((torch.zeros(15), torch.zeros(())), (torch.full((15,), float("nan")), torch.ones(()))):
+        (after,), excess = averaged([factor], [total], [count], [0.9])
+        assert torch.equal(after.packed_P, factor.packed_P) and excess.tolist() == [1.0]
+
+
+def test_the_reference_treats_a_spike_alike():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3, bias=False))
+    kfac = ReferenceKFAC(model, decay=0.9, damping=0.1)
+    A, G = KroneckerFactor.empty(Side.dense(4)), KroneckerFactor.empty(Side.dense(3))
+    for step in range(SETTLED + 6):
+        x, g = (torch.randn(20, d, generator=torch.Generator().manual_seed(100 * step + d)) for d in (4, 3))
+        x, g = (1e3 * x, 1e3 * g) if step in (4, SETTLED + 2) else (x, g)
+        model.zero_grad()
+        (model(x[:, None]) * g[:, None]).sum().div(20).backward()
+        kfac.update()
+        A = A.averaged(symmetric_pack(x.T @ x), torch.tensor(20.0), decay=0.9)
+        G = G.averaged(symmetric_pack(g.T @ g), torch.tensor(20.0), decay=0.9)
+        for actual, expected in zip((A, G), kfac.factors["0"], strict=True):
+            torch.testing.assert_close(dense(actual), expected, rtol=1e-4, atol=1e-4)

@@ -60,7 +60,7 @@ def test_a_result_that_is_not_finite_is_replaced(bad):
 
 @pytest.mark.parametrize(
     ("quadratic", "expected"),
-    [(0.0, 1.0), (0.001, 1.0), (0.004, 0.5), (0.4, 0.05), (float("inf"), 1.0), (float("nan"), 1.0)],
+    [(0.0, 1.0), (0.001, 1.0), (0.004, 0.5), (0.4, 0.05), (float("inf"), 0.0), (float("nan"), 1.0)],
 )
 def test_kl_clip_bounds_the_step(quadratic, expected):
     actual = kl_clip_scale(torch.tensor(quadratic), kl_clip=0.001)

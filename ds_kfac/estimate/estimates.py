@@ -123,7 +123,7 @@ def planned_traffic(subject: Subject, mode: Mode, config: KFACConfig, plan: Plan
     return PlannedTraffic(
         plan,
         shards_of(subject, mode, plan.assignment.world),
-        numbers=2 if mode.adam else 1,
+        numbers=3 if mode.adam else 1,
         norm=mode.adam and mode.clips and not mode.replicated,
         terms=config.preconditioner.eigenvalues == "corrected",
         overlap=config.communication.overlap,

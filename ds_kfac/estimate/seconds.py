@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ds_kfac.adam_direction import orthogonalizes
+from ds_kfac.adam_choice import keeps_direction
 from ds_kfac.config import KFACConfig
 from ds_kfac.costs import CostModel, capture_flops, decompose_flops, precondition_flops
 from ds_kfac.estimate.machine import Machine
@@ -123,7 +123,7 @@ class Workload:
         return seconds
 
     def _orthogonalize(self, layer: LayerSpec) -> int:
-        return orthogonalize_flops(layer) if self.adam and orthogonalizes(self.config.adam, layer) else 0
+        return orthogonalize_flops(layer) if self.adam and keeps_direction(self.config.adam, layer) is None else 0
 
     def _capture(self, factor: FactorSpec, layer: LayerSpec) -> int:
         total = 0

@@ -157,6 +157,16 @@ class GradientExchange:
         """A layer's matrix as flat tensors, one for each of its parameters."""
         return LAYERS[layer.kind].split(matrix_OI, has_bias=layer.bias is not None)
 
+    def without_frozen(self, layer: LayerSpec, matrix_OI: Tensor) -> Tensor:
+        """Zero where a parameter has been frozen since attach."""
+        params = [self.layout.params[self.plan.regions[index].param] for index in self.plan.of_layer[layer.name]]
+        if all(param.requires_grad for param in params):
+            return matrix_OI
+        parts = self.parts(layer, matrix_OI)
+        kept = [part if p.requires_grad else torch.zeros_like(part) for part, p in zip(parts, params, strict=True)]
+        bias = kept[1] if layer.bias else None
+        return LAYERS[layer.kind].matrix(kept[0], bias, (layer.dim_G, layer.dim_A))
+
     def group_indices(self, layer: LayerSpec) -> tuple[int, ...]:
         """The optimizer's parameter group of each of the layer's parameters."""
         params = (self.plan.regions[region].param for region in self.plan.of_layer[layer.name])

@@ -94,10 +94,11 @@ class ShardLayout(ABC):
         return (self.engine.gradient_clipping() / (norm + 1e-6)).clamp(max=1.0)
 
     def squared_norm(self) -> Tensor:
-        """Of this rank's shards as stored, fp32 scalar on the device; of all gradients where they are replicated."""
-        total = torch.zeros((), device=self.engine.device)
+        """Of this rank's shards as stored, float64 scalar on the device, as squares of finite gradients are not always
+        finite in fp32; of all gradients where they are replicated."""
+        total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         for shard in self.shards.on(self.rank):
-            total += self.read(shard).float().square().sum().to(total.device)
+            total += torch.linalg.vector_norm(self.read(shard), dtype=torch.float64).square().to(total.device)
         return total
 
     def manual_scale(self) -> Tensor | float:

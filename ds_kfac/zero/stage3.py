@@ -11,7 +11,9 @@ class Stage3(ZeroLayout):
     def __init__(self, engine, params, group=None) -> None:
         super().__init__(engine, params, group)
         if not self.optimizer.offload_optimizer:
-            self.faults += ("a parameter that a step does not use is stepped with its last gradient again",)
+            self.faults += (
+                "a parameter outside of K-FAC layers that a step does not use is stepped with its last gradient again",
+            )
 
     def _averages_sequence(self) -> bool:
         return bool(self.engine.zero_reduce_scatter())
@@ -61,9 +63,11 @@ class Stage3(ZeroLayout):
             # DeepSpeed clips by norms it cached during backward
             self.optimizer.norm_for_param_grads[self.optimizer.get_param_id(param)] = gradient.double().norm()
             return
-        # A new tensor: DeepSpeed's own chunk keeps its 16 bits, and keeps the raw gradient of an unused parameter
+        # A new tensor: DeepSpeed's own chunk keeps its 16 bits. It also keeps its gradient: were the parameter not used
+        # in the next step, that would be stepped with again.
         padded = torch.zeros(chunk.numel(), dtype=torch.float32, device=chunk.device)
         padded.narrow(0, 0, shard.numel).copy_(gradient)
+        chunk.zero_()
         self.optimizer.averaged_gradients[shard.group][self._place[id(param)][1]] = padded
 
     # self-test

@@ -208,7 +208,7 @@ class ReferenceStep:
         if not self.mode.adam:
             self.kfac.step(LR, grad_scale=divisor)
         for master, p in zip(masters, params, strict=True):
-            master.grad = p.grad.float() / divisor
+            master.grad = torch.zeros_like(master) if p.grad is None else p.grad.float() / divisor
         if self.mode.clip:
             torch.nn.utils.clip_grad_norm_(masters, self.mode.clip)
         if self.mode.adam:
@@ -233,7 +233,7 @@ class ReferenceStep:
         self.optimizer.step()
         for group in self.groups:
             for p in group["params"]:
-                if id(p) in self.ours:
+                if id(p) in self.ours and p.grad is not None:
                     p.mul_(1 - LR * group.get("weight_decay", self.options["weight_decay"])).sub_(LR * p.grad)
 
 

@@ -205,6 +205,21 @@ def saved(mode: Mode) -> dict:
     }
 
 
+def step_sizes(mode: Mode) -> dict[str, float]:
+    """Root mean square, over a layer or this rank's shard of it, of what one step adds to it per unit of rate."""
+    engine = make_engine("megatron", mode, make_model(), Grid())
+    before = weights(engine)
+    engine.backward(cross_entropy(engine(make_batch(0, MICRO_ROWS, TOKENS)[0]), make_batch(0, MICRO_ROWS, TOKENS)[1]))
+    engine.step()
+    after, group = weights(engine), engine.optimizer.param_groups[0]
+    sizes = {}
+    for layer in engine.kfac.optimizer.layers:
+        kept = 1 - group["lr"] * group["weight_decay"]
+        moved = [(after[name] - kept * before[name]).flatten() / group["lr"] for name in layer.parameters]
+        sizes[layer.name] = float(torch.cat(moved).square().mean().sqrt())
+    return sizes
+
+
 def compare(cases: list[tuple[str, Mode]]) -> list[dict]:
     """Per ("autotp" or "megatron", mode): how far this rank's shards are from one process."""
     rank, replicas, results = dist.get_rank(), dist.get_world_size() // 2, []

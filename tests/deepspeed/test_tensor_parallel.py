@@ -57,6 +57,15 @@ def test_shards_match_one_process(world):
             assert torch.equal(value, second["replicated"][name]), f"{name} differs between tensor-parallel ranks"
 
 
+def test_a_shard_takes_steps_of_the_size_of_a_whole_layers():
+    """KFACAdamW orthogonalizes every shard by itself, at the same size per entry."""
+    mode = Mode("tp-adam-orthogonal", 1, adam=True, orthogonal=True, clip=0.0)
+    for sizes in run_ranks("tests.deepspeed.tensor_runs:step_sizes", world=2, payload=mode):
+        assert sizes.pop("head") > 0.4, "Adam's own, which is larger"
+        assert sizes.keys() >= {"plain", "up", "gate", "down"}
+        assert sizes == {name: pytest.approx(0.3, rel=1e-3) for name in sizes}
+
+
 def test_a_checkpoint_holds_every_shard_and_every_copy_once():
     mode = Mode("tp-everything", 1, kfac=EVERYTHING)
     results = run_ranks("tests.deepspeed.tensor_runs:saved", world=2, payload=mode)

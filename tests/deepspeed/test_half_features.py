@@ -1,0 +1,70 @@
+"""EKFAC with padding in 16 bits, its loss scale included, against ds_kfac/reference.py on a rounded copy."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_kfac.reference import ReferenceKFAC
+from tests.deepspeed.modes import BY_NAME
+from tests.deepspeed.runs import ReferenceStep, build, difference, patched, reference_options, weights
+from tests.deepspeed.test_features import ACCUMULATION, CORRECTED, ROWS, STEPS, batch, case
+from tests.models import TokenNet, make_net
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+MODES = ["z2-fp16", "z3-fp16", "z2-bf16", "z3-bf16-accum32"]
+KFAC = case(masked=True, preconditioner={**CORRECTED, "exponent": 0.5}, damping={"value": 0.01})["kfac"]
+
+
+def expected(mode, initial: dict, world: int, *, permuted: bool) -> dict:
+    """By the reference, on the whole batch; its rows in another order give another rounding."""
+    model = make_net(TokenNet)
+    model.load_state_dict(initial)
+    work = copy.deepcopy(model).to({"fp16": torch.float16, "bf16": torch.bfloat16}[mode.dtype])
+    for p in work.parameters():
+        p.grad_dtype = torch.float32
+    kfac = ReferenceKFAC(work, **reference_options(mode.kfac))
+    step = ReferenceStep(mode, model, work, kfac)
+    for index in range(STEPS):
+        whole = batch(index, True, world)
+        order = torch.randperm(len(whole[0]), generator=torch.Generator().manual_seed(index))
+        tokens, labels, mask = (t[order] if permuted else t for t in whole)
+        kfac.rows, kfac.terms = labels >= 0, float((labels >= 0).sum())
+        work(tokens, labels, mask).backward()
+        step(1.0)
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def worker(names: list[str]) -> dict:
+    world, rank, results = dist.get_world_size(), dist.get_rank(), {}
+    for name in names:
+        mode = replace(BY_NAME[name], kfac=copy.deepcopy(KFAC))
+        engine = build(mode, ACCUMULATION, model=make_net(TokenNet), train_micro_batch_size_per_gpu=ROWS)
+        initial = weights(engine)
+        with patched(mode):
+            for index in range(STEPS):
+                whole = batch(index, True, world)
+                for micro in range(ACCUMULATION):
+                    first = (rank * ACCUMULATION + micro) * ROWS
+                    tokens, labels, mask = (t[first : first + ROWS] for t in whole)
+                    engine.backward(engine(tokens, labels=labels, attention_mask=mask))
+                    engine.step()
+        if rank == 0:
+            one, other = (expected(mode, initial, world, permuted=flag) for flag in (False, True))
+        final, kfac = weights(engine), engine.kfac.optimizer
+        if rank == 0:
+            scale = float(kfac.layout.grad_scale())
+            results[name] = difference(final, one, initial), difference(other, one, initial), scale
+        engine.destroy()
+    return results
+
+
+def test_corrected_eigenvalues_with_padding_in_16_bits_match_the_reference():
+    for name, (error, spread, scale) in run_ranks("tests.deepspeed.test_half_features:worker", world=2, payload=MODES)[
+        0
+    ].items():
+        assert scale == (256 if "fp16" in name else 1), "a scale, or it would not be tested"
+        assert error <= BY_NAME[name].tolerance + 5 * spread, (name, error, spread)

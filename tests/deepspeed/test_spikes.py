@@ -1,0 +1,98 @@
+"""Steps with huge but finite gradients, with and without clipping: training goes on as if they had not been."""
+
+import itertools
+
+import pytest
+import torch
+
+import ds_kfac.watch
+from tests.deepspeed.modes import BY_NAME, CLIP, KFAC
+from tests.deepspeed.runs import build, micro_batches, patched, weights
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+SPIKES = {3: 1e20, 5: 1e30, 6: 1e20}
+MODES = ["adam-z0", "adam-z2", "adam-z3", "adam-z1-bf16-accum32", "adam-z2-bf16", "adam-z3-bf16", "z0", "z2", "z3"]
+
+
+def trained(name: str, clip: float, spikes: dict[int, float]) -> dict:
+    """Ten steps; the loss of some is multiplied."""
+    mode, said = BY_NAME[name], []
+    ds_kfac.watch.logger.warning = said.append
+    engine = build(mode, 1, gradient_clipping=clip)
+    kfac, seen = engine.kfac.optimizer, [weights(engine)]
+    with patched(mode):
+        for step in range(10):
+            for x, y in micro_batches(step, 1):
+                loss = engine(x.to(engine.get_data_types()[0]), y)
+                engine.backward(loss * spikes.get(step, 1.0))
+                engine.step()
+            seen.append(weights(engine))
+            adam = [state.adam for state in kfac.state.values() if state.adam]
+            factors = [state.factor.packed_P for state in kfac.curvature.factors.values()]
+            kept = [t for a in adam for t in (a.first_OI, a.second_OI)] + factors
+            assert all(bool(torch.isfinite(t).all()) for t in kept), f"{name} clip {clip}: kept at step {step}"
+    ours = {name for layer in kfac.layers for name in layer.parameters}
+    steps = [{n: float((b[n] - a[n]).norm()) for n in ours} for a, b in itertools.pairwise(seen)]
+    result = {
+        "finite": all(bool(torch.isfinite(w).all()) for w in seen[-1].values()),
+        "steps": steps,
+        "left out": engine.kfac.counters()["left_out_gradients"],
+        "skipped": engine.kfac.counters().get("skipped_steps", 0),
+        "said": [text for text in said if "left out" in text],
+        "owned": [layer.name for layer in kfac.owned],
+        "layers": len(kfac.layers),
+    }
+    engine.destroy()
+    return result
+
+
+def worker(names: list[str]) -> dict:
+    return {
+        (name, clip): [trained(name, clip, spikes) for spikes in ({}, SPIKES)] for name in names for clip in (CLIP, 0.0)
+    }
+
+
+def test_training_survives_a_huge_gradient_with_and_without_clipping():
+    for of_rank in run_ranks("tests.deepspeed.test_spikes:worker", world=2, payload=MODES):
+        for case, (plain, spiked) in of_rank.items():
+            assert plain["finite"] and spiked["finite"], case
+            assert plain["left out"] == 0 and not plain["said"], case
+            for name, usual in plain["steps"][-1].items():  # it is neither frozen nor thrown about
+                assert 0.2 * usual < spiked["steps"][-1][name] < 5 * usual, (case, name, usual, spiked["steps"])
+            largest = max(step[name] for step in plain["steps"] for name in step)
+            for step in SPIKES:
+                assert max(spiked["steps"][step].values()) <= 2 * largest, (case, step, spiked["steps"][step])
+            if "adam" in case[0] and case[1] == 0:
+                taken = len(SPIKES) - spiked["skipped"]
+                assert spiked["left out"] == taken * spiked["layers"], case
+                for name in spiked["owned"] if taken else ():
+                    assert sum(f"gradients of {name} were" in text for text in spiked["said"]) == 1, (case, "once")
+
+
+def stall_worker(names: list[str]) -> dict:
+    """Thirty steps of SGD along the K-FAC gradient, the loss of one of them multiplied by 1000."""
+    results = {}
+    for name in names:
+        for spike in (1.0, 1e3):
+            options = {"optimizer": {"type": "SGD", "params": {"lr": 1e-3}}}
+            block = {**KFAC, "factor": {"update_interval": 1}, "preconditioner": {"kl_clip": 0.0}}
+            engine = build(BY_NAME[name], 2, kfac=block, **options)
+            seen = []
+            for step in range(30):
+                for x, y in micro_batches(step % 4, 2):
+                    engine.backward(engine(x, y) * (spike if step == 14 else 1.0))
+                    engine.step()
+                seen.append(weights(engine))
+            moved = [sum(float((b[n] - a[n]).norm()) for n in a) for a, b in itertools.pairwise(seen)]
+            results[name, spike] = sum(moved[20:]), engine.kfac.counters()["limited_factors"]
+            engine.destroy()
+    return results
+
+
+def test_a_spike_does_not_stall_the_kfac_gradient():
+    for results in run_ranks("tests.deepspeed.test_spikes:stall_worker", world=2, payload=["z0", "z2", "z3"]):
+        for name in ("z0", "z2", "z3"):
+            (usual, none), (spiked, limited) = results[name, 1.0], results[name, 1e3]
+            assert none == 0 and limited == 3, "every layer's G, on whichever rank it is averaged"
+            assert 0.5 * usual < spiked < 2 * usual, (name, usual, spiked)

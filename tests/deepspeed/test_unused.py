@@ -1,0 +1,114 @@
+"""Layers that a step does not use, and parameters that are frozen: KFACAdamW leaves them alone, as torch would."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.deepspeed.modes import BY_NAME
+from tests.deepspeed.runs import build, difference, micro_batches, patched, reference, train, weights
+from tests.models import FEATURES, Net, make_net
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+MODES = [
+    ("adam-z0", 1), ("adam-z2", 2), ("adam-z2-groups", 1), ("adam-z2-offload", 2), ("adam-z3", 2),
+    ("adam-z3-offload", 1), ("adam-z0-bf16", 1), ("adam-z0-bf16-fused", 2), ("adam-z1-bf16-accum32", 1),
+    ("adam-z2-fp16", 1), ("adam-z3-bf16", 2),
+]  # fmt: skip
+
+
+class Alternating(Net):
+    """A layer that every other step uses; ``per_step`` is how often a step calls the model."""
+
+    per_step = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra, self.calls = nn.Linear(FEATURES, FEATURES), 0
+
+    def forward(self, x, y=None):
+        used = self.calls // self.per_step % 2 == 0
+        self.calls += 1
+        return super().forward(x + self.extra(x) if used else x, y)
+
+
+def alternating_worker(cases) -> dict:
+    results = {}
+    for name, accumulation in cases:
+        mode, model = BY_NAME[name], make_net(Alternating)
+        model.per_step = accumulation
+        engine = build(mode, accumulation, model=model)
+        initial = weights(engine)
+        expected = (
+            reference(mode, accumulation, dist.get_world_size(), initial, model=Alternating)
+            if dist.get_rank() == 0
+            else None
+        )
+        moved, unused, before = [], [], initial
+        with patched(mode):
+            for step in range(4):
+                train(engine, accumulation, steps=1, first=step)
+                after = weights(engine)
+                moved.append({n for n in after if not torch.equal(after[n], before[n])})
+                unused.append(engine.kfac.counters()["unused_layers"])
+                before = after
+        results[name, accumulation] = {
+            "difference": difference(before, expected, initial) if expected else 0.0,
+            "moved": [{"extra.weight", "extra.bias"} & names for names in moved],
+            "others": [bool(names - {"extra.weight", "extra.bias"}) for names in moved],
+            "unused": unused,
+            "updates": [float(s.adam.updates) for n, s in engine.kfac.optimizer.state.items() if n == "extra"],
+        }
+        engine.destroy()
+    return results
+
+
+def test_a_layer_that_a_step_does_not_use_is_left_as_it_is_in_every_mode():
+    """No step, no decay, moments and their count kept; and everything else trains like the reference."""
+    both = {"extra.weight", "extra.bias"}
+    for of_rank in run_ranks("tests.deepspeed.test_unused:alternating_worker", world=2, payload=MODES):
+        for case, result in of_rank.items():
+            assert result["moved"] == [both, set(), both, set()] and all(result["others"]), (case, result["moved"])
+            assert result["unused"] == [0, 1, 0, 1], (case, result["unused"])
+            assert result["updates"] in ([], [2.0]), (case, result["updates"])
+            assert result["difference"] <= BY_NAME[case[0]].tolerance, (case, result["difference"])
+
+
+def frozen_worker(names: list[str]) -> dict:
+    """One layer frozen from the start; later all of another one, and only the weight of a third."""
+    results = {}
+    for name in names:
+        mode, model = BY_NAME[name], make_net(Alternating)
+        model.per_step = 10**9  # used in every step
+        model.extra.requires_grad_(False)
+        engine = build(mode, 1, model=model)
+        seen = [weights(engine)]
+        with patched(mode):
+            for step in range(4):
+                if step == 2:
+                    model.first.requires_grad_(False)
+                    model.head.weight.requires_grad_(False)
+                for x, y in micro_batches(step, 1):
+                    loss = engine(x.to(engine.get_data_types()[0]), y)
+                    engine.backward(loss)
+                    engine.step()
+                seen.append(weights(engine))
+        results[name] = [
+            {n for n in now if not torch.equal(now[n], before[n])} for before, now in itertools.pairwise(seen)
+        ]
+        engine.destroy()
+    return results
+
+
+def test_a_frozen_parameter_is_not_moved_whenever_it_was_frozen():
+    names = ["adam-z0", "adam-z1", "adam-z2-offload", "adam-z3", "adam-z3-offload", "adam-z2-bf16"]
+    frozen = {"first.weight", "first.bias", "head.weight"}
+    for of_rank in run_ranks("tests.deepspeed.test_unused:frozen_worker", world=2, payload=names):
+        for name, moved in of_rank.items():
+            for step, parameters in enumerate(moved):
+                assert not parameters & {"extra.weight", "extra.bias"}, (name, step)
+                assert (frozen <= parameters) if step < 2 else not parameters & frozen, (name, step, parameters)
+                assert {"middle.weight", "head.bias"} <= parameters, (name, step, parameters)
