@@ -24,7 +24,7 @@ from ds_kfac.reducer import Reducer
 from ds_kfac.refresher import Refresher
 from ds_kfac.rows import RowRule
 from ds_kfac.shared_inputs import SharedInputs
-from ds_kfac.sharing import Sharing, copy_shared
+from ds_kfac.sharing import Sharing, copy_shared, with_common_bases
 from ds_kfac.target import Target
 from ds_kfac.timetable import FactorsDue
 from ds_kfac.traffic import Channel
@@ -233,7 +233,7 @@ class KFACOptimizer:
     def _gather(self, due: FactorsDue) -> tuple[dict[str, Tensor], Tensor | None, dict[Hashable, Tensor]]:
         """Own layers' gradients, the norm of all gradients if it is asked for, and what the ranks tell each other; new
         eigenbases arrive with them, in the same message."""
-        norm = self._local_squared_norm() if self.direction.needs_norm else None
+        norm = self.layout.squared_norm() + self.target.rest.squared_norm() if self.direction.needs_norm else None
         names, numbers = self.curvature.told(due), self.curvature.numbers()
         summed = norm is not None and not self.layout.replicated
         if norm is not None and summed:
@@ -260,10 +260,6 @@ class KFACOptimizer:
             new = {side: self._bases[spec.key] for side, spec in keys.items() if spec.key in self._bases}
             states[layer.name] = state.rebased(**new, carry=carry) if new else state
         return states
-
-    def _local_squared_norm(self) -> Tensor:
-        """Of all gradients this rank holds."""
-        return self.layout.squared_norm() + self.target.rest.squared_norm()
 
     def _scatter(self, local: Local, sums: Tensor | None) -> None:
         """Results to whoever holds a shard of them, with what the direction and the metrics sum over all layers."""
@@ -300,7 +296,4 @@ class KFACOptimizer:
         old, self.curvature = self.curvature, self._curvature()
         self.curvature.take_over(old)
         copy_shared(old, self.curvature)
-        for name, own in self.curvature.of_layer.items():  # one copy where both are
-            state, leader = (self.state.get(key) for key in (name, own["A"].layers[0] if "A" in own else name))
-            if state and leader and leader.A is not None and leader.A is not state.A:
-                self.state[name] = state.rebased(A=leader.A, carry=self.config.eigenbasis.carry_moments)
+        self.state = with_common_bases(self.state, self.curvature, carry=self.config.eigenbasis.carry_moments)

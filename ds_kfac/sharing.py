@@ -5,6 +5,7 @@ every rank knows it on its device and no decomposer folds the batch; and all hos
 it has long arrived, and take the group apart together.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ds_kfac.curvature import Curvature
 from ds_kfac.factor import KroneckerFactor
 from ds_kfac.factor_state import FactorState
 from ds_kfac.host_copy import HostCopy
+from ds_kfac.layer_state import LayerState
 from ds_kfac.mail import Leg, deliver
 from ds_kfac.shared_inputs import SharedInputs, agreed
 from ds_kfac.traffic import Channel
@@ -105,3 +107,13 @@ def copy_shared(old: Curvature, new: Curvature) -> None:
     timetable["factors"] |= {key: clocks[origin] for key, origin in origins.items() if origin in clocks}
     new.agenda.restore(timetable)
     new.begin()
+
+
+def with_common_bases(states: Mapping[str, LayerState], curvature: Curvature, *, carry: bool) -> dict[str, LayerState]:
+    """Layers that share a factor have one copy of its eigenbasis where they have one gradient worker."""
+    new = dict(states)
+    for name, own in curvature.of_layer.items():
+        state, leader = (new.get(key) for key in (name, own["A"].layers[0] if "A" in own else name))
+        if state and leader and leader.A is not None and leader.A is not state.A:
+            new[name] = state.rebased(A=leader.A, carry=carry)
+    return new
