@@ -142,7 +142,7 @@ _ROWS = [
      "tests/test_layer_matrix.py"),
     ("norm: weight and bias swapped", "layers/norm.py", "pairs[:, 0].contiguous(), pairs[:, 1].contiguous()",
      "pairs[:, 1].contiguous(), pairs[:, 0].contiguous()", "tests/test_layer_matrix.py"),
-    ("norm: eps dropped", "layers/norm.py", "keepdim=True) + eps", "keepdim=True)", "tests/test_capture.py"),
+    ("norm: eps dropped", "layers/norm.py", "keepdim=True) + eps", "keepdim=True)", "tests/test_layer_matrix.py"),
     ("embedding: padding index counts", "layers/embedding.py", "x.masked_fill(x == module.padding_idx, -1)", "x",
      "tests/test_layer_matrix.py"),
     ("tensor parallel: another rank's columns", "layers/tensor_parallel.py", "sum(sizes[: module.tp_index])",

@@ -24,7 +24,18 @@ import pytest
 from tests.campaign.mutant_table import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("ds_kfac", "tests", "csrc", "configs", "examples", "benchmarks", "pyproject.toml", "setup.py", "README.md")
+COPIED = (
+    "ds_kfac",
+    "tests",
+    "csrc",
+    "configs",
+    "examples",
+    "benchmarks",
+    "docs",
+    "pyproject.toml",
+    "setup.py",
+    "README.md",
+)
 TIMEOUT = 900
 FAILED = 1
 """Exit code of pytest."""
@@ -97,7 +108,8 @@ def outcome(tree: Path, mutant: Mutant) -> tuple[str, str]:
         path.write_text(text)
     if code == FAILED:
         lines = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        return "killed", lines[0][:150] if lines else ""
+        why = lines[0][:150] if lines else ""
+        return ("killed" if why.startswith("FAILED") else "BROKEN"), why  # an ERROR is one before the test
     if code == -1:
         return "killed", "timeout"
     # neither passed nor failed: the mutant cannot be imported, or the tests cannot be found
