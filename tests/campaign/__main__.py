@@ -32,6 +32,7 @@ def main() -> int:
         print("\n".join(f"{case.family:9} {case.name}" for case in cases))
         return 0
     start = time.monotonic()
+    kills.DEADLINE = start + 60 * options.minutes
     results = harness.run(cases, deadline=start + 60 * options.minutes, say=lambda text: print(text, flush=True))
     seconds = time.monotonic() - start
     counts = sum((result.outcomes for result in results), Counter())

@@ -24,6 +24,8 @@ STEPS, EVERY, WORLD = 60, 2, 2
 PATIENCE = 60.0
 """Seconds without any progress after which a life hangs."""
 KFAC = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 3}}
+DEADLINE = float("inf")
+"""Monotonic seconds after which nobody is killed any more."""
 MODES = {
     "z2, KFACAdamW, refresh beside": ("adam-z2", {**KFAC, "eigenbasis": {"refresh_interval": 3, "lag": 1}}),
     "z0, EKFAC into AdamW": ("z0", {**KFAC, "preconditioner": {"eigenvalues": "corrected"}}),
@@ -44,7 +46,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Life:
-    """What a rank is told: the job, and when it dies. ``wait`` counts steps, refreshes or saves of this life."""
+    """What a rank is told: the job, and when it dies: so many steps, refreshes or saves into this life."""
 
     job: Job
     victim: int = -1
@@ -65,8 +67,12 @@ def cases(*, kills: int = 20, overwriting: int = 20) -> list[Case]:
 
 
 def run_job(job: Job) -> tuple[Counter, str]:
-    """In the campaign's process: how every kill ended, and notes of those that did not end well."""
+    """In the campaign's process: how every kill ended, and notes of those that did not end well.
+
+    What a kill has left is judged by the life after it.
+    """
     folder, dice = Path(tempfile.mkdtemp(prefix="campaign-kills")), random.Random(job.seed)
+    saves, before, backup = (folder / name for name in ("saves", "before", "backup"))
     outcomes: Counter = Counter()
     notes: list[str] = []
     try:
@@ -74,51 +80,57 @@ def run_job(job: Job) -> tuple[Counter, str]:
         if undisturbed["errors"] or not undisturbed["ended"]:
             return Counter({harness.CRASH: 1}), f"undisturbed: {undisturbed['errors'] or 'hang'}"
         expected, seconds = undisturbed["losses"], undisturbed["seconds"]
-        saves, backup, number = folder / "saves", folder / "backup", 0
-        while sum(outcomes.values()) < job.kills:
-            phase = PHASES[number % len(PHASES)]
-            life = Life(job, dice.randrange(WORLD), phase, dice.randrange(3), dice.random() * seconds[phase])
-            if job.overwrite and saves.exists():  # the state that this life begins with, should it tear its only tag
-                shutil.rmtree(backup, ignore_errors=True)
-                shutil.copytree(saves, backup)
-            told = _live(life, folder / f"life{number}", saves)
-            number += 1
-            if told["killed"]:
-                outcome, note = _after_kill(told, expected, saves, Life(job), folder / f"after{number}")
+        killed: tuple[Life, int] | None = None  # the last life, if it was, and the last step that it had saved
+        for number in range(3 * job.kills):
+            if sum(outcomes.values()) == job.kills:
+                break
+            if time.monotonic() > DEADLINE:
+                notes.append(f"out of time after {sum(outcomes.values())} of {job.kills} kills")
+                break
+            phase, last = PHASES[number % len(PHASES)], sum(outcomes.values()) + bool(killed) == job.kills
+            wait = {"step": 2 + dice.randrange(3), "refresh": 1 + dice.randrange(2), "save": 1 + dice.randrange(2)}
+            life = Life(job, dice.randrange(WORLD), phase, wait[phase], dice.random() * seconds[phase])
+            _copy(saves, before)
+            told = _live(Life(job) if last else life, folder / f"life{number}", saves, look_only=last)
+            outcome, note = _judge(told, expected, killed[1] if killed else 0)
+            if killed or outcome != SURVIVED:
+                if outcome in (LOUD, LOST) and not (killed and job.overwrite):  # only a torn tag may be refused
+                    outcome = LOST if killed else harness.CRASH
                 outcomes[outcome] += 1
-                if outcome != SURVIVED:
-                    notes.append(f"{phase} of rank {life.victim}: {outcome}: {note}")
-                    shutil.rmtree(saves, ignore_errors=True)
-                    if backup.exists():
-                        shutil.copytree(backup, saves)
-            elif told["errors"] or not told["ended"]:
-                outcomes[harness.CRASH if told["errors"] else HANG] += 1
-                notes.append(f"life {number}: {told['errors'] or 'hang'}")
+            if outcome != SURVIVED:
+                what = f"{killed[0].phase} of rank {killed[0].victim} killed" if killed else "start"
+                notes.append(f"{what}: {outcome}: {note}")
+            _copy(before if told["begun"] else backup, backup)
+            if outcome != SURVIVED:
+                _copy(backup, saves)
+                killed = None
+                continue
+            killed = (life, max(told["saved"], told["begun"][0])) if told["killed"] else None
+            if told["ended"]:  # through before its time came: from the start again
                 shutil.rmtree(saves, ignore_errors=True)
-            if told["ended"] or len(notes) > 2 * job.kills:  # through before its time came: once more from the start
-                shutil.rmtree(saves, ignore_errors=True)
-            shutil.rmtree(folder / f"life{number - 1}", ignore_errors=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return outcomes, "; ".join(notes[:3])
+    return outcomes, "; ".join(notes[-3:])
 
 
-def _after_kill(told: dict, expected: dict, saves: Path, life: Life, folder: Path) -> tuple[str, str]:
-    """Judge a life that was killed, by its own losses and by what starts from what it left."""
+def _copy(source: Path, target: Path) -> None:
+    if source != target:
+        shutil.rmtree(target, ignore_errors=True)
+        if source.exists():
+            shutil.copytree(source, target)
+
+
+def _judge(told: dict, expected: dict, saved: int) -> tuple[str, str]:
+    """A life, by what it began with, its losses and how the other ranks took a kill."""
     if told["hung"]:
-        return HANG, "a rank waits for the killed one for ever"
-    if (wrong := _differing(told, expected)) is not None:
-        return SILENT, wrong
-    next_ = _live(life, folder, saves, look_only=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    if next_["errors"]:
-        text = next_["errors"][0]
-        return (LOUD if life.job.overwrite else LOST), text
-    if not next_["ended"]:
-        return HANG, "the next start"
-    if next_["begun"] < told["saved"]:
-        return LOST, f"starts at step {next_['begun']}, step {told['saved']} was saved"
-    wrong = _differing(next_, expected)
+        return HANG, "a rank waits for ever"
+    if told["errors"] and not told["killed"]:
+        return LOUD, told["errors"][0]
+    if len(set(told["begun"])) > 1:
+        return SILENT, f"ranks start at steps {told['begun']}"
+    if told["begun"] and told["begun"][0] < saved:
+        return LOST, f"starts at step {told['begun'][0]}, step {saved} was saved"
+    wrong = _differing(told, expected)
     return (SURVIVED, "") if wrong is None else (SILENT, wrong)
 
 
@@ -155,7 +167,7 @@ def _live(life: Life, folder: Path, saves: Path, *, look_only: bool = False) -> 
             losses.setdefault(one["step"], []).append(one["loss"])
     return {
         "killed": killed, "hung": hung, "ended": ended, "losses": losses,
-        "begun": next((one["begun"] for one in lines if "begun" in one), 0),
+        "begun": [one["begun"] for one in lines if "begun" in one],
         "saved": max([one["saved"] for one in lines if "saved" in one], default=0),
         "errors": [one["error"] for one in lines if "error" in one],
         "seconds": {phase: max([one["took"] for one in lines if one.get("phase") == phase], default=0.1)
