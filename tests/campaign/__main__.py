@@ -5,6 +5,7 @@ Ends with 1 if any case ended otherwise than it may, or was not run.
 
 import argparse
 import re
+import signal
 import sys
 import time
 from collections import Counter
@@ -31,6 +32,7 @@ def main() -> int:
     if options.list:
         print("\n".join(f"{case.family:9} {case.name}" for case in cases))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks and folders are cleared away
     start = time.monotonic()
     kills.DEADLINE = start + 60 * options.minutes
     results = harness.run(cases, deadline=start + 60 * options.minutes, say=lambda text: print(text, flush=True))
