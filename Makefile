@@ -17,7 +17,7 @@ endif
 
 LAUNCH = $(BIN)/deepspeed --num_accelerators $(RANKS) examples/train_gpt.py --steps $(STEPS)
 
-.PHONY: setup train compare converge scale gpu test check clean
+.PHONY: setup train compare converge scale gpu test campaign check clean
 
 setup: $(STAMP)
 
@@ -47,6 +47,9 @@ gpu: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+campaign: $(STAMP)
+	$(BIN)/python -m tests.campaign --write docs/reliability.md $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

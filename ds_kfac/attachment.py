@@ -1,9 +1,10 @@
-"""K-FAC at work in one engine: five wrapped attributes of the instance, and module hooks. No class is patched.
+"""K-FAC at work in one engine: six wrapped attributes of the instance, and module hooks. No class is patched.
 
 ``_take_model_step`` is where gradients are averaged but not yet checked, clipped or stepped, in every stage;
-``backward`` tells the scale of the output gradients; the checkpoint methods carry our state. ``forward`` runs captured
-steps without torch.compile: traced, every hook would break the graph in a loop of torch's own, after which torch leaves
-the module uncompiled for good. So all other steps run the graphs that they would without K-FAC.
+``backward`` tells the scale of the output gradients; the checkpoint methods carry our state; ``destroy`` detaches.
+``forward`` runs captured steps without torch.compile: traced, every hook would break the graph in a loop of torch's
+own, after which torch leaves the module uncompiled for good. So all other steps run the graphs that they would without
+K-FAC.
 """
 
 import os
@@ -71,6 +72,7 @@ class Attachment:
         self._wrap("backward", self._backward)
         self._wrap("save_checkpoint", self.checkpointing.save)
         self._wrap("load_checkpoint", self.checkpointing.load)
+        self._wrap("destroy", self._destroy)
         self._undo = announce_backwards(engine, self.job) if isinstance(engine, PipelineEngine) else None
         self._printed = [timer_name(stage) for stage in STAGES] if self.metrics.timers is not None else []
         engine.engine_timers.global_timers += self._printed
@@ -129,18 +131,13 @@ class Attachment:
         return self.sampling
 
     def detach(self) -> None:
-        """Restore the engine: remove hooks, wrappers and our process group. Call on every rank, between steps."""
+        """Restore the engine: remove hooks, wrappers, thread and our process group; nothing more the second time.
+
+        Local, so that it cannot wait for a rank that is gone; between steps. ``engine.destroy()`` does it first.
+        """
         if not self._active:
             return
-        self.job.close()
-        self._remove_hooks()
-        if self._undo is not None:
-            self._undo()
         self._active = False
-        timers = self.engine.engine_timers
-        timers.global_timers = [name for name in timers.global_timers if name not in self._printed]
-        if isinstance(self.optimizer.target.inner, KFACAdamWStep):
-            self.optimizer.target.inner.direction_scale = None
         for name, (wrapper, previous) in self._originals.items():
             # Someone may have wrapped ours since; then it stays in the chain and passes everything through.
             if vars(self.engine).get(name) is wrapper:
@@ -149,6 +146,19 @@ class Attachment:
                 else:
                     setattr(self.engine, name, previous)
         delattr(self.engine, HANDLE)
+        if self._undo is not None:
+            self._undo()
+        timers = self.engine.engine_timers
+        timers.global_timers = [name for name in timers.global_timers if name not in self._printed]
+        if isinstance(self.optimizer.target.inner, KFACAdamWStep):
+            self.optimizer.target.inner.direction_scale = None
+        self._remove_hooks()
+        self.job.close()
+
+    def _destroy(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Also what an engine does that is garbage."""
+        self.detach()
+        return original(*args, **kwargs)
 
     def _remove_hooks(self) -> None:
         if self.sampling is not None:
@@ -160,7 +170,7 @@ class Attachment:
         """Load only the K-FAC state of a checkpoint, whatever stage and world size wrote it. Collective."""
         self.checkpointing.load_state(Path(load_dir) / str(tag))
 
-    # the five wrapped attributes
+    # the six wrapped attributes
 
     def _wrap(self, name: str, wrapper: Callable[..., Any]) -> None:
         original = getattr(self.engine, name)

@@ -75,7 +75,7 @@ class Job:
             kfac.reset()
 
     def close(self) -> None:
-        """Give back hooks, threads and process groups. Collective."""
+        """Give back hooks, threads and process groups. Local, and harmless when repeated."""
         for kfac in self.optimizers:
             kfac.close()
         if self.everywhere:

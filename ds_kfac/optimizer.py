@@ -211,7 +211,7 @@ class KFACOptimizer:
         self.resume()
 
     def close(self) -> None:
-        """Give back hooks, thread and process group. Collective."""
+        """Give back hooks, thread and process group. Local, and harmless when repeated."""
         self.capture.remove()
         self.refresher.close()
         self.channel.close()

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import deepspeed.comm as dist
@@ -12,7 +13,7 @@ from torch import Tensor
 class Channel:
     """A process group of our own, so that our traffic is never ordered against DeepSpeed's reductions and prefetches.
 
-    Collective: construct it on every rank of the job, each with a group of its own; close it on every rank of it.
+    Collective: construct it on every rank of the job, each with a group of its own.
 
     Args:
         group: whose ranks it connects.
@@ -30,7 +31,11 @@ class Channel:
         self.received: Counter[str] = Counter()
 
     def close(self) -> None:
-        torch.distributed.destroy_process_group(self.group)
+        """Give back the group with its threads and descriptors, unless that has happened. Local: other ranks may be
+        gone, or the job's default group, with which all groups end."""
+        group, self.group = self.group, None
+        if group is not None and group in torch.distributed.distributed_c10d._world.pg_map:
+            torch.distributed.destroy_process_group(group)
 
     def sum(self, vector: Tensor) -> Tensor:
         """A small vector of numbers, summed over all ranks in place. Collective."""
@@ -76,13 +81,21 @@ class Channel:
 
 
 def clone_group(group: Any) -> Any:
-    """A new group of the same ranks. Collective over all ranks of the job, whose groups may differ."""
+    """A new group of the same ranks, with the job's timeout. Collective over all ranks of the job, whose groups may
+    differ."""
     ranks = torch.distributed.get_process_group_ranks(group)
     everyone: list[list[int]] = [ranks] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, ranks)
-    mine = None
+    mine, timeout = None, job_timeout()
     for other in sorted({tuple(one) for one in everyone}):  # every rank takes part in making every group
-        made = torch.distributed.new_group(list(other))
+        made = torch.distributed.new_group(list(other), timeout=timeout)
         if list(other) == ranks:
             mine = made
     return mine
+
+
+def job_timeout() -> timedelta | None:
+    """What the job was initialized with, which DeepSpeed's own groups do not take over; None if a backend hides it."""
+    world = torch.distributed.distributed_c10d._get_default_group()
+    options = [getattr(world._get_backend(device), "options", None) for device in world._device_types]
+    return next((option._timeout for option in options if option is not None), None)

@@ -1,0 +1,98 @@
+"""Engines for the campaign: small, with K-FAC or without, and what can be asked of them afterwards."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+
+from tests.deepspeed.modes import KFAC_ADAMW, MICRO_ROWS, Mode
+from tests.deepspeed.runs import build, patched, weights
+
+LR = 0.02
+# every step counts, every other one decomposes: a fault meets a capture and a refresh
+KFAC = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 2}, "burn_in": {"steps": 0}}
+PLAIN = {"kfac": {"enabled": False}}
+
+
+def mode_of(stage: int, optimizer: str, dtype: str = "fp32", clip: float = 0.5, **extra: Any) -> Mode:
+    return Mode(
+        f"z{stage}", stage, dtype, clip=clip, adam=optimizer == "KFACAdamW",
+        orthogonal=optimizer == "KFACAdamW", extra=extra,
+    )  # fmt: skip
+
+
+def engine_of(mode: Mode, optimizer: str, *, plain: bool = False, model=None, accumulation: int = 1, **over: Any):
+    """With K-FAC; ``plain``: DeepSpeed alone with the optimizer that comes nearest."""
+    block = KFAC_ADAMW[mode.precision]["params"] if optimizer in ("KFACAdamW", "AdamW") else {"lr": LR, "momentum": 0.9}
+    kind = "AdamW" if plain and optimizer == "KFACAdamW" else optimizer
+    kfac = {**KFAC, **over.pop("kfac", {})}
+    over = {"optimizer": {"type": kind, "params": dict(block)}, **(PLAIN if plain else {"kfac": kfac}), **over}
+    with patched(mode):
+        return build(mode, accumulation, model=model, **over)
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """All in dataclasses, sequences and mappings."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif is_dataclass(value) and not isinstance(value, type):
+        for part in fields(value):
+            yield from tensors(getattr(value, part.name))
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from tensors(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors(part)
+
+
+def state_is_finite(engine) -> bool:
+    """Of this rank's factors, eigenbases and moments."""
+    for kfac in engine.kfac.job.optimizers:
+        for value in (kfac.state, [own.factor for own in kfac.curvature.factors.values()]):
+            if not all(bool(torch.isfinite(t).all()) for t in tensors(value) if t.is_floating_point()):
+                return False
+    return True
+
+
+def is_finite(values: dict[str, torch.Tensor]) -> bool:
+    return all(bool(torch.isfinite(value).all()) for value in values.values())
+
+
+def everywhere(flag: bool) -> bool:
+    """Whether it is true on every rank. Collective."""
+    told = torch.tensor(float(flag))
+    torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MIN)
+    return bool(told)
+
+
+def anywhere(texts: list[str]) -> list[str]:
+    """What any rank has. Collective."""
+    found: list[list[str]] = [[]] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, texts)
+    return [text for one in found for text in one]
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[str]]:
+    """Warnings of ds_kfac that are logged meanwhile, but for the good news."""
+    from deepspeed.utils import logger
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.addFilter(lambda record: "ds_kfac" in record.getMessage() and "loaded K-FAC" not in record.getMessage())
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel("WARNING")
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+__all__ = ["MICRO_ROWS", "weights"]

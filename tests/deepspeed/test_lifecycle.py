@@ -1,0 +1,145 @@
+"""What an engine takes it gives back: process groups, threads, file descriptors, hooks."""
+
+import contextlib
+import gc
+import io
+import os
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ds_kfac
+from tests.deepspeed.modes import BY_NAME
+from tests.deepspeed.runs import build, train, weights
+from tests.models import make_net
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+# A refresh beside the training, so that there is a thread.
+KFAC = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 2, "lag": 1}}
+CYCLES = 10
+
+
+def held(model) -> dict[str, int]:
+    """What this process has open."""
+    gc.collect()
+    modules = list(model.modules())
+    return {
+        "groups": len(dist.distributed_c10d._world.pg_map),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "python threads": threading.active_count(),
+        "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in modules),
+    }
+
+
+def cycles_worker(names: list[str]) -> dict:
+    results = {}
+    for name in names:
+        found = []
+        for _ in range(CYCLES // len(names)):
+            model = make_net()
+            engine = build(BY_NAME[name], 1, model=model, kfac=KFAC)
+            train(engine, 1, steps=3)
+            engine.destroy()
+            found.append(held(model))
+        results[name] = found
+    return results
+
+
+def test_many_engines_leave_what_one_leaves():
+    for result in run_ranks("tests.deepspeed.test_lifecycle:cycles_worker", world=2, payload=["z2", "adam-z3"]):
+        for name, found in result.items():
+            assert all(row == found[0] for row in found), (name, found)
+
+
+def ways_worker(folder: str) -> dict:
+    mode, results = BY_NAME["z2"], {}
+    plain = build(mode, 1, kfac={"enabled": False})
+    model = plain.module
+    plain.destroy()
+    before = held(model)
+
+    def count(name: str, leave, mode=mode) -> None:
+        engine = build(mode, 1, model=make_net(), kfac=KFAC)
+        model, during = engine.module, held(engine.module)
+        leave(engine)
+        del engine
+        if name == "garbage":  # with its model, whose hooks refer to it
+            model = plain.module
+        results[name] = before, during, held(model)
+
+    def twice(engine):
+        engine.destroy(), engine.destroy()
+
+    def both(engine):
+        engine.kfac.detach(), engine.destroy()
+
+    def alone(engine):
+        """Rank 1 does nothing until rank 0 is through, as if it were gone."""
+        told = Path(folder, "told")
+        if dist.get_rank() == 0:
+            engine.destroy()
+            told.touch()
+        deadline = time.monotonic() + 60
+        while not told.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert told.exists()
+        engine.destroy()
+
+    count("twice", twice)
+    count("detached before", both)
+    count("one rank alone", alone)
+    count("garbage", lambda engine: None, BY_NAME["z0"])  # ZeRO's own hooks keep an engine that nobody destroys
+
+    once = build(mode, 1, kfac=KFAC)
+    train(once, 1)
+    again = build(mode, 1, kfac=KFAC)
+    with contextlib.redirect_stdout(io.StringIO()):
+        again.kfac.detach()
+        ds_kfac.attach(again)
+    train(again, 1)
+    expected = weights(once)
+    results["attached again"] = all(torch.equal(w, expected[name]) for name, w in weights(again).items())
+
+    world = dist.group.WORLD
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1234), world)  # as init_distributed(timeout=...) does
+    timed = build(mode, 1, kfac=KFAC)
+    ours = timed.kfac.optimizer.channel.group
+    results["timeout"] = ours._get_backend(torch.device("cpu")).options._timeout
+    dist.barrier()
+    dist.destroy_process_group()
+    timed.kfac.detach()  # the job has ended its groups, ours among them; DeepSpeed's destroy fails then
+    results["after the job's end"] = held(timed.module)["hooks"] == before["hooks"]
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(os.environ["RANK"]), world_size=2)
+    return results
+
+
+@pytest.fixture(scope="module")
+def ways(tmp_path_factory) -> list[dict]:
+    folder = str(tmp_path_factory.mktemp("ways"))
+    return run_ranks("tests.deepspeed.test_lifecycle:ways_worker", world=2, payload=folder)
+
+
+@pytest.mark.parametrize("way", ["twice", "detached before", "one rank alone", "garbage"])
+def test_destroy_gives_everything_back(ways, way):
+    for before, during, after in (result[way] for result in ways):
+        assert during["groups"] == before["groups"] + 1 and during["hooks"] > before["hooks"]
+        assert after == before
+
+
+def test_attaching_again_trains_as_attaching_once(ways):
+    assert all(result["attached again"] for result in ways)
+
+
+def test_our_group_has_the_timeout_of_the_job(ways):
+    assert all(result["timeout"] == timedelta(seconds=1234) for result in ways)
+
+
+def test_an_engine_can_be_detached_after_the_jobs_groups(ways):
+    assert all(result["after the job's end"] for result in ways)
