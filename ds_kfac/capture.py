@@ -90,13 +90,13 @@ class Capture:
         self._info_of, self._masks = info_of or (lambda module, info: info), RowMasks(model)
         self.called: set[str] = set()
         self._handles: list[Any] = [
-            model.register_forward_pre_hook(self._begin_forward, with_kwargs=True),
-            model.register_forward_hook(self._end_forward),
+            model.register_forward_pre_hook(self._begin_forward(model), with_kwargs=True),
+            model.register_forward_hook(self._end_forward(model)),
         ]
         for layer in layers:
             for index, use in enumerate(layer.uses):
                 module = model.get_submodule(use.module)
-                hook = self._forward_hook(layer, index)
+                hook = self._forward_hook(layer, index, module)
                 self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
 
     def remove(self) -> None:
@@ -157,17 +157,25 @@ class Capture:
         """What is known of the loss of the model's last forward."""
         return self._forward.loss
 
-    def _begin_forward(self, module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:
-        if module.training and self.active and torch.is_grad_enabled():
-            self._begin_batch(arguments, keywords)
+    # Hooks are plain functions, see :func:`ds_kfac.hooks.own_hook`; their first condition is what torch.compile sees.
 
-    def _end_forward(self, module: nn.Module, arguments: tuple, output: Any) -> None:
-        if module.training and self.active and torch.is_grad_enabled():
-            self._end_batch(output)
+    def _begin_forward(self, own: nn.Module) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:
+            if module.training and self.active and torch.is_grad_enabled():
+                self._begin_batch(module is own, arguments, keywords)
+
+        return hook
+
+    def _end_forward(self, own: nn.Module) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: tuple, output: Any) -> None:
+            if module.training and self.active and torch.is_grad_enabled():
+                self._end_batch(module is own, output)
+
+        return hook
 
     @torch.compiler.disable
-    def _begin_batch(self, arguments: tuple, keywords: dict[str, Any]) -> None:
-        if torch._C._current_graph_task_id() != -1:
+    def _begin_batch(self, own: bool, arguments: tuple, keywords: dict[str, Any]) -> None:
+        if not own or torch._C._current_graph_task_id() != -1:
             return
         if self.rows.open:  # a loss.backward() that nobody closed
             self.end_backward()
@@ -177,12 +185,12 @@ class Capture:
         self._masks.begin()
 
     @torch.compiler.disable
-    def _end_batch(self, output: Any) -> None:
-        if torch._C._current_graph_task_id() == -1:
+    def _end_batch(self, own: bool, output: Any) -> None:
+        if own and torch._C._current_graph_task_id() == -1:
             self.loss.returned(output, weight_sharing=self.rows.rule.weight_sharing)
             self._masks.end()
 
-    def _forward_hook(self, layer: LayerSpec, index: int) -> Callable[..., None]:
+    def _forward_hook(self, layer: LayerSpec, index: int, own: nn.Module) -> Callable[..., None]:
         kind = LAYERS[layer.uses[index].kind]
 
         def hook(module: nn.Module, inputs: tuple, named: dict[str, Any], output: Any) -> None:
@@ -193,7 +201,7 @@ class Capture:
         def capture(module: nn.Module, inputs: tuple, named: dict[str, Any], output: Any) -> None:
             if isinstance(output, tuple):  # Megatron's linears return their bias too
                 output = output[0]
-            if not output.requires_grad or not is_trained(module):
+            if module is not own or not output.requires_grad or not is_trained(module):
                 return
             recomputed = torch._C._current_graph_task_id() != -1
             if recomputed and self.sampled:  # the first run's calls are those that are sampled

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_kfac.batch_info import BatchInfo
+from ds_kfac.hooks import own_hook
 
 
 class ExpertRows:
@@ -30,11 +31,12 @@ class ExpertRows:
             inner = getattr(getattr(module, "experts", None), "deepspeed_experts", None)
             if inner is None:
                 continue
-            self._handles.append(module.register_forward_pre_hook(partial(self._mixture, name)))
+            self._handles.append(module.register_forward_pre_hook(own_hook(module, partial(self._mixture, name))))
             for index, expert in enumerate(inner):
                 place = f"{name}.experts.deepspeed_experts.{index}"
                 self.experts.append(place)
-                self._handles.append(expert.register_forward_pre_hook(partial(self._expert, name, place)))
+                hook = own_hook(expert, partial(self._expert, name, place))
+                self._handles.append(expert.register_forward_pre_hook(hook))
 
     def remove(self) -> None:
         for handle in self._handles:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.calls import AskedCall
+from ds_kfac.hooks import own_hook
 from ds_kfac.loss_terms import LossTerms, output_terms
 from ds_kfac.optimizer import KFACOptimizer
 from ds_kfac.sampling import SAMPLERS, Sampler
@@ -34,7 +35,8 @@ class LossSampling:
             raise ValueError(f"kfac.factor.prediction: the model has no module {factor.prediction!r}")
         self._predictions: WeakKeyDictionary[LossTerms, Any] = WeakKeyDictionary()  # live as long as pending calls
         self._extra = ExtraBackward(engine)
-        self._handle = modules[factor.prediction or ""].register_forward_hook(self._keep)
+        predicting = modules[factor.prediction or ""]
+        self._handle = predicting.register_forward_hook(own_hook(predicting, self._keep))
         self._generator = torch.Generator(device=kfac.device)
         self._drawn, self._step = 0, -1
 

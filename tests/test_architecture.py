@@ -22,9 +22,9 @@ FLOORS = [
     [
         "layers.base", "layers.linear", "layers.conv1d", "layers.embedding", "layers.norm",
         "layers.tensor_parallel", "layers.registry", "layers.row_blocks", "scan",
-        "factor_spec", "batch_info", "experts", "row_masks", "loss_terms", "calls", "own_backward", "rows", "row_sums",
-        "shared_inputs", "capture", "sampling", "schedule", "timetable", "refresher", "layer_state", "stacking",
-        "factor_state",
+        "factor_spec", "hooks", "batch_info", "experts", "row_masks", "loss_terms", "calls", "own_backward", "rows",
+        "row_sums", "shared_inputs", "capture", "sampling", "schedule", "timetable", "refresher", "layer_state",
+        "stacking", "factor_state",
     ],
     [
         "costs", "measured_costs", "grid", "work", "workers", "decomposers", "assignment", "baselines", "stagger",

@@ -1,7 +1,9 @@
 """Hooks: exact sums in every way a layer can be run. No DeepSpeed here; the seed is given by hand."""
 
+import copy
 import gc
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,19 @@ class Recorder:
     def means(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         sums = self.capture.take()
         return {name: (s.A.sum_P / s.A.count, s.G.sum_P / s.G.count) for name, (s,) in sums.items()}
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_copy_of_the_model_is_made_and_leaves_no_trace(sampled):
+    recorder = Recorder(Normed(8, kind="plain"), NORMED, sampled=sampled)
+    recorder.capture.lock = threading.Lock()  # nothing that the hooks hold can be copied, as process groups cannot
+    x = torch.randn(5, 8, requires_grad=True)
+    recorder.model(x).sum()
+    begun, pending = recorder.capture.loss, list(recorder.capture.pending)
+    average = copy.deepcopy(recorder.model)
+    average(x).sum().backward()
+    assert recorder.capture.loss is begun and recorder.capture.pending == pending
+    assert recorder.capture.counted == recorder.capture.strangers == 0
 
 
 def expected_means(model: nn.Module, forward, loss_terms: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
