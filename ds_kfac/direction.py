@@ -49,11 +49,17 @@ class Local:
         zero = torch.zeros((), device=device)
         return cls(dict(gradients), dict(states), [], zero, 0, zero)
 
-    def counts(self, failed: int) -> list[Tensor]:
-        """What is summed over all layers in the order of :data:`ds_kfac.metrics.SUMMARY`; ``failed`` refreshes."""
+    def counts(self, failed: int, limited: Tensor | None) -> list[Tensor]:
+        """What is summed over all layers in the order of :data:`ds_kfac.metrics.SUMMARY`.
+
+        Args:
+            failed: refreshes that failed here.
+            limited: scalar, batches of factors that were scaled down here; None: none.
+        """
         unprepared, failures = (self.replaced.new_full((), n) for n in (self.unprepared, failed))
         left_out = sum(self.left_out.values(), start=torch.zeros_like(self.replaced))
-        return [self.replaced, unprepared, failures, self.unused, left_out]
+        limited = torch.zeros_like(self.replaced) if limited is None else limited.to(self.replaced.dtype)
+        return [self.replaced, unprepared, failures, self.unused, left_out, limited]
 
 
 @dataclass(frozen=True)

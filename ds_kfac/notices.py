@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Hashable, Mapping
 
-import torch
 from torch import Tensor
 
 from ds_kfac.factor_spec import FactorSpec, factors_by_layer
@@ -14,14 +13,9 @@ def counting(own: Mapping[str, FactorSpec]) -> str:
     return (own.get("G") or own["A"]).key
 
 
-def limited(told: Mapping[Hashable, Tensor], own: Tensor | None) -> Tensor | float:
-    """How many batches of factors were scaled down in this step, over all ranks.
-
-    Args:
-        own: this rank's, which are all if nothing is told; None if none were folded.
-    """
-    parts = [number for name, number in told.items() if isinstance(name, tuple) and name[0] == "limited"]
-    return sum(parts, start=torch.zeros_like(parts[0])) if parts else 0.0 if own is None else own
+def limited(told: Mapping[Hashable, Tensor]) -> Tensor | float:
+    """How many batches of factors were scaled down in this step, over all ranks, where that is told."""
+    return sum((number for name, number in told.items() if isinstance(name, tuple) and name[0] == "limited"), start=0.0)
 
 
 def notices(
@@ -38,8 +32,9 @@ def notices(
     if plan.assignment.world == 1:
         return names
     where = plan.assignment.decomposers
-    for rank in sorted({where[key] for key in captured}):
-        names[rank].append(("limited", rank))
+    if travels:  # else it comes with the results, whose workers are the decomposers
+        for rank in sorted({where[key] for key in captured}):
+            names[rank].append(("limited", rank))
     if plan.adaptive:
         for factor in plan.assignment.factors:
             if factor.key in captured:

@@ -263,8 +263,9 @@ class KFACOptimizer:
 
     def _scatter(self, local: Local, sums: Tensor | None) -> None:
         """Results to whoever holds a shard of them, with what the direction and the metrics sum over all layers."""
-        failed = 0 if self.curvature.travels else self.metrics.step_counts["refresh_failures"]
-        counts = local.counts(failed)
+        told = self.curvature.travels  # by the decomposers, who are others than the layers' workers
+        failed = 0 if told else self.metrics.step_counts["refresh_failures"]
+        counts = local.counts(failed, None if told else self.curvature.next.limited)
         prepared = torch.zeros(len(self.layers), device=self.device)
         for index, layer in enumerate(self.layers):
             if layer.name in local.states and local.states[layer.name].prepared:
@@ -279,7 +280,7 @@ class KFACOptimizer:
         summary = self.metrics.step_summary
         summary[: len(counts)] = rest[: len(counts)]
         summary[2].add_(self._failed)  # a fill: numbers from a list would be copied from the host
-        summary[-1].add_(limited(self._told, self.curvature.next.limited))
+        summary[-1].add_(limited(self._told))
         ready = {layer.name: flag > 0 for layer, flag in zip(self.layers, rest[len(counts) :], strict=True)}
         now = Now(self.steps, None, self._next_peak_lr)
         self.exchange.write(flats, results, self.direction.finish(now, local, numbers.unbind(), ready))

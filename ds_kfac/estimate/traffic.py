@@ -24,7 +24,7 @@ Message = Mapping[str, np.ndarray]
 
 KINDS = ("factors", "gradients", "eigenvectors", "eigenvalues", "inverses", "results", "numbers")
 """As :class:`ds_kfac.traffic.Channel` counts them."""
-SCATTERED_NUMBERS = 5
+SCATTERED_NUMBERS = 6
 """What the optimizer counts over ranks beside the direction's numbers and a flag per layer: see ``_scatter``."""
 
 

@@ -119,6 +119,7 @@ def traffic_worker(_) -> dict:
             gather = kfac.exchange.plan.gather
             results[stage, dtype, workers, blocks] = {
                 "steps": steps,
+                "travels": kfac.curvature.travels,
                 "moved": gather.total_numel,
                 "elsewhere": elements_elsewhere(engine) if stage in (1, 2) else gather.total_numel,
                 "gradient": sum(layer.numel for layer in kfac.layers),
@@ -152,6 +153,8 @@ def test_collectives_bytes_and_state(world):
                     kinds["gradients"] = 1
                 elif refreshes and any(other["eigenvectors"] for other in everyone):
                     kinds["eigenvectors"] = 1
+                elif captures and result["travels"]:  # batches of factors that were scaled down
+                    kinds["numbers"] = 1
                 if workers < world:
                     kinds["results"] = 1
                 assert counted == kinds, (case, step, counted)
