@@ -58,12 +58,14 @@ class LossSampling:
             loss: what the true backward starts from; forwards that it does not depend on go on waiting. None: all.
 
         Raises:
-            ValueError: no forward was seen, or the graph does not allow a second backward.
+            ValueError: no forward was seen in this step, or the graph does not allow a second backward.
         """
         capture = self.kfac.capture
         if not capture.active:
             return
         calls = self._waiting(loss)
+        if not calls and self._step == self.kfac.steps:
+            return  # another backward through a forward that has been sampled
         forwards = list(dict.fromkeys(call.loss for call in calls))
         if not calls or any(forward not in self._predictions for forward in forwards):
             raise ValueError(
