@@ -27,7 +27,11 @@ def make(kind=KFACGradient, *, scale: float = 1.0, layers=("a",), copies: int = 
         {"preconditioner": {"kl_clip": 0.001, **preconditioner}, "adam": {"orthogonalize": False, "nesterov": False}}
     )
     exchange = SimpleNamespace(
-        owned=specs, device=CPU, group_indices=lambda layer: (0,), parts=lambda layer, matrix: (matrix.flatten(),)
+        owned=specs,
+        device=CPU,
+        group_indices=lambda layer: (0,),
+        parts=lambda layer, matrix: (matrix.flatten(),),
+        without_frozen=lambda layer, matrix: matrix,
     )
     optimizer = SimpleNamespace(param_groups=groups or [{"lr": RATE}])
     engine = SimpleNamespace(gradient_clipping=lambda: 0.0)
