@@ -52,7 +52,9 @@ class Local:
     def counts(self, failed: int) -> list[Tensor]:
         """What is summed over all layers in the order of :data:`ds_kfac.metrics.SUMMARY`; ``failed`` refreshes."""
         unprepared, failures = (self.replaced.new_full((), n) for n in (self.unprepared, failed))
-        left_out = sum(self.left_out.values(), start=torch.zeros_like(self.replaced))
+        left_out = torch.zeros_like(self.replaced)
+        if self.left_out:
+            left_out = torch.stack(list(self.left_out.values())).sum(dtype=left_out.dtype)
         return [self.replaced, unprepared, failures, self.unused, left_out]
 
 
