@@ -103,7 +103,7 @@ class LossSampling:
         return self.sampler(prediction, info, self._generator).float()
 
     def check(self) -> None:
-        """At a due step: statistics without a sample would be a Fisher of nothing.
+        """At a step; at a due one, statistics without a sample would be a Fisher of nothing.
 
         Raises:
             ValueError: on this rank no sample was drawn since the last step.
@@ -113,3 +113,4 @@ class LossSampling:
                 'kfac.factor.fisher "monte_carlo": this step had no sampled backward; use engine.backward(loss), or '
                 "call engine.kfac.sample() before loss.backward()"
             )
+        self._predictions.clear()  # of forwards without a backward: a hook on their own graph may hold the key
