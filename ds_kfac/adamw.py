@@ -97,7 +97,7 @@ class KFACAdamWStep:
             direction = parameter.grad
             if group["weight_decay"]:
                 in_use = (direction != 0) | torch.signbit(direction)
-                parameter.mul_(1 - in_use * (group["lr"] * group["weight_decay"]))
+                parameter.mul_(torch.where(in_use, 1 - group["lr"] * group["weight_decay"], 1.0))
             parameter.sub_(direction.to(parameter.dtype) * (group["lr"] * scale))
 
 

@@ -83,6 +83,7 @@ class Capture:
         self.gone: Callable[[str, int, str], bool] = lambda layer, use, side: False
         self.counted = self.strangers = 0
         self._own, self._forward = OwnBackward(), Forward()
+        self._running: Forward | None = None  # whose gradients come in this backward
         self._arrived: list[Call] = []  # in this backward, with an input to be released after it
         self._allocate, self._fallback_seed = allocate, fallback_seed
         self._sums: Mapping[str, Sequence[UseSums]] | None = None
@@ -128,7 +129,7 @@ class Capture:
 
     def end_backward(self) -> None:
         """Close the micro-batch: the next rows are new loss terms, not another use of the same ones."""
-        self._seed = None
+        self._seed = self._running = None
         self.rows.close()
         for call in self._arrived:
             call.x = None
@@ -212,7 +213,9 @@ class Capture:
             sides, sums = self._due(layer, index).sides, self._use_sums(layer, index)
             if not sides:
                 return
-            x, forward, name = x.detach(), self._forward, layer.uses[index].module
+            # several may have run before the backward of this one, with other masks
+            forward = self._running if recomputed and self._running is not None else self._forward
+            x, name = x.detach(), layer.uses[index].module
             info = self._info_of(name, forward.loss.info)
             rows = self._masks.of(name, x, tuple(x.shape[:-1] if x.is_floating_point() else x.shape), info)
             with_gradient = recomputed or kind.needs_gradients
@@ -232,6 +235,7 @@ class Capture:
         if gradient is None or not self.active:
             return
         if self._own.covers(call.forward):
+            self._running = call.forward
             self._add_rows(call, gradient)
         else:
             self.strangers += 1

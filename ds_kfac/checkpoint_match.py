@@ -101,9 +101,10 @@ def saved_names(kfac: KFACOptimizer) -> dict[str, str]:
 
 
 def groups_here(kfac: KFACOptimizer, header: Mapping[str, Any]) -> tuple[tuple[str, ...], ...] | None:
-    """Groups of the saved run that this one may have too; None if they are still to be found."""
+    """Groups of the saved run that this one may have too; those of this run, which go on being checked, if the saved
+    one did not know any yet; None if they are still to be found."""
     if header["shared"] is None or not kfac.unshared.shares:
-        return None
+        return kfac.groups
     candidates, names = kfac.unshared.sharing_candidates, saved_names(kfac)
     here = {names[name]: name for name in candidates}
     groups = (tuple(here[name] for name in group if name in here) for group in header["shared"])

@@ -57,7 +57,9 @@ class Local:
             limited: scalar, batches of factors that were scaled down here; None: none.
         """
         unprepared, failures = (self.replaced.new_full((), n) for n in (self.unprepared, failed))
-        left_out = sum(self.left_out.values(), start=torch.zeros_like(self.replaced))
+        left_out = torch.zeros_like(self.replaced)
+        if self.left_out:
+            left_out = torch.stack(list(self.left_out.values())).sum(dtype=left_out.dtype)
         limited = torch.zeros_like(self.replaced) if limited is None else limited.to(self.replaced.dtype)
         return [self.replaced, unprepared, failures, self.unused, left_out, limited]
 

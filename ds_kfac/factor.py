@@ -83,8 +83,9 @@ def averaged(
     """
     if not factors:
         return [], torch.ones(0)
-    excess = torch.stack([_excess(*parts) for parts in zip(factors, sums_P, counts, strict=True)])
-    counts = [count * more for count, more in zip(counts, excess.unbind(), strict=True)]
+    numbers = torch.stack(list(counts))
+    excess = _excess(factors, sums_P, numbers)
+    counts = (numbers * excess).unbind()
     packed = [factor.packed_P.clone() for factor in factors]
     updates = [factor.updates.clone() for factor in factors]
     ema_update_(packed, sums_P, counts, updates, decays)
@@ -95,11 +96,14 @@ def averaged(
     return new, excess
 
 
-def _excess(factor: KroneckerFactor, sum_P: Tensor, count: Tensor) -> Tensor:
-    """By how much a batch's trace is over what it may be, at least 1: dividing by so many more summands scales it."""
-    most = SPIKE * factor.side.trace(factor.packed_P)
-    excess = factor.side.trace(sum_P) / count.clamp(min=1) / most
-    known = (factor.updates >= SETTLED) & (most > 0) & torch.isfinite(excess)
+def _excess(factors: Sequence[KroneckerFactor], sums_P: Sequence[Tensor], counts_n: Tensor) -> Tensor:
+    """By how much each batch's trace is over what it may be, [n], at least 1: dividing by so many more summands scales
+    it. A batch without rows, or one that is not to count, is over nothing."""
+    most = SPIKE * torch.stack([factor.side.trace(factor.packed_P) for factor in factors])
+    traces = torch.stack([factor.side.trace(sum_P) for factor, sum_P in zip(factors, sums_P, strict=True)])
+    excess = traces / counts_n.clamp(min=1) / most
+    settled = torch.stack([factor.updates for factor in factors]) >= SETTLED
+    known = settled & (counts_n > 0) & (most > 0) & torch.isfinite(excess)
     return torch.where(known, excess.clamp(min=1), torch.ones_like(excess))
 
 

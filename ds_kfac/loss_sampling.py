@@ -58,12 +58,14 @@ class LossSampling:
             loss: what the true backward starts from; forwards that it does not depend on go on waiting. None: all.
 
         Raises:
-            ValueError: no forward was seen, or the graph does not allow a second backward.
+            ValueError: no forward was seen in this step, or the graph does not allow a second backward.
         """
         capture = self.kfac.capture
         if not capture.active:
             return
         calls = self._waiting(loss)
+        if not calls and self._step == self.kfac.steps:
+            return  # another backward through a forward that has been sampled
         forwards = list(dict.fromkeys(call.loss for call in calls))
         if not calls or any(forward not in self._predictions for forward in forwards):
             raise ValueError(
@@ -101,7 +103,7 @@ class LossSampling:
         return self.sampler(prediction, info, self._generator).float()
 
     def check(self) -> None:
-        """At a due step: statistics without a sample would be a Fisher of nothing.
+        """At a step; at a due one, statistics without a sample would be a Fisher of nothing.
 
         Raises:
             ValueError: on this rank no sample was drawn since the last step.
@@ -111,3 +113,4 @@ class LossSampling:
                 'kfac.factor.fisher "monte_carlo": this step had no sampled backward; use engine.backward(loss), or '
                 "call engine.kfac.sample() before loss.backward()"
             )
+        self._predictions.clear()  # of forwards without a backward: a hook on their own graph may hold the key

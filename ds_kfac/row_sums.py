@@ -71,7 +71,7 @@ class RowSums:
         if call.loss.seed is not None and call.info.items is not None:
             seed, divisor = call.loss.seed, call.info.items
         with self._stage():
-            tensors = LAYERS[use.kind].gradient_rows(call.module, call.x, gradient.view(call.shape))
+            tensors = LAYERS[use.kind].gradient_rows(call.module, call.x, gradient.reshape(call.shape))
             if call.layer.rows is not None and tensors[1] is not None:
                 tensors = tensors[0], tensors[1][..., slice(*call.layer.rows)]
             for tensor, side, sum_ in zip(tensors, (use.A, use.G), (sums.A, sums.G), strict=True):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from ds_kfac.batch_info import BatchInfo
 from ds_kfac.calls import BatchSum, UseSums
 from ds_kfac.capture import Capture
 from ds_kfac.layers.registry import LAYERS
@@ -540,3 +541,22 @@ def test_memory_does_not_grow_over_300_captured_steps(kind):
     run(steps)
     # one activation kept a step would be this many bytes
     assert resident() - before < steps * rows * width * 4 / 2
+
+
+def test_a_recomputation_belongs_to_the_forward_whose_backward_runs():
+    """Of two forwards, as a pipeline has them on their way, each has its own mask."""
+
+    class Masked(Net):
+        def forward(self, x, y, mask):
+            z = checkpoint(self.middle, self.norm(self.silu(self.first(x))), use_reentrant=True)
+            return cross_entropy(self.head(torch.tanh(z)), y)
+
+    def counted(together: bool) -> dict[str, list[int]]:
+        recorder = Recorder(make_net(Masked), read_batch=lambda arguments, keywords: BatchInfo(rows=arguments[2]))
+        batches = [(*make_batch(step, ROWS), torch.arange(TOKENS).expand(ROWS, -1) < step + 1) for step in range(2)]
+        losses = [recorder.model(*batch) for batch in batches] if together else []
+        for index, batch in enumerate(batches):
+            own_backward(recorder, losses[index] if together else recorder.model(*batch))
+        return {name: recorder.counts(name) for name in ("first", "middle", "head")}
+
+    assert counted(together=True) == counted(together=False)

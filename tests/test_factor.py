@@ -121,7 +121,12 @@ def test_a_factor_that_has_really_grown_is_followed():
 
 def test_no_rows_do_not_count_as_a_spike():
     factor = settled()
-    for total, count in ((torch.zeros(15), torch.zeros(())), (torch.full((15,), float("nan")), torch.ones(()))):
+    left_out = 1e6 * torch.ones(15), torch.zeros(())  # of layers that have parted
+    for total, count in (
+        (torch.zeros(15), torch.zeros(())),
+        left_out,
+        (torch.full((15,), float("nan")), torch.ones(())),
+    ):
         (after,), excess = averaged([factor], [total], [count], [0.9])
         assert torch.equal(after.packed_P, factor.packed_P) and excess.tolist() == [1.0]
 

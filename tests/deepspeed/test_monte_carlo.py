@@ -264,3 +264,22 @@ def test_every_forward_of_a_backward_is_sampled_once():
             for key, G in found[same].items():
                 torch.testing.assert_close(found[way][key], G, rtol=1e-4, atol=1e-7, msg=lambda m, w=way: f"{w}: {m}")
     assert any(not torch.allclose(found["whole"][key], G, rtol=0.01) for key, G in found["second_alone"].items())
+
+
+def retained_worker(_) -> list[float]:
+    """Two backwards through one forward, of which the sampled loss has one."""
+    engine = build(BY_NAME["z0"], 1, kfac=SAMPLED)
+    terms = []
+    for step in range(3):
+        x, y = next(iter(micro_batches(step, 1)))
+        loss = engine(x, y)
+        engine.backward(loss, retain_graph=True)
+        engine.backward(0.5 * loss)
+        engine.step()
+        terms.append(float(engine.kfac.optimizer.curvature.factors["head/G"].factor.updates))
+    engine.destroy()
+    return terms
+
+
+def test_a_second_backward_through_a_sampled_forward_is_legal():
+    assert run_ranks("tests.deepspeed.test_monte_carlo:retained_worker", world=1) == [[1.0, 1.0, 2.0]]

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from tests.deepspeed.modes import BY_NAME, KFAC
 from tests.deepspeed.runs import build, train
-from tests.models import make_net
+from tests.models import FEATURES, Net, make_net
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -86,3 +87,34 @@ def test_every_field_comes_back(tmp_path):
     for end in ("/history/last", "/history/before", "/adam/first_OI", "/adam/updates", "/captured"):
         assert any(key.endswith(end) for key in adaptive), f"{end} is what it is in a new engine, so it was not tested"
     assert any(key.startswith("/pending/") for key in adaptive) and any("/late/" in key for key in adaptive)
+
+
+class Twin(Net):
+    """Two layers share their input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x, y=None):
+        return super().forward(x + torch.tanh(self.one(x)) * self.other(x), y)
+
+
+def early_worker(folder: str) -> dict:
+    """A save from before the layers were known to share, loaded when they are."""
+    engine = build(BY_NAME["z0"], 1, model=make_net(Twin))
+    kfac = engine.kfac.optimizer
+    engine.save_checkpoint(folder, tag="early")
+    train(engine, 1, steps=2)
+    known = kfac.groups
+    engine.load_checkpoint(folder, tag="early")
+    found = {"known": known, "kept": kfac.groups, "keys": set(kfac.curvature.factors) ^ set(kfac.curvature.specs)}
+    train(engine, 1, steps=2)
+    engine.save_checkpoint(folder, tag="late")  # of such factors only as there are
+    engine.destroy()
+    return found
+
+
+def test_a_save_from_before_layers_shared_loads_when_they_do(tmp_path):
+    (found,) = run_ranks("tests.deepspeed.test_saved_state:early_worker", world=1, payload=str(tmp_path))
+    assert found == {"known": (("one", "other"),), "kept": (("one", "other"),), "keys": set()}
