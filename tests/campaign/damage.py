@@ -125,6 +125,7 @@ def _whole() -> tuple[Path, list[float]]:
     dist.barrier()
     if rank == 0:
         shutil.copytree(_save_of(root / "early"), root / "whole" / "other")
+        (root / "whole").rename(root / "kept")  # where it was saved it is looked for, if its folder is gone
     losses = train(engine, 1, steps=FURTHER, first=4)
     engine.destroy()
     return root, losses
@@ -144,7 +145,7 @@ def run(name: str) -> Outcome:
     damaged = root / "damaged"
     if dist.get_rank() == 0:
         shutil.rmtree(damaged, ignore_errors=True)
-        shutil.copytree(root / "whole", damaged)
+        shutil.copytree(root / "kept", damaged)
         table()[name](_save_of(damaged))
     dist.barrier()
     engine = build(BY_NAME[MODE], 1, seed=99, kfac=KFAC)
