@@ -15,7 +15,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration (Jordan et al. 2024, Muon): tuned to lift small singular values fast: to 0.7 .. 1.2."""
 FULL = 0.03
 """Root mean square of Adam's direction from which on a step has its full size. In ordinary training it is 0.1 to 0.3
-(Adam's steps are signal over noise), in benchmarks/convergence never below 0.038."""
+(Adam's steps are signal over noise), in 150 steps of gpt_small and mlm (benchmarks/convergence) never below 0.032."""
 SMALLEST = 1e-15
 """A norm below which a matrix is scaled as if it had this one: its squares would be lost, and a quotient blow up."""
 
