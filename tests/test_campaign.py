@@ -37,7 +37,7 @@ def test_ranks_that_die_at_start_are_a_crash():
     assert verdict(("missing", "", 0.0), ("missing", "", 0.0), logs=("ImportError: no", "")) == CRASH
 
 
-def test_the_page_shows_every_bad_case_and_counts_the_rest():
+def test_the_page_shows_every_bad_case_and_only_counts_what_survived():
     good = [Result(Case("usage", f"something: z{stage}", ""), Counter({SURVIVED: 1})) for stage in (0, 2)]
     bad = Result(Case("usage", "something: z3", ""), Counter({SILENT: 1}), "other | weights")
     unrun = Result(Case("numerics", "more: z3", ""), Counter(), "not run: out of time")
@@ -45,5 +45,13 @@ def test_the_page_shows_every_bad_case_and_counts_the_rest():
     assert "| usage | 3 | 2 | 0 | 0 | 1 | 0 | 0 | 0 |" in page
     assert "| numerics | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 1 |" in page
     assert "| all | 3 | 2 | 0 | 0 | 1 | 0 | 0 | 1 |" in page
-    assert "| usage: something | **2 survived, 1 silent** | z3: other / weights |" in page
+    assert "| usage | something: z3 | **silent** | other / weights |" in page
+    assert "| numerics | more: z3 | **not run** | not run: out of time |" in page
+    assert "something: z0" not in page
     assert not bad.good and not unrun.good and good[0].good
+
+
+def test_the_page_has_one_row_for_what_ended_alike():
+    refused = [Result(Case("damage", f"kind {n}", ""), Counter({LOUD: 1}), f"file {n} is missing") for n in range(9)]
+    page = table.report(refused, command="x", minutes=15, seconds=60.0)
+    assert page.count("is missing") == 1 and all(f"kind {n}" in page for n in range(9))

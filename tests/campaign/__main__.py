@@ -25,8 +25,8 @@ def main() -> int:
     options = parser.parse_args()
     kills.PATIENCE *= options.patience
     found = [
-        *usage.cases(), *lifetime.cases(), *damage.cases(),
-        *kills.cases(kills=options.kills, overwriting=options.kills), *numerics.cases(),
+        *damage.cases(), *kills.cases(kills=options.kills, overwriting=options.kills), *usage.cases(),
+        *lifetime.cases(), *numerics.cases(),
     ]  # fmt: skip
     cases = [harness.patient(c, options.patience) for c in found if re.search(options.only, f"{c.family}: {c.name}")]
     if options.list:

@@ -29,6 +29,8 @@ SURVIVED, LOUD, CRASH, SILENT, HANG, LOST = OUTCOMES
 GRACE = 3.0
 """Seconds that the other ranks have after one has failed; a launcher gives less."""
 Outcome = tuple[str, str]
+ROOM = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""Where folders are made: in memory, since a process that is killed loses nothing that it has written anywhere."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class Session:
     world: int
     broken: bool = False
     _next: int = 0
-    _folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="campaign")))
+    _folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="campaign", dir=ROOM)))
 
     def __post_init__(self) -> None:
         self._ranks = start(serve, self.world, self._folder)

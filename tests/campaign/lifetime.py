@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.campaign.engines import anywhere, engine_of, everywhere, is_finite, mode_of, state_is_finite, weights
-from tests.campaign.harness import SILENT, SURVIVED, Case, Outcome
+from tests.campaign.harness import ROOM, SILENT, SURVIVED, Case, Outcome
 from tests.deepspeed.runs import train
 from tests.models import TwinNet, make_net, make_tokens
 
 ENGINES, SOAK = 20, 2000
 SETTLED = 500
 """Steps of the soak after which nothing may grow any more; all schedules have passed their burn-in then."""
-ROOM = 8 * 2**20
+GROWTH = 8 * 2**20
 """Bytes that resident memory may grow by over the rest of the soak: the allocator's, not a leak's. A single activation
 kept in every captured step shows in the number of tensors."""
 ALL = {
@@ -103,7 +103,7 @@ def soak(steps: int) -> Outcome:
     engine = engine_of(mode_of(2, "KFACAdamW"), "KFACAdamW", model=TwinNet(), accumulation=2, kfac=ALL)
     world, rank = dist.get_world_size(), dist.get_rank()
     losses, early, rows = [], None, 2
-    place = [tempfile.mkdtemp(prefix="campaign-soak")]
+    place = [tempfile.mkdtemp(prefix="campaign-soak", dir=ROOM)]
     dist.broadcast_object_list(place)
     for step in range(steps):
         total = 0.0
@@ -132,7 +132,7 @@ def soak(steps: int) -> Outcome:
         dist.barrier()
         shutil.rmtree(place[0], ignore_errors=True)
     note = f"{tensors:+} tensors, {grown / 2**20:+.1f} MiB; loss {losses[0]:.2f} to {losses[-1]:.3f}"
-    if told := anywhere([note] if tensors > 0 or grown > ROOM or not finite else []):
+    if told := anywhere([note] if tensors > 0 or grown > GROWTH or not finite else []):
         return SILENT, told[0]
     return SURVIVED, note
 

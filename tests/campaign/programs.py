@@ -259,7 +259,7 @@ def _(make, disturbed):
     return steps_with(make, change, model=model)
 
 
-@program("a layer used on one rank only", stages=(0, 2))
+@program("a layer used on one rank only", stages=(0,))  # at ZeRO-2 DeepSpeed alone aborts: its buckets then differ
 def _(make, disturbed):
     model = Conditional()
 
