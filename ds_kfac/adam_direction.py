@@ -36,7 +36,7 @@ from ds_kfac.moments import stacked, unstacked
 from ds_kfac.ops.reference import each
 from ds_kfac.orthogonal import orthogonalized
 from ds_kfac.precision import choose
-from ds_kfac.preconditioner import finite_or
+from ds_kfac.preconditioner import finite_or, norms
 from ds_kfac.rotation import Rotations
 from ds_kfac.stacking import apart, batches, stacks, together
 from ds_kfac.zero.exchange import GradientExchange
@@ -98,8 +98,8 @@ class AdamDirection:
             local.replaced = local.replaced + (usable & ~finite | overflowed).sum()
             local.unused = local.unused + (peak == 0).sum()
             local.left_out.update(zip(names, apart(taken & ~usable, len(names)), strict=True))
-            norms = torch.linalg.vector_norm(gradient, dim=(-2, -1), dtype=torch.float64)
-            parts = [(norms.square() * factor).sum().float() for factor in RANGES]
+            squared = norms(gradient.flatten(-2)).square()
+            parts = [(squared * factor).sum().float() for factor in RANGES]
             squares += torch.stack([result.square().sum(), *parts]) / layers[0].copies
         local.numbers = list(squares.unbind())
         self._clip = clip

@@ -14,7 +14,7 @@ from ds_kfac.metrics import Metrics
 from ds_kfac.moments import stacked, unstacked
 from ds_kfac.ops.reference import each
 from ds_kfac.precision import choose
-from ds_kfac.preconditioner import finite_or, graft_scale, kl_clip_scale, precondition, precondition_corrected
+from ds_kfac.preconditioner import finite_or, graft_scale, kl_clip_scale, norms, precondition, precondition_corrected
 from ds_kfac.rotation import Rotations
 from ds_kfac.stacking import apart, batches, stacks, together
 from ds_kfac.zero.exchange import GradientExchange
@@ -151,7 +151,7 @@ class KFACGradient:
         options, names = self.config.preconditioner, tuple(layer.name for layer in layers)
         states = [local.states[name] for name in names]
         gradient = together([gradients[name] for name in names])
-        norm = torch.linalg.vector_norm(gradient, dim=(-2, -1), dtype=torch.float64).float()
+        norm = norms(gradient.flatten(-2)).float()
         damping: dict[str, Any] = {
             "damping": self.config.damping.at(now.step),
             "damping_kind": self.config.damping.kind,

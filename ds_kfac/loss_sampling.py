@@ -4,6 +4,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_kfac.calls import AskedCall
@@ -38,7 +39,7 @@ class LossSampling:
         predicting = modules[factor.prediction or ""]
         self._handle = predicting.register_forward_hook(own_hook(predicting, self._keep))
         self._generator = torch.Generator(device=kfac.device)
-        self._drawn, self._step = 0, -1
+        self._drawn, self._step, self._warned = 0, -1, False
 
     def remove(self) -> None:
         self._extra.remove()
@@ -103,14 +104,20 @@ class LossSampling:
         return self.sampler(prediction, info, self._generator).float()
 
     def check(self) -> None:
-        """At a step; at a due one, statistics without a sample would be a Fisher of nothing.
+        """At a step. In a due one without a sample this rank has no statistics, which is said once: its batch may have
+        been skipped, and what stops one rank stops the job.
 
         Raises:
-            ValueError: on this rank no sample was drawn since the last step.
+            ValueError: none was ever drawn on this rank, so that the program lacks it.
         """
         if self.kfac.capture.active and self._step != self.kfac.steps:
-            raise ValueError(
+            text = (
                 'kfac.factor.fisher "monte_carlo": this step had no sampled backward; use engine.backward(loss), or '
                 "call engine.kfac.sample() before loss.backward()"
             )
+            if self._step < 0:
+                raise ValueError(text)
+            if not self._warned:
+                logger.warning(f"ds_kfac: rank {self.kfac.rank} has no statistics in step {self.kfac.steps}: {text}")
+            self._warned = True
         self._predictions.clear()  # of forwards without a backward: a hook on their own graph may hold the key

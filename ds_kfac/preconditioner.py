@@ -14,6 +14,9 @@ from ds_kfac.ops.dispatch import eigen_scale_dot
 from ds_kfac.ops.reference import each
 from ds_kfac.rotation import Rotation
 
+PIECE = 1 << 22
+"""Elements, 32 MiB in float64."""
+
 
 def precondition(
     gradient_OI: Tensor,
@@ -83,9 +86,18 @@ def finite_or(preconditioned_OI: Tensor, otherwise_OI: Tensor) -> tuple[Tensor, 
     return torch.where(each(finite), preconditioned_OI, otherwise_OI), finite
 
 
+def norms(x: Tensor) -> Tensor:
+    """Norms of vectors [.., n], float64 [..]: the square of a finite number may be infinite in fp32.
+
+    Piece by piece, because of each a copy in float64 may be made.
+    """
+    parts = [torch.linalg.vector_norm(piece, dim=-1, dtype=torch.float64) for piece in x.split(PIECE, dim=-1)]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).norm(dim=0)
+
+
 def graft_scale(preconditioned_OI: Tensor, norm: Tensor) -> Tensor:
     """What gives a direction a norm, such as the gradient's (Anil et al. 2020, arXiv:2002.09018, per layer)."""
-    own = torch.linalg.vector_norm(preconditioned_OI, dim=(-2, -1), dtype=torch.float64).to(norm.dtype)
+    own = norms(preconditioned_OI.flatten(-2)).to(norm.dtype)
     return torch.where(own > 0, norm / own, torch.ones_like(own))
 
 

@@ -242,11 +242,11 @@ def test_rows_that_come_too_late_are_dropped_counted_and_awaited_from_then_on(ra
     def work(channel):
         reducer, seen = make(channel), []
         for step, often in enumerate(times):
-            sums, counts, late, before = reducer.allocate(KEYS), [], 0, channel.calls["factors"]
+            sums, counts, dropped, before = reducer.allocate(KEYS), [], 0, channel.calls["factors"]
             for again in range(often if channel.rank in ranks else 1):
                 for row in FORWARD_BACKWARD:
                     if reducer.gone(*row):  # as the hooks do: nothing is added
-                        assert step == 2 and again == 1
+                        dropped += 1
                         reducer.rows_added(*row)
                     else:
                         add(reducer, sums, [row], step)
@@ -254,7 +254,7 @@ def test_rows_that_come_too_late_are_dropped_counted_and_awaited_from_then_on(ra
             found = reducer.finish(KEYS)
             late = reducer.late
             reducer.commit()
-            assert channel.calls["factors"] - before == 2
+            assert channel.calls["factors"] - before == 2 and dropped == late, "what has been sent is not added to"
             for rows, part in parts_of(found).items():
                 given = [1 + (rank in ranks and often == 2 and step != 2) for rank in range(2)]
                 assert part.count == sum(given), (step, rows)

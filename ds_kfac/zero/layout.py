@@ -8,6 +8,7 @@ import deepspeed.comm as dist
 import torch
 from torch import Tensor, nn
 
+from ds_kfac.preconditioner import norms
 from ds_kfac.zero.shards import Shard, ShardMap
 
 KnownGradient = Callable[[nn.Parameter], Tensor]
@@ -98,7 +99,7 @@ class ShardLayout(ABC):
         finite in fp32; of all gradients where they are replicated."""
         total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         for shard in self.shards.on(self.rank):
-            total += torch.linalg.vector_norm(self.read(shard), dtype=torch.float64).square().to(total.device)
+            total += norms(self.read(shard).flatten()).square().to(total.device)
         return total
 
     def manual_scale(self) -> Tensor | float:

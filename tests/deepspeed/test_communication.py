@@ -88,6 +88,7 @@ def planned(kfac) -> dict:
     buckets = kfac.curvature.reducer.buckets(frozenset(kfac.curvature.specs))
     vectors, values = kfac.curvature.delivery.plans(kfac.curvature.specs)
     return {
+        "travels": kfac.curvature.travels,
         "messages": len(buckets),
         "factors": sum(
             segment_bytes(segment, plan.wire)
@@ -119,7 +120,6 @@ def traffic_worker(_) -> dict:
             gather = kfac.exchange.plan.gather
             results[stage, dtype, workers, blocks] = {
                 "steps": steps,
-                "travels": kfac.curvature.travels,
                 "moved": gather.total_numel,
                 "elsewhere": elements_elsewhere(engine) if stage in (1, 2) else gather.total_numel,
                 "gradient": sum(layer.numel for layer in kfac.layers),
@@ -153,7 +153,7 @@ def test_collectives_bytes_and_state(world):
                     kinds["gradients"] = 1
                 elif refreshes and any(other["eigenvectors"] for other in everyone):
                     kinds["eigenvectors"] = 1
-                elif captures and result["travels"]:  # batches of factors that were scaled down
+                elif captures and plan["travels"]:  # batches of factors that were scaled down
                     kinds["numbers"] = 1
                 if workers < world:
                     kinds["results"] = 1
