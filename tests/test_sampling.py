@@ -1,9 +1,14 @@
 """Samplers of the Monte-Carlo Fisher: they draw from the model, and their losses are the training's."""
 
+from types import SimpleNamespace
+from weakref import WeakKeyDictionary
+
 import pytest
 import torch
 
+from ds_kfac import loss_sampling
 from ds_kfac.batch_info import BatchInfo
+from ds_kfac.loss_sampling import LossSampling
 from ds_kfac.sampling import cross_entropy, mse, prediction_tensor
 
 
@@ -60,3 +65,17 @@ def test_the_prediction_is_found_in_what_models_return():
         assert prediction_tensor(found) is logits
     with pytest.raises(ValueError, match=r"got a scalar, a loss.*kfac.factor.prediction"):
         prediction_tensor(torch.tensor(1.0))
+
+
+def test_a_rank_whose_batch_is_skipped_goes_on_and_a_program_without_samples_does_not(monkeypatch):
+    sampling = LossSampling.__new__(LossSampling)
+    sampling.kfac = SimpleNamespace(capture=SimpleNamespace(active=True), steps=7, rank=1)
+    sampling._predictions, sampling._warned, sampling._step = WeakKeyDictionary(), False, 3
+    said = []
+    monkeypatch.setattr(loss_sampling.logger, "warning", said.append)
+    sampling.check()
+    sampling.check()
+    assert [text.split(":")[1] for text in said] == [" rank 1 has no statistics in step 7"]
+    sampling._step = -1
+    with pytest.raises(ValueError, match="no sampled backward"):
+        sampling.check()
