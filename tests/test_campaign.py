@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from tests.campaign import table
+from tests.campaign import harness, table
 from tests.campaign.harness import CRASH, HANG, LOUD, OUTCOMES, SILENT, SURVIVED, Case, Result, judge
 
 CASE = Case("usage", "something: z2, AdamW", "nowhere:nothing")
@@ -55,3 +55,16 @@ def test_the_page_has_one_row_for_what_ended_alike():
     refused = [Result(Case("damage", f"kind {n}", ""), Counter({LOUD: 1}), f"file {n} is missing") for n in range(9)]
     page = table.report(refused, command="x", minutes=15, seconds=60.0)
     assert page.count("is missing") == 1 and all(f"kind {n}" in page for n in range(9))
+
+
+def test_a_run_in_parts_keeps_the_last_result_of_each_case(tmp_path):
+    parts = tmp_path / "parts"
+    case = Case("usage", "alone", "tests.test_campaign:twice", alone=True)
+    for _ in range(2):
+        harness.run([case], deadline=float("inf"), say=lambda text: None, keep=parts)
+    (found,) = harness.results_in(parts, [case, CASE])
+    assert found.case == case and found.outcomes == Counter({SURVIVED: 2}) and found.note == "a note"
+
+
+def twice(_) -> tuple[Counter, str]:
+    return Counter({SURVIVED: 2}), "a note"

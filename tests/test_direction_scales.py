@@ -13,6 +13,8 @@ from ds_kfac.direction import KFACGradient, Now
 from ds_kfac.layer_state import LayerState
 from ds_kfac.optimizer import KFACOptimizer
 from ds_kfac.zero.layout import ShardLayout
+from ds_kfac.zero.replicated import ReplicatedHalf
+from ds_kfac.zero.stage_1_and_2 import Stage12
 from tests.models import linear_layer
 from tests.test_moments import random_basis
 
@@ -133,3 +135,13 @@ def test_a_batch_without_terms_leaves_those_of_the_last(told, kept):
         ),
     )  # fmt: skip
     assert KFACOptimizer._states(kfac, {})["a"].terms == kept
+
+
+@pytest.mark.parametrize("kind", [ReplicatedHalf, Stage12])
+def test_a_loss_scale_may_be_a_whole_number_of_any_size(kind):
+    """DeepSpeed's is, until it was halved once; kl-clip squares it."""
+    layout = kind.__new__(kind)
+    layout.optimizer = SimpleNamespace(
+        loss_scale=2**32, loss_scale_config=SimpleNamespace(cur_scale=2**32), torch_autocast_gradscaler=None
+    )
+    assert torch.ones(()) / layout.grad_scale() ** 2 == 2.0**-64

@@ -157,7 +157,8 @@ class ZeroLayout(ShardLayout):
         return self._clip_factor(norm) if self.grad_scaler else super().clip_factor(norm)
 
     def grad_scale(self) -> Tensor | float:
-        return super().grad_scale() if self.grad_scaler else self.optimizer.loss_scale
+        # a whole number in Python; squares of scales of 2**32 and more are none that a tensor takes
+        return super().grad_scale() if self.grad_scaler else float(self.optimizer.loss_scale)
 
 
 def scaler_scale(scaler: Any) -> Tensor | float:

@@ -84,7 +84,7 @@ class ReplicatedHalf(Replicated):
         return self.optimizer.fp16_groups
 
     def grad_scale(self) -> float:
-        return self.optimizer.loss_scale_config.cur_scale
+        return float(self.optimizer.loss_scale_config.cur_scale)
 
     def manual_scale(self) -> float:
         return 1.0

@@ -6,6 +6,7 @@ meet in a file, so no port is taken. Ranks that do not answer in time are killed
 """
 
 import importlib
+import json
 import os
 import pickle
 import re
@@ -69,8 +70,12 @@ class Result:
         return bool(self.outcomes) and all(outcome in self.case.accepts for outcome in self.outcomes)
 
 
-def run(cases: list[Case], *, deadline: float, say=print) -> list[Result]:
-    """All cases in order; those that would begin after ``deadline`` (monotonic seconds) have no outcome."""
+def run(cases: list[Case], *, deadline: float, say=print, keep: Path | None = None) -> list[Result]:
+    """All cases in order; those that would begin after ``deadline`` (monotonic seconds) have no outcome.
+
+    Args:
+        keep: a file that every result is added to, for :func:`results_in`.
+    """
     results: list[Result] = []
     session: Session | None = None
     try:
@@ -90,10 +95,21 @@ def run(cases: list[Case], *, deadline: float, say=print) -> list[Result]:
                 outcomes = Counter({outcome: 1})
             results.append(Result(case, outcomes, note, time.monotonic() - start))
             say(line(results[-1]))
+            if keep is not None:
+                with keep.open("a") as file:
+                    one = results[-1]
+                    print(json.dumps([case.family, case.name, one.outcomes, one.note, one.seconds]), file=file)
     finally:
         if session is not None:
             session.close()
     return results
+
+
+def results_in(file: Path | None, cases: list[Case]) -> list[Result]:
+    """Of these cases, those that :func:`run` has kept there; of a case that was run again the last one."""
+    kept = [json.loads(text) for text in file.read_text().splitlines()] if file and file.exists() else []
+    found = {(family, name): (Counter(outcomes), *rest) for family, name, outcomes, *rest in kept}
+    return [Result(case, *found[case.family, case.name]) for case in cases if (case.family, case.name) in found]
 
 
 def line(result: Result) -> str:

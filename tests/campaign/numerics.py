@@ -72,6 +72,7 @@ COVERED: tuple[tuple[int, str, str, float, tuple[str, ...]], ...] = (
     (2, "KFACAdamW", "fp16", 0.5, ("overflow storm", *LOW[:3])),
     (3, "KFACAdamW", "fp16", 0.5, ("overflow storm", "loss inf")),
     (0, "SGD", "fp16", 0.5, ("overflow storm", *LOW[:3])),
+    (2, "AdamW", "fp16", 0.5, ("overflow storm", "spike 1e3")),
 )
 
 
