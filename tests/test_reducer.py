@@ -243,7 +243,7 @@ def test_rows_that_come_too_late_are_dropped_counted_and_awaited_from_then_on(ra
         reducer, seen = make(channel), []
         for step, often in enumerate(times):
             sums, counts, dropped, before = reducer.allocate(KEYS), [], 0, channel.calls["factors"]
-            for again in range(often if channel.rank in ranks else 1):
+            for _ in range(often if channel.rank in ranks else 1):
                 for row in FORWARD_BACKWARD:
                     if reducer.gone(*row):  # as the hooks do: nothing is added
                         dropped += 1
