@@ -88,7 +88,8 @@ def run_job(job: Job) -> tuple[Counter, str]:
             if time.monotonic() > DEADLINE:
                 notes.append(f"out of time after {sum(outcomes.values())} of {job.kills} kills")
                 break
-            phase, last = PHASES[number % len(PHASES)], sum(outcomes.values()) + bool(killed) == job.kills
+            phases = ("save",) if job.overwrite else PHASES  # only a save can tear a tag
+            phase, last = phases[number % len(phases)], sum(outcomes.values()) + bool(killed) == job.kills
             wait = {"step": 2 + dice.randrange(3), "refresh": 1 + dice.randrange(2), "save": 1 + dice.randrange(2)}
             life = Life(job, dice.randrange(WORLD), phase, wait[phase], dice.random() * seconds[phase])
             _copy(saves, before)

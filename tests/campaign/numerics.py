@@ -102,7 +102,7 @@ def run(payload: tuple[int, str, str, float, str]) -> Outcome:
     for name, moved in faulted.items():
         ratio, usual = _ratio(moved, calm[name]), _ratio(plain[name], plain_calm[name])
         as_usual = 1 / CALM <= usual <= CALM
-        if ratio < STILL and (as_usual or ratio == 0):
+        if ratio < STILL and (as_usual or (ratio == 0 and usual >= STILL)):
             return bad, f"{name} moves {ratio:.3f} of what it did (DeepSpeed alone: {usual:.3f})" + told
         if ratio > WILD and usual < CALM:
             return bad, f"{name} moves {ratio:.1f} times what it did (DeepSpeed alone: {usual:.3f})" + told
