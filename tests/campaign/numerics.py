@@ -13,9 +13,10 @@ from tests.campaign.engines import anywhere, engine_of, everywhere, is_finite, l
 from tests.campaign.harness import LOUD, SILENT, SURVIVED, Case, Outcome
 from tests.deepspeed.runs import micro_batches, patched, weights
 
-STEPS, AT, LAST = 32, 12, 6
+STEPS, AT, LAST = 60, 12, 6
 """Steps of a run, where the fault is (a refresh is due, and factors stand on more than ``factor.SETTLED`` batches: in
-those nothing is called a spike yet), and over how many last steps movement is measured."""
+those nothing is called a spike yet), and over how many last steps movement is measured: so late that SGD's momentum has
+forgotten the clipped step itself, 0.9 ** 42 = 0.01 of it, and what is left is lasting."""
 STILL, WILD = 0.1, 10.0
 """A layer that moves less or more than this part of what it does without fault has stalled or run away..."""
 CALM = 3.0
