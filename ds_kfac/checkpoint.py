@@ -165,6 +165,15 @@ def unfinished(tag_directory: Path, save_id: str) -> str | None:
     return f"save {', '.join(others)}, later than that of {tag_directory}, was interrupted" if others else None
 
 
+def older_files(tag_directory: Path, save_id: str) -> list[str]:
+    """Names of DeepSpeed's files in a tag that were there before this save of it: K-FAC's header is written first."""
+    header = tag_directory / FOLDER / save_id / HEADER
+    if not header.is_file():
+        return []
+    begun = header.stat().st_mtime_ns
+    return sorted(path.name for path in tag_directory.glob("*_states.pt") if path.stat().st_mtime_ns < begun)
+
+
 def load(job: Job, tag_directory: Path, save_id: str | None = None, origin: str | None = None) -> None:
     """Restore state written by :func:`save`, whatever world size, ZeRO stage, pipeline stages or expert-parallel ranks
     wrote it. Collective.

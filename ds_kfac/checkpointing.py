@@ -14,6 +14,7 @@ from deepspeed.utils import logger
 
 from ds_kfac import checkpoint
 from ds_kfac.adamw import FLAG, KFACAdamWStep
+from ds_kfac.agreement import failing_together
 from ds_kfac.checkpoint_disk import CheckpointError
 from ds_kfac.checkpoint_match import saved_names
 from ds_kfac.checkpoint_names import check_names
@@ -138,13 +139,28 @@ class Checkpointing:
                 f"{error}\nDeepSpeed has loaded weights, optimizer and step. To continue with them and without {lost}, "
                 f"set {FRESH}"
             ) from error
-        interrupted = checkpoint.unfinished(tag_directory, told["save_id"]) if self.engine.global_rank == 0 else None
+        self._check_files(tag_directory, told["save_id"])
+        self._say(f"loaded K-FAC state of step {self.job.steps} from {tag_directory}")
+
+    def _check_files(self, tag_directory: Path, save_id: str) -> None:
+        """Of a save that did not reach its end, or another one over it.
+
+        Raises:
+            CheckpointError: on every rank: some of DeepSpeed's files are of an older save.
+        """
+        interrupted = checkpoint.unfinished(tag_directory, save_id) if self.engine.global_rank == 0 else None
+        headline = f"ds_kfac: the checkpoint in {tag_directory} is torn"
+        with failing_together(headline, self.job.channel.group, CheckpointError) as problems:
+            if interrupted and (older := checkpoint.older_files(tag_directory, save_id)):
+                problems.append(
+                    f"{interrupted}: {', '.join(older)} are of a save before it, and so is some of what was loaded. "
+                    "Load another tag, and give every save a tag of its own"
+                )
         if interrupted:
             self._say(
                 f"WARNING: {interrupted}: if that was while DeepSpeed wrote, its files of this tag are of two saves. "
                 "Load another tag if there is one, and do not save to one tag again and again"
             )
-        self._say(f"loaded K-FAC state of step {self.job.steps} from {tag_directory}")
 
     def _check_one_save(self, load_dir: str, loaded: bool, told: Mapping[str, Any] | None) -> None:
         """At stage 3 every rank has a client_state of its own: a save over an old one that was killed leaves both.

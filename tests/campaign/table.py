@@ -23,10 +23,6 @@ Known and not tried: a gradient spike in the first ten batches of a factor is ta
 its average has forgotten it. What DeepSpeed alone does not survive either (a NaN gradient in fp32, which it does not
 check for; at ZeRO-2 a layer that only some ranks use) is told as such, or left out.
 
-Known and not fixed: a kill in a save that overwrites a tag at ZeRO-3 can leave optimizer files of two saves under model
-files of one. At load that is a warning only ("interrupted before its end"), which kills do not listen for: runs of that
-case on a busy machine counted 1 to 18 of 20 as silent. Give every save a tag of its own.
-
 """
 
 
