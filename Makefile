@@ -1,10 +1,12 @@
-# make train: the main job. make test: all tests. Both set everything up first.
+# make train, make train-images: the main jobs. make quick: unit tests. make test: all tests. make integrations: with the
+# frameworks. make docs: the site. All set everything up first.
 PYTHON ?= python3
 VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 RANKS ?= 2
 STEPS ?= 300
+PARTS ?= A B C D E
 
 # The environment's programs first (ninja among them), builds inside it, one thread a rank.
 export PATH := $(BIN):$(PATH)
@@ -15,9 +17,10 @@ ifeq ($(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'),0)
 export DS_ACCELERATOR ?= cpu
 endif
 
-LAUNCH = $(BIN)/deepspeed --num_accelerators $(RANKS) examples/train_gpt.py --steps $(STEPS)
+LAUNCHER = $(BIN)/deepspeed --num_accelerators $(RANKS)
+LAUNCH = $(LAUNCHER) examples/train_gpt.py --steps $(STEPS)
 
-.PHONY: setup train compare converge scale gpu test campaign check clean
+.PHONY: setup train train-images compare converge scale gpu test quick integrations campaign check docs clean
 
 setup: $(STAMP)
 
@@ -31,22 +34,51 @@ $(STAMP): pyproject.toml constraints.txt
 train: $(STAMP)
 	$(LAUNCH) --deepspeed_config configs/gpt_zero2_kfac.json $(ARGS)
 
+train-images: $(STAMP)
+	$(LAUNCHER) examples/train_images.py --steps $(STEPS) --deepspeed_config configs/images_zero2_kfac.json $(ARGS)
+
 compare: $(STAMP)
 	$(LAUNCH) --deepspeed_config configs/gpt_zero2_kfac.json --without-kfac --name adamw --no-plots $(ARGS)
 	$(LAUNCH) --deepspeed_config configs/gpt_zero2_kfac.json --name kfac --no-plots $(ARGS)
 	$(BIN)/python examples/plots.py runs/adamw runs/kfac --out runs/compare
 
 converge: $(STAMP)
-	$(BIN)/python benchmarks/convergence.py --workers $(RANKS) $(ARGS)
+	$(BIN)/python -m benchmarks.convergence --workers $(RANKS) $(ARGS)
 
 scale: $(STAMP)
-	$(BIN)/python benchmarks/distributed.py $(ARGS)
+	$(BIN)/python -m benchmarks.distributed $(ARGS)
 
 gpu: $(STAMP)
-	PYTHON=$(BIN)/python bash benchmarks/gpu.sh $(ARGS)
+	for part in $(PARTS); do PYTHON=$(BIN)/python bash benchmarks/gpu.sh $$part || failed=1; done; exit $$failed
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+quick: $(STAMP)
+	$(BIN)/python -m pytest -m "not distributed" --ignore-glob='tests/ops/test_cuda*' --ignore-glob='tests/ops/test_triton*' \
+		--ignore=tests/benchmarks --ignore=tests/gpu --ignore=tests/examples $(ARGS)
+
+# transformers, TRL, PEFT, Accelerate and Lightning, in an environment of their own: they bring what ours should not have.
+# Where one of them does not install, its tests say so and are skipped.
+$(VENV)/integrations/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)/integrations
+	$(VENV)/integrations/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(VENV)/integrations/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[examples]" pytest \
+		jsonschema
+	$(VENV)/integrations/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[integrations]" \
+		|| echo "integrations: not all packages install here, see above; their tests are skipped"
+	touch $@
+
+integrations: $(VENV)/integrations/.ready
+	$(VENV)/integrations/bin/python -m pytest -rs tests/integrations/test_packages.py tests/integrations/test_trainer.py \
+		tests/integrations/test_axolotl.py tests/estimate/test_check.py $(ARGS)
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,docs]" && touch $@ \
+		|| echo "docs: mkdocs-material does not install here, see above; the site is not built"
+
+docs: $(VENV)/.docs
+	if [ -f $< ]; then NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict; fi
 
 campaign: $(STAMP)
 	$(BIN)/python -m tests.campaign --write docs/reliability.md $(ARGS)
@@ -57,4 +89,4 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,7 +1,8 @@
-"""All metadata is in pyproject.toml. This adds the sources of the native ops, and their libraries if asked for.
+"""All metadata is in pyproject.toml. This adds ds_kfac.pth, which DS_KFAC=1 works by, the sources of the native ops,
+and their libraries if asked for.
 
-DS_KFAC_BUILD_OPS=1 compiles every op library that can be compiled here, DS_KFAC_BUILD_CPU=1 and DS_KFAC_BUILD_CUDA=1
-one of them or fail, 0 leaves one out. TORCH_CUDA_ARCH_LIST names the GPUs, e.g. "8.0;9.0".
+DS_KFAC_BUILD_OPS=1 compiles the CUDA ops if that is possible here, DS_KFAC_BUILD_CUDA=1 compiles them or fails.
+TORCH_CUDA_ARCH_LIST names the GPUs, e.g. "8.0;9.0".
 """
 
 import os
@@ -31,7 +32,9 @@ class BuildPyWithOps(build_py):
     def run(self) -> None:
         super().run()
         if self.editable_mode:  # a checkout has csrc, and compiles at first use
+            shutil.copy(ROOT / "ds_kfac.pth", self.get_finalized_command("install").install_purelib)
             return
+        shutil.copy(ROOT / "ds_kfac.pth", self.build_lib)
         package = Path(self.build_lib) / "ds_kfac"
         shutil.copytree(ROOT / "csrc", package / "csrc", dirs_exist_ok=True)
         if any(name.startswith("DS_KFAC_BUILD_") for name in os.environ):

@@ -1,81 +1,122 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, for one H200 with 16 cores: `gpu.sh tests` and `gpu.sh benchmarks`, each below 9 minutes;
-# without an argument both. PYTHON has torch, triton, deepspeed and pytest; results go to OUT.
+# Everything that needs a GPU, for one with 16 cores, in five calls, each below 9 minutes and useful alone:
+#   A  the machine, every op against float64, two steps in every ZeRO stage, engine modes, sanitizer
+#   B  decompositions      C  Newton-Schulz      D  SYRK configurations, all ops against the roofline
+#   E  a GPT-2-small step with AdamW, Muon, KFACAdamW and K-FAC into AdamW, with traces
+# A part's items are rows of $OUT/gpu_<part>.csv when they end, failed ones too; what they write is in
+# $OUT/gpu_<part>.tgz however the call ends (after SIGKILL: in the folder of that name).
+#
+#   PYTHON  has torch; A also needs triton, pytest, nvcc; A's steps and modes, and E, need deepspeed and its packages
+#   WHEELS  folder of wheels to use if they are missing (benchmarks/wheels.sh collects them); no pip and no network
+#   SECONDS_IN_ALL  540; an item gets its limit or what is left of these
+#   SIZES=small     to rehearse it: with DS_ACCELERATOR=cpu on a machine without a GPU
 set -uo pipefail
 cd "$(dirname "$0")/.."
+part=${1:-}
+case $part in A | B | C | D | E) ;; *) echo "usage: gpu.sh A | B | C | D | E"; exit 2 ;; esac
 PYTHON=${PYTHON:-python3}
-OUT=${OUT:-benchmarks/results/gpu}
-WHAT=${1:-all}
-case $WHAT in tests | benchmarks | all) ;; *) echo "usage: gpu.sh [tests | benchmarks]"; exit 2 ;; esac
-mkdir -p "$OUT"
+mkdir -p "${OUT:=benchmarks/results/gpu}"
 OUT=$(cd "$OUT" && pwd)
+work="$OUT/gpu_$part" rows="$OUT/gpu_$part.csv" ends=$((SECONDS + ${SECONDS_IN_ALL:-540}))
+rm -rf "$work" && mkdir "$work"
+echo "part,item,result,seconds,last line" >"$rows"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore
-unset DS_ACCELERATOR
-summary="$OUT/summary_$WHAT.txt"
-: >"$summary"
+scratch=$(mktemp -d)
+export TORCH_EXTENSIONS_DIR="$scratch/extensions" # a run that was killed leaves locks of DeepSpeed's builds
+export CUBLAS_WORKSPACE_CONFIG=:4096:8
+failed=0 child='' item='' began=0
 
-# name, limit in seconds, command: its output to a log, a line to the summary
-item() {
-    local name=$1 limit=$2 start=$SECONDS status
+row() { # result
+    local last
+    last=$(tail -n 1 "$work/$item.log" 2>/dev/null | tr -d '"' | cut -c 1-200)
+    echo "$part,$item,$1,$((SECONDS - began)),\"$last\"" | tee -a "$rows"
+}
+
+finish() {
+    local status=$?
+    trap '' EXIT TERM INT HUP
+    if [ -n "$child" ]; then
+        kill "$child" 2>/dev/null
+        row "cut short"
+    fi
+    cp "$rows" "$work/items.csv"
+    tar czf "$OUT/gpu_$part.tgz.new" -C "$OUT" "gpu_$part" && mv "$OUT/gpu_$part.tgz.new" "$OUT/gpu_$part.tgz" && rm -rf "$work"
+    rm -rf "$scratch"
+    exit $status
+}
+trap finish EXIT
+trap 'exit 143' TERM
+trap 'exit 130' INT HUP
+
+run() { # item, limit in seconds, command
+    local left=$((ends - SECONDS)) limit=$2 status
+    item=$1 began=$SECONDS
     shift 2
-    timeout -k 10 "$limit" "$@" >"$OUT/$name.log" 2>&1
+    [ "$left" -lt "$limit" ] && limit=$left
+    if [ "$limit" -lt 5 ]; then
+        row "no time" && failed=1
+        return
+    fi
+    timeout -k 10 "$limit" "$@" >"$work/$item.log" 2>&1 &
+    child=$!
+    wait "$child"
     status=$?
-    local verdict="failed ($status)"
-    [ $status -eq 0 ] && verdict=passed
-    [ $status -eq 5 ] && verdict="no such tests" && status=0 # pytest's
-    [ $status -eq 124 ] && verdict="NOT FINISHED in $limit s"
-    printf '%-20s %-24s %4d s  %s\n' "$name" "$verdict" $((SECONDS - start)) "$(tail -n 1 "$OUT/$name.log")" >>"$summary"
-    return $status
+    child=''
+    case $status in
+    0) row passed ;;
+    5) row "no such tests" ;; # pytest's
+    124 | 137) row "not finished in $limit s" && failed=1 ;;
+    *) row "failed ($status)" && failed=1 ;;
+    esac
 }
 
-gpu_tests() { # name, limit, arguments of pytest
-    local name=$1 limit=$2
-    shift 2
-    item "$name" "$limit" env CUBLAS_WORKSPACE_CONFIG=:4096:8 "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider "$@"
-}
+has() { "$PYTHON" -c "import $1" 2>/dev/null; }
 
-benchmark() { # name, limit, arguments
-    local name=$1 limit=$2
-    shift 2
-    item "$name" "$limit" "$PYTHON" "$@"
-}
+# wheels are zip files: unpacked, they can be imported, without pip
+if [ -n "${WHEELS:-}" ] && ! has deepspeed; then
+    for wheel in "$WHEELS"/*.whl; do "$PYTHON" -m zipfile -e "$wheel" "$scratch/packages"; done
+    export PYTHONPATH="$PYTHONPATH:$scratch/packages"
+fi
 
-item machine 60 "$PYTHON" -c "
-import subprocess, torch, triton, deepspeed
-from ds_kfac.ops import backends
-print(subprocess.run('nvidia-smi; nvcc --version; git describe --always --dirty', shell=True, text=True,
-                     stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout)
-print('torch', torch.__version__, 'triton', triton.__version__, 'deepspeed', deepspeed.__version__)
-print(backends.use(None, 'cuda'))" # builds the CUDA ops, before several processes want them
-failed=$?
+cpu=() small=() tiny=() marked=(-m gpu)
+if [ "${SIZES:-}" = small ]; then
+    cpu=(--device cpu) small=(--max-dim 256 --rows 64 --blocks 1 --seconds 0.01) marked=(-m "not gpu")
+    tiny=(--width 16 --blocks 1 --heads 2 --context 5 --vocabulary 11 --rows 2 --steps 42)
+fi
+kernels=("$PYTHON" -m benchmarks.kernels "${cpu[@]}" --out "$work")
+tests=("$PYTHON" -m pytest -v -p no:cacheprovider "${marked[@]}")
 
-if [ "$WHAT" != benchmarks ]; then
-    # beside each other: none of them is timed
-    gpu_tests ops 400 tests/gpu/test_ops.py &
-    pids=($!)
-    gpu_tests modes 400 -s tests/gpu/test_modes.py &
-    pids+=($!)
-    for backend in triton cuda; do
-        gpu_tests "sanitizer_$backend" 400 tests/gpu/test_sanitizer.py -k "$backend" &
-        pids+=($!)
+run machine 60 "$PYTHON" benchmarks/machine.py
+case $part in
+A)
+    run ops_check 100 "$PYTHON" -m benchmarks.kernels.check
+    run ops 240 "${tests[@]}" tests/gpu/test_ops.py
+    run steps 120 "$PYTHON" benchmarks/step_gpu.py --smoke "${tiny[@]}" --out "$work"
+    run modes 200 "${tests[@]}" -s tests/gpu/test_modes.py
+    run others 60 "${tests[@]}" tests/curvature/test_eigensolver.py tests/step/test_recorded_step.py tests/step/test_background.py
+    run sanitizer 300 "${tests[@]}" tests/gpu/test_sanitizer.py
+    ;;
+B)
+    run costs 120 "$PYTHON" -m benchmarks.kernels.costs "${cpu[@]}" "${small[@]:0:2}" --seconds 0.1 --out "$work/costs.json"
+    for op in "cholesky inverse" "inverse root" eigh "eigh batched" "eigh over streams" "qr step"; do
+        run "${op// /_}" 200 "${kernels[@]}" --ops "$op" --seconds 0.3 "${small[@]}" --name "${op// /_}"
     done
-    gpu_tests others 400 tests --ignore=tests/gpu &
-    pids+=($!)
-    for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
-fi
-
-if [ "$WHAT" != tests ]; then
-    # one after the other: all of them are timed; with the first item their limits add up to 530 s
-    benchmark sweep 110 benchmarks/kernels.py --device cuda --sweep syrk --seconds 0.05 --out "$OUT" || failed=1
-    benchmark goals 90 benchmarks/kernels.py --device cuda --goals --models squares gpt2 --seconds 0.2 --name goals \
-        --out "$OUT" || failed=1
-    benchmark goals_2048 40 benchmarks/kernels.py --device cuda --goals --models squares --ops syrk_accumulate_ \
-        --rows 2048 --seconds 0.2 --name goals_2048 --out "$OUT" || failed=1
-    benchmark step 140 benchmarks/step_gpu.py --out "$OUT" || failed=1
-    benchmark models 90 benchmarks/kernels.py --device cuda --models bert_large llama_7b resnet50 --seconds 0.1 \
-        --name models --out "$OUT" || failed=1
-fi
-
-cat "$summary"
-grep -hs 'Overhead\|\*\*fail\*\*' "$OUT"/goals*.md "$OUT"/step_*.md
+    ;;
+C)
+    run newton_schulz 500 "${kernels[@]}" --ops "newton schulz" --seconds 0.1 "${small[@]}" --name newton_schulz
+    ;;
+D)
+    run sweep 150 "${kernels[@]}" --sweep syrk --seconds 0.05 "${small[@]}"
+    run goals 120 "${kernels[@]}" --goals --models squares gpt2 --ops syrk_accumulate_ symmetric_pack_into_ \
+        symmetric_unpack_from ema_update_ eigen_scale_dot corrected_scale_dot adam_scale --seconds 0.2 "${small[@]}" --name goals
+    run goals_2048 60 "${kernels[@]}" --goals --models squares --ops syrk_accumulate_ --seconds 0.2 "${small[@]}" --rows 2048 \
+        --name goals_2048
+    run fp32 60 "${kernels[@]}" --models squares --ops syrk_accumulate_ --seconds 0.1 "${small[@]}" --dtype float32 --name fp32
+    run models 120 "${kernels[@]}" --models bert_large llama_7b resnet50 --ops syrk_accumulate_ symmetric_pack_into_ \
+        symmetric_unpack_from ema_update_ adam_scale --seconds 0.1 "${small[@]}" --name models
+    ;;
+E)
+    run step 500 "$PYTHON" benchmarks/step_gpu.py "${tiny[@]}" --trace --out "$work"
+    ;;
+esac
 exit $failed

@@ -23,7 +23,7 @@ from deepspeed.accelerator import get_accelerator
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import ds_kfac
 from benchmarks.mean_step import ROW, WEIGHTS
-from ds_kfac.wire import segment_bytes
+from ds_kfac.comm.bucket import payload
 from examples.gpt import GPT, GPTConfig
 
 UPDATE, REFRESH, STEPS = 4, 8, 25
@@ -86,7 +86,7 @@ def main() -> None:
             times["AdamW"].append(seconds[0])
             times.setdefault(kind(step), []).append(seconds[1])
     if dist.get_rank() == 0:
-        report(arguments, preconditioned.kfac.optimizer, times)
+        report(arguments, preconditioned.kfac.preconditioner, times)
 
 
 def report(arguments: argparse.Namespace, kfac, times: dict[str, list[float]]) -> None:
@@ -109,12 +109,13 @@ def report(arguments: argparse.Namespace, kfac, times: dict[str, list[float]]) -
     sent = [
         sum(plan.numel(rank, other) for other in range(world)) for plan in (exchange.plan.gather, exchange.plan.scatter)
     ]
-    buckets = kfac.curvature.reducer.buckets(frozenset(kfac.curvature.specs))
+    reducer = kfac.curvature.reducer
+    buckets = reducer.layout.buckets(frozenset(kfac.curvature.specs), 0)
     sums = [
-        segment_bytes(segment, kfac.plan.wire)
+        nbytes
         for bucket in buckets
-        for other, segment in enumerate(bucket.segments)
-        if other != rank
+        for (source, _), nbytes in payload(bucket, kfac.plan.wire.itemsize).items()
+        if source == rank
     ]
     counts = {
         "bytes sent by rank 0, every step": 4 * sum(sent),

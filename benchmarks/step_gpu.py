@@ -1,23 +1,29 @@
-"""What K-FAC adds to a training step of a GPT-2-small on one device: AdamW's step and K-FAC's, side by side.
+"""What optimizers cost in a training step of a GPT-2-small on one device: AdamW, Muon, KFACAdamW, K-FAC into AdamW.
 
-    python benchmarks/step_gpu.py [--rows 32] [--kfac '{"preconditioner": {...}}'] [--out benchmarks/results]
+    python benchmarks/step_gpu.py [--methods AdamW KFACAdamW] [--kfac '{"preconditioner": {...}}'] [--out FOLDER]
+    python benchmarks/step_gpu.py --smoke      # two steps of each K-FAC method in every ZeRO stage
 
-Engines with and without K-FAC take turns, so that noise hits both; each kind of step has its median, and the overhead
-is that of a mean step at the default intervals. A second, slower run waits for the device around
-every stage, which gives the stages' shares. Without a GPU: DS_ACCELERATOR=cpu and a small model, to see that it works.
+One method after the other, each with its own engine: medians of each kind of step, the memory peak, and the overhead
+over AdamW of a mean step at the default intervals. A second, slower run waits for the device around every stage, which
+gives the stages' shares; a third is recorded by torch.profiler. Every row is in the csv file when it is measured, and
+what fails is a row. Without a GPU: DS_ACCELERATOR=cpu and a small model, to see that it works.
 """
 
 import argparse
 import contextlib
-import csv
+import gc
 import io
 import json
 import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__" and os.environ.get("DS_ACCELERATOR") == "cpu":  # torch reads it when it is imported
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # Muon's kernels: minutes, and no faster on a CPU
 
 import deepspeed
 import torch
@@ -27,6 +33,7 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import ds_kfac
+from benchmarks.kernels.report import CsvFile
 from benchmarks.mean_step import ROW, WEIGHTS
 from ds_kfac.metrics import STAGES
 from examples.gpt import Block, GPTConfig
@@ -34,6 +41,16 @@ from examples.gpt import Block, GPTConfig
 UPDATE, REFRESH = 5, 20
 """In this run; refreshes are rare otherwise."""
 TARGET = 0.15
+ADAM = {"betas": [0.9, 0.95], "weight_decay": 0.01, "torch_adam": True}
+METHODS: dict[str, dict[str, Any]] = {
+    "AdamW": {"type": "AdamW", "params": {"lr": 3e-4, **ADAM}},
+    "Muon": {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 3e-4, "momentum": 0.95, **ADAM}},
+    "KFACAdamW": {"type": "KFACAdamW", "params": {"lr": 3e-4, **ADAM}},
+    "K-FAC into AdamW": {"type": "AdamW", "params": {"lr": 3e-4, **ADAM}},
+}
+"""Optimizer blocks; those with K-FAC have its name in theirs."""
+COLUMNS = ("method", "stage", "what", "median_ms", "low_ms", "high_ms", "of_adamw", "count", "memory_mb", "problem")
+SMOKE_STEPS = 2
 
 
 class GPT2(nn.Module):
@@ -57,16 +74,20 @@ class GPT2(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))
 
 
-def build(options: argparse.Namespace, *, kfac: bool, timings: bool = False) -> Any:
+def has_kfac(method: str) -> bool:
+    return "K-FAC" in method or "KFAC" in method
+
+
+def build(options: argparse.Namespace, method: str, *, stage: int, timings: bool = False) -> Any:
     torch.manual_seed(0)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": options.rows,
-        "zero_optimization": {"stage": options.stage},
+        "zero_optimization": {"stage": stage},
         "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "torch_adam": True, "fused": options.gpu}},
+        "optimizer": METHODS[method],
         "steps_per_print": 1000000,
     }
-    if kfac:
+    if has_kfac(method):
         blocks: dict[str, Any] = {
             "factor": {"update_interval": UPDATE}, "eigenbasis": {"refresh_interval": REFRESH, "stagger": False},
             "burn_in": {"steps": 0}, "metrics": {"timings": timings},
@@ -75,17 +96,17 @@ def build(options: argparse.Namespace, *, kfac: bool, timings: bool = False) -> 
             blocks[name] = {**blocks.get(name, {}), **values} if isinstance(values, dict) else values
         config["kfac"] = blocks
     model = GPT2(GPTConfig(options.width, options.blocks, options.heads, options.context), options.vocabulary)
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        engine = ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-    if kfac and not timings:
-        print(engine.kfac.report)
+    start = ds_kfac.initialize if has_kfac(method) else deepspeed.initialize
+    with contextlib.redirect_stdout(io.StringIO()):
+        engine = start(model=model, model_parameters=model.parameters(), config=config)[0]
+    if has_kfac(method) and not timings:
+        print(engine.kfac.report, flush=True)
     return engine
 
 
-def timed_step(engine: Any, options: argparse.Namespace, step: int) -> float:
+def step(engine: Any, options: argparse.Namespace, index: int) -> float:
     """Seconds of forward, backward and step, waited for."""
-    generator = torch.Generator().manual_seed(step)
+    generator = torch.Generator().manual_seed(index)
     x = torch.randint(options.vocabulary, (options.rows, options.context), generator=generator).to(engine.device)
     get_accelerator().synchronize()
     start = time.perf_counter()
@@ -97,81 +118,139 @@ def timed_step(engine: Any, options: argparse.Namespace, step: int) -> float:
 
 def kind(engine: Any) -> str:
     """Of the coming step."""
-    due = engine.kfac.optimizer.due
+    if not isinstance(getattr(engine, "kfac", None), ds_kfac.Attachment):
+        return "step"
+    due = engine.kfac.preconditioner.due
     return "refresh" if due.refresh else "factor update" if due.capture else "preconditioning only"
 
 
-def measure(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Kind of step -> seconds; without the first refresh and what allocates and compiles."""
-    plain, preconditioned = build(options, kfac=False), build(options, kfac=True)
-    times: dict[str, list[float]] = {"AdamW": [], **{name: [] for name in WEIGHTS}}
-    for step in range(options.steps):
-        name = kind(preconditioned)
-        seconds = timed_step(plain, options, step), timed_step(preconditioned, options, step)
-        if step >= min(UPDATE + 1, options.steps // 2):
-            times["AdamW"].append(seconds[0])
-            times[name].append(seconds[1])
-    return times
+@contextlib.contextmanager
+def engine_of(options: argparse.Namespace, method: str, **how: Any):
+    """An engine whose memory is free again afterwards."""
+    engine = build(options, method, **how)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+        del engine
+        gc.collect()
+        get_accelerator().empty_cache()
 
 
-def stages(options: argparse.Namespace) -> dict[str, tuple[float, float]]:
+def measure(options: argparse.Namespace, method: str) -> tuple[dict[str, list[float]], float]:
+    """Kind of step -> seconds, without what allocates and compiles; and the peak of memory in MB."""
+    times: dict[str, list[float]] = {}
+    get_accelerator().reset_peak_memory_stats()
+    with engine_of(options, method, stage=options.stage) as engine:
+        for index in range(options.steps if has_kfac(method) else options.steps // 2):
+            name = kind(engine)
+            seconds = step(engine, options, index)
+            if index >= min(UPDATE + 1, options.steps // 2):
+                times.setdefault(name, []).append(seconds)
+    return times, get_accelerator().max_memory_allocated() / 1e6
+
+
+def stages(options: argparse.Namespace, method: str) -> dict[str, tuple[float, float]]:
     """Stage -> (seconds of one, part of the steps that have it); each waited for, so their sum is more than a step."""
-    engine = build(options, kfac=True, timings=True)
-    metrics, found = engine.kfac.optimizer.metrics, {}
     spent: dict[str, dict[str, list[float]]] = {name: {} for name in STAGES}
-    for step in range(REFRESH + UPDATE + 1):
-        name, before = kind(engine), dict(metrics.seconds)
-        timed_step(engine, options, step)
-        if step > 0:
-            for stage in STAGES:
-                spent[stage].setdefault(name, []).append(metrics.seconds[stage] - before.get(stage, 0.0))
+    with engine_of(options, method, stage=options.stage, timings=True) as engine:
+        metrics = engine.kfac.preconditioner.metrics
+        for index in range(REFRESH + UPDATE + 1):
+            name, before = kind(engine), dict(metrics.seconds)
+            step(engine, options, index)
+            if index > 0:
+                for stage in STAGES:
+                    spent[stage].setdefault(name, []).append(metrics.seconds[stage] - before.get(stage, 0.0))
+    found = {}
     for stage, by_kind in spent.items():
         medians = {name: statistics.median(values) for name, values in by_kind.items()}
-        weighed = sum(WEIGHTS[name] * medians.get(name, 0.0) for name in WEIGHTS)
-        found[stage] = max(medians.values()), weighed
+        found[stage] = max(medians.values()), sum(WEIGHTS[name] * medians.get(name, 0.0) for name in WEIGHTS)
     return found
 
 
-def overhead(times: dict[str, list[float]]) -> tuple[dict[str, float], float]:
-    """(Medians, what a step of K-FAC costs more than AdamW's, weighed), in seconds."""
-    medians = {name: statistics.median(values) for name, values in times.items() if values}
-    missing = [name for name in ("AdamW", *WEIGHTS) if name not in medians]
+def trace(options: argparse.Namespace, method: str) -> None:
+    """A trace of each kind of step and a table of what took longest, in the output folder."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if options.gpu else [])]
+    seen = set()
+    with engine_of(options, method, stage=options.stage) as engine:
+        for index in range(UPDATE + 2):
+            name = kind(engine)
+            if index == 0 or name in seen:
+                step(engine, options, index)
+                continue
+            seen.add(name)
+            with profile(activities=activities) as recorded:
+                step(engine, options, index)
+            stem = f"trace_{method}_{name}".replace(" ", "_")
+            recorded.export_chrome_trace(str(options.out / f"{stem}.json.gz"))
+            by = "self_cuda_time_total" if options.gpu else "self_cpu_time_total"
+            (options.out / f"{stem}.txt").write_text(recorded.key_averages().table(sort_by=by, row_limit=40))
+
+
+def overhead(medians: dict[str, float], base: float) -> float:
+    """What a step costs more than AdamW's, weighed, in seconds."""
+    missing = [name for name in WEIGHTS if name not in medians]
     if missing:
-        raise SystemExit(f"no step of kind {', '.join(missing)} was timed: more --steps, at least {2 * REFRESH + 2}")
-    return medians, sum(weight * medians[name] for name, weight in WEIGHTS.items()) - medians["AdamW"]
+        raise ValueError(f"no step of kind {', '.join(missing)} was timed: more --steps, at least {2 * REFRESH + 2}")
+    return sum(weight * medians[name] for name, weight in WEIGHTS.items()) - base
 
 
-def report(options: argparse.Namespace, times: dict[str, list[float]], parts: dict[str, tuple[float, float]]) -> str:
-    """Markdown; writes the csv file too."""
-    medians, more = overhead(times)
-    base = medians["AdamW"]
-    rows: list[list[Any]] = []
+def rows_of(options: argparse.Namespace, method: str, base: float | None, add: Callable[..., None]) -> float:
+    """Adds the rows of a method; returns the seconds of its mean step. ``base``: AdamW's."""
+    times, memory = measure(options, method)
+    medians = {name: statistics.median(values) for name, values in times.items()}
     for name, values in times.items():
         low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-        rows.append([name, 1e3 * medians[name], 1e3 * low, 1e3 * high, medians[name] / base, len(values)])
-    rows.append([ROW, 1e3 * (base + more), "", "", 1 + more / base, ""])
-    lines = ["| step | median [ms] | quartiles | to AdamW's | steps |", "|---|---|---|---|---|"]
-    for name, median, low, high, ratio, count in rows:
-        spread = f"{low:.1f}..{high:.1f}" if low != "" else ""
-        lines.append(f"| {name} | {median:.1f} | {spread} | {ratio:.3f} | {count} |")
-    verdict = "pass" if more / base < TARGET else "**fail**"
-    lines.append(f"\nOverhead {more / base:.1%}, wanted below {TARGET:.0%}: {verdict}. {1e3 * more:.2f} ms a step, of "
-                 "which all but captures are the same for any batch.\n")  # fmt: skip
-    lines += ["| stage | most in a step [ms] | weighed [ms] | share |", "|---|---|---|---|"]
-    total = sum(weighed for _, weighed in parts.values()) or 1.0
-    for stage, (most, weighed) in parts.items():
-        lines.append(f"| {stage} | {1e3 * most:.2f} | {1e3 * weighed:.3f} | {weighed / total:.0%} |")
-        rows.append([f"stage {stage}", 1e3 * most, "", 1e3 * weighed, weighed / total, ""])
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        name = f"step_{get_accelerator().device_name()}_{options.blocks}x{options.width}"
-        with open(options.out / f"{name}.csv", "w", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerows(
-                [["what", "median ms", "low ms", "high or weighed ms", "to AdamW or share", "steps"], *rows]
-            )
-        (options.out / f"{name}.md").write_text(f"# {about(options)}\n\n" + "\n".join(lines) + "\n")
-    return "\n".join(lines)
+        ratio = medians[name] / base if base else ""
+        add(what=name, median_ms=1e3 * medians[name], low_ms=1e3 * low, high_ms=1e3 * high, of_adamw=ratio,
+            count=len(values), memory_mb=memory)  # fmt: skip
+    if not has_kfac(method):
+        return medians["step"]
+    if base:
+        more = overhead(medians, base)
+        add(what=ROW, median_ms=1e3 * (base + more), of_adamw=1 + more / base)
+        verdict = "below" if more / base < TARGET else "not below"
+        print(f"{method}: overhead {more / base:.1%} of AdamW's step, {verdict} {TARGET:.0%}", flush=True)
+    for stage, (most, weighed) in stages(options, method).items():
+        add(what=f"stage {stage}, most in a step", median_ms=1e3 * most)
+        add(what=f"stage {stage}, weighed", median_ms=1e3 * weighed, of_adamw=weighed / base if base else "")
+    return sum(weight * medians.get(name, 0.0) for name, weight in WEIGHTS.items())
+
+
+def smoke(options: argparse.Namespace, method: str, stage: int, add: Callable[..., None]) -> None:
+    with engine_of(options, method, stage=stage) as engine:
+        for index in range(SMOKE_STEPS):
+            add(what=f"step {index}", median_ms=1e3 * step(engine, options, index))
+        if not all(parameter.isfinite().all() for parameter in engine.module.parameters()):
+            raise ValueError("weights are not finite")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Number of methods, or of stages of a method, that failed."""
+    name = f"{'smoke' if options.smoke else 'step'}_{get_accelerator().device_name()}_{options.blocks}x{options.width}"
+    file, failed, base = CsvFile(options.out / f"{name}.csv", COLUMNS), 0, None
+    print(about(options), flush=True)
+    for method in options.methods:
+        for stage in (0, 1, 2, 3) if options.smoke else (options.stage,):
+
+            def add(method=method, stage=stage, **row: Any) -> None:
+                file.add([{"method": method, "stage": stage, **row}])
+                print(method, f"stage {stage}", *(f"{key} {value}" for key, value in row.items()), flush=True)
+
+            try:
+                if options.smoke:
+                    smoke(options, method, stage, add)
+                    continue
+                seconds = rows_of(options, method, base, add)
+                base = seconds if method == "AdamW" else base
+                if options.trace:
+                    trace(options, method)
+            except Exception as problem:
+                failed += 1
+                add(what="failed", problem=f"{type(problem).__name__}: {problem}".splitlines()[0])
+    return failed
 
 
 def about(options: argparse.Namespace) -> str:
@@ -180,14 +259,18 @@ def about(options: argparse.Namespace) -> str:
             f"ZeRO {options.stage}, torch {torch.__version__}, deepspeed {deepspeed.__version__}")  # fmt: skip
 
 
-def main(arguments: list[str] | None = None) -> str:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = {"width": 768, "blocks": 12, "heads": 12, "context": 1024, "vocabulary": 50304, "rows": 32, "stage": 1}
     for name, default in {**sizes, "steps": 3 * REFRESH + 2}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--kfac", default="{}", help="JSON: settings of the kfac block, over those of this run")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--smoke", action="store_true", help="two steps of each K-FAC method in every ZeRO stage")
+    parser.add_argument("--trace", action="store_true", help="record steps by torch.profiler, too")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu"))
     options = parser.parse_args(arguments)
+    options.methods = [method for method in options.methods if has_kfac(method) or not options.smoke]
     options.gpu = get_accelerator().device_name() == "cuda"
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
     for name, value in place.items():
@@ -196,12 +279,10 @@ def main(arguments: list[str] | None = None) -> str:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel("ERROR")
     deepspeed.init_distributed("nccl" if options.gpu else "gloo")
-    page = report(options, measure(options), stages(options))
-    print(f"\n{about(options)}\n\n{page}")
-    return page
+    return 1 if run(options) else 0
 
 
 if __name__ == "__main__":
-    main()
+    status = main()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads now and then abort at exit
+    os._exit(status)  # gloo's threads now and then abort at exit

@@ -3,17 +3,24 @@
     import ds_kfac
     engine, optimizer, _, _ = ds_kfac.initialize(model=model, model_parameters=params, config="ds_config.json")
 
-or, where a framework calls ``deepspeed.initialize`` itself, ``ds_kfac.enable()`` before it does.
+or, where a framework calls ``deepspeed.initialize`` itself, ``ds_kfac.enable()`` before it does. With DS_KFAC=1 in the
+environment importing deepspeed or ds_kfac is enough.
 """
 
-from ds_kfac.attachment import Attachment
-from ds_kfac.config import KFACConfig
-from ds_kfac.engine import attach, disable, enable, initialize
+import os
+
+from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.directions.kfac_adamw.user_optimizer import KFACAdamW
+from ds_kfac.engine.attachment import Attachment
+from ds_kfac.engine.entry import attach, disable, enable, initialize
 from ds_kfac.estimate.mem_needs import estimate_kfac_mem_needs_all_cold, estimate_kfac_mem_needs_all_live
+from ds_kfac.model.batch_info import BatchInfo
 
 __version__ = "0.1.0"
 __all__ = [
     "Attachment",
+    "BatchInfo",
+    "KFACAdamW",
     "KFACConfig",
     "__version__",
     "attach",
@@ -23,3 +30,6 @@ __all__ = [
     "estimate_kfac_mem_needs_all_live",
     "initialize",
 ]
+
+if os.environ.get("DS_KFAC", "0") not in ("", "0"):
+    enable()

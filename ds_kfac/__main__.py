@@ -1,10 +1,21 @@
-"""``python -m ds_kfac estimate`` and ``python -m ds_kfac report``."""
+"""``python -m ds_kfac``: ``run``, ``check``, ``estimate``, ``plot``, ``report``, ``config`` and ``schema``."""
 
 import argparse
 import sys
 
-from ds_kfac.environment import environment_report
-from ds_kfac.estimate import command
+from ds_kfac.config.manual import manual
+from ds_kfac.config.schema import schema
+from ds_kfac.engine.environment import environment_report
+from ds_kfac.estimate import check, command
+from ds_kfac.integrations import launcher, plot
+
+WITHOUT_ARGUMENTS = {"report": environment_report, "config": manual, "schema": schema}
+WITH_ARGUMENTS = {"check": check.run, "estimate": command.run, "plot": plot.run}
+
+
+def _text(arguments: argparse.Namespace) -> str:
+    name = arguments.command
+    return WITHOUT_ARGUMENTS[name]() if name in WITHOUT_ARGUMENTS else WITH_ARGUMENTS[name](arguments)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -18,10 +29,23 @@ def main(argv: list[str] | None = None) -> int:
             description="What K-FAC would cost a rank, from the plan that a run would make; no model is allocated.",
         )
     )
+    check.add_arguments(
+        commands.add_parser("check", help="whether a config fits a model, and the report of attach, without a run")
+    )
+    plot.add_arguments(commands.add_parser("plot", help="draw a run's logs: csv, tensorboard, or the Trainer's"))
+    # its arguments are DeepSpeed's launcher's, see below
+    commands.add_parser("run", help=f"start a script with K-FAC enabled: {launcher.USAGE}", add_help=False)
     commands.add_parser("report", help="versions, accelerator, and what is supported here")
-    arguments = parser.parse_args(argv)
+    commands.add_parser("config", help='every key of the "kfac" block, as Markdown')
+    commands.add_parser("schema", help='JSON schema of a DeepSpeed config with a "kfac" block, for editors')
+    given = sys.argv[1:] if argv is None else argv
+    launches = given[:1] == ["run"]
+    arguments = parser.parse_args(given[: 1 if launches else None])
     try:
-        print(environment_report() if arguments.command == "report" else command.run(arguments))
+        if launches:
+            launcher.launch(given[1:])
+            return 0
+        print(_text(arguments))
     except ValueError as problem:
         print(f"ds_kfac {arguments.command}: {problem}", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""What a run wants to know about K-FAC: counters, the clip factor, seconds per stage."""
+"""Metrics of a run: counters, the clip factor, seconds per stage."""
 
 import time
 from collections import Counter, defaultdict
@@ -22,11 +22,13 @@ SUMMARY = {
     "unused_layers": False,
     "left_out_gradients": True,
     "limited_factors": True,
+    "empty_updates": True,
 }
 """Counted on the device, over all layers; whether so far (True) or in the last step. Layers whose result was not finite
 and was replaced by the gradient; that passed through because they have no eigenbases; refreshes that failed. With
 KFACAdamW, layers that took no step because their gradient was exactly zero, or because it was too large for moments.
-Batches of factors that were scaled down because their trace was far above the average's."""
+Batches of factors that were scaled down because their trace was far above the average's, and those without a row: none
+of the ranks that contributed had any, and the factor stays as it was."""
 
 
 class Metrics:
@@ -39,8 +41,8 @@ class Metrics:
 
     Attributes:
         counts: of this rank: "steps", "skipped_steps", "factor_updates" (steps that captured), "captured_elements" (of
-            factors, over all ranks), "refreshes" (factors decomposed here), "refreshes_<how>" (eigh, of the warm
-            start kept, values, qr; cholesky, an inverse; diagonal; failed), "refresh_retries" (rungs of the failure
+            factors, over all ranks), "refreshes" (factors decomposed here), "refreshes_<how>" (eigh, qr;
+            cholesky, an inverse; newton, a root; diagonal; failed), "refresh_retries" (rungs of the failure
             ladder that failed), "refresh_failures" (old bases or inverses kept), "late_calls" (of layers, whose rows
             came after the step's statistics had been sent and were dropped).
         seconds: stage -> seconds so far; filled if timings are on.
@@ -61,6 +63,13 @@ class Metrics:
         """Start a step's own counts."""
         self.step_counts: Counter[str] = Counter()
         self.step_summary = torch.zeros_like(self.summary)
+
+    def summarise(self, counts: Tensor, *, failed: int, unusual: Tensor | float) -> None:
+        """The step's counts over all ranks, and what is known of them from elsewhere: refreshes that failed, and
+        unusual batches of factors."""
+        self.step_summary[: len(counts)] = counts
+        self.step_summary[2].add_(failed)  # a fill: numbers from a list would be copied from the host
+        self.step_summary[-2:].add_(unusual)
 
     def end(self, *, applied: bool) -> None:
         """Keep the step's counts if it was applied."""
@@ -102,5 +111,5 @@ class Metrics:
 
 
 def timer_name(stage: str) -> str:
-    """Under which DeepSpeed's wall_clock_breakdown prints a stage, beside its own "fwd", "bwd" and "step"."""
+    """Under which DeepSpeed's wall_clock_breakdown prints a stage, next to its own "fwd", "bwd" and "step"."""
     return f"kfac_{stage}"

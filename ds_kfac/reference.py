@@ -1,299 +1,135 @@
-"""K-FAC on one device in plain torch: the whole algorithm on one page, and the oracle of all tests.
+"""K-FAC on one page: what ds_kfac computes for nn.Linear layers, on one device, in plain torch.
 
-For a layer W a with inputs a (a 1 appended for the bias) and per-term output gradients g:
+A layer W [O, I] sees N rows of a batch (examples times tokens): inputs a [I], with a 1 appended for the bias, and
+gradients g [O] of its outputs, for a loss that is a mean over the N rows.
 
-    A = mean a a^T                G = mean g g^T                  running averages, bias-corrected
-    A = Q_A diag(alpha) Q_A^T     G = Q_G diag(beta) Q_G^T        now and then
+    A = mean a a^T                 G = mean g g^T                 running averages over batches
+    A = Q_A diag(alpha) Q_A^T      G = Q_G diag(beta) Q_G^T       every refresh_interval steps
     R = Q_G^T dW Q_A                                              every step: the gradient in the eigenbasis
 
-    K-FAC gradient                V = Q_G [R / (e + lambda)^exponent] Q_A^T,   e = beta alpha^T,
-                                  or e = running mean of M R^2 (corrected, EKFAC); with the method "inverse"
-                                  V = (G + sqrt(lambda) / pi)^-1 dW (A + pi sqrt(lambda))^-1, pi^2 = mean A / mean G
-                                  dW <- nu V, nu = min(1, sqrt(kl_clip / (lr^2 sum <V, dW>))); then any optimizer
-    KFACAdamW                     Adam on R: m, v; U = Q_G [m^ / (sqrt(v^) + eps)] Q_A^T, or its orthogonal factor;
-                                  W <- W - lr (U + decay W); a layer whose dW is exactly 0 is not touched
+    K-FAC gradient   V = Q_G [R / (beta alpha^T + lambda)] Q_A^T,   lambda = damping mean(beta) mean(alpha)
+                     dW <- nu V,   nu = min(1, sqrt(kl_clip / (lr^2 sum over layers <V, dW>)))
+    KFACAdamW        m, v: Adam's moments of R;   U = m / (sqrt(v) + eps), bias-corrected
+                     S = diag(alpha / mean(alpha) + c)^-p;   U <- orthogonal factor of (U S) S, of norm size sqrt(O)
+                     W <- W - lr (Q_G U Q_A^T + weight_decay W)
 
-autograd's gradient of a loss that is a mean over M terms is g / M, hence the factor M below.
-After the backward of a whole batch: ``kfac.step(lr); optimizer.step()``.
+After ``loss.backward()`` of a batch that went through every layer once, call one of
+
+    kfac.precondition(lr); optimizer.step()         # the K-FAC gradient takes the place of .grad
+    kfac.adamw(lr); optimizer_of_the_rest.step()    # updates the nn.Linear layers itself
+
+``tests/oracle.py`` is the same with every option and layer type, the tests hold the two equal.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 
-class _Use:
-    """One module's rows. ``pairs``: (a [N, T, I], g [N, T, O]) of its calls in this step."""
+class Layer:
+    """One nn.Linear: its rows of this step, its factors, eigenbases and Adam moments."""
 
-    def __init__(self, owner: "ReferenceKFAC", module: Any) -> None:
-        self.module, self.owner = module, owner
-        self.bias = getattr(module, "bias", None) is not None
-        self.pairs: list[tuple[Tensor, Tensor]] = []
-        self.outputs: list[tuple[Tensor, Tensor, torch.Size]] = []  # input, output, the output's shape
-        module.register_forward_hook(self._capture)
-
-    def _capture(self, module: Any, inputs: tuple, y: Tensor) -> None:
-        if module.training and y.requires_grad:
-            # On the node below a view, not on the tensor: an in-place activation would take the tensor's hook along.
-            base = y._base if y._base is not None else y
-            x = inputs[0].detach()
-            if self.owner.fisher == "monte_carlo":
-                self.outputs.append((x, base, y.shape))
-            else:
-                node: Any = base.grad_fn
-                node.register_prehook(lambda g: self.add(x, g[0].reshape(y.shape)))
-
-    def add(self, x: Tensor, g: Tensor) -> None:
-        g = g.detach().float()
-        g = g.reshape(len(g), -1, g.shape[-1])
-        if isinstance(self.module, nn.Embedding):
-            a = F.one_hot(x, self.module.num_embeddings).float()
-        elif isinstance(self.module, nn.Linear):
-            a = x.float()
-            a = torch.cat([a, torch.ones_like(a[..., :1])], -1) if self.bias else a
-        elif isinstance(self.module, nn.LayerNorm):  # its rows are those of its parameters' own gradients
-            a = torch.stack([F.layer_norm(x.float(), x.shape[-1:], eps=self.module.eps), torch.ones_like(x)], -1)
-            a = (a * g.view(*x.shape, 1)).flatten(-2)
-        else:
-            eps = torch.finfo(torch.float32).eps if self.module.eps is None else self.module.eps
-            a = F.rms_norm(x.float(), x.shape[-1:], eps=eps) * g.view(x.shape)
-        self.pairs.append((a.reshape(len(g), -1, a.shape[-1]), g))
-
-    def moments(self, seed: float) -> tuple[Tensor, Tensor, float]:
-        """This step's mean a a^T and mean g g^T over loss terms, and M. Forgets the rows."""
-        owner, rows_a, rows_g, terms = self.owner, [], [], 0.0
-        for a, g in self.pairs:
-            mask = a.new_ones(*a.shape[:2], 1) if owner.rows is None else owner.rows.reshape(*a.shape[:2], 1).float()
-            if owner.sharing == "reduce":
-                inputs = isinstance(self.module, nn.Linear | nn.Embedding)
-                a, g = (a * mask).sum(1) / (mask.sum(1).clamp(min=1) if inputs else 1), (g * mask).sum(1)
-                counts = (mask.sum(1) > 0).float()
-            else:
-                a, g, counts = (a * mask).flatten(0, 1), (g * mask).flatten(0, 1), mask.flatten(0, 1)
-            terms = float(counts.sum()) if owner.terms is None else float(owner.terms)
-            rows_a.append(torch.cat([a, counts], 1))
-            rows_g.append(g * (terms / seed))
-        self.pairs.clear()
-        a, g = torch.cat(rows_a), torch.cat(rows_g)
-        if isinstance(self.module, nn.Linear | nn.Embedding):
-            return a[:, :-1].T @ a[:, :-1] / a[:, -1].sum(), g.T @ g / terms, terms
-        a = a[:, :-1] * (terms / seed)
-        return a.T @ a / terms, a.new_ones(1, 1), terms
-
-
-class _Layer:
-    """Uses of one weight; how its parameters form a matrix [O, I]; which blocks of A and G are kept."""
-
-    def __init__(self, uses: list[_Use], block_A: int, block_G: int) -> None:
-        self.uses, self.module = uses, uses[0].module
-        self.blocks = (block_A, block_G)
-        self.embedding = isinstance(self.module, nn.Embedding)
-        self.norm = not isinstance(self.module, nn.Linear | nn.Embedding)
-        self.params = [self.module.weight] + ([self.module.bias] if uses[0].bias else [])
-        self.factors: list[Tensor] = []  # A, G
+    def __init__(self, module: nn.Linear) -> None:
+        self.module = module
+        self.factors: list[Tensor] = []  # A [I, I], G [O, O]
         self.bases: list[tuple[Tensor, Tensor]] = []  # (alpha, Q_A), (beta, Q_G)
-        self.k, self.updates = 0, 0
-        self.S: Any = 0.0
-        self.m: Any = 0.0
-        self.v: Any = 0.0
-        self.terms, self.damping = 1.0, 0.0  # of the last batch, at the last refresh
+        self.m = self.v = torch.zeros(module.out_features, module.in_features + (module.bias is not None))
+        module.register_forward_hook(self.forward_hook)
 
-    def matrix(self) -> Tensor:
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad.float() for p in self.params]
-        if self.norm or self.embedding:
-            return grads[0].T if self.embedding else torch.stack(grads, 1).view(1, -1)
-        return grads[0] if len(grads) == 1 else torch.cat([grads[0], grads[1][:, None]], 1)
+    def forward_hook(self, module: nn.Module, inputs: tuple, y: Tensor) -> None:
+        a = inputs[0].detach().flatten(0, -2)  # [N, I]
+        self.a = a if self.module.bias is None else torch.cat([a, torch.ones_like(a[:, :1])], 1)
+        node: Any = (y if y._base is None else y._base).grad_fn  # the product's, also if y is changed in place
+        node.register_prehook(self.backward_hook)
 
-    def write(self, V: Tensor) -> None:
-        if self.norm:
-            parts = list(V.view(-1, len(self.params)).T)
-        elif self.embedding:
-            parts = [V.T]
-        else:
-            parts = [V[:, : self.module.in_features], V[:, -1]][: len(self.params)]
-        for p, part in zip(self.params, parts, strict=True):
-            p.grad = part.contiguous()
+    def backward_hook(self, gradients: tuple) -> None:
+        g = gradients[0].flatten(0, -2)  # [N, O]
+        self.g = g * len(g)  # autograd's gradient of a mean over N rows is g / N
 
-    def fold(self, seed: float, decay: float) -> None:
-        """A batch into the running averages, none of it larger than 10 times the average once that stands on 10."""
-        self.updates += 1
-        r, batch = min(1 - 1 / self.updates, decay), self.batch(seed)
-        for index, (old, new) in enumerate(zip(self.factors or batch, batch, strict=True)):
-            if self.updates > 10 and old.trace() > 0:
-                new = new / (new.trace() / (10 * old.trace())).clamp(min=1)
-            batch[index] = r * old + (1 - r) * new
-        self.factors = batch
+    def gradient(self) -> Tensor:
+        """dW [O, I], the bias as last column."""
+        grads: list[Any] = [p.grad for p in self.module.parameters()]
+        return torch.cat([g.view(len(g), -1) for g in grads], 1)
 
-    def batch(self, seed: float) -> list[Tensor]:
-        A, G, self.terms = self.uses[0].moments(seed)
-        if len(self.uses) == 2:  # tied to an embedding: each side gets the partial trace of the sum of both Fishers
-            counts, G_embedding, _ = self.uses[1].moments(seed)
-            A, G = A * G.trace() + G_embedding * counts.trace(), G * A.trace() + counts * G_embedding.trace()
-            G = G / G.trace()
-        return [_blocks(A, self.blocks[0]), _blocks(G, self.blocks[1])]
+    def parts(self, W: Tensor) -> zip:
+        """(weight, its part of W [O, I]), (bias, its part)."""
+        return zip(self.module.parameters(), (W[:, : self.module.in_features], W[:, -1]), strict=False)
 
+    def update_factors(self, batches: int, decay: float, identity_G: bool) -> None:
+        """Fold a batch into the averages. From the eleventh on it counts for at most ten times the average."""
+        G = torch.eye(self.g.shape[1]).to(self.g) if identity_G else self.g.T @ self.g / len(self.g)
+        new = [self.a.T @ self.a / len(self.a), G]
+        keep = min(1 - 1 / batches, decay)
+        for i, old in enumerate(self.factors):
+            limited = new[i] / (new[i].trace() / (10 * old.trace())).clamp(min=1) if batches > 10 else new[i]
+            new[i] = keep * old + (1 - keep) * limited
+        self.factors = new
 
-def _blocks(C: Tensor, block: int) -> Tensor:
-    """Diagonal blocks of a matrix, the rest zero; block 0: the identity."""
-    index = torch.arange(len(C), device=C.device) // max(block, 1)
-    return C * (index[:, None] == index[None, :]) if block else torch.eye(len(C), device=C.device)
+    def refresh(self, roots: bool) -> None:
+        """Decompose both factors. Adam's first moment is rotated into the new bases, the second stays (SOAP)."""
+        old, self.bases = self.bases, [torch.linalg.eigh(C) for C in self.factors]
+        if old and not roots:
+            (_, old_QA), (_, old_QG), (_, QA), (_, QG) = *old, *self.bases
+            self.m = (QG.T @ old_QG) @ self.m @ (old_QA.T @ QA)
 
 
-def _eigh(C: Tensor, block: int, old: Any = None) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors, block by block: of a diagonal or an identity the latter are the identity. Or one
-    step of orthogonal iteration from ``old`` ones, largest values first, every column at its place."""
-    if old is not None and block > 1:
-        order = old[0].argsort(descending=True, stable=True)
-        Q = torch.linalg.qr(C @ old[1][:, order]).Q[:, order.argsort()]
-        return (Q.T @ C @ Q).diagonal().clamp(min=0), Q
-    if block == 0:
-        return C.new_ones(len(C)), torch.eye(len(C), device=C.device)
-    parts = [torch.linalg.eigh(C[i : i + block, i : i + block]) for i in range(0, len(C), block)]
-    return torch.cat([e for e, _ in parts]).clamp(min=0), torch.block_diag(*(q for _, q in parts))
+class KFAC:
+    """For all nn.Linear layers. ``identity_G``: G = I, as in KFACAdamW; ``roots``: R = dW, S = (A / mean + c)^-p."""
 
+    def __init__(self, model, update_interval=10, refresh_interval=50, decay=0.95, identity_G=False, roots=False):
+        self.layers = {name: Layer(m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+        self.update_interval, self.refresh_interval = update_interval, refresh_interval
+        self.decay, self.identity_G, self.roots, self.steps = decay, identity_G, roots, 0
 
-class ReferenceKFAC:
-    """See the module's docstring.
-
-    ``types`` are layer types; "Tied" is an embedding and a head with one weight. ``max_dim`` bounds dense sides,
-    longer ones are kept as ``large`` says. ``parts`` is {linear: (A's block or None, G's block or None)}; a bias stays
-    apart where A is cut. ``rows`` [N, T] and ``terms`` may be set before a step: which rows count, and the number of
-    loss terms.
-    """
-
-    rows: Tensor | None = None
-    terms: float | None = None
-
-    def __init__(
-        self, model: nn.Module, *, update_interval=1, refresh_interval=1, decay=0.95, damping=1e-3, exact_every=1,
-        damping_kind="tikhonov", kl_clip=1e-3, exclude=(), types=("Linear",), max_dim=None, large="diagonal",
-        exponent=1.0, corrected=None, graft=False, carry=False, sharing="expand", fisher="empirical", parts=(),
-        method="eigen",
-    ):  # fmt: skip
-        self.update_interval, self.refresh_interval, self.decay = update_interval, refresh_interval, decay
-        self.damping, self.damping_kind, self.kl_clip = damping, damping_kind, kl_clip
-        self.exponent, self.corrected, self.graft, self.carry = exponent, corrected, graft, carry
-        self.sharing, self.fisher, self.exact_every, self.method = sharing, fisher, exact_every, method
-        self.steps = 0
-        self.nu = 1.0
-        self.layers: dict[str, _Layer] = {}
-
-        def block(dim: int) -> int:
-            small = max_dim is None or dim <= max_dim
-            return dim if small else {"blocks": -(-dim // -(-dim // max_dim)), "diagonal": 1, "identity": 0}[large]
-
-        named = {n: m for n, m in model.named_modules() if n not in exclude and getattr(m, "weight", None) is not None}
-        heads = {id(m.weight): m for m in named.values() if isinstance(m, nn.Linear)}
-        for name, m in named.items():
-            kind = type(m).__name__
-            if not m.weight.requires_grad:
-                continue
-            if isinstance(m, nn.Embedding) and id(m.weight) in heads:
-                if "Tied" in types:
-                    uses = [_Use(self, heads[id(m.weight)]), _Use(self, m)]
-                    self.layers[name] = _Layer(uses, block(m.embedding_dim), 1)
-            elif kind not in types or any(m is use.module for layer in self.layers.values() for use in layer.uses):
-                continue
-            elif kind == "Linear":
-                no_G = fisher == "activations_only"
-                A, G = block(m.in_features + (m.bias is not None)), 0 if no_G else block(m.out_features)
-                use = _Use(self, m)
-                if name in parts:
-                    A, G = (part or side for part, side in zip(parts[name], (A, G), strict=True))
-                    use.bias = use.bias and not parts[name][0]
-                self.layers[name] = _Layer([use], A, G)
-            elif kind == "Embedding":
-                self.layers[name] = _Layer([_Use(self, m)], 1, block(m.embedding_dim))
-            else:
-                self.layers[name] = _Layer([_Use(self, m)], 2 if kind == "LayerNorm" else 1, 0)
-
-    @property
-    def factors(self) -> dict[str, list[Tensor]]:
-        return {name: layer.factors for name, layer in self.layers.items()}
-
-    def sampled(self, loss: Tensor) -> None:
-        """Monte-Carlo Fisher: G from a loss on labels drawn from the model, before the true backward."""
-        uses = [use for layer in self.layers.values() for use in layer.uses]
-        outputs = [output for use in uses for output in use.outputs]
-        gradients = iter(torch.autograd.grad(loss, [y for _, y, _ in outputs], retain_graph=True))
-        for use in uses:
-            for x, _, shape in use.outputs:
-                use.add(x, next(gradients).view(shape))
-            use.outputs.clear()
-
-    def update(self, seed: float = 1.0) -> None:
-        """Fold this step's rows into the factors and decompose them, if due."""
-        if self.steps % self.update_interval == 0:
-            for layer in self.layers.values():
-                if layer.uses[0].pairs:
-                    layer.fold(seed, self.decay)
-        if self.steps % self.refresh_interval == 0:
-            for layer in [layer for layer in self.layers.values() if layer.factors]:
-                layer.damping = self.damping
-                old = [Q for _, Q in layer.bases] or [torch.eye(len(C), device=C.device) for C in layer.factors]
-                exact = self.steps // self.refresh_interval % self.exact_every == 0
-                parts = zip(layer.factors, layer.blocks, [None] * 2 if exact else layer.bases, strict=True)
-                layer.bases = [_eigh(*part) for part in parts]
-                RA, RG = (new.T @ before for (_, new), before in zip(layer.bases, old, strict=True))
-                if isinstance(layer.m, Tensor):
-                    layer.m = RG @ layer.m @ RA.T
-                for second in (layer.v, layer.S) if self.carry else ():
-                    if isinstance(second, Tensor):
-                        second.copy_(RG**2 @ second @ (RA**2).T)
-        for use in [use for layer in self.layers.values() for use in layer.uses]:
-            use.pairs.clear()
+    def update(self) -> None:
+        """Update the factors and refresh the eigenbases, where due. The first step does both."""
+        for layer in self.layers.values():
+            if self.steps % self.update_interval == 0:
+                layer.update_factors(self.steps // self.update_interval + 1, self.decay, self.identity_G)
+            if self.steps % self.refresh_interval == 0:
+                layer.refresh(self.roots)
         self.steps += 1
 
-    def step(self, lr: float, grad_scale: float = 1.0, seed: float = 1.0) -> None:
-        """Replace every layer's ``.grad``, which will be divided by ``grad_scale``, by its K-FAC gradient. ``seed``
-        scaled the loss that was differentiated."""
-        self.update(seed)
-        results, quadratic = {}, 0.0
-        for name, layer in self.layers.items():
-            dW, ((alpha, QA), (beta, QG)) = layer.matrix(), layer.bases
-            R, e = QG.T @ dW @ QA, torch.outer(beta, alpha)
-            if self.corrected:
-                layer.k += 1
-                r = min(1 - 1 / layer.k, self.corrected)
-                layer.S = e = r * layer.S + (1 - r) * layer.terms * (R / grad_scale) ** 2
-            mean = e.mean() if self.damping_kind == "relative" else 1
-            damped = e + self.damping * mean
-            if self.method == "inverse":  # of either factor damped by itself, in its eigenbasis
-                root, pi = (layer.damping * mean) ** 0.5, (alpha.mean() / beta.mean()) ** 0.5
-                damped = torch.outer(beta + root / pi, alpha + pi * root)
-            V = QG @ (R / damped**self.exponent) @ QA.T
-            results[name] = V = V * (dW.norm() / V.norm()) if self.graft else V
-            quadratic += float((V * dW).sum()) * (lr / grad_scale) ** 2
-        self.nu = min(1.0, (self.kl_clip / quadratic) ** 0.5) if self.kl_clip and quadratic else 1.0
-        for name, layer in self.layers.items():
-            layer.write(self.nu * results[name])
-
-    def adam(
-        self, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, *, seed: float = 1.0, nesterov=False,
-        orthogonal=(), rms=0.3,
-    ) -> None:  # fmt: skip
-        """KFACAdamW: replace every layer's ``.grad``, unscaled and clipped, by Adam's direction in its eigenbasis; by
-        None where it is zero. ``orthogonal`` names the layers whose direction is orthogonalized."""
-        self.update(seed)
-        for name, layer in self.layers.items():
-            dW = layer.matrix()
-            if not dW.any():
-                layer.module.zero_grad(set_to_none=True)
-                continue
-            (_, QA), (_, QG) = layer.bases
+    @torch.no_grad()
+    def precondition(self, lr: float, damping: float = 1.0, kl_clip: float = 1e-3) -> None:
+        """Replace every layer's ``.grad`` by its K-FAC gradient."""
+        self.update()
+        results, quadratic = [], 0.0
+        for layer in self.layers.values():
+            dW, ((alpha, QA), (beta, QG)) = layer.gradient(), layer.bases
             R = QG.T @ dW @ QA
-            b1, b2, layer.k = *betas, layer.k + 1
-            layer.m = b1 * layer.m + (1 - b1) * R
-            layer.v = b2 * layer.v + (1 - b2) * R**2
-            m, v = layer.m / (1 - b1**layer.k), layer.v / (1 - b2**layer.k)
-            if nesterov:
-                m = b1 * layer.m / (1 - b1 ** (layer.k + 1)) + (1 - b1) * R / (1 - b1**layer.k)
-            U = QG @ (m / (v.sqrt() + eps)) @ QA.T
-            if name in orthogonal:
-                X = U / U.norm()
-                for _ in range(5):
-                    X = 3.4445 * X - 4.7750 * X @ X.T @ X + 2.0315 * X @ X.T @ X @ X.T @ X
-                U = rms * X / X.square().mean().sqrt() * (U.square().mean().sqrt() / 0.03).clamp(max=1)
-            layer.write(U)
+            V = QG @ (R / (torch.outer(beta, alpha) + damping * beta.mean() * alpha.mean())) @ QA.T
+            quadratic += float((V * dW).sum()) * lr**2
+            results.append(V)
+        nu = min(1.0, (kl_clip / quadratic) ** 0.5)
+        for layer, V in zip(self.layers.values(), results, strict=True):
+            for p, part in layer.parts(nu * V):
+                p.grad = part
+
+    @torch.no_grad()
+    def adamw(self, lr: float, betas=(0.9, 0.999), eps=1e-8, decay=0.01, size=27, p=0.125, c=0.01, ratio=8, heads=()):
+        """KFACAdamW's step. ``heads`` keep Adam's direction, at a rate of lr ``ratio`` 128 / inputs, at least lr."""
+        self.update()
+        (b1, b2), k = betas, self.steps
+        for name, layer in self.layers.items():
+            (alpha, QA), (_, QG) = layer.bases
+            S = torch.diag((alpha / alpha.mean() + c) ** -p)
+            S, QA = (QA @ S @ QA.T, torch.eye(len(QA))) if self.roots else (S, QA)
+            R = QG.T @ layer.gradient() @ QA
+            layer.m, layer.v = b1 * layer.m + (1 - b1) * R, b2 * layer.v + (1 - b2) * R**2
+            m = b1 * layer.m / (1 - b1 ** (k + 1)) + (1 - b1) * R / (1 - b1**k)  # Nesterov's
+            U = m / ((layer.v / (1 - b2**k)).sqrt() + eps)
+            U = U * max(ratio * 128 / U.shape[1], 1) if name in heads else orthogonal(U, S, size)
+            for weight, part in layer.parts(QG @ U @ QA.T):
+                weight.mul_(1 - lr * decay).sub_(lr * part)
+
+
+def orthogonal(U: Tensor, S: Tensor, size: float) -> Tensor:
+    """U S's orthogonal factor (Newton-Schulz, as in Muon) times S."""
+    X = U @ S / (U @ S).norm()
+    for _ in range(5):
+        G = X @ X.T
+        X = 3.4445 * X - 4.7750 * G @ X + 2.0315 * G @ G @ X
+    X = X @ S  # its rows get the norm size on average, less where U's entries fade out
+    return size * len(X) ** 0.5 * X / X.norm() * (U.square().mean().sqrt() / 0.03).clamp(max=1)

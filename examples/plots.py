@@ -39,11 +39,14 @@ def draw(runs: list[Path], out: Path) -> list[Path]:
             axis.plot(table[column], smooth(table["loss"]), color=color, alpha=0.35, linewidth=1)
             evaluated = [(x * scale, y) for x, y in zip(table[column], table["held_out_loss"], strict=True) if y == y]
             axis.plot(*zip(*evaluated, strict=True), color=color, marker="o", markersize=3, label=f"{name}, held out")
-        axis.set(xlabel=label, ylabel="loss [nats per byte]", title=f"thin: training, mean of {SMOOTHING} steps")
+        axis.set(xlabel=label, ylabel="loss [nats]", title=f"thin: training, mean of {SMOOTHING} steps")
         axis.set_ylim(top=min(4.0, axis.get_ylim()[1]))
         axis.grid(alpha=0.3)
         axis.legend()
         files.append(_save(figure, out / f"loss_by_{column}.png"))
+    classified = {name: table for name, table in tables.items() if "held_out_accuracy" in table}
+    if classified:
+        files.append(_accuracy(classified, out))
     figure, axis = plt.subplots(figsize=(7, 1.6 + 0.6 * len(tables)))
     for row, (_, table) in enumerate(tables.items()):
         left = 0.0
@@ -57,6 +60,17 @@ def draw(runs: list[Path], out: Path) -> list[Path]:
     axis.set(xlabel="mean time of a step on rank 0 [ms]")
     files.append(_save(figure, out / "step_time.png"))
     return files
+
+
+def _accuracy(tables: dict[str, dict[str, list[float]]], out: Path) -> Path:
+    figure, axis = plt.subplots(figsize=(7, 4.5))
+    for name, table in tables.items():
+        known = [(x, 100 * y) for x, y in zip(table["step"], table["held_out_accuracy"], strict=True) if y == y]
+        axis.plot(*zip(*known, strict=True), marker="o", markersize=3, label=name)
+    axis.set(xlabel="step", ylabel="held-out accuracy [%]")
+    axis.grid(alpha=0.3)
+    axis.legend()
+    return _save(figure, out / "accuracy_by_step.png")
 
 
 def _save(figure, path: Path) -> Path:

@@ -52,7 +52,7 @@ def load(path: str | None, context: int) -> Corpus:
         )
     data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)[: stretch * STRETCHES].view(STRETCHES, stretch)
     digest = hashlib.sha256(raw).hexdigest()[:12]
-    # by default without the path, so that runs of two machines can be told to be of the same data
+    # by default without the path, so that runs on two machines can be checked to use the same data
     source = "Python standard library" if path is None else root
     name = f"{source} ({len(files)} files, {len(raw):,} bytes, sha256 {digest})"
     return Corpus(name, data[:, held:].reshape(-1), data[:, :held].reshape(-1))

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ds_kfac.factor_spec import FactorSpec, factor_specs
-from ds_kfac.layers.base import LayerSpec
+from ds_kfac.assignment.factor_spec import FactorSpec, factor_specs
+from ds_kfac.model.layers.base import LayerSpec
 from tests.models import linear_layer
 
 Table = tuple[list[LayerSpec], tuple[FactorSpec, ...]]

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from ds_kfac.layers.base import LayerSpec, Use
-from ds_kfac.side import Side
+from ds_kfac.curvature.side import Side
+from ds_kfac.model.layers.base import LayerSpec, Use
 
 FEATURES, CLASSES = 13, 5
 
@@ -27,6 +27,27 @@ class Net(nn.Module):
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1))
+
+
+class _Stop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        raise FloatingPointError("stopped")
+
+
+class Stoppable(Net):
+    """Its backward raises FloatingPointError below ``middle`` when asked to."""
+
+    stops = False
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        z = self.norm(self.silu(self.first(x)))
+        z = self.head(torch.tanh(self.middle(_Stop.apply(z) if self.stops else z)))
+        return z if y is None else cross_entropy(z, y)
 
 
 def make_net(model: type[nn.Module] = Net, seed: int = 0) -> nn.Module:

@@ -1,4 +1,4 @@
-"""How far rounding alone moves a run: what a comparison with ds_kfac/reference.py may differ by, on this machine.
+"""How far rounding alone moves a run: what a comparison with tests/oracle.py may differ by, on this machine.
 
 A number that was measured on one processor is no bound on another: another instruction set sums in another order, and
 a nearly singular factor, equal eigenvalues or Adam's division by a small moment make a thousand roundings out of one.

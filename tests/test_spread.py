@@ -6,11 +6,11 @@ from functools import partial
 import pytest
 import torch
 
-from ds_kfac.reference import ReferenceKFAC
 from tests import spread
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.test_features import CASES, MixedKFAC, expected_weights
 from tests.models import make_net
+from tests.oracle import ReferenceKFAC
 from tests.spread import PLAIN, Variation, difference, expected, in_float64
 
 WORLD = 2

@@ -23,7 +23,7 @@ template <class Number> struct Pack {
 
     template <int> DS_KFAC_DEVICE void phase(Shared &, int block, int thread) const {
         const int index = table.find(block);
-        const Triangle &layer = table.layers[index];
+        const Triangle layer = table.layers[index];  // a copy: the table would be read again for every element
         const int64_t numel = packed_numel(layer.dim);
         const int64_t first = int64_t(block - table.first_block[index]) * (ITEMS * THREADS) + thread;
         if (first >= numel) return;
@@ -44,7 +44,7 @@ template <class Number> struct Pack {
 
 // One block per tile of the lower triangle; the tile's mirror image goes through shared memory, so that it too is
 // written in rows.
-template <class Number, bool MIRROR> struct Unpack {
+template <class Number> struct Unpack {
     static constexpr int PHASES = 2;
     static constexpr int TILE = 64;
     static constexpr int STEP = THREADS / TILE;  // rows of a tile that the block reads at once
@@ -59,7 +59,7 @@ template <class Number, bool MIRROR> struct Unpack {
 
     template <int PHASE> DS_KFAC_DEVICE void phase(Shared &shared, int block, int thread) const {
         const int index = table.find(block);
-        const Triangle &layer = table.layers[index];
+        const Triangle layer = table.layers[index];  // a copy: the table would be read again for every element
         const Cursor tile(block - table.first_block[index]);
         const int64_t row = tile.row * TILE, column = tile.column * TILE;
         const int x = thread % TILE, y = thread / TILE;
@@ -69,30 +69,37 @@ template <class Number, bool MIRROR> struct Unpack {
             mirror(shared, layer, column + y, row + x, y, x);
     }
 
+    // Inside a tile offsets fit 32 bits: up to 64 rows of at most 2^20 elements. Rows r and r + d, d even, are
+    // d (2 r + d + 1) / 2 elements apart.
     DS_KFAC_DEVICE void read(Shared &shared, const Triangle &layer, int64_t row, int64_t column, int y, int x) const {
+        const int r = static_cast<int>(row), c = static_cast<int>(column), stride = static_cast<int>(layer.stride);
+        const int dim = static_cast<int>(layer.dim);
+        const Number *from = packed + layer.start + packed_numel(row) + column;
+        float *to = layer.matrix + row * layer.stride + column;
         float values[TILE / STEP];
         DS_KFAC_UNROLL
         for (int i = 0; i < TILE / STEP; ++i) {
-            const int64_t r = row + i * STEP;
-            const bool lower = r < layer.dim && column <= r;
-            values[i] = lower ? load(packed + layer.start + packed_numel(r) + column) : 0.0f;
+            const int d = i * STEP;
+            values[i] = r + d < dim && c <= r + d ? load(from + d * (2 * r + d + 1) / 2) : 0.0f;
         }
         DS_KFAC_UNROLL
         for (int i = 0; i < TILE / STEP; ++i) {
-            const int64_t r = row + i * STEP;
-            if (r < layer.dim && column <= r) layer.matrix[r * layer.stride + column] = values[i];
-            if (MIRROR) shared.tile[y + i * STEP][x] = values[i];
+            const int d = i * STEP;
+            if (r + d < dim && c <= r + d) to[d * stride] = values[i];
+            shared.tile[y + d][x] = values[i];
         }
     }
 
-    // Above the diagonal: the mirror image, or zeros.
+    // Above the diagonal.
     DS_KFAC_DEVICE void mirror(const Shared &shared, const Triangle &layer, int64_t row, int64_t column, int y,
                                int x) const {
+        const int r = static_cast<int>(row), c = static_cast<int>(column), stride = static_cast<int>(layer.stride);
+        if (column >= layer.dim) return;
+        float *to = layer.matrix + row * layer.stride + column;
         DS_KFAC_UNROLL
         for (int i = 0; i < TILE / STEP; ++i) {
-            const int64_t r = row + i * STEP;
-            if (column < layer.dim && r < column)
-                layer.matrix[r * layer.stride + column] = MIRROR ? shared.tile[x][y + i * STEP] : 0.0f;
+            const int d = i * STEP;
+            if (r + d < c) to[d * stride] = shared.tile[x][y + d];
         }
     }
 };
@@ -114,10 +121,10 @@ int pack(void *packed, int count, void *const *matrices, const int64_t *strides,
     return over_triangles(op, count, matrices, strides, starts, dims, stream);
 }
 
-template <class Number, bool MIRROR>
+template <class Number>
 int unpack(const void *packed, int count, void *const *matrices, const int64_t *strides, const int64_t *starts,
            const int64_t *dims, void *stream) {
-    Unpack<Number, MIRROR> op{};
+    Unpack<Number> op{};
     op.packed = static_cast<const Number *>(packed);
     return over_triangles(op, count, matrices, strides, starts, dims, stream);
 }
@@ -137,14 +144,13 @@ DS_KFAC_API int ds_kfac_cuda_pack(void *packed, int kind, int count, void *const
     }
 }
 
-// The inverse; above the diagonal the mirror image if `mirror`, else zeros. Writes every element of every matrix.
-DS_KFAC_API int ds_kfac_cuda_unpack(const void *packed, int kind, int mirror, int count, void *const *matrices,
+// The inverse, with the mirror image above the diagonal. Writes every element of every matrix.
+DS_KFAC_API int ds_kfac_cuda_unpack(const void *packed, int kind, int count, void *const *matrices,
                                     const int64_t *strides, const int64_t *starts, const int64_t *dims,
                                     void *stream) {
-    using Function = int (*)(const void *, int, void *const *, const int64_t *, const int64_t *, const int64_t *,
-                             void *);
-    static constexpr Function functions[3][2] = {{unpack<float, false>, unpack<float, true>},
-                                                 {unpack<Bf16, false>, unpack<Bf16, true>},
-                                                 {unpack<Fp16, false>, unpack<Fp16, true>}};
-    return functions[kind][mirror ? 1 : 0](packed, count, matrices, strides, starts, dims, stream);
+    switch (kind) {
+        case FP32: return unpack<float>(packed, count, matrices, strides, starts, dims, stream);
+        case BF16: return unpack<Bf16>(packed, count, matrices, strides, starts, dims, stream);
+        default: return unpack<Fp16>(packed, count, matrices, strides, starts, dims, stream);
+    }
 }

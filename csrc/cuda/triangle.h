@@ -42,25 +42,4 @@ struct Cursor {
     }
 };
 
-// The same in a row of equal triangles one after the other, of which the last may be smaller.
-struct BlockCursor {
-    int64_t block_numel;
-    int64_t inside;
-    int64_t row;
-
-    DS_KFAC_BOTH BlockCursor(int64_t index, int64_t block)
-        : block_numel(packed_numel(block)), inside(index % block_numel), row(row_of(inside)) {}
-
-    DS_KFAC_BOTH void advance(int64_t elements) {
-        inside += elements;
-        if (inside >= block_numel) {
-            inside %= block_numel;
-            row = row_of(inside);
-        }
-        while (inside >= packed_numel(row + 1)) ++row;
-    }
-
-    DS_KFAC_BOTH bool on_diagonal() const { return inside == packed_numel(row + 1) - 1; }
-};
-
 }  // namespace ds_kfac

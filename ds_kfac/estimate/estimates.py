@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ds_kfac.config import KFACConfig
-from ds_kfac.costs import CostModel
+from ds_kfac.assignment.cost_model import CostModel
+from ds_kfac.assignment.grid import worker_counts
+from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.estimate.machine import Machine
 from ds_kfac.estimate.memory import memory_of, state_bytes
 from ds_kfac.estimate.mode import Mode
@@ -15,15 +16,11 @@ from ds_kfac.estimate.period import settled_period
 from ds_kfac.estimate.seconds import Stages, Workload
 from ds_kfac.estimate.subject import Subject
 from ds_kfac.estimate.traffic import PlannedTraffic, StepTraffic, mean_traffic
-from ds_kfac.grid import worker_counts
-from ds_kfac.planning import Plan
-from ds_kfac.strategy import Setting, make_plan
-from ds_kfac.zero.regions import held_by_layer, parameter_names
+from ds_kfac.plan.make_plan import Setting, make_plan
+from ds_kfac.plan.plan import Known, Plan
+from ds_kfac.zero.parameters import held_by_layer, parameter_names
 from ds_kfac.zero.shard_plan import planned_shards
 from ds_kfac.zero.shards import ShardMap
-
-MOMENTS: Mapping[str | None, int] = {"adam": 2, "corrected": 1, None: 0}
-"""fp32 tensors of a gradient's shape that a gradient worker keeps, by kind."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ class Estimate:
     Attributes:
         memory: kind -> bytes [W].
         plain, update, refresh: a step that only preconditions, one that also captures every factor, and one that also
-            has every eigenbasis anew.
+            refreshes every eigenbasis.
         mean: over a period of the settled intervals, as planned.
         work: FLOPs and seconds.
         at_once, spread: without and with refreshes spread over their interval.
@@ -100,33 +97,32 @@ def shards_of(subject: Subject, mode: Mode, world: int) -> ShardMap:
     )
 
 
-def planned(subject: Subject, mode: Mode, config: KFACConfig, *, world: int, costs: CostModel) -> Plan:
-    """The plan that a run would make, once it has found the layers that share their inputs.
+def planned(
+    subject: Subject, mode: Mode, config: KFACConfig, *, world: int, costs: CostModel, rows: int | None = None
+) -> Plan:
+    """The plan that a run would make, once it knows the layers that share their inputs, and the rows of a rank.
+
+    Args:
+        rows: tokens (or images) of a rank in a step; None: not known.
 
     Raises:
         ValueError: the fraction does not fit the world or the mode, or the memory budget is too small.
     """
     held = None if mode.replicated else held_by_layer(subject.layers, shards_of(subject, mode, world))
-    setting = Setting(world, held, mode.parameters, mode.gradients, MOMENTS[moments_kind(mode, config)])
+    setting = Setting(world, held, mode.parameters, mode.gradients, mode.rule.moments_count(config))
     plan = make_plan(subject.layers, setting, config, costs)
-    return plan.sharing(subject.shared) if plan.shares and subject.shared else plan
-
-
-def moments_kind(mode: Mode, config: KFACConfig) -> str | None:
-    """Kind of moments that gradient workers keep."""
-    if mode.adam:
-        return "adam"
-    return "corrected" if config.preconditioner.eigenvalues == "corrected" else None
+    groups = subject.shared if plan.shares else ()
+    unit = {layer.name: subject.trace.rows.get(layer.uses[0].module, 1.0) for layer in subject.layers}
+    return plan.knowing(Known(groups, None if rows is None else {name: rows * each for name, each in unit.items()}))
 
 
 def planned_traffic(subject: Subject, mode: Mode, config: KFACConfig, plan: Plan) -> PlannedTraffic:
     return PlannedTraffic(
         plan,
         shards_of(subject, mode, plan.assignment.world),
-        numbers=3 if mode.adam else 1,
-        norm=mode.adam and mode.clips and not mode.replicated,
+        numbers=mode.rule.numbers,
+        norm=mode.rule.needs_norm(mode.clips) and not mode.replicated,
         terms=config.preconditioner.eigenvalues == "corrected",
-        overlap=config.communication.overlap,
     )
 
 
@@ -141,16 +137,17 @@ def estimate(
     Raises:
         ValueError: there is no such plan.
     """
-    plan = planned(subject, mode, config, world=world, costs=machine.costs)
+    plan = planned(subject, mode, config, world=world, costs=machine.costs, rows=rows)
     traffic = planned_traffic(subject, mode, config, plan)
-    work = Workload(plan, config, machine, rows, subject.trace.rows, mode.adam)
+    work = Workload(plan, config, machine, rows, subject.trace.rows, mode.rule)
     counted = Counter((step.captured, step.arriving) for step in settled_period(plan))
-    spread = planned(subject, mode, _staggered(config), world=world, costs=machine.costs).offsets
+    staggered = config.having("eigenbasis", stagger=True)
+    spread = planned(subject, mode, staggered, world=world, costs=machine.costs, rows=rows).offsets
     every, none = traffic.every, frozenset[str]()
     return Estimate(
         name=strategy_name(plan.workers, world, mode),
         plan=plan,
-        memory=memory_of(traffic, config, moments=MOMENTS[moments_kind(mode, config)]),
+        memory=memory_of(traffic, config, moments=mode.rule.moments_count(config)),
         plain=traffic.step(none, none),
         update=traffic.step(every, none),
         refresh=traffic.step(every, every),
@@ -171,8 +168,7 @@ def estimates(
     if not mode.replicated:  # all that lies between is refused alike
         counts = tuple(sorted({*counts[:2], world}))
     for workers in counts:
-        pinned = {"gradient_worker_fraction": workers / world}
-        forced = config.model_copy(update={"assignment": config.assignment.model_copy(update=pinned)})
+        forced = config.having("assignment", gradient_worker_fraction=workers / world)
         try:
             found.append(estimate(subject, mode, forced, world=world, machine=machine, rows=rows))
         except ValueError as problem:
@@ -189,10 +185,6 @@ def strategy_name(workers: int, world: int, mode: Mode) -> str:
     if world == 1:
         return "one rank"
     return {1: "MEM-OPT", world: "COMM-OPT"}.get(workers, f"HYBRID-OPT {workers}/{world}")
-
-
-def _staggered(config: KFACConfig) -> KFACConfig:
-    return config.model_copy(update={"eigenbasis": config.eigenbasis.model_copy(update={"stagger": True})})
 
 
 def _timing(work: Workload, traffic: PlannedTraffic) -> Timing:

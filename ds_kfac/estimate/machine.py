@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_kfac.costs import CostModel
+from ds_kfac.assignment.cost_model import CostModel
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,7 @@ class Machine:
     Attributes:
         costs: of K-FAC's work and of links.
         model_flops: FLOP per second that the model's forward and backward reach; None: those of a product in ``costs``.
+            Products of ours in 16 bits reach them too.
     """
 
     costs: CostModel
@@ -33,6 +34,11 @@ class Machine:
             moved = payload * where
             seconds += np.maximum(moved.sum(axis=0), moved.sum(axis=1)) / rate
         return seconds
+
+    def orthogonal(self, flops: float, width: float, precision: str | None) -> float:
+        """Seconds of an orthogonalization: on a GPU in fp16, unless ``precision`` is "highest"."""
+        half = self.costs.beside and precision != "highest"
+        return flops / max(self.costs.rate(width), (self.model_flops or 0.0) if half else 0.0)
 
     def model_seconds(self, multiplications: float) -> float:
         """Of a forward and backward: 2 FLOPs a multiplication forward, 4 backward."""

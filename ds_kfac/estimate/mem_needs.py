@@ -8,23 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_kfac.columns import wrapped
-from ds_kfac.config import KFACConfig
-from ds_kfac.costs import BUILTIN, CostModel, from_dict
+from ds_kfac.assignment.cost_model import BUILTIN, CostModel
+from ds_kfac.assignment.measured_costs import measured
+from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.curvature.forms import FACTOR_FORMS
 from ds_kfac.estimate.estimates import Estimate, Refused, estimate, estimates
 from ds_kfac.estimate.machine import Machine
 from ds_kfac.estimate.mode import Mode, kfac_config, mode_of, read_config
-from ds_kfac.estimate.subject import Subject, subject_of, subject_of_shapes
+from ds_kfac.estimate.subject import Subject, subject_of
 from ds_kfac.estimate.tables import (
     machine_lines,
     memory_lines,
     strategy_lines,
     subject_lines,
     traffic_lines,
+    verdict,
     work_lines,
 )
 from ds_kfac.estimate.trace import trace
-from ds_kfac.measured_costs import cached
+from ds_kfac.text import wrapped
 
 Config = Mapping[str, Any] | str | os.PathLike
 
@@ -55,7 +57,7 @@ def estimate_kfac_mem_needs_all_live(
         example: arguments of the model's forward. It is run with them, on the device of the model, to find layers
             that share their input, and rows per token; without, no layer is assumed to share its own.
         batch_rows: tokens (or images) of a rank in a step; None: captures and the model's own time are left out.
-        device: "cuda" or "cpu", whose builtin costs count unless the config gives its own (``assignment.costs``).
+        device: "cuda" or "cpu", whose builtin costs count.
         node_size: consecutive ranks of a node.
         stage: of ZeRO, in place of the config's.
 
@@ -70,21 +72,14 @@ def estimate_kfac_mem_needs_all_live(
     on_device = [x.to(device_of) if isinstance(x, Tensor) else x for x in example or ()]
     traced = trace(model, on_device) if on_device else None
     subject = subject_of(model, kfac, mode, trace=traced)
-    machine = Machine(replace(costs_of(kfac, device), node_size=node_size or 1))
+    machine = Machine(replace(costs_of(device, kfac), node_size=node_size or 1))
     lines, found = described(subject, mode, kfac, world=world, machine=machine, rows=batch_rows)
     print("\n".join(lines))
     return found
 
 
 def estimate_kfac_mem_needs_all_cold(
-    shapes: Sequence[tuple[int, int, bool]],
-    config: Config,
-    world: int,
-    *,
-    batch_rows: int | None = None,
-    device: str = "cuda",
-    node_size: int | None = None,
-    stage: int | None = None,
+    shapes: Sequence[tuple[int, int, bool]], config: Config, world: int, **options: Any
 ) -> tuple[Estimate | Refused, ...]:
     """The same without a model, from the shapes of its linear layers alone.
 
@@ -92,15 +87,11 @@ def estimate_kfac_mem_needs_all_cold(
 
     Args:
         shapes: (inputs, outputs, whether there is a bias) of every layer, in the model's order.
-
-    The other arguments, the result and the errors are those of :func:`estimate_kfac_mem_needs_all_live`.
+        options: of :func:`estimate_kfac_mem_needs_all_live`, except ``example``.
     """
-    _, kfac, mode = _read(config, stage)
-    subject = subject_of_shapes(shapes, kfac)
-    machine = Machine(replace(costs_of(kfac, device), node_size=node_size or 1))
-    lines, found = described(subject, mode, kfac, world=world, machine=machine, rows=batch_rows)
-    print("\n".join(lines))
-    return found
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(*shape) for shape in shapes))
+    return estimate_kfac_mem_needs_all_live(model, config, world, **options)
 
 
 def described(
@@ -121,7 +112,7 @@ def described(
     except ValueError as problem:
         refused = wrapped(f"this config: refused: {problem}")
     method = config.preconditioner.method
-    kept = {"eigen": "eigenbases", "inverse": "inverses"}[method]
+    kept = FACTOR_FORMS[method].words
     lines = [
         *subject_lines(subject),
         "",
@@ -132,7 +123,7 @@ def described(
         *refused,
     ]
     if chosen is not None:
-        lines += ["", f"  {chosen.name}: load max/mean {chosen.plan.assignment.imbalance:.2f}"]
+        lines += ["", f"  {verdict(chosen)}", f"  {chosen.name}: load max/mean {chosen.plan.assignment.imbalance:.2f}"]
         for reason in chosen.plan.reasons:
             lines += wrapped(f"plan: {reason}")
         for part in (memory_lines, traffic_lines, work_lines):
@@ -140,25 +131,16 @@ def described(
     return lines, found
 
 
-def costs_of(config: KFACConfig, device: str) -> CostModel:
+def costs_of(device: str, config: KFACConfig) -> CostModel:
     """What a run on such a device would plan with.
 
     Raises:
-        ValueError: they are to be measured, and there is no such device here.
+        ValueError: there is no such device, or ``assignment.costs`` is no such file.
     """
     if device not in BUILTIN:
         raise ValueError(f"device: got {device!r}; must be one of {', '.join(BUILTIN)}")
-    given = config.assignment.costs
-    if isinstance(given, dict):
-        return from_dict(given, BUILTIN[device])
-    if given == "builtin":
-        return BUILTIN[device]
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            'kfac.assignment.costs is "measure", but there is no GPU here to measure: run the estimate where it will '
-            'train, or give "builtin" or your own figures'
-        )
-    return cached(device)
+    file = config.assignment.costs
+    return BUILTIN[device] if file is None else measured(BUILTIN[device], file)
 
 
 def _read(source: Config, stage: int | None) -> tuple[Mapping[str, Any], KFACConfig, Mode]:

@@ -5,16 +5,18 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from ds_kfac.config import KFACConfig
+from ds_kfac.assignment.work import Work, kept_bytes, packed_bytes
+from ds_kfac.comm.reducer import IN_FLIGHT
+from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.estimate.traffic import PlannedTraffic, message_bytes
-from ds_kfac.work import Work, kept_bytes, packed_bytes
 
-STATE = ("factors", "history", "eigenbases", "moments", "residuals")
+STATE = ("factors", "history", "eigenbases", "moments")
 """What is kept between steps; with the inverse method, inverses are counted as eigenbases."""
-TRANSIENT = ("buckets", "messages")
-"""What a step that refreshes everything needs beside it, while it lasts."""
+TRANSIENT = ("sums", "messages")
+"""What a step that captures and refreshes everything needs in addition, while it lasts: sums that are made or averaged
+here, and the messages that are on their way at a time."""
 COUNTER, NORMS = 4, 8
-"""Bytes of the counter beside a layer's moments."""
+"""Bytes of the counter of a layer's moments."""
 
 
 def memory_of(traffic: PlannedTraffic, config: KFACConfig, *, moments: int) -> Mapping[str, np.ndarray]:
@@ -34,7 +36,7 @@ def memory_of(traffic: PlannedTraffic, config: KFACConfig, *, moments: int) -> M
         users = Work.users(factor, assignment.workers)
         memory["eigenbases"][sorted(users)] += kept_bytes(factor.side, plan.method)
         rounded = plan.wire is not torch.float32 and bool(traffic.delivery.receivers[factor.key])
-        if plan.warm_start is not None and (home not in users or rounded):  # the exact one, to start from
+        if plan.exact_every > 1 and (home not in users or rounded):  # the exact one, to start from
             memory["eigenbases"][home] += kept_bytes(factor.side, plan.method)
     for layer in plan.layers:
         workers = list(assignment.workers[layer.name])
@@ -43,15 +45,15 @@ def memory_of(traffic: PlannedTraffic, config: KFACConfig, *, moments: int) -> M
             memory["eigenbases"][workers] += kept_bytes(side, plan.method) if side.block == 0 else 0
         memory["moments"][workers] += (4 * moments * layer.numel + COUNTER) if moments else 0
 
-    buckets = traffic.buckets(traffic.every)
-    memory["buckets"] += sum(4 * bucket.numel for bucket in buckets)
+    for slot in traffic.layout.slots(traffic.every, 0):
+        memory["sums"][list({slot.owner, *slot.contributors})] += 4 * slot.numel
     if world > 1:
-        half = plan.wire is not torch.float32
-        if config.communication.error_feedback and half:
-            memory["residuals"] += sum(2 * slot.numel for bucket in buckets for slot in bucket.slots)
         exchanged = (traffic.gather(traffic.every, traffic.every), traffic.scatter)
-        memory["messages"] += message_bytes(traffic.reductions(traffic.every), sent=half)
-        memory["messages"] += np.maximum(*(message_bytes([message]) for message in exchanged))
+        reductions = [message_bytes([message]) for message in traffic.reductions(traffic.every)]
+        held = [np.zeros(world, dtype=np.int64) + message_bytes([message]) for message in exchanged]
+        for start in range(len(reductions)):
+            held.append(np.sum(reductions[start : start + IN_FLIGHT], axis=0))
+        memory["messages"] += np.max(held, axis=0)
     return memory
 
 
@@ -61,5 +63,5 @@ def state_bytes(memory: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def transient_bytes(memory: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Bytes [W] beside them in a step that captures and refreshes everything: the first one, if not every."""
+    """Bytes [W] in addition to them in a step that captures and refreshes everything: the first one, if not every."""
     return np.sum([memory[kind] for kind in TRANSIENT], axis=0)

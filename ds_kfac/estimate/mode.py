@@ -11,10 +11,13 @@ import hjson
 import torch
 from deepspeed.runtime.config import DtypeEnum
 
-from ds_kfac.adamw import NAME as KFAC_ADAMW
-from ds_kfac.config import KFACConfig, find_block, parse
+from ds_kfac.config.kfac import KFACConfig, find_block, parse
+from ds_kfac.directions.base import UpdateRule
+from ds_kfac.directions.table import DIRECTIONS, rule_in
+from ds_kfac.engine.asked import Configured, block
+from ds_kfac.engine.refusals import configured
 
-DEFAULT: Mapping[str, Any] = {"optimizer": {"type": KFAC_ADAMW}, "kfac": {}}
+DEFAULT: Mapping[str, Any] = {"optimizer": {"type": DIRECTIONS[0].optimizer_type}, "kfac": {}}
 """The config of an estimate without one."""
 
 
@@ -26,7 +29,7 @@ class Mode:
         stage: of ZeRO.
         replicated: whether every rank has every averaged gradient.
         parameters, gradients: dtypes of the model, and of gradients where K-FAC reads them.
-        adam: whether the optimizer is KFACAdamW.
+        rule: how the optimizer steps.
         split_groups: whether parameter groups are laid out as [preconditioned | rest].
         clips: whether gradients are clipped.
     """
@@ -35,14 +38,16 @@ class Mode:
     replicated: bool
     parameters: torch.dtype
     gradients: torch.dtype
-    adam: bool
+    rule: UpdateRule
     split_groups: bool
     round_robin: bool
     clips: bool
 
     def __str__(self) -> str:
         dtype = str(self.parameters).removeprefix("torch.")
-        return f"ZeRO stage {self.stage}, {dtype} parameters" + (f", {KFAC_ADAMW}" if self.adam else "")
+        return f"ZeRO stage {self.stage}, {dtype} parameters" + (
+            f", {self.rule.name}" if self.rule.optimizer_type else ""
+        )
 
 
 def read_config(source: Mapping[str, Any] | str | os.PathLike) -> Mapping[str, Any]:
@@ -70,8 +75,10 @@ def kfac_config(ds_config: Mapping[str, Any]) -> KFACConfig:
     Raises:
         ValueError: the block is wrong.
     """
-    block = find_block(ds_config)
-    return parse({} if block is None else block).for_optimizer(adam=_optimizer(ds_config) == KFAC_ADAMW)
+    found = find_block(ds_config)
+    name = str(block(ds_config, "optimizer").get("type") or "")
+    config, _ = rule_in(ds_config).resolved(parse({} if found is None else found), name)
+    return config
 
 
 def mode_of(ds_config: Mapping[str, Any], config: KFACConfig, stage: int | None = None) -> Mode:
@@ -83,42 +90,41 @@ def mode_of(ds_config: Mapping[str, Any], config: KFACConfig, stage: int | None 
     Raises:
         ValueError: a stage or a dtype that does not exist, or an engine that K-FAC or the estimator does not know.
     """
-    _refuse(ds_config)
-    zero = _block(ds_config, "zero_optimization")
+    zero = block(ds_config, "zero_optimization")
     stage = zero.get("stage", 0) if stage is None else stage
+    _refuse(Configured(ds_config, config, stage))
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_optimization.stage: got {stage!r}; must be 0, 1, 2 or 3")
     parameters = torch.float32
     for key, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16)):
-        if _block(ds_config, key).get("enabled") is True:
+        if block(ds_config, key).get("enabled") is True:
             parameters = dtype
-    name = _block(ds_config, "data_types").get("grad_accum_dtype")
+    name = block(ds_config, "data_types").get("grad_accum_dtype")
     try:
         accumulation = parameters if name is None else DtypeEnum(name).value
     except ValueError:
         raise ValueError(f"data_types.grad_accum_dtype: got {name!r}; must be fp32, fp16 or bf16") from None
-    offload = _block(zero, "offload_optimizer").get("device", "none") not in ("none", None)
+    offload = block(zero, "offload_optimizer").get("device", "none") not in ("none", None)
     bf16 = stage == 1 and parameters == torch.bfloat16 and accumulation == torch.float32 and not offload
     gradients = parameters if stage == 0 else torch.float32 if offload else accumulation
-    adam = _optimizer(ds_config) == KFAC_ADAMW
+    rule = rule_in(ds_config)
     return Mode(
         stage=stage,
         replicated=stage == 0 or bf16,
         parameters=parameters,
         gradients=gradients,
-        adam=adam,
-        split_groups=adam or config.assignment.kfac_first,
+        rule=rule,
+        split_groups=rule.optimizer_type is not None,
         round_robin=bool(zero.get("round_robin_gradients", False)),
         clips=bool(ds_config.get("gradient_clipping", 0.0)),
     )
 
 
-def rows_of(ds_config: Mapping[str, Any], world: int, units: int, assumed: int) -> tuple[int, str]:
+def rows_of(ds_config: Mapping[str, Any], world: int, units: int) -> tuple[int, str]:
     """Tokens (or images) of a rank in a step, and where that number is from.
 
     Args:
         units: tokens (or images) of one example.
-        assumed: examples, if the config does not say.
     """
     steps, micro, batch = (
         ds_config.get(key)
@@ -130,31 +136,17 @@ def rows_of(ds_config: Mapping[str, Any], world: int, units: int, assumed: int) 
     elif type(batch) is int:
         count = max(1, batch // world)
     else:
-        count, origin = assumed, ", assumed: the config has no batch size"
+        count, origin = 1, ", assumed: the config has no batch size"
     return count * units, f"{count} x {units:,} tokens or images{origin}"
 
 
-def _block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    found = config.get(key)
-    return found if isinstance(found, Mapping) else {}
-
-
-def _refuse(ds_config: Mapping[str, Any]) -> None:
-    """What ``zero/validate.py`` says of an engine, as far as the config tells; and what is not estimated."""
-    name = str(_optimizer(ds_config) or "").lower()
-    if name == "muon":
-        raise ValueError('optimizer.type "Muon": it replaces gradients by its own updates: choose Muon or K-FAC')
-    if name in ("onebitadam", "onebitlamb", "zerooneadam"):
-        raise ValueError(f"optimizer.type {name}: gradients are not averaged before its step; choose AdamW or such")
-    offload = _block(_block(ds_config, "zero_optimization"), "offload_optimizer")
-    if offload.get("device") == "nvme":
-        raise ValueError('zero_optimization.offload_optimizer.device "nvme" is refused at attach; set it to "cpu"')
-    if _block(ds_config, "tensor_parallel").get("autotp_size", 0) not in (0, 1):
-        raise ValueError(
-            "tensor_parallel.autotp_size: the estimator knows data parallelism only; take it out, and give the "
+def _refuse(asked: Configured) -> None:
+    """What attach would refuse, as far as the config shows; and what is not estimated."""
+    refused = configured(asked)
+    if block(asked.ds_config, "tensor_parallel").get("autotp_size", 0) not in (0, 1):
+        refused.append(
+            "tensor_parallel.autotp_size: the estimator knows data parallelism only: take it out, and give the "
             "data-parallel ranks as the world"
         )
-
-
-def _optimizer(ds_config: Mapping[str, Any]) -> Any:
-    return _block(ds_config, "optimizer").get("type")
+    if refused:
+        raise ValueError("; ".join(refused))

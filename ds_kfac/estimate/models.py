@@ -1,63 +1,37 @@
-"""Models by name, on the meta device: built-in ones, and any that a function of the user's makes."""
+"""A model that a function of the user's makes, or transformers from a config.json, on the meta device."""
 
 import importlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ds_kfac.estimate.resnet import ResNet50
-from ds_kfac.estimate.transformers import BERT, BERT_LARGE, GPT2, GPT2_SMALL, GPT2_XL, LLAMA_7B, Llama, Shape
+CONTEXT = 4096
+"""Most tokens of an example of a language model; its config may allow a million."""
 
 
-@dataclass(frozen=True)
-class Known:
-    """A built-in model.
-
-    Attributes:
-        example: one, on the meta device.
-        batch: examples of a rank in a step where nothing else is said.
-    """
-
-    make: Callable[[], nn.Module]
-    example: Callable[[], Tensor]
-    batch: int
-
-
-def _tokens(shape: Shape) -> Callable[[], Tensor]:
-    return partial(torch.zeros, 1, shape.context, dtype=torch.long, device="meta")
-
-
-MODELS: Mapping[str, Known] = {
-    "gpt2": Known(partial(GPT2, GPT2_SMALL), _tokens(GPT2_SMALL), 8),
-    "gpt2-xl": Known(partial(GPT2, GPT2_XL), _tokens(GPT2_XL), 8),
-    "bert-large": Known(partial(BERT, BERT_LARGE), _tokens(BERT_LARGE), 16),
-    "llama-7b": Known(partial(Llama, LLAMA_7B), _tokens(LLAMA_7B), 4),
-    "resnet50": Known(ResNet50, partial(torch.zeros, 1, 3, 224, 224, device="meta"), 64),
-}
-
-
-def build(name: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
+def build(name: str, lora: int | None = None) -> tuple[nn.Module, tuple[Any, ...] | None]:
     """A model and the arguments of its forward for one example, or None if they are not known.
 
     Args:
-        name: of :data:`MODELS`; or "module:factory", a function without arguments that returns a model, or a model
-            and a tuple of arguments. It is called inside ``torch.device("meta")``.
+        lora: rank of adapters that peft puts to all linear layers but the head, all else frozen; None: none.
+        name: "module:factory", a function without arguments that returns a model, or a model and a tuple of arguments
+            (or the only one). It is called inside ``torch.device("meta")``. Or "timm:NAME", one of timm's, with an
+            image of the size it was trained on; or "hf:PATH", a config.json of transformers or its folder.
 
     Raises:
         ValueError: no such model.
     """
-    factory = MODELS[name].make if name in MODELS else _factory(name)
+    factory = _factory(name)
     with torch.device("meta"):
         made: Any = factory()
-        if name in MODELS:
-            made = made, MODELS[name].example()
         model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         if not isinstance(model, nn.Module):
             raise ValueError(f"model {name}: returned a {type(model).__name__}, not a torch.nn.Module")
+        if lora is not None:
+            model = _with_lora(model, lora)
         if example is None:
             return model, None
         arguments = example if isinstance(example, (tuple, list)) else (example,)
@@ -67,8 +41,15 @@ def build(name: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
 def _factory(name: str) -> Callable[[], Any]:
     where, colon, attribute = name.partition(":")
     if not colon or not where or not attribute:
-        raise ValueError(f"model {name}: not known; give one of {', '.join(MODELS)}, or module:factory")
+        raise ValueError(
+            f"model {name}: give module:factory, a function that returns a model, such as my_models:gpt; or hf:PATH, a "
+            "config.json of transformers"
+        )
     try:
+        if where == "timm":
+            return _of_timm(attribute)
+        if where == "hf":
+            return _of_transformers(attribute)
         found = importlib.import_module(where)
     except ImportError as problem:
         raise ValueError(f"model {name}: {problem}; is its folder in PYTHONPATH?") from problem
@@ -76,3 +57,46 @@ def _factory(name: str) -> Callable[[], Any]:
     if not callable(factory):
         raise ValueError(f"model {name}: {where} has no function {attribute}")
     return factory
+
+
+def _of_timm(name: str) -> Callable[[], Any]:
+    timm = importlib.import_module("timm")
+
+    def factory() -> Any:
+        model = timm.create_model(name)
+        return model, torch.zeros(1, *model.default_cfg["input_size"])
+
+    return factory
+
+
+def _of_transformers(path: str) -> Callable[[], Any]:
+    """By the class that its config names, else as a causal language model."""
+    transformers = importlib.import_module("transformers")
+    if not os.path.exists(path):
+        raise ValueError(f"model hf:{path}: no such file or folder; give a model's config.json, nothing is downloaded")
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as problem:
+        raise ValueError(f"model hf:{path}: {str(problem).splitlines()[0]}") from problem
+    known = [getattr(transformers, name, None) for name in config.architectures or ()]
+    kind = next((found for found in known if found is not None), None)
+
+    def factory() -> Any:
+        made = kind._from_config(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
+        if hasattr(config, "image_size") and not hasattr(config, "vocab_size"):
+            return made, torch.zeros(1, config.num_channels, config.image_size, config.image_size)
+        if config.is_encoder_decoder or not hasattr(config, "vocab_size"):
+            return made
+        length = min(getattr(config, "max_position_embeddings", CONTEXT) or CONTEXT, CONTEXT)
+        return made, torch.zeros(1, length, dtype=torch.long)
+
+    return factory
+
+
+def _with_lora(model: nn.Module, rank: int) -> nn.Module:
+    try:
+        peft = importlib.import_module("peft")
+    except ImportError as problem:
+        raise ValueError(f"--lora: {problem}; pip install peft") from problem
+    options = {"task_type": "CAUSAL_LM"} if hasattr(model, "prepare_inputs_for_generation") else {}
+    return peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules="all-linear", **options))

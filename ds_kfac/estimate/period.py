@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from ds_kfac.planning import Plan
+from ds_kfac.plan.plan import Plan
 
 Keys = frozenset[str]
 
@@ -26,7 +26,9 @@ def settled_period(plan: Plan) -> tuple[Happening, ...]:
     refreshes the period is as many refresh intervals long."""
     timetable = replace(plan, adaptive=None).timetable()
     schedule = plan.schedule
-    settled = max(schedule.displaced(offset).settled for offset in {0, *plan.offsets.values()})
+    settled = max(
+        schedule.displaced(offset).settled for offset in {0, *(plan.offsets.get(unit, 0) for unit in plan.together)}
+    )
     update, refresh = schedule.intervals(settled)
     period = update * -(-refresh // update)
     lag, start = min(plan.lag, refresh - 1), settled + 2 * period

@@ -1,35 +1,36 @@
 """FLOPs and predicted seconds of a plan's steps, stage by stage. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from ds_kfac.adam_choice import keeps_direction
-from ds_kfac.config import KFACConfig
-from ds_kfac.costs import CostModel, capture_flops, decompose_flops, precondition_flops
+from ds_kfac.assignment.cost_model import CostModel, capture_flops, decompose_flops, mean_width, precondition_flops
+from ds_kfac.assignment.factor_spec import FactorSpec
+from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.directions.base import UpdateRule
 from ds_kfac.estimate.machine import Machine
 from ds_kfac.estimate.period import Happening, settled_period
-from ds_kfac.estimate.traffic import PlannedTraffic, StepTraffic
-from ds_kfac.factor_spec import FactorSpec
-from ds_kfac.layers.base import LayerSpec
-from ds_kfac.planning import Plan
+from ds_kfac.estimate.traffic import KINDS, PlannedTraffic, StepTraffic
+from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers.convolution import Convolution
+from ds_kfac.model.layers.registry import LAYERS
+from ds_kfac.model.patches import grid_step
+from ds_kfac.model.rows import RowRule
+from ds_kfac.plan.plan import Plan
 
 STAGES = ("capture", "reduce", "refresh", "relayout", "precondition")
-NEWTON_SCHULZ_STEPS = 5
 REDUCED = ("factors",)
-MOVED = ("gradients", "eigenvectors", "eigenvalues", "inverses", "results", "numbers")
+MOVED = tuple(kind for kind in KINDS if kind not in REDUCED)
+
+HIDDEN = 0.5
+"""Of decompositions that have steps to be done in: assumed to run where the model leaves a GPU idle. Batch sums hide
+behind the backward that makes them, all but their last message. On a CPU nothing does."""
 
 Stages = Mapping[str, float]
-"""Stage -> seconds of its slowest rank. Stages follow each other, with a collective between any two, so the sum is the
-step's."""
-
-
-def orthogonalize_flops(layer: LayerSpec) -> int:
-    """Newton-Schulz, see ``orthogonal.py``."""
-    short, long = sorted((layer.dim_G, layer.dim_A))
-    return NEWTON_SCHULZ_STEPS * (4 * short**2 * long + 2 * short**3)
+"""Stage -> seconds of its slowest rank, and under "hidden" what the model covers of them, negative. Stages follow each
+other, with a collective between any two, so the sum is the step's."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Workload:
     Attributes:
         rows: tokens (or images) of a rank in a step; None: not known, captures are left out.
         unit_rows: module name -> rows of one token (or image), 1 for those that are not in it.
-        adam: whether directions are KFACAdamW's.
+        rule: how the optimizer steps.
     """
 
     plan: Plan
@@ -47,7 +48,7 @@ class Workload:
     machine: Machine
     rows: int | None
     unit_rows: Mapping[str, float]
-    adam: bool
+    rule: UpdateRule
 
     @property
     def costs(self) -> CostModel:
@@ -55,9 +56,21 @@ class Workload:
 
     @cached_property
     def capture_flops(self) -> Mapping[str, int]:
-        """Factor key -> on every rank alike, per capture."""
+        """Factor key -> on each contributor, per capture."""
         leaders = {layer.name: layer for layer in self.plan.layers}
         return {factor.key: self._capture(factor, leaders[factor.layers[0]]) for factor in self.plan.assignment.factors}
+
+    @cached_property
+    def captures(self) -> np.ndarray:
+        """[W], FLOPs of capturing everything once."""
+        return self._captured(self.capture_flops.keys())
+
+    def _captured(self, keys: Collection[str]) -> np.ndarray:
+        """[W], FLOPs of capturing some factors."""
+        total, assignment = np.zeros(self.plan.assignment.world), self.plan.assignment
+        for key in keys:
+            total[list(self.plan.contributors.of(key, assignment.decomposers[key], 0))] += self.capture_flops[key]
+        return total
 
     @cached_property
     def decompose_flops(self) -> np.ndarray:
@@ -69,11 +82,11 @@ class Workload:
 
     @cached_property
     def precondition_flops(self) -> np.ndarray:
-        """[W], per step; with Newton-Schulz where directions are orthogonalized."""
+        """[W], per step; with what the update rule adds."""
         total = np.zeros(self.plan.assignment.world)
         for layer in self.plan.layers:
             ranks = list(self.plan.assignment.workers[layer.name])
-            total[ranks] += precondition_flops(layer, self.plan.method) + self._orthogonalize(layer)
+            total[ranks] += precondition_flops(layer, self.plan.method) + self.rule.flops(self.config, layer)
         return total
 
     def seconds(self, happening: Happening, traffic: PlannedTraffic) -> Stages:
@@ -86,13 +99,16 @@ class Workload:
             fold[home] += costs.fold(factor.side) if factor.key in happening.captured else 0.0
             if factor.key in happening.decomposed:
                 refresh[home] += costs.decompose(factor.side, plan.method, exact=happening.exact)
+        messages = max(1, len(traffic.layout.buckets(happening.captured, 0)))
         reduce, relayout = (self._travel(step, kinds) for kinds in (REDUCED, MOVED))
+        relayout = relayout + self._copies
         return {
-            "capture": sum(self.capture_flops[key] for key in happening.captured) / costs.syrk_flops,
+            "capture": float(self._captured(happening.captured).max()) / costs.syrk_flops,
             "reduce": float((reduce + fold).max()),
             "refresh": float(refresh.max()),
             "relayout": float(relayout.max()),
             "precondition": float(self._precondition.max()),
+            "hidden": -float(reduce.max()) * (1 - 1 / messages) * costs.beside,
         }
 
     def _travel(self, step: StepTraffic, kinds: Sequence[str]) -> np.ndarray:
@@ -112,18 +128,27 @@ class Workload:
             refresh = [stages["refresh"] for stages in found]
             for index, stages in enumerate(found):
                 stages["refresh"] = sum(refresh[index - back] for back in range(lag)) / lag
+                stages["hidden"] -= HIDDEN * stages["refresh"] * self.costs.beside
         return found
 
     @cached_property
     def _precondition(self) -> np.ndarray:
         seconds = np.zeros(self.plan.assignment.world)
         for layer in self.plan.layers:
-            more = self.costs.precondition(layer, self.plan.method) + self.costs.gemm(self._orthogonalize(layer))
+            precision, flops = self.config.preconditioner.precision, self.rule.flops(self.config, layer)
+            more = self.machine.orthogonal(flops, mean_width(layer), precision)
+            more += self.costs.precondition(layer, self.plan.method)
+            more += self.costs.elementwise(4 * self.rule.passes * layer.numel)
             seconds[list(self.plan.assignment.workers[layer.name])] += more
         return seconds
 
-    def _orthogonalize(self, layer: LayerSpec) -> int:
-        return orthogonalize_flops(layer) if self.adam and keeps_direction(self.config.adam, layer) is None else 0
+    @cached_property
+    def _copies(self) -> np.ndarray:
+        """[W], seconds of taking gradients together and of putting results in their place, a copy each."""
+        numel = np.zeros(self.plan.assignment.world)
+        for layer in self.plan.layers:
+            numel[list(self.plan.assignment.workers[layer.name])] += layer.numel
+        return numel * (4 * 4 / self.costs.copy_bytes)
 
     def _capture(self, factor: FactorSpec, layer: LayerSpec) -> int:
         total = 0
@@ -131,7 +156,11 @@ class Workload:
             if use.kind == "Embedding" and factor.is_A:  # counts, no products
                 continue
             rows = round((self.rows or 0) * self.unit_rows.get(use.module, 1))
-            if self.config.factor.sample_rows is not None:
+            if isinstance(LAYERS[use.kind], Convolution):
+                factor_config, dims = self.config.factor, int(use.kind[-2])
+                rule = RowRule(sample=factor_config.sample_rows, positions=factor_config.sample_positions)
+                rows //= grid_step(rule, rows, dims, max(layer.shape[-2:])) ** dims
+            elif self.config.factor.sample_rows is not None:
                 rows = min(rows, self.config.factor.sample_rows)
             total += capture_flops(use.A if factor.is_A else use.G, rows)
         return total

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_kfac.shared_inputs import SharedInputs
+from ds_kfac.model.shared_inputs import SharedInputs
 
 CHANNELS_FIRST = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.GroupNorm)
-"""Modules whose output's second dimension is what others have last."""
+"""Modules whose tensors' second dimension is what others have last."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a forward tells; an empty one knows nothing.
+    """What a forward shows; an empty one knows nothing.
 
     Attributes:
         inputs: module name -> numbers of its inputs; modules with equal ones share them.
@@ -55,8 +55,9 @@ def trace(model: nn.Module, example: Sequence[Any]) -> Trace:
             x = inputs[0] if inputs else next(iter(named.values()), None)
             if isinstance(x, Tensor):
                 seen.see(name, x)
-            if isinstance(output, Tensor) and output.ndim:
-                rows[name] += output.numel() // output.shape[1 if isinstance(module, CHANNELS_FIRST) else -1]
+            seen_by = x if isinstance(module, nn.modules.conv._ConvTransposeNd) else output
+            if isinstance(seen_by, Tensor) and seen_by.ndim:
+                rows[name] += seen_by.numel() // seen_by.shape[1 if isinstance(module, CHANNELS_FIRST) else -1]
 
         return called
 

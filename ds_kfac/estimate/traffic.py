@@ -7,25 +7,26 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from ds_kfac.board import Board
-from ds_kfac.bucket import FactorBucket, step_buckets
-from ds_kfac.delivery import Delivery
-from ds_kfac.mail import ALIGNMENT
-from ds_kfac.notices import notices
-from ds_kfac.planning import Plan
-from ds_kfac.wire import segment_bytes
+from ds_kfac.comm.bucket import Layout, payload
+from ds_kfac.comm.delivery import Delivery
+from ds_kfac.comm.message import ALIGNMENT
+from ds_kfac.comm.moves import RelayoutPlan
+from ds_kfac.comm.scalars import Scalars
+from ds_kfac.curvature.forms import FACTOR_FORMS
+from ds_kfac.plan.plan import Plan
+from ds_kfac.step.scalar_names import scalar_names
 from ds_kfac.zero.exchange import ExchangePlan
-from ds_kfac.zero.relayout import RelayoutPlan
 from ds_kfac.zero.shards import ShardMap
 
 Keys = frozenset[str]
 Message = Mapping[str, np.ndarray]
 """Kind -> bytes [W, W] from the row's rank to the column's; kinds in the order in which they lie in the message."""
 
-KINDS = ("factors", "gradients", "eigenvectors", "eigenvalues", "inverses", "results", "numbers")
-"""As :class:`ds_kfac.traffic.Channel` counts them."""
-SCATTERED_NUMBERS = 6
-"""What the optimizer counts over ranks beside the direction's numbers and a flag per layer: see ``_scatter``."""
+PARTS = tuple(dict.fromkeys(part.kind for form in FACTOR_FORMS.values() for part in form.parts))
+KINDS = ("factors", "gradients", *PARTS, "results", "numbers")
+"""As :class:`ds_kfac.comm.channel.Channel` counts them."""
+SCATTERED_NUMBERS = 7
+"""What the step counts over ranks in addition to the direction's numbers and a flag per layer: see ``_scatter``."""
 
 
 @dataclass(frozen=True)
@@ -74,16 +75,16 @@ class PlannedTraffic:
     Args:
         shards: where the gradients of the plan's layers are.
         numbers: scalars that the direction sums over ranks.
-        norm: whether ranks tell each other the norm of their gradients.
-        terms: whether decomposers tell loss terms (corrected eigenvalues).
-        overlap: whether batch sums leave in two messages.
+        norm: whether ranks exchange the norm of their gradients.
+        terms: whether decomposers send loss terms (corrected eigenvalues).
+
+    Attributes:
+        layout: of batch sums; what is asked of it is of step 0, one update is like another.
     """
 
-    def __init__(
-        self, plan: Plan, shards: ShardMap, *, numbers: int, norm: bool = False, terms: bool, overlap: bool
-    ) -> None:
+    def __init__(self, plan: Plan, shards: ShardMap, *, numbers: int, norm: bool = False, terms: bool) -> None:
         self.plan, self.world = plan, shards.world
-        self.norm, self.terms, self.overlap = norm, terms, overlap
+        self.norm, self.terms = norm, terms
         assignment = plan.assignment
         self.exchange = ExchangePlan(shards, plan.layers, assignment.workers)
         self.delivery = Delivery(
@@ -94,6 +95,10 @@ class PlannedTraffic:
             wire=plan.wire,
             method=plan.method,
         )
+        self.layout = Layout(
+            plan.layers, assignment.factors, assignment.decomposers, plan.contributors, plan.wire.itemsize,
+            plan.bucket_bytes, least=2,
+        )  # fmt: skip
         self._scattered = numbers + SCATTERED_NUMBERS + len(plan.layers)
         self._steps: dict[tuple[Keys, Keys], StepTraffic] = {}
 
@@ -117,46 +122,39 @@ class PlannedTraffic:
             self._steps[captured, arriving] = StepTraffic(payload, calls)
         return self._steps[captured, arriving]
 
-    def buckets(self, captured: Keys) -> tuple[FactorBucket, ...]:
-        assignment = self.plan.assignment
-        return step_buckets(
-            self.plan.layers,
-            assignment.factors,
-            assignment.decomposers,
-            world=self.world,
-            keys=captured,
-            halved=self.overlap and self.world > 1,
-        )
-
     def reductions(self, captured: Keys) -> list[Message]:
-        """Batch sums; a rank's own segment goes through the message too, on the diagonal."""
+        """Messages of batch sums."""
         found: list[Message] = []
-        for bucket in self.buckets(captured):
-            sizes = [segment_bytes(segment, self.plan.wire) for segment in bucket.segments]
-            found.append({"factors": np.tile(np.array(sizes, dtype=np.int64), (self.world, 1))})
+        for bucket in self.layout.buckets(captured, 0):
+            matrix = np.zeros((self.world, self.world), dtype=np.int64)
+            for (source, target), nbytes in payload(bucket, self.plan.wire.itemsize).items():
+                matrix[source, target] = nbytes
+            found.append({"factors": matrix})
         return found
 
     def gather(self, captured: Keys, arriving: Keys) -> Message:
-        """Gradients to their workers, eigenbases or inverses, and what ranks tell each other."""
+        """Gradients to their workers, eigenbases or inverses, and the exchanged scalars."""
         moves = zip(self.delivery.kinds, self.delivery.plans(arriving), self.delivery.dtypes(), strict=True)
         order = [factor.key for factor in self.plan.assignment.factors if factor.key in arriving]
-        names = notices(self.plan, captured=captured, arriving=order, travels=self.delivery.travels, terms=self.terms)
+        names = scalar_names(
+            self.plan, captured=captured, arriving=order, travels=self.delivery.travels, terms=self.terms
+        )
         if self.norm:
-            for rank, told in enumerate(names):
-                told.append(("norm", rank))
+            for rank, own in enumerate(names):
+                own.append(("norm", rank))
         legs = {
             "gradients": self._gradients,
             **{kind: self._matrix(plan, dtype) for kind, plan, dtype in moves},
-            "numbers": self._told(Board(names, 0)),
+            "numbers": self._scalars(Scalars(names, 0)),
         }
         return _moving(legs)
 
     @cached_property
     def scatter(self) -> Message:
         """Results, and the numbers that are summed over a row."""
-        board = Board([range(self._scattered)] * self.world, 0, self.plan.rows)
+        scalars = Scalars([range(self._scattered)] * self.world, 0, self.plan.rows)
         results = self._matrix(self.exchange.scatter, self.plan.gradient_dtypes[1])
-        return _moving({"results": results, "numbers": self._told(board)})
+        return _moving({"results": results, "numbers": self._scalars(scalars)})
 
     @cached_property
     def _gradients(self) -> np.ndarray:
@@ -169,12 +167,12 @@ class PlannedTraffic:
             np.add.at(matrix, (moves[:, 0], moves[:, 1]), moves[:, 2] * dtype.itemsize)
         return matrix
 
-    def _told(self, board: Board) -> np.ndarray:
+    def _scalars(self, scalars: Scalars) -> np.ndarray:
         """As its plan, which has a move for every pair of ranks, would give."""
         matrix = np.zeros((self.world, self.world), dtype=np.int64)
-        for row in board.rows:
+        for row in scalars.rows:
             for rank in row:
-                matrix[rank, list(row)] = len(board.names[rank]) * torch.float32.itemsize
+                matrix[rank, list(row)] = len(scalars.names[rank]) * torch.float32.itemsize
                 matrix[rank, rank] = 0
         return matrix
 

@@ -1,1 +1,1 @@
-"""The op vocabulary: specification, backends and the functions other floors call."""
+"""The op vocabulary: specification, backends and the functions that other folders call."""

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any
 
-from ds_kfac.ops import cpp, cuda, functional
+import torch
+
+from ds_kfac.ops import cuda, functional
+from ds_kfac.ops.check import faults
 from ds_kfac.ops.guarded import guarded
 from ds_kfac.ops.triton import backend as triton
 
@@ -16,12 +19,9 @@ OPS = (
     "syrk_accumulate_",
     "block_syrk_accumulate_",
     "count_accumulate_",
-    "patch_syrk_accumulate_",
     "symmetric_pack_into_",
     "symmetric_unpack_from",
     "ema_update_",
-    "similarity",
-    "eigen_scale",
     "eigen_scale_dot",
     "corrected_scale_dot",
     "adam_scale",
@@ -43,7 +43,6 @@ class Backend:
 
 
 BACKENDS: dict[str, Backend] = {
-    "cpp": Backend("cpu", cpp.load),
     "triton": Backend("cuda", triton.load),
     "cuda": Backend("cuda", cuda.load),
     "torch": Backend(None, lambda: {op: getattr(functional, op) for op in OPS}),
@@ -57,11 +56,16 @@ class Choice:
 
     Attributes:
         ops: op -> (backend, implementation, guarded).
-        missing: backend for this device -> why it cannot run here.
+        missing: backend for this device, or op of one -> why it is not used here; such an op is torch's.
     """
 
     ops: Mapping[str, tuple[str, Implementation]]
     missing: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def replaced(self) -> dict[str, str]:
+        """Op that a backend has and that is wrong or fails, here or on another rank -> how."""
+        return {name: why for name, why in self.missing.items() if name in OPS}
 
     def __str__(self) -> str:
         """For people: ops by backend, and why others are not used."""
@@ -79,7 +83,7 @@ def use(backend: str | None, device: str, without: Mapping[str, str] | None = No
     """Choose for this process: null the best per op, a name that backend for every op it has. Builds what is needed.
 
     Args:
-        without: backends that are not to be taken for null, and why.
+        without: backends, and ops of backends, that are not to be taken, and why.
 
     Raises:
         ValueError: the one that was asked for cannot run on ``device``, and why.
@@ -89,7 +93,7 @@ def use(backend: str | None, device: str, without: Mapping[str, str] | None = No
         choice = _choose(backend, device, without or {})
         if backend is not None and backend in choice.missing:
             raise ValueError(
-                f'kfac.ops.backend "{backend}" cannot run here: {choice.missing[backend]}; null takes what can'
+                f'kfac.ops.backend "{backend}" cannot run here: {choice.missing[backend]}; null chooses one that can'
             )
         _asked = backend
         _choices.clear()
@@ -125,5 +129,10 @@ def _choose(backend: str | None, device: str, without: Mapping[str, str]) -> Cho
             missing[name] = str(problem)
             continue
         for op, implementation in found.items():
-            ops.setdefault(op, (name, implementation if name == "torch" else guarded(name, op, implementation)))
+            if name == "torch" or op not in without:
+                ops.setdefault(op, (name, implementation if name == "torch" else guarded(name, op, implementation)))
+    missing |= {op: why for op, why in without.items() if op in OPS}
+    compiled = {op: found for op, found in ops.items() if found[0] != "torch"}
+    for op, why in faults(compiled, torch.device(device)).items():
+        missing[op], ops[op] = why, ("torch", getattr(functional, op))
     return Choice({op: ops[op] for op in OPS}, missing)

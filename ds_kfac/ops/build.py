@@ -1,16 +1,14 @@
-"""Native libraries, compiled at first use and kept: one per set of sources, flags and processor.
+"""Native libraries, compiled at first use and kept: one per set of sources and flags.
 
-A library is found beside the package (built ahead of time) or in the cache, else compiled under a lock. The lock is the
-kernel's and dies with its holder; who waits too long compiles for himself. Libraries appear whole: they are renamed
-into place. Of the standard library alone, for setup.py.
+A library is found next to the package (built ahead of time) or in the cache, else compiled under a lock. The lock is
+the kernel's and ends with its process; a process that waits too long compiles for itself. Libraries appear whole: they
+are renamed into place. Uses the standard library alone, for setup.py.
 """
 
 import fcntl
 import hashlib
+import logging
 import os
-import platform
-import re
-import shutil
 import subprocess
 import tempfile
 import time
@@ -18,12 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+LOGGER = logging.getLogger("DeepSpeed")
 PACKAGE = Path(__file__).parent.parent
 BUILT = PACKAGE / "ops" / "built"
 """Where ``DS_KFAC_BUILD_OPS=1 pip install`` puts libraries."""
-CPU_FLAGS = (
-    "-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC",
-)  # fmt: skip
 COMPILE_SECONDS = 300
 LOCK_SECONDS = 120
 
@@ -33,7 +29,7 @@ class BuildError(RuntimeError):
 
 
 def find_sources(part: str) -> Path:
-    """The folder ``csrc/<part>``: in an installed package, or beside it in a checkout."""
+    """The folder ``csrc/<part>``: in an installed package, or next to it in a checkout."""
     for root in (PACKAGE, PACKAGE.parent):
         if (root / "csrc" / part).is_dir():
             return root / "csrc" / part
@@ -46,35 +42,13 @@ def folder() -> Path:
     return (Path(extensions) if extensions else Path(cache) if cache else Path.home() / ".cache") / "ds_kfac"
 
 
-def compiler() -> str:
-    """``CXX``, or the first of c++, g++, clang++ in PATH.
-
-    Raises:
-        BuildError: there is none.
-    """
-    for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
-        if path := shutil.which(name):
-            return path
-    raise BuildError("no C++ compiler (c++, g++, clang++ or CXX) in PATH")
-
-
-def cpu_flags() -> str:
-    """What the processor can do: a library for -march=native runs where this is the same."""
-    try:
-        found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    features = " ".join(sorted(found.group(1).split())) if found else platform.processor()
-    return f"{platform.system()} {platform.machine()} {features}"
-
-
-def library_name(part: str, flags: Sequence[str], target: str = "", sources: Path | None = None) -> str:
-    """A file name made of sources, flags and ``target``: another one where anything is another.
+def library_name(part: str, flags: Sequence[str], sources: Path | None = None) -> str:
+    """A file name made of sources and flags: another one where anything is another.
 
     Raises:
         BuildError: there are no sources.
     """
-    identity = hashlib.sha256("\0".join([part, *flags, target]).encode())
+    identity = hashlib.sha256("\0".join([part, *flags]).encode())
     for file in _files(part, sources):
         identity.update(file.name.encode() + b"\0" + file.read_bytes())
     return f"{part}-{identity.hexdigest()[:16]}.so"
@@ -82,7 +56,7 @@ def library_name(part: str, flags: Sequence[str], target: str = "", sources: Pat
 
 def _files(part: str, sources: Path | None) -> list[Path]:
     folder = sources or find_sources(part)
-    return sorted(file for file in folder.iterdir() if file.suffix in (".h", ".cpp", ".cu"))
+    return sorted(file for file in folder.iterdir() if file.suffix in (".h", ".cu"))
 
 
 def find(library: str, places: Sequence[Path]) -> Path | None:
@@ -94,7 +68,6 @@ def build(
     compiler: Callable[[], str],
     flags: Sequence[str],
     *,
-    target: str = "",
     sources: Path | None = None,
     into: Path | None = None,
 ) -> Path:
@@ -102,14 +75,13 @@ def build(
 
     Args:
         compiler: finds one; asked only if it is needed, so that what was built ahead of time runs without.
-        target: what else the library depends on, such as :func:`cpu_flags`.
         sources: another folder than ``csrc/<part>``.
         into: the folder to find or put it in; None: find it in :data:`BUILT` or find or put it in :func:`folder`.
 
     Raises:
         BuildError: it cannot be compiled.
     """
-    library = library_name(part, flags, target, sources)
+    library = library_name(part, flags, sources)
     places = [into] if into else [BUILT, folder()]
     found = find(library, places)
     if found is not None:
@@ -118,8 +90,10 @@ def build(
     files = [str(file) for file in _files(part, sources) if file.suffix != ".h"]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_suffix(".lock")):
+        with locked(path.with_suffix(".lock")):
             if not path.exists():
+                if into is None:
+                    LOGGER.info(f"ds_kfac: compiling csrc/{part}, once; ahead of time: DS_KFAC_BUILD_OPS=1 pip install")
                 _compile([compiler(), *flags, *files], path)
     except OSError as problem:
         raise BuildError(f"cannot write to {path.parent}: {problem}") from problem
@@ -142,10 +116,11 @@ def _compile(command: Sequence[str], path: Path) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Alone with ``path``, or after ``LOCK_SECONDS``, or where the file system has no locks, not alone."""
+def locked(path: Path, seconds: float | None = None) -> Iterator[None]:
+    """Alone with ``path``, or after ``seconds`` (None: ``LOCK_SECONDS``), or where the file system has no locks, not
+    alone."""
     with path.open("w") as file:
-        deadline = time.monotonic() + LOCK_SECONDS
+        deadline = time.monotonic() + (LOCK_SECONDS if seconds is None else seconds)
         while time.monotonic() < deadline:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,16 +1,14 @@
-"""The libraries of csrc as DeepSpeed's OpBuilder describes its own: one class each, with the same methods.
+"""The library of csrc/cuda as DeepSpeed's OpBuilder describes its own, with the same methods.
 
-They are not derived from it: it links libtorch, which these libraries do not know, and setup.py must run where neither
+It is not derived from it: that links libtorch, which this library does not know, and setup.py must run where neither
 torch nor DeepSpeed is installed. Of the standard library alone.
 """
 
 import ctypes
 import os
 import re
-import shlex
 import subprocess
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from ds_kfac.ops import build
@@ -18,22 +16,23 @@ from ds_kfac.ops.build import BuildError
 from ds_kfac.ops.cuda_compile import ARCHITECTURES, nvcc, nvcc_flags
 
 
-class OpBuilder(ABC):
-    """Builds and finds one library.
+class CUDABuilder:
+    """Builds and finds csrc/cuda, a library for each architecture.
+
+    Args:
+        architecture: of the GPU, as nvcc names it, e.g. "90a"; None: there is none, and no library to load.
 
     Attributes:
         NAME: of the report.
         BUILD_VAR: environment variable; 1 compiles when the package is installed, 0 does not, whatever
             ``DS_KFAC_BUILD_OPS`` says.
-        PART: folder of csrc.
         error_log: why :meth:`is_compatible` last said no.
     """
 
-    NAME = ""
-    BUILD_VAR = ""
-    PART = ""
+    NAME, BUILD_VAR, PART = "kfac_cuda", "DS_KFAC_BUILD_CUDA", "cuda"
 
-    def __init__(self) -> None:
+    def __init__(self, architecture: str | None = None) -> None:
+        self.architecture = architecture
         self.error_log: str | None = None
 
     def absolute_name(self) -> str:
@@ -42,17 +41,14 @@ class OpBuilder(ABC):
 
     def sources(self) -> list[str]:
         """Relative to ``csrc``'s parent folder."""
-        return [f"csrc/{self.PART}/{file.name}" for file in self._files() if file.suffix != ".h"]
+        files = sorted(build.find_sources(self.PART).iterdir())
+        return [f"csrc/{self.PART}/{file.name}" for file in files if file.suffix != ".h"]
 
     def include_paths(self) -> list[str]:
         return [f"csrc/{self.PART}"]
 
-    def _files(self) -> list[Path]:
-        return sorted(build.find_sources(self.PART).iterdir())
-
-    @abstractmethod
-    def compiler(self) -> str:
-        """Its path. Raises BuildError: there is none."""
+    def nvcc_args(self, architecture: str) -> list[str]:
+        return nvcc_flags([architecture])
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Whether it can be loaded here or built: neither needs the device that it is for."""
@@ -60,24 +56,30 @@ class OpBuilder(ABC):
         try:
             if self.installed() is None:
                 build.find_sources(self.PART)
-                self.compiler()
+                nvcc()
         except BuildError as problem:
             self.error_log = str(problem)
             if verbose:
                 print(f" [WARNING]  {self.NAME}: {problem}")
         return self.error_log is None
 
-    @abstractmethod
     def installed(self) -> Path | None:
-        """The library for this machine that was built ahead of time."""
+        """For this GPU or an older one of its generation, whose code runs here too; for any where there is no GPU."""
+        for name in runs_on(self.architecture) if self.architecture else ARCHITECTURES:
+            if path := build.find(build.library_name(self.PART, self.nvcc_args(name)), [build.BUILT]):
+                return path
+        return None
 
-    @abstractmethod
     def build_ahead(self, into: Path) -> list[Path]:
-        """Compile for all machines that the environment names. Raises BuildError."""
+        """Compile for all architectures that the environment names. Raises BuildError."""
+        names = wanted_architectures(os.environ) or supported(nvcc())
+        return [build.build(self.PART, nvcc, self.nvcc_args(name), into=into) for name in names]
 
-    @abstractmethod
     def path(self) -> Path:
         """Of the library for this machine, built ahead of time or now. Raises BuildError."""
+        if self.architecture is None:
+            raise BuildError("there is no GPU to build it for")
+        return self.installed() or build.build(self.PART, nvcc, self.nvcc_args(self.architecture))
 
     def load(self, verbose: bool = False) -> ctypes.CDLL:
         """Raises RuntimeError: it cannot be built or loaded, and why."""
@@ -88,69 +90,6 @@ class OpBuilder(ABC):
             return ctypes.CDLL(str(path))
         except OSError as problem:
             raise RuntimeError(f"its library does not load: {problem}") from problem
-
-
-class CPUBuilder(OpBuilder):
-    """csrc/cpu, for the processor that it is compiled on; ``DS_KFAC_CXX_FLAGS`` adds flags."""
-
-    NAME, BUILD_VAR, PART = "kfac_cpu", "DS_KFAC_BUILD_CPU", "cpu"
-
-    def cxx_args(self) -> list[str]:
-        return [*build.CPU_FLAGS, *shlex.split(os.environ.get("DS_KFAC_CXX_FLAGS", ""))]
-
-    def compiler(self) -> str:
-        return build.compiler()
-
-    def installed(self) -> Path | None:
-        return build.find(build.library_name(self.PART, self.cxx_args(), build.cpu_flags()), [build.BUILT])
-
-    def build_ahead(self, into: Path) -> list[Path]:
-        return [self._build(into)]
-
-    def path(self) -> Path:
-        return self._build(None)
-
-    def _build(self, into: Path | None) -> Path:
-        return build.build(self.PART, self.compiler, self.cxx_args(), target=build.cpu_flags(), into=into)
-
-
-class CUDABuilder(OpBuilder):
-    """csrc/cuda, a library for each architecture.
-
-    Args:
-        architecture: of the GPU, as nvcc names it, e.g. "90a"; None: there is none, and no library to load.
-    """
-
-    NAME, BUILD_VAR, PART = "kfac_cuda", "DS_KFAC_BUILD_CUDA", "cuda"
-
-    def __init__(self, architecture: str | None = None) -> None:
-        super().__init__()
-        self.architecture = architecture
-
-    def nvcc_args(self, architecture: str) -> list[str]:
-        return nvcc_flags([architecture])
-
-    def compiler(self) -> str:
-        return nvcc()
-
-    def installed(self) -> Path | None:
-        """For this GPU or an older one of its generation, whose code runs here too; for any where there is no GPU."""
-        for name in runs_on(self.architecture) if self.architecture else ARCHITECTURES:
-            if path := build.find(build.library_name(self.PART, self.nvcc_args(name)), [build.BUILT]):
-                return path
-        return None
-
-    def build_ahead(self, into: Path) -> list[Path]:
-        names = wanted_architectures(os.environ) or supported(self.compiler())
-        return [build.build(self.PART, self.compiler, self.nvcc_args(name), into=into) for name in names]
-
-    def path(self) -> Path:
-        if self.architecture is None:
-            raise BuildError("there is no GPU to build it for")
-        return self.installed() or build.build(self.PART, self.compiler, self.nvcc_args(self.architecture))
-
-
-BUILDERS: tuple[type[OpBuilder], ...] = (CPUBuilder, CUDABuilder)
 
 
 def runs_on(architecture: str) -> list[str]:
@@ -181,7 +120,7 @@ def wanted_architectures(environment: Mapping[str, str]) -> list[str]:
 
 
 def supported(compiler: str) -> list[str]:
-    """Those of ``ARCHITECTURES`` that this nvcc knows; all of them if it does not tell."""
+    """Those of ``ARCHITECTURES`` that this nvcc knows; all of them if it does not list them."""
     try:
         said = subprocess.run([compiler, "--list-gpu-code"], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -191,33 +130,30 @@ def supported(compiler: str) -> list[str]:
 
 
 def build_ahead(into: Path, environment: Mapping[str, str]) -> list[Path]:
-    """What ``pip install`` compiles, as with ``DS_BUILD_OPS`` and ``DS_BUILD_<OP>``: ``DS_KFAC_BUILD_OPS=1`` all that
-    can be, a builder's own variable that one.
+    """What ``pip install`` compiles, as with ``DS_BUILD_OPS`` and ``DS_BUILD_<OP>``: with ``DS_KFAC_BUILD_OPS=1`` if it
+    can be, with the builder's own variable in any case.
 
     Raises:
-        BuildError: one that was asked for by its own variable cannot be built.
+        BuildError: it was asked for by its own variable and cannot be built.
     """
-    built: list[Path] = []
+    builder, built = CUDABuilder(), []
     into.mkdir(parents=True, exist_ok=True)
-    for builder in (kind() for kind in BUILDERS):
-        asked = environment.get(builder.BUILD_VAR)
-        if (asked or environment.get("DS_KFAC_BUILD_OPS", "0")) != "1":
-            continue
-        if not builder.is_compatible(verbose=asked is None):
-            if asked:
-                raise BuildError(f"{builder.BUILD_VAR}=1, but {builder.NAME} cannot be built: {builder.error_log}")
-            continue
-        built += builder.build_ahead(into)
+    asked = environment.get(builder.BUILD_VAR)
+    if (asked or environment.get("DS_KFAC_BUILD_OPS", "0")) == "1":
+        if builder.is_compatible(verbose=asked is None):
+            built = builder.build_ahead(into)
+        elif asked:
+            raise BuildError(f"{builder.BUILD_VAR}=1, but {builder.NAME} cannot be built: {builder.error_log}")
     for lock in into.glob("*.lock"):
         lock.unlink()
     return built
 
 
-def rows(builders: Sequence[OpBuilder]) -> list[tuple[str, ...]]:
+def rows(builder: CUDABuilder) -> list[tuple[str, ...]]:
     """For the report: name, built ahead of time, can be used or built, and why not."""
-    lines: list[tuple[str, ...]] = [("op library", "installed", "compatible", "")]
-    for builder in builders:
-        compatible = builder.is_compatible()
-        ahead = builder.installed() if compatible else None
-        lines.append((builder.NAME, "yes" if ahead else "no", "yes" if compatible else "no", builder.error_log or ""))
-    return lines
+    compatible = builder.is_compatible()
+    ahead = builder.installed() if compatible else None
+    return [
+        ("op library", "installed", "compatible", ""),
+        (builder.NAME, "yes" if ahead else "no", "yes" if compatible else "no", builder.error_log or ""),
+    ]

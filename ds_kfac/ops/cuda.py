@@ -16,7 +16,7 @@ from ds_kfac.ops import gpus
 from ds_kfac.ops.builders import CUDABuilder
 from ds_kfac.ops.cuda_library import CudaLibrary, integers, pointers
 from ds_kfac.ops.guarded import NotMadeFor, check_device, of
-from ds_kfac.ops.reference import blocks_numel, packed_numel
+from ds_kfac.ops.reference import packed_numel
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_DIM = 1 << 20
@@ -29,7 +29,7 @@ class CudaOps:
         device_type: where tensors must be: ``cuda``, or ``cpu`` for the emulation.
     """
 
-    OPS = ("symmetric_pack_into_", "symmetric_unpack_from", "ema_update_", "similarity")
+    OPS = ("symmetric_pack_into_", "symmetric_unpack_from", "ema_update_")
 
     def __init__(self, library: CudaLibrary, device_type: str = "cuda"):
         self.library = library
@@ -56,19 +56,13 @@ class CudaOps:
             integers(starts), integers(dims),
         )  # fmt: skip
 
-    def symmetric_unpack_from(
-        self, packed: Tensor, starts: Sequence[int], dims: Sequence[int], *, mirror: bool = True
-    ) -> list[Tensor]:
-        """The fp32 [D, D] matrices whose lower triangles lie in a flat fp32, bf16 or fp16 tensor.
-
-        Args:
-            mirror: False leaves the strict upper triangle zero.
-        """
+    def symmetric_unpack_from(self, packed: Tensor, starts: Sequence[int], dims: Sequence[int]) -> list[Tensor]:
+        """The symmetric fp32 [D, D] matrices whose lower triangles lie in a flat fp32, bf16 or fp16 tensor."""
         self._check_flat("symmetric_unpack_from", packed, starts, dims)
         found = [torch.empty(dim, dim, device=packed.device) for dim in dims]
         self._launch(
-            "unpack", [packed, *found], packed.data_ptr(), KINDS[packed.dtype], int(mirror), len(dims),
-            pointers(found), integers(dims), integers(starts), integers(dims),
+            "unpack", [packed, *found], packed.data_ptr(), KINDS[packed.dtype], len(dims), pointers(found),
+            integers(dims), integers(starts), integers(dims),
         )  # fmt: skip
         return found
 
@@ -110,32 +104,6 @@ class CudaOps:
             (ctypes.c_float * len(decays))(*decays),
         )  # fmt: skip
         return used
-
-    def similarity(
-        self,
-        now_P: Sequence[Tensor],
-        before_P: Sequence[Tensor | None],
-        earlier_P: Sequence[Tensor | None],
-        dims: Sequence[int],
-        blocks: Sequence[int] | None = None,
-    ) -> Tensor:
-        """See :func:`ds_kfac.ops.reference.similarity`."""
-        blocks = dims if blocks is None else blocks
-        numels = [blocks_numel(dim, block) for dim, block in zip(dims, blocks, strict=True)]
-        for now, before, earlier, numel in zip(now_P, before_P, earlier_P, numels, strict=True):
-            if any(x is not None and x.numel() != numel for x in (now, before, earlier)):
-                raise ValueError(f"similarity: expected {numel} packed elements, got {of(now, before, earlier)}")
-        tensors = [x for x in (*now_P, *before_P, *earlier_P) if x is not None]
-        self._check_plain("similarity", tensors)
-        if not tensors:
-            return torch.empty(0, 3, device=self.device_type)
-        norms = torch.empty(len(numels), 3, device=now_P[0].device)
-        scratch = torch.empty(self.library.similarity_scratch(numels), device=now_P[0].device)
-        self._launch(
-            "similarity", tensors, norms.data_ptr(), scratch.data_ptr(), len(numels), pointers(now_P),
-            pointers(before_P), pointers(earlier_P), integers(numels), integers(blocks),
-        )  # fmt: skip
-        return norms
 
     def _launch(self, name: str, tensors: Sequence[Tensor], *arguments: object) -> None:
         """On the current stream of the tensors' device, which must be one."""

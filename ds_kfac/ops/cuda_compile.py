@@ -1,4 +1,4 @@
-"""How ``csrc/cuda`` is compiled: with nvcc for GPUs, with any C++ compiler for the emulation that tests run."""
+"""How ``csrc/cuda`` is compiled by nvcc."""
 
 import os
 import shutil
@@ -47,10 +47,3 @@ def nvcc_flags(architectures: Sequence[str]) -> list[str]:
     """For a shared library, which loads without a driver, with machine code for each architecture, e.g. ``90a``."""
     targets = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in architectures]
     return ["-std=c++17", "-O3", "--threads=0", "-shared", "-Xcompiler=-fPIC,-fvisibility=hidden", *targets]
-
-
-def emulation_command(compiler: str, output: Path, *options: str) -> list[str]:
-    """The same source as loops over blocks and threads on the host."""
-    strict = ("-Wall", "-Wextra", "-Werror", "-ffp-contract=off")  # contracted, sums would differ from the GPU's
-    plain = ["-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", *strict, *options]
-    return [compiler, *plain, "-o", str(output), "-x", "c++", *map(str, sources())]

@@ -8,9 +8,8 @@ from torch import Tensor
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int}
 _SIGNATURES = {
     "pack": "piippppp",
-    "unpack": "piiippppp",
+    "unpack": "piippppp",
     "ema_update": "ppippppppp",
-    "similarity": "ppipppppp",
 }
 """Launcher -> a letter of ``_TYPES`` per argument; see the sources."""
 
@@ -30,8 +29,6 @@ class CudaLibrary:
         for name in ("error_name", "error_text"):
             function = self._function(name)
             function.argtypes, function.restype = [ctypes.c_int], ctypes.c_char_p
-        scratch = self._function("similarity_scratch")
-        scratch.argtypes, scratch.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_int64
 
     def launch(self, name: str, *arguments: object) -> None:
         """Raises CudaError, with the error's name, if the kernel could not be launched."""
@@ -40,17 +37,12 @@ class CudaLibrary:
             code, text = (self._function(part)(error).decode() for part in ("error_name", "error_text"))
             raise CudaError(f"{name}: {code} ({error}): {text}")
 
-    def similarity_scratch(self, numels: Sequence[int]) -> int:
-        """fp32 elements of scratch that ``similarity`` needs."""
-        return self._function("similarity_scratch")(len(numels), integers(numels))
-
     def _function(self, name: str):
         return getattr(self._library, f"ds_kfac_cuda_{name}")
 
 
-def pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array:
-    """Addresses; null for None."""
-    return (ctypes.c_void_p * len(tensors))(*[None if tensor is None else tensor.data_ptr() for tensor in tensors])
+def pointers(tensors: Sequence[Tensor]) -> ctypes.Array:
+    return (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
 
 
 def integers(values: Sequence[int]) -> ctypes.Array:

@@ -1,4 +1,4 @@
-"""The op vocabulary that the floors above call. Same contracts as ``ops/reference.py``, without its waste.
+"""The op vocabulary that the other folders call. Same contracts as ``ops/reference.py``, without its waste.
 
 Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle, O and I the sides of a layer's matrix.
 """
@@ -8,7 +8,6 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import unfold
 
 from ds_kfac.ops.functional_adam import adam_scale
 from ds_kfac.ops.reference import each, packed_numel
@@ -18,12 +17,9 @@ __all__ = [
     "block_syrk_accumulate_",
     "corrected_scale_dot",
     "count_accumulate_",
-    "eigen_scale",
     "eigen_scale_dot",
     "ema_update_",
     "packed_numel",
-    "patch_syrk_accumulate_",
-    "similarity",
     "symmetric_pack",
     "symmetric_pack_into_",
     "symmetric_unpack",
@@ -33,8 +29,6 @@ __all__ = [
 
 BLOCK_ROWS = 128
 """Rows of the lower triangle computed by one matrix product; above it, the upper blocks are never computed."""
-PATCH_NUMEL = 1 << 22
-"""Elements of convolution patches that exist at once, unless a single image has more."""
 
 
 @cache  # 8 P bytes per distinct side, shared by all ops; rebuilt per call it would cost the product
@@ -65,18 +59,13 @@ def symmetric_unpack(x_P: Tensor, *, dim: int) -> Tensor:
         raise ValueError(
             f"symmetric_unpack: expected shape ({packed_numel(dim)},) for dim {dim}, got {tuple(x_P.shape)}"
         )
-    lower_DD = _lower(x_P, dim)
-    return lower_DD + lower_DD.tril(-1).T
-
-
-def _lower(x_P: Tensor, dim: int) -> Tensor:
     lower_DD = x_P.new_zeros(dim, dim)
     for start in range(0, dim, BLOCK_ROWS):
         stop = min(start + BLOCK_ROWS, dim)
         block = x_P.new_zeros((stop - start) * stop)
         block.index_copy_(0, _lower_index(start, stop, x_P.device), x_P[packed_numel(start) : packed_numel(stop)])
         lower_DD[start:stop, :stop] = block.view(stop - start, stop)
-    return lower_DD
+    return lower_DD + lower_DD.tril(-1).T
 
 
 def symmetric_pack_into_(out: Tensor, starts: Sequence[int], matrices_DD: Sequence[Tensor]) -> None:
@@ -86,13 +75,10 @@ def symmetric_pack_into_(out: Tensor, starts: Sequence[int], matrices_DD: Sequen
         out[start : start + len(packed_P)].copy_(packed_P)
 
 
-def symmetric_unpack_from(
-    packed: Tensor, starts: Sequence[int], dims: Sequence[int], *, mirror: bool = True
-) -> list[Tensor]:
+def symmetric_unpack_from(packed: Tensor, starts: Sequence[int], dims: Sequence[int]) -> list[Tensor]:
     """See :func:`ds_kfac.ops.reference.symmetric_unpack_from`."""
     pieces = [packed[start : start + packed_numel(dim)].float() for start, dim in zip(starts, dims, strict=True)]
-    unpack = (lambda piece, dim: symmetric_unpack(piece, dim=dim)) if mirror else _lower
-    return [unpack(piece, dim) for piece, dim in zip(pieces, dims, strict=True)]
+    return [symmetric_unpack(piece, dim=dim) for piece, dim in zip(pieces, dims, strict=True)]
 
 
 def ema_update_(
@@ -112,38 +98,6 @@ def ema_update_(
         torch.where(usable, new_P, average_P, out=average_P)
         used.append(usable)
     return torch.stack(used)
-
-
-def similarity(
-    now_P: Sequence[Tensor],
-    before_P: Sequence[Tensor | None],
-    earlier_P: Sequence[Tensor | None],
-    dims: Sequence[int],
-    blocks: Sequence[int] | None = None,
-) -> Tensor:
-    """See :func:`ds_kfac.ops.reference.similarity`."""
-    rows = []
-    for now, before, earlier, dim, block in zip(now_P, before_P, earlier_P, dims, blocks or dims, strict=True):
-        diagonal = diagonal_index(dim, block, now.device)
-        nothing = now.new_full((), float("nan"))
-        rows.append(_square(now, diagonal))
-        rows += [nothing if old is None else _square(now - old, diagonal) for old in (before, earlier)]
-    return torch.stack(rows).view(-1, 3).sqrt_()
-
-
-def _square(x_P: Tensor, diagonal: Tensor) -> Tensor:
-    """Of the Frobenius norm: off the diagonal every packed element stands for two."""
-    return 2 * x_P.square().sum() - x_P[diagonal].square().sum()
-
-
-@cache
-def diagonal_index(dim: int, block: int, device: torch.device) -> Tensor:
-    """Where the diagonal lies in the packed blocks of width ``block`` (0: none); int64 [D]."""
-    if not block:
-        return torch.zeros(0, dtype=torch.int64, device=device)
-    place = torch.arange(dim, device=device)
-    row = place % block + 1
-    return (place // block) * packed_numel(block) + row * (row + 1) // 2 - 1
 
 
 def syrk_accumulate_(
@@ -213,28 +167,16 @@ def count_accumulate_(sum_D: Tensor, index_N: Tensor) -> Tensor:
     return sum_D.index_add_(0, index_N.clamp(min=0), (index_N >= 0).to(sum_D.dtype))
 
 
-def eigen_scale(
-    x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Tensor | float, *, exponent: float = 1.0
-) -> Tensor:
-    """See :func:`ds_kfac.ops.reference.eigen_scale`. The common exponents without a general power."""
-    denominators = values_O[..., :, None] * values_I[..., None, :] + each(damping)
-    if exponent == 1.0:
-        return x_OI / denominators
-    return x_OI * denominators.rsqrt() if exponent == 0.5 else x_OI / denominators**exponent
-
-
 def eigen_scale_dot(
-    x_OI: Tensor,
-    values_O: Tensor,
-    values_I: Tensor,
-    damping: Tensor | float,
-    *,
-    exponent: float = 1.0,
-    split: int | None = None,
+    x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Tensor | float, *, exponent: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`ds_kfac.ops.reference.eigen_scale_dot`."""
-    scaled_OI = eigen_scale(x_OI, values_O, values_I, damping, exponent=exponent)
-    return scaled_OI, _dots(x_OI, scaled_OI, split)
+    """See :func:`ds_kfac.ops.reference.eigen_scale_dot`. The common exponents without a general power."""
+    denominators = values_O[..., :, None] * values_I[..., None, :] + each(damping)
+    if exponent == 0.5:
+        scaled_OI = x_OI * denominators.rsqrt()
+    else:
+        scaled_OI = x_OI / (denominators if exponent == 1.0 else denominators**exponent)
+    return scaled_OI, (x_OI * scaled_OI).sum(dim=(-2, -1))
 
 
 def corrected_scale_dot(
@@ -245,7 +187,6 @@ def corrected_scale_dot(
     damping: Tensor | float,
     *,
     exponent: float = 1.0,
-    split: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`ds_kfac.ops.reference.corrected_scale_dot`."""
     keep = decay if isinstance(decay, Tensor) else torch.full((), decay, device=x_OI.device)
@@ -253,32 +194,4 @@ def corrected_scale_dot(
     new_OI = torch.where(each(keep) < 1, folded, second_OI)  # 0 * inf is NaN
     denominators = torch.add(new_OI, each(damping), out=folded)
     scaled_OI = x_OI / (denominators if exponent == 1.0 else denominators.pow_(exponent))
-    return scaled_OI, new_OI, _dots(x_OI, scaled_OI, split)
-
-
-def _dots(x_OI: Tensor, scaled_OI: Tensor, split: int | None) -> Tensor:
-    products = x_OI * scaled_OI
-    if split is None:
-        return torch.nn.functional.pad(products.sum(dim=(-2, -1))[..., None], (0, 1))
-    return torch.stack([products[..., :split].sum(dim=(-2, -1)), products[..., split:].sum(dim=(-2, -1))], dim=-1)
-
-
-def patch_syrk_accumulate_(
-    sum_P: Tensor,
-    x_NCHW: Tensor,
-    *,
-    kernel: tuple[int, int],
-    stride: tuple[int, int] = (1, 1),
-    padding: tuple[int, int] = (0, 0),
-    dilation: tuple[int, int] = (1, 1),
-    ones: bool = False,
-) -> Tensor:
-    """See :func:`ds_kfac.ops.reference.patch_syrk_accumulate_`. A few images at a time: patches are never all there."""
-    images, channels, height, width = x_NCHW.shape
-    positions = height * width // (stride[0] * stride[1])
-    at_once = max(1, PATCH_NUMEL // max(1, channels * kernel[0] * kernel[1] * positions))
-    for part_NCHW in x_NCHW.split(at_once) if images else ():
-        patches_NDL = unfold(part_NCHW.float(), kernel, dilation=dilation, padding=padding, stride=stride)
-        rows_RD = patches_NDL.transpose(1, 2).flatten(0, 1)
-        syrk_accumulate_(sum_P, rows_RD, ones_column=rows_RD.new_ones(len(rows_RD), 1) if ones else None)
-    return sum_P
+    return scaled_OI, new_OI, (x_OI * scaled_OI).sum(dim=(-2, -1))

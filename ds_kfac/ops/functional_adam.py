@@ -26,9 +26,10 @@ def adam_scale(
     torch.where(each(usable), m_OI, first_OI, out=m_OI)
     torch.where(each(usable), v_OI, second_OI, out=v_OI)
     k = each((updates + usable).clamp(min=1))
-    correction = 1 - betas[0] ** k
+    power = betas[0] ** k
+    correction = 1 - power
     if nesterov:
-        numerator_OI = m_OI * (betas[0] / (1 - betas[0] ** (k + 1))) + x_OI * ((1 - betas[0]) / correction)
+        numerator_OI = m_OI * (betas[0] / (1 - betas[0] * power)) + x_OI * ((1 - betas[0]) / correction)
     else:
         numerator_OI = m_OI / correction
     return numerator_OI.div_((v_OI / (1 - betas[1] ** k)).sqrt_().add_(eps)), m_OI, v_OI

@@ -8,17 +8,11 @@ from typing import overload
 
 import torch
 from torch import Tensor
-from torch.nn.functional import unfold
 
 
 def packed_numel(dim: int) -> int:
     """Elements of a packed D x D symmetric matrix: D(D+1)/2."""
     return dim * (dim + 1) // 2
-
-
-def blocks_numel(dim: int, block: int) -> int:
-    """Packed elements of diagonal blocks of width ``block``, the last of them the rest; 0: none."""
-    return dim // block * packed_numel(block) + packed_numel(dim % block) if block else 0
 
 
 def symmetric_pack(x_DD: Tensor) -> Tensor:
@@ -49,19 +43,12 @@ def symmetric_pack_into_(out: Tensor, starts: Sequence[int], matrices_DD: Sequen
         out[start : start + len(packed_P)] = packed_P.to(out.dtype)
 
 
-def symmetric_unpack_from(
-    packed: Tensor, starts: Sequence[int], dims: Sequence[int], *, mirror: bool = True
-) -> list[Tensor]:
-    """The fp32 matrices whose lower triangles lie in a flat tensor of any floating dtype.
-
-    Args:
-        mirror: False leaves the strict upper triangle zero, as decompositions do not read it.
-    """
-    found = []
-    for start, dim in zip(starts, dims, strict=True):
-        x_DD = symmetric_unpack(packed[start : start + packed_numel(dim)].float(), dim=dim)
-        found.append(x_DD if mirror else x_DD.tril())
-    return found
+def symmetric_unpack_from(packed: Tensor, starts: Sequence[int], dims: Sequence[int]) -> list[Tensor]:
+    """The symmetric fp32 matrices whose lower triangles lie in a flat tensor of any floating dtype."""
+    return [
+        symmetric_unpack(packed[start : start + packed_numel(dim)].float(), dim=dim)
+        for start, dim in zip(starts, dims, strict=True)
+    ]
 
 
 def ema_update_(
@@ -88,38 +75,6 @@ def ema_update_(
         average_P.copy_(torch.where(usable, new_P, average_P))
         used.append(usable)
     return torch.stack(used)
-
-
-def similarity(
-    now_P: Sequence[Tensor],
-    before_P: Sequence[Tensor | None],
-    earlier_P: Sequence[Tensor | None],
-    dims: Sequence[int],
-    blocks: Sequence[int] | None = None,
-) -> Tensor:
-    """|now|, |now - before| and |now - earlier| in the Frobenius norm of the symmetric matrices; fp32 [n, 3].
-
-    Args:
-        before_P, earlier_P: None where there is none: the norm is NaN; may be 0 if nothing is kept at all.
-        dims: width of each matrix.
-        blocks: width of its diagonal blocks, the last of them the rest: ``dim`` dense, 1 a diagonal, 0 nothing. None:
-            all dense.
-    """
-    rows = []
-    for now, before, earlier, dim, block in zip(now_P, before_P, earlier_P, dims, blocks or dims, strict=True):
-        none = torch.full_like(now, float("nan"))
-        parts = (now, now - (none if before is None else before), now - (none if earlier is None else earlier))
-        rows.append(torch.stack([_frobenius(x, dim, block) for x in parts]))
-    return torch.stack(rows)
-
-
-def _frobenius(x_P: Tensor, dim: int, block: int) -> Tensor:
-    total, start = x_P.new_zeros(()), 0
-    for first in range(0, dim, block) if block else ():
-        width = min(block, dim - first)
-        total = total + symmetric_unpack(x_P[start : start + packed_numel(width)], dim=width).square().sum()
-        start += packed_numel(width)
-    return total.sqrt()
 
 
 def syrk_accumulate_(
@@ -154,17 +109,6 @@ def count_accumulate_(sum_D: Tensor, index_N: Tensor) -> Tensor:
     return sum_D.add_(torch.bincount(index_N[index_N >= 0], minlength=len(sum_D)).to(sum_D.dtype))
 
 
-def eigen_scale(
-    x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Tensor | float, *, exponent: float = 1.0
-) -> Tensor:
-    """Divide by the damped Kronecker eigenvalues: x_OI / (values_O values_I^T + damping)^exponent.
-
-    This op, the two below and :func:`adam_scale` take n matrices of one shape as well: x [n, O, I], values [n, O] and
-    [n, I], scalars [n].
-    """
-    return x_OI / (values_O[..., :, None] * values_I[..., None, :] + each(damping)) ** exponent
-
-
 @overload
 def each(value: Tensor) -> Tensor: ...
 
@@ -179,23 +123,17 @@ def each(value: Tensor | float) -> Tensor | float:
 
 
 def eigen_scale_dot(
-    x_OI: Tensor,
-    values_O: Tensor,
-    values_I: Tensor,
-    damping: Tensor | float,
-    *,
-    exponent: float = 1.0,
-    split: int | None = None,
+    x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Tensor | float, *, exponent: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """:func:`eigen_scale` and fp32 [2]: the sums of x times the result over columns below ``split`` and from it on.
+    """Divide by the damped Kronecker eigenvalues: scaled = x_OI / (values_O values_I^T + damping)^exponent.
 
-    Args:
-        split: None counts every column in the first sum.
+    This op, the one below and :func:`adam_scale` take n matrices of one shape as well: x [n, O, I], values [n, O] and
+    [n, I], scalars [n].
 
-    Of n matrices the sums are [n, 2].
+    Returns scaled and the inner product of x and scaled, a fp32 scalar; of n matrices [n].
     """
-    scaled_OI = eigen_scale(x_OI, values_O, values_I, damping, exponent=exponent)
-    return scaled_OI, _dots(x_OI, scaled_OI, split)
+    scaled_OI = x_OI / (values_O[..., :, None] * values_I[..., None, :] + each(damping)) ** exponent
+    return scaled_OI, (x_OI * scaled_OI).sum(dim=(-2, -1))
 
 
 def corrected_scale_dot(
@@ -206,7 +144,6 @@ def corrected_scale_dot(
     damping: Tensor | float,
     *,
     exponent: float = 1.0,
-    split: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fold x into its second moment and divide by that: EKFAC's step.
 
@@ -218,12 +155,12 @@ def corrected_scale_dot(
             gradient that overflowed is kept out without asking the host.
         terms: factor on x^2.
 
-    Returns scaled, new, and dots as :func:`eigen_scale_dot`.
+    Returns scaled, new, and the inner product as :func:`eigen_scale_dot`.
     """
     keep = each(torch.as_tensor(decay, device=x_OI.device))
     new_OI = torch.where(keep < 1, keep * second_OI + (1 - keep) * each(terms) * x_OI.square(), second_OI)
     scaled_OI = x_OI / (new_OI + each(damping)) ** exponent
-    return scaled_OI, new_OI, _dots(x_OI, scaled_OI, split)
+    return scaled_OI, new_OI, (x_OI * scaled_OI).sum(dim=(-2, -1))
 
 
 def adam_scale(
@@ -258,29 +195,3 @@ def adam_scale(
     if nesterov:
         numerator_OI = betas[0] * m_OI / (1 - betas[0] ** (k + 1)) + (1 - betas[0]) * x_OI / (1 - betas[0] ** k)
     return numerator_OI / (torch.sqrt(v_OI / (1 - betas[1] ** k)) + eps), m_OI, v_OI
-
-
-def _dots(x_OI: Tensor, scaled_OI: Tensor, split: int | None) -> Tensor:
-    columns_I = (x_OI * scaled_OI).sum(dim=-2)
-    split = columns_I.shape[-1] if split is None else split
-    return torch.stack([columns_I[..., :split].sum(-1), columns_I[..., split:].sum(-1)], dim=-1)
-
-
-def patch_syrk_accumulate_(
-    sum_P: Tensor,
-    x_NCHW: Tensor,
-    *,
-    kernel: tuple[int, int],
-    stride: tuple[int, int] = (1, 1),
-    padding: tuple[int, int] = (0, 0),
-    dilation: tuple[int, int] = (1, 1),
-    ones: bool = False,
-) -> Tensor:
-    """Add the second moment of a convolution's input patches to a packed fp32 sum.
-
-    One row per output position, of C * kernel height * kernel width in the order of the flattened weight, and a 1 at
-    its end with ``ones`` (the bias). Source: Grosse & Martens 2016 (arXiv:1602.01407).
-    """
-    patches_NDL = unfold(x_NCHW.float(), kernel, dilation=dilation, padding=padding, stride=stride)
-    rows_RD = patches_NDL.transpose(1, 2).flatten(0, 1)
-    return syrk_accumulate_(sum_P, rows_RD, ones_column=rows_RD.new_ones(len(rows_RD), 1) if ones else None)

@@ -11,6 +11,8 @@ from ds_kfac.zero.shards import Shard
 
 
 class BF16(ShardLayout):
+    """Gradients in BF16_Optimizer's fp32 copies, complete on every rank."""
+
     replicated = True
 
     def _shards(self) -> list[Shard]:

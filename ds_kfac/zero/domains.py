@@ -20,8 +20,8 @@ from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank, bwc_tensor_model_parallel_world_size
 from torch import nn
 
-from ds_kfac.layers.base import LayerSpec
-from ds_kfac.layers.registry import SHARDS
+from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers.registry import SHARDS
 
 
 @dataclass(frozen=True)

@@ -5,42 +5,32 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ds_kfac.layers.base import LayerSpec
-from ds_kfac.layers.registry import LAYERS
-from ds_kfac.mail import Arrivals, Leg
+from ds_kfac.comm.message import Arrivals, Leg
+from ds_kfac.comm.moves import Move
+from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers.registry import LAYERS
 from ds_kfac.zero.layout import ShardLayout
-from ds_kfac.zero.regions import regional, regions
-from ds_kfac.zero.relayout import Move, plan_gather, plan_scatter, source
-from ds_kfac.zero.shards import Shard, ShardMap
+from ds_kfac.zero.parameters import of_layers
+from ds_kfac.zero.relayout import plan_gather, plan_scatter, source
+from ds_kfac.zero.shards import ShardMap
 
 
 class ExchangePlan:
-    """What moves between the shards of a map and the gradient workers. Pure. :attr:`Move.param` is a region.
+    """What moves between the shards of a map and the gradient workers. Pure.
 
     Args:
         workers: layer name -> ranks; one of them where gradients are partitioned.
 
     Attributes:
-        regions: of all layers.
-        of_layer: layer name -> indices of its regions, one for each parameter.
-        shards: of regions.
-        workers: region -> ranks.
+        of_layer: layer name -> its parameters.
+        of_parameter: parameter -> workers.
     """
 
     def __init__(self, shards: ShardMap, layers: Sequence[LayerSpec], workers: Mapping[str, tuple[int, ...]]) -> None:
-        self.regions = regions(layers, shards.numels)
-        self.shards = regional(shards, self.regions)
-        self.of_layer: dict[str, tuple[int, ...]] = {}
-        for index, region in enumerate(self.regions):
-            self.of_layer[region.layer] = (*self.of_layer.get(region.layer, ()), index)
-        self.workers = {index: workers[region.layer] for index, region in enumerate(self.regions)}
-        self.gather = plan_gather(self.shards, {index: ranks[0] for index, ranks in self.workers.items()})
-        self.scatter = plan_scatter(self.shards, lambda index, rank: source(self.workers[index], rank, shards.world))
-
-    @property
-    def of_parameter(self) -> dict[int, tuple[int, ...]]:
-        """Parameter -> workers of its first region, for the self-test."""
-        return {region.param: self.workers[index] for index, region in reversed(list(enumerate(self.regions)))}
+        self.of_layer = of_layers(layers)
+        self.of_parameter = {param: workers[name] for name, params in self.of_layer.items() for param in params}
+        self.gather = plan_gather(shards, {param: ranks[0] for param, ranks in self.of_parameter.items()})
+        self.scatter = plan_scatter(shards, lambda param, rank: source(self.of_parameter[param], rank, shards.world))
 
 
 class GradientExchange:
@@ -64,21 +54,7 @@ class GradientExchange:
         self.plan = ExchangePlan(layout.shards, layers, workers)
         self.gather_dtype, self.scatter_dtype = dtypes or (layout.dtype, torch.float32)
         self.owned = tuple(layer for layer in layers if layout.rank in workers[layer.name])
-        self._mine = {(shard.param, shard.start): shard for shard in self.plan.shards.on(self.rank)}
-        self._whole = self._parameters_shards()
-
-    def _parameters_shards(self) -> dict[tuple[int, int], tuple[Shard, int]]:
-        """(region, start) of each own piece -> the layout's shard that it lies in, and where."""
-        own: dict[int, list[Shard]] = {}
-        for shard in self.layout.shards.on(self.rank):
-            own.setdefault(shard.param, []).append(shard)
-        found = {}
-        for key, piece in self._mine.items():
-            region = self.plan.regions[piece.param]
-            start = region.start + piece.start
-            shard = next(s for s in own[region.param] if s.start <= start < s.start + s.numel)
-            found[key] = shard, start - shard.start
-        return found
+        self._mine = {(shard.param, shard.start): shard for shard in layout.shards.on(self.rank)}
 
     @property
     def gather_leg(self) -> Leg:
@@ -89,22 +65,22 @@ class GradientExchange:
         """Own layers' whole gradients, fp32 [O, I] on the device."""
         flats: dict[int, Tensor] = {}
         for layer in self.owned:
-            for region in self.plan.of_layer[layer.name]:
-                numel, whole = self.plan.shards.numels[region], self._mine.get((region, 0))
+            for param in self.plan.of_layer[layer.name]:
+                numel, whole = self.layout.shards.numels[param], self._mine.get((param, 0))
                 if whole is not None and whole.numel == numel:  # nothing to put together
-                    flats[region] = self._stored(whole).to(self.device, torch.float32)
+                    flats[param] = self.layout.read(whole).to(self.device, torch.float32)
                 else:
-                    flats[region] = torch.empty(numel, device=self.device)
-        for (region, start), piece in self._mine.items():
-            if region in flats and piece.numel < len(flats[region]):
-                flats[region][start : start + piece.numel] = self._stored(piece)
+                    flats[param] = torch.empty(numel, device=self.device)
+        for (param, start), shard in self._mine.items():
+            if param in flats and shard.numel < len(flats[param]):
+                flats[param][start : start + shard.numel] = self.layout.read(shard)
         for move, values in received:
             flats[move.param][move.start : move.start + move.numel] = values
         matrices = {}
         for layer in self.owned:
-            pieces = [flats[region] for region in self.plan.of_layer[layer.name]]
+            pieces = [flats[param] for param in self.plan.of_layer[layer.name]]
             bias = pieces[1] if layer.bias else None
-            matrices[layer.name] = LAYERS[layer.kind].matrix(pieces[0], bias, (layer.dim_G, layer.dim_A))
+            matrices[layer.name] = LAYERS[layer.kind].matrix(pieces[0], bias, layer.shape)
         return matrices
 
     def scatter_leg(self, results: Mapping[str, Tensor]) -> tuple[Leg, dict[int, Tensor]]:
@@ -130,27 +106,16 @@ class GradientExchange:
             scales: layer name -> scalar to multiply its result by; layers that are missing stay as they are.
         """
 
-        def scaled(region: int, values: Tensor) -> Tensor:
-            scale = scales.get(self.plan.regions[region].layer)
-            return values.float() if scale is None else values.float() * scale
-
         pieces = {
-            (region, start): flats[region].narrow(0, start, piece.numel)
-            for (region, start), piece in self._mine.items()
-            if region in flats
+            (param, start): flats[param].narrow(0, start, shard.numel)
+            for (param, start), shard in self._mine.items()
+            if param in flats
         }
         pieces |= {(move.param, move.start): values for move, values in received}
-        whole: dict[Shard, Tensor] = {}
-        for (region, start), values in pieces.items():
-            shard, offset = self._whole[region, start]
-            if len(values) == shard.numel:
-                self.layout.write(shard, scaled(region, values))
-            else:  # it is written at once, when all its row blocks are there
-                if shard not in whole:
-                    whole[shard] = torch.empty(shard.numel, device=self.device)
-                whole[shard].narrow(0, offset, len(values)).copy_(scaled(region, values))
-        for shard, values in whole.items():
-            self.layout.write(shard, values)
+        of_param = {param: scales.get(name) for name, params in self.plan.of_layer.items() for param in params}
+        for place, values in pieces.items():
+            scale = of_param[place[0]]
+            self.layout.write(self._mine[place], values.float() if scale is None else values.float() * scale)
 
     @staticmethod
     def parts(layer: LayerSpec, matrix_OI: Tensor) -> tuple[Tensor, ...]:
@@ -159,23 +124,17 @@ class GradientExchange:
 
     def without_frozen(self, layer: LayerSpec, matrix_OI: Tensor) -> Tensor:
         """Zero where a parameter has been frozen since attach."""
-        params = [self.layout.params[self.plan.regions[index].param] for index in self.plan.of_layer[layer.name]]
+        params = [self.layout.params[param] for param in self.plan.of_layer[layer.name]]
         if all(param.requires_grad for param in params):
             return matrix_OI
         parts = self.parts(layer, matrix_OI)
         kept = [part if p.requires_grad else torch.zeros_like(part) for part, p in zip(parts, params, strict=True)]
         bias = kept[1] if layer.bias else None
-        return LAYERS[layer.kind].matrix(kept[0], bias, (layer.dim_G, layer.dim_A))
+        return LAYERS[layer.kind].matrix(kept[0], bias, layer.shape)
 
     def group_indices(self, layer: LayerSpec) -> tuple[int, ...]:
         """The optimizer's parameter group of each of the layer's parameters."""
-        params = (self.plan.regions[region].param for region in self.plan.of_layer[layer.name])
-        return tuple(self.layout.group_index(self.layout.params[param]) for param in params)
+        return tuple(self.layout.group_index(self.layout.params[param]) for param in self.plan.of_layer[layer.name])
 
     def _read(self, move: Move) -> Tensor:
-        return self._stored(self._mine[move.param, move.start])
-
-    def _stored(self, piece: Shard) -> Tensor:
-        shard, offset = self._whole[piece.param, piece.start]
-        values = self.layout.read(shard)
-        return values if piece.numel == shard.numel else values.narrow(0, offset, piece.numel)
+        return self.layout.read(self._mine[move.param, move.start])

@@ -1,14 +1,15 @@
 """What every engine mode has to offer: read and write gradient shards where DeepSpeed keeps them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed.comm as dist
 import torch
 from torch import Tensor, nn
 
-from ds_kfac.preconditioner import norms
+from ds_kfac.update.kfac import norms
 from ds_kfac.zero.shards import Shard, ShardMap
 
 KnownGradient = Callable[[nn.Parameter], Tensor]
@@ -78,7 +79,7 @@ class ShardLayout(ABC):
 
     def _zero_unused(self, reduced: Container[Any], stored: Callable[[Shard], Tensor]) -> None:
         """With CPU offload DeepSpeed leaves the last gradient of a parameter that this step did not use in its buffer,
-        where ours lies: it would be preconditioned again every step. Its norms tell what was reduced."""
+        where ours lies: it would be preconditioned again every step. Its norms show what was reduced."""
         for shard in self.shards.on(self.rank):
             if self.optimizer.get_param_id(self.params[shard.param]) not in reduced:
                 stored(shard).zero_()
@@ -93,6 +94,26 @@ class ShardLayout(ABC):
 
     def _clip_factor(self, norm: Tensor) -> Tensor:
         return (self.engine.gradient_clipping() / (norm + 1e-6)).clamp(max=1.0)
+
+    @contextmanager
+    def unclipped(self) -> Iterator[None]:
+        """Around DeepSpeed's step: gradients are clipped already."""
+        bound = self._set_bound(0.0)
+        try:
+            yield
+        finally:
+            self._set_bound(bound)
+
+    def _set_bound(self, bound: Any) -> Any:
+        """Of DeepSpeed's clipping; returns what it was."""
+        before, self.optimizer.clip_grad = self.optimizer.clip_grad, bound
+        return before
+
+    def multiply(self, factor: Tensor) -> None:
+        """This rank's shards, by a scalar."""
+        for shard in self.shards.on(self.rank):
+            gradient = self.read(shard)
+            self.write(shard, gradient.float() * factor.to(gradient.device))
 
     def squared_norm(self) -> Tensor:
         """Of this rank's shards as stored, float64 scalar on the device, as squares of finite gradients are not always
@@ -112,7 +133,7 @@ class ShardLayout(ABC):
         return scale / self.engine.gradient_accumulation_steps()
 
     def last_micro_batch(self) -> bool:
-        """Whether the running backward is the step's last. A pipeline tells only after it."""
+        """Whether the running backward is the step's last. A pipeline knows only after it."""
         return bool(self.engine.is_gradient_accumulation_boundary())
 
     @property

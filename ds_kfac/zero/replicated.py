@@ -42,6 +42,13 @@ class Replicated(ShardLayout):
     def grad_scaler(self) -> Any | None:
         return self.engine.torch_autocast_z0_gradscaler
 
+    def _set_bound(self, bound: Any) -> Any:
+        if bound == 0.0:
+            self.engine.clip_fp32_gradients = lambda: None
+        else:
+            del self.engine.clip_fp32_gradients
+        return self.engine.gradient_clipping()
+
     def read(self, shard: Shard) -> Tensor:
         param = self.params[shard.param]
         return param.new_zeros(param.numel()) if param.grad is None else param.grad.reshape(-1)
@@ -79,6 +86,9 @@ class ReplicatedHalf(Replicated):
                 "at stage 0 fp16 it divides gradients by a loss scale it never multiplied by (deepspeed PR 8393): "
                 "steps of SGD are too small by it, and clipping sees a norm that is",
             )
+
+    def _set_bound(self, bound: Any) -> Any:
+        return ShardLayout._set_bound(self, bound)
 
     def _param_groups(self) -> list[list[nn.Parameter]]:
         return self.optimizer.fp16_groups

@@ -8,9 +8,9 @@ import torch
 from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor, nn
 
-from ds_kfac.agreement import failing_together
-from ds_kfac.mail import Leg, deliver
-from ds_kfac.traffic import Channel
+from ds_kfac.comm.agreement import failing_together
+from ds_kfac.comm.channel import Channel
+from ds_kfac.comm.message import Leg, deliver
 from ds_kfac.zero.layout import ShardLayout
 from ds_kfac.zero.relayout import plan_gather, plan_scatter, source
 
@@ -105,5 +105,5 @@ def _zero3_chunks(layout: ShardLayout) -> list[str]:
             shard = mine.get(index)
             expected = param.detach().reshape(-1)[shard.start : shard.start + shard.numel] if shard else local[:0]
             if not torch.equal(local[: expected.numel()].to(expected.device), expected):
-                problems.append(f"ZeRO-3 cut parameter {index} of shape {tuple(param.ds_shape)} in other chunks")
+                problems.append(f"ZeRO-3 cut parameter {index} of shape {tuple(param.ds_shape)} into other chunks")
     return problems

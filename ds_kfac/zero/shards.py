@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
 
 @dataclass(frozen=True, order=True)
@@ -51,7 +52,7 @@ class ShardMap:
         shards: list[list[Shard]] = [[] for _ in self.numels]
         for shard in self.shards:
             shards[shard.param].append(shard)
-        return tuple(tuple(sorted(own)) for own in shards)
+        return tuple(tuple(sorted(own, key=attrgetter("start", "numel", "rank", "group", "offset"))) for own in shards)
 
     def held(self, params: Sequence[int]) -> tuple[int, ...]:
         """Elements of ``params`` on each rank."""

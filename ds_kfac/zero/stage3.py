@@ -8,6 +8,8 @@ from ds_kfac.zero.shards import Shard, partition_chunks
 
 
 class Stage3(ZeroLayout):
+    """Gradients in DeepSpeedZeroOptimizer_Stage3's partitions: a chunk of every parameter on every rank."""
+
     def __init__(self, engine, params, group=None) -> None:
         super().__init__(engine, params, group)
         if not self.optimizer.offload_optimizer:

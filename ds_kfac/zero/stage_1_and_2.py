@@ -15,6 +15,8 @@ from ds_kfac.zero.shards import Shard, partition_flat
 
 
 class Stage12(ZeroLayout):
+    """Gradients in DeepSpeedZeroOptimizer's flat buffers: a slice of every parameter group on every rank."""
+
     def __init__(self, engine, params, group=None) -> None:
         super().__init__(engine, params, group)
         optimizer = self.optimizer

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import convergence, convergence_report, convergence_run
-from benchmarks.convergence_methods import METHODS, RATES, deepspeed_config
-from benchmarks.convergence_results import COLUMNS, Job, check_settings, next_rate, read, read_all, write
-from benchmarks.convergence_tasks import IGNORED, MASK, TASKS
+from benchmarks.convergence import __main__ as convergence
+from benchmarks.convergence import report as convergence_report
+from benchmarks.convergence import run as convergence_run
+from benchmarks.convergence.methods import CLIENT, CONSTANT, METHODS, RATES, deepspeed_config
+from benchmarks.convergence.results import COLUMNS, Job, check_settings, next_rate, read, read_all, write
+from benchmarks.convergence.tasks import IGNORED, MASK, TASKS
 from examples.gpt import GPTConfig
 from examples.text import STRETCHES, Corpus, load
 
@@ -55,6 +57,16 @@ def test_the_command_sweeps_finishes_reports_and_keeps_what_is_there(tmp_path, c
     capsys.readouterr()
     assert convergence.main([*argv, "--steps", "5"], pool) == 2
     assert "other settings (config at rate 1)" in capsys.readouterr().err
+
+
+@pytest.mark.distributed
+def test_optimizers_of_another_package_take_the_rates_of_the_schedule(tmp_path, corpus, pool):
+    pytest.importorskip("pytorch_optimizer")
+    argv = ["sweep", "--tasks", "tiny", "--methods", "soap", "shampoo", "--rates", "0.004", "1e-9", "--extensions", "0"]
+    assert convergence.main([*argv, "--steps", "12", "--data", str(corpus), "--out", str(tmp_path)], pool) == 0
+    for method in ("soap", "shampoo"):
+        high, low = (read(Job("tiny", method, rate, 0), tmp_path) for rate in (0.004, 1e-9))
+        assert high.rows[0]["loss"] == low.rows[0]["loss"] and high.final < low.final - 0.01
 
 
 def test_only_a_finished_run_is_taken_as_one(tmp_path):
@@ -102,9 +114,11 @@ def test_every_method_has_rates_and_a_config_at_the_rate():
     for method, rates in RATES.items():
         assert len(rates) >= 4 and all(b == 2 * a for a, b in itertools.pairwise(rates))
         config = deepspeed_config(method, 0.5, rows=2, steps=300, stage=2)
-        assert 0.5 in (config["optimizer"]["params"].get(key) for key in ("lr", "muon_lr"))
+        params = config[CLIENT][1] if CLIENT in config else config["optimizer"]["params"]
+        assert 0.5 in (params.get(key) for key in ("lr", "muon_lr"))
         schedule = config["scheduler"]["params"]
-        assert (schedule["total_num_steps"], schedule["warmup_num_steps"]) == (300, 21)
+        assert schedule["warmup_num_steps"] == 21
+        assert schedule.get("total_num_steps") == (None if method in CONSTANT else 300)
         assert schedule["warmup_type"] == "linear"
         assert ("kfac" in config) == method.startswith("kfac")
 
@@ -146,7 +160,17 @@ def test_a_sweep_goes_on_while_the_best_is_at_an_edge(losses, expected):
     assert next_rate(losses, started_with=4, extensions=0) is None
 
 
-def make_run(out: Path, method: str, seed: int, held_out: dict[int, float], seconds: float, *, rate=0.001, last=5.0):
+def make_run(
+    out: Path,
+    method: str,
+    seed: int,
+    held_out: dict[int, float],
+    seconds: float,
+    *,
+    rate=0.001,
+    last=5.0,
+    task="gpt_small",
+):
     """A run of 40 steps with held-out losses at some of them."""
     steps = range(1, 41)
     rows = [{"step": n, "seconds": n * seconds, "loss": 5.0, "step_seconds": seconds} for n in steps]
@@ -154,7 +178,7 @@ def make_run(out: Path, method: str, seed: int, held_out: dict[int, float], seco
         rows[step - 1]["held_out_loss"] = loss
     rows[-1]["loss"] = last
     for final in (False, True):  # as if the race had gone as the sweep did
-        write(Job("gpt_small", method, rate, seed, final).path(out), rows)
+        write(Job(task, method, rate, seed, final).path(out), rows)
 
 
 def test_the_report_on_curves_made_by_hand(tmp_path):
@@ -180,16 +204,43 @@ def test_the_report_on_curves_made_by_hand(tmp_path):
     assert rows["adamw"]["diverged_rates"] == "0.008" and numbers("adamw", "rates", "overhead") == [4, 1]
     # muon: seed 0 ends above AdamW's 2.0; seed 1 reaches 2.4 half way between 2.6 at 20 and 2.2 at 30
     assert numbers("muon", "compared", "reached") == [2, 1]
-    assert numbers("muon", "steps_to_adamw", "steps_fraction") == pytest.approx([25, 25 / 40])
+    assert numbers("muon", "steps_to_base", "steps_fraction") == pytest.approx([25, 25 / 40])
     assert numbers("muon", "seconds_fraction", "overhead") == pytest.approx([25 * 0.15 / 4, 1.5])
     assert numbers("muon", "step_seconds_median", "step_seconds_mean") == pytest.approx([0.15, 0.15])
     assert rows["kfac_sgd"]["seeds"] == "0" and rows["kfac_sgd"]["rate"] == ""
     # kfac_adamw: at the first evaluation; half way between 10 and 20
-    assert numbers("kfac_adamw", "steps_to_adamw", "steps_fraction_min") == pytest.approx([12.5, 10 / 40])
+    assert numbers("kfac_adamw", "steps_to_base", "steps_fraction_min") == pytest.approx([12.5, 10 / 40])
     assert numbers("kfac_adamw", "steps_fraction_max", "seconds_fraction") == pytest.approx([15 / 40, 12.5 * 0.2 / 4])
     lines = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("|")}
     assert "25, 1 of 2 seeds | 0.63 (0.63 to 0.63) | 0.94" in lines["muon"] and "all diverged" in lines["kfac_sgd"]
     assert list(lines)[2:] == ["adamw", "muon", "kfac_sgd", "kfac_adamw"]
+    # -0.1 and +0.3: a mean of 0.1, a standard deviation of 0.2828
+    assert "- gpt_small, adamw minus muon: +0.100, s.e. 0.200, 2 seeds" in text and "minus kfac_sgd" not in text
+    assert "muon reaches adamw's loss with 1 of 2 seeds" in text
+    # Muon's 2.1 of both seeds is a third of the way from 1.9, never before 10, and at 20 + 10 x 0.2 / 0.5
+    assert "kfac_adamw is at muon's in 0.42 (0.25 to 0.60) of its steps" in text
+
+
+def test_steps_to_one_loss_against_the_batch(tmp_path):
+    for task, scale in (("gpt_small", 1.0), ("gpt_small_8k", 2.0)):
+        make_run(tmp_path, "adamw", 0, {20: 3.0, 40: 2.0}, 0.1, task=task)
+        make_run(tmp_path, "kfacadamw", 0, {10: 3.0, 20: 3.0 - scale, 40: 1.0}, 0.1, task=task)
+    make_run(tmp_path, "muon", 0, {40: 9.0}, 0.1)  # at one size only: not in the figure
+    found = convergence_report.steps_by_batch(convergence_report.best_runs(read_all(tmp_path)))
+    assert found == {"adamw": {2048: [40.0], 8192: [40.0]}, "kfacadamw": {2048: [20.0], 8192: [15.0]}}
+    assert "steps to one loss against the batch" in convergence_report.report(tmp_path)
+    assert (tmp_path / "batches.png").stat().st_size > 0
+
+
+def test_rates_by_width_are_those_of_the_sweep(tmp_path):
+    make_run(tmp_path, "kfacadamw", 0, {40: 2.0}, 0.1, task="width_64", rate=0.001)
+    make_run(tmp_path, "kfacadamw", 0, {40: 1.9}, 0.1, task="width_64", rate=0.002)
+    make_run(tmp_path, "kfacadamw", 0, {40: 1.5}, 0.1, task="width_256", rate=0.002, last=9.0)  # diverged
+    make_run(tmp_path, "adamw", 0, {40: 2.0}, 0.1, task="width_64")  # of one width only
+    found = convergence_report.losses_by_width(read_all(tmp_path))
+    assert found == {"kfacadamw": {"width_64": {0.001: 2.0, 0.002: 1.9}, "width_256": {0.002: INFINITE}}}
+    convergence_report.report(tmp_path)
+    assert (tmp_path / "widths.png").stat().st_size > 0
 
 
 def test_a_loss_that_is_never_reached(tmp_path):

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from benchmarks import kernels
-from benchmarks.kernels_cases import Settings, product, product_tf32
-from benchmarks.kernels_goals import GOALS, goals, goals_table
-from benchmarks.kernels_sweep import fastest, pasted, sweep, sweep_table
-from benchmarks.kernels_timing import Clock
+from benchmarks.kernels import __main__ as kernels
+from benchmarks.kernels.cases import Settings, product, product_tf32
+from benchmarks.kernels.goals import GOALS, goals, goals_table
+from benchmarks.kernels.report import CsvFile
+from benchmarks.kernels.sweep import fastest, pasted, sweep, sweep_table
+from benchmarks.kernels.timing import Clock
 from ds_kfac.ops import functional
 
 
@@ -59,7 +60,7 @@ def test_the_page_of_a_run_has_the_goals(tmp_path, capsys):
     assert "## Goals" in (tmp_path / "cpu.md").read_text() and "N 16, D 768 | mm |" in capsys.readouterr().out
 
 
-def test_fp32_rows_are_timed_beside_tf32_and_have_no_goals(monkeypatch, capsys):
+def test_fp32_rows_are_timed_next_to_tf32_and_have_no_goals(monkeypatch, capsys):
     x = torch.randn(33, 5)
     assert torch.equal(product_tf32(x), product(x)) and torch.get_float32_matmul_precision() == "highest"
     with pytest.raises(SystemExit):
@@ -75,7 +76,7 @@ def test_a_sweep_needs_a_gpu(capsys):
     assert "--sweep needs a GPU" in capsys.readouterr().err
 
 
-def test_a_sweep_times_what_is_right_and_names_what_is_not():
+def test_a_sweep_times_what_is_right_and_names_what_is_not(tmp_path):
     def accumulate(total, x, ones, config):
         if config == "too large":
             raise RuntimeError("out of resource: shared memory\nmore")
@@ -84,7 +85,8 @@ def test_a_sweep_times_what_is_right_and_names_what_is_not():
             total[0] += 1000
 
     settings = Settings("cpu", rows=8, blocks=1, max_dim=128, dtype=torch.float32)
-    found = sweep(Clock("cpu"), settings, ["a", "wrong", "too large"], accumulate, 0.0)
+    found = sweep(Clock("cpu"), settings, ["a", "wrong", "too large"], accumulate, 0.0, CsvFile(tmp_path / "rows.csv"))
+    assert (tmp_path / "rows.csv").read_text().count("RuntimeError: out of resource: shared memory\n") == 2
     assert [(row["dim"], row["config"], "median_ms" in row) for row in found] == [
         (dim, config, config == "a") for dim in (64, 128) for config in ("a", "wrong", "too large")
     ]

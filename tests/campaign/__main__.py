@@ -43,8 +43,8 @@ def main() -> int:
     seconds = time.monotonic() - start + sum(result.seconds for result in had)
     counts = sum((result.outcomes for result in results), Counter())
     missed = sum(not result.outcomes for result in results)
-    told = ", ".join(f"{one} {counts[one]}" for one in harness.OUTCOMES)
-    print(f"{len(results)} cases in {seconds / 60:.1f} minutes: {told}, not run {missed}")
+    totals = ", ".join(f"{one} {counts[one]}" for one in harness.OUTCOMES)
+    print(f"{len(results)} cases in {seconds / 60:.1f} minutes: {totals}, not run {missed}")
     if options.write:
         command = " ".join(["python -m tests.campaign", *sys.argv[1:]])
         text = table.report(results, command=command, minutes=options.minutes, seconds=seconds)

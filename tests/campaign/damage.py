@@ -113,7 +113,7 @@ def cases() -> list[Case]:
 
 @cache
 def _whole() -> tuple[Path, list[float]]:
-    """A checkpoint, a K-FAC state of an earlier step beside it, and the losses of the run that goes on. Collective."""
+    """A checkpoint, a K-FAC state of an earlier step next to it, and the losses of the run that goes on. Collective."""
     place = [tempfile.mkdtemp(prefix="campaign-damage", dir=_room())]
     dist.broadcast_object_list(place)
     root, rank = Path(place[0]), dist.get_rank()

@@ -51,7 +51,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def state_is_finite(engine) -> bool:
     """Of this rank's factors, eigenbases and moments."""
-    for kfac in engine.kfac.job.optimizers:
+    for kfac in engine.kfac.job.preconditioners:
         for value in (kfac.state, [own.factor for own in kfac.curvature.factors.values()]):
             if not all(bool(torch.isfinite(t).all()) for t in tensors(value) if t.is_floating_point()):
                 return False
@@ -64,9 +64,9 @@ def is_finite(values: dict[str, torch.Tensor]) -> bool:
 
 def everywhere(flag: bool) -> bool:
     """Whether it is true on every rank. Collective."""
-    told = torch.tensor(float(flag))
-    torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MIN)
-    return bool(told)
+    agreed = torch.tensor(float(flag))
+    torch.distributed.all_reduce(agreed, op=torch.distributed.ReduceOp.MIN)
+    return bool(agreed)
 
 
 def anywhere(texts: list[str]) -> list[str]:

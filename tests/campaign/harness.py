@@ -114,9 +114,11 @@ def results_in(file: Path | None, cases: list[Case]) -> list[Result]:
 
 def line(result: Result) -> str:
     counts = {one: result.outcomes[one] for one in OUTCOMES if result.outcomes[one]}
-    told = ", ".join(f"{n} {one}" if sum(counts.values()) > 1 else one for one, n in counts.items()) or "not run"
+    summary = ", ".join(f"{n} {one}" if sum(counts.values()) > 1 else one for one, n in counts.items()) or "not run"
     mark = " " if result.good else "!"
-    return f"{mark} {result.case.family:9} {result.case.name:60} {told:10} {result.seconds:5.1f} s  {result.note[:150]}"
+    return (
+        f"{mark} {result.case.family:9} {result.case.name:60} {summary:10} {result.seconds:5.1f} s  {result.note[:150]}"
+    )
 
 
 def patient(case: Case, factor: float) -> Case:

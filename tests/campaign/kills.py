@@ -28,7 +28,7 @@ KFAC = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 3}}
 DEADLINE = float("inf")
 """Monotonic seconds after which nobody is killed any more."""
 MODES = {
-    "z2, KFACAdamW, refresh beside": ("adam-z2", {**KFAC, "eigenbasis": {"refresh_interval": 3, "lag": 1}}),
+    "z2, KFACAdamW, lag": ("adam-z2", {**KFAC, "eigenbasis": {"refresh_interval": 3, "lag": 1}}),
     "z0, EKFAC into AdamW": ("z0", {**KFAC, "preconditioner": {"eigenvalues": "corrected"}}),
     "z3, bf16, KFACAdamW": ("adam-z3-bf16", KFAC),
 }
@@ -47,7 +47,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Life:
-    """What a rank is told: the job, and when it dies: so many steps, refreshes or saves into this life."""
+    """What a rank is given: the job, and when it dies: so many steps, refreshes or saves into this life."""
 
     job: Job
     victim: int = -1
@@ -93,8 +93,8 @@ def run_job(job: Job) -> tuple[Counter, str]:
             wait = {"step": 2 + dice.randrange(3), "refresh": 1 + dice.randrange(2), "save": 1 + dice.randrange(2)}
             life = Life(job, dice.randrange(WORLD), phase, wait[phase], dice.random() * seconds[phase])
             _copy(saves, before)
-            told = _live(Life(job) if last else life, folder / f"life{number}", saves, look_only=last)
-            outcome, note = _judge(told, expected, killed[1] if killed else 0)
+            outcome_of_life = _live(Life(job) if last else life, folder / f"life{number}", saves, look_only=last)
+            outcome, note = _judge(outcome_of_life, expected, killed[1] if killed else 0)
             if killed or outcome != SURVIVED:
                 if outcome in (LOUD, LOST) and not (killed and job.overwrite):  # only a torn tag may be refused
                     outcome = LOST if killed else harness.CRASH
@@ -102,13 +102,17 @@ def run_job(job: Job) -> tuple[Counter, str]:
             if outcome != SURVIVED:
                 what = f"{killed[0].phase} of rank {killed[0].victim} killed" if killed else "start"
                 notes.append(f"{what}: {outcome}: {note}")
-            _copy(before if told["begun"] else backup, backup)
+            _copy(before if outcome_of_life["begun"] else backup, backup)
             if outcome != SURVIVED:
                 _copy(backup, saves)
                 killed = None
                 continue
-            killed = (life, max(told["saved"], told["begun"][0])) if told["killed"] else None
-            if told["ended"]:  # through before its time came: from the start again
+            killed = (
+                (life, max(outcome_of_life["saved"], outcome_of_life["begun"][0]))
+                if outcome_of_life["killed"]
+                else None
+            )
+            if outcome_of_life["ended"]:  # through before its time came: from the start again
                 shutil.rmtree(saves, ignore_errors=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -122,22 +126,22 @@ def _copy(source: Path, target: Path) -> None:
             shutil.copytree(source, target)
 
 
-def _judge(told: dict, expected: dict, saved: int) -> tuple[str, str]:
+def _judge(outcome_of_life: dict, expected: dict, saved: int) -> tuple[str, str]:
     """A life, by what it began with, its losses and how the other ranks took a kill."""
-    if told["hung"]:
+    if outcome_of_life["hung"]:
         return HANG, "a rank waits for ever"
-    if told["errors"] and not told["killed"]:
-        return LOUD, told["errors"][0]
-    if len(set(told["begun"])) > 1:
-        return SILENT, f"ranks start at steps {told['begun']}"
-    if told["begun"] and told["begun"][0] < saved:
-        return LOST, f"starts at step {told['begun'][0]}, step {saved} was saved"
-    wrong = _differing(told, expected)
+    if outcome_of_life["errors"] and not outcome_of_life["killed"]:
+        return LOUD, outcome_of_life["errors"][0]
+    if len(set(outcome_of_life["begun"])) > 1:
+        return SILENT, f"ranks start at steps {outcome_of_life['begun']}"
+    if outcome_of_life["begun"] and outcome_of_life["begun"][0] < saved:
+        return LOST, f"starts at step {outcome_of_life['begun'][0]}, step {saved} was saved"
+    wrong = _differing(outcome_of_life, expected)
     return (SURVIVED, "") if wrong is None else (SILENT, wrong)
 
 
-def _differing(told: dict, expected: dict) -> str | None:
-    for step, losses in told["losses"].items():
+def _differing(outcome_of_life: dict, expected: dict) -> str | None:
+    for step, losses in outcome_of_life["losses"].items():
         if set(losses) - set(expected.get(step, losses)):
             return f"loss of step {step} is {losses}, undisturbed {expected[step]}"
     return None

@@ -6,29 +6,6 @@ from torch import Tensor, nn
 from tests.models import CLASSES, FEATURES, Net, cross_entropy
 
 
-class Raise(torch.autograd.Function):
-    """Raises in backward."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        raise FloatingPointError("in backward")
-
-
-class Raising(Net):
-    """Raises in backward, between its layers, if armed."""
-
-    armed = False
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        h = self.middle(self.norm(self.silu(self.first(x))))
-        h = Raise.apply(h) if self.armed else h
-        return cross_entropy(self.head(torch.tanh(h)), y)
-
-
 class Branches(nn.Module):
     """Three layers that share their input, until they do not."""
 

@@ -92,22 +92,22 @@ def run(payload: tuple[int, str, str, float, str]) -> Outcome:
     plain, _, _ = _train(*settings, fault, plain=True)
     calm, _, _ = _undisturbed(*settings, plain=False)
     plain_calm, _, _ = _undisturbed(*settings, plain=True)
-    told = f" (said: {said[0][:100]})" if said else ""
+    noted = f" (said: {said[0][:100]})" if said else ""
     bad = LOUD if said else SILENT
     if not is_finite(faulted):
         if not is_finite(plain):
             return SURVIVED, "weights not finite, as with DeepSpeed alone"
-        return bad, "weights not finite" + told
+        return bad, "weights not finite" + noted
     if not finite:
-        return bad, "state not finite" + told
+        return bad, "state not finite" + noted
     for name, moved in faulted.items():
         ratio, usual = _ratio(moved, calm[name]), _ratio(plain[name], plain_calm[name])
         as_usual = 1 / CALM <= usual <= CALM
         if ratio < STILL and (as_usual or (ratio == 0 and usual >= STILL)):
-            return bad, f"{name} moves {ratio:.3f} of what it did (DeepSpeed alone: {usual:.3f})" + told
+            return bad, f"{name} moves {ratio:.3f} of what it did (DeepSpeed alone: {usual:.3f})" + noted
         if ratio > WILD and usual < CALM:
-            return bad, f"{name} moves {ratio:.1f} times what it did (DeepSpeed alone: {usual:.3f})" + told
-    return SURVIVED, told.strip()
+            return bad, f"{name} moves {ratio:.1f} times what it did (DeepSpeed alone: {usual:.3f})" + noted
+    return SURVIVED, noted.strip()
 
 
 def _ratio(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -141,5 +141,5 @@ def _train(stage: int, optimizer: str, dtype: str, clip: float, fault: str | Non
         after = weights(engine)
         finite = everywhere(plain or state_is_finite(engine))
         engine.destroy()
-        told = anywhere(said)
-    return {name: after[name] - before[name] for name in after}, finite, told
+        noted = anywhere(said)
+    return {name: after[name] - before[name] for name in after}, finite, noted

@@ -1,4 +1,4 @@
-"""The comparisons with ds_kfac/reference.py as other processors would compute them.
+"""The comparisons with tests/oracle.py as other processors would compute them.
 
     python -m tests.campaign.processors                  # every setting, about 15 minutes on 2 idle cores
     python -m tests.campaign.processors --only avx2 "2 threads"

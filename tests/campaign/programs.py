@@ -5,7 +5,7 @@ import copy
 import io
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.campaign.models import Branches, Conditional, Discriminator, Frozen, Named, Raising
+from tests.campaign.models import Branches, Conditional, Discriminator, Frozen, Named
 from tests.deepspeed.runs import micro_batches
-from tests.models import FEATURES, make_net
+from tests.models import FEATURES, Stoppable, make_net
 
 STEPS = 8
 Make = Callable[..., Any]
@@ -158,14 +158,14 @@ def _(make, disturbed):
 
 @program("exception in backward, caught", stages=(0,))
 def _(make, disturbed):
-    model = Raising()
+    model = make_net(Stoppable)
     engine = make(model)
     for step in range(STEPS):
-        model.armed = disturbed and step == 5
+        model.stops = disturbed and step == 5
         with contextlib.suppress(FloatingPointError):
             step_of(engine, step)
         engine.zero_grad()
-    model.armed = False
+    model.stops = False
     return engine
 
 
@@ -182,26 +182,25 @@ def _(make, disturbed):
     return engine
 
 
-@program("set_train_batch_size: 1, 2, 1 micro-batches")
-def _(make, disturbed):
-    engine = make()
+def _resized(make, changes: dict[int, int], steps: int, **over: Any):
+    """Ordinary steps; from some on with another number of micro-batches."""
+    engine = make(**over)
     rows, world = engine.train_micro_batch_size_per_gpu(), dist.get_world_size()
-    for step in range(3 * STEPS):
-        if step in (8, 16):
-            engine.set_train_batch_size(rows * world * (2 if step == 8 else 1))
+    for step in range(steps):
+        if step in changes:
+            engine.set_train_batch_size(rows * world * changes[step])
         step_of(engine, step)
     return engine
+
+
+@program("set_train_batch_size: 1, 2, 1 micro-batches")
+def _(make, disturbed):
+    return _resized(make, {8: 2, 16: 1}, 3 * STEPS)
 
 
 @program("gradient accumulation of 4, changed to 2 and back")
 def _(make, disturbed):
-    engine = make(accumulation=4)
-    rows, world = engine.train_micro_batch_size_per_gpu(), dist.get_world_size()
-    for step in range(32):
-        if step in (12, 20):
-            engine.set_train_batch_size(rows * world * (2 if step == 12 else 4))
-        step_of(engine, step)
-    return engine
+    return _resized(make, {12: 2, 20: 4}, 32, accumulation=4)
 
 
 @program("empty batch on one rank")
@@ -229,24 +228,23 @@ def _(make, disturbed):
     return engine
 
 
-@program("data flow changes under share_inputs")
-def _(make, disturbed):
+def _parting(make, ranks: Collection[int]):
     model = Branches()
 
     def change(engine, step):
-        model.apart = step > 4
+        model.apart = step > 4 and dist.get_rank() in ranks
 
     return steps_with(make, change, model=model)
+
+
+@program("data flow changes under share_inputs")
+def _(make, disturbed):
+    return _parting(make, range(dist.get_world_size()))
 
 
 @program("data flow changes on one rank")
 def _(make, disturbed):
-    model = Branches()
-
-    def change(engine, step):
-        model.apart = step > 4 and dist.get_rank() == 1
-
-    return steps_with(make, change, model=model)
+    return _parting(make, {1})
 
 
 @program("a layer used in every other step", stages=(0, 2))

@@ -1,4 +1,4 @@
-"""Results as a page for people: all cases counted, and those told of that did not just survive."""
+"""Results as a page for people: all cases counted, and those listed that did not just survive."""
 
 import platform
 import re
@@ -21,7 +21,7 @@ and looks at what happened.
 
 Known and not tried: a gradient spike in the first ten batches of a factor is taken for its scale and stays in it until
 its average has forgotten it. What DeepSpeed alone does not survive either (a NaN gradient in fp32, which it does not
-check for; at ZeRO-2 a layer that only some ranks use) is told as such, or left out.
+check for; at ZeRO-2 a layer that only some ranks use) is named as such, or left out.
 
 """
 
@@ -41,10 +41,10 @@ def report(results: list[Result], *, command: str, minutes: float, seconds: floa
         lines.append("| " + " | ".join(str(cell) for cell in row) + " |")
     lines += ["", "All cases but those that just survived; what ended alike for the same reason is one row.", ""]
     lines += ["| | cases | outcome | |", "|---|---|---|---|"]
-    for (family, told, _), own in _alike(results).items():
+    for (family, counted, _), own in _alike(results).items():
         names = list(dict.fromkeys(r.case.name for r in own))
         mark = "" if own[0].good else "**"
-        lines.append(f"| {family} | {_plain('; '.join(names))} | {mark}{told}{mark} | {_short(own[0].note)} |")
+        lines.append(f"| {family} | {_plain('; '.join(names))} | {mark}{counted}{mark} | {_short(own[0].note)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -55,9 +55,9 @@ def _alike(results: list[Result]) -> dict[tuple[str, str, str], list[Result]]:
         if result.note or set(result.outcomes) != {SURVIVED} or result.case.alone:
             counts = {one: result.outcomes[one] for one in OUTCOMES if result.outcomes[one]}
             many = sum(counts.values()) > 1
-            told = ", ".join(f"{n} {one}" if many else one for one, n in counts.items()) or "not run"
+            counted = ", ".join(f"{n} {one}" if many else one for one, n in counts.items()) or "not run"
             begins = result.case.name if result.case.alone else re.sub(r"\d", "", result.note)[:50]
-            found.setdefault((result.case.family, told, begins), []).append(result)
+            found.setdefault((result.case.family, counted, begins), []).append(result)
     return found
 
 

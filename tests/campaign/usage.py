@@ -22,8 +22,8 @@ def cases() -> list[Case]:
     found = []
     for name, program in programs.PROGRAMS.items():
         for stage in program.stages:
-            told = f"{name}: z{stage}, {STAGES[stage]}"
-            found.append(Case("usage", told, "tests.campaign.usage:run", (name, stage), seconds=90))
+            noted = f"{name}: z{stage}, {STAGES[stage]}"
+            found.append(Case("usage", noted, "tests.campaign.usage:run", (name, stage), seconds=90))
     return found
 
 
@@ -42,18 +42,18 @@ def run(payload: tuple[str, int]) -> Outcome:
         return (LOUD if program.refused and re.search("ds_kfac|K-FAC", found) else CRASH), found
     if isinstance(plain, str):
         return SURVIVED, f"works; {plain_note}"
-    told = f" (said: {said[0][:100]})" if said else ""
+    noted = f" (said: {said[0][:100]})" if said else ""
     bad = LOUD if said else SILENT
     if not is_finite(found) and is_finite(plain):
-        return bad, "weights not finite" + told
+        return bad, "weights not finite" + noted
     if not state:
-        return bad, "K-FAC's state not finite" + told
+        return bad, "K-FAC's state not finite" + noted
     if program.exact:
         expected, _ = _attempt(program, stage, plain=False, disturbed=False)
         different = [name for name in expected if not torch.equal(expected[name], found[name])]
         if different := anywhere(different):
-            return bad, f"other weights than without it: {different[0]}" + told
-    return SURVIVED, told.strip()
+            return bad, f"other weights than without it: {different[0]}" + noted
+    return SURVIVED, noted.strip()
 
 
 def _attempt(program: "programs.Program", stage: int, *, plain: bool, disturbed: bool = True):

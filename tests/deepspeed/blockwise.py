@@ -1,15 +1,15 @@
 """The reference for layers that are cut over ranks: a piece of a side is damped by its own mean."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ds_kfac.reference import ReferenceKFAC
+from tests.oracle import ReferenceKFAC
 
 
 class BlockwiseInverse(ReferenceKFAC):
     """Method "inverse" with damping "relative", where blocks are pieces that know nothing of each other."""
 
-    def step(self, lr: float, grad_scale: float = 1.0, seed: float = 1.0) -> None:
+    def step(self, lr: float, grad_scale: float = 1.0, seed: float = 1.0, clip: float = 1.0) -> None:
         assert self.method == "inverse" and self.damping_kind == "relative"
         self.update(seed)
         results, quadratic = {}, 0.0
@@ -29,9 +29,3 @@ def inverses(C: Tensor, block: int, damping: float) -> Tensor:
     parts = [C[i : i + block, i : i + block] for i in range(0, len(C), block)]
     damped = [part + damping**0.5 * part.trace() / len(part) * torch.eye(len(part)) for part in parts]
     return torch.block_diag(*map(torch.linalg.inv, damped))
-
-
-def rows_of(model: nn.Module, most: int) -> dict[str, tuple[None, int]]:
-    """``parts`` of ReferenceKFAC for ``layers.max_outputs``."""
-    linears = {name: m.out_features for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    return {name: (None, -(-rows // -(-rows // most))) for name, rows in linears.items() if rows > most}

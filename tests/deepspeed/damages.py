@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from ds_kfac.checkpoint.header import VERSION
+
 FACTOR, LAYER, OTHER = "head.A.factor.pt", "middle.layer.pt", "first.layer.pt"
 
 
@@ -48,7 +50,7 @@ def header_of(folder: Path) -> dict:
 
 def write_header(folder: Path, header: dict, **wrapped) -> None:
     crc32 = zlib.crc32(json.dumps(header, sort_keys=True, separators=(",", ":")).encode())
-    content = {"version": 4, "crc32": crc32, "header": header, **wrapped}
+    content = {"version": VERSION, "crc32": crc32, "header": header, **wrapped}
     (folder / "header.json").write_text(json.dumps(content))
 
 
@@ -125,7 +127,7 @@ def led_by(name: str) -> Callable[[Path], None]:
     return header(change)
 
 
-MISSING, CHECKSUM, HEADER = "is missing", "its checksum is not that", "header.json"
+MISSING, CHECKSUM, HEADER = "is missing", "wrong checksum", "header.json"
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     # files that are not there, or are no files
     "factor missing": (lambda f: (f / FACTOR).unlink(), f"{FACTOR}: {MISSING}"),
@@ -166,9 +168,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "transposed": (
         repaired(LAYER, lambda p: p.update(A=p["G"], G=p["A"])), f"{LAYER}: the values of A is",
     ),
-    "vectors missing": (repaired(LAYER, lambda p: p["A"].update(vectors=[])), "has not the 1 blocks of vectors"),
+    "vectors missing": (repaired(LAYER, lambda p: p["A"].update(vectors=[])), "must have the 1 blocks of vectors"),
     "too many vectors": (
-        repaired(LAYER, lambda p: p["A"].update(vectors=2 * p["A"]["vectors"])), "has not the 1 blocks",
+        repaired(LAYER, lambda p: p["A"].update(vectors=2 * p["A"]["vectors"])), "must have the 1 blocks",
     ),
     "updates negative": (repaired(FACTOR, lambda p: p.update(updates=torch.tensor(-1.0))), "updates is negative"),
     "a refresh that was none": (repaired(FACTOR, lambda p: p.update(pending_how="eigh")), "whether a refresh"),
@@ -185,7 +187,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "header cut": (cut(HEADER, 0.5), f"{HEADER}: is no JSON"),
     "header of bytes": (lambda f: (f / HEADER).write_bytes(b"\xff\xfe\x00"), f"{HEADER}: is no JSON"),
     "header a list": (text("[]"), "has version None"),
-    "header of version 3": (header(lambda h: None, version=3), "has version 3, this ds_kfac reads 4 only"),
+    "header of version 3": (header(lambda h: None, version=3), "has version 3, this ds_kfac reads 5 only"),
     "header of the future": (header(lambda h: None, version=99), "has version 99"),
     "a changed number": (
         lambda f: (f / HEADER).write_text((f / HEADER).read_text().replace('"steps": 4', '"steps": 5')),

@@ -125,7 +125,7 @@ def saved(mode: Mode) -> dict:
     return {
         "keys": sorted(key for key in state if key.endswith("/A")),
         "loaded": [same(state, whole_state(engine.kfac.job)) for engine in (second, other)],
-        "steps": [kfac.steps for kfac in second.kfac.job.optimizers],
+        "steps": [kfac.steps for kfac in second.kfac.job.preconditioners],
     }
 
 
@@ -160,7 +160,7 @@ def compare(cases: list[tuple[Mode, int, bool]]) -> list[dict]:
             "bound": expected.bound,
             "nu_bound": expected.nu_bound,
             "nu": [1.0, 1.0] if mode.adam else [float(engine.kfac.metrics.nu), expected.nu],
-            "domains": [(kfac.target.domain.name, len(kfac.layers)) for kfac in engine.kfac.job.optimizers],
+            "domains": [(kfac.target.domain.name, len(kfac.layers)) for kfac in engine.kfac.job.preconditioners],
             "report": engine.kfac.report,
         })  # fmt: skip
         engine.kfac.detach()

@@ -1,11 +1,11 @@
-"""Every engine mode as a DeepSpeed config, one table; and the runs that are compared with ds_kfac/reference.py."""
+"""Every engine mode as a DeepSpeed config, one table; and the runs that are compared with tests/oracle.py."""
 
 import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 KFAC = {
-    "factor": {"update_interval": 1, "decay": 0.9, "fisher": "empirical"},
+    "factor": {"update_interval": 1, "decay": 0.9, "fisher": "empirical", "rows": "all"},
     "eigenbasis": {"refresh_interval": 2},
     "damping": {"kind": "tikhonov", "value": 0.03},
     "preconditioner": {"kl_clip": 0.0005},
@@ -35,6 +35,13 @@ class Mode:
     """KFACAdamW instead of the precision's optimizer."""
     orthogonal: bool = False
     """With orthogonalized directions and Nesterov's momentum."""
+    whiten: float = 0.25
+    rotate: bool = True
+    root: bool = False
+    """With the method "root"."""
+    scale: str = "rms"
+    size: float = 0.3
+    adam_ratio: float = 1.0
 
     @property
     def precision(self) -> str:
@@ -44,8 +51,21 @@ class Mode:
         )
 
     @property
+    def kfac_block(self) -> dict[str, Any]:
+        """Of a rule without curvature without the Fisher."""
+        no_G = self.root or not self.rotate
+        factor = {key: value for key, value in KFAC["factor"].items() if not no_G or key != "fisher"}
+        preconditioner = {**KFAC["preconditioner"], "method": "root"} if self.root else KFAC["preconditioner"]
+        adam = {"orthogonalize": self.orthogonal, "nesterov": self.orthogonal, "whiten": self.whiten}
+        adam |= {"scale": self.scale, "size": self.size, "rotate": self.rotate}
+        return {**KFAC, "factor": factor, "preconditioner": preconditioner, "adam": adam, **self.kfac}
+
+    @property
     def optimizer(self) -> dict[str, Any]:
-        return copy.deepcopy(KFAC_ADAMW[self.precision] if self.adam else OPTIMIZERS[self.precision])
+        block = copy.deepcopy(KFAC_ADAMW[self.precision] if self.adam else OPTIMIZERS[self.precision])
+        if self.adam:
+            block["params"]["adam_lr"] = self.adam_ratio * block["params"]["lr"]
+        return block
 
     def config(self, accumulation: int, world: int) -> dict[str, Any]:
         config: dict[str, Any] = {
@@ -57,7 +77,7 @@ class Mode:
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "optimizer": self.optimizer,
-            "kfac": {**KFAC, "adam": {"orthogonalize": self.orthogonal, "nesterov": self.orthogonal}, **self.kfac},
+            "kfac": self.kfac_block,
             **copy.deepcopy(self.extra),
         }
         if self.dtype in ("bf16", "fp16"):
@@ -94,7 +114,6 @@ MODES = [
     Mode("z1-round_robin", 1, zero={"round_robin_gradients": True}, wrapper=Z12),
     Mode("z2", 2, wrapper=Z12),
     Mode("z2-groups", 2, groups="decay", wrapper=Z12),
-    Mode("z2-kfac_first", 2, groups="decay", kfac={"assignment": {"kfac_first": True}}, wrapper=Z12),
     Mode("z2-not_contiguous", 2, zero={"contiguous_gradients": False}, wrapper=Z12),
     Mode("z2-overlap", 2, zero={"overlap_comm": True, "contiguous_gradients": True}, wrapper=Z12),
     Mode("z2-overlap-not_contiguous", 2, zero={"overlap_comm": True, "contiguous_gradients": False}, wrapper=Z12),
@@ -104,7 +123,10 @@ MODES = [
     Mode("z2-offload", 2, zero=OFFLOAD, wrapper=Z12),
     Mode("z2-offload-round_robin", 2, zero={**OFFLOAD, "round_robin_gradients": True}, wrapper=Z12),
     Mode("z2-relative_damping", 2, kfac={"damping": {"kind": "relative", "value": 0.3}}, wrapper=Z12),
-    Mode("z2-balanced", 2, kfac={"assignment": {"load_tolerance": 0.0}}, wrapper=Z12),
+    *(
+        Mode(f"z{stage}-model_damping", stage, kfac={"damping": {"kind": "model", "value": 0.3}}, wrapper=wrapper)
+        for stage, wrapper in ((0, "AdamW"), (2, Z12), (3, Z3))
+    ),
     Mode("z3", 3, wrapper=Z3),
     Mode("z3-groups", 3, groups="decay", wrapper=Z3),
     Mode("z3-sub_groups", 3, zero={"sub_group_size": 100}, wrapper=Z3),
@@ -150,21 +172,39 @@ AUTOCAST = [
 # DeepSpeed gives partial offload a second, plain AdamW: refused. Every other one orthogonalized, in fp32 only: it
 # lifts small singular values up to the large ones, and their rounding with them.
 ADAM = [
-    replace(mode, name=f"adam-{mode.name}", adam=True, wrapper="", orthogonal=index % 2 == 1 and mode.dtype == "fp32")
+    replace(
+        mode,
+        name=f"adam-{mode.name}",
+        adam=True,
+        wrapper="",
+        orthogonal=index % 2 == 1 and mode.dtype == "fp32",
+        whiten=(0.25, 0.0, 0.5)[index // 2 % 3],
+        scale=("rms", "spectral")[index // 2 % 2],
+        size=(0.3, 2.0)[index // 2 % 2],
+        adam_ratio=(1.0, 1.0, 0.5)[index % 3],
+    )
     for index, mode in enumerate(MODES)
     if "half" not in mode.name
+] + [Mode(f"adam-z{stage}-unrotated", stage, adam=True, orthogonal=True, rotate=False) for stage in (0, 1, 2, 3)]
+ADAM += [
+    replace(mode, name=mode.name.replace("adam", "root"), orthogonal=True, whiten=whiten, root=True)
+    for mode, whiten in (
+        (mode, (0.125, 0.5, 0.25)[index % 3])
+        for index, mode in enumerate(m for m in ADAM if m.rotate and m.name.count("-") < 3)
+    )
 ]
 ADAM_AUTOCAST = [replace(mode, name=f"adam-{mode.name}", adam=True) for mode in AUTOCAST]
 # Refreshes at all 4 steps: exact, two QR steps, exact.
 QR_STEPS = [
     Mode(f"{'adam-' * adam}z{stage}-qr_steps", stage, adam=adam, kfac={
-        "eigenbasis": {"refresh_interval": 1, "exact_every": 3, **more.get("eigenbasis", {})},
+        "eigenbasis": {"refresh_interval": 1},
+        "plan": {"exact_every": 3},
         "preconditioner": {**KFAC["preconditioner"], **more.get("preconditioner", {})},
     })
     for adam in (False, True)
     for stage, more in (
         (0, {} if adam else {"preconditioner": {"eigenvalues": "corrected", "second_moment_decay": 0.9}}),
-        (2, {"eigenbasis": {"carry_moments": adam}}),
+        (2, {}),
         (3, {}),
     )
 ]  # fmt: skip

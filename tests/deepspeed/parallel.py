@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ds_kfac
-from ds_kfac.reference import ReferenceKFAC
 from tests import spread
+from tests.choices import chosen
 from tests.deepspeed.modes import KFAC, STEPS, Mode
 from tests.deepspeed.runs import ReferenceStep, parameter_groups, reference_options
 from tests.models import cross_entropy
+from tests.oracle import ReferenceKFAC
 from tests.spread import Variation
 
 
@@ -44,10 +45,10 @@ SCALED = {
 
 EVERYTHING = {
     "burn_in": {"steps": 0},
-    "factor": {"update_interval": 1, "decay": 0.9},
-    "eigenbasis": {"refresh_interval": 3, "stagger": True, "lag": 1, "values_below": 0.01, "qr_below": 0.1},
+    "factor": {"rows": "all", "update_interval": 1, "decay": 0.9},
+    "eigenbasis": {"refresh_interval": 3, "stagger": True, "lag": 1},
     "adaptive": {"enabled": True, "tolerance": 0.3},
-    "communication": {"dtype": "bf16", "error_feedback": True},
+    "communication": {"dtype": "bf16"},
     "damping": {"value": 0.03},
 }
 """What no oracle follows: ranks must still agree, and none wait for another."""
@@ -77,9 +78,9 @@ class StaggeredKFAC(ReferenceKFAC):
 def planned_refreshes(job, whole_name: Callable[[str], str] = str, steps: int = STEPS) -> Refreshes:
     """Of all ranks and domains, after training; ``whole_name`` of a layer here is its name in the whole model."""
     mine: Refreshes = [set() for _ in range(steps)]
-    for kfac in job.optimizers:
+    for kfac in job.preconditioners:
         for step in range(steps):
-            for key in kfac.curvature.agenda.due(step).refresh:
+            for key in kfac.curvature.schedule.due(step).refresh:
                 mine[step] |= {(whole_name(name), key[-1]) for name in kfac.curvature.specs[key].layers}
     everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
@@ -89,7 +90,7 @@ def planned_refreshes(job, whole_name: Callable[[str], str] = str, steps: int = 
 def whole_state(job) -> dict[str, Tensor]:
     """Factors and eigenvalues of the whole job by their global names, each from a rank that has it. Collective."""
     mine: dict[str, Tensor] = {}
-    for kfac in job.optimizers:
+    for kfac in job.preconditioners:
         names = {layer.name: kfac.target.domain.global_name(layer) for layer in kfac.layers}
         for key, state in kfac.curvature.factors.items():
             mine[f"{names[key[:-2]]}{key[-2:]}"] = state.factor.packed_P.clone()
@@ -119,7 +120,7 @@ def build(mode: Mode, model: nn.Module, accumulation: int = 1, world: int = 1, *
     """An engine with K-FAC attached, silently."""
     if "model_parameters" not in arguments:
         arguments["model_parameters"] = parameter_groups(model, mode.groups)
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()), chosen({}):
         return ds_kfac.initialize(model=model, config=mode.config(accumulation, world), **arguments)[0]
 
 
@@ -144,15 +145,16 @@ def train_whole(mode: Mode, model: nn.Module, loss: Loss, **options) -> Whole:
 def train_once(
     mode: Mode, model: nn.Module, loss: Loss, variation: Variation, *, gradient_scale: float = 1.0,
     steps: int = STEPS, terms: float | None = None, refreshes: Refreshes | None = None,
-    kind: type[ReferenceKFAC] = ReferenceKFAC, **options,
+    kind: type[ReferenceKFAC] = ReferenceKFAC, domains: bool = True, **options,
 ) -> Whole:  # fmt: skip
-    """Train a copy of ``model`` with reference.py; in bf16 on a rounded copy, as ``runs.reference`` does.
+    """Train a copy of ``model`` with tests/oracle.py; in bf16 on a rounded copy, as ``runs.reference`` does.
 
     Args:
         gradient_scale: by how much the engine's gradients are larger than this loss's.
         terms: loss terms of a batch, where layers have other numbers of rows.
         refreshes: what is refreshed when, if not everything at once.
         kind: of reference, if nothing is staggered.
+        domains: see :class:`tests.deepspeed.runs.ReferenceStep`.
         options: of ReferenceKFAC, over those of the mode.
     """
     model = copy.deepcopy(model).to(torch.get_default_dtype())
@@ -168,7 +170,7 @@ def train_once(
         kfac = StaggeredKFAC(work, refreshes=refreshes, **options)
     kfac.terms = terms
     frozen = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
-    step = ReferenceStep(mode, model, work, kfac)
+    step = ReferenceStep(mode, model, work, kfac, domains=domains)
     for index in range(steps):
         value = loss(work, index, variation)
         if kfac.fisher == "monte_carlo":

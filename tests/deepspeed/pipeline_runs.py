@@ -59,7 +59,7 @@ def compare(cases: list[tuple[Mode, int]]) -> list[dict]:
 
         refreshes = planned_refreshes(engine.kfac.job) if mode.name.endswith("scaled") else None
         expected = train_whole(mode, whole, whole_loss, refreshes=refreshes)
-        kfac = engine.kfac.optimizer
+        kfac = engine.kfac.preconditioner
         results.append({
             "difference": difference(weights(engine), expected.weights, initial),
             "bound": expected.bound,
@@ -105,14 +105,14 @@ def tied_and_saved(kfac: dict) -> dict:
     second = make_engine()
     second.load_checkpoint(directory[0], tag="t")
     saved = whole_state(first.kfac.job)
-    loaded = second.kfac.optimizer.steps == 3 and same(saved, whole_state(second.kfac.job))
+    loaded = second.kfac.preconditioner.steps == 3 and same(saved, whole_state(second.kfac.job))
     other = make_engine(stages=1)
     other.kfac.load_state(directory[0], "t")
     for engine in (first, second):
         engine.train_batch(micro_batches(engine, 3, 1))
     after = weights(second)
     return {
-        "layers": [layer.name for layer in first.kfac.optimizer.layers],
+        "layers": [layer.name for layer in first.kfac.preconditioner.layers],
         "report": first.kfac.report,
         "loaded": loaded,
         "loaded without stages": same(saved, whole_state(other.kfac.job)),

@@ -1,8 +1,11 @@
-"""Train a few steps in an engine mode, and the same steps in one process with ds_kfac/reference.py."""
+"""Train a few steps in an engine mode, and the same steps in one process with tests/oracle.py."""
 
 import contextlib
 import copy
+import gc
 import io
+import os
+import threading
 from contextlib import contextmanager
 from functools import partial
 
@@ -13,10 +16,11 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import ds_kfac
-from ds_kfac.reference import ReferenceKFAC
 from tests import spread
-from tests.deepspeed.modes import BY_NAME, KFAC, LR, MICRO_ROWS, STEPS, Mode
+from tests.choices import chosen
+from tests.deepspeed.modes import BY_NAME, LR, MICRO_ROWS, STEPS, Mode
 from tests.models import Net, cross_entropy, make_batch, make_net
+from tests.oracle import ReferenceKFAC
 from tests.spread import PLAIN, Expected, Variation, difference
 
 
@@ -56,10 +60,11 @@ def build(mode: Mode, accumulation: int, *, model=None, seed: int = 0, **overrid
     with patched(mode), init:
         model = make_net(seed=seed) if model is None else model
     groups = parameter_groups(model, mode.groups)
-    with patched(mode), contextlib.redirect_stdout(io.StringIO()):
+    with patched(mode), contextlib.redirect_stdout(io.StringIO()), chosen(config["kfac"]) as block:
         engine, *_ = ds_kfac.initialize(
-            model=model, model_parameters=groups if mode.groups != "one" else groups[0]["params"], config=config
-        )
+            model=model, model_parameters=groups if mode.groups != "one" else groups[0]["params"],
+            config={**config, "kfac": block},
+        )  # fmt: skip
     return engine
 
 
@@ -119,7 +124,7 @@ def reference(
     before_step=None, model: type[nn.Module] = Net, kind: type[ReferenceKFAC] = ReferenceKFAC,
     variation: Variation = PLAIN,
 ) -> dict:  # fmt: skip
-    """Weights after training ``initial`` with reference.py and the same optimizer on the concatenated batch.
+    """Weights after training ``initial`` with tests/oracle.py and the same optimizer on the concatenated batch.
 
     ``kfac_config`` takes the place of the mode's; ``before_step(kfac, step)`` may change the settings of a step.
 
@@ -133,14 +138,15 @@ def reference(
     work = model if dtype == torch.get_default_dtype() else copy.deepcopy(model).to(dtype)
     for p in work.parameters():
         p.grad_dtype = torch.get_default_dtype()
-    kfac = kind(work, **reference_options(kfac_config or {**KFAC, **mode.kfac}))
+    kfac = kind(work, **reference_options(kfac_config or mode.kfac_block))
     # stage 0 fp16 divides by a loss scale it never multiplied by (deepspeed PR 8393); we follow
     divisor = 2.0**8 if mode.dtype == "fp16" and mode.stage == 0 else 1.0
     step = ReferenceStep(mode, model, work, kfac)
     autocast_dtype = mode.extra.get("torch_autocast", {}).get("dtype")
     autocast = {"dtype": getattr(torch, autocast_dtype or "bfloat16"), "enabled": autocast_dtype is not None}
+    ranks = torch.arange(world).repeat_interleave(accumulation * MICRO_ROWS)
     for index in range(steps):
-        x, y = variation.rows(*make_batch(index, world * accumulation * MICRO_ROWS))
+        x, y, kfac.ranks = variation.rows(*make_batch(index, len(ranks)), ranks)  # whose example each is
         x, y = x.to(device, dtype), y.to(device)
         with torch.autocast(device.type, **autocast):
             loss = cross_entropy(work(x), y)
@@ -157,8 +163,7 @@ def reference_options(kfac: dict) -> dict:
         "update_interval": kfac["factor"]["update_interval"],
         "decay": kfac["factor"]["decay"],
         "refresh_interval": kfac["eigenbasis"]["refresh_interval"],
-        "exact_every": kfac["eigenbasis"].get("exact_every", 1),
-        "carry": kfac["eigenbasis"].get("carry_moments", False),
+        "exact_every": kfac.get("plan", {}).get("exact_every", 1),
         "damping": kfac["damping"]["value"],
         "damping_kind": kfac["damping"]["kind"],
         "kl_clip": kfac["preconditioner"].get("kl_clip", 0.0),
@@ -168,8 +173,12 @@ def reference_options(kfac: dict) -> dict:
         "sharing": kfac["factor"].get("weight_sharing", "expand"),
         "fisher": kfac["factor"].get("fisher", "empirical"),
         "max_dim": kfac["factor"].get("max_dim"),
-        "large": kfac["factor"].get("large_output", "diagonal"),
+        "large": kfac["factor"].get("large", "diagonal"),
     }
+    if options["method"] == "root":
+        options["fisher"] = "activations_only"
+    if not kfac.get("adam", {}).get("rotate", True):
+        options |= {"fisher": "activations_only", "max_dim": 1, "large": "identity"}
     if kfac["preconditioner"].get("eigenvalues") == "corrected":
         options["corrected"] = kfac["preconditioner"]["second_moment_decay"]
     if "types" in kfac.get("layers", {}):
@@ -178,11 +187,20 @@ def reference_options(kfac: dict) -> dict:
 
 
 class ReferenceStep:
-    """What follows a backward of ``work``: K-FAC, clipping and the optimizer on ``model``, the fp32 masters."""
+    """What follows a backward of ``work``: clipping, K-FAC and the optimizer on ``model``, the fp32 masters.
 
-    def __init__(self, mode: Mode, model: nn.Module, work: nn.Module, kfac: ReferenceKFAC) -> None:
+    Args:
+        domains: over several of them the raw norm is not known: DeepSpeed clips what K-FAC has made of the gradients.
+    """
+
+    def __init__(
+        self, mode: Mode, model: nn.Module, work: nn.Module, kfac: ReferenceKFAC, *, domains: bool = False
+    ) -> None:
+        self.domains = domains
         self.mode, self.model, self.work, self.kfac = mode, model, work, kfac
-        options = {key: value for key, value in mode.optimizer["params"].items() if key != "torch_adam"}
+        options = {
+            key: value for key, value in mode.optimizer["params"].items() if key not in ("torch_adam", "adam_lr")
+        }
         self.options, self.groups = options, parameter_groups(model, mode.groups)
         self.ours: set[int] = set()
         if mode.adam:
@@ -192,7 +210,9 @@ class ReferenceStep:
         rest = [{**g, "params": [p for p in g["params"] if id(p) not in self.ours]} for g in self.groups]
         kind = torch.optim.AdamW if mode.adam else getattr(torch.optim, mode.optimizer["type"])
         spare = torch.nn.Parameter(torch.zeros(1))  # torch wants at least one parameter
-        self.optimizer = kind([g for g in rest if g["params"]] or [spare], **options)
+        decay = options.get("weight_decay", 0.0)
+        rate = {"lr": options["lr"] * mode.adam_ratio, "weight_decay": decay / mode.adam_ratio}
+        self.optimizer = kind([g for g in rest if g["params"]] or [spare], **{**options, **rate})
         if mode.adam and mode.stage == 0 and mode.dtype != "fp32":
             # these wrappers have stepped once with zero gradients; ``initial`` was read after it
             with torch.no_grad():
@@ -206,18 +226,28 @@ class ReferenceStep:
     def __call__(self, divisor: float) -> None:
         masters, params = list(self.model.parameters()), list(self.work.parameters())
         if not self.mode.adam:
-            self.kfac.step(LR, grad_scale=divisor)
+            own, clip = [p.grad for p in params if p.grad is not None], 1.0
+            if self.mode.clip and not self.domains:  # K-FAC preconditions clipped gradients
+                norm = torch.stack([g.double().norm() for g in own]).norm() / divisor
+                clip = float((self.mode.clip / (norm + 1e-6)).clamp(max=1.0))
+                for g in own:
+                    g.mul_(clip)
+            self.kfac.step(LR, grad_scale=divisor, clip=clip)
         for master, p in zip(masters, params, strict=True):
             master.grad = torch.zeros_like(master) if p.grad is None else p.grad.float() / divisor
-        if self.mode.clip:
+        if self.mode.clip and (self.mode.adam or self.domains):
             torch.nn.utils.clip_grad_norm_(masters, self.mode.clip)
         if self.mode.adam:
             for master, p in zip(masters, params, strict=True):
                 p.grad = master.grad
-            orthogonal = [name for name in self.kfac.layers if self.mode.orthogonal and name != "head"]
+            layers = self.kfac.layers.items() if self.mode.orthogonal else ()
+            orthogonal = [name for name, layer in layers if layer.orthogonal and name.split(":")[0] != "head"]
             self.kfac.adam(
-                tuple(self.options["betas"]), self.options["eps"], nesterov=self.mode.orthogonal, orthogonal=orthogonal
-            )
+                tuple(self.options["betas"]), self.options["eps"], nesterov=self.mode.orthogonal, orthogonal=orthogonal,
+                whiten=self.mode.whiten, spectral=self.mode.scale == "spectral", size=self.mode.size,
+                ratio=self.mode.adam_ratio,
+                heads=[name for name in self.kfac.layers if name.split(":")[0] == "head"],
+            )  # fmt: skip
             for master, p in zip(masters, params, strict=True):
                 master.grad = p.grad
         self._step()
@@ -244,10 +274,12 @@ def expected(mode: Mode, accumulation: int, world: int, initial: dict, **options
     """:func:`reference` with its spread. Modes that are the same run share it."""
     if options:
         return _spread(mode, accumulation, world, initial, **options)
-    told = {"stage": mode.stage == 0 and mode.dtype, "kfac": mode.kfac, "groups": mode.groups, "dtype": mode.dtype}
-    told |= {"clip": mode.clip, "adam": mode.adam, "orthogonal": mode.orthogonal, "extra": mode.extra}
+    facts = {"stage": mode.stage == 0 and mode.dtype, "kfac": mode.kfac, "groups": mode.groups, "dtype": mode.dtype}
+    facts |= {"clip": mode.clip, "adam": mode.adam, "orthogonal": mode.orthogonal, "extra": mode.extra}
+    facts |= {"whiten": mode.whiten, "rotate": mode.rotate, "root": mode.root}
+    facts |= {"scale": mode.scale, "size": mode.size, "ratio": mode.adam_ratio}
     start = [(n, w.shape, float(w.double().sum()), float(w[-1:].sum())) for n, w in initial.items()]
-    key = (str(told), str(start), accumulation, world)
+    key = (str(facts), str(start), accumulation, world)
     if key not in _expected:
         _expected[key] = _spread(mode, accumulation, world, initial)
     return _expected[key]
@@ -270,7 +302,7 @@ def compare(cases) -> dict:
         found = expected(mode, accumulation, world, initial) if dist.get_rank() == 0 else None
         with patched(mode):
             train(engine, accumulation)
-        kfac, final = engine.kfac.optimizer, weights(engine)
+        kfac, final = engine.kfac.preconditioner, weights(engine)
         results[name, accumulation] = {
             "difference": difference(final, found.weights, initial) if found else 0.0,
             "bound": found.bound if found else 1.0,
@@ -281,3 +313,16 @@ def compare(cases) -> dict:
         }
         engine.destroy()
     return results
+
+
+def held(model: nn.Module | None = None) -> dict[str, int]:
+    """What this process has open."""
+    gc.collect()
+    modules = list(model.modules()) if model is not None else []
+    return {
+        "groups": len(dist.distributed_c10d._world.pg_map),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "python threads": threading.active_count(),
+        "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in modules),
+    }

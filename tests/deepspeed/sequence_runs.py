@@ -6,7 +6,7 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.sequence.layer import DistributedAttention
 from torch import Tensor, nn
 
-from ds_kfac.batch_info import BatchInfo
+from ds_kfac.model.batch_info import BatchInfo
 from tests.deepspeed.modes import STEPS, Mode
 from tests.deepspeed.parallel import build, least_likely, planned_refreshes, train_whole
 from tests.deepspeed.runs import weights
@@ -74,17 +74,17 @@ def compare(cases: list[tuple[Mode, str]]) -> list[dict]:
             engine.step()
         # "own": the mean of the ranks' losses is that of one process; DeepSpeed sums over the sequence up to stage 2
         scale = {"own": 1.0, "whole": 0.5}[mean_over] * (1.0 if mode.stage == 3 else 2.0)
-        kfac = engine.kfac.optimizer
+        kfac = engine.kfac.preconditioner
         final = weights(engine)
         refreshes = planned_refreshes(engine.kfac.job) if mode.name.endswith("scaled") else None
-        expected = train_whole(mode, make_model(), whole_loss, gradient_scale=scale, refreshes=refreshes)
+        expected = train_whole(mode, make_model(), whole_loss, gradient_scale=scale, refreshes=refreshes, domains=False)
         results.append(
             {
                 "difference": difference(final, expected.weights, initial),
                 "bound": expected.bound,
                 "nu_bound": expected.nu_bound,
                 "nu": [float(kfac.metrics.nu), expected.nu] if not mode.adam else [0.5, 0.5],
-                "shared": kfac.groups,
+                "shared": kfac.known.groups,
                 "faults": [fault for fault in kfac.layout.faults if "sequence" in fault],
             }
         )

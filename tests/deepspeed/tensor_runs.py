@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_kfac.reference import ReferenceKFAC
 from tests.deepspeed.blockwise import BlockwiseInverse
 from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
 from tests.deepspeed.parallel import build, planned_refreshes, same, train_whole, whole_state
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
+from tests.oracle import ReferenceKFAC
 from tests.spread import Variation, difference
 
 TOKENS = 12  # more rows than any side is wide: else Adam's eigenbasis is not unique
@@ -213,7 +213,7 @@ def step_sizes(mode: Mode) -> dict[str, float]:
     engine.step()
     after, group = weights(engine), engine.optimizer.param_groups[0]
     sizes = {}
-    for layer in engine.kfac.optimizer.layers:
+    for layer in engine.kfac.preconditioner.layers:
         kept = 1 - group["lr"] * group["weight_decay"]
         moved = [(after[name] - kept * before[name]).flatten() / group["lr"] for name in layer.parameters]
         sizes[layer.name] = float(torch.cat(moved).square().mean().sqrt())
@@ -247,7 +247,7 @@ def compare(cases: list[tuple[str, Mode]]) -> list[dict]:
         expected = train_whole(mode, whole, whole_loss, parts=parts, refreshes=refreshes, kind=kind)
         split = {n: part(n, v, index) if n.split(".")[0] in parts else v for n, v in expected.weights.items()}
         start = {n: part(n, v, index) if n.split(".")[0] in parts else v for n, v in initial.items()}
-        kfac, final = engine.kfac.optimizer, weights(engine)
+        kfac, final = engine.kfac.preconditioner, weights(engine)
         results.append({
             "difference": difference(final, split, start),
             "bound": expected.bound,
@@ -255,7 +255,7 @@ def compare(cases: list[tuple[str, Mode]]) -> list[dict]:
             "kinds": {layer.name: layer.kind for layer in kfac.layers},
             "nu": [1.0, 1.0] if mode.adam else [float(kfac.metrics.nu), expected.nu],
             "replicated": {n: final[n] for n in final if n.split(".")[0] not in parts},
-            "shared": kfac.groups,
+            "shared": kfac.known.groups,
             "report": engine.kfac.report,
         })  # fmt: skip
         engine.kfac.detach()

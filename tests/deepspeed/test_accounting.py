@@ -19,7 +19,7 @@ MONITORED = ("sent_bytes_factors", "calls_results", "captures", "statistics_frac
 def counters_worker(folder: str) -> dict:
     monitor = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "csv"}}
     engine = build(BY_NAME["z2"], 1, wall_clock_breakdown=True, **monitor)
-    kfac, sent, calls = engine.kfac.optimizer, [0], [0]
+    kfac, sent, calls = engine.kfac.preconditioner, [0], [0]
     before, plain = engine.kfac.counters(), dist.all_to_all_single
 
     def counted(output, input, **kwargs):

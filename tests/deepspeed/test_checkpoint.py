@@ -25,12 +25,12 @@ FALLING = {
 
 
 def own_state(engine) -> dict:
-    kfac = engine.kfac.optimizer
+    kfac = engine.kfac.preconditioner
     found = {}
     for name, state in kfac.state.items():
         keys = [f"{name}/{side}" for side in "AG" if f"{name}/{side}" in kfac.curvature.specs]
         factors = [kfac.curvature.factors[key].factor for key in keys]
-        moments = vars(state.adam).values() if state.adam else ()
+        moments = vars(state.moments).values() if state.moments else ()
         packed = [part for factor in factors for part in (factor.packed_P, factor.updates)]
         found[name] = [*state.A.vectors, *packed, state.terms, state.G.values, *moments]
     return found
@@ -52,7 +52,7 @@ def resume_worker(payload) -> dict:
             second = build(mode, 1, seed=99, **options)
             _, client_state = second.load_checkpoint(f"{folder}/{name}")
             resumed = train(second, 1, steps=4, first=4)
-        kfac, pairs = second.kfac.optimizer, zip(weights(second).items(), weights(unbroken).items(), strict=True)
+        kfac, pairs = second.kfac.preconditioner, zip(weights(second).items(), weights(unbroken).items(), strict=True)
         results[name] = {
             "losses": losses[4:], "resumed": resumed, "client_state": client_state, "steps": kfac.steps,
             "same": all(torch.equal(own, other) for (_, own), (_, other) in pairs),
@@ -132,10 +132,10 @@ def load_worker(payload) -> dict:
         if how == "engine":
             options = {"load_optimizer_states": False, "load_lr_scheduler_states": False}
             engine.load_checkpoint(f"{folder}/{saved}", tag="tag", **options)
-            assert engine.kfac.optimizer.steps == 0, "K-FAC's state is the optimizer's"
-            assert all(state.basis is None for state in engine.kfac.optimizer.state.values())
+            assert engine.kfac.preconditioner.steps == 0, "K-FAC's state is the optimizer's"
+            assert all(state.basis is None for state in engine.kfac.preconditioner.state.values())
         engine.kfac.load_state(f"{folder}/{saved}", "tag")
-        state, steps = own_state(engine), engine.kfac.optimizer.steps
+        state, steps = own_state(engine), engine.kfac.preconditioner.steps
         train_rows(engine, 1, first=4)
         results[saved, loaded, how] = {"state": state, "steps": steps, "next": layer_weights(engine)}
         engine.destroy()
@@ -246,7 +246,7 @@ def damage_worker(folder: str) -> dict:
     results["module_only"] = load("module_only", load_module_only=True)
     for name, result in results.items():
         fresh = result.pop("engine")
-        result["steps"] = fresh.kfac.optimizer.steps
+        result["steps"] = fresh.kfac.preconditioner.steps
         result["trains"] = all(loss == loss for loss in train(fresh, 1, steps=1))
         if name == "lean":
             pairs = [(own_state(fresh)[n][0], own_state(lean)[n][0]) for n in own_state(lean)]
@@ -280,7 +280,7 @@ def test_what_is_missing_or_damaged_is_said_on_every_rank(tmp_path):
 
 def overwrite_worker(folder: str) -> dict:
     """A tag written again: by a killed save, by a run without K-FAC; and loaded by an engine that has trained."""
-    from ds_kfac import checkpoint
+    from ds_kfac.checkpoint import save_load as checkpoint
 
     mode, results = BY_NAME["z2"], {}
     engine = build(mode, 1, kfac=KFAC)
@@ -292,7 +292,7 @@ def overwrite_worker(folder: str) -> dict:
     fresh = build(mode, 1, seed=99, kfac=KFAC)
     fresh.load_checkpoint(folder, tag="tag")
     same = all(torch.equal(a, b) for n in first for a, b in zip(own_state(fresh)[n], first[n], strict=True))
-    results["killed save"] = same, fresh.kfac.optimizer.steps
+    results["killed save"] = same, fresh.kfac.preconditioner.steps
     engine.save_checkpoint(folder, tag="tag")
     torch.distributed.barrier()
     results["folders"] = len([path for path in Path(folder, "tag/kfac").iterdir() if path.is_dir()])
@@ -301,7 +301,7 @@ def overwrite_worker(folder: str) -> dict:
     train(plain, 1, steps=1)
     plain.save_checkpoint(folder, tag="tag")
     fresh.load_checkpoint(folder, tag="tag")  # has trained, and the folder of an older save is still there
-    kfac = fresh.kfac.optimizer
+    kfac = fresh.kfac.preconditioner
     empty = all(float(state.factor.updates) == 0 for state in kfac.curvature.factors.values())
     empty = empty and all(state.basis is None for state in kfac.state.values())
     results["plain save over it"] = empty, kfac.steps, kfac.peak_lr

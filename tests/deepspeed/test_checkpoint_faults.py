@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_kfac import checkpoint
+from ds_kfac.checkpoint import save_load as checkpoint
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, train, weights
 from tests.models import FEATURES, cross_entropy
@@ -113,9 +113,30 @@ def interrupted(folder: Path) -> str:
     return "\n".join(messages)
 
 
+def cut_off(folder: Path) -> dict:
+    """A save that ends in the moment in which ``latest`` is written: it names the last whole save."""
+    import ds_kfac.checkpoint.disk as disk
+
+    engine, place, original = build(BY_NAME["z2"], 1, kfac=KFAC), folder / "cut_off", disk.os.replace
+    train(engine, 1, steps=2)
+    engine.save_checkpoint(str(place), tag="first")
+
+    def ended(source, target):
+        if Path(target) == place / "latest":
+            raise OSError(5, "the end")
+        original(source, target)
+
+    disk.os.replace = ended
+    error = error_of(lambda: engine.save_checkpoint(str(place), tag="second"))
+    disk.os.replace = original
+    engine.save_checkpoint(str(place), "third", None, False)
+    latest = (place / "latest").read_text()
+    return {"error": error, "latest": latest, "loaded": engine.load_checkpoint(str(place))[0]}
+
+
 def unwritable(folder: Path) -> dict:
     """K-FAC's state cannot be written, on one rank, by a full disk; and next time it can."""
-    import ds_kfac.checkpoint as module
+    import ds_kfac.checkpoint.save_load as module
 
     rank, engine, found = torch.distributed.get_rank(), build(BY_NAME["z2"], 1, kfac=KFAC), {}
     train(engine, 1, steps=2)
@@ -148,7 +169,7 @@ def unwritable(folder: Path) -> dict:
 
 def not_shared(folder: Path) -> dict:
     """Each rank has a disk of its own."""
-    import ds_kfac.checkpoint_disk as disk
+    import ds_kfac.checkpoint.disk as disk
 
     rank, engine = torch.distributed.get_rank(), build(BY_NAME["z2"], 1, kfac=KFAC)
     train(engine, 1, steps=1)
@@ -190,7 +211,7 @@ def other_fisher(folder: Path) -> dict:
             first.save_checkpoint(place, tag="tag")
             with heard() as messages:
                 second.load_checkpoint(place, tag="tag")
-            kfac = second.kfac.optimizer
+            kfac = second.kfac.preconditioner
             updates = {key: float(state.factor.updates) for key, state in kfac.curvature.factors.items()}
             before = {name: [bool(getattr(s, side).vectors) for side in "AG"] for name, s in kfac.state.items()}
             moments = None
@@ -211,14 +232,16 @@ def other_fisher(folder: Path) -> dict:
 
 def unrotated(engine) -> dict:
     """Layer -> Adam's first moment, of all ranks."""
-    own = {name: state.basis.restore(state.adam.first_OI) for name, state in engine.kfac.optimizer.state.items()}
+    own = {
+        name: state.basis.restore(state.moments.first_OI) for name, state in engine.kfac.preconditioner.state.items()
+    }
     everyone = [own] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, own)
     return {name: moment for part in everyone for name, moment in part.items()}
 
 
 def worker(folder: str) -> dict:
-    cases = (names, torn, interrupted, unwritable, not_shared, other_fisher)
+    cases = (names, torn, interrupted, cut_off, unwritable, not_shared, other_fisher)
     return {case.__name__: case(Path(folder)) for case in cases}
 
 
@@ -242,6 +265,14 @@ def test_ranks_that_loaded_different_saves_stop_at_once_and_say_whose(results):
 
 def test_a_save_that_did_not_reach_its_end_is_warned_of(results):
     assert "was interrupted before its end" in results[0]["interrupted"]
+
+
+def test_a_save_that_ends_while_latest_is_written_leaves_the_last_one_named(results):
+    """DeepSpeed opens the file, then writes it: a kill between the two left an empty one."""
+    for result in results:
+        found = result["cut_off"]
+        assert found["latest"] == "first" and "/first/" in found["loaded"]
+        assert "could not write" in found["error"] and "rank 0: OSError: [Errno 5] the end" in found["error"]
 
 
 def test_a_save_of_ours_that_fails_leaves_deepspeeds_whole(results):
@@ -275,7 +306,7 @@ def test_a_factor_of_another_kind_begins_anew(results):
             for vectors in found["vectors"].values():
                 assert vectors == [True, "none" not in (saved, loaded)], "in use until the new batch is there"
             if rank == 0 and loaded != "none":
-                assert "head/G" in found["said"] and "start afresh (saved: " in found["said"]
+                assert "head/G" in found["said"] and "start empty (saved: " in found["said"]
             assert all(found["after"][key] == updates + 2 for key, updates in found["updates"].items())
             assert found["ready"] and found["finite"]
             assert found["moments"] is None or found["moments"] < 1e-5, "Adam goes on where it was"

@@ -57,7 +57,7 @@ def trained(name: str, block: dict, compile_options: dict | None) -> tuple[dict,
         history.append(counts())
     final = weights(engine)
     if block.get("enabled", True):
-        kfac = engine.kfac.optimizer
+        kfac = engine.kfac.preconditioner
         final |= {key: state.factor.packed_P for key, state in kfac.curvature.factors.items()}
         engine.eval()
         for _ in range(2):  # evaluation is compiled once, captured or not

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_kfac import checkpoint
-from ds_kfac.checkpoint_disk import CheckpointError
+from ds_kfac.checkpoint import save_load as checkpoint
+from ds_kfac.checkpoint.disk import CheckpointError
 from tests.deepspeed.damages import DAMAGES, HARMLESS, LATEST
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, train
@@ -19,7 +19,7 @@ KFAC = {"factor": {"update_interval": 1, "fisher": "empirical"}, "eigenbasis": {
 
 def tensors(engine) -> dict:
     """This rank's state: what it is, and which objects it consists of."""
-    kfac = engine.kfac.optimizer
+    kfac = engine.kfac.preconditioner
     found = {key: state.factor.packed_P for key, state in kfac.curvature.factors.items()}
     for name, state in kfac.state.items():
         for side in "AG":

@@ -1,4 +1,4 @@
-"""EKFAC with padding in 16 bits, its loss scale included, against ds_kfac/reference.py on a rounded copy."""
+"""EKFAC with padding in 16 bits, its loss scale included, against tests/oracle.py on a rounded copy."""
 
 import copy
 from dataclasses import replace
@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_kfac.reference import ReferenceKFAC
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import ReferenceStep, build, patched, reference_options, weights
 from tests.deepspeed.test_features import ACCUMULATION, CORRECTED, ROWS, STEPS, batch, case
 from tests.models import TokenNet, make_net
+from tests.oracle import ReferenceKFAC
 from tests.ranks import run_ranks
 from tests.spread import FACTOR, FLOOR, OTHERS, PLAIN, Variation, difference, within
 
@@ -56,7 +56,7 @@ def worker(names: list[str]) -> dict:
             # not in float64: the rounding to 16 bits is part of what is compared
             others = [trained(mode, initial, world, other) for other in OTHERS if not other.exact]
             allowed = FACTOR * max(difference(other, one, initial) for other in others) + FLOOR
-        final, kfac = weights(engine), engine.kfac.optimizer
+        final, kfac = weights(engine), engine.kfac.preconditioner
         if rank == 0:
             scale = float(kfac.layout.grad_scale())
             results[name] = difference(final, one, initial), allowed, scale

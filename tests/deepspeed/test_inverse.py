@@ -1,4 +1,4 @@
-"""Method "inverse": every mode and strategy trains like ds_kfac/reference.py; resuming is exact; what does not go is
+"""Method "inverse": every mode and strategy trains like tests/oracle.py; resuming is exact; what does not go is
 refused."""
 
 import copy
@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_kfac import inverse
-from tests.deepspeed.blockwise import BlockwiseInverse, rows_of
+from ds_kfac.curvature import inverse
 from tests.deepspeed.modes import KFAC, OPTIMIZERS, Mode
 from tests.deepspeed.runs import build, expected, train, weights
 from tests.deepspeed.test_scaling import QueryNet, options
@@ -21,11 +20,9 @@ pytestmark = pytest.mark.distributed
 INVERSE = {"preconditioner": {"method": "inverse"}, "eigenbasis": {"stagger": False}}
 DAMPING = {"tikhonov": {"damping": {"kind": "tikhonov", "value": 0.03}},
            "relative": {"damping": {"kind": "relative", "value": 0.3}}}  # fmt: skip
-SPLIT = {"assignment": {"split_factors": True, "load_tolerance": 0.0}}
-WIDE = {"factor": {"max_dim": 6, "large_input": "blocks", "large_output": "blocks"}}
-NO_G = {"factor": {"fisher": "activations_only"}}
+WIDE = {"factor": {"rows": "all", "max_dim": 6, "large": "blocks"}}
+NO_G = {"factor": {"rows": "all", "fisher": "activations_only"}}
 SCHEDULE = {"schedule": "linear", "start": 0.5, "end": 0.1, "steps": 4}
-MAX_OUTPUTS = 10
 
 
 class Inverse(Mode):
@@ -58,8 +55,8 @@ def cases(world: int) -> dict:
         found[f"{kind}, no G"] = (2, blocks(damping, NO_G), 0.0)
         found[f"{kind}, scheduled"] = (3, blocks({"damping": {"kind": kind, "value": SCHEDULE}}), 0.0)
     relative = DAMPING["relative"]
-    found["relative, split factors, offload"] = (2, blocks(relative, SPLIT, {"offload": {"device": "cpu"}}), 0.0)
-    found["relative, bf16 on the wire"] = (3, blocks(relative, SPLIT, {"communication": {"dtype": "bf16"}}), 12 * 2**-8)
+    found["relative, offload"] = (2, blocks(relative, {"offload": {"device": "cpu"}}), 0.0)
+    found["relative, bf16 on the wire"] = (3, blocks(relative, {"communication": {"dtype": "bf16"}}), 12 * 2**-8)
     found["relative, grafted"] = (0, blocks(relative, {"preconditioner": {"graft": "norm"}}), 0.0)
     return found
 
@@ -80,7 +77,7 @@ def worker(names) -> dict:
             rule = partial(of_step, scheduled="scheduled" in name)
             found = expected(mode, 2, world, initial, kfac_config=kfac, model=QueryNet, before_step=rule)
         train(engine, 2)
-        final, optimizer = weights(engine), engine.kfac.optimizer
+        final, optimizer = weights(engine), engine.kfac.preconditioner
         drift = copy.deepcopy(final)
         for tensor in drift.values():
             dist.broadcast(tensor, 0)
@@ -89,7 +86,7 @@ def worker(names) -> dict:
             "difference": difference(final, found.weights, initial) if found else 0.0,
             "bound": found.bound + rounding if found else 1.0,
             "drift": max(float((drift[n] - final[n]).abs().max()) for n in final),
-            "groups": optimizer.groups,
+            "groups": optimizer.known.groups,
             "cholesky": counters.get("refreshes_cholesky", 0),
             "other": {n for n in counters if n.startswith("refreshes_")} - {"refreshes_cholesky"},
             "eigen_bytes": sum(counters.get(f"sent_bytes_{kind}", 0) for kind in ("eigenvectors", "eigenvalues")),
@@ -165,12 +162,12 @@ def other_method(folder: str) -> dict:
         engine = build(saved, 1)
         train(engine, 1, steps=4)
         engine.save_checkpoint(f"{folder}/{method}")
-        factors = {key: state.factor.packed_P for key, state in engine.kfac.optimizer.curvature.factors.items()}
-        pending = set(engine.kfac.optimizer.curvature.pending)
+        factors = {key: state.factor.packed_P for key, state in engine.kfac.preconditioner.curvature.factors.items()}
+        pending = set(engine.kfac.preconditioner.curvature.pending)
         engine.destroy()
         engine = build(loaded, 1)
         engine.load_checkpoint(f"{folder}/{method}")
-        kfac = engine.kfac.optimizer
+        kfac = engine.kfac.preconditioner
         same = all(torch.equal(kfac.curvature.factors[key].factor.packed_P, P) for key, P in factors.items())
         prepared = all(state.prepared for state in kfac.state.values())
         kinds = {type(side).__name__ for state in kfac.state.values() for side in (state.A, state.G)}
@@ -199,7 +196,7 @@ def test_resuming_equals_not_stopping(world, tmp_path):
 def failing_worker(_) -> dict:
     engine = build(Inverse("inverse", 2, kfac=options(**blocks(DAMPING["relative"]))), 1)
     train(engine, 1, steps=1)
-    kfac = engine.kfac.optimizer
+    kfac = engine.kfac.preconditioner
     before, plain = dict(kfac.state), inverse.cholesky_inverse
 
     def broken(matrix: torch.Tensor, **_) -> torch.Tensor:
@@ -232,23 +229,3 @@ def refused_worker(_) -> str:
 def test_kfac_adamw_is_refused():
     (message,) = run_ranks("tests.deepspeed.test_inverse:refused_worker", world=1)
     assert 'kfac.preconditioner.method "inverse" keeps no eigenbasis, in which KFACAdamW steps; use "eigen"' in message
-
-
-def row_blocks_worker(_) -> tuple[float, float]:
-    """A weight cut by rows against the same weight made of as many layers: every block's G has its own mean."""
-    world = dist.get_world_size()
-    kfac = options(**blocks(DAMPING["relative"], {"layers": {"max_outputs": MAX_OUTPUTS}}))
-    engine = build(Inverse("inverse", 2, kfac=kfac), 2)
-    initial = weights(engine)
-    train(engine, 2)
-    final = weights(engine)
-    if dist.get_rank():
-        return 0.0, 1.0
-    kind = partial(BlockwiseInverse, parts=rows_of(make_net(), MAX_OUTPUTS))
-    found = expected(Inverse("inverse", 2), 2, world, initial, kfac_config={**kfac, "layers": {}}, kind=kind)
-    return difference(final, found.weights, initial), found.bound
-
-
-def test_row_blocks_are_inverted_apart():
-    for error, bound in run_ranks("tests.deepspeed.test_inverse:row_blocks_worker", world=2):
-        assert not within("row blocks", error, bound), (error, bound)

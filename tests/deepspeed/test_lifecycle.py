@@ -1,10 +1,8 @@
 """What an engine takes it gives back: process groups, threads, file descriptors, hooks."""
 
 import contextlib
-import gc
 import io
 import os
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -15,27 +13,14 @@ import torch.distributed as dist
 
 import ds_kfac
 from tests.deepspeed.modes import BY_NAME
-from tests.deepspeed.runs import build, train, weights
+from tests.deepspeed.runs import build, held, train, weights
 from tests.models import make_net
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
-# A refresh beside the training, so that there is a thread.
+# An asynchronous refresh, so that there is a thread.
 KFAC = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 2, "lag": 1}}
 CYCLES = 10
-
-
-def held(model) -> dict[str, int]:
-    """What this process has open."""
-    gc.collect()
-    modules = list(model.modules())
-    return {
-        "groups": len(dist.distributed_c10d._world.pg_map),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
-        "python threads": threading.active_count(),
-        "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in modules),
-    }
 
 
 def cycles_worker(names: list[str]) -> dict:
@@ -82,14 +67,14 @@ def ways_worker(folder: str) -> dict:
 
     def alone(engine):
         """Rank 1 does nothing until rank 0 is through, as if it were gone."""
-        told = Path(folder, "told")
+        signal = Path(folder, "signal")
         if dist.get_rank() == 0:
             engine.destroy()
-            told.touch()
+            signal.touch()
         deadline = time.monotonic() + 60
-        while not told.exists() and time.monotonic() < deadline:
+        while not signal.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert told.exists()
+        assert signal.exists()
         engine.destroy()
 
     count("twice", twice)
@@ -110,7 +95,7 @@ def ways_worker(folder: str) -> dict:
     world = dist.group.WORLD
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1234), world)  # as init_distributed(timeout=...) does
     timed = build(mode, 1, kfac=KFAC)
-    ours = timed.kfac.optimizer.channel.group
+    ours = timed.kfac.preconditioner.channel.group
     results["timeout"] = ours._get_backend(torch.device("cpu")).options._timeout
     dist.barrier()
     dist.destroy_process_group()
@@ -143,3 +128,26 @@ def test_our_group_has_the_timeout_of_the_job(ways):
 
 def test_an_engine_can_be_detached_after_the_jobs_groups(ways):
     assert all(result["after the job's end"] for result in ways)
+
+
+def idle_worker(_) -> list:
+    """Engines that will not train, as a Trainer makes them of reference models and for evaluation."""
+    found = []
+    for stage in (0, 3):
+        model = make_net()
+        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}, "kfac": KFAC}
+        engine, *_ = ds_kfac.initialize(model=model, config=config)
+        found.append(hasattr(engine, "kfac"))
+        try:
+            ds_kfac.attach(engine)
+            found.append("attached")
+        except ValueError as error:
+            found.append(str(error))
+        engine.destroy()
+    return found
+
+
+def test_an_engine_without_an_optimizer_is_left_alone_unless_it_is_named():
+    (found,) = run_ranks("tests.deepspeed.test_lifecycle:idle_worker", world=1)
+    assert found[0] is found[2] is False
+    assert all('add an "optimizer" block' in text for text in (found[1], found[3])), found

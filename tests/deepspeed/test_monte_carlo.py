@@ -19,13 +19,13 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.distributed
 ROWS, INPUTS, OUTPUTS = 16, 5, 3
 SAMPLED = {
-    "factor": {"update_interval": 2, "fisher": "monte_carlo", "prediction": "head"},
+    "factor": {"rows": "all", "update_interval": 2, "fisher": "monte_carlo", "prediction": "head"},
     "eigenbasis": {"refresh_interval": 2},
     "layers": {"exclude": ["first", "middle"]},
     "preconditioner": {"kl_clip": 0},
     "damping": {"kind": "tikhonov", "value": 1e20},
 }
-"""Damping so large that K-FAC gives the gradient times 1e-20, nothing beside AdamW's eps: what is left to see is what
+"""Damping so large that K-FAC gives the gradient times 1e-20, nothing next to AdamW's eps: what is left to see is what
 sampling does to training."""
 
 
@@ -60,7 +60,7 @@ def newton_worker(stages) -> dict:
             "optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "zero_optimization": {"stage": stage},
             "gradient_clipping": 0.0,  # DeepSpeed clips at 1 by default
             "kfac": {
-                "factor": {"fisher": "monte_carlo", "prediction": "linear", "sampler": "mse"},
+                "factor": {"rows": "all", "fisher": "monte_carlo", "prediction": "linear", "sampler": "mse"},
                 "damping": {"kind": "tikhonov", "value": 1e-7}, "preconditioner": {"kl_clip": 0},
             },
         }  # fmt: skip
@@ -79,7 +79,7 @@ def newton_worker(stages) -> dict:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_with_its_exact_fisher_a_linear_model_is_solved_in_one_step(world):
-    for result in run_ranks("tests.deepspeed.test_monte_carlo:newton_worker", world=world, payload=[0, 1, 2, 3]):
+    for result in run_ranks("tests.deepspeed.test_monte_carlo:newton_worker", world=world, payload=[0, 1, 2]):
         assert all(error < 1e-4 for error in result.values()), result
 
 
@@ -92,7 +92,7 @@ def untouched_worker(names) -> dict:
             engine = build(mode, 2, kfac={**SAMPLED, "factor": {**SAMPLED["factor"], "fisher": fisher}})
             with patched(mode):
                 losses = train(engine, 2, steps=5)
-            own = engine.kfac.optimizer.curvature.factors.items()
+            own = engine.kfac.preconditioner.curvature.factors.items()
             factors = {key: state.factor.packed_P.clone() for key, state in own if key.endswith("/G")}
             runs.append((losses, weights(engine), factors))
             engine.destroy()
@@ -107,8 +107,7 @@ def untouched_worker(names) -> dict:
 
 
 def test_sampling_changes_factors_and_nothing_else():
-    names = ["z0-noclip", "z1", "z2", "z2-overlap", "z2-offload", "z3", "z3-persistence_0", "z3-zero_init",
-             "z3-offload_param", "z1-bf16-accum32", "z2-fp16", "z3-bf16"]  # fmt: skip
+    names = ["z0-noclip", "z1", "z2", "z2-overlap", "z2-offload", "z1-bf16-accum32", "z2-fp16"]
     for result in run_ranks("tests.deepspeed.test_monte_carlo:untouched_worker", world=2, payload=names):
         wrong = {name: found for name, found in result.items() if not all(found.values())}
         assert not wrong
@@ -129,11 +128,11 @@ class Reentrant(Checkpointed):
 
 
 def errors_worker(_) -> dict:
-    block = {"factor": {"update_interval": 1, "fisher": "monte_carlo", "prediction": "head"}}
+    block = {"factor": {"rows": "all", "update_interval": 1, "fisher": "monte_carlo", "prediction": "head"}}
 
-    def attempt(model=None, kfac=block, plain_backward=False, sample=False) -> str:
+    def attempt(model=None, kfac=block, plain_backward=False, sample=False, mode="z2") -> str:
         try:
-            engine = build(BY_NAME["z2"], 1, model=model, kfac=kfac)
+            engine = build(BY_NAME[mode], 1, model=model, kfac=kfac)
             for x, y in micro_batches(0, 1):
                 loss = engine(x, y)
                 if sample:
@@ -142,7 +141,7 @@ def errors_worker(_) -> dict:
                 engine.step()
         except (ValueError, RuntimeError) as error:
             return str(error)
-        return f"fine {engine.kfac.optimizer.metrics.counts['factor_updates']}"
+        return f"fine {engine.kfac.preconditioner.metrics.counts['factor_updates']}"
 
     return {
         "non-reentrant": attempt(make_net(Checkpointed)),
@@ -151,6 +150,7 @@ def errors_worker(_) -> dict:
         "no such module": attempt(kfac={"factor": {**block["factor"], "prediction": "haed"}}),
         "forgotten": attempt(plain_backward=True),
         "by hand": attempt(plain_backward=True, sample=True),
+        "stage 3": attempt(mode="z3"),
     }
 
 
@@ -161,10 +161,11 @@ def test_what_cannot_be_sampled_is_said():
     assert "name the module that computes it in kfac.factor.prediction" in found["a loss"]
     assert "the model has no module 'haed'" in found["no such module"]
     assert "call engine.kfac.sample() before loss.backward()" in found["forgotten"]
+    assert 'fisher "monte_carlo" at ZeRO stage 3' in found["stage 3"] and "use stage 0, 1 or 2" in found["stage 3"]
 
 
 DRAWN = {
-    "factor": {"update_interval": 1, "fisher": "monte_carlo"},
+    "factor": {"rows": "all", "update_interval": 1, "fisher": "monte_carlo"},
     "preconditioner": {"kl_clip": 0},
     "damping": {"kind": "tikhonov", "value": 1.0},
 }
@@ -250,7 +251,7 @@ def forwards_worker(_) -> dict:
         engine.kfac.sampler = unlikely
         way(engine)
         engine.step()
-        factors = engine.kfac.optimizer.curvature.factors
+        factors = engine.kfac.preconditioner.curvature.factors
         results[way.__name__] = {key: state.factor.packed_P.clone() for key, state in factors.items() if "/G" in key}
         engine.destroy()
     return results
@@ -276,7 +277,7 @@ def retained_worker(_) -> list[float]:
         engine.backward(loss, retain_graph=True)
         engine.backward(0.5 * loss)
         engine.step()
-        terms.append(float(engine.kfac.optimizer.curvature.factors["head/G"].factor.updates))
+        terms.append(float(engine.kfac.preconditioner.curvature.factors["head/G"].factor.updates))
     engine.destroy()
     return terms
 

@@ -1,7 +1,8 @@
-"""``ops.backend`` in an engine: the same training by every backend, told in the report, refused on all ranks."""
+"""``ops.backend`` in an engine: the same training by every backend, listed in the report, refused on all ranks."""
 
 import contextlib
 import io
+import tempfile
 
 import pytest
 import torch
@@ -26,28 +27,46 @@ def start(backend: str | None):
 
 
 def backend_worker(_) -> dict:
+    """A backend "cuda" that is for the CPU: plain torch's ops, some of them; then with a faulty op on rank 1, then one
+    that rank 1 lacks."""
     import os
 
-    from ds_kfac.ops import backends
+    from ds_kfac.engine import assembly
+    from ds_kfac.ops import backends, functional
     from ds_kfac.ops.backends import Backend
 
-    results = {}
-    for name in ("torch", "cpp"):
-        if name == "cpp" and "cpp" in backends.use(None, "cpu").missing:
-            continue
-        engine = start(name)
-        results[f"{name} report"] = engine.kfac.report
-        train(engine, 1, steps=4)
-        results[name] = weights(engine)
+    def offer(load) -> None:
+        backends.BACKENDS["cuda"] = Backend("cpu", load)
 
     def broken() -> dict:
         raise RuntimeError("no compiler on this node")
 
-    if os.environ["RANK"] == "1":  # of one rank only
-        backends.BACKENDS["cpp"] = Backend("cpu", broken)
+    def one_wrong(*arguments, **options):
+        direction, *moments = functional.adam_scale(*arguments, **options)
+        return 2 * direction, *moments
+
+    os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp()  # each rank checks for itself
+    results = {}
+    offer(lambda: {op: getattr(functional, op) for op in ("syrk_accumulate_", "ema_update_")})
+    for name in ("torch", "cuda"):
+        engine = start(name)
+        results[f"{name} report"] = engine.kfac.report
+        train(engine, 1, steps=4)
+        results[name] = weights(engine)
+    wrong = os.environ["RANK"] == "1"
+    offer(lambda: {"ema_update_": functional.ema_update_, "adam_scale": one_wrong if wrong else functional.adam_scale})
+    said: list[str] = []
+    kept, assembly.logger.warning = assembly.logger.warning, said.append
+    for name in (None, "cuda"):
+        os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp()
+        results[f"replaced by {name}"] = start(name).kfac.report
+    assembly.logger.warning = kept
+    results["warnings"] = [text for text in said if "plain torch runs instead" in text]
+    if wrong:
+        offer(broken)
     results["chosen report"] = start(None).kfac.report
     try:
-        start("cpp")
+        start("cuda")
     except ValueError as problem:
         results["refused"] = str(problem)
     return results
@@ -58,19 +77,16 @@ def found() -> list[dict]:
     return run_ranks("tests.deepspeed.test_ops_backend:backend_worker", world=2)
 
 
-def test_training_by_cpp_is_that_by_torch(found):
+def test_training_is_the_same_by_either_backend(found):
     for result in found:
-        if "cpp" not in result:
-            pytest.skip("no C++ ops")
         for name, weight in result["torch"].items():
-            torch.testing.assert_close(result["cpp"][name], weight, rtol=1e-4, atol=1e-5)
+            assert torch.equal(result["cuda"][name], weight)
 
 
 def test_the_report_names_the_backends(found):
     report = found[0]["torch report"]
-    assert "  ops: torch (syrk_accumulate_, " in report and "cpp" not in report
-    if "cpp report" in found[0]:
-        assert "  ops: cpp (syrk_accumulate_, " in found[0]["cpp report"]
+    assert "  ops: torch (syrk_accumulate_, " in report and "cuda" not in report
+    assert "  ops: cuda (syrk_accumulate_, ema_update_); torch (" in found[0]["cuda report"]
 
 
 def test_a_backend_that_one_rank_lacks_is_refused_on_all(found):
@@ -82,5 +98,15 @@ def test_a_backend_that_one_rank_lacks_is_refused_on_all(found):
 def test_a_backend_that_one_rank_lacks_is_chosen_on_none(found):
     for result in found:
         assert "  ops: torch (syrk_accumulate_, " in result["chosen report"]
-    if "cpp" in found[0]:
-        assert "not cpp: rank 1: no compiler on this node" in found[0]["chosen report"]
+    assert "not cuda: rank 1: no compiler on this node" in found[0]["chosen report"]
+
+
+def test_an_op_that_is_wrong_on_one_rank_is_torch_s_on_all_with_one_warning(found):
+    for result in found:
+        for name in (None, "cuda"):
+            report = result[f"replaced by {name}"]
+            assert "  ops: torch (" in report and "; cuda (ema_update_); not adam_scale: " in report
+    rank_0, rank_1 = (result["warnings"] for result in found)
+    assert len(rank_0) == 2 and not rank_1, "one warning an attach"
+    for text in rank_0:
+        assert "on all ranks: rank 1: adam_scale by cuda is wrong: off by 1.0e+00 of the largest value" in text

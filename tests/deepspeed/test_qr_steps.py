@@ -11,16 +11,16 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 # Submitted at even steps, in effect one later: exact at 0, QR at 2 and 4, exact at 6, QR at 8.
-LAGGING = {**KFAC, "eigenbasis": {"refresh_interval": 2, "lag": 1, "stagger": False, "exact_every": 3}}
+LAGGING = {**KFAC, "eigenbasis": {"refresh_interval": 2, "lag": 1, "stagger": False}, "plan": {"exact_every": 3}}
 
 
 def tensors(engine) -> dict[str, torch.Tensor]:
-    factors = engine.kfac.optimizer.curvature.factors
+    factors = engine.kfac.preconditioner.curvature.factors
     return {key: state.basis.vectors[0] for key, state in factors.items() if state.basis is not None}
 
 
 def steps(engine) -> set[int]:
-    return {state.qr_steps for state in engine.kfac.optimizer.curvature.factors.values()}
+    return {state.qr_steps for state in engine.kfac.preconditioner.curvature.factors.values()}
 
 
 def resume_worker(folder: str) -> dict:
@@ -29,7 +29,7 @@ def resume_worker(folder: str) -> dict:
         kfac = {**LAGGING, "adam": {"orthogonalize": False}}
         first, second = build(BY_NAME[name], 4, kfac=kfac), build(BY_NAME[name], 4, seed=99, kfac=kfac)
         train(first, 4, steps=5)
-        seen, pending = [steps(first)], dict(first.kfac.optimizer.curvature.pending)
+        seen, pending = [steps(first)], dict(first.kfac.preconditioner.curvature.pending)
         Path(folder, name).mkdir(exist_ok=True)
         first.save_checkpoint(f"{folder}/{name}", tag="tag")
         second.load_checkpoint(f"{folder}/{name}", tag="tag")
@@ -57,7 +57,7 @@ def test_resuming_in_the_middle_of_a_cycle_continues_it(tmp_path):
 
 def overflow_worker(_) -> dict:
     mode = BY_NAME["z2-fp16"]
-    engine = build(mode, 4, kfac={**KFAC, "eigenbasis": {"refresh_interval": 1, "exact_every": 3}})
+    engine = build(mode, 4, kfac={**KFAC, "eigenbasis": {"refresh_interval": 1}, "plan": {"exact_every": 3}})
     seen = []
     with patched(mode):
         for step in (0, 1, 2):

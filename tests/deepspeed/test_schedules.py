@@ -1,4 +1,4 @@
-"""Schedules and a burn-in in a real engine, against ds_kfac/reference.py with its settings changed by hand."""
+"""Schedules and a burn-in in a real engine, against tests/oracle.py with its settings changed by hand."""
 
 import pytest
 
@@ -10,9 +10,13 @@ from tests.spread import difference, within
 pytestmark = pytest.mark.distributed
 STEPS = 8
 BLOCK = {
-    "factor": {"update_interval": 1, "decay": {"schedule": "linear", "start": 0.1, "end": 0.9, "steps": 4}},
+    "factor": {
+        "rows": "all",
+        "update_interval": 1,
+        "decay": {"schedule": "linear", "start": 0.1, "end": 0.9, "steps": 4},
+    },
     "eigenbasis": {"refresh_interval": {"schedule": "piecewise", "values": [4, 1], "steps": [6]}},
-    "burn_in": {"steps": 3, "update_interval": 1, "refresh_interval": 2},
+    "burn_in": {"steps": 3, "update_interval": 1},
     "damping": {"kind": "tikhonov", "value": {"schedule": "exponential", "start": 0.01, "end": 1, "steps": 4}},
     "preconditioner": {"kl_clip": {"schedule": "piecewise", "values": [0.0005, 0.002, 0], "steps": [3, 7]}},
 }
@@ -36,7 +40,7 @@ def worker(names) -> dict:
         initial = weights(engine)
         found = expected(mode, 1, 2, initial, steps=STEPS, kfac_config=KFAC, before_step=settings_by_hand)
         train(engine, 1, STEPS)
-        kfac = engine.kfac.optimizer
+        kfac = engine.kfac.preconditioner
         results[name] = {
             "difference": difference(weights(engine), found.weights, initial),
             "bound": found.bound,
@@ -56,7 +60,7 @@ def test_schedules_match_reference():
             assert of_mode["nu"] is None, "kl-clip is 0 in the last step"
             for text in (
                 "factors every 1 steps (decay linear 0.1 -> 0.9 over 4 steps)",
-                "eigenbases every so many steps: 4, 1 from step 6",
+                "eigenbases every N steps, N = 4, 1 from step 6",
                 "tikhonov damping exponential 0.01 -> 1 over 4 steps",
                 "burn-in: 3 steps with intervals 1 and 2",
             ):

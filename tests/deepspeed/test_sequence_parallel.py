@@ -17,7 +17,7 @@ SAMPLED = Mode("sp-z2-monte_carlo", 2, kfac={"factor": {**KFAC["factor"], "fishe
 ADAM = Mode("sp-adam-z2", 2, adam=True)
 SCALE = [
     Mode("sp-z2-scaled", 2, kfac=SCALED),
-    Mode("sp-z0-comm_opt", 0, kfac={**TYPES, "assignment": {"gradient_worker_fraction": 1.0, "split_factors": True}}),
+    Mode("sp-z0-comm_opt", 0, kfac={**TYPES, "assignment": {"gradient_worker_fraction": 1.0}}),
 ]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_kfac.scan import scan
+from ds_kfac.model.scan import scan
 from tests.deepspeed.modes import KFAC, Mode
 from tests.deepspeed.parallel import EVERYTHING, INVERSE, SCALED
 from tests.ranks import run_ranks
@@ -23,7 +23,7 @@ SCALE = [
         0,
         kfac={
             **TYPES,
-            "assignment": {"gradient_worker_fraction": 1.0, "split_factors": True},
+            "assignment": {"gradient_worker_fraction": 1.0},
             "offload": {"device": "cpu"},
         },
     ),

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from ds_kfac.adamw import FLAG, KFACAdamW
+from ds_kfac.directions.kfac_adamw.optimizer import FLAG, KFACTorchAdamW
 from tests.deepspeed.modes import BY_NAME, LR
 from tests.deepspeed.runs import build, weights
 from tests.deepspeed.test_checkpoint import ROWS, distance, own_state, train_rows
@@ -61,7 +61,7 @@ def load_worker(folder: str) -> dict:
         results[saved] = {
             "state": own_state(engine),
             "weights": weights(engine),
-            "steps": engine.kfac.optimizer.steps,
+            "steps": engine.kfac.preconditioner.steps,
             "flags": flags(engine),
         }
         train_typed(engine, 2, first=4)
@@ -84,7 +84,7 @@ def load_worker(folder: str) -> dict:
 
 @pytest.mark.distributed
 def test_a_universal_checkpoint_resumes_at_another_world_size(tmp_path):
-    """ds_to_universal does not copy the kfac folder; it is found beside the converted tag. Before, it stopped at
+    """ds_to_universal does not copy the kfac folder; it is found next to the converted tag. Before, it stopped at
     KFACAdamW's groups, which keep no optimizer state (KeyError: exp_avg)."""
     saved = run_ranks("tests.deepspeed.test_universal:save_worker", world=2, payload=str(tmp_path))
     script = ""
@@ -114,7 +114,7 @@ def test_a_universal_checkpoint_resumes_at_another_world_size(tmp_path):
 def test_zeros_in_place_of_moments_take_no_space_and_are_not_loaded():
     matrix, bias = torch.nn.Parameter(torch.ones(256, 256)), torch.nn.Parameter(torch.ones(7))
     groups = [{"params": [matrix], FLAG: True}, {"params": [bias], FLAG: False}]
-    optimizer, other = KFACAdamW(groups, lr=LR), KFACAdamW([{**group} for group in groups], lr=LR)
+    optimizer, other = KFACTorchAdamW(groups, lr=LR), KFACTorchAdamW([{**group} for group in groups], lr=LR)
     for _ in range(3):
         matrix.grad, bias.grad = torch.ones_like(matrix), torch.ones_like(bias)
         optimizer.step()

@@ -60,7 +60,7 @@ def alternating_worker(cases) -> dict:
             "moved": [{"extra.weight", "extra.bias"} & names for names in moved],
             "others": [bool(names - {"extra.weight", "extra.bias"}) for names in moved],
             "unused": unused,
-            "updates": [float(s.adam.updates) for n, s in engine.kfac.optimizer.state.items() if n == "extra"],
+            "updates": [float(s.moments.updates) for n, s in engine.kfac.preconditioner.state.items() if n == "extra"],
         }
         engine.destroy()
     return results

@@ -47,7 +47,9 @@ def walk(ours: bool, case: str) -> tuple[float, float]:
     """What the first and the second tower have moved since step LAST, in multiples of their own norm then."""
     torch.manual_seed(0)
     settings = config(optimizer=copy.deepcopy(OURS if ours else PLAIN), zero_optimization={"stage": 0})
-    settings |= {"kfac": {"layers": {"share_inputs": False}}} if ours else {}
+    # entries of Adam's size: the default is for models of some width
+    kfac = {"layers": {"share_inputs": False}, "adam": {"scale": "rms"}}
+    settings |= {"kfac": kfac} if ours else {}
     settings["optimizer"]["params"] |= {"lr": RATE, "betas": [0.9, 0.95], "weight_decay": 0.0}
     engine = start(settings, model=Towers())[0] if ours else deepspeed.initialize(model=Towers(), config=settings)[0]
     teacher = torch.randn(WIDTH, 5)

@@ -34,8 +34,8 @@ def test_a_table_is_what_its_command_prints(kind, command, shown, monkeypatch):
 
 def test_every_named_model_has_a_table():
     commands = " ".join(command for _, command, _ in blocks(DOC.read_text()))
-    for model in ("gpt2-xl", "llama-7b", "bert-large", "resnet50"):
-        assert f"--model {model} --world 64" in commands
+    for model in ("gpt2_xl", "llama_7b", "bert_large"):
+        assert f"--model benchmarks.models:{model} --world 64" in commands
 
 
 def write() -> None:

@@ -1,76 +1,63 @@
-"""Built-in models have the published sizes, and a forward tells which layers see one input."""
+"""The models of the benchmarks have the published sizes, and a forward tells which layers see one input."""
+
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from benchmarks.models import GPT2, Llama, Shape
 from ds_kfac.estimate.mode import kfac_config, mode_of
-from ds_kfac.estimate.models import MODELS, build
-from ds_kfac.estimate.subject import subject_of, with_convolutions
+from ds_kfac.estimate.models import build
+from ds_kfac.estimate.subject import subject_of
 from ds_kfac.estimate.trace import trace
-from ds_kfac.estimate.transformers import GPT2, Llama, Shape
-from ds_kfac.scan import scan
 
 PARAMETERS = {  # BERT: 335,141,888 without its heads for pre-training
     "gpt2": 124_439_808,
-    "gpt2-xl": 1_557_611_200,
-    "bert-large": 336_226_108,
-    "llama-7b": 6_738_415_616,
-    "resnet50": 25_557_032,
+    "gpt2_xl": 1_557_611_200,
+    "bert_large": 336_226_108,
+    "llama_7b": 6_738_415_616,
 }
-SHARED = {"gpt2": 0, "gpt2-xl": 0, "bert-large": 24, "llama-7b": 64, "resnet50": 0}
+SHARED = {"gpt2": 0, "gpt2_xl": 0, "bert_large": 24, "llama_7b": 64}
 ADAMW = {"optimizer": {"type": "AdamW"}, "kfac": {}}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_a_model_has_the_published_number_of_parameters_and_allocates_none(name):
-    model, example = build(name)
+    model, example = build(f"benchmarks.models:{name}")
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers(), *example))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_layers_that_share_their_input_are_found_on_the_meta_device(name):
-    model, example = build(name)
+    model, example = build(f"benchmarks.models:{name}")
     config = kfac_config(ADAMW)
     subject = subject_of(model, config, mode_of(ADAMW, config), trace=trace(model, example))
     assert len(subject.shared) == SHARED[name]
     assert subject.parameters == PARAMETERS[name]
-    if name == "llama-7b":
+    if name == "llama_7b":
         attention, mlp = "layers.31.attention", "layers.31.mlp"
         expected = (f"{attention}.query", f"{attention}.key", f"{attention}.value"), (f"{mlp}.gate", f"{mlp}.up")
         assert subject.shared[-2:] == expected
 
 
 def test_rows_of_a_token_and_of_an_image():
-    rows = trace(*build("bert-large")).rows
+    rows = trace(*build("benchmarks.models:bert_large")).rows
     assert rows["blocks.0.mlp.up"] == 1 and rows["pooler"] == 1 / 512
-    rows = trace(*build("resnet50")).rows
-    assert rows["stem.conv"] == rows["stem.norm"] == 112 * 112
-    assert rows["blocks.15.expand.conv"] == 7 * 7 and rows["head"] == 1
+    rows = trace(*build("tests.estimate.test_models:convolutional")).rows
+    assert rows["0"] == rows["1"] == 16 * 16 and rows["3"] == 1
 
 
 def test_multiplications_of_a_forward():
     config = kfac_config(ADAMW)
-    model, example = build("resnet50")
+    model, example = build("benchmarks.models:gpt2_xl")
     forward = subject_of(model, config, mode_of(ADAMW, config), trace=trace(model, example)).forward
-    assert forward == pytest.approx(4.09e9, rel=0.01), "4.09 G multiplications of convolutions and head (torchvision)"
-    model, example = build("gpt2-xl")
+    assert forward == PARAMETERS["gpt2_xl"] - 1024 * 1600, "all but positions, which are looked up"
+    model, example = build("tests.estimate.test_models:convolutional")
     forward = subject_of(model, config, mode_of(ADAMW, config), trace=trace(model, example)).forward
-    assert forward == PARAMETERS["gpt2-xl"] - 1024 * 1600, "all but positions, which are looked up"
-
-
-def test_convolutions_are_named_as_not_preconditioned_and_may_be_assumed():
-    model, example = build("resnet50")
-    config = kfac_config(ADAMW)
-    mode = mode_of(ADAMW, config)
-    subject = subject_of(model, config, mode, trace=trace(model, example))
-    left = {kind: sum(1 for skipped in subject.skipped if skipped.kind == kind) for kind in ("Conv2d", "BatchNorm2d")}
-    assert [layer.name for layer in subject.layers] == ["head"] and left == {"Conv2d": 53, "BatchNorm2d": 53}
-    found = with_convolutions(scan(model), model, config.choice)
-    assert len(found.layers) == 54 and {skipped.kind for skipped in found.skipped} == {"BatchNorm2d"}
-    sides = {layer.name: (layer.A.dim, layer.G.dim) for layer in found.layers}
-    assert sides["stem.conv"] == (147, 64) and sides["blocks.15.middle.conv"] == (9 * 512, 512)
+    assert forward == 16 * 16 * (3 * 8 * 9 + 2 * 8) + 8 * 5, "a product and a norm at every place, and the head"
 
 
 @pytest.mark.parametrize("kind", [GPT2, Llama])
@@ -79,6 +66,18 @@ def test_the_definitions_run_and_train_at_a_small_size(kind):
     model = kind(Shape(blocks=2, width=24, heads=3, inner=40, vocabulary=61, context=11))
     model(torch.arange(22).view(2, 11)).square().mean().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.mean((2, 3))
+
+
+def convolutional():
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), Mean(), nn.Linear(8, 5, bias=False)
+    )
+    return model, torch.zeros(2, 3, 16, 16)
 
 
 def small() -> nn.Module:
@@ -108,7 +107,7 @@ def test_a_model_of_a_factory():
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("gpt5", "give one of gpt2, gpt2-xl"),
+        ("gpt5", "give module:factory, a function"),
         ("no.such.package:make", "is its folder in PYTHONPATH"),
         ("tests.estimate.test_models:missing", "has no function missing"),
         ("tests.estimate.test_models:no_module", "returned a int, not a torch.nn.Module"),
@@ -117,6 +116,15 @@ def test_a_model_of_a_factory():
 def test_a_model_that_is_not_there_says_what_to_do(name, problem):
     with pytest.raises(ValueError, match=problem):
         build(name)
+
+
+def test_a_model_of_timm_comes_with_an_image_of_its_size(monkeypatch):
+    made = convolutional()[0]
+    made.default_cfg = {"input_size": (3, 24, 24)}
+    create = {"resnet50": lambda: made}
+    monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(create_model=lambda name: create[name]()))
+    model, example = build("timm:resnet50")
+    assert model is made and example[0].shape == (1, 3, 24, 24) and example[0].is_meta
 
 
 def test_a_forward_that_fails_says_what_to_do():

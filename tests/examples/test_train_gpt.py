@@ -15,7 +15,7 @@ import pytest
 from tests.ranks import ROOT, free_port, run_ranks
 
 pytestmark = pytest.mark.distributed
-CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.json"))
+CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("gpt_*.json"))
 TINY = ["--width", "16", "--blocks", "2", "--heads", "2", "--context", "16", "--eval-batches", "1"]
 
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import unfold
 
-from benchmarks.kernels_cases import rounding
+from benchmarks.kernels.cases import rounding
 from ds_kfac.ops.reference import packed_numel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -46,15 +45,12 @@ class Sizes:
     dims: tuple[int, ...]
     layers: tuple[int, ...]
     gradients: tuple[tuple[int, int], ...]
-    images: tuple[tuple[int, int, int], ...]
 
 
-SMALL = Sizes(
-    (1, 65), (1, 2, 63, 129, 257), (1, 2, 63, 129, 257), ((1, 1), (63, 129), (257, 2)), ((1, 5, 3), (2, 9, 3))
-)
+SMALL = Sizes((1, 65), (1, 2, 63, 129, 257), (1, 2, 63, 129, 257), ((1, 1), (63, 129), (257, 2)))
 REAL = Sizes(
     (2048, 8192), (1, 63, 257, 768, 769, 1024, 1600, 2048, 4096, 4097, 6400), (768, 3072, 769, 1600, 63, 4097, 1, 1024),
-    ((768, 769), (3072, 769), (1600, 6401), (4096, 4097), (63, 8192)), ((4, 64, 56), (4, 256, 14), (2, 3, 224)),
+    ((768, 769), (3072, 769), (1600, 6401), (4096, 4097), (63, 8192)),
 )  # fmt: skip
 
 
@@ -118,26 +114,10 @@ def count_calls(device: str, sizes: Sizes) -> Iterator[Call]:
         yield Call("count_accumulate_", f"{rows} of {dim}", (start, index), [2.0 + hot], lambda x, _: [x], 1e-6)
 
 
-def patch_calls(device: str, sizes: Sizes) -> Iterator[Call]:
-    shapes = product(sizes.images, DTYPES, ((1, 1, False), (3, 1, True), (3, 2, True)))
-    for index, ((batch, channels, image), dtype, (kernel, step, ones)) in enumerate(shapes):
-        x = normal(device, batch, channels, image, image, seed=index).to(dtype)
-        x = x.to(memory_format=torch.channels_last) if index % 2 else x
-        shape = {"stride": (step, step), "padding": (kernel // 2,) * 2, "dilation": (1, 1)}
-        rows = unfold(x.double(), (kernel, kernel), **shape).transpose(1, 2).flatten(0, 1)
-        rows = torch.cat([rows, torch.ones_like(rows[:, :1])], 1) if ones else rows
-        start = normal(device, packed_numel(rows.shape[1]), seed=1)
-        options = {"kernel": (kernel, kernel), "ones": ones, **shape}
-        label = f"{batch} x {channels} x {image}^2, {kernel}^2/{step} {dtype}"
-        wanted = [start.double() + triangle(rows.T @ rows)]
-        allowed = rounding(len(rows), dtype)
-        yield Call("patch_syrk_accumulate_", label, (start, x), wanted, lambda x, _: [x], allowed, options)
-
-
 def scale_calls(device: str, sizes: Sizes) -> Iterator[Call]:
-    """eigen_scale, eigen_scale_dot and corrected_scale_dot."""
-    kinds = ((1.0, None, False), (0.5, 1, True), (0.3, 0, False))
-    for (outputs, inputs), (exponent, split, transposed) in product(sizes.gradients, kinds):
+    """eigen_scale_dot and corrected_scale_dot."""
+    kinds = ((1.0, False), (0.5, True), (0.3, False))
+    for (outputs, inputs), (exponent, transposed) in product(sizes.gradients, kinds):
         x_OI, values_O, values_I = normal(device, outputs, inputs), normal(device, outputs), normal(device, inputs)
         x_OI = laid_out(x_OI, "transposed") if transposed else x_OI
         second_OI = normal(device, outputs, inputs, seed=1).square()
@@ -145,17 +125,15 @@ def scale_calls(device: str, sizes: Sizes) -> Iterator[Call]:
         values_O, values_I = values_O.abs(), values_I.abs()
         damping = torch.tensor(0.1, device=device) if transposed else 0.1
         wanted = x_OI.double() / (torch.outer(values_O.double(), values_I.double()) + damping) ** exponent
-        label = f"{outputs} x {inputs}, ^{exponent}, split {split}{', transposed' if transposed else ''}"
+        label = f"{outputs} x {inputs}, ^{exponent}{', transposed' if transposed else ''}"
         arguments, options = (x_OI, values_O, values_I, damping), {"exponent": exponent}
-        yield Call("eigen_scale", label, arguments, [wanted], lambda found, _: [found], 1e-5, options)
-        options = {"exponent": exponent, "split": split}
-        both = [wanted, sums(x_OI, wanted, split)]
+        both = [wanted, (x_OI.double() * wanted).sum()]
         yield Call("eigen_scale_dot", label, arguments, both, lambda found, _: found, 1e-5, options)
         decay = torch.tensor(0.9, device=device)
         moment = decay.double() * second_OI.double() + (1 - decay.double()) * 2.0 * x_OI.double().square()
         wanted = x_OI.double() / (moment + damping) ** exponent
         arguments = (x_OI, second_OI, decay, 2.0, damping)
-        three = [wanted, moment, sums(x_OI, wanted, split)]
+        three = [wanted, moment, (x_OI.double() * wanted).sum()]
         yield Call("corrected_scale_dot", label, arguments, three, lambda found, _: found, 1e-5, options)
 
 
@@ -182,9 +160,3 @@ def adam_calls(device: str, sizes: Sizes) -> Iterator[Call]:
         options = {"betas": (0.9, 0.95), "eps": 1e-3, "nesterov": nesterov}
         arguments = (x_OI, first_OI, second_OI, *scalars)
         yield Call("adam_scale", label, arguments, wanted, lambda found, _: found, 1e-5, options)
-
-
-def sums(x_OI: Tensor, scaled_OI: Tensor, split: int | None) -> Tensor:
-    products = x_OI.double() * scaled_OI
-    left = products.shape[1] if split is None else split
-    return torch.stack([products[:, :left].sum(), products[:, left:].sum()])

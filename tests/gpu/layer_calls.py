@@ -15,7 +15,6 @@ from tests.gpu.calls import (
     count_calls,
     laid_out,
     normal,
-    patch_calls,
     scale_calls,
     syrk_calls,
     triangle,
@@ -38,11 +37,8 @@ def packing_calls(device: str, sizes: Sizes) -> Iterator[Call]:
         for layout in ("contiguous", "apart"):
             arguments = (out.clone(), starts, [laid_out(x, layout) for x in matrices])
             yield Call("symmetric_pack_into_", f"{dtype} {layout}", arguments, [packed], lambda _, x: [x[0]], 0.0)
-        for mirror in (True, False):
-            wanted = [x.to(dtype).float() if mirror else x.to(dtype).float().tril() for x in matrices]
-            options = {"mirror": mirror}
-            label, arguments = f"{dtype} mirror {mirror}", (packed, starts, list(dims))
-            yield Call("symmetric_unpack_from", label, arguments, wanted, lambda x, _: x, 0.0, options)
+        wanted, arguments = [x.to(dtype).float() for x in matrices], (packed, starts, list(dims))
+        yield Call("symmetric_unpack_from", str(dtype), arguments, wanted, lambda x, _: x, 0.0)
 
 
 def average_calls(device: str, sizes: Sizes) -> Iterator[Call]:
@@ -70,42 +66,13 @@ def average_calls(device: str, sizes: Sizes) -> Iterator[Call]:
     yield Call("ema_update_", f"sides {sizes.layers}", arguments, [*wanted, used, later], given, 1e-6)
 
 
-def similarity_calls(device: str, sizes: Sizes) -> Iterator[Call]:
-    """Dense sides, blocks of 7, diagonals."""
-    for kind in ("dense", "blocks", "diagonal"):
-        blocks = [{"dense": dim, "blocks": min(7, dim), "diagonal": 1}[kind] for dim in sizes.layers]
-        shapes = list(zip(sizes.layers, blocks, strict=True))
-        states = [[normal(device, numel(*shape), seed=seed) for shape in shapes] for seed in (1, 2, 3)]
-        rows = []
-        for shape, now, before, earlier in zip(shapes, *states, strict=True):
-            parts = (now.double(), now.double() - before, now.double() - earlier)
-            rows.append(torch.stack([(weights(*shape, device) * part.square()).sum().sqrt() for part in parts]))
-        arguments = (*states, list(sizes.layers), blocks)
-        yield Call("similarity", kind, arguments, [torch.stack(rows)], lambda found, _: [found], 1e-5)
-
-
-def numel(dim: int, block: int) -> int:
-    return dim // block * packed_numel(block) + packed_numel(dim % block)
-
-
-def weights(dim: int, block: int, device: str) -> Tensor:
-    """1 on the diagonal, 2 below: what packed squares count in the symmetric matrix."""
-    found = []
-    for width in [block] * (dim // block) + [dim % block] * bool(dim % block):
-        found.append(triangle(2.0 - torch.eye(width, dtype=torch.float64, device=device)))
-    return torch.cat(found)
-
-
 CALLS: dict[str, Callable[[str, Sizes], Iterator[Call]]] = {
     "syrk_accumulate_": syrk_calls,
     "block_syrk_accumulate_": block_syrk_calls,
     "count_accumulate_": count_calls,
-    "patch_syrk_accumulate_": patch_calls,
     "symmetric_pack_into_": packing_calls,
     "symmetric_unpack_from": packing_calls,
     "ema_update_": average_calls,
-    "similarity": similarity_calls,
-    "eigen_scale": scale_calls,
     "eigen_scale_dot": scale_calls,
     "corrected_scale_dot": scale_calls,
     "adam_scale": adam_calls,

@@ -10,18 +10,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from benchmarks.kernels_cases import rounding
-from ds_kfac.ops import cpp
+from benchmarks.kernels.cases import rounding
 from ds_kfac.ops.backends import BACKENDS, OPS
 from ds_kfac.ops.cuda import CudaOps
-from ds_kfac.ops.guarded import guarded
 from ds_kfac.ops.reference import packed_numel
 from ds_kfac.ops.triton import backend as triton
 from tests.gpu.calls import Call, normal, triangle
 
 OFFERS = {
     "torch": OPS,
-    "cpp": tuple(op for op in OPS if hasattr(cpp, op)),
     "triton": tuple(triton.MODULES),
     "cuda": CudaOps.OPS,
 }
@@ -31,7 +28,7 @@ def pairs(*backends: str) -> list:
     """Test parameters (device, backend, op); those of a GPU are marked."""
     found = []
     for backend in backends:
-        for device in {"torch": ("cpu", "cuda"), "cpp": ("cpu",)}.get(backend, ("cuda",)):
+        for device in ("cpu", "cuda") if backend == "torch" else ("cuda",):
             marks = [pytest.mark.gpu] if device == "cuda" else []
             found += [
                 pytest.param(device, backend, op, marks=marks, id=f"{device}-{backend}-{op}") for op in OFFERS[backend]
@@ -42,13 +39,12 @@ def pairs(*backends: str) -> list:
 def implementations(backend: str) -> Mapping[str, Callable[..., Any]]:
     """Op -> implementation; skips with the reason where there is none.
 
-    GPU backends must do every call themselves; the C++ ops leave some exponents to plain torch.
+    Not guarded: a backend must do every call of these tests itself.
     """
     try:
-        found = BACKENDS[backend].load()
+        return BACKENDS[backend].load()
     except RuntimeError as problem:
         pytest.skip(f"no {backend} ops: {problem}")
-    return {op: guarded(backend, op, function) for op, function in found.items()} if backend == "cpp" else found
 
 
 def copied(value: Any) -> Any:

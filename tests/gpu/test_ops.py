@@ -18,7 +18,7 @@ from tests.gpu.targets import (
     side_stream,
 )  # fmt: skip
 
-EVERY = pytest.mark.parametrize(("device", "backend", "op"), pairs("torch", "cpp", "triton", "cuda"))
+EVERY = pytest.mark.parametrize(("device", "backend", "op"), pairs("torch", "triton", "cuda"))
 
 
 @EVERY
@@ -62,8 +62,6 @@ def test_work_is_queued_on_the_current_stream(device, backend, op):
 
 @EVERY
 def test_nothing_waits_for_the_device(device, backend, op):
-    if (device, backend) == ("cpu", "cpp"):
-        pytest.skip("C++ ops on a CPU take scalars by value: there is nothing to wait for")
     function = implementations(backend)[op]
     for call in calls_of(op, device, SMALL):
         function(*copied(call.arguments), **call.options)  # compiled, and cached indices made

@@ -16,9 +16,9 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 
 
 def sanitizer() -> str | None:
-    """On the path, or beside nvcc."""
-    beside = Path(find_nvcc() or "/").parent / "compute-sanitizer"
-    return shutil.which("compute-sanitizer") or (str(beside) if beside.exists() else None)
+    """On the path, or next to nvcc."""
+    near = Path(find_nvcc() or "/").parent / "compute-sanitizer"
+    return shutil.which("compute-sanitizer") or (str(near) if near.exists() else None)
 
 
 @pytest.mark.gpu
@@ -27,7 +27,7 @@ def sanitizer() -> str | None:
 def test_sanitizer_finds_nothing(tool, backend):
     program = sanitizer()
     if program is None:
-        pytest.skip("no compute-sanitizer on the path or beside nvcc")
+        pytest.skip("no compute-sanitizer on the path or next to nvcc")
     plain = [sys.executable, "-m", "tests.gpu.sanitized", backend]
     # torch's allocator would hide reads beyond a tensor that stay inside its blocks
     environment = os.environ | {
@@ -52,5 +52,7 @@ def test_the_script_calls_every_op_and_sees_its_faults(monkeypatch):
     assert count > 50 and not wrong
     from ds_kfac.ops.backends import BACKENDS, Backend
 
-    monkeypatch.setitem(BACKENDS, "broken", Backend("cpu", lambda: {"eigen_scale": lambda x, *_, **__: x}))
+    monkeypatch.setitem(
+        BACKENDS, "broken", Backend("cpu", lambda: {"eigen_scale_dot": lambda x, *_, **__: (x, x.sum())})
+    )
     assert run("broken", "cpu")[1]

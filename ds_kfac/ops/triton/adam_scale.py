@@ -33,7 +33,7 @@ def correction(steps, log_decay):
     return tl.where(y > -0.5, -y * series, 1.0 - tl.exp(y))
 
 
-@triton.jit(do_not_specialize=["rows", "columns"])
+@triton.jit(do_not_specialize=["rows"])
 def adam_scale_kernel(
     x_ptr, first_ptr, second_ptr, direction_ptr, new_first_ptr, new_second_ptr, updates_ptr, usable_ptr,
     beta1, beta2, log_beta1, log_beta2, eps, rows, columns, x_stride, first_stride, second_stride, out_stride,

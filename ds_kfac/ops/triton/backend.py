@@ -10,8 +10,6 @@ from ds_kfac.ops.triton.availability import unavailable
 
 MODULES = {
     "syrk_accumulate_": "syrk",
-    "patch_syrk_accumulate_": "patch_syrk",
-    "eigen_scale": "eigen_scale",
     "eigen_scale_dot": "eigen_scale",
     "corrected_scale_dot": "corrected_scale",
     "adam_scale": "adam_scale",

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from ds_kfac.ops.guarded import NotMadeFor, of
 from ds_kfac.ops.triton.base import check_devices, on_device_of, over_power, scalar
-from ds_kfac.ops.triton.elementwise import WARPS, add_dots, blocks_of, oriented
+from ds_kfac.ops.triton.elementwise import WARPS, blocks_of, oriented, store_dot
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "split"])
+@triton.jit(do_not_specialize=["rows"])
 def corrected_scale_kernel(
-    x_ptr, second_ptr, new_ptr, out_ptr, dots_ptr, keep, terms, damping,
-    rows, columns, x_stride, second_stride, out_stride, split,
-    EXPONENT: tl.constexpr, SPLIT_ROWS: tl.constexpr, KEEP_IN_MEMORY: tl.constexpr, TERMS_IN_MEMORY: tl.constexpr,
+    x_ptr, second_ptr, new_ptr, out_ptr, dot_ptr, keep, terms, damping,
+    rows, columns, x_stride, second_stride, out_stride,
+    EXPONENT: tl.constexpr, KEEP_IN_MEMORY: tl.constexpr, TERMS_IN_MEMORY: tl.constexpr,
     DAMPING_IN_MEMORY: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One [BLOCK_ROWS, BLOCK_COLUMNS] block a program; unit stride along columns."""
@@ -34,7 +34,7 @@ def corrected_scale_kernel(
     scaled = over_power(x, new + scalar(damping, DAMPING_IN_MEMORY), EXPONENT)
     tl.store(new_ptr + far * out_stride + near, new, mask=inside)
     tl.store(out_ptr + far * out_stride + near, scaled, mask=inside)
-    add_dots(dots_ptr, tl.where(inside, x * scaled, 0.0), row, column, split, SPLIT_ROWS)
+    store_dot(dot_ptr, tl.where(inside, x * scaled, 0.0))
 
 
 def corrected_scale_dot(
@@ -45,7 +45,6 @@ def corrected_scale_dot(
     damping: Tensor | float,
     *,
     exponent: float = 1.0,
-    split: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fold x into the second moments and divide by them. See ``ops/reference.py``.
 
@@ -56,9 +55,9 @@ def corrected_scale_dot(
         second_OI: fp32 [O, I]; either side may be the contiguous one.
         decay: weight of the past; 1 leaves the moments as they are, also where x is not finite.
         terms: factor that brings x^2 to the units of the Fisher, loss terms over the squared loss scale.
-        split: see ``eigen_scale_dot``.
 
-    Returns (scaled fp32 [O, I], new fp32 [O, I], dots fp32 [2]), laid out like the moments. Cost: 16 O I bytes.
+    Returns (scaled fp32 [O, I], new fp32 [O, I], inner product of x and scaled, a fp32 scalar), laid out like the
+    moments. Cost: 16 O I bytes.
     """
     if second_OI.shape != x_OI.shape:
         raise ValueError(
@@ -72,17 +71,15 @@ def corrected_scale_dot(
     x = x if x.stride(1) == 1 else x.contiguous()
     new, out = torch.empty(x.shape, device=x.device), torch.empty(x.shape, device=x.device)
     (block_rows, block_columns), grid = blocks_of(x)
-    partial = torch.empty(grid[1] * grid[0], 2, device=x.device)
+    partial = torch.empty(grid[1] * grid[0], device=x.device)
     with on_device_of(x):
         corrected_scale_kernel[grid](
             x, second, new, out, partial, decay, terms, damping,
             *x.shape, x.stride(0), second.stride(0), out.stride(0),
-            x_OI.shape[1] if split is None else split,
-            EXPONENT=float(exponent), SPLIT_ROWS=layout.transposed,
-            KEEP_IN_MEMORY=isinstance(decay, Tensor), TERMS_IN_MEMORY=isinstance(terms, Tensor),
-            DAMPING_IN_MEMORY=isinstance(damping, Tensor),
+            EXPONENT=float(exponent), KEEP_IN_MEMORY=isinstance(decay, Tensor),
+            TERMS_IN_MEMORY=isinstance(terms, Tensor), DAMPING_IN_MEMORY=isinstance(damping, Tensor),
             BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=WARPS,
         )  # fmt: skip
     if layout.transposed:
         new, out = new.T, out.T
-    return out, new, partial.sum(0)
+    return out, new, partial.sum()

@@ -10,14 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ds_kfac.ops.triton.base import check_devices, on_device_of, over_power, scalar
-from ds_kfac.ops.triton.elementwise import WARPS, Layout, add_dots, blocks_of, oriented
+from ds_kfac.ops.triton.elementwise import WARPS, Layout, blocks_of, oriented, store_dot
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "split"])
+@triton.jit(do_not_specialize=["rows"])
 def eigen_scale_kernel(
-    x_ptr, out_ptr, dots_ptr, row_values_ptr, column_values_ptr, damping, rows, columns, x_stride, out_stride, split,
-    EXPONENT: tl.constexpr, DOT: tl.constexpr, SPLIT_ROWS: tl.constexpr, DAMPING_IN_MEMORY: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    x_ptr, out_ptr, dot_ptr, row_values_ptr, column_values_ptr, damping, rows, columns, x_stride, out_stride,
+    EXPONENT: tl.constexpr, DAMPING_IN_MEMORY: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One [BLOCK_ROWS, BLOCK_COLUMNS] block a program; unit stride along columns."""
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -30,68 +29,39 @@ def eigen_scale_kernel(
     denominators = row_values[:, None] * column_values[None, :] + scalar(damping, DAMPING_IN_MEMORY)
     scaled = over_power(x, denominators, EXPONENT)
     tl.store(out_ptr + far * out_stride + column[None, :], scaled, mask=inside)
-    if DOT:
-        add_dots(dots_ptr, tl.where(inside, x * scaled, 0.0), row, column, split, SPLIT_ROWS)
-
-
-def eigen_scale(
-    x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Tensor | float, *, exponent: float = 1.0
-) -> Tensor:
-    """x_OI / (values_O values_I^T + damping)^exponent. 8 O I bytes. See ``ops/reference.py``."""
-    return _run(x_OI, values_O, values_I, damping, exponent, split=None, dot=False)[0]
+    store_dot(dot_ptr, tl.where(inside, x * scaled, 0.0))
 
 
 def eigen_scale_dot(
-    x_OI: Tensor,
-    values_O: Tensor,
-    values_I: Tensor,
-    damping: Tensor | float,
-    *,
-    exponent: float = 1.0,
-    split: int | None = None,
+    x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Tensor | float, *, exponent: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """:func:`eigen_scale` and the sums of x * scaled. Deterministic: one partial sum a program, added up in order.
+    """x_OI / (values_O values_I^T + damping)^exponent, and its inner product with x. See ``ops/reference.py``.
+
+    Deterministic: one partial sum a program, added up in order.
 
     Args:
         x_OI: fp32 [O, I]; either side may be the contiguous one, the result is laid out alike.
         values_O, values_I: [O], [I].
         damping: a number, or a scalar on the device, which is not waited for.
-        split: columns below it are summed in dots[0], the others in dots[1]; None: all in dots[0].
 
-    Returns (fp32 [O, I], fp32 [2]). Cost: 8 O I bytes.
+    Returns (fp32 [O, I], fp32 scalar). Cost: 8 O I bytes.
     """
-    scaled, dots = _run(x_OI, values_O, values_I, damping, exponent, split=split, dot=True)
-    assert dots is not None
-    return scaled, dots
-
-
-def _run(
-    x_OI: Tensor,
-    values_O: Tensor,
-    values_I: Tensor,
-    damping: Tensor | float,
-    exponent: float,
-    *,
-    split: int | None,
-    dot: bool,
-) -> tuple[Tensor, Tensor | None]:
     if values_O.shape != x_OI.shape[:1] or values_I.shape != x_OI.shape[1:]:
         raise ValueError(
-            f"eigen_scale: values of {tuple(values_O.shape)} and {tuple(values_I.shape)} do not fit {tuple(x_OI.shape)}"
+            f"eigen_scale_dot: values of {tuple(values_O.shape)} and {tuple(values_I.shape)} do not fit "
+            f"{tuple(x_OI.shape)}"
         )
-    check_devices("eigen_scale", x_OI, values_O, values_I, damping)
+    check_devices("eigen_scale_dot", x_OI, values_O, values_I, damping)
     layout: Layout = oriented(x_OI)
     x, out = layout.x, torch.empty_like(layout.x)
     pair = (values_I, values_O) if layout.transposed else (values_O, values_I)
     row_values, column_values = (values.float().contiguous() for values in pair)
     (block_rows, block_columns), grid = blocks_of(x)
-    partial = torch.empty(grid[1] * grid[0], 2, device=x.device) if dot else None
+    partial = torch.empty(grid[1] * grid[0], device=x.device)
     with on_device_of(x):
         eigen_scale_kernel[grid](
-            x, out, partial, row_values, column_values, damping,
-            *x.shape, x.stride(0), out.stride(0), x_OI.shape[1] if split is None else split,
-            EXPONENT=float(exponent), DOT=dot, SPLIT_ROWS=layout.transposed,
-            DAMPING_IN_MEMORY=isinstance(damping, Tensor),
+            x, out, partial, row_values, column_values, damping, *x.shape, x.stride(0), out.stride(0),
+            EXPONENT=float(exponent), DAMPING_IN_MEMORY=isinstance(damping, Tensor),
             BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=WARPS,
         )  # fmt: skip
-    return out.T if layout.transposed else out, None if partial is None else partial.sum(0)
+    return out.T if layout.transposed else out, partial.sum()

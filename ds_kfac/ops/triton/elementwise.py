@@ -18,15 +18,9 @@ BLOCKS = {256: (64, 64), 1 << 62: (8, 512)}
 
 
 @triton.jit
-def add_dots(dots_ptr, products, row, column, split, SPLIT_ROWS: tl.constexpr):
-    """This program's two partial sums of ``products``: below and from ``split`` on, along one side."""
-    if SPLIT_ROWS:
-        first = tl.where(row[:, None] < split, products, 0.0)
-    else:
-        first = tl.where(column[None, :] < split, products, 0.0)
-    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    tl.store(dots_ptr + 2 * program, tl.sum(first))
-    tl.store(dots_ptr + 2 * program + 1, tl.sum(products - first))
+def store_dot(dot_ptr, products):
+    """This program's partial sum of ``products``."""
+    tl.store(dot_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.sum(products))
 
 
 @dataclass(frozen=True)

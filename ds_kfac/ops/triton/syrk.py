@@ -16,13 +16,13 @@ from ds_kfac.ops.triton.base import DTYPES, architecture, check_devices, dot, mu
 from ds_kfac.ops.triton.bias_row import add_bias_row
 from ds_kfac.ops.triton.syrk_configs import SyrkConfig, config_for
 from ds_kfac.ops.triton.syrk_descriptor import syrk_descriptor_kernel
-from ds_kfac.ops.triton.triangle import add_tile, grouped_tile_at, split_for, tile_count
+from ds_kfac.ops.triton.triangle import add_tile, place_of, split_for, tile_count
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "ones_stride"])
 def syrk_kernel(
     sum_ptr, x_ptr, ones_ptr, scale, rows, dim, tail, x_stride, ones_stride, tiles,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, ATOMIC: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, ATOMIC: tl.constexpr,
     SCALE_IN_MEMORY: tl.constexpr,
 ):  # fmt: skip
     """One tile a program along axis 0, one part of the rows along axis 1; then one column sum per tile column."""
@@ -31,13 +31,13 @@ def syrk_kernel(
     stop = tl.minimum(start + part, rows)
     row = tl.arange(0, CHUNK)
     if tl.program_id(0) < tiles:
-        tile_row, tile_column = grouped_tile_at(tl.program_id(0), tl.cdiv(dim, BLOCK), GROUP)
-        left_column = tile_row * BLOCK + tl.arange(0, BLOCK)
-        right_column = tile_column * BLOCK + tl.arange(0, BLOCK)
+        first_row, first_column = place_of(tl.program_id(0), dim, BLOCK, WIDTH, GROUP)
+        left_column = first_row + tl.arange(0, BLOCK)
+        right_column = first_column + tl.arange(0, WIDTH)
         first = (start + row).to(tl.int64) * x_stride
         left_ptr = x_ptr + left_column[:, None] + first[None, :]  # X^T as it lies: no transpose
         right_ptr = x_ptr + first[:, None] + right_column[None, :]
-        tile = tl.zeros((BLOCK, BLOCK), tl.float32)
+        tile = tl.zeros((BLOCK, WIDTH), tl.float32)
         for begin in range(start, stop, CHUNK):
             inside = begin + row < stop
             left = tl.load(left_ptr, mask=(left_column < dim)[:, None] & inside[None, :], other=0.0)
@@ -46,7 +46,7 @@ def syrk_kernel(
             left_ptr += CHUNK * x_stride
             right_ptr += CHUNK * x_stride
         tile *= scalar(scale, SCALE_IN_MEMORY)
-        add_tile(sum_ptr, tile, tile_row * BLOCK, tile_column * BLOCK, dim, ATOMIC)
+        add_tile(sum_ptr, tile, first_row, first_column, dim, ATOMIC)
     else:
         first_column = (tl.program_id(0) - tiles) * BLOCK
         add_bias_row(
@@ -68,7 +68,7 @@ def syrk_accumulate_(
         scale: a number, or a scalar on the device, which is not waited for.
 
     Cost: N D (D + block) FLOPs, about half of X^T X; 4 D (D + 1) bytes for the triangle. Deterministic if torch is
-    told to be, then small D uses fewer multiprocessors.
+    set to be; small D then uses fewer multiprocessors.
     """
     (rows, dim), ones = x_ND.shape, ones_column is not None
     if sum_P.dtype != torch.float32 or sum_P.shape != (packed_numel(dim + ones),):
@@ -93,18 +93,18 @@ def accumulate(
 ) -> None:
     """:func:`syrk_accumulate_` of checked arguments, cut up as ``config`` says."""
     rows, dim = x_ND.shape
-    tiles = tile_count(dim, config.block)
+    tiles = tile_count(dim, config.block, config.width)
     split = split_for(tiles, triton.cdiv(rows, config.chunk), config.resident * multiprocessors(x_ND.device))
     programs = tiles + (triton.cdiv(dim, config.block) if ones_column is not None else 0)
     ones, ones_stride = (x_ND, 0) if ones_column is None else (ones_column, ones_column.stride(0))
     arguments = (x_ND, ones, scale, rows, dim, packed_numel(dim), x_ND.stride(0), ones_stride, tiles)
     options = {
-        "BLOCK": config.block, "CHUNK": config.chunk, "GROUP": config.group, "ATOMIC": split > 1,
+        "BLOCK": config.block, "WIDTH": config.width, "CHUNK": config.chunk, "GROUP": config.group, "ATOMIC": split > 1,
         "SCALE_IN_MEMORY": isinstance(scale, Tensor), "num_warps": config.warps, "num_stages": config.stages,
     }  # fmt: skip
     with on_device_of(x_ND):
         if config.descriptor:
-            x_desc = TensorDescriptor.from_tensor(x_ND, [config.chunk, config.block])
-            syrk_descriptor_kernel[(programs, split)](sum_P, x_desc, *arguments, **options)
+            left, right = (TensorDescriptor.from_tensor(x_ND, [config.chunk, n]) for n in (config.block, config.width))
+            syrk_descriptor_kernel[(programs, split)](sum_P, left, right, *arguments, **options)
         else:
             syrk_kernel[(programs, split)](sum_P, *arguments, **options)

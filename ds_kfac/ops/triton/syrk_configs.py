@@ -1,7 +1,7 @@
 """How a SYRK is cut up, per kind of device and side: every shipped configuration, and which of them is taken.
 
 No configuration spills registers on its devices, with or without tensor descriptors; see the tests. Which is best is
-what ``benchmarks/kernels.py --sweep syrk`` finds on a device; it prints ``CHOSEN`` to be pasted here.
+what ``benchmarks/kernels --sweep syrk`` finds on a device; it prints ``CHOSEN`` to be pasted here.
 """
 
 from dataclasses import dataclass, replace
@@ -13,13 +13,16 @@ from ds_kfac.ops.triton.base import INTERPRET
 
 @dataclass(frozen=True)
 class SyrkConfig:
-    """Attributes:
-    block: side of a tile.
-    chunk: rows multiplied at once.
-    resident: programs that a multiprocessor has registers and shared memory for.
-    group: tile rows whose tiles are computed column by column, so that programs which run together share columns in
-        L2; 1 goes row by row.
-    descriptor: rows arrive by tensor descriptors, from sm_90 on the tensor memory accelerator (TMA).
+    """How a triangle is cut into tiles.
+
+    Attributes:
+        block: rows of a tile, and columns of a square one.
+        chunk: rows multiplied at once.
+        resident: programs that a multiprocessor has registers and shared memory for.
+        group: tile rows whose tiles are computed column by column, so that programs which run together share columns
+            in L2; 1 goes row by row.
+        columns: of a tile that is not square, twice as many as rows or half; 0: it is square.
+        descriptor: rows arrive by tensor descriptors, from sm_90 on the tensor memory accelerator (TMA).
     """
 
     block: int
@@ -29,6 +32,11 @@ class SyrkConfig:
     resident: int
     group: int = 1
     descriptor: bool = False
+    columns: int = 0
+
+    @property
+    def width(self) -> int:
+        return self.columns or self.block
 
     def plain(self) -> "SyrkConfig":
         """For rows that no descriptor can describe."""
@@ -37,9 +45,11 @@ class SyrkConfig:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Attributes:
-    source: machine that was measured, or ``computed`` where none was.
-    by_side: (largest side, configuration), in the order of sides; the last is for all larger ones.
+    """The configurations of a kind of device.
+
+    Attributes:
+        source: machine that was measured, or ``computed`` where none was.
+        by_side: (largest side, configuration), in the order of sides; the last is for all larger ones.
     """
 
     source: str
@@ -54,12 +64,14 @@ _LARGE = SyrkConfig(128, 64, 8, 3, 2, descriptor=True)
 _GROUPED = replace(_LARGE, group=16)
 _DEEP = SyrkConfig(128, 128, 8, 3, 1, group=16, descriptor=True)
 _FEW_WARPS = SyrkConfig(128, 64, 4, 3, 2, group=16, descriptor=True)
+_WIDE = SyrkConfig(128, 64, 8, 4, 1, group=8, descriptor=True, columns=256)
+_TALL = SyrkConfig(256, 64, 8, 4, 1, group=8, descriptor=True, columns=128)
 _OLD_SMALL, _OLD_LARGE = SyrkConfig(64, 64, 4, 4, 3), SyrkConfig(128, 32, 8, 4, 1)
 _EXACT = SyrkConfig(64, 16, 4, 3, 4)
 SHIPPED: dict[str, tuple[SyrkConfig, ...]] = {
     "sm_80": (_OLD_SMALL, _OLD_LARGE, replace(_OLD_LARGE, group=8)),
-    "sm_90": (_SMALL, SyrkConfig(64, 128, 4, 3, 2, descriptor=True), _LARGE, _GROUPED, _DEEP, _FEW_WARPS),
-    "sm_100": (_SMALL, _LARGE, _GROUPED, _DEEP, _FEW_WARPS),
+    "sm_90": (_SMALL, SyrkConfig(64, 128, 4, 3, 2, descriptor=True), _LARGE, _GROUPED, _DEEP, _FEW_WARPS, _WIDE, _TALL),
+    "sm_100": (_SMALL, _LARGE, _GROUPED, _DEEP, _FEW_WARPS, _WIDE, _TALL),
     "fp32": (_EXACT, replace(_EXACT, group=16)),
 }
 """By kind of device, for 16-bit rows; for fp32 rows on any, as no tensor core multiplies in fp32."""

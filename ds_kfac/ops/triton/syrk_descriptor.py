@@ -6,13 +6,13 @@ import triton.language as tl
 
 from ds_kfac.ops.triton.base import dot, scalar
 from ds_kfac.ops.triton.bias_row import add_bias_row
-from ds_kfac.ops.triton.triangle import add_tile, grouped_tile_at
+from ds_kfac.ops.triton.triangle import add_tile, place_of
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "ones_stride"])
 def syrk_descriptor_kernel(
-    sum_ptr, x_desc, x_ptr, ones_ptr, scale, rows, dim, tail, x_stride, ones_stride, tiles,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, ATOMIC: tl.constexpr,
+    sum_ptr, left_desc, right_desc, x_ptr, ones_ptr, scale, rows, dim, tail, x_stride, ones_stride, tiles,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, ATOMIC: tl.constexpr,
     SCALE_IN_MEMORY: tl.constexpr,
 ):  # fmt: skip
     """As ``syrk_kernel``; one thread asks for a [CHUNK, BLOCK] piece of x, what lies outside of x arrives as zeros."""
@@ -20,14 +20,14 @@ def syrk_descriptor_kernel(
     start = tl.program_id(1) * part
     stop = tl.minimum(start + part, rows)
     if tl.program_id(0) < tiles:
-        tile_row, tile_column = grouped_tile_at(tl.program_id(0), tl.cdiv(dim, BLOCK), GROUP)
-        tile = tl.zeros((BLOCK, BLOCK), tl.float32)
+        first_row, first_column = place_of(tl.program_id(0), dim, BLOCK, WIDTH, GROUP)
+        tile = tl.zeros((BLOCK, WIDTH), tl.float32)
         for begin in range(start, stop, CHUNK):  # parts are whole chunks, so none reads rows of the next
-            left = x_desc.load([begin, tile_row * BLOCK])
-            right = x_desc.load([begin, tile_column * BLOCK])
+            left = left_desc.load([begin, first_row])
+            right = right_desc.load([begin, first_column])
             tile = dot(tl.trans(left), right, tile)  # a view of shared memory, which tensor cores read transposed
         tile *= scalar(scale, SCALE_IN_MEMORY)
-        add_tile(sum_ptr, tile, tile_row * BLOCK, tile_column * BLOCK, dim, ATOMIC)
+        add_tile(sum_ptr, tile, first_row, first_column, dim, ATOMIC)
     else:
         first_column = (tl.program_id(0) - tiles) * BLOCK
         add_bias_row(

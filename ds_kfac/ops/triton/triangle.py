@@ -13,10 +13,11 @@ EPILOGUE_CHUNKS = 6
 MAX_SPLIT = 8
 
 
-def tile_count(dim: int, block: int) -> int:
-    """Tiles on and below the diagonal."""
-    side = triton.cdiv(dim, block)
-    return side * (side + 1) // 2
+def tile_count(dim: int, block: int, width: int) -> int:
+    """Tiles [block, width] on and below the diagonal."""
+    large, small = max(block, width), min(block, width)
+    side = triton.cdiv(dim, large)
+    return side * (side + 1) // 2 * (large // small)
 
 
 def split_for(tiles: int, chunks: int, places: int) -> int:
@@ -66,6 +67,16 @@ def grouped_tile_at(index, side, GROUP: tl.constexpr):
 
 
 @triton.jit
+def place_of(index, dim, BLOCK: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr):
+    """First row and column of a tile [BLOCK, WIDTH]; those that are not square are parts of square ones."""
+    SIDE: tl.constexpr = BLOCK if BLOCK > WIDTH else WIDTH
+    DOWN: tl.constexpr = SIDE // BLOCK
+    ALONG: tl.constexpr = SIDE // WIDTH
+    row, column = grouped_tile_at(index // (DOWN * ALONG), tl.cdiv(dim, SIDE), GROUP)
+    return row * SIDE + index % DOWN * BLOCK, column * SIDE + index % ALONG * WIDTH
+
+
+@triton.jit
 def add_to(pointers, values, mask, ATOMIC: tl.constexpr):
     if ATOMIC:
         tl.atomic_add(pointers, values, mask=mask, sem="relaxed")
@@ -90,21 +101,30 @@ def _halves(values):
 
 
 @triton.jit
+def _add_128(sum_ptr, values, first_row, first_column, dim, ATOMIC: tl.constexpr):
+    left, right = _halves(values)
+    first, second = _halves(left)
+    third, fourth = _halves(right)
+    _add_slice(sum_ptr, first, first_row, first_column, dim, ATOMIC)
+    _add_slice(sum_ptr, second, first_row, first_column + 32, dim, ATOMIC)
+    _add_slice(sum_ptr, third, first_row, first_column + 64, dim, ATOMIC)
+    _add_slice(sum_ptr, fourth, first_row, first_column + 96, dim, ATOMIC)
+
+
+@triton.jit
 def add_tile(sum_ptr, tile, first_row, first_column, dim, ATOMIC: tl.constexpr):
-    """Add what a [B, B] tile has of the lower triangle, in slices of 32 columns: addresses of a whole one spill."""
+    """Add what a tile has of the lower triangle, in slices of 32 columns: addresses of a whole one spill."""
     WIDTH: tl.constexpr = tile.shape[1]
-    tl.static_assert(WIDTH == 16 or WIDTH == 32 or WIDTH == 64 or WIDTH == 128)
+    tl.static_assert(WIDTH == 16 or WIDTH == 32 or WIDTH == 64 or WIDTH == 128 or WIDTH == 256)
     if WIDTH <= 32:
         _add_slice(sum_ptr, tile, first_row, first_column, dim, ATOMIC)
     elif WIDTH == 64:
         left, right = _halves(tile)
         _add_slice(sum_ptr, left, first_row, first_column, dim, ATOMIC)
         _add_slice(sum_ptr, right, first_row, first_column + 32, dim, ATOMIC)
+    elif WIDTH == 128:
+        _add_128(sum_ptr, tile, first_row, first_column, dim, ATOMIC)
     else:
         left, right = _halves(tile)
-        first, second = _halves(left)
-        third, fourth = _halves(right)
-        _add_slice(sum_ptr, first, first_row, first_column, dim, ATOMIC)
-        _add_slice(sum_ptr, second, first_row, first_column + 32, dim, ATOMIC)
-        _add_slice(sum_ptr, third, first_row, first_column + 64, dim, ATOMIC)
-        _add_slice(sum_ptr, fourth, first_row, first_column + 96, dim, ATOMIC)
+        _add_128(sum_ptr, left, first_row, first_column, dim, ATOMIC)
+        _add_128(sum_ptr, right, first_row, first_column + 128, dim, ATOMIC)

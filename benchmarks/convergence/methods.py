@@ -1,0 +1,220 @@
+"""The optimizers of the convergence benchmark: name -> learning rate -> their part of a DeepSpeed config.
+
+A method is a function, a line in ``METHODS`` and a line in ``RATES``. The learning rate is the peak of one schedule
+that all share: 7 % linear warmup, then a cosine down to a hundredth.
+"""
+
+from collections.abc import Callable
+
+INTERVALS = {
+    "factor": {"update_interval": 10},
+    "eigenbasis": {"refresh_interval": 50},
+    "burn_in": {"steps": 50, "update_interval": 5},
+}
+KFAC_FOR_SGD = {**INTERVALS}
+KFAC_FOR_ADAMW = {**INTERVALS}
+KFAC_FOR_KFACADAMW = {**INTERVALS}
+KFAC_FOR_IMAGES = {
+    **INTERVALS,
+    "damping": {"kind": "tikhonov", "value": 1e-3},
+    "preconditioner": {"kl_clip": 0.1},
+}
+VARIATIONS = {
+    "plain": {"factor": {"update_interval": 10, "fisher": "empirical"},
+              "adam": {"orthogonalize": False, "nesterov": False}},
+    "empirical": {"factor": {"update_interval": 10, "fisher": "empirical"}},
+    "unrotated": {"adam": {"rotate": False}},
+    "lag": {"eigenbasis": {"refresh_interval": 50, "lag": 10}},
+    "root": {"preconditioner": {"method": "root"}},
+    "unwhitened": {"adam": {"whiten": 0.0}},
+    "eighth": {"factor": {"update_interval": 10, "sample_rows": 256}},
+    "blocks": {"factor": {"update_interval": 10, "dense_max": 256}},
+    "rms": {"adam": {"scale": "rms"}},
+    "no_nesterov": {"adam": {"nesterov": False}},
+    "no_burn_in": {"burn_in": {"steps": 0}},
+    "all_types": {"layers": {"types": ["Linear", "Embedding", "LayerNorm"]},
+                  "factor": {"update_interval": 10, "fisher": "empirical"}},
+}  # fmt: skip
+"""KFACAdamW with one thing changed, to see what it is worth. plain: Adam in the eigenbasis of A and G. unrotated: no
+curvature at all, orthogonalized Adam in the layers' own coordinates."""
+KFAC_ADAMW_VARIATIONS = {
+    "graft": {"preconditioner": {"graft": "norm"}},
+    "ekfac": {"preconditioner": {"graft": "norm", "eigenvalues": "corrected"}},
+    "model": {"damping": {"kind": "model"}},
+    "corrected": {"preconditioner": {"eigenvalues": "corrected"}},
+    "half": {"preconditioner": {"graft": "norm", "exponent": 0.5}},
+}
+"""K-FAC's gradient into AdamW, with one thing changed."""
+
+CLIENT = "client"
+"""Key for an optimizer of the package pytorch-optimizer, (class, parameters), which DeepSpeed is given as an object."""
+ADAM = {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01}
+MUON_ADAM_RATIO = 0.5
+"""Rate of Muon's Adam half (embeddings, head, norms) to that of its matrices: better than 0.2 on gpt_small."""
+WARMUP_PART, LAST_RATIO = 0.07, 0.01
+CONSTANT = ["kfac_quadratic"]
+"""Methods whose rate stays at its peak: the quadratic model gives the steps' size."""
+
+
+def adamw(rate: float) -> dict:
+    # torch's: DeepSpeed's own is compiled on a CPU, which takes minutes
+    return {
+        "optimizer": {"type": "AdamW", "params": {"lr": rate, **ADAM, "torch_adam": True}},
+        "gradient_clipping": 1.0,
+    }
+
+
+def muon(rate: float) -> dict:
+    params = {"muon_lr": rate, "adam_lr": MUON_ADAM_RATIO * rate, "momentum": 0.95, **ADAM, "torch_adam": True}
+    return {"optimizer": {"type": "Muon", "params": params}, "gradient_clipping": 1.0}
+
+
+def kfac_sgd(rate: float) -> dict:
+    # no weight decay: at SGD's rates the same number would decay a hundred times as much; no clipping (DeepSpeed's
+    # default is 1): kl-clip bounds
+    params = {"lr": rate, "momentum": 0.9, "weight_decay": 0.0}
+    return {"optimizer": {"type": "SGD", "params": params}, "gradient_clipping": 0.0, "kfac": KFAC_FOR_SGD}
+
+
+def sgd(rate: float) -> dict:
+    params = {"lr": rate, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}
+    return {"optimizer": {"type": "SGD", "params": params}, "gradient_clipping": 0.0}
+
+
+def kfac_nesterov(rate: float) -> dict:
+    return {**sgd(rate), "kfac": KFAC_FOR_IMAGES}
+
+
+def kfac_relative(rate: float) -> dict:
+    return {**sgd(rate), "kfac": {**KFAC_FOR_IMAGES, "damping": {"kind": "relative", "value": 1.0}}}
+
+
+def kfac_sgd_model(rate: float) -> dict:
+    return {**kfac_sgd(rate), "kfac": {**KFAC_FOR_SGD, "damping": {"kind": "model"}}}
+
+
+def kfac_adamw(rate: float) -> dict:
+    return {**adamw(rate), "kfac": KFAC_FOR_ADAMW}
+
+
+def kfacadamw(rate: float) -> dict:
+    optimizer = {"type": "KFACAdamW", "params": {"lr": rate, **ADAM, "torch_adam": True}}
+    return {"optimizer": optimizer, "gradient_clipping": 1.0, "kfac": KFAC_FOR_KFACADAMW}
+
+
+def soap(rate: float) -> dict:
+    params = {"lr": rate, "betas": [0.95, 0.95], "precondition_frequency": 10, "weight_decay": 0.01}
+    return {CLIENT: ("SOAP", params), "gradient_clipping": 1.0}
+
+
+def shampoo(rate: float) -> dict:
+    # norms grafted from RMSProp, as in the AlgoPerf submission: its own are of no use to a rate that suits Adam
+    params = {
+        "lr": rate, "betas": [0.9, 0.95], "weight_decay": 0.01, "decoupled_weight_decay": True, "graft_type": 3,
+        "preconditioning_compute_steps": 10, "start_preconditioning_step": 10, "moving_average_for_momentum": True,
+    }  # fmt: skip
+    return {CLIENT: ("ScalableShampoo", params), "gradient_clipping": 1.0}
+
+
+def varied(name: str) -> Callable[[float], dict]:
+    """A method ``kfacadamw_<name>``."""
+    return lambda rate: {**kfacadamw(rate), "kfac": {**KFAC_FOR_KFACADAMW, **VARIATIONS[name]}}
+
+
+def kfac_adamw_varied(**blocks: dict) -> Callable[[float], dict]:
+    """K-FAC's gradient into AdamW, with one thing changed."""
+    return lambda rate: {**adamw(rate), "kfac": {**KFAC_FOR_ADAMW, **blocks}}
+
+
+def kfac_quadratic(rate: float) -> dict:
+    """Rate, momentum and damping from the quadratic model, whose steps ``rate`` multiplies."""
+    kfac = {
+        "factor": {
+            "update_interval": 1,
+            "decay": 0.8,
+            "fisher": "monte_carlo",
+            "sampler": "squared_error",
+            "prediction": "network",
+        },
+        "eigenbasis": {"refresh_interval": 2},
+        "preconditioner": {"step": "quadratic"},
+    }
+    # DeepSpeed's default of clipping is 1
+    return {"optimizer": {"type": "SGD", "params": {"lr": rate}}, "gradient_clipping": 0.0, "kfac": kfac}
+
+
+METHODS: dict[str, Callable[[float], dict]] = {
+    "adamw": adamw,
+    "muon": muon,
+    "kfac_sgd": kfac_sgd,
+    "kfac_sgd_model": kfac_sgd_model,
+    "kfac_adamw": kfac_adamw,
+    "kfacadamw": kfacadamw,
+    "soap": soap,
+    "shampoo": shampoo,
+    "sgd": sgd,
+    "kfac_quadratic": kfac_quadratic,
+    "kfac_nesterov": kfac_nesterov,
+    "kfac_relative": kfac_relative,
+    **{f"kfacadamw_{name}": varied(name) for name in VARIATIONS},
+    **{f"kfac_adamw_{name}": kfac_adamw_varied(**blocks) for name, blocks in KFAC_ADAMW_VARIATIONS.items()},
+}
+
+DEFAULT_METHODS = ["adamw", "muon", "kfac_sgd", "kfac_adamw", "kfacadamw"]
+"""For texts; the others show what a part of KFACAdamW is worth."""
+IMAGE_METHODS = ["sgd", "adamw", "kfac_nesterov", "kfac_relative", "kfacadamw"]
+"""Without Muon: DeepSpeed's fails at the filters of a convolution (0.19.8)."""
+
+AUTOENCODER_METHODS = ["adamw", "muon", "kfac_sgd", "kfac_adamw", "kfac_quadratic", "kfacadamw"]
+
+RATES: dict[str, list[float]] = {
+    "adamw": [2.5e-4, 5e-4, 1e-3, 2e-3],
+    "muon": [0.01, 0.02, 0.04, 0.08],
+    "kfac_sgd": [0.1, 0.2, 0.4, 0.8],
+    "kfac_sgd_model": [0.1, 0.2, 0.4, 0.8],
+    "kfac_adamw": [5e-4, 1e-3, 2e-3, 4e-3],
+    "kfacadamw": [5e-4, 1e-3, 2e-3, 4e-3],
+    "soap": [2e-3, 4e-3, 8e-3, 1.6e-2],
+    "shampoo": [2e-3, 4e-3, 8e-3, 1.6e-2],
+    "sgd": [0.1, 0.2, 0.4, 0.8],
+    "kfac_quadratic": [0.25, 0.5, 1.0, 2.0],
+    "kfac_nesterov": [0.25, 0.5, 1.0, 2.0],
+    "kfac_relative": [0.25, 0.5, 1.0, 2.0],
+    **{f"kfacadamw_{name}": [5e-4, 1e-3, 2e-3, 4e-3] for name in VARIATIONS},
+    "kfacadamw_rms": [4e-3, 8e-3, 1.6e-2, 3.2e-2],
+    **{f"kfac_adamw_{name}": [1e-3, 2e-3, 4e-3, 8e-3] for name in KFAC_ADAMW_VARIATIONS},
+}
+"""Where a sweep starts; it extends itself while the best is at an edge."""
+IMAGE_RATES = {
+    **RATES,
+    "adamw": [5e-3, 1e-2, 2e-2, 4e-2],
+    "kfacadamw": [1.25e-3, 2.5e-3, 5e-3, 1e-2],
+}
+AUTOENCODER_RATES = {
+    **RATES,
+    "adamw": [1e-3, 2e-3, 4e-3, 8e-3],
+    "sgd": [0.01, 0.02, 0.04, 0.08],
+    "kfacadamw": [1.25e-3, 2.5e-3, 5e-3, 1e-2],
+}
+
+
+def deepspeed_config(method: str, rate: float, *, rows: int, steps: int, stage: int) -> dict:
+    """The whole config of a run: fp32, one micro-batch a step."""
+    schedule = {
+        "total_num_steps": steps,
+        "warmup_num_steps": max(2, round(WARMUP_PART * steps)),
+        "warmup_type": "linear",  # DeepSpeed's default is a logarithm, nearly at the peak after a few steps
+        "warmup_min_ratio": LAST_RATIO,
+        "cos_min_ratio": LAST_RATIO,
+    }
+    kind = "WarmupCosineLR"
+    if method in CONSTANT:
+        kind, keys = "WarmupLR", ("warmup_num_steps", "warmup_type")
+        schedule = {key: schedule[key] for key in keys} | {"warmup_min_lr": 0.0, "warmup_max_lr": rate}
+    return {
+        "train_micro_batch_size_per_gpu": rows,
+        "steps_per_print": 1_000_000_000,
+        "zero_optimization": {"stage": stage},
+        "scheduler": {"type": kind, "params": schedule},
+        **METHODS[method](rate),
+    }

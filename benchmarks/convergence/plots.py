@@ -1,0 +1,140 @@
+"""Plots of the convergence benchmark: loss against steps and wall clock, final loss against learning rate."""
+
+import math
+import statistics
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+from benchmarks.convergence.methods import KFAC_FOR_KFACADAMW, METHODS
+from benchmarks.convergence.results import SWEEP_SEED, Run
+from ds_kfac.config.kfac import parse
+
+REFRESHED = "kfacadamw"
+CURVE, RATES_BY_WIDTH = "batches.png", "widths.png"
+AXES = {"step": "step", "seconds": "wall clock [s], training only"}
+
+
+def draw(runs: list[Run], best: dict[tuple[str, str], dict[int, Run]], out: Path) -> list[Path]:
+    """Two files a task; returns them."""
+    files = []
+    colors = dict(zip(METHODS, [*plt.cm.tab10.colors, *plt.cm.Dark2.colors], strict=False))
+    for task in dict.fromkeys(task for task, _ in best):
+        ours = {method: list(found.values()) for (of, method), found in best.items() if of == task and found}
+        figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), sharey=True)
+        for axis, (column, label) in zip(axes, AXES.items(), strict=True):
+            for method, found in ours.items():
+                _curves(axis, found, column, colors[method], f"{method}, lr {found[0].job.rate:g}")
+            axis.set(xlabel=label, title=f"{task}: at each method's best rate, thin: seeds")
+            axis.grid(alpha=0.3)
+        axes[0].set(ylabel="held-out loss [nats per byte]")
+        if ends := [run.final for found in ours.values() for run in found if math.isfinite(run.final)]:
+            axes[0].set_ylim(min(ends) - 0.05, min(min(ends) + 2, axes[0].get_ylim()[1]))
+        axes[0].legend()
+        files.append(_save(figure, out / f"{task}_loss.png"))
+        if ours.get(REFRESHED):
+            files.append(_refreshes(ours[REFRESHED], out / f"{task}_refreshes.png"))
+        files.append(_rates([run for run in runs if run.job.task == task], colors, out / f"{task}_rates.png"))
+    return files
+
+
+def _curves(axis, found: list[Run], column: str, color, label: str) -> None:
+    """The mean over the evaluations that all seeds have, and every seed."""
+    curves = [run.held_out() for run in found]
+    for curve in curves:
+        points = [(row[column], row["held_out_loss"]) for row in curve]
+        axis.plot(*zip(*points, strict=True), color=color, lw=0.6, alpha=0.5)
+    points = list(zip(*curves, strict=False))
+    means = [[statistics.fmean(row[key] for row in point) for point in points] for key in (column, "held_out_loss")]
+    axis.plot(*means, color=color, lw=2, marker="o", ms=3, label=label)
+
+
+def refresh_steps(steps: int) -> list[int]:
+    """Steps, counted from 1, at which KFACAdamW's eigenbases are refreshed."""
+    schedule = parse(KFAC_FOR_KFACADAMW).schedule
+    return [step + 1 for step in range(steps) if schedule.due(step).refresh]
+
+
+def _refreshes(found: list[Run], path: Path) -> Path:
+    """The training loss, with a line at every refresh: it does not jump there."""
+    figure, axis = plt.subplots(figsize=(9, 4))
+    for run in found:
+        points = [(row["step"], row["loss"]) for row in run.rows]
+        axis.plot(*zip(*points, strict=True), lw=0.8, label=f"seed {run.job.seed}")
+    for step in refresh_steps(len(found[0].rows)):
+        axis.axvline(step, color="black", lw=0.5, alpha=0.4)
+    axis.set(xlabel="step", ylabel="training loss [nats per byte]", title=f"{found[0].job.task}: {REFRESHED}, "
+             "vertical lines: eigenbases refreshed")  # fmt: skip
+    axis.legend()
+    return _save(figure, path)
+
+
+def _rates(runs: list[Run], colors: dict[str, tuple], path: Path) -> Path:
+    figure, axis = plt.subplots(figsize=(7, 4.5))
+    swept = sorted(
+        (run for run in runs if not run.job.final and run.job.seed == SWEEP_SEED), key=lambda run: run.job.rate
+    )
+    finite = [run.final for run in swept if math.isfinite(run.final)]
+    top = min(max(finite), min(finite) + 1) + 0.1 if finite else 1.0
+    for method in METHODS:
+        ours = [run for run in swept if run.job.method == method]
+        if not ours:
+            continue
+        rates = [run.job.rate for run in ours]
+        axis.plot(rates, [run.final for run in ours], color=colors[method], marker="o", label=method)
+        diverged = [run.job.rate for run in ours if math.isinf(run.final)]
+        axis.plot(diverged, [top] * len(diverged), color=colors[method], marker="x", ls="", clip_on=False)
+    axis.set(xscale="log", xlabel="peak learning rate", ylabel="held-out loss at the end [nats per byte]")
+    axis.set(title=f"{runs[0].job.task}: sweep on seed {SWEEP_SEED}, x: diverged")
+    axis.set_ylim(top=top)
+    axis.grid(alpha=0.3, which="both")
+    axis.legend()
+    return _save(figure, path)
+
+
+def draw_batches(steps: dict[str, dict[int, list[float]]], out: Path) -> Path | None:
+    """Steps to one loss against the bytes in a step: a method scales perfectly along a slope of -1."""
+    if not steps:
+        return None
+    figure, axis = plt.subplots(figsize=(7, 4.5))
+    for method, found in steps.items():
+        means = [statistics.fmean(seeds) for seeds in found.values()]
+        line = axis.plot(list(found), means, marker="o", label=method)[0]
+        for size, seeds in found.items():
+            axis.plot([size] * len(seeds), seeds, color=line.get_color(), marker=".", ls="", alpha=0.5)
+    axis.set(xscale="log", yscale="log", xlabel="bytes a step", ylabel="steps to the same held-out loss")
+    axis.grid(alpha=0.3, which="both")
+    axis.legend()
+    return _save(figure, out / CURVE)
+
+
+def draw_widths(losses: dict[str, dict[str, dict[float, float]]], out: Path) -> Path | None:
+    """Loss against rate, an axis for every method and a curve for every width.
+
+    Args:
+        losses: method -> task -> rate -> loss at the end, infinite if it diverged.
+    """
+    if not losses:
+        return None
+    figure, axes = plt.subplots(1, len(losses), figsize=(5.5 * len(losses), 4.5), sharey=True, squeeze=False)
+    finite = [
+        loss for tasks in losses.values() for rates in tasks.values() for loss in rates.values() if loss < math.inf
+    ]
+    for axis, (method, tasks) in zip(axes[0], losses.items(), strict=True):
+        for task, rates in tasks.items():
+            points = [(rate, min(loss, max(finite) + 0.1)) for rate, loss in sorted(rates.items())]
+            axis.plot(*zip(*points, strict=True), marker="o", label=task.replace("_", " "))
+        axis.set(xscale="log", xlabel="peak learning rate", title=method)
+        axis.grid(alpha=0.3, which="both")
+    axes[0][0].set(ylabel="held-out loss at the end [nats per byte]")
+    axes[0][0].legend()
+    return _save(figure, out / RATES_BY_WIDTH)
+
+
+def _save(figure, path: Path) -> Path:
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+    plt.close(figure)
+    return path

@@ -1,0 +1,76 @@
+"""What the convergence benchmark trains: small models on bytes, where a batch depends on seed and step only."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from benchmarks.convergence.autoencoder_tasks import AUTOENCODER_TASKS, AutoencoderTask
+from benchmarks.convergence.image_tasks import IMAGE_TASKS, ImageTask
+from examples.gpt import GPT, GPTConfig
+from examples.text import STRETCHES, Corpus, load
+
+MASK, MASKED_PART, IGNORED = 0xFF, 0.15, -100  # UTF-8 has no byte 0xFF
+WIDTHS = (64, 128, 256, 512)
+HELD_OUT_BATCHES, HELD_OUT_WINDOWS = 8, 512
+"""At most."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, windows a step and steps; a model that is not causal predicts masked bytes."""
+
+    model: GPTConfig
+    rows: int
+    steps: int
+    base = "adamw"
+
+    def corpus(self, path: str | None) -> Corpus:
+        return load(path, self.model.context)
+
+    def build(self, seed: int) -> GPT:
+        torch.manual_seed(seed)
+        return GPT(self.model)
+
+    def batch(self, corpus: Corpus, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        """Tokens and labels, int64 [rows, context]."""
+        return self._windows(corpus, torch.Generator().manual_seed(seed * 1_000_003 + step * 1009), held_out=False)
+
+    def held_out(self, corpus: Corpus, part: str) -> list[tuple[Tensor, Tensor]]:
+        """The same windows, masked alike, for every method, seed and step.
+
+        Args:
+            part: "validation", by which rates are chosen, or "test", which is reported; they share no byte.
+        """
+        generator = torch.Generator().manual_seed(10_000)
+        # of each of the corpus' stretches the first half and the second
+        halves = dict(zip(("validation", "test"), corpus.held_out.view(STRETCHES, -1).chunk(2, dim=1), strict=True))
+        batches = max(1, min(HELD_OUT_BATCHES, HELD_OUT_WINDOWS // self.rows))
+        own = replace(corpus, held_out=halves[part].reshape(-1))
+        return [self._windows(own, generator, held_out=True) for _ in range(batches)]
+
+    def _windows(self, corpus: Corpus, generator: torch.Generator, *, held_out: bool) -> tuple[Tensor, Tensor]:
+        tokens, following = corpus.batch(generator, self.rows, self.model.context, held_out=held_out)
+        if self.model.causal:
+            return tokens, following
+        masked = torch.rand(tokens.shape, generator=generator) < MASKED_PART
+        return tokens.masked_fill(masked, MASK), tokens.masked_fill(~masked, IGNORED)
+
+
+TASKS: dict[str, Task | ImageTask | AutoencoderTask] = {
+    "gpt_small": Task(GPTConfig(width=128, blocks=4), rows=16, steps=300),
+    "gpt_small_8k": Task(GPTConfig(width=128, blocks=4), rows=64, steps=75),
+    "gpt_small_32k": Task(GPTConfig(width=128, blocks=4), rows=256, steps=40),
+    "gpt_large": Task(GPTConfig(width=256, blocks=4), rows=16, steps=150),
+    "mlm": Task(GPTConfig(width=128, blocks=3, causal=False), rows=16, steps=150),
+    **{f"width_{width}": Task(GPTConfig(width, blocks=2, heads=width // 32), rows=8, steps=100) for width in WIDTHS},
+    "depth_8": Task(GPTConfig(width=128, blocks=8), rows=8, steps=100),
+    **IMAGE_TASKS,
+    **AUTOENCODER_TASKS,
+    "tiny": Task(GPTConfig(width=16, blocks=1, heads=2, context=16), rows=2, steps=3),
+}
+DEFAULT_TASKS = ["gpt_small", "gpt_large", "mlm"]
+"""The others: gpt_small at 4 and 16 times the batch; models of several widths, for rates; images and
+autoencoders, with methods of their own; tiny, there to try the benchmark itself."""
+BATCHES = {"gpt_small": 2048, "gpt_small_8k": 8192, "gpt_small_32k": 32768}
+"""The same model at growing batches: bytes a step."""

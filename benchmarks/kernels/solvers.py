@@ -1,0 +1,192 @@
+"""What is timed, of refreshes: decompositions of one matrix and of many, a QR step, an inverse by Cholesky, an inverse
+8th root by matrix products.
+
+Shape suffixes: D a factor's side, n blocks of width b.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.cases import Case, Op, Settings
+from ds_kfac.curvature.eigensolver import Problem, grouped, solve
+from ds_kfac.curvature.orthogonal_iteration import iterated
+from ds_kfac.curvature.root import CREDIBLE, FLOPS, by_products
+
+SOLVERS = ("eigh", "eigh batched", "eigh over streams", "qr step", "cholesky inverse", "inverse root")
+"""Not of the op vocabulary: the library's functions as refreshes use them."""
+DIMS = (256, 512, 768, 1024, 1600, 2048, 3072, 4096, 6400, 11008)
+DIM_FP64, DIM_BASELINES = 3072, 4096
+"""Largest side in fp64, and the largest where other ways are timed, too: all take seconds above."""
+CPU_DIM, CPU_STACK = 1024, 512
+"""Largest sides on a CPU, where everything is about n^3 from there on."""
+STACKS = ((64, 64), (48, 128), (32, 256), (16, 512), (12, 768), (8, 1024), (4, 1600), (4, 2048), (2, 3072), (2, 4096))
+"""(n, b) of many equal blocks."""
+LARGE = ((768,) * 12, (1600,) * 4, (768, 1024, 1024, 2048, 2048, 3072), (3072,) * 4, (4096,) * 4, (6400, 6400))
+"""Sides that are decomposed at once, over streams."""
+ALLOWED = 1e-4
+"""Relative error of fp32 decompositions of a few thousand rows."""
+DAMPING = 1e-3
+ORDER = 8
+"""Of a root: KFACAdamW's A^-1/8."""
+
+
+def eigh(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.linalg.eigh(blocks)
+
+
+def eigh_in_float64(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Raises ValueError: too large to wait for."""
+    if blocks.shape[-1] > DIM_FP64:
+        raise ValueError(f"left out above {DIM_FP64}")
+    values, vectors = torch.linalg.eigh(blocks.double())
+    return values.float(), vectors.float()
+
+
+def one_by_one(blocks: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return [torch.linalg.eigh(block) for block in blocks]
+
+
+def together(blocks: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """As refreshes of several factors do."""
+    problems = [Problem((1, len(C)), lambda C=C: C.unsqueeze(0)) for C in blocks]
+    found = [solution.found for solution in solve(problems, eigh, blocks[0].device)]
+    return [(values[0], vectors[0]) for values, vectors in found if values is not None]
+
+
+def cholesky_inverse(block_DD: Tensor) -> Tensor:
+    return torch.cholesky_inverse(torch.linalg.cholesky(block_DD))
+
+
+IMPLEMENTATIONS: Mapping[str, Mapping[str, Op]] = {
+    "fp32": {
+        "eigh": eigh, "eigh batched": eigh, "eigh over streams": together, "qr step": iterated,
+        "cholesky inverse": cholesky_inverse, "inverse root": lambda C: by_products(C, ORDER, "ieee"),
+    },
+    "tf32": {"inverse root": lambda C: by_products(C, ORDER, "tf32")},
+    "fp64": {"eigh": eigh_in_float64, "eigh batched": eigh_in_float64},
+}  # fmt: skip
+"""Name -> op -> function, as a backend's ops."""
+
+
+def residual(C: Tensor, values: Tensor, vectors: Tensor) -> float:
+    """Largest over blocks of |C - Q diag(values) Q^T| / |C| and |Q^T Q - 1| / sqrt(b), in float64."""
+    worst = 0.0
+    dim = C.shape[-1]
+    blocks = (C.reshape(-1, dim, dim), values.reshape(-1, dim), vectors.reshape(-1, dim, dim))
+    for block, value, Q in zip(*blocks, strict=True):
+        block, value, Q = block.double(), value.double(), Q.double()
+        of_C = (block - (Q * value) @ Q.T).norm() / block.norm()
+        of_Q = (Q.T @ Q - torch.eye(len(Q), device=Q.device)).norm() / len(Q) ** 0.5
+        worst = max(worst, float(torch.stack([of_C, of_Q]).max().nan_to_num(nan=float("inf"))))
+    return worst
+
+
+def second_moments(settings: Settings, count: int, dim: int) -> Tensor:
+    """[n, b, b] of rows whose sizes fall over two decades."""
+    x = settings.normal(count, 2 * dim, dim) * torch.logspace(0, -1, dim, device=settings.device)
+    return x.mT @ x / (2 * dim)
+
+
+def solvers(settings: Settings, wanted: set[str]) -> Iterator[Callable[[], Case]]:
+    """What makes each case: tensors are made when it is reached and go with it."""
+    limit = min(settings.max_dim, CPU_DIM) if settings.device == "cpu" else settings.max_dim
+    stack_limit = min(limit, CPU_STACK) if settings.device == "cpu" else limit
+    large = [dims for dims in LARGE if max(dims) <= limit] * grouped(torch.device(settings.device))
+    stacks = [shape for shape in STACKS if shape[1] <= stack_limit]
+    makers: dict[str, list[Callable[[], Case]]] = {
+        "eigh": [lambda dim=dim: exact(settings, "eigh", 1, dim) for dim in DIMS if dim <= limit],
+        "eigh batched": [lambda s=s: exact(settings, "eigh batched", *s) for s in stacks],
+        "eigh over streams": [lambda dims=dims: streams(settings, dims) for dims in large],
+        "qr step": [lambda dim=dim: step(settings, dim) for dim in DIMS if dim <= limit],
+        "cholesky inverse": [lambda dim=dim: inverse(settings, dim) for dim in DIMS if dim <= limit],
+        "inverse root": [lambda s=s: root(settings, *s) for s in ((1, 256), *stacks[2:] * (settings.device != "cpu"))],
+    }
+    for op, parts in makers.items():
+        if op in wanted:
+            yield from parts
+
+
+def exact(settings: Settings, op: str, count: int, dim: int) -> Case:
+    """Eigenvalues and vectors; many of them against a loop."""
+    C = second_moments(settings, count, dim)
+
+    def error(run: Op) -> tuple[float, float]:
+        return residual(C, *run(C)), ALLOWED
+
+    size = f"D {dim}" if op == "eigh" else f"{count} x {dim}"
+    baselines: dict[str, Callable] = {} if op == "eigh" else {"one by one": lambda: one_by_one(C)}
+    nbytes = C.nbytes * 2 + 4 * count * dim
+    return Case(op, size, nbytes, 9 * count * dim**3, lambda run: run(C), error, baselines)
+
+
+def streams(settings: Settings, dims: Sequence[int]) -> Case:
+    """Several large ones at once."""
+    blocks = [second_moments(settings, 1, dim)[0] for dim in dims]
+
+    def error(run: Op) -> tuple[float, float]:
+        found = run(blocks)
+        assert len(found) == len(blocks)
+        return max(residual(C, *pair) for C, pair in zip(blocks, found, strict=True)), ALLOWED
+
+    nbytes = sum(2 * C.nbytes + 4 * len(C) for C in blocks)
+    return Case(
+        "eigh over streams", ", ".join(map(str, dims)), nbytes, 9 * sum(dim**3 for dim in dims),
+        lambda run: run(blocks), error, {"one by one": lambda: [torch.linalg.eigh(C) for C in blocks]},
+    )  # fmt: skip
+
+
+def step(settings: Settings, dim: int) -> Case:
+    """One QR step; from the exact basis, which it must leave as it is."""
+    C = second_moments(settings, 1, dim)
+    values, vectors = torch.linalg.eigh(C)
+
+    def error(run: Op) -> tuple[float, float]:
+        return residual(C, *run(C, vectors, values)), ALLOWED
+
+    return Case(
+        "qr step", f"D {dim}", 3 * C.nbytes + 8 * dim, 20 * dim**3 // 3, lambda run: run(C, vectors, values), error,
+        {"eigh": lambda: eigh(C), "qr": lambda: torch.linalg.qr(C)} if dim <= DIM_BASELINES else {},
+    )  # fmt: skip
+
+
+def inverse(settings: Settings, dim: int) -> Case:
+    """Of a damped factor."""
+    C_DD = second_moments(settings, 1, dim)[0]
+    C_DD.diagonal().add_(DAMPING)
+
+    def error(run: Op) -> tuple[float, float]:
+        one = run(C_DD).double() @ C_DD.double()
+        difference = (one - torch.eye(dim, device=one.device)).norm() / dim**0.5
+        return float(difference.nan_to_num(nan=float("inf"))), 10 * ALLOWED
+
+    return Case(
+        "cholesky inverse", f"D {dim}", 2 * C_DD.nbytes, dim**3, lambda run: run(C_DD), error,
+        {"eigh": lambda: eigh(C_DD), "inv": lambda: torch.linalg.inv(C_DD)} if dim <= DIM_BASELINES else {},
+    )  # fmt: skip
+
+
+def root(settings: Settings, count: int, dim: int) -> Case:
+    """Of damped factors."""
+    C = second_moments(settings, count, dim)
+    C /= C.diagonal(dim1=-2, dim2=-1).mean()
+    C.diagonal(dim1=-2, dim2=-1).add_(DAMPING)
+
+    def by_eigh(C: Tensor) -> Tensor:
+        values, vectors = torch.linalg.eigh(C)
+        return (vectors * values.pow(-1 / ORDER).unsqueeze(-2)) @ vectors.mT
+
+    def error(run: Op) -> tuple[float, float]:
+        found = run(C)
+        if found is None:  # a refresh would take it from eigh
+            return float("inf"), 0.0
+        expected = by_eigh(C.double())
+        rounded = run is IMPLEMENTATIONS["tf32"]["inverse root"]
+        difference = (found.double() - expected).abs().max() / expected.abs().max()
+        return float(difference.nan_to_num(nan=float("inf"))), CREDIBLE / ORDER if rounded else 10 * ALLOWED
+
+    return Case(
+        "inverse root", f"{count} x {dim}", 2 * C.nbytes, FLOPS * count * dim**3, lambda run: run(C), error,
+        {"eigh": lambda: by_eigh(C)},
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Who decomposes which factor and preconditions which layer, from a cost model."""

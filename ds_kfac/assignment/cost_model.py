@@ -1,0 +1,198 @@
+"""Seconds of K-FAC's kinds of work on one device. Pure; the same numbers on every rank give the same plans."""
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ds_kfac.curvature.eigenbasis import basis_numel
+from ds_kfac.curvature.forms import FACTOR_FORMS, FactorForm
+from ds_kfac.curvature.side import Side
+from ds_kfac.model.layers.base import LayerSpec
+
+ELEMENT_BYTES = 4
+"""All state and, in the model, everything that is sent is fp32."""
+FOLD_CALLS, FOLD_PASSES = 10, 6
+"""Kernels started, and passes over it, to fold one batch sum into a copy of a running average."""
+
+
+Table = tuple[tuple[int, float], ...]
+"""(size, value), sizes ascending."""
+
+
+def capture_flops(side: Side, rows: int) -> int:
+    """Of rows^T rows, symmetric, inside the side's blocks."""
+    return sum(rows * count * width * (width + 1) for count, width in side.groups)
+
+
+def decompose_flops(side: Side, method: str = "eigen") -> int:
+    """9 n^3 for all eigenvalues and vectors by tridiagonalisation (Golub & Van Loan, 8.3), n^3 for an inverse by
+    Cholesky; a diagonal needs none."""
+    each = FACTOR_FORMS[method].solver_flops
+    return sum(each * count * width**3 for count, width in side.groups) if side.block > 1 else 0
+
+
+def precondition_flops(layer: LayerSpec, method: str = "eigen") -> int:
+    """Rotate and rotate back: 4 O I (O + I) for dense sides, less for blocks, none for diagonals; inverses half."""
+    each = FACTOR_FORMS[method].product_flops
+    return each * (layer.dim_G * basis_numel(layer.A) + layer.dim_A * basis_numel(layer.G)) // layer.groups
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Rates of a device and of the links between ranks; methods return seconds.
+
+    Attributes:
+        eigh_seconds: (n, seconds) of one n x n fp32 eigh, n ascending. Between two sizes a power of n; below the
+            first its seconds, as the floor of a call; above the last n^3.
+        cholesky_seconds: the same of one inverse by Cholesky.
+        gemm_flops: fp32 FLOP per second of a large matrix product.
+        product_flops: (n, the same of n x n matrices); empty: of any size.
+        syrk_flops: the same of rows^T rows, counting rows D (D + 1).
+        copy_bytes: bytes read and written per second by elementwise work.
+        call_seconds: floor of starting any kernel.
+        link_bytes: bytes per second between ranks, each way; of different nodes, if ``node_bytes`` is given.
+        link_seconds: latency of a message.
+        node_size: consecutive ranks of a node.
+        node_bytes: bytes per second between ranks of a node, each way; 0: as between nodes.
+        node_cores: decompositions that the ranks of a node can do at once; 0: each has a device of its own.
+        beside: whether decompositions of steps to come run beside the model, in a stream of the device.
+        qr_of_eigh: seconds of a QR factorisation with its orthogonal factor, as a part of an eigh's of that size.
+        measured: attributes that a clock has seen on such a device; others are assumed.
+    """
+
+    eigh_seconds: Table
+    cholesky_seconds: Table
+    gemm_flops: float
+    syrk_flops: float
+    copy_bytes: float
+    call_seconds: float
+    link_bytes: float
+    link_seconds: float
+    node_size: int = 1
+    node_bytes: float = 0.0
+    node_cores: int = 0
+    beside: bool = False
+    qr_of_eigh: float = 0.5
+    product_flops: Table = ()
+    measured: frozenset[str] = frozenset()
+
+    def eigh(self, n: int, count: int = 1) -> float:
+        """``count`` decompositions one after the other, as LAPACK does a batch."""
+        return count * _interpolated(self.eigh_seconds, n)
+
+    def gemm(self, flops: float, width: float = math.inf) -> float:
+        """Products of matrices that are about so wide."""
+        return flops / self.rate(width)
+
+    def rate(self, width: float) -> float:
+        """FLOP per second of a product of n x n matrices: between two sizes a power of n, beyond them the last."""
+        if not self.product_flops:
+            return self.gemm_flops
+        sizes = [size for size, _ in self.product_flops]
+        return _interpolated(self.product_flops, min(max(width, sizes[0]), sizes[-1]))
+
+    def elementwise(self, nbytes: float, calls: int = 1) -> float:
+        return nbytes / self.copy_bytes + calls * self.call_seconds
+
+    def transfer(self, nbytes: float, messages: int = 0, *, within_node: bool = False) -> float:
+        """Between two ranks. Messages of many layers travel in one, so most callers count bytes only."""
+        rate = self.node_bytes if within_node and self.node_bytes else self.link_bytes
+        return nbytes / rate + messages * self.link_seconds
+
+    def same_node(self, one: int, other: int) -> bool:
+        """Whether two ranks are of one node."""
+        return one // self.node_size == other // self.node_size
+
+    def decompose(self, side: Side, method: str = "eigen", *, exact: bool = True) -> float:
+        """One refresh of a factor; a diagonal is its own eigenbasis.
+
+        Args:
+            method: a key of ``FACTOR_FORMS``.
+            exact: or else one step of orthogonal iteration: two products in addition to the QR.
+        """
+        if side.block <= 1:
+            return sum(self.elementwise(2 * ELEMENT_BYTES * count) for count, _ in side.groups)
+        form = FACTOR_FORMS[method]
+        if exact or not form.rotates:
+            return sum(count * self._solved(form, width) for count, width in side.groups)
+        return sum(
+            self.qr_of_eigh * self.eigh(width, count) + self.gemm(4 * count * width**3, width)
+            for count, width in side.groups
+        )
+
+    def _solved(self, form: FactorForm, width: int) -> float:
+        seconds = _interpolated(getattr(self, form.solver_seconds), width)
+        flops = form.product_solver_flops  # of b^3, 2 a product
+        products = self.gemm(flops * width**3, width) + flops / 2 * self.call_seconds
+        return min(seconds, products) if flops else seconds
+
+    def refresh(self, side: Side, method: str = "eigen", *, exact_every: int = 1) -> float:
+        """Mean of refreshes of which one in ``exact_every`` is exact."""
+        exact, step = (self.decompose(side, method, exact=exact) for exact in (True, False))
+        return (exact + (exact_every - 1) * step) / exact_every
+
+    def precondition(self, layer: LayerSpec, method: str = "eigen") -> float:
+        """Rotate, divide, rotate back; or multiply by both inverses."""
+        form = FACTOR_FORMS[method]
+        elementwise = self.elementwise(form.passes * ELEMENT_BYTES * layer.numel, form.calls)
+        return self.gemm(precondition_flops(layer, method), mean_width(layer)) + elementwise
+
+    def fold(self, side: Side) -> float:
+        """One batch sum into the running average."""
+        return self.elementwise(FOLD_PASSES * ELEMENT_BYTES * side.numel, FOLD_CALLS)
+
+    def capture(self, side: Side, rows: int) -> float:
+        """Second moment of ``rows`` rows, on every rank alike."""
+        return capture_flops(side, rows) / self.syrk_flops
+
+
+def mean_width(layer: LayerSpec) -> float:
+    """Side of a square matrix with as many elements as one of the layer's groups."""
+    return (layer.numel / layer.groups) ** 0.5
+
+
+def _interpolated(table: Table, n: float) -> float:
+    """Seconds at n, see :class:`CostModel`."""
+    sizes = [size for size, _ in table]
+    right = bisect_right(sizes, n)
+    if right == 0:
+        return table[0][1]
+    size, seconds = table[right - 1]
+    power = 3.0
+    if right < len(sizes):
+        next_size, next_seconds = table[right]
+        power = math.log(next_seconds / seconds) / math.log(next_size / size)
+    return seconds * (n / size) ** power
+
+
+BUILTIN: Mapping[str, CostModel] = {
+    # Measured: one thread of a Xeon (Cascade Lake) at 2.5 GHz, torch 2.13, medians; not so the link, 10 Gbit/s.
+    "cpu": CostModel(
+        eigh_seconds=((16, 41e-6), (64, 0.42e-3), (256, 6.0e-3), (512, 25e-3), (1024, 0.15), (2048, 0.99)),
+        gemm_flops=1.2e11,
+        syrk_flops=4.8e10,
+        copy_bytes=1.1e10,
+        call_seconds=8e-6,
+        link_bytes=1.25e9,
+        link_seconds=50e-6,
+        qr_of_eigh=0.53,
+        cholesky_seconds=((16, 71e-6), (64, 0.21e-3), (256, 1.5e-3), (512, 6.7e-3), (1024, 43e-3), (2048, 0.26)),
+    ),
+    # Not measured: orders of magnitude from published figures of an A100 (TF32 products, cuSOLVER's syevd; a QR of 2000
+    # in 6.3 ms, mlx pull request 975), 200 Gbit/s between nodes and 1600 within.
+    "cuda": CostModel(
+        eigh_seconds=((64, 1e-3), (256, 4e-3), (512, 10e-3), (1024, 27e-3), (2048, 80e-3), (4096, 0.3), (8192, 1.5)),
+        gemm_flops=1e14,
+        syrk_flops=1.2e14,
+        copy_bytes=1.4e12,
+        call_seconds=6e-6,
+        link_bytes=2.5e10,
+        link_seconds=20e-6,
+        node_bytes=2e11,
+        beside=True,
+        qr_of_eigh=0.1,
+        cholesky_seconds=((64, 2e-4), (512, 1.2e-3), (1024, 3e-3), (2048, 8e-3), (4096, 0.03), (8192, 0.15)),
+    ),
+}
+"""By device type."""

@@ -1,0 +1,66 @@
+"""The factors of a plan, separate from layers: two layers that see the same input have one A."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ds_kfac.curvature.side import Side
+from ds_kfac.model.layers.base import LayerSpec
+
+
+@dataclass(frozen=True)
+class FactorSpec:
+    """A factor that some rank reduces, averages and decomposes. Identity sides have none.
+
+    Attributes:
+        key: "<layer>/A" or "<layer>/G", after the first layer that has it.
+        side: width and structure.
+        layers: names of the layers whose side it is; several if they share their input.
+    """
+
+    key: str
+    side: Side
+    layers: tuple[str, ...]
+
+    @property
+    def is_A(self) -> bool:
+        return self.key.endswith("/A")
+
+
+def key_of(layer: str, side: str) -> str:
+    """Key of a layer's own factor; ``side`` is "A" or "G"."""
+    return f"{layer}/{side}"
+
+
+def factor_specs(layers: Sequence[LayerSpec], shared: Sequence[Sequence[str]] = ()) -> tuple[FactorSpec, ...]:
+    """All factors, in module order, A before G.
+
+    Args:
+        shared: groups of names of layers that see one input; the first of a group names the factor.
+    """
+    leader = {name: group[0] for group in shared for name in group}
+    users: dict[str, list[str]] = {}
+    sides: dict[str, Side] = {}
+    for layer in layers:
+        for which, side in (("A", layer.A), ("G", layer.G)):
+            if side.block == 0:
+                continue
+            key = key_of(leader.get(layer.name, layer.name) if which == "A" else layer.name, which)
+            assert sides.setdefault(key, side) == side, f"{key} and {layer.name} share an input of another kind"
+            users.setdefault(key, []).append(layer.name)
+    return tuple(FactorSpec(key, sides[key], tuple(users[key])) for key in users)
+
+
+def factors_by_layer(factors: Sequence[FactorSpec]) -> Mapping[str, Mapping[str, FactorSpec]]:
+    """Layer name -> {"A": .., "G": ..}, without identity sides."""
+    found: dict[str, dict[str, FactorSpec]] = {}
+    for factor in factors:
+        for layer in factor.layers:
+            found.setdefault(layer, {})["A" if factor.is_A else "G"] = factor
+    return found
+
+
+def tied_factors(layers: Sequence[LayerSpec], factors: Sequence[FactorSpec]) -> tuple[tuple[str, ...], ...]:
+    """Keys of the factors of each layer with several uses: they have one decomposer and are refreshed together."""
+    by_layer = factors_by_layer(factors)
+    tied = (tuple(f.key for f in by_layer.get(layer.name, {}).values()) for layer in layers if len(layer.uses) > 1)
+    return tuple(keys for keys in tied if keys)

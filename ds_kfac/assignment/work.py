@@ -1,0 +1,177 @@
+"""What K-FAC's pieces of work cost the ranks they are given to, in seconds per step and in bytes. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ds_kfac.assignment.cost_model import ELEMENT_BYTES, CostModel
+from ds_kfac.assignment.factor_spec import FactorSpec, factors_by_layer
+from ds_kfac.curvature.forms import FACTOR_FORMS
+from ds_kfac.curvature.side import Side
+from ds_kfac.model.layers.base import LayerSpec
+
+
+def packed_bytes(side: Side) -> int:
+    """A running factor: fp32 packed triangles and its count."""
+    return 4 * side.numel + 4
+
+
+def kept_bytes(side: Side, method: str) -> int:
+    """What workers keep of a factor, in fp32."""
+    return 4 * FACTOR_FORMS[method].numel(side)
+
+
+def sent_bytes(side: Side, method: str) -> int:
+    """The same on the wire in fp32."""
+    return 4 * FACTOR_FORMS[method].wire_numel(side)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Cost of every task that can be assigned to a rank.
+
+    Seconds per step are amortised over the intervals. Both ends pay for what is sent, a sender for every copy; results
+    leave and arrive at once, so the longer direction counts. What every rank does alike, capturing and sending batch
+    sums, is left out.
+
+    Attributes:
+        held: per layer name, gradient elements on each rank; None if all ranks hold all gradients.
+        moments: fp32 tensors [O, I] that a worker keeps for a layer (0, 1 or 2).
+        exact_every: of so many refreshes one is exact.
+        method: a key of ``FACTOR_FORMS``: what workers keep of a factor.
+    """
+
+    layers: Sequence[LayerSpec]
+    factors: Sequence[FactorSpec]
+    world: int
+    held: Mapping[str, Sequence[int]] | None
+    costs: CostModel
+    update_interval: int
+    refresh_interval: int
+    moments: int = 0
+    exact_every: int = 1
+    method: str = "eigen"
+
+    @cached_property
+    def used(self) -> Mapping[str, tuple[FactorSpec, ...]]:
+        """Factors of each layer; none for a layer of identity sides."""
+        by_layer = factors_by_layer(self.factors)
+        return {layer.name: tuple(by_layer.get(layer.name, {}).values()) for layer in self.layers}
+
+    @cached_property
+    def precondition(self) -> Mapping[str, float]:
+        """Seconds per step on each worker of a layer."""
+        return {layer.name: self.costs.precondition(layer, self.method) for layer in self.layers}
+
+    @cached_property
+    def factor(self) -> Mapping[str, float]:
+        """Seconds per step on the decomposer: receive and fold batch sums, decompose."""
+        return {
+            factor.key: (self.costs.transfer(packed_bytes(factor.side)) + self.costs.fold(factor.side))
+            / self.update_interval
+            + self.costs.refresh(factor.side, self.method, exact_every=self.exact_every) / self.refresh_interval
+            for factor in self.factors
+        }
+
+    @cached_property
+    def travel(self) -> Mapping[str, float]:
+        """Seconds per step for either end of sending one copy of an eigenbasis to another node."""
+        return {
+            factor.key: self.costs.transfer(sent_bytes(factor.side, self.method)) / self.refresh_interval
+            for factor in self.factors
+        }
+
+    def result(self, layer: LayerSpec, width: int) -> tuple[float, float]:
+        """Seconds per step to send a layer's result along a row of ``width`` consecutive ranks, and to receive it (on
+        average)."""
+        nbytes, within = ELEMENT_BYTES * layer.numel, min(width, self.costs.node_size) - 1
+        sends = within * self.costs.transfer(nbytes, within_node=True)
+        sends += (width - 1 - within) * self.costs.transfer(nbytes)
+        return sends, sends / max(1, width - 1)
+
+    def moved(self, layer: LayerSpec, rank: int) -> float:
+        """Seconds per step on a layer's only worker: gather what others hold of the gradient, return the result."""
+        if self.held is None:
+            return 0.0
+        return self.costs.transfer(2 * ELEMENT_BYTES * max(0, layer.numel - self.held[layer.name][rank]))
+
+    def worker_bytes(self, layer: LayerSpec) -> int:
+        """State of a layer on each worker, except eigenbases, which layers may share: moments and their counter, and
+        the eigenvalues of identities."""
+        ones = sum(kept_bytes(side, self.method) for side in (layer.A, layer.G) if side.block == 0)
+        return ones + (4 * self.moments * layer.numel + 4 if self.moments else 0)
+
+    def loads(self, workers: Mapping[str, tuple[int, ...]], decomposers: Mapping[str, int]) -> list[float]:
+        """Seconds per step of every rank; factors without a decomposer are left out."""
+        loads, sent, received, to_all = [0.0] * self.world, [0.0] * self.world, [0.0] * self.world, 0.0
+        for layer in self.layers:
+            ranks = workers[layer.name]
+            sends, receives = self.result(layer, self.world // len(ranks)) if self.held is None else (0.0, 0.0)
+            to_all += receives
+            for rank in ranks:
+                loads[rank] += self.precondition[layer.name]
+                sent[rank] += sends
+                received[rank] -= receives
+            if self.held is not None:
+                self._pay_for_pieces(loads, layer, ranks[0])
+        loads = [load + max(out, to_all + back) for load, out, back in zip(loads, sent, received, strict=True)]
+        for factor in self.factors:
+            if factor.key in decomposers:
+                self.decompose(loads, factor, decomposers[factor.key], self.users(factor, workers))
+        return loads
+
+    def decompose(self, loads: list[float], factor: FactorSpec, rank: int, users: set[int]) -> None:
+        """Add a factor's seconds to its decomposer, and its eigenbasis' to both ends of its way to other workers."""
+        loads[rank] += self.factor[factor.key]
+        others, nbytes = users - {rank}, sent_bytes(factor.side, self.method)
+        near, far = (self.costs.transfer(nbytes, within_node=w) / self.refresh_interval for w in (True, False))
+        start = rank - rank % self.costs.node_size
+        node = range(start, start + self.costs.node_size)
+        for user in others:
+            loads[user] += near if user in node else far
+        at_home = sum(user in node for user in others)
+        loads[rank] += at_home * near + (len(others) - at_home) * far
+
+    def _pay_for_pieces(self, loads: list[float], layer: LayerSpec, worker: int) -> None:
+        assert self.held is not None
+        missing = self.moved(layer, worker)
+        if missing == 0:
+            return
+        loads[worker] += missing
+        for rank, elements in enumerate(self.held[layer.name]):
+            if rank != worker and elements:
+                loads[rank] += self.costs.transfer(2 * ELEMENT_BYTES * elements)
+
+    def memory(self, workers: Mapping[str, tuple[int, ...]], decomposers: Mapping[str, int]) -> list[int]:
+        """Bytes of state of every rank: packed factors on decomposers; eigenbases, each once, and moments on workers.
+
+        A decomposer that is no worker keeps no eigenbasis.
+        """
+        memory = [0] * self.world
+        for layer in self.layers:
+            size = self.worker_bytes(layer)
+            for rank in workers[layer.name]:
+                memory[rank] += size
+        for factor in self.factors:
+            if factor.key in decomposers:
+                memory[decomposers[factor.key]] += packed_bytes(factor.side)
+            size = kept_bytes(factor.side, self.method)
+            for rank in self.users(factor, workers):
+                memory[rank] += size
+        return memory
+
+    def beside(self, workers: Mapping[str, tuple[int, ...]], decomposers: Mapping[str, int]) -> list[int]:
+        """Bytes that a step takes of every rank beside the state, without messages: sums of the factors that it
+        averages, gradients of its layers and what they become."""
+        found = [0] * self.world
+        for factor in self.factors:
+            found[decomposers[factor.key]] += ELEMENT_BYTES * factor.side.numel
+        for layer in self.layers:
+            for rank in workers[layer.name]:
+                found[rank] += 2 * ELEMENT_BYTES * layer.numel
+        return found
+
+    @staticmethod
+    def users(factor: FactorSpec, workers: Mapping[str, tuple[int, ...]]) -> set[int]:
+        """Ranks that precondition with a factor."""
+        return {rank for layer in factor.layers for rank in workers[layer]}

@@ -1,0 +1,1 @@
+"""K-FAC's files: what is saved, checked and loaded."""

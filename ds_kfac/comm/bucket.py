@@ -1,0 +1,193 @@
+"""Which batch sums travel in which message. Pure layout, the same on every rank, no communication.
+
+A sum travels from each of its contributors to its owner, the rank that averages the factor. Sums that nobody but their
+owner makes do not travel. A message carries as much as its bound lets it: a long sum may travel in several pieces.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ds_kfac.assignment.contributors import Contributors
+from ds_kfac.assignment.factor_spec import FactorSpec, factors_by_layer
+from ds_kfac.model.layers.base import LayerSpec
+
+ALIGNMENT = 32
+"""Elements; a piece of a sum starts at a multiple, so that vectorised kernels may assume it."""
+COUNT = 4
+"""Bytes of a sum's count."""
+PIECES = 4
+"""A piece takes at most such a part of its message."""
+KNOWN = 64
+"""Steps whose layout is kept: contributors come round again after as many updates as a node has ranks."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The sum over one side of one use of a layer.
+
+    Attributes:
+        factor: key of the factor it belongs to.
+        numel: of the packed sum.
+        owner: the rank that averages it.
+        contributors: ranks that make it, ascending.
+        shared: whether it is of several layers.
+    """
+
+    factor: str
+    layer: str
+    use: int
+    side: str
+    numel: int
+    owner: int
+    contributors: Sequence[int]
+    shared: bool = False
+
+    @property
+    def rows(self) -> tuple[str, int, str]:
+        """Whose rows it sums: (layer, use, side)."""
+        return self.layer, self.use, self.side
+
+    @property
+    def sources(self) -> int:
+        """How many ranks send it."""
+        return len(self.contributors) - (self.owner in self.contributors)
+
+    @property
+    def travels(self) -> bool:
+        return self.sources > 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``start .. start + numel`` of a sum; the first one carries its count."""
+
+    slot: Slot
+    start: int
+    numel: int
+
+
+Bucket = tuple[Piece, ...]
+"""What travels in one message."""
+
+
+def slots(
+    layers: Sequence[LayerSpec],
+    factors: Sequence[FactorSpec],
+    decomposers: Mapping[str, int],
+    contributors: Contributors,
+    keys: frozenset[str],
+    step: int,
+) -> tuple[Slot, ...]:
+    """Sums of the factors in ``keys`` at ``step``, in the order in which they are complete in a backward: upper layers
+    first, but shared ones last, because it is known last whether they are still shared. Layers that share an input have
+    one."""
+    by_layer, found = factors_by_layer(factors), []
+    for layer in reversed(layers):
+        for which, factor in by_layer.get(layer.name, {}).items():
+            if factor.layers[0] != layer.name or factor.key not in keys:
+                continue
+            owner = decomposers[factor.key]
+            ranks = contributors.of(factor.key, owner, step)
+            for index, use in enumerate(layer.uses):
+                numel, shared = (use.A if which == "A" else use.G).numel, len(factor.layers) > 1
+                found.append(Slot(factor.key, layer.name, index, which, numel, owner, ranks, shared))
+    return tuple(sorted(found, key=lambda slot: slot.shared))
+
+
+def buckets(found: Sequence[Slot], *, world: int, itemsize: int, nbytes: int, least: int) -> tuple[Bucket, ...]:
+    """The messages of some sums, in the order in which they leave.
+
+    Args:
+        itemsize: of an element on the wire.
+        nbytes: bound on what a rank sends, or receives, in one message.
+        least: how many messages, if there is enough to send.
+    """
+    moving = [slot for slot in found if slot.travels]
+    if not moving:
+        return ()
+    total = sum(slot.numel for slot in moving)
+    made: list[Bucket] = []
+    pieces: list[Piece] = []
+    load = np.zeros((2, world))  # sent, received
+    taken = 0
+
+    def close() -> None:
+        made.append(tuple(pieces))
+        pieces.clear()
+        load[:] = 0
+
+    for place, slot in enumerate(moving):
+        for piece in _pieces(slot, itemsize, nbytes):
+            senders = [rank for rank in slot.contributors if rank != slot.owner]
+            more, received = piece.numel * itemsize, piece.numel * itemsize * slot.sources
+            full = max(load[0, senders].max() + more, load[1, slot.owner] + received) > nbytes
+            if pieces and full:
+                close()
+            load[0, senders] += more
+            load[1, slot.owner] += received
+            pieces.append(piece)
+            taken += piece.numel
+        together = place + 1 < len(moving) and moving[place + 1].layer == slot.layer  # a layer's sums
+        if not together and taken * least >= total * (len(made) + 1):
+            close()
+    if pieces:
+        close()
+    return tuple(made)
+
+
+def _pieces(slot: Slot, itemsize: int, nbytes: int) -> list[Piece]:
+    most = max(ALIGNMENT, nbytes // (PIECES * itemsize * max(1, slot.sources)) // ALIGNMENT * ALIGNMENT)
+    return [Piece(slot, start, min(most, slot.numel - start)) for start in range(0, max(slot.numel, 1), most)]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sums and messages of a run's steps, the same on every rank: what :func:`slots` and :func:`buckets` are asked.
+
+    Attributes:
+        least: messages of a step, if there is enough to send.
+    """
+
+    layers: Sequence[LayerSpec]
+    factors: Sequence[FactorSpec]
+    decomposers: Mapping[str, int]
+    contributors: Contributors
+    itemsize: int
+    nbytes: int
+    least: int
+    _known: dict[tuple, tuple[tuple[Slot, ...], tuple[Bucket, ...]]] = field(default_factory=dict, compare=False)
+
+    def slots(self, keys: frozenset[str], step: int) -> tuple[Slot, ...]:
+        """The sums of some factors at a step."""
+        return self._of(keys, step)[0]
+
+    def buckets(self, keys: frozenset[str], step: int) -> tuple[Bucket, ...]:
+        """Their messages, in the order in which they leave."""
+        return self._of(keys, step)[1]
+
+    def _of(self, keys: frozenset[str], step: int) -> tuple[tuple[Slot, ...], tuple[Bucket, ...]]:
+        """Made once for as long as the same factors come from the same ranks."""
+        ranks = (self.contributors.of(key, self.decomposers[key], step) for key in sorted(keys))
+        asked = keys, tuple(ranks)
+        if asked not in self._known:
+            if len(self._known) == KNOWN:
+                self._known.pop(next(iter(self._known)))
+            found = slots(self.layers, self.factors, self.decomposers, self.contributors, keys, step)
+            world = self.contributors.world
+            made = buckets(found, world=world, itemsize=self.itemsize, nbytes=self.nbytes, least=self.least)
+            self._known[asked] = found, made
+        return self._known[asked]
+
+
+def payload(bucket: Bucket, itemsize: int) -> Mapping[tuple[int, int], int]:
+    """(source, target) -> bytes of a message without padding; counts are in fp32."""
+    found: Counter[tuple[int, int]] = Counter()
+    for piece in bucket:
+        nbytes = piece.numel * itemsize + (COUNT if piece.start == 0 else 0)
+        for rank in piece.slot.contributors:
+            if rank != piece.slot.owner:
+                found[rank, piece.slot.owner] += nbytes
+    return found

@@ -1,0 +1,98 @@
+"""Eigenbases, or damped inverses, on their way from the ranks that decompose factors to gradient workers elsewhere."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_kfac.assignment.factor_spec import FactorSpec
+from ds_kfac.comm.message import Arrivals, Leg
+from ds_kfac.comm.moves import Move, RelayoutPlan
+from ds_kfac.curvature.forms import FACTOR_FORMS, Kept
+from ds_kfac.curvature.side import Side
+
+
+class Delivery:
+    """Who gets whose eigenbases or inverses.
+
+    Args:
+        factors: in an order that is the same on every rank.
+        decomposers: factor key -> rank.
+        workers: layer name -> ranks.
+        wire: dtype of eigenvectors.
+        method: a key of ``FACTOR_FORMS``.
+
+    Attributes:
+        receivers: factor key -> gradient workers that are not its decomposer.
+        travels: whether anything ever travels.
+        kinds: of the parts, in their order.
+    """
+
+    def __init__(
+        self,
+        factors: Sequence[FactorSpec],
+        decomposers: Mapping[str, int],
+        workers: Mapping[str, tuple[int, ...]],
+        *,
+        world: int,
+        wire: torch.dtype,
+        method: str = "eigen",
+    ) -> None:
+        self.form = FACTOR_FORMS[method]
+        self.kinds = tuple(part.kind for part in self.form.parts)
+        self.factors, self.decomposers, self.world, self.wire = tuple(factors), decomposers, world, wire
+        self.receivers = {
+            factor.key: tuple(
+                sorted({rank for name in factor.layers for rank in workers[name]} - {decomposers[factor.key]})
+            )
+            for factor in factors
+        }
+        self.travels = any(self.receivers.values())
+
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of the parts on the wire."""
+        return tuple(self.wire if part.halved else torch.float32 for part in self.form.parts)
+
+    def plans(self, keys: Collection[str]) -> tuple[RelayoutPlan, ...]:
+        """What moves of each part when the factors in ``keys`` have been refreshed."""
+        return tuple(self._plan(keys, part.numel) for part in self.form.parts)
+
+    def _plan(self, keys: Collection[str], numel: Callable[[Side], int]) -> RelayoutPlan:
+        moves = [
+            Move(place, 0, numel(factor.side), self.decomposers[factor.key], rank)
+            for place, factor in enumerate(self.factors)
+            if factor.key in keys
+            for rank in self.receivers[factor.key]
+        ]
+        return RelayoutPlan(self.world, tuple(move for move in moves if move.numel))
+
+    def legs(self, keys: Collection[str], kept: Mapping[str, Kept], device: torch.device) -> tuple[Leg, ...]:
+        """Of the factors in ``keys``. One that is not in ``kept`` could not be decomposed: zeros travel for it."""
+
+        def piece(flat: Callable[[Any], Tensor]) -> Callable[[Move], Tensor]:
+            def of(move: Move) -> Tensor:
+                own = kept.get(self.factors[move.param].key)
+                return torch.zeros(move.numel, device=device) if own is None else flat(own)
+
+            return of
+
+        parts = zip(self.form.parts, self.plans(keys), self.dtypes(), strict=True)
+        return tuple(Leg(part.kind, plan, piece(part.flat), dtype) for part, plan, dtype in parts)
+
+    def received(self, *arrivals: Arrivals) -> dict[str, Kept]:
+        """Factor key -> what arrived for this rank's layers.
+
+        Args:
+            arrivals: of each leg.
+        """
+        flats = [{move.param: piece for move, piece in part} for part in arrivals]
+        places = sorted(set().union(*flats))
+        return {
+            self.factors[place].key: self.form.joined(self.factors[place].side, *(part.get(place) for part in flats))
+            for place in places
+        }
+
+    def kept(self, key: str, own: Kept) -> Kept:
+        """Round the local copy exactly as the sent one, so that replicas stay bit-identical."""
+        return own.rounded(self.wire) if self.receivers[key] else own

@@ -1,0 +1,1 @@
+"""The "kfac" block: its models, errors and manual."""

@@ -1,0 +1,214 @@
+"""The blocks inside ``"kfac"`` on what is computed, one model each. Docstrings are their manual."""
+
+from typing import Annotated, Any, Literal
+
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from pydantic import BaseModel, ConfigDict, Field
+
+from ds_kfac.config.values import Decay, Interval, Method, NotNegative, Pattern, Positive
+from ds_kfac.schedule.intervals import BurnIn, Value
+
+
+class Block(DeepSpeedConfigModel):
+    """DeepSpeed's base, without its habit of coercing and of dropping "auto"."""
+
+    # A default is a Value already, which the validators of its field do not take.
+    model_config = ConfigDict(strict=True, use_attribute_docstrings=True, frozen=True, validate_default=False)
+
+    def __init__(self, **data: Any) -> None:
+        BaseModel.__init__(self, **data)
+
+
+class FactorConfig(Block):
+    """The factors A and G."""
+
+    update_interval: Interval = Value.constant(10)
+    """Update the factors with one batch every so many steps."""
+    decay: Decay = Value.constant(0.95)
+    """Weight of the past in the running average; bias-corrected, so early averages are plain means."""
+    fisher: Literal["empirical", "monte_carlo", "activations_only"] | None = None
+    """Which gradients G is made of. empirical: the training gradients. monte_carlo: gradients of labels drawn from the
+    model's own prediction, at the cost of one extra backward per factor update. activations_only: none, G is the
+    identity. null: activations_only with the optimizer KFACAdamW, empirical with any other."""
+    sampler: Literal["cross_entropy", "mse", "squared_error"] = "cross_entropy"
+    """monte_carlo: the distribution that labels are drawn from, and with step quadratic the loss. mse: a mean over all
+    elements of the output. squared_error: a sum over the outputs, a mean over the rest. Set ``engine.kfac.sampler`` to
+    draw by a function of your own."""
+    prediction: str | None = None
+    """monte_carlo: name of the module whose output is the prediction; null: the model's output, or its ``logits``."""
+    weight_sharing: Literal["expand", "reduce"] = "expand"
+    """expand: every token is a row; use it for a loss per token. reduce: every sequence or image is a row; use it for a
+    loss per example. reduce is cheaper by the sequence length."""
+    rows: Annotated[int, Field(ge=1)] | Literal["all"] | None = None
+    """Rows that a factor sees in an update: its batch comes from as many ranks as have them, its decomposer's node
+    first, so that what statistics cost a rank falls with the number of ranks. all: from all ranks. null: 4 per column
+    of the factor."""
+    contributors: Literal["node", "all"] = "node"
+    """Which ranks these are, others at every update. node: the decomposer and ranks of its node, further ones if these
+    have too few rows. all: ranks of all nodes alike; for data that differ from rank to rank, such as one language
+    each."""
+    sample_rows: int | None = Field(None, ge=1)
+    """Maximum number of rows per forward call and rank that statistics are taken of, evenly spaced; null: all rows."""
+    sample_positions: bool = True
+    """Take statistics of convolutions at a grid of positions that moves from step to step: one in 4 along both
+    dimensions, fewer where less than 4 rows would be left for each row of a factor. Unbiased, and 6 to 20 times
+    cheaper. false: all positions."""
+    dense_max: int | None = Field(None, ge=2)
+    """Longest side whose factor is one dense matrix. Longer ones are cut into blocks about as long as the layer's other
+    side, at least half of this: a decomposition costs the cube. null: 4096."""
+    max_dim: int | None = Field(None, ge=2)
+    """Longest side whose factor consists of matrices (of a vocabulary of 50,000, dense ones would take 5 GB packed);
+    null: 16384."""
+    large: Literal["blocks", "diagonal", "identity", "skip"] = "diagonal"
+    """Factor of a longer side, such as a head's vocabulary: blocks of at most max_dim, a diagonal, or the identity.
+    skip leaves the layer to the optimizer."""
+
+    def decay_at(self, step: int) -> float:
+        return self.decay.at(step)
+
+
+class EigenbasisConfig(Block):
+    """When and how eigenbases are refreshed."""
+
+    refresh_interval: Interval | None = None
+    """Steps between two decompositions, a multiple of factor.update_interval; null: five times that interval. If one of
+    them is a schedule, a refresh waits for the next factor update."""
+    stagger: bool | None = None
+    """Spread updates and refreshes of different layers evenly over their intervals, from the end of the burn-in on, so
+    that no step does more than its share. null: if a refresh of all layers at once is predicted to take over 50 ms."""
+    lag: int | None = Field(None, ge=0)
+    """Run decompositions asynchronously (on a thread on the CPU, a stream on a GPU) and use the result exactly so many
+    steps later. 0: decompose within the step. A refresh interval shorter than the lag shortens it. null: on a GPU
+    factor.update_interval, if the decompositions of a step are predicted to take over 50 ms; else 0."""
+
+
+class DampingConfig(Block):
+    """What is added to the Fisher's eigenvalues."""
+
+    value: Positive | None = None
+    """Size of the damping, with adaptive at first; null: 0.001 with tikhonov, 100 with adaptive, 1 with the others."""
+    kind: Literal["tikhonov", "relative", "model", "adaptive"] | None = None
+    """tikhonov: add the value itself. relative: add the value times the layer's mean eigenvalue, mean(A) mean(G).
+    model: add the value times the larger of the mean eigenvalues of the layer and of the whole model, so that layers
+    with hardly any gradient, of which the layer's own knows no size, make no larger steps than others.
+    adaptive: Levenberg-Marquardt's rule, for step quadratic: at first the value times the model's mean eigenvalue, then
+    more where the loss falls less than the quadratic model predicts, and less where it falls as predicted; split
+    between A and G by pi. null: relative, with step quadratic adaptive."""
+    interval: int = Field(5, ge=1)
+    """adaptive: steps from one comparison with the prediction to the next, each of which takes one more forward."""
+
+    @property
+    def chosen(self) -> str:
+        """The kind."""
+        assert self.kind is not None  # see ds_kfac.plan.resolve
+        return self.kind
+
+    def at(self, step: int) -> float:
+        assert self.value is not None  # see ds_kfac.plan.resolve
+        return self.value.at(step)
+
+
+class PreconditionerConfig(Block):
+    """The step in the eigenbasis. Without effect for the optimizer KFACAdamW, whose step is Adam's, except
+    ``precision``."""
+
+    precision: Literal["highest", "tf32", "mixed"] | None = None
+    """Precision of the products into the eigenbasis and back. highest: fp32, also if the process allows TF32. tf32:
+    TF32 on GPUs, fp32 elsewhere. mixed: TF32 into the eigenbasis, bf16 back. null: tf32 on GPUs that have it, else
+    highest. Orthogonalization is in fp16 with TF32 and mixed, else in fp32. With method inverse it applies to the two
+    products with the inverses, and mixed is refused."""
+    method: Method = "eigen"
+    """What is kept of a factor. eigen: its eigenbasis. inverse: its damped inverse by Cholesky, with KAISA's
+    pi-damping: half the products of a step, half the bytes to other workers, refreshes about ten times cheaper; for
+    sides of 4096 and up. The damping of an inverse is that of its last refresh. inverse needs eigenvalues kronecker and
+    exponent 1. root: with KFACAdamW, the root A^-p of adam.whiten, 1/p a whole number: Adam in the layers' own
+    coordinates, whitened. Refreshes by matrix products alone, on GPUs predicted ten times cheaper than eigenbases."""
+    eigenvalues: Literal["kronecker", "corrected"] | None = None
+    """Eigenvalues of the Fisher in the eigenbasis. kronecker: products of the factors' eigenvalues (K-FAC). corrected:
+    the running second moment of the rotated gradient (EKFAC). null: corrected if your optimizer divides by a running
+    second moment too, as Adam does, else kronecker."""
+    second_moment_decay: float = Field(0.95, ge=0, lt=1)
+    """With corrected eigenvalues: weight of the past in that second moment, per step."""
+    exponent: float = Field(1.0, gt=0, le=1)
+    """Power of the damped eigenvalues to divide by: 1 is the natural gradient, 0.5 resembles Adam."""
+    graft: Literal["none", "norm"] = "none"
+    """norm: scale each layer's K-FAC direction to the norm of its raw gradient, so that learning rates carry over."""
+    step: Literal["fixed", "quadratic"] = "fixed"
+    """fixed: your optimizer's rate and momentum. quadratic: those that minimise a quadratic model of the loss on the
+    batch in the exact Fisher matrix, along the K-FAC gradient and the last update, at the cost of two more forwards a
+    step; your optimizer must be SGD without momentum or weight decay, whose rate (1, or a schedule from 1 to 0)
+    multiplies the step. Every trained parameter must be of a K-FAC layer. The loss is the one that factor.sampler
+    names, of the output that factor.prediction names."""
+    kl_clip: NotNegative | None = None
+    """Bound kappa on lr^2 <V, gradient> summed over layers, lr the largest one seen if DeepSpeed runs an lr scheduler,
+    else the current one; 0 switches it off, null chooses 0.001, and 0 with graft "norm" and step "quadratic"."""
+
+    def kl_clip_at(self, step: int) -> float:
+        """0: no clipping at that step."""
+        assert self.kl_clip is not None  # see ds_kfac.plan.resolve
+        return self.kl_clip.at(step)
+
+
+class BurnInConfig(Block):
+    """Shorter intervals at the start of a run, where curvature changes fastest."""
+
+    steps: int = Field(50, ge=0)
+    """Number of first steps that use the shorter intervals; the step after them refreshes everything. 0: no burn-in."""
+    update_interval: int = Field(5, ge=1)
+    """Interval of factor updates during the burn-in, if factor.update_interval is longer. Eigenbases are refreshed
+    every second update, if eigenbasis.refresh_interval is longer."""
+
+    @property
+    def chosen(self) -> BurnIn | None:
+        if not self.steps:
+            return None
+        return BurnIn(self.steps, self.update_interval, 2 * self.update_interval)
+
+
+class AdamConfig(Block):
+    """The optimizer KFACAdamW; without effect for others. Its lr, betas, eps and weight_decay are in the optimizer's
+    own block."""
+
+    rotate: bool = True
+    """Step in the eigenbasis of A. false: no curvature at all, in the layers' own coordinates and not whitened: nothing
+    is captured, kept or sent for it."""
+    orthogonalize: bool = True
+    """Replace a layer's direction by its orthogonal factor (Newton-Schulz, as in Muon), at a fixed size."""
+    except_layers: list[Pattern] = [
+        "([^.]*_)?head(_dist)?",
+        "score",
+        "classifier",
+        "(classifier|classification_head)\\.out_proj",
+        "head\\.fc",
+        "embed_out",
+        "decoder",
+        "vocab_projector",
+        "qa_outputs",
+    ]
+    """Layers that keep Adam's direction, as heads do with Muon: regexes for the end of a layer's name, from a dot or
+    its beginning on. The default matches the heads of transformers and timm. Norms, embeddings and tied heads always
+    keep Adam's direction."""
+    scale: Literal["spectral", "rms"] = "spectral"
+    """What gives an orthogonalized step its size. spectral: its singular values are size, times sqrt(outputs / inputs)
+    if above 1, which changes outputs alike at every width, and AdamW's rate is a good first choice. rms: its entries
+    are size on average, as Muon's are in Moonlight; the best rate is about 8 times AdamW's and falls with the width."""
+    size: float | None = Field(None, gt=0)
+    """In units of the learning rate; null: 27 with spectral, 0.3 with rms, which is the same at 128 inputs and a rate 8
+    times as high."""
+    nesterov: bool = True
+    """Use Nesterov's momentum (as in NAdam)."""
+    whiten: float = Field(0.125, ge=0, le=1)
+    """Power p of A^-p on both sides of an orthogonalization, which bounds the response to each input direction in place
+    of the weights'; 0: none. Worth most with large batches, and lets the rate be higher there."""
+    whiten_damping: float = Field(0.01, gt=0)
+    """Added to A's eigenvalues for it, in units of their mean."""
+
+
+class AdaptiveConfig(Block):
+    """SP-NGD's adaptive statistics: a factor that barely changes is captured, reduced and decomposed less often."""
+
+    enabled: bool = False
+    """Give each factor its own interval, in units of factor.update_interval. It grows (1, 2, 3, 5, 8, ...) while the
+    factor stays similar to its last two values, and halves when it does not. Starts after the burn-in."""
+    tolerance: float = Field(0.1, gt=0)
+    """Two values of a factor are similar if their relative difference in the Frobenius norm is below this."""

@@ -1,0 +1,160 @@
+"""A config key that takes a number or a schedule object, checked in every number it names, and read as a Value."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated, Any, Generic, TypeVar, get_args
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from ds_kfac.curvature.forms import FACTOR_FORMS
+from ds_kfac.schedule.intervals import Value
+
+Number = TypeVar("Number")
+EXAMPLE = '{"schedule": "linear", "start": 1, "end": 10, "steps": 1000}'
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Accepts the names in a table, which may grow."""
+
+    table: Mapping[str, Any]
+
+    def __call__(self, name: str) -> str:
+        if name not in self.table:
+            raise PydanticCustomError("one_of", "Input should be " + " or ".join(map(repr, self.table)))
+        return name
+
+
+Method = Annotated[str, AfterValidator(OneOf(FACTOR_FORMS)), WithJsonSchema({"enum": list(FACTOR_FORMS)})]
+
+
+def _compiles(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as problem:
+        raise PydanticCustomError(
+            "regex", "Must be a regular expression: {problem}", {"problem": str(problem)}
+        ) from None
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_compiles)]
+"""A Python regex."""
+
+
+class _Form(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Ramp(_Form, Generic[Number]):
+    """From one number to another. Between them nothing leaves their range, so checking both is enough."""
+
+    schedule: str
+    start: Number
+    """Until step ``delay``."""
+    end: Number
+    """From step ``delay + steps`` on."""
+    steps: int = Field(ge=1)
+    delay: int = Field(0, ge=0)
+
+    def value(self) -> Value:
+        return Value.ramp(self.schedule, self.start, self.end, self.steps, self.delay)  # type: ignore[arg-type]
+
+
+class Piecewise(_Form, Generic[Number]):
+    """Numbers, and the step from which on each but the first holds."""
+
+    schedule: str
+    values: list[Number] = Field(min_length=1)
+    steps: list[Annotated[int, Field(ge=1)]]
+
+    @field_validator("steps")
+    @classmethod
+    def _fit(cls, steps: list[int], info: Any) -> list[int]:
+        values = info.data.get("values")  # missing if they are wrong themselves
+        if values is not None and len(steps) != len(values) - 1:
+            raise ValueError(f"must be one fewer than the values, {len(values) - 1} for {len(values)}")
+        if any(later <= earlier for earlier, later in pairwise(steps)):
+            raise ValueError("steps must be strictly increasing")
+        return steps
+
+    def value(self) -> Value:
+        return Value.piecewise(self.values, self.steps)  # type: ignore[arg-type]
+
+
+FORMS: dict[str, type[Ramp] | type[Piecewise]] = {
+    "linear": Ramp,
+    "cosine": Ramp,
+    "exponential": Ramp,
+    "piecewise": Piecewise,
+}
+
+
+def form_of(raw: Mapping[str, Any]) -> type[BaseModel] | None:
+    """The model of a schedule object; None if its kind is missing or unknown."""
+    kind = raw.get("schedule")
+    return FORMS.get(kind) if isinstance(kind, str) else None
+
+
+def holds_value(annotation: Any) -> bool:
+    """Whether a field of this type takes a number or a schedule."""
+    return annotation is Value or any(holds_value(part) for part in get_args(annotation))
+
+
+def _parse(raw: Any, number: Any, name: str) -> Value:
+    """Check a number or a schedule object.
+
+    Raises:
+        ValidationError: located inside the object; pydantic puts the path of the key before it.
+        PydanticCustomError: neither a number nor an object.
+    """
+    if isinstance(raw, Mapping):
+        form = form_of(raw)
+        if form is None:
+            problem = PydanticCustomError("schedule_kind", "Must be one of " + ", ".join(FORMS))
+            where = InitErrorDetails(type=problem, loc=("schedule",), input=raw.get("schedule"))
+            raise ValidationError.from_exception_data("schedule", [where])
+        if raw["schedule"] == "exponential":
+            number = Annotated[number, Field(gt=0)]
+        return form[number].model_validate(dict(raw)).value()  # type: ignore[index]
+    if isinstance(raw, bool) or not isinstance(raw, (int, float)):
+        message = f"Input should be a valid {name} or a schedule such as {EXAMPLE}"
+        raise PydanticCustomError("number_or_schedule", message)
+    return Value.constant(TypeAdapter(number, config=ConfigDict(strict=True)).validate_python(raw))
+
+
+def _schema(number: Any) -> dict[str, Any]:
+    """Of JSON: a number, or one of the objects, its kind spelt out."""
+    kinds = {form: [kind for kind, other in FORMS.items() if other is form] for form in FORMS.values()}
+    objects = [form[number].model_json_schema() for form in kinds]  # type: ignore[index]
+    for found, names in zip(objects, kinds.values(), strict=True):
+        found["properties"]["schedule"] = {"enum": names}
+        found["title"] = " or ".join(names)
+    return {"anyOf": [TypeAdapter(number).json_schema(), *objects]}
+
+
+def _number_or_schedule(number: Any, name: str) -> Any:
+    validator = PlainValidator(lambda raw: _parse(raw, number, name))
+    return Annotated[Value, validator, WithJsonSchema(_schema(number))]
+
+
+_FINITE = Annotated[float, Field(allow_inf_nan=False)]
+
+Interval = _number_or_schedule(Annotated[int, Field(ge=1)], "integer")
+"""Steps, at least 1. Between the integers of a ramp it is rounded: :meth:`Value.interval_at`."""
+Decay = _number_or_schedule(Annotated[_FINITE, Field(ge=0, lt=1)], "number")
+Positive = _number_or_schedule(Annotated[_FINITE, Field(gt=0)], "number")
+NotNegative = _number_or_schedule(Annotated[_FINITE, Field(ge=0)], "number")

@@ -1,0 +1,1 @@
+"""One factor: the structure of its side, its running average, its decomposition, damping and precision."""

@@ -1,0 +1,108 @@
+"""In which precision the products of a step run: how torch's switch is set for them, and which precision is chosen.
+
+torch has no precision of a single fp32 product, only a switch of the process. Ours is held around a few products and
+given back, also after an error; what needs it exact at the same time, on another thread, holds the same lock.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import RLock
+from typing import Any, Literal
+
+import torch
+
+SWITCH = RLock()
+"""Held while the switch is not what the process set; hold it where products must not see ours."""
+TF32_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Of the four products that precondition a gradient.
+
+    Attributes:
+        name: "highest", "tf32" or "mixed".
+        into: of the two products into the eigenbasis: fp32, or TF32, which rounds operands to 10 bits.
+        half: whether the two back take bf16 operands; else they are as ``into``. The first two set the error: what they
+            lose is divided by small eigenvalues.
+        why: for people, where it is not what was asked for, or was not asked for.
+    """
+
+    name: str = "highest"
+    into: Literal["ieee", "tf32"] = "ieee"
+    half: bool = False
+    why: str = ""
+
+    @property
+    def half_orthogonal(self) -> bool:
+        """Whether orthogonalization runs in fp16, else as ``into``: it rounds as TF32 does, at twice the speed."""
+        return self.half or self.into == "tf32"
+
+    def __str__(self) -> str:
+        first = {"ieee": "fp32", "tf32": "TF32"}[self.into]
+        kinds = f"{first} into the eigenbasis, bf16 back" if self.half else first
+        return f"{self.name} ({kinds}{'; ' + self.why if self.why else ''})"
+
+
+HIGHEST = Precision()
+
+
+def has_tf32(device: torch.device) -> bool:
+    """Whether products of a device can run in TF32."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= TF32_CAPABILITY
+
+
+def choose(asked: str | None, device: torch.device) -> Precision:
+    """The precision of a run.
+
+    Args:
+        asked: "highest", "tf32", "mixed", or None: TF32 where the device has it.
+    """
+    able = has_tf32(device)
+    if asked is None:
+        return Precision("tf32", "tf32", why="chosen") if able else Precision(why="chosen: no TF32 here")
+    if asked == "highest":
+        return HIGHEST
+    why = "" if able else f"WARNING: no TF32 on this {device.type}, fp32 in its place"
+    return Precision(asked, "tf32" if able else "ieee", asked == "mixed", why)
+
+
+@contextmanager
+def fp32_products(how: Literal["ieee", "tf32"], device: torch.device) -> Iterator[None]:
+    """Run products of fp32 operands on a device as "ieee" (fp32) or "tf32", whatever the process has set."""
+    read, write = _switch_of(device)
+    if read() == how:
+        yield
+        return
+    with SWITCH:
+        before = read(plain=True)
+        write(how)
+        try:
+            yield
+        finally:
+            write(before)
+
+
+def _switch_of(device: torch.device) -> tuple[Any, Any]:
+    """How torch's switch is read (as "ieee" or "tf32", or plain, as torch has it) and written.
+
+    What a process set for all backends at once is read, and given back, as set for products alone.
+    """
+    cuda = device.type == "cuda"
+    backend: Any = torch.backends.cuda.matmul if cuda else getattr(torch.backends.mkldnn, "matmul", None)
+    if hasattr(backend, "fp32_precision"):  # torch 2.9
+
+        def read(*, plain: bool = False) -> str:
+            value = backend.fp32_precision
+            return value if plain or value != "none" else "ieee"
+
+        return read, lambda value: setattr(backend, "fp32_precision", value)
+
+    names = {"ieee": "highest", "tf32": "high"}
+
+    def read_old(*, plain: bool = False) -> str:
+        value = torch.get_float32_matmul_precision()
+        return value if plain else {"highest": "ieee", "high": "tf32"}.get(value, value)
+
+    return read_old, lambda value: torch.set_float32_matmul_precision(names.get(value) or value)

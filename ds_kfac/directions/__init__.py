@@ -1,0 +1,1 @@
+"""The update rules, a line of DIRECTIONS each."""

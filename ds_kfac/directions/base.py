@@ -1,0 +1,231 @@
+"""What an update rule is: a line of ``DIRECTIONS``, and what it computes in a step."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.metrics import Metrics
+from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.plan.plan import Plan
+from ds_kfac.plan.resolve import adaptive, resolve
+from ds_kfac.update.layer_state import LayerState
+from ds_kfac.update.moments import Moments
+from ds_kfac.update.rotation import Rotations
+from ds_kfac.zero.exchange import GradientExchange
+from ds_kfac.zero.layout import ShardLayout
+
+
+@dataclass
+class LocalResult:
+    """What a rank computed for its own layers.
+
+    Attributes:
+        results: layer name -> fp32 [O, I].
+        states: layer name -> state after this step.
+        numbers: scalars that are summed over all ranks before :meth:`Direction.finish`.
+        replaced: scalar, layers whose result was not finite.
+        unprepared: layers that passed through because they have no eigenbasis or inverse.
+        unused: scalar, layers whose gradient was exactly zero, where the direction asks.
+        limited: scalar, layers whose gradient was scaled down for its running second moment.
+        left_out: layer name -> bool scalar, whether its gradient was too large for its moments.
+        clip: factor that clipped the gradients in the results.
+    """
+
+    results: dict[str, Tensor]
+    states: dict[str, LayerState]
+    numbers: list[Tensor]
+    replaced: Tensor
+    unprepared: int
+    unused: Tensor
+    limited: Tensor
+    left_out: dict[str, Tensor] = field(default_factory=dict)
+    clip: Tensor | float = 1.0
+
+    @classmethod
+    def empty(
+        cls, gradients: Mapping[str, Tensor], states: Mapping[str, LayerState], device: torch.device
+    ) -> "LocalResult":
+        """Every layer as it is."""
+        zero = torch.zeros((), device=device)
+        return cls(dict(gradients), dict(states), [], zero, 0, zero, zero)
+
+    def counts(self, failed: int, unusual: Tensor | None) -> list[Tensor]:
+        """What is summed over all layers in the order of :data:`ds_kfac.metrics.SUMMARY`.
+
+        Args:
+            failed: refreshes that failed here.
+            unusual: [2], batches of factors here that were scaled down, and that had no row; None: none.
+        """
+        unprepared, failures = (self.replaced.new_full((), n) for n in (self.unprepared, failed))
+        left_out = torch.zeros_like(self.replaced)
+        if self.left_out:
+            left_out = torch.stack(list(self.left_out.values())).sum(dtype=left_out.dtype)
+        limited, empty = self.replaced.new_zeros(2) if unusual is None else unusual.to(self.replaced.dtype)
+        return [self.replaced, unprepared, failures, self.unused, left_out, self.limited + limited, empty]
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What holds at this step.
+
+    Attributes:
+        step: applied steps so far.
+        norm: global norm of all gradients as stored, a device scalar; None unless the direction asks for it.
+        peak_lr: parameter group -> largest learning rate so far.
+        damping_scale: what damping is relative to, a device scalar: with "model" the model's mean curvature, with
+            "adaptive" what that was at first, times what the reduction ratios have made of it; else None.
+    """
+
+    step: int
+    norm: Tensor | None
+    peak_lr: Mapping[int, Any]
+    damping_scale: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DirectionSetup:
+    """What a direction is made from.
+
+    Attributes:
+        optimizer: the engine's innermost one.
+    """
+
+    plan: Plan
+    layout: ShardLayout
+    exchange: GradientExchange
+    optimizer: Any
+    metrics: Metrics
+
+
+class Direction(Protocol):
+    """One way of turning gradients into steps; between its two halves there is one small all-reduce.
+
+    Attributes:
+        stacks: own layers, those together that are computed at once.
+        rotations: their eigenvectors as products take them, and in which precision.
+    """
+
+    stacks: tuple[tuple[LayerSpec, ...], ...]
+    rotations: Rotations
+
+    def local(
+        self, context: StepContext, gradients: Mapping[str, Tensor], states: Mapping[str, LayerState]
+    ) -> LocalResult:
+        """``gradients`` carry the loss scale."""
+
+    def finish(
+        self, context: StepContext, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Scale factor per layer, for local and remote layers; 1 if absent.
+
+        Args:
+            totals: ``LocalResult.numbers``, summed over ranks.
+            prepared: layer name -> bool scalar, whether it has eigenbases.
+        """
+
+
+class UpdateRule:
+    """One way of stepping along preconditioned gradients: a line of ``DIRECTIONS``.
+
+    Attributes:
+        name: what users call it.
+        blocks: blocks of the "kfac" config that no other rule reads.
+        fisher: where G comes from unless the config says.
+        numbers: how many scalars of a step are summed over all ranks.
+        clips: whether the rule itself clips gradients where the engine would, so that DeepSpeed must not.
+        kinds: of moments that it may keep.
+    """
+
+    name: str
+    blocks: tuple[str, ...] = ()
+    fisher = "empirical"
+    numbers = 1
+    clips = False
+    kinds: tuple[type[Moments], ...] = ()
+
+    def steps(self, optimizer: Any) -> bool:
+        """Whether an engine with this innermost optimizer follows this rule."""
+        raise NotImplementedError
+
+    def given(self, optimizer: Any) -> bool:
+        """Whether this argument of ``deepspeed.initialize`` asks for the rule."""
+        return False
+
+    def direction(self, setup: DirectionSetup) -> Direction:
+        raise NotImplementedError
+
+    def described(self, setup: DirectionSetup, layers: Sequence[LayerSpec]) -> str:
+        """The K-FAC part of a step, in words."""
+        raise NotImplementedError
+
+    def moments(self, config: KFACConfig) -> type[Moments] | None:
+        """What gradient workers keep of a layer's gradients between steps."""
+        return None
+
+    def check(self, config: KFACConfig) -> None:
+        """Raise ValueError for a config that the rule cannot follow."""
+
+    def resolved(self, config: KFACConfig, optimizer: str = "") -> tuple[KFACConfig, tuple[str, ...]]:
+        """A config that the rule can follow, with its nulls answered, and the reasons. ``optimizer``: its name."""
+        self.check(config)
+        own = "preconditioner" in self.blocks and adaptive(optimizer)
+        return resolve(config, fisher=self.fisher, blocks=self.blocks, adaptive=own)
+
+    def moments_count(self, config: KFACConfig) -> int:
+        """fp32 tensors of a gradient's shape that a gradient worker keeps."""
+        moments = self.moments(config)
+        return 0 if moments is None else moments.COUNT
+
+    def needs_norm(self, clips: bool) -> bool:
+        """Whether it needs the global gradient norm; ``clips``: gradients are clipped by it."""
+        return False
+
+    def needs_mean(self, config: KFACConfig) -> bool:
+        """Whether it needs the model's mean curvature."""
+        return "damping" in self.blocks and config.damping.kind in ("model", "adaptive")
+
+    def choice(self, config: KFACConfig, layer: LayerSpec) -> str | None:
+        """What is done to one layer, in words; None if all are treated alike."""
+        return None
+
+    def idle(self, config: KFACConfig, layers: Sequence[LayerSpec]) -> list[str]:
+        """Settings of ``blocks`` that no layer is touched by."""
+        return []
+
+    def flops(self, config: KFACConfig, layer: LayerSpec) -> int:
+        """Per step and gradient worker, in addition to preconditioning."""
+        return 0
+
+    passes = 0
+    """Over a gradient, per step and gradient worker, in addition to those of preconditioning."""
+
+    # an optimizer of its own that DeepSpeed steps
+
+    optimizer_type: str | None = None
+    """In ``"optimizer": {"type": ...}``; None: the rule works with other optimizers."""
+
+    def parameters(self, ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Of its own optimizer, if a DeepSpeed config asks for it. Raises ValueError for a wrong block."""
+        return None
+
+    def install(self, arguments: dict[str, Any], config: KFACConfig, ds_config: Mapping[str, Any]) -> None:
+        """Replace the arguments of ``deepspeed.initialize`` so that it takes the rule's own optimizer."""
+
+    def check_groups(self, model: nn.Module, layout: ShardLayout, rest: ShardLayout) -> None:
+        """Raise ValueError if parameters are in groups where they would not be stepped as they should.
+
+        Args:
+            layout, rest: of preconditioned parameters, and of all others.
+        """
+
+    def loading(self, optimizer: Any) -> AbstractContextManager:
+        """Around DeepSpeed's load of a checkpoint."""
+        return nullcontext()
+
+    def release(self, optimizer: Any) -> None:
+        """K-FAC leaves the engine."""

@@ -1,0 +1,94 @@
+"""``"optimizer": {"type": "KFACAdamW"}`` in the config, or the object: what DeepSpeed steps goes there in its place."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.directions.kfac_adamw.optimizer import FLAG, NAME, build
+from ds_kfac.directions.kfac_adamw.params import checked
+from ds_kfac.directions.kfac_adamw.size import ADAM_RATIO
+from ds_kfac.directions.kfac_adamw.user_optimizer import given_groups, hand_over, numbered
+from ds_kfac.model.scan import scan
+from ds_kfac.zero.layout import ShardLayout
+from ds_kfac.zero.param_groups import split_groups
+
+
+def params_in(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The optimizer's parameters if the config asks for it, else None.
+
+    Raises:
+        ValueError: a misspelt name, which DeepSpeed would refuse without naming ours, or an unknown parameter.
+    """
+    block = ds_config.get("optimizer")
+    name = block.get("type") if isinstance(block, Mapping) else None
+    if not isinstance(block, Mapping) or not isinstance(name, str):
+        return None
+    if name != NAME:
+        if "kfac" in name.lower():
+            raise ValueError(f'DeepSpeed config: optimizer.type "{name}" does not exist; did you mean "{NAME}"?')
+        return None
+    return checked(block.get("params") or {}, "DeepSpeed config: optimizer.params.")
+
+
+def put_into(
+    arguments: dict[str, Any], config: KFACConfig, params: Mapping[str, Any] | None, ds_config: Mapping[str, Any]
+) -> None:
+    """Replace the arguments of ``deepspeed.initialize`` so that it takes our optimizer.
+
+    Args:
+        params: of the config's optimizer block; None: the optimizer is an argument.
+
+    Raises:
+        ValueError: something else in the arguments or the config contradicts it.
+    """
+    zero = ds_config.get("zero_optimization") or {}
+    offload_block = zero.get("offload_optimizer") or {}
+    offload = offload_block.get("device") in ("cpu", "nvme") or bool(zero.get("cpu_offload"))
+    offload_ratio = offload_block.get("ratio", 1.0)
+    if offload_ratio < 1:
+        raise ValueError(
+            f"zero_optimization.offload_optimizer.ratio {offload_ratio}: {NAME} cannot be offloaded in part, DeepSpeed "
+            "steps the rest with an AdamW of its own; leave ratio out"
+        )
+    if params is not None and arguments.get("optimizer") is not None:
+        raise ValueError(f'optimizer.type "{NAME}" in the DeepSpeed config, and an optimizer= argument: choose one')
+    if not config.enabled:
+        raise ValueError(
+            f'the optimizer {NAME} needs K-FAC, but "kfac" says "enabled": false; use "AdamW" to train without it'
+        )
+    model, given = arguments["model"], arguments.get("model_parameters")
+    theirs = given_groups(arguments.get("optimizer"))
+    if theirs is not None:
+        given, params = numbered(theirs), theirs[0].options
+    given = None if given is None else list(given)
+    found = scan(model, config.choice, optimized=_flat(given))
+    groups = split_groups(model, found, given, flag=FLAG)
+    optimizer = build(groups, params or {}, offload=offload, adam_ratio=ADAM_RATIO[config.adam.scale])
+    if theirs is not None:
+        hand_over(theirs, optimizer)
+    arguments["optimizer"], arguments["model_parameters"] = optimizer, None
+
+
+def _flat(model_parameters: list[Any] | None) -> list[Any] | None:
+    if not model_parameters or not isinstance(model_parameters[0], dict):
+        return model_parameters
+    return [p for group in model_parameters for p in group["params"]]
+
+
+def check_groups(model: nn.Module, layout: ShardLayout, rest: ShardLayout) -> None:
+    """KFACAdamW steps exactly the marked groups along K-FAC's directions: they must hold the layers, and only them.
+
+    Raises:
+        ValueError: some parameter is in the wrong kind of group.
+    """
+    groups = layout.optimizer.param_groups
+    for held, ours in ((layout, True), (rest, False)):
+        for parameter in held.params:
+            if bool(groups[held.group_index(parameter)].get(FLAG)) != ours:
+                name = next(n for n, p in model.named_parameters() if p is parameter)
+                raise ValueError(
+                    f"KFACAdamW: {name} is {'' if ours else 'not '}preconditioned, but its parameter group says "
+                    "otherwise; the model or kfac.layers changed between ds_kfac.initialize and attach"
+                )

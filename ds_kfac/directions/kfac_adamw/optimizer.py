@@ -1,0 +1,176 @@
+"""KFACAdamW, the optimizer that DeepSpeed steps: AdamW, but for groups whose direction K-FAC has computed.
+
+DeepSpeed only knows flat slices of parameters, in which matrices cannot be seen. So the parameter groups are split in
+two before the engine exists: in groups marked :data:`FLAG` the gradient that arrives here is Adam's direction in the
+eigenbasis (``direction.py``), and only weight decay and learning rate are left to do, without any state. All others get
+plain AdamW, by the class DeepSpeed would take for it.
+
+A layer that a step did not use must not decay either, and in a flat slice layers cannot be seen. So it is decided
+entry by entry: where the direction is zero nothing happens, as it is also zero wherever DeepSpeed fills up what has
+no gradient. A zero that is the direction of a layer in use, such as that of an input that was always zero, is
+:data:`IN_USE`, or what casts leave of that, a negative zero: IEEE keeps the sign, and should something lose it, an
+entry without a gradient does not decay.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+from torch import Tensor
+
+NAME = "KFACAdamW"
+"""In ``"optimizer": {"type": "KFACAdamW"}``."""
+FLAG = "kfac"
+"""Key of a parameter group whose parameters K-FAC preconditions."""
+PARAMS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+"""Parameters of the optimizer block and what leaving one out means, as in AdamW; and :data:`OWN`."""
+OWN = ("adam_lr", "torch_adam")
+"""adam_lr: the rate of embeddings, norms and biases, and of heads as ``size.py`` says, which also says what it is when
+left out; schedules change both alike."""
+
+
+IN_USE = -1e-30
+"""Added to every entry of a direction of a layer in use: a zero becomes negative, nothing else changes."""
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _decay(parameters: list[Tensor], amount: Tensor | float) -> None:
+    """Shrink the entries whose layer is in use by this part of them."""
+    if isinstance(amount, float) and not amount:
+        return
+    in_use = [_in_use(parameter) for parameter in parameters]
+    if isinstance(amount, Tensor):
+        torch._foreach_mul_(in_use, amount)
+        amount = 1.0
+    torch._foreach_addcmul_(parameters, parameters, in_use, -amount)
+
+
+def _in_use(parameter: Tensor) -> Tensor:
+    """1 where an entry of the direction belongs to a layer in use, else 0: only +0 has no bit set."""
+    bits = parameter.grad.view(_BITS[parameter.grad.itemsize])  # type: ignore[union-attr]
+    return torch.ne(bits, 0, out=torch.empty_like(parameter))
+
+
+class KFACAdamWStep:
+    """What the three classes below add to their Adam.
+
+    Attributes:
+        direction_scale: what undoes the scale at which a direction was put into the gradient; None while no K-FAC is
+            attached.
+        adam_ratio: adam_lr / lr. No rate of its own in the groups: many of DeepSpeed's schedulers set one for all.
+    """
+
+    direction_scale: Tensor | float | None = 1.0
+    adam_ratio: float = 1.0
+    param_groups: list[dict[str, Any]]
+
+    @torch.no_grad()
+    def step(self, *arguments: Any, **keywords: Any) -> Any:
+        """One step over ``param_groups``, of which DeepSpeed may present one at a time."""
+        groups, loss = self.param_groups, None
+        others = [group for group in groups if not group.get(FLAG)]
+        if others:
+            self.param_groups = others
+            try:
+                with self._adam_rates(others):
+                    loss = super().step(*arguments, **keywords)  # type: ignore[misc]
+            finally:
+                self.param_groups = groups
+        for group in groups:
+            if group.get(FLAG):
+                self._apply(group)
+        return loss
+
+    @contextmanager
+    def _adam_rates(self, groups: list[dict[str, Any]]) -> Iterator[None]:
+        """Parameters decay alike, by lr and weight_decay, whatever their rate."""
+        own = [(group["lr"], group["weight_decay"]) for group in groups]
+        for group, (rate, decay) in zip(groups, own, strict=True):
+            group["lr"], group["weight_decay"] = rate * self.adam_ratio, decay / self.adam_ratio
+        try:
+            yield
+        finally:
+            for group, (rate, decay) in zip(groups, own, strict=True):
+                group["lr"], group["weight_decay"] = rate, decay
+
+    def state_dict(self) -> dict[str, Any]:
+        """With zeros where AdamW would have moments of K-FAC's groups: DeepSpeed's tools, ds_to_universal among them,
+        ask for them. They are one zero each, expanded: 4 bytes in a file. The true moments are in K-FAC's own files."""
+        saved = super().state_dict()  # type: ignore[misc]
+        steps = (state["step"] for state in saved["state"].values() if "step" in state)
+        step = next(steps, torch.zeros(()))  # one of several groups' may be asked for in place of all of theirs
+        for group, packed in zip(self.param_groups, saved["param_groups"], strict=True):
+            if group.get(FLAG):
+                for parameter, index in zip(group["params"], packed["params"], strict=True):
+                    zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                    saved["state"][index] = {"step": step, "exp_avg": zeros, "exp_avg_sq": zeros}
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Without what :meth:`state_dict` has put in."""
+        ours = {index for group in state_dict["param_groups"] if group.get(FLAG) for index in group["params"]}
+        state = {index: value for index, value in state_dict["state"].items() if index not in ours}
+        super().load_state_dict({**state_dict, "state": state})  # type: ignore[misc]
+
+    def _apply(self, group: dict[str, Any]) -> None:
+        scale = self.direction_scale
+        if scale is None:
+            raise RuntimeError(
+                "KFACAdamW: K-FAC was detached from this engine, so nothing computes directions for its layers; build "
+                "an engine with another optimizer to train on without it"
+            )
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        for parameter in parameters:
+            # zeros that DeepSpeed has read from a universal checkpoint
+            self.state.pop(parameter, None)  # type: ignore[attr-defined]
+        if parameters:
+            _decay(parameters, group["lr"] * group["weight_decay"])
+            rate = group["lr"] * torch.as_tensor(scale, device=parameters[0].device)  # offloaded
+            steps = torch._foreach_mul([parameter.grad.to(parameter.dtype) for parameter in parameters], rate)
+            torch._foreach_sub_(parameters, steps)
+
+
+class KFACTorchAdamW(KFACAdamWStep, torch.optim.AdamW):
+    """On torch's AdamW."""
+
+
+class KFACFusedAdamW(KFACAdamWStep, FusedAdam):
+    """On DeepSpeed's fused CUDA Adam."""
+
+
+class KFACCPUAdamW(KFACAdamWStep, DeepSpeedCPUAdam):
+    """On DeepSpeed's CPU Adam, for an offloaded optimizer."""
+
+
+for _kind in (KFACTorchAdamW, KFACFusedAdamW, KFACCPUAdamW):
+    # ZeRO asks for the exact class; these keep to what it needs of one: groups, elementwise, state by parameter.
+    if _kind not in ZERO_SUPPORTED_OPTIMIZERS:
+        ZERO_SUPPORTED_OPTIMIZERS.append(_kind)
+
+
+def build(
+    groups: list[dict[str, Any]], params: Mapping[str, Any], *, offload: bool, adam_ratio: float
+) -> torch.optim.Optimizer:
+    """The optimizer of an ``"optimizer": {"type": "KFACAdamW", "params": ...}`` block.
+
+    Args:
+        groups: parameter groups, K-FAC's marked by :data:`FLAG`.
+        offload: whether DeepSpeed keeps the optimizer on the CPU.
+        adam_ratio: adam_lr / lr where adam_lr is left out.
+    """
+    options = {**PARAMS, **params}
+    torch_adam, adam_lr = options.pop("torch_adam", False), options.pop("adam_lr", None)
+    options["betas"] = tuple(options["betas"])
+    optimizer: KFACAdamWStep
+    if offload and not torch_adam:
+        optimizer = KFACCPUAdamW(groups, adamw_mode=True, **options)
+    elif get_accelerator().device_name() == "cuda" and not torch_adam:
+        optimizer = KFACFusedAdamW(groups, adam_w_mode=True, **options)
+    else:  # DeepSpeed's fused Adam for other devices is compiled for minutes at its first use, and no faster
+        optimizer = KFACTorchAdamW(groups, **options)
+    optimizer.adam_ratio = adam_ratio if adam_lr is None else adam_lr / options["lr"]
+    return optimizer

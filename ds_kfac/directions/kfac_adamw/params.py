@@ -1,0 +1,47 @@
+"""Parameters of KFACAdamW, checked: by name in the config's "optimizer" block, or as arguments."""
+
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ds_kfac.directions.kfac_adamw.optimizer import NAME, OWN, PARAMS
+
+
+def checked(given: Any, where: str) -> dict[str, Any]:
+    """Those that are not left open by null or "auto".
+
+    Args:
+        where: what the errors begin with.
+
+    Raises:
+        ValueError: not an object, an unknown name, or a wrong value.
+    """
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{where.rstrip('.')}: got {given!r}; must be an object")
+    params = {key: value for key, value in given.items() if value is not None and value != "auto"}
+    known = [*PARAMS, *OWN]
+    for key, value in params.items():
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"valid: {', '.join(known)}"
+            raise ValueError(f"{where}{key}: {NAME} has no such parameter; {hint}")
+        if wrong := _wrong(key, value):
+            raise ValueError(f"{where}{key}: got {value!r}; must be {wrong}")
+    if "adam_lr" in params and params.get("lr") == 0:
+        raise ValueError(f"{where}lr: got 0; must be above 0 with adam_lr, whose ratio to it schedules keep")
+    return params
+
+
+def _wrong(key: str, value: Any) -> str | None:
+    """What a parameter must be, if it is not."""
+    if key == "torch_adam":
+        return None if isinstance(value, bool) else "true or false"
+    if key == "betas":
+        fits = isinstance(value, (list, tuple)) and len(value) == 2 and all(_number(x) and 0 <= x < 1 for x in value)
+        return None if fits else "two numbers of at least 0 and below 1, such as [0.9, 0.95]"
+    return None if _number(value) and value >= 0 else "a number of at least 0, not a string"
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

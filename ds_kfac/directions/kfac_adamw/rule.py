@@ -1,0 +1,129 @@
+"""KFACAdamW: Adam in the eigenbasis, its direction orthogonalized; with an optimizer of its own for DeepSpeed."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.curvature.forms import FACTOR_FORMS
+from ds_kfac.curvature.root import ORDERS, order_of
+from ds_kfac.directions.base import Direction, DirectionSetup, UpdateRule
+from ds_kfac.directions.kfac_adamw.block import check_groups, params_in, put_into
+from ds_kfac.directions.kfac_adamw.choice import excepted, keeps_direction
+from ds_kfac.directions.kfac_adamw.direction import AdamDirection
+from ds_kfac.directions.kfac_adamw.optimizer import FLAG, NAME, KFACAdamWStep
+from ds_kfac.directions.kfac_adamw.user_optimizer import given_groups
+from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.update.moments import AdamMoments
+from ds_kfac.update.newton_schulz import flops
+from ds_kfac.zero.layout import ShardLayout
+
+
+class KFACAdamWRule(UpdateRule):
+    name = optimizer_type = NAME
+    blocks = ("adam",)
+    fisher = "activations_only"
+    numbers = 3
+    kinds = (AdamMoments,)
+    passes = 15  # three norms, scaling before and after, to and from 16 bits, what marks a layer in use
+
+    def steps(self, optimizer: Any) -> bool:
+        return isinstance(optimizer, KFACAdamWStep)
+
+    def given(self, optimizer: Any) -> bool:
+        return given_groups(optimizer) is not None
+
+    def direction(self, setup: DirectionSetup) -> Direction:
+        return AdamDirection(setup.plan, setup.layout, setup.exchange, setup.optimizer)
+
+    def described(self, setup: DirectionSetup, layers: Sequence[LayerSpec]) -> str:
+        kept = sum(keeps_direction(setup.plan.config.adam, layer) is not None for layer in layers)
+        where = "the layers' own coordinates"
+        if setup.plan.config.adam.rotate:
+            where = "the eigenbasis" if setup.plan.form.rotates else f"{where}, whitened by inverse roots"
+        return (
+            f"Adam in {where} (KFACAdamW), {len(layers) - kept} layers orthogonalized, {kept} along Adam's "
+            "direction; all other parameters by AdamW"
+        )
+
+    def moments(self, config: KFACConfig) -> type[AdamMoments]:
+        return AdamMoments
+
+    def check(self, config: KFACConfig) -> None:
+        method, fisher = config.preconditioner.method, config.factor.fisher
+        form, power = FACTOR_FORMS[method], config.adam.whiten
+        if not (form.rotates or form.whitens):
+            raise ValueError(
+                f'kfac.preconditioner.method "{method}" keeps no eigenbasis, in which KFACAdamW steps; use "eigen", or '
+                "another optimizer"
+            )
+        if form.whitens and config.adam.rotate:
+            if fisher not in (None, "activations_only"):
+                raise ValueError(
+                    f'kfac.preconditioner.method "{method}" keeps roots of A alone; kfac.factor.fisher "{fisher}" has '
+                    "no use"
+                )
+            if order_of(power) is None:
+                raise ValueError(
+                    f'kfac.preconditioner.method "{method}" keeps A^-p; kfac.adam.whiten ({power}) must be 1/n with n '
+                    f"in {ORDERS[0]} .. {ORDERS[-1]}, or, for no curvature at all, kfac.adam.rotate false"
+                )
+        if not config.adam.rotate and config.factor.fisher is not None:
+            raise ValueError(
+                f'kfac.adam.rotate false keeps no factors; kfac.factor.fisher "{config.factor.fisher}" has no use'
+            )
+
+    def resolved(self, config: KFACConfig, optimizer: str = "") -> tuple[KFACConfig, tuple[str, ...]]:
+        config, reasons = super().resolved(config)
+        if config.adam.rotate:
+            return config, reasons
+        identity = config.having("factor", max_dim=1, large="identity")
+        return identity, (*reasons, "factor.large identity (adam.rotate false)")
+
+    def needs_norm(self, clips: bool) -> bool:
+        return clips  # its moments are those of clipped gradients
+
+    def choice(self, config: KFACConfig, layer: LayerSpec) -> str | None:
+        reason = keeps_direction(config.adam, layer)
+        if reason is not None:
+            return f"Adam's direction: {reason}"
+        return "whitened and orthogonalized" if config.adam.whiten and config.adam.rotate else "orthogonalized"
+
+    def idle(self, config: KFACConfig, layers: Sequence[LayerSpec]) -> list[str]:
+        if "except_layers" not in config.adam.model_fields_set:
+            return []
+        names = [layer.uses[0].module for layer in layers]
+        patterns = [p for p in config.adam.except_layers if not any(excepted(p, name) for name in names)]
+        return [f"kfac.adam.except_layers {p!r}, which no layer's name ends with" for p in patterns]
+
+    def flops(self, config: KFACConfig, layer: LayerSpec) -> int:
+        if keeps_direction(config.adam, layer) is not None:
+            return 0
+        return layer.groups * flops(layer.shape[-2], layer.shape[-1])
+
+    def parameters(self, ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        return params_in(ds_config)
+
+    def install(self, arguments: dict[str, Any], config: KFACConfig, ds_config: Mapping[str, Any]) -> None:
+        if config.enabled:
+            config, _ = self.resolved(config)
+        put_into(arguments, config, self.parameters(ds_config), ds_config)
+
+    def check_groups(self, model: nn.Module, layout: ShardLayout, rest: ShardLayout) -> None:
+        check_groups(model, layout, rest)
+
+    @contextmanager
+    def loading(self, optimizer: Any) -> Iterator[None]:
+        """Which parameter groups are K-FAC's is this engine's matter. A universal checkpoint's first group is copied
+        over all others at stage 3, and their raw gradients would be stepped along as if they were directions."""
+        flags = [bool(group.get(FLAG)) for group in optimizer.param_groups]
+        try:
+            yield
+        finally:
+            for group, flag in zip(optimizer.param_groups, flags, strict=True):
+                group[FLAG] = flag
+
+    def release(self, optimizer: Any) -> None:
+        optimizer.direction_scale = None

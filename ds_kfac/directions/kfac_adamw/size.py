@@ -1,0 +1,42 @@
+"""How large KFACAdamW's steps are, in units of the learning rate.
+
+    spectral    singular values of an orthogonalized step are, on average, size sqrt(max(1, O / I)), as in Muon (Jordan
+                et al. 2024): what a step changes in an output is then the same at every width (Yang et al. 2023,
+                arXiv:2310.17813, who have sqrt(O / I), which is too little for O < I: masked bytes lost 0.065, and a
+                CNN's filters learned too slowly)
+    rms         its entries have the size on average, whatever the width
+
+What keeps Adam's direction, embeddings, norms and heads, has the rate adam_lr. Of that a head's is the part BASE / I,
+but at least lr, if sizes are spectral: Adam's direction grows with the width, too.
+"""
+
+from collections.abc import Sequence
+
+from ds_kfac.config.method import AdamConfig
+from ds_kfac.directions.kfac_adamw.choice import is_head, keeps_direction
+from ds_kfac.model.layers.base import LayerSpec
+
+BASE = 128
+"""Width at which rates were measured (gpt_small in benchmarks/convergence)."""
+ADAM_RATIO = {"spectral": 8.0, "rms": 1.0}
+"""adam_lr / lr where adam_lr is left out."""
+
+
+def step_norm(options: AdamConfig, shape: Sequence[int]) -> float:
+    """Frobenius norm of an orthogonalized step of a matrix [.., O, I]."""
+    O, I = shape[-2:]  # noqa: E741
+    assert options.size is not None  # see ds_kfac.plan.resolve
+    return options.size * (O if options.scale == "spectral" else O * I) ** 0.5
+
+
+def adam_factor(options: AdamConfig, layer: LayerSpec, ratio: float) -> float:
+    """What multiplies the direction of a layer that keeps Adam's.
+
+    Args:
+        ratio: adam_lr / lr.
+    """
+    if keeps_direction(options, layer) is None:
+        return 1.0
+    return (
+        max(ratio * BASE / layer.shape[-1], 1.0) if options.scale == "spectral" and is_head(options, layer) else ratio
+    )

@@ -1,0 +1,156 @@
+"""The K-FAC gradient (as in KAISA)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_kfac.directions.base import LocalResult, StepContext
+from ds_kfac.metrics import Metrics
+from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.ops.reference import each
+from ds_kfac.plan.plan import Plan
+from ds_kfac.update.kfac import finite_or, graft_scale, kl_clip_scale, norms, precondition, precondition_corrected
+from ds_kfac.update.layer_state import LayerState
+from ds_kfac.update.moments import CorrectedEigenvalues, stacked, unstacked
+from ds_kfac.update.rotation import Rotations
+from ds_kfac.update.stacking import apart, batches, per_layer, stacks, together
+from ds_kfac.zero.exchange import GradientExchange
+from ds_kfac.zero.layout import ShardLayout
+
+
+class KFACGradient:
+    """V = (F + damping)^-exponent gradient, at the scale of kl-clip or of the gradient (grafting)."""
+
+    def __init__(self, plan: Plan, layout: ShardLayout, exchange: GradientExchange, metrics: Metrics) -> None:
+        self.config, self.layout, self.exchange, self.metrics = plan.config, layout, exchange, metrics
+        self.clip_lr = plan.clip_lr
+        self.groups = {layer.name: exchange.group_indices(layer) for layer in exchange.owned}
+        self.rotations = Rotations(plan.precision)
+        self.stacks = stacks(exchange.owned, alike=(lambda layer: layer.copies) if plan.stacks else None)
+
+    def local(
+        self, context: StepContext, gradients: Mapping[str, Tensor], states: Mapping[str, LayerState]
+    ) -> LocalResult:
+        gradients, clip = self._clipped(context, gradients)
+        local = LocalResult.empty(gradients, states, self.exchange.device)
+        local.clip = clip
+        quadratic = torch.zeros_like(local.replaced)
+        for layers in batches(self.stacks, states):
+            if not all(states[layer.name].prepared for layer in layers):
+                local.unprepared += len(layers)
+                continue
+            quadratic += self._precondition(context, layers, gradients, local)
+        local.numbers = [quadratic]
+        return local
+
+    def _clipped(self, context: StepContext, gradients: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Any]:
+        """By the engine's bound on the norm of all raw gradients, and the factor. A norm that is no number is left to
+        DeepSpeed's own check."""
+        if context.norm is None:
+            return gradients, 1.0
+        factor = self.layout.clip_factor(context.norm).float()
+        factor = torch.where(torch.isfinite(context.norm.float()), factor, torch.ones_like(factor))
+        return {name: gradient * factor for name, gradient in gradients.items()}, factor
+
+    def _precondition(
+        self, context: StepContext, layers: Sequence[LayerSpec], gradients: Mapping[str, Tensor], local: LocalResult
+    ) -> Tensor:
+        """Layers of equal shape; their part of kl-clip's sum."""
+        options, names = self.config.preconditioner, tuple(layer.name for layer in layers)
+        states = [local.states[name] for name in names]
+        gradient = together([gradients[name] for name in names])
+        norm = norms(gradient.flatten(-2)).float()
+        damping: dict[str, Any] = {
+            "damping": self.config.damping.at(context.step),
+            "damping_kind": self.config.damping.kind,
+            "damping_scale": context.damping_scale,
+            "exponent": options.exponent,
+        }
+        bases = [basis for state in states if (basis := state.basis)]
+        moments = [state.moments for state in states if isinstance(state.moments, CorrectedEigenvalues)]
+        if not bases:
+            precision = self.rotations.precision
+            V, dot = states[0].preconditioner.precondition(gradient, damping=damping["damping"], precision=precision)
+        elif moments:
+            terms = together([state.terms for state in states])
+            V, dot, corrected, limited = precondition_corrected(
+                gradient,
+                self.rotations.of(names, bases),
+                stacked(moments),
+                norm=norm,
+                terms=terms / (self.layout.grad_scale() * local.clip) ** 2,  # of raw gradients, as factors are
+                decay=options.second_moment_decay,
+                **damping,
+            )
+            local.limited = local.limited + per_layer(limited, len(names)).sum()
+            for name, state, new in zip(names, states, unstacked(corrected, len(names)), strict=True):
+                local.states[name] = replace(state, moments=new)
+        else:
+            V, dot = precondition(gradient, self.rotations.of(names, bases), **damping)
+        V, finite = finite_or(V, gradient)
+        dot = torch.where(finite, dot, norm.square())
+        if options.graft == "norm":
+            scale = graft_scale(V, norm)
+            V, dot = V * each(scale), dot * scale
+        local.replaced = local.replaced + per_layer(~finite, len(names)).sum()
+        local.results.update(zip(names, apart(V, len(names)), strict=True))
+        return self._quadratic(context, layers, dot, local.results, gradients) / layers[0].copies
+
+    def finish(
+        self, context: StepContext, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        kl_clip = self.config.preconditioner.kl_clip_at(context.step)
+        if not kl_clip:
+            self.metrics.nu = None
+            return {}
+        self.metrics.nu = nu = kl_clip_scale(totals[0], kl_clip=kl_clip)
+        one = torch.ones_like(nu)
+        return {name: torch.where(ready, nu, one) for name, ready in prepared.items()}
+
+    def _quadratic(
+        self,
+        context: StepContext,
+        layers: Sequence[LayerSpec],
+        dot: Tensor,
+        results: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+    ) -> Tensor:
+        """lr^2 <V, gradient> of the unscaled gradients, summed; weight and bias may have different rates.
+
+        Args:
+            dot: <V, gradient> of each layer, all that is needed where all rates are one.
+        """
+        rates = [[self._lr_in_clip(context, group) for group in self.groups[layer.name]] for layer in layers]
+        first, scale = rates[0][0], self.layout.grad_scale()
+        if all(_same(rate, first) for own in rates for rate in own):
+            return dot.sum() * first**2 / scale**2
+        total = torch.zeros((), device=dot.device)
+        for layer, own in zip(layers, rates, strict=True):
+            parts = self.exchange.parts(layer, results[layer.name] * gradients[layer.name])
+            for part, rate in zip(parts, own, strict=True):
+                total = total + part.sum() * rate**2
+        return total / scale**2
+
+    def _lr_in_clip(self, context: StepContext, group: int) -> Tensor | float:
+        return context.peak_lr[group] if self.clip_lr == "peak" else self.layout.optimizer.param_groups[group]["lr"]
+
+
+def _same(a: Tensor | float, b: Tensor | float) -> bool:
+    """Whether two rates are known to be equal without asking the device."""
+    return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
+
+
+def peak_rates(groups: Sequence[Mapping[str, Any]], before: Mapping[int, Any]) -> dict[int, Any]:
+    """Parameter group -> largest learning rate so far."""
+    return {index: _larger(group["lr"], before.get(index)) for index, group in enumerate(groups)}
+
+
+def _larger(a: Tensor | float, b: Tensor | float | None) -> Tensor | float:
+    if b is None:  # a copy: a tensor lr is changed in place by its scheduler
+        return a.clone() if isinstance(a, Tensor) else a
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
+    return max(a, b)

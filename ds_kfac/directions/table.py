@@ -1,0 +1,34 @@
+"""The update rules, a line each."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ds_kfac.directions.base import UpdateRule
+from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
+from ds_kfac.directions.kfac_gradient_rule import KFACGradientRule
+
+DIRECTIONS: list[UpdateRule] = [KFACAdamWRule(), KFACGradientRule()]
+"""The first that claims an engine's optimizer; the last works with any."""
+
+
+def rule_of(optimizer: Any) -> UpdateRule:
+    """The rule of an engine with this innermost optimizer."""
+    return next(rule for rule in DIRECTIONS if rule.steps(optimizer))
+
+
+def rule_in(ds_config: Mapping[str, Any], optimizer: Any = None) -> UpdateRule:
+    """The rule of the engine that DeepSpeed would build.
+
+    Args:
+        optimizer: the argument of ``deepspeed.initialize``.
+
+    Raises:
+        ValueError: a rule's own optimizer, misspelt or with a wrong parameter.
+    """
+    named = [rule for rule in DIRECTIONS if rule.parameters(ds_config) is not None or rule.given(optimizer)]
+    return named[0] if named else DIRECTIONS[-1]
+
+
+def moments_named() -> Mapping[str, Any]:
+    """Kinds of moments that some rule keeps."""
+    return {kind.NAME: kind for rule in DIRECTIONS for kind in rule.kinds}

@@ -1,0 +1,142 @@
+"""From an engine to its :class:`Job`: domains, their layers, a plan for each, and what preconditions them."""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+from deepspeed.utils import logger
+
+from ds_kfac.assignment.cost_model import BUILTIN, CostModel
+from ds_kfac.assignment.measured_costs import measured
+from ds_kfac.comm.agreement import failing_together, gathered
+from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.directions.table import rule_of
+from ds_kfac.engine import parallelism
+from ds_kfac.model.experts import ExpertRows
+from ds_kfac.model.scan import Scan, scan
+from ds_kfac.ops import backends
+from ds_kfac.plan.make_plan import Setting, make_plan
+from ds_kfac.step.job import Job
+from ds_kfac.step.preconditioner import KFACPreconditioner
+from ds_kfac.step.target import Target
+from ds_kfac.zero.domains import Domain, domains
+from ds_kfac.zero.parameters import held_by_layer, parameter_names
+from ds_kfac.zero.registry import optimized_parameters, shard_layout
+from ds_kfac.zero.selftest import self_test
+
+
+def assemble(
+    engine: Any, config: KFACConfig, answers: tuple[str, ...], experts: ExpertRows | None
+) -> tuple[Job, tuple[Scan, ...]]:
+    """Collective: call on every rank. Returns the job, tested, and what was found in each of its domains.
+
+    Args:
+        config, answers: with its nulls answered, and how.
+
+    Raises:
+        ValueError: nothing to precondition, or a plan that cannot be made; on every rank.
+        RuntimeError: the self-test failed.
+    """
+    optimized = optimized_parameters(engine)
+    parts = domains(engine, optimized)
+    several = bool(parts[0].name)
+    _choose_backend(engine, config)
+    costs = agreed_costs(torch.device(engine.device), config.assignment.costs)
+    with parallelism.agreeing(several):  # one stage may have no layers, or too little memory
+        found = scan(engine.module, config.choice, optimized=optimized)
+        pairs = parallelism.by_domain(found, parts)
+        targets = [make_target(engine, domain, part, experts) for domain, part in pairs]
+        budgets = parallelism.budgets(targets, config)
+        plans = [
+            make_plan(target.layers, setting(target, config), budget, costs, answers)
+            for target, budget in zip(targets, budgets, strict=True)
+        ]
+        for target in targets:
+            target.rule.check_groups(target.model, target.layout, target.rest)
+    parallelism.check_copies(targets, plans)
+    preconditioners = [KFACPreconditioner(target, plan) for target, plan in zip(targets, plans, strict=True)]
+    job = Job(preconditioners, everywhere=several)
+    try:
+        with parallelism.agreeing(several):
+            for kfac in preconditioners:
+                self_test(kfac.layout, kfac.exchange.plan.of_parameter, kfac.channel)
+    except Exception:
+        job.close()
+        raise
+    return job, tuple(part for _, part in pairs)
+
+
+def _choose_backend(engine: Any, config: KFACConfig) -> None:
+    """Build what is missing and check it. A backend that was asked for and cannot run on some rank is an error on all
+    of them; one that was not, and an op that is wrong on some rank, is used nowhere then: replicas that round
+    differently would drift apart."""
+    name, device = config.ops.backend, torch.device(engine.device).type
+    error = RuntimeError if name is None else ValueError
+    with failing_together("ds_kfac cannot attach", torch.distributed.group.WORLD, error):
+        choice = backends.use(name, device)
+    everyone = enumerate(gathered(dict(choice.missing)))
+    lacking = {what: f"rank {rank}: {why}" for rank, missing in everyone for what, why in missing.items()}
+    if lacking.keys() - choice.missing:
+        choice = backends.use(name, device, without={**lacking, **choice.missing})
+    if choice.replaced and torch.distributed.get_rank() == 0:
+        logger.warning(f"ds_kfac: plain torch runs instead, on all ranks: {'; '.join(choice.replaced.values())}")
+
+
+def make_target(engine: Any, domain: Domain, found: Scan, experts: ExpertRows | None) -> Target:
+    """A domain's layers and where the engine keeps their gradients."""
+    named = dict(engine.module.named_parameters())
+    ours = [named[name] for name in parameter_names(found.layers)]
+    own_ids = {id(parameter) for parameter in ours}
+    return Target(
+        model=engine.module,
+        layers=found.layers,
+        layout=shard_layout(engine, ours, domain.group),
+        rest=shard_layout(engine, [p for p in domain.params if id(p) not in own_ids], domain.group),
+        inner=engine.basic_optimizer,
+        rule=rule_of(engine.basic_optimizer),
+        domain=domain,
+        info_of=experts,
+    )
+
+
+def setting(target: Target, config: KFACConfig) -> Setting:
+    """What a plan has to know of the engine."""
+    layout = target.layout
+    return Setting(
+        world=layout.world,
+        held=None if layout.replicated else held_by_layer(target.layers, layout.shards),
+        parameters=layout.params[0].dtype,
+        gradients=layout.dtype,
+        moments=target.rule.moments_count(config),
+        device=torch.device(layout.engine.device),
+        scheduled=layout.engine.lr_scheduler is not None,
+    )
+
+
+def _node(device: torch.device) -> tuple[int, int]:
+    """Ranks of a node, as the launcher says, and the cores they share; one rank where nodes differ. Collective."""
+    size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+    at_once = max(1, (os.cpu_count() or 1) // torch.get_num_threads())
+    mine = size, at_once if device.type == "cpu" and size > at_once else 0
+    return mine if len(set(gathered(mine))) == 1 else (1, 0)
+
+
+def agreed_costs(device: torch.device, file: str | None) -> CostModel:
+    """The cost model, the same on every rank of the job. Collective.
+
+    Args:
+        file: ``assignment.costs``.
+
+    Raises:
+        ValueError: on every rank, if one could not read the file, or has read another one.
+    """
+    node_size, node_cores = _node(device)
+    costs = replace(BUILTIN["cpu" if device.type == "cpu" else "cuda"], node_size=node_size, node_cores=node_cores)
+    if file is None:
+        return costs
+    with failing_together("ds_kfac: costs", None, ValueError):
+        costs = measured(costs, file)
+    if len(set(gathered(costs))) > 1:
+        raise ValueError(f"kfac.assignment.costs: {file} is not the same on all ranks")
+    return costs

@@ -1,0 +1,286 @@
+"""K-FAC at work in one engine: six wrapped attributes of the instance, and module hooks. No class is patched.
+
+``_take_model_step`` is where gradients are averaged but not yet checked, clipped or stepped, in every stage;
+``backward`` measures the scale of the output gradients; the checkpoint methods carry our state; ``destroy`` detaches.
+``forward`` runs captured steps without torch.compile: traced, every hook would break the graph in a loop of torch's
+own, after which torch leaves the module uncompiled for good. So all other steps run the graphs that they would without
+K-FAC.
+"""
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import logger
+from torch import nn
+
+from ds_kfac.checkpoint import save_load as checkpoint
+from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.directions.table import rule_of
+from ds_kfac.engine import refusals
+from ds_kfac.engine.assembly import assemble
+from ds_kfac.engine.checkpointing import Checkpointing
+from ds_kfac.engine.clipping import clipped
+from ds_kfac.engine.counters import counters, events, selected
+from ds_kfac.engine.monte_carlo import LossSampling
+from ds_kfac.engine.pipeline import announce_backwards
+from ds_kfac.engine.quadratic import QuadraticSteps
+from ds_kfac.engine.report import attach_report
+from ds_kfac.engine.warnings import attach_warnings
+from ds_kfac.metrics import STAGES, Metrics, timer_name
+from ds_kfac.model.batch_info import ReadBatch
+from ds_kfac.model.experts import ExpertRows
+from ds_kfac.model.sampled_loss import Sampler
+from ds_kfac.model.scan import Scan
+from ds_kfac.step.preconditioner import KFACPreconditioner
+from ds_kfac.zero.layout import scaler_scale
+from ds_kfac.zero.rescaling import WeightRescaling
+
+_ATTACHED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]]" = weakref.WeakKeyDictionary()
+HANDLE = "kfac"
+"""Name under which an engine carries its :class:`Attachment`."""
+
+
+def attached(model: Any) -> "Attachment | None":
+    """What is attached to the engine of a model, for whoever has the model alone, such as a callback."""
+    found = _ATTACHED.get(model) if isinstance(model, nn.Module) else None
+    return found() if found else None
+
+
+class Attachment:
+    """K-FAC at work in one engine.
+
+    Attributes:
+        job: the preconditioners of this rank's domains.
+        given: the config as it was given; ``preconditioner.config`` has its nulls answered.
+        report: the text logged at attach.
+    """
+
+    def __init__(self, engine: Any, config: KFACConfig) -> None:
+        self.engine, self.given = engine, config
+        rule = rule_of(getattr(engine, "basic_optimizer", None))
+        config, answers = rule.resolved(config, type(getattr(engine, "basic_optimizer", None)).__name__)
+        refusals.check(engine, config, rule.optimizer_type)
+        self.sampling: LossSampling | None = None
+        self.quadratic: QuadraticSteps | None = None
+        self._experts = ExpertRows(engine.module) if engine.has_moe_layers else None
+        try:
+            self.job, scans = assemble(engine, config, answers, self._experts)
+        except Exception:
+            self._remove_hooks()
+            raise
+        self._active, self._warned, self._warned_of_strangers = True, False, False
+        parts = self.job.preconditioners if config.rescale_weights else ()
+        self._rescalings = [WeightRescaling(kfac.layout, kfac.layers) for kfac in parts]
+        try:
+            checkpointing = Checkpointing(engine, self.job)
+            if config.factor.fisher == "monte_carlo":
+                self.sampling = LossSampling(self.preconditioner, engine)
+            if config.preconditioner.step == "quadratic":
+                self.quadratic = QuadraticSteps(self.preconditioner, engine)
+        except Exception:
+            self.job.close()
+            self._remove_hooks()
+            raise
+        self._originals: dict[str, tuple[Any, Any]] = {}
+        self._wrap("_take_model_step", self._take_model_step)
+        self._wrap("forward", self._forward)
+        self._wrap("backward", self._backward)
+        self._wrap("save_checkpoint", checkpointing.save)
+        self._wrap("load_checkpoint", checkpointing.load)
+        self._wrap("destroy", self._destroy)
+        self._undo = announce_backwards(engine, self.job) if isinstance(engine, PipelineEngine) else None
+        self._printed = [timer_name(stage) for stage in STAGES] if self.metrics.timers is not None else []
+        engine.engine_timers.global_timers += self._printed
+        setattr(engine, HANDLE, self)
+        _ATTACHED[engine.module] = weakref.ref(self)
+        self.report = self._report(scans)
+
+    def _report(self, scans: Sequence[Scan]) -> str:
+        """Of all domains of this rank; each is logged by its first rank, as a warning if it has one."""
+        reports = []
+        for kfac, found in zip(self.job.preconditioners, scans, strict=True):
+            name, warnings = kfac.target.domain.name, attach_warnings(kfac, self.given)
+            report = attach_report(kfac, found, warnings)
+            reports.append(f"{name}:\n{report}" if name else report)
+            if kfac.rank == 0:
+                logger.log(logging.WARNING if warnings else logging.INFO, reports[-1])
+        return "\n".join(reports)
+
+    @property
+    def preconditioner(self) -> KFACPreconditioner:
+        """That of the dense layers; the only one without experts."""
+        return self.job.preconditioners[0]
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.preconditioner.metrics
+
+    def counters(self) -> dict[str, float]:
+        """Steps, refreshes, failures, bytes and calls by kind, seconds per stage: see ds_kfac.engine.counters."""
+        return counters(self.job)
+
+    def log_line(self) -> dict[str, float]:
+        """The few of them that belong into a framework's logs. Reads device scalars: at logged steps only."""
+        return selected(self.job)
+
+    @property
+    def read_batch(self) -> ReadBatch:
+        """Says which rows of a batch count and how many loss terms it has; set your own function."""
+        return self.preconditioner.capture.read_batch
+
+    @read_batch.setter
+    def read_batch(self, function: ReadBatch) -> None:
+        for kfac in self.job.preconditioners:
+            kfac.capture.read_batch = function
+
+    @property
+    def sampler(self) -> Sampler:
+        """Draws labels and forms the loss of a Monte-Carlo Fisher; set your own function."""
+        return self._sampling().sampler
+
+    @sampler.setter
+    def sampler(self, function: Sampler) -> None:
+        self._sampling().sampler = function
+
+    def sample(self) -> None:
+        """Monte-Carlo Fisher without ``engine.backward``: call it between forward and ``loss.backward()``."""
+        self._sampling().sample()
+
+    def _sampling(self) -> LossSampling:
+        if self.sampling is None:
+            raise ValueError('ds_kfac: nothing is sampled; set "fisher": "monte_carlo" in kfac.factor')
+        return self.sampling
+
+    def detach(self) -> None:
+        """Restore the engine: remove hooks, wrappers, thread and our process group; nothing more the second time.
+
+        Local, so that it cannot wait for a rank that is gone; between steps. ``engine.destroy()`` does it first.
+        """
+        if not self._active:
+            return
+        self._active = False
+        for name, (wrapper, previous) in self._originals.items():
+            # Someone may have wrapped ours since; then it stays in the chain and passes everything through.
+            if vars(self.engine).get(name) is wrapper:
+                if previous is None:
+                    delattr(self.engine, name)
+                else:
+                    setattr(self.engine, name, previous)
+        delattr(self.engine, HANDLE)
+        _ATTACHED.pop(self.engine.module, None)
+        if self._undo is not None:
+            self._undo()
+        timers = self.engine.engine_timers
+        timers.global_timers = [name for name in timers.global_timers if name not in self._printed]
+        self.preconditioner.rule.release(self.preconditioner.target.inner)
+        self._remove_hooks()
+        self.job.close()
+
+    def _destroy(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Also what an engine does that is garbage."""
+        self.detach()
+        return original(*args, **kwargs)
+
+    def _remove_hooks(self) -> None:
+        if self.sampling is not None:
+            self.sampling.remove()
+        if self.quadratic is not None:
+            self.quadratic.remove()
+        if self._experts is not None:
+            self._experts.remove()
+
+    def load_state(self, load_dir: str | os.PathLike, tag: str) -> None:
+        """Load only the K-FAC state of a checkpoint, whatever stage and world size wrote it. Collective."""
+        checkpoint.load(self.job, Path(load_dir) / str(tag))
+
+    # the six wrapped attributes
+
+    def _wrap(self, name: str, wrapper: Callable[..., Any]) -> None:
+        original = getattr(self.engine, name)
+        previous = vars(self.engine).get(name)
+
+        @wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs) if self._active else original(*args, **kwargs)
+
+        self._originals[name] = (wrapped, previous)
+        setattr(self.engine, name, wrapped)
+
+    def _take_model_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        kfac, engine = self.preconditioner, self.engine
+        monitored = self.job.active and engine.monitor.enabled and engine.global_rank == 0
+        self._warn_of_silent_layers()
+        self._warn_of_strangers()
+        if self.sampling is not None:
+            self.sampling.check()
+        drafts = self.job.step() if self.quadratic is None else [self.quadratic.step()]
+        scaler = kfac.layout.grad_scaler
+        scale = torch.as_tensor(scaler_scale(scaler) if scaler else 0.0).clone()
+        with nullcontext() if self.quadratic is None else self.quadratic.compared(drafts[0]):
+            with clipped(kfac, drafts[0]):
+                result = original(*args, **kwargs)
+            # A GradScaler skips the step by itself; only its falling scale shows it. It has synchronised already.
+            skipped = bool(scaler) and bool(torch.as_tensor(scaler_scale(scaler)) < scale)
+            applied = engine.was_step_applied() and not skipped
+            self.job.commit(drafts, applied=applied)
+        for rescale in self._rescalings if applied else ():
+            rescale()
+        if monitored:
+            engine.monitor.write_events(events(self.job, engine.global_samples))
+        return result
+
+    def _warn_of_silent_layers(self) -> None:
+        """Once, after the first captured step: layers whose hooks never fired here keep their raw gradient."""
+        if self._warned or not self.job.active:
+            return
+        self._warned = True
+        preconditioners = self.job.preconditioners
+        silent = [layer.name for k in preconditioners for layer in k.layers if layer.name not in k.capture.called]
+        if silent:
+            logger.warning(
+                f"ds_kfac: rank {self.engine.global_rank} saw no rows of {', '.join(silent)} in its first step. A "
+                "layer keeps its raw gradient until some rank calls it. If it is never called as a module, exclude it"
+            )
+
+    def _warn_of_strangers(self) -> None:
+        """Once, at a captured step without a gradient that counts: the user means a backward that is not our own."""
+        captures = [kfac.capture for kfac in self.job.preconditioners]
+        strangers = sum(capture.strangers for capture in captures)
+        if strangers and not any(capture.counted for capture in captures) and not self._warned_of_strangers:
+            self._warned_of_strangers = True
+            logger.warning(
+                f"ds_kfac: rank {self.engine.global_rank}: gradients came through {strangers} calls of layers, none of "
+                "them in this engine's own backward, so the factors were not updated. Call engine.backward(loss) of "
+                "the engine that owns the loss"
+            )
+
+    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not (self.job.active and self.engine.module.training and hasattr(torch.compiler, "set_stance")):  # torch 2.6
+            return original(*args, **kwargs)
+        with torch.compiler.set_stance("force_eager"):
+            return original(*args, **kwargs)
+
+    def _backward(self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        retain_graph = bool(kwargs.get("retain_graph", args[0] if args else False))
+        with self.job.own_backward(retain_graph=retain_graph):
+            if not self.job.active or not loss.requires_grad:
+                return original(loss, *args, **kwargs)
+            scale_wrt_gas = kwargs.get("scale_wrt_gas", args[1] if len(args) > 1 else True)
+            # The caller who switches that off has already divided by the micro-batches.
+            divisor = 1 if scale_wrt_gas else self.engine.gradient_accumulation_steps()
+            if self.sampling is not None:
+                self.sampling.sample(loss)
+                return original(loss, *args, **kwargs)
+            hook = loss.register_hook(lambda seed: self.job.begin_backward(seed.float() / divisor))
+            try:
+                return original(loss, *args, **kwargs)
+            finally:
+                hook.remove()

@@ -1,0 +1,206 @@
+"""Steps whose rate and momentum follow from a quadratic model of the loss, with the exact Fisher matrix.
+
+    d_1 the K-FAC gradient, d_2 the last update          on the layers' owners
+    J d_i = (f(w + eps d_i) - f(w)) / eps                 one more forward each, on this rank's micro-batches
+    M_ij = mean over ranks and micro-batches of (J d_i)^T H (J d_j)         H of the loss in the prediction f
+    w += learning rate (w_1 d_1 + w_2 d_2)                :mod:`ds_kfac.update.quadratic`
+
+Finite differences need forwards only, so they go through whatever DeepSpeed has made of the model: weights gathered at
+stage 3, linears with a backward of their own, activation checkpointing. A forward is repeated with the random numbers
+of the first one, and leaves the buffers as they were.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_kfac.comm.message import deliver
+from ds_kfac.model.batch_info import BatchInfo
+from ds_kfac.model.hooks import own_hook
+from ds_kfac.model.output_loss import OUTPUT_LOSSES
+from ds_kfac.model.sampled_loss import prediction_tensor
+from ds_kfac.step.draft import Draft
+from ds_kfac.step.preconditioner import KFACPreconditioner
+from ds_kfac.update.moments import LastUpdate
+from ds_kfac.update.quadratic import QuadraticModel, adapted
+from ds_kfac.zero.shifting import Pieces, WeightShift
+
+EPSILON = 1e-3
+"""Norm of a shift over that of the weights: large enough for fp32, small enough for a straight line."""
+
+
+@dataclass
+class Forward:
+    """One micro-batch.
+
+    Attributes:
+        random: states of the generators before it.
+        prediction: f, fp32, without its graph.
+        gradient: of the loss with respect to it.
+    """
+
+    arguments: tuple
+    keywords: Mapping[str, Any]
+    info: BatchInfo
+    random: tuple[Tensor, ...]
+    prediction: Tensor = field(init=False)
+    gradient: Tensor = field(init=False)
+
+
+class QuadraticSteps:
+    """Of an engine with one domain, in fp32.
+
+    Raises:
+        ValueError: the module that ``kfac.factor.prediction`` names does not exist; or parameters are trained that are
+            of no K-FAC layer.
+    """
+
+    def __init__(self, kfac: KFACPreconditioner, engine: Any) -> None:
+        self.kfac, self.engine = kfac, engine
+        factor, modules = kfac.config.factor, dict(engine.module.named_modules())
+        if factor.prediction is not None and factor.prediction not in modules:
+            raise ValueError(f"kfac.factor.prediction: the model has no module {factor.prediction!r}")
+        if rest := len(kfac.target.rest.params):
+            raise ValueError(
+                f'kfac.preconditioner.step "quadratic": {rest} trained parameters are of no K-FAC layer, and the model '
+                "of the loss would not know of their steps; add their types to kfac.layers.types, or freeze them"
+            )
+        self.loss = OUTPUT_LOSSES[factor.sampler]
+        self.shift = WeightShift(kfac.layout, kfac.exchange)
+        self._forwards: list[Forward] = []
+        self._repeated: Tensor | None = None
+        model, predicting = engine.module, modules[factor.prediction or ""]
+        self._handles = [
+            model.register_forward_pre_hook(own_hook(model, self._begin), with_kwargs=True),
+            predicting.register_forward_hook(own_hook(predicting, self._end)),
+        ]
+
+    def remove(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        self._forwards.clear()
+
+    # what the training's forwards leave
+
+    def _begin(self, module: Any, arguments: tuple, keywords: dict[str, Any]) -> None:
+        if module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            info = self.kfac.capture.read_batch(arguments, keywords)
+            self._forwards.append(Forward(arguments, keywords, info, self._random()))
+
+    def _end(self, module: Any, inputs: tuple, output: Any) -> None:
+        if torch._C._current_graph_task_id() != -1 or not module.training:
+            return
+        prediction = prediction_tensor(output)
+        if not torch.is_grad_enabled():
+            self._repeated = prediction.detach().float()
+            return
+        if prediction.requires_grad and self._forwards:
+            forward = self._forwards[-1]
+            forward.prediction = prediction.detach().float()
+            prediction.register_hook(lambda gradient: setattr(forward, "gradient", gradient.detach().float()))
+
+    def _random(self) -> tuple[Tensor, ...]:
+        device = self.kfac.device
+        own = () if device.type == "cpu" else (torch.get_device_module(device).get_rng_state(device),)
+        return (torch.get_rng_state(), *own)
+
+    # a step
+
+    @torch.no_grad()
+    def step(self) -> Draft:
+        """Replace every layer's gradient by what the optimizer has to step along. Collective."""
+        kfac = self.kfac
+        self._forwards = [forward for forward in self._forwards if hasattr(forward, "gradient")]
+        draft = kfac.directed()
+        local = draft.local
+        last = {name: state.moments.update_OI for name, state in local.states.items()}
+        with torch.autocast(kfac.device.type, enabled=False), kfac.metrics.stage("relayout"):
+            size = self.shift.squared_norm().to(kfac.device)
+            # of weights that every rank has whole, each adds its share
+            local.numbers.append(size if self.shift.chunked else size * kfac.plan.workers / kfac.channel.world)
+            totals = kfac.totals(draft)
+            (first, own), (second, own_last) = self.shift.leg(local.results), self.shift.leg(last)
+            d_1, d_2, numbers = deliver((first, second, totals.leg), kfac.channel, kfac.device)
+            directions = self.shift.pieces(own, d_1), self.shift.pieces(own_last, d_2)
+            (b_1, b_2, D_11, D_12, D_22, size), _ = totals.read(numbers)
+        steps = EPSILON * size.sqrt() / torch.stack([D_11, D_22]).sqrt()
+        M = self._fisher(directions, torch.where(torch.isfinite(steps), steps, torch.zeros_like(steps)))
+        model = QuadraticModel(
+            torch.stack([b_1, b_2]).double(), M, torch.stack([D_11, D_12, D_12, D_22]).double().view(2, 2)
+        )
+        w = model.weights(self._damping(draft))
+        draft.quadratic, (w_1, w_2) = (model, w), w.float()
+        with kfac.metrics.stage("relayout"):
+            self.shift.write({at: -(w_1 * piece + w_2 * directions[1][at]) for at, piece in directions[0].items()})
+        for name, update in last.items():
+            moments = LastUpdate(w_1 * local.results[name] + w_2 * update)
+            local.states[name] = replace(local.states[name], moments=moments)
+        return draft
+
+    def _damping(self, draft: Draft) -> Tensor:
+        """lambda at this step."""
+        value = torch.tensor(self.kfac.config.damping.at(draft.factors.step), device=self.kfac.device)
+        return value if draft.damping_scale is None else value * draft.damping_scale
+
+    def _fisher(self, directions: tuple[Pieces, Pieces], steps: Tensor) -> Tensor:
+        """M, over all ranks. Collective: a forward may gather weights."""
+        derivatives = []
+        for pieces, step in zip(directions, steps, strict=True):
+            with self.shift.by(pieces, step):
+                moved = [self._repeat(forward) for forward in self._forwards]
+            divisor = torch.where(step > 0, step, torch.ones_like(step))
+            before = [forward.prediction for forward in self._forwards]
+            derivatives.append([(z - f) / divisor for z, f in zip(moved, before, strict=True)])
+        total = torch.zeros(4, dtype=torch.float64, device=self.kfac.device)
+        for forward, u, v in zip(self._forwards, *derivatives, strict=True):
+            pairs = (u, u), (u, v), (v, u), (v, v)
+            products = [self.loss.product(forward.prediction, x, y, forward.info) for x, y in pairs]
+            total += torch.stack(products).double()
+        return self._mean(total).view(2, 2)
+
+    def _mean(self, total: Tensor) -> Tensor:
+        """Over ranks and micro-batches, as the engine averages gradients."""
+        return self.kfac.channel.sum(total) / (self.kfac.channel.world * len(self._forwards))
+
+    def _repeat(self, forward: Forward) -> Tensor:
+        """The prediction with the weights of now."""
+        model, device = self.engine.module, self.kfac.device
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
+            torch.set_rng_state(forward.random[0])
+            if device.type != "cpu":
+                torch.get_device_module(device).set_rng_state(forward.random[1], device)
+            model(*forward.arguments, **forward.keywords)
+        for buffer, value in buffers:
+            buffer.copy_(value)
+        assert self._repeated is not None
+        found, self._repeated = self._repeated, None
+        return found
+
+    @contextmanager
+    def compared(self, draft: Draft) -> Iterator[None]:
+        """Around DeepSpeed's step and the commit: damping follows how well the model predicted. Collective."""
+        rate = self.kfac.layout.optimizer.param_groups[0]["lr"]
+        try:
+            yield
+            if self.kfac.config.damping.kind == "adaptive" and self.kfac.steps == draft.factors.step + 1:
+                self._adapt(draft, rate)
+        finally:
+            self._forwards.clear()
+
+    @torch.no_grad()
+    def _adapt(self, draft: Draft, rate: Tensor | float) -> None:
+        kfac, every = self.kfac, self.kfac.config.damping.interval
+        if kfac.steps % every or draft.quadratic is None or kfac.damping_scale is None:
+            return
+        (model, w), total = draft.quadratic, torch.zeros(1, dtype=torch.float64, device=kfac.device)
+        for forward in self._forwards:
+            d = self._repeat(forward) - forward.prediction
+            slope = (forward.gradient * d).sum() * self.engine.gradient_accumulation_steps()
+            total += (slope + self.loss.excess(forward.prediction, d, forward.info)).double()
+        actual, predicted = self._mean(total)[0], model.change(w * rate)
+        kfac.damping_scale = adapted(kfac.damping_scale, actual=actual, predicted=predicted, steps=every)

@@ -1,0 +1,1 @@
+"""Doors for programs that build the engine themselves. Nothing here is imported by the rest."""

@@ -1,0 +1,91 @@
+"""``python -m ds_kfac plot``: loss, seconds, refreshes and bytes, from the logs that a run has written anyway."""
+
+import argparse
+import csv
+import importlib
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+Series = dict[str, list[tuple[float, float]]]
+"""Name -> (step or sample, value)."""
+PANELS = {
+    "loss": r"loss",
+    "seconds": r"seconds|elapsed_time",
+    "refreshes, of rank 0": r"refreshes",
+    "bytes sent by rank 0": r"sent_bytes",
+}
+"""Title -> what is in the names of its lines."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="folder with DeepSpeed's csv or tensorboard logs, or trainer_state.json")
+    parser.add_argument("--out", type=Path, help="image to write; default: kfac.png in that folder")
+
+
+def run(arguments: argparse.Namespace) -> str:
+    """The file that was written.
+
+    Raises:
+        ValueError: no logs there, or matplotlib is missing.
+    """
+    series = read(arguments.run)
+    if not series:
+        raise ValueError(
+            f"{arguments.run}: no csv_monitor, tensorboard or trainer_state.json logs; enable one of them in the "
+            'DeepSpeed config, such as "csv_monitor": {"enabled": true, "output_path": "runs", "job_name": "kfac"}'
+        )
+    return f"wrote {draw(series, arguments.out or arguments.run / 'kfac.png')}"
+
+
+def read(folder: Path) -> Series:
+    """All numbers logged below a folder, by name and in order."""
+    found: defaultdict[str, dict[float, float]] = defaultdict(dict)
+    for path in sorted(folder.rglob("*.csv")):
+        with open(path, newline="") as file:
+            rows = [row for row in csv.reader(file) if len(row) == 2]
+        for place, text in rows:
+            if place != "step":  # a resumed run writes its heading again
+                found[path.stem][float(place)] = float(text)
+    for path in sorted(folder.rglob("trainer_state.json")):
+        for entry in json.loads(path.read_text())["log_history"]:
+            for name, value in entry.items():
+                if isinstance(value, (int, float)) and name != "step":
+                    found[name][entry["step"]] = value
+    events = sorted({path.parent for path in folder.rglob("events.out.tfevents*")})
+    for directory in events:
+        for name, step, value in _tensorboard(directory):
+            found[name][step] = value
+    return {name: sorted(values.items()) for name, values in found.items()}
+
+
+def _tensorboard(directory: Path) -> list[tuple[str, float, float]]:
+    accumulator = _module("tensorboard.backend.event_processing.event_accumulator").EventAccumulator(str(directory))
+    accumulator.Reload()
+    names = accumulator.Tags()["scalars"]
+    return [(name, event.step, event.value) for name in names for event in accumulator.Scalars(name)]
+
+
+def draw(series: Series, path: Path) -> Path:
+    """A panel for each of :data:`PANELS`; one without a line says so."""
+    _module("matplotlib").use("Agg")
+    figure, axes = _module("matplotlib.pyplot").subplots(2, 2, figsize=(12, 8), layout="constrained")
+    for axis, (title, pattern) in zip(axes.flat, PANELS.items(), strict=True):
+        lines = {name: points for name, points in series.items() if re.search(pattern, name)}
+        for name, points in lines.items():
+            axis.plot(*zip(*points, strict=True), label=name, linewidth=1, marker=".", markersize=3)
+        axis.set(title=title if lines else f"{title}: not in these logs", xlabel="step or sample, as logged")
+        axis.grid(alpha=0.3)
+        if lines:
+            axis.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as problem:
+        raise ValueError(f"{problem}; pip install ds_kfac[examples]") from problem

@@ -1,0 +1,288 @@
+"""Hooks on the layers: batch sums of a a^T and g g^T, only on the micro-steps that need them.
+
+A is summed in the forward hook and waits, a sum and not the inputs, for the gradient of the layer's output; both are
+counted when it arrives. What never gets one is never counted: a forward whose backward is skipped, or stopped by an
+exception before it reached the layer.
+
+A gradient counts in the engine's own backward only, see ``own_backward.py``.
+
+Activation checkpointing runs a forward twice. Reentrant: the first run has gradients disabled and is passed over.
+Non-reentrant: the first run counts; the recomputation's graph never gets a gradient, so it must not count A. Hence
+a forward inside a backward sums A only once its gradient arrives.
+
+torch.compile traces the hooks up to their first condition, which is all that steps without capture have of them.
+
+With a Monte-Carlo Fisher the gradients of the true loss are passed over; those of a sampled loss are fed in, for the
+calls that :attr:`Capture.pending` lists.
+
+No exception leaves a hook: it would stop one rank in a backward that the others finish.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_kfac.model.batch_info import BatchInfo, ReadBatch
+from ds_kfac.model.batch_sum import Sums, UseSums
+from ds_kfac.model.calls import AskedCall, Call, Forward, edge_of, is_trained, no_graph, on_gradient
+from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers.registry import LAYERS
+from ds_kfac.model.loss_terms import LossTerms
+from ds_kfac.model.own_backward import OwnBackward
+from ds_kfac.model.row_masks import Fit, RowMasks
+from ds_kfac.model.row_sums import RowSums
+from ds_kfac.model.rows import RowRule
+from ds_kfac.model.shared_inputs import SharedInputs
+
+
+class Capture:
+    """Installs the hooks; they return at once unless :attr:`active`.
+
+    Args:
+        model: holds the layers.
+        layers: what :func:`ds_kfac.model.scan.scan` found.
+        fallback_seed: the scale of a backward that nobody announced by :meth:`begin_backward`.
+        rule: how rows are made.
+        inputs: receives every input of a captured call, to find and verify layers that share theirs.
+        stage: context in which rows are added, for timings.
+        sampled: whether G comes from a sampled loss instead of the true one.
+        info_of: a micro-batch's information -> that of a module's call in it, where they differ.
+
+    Attributes:
+        read_batch: reads from the model's arguments which rows count.
+        pending: calls without gradients yet, of all forwards; filled only if ``sampled``.
+        sums: where rows go, see :meth:`begin_step`.
+        measured: layer name -> rows of its calls since the last step here, also where none are summed: of first runs
+            and of recomputations; None: they are not counted.
+        counted, strangers: calls since the last step whose gradients came in the engine's own backward, and in others.
+        rows: adds them up.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Iterable[LayerSpec],
+        fallback_seed: Callable[[], Tensor | float],
+        *,
+        rule: RowRule | None = None,
+        inputs: SharedInputs | None = None,
+        stage: Callable[[], AbstractContextManager[None]] = nullcontext,
+        sampled: bool = False,
+        read_batch: ReadBatch | None = None,
+        info_of: Callable[[str, BatchInfo], BatchInfo] | None = None,
+    ) -> None:
+        self.active = False
+        self.sampled, self.rows = sampled, RowSums(rule or RowRule(), stage, divided=not sampled)
+        self.read_batch: ReadBatch = read_batch or (lambda arguments, keywords: BatchInfo())
+        self.pending: list[AskedCall] = []
+        self.inputs = inputs or SharedInputs()
+        self.sums: Sums
+        self.measured: dict[str, list[int]] | None = None
+        self._keys: frozenset[str] = frozenset()
+        self.counted = self.strangers = 0
+        self._own, self._forward = OwnBackward(), Forward()
+        self._running: Forward | None = None  # whose gradients come in this backward
+        self._arrived: list[Call] = []  # in this backward, with an input to be released after it
+        self._fallback_seed = fallback_seed
+        self._sums: Mapping[str, Sequence[UseSums]] | None = None
+        self._seed: Tensor | float | None = None
+        self._info_of, self._masks = info_of or (lambda module, info: info), RowMasks(model)
+        self.called: set[str] = set()
+        self._handles: list[Any] = [
+            model.register_forward_pre_hook(self._begin_forward(model), with_kwargs=True),
+            model.register_forward_hook(self._end_forward(model)),
+        ]
+        for layer in layers:
+            for index, use in enumerate(layer.uses):
+                module = model.get_submodule(use.module)
+                hook = self._forward_hook(layer, index, module, model)
+                self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+
+    def begin_step(self, sums: Sums, keys: frozenset[str], step: int, *, measure: bool = False) -> None:
+        """Make ready for the captures of a step: of the factors in ``keys``, into ``sums``; none: the hooks rest.
+
+        Args:
+            step: decides which ranks contribute and which rows are sampled, if not all do and are.
+            measure: count the rows of all layers.
+        """
+        self.sums, self._keys, self.active, self.rows.turn = sums, keys, bool(keys), step
+        self.measured = {} if measure else None
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._masks.remove()
+        self.active = False
+
+    def begin_own(self) -> None:
+        """The engine's own backward begins; until :meth:`end_own`."""
+        self._own.begin()
+
+    def end_own(self, *, retain_graph: bool = False) -> None:
+        """It has ended, maybe by an exception. Closes the micro-batch.
+
+        Args:
+            retain_graph: whether a second backward through the graph may follow.
+        """
+        self._own.end()
+        if retain_graph:
+            self._arrived.clear()
+        self.end_backward()
+
+    def begin_backward(self, seed: Tensor) -> None:
+        """The gradient that reached the user's loss: by what every output gradient is scaled from here on."""
+        self._seed = seed.detach().float()
+
+    def end_backward(self) -> None:
+        """Close the micro-batch: the next rows are new loss terms, not another use of the same ones."""
+        self._seed = self._running = None
+        self.rows.close()
+        for call in self._arrived:
+            call.x = None
+        self._arrived.clear()
+        self.inputs.end_batch()
+
+    def take(self) -> Mapping[str, Sequence[UseSums]] | None:
+        """The sums since the last call, None if no layer ran; forgets them."""
+        sums, self._sums = self._sums, None
+        self._forward, self.pending, self.counted, self.strangers = Forward(), [], 0, 0
+        self.end_backward()
+        return sums
+
+    def add_sampled(self, calls: Sequence[AskedCall], gradients: Sequence[Tensor | None], seed: Tensor | float) -> None:
+        """Gradients of the sampled loss, times ``seed``, for some of :attr:`pending`; None where unused."""
+        self._seed = seed
+        for call, gradient in zip(reversed(calls), reversed(gradients), strict=True):  # as a backward would come by
+            if gradient is not None:
+                self._add_rows(call, gradient)
+        self.pending = [call for call in self.pending if not any(call is done for done in calls)]
+        self.end_backward()
+
+    @property
+    def loss(self) -> LossTerms:
+        """What is known of the loss of the model's last forward."""
+        return self._forward.loss
+
+    # Hooks are plain functions, see :func:`ds_kfac.model.hooks.own_hook`; torch.compile sees their first condition
+
+    def _begin_forward(self, own: nn.Module) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:
+            if module.training and self.active and torch.is_grad_enabled():
+                self._begin_batch(module is own, arguments, keywords)
+
+        return hook
+
+    def _end_forward(self, own: nn.Module) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: tuple, output: Any) -> None:
+            if module.training and self.active and torch.is_grad_enabled():
+                self._end_batch(module is own, output)
+
+        return hook
+
+    @torch.compiler.disable
+    def _begin_batch(self, own: bool, arguments: tuple, keywords: dict[str, Any]) -> None:
+        if not own or torch._C._current_graph_task_id() != -1:
+            return
+        if self.rows.open:  # a loss.backward() that nobody closed
+            self.end_backward()
+        loss = LossTerms(self.read_batch(arguments, keywords))
+        self._forward = Forward(loss, detached=no_graph((arguments, keywords)))
+        self.inputs.begin_batch()
+        self._masks.begin()
+
+    @torch.compiler.disable
+    def _end_batch(self, own: bool, output: Any) -> None:
+        if own and torch._C._current_graph_task_id() == -1:
+            self.loss.returned(output, weight_sharing=self.rows.rule.weight_sharing)
+            self._masks.end()
+
+    def _forward_hook(self, layer: LayerSpec, index: int, own: nn.Module, model: nn.Module) -> Callable[..., None]:
+        kind = LAYERS[layer.uses[index].kind]
+
+        def hook(module: nn.Module, inputs: tuple, named: dict[str, Any], output: Any) -> None:
+            if model.training and self.active and torch.is_grad_enabled():  # a part may be in eval mode
+                capture(module, inputs, named, output)
+
+        @torch.compiler.disable
+        def capture(module: nn.Module, inputs: tuple, named: dict[str, Any], output: Any) -> None:
+            if isinstance(output, tuple):  # Megatron's linears return their bias too
+                output = output[0]
+            if module is not own or not output.requires_grad or not is_trained(module):
+                return
+            recomputed = torch._C._current_graph_task_id() != -1
+            if recomputed and self.sampled:  # the first run's calls are those that are sampled
+                return
+            x = inputs[0] if inputs else next(iter(named.values()))
+            self.inputs.see(layer.name, x)
+            self.called.add(layer.name)
+            if self.measured is not None and index == 0:
+                self.measured.setdefault(layer.name, [0, 0])[recomputed] += kind.rows(x, output)
+            sides, sums = self._due(layer, index).sides, self._use_sums(layer, index)
+            if not sides:
+                return
+            # several may have run before the backward of this one, with other masks
+            forward = self._running if recomputed and self._running is not None else self._forward
+            x, name = x.detach(), layer.uses[index].module
+            info = self._info_of(name, forward.loss.info)
+            rows = Fit()
+            if not kind.images:
+                rows = self._masks.of(name, x, tuple(x.shape[:-1] if x.is_floating_point() else x.shape), info)
+            with_gradient = recomputed or kind.needs_gradients
+            if not with_gradient and sums.A is not None and x.numel():
+                self.rows.add_input(layer, index, module, x, rows, forward.inputs_of(layer.name, index, sums.A))
+            kept = x if with_gradient and "A" in sides else None
+            values = layer, index, module, info, rows, output.shape, sides, forward, kept, recomputed
+            if self.sampled:
+                self.pending.append(AskedCall(*values, edge=edge_of(output)))
+            else:
+                call = Call(*values)
+                on_gradient(output, lambda gradient: self._on_gradient(call, gradient))
+
+        return hook
+
+    def _on_gradient(self, call: Call, gradient: Tensor | None) -> None:
+        if gradient is None or not self.active:
+            return
+        if self._own.covers(call.forward):
+            self._running = call.forward
+            self._add_rows(call, gradient)
+        else:
+            self.strangers += 1
+
+    def _add_rows(self, call: Call, gradient: Tensor) -> None:
+        """Of both sides, unless they are too late; a call with an empty batch has none."""
+        self.counted += 1
+        name, use = call.layer.name, call.use
+        needs_x = LAYERS[call.layer.uses[use].kind].needs_gradients
+        sum_A, waiting = self._use_sums(call.layer, use).A, call.forward.waiting.pop((name, use), None)
+        if sum_A is not None and waiting is not None:
+            sum_A.take(waiting)
+        if sum_A is not None and not needs_x and call.x is not None and call.x.numel():
+            self.rows.add_input(call.layer, use, call.module, call.x, call.rows, sum_A)
+        if gradient.numel() and not (needs_x and call.x is None):
+            seed = self._fallback_seed() if self._seed is None else self._seed
+            self.rows.add_gradient(call, gradient, self._use_sums(call.layer, use), seed)
+        if call.recomputed:
+            call.x = None
+        elif call.x is not None:
+            self._arrived.append(call)
+        self.sums.rows_added(name, use, call.sides)
+
+    def _due(self, layer: LayerSpec, index: int) -> UseSums:
+        """What is due of a use in this step."""
+        if self._sums is None:
+            self._sums = self.sums.allocate(self._keys, self.rows.turn)
+        uses = self._sums.get(layer.name)
+        return UseSums(None, None) if uses is None else uses[index]
+
+    def _use_sums(self, layer: LayerSpec, index: int) -> UseSums:
+        """The same without what has left."""
+        sums = self._due(layer, index)
+        for side in sums.sides:
+            if self.sums.gone(layer.name, index, side):
+                sums = sums.having(side, None)
+        return sums

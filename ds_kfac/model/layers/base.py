@@ -1,0 +1,143 @@
+"""What K-FAC has to know about a layer. Shape suffixes: N rows, O and I the sides of the layer's matrix."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from ds_kfac.curvature.side import Side
+
+
+@dataclass(frozen=True)
+class Use:
+    """A module whose calls give statistics of a layer. One per layer; two for tied weights.
+
+    Attributes:
+        module: its name in the model.
+        kind: key of :data:`ds_kfac.model.layers.registry.LAYERS`.
+        A, G: sides of its rows: of its inputs (with a 1 for the bias) and of its output gradients.
+        bias: whether the module's bias is part of the layer.
+    """
+
+    module: str
+    kind: str
+    A: Side
+    G: Side
+    bias: bool
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One preconditioned layer, as every rank sees it; plain values only.
+
+    The layer's matrix is [O, I], outputs times inputs, with the bias as last column. For a norm it is a single row of
+    (weight, bias) pairs, for a tied embedding that of its head. With groups it is a stack of such matrices.
+    """
+
+    name: str
+    weight: str
+    """Name of the weight parameter in the model."""
+    bias: str | None
+    """Name of the bias parameter; None if there is none, or it is frozen."""
+    A: Side
+    G: Side
+    uses: tuple[Use, ...]
+    copies: int = 1
+    """Tensor-parallel ranks that hold the same layer; 1 if each has a shard of its own."""
+    groups: int = 1
+    """Independent maps of equal shape (a convolution's groups), each with its own block of A and of G."""
+    keeps_direction: str | None = None
+    """Why its directions are not to be orthogonalized."""
+
+    @property
+    def kind(self) -> str:
+        """Of its first use: decides how its parameters form a matrix."""
+        return self.uses[0].kind
+
+    @property
+    def dim_A(self) -> int:
+        return self.A.dim
+
+    @property
+    def dim_G(self) -> int:
+        return self.G.dim
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the layer's matrix: (O, I), or (groups, O, I)."""
+        if self.groups == 1:
+            return self.dim_G, self.dim_A
+        return self.groups, self.dim_G // self.groups, self.dim_A // self.groups
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the layer's gradient."""
+        return prod(self.shape)
+
+    @property
+    def packed_numel(self) -> int:
+        """Elements of both packed factors."""
+        return self.A.numel + self.G.numel
+
+
+class LayerType(Protocol):
+    """A row of the table of layer types. One file each; stateless."""
+
+    needs_gradients: bool
+    """Whether even its A is made of output gradients, so that it has no statistics without them."""
+    without_bias: str | None
+    """Why a bias is not part of the layer; None: it is."""
+    images: bool
+    """Whether its tensors are images [N, C, ..]: no mask [N, T] is for their rows."""
+
+    def refusal(self, module: nn.Module) -> str | None:
+        """None if this type describes ``module``; else why not ("" when it is some other type altogether)."""
+
+    def sides(self, module: nn.Module, bias: bool) -> tuple[int, int]:
+        """(I, O), from attributes or ``ds_shape``: ZeRO-3 leaves empty weights behind."""
+
+    def groups(self, module: nn.Module) -> int:
+        """Independent maps that the module consists of, each with such sides."""
+
+    def keeps_direction(self, module: nn.Module) -> str | None:
+        """Why its directions are not to be orthogonalized."""
+
+    def rows(self, x: Tensor, output: Tensor) -> int:
+        """How many rows a call has, whichever of them count."""
+
+    def input_rows(self, module: nn.Module, x: Tensor) -> Tensor | None:
+        """Inputs [.., I without the bias], or indices [..] of one-hot inputs (negative: none); None if A comes with
+        the gradient."""
+
+    def gradient_rows(
+        self, module: nn.Module, x: Tensor | None, gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """From a call's input and output gradient: rows of A if ``input_rows`` gave none, rows of G if it has any."""
+
+    def matrix(self, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        """Flat (weight | bias) gradients -> the layer's matrix, of ``LayerSpec.shape``."""
+
+    def split(self, matrix_OI: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
+        """Inverse of ``matrix``: flat gradients in the order of ``LayerSpec.parameters``."""
+
+    def structured(self, side_A: Side, side_G: Side, bias: bool) -> tuple[Side, Side]:
+        """The sides' structure, where the type fixes it."""
+
+
+def parameter_shape(parameter: Any) -> tuple[int, ...]:
+    """The true shape: ZeRO-3 keeps it in ``ds_shape`` while the parameter itself is empty."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def computed_parameter(module: Any) -> str | None:
+    """Why a module whose weight or bias is computed (weight_norm and other parametrizations) is not for us, or None."""
+    for name in ("weight", "bias"):
+        if getattr(module, name, None) is not None and name not in module._parameters:
+            return f"its {name} is computed by a parametrization, not a parameter"
+    return None

@@ -1,0 +1,39 @@
+"""The table of layer types: a new one is one file and one line."""
+
+from torch import nn
+
+from ds_kfac.model.layers.base import LayerType
+from ds_kfac.model.layers.conv1d import Conv1D
+from ds_kfac.model.layers.convolution import Convolution
+from ds_kfac.model.layers.embedding import Embedding
+from ds_kfac.model.layers.image_norm import BatchNorm, GroupNorm
+from ds_kfac.model.layers.linear import Linear
+from ds_kfac.model.layers.norm import LayerNorm, RMSNorm
+from ds_kfac.model.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from ds_kfac.model.layers.transposed_convolution import TransposedConvolution
+
+LAYERS: dict[str, LayerType] = {
+    "Linear": Linear(),
+    "Conv1D": Conv1D(),
+    "Conv1d": Convolution(nn.Conv1d),
+    "Conv2d": Convolution(nn.Conv2d),
+    "Conv3d": Convolution(nn.Conv3d),
+    "ConvTranspose1d": TransposedConvolution(nn.ConvTranspose1d),
+    "ConvTranspose2d": TransposedConvolution(nn.ConvTranspose2d),
+    "ConvTranspose3d": TransposedConvolution(nn.ConvTranspose3d),
+    "Embedding": Embedding(),
+    "LayerNorm": LayerNorm(),
+    "RMSNorm": RMSNorm(),
+    "BatchNorm": BatchNorm(),
+    "GroupNorm": GroupNorm(),
+    "ColumnParallelLinear": ColumnParallelLinear(),
+    "RowParallelLinear": RowParallelLinear(),
+}
+SHARDS = {"ColumnParallelLinear": "Linear", "RowParallelLinear": "Linear"}
+"""Types of a tensor-parallel rank's part of a layer -> the type by which a config chooses them."""
+
+TIED = "Tied"
+"""Name, among layer types, of an embedding and a head that share their weight."""
+MATRICES = tuple(kind for kind in LAYERS if kind == "Linear" or kind.startswith("Conv"))
+"""Types that a config without types takes: linear maps and convolutions."""
+TYPES = (*(kind for kind in LAYERS if kind not in SHARDS), TIED)

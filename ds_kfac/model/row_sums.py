@@ -1,0 +1,145 @@
+"""Adds the rows of a call to its layer's sums: inputs to A, output gradients per loss term to G."""
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from ds_kfac.model.batch_sum import BatchSum, UseSums
+from ds_kfac.model.calls import Call
+from ds_kfac.model.layers.base import LayerSpec, LayerType
+from ds_kfac.model.layers.convolution import Convolution
+from ds_kfac.model.layers.registry import LAYERS
+from ds_kfac.model.loss_terms import LossTerms
+from ds_kfac.model.patches import Grid, Patches
+from ds_kfac.model.row_masks import Fit
+from ds_kfac.model.rows import RowRule, gradient_rows, input_rows
+
+logger = logging.getLogger("ds_kfac")
+
+
+class RowSums:
+    """Turns the tensors of layer calls into rows and adds them to the sums of the step.
+
+    Args:
+        rule: how rows are made.
+        stage: context in which rows are added, for timings.
+        divided: whether the loss may be divided by something else than its terms, according to the micro-batch.
+
+    Attributes:
+        turn: the step, moves the sub-sample.
+    """
+
+    def __init__(
+        self, rule: RowRule, stage: Callable[[], AbstractContextManager[None]] = nullcontext, *, divided: bool = True
+    ) -> None:
+        self.rule, self.turn = rule, 0
+        self._stage, self._divided = stage, divided
+        self._counted: set[tuple[LossTerms, str, int]] = set()  # uses whose loss terms are
+        self._warned = False
+
+    @property
+    def open(self) -> bool:
+        """Whether gradients came since the last :meth:`close`."""
+        return bool(self._counted)
+
+    def close(self) -> None:
+        """The next gradients are of other loss terms."""
+        self._counted.clear()
+
+    @torch.no_grad()
+    def add_input(
+        self, layer: LayerSpec, index: int, module: nn.Module, x: Tensor, counted: Fit, sum_A: BatchSum
+    ) -> None:
+        """Of a call of the layer's use ``index`` with ``x``."""
+        use = layer.uses[index]
+        kind = LAYERS[use.kind]
+        with self._stage():
+            if self._sees_patches(kind):
+                patches = kind.input_patches(module, x)
+                patches.add_to_(sum_A.sum_P, use.A, self._grid(patches, layer), bias=use.bias)
+                sum_A.count.add_(patches.count)
+                return
+            tensor = kind.input_rows(module, x)
+            assert tensor is not None  # the type does not wait for gradients
+            rows = input_rows(tensor, counted.mask, self.rule, dim=use.A.dim, turn=self.turn, examples=counted.examples)
+            use.A.accumulate_(sum_A.sum_P, rows.x, ones_column=rows.counts_R1 if use.bias else None)
+            sum_A.count.add_(rows.count)
+
+    @torch.no_grad()
+    def add_gradient(self, call: Call, gradient: Tensor, sums: UseSums, seed: Tensor | float) -> None:
+        """Rows of M g-hat / seed: the gradient of each loss term, M of them averaged in the loss.
+
+        Or of items g-hat / seed, where the loss that the model returned divides by items, and seed is what reached it.
+
+        fp32 rows are unscaled before the product: the square of a gradient scaled by 2^16 may overflow. Rows in 16
+        bits go as they are, the square of M / seed comes after: fp16 squares stay below 2^32, bf16 is not scaled.
+        """
+        use = call.layer.uses[call.use]
+        kind, gradient = LAYERS[use.kind], gradient.detach().reshape(call.shape)
+        with self._stage():
+            if self._sees_patches(kind):
+                if sums.G is not None:
+                    patches = kind.gradient_patches(call.module, gradient)
+                    terms, gain = self._gain(call, patches.examples, seed)
+                    patches.add_to_(sums.G.sum_P, use.G, self._grid(patches, call.layer), gain=gain)
+                    sums.G.count.add_(self._new(call, terms * call.info.ranks))
+                return
+            tensors = kind.gradient_rows(call.module, call.x, gradient)
+            for tensor, side, sum_ in zip(tensors, (use.A, use.G), (sums.A, sums.G), strict=True):
+                if tensor is None or sum_ is None:
+                    continue
+                rows, own, factor = gradient_rows(
+                    tensor, call.rows.mask, self.rule, turn=self.turn, examples=call.rows.examples
+                )
+                terms, gain = self._gain(call, own, seed)
+                scale: Tensor | float = factor
+                if rows.dtype == torch.float32:
+                    rows = rows * gain
+                else:
+                    scale = factor * gain**2
+                side.accumulate_(sum_.sum_P, rows, scale=scale)
+                sum_.count.add_(self._new(call, terms * call.info.ranks))
+
+    def _sees_patches(self, kind: LayerType) -> TypeGuard[Convolution]:
+        return isinstance(kind, Convolution) and self.rule.weight_sharing == "expand"
+
+    def _grid(self, patches: Patches, layer: LayerSpec) -> Grid:
+        """The same for both sides."""
+        return patches.grid(self.rule, self.turn, max(layer.shape[-2:]))
+
+    def _gain(self, call: Call, own: Tensor | int, seed: Tensor | float) -> tuple[Tensor | int, Tensor | float]:
+        """M, and what output gradients are multiplied by."""
+        terms, divisor = self._terms(call, own), call.info.divisor
+        if call.loss.seed is not None and call.info.items is not None:
+            seed, divisor = call.loss.seed, call.info.items
+        return terms, (divisor if self._divided and divisor is not None else terms) / seed
+
+    def _terms(self, call: Call, own: Tensor | int) -> Tensor | int:
+        """M of the call's forward, the same for all layers. ``own``: the call's rows that count."""
+        loss = call.loss
+        if loss.terms is not None:
+            return loss.terms
+        own = own if call.info.tokens is None else call.info.tokens
+        if loss.guess is None:
+            loss.guess = own
+        known = isinstance(own, int) and isinstance(loss.guess, int)  # numbers on the device are not looked at
+        if not self._warned and (own != loss.guess if known else type(own) is not type(loss.guess)):
+            self._warned = True
+            logger.warning(
+                f"ds_kfac: {call.layer.name} has other rows than the layer nearest to the loss. The number of loss "
+                "terms is taken from that layer, because neither labels nor an output of the model show it. Set "
+                "engine.kfac.read_batch to return the labels (docs/tuning.md)"
+            )
+        return loss.guess
+
+    def _new(self, call: Call, terms: Tensor | int) -> Tensor | int:
+        """Loss terms that are not counted yet: a second use of a layer in a forward adds rows, not terms."""
+        key = (call.loss, call.layer.name, call.use)  # A's and G's rows are the same terms, and one of both is made
+        if key in self._counted:
+            return 0
+        self._counted.add(key)
+        return terms

@@ -1,0 +1,293 @@
+"""Model -> the layers K-FAC preconditions, and everything it leaves alone with the reason."""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from torch import nn
+
+from ds_kfac.curvature.side import Side
+from ds_kfac.model.layers.base import LayerSpec, Use, parameter_shape
+from ds_kfac.model.layers.registry import LAYERS, SHARDS, TIED, TYPES
+from ds_kfac.ops.reference import packed_numel
+
+ADAPTER = re.compile(r"(^|\.)lora_[ab](\.|$)", re.IGNORECASE)
+"""Names of the two factors of a low-rank update, as PEFT and torchtune give them. Their gradients have the rank of the
+small side, which alone gets a factor: one of the long side would be thousands of times the layer's own size."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A module with parameters of its own that K-FAC does not touch; its gradients pass through."""
+
+    name: str
+    kind: str
+    numel: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What :func:`scan` found: layers to precondition, and modules left out with the reason."""
+
+    layers: tuple[LayerSpec, ...]
+    skipped: tuple[Skipped, ...]
+
+
+def share(layers: Sequence[LayerSpec], parameters: int, trained: int | None = None) -> str:
+    """How much of a model of so many parameters the layers are, for people; ``trained``: None: all of them are."""
+    ours, kinds = sum(layer.numel for layer in layers), Counter(layer.kind for layer in layers)
+    some = trained is not None and trained < parameters
+    frozen, whole = (f", {trained:,} of them trained", "of these") if some else ("", "of them")
+    return (
+        f"{parameters:,} parameters{frozen}, {ours:,} {whole} ({ours / (trained or parameters):.0%}) in {len(layers)} "
+        f"K-FAC layers ({', '.join(f'{n} {kind}' for kind, n in kinds.items())})"
+    )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which layers, and the structure of their sides.
+
+    Attributes:
+        include: regexes searched in module names; if any are given, only matching modules are taken.
+        exclude: regexes searched in module names; matching modules are left alone.
+        types: names of layer types, of :data:`ds_kfac.model.layers.registry.TYPES`.
+        dense_max: longest side whose factor is one dense matrix; longer ones are cut into blocks; None: any.
+        max_dim: longest side whose factor has matrices at all; None: any.
+        large: what a longer side becomes: "blocks", "diagonal", "identity", or "skip": the layer is left to the
+            optimizer.
+        gradients: whether there are statistics of output gradients; without, G is the identity.
+    """
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    types: tuple[str, ...] = TYPES
+    dense_max: int | None = None
+    max_dim: int | None = None
+    large: str = "diagonal"
+    gradients: bool = True
+
+
+@dataclass
+class _Model:
+    """What the rules below ask about the model."""
+
+    modules: Mapping[str, nn.Module]
+    """Those with parameters of their own."""
+    names: Mapping[int, str]
+    """id of a parameter -> its name."""
+    trained: set[int]
+    users: Mapping[int, list[str]] = field(init=False)
+    """id of a parameter -> modules that hold it."""
+    tied_stages: set[int] = field(default_factory=set)
+    """ids of parameters that a DeepSpeed PipelineModule ties over its stages."""
+    gates: set[int] = field(default_factory=set)
+    """ids of the linears inside gates of deepspeed.moe."""
+
+    def __post_init__(self) -> None:
+        users = defaultdict(list)
+        for name, module in self.modules.items():
+            for parameter in module.parameters(recurse=False):
+                users[id(parameter)].append(name)
+        self.users = users
+
+
+def scan(model: nn.Module, choice: Choice | None = None, *, optimized: Iterable[nn.Parameter] | None = None) -> Scan:
+    """Find the layers, in module order. Pure: reads shapes and flags, never values.
+
+    Args:
+        optimized: the optimizer's parameters; None: all that require a gradient.
+
+    Raises:
+        ValueError: a pattern that matches no module with parameters (a typing error that would silently
+            change what is trained), or no layer left to precondition.
+    """
+    choice = choice or Choice()
+    modules = {name: module for name, module in model.named_modules() if list(module.parameters(recurse=False))}
+    _check_patterns(modules, choice)
+    tied = getattr(model, "tied_modules", None)  # PipelineModule's TiedLayerSpec
+    facts = _Model(
+        modules,
+        {id(parameter): name for name, parameter in model.named_parameters()},
+        {id(p) for p in (model.parameters() if optimized is None else optimized) if p.requires_grad},
+        tied_stages={id(p) for p in tied.parameters()} if isinstance(tied, nn.ModuleDict) else set(),
+        gates={id(m.wg) for m in model.modules() if type(m).__name__ == "TopKGate" and hasattr(m, "wg")},
+    )
+    inside_attention = {
+        id(child)
+        for module in model.modules()
+        if isinstance(module, nn.MultiheadAttention)
+        for child in module.modules()
+    }
+    layers: list[LayerSpec] = []
+    skipped = []
+    for name, module in modules.items():
+        found = _layer(name, module, facts, choice, inside_attention)
+        if isinstance(found, LayerSpec):
+            layers.append(found)
+        elif found is not None:
+            own = sum(map(numel, module.parameters(recurse=False)))
+            skipped.append(Skipped(name, type(module).__name__, own, found))
+    skipped += _left_over(layers, facts)
+    if not layers:
+        raise ValueError(
+            f"kfac: {type(model).__name__} has no layer to precondition (known types: {', '.join(TYPES)}); "
+            "check kfac.layers. Left alone: "
+            + ("; ".join(f"{s.name} ({s.kind}): {s.reason}" for s in skipped[:8]) or "no module has parameters")
+        )
+    return Scan(tuple(layers), tuple(skipped))
+
+
+def _layer(
+    name: str, module: nn.Module, facts: _Model, choice: Choice, inside_attention: set[int]
+) -> LayerSpec | str | None:
+    """The layer of a module, why it is left alone, or None if it is part of a layer found elsewhere."""
+    kind, reason = _kind(module)
+    if reason is None:
+        reason = _unfit(name, module, facts, choice, inside_attention)
+    if reason is not None:
+        return reason
+    users = facts.users[id(module.weight)]
+    if len(users) > 1:
+        return _tied(name, users, facts, choice, inside_attention)
+    if SHARDS.get(kind, kind) not in choice.types:
+        return f"{kind} is not in kfac.layers.types"
+    if LAYERS[kind].needs_gradients and not choice.gradients:
+        return 'its factor needs output gradients, which kfac.factor.fisher "activations_only" does not collect'
+    bias = module._parameters.get("bias")
+    trained_bias = bias is not None and id(bias) in facts.trained and LAYERS[kind].without_bias is None
+    if LAYERS[kind].needs_gradients and bias is not None and not trained_bias:
+        return "only one of its weight and bias is trained"
+    use = _use(name, kind, module, trained_bias, choice)
+    if isinstance(use, str):
+        return use
+    return LayerSpec(
+        name,
+        facts.names[id(module.weight)],
+        facts.names[id(bias)] if trained_bias else None,
+        use.A,
+        use.G,
+        (use,),
+        groups=LAYERS[kind].groups(module),
+        keeps_direction=LAYERS[kind].keeps_direction(module),
+    )
+
+
+def _use(name: str, kind: str, module: nn.Module, bias: bool, choice: Choice) -> Use | str:
+    """A module's sides, or which of them is too large."""
+    sides: list[Side] = []
+    large = choice.large
+    dims = LAYERS[kind].sides(module, bias)
+    for dim, other in (dims, dims[::-1]):
+        if ADAPTER.search(name) and dim > other:
+            sides.append(Side.identity(dim))
+            continue
+        fixed = kind == "Embedding" and not sides  # its A is diagonal whatever its length
+        if large == "skip" and choice.max_dim is not None and dim > choice.max_dim and not fixed:
+            gigabytes = 4 * packed_numel(dim) / 1e9
+            return f"a side of {dim} is over kfac.factor.max_dim {choice.max_dim}; dense it takes {gigabytes:.1f} GB"
+        if choice.dense_max is not None and choice.dense_max < dim <= (choice.max_dim or dim):
+            sides.append(
+                Side.limited(dim, max_dim=max(choice.dense_max // 2, min(other, choice.dense_max)), large="blocks")
+            )
+            continue
+        sides.append(Side.limited(dim, max_dim=choice.max_dim, large="diagonal" if large == "skip" else large))
+    A, G = (s.repeated(LAYERS[kind].groups(module)) for s in LAYERS[kind].structured(sides[0], sides[1], bias))
+    return Use(name, kind, A, G if choice.gradients else Side.identity(G.dim), bias)
+
+
+def _tied(
+    name: str, users: list[str], facts: _Model, choice: Choice, inside_attention: set[int]
+) -> LayerSpec | str | None:
+    """One layer for an embedding and a head with one weight: the head's matrix [vocabulary, width]."""
+    kinds = {_kind(facts.modules[user])[0]: user for user in users}
+    if len(users) != 2 or set(kinds) != {"Embedding", "Linear"}:
+        return f"weight is shared by {', '.join(users)}; only an embedding with one nn.Linear head is known"
+    if TIED not in choice.types:
+        return f"{TIED} (an embedding and a head with one weight) is not in kfac.layers.types"
+    for user in users:
+        if reason := _unfit(user, facts.modules[user], facts, choice, inside_attention):
+            return f"tied to {user}: {reason}" if user != name else reason
+    if name != users[0]:
+        return None
+    head = _use(kinds["Linear"], "Linear", facts.modules[kinds["Linear"]], False, choice)
+    embedding = _use(kinds["Embedding"], "Embedding", facts.modules[kinds["Embedding"]], False, choice)
+    if isinstance(head, str) or isinstance(embedding, str):
+        return head if isinstance(head, str) else str(embedding)
+    # the two uses share their structures: vocabulary (the head's G, the embedding's A) and width
+    vocabulary = Side.diagonal(head.G.dim) if choice.gradients else Side.identity(head.G.dim)
+    head = Use(head.module, "Linear", head.A, vocabulary, False)
+    embedding = Use(embedding.module, "Embedding", embedding.A, head.A, False)
+    uses = (head, embedding) if choice.gradients else (head,)
+    weight = facts.names[id(facts.modules[users[0]].weight)]
+    return LayerSpec(name, weight, None, head.A, head.G, uses)
+
+
+def _left_over(layers: list[LayerSpec], facts: _Model) -> list[Skipped]:
+    """Parameters of preconditioned modules that are not part of the layer."""
+    skipped = []
+    for layer in layers:
+        for use in layer.uses:
+            for name, parameter in facts.modules[use.module].named_parameters(recurse=False):
+                if facts.names[id(parameter)] not in layer.parameters:
+                    reason = "stays apart, the weight is tied"
+                    reason = LAYERS[use.kind].without_bias or reason
+                    if id(parameter) not in facts.trained:
+                        reason = "is frozen"
+                    skipped.append(Skipped(f"{use.module}.{name}", "parameter", numel(parameter), f"it {reason}"))
+    return skipped
+
+
+def numel(parameter: nn.Parameter) -> int:
+    """Elements of the whole parameter."""
+    return prod(parameter_shape(parameter))
+
+
+def _kind(module: nn.Module) -> tuple[str, str | None]:
+    """The type's name and None, or "" and why no type takes this module."""
+    reasons = []
+    for kind, layer_type in LAYERS.items():
+        reason = layer_type.refusal(module)
+        if reason is None:
+            return kind, None
+        if reason:
+            reasons.append(reason)
+    return "", "; ".join(reasons) or "no K-FAC layer type for it"
+
+
+def _unfit(name: str, module: nn.Module, facts: _Model, choice: Choice, inside_attention: set[int]) -> str | None:
+    """Why a module of a known type is left alone, or None."""
+    if choice.include and not any(re.search(pattern, name) for pattern in choice.include):
+        return "not matched by kfac.layers.include"
+    for pattern in choice.exclude:
+        if re.search(pattern, name):
+            return f"matched by kfac.layers.exclude {pattern!r}"
+    if not module.weight.requires_grad:
+        return "weight is frozen"
+    if id(module.weight) not in facts.trained:
+        return "weight is not among the optimizer's parameters"
+    if getattr(module.weight, "_ds_grad_allreduce_registered", False):
+        return "AutoTP sums its gradient over tensor-parallel ranks, each of which has other rows"
+    if id(module.weight) in facts.tied_stages:
+        return "tied by a TiedLayerSpec: its gradient is a sum over uses of which other stages have the rows"
+    bias = module._parameters.get("bias")
+    if bias is not None and len(facts.users[id(bias)]) > 1:
+        return "bias is shared with another module; its gradient is a sum over both uses"
+    if id(module) in facts.gates:
+        return "called as a function by its mixture of experts' gate, its hooks never fire"
+    if id(module) in inside_attention:
+        return "called as a function by nn.MultiheadAttention, its hooks never fire"
+    return None
+
+
+def _check_patterns(modules: Mapping[str, nn.Module], choice: Choice) -> None:
+    for key, patterns in (("include", choice.include), ("exclude", choice.exclude)):
+        for pattern in patterns:
+            if not any(re.search(pattern, name) for name in modules):
+                raise ValueError(
+                    f"kfac.layers.{key}: pattern {pattern!r} matches no module with parameters; names look like: "
+                    + ", ".join(list(modules)[:6])
+                )

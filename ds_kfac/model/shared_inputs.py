@@ -1,0 +1,105 @@
+"""Layers that see the same input, such as q, k, v or gate, up: found by tensor identity, and verified from then on."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+Fingerprint = tuple[StorageWeakRef, Any, tuple[int, ...], tuple[int, ...], int]
+
+
+def _fingerprint(x: Tensor) -> Fingerprint:
+    """Memory and version, not the Python object: ZeRO-3 hands every module a view of its own."""
+    return StorageWeakRef(x.untyped_storage()), x.storage_offset(), tuple(x.shape), x.stride(), x._version
+
+
+def _same(a: Fingerprint, b: Fingerprint) -> bool:
+    # memory that was given back may hold another tensor by now
+    return not a[0].expired() and a[0].cdata == b[0].cdata and a[1:] == b[1:]
+
+
+class SharedInputs:
+    """Watches the inputs of captured calls: first it looks for groups, then it checks that the groups in use hold.
+
+    Args:
+        candidates: names of layers that may form groups; none: it does nothing.
+
+    Attributes:
+        searching: whether the groups are still to be found.
+        broken: groups in use that did not hold.
+    """
+
+    def __init__(self, candidates: Collection[str] = ()) -> None:
+        self.searching = bool(candidates)
+        self.broken: set[tuple[str, ...]] = set()
+        self._watched = frozenset(candidates)
+        self._numbers: dict[str, list[int]] = {}  # layer -> number of each of its inputs so far
+        self._inputs: list[tuple[int, Fingerprint]] = []  # those of this micro-batch
+        self._total = 0
+        self._group: dict[str, tuple[str, ...]] = {}
+        self._calls: dict[tuple[str, ...], list[Fingerprint]] = {}  # of the layer that was first to call so often
+        self._counts: Counter[str] = Counter()
+
+    def parted(self) -> bool:
+        """Whether a group in use did not hold."""
+        return bool(self.broken)
+
+    def see(self, layer: str, x: Tensor) -> None:
+        """A layer was called with ``x``. If it is in a group and another one of it was called with something else, the
+        group is broken."""
+        if layer not in self._watched:
+            return
+        mark = _fingerprint(x)
+        if self.searching:
+            number = next((number for number, other in self._inputs if _same(other, mark)), None)
+            if number is None:
+                number, self._total = self._total, self._total + 1
+                self._inputs.append((number, mark))
+            self._numbers.setdefault(layer, []).append(number)
+            return
+        calls = self._calls.setdefault(self._group[layer], [])
+        self._counts[layer] += 1
+        if len(calls) < self._counts[layer]:
+            calls.append(mark)
+        elif not _same(calls[self._counts[layer] - 1], mark):
+            self.broken.add(self._group[layer])
+
+    def begin_batch(self) -> None:
+        """The next inputs are those of another micro-batch; the last one may have been given up half way."""
+        self._inputs, self._counts, self._calls = [], Counter(), {}
+
+    def end_batch(self) -> None:
+        """A micro-batch is complete. A group is broken whose first layer, whose inputs are what is captured, was called
+        less often than another one."""
+        self.broken |= {group for group, seen in self._calls.items() if self._counts[group[0]] < len(seen)}
+        self.begin_batch()
+
+    def found(self) -> Mapping[str, tuple[int, ...]]:
+        """Layer -> numbers of its inputs; layers with equal ones share them. A layer that was not called is missing."""
+        return {layer: tuple(numbers) for layer, numbers in self._numbers.items()}
+
+    def use(self, groups: Sequence[Sequence[str]]) -> None:
+        """End the search; from now on every batch is checked against these groups, called in whatever order."""
+        self.searching = False
+        self.broken.clear()
+        self._group = {name: tuple(group) for group in groups for name in group}
+        self._watched = frozenset(self._group)
+        self._numbers.clear()
+        self.begin_batch()
+
+
+def agreed(found: Sequence[Mapping[str, tuple[int, ...]]], kinds: Mapping[str, object]) -> tuple[tuple[str, ...], ...]:
+    """Groups of layers that share their inputs wherever they were called, in the order of ``kinds``.
+
+    Args:
+        found: of every rank.
+        kinds: layer -> what has to be equal too, such as its side.
+    """
+    groups: dict[tuple, list[str]] = {}
+    for layer, kind in kinds.items():
+        inputs = tuple(rank.get(layer, ()) for rank in found)
+        if any(inputs):
+            groups.setdefault((kind, inputs), []).append(layer)
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)

@@ -1,0 +1,282 @@
+"""From config and model to a plan: what the config leaves open is chosen by predicted cost, and the reason kept."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import add
+
+import torch
+
+from ds_kfac.assignment.assign import Assignment, assign
+from ds_kfac.assignment.contributors import ROWS_PER_COLUMN, Contributors
+from ds_kfac.assignment.cost_model import CostModel
+from ds_kfac.assignment.factor_spec import factor_specs, tied_factors
+from ds_kfac.assignment.grid import worker_counts, workers_for
+from ds_kfac.assignment.stagger import refresh_offsets
+from ds_kfac.assignment.work import Work, packed_bytes
+from ds_kfac.comm.reduction import DTYPES
+from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.curvature.forms import FACTOR_FORMS, FactorForm
+from ds_kfac.curvature.precision import choose
+from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.plan import choices
+from ds_kfac.plan.plan import Plan
+from ds_kfac.schedule.adaptive import AdaptiveRule
+
+CPU = torch.device("cpu")
+FITS = 4
+"""Attempts at an assignment whose steps fit the budget, too."""
+FIRST_BUCKETS = 4
+"""Sums of the first captured batch take as much memory at most, in messages, or come from the decomposers alone."""
+LONG_REFRESH = 0.05
+"""Seconds of a refresh of everything at once from which on it is spread over steps."""
+COSTLY_TRAFFIC = 0.02
+"""Part of K-FAC's seconds per step from which on its traffic is halved, in a model of 16 bits."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the engine gives.
+
+    Attributes:
+        world: ranks of the data-parallel group.
+        held: layer name -> gradient elements on each rank; None where every rank holds every gradient.
+        parameters, gradients: dtypes of the model and of the gradients where K-FAC reads them.
+        moments: fp32 tensors of a gradient's shape that a gradient worker keeps.
+        device: where layers are preconditioned.
+        scheduled: whether DeepSpeed runs an lr scheduler.
+    """
+
+    world: int
+    held: Mapping[str, Sequence[int]] | None
+    parameters: torch.dtype
+    gradients: torch.dtype
+    moments: int
+    device: torch.device = CPU
+    scheduled: bool = False
+
+
+def make_plan(
+    layers: Sequence[LayerSpec],
+    setting: Setting,
+    config: KFACConfig,
+    costs: CostModel,
+    answers: tuple[str, ...] = (),
+) -> Plan:
+    """The plan of a run.
+
+    Args:
+        config, answers: what :func:`ds_kfac.plan.resolve.resolve` returns.
+
+    Raises:
+        ValueError: the fraction does not fit the world or the mode, or the memory budget is too small.
+    """
+    schedule, reasons = config.schedule, []
+    update, refresh = schedule.intervals(schedule.settled)
+    method = config.preconditioner.method
+    exact_every = choices.exact_every(costs, factor_specs(layers), method)
+    form = FACTOR_FORMS[method]
+    paired = form.paired(config.damping.chosen)
+    work = Work(
+        layers, factor_specs(layers), setting.world, setting.held, costs, update, refresh, setting.moments, exact_every,
+        method,
+    )  # fmt: skip
+    assignment, why = _assignment(work, config, paired)
+    reasons += why
+    wire, gradient, why = _dtypes(assignment, setting, config, costs, update, refresh)
+    reasons += why
+    offsets, worst, why = _offsets(layers, assignment, config, costs, update, refresh)
+    reasons += why
+    lag = config.eigenbasis.lag
+    if lag is None:
+        lag = choices.lag(costs, worst, update, refresh)
+        late = f"refreshes take effect {lag} steps later, beside the model until then: {worst * 1e3:.3g} ms in one step"
+        reasons += [late] if lag else []
+    reasons += _qr_steps(assignment, work)
+    reasons += _of_form(form, config, wire)
+    bound = config.communication.bucket_bytes
+    contributors, why = _contributors(layers, work, config)
+    reasons += why
+    return Plan(
+        layers=tuple(layers),
+        schedule=schedule,
+        assignment=assignment,
+        work=work,
+        offsets=offsets,
+        lag=lag,
+        adaptive=AdaptiveRule(config.adaptive.tolerance) if config.adaptive.enabled else None,
+        contributors=contributors,
+        bucket_bytes=bound,
+        wire=wire,
+        gradient_dtypes=gradient,
+        shares=config.layers.share_inputs and not paired,
+        config=config,
+        precision=choose(config.preconditioner.precision, setting.device),
+        stacks=choices.stacks(setting.device, method),
+        clip_lr=choices.clip_lr(setting.scheduled),
+        answers=answers,
+        reasons=tuple(reasons),
+        paired=paired,
+    )
+
+
+def _assignment(work: Work, config: KFACConfig, paired: bool) -> tuple[Assignment, list[str]]:
+    """The predicted-fastest one within the budget; ``paired``: A and G of a layer on one rank."""
+    options, world = config.assignment, work.world
+    fraction, budget = options.gradient_worker_fraction, options.memory_budget_gb
+    if fraction is not None:
+        counts: tuple[int, ...] = (_workers(fraction, world),)
+        if work.held is not None and counts != (1,):
+            raise ValueError(
+                f"kfac.assignment.gradient_worker_fraction is {fraction}, but this ZeRO stage partitions gradients: "
+                "several workers would each gather the whole gradient, and one would send the pieces back. Set it to "
+                "null, or use ZeRO stage 0"
+            )
+    else:
+        counts = (1,) if work.held is not None else worker_counts(world)
+    found: dict[int, Assignment] = {}
+    problems = []
+    for workers in counts:
+        try:
+            found[workers] = _fitting(work, workers, paired, budget)
+        except ValueError as problem:
+            problems.append(str(problem))
+    if not found:
+        raise ValueError(f"kfac.assignment.memory_budget_gb: {problems[0]}")
+    best = min(found, key=lambda workers: (max(found[workers].loads), max(found[workers].memory)))
+    reasons = []
+    if len(counts) > 1:
+        tried = ", ".join(
+            f"{workers}/{world}: {max(plan.loads) * 1e3:.3g} ms and {max(plan.memory):,} bytes"
+            for workers, plan in found.items()
+        )
+        over = f"; {len(problems)} more over the budget of {budget} GB" if problems else ""
+        reasons.append(f"{best} of {world} ranks precondition a layer: predicted per step and rank {tried}{over}")
+    return found[best], reasons
+
+
+def _fitting(work: Work, workers: int, paired: bool, budget: float | None) -> Assignment:
+    """Within the budget, in 10^9 bytes, with what a step takes beside the state.
+
+    Raises:
+        ValueError: none was found.
+    """
+    if budget is None:
+        return assign(work, workers, paired=paired)
+    cap, needed = budget * 1e9, 0
+    for _ in range(FITS):
+        try:
+            made = assign(work, workers, paired=paired, memory_cap=cap)
+        except ValueError:
+            if not needed:
+                raise
+            break
+        beside = work.beside(made.workers, made.decomposers)
+        needed = max(map(add, made.memory, beside))
+        if needed <= budget * 1e9:
+            return made
+        cap = max(made.memory) - (needed - budget * 1e9)
+    raise ValueError(
+        f"K-FAC: the memory cap is {budget * 1e9:.0f} bytes per rank, but state and what a step takes beside it needs "
+        f"{needed} bytes; raise the cap, or take a smaller factor.dense_max or more ranks"
+    )
+
+
+def _contributors(layers: Sequence[LayerSpec], work: Work, config: KFACConfig) -> tuple[Contributors, list[str]]:
+    """Of the first captured batch, before it is known how many rows a rank has: all ranks, unless that takes more
+    memory than later steps may; then the decomposers alone."""
+    asked = config.factor.rows
+    everywhere = config.factor.contributors == "all"
+    contributors = Contributors(work.world, work.costs.node_size, everywhere)
+    if asked == "all" or work.world == 1:
+        return contributors, []
+    nbytes = sum(packed_bytes(factor.side) for factor in work.factors)
+    if nbytes > FIRST_BUCKETS * config.communication.bucket_bytes:
+        copied = {layer.name for layer in layers if layer.copies > 1}
+        ones = {factor.key: 1 for factor in work.factors if factor.layers[0] not in copied}
+        contributors = replace(contributors, counts=ones)
+    need = f"{ROWS_PER_COLUMN} rows per column" if asked is None else f"{asked} rows"
+    return contributors, [f"a factor's batch comes from as many ranks as have {need}; known from the first batch on"]
+
+
+def _of_form(form: FactorForm, config: KFACConfig, wire: torch.dtype) -> list[str]:
+    """What the form of the factors rules out although the config leaves it open."""
+    reasons = []
+    if form.paired(config.damping.chosen):
+        what = "A and G of a layer are decomposed on one rank"
+        what += ", and layers do not share A (layers.share_inputs)" if config.layers.share_inputs else ""
+        kind = config.damping.chosen
+        reasons.append(f'{what}: with "{kind}" a factor\'s damping depends on its partner; "relative" does not need it')
+    if wire is not torch.float32 and not any(part.halved for part in form.parts):
+        reasons.append(f"{form.words} travel in fp32, only batch sums in {str(wire).removeprefix('torch.')}")
+    return reasons
+
+
+def _qr_steps(assignment: Assignment, work: Work) -> list[str]:
+    """What steps between exact refreshes are predicted to save, or not."""
+    if work.exact_every == 1:
+        return []
+    every = work.exact_every
+    seconds = [sum(work.costs.refresh(f.side, exact_every=n) for f in assignment.factors) for n in (1, every)]
+    return [
+        f"one refresh in {every} is exact, the others are QR steps: predicted {seconds[1] * 1e3:.3g} ms "
+        f"instead of {seconds[0] * 1e3:.3g} ms for a mean refresh of all factors"
+    ]
+
+
+def _workers(fraction: float, world: int) -> int:
+    try:
+        return workers_for(fraction, world)
+    except ValueError as problem:
+        raise ValueError(f"kfac.assignment.gradient_worker_fraction: {problem}") from None
+
+
+def _dtypes(
+    assignment: Assignment, setting: Setting, config: KFACConfig, costs: CostModel, update: int, refresh: int
+) -> tuple[torch.dtype, tuple[torch.dtype, torch.dtype], list[str]]:
+    options, reasons = config.communication, []
+    if options.dtype is not None:
+        wire = DTYPES[options.dtype]
+    else:
+        wire, half = torch.float32, setting.parameters in (torch.bfloat16, torch.float16)
+        seconds = sum(costs.transfer(packed_bytes(factor.side)) for factor in assignment.factors) / update
+        part = seconds / (seconds + max(assignment.loads)) if setting.world > 1 else 0.0
+        if half and part > COSTLY_TRAFFIC:
+            wire = torch.bfloat16
+            reasons.append(f"bf16 on the wire: batch sums are predicted to cost {part:.0%} of K-FAC's time in fp32")
+    if options.gradient_dtype is None:
+        return wire, (setting.gradients, torch.float32), reasons
+    dtype = DTYPES[options.gradient_dtype]
+    gather = dtype if dtype.itemsize < setting.gradients.itemsize else setting.gradients
+    return wire, (gather, dtype), reasons
+
+
+def _offsets(
+    layers: Sequence[LayerSpec],
+    assignment: Assignment,
+    config: KFACConfig,
+    costs: CostModel,
+    update: int,
+    refresh: int,
+) -> tuple[Mapping[str, int], float, list[str]]:
+    """Spread over the interval if that is asked for, or worth it; seconds of the worst step's refreshes; why."""
+    at_once = [0.0] * assignment.world
+    for factor in assignment.factors:
+        at_once[assignment.decomposers[factor.key]] += costs.decompose(factor.side, config.preconditioner.method)
+    spreads = max(at_once) > LONG_REFRESH if config.eigenbasis.stagger is None else config.eigenbasis.stagger
+    if not spreads or refresh == 1:
+        return {}, max(at_once), []
+    spread = refresh_offsets(
+        assignment.factors,
+        assignment.decomposers,
+        costs,
+        update_interval=update,
+        refresh_interval=refresh,
+        together=tied_factors(layers, assignment.factors),
+        method=config.preconditioner.method,
+        alone=config.factor.rows != "all" and assignment.world > 1,
+    )
+    why = (
+        f"refreshes spread over {refresh} steps: predicted {spread.worst * 1e3:.3g} ms in the worst step instead of "
+        f"{max(at_once) * 1e3:.3g} ms"
+    )
+    return spread.offsets, spread.worst, [why]

@@ -1,0 +1,169 @@
+"""The plan of a run: who does what, when, and how it travels. Pure, the same on every rank, made before training."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from ds_kfac.assignment.assign import Assignment
+from ds_kfac.assignment.contributors import Contributors, counted
+from ds_kfac.assignment.factor_spec import factor_specs, tied_factors
+from ds_kfac.assignment.work import Work
+from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.curvature.forms import FACTOR_FORMS, FactorForm
+from ds_kfac.curvature.precision import Precision
+from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers.registry import SHARDS
+from ds_kfac.schedule.adaptive import AdaptiveRule
+from ds_kfac.schedule.intervals import Schedule
+from ds_kfac.schedule.timetable import Timetable
+
+Groups = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the first captured batch shows; None: not yet.
+
+    Attributes:
+        groups: layers that share their input.
+        rows: layer name -> rows of a rank in a step, in the mean.
+    """
+
+    groups: Groups | None = None
+    rows: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """See the module's docstring.
+
+    Attributes:
+        work: what the pieces of the assignment cost.
+        offsets: factor key -> steps by which its refreshes are displaced, also of factors that layers would have if
+            they did not share one; empty: all at once.
+        lag: steps after which a refresh takes effect.
+        contributors: which ranks capture a factor's batch.
+        bucket_bytes: most that a rank sends or receives in one message of batch sums.
+        wire: dtype of batch sums and eigenvectors on the wire.
+        gradient_dtypes: of gradients to their workers and of results back.
+        shares: whether layers that see the same input are to share A.
+        config: with its nulls answered, see :func:`ds_kfac.plan.resolve.resolve`.
+        precision: of the products of a step.
+        stacks: whether small layers of equal shape are preconditioned together.
+        clip_lr: the learning rate in kl-clip's bound, "current" or "peak".
+        answers, reasons: what was chosen, and why; for the report.
+        paired: whether a factor's refresh needs its partner, which is then on the same rank.
+    """
+
+    layers: tuple[LayerSpec, ...]
+    schedule: Schedule
+    assignment: Assignment
+    work: Work
+    offsets: Mapping[str, int]
+    lag: int
+    adaptive: AdaptiveRule | None
+    contributors: Contributors
+    bucket_bytes: int
+    wire: torch.dtype
+    gradient_dtypes: tuple[torch.dtype, torch.dtype]
+    shares: bool
+    config: KFACConfig
+    precision: Precision
+    stacks: bool
+    clip_lr: str
+    answers: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
+    paired: bool = False
+
+    @property
+    def method(self) -> str:
+        """What is kept of a factor: a key of ``FACTOR_FORMS``."""
+        return self.work.method
+
+    @property
+    def form(self) -> FactorForm:
+        return FACTOR_FORMS[self.method]
+
+    @property
+    def exact_every(self) -> int:
+        """Of so many refreshes of a factor one is exact; the others are QR steps."""
+        return self.work.exact_every
+
+    @property
+    def workers(self) -> int:
+        """Gradient workers of a layer."""
+        return max(len(ranks) for ranks in self.assignment.workers.values())
+
+    @property
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that get each other's results: together they are gradient workers of every layer once."""
+        world = self.assignment.world
+        width = world // self.workers
+        return tuple(tuple(range(start, start + width)) for start in range(0, world, width))
+
+    @property
+    def sharing_candidates(self) -> Mapping[str, Hashable]:
+        """See :func:`sharing_candidates`; none if layers are not to share."""
+        return sharing_candidates(self.layers, self.method) if self.shares else {}
+
+    @cached_property
+    def together(self) -> Mapping[str, tuple[str, ...]]:
+        """Unit -> its factors: the two of a tied layer are made of the same sums and are due together."""
+        tied = {keys[0]: keys for keys in tied_factors(self.layers, self.assignment.factors)}
+        followers = {key for keys in tied.values() for key in keys[1:]}
+        return {f.key: tied.get(f.key, (f.key,)) for f in self.assignment.factors if f.key not in followers}
+
+    @cached_property
+    def unit(self) -> Mapping[str, str]:
+        """Factor key -> its unit."""
+        return {key: unit for unit, keys in self.together.items() for key in keys}
+
+    def expanded(self, units: frozenset[str]) -> frozenset[str]:
+        """The factors of some units."""
+        return frozenset(key for unit in units for key in self.together[unit])
+
+    def timetable(self) -> Timetable:
+        """Of the units."""
+        offsets = {unit: self.offsets[unit] for unit in self.together if unit in self.offsets}
+        return Timetable(self.schedule, tuple(self.together), offsets=offsets, adaptive=self.adaptive)
+
+    @property
+    def measures(self) -> bool:
+        """Whether the number of contributors depends on how many rows a rank has."""
+        return self.config.factor.rows != "all" and self.assignment.world > 1
+
+    def knowing(self, known: Known) -> "Plan":
+        """The plan of a run that knows this."""
+        plan = self.sharing(known.groups or ())
+        if not self.measures or known.rows is None:
+            return plan
+        wanted = self.config.factor.rows
+        assert not isinstance(wanted, str)
+        alone = [factor for factor in factor_specs(self.layers) if factor.layers[0] not in self.copied]
+        counts = counted(alone, known.rows, self.assignment.world, wanted=wanted)
+        return replace(plan, contributors=replace(self.contributors, counts=counts))
+
+    @cached_property
+    def copied(self) -> frozenset[str]:
+        """Layers that other tensor-parallel ranks have copies of: their factors must not depend on the assignment."""
+        return frozenset(layer.name for layer in self.layers if layer.copies > 1)
+
+    def sharing(self, groups: Sequence[Sequence[str]]) -> "Plan":
+        """With one A for each of these groups of layers, and no others. Nothing moves: its decomposer is that of the
+        group's first layer."""
+        work = replace(self.work, factors=factor_specs(self.layers, groups))
+        assignment = Assignment.of(work, self.assignment.workers, self.assignment.decomposers)
+        return replace(self, assignment=assignment)
+
+
+def sharing_candidates(layers: Sequence[LayerSpec], method: str) -> Mapping[str, Hashable]:
+    """Layers that may share A, and what must be equal for it: the side, whether a bias's 1 is in it, and whether G is
+    the identity, if its damping is part of what is kept of A."""
+    damps = FACTOR_FORMS[method].damps_identity
+    return {
+        layer.name: (layer.A, layer.uses[0].bias, damps and layer.G.block == 0)
+        for layer in layers
+        if len(layer.uses) == 1 and SHARDS.get(layer.kind, layer.kind) in ("Linear", "Conv1D") and layer.A.block
+    }

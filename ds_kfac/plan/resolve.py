@@ -1,0 +1,66 @@
+"""What the config leaves open and other keys, or the update rule, answer: nulls become values, each with its reason."""
+
+from collections.abc import Collection
+from typing import Any
+
+from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.curvature.forms import FACTOR_FORMS
+from ds_kfac.model.layers.registry import MATRICES
+from ds_kfac.schedule.intervals import Value
+
+TYPES = list(MATRICES)
+DENSE_MAX, MAX_DIM = 4096, 16384
+REFRESH = 5
+"""Factor updates to a refresh."""
+DAMPING = {"tikhonov": 1e-3, "relative": 1.0, "model": 1.0, "adaptive": 100.0}
+KL_CLIP = 1e-3
+SIZES = {"spectral": 27.0, "rms": 0.3}
+"""Of KFACAdamW's steps: measured with gpt_small (benchmarks/convergence), of width 128, at AdamW's best rate and at 8
+times that: 27 = 8 x 0.3 x sqrt(128)."""
+
+
+def resolve(
+    config: KFACConfig, *, fisher: str, blocks: Collection[str] = (), adaptive: bool = False
+) -> tuple[KFACConfig, tuple[str, ...]]:
+    """The config of a run, in which no null means "choose for me", but for those that only a plan can answer: it needs
+    the costs for them, see :func:`ds_kfac.plan.make_plan.make_plan`.
+
+    Args:
+        fisher: where the update rule takes G from.
+        blocks: those of the config that only this update rule reads; of others no reason is given.
+        adaptive: whether the optimizer divides by a running second moment, see :func:`adaptive`.
+
+    Returns the config, and a text for each choice: key, value, reason.
+    """
+    options = config.preconditioner
+    graft, step = options.graft, options.step
+    corrects = adaptive and step == "fixed" and FACTOR_FORMS[options.method].rotates
+    kind = config.damping.kind or ("adaptive" if step == "quadratic" else "relative")
+    kl_clip = 0.0 if graft == "norm" or step == "quadratic" else KL_CLIP
+    answers: tuple[tuple[str, str, Any, str], ...] = (
+        ("factor", "fisher", fisher, "this optimizer's"),
+        ("factor", "dense_max", DENSE_MAX, "longer sides in blocks"),
+        ("factor", "max_dim", MAX_DIM, "0.5 GB packed"),
+        ("eigenbasis", "refresh_interval", config.factor.update_interval.times(REFRESH), f"{REFRESH} factor updates"),
+        ("damping", "kind", kind, f"step {step}"),
+        ("damping", "value", Value.constant(DAMPING[kind]), f"of {kind} damping"),
+        ("adam", "size", SIZES[config.adam.scale], f"of {config.adam.scale} steps"),
+        ("preconditioner", "eigenvalues", "corrected" if corrects else "kronecker", "by the optimizer"),
+        ("preconditioner", "kl_clip", Value.constant(kl_clip), f"graft {graft}, step {step}"),
+        ("layers", "types", TYPES, "others are asked for by name"),
+    )
+    reasons = []
+    for block, key, value, why in answers:
+        if getattr(getattr(config, block), key) is None:
+            config = config.having(block, **{key: value})
+            if block not in ("damping", "preconditioner", "adam") or block in blocks:
+                shown = ", ".join(value) if isinstance(value, list) else value
+                reasons.append(f"{block}.{key} {shown} ({why})")
+    return config, tuple(reasons)
+
+
+def adaptive(optimizer: str) -> bool:
+    """Whether an optimizer of this class name, or type in a DeepSpeed config, divides by a running second moment (or
+    takes the sign): it undoes the size of what it is given."""
+    name = optimizer.lower()
+    return any(word in name for word in ("adam", "lamb", "lion", "adagrad", "rmsprop", "adafactor"))

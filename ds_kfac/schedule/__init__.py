@@ -1,0 +1,1 @@
+"""When factors are updated and decomposed."""

@@ -1,0 +1,1 @@
+"""One step: update, reduce, decompose, broadcast, precondition, commit."""

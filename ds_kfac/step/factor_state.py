@@ -1,0 +1,122 @@
+"""What the rank that averages and decomposes a factor keeps of it."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ds_kfac.assignment.factor_spec import FactorSpec
+from ds_kfac.curvature.eigenbasis import Refreshed
+from ds_kfac.curvature.factor import KroneckerFactor, averaged
+from ds_kfac.curvature.forms import Kept
+from ds_kfac.curvature.history import History, compared
+from ds_kfac.curvature.side import Side
+from ds_kfac.model.batch_sum import BatchSum, UseSums
+from ds_kfac.model.layers.base import LayerSpec
+
+
+@dataclass(frozen=True)
+class FactorState:
+    """Replaced, never changed in place: a skipped step just drops the new one.
+
+    Attributes:
+        factor: the running average; on the device, or in CPU memory if factors are offloaded.
+        history: its last two values, for adaptive intervals; None if they are off.
+        basis: what it was last decomposed to, for a QR step; None if every decomposition is exact.
+        qr_steps: refreshes of the basis since an exact one.
+    """
+
+    factor: KroneckerFactor
+    history: History | None = None
+    basis: Kept | None = None
+    qr_steps: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of factor and history; the basis belongs to a layer too, or is counted by the caller.
+
+        The history's last value is the factor itself, unless that came back from another device.
+        """
+        if self.history is None:
+            return self.factor.nbytes
+        shared = self.factor.packed_P.nbytes if self.history.last is self.factor.packed_P else 0
+        return self.factor.nbytes + self.history.nbytes - shared
+
+    def refreshed(self, result: Refreshed) -> "FactorState":
+        """With the basis of a refresh that did not fail, for the next one to start from."""
+        steps = {"qr": self.qr_steps + 1, "eigh": 0}.get(result.how, self.qr_steps)
+        return replace(self, basis=result.basis, qr_steps=steps)
+
+
+def folded(
+    states: Sequence[FactorState],
+    batches: Sequence[BatchSum],
+    *,
+    decays: Sequence[float],
+    device: torch.device,
+    tolerance: float | None = None,
+) -> tuple[list[tuple[FactorState, Tensor | None]], Tensor]:
+    """Each with a reduced batch in its average, kept where the old one was. All factors in one call per operation.
+
+    Args:
+        device: where the batches are and the arithmetic is done.
+        tolerance: of similarity; read for those with a history.
+
+    Returns also, for those with a history, bool [2] on the device: whether the average is similar to its last value and
+    to the one before; and how many batches were scaled down, and how many had no row, [2].
+    """
+    sums, counts = [batch.sum_P for batch in batches], [batch.count for batch in batches]
+    factors, excess = averaged([state.factor.to(device) for state in states], sums, counts, decays)
+    unusual = torch.zeros(2, device=device)
+    if batches:
+        unusual = torch.stack([excess > 1, torch.stack(counts) <= 0]).sum(dim=1)
+    results: list[tuple[FactorState, Tensor | None]] = [
+        (replace(state, factor=factor.to(state.factor.packed_P.device)), None)
+        for state, factor in zip(states, factors, strict=True)
+    ]
+    histories = {index: state.history.to(device) for index, state in enumerate(states) if state.history is not None}
+    if tolerance is None or not histories:
+        return results, unusual
+    packed = [factors[index].packed_P for index in histories]
+    flags, pushed = compared(list(histories.values()), packed, tolerance=tolerance)
+    for index, history, similar in zip(histories, pushed, flags.unbind(), strict=True):
+        state = results[index][0]
+        results[index] = replace(state, history=history.to(state.factor.packed_P.device)), similar
+    return results, unusual
+
+
+def own_parts(
+    layer: LayerSpec, uses: Sequence[UseSums] | None, own: Mapping[str, FactorSpec], due: Collection[str]
+) -> dict[str, BatchSum]:
+    """ "A" or "G" -> sums of a layer's first use, of factors in ``due``; if layers share one, for the first of them."""
+    found = {} if uses is None else {"A": uses[0].A, "G": uses[0].G}
+    mine = {which: found.get(which) for which, spec in own.items() if spec.layers[0] == layer.name and spec.key in due}
+    return {which: part for which, part in mine.items() if part is not None}
+
+
+def batches_of(
+    layer: LayerSpec, uses: Sequence[UseSums], parts: Mapping[str, BatchSum], own: Mapping[str, FactorSpec]
+) -> dict[str, BatchSum]:
+    """Factor key -> what is folded into it."""
+    if len(layer.uses) > 1:
+        parts = dict(zip("AG", tied_sums(uses[0], uses[1], layer.A, layer.G), strict=True))
+    return {own[which].key: batch for which, batch in parts.items()}
+
+
+def tied_sums(head: UseSums, embedding: UseSums, width: Side, vocabulary: Side) -> tuple[BatchSum, BatchSum]:
+    """Sums of the two factors of a weight [vocabulary, width] with two uses, whose Fisher is the sum of two Kronecker
+    products.
+
+    Each side gets the partial trace of that sum over the other side: exact where one use dominates, and exact in both
+    partial traces always. Cross terms between the uses are left out.
+    """
+    sums = (head.A, head.G, embedding.A, embedding.G)
+    A_head, G_head, counts, G_embedding = (part.sum_P / part.count.clamp(min=1) for part in sums if part is not None)
+    of_width = A_head * vocabulary.trace(G_head) + G_embedding * vocabulary.trace(counts)
+    of_vocabulary = G_head * width.trace(A_head) + counts * width.trace(G_embedding)
+    total = vocabulary.trace(of_vocabulary)
+    assert head.A is not None and head.G is not None
+    count = torch.where(torch.minimum(head.A.count, head.G.count) > 0, 1.0, 0.0)
+    of_vocabulary = of_vocabulary / torch.where(total > 0, total, torch.ones_like(total))
+    return BatchSum(of_width, count), BatchSum(of_vocabulary, count)

@@ -1,0 +1,293 @@
+"""Factors and eigenbases over a run: captured, reduced, averaged, decomposed, delivered to the gradient workers.
+
+Who knows what: the timetable is the same on every rank. Whether a factor could be decomposed is known to its
+decomposer; if eigenbases travel it sends that to everyone, so that all ranks know what the next message contains.
+"""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_kfac.assignment.contributors import Contributors
+from ds_kfac.assignment.factor_spec import FactorSpec, factors_by_layer
+from ds_kfac.comm.channel import Channel
+from ds_kfac.comm.delivery import Delivery
+from ds_kfac.comm.message import Arrivals, Leg
+from ds_kfac.comm.reducer import Reducer
+from ds_kfac.curvature.eigensolver import grouped
+from ds_kfac.curvature.factor import KroneckerFactor
+from ds_kfac.curvature.history import History
+from ds_kfac.curvature.side import Side
+from ds_kfac.metrics import Metrics
+from ds_kfac.model.batch_sum import BatchSum, UseSums
+from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.plan.plan import Plan
+from ds_kfac.schedule.timetable import FactorsDue
+from ds_kfac.step.background import Refresher
+from ds_kfac.step.draft import FactorDraft
+from ds_kfac.step.factor_schedule import FactorSchedule
+from ds_kfac.step.factor_state import FactorState, batches_of, folded, own_parts
+from ds_kfac.step.refresh import Decompositions, count, usable
+from ds_kfac.step.scalar_names import FAILED, FRESH, counting, scalar_names, scalars_of
+
+
+class FactorUpdates:
+    """Updates, decomposes and distributes the factors. What a step changes is in its :class:`FactorDraft`.
+
+    Args:
+        plan: who, when and how.
+        reducer: takes the batch sums to the decomposers.
+        refresher: decomposes what takes effect later.
+
+    Attributes:
+        factors: factor key -> state, of the factors this rank decomposes.
+        ready: keys of the factors that have been decomposed; of all, if eigenbases travel, else of this rank's.
+        pending: key -> step at which an asynchronous decomposition takes effect.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        channel: Channel,
+        reducer: Reducer,
+        refresher: Refresher,
+        metrics: Metrics,
+        device: torch.device,
+    ) -> None:
+        self.plan, self.config, self.layers = plan, plan.config, plan.layers
+        self.channel, self.reducer, self.refresher, self.metrics = channel, reducer, refresher, metrics
+        self.device, self.rank = device, channel.rank
+        self.schedule = FactorSchedule(plan)
+        self.specs: Mapping[str, FactorSpec] = {spec.key: spec for spec in plan.assignment.factors}
+        self.of_layer = factors_by_layer(plan.assignment.factors)
+        self.decomposers = plan.assignment.decomposers
+        self.delivery = Delivery(
+            plan.assignment.factors, self.decomposers, plan.assignment.workers,
+            world=channel.world, wire=plan.wire, method=plan.method,
+        )  # fmt: skip
+        self.travels = self.delivery.travels
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing seen yet."""
+        own = [spec for spec in self.specs.values() if self.decomposers[spec.key] == self.rank]
+        self.factors = {spec.key: self.empty_of(spec.side) for spec in own}
+        self.ready: set[str] = set()
+        self.pending: dict[str, int] = {}
+        self.schedule.reset()
+        self.refresher.clear()
+        self.reducer.forget()
+
+    def empty_of(self, side: Side) -> FactorState:
+        """Of a factor that has seen nothing."""
+        history = History(side) if self.plan.adaptive else None
+        # the counter stays on the device, as in a loaded factor: kernels of a GPU fold there
+        return FactorState(KroneckerFactor.empty(side, self.device).to(self.home), history)
+
+    @property
+    def home(self) -> torch.device:
+        """Where factors are kept."""
+        return torch.device("cpu") if self.config.offload.device == "cpu" else self.device
+
+    def nbytes(self, bases: Mapping[int, int]) -> int:
+        """Of factors, their history, and eigenbases.
+
+        Args:
+            bases: id -> bytes of the eigenbases that layers hold; those of factors are counted with them, once.
+        """
+        own = {id(state.basis): state.basis.nbytes for state in self.factors.values() if state.basis is not None}
+        return sum(state.nbytes for state in self.factors.values()) + sum({**bases, **own}.values())
+
+    def elements(self, keys: Iterable[str]) -> int:
+        """Of packed factors."""
+        return sum(self.specs[key].side.numel for key in keys)
+
+    def take_over(self, old: "FactorUpdates") -> None:
+        """The state of a curvature with the same decomposers, some of whose layers did not share their A yet."""
+        self.factors = {key: state for key, state in old.factors.items() if key in self.specs}
+        self.ready = {key for key in old.ready if key in self.specs}
+        self.pending = {key: step for key, step in old.pending.items() if key in self.specs}
+        self.schedule.restore(old.schedule.state())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, in this process's names. Of a pending decomposition it waits for the result.
+
+        factors: key -> (state, decomposition on its way or None), of the factors decomposed here.
+        ready, pending: as the attributes. schedule: see :meth:`FactorSchedule.state`.
+        """
+        pending = {key: self.refresher.result(key) for key in self.factors if key in self.pending}
+        return {
+            "factors": {key: (state, pending.get(key)) for key, state in self.factors.items()},
+            "ready": set(self.ready),
+            "pending": dict(self.pending),
+            "schedule": self.schedule.state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`, after :meth:`reset`; it may lack factors, which begin empty."""
+        self.ready, self.pending = set(state["ready"]), dict(state["pending"])
+        for key, (factor, pending) in state["factors"].items():
+            self.factors[key] = factor
+            if pending is not None and key in self.pending:
+                self.refresher.give(key, pending)
+        self.schedule.restore(state["schedule"])
+
+    def draft(self, step: int, due: FactorsDue, parted: frozenset[str] = frozenset()) -> FactorDraft:
+        """Of a step that starts from what the last applied one left; of what is due, factors that there are.
+
+        Args:
+            parted: factors whose batch is left out, because layers that shared them do so no longer.
+        """
+        due = FactorsDue(due.capture & self.specs.keys() - parted, due.refresh & self.specs.keys())
+        return FactorDraft(step, due, dict(self.factors), set(self.ready), dict(self.pending))
+
+    # the stages of a step
+
+    def update(self, draft: FactorDraft, sums: Mapping[str, list[UseSums]], contributors: Contributors) -> None:
+        """Fold this rank's batch sums into the averages of its factors; of layers that share one, the first one's.
+
+        Args:
+            contributors: whose rows they are.
+        """
+        world = self.channel.world
+        batches: dict[str, BatchSum] = {}
+        for layer in self.layers:
+            parts = own_parts(layer, sums.get(layer.name), self.of_layer.get(layer.name, {}), draft.due.capture)
+            for which, batch in parts.items():
+                spec = self.of_layer[layer.name][which]
+                # ranks that did not contribute are taken to have as many
+                terms = batch.count * (world / contributors.count(spec.key))
+                draft.terms |= {name: terms for name in spec.layers if counting(self.of_layer[name]) == spec.key}
+            batches |= batches_of(layer, sums[layer.name], parts, self.of_layer[layer.name]) if parts else {}
+        decay = self.config.factor.decay_at(draft.step)
+        results, draft.unusual = folded(
+            [draft.factors[key] for key in batches],
+            list(batches.values()),
+            decays=[self.schedule.weight(key, decay) for key in batches],
+            device=self.device,
+            tolerance=self.plan.adaptive.tolerance if self.plan.adaptive else None,
+        )
+        for key, (state, similar) in zip(batches, results, strict=True):
+            draft.factors[key] = state
+            if similar is not None:
+                draft.similar[key] = similar
+
+    def decompose(self, draft: FactorDraft) -> None:
+        """Decompose what is due here and now; start what takes effect later; collect what takes effect now."""
+        step, due = draft.step, draft.due
+        keys = due.refresh | self._incomplete(draft)
+        lag = min(self.plan.lag, self.plan.schedule.intervals(step)[1] - 1)
+        now = {key for key in keys if lag < 1 or key not in draft.ready}
+        later = keys - now - set(draft.pending)
+        draft.arriving = tuple(key for key in self.specs if key in now or draft.pending.get(key) == step)
+        able = usable(self._partners(now | later, draft), draft.factors, self.device)
+        draft.submitted = [key for key in able if key not in now]
+        together = [draft.submitted] if grouped(self.device) else [[key] for key in draft.submitted]
+        for part in together:
+            self.refresher.submit_together(part, self._decompositions(part, draft))
+        self._decompose([key for key in able if key in now], draft)
+        draft.pending |= dict.fromkeys(later, step + lag)
+        for key in draft.arriving:
+            if key not in now and key in draft.factors:
+                draft.results[key] = self.refresher.result(key)
+        count(draft.results, self.metrics.step_counts)
+
+    def _decompositions(self, keys: Sequence[str], draft: FactorDraft) -> Decompositions:
+        specs = [self.specs[key] for key in keys]
+        return Decompositions.of(specs, draft.factors, self.plan, draft.step, self.device)
+
+    def _decompose(self, keys: Sequence[str], draft: FactorDraft) -> None:
+        """Here and now."""
+        draft.results |= zip(keys, self._decompositions(keys, draft)(), strict=True)
+
+    def _partners(self, keys: set[str], draft: FactorDraft) -> dict[str, list[str]]:
+        """This rank's of the factors in ``keys``, with those of their (first) layer."""
+        return {
+            key: [other.key for other in self.of_layer[spec.layers[0]].values()]
+            for key, spec in self.specs.items()
+            if key in keys and key in draft.factors
+        }
+
+    def _incomplete(self, draft: FactorDraft) -> set[str]:
+        """Captured factors of layers that wait for an eigenbasis, because they had no data at the last refresh: they
+        need not wait for the next one."""
+        return {
+            key
+            for key in draft.due.capture
+            if (self.travels or key in self.factors)
+            and any(
+                other.key not in draft.ready
+                for layer in self.specs[key].layers
+                for other in self.of_layer[layer].values()
+            )
+        }
+
+    # what travels with the gradients
+
+    def scalar_names(self, draft: FactorDraft) -> list[list[Hashable]]:
+        """Per rank, the names of the scalars it sends to all others in this step."""
+        terms = self.config.preconditioner.eigenvalues == "corrected"
+        due = draft.due.capture
+        return scalar_names(self.plan, captured=due, arriving=draft.arriving, travels=self.travels, terms=terms)
+
+    def scalars(self, draft: FactorDraft) -> dict[Hashable, Tensor]:
+        """This rank's, as :meth:`scalar_names` names them."""
+        return scalars_of(draft, self.rank, self.device, parted=bool(self.reducer.parted()))
+
+    def legs(self, draft: FactorDraft) -> tuple[Leg, ...]:
+        """Eigenbases, or inverses, on their way to gradient workers elsewhere."""
+        return self.delivery.legs(draft.arriving, draft.decomposed, self.device)
+
+    def receive(self, draft: FactorDraft, arrivals: Sequence[Arrivals], scalars: Mapping[Hashable, Tensor]) -> None:
+        """New eigenbases or inverses of the factors of this rank's layers. Synchronises if they travel, in the steps in
+        which they do.
+
+        Args:
+            arrivals: of each of :meth:`legs`.
+            scalars: of all ranks, by name.
+        """
+        draft.scalars = scalars
+        for key in draft.arriving:
+            draft.pending.pop(key, None)
+        own = draft.decomposed
+        fresh = set(own)
+        if self.travels and draft.arriving:
+            flags = torch.stack([scalars["fresh", key] for key in draft.arriving]).tolist()
+            fresh = {key for key, flag in zip(draft.arriving, flags, strict=True) if flag == FRESH}
+            draft.failed = flags.count(FAILED)
+        draft.ready |= fresh
+        if self.plan.exact_every > 1:
+            for key in own:
+                draft.factors[key] = draft.factors[key].refreshed(draft.results[key])
+        received = self.delivery.received(*arrivals)
+        here = {key: self.delivery.kept(key, basis) for key, basis in own.items()}
+        draft.bases = {key: basis for key, basis in (received | here).items() if key in fresh}
+
+    def terms_of(self, layer: LayerSpec, draft: FactorDraft) -> Tensor | None:
+        """Loss terms of the layer in the batch that was averaged; None if it was not captured."""
+        return draft.terms.get(layer.name, draft.scalars.get(("terms", layer.name)))
+
+    def commit(self, draft: FactorDraft, *, applied: bool) -> None:
+        """Keep what the step changed, or drop it."""
+        if not applied:
+            self.refresher.drop(draft.submitted)
+            return
+        self.refresher.drop([key for key in draft.arriving if key in self.pending])  # those that have been collected
+        self.keep(draft)
+        # with one rank no scalars are exchanged
+        self.schedule.record(draft.step, draft.due, self.scalars(draft) if self.channel.world == 1 else draft.scalars)
+
+    def keep(self, draft: FactorDraft) -> None:
+        """Take over what a step changed."""
+        self.factors, self.ready, self.pending = draft.factors, draft.ready, draft.pending
+
+    def redecomposed(self, step: int) -> FactorDraft:
+        """As :meth:`decompose`, exactly, of all factors with data, outside of a step: after loading without bases."""
+        draft = self.draft(step, FactorsDue(frozenset(), frozenset()))
+        draft.arriving = tuple(self.specs)
+        draft.factors = {key: replace(state, basis=None) for key, state in draft.factors.items()}
+        self._decompose(usable(self._partners(set(self.specs), draft), draft.factors, self.device), draft)
+        return draft

@@ -1,0 +1,45 @@
+"""The states of a rank's layers, with eigenbases that have arrived."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from ds_kfac.curvature.forms import FactorForm
+from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.step.draft import FactorDraft
+from ds_kfac.step.factors import FactorUpdates
+from ds_kfac.update.layer_state import LayerState
+from ds_kfac.update.moments import Moments
+
+
+def empty_states(
+    layers: Sequence[LayerSpec], device: torch.device, moments: type[Moments] | None, form: FactorForm
+) -> dict[str, LayerState]:
+    """Nothing seen yet."""
+    return {layer.name: LayerState.empty(layer, device, moments=moments, form=form) for layer in layers}
+
+
+def with_new_bases(
+    states: Mapping[str, LayerState], layers: Sequence[LayerSpec], curvature: FactorUpdates, draft: FactorDraft
+) -> dict[str, LayerState]:
+    """Of ``layers``, with what the step has brought: eigenbases, and numbers of loss terms where there were any."""
+    new = dict(states)
+    for layer in layers:
+        state, keys = states[layer.name], curvature.of_layer.get(layer.name, {})
+        terms = curvature.terms_of(layer, draft)
+        if terms is not None:
+            state = replace(state, terms=torch.where(terms > 0, terms, state.terms))
+        bases = {side: draft.bases[spec.key] for side, spec in keys.items() if spec.key in draft.bases}
+        new[layer.name] = state.rebased(**bases) if bases else state
+    return new
+
+
+def with_common_bases(states: Mapping[str, LayerState], curvature: FactorUpdates) -> dict[str, LayerState]:
+    """Layers that share a factor have one copy of its eigenbasis where they have one gradient worker."""
+    new = dict(states)
+    for name, own in curvature.of_layer.items():
+        state, leader = (new.get(key) for key in (name, own["A"].layers[0] if "A" in own else name))
+        if state and leader and leader.A is not None and leader.A is not state.A:
+            new[name] = state.rebased(A=leader.A)
+    return new

@@ -1,0 +1,135 @@
+"""Rotate into the eigenbasis, divide, rotate back; kl-clip and grafting. Shape suffixes: O, I a layer's sides.
+
+All take one matrix [O, I] or n of equal shape [n, O, I]; what is a scalar of one is [n] of several.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ds_kfac.curvature.damping import DAMPING_KINDS, Scalar, factored
+from ds_kfac.ops.dispatch import eigen_scale_dot
+from ds_kfac.ops.reference import each
+from ds_kfac.update.moments import CorrectedEigenvalues
+from ds_kfac.update.rotation import Rotation
+
+PIECE = 1 << 22
+"""Elements, 32 MiB in float64."""
+
+
+def precondition(
+    gradient_OI: Tensor,
+    rotation: Rotation,
+    *,
+    damping: float,
+    damping_kind: str = "tikhonov",
+    damping_scale: Tensor | None = None,
+    exponent: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """(F + lambda)^-exponent applied to a gradient, without forming an inverse; F = Q diag(e) Q^T, e = beta alpha^T.
+
+        V = Q_G [ (Q_G^T gradient Q_A) / (e + lambda)^exponent ] Q_A^T
+
+    Linear in the gradient, so a loss scale passes through. Cost: 4 O I (O + I) FLOPs.
+    Source: Grosse & Martens 2016 (arXiv:1602.01407) app. A; inverse-free as in Pauloski et al. 2020 (2007.00784).
+
+    Args:
+        gradient_OI: fp32 [O, I], the bias gradient as last column where the layer has one.
+        damping_scale: what the damping is relative to, of kinds that the layer alone does not determine.
+        exponent: 1 is the natural gradient, 1/2 Adam's (and full-matrix AdaGrad's).
+
+    Returns V and <V, gradient>, which is that of the rotated ones.
+    """
+    beta_O, alpha_I = rotation.values_of(gradient_OI)
+    # of a layer in groups, whose values are flat, one for all of them
+    mean_G, mean_A = rotation.values_G.mean(-1), rotation.values_A.mean(-1)
+    lambda_: Scalar
+    if damping_kind == "adaptive":
+        assert damping_scale is not None
+        added_G, added_A = factored(damping * damping_scale, mean_G, mean_A)
+        beta_O, alpha_I, lambda_ = beta_O + added_G[..., None], alpha_I + added_A[..., None], 0.0
+    else:
+        lambda_ = DAMPING_KINDS[damping_kind](damping, lambda: mean_G * mean_A, damping_scale)
+    scaled_OI, dot = eigen_scale_dot(rotation.rotate(gradient_OI), beta_O, alpha_I, lambda_, exponent=exponent)
+    return rotation.restore(scaled_OI), dot
+
+
+def precondition_corrected(
+    gradient_OI: Tensor,
+    rotation: Rotation,
+    corrected: CorrectedEigenvalues,
+    *,
+    norm: Tensor,
+    terms: Tensor | float,
+    decay: float,
+    damping: float,
+    damping_kind: str = "tikhonov",
+    damping_scale: Tensor | None = None,
+    exponent: float = 1.0,
+) -> tuple[Tensor, Tensor, CorrectedEigenvalues, Tensor]:
+    """:func:`precondition` with the running second moment of the rotated gradient, this one included, as e.
+
+    Args:
+        norm: of the gradient.
+        terms: brings a squared gradient to the Fisher's units: loss terms over the squared loss scale.
+        decay: of the second moment.
+
+    Returns V, <V, gradient>, the new second moment, and whether the gradient was scaled down for it.
+    """
+    in_groups = rotation.values_G.ndim < gradient_OI.ndim - 1
+
+    def damp(mean: Callable[[], Tensor]) -> Tensor | float:
+        return DAMPING_KINDS[damping_kind](damping, (lambda: mean().mean()) if in_groups else mean, damping_scale)
+
+    scaled_OI, dot, corrected, limited = corrected.divide(
+        rotation.rotate(gradient_OI),
+        norm=norm,
+        terms=terms,
+        decay=decay,
+        damping=damp,
+        exponent=exponent,
+    )
+    return rotation.restore(scaled_OI), dot, corrected, limited
+
+
+def finite_or(preconditioned_OI: Tensor, otherwise_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """``preconditioned`` where all of a matrix is finite, else ``otherwise``, fp32; and whether it was, a bool scalar.
+
+    ZeRO-1/2 in bf16 would apply a NaN of ours, and an overflowed gradient must reach DeepSpeed's check as it is.
+    """
+    finite = torch.isfinite(preconditioned_OI).flatten(-2).all(dim=-1)
+    return torch.where(each(finite), preconditioned_OI, otherwise_OI), finite
+
+
+def norms(x: Tensor) -> Tensor:
+    """Norms of vectors [.., n], float64 [..]: the square of a finite number may be infinite in fp32.
+
+    Piece by piece, because of each a copy in float64 may be made.
+    """
+    parts = [torch.linalg.vector_norm(piece, dim=-1, dtype=torch.float64) for piece in x.split(PIECE, dim=-1)]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).norm(dim=0)
+
+
+def lengths(matrices: Sequence[Tensor], dtype: torch.dtype = torch.float64) -> Tensor:
+    """Frobenius norms [n] of n tensors, on a GPU in few launches and without copies; see :func:`norms`."""
+    if all(x.numel() <= PIECE or x.device.type != "cpu" for x in matrices):
+        return torch.stack(torch._foreach_norm(list(matrices), 2, dtype))
+    return torch.stack([norms(x.flatten()) for x in matrices]).to(dtype)
+
+
+def graft_scale(preconditioned_OI: Tensor, norm: Tensor) -> Tensor:
+    """What gives a direction a norm, such as the gradient's (Anil et al. 2020, arXiv:2002.09018, per layer)."""
+    own = norms(preconditioned_OI.flatten(-2)).to(norm.dtype)
+    return torch.where(own > 0, norm / own, torch.ones_like(own))
+
+
+def kl_clip_scale(quadratic: Tensor, *, kl_clip: float) -> Tensor:
+    """nu = min(1, sqrt(kl_clip / quadratic)): bounds the step's KL divergence (Ba et al. 2017, sec. 3).
+
+    Args:
+        quadratic: fp32 scalar, the sum over layers of lr^2 <V, gradient>; 0 gives 1, and so does what is no number,
+            which DeepSpeed's overflow check has to find. More than fp32 holds gives 0: no step is too small for it.
+    """
+    nu = torch.sqrt(kl_clip / quadratic.abs()).clamp(max=1.0)
+    return torch.where(torch.isnan(quadratic), torch.ones_like(nu), nu)

@@ -1,0 +1,93 @@
+"""What a gradient worker of a layer keeps between steps, and how a step changes it."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_kfac.curvature.eigenbasis import Eigenbasis, LayerBasis
+from ds_kfac.curvature.forms import EIGEN, FactorForm, Kept
+from ds_kfac.curvature.precision import fp32_products
+from ds_kfac.curvature.side import Side
+from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.update.moments import Moments
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """Everything of one layer. Replaced, never changed in place: a skipped step just drops the new one.
+
+    Attributes:
+        terms: fp32 scalar, loss terms of the last captured batch: a mean gradient times its root has the size of a
+            single term's.
+        form: what ``A`` and ``G`` are.
+        A, G: eigenbases, damped inverses or roots; None until the first refresh. Gradients are preconditioned when both
+            are there.
+        moments: of the rotated gradient; None if the update rule keeps none.
+    """
+
+    terms: Tensor
+    form: FactorForm = EIGEN
+    A: Kept | None = None
+    G: Kept | None = None
+    moments: Any = None
+
+    @classmethod
+    def empty(
+        cls, layer: LayerSpec, device: torch.device, *, moments: type[Moments] | None = None, form: FactorForm = EIGEN
+    ) -> "LayerState":
+        """Nothing seen yet; of an identity side it is known what is kept."""
+
+        def known(side: Side) -> Kept | None:
+            return None if side.block else form.identity(side, device)
+
+        own = None if moments is None else moments.empty(layer.shape, device)
+        return cls(torch.ones((), device=device), form, known(layer.A), known(layer.G), own)
+
+    @property
+    def prepared(self) -> bool:
+        """Whether gradients can be preconditioned."""
+        return self.A is not None and self.G is not None
+
+    @property
+    def preconditioner(self) -> Any:
+        """Of the layer, see ``FactorForm.of_layer``; None while a side is missing."""
+        return self.form.of_layer(self.G, self.A) if self.prepared else None
+
+    @property
+    def basis(self) -> LayerBasis | None:
+        """Of the layer's Fisher; None while a side is missing, and with a form that has none."""
+        return self.preconditioner if self.form.rotates else None
+
+    @property
+    def moments_nbytes(self) -> int:
+        return 0 if self.moments is None else self.moments.nbytes
+
+    def rebased(self, *, A: Kept | None = None, G: Kept | None = None) -> "LayerState":
+        """With new eigenbases or inverses of one or both sides, and Adam's first moment moved into the eigenbases.
+        Second moments stay as they are."""
+        new = replace(self, A=A or self.A, G=G or self.G)
+        basis, old = new.basis, self.basis
+        if basis is None or self.moments is None:
+            return new
+        device = basis.A.values.device  # an error here would stay in the moments
+        with torch.autocast(device.type, enabled=False), fp32_products("ieee", device):
+            overlap = LayerBasis(
+                basis.G.overlap(old.G if old else None) if G is not None or old is None else _still(basis.G),
+                basis.A.overlap(old.A if old else None) if A is not None or old is None else _still(basis.A),
+            )
+            return replace(new, moments=self.moments.moved(overlap))
+
+    def without(self, *, A: Kept | None, G: Kept | None) -> "LayerState":
+        """With the moments taken out of eigenbases of sides that are identities now; None: of a side that is not."""
+        bases = [basis for basis in (A, G) if isinstance(basis, Eigenbasis) and basis.vectors]
+        if not bases or self.moments is None:
+            return self
+        undo = LayerBasis(*(basis if isinstance(basis, Eigenbasis) else _still(bases[0]) for basis in (G, A)))
+        return replace(self, moments=self.moments.unrotated(undo))
+
+
+def _still(basis: Eigenbasis) -> Eigenbasis:
+    """A rotation by nothing."""
+    return Eigenbasis((), basis.values)

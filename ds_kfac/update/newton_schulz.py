@@ -1,0 +1,154 @@
+"""The orthogonal factor of a direction: all its singular values set to about one, as Muon does.
+
+Two forms of the same iteration, m the shorter and n the longer side. Below n = 2 m every step multiplies the matrix;
+from there on only its Gram matrix [m, m] is iterated, and what it comes to multiplies the matrix once, which is cheaper
+(gram-newton-schulz, Dao-AILab). There, what is rounded is lost for the steps that follow: in 16 bits it begins again
+after :data:`RESTART` steps, and bf16 is too coarse at all. So it is fp16, which suits the standard form, too: a matrix
+of norm one needs no large exponents, and fp16 rounds eight times finer than bf16 at the same speed.
+
+It has the same size whatever is left of the direction. Where gradients die out Adam's direction does too, and a layer
+must not walk on along what rounding and old moments make of it: below :data:`FULL` the factor shrinks with it.
+
+Shape suffixes: O, I the sides of a layer's matrix; a leading n for matrices of one shape at once.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ds_kfac.curvature.precision import HIGHEST, Precision, fp32_products
+
+Coefficients = tuple[tuple[float, float, float], ...]
+
+COEFFICIENTS: dict[str, Coefficients] = {
+    "muon": ((3.4445, -4.7750, 2.0315),) * 5,
+    "polar_express": (
+        (8.156554524902461, -22.48329292557795, 15.878769915207462),
+        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+    ),
+}
+"""Of the quintic x (a + b x^2 + c x^4), a row a step. muon: Jordan et al. 2024, tuned to lift small singular values
+fast, to 0.7 .. 1.2. polar_express: the best at every step (Amsel et al. 2025, arXiv:2505.16932), to 0.86 .. 1.14."""
+GRAM_FROM = 2
+"""n / m from which the Gram form is the cheaper one."""
+RESTART = 2
+FULL = 0.03
+"""Root mean square of Adam's direction from which on a step has its full size. In ordinary training it is 0.1 to 0.3
+(Adam's steps are signal over noise), in 150 steps of gpt_small and mlm (benchmarks/convergence) never below 0.032."""
+SMALLEST = 1e-15
+"""A norm below which a matrix is scaled as if it had this one: its squares would be lost, and a quotient blow up."""
+
+
+def orthogonal_factors(
+    directions: Sequence[Tensor],
+    columns: Sequence[Tensor | None] | None = None,
+    *,
+    precision: Precision = HIGHEST,
+    coefficients: str = "muon",
+) -> list[tuple[Tensor, Tensor]]:
+    """U V^T of x = U S V^T, nearly, of directions [O, I] or [n, O, I], all with the same longer and shorter side: they
+    are iterated together.
+
+    Args:
+        columns: s [.., I] of each direction, or None: then it is the factor of x diag(s), times diag(s).
+        precision: see :attr:`Precision.half_orthogonal`.
+
+    Returns fp32 factors, zero of zero, and the Frobenius norm of each direction, a scalar or [n].
+    """
+    scales = [None] * len(directions) if columns is None else columns
+    sizes, factors = [], []
+    for x, s in zip(directions, scales, strict=True):
+        size, scale = _scale(x, s)
+        sizes.append(size)
+        wide = _wide(x * scale)
+        factors.append(wide.half() if precision.half_orthogonal else wide)
+    with fp32_products(precision.into, directions[0].device):
+        if len(factors) == 1:
+            factors = [_iterated(factors[0], COEFFICIENTS[coefficients])]
+        else:
+            counts = [len(x) if x.ndim > 2 else 1 for x in factors]
+            together = torch.cat([x if x.ndim > 2 else x[None] for x in factors])
+            parts = _iterated(together, COEFFICIENTS[coefficients]).split(counts)
+            factors = [part.view_as(x) for part, x in zip(parts, factors, strict=True)]
+    found = []
+    for x, s, size, factor in zip(directions, scales, sizes, factors, strict=True):
+        own = (factor.mT if x.shape[-2] > x.shape[-1] else factor).to(x.dtype)
+        found.append((own if s is None else own.mul_(s[..., None, :]), size))
+    return found
+
+
+def newton_schulz(x_OI: Tensor, *, precision: Precision = HIGHEST, coefficients: str = "muon") -> Tensor:
+    """:func:`orthogonal_factors` of one direction."""
+    return orthogonal_factors([x_OI], precision=precision, coefficients=coefficients)[0][0]
+
+
+def scale_to(target: Tensor | float, *, size: Tensor, norm: Tensor, root: Tensor | float) -> Tensor:
+    """What gives a factor the norm ``target``, less where the direction's entries are below :data:`FULL`.
+
+    Args:
+        target: a Frobenius norm.
+        size, norm: those of the direction, and of its factor in any basis. Of zero: 0.
+        root: of how many entries they have.
+    """
+    return target * (size / (FULL * root)).clamp(max=1) / norm.clamp(min=SMALLEST)
+
+
+def flops(O: int, I: int, coefficients: str = "muon", *, half: bool = False) -> int:  # noqa: E741
+    """Of one matrix's products. A step is 4 m^2 n + 2 m^3 in the standard form, and at most 8 m^3 in the Gram form."""
+    m, n = sorted((O, I))
+    steps = len(COEFFICIENTS[coefficients])
+    if n < GRAM_FROM * m:
+        return steps * (4 * m**2 * n + 2 * m**3)
+    # of a step's products r^2, q p, r p and (r p) p a part's first step lacks the second, its last the last two
+    parts = 2 if half else 1
+    return parts * 4 * m**2 * n + (4 * steps - 3 * parts) * 2 * m**3
+
+
+def _scale(x_OI: Tensor, s_I: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The norm of x, and what x is multiplied by so that x diag(s) has norm one: two passes over x with this one."""
+    if s_I is None:
+        size = torch.linalg.vector_norm(x_OI, dim=(-2, -1))
+        return size, size.clamp(min=SMALLEST).reciprocal()[..., None, None]
+    lengths_I = torch.linalg.vector_norm(x_OI, dim=-2)
+    scaled = torch.linalg.vector_norm(lengths_I * s_I, dim=-1, keepdim=True)
+    return torch.linalg.vector_norm(lengths_I, dim=-1), (s_I / scaled.clamp(min=SMALLEST))[..., None, :]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.mT if x.shape[-2] > x.shape[-1] else x
+
+
+def _iterated(x_mn: Tensor, rows: Coefficients) -> Tensor:
+    """All steps, of a matrix of norm one; a copy."""
+    m, n = x_mn.shape[-2:]
+    if n < GRAM_FROM * m:
+        for row in rows:
+            x_mn = _polynomial(x_mn @ x_mn.mT, row) @ x_mn
+        return x_mn
+    half = x_mn.dtype is torch.float16
+    for part in (rows[:RESTART], rows[RESTART:]) if half else (rows,):
+        x_mn = _gram_steps(x_mn @ x_mn.mT, part) @ x_mn
+    return x_mn
+
+
+def _gram_steps(r_mm: Tensor, rows: Coefficients) -> Tensor:
+    """Q of the steps, with r the Gram matrix that they begin with. r, Q and each step's polynomial p commute."""
+    q_mm = p_mm = _polynomial(r_mm, rows[0])
+    for row in rows[1:]:
+        r_mm = r_mm @ p_mm @ p_mm
+        p_mm = _polynomial(r_mm, row)
+        q_mm = q_mm @ p_mm
+    return q_mm
+
+
+def _polynomial(r_mm: Tensor, row: tuple[float, float, float]) -> Tensor:
+    """a I + b r + c r^2. a goes on the diagonal: as the product's addend, a matrix would be copied first."""
+    a, b, c = row
+    plus = torch.addmm if r_mm.ndim == 2 else torch.baddbmm
+    p_mm = plus(r_mm, r_mm, r_mm, beta=b, alpha=c)
+    p_mm.diagonal(dim1=-2, dim2=-1).add_(a)
+    return p_mm

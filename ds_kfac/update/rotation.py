@@ -1,0 +1,128 @@
+"""Gradients into their eigenbasis and back, in a precision; also of several layers of equal shape at once.
+
+Shape suffixes: O, I a layer's sides, n layers of equal shape.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ds_kfac.curvature.eigenbasis import Eigenbasis, LayerBasis, apply_blocks
+from ds_kfac.curvature.precision import HIGHEST, Precision, fp32_products
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Of one matrix [O, I], or of n at once [n, O, I]: of several layers, or the groups of one.
+
+    Attributes:
+        G, A: eigenvectors: of one layer as in ``Eigenbasis.vectors``, of n one [n, O, O] and [n, I, I], or nothing
+            where Q is the identity.
+        G_back, A_back: the same, for the way back: in bf16 with a bf16 half.
+        values_G, values_A: fp32 [.., O] and [.., I]; of a layer in groups flat, see :meth:`values_of`.
+    """
+
+    G: tuple[Tensor, ...]
+    A: tuple[Tensor, ...]
+    G_back: tuple[Tensor, ...]
+    A_back: tuple[Tensor, ...]
+    values_G: Tensor
+    values_A: Tensor
+    precision: Precision
+    _whitenings: dict[tuple[float, float], Tensor] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, bases: Sequence[LayerBasis], precision: Precision = HIGHEST) -> "Rotation":
+        """Of one layer its own eigenvectors, of several a copy; these have dense sides or sides without vectors."""
+        sides = [basis.G for basis in bases], [basis.A for basis in bases]
+        G, A = (_together([basis.vectors for basis in side]) for side in sides)
+        G_back, A_back = G, A
+        if precision.half and len(bases) == 1:
+            G_back, A_back = bases[0].G.half_vectors, bases[0].A.half_vectors
+        elif precision.half:
+            G_back, A_back = (tuple(vectors.bfloat16() for vectors in side) for side in (G, A))
+        values_G, values_A = (
+            side[0].values if len(side) == 1 else torch.stack([basis.values for basis in side]) for side in sides
+        )
+        return cls(G, A, G_back, A_back, values_G, values_A, precision)
+
+    def values_of(self, x_OI: Tensor) -> tuple[Tensor, Tensor]:
+        """Eigenvalues of G [.., O] and of A [.., I] for the matrix or the stack ``x_OI``."""
+        *several, rows, columns = x_OI.shape
+        return self.values_G.view(*several, rows), self.values_A.view(*several, columns)
+
+    def whitening(self, power: float, damping: float, *, groups: int = 1) -> Tensor:
+        """(alpha / mean alpha + damping)^-power, fp32 [.., I]: A^-power as it is in the eigenbasis.
+
+        Args:
+            groups: of the layer, if it is in groups: each has its own mean.
+        """
+        key = power, damping
+        if key not in self._whitenings:
+            values = self.values_A if groups == 1 else self.values_A.view(groups, -1)
+            mean = values.mean(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+            self._whitenings[key] = (values / mean + damping) ** -power
+        return self._whitenings[key]
+
+    def rotate(self, x_OI: Tensor) -> Tensor:
+        """Q_G^T x Q_A."""
+        with fp32_products(self.precision.into, x_OI.device):
+            return self._right(self._left([vectors.mT for vectors in self.G], x_OI), self.A)
+
+    def restore(self, x_OI: Tensor) -> Tensor:
+        """Q_G x Q_A^T; with a bf16 half in bf16, unless neither side has vectors."""
+        if self.precision.half and (self.G or self.A):
+            x_OI = x_OI.bfloat16()
+        with fp32_products(self.precision.into, x_OI.device):
+            return self._right(self._left(self.G_back, x_OI), [vectors.mT for vectors in self.A_back])
+
+    def _left(self, matrices: Sequence[Tensor], x: Tensor) -> Tensor:
+        if not matrices:
+            return x
+        if (whole := _whole(matrices, x)) is not None:
+            return whole @ x
+        return apply_blocks(x, matrices) if x.ndim == 2 else apply_blocks(x.flatten(0, 1), matrices).view(x.shape)
+
+    def _right(self, x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+        if (whole := _whole(matrices, x)) is not None:
+            return x @ whole
+        return self._left([matrix.mT for matrix in matrices], x.mT).mT
+
+
+def _whole(matrices: Sequence[Tensor], x: Tensor) -> Tensor | None:
+    """The only block, or one for each matrix in x; None if there are others."""
+    if len(matrices) != 1 or len(matrices[0]) != (len(x) if x.ndim > 2 else 1):
+        return None
+    return matrices[0] if x.ndim > 2 else matrices[0][0]
+
+
+def _together(vectors: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    if len(vectors) == 1 or not vectors[0]:
+        return vectors[0]
+    return (torch.cat([groups[0] for groups in vectors]),)
+
+
+class Rotations:
+    """Those of a run, kept until a basis is another one: copies are made on refresh steps only."""
+
+    def __init__(self, precision: Precision = HIGHEST) -> None:
+        self.precision = precision
+        self._kept: dict[str, tuple[tuple[str, ...], tuple[Eigenbasis, ...], Rotation]] = {}
+
+    def of(self, names: tuple[str, ...], bases: Sequence[LayerBasis]) -> Rotation:
+        """Of these layers together. A layer's last one is forgotten, also if it was with others."""
+        sides = tuple(side for basis in bases for side in (basis.G, basis.A))
+        kept = self._kept.get(names[0])
+        if kept is None or kept[0] != names or any(old is not new for old, new in zip(kept[1], sides, strict=True)):
+            for name in names:
+                self._kept.pop(name, None)
+            kept = None  # its memory first
+            kept = names, sides, Rotation.of(bases, self.precision)
+            self._kept.update(dict.fromkeys(names, kept))
+        return kept[2]
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._kept.clear()

@@ -1,0 +1,95 @@
+"""Weights rescaled after every step (Osawa et al. 2019, arXiv:1811.12019; SP-NGD), for layers before a norm, to which
+the size of their weights is only a learning rate:
+
+    w <- w min(1, sqrt(2 O) / (|w| + 1e-9))        O the first dimension of w: outputs
+
+DeepSpeed's fp32 masters and the weights that the model computes with are multiplied by the same number, which every
+rank knows: a whole weight's norm, at stage 3 put together from the chunks of all ranks.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_kfac.model.layers.base import LayerSpec, parameter_shape
+from ds_kfac.model.layers.registry import MATRICES
+from ds_kfac.zero.layout import ShardLayout
+from ds_kfac.zero.parameters import of_layers
+from ds_kfac.zero.replicated import ReplicatedHalf
+from ds_kfac.zero.shards import Shard
+from ds_kfac.zero.stage3 import Stage3
+from ds_kfac.zero.stage_1_and_2 import Stage12
+
+SMALLEST = 1e-9
+
+
+class WeightRescaling:
+    """Of an engine's linear and convolutional K-FAC layers.
+
+    Args:
+        layers: in the order of the layout's parameters.
+    """
+
+    def __init__(self, layout: ShardLayout, layers: Sequence[LayerSpec]) -> None:
+        of_layer = of_layers(layers)
+        self.layout = layout
+        self.weights = [of_layer[layer.name][0] for layer in layers if layer.kind in MATRICES]
+        limits = [(2 * parameter_shape(layout.params[index])[0]) ** 0.5 for index in self.weights]
+        self._limits = torch.tensor(limits, device=layout.engine.device)
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """After a step that was applied. Collective at stage 3."""
+        factors = (self._limits / (self._norms() + SMALLEST)).clamp(max=1.0)
+        for index, factor in zip(self.weights, factors.unbind(), strict=True):
+            for part in {id(part): part for part in self._parts(index)}.values():
+                part.mul_(factor.to(part.device))
+
+    def _norms(self) -> Tensor:
+        """Of the whole weights, fp32."""
+        if not isinstance(self.layout, Stage3):
+            weights = (self.layout.params[index].detach().float() for index in self.weights)
+            return torch.stack([torch.linalg.vector_norm(weight) for weight in weights])
+        squares = torch.zeros_like(self._limits)
+        for place, index in enumerate(self.weights):
+            for shard in self._own(index):
+                squares[place] += self._chunk(shard).float().square().sum().to(squares.device)
+        dist.all_reduce(squares, group=self.layout.group)
+        return squares.sqrt()
+
+    def _own(self, index: int) -> list[Shard]:
+        return [shard for shard in self.layout.shards.of_param[index] if shard.rank == self.layout.rank]
+
+    def _chunk(self, shard: Shard) -> Tensor:
+        """Of ZeRO-3's masters."""
+        return self.layout.optimizer.fp32_partitioned_groups_flat[shard.group].narrow(0, shard.offset, shard.numel)
+
+    def _parts(self, index: int) -> list[Tensor]:
+        """Everything on this rank that holds the weight, or a piece of it."""
+        layout, param = self.layout, self.layout.params[index]
+        if isinstance(layout, Stage3):
+            whole = [param.data] if param.data.numel() == param.ds_numel else []
+            return [param.ds_tensor.data, *whole, *map(self._chunk, self._own(index))]
+        if isinstance(layout, Stage12):
+            flats = layout.optimizer.single_partition_of_fp32_groups
+            return [param.data, *(flats[s.group].data.narrow(0, s.offset, s.numel) for s in self._own(index))]
+        if isinstance(layout, ReplicatedHalf):
+            return [param.data, _master(layout.optimizer, param)]
+        return [param.data]
+
+
+def _master(optimizer: Any, param: nn.Parameter) -> Tensor:
+    """Of FP16_Optimizer, flat per group, or FP16_UnfusedOptimizer."""
+    for group, params in enumerate(optimizer.fp16_groups):
+        start = 0
+        for position, other in enumerate(params):
+            if other is param:
+                flat = getattr(optimizer, "fp32_groups_flat", None)
+                if flat is None:
+                    return optimizer.fp32_groups[group][position].data
+                return flat[group].data.narrow(0, start, param.numel())
+            start += other.numel()
+    raise KeyError("the optimizer does not hold this parameter")

@@ -1,0 +1,46 @@
+"""transformers' Trainer. Nothing here is about K-FAC: it is in the DeepSpeed config, and enabled by the launcher.
+
+python -m ds_kfac run --module examples.integrations.hf_trainer
+"""
+
+from collections.abc import Sequence
+
+from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
+
+from ds_kfac.integrations.transformers import KFACCallback
+from examples.integrations import tiny
+
+
+def main(argv: Sequence[str] | None = None) -> Trainer:
+    options = tiny.options(argv)
+    arguments = TrainingArguments(
+        output_dir=str(options.out),
+        deepspeed=tiny.ds_config(options.deepspeed),
+        max_steps=options.steps,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        learning_rate=2e-3,
+        lr_scheduler_type="cosine",
+        warmup_steps=2,
+        logging_steps=1,
+        save_steps=max(1, options.steps // 2),
+        eval_strategy="steps",
+        eval_steps=options.steps,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=tiny.ON_CPU,
+    )
+    trainer = Trainer(
+        model=tiny.model(),
+        args=arguments,
+        train_dataset=tiny.tokens(),
+        eval_dataset=tiny.tokens(16),
+        data_collator=DataCollatorForLanguageModeling(tiny.tokenizer(), mlm=False),
+    )
+    KFACCallback.add_to(trainer)  # if K-FAC's counters are to be in the logs
+    trainer.train(resume_from_checkpoint=options.resume and str(options.resume))
+    return trainer
+
+
+if __name__ == "__main__":
+    main()

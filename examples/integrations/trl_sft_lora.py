@@ -1,0 +1,52 @@
+"""TRL's SFTTrainer with LoRA by peft; K-FAC as an optimizer object, so that the DeepSpeed config says nothing of it.
+
+deepspeed --module examples.integrations.trl_sft_lora
+"""
+
+from collections.abc import Sequence
+
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+
+import ds_kfac
+from ds_kfac.integrations.transformers import KFACCallback
+from examples.integrations import tiny
+
+
+def main(argv: Sequence[str] | None = None) -> SFTTrainer:
+    options = tiny.options(argv)
+    config = tiny.ds_config(options.deepspeed)
+    config.pop("optimizer")
+    arguments = SFTConfig(
+        output_dir=str(options.out),
+        deepspeed=config,
+        max_steps=options.steps,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        logging_steps=1,
+        save_steps=max(1, options.steps // 2),
+        eval_strategy="steps",
+        eval_steps=options.steps,
+        max_length=64,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=tiny.ON_CPU,
+    )
+    trainer = SFTTrainer(
+        model=tiny.model(),
+        args=arguments,
+        train_dataset=tiny.texts(),
+        eval_dataset=tiny.texts(16),
+        processing_class=tiny.tokenizer(),
+        peft_config=LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
+        optimizer_cls_and_kwargs=(ds_kfac.KFACAdamW, {"lr": 1e-3, "torch_adam": True}),
+    )
+    KFACCallback.add_to(trainer)
+    trainer.train(resume_from_checkpoint=options.resume and str(options.resume))
+    return trainer
+
+
+if __name__ == "__main__":
+    main()

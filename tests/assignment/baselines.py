@@ -1,0 +1,43 @@
+"""Simpler assignments, to compare with. Whole layers; a shared factor goes with the first layer that has it."""
+
+from ds_kfac.assignment.assign import Assignment
+from ds_kfac.assignment.grid import column
+from ds_kfac.assignment.work import Work
+from ds_kfac.model.layers.base import LayerSpec
+
+
+def round_robin(work: Work, workers: int = 1) -> Assignment:
+    """Layers in module order to columns in turn, their factors to the ranks of a column in turn."""
+    columns = work.world // workers
+    homes = {}
+    for index, layer in enumerate(work.layers):
+        ranks = column(index % columns, world=work.world, workers=workers)
+        homes[layer.name] = (ranks, ranks[index // columns % workers])
+    return _whole_layers(work, homes, list(work.layers))
+
+
+def kaisa_greedy(work: Work, workers: int = 1) -> Assignment:
+    """KAISA's (Pauloski et al. 2021): layers in descending n_A^3 + n_G^3 to the column with the least of it, their
+    factors to its least loaded rank. Preconditioning, and where gradients are, do not count."""
+    columns = [column(index, world=work.world, workers=workers) for index in range(work.world // workers)]
+    cubes = [0] * work.world
+    homes = {}
+
+    def cube(layer: LayerSpec) -> int:
+        return layer.dim_A**3 + layer.dim_G**3
+
+    order = sorted(work.layers, key=cube, reverse=True)
+    for layer in order:
+        ranks = min(columns, key=lambda ranks: sum(cubes[rank] for rank in ranks))
+        rank = min(ranks, key=lambda rank: cubes[rank])
+        cubes[rank] += cube(layer)
+        homes[layer.name] = (ranks, rank)
+    return _whole_layers(work, homes, order)
+
+
+def _whole_layers(work: Work, homes: dict[str, tuple[tuple[int, ...], int]], order: list[LayerSpec]) -> Assignment:
+    decomposers: dict[str, int] = {}
+    for layer in order:
+        for factor in work.used[layer.name]:
+            decomposers.setdefault(factor.key, homes[layer.name][1])
+    return Assignment.of(work, {name: ranks for name, (ranks, _) in homes.items()}, decomposers)

@@ -1,0 +1,76 @@
+"""Which ranks give a factor its rows: pure, near its decomposer, all of them in turn."""
+
+from collections import Counter
+
+import pytest
+
+from ds_kfac.assignment.contributors import ROWS_PER_COLUMN, Contributors, counted
+from ds_kfac.assignment.factor_spec import factor_specs
+from ds_kfac.curvature.side import Side
+from ds_kfac.model.layers.base import LayerSpec, Use
+from tests.models import linear_layer
+
+STEPS = range(0, 20000, 10)
+
+
+def test_all_ranks_where_no_number_is_known():
+    assert list(Contributors(5).of("x/A", 3, 7)) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 4, 7, 16])
+def test_as_many_as_asked_each_once(count, everywhere):
+    contributors = Contributors(16, 4, everywhere, {"x/A": count})
+    for owner in (0, 5, 15):
+        for step in STEPS[:50]:
+            ranks = contributors.of("x/A", owner, step)
+            assert list(ranks) == sorted(set(ranks)) and len(ranks) == count and set(ranks) <= set(range(16))
+            assert everywhere or owner in ranks
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_near_the_decomposer_first(count):
+    contributors = Contributors(16, 4, counts={"x/A": count})
+    assert all(set(contributors.of("x/A", 6, step)) <= {4, 5, 6, 7} for step in STEPS)
+    wide = Contributors(16, 4, counts={"x/A": count + 4})
+    assert all({4, 5, 6, 7} <= set(wide.of("x/A", 6, step)) for step in STEPS[:50])
+
+
+def test_a_last_node_may_be_smaller():
+    assert set(Contributors(6, 4, counts={"x/A": 2}).of("x/A", 5, 0)) == {4, 5}
+
+
+@pytest.mark.parametrize(("everywhere", "among"), [(False, {4, 5, 7}), (True, set(range(16)))])
+def test_every_rank_gets_its_turn_equally_often(everywhere, among):
+    """Also where updates are ten steps apart."""
+    contributors, seen = Contributors(16, 4, everywhere, {"x/A": 2}), Counter()
+    for step in STEPS:
+        seen.update(set(contributors.of("x/A", 6, step)) - (set() if everywhere else {6}))
+    expected = len(STEPS) * (2 if everywhere else 1) / len(among)
+    assert set(seen) == among
+    assert all(abs(count - expected) < 6 * expected**0.5 for count in seen.values())
+
+
+def test_ranks_take_turns_at_different_factors():
+    """Else all factors of a step would come from the same rank."""
+    contributors = Contributors(8, everywhere=True, counts={"x/A": 1})
+    assert {contributors.of("x/A", owner, 30)[0] for owner in range(8)} == set(range(8))
+
+
+def test_counts_are_as_many_as_have_the_rows():
+    layers = [linear_layer("wide", 1000, 3), linear_layer("narrow", 10, 3)]
+    factors = factor_specs(layers)
+    rows = {"wide": 500.0, "narrow": 500.0}
+    need = ROWS_PER_COLUMN * 1000 / 500
+    assert counted(factors, rows, 64, wanted=None) == {"wide/A": need, "wide/G": 1, "narrow/A": 1, "narrow/G": 1}
+    assert counted(factors, rows, 4, wanted=None) == {"wide/G": 1, "narrow/A": 1, "narrow/G": 1}, "the others have all"
+    assert counted(factors, rows, 64, wanted=1200) == dict.fromkeys(["wide/A", "wide/G", "narrow/A", "narrow/G"], 3)
+    assert counted(factors, {"narrow": 500.0}, 64, wanted=None).keys() == {"narrow/A", "narrow/G"}
+    assert counted(factors, {"wide": 0.0, "narrow": 0.01}, 64, wanted=None) == {}, "few rows: all ranks"
+
+
+def test_blocks_need_rows_for_their_width_and_diagonals_for_each_entry():
+    A, G = Side.limited(1000, max_dim=100, large="blocks"), Side.diagonal(5000)
+    layer = LayerSpec("x", "x.weight", None, A, G, (Use("x", "Linear", A, G, False),))
+    found = counted(factor_specs([layer]), {"x": 100.0}, 1024, wanted=None)
+    assert found == {"x/A": ROWS_PER_COLUMN, "x/G": ROWS_PER_COLUMN * 50}

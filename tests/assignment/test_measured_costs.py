@@ -1,0 +1,67 @@
+"""Costs from a file take the place of builtin ones; what is wrong in it is named."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.kernels import costs as command
+from ds_kfac.assignment.cost_model import BUILTIN
+from ds_kfac.assignment.measured_costs import measured
+from ds_kfac.curvature.side import Side
+
+FILE = {"machine": "a card", "eigh_seconds": [[8, 1.0], [16, 8.0]], "product_flops": [[8, 1.0], [32, 16.0]]}
+
+
+def written(tmp_path, content) -> str:
+    path = tmp_path / "costs.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+def test_what_a_file_has_is_measured_and_the_rest_stays(tmp_path):
+    found = measured(BUILTIN["cuda"], written(tmp_path, FILE))
+    assert found.measured == {"eigh_seconds", "product_flops"}
+    assert found.decompose(Side.dense(16)) == 8.0
+    assert replace(found, eigh_seconds=(), product_flops=(), measured=frozenset()) == replace(
+        BUILTIN["cuda"], eigh_seconds=()
+    )
+
+
+def test_products_have_the_rate_of_their_size(tmp_path):
+    found = measured(BUILTIN["cpu"], written(tmp_path, FILE))
+    rates = {width: found.rate(width) for width in (2, 8, 16, 32, 1e9)}
+    assert rates == pytest.approx({2: 1.0, 8: 1.0, 16: 4.0, 32: 16.0, 1e9: 16.0})
+    assert found.gemm(32.0, 16) == pytest.approx(8.0) and found.gemm(32.0) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    "content, what",
+    [
+        ("{", "Expecting"),
+        ([], "not an object"),
+        ({"eigh": 1}, "eigh is none of eigh_seconds"),
+        ({"gemm_flops": 0}, "0 is no positive number"),
+        ({"gemm_flops": True}, "True is no positive number"),
+        ({"eigh_seconds": [[16, 1.0], [8, 1.0]]}, "eigh_seconds: sizes must ascend"),
+        ({"eigh_seconds": [[16]]}, "not enough values"),
+    ],
+)
+def test_what_is_wrong_is_named_with_the_file(tmp_path, content, what):
+    path = written(tmp_path, content)
+    with pytest.raises(ValueError, match=r"kfac\.assignment\.costs") as problem:
+        measured(BUILTIN["cpu"], path)
+    assert path in str(problem.value) and what in str(problem.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match="No such file"):
+        measured(BUILTIN["cpu"], str(tmp_path / "nowhere.json"))
+
+
+def test_the_command_writes_what_a_plan_reads(tmp_path):
+    path = tmp_path / "costs.json"
+    command.main(["--device", "cpu", "--max-dim", "64", "--seconds", "0.01", "--out", str(path)])
+    found = measured(BUILTIN["cpu"], str(path))
+    assert found.measured == {*command.FIELDS}
+    assert found.eigh(64) > found.eigh(16) > 0

@@ -1,0 +1,129 @@
+"""Offsets: the slowest step is as short as it can be, captures are spread, what belongs together stays together."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from ds_kfac.assignment.assign import assign
+from ds_kfac.assignment.cost_model import BUILTIN
+from ds_kfac.assignment.factor_spec import factor_specs, tied_factors
+from ds_kfac.assignment.stagger import Stagger, refresh_offsets
+from ds_kfac.assignment.work import Work
+from tests.layer_tables import TABLES, tied
+from tests.models import linear_layer
+
+COSTS = BUILTIN["cpu"]
+
+
+def stagger(widths, ranks, *, update=1, refresh=1) -> tuple[tuple, Stagger]:
+    """One factor per width; only A sides are looked at."""
+    layers = [linear_layer(f"l{i}", width, 1) for i, width in enumerate(widths)]
+    factors = tuple(factor for factor in factor_specs(layers) if factor.is_A)
+    decomposers = {factor.key: rank for factor, rank in zip(factors, ranks, strict=True)}
+    found = refresh_offsets(factors, decomposers, COSTS, update_interval=update, refresh_interval=refresh)
+    return factors, found
+
+
+def slowest(factors, decomposers, offsets, steps) -> list[float]:
+    """Seconds of the slowest rank, per step, summed again."""
+    busy = Counter()
+    for factor in factors:
+        busy[offsets[factor.key], decomposers[factor.key]] += COSTS.decompose(factor.side)
+    return [max((seconds for (at, _), seconds in busy.items() if at == step), default=0.0) for step in range(steps)]
+
+
+def test_equal_factors_are_spread_evenly():
+    _, found = stagger([200] * 12, [0] * 12, refresh=4)
+    assert Counter(found.offsets.values()) == {0: 3, 1: 3, 2: 3, 3: 3}
+    assert found.worst == pytest.approx(found.mean)
+
+
+def test_heavy_factors_of_different_ranks_share_a_step():
+    _, found = stagger([900, 100, 800, 100], [0, 0, 1, 1], refresh=2)
+    assert found.offsets["l0/A"] == found.offsets["l2/A"]
+    assert found.worst == pytest.approx(COSTS.eigh(900))
+    assert found.mean == pytest.approx((COSTS.eigh(900) + COSTS.eigh(100)) / 2)
+
+
+def test_one_ranks_work_stays_within_grahams_bound_of_the_even_share():
+    random.seed(0)
+    for _ in range(20):
+        widths = [random.randint(50, 700) for _ in range(23)]
+        _, found = stagger(widths, [0] * 23, refresh=5)
+        seconds = [COSTS.eigh(width) for width in widths]
+        assert found.worst <= 4 / 3 * max(max(seconds), sum(seconds) / 5) * (1 + 1e-9)
+        assert found.mean == pytest.approx(sum(seconds) / 5)
+
+
+@pytest.mark.parametrize("world", [1, 4, 64])
+@pytest.mark.parametrize("table", TABLES)
+def test_no_step_of_a_large_model_does_more_than_its_largest_factor_or_its_share(table, world):
+    layers, factors = TABLES[table]()
+    intervals = {"update_interval": 10, "refresh_interval": 100}
+    assignment = assign(Work(layers, factors, world, None, COSTS, **intervals), 1)
+    found = refresh_offsets(factors, assignment.decomposers, COSTS, **intervals)
+    seconds = {factor.key: COSTS.decompose(factor.side) for factor in factors}
+    shares = Counter()
+    for factor in factors:
+        shares[assignment.decomposers[factor.key]] += seconds[factor.key] / 100
+    assert found.worst <= 1.2 * max(*seconds.values(), *shares.values())
+    steps = slowest(factors, assignment.decomposers, found.offsets, 100)
+    assert found.worst == pytest.approx(max(steps))
+    assert found.mean == pytest.approx(sum(steps) / 100)
+
+    captured = [0] * 10
+    for factor in factors:
+        captured[found.offsets[factor.key] % 10] += factor.side.dim**2
+    largest = max(factor.side.dim**2 for factor in factors)
+    assert max(captured) <= max(1.1 * sum(captured) / 10, sum(captured) / 10 + largest)
+
+
+def test_captures_of_one_interval_are_spread_over_it():
+    factors, found = stagger([100] * 20, [i % 4 for i in range(20)], update=5, refresh=20)
+    assert Counter(found.offsets[factor.key] % 5 for factor in factors) == dict.fromkeys(range(5), 4)
+
+
+def test_factors_of_a_tied_layer_have_one_offset():
+    layers = [tied(linear_layer("tied", 300, 200)), linear_layer("other", 250, 150)]
+    factors = factor_specs(layers)
+    together = tied_factors(layers, factors)
+    assert together == (("tied/A", "tied/G"),)
+    found = refresh_offsets(
+        factors, dict.fromkeys((f.key for f in factors), 0), COSTS,
+        update_interval=1, refresh_interval=4, together=together,
+    )  # fmt: skip
+    assert found.offsets["tied/A"] == found.offsets["tied/G"]
+    assert len(set(found.offsets.values())) == 3
+    assert found.worst == pytest.approx(COSTS.eigh(300) + COSTS.eigh(200))
+
+
+@pytest.mark.parametrize(("update", "refresh", "last"), [(3, 10, 9), (10, 4, 4), (1, 1, 1), (5, 5, 5)])
+def test_offsets_stay_under_the_largest_multiple_of_the_update_interval(update, refresh, last):
+    _, found = stagger([100] * 40, [0] * 40, update=update, refresh=refresh)
+    assert set(found.offsets.values()) == set(range(last))
+
+
+def test_nothing_to_refresh_takes_no_time():
+    assert refresh_offsets((), {}, COSTS, update_interval=2, refresh_interval=4) == Stagger({}, 0.0, 0.0)
+
+
+def test_the_same_offsets_every_time_in_module_order():
+    (factors, first), (_, second) = (stagger([100, 300, 300, 50], [0, 1, 0, 1], update=2, refresh=6) for _ in range(2))
+    assert first == second
+    assert list(first.offsets) == [factor.key for factor in factors]
+
+
+def test_ranks_that_share_cores_are_not_all_busy_at_once():
+    specs = [linear_layer(f"l{i}", 500, 3) for i in range(8)]
+    factors = [factor for factor in factor_specs(specs) if factor.is_A]
+    decomposers = {factor.key: index % 4 for index, factor in enumerate(factors)}
+    own = BUILTIN["cpu"]
+    shared = replace(own, node_size=4, node_cores=2)
+    seconds = own.decompose(factors[0].side)
+    intervals = {"update_interval": 1, "refresh_interval": 4}
+    alone, together = (refresh_offsets(factors, decomposers, costs, **intervals) for costs in (own, shared))
+    assert alone.worst == pytest.approx(seconds) == together.worst
+    at_once = [[*offsets.values()].count(step) for offsets in (alone.offsets, together.offsets) for step in range(4)]
+    assert max(at_once[:4]) == 4 and max(at_once[4:]) == 2, at_once

@@ -1,0 +1,70 @@
+"""What the campaign says of a case, without running one."""
+
+from collections import Counter
+
+from tests.campaign import harness, table
+from tests.campaign.harness import CRASH, HANG, LOUD, OUTCOMES, SILENT, SURVIVED, Case, Result, judge
+
+CASE = Case("usage", "something: z2, AdamW", "nowhere:nothing")
+
+
+def verdict(*found: tuple[str, str, float], logs=("", "")) -> str:
+    return judge(CASE, list(found), list(logs))[0]
+
+
+def test_the_worst_rank_decides():
+    assert verdict((SURVIVED, "", 0.0), (SURVIVED, "", 0.0)) == SURVIVED
+    assert verdict((SURVIVED, "", 0.0), (SILENT, "", 0.0)) == SILENT
+    assert verdict((LOUD, "", 0.0), (SILENT, "", 0.0)) == SILENT
+    assert OUTCOMES.index(SURVIVED) < OUTCOMES.index(LOUD) < OUTCOMES.index(SILENT) < OUTCOMES.index(HANG)
+
+
+def test_the_first_error_is_the_cause():
+    """The others then lose their connection."""
+    first, second = ("error", "ValueError: ds_kfac: no", 1.0), ("error", "RuntimeError: Connection closed", 2.0)
+    assert verdict(second, first) == LOUD
+    assert verdict(("error", "IndexError: list", 1.0), second) == CRASH
+    assert verdict(first, ("missing", "", 5.0)) == LOUD, "a launcher kills the others"
+
+
+def test_waiting_is_a_hang():
+    assert verdict(("missing", "", 0.0), ("missing", "", 0.0)) == HANG
+    assert verdict((SURVIVED, "", 0.0), ("missing", "", 0.0)) == HANG
+    assert verdict(("error", "RuntimeError: Timed out waiting 30000ms", 1.0), ("missing", "", 0.0)) == HANG
+
+
+def test_ranks_that_die_at_start_are_a_crash():
+    assert verdict(("missing", "", 0.0), ("missing", "", 0.0), logs=("ImportError: no", "")) == CRASH
+
+
+def test_the_page_shows_every_bad_case_and_only_counts_what_survived():
+    good = [Result(Case("usage", f"something: z{stage}", ""), Counter({SURVIVED: 1})) for stage in (0, 2)]
+    bad = Result(Case("usage", "something: z3", ""), Counter({SILENT: 1}), "other | weights")
+    unrun = Result(Case("numerics", "more: z3", ""), Counter(), "not run: out of time")
+    page = table.report([*good, bad, unrun], command="x", minutes=15, seconds=60.0)
+    assert "| usage | 3 | 2 | 0 | 0 | 1 | 0 | 0 | 0 |" in page
+    assert "| numerics | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 1 |" in page
+    assert "| all | 3 | 2 | 0 | 0 | 1 | 0 | 0 | 1 |" in page
+    assert "| usage | something: z3 | **silent** | other / weights |" in page
+    assert "| numerics | more: z3 | **not run** | not run: out of time |" in page
+    assert "something: z0" not in page
+    assert not bad.good and not unrun.good and good[0].good
+
+
+def test_the_page_has_one_row_for_what_ended_alike():
+    refused = [Result(Case("damage", f"kind {n}", ""), Counter({LOUD: 1}), f"file {n} is missing") for n in range(9)]
+    page = table.report(refused, command="x", minutes=15, seconds=60.0)
+    assert page.count("is missing") == 1 and all(f"kind {n}" in page for n in range(9))
+
+
+def test_a_run_in_parts_keeps_the_last_result_of_each_case(tmp_path):
+    parts = tmp_path / "parts"
+    case = Case("usage", "alone", "tests.campaign.test_campaign:twice", alone=True)
+    for _ in range(2):
+        harness.run([case], deadline=float("inf"), say=lambda text: None, keep=parts)
+    (found,) = harness.results_in(parts, [case, CASE])
+    assert found.case == case and found.outcomes == Counter({SURVIVED: 2}) and found.note == "a note"
+
+
+def twice(_) -> tuple[Counter, str]:
+    return Counter({SURVIVED: 2}), "a note"

@@ -1,0 +1,109 @@
+"""Names of a model never become paths, and no two of them become one file."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_kfac.checkpoint.checks import check_factor
+from ds_kfac.checkpoint.disk import TOKEN, check_token, put_token, read_payload, write_payload, write_text
+from ds_kfac.checkpoint.names import check_names, factor_file, layer_file
+from ds_kfac.curvature.side import Side
+
+NAMES = [
+    "", "model", "~root", "h.0.attn", "H.0.attn", "h.0.ATTN", "adapters.en/de", "adapters.en_de", "/etc/passwd",
+    "../up", "..", ".", ".hidden", "a" * 240, "a" * 241, "a" * 500, "über", "uber", "new\nline", "nul\0", "x.A", "x.a",
+    "x", "con", "x.A.factor", "x.layer", "first.shard_0_of_2", "tab\t", " ", "a b", "\ud800",
+]  # fmt: skip
+
+
+def test_every_name_is_one_file_in_the_folder(tmp_path):
+    files = [file for name in NAMES for file in (layer_file(name), factor_file(f"{name}/A"), factor_file(f"{name}/G"))]
+    for file in files:
+        assert len(file.encode()) < 200 and file.isprintable()
+        assert (tmp_path / file).parent == tmp_path and Path(file).name == file
+        (tmp_path / file).write_text("x")
+    # also where case does not count
+    assert len({file.lower() for file in files}) == len(files) == len(list(tmp_path.iterdir()))
+    assert layer_file("h.0.attn") == "h.0.attn.layer.pt", "usual names stay readable"
+    check_names(NAMES)
+
+
+def test_a_name_that_is_there_twice_is_refused():
+    with pytest.raises(ValueError, match=r"'head' and 'head' under one name, head\.layer\.pt"):
+        check_names(["first", "head", "head"])
+
+
+def payload() -> dict:
+    return {"weights": [torch.arange(1000.0), torch.ones(3, 3)], "none": None, "number": 3}
+
+
+def test_a_file_is_read_as_it_was_written_or_not_at_all(tmp_path):
+    path = tmp_path / "file.pt"
+    entry = write_payload(path, payload())
+    data = path.read_bytes()
+    assert entry["bytes"] == len(data)
+    read = read_payload(path, nbytes=entry["bytes"], crc32=entry["crc32"])
+    assert torch.equal(read["weights"][0], payload()["weights"][0]) and read["number"] == 3
+    for place in (0, 1, len(data) // 3, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        with pytest.raises(ValueError, match=r"file\.pt: wrong checksum"):
+            read_payload(path, nbytes=entry["bytes"], crc32=entry["crc32"])
+        path.write_bytes(data[:place])
+        with pytest.raises(ValueError, match=r"file\.pt: has"):
+            read_payload(path, nbytes=entry["bytes"], crc32=entry["crc32"])
+
+
+def test_a_text_is_put_there_whole(tmp_path, monkeypatch):
+    write_text(tmp_path / "latest", "one")
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ds_kfac.checkpoint.disk.os.replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_text(tmp_path / "latest", "two")
+    assert (tmp_path / "latest").read_text() == "one"
+
+
+def test_everything_is_on_disk_before_it_is_referred_to(tmp_path, monkeypatch):
+    """File before its name in the folder, and the rename after both."""
+    import ds_kfac.checkpoint.disk as disk
+
+    calls = []
+    sync, replace = disk.os.fsync, disk.os.replace
+    monkeypatch.setattr(disk.os, "fsync", lambda handle: (calls.append("sync"), sync(handle)))
+    monkeypatch.setattr(disk.os, "replace", lambda *paths: (calls.append("rename"), replace(*paths)))
+    write_payload(tmp_path / "file.pt", payload())
+    assert calls == ["sync"]
+    write_text(tmp_path / "header.json", "{}")
+    assert calls == ["sync", "sync", "rename", "sync"]
+
+
+def test_a_folder_that_is_not_shared_is_noticed(tmp_path):
+    put_token(tmp_path / "one" / "tag" / "kfac" / "0123456789ab")
+    check_token(tmp_path / "one" / "tag" / "kfac" / "0123456789ab")
+    with pytest.raises(ValueError, match="save to a shared file system"):
+        check_token(tmp_path / "two" / "tag" / "kfac" / "0123456789ab", patience=0)
+    (tmp_path / "one" / "tag" / "kfac" / "0123456789ab" / TOKEN).write_text("of another save")
+    with pytest.raises(ValueError, match="is not there"):
+        check_token(tmp_path / "one" / "tag" / "kfac" / "0123456789ab", patience=0)
+
+
+def test_the_checks_take_what_is_right():
+    """Of every kind of side; the damages are in tests/deepspeed."""
+    for side, method in itertools.product((Side.dense(5), Side.diagonal(5), Side(7, 3)), ("eigen", "inverse")):
+        kept = {"inverse": torch.ones(side.numel)}
+        if method == "eigen":
+            vectors = [torch.ones(n, b, b) for n, b in side.groups] if side.block > 1 else []
+            kept = {"vectors": vectors, "values": torch.ones(side.dim)}
+        factor = {
+            "packed": torch.ones(side.numel), "updates": torch.ones(()), "history": None, "basis": None, "qr_steps": 0,
+            "pending": kept, "pending_how": "eigh",
+        }  # fmt: skip
+        check_factor(factor, side, method, "head/A")
+        factor["history"] = [torch.ones(side.numel), None, torch.tensor([1.0, float("nan")])]
+        check_factor(factor, side, method, "head/A")
+        with pytest.raises(ValueError, match="history"):
+            check_factor({**factor, "history": [torch.ones(side.numel + 1), None, None]}, side, method, "head/A")

@@ -1,0 +1,40 @@
+"""What ds_kfac chooses inside, chosen by a test: a block "plan" in addition to those of the config."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import ds_kfac.directions.base
+from ds_kfac.config.kfac import KFACConfig, parse
+from ds_kfac.curvature.precision import choose
+from ds_kfac.plan import choices
+from ds_kfac.plan.resolve import resolve
+
+CPU = torch.device("cpu")
+
+
+def resolved(block: Mapping[str, Any]) -> KFACConfig:
+    """A "kfac" block as a run has it, for another optimizer than ours."""
+    return resolve(parse(block), fisher="empirical")[0]
+
+
+def planned(block: Mapping[str, Any], *, stacks: bool = False, device: torch.device = CPU) -> Any:
+    """What a direction reads of a plan."""
+    config = resolved(block)
+    precision = choose(config.preconditioner.precision, device)
+    return SimpleNamespace(config=config, precision=precision, stacks=stacks, clip_lr="current")
+
+
+@contextmanager
+def chosen(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The "kfac" block without "plan", whose keys are the functions of ``ds_kfac/plan/choices.py``, in effect here; and
+    whatever the optimizer, with Kronecker eigenvalues if the block does not say otherwise."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(ds_kfac.directions.base, "adaptive", lambda optimizer: False))
+        for name, value in block.get("plan", {}).items():
+            stack.enter_context(patch.object(choices, name, lambda *_, value=value: value))
+        yield {key: value for key, value in block.items() if key != "plan"}

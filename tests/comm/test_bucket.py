@@ -1,0 +1,134 @@
+"""Which batch sums travel in which message: a pure layout."""
+
+from collections import Counter
+
+import pytest
+
+from ds_kfac.assignment.contributors import Contributors
+from ds_kfac.assignment.factor_spec import factor_specs
+from ds_kfac.comm.bucket import COUNT, KNOWN, Layout, buckets, payload, slots
+from ds_kfac.curvature.side import Side
+from ds_kfac.model.layers.base import LayerSpec, Use
+from tests.models import linear_layer
+
+LAYERS = [linear_layer(f"l{i}", 60 + i, 30) for i in range(5)]
+FACTORS = factor_specs(LAYERS)
+DECOMPOSERS = {factor.key: (place + 1) % 2 for place, factor in enumerate(FACTORS)}  # A on rank 1, G on rank 0
+EVERY = frozenset(factor.key for factor in FACTORS)
+LARGE = 2**28
+
+
+def found(world: int = 3, keys=EVERY, layers=LAYERS, factors=FACTORS, step: int = 0, **options):
+    decomposers = {factor.key: DECOMPOSERS.get(factor.key, 0) % world for factor in factors}
+    return slots(layers, factors, decomposers, Contributors(world, **options), frozenset(keys), step)
+
+
+def messages(sums, world: int = 3, itemsize: int = 4, nbytes: int = LARGE, least: int = 2):
+    return buckets(sums, world=world, itemsize=itemsize, nbytes=nbytes, least=least)
+
+
+@pytest.mark.parametrize("wanted", [EVERY, set(), {"l3/A"}, {"l0/G", "l4/A", "l4/G"}], ids=len)
+def test_every_factor_asked_for_has_one_sum_with_its_owner_upper_layers_first(wanted):
+    sums = found(keys=wanted)
+    assert sorted(slot.factor for slot in sums) == sorted(wanted)
+    assert [slot.layer for slot in sums] == sorted((slot.layer for slot in sums), reverse=True)
+    for slot in sums:
+        factor = next(factor for factor in FACTORS if factor.key == slot.factor)
+        assert (slot.owner, slot.numel) == (DECOMPOSERS[slot.factor], factor.side.numel)
+
+
+def test_layers_that_share_an_input_have_one_sum_for_it_which_comes_last():
+    layers = [linear_layer(name, 6, 3) for name in ("q", "k", "v")]
+    sums = found(layers=layers, factors=factor_specs(layers, [["q", "k", "v"]]), keys={"q/A", "q/G", "k/G", "v/G"})
+    assert [slot.factor for slot in sums] == ["v/G", "k/G", "q/G", "q/A"]
+    assert [slot.shared for slot in sums] == [False, False, False, True]
+
+
+def test_a_tied_layer_has_a_sum_for_each_use_of_each_side():
+    width, vocabulary = Side.dense(5), Side.diagonal(11)
+    uses = (Use("head", "Linear", width, vocabulary, False), Use("embedding", "Embedding", vocabulary, width, False))
+    layer = LayerSpec("embedding", "embedding.weight", None, width, vocabulary, uses)
+    sums = found(layers=[layer], factors=factor_specs([layer]), keys={"embedding/A", "embedding/G"})
+    expected = [("embedding/A", 0, 15), ("embedding/A", 1, 11), ("embedding/G", 0, 11), ("embedding/G", 1, 15)]
+    assert [(slot.factor, slot.use, slot.numel) for slot in sums] == expected
+
+
+def test_a_layer_whose_sides_are_both_the_identity_has_no_sum():
+    none = Side.identity(5)
+    bare = LayerSpec("bare", "bare.weight", None, none, none, (Use("bare", "Linear", none, none, False),))
+    assert found(layers=[*LAYERS, bare]) == found()
+
+
+def test_two_messages_of_about_equal_size_carry_everything_if_nothing_bounds_them():
+    upper, lower = messages(found())
+    assert {piece.slot.factor for piece in (*upper, *lower)} == EVERY
+    layers = [{piece.slot.layer for piece in bucket} for bucket in (upper, lower)]
+    assert min(layers[0]) > max(layers[1]), "a layer's sums stay together"
+    numels = [sum(piece.numel for piece in bucket) for bucket in (upper, lower)]
+    assert 0 <= 2 * numels[0] - sum(numels) <= 2 * max(layer.packed_numel for layer in LAYERS)
+    assert len(messages(found(), least=1)) == 1
+
+
+def test_sums_that_only_their_owner_makes_do_not_travel():
+    alone = dict.fromkeys(EVERY, 1)
+    assert messages(found(counts=alone)) == ()
+    mixed = messages(found(counts={**alone, "l2/A": 2}, node_size=3))
+    assert {piece.slot.factor for bucket in mixed for piece in bucket} == {"l2/A"}
+    assert messages(found(world=1), world=1) == ()
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("nbytes", [2000, 4096, 10**5])
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_no_rank_sends_or_receives_more_than_the_bound_in_a_message(count, nbytes, itemsize, everywhere):
+    counts = dict.fromkeys(EVERY, count)
+    sums = found(world=8, counts=counts, node_size=4, everywhere=everywhere, step=3)
+    made = messages(sums, world=8, itemsize=itemsize, nbytes=nbytes)
+    assert bool(made) == any(slot.travels for slot in sums)
+    covered: Counter = Counter()
+    for bucket in made:
+        sent, received = Counter(), Counter()
+        for piece in bucket:
+            assert piece.start == covered[piece.slot.rows], "pieces of a sum in their order, without gaps"
+            covered[piece.slot.rows] += piece.numel
+        for (source, target), size in payload(bucket, itemsize).items():
+            assert source != target
+            sent[source] += size - COUNT * sum(p.start == 0 for p in bucket if source in p.slot.contributors)
+            received[target] += size
+        heads = COUNT * sum(len(piece.slot.contributors) for piece in bucket)
+        assert max(sent.values()) <= nbytes and max(received.values()) <= nbytes + heads
+    assert covered == {slot.rows: slot.numel for slot in sums if slot.travels}
+
+
+def test_the_payload_is_a_sum_from_each_contributor_to_the_owner():
+    sums = found(world=4, counts=dict.fromkeys(EVERY, 2), node_size=2)
+    total: Counter = Counter()
+    for bucket in messages(sums, world=4, itemsize=2, nbytes=3000):
+        total.update(payload(bucket, 2))
+    expected: Counter = Counter()
+    for slot in sums:
+        for rank in slot.contributors:
+            if rank != slot.owner:
+                expected[rank, slot.owner] += 2 * slot.numel + COUNT
+    assert total == expected
+
+
+def test_a_layout_is_made_once_for_the_same_factors_of_the_same_ranks():
+    homes = {factor.key: place % 4 for place, factor in enumerate(FACTORS)}
+    few = Contributors(4, node_size=4, counts=dict.fromkeys(homes, 2))
+    layout = Layout(LAYERS, FACTORS, homes, few, itemsize=4, nbytes=LARGE, least=2)
+    again = Layout(LAYERS, FACTORS, homes, few, itemsize=4, nbytes=LARGE, least=2)
+    seen = {}
+    for step in range(40):
+        made = layout.slots(EVERY, step)
+        ranks = tuple(slot.contributors for slot in made)
+        assert made == slots(LAYERS, FACTORS, homes, few, EVERY, step)
+        assert layout.buckets(EVERY, step) == buckets(made, world=4, itemsize=4, nbytes=LARGE, least=2)
+        assert seen.setdefault(ranks, made) is made
+    assert 1 < len(seen) <= 3, "others of the node in turn"
+    assert layout == again, "what is kept is no part of it"
+    for number in range(2 * KNOWN):
+        layout.slots(frozenset([FACTORS[0].key]), number)
+        layout.slots(frozenset(factor.key for place, factor in enumerate(FACTORS) if number >> place & 1), 0)
+    assert len(layout._known) <= KNOWN

@@ -1,0 +1,145 @@
+"""Eigenbases from the ranks that decompose to the gradient workers; ranks are threads here."""
+
+import pytest
+import torch
+
+from ds_kfac.assignment.factor_spec import FactorSpec
+from ds_kfac.comm.delivery import Delivery
+from ds_kfac.comm.message import deliver
+from ds_kfac.curvature.eigenbasis import Eigenbasis, basis_numel
+from ds_kfac.curvature.factor import KroneckerFactor
+from ds_kfac.curvature.inverse import inverse_numel, packed, refresh_inverse
+from ds_kfac.curvature.side import Side
+from tests.comm.fake_network import FakeNetwork
+from tests.curvature.one_factor import fold, refresh
+
+CPU = torch.device("cpu")
+SIDES = {"dense": Side.dense(7), "blocks": Side(11, 4), "diagonal": Side.diagonal(5)}
+FACTORS = [FactorSpec(f"{name}/{which}", side, (name,)) for name, side in SIDES.items() for which in "AG"]
+DECOMPOSERS = {"dense/A": 0, "dense/G": 1, "blocks/A": 2, "blocks/G": 2, "diagonal/A": 1, "diagonal/G": 0}
+WORKERS = {"dense": (0, 2), "blocks": (1, 3), "diagonal": (0, 2)}
+
+
+def delivery(wire: torch.dtype = torch.float32, **changes) -> Delivery:
+    options = {"factors": FACTORS, "decomposers": DECOMPOSERS, "workers": WORKERS, "world": 4} | changes
+    return Delivery(**options, wire=wire)
+
+
+def factor_of(key: str) -> KroneckerFactor:
+    """A random one, the same in every thread."""
+    side = next(factor.side for factor in FACTORS if factor.key == key)
+    rows = torch.randn(20, side.dim, generator=torch.Generator().manual_seed(len(key) + ord(key[0]) + ord(key[-1])))
+    total = side.accumulate_(torch.zeros(side.numel), rows)
+    return fold(KroneckerFactor.empty(side), total, torch.tensor(20.0), decay=0.9)
+
+
+def basis(key: str) -> Eigenbasis:
+    """Of :func:`factor_of`."""
+    found = refresh(factor_of(key)).basis
+    assert found is not None
+    return found
+
+
+def equal(a: Eigenbasis, b: Eigenbasis) -> bool:
+    return len(a.vectors) == len(b.vectors) and all(
+        torch.equal(x, y) for x, y in zip((*a.vectors, a.values), (*b.vectors, b.values), strict=True)
+    )
+
+
+def received(plan: Delivery, keys: set[str], failed: set[str] = frozenset()) -> list[dict[str, Eigenbasis]]:
+    def work(channel):
+        own = {key: basis(key) for key in keys - failed if plan.decomposers[key] == channel.rank}
+        vectors, values = deliver(plan.legs(keys, own, CPU), channel, CPU)
+        return plan.received(vectors, values)
+
+    return FakeNetwork(plan.world).run(work)
+
+
+def test_receivers_are_the_workers_elsewhere():
+    plan = delivery()
+    assert plan.receivers == {
+        "dense/A": (2,), "dense/G": (0, 2), "blocks/A": (1, 3), "blocks/G": (1, 3), "diagonal/A": (0, 2),
+        "diagonal/G": (2,),
+    }  # fmt: skip
+    assert plan.travels
+
+
+def test_nothing_travels_where_decomposers_are_the_only_workers():
+    plan = delivery(decomposers=dict.fromkeys(DECOMPOSERS, 1), workers=dict.fromkeys(WORKERS, (1,)))
+    assert not plan.travels
+    assert all(part.moves == () for part in plan.plans(set(DECOMPOSERS)))
+    assert plan.kept("dense/A", same := basis("dense/A")) is same
+
+
+def test_a_shared_factor_goes_to_the_workers_of_all_its_layers():
+    factors = [FactorSpec("q/A", Side.dense(3), ("q", "k", "v"))]
+    plan = Delivery(
+        factors, {"q/A": 1}, {"q": (0,), "k": (1,), "v": (3,)}, world=4, wire=torch.float32
+    )  # fmt: skip
+    assert plan.receivers == {"q/A": (0, 3)}
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("keys", [set(DECOMPOSERS), {"dense/A", "blocks/G"}, {"diagonal/A"}, set()], ids=len)
+def test_workers_hold_what_the_decomposer_keeps(keys, wire):
+    """Bit for bit, or replicas would drift apart."""
+    plan = delivery(wire)
+    for rank, found in enumerate(received(plan, keys)):
+        assert set(found) == {key for key in keys if rank in plan.receivers[key]}
+        for key, got in found.items():
+            assert equal(got, plan.kept(key, basis(key))), (rank, key)
+
+
+def test_values_travel_in_32_bits():
+    plan = delivery(torch.float16)
+    found = received(plan, {"dense/A"})[2]["dense/A"]
+    exact = basis("dense/A")
+    assert torch.equal(found.values, exact.values)
+    assert not torch.equal(found.vectors[0], exact.vectors[0])
+    torch.testing.assert_close(found.vectors[0], exact.vectors[0], rtol=2**-11, atol=1e-7)
+
+
+def test_a_received_basis_does_not_hold_the_message():
+    """A message may be as large as all eigenbases together."""
+    for found in received(delivery(), set(DECOMPOSERS)):
+        for got in found.values():
+            for tensor in (*got.vectors, got.values):
+                assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_zeros_travel_for_what_could_not_be_decomposed():
+    """Everyone else has made room for it: whether it may be used is sent separately."""
+    found = received(delivery(), {"blocks/A", "dense/A"}, failed={"blocks/A"})
+    assert equal(found[2]["dense/A"], basis("dense/A"))
+    for rank in (1, 3):
+        got = found[rank]["blocks/A"]
+        assert [tuple(v.shape) for v in got.vectors] == [(2, 4, 4), (1, 3, 3)] and got.values.shape == (11,)
+        assert not any(tensor.any() for tensor in (*got.vectors, got.values))
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.float16])
+def test_inverses_travel_as_triangles_in_32_bits_and_arrive_to_the_bit(wire):
+    plan, keys = delivery(wire, method="inverse"), set(DECOMPOSERS)
+    factors = {factor.key: factor_of(factor.key) for factor in FACTORS}
+    whole = {k: refresh_inverse(f, None, damping=0.1, damping_kind="relative").basis for k, f in factors.items()}
+
+    def work(channel):
+        own = {key: whole[key] for key in keys - {"dense/G"} if plan.decomposers[key] == channel.rank}
+        return plan.received(*deliver(plan.legs(keys, own, CPU), channel, CPU))
+
+    for rank, found in enumerate(FakeNetwork(plan.world).run(work)):
+        assert set(found) == {key for key in keys if rank in plan.receivers[key]}
+        for key, got in found.items():
+            x = torch.eye(factors[key].side.dim)
+            expected = torch.zeros_like(x) if key == "dense/G" else plan.kept(key, whole[key]).apply(x)
+            assert torch.equal(got.apply(x), expected), (rank, key)
+            parts = got.blocks if got.diagonal is None else (got.diagonal,)
+            assert all(part.untyped_storage().nbytes() <= 4 * inverse_numel(factors[key].side) for part in parts)
+    (inverses,) = plan.plans({"blocks/A", "diagonal/A"})
+    assert inverses.total_numel == 2 * (2 * 10 + 6) + 2 * 5 == 2 * len(packed(whole["blocks/A"])) + 2 * 5
+
+
+def test_plans_are_as_large_as_what_travels():
+    vectors, values = delivery().plans({"blocks/A", "diagonal/A"})
+    assert vectors.total_numel == 2 * basis_numel(SIDES["blocks"]) == 2 * (2 * 16 + 9)
+    assert values.total_numel == 2 * 11 + 2 * 5

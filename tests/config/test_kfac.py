@@ -1,0 +1,272 @@
+"""The "kfac" block: defaults, and errors that say all that is wrong and what to write instead."""
+
+import re
+
+import pytest
+
+from ds_kfac.config.kfac import find_block, parse
+from ds_kfac.config.removed import REMOVED
+from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
+from ds_kfac.directions.table import rule_in
+from ds_kfac.schedule.intervals import BurnIn, Schedule, Value
+from tests.choices import resolved
+
+RAMP = {"schedule": "linear", "start": 0.1, "end": 0.9, "steps": 200}
+TIKHONOV_INVERSE = {"preconditioner": {"method": "inverse"}, "damping": {"kind": "tikhonov"}}
+PIECES = {"schedule": "piecewise", "values": [1, 2, 5], "steps": [10, 20]}
+
+
+def test_the_shortest_block_is_enough():
+    config = resolved({"enabled": True})
+    assert config.enabled and config.schedule.intervals(50) == (10, 50)
+    assert config.schedule.intervals(0) == (5, 10)
+    assert parse({}).enabled
+
+
+def test_null_means_choose_for_me():
+    nothing = {"factor": {"update_interval": None}, "eigenbasis": None, "damping": {"value": None}, "layers": None}
+    assert parse(nothing) == parse({})
+
+
+def test_auto_is_null():
+    auto = {"factor": {"update_interval": "auto"}, "eigenbasis": {"refresh_interval": "auto"}, "damping": "auto"}
+    assert parse(auto) == parse({})
+    with pytest.raises(ValueError, match=r"kfac\.dampnig: unknown key; did you mean kfac\.damping"):
+        parse({"dampnig": "auto"})
+
+
+def test_the_refresh_interval_follows_the_update_interval():
+    assert resolved({"factor": {"update_interval": 7}}).schedule.intervals(50) == (7, 35)
+
+
+@pytest.mark.parametrize(
+    ("given", "value"),
+    [
+        (0.5, Value.constant(0.5)),
+        (RAMP, Value.ramp("linear", 0.1, 0.9, 200)),
+        ({**RAMP, "delay": None}, Value.ramp("linear", 0.1, 0.9, 200)),
+        ({**RAMP, "schedule": "cosine", "delay": 50}, Value.ramp("cosine", 0.1, 0.9, 200, delay=50)),
+        ({**RAMP, "schedule": "exponential"}, Value.ramp("exponential", 0.1, 0.9, 200)),
+        ({"schedule": "piecewise", "values": [0.5, 0.1], "steps": [30]}, Value.piecewise([0.5, 0.1], [30])),
+    ],
+)
+def test_a_number_may_be_a_schedule(given, value):
+    config = parse({"factor": {"decay": given}, "damping": {"value": given}, "preconditioner": {"kl_clip": given}})
+    assert config.factor.decay == config.damping.value == config.preconditioner.kl_clip == value
+    for step in (0, 30, 130, 1000):
+        expected = value.at(step)
+        assert config.factor.decay_at(step) == config.damping.at(step) == expected
+        assert config.preconditioner.kl_clip_at(step) == expected
+
+
+def test_intervals_may_be_schedules():
+    config = parse({"factor": {"update_interval": PIECES}, "eigenbasis": {"refresh_interval": {**RAMP, "start": 7,
+                    "end": 100}}})  # fmt: skip
+    assert config.schedule == Schedule(
+        Value.piecewise([1, 2, 5], [10, 20]), Value.ramp("linear", 7, 100, 200), BurnIn(50, 5, 10)
+    )
+    following = resolved({"factor": {"update_interval": PIECES}}).schedule
+    assert following.refresh == Value.piecewise([5, 10, 25], [10, 20]), "five times the update interval at every step"
+
+
+@pytest.mark.parametrize(
+    ("given", "burn_in"),
+    [
+        (None, BurnIn(50, 5, 10)),
+        ({"steps": 0}, None),
+        ({"steps": 0, "update_interval": 2}, None),
+        ({"steps": 30}, BurnIn(30, 5, 10)),
+        ({"steps": 30, "update_interval": 3}, BurnIn(30, 3, 6)),
+        ({"steps": 30, "update_interval": None}, BurnIn(30, 5, 10)),
+    ],
+)
+def test_a_burn_in_is_on_unless_it_has_no_steps(given, burn_in):
+    assert resolved({"burn_in": given}).schedule == Schedule(Value.constant(10), Value.constant(50), burn_in)
+
+
+KINDS = "must be one of linear, cosine, exponential, piecewise"
+NUMBER_OR_SCHEDULE = 'input should be a valid number or a schedule such as {"schedule": "linear", "start": 1'
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({**RAMP, "strat": 1}, "kfac.damping.value.strat: unknown key; did you mean kfac.damping.value.start?"),
+        ({**RAMP, "xyzzy": None}, "kfac.damping.value.xyzzy: unknown key; valid keys: kfac.damping.value.schedule, "),
+        ({**PIECES, "kl_clip": 1}, "kfac.damping.value.kl_clip: unknown key; valid keys: kfac.damping.value.schedule"),
+        ({**RAMP, "schedule": "lin"}, f"kfac.damping.value.schedule: got 'lin'; {KINDS}"),
+        ({**RAMP, "schedule": ["linear"]}, f"kfac.damping.value.schedule: got ['linear']; {KINDS}"),
+        ({"start": 1}, f"kfac.damping.value.schedule: got None; {KINDS}"),
+        (
+            {**RAMP, "end": None},
+            "kfac.damping.value.end: missing in {'schedule': 'linear', 'start': 0.1, ",
+        ),
+        ({**RAMP, "start": 0}, "kfac.damping.value.start: got 0; input should be greater than 0"),
+        ({**RAMP, "end": "auto"}, "kfac.damping.value.end: missing in {'schedule': 'linear', 'start': 0.1, "),
+        ({**RAMP, "end": True}, "kfac.damping.value.end: got True; input should be a valid number"),
+        ({**RAMP, "end": float("inf")}, "kfac.damping.value.end: got inf; input should be a finite number"),
+        ({**RAMP, "steps": 0}, "kfac.damping.value.steps: got 0; input should be greater than or equal to 1"),
+        ({**RAMP, "delay": -1}, "kfac.damping.value.delay: got -1; input should be greater than or equal to 0"),
+        ({**PIECES, "values": [1, 0, 5]}, "kfac.damping.value.values.1: got 0; input should be greater than 0"),
+        ({**PIECES, "values": []}, "kfac.damping.value.values: got []; list should have at least 1 item"),
+        ({**PIECES, "steps": [10]}, "kfac.damping.value.steps: got [10]; must be one fewer than the values, 2 for 3"),
+        ({**PIECES, "steps": [20, 20]}, "kfac.damping.value.steps: got [20, 20]; steps must be strictly increasing"),
+        ({**PIECES, "steps": [0, 20]}, "kfac.damping.value.steps.0: got 0; input should be greater than or equal to 1"),
+        (True, f"kfac.damping.value: got True; {NUMBER_OR_SCHEDULE}"),
+        ([1], f"kfac.damping.value: got [1]; {NUMBER_OR_SCHEDULE}"),
+        (0, "kfac.damping.value: got 0; input should be greater than 0"),
+        (float("nan"), "kfac.damping.value: got nan; input should be a finite number"),
+    ],
+)
+def test_an_error_in_a_schedule_says_where_what_and_what_instead(given, message):
+    with pytest.raises(ValueError) as error:
+        parse({"damping": {"value": given}})
+    assert f"\n  {message}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "wrong", "message"),
+    [
+        ("factor", "update_interval", 0, "greater than or equal to 1"),
+        ("factor", "update_interval", 2.5, "valid integer"),
+        ("eigenbasis", "refresh_interval", 0, "greater than or equal to 1"),
+        ("factor", "decay", 1, "less than 1"),
+        ("factor", "decay", -0.1, "greater than or equal to 0"),
+        ("preconditioner", "kl_clip", -1, "greater than or equal to 0"),
+    ],
+)
+def test_every_number_of_a_schedule_is_checked_like_a_plain_one(section, key, wrong, message):
+    good = 0 if key in ("decay", "kl_clip") else 1
+    for given, path in (
+        (wrong, ""),
+        ({"schedule": "linear", "start": wrong, "end": good, "steps": 3}, ".start"),
+        ({"schedule": "cosine", "start": good, "end": wrong, "steps": 3}, ".end"),
+        ({"schedule": "piecewise", "values": [good, wrong], "steps": [3]}, ".values.1"),
+    ):
+        with pytest.raises(ValueError) as error:
+            parse({section: {key: given}})
+        assert f"\n  kfac.{section}.{key}{path}: got {wrong}; input should be" in str(error.value)
+        assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("section", "key"), [("factor", "decay"), ("preconditioner", "kl_clip")])
+def test_an_exponential_schedule_cannot_touch_zero(section, key):
+    assert parse({section: {key: {**RAMP, "start": 0}}})
+    with pytest.raises(ValueError, match=f"kfac.{section}.{key}.start: got 0; input should be greater than 0"):
+        parse({section: {key: {**RAMP, "schedule": "exponential", "start": 0}}})
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"dampening": {}}, "kfac.dampening: unknown key; did you mean kfac.damping?"),
+        ({"damping": {"valeu": 1}}, "kfac.damping.valeu: unknown key; did you mean kfac.damping.value?"),
+        ({"kl_clip": 1}, "kfac.kl_clip: unknown key; did you mean kfac.preconditioner.kl_clip?"),
+        ({"xyzzy": 1}, "kfac.xyzzy: unknown key; valid keys: kfac.enabled, kfac.report, kfac.factor"),
+        ({"xyzzy": None}, "kfac.xyzzy: unknown key"),
+        ({"factor": {"update_interval": 0}}, "kfac.factor.update_interval: got 0; input should be greater"),
+        (
+            {"factor": {"update_interval": "10"}},
+            "kfac.factor.update_interval: got '10'; input should be a valid integer",
+        ),
+        ({"factor": {"decay": 1.0}}, "kfac.factor.decay: got 1.0; input should be less than 1"),
+        ({"factor": 3}, "kfac.factor: got 3; must be an object"),
+        ({"layers": {"exclude": "head"}}, "kfac.layers.exclude: got 'head'; input should be a valid list"),
+        (
+            {"eigenbasis": {"refresh_interval": 15}},
+            "kfac.eigenbasis.refresh_interval (15) must be a multiple of kfac.factor.update_interval (10)",
+        ),
+        ({"preconditioner": {"method": "inverses"}}, "kfac.preconditioner.method: got 'inverses'; input should be"),
+        (
+            {"preconditioner": {"method": "inverse", "eigenvalues": "corrected"}},
+            'keeps no eigenbasis, so kfac.preconditioner.eigenvalues must be "kronecker"; or use method "eigen"',
+        ),
+        (
+            {"preconditioner": {"method": "inverse", "exponent": 0.5}},
+            "keeps no eigenbasis, so kfac.preconditioner.exponent (0.5) must be 1",
+        ),
+        ({"burn_in": {"step": 3}}, "kfac.burn_in.step: unknown key; did you mean kfac.burn_in.steps?"),
+        ({"burnin": {"steps": 3}}, "kfac.burnin: unknown key; did you mean kfac.burn_in?"),
+        ({"burn_in": {"steps": -1}}, "kfac.burn_in.steps: got -1; input should be greater than or equal to 0"),
+        ({"burn_in": {"update_interval": PIECES}}, "input should be a valid integer"),
+        (True, '"kfac" must be an object such as {"enabled": true}, got True'),
+    ],
+)
+def test_an_error_says_where_what_and_what_instead(block, message):
+    with pytest.raises(ValueError) as error:
+        parse(block)
+    assert message in str(error.value)
+
+
+def test_inverses_go_with_all_that_needs_no_eigenbasis():
+    given = {
+        "preconditioner": {"method": "inverse", "eigenvalues": "kronecker", "exponent": 1},
+        "eigenbasis": {"lag": 2, "stagger": True},
+    }
+    assert parse(given).preconditioner.method == "inverse"
+    assert parse(TIKHONOV_INVERSE)
+    assert resolved(given).factor.fisher == "empirical"
+    with pytest.raises(ValueError, match='in which KFACAdamW steps; use "eigen", or another optimizer'):
+        KFACAdamWRule().check(parse(given))
+
+
+def test_a_key_that_is_gone_says_what_to_do():
+    for path, remedy in REMOVED.items():
+        *sections, key = path.split(".")
+        for value in (True, None):
+            block: dict = {key: value}
+            for section in reversed(sections):
+                block = {section: block}
+            with pytest.raises(ValueError) as error:
+                parse(block)
+            assert f"kfac.{path} was removed: {remedy}" in str(error.value).splitlines()[1]
+            assert len(str(error.value).splitlines()) == 2, "nothing else is said of it"
+
+
+def test_all_errors_come_in_one_message():
+    block = {
+        "factor": {"update_interval": 7, "decay": 2},
+        "eigenbasis": {"refresh_interval": 10},
+        "damping": {"vlaue": 1, "value": {"schedule": "linear", "strat": 1, "end": 0, "steps": 0}},
+        "bogus": 1,
+    }
+    with pytest.raises(ValueError) as error:
+        parse(block)
+    schedule = (f"damping.value.{key}: " for key in ("strat", "start", "end", "steps"))
+    for part in ("factor.decay", "refresh_interval (10)", "damping.vlaue", "kfac.bogus", *schedule):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["KFAC", "k-fac", "k_fac", "ds_kfac"])
+def test_a_misspelt_block_is_not_ignored(key):
+    with pytest.raises(ValueError, match='did you mean "kfac"'):
+        find_block({key: {"enabled": True}})
+
+
+def test_other_blocks_are_none_of_our_business():
+    assert find_block({"fp16": {}, "zero_optimization": {}}) is None
+    assert find_block({"kfac": {"enabled": False}}) == {"enabled": False}
+
+
+def test_a_pattern_that_is_no_regex_is_named():
+    with pytest.raises(ValueError, match=r"kfac.layers.include.1: got 'a\('; must be a regular expression: missing \)"):
+        parse({"layers": {"include": ["b", "a("]}})
+    with pytest.raises(ValueError, match=r"kfac.adam.except_layers.0: got '\*'; must be a regular expression"):
+        parse({"adam": {"except_layers": ["*"]}})
+
+
+@pytest.mark.parametrize(
+    "params, message",
+    [
+        ({"lr": "1e-3"}, "optimizer.params.lr: got '1e-3'; must be a number of at least 0"),
+        ({"lr": True}, "optimizer.params.lr: got True; must be a number"),
+        ({"betas": 0.9}, "optimizer.params.betas: got 0.9; must be two numbers"),
+        ({"betas": [0.9, 1.0]}, "must be two numbers of at least 0 and below 1"),
+        ({"torch_adam": 1}, "optimizer.params.torch_adam: got 1; must be true or false"),
+        ([0.1], "optimizer.params: got [0.1]; must be an object"),
+    ],
+)
+def test_wrong_parameters_of_the_optimizer_are_named(params, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        rule_in({"optimizer": {"type": "KFACAdamW", "params": params}})
+    assert rule_in({"optimizer": {"type": "KFACAdamW", "params": {"lr": "auto", "betas": [0.9, 0.95]}}}).optimizer_type

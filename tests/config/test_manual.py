@@ -1,0 +1,53 @@
+"""docs/config.md is made from the models, and has every key."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel, Field
+
+from ds_kfac.__main__ import main
+from ds_kfac.config import manual
+from ds_kfac.config.errors import _paths
+from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.config.method import Block
+
+PAGE = Path(__file__).parents[2] / "docs/config.md"
+
+
+def test_the_page_is_what_the_models_say(capsys):
+    assert main(["config"]) == 0
+    assert capsys.readouterr().out == manual.manual() + "\n"
+    assert PAGE.read_text() == manual.manual() + "\n", (
+        "run: DS_ACCELERATOR=cpu python -m ds_kfac config > docs/config.md"
+    )
+
+
+def test_it_has_every_key_and_none_that_the_models_have_not():
+    rows = [
+        line.split("`")[1] for line in manual.manual().splitlines() if line.startswith("| `") and line.count(" | ") > 2
+    ]
+    assert sorted(rows) == sorted(
+        key for key in _paths(KFACConfig) if "." in key or key in ("enabled", "report", "rescale_weights")
+    )
+
+
+def test_types_bounds_and_defaults_are_in_the_words_of_json():
+    class Words(Block):
+        """Of a test."""
+
+        number: float | None = Field(None, gt=0, le=1)
+        """Some part | of it."""
+        names: list[str] = ["a"]
+        """``names``."""
+
+    first, second = list(manual._table("words.", Words.model_fields.items()))[1:]
+    assert first == "| `words.number` | number, > 0, <= 1 | `null` | Some part \\| of it. |"
+    assert second == '| `words.names` | list of string | `["a"]` | `names`. |'
+
+
+def test_a_key_without_docstring_is_an_error():
+    class Silent(BaseModel):
+        key: int = 1
+
+    with pytest.raises(ValueError, match=r"kfac\.silent\.key has no docstring"):
+        list(manual._table("silent.", Silent.model_fields.items()))

@@ -1,0 +1,17 @@
+"""For one factor, what the product does for several at once."""
+
+from torch import Tensor
+
+from ds_kfac.curvature import factor as factors
+from ds_kfac.curvature.eigenbasis import Eigenbasis, Refreshed, Request, refresh_all
+from ds_kfac.curvature.factor import KroneckerFactor
+
+
+def fold(factor: KroneckerFactor, sum_P: Tensor, count: Tensor, *, decay: float) -> KroneckerFactor:
+    """With one batch folded in."""
+    return factors.averaged([factor], [sum_P], [count], [decay])[0][0]
+
+
+def refresh(factor: KroneckerFactor, *, previous: Eigenbasis | None = None, **options) -> Refreshed[Eigenbasis]:
+    """Decomposed; options are those of ``refresh_all``."""
+    return refresh_all([Request(factor, previous)], **options)[0]

@@ -1,0 +1,117 @@
+"""Decomposition, rotation, and the ladder of what happens when it fails."""
+
+import pytest
+import torch
+
+from ds_kfac.curvature import eigenbasis
+from ds_kfac.curvature.eigenbasis import (
+    Eigenbasis,
+    LayerBasis,
+    Refreshed,
+    basis_from,
+    basis_numel,
+    eigh,
+    flat_vectors,
+)
+from ds_kfac.curvature.factor import KroneckerFactor
+from ds_kfac.curvature.side import Side
+from tests.curvature.one_factor import refresh
+
+SIDES = [Side.dense(1), Side.dense(63), Side.dense(130), Side(63, 20), Side(64, 2), Side.diagonal(9), Side.identity(9)]
+
+
+def factor(side: Side, rank: int | None = None) -> KroneckerFactor:
+    x = torch.randn(rank or 2 * side.dim, side.dim, generator=torch.Generator().manual_seed(side.dim))
+    return KroneckerFactor(side, side.accumulate_(torch.zeros(side.numel), x) / len(x), torch.ones(()))
+
+
+def matrix(kept: KroneckerFactor) -> torch.Tensor:
+    """The whole side: its blocks on a diagonal, or the identity."""
+    blocks = [block for group in kept.side.blocks(kept.packed_P) for block in group]
+    return torch.block_diag(*blocks) if blocks else torch.eye(kept.side.dim)
+
+
+def dense_vectors(basis: Eigenbasis) -> torch.Tensor:
+    return basis.restore(torch.eye(len(basis.values)))
+
+
+@pytest.mark.parametrize("side", SIDES, ids=str)
+def test_basis_reproduces_the_factor(side):
+    kept = factor(side)
+    refreshed = refresh(kept)
+    basis = refreshed.basis
+    Q = dense_vectors(basis)
+    assert (refreshed.how, refreshed.retries) == ("eigh" if side.block > 1 else "diagonal", 0)
+    torch.testing.assert_close(Q @ torch.diag(basis.values) @ Q.T, matrix(kept), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(Q.T @ Q, torch.eye(side.dim), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("side_A", SIDES, ids=str)
+@pytest.mark.parametrize("side_G", [Side.dense(5), Side(7, 3), Side.identity(4)], ids=str)
+def test_rotating_is_a_product_with_both_bases_and_restoring_undoes_it(side_A, side_G):
+    basis = LayerBasis(refresh(factor(side_G)).basis, refresh(factor(side_A)).basis)
+    x = torch.randn(side_G.dim, side_A.dim)
+    expected = dense_vectors(basis.G).T @ x @ dense_vectors(basis.A)
+    torch.testing.assert_close(basis.rotate(x), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(basis.restore(basis.rotate(x)), x, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", SIDES, ids=str)
+def test_the_overlap_takes_old_coordinates_to_new_ones(side):
+    old, new = refresh(factor(side)).basis, refresh(factor(side, rank=3 * side.dim + 1)).basis
+    x = torch.randn(side.dim, 3)
+    torch.testing.assert_close(new.overlap(old).rotate(old.rotate(x)), new.rotate(x), rtol=1e-4, atol=1e-5)
+    assert new.overlap(None) is new
+    squares = dense_vectors(new.overlap(old).squared())
+    torch.testing.assert_close(squares.sum(dim=0), torch.ones(side.dim), rtol=1e-4, atol=1e-5)
+
+
+def test_values_are_not_negative():
+    basis = refresh(factor(Side.dense(40), rank=3)).basis  # rank deficient: rounding makes some slightly negative
+    assert basis.values.min() >= 0
+
+
+@pytest.mark.parametrize("broken", ["raises", "nan"])
+def test_a_failure_is_retried_in_float64(monkeypatch, broken):
+    def fails_in_fp32(matrix):
+        if matrix.dtype == torch.float32:
+            if broken == "raises":
+                raise torch.linalg.LinAlgError("did not converge")
+            return matrix.diagonal(dim1=-2, dim2=-1), torch.full_like(matrix, float("nan"))
+        return eigh(matrix)
+
+    monkeypatch.setattr(eigenbasis, "eigh", fails_in_fp32)
+    kept = factor(Side.dense(9))
+    refreshed = refresh(kept)
+    basis = refreshed.basis
+    assert (refreshed.how, refreshed.retries) == ("eigh", 1) and basis.vectors[0].dtype == torch.float32
+    Q = dense_vectors(basis)
+    torch.testing.assert_close(Q @ torch.diag(basis.values) @ Q.T, matrix(kept), rtol=1e-4, atol=1e-5)
+
+
+def test_failing_on_every_rung_gives_no_basis(monkeypatch):
+    def always_fails(matrix):
+        raise torch.linalg.LinAlgError("did not converge")
+
+    monkeypatch.setattr(eigenbasis, "eigh", always_fails)
+    assert refresh(factor(Side.dense(4))) == Refreshed(None, "failed", 2)
+
+
+def test_other_errors_are_not_swallowed(monkeypatch):
+    def is_a_bug(matrix):
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(eigenbasis, "eigh", is_a_bug)
+    with pytest.raises(TypeError, match="a bug"):
+        refresh(factor(Side.dense(4)))
+
+
+@pytest.mark.parametrize("side", [Side.dense(5), Side(7, 3), Side.diagonal(4), Side.dense(1)])
+def test_flat_vectors_and_back_also_with_a_last_block_of_one(side):
+    basis = refresh(factor(side)).basis
+    flat = flat_vectors(basis) if basis.vectors else None
+    assert basis_numel(side) == (0 if flat is None else len(flat))
+    back = basis_from(side, flat, basis.values)
+    assert [v.shape for v in back.vectors] == [v.shape for v in basis.vectors]
+    x = torch.rand(side.dim, 3)
+    assert torch.equal(back.rotate(x), basis.rotate(x))

@@ -1,0 +1,148 @@
+"""The running average of a factor."""
+
+import pytest
+import torch
+
+from ds_kfac.curvature.factor import SETTLED, SPIKE, KroneckerFactor, averaged
+from ds_kfac.curvature.side import Side
+from ds_kfac.ops.functional import symmetric_pack
+from tests.curvature.one_factor import fold
+from tests.oracle import ReferenceKFAC
+
+
+def dense(factor: KroneckerFactor) -> torch.Tensor:
+    (blocks,) = factor.side.blocks(factor.packed_P)
+    return blocks[0]
+
+
+def batch(seed: int, rows: int = 7, dim: int = 5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed))
+    return x.T @ x / rows, symmetric_pack(x.T @ x), torch.tensor(float(rows))
+
+
+def test_early_averages_are_plain_means_then_decay():
+    factor, decay, expected = KroneckerFactor.empty(Side.dense(5)), 0.75, torch.zeros(5, 5)
+    for k in range(1, 9):
+        mean, total, count = batch(k, rows=k + 2)
+        r = min(1 - 1 / k, decay)
+        expected = r * expected + (1 - r) * mean
+        factor = fold(factor, total, count, decay=decay)
+        torch.testing.assert_close(dense(factor), expected)
+    assert factor.updates == 8
+
+
+def test_there_is_no_identity_start():
+    mean, total, count = batch(0)
+    torch.testing.assert_close(dense(fold(KroneckerFactor.empty(Side.dense(5)), total, count, decay=0.95)), mean)
+
+
+def test_a_batch_without_rows_changes_nothing():
+    _, total, count = batch(0)
+    factor = fold(KroneckerFactor.empty(Side.dense(5)), total, count, decay=0.9)
+    after = fold(factor, torch.zeros_like(total), torch.zeros(()), decay=0.9)
+    assert torch.equal(after.packed_P, factor.packed_P) and after.updates == 1
+
+
+def test_a_batch_that_is_not_finite_changes_nothing():
+    _, total, count = batch(0)
+    factor = fold(KroneckerFactor.empty(Side.dense(5)), total, count, decay=0.9)
+    for value in (float("nan"), float("inf")):
+        bad = total.clone()
+        bad[3] = value
+        after = fold(factor, bad, count, decay=0.9)
+        assert torch.equal(after.packed_P, factor.packed_P) and after.updates == 1
+
+
+def test_averaging_leaves_the_old_factor_alone():
+    _, total, count = batch(0)
+    factor = fold(KroneckerFactor.empty(Side.dense(5)), total, count, decay=0.9)
+    before = factor.packed_P.clone()
+    fold(factor, *batch(1)[1:], decay=0.9)
+    assert torch.equal(factor.packed_P, before)
+
+
+def test_zero_no_data_and_overflow_are_not_decomposed():
+    _, total, count = batch(0)
+    empty = KroneckerFactor.empty(Side.dense(5))
+    assert fold(empty, total, count, decay=0.9).usable()
+    assert not empty.usable()
+    assert not fold(empty, torch.zeros_like(total), count, decay=0.9).usable(), "all gradients were zero"
+    for value in (float("nan"), float("inf")):
+        assert not KroneckerFactor(Side.dense(5), torch.full_like(total, value), torch.ones(())).usable()
+    assert KroneckerFactor.empty(Side.identity(5)).usable()
+
+
+def settled(scale: float = 1.0) -> KroneckerFactor:
+    """After as many ordinary batches as it takes to know what is ordinary."""
+    factor = KroneckerFactor.empty(Side.dense(5))
+    for seed in range(SETTLED):
+        _, total, count = batch(seed, rows=40)
+        factor = fold(factor, scale * total, count, decay=0.9)
+    return factor
+
+
+def trace(factor: KroneckerFactor) -> float:
+    return float(factor.side.trace(factor.packed_P))
+
+
+def test_a_spike_counts_for_ten_times_the_average_and_is_forgotten_in_a_few_updates():
+    factor, (_, total, count) = settled(), batch(99, rows=40)
+    (after,), excess = averaged([factor], [1e6 * total], [count], [0.9])
+    assert trace(after) == pytest.approx((0.9 + 0.1 * SPIKE) * trace(factor), rel=1e-5)
+    assert float(excess) == pytest.approx(1e6 * float(factor.side.trace(total)) / float(count) / SPIKE / trace(factor))
+    assert after.updates == factor.updates + 1
+    for seed in range(20):
+        after = fold(after, *batch(seed, rows=40)[1:], decay=0.9)
+    assert trace(after) < 1.3 * trace(factor)
+
+
+def test_what_is_not_a_spike_is_averaged_as_ever():
+    _, total, count = batch(99, rows=40)
+    for factor, scale in (
+        (settled(), 0.9 * SPIKE),  # ordinary from one batch to the next
+        (settled(), 0.0),  # nothing at all
+        (fold(KroneckerFactor.empty(Side.dense(5)), total, count, decay=0.9), 1e4),  # too early to know
+        (settled(scale=0.0), 1e4),  # the first gradients below a zero-initialised layer
+    ):
+        share = float(factor.side.trace(total) / count) / max(trace(factor), 1e-30)
+        scale = scale if trace(factor) == 0 or scale > SPIKE else scale / share
+        (after,), excess = averaged([factor], [scale * total], [count], [0.9])
+        keep = min(1 - 1 / float(after.updates), 0.9)
+        torch.testing.assert_close(after.packed_P, keep * factor.packed_P + (1 - keep) * scale * total / count)
+        assert excess.tolist() == [1.0]
+
+
+def test_a_factor_that_has_really_grown_is_followed():
+    factor, (_, total, count) = settled(), batch(99, rows=40)
+    updates = 0
+    while trace(factor) < 0.5 * 1e4 * float(factor.side.trace(total) / count):
+        factor, updates = fold(factor, 1e4 * total, count, decay=0.9), updates + 1
+    assert updates < 20, "it grows by 0.9 + 0.1 * 10 an update"
+
+
+def test_no_rows_do_not_count_as_a_spike():
+    factor = settled()
+    left_out = 1e6 * torch.ones(15), torch.zeros(())  # of layers that have parted
+    for total, count in (
+        (torch.zeros(15), torch.zeros(())),
+        left_out,
+        (torch.full((15,), float("nan")), torch.ones(())),
+    ):
+        (after,), excess = averaged([factor], [total], [count], [0.9])
+        assert torch.equal(after.packed_P, factor.packed_P) and excess.tolist() == [1.0]
+
+
+def test_the_reference_treats_a_spike_alike():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3, bias=False))
+    kfac = ReferenceKFAC(model, decay=0.9, damping=0.1)
+    A, G = KroneckerFactor.empty(Side.dense(4)), KroneckerFactor.empty(Side.dense(3))
+    for step in range(SETTLED + 6):
+        x, g = (torch.randn(20, d, generator=torch.Generator().manual_seed(100 * step + d)) for d in (4, 3))
+        x, g = (1e3 * x, 1e3 * g) if step in (4, SETTLED + 2) else (x, g)
+        model.zero_grad()
+        (model(x[:, None]) * g[:, None]).sum().div(20).backward()
+        kfac.update()
+        A = fold(A, symmetric_pack(x.T @ x), torch.tensor(20.0), decay=0.9)
+        G = fold(G, symmetric_pack(g.T @ g), torch.tensor(20.0), decay=0.9)
+        for actual, expected in zip((A, G), kfac.factors["0"], strict=True):
+            torch.testing.assert_close(dense(actual), expected, rtol=1e-4, atol=1e-4)

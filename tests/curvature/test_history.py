@@ -1,0 +1,161 @@
+"""SP-NGD's rule, and the comparison of factors that feeds it."""
+
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+import torch
+
+from ds_kfac.curvature.factor import KroneckerFactor
+from ds_kfac.curvature.history import PIECE, History, compared, frobenius
+from ds_kfac.curvature.side import Side
+from ds_kfac.model.batch_sum import BatchSum
+from ds_kfac.ops import backends
+from ds_kfac.schedule.adaptive import AdaptiveRule
+from ds_kfac.step import factor_state
+from ds_kfac.step.factor_state import FactorState, folded
+
+
+@pytest.fixture(params=["torch", None], ids=["torch", "best"])
+def backend(request):
+    backends.use(request.param, "cpu")
+    yield
+    backends.use(None, "cpu")
+
+
+SIDES = [Side.dense(1), Side.dense(63), Side(63, 20), Side.diagonal(9)]
+
+
+def intervals(rule: AdaptiveRule, flags: list[tuple[bool, bool]]) -> list[int]:
+    interval, previous, seen = 1, 1, []
+    for similar in flags:
+        interval, previous = rule.next_interval(interval, previous, *similar)
+        seen.append(interval)
+    return seen
+
+
+def test_a_factor_that_stays_grows_like_fibonacci():
+    assert intervals(AdaptiveRule(), [(True, True)] * 6) == [2, 3, 5, 8, 13, 21]
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_factor_that_changes_has_the_ordinary_interval(before):
+    assert intervals(AdaptiveRule(), [(False, before)] * 5) == [1] * 5
+
+
+def test_a_change_halves_and_a_small_one_waits():
+    flags = [(True, True)] * 4 + [(True, False)] * 2 + [(False, False)] * 5
+    assert intervals(AdaptiveRule(), flags) == [2, 3, 5, 8, 8, 8, 4, 2, 1, 1, 1]
+
+
+def test_an_interval_never_more_than_doubles():
+    """Also after halvings, when the interval before the last growth was longer than the present one."""
+    for flags in product([(True, True), (False, False), (True, False)], repeat=7):
+        seen = [1, *intervals(AdaptiveRule(), list(flags))]
+        assert all(after <= 2 * before for before, after in pairwise(seen)), flags
+
+
+def packed(side: Side, seed: int) -> torch.Tensor:
+    x = torch.randn(2 * side.dim + 1, side.dim, generator=torch.Generator().manual_seed(seed))
+    return side.accumulate_(torch.zeros(side.numel), x)
+
+
+def whole(side: Side, kept: torch.Tensor) -> torch.Tensor:
+    return torch.block_diag(*(block for group in side.blocks(kept) for block in group)).double()
+
+
+def filled(side: Side, *values: torch.Tensor) -> History:
+    """After ``values``, in that order."""
+    history = History(side)
+    for value in values:
+        _, (history,) = compared([history], [value], tolerance=0.1)
+    return history
+
+
+def flags(history: History, new: torch.Tensor, tolerance: float) -> list[bool]:
+    return compared([history], [new], tolerance=tolerance)[0][0].tolist()
+
+
+def test_similar_is_a_small_relative_distance_of_whole_matrices(backend):
+    """Of all factors in one call; found norms and kept ones agree."""
+    kept = [[packed(side, seed) for side in SIDES] for seed in (1, 2, 3)]
+    before, last, new = kept
+    histories = [filled(side, *old) for side, *old in zip(SIDES, before, last, strict=True)]
+    assert all(history.last is x and history.before is y for history, x, y in zip(histories, last, before, strict=True))
+    assert all(history.nbytes == 2 * x.nbytes + 8 for history, x in zip(histories, last, strict=True))
+    distances = [
+        [float((whole(side, x) - whole(side, y)).norm() / whole(side, y).norm()) for y in (one, other)]
+        for side, x, one, other in zip(SIDES, new, last, before, strict=True)
+    ]
+    without = [replace(history, norms=None) for history in histories]
+    for distance in (distance for pair in distances for distance in pair):
+        for tolerance in (1.0001 * distance, 0.9999 * distance):
+            wanted = [[one < tolerance for one in pair] for pair in distances]
+            assert compared(histories, new, tolerance=tolerance)[0].tolist() == wanted
+            assert compared(without, new, tolerance=tolerance)[0].tolist() == wanted
+
+
+def test_norms_of_millions_of_elements_keep_their_digits():
+    """torch's own is off by 2e-4 at this length."""
+    sides = [Side.dense(4096), Side.diagonal(3 * PIECE + 1), Side(63, 20), Side.identity(3)]
+    kept = [torch.rand(side.numel, generator=torch.Generator().manual_seed(1)) for side in sides]
+    wanted = [
+        (2 * x.double().square().sum() - side.diagonal_of(x).double().square().sum()).sqrt()
+        for side, x in zip(sides, kept, strict=True)
+    ]
+    torch.testing.assert_close(frobenius(kept, sides).double(), torch.stack(wanted), rtol=1e-5, atol=0)
+
+
+def test_elements_off_the_diagonal_count_twice(backend):
+    """Packed vectors would be 0.1 apart, the matrices are 0.1 sqrt(2)."""
+    old, new = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([1.0, 0.1, 0.0])
+    history = History(Side.dense(2), old)
+    assert [flags(history, new, tolerance)[0] for tolerance in (0.11, 0.14, 0.142)] == [False, False, True]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["norms kept", "norms found"])
+def test_nothing_is_similar_to_what_was_not_refreshed_to_zero_or_to_nan(backend, known):
+    side, new = Side.dense(3), packed(Side.dense(3), 1)
+    zero, nan, vast = torch.zeros_like(new), new * torch.nan, torch.full_like(new, 1e30)
+    for old, value, wanted in (
+        ((), new, [False, False]),
+        ((new,), new, [True, False]),
+        ((new, zero), zero, [False, True]),
+        ((nan, new), new, [True, False]),
+        ((new, new), nan, [False, False]),
+        ((new, vast), new, [False, True]),  # the square of its norm is not finite
+    ):
+        history = filled(side, *old)
+        assert flags(history if known else replace(history, norms=None), value, 10.0) == wanted, old
+    identity = Side.identity(3)
+    assert flags(filled(identity, torch.zeros(0)), torch.zeros(0), 0.1) == [False, False]
+
+
+def test_comparing_does_not_wait_for_the_device():
+    side = Side(7, 3)
+    meta = torch.zeros(side.numel, device="meta")  # has no values: reading one is an error
+    similar, (history,) = compared([History(side, meta, meta)], [meta], tolerance=0.1)
+    assert similar.shape == (1, 2) and history.norms.is_meta
+
+
+def test_a_history_that_shares_the_factor_s_memory_is_counted_once():
+    side, cpu = Side.dense(5), torch.device("cpu")
+    state = FactorState(KroneckerFactor.empty(side), History(side))
+    for seed in range(3):
+        batch = BatchSum(packed(side, seed), torch.tensor(11.0))
+        ((state, _),), _ = folded([state], [batch], decays=[0.9], device=cpu, tolerance=0.1)
+    assert state.nbytes == 4 * (2 * side.numel + 3), "the factor, its last but one value, a counter and two norms"
+
+
+def test_a_fold_compares_all_factors_in_one_call(monkeypatch):
+    calls = []
+    monkeypatch.setattr(factor_state, "compared", lambda *a, **k: calls.append(a) or compared(*a, **k))
+    cpu, sides = torch.device("cpu"), [Side.dense(5), Side.diagonal(7), Side.dense(5)]
+    histories = [None, History(sides[1]), History(sides[2])]
+    states = [FactorState(KroneckerFactor.empty(side), history) for side, history in zip(sides, histories, strict=True)]
+    for seed in range(2):
+        batches = [BatchSum(packed(side, seed), torch.tensor(11.0)) for side in sides]
+        results, _ = folded(states, batches, decays=[0.9] * 3, device=cpu, tolerance=10.0)
+        states = [state for state, _ in results]
+    assert [similar if similar is None else similar.tolist() for _, similar in results] == [None, *[[True, False]] * 2]
+    assert [len(histories) for histories, _ in calls] == [2, 2]

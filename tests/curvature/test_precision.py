@@ -1,0 +1,194 @@
+"""Precision of a step's products: torch's switch is ours for them alone, and what each precision costs in accuracy."""
+
+import threading
+import weakref
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ds_kfac.curvature.eigenbasis import Eigenbasis, LayerBasis
+from ds_kfac.curvature.orthogonal_iteration import iterated
+from ds_kfac.curvature.precision import HIGHEST, Precision, choose, fp32_products
+from ds_kfac.update.kfac import precondition
+from ds_kfac.update.newton_schulz import newton_schulz
+from ds_kfac.update.rotation import Rotation, Rotations
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+TF32, MIXED = Precision("tf32", "tf32"), Precision("mixed", "tf32", half=True)
+PRODUCTS = {torch.Tensor.matmul: 0, torch.Tensor.__matmul__: 0, torch.matmul: 0, torch.addmm: 1, torch.baddbmm: 1}
+"""And which argument is the first operand."""
+
+
+def switch(device: torch.device) -> str:
+    backend = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul
+    return backend.fp32_precision
+
+
+class TensorCores(TorchFunctionMode):
+    """Products as a GPU makes them: where the switch allows TF32, fp32 operands lose all but 10 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, torch.dtype]] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in PRODUCTS:
+            self.seen.append((switch(CPU), args[0].dtype))
+            if switch(CPU) == "tf32" and args[0].dtype is torch.float32:
+                first = PRODUCTS[func]
+                operands = ((x.contiguous().view(torch.int32) + (1 << 12)) >> 13 << 13 for x in args[first:])
+                args = (*args[:first], *(operand.view(torch.float32) for operand in operands))
+        return func(*args, **(kwargs or {}))
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def basis(O: int, I: int) -> LayerBasis:  # noqa: E741
+    """Eigenvalues over four orders of magnitude, as factors have them."""
+
+    def side(dim: int) -> Eigenbasis:
+        return Eigenbasis((torch.linalg.qr(normal(dim, dim, seed=dim)).Q[None],), torch.logspace(-4, 0, dim))
+
+    return LayerBasis(side(O), side(I))
+
+
+@pytest.fixture(params=["highest", "high", "medium"])
+def process(request):
+    """What the user has set for the process."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(request.param)
+    yield request.param
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+@pytest.mark.parametrize("how", ["ieee", "tf32"])
+def test_the_switch_is_ours_for_a_while_and_given_back_after_an_error_too(process, how, device):
+    before = switch(device), torch.get_float32_matmul_precision()
+    with fp32_products(how, device):
+        assert switch(device) == how
+    assert (switch(device), torch.get_float32_matmul_precision()) == before
+    with pytest.raises(RuntimeError, match="ours"), fp32_products(how, device), fp32_products("ieee", device):
+        assert switch(device) == "ieee"
+        raise RuntimeError("ours")
+    assert (switch(device), torch.get_float32_matmul_precision()) == before
+
+
+def test_highest_is_fp32_whatever_the_process_allows(process):
+    gradient = normal(33, 65)
+    expected, _ = precondition(gradient, Rotation.of([basis(33, 65)]), damping=0.1)
+    with TensorCores() as cores:
+        actual, _ = precondition(gradient, Rotation.of([basis(33, 65)], HIGHEST), damping=0.1)
+        newton_schulz(gradient)
+    assert set(cores.seen) == {("ieee", torch.float32)} and len(cores.seen) == 4 + 5 * 3
+    assert torch.equal(actual, expected)
+
+
+def test_products_elsewhere_wait_until_the_switch_is_given_back():
+    """A refresh on a thread of its own must not see TF32: it would drown small eigenvalues."""
+    one = basis(33, 65).A
+    factor = one.vectors[0] @ torch.diag(one.values) @ one.vectors[0].mT
+    found = []
+
+    def refresh() -> None:
+        found.append(iterated(factor, one.vectors[0], one.values.unsqueeze(0)))
+
+    thread = threading.Thread(target=refresh)
+    with fp32_products("tf32", CPU):
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive() and not found
+    thread.join(10)
+    assert found
+
+
+def errors(O: int, I: int) -> dict[str, float]:  # noqa: E741
+    """Relative error of a preconditioned gradient in each precision, on products as a GPU makes them.
+
+    The gradient's second moment is the Fisher, so most of it lies along few eigenvectors.
+    """
+    layer, damping = basis(O, I), 1e-5
+    Q_G, Q_A = layer.G.vectors[0][0].double(), layer.A.vectors[0][0].double()
+    fisher = torch.outer(layer.G.values.double(), layer.A.values.double())
+    gradient, e = (Q_G @ (fisher.sqrt() * normal(O, I)) @ Q_A.T).float(), fisher + damping
+    exact = Q_G @ ((Q_G.T @ gradient.double() @ Q_A) / e) @ Q_A.T
+    found = {}
+    for precision in (HIGHEST, TF32, MIXED):
+        with TensorCores():
+            V, dot = precondition(gradient, Rotation.of([layer], precision), damping=damping)
+        found[precision.name] = float((V.double() - exact).norm() / exact.norm())
+        torch.testing.assert_close(dot.double(), (exact * gradient.double()).sum(), rtol=1e-2, atol=0)
+    half = [Q.bfloat16().float() for Q in (Q_G, Q_A)]
+    rotated = (half[0].T @ gradient.bfloat16().float()).bfloat16().float() @ half[1]
+    V = (half[0] @ (rotated / e.float()).bfloat16().float()).bfloat16().float() @ half[1].T
+    found["all bf16"] = float((V.double() - exact).norm() / exact.norm())
+    return found
+
+
+@pytest.mark.parametrize(("O", "I"), [(63, 129), (257, 63)])
+def test_what_each_precision_costs(O, I):  # noqa: E741
+    """The products into the eigenbasis set the error: it is divided by small eigenvalues."""
+    error = errors(O, I)
+    assert error["highest"] < error["tf32"] / 100, error  # 2^-24 against 2^-11 per rounding
+    assert 5e-3 < error["tf32"] < 2e-2, error
+    assert error["tf32"] < error["mixed"] < 1.1 * error["tf32"], error
+    assert error["all bf16"] > 5 * error["mixed"], error
+
+
+def test_orthogonal_factors_in_every_precision():
+    x = normal(3, 33, 65)
+    exact = newton_schulz(x.double())
+    error = {}
+    for precision in (HIGHEST, TF32, MIXED):
+        with TensorCores() as cores:
+            actual = newton_schulz(x, precision=precision)
+        error[precision.name] = float((actual.double() - exact).norm() / exact.norm())
+        assert {dtype for _, dtype in cores.seen} == {torch.float32 if precision is HIGHEST else torch.float16}
+    assert error["highest"] < error["tf32"] / 100, error
+    assert 1e-4 < error["tf32"] == error["mixed"] < 1e-2, error
+
+
+def test_a_cpu_says_that_it_has_no_tf32():
+    assert choose(None, CPU).name == "highest" and choose("highest", CPU) == HIGHEST
+    for name in ("tf32", "mixed"):
+        chosen = choose(name, CPU)
+        assert chosen.into == "ieee" and chosen.half == (name == "mixed") and "no TF32 on this cpu" in str(chosen)
+
+
+@pytest.mark.parametrize("precision", [HIGHEST, MIXED])
+def test_layers_at_once_rotate_like_each(precision):
+    layers = [basis(33, 65), LayerBasis(Eigenbasis((), torch.ones(33)), basis(5, 65).A)]
+    for bases in ([layers[0]] * 3, [layers[1]] * 2):
+        x = normal(len(bases), 33, 65)
+        rotation = Rotation.of(bases, precision)
+        for index, one in enumerate(bases):
+            alone = Rotation.of([one], precision)
+            torch.testing.assert_close(rotation.rotate(x)[index], alone.rotate(x[index]))
+            torch.testing.assert_close(rotation.restore(x)[index], alone.restore(x[index]), rtol=1e-2, atol=1e-2)
+            if precision is HIGHEST:
+                torch.testing.assert_close(alone.rotate(x[index]), one.rotate(x[index]))
+                torch.testing.assert_close(alone.restore(x[index]), one.restore(x[index]))
+
+
+def test_copies_are_made_only_when_a_basis_changes(monkeypatch):
+    rotations, (first, second, third) = Rotations(MIXED), (basis(5, 7), basis(5, 7), basis(5, 7))
+    one = rotations.of(("a", "b"), [first, second])
+    assert rotations.of(("a", "b"), [LayerBasis(first.G, first.A), second]) is one
+    other = rotations.of(("a", "b"), [first, third])
+    assert other is not one and torch.equal(other.G[0][1], third.G.vectors[0][0])
+    forgotten = weakref.ref(other.values_G)
+    del other, one
+    old = weakref.ref(rotations.of(("a", "b"), [first, third]).values_G)
+    alive, of = [], Rotation.of
+    monkeypatch.setattr(Rotation, "of", lambda *args: alive.append(old() is not None) or of(*args))
+    rotations.of(("a", "b"), [second, third])
+    assert alive == [False], "the old copies are freed before new ones are made"
+    alone = [rotations.of((name,), [first]) for name in "ab"]
+    assert forgotten() is None, "what no layer uses any more"
+    again = rotations.of(("a", "b"), [first, second])
+    assert all(again is not one for one in alone) and "half_vectors" not in vars(second.A), "a stack has its own halves"
+    rotations.clear()
+    assert rotations.of(("a", "b"), [first, second]) is not again

@@ -1,0 +1,57 @@
+"""Sides: every structure is the same block-diagonal part of a second moment."""
+
+import pytest
+import torch
+
+from ds_kfac.curvature.side import Side
+
+SIDES = [Side.dense(1), Side.dense(63), Side(63, 20), Side(64, 2), Side.diagonal(9), Side.identity(9), Side(257, 129)]
+
+
+def blocks_of(matrix: torch.Tensor, side: Side) -> torch.Tensor:
+    index = torch.arange(side.dim) // side.block
+    return matrix * (index[:, None] == index[None, :])
+
+
+@pytest.mark.parametrize("ones", [False, True])
+@pytest.mark.parametrize("side", SIDES, ids=str)
+def test_accumulates_the_blocks_of_the_second_moment(side, ones, poisoned):
+    x = torch.randn(33, side.dim, generator=torch.Generator().manual_seed(0))
+    if ones:
+        x[:, -1] = 1
+    total = torch.zeros(side.numel)
+    side.accumulate_(total, x[:, : side.dim - ones], ones_column=torch.ones(33, 1) if ones else None)
+    if side.block == 0:
+        assert total.numel() == 0 and float(side.trace(total)) == side.dim
+        return
+    expected = blocks_of(x.double().T @ x.double(), side)
+    actual = torch.block_diag(*(block for group in side.blocks(total) for block in group))
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(side.trace(total).double(), expected.trace(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("side", [side for side in SIDES if side.block], ids=str)
+def test_the_scale_is_of_what_is_added_alone(side):
+    x = torch.randn(33, side.dim, generator=torch.Generator().manual_seed(0))
+    plain, scaled = (side.accumulate_(torch.ones(side.numel), x, scale=scale) for scale in (1.0, 0.25))
+    torch.testing.assert_close(scaled - 1, 0.25 * (plain - 1), rtol=1e-5, atol=1e-4)
+
+
+def test_indices_are_one_hot_rows():
+    side, index = Side.diagonal(5), torch.tensor([0, 3, 3, -1])
+    assert side.accumulate_(torch.zeros(5), index).tolist() == [1, 0, 0, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("dim", "large", "block"),
+    [(8, "blocks", 8), (9, "blocks", 5), (17, "blocks", 6), (9, "diagonal", 1), (9, "identity", 0)],
+)
+def test_a_long_side_is_limited(dim, large, block):
+    side = Side.limited(dim, max_dim=8, large=large)
+    assert side == Side(dim, block)
+    assert Side.limited(dim, max_dim=None, large=large) == Side.dense(dim)
+
+
+def test_kinds_are_said_in_words():
+    kinds = [side.kind for side in (Side.dense(4), Side(4, 2), Side.diagonal(4), Side.identity(4), Side.dense(1))]
+    assert kinds == ["dense", "blocks of 2", "diagonal", "identity", "dense"]

@@ -1,0 +1,101 @@
+"""A "kfac" block that nobody acts on is said, and so is a checkpoint of another optimizer."""
+
+import logging
+
+import pytest
+import torch
+
+from tests.deepspeed.modes import BY_NAME
+from tests.deepspeed.runs import build, train, weights
+from tests.models import make_net
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+def said(action) -> str:
+    """What DeepSpeed's logger writes meanwhile."""
+    from deepspeed.utils import logger
+
+    lines, level = [], logger.level
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel("INFO")
+    try:
+        action()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return "\n".join(line for line in lines if "ds_kfac" in line)
+
+
+def warnings_worker(_) -> dict:
+    import deepspeed
+
+    import ds_kfac
+
+    config = BY_NAME["z2"].config(1, torch.distributed.get_world_size())
+
+    def start(initialize, kfac) -> str:
+        model = make_net()
+        given = {**config, "kfac": kfac} if kfac is not None else {k: v for k, v in config.items() if k != "kfac"}
+        return said(lambda: initialize(model=model, model_parameters=model.parameters(), config=given))
+
+    found = {
+        "plain": start(deepspeed.initialize, config["kfac"]),
+        "plain, no block": start(deepspeed.initialize, None),
+        "plain, disabled": start(deepspeed.initialize, {"enabled": False}),
+        "ours, disabled": start(ds_kfac.initialize, {"enabled": False}),
+    }
+    ds_kfac.enable()
+    found["enabled"] = start(deepspeed.initialize, config["kfac"])
+    return found
+
+
+def test_a_block_without_effect_is_said_once():
+    first, second = run_ranks("tests.deepspeed.test_not_attached:warnings_worker", world=2)
+    text = first["plain"]
+    assert text.count("not attached") == 1 and "ds_kfac.enable()" in text and "DS_KFAC=1" in text
+    assert second["plain"] == "", "rank 0 says it"
+    assert first["plain, no block"] == first["plain, disabled"] == ""
+    assert '"enabled": false' in first["ours, disabled"]
+    assert "not attached" not in first["enabled"]
+
+
+def foreign_worker(folder: str) -> dict:
+    found = {}
+    for stage in range(4):
+        adamw, kfac_adamw = BY_NAME[f"z{stage}"], BY_NAME[f"adam-z{stage}"]
+        for saved, loading, block in ((adamw, kfac_adamw, {"enabled": False}), (kfac_adamw, adamw, {})):
+            engine = build(saved, 1, **({"kfac": block} if block else {}))
+            train(engine, 1, steps=2)
+            engine.save_checkpoint(f"{folder}/{saved.name}", tag="tag")
+            trained = weights(engine)
+            engine.destroy()
+            engine = build(loading, 1)
+            try:
+                engine.load_checkpoint(f"{folder}/{saved.name}", tag="tag")
+                text = "loaded"
+            except RuntimeError as error:
+                text = f"{type(error).__name__}: {error}"
+            engine.destroy()
+            engine = build(loading, 1)
+            remedy = {"load_module_only": True, "load_optimizer_states": False}
+            engine.load_checkpoint(f"{folder}/{saved.name}", tag="tag", **remedy)
+            same = all(torch.equal(w, trained[name]) for name, w in weights(engine).items())
+            train(engine, 1, steps=1)
+            engine.destroy()
+            found[saved.name, loading.name] = text, same
+    return found
+
+
+def test_another_optimizers_checkpoint_says_what_to_do(tmp_path):
+    found = run_ranks("tests.deepspeed.test_not_attached:foreign_worker", world=1, payload=str(tmp_path))[0]
+    assert len(found) == 8
+    for case, (text, same) in found.items():
+        assert text.startswith("CheckpointError") and "load_module_only=True, load_optimizer_states=False" in text, (
+            case,
+            text,
+        )
+        assert same, f"{case}: the remedy has to work"

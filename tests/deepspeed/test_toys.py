@@ -1,0 +1,79 @@
+"""A new update rule, and a new form of the factors, is one file and one line of a table: no other file knows them."""
+
+import contextlib
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ds_kfac
+from ds_kfac.curvature.forms import FACTOR_FORMS
+from ds_kfac.directions.table import DIRECTIONS
+from tests.deepspeed.modes import KFAC, MICRO_ROWS, Mode
+from tests.deepspeed.runs import train, weights
+from tests.deepspeed.toys import ROOT, ToyRule, ToySGD
+from tests.models import make_batch, make_net
+from tests.oracle import ReferenceKFAC
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+LR, STEPS = 0.02, 4
+
+
+class ToyReference(ReferenceKFAC):
+    """The same on one device."""
+
+    toy: str
+
+    def step(self, lr: float, grad_scale: float = 1.0, seed: float = 1.0) -> None:
+        self.update(seed)
+        for layer in self.layers.values():
+            dW, ((alpha, QA), (beta, QG)) = layer.matrix(), layer.bases
+            if self.toy == "rule":
+                layer.m = (layer.m + QG.T @ dW @ QA) / 2
+                layer.write(QG @ (layer.m / (layer.m.abs() + 0.1)) @ QA.T)
+            else:
+                G, A = (Q @ ((e + 0.1) ** -0.5).diag() @ Q.T for Q, e in ((QG, beta), (QA, alpha)))
+                layer.write(G @ dW @ A)
+
+
+def expected(toy: str, world: int) -> dict[str, torch.Tensor]:
+    model = make_net()
+    reference = ToyReference(model, refresh_interval=2, decay=0.9, kl_clip=None)
+    reference.toy = toy
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(*make_batch(step, world * MICRO_ROWS)).backward()
+        reference.step(LR)
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def worker(stages: list[int]) -> dict:
+    DIRECTIONS.insert(0, ToyRule())
+    FACTOR_FORMS["root"] = ROOT
+    found = {}
+    for toy in ("rule", "form"):
+        wanted = expected(toy, dist.get_world_size())
+        for stage in stages:
+            kfac = {**KFAC, "preconditioner": {"kl_clip": 0, "method": "root" if toy == "form" else "eigen"}}
+            model = make_net()
+            optimizer = (ToySGD if toy == "rule" else torch.optim.SGD)(model.parameters(), lr=LR)
+            config = {**Mode("toy", stage, clip=0.0).config(1, dist.get_world_size()), "kfac": kfac}
+            del config["optimizer"]
+            with contextlib.redirect_stdout(io.StringIO()):
+                engine, *_ = ds_kfac.initialize(model=model, optimizer=optimizer, config=config)
+            train(engine, 1, STEPS)
+            off = {name: float((w - wanted[name]).abs().max()) for name, w in weights(engine).items()}
+            found[toy, stage] = max(off.values()), engine.kfac.report
+            engine.destroy()
+    return found
+
+
+def test_a_toy_rule_and_a_toy_form_train_in_zero_0_and_2():
+    for of_rank in run_ranks("tests.deepspeed.test_toys:worker", world=2, payload=[0, 2]):
+        for (toy, stage), (off, report) in of_rank.items():
+            assert off < 1e-5, (toy, stage, off)
+            assert ("soft sign" if toy == "rule" else "roots every") in report

@@ -1,0 +1,133 @@
+"""An update rule and a form of the factors that nobody needs: a new one costs its own file and a line of a table."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.curvature.eigenbasis import LayerBasis, Refreshed
+from ds_kfac.curvature.forms import FactorForm, Part
+from ds_kfac.directions.base import Direction, DirectionSetup, LocalResult, UpdateRule
+from ds_kfac.update.rotation import Rotations
+
+
+class ToySGD(torch.optim.SGD):
+    """What the toy rule follows."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The running mean of rotated gradients."""
+
+    NAME: ClassVar = "mean"
+    COUNT: ClassVar = 1
+
+    first_OI: Tensor
+
+    @classmethod
+    def empty(cls, shape: tuple[int, int], device: Any = "cpu") -> "Mean":
+        return cls(torch.zeros(shape, device=device))
+
+    @property
+    def nbytes(self) -> int:
+        return self.first_OI.nbytes
+
+    def moved(self, overlap: LayerBasis) -> "Mean":
+        return Mean(overlap.rotate(self.first_OI))
+
+    def unrotated(self, basis: LayerBasis) -> "Mean":
+        return Mean(basis.restore(self.first_OI))
+
+
+class SoftSign:
+    """m <- (m + R) / 2; Q_G [m / (|m| + 0.1)] Q_A^T."""
+
+    def __init__(self, setup: DirectionSetup) -> None:
+        self.stacks = tuple((layer,) for layer in setup.exchange.owned)
+        self.rotations, self.device = Rotations(), setup.exchange.device
+
+    def local(self, context, gradients, states) -> LocalResult:
+        local = LocalResult.empty(gradients, states, self.device)
+        for (layer,) in self.stacks:
+            state = states[layer.name]
+            mean = (state.moments.first_OI + state.basis.rotate(gradients[layer.name])) / 2
+            local.results[layer.name] = state.basis.restore(mean / (mean.abs() + 0.1))
+            local.states[layer.name] = replace(state, moments=Mean(mean))
+        local.numbers = [torch.zeros((), device=self.device)]
+        return local
+
+    def finish(self, context, local, totals, prepared) -> dict[str, Tensor]:
+        return {}
+
+
+class ToyRule(UpdateRule):
+    name = "soft sign"
+    kinds = (Mean,)
+
+    def steps(self, optimizer: Any) -> bool:
+        return isinstance(optimizer, ToySGD)
+
+    def direction(self, setup: DirectionSetup) -> Direction:
+        return SoftSign(setup)
+
+    def described(self, setup: DirectionSetup, layers: Sequence) -> str:
+        return "soft sign in the eigenbasis"
+
+    def moments(self, config: KFACConfig) -> type[Mean]:
+        return Mean
+
+
+@dataclass(frozen=True)
+class Root:
+    """(factor + 0.1)^-1/2, whole."""
+
+    matrix_DD: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.matrix_DD.nbytes
+
+    def rounded(self, dtype: torch.dtype) -> "Root":
+        return self
+
+
+@dataclass(frozen=True)
+class LayerRoot:
+    G: Root
+    A: Root
+
+    def precondition(self, gradient_OI: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        V = self.G.matrix_DD @ gradient_OI @ self.A.matrix_DD
+        return V, (V * gradient_OI).sum()
+
+
+def _roots(requests, options) -> list[Refreshed]:
+    found = []
+    for request in requests:
+        (blocks,) = request.factor.side.blocks(request.factor.packed_P)
+        values, vectors = torch.linalg.eigh(blocks[0])
+        found.append(Refreshed(Root(vectors @ ((values + 0.1) ** -0.5).diag() @ vectors.T), "eigh"))
+    return found
+
+
+ROOT = FactorForm(
+    words="roots",
+    solver="eigh",
+    solver_flops=9,
+    solver_seconds="eigh_seconds",
+    product_flops=2,
+    passes=2,
+    calls=4,
+    numel=lambda side: side.dim**2,
+    parts=(Part("roots", lambda side: side.dim**2, lambda root: root.matrix_DD.reshape(-1), False),),
+    joined=lambda side, flat: Root(flat.clone().view(side.dim, side.dim)),
+    identity=lambda side, device: Root(torch.eye(side.dim, device=device)),
+    decompose=_roots,
+    of_layer=LayerRoot,
+    save=lambda root: {"root": root.matrix_DD},
+    load=lambda side, saved, device: Root(saved["root"].to(device)),
+    shapes=lambda side: {"root": (side.dim, side.dim)},
+)

@@ -1,0 +1,105 @@
+"""Which layers' directions are orthogonalized, by the names that well-known models give their layers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ds_kfac.config.kfac import parse
+from ds_kfac.config.method import AdamConfig
+from ds_kfac.curvature.side import Side
+from ds_kfac.directions.kfac_adamw.choice import excepted, keeps_direction
+from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
+from ds_kfac.directions.kfac_adamw.size import adam_factor, step_norm
+from ds_kfac.model.layers.base import LayerSpec, Use
+from ds_kfac.model.scan import scan
+from tests.models import linear_layer
+
+BODY = {
+    "GPT-2": ["transformer.h.0.attn.c_attn", "transformer.h.0.attn.c_proj", "transformer.h.11.mlp.c_fc"],
+    "Llama": ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.down_proj"],
+    "GPT-NeoX": ["gpt_neox.layers.0.attention.query_key_value", "gpt_neox.layers.0.mlp.dense_4h_to_h"],
+    "BERT": ["bert.encoder.layer.0.attention.self.query", "bert.pooler.dense", "cls.predictions.transform.dense"],
+    "RoBERTa": ["lm_head.dense", "classifier.dense", "roberta.encoder.layer.0.output.dense"],
+    "DistilBERT": ["pre_classifier", "vocab_transform", "distilbert.transformer.layer.0.attention.out_lin"],
+    "T5": ["decoder.block.0.layer.1.EncDecAttention.o", "decoder.block.0.layer.2.DenseReluDense.wi_0"],
+    "BART": ["model.decoder.layers.0.encoder_attn.out_proj", "classification_head.dense", "model.decoder.layers.0.fc1"],
+    "ViT": ["vit.encoder.layer.0.attention.attention.query", "vit.pooler.dense"],
+    "timm": ["blocks.0.attn.qkv", "blocks.0.mlp.fc2", "patch_embed.proj", "head.pre_logits"],
+    "nanoGPT": ["transformer.h.0.attn.c_attn", "blocks.0.sa.heads.0.key", "blocks.0.sa.heads.3.value"],
+    "torch": ["decoder.layers.0.multihead_attn.out_proj", "layers.0.multihead_attn", "patch_embed", "encoder.0"],
+}
+HEADS = {
+    "GPT-2": ["lm_head", "score"],
+    "Llama": ["lm_head", "score"],
+    "GPT-NeoX": ["embed_out"],
+    "BERT": ["cls.predictions.decoder", "classifier", "qa_outputs"],
+    "RoBERTa": ["lm_head.decoder", "classifier.out_proj"],
+    "DistilBERT": ["vocab_projector", "classifier"],
+    "T5": ["lm_head", "classification_head.out_proj"],
+    "BART": ["lm_head", "classification_head.out_proj"],
+    "ViT": ["classifier"],
+    "timm": ["head", "head_dist", "head.fc"],
+    "nanoGPT": ["lm_head"],
+    "torch": ["heads.head", "decoder"],
+}
+
+
+@pytest.mark.parametrize("model", BODY)
+def test_bodies_are_orthogonalized_and_heads_are_not(model):
+    for name in BODY[model]:
+        assert keeps_direction(AdamConfig(), linear_layer(name, 5, 4)) is None, name
+    for name in HEADS[model]:
+        assert "kfac.adam.except_layers" in (keeps_direction(AdamConfig(), linear_layer(name, 5, 4)) or ""), name
+
+
+def test_a_pattern_is_the_end_of_a_name():
+    for pattern, name in (("head", "vit.head"), ("head", "head"), (r"mlp\.\d+", "blocks.0.mlp.12"), ("a|b", "x.b")):
+        assert excepted(pattern, name), (pattern, name)
+    for pattern, name in (("head", "lm_head"), ("head", "head.dense"), ("head", "heads"), ("a|b", "a.c"), ("b", "ab")):
+        assert not excepted(pattern, name), (pattern, name)
+
+
+def layer(*kinds: str) -> LayerSpec:
+    side = Side.dense(4)
+    uses = tuple(Use(f"m{i}", kind, side, side, False) for i, kind in enumerate(kinds))
+    return LayerSpec("m0", "m0.weight", None, side, side, uses)
+
+
+def test_the_reason_is_said():
+    norm = replace(layer("LayerNorm"), keeps_direction="LayerNorm is no linear map's matrix")
+    assert keeps_direction(AdamConfig(), norm) == "LayerNorm is no linear map's matrix"
+    assert keeps_direction(AdamConfig(), layer("Linear", "Embedding")) == "its weight is an embedding's too"
+    assert keeps_direction(AdamConfig(orthogonalize=False), layer("Linear")) == "kfac.adam.orthogonalize is false"
+    for kind in ("Linear", "Conv1D", "ColumnParallelLinear", "RowParallelLinear"):
+        assert keeps_direction(AdamConfig(), layer(kind)) is None, kind
+
+
+def test_without_rotation_there_are_no_factors():
+    model = torch.nn.Sequential(torch.nn.Linear(7, 20), torch.nn.Linear(20, 3, bias=False))
+    for factor in ({}, {"dense_max": 4}, {"large": "blocks"}):
+        config, reasons = KFACAdamWRule().resolved(parse({"adam": {"rotate": False}, "factor": factor}))
+        layers = scan(model, config.choice).layers
+        assert [(layer.A.block, layer.G.block) for layer in layers] == [(0, 0), (0, 0)]
+        assert any("adam.rotate false" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(12, 5), (5, 12), (8, 8)])
+def test_a_step_has_the_size_that_the_config_says(outputs, inputs):
+    spectral, rms = AdamConfig(size=27.0), AdamConfig(scale="rms", size=0.3)
+    U, _, Vh = torch.linalg.svd(torch.randn(outputs, inputs), full_matrices=False)
+    factor = U @ Vh
+    step = factor * step_norm(spectral, factor.shape) / factor.norm()
+    assert float(torch.linalg.svdvals(step).mean()) == pytest.approx(27 * max(1, outputs / inputs) ** 0.5, rel=1e-5)
+    step = factor * step_norm(rms, factor.shape) / factor.norm()
+    assert float(step.square().mean().sqrt()) == pytest.approx(0.3, rel=1e-5)
+
+
+def test_heads_rates_fall_with_the_width_to_lr():
+    options, rms = AdamConfig(), AdamConfig(scale="rms")
+    factors = [adam_factor(options, linear_layer("lm_head", width, 9), 8.0) for width in (64, 128, 1024, 4096)]
+    assert factors == [16, 8, 1, 1]
+    assert adam_factor(rms, linear_layer("lm_head", 4096, 9), 8.0) == 8
+    assert adam_factor(options, linear_layer("blocks.0.mlp.up", 64, 9), 8.0) == 1
+    embedding = replace(linear_layer("embed", 64, 9), keeps_direction="one-hot inputs")
+    assert adam_factor(options, embedding, 8.0) == 8

@@ -1,0 +1,210 @@
+"""Loss scales, kl-clip's factor, stacks, copies and parameter groups in one step's direction, without an engine."""
+
+import math
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ds_kfac.directions.base import StepContext
+from ds_kfac.directions.kfac_adamw.direction import AdamDirection
+from ds_kfac.directions.kfac_gradient import KFACGradient
+from ds_kfac.directions.kfac_gradient_rule import KFACGradientRule
+from ds_kfac.step.layer_states import with_new_bases
+from ds_kfac.update.layer_state import LayerState
+from ds_kfac.update.moments import AdamMoments
+from ds_kfac.zero.layout import ShardLayout
+from ds_kfac.zero.replicated import ReplicatedHalf
+from ds_kfac.zero.stage_1_and_2 import Stage12
+from tests.choices import planned
+from tests.models import linear_layer
+from tests.update.test_moments import random_basis
+
+ROWS, COLUMNS, RATE = 5, 8, 0.3
+CPU = torch.device("cpu")
+
+
+def make(
+    kind=KFACGradient,
+    *,
+    scale: float = 1.0,
+    layers=("a",),
+    copies: int = 1,
+    groups=None,
+    stacks=False,
+    adam=None,
+    times=(),
+    norm=None,
+    **preconditioner,
+):
+    """A direction over layers of one shape, with states that have eigenbases, and gradients that carry ``scale``, and
+    are multiplied by ``times``."""
+    specs = tuple(replace(linear_layer(name, COLUMNS, ROWS), copies=copies) for name in layers)
+    plan = planned(
+        {
+            "preconditioner": {"kl_clip": 0.001, **preconditioner},
+            "adam": adam or {"orthogonalize": False, "nesterov": False},
+        },
+        stacks=stacks,
+    )
+    exchange = SimpleNamespace(
+        owned=specs,
+        device=CPU,
+        group_indices=lambda layer: (0,),
+        parts=lambda layer, matrix: (matrix.flatten(),),
+        without_frozen=lambda layer, matrix: matrix,
+    )
+    optimizer = SimpleNamespace(param_groups=groups or [{"lr": RATE}], adam_ratio=1.0)
+    engine = SimpleNamespace(gradient_clipping=lambda: 0.0)
+    layout = SimpleNamespace(
+        grad_scale=lambda: scale, optimizer=optimizer, engine=engine, clip_factor=lambda norm: 0.5 / norm
+    )
+    if kind is KFACGradient:
+        moments = KFACGradientRule().moments(plan.config)
+        direction = kind(plan, layout, exchange, SimpleNamespace(nu=None))
+    else:
+        moments = AdamMoments
+        direction = kind(plan, layout, exchange, SimpleNamespace(direction_scale=None, adam_ratio=1.0))
+    states, gradients = {}, {}
+    for index, spec in enumerate(specs):
+        basis = random_basis(ROWS, COLUMNS, seed=index)
+        state = LayerState.empty(spec, CPU, moments=moments).rebased(A=basis.A, G=basis.G)
+        states[spec.name] = replace(state, terms=torch.tensor(7.0 + index))
+        generator = torch.Generator().manual_seed(100 + index)
+        gradients[spec.name] = scale * torch.randn(ROWS, COLUMNS, generator=generator)
+        if times:
+            gradients[spec.name] *= times[index]
+    return direction, direction.local(StepContext(0, norm, {}), gradients, states), gradients
+
+
+@pytest.mark.parametrize("kind", ["tikhonov", "relative"])
+@pytest.mark.parametrize("eigenvalues", ["kronecker", "corrected"])
+def test_a_loss_scale_passes_through(eigenvalues, kind):
+    options = {"eigenvalues": eigenvalues, "exponent": 0.5}
+    _, plain, _ = make(**options)
+    for scale in (4.0, 1024.0):  # powers of 2: exact
+        _, scaled, _ = make(scale=scale, **options)
+        torch.testing.assert_close(scaled.results["a"] / scale, plain.results["a"])
+        torch.testing.assert_close(scaled.numbers[0], plain.numbers[0])
+        if eigenvalues == "corrected":
+            torch.testing.assert_close(scaled.states["a"].moments.second_OI, plain.states["a"].moments.second_OI)
+    if eigenvalues == "corrected":  # in units of the Fisher: loss terms times the squared gradient
+        _, one, gradients = make(**options)
+        rotated = random_basis(ROWS, COLUMNS, seed=0).rotate(gradients["a"])
+        torch.testing.assert_close(one.states["a"].moments.second_OI, 7 * rotated.square())
+
+
+def test_nu_is_for_layers_that_are_prepared_only():
+    direction, local, _ = make()
+    ready = {"a": torch.tensor(True), "b": torch.tensor(False)}
+    scales = direction.finish(StepContext(0, None, {}), local, [torch.tensor(0.1)], ready)
+    torch.testing.assert_close(scales["a"], torch.tensor((0.001 / 0.1) ** 0.5))
+    assert scales["b"] == 1 and direction.metrics.nu == scales["a"]
+
+
+def test_a_grafted_layer_has_the_gradients_norm_and_its_own_part_of_the_sum():
+    _, local, gradients = make(graft="norm")
+    torch.testing.assert_close(local.results["a"].norm(), gradients["a"].norm())
+    torch.testing.assert_close(local.numbers[0], RATE**2 * (local.results["a"] * gradients["a"]).sum())
+
+
+@pytest.mark.parametrize("eigenvalues", ["kronecker", "corrected"])
+def test_stacked_layers_get_their_own_results(eigenvalues):
+    names = ("a", "b", "c")
+    direction, stacked, _ = make(layers=names, stacks=True, eigenvalues=eigenvalues)
+    assert [len(layers) for layers in direction.stacks] == [3]
+    _, alone, _ = make(layers=names, eigenvalues=eigenvalues)
+    for name in names:
+        torch.testing.assert_close(stacked.results[name], alone.results[name])
+        if eigenvalues == "corrected":
+            mine, own = (local.states[name].moments for local in (stacked, alone))
+            torch.testing.assert_close(mine.second_OI, own.second_OI)
+    torch.testing.assert_close(stacked.numbers[0], alone.numbers[0])
+
+
+@pytest.mark.parametrize("kind", [KFACGradient, AdamDirection])
+def test_copies_of_a_layer_count_once_over_their_ranks(kind):
+    groups = [{"lr": RATE, "betas": (0.8, 0.9), "eps": 0.1}]
+    _, once, _ = make(kind, groups=groups)
+    _, twice, _ = make(kind, groups=groups, copies=2)
+    for number, other in zip(once.numbers, twice.numbers, strict=True):
+        torch.testing.assert_close(2 * other, number)
+
+
+ADAM = [{"lr": RATE, "betas": (0.8, 0.9), "eps": 0.1}]
+
+
+@pytest.mark.parametrize("adam", [{}, {"orthogonalize": False}, {"nesterov": False}])
+@pytest.mark.parametrize("stacks", [False, True])
+def test_only_gradients_that_moments_can_hold_are_stepped_along(stacks, adam):
+    times = (1.0, 0.0, 1e20, math.inf, math.nan, 1e-20)
+    _, local, _ = make(AdamDirection, layers="abcdef", groups=ADAM, stacks=stacks, adam=adam, times=times)
+    _, alone, _ = make(AdamDirection, groups=ADAM, adam=adam)
+    torch.testing.assert_close(local.results["a"], alone.results["a"])
+    for name in "bc":  # +0: not even decay
+        assert not local.results[name].view(torch.int32).any()
+        assert not local.states[name].moments.updates and not local.states[name].moments.second_OI.any()
+    for name in "de":  # DeepSpeed finds it
+        assert not torch.isfinite(local.results[name]).all() and not local.states[name].moments.updates
+    assert local.states["f"].moments.updates == 1 and (local.results["f"] != 0).all()
+    assert (int(local.unused), int(local.replaced)) == (1, 2)
+    assert [name for name, flag in local.left_out.items() if flag] == ["c"]
+    assert not math.isfinite(local.numbers[0])
+
+
+def test_a_norm_that_is_none_leaves_every_gradient_at_its_own():
+    _, local, gradients = make(AdamDirection, layers="ab", groups=ADAM, times=(3e19, 0.0), norm=torch.tensor(math.inf))
+    torch.testing.assert_close(local.results["a"].norm(), gradients["a"].norm())
+    assert not local.results["b"].view(torch.int32).any() and not local.states["a"].moments.updates
+    assert int(local.replaced) == 2
+
+
+@pytest.mark.parametrize("orthogonalize", [False, True])
+def test_a_zero_of_a_layer_in_use_is_seen_to_be_in_use(orthogonalize):
+    adam = {"orthogonalize": orthogonalize, "rotate": False}
+    direction, _, gradients = make(AdamDirection, groups=ADAM, adam=adam)
+    gradients["a"][:, 3] = 0.0
+    state = LayerState.empty(linear_layer("a", COLUMNS, ROWS), CPU, moments=AdamMoments)
+    result = direction.local(StepContext(0, None, {}), gradients, {"a": state}).results["a"]
+    for dtype, bits in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16), (torch.float16, torch.int16)):
+        assert result.to(dtype).view(bits).all(), dtype
+    assert result[:, 3].abs().max() <= 1e-29 < result[:, :3].abs().min()
+
+
+def test_adam_takes_the_betas_of_the_layers_own_group():
+    groups = [{"lr": RATE, "betas": (0.8, 0.9), "eps": 0.1}, {"lr": RATE, "betas": (0.1, 0.2), "eps": 10.0}]
+    _, local, gradients = make(AdamDirection, groups=groups)
+    basis = random_basis(ROWS, COLUMNS, seed=0)
+    rotated = basis.rotate(gradients["a"])
+    torch.testing.assert_close(local.states["a"].moments.first_OI, 0.2 * rotated)
+    torch.testing.assert_close(local.states["a"].moments.second_OI, 0.1 * rotated.square())
+    torch.testing.assert_close(local.results["a"], basis.restore(rotated / (rotated.abs() + 0.1)))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_the_clip_factor_is_of_the_unscaled_norm(scale):
+    layout = SimpleNamespace(grad_scale=lambda: scale, engine=SimpleNamespace(gradient_clipping=lambda: 0.5))
+    layout._clip_factor = partial(ShardLayout._clip_factor, layout)
+    factor = ShardLayout.clip_factor(layout, torch.tensor(2.0 * scale))
+    torch.testing.assert_close(torch.as_tensor(factor, dtype=torch.float32), torch.tensor(0.25))
+
+
+@pytest.mark.parametrize(("recorded", "kept"), [(None, 3.0), (0.0, 3.0), (5.0, 5.0)])
+def test_a_batch_without_terms_leaves_those_of_the_last(recorded, kept):
+    layer = linear_layer("a", COLUMNS, ROWS)
+    state = replace(LayerState.empty(layer, CPU), terms=torch.tensor(3.0))
+    terms = None if recorded is None else torch.tensor(recorded)
+    curvature = SimpleNamespace(of_layer={}, terms_of=lambda layer, draft: terms)
+    assert with_new_bases({"a": state}, (layer,), curvature, SimpleNamespace(bases={}))["a"].terms == kept
+
+
+@pytest.mark.parametrize("kind", [ReplicatedHalf, Stage12])
+def test_a_loss_scale_may_be_a_whole_number_of_any_size(kind):
+    """DeepSpeed's is, until it was halved once; kl-clip squares it."""
+    layout = kind.__new__(kind)
+    layout.optimizer = SimpleNamespace(
+        loss_scale=2**32, loss_scale_config=SimpleNamespace(cur_scale=2**32), torch_autocast_gradscaler=None
+    )
+    assert torch.ones(()) / layout.grad_scale() ** 2 == 2.0**-64

@@ -1,0 +1,84 @@
+"""The sum under kl-clip's root: from the pass that divides where a layer has one learning rate, else part by part."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ds_kfac.curvature.eigenbasis import Eigenbasis
+from ds_kfac.directions.base import StepContext
+from ds_kfac.directions.kfac_gradient import KFACGradient
+from ds_kfac.directions.kfac_gradient_rule import KFACGradientRule
+from ds_kfac.update.layer_state import LayerState
+from tests.choices import planned
+from tests.models import linear_layer
+
+
+def local(gradient: torch.Tensor, rates: tuple, *, values: float = 1.0, scale: float = 4.0, **preconditioner):
+    """A rank's part of a step for one layer, whose last column is its bias with a parameter group of its own; the
+    gradient carries a loss scale."""
+    rows, columns = gradient.shape
+    layer, generator = linear_layer("layer", columns, rows), torch.Generator().manual_seed(0)
+
+    def basis(dim: int) -> Eigenbasis:
+        Q = torch.linalg.qr(torch.randn(dim, dim, generator=generator)).Q
+        return Eigenbasis((Q[None],), values * torch.rand(dim, generator=generator))
+
+    plan = planned({"preconditioner": {"kl_clip": 0.001, **preconditioner}})
+    exchange = SimpleNamespace(
+        owned=(layer,), device=torch.device("cpu"), group_indices=lambda layer: (0, 1),
+        parts=lambda layer, matrix: (matrix[:, :-1].flatten(), matrix[:, -1]),
+    )  # fmt: skip
+    groups = SimpleNamespace(param_groups=[{"lr": rate} for rate in rates])
+    layout = SimpleNamespace(grad_scale=lambda: scale, optimizer=groups)
+    moments = KFACGradientRule().moments(plan.config)
+    state = LayerState.empty(layer, torch.device("cpu"), moments=moments)
+    state = state.rebased(A=basis(columns), G=basis(rows))
+    direction = KFACGradient(plan, layout, exchange, SimpleNamespace(nu=None))
+    return direction.local(StepContext(0, None, {}), {"layer": gradient}, {"layer": state})
+
+
+@pytest.mark.parametrize("options", [{}, {"graft": "norm"}, {"eigenvalues": "corrected", "exponent": 0.5}])
+@pytest.mark.parametrize(
+    "rates", [(0.3, 0.3), (0.3, 0.0), (torch.tensor(0.3), torch.tensor(0.3)), (0.3, torch.tensor(0.1))]
+)
+def test_the_sum_is_that_of_the_parts_with_their_rates(rates, options):
+    gradient = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    found = local(gradient, rates, **options)
+    products = found.results["layer"].double() * gradient.double() / 4.0**2
+    expected = products[:, :-1].sum() * float(rates[0]) ** 2 + products[:, -1].sum() * float(rates[1]) ** 2
+    torch.testing.assert_close(found.numbers[0].double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("rates", [(0.3, 0.3), (0.3, 0.2)])
+def test_a_gradient_that_passes_through_counts_as_itself(rates):
+    gradient = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    found = local(gradient, rates, values=float("nan"))
+    assert torch.equal(found.results["layer"], gradient) and found.replaced == 1
+    squares = gradient.square() / 4.0**2
+    expected = squares[:, :-1].sum() * rates[0] ** 2 + squares[:, -1].sum() * rates[1] ** 2
+    torch.testing.assert_close(found.numbers[0], expected)
+
+
+@pytest.mark.parametrize("damping", [{}, {"graft": "norm"}])
+def test_corrected_eigenvalues_do_not_see_the_loss_scale(damping):
+    """They are of squared gradients, so the scale enters squared; the result carries it once."""
+    gradient = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    one, scaled = (local(k * gradient, (0.3, 0.3), scale=k, eigenvalues="corrected", **damping) for k in (1.0, 1024.0))
+    second, expected = scaled.states["layer"].moments.second_OI, one.states["layer"].moments.second_OI
+    assert float(expected.max()) > 0
+    torch.testing.assert_close(second, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(scaled.results["layer"], 1024.0 * one.results["layer"], rtol=1e-5, atol=0)
+    torch.testing.assert_close(scaled.numbers[0], one.numbers[0], rtol=1e-5, atol=0)
+
+
+def test_kl_clip_scales_what_is_preconditioned_and_nothing_else():
+    """A layer without an eigenbasis has its raw gradient, whose part is not in the clip's sum."""
+    metrics = SimpleNamespace(nu=None)
+    plan = planned({"preconditioner": {"kl_clip": 0.001}})
+    exchange = SimpleNamespace(owned=(), device=torch.device("cpu"))
+    direction = KFACGradient(plan, SimpleNamespace(), exchange, metrics)
+    prepared = {"with": torch.tensor(True), "without": torch.tensor(False)}
+    scales = direction.finish(StepContext(0, None, {}), None, [torch.tensor(0.1)], prepared)
+    assert float(scales["with"]) == pytest.approx(0.1) == float(metrics.nu)
+    assert float(scales.get("without", 1.0)) == 1.0

@@ -1,0 +1,118 @@
+"""Train, resume, evaluate and log with a real package, by its example, at every ZeRO stage; on two ranks."""
+
+import contextlib
+import hashlib
+import importlib
+import io
+import json
+import math
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+STEPS = 6
+EXAMPLES = {
+    "transformers Trainer": ("hf_trainer", ("transformers", "accelerate")),
+    "TRL SFT with LoRA": ("trl_sft_lora", ("trl", "peft", "transformers", "accelerate")),
+    "TRL DPO": ("trl_dpo", ("trl", "transformers", "accelerate")),
+    "Accelerate loop": ("accelerate_loop", ("accelerate",)),
+    "Lightning": ("lightning_module", ("lightning",)),
+}
+"""Row of the table -> its example, and the packages that it needs."""
+STAGES = (0, 1, 2, 3)
+CELLS = ("trains", "resumes", "evaluates", "logs")
+
+
+def versions(name: str) -> str:
+    """Raises PackageNotFoundError."""
+    return ", ".join(f"{package} {version(package)}" for package in EXAMPLES[name][1])
+
+
+def digest(engine: Any) -> str:
+    from tests.deepspeed.runs import weights
+
+    whole = weights(engine)
+    return hashlib.sha256(b"".join(whole[name].cpu().numpy().tobytes() for name in sorted(whole))).hexdigest()
+
+
+def fresh() -> None:
+    """These packages keep what they found out about the process."""
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def run(name: str, *arguments: str) -> dict[str, Any]:
+    """What one run of an example ended with."""
+    fresh()
+    module = importlib.import_module(f"examples.integrations.{EXAMPLES[name][0]}")
+    result = module.main(["--steps", str(STEPS), *arguments])
+    if isinstance(result, tuple):
+        engine, last = result
+        first: dict[str, float] = {}
+    elif hasattr(result.state, "log_history"):
+        engine, history = result.model_wrapped, result.state.log_history
+        first = next(entry for entry in history if "loss" in entry)
+        last = {name: value for entry in history for name, value in entry.items()}
+        last["loss"] = [entry["loss"] for entry in history if "loss" in entry][-1]
+    else:
+        engine, first = result.strategy.model, {}
+        last = {name: float(value) for name, value in result.callback_metrics.items()}
+    found = {
+        "digest": digest(engine),
+        "kfac steps": engine.kfac.preconditioner.steps,
+        "steps here": engine.kfac.counters()["steps"],
+        "factor updates": engine.kfac.counters()["factor_updates"],
+        "first loss": first.get("loss", math.log(258)),  # of a model that knows nothing
+        **{key: last[key] for key in ("loss", "eval_loss", "kfac/factor_updates") if key in last},
+    }
+    engine.destroy()
+    return found
+
+
+def cells(straight: dict[str, Any], resumed: dict[str, Any]) -> dict[str, bool]:
+    losses = [straight.get(key, math.nan) for key in ("loss", "first loss")]
+    return {
+        "trains": straight["kfac steps"] == STEPS and straight["factor updates"] > 0 and losses[0] < losses[1],
+        "resumes": resumed["digest"] == straight["digest"]
+        and (resumed["kfac steps"], resumed["steps here"]) == (STEPS, STEPS - STEPS // 2),
+        "evaluates": math.isfinite(straight.get("eval_loss", math.nan)),
+        "logs": straight.get("kfac/factor_updates", 0) > 0,
+    }
+
+
+def checkpoint(folder: Path) -> Path:
+    """That of half of the steps, by the name that each package gives it."""
+    half = STEPS // 2
+    names = (f"checkpoint-{half}", f"step-{half}", f"step={half}.ckpt")
+    return next(folder / name for name in names if (folder / name).exists())
+
+
+def worker(payload: tuple[str, str, tuple[int, ...]]) -> dict[int, Any]:
+    """Stage -> what two runs found, the second one from the first one's checkpoint; and the cells."""
+    import ds_kfac
+    from examples.integrations import tiny
+
+    name, folder, stages = payload
+    tokens = tiny.tokens
+    # three steps an epoch: Lightning does not resume in the middle of one's data
+    tiny.tokens = lambda count=48: tokens(min(count, 48))
+    ds_kfac.enable()
+    found = {}
+    for stage in stages:
+        out = Path(folder, str(stage))
+        out.mkdir(exist_ok=True)
+        config = tiny.ds_config(Path(tiny.__file__).with_name("ds_config.json"), zero_optimization={"stage": stage})
+        path = out / f"config{dist.get_rank()}.json"
+        path.write_text(json.dumps(config))
+        given = ("--out", str(out), "--deepspeed", str(path))
+        with contextlib.redirect_stdout(io.StringIO()):
+            straight = run(name, *given)
+            resumed = run(name, *given, "--resume", str(checkpoint(out)))
+        found[stage] = straight, resumed, cells(straight, resumed)
+    return found

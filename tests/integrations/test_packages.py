@@ -1,0 +1,37 @@
+"""The five examples with the real packages: every cell of the table in docs/frameworks.md is one of these runs."""
+
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+
+from tests.integrations.runs import CELLS, EXAMPLES, STAGES, versions, worker  # noqa: F401
+from tests.ranks import ROOT, run_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_trains_resumes_evaluates_and_logs(name, tmp_path):
+    try:
+        print(versions(name))
+    except PackageNotFoundError as missing:
+        pytest.skip(f"{missing.name} is not installed: pip install ds_kfac[integrations]")
+    payload = (name, str(tmp_path), STAGES)
+    results = run_ranks("tests.integrations.runs:worker", world=2, payload=payload, timeout=500)
+    for stage, (straight, resumed, cells) in results[0].items():
+        assert all(cells[cell] for cell in CELLS), f"ZeRO {stage}: {cells}\n{straight}\n{resumed}"
+
+
+def test_examples_are_short():
+    for path in (ROOT / "examples/integrations").glob("*.py"):
+        assert len(path.read_text().splitlines()) < 80, path.name
+
+
+def test_the_table_in_the_docs_claims_what_is_tested():
+    text = (ROOT / "docs/frameworks.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.count("|") == 8]
+    stages = ", ".join(map(str, STAGES))
+    assert rows[0][3:] == list(CELLS) and len(rows) == 2 + len(EXAMPLES)
+    for row in rows[2:]:
+        packages = [package.split()[0] for package in row[1].split(", ")]
+        assert packages == list(EXAMPLES[row[0]][1]) and row[2:] == [stages, *["yes"] * len(CELLS)], row

@@ -1,0 +1,114 @@
+"""Zero code: ``DS_KFAC=1`` by ds_kfac.pth, and ``python -m ds_kfac run``; wheel and sdist in an empty environment."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import time
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import ROOT, free_port
+
+ENABLED = "import deepspeed, ds_kfac.engine.entry as entry; print(entry._enabled, entry.__file__)"
+OURS = (
+    "import sys; print([name for name in sys.modules if name.split('.')[0] in ('ds_kfac', 'ds_kfac_startup', 'torch')])"
+)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """A folder with an sdist, and a wheel made of it."""
+    pytest.importorskip("setuptools", minversion="77", reason="builds need setuptools 77")
+    folder = tmp_path_factory.mktemp("built")
+    names = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    for name in names.stdout.split():
+        if (ROOT / name).is_file():
+            (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / "tree" / name)
+    code = "import sys, setuptools.build_meta as build; print(build.build_sdist(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", code, str(folder)], cwd=folder / "tree", check=True, capture_output=True)
+    with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    source = next((folder / "unpacked").iterdir())
+    code = code.replace("build_sdist", "build_wheel")
+    subprocess.run([sys.executable, "-c", code, str(folder)], cwd=source, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def python(built) -> str:
+    """Of an environment with nothing in it but the wheel; torch and deepspeed are those of this one."""
+    venv.create(built / "venv", with_pip=False, symlinks=True)
+    executable = str(built / "venv" / "bin" / "python")
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = subprocess.run([executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    (Path(site) / "parent.pth").write_text(sysconfig.get_path("purelib"))
+    pip = [sys.executable, "-m", "pip", "--python", executable, "install", "--no-deps", "--no-index", "-I"]
+    subprocess.run([*pip, str(next(built.glob("*.whl")))], check=True, capture_output=True)
+    return executable
+
+
+def run(python: str, code: str, folder: Path, **variables: str) -> str:
+    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "DS_KFAC")}
+    result = subprocess.run([python, "-c", code], cwd=folder, env=kept | variables, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip().splitlines()[-1]
+
+
+def test_the_wheel_has_all_that_a_run_needs(python, built):
+    code = (
+        "import ds_kfac, pathlib; p = pathlib.Path(ds_kfac.__file__).parent; print(len([*p.rglob('csrc/**/*.cu')]), p)"
+    )
+    sources, where = run(python, code, built).split()
+    assert int(sources) == len([*(ROOT / "csrc").rglob("*.cu")]) and Path(where).is_relative_to(built)
+    names = [path.name for path in next(built.glob("unpacked/*")).iterdir()]
+    assert {"ds_kfac.pth", "ds_kfac_startup.py", "csrc", "setup.py"} <= set(names)
+
+
+def test_the_variable_enables_as_soon_as_deepspeed_is_imported(python, built):
+    enabled, file = run(python, ENABLED, built, DS_KFAC="1").split()
+    assert enabled == "True" and Path(file).is_relative_to(built)
+    assert run(python, ENABLED, built).split()[0] == "False"
+    assert run(python, ENABLED, built, DS_KFAC="0").split()[0] == "False"
+    probed = "import importlib.util; assert importlib.util.find_spec('deepspeed')\n"  # transformers looks first
+    assert run(python, probed + ENABLED, built, DS_KFAC="1").split()[0] == "True"
+    first = "import ds_kfac\n"  # which imports deepspeed
+    assert run(python, first + ENABLED, built, DS_KFAC="1").split()[0] == "True"
+
+
+def test_a_process_without_deepspeed_imports_nothing(python, built):
+    assert run(python, OURS, built) == "[]"
+    assert run(python, OURS, built, DS_KFAC="1") == "['ds_kfac_startup']"
+    line = compile((ROOT / "ds_kfac.pth").read_text(), "ds_kfac.pth", "exec")
+
+    def seconds() -> float:
+        begin = time.perf_counter()
+        exec(line, {})
+        return time.perf_counter() - begin
+
+    best = min(seconds() for _ in range(100))
+    print(f"the line costs {1e6 * best:.1f} us")
+    assert best < 1e-3
+
+
+@pytest.mark.distributed
+def test_the_launcher_enables_in_every_rank(tmp_path):
+    script = tmp_path / "show.py"
+    script.write_text(
+        "import os, sys\n" + ENABLED + "\nprint('SHOWN', os.environ['RANK'], __name__, sys.argv, sys.path[0])"
+    )
+    launcher = ["-m", "ds_kfac", "run", "--num_accelerators", "2", "--master_port", str(free_port())]
+    command = [sys.executable, *launcher, str(script), "--words", "two words"]
+    paths = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    run = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=300)
+    shown = sorted(line for line in run.stdout.splitlines() if line.startswith("SHOWN"))
+    assert len(shown) == 2, run.stdout + run.stderr
+    for rank, line in enumerate(shown):
+        argv = [str(script), f"--local_rank={rank}", "--words", "two words"]
+        assert line == f"SHOWN {rank} __main__ {argv} {tmp_path}"
+    assert run.stdout.count("True /") == 2, "enabled in both"

@@ -1,0 +1,40 @@
+"""transformers' Trainer itself: unequally many labels on ranks and micro-batches, evaluation first, reporters."""
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+
+pytest.importorskip("transformers", reason="needs ds_kfac[integrations]")
+pytestmark = pytest.mark.distributed
+
+
+def test_unequal_labels_make_the_same_factors_and_weights_as_the_whole_batch(tmp_path):
+    def run(world: int, accumulation: int, reads: bool = True) -> dict:
+        payload = (str(tmp_path), accumulation, reads)
+        return run_ranks("tests.integrations.trainer_runs:labels_worker", world=world, payload=payload)[0]
+
+    whole, found, blind = run(1, 1), run(2, 4), run(2, 4, reads=False)
+
+    def apart(other: dict) -> tuple[float, float]:
+        traces = max(abs(other["traces"][key] / trace - 1) for key, trace in whole["traces"].items())
+        weights = max(float((other["weights"][n] - w).norm() / w.norm()) for n, w in whole["weights"].items())
+        return traces, weights
+
+    assert len(whole["traces"]) == 15
+    traces, weights = apart(found)
+    assert traces < 1e-3 and weights < 1e-3, (traces, weights)
+    assert apart(blind)[0] > 100 * max(traces, 1e-5), "without the number the same, so this test shows nothing"
+    assert all(torch.isfinite(w).all() for w in found["weights"].values())
+
+
+def test_evaluation_may_come_first(tmp_path):
+    results = run_ranks("tests.integrations.trainer_runs:evaluation_worker", world=2, payload=str(tmp_path))
+    before, after, steps = results[0]
+    assert steps == 2 and after < before
+
+
+def test_metrics_reach_the_trainers_reporters(tmp_path):
+    pytest.importorskip("tensorboard")
+    names = run_ranks("tests.integrations.trainer_runs:reporter_worker", world=1, payload=str(tmp_path))[0]
+    assert {"train/loss", "train/kfac/refreshes", "train/kfac/nu", "train/kfac/sent_bytes"} <= set(names), names

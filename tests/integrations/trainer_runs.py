@@ -1,0 +1,98 @@
+"""What only transformers' own Trainer can show: labels counted over ranks, evaluation first, and its reporters."""
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
+
+import ds_kfac
+from ds_kfac.integrations.transformers import KFACCallback
+from examples.integrations import tiny
+from tests.deepspeed.runs import weights
+from tests.integrations.runs import fresh
+
+ROWS = 32
+KFAC = {"factor": {"update_interval": 1, "fisher": "empirical", "rows": "all"}, "eigenbasis": {"refresh_interval": 1}}
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "eps": "auto", "torch_adam": True}}
+
+
+def trainer_of(
+    folder: str, *, accumulation: int, micro: int, kfac: Any = KFAC, stage: int = 2, **given: Any
+) -> Trainer:
+    fresh()
+    options = tiny.options([])
+    config = tiny.ds_config(options.deepspeed, kfac=KFAC, optimizer=ADAMW, zero_optimization={"stage": stage})
+    arguments = TrainingArguments(
+        output_dir=folder, deepspeed=config, max_steps=2, per_device_train_batch_size=micro, logging_steps=1,
+        gradient_accumulation_steps=accumulation, learning_rate=1e-2, adam_epsilon=1e-3, disable_tqdm=True,
+        lr_scheduler_type="constant", save_strategy="no", use_cpu=tiny.ON_CPU, **{"report_to": "none", **given},
+    )  # fmt: skip
+    collator = DataCollatorForLanguageModeling(tiny.tokenizer(), mlm=False)
+    rows = tiny.tokens(2 * ROWS)
+    return Trainer(model=tiny.model(), args=arguments, data_collator=collator, train_dataset=rows, eval_dataset=rows)
+
+
+def labels_worker(payload: tuple[str, int, bool]) -> dict[str, Any]:
+    """Two steps on the same 32 rows each, whatever the ranks; and the trace of every G."""
+    folder, accumulation, reads = payload
+    ds_kfac.enable()
+    micro = ROWS // (accumulation * dist.get_world_size())
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer = trainer_of(folder, accumulation=accumulation, micro=micro)
+        if not reads:
+            forget(trainer)
+        trainer.train()
+    engine = trainer.model_wrapped
+    factors = engine.kfac.preconditioner.curvature.factors
+    held = {key: state.factor for key, state in factors.items() if key.endswith("G")}
+    traces = {key: float(factor.side.trace(factor.packed_P)) for key, factor in held.items()}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, traces)
+    return {"weights": weights(engine), "traces": {k: v for of_rank in everyone for k, v in of_rank.items()}}
+
+
+def forget(trainer: Trainer) -> None:
+    """As if num_items_in_batch were not known."""
+    from dataclasses import replace
+
+    from ds_kfac.engine import attachment
+    from ds_kfac.model.batch_info import ArgumentReader
+
+    plain = attachment.Attachment.__init__
+
+    def without(self: Any, engine: Any, config: Any) -> None:
+        plain(self, engine, config)
+        read = ArgumentReader(engine.module)
+        self.read_batch = lambda *given: replace(read(*given), items=None)
+
+    attachment.Attachment.__init__ = without  # type: ignore[method-assign]
+
+
+def evaluation_worker(folder: str) -> tuple[float, float, int]:
+    """``evaluate()`` without an optimizer, which the Trainer has at stage 3 only; another trainer trains."""
+    ds_kfac.enable()
+    with contextlib.redirect_stdout(io.StringIO()):
+        before = trainer_of(folder, accumulation=1, micro=4, stage=3).evaluate()["eval_loss"]
+        trainer = trainer_of(folder, accumulation=1, micro=4, stage=3)
+        trainer.train()
+        return before, trainer.evaluate()["eval_loss"], trainer.model_wrapped.kfac.preconditioner.steps
+
+
+def reporter_worker(folder: str) -> list[str]:
+    """Names that reach tensorboard."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    ds_kfac.enable()
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer = trainer_of(folder, accumulation=1, micro=4, report_to="tensorboard")
+        KFACCallback.add_to(trainer)
+        trainer.train()
+    directory = next(Path(folder).rglob("events.out.tfevents*")).parent if dist.get_rank() == 0 else None
+    if directory is None:
+        return []
+    accumulator = EventAccumulator(str(directory))
+    accumulator.Reload()
+    return accumulator.Tags()["scalars"]

@@ -1,0 +1,182 @@
+"""Convolutions through the hooks: counts, loss terms, both sides from one grid, shared heads, nothing kept alive."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ds_kfac.model.batch_info import BatchInfo
+from ds_kfac.model.rows import RowRule
+from ds_kfac.model.scan import Choice, scan
+from tests.model.test_capture import Recorder, Watched, own_backward
+
+ALL = RowRule(positions=False)
+
+
+class Heads(nn.Module):
+    """A stem, and a head that several resolutions share, as in a feature pyramid; BatchNorm in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)
+        self.norm.eval()
+
+    def levels(self, x, count=3):
+        z = torch.tanh(self.norm(self.stem(x)))
+        return [self.head(F.avg_pool2d(z, 2**level)) for level in range(count)]
+
+    def forward(self, x):
+        return sum(level.mean((2, 3)) for level in self.levels(x))
+
+
+def data(count=5, size=8):
+    torch.manual_seed(1)
+    return torch.randn(count, 3, size, size), torch.randint(2, (count,))
+
+
+def test_terms_are_examples_and_rows_of_all_calls_are_counted():
+    recorder = Recorder(Heads(), Choice(), rule=ALL)
+    x, y = data()
+    F.cross_entropy(recorder.model(x), y).backward()
+    assert recorder.counts("stem") == [5 * 64, 5]
+    assert recorder.counts("head") == [5 * (64 + 16 + 4), 5]
+    sums = recorder.sums("head")
+    assert float(sums.A.sum_P[-1]) == float(sums.A.count), "the bias's 1 of every position"
+
+
+def test_a_model_that_returns_its_loss_has_examples_as_terms():
+    class Segmenter(Heads):
+        def forward(self, x, target):
+            return F.mse_loss(self.levels(x, 1)[0], target)
+
+    recorder = Recorder(Segmenter(), Choice(), rule=ALL)
+    x, _ = data()
+    recorder.model(x, torch.zeros(5, 2, 8, 8)).backward()
+    assert recorder.counts("stem") == [5 * 64, 5] and recorder.counts("head") == [5 * 64, 5]
+
+
+def test_pixels_are_terms_where_the_model_returns_them():
+    class Dense(Heads):
+        def forward(self, x):
+            return self.levels(x, 1)[0]
+
+    recorder = Recorder(Dense(), Choice(), rule=ALL)
+    x, _ = data()
+    F.cross_entropy(recorder.model(x), torch.zeros(5, 8, 8, dtype=torch.long)).backward()
+    assert recorder.counts("stem") == [5 * 64, 5 * 64]
+
+
+def test_a_mask_of_tokens_is_not_for_images():
+    read = lambda arguments, keywords: BatchInfo(rows=torch.zeros(5, 3, dtype=torch.bool))  # noqa: E731
+    recorder = Recorder(Heads(), Choice(), rule=ALL, read_batch=read)
+    x, y = data()  # [5, 3, ..], as the mask
+    F.cross_entropy(recorder.model(x), y).backward()
+    assert recorder.counts("stem")[0] == 5 * 64
+
+
+def test_a_part_in_eval_mode_is_captured_and_the_whole_is_not():
+    model = nn.Sequential(Heads(), nn.Linear(2, 2))
+    model[0].eval()
+    recorder = Recorder(model, Choice(types=("Conv2d", "BatchNorm")), rule=ALL)
+    x, y = data()
+    F.cross_entropy(model(x), y).backward()
+    assert recorder.counts("0.stem") == [5 * 64, 5] and recorder.counts("0.norm")[0] == 5
+    model.eval()
+    F.cross_entropy(model(x), y).backward()
+    assert recorder.counts("0.stem") == [5 * 64, 5]
+
+
+def test_no_boxes_count_nothing_and_nothing_is_nan():
+    recorder = Recorder(Heads(), Choice(), rule=RowRule())
+    x, _ = data()
+    recorder.model(x[:0]).sum().backward()
+    sums = recorder.sums("stem")
+    assert recorder.counts("stem") == [0, 0] and not sums.A.sum_P.any() and not sums.G.sum_P.any()
+    sum(level.square().mean() for level in recorder.model.levels(x)).backward()  # the head's calls by hand
+    assert torch.isfinite(recorder.sums("head").G.sum_P).all()
+
+
+def test_both_sides_of_a_sample_are_from_the_same_positions():
+    """With one-hot images A and G say where their rows came from."""
+    model = nn.Sequential(nn.Conv2d(64, 64, 1, bias=False))
+    recorder = Recorder(model, Choice(), rule=RowRule(sample=100))
+    x = torch.eye(64).view(1, 64, 8, 8).repeat(10, 1, 1, 1)
+    weight = torch.randn(10, 64, 8, 8)
+    for turn in range(3):
+        recorder.capture.begin_step(recorder, frozenset({"all"}), turn)
+        y = model(x)
+        (y * weight * x).sum().backward()  # channel c has a gradient at position c only
+        means = recorder.means()["0"]
+        seen = [packed[torch.arange(1, 65).cumsum(0) - 1] > 0 for packed in means]
+        assert torch.equal(seen[0], seen[1]) and 0 < int(seen[0].sum()) < 64
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_counts_once_with_batch_norm(reentrant):
+    class Checkpointed(Heads):
+        def forward(self, x):
+            z = checkpoint(lambda x: torch.tanh(self.norm(self.stem(x))), x, use_reentrant=reentrant)
+            return self.head(z).mean((2, 3))
+
+    counts = []
+    for kind in (Checkpointed, Heads):
+        torch.manual_seed(0)
+        model = kind()
+        if kind is Heads:
+            model.levels = lambda x, model=model: [model.head(torch.tanh(model.norm(model.stem(x))))]
+        recorder = Recorder(model, Choice(), rule=ALL)
+        x, y = data()
+        F.cross_entropy(model(x.requires_grad_()), y).backward()
+        counts.append((recorder.counts("stem"), recorder.counts("norm"), recorder.sums("norm").A.sum_P.clone()))
+    assert counts[0][:2] == counts[1][:2]
+    torch.testing.assert_close(counts[0][2], counts[1][2])
+
+
+def test_a_frozen_norm_and_an_overriding_subclass_are_named():
+    class Standardized(nn.Conv2d):
+        def _conv_forward(self, x, weight, bias):
+            return super()._conv_forward(x, weight - weight.mean(), bias)
+
+    class Named(nn.Conv2d):
+        pass
+
+    model = nn.ModuleDict({
+        "ws": Standardized(3, 4, 3), "named": Named(3, 4, 3), "wn": nn.utils.weight_norm(nn.Conv2d(3, 4, 3)),
+        "frozen": nn.BatchNorm2d(4).requires_grad_(False), "sync": nn.SyncBatchNorm(4),
+        "up": nn.ConvTranspose2d(4, 4, 2, dilation=2, output_padding=1),
+    })  # fmt: skip
+    found = scan(model)
+    assert [layer.name for layer in found.layers] == ["named"]
+    reasons = {skipped.name: skipped.reason for skipped in found.skipped}
+    assert "Standardized overrides Conv2d._conv_forward" in reasons["ws"]
+    assert "parametrization" in reasons["wn"] and reasons["frozen"] == "weight is frozen"
+    assert "of all ranks" in reasons["sync"] and "output_padding" in reasons["up"]
+
+
+def test_a_copy_of_a_hooked_model_is_free():
+    recorder = Recorder(Heads(), Choice(), rule=ALL)
+    x, y = data()
+    F.cross_entropy(copy.deepcopy(recorder.model)(x), y).backward()
+    assert recorder.capture.counted == 0
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("types", [("Conv2d",), ("Conv2d", "BatchNorm")])
+def test_no_activation_of_images_outlives_its_graph(types, sampled):
+    recorder = Recorder(Heads(), Choice(types=types), sampled=sampled)
+    watched = Watched(recorder.model)
+    gc.disable()
+    try:
+        x, y = data()
+        loss = F.cross_entropy(recorder.model(x), y)
+        own_backward(recorder, loss)
+        if sampled:
+            recorder.capture.take()
+        del loss, x
+        assert len(watched.seen) > 5 and watched.living() == 0
+    finally:
+        gc.enable()

@@ -1,0 +1,235 @@
+"""M, the number of loss terms: one for all layers of a loss, told by labels, by what the model returns, or guessed."""
+
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ds_kfac.model.batch_info import ArgumentReader, BatchInfo
+from ds_kfac.model.loss_terms import output_terms, returned_loss, returned_prediction
+from ds_kfac.model.rows import RowRule
+from ds_kfac.ops.functional import symmetric_pack
+from tests.model.test_capture import Recorder
+from tests.model.test_row_masks import rows_seen
+
+N, T, D, C = 4, 5, 6, 3
+LOSS, WIDE = torch.tensor(1.0), torch.zeros(N, T, C)
+MASK = torch.ones(N, T, dtype=torch.bool)
+MASK[1, 2:], MASK[3] = False, False
+
+
+@pytest.mark.parametrize(
+    ("output", "expand", "reduce"),
+    [
+        (torch.zeros(N, C), N, N),
+        (WIDE, N * T, N),
+        ((LOSS, WIDE), N * T, N),
+        ((WIDE, LOSS), N * T, N),
+        ({"loss": LOSS, "hidden": torch.zeros(7, 7), "logits": WIDE}, N * T, N),
+        (SimpleNamespace(loss=LOSS, logits=WIDE), N * T, N),
+        (torch.zeros(N, C, 7, 8), N * 7 * 8, N),  # images: classes second, as in torch's losses
+        (torch.zeros(N), N, N),
+        (torch.zeros(N, T, dtype=torch.int64), None, None),
+        (LOSS, None, None),
+        ((LOSS,), None, None),
+        (None, None, None),
+    ],
+)
+def test_a_prediction_tells_how_many_terms_a_loss_outside_has(output, expand, reduce):
+    assert output_terms(output, BatchInfo(), weight_sharing="expand") == expand
+    assert output_terms(output, BatchInfo(), weight_sharing="reduce") == reduce
+
+
+def test_padded_predictions_are_no_terms():
+    info = BatchInfo(rows=MASK)
+    for prediction in (WIDE, WIDE.transpose(0, 1), WIDE.flatten(0, 1)):
+        assert float(output_terms(prediction, info, weight_sharing="expand")) == 2 * T + 2
+    for prediction in (WIDE, WIDE.transpose(0, 1)):
+        assert float(output_terms(prediction, info, weight_sharing="reduce")) == 3
+    assert output_terms(torch.zeros(N, C), info, weight_sharing="expand") == N
+
+
+def test_prediction_and_loss_are_found_in_what_models_return():
+    for output in ((LOSS, WIDE), (WIDE, LOSS), {"loss": LOSS, "logits": WIDE}):
+        assert returned_prediction(output) is WIDE and returned_loss(output) is LOSS
+    assert returned_loss(WIDE) is None and returned_loss(LOSS) is LOSS
+
+
+class Vision(nn.Module):
+    """A ViT's shape: a block on all positions, a head on their mean; returns logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = nn.Linear(D, D), nn.Linear(D, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.block(x)).mean(1))
+
+
+class Images(Vision):
+    """Segmentation: a prediction for each position, [N, C, T, 1]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.block(x))).transpose(1, 2).unsqueeze(-1)
+
+
+class Language(Vision):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.block(x)))
+
+
+class Inside(Vision):
+    """The loss inside, of an argument with a name of its own: nanoGPT's way."""
+
+    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(torch.tanh(self.block(x)))
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+class OnlyLoss(Vision):
+    """The loss inside and nothing else returned."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(super().forward(x), target)
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(N, T, D, generator=generator)
+    return x, torch.randint(C, (N,), generator=generator), torch.randint(C, (N, T), generator=generator)
+
+
+X, Y, YS = batch()
+LOSSES = {
+    Vision: (lambda model: F.cross_entropy(model(X), Y), N),
+    Language: (lambda model: F.cross_entropy(model(X).flatten(0, 1), YS.flatten()), N * T),
+    Images: (lambda model: F.cross_entropy(model(X), YS.unsqueeze(-1)), N * T),
+    Inside: (lambda model: model(X, YS)[1], N * T),
+    OnlyLoss: (lambda model: model(X, Y), N),
+}
+
+
+@pytest.mark.parametrize("kind", list(LOSSES))
+def test_all_layers_of_a_loss_have_its_number_of_terms(kind, caplog):
+    torch.manual_seed(0)
+    model, (loss, terms) = kind(), LOSSES[kind]
+    seen = rows_seen(model, loss)
+    recorder = Recorder(model)
+    recorder.capture.read_batch = ArgumentReader(model)
+    with caplog.at_level(logging.WARNING):
+        loss(model).backward()
+    for name in ("block", "head"):
+        assert recorder.counts(name)[1] == terms, f"{name}: the same in all layers"
+        g = seen[name][1][0].grad.reshape(-1, D if name == "block" else C)
+        G = recorder.sums(name).G
+        torch.testing.assert_close(G.sum_P / G.count, symmetric_pack(terms * g.T @ g), rtol=1e-5, atol=1e-9)
+    assert len(caplog.records) == (kind is OnlyLoss), "only there it is a guess that layers contradict"
+    if kind is OnlyLoss:
+        assert "block has other rows than the layer nearest to the loss" in caplog.records[0].message
+
+
+class Labelled(nn.Module):
+    """Labels that ArgumentReader knows, and a layer that is called twice; Hugging Face's argument for accumulation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.head = nn.Linear(D, D), nn.Linear(D, C)
+
+    def forward(self, x: Tensor, labels: Tensor, **kwargs) -> dict[str, Tensor]:
+        logits = self.head(self.twice(torch.tanh(self.twice(x))))
+        items = kwargs.get("num_items_in_batch")
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return {"loss": losses / ((labels >= 0).sum() if items is None else items), "logits": logits}
+
+
+def labels_of(*counts: int) -> Tensor:
+    """[N, T], so many of each row labelled."""
+    return torch.stack([torch.where(torch.arange(T) < count, YS[row], -100) for row, count in enumerate(counts)])
+
+
+UNEVEN = labels_of(5, 1, 0, 3)
+
+
+def expected_G(labels: Tensor) -> dict[str, Tensor]:
+    """Of the whole batch: mean over its terms of g g^T."""
+    torch.manual_seed(0)
+    model, terms = Labelled(), int((labels >= 0).sum())
+    seen = rows_seen(model, lambda model: model(X, labels)["loss"])
+    sums = {}
+    for name, (_, probes) in seen.items():
+        g = torch.cat([probe.grad.flatten(0, 1) for probe in probes])
+        sums[name] = symmetric_pack(terms * g.T @ g)
+    return sums
+
+
+def recorder_of_labelled() -> Recorder:
+    torch.manual_seed(0)
+    recorder = Recorder(Labelled())
+    recorder.capture.read_batch = ArgumentReader(recorder.model)
+    return recorder
+
+
+def assert_G(recorder: Recorder, labels: Tensor) -> None:
+    for name, G in expected_G(labels).items():
+        sums = recorder.sums(name).G
+        assert float(sums.count) == int((labels >= 0).sum()), f"{name}: loss terms"
+        torch.testing.assert_close(sums.sum_P / sums.count, G, rtol=1e-4, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_second_call_of_a_layer_does_not_count_its_labels_again():
+    recorder = recorder_of_labelled()
+    recorder.model(X, UNEVEN)["loss"].backward()
+    assert recorder.counts("twice") == [2 * 9, 9] and recorder.counts("head") == [9, 9]
+    assert_G(recorder, UNEVEN)
+
+
+@pytest.mark.parametrize("outside", [1.0, 0.25])
+@pytest.mark.parametrize("style", ["mean", "items", "items on a scaled loss"])
+def test_micro_batches_with_unequal_labels_make_the_whole_batch(style, outside):
+    """Hugging Face's loss is a sum divided by the labels of all micro-batches, on all ranks: "items"."""
+    recorder, total = recorder_of_labelled(), int((UNEVEN >= 0).sum())
+    for rows in (slice(0, 1), slice(1, 4)):
+        items = {} if style == "mean" else {"num_items_in_batch": torch.tensor(total)}
+        loss = recorder.model(X[rows], UNEVEN[rows], **items)["loss"]
+        # what Trainer does to it outside, by the world size or the micro-batches, and a loss scale
+        final = loss * outside * (2.0**10 if "scaled" in style else 1.0)
+        recorder.capture.begin_backward(torch.tensor(outside if style == "mean" else 1.0))
+        final.backward()
+        recorder.capture.end_backward()
+    assert_G(recorder, UNEVEN)
+
+
+@pytest.mark.parametrize("style", ["mean", "items"])
+def test_two_forwards_before_one_backward_have_their_own_terms(style):
+    recorder, total = recorder_of_labelled(), int((UNEVEN >= 0).sum())
+    items = {} if style == "mean" else {"num_items_in_batch": total}
+    first = recorder.model(X[:1], UNEVEN[:1], **items)["loss"]
+    with torch.no_grad():  # a teacher's, or a look at the loss
+        recorder.model(X, labels_of(1, 1, 1, 1))
+    second = recorder.model(X[1:], UNEVEN[1:], **items)["loss"]
+    (first + second).backward()
+    recorder.capture.end_backward()
+    assert_G(recorder, UNEVEN)
+
+
+def test_items_are_read_by_name_and_only_where_the_model_returns_a_loss():
+    read = ArgumentReader(Labelled())
+    assert read((X, UNEVEN), {"num_items_in_batch": 7}).items == 7 and read((X, UNEVEN), {}).items is None
+    recorder = recorder_of_labelled()
+    recorder.capture.read_batch = lambda *given: replace(read(*given), items=7)
+    logits = recorder.model(X, UNEVEN)["logits"]
+    recorder.capture.loss.returned(logits, weight_sharing="expand")
+    F.cross_entropy(logits.flatten(0, 1), UNEVEN.flatten()).backward()
+    assert_G(recorder, UNEVEN)
+
+
+def test_with_reduce_a_term_is_an_example():
+    torch.manual_seed(0)
+    recorder = Recorder(Vision())
+    recorder.capture.rows.rule = RowRule("reduce")
+    F.cross_entropy(recorder.model(X), Y).backward()
+    assert recorder.counts("block") == recorder.counts("head") == [N, N]

@@ -1,0 +1,60 @@
+"""Curvature of the losses in the prediction, against autograd's Hessian of the training's loss."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from ds_kfac.model.batch_info import BatchInfo
+from ds_kfac.model.output_loss import OUTPUT_LOSSES
+from ds_kfac.model.sampled_loss import SAMPLERS
+
+N, T, C = 3, 4, 5
+LABELLED = torch.tensor([[True, True, False, True], [True, False, True, True], [True, True, True, True]])
+
+
+def targets(shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def labels():
+    return torch.randint(C, (N, T), generator=torch.Generator().manual_seed(3)).masked_fill(~LABELLED, -100)
+
+
+LOSSES = {
+    "cross_entropy": (
+        (N, T, C), BatchInfo(), lambda z: F.cross_entropy(z.flatten(0, 1), labels().clamp(min=0).flatten())
+    ),
+    "cross_entropy, some ignored": (
+        (N, T, C), BatchInfo(labelled=LABELLED), lambda z: F.cross_entropy(z.flatten(0, 1), labels().flatten())
+    ),
+    "cross_entropy of pixels": ((N, C, 2, 3), BatchInfo(), lambda z: F.cross_entropy(z, torch.ones(N, 2, 3).long())),
+    "mse": ((N, C), BatchInfo(), lambda z: F.mse_loss(z, targets(z.shape))),
+    "squared_error": ((N, C), BatchInfo(), lambda z: (z - targets(z.shape)).square().sum(1).mean()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_product_and_excess_are_those_of_the_loss(name):
+    shape, batch, loss = LOSSES[name]
+    generator = torch.Generator().manual_seed(1)
+    z, u, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
+    own = OUTPUT_LOSSES[name.split(",")[0].split(" ")[0]]
+    hessian = torch.autograd.functional.hessian(loss, z).reshape(z.numel(), z.numel())
+    expected = u.flatten() @ hessian @ v.flatten()
+    torch.testing.assert_close(own.product(z, u, v, batch), expected)
+    gradient = torch.autograd.functional.jacobian(loss, z)
+    expected = loss(z + u) - loss(z) - (gradient * u).sum()
+    torch.testing.assert_close(own.excess(z, u, batch), expected)
+
+
+def test_every_sampler_has_its_curvature():
+    assert OUTPUT_LOSSES.keys() == SAMPLERS.keys()
+
+
+def test_the_sampled_squared_error_has_the_curvature_of_its_loss():
+    """Its gradients' second moment is the Fisher, 2 I for every term."""
+    z = torch.zeros(20_000, C, requires_grad=True)
+    loss = SAMPLERS["squared_error"](z, BatchInfo(), torch.Generator().manual_seed(0))
+    (g,) = torch.autograd.grad(loss, z)
+    g = g * len(z)
+    torch.testing.assert_close(g.T @ g / len(z), 2 * torch.eye(C), atol=0.1, rtol=0)

@@ -1,0 +1,201 @@
+"""Rows: weight sharing, padding and sub-sampling; and what is read from a model's arguments."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ds_kfac.model.batch_info import ArgumentReader, BatchInfo
+from ds_kfac.model.row_masks import Fit, fit
+from ds_kfac.model.rows import RowRule, gradient_rows, input_rows, phase
+
+EXPAND, REDUCE = RowRule("expand"), RowRule("reduce")
+MASK = torch.tensor([[True, True, False], [True, False, False]])
+
+
+def second_moment(x: torch.Tensor) -> torch.Tensor:
+    return x.T @ x
+
+
+def test_expand_takes_every_position_and_reduce_every_example():
+    x, g = torch.randn(4, 3, 5), torch.randn(4, 3, 2)
+    rows = input_rows(x, None, EXPAND, dim=5)
+    assert torch.equal(rows.x, x.view(12, 5)) and rows.count == 12
+    reduced = input_rows(x, None, REDUCE, dim=5)
+    torch.testing.assert_close(reduced.x, x.mean(dim=1))
+    assert reduced.count == 4
+    assert torch.equal(gradient_rows(g, None, EXPAND)[0], g.view(12, 2)) and gradient_rows(g, None, EXPAND)[1] == 12
+    torch.testing.assert_close(gradient_rows(g, None, REDUCE)[0], g.sum(dim=1))
+    assert gradient_rows(g, None, REDUCE)[1] == 4
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (6, 1, 5)])
+def test_without_shared_positions_reduce_is_expand(shape):
+    x = torch.randn(shape)
+    for rule in (EXPAND, REDUCE):
+        rows = input_rows(x, None, rule, dim=5)
+        assert torch.equal(rows.x, x.view(6, 5)) and rows.count == 6
+        assert torch.equal(gradient_rows(x, None, rule)[0], x.view(6, 5))
+
+
+def exact_fishers(pooled: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A linear model y = W a of squared loss: K-FAC's Fisher by both rules, and the exact one.
+
+    Pooled: one prediction per example, the mean over its positions. The Fisher of ½|y - t|² is E[J^T J]; the gradients
+    of all its output directions together have it exactly, so there is nothing to sample.
+    """
+    N, T, inputs, outputs = 6, 3, 4, 2
+    a = torch.randn(N, T, inputs, dtype=torch.float64)
+    terms = N if pooled else N * T
+    fishers = {}
+    for name, rule in (("expand", EXPAND), ("reduce", REDUCE)):
+        rows = input_rows(a, None, rule, dim=inputs)
+        A, G = second_moment(rows.x.double()) / rows.count, torch.zeros(outputs, outputs, dtype=torch.float64)
+        for direction in torch.eye(outputs, dtype=torch.float64):
+            g = direction.expand(N, T, outputs) / terms / (T if pooled else 1)  # of a mean over the loss terms
+            G += terms * second_moment(gradient_rows(g, None, rule)[0].double())
+        fishers[name] = torch.kron(G, A)
+    per_term = a.mean(dim=1) if pooled else a.view(N * T, inputs)
+    jacobians = torch.stack([torch.kron(torch.eye(outputs, dtype=torch.float64), row[None]) for row in per_term])
+    return fishers, torch.einsum("noi,noj->ij", jacobians, jacobians) / terms
+
+
+def test_each_rule_is_exact_in_its_own_setting():
+    for pooled, exact, other in ((False, "expand", "reduce"), (True, "reduce", "expand")):
+        fishers, expected = exact_fishers(pooled)
+        torch.testing.assert_close(fishers[exact], expected, rtol=1e-5, atol=1e-6)
+        assert (fishers[other] - expected).norm() > 0.1 * expected.norm()
+
+
+def test_padding_counts_neither_as_rows_nor_in_means():
+    x, g = torch.randn(2, 3, 5), torch.randn(2, 3, 2)
+    rows = input_rows(x, MASK, EXPAND, dim=5)
+    assert float(rows.count) == 3 and rows.counts_R1.flatten().tolist() == [1, 1, 0, 1, 0, 0]
+    torch.testing.assert_close(second_moment(rows.x), second_moment(x[MASK]))
+    torch.testing.assert_close(input_rows(x, MASK, REDUCE, dim=5).x, torch.stack([x[0, :2].mean(0), x[1, 0]]))
+    sample, terms, _ = gradient_rows(g, MASK, EXPAND)
+    torch.testing.assert_close(second_moment(sample), second_moment(g[MASK]))
+    assert float(terms) == 3
+    flattened = input_rows(x.view(6, 5), MASK, EXPAND, dim=5)  # some models flatten before a layer
+    assert torch.equal(flattened.x, rows.x)
+    assert fit(MASK, (2,)) == Fit(), "a pooled layer has rows of its own"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_in_16_bits_stay_so_and_are_summed_in_fp32(dtype):
+    g = torch.randn(2, 3, 5).to(dtype)
+    for rule in (EXPAND, RowRule("expand", sample=2)):
+        sample, _, factor = gradient_rows(g, MASK, rule)
+        assert sample.dtype == dtype and factor == 6 / len(sample)
+    assert torch.equal(gradient_rows(g, MASK, EXPAND)[0], torch.where(MASK[..., None], g, 0).view(6, 5))
+    assert torch.equal(gradient_rows(g, MASK, REDUCE)[0], torch.stack([g[0, :2].float().sum(0), g[1, 0].float()]))
+    assert gradient_rows(g.double(), None, EXPAND)[0].dtype == torch.float32
+
+
+def test_masked_indices_are_no_rows():
+    tokens = torch.tensor([[4, 1, 0], [2, 0, 0]])
+    assert input_rows(tokens, MASK, EXPAND, dim=6).x.tolist() == [4, 1, -1, 2, -1, -1]
+    reduced = input_rows(tokens, MASK, REDUCE, dim=6)
+    assert reduced.x.tolist() == [[0, 0.5, 0, 0, 0.5, 0], [0, 0, 1, 0, 0, 0]]
+
+
+def test_a_sample_is_unbiased_and_moves():
+    x = torch.randn(10, 20, 4)
+    whole = second_moment(x.view(200, 4))
+    turns = {phase(turn, 4): turn for turn in range(100)}  # one for each place
+    starts, total, gradients = set(), torch.zeros(4, 4), torch.zeros(4, 4)
+    for turn in turns.values():
+        rows = input_rows(x, None, RowRule("expand", sample=50), dim=4, turn=turn)
+        assert rows.count == len(rows.x) == 50
+        starts.add(tuple(rows.x[0].tolist()))
+        total += second_moment(rows.x) / rows.count
+        sample, terms, factor = gradient_rows(x, None, RowRule("expand", sample=50), turn=turn)
+        assert terms == 200 and factor == 4
+        gradients += factor * second_moment(sample)
+    assert len(starts) == 4
+    torch.testing.assert_close(total / 4, whole / 200)  # four turns visit every row once
+    torch.testing.assert_close(gradients / 4, whole)
+
+
+@pytest.mark.parametrize("interval", [1, 2, 5, 10, 16, 50, 7919])
+def test_a_sample_visits_all_places_alike_at_any_interval(interval):
+    for stride in (2, 3, 4, 7, 10, 16, 100):
+        visits = torch.zeros(stride)
+        for capture in range(1000):
+            rows = input_rows(
+                torch.arange(stride), None, RowRule("expand", sample=1), dim=stride, turn=capture * interval
+            )
+            visits[rows.x] += 1
+        spread = float(((visits - 1000 / stride) ** 2).sum()) * stride / 1000
+        # chi squared of a fair die passes this once in a million times (Laurent & Massart 2000)
+        assert spread < stride - 1 + 2 * (14 * (stride - 1)) ** 0.5 + 28, (interval, stride, visits)
+
+
+def test_rows_with_the_sequence_first_are_those_of_the_same_examples():
+    x = torch.randn(2, 3, 5)
+    for rule in (EXPAND, REDUCE):
+        for mask in (None, MASK):
+            turned = None if mask is None else mask.T
+            rows, other = (
+                input_rows(x, mask, rule, dim=5),
+                input_rows(x.transpose(0, 1), turned, rule, dim=5, examples=1),
+            )
+            torch.testing.assert_close(second_moment(other.x), second_moment(rows.x))
+            assert float(other.count) == float(rows.count)
+            g, terms, _ = gradient_rows(x, mask, rule)
+            other_g, other_terms, _ = gradient_rows(x.transpose(0, 1), turned, rule, examples=1)
+            torch.testing.assert_close(second_moment(other_g), second_moment(g))
+            assert float(other_terms) == float(terms)
+
+
+@pytest.mark.parametrize("rule", [EXPAND, REDUCE, RowRule("expand", sample=2)])
+@pytest.mark.parametrize("shape", [(0, 3, 5), (0, 5)])
+def test_an_empty_batch_has_no_rows(rule, shape):
+    mask = torch.ones(shape[:-1], dtype=torch.bool) if len(shape) == 3 else None
+    for given in (None, mask):
+        rows = input_rows(torch.zeros(shape), given, rule, dim=5)
+        assert rows.x.shape == (0, 5) and float(rows.count) == 0
+        g, terms, factor = gradient_rows(torch.zeros(shape), given, rule)
+        assert g.shape == (0, 5) and float(terms) == 0 and math.isfinite(factor)
+
+
+class CausalLM(nn.Module):
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        return input_ids
+
+
+class Tagger(nn.Module):
+    def forward(self, x, labels=None, **extra):
+        return x
+
+
+IDS = torch.zeros(2, 3, dtype=torch.int64)
+LABELS = torch.tensor([[-100, 5, 6], [7, -100, 8]])
+
+
+def test_hugging_face_arguments_are_recognised_by_name_and_place():
+    read = ArgumentReader(CausalLM())
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    for info in (read((IDS, mask, LABELS), {}), read((IDS,), {"labels": LABELS, "attention_mask": mask})):
+        # a causal model trains position t on label t + 1
+        assert info.labelled.tolist() == [[True, True, False], [False, True, False]]
+        assert info.rows.tolist() == [[True, True, False], [False, True, False]]
+        assert float(info.terms(weight_sharing="expand")) == 3 and float(info.terms(weight_sharing="reduce")) == 2
+    attended = ArgumentReader(CausalLM(), count="attended")((IDS, mask, LABELS), {})
+    assert attended.rows.tolist() == mask.bool().tolist() and float(attended.terms(weight_sharing="expand")) == 3
+    everything = ArgumentReader(CausalLM(), count="all")((IDS, mask, LABELS), {})
+    assert everything.rows is None and float(everything.terms(weight_sharing="expand")) == 3
+    assert ArgumentReader(CausalLM())((IDS,), {}) == BatchInfo()
+
+
+def test_a_model_of_another_class_does_not_shift():
+    read = ArgumentReader(Tagger())
+    labels = torch.tensor([[1, -100, 2], [-100, -100, 3]])
+    info = read((IDS,), {"labels": labels, "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])})
+    assert info.labelled.tolist() == [[True, False, True], [False, False, True]]
+    assert info.rows.tolist() == [[True, False, False], [False, False, True]]
+    sequence = read((IDS, torch.tensor([3, -100])), {})
+    assert sequence.rows is None and float(sequence.terms(weight_sharing="expand")) == 1
+    regression = read((IDS, torch.randn(2)), {})
+    assert regression == BatchInfo()

@@ -1,0 +1,81 @@
+"""Samplers of the Monte-Carlo Fisher: they draw from the model, and their losses are the training's."""
+
+from types import SimpleNamespace
+from weakref import WeakKeyDictionary
+
+import pytest
+import torch
+
+from ds_kfac.engine import monte_carlo as loss_sampling
+from ds_kfac.engine.monte_carlo import LossSampling
+from ds_kfac.model.batch_info import BatchInfo
+from ds_kfac.model.sampled_loss import cross_entropy, mse, prediction_tensor
+
+
+def test_labels_are_drawn_from_the_prediction():
+    logits = torch.log(torch.tensor([0.1, 0.2, 0.7])).repeat(20000, 1).requires_grad_()
+    loss = cross_entropy(logits, BatchInfo(), torch.Generator().manual_seed(0))
+    loss.backward()
+    # d loss / d logits = (p - one-hot of the drawn label) / M
+    drawn = (logits.detach().softmax(-1) - 20000 * logits.grad).round().mean(dim=0)
+    torch.testing.assert_close(drawn, torch.tensor([0.1, 0.2, 0.7]), rtol=0, atol=0.01)
+
+
+def test_the_mean_of_squared_gradients_is_the_fisher_of_the_softmax():
+    p = torch.tensor([0.1, 0.2, 0.7])
+    logits = torch.log(p).repeat(50000, 1).requires_grad_()
+    cross_entropy(logits, BatchInfo(), torch.Generator().manual_seed(1)).backward()
+    rows = 50000 * logits.grad
+    torch.testing.assert_close(rows.T @ rows / 50000, torch.diag(p) - torch.outer(p, p), rtol=0, atol=0.01)
+
+
+def test_terms_without_a_label_are_left_out():
+    logits = torch.randn(2, 3, 5, requires_grad=True)
+    labelled = torch.tensor([[True, False, True], [False, False, True]])
+    cross_entropy(logits, BatchInfo(labelled=labelled), torch.Generator().manual_seed(0)).backward()
+    assert torch.equal(logits.grad.abs().sum(-1) > 0, labelled)
+
+
+@pytest.mark.parametrize("outputs", [1, 4])
+def test_gaussian_targets_have_the_fisher_of_mse_loss(outputs):
+    """F.mse_loss is a mean over all elements, so its Hessian per example is (2 / outputs) I."""
+    prediction = torch.zeros(40000, outputs, requires_grad=True)
+    mse(prediction, BatchInfo(), torch.Generator().manual_seed(0)).backward()
+    rows = 40000 * prediction.grad
+    torch.testing.assert_close(rows.T @ rows / 40000, 2 / outputs * torch.eye(outputs), rtol=0, atol=0.04)
+
+
+def test_a_generator_draws_the_same_again_and_leaves_the_global_one_alone():
+    logits = torch.randn(8, 5, requires_grad=True)
+    before = torch.random.get_rng_state()
+    losses = [float(cross_entropy(logits, BatchInfo(), torch.Generator().manual_seed(seed))) for seed in (3, 3, 4)]
+    assert losses[0] == losses[1] != losses[2]
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_the_prediction_is_found_in_what_models_return():
+    logits = torch.randn(2, 3)
+
+    class Output:
+        pass
+
+    output = Output()
+    output.logits = logits
+    for found in (logits, output, {"logits": logits}, (torch.tensor(1.0), logits)):
+        assert prediction_tensor(found) is logits
+    with pytest.raises(ValueError, match=r"got a scalar, a loss.*kfac.factor.prediction"):
+        prediction_tensor(torch.tensor(1.0))
+
+
+def test_a_rank_whose_batch_is_skipped_goes_on_and_a_program_without_samples_does_not(monkeypatch):
+    sampling = LossSampling.__new__(LossSampling)
+    sampling.kfac = SimpleNamespace(capture=SimpleNamespace(active=True), steps=7, rank=1)
+    sampling._predictions, sampling._warned, sampling._step = WeakKeyDictionary(), False, 3
+    said = []
+    monkeypatch.setattr(loss_sampling.logger, "warning", said.append)
+    sampling.check()
+    sampling.check()
+    assert [text.split(":")[1] for text in said] == [" rank 1 has no statistics in step 7"]
+    sampling._step = -1
+    with pytest.raises(ValueError, match="no sampled backward"):
+        sampling.check()

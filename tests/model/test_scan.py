@@ -1,0 +1,163 @@
+"""Which layers are found, and that everything else is listed with a reason."""
+
+import pytest
+import torch
+from torch import nn
+
+from ds_kfac.curvature.side import Side
+from ds_kfac.model.scan import Choice, scan
+
+
+class Conv1D(nn.Module):
+    """As in transformers: weight [in, out]."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(torch.randn(nx, nf))
+        self.bias = nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
+
+
+class Overriding(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def reasons(model: nn.Module, **patterns) -> dict[str, str]:
+    return {skipped.name: skipped.reason for skipped in scan(model, Choice(**patterns)).skipped}
+
+
+def test_linear_and_conv1d_are_found_with_their_shapes():
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4, bias=False), Conv1D(7, 4))
+    layers = scan(model).layers
+    assert [(lay.kind, lay.dim_A, lay.dim_G, lay.bias) for lay in layers] == [
+        ("Linear", 4, 5, "0.bias"), ("Linear", 5, 4, None), ("Conv1D", 5, 7, "2.bias"),
+    ]  # fmt: skip
+    assert scan(nn.Linear(2, 2)).layers[0].weight == "weight"
+
+
+def test_everything_else_is_listed_with_its_reason():
+    model = nn.ModuleDict(
+        {
+            "keep": nn.Linear(4, 4), "frozen": nn.Linear(4, 4), "norm": nn.LayerNorm(4), "embed": nn.Embedding(9, 4),
+            "tied": nn.Linear(4, 9, bias=False), "own": Overriding(4, 4), "mha": nn.MultiheadAttention(4, 2),
+        }
+    )  # fmt: skip
+    model["frozen"].weight.requires_grad_(False)
+    model["tied"].weight = model["embed"].weight
+    choice = {"types": ("Linear",)}
+    found = reasons(model, **choice)
+    assert [layer.name for layer in scan(model, Choice(**choice)).layers] == ["keep"]
+    assert found["frozen"] == "weight is frozen" and found["norm"] == "LayerNorm is not in kfac.layers.types"
+    assert "Tied (an embedding and a head with one weight) is not in" in found["tied"]
+    assert "overrides nn.Linear.forward" in found["own"]
+    assert "hooks never fire" in found["mha.out_proj"]
+    modules = {name for name, module in model.named_modules() if list(module.parameters(recurse=False))}
+    assert set(found) | {"keep"} == modules
+
+
+def test_a_module_used_twice_is_one_layer():
+    shared = nn.Linear(4, 4)
+    assert len(scan(nn.Sequential(shared, nn.Tanh(), shared)).layers) == 1
+
+
+def test_computed_weights_are_refused_with_a_reason():
+    model = nn.ModuleDict({"keep": nn.Linear(4, 4), "normed": nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))})
+    assert "computed by a parametrization" in reasons(model)["normed"]
+    model = nn.ModuleDict(
+        {"keep": nn.Linear(4, 4), "normed": nn.utils.parametrizations.weight_norm(nn.Linear(4, 4, False))}
+    )
+    assert [layer.name for layer in scan(model).layers] == ["keep"]
+
+
+def test_a_vocabulary_side_gets_no_dense_factor():
+    model = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 50)})
+    assert [layer.G.kind for layer in scan(model, Choice(max_dim=49)).layers] == ["dense", "diagonal"]
+    for large, kind in (("blocks", "blocks of 25"), ("identity", "identity")):
+        assert scan(model, Choice(max_dim=49, large=large)).layers[1].G.kind == kind
+    skip = Choice(max_dim=49, large="skip")
+    assert [layer.name for layer in scan(model, skip).layers] == ["body"]
+    assert "a side of 50 is over kfac.factor.max_dim 49" in scan(model, skip).skipped[0].reason
+    assert scan(model, Choice(max_dim=50)).layers[1].G.kind == "dense"
+
+
+def test_what_the_optimizer_does_not_step_is_listed():
+    model = nn.ModuleDict({"body": nn.Linear(4, 4), "other": nn.Linear(4, 4)})
+    found = scan(model, optimized=[model["body"].weight])
+    assert [(layer.name, layer.bias) for layer in found.layers] == [("body", None)]
+    assert found.skipped[0].reason == "weight is not among the optimizer's parameters"
+
+
+def test_a_frozen_bias_is_no_column():
+    model = nn.Sequential(nn.Linear(3, 5))
+    model[0].bias.requires_grad_(False)
+    assert scan(model).layers[0].dim_A == 3
+
+
+def test_patterns_choose_modules():
+    model = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 9)})
+    assert [layer.name for layer in scan(model, Choice(exclude=("^head$",))).layers] == ["body"]
+    assert [layer.name for layer in scan(model, Choice(include=("head",))).layers] == ["head"]
+    assert "kfac.layers.exclude '^head$'" in reasons(model, exclude=("^head$",))["head"]
+    assert reasons(model, include=("head",))["body"] == "not matched by kfac.layers.include"
+
+
+def test_a_pattern_without_a_match_is_an_error():
+    with pytest.raises(ValueError, match=r"kfac.layers.exclude: pattern 'haed' matches no module.*head"):
+        scan(nn.ModuleDict({"head": nn.Linear(4, 4)}), Choice(exclude=("haed",)))
+
+
+def test_nothing_to_precondition_is_an_error():
+    with pytest.raises(ValueError, match=r"no layer to precondition.*PReLU"):
+        scan(nn.Sequential(nn.PReLU(4)))
+
+
+def test_norms_and_embeddings_have_the_structure_of_their_type():
+    model = nn.ModuleDict(
+        {
+            "e": nn.Embedding(9, 4, padding_idx=0),
+            "n": nn.LayerNorm(4),
+            "r": nn.RMSNorm(4),
+            "b": nn.LayerNorm(4, bias=False),
+        }
+    )
+    sides = {layer.name: (layer.A, layer.G) for layer in scan(model, Choice(max_dim=8)).layers}
+    assert sides["e"] == (Side.diagonal(9), Side.dense(4))
+    assert sides["n"] == (Side(8, 2), Side.identity(1)) and sides["r"] == (Side.diagonal(4), Side.identity(1))
+    assert sides["b"] == (Side.diagonal(4), Side.identity(1))
+    assert "activations_only" in reasons(model, gradients=False)["n"]
+
+
+def test_an_embedding_and_its_head_are_one_layer_with_two_uses():
+    model = nn.ModuleDict({"embed": nn.Embedding(9, 4), "body": nn.Linear(4, 4), "head": nn.Linear(4, 9)})
+    model["head"].weight = model["embed"].weight
+    found = scan(model)
+    tied = found.layers[0]
+    assert (tied.name, tied.weight, tied.bias) == ("embed", "embed.weight", None)
+    assert [(use.module, use.kind) for use in tied.uses] == [("head", "Linear"), ("embed", "Embedding")]
+    assert (tied.A, tied.G) == (Side.dense(4), Side.diagonal(9))
+    assert [(left.name, left.reason) for left in found.skipped] == [("head.bias", "it stays apart, the weight is tied")]
+    assert [use.kind for use in scan(model, Choice(gradients=False)).layers[0].uses] == ["Linear"]
+    assert "tied to head" in reasons(model, exclude=("head",))["embed"]
+    three = nn.ModuleDict({**model, "second": nn.Linear(4, 9, bias=False)})
+    three["second"].weight = model["embed"].weight
+    assert "only an embedding with one nn.Linear head" in reasons(three)["second"]
+
+
+def test_adapters_get_the_factor_of_their_small_side():
+    class Adapter(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_layer = torch.nn.Linear(40, 60)
+            self.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(40, 4, bias=False)})
+            self.lora_B = torch.nn.ModuleDict({"default": torch.nn.Linear(4, 60, bias=False)})
+            self.base_layer.requires_grad_(False)
+
+    found = scan(Adapter())
+    assert [layer.name for layer in found.layers] == ["lora_A.default", "lora_B.default"]
+    assert [(layer.A.kind, layer.G.kind) for layer in found.layers] == [("identity", "dense"), ("dense", "identity")]
+    assert sum(layer.packed_numel for layer in found.layers) == 2 * 10
+    assert {left.reason for left in found.skipped} == {"weight is frozen"}

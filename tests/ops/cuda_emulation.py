@@ -1,0 +1,37 @@
+"""The CUDA C++ ops as loops over blocks and threads on the host: one compilation for all tests of a process."""
+
+import ctypes
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from ds_kfac.ops.cuda import CudaOps
+from ds_kfac.ops.cuda_compile import sources
+from ds_kfac.ops.cuda_library import CudaLibrary
+
+FLAGS = (
+    "-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror",
+    "-ffp-contract=off",  # contracted, sums would differ from the GPU's
+    "-fsanitize=undefined", "-fno-sanitize-recover",  # undefined behaviour ends the process
+)  # fmt: skip
+
+
+def emulated(layers: int = 512) -> CudaOps:
+    """With so many layers a launch; skips the test, with the reason, where there is no compiler."""
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("the CUDA source is not emulated: no C++ compiler")
+    return CudaOps(_library(compiler, layers), device_type="cpu")
+
+
+@cache
+def _library(compiler: str, layers: int) -> CudaLibrary:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "library.so"
+        files = ["-x", "c++", *map(str, sources())]
+        subprocess.run([compiler, *FLAGS, f"-DDS_KFAC_LAYERS={layers}", "-o", str(path), *files], check=True)
+        return CudaLibrary(ctypes.CDLL(str(path)))

@@ -1,0 +1,166 @@
+"""A compiled op is compared with the specification before it is used; a faulty one is replaced by torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_kfac.ops import backends, check, functional
+from ds_kfac.ops.backends import Backend
+from ds_kfac.ops.cuda import CudaOps
+from ds_kfac.ops.guarded import NotMadeFor
+from ds_kfac.ops.triton.backend import MODULES
+from tests.ops.cuda_emulation import emulated
+from tests.ops.triton_tools import interpreted
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def notes(monkeypatch, tmp_path):
+    """An empty build folder; the process's choice as it was."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.delenv("DS_KFAC_CHECK_OPS", raising=False)
+    yield lambda: [json.loads(path.read_text()) for path in tmp_path.glob("ds_kfac/checked-*.json")]
+    monkeypatch.undo()
+    backends.use(None, "cpu")
+
+
+def offer(monkeypatch, **ops) -> None:
+    monkeypatch.setattr(backends, "BACKENDS", {"fake": Backend("cpu", lambda: ops), **backends.BACKENDS})
+
+
+def off_by_one(op: str, output: int):
+    """torch's, with one element of one result (returned, or written to an argument) wrong by a thousandth."""
+
+    def run(*arguments, **options):
+        found = getattr(functional, op)(*arguments, **options)
+        tensors = [x for x in torch.utils._pytree.tree_leaves((found, arguments)) if isinstance(x, torch.Tensor)]
+        x = [x for x in tensors if x.is_floating_point()][output]
+        x.view(-1)[x.abs().argmax()] *= 1.01
+        return found
+
+    return run
+
+
+def test_every_op_that_a_backend_compiles_is_checked():
+    assert set(check.PROBES) == {*MODULES, *CudaOps.OPS}
+
+
+@pytest.mark.parametrize("op", check.PROBES)
+def test_a_right_op_has_no_fault_and_a_slightly_wrong_one_has(op):
+    assert check.fault(op, getattr(functional, op), CPU) == ""
+    assert check.fault(op, off_by_one(op, 0), CPU).startswith("is wrong: off by ")
+
+
+def test_the_cuda_sources_have_no_fault():
+    ops = emulated()
+    assert {op: check.fault(op, getattr(ops, op), CPU) for op in CudaOps.OPS} == dict.fromkeys(CudaOps.OPS, "")
+
+
+def test_the_triton_kernels_have_no_fault():
+    pytest.importorskip("triton", reason="triton is not installed: its kernels are not checked")
+    files = sorted(set(MODULES.values()))
+    with interpreted(*files) as modules:
+        found = {op: getattr(modules[files.index(file)], op) for op, file in MODULES.items()}
+        assert {op: check.fault(op, run, CPU) for op, run in found.items()} == dict.fromkeys(MODULES, "")
+
+
+def test_faulty_ops_are_torch_s_and_the_others_stay(monkeypatch, notes):
+    def crashes(*arguments, **options):
+        raise OSError("no kernel image")
+
+    def returns_nothing(*arguments, **options):
+        return None
+
+    offer(
+        monkeypatch, adam_scale=off_by_one("adam_scale", 1), ema_update_=crashes, eigen_scale_dot=returns_nothing,
+        corrected_scale_dot=functional.corrected_scale_dot,
+    )  # fmt: skip
+    choice = backends.use(None, "cpu")
+    by = {op: name for op, (name, _) in choice.ops.items()}
+    assert by == {op: "fake" if op == "corrected_scale_dot" else "torch" for op in backends.OPS}
+    assert set(choice.replaced) == {"adam_scale", "ema_update_", "eigen_scale_dot"}
+    assert (
+        "adam_scale by fake is wrong: off by 1.0e-02 of the largest value, in float32" in choice.replaced["adam_scale"]
+    )
+    assert "ema_update_ by fake fails: ema_update_ by the backend" in choice.replaced["ema_update_"]
+    assert "not adam_scale: adam_scale by fake is wrong" in str(choice)
+    assert set(notes()[0]) == {f"{op} by fake" for op in (*choice.replaced, "corrected_scale_dot")}
+
+
+def test_a_dtype_that_an_op_is_not_made_for_is_torch_s_and_no_fault():
+    def fp32_only(sum_P, x_ND, **options):
+        if x_ND.dtype != torch.float32:
+            raise NotMadeFor("fp32")
+        return functional.syrk_accumulate_(sum_P, x_ND, **options)
+
+    guarded = backends.guarded("fake", "syrk_accumulate_", fp32_only)
+    assert check.fault("syrk_accumulate_", guarded, CPU) == ""
+
+
+def test_what_was_found_is_noted_and_not_found_again(monkeypatch, notes):
+    called = []
+
+    def counted(*arguments, **options):
+        called.append(1)
+        return functional.adam_scale(*arguments, **options)
+
+    offer(monkeypatch, adam_scale=counted)
+    for _ in range(2):
+        assert backends.use(None, "cpu").ops["adam_scale"][0] == "fake"
+    assert len(called) == len(check.SIDES) and notes() == [{"adam_scale by fake": ""}]
+    monkeypatch.setattr(check, "identity", lambda device: "another driver")
+    backends.use(None, "cpu")
+    assert len(called) == 2 * len(check.SIDES)
+
+
+def test_a_kernel_that_breaks_the_context_ends_the_attach_and_is_noted_alone(monkeypatch, notes):
+    def lost(device):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    offer(monkeypatch, eigen_scale_dot=functional.eigen_scale_dot, adam_scale=off_by_one("adam_scale", 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(check, "check_alive", lost)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            backends.use(None, "cpu")
+    assert [op for op, why in notes()[0].items() if why] == ["adam_scale by fake"]
+    assert list(backends.use(None, "cpu").replaced) == ["adam_scale"]
+
+
+def test_memory_that_is_full_is_no_fault_and_not_noted(monkeypatch, notes):
+    def full(*arguments, **options):
+        raise torch.OutOfMemoryError("full")
+
+    offer(monkeypatch, adam_scale=full)
+    with pytest.raises(torch.OutOfMemoryError):
+        backends.use(None, "cpu")
+    assert notes() == [{}]
+
+
+def test_an_op_that_ends_its_process_is_not_tried_by_the_next(monkeypatch, tmp_path):
+    program = (
+        "import os, sys; sys.modules['deepspeed'] = None; import benchmarks.kernels\n"
+        "from ds_kfac.ops import backends\n"
+        "ops = {'adam_scale': lambda *a, **k: os._exit(7)}\n"
+        "backends.BACKENDS = {'fake': backends.Backend('cpu', lambda: ops), **backends.BACKENDS}\n"
+        "print(backends.use(None, 'cpu').replaced['adam_scale'])"
+    )
+    first, second = (
+        subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True) for _ in range(2)
+    )
+    assert first.returncode == 7, first.stderr
+    assert f"adam_scale by fake {check.ENDED} (noted in {tmp_path}" in second.stdout, second.stderr
+
+
+def test_the_check_can_be_switched_off_and_does_without_a_folder(monkeypatch, tmp_path):
+    offer(monkeypatch, adam_scale=off_by_one("adam_scale", 0))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
+    assert "adam_scale" in backends.use(None, "cpu").replaced
+    monkeypatch.setenv("DS_KFAC_CHECK_OPS", "0")
+    assert backends.use(None, "cpu").ops["adam_scale"][0] == "fake"

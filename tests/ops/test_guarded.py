@@ -1,0 +1,192 @@
+"""What a backend has no code for gives torch's result, from every backend; what fails names the way out."""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import pytest
+import torch
+
+from ds_kfac.ops import backends, functional, gpus, reference
+from ds_kfac.ops.backends import Backend
+from ds_kfac.ops.cuda import CudaOps, load
+from ds_kfac.ops.cuda_library import CudaError
+from ds_kfac.ops.guarded import NotMadeFor, guarded
+from ds_kfac.ops.triton import availability
+from ds_kfac.ops.triton import backend as triton_backend
+from tests.ops.cuda_emulation import emulated
+from tests.ops.triton_tools import interpreted
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch):
+    """Implementations of these tests compute nothing: not checked. The process's choice is restored."""
+    monkeypatch.setenv("DS_KFAC_CHECK_OPS", "0")
+    yield
+    monkeypatch.undo()
+    backends.use(None, "cpu")
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(params=["cuda", "triton"])
+def implementations(request) -> Mapping[str, Callable]:
+    """Of a backend, where it runs on a CPU: unguarded, CUDA emulated, Triton interpreted."""
+    if request.param == "triton":
+        pytest.importorskip("triton", reason="triton is not installed: its kernels are not tested")
+        with interpreted("backend") as (module,):
+            module.unavailable = lambda device: None
+            yield module.load()
+        return
+    ops = emulated()
+    yield {op: getattr(ops, op) for op in CudaOps.OPS}
+
+
+def strided(*shape: int) -> torch.Tensor:
+    """Neither side is in one piece."""
+    return normal(*(2 * size for size in shape))[(slice(None, None, 2),) * len(shape)]
+
+
+def doubles(count: int) -> list[torch.Tensor]:
+    return [normal(6).double() for _ in range(count)]
+
+
+def scaling(x: torch.Tensor) -> tuple:
+    return x, normal(2).exp(), normal(3).exp(), 0.1
+
+
+Call = tuple[tuple, dict]
+ONE = [torch.ones(())]
+ADAM, BETAS = (torch.ones(()), torch.tensor(True)), {"betas": (0.9, 0.95), "eps": 0.1}
+UNUSUAL: dict[str, tuple[str, Callable[[], Call]]] = {
+    "rows in fp64": ("syrk_accumulate_", lambda: ((torch.zeros(6), normal(4, 3).double()), {})),
+    "a sum with gaps": ("syrk_accumulate_", lambda: ((torch.zeros(12)[::2], normal(4, 3)), {})),
+    "matrices in columns": ("symmetric_pack_into_", lambda: ((torch.zeros(6), [0], [normal(3, 3).T]), {})),
+    "a buffer in fp64": ("symmetric_unpack_from", lambda: ((normal(6).double(), [0], [3]), {})),
+    "averages in fp64": ("ema_update_", lambda: ((doubles(1), doubles(1), ONE, [torch.ones(())], [0.9]), {})),
+    "no elements": ("eigen_scale_dot", lambda: ((normal(0, 3), normal(0), normal(3), 0.1), {})),
+    "gradients in fp64": ("eigen_scale_dot", lambda: (scaling(normal(2, 3).double()), {})),
+    "exponent 0.3": ("eigen_scale_dot", lambda: (scaling(normal(2, 3)), {"exponent": 0.3})),
+    "Adam in fp64": ("adam_scale", lambda: ((*(x.view(2, 3).abs() for x in doubles(3)), *ADAM), BETAS)),
+    "moments with gaps": ("corrected_scale_dot", lambda: ((normal(2, 3), strided(2, 3).abs_(), 0.9, 2.0, 0.1), {})),
+}
+MADE_FOR = {"triton": {"exponent 0.3"}, "cuda": set()}
+"""Unusual calls that a backend has code for."""
+
+
+def test_what_a_backend_is_not_made_for_is_refused_before_anything_is_written_and_then_done_by_torch(implementations):
+    name = next(name for name in MADE_FOR if name in next(iter(implementations.values())).__module__)
+    for case in (case for case, (op, _) in UNUSUAL.items() if op in implementations):
+        op, call = UNUSUAL[case]
+        (arguments, options), (wanted_arguments, _) = call(), call()
+        if case not in MADE_FOR[name]:
+            with pytest.raises(NotMadeFor):
+                implementations[op](*arguments, **options)
+            torch.testing.assert_close(arguments, wanted_arguments, rtol=0, atol=0)
+        found = guarded(name, op, implementations[op])(*arguments, **options)
+        wanted = getattr(reference, op)(*wanted_arguments, **options)
+        for parts in ((found, wanted), (arguments, wanted_arguments)):
+            tolerance = {"rtol": 1e-5, "atol": 1e-5, "equal_nan": True, "check_dtype": False}
+            told = partial("{}: {}".format, case)
+            torch.testing.assert_close(*map(tensors_of, parts), msg=told, **tolerance)
+
+
+def tensors_of(value) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [x for part in value for x in tensors_of(part)] if isinstance(value, (list, tuple)) else []
+
+
+def failing(problem: Exception) -> Callable:
+    def op(*arguments, **options):
+        raise problem
+
+    return op
+
+
+@pytest.mark.parametrize(
+    "problem", [CudaError("pack: cudaErrorNoKernelImageForDevice (209)"), OSError("no ptxas"), RuntimeError("compile")]
+)
+def test_a_kernel_that_fails_names_the_way_out(monkeypatch, problem):
+    ops = {"eigen_scale_dot": failing(problem)}
+    monkeypatch.setattr(backends, "BACKENDS", {"fake": Backend("cpu", lambda: ops), **backends.BACKENDS})
+    op = backends.use(None, "cpu").ops["eigen_scale_dot"][1]
+    with pytest.raises(
+        RuntimeError, match=r'eigen_scale_dot by the backend "fake" failed: (.|\n)*kfac.ops.backend "torch"'
+    ) as told:
+        op(normal(2, 3))
+    assert told.value.__cause__ is problem and str(problem) in str(told.value)
+
+
+@pytest.mark.parametrize("problem", [ValueError("shapes"), torch.OutOfMemoryError("of memory"), KeyboardInterrupt()])
+def test_wrong_arguments_and_full_memory_are_no_fault_of_the_backend(problem):
+    with pytest.raises(type(problem)) as told:
+        guarded("fake", "eigen_scale_dot", failing(problem))()
+    assert told.value is problem
+
+
+# why a GPU's backends cannot run
+
+
+def pretend(monkeypatch, *, capability: tuple[int, int] | None, cuda: str | None = "13.0") -> None:
+    """A machine with such a GPU; None: without any."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Old GPU")
+
+
+def test_every_reason_why_a_gpu_is_not_used_is_told(monkeypatch):
+    for options, reason in (
+        ({"capability": None}, "there is no NVIDIA GPU that torch can use"),
+        ({"capability": None, "cuda": None}, "torch is built without CUDA"),
+        ({"capability": (7, 5)}, "needs compute capability 8.0, Old GPU has 7.5"),
+    ):
+        pretend(monkeypatch, **options)
+        assert gpus.problem().startswith(reason)
+        with pytest.raises(RuntimeError, match=reason):
+            load()
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert "NVIDIA" in gpus.problem()
+
+
+def test_choices_of_a_gpu_tell_what_is_missing(monkeypatch):
+    pretend(monkeypatch, capability=(7, 5))
+    choice = backends.use(None, "cuda")
+    assert {name for name, _ in choice.ops.values()} == {"torch"} and set(choice.missing) == {"triton", "cuda"}
+    with pytest.raises(ValueError, match=r'kfac.ops.backend "cuda" cannot run here: needs compute capability 8.0'):
+        backends.use("cuda", "cuda")
+
+
+def test_no_nvcc_is_a_reason_of_cuda_alone(monkeypatch, tmp_path):
+    pretend(monkeypatch, capability=(9, 0))
+    monkeypatch.setattr("ds_kfac.ops.cuda_compile.find_nvcc", lambda: None)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(triton_backend, "unavailable", lambda device: None)
+    monkeypatch.setattr(triton_backend, "MODULES", {})
+    choice = backends.use(None, "cuda")
+    assert "no nvcc" in choice.missing["cuda"] and "triton" not in choice.missing
+
+
+def test_a_gpu_gets_the_best_of_both(monkeypatch):
+    monkeypatch.setitem(backends.BACKENDS, "cuda", Backend("cuda", lambda: dict.fromkeys(CudaOps.OPS, math.hypot)))
+    ops = dict.fromkeys(triton_backend.MODULES, math.hypot)
+    monkeypatch.setitem(backends.BACKENDS, "triton", Backend("cuda", lambda: ops))
+    chosen = {op: name for op, (name, _) in backends.use(None, "cuda").ops.items()}
+    assert chosen["syrk_accumulate_"] == chosen["corrected_scale_dot"] == "triton"
+    assert chosen["ema_update_"] == chosen["symmetric_pack_into_"] == "cuda"
+    assert chosen["count_accumulate_"] == "torch" and not set(CudaOps.OPS) & set(ops)
+
+
+def test_a_triton_that_does_not_import_is_a_reason(monkeypatch):
+    monkeypatch.setattr(availability, "find_spec", lambda name: object())
+    monkeypatch.setitem(__import__("sys").modules, "ds_kfac.ops.triton.base", None)
+    assert availability.unavailable(torch.device("cuda")).startswith("triton is installed but does not import: ")
+
+
+def test_torch_has_every_op():
+    assert all(callable(getattr(functional, op)) for op in backends.OPS)

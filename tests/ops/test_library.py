@@ -1,0 +1,75 @@
+"""Registered ops: schema, fake kernel and functionalization are right, and torch.compile keeps them in one graph."""
+
+import pytest
+import torch
+
+from ds_kfac.ops import backends, check, dispatch, library
+
+CPU = torch.device("cpu")
+BLOCKED = ((torch.ones(3 * 28), torch.randn(5, 21)), {"block": 7, "scale": 2.0})
+COUNTED = ((torch.ones(9), torch.tensor([0, 3, -1, 3])), {})
+
+
+def calls(op: str) -> list[tuple]:
+    """(arguments, options) as callers give them."""
+    if op in check.PROBES:
+        return list(check.PROBES[op][0](torch.float32))
+    return [{"block_syrk_accumulate_": BLOCKED, "count_accumulate_": COUNTED}[op]]
+
+
+def schema_arguments(op: str, monkeypatch) -> list[tuple]:
+    """What the registered op is called with."""
+    given: list[tuple] = []
+
+    class Noting:
+        def __getattr__(self, name):
+            return lambda *arguments: given.append(arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "_ops", Noting())
+        for arguments, options in calls(op):
+            library.TRACED[op](*arguments, **options)
+    return given
+
+
+def test_every_op_is_registered():
+    assert set(library.SCHEMAS) == set(library.TRACED) == set(backends.OPS)
+
+
+@pytest.mark.parametrize("op", backends.OPS)
+def test_opcheck_finds_nothing(op, monkeypatch):
+    for arguments in schema_arguments(op, monkeypatch):
+        torch.library.opcheck(getattr(torch.ops.ds_kfac, op).default, arguments)
+
+
+@pytest.mark.parametrize("op", backends.OPS)
+def test_a_compiled_call_is_one_graph_with_the_op_in_it_and_gives_the_same(op):
+    function, graphs = getattr(dispatch, op), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    for arguments, options in calls(op):
+        ours, theirs = (check.moved(arguments, CPU) for _ in range(2))
+        compiled = torch.compile(lambda *given, o=options: function(*given, **o), backend=backend, fullgraph=True)
+        found, wanted = compiled(*ours), function(*theirs, **options)
+        torch.testing.assert_close((found, ours), (wanted, theirs), rtol=0, atol=0)
+    names = {str(node.target) for graph in graphs for node in graph.graph.nodes}
+    assert f"ds_kfac.{op}" in names, names
+
+
+def test_a_step_compiles_through_functionalization():
+    """aot_eager: fake kernels, and mutations made functional."""
+    x = torch.randn(9, 7)
+
+    def step(total, x):
+        dispatch.syrk_accumulate_(total, x, scale=0.5)
+        (matrix,) = dispatch.symmetric_unpack_from(total, [0], [7])
+        return matrix + dispatch.eigen_scale_dot(matrix, x[:7, 0].abs(), x[:7, 1].abs(), 1.0)[0]
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    ours, theirs = torch.ones(28), torch.ones(28)
+    torch.testing.assert_close(compiled(ours, x), step(theirs, x))
+    assert torch.equal(ours, theirs) and not torch.equal(ours, torch.ones(28))

@@ -1,0 +1,107 @@
+"""The op vocabulary against its specification and against float64, on odd sizes."""
+
+import pytest
+import torch
+
+from ds_kfac.ops import dispatch, functional, reference
+
+SIZES = [1, 2, 63, 257, 300]
+
+
+def symmetric(dim: int) -> torch.Tensor:
+    x = torch.randn(dim, dim, generator=torch.Generator().manual_seed(dim))
+    return x + x.T
+
+
+@pytest.mark.parametrize("dim", SIZES)
+def test_pack_is_the_row_major_lower_triangle(dim):
+    x = symmetric(dim)
+    expected = torch.cat([x[row, : row + 1] for row in range(dim)])
+    assert torch.equal(functional.symmetric_pack(x), expected)
+    assert torch.equal(reference.symmetric_pack(x), expected)
+
+
+@pytest.mark.parametrize("dim", SIZES)
+def test_unpack_inverts_pack(dim, poisoned):
+    x = symmetric(dim)
+    assert torch.equal(functional.symmetric_unpack(functional.symmetric_pack(x), dim=dim), x)
+    assert torch.equal(reference.symmetric_unpack(reference.symmetric_pack(x), dim=dim), x)
+
+
+@pytest.mark.parametrize("ones_column", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", SIZES)
+@pytest.mark.parametrize("rows", [1, 65])
+def test_syrk_adds_the_packed_second_moment(ops, dim, rows, dtype, ones_column, poisoned):
+    x = torch.randn(rows, dim, generator=torch.Generator().manual_seed(rows)).to(dtype)
+    ones = torch.ones(rows, 1) if ones_column else None
+    wide = torch.cat([x.double(), torch.ones(rows, 1, dtype=torch.float64)], 1) if ones_column else x.double()
+    start = torch.arange(functional.packed_numel(wide.shape[1])).float()
+    expected = start.double() + reference.symmetric_pack(wide.T @ wide)
+    total = start.clone()
+    assert ops.syrk_accumulate_(total, x, ones_column=ones) is total
+    torch.testing.assert_close(total.double(), expected, rtol=2e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.37, torch.tensor(0.37)], ids=str)
+@pytest.mark.parametrize(("dim", "dtype"), [(1, torch.float32), (63, torch.float16), (257, torch.bfloat16)])
+def test_the_second_moment_is_scaled_after_the_product(ops, dim, dtype, scale, poisoned):
+    x = torch.randn(65, dim, generator=torch.Generator().manual_seed(dim)).to(dtype)
+    ones = torch.ones(65, 1, dtype=dtype)
+    ones[::3], x[::3] = 0, 0
+    wide = torch.cat([x, ones], 1).double()
+    start = torch.arange(functional.packed_numel(dim + 1)).float()
+    found = ops.syrk_accumulate_(start.clone(), x, ones_column=ones, scale=scale)
+    wanted = start.double() + float(scale) * reference.symmetric_pack(wide.T @ wide)
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("op", [functional.syrk_accumulate_, dispatch.syrk_accumulate_])
+def test_syrk_is_in_fp32_under_autocast(op):
+    x = 1 + torch.rand(50, 9, generator=torch.Generator().manual_seed(0)) / 100
+    expected = op(torch.zeros(45), x)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = op(torch.zeros(45), x)
+    assert torch.equal(actual, expected)
+
+
+def test_wrong_shapes_are_named():
+    with pytest.raises(ValueError, match=r"square matrix, got shape \(2, 3\)"):
+        functional.symmetric_pack(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match=r"expected shape \(6,\) for dim 3, got \(5,\)"):
+        functional.symmetric_unpack(torch.zeros(5), dim=3)
+    with pytest.raises(ValueError, match=r"fp32 of shape \(10,\) for rows of 3 and a ones column"):
+        functional.syrk_accumulate_(torch.zeros(6), torch.zeros(4, 3), ones_column=torch.ones(4, 1))
+    with pytest.raises(ValueError, match=r"rows of 5 in blocks of 2"):
+        functional.block_syrk_accumulate_(torch.zeros(9), torch.zeros(4, 5), block=2)
+
+
+@pytest.mark.parametrize("rows", [1, 65])
+def test_rows_that_do_not_count_leave_the_ones_column_alone(ops, rows, poisoned):
+    x, ones = torch.randn(rows, 7), torch.ones(rows, 1)
+    x[::3], ones[::3] = 0, 0
+    expected = ops.syrk_accumulate_(torch.zeros(36), x[ones[:, 0] > 0], ones_column=ones[ones[:, 0] > 0])
+    torch.testing.assert_close(ops.syrk_accumulate_(torch.zeros(36), x, ones_column=ones), expected)
+
+
+@pytest.mark.parametrize(("dim", "block"), [(1, 1), (63, 1), (63, 7), (257, 257), (256, 2), (300, 150)])
+@pytest.mark.parametrize("rows", [1, 65])
+def test_block_syrk_adds_the_packed_diagonal_blocks(dim, block, rows, poisoned):
+    x = torch.randn(rows, dim, generator=torch.Generator().manual_seed(rows))
+    parts = [part.T @ part for part in x.double().split(block, dim=1)]
+    expected = torch.cat([reference.symmetric_pack(part) for part in parts]) + 1
+    for op in (functional.block_syrk_accumulate_, reference.block_syrk_accumulate_):
+        total = torch.ones(expected.numel())
+        assert op(total, x, block=block) is total
+        torch.testing.assert_close(total.double(), expected, rtol=2e-6, atol=1e-4)
+        for scale in (0.37, torch.tensor(0.37)):
+            scaled = op(torch.ones(expected.numel()), x, block=block, scale=scale)
+            torch.testing.assert_close(scaled.double(), 1 + float(scale) * (expected - 1), rtol=2e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize("dim", SIZES)
+def test_counts_are_the_second_moment_of_one_hot_rows(dim):
+    index = torch.randint(-1, dim, (200,), generator=torch.Generator().manual_seed(dim))
+    one_hot = (index[:, None] == torch.arange(dim)).float()
+    for op in (functional.count_accumulate_, reference.count_accumulate_):
+        torch.testing.assert_close(op(torch.ones(dim), index), 1 + (one_hot.T @ one_hot).diagonal())

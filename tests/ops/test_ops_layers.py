@@ -1,0 +1,204 @@
+"""Ops over many layers in one call and fused ops: every implementation against the specification in float64."""
+
+import itertools
+
+import pytest
+import torch
+
+from ds_kfac.ops import dispatch, functional, reference
+from ds_kfac.ops.reference import packed_numel
+
+DIMS = [1, 2, 63, 129, 257]
+ALIGNMENT = 32
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def layout() -> tuple[list[int], int]:
+    """Aligned starts of the triangles of ``DIMS``, with a gap before the first; and the end."""
+    starts, end = [], ALIGNMENT
+    for dim in DIMS:
+        starts.append(end)
+        end += -(-packed_numel(dim) // ALIGNMENT) * ALIGNMENT
+    return starts, end
+
+
+def matrices() -> list[torch.Tensor]:
+    return [(x := normal(dim, dim, seed=dim)) + x.T for dim in DIMS]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_pack_into_writes_every_triangle_and_nothing_else(ops, dtype, poisoned):
+    starts, end = layout()
+    out = torch.full((end,), float("nan"), dtype=dtype)
+    ops.symmetric_pack_into_(out, starts, matrices())
+    written = torch.zeros(end, dtype=torch.bool)
+    for start, dim, x in zip(starts, DIMS, matrices(), strict=True):
+        written[start : start + packed_numel(dim)] = True
+        rows = [x[row, : row + 1] for row in range(dim)]
+        assert torch.equal(out[start : start + packed_numel(dim)], torch.cat(rows).to(dtype))
+    assert torch.isnan(out[~written]).all()
+
+
+def test_pack_into_rounds_the_extremes_as_torch_does(ops):
+    nan, inf = float("nan"), float("inf")
+    values = [nan, inf, -inf, -0.0, 1e-40, 6e-8, 65519.0, 65520.0, 3.4e38, 1.00390625, 1.01171875, -2049.0, 2.5e-8]
+    x = torch.zeros(len(values), len(values))
+    x[-1] = torch.tensor(values)
+    for dtype in (torch.bfloat16, torch.float16):
+        out = torch.zeros(packed_numel(len(x)), dtype=dtype)
+        ops.symmetric_pack_into_(out, [0], [x])
+        torch.testing.assert_close(out[-len(x) :], x[-1].to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_unpack_from_gives_whole_matrices(ops, dtype, poisoned):
+    starts, end = layout()
+    packed = torch.full((end,), float("nan"), dtype=dtype)
+    functional.symmetric_pack_into_(packed, starts, matrices())
+    found = ops.symmetric_unpack_from(packed, starts, DIMS)
+    for x, expected in zip(found, matrices(), strict=True):
+        assert x.dtype == torch.float32 and torch.equal(x, expected.to(dtype).float())
+
+
+def batch(bad: dict[int, float] | None = None) -> tuple[list, list, list, list, list]:
+    """Averages, sums, counts, updates and decays of a factor per entry of ``DIMS``."""
+    averages = [normal(packed_numel(dim), seed=dim) for dim in DIMS]
+    sums = [10 * normal(packed_numel(dim), seed=dim + 1) for dim in DIMS]
+    for index, value in (bad or {}).items():
+        sums[index][-1] = value
+    counts = [torch.tensor(float(count)) for count in (3, 1, 0.5, 1e6, 7)]
+    updates = [torch.tensor(float(k)) for k in (0, 1, 2, 100, 1)]
+    return averages, sums, counts, updates, [0.95, 0.0, 0.5, 0.95, 0.4]
+
+
+def test_ema_update_is_the_bias_corrected_average(ops, poisoned):
+    averages, sums, counts, updates, decays = batch()
+    expected = []
+    for average, total, count, k, decay in zip(averages, sums, counts, updates, decays, strict=True):
+        r = min(1 - 1 / (float(k) + 1), decay)
+        expected.append(r * average.double() + (1 - r) * total.double() / max(float(count), 1.0))
+    used = ops.ema_update_(averages, sums, counts, updates, decays)
+    assert used.dtype == torch.bool and used.tolist() == [True] * len(DIMS)
+    assert [float(k) for k in updates] == [1, 2, 3, 101, 2]
+    for average, wanted in zip(averages, expected, strict=True):
+        torch.testing.assert_close(average.double(), wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_ema_update_leaves_factors_without_rows_or_with_overflow_alone(ops):
+    averages, sums, counts, updates, decays = batch({0: float("nan"), 3: float("inf"), 4: -float("inf")})
+    counts[1] = torch.tensor(0.0)
+    before = [average.clone() for average in averages]
+    used = ops.ema_update_(averages, sums, counts, updates, decays)
+    assert used.tolist() == [False, False, True, False, False]
+    assert [float(k) for k in updates] == [0, 1, 3, 100, 1]
+    for average, old, changed in zip(averages, before, used, strict=True):
+        assert torch.equal(average, old) != bool(changed)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("exponent", [1.0, 0.5, 0.3])
+@pytest.mark.parametrize("rows", [1, 129])
+def test_eigen_scale_dot_against_float64(ops, rows, exponent, transposed, poisoned):
+    x, values_O, values_I = normal(rows, 7), normal(rows, seed=1).abs(), normal(7, seed=2).abs()
+    expected = x.double() / (torch.outer(values_O.double(), values_I.double()) + 0.1) ** exponent
+    x = x.T.contiguous().T if transposed else x
+    for damping in (0.1, torch.tensor(0.1)):
+        scaled, dot = ops.eigen_scale_dot(x, values_O, values_I, damping, exponent=exponent)
+        torch.testing.assert_close(scaled.double(), expected, rtol=1e-5, atol=0)
+        torch.testing.assert_close(dot.double(), (x.double() * expected).sum(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("exponent", [1.0, 0.5, 0.3])
+def test_corrected_scale_dot_updates_and_divides(ops, exponent, poisoned):
+    x, second = normal(63, 7), normal(63, 7, seed=1).abs()
+    moment = 0.9 * second.double() + 0.1 * 5 * x.double() ** 2
+    expected = x.double() / (moment + 0.01) ** exponent
+    decay, terms = torch.tensor(0.9), torch.tensor(5.0)
+    before = second.clone()
+    scaled, new, dot = ops.corrected_scale_dot(x, second, decay, terms, 0.01, exponent=exponent)
+    assert torch.equal(second, before), "state is replaced, never changed in place"
+    torch.testing.assert_close(new.double(), moment, rtol=1e-6, atol=0)
+    torch.testing.assert_close(scaled.double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(dot.double(), (x.double() * expected).sum(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("decay", [1.0, torch.tensor(1.0)])
+def test_a_decay_of_one_keeps_the_second_moment_whatever_the_gradient(ops, decay, poisoned):
+    x, second = normal(63, 7), normal(63, 7, seed=1).abs()
+    x[3, 4], x[5, 6] = float("inf"), float("nan")
+    assert torch.equal(ops.corrected_scale_dot(x, second, decay, 3.0, 0.1)[1], second)
+
+
+@pytest.mark.parametrize("op", ["eigen_scale_dot", "corrected_scale_dot"])
+def test_matrices_of_one_shape_at_once_give_what_each_gives(op):
+    x, second = normal(3, 63, 7), normal(3, 63, 7, seed=1).abs()
+    values, numbers = (normal(3, 63, seed=2).abs(), normal(3, 7, seed=3).abs()), torch.tensor([0.5, 0.9, 1.0])
+    arguments = values if op == "eigen_scale_dot" else (second, numbers, 2 * numbers)
+    for source in (reference, functional, dispatch):
+        together = getattr(source, op)(x, *arguments, numbers / 10, exponent=0.5)
+        for index in range(3):
+            each = [argument[index] for argument in arguments]
+            alone = getattr(reference, op)(x[index], *each, numbers[index] / 10, exponent=0.5)
+            for part, expected in zip(together, alone, strict=True):
+                torch.testing.assert_close(part[index], expected, rtol=1e-5, atol=1e-5)
+
+
+ADAM_SHAPES = [(1, 1), (2, 63), (129, 2), (257, 129)]  # the last in several pieces of work
+
+
+def adam_wanted(x, first, second, updates, betas, eps, nesterov):
+    """Direction and moments in float64, of betas as fp32 has them."""
+    b1, b2 = torch.tensor(betas).double()
+    x, k = x.double(), updates.double() + 1
+    m, v = b1 * first.double() + (1 - b1) * x, b2 * second.double() + (1 - b2) * x.square()
+    numerator = m / (1 - b1**k)
+    if nesterov:
+        numerator = b1 * m / (1 - b1 ** (k + 1)) + (1 - b1) * x / (1 - b1**k)
+    return numerator / ((v / (1 - b2**k)).sqrt() + eps), m, v
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize(("updates", "betas"), [(0, (0.9, 0.999)), (5, (0.0, 0.95)), (300, (0.95, 0.4))])
+@pytest.mark.parametrize(("rows", "columns"), ADAM_SHAPES)
+def test_adam_scale_against_float64(ops, rows, columns, updates, betas, nesterov, poisoned):
+    x, updates, yes = normal(rows, columns), torch.tensor(float(updates)), torch.tensor(True)
+    first, second = normal(rows, columns, seed=1) * bool(updates), normal(rows, columns, seed=2).abs() * bool(updates)
+    wanted = adam_wanted(x, first, second, updates, betas, 1e-3, nesterov)
+    before = [part.clone() for part in (x, first, second, updates)]
+    turned = [part.T.contiguous().T for part in (x, first, second)]
+    for given in ((x, first, second), turned, (turned[0], first, turned[2]), (x, turned[1], second)):
+        found = ops.adam_scale(*given, updates, yes, betas=betas, eps=1e-3, nesterov=nesterov)
+        for part, expected in zip(found, wanted, strict=True):
+            torch.testing.assert_close(part.double(), expected, rtol=2e-5, atol=1e-6)
+    assert all(map(torch.equal, before, (x, first, second, updates))), "state is replaced, never changed in place"
+
+
+@pytest.mark.parametrize("updates", [0.0, 3.0])
+def test_adam_scale_keeps_the_moments_from_what_is_not_usable(ops, updates, poisoned):
+    x, first, second = normal(63, 7), normal(63, 7, seed=1), normal(63, 7, seed=2).abs()
+    x[3, 4], x[5, 6] = float("inf"), float("nan")
+    state = (first, second, torch.tensor(updates), torch.tensor(False))
+    direction, *kept = ops.adam_scale(x, *state, betas=(0.9, 0.99), eps=1e-3)
+    assert torch.equal(kept[0], first) and torch.equal(kept[1], second)
+    k = max(updates, 1)
+    wanted = first / (1 - 0.9**k) / ((second / (1 - 0.99**k)).sqrt() + 1e-3)
+    torch.testing.assert_close(direction, wanted, rtol=2e-5, atol=0)
+    ahead = ops.adam_scale(x, *state, betas=(0.9, 0.99), eps=1e-3, nesterov=True)[0]
+    assert torch.equal(torch.isfinite(ahead), torch.isfinite(x)), "x itself is in this direction, for callers to see"
+
+
+def test_adam_of_matrices_at_once_gives_what_each_gives():
+    x, first, second = normal(3, 63, 7), normal(3, 63, 7, seed=1), normal(3, 63, 7, seed=2).abs()
+    x[1, 0, 0] = float("nan")
+    updates, usable = torch.tensor([0.0, 2.0, 9.0]), torch.tensor([True, False, True])
+    options = {"betas": (0.9, 0.99), "eps": 1e-3}
+    for source, nesterov in itertools.product((reference, functional, dispatch), (False, True)):
+        together = source.adam_scale(x, first, second, updates, usable, **options, nesterov=nesterov)
+        for index in range(3):
+            state = [part[index] for part in (x, first, second, updates, usable)]
+            alone = reference.adam_scale(*state, **options, nesterov=nesterov)
+            for part, expected in zip(together, alone, strict=True):
+                torch.testing.assert_close(part[index], expected, rtol=1e-5, atol=1e-5, equal_nan=True)

@@ -1,0 +1,122 @@
+"""Every Triton kernel in its shipped configurations, compiled for devices that are not there. Spills are errors."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ops.triton_tools import Compiled, compiling, cuobjdump, usage
+
+pytest.importorskip("triton", reason="triton is not installed: its kernels are not compiled")
+
+from ds_kfac.ops.reference import packed_numel
+from ds_kfac.ops.triton import adam_scale, corrected_scale, eigen_scale, syrk
+from ds_kfac.ops.triton.syrk_configs import CHOSEN, SHIPPED, SyrkConfig, config_for, describable, family
+
+ARCHITECTURES = (80, 90, 100)
+SHARED_PER_MULTIPROCESSOR = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
+TENSOR_CORE = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+REGISTERS = 65536
+
+
+def scale(rows: int, columns: int, transposed: bool, exponent: float) -> None:
+    x = torch.empty(columns, rows).T if transposed else torch.empty(rows, columns)
+    values, number = (torch.empty(rows), torch.empty(columns)), torch.empty(())
+    eigen_scale.eigen_scale_dot(x, *values, number, exponent=exponent)
+    corrected_scale.corrected_scale_dot(x, torch.empty_like(x), number, number, number, exponent=exponent)
+    state = (torch.empty_like(x), torch.empty_like(x), number, torch.tensor(True))
+    adam_scale.adam_scale(x, *state, betas=(0.9, 0.99), eps=1e-8, nesterov=True)  # a superset of the other
+
+
+SCALE = {"wide": lambda: scale(768, 769, False, 0.5), "narrow": lambda: scale(64, 3072, True, 0.3)}
+"""Of the second, sides are multiples of 16: loads are of 16 bytes."""
+
+
+def compile_one(arch: int, launch: Callable[[], None]) -> list[Compiled]:
+    with compiling(arch) as done:
+        launch()
+    assert done
+    return done
+
+
+def registers_of(compiled: Compiled, directory: Path) -> int:
+    """A thread's; there is no local memory."""
+    if cuobjdump() is None:
+        pytest.skip("compiled without spills; cuobjdump is missing, so registers are not checked")
+    registers, local = usage(compiled.cubin, directory)
+    assert local == 0
+    print(f"{compiled.name}: {registers} registers, {compiled.shared} bytes shared")
+    return registers
+
+
+def fits(config: SyrkConfig, compiled: Compiled, registers: int, arch: int) -> bool:
+    """Whether a multiprocessor holds as many programs as the configuration says. A program has 1 KB more."""
+    shared = config.resident * (compiled.shared + 1024) <= SHARED_PER_MULTIPROCESSOR[arch]
+    return shared and config.resident * config.warps * 32 * -(-registers // 8) * 8 <= REGISTERS
+
+
+def assert_multiplies(instructions: int, config: SyrkConfig, dtype: torch.dtype) -> None:
+    """16-bit rows on tensor cores, 16 rows an instruction; fp32 rows elsewhere."""
+    assert instructions >= config.chunk // 16 if dtype != torch.float32 else instructions == 0
+
+
+def shipped() -> list[tuple[int, str, SyrkConfig, int]]:
+    """(architecture, family, configuration, split): all of them, and those that rows without a descriptor get. Each is
+    compiled once an architecture, in turn with and without atomic additions."""
+    found: list[tuple[int, str, SyrkConfig, int]] = []
+    for arch in ARCHITECTURES:
+        for name in (f"sm_{arch}", "fp32"):
+            plain = [config.plain() for _, config in CHOSEN[name].by_side]
+            for index, config in enumerate(dict.fromkeys((*SHIPPED[name], *plain))):
+                found.append((arch, name, config, 3 if index % 2 else 1))
+    return found
+
+
+@pytest.mark.parametrize(("arch", "name", "config", "split"), shipped())
+def test_syrk_does_not_spill_and_multiplies_on_tensor_cores(arch, name, config, split, tmp_path, monkeypatch):
+    monkeypatch.setattr(syrk, "split_for", lambda *_: split)
+    dtype = torch.float32 if name == "fp32" else (torch.bfloat16, torch.float16)[split == 1]
+    x, total = torch.empty(2048, 1024, dtype=dtype), torch.empty(packed_numel(1025))
+    scale = 1.0 if split == 1 else torch.ones(())
+    (compiled,) = compile_one(arch, lambda: syrk.accumulate(total, x, torch.ones(2048, 1), config, scale))
+    assert_multiplies(compiled.count(TENSOR_CORE[arch]), config, dtype)
+    if arch == 90 and dtype != torch.float32:
+        assert f"m64n{config.width}k16" in compiled.ptx  # one instruction for a tile's whole width
+    atomic = compiled.count("red") + compiled.count("atom")  # triton 3.9, triton 3.6
+    assert bool(atomic) == (split > 1)  # programs share tiles
+    pieces, copies = (
+        compiled.count("cp.async.bulk.tensor"),
+        compiled.count("cp.async.cg") + compiled.count("cp.async.ca"),
+    )
+    if config.descriptor:  # two pieces of x a stage, by one thread, and none the old way
+        assert pieces >= 2 * (config.stages - 1) and copies == 0
+    else:
+        assert copies > 0 and pieces == 0  # rows arrive while others are multiplied
+    assert fits(config, compiled, registers_of(compiled, tmp_path), arch)
+
+
+def test_every_side_has_a_shipped_configuration():
+    for name, chosen in CHOSEN.items():
+        sides = [side for side, _ in chosen.by_side]
+        assert sides == sorted(sides) and {config for _, config in chosen.by_side} <= set(SHIPPED[name])
+    for arch, name in ((80, "sm_80"), (89, "sm_80"), (90, "sm_90"), (100, "sm_100"), (103, "sm_100"), (120, "sm_80")):
+        assert family(torch.bfloat16, arch) == name and family(torch.float32, arch) == "fp32"
+    whole, odd = torch.empty(8, 4096, dtype=torch.float16), torch.empty(8, 4097, dtype=torch.float16)
+    assert describable(whole) and config_for(whole, 90).descriptor
+    assert not describable(odd) and not config_for(odd, 90).descriptor and not config_for(whole, 80).descriptor
+    assert config_for(odd, 90).group > 1 == config_for(whole[:, :512], 90).group
+
+
+@pytest.mark.parametrize(("arch", "case"), [(80, "wide"), (90, "wide"), (90, "narrow"), (100, "narrow")])
+def test_scaling_does_not_spill_and_leaves_room_for_many_programs(arch, case, tmp_path):
+    done = compile_one(arch, SCALE[case])
+    assert len(done) == 3
+    for compiled in done:  # two programs of 8 warps: loads of one while the other divides
+        assert registers_of(compiled, tmp_path) <= 128
+
+
+def test_a_kernel_that_spills_is_an_error():
+    """The check checks: 24 registers are too few."""
+    with pytest.raises(Exception, match="Registers are spilled"), compiling(90, maxnreg=24):
+        eigen_scale.eigen_scale_dot(torch.empty(64, 64), torch.empty(64), torch.empty(64), 0.1)

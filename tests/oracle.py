@@ -1,0 +1,334 @@
+"""K-FAC with every option, on one device in plain torch: the oracle of the tests. Its short form: ds_kfac/reference.py.
+
+For a layer W a with inputs a (a 1 appended for the bias) and per-term output gradients g:
+
+    A = mean a a^T                G = mean g g^T                  running averages, bias-corrected
+    A = Q_A diag(alpha) Q_A^T     G = Q_G diag(beta) Q_G^T        now and then
+    R = Q_G^T dW Q_A                                              every step: the gradient in the eigenbasis
+
+    K-FAC gradient                V = Q_G [R / (e + lambda)^exponent] Q_A^T,   e = beta alpha^T,
+                                  or e = running mean of M R^2 (corrected, EKFAC); with the method "inverse"
+                                  V = (G + sqrt(lambda) / pi)^-1 dW (A + pi sqrt(lambda))^-1, pi^2 = mean A / mean G
+                                  dW <- nu V, nu = min(1, sqrt(kl_clip / (lr^2 sum <V, dW>))); then any optimizer
+    KFACAdamW                     Adam on R: m, v; U = Q_G [m^ / (sqrt(v^) + eps)] Q_A^T, or its orthogonal factor;
+                                  W <- W - lr (U + decay W); a layer whose dW is exactly 0 is not touched; with the
+                                  method "root" Q_A = Q_G = 1 but for the whitening
+
+autograd's gradient of a loss that is a mean over M terms is g / M, hence the factor M below.
+After the backward of a whole batch: ``kfac.step(lr); optimizer.step()``.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class _Use:
+    """One module's rows. ``pairs``: (a [N, T, I], g [N, T, O]) of its calls in this step."""
+
+    def __init__(self, owner: "ReferenceKFAC", module: Any) -> None:
+        self.module, self.owner = module, owner
+        self.bias = getattr(module, "bias", None) is not None
+        self.inputs = isinstance(module, nn.Linear | nn.Embedding)  # a norm's A is made of gradients
+        self.name = ""
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+        self.outputs: list[tuple[Tensor, Tensor, torch.Size]] = []  # input, output, the output's shape
+        module.register_forward_hook(self._capture)
+
+    def _capture(self, module: Any, inputs: tuple, y: Tensor) -> None:
+        if module.training and y.requires_grad:
+            # On the node below a view, not on the tensor: an in-place activation would take the tensor's hook along.
+            base = y._base if y._base is not None else y
+            x = inputs[0].detach()
+            if self.owner.fisher == "monte_carlo":
+                self.outputs.append((x, base, y.shape))
+            else:
+                node: Any = base.grad_fn
+                node.register_prehook(lambda g: self.add(x, g[0].reshape(y.shape)))
+
+    def add(self, x: Tensor, g: Tensor) -> None:
+        g = g.detach().float()
+        g = g.reshape(len(g), -1, g.shape[-1])
+        if isinstance(self.module, nn.Embedding):
+            a = F.one_hot(x, self.module.num_embeddings).float()
+        elif isinstance(self.module, nn.Linear):
+            a = x.float()
+            a = torch.cat([a, torch.ones_like(a[..., :1])], -1) if self.bias else a
+        elif isinstance(self.module, nn.LayerNorm):  # its rows are those of its parameters' own gradients
+            a = torch.stack([F.layer_norm(x.float(), x.shape[-1:], eps=self.module.eps), torch.ones_like(x)], -1)
+            a = (a * g.view(*x.shape, 1)).flatten(-2)
+        else:
+            eps = torch.finfo(torch.float32).eps if self.module.eps is None else self.module.eps
+            a = F.rms_norm(x.float(), x.shape[-1:], eps=eps) * g.view(x.shape)
+        self.pairs.append((a.reshape(len(g), -1, a.shape[-1]), g))
+
+    def moments(self, seed: float) -> tuple[Tensor, Tensor, float]:
+        """This step's mean a a^T and mean g g^T over loss terms, and M. Forgets the rows."""
+        owner, rows_a, rows_g, terms = self.owner, [], [], 0.0
+        only_a, only_g = (owner.only(self.name, side) for side in "AG") if owner.only else (None, None)
+        for a, g in self.pairs:
+            mask = a.new_ones(*a.shape[:2], 1) if owner.rows is None else owner.rows.reshape(*a.shape[:2], 1).float()
+            if owner.sharing == "reduce":
+                a, g = (a * mask).sum(1) / (mask.sum(1).clamp(min=1) if self.inputs else 1), (g * mask).sum(1)
+                counts = (mask.sum(1) > 0).float()
+            else:
+                a, g, counts = (a * mask).flatten(0, 1), (g * mask).flatten(0, 1), mask.flatten(0, 1)
+            terms = float(counts.sum()) if owner.terms is None else float(owner.terms)
+            rows_a.append(torch.cat([a, counts], 1))
+            rows_g.append(g * (terms / seed))
+        self.pairs.clear()
+        a, g, part = torch.cat(rows_a), torch.cat(rows_g), 1.0
+        if only_g is not None:  # of rows that several ranks have, those of the ranks that contribute
+            per = len(a) // len(only_g)
+            keep_a, keep_g = (only.repeat_interleave(per) for only in (only_a, only_g))
+            a, g, part = a[keep_a], g[keep_g], float(keep_g.float().mean())
+        if self.inputs:
+            return a[:, :-1].T @ a[:, :-1] / a[:, -1].sum(), g.T @ g / (terms * part), terms
+        a = a[:, :-1] * (terms / seed)
+        return a.T @ a / terms, a.new_ones(1, 1), terms
+
+
+class _Layer:
+    """Uses of one weight; how its parameters form a matrix [O, I]; which blocks of A and G are kept."""
+
+    def __init__(self, uses: list[_Use], block_A: int, block_G: int) -> None:
+        self.uses, self.module = uses, uses[0].module
+        self.blocks = (block_A, block_G)
+        self.embedding = isinstance(self.module, nn.Embedding)
+        self.norm = not uses[0].inputs
+        self.orthogonal = not self.norm and not self.embedding and len(uses) == 1
+        self.params = [self.module.weight] + ([self.module.bias] if uses[0].bias else [])
+        self.factors: list[Tensor] = []  # A, G
+        self.bases: list[tuple[Tensor, Tensor]] = []  # (alpha, Q_A), (beta, Q_G)
+        self.k, self.updates = 0, 0
+        self.S: Any = 0.0
+        self.e: Any = 0.0
+        self.m: Any = 0.0
+        self.v: Any = 0.0
+        self.terms, self.damping = 1.0, 0.0  # of the last batch, at the last refresh
+
+    def matrix(self) -> Tensor:
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad.float() for p in self.params]
+        if self.norm or self.embedding:
+            return grads[0].T if self.embedding else torch.stack(grads, 1).view(1, -1)
+        return grads[0] if len(grads) == 1 else torch.cat([grads[0], grads[1][:, None]], 1)
+
+    def write(self, V: Tensor) -> None:
+        if self.norm or self.embedding:
+            parts = [V.T] if self.embedding else list(V.view(-1, len(self.params)).T)
+        else:
+            parts = [V[:, : self.module.in_features], V[:, -1]][: len(self.params)]
+        for p, part in zip(self.params, parts, strict=True):
+            p.grad = part.contiguous()
+
+    def fold(self, seed: float, decay: float) -> None:
+        """A batch into the running averages, none of it larger than 10 times the average once that stands on 10."""
+        self.updates += 1
+        r, batch = min(1 - 1 / self.updates, decay), self.batch(seed)
+        for index, (old, new) in enumerate(zip(self.factors or batch, batch, strict=True)):
+            batch[index] = r * old + (1 - r) * _limited(new, new.trace(), old.trace(), self.updates)
+        self.factors = batch
+
+    def batch(self, seed: float) -> list[Tensor]:
+        A, G, self.terms = self.uses[0].moments(seed)
+        if len(self.uses) == 2:  # tied to an embedding: each side gets the partial trace of the sum of both Fishers
+            counts, G_embedding, _ = self.uses[1].moments(seed)
+            A, G = A * G.trace() + G_embedding * counts.trace(), G * A.trace() + counts * G_embedding.trace()
+            G = G / G.trace()
+        return [_blocks(A, self.blocks[0]), _blocks(G, self.blocks[1])]
+
+
+def _limited(new: Tensor, size: Tensor, usual: Tensor, updates: int) -> Tensor:
+    return new / (size / (10 * usual)).clamp(min=1) if updates > 10 and usual > 0 else new
+
+
+def _blocks(C: Tensor, block: int) -> Tensor:
+    """Diagonal blocks of a matrix, the rest zero; block 0: the identity."""
+    index = torch.arange(len(C), device=C.device) // max(block, 1)
+    return C * (index[:, None] == index[None, :]) if block else torch.eye(len(C), device=C.device)
+
+
+def _eigh(C: Tensor, block: int, old: Any = None) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors, block by block: of a diagonal or an identity the latter are the identity. Or one
+    step of orthogonal iteration from ``old`` ones, largest values first, every column at its place."""
+    if old is not None and block > 1:
+        order = old[0].argsort(descending=True, stable=True)
+        Q = torch.linalg.qr(C @ old[1][:, order]).Q[:, order.argsort()]
+        return (Q.T @ C @ Q).diagonal().clamp(min=0), Q
+    if block == 0:
+        return C.new_ones(len(C)), torch.eye(len(C), device=C.device)
+    parts = [torch.linalg.eigh(C[i : i + block, i : i + block]) for i in range(0, len(C), block)]
+    return torch.cat([e for e, _ in parts]).clamp(min=0), torch.block_diag(*(q for _, q in parts))
+
+
+class ReferenceKFAC:
+    """See the module's docstring.
+
+    ``types`` are layer types; "Tied" is an embedding and a head with one weight. ``max_dim`` bounds dense sides,
+    longer ones are kept as ``large`` says. ``parts`` is {linear: (A's block or None, G's block or None)}; a bias stays
+    apart where A is cut. ``rows`` [N, T] and ``terms`` may be set before a step: which rows count, and the number of
+    loss terms. So may ``only``: (layer, "A" or "G") -> bool [N], the examples of the ranks that contribute to it.
+    """
+
+    rows: Tensor | None = None
+    terms: float | None = None
+    only: Any = None
+
+    def __init__(
+        self, model: nn.Module, *, update_interval=1, refresh_interval=1, decay=0.95, damping=1e-3, exact_every=1,
+        damping_kind="tikhonov", kl_clip=1e-3, exclude=(), types=("Linear",), max_dim=None, large="diagonal",
+        exponent=1.0, corrected=None, graft=False, sharing="expand", fisher="empirical", parts=(),
+        method="eigen",
+    ):  # fmt: skip
+        self.update_interval, self.refresh_interval, self.decay = update_interval, refresh_interval, decay
+        self.damping, self.damping_kind, self.kl_clip = damping, damping_kind, kl_clip
+        self.exponent, self.corrected, self.graft = exponent, corrected, graft
+        self.sharing, self.fisher, self.exact_every, self.method = sharing, fisher, exact_every, method
+        self.steps = 0
+        self.nu = 1.0
+        self.scale: Any = None  # of adaptive damping
+        self.layers: dict[str, _Layer] = {}
+
+        def block(dim: int) -> int:
+            small = max_dim is None or dim <= max_dim
+            return dim if small else {"blocks": -(-dim // -(-dim // max_dim)), "diagonal": 1, "identity": 0}[large]
+
+        named = {n: m for n, m in model.named_modules() if n not in exclude and getattr(m, "weight", None) is not None}
+        heads = {id(m.weight): m for m in named.values() if isinstance(m, nn.Linear)}
+        for name, m in named.items():
+            kind = type(m).__name__
+            if not m.weight.requires_grad:
+                continue
+            if isinstance(m, nn.Embedding) and id(m.weight) in heads:
+                if "Tied" in types:
+                    uses = [_Use(self, heads[id(m.weight)]), _Use(self, m)]
+                    self.layers[name] = _Layer(uses, block(m.embedding_dim), 1)
+            elif kind not in types or any(m is use.module for layer in self.layers.values() for use in layer.uses):
+                continue
+            elif kind == "Linear":
+                no_G = fisher == "activations_only"
+                A, G = block(m.in_features + (m.bias is not None)), 0 if no_G else block(m.out_features)
+                use = _Use(self, m)
+                if name in parts:
+                    A, G = (part or side for part, side in zip(parts[name], (A, G), strict=True))
+                    use.bias = use.bias and not parts[name][0]
+                self.layers[name] = _Layer([use], A, G)
+            elif kind == "Embedding":
+                self.layers[name] = _Layer([_Use(self, m)], 1, block(m.embedding_dim))
+            else:
+                self.layers[name] = _Layer([_Use(self, m)], 2 if kind == "LayerNorm" else 1, 0)
+        for name, layer in self.layers.items():
+            for use in layer.uses:
+                use.name = name
+
+    @property
+    def factors(self) -> dict[str, list[Tensor]]:
+        return {name: layer.factors for name, layer in self.layers.items()}
+
+    def means(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean eigenvalues of A, of G and of the Fisher that damping is relative to."""
+        layer = self.layers[name]
+        return layer.bases[0][0].mean(), layer.bases[1][0].mean(), layer.e.mean()
+
+    def sampled(self, loss: Tensor) -> None:
+        """Monte-Carlo Fisher: G from a loss on labels drawn from the model, before the true backward."""
+        uses = [use for layer in self.layers.values() for use in layer.uses]
+        outputs = [output for use in uses for output in use.outputs]
+        gradients = iter(torch.autograd.grad(loss, [y for _, y, _ in outputs], retain_graph=True))
+        for use in uses:
+            for x, _, shape in use.outputs:
+                use.add(x, next(gradients).view(shape))
+            use.outputs.clear()
+
+    def update(self, seed: float = 1.0) -> None:
+        """Fold this step's rows into the factors and decompose them, if due."""
+        if self.steps % self.update_interval == 0:
+            for layer in self.layers.values():
+                if layer.uses[0].pairs:
+                    layer.fold(seed, self.decay)
+        if self.steps % self.refresh_interval == 0:
+            for layer in [layer for layer in self.layers.values() if layer.factors]:
+                layer.damping = self.damping
+                old = [Q for _, Q in layer.bases] or [torch.eye(len(C), device=C.device) for C in layer.factors]
+                exact = self.steps // self.refresh_interval % self.exact_every == 0
+                parts = zip(layer.factors, layer.blocks, [None] * 2 if exact else layer.bases, strict=True)
+                layer.bases = [_eigh(*part) for part in parts]
+                RA, RG = (new.T @ before for (_, new), before in zip(layer.bases, old, strict=True))
+                if isinstance(layer.m, Tensor) and self.method != "root":
+                    layer.m = RG @ layer.m @ RA.T
+        for use in [use for layer in self.layers.values() for use in layer.uses]:
+            use.pairs.clear()
+        self.steps += 1
+
+    def step(self, lr: float, grad_scale: float = 1.0, seed: float = 1.0, clip: float = 1.0) -> None:
+        """Replace every layer's ``.grad``, which will be divided by ``grad_scale``, by its K-FAC gradient. ``seed``
+        scaled the loss that was differentiated, ``clip`` the gradients."""
+        self.update(seed)
+        results, rotated, quadratic = {}, {}, 0.0
+        for name, layer in self.layers.items():
+            dW, ((alpha, QA), (beta, QG)) = layer.matrix(), layer.bases
+            R, layer.e = QG.T @ dW @ QA, torch.outer(beta, alpha)
+            rotated[name] = dW, R
+            if self.corrected:
+                layer.k += 1
+                r = min(1 - 1 / layer.k, self.corrected)
+                new, old = layer.terms * (R / grad_scale / clip) ** 2, layer.S + torch.zeros_like(R)
+                layer.S = layer.e = r * old + (1 - r) * _limited(new, new.sum(), old.sum(), layer.k)
+        products = [(R.numel(), self.means(name)[0] * self.means(name)[1]) for name, (_, R) in rotated.items()]
+        model_mean = sum(n * mean for n, mean in products) / sum(n for n, _ in products)
+        for name, layer in self.layers.items():
+            (dW, R), ((alpha, QA), (beta, QG)) = rotated[name], layer.bases
+            mean_A, mean_G, mean = self.means(name)
+            mean = {"relative": mean, "model": max(mean, model_mean)}.get(self.damping_kind, 1)
+            damped = layer.e + self.damping * mean
+            if self.method == "inverse" or self.damping_kind == "adaptive":  # either factor damped by itself
+                if self.damping_kind == "adaptive":
+                    self.scale = self.scale or float(model_mean)
+                    mean, layer.damping = self.scale, self.damping
+                root, pi = (layer.damping * mean) ** 0.5, (mean_A / mean_G) ** 0.5
+                damped = torch.outer(beta + root / pi, alpha + pi * root)
+            V = QG @ (R / damped**self.exponent) @ QA.T
+            results[name] = V = V * (dW.norm() / V.norm()) if self.graft else V
+            quadratic += float((V * dW).sum()) * (lr / grad_scale) ** 2
+        self.nu = min(1.0, (self.kl_clip / quadratic) ** 0.5) if self.kl_clip and quadratic else 1.0
+        for name, layer in self.layers.items():
+            layer.write(self.nu * results[name])
+
+    def adam(
+        self, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, *, seed: float = 1.0, nesterov=False,
+        orthogonal=(), size=27.0, whiten=0.125, whiten_damping=0.01, spectral=True, ratio=1.0, heads=(),
+    ) -> None:  # fmt: skip
+        """KFACAdamW: replace every layer's ``.grad``, unscaled and clipped, by Adam's direction in its eigenbasis; by
+        None where it is zero. ``orthogonal`` names the layers whose direction is orthogonalized, between A^-whiten,
+        to singular values (``spectral``) or entries of that ``size``; others' but ``heads``' is times ``ratio``."""
+        self.update(seed)
+        for name, layer in self.layers.items():
+            dW = layer.matrix()
+            if not dW.any():
+                layer.module.zero_grad(set_to_none=True)
+                continue
+            (alpha, QA), (_, QG) = layer.bases
+            whitening = QA @ torch.diag((alpha / alpha.mean() + whiten_damping) ** -whiten) @ QA.T
+            if self.method == "root":
+                QA, QG = torch.eye(len(QA)).to(QA), torch.eye(len(QG)).to(QG)
+            R = QG.T @ dW @ QA
+            b1, b2, layer.k = *betas, layer.k + 1
+            layer.m = b1 * layer.m + (1 - b1) * R
+            layer.v = b2 * layer.v + (1 - b2) * R**2
+            m, v = layer.m / (1 - b1**layer.k), layer.v / (1 - b2**layer.k)
+            if nesterov:
+                m = b1 * layer.m / (1 - b1 ** (layer.k + 1)) + (1 - b1) * R / (1 - b1**layer.k)
+            U = QG @ (m / (v.sqrt() + eps)) @ QA.T
+            if name in orthogonal:
+                X = U @ whitening
+                X = X / X.norm()
+                for _ in range(5):
+                    X = 3.4445 * X - 4.7750 * X @ X.T @ X + 2.0315 * X @ X.T @ X @ X.T @ X
+                X = X @ whitening
+                rms = size / X.shape[1] ** 0.5 if spectral else size
+                U = rms * X / X.square().mean().sqrt() * (U.square().mean().sqrt() / 0.03).clamp(max=1)
+            else:
+                U = U * (max(ratio * 128 / U.shape[1], 1) if spectral and name in heads else ratio)
+            layer.write(U)

@@ -1,0 +1,284 @@
+"""What the config leaves open is chosen by prediction; what it asks for is done or refused with a reason."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ds_kfac.assignment.cost_model import BUILTIN
+from ds_kfac.curvature.side import Side
+from ds_kfac.plan import choices
+from ds_kfac.plan.make_plan import Setting, make_plan
+from ds_kfac.plan.plan import Plan, sharing_candidates
+from ds_kfac.schedule.adaptive import AdaptiveRule
+from tests.choices import chosen, resolved
+from tests.layer_tables import gpt2_small, tied, zero_shards
+
+LAYERS, FACTORS = gpt2_small(blocks=2, width=64)
+COSTS = BUILTIN["cpu"]
+SLOW_LINK, FAST_LINK = (replace(COSTS, link_bytes=rate, link_seconds=0.0) for rate in (1e6, 1e15))
+FP32 = Setting(world=4, held=None, parameters=torch.float32, gradients=torch.float32, moments=0)
+BF16 = replace(FP32, parameters=torch.bfloat16, gradients=torch.bfloat16)
+ZERO = replace(FP32, held=zero_shards(LAYERS, 4))
+
+
+def plan(setting: Setting = FP32, costs=COSTS, model=LAYERS, **config) -> Plan:
+    config["factor"] = {"rows": "all", **config.get("factor", {})}
+    return make_plan(model, setting, resolved(config), costs)
+
+
+# inverses in place of eigenbases
+
+INVERSE = {"method": "inverse"}
+
+
+def test_tikhonov_inverses_keep_a_layer_together_and_its_a_to_itself():
+    tikhonov = {"kind": "tikhonov"}
+    made = plan(preconditioner=INVERSE, damping=tikhonov, assignment={"gradient_worker_fraction": 1.0})
+    assert made.method == "inverse" and made.paired and not made.shares
+    ranks = made.assignment.decomposers
+    assert all(ranks[f"{layer.name}/A"] == ranks[f"{layer.name}/G"] for layer in LAYERS)
+    assert [reason for reason in made.reasons if "do not share A (layers.share_inputs)" in reason]
+    given = plan(preconditioner=INVERSE, damping=tikhonov, layers={"share_inputs": False})
+    assert not any("share" in reason for reason in given.reasons), "it was not asked for"
+
+
+def test_relative_inverses_may_be_anywhere():
+    fraction = {"gradient_worker_fraction": 1.0}
+    made, eigen = plan(preconditioner=INVERSE, assignment=fraction), plan(assignment=fraction)
+    assert made.shares and not made.paired and made.reasons == ()
+    ranks = made.assignment.decomposers
+    assert any(ranks[f"{layer.name}/A"] != ranks[f"{layer.name}/G"] for layer in LAYERS)
+    assert sum(made.assignment.memory) < sum(eigen.assignment.memory), "no eigenvalues"
+    assert max(made.assignment.loads) < max(eigen.assignment.loads)
+
+
+def test_layers_share_the_inverse_of_a_only_if_g_is_the_identity_for_all_or_none():
+    """Its damping is in A's inverse then."""
+    first, second = (replace(layer, A=Side.dense(9)) for layer in LAYERS[:2])
+    for other, alike in ((second, True), (replace(second, G=Side.identity(second.dim_G)), False)):
+        for method, same in (("eigen", True), ("inverse", alike)):
+            kinds = sharing_candidates((replace(first, uses=second.uses), other), method)
+            assert (len(set(kinds.values())) == 1) == same, (method, alike)
+
+
+# how many ranks precondition a layer
+
+
+@pytest.mark.parametrize(("fraction", "workers"), [(0.01, 1), (0.25, 1), (0.5, 2), (1, 4), (0.499, 2)])
+def test_a_given_fraction_is_taken_without_a_word(fraction, workers):
+    made = plan(assignment={"gradient_worker_fraction": fraction})
+    assert made.workers == workers and made.reasons == ()
+    assert {len(ranks) for ranks in made.assignment.workers.values()} == {workers}
+
+
+def test_a_fraction_that_does_not_divide_the_world_is_refused_with_those_that_do():
+    with pytest.raises(ValueError, match=r"^kfac\.assignment\.gradient_worker_fraction: .*got 0\.7, .*4 ranks.*0\.5 "):
+        plan(assignment={"gradient_worker_fraction": 0.7})
+
+
+@pytest.mark.parametrize("costs", [SLOW_LINK, COSTS, FAST_LINK], ids=["slow link", "builtin", "fast link"])
+def test_without_a_fraction_the_fastest_is_taken_and_all_that_were_tried_are_named(costs):
+    given = {n: plan(costs=costs, assignment={"gradient_worker_fraction": n / 4}).assignment for n in (1, 2, 4)}
+    best = min(given, key=lambda n: max(given[n].loads))
+    made = plan(costs=costs)
+    assert made.workers == best and made.assignment == given[best]
+    (reason,) = made.reasons
+    assert reason.startswith(f"{best} of 4 ranks precondition a layer: predicted per step and rank ")
+    for n, assignment in given.items():
+        assert f"{n}/4: {max(assignment.loads) * 1e3:.3g} ms and {max(assignment.memory):,} bytes" in reason
+
+
+def fits_in(made: Plan) -> int:
+    """Bytes of the fullest rank: state, and what a step takes beside it."""
+    beside = made.work.beside(made.assignment.workers, made.assignment.decomposers)
+    return max(state + more for state, more in zip(made.assignment.memory, beside, strict=True))
+
+
+def test_a_slow_link_wants_many_workers_and_costly_memory_few():
+    assert plan(costs=SLOW_LINK).workers == 4
+    memory = {n: fits_in(plan(assignment={"gradient_worker_fraction": n / 4})) for n in (1, 2, 4)}
+    assert memory[1] < memory[2] < memory[4]
+    for fits, over, allowed in ((2, 1, (memory[2] + memory[4]) / 2), (1, 2, (memory[1] + memory[2]) / 2)):
+        made = plan(costs=SLOW_LINK, assignment={"memory_budget_gb": allowed / 1e9})
+        assert made.workers <= fits and fits_in(made) <= allowed
+        assert f"{over} more over the budget of {allowed / 1e9} GB" in made.reasons[0]
+
+
+@pytest.mark.parametrize("setting", [FP32, ZERO], ids=["replicated", "zero"])
+@pytest.mark.parametrize("fraction", [None, 0.25])
+def test_a_budget_that_nothing_fits_names_what_is_needed(setting, fraction):
+    with pytest.raises(ValueError) as error:
+        plan(setting, assignment={"memory_budget_gb": 1e-5, "gradient_worker_fraction": fraction})
+    message = str(error.value)
+    assert message.startswith("kfac.assignment.memory_budget_gb: ") and "the memory cap is 10000 bytes" in message
+    needed = int(message.split("needs ")[1].split(" ")[0])
+    with pytest.raises(ValueError) as error:  # for the state, but a step needs more
+        plan(setting, assignment={"memory_budget_gb": needed / 1e9, "gradient_worker_fraction": fraction})
+    more = int(str(error.value).split("needs ")[1].split(" ")[0])
+    assert needed < more == fits_in(plan(setting, assignment={"memory_budget_gb": more / 1e9}))
+
+
+def test_moments_count_against_the_budget():
+    without = fits_in(plan(ZERO))
+    with pytest.raises(ValueError, match="memory_budget_gb"):
+        plan(replace(ZERO, moments=2), assignment={"memory_budget_gb": without / 1e9})
+
+
+def test_partitioned_gradients_have_one_worker_and_refuse_more():
+    made = plan(ZERO)
+    assert made.workers == 1 and made.reasons == ()
+    assert plan(ZERO, assignment={"gradient_worker_fraction": 0.25}).assignment == made.assignment
+    for fraction in (0.5, 1.0):
+        with pytest.raises(ValueError, match=rf"gradient_worker_fraction is {fraction}, but this ZeRO stage .* null"):
+            plan(ZERO, assignment={"gradient_worker_fraction": fraction})
+
+
+def test_one_rank_is_all_of_them():
+    alone = replace(FP32, world=1)
+    assert plan(alone).workers == plan(alone, assignment={"gradient_worker_fraction": 1}).workers == 1
+    assert plan(replace(ZERO, world=1, held=zero_shards(LAYERS, 1)), assignment={"gradient_worker_fraction": 1})
+    assert plan(alone).reasons == ()
+
+
+@pytest.mark.parametrize("setting", [FP32, ZERO], ids=["replicated", "zero"])
+def test_a_layer_s_factors_are_split_only_if_bases_travel_anyway(setting):
+    def split(made: Plan) -> int:
+        where = made.assignment.decomposers
+        return sum(where[f"{layer.name}/A"] != where[f"{layer.name}/G"] for layer in LAYERS)
+
+    assert split(plan(setting, assignment={"gradient_worker_fraction": 0.25})) == 0
+    if setting.held is None:
+        several = {"gradient_worker_fraction": 1}
+        assert split(plan(setting, assignment=several)) > 0
+
+
+# dtypes
+
+
+def wire(*arguments, **config) -> torch.dtype:
+    return plan(*arguments, **config).wire
+
+
+def test_the_wire_has_16_bits_if_the_model_has_and_the_traffic_is_costly():
+    made = plan(BF16, SLOW_LINK)
+    assert made.wire == torch.bfloat16 and "bf16 on the wire: batch sums are predicted to cost " in made.reasons[-1]
+    assert wire(replace(BF16, parameters=torch.float16), SLOW_LINK) == torch.bfloat16
+    assert wire(BF16, FAST_LINK) == torch.float32
+    assert wire(FP32, SLOW_LINK) == torch.float32
+    alone = replace(BF16, world=1)
+    assert wire(alone, SLOW_LINK) == torch.float32
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_a_given_dtype_is_taken_without_a_word(name, dtype):
+    for setting, costs in ((FP32, FAST_LINK), (BF16, SLOW_LINK)):
+        made = plan(setting, costs, communication={"dtype": name}, assignment={"gradient_worker_fraction": 0.25})
+        assert made.wire == dtype and made.reasons == ()
+
+
+@pytest.mark.parametrize(
+    ("stored", "given", "expected"),
+    [
+        (torch.float32, None, (torch.float32, torch.float32)),
+        (torch.bfloat16, None, (torch.bfloat16, torch.float32)),
+        (torch.float32, "bf16", (torch.bfloat16, torch.bfloat16)),
+        (torch.bfloat16, "bf16", (torch.bfloat16, torch.bfloat16)),
+        # what is stored in 16 bits gains nothing by more, and fp16 is no smaller in bf16
+        (torch.bfloat16, "fp32", (torch.bfloat16, torch.float32)),
+        (torch.float16, "bf16", (torch.float16, torch.bfloat16)),
+    ],
+)
+def test_gradients_travel_as_they_are_stored_unless_less_is_asked_for(stored, given, expected):
+    made = plan(replace(FP32, gradients=stored), communication={"gradient_dtype": given})
+    assert made.gradient_dtypes == expected
+
+
+# when
+
+
+COSTLY = replace(COSTS, eigh_seconds=((16, 0.02),))
+"""An eigh that takes long: everything at once is over 50 ms."""
+
+
+def offsets(costs=COSTS, **config) -> dict[str, int]:
+    return dict(plan(costs=costs, **config).offsets)
+
+
+def test_refreshes_are_spread_if_they_take_long_or_if_asked_for():
+    assert offsets() == {}
+    assert set(offsets(COSTLY)) == {factor.key for factor in FACTORS} == set(offsets(eigenbasis={"stagger": True}))
+    assert offsets(COSTLY, eigenbasis={"stagger": False}) == {}
+    config = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 1, "stagger": True}}
+    assert offsets(COSTLY, **config) == {}, "an interval of one step has nothing to spread over"
+
+
+def test_the_reason_for_spreading_names_both_worst_steps():
+    made = plan(ZERO, COSTLY)
+    at_once = [0.0] * 4
+    for factor in FACTORS:
+        at_once[made.assignment.decomposers[factor.key]] += COSTLY.decompose(factor.side)
+    (reason,) = made.reasons
+    assert "refreshes spread over 50 steps" in reason and f"instead of {max(at_once) * 1e3:.3g} ms" in reason
+    assert max(made.offsets.values()) < 50 and len(set(made.offsets.values())) > 1
+
+
+def test_intervals_are_those_of_the_long_run():
+    config = {
+        "factor": {"update_interval": {"schedule": "piecewise", "values": [1, 4], "steps": [30]}},
+        "eigenbasis": {"refresh_interval": 8, "stagger": True},
+    }
+    made = plan(**config)
+    assert {offset % 4 for offset in made.offsets.values()} == {0, 1, 2, 3} and max(made.offsets.values()) < 8
+
+
+def test_a_tied_layer_s_factors_have_one_offset():
+    layers = [tied(LAYERS[0]), *LAYERS[1:]]
+    made = plan(model=layers, eigenbasis={"stagger": True})
+    name = layers[0].name
+    assert made.offsets[f"{name}/A"] == made.offsets[f"{name}/G"]
+    assert made.assignment.decomposers[f"{name}/A"] == made.assignment.decomposers[f"{name}/G"]
+
+
+# taken over as they are
+
+
+def test_options_are_off_unless_asked_for():
+    made = plan()
+    assert made.adaptive is None and made.exact_every == 1 and made.lag == 0 and made.shares
+    made = plan(
+        adaptive={"enabled": True, "tolerance": 0.3},
+        eigenbasis={"lag": 2},
+        layers={"share_inputs": False},
+    )
+    assert made.adaptive == AdaptiveRule(0.3) and made.lag == 2 and not made.shares
+    with chosen({"plan": {"exact_every": 5}}):
+        made = plan()
+    assert made.exact_every == 5
+    assert any("one refresh in 5 is exact" in reason for reason in made.reasons)
+
+
+LONG = {name: replace(BUILTIN[name], eigh_seconds=((8, 0.3), (16, 2.4))) for name in ("cpu", "cuda")}
+
+
+def test_long_refreshes_are_late_and_mostly_qr_steps_on_a_gpu_alone():
+    for name, costs in LONG.items():
+        made, gpu = plan(costs=costs), name == "cuda"
+        assert made.offsets and made.lag == (10 if gpu else 0) and made.exact_every == (4 if gpu else 1)
+        assert any("take effect 10 steps later" in reason for reason in made.reasons) == gpu
+        assert any("one refresh in 4 is exact" in reason for reason in made.reasons) == gpu
+    assert plan(costs=LONG["cuda"], eigenbasis={"lag": 0}).lag == 0
+    every = {"update_interval": 1}, {"refresh_interval": 1}
+    assert plan(costs=LONG["cuda"], factor=every[0], eigenbasis=every[1]).lag == 0, "no refresh interval is longer"
+    short = plan(costs=BUILTIN["cuda"])
+    assert short.lag == 0 and short.exact_every == 1
+
+
+def test_layers_are_stacked_on_gpus_where_there_are_eigenbases():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert choices.stacks(gpu, "eigen") and not choices.stacks(cpu, "eigen") and not choices.stacks(gpu, "inverse")
+
+
+def test_the_same_input_gives_the_same_plan():
+    """On every rank."""
+    assert plan(BF16, COSTLY) == plan(BF16, COSTLY)

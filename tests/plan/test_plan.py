@@ -1,0 +1,112 @@
+"""The plan of a run, and what becomes of it when layers are found to share their inputs."""
+
+import pytest
+import torch
+
+from ds_kfac.assignment.cost_model import BUILTIN
+from ds_kfac.assignment.factor_spec import factors_by_layer
+from ds_kfac.curvature.side import Side
+from ds_kfac.model.layers.base import LayerSpec, Use
+from ds_kfac.plan.make_plan import Setting, make_plan
+from ds_kfac.plan.plan import Plan
+from ds_kfac.zero.relayout import source
+from tests.choices import resolved
+from tests.layer_tables import llama, tied, zero_shards
+
+LAYERS, _ = llama(blocks=2, width=32, inner=80, key_width=8)
+GROUPS = [
+    tuple(f"{block}.{name}" for name in names) for block in range(2) for names in (("q", "k", "v"), ("gate", "up"))
+]
+FOLLOWERS = {name for group in GROUPS for name in group[1:]}
+
+
+def plan(world: int = 4, fraction: float | None = None, model=LAYERS, zero: bool = False, **config) -> Plan:
+    held = zero_shards(model, world) if zero else None
+    setting = Setting(world, held, torch.float32, torch.float32, moments=0)
+    config = {"assignment": {"gradient_worker_fraction": fraction}} | config
+    return make_plan(model, setting, resolved(config), BUILTIN["cpu"])
+
+
+@pytest.mark.parametrize(("world", "workers"), [(1, 1), (4, 1), (4, 2), (4, 4), (6, 2), (6, 3)])
+def test_rows_cover_all_ranks_and_each_has_every_layer_once(world, workers):
+    made = plan(world, workers / world)
+    assert made.workers == workers and len(made.rows) == workers
+    assert [rank for row in made.rows for rank in row] == list(range(world))
+    for name, ranks in made.assignment.workers.items():
+        for row in made.rows:
+            assert len(set(row) & set(ranks)) == 1, name
+            assert {source(ranks, rank, world) for rank in row} == set(row) & set(ranks)
+
+
+# sharing
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_sharing_moves_nothing_and_drops_the_followers_factors(zero):
+    before = plan(zero=zero, eigenbasis={"stagger": True})
+    after = before.sharing(GROUPS)
+    gone = {f"{name}/A" for name in FOLLOWERS}
+    assert {f.key for f in before.assignment.factors} - {f.key for f in after.assignment.factors} == gone
+    assert (after.assignment.decomposers, after.offsets) == (before.assignment.decomposers, before.offsets)
+    assert after.assignment.workers == before.assignment.workers
+    assert (after.layers, after.schedule, after.wire) == (before.layers, before.schedule, before.wire)
+    assert set(after.timetable().keys) == set(after.together) == set(before.together) - gone
+    assert after.sharing(()) == before, "and back"
+
+
+def test_every_layer_finds_its_factor_after_sharing():
+    by_layer = factors_by_layer(plan().sharing(GROUPS).assignment.factors)
+    for group in GROUPS:
+        assert {by_layer[name]["A"].key for name in group} == {f"{group[0]}/A"}
+        assert by_layer[group[0]]["A"].layers == group
+    assert all(by_layer[layer.name]["G"].key == f"{layer.name}/G" for layer in LAYERS)
+
+
+def test_no_groups_change_nothing():
+    before = plan(eigenbasis={"stagger": True})
+    assert before.sharing([]) == before
+
+
+def layer(name: str, *, kind: str = "Linear", bias: bool = False, A: Side | None = None) -> LayerSpec:
+    A, G = A or Side.dense(6), Side.dense(3)
+    return LayerSpec(name, f"{name}.weight", f"{name}.bias" if bias else None, A, G, (Use(name, kind, A, G, bias),))
+
+
+def test_candidates_are_layers_whose_rows_are_their_inputs():
+    layers = [
+        layer("linear"),
+        layer("with_bias", bias=True),
+        layer("conv1d", kind="Conv1D"),
+        layer("wide", A=Side.diagonal(9)),
+        layer("identity", A=Side.identity(9)),
+        layer("embedding", kind="Embedding"),
+        layer("norm", kind="LayerNorm"),
+        tied(layer("tied")),
+    ]
+    candidates = plan(model=layers).sharing_candidates
+    assert list(candidates) == ["linear", "with_bias", "conv1d", "wide"]
+    # a 1 for the bias is a row's last entry: 5 inputs and a 1 are not 6 inputs
+    assert candidates["linear"] == candidates["conv1d"] != candidates["with_bias"]
+    assert plan(model=layers, layers={"share_inputs": False}).sharing_candidates == {}
+
+
+# units
+
+
+def test_factors_of_a_tied_layer_are_one_unit():
+    layers = [tied(LAYERS[0]), *LAYERS[1:]]
+    made = plan(model=layers, eigenbasis={"stagger": True})
+    name = layers[0].name
+    assert made.together[f"{name}/A"] == (f"{name}/A", f"{name}/G") and f"{name}/G" not in made.together
+    assert made.unit[f"{name}/G"] == f"{name}/A" and made.unit["0.k/G"] == "0.k/G"
+    assert made.expanded(frozenset([f"{name}/A", "0.k/G"])) == {f"{name}/A", f"{name}/G", "0.k/G"}
+    assert made.expanded(frozenset(made.together)) == {factor.key for factor in made.assignment.factors}
+
+
+def test_the_timetable_follows_the_offsets_of_the_units():
+    made = plan(eigenbasis={"stagger": True}, burn_in={"steps": 0})
+    table = made.timetable()
+    assert len(set(made.offsets.values())) > 3
+    for step in range(50, 150):
+        due = made.expanded(table.due(step).refresh)
+        assert due == {key for key, offset in made.offsets.items() if step % 50 == offset}

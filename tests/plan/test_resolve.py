@@ -1,0 +1,89 @@
+"""Every null is answered once: from other keys here, from predicted costs in the plan."""
+
+import pytest
+
+from ds_kfac.config.kfac import parse
+from ds_kfac.directions.kfac_gradient_rule import KFACGradientRule
+from ds_kfac.plan.resolve import resolve
+from ds_kfac.schedule.intervals import Value
+
+NONE = {"factor.prediction", "factor.rows", "factor.sample_rows", "assignment.memory_budget_gb"} | {"assignment.costs"}
+"""Null is a value of these: the model's own output, so many rows as a factor needs, all rows, no limit."""
+PLANNED = {
+    "eigenbasis.lag",
+    "eigenbasis.stagger",
+    "preconditioner.precision",
+    "assignment.gradient_worker_fraction",
+    "communication.dtype",
+    "communication.gradient_dtype",
+}
+"""Answered by the plan."""
+BUILT = {"ops.backend"}
+"""Answered by what can be built on the ranks."""
+
+
+def nulls(config) -> set[str]:
+    blocks = ((name, getattr(config, name)) for name in type(config).model_fields)
+    return {
+        f"{name}.{key}"
+        for name, block in blocks
+        if hasattr(block, "model_fields_set")
+        for key in type(block).model_fields
+        if getattr(block, key) is None
+    }
+
+
+def test_no_null_is_left_but_for_the_plan():
+    config, reasons = resolve(parse({}), fisher="empirical", blocks=("damping", "preconditioner", "adam"))
+    assert nulls(config) == NONE | PLANNED | BUILT
+    assert {reason.split()[0] for reason in reasons} == nulls(parse({})) - nulls(config)
+
+
+def test_what_is_given_stays_and_has_no_reason():
+    block = {
+        "factor": {"fisher": "monte_carlo", "dense_max": 50, "max_dim": 100},
+        "eigenbasis": {"refresh_interval": 20},
+        "damping": {"kind": "relative", "value": 0.5},
+        "preconditioner": {"kl_clip": 0.0, "eigenvalues": "kronecker"},
+        "layers": {"types": ["Embedding"]},
+        "adam": {"size": 2.0},
+    }
+    config, reasons = resolve(parse(block), fisher="empirical")
+    assert reasons == ()
+    assert config == parse(block)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "block", "eigenvalues"),
+    [
+        ("AdamW", {}, "corrected"),
+        ("DeepSpeedCPUAdam", {}, "corrected"),
+        ("FusedLamb", {}, "corrected"),
+        ("SGD", {}, "kronecker"),
+        ("AdamW", {"preconditioner": {"eigenvalues": "kronecker"}}, "kronecker"),
+        ("AdamW", {"preconditioner": {"method": "inverse"}}, "kronecker"),
+        ("SGD", {"preconditioner": {"step": "quadratic"}}, "kronecker"),
+    ],
+)
+def test_eigenvalues_follow_the_optimizer(optimizer, block, eigenvalues):
+    config, _ = KFACGradientRule().resolved(parse(block), optimizer)
+    assert config.preconditioner.eigenvalues == eigenvalues
+
+
+@pytest.mark.parametrize(
+    ("block", "key", "value"),
+    [
+        ({"damping": {"kind": "tikhonov"}}, ("damping", "value"), Value.constant(1e-3)),
+        ({"preconditioner": {"graft": "norm"}}, ("preconditioner", "kl_clip"), Value.constant(0.0)),
+        ({"factor": {"update_interval": 3}}, ("eigenbasis", "refresh_interval"), Value.constant(15)),
+    ],
+)
+def test_answers_follow_other_keys(block, key, value):
+    config, _ = resolve(parse(block), fisher="empirical")
+    assert getattr(getattr(config, key[0]), key[1]) == value
+
+
+def test_no_reason_for_blocks_that_this_rule_does_not_read():
+    _, reasons = resolve(parse({}), fisher="activations_only", blocks=("adam",))
+    assert not any(reason.startswith(("damping", "preconditioner")) for reason in reasons)
+    assert "factor.fisher activations_only (this optimizer's)" in reasons

@@ -1,0 +1,55 @@
+"""SP-NGD's schedule against its formulas, and its velocity against torch's."""
+
+import pytest
+import torch
+
+from ds_kfac.schedule.rates import PolynomialDecay
+
+
+def sgd(rate=0.03, momentum=0.97) -> torch.optim.SGD:
+    return torch.optim.SGD([torch.nn.Parameter(torch.ones(3, dtype=torch.float64))], lr=rate, momentum=momentum)
+
+
+def test_the_rate_follows_its_formula_and_momentum_the_rate():
+    optimizer = sgd()
+    schedule = PolynomialDecay(optimizer, start=3, end=13, power=3.5, ties_momentum=True)
+    for step in range(20):
+        part = (1 - min(max(step - 3, 0), 10) / 10) ** 3.5
+        group = optimizer.param_groups[0]
+        assert group["lr"] == pytest.approx(0.03 * part) and group["momentum"] == pytest.approx(0.97 * part)
+        assert schedule.get_last_lr() == [group["lr"]]
+        schedule.step()
+
+
+def test_training_is_that_of_the_papers_velocity():
+    optimizer = sgd(0.1, 0.9)
+    (w,) = optimizer.param_groups[0]["params"]
+    schedule = PolynomialDecay(optimizer, end=30, power=2.0, ties_momentum=True)
+    theirs, v, last = w.detach().clone(), torch.zeros(3, dtype=torch.float64), None
+    for step in range(25):
+        g = torch.sin(torch.arange(3.0, dtype=torch.float64) + step)
+        rate = 0.1 * (1 - step / 30) ** 2
+        v = (0.9 * rate / 0.1) * (1.0 if last is None else rate / last) * v - rate * g
+        theirs, last = theirs + v, rate
+        w.grad = g
+        optimizer.step()
+        schedule.step()
+    torch.testing.assert_close(w.detach(), theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_it_resumes():
+    optimizer, other = sgd(), sgd()
+    schedule, resumed = (PolynomialDecay(each, end=10, power=2.0, ties_momentum=True) for each in (optimizer, other))
+    for _ in range(4):
+        schedule.step()
+    resumed.load_state_dict(schedule.state_dict())
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] < 0.03
+    schedule.step()
+    resumed.step()
+    assert other.param_groups[0]["momentum"] == optimizer.param_groups[0]["momentum"]
+
+
+@pytest.mark.parametrize("wrong", [{"end": 0}, {"start": 5, "end": 5}, {"end": 3, "power": -1.0}])
+def test_what_cannot_be_is_refused(wrong):
+    with pytest.raises(ValueError, match="0 <= start < end"):
+        PolynomialDecay(sgd(), **wrong)

@@ -1,0 +1,190 @@
+"""Which factors are due, against a simulation that walks all steps."""
+
+import json
+import random
+
+import pytest
+
+from ds_kfac.schedule.adaptive import AdaptiveRule
+from ds_kfac.schedule.intervals import BurnIn, Schedule, Value
+from ds_kfac.schedule.timetable import FactorsDue, Timetable
+
+KEYS = ("a/A", "a/G", "b/A", "b/G", "c/A")
+OFFSETS = {"a/G": 3, "b/A": 10, "b/G": 47}
+PLAIN = Schedule(Value.constant(5), Value.constant(50))
+SCHEDULES = {
+    "plain": PLAIN,
+    "burn_in": Schedule(Value.constant(5), Value.constant(50), BurnIn(30, 1, 5)),
+    "ramps": Schedule(Value.ramp("linear", 1, 6, 80), Value.ramp("linear", 3, 40, 100), BurnIn(10, 1, 3)),
+}
+SAME = dict.fromkeys(KEYS, (True, True))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_every_factor_follows_its_displaced_schedule_in_any_order_of_asking(schedule):
+    table = Timetable(schedule, KEYS, offsets=OFFSETS)
+    expected = {key: schedule.displaced(OFFSETS.get(key, 0)) for key in KEYS}
+    for step in random.Random(0).choices(range(400), k=300):
+        due = table.due(step)
+        assert due.capture == {key for key in KEYS if expected[key].due(step).capture}
+        assert due.refresh == {key for key in KEYS if expected[key].due(step).refresh}
+        assert table.captures_possible(step) == bool(due.capture)
+        assert all(table.multiplier(key) == 1 for key in KEYS)
+
+
+def test_equal_sets_are_one_object():
+    table = Timetable(PLAIN, KEYS, offsets=OFFSETS)
+    seen: dict[FactorsDue, FactorsDue] = {}
+    for step in range(300):
+        due = table.due(step)
+        assert seen.setdefault(due, due) is due
+    assert len(seen) < 12
+    thinned = Timetable(PLAIN, KEYS, adaptive=AdaptiveRule())
+    held = [thinned.due(step) for step in (0, 5, 10, 1, 2)]
+    assert held[1] is held[2] and held[3] is held[4]
+
+
+def test_an_offset_of_no_factor_is_a_mistake():
+    with pytest.raises(AssertionError, match="typo/A"):
+        Timetable(PLAIN, KEYS, offsets={"typo/A": 1})
+
+
+# adaptive
+
+
+def walked(table: Timetable, steps: range, similar) -> list[FactorsDue]:
+    """Applied steps one by one; ``similar(step, key)`` are the flags of a captured factor."""
+    result = []
+    for step in steps:
+        due = table.due(step)
+        table.record(step, due, {key: similar(step, key) for key in due.capture})
+        result.append(due)
+    return result
+
+
+def captured(dues: list[FactorsDue], key: str) -> list[int]:
+    return [step for step, due in enumerate(dues) if key in due.capture]
+
+
+def test_a_factor_that_never_changes_is_captured_after_1_2_3_5_8_intervals():
+    table = Timetable(PLAIN, KEYS, adaptive=AdaptiveRule())
+    dues = walked(table, range(300), lambda step, key: (step > 0, step > 5))
+    # the first two captures have nothing, or only one refresh, to be compared with
+    assert captured(dues, "a/A") == [5 * n for n in (0, 1, 2, 4, 7, 12, 20, 33, 54)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_factors_that_always_change_follow_their_schedule(schedule):
+    adaptive = Timetable(schedule, KEYS, offsets=OFFSETS, adaptive=AdaptiveRule())
+    plain = Timetable(schedule, KEYS, offsets=OFFSETS)
+    dues = walked(adaptive, range(400), lambda step, key: (False, False))
+    assert dues == [plain.due(step) for step in range(400)]
+    assert adaptive.skipped == 0 and adaptive.captured == sum(len(due.capture) for due in dues)
+
+
+def test_the_rule_starts_at_the_end_of_the_burn_in():
+    table = Timetable(SCHEDULES["burn_in"], KEYS, adaptive=AdaptiveRule())
+    dues = walked(table, range(100), lambda step, key: (True, True))
+    assert captured(dues, "a/A") == [*range(31), 40, 55, 80]
+
+
+def test_flags_are_not_needed_during_the_burn_in():
+    table = Timetable(SCHEDULES["burn_in"], KEYS, adaptive=AdaptiveRule())
+    for step in range(30):
+        table.record(step, table.due(step), {})
+    with pytest.raises(KeyError):
+        table.record(30, table.due(30), {})
+
+
+def test_a_refresh_that_was_sat_out_comes_with_the_next_capture():
+    table = Timetable(Schedule(Value.constant(1), Value.constant(4)), ("a/A",), adaptive=AdaptiveRule())
+    dues = walked(table, range(40), lambda step, key: (True, True))
+    assert captured(dues, "a/A") == [0, 2, 5, 10, 18, 31]
+    assert [step for step, due in enumerate(dues) if due.refresh] == [0, 5, 10, 18, 31]  # 4, 8, 12 or 16, 20 .. 28
+
+
+def simulated(schedule: Schedule, rule: AdaptiveRule, similar, steps: int) -> list[tuple[bool, bool, int]]:
+    """One factor, counting down captures and remembering a refresh that it owes: (capture, refresh, multiplier)."""
+    start = schedule.burn_in.steps if schedule.burn_in else 0
+    interval, previous, wait, owes, result = 1, 1, 0, False, []
+    for step in range(steps):
+        due = schedule.due(step)
+        owes |= due.refresh
+        captures = due.capture and wait == 0
+        result.append((captures, captures and owes, interval))
+        if captures:
+            owes = False
+            if step >= start:
+                interval, previous = rule.next_interval(interval, previous, *similar(step))
+            wait = interval - 1
+        elif due.capture:
+            wait -= 1
+    return result
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_rule_thins_out_any_schedule_as_a_simulation_does(seed):
+    rng = random.Random(seed)
+    schedule = rng.choice(list(SCHEDULES.values()))
+    flags = {(step, key): (rng.random() < 0.8, rng.random() < 0.7) for step in range(500) for key in KEYS}
+    rule = AdaptiveRule()
+    expected = {
+        key: simulated(schedule.displaced(OFFSETS.get(key, 0)), rule, lambda step, key=key: flags[step, key], 500)
+        for key in KEYS
+    }
+    table = Timetable(schedule, KEYS, offsets=OFFSETS, adaptive=rule)
+    skipped = 0
+    for step in range(500):
+        due = table.due(step)
+        assert due is table.due(step)
+        for key in KEYS:
+            captures, refreshes, multiplier = expected[key][step]
+            assert (key in due.capture, key in due.refresh) == (captures, refreshes), (step, key)
+            assert table.multiplier(key) == multiplier or not captures
+            skipped += not captures and schedule.displaced(OFFSETS.get(key, 0)).due(step).capture
+        table.record(step, due, {key: flags[step, key] for key in due.capture})
+    assert table.captured == sum(captures for key in KEYS for captures, _, _ in expected[key])
+    assert table.skipped == skipped > 0
+
+
+def test_a_step_that_was_not_applied_changes_nothing():
+    table, other = (Timetable(PLAIN, KEYS, adaptive=AdaptiveRule()) for _ in range(2))
+    for step in range(60):
+        for _ in range(3):
+            assert table.due(step) == other.due(step)
+        assert table.due(step + 7) == other.due(step + 7)  # looking ahead neither
+        for each in (table, other):
+            each.record(step, each.due(step), SAME)
+
+
+@pytest.mark.parametrize("adaptive", [None, AdaptiveRule()], ids=["scheduled", "adaptive"])
+def test_a_restored_table_continues_identically(adaptive):
+    rng = random.Random(1)
+    flags = {(step, key): (rng.random() < 0.9, rng.random() < 0.8) for step in range(300) for key in KEYS}
+    make = lambda: Timetable(SCHEDULES["ramps"], KEYS, offsets=OFFSETS, adaptive=adaptive)  # noqa: E731
+    table = make()
+    walked(table, range(137), lambda step, key: flags[step, key])
+    saved = json.loads(json.dumps(table.state()))
+    restored = make()
+    walked(restored, range(40), lambda step, key: (True, True))  # what it did before does not matter
+    restored.restore(saved)
+    rest = [walked(each, range(137, 300), lambda step, key: flags[step, key]) for each in (table, restored)]
+    assert rest[0] == rest[1] and table.state() == restored.state()
+
+
+def test_factors_of_another_model_are_ignored_and_new_ones_start_afresh():
+    table = Timetable(PLAIN, (*KEYS, "gone/A"), adaptive=AdaptiveRule())
+    walked(table, range(33), lambda step, key: (True, True))
+    other = Timetable(PLAIN, (*KEYS, "new/A"), adaptive=AdaptiveRule())
+    other.restore(table.state())
+    assert "gone/A" not in other.state()["factors"] and other.multiplier("new/A") == 1
+    assert [other.multiplier(key) == table.multiplier(key) > 1 for key in KEYS] == [True] * len(KEYS)
+    assert "new/A" in other.due(35).capture and "new/A" in other.due(35).refresh and "a/A" not in other.due(35).capture
+
+
+def test_a_reset_forgets_everything():
+    table = Timetable(PLAIN, KEYS, adaptive=AdaptiveRule())
+    walked(table, range(33), lambda step, key: (True, True))
+    table.reset()
+    assert table.state() == Timetable(PLAIN, KEYS, adaptive=AdaptiveRule()).state()
+    assert table.due(35) == FactorsDue(frozenset(KEYS), frozenset(KEYS))

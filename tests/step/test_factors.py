@@ -1,0 +1,123 @@
+"""Factors and eigenbases of layers that several ranks work on; ranks are threads here."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ds_kfac.assignment.cost_model import BUILTIN
+from ds_kfac.assignment.factor_spec import factor_specs
+from ds_kfac.comm.message import deliver
+from ds_kfac.comm.reducer import Reducer
+from ds_kfac.comm.scalars import Scalars
+from ds_kfac.curvature.factor import KroneckerFactor
+from ds_kfac.curvature.side import Side
+from ds_kfac.metrics import Metrics
+from ds_kfac.plan.make_plan import Setting, make_plan
+from ds_kfac.plan.plan import Plan
+from ds_kfac.schedule.timetable import FactorsDue
+from ds_kfac.step.background import Refresher
+from ds_kfac.step.factors import FactorUpdates
+from tests.choices import resolved
+from tests.comm.fake_network import FakeNetwork
+from tests.curvature.one_factor import fold, refresh
+from tests.models import linear_layer
+
+CPU = torch.device("cpu")
+LAYERS = [linear_layer("l0", 5, 3), linear_layer("l1", 3, 4)]
+KEYS = frozenset(factor.key for factor in factor_specs(LAYERS))
+ROWS, TERMS = 6.0, 3.0
+"""Of one rank: a layer that is called twice has twice as many rows as loss terms."""
+
+
+def plan_with(decomposers: dict[str, int], workers: int, layers=LAYERS) -> Plan:
+    """Two ranks."""
+    config = resolved(
+        {"assignment": {"gradient_worker_fraction": workers / 2}, "preconditioner": {"eigenvalues": "corrected"}}
+    )
+    plan = make_plan(layers, Setting(2, None, torch.float32, torch.float32, 0), config, BUILTIN["cpu"])
+    return replace(plan, assignment=replace(plan.assignment, decomposers=decomposers))
+
+
+def stepped(channel, plan: Plan, due: FactorsDue, step: int = 0):
+    """One step's share of the factors, and its draft."""
+    reducer = Reducer(plan.layers, plan.assignment.factors, plan.assignment.decomposers, channel, CPU)
+    curvature = FactorUpdates(plan, channel, reducer, Refresher(CPU), Metrics(timings=False, device=CPU), CPU)
+    for layer, uses in reducer.allocate(due.capture, step).items():
+        for which, part, count in (("A", uses[0].A, ROWS), ("G", uses[0].G, TERMS)):
+            if part is not None:
+                part.sum_P.copy_(summed(curvature, f"{layer}/{which}", channel.rank))
+                part.count.fill_(count)
+    draft = curvature.draft(step, due)
+    curvature.update(draft, reducer.finish(due.capture, step), reducer.contributors)
+    curvature.decompose(draft)
+    table = Scalars(curvature.scalar_names(draft), channel.rank)
+    *arrivals, received = deliver((*curvature.legs(draft), table.leg(curvature.scalars(draft), CPU)), channel, CPU)
+    curvature.receive(draft, arrivals, table.named(received))
+    assert draft.failed == 0
+    return curvature, draft
+
+
+def summed(curvature: FactorUpdates, key: str, rank: int) -> torch.Tensor:
+    """A rank's batch sum: of random rows, the same in every thread."""
+    side = curvature.specs[key].side
+    rows = torch.randn(
+        20, side.dim, generator=torch.Generator().manual_seed(1000 * ord(key[1]) + 10 * ord(key[-1]) + rank)
+    )
+    return side.accumulate_(torch.zeros(side.numel), rows)
+
+
+SPLIT = {"l0/A": 0, "l0/G": 1, "l1/A": 1, "l1/G": 0}
+WHOLE = {"l0/A": 0, "l0/G": 0, "l1/A": 1, "l1/G": 1}
+
+
+@pytest.mark.parametrize("decomposers", [SPLIT, WHOLE], ids=["split", "whole"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_hold_the_eigenbases_of_the_sums_over_all_ranks(decomposers, workers):
+    plan = plan_with(decomposers, workers)
+
+    def work(channel):
+        curvature, draft = stepped(channel, plan, FactorsDue(KEYS, KEYS))
+        for layer in LAYERS:
+            if channel.rank not in plan.assignment.workers[layer.name]:
+                continue
+            for which, side, count in (("A", layer.A, ROWS), ("G", layer.G, TERMS)):
+                key = f"{layer.name}/{which}"
+                total = summed(curvature, key, 0) + summed(curvature, key, 1)
+                factor = fold(KroneckerFactor.empty(side), total, torch.tensor(2 * count), decay=0.95)
+                expected = refresh(factor).basis
+                assert torch.equal(draft.bases[key].values, expected.values)
+                assert torch.equal(draft.bases[key].vectors[0], expected.vectors[0])
+        assert draft.ready >= set(draft.bases)
+
+    FakeNetwork(2).run(work)
+
+
+@pytest.mark.parametrize("decomposers", [SPLIT, WHOLE], ids=["split", "whole"])
+@pytest.mark.parametrize("captured", [KEYS, {"l0/A", "l1/A"}, {"l0/G", "l1/A", "l1/G"}], ids=["all", "A", "some"])
+def test_all_workers_count_the_same_loss_terms(captured, decomposers):
+    """Those of G: a rank that has only A of a layer knows its rows, which may be others. With another number its
+    moments, and so its results, would differ from those of the other workers."""
+    plan = plan_with(decomposers, workers=2)
+
+    def work(channel):
+        curvature, draft = stepped(channel, plan, FactorsDue(frozenset(captured), frozenset()))
+        terms = [curvature.terms_of(layer, draft) for layer in LAYERS]
+        return [None if number is None else float(number) for number in terms]
+
+    expected = [2 * TERMS if f"{layer.name}/G" in captured else None for layer in LAYERS]
+    assert FakeNetwork(2).run(work) == [expected] * 2
+
+
+@pytest.mark.parametrize("decomposers", [{"q/A": 0, "v/G": 0}, {"q/A": 1, "v/G": 0}], ids=str)
+def test_layers_without_g_count_the_rows_of_the_a_they_share(decomposers):
+    """As with activations_only; v has a G of its own."""
+    layers = [replace(linear_layer(name, 5, 3), G=Side.identity(3)) for name in "qk"] + [linear_layer("v", 5, 3)]
+    plan = plan_with(dict.fromkeys(["q/A", "k/A", "v/A", "v/G"], 0) | decomposers, workers=2, layers=layers)
+    plan = plan.sharing([("q", "k", "v")])
+
+    def work(channel):
+        curvature, draft = stepped(channel, plan, FactorsDue(frozenset(["q/A", "v/G"]), frozenset()))
+        return [float(curvature.terms_of(layer, draft)) for layer in layers]
+
+    assert FakeNetwork(2).run(work) == [[2 * ROWS, 2 * ROWS, 2 * TERMS]] * 2

@@ -1,0 +1,110 @@
+"""A rank's own part of a step, recorded once and replayed with other gradients, gives what running it gives: by a trace
+of its operations on the CPU, by a CUDA graph on a GPU."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ds_kfac.curvature.eigenbasis import Eigenbasis
+from ds_kfac.directions.base import StepContext
+from ds_kfac.directions.kfac_gradient import KFACGradient
+from ds_kfac.directions.kfac_gradient_rule import KFACGradientRule
+from ds_kfac.update.layer_state import LayerState
+from tests.choices import planned
+from tests.models import linear_layer
+
+SHAPES = [(33, 65), (33, 65), (65, 33), (33, 65)]
+CASES = {
+    "kronecker": {"preconditioner": {"kl_clip": 0.001}},
+    "mixed, stacked": {"preconditioner": {"precision": "mixed"}},
+    "corrected, stacked": {"preconditioner": {"eigenvalues": "corrected", "graft": "norm"}},
+    "grafted, kl-clip": {"preconditioner": {"graft": "norm", "kl_clip": 0.001, "exponent": 0.5}},
+}
+
+
+def make(case: str, device: torch.device):
+    """A function of gradients and learning rate: results, new second moments and kl-clip's factor."""
+    plan, layers = (
+        planned(CASES[case], stacks="stacked" in case, device=device),
+        [linear_layer(f"l{i}", columns, rows) for i, (rows, columns) in enumerate(SHAPES)],
+    )
+    generator = torch.Generator().manual_seed(0)
+
+    def basis(dim: int) -> Eigenbasis:
+        Q = torch.linalg.qr(torch.randn(dim, dim, generator=generator)).Q
+        return Eigenbasis((Q[None].to(device),), torch.rand(dim, generator=generator).to(device))
+
+    moments = KFACGradientRule().moments(plan.config)
+    states = {}
+    for layer in layers:
+        empty = LayerState.empty(layer, device, moments=moments)
+        states[layer.name] = empty.rebased(A=basis(layer.dim_A), G=basis(layer.dim_G))
+    group = {"lr": None}
+    exchange = SimpleNamespace(
+        owned=tuple(layers), device=device, group_indices=lambda layer: (0,),
+        parts=lambda layer, matrix: (matrix.flatten(),),
+    )  # fmt: skip
+    layout = SimpleNamespace(grad_scale=lambda: 1.0, optimizer=SimpleNamespace(param_groups=[group]))
+    direction = KFACGradient(plan, layout, exchange, SimpleNamespace(nu=None))
+    prepared = {name: torch.ones((), dtype=torch.bool, device=device) for name in states}
+
+    def step(gradients: list[torch.Tensor], lr: torch.Tensor) -> list[torch.Tensor]:
+        group["lr"], now = lr, StepContext(3, None, {})
+        local = direction.local(now, dict(zip(states, gradients, strict=True)), states)
+        scales = direction.finish(now, local, local.numbers, prepared)
+        moments = [state.moments.second_OI for state in local.states.values() if state.moments]
+        return [*local.results.values(), *moments, *list(scales.values())[:1], local.replaced]
+
+    return step
+
+
+def inputs(seed: int, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    gradients = [torch.randn(*shape, generator=generator).to(device) for shape in SHAPES]
+    if seed == 2:
+        gradients[1][3, 4] = float("inf")
+    return gradients, torch.tensor(0.1 * seed, device=device)
+
+
+def check(replay, step, device) -> None:
+    for seed in (1, 2, 3):
+        expected, actual = step(*inputs(seed, device)), replay(*inputs(seed, device))
+        assert int(expected[-1]) == (seed == 2)
+        for one, other in zip(actual, expected, strict=True):
+            torch.testing.assert_close(one, other, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_trace_replays_what_a_step_does(case):
+    device = torch.device("cpu")
+    step = make(case, device)
+    step(*inputs(7, device))  # copies of eigenvectors are made at the first step
+    check(make_fx(step)(*inputs(4, device)), step, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing is captured in a CUDA graph")
+@pytest.mark.parametrize("case", CASES)
+def test_a_cuda_graph_replays_what_a_step_does(case):
+    device = torch.device("cuda")
+    step = make(case, device)
+    gradients, lr = inputs(4, device)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(gradients, lr)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = step(gradients, lr)
+
+    def replay(new, new_lr):
+        for old, values in zip((*gradients, lr), (*new, new_lr), strict=True):
+            old.copy_(values)
+        graph.replay()
+        return [part.clone() for part in recorded]
+
+    check(replay, step, device)

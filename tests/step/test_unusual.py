@@ -1,0 +1,29 @@
+"""Batches of factors that are scaled down, or that have no row, are counted, here and over ranks."""
+
+import torch
+
+from ds_kfac.curvature.factor import KroneckerFactor
+from ds_kfac.curvature.side import Side
+from ds_kfac.model.batch_sum import BatchSum
+from ds_kfac.step.factor_state import FactorState, folded
+from ds_kfac.step.scalar_names import unusual
+
+SIDE = Side.dense(3)
+
+
+def test_a_batch_without_a_row_is_counted_and_leaves_its_factor():
+    packed = torch.arange(1.0, 7.0)
+    state = FactorState(KroneckerFactor(SIDE, packed, torch.tensor(20.0)))
+    batches = [BatchSum(torch.zeros(6), torch.tensor(0.0)), BatchSum(packed * 1e6, torch.tensor(2.0))]
+    results, counted = folded([state, state], batches, decays=[0.9, 0.9], device=torch.device("cpu"))
+    assert counted.tolist() == [1, 1], "one scaled down, one empty"
+    assert torch.equal(results[0][0].factor.packed_P, packed)
+    assert float(results[0][0].factor.updates) == 20
+    assert folded([], [], decays=[], device=torch.device("cpu"))[1].tolist() == [0, 0]
+
+
+def test_ranks_add_up():
+    scalars = {("limited", 0): 1.0, ("empty", 0): 2.0, ("limited", 3): 0.0, ("empty", 3): 5.0, ("fresh", "a/A"): 1.0}
+    found = unusual({name: torch.tensor(value) for name, value in scalars.items()})
+    assert torch.is_tensor(found) and found.tolist() == [1, 7]
+    assert unusual({("fresh", "a/A"): torch.tensor(1.0)}) == 0.0

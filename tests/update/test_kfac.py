@@ -1,0 +1,129 @@
+"""Preconditioning against the dense Kronecker inverse, and kl-clip."""
+
+import math
+
+import pytest
+import torch
+
+from ds_kfac.curvature.eigenbasis import LayerBasis
+from ds_kfac.curvature.factor import KroneckerFactor
+from ds_kfac.curvature.side import Side
+from ds_kfac.ops.functional import symmetric_pack
+from ds_kfac.update import kfac
+from ds_kfac.update.kfac import (
+    finite_or,
+    graft_scale,
+    kl_clip_scale,
+    lengths,
+    precondition,
+    precondition_corrected,
+)
+from ds_kfac.update.moments import CorrectedEigenvalues
+from ds_kfac.update.rotation import Rotation
+from tests.curvature.one_factor import refresh
+
+
+def basis(*matrices: torch.Tensor) -> LayerBasis:
+    factors = [KroneckerFactor(Side.dense(len(m)), symmetric_pack(m), torch.ones(())) for m in matrices]
+    return LayerBasis(*(refresh(factor).basis for factor in factors))
+
+
+def rotation(*matrices: torch.Tensor) -> Rotation:
+    return Rotation.of([basis(*matrices)])
+
+
+def spd(dim: int) -> torch.Tensor:
+    x = torch.randn(3 * dim, dim, generator=torch.Generator().manual_seed(dim))
+    return x.T @ x / len(x)
+
+
+@pytest.mark.parametrize("kind", ["tikhonov", "relative"])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 7), (7, 5), (13, 1)])
+def test_equals_the_dense_inverse(rows, columns, kind):
+    G, A = spd(rows), spd(columns)
+    gradient = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+    scale = float(G.trace() / rows * A.trace() / columns) if kind == "relative" else 1.0
+    fisher = torch.kron(G.double(), A.double()) + 0.1 * scale * torch.eye(rows * columns, dtype=torch.float64)
+    expected = torch.linalg.solve(fisher, gradient.double().flatten()).view(rows, columns)
+    actual, dot = precondition(gradient, rotation(G, A), damping=0.1, damping_kind=kind)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(dot.double(), (expected * gradient.double()).sum(), rtol=1e-4, atol=1e-5)
+
+
+def test_is_linear_so_that_a_loss_scale_passes_through():
+    gradient = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    both = rotation(spd(5), spd(7))
+    scaled, dot = precondition(1024 * gradient, both, damping=0.1)
+    plain, plain_dot = precondition(gradient, both, damping=0.1)
+    torch.testing.assert_close(scaled, 1024 * plain, rtol=1e-6, atol=0)
+    torch.testing.assert_close(dot, 1024**2 * plain_dot, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_result_that_is_not_finite_is_replaced(bad):
+    gradient, result = torch.ones(2, 3), torch.ones(2, 3)
+    result[1, 2] = bad
+    chosen, finite = finite_or(result, gradient)
+    assert torch.equal(chosen, gradient) and not finite
+    chosen, finite = finite_or(2 * gradient, gradient)
+    assert torch.equal(chosen, 2 * gradient) and finite
+
+
+@pytest.mark.parametrize(
+    ("quadratic", "expected"),
+    [(0.0, 1.0), (0.001, 1.0), (0.004, 0.5), (0.4, 0.05), (float("inf"), 0.0), (float("nan"), 1.0)],
+)
+def test_kl_clip_bounds_the_step(quadratic, expected):
+    actual = kl_clip_scale(torch.tensor(quadratic), kl_clip=0.001)
+    torch.testing.assert_close(actual, torch.tensor(expected))
+
+
+def test_an_exponent_of_one_half_is_the_inverse_square_root():
+    gradient, both = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)), rotation(spd(5), spd(7))
+    half, _ = precondition(gradient, both, damping=0.1, exponent=0.5)
+    twice, _ = precondition(half, both, damping=0.1, exponent=0.5)
+    torch.testing.assert_close(twice, precondition(gradient, both, damping=0.1)[0])
+
+
+@pytest.mark.parametrize("kind", ["tikhonov", "relative"])
+def test_corrected_eigenvalues_take_the_place_of_products(kind):
+    """Against float64: the second moment with this gradient in it, its mean known beforehand, the inner product."""
+    generator = torch.Generator().manual_seed(0)
+    gradient, old = torch.randn(5, 7, generator=generator), torch.rand(5, 7, generator=generator)
+    both, before = rotation(spd(5), spd(7)), CorrectedEigenvalues(old, torch.tensor(9.0))
+    options = {"damping": 0.1, "damping_kind": kind, "exponent": 0.5, "decay": 0.8, "terms": torch.tensor(3.0)}
+    V, dot, after, _ = precondition_corrected(gradient, both, before, norm=gradient.norm(), **options)
+    Q_G, Q_A, g = both.G[0][0].double(), both.A[0][0].double(), gradient.double()
+    second = 0.8 * old.double() + 0.2 * 3 * (Q_G.T @ g @ Q_A) ** 2
+    damping = 0.1 * second.mean() if kind == "relative" else 0.1
+    expected = Q_G @ ((Q_G.T @ g @ Q_A) / (second + damping) ** 0.5) @ Q_A.T
+    torch.testing.assert_close(after.second_OI.double(), second, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(V.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dot.double(), (expected * g).sum(), rtol=1e-5, atol=1e-5)
+    assert after.updates == 10 and torch.equal(before.second_OI, old)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan"), 1e30])
+def test_a_gradient_that_overflows_leaves_corrected_eigenvalues_alone(bad):
+    gradient, both = torch.ones(5, 7), rotation(spd(5), spd(7))
+    gradient[2, 3] = bad
+    before = CorrectedEigenvalues(torch.rand(5, 7), torch.tensor(3.0))
+    options = {"damping": 0.1, "damping_kind": "relative", "decay": 0.8, "terms": 3.0}
+    _, _, after, _ = precondition_corrected(gradient, both, before, norm=gradient.norm(), **options)
+    assert torch.equal(after.second_OI, before.second_OI) and after.updates == 3
+
+
+def test_grafting_keeps_the_direction_and_takes_the_norm():
+    V, gradient = torch.randn(3, 4), torch.randn(3, 4)
+    torch.testing.assert_close((V * graft_scale(V, gradient.norm())).norm(), gradient.norm())
+    assert graft_scale(torch.zeros(3, 4), gradient.norm()) == 1
+
+
+@pytest.mark.parametrize("piece", [7, 1 << 22])
+def test_lengths_are_norms_that_fp32_could_not_hold(piece, monkeypatch):
+    monkeypatch.setattr(kfac, "PIECE", piece)
+    given = [torch.full((2, 3), 3e30), torch.full((2, 8), 1e-30).T, torch.zeros(1, 1), torch.full((1, 2), math.nan)]
+    found = lengths(given)
+    expected = torch.stack([x.double().norm() for x in given])
+    torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-12, atol=0)
+    assert lengths(given[2:], torch.float32).dtype is torch.float32

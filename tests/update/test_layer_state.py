@@ -1,0 +1,27 @@
+"""A new eigenbasis of one side, or of both: what the moments stand for stays."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ds_kfac.update.layer_state import LayerState
+from ds_kfac.update.moments import AdamMoments
+from tests.models import linear_layer
+from tests.update.test_moments import random_basis
+
+ROWS, COLUMNS = 3, 5
+
+
+@pytest.mark.parametrize("sides", ["A", "G", "AG"])
+def test_the_first_moment_is_turned_with_the_sides_that_are_new(sides):
+    old, new = random_basis(ROWS, COLUMNS, seed=1), random_basis(ROWS, COLUMNS, seed=2)
+    state = LayerState.empty(linear_layer("layer", COLUMNS, ROWS), torch.device("cpu"), moments=AdamMoments)
+    state = state.rebased(A=old.A, G=old.G)
+    first, second = torch.randn(ROWS, COLUMNS), torch.rand(ROWS, COLUMNS)
+    state = replace(state, moments=replace(state.moments, first_OI=first, second_OI=second))
+    after = state.rebased(**{side: getattr(new, side) for side in sides})
+    assert after.A is (new.A if "A" in sides else old.A) and after.G is (new.G if "G" in sides else old.G)
+    torch.testing.assert_close(after.basis.restore(after.moments.first_OI), old.restore(first))
+    assert (after.moments.first_OI - first).norm() > 0.1 * first.norm(), "it was turned"
+    assert torch.equal(after.moments.second_OI, second)

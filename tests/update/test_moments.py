@@ -1,0 +1,153 @@
+"""Moments in the eigenbasis: EKFAC's exact case, Adam, what a refresh does to them."""
+
+import itertools
+
+import pytest
+import torch
+
+from ds_kfac.curvature.eigenbasis import LayerBasis
+from ds_kfac.curvature.factor import SETTLED, SPIKE, KroneckerFactor
+from ds_kfac.curvature.side import Side
+from ds_kfac.update.moments import AdamMoments, CorrectedEigenvalues, stacked, unstacked
+from tests.curvature.one_factor import refresh
+
+YES = torch.tensor(True)
+
+
+def random_basis(rows: int, columns: int, seed: int = 0) -> LayerBasis:
+    generator = torch.Generator().manual_seed(seed)
+
+    def side(dim: int):
+        x = torch.randn(3 * dim, dim, generator=generator)
+        total = Side.dense(dim).accumulate_(torch.zeros(dim * (dim + 1) // 2), x)
+        return refresh(KroneckerFactor(Side.dense(dim), total / len(x), torch.ones(()))).basis
+
+    return LayerBasis(side(rows), side(columns))
+
+
+def divided(moments: CorrectedEigenvalues, rotated: torch.Tensor, *, decay: float = 0.9) -> CorrectedEigenvalues:
+    return moments.divide(rotated, norm=rotated.norm(), terms=1.0, decay=decay, damping=lambda mean: 0.1)[2]
+
+
+def test_corrected_eigenvalues_are_the_diagonal_of_the_true_fisher_in_the_basis():
+    """One gradient at a time: their running mean square, rotated, is diag(Q^T F Q) of F = mean vec(dW) vec(dW)^T."""
+    torch.manual_seed(1)
+    inputs, gradients = torch.rand(40, 5) - 0.3, torch.rand(40, 3) - 0.3  # none so large that it would be limited
+    gradients = gradients * (0.5 + inputs[:, :1])  # a and g depend on each other, so F is no Kronecker product
+    basis = random_basis(3, 5)
+    moments = CorrectedEigenvalues.empty((3, 5))
+    for a, g in zip(inputs, gradients, strict=True):
+        moments = divided(moments, basis.rotate(torch.outer(g, a)), decay=0.9999)
+    vectors = torch.einsum("no,ni->noi", gradients, inputs).flatten(1).double()
+    fisher = vectors.T @ vectors / 40
+    Q = torch.kron(basis.G.vectors[0][0], basis.A.vectors[0][0]).double()
+    expected = (Q.T @ fisher @ Q).diagonal().view(3, 5)
+    torch.testing.assert_close(moments.second_OI.double(), expected, rtol=1e-4, atol=1e-6)
+    kronecker = torch.outer(basis.G.values, basis.A.values)
+    assert (kronecker - expected).norm() > 0.1 * expected.norm(), "the Kronecker eigenvalues are another thing"
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_a_spike_counts_for_ten_times_the_average_once_that_is_settled(settled):
+    moments = CorrectedEigenvalues.empty((2, 3))
+    for step in range(SETTLED - (not settled)):
+        moments = divided(moments, torch.randn(2, 3, generator=torch.Generator().manual_seed(step)))
+    usual, spike = float(moments.second_OI.sum()), 1e3 * torch.randn(2, 3)
+    options = {"norm": spike.norm(), "terms": 2.0, "decay": 0.9, "damping": lambda mean: 0.1 * mean()}
+    quotient, dot, after, limited = moments.divide(spike, **options)
+    share = SPIKE * usual / float(spike.square().sum()) if settled else 2.0
+    assert bool(limited) is settled
+    keep = min(0.9, 1 - 1 / (float(moments.updates) + 1))
+    expected = keep * moments.second_OI + (1 - keep) * share * spike.square()
+    torch.testing.assert_close(after.second_OI, expected)
+    torch.testing.assert_close(quotient, spike / (expected + 0.1 * expected.mean()))
+    torch.testing.assert_close(dot, (quotient * spike).sum())
+
+
+def test_what_is_not_usable_changes_nothing():
+    no, bad = torch.tensor(False), torch.full((2, 3), float("nan"))
+    corrected = divided(CorrectedEigenvalues.empty((2, 3)), torch.ones(2, 3))
+    adam = AdamMoments.empty((2, 3)).divide(torch.ones(2, 3), betas=(0.9, 0.99), eps=1e-8, usable=YES)[1]
+    for before, after in (
+        (corrected, divided(corrected, bad)),
+        (adam, adam.divide(bad, betas=(0.9, 0.99), eps=1e-8, usable=no)[1]),
+    ):
+        assert all(torch.equal(x, y) for x, y in zip(vars(before).values(), vars(after).values(), strict=True))
+
+
+def test_the_direction_is_adams():
+    parameter = torch.nn.Parameter(torch.zeros(3, 4))
+    adam = torch.optim.AdamW([parameter], lr=1.0, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.0)
+    moments = AdamMoments.empty((3, 4))
+    for step in range(1, 6):
+        gradient = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        before = parameter.detach().clone()
+        parameter.grad = gradient.clone()
+        adam.step()
+        options = {"betas": (0.8, 0.9), "eps": 1e-3, "usable": YES}
+        nesterov, _ = moments.divide(gradient, **options, nesterov=True)
+        actual, moments = moments.divide(gradient, **options)
+        torch.testing.assert_close(actual, before - parameter.detach(), rtol=1e-5, atol=1e-6)
+        ahead = 0.8 * moments.first_OI / (1 - 0.8 ** (step + 1)) + 0.2 * gradient / (1 - 0.8**step)
+        expected = ahead / ((moments.second_OI / (1 - 0.9**step)).sqrt() + 1e-3)
+        torch.testing.assert_close(nesterov, expected)
+
+
+def test_a_refresh_rotates_the_first_moment():
+    old, new = random_basis(3, 5, seed=0), random_basis(3, 5, seed=1)
+    momentum = torch.randn(3, 5)
+    adam = AdamMoments(old.rotate(momentum), torch.rand(3, 5), torch.ones(()))
+    moved = adam.moved(new.overlap(old))
+    torch.testing.assert_close(new.restore(moved.first_OI), momentum, rtol=1e-4, atol=1e-5)
+    assert torch.equal(moved.second_OI, adam.second_OI)
+
+
+def quadratic_losses(*, rotate: bool) -> list[float]:
+    """Adam in a drifting eigenbasis on f(W) = ½ tr((W - W*) A (W - W*)^T G), refreshed every 10 steps."""
+    torch.manual_seed(0)
+    target, W = torch.randn(6, 8), torch.zeros(6, 8)
+    x, g = torch.randn(400, 8) * torch.logspace(0, -2, 8), torch.randn(400, 6) * torch.logspace(0, -1, 6)
+    mix_A, mix_G = torch.linalg.qr(torch.randn(8, 8))[0], torch.linalg.qr(torch.randn(6, 6))[0]
+    x, g = x @ mix_A, g @ mix_G
+    A, G = x.T @ x / 400, g.T @ g / 400
+    moments, basis, losses = AdamMoments.empty((6, 8)), None, []
+    for step in range(120):
+        losses.append(float(((W - target) @ A * (G @ (W - target))).sum()) / 2)
+        if step % 10 == 0:
+            part = torch.randint(400, (60,), generator=torch.Generator().manual_seed(step))
+            sides = []
+            for rows in (g[part], x[part]):
+                side = Side.dense(rows.shape[1])
+                total = side.accumulate_(torch.zeros(side.numel), rows) / len(rows)
+                sides.append(refresh(KroneckerFactor(side, total, torch.ones(()))).basis)
+            new = LayerBasis(*sides)
+            if rotate:
+                moments = moments.moved(new.overlap(basis))
+            basis = new
+        gradient = basis.rotate(G @ (W - target) @ A)
+        direction, moments = moments.divide(gradient, betas=(0.9, 0.95), eps=1e-8, usable=YES)
+        W = W - 0.02 * basis.restore(direction)
+    return losses
+
+
+def test_the_loss_does_not_jump_at_a_refresh():
+    kept = quadratic_losses(rotate=True)
+    assert kept[-1] < 0.05 * kept[0], "it converges to the known minimum, 0"
+    drops = [(after - before) / kept[0] for before, after in itertools.pairwise(kept)]
+    at_refresh = [drops[step] for step in range(20, 119, 10)]
+    elsewhere = [drop for step, drop in enumerate(drops) if step >= 20 and step % 10]
+    assert max(at_refresh) <= max(*elsewhere, 0.002), "steps right after a refresh lose no ground"
+    forgotten = quadratic_losses(rotate=False)
+    assert sum(forgotten[20:]) > 1.02 * sum(kept[20:]), "moments left in old coordinates do worse, so the test can tell"
+
+
+def test_moments_that_were_together_are_so_again_without_a_copy():
+    apart = unstacked(AdamMoments(torch.rand(3, 2, 5), torch.rand(3, 2, 5), torch.ones(3)), 3)
+    again = stacked(apart)
+    assert again.first_OI is apart[0].first_OI._base and again.updates.shape == (3,)
+    for other in (apart[:2], apart[::-1], [apart[0], apart[0], apart[2]], [*apart[:2], AdamMoments.empty((2, 5))]):
+        found = stacked(other)
+        assert found.first_OI.data_ptr() != apart[0].first_OI.data_ptr()
+        for index, part in enumerate(other):
+            assert torch.equal(found.first_OI[index], part.first_OI)
+            assert torch.equal(found.updates[index], part.updates)

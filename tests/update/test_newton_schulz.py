@@ -1,0 +1,154 @@
+"""Orthogonal factors of directions: both forms, every precision, matrices together, column scales, cost."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from ds_kfac.curvature.precision import HIGHEST, Precision
+from ds_kfac.update import newton_schulz as module
+from ds_kfac.update.newton_schulz import COEFFICIENTS, flops, newton_schulz, orthogonal_factors, scale_to
+from ds_kfac.update.rotation import Rotation
+from tests.update.test_moments import random_basis
+
+HALF = Precision("mixed", half=True)
+RANGES = {"muon": (0.6, 1.25), "polar_express": (0.8, 1.2)}
+"""Of singular values that five steps lift all the way."""
+
+
+def normal(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def steep(m: int, n: int, decades: float) -> torch.Tensor:
+    """With singular values over so many decades."""
+    U, _, Vh = torch.linalg.svd(normal(m, n).double(), full_matrices=False)
+    return ((U * torch.logspace(0, -decades, m, dtype=U.dtype)) @ Vh).float()
+
+
+@pytest.mark.parametrize("coefficients", COEFFICIENTS)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 9), (9, 4), (4, 9), (63, 63), (20, 63)])
+def test_singular_values_are_near_one(rows, columns, coefficients):
+    x = normal(rows, columns)
+    U, _, Vh = torch.linalg.svd(x, full_matrices=False)
+    factor, size = orthogonal_factors([x], coefficients=coefficients)[0]
+    values = torch.linalg.svdvals(factor)
+    well = torch.linalg.svdvals(x) > 0.02 * x.norm()  # five steps lift nothing smaller all the way
+    low, high = RANGES[coefficients]
+    assert values[well].min() > low and values.max() < high
+    assert torch.nn.functional.cosine_similarity(factor.flatten(), (U @ Vh).flatten(), dim=0) > 0.95
+    torch.testing.assert_close(size, x.norm())
+    root = x.numel() ** 0.5
+    scaled = factor * scale_to(0.3 * root, size=size, norm=factor.norm(), root=root)
+    assert float(scaled.square().mean().sqrt()) == pytest.approx(0.3, rel=1e-5)
+
+
+def spelt_out(x: torch.Tensor, coefficients: str) -> torch.Tensor:
+    """The iteration as it is written, in float64."""
+    x = x.double() / x.double().norm()
+    for a, b, c in COEFFICIENTS[coefficients]:
+        r = x @ x.T
+        x = a * x + b * r @ x + c * r @ r @ x
+    return x
+
+
+@pytest.mark.parametrize("coefficients", COEFFICIENTS)
+@pytest.mark.parametrize("decades", [0, 2, 4])
+@pytest.mark.parametrize("columns", [48, 95, 96, 200])
+def test_both_forms_are_the_iteration_in_every_precision(columns, decades, coefficients):
+    x = steep(48, columns, decades)
+    exact = spelt_out(x, coefficients)
+    # Rounding makes what it likes of the smallest singular values, and five steps lift them by up to 3.4^5, or 8 x 4^4;
+    # in the Gram form it is their squares that are rounded.
+    for precision, bound in ((HIGHEST, 1e-5 if columns < 96 else 5e-3), (HALF, 0.1)):
+        for factor in (
+            newton_schulz(x, precision=precision, coefficients=coefficients),
+            newton_schulz(x.T, precision=precision, coefficients=coefficients).T,
+        ):
+            assert float((factor - exact).norm() / exact.norm()) < bound, precision
+            assert torch.linalg.svdvals(factor).max() < 1.25
+
+
+@pytest.mark.parametrize("coefficients", COEFFICIENTS)
+def test_why_the_gram_form_begins_again_and_is_not_for_bf16(coefficients):
+    x, rows = steep(48, 200, 4), COEFFICIENTS[coefficients]
+
+    def largest(dtype: torch.dtype, *parts: module.Coefficients) -> float:
+        factor = (x / x.norm()).to(dtype)
+        for part in parts:
+            factor = module._gram_steps(factor @ factor.T, part) @ factor
+        return float(torch.linalg.svdvals(factor.float()).max())
+
+    again = rows[: module.RESTART], rows[module.RESTART :]
+    usual = largest(torch.float16, *again)
+    assert usual < 1.25
+    assert largest(torch.float16, rows) > 1.2 * usual
+    assert largest(torch.bfloat16, *again) > 1.05 * usual and largest(torch.bfloat16, rows) > 10
+
+
+def test_directions_together_are_as_each_alone():
+    given = [normal(7, 20, seed=1), normal(3, 20, 7, seed=2), normal(2, 7, 20, seed=3)]
+    scales = [torch.rand(20) + 0.1, None, torch.rand(2, 20) + 0.1]
+    for x, s, (factor, size) in zip(given, scales, orthogonal_factors(given, scales), strict=True):
+        assert factor.shape == x.shape and size.shape == x.shape[:-2]
+        for index in range(len(x)) if x.ndim > 2 else [...]:
+            columns = None if s is None else [s[index]]
+            alone, norm = orthogonal_factors([x[index]], columns)[0]
+            torch.testing.assert_close(factor[index], alone)
+            torch.testing.assert_close(size[index], norm)
+
+
+@pytest.mark.parametrize("shape", [(6, 30), (30, 6), (9, 9)])
+def test_column_scales_stand_on_both_sides(shape):
+    x, s = normal(*shape), torch.rand(shape[1], generator=torch.Generator().manual_seed(2)) + 0.2
+    factor, size = orthogonal_factors([x], [s])[0]
+    torch.testing.assert_close(factor, newton_schulz(x * s) * s)
+    torch.testing.assert_close(size, x.norm())
+    exact = spelt_out(x * s, "muon") * s
+    assert float((orthogonal_factors([x], [s], precision=HALF)[0][0] - exact).norm() / exact.norm()) < 0.01
+
+
+def test_a_whitened_step_bounds_the_response_to_every_input():
+    """D = NS(U W) W with W = (A / mean + c)^-p: the singular values of D W^-1 are about one, those of D are not."""
+    basis, direction = random_basis(6, 9), normal(6, 9)
+    rotation = Rotation.of([basis])
+    s = rotation.whitening(0.25, 0.01)
+    factor = rotation.restore(orthogonal_factors([rotation.rotate(direction)], [s])[0][0])
+    A = basis.A.vectors[0][0] @ torch.diag(basis.A.values) @ basis.A.vectors[0][0].T
+    damped = (A / basis.A.values.mean() + 0.01 * torch.eye(9)).double()
+    values, vectors = torch.linalg.eigh(damped)
+    root = vectors @ torch.diag(values**0.25) @ vectors.T
+    values = torch.linalg.svdvals(factor.double() @ root)
+    assert 0.6 < values.min() and values.max() < 1.25
+    expected = newton_schulz(direction @ torch.linalg.inv(root).float()) @ torch.linalg.inv(root).float()
+    torch.testing.assert_close(factor, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_the_factor_does_not_care_for_rotations_or_size():
+    basis, x = random_basis(5, 7), normal(5, 7)
+    expected = newton_schulz(x)
+    torch.testing.assert_close(basis.restore(newton_schulz(basis.rotate(x))), expected, rtol=1e-3, atol=1e-4)
+    for size in (1e6, 1e-12):
+        torch.testing.assert_close(newton_schulz(size * x), expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("precision", [HIGHEST, HALF])
+@pytest.mark.parametrize("shape", [(3, 4), (3, 40), (40, 3)])
+def test_zero_stays_zero_and_what_fades_out_fades_out(shape, precision):
+    x, root = normal(*shape), (shape[0] * shape[1]) ** 0.5
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        factor, size = orthogonal_factors([x], [torch.full(shape[1:], 0.5)], precision=precision)[0]
+        return factor * scale_to(0.3 * root, size=size, norm=factor.norm(), root=root)
+
+    assert torch.equal(step(torch.zeros(shape)), torch.zeros(shape))
+    for size, expected in ((1.0, 0.3), (0.03, 0.3), (0.003, 0.03), (3e-9, 3e-8), (3e-20, 3e-19)):
+        found = step(size * x / x.norm() * root)
+        assert float(found.double().square().mean().sqrt()) == pytest.approx(expected, rel=1e-2)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("shape", [(16, 16), (31, 16), (16, 32), (48, 16)])
+def test_flops_are_those_that_are_done(shape, half):
+    with FlopCounterMode(display=False) as counter:
+        newton_schulz(normal(*shape), precision=HALF if half else HIGHEST)
+    assert counter.get_total_flops() == flops(*shape, half=half)

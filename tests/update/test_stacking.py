@@ -1,0 +1,57 @@
+"""Which layers are preconditioned together."""
+
+from dataclasses import replace
+
+import torch
+
+from ds_kfac.checkpoint.files import layer_payload
+from ds_kfac.curvature.side import Side
+from ds_kfac.update.layer_state import LayerState
+from ds_kfac.update.moments import CorrectedEigenvalues, stacked, unstacked
+from ds_kfac.update.stacking import stacked_bytes, stacks
+from tests.models import linear_layer
+
+
+def names(found) -> list[list[str]]:
+    return [[layer.name for layer in layers] for layers in found]
+
+
+LAYERS = [
+    linear_layer("a", 7, 5), linear_layer("b", 13, 5), linear_layer("c", 7, 5), linear_layer("d", 5, 7),
+    linear_layer("e", 13, 5), linear_layer("f", 7, 5),
+]  # fmt: skip
+
+
+def test_layers_of_equal_shape_are_together_and_every_layer_is_there_once():
+    assert names(stacks(LAYERS, alike=lambda layer: None)) == [["a", "c", "f"], ["b", "e"], ["d"]]
+    assert names(stacks(LAYERS, alike=None)) == [[name] for name in "abcdef"]
+    assert names(stacks(LAYERS, alike=lambda layer: layer.name in "af")) == [["a", "f"], ["b", "e"], ["c"], ["d"]]
+
+
+def test_sides_must_be_of_one_kind_and_without_blocks():
+    identity = [replace(layer, G=Side.identity(layer.G.dim)) for layer in LAYERS[:3:2]]
+    blocks = [replace(layer, A=Side(7, 4)) for layer in LAYERS[:3:2]]
+    assert names(stacks([*identity, LAYERS[5]], alike=lambda layer: None)) == [["a", "c"], ["f"]]
+    assert names(stacks(blocks, alike=lambda layer: None)) == [["a"], ["c"]]
+
+
+def test_large_layers_stay_alone_and_copies_have_a_limit():
+    assert names(stacks(LAYERS, alike=lambda layer: None, small=12)) == [["a", "c", "f"], ["b"], ["d"], ["e"]]
+    small = stacked_bytes(LAYERS[:1])
+    assert small == 4 * (7 + 49 + 5 + 25)
+    assert names(stacks(LAYERS, alike=lambda layer: None, limit=2 * small)) == [["a", "c"], ["b"], ["d"], ["e"], ["f"]]
+    assert names(stacks(LAYERS, alike=lambda layer: None, limit=small)) == [[name] for name in "abcdef"]
+    both = 3 * small + 2 * stacked_bytes(LAYERS[1:2])
+    assert names(stacks(LAYERS, alike=lambda layer: None, limit=both))[:2] == [["a", "c", "f"], ["b", "e"]]
+    assert names(stacks(LAYERS, alike=lambda layer: None, limit=both - 1))[:2] == [["a", "c", "f"], ["b"]]
+
+
+def test_a_checkpoint_of_one_layer_holds_that_layer_alone():
+    device = torch.device("cpu")
+    states = [LayerState.empty(layer, device, moments=CorrectedEigenvalues) for layer in LAYERS[:3:2]]
+    apart = unstacked(stacked([state.moments for state in states]), 2)
+    assert apart[0].second_OI.untyped_storage().nbytes() == 2 * 4 * 35
+    saved = layer_payload(replace(states[0], moments=apart[0]), eigenbasis=True)["corrected"]
+    assert {name: tensor.untyped_storage().nbytes() for name, tensor in saved.items()} == {
+        "second_OI": 4 * 35, "updates": 4,
+    }  # fmt: skip
