@@ -187,7 +187,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "header cut": (cut(HEADER, 0.5), f"{HEADER}: is no JSON"),
     "header of bytes": (lambda f: (f / HEADER).write_bytes(b"\xff\xfe\x00"), f"{HEADER}: is no JSON"),
     "header a list": (text("[]"), "has version None"),
-    "header of version 3": (header(lambda h: None, version=3), "has version 3, this ds_kfac reads 5 only"),
+    "header of version 3": (header(lambda h: None, version=3), "has version 3, this ds_kfac reads 6 only"),
     "header of the future": (header(lambda h: None, version=99), "has version 99"),
     "a changed number": (
         lambda f: (f / HEADER).write_text((f / HEADER).read_text().replace('"steps": 4', '"steps": 5')),

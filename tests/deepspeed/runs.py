@@ -223,7 +223,7 @@ class ReferenceStep:
                 for p, value in zip(model.parameters(), before, strict=True):
                     p.copy_(value)
 
-    def __call__(self, divisor: float) -> None:
+    def __call__(self, divisor: float, seed: float = 1.0) -> None:
         masters, params = list(self.model.parameters()), list(self.work.parameters())
         if not self.mode.adam:
             own, clip = [p.grad for p in params if p.grad is not None], 1.0
@@ -232,7 +232,7 @@ class ReferenceStep:
                 clip = float((self.mode.clip / (norm + 1e-6)).clamp(max=1.0))
                 for g in own:
                     g.mul_(clip)
-            self.kfac.step(LR, grad_scale=divisor, clip=clip)
+            self.kfac.step(LR, grad_scale=divisor, seed=seed, clip=clip)
         for master, p in zip(masters, params, strict=True):
             master.grad = torch.zeros_like(master) if p.grad is None else p.grad.float() / divisor
         if self.mode.clip and (self.mode.adam or self.domains):

@@ -57,7 +57,7 @@ def worker(cases) -> dict:
         block |= {"eigenbasis": {"refresh_interval": 300, "stagger": False}, "communication": {"bucket_bytes": BUCKET}}
         engine = build(Mode("memory", stage, kfac=block), 1, model=net())
         kfac, peaks = engine.kfac.preconditioner, []
-        for step in range(8):
+        for step in range(11):
             x = torch.randn(4, 8, WIDTH, generator=torch.Generator().manual_seed(step))
             loss = engine(x).square().mean()
             with Live() as live:
@@ -67,7 +67,8 @@ def worker(cases) -> dict:
         slots = kfac.curvature.reducer.layout.slots(frozenset(kfac.curvature.specs), 3)
         rank = dist.get_rank()
         results[stage, rows] = {
-            "extra": max(peaks[3], peaks[6]) - max(peaks[4], peaks[5], peaks[7]),
+            # gloo's threads may let go of a message after the step has gone on, in any step: what is always there
+            "extra": min(peaks[3::3]) - min(peak for step, peak in enumerate(peaks) if step % 3),
             "sums": sum(4 * s.numel for s in slots if rank == s.owner or rank in s.contributors),
             "own": sum(state.factor.packed_P.nbytes for state in kfac.curvature.factors.values()),
             "all": sum(4 * s.numel for s in slots),
