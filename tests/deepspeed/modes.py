@@ -184,7 +184,7 @@ ADAM = [
         adam_ratio=(1.0, 1.0, 0.5)[index % 3],
     )
     for index, mode in enumerate(MODES)
-    if "half" not in mode.name
+    if "half" not in mode.name and "model_damping" not in mode.name  # whose damping KFACAdamW does not have
 ] + [Mode(f"adam-z{stage}-unrotated", stage, adam=True, orthogonal=True, rotate=False) for stage in (0, 1, 2, 3)]
 ADAM += [
     replace(mode, name=mode.name.replace("adam", "root"), orthogonal=True, whiten=whiten, root=True)
