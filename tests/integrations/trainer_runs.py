@@ -15,7 +15,11 @@ from tests.deepspeed.runs import weights
 from tests.integrations.runs import fresh
 
 ROWS = 32
-KFAC = {"factor": {"update_interval": 1, "fisher": "empirical", "rows": "all"}, "eigenbasis": {"refresh_interval": 1}}
+KFAC = {
+    "factor": {"update_interval": 1, "fisher": "empirical", "rows": "all"},
+    "eigenbasis": {"refresh_interval": 1},
+    "preconditioner": {"eigenvalues": "kronecker"},  # corrected ones divide a first gradient by itself: signs
+}
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "eps": "auto", "torch_adam": True}}
 
 
