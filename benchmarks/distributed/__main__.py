@@ -1,10 +1,10 @@
 """What K-FAC costs on several ranks: bytes, memory, collectives and steps without spikes; and large models simulated.
 
-    python -m benchmarks.distributed [bytes] [times] [adaptive] [options] [simulate] [report] [--worlds 1 2 4] ...
+    python -m benchmarks.distributed [bytes] [times] [rows] [adaptive] [options] [simulate] [report] ...
 
-Without a phase: all of them, ten minutes on two idle cores. bytes counts a plain, an update and a refresh step of
+Without a phase: all of them, half an hour on two idle cores. bytes counts a plain, an update and a refresh step of
 every strategy and wire format; times takes every step of a whole refresh interval, with refreshes all at once,
-staggered, and staggered with lag; adaptive and options train the GPT example; simulate plans large models on
+staggered, and staggered with lag; rows, adaptive and options train the GPT example; simulate plans large models on
 up to 1024 ranks. Each writes a JSON file in --out, from which report makes tables and plots. Ranks are processes on
 this machine (gloo, CPU), one thread each.
 """
@@ -28,7 +28,7 @@ from benchmarks.distributed.ranks import on_ranks
 from benchmarks.distributed.report import report
 from benchmarks.distributed.simulation import MODELS, WORLDS, simulate
 from benchmarks.distributed.times import measure_times, over_ranks, time_modes
-from benchmarks.distributed.training import Training, adaptive_runs, option_runs, train
+from benchmarks.distributed.training import Training, adaptive_runs, option_runs, rows_runs, train
 from examples.gpt import GPTConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +48,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--lag", type=int, default=5, help="steps until an asynchronous refresh takes effect")
     parser.add_argument("--optimizers", nargs="+", default=["KFACAdamW"], help="for adaptive and options")
+    parser.add_argument("--rows-world", type=int, default=8, help="ranks, for rows")
+    parser.add_argument("--rows-steps", type=int, default=150)
+    parser.add_argument("--factor-rows", nargs="+", type=int, default=[1024, 512, 256], help="of a factor, for rows")
+    parser.add_argument("--rows-seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--adaptive-steps", type=int, default=200)
     parser.add_argument("--tolerances", nargs="+", type=float, default=[0.3], help="for adaptive")
     parser.add_argument("--option-steps", type=int, default=200)
@@ -107,6 +111,12 @@ def adaptive_phase(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return _trained(arguments, list(itertools.chain(*runs)), 2)
 
 
+def rows_phase(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    steps, seeds, numbers = arguments.rows_steps, arguments.rows_seeds, arguments.factor_rows
+    runs = [rows_runs(optimizer, steps, seeds, numbers) for optimizer in arguments.optimizers]
+    return _trained(arguments, list(itertools.chain(*runs)), arguments.rows_world)
+
+
 def options_phase(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     steps, seeds, strategies = arguments.option_steps, arguments.seeds, arguments.option_strategies
     runs = [option_runs(optimizer, steps, seeds, strategies) for optimizer in arguments.optimizers]
@@ -130,6 +140,7 @@ def simulate_phase(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 PHASES: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]] | None] = {
     "bytes": bytes_phase,
     "times": times_phase,
+    "rows": rows_phase,
     "adaptive": adaptive_phase,
     "options": options_phase,
     "simulate": simulate_phase,
@@ -147,7 +158,7 @@ def circumstances(argv: list[str]) -> dict[str, Any]:
         argv = [*argv[:at], *argv[at + 2 :]]
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     return {
-        "command": shlex.join(["python", "benchmarks/distributed", *argv]),
+        "command": shlex.join(["python", "-m", "benchmarks.distributed", *argv]),
         "commit": commit.stdout.strip() or "unknown",
         "date": datetime.date.today().isoformat(),
         "machine": f"{os.cpu_count()}-core CPU, gloo",

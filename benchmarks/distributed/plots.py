@@ -104,6 +104,30 @@ def _smooth(losses: Sequence[float], decay: float = 0.9) -> list[float]:
     return found
 
 
+def draw_rows(groups: Sequence[tuple[str, str, Sequence[float]]], path: Path) -> Path:
+    """Changes of the final loss, a dot a seed.
+
+    Args:
+        groups: (optimizer, rows of a factor, relative change of each seed).
+    """
+    figure, axis = plt.subplots(figsize=(6.0, 3.4), layout="constrained")
+    names = list(dict.fromkeys(name for _, name, _ in groups))
+    for index, optimizer in enumerate(dict.fromkeys(optimizer for optimizer, _, _ in groups)):
+        own = {name: change for of, name, change in groups if of == optimizer}
+        places = [names.index(name) for name in own]
+        means = [100 * sum(change) / len(change) for change in own.values()]
+        axis.plot(places, means, color=f"C{index}", marker="o", label=optimizer)
+        for place, change in zip(places, own.values(), strict=True):
+            axis.scatter([place] * len(change), [100 * value for value in change], color=f"C{index}", s=12, alpha=0.6)
+    axis.axhline(0.0, color="gray", lw=0.8)
+    axis.set_xticks(range(len(names)), names)
+    axis.set_xlabel("rows of a factor's batch")
+    axis.set_ylabel("held-out loss against all rows [%]")
+    axis.legend(fontsize=9, frameon=False)
+    axis.grid(axis="y", alpha=0.25)
+    return _save(figure, path)
+
+
 def draw_simulation(rows: Sequence[Row], out: Path) -> list[Path]:
     """Imbalance, bytes and state of all models; seconds on every link."""
     models = list(dict.fromkeys(row["model"] for row in rows))

@@ -8,11 +8,12 @@ from benchmarks.distributed.bytes_section import bytes_section
 from benchmarks.distributed.section import Row, Section, Verdict, table
 from benchmarks.distributed.simulation_section import simulation_section
 from benchmarks.distributed.times_section import times_section
-from benchmarks.distributed.training_section import adaptive_section, options_section
+from benchmarks.distributed.training_section import adaptive_section, options_section, rows_section
 
 SECTIONS: Mapping[str, Callable[[Sequence[Row], Path], Section]] = {
     "bytes": bytes_section,
     "times": times_section,
+    "rows": rows_section,
     "adaptive": adaptive_section,
     "options": options_section,
     "simulate": simulation_section,

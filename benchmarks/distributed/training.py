@@ -1,4 +1,4 @@
-"""Training runs of the GPT example: adaptive statistics against all of them, and every option on against none."""
+"""Training runs of the GPT example against plain ones: few rows a factor, adaptive statistics, every option on."""
 
 import contextlib
 import io
@@ -98,6 +98,17 @@ def option_runs(optimizer: str, steps: int, seeds: Sequence[int], strategies: Se
             for name, block in ((BASE, PLAIN), ("every option", EVERYTHING)):
                 runs.append(Training(name, strategy, optimizer, block, steps, seed))
     return runs
+
+
+def rows_name(rows: int) -> str:
+    return f"{rows} rows"
+
+
+def rows_runs(optimizer: str, steps: int, seeds: Sequence[int], numbers: Sequence[int]) -> list[Training]:
+    """Factors of all ranks' rows, and of so many, which come from as few ranks as have them."""
+    few = {rows_name(rows): rows for rows in numbers}
+    blocks = {name: {"factor": {"rows": rows}} for name, rows in ({BASE: "all"} | few).items()}
+    return [Training(name, "ZeRO-2", optimizer, blocks[name], steps, seed) for seed in seeds for name in blocks]
 
 
 def train(runs: list[Training], model: GPTConfig, rows: int, data: str | None) -> list[dict[str, Any]]:

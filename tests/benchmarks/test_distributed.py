@@ -33,6 +33,7 @@ def out(tmp_path_factory):
     data.write_text("\n".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs" for i in range(3000)))
     argv = f"--tiny --worlds {WORLD} --world {WORLD} --strategies MEM-OPT --rows 1 --lag 2 --intervals 2"
     argv += " --adaptive-steps 40 --tolerances 10 --option-strategies HYBRID ZeRO-2"
+    argv += f" --rows-world {WORLD} --rows-steps 40 --factor-rows 8 --rows-seeds 0"
     argv += f" --option-steps 25 --seeds 0 --optimizers AdamW --data {data} --out {folder}"
     argv += " --simulated-worlds 8 16 --simulated-models BERT-Large"
     assert distributed.main(argv.split()) == 0
@@ -118,13 +119,21 @@ def test_training_runs_start_alike_and_options_send_less(out):
 
 
 @pytest.mark.distributed
+def test_few_rows_of_a_factor_come_from_one_rank(out):
+    every, few = rows_of(out, "rows")
+    assert (every["run"], few["run"]) == ("plain", "8 rows") and few["losses"] != every["losses"]
+    assert few["losses"][0] == pytest.approx(every["losses"][0], rel=1e-6) and few["held_out"] < few["losses"][0]
+    assert few["captured"] == every["captured"] and sum(few["sent"]["factors"]) < 0.75 * sum(every["sent"]["factors"])
+
+
+@pytest.mark.distributed
 def test_the_report_has_every_section_and_target(out):
     text = (out.parent / "distributed.md").read_text()
-    for title in ("Targets", "Bytes, collectives and memory", "Steps without spikes", "Adaptive statistics",
-                  "Every option on", "Large models, from the plan alone"):  # fmt: skip
+    for title in ("Targets", "Bytes, collectives and memory", "Steps without spikes", "Rows of a factor",
+                  "Adaptive statistics", "Every option on", "Large models, from the plan alone"):  # fmt: skip
         assert f"## {title}\n" in text
     for name in ("bytes.csv", "times.csv", "adaptive.csv", "options.csv", "simulate.csv", "steps.png", "adaptive.png",
-                 "options.png", "simulation.png", "simulation_seconds.png"):  # fmt: skip
+                 "options.png", "rows.csv", "rows.png", "simulation.png", "simulation_seconds.png"):  # fmt: skip
         assert (out / name).stat().st_size > 0, name
     assert "worst step, wall clock, MEM-OPT, staggered" in text and "| met |" in text
 
