@@ -10,7 +10,7 @@ gradients g [O] of its outputs, for a loss that is a mean over the N rows.
     K-FAC gradient   V = Q_G [R / (beta alpha^T + lambda)] Q_A^T,   lambda = damping mean(beta) mean(alpha)
                      dW <- nu V,   nu = min(1, sqrt(kl_clip / (lr^2 sum over layers <V, dW>)))
     KFACAdamW        m, v: Adam's moments of R;   U = m / (sqrt(v) + eps), bias-corrected
-                     S = diag(alpha / mean(alpha) + c)^-p;   U <- orthogonal factor of (U S) S, of norm size sqrt(O)
+                     S = diag(alpha / mean(alpha) + c)^-p;  U <- orthogonal factor of (U S) S, norm size sqrt(max(O, I))
                      W <- W - lr (Q_G U Q_A^T + weight_decay W)
 
 After ``loss.backward()`` of a batch that went through every layer once, call one of
@@ -132,4 +132,4 @@ def orthogonal(U: Tensor, S: Tensor, size: float) -> Tensor:
         G = X @ X.T
         X = 3.4445 * X - 4.7750 * G @ X + 2.0315 * G @ G @ X
     X = X @ S  # its rows get the norm size on average, less where U's entries fade out
-    return size * len(X) ** 0.5 * X / X.norm() * (U.square().mean().sqrt() / 0.03).clamp(max=1)
+    return size * max(X.shape) ** 0.5 * X / X.norm() * (U.square().mean().sqrt() / 0.03).clamp(max=1)

@@ -327,7 +327,7 @@ class ReferenceKFAC:
                 for _ in range(5):
                     X = 3.4445 * X - 4.7750 * X @ X.T @ X + 2.0315 * X @ X.T @ X @ X.T @ X
                 X = X @ whitening
-                rms = size / X.shape[1] ** 0.5 if spectral else size
+                rms = size / min(X.shape) ** 0.5 if spectral else size
                 U = rms * X / X.square().mean().sqrt() * (U.square().mean().sqrt() / 0.03).clamp(max=1)
             else:
                 U = U * (max(ratio * 128 / U.shape[1], 1) if spectral and name in heads else ratio)

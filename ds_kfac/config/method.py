@@ -190,12 +190,12 @@ class AdamConfig(Block):
     its beginning on. The default matches the heads of transformers and timm. Norms, embeddings and tied heads always
     keep Adam's direction."""
     scale: Literal["spectral", "rms"] = "spectral"
-    """What gives an orthogonalized step its size. spectral: its singular values are size, times sqrt(outputs / inputs)
-    if above 1, which changes outputs alike at every width, and AdamW's rate is a good first choice. rms: its entries
+    """What gives an orthogonalized step its size. spectral: its singular values are size, times sqrt(longer side /
+    shorter side), which changes outputs alike at every width, and AdamW's rate is a good first choice. rms: its entries
     are size on average, as Muon's are in Moonlight; the best rate is about 8 times AdamW's and falls with the width."""
     size: float | None = Field(None, gt=0)
-    """In units of the learning rate; null: 27 with spectral, 0.3 with rms, which is the same at 128 inputs and a rate 8
-    times as high."""
+    """In units of the learning rate; null: 27 with spectral, 0.3 with rms, which is the same where the shorter side is
+    128, at a rate 8 times as high."""
     nesterov: bool = True
     """Use Nesterov's momentum (as in NAdam)."""
     whiten: float = Field(0.125, ge=0, le=1)

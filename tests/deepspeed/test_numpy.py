@@ -101,7 +101,7 @@ def train(rule: str, start: dict[str, np.ndarray], variation: Variation) -> dict
                     S = X @ X.T
                     X = 3.4445 * X - 4.7750 * S @ X + 2.0315 * S @ S @ X
                 X, fade = X * s, min(1, np.sqrt((U**2).mean()) / 0.03)
-                U = SIZE / np.sqrt(X.shape[1]) * fade * X / np.sqrt((X**2).mean())
+                U = SIZE / np.sqrt(min(X.shape)) * fade * X / np.sqrt((X**2).mean())
             else:
                 U = U * max(RATIO * 128 / U.shape[1], 1)
             U = Q_G @ U @ Q_A.T

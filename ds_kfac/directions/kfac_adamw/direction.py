@@ -4,7 +4,7 @@
     m <- b1 m + (1 - b1) R       v <- b2 v + (1 - b2) R^2
     U = (m / (1 - b1^k)) / (sqrt(v / (1 - b2^k)) + eps)
     X = (the orthogonal factor of U S) S,  S = diag(alpha / mean alpha + c)^-p        (``adam.whiten`` p and damping c)
-    U <- size sqrt(O) X / |X|                                           (``adam.orthogonalize``; or as in size.py)
+    U <- size sqrt(max(O, I)) X / |X|                                   (``adam.orthogonalize``; or as in size.py)
     W <- W - lr (Q_G U Q_A^T + weight_decay W)                                        (in optimizer.py)
 
 With ``preconditioner.method`` "root" there is no eigenbasis: R is dW itself and S the matrix (A / mean A + c)^-p.

@@ -1,9 +1,8 @@
 """How large KFACAdamW's steps are, in units of the learning rate.
 
-    spectral    singular values of an orthogonalized step are, on average, size sqrt(max(1, O / I)), as in Muon (Jordan
-                et al. 2024): what a step changes in an output is then the same at every width (Yang et al. 2023,
-                arXiv:2310.17813, who have sqrt(O / I), which is too little for O < I: masked bytes lost 0.065, and a
-                CNN's filters learned too slowly)
+    spectral    singular values of an orthogonalized step are, on average, size sqrt(longer side / shorter side): what a
+                step changes in an output is then the same at every width (Yang et al. 2023, arXiv:2310.17813, who have
+                sqrt(O / I), which is too little for O < I, as is Muon's sqrt(max(1, O / I)): docs/tuning.md)
     rms         its entries have the size on average, whatever the width
 
 What keeps Adam's direction, embeddings, norms and heads, has the rate adam_lr. Of that a head's is the part BASE / I,
@@ -26,7 +25,7 @@ def step_norm(options: AdamConfig, shape: Sequence[int]) -> float:
     """Frobenius norm of an orthogonalized step of a matrix [.., O, I]."""
     O, I = shape[-2:]  # noqa: E741
     assert options.size is not None  # see ds_kfac.plan.resolve
-    return options.size * (O if options.scale == "spectral" else O * I) ** 0.5
+    return options.size * (max(O, I) if options.scale == "spectral" else O * I) ** 0.5
 
 
 def adam_factor(options: AdamConfig, layer: LayerSpec, ratio: float) -> float:
