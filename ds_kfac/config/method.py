@@ -78,9 +78,8 @@ class EigenbasisConfig(Block):
     that no step does more than its share. null: if a refresh of all layers at once is predicted to take over 50 ms."""
     lag: int | None = Field(None, ge=0)
     """Run decompositions asynchronously (on a thread on the CPU, a stream on a GPU) and use the result exactly so many
-    steps later. 0: decompose within the step, as in the burn-in. A refresh interval shorter than the lag shortens
-    it. null: on a GPU factor.update_interval, if the decompositions of a step are predicted to take over 50 ms; else 0.
-    """
+    steps later. 0: decompose within the step. A refresh interval shorter than the lag shortens it. null: on a GPU
+    factor.update_interval, if the decompositions of a step are predicted to take over 50 ms; else 0."""
 
 
 class DampingConfig(Block):

@@ -31,7 +31,7 @@ def settled_period(plan: Plan) -> tuple[Happening, ...]:
     )
     update, refresh = schedule.intervals(settled)
     period = update * -(-refresh // update)
-    lag, start = schedule.lag(settled, plan.lag), settled + 2 * period
+    lag, start = min(plan.lag, refresh - 1), settled + 2 * period
 
     def due(step: int) -> tuple[Keys, Keys]:
         found = timetable.due(step)

@@ -184,11 +184,6 @@ class Schedule:
         interval, burn_in = self.refresh.interval_at(step), self.burn_in
         return min(interval, burn_in.refresh_interval) if burn_in and step < burn_in.steps else interval
 
-    def lag(self, step: int, most: int) -> int:
-        """Steps after which a refresh that starts at ``step`` takes effect: ``most``, but not the next refresh's, and 0
-        in the burn-in, where factors change too fast for bases that are old when they come."""
-        return 0 if step < self._displaced_from else min(most, self._refresh_interval(step) - 1)
-
     @property
     def _displaced_from(self) -> int:
         return self.burn_in.steps if self.burn_in else 0

@@ -179,7 +179,7 @@ class FactorUpdates:
         """Decompose what is due here and now; start what takes effect later; collect what takes effect now."""
         step, due = draft.step, draft.due
         keys = due.refresh | self._incomplete(draft)
-        lag = self.plan.schedule.lag(step, self.plan.lag)
+        lag = min(self.plan.lag, self.plan.schedule.intervals(step)[1] - 1)
         now = {key for key in keys if lag < 1 or key not in draft.ready}
         later = keys - now - set(draft.pending)
         draft.arriving = tuple(key for key in self.specs if key in now or draft.pending.get(key) == step)

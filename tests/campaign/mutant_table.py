@@ -223,10 +223,8 @@ _ROWS = [
      "tests/schedule/test_timetable.py"),
     ("a late basis comes a step later", "step/factors.py", "dict.fromkeys(later, step + lag)",
      "dict.fromkeys(later, step + lag + 1)", "tests/deepspeed/test_refresh.py"),
-    ("lag reaches into the next refresh", "schedule/intervals.py", "self._refresh_interval(step) - 1)",
-     "self._refresh_interval(step))", "tests/deepspeed/test_refresh.py"),
-    ("lag in the burn-in", "schedule/intervals.py", "return 0 if step < self._displaced_from else min(most",
-     "return min(most", "tests/deepspeed/test_refresh.py"),
+    ("lag reaches into the next refresh", "step/factors.py", "schedule.intervals(step)[1] - 1)",
+     "schedule.intervals(step)[1])", "tests/deepspeed/test_refresh.py"),
     ("stagger: lightest first", "assignment/stagger.py", "(-sum(seconds[f.key]", "(sum(seconds[f.key]",
      "tests/assignment/test_stagger.py"),
     # who

@@ -53,10 +53,6 @@ class Timed(ReferenceKFAC):
 CASES = {
     "staggered": {"eigenbasis": {"refresh_interval": 4, "stagger": True}},
     "lag": {"eigenbasis": {"refresh_interval": 4, "stagger": False, "lag": 3}},
-    "lag after the burn-in": {
-        "eigenbasis": {"refresh_interval": 4, "stagger": False, "lag": 3},
-        "burn_in": {"steps": 6, "update_interval": 1},
-    },
     "staggered, lag": {"eigenbasis": {"refresh_interval": 4, "stagger": True, "lag": 2}},
     "adaptive": {"eigenbasis": {"refresh_interval": 2, "stagger": False}, "adaptive": {"enabled": True}},
     "QR steps": {
@@ -89,12 +85,12 @@ def block(name: str) -> dict:
         "eigenbasis": {**KFAC["eigenbasis"], **case["eigenbasis"]},
         # such random batches differ by more than the default tolerance
         **({"adaptive": {"tolerance": 0.9, **case["adaptive"]}} if "adaptive" in case else {}),
-        "burn_in": case.get("burn_in", {"steps": 0}),
+        "burn_in": {"steps": 0},
     }
 
 
-def as_scripted(script: list, lag: int, burn_in: int, kfac: Timed, step: int) -> None:
-    (kfac.captures, kfac.refreshes), kfac.lag = script[step], lag if step >= burn_in else 0
+def as_scripted(script: list, lag: int, kfac: Timed, step: int) -> None:
+    (kfac.captures, kfac.refreshes), kfac.lag = script[step], lag
 
 
 def worker(_) -> dict:
@@ -112,7 +108,7 @@ def worker(_) -> dict:
                 train(engine, 1, 1, first=step)
             found = None
             if dist.get_rank() == 0:
-                read = partial(as_scripted, script, kfac.plan.lag, kfac_block["burn_in"]["steps"])
+                read = partial(as_scripted, script, kfac.plan.lag)
                 options = {"steps": STEPS, "kfac_config": kfac_block, "before_step": read, "kind": Timed}
                 found = expected(BY_NAME[mode], 1, 2, initial, **options)
             after = weights(engine)
