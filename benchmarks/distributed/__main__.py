@@ -11,14 +11,13 @@ this machine (gloo, CPU), one thread each.
 
 import argparse
 import datetime
-import itertools
 import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from examples.gpt import GPTConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/distributed"
+RunsOf = Callable[[str, int, Sequence[int], Sequence[Any]], list[Training]]
 TRAINED = GPTConfig(width=128, blocks=4, context=128)
 
 
@@ -106,25 +106,24 @@ def summary(seconds: list[float]) -> str:
 
 
 def adaptive_phase(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    steps, seeds, tolerances = arguments.adaptive_steps, arguments.seeds, arguments.tolerances
-    runs = [adaptive_runs(optimizer, steps, seeds, tolerances) for optimizer in arguments.optimizers]
-    return _trained(arguments, list(itertools.chain(*runs)), 2)
+    return _trained(arguments, adaptive_runs, arguments.adaptive_steps, arguments.seeds, arguments.tolerances, 2)
 
 
 def rows_phase(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    steps, seeds, numbers = arguments.rows_steps, arguments.rows_seeds, arguments.factor_rows
-    runs = [rows_runs(optimizer, steps, seeds, numbers) for optimizer in arguments.optimizers]
-    return _trained(arguments, list(itertools.chain(*runs)), arguments.rows_world)
+    steps, seeds, world = arguments.rows_steps, arguments.rows_seeds, arguments.rows_world
+    return _trained(arguments, rows_runs, steps, seeds, arguments.factor_rows, world)
 
 
 def options_phase(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     steps, seeds, strategies = arguments.option_steps, arguments.seeds, arguments.option_strategies
-    runs = [option_runs(optimizer, steps, seeds, strategies) for optimizer in arguments.optimizers]
-    return _trained(arguments, list(itertools.chain(*runs)), arguments.world)
+    return _trained(arguments, option_runs, steps, seeds, strategies, arguments.world)
 
 
-def _trained(arguments: argparse.Namespace, runs: list[Training], world: int) -> list[dict[str, Any]]:
-    """One row a run; "sent" of every rank."""
+def _trained(
+    arguments: argparse.Namespace, runs_of: RunsOf, steps: int, seeds: list[int], varied: Sequence[Any], world: int
+) -> list[dict[str, Any]]:
+    """One row a run of every optimizer; "sent" of every rank."""
+    runs = [run for optimizer in arguments.optimizers for run in runs_of(optimizer, steps, seeds, varied)]
     model, found = TINY if arguments.tiny else TRAINED, []
     ranks = on_ranks(train, world, runs, model, max(1, 16 // world), arguments.data)
     for rows in zip(*ranks, strict=True):

@@ -50,13 +50,17 @@ def traffic(group: Sequence[Row], kinds: Sequence[str]) -> int:
     return sum(sum(row["sent"].get(kind, ())) for row in group for kind in kinds)
 
 
+def traffic_part(group: Sequence[Row], base: Sequence[Row]) -> float:
+    """Of statistics, to that of the plain runs."""
+    return traffic(group, ("factors",)) / max(1, traffic(base, ("factors",)))
+
+
 def adaptive_section(rows: Sequence[Row], out: Path) -> Section:
     groups, cells, verdicts = grouped(rows), [], []
     for key, group in groups.items():
         optimizer, _, name = key
         base = plain(groups, key)
-        part = traffic(group, ("factors",)) / max(1, traffic(base, ("factors",)))
-        change = changes(group, base)
+        part, change = traffic_part(group, base), changes(group, base)
         captures = sum(row["captured"] for row in group) / sum(row["captured"] + row["skipped"] for row in group)
         cells.append([optimizer, "every step" if name == BASE else name, str(group[0]["world"]), str(len(group)),
                       str(len(group[0]["losses"])), f"{part:.1%}", f"{captures:.1%}",
@@ -86,11 +90,10 @@ def rows_section(rows: Sequence[Row], out: Path) -> Section:
     for key, group in groups.items():
         optimizer, _, name = key
         base = plain(groups, key)
-        change = changes(group, base)
-        part = traffic(group, ("factors",)) / max(1, traffic(base, ("factors",)))
-        cells.append([optimizer, "all" if name == BASE else name, str(group[0]["world"]), str(len(group)),
-                      str(len(group[0]["losses"])), f"{part:.1%}", *_losses(group, change)])  # fmt: skip
-        drawn.append((optimizer, "all" if name == BASE else name, change))
+        change, shown = changes(group, base), "all" if name == BASE else name
+        cells.append([optimizer, shown, str(group[0]["world"]), str(len(group)), str(len(group[0]["losses"])),
+                      f"{traffic_part(group, base):.1%}", *_losses(group, change)])  # fmt: skip
+        drawn.append((optimizer, shown, change))
         if name != BASE:
             verdicts.append(_same_loss(f"{optimizer}, factors of {name}", change, ROWS_TARGET))
     header = ["optimizer", "rows of a factor's batch", "ranks", "seeds", "steps", "traffic of them", *LOSSES]
