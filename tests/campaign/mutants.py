@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{number:3}  {mutant.file:28} {mutant.name}  <- {mutant.tests}")
         return 0
     os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    import tests.preload  # noqa: F401  torch and deepspeed, once
+    import tests.libraries  # noqa: F401  once, and nothing of ours: a fork that tests a mutant imports that itself
 
     counts: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory(prefix="mutants_") as name:
