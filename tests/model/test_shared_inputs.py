@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -53,13 +54,11 @@ def test_an_input_changed_in_place_in_between_is_another_one():
 
 
 def test_memory_that_was_freed_and_taken_again_is_not_the_same_input():
-    shared, places = SharedInputs("ab"), set()
+    shared, memory = SharedInputs("ab"), np.ones(1000, dtype=np.float32)
     for name in "abababab":
-        x = torch.ones(1000)
-        places.add(x.data_ptr())
+        x = torch.from_numpy(memory)  # a storage of its own at the same place
         shared.see(name, x)
         del x
-    assert len(places) < 8, "the allocator did not reuse memory: this test shows nothing"
     assert sorted(number for numbers in shared.found().values() for number in numbers) == [*range(8)]
 
 
