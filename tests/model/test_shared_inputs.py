@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-import pytest
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
