@@ -39,12 +39,20 @@ class Leg:
         return -(-self.nbytes(source, target) // ALIGNMENT) * ALIGNMENT
 
 
-def deliver(legs: Sequence[Leg], channel: Channel, device: torch.device) -> list[Arrivals]:
+def deliver(
+    legs: Sequence[Leg], channel: Channel, device: torch.device, packed: Callable[[], None] = lambda: None
+) -> list[Arrivals]:
     """Send this rank's pieces of all legs, return per leg those it received. One collective for all of them; none if
-    nothing moves anywhere."""
+    nothing moves anywhere.
+
+    Args:
+        legs: their plans hold every rank's moves.
+        packed: called when the pieces have been copied, before there is memory for what is received.
+    """
     if not any(leg.plan.moves for leg in legs):  # the same on every rank, so nobody is left waiting
+        packed()
         return [[] for _ in legs]
-    return Posted(legs, channel, device).wait()
+    return Posted(legs, channel, device, packed).wait()
 
 
 class Posted:
@@ -52,9 +60,12 @@ class Posted:
 
     Args:
         legs: at least one. Moves between other ranks may be missing from their plans.
+        packed: called when the pieces have been copied.
     """
 
-    def __init__(self, legs: Sequence[Leg], channel: Channel, device: torch.device) -> None:
+    def __init__(
+        self, legs: Sequence[Leg], channel: Channel, device: torch.device, packed: Callable[[], None] = lambda: None
+    ) -> None:
         self.legs, self.rank, self.world = legs, channel.rank, channel.world
         ranks = range(self.world)
         outgoing = [sum(leg.padded(self.rank, target) for leg in legs) for target in ranks]
@@ -65,6 +76,7 @@ class Posted:
             for move in leg.plan.between(self.rank, target):
                 view.narrow(0, place, move.numel).copy_(leg.piece(move))
                 place += move.numel
+        packed()
         self._sent = sent  # until it has left
         self._received, self._handle = channel.all_to_all(sent, outgoing, incoming, carries=self._carries(), wait=False)
 

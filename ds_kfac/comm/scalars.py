@@ -42,7 +42,8 @@ class Scalars:
 
     def read(self, received: Arrivals) -> dict[int, Tensor]:
         """Scalars received from each rank (including this one), in the order of their names."""
-        sent = {move.param: piece for move, piece in received} | {self.rank: self._own}
+        # copies: a view would keep the whole message
+        sent = {move.param: piece.clone() for move, piece in received} | {self.rank: self._own}
         return {rank: sent[rank] for rank in sorted(sent)}
 
     def named(self, received: Arrivals) -> dict[Hashable, Tensor]:

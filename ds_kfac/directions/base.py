@@ -25,7 +25,7 @@ class LocalResult:
     """What a rank computed for its own layers.
 
     Attributes:
-        results: layer name -> fp32 [O, I].
+        results: layer name -> fp32 [O, I], until they are sent.
         states: layer name -> state after this step.
         numbers: scalars that are summed over all ranks before :meth:`Direction.finish`.
         replaced: scalar, layers whose result was not finite.
@@ -47,12 +47,10 @@ class LocalResult:
     clip: Tensor | float = 1.0
 
     @classmethod
-    def empty(
-        cls, gradients: Mapping[str, Tensor], states: Mapping[str, LayerState], device: torch.device
-    ) -> "LocalResult":
-        """Every layer as it is."""
+    def empty(cls, states: dict[str, LayerState], device: torch.device) -> "LocalResult":
+        """No results yet; ``states`` itself, in which new ones take the place of old ones."""
         zero = torch.zeros((), device=device)
-        return cls(dict(gradients), dict(states), [], zero, 0, zero, zero)
+        return cls({}, states, [], zero, 0, zero, zero)
 
     def counts(self, failed: int, unusual: Tensor | None) -> list[Tensor]:
         """What is summed over all layers in the order of :data:`ds_kfac.metrics.SUMMARY`.
@@ -113,10 +111,9 @@ class Direction(Protocol):
     stacks: tuple[tuple[LayerSpec, ...], ...]
     rotations: Rotations
 
-    def local(
-        self, context: StepContext, gradients: Mapping[str, Tensor], states: Mapping[str, LayerState]
-    ) -> LocalResult:
-        """``gradients`` carry the loss scale."""
+    def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
+        """A result for each of ``gradients``, which carry the loss scale and are taken out of there, and a new state in
+        the place of each of ``states``: a step holds one or the other."""
 
     def finish(
         self, context: StepContext, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]

@@ -31,29 +31,28 @@ class KFACGradient:
         self.rotations = Rotations(plan.precision)
         self.stacks = stacks(exchange.owned, alike=(lambda layer: layer.copies) if plan.stacks else None)
 
-    def local(
-        self, context: StepContext, gradients: Mapping[str, Tensor], states: Mapping[str, LayerState]
-    ) -> LocalResult:
-        gradients, clip = self._clipped(context, gradients)
-        local = LocalResult.empty(gradients, states, self.exchange.device)
-        local.clip = clip
+    def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
+        local = LocalResult.empty(states, self.exchange.device)
+        local.clip = clip = self._clipping(context)
         quadratic = torch.zeros_like(local.replaced)
         for layers in batches(self.stacks, states):
-            if not all(states[layer.name].prepared for layer in layers):
+            raw = {layer.name: gradients.pop(layer.name) for layer in layers}
+            own = raw if context.norm is None else {name: gradient * clip for name, gradient in raw.items()}
+            if all(states[layer.name].prepared for layer in layers):
+                quadratic += self._precondition(context, layers, own, local)
+            else:
                 local.unprepared += len(layers)
-                continue
-            quadratic += self._precondition(context, layers, gradients, local)
+                local.results |= own
         local.numbers = [quadratic]
         return local
 
-    def _clipped(self, context: StepContext, gradients: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Any]:
-        """By the engine's bound on the norm of all raw gradients, and the factor. A norm that is no number is left to
-        DeepSpeed's own check."""
+    def _clipping(self, context: StepContext) -> Tensor | float:
+        """The factor that keeps the norm of all raw gradients within the engine's bound. A norm that is no number is
+        left to DeepSpeed's own check."""
         if context.norm is None:
-            return gradients, 1.0
+            return 1.0
         factor = self.layout.clip_factor(context.norm).float()
-        factor = torch.where(torch.isfinite(context.norm.float()), factor, torch.ones_like(factor))
-        return {name: gradient * factor for name, gradient in gradients.items()}, factor
+        return torch.where(torch.isfinite(context.norm.float()), factor, torch.ones_like(factor))
 
     def _precondition(
         self, context: StepContext, layers: Sequence[LayerSpec], gradients: Mapping[str, Tensor], local: LocalResult

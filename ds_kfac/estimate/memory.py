@@ -8,15 +8,19 @@ import torch
 from ds_kfac.assignment.work import Work, kept_bytes, packed_bytes
 from ds_kfac.comm.reducer import IN_FLIGHT
 from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.estimate.period import settled_period
 from ds_kfac.estimate.traffic import PlannedTraffic, message_bytes
 
 STATE = ("factors", "history", "eigenbases", "moments")
 """What is kept between steps; with the inverse method, inverses are counted as eigenbases."""
-TRANSIENT = ("sums", "messages")
+TRANSIENT = ("sums", "messages", "drafts")
 """What a step that captures and refreshes everything needs in addition, while it lasts: sums that are made or averaged
-here, and the messages that are on their way at a time."""
-COUNTER, NORMS = 4, 8
-"""Bytes of the counter of a layer's moments."""
+here, the messages that are on their way at a time, and what is kept until DeepSpeed has applied the step: new moments,
+and factors and eigenbases, as many as any later step renews."""
+BESIDE = "beside"
+"""The most of it at a time, with the gradients and results of this rank's layers."""
+FP32, COUNTER, NORMS = 4, 4, 8
+"""Bytes of a number, of the counter of a layer's moments, of the norms of a history."""
 
 
 def memory_of(traffic: PlannedTraffic, config: KFACConfig, *, moments: int) -> Mapping[str, np.ndarray]:
@@ -27,34 +31,58 @@ def memory_of(traffic: PlannedTraffic, config: KFACConfig, *, moments: int) -> M
     """
     plan = traffic.plan
     assignment, world = plan.assignment, plan.assignment.world
-    memory = {kind: np.zeros(world, dtype=np.int64) for kind in (*STATE, *TRANSIENT)}
+    memory = {kind: np.zeros(world, dtype=np.int64) for kind in (*STATE, *TRANSIENT, BESIDE)}
+    renewed: dict[str, list[tuple[list[int], int]]] = {}  # factor -> who has how much of it
     for factor in assignment.factors:
         home = assignment.decomposers[factor.key]
         memory["factors"][home] += packed_bytes(factor.side)
         # the last value is the factor itself
         memory["history"][home] += 4 * factor.side.numel + NORMS if plan.adaptive else 0
-        users = Work.users(factor, assignment.workers)
-        memory["eigenbases"][sorted(users)] += kept_bytes(factor.side, plan.method)
+        users = sorted(Work.users(factor, assignment.workers))
+        memory["eigenbases"][users] += kept_bytes(factor.side, plan.method)
         rounded = plan.wire is not torch.float32 and bool(traffic.delivery.receivers[factor.key])
         if plan.exact_every > 1 and (home not in users or rounded):  # the exact one, to start from
             memory["eigenbases"][home] += kept_bytes(factor.side, plan.method)
+        renewed[factor.key] = [([home], packed_bytes(factor.side)), (users, kept_bytes(factor.side, plan.method))]
+    own = np.zeros(world, dtype=np.int64)
     for layer in plan.layers:
         workers = list(assignment.workers[layer.name])
+        own[workers] += FP32 * layer.numel
         for side in (layer.A, layer.G):
             # the ones of an identity
             memory["eigenbases"][workers] += kept_bytes(side, plan.method) if side.block == 0 else 0
-        memory["moments"][workers] += (4 * moments * layer.numel + COUNTER) if moments else 0
+        memory["moments"][workers] += (FP32 * moments * layer.numel + COUNTER) if moments else 0
 
     for slot in traffic.layout.slots(traffic.every, 0):
-        memory["sums"][list({slot.owner, *slot.contributors})] += 4 * slot.numel
-    if world > 1:
-        exchanged = (traffic.gather(traffic.every, traffic.every), traffic.scatter)
-        reductions = [message_bytes([message]) for message in traffic.reductions(traffic.every)]
-        held = [np.zeros(world, dtype=np.int64) + message_bytes([message]) for message in exchanged]
-        for start in range(len(reductions)):
-            held.append(np.sum(reductions[start : start + IN_FLIGHT], axis=0))
-        memory["messages"] += np.max(held, axis=0)
+        memory["sums"][list({slot.owner, *slot.contributors})] += FP32 * slot.numel
+    memory["drafts"] += memory["moments"] + _most_renewed(traffic, renewed)
+    gather, scatter, reductions = ({}, {}, []) if world == 1 else (
+        traffic.gather(traffic.every, traffic.every), traffic.scatter, traffic.reductions(traffic.every)
+    )  # fmt: skip
+    zero = np.zeros(world, dtype=np.int64)
+    under_way = [zero, *(zero + message_bytes(message) for message in reductions)]
+    in_backward = np.max([sum(under_way[i : i + IN_FLIGHT], zero) for i in range(len(under_way))], axis=0)
+    memory["messages"] += np.max([in_backward, zero + message_bytes(gather), zero + message_bytes(scatter)], axis=0)
+    packing = own + message_bytes(scatter, received=False)  # results are given up once they are in a message
+    sending = FP32 * traffic.in_place + message_bytes(scatter)
+    memory[BESIDE] += np.max(
+        [memory["sums"] + in_backward, own + message_bytes(gather), memory["drafts"] + np.maximum(packing, sending)],
+        axis=0,
+    )
     return memory
+
+
+def _most_renewed(traffic: PlannedTraffic, of: Mapping[str, list[tuple[list[int], int]]]) -> np.ndarray:
+    """Bytes [W] of new factors and eigenbases in the step of a period that has most of them, rank by rank."""
+    most = np.zeros(traffic.world, dtype=np.int64)
+    for step in settled_period(traffic.plan):
+        found = np.zeros(traffic.world, dtype=np.int64)
+        for index, keys in enumerate((step.captured, step.arriving)):
+            for key in keys:
+                ranks, nbytes = of[key][index]
+                found[ranks] += nbytes
+        most = np.maximum(most, found)
+    return most
 
 
 def state_bytes(memory: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -63,5 +91,7 @@ def state_bytes(memory: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def transient_bytes(memory: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Bytes [W] in addition to them in a step that captures and refreshes everything: the first one, if not every."""
-    return np.sum([memory[kind] for kind in TRANSIENT], axis=0)
+    """Bytes [W] in addition to them in any step, one that captures and refreshes everything included, as the first
+    does. Without the copies that single products need: those of at most :data:`ds_kfac.directions.kfac_adamw.part.
+    TOGETHER` elements."""
+    return memory[BESIDE]

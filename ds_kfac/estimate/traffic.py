@@ -1,6 +1,6 @@
 """Payload and collectives of a step, from the plans that the run itself sends by. Pure."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -80,6 +80,7 @@ class PlannedTraffic:
 
     Attributes:
         layout: of batch sums; what is asked of it is of step 0, one update is like another.
+        in_place: elements [W] of its own layers' gradients that each rank holds anyway.
     """
 
     def __init__(self, plan: Plan, shards: ShardMap, *, numbers: int, norm: bool = False, terms: bool) -> None:
@@ -87,6 +88,9 @@ class PlannedTraffic:
         self.norm, self.terms = norm, terms
         assignment = plan.assignment
         self.exchange = ExchangePlan(shards, plan.layers, assignment.workers)
+        self.in_place = np.zeros(self.world, dtype=np.int64)
+        for shard in shards.shards:
+            self.in_place[shard.rank] += shard.numel if shard.rank in self.exchange.of_parameter[shard.param] else 0
         self.delivery = Delivery(
             assignment.factors,
             assignment.decomposers,
@@ -177,18 +181,11 @@ class PlannedTraffic:
         return matrix
 
 
-def message_bytes(messages: Iterable[Message], *, sent: bool = True) -> np.ndarray:
-    """Memory [W] of the buffers of messages at each rank, alignment included.
-
-    Args:
-        sent: false where what is sent lies in the buckets already.
-    """
-    total = np.zeros((), dtype=np.int64)
-    for message in messages:
-        for matrix in message.values():
-            padded = -(-matrix // ALIGNMENT) * ALIGNMENT
-            total = total + padded.sum(axis=0) + (padded.sum(axis=1) if sent else 0)
-    return total
+def message_bytes(message: Message, *, received: bool = True) -> np.ndarray | int:
+    """Memory [W] of a message's buffers at each rank, alignment included; of those to be sent alone unless
+    ``received``."""
+    padded = [-(-matrix // ALIGNMENT) * ALIGNMENT for matrix in message.values()]
+    return sum(matrix.sum(axis=1) + (matrix.sum(axis=0) if received else 0) for matrix in padded)
 
 
 def _moving(legs: Message) -> Message:

@@ -73,8 +73,8 @@ class Draft:
     factors: FactorDraft
     peak_lr: dict[int, Tensor | float]
     norm: Tensor | None
-    states: Mapping[str, LayerState]
-    gradients: Mapping[str, Tensor]
+    states: dict[str, LayerState]
+    gradients: dict[str, Tensor]
     damping_scale: Tensor | None = None
     quadratic: tuple[QuadraticModel, Tensor] | None = None
     local: LocalResult = field(init=False)

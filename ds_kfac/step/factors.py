@@ -265,6 +265,8 @@ class FactorUpdates:
         received = self.delivery.received(*arrivals)
         here = {key: self.delivery.kept(key, basis) for key, basis in own.items()}
         draft.bases = {key: basis for key, basis in (received | here).items() if key in fresh}
+        if self.travels:  # all ranks know what came of them; the wire's rounding has made copies
+            draft.results = {key: replace(result, basis=None) for key, result in draft.results.items()}
 
     def terms_of(self, layer: LayerSpec, draft: FactorDraft) -> Tensor | None:
         """Loss terms of the layer in the batch that was averaged; None if it was not captured."""

@@ -136,6 +136,7 @@ class KFACPreconditioner:
             if due.capture:
                 with stage("reduce"):
                     curvature.update(factors, sums, reducer.contributors)
+                sums = {}
             with stage("refresh"):
                 curvature.decompose(factors)
             with stage("relayout"):
@@ -154,7 +155,6 @@ class KFACPreconditioner:
             draft.damping_scale = self.damping_scale if sums is None else mean_of(sums)
             context = StepContext(self.steps, draft.norm, draft.peak_lr, draft.damping_scale)
             draft.local = self.direction.local(context, draft.gradients, draft.states)
-            draft.gradients = {}
 
     def numbers(self, draft: Draft) -> Tensor:
         """This rank's part of the direction's numbers: their sum over all ranks is that over all layers."""
@@ -276,12 +276,12 @@ class KFACPreconditioner:
 
     def _scatter(self, draft: Draft, sums: Tensor | None) -> None:
         """Results to whoever holds a shard of them, with what the direction and the metrics sum over all layers."""
-        totals, (leg, flats) = self.totals(draft), self.exchange.scatter_leg(draft.local.results)
-        results, received = deliver((leg, totals.leg), self.channel, self.device)
+        totals, (leg, own, packed) = self.totals(draft), self.exchange.scatter_leg(draft.local.results)
+        results, received = deliver((leg, totals.leg), self.channel, self.device, packed)
         numbers, ready = totals.read(received)
         numbers, context = numbers if sums is None else sums, StepContext(self.steps, None, draft.peak_lr)
         scales = self.direction.finish(context, draft.local, numbers.unbind(), ready)
-        self.exchange.write(flats, results, scales)
+        self.exchange.write(own, results, scales)
 
     def learn(self, known: Known) -> frozenset[str]:
         """Keep one A for each of these groups of layers from now on, and take its rows from as many ranks as have them.

@@ -1,6 +1,6 @@
 """Gradients of whole layers to their gradient workers, and the workers' results back to every shard."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from ds_kfac.zero.layout import ShardLayout
 from ds_kfac.zero.parameters import of_layers
 from ds_kfac.zero.relayout import plan_gather, plan_scatter, source
 from ds_kfac.zero.shards import ShardMap
+
+Shards = dict[tuple[int, int], Tensor]
+"""(parameter, start) -> flat values."""
 
 
 class ExchangePlan:
@@ -83,39 +86,46 @@ class GradientExchange:
             matrices[layer.name] = LAYERS[layer.kind].matrix(pieces[0], bias, layer.shape)
         return matrices
 
-    def scatter_leg(self, results: Mapping[str, Tensor]) -> tuple[Leg, dict[int, Tensor]]:
-        """Own layers' results, fp32 [O, I], to every rank that holds a shard of them; and the same as flat tensors."""
+    def scatter_leg(self, results: dict[str, Tensor]) -> tuple[Leg, Shards, Callable[[], None]]:
+        """Own layers' results, fp32 [O, I], which are given up, to every rank that holds a shard of them.
+
+        Returns the leg; this rank's own shards; and what fills these, to be called once the leg is in a message: no
+        more than they is kept then.
+        """
         flats: dict[int, Tensor] = {}
         for layer in self.owned:
-            pieces = self.parts(layer, results[layer.name])
+            pieces = self.parts(layer, results.pop(layer.name))
             if self.layout.replicated:  # what the others receive, or the replicas would drift apart
                 pieces = tuple(piece.to(self.scatter_dtype).float() for piece in pieces)
             flats |= dict(zip(self.plan.of_layer[layer.name], pieces, strict=True))
+        own: Shards = {}
+
+        def packed() -> None:
+            for place, shard in self._mine.items():
+                if (flat := flats.get(shard.param)) is not None:
+                    piece = flat.narrow(0, shard.start, shard.numel)
+                    own[place] = piece if shard.numel == len(flat) else piece.clone()
+            flats.clear()
+
         leg = Leg(
             "results",
             self.plan.scatter,
             lambda move: flats[move.param].narrow(0, move.start, move.numel),
             self.scatter_dtype,
         )
-        return leg, flats
+        return leg, own, packed
 
-    def write(self, flats: Mapping[int, Tensor], received: Arrivals, scales: Mapping[str, Tensor]) -> None:
-        """Put own and received results where the engine's optimizer will find them.
+    def write(self, own: Shards, received: Arrivals, scales: Mapping[str, Tensor]) -> None:
+        """Put own and received results where the engine's optimizer will find them; both are given up.
 
         Args:
             scales: layer name -> scalar to multiply its result by; layers that are missing stay as they are.
         """
-
-        pieces = {
-            (param, start): flats[param].narrow(0, start, shard.numel)
-            for (param, start), shard in self._mine.items()
-            if param in flats
-        }
-        pieces |= {(move.param, move.start): values for move, values in received}
+        pieces = {**own, **{(move.param, move.start): values for move, values in received}}
         of_param = {param: scales.get(name) for name, params in self.plan.of_layer.items() for param in params}
         for place, values in pieces.items():
-            scale = of_param[place[0]]
-            self.layout.write(self._mine[place], values.float() if scale is None else values.float() * scale)
+            scale, gradient = of_param[place[0]], values.float()
+            self.layout.write(self._mine[place], gradient if scale is None else gradient.mul_(scale))
 
     @staticmethod
     def parts(layer: LayerSpec, matrix_OI: Tensor) -> tuple[Tensor, ...]:

@@ -67,8 +67,10 @@ class Stage3(ZeroLayout):
             return
         # A new tensor: DeepSpeed's own chunk keeps its 16 bits. It also keeps its gradient: were the parameter not used
         # in the next step, that would be stepped with again.
-        padded = torch.zeros(chunk.numel(), dtype=torch.float32, device=chunk.device)
-        padded.narrow(0, 0, shard.numel).copy_(gradient)
+        padded = gradient
+        if chunk.numel() > shard.numel:
+            padded = torch.zeros(chunk.numel(), dtype=torch.float32, device=chunk.device)
+            padded.narrow(0, 0, shard.numel).copy_(gradient)
         chunk.zero_()
         self.optimizer.averaged_gradients[shard.group][self._place[id(param)][1]] = padded
 

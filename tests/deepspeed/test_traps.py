@@ -329,15 +329,19 @@ def invariance_worker(_) -> dict:
             mode = BY_NAME[name]
             engine = build(mode, accumulation, train_micro_batch_size_per_gpu=rows, **scale)
             kfac = engine.kfac.preconditioner
-            gradients, finish = {}, kfac.direction.finish
+            gradients, local, finish = {}, kfac.direction.local, kfac.direction.finish
 
-            def keep(now, local, totals, prepared, finish=finish, kfac=kfac, gradients=gradients):
-                scales = finish(now, local, totals, prepared)
-                scaled = {n: V * scales.get(n, 1.0) for n, V in local.results.items()}
-                gradients |= {n: V / kfac.layout.grad_scale() for n, V in scaled.items()}
+            def keep_results(*arguments, local=local, gradients=gradients):
+                found = local(*arguments)
+                gradients |= found.results  # until they are sent
+                return found
+
+            def scaled(*arguments, finish=finish, kfac=kfac, gradients=gradients):
+                scales = finish(*arguments)
+                gradients |= {n: V * scales.get(n, 1.0) / kfac.layout.grad_scale() for n, V in gradients.items()}
                 return scales
 
-            kfac.direction.finish = keep
+            kfac.direction.local, kfac.direction.finish = keep_results, scaled
             x, y = torch.randn(16, 3, FEATURES, generator=torch.Generator().manual_seed(7)), torch.arange(48) % 5
             mine = slice(dist.get_rank() * rows * accumulation, (dist.get_rank() + 1) * rows * accumulation)
             micro = zip(x[mine].split(rows), y.view(16, 3)[mine].split(rows), strict=True)

@@ -50,10 +50,10 @@ class SoftSign:
         self.rotations, self.device = Rotations(), setup.exchange.device
 
     def local(self, context, gradients, states) -> LocalResult:
-        local = LocalResult.empty(gradients, states, self.device)
+        local = LocalResult.empty(states, self.device)
         for (layer,) in self.stacks:
             state = states[layer.name]
-            mean = (state.moments.first_OI + state.basis.rotate(gradients[layer.name])) / 2
+            mean = (state.moments.first_OI + state.basis.rotate(gradients.pop(layer.name))) / 2
             local.results[layer.name] = state.basis.restore(mean / (mean.abs() + 0.1))
             local.states[layer.name] = replace(state, moments=Mean(mean))
         local.numbers = [torch.zeros((), device=self.device)]

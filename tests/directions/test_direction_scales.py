@@ -76,7 +76,7 @@ def make(
         gradients[spec.name] = scale * torch.randn(ROWS, COLUMNS, generator=generator)
         if times:
             gradients[spec.name] *= times[index]
-    return direction, direction.local(StepContext(0, norm, {}), gradients, states), gradients
+    return direction, direction.local(StepContext(0, norm, {}), dict(gradients), dict(states)), gradients
 
 
 @pytest.mark.parametrize("kind", ["tikhonov", "relative"])

@@ -52,7 +52,7 @@ def make(case: str, device: torch.device):
 
     def step(gradients: list[torch.Tensor], lr: torch.Tensor) -> list[torch.Tensor]:
         group["lr"], now = lr, StepContext(3, None, {})
-        local = direction.local(now, dict(zip(states, gradients, strict=True)), states)
+        local = direction.local(now, dict(zip(states, gradients, strict=True)), dict(states))
         scales = direction.finish(now, local, local.numbers, prepared)
         moments = [state.moments.second_OI for state in local.states.values() if state.moments]
         return [*local.results.values(), *moments, *list(scales.values())[:1], local.replaced]

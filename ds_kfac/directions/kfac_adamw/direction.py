@@ -85,10 +85,8 @@ class AdamDirection:
         """Whether a layer's direction is orthogonalized."""
         return keeps_direction(self.config.adam, layer) is None
 
-    def local(
-        self, context: StepContext, gradients: Mapping[str, Tensor], states: Mapping[str, LayerState]
-    ) -> LocalResult:
-        local = LocalResult.empty(gradients, states, self.exchange.device)
+    def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
+        local = LocalResult.empty(states, self.exchange.device)
         void, local.clip = self._clipping(context.norm)
         parts = Part.of_all(batches(self.stacks, states))
         if not parts:
@@ -101,8 +99,9 @@ class AdamDirection:
         fits = length * unscale < LARGEST
         usable = finite & fits & (length > 0)
         for part in parts:
-            gradient = together([gradients[layer.name] for layer in part.layers])
-            self._step(part, [states[layer.name] for layer in part.layers], gradient * unscale, part.of(usable))
+            gradient = together([gradients.pop(layer.name) for layer in part.layers]) * unscale
+            self._step(part, [states[layer.name] for layer in part.layers], gradient, part.of(usable))
+            del gradient
             local.states.update(zip([layer.name for layer in part.layers], part.states, strict=True))
         scale, own = self._restore(parts)
         # A direction gone wrong must not reach the weights. An overflowed gradient must reach DeepSpeed's check, so
