@@ -33,6 +33,7 @@ def memory_of(traffic: PlannedTraffic, config: KFACConfig, *, moments: int) -> M
     assignment, world = plan.assignment, plan.assignment.world
     memory = {kind: np.zeros(world, dtype=np.int64) for kind in (*STATE, *TRANSIENT, BESIDE)}
     renewed: dict[str, list[tuple[list[int], int]]] = {}  # factor -> who has how much of it
+    exact = np.zeros(world, dtype=np.int64)
     for factor in assignment.factors:
         home = assignment.decomposers[factor.key]
         memory["factors"][home] += packed_bytes(factor.side)
@@ -44,6 +45,8 @@ def memory_of(traffic: PlannedTraffic, config: KFACConfig, *, moments: int) -> M
         if plan.exact_every > 1 and (home not in users or rounded):  # the exact one, to start from
             memory["eigenbases"][home] += kept_bytes(factor.side, plan.method)
         renewed[factor.key] = [([home], packed_bytes(factor.side)), (users, kept_bytes(factor.side, plan.method))]
+        if rounded:  # until the rounded one has been sent
+            exact[home] += kept_bytes(factor.side, plan.method)
     own = np.zeros(world, dtype=np.int64)
     for layer in plan.layers:
         workers = list(assignment.workers[layer.name])
@@ -55,7 +58,8 @@ def memory_of(traffic: PlannedTraffic, config: KFACConfig, *, moments: int) -> M
 
     for slot in traffic.layout.slots(traffic.every, 0):
         memory["sums"][list({slot.owner, *slot.contributors})] += FP32 * slot.numel
-    memory["drafts"] += memory["moments"] + _most_renewed(traffic, renewed)
+    new = _most_renewed(traffic, renewed)
+    memory["drafts"] += memory["moments"] + new
     gather, scatter, reductions = ({}, {}, []) if world == 1 else (
         traffic.gather(traffic.every, traffic.every), traffic.scatter, traffic.reductions(traffic.every)
     )  # fmt: skip
@@ -66,7 +70,11 @@ def memory_of(traffic: PlannedTraffic, config: KFACConfig, *, moments: int) -> M
     packing = own + message_bytes(scatter, received=False)  # results are given up once they are in a message
     sending = FP32 * traffic.in_place + message_bytes(scatter)
     memory[BESIDE] += np.max(
-        [memory["sums"] + in_backward, own + message_bytes(gather), memory["drafts"] + np.maximum(packing, sending)],
+        [
+            memory["sums"] + in_backward,
+            new + message_bytes(gather) - message_bytes(gather, received=False) + np.maximum(exact, own),
+            memory["drafts"] + np.maximum(packing, sending),
+        ],
         axis=0,
     )
     return memory

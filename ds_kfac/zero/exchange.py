@@ -12,7 +12,7 @@ from ds_kfac.model.layers.registry import LAYERS
 from ds_kfac.zero.layout import ShardLayout
 from ds_kfac.zero.parameters import of_layers
 from ds_kfac.zero.relayout import plan_gather, plan_scatter, source
-from ds_kfac.zero.shards import ShardMap
+from ds_kfac.zero.shards import Shard, ShardMap
 
 Shards = dict[tuple[int, int], Tensor]
 """(parameter, start) -> flat values."""
@@ -58,6 +58,9 @@ class GradientExchange:
         self.gather_dtype, self.scatter_dtype = dtypes or (layout.dtype, torch.float32)
         self.owned = tuple(layer for layer in layers if layout.rank in workers[layer.name])
         self._mine = {(shard.param, shard.start): shard for shard in layout.shards.on(self.rank)}
+        self._shards: dict[int, list[Shard]] = {}
+        for shard in self._mine.values():
+            self._shards.setdefault(shard.param, []).append(shard)
 
     @property
     def gather_leg(self) -> Leg:
@@ -101,11 +104,11 @@ class GradientExchange:
         own: Shards = {}
 
         def packed() -> None:
-            for place, shard in self._mine.items():
-                if (flat := flats.get(shard.param)) is not None:
+            for param in list(flats):
+                flat = flats.pop(param)
+                for shard in self._shards.get(param, ()):
                     piece = flat.narrow(0, shard.start, shard.numel)
-                    own[place] = piece if shard.numel == len(flat) else piece.clone()
-            flats.clear()
+                    own[param, shard.start] = piece if shard.numel == len(flat) else piece.clone()
 
         leg = Leg(
             "results",

@@ -100,11 +100,14 @@ STEPS = [
     Mode("Adam z2 bf16", 2, dtype="bf16", adam=True, orthogonal=True),
     Mode("Adam z3 bf16", 3, dtype="bf16", adam=True, orthogonal=True),
     Mode("gradient z0", 0),
+    Mode(
+        "all workers z0", 0, kfac={"assignment": {"gradient_worker_fraction": 1.0}, "communication": {"dtype": "bf16"}}
+    ),
     Mode("gradient z3 bf16", 3, dtype="bf16"),
 ]
-SIDES = [WIDTH + 8 * index for index in range(13)]
+SIDES = [96 + 2 * index for index in range(41)]
 """Of layers of which none is like another: what a single layer's products copy is little, and none are stacked."""
-COPIES = 8
+COPIES = 5
 """Of one layer, in its products."""
 
 
@@ -112,8 +115,8 @@ def beside_worker(modes) -> dict:
     """What steps hold beside the state from the first message on, and the estimate of it."""
     results = {}
     for mode in modes:
-        mode = replace(mode, kfac={"factor": {"update_interval": 3}, "burn_in": {"steps": 0}})
-        mode.kfac["eigenbasis"] = {"refresh_interval": 3, "stagger": False}
+        often = {"factor": {"update_interval": 3}, "eigenbasis": {"refresh_interval": 3, "stagger": False}}
+        mode = replace(mode, kfac={**often, "burn_in": {"steps": 0}, **mode.kfac})
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(*sides, bias=False) for sides in pairwise(SIDES)))
         engine = build(mode, 1, model=model)
@@ -153,7 +156,6 @@ def beside_worker(modes) -> dict:
 def test_a_step_holds_what_the_estimate_says():
     for results in run_ranks("tests.deepspeed.test_memory:beside_worker", world=2, payload=STEPS):
         for name, found in results.items():
-            print(name, found)
             slack = COPIES * found["layer"]
-            assert found["captured"] <= SLACK * found["estimate"] + slack, (name, found)
+            assert found["captured"] <= 1.02 * found["estimate"] + slack, (name, found)
             assert found["captured"] >= 0.9 * found["estimate"], (name, found)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.deepspeed.modes import BY_NAME, KFAC
+from tests.deepspeed.modes import BY_NAME, KFAC, Mode
 from tests.deepspeed.runs import build, expected, train, weights
 from tests.oracle import ReferenceKFAC, _eigh
 from tests.ranks import run_ranks
@@ -182,3 +182,29 @@ def resume_worker(folder: str) -> bool:
 
 def test_an_adaptive_run_resumes_bit_for_bit(tmp_path):
     assert run_ranks("tests.deepspeed.test_refresh:resume_worker", world=2, payload=str(tmp_path)) == [True, True]
+
+
+def short_worker(_) -> list[int]:
+    """Steps in which eigenbases take effect, with a lag that is longer than the burn-in's interval."""
+    kfac = {
+        "factor": {"update_interval": 2}, "burn_in": {"steps": 8, "update_interval": 1},
+        "eigenbasis": {"refresh_interval": 6, "stagger": False, "lag": 4},
+    }  # fmt: skip
+    engine = build(Mode("short", 0, kfac=kfac), 1)
+    found, step = [], engine.kfac.preconditioner.step
+
+    def watched():
+        draft = step()
+        if draft.factors.arriving:
+            found.append(draft.factors.step)
+        return draft
+
+    engine.kfac.preconditioner.step = watched
+    train(engine, 1, 20)
+    engine.destroy()
+    return found
+
+
+def test_a_lag_ends_before_the_next_refresh():
+    (found,) = run_ranks("tests.deepspeed.test_refresh:short_worker", world=1)
+    assert found == [0, 3, 5, 7, 12, 18], found
