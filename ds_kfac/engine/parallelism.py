@@ -9,7 +9,8 @@ import torch
 from ds_kfac.assignment.work import kept_bytes, packed_bytes
 from ds_kfac.comm.agreement import failing_together, gathered
 from ds_kfac.config.kfac import KFACConfig
-from ds_kfac.model.layers.registry import SHARDS
+from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers.registry import CUT_SIDES, SHARDS
 from ds_kfac.model.scan import Scan
 from ds_kfac.plan.plan import Plan
 from ds_kfac.step.target import Target
@@ -28,14 +29,17 @@ def by_domain(found: Scan, domains: Sequence[Domain]) -> list[tuple[Domain, Scan
     """The layers of each domain that has some; what was skipped, in the first of them."""
     pairs: list[tuple[Domain, Scan]] = []
     for domain in domains:
-        layers = tuple(
-            layer if layer.kind in SHARDS else replace(layer, copies=domain.shard[1])
-            for layer in found.layers
-            if layer.weight in domain.names
-        )
+        layers = tuple(_in_shards(layer, domain.shard[1]) for layer in found.layers if layer.weight in domain.names)
         if layers:
             pairs.append((domain, Scan(layers, () if pairs else found.skipped)))
     return pairs
+
+
+def _in_shards(layer: LayerSpec, shards: int) -> LayerSpec:
+    """A layer that each of so many tensor-parallel ranks has its part of, or a copy."""
+    if layer.kind not in SHARDS:
+        return replace(layer, copies=shards)
+    return replace(layer, cut=(shards, 1) if CUT_SIDES[layer.kind] == 0 else (1, shards))
 
 
 def budgets(targets: Sequence[Target], config: KFACConfig) -> list[KFACConfig]:

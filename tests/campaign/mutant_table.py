@@ -309,6 +309,8 @@ _ROWS = [
     ("offloaded norms are the raw ones", "zero/stage_1_and_2.py",
      "self.optimizer.norm_for_param_grads[param_id] = gradient.double().norm()", "pass",
      "tests/deepspeed/test_toys.py"),
+    ("a shard's step has a whole layer's size", "directions/kfac_adamw/size.py", " / math.prod(layer.cut)", "",
+     "tests/directions/test_adam_choice.py"),
     # memory
     ("results are kept beside their message", "zero/exchange.py", "flat = flats.pop(param)", "flat = flats[param]",
      "tests/deepspeed/test_memory.py"),

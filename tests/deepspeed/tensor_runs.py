@@ -253,6 +253,7 @@ def compare(cases: list[tuple[str, Mode]]) -> list[dict]:
             "bound": expected.bound,
             "nu_bound": expected.nu_bound,
             "kinds": {layer.name: layer.kind for layer in kfac.layers},
+            "whole": [(layer.whole_shape, tuple(initial[layer.weight].shape)) for layer in kfac.layers],
             "nu": [1.0, 1.0] if mode.adam else [float(kfac.metrics.nu), expected.nu],
             "replicated": {n: final[n] for n in final if n.split(".")[0] not in parts},
             "shared": kfac.known.groups,

@@ -47,6 +47,8 @@ def test_shards_match_one_process(world):
             shards = {name for name, found in result["kinds"].items() if found != "Linear" and name != "norm"}
             assert shards == ({"up", "gate", "down"} | ({"gathered"} if kind == "autotp" else set())), where
             assert result["shared"] == (("up", "gate"),), where
+            for (O, I), weight in result["whole"]:  # noqa: E741
+                assert len(weight) == 1 or (O == weight[0] and 0 <= I - weight[1] <= 1), (where, O, I, weight)
             assert not within(where, result["difference"], result["bound"]), (where, result["difference"])
             expected, actual = result["nu"]
             assert actual == pytest.approx(expected, abs=result["nu_bound"]), f"{where}: {result['nu']}"

@@ -89,11 +89,27 @@ def test_a_step_has_the_size_that_the_config_says(outputs, inputs):
     spectral, rms = AdamConfig(size=27.0), AdamConfig(scale="rms", size=0.3)
     U, _, Vh = torch.linalg.svd(torch.randn(outputs, inputs), full_matrices=False)
     factor = U @ Vh
-    step = factor * step_norm(spectral, factor.shape) / factor.norm()
+    layer = linear_layer("layer", inputs, outputs)
+    step = factor * step_norm(spectral, layer) / factor.norm()
     expected = 27 * (max(outputs, inputs) / min(outputs, inputs)) ** 0.5
     assert float(torch.linalg.svdvals(step).mean()) == pytest.approx(expected, rel=1e-5)
-    step = factor * step_norm(rms, factor.shape) / factor.norm()
+    step = factor * step_norm(rms, layer) / factor.norm()
     assert float(step.square().mean().sqrt()) == pytest.approx(0.3, rel=1e-5)
+
+
+@pytest.mark.parametrize("scale", ["spectral", "rms"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(12, 4), (4, 12), (8, 8)])
+def test_shards_make_together_a_step_of_the_whole_layers_size(outputs, inputs, scale):
+    options = AdamConfig(scale=scale, size=0.3)
+    whole = step_norm(options, linear_layer("layer", inputs, outputs))
+    for shard in (
+        replace(linear_layer("layer", inputs, outputs // 4), cut=(4, 1)),
+        replace(linear_layer("layer", inputs // 4, outputs), cut=(1, 4)),
+    ):
+        assert shard.whole_shape == (outputs, inputs)
+        assert 4 * step_norm(options, shard) ** 2 == pytest.approx(whole**2)
+    head = replace(linear_layer("lm_head", 1024, 9), cut=(1, 4))
+    assert adam_factor(AdamConfig(), head, 64.0) == 2
 
 
 def test_heads_rates_fall_with_the_width_to_lr():

@@ -76,7 +76,7 @@ class AdamDirection:
         scaled = [self.orthogonalizes(layer) and layer.groups == 1 for layer in layers]
         self.orthogonal = of_all(scaled, dtype=torch.bool)
         self.root = of_all([layer.numel**0.5 for layer in layers], dtype=torch.float32)
-        self.target = of_all([step_norm(self.config.adam, layer.shape) for layer in layers], dtype=torch.float32)
+        self.target = of_all([step_norm(self.config.adam, layer) for layer in layers], dtype=torch.float32)
         ratios = [adam_factor(self.config.adam, layer, optimizer.adam_ratio) for layer in layers]
         self.ratio = of_all(ratios, dtype=torch.float32)
         self.copies = of_all([layer.copies for layer in layers], dtype=torch.float64)
@@ -181,7 +181,7 @@ class AdamDirection:
         """Each group of a layer to its own size."""
         assert part.size is not None
         norm = torch.linalg.vector_norm(part.x_OI, dim=(-2, -1))
-        root, target = part.x_OI[0].numel() ** 0.5, step_norm(self.config.adam, part.x_OI.shape[-2:])
+        root, target = part.x_OI[0].numel() ** 0.5, step_norm(self.config.adam, part.layers[0])
         part.x_OI.mul_(each(scale_to(target, size=part.size, norm=norm, root=root)))
         part.size = None
 

@@ -9,7 +9,7 @@ What keeps Adam's direction, embeddings, norms and heads, has the rate adam_lr. 
 but at least lr, if sizes are spectral: Adam's direction grows with the width, too.
 """
 
-from collections.abc import Sequence
+import math
 
 from ds_kfac.config.method import AdamConfig
 from ds_kfac.directions.kfac_adamw.choice import is_head, keeps_direction
@@ -21,11 +21,12 @@ ADAM_RATIO = {"spectral": 8.0, "rms": 1.0}
 """adam_lr / lr where adam_lr is left out."""
 
 
-def step_norm(options: AdamConfig, shape: Sequence[int]) -> float:
-    """Frobenius norm of an orthogonalized step of a matrix [.., O, I]."""
-    O, I = shape[-2:]  # noqa: E741
+def step_norm(options: AdamConfig, layer: LayerSpec) -> float:
+    """Frobenius norm of an orthogonalized step of a layer's matrix, or of that of one of its groups. Of a
+    tensor-parallel shard it is the shard's part of the whole layer's."""
+    O, I = layer.whole_shape[-2:]  # noqa: E741
     assert options.size is not None  # see ds_kfac.plan.resolve
-    return options.size * (max(O, I) if options.scale == "spectral" else O * I) ** 0.5
+    return options.size * ((max(O, I) if options.scale == "spectral" else O * I) / math.prod(layer.cut)) ** 0.5
 
 
 def adam_factor(options: AdamConfig, layer: LayerSpec, ratio: float) -> float:
@@ -37,5 +38,7 @@ def adam_factor(options: AdamConfig, layer: LayerSpec, ratio: float) -> float:
     if keeps_direction(options, layer) is None:
         return 1.0
     return (
-        max(ratio * BASE / layer.shape[-1], 1.0) if options.scale == "spectral" and is_head(options, layer) else ratio
+        max(ratio * BASE / layer.whole_shape[-1], 1.0)
+        if options.scale == "spectral" and is_head(options, layer)
+        else ratio
     )

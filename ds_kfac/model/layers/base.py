@@ -46,6 +46,8 @@ class LayerSpec:
     uses: tuple[Use, ...]
     copies: int = 1
     """Tensor-parallel ranks that hold the same layer; 1 if each has a shard of its own."""
+    cut: tuple[int, int] = (1, 1)
+    """Into how many tensor-parallel shards the whole layer's outputs and inputs are cut; this is one of them."""
     groups: int = 1
     """Independent maps of equal shape (a convolution's groups), each with its own block of A and of G."""
     keeps_direction: str | None = None
@@ -74,6 +76,12 @@ class LayerSpec:
         if self.groups == 1:
             return self.dim_G, self.dim_A
         return self.groups, self.dim_G // self.groups, self.dim_A // self.groups
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The same of the layer that this is a shard of."""
+        *groups, O, I = self.shape  # noqa: E741
+        return *groups, O * self.cut[0], I * self.cut[1]
 
     @cached_property
     def numel(self) -> int:

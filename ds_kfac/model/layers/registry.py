@@ -30,6 +30,8 @@ LAYERS: dict[str, LayerType] = {
     "RowParallelLinear": RowParallelLinear(),
 }
 SHARDS = {"ColumnParallelLinear": "Linear", "RowParallelLinear": "Linear"}
+CUT_SIDES = {"ColumnParallelLinear": 0, "RowParallelLinear": 1}
+"""Which side of the matrix [O, I] is cut."""
 """Types of a tensor-parallel rank's part of a layer -> the type by which a config chooses them."""
 
 TIED = "Tied"
