@@ -48,6 +48,8 @@ KFAC_ADAMW_VARIATIONS = {
 
 CLIENT = "client"
 """Key for an optimizer of the package pytorch-optimizer, (class, parameters), which DeepSpeed is given as an object."""
+TABLE_RATE = "rate of the bytes' table"
+"""Key for the rate of the embedding of bytes, as a part of what it would be."""
 ADAM = {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01}
 MUON_ADAM_RATIO = 0.5
 """Rate of Muon's Adam half (embeddings, head, norms) to that of its matrices: better than 0.2 on gpt_small."""
@@ -121,6 +123,11 @@ def varied(name: str) -> Callable[[float], dict]:
     return lambda rate: {**kfacadamw(rate), "kfac": {**KFAC_FOR_KFACADAMW, **VARIATIONS[name]}}
 
 
+def slow_table(method: str) -> Callable[[float], dict]:
+    """A method ``<method>_slow_table``: bytes' embeddings at a quarter of adam_lr, so at 2 lr."""
+    return lambda rate: {**METHODS[method](rate), TABLE_RATE: 0.25}
+
+
 def kfac_adamw_varied(**blocks: dict) -> Callable[[float], dict]:
     """K-FAC's gradient into AdamW, with one thing changed."""
     return lambda rate: {**adamw(rate), "kfac": {**KFAC_FOR_ADAMW, **blocks}}
@@ -158,6 +165,7 @@ METHODS: dict[str, Callable[[float], dict]] = {
     "kfac_relative": kfac_relative,
     **{f"kfacadamw_{name}": varied(name) for name in VARIATIONS},
     **{f"kfac_adamw_{name}": kfac_adamw_varied(**blocks) for name, blocks in KFAC_ADAMW_VARIATIONS.items()},
+    **{f"{name}_slow_table": slow_table(name) for name in ("kfacadamw", "kfacadamw_unrotated")},
 }
 
 DEFAULT_METHODS = ["adamw", "muon", "kfac_sgd", "kfac_adamw", "kfacadamw"]
@@ -181,6 +189,7 @@ RATES: dict[str, list[float]] = {
     "kfac_nesterov": [0.25, 0.5, 1.0, 2.0],
     "kfac_relative": [0.25, 0.5, 1.0, 2.0],
     **{f"kfacadamw_{name}": [5e-4, 1e-3, 2e-3, 4e-3] for name in VARIATIONS},
+    **{f"{name}_slow_table": [1e-3, 2e-3, 4e-3] for name in ("kfacadamw", "kfacadamw_unrotated")},
     "kfacadamw_rms": [4e-3, 8e-3, 1.6e-2, 3.2e-2],
     **{f"kfac_adamw_{name}": [1e-3, 2e-3, 4e-3, 8e-3] for name in KFAC_ADAMW_VARIATIONS},
 }

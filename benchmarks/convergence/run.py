@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.convergence.methods import CLIENT, deepspeed_config
+from benchmarks.convergence.methods import CLIENT, TABLE_RATE, deepspeed_config
 from benchmarks.convergence.results import Job, Run, is_diverged, read, write
 from benchmarks.convergence.tasks import TASKS
 
@@ -122,7 +122,11 @@ def build(model, config: dict):
         {"params": [p for p in model.parameters() if p.ndim >= 2]},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    arguments = {"config": {key: value for key, value in config.items() if key != CLIENT}}
+    if TABLE_RATE in config:
+        table, rate = model.embed_bytes.weight, config["optimizer"]["params"]["lr"] * config[TABLE_RATE]
+        groups[0]["params"] = [p for p in groups[0]["params"] if p is not table]
+        groups.append({"params": [table], "lr": rate})
+    arguments = {"config": {key: value for key, value in config.items() if key not in (CLIENT, TABLE_RATE)}}
     if CLIENT in config:
         import pytorch_optimizer
 
