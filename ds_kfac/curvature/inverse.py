@@ -142,15 +142,19 @@ def cholesky_inverse(matrix: Tensor, *, added: Scalar, scale: Scalar = 1.0) -> T
     """scale (matrix + added I)^-1 of positive definite [n, b, b], computed in its dtype and place; fp32.
 
     NaN where the decomposition failed: the caller looks for it anyway, and asking here would wait for the device. The
-    damping is added here, in the dtype of the rung: fp32 may round it away next to a large diagonal.
+    damping is added here, in the dtype of the rung: fp32 may round it away next to a large diagonal. Some processors
+    find a pivot of rounding's size then where others find none, so that counts as failed, too.
     """
     damped = matrix.clone()
-    damped.diagonal(dim1=-2, dim2=-1).add_(torch.as_tensor(added, device=matrix.device, dtype=matrix.dtype))
+    diagonal = damped.diagonal(dim1=-2, dim2=-1)
+    diagonal.add_(torch.as_tensor(added, device=matrix.device, dtype=matrix.dtype))
+    rounding = 2 * torch.finfo(matrix.dtype).eps * diagonal.amax(dim=-1)
     lower, info = torch.linalg.cholesky_ex(damped)
+    failed = (info != 0) | (lower.diagonal(dim1=-2, dim2=-1).square().amin(dim=-1) <= rounding)
     inverse = torch.cholesky_inverse(lower).mT.contiguous()  # it comes in columns; both triangles are nearly equal
     if not isinstance(scale, float) or scale != 1.0:
         inverse.mul_(torch.as_tensor(scale, device=matrix.device, dtype=matrix.dtype))
-    return inverse.masked_fill_((info != 0)[:, None, None], torch.nan).float()
+    return inverse.masked_fill_(failed[:, None, None], torch.nan).float()
 
 
 def _climb(blocks: Tensor, added: Scalar, scale: Scalar) -> tuple[Tensor | None, int]:
