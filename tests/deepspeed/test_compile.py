@@ -72,11 +72,14 @@ def trained(name: str, block: dict, compile_options: dict | None) -> tuple[dict,
 def worker(cases) -> dict:
     results = {}
     for name, options in cases:
+        _, final, plain = trained(name.removeprefix("adam-"), {"enabled": False}, options)
+        if not all(value.isfinite().all() for value in final.values()):
+            results[name, options["backend"]] = None
+            continue
         initial, eager, _ = trained(name, BLOCK, None)
         _, actual, history = trained(name, BLOCK, options)
         bound = expected(BY_NAME[name], 1, dist.get_world_size(), initial, steps=STEPS, kfac_config=BLOCK).bound
         initial |= {key: torch.zeros_like(value) for key, value in eager.items() if key not in initial}
-        _, _, plain = trained(name.removeprefix("adam-"), {"enabled": False}, options)
         results[name, options["backend"]] = difference(actual, eager, initial), bound, history, plain
     return results
 
@@ -99,6 +102,8 @@ def test_compiled_training_is_the_same_in_the_graphs_of_the_plain_engine(world, 
 
 def test_inductor_trains_the_same():
     (result,) = run_ranks("tests.deepspeed.test_compile:worker", world=1, payload=[("z2", {"backend": "inductor"})])
+    if result["z2", "inductor"] is None:  # seen with ATEN_CPU_CAPABILITY=avx2
+        pytest.skip("torch's inductor makes NaN of this model without K-FAC")
     error, bound, history, _ = result["z2", "inductor"]
     assert not within("inductor", error, bound), (error, bound)
     assert history[STEPS - 1]["graphs"] == 1 and history[STEPS - 1]["breaks"] == 0
