@@ -10,6 +10,7 @@ from ds_kfac.config.method import AdamConfig
 from ds_kfac.curvature.side import Side
 from ds_kfac.directions.kfac_adamw.choice import excepted, keeps_direction
 from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
+from ds_kfac.directions.kfac_adamw.optimizer import build
 from ds_kfac.directions.kfac_adamw.size import adam_factor, step_norm
 from ds_kfac.model.layers.base import LayerSpec, Use
 from ds_kfac.model.scan import scan
@@ -120,3 +121,15 @@ def test_heads_rates_fall_with_the_width_to_lr():
     assert adam_factor(options, linear_layer("blocks.0.mlp.up", 64, 9), 8.0) == 1
     embedding = replace(linear_layer("embed", 64, 9), keeps_direction="one-hot inputs")
     assert adam_factor(options, embedding, 8.0) == 8
+
+
+def test_a_group_of_its_own_rate_keeps_its_part_of_adam_lr():
+    slow, fast, decaying = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+    groups = [{"params": [slow], "lr": 0.25e-2}, {"params": [fast]}, {"params": [decaying], "weight_decay": 0.1}]
+    optimizer = build(groups, {"lr": 1e-2, "weight_decay": 0.0, "torch_adam": True}, offload=False, adam_ratio=8.0)
+    for parameter in (slow, fast, decaying):
+        parameter.grad = torch.ones(2)
+    optimizer.step()
+    for parameter, moved in ((slow, 0.02), (fast, 0.08), (decaying, 0.08 + 1e-2 * 0.1)):
+        torch.testing.assert_close(parameter.data, torch.full((2,), 1 - moved), rtol=0, atol=1e-6)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25e-2, 1e-2, 1e-2], "schedulers see their own"
