@@ -9,8 +9,8 @@ from ds_kfac.config.kfac import parse
 from ds_kfac.config.method import AdamConfig
 from ds_kfac.curvature.side import Side
 from ds_kfac.directions.kfac_adamw.choice import excepted, keeps_direction
-from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
 from ds_kfac.directions.kfac_adamw.optimizer import build
+from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
 from ds_kfac.directions.kfac_adamw.size import adam_factor, step_norm
 from ds_kfac.model.layers.base import LayerSpec, Use
 from ds_kfac.model.scan import scan
