@@ -82,7 +82,7 @@ def worker(cases) -> dict:
     return results
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 4, 8])
 def test_a_captured_step_holds_its_sums_two_messages_and_the_new_factors(world):
     cases = [(0, rows) for rows in (32, 64, "all")]  # under ZeRO other buffers hide some of it
     for results in run_ranks("tests.deepspeed.test_memory:worker", world=world, payload=cases):
