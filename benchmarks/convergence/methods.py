@@ -118,6 +118,12 @@ def shampoo(rate: float) -> dict:
     return {CLIENT: ("ScalableShampoo", params), "gradient_clipping": 1.0}
 
 
+def muon_filters(rate: float) -> dict:
+    """A package's: DeepSpeed's Muon fails at filters. Theirs are matrices [O, I k k]; sizes as in Moonlight."""
+    params = {"lr": rate, "adamw_lr": MUON_ADAM_RATIO * rate, "weight_decay": 0.01, "use_adjusted_lr": True}
+    return {CLIENT: ("Muon", params), "gradient_clipping": 1.0}
+
+
 def varied(name: str) -> Callable[[float], dict]:
     """A method ``kfacadamw_<name>``."""
     return lambda rate: {**kfacadamw(rate), "kfac": {**KFAC_FOR_KFACADAMW, **VARIATIONS[name]}}
@@ -157,6 +163,7 @@ METHODS: dict[str, Callable[[float], dict]] = {
     "kfac_sgd_model": kfac_sgd_model,
     "kfac_adamw": kfac_adamw,
     "kfacadamw": kfacadamw,
+    "muon_filters": muon_filters,
     "soap": soap,
     "shampoo": shampoo,
     "sgd": sgd,
@@ -170,8 +177,7 @@ METHODS: dict[str, Callable[[float], dict]] = {
 
 DEFAULT_METHODS = ["adamw", "muon", "kfac_sgd", "kfac_adamw", "kfacadamw"]
 """For texts; the others show what a part of KFACAdamW is worth."""
-IMAGE_METHODS = ["sgd", "adamw", "kfac_nesterov", "kfac_relative", "kfacadamw"]
-"""Without Muon: DeepSpeed's fails at the filters of a convolution (0.19.8)."""
+IMAGE_METHODS = ["sgd", "adamw", "muon_filters", "kfac_nesterov", "kfac_relative", "kfacadamw"]
 
 AUTOENCODER_METHODS = ["adamw", "muon", "kfac_sgd", "kfac_adamw", "kfac_quadratic", "kfacadamw"]
 
@@ -182,6 +188,7 @@ RATES: dict[str, list[float]] = {
     "kfac_sgd_model": [0.1, 0.2, 0.4, 0.8],
     "kfac_adamw": [5e-4, 1e-3, 2e-3, 4e-3],
     "kfacadamw": [5e-4, 1e-3, 2e-3, 4e-3],
+    "muon_filters": [0.02, 0.04, 0.08, 0.16],
     "soap": [2e-3, 4e-3, 8e-3, 1.6e-2],
     "shampoo": [2e-3, 4e-3, 8e-3, 1.6e-2],
     "sgd": [0.1, 0.2, 0.4, 0.8],

@@ -131,11 +131,25 @@ def build(model, config: dict):
         import pytorch_optimizer
 
         kind, params = config[CLIENT]
+        if kind == "Muon":
+            groups = muon_groups(model, params)
         arguments |= {"optimizer": getattr(pytorch_optimizer, kind)(groups, **params)}
     else:
         arguments |= {"model_parameters": groups}
     with contextlib.redirect_stdout(io.StringIO()):
         return ds_kfac.initialize(model=model, **arguments)[0]
+
+
+def muon_groups(model, params: dict) -> list[dict]:
+    """Hidden matrices and filters; and for Adam, at a rate of its own, all vectors, heads and what sees the inputs."""
+    named = {p: name for name, p in model.named_parameters()}
+    matrices = [p for p in named if p.ndim >= 2]
+    hidden = [p for p in matrices[1:-1] if "embed" not in named[p]]
+    others = [p for p in named if not any(p is other for other in hidden)]
+    return [
+        {"params": hidden, "use_muon": True},
+        {"params": others, "use_muon": False, "lr": params["adamw_lr"]},
+    ]
 
 
 def train(engine, batches: Iterator[tuple], held_out: list[tuple], steps: int) -> Iterator[dict]:
