@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from itertools import cycle
 from pathlib import Path
 
 import matplotlib
@@ -21,7 +22,7 @@ AXES = {"step": "step", "seconds": "wall clock [s], training only"}
 def draw(runs: list[Run], best: dict[tuple[str, str], dict[int, Run]], out: Path) -> list[Path]:
     """Two files a task; returns them."""
     files = []
-    colors = dict(zip(METHODS, [*plt.cm.tab10.colors, *plt.cm.Dark2.colors], strict=False))
+    colors = dict(zip(METHODS, cycle([*plt.cm.tab10.colors, *plt.cm.Dark2.colors]), strict=False))
     for task in dict.fromkeys(task for task, _ in best):
         ours = {method: list(found.values()) for (of, method), found in best.items() if of == task and found}
         figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), sharey=True)
