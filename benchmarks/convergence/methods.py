@@ -196,7 +196,7 @@ RATES: dict[str, list[float]] = {
     "kfac_nesterov": [0.25, 0.5, 1.0, 2.0],
     "kfac_relative": [0.25, 0.5, 1.0, 2.0],
     **{f"kfacadamw_{name}": [5e-4, 1e-3, 2e-3, 4e-3] for name in VARIATIONS},
-    **{f"{name}_slow_table": [1e-3, 2e-3, 4e-3] for name in ("kfacadamw", "kfacadamw_unrotated")},
+    **{f"{name}_slow_table": [5e-4, 1e-3, 2e-3, 4e-3] for name in ("kfacadamw", "kfacadamw_unrotated")},
     "kfacadamw_rms": [4e-3, 8e-3, 1.6e-2, 3.2e-2],
     **{f"kfac_adamw_{name}": [1e-3, 2e-3, 4e-3, 8e-3] for name in KFAC_ADAMW_VARIATIONS},
 }

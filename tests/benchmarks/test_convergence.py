@@ -123,6 +123,16 @@ def test_every_method_has_rates_and_a_config_at_the_rate():
         assert ("kfac" in config) == method.startswith("kfac")
 
 
+def test_muon_takes_hidden_filters_and_every_parameter_is_in_one_group():
+    model = TASKS["digits"].build(0)
+    hidden, others = convergence_run.muon_groups(model, {"adamw_lr": 0.1})
+    assert hidden["use_muon"] and not others["use_muon"] and others["lr"] == 0.1
+    assert sorted(map(id, [*hidden["params"], *others["params"]])) == sorted(map(id, model.parameters()))
+    outer = {"network.stem.weight", "network.head.weight"}
+    names = {name for name, p in model.named_parameters() if any(p is other for other in hidden["params"])}
+    assert names == {name for name, p in model.named_parameters() if p.ndim >= 2} - outer
+
+
 def test_masked_bytes_are_the_labels_and_batches_depend_on_seed_and_step(corpus):
     text = load(str(corpus), 16)
     task = type(TASKS["mlm"])(GPTConfig(context=16, causal=False), rows=400, steps=1)
