@@ -17,7 +17,7 @@ KFAC_FOR_KFACADAMW = {**INTERVALS}
 KFAC_FOR_IMAGES = {
     **INTERVALS,
     "damping": {"kind": "tikhonov", "value": 1e-3},
-    "preconditioner": {"kl_clip": 0.1},
+    "preconditioner": {"kl_clip": 0.01},
 }
 VARIATIONS = {
     "plain": {"factor": {"update_interval": 10, "fisher": "empirical"},

@@ -142,9 +142,23 @@ def _same(a: Tensor | float, b: Tensor | float) -> bool:
     return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
 
 
-def peak_rates(groups: Sequence[Mapping[str, Any]], before: Mapping[int, Any]) -> dict[int, Any]:
-    """Parameter group -> largest learning rate so far."""
-    return {index: _larger(group["lr"], before.get(index)) for index, group in enumerate(groups)}
+def peak_rates(groups: Sequence[Mapping[str, Any]], before: Mapping[int, Any], scheduler: Any = None) -> dict[int, Any]:
+    """Parameter group -> largest learning rate so far, or to come where the scheduler tells. During a warmup that
+    matters: a momentum keeps what the first steps let through, and multiplies it by the rates of later ones."""
+    return {
+        index: _larger(_larger(group["lr"], before.get(index)), planned_rate(group, index, scheduler))
+        for index, group in enumerate(groups)
+    }
+
+
+def planned_rate(group: Mapping[str, Any], index: int, scheduler: Any) -> float | None:
+    """The largest rate that a scheduler of DeepSpeed's or torch's will give a group, as far as it says."""
+    if scheduler is None:
+        return None
+    lists = (getattr(scheduler, name, None) for name in ("max_lrs", "org_lrs", "base_lrs"))
+    found = [rates[index] for rates in lists if isinstance(rates, Sequence) and index < len(rates)]
+    found += [group[key] for key in ("initial_lr", "max_lr") if key in group]
+    return max(map(float, found), default=None)
 
 
 def _larger(a: Tensor | float, b: Tensor | float | None) -> Tensor | float:

@@ -42,7 +42,7 @@ def stacks(device: torch.device, method: str) -> bool:
 
 def clip_lr(scheduled: bool) -> str:
     """Which learning rate counts in kl-clip's bound: with the "current" one, nu * lr does not depend on it, which would
-    undo a schedule; with the "peak", the largest one seen, the step shrinks with it.
+    undo a schedule; with the "peak", the schedule's largest, or the largest one seen, the step shrinks with it.
 
     Args:
         scheduled: whether DeepSpeed runs an lr scheduler.

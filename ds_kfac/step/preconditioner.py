@@ -123,7 +123,8 @@ class KFACPreconditioner:
             self.layout.begin()
             self.metrics.begin()
             # Now, not in commit: DeepSpeed's scheduler steps in between.
-            peak_lr = peak_rates(self.layout.optimizer.param_groups, self.peak_lr)
+            scheduler = self.layout.engine.lr_scheduler if self.plan.clip_lr == "peak" else None
+            peak_lr = peak_rates(self.layout.optimizer.param_groups, self.peak_lr, scheduler)
             measured, due, sums, reducer = self.capture.measured or {}, self.due, {}, self.curvature.reducer
             self.capture.take()
             if due.capture:

@@ -473,6 +473,8 @@ def schedule_worker(_) -> dict:
     for key, extra in (("scheduled", {"scheduler": scheduler}), ("constant", {})):
         engine = build(Mode("default", 2, clip=0.0), 1, **extra)
         norms[key] = engine.kfac.preconditioner.plan.clip_lr
+        train(engine, 1, steps=1)
+        norms[f"{key}, first"] = float(engine.kfac.preconditioner.peak_lr[0])
         engine.destroy()
     return norms
 
@@ -481,6 +483,8 @@ def test_kl_clip_respects_a_learning_rate_schedule():
     result = run_ranks("tests.deepspeed.test_traps:schedule_worker", world=1)[0]
     assert result["peak"] == pytest.approx(0.5, rel=0.2) and result["current"] == pytest.approx(1.0, rel=0.2)
     assert (result["scheduled"], result["constant"]) == ("peak", "current")
+    assert result["scheduled, first"] == pytest.approx(0.1), "the schedule's, before the warmup has reached it"
+    assert result["constant, first"] == pytest.approx(0.02)
     assert result["peak after decay"] == pytest.approx(0.1), "the first step's rate, though the scheduler steps inside"
 
 

@@ -7,7 +7,7 @@ import torch
 
 from ds_kfac.curvature.eigenbasis import Eigenbasis
 from ds_kfac.directions.base import StepContext
-from ds_kfac.directions.kfac_gradient import KFACGradient
+from ds_kfac.directions.kfac_gradient import KFACGradient, peak_rates
 from ds_kfac.directions.kfac_gradient_rule import KFACGradientRule
 from ds_kfac.update.layer_state import LayerState
 from tests.choices import planned
@@ -82,3 +82,29 @@ def test_kl_clip_scales_what_is_preconditioned_and_nothing_else():
     scales = direction.finish(StepContext(0, None, {}), None, [torch.tensor(0.1)], prepared)
     assert float(scales["with"]) == pytest.approx(0.1) == float(metrics.nu)
     assert float(scales.get("without", 1.0)) == 1.0
+
+
+def schedulers():
+    """Of DeepSpeed and torch, each with a peak of 0.4 that the first step is far from."""
+    from deepspeed.runtime import lr_schedules as ds
+    from torch.optim import lr_scheduler as pt
+
+    return {
+        "WarmupLR": lambda o: ds.WarmupLR(o, warmup_max_lr=0.4, warmup_num_steps=10),
+        "WarmupDecayLR": lambda o: ds.WarmupDecayLR(o, 100, warmup_max_lr=0.4, warmup_num_steps=10),
+        "WarmupCosineLR": lambda o: ds.WarmupCosineLR(o, 100, warmup_num_steps=10),
+        "OneCycle": lambda o: ds.OneCycle(o, 0.01, 0.4),
+        "LambdaLR": lambda o: pt.LambdaLR(o, lambda step: min(1.0, (step + 1) / 10)),
+        "OneCycleLR": lambda o: pt.OneCycleLR(o, 0.4, total_steps=100),
+    }
+
+
+@pytest.mark.parametrize("name", schedulers())
+def test_the_peak_is_the_schedules_from_the_first_step_on(name):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.4)
+    scheduler = schedulers()[name](optimizer)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] < 0.2
+    assert peak_rates(optimizer.param_groups, {}, scheduler) == {0: pytest.approx(0.4)}
+    assert peak_rates(optimizer.param_groups, {0: 0.7}, scheduler) == {0: 0.7}, "a larger one was seen"
+    assert peak_rates(optimizer.param_groups, {0: 0.01})[0] == max(0.01, optimizer.param_groups[0]["lr"])
