@@ -140,8 +140,9 @@ class PreconditionerConfig(Block):
     multiplies the step. Every trained parameter must be of a K-FAC layer. The loss is the one that factor.sampler
     names, of the output that factor.prediction names."""
     kl_clip: NotNegative | None = None
-    """Bound kappa on lr^2 <V, gradient> summed over layers, lr the schedule's largest if DeepSpeed runs an lr scheduler,
-    else the current one; 0 switches it off, null chooses 0.001, and 0 with graft "norm" and step "quadratic"."""
+    """Bound kappa on lr^2 <V, gradient> summed over layers, lr the schedule's largest if DeepSpeed runs an lr
+    scheduler, else the current one; 0 switches it off, null chooses 0.001, and 0 with graft "norm" and step
+    "quadratic"."""
 
     def kl_clip_at(self, step: int) -> float:
         """0: no clipping at that step."""
