@@ -48,7 +48,7 @@ def factor_payload(state: FactorState, pending: Refreshed | None, form: FactorFo
 
 def layer_payload(state: LayerState, *, eigenbasis: bool) -> dict[str, Any]:
     """A layer's file: plain tensors. Moments belong to their eigenbasis, so it is saved with them in any case."""
-    kept, own = eigenbasis or state.moments is not None, state.moments
+    kept, own = eigenbasis or state.moments is not None, state.settled().moments
     return {
         "terms": state.terms,
         "A": _saved(state.A, state.form) if kept else None,

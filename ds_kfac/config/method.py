@@ -74,8 +74,9 @@ class EigenbasisConfig(Block):
     """Steps between two decompositions, a multiple of factor.update_interval; null: five times that interval. If one of
     them is a schedule, a refresh waits for the next factor update."""
     stagger: bool | None = None
-    """Spread updates and refreshes of different layers evenly over their intervals, from the end of the burn-in on, so
-    that no step does more than its share. null: if a refresh of all layers at once is predicted to take over 50 ms."""
+    """Spread updates and refreshes of different layers evenly over their intervals, those of the burn-in too, so that
+    no step but the first does more than its share. null: if a refresh of all layers at once is predicted to take over
+    50 ms."""
     lag: int | None = Field(None, ge=0)
     """Run decompositions asynchronously (on a thread on the CPU, a stream on a GPU) and use the result exactly so many
     steps later. 0: decompose within the step. A refresh interval shorter than the lag shortens it. null: on a GPU

@@ -56,7 +56,8 @@ class CommunicationConfig(Block):
     """Most bytes of batch sums that a rank sends, or receives, in one message; two are on their way at a time."""
     gradient_dtype: Literal["fp32", "bf16"] | None = None
     """dtype in which gradients travel to their workers and preconditioned gradients travel back (fp16 would overflow,
-    because they carry the loss scale). null: as stored to the workers, fp32 back."""
+    because they carry the loss scale). null: as stored to the workers; back in bf16 if the model is in 16 bits, else in
+    fp32."""
 
 
 class OffloadConfig(Block):

@@ -14,7 +14,7 @@ from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.plan.resolve import adaptive, resolve
 from ds_kfac.update.layer_state import LayerState
-from ds_kfac.update.moments import Moments
+from ds_kfac.update.moments import AdamFold, Moments
 from ds_kfac.update.rotation import Rotations
 from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
@@ -33,6 +33,7 @@ class LocalResult:
         unused: scalar, layers whose gradient was exactly zero, where the direction asks.
         limited: scalar, layers whose gradient was scaled down for its running second moment.
         left_out: layer name -> bool scalar, whether its gradient was too large for its moments.
+        folds: gradients that go into moments of ``states`` once the step was applied.
         clip: factor that clipped the gradients in the results.
     """
 
@@ -44,6 +45,7 @@ class LocalResult:
     unused: Tensor
     limited: Tensor
     left_out: dict[str, Tensor] = field(default_factory=dict)
+    folds: list[AdamFold] = field(default_factory=list)
     clip: Tensor | float = 1.0
 
     @classmethod
@@ -51,6 +53,12 @@ class LocalResult:
         """No results yet; ``states`` itself, in which new ones take the place of old ones."""
         zero = torch.zeros((), device=device)
         return cls({}, states, [], zero, 0, zero, zero)
+
+    def kept(self) -> dict[str, LayerState]:
+        """``states``, now that the step was applied: they take its gradients in, where they have not yet."""
+        while self.folds:
+            self.folds.pop().keep()
+        return self.states
 
     def counts(self, failed: int, unusual: Tensor | None) -> list[Tensor]:
         """What is summed over all layers in the order of :data:`ds_kfac.metrics.SUMMARY`.

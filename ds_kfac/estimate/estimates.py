@@ -147,7 +147,7 @@ def estimate(
     return Estimate(
         name=strategy_name(plan.workers, world, mode),
         plan=plan,
-        memory=memory_of(traffic, config, moments=mode.rule.moments_count(config)),
+        memory=memory_of(traffic, config, moments=mode.rule.moments(config)),
         plain=traffic.step(none, none),
         update=traffic.step(every, none),
         refresh=traffic.step(every, every),

@@ -8,26 +8,29 @@ import torch
 from ds_kfac.assignment.work import Work, kept_bytes, packed_bytes
 from ds_kfac.comm.reducer import IN_FLIGHT
 from ds_kfac.config.kfac import KFACConfig
-from ds_kfac.estimate.period import settled_period
+from ds_kfac.estimate.period import burn_in, settled_period
 from ds_kfac.estimate.traffic import PlannedTraffic, message_bytes
+from ds_kfac.update.moments import Moments
 
 STATE = ("factors", "history", "eigenbases", "moments")
 """What is kept between steps; with the inverse method, inverses are counted as eigenbases."""
 TRANSIENT = ("sums", "messages", "drafts")
-"""What a step that captures and refreshes everything needs in addition, while it lasts: sums that are made or averaged
-here, the messages that are on their way at a time, and what is kept until DeepSpeed has applied the step: new moments,
-and factors and eigenbases, as many as any later step renews."""
+"""What a step that captures everything needs in addition, while it lasts: sums that are made or averaged here, the
+messages that are on their way at a time, and what is kept until DeepSpeed has applied the step: what moments will take
+in, and factors and eigenbases, as many as any step but the first renews."""
 BESIDE = "beside"
 """The most of it at a time, with the gradients and results of this rank's layers."""
 FP32, COUNTER, NORMS = 4, 4, 8
 """Bytes of a number, of the counter of a layer's moments, of the norms of a history."""
 
 
-def memory_of(traffic: PlannedTraffic, config: KFACConfig, *, moments: int) -> Mapping[str, np.ndarray]:
+def memory_of(
+    traffic: PlannedTraffic, config: KFACConfig, *, moments: type[Moments] | None
+) -> Mapping[str, np.ndarray]:
     """Kind -> bytes [W], once everything is there.
 
     Args:
-        moments: fp32 tensors of a layer's shape that its workers keep.
+        moments: what workers keep of a layer's gradients.
     """
     plan = traffic.plan
     assignment, world = plan.assignment, plan.assignment.world
@@ -54,12 +57,13 @@ def memory_of(traffic: PlannedTraffic, config: KFACConfig, *, moments: int) -> M
         for side in (layer.A, layer.G):
             # the ones of an identity
             memory["eigenbases"][workers] += kept_bytes(side, plan.method) if side.block == 0 else 0
-        memory["moments"][workers] += (FP32 * moments * layer.numel + COUNTER) if moments else 0
+        memory["moments"][workers] += (FP32 * moments.COUNT * layer.numel + COUNTER) if moments else 0
+        memory["drafts"][workers] += FP32 * layer.numel if moments else 0
 
     for slot in traffic.layout.slots(traffic.every, 0):
         memory["sums"][list({slot.owner, *slot.contributors})] += FP32 * slot.numel
     new = _most_renewed(traffic, renewed)
-    memory["drafts"] += memory["moments"] + new
+    memory["drafts"] += new
     gather, scatter, reductions = ({}, {}, []) if world == 1 else (
         traffic.gather(traffic.every, traffic.every), traffic.scatter, traffic.reductions(traffic.every)
     )  # fmt: skip
@@ -67,13 +71,13 @@ def memory_of(traffic: PlannedTraffic, config: KFACConfig, *, moments: int) -> M
     under_way = [zero, *(zero + message_bytes(message) for message in reductions)]
     in_backward = np.max([sum(under_way[i : i + IN_FLIGHT], zero) for i in range(len(under_way))], axis=0)
     memory["messages"] += np.max([in_backward, zero + message_bytes(gather), zero + message_bytes(scatter)], axis=0)
-    packing = own + message_bytes(scatter, received=False)  # results are given up once they are in a message
+    packing = traffic.results + message_bytes(scatter, received=False)  # given up once they are in a message
     sending = FP32 * traffic.in_place + message_bytes(scatter)
     memory[BESIDE] += np.max(
         [
             memory["sums"] + in_backward,
             new + message_bytes(gather) - message_bytes(gather, received=False) + np.maximum(exact, own),
-            memory["drafts"] + np.maximum(packing, sending),
+            memory["drafts"] + np.max([own, packing, sending], axis=0),
         ],
         axis=0,
     )
@@ -81,9 +85,10 @@ def memory_of(traffic: PlannedTraffic, config: KFACConfig, *, moments: int) -> M
 
 
 def _most_renewed(traffic: PlannedTraffic, of: Mapping[str, list[tuple[list[int], int]]]) -> np.ndarray:
-    """Bytes [W] of new factors and eigenbases in the step of a period that has most of them, rank by rank."""
+    """Bytes [W] of new factors and eigenbases in the step that has most of them, rank by rank; the first step aside,
+    before which there are none."""
     most = np.zeros(traffic.world, dtype=np.int64)
-    for step in settled_period(traffic.plan):
+    for step in {*burn_in(traffic.plan), *settled_period(traffic.plan)}:
         found = np.zeros(traffic.world, dtype=np.int64)
         for index, keys in enumerate((step.captured, step.arriving)):
             for key in keys:

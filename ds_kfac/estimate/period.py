@@ -1,8 +1,9 @@
-"""What happens in the steps of one period, once all intervals have settled."""
+"""What happens in the steps of one period, once all intervals have settled, and in the burn-in."""
 
 from dataclasses import dataclass, replace
 
 from ds_kfac.plan.plan import Plan
+from ds_kfac.schedule.timetable import Timetable
 
 Keys = frozenset[str]
 
@@ -32,14 +33,21 @@ def settled_period(plan: Plan) -> tuple[Happening, ...]:
     update, refresh = schedule.intervals(settled)
     period = update * -(-refresh // update)
     lag, start = min(plan.lag, refresh - 1), settled + 2 * period
-
-    def due(step: int) -> tuple[Keys, Keys]:
-        found = timetable.due(step)
-        return plan.expanded(found.capture), plan.expanded(found.refresh)
-
-    found = []
-    for step in range(start, start + period):
-        captured, decomposed = due(step)
-        found.append(Happening(captured, decomposed, due(step - lag)[1]))
+    found = [_happening(plan, timetable, step, lag) for step in range(start, start + period)]
     between = [replace(happening, exact=False) for happening in found] * (plan.work.exact_every - 1)
     return (*found, *between)
+
+
+def burn_in(plan: Plan) -> tuple[Happening, ...]:
+    """The burn-in's steps after the first, up to the second refresh of everything."""
+    if plan.schedule.burn_in is None:
+        return ()
+    timetable, refresh = replace(plan, adaptive=None).timetable(), plan.schedule.intervals(0)[1]
+    steps = range(1, min(plan.schedule.burn_in.steps, 2 * refresh + 1))
+    return tuple(_happening(plan, timetable, step, min(plan.lag, refresh - 1)) for step in steps)
+
+
+def _happening(plan: Plan, timetable: Timetable, step: int, lag: int) -> Happening:
+    due = timetable.due(step)
+    arriving = timetable.due(step - lag).refresh if step >= lag else frozenset()
+    return Happening(plan.expanded(due.capture), plan.expanded(due.refresh), plan.expanded(arriving))

@@ -81,6 +81,7 @@ class PlannedTraffic:
     Attributes:
         layout: of batch sums; what is asked of it is of step 0, one update is like another.
         in_place: elements [W] of its own layers' gradients that each rank holds anyway.
+        results: bytes [W] of its layers' results, as they wait to be sent.
     """
 
     def __init__(self, plan: Plan, shards: ShardMap, *, numbers: int, norm: bool = False, terms: bool) -> None:
@@ -89,8 +90,16 @@ class PlannedTraffic:
         assignment = plan.assignment
         self.exchange = ExchangePlan(shards, plan.layers, assignment.workers)
         self.in_place = np.zeros(self.world, dtype=np.int64)
+        self.results = np.zeros(self.world, dtype=np.int64)
+        fp32, sent = torch.float32.itemsize, plan.gradient_dtypes[1].itemsize
+        for param, ranks in self.exchange.of_parameter.items():
+            self.results[list(ranks)] += sent * shards.numels[param]
         for shard in shards.shards:
-            self.in_place[shard.rank] += shard.numel if shard.rank in self.exchange.of_parameter[shard.param] else 0
+            if shard.rank in self.exchange.of_parameter[shard.param]:
+                self.in_place[shard.rank] += shard.numel
+                if sent < fp32:  # what stays here is not rounded
+                    whole = shard.numel == shards.numels[shard.param]
+                    self.results[shard.rank] += (fp32 - sent if whole else fp32) * shard.numel
         self.delivery = Delivery(
             assignment.factors,
             assignment.decomposers,

@@ -244,7 +244,8 @@ def _dtypes(
             wire = torch.bfloat16
             reasons.append(f"bf16 on the wire: batch sums are predicted to cost {part:.0%} of K-FAC's time in fp32")
     if options.gradient_dtype is None:
-        return wire, (setting.gradients, torch.float32), reasons
+        results = torch.float32 if setting.parameters is torch.float32 else torch.bfloat16
+        return wire, (setting.gradients, results), reasons
     dtype = DTYPES[options.gradient_dtype]
     gather = dtype if dtype.itemsize < setting.gradients.itemsize else setting.gradients
     return wire, (gather, dtype), reasons

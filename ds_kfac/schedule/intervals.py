@@ -158,7 +158,8 @@ class Schedule:
 
     With an ``offset`` above 0 the clock is displaced from the end of the burn-in, B, on (without burn-in B is 0):
     nothing is due until B + offset % update interval, which captures whatever the interval says, and nothing refreshes
-    until B + offset, which captures and refreshes. Steps before B, and step 0, are the same for all offsets.
+    until B + offset, which captures and refreshes. Likewise in the burn-in from step 1 on, by the offset modulo its
+    refresh interval. Step 0 is the same for all offsets.
     """
 
     update: Value
@@ -227,18 +228,24 @@ class Schedule:
         return step <= settled
 
     def _decide(self, step: int) -> None:
-        walked, start = self._walked, self._displaced_from
+        walked, (start, offset) = self._walked, self._displacement(step)
         captures = step >= walked.captures[-1] + self._update_interval(step)
         refreshes = captures and step >= walked.refreshes[-1] + self._refresh_interval(step)
-        if start <= step <= start + self.offset:
-            first = start + self.offset % self._update_interval(start)
-            refreshes = step == start + self.offset
+        if start <= step <= start + offset:
+            first = start + offset % self._update_interval(start)
+            refreshes = step == start + offset
             captures = refreshes or step == first or (captures and step > first)
         walked.due.append(Due(captures, refreshes) if captures else NOTHING)
         if captures:
             walked.captures.append(step)
         if refreshes:
             walked.refreshes.append(step)
+
+    def _displacement(self, step: int) -> tuple[int, int]:
+        """Where the part of the run began that ``step`` is in, and by how much it is displaced."""
+        if step < self._displaced_from:
+            return 0, self.offset % self._refresh_interval(0)
+        return self._displaced_from, self.offset
 
     @cached_property
     def _rhythm(self) -> tuple[int, int, int]:

@@ -173,7 +173,7 @@ class KFACPreconditioner:
         self.curvature.commit(draft.factors, applied=applied)
         if applied:
             self.watch.step(draft.local.left_out, look=bool(captured))
-            self.state, self.peak_lr, self.damping_scale = draft.local.states, draft.peak_lr, draft.damping_scale
+            self.state, self.peak_lr, self.damping_scale = draft.local.kept(), draft.peak_lr, draft.damping_scale
             self.metrics.step_counts["factor_updates"] += bool(captured)
             self.metrics.step_counts["captured_elements"] += self.curvature.elements(captured)
             self.steps += 1

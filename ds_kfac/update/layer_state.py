@@ -8,10 +8,10 @@ from torch import Tensor
 
 from ds_kfac.curvature.eigenbasis import Eigenbasis, LayerBasis
 from ds_kfac.curvature.forms import EIGEN, FactorForm, Kept
-from ds_kfac.curvature.precision import fp32_products
 from ds_kfac.curvature.side import Side
 from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.update.moments import Moments
+from ds_kfac.update.turn import Turn, still
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class LayerState:
         A, G: eigenbases, damped inverses or roots; None until the first refresh. Gradients are preconditioned when both
             are there.
         moments: of the rotated gradient; None if the update rule keeps none.
+        turn: what is to be done to them before they are in the eigenbases; None: nothing.
     """
 
     terms: Tensor
@@ -32,6 +33,7 @@ class LayerState:
     A: Kept | None = None
     G: Kept | None = None
     moments: Any = None
+    turn: Turn | None = None
 
     @classmethod
     def empty(
@@ -65,29 +67,21 @@ class LayerState:
         return 0 if self.moments is None else self.moments.nbytes
 
     def rebased(self, *, A: Kept | None = None, G: Kept | None = None) -> "LayerState":
-        """With new eigenbases or inverses of one or both sides, and Adam's first moment moved into the eigenbases.
-        Second moments stay as they are."""
+        """With new eigenbases or inverses of one or both sides; Adam's first moment is to be turned into the
+        eigenbases. Second moments stay as they are."""
         new = replace(self, A=A or self.A, G=G or self.G)
-        basis, old = new.basis, self.basis
-        if basis is None or self.moments is None:
+        if new.basis is None or self.moments is None or not self.moments.TURNS:
             return new
-        device = basis.A.values.device  # an error here would stay in the moments
-        with torch.autocast(device.type, enabled=False), fp32_products("ieee", device):
-            overlap = LayerBasis(
-                basis.G.overlap(old.G if old else None) if G is not None or old is None else _still(basis.G),
-                basis.A.overlap(old.A if old else None) if A is not None or old is None else _still(basis.A),
-            )
-            return replace(new, moments=self.moments.moved(overlap))
+        return replace(new, turn=Turn(self.turn.old if self.turn else self.basis, new.basis))
+
+    def settled(self) -> "LayerState":
+        """With moments that are in the eigenbases."""
+        return self if self.turn is None else replace(self, moments=self.moments.turned(self.turn), turn=None)
 
     def without(self, *, A: Kept | None, G: Kept | None) -> "LayerState":
         """With the moments taken out of eigenbases of sides that are identities now; None: of a side that is not."""
         bases = [basis for basis in (A, G) if isinstance(basis, Eigenbasis) and basis.vectors]
         if not bases or self.moments is None:
             return self
-        undo = LayerBasis(*(basis if isinstance(basis, Eigenbasis) else _still(bases[0]) for basis in (G, A)))
+        undo = LayerBasis(*(basis if isinstance(basis, Eigenbasis) else still(bases[0]) for basis in (G, A)))
         return replace(self, moments=self.moments.unrotated(undo))
-
-
-def _still(basis: Eigenbasis) -> Eigenbasis:
-    """A rotation by nothing."""
-    return Eigenbasis((), basis.values)

@@ -13,6 +13,8 @@ from torch import Tensor
 from ds_kfac.curvature.eigenbasis import LayerBasis
 from ds_kfac.curvature.factor import excess
 from ds_kfac.ops.dispatch import adam_scale, corrected_scale_dot
+from ds_kfac.ops.reference import each
+from ds_kfac.update.turn import Turn
 
 
 class Moments(Protocol):
@@ -22,19 +24,18 @@ class Moments(Protocol):
     Attributes:
         NAME: in checkpoints.
         COUNT: tensors [O, I].
+        TURNS: whether the first is turned into a new eigenbasis.
     """
 
     NAME: ClassVar[str]
     COUNT: ClassVar[int]
+    TURNS: ClassVar[bool]
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Any: ...
 
     @property
     def nbytes(self) -> int: ...
-
-    def moved(self, overlap: LayerBasis) -> Any:
-        """Into a new eigenbasis."""
 
     def unrotated(self, basis: LayerBasis) -> Any:
         """Out of an eigenbasis that is given up."""
@@ -51,6 +52,7 @@ class CorrectedEigenvalues:
 
     NAME: ClassVar = "corrected"
     COUNT: ClassVar = 1
+    TURNS: ClassVar = False
 
     second_OI: Tensor
     updates: Tensor
@@ -101,10 +103,6 @@ class CorrectedEigenvalues:
         )
         return scaled_OI, dot, CorrectedEigenvalues(second_OI, updates), over > 1
 
-    def moved(self, overlap: LayerBasis) -> "CorrectedEigenvalues":
-        """After a refresh: kept as it is."""
-        return self
-
     def unrotated(self, basis: LayerBasis) -> "CorrectedEigenvalues":
         """Out of a basis, as far as a diagonal can be."""
         return replace(self, second_OI=basis.squared().restore(self.second_OI).contiguous())
@@ -121,6 +119,7 @@ class AdamMoments:
 
     NAME: ClassVar = "adam"
     COUNT: ClassVar = 2
+    TURNS: ClassVar = True
 
     first_OI: Tensor
     second_OI: Tensor
@@ -128,37 +127,80 @@ class AdamMoments:
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> "AdamMoments":
-        zeros = torch.zeros(shape, device=device)
-        return cls(zeros, zeros, torch.zeros(shape[:-2], device=device))
+        first, second = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
+        return cls(first, second, torch.zeros(shape[:-2], device=device))
 
     @property
     def nbytes(self) -> int:
         return self.first_OI.nbytes + self.second_OI.nbytes + self.updates.nbytes
 
     def divide(
-        self, rotated_OI: Tensor, *, betas: tuple[float, float], eps: float, usable: Tensor, nesterov: bool = False
-    ) -> tuple[Tensor, "AdamMoments"]:
-        """Fold one step's gradient into both moments and divide, first / (sqrt(second) + eps), both bias-corrected.
+        self,
+        rotated_OI: Tensor,
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        usable: Tensor,
+        nesterov: bool = False,
+        turns: Sequence[Turn | None] = (None,),
+    ) -> tuple[Tensor, "AdamFold"]:
+        """Divide as if one step's gradient was folded into both moments, first / (sqrt(second) + eps), both
+        bias-corrected.
 
         Args:
+            rotated_OI: given up: the fold has it.
             usable: bool scalar on the device; where it is false the moments stay as they are.
             nesterov: see :func:`ds_kfac.ops.reference.adam_scale`.
+            turns: of each layer.
 
-        Returns Adam's step before the learning rate, rotated, and the new state.
+        Returns Adam's step before the learning rate, rotated, and what folds the gradient in.
         """
-        direction_OI, first_OI, second_OI = adam_scale(
-            rotated_OI, self.first_OI, self.second_OI, self.updates, usable, betas=betas, eps=eps, nesterov=nesterov
-        )
-        return direction_OI, AdamMoments(first_OI, second_OI, self.updates + usable)
+        first_OI, k = self.turned(*turns).first_OI, self.updates
+        direction_OI = adam_scale(
+            rotated_OI, first_OI, self.second_OI, k, usable, betas=betas, eps=eps, nesterov=nesterov
+        )[0]
+        return direction_OI, AdamFold(self, rotated_OI, usable, betas, turns)
 
-    def moved(self, overlap: LayerBasis) -> "AdamMoments":
-        """After a refresh: the first moment is rotated into the new basis, the second kept as it is."""
-        return replace(self, first_OI=overlap.rotate(self.first_OI).contiguous())
+    def turned(self, *turns: Turn | None) -> "AdamMoments":
+        """After a refresh: the first moment, of each of several layers if it is of several, is turned into the new
+        basis; the second is kept as it is."""
+        if not any(turns):
+            return self
+        parts = self.first_OI.unbind() if len(turns) > 1 else [self.first_OI]
+        new = [turn(part) if turn else part for turn, part in zip(turns, parts, strict=True)]
+        return replace(self, first_OI=torch.stack(new) if len(turns) > 1 else new[0])
 
     def unrotated(self, basis: LayerBasis) -> "AdamMoments":
         """Out of a basis; the second moment as far as a diagonal can be."""
         first, second = basis.restore(self.first_OI), basis.squared().restore(self.second_OI)
         return replace(self, first_OI=first.contiguous(), second_OI=second.contiguous())
+
+
+@dataclass(frozen=True)
+class AdamFold:
+    """A gradient that Adam's moments will hold once its step was applied. It takes half of what new moments would.
+
+    Attributes:
+        rotated_OI: the gradient.
+        usable: bool scalar, or [n] of n layers.
+        turns: of each layer.
+    """
+
+    moments: AdamMoments
+    rotated_OI: Tensor
+    usable: Tensor
+    betas: tuple[float, float]
+    turns: Sequence[Turn | None]
+
+    def keep(self) -> None:
+        """Change the moments, in place; this is given up."""
+        if any(self.turns):
+            self.moments.first_OI.copy_(self.moments.turned(*self.turns).first_OI)
+        x_OI = self.rotated_OI.masked_fill_(each(~self.usable), 0.0)  # NaN, too
+        for moment_OI, beta in zip((self.moments.first_OI, self.moments.second_OI), self.betas, strict=True):
+            torch.lerp(x_OI, moment_OI, each(1 - (1 - beta) * self.usable.float()), out=moment_OI)
+            x_OI.square_()
+        self.moments.updates.add_(self.usable)
 
 
 @dataclass(frozen=True)
@@ -171,6 +213,7 @@ class LastUpdate:
 
     NAME: ClassVar = "update"
     COUNT: ClassVar = 1
+    TURNS: ClassVar = False
 
     update_OI: Tensor
 
@@ -181,9 +224,6 @@ class LastUpdate:
     @property
     def nbytes(self) -> int:
         return self.update_OI.nbytes
-
-    def moved(self, overlap: LayerBasis) -> "LastUpdate":
-        return self
 
     def unrotated(self, basis: LayerBasis) -> "LastUpdate":
         return self

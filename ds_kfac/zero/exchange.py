@@ -72,11 +72,10 @@ class GradientExchange:
         flats: dict[int, Tensor] = {}
         for layer in self.owned:
             for param in self.plan.of_layer[layer.name]:
-                numel, whole = self.layout.shards.numels[param], self._mine.get((param, 0))
-                if whole is not None and whole.numel == numel:  # nothing to put together
-                    flats[param] = self.layout.read(whole).to(self.device, torch.float32)
+                if self._holds(param):  # nothing to put together
+                    flats[param] = self.layout.read(self._mine[param, 0]).to(self.device, torch.float32)
                 else:
-                    flats[param] = torch.empty(numel, device=self.device)
+                    flats[param] = torch.empty(self.layout.shards.numels[param], device=self.device)
         for (param, start), shard in self._mine.items():
             if param in flats and shard.numel < len(flats[param]):
                 flats[param][start : start + shard.numel] = self.layout.read(shard)
@@ -96,19 +95,29 @@ class GradientExchange:
         more than they is kept then.
         """
         flats: dict[int, Tensor] = {}
+        own: Shards = {}
+
+        def keep(param: int, flat: Tensor) -> None:
+            for shard in self._shards.get(param, ()):
+                piece = flat.narrow(0, shard.start, shard.numel)
+                own[param, shard.start] = piece if shard.numel == len(flat) else piece.clone()
+
         for layer in self.owned:
             pieces = self.parts(layer, results.pop(layer.name))
-            if self.layout.replicated:  # what the others receive, or the replicas would drift apart
-                pieces = tuple(piece.to(self.scatter_dtype).float() for piece in pieces)
-            flats |= dict(zip(self.plan.of_layer[layer.name], pieces, strict=True))
-        own: Shards = {}
+            for param, flat in zip(self.plan.of_layer[layer.name], pieces, strict=True):
+                if self.layout.replicated:  # what the others receive, or the replicas would drift apart
+                    flat = flat.to(self.scatter_dtype).float()
+                elif self.scatter_dtype is not torch.float32 and not self._holds(param):
+                    keep(param, flat)
+                    flat = flat.to(self.scatter_dtype)  # as it is sent: the fp32 one is given up
+                flats[param] = flat
+            del pieces
 
         def packed() -> None:
             for param in list(flats):
                 flat = flats.pop(param)
-                for shard in self._shards.get(param, ()):
-                    piece = flat.narrow(0, shard.start, shard.numel)
-                    own[param, shard.start] = piece if shard.numel == len(flat) else piece.clone()
+                if flat.dtype is torch.float32:
+                    keep(param, flat)
 
         leg = Leg(
             "results",
@@ -148,6 +157,11 @@ class GradientExchange:
     def group_indices(self, layer: LayerSpec) -> tuple[int, ...]:
         """The optimizer's parameter group of each of the layer's parameters."""
         return tuple(self.layout.group_index(self.layout.params[param]) for param in self.plan.of_layer[layer.name])
+
+    def _holds(self, param: int) -> bool:
+        """Whether all of a parameter's gradient is here."""
+        shard = self._mine.get((param, 0))
+        return shard is not None and shard.numel == self.layout.shards.numels[param]
 
     def _read(self, move: Move) -> Tensor:
         return self.layout.read(self._mine[move.param, move.start])

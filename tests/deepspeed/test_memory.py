@@ -139,7 +139,7 @@ def beside_worker(modes) -> dict:
                 engine.backward(loss)
                 engine.step()
         without = min(now for step, now in enumerate(before) if step % 3)  # DeepSpeed's gradients
-        moments = kfac.rule.moments_count(kfac.config)
+        moments = kfac.rule.moments(kfac.config)
         traffic = PlannedTraffic(
             kfac.plan, kfac.layout.shards, numbers=kfac.rule.numbers, norm=kfac.needs_norm, terms=True
         )

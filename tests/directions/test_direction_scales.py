@@ -76,7 +76,9 @@ def make(
         gradients[spec.name] = scale * torch.randn(ROWS, COLUMNS, generator=generator)
         if times:
             gradients[spec.name] *= times[index]
-    return direction, direction.local(StepContext(0, norm, {}), dict(gradients), dict(states)), gradients
+    local = direction.local(StepContext(0, norm, {}), dict(gradients), dict(states))
+    local.kept()
+    return direction, local, gradients
 
 
 @pytest.mark.parametrize("kind", ["tikhonov", "relative"])

@@ -96,9 +96,13 @@ def simulated(schedule: Schedule, steps: int) -> list[Due]:
         forced = capture is None or (burn_in is not None and step == start)
         captures = forced or step - capture >= update_interval
         refreshes = forced or (captures and step - refresh >= refresh_interval)
-        if schedule.offset and step >= max(start, 1):  # step 0 does everything
-            first_capture = start + schedule.offset % schedule.update.interval_at(start)
-            first_refresh = start + schedule.offset
+        begin, offset, first_update = start, schedule.offset, schedule.update.interval_at(start)
+        if burning:
+            begin, offset = 0, schedule.offset % min(schedule.refresh.interval_at(0), burn_in.refresh_interval)
+            first_update = min(schedule.update.interval_at(0), burn_in.update_interval)
+        if offset and step >= max(begin, 1):  # step 0 does everything
+            first_capture = begin + offset % first_update
+            first_refresh = begin + offset
             if step < first_capture:
                 captures = False
             elif step in (first_capture, first_refresh):
@@ -183,11 +187,22 @@ def test_captures_and_the_last_refresh_are_counted_in_any_order(seed):
 # displaced
 
 
-def test_a_displaced_schedule_burns_in_like_any_and_then_keeps_its_own_clock():
+def test_a_displaced_schedule_keeps_its_own_clock_in_the_burn_in_and_after_it():
     schedule = Schedule(constant(10), constant(20), BurnIn(7, update_interval=1, refresh_interval=3)).displaced(13)
     captures, refreshes = dues(schedule, 70)
-    assert captures == [*range(7), 10, 20, 30, 40, 50, 60] and refreshes == [0, 3, 6, 20, 40, 60]
+    assert captures == [*range(7), 10, 20, 30, 40, 50, 60] and refreshes == [0, 1, 4, 20, 40, 60]
     assert schedule.settled == 20
+    later = Schedule(constant(10), constant(100), BurnIn(50, update_interval=5, refresh_interval=10)).displaced(77)
+    captures, refreshes = dues(later, 130)
+    assert captures == [0, *range(2, 50, 5), *range(57, 130, 10)] and refreshes == [0, *range(7, 50, 10), 127]
+
+
+def test_offsets_spread_the_burn_in_evenly_over_its_interval():
+    plain = Schedule(constant(10), constant(100), BurnIn(50, update_interval=5, refresh_interval=10))
+    all_of_them = [plain.displaced(offset) for offset in range(100)]
+    for step in range(1, 50):
+        assert sum(schedule.due(step).refresh for schedule in all_of_them) <= 10
+        assert sum(schedule.due(step).capture for schedule in all_of_them) <= 20
 
 
 def test_without_burn_in_the_clock_is_displaced_from_step_0_on():

@@ -17,11 +17,25 @@ ROWS, COLUMNS = 3, 5
 def test_the_first_moment_is_turned_with_the_sides_that_are_new(sides):
     old, new = random_basis(ROWS, COLUMNS, seed=1), random_basis(ROWS, COLUMNS, seed=2)
     state = LayerState.empty(linear_layer("layer", COLUMNS, ROWS), torch.device("cpu"), moments=AdamMoments)
-    state = state.rebased(A=old.A, G=old.G)
+    state = state.rebased(A=old.A, G=old.G).settled()
     first, second = torch.randn(ROWS, COLUMNS), torch.rand(ROWS, COLUMNS)
     state = replace(state, moments=replace(state.moments, first_OI=first, second_OI=second))
     after = state.rebased(**{side: getattr(new, side) for side in sides})
     assert after.A is (new.A if "A" in sides else old.A) and after.G is (new.G if "G" in sides else old.G)
+    assert torch.equal(after.moments.first_OI, first), "it will be turned when it is asked for"
+    after = after.settled()
     torch.testing.assert_close(after.basis.restore(after.moments.first_OI), old.restore(first))
     assert (after.moments.first_OI - first).norm() > 0.1 * first.norm(), "it was turned"
     assert torch.equal(after.moments.second_OI, second)
+
+
+def test_moments_that_were_not_turned_yet_are_turned_from_where_they_are():
+    bases = [random_basis(ROWS, COLUMNS, seed=seed) for seed in range(3)]
+    state = LayerState.empty(linear_layer("layer", COLUMNS, ROWS), torch.device("cpu"), moments=AdamMoments)
+    momentum = torch.randn(ROWS, COLUMNS)
+    state = replace(state, moments=replace(state.moments, first_OI=momentum))
+    for basis in bases:
+        state = state.rebased(A=basis.A, G=basis.G)
+    state = state.settled()
+    assert state.turn is None
+    torch.testing.assert_close(bases[-1].restore(state.moments.first_OI), momentum)

@@ -8,7 +8,9 @@ import torch
 from ds_kfac.curvature.eigenbasis import LayerBasis
 from ds_kfac.curvature.factor import SETTLED, SPIKE, KroneckerFactor
 from ds_kfac.curvature.side import Side
+from ds_kfac.ops.dispatch import adam_scale
 from ds_kfac.update.moments import AdamMoments, CorrectedEigenvalues, stacked, unstacked
+from ds_kfac.update.turn import Turn
 from tests.curvature.one_factor import refresh
 
 YES = torch.tensor(True)
@@ -64,14 +66,35 @@ def test_a_spike_counts_for_ten_times_the_average_once_that_is_settled(settled):
     torch.testing.assert_close(dot, (quotient * spike).sum())
 
 
+def folded(moments: AdamMoments, gradient: torch.Tensor, *, betas, eps=1e-8, usable=YES) -> torch.Tensor:
+    """The direction, with the gradient in the moments."""
+    direction, fold = moments.divide(gradient.clone(), betas=betas, eps=eps, usable=usable)
+    fold.keep()
+    return direction
+
+
+def test_adams_moments_change_when_they_are_told_to():
+    moments, x = AdamMoments.empty((2, 3, 4)), torch.randn(2, 3, 4)
+    usable = torch.tensor([True, False])
+    for step in range(3):
+        before = [part.clone() for part in vars(moments).values()]
+        fold = moments.divide(x.clone(), betas=(0.9, 0.99), eps=1e-8, usable=usable)[1]
+        assert all(torch.equal(*pair) for pair in zip(before, vars(moments).values(), strict=True))
+        _, first, second = adam_scale(x, *before, usable, betas=(0.9, 0.99), eps=1e-8)
+        fold.keep()
+        torch.testing.assert_close(moments.first_OI, first)
+        torch.testing.assert_close(moments.second_OI, second)
+        assert moments.updates.tolist() == [step + 1, 0] and not moments.first_OI[1].any()
+
+
 def test_what_is_not_usable_changes_nothing():
     no, bad = torch.tensor(False), torch.full((2, 3), float("nan"))
     corrected = divided(CorrectedEigenvalues.empty((2, 3)), torch.ones(2, 3))
-    adam = AdamMoments.empty((2, 3)).divide(torch.ones(2, 3), betas=(0.9, 0.99), eps=1e-8, usable=YES)[1]
-    for before, after in (
-        (corrected, divided(corrected, bad)),
-        (adam, adam.divide(bad, betas=(0.9, 0.99), eps=1e-8, usable=no)[1]),
-    ):
+    adam, unchanged = (AdamMoments.empty((2, 3)) for _ in range(2))
+    for moments in (adam, unchanged):
+        folded(moments, torch.ones(2, 3), betas=(0.9, 0.99))
+    folded(adam, bad, betas=(0.9, 0.99), usable=no)
+    for before, after in ((corrected, divided(corrected, bad)), (unchanged, adam)):
         assert all(torch.equal(x, y) for x, y in zip(vars(before).values(), vars(after).values(), strict=True))
 
 
@@ -86,7 +109,7 @@ def test_the_direction_is_adams():
         adam.step()
         options = {"betas": (0.8, 0.9), "eps": 1e-3, "usable": YES}
         nesterov, _ = moments.divide(gradient, **options, nesterov=True)
-        actual, moments = moments.divide(gradient, **options)
+        actual = folded(moments, gradient, **options)
         torch.testing.assert_close(actual, before - parameter.detach(), rtol=1e-5, atol=1e-6)
         ahead = 0.8 * moments.first_OI / (1 - 0.8 ** (step + 1)) + 0.2 * gradient / (1 - 0.8**step)
         expected = ahead / ((moments.second_OI / (1 - 0.9**step)).sqrt() + 1e-3)
@@ -97,9 +120,24 @@ def test_a_refresh_rotates_the_first_moment():
     old, new = random_basis(3, 5, seed=0), random_basis(3, 5, seed=1)
     momentum = torch.randn(3, 5)
     adam = AdamMoments(old.rotate(momentum), torch.rand(3, 5), torch.ones(()))
-    moved = adam.moved(new.overlap(old))
+    moved = adam.turned(Turn(old, new))
     torch.testing.assert_close(new.restore(moved.first_OI), momentum, rtol=1e-4, atol=1e-5)
     assert torch.equal(moved.second_OI, adam.second_OI)
+
+
+def test_several_layers_are_turned_once_their_step_was_applied():
+    old, new = random_basis(3, 5, seed=0), random_basis(3, 5, seed=1)
+    moments = AdamMoments(torch.randn(2, 3, 5), torch.rand(2, 3, 5), torch.ones(2))
+    before, gradient = moments.first_OI.clone(), torch.randn(2, 3, 5)
+    turned = torch.stack([before[0], new.rotate(old.restore(before[1]))])
+    options = {"usable": torch.tensor([True, True]), "betas": (0.9, 0.99), "eps": 1e-8}
+    expected = adam_scale(gradient, turned, moments.second_OI, moments.updates, **options)
+    direction, fold = moments.divide(gradient.clone(), **options, turns=[None, Turn(old, new)])
+    assert torch.equal(moments.first_OI, before)
+    torch.testing.assert_close(direction, expected[0], rtol=1e-4, atol=1e-5)
+    fold.keep()
+    torch.testing.assert_close(moments.first_OI, expected[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(moments.second_OI, expected[2])
 
 
 def quadratic_losses(*, rotate: bool) -> list[float]:
@@ -122,10 +160,10 @@ def quadratic_losses(*, rotate: bool) -> list[float]:
                 sides.append(refresh(KroneckerFactor(side, total, torch.ones(()))).basis)
             new = LayerBasis(*sides)
             if rotate:
-                moments = moments.moved(new.overlap(basis))
+                moments = moments.turned(Turn(basis, new))
             basis = new
         gradient = basis.rotate(G @ (W - target) @ A)
-        direction, moments = moments.divide(gradient, betas=(0.9, 0.95), eps=1e-8, usable=YES)
+        direction = folded(moments, gradient, betas=(0.9, 0.95))
         W = W - 0.02 * basis.restore(direction)
     return losses
 

@@ -7,9 +7,10 @@ import torch
 from ds_kfac.checkpoint.files import layer_payload
 from ds_kfac.curvature.side import Side
 from ds_kfac.update.layer_state import LayerState
-from ds_kfac.update.moments import CorrectedEigenvalues, stacked, unstacked
+from ds_kfac.update.moments import AdamMoments, CorrectedEigenvalues, stacked, unstacked
 from ds_kfac.update.stacking import stacked_bytes, stacks
 from tests.models import linear_layer
+from tests.update.test_moments import random_basis
 
 
 def names(found) -> list[list[str]]:
@@ -55,3 +56,12 @@ def test_a_checkpoint_of_one_layer_holds_that_layer_alone():
     assert {name: tensor.untyped_storage().nbytes() for name, tensor in saved.items()} == {
         "second_OI": 4 * 35, "updates": 4,
     }  # fmt: skip
+
+
+def test_moments_are_saved_in_the_eigenbasis_they_are_saved_with():
+    old, new = random_basis(3, 5, seed=0), random_basis(3, 5, seed=1)
+    state = LayerState.empty(linear_layer("a", 5, 3), torch.device("cpu"), moments=AdamMoments)
+    momentum = torch.randn(3, 5)
+    state = replace(state, moments=replace(state.moments, first_OI=old.rotate(momentum)), A=old.A, G=old.G)
+    saved = layer_payload(state.rebased(A=new.A, G=new.G), eigenbasis=True)
+    torch.testing.assert_close(new.restore(saved["adam"]["first_OI"]), momentum)

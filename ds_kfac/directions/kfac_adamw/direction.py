@@ -102,6 +102,7 @@ class AdamDirection:
             gradient = together([gradients.pop(layer.name) for layer in part.layers]) * unscale
             self._step(part, [states[layer.name] for layer in part.layers], gradient, part.of(usable))
             del gradient
+            local.folds.append(part.fold)
             local.states.update(zip([layer.name for layer in part.layers], part.states, strict=True))
         scale, own = self._restore(parts)
         # A direction gone wrong must not reach the weights. An overflowed gradient must reach DeepSpeed's check, so
@@ -151,11 +152,17 @@ class AdamDirection:
         part.rotation = self.rotations.of(tuple(layer.name for layer in part.layers), bases) if bases else None
         part.root = states[0].preconditioner if states[0].form.whitens else None
         rotated = gradient if part.rotation is None else part.rotation.rotate(gradient)
-        part.x_OI, moments = stacked([state.moments for state in states]).divide(
-            rotated, betas=tuple(group["betas"]), eps=group["eps"], usable=usable, nesterov=self.config.adam.nesterov
+        moments = stacked([state.moments for state in states])
+        part.x_OI, part.fold = moments.divide(
+            rotated,
+            betas=tuple(group["betas"]),
+            eps=group["eps"],
+            usable=usable,
+            nesterov=self.config.adam.nesterov,
+            turns=[state.turn for state in states],
         )
         own = unstacked(moments, len(states))
-        part.states = [replace(state, moments=kept) for state, kept in zip(states, own, strict=True)]
+        part.states = [replace(state, moments=kept, turn=None) for state, kept in zip(states, own, strict=True)]
 
     def _restore(self, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
         """Adam's directions, or their orthogonal factors, out of the eigenbases, in their place. Returns what each is

@@ -8,6 +8,7 @@ from torch import Tensor
 from ds_kfac.curvature.root import LayerRoot
 from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.update.layer_state import LayerState
+from ds_kfac.update.moments import AdamFold
 from ds_kfac.update.rotation import Rotation
 
 TOGETHER = 1 << 26
@@ -21,6 +22,7 @@ class Part:
     Attributes:
         start: place of the first layer among all of the step.
         x_OI: fp32 [O, I] or [n, O, I], the direction as far as it has come.
+        fold: of their gradients.
         rotation: into the eigenbasis; None before it is known, and with a form that has none.
         root: what whitens in its place, of one layer.
         size: norm of what was orthogonalized, a scalar or [n]; None if nothing was.
@@ -29,6 +31,7 @@ class Part:
     layers: Sequence[LayerSpec]
     start: int
     x_OI: Tensor = field(init=False)
+    fold: AdamFold = field(init=False)
     states: list[LayerState] = field(default_factory=list)
     rotation: Rotation | None = None
     root: LayerRoot | None = None
