@@ -14,6 +14,7 @@ from ds_kfac.curvature.eigenbasis import LayerBasis
 from ds_kfac.curvature.factor import excess
 from ds_kfac.ops.dispatch import adam_scale, corrected_scale_dot
 from ds_kfac.ops.reference import each
+from ds_kfac.update.rotation import is_large, rows_at_once
 from ds_kfac.update.turn import Turn
 
 
@@ -155,11 +156,19 @@ class AdamMoments:
 
         Returns Adam's step before the learning rate, rotated, and what folds the gradient in.
         """
-        first_OI, k = self.turned(*turns).first_OI, self.updates
-        direction_OI = adam_scale(
-            rotated_OI, first_OI, self.second_OI, k, usable, betas=betas, eps=eps, nesterov=nesterov
-        )[0]
-        return direction_OI, AdamFold(self, rotated_OI, usable, betas, turns)
+
+        def step(x_OI: Tensor, first_OI: Tensor, second_OI: Tensor) -> Tensor:
+            k = self.updates
+            return adam_scale(x_OI, first_OI, second_OI, k, usable, betas=betas, eps=eps, nesterov=nesterov)[0]
+
+        whole = rotated_OI, self.turned(*turns).first_OI, self.second_OI
+        fold = AdamFold(self, rotated_OI, usable, betas, turns)
+        if not is_large(rotated_OI):
+            return step(*whole), fold
+        direction_OI, rows = torch.empty_like(rotated_OI), rows_at_once(rotated_OI)
+        for out_OI, *parts in zip(direction_OI.split(rows), *(x_OI.split(rows) for x_OI in whole), strict=True):
+            out_OI.copy_(step(*parts))  # new moments of these rows alone
+        return direction_OI, fold
 
     def turned(self, *turns: Turn | None) -> "AdamMoments":
         """After a refresh: the first moment, of each of several layers if it is of several, is turned into the new

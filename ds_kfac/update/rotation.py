@@ -3,7 +3,7 @@
 Shape suffixes: O, I a layer's sides, n layers of equal shape.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,19 @@ from torch import Tensor
 
 from ds_kfac.curvature.eigenbasis import Eigenbasis, LayerBasis, apply_blocks
 from ds_kfac.curvature.precision import HIGHEST, Precision, fp32_products
+
+AT_ONCE = 1 << 24
+"""Elements of a large matrix that are rotated, or folded into moments, at once: 64 MiB."""
+
+
+def is_large(x_OI: Tensor) -> bool:
+    """Whether it is a single matrix that is taken some rows at a time."""
+    return x_OI.ndim == 2 and x_OI.numel() > AT_ONCE
+
+
+def rows_at_once(x_OI: Tensor) -> int:
+    """At least one."""
+    return max(1, AT_ONCE // x_OI.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -77,6 +90,22 @@ class Rotation:
             x_OI = x_OI.bfloat16()
         with fp32_products(self.precision.into, x_OI.device):
             return self._right(self._left(self.G_back, x_OI), [vectors.mT for vectors in self.A_back])
+
+    def rotated(self, x_OI: Tensor) -> Tensor:
+        """:meth:`rotate` of a matrix that is given up."""
+        return self._by_rows(self.rotate, x_OI)
+
+    def restored(self, x_OI: Tensor) -> Tensor:
+        """:meth:`restore` of a matrix that is given up."""
+        return self._by_rows(self.restore, x_OI)
+
+    def _by_rows(self, turn: Callable[[Tensor], Tensor], x_OI: Tensor) -> Tensor:
+        """A large matrix whose rows stay apart in place, so that it need not be there twice."""
+        if self.G or not is_large(x_OI):
+            return turn(x_OI)
+        for rows in x_OI.split(rows_at_once(x_OI)):
+            rows.copy_(turn(rows))
+        return x_OI
 
     def _left(self, matrices: Sequence[Tensor], x: Tensor) -> Tensor:
         if not matrices:

@@ -151,7 +151,7 @@ class AdamDirection:
         bases = [basis for state in states if (basis := state.basis)]
         part.rotation = self.rotations.of(tuple(layer.name for layer in part.layers), bases) if bases else None
         part.root = states[0].preconditioner if states[0].form.whitens else None
-        rotated = gradient if part.rotation is None else part.rotation.rotate(gradient)
+        rotated = gradient if part.rotation is None else part.rotation.rotated(gradient)
         moments = stacked([state.moments for state in states])
         part.x_OI, part.fold = moments.divide(
             rotated,
@@ -176,7 +176,7 @@ class AdamDirection:
                 part.x_OI = self._whitened(part, factor)
         for part in parts:
             if part.rotation is not None:
-                part.x_OI = part.rotation.restore(part.x_OI).float()
+                part.x_OI = part.rotation.restored(part.x_OI).float()
             if part.layers[0].groups > 1 and part.size is not None:
                 self._scale_groups(part)
         norm = lengths([matrix for part in parts for matrix in apart(part.x_OI, len(part.layers))], torch.float32)

@@ -1,0 +1,48 @@
+"""Large matrices are rotated, and meet Adam's moments, some rows at a time."""
+
+import pytest
+import torch
+
+from ds_kfac.curvature.eigenbasis import Eigenbasis, LayerBasis
+from ds_kfac.curvature.precision import HIGHEST
+from ds_kfac.update import rotation
+from ds_kfac.update.moments import AdamMoments
+from ds_kfac.update.rotation import Rotation
+from tests.update.test_moments import random_basis
+
+ROWS, COLUMNS = 7, 5
+
+
+@pytest.mark.parametrize("side", ["A alone", "both"])
+def test_rows_at_a_time_are_as_the_whole(side, monkeypatch):
+    basis = random_basis(ROWS, COLUMNS)
+    if side == "A alone":
+        basis = LayerBasis(Eigenbasis((), torch.ones(ROWS)), basis.A)
+    turn, x_OI = Rotation.of([basis], HIGHEST), torch.randn(ROWS, COLUMNS)
+    expected, back = turn.rotate(x_OI), turn.restore(x_OI)
+    monkeypatch.setattr(rotation, "AT_ONCE", 2 * COLUMNS)
+    for method, result in ((turn.rotated, expected), (turn.restored, back)):
+        given = x_OI.clone()
+        found = method(given)
+        torch.testing.assert_close(found, result)
+        assert (found is given) == (side == "A alone"), "in place where rows stay apart"
+
+
+def test_several_layers_are_rotated_at_once(monkeypatch):
+    bases = [LayerBasis(Eigenbasis((), torch.ones(3)), random_basis(3, 3, seed=seed).A) for seed in range(2)]
+    turn, x_nOI = Rotation.of(bases, HIGHEST), torch.randn(2, 3, 3)
+    monkeypatch.setattr(rotation, "AT_ONCE", 3)
+    assert torch.equal(turn.rotated(x_nOI.clone()), turn.rotate(x_nOI))
+
+
+def test_moments_of_rows_at_a_time_are_as_of_the_whole(monkeypatch):
+    x_OI, options = torch.randn(ROWS, COLUMNS), {"betas": (0.9, 0.99), "eps": 1e-8, "usable": torch.tensor(True)}
+    whole, by_rows = (AdamMoments.empty((ROWS, COLUMNS)) for _ in range(2))
+    for _ in range(2):
+        expected, fold = whole.divide(x_OI.clone(), **options, nesterov=True)
+        fold.keep()
+        with monkeypatch.context() as patch:
+            patch.setattr(rotation, "AT_ONCE", 3 * COLUMNS)
+            found, fold = by_rows.divide(x_OI.clone(), **options, nesterov=True)
+        fold.keep()
+        assert torch.equal(found, expected)
