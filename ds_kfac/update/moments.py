@@ -25,7 +25,7 @@ class Moments(Protocol):
     Attributes:
         NAME: in checkpoints.
         COUNT: tensors [O, I].
-        TURNS: whether the first is turned into a new eigenbasis.
+        TURNS: whether ``turned`` takes them into a new eigenbasis.
     """
 
     NAME: ClassVar[str]

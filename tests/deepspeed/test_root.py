@@ -51,7 +51,7 @@ def test_resuming_equals_not_stopping(world, tmp_path):
 
 def unrotated(engine) -> dict[str, torch.Tensor]:
     """First moments in the layers' own coordinates."""
-    states = engine.kfac.preconditioner.state
+    states = {name: state.settled() for name, state in engine.kfac.preconditioner.state.items()}
     return {
         name: state.moments.first_OI if state.basis is None else state.basis.restore(state.moments.first_OI)
         for name, state in states.items()

@@ -12,6 +12,7 @@ from ds_kfac.curvature.eigenbasis import LayerBasis, Refreshed
 from ds_kfac.curvature.forms import FactorForm, Part
 from ds_kfac.directions.base import Direction, DirectionSetup, LocalResult, UpdateRule
 from ds_kfac.update.rotation import Rotations
+from ds_kfac.update.turn import Turn
 
 
 class ToySGD(torch.optim.SGD):
@@ -24,6 +25,7 @@ class Mean:
 
     NAME: ClassVar = "mean"
     COUNT: ClassVar = 1
+    TURNS: ClassVar = True
 
     first_OI: Tensor
 
@@ -35,8 +37,8 @@ class Mean:
     def nbytes(self) -> int:
         return self.first_OI.nbytes
 
-    def moved(self, overlap: LayerBasis) -> "Mean":
-        return Mean(overlap.rotate(self.first_OI))
+    def turned(self, turn: Turn) -> "Mean":
+        return Mean(turn(self.first_OI))
 
     def unrotated(self, basis: LayerBasis) -> "Mean":
         return Mean(basis.restore(self.first_OI))
@@ -52,7 +54,7 @@ class SoftSign:
     def local(self, context, gradients, states) -> LocalResult:
         local = LocalResult.empty(states, self.device)
         for (layer,) in self.stacks:
-            state = states[layer.name]
+            state = states[layer.name].settled()
             mean = (state.moments.first_OI + state.basis.rotate(gradients.pop(layer.name))) / 2
             local.results[layer.name] = state.basis.restore(mean / (mean.abs() + 0.1))
             local.states[layer.name] = replace(state, moments=Mean(mean))
