@@ -61,6 +61,7 @@ TASKS: dict[str, Task | ImageTask | AutoencoderTask] = {
     "gpt_small": Task(GPTConfig(width=128, blocks=4), rows=16, steps=300),
     "gpt_small_8k": Task(GPTConfig(width=128, blocks=4), rows=64, steps=75),
     "gpt_small_32k": Task(GPTConfig(width=128, blocks=4), rows=256, steps=40),
+    "gpt_small_long": Task(GPTConfig(width=128, blocks=4), rows=16, steps=1500),
     "gpt_large": Task(GPTConfig(width=256, blocks=4), rows=16, steps=150),
     "mlm": Task(GPTConfig(width=128, blocks=3, causal=False), rows=16, steps=150),
     **{f"width_{width}": Task(GPTConfig(width, blocks=2, heads=width // 32), rows=8, steps=100) for width in WIDTHS},
@@ -69,8 +70,10 @@ TASKS: dict[str, Task | ImageTask | AutoencoderTask] = {
     **AUTOENCODER_TASKS,
     "tiny": Task(GPTConfig(width=16, blocks=1, heads=2, context=16), rows=2, steps=3),
 }
+RATES_OF = {"gpt_small_long": "gpt_small"}
+"""Tasks that are not swept, and whose rates they take."""
 DEFAULT_TASKS = ["gpt_small", "gpt_large", "mlm"]
-"""The others: gpt_small at 4 and 16 times the batch; models of several widths, for rates; images and
-autoencoders, with methods of their own; tiny, there to try the benchmark itself."""
+"""The others: gpt_small at 4 and 16 times the batch, and for 5 times the steps; models of several widths, for rates;
+images and autoencoders, with methods of their own; tiny, there to try the benchmark itself."""
 BATCHES = {"gpt_small": 2048, "gpt_small_8k": 8192, "gpt_small_32k": 32768}
 """The same model at growing batches: bytes a step."""

@@ -17,7 +17,7 @@ STATE = ("factors", "history", "eigenbases", "moments")
 TRANSIENT = ("sums", "messages", "drafts")
 """What a step that captures everything needs in addition, while it lasts: sums that are made or averaged here, the
 messages that are on their way at a time, and what is kept until DeepSpeed has applied the step: what moments will take
-in, and factors and eigenbases, as many as any step but the first renews."""
+in, and factors and eigenbases, as many as any step renews."""
 BESIDE = "beside"
 """The most of it at a time, with the gradients and results of this rank's layers."""
 FP32, COUNTER, NORMS = 4, 4, 8
@@ -62,7 +62,7 @@ def memory_of(
 
     for slot in traffic.layout.slots(traffic.every, 0):
         memory["sums"][list({slot.owner, *slot.contributors})] += FP32 * slot.numel
-    new = _most_renewed(traffic, renewed)
+    new = _most_renewed(traffic, renewed, memory["factors"])
     memory["drafts"] += new
     gather, scatter, reductions = ({}, {}, []) if world == 1 else (
         traffic.gather(traffic.every, traffic.every), traffic.scatter, traffic.reductions(traffic.every)
@@ -84,10 +84,12 @@ def memory_of(
     return memory
 
 
-def _most_renewed(traffic: PlannedTraffic, of: Mapping[str, list[tuple[list[int], int]]]) -> np.ndarray:
-    """Bytes [W] of new factors and eigenbases in the step that has most of them, rank by rank; the first step aside,
-    before which there are none."""
-    most = np.zeros(traffic.world, dtype=np.int64)
+def _most_renewed(
+    traffic: PlannedTraffic, of: Mapping[str, list[tuple[list[int], int]]], first: np.ndarray
+) -> np.ndarray:
+    """Bytes [W] of new factors and eigenbases in the step that has most of them, rank by rank. ``first``: of the first
+    step, before which there are no eigenbases, but factors, which are zero."""
+    most = first.copy()
     for step in {*burn_in(traffic.plan), *settled_period(traffic.plan)}:
         found = np.zeros(traffic.world, dtype=np.int64)
         for index, keys in enumerate((step.captured, step.arriving)):

@@ -49,5 +49,6 @@ def burn_in(plan: Plan) -> tuple[Happening, ...]:
 
 def _happening(plan: Plan, timetable: Timetable, step: int, lag: int) -> Happening:
     due = timetable.due(step)
-    arriving = timetable.due(step - lag).refresh if step >= lag else frozenset()
+    # what the first step decomposes takes effect in it
+    arriving = timetable.due(step - lag).refresh if step > lag or not lag else frozenset()
     return Happening(plan.expanded(due.capture), plan.expanded(due.refresh), plan.expanded(arriving))

@@ -16,7 +16,8 @@ from ds_kfac.update.turn import Turn, still
 
 @dataclass(frozen=True)
 class LayerState:
-    """Everything of one layer. Replaced, never changed in place: a skipped step just drops the new one.
+    """Everything of one layer. A step makes another, which is dropped if it is skipped; moments may be the same, and
+    change when the step was applied.
 
     Attributes:
         terms: fp32 scalar, loss terms of the last captured batch: a mean gradient times its root has the size of a

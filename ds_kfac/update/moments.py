@@ -161,11 +161,14 @@ class AdamMoments:
             k = self.updates
             return adam_scale(x_OI, first_OI, second_OI, k, usable, betas=betas, eps=eps, nesterov=nesterov)[0]
 
-        whole = rotated_OI, self.turned(*turns).first_OI, self.second_OI
+        # a basis in blocks may leave it transposed, which moments are not
+        rotated_OI = rotated_OI.contiguous()
+        first_OI = self.turned(*turns).first_OI
         fold = AdamFold(self, rotated_OI, usable, betas, turns)
         if not is_large(rotated_OI):
-            return step(*whole), fold
+            return step(rotated_OI, first_OI, self.second_OI), fold
         direction_OI, rows = torch.empty_like(rotated_OI), rows_at_once(rotated_OI)
+        whole = rotated_OI, first_OI, self.second_OI
         for out_OI, *parts in zip(direction_OI.split(rows), *(x_OI.split(rows) for x_OI in whole), strict=True):
             out_OI.copy_(step(*parts))  # new moments of these rows alone
         return direction_OI, fold
@@ -203,12 +206,14 @@ class AdamFold:
 
     def keep(self) -> None:
         """Change the moments, in place; this is given up."""
-        if any(self.turns):
-            self.moments.first_OI.copy_(self.moments.turned(*self.turns).first_OI)
+        several = len(self.turns) > 1
+        for turn, part in zip(self.turns, self.moments.first_OI if several else [self.moments.first_OI], strict=True):
+            if turn is not None:
+                turn(part, part)
         x_OI = self.rotated_OI.masked_fill_(each(~self.usable), 0.0)  # NaN, too
-        for moment_OI, beta in zip((self.moments.first_OI, self.moments.second_OI), self.betas, strict=True):
-            torch.lerp(x_OI, moment_OI, each(1 - (1 - beta) * self.usable.float()), out=moment_OI)
-            x_OI.square_()
+        first, second = (each(1 - (1 - beta) * self.usable.float()) for beta in self.betas)
+        torch.lerp(x_OI, self.moments.first_OI, first, out=self.moments.first_OI)
+        torch.lerp(x_OI.square_(), self.moments.second_OI, second, out=self.moments.second_OI)
         self.moments.updates.add_(self.usable)
 
 

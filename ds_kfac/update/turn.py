@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ds_kfac.curvature.eigenbasis import Eigenbasis, LayerBasis
 from ds_kfac.curvature.precision import fp32_products
+from ds_kfac.update.rotation import is_large, rows_at_once
 
 
 @dataclass(frozen=True)
@@ -21,16 +22,23 @@ class Turn:
     old: LayerBasis | None
     new: LayerBasis
 
-    def __call__(self, x_OI: Tensor) -> Tensor:
-        """fp32 [O, I], contiguous."""
+    def __call__(self, x_OI: Tensor, out_OI: Tensor | None = None) -> Tensor:
+        """fp32 [O, I], contiguous; into ``out_OI``, which may be ``x_OI``, a large matrix some rows at a time."""
         device = self.new.A.values.device  # an error here would stay in the moments
         with torch.autocast(device.type, enabled=False), fp32_products("ieee", device):
-            old = self.old
-            overlap = LayerBasis(
-                _overlap(self.new.G, old.G if old else None),
-                _overlap(self.new.A, old.A if old else None),
-            )
-            return overlap.rotate(x_OI).contiguous()
+            overlap = self._overlap()
+            if overlap.G.vectors or not is_large(x_OI):
+                turned = overlap.rotate(x_OI)
+                return turned.contiguous() if out_OI is None else out_OI.copy_(turned)
+            out_OI = torch.empty_like(x_OI) if out_OI is None else out_OI
+            count = rows_at_once(x_OI)
+            for rows, turned in zip(x_OI.split(count), out_OI.split(count), strict=True):
+                turned.copy_(overlap.rotate(rows))
+            return out_OI
+
+    def _overlap(self) -> LayerBasis:
+        old = self.old
+        return LayerBasis(_overlap(self.new.G, old.G if old else None), _overlap(self.new.A, old.A if old else None))
 
 
 def _overlap(new: Eigenbasis, old: Eigenbasis | None) -> Eigenbasis:

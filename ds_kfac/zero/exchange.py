@@ -58,6 +58,7 @@ class GradientExchange:
         self.gather_dtype, self.scatter_dtype = dtypes or (layout.dtype, torch.float32)
         self.owned = tuple(layer for layer in layers if layout.rank in workers[layer.name])
         self._mine = {(shard.param, shard.start): shard for shard in layout.shards.on(self.rank)}
+        self._sent = {move.param for move in self.plan.scatter.moves}
         self._shards: dict[int, list[Shard]] = {}
         for shard in self._mine.values():
             self._shards.setdefault(shard.param, []).append(shard)
@@ -105,8 +106,10 @@ class GradientExchange:
         for layer in self.owned:
             pieces = self.parts(layer, results.pop(layer.name))
             for param, flat in zip(self.plan.of_layer[layer.name], pieces, strict=True):
-                if self.layout.replicated:  # what the others receive, or the replicas would drift apart
-                    flat = flat.to(self.scatter_dtype).float()
+                if self.layout.replicated and param in self._sent:
+                    flat = flat.to(
+                        self.scatter_dtype
+                    ).float()  # as the others receive it, or replicas would drift apart
                 elif self.scatter_dtype is not torch.float32 and not self._holds(param):
                     keep(param, flat)
                     flat = flat.to(self.scatter_dtype)  # as it is sent: the fp32 one is given up

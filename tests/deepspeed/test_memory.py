@@ -99,6 +99,7 @@ STEPS = [
     Mode("Adam z2", 2, adam=True, orthogonal=True),
     Mode("Adam z2 bf16", 2, dtype="bf16", adam=True, orthogonal=True),
     Mode("Adam z3 bf16", 3, dtype="bf16", adam=True, orthogonal=True),
+    Mode("Adam z3 bf16, biases", 3, dtype="bf16", adam=True, orthogonal=True),
     Mode("gradient z0", 0),
     Mode(
         "all workers z0", 0, kfac={"assignment": {"gradient_worker_fraction": 1.0}, "communication": {"dtype": "bf16"}}
@@ -118,7 +119,7 @@ def beside_worker(modes) -> dict:
         often = {"factor": {"update_interval": 3}, "eigenbasis": {"refresh_interval": 3, "stagger": False}}
         mode = replace(mode, kfac={**often, "burn_in": {"steps": 0}, **mode.kfac})
         torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(*sides, bias=False) for sides in pairwise(SIDES)))
+        model = nn.Sequential(*(nn.Linear(*sides, bias="bias" in mode.name) for sides in pairwise(SIDES)))
         engine = build(mode, 1, model=model)
         kfac, peaks, before, counters = engine.kfac.preconditioner, [], [], []
 

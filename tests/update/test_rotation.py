@@ -8,6 +8,7 @@ from ds_kfac.curvature.precision import HIGHEST
 from ds_kfac.update import rotation
 from ds_kfac.update.moments import AdamMoments
 from ds_kfac.update.rotation import Rotation
+from ds_kfac.update.turn import Turn
 from tests.update.test_moments import random_basis
 
 ROWS, COLUMNS = 7, 5
@@ -26,6 +27,27 @@ def test_rows_at_a_time_are_as_the_whole(side, monkeypatch):
         found = method(given)
         torch.testing.assert_close(found, result)
         assert (found is given) == (side == "A alone"), "in place where rows stay apart"
+
+
+def test_moments_are_turned_by_rows_in_place(monkeypatch):
+    old, new = (random_basis(ROWS, COLUMNS, seed=seed) for seed in range(2))
+    still = Eigenbasis((), torch.ones(ROWS))
+    turn, x_OI = Turn(LayerBasis(still, old.A), LayerBasis(still, new.A)), torch.randn(ROWS, COLUMNS)
+    expected = turn(x_OI)
+    monkeypatch.setattr(rotation, "AT_ONCE", 2 * COLUMNS)
+    torch.testing.assert_close(turn(x_OI), expected)
+    given = x_OI.clone()
+    assert turn(given, given) is given
+    torch.testing.assert_close(given, expected)
+
+
+def test_moments_take_a_transposed_gradient_in():
+    """As a basis in blocks leaves it."""
+    x_OI, options = torch.randn(COLUMNS, ROWS).T, {"betas": (0.9, 0.99), "eps": 1e-8, "usable": torch.tensor(True)}
+    moments = AdamMoments.empty((ROWS, COLUMNS))
+    direction, fold = moments.divide(x_OI, **options)
+    assert fold.rotated_OI.is_contiguous() and direction.is_contiguous()
+    torch.testing.assert_close(direction, x_OI.sign(), rtol=1e-4, atol=1e-4)
 
 
 def test_several_layers_are_rotated_at_once(monkeypatch):

@@ -31,4 +31,4 @@ class Conv1D(Linear):
     def split(self, matrix_OI: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
         if not has_bias:
             return (matrix_OI.T.reshape(-1),)
-        return matrix_OI[:, :-1].T.reshape(-1), matrix_OI[:, -1].reshape(-1)
+        return matrix_OI[:, :-1].T.reshape(-1), matrix_OI[:, -1].contiguous()

@@ -80,4 +80,4 @@ class Convolution(Linear):
     def split(self, matrix_OI: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
         if not has_bias:
             return (matrix_OI.reshape(-1),)
-        return matrix_OI[..., :-1].reshape(-1), matrix_OI[..., -1].reshape(-1)
+        return matrix_OI[..., :-1].reshape(-1), matrix_OI[..., -1].reshape(-1).contiguous()

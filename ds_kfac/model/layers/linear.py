@@ -49,7 +49,7 @@ class Linear:
     def split(self, matrix_OI: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
         if not has_bias:
             return (matrix_OI.reshape(-1),)
-        return matrix_OI[:, :-1].reshape(-1), matrix_OI[:, -1].reshape(-1)
+        return matrix_OI[:, :-1].reshape(-1), matrix_OI[:, -1].contiguous()
 
     def structured(self, side_A: Side, side_G: Side, bias: bool) -> tuple[Side, Side]:
         return side_A, side_G
