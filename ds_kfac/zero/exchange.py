@@ -106,10 +106,8 @@ class GradientExchange:
         for layer in self.owned:
             pieces = self.parts(layer, results.pop(layer.name))
             for param, flat in zip(self.plan.of_layer[layer.name], pieces, strict=True):
-                if self.layout.replicated and param in self._sent:
-                    flat = flat.to(
-                        self.scatter_dtype
-                    ).float()  # as the others receive it, or replicas would drift apart
+                if self.layout.replicated and param in self._sent:  # as it arrives, or replicas would drift apart
+                    flat = flat.to(self.scatter_dtype).float()
                 elif self.scatter_dtype is not torch.float32 and not self._holds(param):
                     keep(param, flat)
                     flat = flat.to(self.scatter_dtype)  # as it is sent: the fp32 one is given up

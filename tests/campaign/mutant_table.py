@@ -259,8 +259,8 @@ _ROWS = [
      "self.layout.replicated", "tests/zero/test_exchange.py"),
     ("burn-in: the first step's bases arrive again", "estimate/period.py", "if step > lag or not lag", "if step >= lag",
      "tests/estimate/test_period.py"),
-    ("replicas keep the unrounded result", "zero/exchange.py", "flat = flat.to(self.scatter_dtype).float()", "pass",
-     "tests/deepspeed/test_scaling.py::test_strategies_and_wires_match_reference[2]"),
+    ("replicas keep the unrounded result", "zero/exchange.py", "flat.to(self.scatter_dtype).float()", "flat",
+     "tests/zero/test_exchange.py"),
     ("eigenvalues rounded on the wire", "curvature/forms.py", "lambda basis: basis.values, False)",
      "lambda basis: basis.values, True)", "tests/comm/test_delivery.py"),
     # directions
