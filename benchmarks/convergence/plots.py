@@ -9,6 +9,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import FormatStrFormatter, NullFormatter
 
 from benchmarks.convergence.methods import KFAC_FOR_KFACADAMW, METHODS
 from benchmarks.convergence.results import SWEEP_SEED, Run
@@ -38,7 +39,8 @@ def draw(runs: list[Run], best: dict[tuple[str, str], dict[int, Run]], out: Path
         files.append(_save(figure, out / f"{task}_loss.png"))
         if ours.get(REFRESHED):
             files.append(_refreshes(ours[REFRESHED], out / f"{task}_refreshes.png"))
-        files.append(_rates([run for run in runs if run.job.task == task], colors, out / f"{task}_rates.png"))
+        if sweep := [run for run in runs if run.job.task == task and not run.job.final]:
+            files.append(_rates(sweep, colors, out / f"{task}_rates.png"))
     return files
 
 
@@ -75,9 +77,7 @@ def _refreshes(found: list[Run], path: Path) -> Path:
 
 def _rates(runs: list[Run], colors: dict[str, tuple], path: Path) -> Path:
     figure, axis = plt.subplots(figsize=(7, 4.5))
-    swept = sorted(
-        (run for run in runs if not run.job.final and run.job.seed == SWEEP_SEED), key=lambda run: run.job.rate
-    )
+    swept = sorted((run for run in runs if run.job.seed == SWEEP_SEED), key=lambda run: run.job.rate)
     finite = [run.final for run in swept if math.isfinite(run.final)]
     top = min(max(finite), min(finite) + 1) + 0.1 if finite else 1.0
     for method in METHODS:
@@ -107,6 +107,11 @@ def draw_batches(steps: dict[str, dict[int, list[float]]], out: Path) -> Path | 
         for size, seeds in found.items():
             axis.plot([size] * len(seeds), seeds, color=line.get_color(), marker=".", ls="", alpha=0.5)
     axis.set(xscale="log", yscale="log", xlabel="bytes a step", ylabel="steps to the same held-out loss")
+    sizes = sorted({size for found in steps.values() for size in found})
+    axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+        which(FormatStrFormatter("%g"))
     axis.grid(alpha=0.3, which="both")
     axis.legend()
     return _save(figure, out / CURVE)

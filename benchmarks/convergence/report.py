@@ -187,20 +187,27 @@ def _sooner(one: str, other: str, pairs: list[tuple[Run, Run]], mean: float) -> 
 
 
 def steps_by_batch(best: dict[tuple[str, str], dict[int, Run]]) -> dict[str, dict[int, list[float]]]:
-    """Method -> bytes a step -> steps to one loss, seed by seed: the loss that every method reaches at every size with
-    every seed. Empty with fewer than two sizes."""
+    """Method -> bytes a step -> steps to one loss, seed by seed: the loss that every method but AdamW, which ends much
+    higher, reaches at every size with every seed. Empty with fewer than two sizes."""
     found = {key: ours for key, ours in best.items() if key[0] in BATCHES and ours}
     tasks = [task for task in BATCHES if any(of == task for of, _ in found)]
     methods = [m for m in METHODS if tasks and all((task, m) in found for task in tasks)]
     if len(tasks) < 2 or not methods:
         return {}
-    target = max(run.final for task in tasks for method in methods for run in found[task, method].values())
-    return {
+    others = [method for method in methods if method != "adamw"] or methods
+    target = max(run.final for task in tasks for method in others for run in found[task, method].values())
+    reached = {
         method: {
-            BATCHES[task]: [crossing(run, target, "step") or math.nan for run in found[task, method].values()]
-            for task in tasks
+            BATCHES[task]: [crossing(run, target, "step") for run in found[task, method].values()] for task in tasks
         }
         for method in methods
+    }
+    return {
+        method: {
+            size: [step for step in steps if step is not None] for size, steps in sizes.items() if None not in steps
+        }
+        for method, sizes in reached.items()
+        if any(None not in steps for steps in sizes.values())
     }
 
 
@@ -294,5 +301,7 @@ def _cells(row: dict) -> list[str]:
     loss += f", {row['accuracy_mean']:.1%} right" if row["accuracy_mean"] != "" else ""
     times = f"{1000 * row['step_seconds_median']:.0f} / {1000 * row['step_seconds_mean']:.0f}"
     overhead = f"{row['overhead']:.2f}" if row["compared"] else ""
-    good = f"{row['good_rate_low']:g} to {row['good_rate_high']:g}{'*' if row['good_rates_at_edge'] else ''}"
+    good = ""  # not swept
+    if row["rates"]:
+        good = f"{row['good_rate_low']:g} to {row['good_rate_high']:g}{'*' if row['good_rates_at_edge'] else ''}"
     return [row["method"], f"{row['rate']:g}", loss, *reached, times, overhead, good, row["diverged_rates"]]

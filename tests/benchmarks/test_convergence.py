@@ -233,11 +233,18 @@ def test_the_report_on_curves_made_by_hand(tmp_path):
 
 def test_steps_to_one_loss_against_the_batch(tmp_path):
     for task, scale in (("gpt_small", 1.0), ("gpt_small_8k", 2.0)):
-        make_run(tmp_path, "adamw", 0, {20: 3.0, 40: 2.0}, 0.1, task=task)
+        make_run(
+            tmp_path, "adamw", 0, {20: 3.0, 40: 1.0 + scale}, 0.1, task=task
+        )  # at the larger batch it ends too high
+        make_run(tmp_path, "kfacadamw_unrotated", 0, {20: 3.0, 40: 2.0}, 0.1, task=task)
         make_run(tmp_path, "kfacadamw", 0, {10: 3.0, 20: 3.0 - scale, 40: 1.0}, 0.1, task=task)
     make_run(tmp_path, "muon", 0, {40: 9.0}, 0.1)  # at one size only: not in the figure
     found = convergence_report.steps_by_batch(convergence_report.best_runs(read_all(tmp_path)))
-    assert found == {"adamw": {2048: [40.0], 8192: [40.0]}, "kfacadamw": {2048: [20.0], 8192: [15.0]}}
+    assert found == {
+        "adamw": {2048: [40.0]},
+        "kfacadamw": {2048: [20.0], 8192: [15.0]},
+        "kfacadamw_unrotated": {2048: [40.0], 8192: [40.0]},
+    }
     assert "steps to one loss against the batch" in convergence_report.report(tmp_path)
     assert (tmp_path / "batches.png").stat().st_size > 0
 
