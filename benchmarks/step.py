@@ -38,7 +38,8 @@ def build(arguments: argparse.Namespace, *, kfac: bool):
         "steps_per_print": 1000000,
     }
     if kfac:
-        config["kfac"] = {"factor": {"update_interval": UPDATE}, "eigenbasis": {"refresh_interval": REFRESH}}
+        spikes = {"refresh_interval": REFRESH, "stagger": False}  # each kind of work in a step of its own
+        config["kfac"] = {"factor": {"update_interval": UPDATE}, "eigenbasis": spikes}
     model = GPT(GPTConfig(arguments.width, arguments.blocks, 4, arguments.context))
     return ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
