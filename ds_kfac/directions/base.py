@@ -15,7 +15,7 @@ from ds_kfac.plan.plan import Plan
 from ds_kfac.plan.resolve import adaptive, resolve
 from ds_kfac.update.layer_state import LayerState
 from ds_kfac.update.moments import AdamFold, Moments
-from ds_kfac.update.rotation import Rotations
+from ds_kfac.update.rotation import AT_ONCE, Rotations
 from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
 
@@ -120,8 +120,8 @@ class Direction(Protocol):
     rotations: Rotations
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
-        """A result for each of ``gradients``, which carry the loss scale and are taken out of there, and a new state in
-        the place of each of ``states``: a step holds one or the other."""
+        """A result for each of ``gradients``, which carry the loss scale, are in the dtype they are stored in and are
+        taken out of there, and a new state in the place of each of ``states``: a step holds one or the other."""
 
     def finish(
         self, context: StepContext, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
@@ -206,6 +206,14 @@ class UpdateRule:
         """Per step and gradient worker, in addition to preconditioning."""
         return 0
 
+    def scratch(self, plan: Plan, stacks: Sequence[Sequence[LayerSpec]]) -> int:
+        """Bytes that the products of a worker's layers take at most, beside a matrix for each.
+
+        Args:
+            stacks: its layers, those together that are computed at once.
+        """
+        return max((4 * _copies(stack) * sum(layer.numel for layer in stack) for stack in stacks), default=0)
+
     passes = 0
     """Over a gradient, per step and gradient worker, in addition to those of preconditioning."""
 
@@ -234,3 +242,8 @@ class UpdateRule:
 
     def release(self, optimizer: Any) -> None:
         """K-FAC leaves the engine."""
+
+
+def _copies(stack: Sequence[LayerSpec]) -> int:
+    """Rotated, on the way back, and back; a large matrix whose rows stay apart is all of it in one place."""
+    return 1 if len(stack) == 1 and stack[0].numel > AT_ONCE and stack[0].G.block in (0, 1) else 3

@@ -36,8 +36,9 @@ class KFACGradient:
         local.clip = clip = self._clipping(context)
         quadratic = torch.zeros_like(local.replaced)
         for layers in batches(self.stacks, states):
-            raw = {layer.name: gradients.pop(layer.name) for layer in layers}
-            own = raw if context.norm is None else {name: gradient * clip for name, gradient in raw.items()}
+            own = {layer.name: gradients.pop(layer.name).float() for layer in layers}
+            if context.norm is not None:
+                own.update((name, own[name] * clip) for name in list(own))
             if all(states[layer.name].prepared for layer in layers):
                 quadratic += self._precondition(context, layers, own, local)
             else:

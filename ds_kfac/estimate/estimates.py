@@ -5,10 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from ds_kfac.assignment.cost_model import CostModel
 from ds_kfac.assignment.grid import worker_counts
 from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.curvature.precision import Precision
 from ds_kfac.estimate.machine import Machine
 from ds_kfac.estimate.memory import memory_of, state_bytes
 from ds_kfac.estimate.mode import Mode
@@ -16,6 +18,7 @@ from ds_kfac.estimate.period import settled_period
 from ds_kfac.estimate.seconds import Stages, Workload
 from ds_kfac.estimate.subject import Subject
 from ds_kfac.estimate.traffic import PlannedTraffic, StepTraffic, mean_traffic
+from ds_kfac.plan import choices
 from ds_kfac.plan.make_plan import Setting, make_plan
 from ds_kfac.plan.plan import Known, Plan
 from ds_kfac.zero.parameters import held_by_layer, parameter_names
@@ -116,6 +119,14 @@ def planned(
     return plan.knowing(Known(groups, None if rows is None else {name: rows * each for name, each in unit.items()}))
 
 
+def _on_device(plan: Plan, costs: CostModel) -> Plan:
+    """With what a GPU with TF32 would choose, if the costs are a GPU's."""
+    if not costs.beside:
+        return plan
+    precision = plan.precision if plan.config.preconditioner.precision == "highest" else Precision("tf32", "tf32")
+    return replace(plan, precision=precision, stacks=choices.stacks(torch.device("cuda"), plan.method))
+
+
 def planned_traffic(subject: Subject, mode: Mode, config: KFACConfig, plan: Plan) -> PlannedTraffic:
     return PlannedTraffic(
         plan,
@@ -147,7 +158,7 @@ def estimate(
     return Estimate(
         name=strategy_name(plan.workers, world, mode),
         plan=plan,
-        memory=memory_of(traffic, config, moments=mode.rule.moments(config)),
+        memory=memory_of(planned_traffic(subject, mode, config, _on_device(plan, machine.costs)), config, mode.rule),
         plain=traffic.step(none, none),
         update=traffic.step(every, none),
         refresh=traffic.step(every, every),

@@ -8,9 +8,13 @@ import torch
 from ds_kfac.assignment.work import Work, kept_bytes, packed_bytes
 from ds_kfac.comm.reducer import IN_FLIGHT
 from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.directions.base import UpdateRule
 from ds_kfac.estimate.period import burn_in, settled_period
 from ds_kfac.estimate.traffic import PlannedTraffic, message_bytes
-from ds_kfac.update.moments import Moments
+from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.plan.plan import Plan
+from ds_kfac.update.moments import AdamMoments
+from ds_kfac.update.stacking import stacks
 
 STATE = ("factors", "history", "eigenbases", "moments")
 """What is kept between steps; with the inverse method, inverses are counted as eigenbases."""
@@ -24,15 +28,9 @@ FP32, COUNTER, NORMS = 4, 4, 8
 """Bytes of a number, of the counter of a layer's moments, of the norms of a history."""
 
 
-def memory_of(
-    traffic: PlannedTraffic, config: KFACConfig, *, moments: type[Moments] | None
-) -> Mapping[str, np.ndarray]:
-    """Kind -> bytes [W], once everything is there.
-
-    Args:
-        moments: what workers keep of a layer's gradients.
-    """
-    plan = traffic.plan
+def memory_of(traffic: PlannedTraffic, config: KFACConfig, rule: UpdateRule) -> Mapping[str, np.ndarray]:
+    """Kind -> bytes [W], once everything is there."""
+    plan, moments = traffic.plan, rule.moments(config)
     assignment, world = plan.assignment, plan.assignment.world
     memory = {kind: np.zeros(world, dtype=np.int64) for kind in (*STATE, *TRANSIENT, BESIDE)}
     renewed: dict[str, list[tuple[list[int], int]]] = {}  # factor -> who has how much of it
@@ -50,7 +48,8 @@ def memory_of(
         renewed[factor.key] = [([home], packed_bytes(factor.side)), (users, kept_bytes(factor.side, plan.method))]
         if rounded:  # until the rounded one has been sent
             exact[home] += kept_bytes(factor.side, plan.method)
-    own = np.zeros(world, dtype=np.int64)
+    own, waits = np.zeros(world, dtype=np.int64), plan.waits.itemsize if moments is AdamMoments else FP32
+    stored = FP32 if config.communication.gradient_dtype else plan.gradient_dtypes[0].itemsize  # of gradients, at most
     for layer in plan.layers:
         workers = list(assignment.workers[layer.name])
         own[workers] += FP32 * layer.numel
@@ -58,8 +57,9 @@ def memory_of(
             # the ones of an identity
             memory["eigenbases"][workers] += kept_bytes(side, plan.method) if side.block == 0 else 0
         memory["moments"][workers] += (FP32 * moments.COUNT * layer.numel + COUNTER) if moments else 0
-        memory["drafts"][workers] += FP32 * layer.numel if moments else 0
+        memory["drafts"][workers] += waits * layer.numel if moments else 0
 
+    scratch = np.array([rule.scratch(plan, of_rank) for of_rank in _stacks(plan)])
     for slot in traffic.layout.slots(traffic.every, 0):
         memory["sums"][list({slot.owner, *slot.contributors})] += FP32 * slot.numel
     new = _most_renewed(traffic, renewed, memory["factors"])
@@ -73,15 +73,25 @@ def memory_of(
     memory["messages"] += np.max([in_backward, zero + message_bytes(gather), zero + message_bytes(scatter)], axis=0)
     packing = traffic.results + message_bytes(scatter, received=False)  # given up once they are in a message
     sending = FP32 * traffic.in_place + message_bytes(scatter)
+    arrived = message_bytes(gather) - message_bytes(gather, received=False)
     memory[BESIDE] += np.max(
         [
             memory["sums"] + in_backward,
-            new + message_bytes(gather) - message_bytes(gather, received=False) + np.maximum(exact, own),
-            memory["drafts"] + np.max([own, packing, sending], axis=0),
+            new + arrived + np.maximum(exact, own // FP32 * stored),
+            memory["drafts"] + np.max([own + scratch, packing, sending], axis=0),
         ],
         axis=0,
     )
     return memory
+
+
+def _stacks(plan: Plan) -> list[tuple[tuple[LayerSpec, ...], ...]]:
+    """Each rank's layers, those together that are computed at once."""
+    owned: list[list[LayerSpec]] = [[] for _ in range(plan.assignment.world)]
+    for layer in plan.layers:
+        for rank in plan.assignment.workers[layer.name]:
+            owned[rank].append(layer)
+    return [stacks(layers, alike=(lambda layer: layer.copies) if plan.stacks else None) for layers in owned]
 
 
 def _most_renewed(
@@ -107,6 +117,5 @@ def state_bytes(memory: Mapping[str, np.ndarray]) -> np.ndarray:
 
 def transient_bytes(memory: Mapping[str, np.ndarray]) -> np.ndarray:
     """Bytes [W] in addition to them in any step, one that captures and refreshes everything included, as the first
-    does. Without the copies that single products need: those of at most :data:`ds_kfac.directions.kfac_adamw.part.
-    TOGETHER` elements."""
+    does."""
     return memory[BESIDE]

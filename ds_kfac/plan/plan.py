@@ -92,6 +92,11 @@ class Plan:
         return self.work.exact_every
 
     @property
+    def waits(self) -> torch.dtype:
+        """Of a gradient that Adam's moments will take in once its step was applied: bf16 if results travel in that."""
+        return torch.bfloat16 if self.gradient_dtypes[1] is torch.bfloat16 else torch.float32
+
+    @property
     def workers(self) -> int:
         """Gradient workers of a layer."""
         return max(len(ranks) for ranks in self.assignment.workers.values())

@@ -12,7 +12,7 @@ from ds_kfac.curvature.damping import DAMPING_KINDS, Scalar, factored
 from ds_kfac.ops.dispatch import eigen_scale_dot
 from ds_kfac.ops.reference import each
 from ds_kfac.update.moments import CorrectedEigenvalues
-from ds_kfac.update.rotation import Rotation
+from ds_kfac.update.rotation import Rotation, is_large
 
 PIECE = 1 << 22
 """Elements, 32 MiB in float64."""
@@ -52,7 +52,7 @@ def precondition(
     else:
         lambda_ = DAMPING_KINDS[damping_kind](damping, lambda: mean_G * mean_A, damping_scale)
     scaled_OI, dot = eigen_scale_dot(rotation.rotate(gradient_OI), beta_O, alpha_I, lambda_, exponent=exponent)
-    return rotation.restore(scaled_OI), dot
+    return rotation.restored(scaled_OI), dot
 
 
 def precondition_corrected(
@@ -82,24 +82,27 @@ def precondition_corrected(
     def damp(mean: Callable[[], Tensor]) -> Tensor | float:
         return DAMPING_KINDS[damping_kind](damping, (lambda: mean().mean()) if in_groups else mean, damping_scale)
 
+    by_rows = is_large(gradient_OI) and not rotation.G  # in one copy
     scaled_OI, dot, corrected, limited = corrected.divide(
-        rotation.rotate(gradient_OI),
+        rotation.rotated(gradient_OI.clone()) if by_rows else rotation.rotate(gradient_OI),
         norm=norm,
         terms=terms,
         decay=decay,
         damping=damp,
         exponent=exponent,
     )
-    return rotation.restore(scaled_OI), dot, corrected, limited
+    return rotation.restored(scaled_OI), dot, corrected, limited
 
 
 def finite_or(preconditioned_OI: Tensor, otherwise_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """``preconditioned`` where all of a matrix is finite, else ``otherwise``, fp32; and whether it was, a bool scalar.
+    """``preconditioned``, which is given up, where all of a matrix is finite, else ``otherwise``, fp32; and whether it
+    was, a bool scalar.
 
     ZeRO-1/2 in bf16 would apply a NaN of ours, and an overflowed gradient must reach DeepSpeed's check as it is.
     """
-    finite = torch.isfinite(preconditioned_OI).flatten(-2).all(dim=-1)
-    return torch.where(each(finite), preconditioned_OI, otherwise_OI), finite
+    found_OI = preconditioned_OI.float()
+    finite = torch.isfinite(found_OI).flatten(-2).all(dim=-1)
+    return torch.where(each(finite), found_OI, otherwise_OI, out=found_OI), finite
 
 
 def norms(x: Tensor) -> Tensor:

@@ -81,6 +81,7 @@ class CorrectedEigenvalues:
         for at most :data:`ds_kfac.curvature.factor.SPIKE` times the average.
 
         Args:
+            rotated_OI: given up: of a large one the quotient takes the place.
             norm: of the gradient, rotated or not. Where its square times ``terms`` is not finite nothing changes.
             terms: brings a squared gradient to the units of the Fisher.
             damping: mean eigenvalue, as a function -> what is added to all.
@@ -99,10 +100,20 @@ class CorrectedEigenvalues:
             old, count = self.second_OI.mean(dim=(-2, -1)), rotated_OI.shape[-2] * rotated_OI.shape[-1]
             return torch.where(usable, keep * old + (1 - keep) * (size / count), old)
 
-        scaled_OI, second_OI, dot = corrected_scale_dot(
-            rotated_OI, self.second_OI, torch.where(usable, keep, 1.0), terms, damping(mean), exponent=exponent
-        )
-        return scaled_OI, dot, CorrectedEigenvalues(second_OI, updates), over > 1
+        def divided(x_OI: Tensor, second_OI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return corrected_scale_dot(x_OI, second_OI, kept, terms, added, exponent=exponent)
+
+        kept, added = torch.where(usable, keep, 1.0), damping(mean)
+        if not is_large(rotated_OI):
+            scaled_OI, second_OI, dot = divided(rotated_OI, self.second_OI)
+            return scaled_OI, dot, CorrectedEigenvalues(second_OI, updates), over > 1
+        second_OI, rows, dots = torch.empty_like(self.second_OI), rows_at_once(rotated_OI), []
+        for out_OI, *parts in zip(*(x.split(rows) for x in (second_OI, rotated_OI, self.second_OI)), strict=True):
+            scaled_OI, new_OI, dot = divided(*parts)
+            parts[0].copy_(scaled_OI)
+            out_OI.copy_(new_OI)
+            dots.append(dot)
+        return rotated_OI, torch.stack(dots).sum(), CorrectedEigenvalues(second_OI, updates), over > 1
 
     def unrotated(self, basis: LayerBasis) -> "CorrectedEigenvalues":
         """Out of a basis, as far as a diagonal can be."""
@@ -144,15 +155,17 @@ class AdamMoments:
         usable: Tensor,
         nesterov: bool = False,
         turns: Sequence[Turn | None] = (None,),
+        waits: torch.dtype = torch.float32,
     ) -> tuple[Tensor, "AdamFold"]:
         """Divide as if one step's gradient was folded into both moments, first / (sqrt(second) + eps), both
         bias-corrected.
 
         Args:
-            rotated_OI: given up: the fold has it.
+            rotated_OI: given up: the fold has it, or the direction its place.
             usable: bool scalar on the device; where it is false the moments stay as they are.
             nesterov: see :func:`ds_kfac.ops.reference.adam_scale`.
             turns: of each layer.
+            waits: what the fold's gradient is rounded to until then.
 
         Returns Adam's step before the learning rate, rotated, and what folds the gradient in.
         """
@@ -164,10 +177,11 @@ class AdamMoments:
         # a basis in blocks may leave it transposed, which moments are not
         rotated_OI = rotated_OI.contiguous()
         first_OI = self.turned(*turns).first_OI
-        fold = AdamFold(self, rotated_OI, usable, betas, turns)
+        fold = AdamFold(self, rotated_OI.to(waits), usable, betas, turns)
         if not is_large(rotated_OI):
             return step(rotated_OI, first_OI, self.second_OI), fold
-        direction_OI, rows = torch.empty_like(rotated_OI), rows_at_once(rotated_OI)
+        rounded, rows = fold.rotated_OI is not rotated_OI, rows_at_once(rotated_OI)
+        direction_OI = rotated_OI if rounded else torch.empty_like(rotated_OI)
         whole = rotated_OI, first_OI, self.second_OI
         for out_OI, *parts in zip(direction_OI.split(rows), *(x_OI.split(rows) for x_OI in whole), strict=True):
             out_OI.copy_(step(*parts))  # new moments of these rows alone
@@ -190,10 +204,11 @@ class AdamMoments:
 
 @dataclass(frozen=True)
 class AdamFold:
-    """A gradient that Adam's moments will hold once its step was applied. It takes half of what new moments would.
+    """A gradient that Adam's moments will hold once its step was applied. It takes half of what new moments would, or a
+    quarter.
 
     Attributes:
-        rotated_OI: the gradient.
+        rotated_OI: the gradient, fp32 or rounded.
         usable: bool scalar, or [n] of n layers.
         turns: of each layer.
     """
@@ -210,10 +225,13 @@ class AdamFold:
         for turn, part in zip(self.turns, self.moments.first_OI if several else [self.moments.first_OI], strict=True):
             if turn is not None:
                 turn(part, part)
-        x_OI = self.rotated_OI.masked_fill_(each(~self.usable), 0.0)  # NaN, too
         first, second = (each(1 - (1 - beta) * self.usable.float()) for beta in self.betas)
-        torch.lerp(x_OI, self.moments.first_OI, first, out=self.moments.first_OI)
-        torch.lerp(x_OI.square_(), self.moments.second_OI, second, out=self.moments.second_OI)
+        whole, x_OI = (self.moments.first_OI, self.moments.second_OI), self.rotated_OI
+        rows = rows_at_once(x_OI) if is_large(x_OI) else len(x_OI)
+        for x, first_OI, second_OI in zip(x_OI.split(rows), *(kept.split(rows) for kept in whole), strict=True):
+            x = x.masked_fill_(each(~self.usable), 0.0).float()  # NaN, too
+            torch.lerp(x, first_OI, first, out=first_OI)
+            torch.lerp(x.square_(), second_OI, second, out=second_OI)
         self.moments.updates.add_(self.usable)
 
 

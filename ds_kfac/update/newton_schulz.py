@@ -57,33 +57,25 @@ def orthogonal_factors(
         columns: s [.., I] of each direction, or None: then it is the factor of x diag(s), times diag(s).
         precision: see :attr:`Precision.half_orthogonal`.
 
-    Returns fp32 factors, zero of zero, and the Frobenius norm of each direction, a scalar or [n].
+    Returns the factors, zero of zero, in the place of the directions, and the Frobenius norms that those had, scalars
+    or [n].
     """
     scales = [None] * len(directions) if columns is None else columns
-    sizes, factors = [], []
-    for x, s in zip(directions, scales, strict=True):
-        size, scale = _scale(x, s)
-        sizes.append(size)
-        wide = _wide(x * scale)
-        factors.append(wide.half() if precision.half_orthogonal else wide)
+    norms = [_scale(x, s) for x, s in zip(directions, scales, strict=True)]
     with fp32_products(precision.into, directions[0].device):
-        if len(factors) == 1:
-            factors = [_iterated(factors[0], COEFFICIENTS[coefficients])]
-        else:
-            counts = [len(x) if x.ndim > 2 else 1 for x in factors]
-            together = torch.cat([x if x.ndim > 2 else x[None] for x in factors])
-            parts = _iterated(together, COEFFICIENTS[coefficients]).split(counts)
-            factors = [part.view_as(x) for part, x in zip(parts, factors, strict=True)]
-    found = []
-    for x, s, size, factor in zip(directions, scales, sizes, factors, strict=True):
-        own = (factor.mT if x.shape[-2] > x.shape[-1] else factor).to(x.dtype)
-        found.append((own if s is None else own.mul_(s[..., None, :]), size))
-    return found
+        dtype = torch.float16 if precision.half_orthogonal else directions[0].dtype
+        factors = _iterated(_together(directions, [scale for _, scale in norms], dtype), COEFFICIENTS[coefficients])
+    parts = [factors] if len(directions) == 1 else factors.split([len(x) if x.ndim > 2 else 1 for x in directions])
+    for x, s, part in zip(directions, scales, parts, strict=True):
+        _wide(x).copy_(part.view(_wide(x).shape))
+        if s is not None:
+            x.mul_(s[..., None, :])
+    return [(x, size) for x, (size, _) in zip(directions, norms, strict=True)]
 
 
 def newton_schulz(x_OI: Tensor, *, precision: Precision = HIGHEST, coefficients: str = "muon") -> Tensor:
     """:func:`orthogonal_factors` of one direction."""
-    return orthogonal_factors([x_OI], precision=precision, coefficients=coefficients)[0][0]
+    return orthogonal_factors([x_OI.clone()], precision=precision, coefficients=coefficients)[0][0]
 
 
 def scale_to(target: Tensor | float, *, size: Tensor, norm: Tensor, root: Tensor | float) -> Tensor:
@@ -116,6 +108,21 @@ def _scale(x_OI: Tensor, s_I: Tensor | None) -> tuple[Tensor, Tensor]:
     lengths_I = torch.linalg.vector_norm(x_OI, dim=-2)
     scaled = torch.linalg.vector_norm(lengths_I * s_I, dim=-1, keepdim=True)
     return torch.linalg.vector_norm(lengths_I, dim=-1), (s_I / scaled.clamp(min=SMALLEST))[..., None, :]
+
+
+def _together(directions: Sequence[Tensor], scales: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Scaled, in their wide form: [m, n] of one, of several [.., m, n]; the only copy."""
+    wide = [_wide(x) for x in directions]
+    if len(wide) == 1:
+        found = torch.empty(wide[0].shape, dtype=dtype, device=wide[0].device)
+        places: Sequence[Tensor] = [found]
+    else:
+        counts = [len(x) if x.ndim > 2 else 1 for x in wide]
+        found = torch.empty((sum(counts), *wide[0].shape[-2:]), dtype=dtype, device=wide[0].device)
+        places = found.split(counts)
+    for x, given, scale, place in zip(directions, wide, scales, places, strict=True):
+        torch.mul(given, scale.mT if given is not x else scale, out=place.view(given.shape))
+    return found
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -12,8 +12,9 @@ from torch import Tensor
 from ds_kfac.curvature.eigenbasis import Eigenbasis, LayerBasis, apply_blocks
 from ds_kfac.curvature.precision import HIGHEST, Precision, fp32_products
 
-AT_ONCE = 1 << 24
-"""Elements of a large matrix that are rotated, or folded into moments, at once: 64 MiB."""
+AT_ONCE = 1 << 22
+"""Elements of a large matrix that are rotated, or folded into moments, at once, and of small ones that are
+orthogonalized at once: 16 MiB. So many keep a GPU busy."""
 
 
 def is_large(x_OI: Tensor) -> bool:

@@ -69,14 +69,15 @@ class GradientExchange:
         return Leg("gradients", self.plan.gather, self._read, self.gather_dtype)
 
     def gathered(self, received: Arrivals) -> dict[str, Tensor]:
-        """Own layers' whole gradients, fp32 [O, I] on the device."""
+        """Own layers' whole gradients, [O, I] on the device, in the dtype in which they are stored."""
         flats: dict[int, Tensor] = {}
         for layer in self.owned:
             for param in self.plan.of_layer[layer.name]:
                 if self._holds(param):  # nothing to put together
-                    flats[param] = self.layout.read(self._mine[param, 0]).to(self.device, torch.float32)
+                    flats[param] = self.layout.read(self._mine[param, 0]).to(self.device)
                 else:
-                    flats[param] = torch.empty(self.layout.shards.numels[param], device=self.device)
+                    numel = self.layout.shards.numels[param]
+                    flats[param] = torch.empty(numel, dtype=self.layout.dtype, device=self.device)
         for (param, start), shard in self._mine.items():
             if param in flats and shard.numel < len(flats[param]):
                 flats[param][start : start + shard.numel] = self.layout.read(shard)
@@ -84,8 +85,8 @@ class GradientExchange:
             flats[move.param][move.start : move.start + move.numel] = values
         matrices = {}
         for layer in self.owned:
-            pieces = [flats[param] for param in self.plan.of_layer[layer.name]]
-            bias = pieces[1] if layer.bias else None
+            pieces = [flats.pop(param) for param in self.plan.of_layer[layer.name]]
+            bias = pieces[1] if layer.bias else None  # with it a matrix is a copy
             matrices[layer.name] = LAYERS[layer.kind].matrix(pieces[0], bias, layer.shape)
         return matrices
 

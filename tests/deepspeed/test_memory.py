@@ -108,8 +108,8 @@ STEPS = [
 ]
 SIDES = [96 + 2 * index for index in range(41)]
 """Of layers of which none is like another: what a single layer's products copy is little, and none are stacked."""
-COPIES = 5
-"""Of one layer, in its products."""
+COPIES = 1
+"""Of one layer, in its products and moments."""
 
 
 def beside_worker(modes) -> dict:
@@ -140,11 +140,10 @@ def beside_worker(modes) -> dict:
                 engine.backward(loss)
                 engine.step()
         without = min(now for step, now in enumerate(before) if step % 3)  # DeepSpeed's gradients
-        moments = kfac.rule.moments(kfac.config)
         traffic = PlannedTraffic(
             kfac.plan, kfac.layout.shards, numbers=kfac.rule.numbers, norm=kfac.needs_norm, terms=True
         )
-        estimate = memory_of(traffic, kfac.config, moments=moments)
+        estimate = memory_of(traffic, kfac.config, kfac.rule)
         results[mode.name] = {
             "captured": min(peaks[3::3]) - without,  # gloo's threads may let go of a message late
             "estimate": int(transient_bytes(estimate)[dist.get_rank()]),

@@ -30,7 +30,7 @@ def steep(m: int, n: int, decades: float) -> torch.Tensor:
 def test_singular_values_are_near_one(rows, columns, coefficients):
     x = normal(rows, columns)
     U, _, Vh = torch.linalg.svd(x, full_matrices=False)
-    factor, size = orthogonal_factors([x], coefficients=coefficients)[0]
+    factor, size = orthogonal_factors([x.clone()], coefficients=coefficients)[0]
     values = torch.linalg.svdvals(factor)
     well = torch.linalg.svdvals(x) > 0.02 * x.norm()  # five steps lift nothing smaller all the way
     low, high = RANGES[coefficients]
@@ -88,11 +88,13 @@ def test_why_the_gram_form_begins_again_and_is_not_for_bf16(coefficients):
 def test_directions_together_are_as_each_alone():
     given = [normal(7, 20, seed=1), normal(3, 20, 7, seed=2), normal(2, 7, 20, seed=3)]
     scales = [torch.rand(20) + 0.1, None, torch.rand(2, 20) + 0.1]
-    for x, s, (factor, size) in zip(given, scales, orthogonal_factors(given, scales), strict=True):
+    together = [x.clone() for x in given]
+    for x, s, own, (factor, size) in zip(given, scales, together, orthogonal_factors(together, scales), strict=True):
+        assert factor is own, "in its place"
         assert factor.shape == x.shape and size.shape == x.shape[:-2]
         for index in range(len(x)) if x.ndim > 2 else [...]:
             columns = None if s is None else [s[index]]
-            alone, norm = orthogonal_factors([x[index]], columns)[0]
+            alone, norm = orthogonal_factors([x[index].clone()], columns)[0]
             torch.testing.assert_close(factor[index], alone)
             torch.testing.assert_close(size[index], norm)
 
@@ -100,11 +102,11 @@ def test_directions_together_are_as_each_alone():
 @pytest.mark.parametrize("shape", [(6, 30), (30, 6), (9, 9)])
 def test_column_scales_stand_on_both_sides(shape):
     x, s = normal(*shape), torch.rand(shape[1], generator=torch.Generator().manual_seed(2)) + 0.2
-    factor, size = orthogonal_factors([x], [s])[0]
+    factor, size = orthogonal_factors([x.clone()], [s])[0]
     torch.testing.assert_close(factor, newton_schulz(x * s) * s)
     torch.testing.assert_close(size, x.norm())
     exact = spelt_out(x * s, "muon") * s
-    assert float((orthogonal_factors([x], [s], precision=HALF)[0][0] - exact).norm() / exact.norm()) < 0.01
+    assert float((orthogonal_factors([x.clone()], [s], precision=HALF)[0][0] - exact).norm() / exact.norm()) < 0.01
 
 
 def test_a_whitened_step_bounds_the_response_to_every_input():
@@ -137,7 +139,7 @@ def test_zero_stays_zero_and_what_fades_out_fades_out(shape, precision):
     x, root = normal(*shape), (shape[0] * shape[1]) ** 0.5
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        factor, size = orthogonal_factors([x], [torch.full(shape[1:], 0.5)], precision=precision)[0]
+        factor, size = orthogonal_factors([x.clone()], [torch.full(shape[1:], 0.5)], precision=precision)[0]
         return factor * scale_to(0.3 * root, size=size, norm=factor.norm(), root=root)
 
     assert torch.equal(step(torch.zeros(shape)), torch.zeros(shape))

@@ -6,7 +6,8 @@ import torch
 from ds_kfac.curvature.eigenbasis import Eigenbasis, LayerBasis
 from ds_kfac.curvature.precision import HIGHEST
 from ds_kfac.update import rotation
-from ds_kfac.update.moments import AdamMoments
+from ds_kfac.update.kfac import precondition_corrected
+from ds_kfac.update.moments import AdamMoments, CorrectedEigenvalues
 from ds_kfac.update.rotation import Rotation
 from ds_kfac.update.turn import Turn
 from tests.update.test_moments import random_basis
@@ -57,14 +58,44 @@ def test_several_layers_are_rotated_at_once(monkeypatch):
     assert torch.equal(turn.rotated(x_nOI.clone()), turn.rotate(x_nOI))
 
 
-def test_moments_of_rows_at_a_time_are_as_of_the_whole(monkeypatch):
+@pytest.mark.parametrize("waits", [torch.float32, torch.bfloat16])
+def test_moments_of_rows_at_a_time_are_as_of_the_whole(waits, monkeypatch):
     x_OI, options = torch.randn(ROWS, COLUMNS), {"betas": (0.9, 0.99), "eps": 1e-8, "usable": torch.tensor(True)}
-    whole, by_rows = (AdamMoments.empty((ROWS, COLUMNS)) for _ in range(2))
+    whole, by_rows, exact = (AdamMoments.empty((ROWS, COLUMNS)) for _ in range(3))
     for _ in range(2):
-        expected, fold = whole.divide(x_OI.clone(), **options, nesterov=True)
+        of_rounded, fold = whole.divide(x_OI.clone(), **options, nesterov=True, waits=waits)
+        assert fold.rotated_OI.dtype is waits
         fold.keep()
+        of_exact, fold = exact.divide(x_OI.clone(), **options, nesterov=True)
+        fold.keep()
+        torch.testing.assert_close(of_rounded, of_exact, rtol=0.0 if waits is torch.float32 else 2**-8, atol=0.0)
         with monkeypatch.context() as patch:
             patch.setattr(rotation, "AT_ONCE", 3 * COLUMNS)
-            found, fold = by_rows.divide(x_OI.clone(), **options, nesterov=True)
-        fold.keep()
-        assert torch.equal(found, expected)
+            given = x_OI.clone()
+            found, fold = by_rows.divide(given, **options, nesterov=True, waits=waits)
+            assert torch.equal(found, of_rounded)
+            assert (found is given) == (waits is torch.bfloat16), "no third matrix where the gradient was copied"
+            fold.keep()
+    for kept in (by_rows, whole):
+        torch.testing.assert_close(kept.first_OI, exact.first_OI, rtol=2**-8, atol=0.0)
+        torch.testing.assert_close(kept.second_OI, exact.second_OI, rtol=2**-7, atol=0.0)
+    assert torch.equal(by_rows.second_OI, whole.second_OI) and torch.equal(by_rows.first_OI, whole.first_OI)
+
+
+@pytest.mark.parametrize("side", ["A alone", "both"])
+def test_a_large_k_fac_gradient_is_as_the_whole(side, monkeypatch):
+    basis, x_OI = random_basis(ROWS, COLUMNS), torch.randn(ROWS, COLUMNS)
+    if side == "A alone":
+        basis = LayerBasis(Eigenbasis((), torch.ones(ROWS)), basis.A)
+    turn, kept = Rotation.of([basis], HIGHEST), CorrectedEigenvalues.empty((ROWS, COLUMNS))
+    options = {"norm": x_OI.norm(), "terms": 2.0, "decay": 0.9, "damping": 0.1}
+    for _ in range(2):
+        expected = precondition_corrected(x_OI, turn, kept, **options)
+        monkeypatch.setattr(rotation, "AT_ONCE", 2 * COLUMNS)
+        given = x_OI.clone()
+        found = precondition_corrected(given, turn, kept, **options)
+        monkeypatch.undo()
+        assert torch.equal(given, x_OI), "the raw gradient is still needed"
+        for actual, whole in zip((*found[:2], found[2].second_OI), (*expected[:2], expected[2].second_OI), strict=True):
+            torch.testing.assert_close(actual, whole)
+        kept = expected[2]

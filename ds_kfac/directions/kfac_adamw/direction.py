@@ -26,7 +26,7 @@ square of a finite gradient may not be finite in fp32.
 """
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -69,7 +69,7 @@ class AdamDirection:
         self.config, self.layout, self.exchange, self.optimizer = plan.config, layout, exchange, optimizer
         self.groups = {layer.name: exchange.group_indices(layer) for layer in exchange.owned}
         self.rotations = Rotations(plan.precision)
-        self.together = plan.stacks
+        self.together, self.waits = plan.stacks, plan.waits
         self.stacks = stacks(exchange.owned, alike=self._alike if plan.stacks else None)
         of_all = partial(torch.tensor, device=exchange.device)  # of every layer, in the order of the stacks
         layers = [layer for stack in self.stacks for layer in stack]
@@ -99,9 +99,8 @@ class AdamDirection:
         fits = length * unscale < LARGEST
         usable = finite & fits & (length > 0)
         for part in parts:
-            gradient = together([gradients.pop(layer.name) for layer in part.layers]) * unscale
-            self._step(part, [states[layer.name] for layer in part.layers], gradient, part.of(usable))
-            del gradient
+            taken = (gradients.pop(layer.name) for layer in part.layers)
+            self._step(part, [states[layer.name] for layer in part.layers], taken, unscale, part.of(usable))
             local.folds.append(part.fold)
             local.states.update(zip([layer.name for layer in part.layers], part.states, strict=True))
         scale, own = self._restore(parts)
@@ -144,14 +143,25 @@ class AdamDirection:
         clip = self.layout.clip_factor(norm)
         return void, torch.where(void, torch.zeros_like(clip), clip)
 
-    def _step(self, part: Part, states: Sequence[LayerState], gradient: Tensor, usable: Tensor) -> None:
+    def _step(
+        self,
+        part: Part,
+        states: Sequence[LayerState],
+        gradients: Iterable[Tensor],
+        unscale: Tensor | float,
+        usable: Tensor,
+    ) -> None:
         """Adam in the eigenbasis, the gradients in the moments that are ``usable``. Before the first refresh nothing is
         rotated: plain Adam."""
         group = self.layout.optimizer.param_groups[self.groups[part.layers[0].name][0]]
         bases = [basis for state in states if (basis := state.basis)]
         part.rotation = self.rotations.of(tuple(layer.name for layer in part.layers), bases) if bases else None
         part.root = states[0].preconditioner if states[0].form.whitens else None
-        rotated = gradient if part.rotation is None else part.rotation.rotated(gradient)
+        whole = together(list(gradients))  # as it is stored, which may be DeepSpeed's own
+        rotated = whole * unscale if whole.dtype is torch.float32 else whole.float().mul_(unscale)
+        del whole
+        if part.rotation is not None:
+            rotated = part.rotation.rotated(rotated)
         moments = stacked([state.moments for state in states])
         part.x_OI, part.fold = moments.divide(
             rotated,
@@ -160,6 +170,7 @@ class AdamDirection:
             usable=usable,
             nesterov=self.config.adam.nesterov,
             turns=[state.turn for state in states],
+            waits=self.waits,
         )
         own = unstacked(moments, len(states))
         part.states = [replace(state, moments=kept, turn=None) for state, kept in zip(states, own, strict=True)]

@@ -9,10 +9,7 @@ from ds_kfac.curvature.root import LayerRoot
 from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.update.layer_state import LayerState
 from ds_kfac.update.moments import AdamFold
-from ds_kfac.update.rotation import Rotation
-
-TOGETHER = 1 << 26
-"""Elements that are orthogonalized at once, whose copies in 16 bits, and those of the result, are all there is more."""
+from ds_kfac.update.rotation import AT_ONCE, Rotation
 
 
 @dataclass
@@ -50,7 +47,7 @@ class Part:
         return values[self.start] if count == 1 else values[self.start : self.start + count]
 
 
-def of_one_shape(parts: Sequence[Part], together: bool, limit: int = TOGETHER) -> list[list[Part]]:
+def of_one_shape(parts: Sequence[Part], together: bool, limit: int = AT_ONCE) -> list[list[Part]]:
     """Parts whose matrices have the same sides, as they are or transposed, at most ``limit`` elements unless one alone
     has more; not ``together``: each alone."""
     groups: dict[Hashable, list[Part]] = {}

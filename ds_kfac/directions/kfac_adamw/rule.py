@@ -1,9 +1,11 @@
 """KFACAdamW: Adam in the eigenbasis, its direction orthogonalized; with an optimizer of its own for DeepSpeed."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from ds_kfac.config.kfac import KFACConfig
@@ -16,8 +18,10 @@ from ds_kfac.directions.kfac_adamw.direction import AdamDirection
 from ds_kfac.directions.kfac_adamw.optimizer import FLAG, NAME, KFACAdamWStep
 from ds_kfac.directions.kfac_adamw.user_optimizer import given_groups
 from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.plan.plan import Plan
 from ds_kfac.update.moments import AdamMoments
 from ds_kfac.update.newton_schulz import flops
+from ds_kfac.update.rotation import AT_ONCE
 from ds_kfac.zero.layout import ShardLayout
 
 
@@ -102,6 +106,20 @@ class KFACAdamWRule(UpdateRule):
         if keeps_direction(config.adam, layer) is not None:
             return 0
         return layer.groups * flops(layer.shape[-2], layer.shape[-1])
+
+    def scratch(self, plan: Plan, stacks: Sequence[Sequence[LayerSpec]]) -> int:
+        """Adam's: the gradient unless it waits as it is, both moments, a turned one and two more; Newton-Schulz: two of
+        its matrices."""
+        large, largest, alike = 0, 0, Counter[Hashable]()
+        for stack in stacks:
+            numel = sum(layer.numel for layer in stack)
+            large = max(large, numel if len(stack) > 1 else min(numel, AT_ONCE))
+            if keeps_direction(plan.config.adam, stack[0]) is None:
+                largest = max(largest, numel)
+                alike[tuple(sorted(stack[0].shape[-2:])) if plan.stacks else stack[0].name] += numel
+        iterated = max(largest, *(min(numel, AT_ONCE) for numel in (0, *alike.values())))
+        adam = 5 + (plan.waits is not torch.float32)
+        return max(adam * 4 * large, 2 * (2 if plan.precision.half_orthogonal else 4) * iterated)
 
     def parameters(self, ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
         return params_in(ds_config)
