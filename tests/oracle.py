@@ -216,7 +216,8 @@ class ReferenceKFAC:
                     use.bias = use.bias and not parts[name][0]
                 self.layers[name] = _Layer([use], A, G)
             elif kind == "Embedding":
-                self.layers[name] = _Layer([_Use(self, m)], 1, block(m.embedding_dim))
+                no_G = fisher == "activations_only"
+                self.layers[name] = _Layer([_Use(self, m)], 1, 0 if no_G else block(m.embedding_dim))
             else:
                 self.layers[name] = _Layer([_Use(self, m)], 2 if kind == "LayerNorm" else 1, 0)
         for name, layer in self.layers.items():

@@ -68,7 +68,9 @@ CASES = {
     "adam-all": case(adam=True, **TYPES),
     "adam-tied": case(TiedNet, adam=True, **TYPES),
     "adam-blocks": case(adam=True, factor={"max_dim": 8, "large": "blocks"}),
-    "adam-activations_only": case(adam=True, factor={"fisher": "activations_only"}),
+    "adam-activations_only": case(
+        adam=True, factor={"fisher": "activations_only"}, layers={"types": ["Linear", "Embedding"]}
+    ),
 }
 
 
