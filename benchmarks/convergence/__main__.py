@@ -32,7 +32,7 @@ from benchmarks.convergence.methods import (
 from benchmarks.convergence.report import report
 from benchmarks.convergence.results import EXTENSIONS, SWEEP_SEED, Job, Run, best_rate, check_settings, next_rate, read
 from benchmarks.convergence.run import race, settings, start
-from benchmarks.convergence.tasks import DEFAULT_TASKS, RATES_OF, TASKS
+from benchmarks.convergence.tasks import DEFAULT_TASKS, TASKS
 
 RESULTS = Path(__file__).resolve().parents[1] / "results/convergence"
 TEXTS = DEFAULT_METHODS, RATES
@@ -88,7 +88,7 @@ class Benchmark:
         return self.arguments.rates or of_kind(task)[1][method]
 
     def sweep(self) -> None:
-        tried = {(task, method): list(self.rates(task, method)) for task, method in self.pairs if task not in RATES_OF}
+        tried = {(task, method): list(self.rates(task, method)) for task, method in self.pairs}
         jobs = [
             Job(task, method, tried[task, method][index], SWEEP_SEED)
             for index in range(max(map(len, tried.values()), default=0))
@@ -113,10 +113,9 @@ class Benchmark:
     def final(self) -> None:
         best = {}
         for task, method in self.pairs:
-            swept = RATES_OF.get(task, task)
-            found = (self.arguments.out / swept).glob(f"{method}_lr*_seed{SWEEP_SEED}.csv")
+            found = (self.arguments.out / task).glob(f"{method}_lr*_seed{SWEEP_SEED}.csv")
             rates = [float(path.stem.split("_lr")[1].split("_")[0]) for path in found]
-            best[task, method] = best_rate(self.losses(swept, method, rates))
+            best[task, method] = best_rate(self.losses(task, method, rates))
             if best[task, method] is None:
                 print(f"{task} {method}: no rate to run, none swept or all diverged", flush=True)
         races = [

@@ -18,7 +18,7 @@ from benchmarks.convergence.plots import (
     refresh_steps,
 )
 from benchmarks.convergence.results import SWEEP_SEED, Run, best_rate, read_all
-from benchmarks.convergence.tasks import BATCHES, RATES_OF, TASKS
+from benchmarks.convergence.tasks import BATCHES, TASKS
 
 NAMES = {"adamw": "AdamW", "sgd": "SGD"}
 """Of the methods that others are compared with."""
@@ -55,7 +55,7 @@ def best_runs(runs: list[Run]) -> dict[tuple[str, str], dict[int, Run]]:
     order = list(METHODS)
     pairs = {(run.job.task, run.job.method) for run in runs}
     for task, method in sorted(pairs, key=lambda pair: (pair[0], order.index(pair[1]))):
-        losses = {rate: run.final for rate, run in swept(runs, RATES_OF.get(task, task), method).items()}
+        losses = {rate: run.final for rate, run in swept(runs, task, method).items()}
         ours = [run for run in runs if (run.job.task, run.job.method, run.job.final) == (task, method, True)]
         rate = best_rate(losses)
         found[task, method] = {run.job.seed: run for run in ours if rate is not None and run.job.rate == rate}

@@ -20,7 +20,8 @@ from benchmarks.convergence.methods import CLIENT, TABLE_RATE, deepspeed_config
 from benchmarks.convergence.results import Job, Run, is_diverged, read, write
 from benchmarks.convergence.tasks import TASKS
 
-EVALUATION_INTERVAL = 10
+EVALUATION_INTERVAL, EVALUATIONS = 10, 60
+"""At least so many steps between evaluations; at most so many evaluations."""
 ENVIRONMENT = {
     "TORCH_COMPILE_DISABLE": "1",  # Muon compiles its kernels: two minutes in the first step, and no faster on a CPU
     "RANK": "0",
@@ -157,6 +158,7 @@ def train(engine, batches: Iterator[tuple], held_out: list[tuple], steps: int) -
     from deepspeed.accelerator import get_accelerator
 
     seconds, first = 0.0, None
+    interval = max(EVALUATION_INTERVAL, steps // EVALUATIONS)
     for step in range(1, steps + 1):
         x, y = next(batches)
         begin = time.perf_counter()
@@ -171,7 +173,7 @@ def train(engine, batches: Iterator[tuple], held_out: list[tuple], steps: int) -
         elapsed = time.perf_counter() - begin
         seconds += elapsed
         row = {"step": step, "seconds": seconds, "loss": value, "step_seconds": elapsed}
-        if not diverged and (step % EVALUATION_INTERVAL == 0 or step == steps):
+        if not diverged and (step % interval == 0 or step == steps):
             row |= evaluate(engine, held_out)
         yield row
         if diverged:

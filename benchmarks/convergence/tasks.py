@@ -70,8 +70,6 @@ TASKS: dict[str, Task | ImageTask | AutoencoderTask] = {
     **AUTOENCODER_TASKS,
     "tiny": Task(GPTConfig(width=16, blocks=1, heads=2, context=16), rows=2, steps=3),
 }
-RATES_OF = {"gpt_small_long": "gpt_small"}
-"""Tasks that are not swept, and whose rates they take."""
 DEFAULT_TASKS = ["gpt_small", "gpt_large", "mlm"]
 """The others: gpt_small at 4 and 16 times the batch, and for 5 times the steps; models of several widths, for rates;
 images and autoencoders, with methods of their own; tiny, there to try the benchmark itself."""
