@@ -212,7 +212,13 @@ class UpdateRule:
         Args:
             stacks: its layers, those together that are computed at once.
         """
-        return max((4 * _copies(stack) * sum(layer.numel for layer in stack) for stack in stacks), default=0)
+        corrected = plan.config.preconditioner.eigenvalues == "corrected"
+
+        def copies(stack: Sequence[LayerSpec]) -> int:
+            """Rotated, on the way back, and back."""
+            return 1 if corrected and by_rows(stack) else 3
+
+        return max((4 * copies(stack) * sum(layer.numel for layer in stack) for stack in stacks), default=0)
 
     passes = 0
     """Over a gradient, per step and gradient worker, in addition to those of preconditioning."""
@@ -244,6 +250,7 @@ class UpdateRule:
         """K-FAC leaves the engine."""
 
 
-def _copies(stack: Sequence[LayerSpec]) -> int:
-    """Rotated, on the way back, and back; a large matrix whose rows stay apart is all of it in one place."""
-    return 1 if len(stack) == 1 and stack[0].numel > AT_ONCE and stack[0].G.block in (0, 1) else 3
+def by_rows(stack: Sequence[LayerSpec]) -> bool:
+    """Whether it is a large matrix, whose rows no basis mixes."""
+    layer = stack[0]
+    return len(stack) == 1 and layer.groups == 1 and layer.numel > AT_ONCE and layer.G.block in (0, 1)

@@ -51,7 +51,8 @@ def precondition(
         beta_O, alpha_I, lambda_ = beta_O + added_G[..., None], alpha_I + added_A[..., None], 0.0
     else:
         lambda_ = DAMPING_KINDS[damping_kind](damping, lambda: mean_G * mean_A, damping_scale)
-    scaled_OI, dot = eigen_scale_dot(rotation.rotate(gradient_OI), beta_O, alpha_I, lambda_, exponent=exponent)
+    rotated_OI = _rotated(rotation, gradient_OI)
+    scaled_OI, dot = eigen_scale_dot(rotated_OI, beta_O, alpha_I, lambda_, exponent=exponent)
     return rotation.restored(scaled_OI), dot
 
 
@@ -82,9 +83,8 @@ def precondition_corrected(
     def damp(mean: Callable[[], Tensor]) -> Tensor | float:
         return DAMPING_KINDS[damping_kind](damping, (lambda: mean().mean()) if in_groups else mean, damping_scale)
 
-    by_rows = is_large(gradient_OI) and not rotation.G  # in one copy
     scaled_OI, dot, corrected, limited = corrected.divide(
-        rotation.rotated(gradient_OI.clone()) if by_rows else rotation.rotate(gradient_OI),
+        _rotated(rotation, gradient_OI),
         norm=norm,
         terms=terms,
         decay=decay,
@@ -94,6 +94,12 @@ def precondition_corrected(
     return rotation.restored(scaled_OI), dot, corrected, limited
 
 
+def _rotated(rotation: Rotation, gradient_OI: Tensor) -> Tensor:
+    """A large one whose rows stay apart in one copy."""
+    by_rows = is_large(gradient_OI) and not rotation.G
+    return rotation.rotated(gradient_OI.clone()) if by_rows else rotation.rotate(gradient_OI)
+
+
 def finite_or(preconditioned_OI: Tensor, otherwise_OI: Tensor) -> tuple[Tensor, Tensor]:
     """``preconditioned``, which is given up, where all of a matrix is finite, else ``otherwise``, fp32; and whether it
     was, a bool scalar.
@@ -101,7 +107,7 @@ def finite_or(preconditioned_OI: Tensor, otherwise_OI: Tensor) -> tuple[Tensor, 
     ZeRO-1/2 in bf16 would apply a NaN of ours, and an overflowed gradient must reach DeepSpeed's check as it is.
     """
     found_OI = preconditioned_OI.float()
-    finite = torch.isfinite(found_OI).flatten(-2).all(dim=-1)
+    finite = torch.isfinite(torch.linalg.vector_norm(found_OI, ord=torch.inf, dim=(-2, -1)))  # without a mask
     return torch.where(each(finite), found_OI, otherwise_OI, out=found_OI), finite
 
 

@@ -176,14 +176,14 @@ class AdamMoments:
 
         # a basis in blocks may leave it transposed, which moments are not
         rotated_OI = rotated_OI.contiguous()
-        first_OI = self.turned(*turns).first_OI
         fold = AdamFold(self, rotated_OI.to(waits), usable, betas, turns)
         if not is_large(rotated_OI):
-            return step(rotated_OI, first_OI, self.second_OI), fold
+            return step(rotated_OI, self.turned(*turns).first_OI, self.second_OI), fold
         rounded, rows = fold.rotated_OI is not rotated_OI, rows_at_once(rotated_OI)
         direction_OI = rotated_OI if rounded else torch.empty_like(rotated_OI)
-        whole = rotated_OI, first_OI, self.second_OI
-        for out_OI, *parts in zip(direction_OI.split(rows), *(x_OI.split(rows) for x_OI in whole), strict=True):
+        first = self.first_OI.split(rows) if turns[0] is None else turns[0].rows(self.first_OI)
+        whole = direction_OI.split(rows), rotated_OI.split(rows), first, self.second_OI.split(rows)
+        for out_OI, *parts in zip(*whole, strict=True):
             out_OI.copy_(step(*parts))  # new moments of these rows alone
         return direction_OI, fold
 

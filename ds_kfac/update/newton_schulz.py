@@ -100,6 +100,13 @@ def flops(O: int, I: int, coefficients: str = "muon", *, half: bool = False) -> 
     return parts * 4 * m**2 * n + (4 * steps - 3 * parts) * 2 * m**3
 
 
+def workspace(O: int, I: int) -> int:  # noqa: E741
+    """Elements of one matrix's copies and products, at most."""
+    m, n = sorted((O, I))
+    gram = 4 * m**2 + m * n if n >= GRAM_FROM * m else 0
+    return max(2 * m * n + m**2, gram)
+
+
 def _scale(x_OI: Tensor, s_I: Tensor | None) -> tuple[Tensor, Tensor]:
     """The norm of x, and what x is multiplied by so that x diag(s) has norm one: two passes over x with this one."""
     if s_I is None:
@@ -143,19 +150,21 @@ def _iterated(x_mn: Tensor, rows: Coefficients) -> Tensor:
 
 
 def _gram_steps(r_mm: Tensor, rows: Coefficients) -> Tensor:
-    """Q of the steps, with r the Gram matrix that they begin with. r, Q and each step's polynomial p commute."""
+    """Q of the steps, with r the Gram matrix that they begin with, which is given up. r, Q and each step's polynomial p
+    commute. Four matrices at a time."""
     q_mm = p_mm = _polynomial(r_mm, rows[0])
     for row in rows[1:]:
-        r_mm = r_mm @ p_mm @ p_mm
-        p_mm = _polynomial(r_mm, row)
+        spare_mm = r_mm @ p_mm
+        torch.matmul(spare_mm, p_mm, out=r_mm)
+        p_mm = _polynomial(r_mm, row, out=spare_mm)
         q_mm = q_mm @ p_mm
     return q_mm
 
 
-def _polynomial(r_mm: Tensor, row: tuple[float, float, float]) -> Tensor:
+def _polynomial(r_mm: Tensor, row: tuple[float, float, float], out: Tensor | None = None) -> Tensor:
     """a I + b r + c r^2. a goes on the diagonal: as the product's addend, a matrix would be copied first."""
     a, b, c = row
     plus = torch.addmm if r_mm.ndim == 2 else torch.baddbmm
-    p_mm = plus(r_mm, r_mm, r_mm, beta=b, alpha=c)
+    p_mm = plus(r_mm, r_mm, r_mm, beta=b, alpha=c, out=out)
     p_mm.diagonal(dim1=-2, dim2=-1).add_(a)
     return p_mm

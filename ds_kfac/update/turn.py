@@ -1,5 +1,7 @@
 """From the eigenbasis that moments are in into a newer one."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -24,17 +26,33 @@ class Turn:
 
     def __call__(self, x_OI: Tensor, out_OI: Tensor | None = None) -> Tensor:
         """fp32 [O, I], contiguous; into ``out_OI``, which may be ``x_OI``, a large matrix some rows at a time."""
-        device = self.new.A.values.device  # an error here would stay in the moments
-        with torch.autocast(device.type, enabled=False), fp32_products("ieee", device):
+        if not is_large(x_OI):
+            with self._exactly():
+                turned = self._overlap().rotate(x_OI)
+            return turned.contiguous() if out_OI is None else out_OI.copy_(turned)
+        out_OI = torch.empty_like(x_OI) if out_OI is None else out_OI
+        for out, turned in zip(out_OI.split(rows_at_once(x_OI)), self.rows(x_OI), strict=True):
+            out.copy_(turned)
+        return out_OI
+
+    def rows(self, x_OI: Tensor) -> Iterator[Tensor]:
+        """Of a large matrix, :func:`ds_kfac.update.rotation.rows_at_once` at a time."""
+        with self._exactly():
             overlap = self._overlap()
-            if overlap.G.vectors or not is_large(x_OI):
-                turned = overlap.rotate(x_OI)
-                return turned.contiguous() if out_OI is None else out_OI.copy_(turned)
-            out_OI = torch.empty_like(x_OI) if out_OI is None else out_OI
-            count = rows_at_once(x_OI)
-            for rows, turned in zip(x_OI.split(count), out_OI.split(count), strict=True):
-                turned.copy_(overlap.rotate(rows))
-            return out_OI
+            apart = not overlap.G.vectors
+            x_OI = x_OI if apart else overlap.rotate(x_OI)
+        for rows in x_OI.split(rows_at_once(x_OI)):
+            if apart:
+                with self._exactly():
+                    rows = overlap.rotate(rows)
+            yield rows
+
+    @contextmanager
+    def _exactly(self) -> Iterator[None]:
+        """In fp32: an error here would stay in the moments."""
+        device = self.new.A.values.device
+        with torch.autocast(device.type, enabled=False), fp32_products("ieee", device):
+            yield
 
     def _overlap(self) -> LayerBasis:
         old = self.old

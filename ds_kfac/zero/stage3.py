@@ -67,7 +67,8 @@ class Stage3(ZeroLayout):
             return
         # A new tensor: DeepSpeed's own chunk keeps its 16 bits. It also keeps its gradient: were the parameter not used
         # in the next step, that would be stepped with again.
-        padded = gradient
+        own = gradient.untyped_storage().data_ptr() != chunk.untyped_storage().data_ptr()
+        padded = gradient if own else gradient.clone()  # what was not preconditioned may be the chunk itself
         if chunk.numel() > shard.numel:
             padded = torch.zeros(chunk.numel(), dtype=torch.float32, device=chunk.device)
             padded.narrow(0, 0, shard.numel).copy_(gradient)

@@ -11,8 +11,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_kfac.comm.reducer import IN_FLIGHT
+from ds_kfac.directions import base
+from ds_kfac.directions.kfac_adamw import rule
 from ds_kfac.estimate.memory import memory_of, transient_bytes
 from ds_kfac.estimate.traffic import PlannedTraffic
+from ds_kfac.update import rotation
 from tests.deepspeed.modes import Mode
 from tests.deepspeed.runs import build
 from tests.ranks import run_ranks
@@ -105,6 +108,10 @@ STEPS = [
         "all workers z0", 0, kfac={"assignment": {"gradient_worker_fraction": 1.0}, "communication": {"dtype": "bf16"}}
     ),
     Mode("gradient z3 bf16", 3, dtype="bf16"),
+    Mode("Adam z3 bf16, large", 3, dtype="bf16", adam=True, orthogonal=True),
+    Mode("Adam z2, large, both sides", 2, adam=True, orthogonal=True, kfac={"factor": {"fisher": "empirical"}}),
+    Mode("roots z2, large", 2, adam=True, orthogonal=True, root=True),
+    Mode("gradient z3 bf16, large, A", 3, dtype="bf16", kfac={"factor": {"fisher": "activations_only"}}),
 ]
 SIDES = [96 + 2 * index for index in range(41)]
 """Of layers of which none is like another: what a single layer's products copy is little, and none are stacked."""
@@ -117,9 +124,13 @@ def beside_worker(modes) -> dict:
     results = {}
     for mode in modes:
         often = {"factor": {"update_interval": 3}, "eigenbasis": {"refresh_interval": 3, "stagger": False}}
-        mode = replace(mode, kfac={**often, "burn_in": {"steps": 0}, **mode.kfac})
+        kinds = {"fisher": "activations_only"} if mode.adam and not mode.root else {}
+        often["factor"] |= kinds | mode.kfac.get("factor", {})
+        mode = replace(mode, kfac={**mode.kfac, **often, "burn_in": {"steps": 0}})
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(*sides, bias="bias" in mode.name) for sides in pairwise(SIDES)))
+        for module in (rotation, base, rule):
+            module.AT_ONCE = 1 << 12 if "large" in mode.name else 1 << 22
         engine = build(mode, 1, model=model)
         kfac, peaks, before, counters = engine.kfac.preconditioner, [], [], []
 

@@ -49,6 +49,35 @@ def test_resuming_equals_not_stopping(world, tmp_path):
         assert result == dict.fromkeys(RESUMED, 0.0)
 
 
+WIDE = 2048
+"""A step's size is less where its entries' mean is small, which of an orthogonal factor's is from about 1,100 on."""
+
+
+def wide_worker(_) -> list[list[float]]:
+    """What two steps change, without curvature, with roots as in eigenbases."""
+    results = []
+    for more in ({}, {"root": True}):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(WIDE, 8, bias=False), torch.nn.Tanh(), torch.nn.Linear(8, WIDE, bias=False)
+        )
+        given = Mode("wide", 0, adam=True, orthogonal=True, clip=0.0, size=1.0, rotate=False, **more)
+        engine = build(given, 1, model=model)
+        before = weights(engine)
+        for step in range(2):
+            x = torch.randn(16, WIDE, generator=torch.Generator().manual_seed(step))
+            engine.backward((engine(x) - 1).square().mean())
+            engine.step()
+        results.append([float((now - before[name]).norm()) for name, now in weights(engine).items()])
+        engine.destroy()
+    return results
+
+
+def test_wide_layers_step_as_far_with_the_root_of_an_identity():
+    eigen, root = run_ranks("tests.deepspeed.test_root:wide_worker", world=1, payload=None)[0]
+    assert root == pytest.approx(eigen, rel=1e-5)
+
+
 def unrotated(engine) -> dict[str, torch.Tensor]:
     """First moments in the layers' own coordinates."""
     states = {name: state.settled() for name, state in engine.kfac.preconditioner.state.items()}

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.deepspeed.modes import BY_NAME
+from tests.deepspeed.modes import BY_NAME, Mode
 from tests.deepspeed.runs import build, expected, micro_batches, patched, train, weights
 from tests.models import FEATURES, Net, make_net
 from tests.ranks import run_ranks
@@ -112,3 +112,37 @@ def test_a_frozen_parameter_is_not_moved_whenever_it_was_frozen():
                 assert not parameters & {"extra.weight", "extra.bias"}, (name, step)
                 assert (frozen <= parameters) if step < 2 else not parameters & frozen, (name, step, parameters)
                 assert {"middle.weight", "head.bias"} <= parameters, (name, step, parameters)
+
+
+class Masked(nn.Module):
+    """A padding mask says which rows count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False)
+
+    def forward(self, x, attention_mask=None):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def masked_worker(stages: list[int]) -> list[dict]:
+    results = []
+    for stage in stages:
+        torch.manual_seed(0)
+        mode = Mode("masked", stage, clip=0.0, kfac={"preconditioner": {"kl_clip": 0}})
+        engine = build(mode, 1, model=Masked())
+        x = torch.randn(4, 4, 6, generator=torch.Generator().manual_seed(1))
+        loss = (engine(x, attention_mask=torch.zeros(4, 4, dtype=torch.long)) - 1).square().mean()
+        engine.backward(loss)
+        engine.step()
+        assert not any(state.prepared for state in engine.kfac.preconditioner.state.values())
+        results.append(weights(engine))
+        engine.destroy()
+    return results
+
+
+def test_what_no_row_prepared_steps_along_its_gradient_in_every_stage():
+    first, *others = run_ranks("tests.deepspeed.test_unused:masked_worker", world=1, payload=[0, 2, 3])[0]
+    for other in others:
+        for name, weight in first.items():
+            torch.testing.assert_close(other[name], weight)

@@ -63,10 +63,11 @@ def test_is_linear_so_that_a_loss_scale_passes_through():
 def test_a_result_that_is_not_finite_is_replaced(bad):
     gradient, result = torch.ones(2, 3), torch.ones(2, 3)
     result[1, 2] = bad
-    chosen, finite = finite_or(result, gradient)
+    chosen, finite = finite_or(result.clone(), gradient)
     assert torch.equal(chosen, gradient) and not finite
-    chosen, finite = finite_or(2 * gradient, gradient)
-    assert torch.equal(chosen, 2 * gradient) and finite
+    largest = torch.full_like(gradient, torch.finfo(torch.float32).max)
+    chosen, finite = finite_or(torch.stack([largest, result]), torch.stack([gradient, gradient]))
+    assert torch.equal(chosen, torch.stack([largest, gradient])) and finite.tolist() == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,21 @@ def test_moments_of_rows_at_a_time_are_as_of_the_whole(waits, monkeypatch):
 
 
 @pytest.mark.parametrize("side", ["A alone", "both"])
+def test_large_moments_are_turned_while_they_are_met(side, monkeypatch):
+    old, new = (random_basis(ROWS, COLUMNS, seed=seed) for seed in range(2))
+    if side == "A alone":
+        old, new = (LayerBasis(Eigenbasis((), torch.ones(ROWS)), basis.A) for basis in (old, new))
+    kept = AdamMoments(torch.randn(ROWS, COLUMNS), torch.rand(ROWS, COLUMNS), torch.tensor(3.0))
+    x_OI, before = torch.randn(ROWS, COLUMNS), kept.first_OI.clone()
+    options = {"betas": (0.9, 0.99), "eps": 1e-8, "usable": torch.tensor(True), "turns": [Turn(old, new)]}
+    expected, _ = kept.divide(x_OI.clone(), **options)
+    monkeypatch.setattr(rotation, "AT_ONCE", 3 * COLUMNS)
+    found, _ = kept.divide(x_OI.clone(), **options)
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(kept.first_OI, before), "nothing changes before the step was applied"
+
+
+@pytest.mark.parametrize("side", ["A alone", "both"])
 def test_a_large_k_fac_gradient_is_as_the_whole(side, monkeypatch):
     basis, x_OI = random_basis(ROWS, COLUMNS), torch.randn(ROWS, COLUMNS)
     if side == "A alone":

@@ -180,10 +180,14 @@ class AdamDirection:
         still to be multiplied by, and its norm."""
         for group in of_one_shape([part for part in parts if self.orthogonalizes(part.layers[0])], self.together):
             whitenings = [self._whitening(part) for part in group]
-            given = [self._whitened(part, part.x_OI) for part in group]
-            found = orthogonal_factors(given, whitenings, precision=self.rotations.precision)
+            for part in group:  # before factors take their place
+                if part.root is not None:
+                    part.size = torch.linalg.vector_norm(part.x_OI, dim=(-2, -1))
+                    part.x_OI = self._whitened(part, part.x_OI)
+            directions = [part.x_OI for part in group]
+            found = orthogonal_factors(directions, whitenings, precision=self.rotations.precision)
             for part, (factor, size) in zip(group, found, strict=True):  # rotated or not, the factor is the same
-                part.size = size if part.root is None else torch.linalg.vector_norm(part.x_OI, dim=(-2, -1))
+                part.size = size if part.root is None else part.size
                 part.x_OI = self._whitened(part, factor)
         for part in parts:
             if part.rotation is not None:

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.curvature.eigenbasis import basis_numel
 from ds_kfac.curvature.forms import FACTOR_FORMS
 from ds_kfac.curvature.root import ORDERS, order_of
-from ds_kfac.directions.base import Direction, DirectionSetup, UpdateRule
+from ds_kfac.directions.base import Direction, DirectionSetup, UpdateRule, by_rows
 from ds_kfac.directions.kfac_adamw.block import check_groups, params_in, put_into
 from ds_kfac.directions.kfac_adamw.choice import excepted, keeps_direction
 from ds_kfac.directions.kfac_adamw.direction import AdamDirection
@@ -20,7 +21,7 @@ from ds_kfac.directions.kfac_adamw.user_optimizer import given_groups
 from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.moments import AdamMoments
-from ds_kfac.update.newton_schulz import flops
+from ds_kfac.update.newton_schulz import flops, workspace
 from ds_kfac.update.rotation import AT_ONCE
 from ds_kfac.zero.layout import ShardLayout
 
@@ -108,18 +109,22 @@ class KFACAdamWRule(UpdateRule):
         return layer.groups * flops(layer.shape[-2], layer.shape[-1])
 
     def scratch(self, plan: Plan, stacks: Sequence[Sequence[LayerSpec]]) -> int:
-        """Adam's: the gradient unless it waits as it is, both moments, a turned one and two more; Newton-Schulz: two of
-        its matrices."""
-        large, largest, alike = 0, 0, Counter[Hashable]()
+        """Adam's: the gradient unless it waits as it is, both moments, a turned one and two more, and what turns it;
+        Newton-Schulz: its matrices, and with roots a whitened direction and factor."""
+        adam, iterated, alike = 0, 0, Counter[Hashable]()
+        copies, width = 5 + (plan.waits is not torch.float32), 2 if plan.precision.half_orthogonal else 4
+        whitened = 8 if FACTOR_FORMS[plan.method].whitens else 0
         for stack in stacks:
             numel = sum(layer.numel for layer in stack)
-            large = max(large, numel if len(stack) > 1 else min(numel, AT_ONCE))
+            turns = sum(basis_numel(side) for layer in stack for side in (layer.A, layer.G))
+            adam = max(adam, 4 * (copies * (AT_ONCE if by_rows(stack) else numel) + turns))
             if keeps_direction(plan.config.adam, stack[0]) is None:
-                largest = max(largest, numel)
-                alike[tuple(sorted(stack[0].shape[-2:])) if plan.stacks else stack[0].name] += numel
-        iterated = max(largest, *(min(numel, AT_ONCE) for numel in (0, *alike.values())))
-        adam = 5 + (plan.waits is not torch.float32)
-        return max(adam * 4 * large, 2 * (2 if plan.precision.half_orthogonal else 4) * iterated)
+                own = sum(layer.groups * workspace(*layer.shape[-2:]) for layer in stack)
+                key = tuple(sorted(stack[0].shape[-2:])) if plan.stacks else stack[0].name
+                alike[key] += width * own + whitened * numel
+                iterated = max(iterated, width * own + whitened * numel)
+        largest = max(iterated, *(min(nbytes, 3 * width * AT_ONCE) for nbytes in (0, *alike.values())))
+        return max(adam, largest)
 
     def parameters(self, ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
         return params_in(ds_config)
