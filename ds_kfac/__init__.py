@@ -5,16 +5,23 @@
 
 or, where a framework calls ``deepspeed.initialize`` itself, ``ds_kfac.enable()`` before it does. With DS_KFAC=1 in the
 environment importing deepspeed or ds_kfac is enough.
+
+Raises:
+    ValueError: DS_KFAC is neither yes nor no.
 """
 
 import os
+from contextlib import nullcontext
 
-from ds_kfac.config.kfac import KFACConfig
-from ds_kfac.directions.kfac_adamw.user_optimizer import KFACAdamW
-from ds_kfac.engine.attachment import Attachment
-from ds_kfac.engine.entry import attach, disable, enable, initialize
-from ds_kfac.estimate.mem_needs import estimate_kfac_mem_needs_all_cold, estimate_kfac_mem_needs_all_live
-from ds_kfac.model.batch_info import BatchInfo
+from ds_kfac.stdout import is_command, only_for_data
+
+with only_for_data() if is_command() else nullcontext():
+    from ds_kfac.config.kfac import KFACConfig
+    from ds_kfac.directions.kfac_adamw.user_optimizer import KFACAdamW
+    from ds_kfac.engine.attachment import Attachment
+    from ds_kfac.engine.entry import asked_for, attach, disable, enable, initialize
+    from ds_kfac.estimate.mem_needs import estimate_kfac_mem_needs_all_cold, estimate_kfac_mem_needs_all_live
+    from ds_kfac.model.batch_info import BatchInfo
 
 __version__ = "0.1.0"
 __all__ = [
@@ -31,5 +38,5 @@ __all__ = [
     "initialize",
 ]
 
-if os.environ.get("DS_KFAC", "0") not in ("", "0"):
+if asked_for(os.environ.get("DS_KFAC", "")):
     enable()

@@ -8,6 +8,7 @@ from ds_kfac.config.schema import schema
 from ds_kfac.engine.environment import environment_report
 from ds_kfac.estimate import check, command
 from ds_kfac.integrations import launcher, plot
+from ds_kfac.stdout import only_for_data
 
 WITHOUT_ARGUMENTS = {"report": environment_report, "config": manual, "schema": schema}
 WITH_ARGUMENTS = {"check": check.run, "estimate": command.run, "plot": plot.run}
@@ -45,7 +46,9 @@ def main(argv: list[str] | None = None) -> int:
         if launches:
             launcher.launch(given[1:])
             return 0
-        print(_text(arguments))
+        with only_for_data():
+            text = _text(arguments)
+        print(text)
     except ValueError as problem:
         print(f"ds_kfac {arguments.command}: {problem}", file=sys.stderr)
         return 1

@@ -1,9 +1,10 @@
-"""Text in columns."""
+"""Text in columns, and numbers for people."""
 
 import textwrap
 from collections.abc import Sequence
 
 WIDTH = 120
+UNITS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 
 
 def columns(rows: Sequence[tuple[str, ...]], *, right: bool = False) -> list[str]:
@@ -22,3 +23,15 @@ def columns(rows: Sequence[tuple[str, ...]], *, right: bool = False) -> list[str
 def wrapped(text: str) -> list[str]:
     """A long sentence as lines, indented as columns are."""
     return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+
+
+def number(value: float, unit: str) -> str:
+    """Three digits and a decimal prefix."""
+    for prefix, size in UNITS:
+        if abs(value) >= 0.9995 * size:
+            return (
+                f"{value / size:.3g} {prefix}{unit}"
+                if abs(value) < 999.5 * size
+                else f"{value / size:.0f} {prefix}{unit}"
+            )
+    return f"{value:.3g} {unit}"

@@ -164,8 +164,8 @@ class UpdateRule:
     def direction(self, setup: DirectionSetup) -> Direction:
         raise NotImplementedError
 
-    def described(self, setup: DirectionSetup, layers: Sequence[LayerSpec]) -> str:
-        """The K-FAC part of a step, in words."""
+    def described(self, plan: Plan, optimizer: str) -> str:
+        """The K-FAC part of a step, in words. ``optimizer``: its name."""
         raise NotImplementedError
 
     def moments(self, config: KFACConfig) -> type[Moments] | None:

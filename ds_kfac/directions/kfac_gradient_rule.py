@@ -1,6 +1,5 @@
 """The K-FAC gradient as an update rule, for any optimizer to step with."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from ds_kfac.config.kfac import KFACConfig
@@ -8,7 +7,7 @@ from ds_kfac.curvature.forms import FACTOR_FORMS
 from ds_kfac.directions.base import Direction, DirectionSetup, UpdateRule
 from ds_kfac.directions.kfac_gradient import KFACGradient
 from ds_kfac.directions.quadratic import QuadraticGradient
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.intervals import Value
 from ds_kfac.update.moments import CorrectedEigenvalues, LastUpdate, Moments
 
@@ -28,17 +27,17 @@ class KFACGradientRule(UpdateRule):
         kind = QuadraticGradient if setup.plan.config.preconditioner.step == "quadratic" else KFACGradient
         return kind(setup.plan, setup.layout, setup.exchange, setup.metrics)
 
-    def described(self, setup: DirectionSetup, layers: Sequence[LayerSpec]) -> str:
-        config, form = setup.plan.config, setup.plan.form
+    def described(self, plan: Plan, optimizer: str) -> str:
+        config, form = plan.config, plan.form
         options, damping = config.preconditioner, config.damping
-        clip = "off" if options.kl_clip == Value.constant(0) else f"{options.kl_clip} at the {setup.plan.clip_lr} lr"
+        clip = "off" if options.kl_clip == Value.constant(0) else f"{options.kl_clip} at the {plan.clip_lr} lr"
         damped = f"{damping.kind} damping {damping.value}"
         how = f"{options.eigenvalues} eigenvalues, {damped}, exponent {options.exponent:g}"
         if options.step == "quadratic":
-            return f"{damped}, rate and momentum of the quadratic model; then {type(setup.optimizer).__name__}"
+            return f"{damped}, rate and momentum of the quadratic model; then {optimizer}"
         if not form.rotates:
             how = f"{form.words} of both factors, {damped} of the last refresh, split by pi"
-        return f"{how}, graft {options.graft}, kl-clip {clip}; then {type(setup.optimizer).__name__}"
+        return f"{how}, graft {options.graft}, kl-clip {clip}; then {optimizer}"
 
     def check(self, config: KFACConfig) -> None:
         if FACTOR_FORMS[config.preconditioner.method].whitens:

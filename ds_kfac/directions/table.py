@@ -23,8 +23,12 @@ def rule_in(ds_config: Mapping[str, Any], optimizer: Any = None) -> UpdateRule:
         optimizer: the argument of ``deepspeed.initialize``.
 
     Raises:
-        ValueError: a rule's own optimizer, misspelt or with a wrong parameter.
+        ValueError: the block is no object; or it has a rule's own optimizer, misspelt or with a wrong parameter.
     """
+    block = ds_config.get("optimizer")
+    if not isinstance(block, Mapping | None):
+        example = '{"type": "KFACAdamW", "params": {"lr": 1e-3}}'
+        raise ValueError(f"DeepSpeed config: optimizer: got {block!r}; must be an object such as {example}")
     named = [rule for rule in DIRECTIONS if rule.parameters(ds_config) is not None or rule.given(optimizer)]
     return named[0] if named else DIRECTIONS[-1]
 

@@ -7,10 +7,9 @@ own, after which torch leaves the module uncompiled for good. So all other steps
 K-FAC.
 """
 
-import logging
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import wraps
 from pathlib import Path
@@ -25,6 +24,7 @@ from ds_kfac.checkpoint import save_load as checkpoint
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.directions.table import rule_of
 from ds_kfac.engine import refusals
+from ds_kfac.engine.asked import of_engine
 from ds_kfac.engine.assembly import assemble
 from ds_kfac.engine.checkpointing import Checkpointing
 from ds_kfac.engine.clipping import clipped
@@ -32,13 +32,11 @@ from ds_kfac.engine.counters import counters, events, selected
 from ds_kfac.engine.monte_carlo import LossSampling
 from ds_kfac.engine.pipeline import announce_backwards
 from ds_kfac.engine.quadratic import QuadraticSteps
-from ds_kfac.engine.report import attach_report
-from ds_kfac.engine.warnings import attach_warnings
+from ds_kfac.engine.report import report
 from ds_kfac.metrics import STAGES, Metrics, timer_name
 from ds_kfac.model.batch_info import ReadBatch
 from ds_kfac.model.experts import ExpertRows
 from ds_kfac.model.sampled_loss import Sampler
-from ds_kfac.model.scan import Scan
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.zero.layout import scaler_scale
 from ds_kfac.zero.rescaling import WeightRescaling
@@ -60,14 +58,15 @@ class Attachment:
     Attributes:
         job: the preconditioners of this rank's domains.
         given: the config as it was given; ``preconditioner.config`` has its nulls answered.
-        report: the text logged at attach.
+        report: what was attached, in words; ``kfac.report`` says how much of it is printed.
     """
 
     def __init__(self, engine: Any, config: KFACConfig) -> None:
         self.engine, self.given = engine, config
         rule = rule_of(getattr(engine, "basic_optimizer", None))
         config, answers = rule.resolved(config, type(getattr(engine, "basic_optimizer", None)).__name__)
-        refusals.check(engine, config, rule.optimizer_type)
+        if refused := refusals.refused(of_engine(engine, config, rule.optimizer_type)):
+            raise ValueError("ds_kfac cannot attach to this engine:\n  " + "\n  ".join(refused))
         self.sampling: LossSampling | None = None
         self.quadratic: QuadraticSteps | None = None
         self._experts = ExpertRows(engine.module) if engine.has_moe_layers else None
@@ -80,6 +79,7 @@ class Attachment:
         parts = self.job.preconditioners if config.rescale_weights else ()
         self._rescalings = [WeightRescaling(kfac.layout, kfac.layers) for kfac in parts]
         try:
+            refusals.check_model(engine.module, config, len(self.preconditioner.target.rest.params))
             checkpointing = Checkpointing(engine, self.job)
             if config.factor.fisher == "monte_carlo":
                 self.sampling = LossSampling(self.preconditioner, engine)
@@ -101,18 +101,7 @@ class Attachment:
         engine.engine_timers.global_timers += self._printed
         setattr(engine, HANDLE, self)
         _ATTACHED[engine.module] = weakref.ref(self)
-        self.report = self._report(scans)
-
-    def _report(self, scans: Sequence[Scan]) -> str:
-        """Of all domains of this rank; each is logged by its first rank, as a warning if it has one."""
-        reports = []
-        for kfac, found in zip(self.job.preconditioners, scans, strict=True):
-            name, warnings = kfac.target.domain.name, attach_warnings(kfac, self.given)
-            report = attach_report(kfac, found, warnings)
-            reports.append(f"{name}:\n{report}" if name else report)
-            if kfac.rank == 0:
-                logger.log(logging.WARNING if warnings else logging.INFO, reports[-1])
-        return "\n".join(reports)
+        self.report = report(self.job.preconditioners, scans, self.given)
 
     @property
     def preconditioner(self) -> KFACPreconditioner:

@@ -16,14 +16,16 @@ from torch import nn
 
 from ds_kfac.config.kfac import KFACConfig, find_block, parse
 from ds_kfac.directions.table import DIRECTIONS, rule_in
+from ds_kfac.engine.asked import without_optimizer
 from ds_kfac.engine.attachment import HANDLE, Attachment
 from ds_kfac.engine.first_start import announce
-from ds_kfac.engine.refusals import without_optimizer
 from ds_kfac.schedule.rates import PolynomialDecay
 
 _plain_initialize: Callable[..., tuple] = deepspeed.initialize
 """DeepSpeed's own. Ours is in its place from the import on; until :func:`enable` it only warns."""
 _enabled = False
+YES, NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+"""What ``DS_KFAC`` may be; ds_kfac.pth has those that mean no, too."""
 NOT_ENABLED = (
     'ds_kfac: not attached: the config has a "kfac" block, but deepspeed.initialize ran without ds_kfac.enable(). '
     "Call that before it, start with `python -m ds_kfac run` or with DS_KFAC=1, or ds_kfac.attach(engine) now; "
@@ -71,6 +73,17 @@ def _check_memory_format(model: Any) -> None:
                 "deepspeed.initialize cannot broadcast; convert the images to channels_last instead, or at ZeRO stage "
                 "0 the model after initialize"
             )
+
+
+def asked_for(word: str) -> bool:
+    """Whether ``DS_KFAC`` in the environment asks for K-FAC.
+
+    Raises:
+        ValueError: another word than those of YES and NO.
+    """
+    if word.strip().lower() not in (*YES, *NO):
+        raise ValueError(f"DS_KFAC: got {word!r}; must be one of {', '.join(YES)}, or of {', '.join(filter(None, NO))}")
+    return word.strip().lower() in YES
 
 
 def enable() -> None:

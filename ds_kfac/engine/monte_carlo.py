@@ -22,9 +22,6 @@ class LossSampling:
 
     Attributes:
         sampler: draws labels and forms the loss.
-
-    Raises:
-        ValueError: the module that ``kfac.factor.prediction`` names does not exist.
     """
 
     def __init__(self, kfac: KFACPreconditioner, engine: Any) -> None:
@@ -32,8 +29,6 @@ class LossSampling:
         factor = kfac.config.factor
         self.sampler: Sampler = SAMPLERS[factor.sampler]
         modules = dict(engine.module.named_modules())
-        if factor.prediction is not None and factor.prediction not in modules:
-            raise ValueError(f"kfac.factor.prediction: the model has no module {factor.prediction!r}")
         self._predictions: WeakKeyDictionary[LossTerms, Any] = WeakKeyDictionary()  # live as long as pending calls
         self._extra = ExtraBackward(engine)
         predicting = modules[factor.prediction or ""]

@@ -52,23 +52,11 @@ class Forward:
 
 
 class QuadraticSteps:
-    """Of an engine with one domain, in fp32.
-
-    Raises:
-        ValueError: the module that ``kfac.factor.prediction`` names does not exist; or parameters are trained that are
-            of no K-FAC layer.
-    """
+    """Of an engine with one domain, in fp32."""
 
     def __init__(self, kfac: KFACPreconditioner, engine: Any) -> None:
         self.kfac, self.engine = kfac, engine
         factor, modules = kfac.config.factor, dict(engine.module.named_modules())
-        if factor.prediction is not None and factor.prediction not in modules:
-            raise ValueError(f"kfac.factor.prediction: the model has no module {factor.prediction!r}")
-        if rest := len(kfac.target.rest.params):
-            raise ValueError(
-                f'kfac.preconditioner.step "quadratic": {rest} trained parameters are of no K-FAC layer, and the model '
-                "of the loss would not know of their steps; add their types to kfac.layers.types, or freeze them"
-            )
         self.loss = OUTPUT_LOSSES[factor.sampler]
         self.shift = WeightShift(kfac.layout, kfac.exchange)
         self._forwards: list[Forward] = []

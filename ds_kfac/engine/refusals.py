@@ -2,17 +2,14 @@
 
 import socket
 from collections.abc import Mapping
-from typing import Any
 
 import torch
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.engine import DummyOptim
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from torch import nn
 
 from ds_kfac.comm.agreement import gathered
 from ds_kfac.config.kfac import KFACConfig
-from ds_kfac.engine.asked import Configured, Engine, Refusal, block
+from ds_kfac.engine.asked import Asked, Refusal
 
 SAMPLED = 'kfac.factor.fisher "monte_carlo"'
 QUADRATIC = 'kfac.preconditioner.step "quadratic"'
@@ -21,21 +18,11 @@ RESCALED = "kfac.rescale_weights"
 NO_OPTIMIZER = "no optimizer"
 
 
-def without_optimizer(engine: Any) -> bool:
-    """Whether an engine cannot train; at ZeRO-3 it has what gathers its parameters in an optimizer's place."""
-    return engine.optimizer is None or isinstance(engine.optimizer, (DummyOptim, DeepSpeedZeRoOffload))
-
-
-def plain_sgd(optimizer: Any) -> bool:
-    """Whether it steps by rate times gradient."""
-    plain = type(optimizer).__name__ == "SGD"
-    return plain and not any(group.get("momentum") or group.get("weight_decay") for group in optimizer.param_groups)
-
-
 REFUSALS: Mapping[str, Refusal] = {
     NO_OPTIMIZER: Refusal(
-        lambda e: without_optimizer(e.engine),
-        'K-FAC preconditions an optimizer\'s gradients: add an "optimizer" block, or pass optimizer=',
+        lambda e: not e.optimizer,
+        'K-FAC preconditions an optimizer\'s gradients: add an "optimizer" block, or pass optimizer= (which check and '
+        "estimate are told by --optimizer)",
     ),
     "pipeline of another kind": Refusal(
         lambda e: e.pipeline and type(e.engine) is not PipelineEngine,
@@ -46,10 +33,10 @@ REFUSALS: Mapping[str, Refusal] = {
         "pipelines of tensor-parallel stages are not supported: use a topology of pipe and data only",
     ),
     "mixture of experts at stage 3": Refusal(
-        lambda e: e.experts and e.stage_3, "DeepSpeed does not partition experts: use ZeRO stage 0, 1 or 2"
+        lambda e: e.experts and e.stage == 3, "DeepSpeed does not partition experts: use ZeRO stage 0, 1 or 2"
     ),
     "mixture of experts in BF16_Optimizer": Refusal(
-        lambda e: e.experts and isinstance(e.engine.optimizer, BF16_Optimizer),
+        lambda e: e.experts and e.bf16_optimizer,
         'it is not tested: leave "data_types": {"grad_accum_dtype": "fp32"} out',
     ),
     "mixture of experts with other model parallelism": Refusal(
@@ -57,7 +44,9 @@ REFUSALS: Mapping[str, Refusal] = {
         "experts are supported with data parallelism only: give the other dimensions a size of one",
     ),
     "AutoEP": Refusal(
-        lambda e: any("AutoEP" in type(module).__name__ for module in e.engine.module.modules()),
+        lambda e: (
+            e.engine is not None and any("AutoEP" in type(module).__name__ for module in e.engine.module.modules())
+        ),
         "its experts' weights are grouped in tensors of three dimensions: use deepspeed.moe, or disable kfac",
     ),
     "tensor and sequence parallelism": Refusal(
@@ -65,53 +54,42 @@ REFUSALS: Mapping[str, Refusal] = {
         "only one of them is supported: make one of the two groups a group of one rank",
     ),
     "sequence parallelism by mesh_param": Refusal(
-        lambda e: e.engine.mesh_device is not None,
+        lambda e: e.engine is not None and e.engine.mesh_device is not None,
         "DeepSpeed does not sum its gradients over the sequence group: pass mpu=deepspeed.runtime.sequence_parallel."
         "parallel_state_sp, or one like it, instead",
     ),
     "DeepCompile": Refusal(
-        lambda e: e.engine.is_deepcompile_enabled(),
+        lambda e: e.deep_compiled,
         'it reduces gradients inside the compiled graph, past our hook: set "compile": {"deepcompile": false}',
-        lambda c: bool(block(c.ds_config, "compile").get("deepcompile")),
     ),
     "ZenFlow": Refusal(
-        lambda e: bool(e.engine.zenflow),
+        lambda e: e.zenflow,
         'it updates parameters outside the step: remove "zenflow" from zero_optimization',
-        lambda c: bool(c.zero.get("zenflow")),
     ),
     "SuperOffload": Refusal(
-        lambda e: bool(getattr(e.offload, "super_offload", False)),
+        lambda e: e.super_offload,
         'it steps during backward: set "super_offload": false in offload_optimizer',
-        lambda c: bool(c.offload.get("super_offload")),
     ),
     "NVMe offload": Refusal(
-        lambda e: getattr(e.offload, "device", None) == "nvme",
+        lambda e: e.offload_device == "nvme",
         'gradients are swapped out when K-FAC needs them: set offload_optimizer.device to "cpu"',
-        lambda c: c.offload.get("device") == "nvme",
     ),
     "compressed-communication optimizer": Refusal(
-        # a pipeline reduces by an instruction of its own
-        lambda e: (
-            not (e.engine.pipeline_enable_backward_allreduce if e.pipeline else e.engine.enable_backward_allreduce)
-        ),
+        lambda e: e.compressed,
         "gradients are not averaged before the step: use an optimizer without built-in communication, such as AdamW",
-        lambda c: c.optimizer in ("onebitadam", "onebitlamb", "zerooneadam"),
     ),
     "torch_autocast fp16 without gradient norms": Refusal(
-        lambda e: (
-            e.engine.zero_optimization()
-            and getattr(e.engine.optimizer, "torch_autocast_gradscaler", None) is not None
-            and not e.engine.zero_compute_grad_norm()
-        ),
+        lambda e: e.stage > 0 and e.autocast is torch.float16 and not e.computes_norms,
         "each rank would skip overflowed steps on its own: set zero_optimization.compute_grad_norm to true",
     ),
     "Muon": Refusal(
-        lambda e: "muon" in e.inner.lower(),
+        lambda e: "muon" in e.optimizer.lower(),
         "it replaces gradients by its own updates before K-FAC sees them: choose Muon or K-FAC",
-        lambda c: c.optimizer == "muon",
     ),
     '"use_node_local_storage" on several nodes': Refusal(
-        lambda e: e.engine.use_node_local_storage() and len(set(gathered(socket.gethostname()))) > 1,
+        lambda e: (
+            e.engine is not None and e.engine.use_node_local_storage() and len(set(gathered(socket.gethostname()))) > 1
+        ),
         "K-FAC's state is spread over all ranks and is saved to one folder that all of them see: set it to false and "
         "save to a shared file system",
     ),
@@ -120,10 +98,9 @@ REFUSALS: Mapping[str, Refusal] = {
         'the sampled loss needs a second backward through all stages: use "empirical"',
     ),
     f"{SAMPLED} at ZeRO stage 3": Refusal(
-        lambda e: e.sampled and e.stage_3,
+        lambda e: e.sampled and e.stage == 3,
         "its second backward would fetch weights out of the order that DeepSpeed has recorded: use stage 0, 1 or 2, "
         'or "empirical"',
-        lambda c: c.stage == 3 and c.config.factor.fisher == "monte_carlo",
     ),
     f"{SAMPLED} with tensor parallelism": Refusal(
         lambda e: e.sampled and e.sharded,
@@ -137,18 +114,15 @@ REFUSALS: Mapping[str, Refusal] = {
         'its forwards would have to run in step over other ranks: use "fixed"',
     ),
     f"{QUADRATIC} in 16 bits": Refusal(
-        lambda e: (
-            (e.quadratic and any(dtype != torch.float32 for dtype in e.engine.get_data_types()[:1]))
-            or (e.quadratic and e.engine.torch_autocast_enabled())
-        ),
+        lambda e: e.quadratic and (e.parameters is not torch.float32 or e.autocast is not None),
         "the difference of two predictions is lost in their rounding: train in fp32",
     ),
     f"{QUADRATIC} with another optimizer than plain SGD": Refusal(
-        lambda e: e.quadratic and not plain_sgd(e.engine.basic_optimizer),
+        lambda e: e.quadratic and not e.plain_sgd,
         'the model gives rate and momentum: use {"type": "SGD", "params": {"lr": 1}}, no momentum, no weight decay',
     ),
     f"{QUADRATIC} with gradient_clipping": Refusal(
-        lambda e: bool(e.quadratic and e.engine.gradient_clipping()),
+        lambda e: e.quadratic and e.clips,
         'the model gives the size of the step: set "gradient_clipping": 0 (DeepSpeed\'s default is 1)',
     ),
     f"{REDUCED} with a mixture of experts": Refusal(
@@ -159,27 +133,31 @@ REFUSALS: Mapping[str, Refusal] = {
         'the rows of a sequence lie on several ranks, and their sum is needed: use "expand"',
     ),
     f"{RESCALED} in BF16_Optimizer": Refusal(
-        lambda e: e.rescaled and isinstance(e.engine.optimizer, BF16_Optimizer),
+        lambda e: e.config.rescale_weights and e.bf16_optimizer,
         'its masters are cut otherwise: leave "data_types": {"grad_accum_dtype": "fp32"} out',
     ),
     f"{RESCALED} with tensor parallelism": Refusal(
-        lambda e: e.rescaled and e.sharded, "each rank knows the norm of its own shard only: set it to false"
+        lambda e: e.config.rescale_weights and e.sharded,
+        "each rank knows the norm of its own shard only: set it to false",
     ),
     "KFACAdamW with gradient_clipping and model parallelism": Refusal(
-        lambda e: bool(e.own and (e.pipeline or e.sharded or e.experts) and e.engine.gradient_clipping()),
+        lambda e: bool(e.own) and (e.pipeline or e.sharded or e.experts) and e.clips,
         "its moments are those of clipped gradients, and the norm over all ranks is not known before the step: set "
         '"gradient_clipping": 0',
     ),
     "KFACAdamW with pipeline stages of different numbers of parameter groups": Refusal(
         lambda e: (
-            bool(e.own and e.pipeline and e.engine.zero_optimization())
-            and len(set(gathered(len(e.engine.optimizer.param_groups)))) > 1
+            bool(e.own and e.pipeline and e.stage) and len(set(gathered(len(e.engine.optimizer.param_groups)))) > 1
         ),
         "ZeRO-1 computes one norm per group across stages, so it would deadlock: give every stage both K-FAC and other "
         "parameters, or only one kind (kfac.layers.types)",
     ),
+    "KFACAdamW offloaded in part": Refusal(
+        lambda e: bool(e.own) and e.offload_ratio < 1,
+        "DeepSpeed steps the rest with an AdamW of its own: leave zero_optimization.offload_optimizer.ratio out",
+    ),
     "KFACAdamW with AutoTP": Refusal(
-        lambda e: bool(e.own) and e.engine.autotp_size() > 1,
+        lambda e: bool(e.own and e.engine is not None and e.engine.autotp_size() > 1),
         "its parameter groups are made before AutoTP cuts the layers: use another optimizer, or layers that are made "
         "as shards (Megatron's)",
     ),
@@ -187,29 +165,37 @@ REFUSALS: Mapping[str, Refusal] = {
 """Mode or combination -> when it applies, and what to change. Read by attach and by the estimator."""
 
 
-def check(engine: Any, config: KFACConfig, own: str | None) -> None:
-    """Collective.
-
-    Args:
-        own: see :class:`Engine`.
-
-    Raises:
-        ValueError: names everything that is refused, and what to change.
-    """
-    asked, refused = Engine(engine, config, own), []
+def refused(asked: Asked) -> list[str]:
+    """What is refused, and what to change; the same of an engine and of the config that makes it. Collective where
+    there is an engine."""
+    found = []
     for name, refusal in REFUSALS.items():
         if refusal.applies(asked):
-            refused.append(f"{name}: {refusal.remedy}")
+            found.append(f"{name}: {refusal.remedy}")
             if name == NO_OPTIMIZER:  # the others ask the optimizer
                 break
-    if refused:
-        raise ValueError("ds_kfac cannot attach to this engine:\n  " + "\n  ".join(refused))
+    return found
 
 
-def configured(asked: Configured) -> list[str]:
-    """What would be refused of the engine that a DeepSpeed config makes, as far as it says."""
-    return [
-        f"{name}: {refusal.remedy}"
-        for name, refusal in REFUSALS.items()
-        if refusal.configured is not None and refusal.configured(asked)
-    ]
+def check_model(model: nn.Module, config: KFACConfig, rest: int) -> None:
+    """What a model rules out.
+
+    Args:
+        rest: trained parameters that are of no K-FAC layer.
+
+    Raises:
+        ValueError: the module that ``kfac.factor.prediction`` names does not exist; or the quadratic model would not
+            know of all steps.
+    """
+    name, quadratic = config.factor.prediction, config.preconditioner.step == "quadratic"
+    if (
+        (quadratic or config.factor.fisher == "monte_carlo")
+        and name is not None
+        and name not in dict(model.named_modules())
+    ):
+        raise ValueError(f"kfac.factor.prediction: the model has no module {name!r}")
+    if quadratic and rest:
+        raise ValueError(
+            f"{QUADRATIC}: {rest} trained parameters are of no K-FAC layer, and the model of the loss would not know "
+            "of their steps; add their types to kfac.layers.types, or freeze them"
+        )

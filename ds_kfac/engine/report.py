@@ -1,40 +1,132 @@
-"""The report printed at attach: which ranks precondition which layers, what is left out and why, and known faults."""
+"""The report at attach: a summary that ``check`` prints too, and what was chosen for which layer."""
 
-from collections.abc import Sequence
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import deepspeed
 import torch
+from torch import nn
 
 from ds_kfac.comm.bucket import payload
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.curvature.eigenbasis import basis_numel
+from ds_kfac.directions.base import UpdateRule
 from ds_kfac.engine.layer_tables import layer_lines, skipped_lines
-from ds_kfac.model.scan import Scan, numel, share
+from ds_kfac.engine.warnings import attach_warnings
+from ds_kfac.model.layers.base import parameter_shape
+from ds_kfac.model.scan import Scan, numel
 from ds_kfac.ops.backends import chosen
+from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.intervals import Value
 from ds_kfac.step.preconditioner import KFACPreconditioner
+from ds_kfac.text import number
 from ds_kfac.update.stacking import stacked_bytes
 
+LINES = 12
+"""Of a summary, at most."""
+LOW_SHARE = 0.8
+"""Of the trained matrix parameters: where K-FAC steps less of them, the summary says what is left out."""
+NAMED = 3
+"""Kinds of modules that it names then, the largest ones."""
 
-def attach_report(kfac: KFACPreconditioner, scan: Scan, warnings: Sequence[str]) -> str:
-    """Text of the report: what matters first. Its tables describe the plan, not measurements."""
-    parameters = list(kfac.layout.engine.module.parameters())
-    every, trained = (sum(map(numel, some)) for some in (parameters, [p for p in parameters if p.requires_grad]))
-    lines = [f"ds_kfac: attached to {_mode(kfac)}", f"  {share(scan.layers, every, trained)}", *warnings]
-    return "\n".join([*lines, *_choices(kfac, scan), "", *_tables(kfac, scan)])
+
+def report(kfacs: Sequence[KFACPreconditioner], scans: Sequence[Scan], given: KFACConfig) -> str:
+    """The text of ``engine.kfac.report``, of all domains of this rank. The first rank of the job prints as much of it
+    as ``kfac.report`` says, and so does the first one of each pipeline stage. To standard error itself: DeepSpeed's
+    logger stands at WARNING, and frameworks mute others.
+
+    Args:
+        given: the config as it was given.
+    """
+    first, layout = kfacs[0], kfacs[0].layout
+    warnings = list(dict.fromkeys(text for kfac in kfacs for text in attach_warnings(kfac, given)))
+    found = Scan(tuple(layer for part in scans for layer in part.layers), scans[0].skipped)
+    where = f", {first.target.domain.name}" if first.target.domain.name else ""
+    mode, plans, optimizer = f"{_mode(first)}{where}", [kfac.plan for kfac in kfacs], type(first.target.inner).__name__
+    brief = summary(layout.engine.module, found, plans, first.rule, optimizer, mode, warnings)
+    details = [line for kfac, part in zip(kfacs, scans, strict=True) for line in _details(kfac, part)]
+    # of a summary that is too long, the rest of its warnings
+    text = "\n".join([*brief, *(line for line in warnings if line not in brief), *details])
+    if given.report != "none" and first.rank == 0 and first.target.domain.shard[0] == 0:
+        print(text if given.report == "full" else "\n".join(brief), file=sys.stderr, flush=True)
+    return text
 
 
-def _choices(kfac: KFACPreconditioner, scan: Scan) -> list[str]:
-    """What was configured or chosen."""
-    layout, config, plan = kfac.layout, kfac.config, kfac.plan
+def summary(
+    model: nn.Module,
+    scan: Scan,
+    plans: Sequence[Plan],
+    rule: UpdateRule,
+    optimizer: str,
+    mode: str,
+    warnings: Sequence[str],
+) -> list[str]:
+    """What a run does, in :data:`LINES` lines at most; it describes plans, not measurements.
+
+    Args:
+        scan: what was found in the model.
+        plans: of each domain here.
+        optimizer: class or type of the innermost one.
+        mode: of the engine, in words.
+        warnings: lines.
+    """
+    plan, ours = plans[0], {name for layer in scan.layers for name in layer.parameters}
+    trained = {name: numel(p) for name, p in model.named_parameters() if p.requires_grad}
+    matrices = {name: trained[name] for name, p in model.named_parameters() if name in trained and _is_matrix(p)}
+    stepped = sum(n for name, n in matrices.items() if name in ours)
+    of = sum(matrices.values())
+    share = stepped / max(1, of)
+    kinds = Counter(layer.kind for layer in scan.layers)
+    rest = "AdamW" if rule.optimizer_type else f"{optimizer}, along their own gradients"
+    state = sum(max(plan.assignment.memory) for plan in plans)
+    lines = [
+        f"ds_kfac: {share:.0%} of the trained matrix parameters ({stepped:,} of {of:,}) are stepped along K-FAC's "
+        f"directions, in {len(scan.layers)} K-FAC layers ({', '.join(f'{n} {kind}' for kind, n in kinds.items())})",
+        f"  all other trained parameters ({sum(n for name, n in trained.items() if name not in ours):,}): {rest}",
+        f"  step: {rule.described(plan, optimizer)}",
+        f"  factors every {_interval(plan.schedule.update)}, {plan.form.words} every "
+        f"{_interval(plan.schedule.refresh)}",
+        f"  memory: K-FAC state at most {number(state, 'B')} on a rank (factors, {plan.form.words}, moments)",
+        f"  {mode}",
+    ]
+    if matrices and share < LOW_SHARE:
+        left = _left_out(scan, {name: n for name, n in matrices.items() if name not in ours})
+        warnings = [f"  WARNING: below {LOW_SHARE:.0%} of the matrix parameters; left out: {left}", *warnings]
+    if len(lines) + len(warnings) > LINES:
+        kept = LINES - len(lines) - 1
+        warnings = [
+            *warnings[:kept],
+            f'  WARNING: {len(warnings) - kept} more: see engine.kfac.report, or "report": "full"',
+        ]
+    return [*lines, *warnings]
+
+
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    return len(parameter_shape(parameter)) > 1
+
+
+def _left_out(scan: Scan, matrices: Mapping[str, int]) -> str:
+    """The largest kinds of modules that have these matrices, and why they are no K-FAC layers."""
+    reasons = {left.name: (left.kind, left.reason) for left in scan.skipped}
+    unknown = "parameter", "held by no module"
+    sizes: Counter[tuple[str, str]] = Counter()
+    for name, n in matrices.items():
+        sizes[reasons.get(name.rpartition(".")[0], reasons.get(name, unknown))] += n
+    named = [f"{kind} {n:,} ({reason})" for (kind, reason), n in sizes.most_common(NAMED)]
+    return ", ".join(named) + (", .." if len(sizes) > NAMED else "")
+
+
+def _details(kfac: KFACPreconditioner, scan: Scan) -> list[str]:
+    """What was configured or chosen, and the tables of a domain."""
+    config, plan = kfac.config, kfac.plan
     ours = sum(layer.numel for layer in scan.layers)
     burn_in = plan.schedule.burn_in
     return [
-        f"  deepspeed {deepspeed.__version__}, torch {torch.__version__}, {layout.world} ranks, "
+        *(["", f"{kfac.target.domain.name}:"] if kfac.target.domain.name else []),
+        f"  deepspeed {deepspeed.__version__}, torch {torch.__version__}; "
         f"load max/mean {plan.assignment.imbalance:.2f}",
-        f"  factors every {_interval(plan.schedule.update)} (decay {config.factor.decay}), {plan.form.words} every "
-        f"{_interval(plan.schedule.refresh)} by {plan.form.solver}; {_statistics(config)}",
-        f"  step: {kfac.rule.described(kfac.setup, kfac.layers)}",
+        f"  factors: decay {config.factor.decay}, {_statistics(config)}; {plan.form.words} by {plan.form.solver}",
         f"  products: {_products(kfac)}",
         f"  memory: {_memory(kfac)}",
         f"  ops: {chosen(kfac.curvature.device.type)}",
@@ -43,12 +135,14 @@ def _choices(kfac: KFACPreconditioner, scan: Scan) -> list[str]:
         f"{kfac.exchange.plan.scatter.total_numel:,} back; batch sums {_wire(kfac)}",
         *(["  chosen: " + ", ".join(plan.answers)] if plan.answers else []),
         *(f"  plan: {reason}" for reason in plan.reasons),
+        "",
+        *_tables(kfac, scan),
     ]
 
 
 def _tables(kfac: KFACPreconditioner, scan: Scan) -> list[str]:
     config, plan = kfac.config, kfac.plan
-    if config.report == "summary":
+    if config.report != "full":
         return [*layer_lines(scan, config, kfac.rule), *skipped_lines(scan)]
     where: dict[str, tuple[str, ...]] = {}
     for layer in scan.layers:
@@ -113,5 +207,5 @@ def _mode(kfac: KFACPreconditioner) -> str:
     return (
         f"ZeRO stage {int(engine.zero_optimization_stage())}, {dtype} parameters, gradients in "
         f"{str(kfac.layout.dtype).removeprefix('torch.')}, {wrapper}, "
-        f"{engine.gradient_accumulation_steps()} micro-batches a step{offload}"
+        f"{engine.gradient_accumulation_steps()} micro-batches a step{offload}, {kfac.layout.world} ranks"
     )

@@ -11,7 +11,7 @@ from torch import nn
 from ds_kfac.assignment.cost_model import CostModel
 from ds_kfac.estimate.machine import Machine
 from ds_kfac.estimate.mem_needs import costs_of, described
-from ds_kfac.estimate.mode import DEFAULT, kfac_config, mode_of, read_config, rows_of
+from ds_kfac.estimate.mode import DEFAULT, kfac_config, mode_of, read_config, rows_of, with_optimizer
 from ds_kfac.estimate.models import build
 from ds_kfac.estimate.subject import subject_of
 from ds_kfac.estimate.trace import Trace, trace
@@ -38,6 +38,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="module:factory, a function that returns a model, or (model, "
                         "example inputs), called on the meta device; or hf:PATH, a config.json of transformers, or its "
                         "folder")  # fmt: skip
+    parser.add_argument("--optimizer", metavar="TYPE", help="the one that the script passes, such as AdamW, if the "
+                        "config has none")  # fmt: skip
     parser.add_argument("--lora", type=count, metavar="R", help="train adapters of this rank only, put in by peft")
 
 
@@ -66,7 +68,7 @@ def run(arguments: argparse.Namespace) -> str:
     """
     if arguments.node_gbps is not None and arguments.node_size is None:
         raise ValueError("--node-gbps: give --node-size too")
-    ds_config = read_config(arguments.config) if arguments.config else DEFAULT
+    ds_config = with_optimizer(read_config(arguments.config) if arguments.config else DEFAULT, arguments.optimizer)
     config = kfac_config(ds_config)
     if not config.enabled:
         raise ValueError("kfac.enabled is false: such a run costs nothing more; leave the key out to estimate")

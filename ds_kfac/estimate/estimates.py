@@ -112,7 +112,8 @@ def planned(
         ValueError: the fraction does not fit the world or the mode, or the memory budget is too small.
     """
     held = None if mode.replicated else held_by_layer(subject.layers, shards_of(subject, mode, world))
-    setting = Setting(world, held, mode.parameters, mode.gradients, mode.rule.moments_count(config))
+    moments = mode.rule.moments_count(config)
+    setting = Setting(world, held, mode.parameters, mode.gradients, moments, scheduled=mode.scheduled)
     plan = make_plan(subject.layers, setting, config, costs)
     groups = subject.shared if plan.shares else ()
     unit = {layer.name: subject.trace.rows.get(layer.uses[0].module, 1.0) for layer in subject.layers}

@@ -9,13 +9,12 @@ from typing import Any
 
 import hjson
 import torch
-from deepspeed.runtime.config import DtypeEnum
 
 from ds_kfac.config.kfac import KFACConfig, find_block, parse
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.table import DIRECTIONS, rule_in
-from ds_kfac.engine.asked import Configured, block
-from ds_kfac.engine.refusals import configured
+from ds_kfac.engine.asked import accumulation, block, of_config
+from ds_kfac.engine.refusals import refused
 
 DEFAULT: Mapping[str, Any] = {"optimizer": {"type": DIRECTIONS[0].optimizer_type}, "kfac": {}}
 """The config of an estimate without one."""
@@ -30,8 +29,10 @@ class Mode:
         replicated: whether every rank has every averaged gradient.
         parameters, gradients: dtypes of the model, and of gradients where K-FAC reads them.
         rule: how the optimizer steps.
+        optimizer: its type.
         split_groups: whether parameter groups are laid out as [preconditioned | rest].
         clips: whether gradients are clipped.
+        scheduled: whether DeepSpeed runs an lr scheduler.
     """
 
     stage: int
@@ -39,15 +40,15 @@ class Mode:
     parameters: torch.dtype
     gradients: torch.dtype
     rule: UpdateRule
+    optimizer: str
     split_groups: bool
     round_robin: bool
     clips: bool
+    scheduled: bool
 
     def __str__(self) -> str:
         dtype = str(self.parameters).removeprefix("torch.")
-        return f"ZeRO stage {self.stage}, {dtype} parameters" + (
-            f", {self.rule.name}" if self.rule.optimizer_type else ""
-        )
+        return f"ZeRO stage {self.stage}, {dtype} parameters, {self.optimizer}"
 
 
 def read_config(source: Mapping[str, Any] | str | os.PathLike) -> Mapping[str, Any]:
@@ -69,16 +70,34 @@ def read_config(source: Mapping[str, Any] | str | os.PathLike) -> Mapping[str, A
     return found
 
 
-def kfac_config(ds_config: Mapping[str, Any]) -> KFACConfig:
-    """The ``"kfac"`` block, defaults where there is none, with what depends on the optimizer chosen.
+def with_optimizer(ds_config: Mapping[str, Any], name: str | None) -> Mapping[str, Any]:
+    """A config with the optimizer that the script passes, which it may not name itself.
+
+    Raises:
+        ValueError: it names one.
+    """
+    if name is None:
+        return ds_config
+    if ds_config.get("optimizer") is not None:
+        raise ValueError(f"--optimizer {name}: the config has one; leave either out")
+    return {**ds_config, "optimizer": {"type": name}}
+
+
+def answered(ds_config: Mapping[str, Any]) -> tuple[KFACConfig, KFACConfig, tuple[str, ...]]:
+    """The ``"kfac"`` block as given, defaults where there is none; with its nulls answered; and how.
 
     Raises:
         ValueError: the block is wrong.
     """
     found = find_block(ds_config)
+    given = parse({} if found is None else found)
     name = str(block(ds_config, "optimizer").get("type") or "")
-    config, _ = rule_in(ds_config).resolved(parse({} if found is None else found), name)
-    return config
+    return given, *rule_in(ds_config).resolved(given, name)
+
+
+def kfac_config(ds_config: Mapping[str, Any]) -> KFACConfig:
+    """The config of :func:`answered`, its nulls answered."""
+    return answered(ds_config)[1]
 
 
 def mode_of(ds_config: Mapping[str, Any], config: KFACConfig, stage: int | None = None) -> Mode:
@@ -90,33 +109,29 @@ def mode_of(ds_config: Mapping[str, Any], config: KFACConfig, stage: int | None 
     Raises:
         ValueError: a stage or a dtype that does not exist, or an engine that K-FAC or the estimator does not know.
     """
-    zero = block(ds_config, "zero_optimization")
-    stage = zero.get("stage", 0) if stage is None else stage
-    _refuse(Configured(ds_config, config, stage))
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"zero_optimization.stage: got {stage!r}; must be 0, 1, 2 or 3")
-    parameters = torch.float32
-    for key, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16)):
-        if block(ds_config, key).get("enabled") is True:
-            parameters = dtype
-    name = block(ds_config, "data_types").get("grad_accum_dtype")
-    try:
-        accumulation = parameters if name is None else DtypeEnum(name).value
-    except ValueError:
-        raise ValueError(f"data_types.grad_accum_dtype: got {name!r}; must be fp32, fp16 or bf16") from None
-    offload = block(zero, "offload_optimizer").get("device", "none") not in ("none", None)
-    bf16 = stage == 1 and parameters == torch.bfloat16 and accumulation == torch.float32 and not offload
-    gradients = parameters if stage == 0 else torch.float32 if offload else accumulation
     rule = rule_in(ds_config)
+    asked = of_config(ds_config, config, rule.optimizer_type, stage)
+    problems = refused(asked)
+    if block(ds_config, "tensor_parallel").get("autotp_size", 0) not in (0, 1):
+        problems.append(
+            "tensor_parallel.autotp_size: the estimator knows data parallelism only: take it out, and give the "
+            "data-parallel ranks as the world"
+        )
+    if problems:
+        raise ValueError("; ".join(problems))
+    offloaded = asked.offload_device not in ("none", None)
+    accumulated = accumulation(ds_config) or asked.parameters
     return Mode(
-        stage=stage,
-        replicated=stage == 0 or bf16,
-        parameters=parameters,
-        gradients=gradients,
+        stage=asked.stage,
+        replicated=asked.stage == 0 or asked.bf16_optimizer,
+        parameters=asked.parameters,
+        gradients=asked.parameters if asked.stage == 0 else torch.float32 if offloaded else accumulated,
         rule=rule,
+        optimizer=asked.optimizer,
         split_groups=rule.optimizer_type is not None,
-        round_robin=bool(zero.get("round_robin_gradients", False)),
-        clips=bool(ds_config.get("gradient_clipping", 0.0)),
+        round_robin=bool(block(ds_config, "zero_optimization").get("round_robin_gradients", False)),
+        clips=asked.clips,
+        scheduled=block(ds_config, "scheduler").get("type") is not None,
     )
 
 
@@ -138,15 +153,3 @@ def rows_of(ds_config: Mapping[str, Any], world: int, units: int) -> tuple[int, 
     else:
         count, origin = 1, ", assumed: the config has no batch size"
     return count * units, f"{count} x {units:,} tokens or images{origin}"
-
-
-def _refuse(asked: Configured) -> None:
-    """What attach would refuse, as far as the config shows; and what is not estimated."""
-    refused = configured(asked)
-    if block(asked.ds_config, "tensor_parallel").get("autotp_size", 0) not in (0, 1):
-        refused.append(
-            "tensor_parallel.autotp_size: the estimator knows data parallelism only: take it out, and give the "
-            "data-parallel ranks as the world"
-        )
-    if refused:
-        raise ValueError("; ".join(refused))

@@ -10,9 +10,7 @@ from ds_kfac.estimate.seconds import HIDDEN, STAGES
 from ds_kfac.estimate.subject import Subject
 from ds_kfac.estimate.traffic import KINDS, PARTS, StepTraffic
 from ds_kfac.model.scan import share
-from ds_kfac.text import columns, wrapped
-
-UNITS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+from ds_kfac.text import columns, number, wrapped
 
 STRATEGY_COLUMNS = (
     ("strategy", ""),
@@ -29,18 +27,6 @@ STRATEGY_COLUMNS = (
     ("worst step", "staggered"),
     ("of the", "model's time"),
 )
-
-
-def number(value: float, unit: str) -> str:
-    """Three digits and a decimal prefix."""
-    for prefix, size in UNITS:
-        if abs(value) >= 0.9995 * size:
-            return (
-                f"{value / size:.3g} {prefix}{unit}"
-                if abs(value) < 999.5 * size
-                else f"{value / size:.0f} {prefix}{unit}"
-            )
-    return f"{value:.3g} {unit}"
 
 
 def _seconds(value: float) -> str:

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> str:
     """The file that was written.
 
     Raises:
-        ValueError: no logs there, or matplotlib is missing.
+        ValueError: no logs there, a wrong line in one, or matplotlib is missing.
     """
     series = read(arguments.run)
     if not series:
@@ -44,11 +44,14 @@ def read(folder: Path) -> Series:
     """All numbers logged below a folder, by name and in order."""
     found: defaultdict[str, dict[float, float]] = defaultdict(dict)
     for path in sorted(folder.rglob("*.csv")):
-        with open(path, newline="") as file:
-            rows = [row for row in csv.reader(file) if len(row) == 2]
-        for place, text in rows:
-            if place != "step":  # a resumed run writes its heading again
-                found[path.stem][float(place)] = float(text)
+        for number, row in enumerate(csv.reader(path.read_text().splitlines()), 1):
+            if len(row) == 2 and row[0] != "step":  # a resumed run writes its heading again
+                try:
+                    found[path.stem][float(row[0])] = float(row[1])
+                except ValueError:
+                    raise ValueError(
+                        f"{path}, line {number}: got {row}; must be two numbers: mend the line, or take it out"
+                    ) from None
     for path in sorted(folder.rglob("trainer_state.json")):
         for entry in json.loads(path.read_text())["log_history"]:
             for name, value in entry.items():

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ds_kfac.curvature.side import Side
 from ds_kfac.model.layers.base import LayerSpec, Use, parameter_shape
@@ -103,9 +104,11 @@ def scan(model: nn.Module, choice: Choice | None = None, *, optimized: Iterable[
 
     Raises:
         ValueError: a pattern that matches no module with parameters (a typing error that would silently
-            change what is trained), or no layer left to precondition.
+            change what is trained), a lazy module, or no layer left to precondition.
     """
     choice = choice or Choice()
+    if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
+        raise ValueError(f"kfac: {lazy[0]} has no shape yet (a lazy module): run the model on one example before")
     modules = {name: module for name, module in model.named_modules() if list(module.parameters(recurse=False))}
     _check_patterns(modules, choice)
     tied = getattr(model, "tied_modules", None)  # PipelineModule's TiedLayerSpec

@@ -1,6 +1,5 @@
 """An update rule and a form of the factors that nobody needs: a new one costs its own file and a line of a table."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -75,7 +74,7 @@ class ToyRule(UpdateRule):
     def direction(self, setup: DirectionSetup) -> Direction:
         return SoftSign(setup)
 
-    def described(self, setup: DirectionSetup, layers: Sequence) -> str:
+    def described(self, plan, optimizer: str) -> str:
         return "soft sign in the eigenbasis"
 
     def moments(self, config: KFACConfig) -> type[Mean]:

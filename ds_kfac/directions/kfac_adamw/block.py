@@ -46,12 +46,6 @@ def put_into(
     zero = ds_config.get("zero_optimization") or {}
     offload_block = zero.get("offload_optimizer") or {}
     offload = offload_block.get("device") in ("cpu", "nvme") or bool(zero.get("cpu_offload"))
-    offload_ratio = offload_block.get("ratio", 1.0)
-    if offload_ratio < 1:
-        raise ValueError(
-            f"zero_optimization.offload_optimizer.ratio {offload_ratio}: {NAME} cannot be offloaded in part, DeepSpeed "
-            "steps the rest with an AdamW of its own; leave ratio out"
-        )
     if params is not None and arguments.get("optimizer") is not None:
         raise ValueError(f'optimizer.type "{NAME}" in the DeepSpeed config, and an optimizer= argument: choose one')
     if not config.enabled:

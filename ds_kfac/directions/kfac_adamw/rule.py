@@ -43,14 +43,14 @@ class KFACAdamWRule(UpdateRule):
     def direction(self, setup: DirectionSetup) -> Direction:
         return AdamDirection(setup.plan, setup.layout, setup.exchange, setup.optimizer)
 
-    def described(self, setup: DirectionSetup, layers: Sequence[LayerSpec]) -> str:
-        kept = sum(keeps_direction(setup.plan.config.adam, layer) is not None for layer in layers)
+    def described(self, plan: Plan, optimizer: str) -> str:
+        kept = sum(keeps_direction(plan.config.adam, layer) is not None for layer in plan.layers)
         where = "the layers' own coordinates"
-        if setup.plan.config.adam.rotate:
-            where = "the eigenbasis" if setup.plan.form.rotates else f"{where}, whitened by inverse roots"
+        if plan.config.adam.rotate:
+            where = "the eigenbasis" if plan.form.rotates else f"{where}, whitened by inverse roots"
         return (
-            f"Adam in {where} (KFACAdamW), {len(layers) - kept} layers orthogonalized, {kept} along Adam's "
-            "direction; all other parameters by AdamW"
+            f"Adam in {where} (KFACAdamW), {len(plan.layers) - kept} layers orthogonalized, {kept} along Adam's "
+            "direction"
         )
 
     def moments(self, config: KFACConfig) -> type[AdamMoments]:
