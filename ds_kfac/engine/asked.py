@@ -37,7 +37,7 @@ class Asked:
         bf16_optimizer: whether DeepSpeed steps by its BF16_Optimizer.
         clips: whether gradients are clipped.
         computes_norms: whether ZeRO computes gradient norms.
-        offload_device, offload_ratio, super_offload: of ``offload_optimizer``.
+        offload_device, super_offload: of ``offload_optimizer``.
         engine: DeepSpeed's; None: there is only a config, and all below is not known to apply.
         sharded, sequence: whether a tensor-parallel and a sequence-parallel group have several ranks.
     """
@@ -56,7 +56,6 @@ class Asked:
     deep_compiled: bool
     zenflow: bool
     offload_device: str | None
-    offload_ratio: float
     super_offload: bool
     engine: Any = None
     pipeline: bool = False
@@ -117,7 +116,6 @@ def of_engine(engine: Any, config: KFACConfig, own: str | None) -> Asked:
         deep_compiled=engine.is_deepcompile_enabled(),
         zenflow=bool(engine.zenflow),
         offload_device=getattr(offload, "device", None),
-        offload_ratio=getattr(offload, "ratio", 1.0),
         super_offload=bool(getattr(offload, "super_offload", False)),
         engine=engine,
         pipeline=pipeline,
@@ -160,7 +158,6 @@ def of_config(ds_config: Mapping[str, Any], config: KFACConfig, own: str | None,
         deep_compiled=bool(block(ds_config, "compile").get("deepcompile")),
         zenflow=bool(zero.get("zenflow")),
         offload_device=device,
-        offload_ratio=offload.get("ratio", 1.0),
         super_offload=bool(offload.get("super_offload")),
     )
 

@@ -152,10 +152,6 @@ REFUSALS: Mapping[str, Refusal] = {
         "ZeRO-1 computes one norm per group across stages, so it would deadlock: give every stage both K-FAC and other "
         "parameters, or only one kind (kfac.layers.types)",
     ),
-    "KFACAdamW offloaded in part": Refusal(
-        lambda e: bool(e.own) and e.offload_ratio < 1,
-        "DeepSpeed steps the rest with an AdamW of its own: leave zero_optimization.offload_optimizer.ratio out",
-    ),
     "KFACAdamW with AutoTP": Refusal(
         lambda e: bool(e.own and e.engine is not None and e.engine.autotp_size() > 1),
         "its parameter groups are made before AutoTP cuts the layers: use another optimizer, or layers that are made "

@@ -188,4 +188,4 @@ def test_traps_of_images_are_said():
     remedy = '"data_types": {"buffer_dtype": ...}'
     assert remedy in found["plain"] and remedy not in found["buffers"]
     assert found["finite"] and not found["trouble"]
-    assert "parameters, " in found["plain"] and "in 6 K-FAC layers (5 Conv2d, 1 ConvTranspose2d)" in found["plain"]
+    assert "matrix parameters" in found["plain"] and "in 6 K-FAC layers (5 Conv2d, 1 ConvTranspose2d)" in found["plain"]

@@ -1,8 +1,12 @@
 """``check``: what attach would say, without a run; ``schema``; and models of transformers by their config.json."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
+from torch import nn
 
 from ds_kfac.__main__ import main
 from ds_kfac.estimate.models import build
@@ -28,8 +32,9 @@ def test_a_config_that_fits_is_reported(capsys):
     text = capsys.readouterr().out
     assert len(text.splitlines()) <= 40
     for part in (
+        "ds_kfac: 98% of the trained matrix parameters (6,607,077,376 of 6,738,149,376)",
+        "in 225 K-FAC layers (225 Linear)",
         "KFACAdamW, 64 ranks",
-        "(98%) in 225 K-FAC layers",
         "layers.[0-31].mlp.up x 32",
         "K-FAC state at most",
     ):
@@ -39,6 +44,8 @@ def test_a_config_that_fits_is_reported(capsys):
 @pytest.mark.parametrize(
     "config, problem",
     [
+        ({}, "no optimizer"),
+        ({"optimizer": "KFACAdamW"}, "optimizer: got 'KFACAdamW'; must be an object such as"),
         ({"optimizer": {"type": "AdamW"}}, 'has no "kfac" block'),
         ({"kfac": {"enabled": False}}, "kfac.enabled is false"),
         ({"kfac": {"dampin": {}}}, "did you mean kfac.damping"),
@@ -49,7 +56,7 @@ def test_a_config_that_fits_is_reported(capsys):
 )
 def test_a_config_that_does_not_fit_says_why(capsys, tmp_path, config, problem):
     path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps(config))
+    path.write_text(json.dumps({"kfac": {}} if not config else {"optimizer": {"type": "AdamW"}, **config}))
     status = main(["check", "--config", str(path), "--model", "benchmarks.models:gpt2"])
     assert status == (1 if problem else 0)
     assert (problem or "") in capsys.readouterr().err
@@ -60,6 +67,83 @@ def test_keys_without_effect_are_named(capsys, tmp_path):
     path.write_text(json.dumps({"optimizer": {"type": "KFACAdamW"}, "kfac": {"damping": {"value": 2.0}}}))
     assert main(["check", "--config", str(path), "--model", "benchmarks.models:gpt2"]) == 0
     assert "without effect with KFACAdamW: kfac.damping.value" in capsys.readouterr().out
+
+
+def test_an_optimizer_of_the_script_may_be_named(capsys, tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"kfac": {}}))
+    run = ["check", "--config", str(path), "--model", "benchmarks.models:gpt2", "--optimizer"]
+    assert main([*run, "AdamW"]) == 0
+    assert "preconditioner.eigenvalues corrected" in capsys.readouterr().out
+    assert main([*run, "SGD"]) == 0
+    assert "preconditioner.eigenvalues kronecker" in capsys.readouterr().out
+    assert main([*RUN, "benchmarks.models:gpt2", "--optimizer", "SGD"]) == 1
+    assert "the config has one" in capsys.readouterr().err
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), nn.LazyLinear(7))
+
+
+def test_a_lazy_module_says_what_to_do(capsys):
+    assert main([*RUN, "tests.estimate.test_check:lazy"]) == 1
+    assert "1.weight has no shape yet (a lazy module)" in capsys.readouterr().err
+
+
+class Stacked(nn.Module):
+    """Experts in one parameter of three dimensions, as transformers has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(7, 5)
+        self.experts = nn.ParameterDict({"gate": nn.Parameter(nn.Linear(7, 9 * 11).weight.view(9, 11, 7))})
+        self.embed = nn.Embedding(13, 7)
+
+
+def test_a_low_share_is_a_warning_that_names_the_largest_exceptions(capsys):
+    assert main([*RUN, "tests.estimate.test_check:Stacked"]) == 0
+    text = capsys.readouterr().out
+    assert "ds_kfac: 4% of the trained matrix parameters (35 of 819)" in text
+    assert "left out: ParameterDict 693 (no K-FAC layer type for it), Embedding 91 (Embedding is not in kfac" in text
+    assert main([*RUN, "benchmarks.models:llama_7b"]) == 0
+    assert "WARNING" not in capsys.readouterr().out
+
+
+def test_a_mixture_of_experts_of_transformers_has_a_low_share(capsys, tmp_path):
+    pytest.importorskip("transformers", reason="needs ds_kfac[integrations]")
+    experts = {"num_experts": 32, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
+    model = {**LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**model, **experts}))
+    assert main([*RUN, f"hf:{tmp_path}"]) == 0
+    text = capsys.readouterr().out
+    assert "WARNING: below 80% of the matrix parameters; left out: Qwen3MoeExperts 294,912" in text
+
+
+@pytest.mark.parametrize("command", ["schema", "config", "report", "check", "estimate"])
+def test_standard_output_has_the_data_alone(command):
+    model = ["--model", "tests.estimate.test_check:talking", "--config", "configs/gpt_zero2_kfac.json", "--world", "2"]
+    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    arguments = [sys.executable, "-m", "ds_kfac", command, *(model if command in ("check", "estimate") else [])]
+    run = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=300)
+    assert "Setting accelerator" in run.stderr or "accelerator" in run.stderr, "nothing was printed beside the data"
+    begins = {
+        "schema": "{",
+        "config": "# The",
+        "report": "ds_kfac",
+        "check": "configs/",
+        "estimate": "ds_kfac estimate",
+    }
+    assert run.stdout.startswith(begins[command]) and "[WARNING]" not in run.stdout
+    if command == "schema":
+        assert "kfac" in json.loads(run.stdout)["properties"]
+    if command in ("check", "estimate"):
+        assert "from a shell" not in run.stdout and "from a shell" in run.stderr, "a child's and C's output, too"
+
+
+def talking() -> nn.Module:
+    print("from Python", flush=True)
+    os.system("echo from a shell")
+    return nn.Linear(3, 5)
 
 
 def test_a_config_json_of_transformers_is_a_model(capsys, llama):

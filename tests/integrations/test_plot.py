@@ -38,6 +38,12 @@ def test_all_kinds_of_logs_are_read_and_drawn(tmp_path, capsys):
     assert image.startswith(b"\x89PNG") and len(image) > 10_000
 
 
+def test_a_line_without_a_number_is_named(tmp_path, capsys):
+    (tmp_path / "loss.csv").write_text("step,loss\n4,2.5\n5,\n")
+    assert main(["plot", str(tmp_path)]) == 1
+    assert "loss.csv, line 3: got ['5', '']; must be two numbers" in capsys.readouterr().err
+
+
 def test_a_folder_without_logs_is_an_error(tmp_path, capsys):
     assert main(["plot", str(tmp_path)]) == 1
     assert "csv_monitor" in capsys.readouterr().err

@@ -19,7 +19,8 @@ def params_in(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The optimizer's parameters if the config asks for it, else None.
 
     Raises:
-        ValueError: a misspelt name, which DeepSpeed would refuse without naming ours, or an unknown parameter.
+        ValueError: a misspelt name, which DeepSpeed would refuse without naming ours, an unknown parameter, or a part
+            of the optimizer offloaded.
     """
     block = ds_config.get("optimizer")
     name = block.get("type") if isinstance(block, Mapping) else None
@@ -29,7 +30,20 @@ def params_in(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
         if "kfac" in name.lower():
             raise ValueError(f'DeepSpeed config: optimizer.type "{name}" does not exist; did you mean "{NAME}"?')
         return None
+    _offloaded(ds_config)
     return checked(block.get("params") or {}, "DeepSpeed config: optimizer.params.")
+
+
+def _offloaded(ds_config: Mapping[str, Any]) -> bool:
+    """Whether the optimizer is; raises ValueError if it is in part."""
+    zero = ds_config.get("zero_optimization") or {}
+    offload = zero.get("offload_optimizer") or {}
+    if (ratio := offload.get("ratio", 1.0)) < 1:
+        raise ValueError(
+            f"zero_optimization.offload_optimizer.ratio {ratio}: {NAME} cannot be offloaded in part, DeepSpeed "
+            "steps the rest with an AdamW of its own; leave ratio out"
+        )
+    return offload.get("device") in ("cpu", "nvme") or bool(zero.get("cpu_offload"))
 
 
 def put_into(
@@ -43,9 +57,7 @@ def put_into(
     Raises:
         ValueError: something else in the arguments or the config contradicts it.
     """
-    zero = ds_config.get("zero_optimization") or {}
-    offload_block = zero.get("offload_optimizer") or {}
-    offload = offload_block.get("device") in ("cpu", "nvme") or bool(zero.get("cpu_offload"))
+    offload = _offloaded(ds_config)
     if params is not None and arguments.get("optimizer") is not None:
         raise ValueError(f'optimizer.type "{NAME}" in the DeepSpeed config, and an optimizer= argument: choose one')
     if not config.enabled:

@@ -1,0 +1,111 @@
+"""``check`` and attach are of one mind: of what is refused, of nulls, and of the plan."""
+
+import argparse
+import copy
+import json
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+SGD = {"type": "SGD", "params": {"lr": 1.0}}
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+OURS = {"type": "KFACAdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+QUADRATIC = {"preconditioner": {"step": "quadratic"}}
+NONE = {"gradient_clipping": 0.0}
+OFFLOAD = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+
+REFUSED = {
+    "quadratic, AdamW": ({"optimizer": ADAMW, "kfac": QUADRATIC, **NONE}, "plain SGD"),
+    "quadratic, KFACAdamW": ({"optimizer": OURS, "kfac": QUADRATIC, **NONE}, "plain SGD"),
+    "quadratic, default clipping": ({"optimizer": SGD, "kfac": QUADRATIC}, '"quadratic" with gradient_clipping'),
+    "quadratic, momentum": (
+        {"optimizer": {"type": "SGD", "params": {"lr": 1.0, "momentum": 0.9}}, "kfac": QUADRATIC, **NONE}, "plain SGD",
+    ),
+    "quadratic, bf16": ({"optimizer": SGD, "kfac": QUADRATIC, **NONE, "bf16": {"enabled": True}}, "in 16 bits"),
+    "quadratic, a norm": ({"optimizer": SGD, "kfac": QUADRATIC, **NONE}, "2 trained parameters are of no K-FAC layer"),
+    "prediction": (
+        {"optimizer": SGD, "kfac": {"factor": {"fisher": "monte_carlo", "prediction": "tail"}}}, "no module 'tail'",
+    ),
+    "offload": (
+        {"optimizer": OURS, "zero_optimization": OFFLOAD,},
+        "cannot be offloaded in part",
+    ),
+    "betas": ({"optimizer": {"type": "KFACAdamW", "params": {"betas": [0.9, 1.5]}}}, "optimizer.params.betas"),
+    "no optimizer": ({"kfac": {}}, "no optimizer"),
+}  # fmt: skip
+FITS = {
+    "AdamW": {"optimizer": ADAMW, "kfac": {}},
+    "SGD": {"optimizer": SGD, "kfac": {}, "zero_optimization": {"stage": 2}},
+    "KFACAdamW": {"optimizer": OURS},
+    "KFACAdamW, bf16": {"optimizer": OURS, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
+    "quadratic": {"optimizer": SGD, "kfac": {**QUADRATIC, "layers": {"types": ["Linear", "LayerNorm"]}}, **NONE},
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3)
+
+
+def worker(folder: str) -> dict:
+    import ds_kfac
+    from ds_kfac.directions.table import rule_of
+    from ds_kfac.estimate import check
+    from ds_kfac.estimate.mode import answered, mode_of
+
+    found = {}
+    for name, config in {**{name: config for name, (config, _) in REFUSED.items()}, **FITS}.items():
+        config = copy.deepcopy({"train_micro_batch_size_per_gpu": 2, **config})
+        path = Path(folder) / "ds_config.json"
+        path.write_text(json.dumps(config))
+        arguments = {"config": str(path), "model": f"{__name__}:Net", "lora": None, "world": 1, "optimizer": None}
+        try:
+            said = check.run(argparse.Namespace(**arguments))
+        except ValueError as error:
+            said = f"refused: {error}"
+        try:
+            model = Net()
+            engine = ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=copy.deepcopy(config))[
+                0
+            ]
+            kfac = ds_kfac.attach(engine)  # the one that is there; an engine without an optimizer has none
+        except ValueError as error:
+            found[name] = said, f"refused: {error}"
+            continue
+        _, expected, _ = answered(config)
+        mode, rule = mode_of(config, expected), rule_of(engine.basic_optimizer)
+        same = {
+            "config": kfac.preconditioner.config == expected,
+            "clips": mode.clips == bool(engine.gradient_clipping()),
+            "moments": mode.rule.moments_count(expected) == rule.moments_count(kfac.preconditioner.config),
+            "optimizer": mode.rule is rule,
+        }
+        found[name] = said, same, kfac.report.splitlines()
+        engine.destroy()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict:
+    folder = str(tmp_path_factory.mktemp("check"))
+    return run_ranks("tests.deepspeed.test_check:worker", world=1, payload=folder)[0]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_attach_refuses_check_refuses_in_the_same_words(found, name):
+    said, attached = found[name][:2]
+    assert isinstance(attached, str) and REFUSED[name][1] in attached, attached
+    assert said.startswith("refused: ") and REFUSED[name][1] in said, said
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_what_fits_is_planned_and_summed_up_as_attach_does(found, name):
+    said, same, report = found[name]
+    assert all(same.values()), same
+    lines = said.splitlines()
+    assert lines[1:5] == report[:4] and lines[5] == report[4], (lines[1:6], report[:5])
