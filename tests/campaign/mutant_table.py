@@ -347,6 +347,11 @@ _ROWS = [
     ("summary: a state is summed up", "metrics.py", '"unpreconditioned_layers": False',
      '"unpreconditioned_layers": True',
      f"{_TRAPS}::test_layers_without_data_at_a_refresh_get_their_basis_as_soon_as_they_have"),
+    # config
+    ("config: any number will do", "config/values.py", "and not abs(value) <= LARGEST:", "and False:",
+     "tests/config/test_numbers.py"),
+    ("config: in a schedule any number will do", "config/values.py", "[Annotated[number, BeforeValidator(fits)]]",
+     "[number]", "tests/config/test_numbers.py"),
     # checkpoints
     ("resume: peak rate forgotten", "checkpoint/save_load.py",
      '"peak_lr": {int(group): lr for group, lr in header["peak_lr"].items()},', '"peak_lr": {},',
