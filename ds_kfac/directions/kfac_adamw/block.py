@@ -7,7 +7,7 @@ from torch import nn
 
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.directions.kfac_adamw.optimizer import FLAG, NAME, build
-from ds_kfac.directions.kfac_adamw.params import checked
+from ds_kfac.directions.kfac_adamw.params import checked, checked_group
 from ds_kfac.directions.kfac_adamw.size import ADAM_RATIO
 from ds_kfac.directions.kfac_adamw.user_optimizer import given_groups, hand_over, numbered
 from ds_kfac.model.scan import scan
@@ -29,7 +29,8 @@ def params_in(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
         if "kfac" in name.lower():
             raise ValueError(f'DeepSpeed config: optimizer.type "{name}" does not exist; did you mean "{NAME}"?')
         return None
-    return checked(block.get("params") or {}, "DeepSpeed config: optimizer.params.")
+    params = block.get("params")
+    return checked({} if params is None else params, "DeepSpeed config: optimizer.params.")
 
 
 def put_into(
@@ -64,7 +65,7 @@ def put_into(
         given, params = numbered(theirs), theirs[0].options
     given = None if given is None else list(given)
     found = scan(model, config.choice, optimized=_flat(given))
-    groups = split_groups(model, found, given, flag=FLAG)
+    groups = [checked_group(group) for group in split_groups(model, found, given, flag=FLAG)]
     optimizer = build(groups, params or {}, offload=offload, adam_ratio=ADAM_RATIO[config.adam.scale])
     if theirs is not None:
         hand_over(theirs, optimizer)
