@@ -21,8 +21,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """How much of what rounding may do was used, see tests/spread.py: near 1, a bound is about to be met by chance."""
-    from tests.spread import RATIOS
+    """How much of what rounding may do was used, see tests/close.py: near 1, a bound is about to be met by chance."""
+    from tests.close import RATIOS
 
     for test, ratio in sorted(RATIOS.items(), key=lambda pair: -pair[1])[:10]:
         terminalreporter.write_line(f"largest difference / allowed: {ratio:.3f} {test}")
