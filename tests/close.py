@@ -18,7 +18,8 @@ FACTOR = 8.0
 """Roundings are independent and at most eps / 2, of variance eps^2 / 12. A sum of n terms makes n of them, each
 relative to a partial sum no larger than the scale: two orders of summation differ by sqrt(n / 6) eps, the largest of
 10^6 elements by five times that, 2 sqrt(n) eps (Higham and Mary 2019, doi:10.1137/18M1226312, have the same sqrt(n)).
-Times four: a processor that does worse than any seen still passes, and a test is near its bound long before it fails."""
+Times four: a processor that does worse than any seen still passes, and a test is near its bound long before it fails.
+"""
 
 RATIOS: dict[str, float] = {}
 """Test -> largest difference it met / allowed; conftest and tests/campaign/processors.py print it."""
@@ -41,9 +42,9 @@ def close(
     Args:
         actual, expected: tensors, numbers, or lists, tuples and dicts of these; of equal shapes, compared in float64.
         sums: terms added one after another on the way to one element, the lengths of all sums of a chain together: D
-            for a product over D, O + I for Q_G^T W Q_A, 1 for elementwise work.
+            for a product over D, O + I for Q_G^T W Q_A; k for k elementwise operations one after another.
         condition: by how much the result moves, relatively, when what it is made of moves by 1: of a solved matrix its
-            condition number, of a power its exponent, of a chain of k elementwise operations about sqrt(k).
+            condition number, of a power its exponent, of 1 - x for x near 1 its inverse.
         scale: what a rounding is relative to; None: the largest finite |expected|. The size of the terms where they
             cancel, ``expected.abs()`` where every element is relative to itself.
         dtype: the coarsest format that was computed in; None: the coarser one of the two results. Numbers of Python
@@ -90,6 +91,18 @@ def near(actual: Any, expected: Any, bound: Any, because: str, *, what: str = ""
         a, e = (torch.as_tensor(x, dtype=torch.float64) for x in (a, e))
         limit, finite = torch.as_tensor(bound, dtype=torch.float64), torch.ones_like(e, dtype=torch.bool)
         assert _ratio(a, e, limit, finite) <= 1, _message(path, a, e, limit, finite, because)
+
+
+def polar_condition(x: Tensor) -> Tensor:
+    """``condition`` of an orthogonal factor: |x| / smallest singular value (Higham 1986, doi:10.1137/0907079).
+
+    Args:
+        x: [..., M, N], of full rank.
+
+    Returns float64 [..., 1, 1].
+    """
+    values = torch.linalg.svdvals(x.detach().double())
+    return (values.norm(dim=-1) / values[..., -1])[..., None, None]
 
 
 def record(ratio: float) -> None:

@@ -11,6 +11,22 @@ import torch
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
+SHUFFLED = os.environ.get("SHUFFLED_SUMS")
+
+
+def pytest_configure(config):
+    """Sums in another order in every test, where SHUFFLED_SUMS says so."""
+    if SHUFFLED:
+        from tests.shuffled import ShuffledSums
+
+        config.shuffled = ShuffledSums(int(SHUFFLED)).__enter__()
+
+
+def pytest_unconfigure(config):
+    if SHUFFLED:
+        config.shuffled.__exit__(None, None, None)
+
+
 def pytest_collection_modifyitems(items):
     """Where there is no GPU, its tests say so."""
     if not torch.cuda.is_available():
