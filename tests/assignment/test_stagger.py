@@ -54,7 +54,7 @@ def test_one_ranks_work_stays_within_grahams_bound_of_the_even_share():
         widths = [random.randint(50, 700) for _ in range(23)]
         _, found = stagger(widths, [0] * 23, refresh=5)
         seconds = [COSTS.eigh(width) for width in widths]
-        assert found.worst <= 4 / 3 * max(max(seconds), sum(seconds) / 5) * (1 + 1e-9)
+        assert found.worst <= 4 / 3 * max(max(seconds), sum(seconds) / 5) * (1 + 1e-9)  # float64
         close(found.mean, sum(seconds) / 5, sums=23)
 
 

@@ -212,4 +212,5 @@ def first_steps_worker(_) -> float:
 
 
 def test_without_rotation_it_is_adamw():
-    assert max(run_ranks("tests.deepspeed.test_kfac_adamw:first_steps_worker", world=2)) < 1e-6
+    worst = run_ranks("tests.deepspeed.test_kfac_adamw:first_steps_worker", world=2)
+    close(worst, [0.0] * 2, sums=5 * 10, scale=0.3, dtype=torch.float32)  # five steps of weights of up to 0.3

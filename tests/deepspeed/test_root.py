@@ -112,7 +112,8 @@ def test_momentum_survives_a_change_of_method(tmp_path):
     (result,) = run_ranks("tests.deepspeed.test_root:other_worker", world=1, payload=str(tmp_path))
     for method, kind in (("root", "DampedInverse"), ("eigen", "Eigenbasis")):
         off, kinds, trains = result[method]
-        assert off < 1e-5 and kinds == {kind} and trains
+        close(off, 0.0, sums=4 * 20, scale=1.0, dtype=torch.float32)  # turned into a basis and back
+        assert kinds == {kind} and trains
 
 
 def refused_worker(_) -> dict:

@@ -419,6 +419,7 @@ def test_the_reported_norm_is_of_the_raw_gradient():
     names += ["z1-bf16-accum32", "z3-bf16", "z2-fp16", "z3-fp16", "z0-bf16-fused"]
     results = run_ranks("tests.deepspeed.test_traps:norm_worker", world=2, payload=names)[0]
     for name, norms in results.items():
+        # DeepSpeed adds its parts up in its own formats; the preconditioned norm is far away
         assert abs(norms["reported"] / norms["raw"] - 1) < 1e-3, (name, norms)
         assert abs(norms["reported"] / norms["preconditioned"] - 1) > 0.05, (name, norms)
         assert norms["not_16_bit"] > 100, f"{name}: gradients came back rounded to 16 bits"

@@ -19,7 +19,7 @@ from ds_kfac.zero.layout import ShardLayout
 from ds_kfac.zero.replicated import ReplicatedHalf
 from ds_kfac.zero.stage_1_and_2 import Stage12
 from tests.choices import planned
-from tests.close import close, exact, near, polar_condition
+from tests.close import close, exact, near
 from tests.models import linear_layer
 from tests.update.test_moments import random_basis
 
@@ -183,7 +183,7 @@ def test_a_zero_of_a_layer_in_use_is_seen_to_be_in_use(orthogonalize):
     result = direction.local(StepContext(0, None, {}), gradients, {"a": state}).results["a"]
     for dtype, bits in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16), (torch.float16, torch.int16)):
         assert result.to(dtype).view(bits).all(), dtype
-    assert result[:, 3].abs().max() <= 1e-29 < result[:, :3].abs().min()
+    assert result[:, 3].abs().max() <= 1e-29 < result[:, :3].abs().min()  # what stands for a zero, and what is none
 
 
 def test_adam_takes_the_betas_of_the_layers_own_group():
