@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
 import ds_kfac
+from tests.close import close
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, micro_batches, patched, train, weights
 from tests.models import make_net
@@ -115,7 +116,7 @@ def test_norm_schedule_and_memory_are_those_of_adamw():
     for stage, result in run_ranks("tests.deepspeed.test_kfac_adamw:behaviour_worker", world=2)[0].items():
         norms = result["norms"]
         # the first gradient is the same; that it is the raw one's norm holds for all
-        assert norms["ours"][0] == pytest.approx(norms["plain"][0], rel=1e-5), stage
+        close(norms["ours"][0], norms["plain"][0], sums=numel, dtype=torch.float32, what=str(stage))
         assert result["groups"] == 2 and result["rates"] == result["plain rates"], "every group follows the schedule"
         assert len({rate for rates in result["plain rates"] for rate in rates}) == 3, "which changes them"
         padding = 2 * 4 * 3  # of flat groups
@@ -213,6 +214,7 @@ def first_steps_worker(_) -> float:
 
 
 def test_without_rotation_it_is_adamw():
+<<<<<<< HEAD
     assert max(run_ranks("tests.deepspeed.test_kfac_adamw:first_steps_worker", world=2)) < 1e-6
 
 
@@ -243,3 +245,7 @@ def test_what_has_no_rate_stands_still_and_does_not_decay():
     for of_rank in run_ranks("tests.deepspeed.test_kfac_adamw:still_worker", world=2, payload=cases):
         for case, found in of_rank.items():
             assert found == [moved, set(), moved, 0], case
+=======
+    worst = run_ranks("tests.deepspeed.test_kfac_adamw:first_steps_worker", world=2)
+    close(worst, [0.0] * 2, sums=5 * 10, scale=0.3, dtype=torch.float32)  # five steps of weights of up to 0.3
+>>>>>>> w-a

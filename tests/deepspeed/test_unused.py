@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_kfac
+from tests.close import close
 from tests.deepspeed.modes import BY_NAME, Mode
 from tests.deepspeed.runs import build, expected, micro_batches, patched, train, weights
 from tests.models import FEATURES, Net, make_net
@@ -205,4 +206,4 @@ def test_what_no_row_prepared_steps_along_its_gradient_in_every_stage():
     first, *others = run_ranks("tests.deepspeed.test_unused:masked_worker", world=1, payload=[0, 2, 3])[0]
     for other in others:
         for name, weight in first.items():
-            torch.testing.assert_close(other[name], weight)
+            close(other[name], weight, sums=4 * 4 + 6 + 8, what=name)
