@@ -8,22 +8,39 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from tests.ranks import keep_imports
+from tests.spread import RATIOS
+
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def pytest_collection_modifyitems(items):
-    """Where there is no GPU, its tests say so."""
+    """Where there is no GPU, its tests say so. Tests of several ranks come first: the short ones fill the end."""
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device; torch finds none")
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+    items.sort(key=lambda item: item.get_closest_marker("distributed") is None)
+
+
+def pytest_collection_finish():
+    keep_imports()
+
+
+def pytest_sessionfinish(session):
+    """A worker of pytest-xdist sends what tests/spread.py measured."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["ratios"] = RATIOS
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    RATIOS.update(getattr(node, "workeroutput", {}).get("ratios", {}))  # without one if it crashed
 
 
 def pytest_terminal_summary(terminalreporter):
     """How much of what rounding may do was used, see tests/spread.py: near 1, a bound is about to be met by chance."""
-    from tests.spread import RATIOS
-
     for test, ratio in sorted(RATIOS.items(), key=lambda pair: -pair[1])[:10]:
         terminalreporter.write_line(f"largest difference / allowed: {ratio:.3f} {test}")
 

@@ -8,6 +8,8 @@ leave with ``os._exit``: now and then interpreter shutdown aborts in gloo's thre
 is judged by the result files.
 """
 
+import atexit
+import gc
 import importlib
 import multiprocessing
 import os
@@ -23,6 +25,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.preload"])
+
+
+def keep_imports() -> None:
+    """No collection of garbage goes through what is there now; DeepSpeed collects several times an engine."""
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # or extensions call it leaked
 
 
 def free_port() -> int:
