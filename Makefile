@@ -59,7 +59,8 @@ test: $(STAMP)
 
 quick: $(STAMP)
 	$(PYTEST) -m "not distributed" --ignore-glob='tests/ops/test_cuda*' --ignore-glob='tests/ops/test_triton*' \
-		--ignore=tests/benchmarks --ignore=tests/gpu --ignore=tests/examples $(ARGS)
+		--ignore=tests/benchmarks --ignore=tests/gpu --ignore=tests/examples --ignore=tests/campaign \
+		--ignore=tests/integrations $(ARGS)
 
 # transformers, TRL, PEFT, Accelerate and Lightning, in an environment of their own: they bring what ours should not have.
 # Where one of them does not install, its tests say so and are skipped.
