@@ -32,8 +32,8 @@ def pytest_unconfigure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Where there is no GPU, its tests say so; torch.compile refuses a dispatch mode. Tests of several ranks come first:
-    the short ones fill the end."""
+    """Where there is no GPU, its tests say so; torch.compile refuses a dispatch mode. Tests of several ranks come
+    first: the short ones fill the end."""
     if SHUFFLED:
         skip = pytest.mark.skip(reason="SHUFFLED_SUMS is a dispatch mode, which torch.compile refuses")
         for item in items:

@@ -214,8 +214,8 @@ def first_steps_worker(_) -> float:
 
 
 def test_without_rotation_it_is_adamw():
-<<<<<<< HEAD
-    assert max(run_ranks("tests.deepspeed.test_kfac_adamw:first_steps_worker", world=2)) < 1e-6
+    worst = run_ranks("tests.deepspeed.test_kfac_adamw:first_steps_worker", world=2)
+    close(worst, [0.0] * 2, sums=5 * 10, scale=0.3, dtype=torch.float32)  # five steps of weights of up to 0.3
 
 
 def still_worker(cases) -> dict:
@@ -245,7 +245,3 @@ def test_what_has_no_rate_stands_still_and_does_not_decay():
     for of_rank in run_ranks("tests.deepspeed.test_kfac_adamw:still_worker", world=2, payload=cases):
         for case, found in of_rank.items():
             assert found == [moved, set(), moved, 0], case
-=======
-    worst = run_ranks("tests.deepspeed.test_kfac_adamw:first_steps_worker", world=2)
-    close(worst, [0.0] * 2, sums=5 * 10, scale=0.3, dtype=torch.float32)  # five steps of weights of up to 0.3
->>>>>>> w-a
