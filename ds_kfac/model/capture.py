@@ -139,6 +139,8 @@ class Capture:
     def begin_own(self) -> None:
         """The engine's own backward begins; until :meth:`end_own`."""
         self._own.begin()
+        if self.active and self._stacks:  # functions that checkpointing runs again may be no module's call
+            self._enter(self._model)
 
     def end_own(self, *, retain_graph: bool = False) -> None:
         """It has ended, maybe by an exception. Closes the micro-batch.
@@ -147,6 +149,7 @@ class Capture:
             retain_graph: whether a second backward through the graph may follow.
         """
         self._own.end()
+        self._leave(None)
         if retain_graph:
             self._arrived.clear()
         self.end_backward()
@@ -299,7 +302,8 @@ class Capture:
 
         def enter(module: nn.Module, inputs: tuple) -> None:
             if model.training and self.active and torch.is_grad_enabled():
-                self._enter(module, own)
+                if module is own:
+                    self._enter(module)
 
         def leave(module: nn.Module, inputs: tuple, output: Any) -> None:
             if model.training and self.active and torch.is_grad_enabled():
@@ -308,11 +312,10 @@ class Capture:
         return enter, leave
 
     @torch.compiler.disable
-    def _enter(self, module: nn.Module, own: nn.Module) -> None:
-        if module is own:
-            if not self._inside:
-                self._products.__enter__()
-            self._inside.append(id(module))
+    def _enter(self, module: nn.Module) -> None:
+        if not self._inside:
+            self._products.__enter__()
+        self._inside.append(id(module))
 
     @torch.compiler.disable
     def _leave(self, module: nn.Module | None) -> None:

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 LINEAR, RIGHT = {"linear"}, {"matmul", "mm", "bmm", "grouped_mm", "_grouped_mm", "grouped_mm_fallback"}
 ADDED = {"addmm", "baddbmm"}
 TURNS = {"T", "mT", "t", "transpose", "swapaxes", "adjoint"}
-COPIES = {"to", "type", "type_as", "float", "half", "bfloat16", "contiguous", "clone"}
+COPIES = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone"}
 KEEPS = COPIES | {"unsqueeze", "squeeze"}
 
 

@@ -220,8 +220,8 @@ def _products(name: str, module: nn.Module, facts: _Model, choice: Choice) -> li
             if len(shape) == 2:
                 layers.append(LayerSpec(place, weight_name, bias_name, use.A, use.G, (use,)))
                 continue
-            # Tokens that enter are of one kind, whichever expert takes them. What an expert makes of them is its own, as
-            # long as that A is no larger than the weight
+            # Tokens that enter are of one kind, whichever expert takes them. What an expert makes of them has an A of
+            # its own, as long as that is no larger than the weight
             first = next((layer for layer in layers if layer.part[1] == shape[0] and layer.A == use.A), None)
             entering = parameter == stacks[0] or (first is not None and parameter != stacks[-1])
             leader = first.name if entering and first is not None else f"{place}.0"

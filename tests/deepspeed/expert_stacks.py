@@ -1,4 +1,4 @@
-"""A model with the same experts three ways: modules of their own, stacked as [E, O, I], and as [E, I, O] with biases."""
+"""A model with the same experts in several ways: as modules, and stacked as [E, O, I] or [E, I, O]."""
 
 import torch
 from torch import nn

@@ -58,6 +58,7 @@ def worker(names) -> dict:
 @pytest.mark.distributed
 @pytest.mark.parametrize("world", [1, 2])
 def test_stacked_experts_step_as_experts_apart(world):
-    problems = []
-    for name, (error, silent, updates) in run_ranks("tests.deepspeed.test_stacks:worker", world=world, payload=list(MODES))[0].items():
-        print(name, error, silent, updates)
+    found = run_ranks("tests.deepspeed.test_stacks:worker", world=world, payload=list(MODES))[0]
+    for name, (error, silent, updates) in found.items():
+        assert silent == [] and updates == STEPS, name
+        assert error <= found["bounds"].get(name, 0), (name, error)
