@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from ds_kfac.model.products import multiplied
+from ds_kfac.model.batch_info import BatchInfo
+from ds_kfac.model.products import Products, multiplied
 from ds_kfac.model.scan import Choice, scan
 from ds_kfac.ops.reference import symmetric_pack
 from tests.deepspeed.expert_stacks import BIASED, STACKS, WIDTH, Apart, make
@@ -126,6 +128,53 @@ def close(actual, expected):
     """Sums of ROWS products of fp32 numbers."""
     bound = 16 * ROWS * torch.finfo(torch.float32).eps * float(expected.abs().max())
     assert float((actual - expected).abs().max()) <= bound
+
+
+def test_products_are_watched_in_captured_forwards_and_their_backwards_only():
+    class Watched(AsLinear):
+        def forward(self, x):
+            modes.append([type(mode) for mode in _get_current_function_mode_stack()])
+            return super().forward(x)
+
+    modes: list[list[type]] = []
+    model, plain = Net(Watched()), F.linear
+    recorder = Recorder(model)
+    for active, training in ((True, True), (False, True), (True, False)):
+        recorder.capture.active = active
+        model.train(training)
+        loss = model(X)
+        recorder.capture.begin_own()
+        loss.backward()
+        recorder.capture.end_own()
+        assert F.linear is plain
+    with pytest.raises(RuntimeError):
+        model.train()(X[:, :2])
+    model(X).backward()
+    recorder.capture.remove()
+    model(X)
+    assert modes == [[Products], [], [], [Products], []] and F.linear is plain
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_torchs_attention_has_the_rows_of_its_projections(batch_first):
+    """Sequences come first inside of it, whatever it is given."""
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(4, 2, batch_first=batch_first)
+    model = nn.ModuleDict({"attention": attention})
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    query, memory = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+
+    def forward(attention_mask=None):
+        q, k = (x if batch_first else x.transpose(0, 1) for x in (query, memory))
+        return attention(q, k, k, need_weights=False)[0].square().mean()
+
+    model.forward = forward
+    recorder = Recorder(model)
+    recorder.capture.read_batch = lambda arguments, keywords: BatchInfo(rows=mask)
+    model().backward()
+    A, _ = recorder.means()["attention.in_proj_weight"]
+    rows = torch.cat([torch.cat([x[mask], torch.ones(5, 1)], 1) for x in (query, memory)]).double()  # q's; k's and v's
+    close(A, symmetric_pack(rows.T @ rows / len(rows)))
 
 
 def test_what_is_no_product_is_no_layer():
