@@ -83,6 +83,8 @@ class KFACConfig(Block):
             max_dim=self.factor.max_dim,
             large=self.factor.large,
             gradients=self.factor.fisher != "activations_only",
+            shares=self.layers.share_inputs
+            and not FACTOR_FORMS[self.preconditioner.method].paired(self.damping.chosen),
         )
 
     @property

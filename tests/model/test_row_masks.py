@@ -220,7 +220,9 @@ def test_sources_are_counted_by_their_mask_and_targets_by_their_labels(kind, len
     wanted = expected(model, forward, given, labels >= 0, side_of)
     with caplog.at_level(logging.WARNING):
         found = record(model, forward)
-    assert wanted.keys() == {name for name in found if float(found[name][0].abs().sum()) > 0}
+    seen = {name for name in found if float(found[name][0].abs().sum()) > 0}
+    inside = {name for name in seen if "in_proj_weight" in name or "attn.out_proj" in name}  # see test_products.py
+    assert wanted.keys() == seen - inside
     for name, (A, G) in wanted.items():
         close(found[name][0], A, sums=SUMS, what=f"A of {name}")
         close(found[name][1], G, sums=SUMS, what=f"G of {name}")
