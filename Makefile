@@ -7,6 +7,7 @@ STAMP := $(VENV)/.ready
 RANKS ?= 2
 STEPS ?= 300
 PARTS ?= A B C D E
+WORKERS ?= 2
 
 # The environment's programs first (ninja among them), builds inside it, one thread a rank.
 export PATH := $(BIN):$(PATH)
@@ -18,6 +19,8 @@ export DS_ACCELERATOR ?= cpu
 endif
 
 LAUNCHER = $(BIN)/deepspeed --num_accelerators $(RANKS)
+# a file's tests share results, so they stay with one worker
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 LAUNCH = $(LAUNCHER) examples/train_gpt.py --steps $(STEPS)
 
 .PHONY: setup train train-images compare converge scale gpu test quick integrations campaign check docs clean
@@ -52,11 +55,12 @@ gpu: $(STAMP)
 	for part in $(PARTS); do PYTHON=$(BIN)/python bash benchmarks/gpu.sh $$part || failed=1; done; exit $$failed
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 quick: $(STAMP)
-	$(BIN)/python -m pytest -m "not distributed" --ignore-glob='tests/ops/test_cuda*' --ignore-glob='tests/ops/test_triton*' \
-		--ignore=tests/benchmarks --ignore=tests/gpu --ignore=tests/examples $(ARGS)
+	$(PYTEST) -m "not distributed" --ignore-glob='tests/ops/test_cuda*' --ignore-glob='tests/ops/test_triton*' \
+		--ignore=tests/benchmarks --ignore=tests/gpu --ignore=tests/examples --ignore=tests/campaign \
+		--ignore=tests/integrations $(ARGS)
 
 # transformers, TRL, PEFT, Accelerate and Lightning, in an environment of their own: they bring what ours should not have.
 # Where one of them does not install, its tests say so and are skipped.

@@ -53,7 +53,8 @@ class Bytes:
 
 def make(arguments: argparse.Namespace) -> tuple[Bytes, torch.nn.Module]:
     task = Bytes(arguments)
-    return task, GPT(GPTConfig(arguments.width, arguments.blocks, arguments.heads, arguments.context))
+    config = GPTConfig(arguments.width, arguments.blocks, arguments.heads, arguments.context, experts=arguments.experts)
+    return task, GPT(config)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--blocks", type=int, default=GPTConfig.blocks)
     parser.add_argument("--heads", type=int, default=GPTConfig.heads)
     parser.add_argument("--context", type=int, default=GPTConfig.context)
+    parser.add_argument("--experts", type=int, default=0, help="of a mixture in every block, stacked in one tensor")
     parser.add_argument("--eval-batches", type=int, default=8)
     return job.main("train_gpt.py", "gpt_zero2_kfac.json", parser.parse_args(argv), make)
 

@@ -8,22 +8,62 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from tests.close import RATIOS
+from tests.ranks import keep_imports
+
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
+SHUFFLED = os.environ.get("SHUFFLED_SUMS")
+"""Seed of other orders of all sums, see tests/shuffled.py."""
+
+
+def pytest_configure(config):
+    """Sums in another order in every test, where SHUFFLED_SUMS says so."""
+    if SHUFFLED:
+        from tests.shuffled import ShuffledSums
+
+        config.shuffled = ShuffledSums(int(SHUFFLED)).__enter__()
+
+
+def pytest_unconfigure(config):
+    if SHUFFLED:
+        config.shuffled.__exit__(None, None, None)
+
+
 def pytest_collection_modifyitems(items):
-    """Where there is no GPU, its tests say so."""
+    """Where there is no GPU, its tests say so; torch.compile refuses a dispatch mode. Tests of several ranks come
+    first: the short ones fill the end."""
+    if SHUFFLED:
+        skip = pytest.mark.skip(reason="SHUFFLED_SUMS is a dispatch mode, which torch.compile refuses")
+        for item in items:
+            if item.path.name == "test_library.py":
+                item.add_marker(skip)
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device; torch finds none")
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+    items.sort(key=lambda item: item.get_closest_marker("distributed") is None)
+
+
+def pytest_collection_finish():
+    keep_imports()
+
+
+def pytest_sessionfinish(session):
+    """A worker of pytest-xdist sends what tests/close.py measured."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["ratios"] = RATIOS
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    RATIOS.update(getattr(node, "workeroutput", {}).get("ratios", {}))  # without one if it crashed
 
 
 def pytest_terminal_summary(terminalreporter):
-    """How much of what rounding may do was used, see tests/spread.py: near 1, a bound is about to be met by chance."""
-    from tests.spread import RATIOS
-
+    """How much of what rounding may do was used, see tests/close.py: near 1, a bound is about to be met by chance."""
     for test, ratio in sorted(RATIOS.items(), key=lambda pair: -pair[1])[:10]:
         terminalreporter.write_line(f"largest difference / allowed: {ratio:.3f} {test}")
 

@@ -3,3 +3,6 @@
 import ds_kfac  # noqa: F401
 import tests.deepspeed.runs
 import tests.libraries  # noqa: F401
+from tests.ranks import keep_imports
+
+keep_imports()

@@ -8,10 +8,14 @@ leave with ``os._exit``: now and then interpreter shutdown aborts in gloo's thre
 is judged by the result files.
 """
 
+import atexit
+import contextlib
+import gc
 import importlib
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import subprocess
 import sys
@@ -25,10 +29,20 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.preload"])
 
 
+def keep_imports() -> None:
+    """No collection of garbage goes through what is there now; DeepSpeed collects several times an engine."""
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # or extensions call it leaked
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Below those that a system gives to whoever connects: one of them may be given again before it is used."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def run_ranks(target: str, *, world: int, payload=None, timeout: float = 300) -> list:

@@ -7,12 +7,13 @@ of these runs, times :data:`FACTOR`, is the bound.
 """
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from tests.close import record
 
 PERMUTATIONS = 4
 FACTOR = 10.0
@@ -23,8 +24,6 @@ FLOOR = 2e-6
 """16 roundings in fp32, relative to how far training moved: where the order of the rows happens to change nothing."""
 
 Weights = Mapping[str, Tensor]
-RATIOS: dict[str, float] = {}
-"""Test -> largest difference it met, in bounds; conftest prints them."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,7 @@ def difference(actual: Weights, expected: Weights, initial: Weights) -> float:
 
 def within(where: str, value: float, bound: float) -> list[str]:
     """What to complain about; the ratio is kept for the summary."""
-    test = os.environ.get("PYTEST_CURRENT_TEST", "").split(" ")[0]
-    RATIOS[test] = max(RATIOS.get(test, 0.0), value / bound)
+    record(value / bound)
     return [] if value <= bound else [f"{where}: differs by {value:.2e}, allowed {bound:.2e}"]
 
 

@@ -77,7 +77,7 @@ def test_the_mathematics_knows_neither_deepspeed_nor_ranks(name):
 def test_files_hold_one_concept():
     for name, path in FILES.items():
         lines = len(path.read_text().splitlines())
-        assert lines <= 300, f"{name} has {lines} lines: which concept moved in?"
+        assert lines <= 400, f"{name} has {lines} lines: which concept moved in?"
 
 
 def test_reference_stands_alone():

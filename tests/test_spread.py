@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests import spread
+from tests.close import RATIOS
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.test_features import CASES, MixedKFAC, expected_weights
 from tests.models import make_net
@@ -90,4 +91,4 @@ def test_a_run_without_rounding_is_bounded_by_the_floor():
     (complaint,) = spread.within("case", 2 * found.bound, found.bound)
     assert complaint == "case: differs by 4.00e-06, allowed 2.00e-06"
     assert spread.within("case", float("nan"), found.bound)
-    spread.RATIOS.popitem()  # not a comparison
+    RATIOS.popitem()  # not a comparison

@@ -63,6 +63,8 @@ TASKS: dict[str, Task | ImageTask | AutoencoderTask] = {
     "gpt_small_32k": Task(GPTConfig(width=128, blocks=4), rows=256, steps=40),
     "gpt_small_long": Task(GPTConfig(width=128, blocks=4), rows=16, steps=1500),
     "gpt_large": Task(GPTConfig(width=256, blocks=4), rows=16, steps=150),
+    "gpt_moe": Task(GPTConfig(width=128, blocks=3, experts=8), rows=16, steps=300),
+    "gpt_moe_modules": Task(GPTConfig(width=128, blocks=3, experts=8, stacked=False), rows=16, steps=300),
     "mlm": Task(GPTConfig(width=128, blocks=3, causal=False), rows=16, steps=150),
     **{f"width_{width}": Task(GPTConfig(width, blocks=2, heads=width // 32), rows=8, steps=100) for width in WIDTHS},
     "depth_8": Task(GPTConfig(width=128, blocks=8), rows=8, steps=100),

@@ -32,10 +32,10 @@ def key_of(layer: str, side: str) -> str:
 
 
 def factor_specs(layers: Sequence[LayerSpec], shared: Sequence[Sequence[str]] = ()) -> tuple[FactorSpec, ...]:
-    """All factors, in module order, A before G.
+    """All factors, in module order, A before G. Layers that name another one in ``shares`` have its A.
 
     Args:
-        shared: groups of names of layers that see one input; the first of a group names the factor.
+        shared: more groups of names of layers that see one input; the first of a group names the factor.
     """
     leader = {name: group[0] for group in shared for name in group}
     users: dict[str, list[str]] = {}
@@ -44,7 +44,8 @@ def factor_specs(layers: Sequence[LayerSpec], shared: Sequence[Sequence[str]] = 
         for which, side in (("A", layer.A), ("G", layer.G)):
             if side.block == 0:
                 continue
-            key = key_of(leader.get(layer.name, layer.name) if which == "A" else layer.name, which)
+            owner = leader.get(layer.name) or layer.shares or layer.name
+            key = key_of(owner if which == "A" else layer.name, which)
             assert sides.setdefault(key, side) == side, f"{key} and {layer.name} share an input of another kind"
             users.setdefault(key, []).append(layer.name)
     return tuple(FactorSpec(key, sides[key], tuple(users[key])) for key in users)

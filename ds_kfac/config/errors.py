@@ -1,6 +1,7 @@
 """What lies between a raw config block and its models: nulls, and errors that say where, what and what instead."""
 
 import difflib
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -8,7 +9,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from ds_kfac.config.removed import REMOVED, REMOVED_VALUES
-from ds_kfac.config.values import form_of, holds_value
+from ds_kfac.config.values import TOO_LARGE, form_of, holds_value
 
 Model = type[BaseModel]
 AUTO = "auto"
@@ -41,7 +42,9 @@ def explain(detail: Any, block: Mapping[str, Any], model: Model) -> str:
     if detail["type"] == "model_type":
         return f"kfac.{path}: got {got!r}; must be an object"
     message = detail["msg"].removeprefix("Value error, ")
-    return f"kfac.{path}: got {got!r}; {message[0].lower()}{message[1:]}"
+    huge = detail["type"] == TOO_LARGE and isinstance(got, int)  # whose digits say nothing
+    shown = f"about 10^{math.log10(abs(got)):.0f}" if huge else repr(got)
+    return f"kfac.{path}: got {shown}; {message[0].lower()}{message[1:]}"
 
 
 def _nearest(location: tuple[str, ...], block: Mapping[str, Any], model: Model) -> str:

@@ -26,6 +26,7 @@ from ds_kfac.config.system import (
     OpsConfig,
     PaddingConfig,
 )
+from ds_kfac.config.values import LARGEST
 from ds_kfac.curvature.forms import FACTOR_FORMS
 from ds_kfac.model.scan import Choice
 from ds_kfac.schedule.intervals import Schedule
@@ -84,6 +85,8 @@ class KFACConfig(Block):
             max_dim=self.factor.max_dim,
             large=self.factor.large,
             gradients=self.factor.fisher != "activations_only",
+            shares=self.layers.share_inputs
+            and not FACTOR_FORMS[self.preconditioner.method].paired(self.damping.chosen),
         )
 
     @property
@@ -125,12 +128,14 @@ def _contradictions(block: Mapping[str, Any]) -> list[str]:
     update, refresh = given("factor", "update_interval"), given("eigenbasis", "refresh_interval")
     update = FactorConfig().update_interval.interval_at(0) if update is None else update
     # Of schedules nothing is asked: their refreshes wait for the next factor update.
-    if type(update) is int and type(refresh) is int and update >= 1 and refresh >= 1 and refresh % update:
+    plain = all(type(interval) is int and 1 <= interval <= LARGEST for interval in (update, refresh))
+    if plain and refresh % update:
         errors.append(
             f"kfac.eigenbasis.refresh_interval ({refresh}) must be a multiple of kfac.factor.update_interval "
             f"({update}); otherwise a refresh would see stale factors"
         )
-    form = FACTOR_FORMS.get(given("preconditioner", "method"))
+    method = given("preconditioner", "method")
+    form = FACTOR_FORMS.get(method) if isinstance(method, str) else None
     errors += _of_step(given)
     return errors + (_without_basis(given) if form is not None and not form.rotates else [])
 

@@ -1,11 +1,11 @@
 """The blocks inside ``"kfac"`` on what is computed, one model each. Docstrings are their manual."""
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from ds_kfac.config.values import Decay, Interval, Method, NotNegative, Pattern, Positive
+from ds_kfac.config.values import Decay, Interval, Method, NotNegative, Pattern, Positive, Rows, fits
 from ds_kfac.schedule.intervals import BurnIn, Value
 
 
@@ -14,6 +14,7 @@ class Block(DeepSpeedConfigModel):
 
     # A default is a Value already, which the validators of its field do not take.
     model_config = ConfigDict(strict=True, use_attribute_docstrings=True, frozen=True, validate_default=False)
+    _numbers_fit = field_validator("*", mode="before")(fits)
 
     def __init__(self, **data: Any) -> None:
         BaseModel.__init__(self, **data)
@@ -39,7 +40,7 @@ class FactorConfig(Block):
     weight_sharing: Literal["expand", "reduce"] = "expand"
     """expand: every token is a row; use it for a loss per token. reduce: every sequence or image is a row; use it for a
     loss per example. reduce is cheaper by the sequence length."""
-    rows: Annotated[int, Field(ge=1)] | Literal["all"] | None = None
+    rows: Rows | None = None
     """Rows that a factor sees in an update: its batch comes from as many ranks as have them, its decomposer's node
     first, so that what statistics cost a rank falls with the number of ranks. all: from all ranks. null: 4 per column
     of the factor."""

@@ -4,11 +4,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, Any, Generic, TypeVar, get_args
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
@@ -24,6 +25,31 @@ from ds_kfac.schedule.intervals import Value
 
 Number = TypeVar("Number")
 EXAMPLE = '{"schedule": "linear", "start": 1, "end": 10, "steps": 1000}'
+LARGEST = 2**63 - 1
+"""Size of a number that everything can hold: tensors of integers, and fp32 its square."""
+TOO_LARGE = "too_large"
+"""Type of the error of one that is larger."""
+
+
+def fits(value: Any) -> Any:
+    """Whatever is no number, or one of at most :data:`LARGEST`."""
+    if isinstance(value, (int, float)) and not abs(value) <= LARGEST:  # so that it is said of nan
+        raise PydanticCustomError(TOO_LARGE, "Input should be a finite number, below 2^63")
+    return value
+
+
+def _rows(value: Any) -> Any:
+    if value == "all" or (type(value) is int and value >= 1):
+        return value
+    raise PydanticCustomError("rows", "Input should be an integer of at least 1, or 'all'")
+
+
+Rows = Annotated[
+    int | Literal["all"],
+    PlainValidator(_rows),
+    WithJsonSchema({"anyOf": [{"minimum": 1, "type": "integer"}, {"const": "all", "type": "string"}]}),
+]
+"""A count, or all."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +83,7 @@ Pattern = Annotated[str, AfterValidator(_compiles)]
 
 class _Form(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
+    _numbers_fit = field_validator("*", mode="before")(fits)
 
 
 class Ramp(_Form, Generic[Number]):
@@ -79,7 +106,7 @@ class Piecewise(_Form, Generic[Number]):
 
     schedule: str
     values: list[Number] = Field(min_length=1)
-    steps: list[Annotated[int, Field(ge=1)]]
+    steps: list[Annotated[int, Field(ge=1), BeforeValidator(fits)]]
 
     @field_validator("steps")
     @classmethod
@@ -129,7 +156,7 @@ def _parse(raw: Any, number: Any, name: str) -> Value:
             raise ValidationError.from_exception_data("schedule", [where])
         if raw["schedule"] == "exponential":
             number = Annotated[number, Field(gt=0)]
-        return form[number].model_validate(dict(raw)).value()  # type: ignore[index]
+        return form[Annotated[number, BeforeValidator(fits)]].model_validate(dict(raw)).value()  # type: ignore[index]
     if isinstance(raw, bool) or not isinstance(raw, (int, float)):
         message = f"Input should be a valid {name} or a schedule such as {EXAMPLE}"
         raise PydanticCustomError("number_or_schedule", message)
@@ -151,10 +178,8 @@ def _number_or_schedule(number: Any, name: str) -> Any:
     return Annotated[Value, validator, WithJsonSchema(_schema(number))]
 
 
-_FINITE = Annotated[float, Field(allow_inf_nan=False)]
-
 Interval = _number_or_schedule(Annotated[int, Field(ge=1)], "integer")
 """Steps, at least 1. Between the integers of a ramp it is rounded: :meth:`Value.interval_at`."""
-Decay = _number_or_schedule(Annotated[_FINITE, Field(ge=0, lt=1)], "number")
-Positive = _number_or_schedule(Annotated[_FINITE, Field(gt=0)], "number")
-NotNegative = _number_or_schedule(Annotated[_FINITE, Field(ge=0)], "number")
+Decay = _number_or_schedule(Annotated[float, Field(ge=0, lt=1)], "number")
+Positive = _number_or_schedule(Annotated[float, Field(gt=0)], "number")
+NotNegative = _number_or_schedule(Annotated[float, Field(ge=0)], "number")

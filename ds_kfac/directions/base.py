@@ -144,6 +144,7 @@ class UpdateRule:
         numbers: how many scalars of a step are summed over all ranks.
         clips: whether the rule itself clips gradients where the engine would, so that DeepSpeed must not.
         kinds: of moments that it may keep.
+        without_curvature: what becomes of a layer that has no factors yet.
     """
 
     name: str
@@ -152,6 +153,7 @@ class UpdateRule:
     numbers = 1
     clips = False
     kinds: tuple[type[Moments], ...] = ()
+    without_curvature = "a layer keeps its raw gradient"
 
     def steps(self, optimizer: Any) -> bool:
         """Whether an engine with this innermost optimizer follows this rule."""

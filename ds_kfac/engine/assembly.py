@@ -21,7 +21,7 @@ from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.step.target import Target
 from ds_kfac.zero.domains import Domain, domains
-from ds_kfac.zero.parameters import held_by_layer, parameter_names
+from ds_kfac.zero.parameters import held_by_layer, parameter_names, pieces_of
 from ds_kfac.zero.registry import optimized_parameters, shard_layout
 from ds_kfac.zero.selftest import self_test
 
@@ -91,7 +91,7 @@ def make_target(engine: Any, domain: Domain, found: Scan, experts: ExpertRows | 
     return Target(
         model=engine.module,
         layers=found.layers,
-        layout=shard_layout(engine, ours, domain.group),
+        layout=shard_layout(engine, ours, domain.group, pieces_of(found.layers)),
         rest=shard_layout(engine, [p for p in domain.params if id(p) not in own_ids], domain.group),
         inner=engine.basic_optimizer,
         rule=rule_of(engine.basic_optimizer),

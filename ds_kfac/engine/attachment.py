@@ -29,6 +29,7 @@ from ds_kfac.engine.assembly import assemble
 from ds_kfac.engine.checkpointing import Checkpointing
 from ds_kfac.engine.clipping import clipped
 from ds_kfac.engine.counters import counters, events, selected
+from ds_kfac.engine.layer_tables import folded
 from ds_kfac.engine.monte_carlo import LossSampling
 from ds_kfac.engine.pipeline import announce_backwards
 from ds_kfac.engine.quadratic import QuadraticSteps
@@ -234,9 +235,11 @@ class Attachment:
         preconditioners = self.job.preconditioners
         silent = [layer.name for k in preconditioners for layer in k.layers if layer.name not in k.capture.called]
         if silent:
+            names = ", ".join(name for name, *_ in folded([(name,) for name in silent]))
             logger.warning(
-                f"ds_kfac: rank {self.engine.global_rank} saw no rows of {', '.join(silent)} in its first step. A "
-                "layer keeps its raw gradient until some rank calls it. If it is never called as a module, exclude it"
+                f"ds_kfac: rank {self.engine.global_rank} saw no rows of {names} in its first step. Until some rank "
+                f"sees some, {self.preconditioner.rule.without_curvature}. Modules that nobody calls, fused kernels "
+                "and autograd.Functions show none: switch them off, or exclude the layer (kfac.layers.exclude)"
             )
 
     def _warn_of_strangers(self) -> None:

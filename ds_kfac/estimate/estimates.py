@@ -21,7 +21,7 @@ from ds_kfac.estimate.traffic import PlannedTraffic, StepTraffic, mean_traffic
 from ds_kfac.plan import choices
 from ds_kfac.plan.make_plan import Setting, make_plan
 from ds_kfac.plan.plan import Known, Plan
-from ds_kfac.zero.parameters import held_by_layer, parameter_names
+from ds_kfac.zero.parameters import held_by_layer, parameter_names, pieces_of
 from ds_kfac.zero.shard_plan import planned_shards
 from ds_kfac.zero.shards import ShardMap
 
@@ -90,7 +90,7 @@ class Refused:
 
 def shards_of(subject: Subject, mode: Mode, world: int) -> ShardMap:
     """Where the gradients of a subject's layers will be."""
-    return planned_shards(
+    whole = planned_shards(
         parameter_names(subject.layers),
         subject.groups,
         world=world,
@@ -98,6 +98,7 @@ def shards_of(subject: Subject, mode: Mode, world: int) -> ShardMap:
         replicated=mode.replicated,
         round_robin=mode.round_robin,
     )
+    return whole.cut(pieces_of(subject.layers))
 
 
 def planned(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.nn import functional as F
 
 from ds_kfac.model.batch_info import BatchInfo
 from ds_kfac.model.batch_sum import BatchSum
@@ -50,8 +51,10 @@ class Call:
     Attributes:
         info: of the micro-batch, as it is for this module.
         rows: which of its rows count.
-        shape: of the output, with its examples and positions.
+        shape: of the gradient of its rows, with examples and positions.
         sides: whose rows are due.
+        select: which rows of the output are the call's, of a product of several layers; None: all.
+        columns: which of the layer's outputs they are; None: all.
         x: its input; kept only where it is needed with the gradient, so that checkpointing can free it.
         recomputed: whether it is a recomputation, whose A is added with the gradient.
     """
@@ -66,6 +69,17 @@ class Call:
     forward: Forward
     x: Tensor | None
     recomputed: bool
+    select: slice | Tensor | None = None
+    columns: slice | None = None
+
+    def gradient_of(self, gradient: Tensor) -> Tensor:
+        """Its part of the gradient of an output; zero in columns that it does not have."""
+        if self.select is not None:
+            return gradient.reshape(-1, self.shape[-1])[self.select]
+        if self.columns is None:
+            return gradient
+        part = gradient.reshape(*self.shape[:-1], self.columns.stop - self.columns.start)
+        return F.pad(part, (self.columns.start, self.shape[-1] - self.columns.stop))
 
     @property
     def loss(self) -> LossTerms:
@@ -81,7 +95,7 @@ class AskedCall(Call):
         edge: where the gradient of its output arrives, maybe flattened.
     """
 
-    edge: GradientEdge
+    edge: GradientEdge = field(kw_only=True)
 
 
 def edge_of(output: Tensor) -> GradientEdge:

@@ -32,6 +32,7 @@ from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.model.layers.registry import LAYERS
 from ds_kfac.model.loss_terms import LossTerms
 from ds_kfac.model.own_backward import OwnBackward
+from ds_kfac.model.products import EVERY, Product, Products
 from ds_kfac.model.row_masks import Fit, RowMasks
 from ds_kfac.model.row_sums import RowSums
 from ds_kfac.model.rows import RowRule
@@ -74,7 +75,7 @@ class Capture:
         read_batch: ReadBatch | None = None,
         info_of: Callable[[str, BatchInfo], BatchInfo] | None = None,
     ) -> None:
-        self.active = False
+        self.active, self._model = False, model
         self.sampled, self.rows = sampled, RowSums(rule or RowRule(), stage, divided=not sampled)
         self.read_batch: ReadBatch = read_batch or (lambda arguments, keywords: BatchInfo())
         self.pending: list[AskedCall] = []
@@ -95,11 +96,27 @@ class Capture:
             model.register_forward_pre_hook(self._begin_forward(model), with_kwargs=True),
             model.register_forward_hook(self._end_forward(model)),
         ]
+        parameters, owners = dict(model.named_parameters()), {"": model}
+        self._stacks: dict[int, list[tuple[LayerSpec, int]]] = {}  # id of a parameter -> its layers, in order
+        counts: dict[nn.Parameter, int] = {}
         for layer in layers:
             for index, use in enumerate(layer.uses):
                 module = model.get_submodule(use.module)
+                if use.product:
+                    owners[use.module] = module
+                    if isinstance(module, nn.Linear):  # maybe called as a function, by the module around it
+                        around = use.module.rpartition(".")[0]
+                        owners[around] = model.get_submodule(around)
+                    counts[parameters[layer.weight]] = layer.part[1]
+                    self._stacks.setdefault(id(parameters[layer.weight]), []).append((layer, index))
+                    continue
                 hook = self._forward_hook(layer, index, module, model)
                 self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        self._products, self._inside = Products(counts, self._product), list[int]()
+        for module in owners.values() if counts else ():
+            enter, leave = self._product_hooks(module, model)
+            self._handles.append(module.register_forward_pre_hook(enter))
+            self._handles.append(module.register_forward_hook(leave, always_call=True))
 
     def begin_step(self, sums: Sums, keys: frozenset[str], step: int, *, measure: bool = False) -> None:
         """Make ready for the captures of a step: of the factors in ``keys``, into ``sums``; none: the hooks rest.
@@ -115,12 +132,15 @@ class Capture:
         """Take all hooks off."""
         while self._handles:
             self._handles.pop().remove()
+        self._leave(None)
         self._masks.remove()
         self.active = False
 
     def begin_own(self) -> None:
         """The engine's own backward begins; until :meth:`end_own`."""
         self._own.begin()
+        if self.active and self._stacks:  # functions that checkpointing runs again may be no module's call
+            self._enter(self._model)
 
     def end_own(self, *, retain_graph: bool = False) -> None:
         """It has ended, maybe by an exception. Closes the micro-batch.
@@ -129,6 +149,7 @@ class Capture:
             retain_graph: whether a second backward through the graph may follow.
         """
         self._own.end()
+        self._leave(None)
         if retain_graph:
             self._arrived.clear()
         self.end_backward()
@@ -187,6 +208,7 @@ class Capture:
     def _begin_batch(self, own: bool, arguments: tuple, keywords: dict[str, Any]) -> None:
         if not own or torch._C._current_graph_task_id() != -1:
             return
+        self._leave(None)  # of a forward that raised
         if self.rows.open:  # a loss.backward() that nobody closed
             self.end_backward()
         loss = LossTerms(self.read_batch(arguments, keywords))
@@ -201,7 +223,6 @@ class Capture:
             self._masks.end()
 
     def _forward_hook(self, layer: LayerSpec, index: int, own: nn.Module, model: nn.Module) -> Callable[..., None]:
-        kind = LAYERS[layer.uses[index].kind]
 
         def hook(module: nn.Module, inputs: tuple, named: dict[str, Any], output: Any) -> None:
             if model.training and self.active and torch.is_grad_enabled():  # a part may be in eval mode
@@ -213,36 +234,117 @@ class Capture:
                 output = output[0]
             if module is not own or not output.requires_grad or not is_trained(module):
                 return
-            recomputed = torch._C._current_graph_task_id() != -1
-            if recomputed and self.sampled:  # the first run's calls are those that are sampled
-                return
             x = inputs[0] if inputs else next(iter(named.values()))
             self.inputs.see(layer.name, x)
-            self.called.add(layer.name)
-            if self.measured is not None and index == 0:
-                self.measured.setdefault(layer.name, [0, 0])[recomputed] += kind.rows(x, output)
-            sides, sums = self._due(layer, index).sides, self._use_sums(layer, index)
-            if not sides:
-                return
-            # several may have run before the backward of this one, with other masks
-            forward = self._running if recomputed and self._running is not None else self._forward
-            x, name = x.detach(), layer.uses[index].module
-            info = self._info_of(name, forward.loss.info)
-            rows = Fit()
-            if not kind.images:
-                rows = self._masks.of(name, x, tuple(x.shape[:-1] if x.is_floating_point() else x.shape), info)
-            with_gradient = recomputed or kind.needs_gradients
-            if not with_gradient and sums.A is not None and x.numel():
-                self.rows.add_input(layer, index, module, x, rows, forward.inputs_of(layer.name, index, sums.A))
-            kept = x if with_gradient and "A" in sides else None
-            values = layer, index, module, info, rows, output.shape, sides, forward, kept, recomputed
-            if self.sampled:
-                self.pending.append(AskedCall(*values, edge=edge_of(output)))
-            else:
-                call = Call(*values)
-                on_gradient(output, lambda gradient: self._on_gradient(call, gradient))
+            self._called(layer, index, module, x, output)
 
         return hook
+
+    def _called(
+        self,
+        layer: LayerSpec,
+        index: int,
+        module: nn.Module,
+        x: Tensor,
+        output: Tensor,
+        *,
+        only: str = "AG",
+        select: slice | Tensor | None = None,
+        columns: slice | None = None,
+    ) -> None:
+        """A layer's use was called with ``x`` and gave ``output``.
+
+        Args:
+            only: sides that the call has rows of.
+            select: which rows of x and output are the call's; None: all, as examples and positions.
+            columns: which outputs of the layer these are; None: all.
+        """
+        recomputed, kind = torch._C._current_graph_task_id() != -1, LAYERS[layer.uses[index].kind]
+        if recomputed and self.sampled:  # the first run's calls are those that are sampled
+            return
+        self.called.add(layer.name)
+        shape, dispatched = output.shape, x.ndim == 3
+        if select is not None:
+            x = x.reshape(-1, x.shape[-1])[select]
+            shape = torch.Size((len(x), layer.dim_G))
+        elif columns is not None:
+            shape = torch.Size((*shape[:-1], layer.dim_G))
+        if self.measured is not None and index == 0 and "A" in only:
+            counts = self.measured.setdefault(layer.name, [0, 0])
+            counts[recomputed] += kind.rows(x, output) if select is None else len(x)
+        due, sums = self._due(layer, index).sides, self._use_sums(layer, index)
+        sides = "".join(side for side in due if side in only)
+        if not sides:
+            return
+        # several may have run before the backward of this one, with other masks
+        forward = self._running if recomputed and self._running is not None else self._forward
+        x, name = x.detach(), layer.uses[index].module
+        info, rows = self._info_of(name, forward.loss.info), Fit()
+        if layer.part[1] > 1:  # rows are tokens, sorted by who takes them; a place without one is zero
+            rows = Fit((x != 0).any(-1)) if dispatched else rows
+        elif not kind.images:
+            rows = self._masks.of(name, x, tuple(x.shape[:-1] if x.is_floating_point() else x.shape), info)
+        with_gradient = recomputed or kind.needs_gradients
+        if not with_gradient and "A" in sides and sums.A is not None and x.numel():
+            self.rows.add_input(layer, index, module, x, rows, forward.inputs_of(layer.name, index, sums.A))
+        kept = x if with_gradient and "A" in sides else None
+        values = layer, index, module, info, rows, shape, sides, forward, kept, recomputed, select, columns
+        if self.sampled:
+            self.pending.append(AskedCall(*values, edge=edge_of(output)))
+        else:
+            call = Call(*values)
+            on_gradient(output, lambda gradient: self._on_gradient(call, gradient))
+
+    # products with parameters
+
+    def _product_hooks(self, own: nn.Module, model: nn.Module) -> tuple[Callable[..., None], Callable[..., None]]:
+        """Products are seen while a captured forward, or a recomputation, of a module runs."""
+
+        def enter(module: nn.Module, inputs: tuple) -> None:
+            if model.training and self.active and torch.is_grad_enabled():
+                if module is own:
+                    self._enter(module)
+
+        def leave(module: nn.Module, inputs: tuple, output: Any) -> None:
+            if model.training and self.active and torch.is_grad_enabled():
+                self._leave(module)
+
+        return enter, leave
+
+    @torch.compiler.disable
+    def _enter(self, module: nn.Module) -> None:
+        if not self._inside:
+            self._products.__enter__()
+        self._inside.append(id(module))
+
+    @torch.compiler.disable
+    def _leave(self, module: nn.Module | None) -> None:
+        """Of a module, or, if None, of all."""
+        while self._inside and (module is None or self._inside[-1] == id(module)):
+            self._inside.pop()
+            if not self._inside:
+                self._products.__exit__(None, None, None)
+            if module is not None:
+                return
+
+    def _product(self, product: Product) -> None:
+        """Of a stack whose layers have one A: all rows at once are those of the first."""
+        layers, x, output = self._stacks[id(product.param)], product.x, product.output
+        stacked, (first, _) = len(layers) > 1, layers[0]
+        if product.turned != LAYERS[first.kind].turned and min(product.param.shape[-2:]) > 1:
+            return
+        self.called.update(layer.name for layer, _ in layers)
+        module = self._model.get_submodule(first.uses[0].module)
+        shared = stacked and layers[-1][0].shares is not None
+        if shared and first.shares is None:
+            self._called(*layers[0], module, x, output, only="A", select=EVERY)
+        for entry, select in product.entries:
+            layer, index = layers[entry]
+            only = "G" if shared else "AG"
+            if not stacked:
+                self._called(layer, index, module, x, output, columns=product.columns)
+            elif not (shared and "G" not in self._due(layer, index).sides):
+                self._called(layer, index, module, x, output, only=only, select=select)
 
     def _on_gradient(self, call: Call, gradient: Tensor | None) -> None:
         if gradient is None or not self.active:
@@ -255,6 +357,7 @@ class Capture:
 
     def _add_rows(self, call: Call, gradient: Tensor) -> None:
         """Of both sides, unless they are too late; a call with an empty batch has none."""
+        gradient = call.gradient_of(gradient)
         self.counted += 1
         name, use = call.layer.name, call.use
         needs_x = LAYERS[call.layer.uses[use].kind].needs_gradients

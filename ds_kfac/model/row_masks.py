@@ -6,7 +6,7 @@ shapes leave a doubt it is said, once.
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -115,8 +115,11 @@ class RowMasks:
             masks = [info.encoder_rows]
         elif side == TARGET and info.rows is None:
             masks = []  # of their length nothing is known, and the source's may be the same
-        known = self._order_of(module, batch)
+        inside = self._inside_attention(module)
+        known = 1 if inside else self._order_of(module, batch)
         fits = [(mask, fit(mask, batch, known)) for mask in masks if mask is not None]
+        if inside:
+            fits = [(mask, replace(found, doubt="")) for mask, found in fits]
         good = [found for _, found in fits if found.mask is not None]
         found = good[0] if good else next((found for _, found in fits if found.doubt), Fit())
         if side is None and len(good) > 1:
@@ -136,6 +139,11 @@ class RowMasks:
             f"ds_kfac: which rows of {module} count is ambiguous ({shapes}): {doubt}. If that is wrong, set "
             "engine.kfac.read_batch, or kfac.padding.count to all (shown once, for the first such layer)"
         )
+
+    def _inside_attention(self, module: str) -> bool:
+        """Whether rows are those that torch's attention multiplies: sequences first, whatever its ``batch_first``."""
+        around = module, module.rpartition(".")[0]
+        return any(isinstance(self._model.get_submodule(name), nn.MultiheadAttention) for name in around)
 
     def _order_of(self, module: str, batch: tuple[int, ...]) -> int | None:
         if len(batch) == 1:  # flattened somewhere in between: as the others are

@@ -3,8 +3,9 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -12,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from ds_kfac.curvature.side import Side
 from ds_kfac.model.layers.base import LayerSpec, Use, parameter_shape
 from ds_kfac.model.layers.registry import LAYERS, SHARDS, TIED, TYPES
+from ds_kfac.model.products import multiplied
 from ds_kfac.ops.reference import packed_numel
 
 ADAPTER = re.compile(r"(^|\.)lora_[ab](\.|$)", re.IGNORECASE)
@@ -61,6 +63,7 @@ class Choice:
         large: what a longer side becomes: "blocks", "diagonal", "identity", or "skip": the layer is left to the
             optimizer.
         gradients: whether there are statistics of output gradients; without, G is the identity.
+        shares: whether the experts of a stack may have one A.
     """
 
     include: tuple[str, ...] = ()
@@ -70,6 +73,7 @@ class Choice:
     max_dim: int | None = None
     large: str = "diagonal"
     gradients: bool = True
+    shares: bool = True
 
 
 @dataclass
@@ -85,8 +89,9 @@ class _Model:
     """id of a parameter -> modules that hold it."""
     tied_stages: set[int] = field(default_factory=set)
     """ids of parameters that a DeepSpeed PipelineModule ties over its stages."""
-    gates: set[int] = field(default_factory=set)
-    """ids of the linears inside gates of deepspeed.moe."""
+    functions: set[int] = field(default_factory=set)
+    """ids of linears whose weights a module around them takes, their own forward is not called: in torch's attention
+    and in gates of deepspeed.moe."""
 
     def __post_init__(self) -> None:
         users = defaultdict(list)
@@ -117,20 +122,19 @@ def scan(model: nn.Module, choice: Choice | None = None, *, optimized: Iterable[
         {id(parameter): name for name, parameter in model.named_parameters()},
         {id(p) for p in (model.parameters() if optimized is None else optimized) if p.requires_grad},
         tied_stages={id(p) for p in tied.parameters()} if isinstance(tied, nn.ModuleDict) else set(),
-        gates={id(m.wg) for m in model.modules() if type(m).__name__ == "TopKGate" and hasattr(m, "wg")},
+        functions={
+            id(child)
+            for module in model.modules()
+            for child in (getattr(module, "out_proj", None), getattr(module, "wg", None))
+            if isinstance(module, nn.MultiheadAttention) or type(module).__name__ == "TopKGate"
+        },
     )
-    inside_attention = {
-        id(child)
-        for module in model.modules()
-        if isinstance(module, nn.MultiheadAttention)
-        for child in module.modules()
-    }
     layers: list[LayerSpec] = []
     skipped = []
     for name, module in modules.items():
-        found = _layer(name, module, facts, choice, inside_attention)
-        if isinstance(found, LayerSpec):
-            layers.append(found)
+        found = _layers(name, module, facts, choice)
+        if isinstance(found, list):
+            layers += found
         elif found is not None:
             own = sum(map(numel, module.parameters(recurse=False)))
             skipped.append(Skipped(name, type(module).__name__, own, found))
@@ -144,18 +148,23 @@ def scan(model: nn.Module, choice: Choice | None = None, *, optimized: Iterable[
     return Scan(tuple(layers), tuple(skipped))
 
 
-def _layer(
-    name: str, module: nn.Module, facts: _Model, choice: Choice, inside_attention: set[int]
-) -> LayerSpec | str | None:
-    """The layer of a module, why it is left alone, or None if it is part of a layer found elsewhere."""
+def _layers(name: str, module: nn.Module, facts: _Model, choice: Choice) -> list[LayerSpec] | str | None:
+    """The layers of a module, why it is left alone, or None if it is part of a layer found elsewhere."""
     kind, reason = _kind(module)
-    if reason is None:
-        reason = _unfit(name, module, facts, choice, inside_attention)
+    if reason is not None:
+        return _products(name, module, facts, choice) or reason
+    found = _layer(name, kind, module, facts, choice)
+    return [found] if isinstance(found, LayerSpec) else found
+
+
+def _layer(name: str, kind: str, module: nn.Module, facts: _Model, choice: Choice) -> LayerSpec | str | None:
+    """The layer of a module of a known type."""
+    reason = _unfit(name, module._parameters["weight"], module._parameters.get("bias"), facts, choice)
     if reason is not None:
         return reason
     users = facts.users[id(module.weight)]
     if len(users) > 1:
-        return _tied(name, users, facts, choice, inside_attention)
+        return _tied(name, users, facts, choice)
     if SHARDS.get(kind, kind) not in choice.types:
         return f"{kind} is not in kfac.layers.types"
     if LAYERS[kind].needs_gradients and not choice.gradients:
@@ -167,6 +176,8 @@ def _layer(
     use = _use(name, kind, module, trained_bias, choice)
     if isinstance(use, str):
         return use
+    if id(module) in facts.functions:
+        use = replace(use, product=True)
     return LayerSpec(
         name,
         facts.names[id(module.weight)],
@@ -179,11 +190,76 @@ def _layer(
     )
 
 
+def _products(name: str, module: nn.Module, facts: _Model, choice: Choice) -> list[LayerSpec] | str:
+    """Layers of what a module of no known type multiplies rows by: matrices, or stacks of them with a layer for each;
+    why there are none."""
+    turned = dict(multiplied(module))
+    if isinstance(module, nn.Linear) and "weight" in module._parameters:
+        turned.setdefault("weight", False)
+    shapes = {parameter: parameter_shape(module._parameters[parameter]) for parameter in turned}
+    stacks = [parameter for parameter, shape in shapes.items() if len(shape) == 3]
+    layers: list[LayerSpec] = []
+    reason = ""
+    for parameter, shape in shapes.items():
+        if len(shape) in (2, 3):
+            place = name if parameter == "weight" else f"{name}.{parameter}".lstrip(".")
+            weight = module._parameters[parameter]
+            assert weight is not None
+            bias = _bias(module, parameter, shape, turned[parameter])
+            reason = _unfit(place, weight, bias, facts, choice) or ""
+            if not reason and len(facts.users[id(weight)]) > 1:
+                reason = f"{parameter} is shared by {', '.join(facts.users[id(weight)])}"
+            kind = "Conv1D" if turned[parameter] else "Linear"
+            if not reason and kind not in choice.types:
+                reason = f"{kind} is not in kfac.layers.types"
+            trained_bias = bias is not None and id(bias) in facts.trained
+            O, I = shape[:-3:-1] if turned[parameter] else shape[-2:]  # noqa: E741
+            found = _sides(place, kind, (I + trained_bias, O), choice)
+            if reason or isinstance(found, str):
+                reason = reason or str(found)
+                continue
+            use = Use(name, kind, *found, trained_bias, product=True)
+            weight_name, bias_name = facts.names[id(weight)], facts.names[id(bias)] if trained_bias else None
+            if len(shape) == 2:
+                layers.append(LayerSpec(place, weight_name, bias_name, use.A, use.G, (use,)))
+                continue
+            # Tokens that enter are of one kind, whichever expert takes them. What an expert makes of them has an A of
+            # its own, as long as that is no larger than the weight
+            first = next((layer for layer in layers if layer.part[1] == shape[0] and layer.A == use.A), None)
+            entering = parameter == stacks[0] or (first is not None and parameter != stacks[-1])
+            leader = first.name if entering and first is not None else f"{place}.0"
+            common = choice.shares and (entering or I > O) and use.A.block > 0
+            for index in range(shape[0]):
+                own = f"{place}.{index}"
+                shares = leader if common and own != leader else None
+                part = index, shape[0]
+                layers.append(LayerSpec(own, weight_name, bias_name, use.A, use.G, (use,), part=part, shares=shares))
+    return layers or reason
+
+
+def _bias(module: nn.Module, parameter: str, shape: tuple[int, ...], turned: bool) -> nn.Parameter | None:
+    """What is added to the product with a parameter, by the names in use: of each matrix's outputs one."""
+    outputs = (*shape[:-2], shape[-1] if turned else shape[-2])
+    for name in (f"{parameter}_bias", parameter.removesuffix("weight") + "bias"):
+        bias = module._parameters.get(name)
+        if bias is not None and name != parameter and parameter_shape(bias) == outputs:
+            return bias
+    return None
+
+
 def _use(name: str, kind: str, module: nn.Module, bias: bool, choice: Choice) -> Use | str:
     """A module's sides, or which of them is too large."""
+    found = _sides(name, kind, LAYERS[kind].sides(module, bias), choice)
+    if isinstance(found, str):
+        return found
+    A, G = (s.repeated(LAYERS[kind].groups(module)) for s in LAYERS[kind].structured(*found, bias))
+    return Use(name, kind, A, G, bias)
+
+
+def _sides(name: str, kind: str, dims: tuple[int, int], choice: Choice) -> tuple[Side, Side] | str:
+    """Of I and O, or which of them is too large."""
     sides: list[Side] = []
     large = choice.large
-    dims = LAYERS[kind].sides(module, bias)
     for dim, other in (dims, dims[::-1]):
         if ADAPTER.search(name) and dim > other:
             sides.append(Side.identity(dim))
@@ -198,13 +274,11 @@ def _use(name: str, kind: str, module: nn.Module, bias: bool, choice: Choice) ->
             )
             continue
         sides.append(Side.limited(dim, max_dim=choice.max_dim, large="diagonal" if large == "skip" else large))
-    A, G = (s.repeated(LAYERS[kind].groups(module)) for s in LAYERS[kind].structured(sides[0], sides[1], bias))
-    return Use(name, kind, A, G if choice.gradients else Side.identity(G.dim), bias)
+    A, G = sides
+    return A, G if choice.gradients else Side.identity(G.dim)
 
 
-def _tied(
-    name: str, users: list[str], facts: _Model, choice: Choice, inside_attention: set[int]
-) -> LayerSpec | str | None:
+def _tied(name: str, users: list[str], facts: _Model, choice: Choice) -> LayerSpec | str | None:
     """One layer for an embedding and a head with one weight: the head's matrix [vocabulary, width]."""
     kinds = {_kind(facts.modules[user])[0]: user for user in users}
     if len(users) != 2 or set(kinds) != {"Embedding", "Linear"}:
@@ -212,7 +286,8 @@ def _tied(
     if TIED not in choice.types:
         return f"{TIED} (an embedding and a head with one weight) is not in kfac.layers.types"
     for user in users:
-        if reason := _unfit(user, facts.modules[user], facts, choice, inside_attention):
+        module = facts.modules[user]
+        if reason := _unfit(user, module._parameters["weight"], module._parameters.get("bias"), facts, choice):
             return f"tied to {user}: {reason}" if user != name else reason
     if name != users[0]:
         return None
@@ -232,16 +307,18 @@ def _tied(
 def _left_over(layers: list[LayerSpec], facts: _Model) -> list[Skipped]:
     """Parameters of preconditioned modules that are not part of the layer."""
     skipped = []
-    for layer in layers:
-        for use in layer.uses:
-            for name, parameter in facts.modules[use.module].named_parameters(recurse=False):
-                if facts.names[id(parameter)] not in layer.parameters:
-                    reason = "stays apart, the weight is tied"
-                    reason = LAYERS[use.kind].without_bias or reason
-                    if id(parameter) not in facts.trained:
-                        reason = "is frozen"
-                    skipped.append(Skipped(f"{use.module}.{name}", "parameter", numel(parameter), f"it {reason}"))
-    return skipped
+    covered = {name for layer in layers for name in layer.parameters}
+    for use in dict.fromkeys(use for layer in layers for use in layer.uses):
+        for name, parameter in facts.modules[use.module].named_parameters(recurse=False):
+            if facts.names[id(parameter)] not in covered:
+                reason = "stays apart, the weight is tied"
+                reason = "is not seen to multiply anything" if use.product else LAYERS[use.kind].without_bias or reason
+                if id(parameter) not in facts.trained:
+                    reason = "is frozen"
+                skipped.append(
+                    Skipped(f"{use.module}.{name}".lstrip("."), "parameter", numel(parameter), f"it {reason}")
+                )
+    return list(dict.fromkeys(skipped))
 
 
 def numel(parameter: nn.Parameter) -> int:
@@ -261,28 +338,23 @@ def _kind(module: nn.Module) -> tuple[str, str | None]:
     return "", "; ".join(reasons) or "no K-FAC layer type for it"
 
 
-def _unfit(name: str, module: nn.Module, facts: _Model, choice: Choice, inside_attention: set[int]) -> str | None:
-    """Why a module of a known type is left alone, or None."""
+def _unfit(name: str, weight: Any, bias: nn.Parameter | None, facts: _Model, choice: Choice) -> str | None:
+    """Why a layer of such parameters is left alone, or None."""
     if choice.include and not any(re.search(pattern, name) for pattern in choice.include):
         return "not matched by kfac.layers.include"
     for pattern in choice.exclude:
         if re.search(pattern, name):
             return f"matched by kfac.layers.exclude {pattern!r}"
-    if not module.weight.requires_grad:
+    if not weight.requires_grad:
         return "weight is frozen"
-    if id(module.weight) not in facts.trained:
+    if id(weight) not in facts.trained:
         return "weight is not among the optimizer's parameters"
-    if getattr(module.weight, "_ds_grad_allreduce_registered", False):
+    if getattr(weight, "_ds_grad_allreduce_registered", False):
         return "AutoTP sums its gradient over tensor-parallel ranks, each of which has other rows"
-    if id(module.weight) in facts.tied_stages:
+    if id(weight) in facts.tied_stages:
         return "tied by a TiedLayerSpec: its gradient is a sum over uses of which other stages have the rows"
-    bias = module._parameters.get("bias")
     if bias is not None and len(facts.users[id(bias)]) > 1:
         return "bias is shared with another module; its gradient is a sum over both uses"
-    if id(module) in facts.gates:
-        return "called as a function by its mixture of experts' gate, its hooks never fire"
-    if id(module) in inside_attention:
-        return "called as a function by nn.MultiheadAttention, its hooks never fire"
     return None
 
 

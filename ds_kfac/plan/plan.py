@@ -170,5 +170,8 @@ def sharing_candidates(layers: Sequence[LayerSpec], method: str) -> Mapping[str,
     return {
         layer.name: (layer.A, layer.uses[0].bias, damps and layer.G.block == 0)
         for layer in layers
-        if len(layer.uses) == 1 and SHARDS.get(layer.kind, layer.kind) in ("Linear", "Conv1D") and layer.A.block
+        if len(layer.uses) == 1
+        and layer.part[1] == 1
+        and SHARDS.get(layer.kind, layer.kind) in ("Linear", "Conv1D")
+        and layer.A.block
     }

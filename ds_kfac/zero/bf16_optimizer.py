@@ -38,10 +38,10 @@ class BF16(ShardLayout):
         group, position = self._place[id(param)]
         return self.optimizer.fp32_groups_gradients[group][position].view(-1)
 
-    def read(self, shard: Shard) -> Tensor:
+    def stored(self, shard: Shard) -> Tensor:
         return self._gradient(self.params[shard.param])
 
-    def write(self, shard: Shard, gradient: Tensor) -> None:
+    def store(self, shard: Shard, gradient: Tensor) -> None:
         self._gradient(self.params[shard.param]).copy_(gradient)
 
     def install(self, known: KnownGradient) -> None:

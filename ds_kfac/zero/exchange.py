@@ -148,7 +148,7 @@ class GradientExchange:
 
     def without_frozen(self, layer: LayerSpec, matrix_OI: Tensor) -> Tensor:
         """Zero where a parameter has been frozen since attach."""
-        params = [self.layout.params[param] for param in self.plan.of_layer[layer.name]]
+        params = [self.layout.param_of(param) for param in self.plan.of_layer[layer.name]]
         if all(param.requires_grad for param in params):
             return matrix_OI
         parts = self.parts(layer, matrix_OI)
@@ -158,7 +158,7 @@ class GradientExchange:
 
     def group_indices(self, layer: LayerSpec) -> tuple[int, ...]:
         """The optimizer's parameter group of each of the layer's parameters."""
-        return tuple(self.layout.group_index(self.layout.params[param]) for param in self.plan.of_layer[layer.name])
+        return tuple(self.layout.group_index(self.layout.param_of(param)) for param in self.plan.of_layer[layer.name])
 
     def _holds(self, param: int) -> bool:
         """Whether all of a parameter's gradient is here."""

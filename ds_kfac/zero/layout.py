@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import deepspeed.comm as dist
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_kfac.update.kfac import norms
-from ds_kfac.zero.shards import Shard, ShardMap
+from ds_kfac.zero.shards import Piece, Shard, ShardMap
 
 KnownGradient = Callable[[nn.Parameter], Tensor]
 """Parameter -> its full flat gradient, for the self-test."""
@@ -22,8 +23,13 @@ class ShardLayout(ABC):
 
     Args:
         engine: a DeepSpeedEngine.
-        params: the preconditioned parameters, in the order of :attr:`Shard.param`.
+        params: the preconditioned parameters.
         group: the ranks that average their gradients; None: the engine's, of all but experts.
+        pieces: what is read and written by itself; None: whole parameters.
+
+    Attributes:
+        whole: shards of the parameters, as DeepSpeed keeps them.
+        shards: of the pieces.
     """
 
     replicated = False
@@ -31,7 +37,13 @@ class ShardLayout(ABC):
     faults: tuple[str, ...] = ()
     """Known upstream faults of this mode, for the attach report."""
 
-    def __init__(self, engine: Any, params: Sequence[nn.Parameter], group: Any = None) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        params: Sequence[nn.Parameter],
+        group: Any = None,
+        pieces: Sequence[Piece] | None = None,
+    ) -> None:
         self.engine, self.optimizer = engine, engine.optimizer
         self.params: tuple[Any, ...] = tuple(params)  # Any: DeepSpeed adds ds_shape and others to parameters
         self.group = group or engine.seq_data_parallel_group
@@ -43,7 +55,10 @@ class ShardLayout(ABC):
                 "rank's own tokens",
             )
         self._index = {id(param): index for index, param in enumerate(self.params)}
-        self.shards = ShardMap(self.world, tuple(self._numel(p) for p in self.params), tuple(self._shards()))
+        self.whole = ShardMap(self.world, tuple(self._numel(p) for p in self.params), tuple(self._shards()))
+        self.pieces = tuple(Piece(index) for index in range(len(self.params))) if pieces is None else tuple(pieces)
+        self.shards = self.whole.cut(self.pieces)
+        self._staged: dict[Shard, tuple[Tensor, list[int]]] = {}
 
     def _averages_sequence(self) -> bool:
         """Whether gradients are averaged over a sequence group as over others."""
@@ -58,12 +73,54 @@ class ShardLayout(ABC):
         """All shards of all ranks, without communication."""
 
     @abstractmethod
-    def read(self, shard: Shard) -> Tensor:
-        """A local shard's gradient, flat, in the dtype and on the device where DeepSpeed keeps it."""
+    def stored(self, shard: Shard) -> Tensor:
+        """A local shard's gradient, of :attr:`whole`, flat, in the dtype and on the device where DeepSpeed keeps it."""
 
     @abstractmethod
-    def write(self, shard: Shard, gradient: Tensor) -> None:
+    def store(self, shard: Shard, gradient: Tensor) -> None:
         """Put a flat fp32 gradient where the optimizer will find it, without rounding it to 16 bits."""
+
+    def param_of(self, piece: int) -> Any:
+        """The parameter of a piece."""
+        return self.params[self.pieces[piece].param]
+
+    def span(self, piece: int) -> tuple[int, int]:
+        """Where a piece begins in its parameter, and its elements."""
+        param = self.pieces[piece].param
+        return self.pieces[piece].span(self.whole.numels[param])
+
+    def read(self, shard: Shard) -> Tensor:
+        """A local shard's gradient, of :attr:`shards`, as :meth:`stored`."""
+        around, start = self.around(shard)
+        return self.stored(around).narrow(0, start, shard.numel)
+
+    def write(self, shard: Shard, gradient: Tensor) -> None:
+        """As :meth:`store`. Pieces of one shard wait for each other: it is written when all of it has come."""
+        around, start = self.around(shard)
+        if shard.numel == around.numel:
+            self.store(around, gradient)
+            return
+        if around not in self._staged:
+            self._staged[around] = torch.empty(around.numel, device=gradient.device), [around.numel]
+        staged, missing = self._staged[around]
+        staged.narrow(0, start, shard.numel).copy_(gradient)
+        missing[0] -= shard.numel
+        if not missing[0]:
+            self.store(around, self._staged.pop(around)[0])
+
+    def around(self, shard: Shard) -> tuple[Shard, int]:
+        """The shard of :attr:`whole` in which one of :attr:`shards` lies, and where in it."""
+        piece = self.pieces[shard.param]
+        first = self.span(shard.param)[0] + shard.start
+        for around in self._mine[piece.param]:
+            if around.start <= first < around.start + around.numel:
+                return around, first - around.start
+        raise KeyError(f"no shard of parameter {piece.param} here has element {first}")
+
+    @cached_property
+    def _mine(self) -> list[list[Shard]]:
+        """This rank's shards of each parameter."""
+        return [[shard for shard in shards if shard.rank == self.rank] for shards in self.whole.of_param]
 
     @abstractmethod
     def group_index(self, param: nn.Parameter) -> int:
@@ -80,7 +137,7 @@ class ShardLayout(ABC):
     def _zero_unused(self, reduced: Container[Any], stored: Callable[[Shard], Tensor]) -> None:
         """With CPU offload DeepSpeed leaves the last gradient of a parameter that this step did not use in its buffer,
         where ours lies: it would be preconditioned again every step. Its norms show what was reduced."""
-        for shard in self.shards.on(self.rank):
+        for shard in self.whole.on(self.rank):
             if self.optimizer.get_param_id(self.params[shard.param]) not in reduced:
                 stored(shard).zero_()
 
@@ -111,16 +168,16 @@ class ShardLayout(ABC):
 
     def multiply(self, factor: Tensor) -> None:
         """This rank's shards, by a scalar."""
-        for shard in self.shards.on(self.rank):
-            gradient = self.read(shard)
-            self.write(shard, gradient.float() * factor.to(gradient.device))
+        for shard in self.whole.on(self.rank):
+            gradient = self.stored(shard)
+            self.store(shard, gradient.float() * factor.to(gradient.device))
 
     def squared_norm(self) -> Tensor:
         """Of this rank's shards as stored, float64 scalar on the device, as squares of finite gradients are not always
         finite in fp32; of all gradients where they are replicated."""
         total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
-        for shard in self.shards.on(self.rank):
-            total += norms(self.read(shard).flatten()).square().to(total.device)
+        for shard in self.whole.on(self.rank):
+            total += norms(self.stored(shard).flatten()).square().to(total.device)
         return total
 
     def manual_scale(self) -> Tensor | float:
@@ -164,8 +221,8 @@ class ShardLayout(ABC):
 class ZeroLayout(ShardLayout):
     """What the wrappers of ZeRO-1/2 and 3 have in common: where they keep scalers."""
 
-    def __init__(self, engine: Any, params: Sequence[nn.Parameter], group: Any = None) -> None:
-        super().__init__(engine, params, group)
+    def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
+        super().__init__(engine, *values, **named)
         if self.grad_scaler and self.optimizer.clip_grad > 0:
             self.faults += ("with torch_autocast fp16 it clips the gradient while it carries the GradScaler's scale",)
 

@@ -15,6 +15,7 @@ from torch import nn
 from ds_kfac.zero.bf16_optimizer import BF16
 from ds_kfac.zero.layout import ShardLayout
 from ds_kfac.zero.replicated import Replicated, ReplicatedHalf
+from ds_kfac.zero.shards import Piece
 from ds_kfac.zero.stage3 import Stage3
 from ds_kfac.zero.stage_1_and_2 import Stage12
 
@@ -36,7 +37,9 @@ def optimized_parameters(engine: Any) -> list[nn.Parameter]:
     return [param for group in engine.optimizer.param_groups for param in group["params"]]
 
 
-def shard_layout(engine: Any, params: Sequence[nn.Parameter], group: Any = None) -> ShardLayout:
+def shard_layout(
+    engine: Any, params: Sequence[nn.Parameter], group: Any = None, pieces: Sequence[Piece] | None = None
+) -> ShardLayout:
     """The layout of the engine's mode.
 
     Raises:
@@ -55,4 +58,4 @@ def shard_layout(engine: Any, params: Sequence[nn.Parameter], group: Any = None)
             f"not know; known: {', '.join(known.__name__ for known in SHARD_LAYOUTS)} and bare torch optimizers at "
             "ZeRO stage 0"
         )
-    return layout(engine, params, group)
+    return layout(engine, params, group, pieces)

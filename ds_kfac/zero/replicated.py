@@ -15,8 +15,8 @@ class Replicated(ShardLayout):
 
     replicated = True
 
-    def __init__(self, engine, params, group=None) -> None:
-        super().__init__(engine, params, group)
+    def __init__(self, engine, *values, **named) -> None:
+        super().__init__(engine, *values, **named)
         if engine.pipeline_parallelism and engine.gradient_clipping():
             self.faults += ("at stage 0 it clips every pipeline stage by the norm of the first one's gradients alone",)
 
@@ -49,11 +49,11 @@ class Replicated(ShardLayout):
             del self.engine.clip_fp32_gradients
         return self.engine.gradient_clipping()
 
-    def read(self, shard: Shard) -> Tensor:
+    def stored(self, shard: Shard) -> Tensor:
         param = self.params[shard.param]
         return param.new_zeros(param.numel()) if param.grad is None else param.grad.reshape(-1)
 
-    def write(self, shard: Shard, gradient: Tensor) -> None:
+    def store(self, shard: Shard, gradient: Tensor) -> None:
         param = self.params[shard.param]
         if param.grad is None:  # unused in this step; DeepSpeed will skip it
             return
@@ -79,8 +79,8 @@ class Replicated(ShardLayout):
 class ReplicatedHalf(Replicated):
     """FP16_Optimizer and FP16_UnfusedOptimizer, which serve bf16 too; fp32 masters, 16-bit ``p.grad``."""
 
-    def __init__(self, engine, params, group=None) -> None:
-        super().__init__(engine, params, group)
+    def __init__(self, engine, *values, **named) -> None:
+        super().__init__(engine, *values, **named)
         if self.optimizer.loss_scale_config.use_grad_scaling:
             self.faults += (
                 "at stage 0 fp16 it divides gradients by a loss scale it never multiplied by (deepspeed PR 8393): "

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ds_kfac.model.layers.base import LayerSpec, parameter_shape
 from ds_kfac.model.layers.registry import MATRICES
 from ds_kfac.zero.layout import ShardLayout
-from ds_kfac.zero.parameters import of_layers
+from ds_kfac.zero.parameters import parameter_names
 from ds_kfac.zero.replicated import ReplicatedHalf
 from ds_kfac.zero.shards import Shard
 from ds_kfac.zero.stage3 import Stage3
@@ -34,9 +34,9 @@ class WeightRescaling:
     """
 
     def __init__(self, layout: ShardLayout, layers: Sequence[LayerSpec]) -> None:
-        of_layer = of_layers(layers)
+        place = {name: index for index, name in enumerate(parameter_names(layers))}
         self.layout = layout
-        self.weights = [of_layer[layer.name][0] for layer in layers if layer.kind in MATRICES]
+        self.weights = [place[layer.weight] for layer in layers if layer.kind in MATRICES and layer.part[1] == 1]
         limits = [(2 * parameter_shape(layout.params[index])[0]) ** 0.5 for index in self.weights]
         self._limits = torch.tensor(limits, device=layout.engine.device)
 
@@ -61,7 +61,7 @@ class WeightRescaling:
         return squares.sqrt()
 
     def _own(self, index: int) -> list[Shard]:
-        return [shard for shard in self.layout.shards.of_param[index] if shard.rank == self.layout.rank]
+        return [shard for shard in self.layout.whole.of_param[index] if shard.rank == self.layout.rank]
 
     def _chunk(self, shard: Shard) -> Tensor:
         """Of ZeRO-3's masters."""

@@ -79,8 +79,8 @@ def self_test(layout: ShardLayout, workers: Mapping[int, tuple[int, ...]], chann
 
         with failing_together(headline, layout.group) as problems:
             for param, values in full.items():
-                if not torch.equal(values, known(layout.params[param])):
-                    problems.append(f"the gradient of {names[id(layout.params[param])]} did not arrive at its worker")
+                if not torch.equal(values, known(layout.param_of(param)).narrow(0, *layout.span(param))):
+                    problems.append(f"the gradient of {names[id(layout.param_of(param))]} did not arrive at its worker")
             for (param, start), shard in mine.items():
                 if param in full:
                     layout.write(shard, full[param][start : start + shard.numel] + 0.5)
@@ -95,7 +95,7 @@ def self_test(layout: ShardLayout, workers: Mapping[int, tuple[int, ...]], chann
 
 def _zero3_chunks(layout: ShardLayout) -> list[str]:
     """ZeRO-3: our chunks against DeepSpeed's own partition of the weights. Gathers every parameter on every rank."""
-    mine = {shard.param: shard for shard in layout.shards.on(layout.rank)}
+    mine = {shard.param: shard for shard in layout.whole.on(layout.rank)}
     problems = []
     for index, param in enumerate(layout.params):
         if not hasattr(param, "ds_tensor"):

@@ -25,8 +25,21 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """One of ``count`` equal parts of a flattened parameter: a layer's, where a stack of layers is one parameter."""
+
+    param: int
+    index: int = 0
+    count: int = 1
+
+    def span(self, numel: int) -> tuple[int, int]:
+        """Where it begins in a parameter of so many elements, and how many it has."""
+        return self.index * (numel // self.count), numel // self.count
+
+
+@dataclass(frozen=True)
 class ShardMap:
-    """All shards of the preconditioned parameters.
+    """All shards of the preconditioned parameters, or of pieces of them.
 
     Every element of every parameter is covered; by exactly one rank where gradients are partitioned, by all where
     they are replicated.
@@ -64,6 +77,19 @@ class ShardMap:
 
     def on(self, rank: int) -> tuple[Shard, ...]:
         return tuple(shard for shard in self.shards if shard.rank == rank)
+
+    def cut(self, pieces: Sequence[Piece]) -> "ShardMap":
+        """The map of pieces, which are numbered in its ``param``; a shard that holds parts of several is several."""
+        found, numels = [], []
+        for number, piece in enumerate(pieces):
+            first, numel = piece.span(self.numels[piece.param])
+            numels.append(numel)
+            for shard in self.of_param[piece.param]:
+                start, stop = max(first, shard.start), min(first + numel, shard.start + shard.numel)
+                if start < stop:
+                    offset = shard.offset + start - shard.start
+                    found.append(Shard(number, start - first, stop - start, shard.rank, shard.group, offset))
+        return ShardMap(self.world, tuple(numels), tuple(found))
 
 
 def partition_flat(

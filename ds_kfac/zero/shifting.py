@@ -86,9 +86,10 @@ class WeightShift:
 
     def _weight(self, shard: Shard) -> Tensor:
         """Flat, a view."""
-        param = self.layout.params[shard.param]
-        weight = param.ds_tensor.data if self.chunked else param.data
-        return weight.view(-1).narrow(0, 0, shard.numel)
+        param, start = self.layout.param_of(shard.param), self.layout.span(shard.param)[0] + shard.start
+        if self.chunked:
+            start = self.layout.around(shard)[1]
+        return (param.ds_tensor if self.chunked else param).data.view(-1).narrow(0, start, shard.numel)
 
     def _release(self) -> None:
         """Gathered weights at stage 3: a forward gathers what is in the chunks then."""

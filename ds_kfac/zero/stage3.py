@@ -10,8 +10,8 @@ from ds_kfac.zero.shards import Shard, partition_chunks
 class Stage3(ZeroLayout):
     """Gradients in DeepSpeedZeroOptimizer_Stage3's partitions: a chunk of every parameter on every rank."""
 
-    def __init__(self, engine, params, group=None) -> None:
-        super().__init__(engine, params, group)
+    def __init__(self, engine, *values, **named) -> None:
+        super().__init__(engine, *values, **named)
         if not self.optimizer.offload_optimizer:
             self.faults += (
                 "a parameter outside of K-FAC layers that a step does not use is stepped with its last gradient again",
@@ -54,10 +54,10 @@ class Stage3(ZeroLayout):
             return flat.narrow(0, shard.offset, param.partition_numel())
         return self.optimizer.averaged_gradients[shard.group][self._place[id(param)][1]].view(-1)
 
-    def read(self, shard: Shard) -> Tensor:
+    def stored(self, shard: Shard) -> Tensor:
         return self._chunk(shard).narrow(0, 0, shard.numel)
 
-    def write(self, shard: Shard, gradient: Tensor) -> None:
+    def store(self, shard: Shard, gradient: Tensor) -> None:
         param = self.params[shard.param]
         chunk = self._chunk(shard)
         if self.optimizer.offload_optimizer:

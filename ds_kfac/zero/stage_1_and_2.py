@@ -17,8 +17,8 @@ from ds_kfac.zero.shards import Shard, partition_flat
 class Stage12(ZeroLayout):
     """Gradients in DeepSpeedZeroOptimizer's flat buffers: a slice of every parameter group on every rank."""
 
-    def __init__(self, engine, params, group=None) -> None:
-        super().__init__(engine, params, group)
+    def __init__(self, engine, *values, **named) -> None:
+        super().__init__(engine, *values, **named)
         optimizer = self.optimizer
         if optimizer.round_robin_gradients and not optimizer.parameter_alignment:
             self.faults += (
@@ -73,13 +73,13 @@ class Stage12(ZeroLayout):
             "use a version named in the README"
         )
 
-    def read(self, shard: Shard) -> Tensor:
+    def stored(self, shard: Shard) -> Tensor:
         if self.optimizer.cpu_offload:
             return self._offloaded(shard)
         entries, index = self._entry(shard)
         return entries[index].reshape(-1)
 
-    def write(self, shard: Shard, gradient: Tensor) -> None:
+    def store(self, shard: Shard, gradient: Tensor) -> None:
         if self.optimizer.cpu_offload:
             self._offloaded(shard).copy_(gradient)
             # DeepSpeed clips by norms it cached during backward

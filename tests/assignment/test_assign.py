@@ -16,6 +16,7 @@ from ds_kfac.curvature.side import Side
 from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.zero.relayout import source
 from tests.assignment.baselines import kaisa_greedy, round_robin
+from tests.close import close
 from tests.layer_tables import TABLES, llama, tied, zero_shards
 from tests.models import linear_layer
 
@@ -56,14 +57,14 @@ def test_an_overloaded_rank_gives_to_the_least_loaded():
     held = {spec.name: [64, 0, 0] for spec in specs}
     assignment = place(specs, 3, held=held, costs=FREE_LINKS)
     assert sorted(owners(assignment).values()) == [0, 0, 1, 1, 2, 2]
-    assert assignment.imbalance == pytest.approx(1.0)
+    close(assignment.imbalance, 1.0)
 
 
 def test_what_a_gradient_costs_to_move_is_paid_by_both_ends():
     specs = layers((8, 8))
     here, there = (place(specs, 2, held={"l0": held}, load_tolerance=5.0) for held in ([64, 0], [44, 20]))
     seconds = 2 * 4 * 20 / COSTS.link_bytes
-    assert there.loads == pytest.approx([here.loads[0] + seconds, seconds])
+    close(list(there.loads), [here.loads[0] + seconds, seconds])
 
 
 def test_rounding_ties_of_zero3_chunks_do_not_pile_up_on_rank_0():
@@ -107,7 +108,7 @@ def test_replicated_gradients_are_balanced_heaviest_first():
         )
         mine = [spec.name for spec in specs if owners(assignment)[spec.name] == rank]
         expected = sum(work.precondition[name] + work.factor[f"{name}/A"] + work.factor[f"{name}/G"] for name in mine)
-        assert assignment.loads[rank] == pytest.approx(expected + max(sent, received))
+        close(assignment.loads[rank], expected + max(sent, received))
 
 
 def test_whole_layers_stay_within_grahams_bound_of_the_best_placement():
@@ -160,11 +161,11 @@ def test_a_result_is_paid_for_by_its_sender_for_every_copy_and_by_link():
     slow, fast = 4 * 600 / costs.link_bytes, 4 * 600 / costs.node_bytes
     alone = work.precondition["l0"]
     mem_opt = work.loads({"l0": (3,)}, {})
-    assert mem_opt[3] == pytest.approx(alone + fast + 6 * slow)
-    assert mem_opt[0] == mem_opt[2] == pytest.approx((fast + 6 * slow) / 7)  # of a node mate or not, on average
+    close(mem_opt[3], alone + fast + 6 * slow)
+    close([mem_opt[0], mem_opt[2]], [(fast + 6 * slow) / 7] * 2)  # of a node mate or not, on average
     hybrid = work.loads({"l0": (0, 2, 4, 6)}, {})  # rows are nodes
-    assert hybrid == pytest.approx([alone + fast, fast] * 4)
-    assert work.loads({"l0": tuple(range(8))}, {}) == pytest.approx([alone] * 8)
+    close(list(hybrid), [alone + fast, fast] * 4)
+    close(list(work.loads({"l0": tuple(range(8))}, {})), [alone] * 8)
 
 
 def test_fast_links_within_a_node_make_rows_of_a_node_the_best():
@@ -224,7 +225,7 @@ def test_an_eigenbasis_is_paid_for_where_it_leaves_and_where_it_arrives():
     none, found = work.loads(workers, {}), work.loads(workers, {"l0/A": 0, "l0/G": 3})
     to_A, to_G = (4 * (n * n + n) / COSTS.link_bytes / 100 for n in (5, 3))
     expected = [work.factor["l0/A"] + to_A + to_G, 0, to_A + to_G, work.factor["l0/G"] + 2 * to_G]
-    assert [after - before for before, after in zip(none, found, strict=True)] == pytest.approx(expected)
+    close([after - before for before, after in zip(none, found, strict=True)], expected, scale=max(found))
 
 
 def test_without_splitting_the_only_worker_decomposes_both():

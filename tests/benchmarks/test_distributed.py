@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+import torch
 from torch import nn
 
 from benchmarks.distributed import __main__ as distributed
@@ -16,6 +17,7 @@ from benchmarks.distributed.tables import TABLES
 from benchmarks.distributed.times import REFRESH
 from benchmarks.distributed.times_section import times_section
 from benchmarks.distributed.training_section import adaptive_section
+from tests.close import close, near
 
 WORLD = 2
 SHAPES = [module.weight.shape for module in gelu_gpt(TINY).modules() if isinstance(module, nn.Linear)]
@@ -87,7 +89,7 @@ def test_counters_are_those_of_torch_distributed_and_no_step_has_more_than_four_
                 assert rank["state"] + rank["adam"] == rank["planned_state"], name
         largest = max(sum(amortised(rank, way)[kind] for kind in amortised(rank, way) if kind != "numbers")
                       for rank in case["ranks"] for way in WAYS)  # fmt: skip
-        assert largest == pytest.approx(planned(case), rel=0.05), name  # a tiny model's alignment counts
+        near(largest, planned(case), 0.05 * planned(case), "a tiny model's alignment counts", what=name)
 
 
 @pytest.mark.distributed
@@ -97,7 +99,8 @@ def test_every_mode_of_the_times_does_the_same_work(out):
     for mode in list(rows)[1:]:
         assert rows[mode]["refreshes"] == FACTORS and rows[mode]["calls"] <= 4, mode
         assert len(rows[mode]["wall"]) == REFRESH and min(rows[mode]["wall"]) > 0, mode
-        assert max(rows[mode]["payload"]) == pytest.approx(max(rows["all at once"]["payload"]), rel=0.02), mode
+        payload = max(rows["all at once"]["payload"])
+        near(max(rows[mode]["payload"]), payload, 0.02 * payload, "numbers travel with it", what=mode)
 
 
 @pytest.mark.distributed
@@ -107,13 +110,15 @@ def test_training_runs_start_alike_and_options_send_less(out):
     assert every["losses"][0] == adaptive["losses"][0] and every["skipped"] == 0
     assert adaptive["captured"] + adaptive["skipped"] == every["captured"]
     part = sum(adaptive["sent"]["factors"]) / sum(every["sent"]["factors"])
-    assert part < 0.75 and part == pytest.approx(adaptive["captured"] / every["captured"], rel=0.1)
+    captured = adaptive["captured"] / every["captured"]
+    assert part < 0.75
+    near(part, captured, 0.1 * captured, "counts and alignment travel too")
     options = rows_of(out, "options")
     assert [(row["strategy"], row["run"]) for row in options] == [
         (strategy, run) for strategy in ("HYBRID", "ZeRO-2") for run in ("plain", "every option")
     ]
     for plain, full in (options[:2], options[2:]):
-        assert plain["losses"][0] == pytest.approx(full["losses"][0], rel=1e-6)
+        close(plain["losses"][0], full["losses"][0], sums=1000, dtype=torch.float32)
         assert all(math.isfinite(loss) for loss in full["losses"]) and full["held_out"] < full["losses"][0]
         assert sum(full["sent"]["factors"]) < 0.6 * sum(plain["sent"]["factors"])
 
@@ -122,7 +127,8 @@ def test_training_runs_start_alike_and_options_send_less(out):
 def test_few_rows_of_a_factor_come_from_one_rank(out):
     every, few = rows_of(out, "rows")
     assert (every["run"], few["run"]) == ("plain", "8 rows") and few["losses"] != every["losses"]
-    assert few["losses"][0] == pytest.approx(every["losses"][0], rel=1e-6) and few["held_out"] < few["losses"][0]
+    close(few["losses"][0], every["losses"][0], sums=1000, dtype=torch.float32)
+    assert few["held_out"] < few["losses"][0]
     assert few["captured"] == every["captured"] and sum(few["sent"]["factors"]) < 0.75 * sum(every["sent"]["factors"])
 
 
@@ -162,7 +168,8 @@ def test_simulated_bytes_are_those_of_the_shapes():
     assert sent <= rows["COMM-OPT"]["statistics"] <= 1.2 * sent < (1 - 1 / world) * triangles / UPDATE
     assert rows["COMM-OPT"]["memory"] >= 4 * vectors and rows["MEM-OPT"]["memory"] < rows["COMM-OPT"]["memory"] / 4
     results = rows["MEM-OPT"]["bytes"] - rows["MEM-OPT"]["statistics"]
-    assert results == pytest.approx((1 - 1 / world) * 2 * gradient, rel=0.1)
+    sent = (1 - 1 / world) * 2 * gradient
+    near(results, sent, 0.1 * sent, "layers are whole: ranks do not hold equal parts")
     assert rows["ZeRO-3"]["bytes"] - rows["ZeRO-3"]["statistics"] < 2 / world * 2 * gradient * 1.1
     assert all(1 <= row["imbalance"] < 1.2 for row in rows.values())
 

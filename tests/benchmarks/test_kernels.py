@@ -17,6 +17,7 @@ from benchmarks.kernels.shapes import MODELS, Model
 from benchmarks.kernels.timing import Clock, Roofline
 from ds_kfac.ops import functional
 from ds_kfac.ops.backends import Backend
+from tests.close import near
 
 TINY = Model("tiny", ((7, 33), (33, 65)), 2)
 TIMED = (
@@ -52,9 +53,10 @@ def test_every_op_has_a_speed_and_a_baseline(run, tmp_path):
     for row in rows:
         low, median, high = (float(row[name]) for name in ("low_ms", "median_ms", "high_ms"))
         assert 0 < low <= median <= high and int(row["calls"]) >= 5
-        assert float(row["gb_per_s"]) == pytest.approx(int(row["bytes"]) / median / 1e6, rel=1e-2)
+        rate = int(row["bytes"]) / median / 1e6
+        near(float(row["gb_per_s"]), rate, rate / 100, "three digits are written")
         bound = max(int(row["bytes"]), int(row["flops"])) / 1e10
-        assert float(row["of_roofline"]) == pytest.approx(bound / median * 1e3, rel=1e-2)
+        near(float(row["of_roofline"]), bound / median * 1e3, bound / median * 10, "three digits are written")
     assert (tmp_path / "cpu.png").stat().st_size > 1000
     for fact in ("machine: ", f"torch: {torch.__version__}", "commit: "):
         assert fact in page

@@ -304,6 +304,16 @@ _ROWS = [
     ("KFACAdamW: betas of the wrong group", "directions/kfac_adamw/direction.py",
      "param_groups[self.groups[part.layers[0].name][0]]", "param_groups[-1]",
      "tests/directions/test_direction_scales.py"),
+    ("KFACAdamW: layers without a rate decay", "directions/kfac_adamw/direction.py", "good & (self.ratio > 0)", "good",
+     f"{_KFAC_ADAMW}::test_what_has_no_rate_stands_still_and_does_not_decay"),
+    ("KFACAdamW: a group that is frozen at first is dropped", "directions/kfac_adamw/block.py",
+     "return not stage and", "return False and",
+     "tests/deepspeed/test_unused.py::test_what_is_unfrozen_later_is_trained_where_adamw_trains_it"),
+    ("KFACAdamW: the object's group changes itself alone", "directions/kfac_adamw/user_optimizer.py",
+     "dict.__setitem__(part, key, value)", "dict.__setitem__(self, key, value)",
+     "tests/deepspeed/test_optimizer_object.py"),
+    ("KFACAdamW: betas stay whole numbers", "directions/kfac_adamw/params.py", "tuple(map(float, value))",
+     "tuple(value)", "tests/config/test_kfac.py"),
     # the step
     ("terms of a batch without rows", "step/layer_states.py", "torch.where(terms > 0, terms, state.terms)", "terms",
      "tests/directions/test_direction_scales.py"),
@@ -347,6 +357,11 @@ _ROWS = [
     ("summary: a state is summed up", "metrics.py", '"unpreconditioned_layers": False',
      '"unpreconditioned_layers": True',
      f"{_TRAPS}::test_layers_without_data_at_a_refresh_get_their_basis_as_soon_as_they_have"),
+    # config
+    ("config: any number will do", "config/values.py", "and not abs(value) <= LARGEST:", "and False:",
+     "tests/config/test_numbers.py"),
+    ("config: in a schedule any number will do", "config/values.py", "[Annotated[number, BeforeValidator(fits)]]",
+     "[number]", "tests/config/test_numbers.py"),
     # checkpoints
     ("resume: peak rate forgotten", "checkpoint/save_load.py",
      '"peak_lr": {int(group): lr for group, lr in header["peak_lr"].items()},', '"peak_lr": {},',

@@ -1,11 +1,13 @@
-"""The comparisons with tests/oracle.py as other processors would compute them.
+"""Tests as other processors would compute them: the same sums in other orders.
 
-    python -m tests.campaign.processors                  # every setting, about 15 minutes on 2 idle cores
-    python -m tests.campaign.processors --only avx2 "2 threads"
+    make processors                                       # every setting, all of make quick, and whole engines
+    python -m tests.campaign.processors --only shuffled -- tests/update tests/curvature
 
-A setting makes torch, MKL and oneDNN use the instructions of another processor, or sums in another order. Prints the
-largest difference, in units of what is allowed (tests/spread.py), of every group of cases. Ends with 1 if one is
-over 1.
+A setting makes torch, MKL and oneDNN use the instructions of another processor or more threads, or permutes what is
+summed (tests/shuffled.py); "as it is" is what the others are compared with. Prints the largest difference, in units of
+what is allowed (tests/close.py), and in how many tests it differs from "as it is": none where a library has no such
+switch on this processor, as MKL's and oneDNN's may have none on AMD. Ends with 1 if a test fails or uses more than
+LIMIT of what is allowed.
 """
 
 import argparse
@@ -13,29 +15,61 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 from tests.ranks import run_ranks
 
+LIMIT = 0.3
+"""Of what is allowed: the rest is for processors that nobody here has seen."""
+PLAIN = "as it is"
 SETTINGS: dict[str, dict[str, str]] = {
-    "as it is": {},
+    PLAIN: {},
     "ATen default": {"ATEN_CPU_CAPABILITY": "default"},
     "ATen avx2": {"ATEN_CPU_CAPABILITY": "avx2"},
-    "ATen avx512": {"ATEN_CPU_CAPABILITY": "avx512"},
     "MKL compatible": {"MKL_CBWR": "COMPATIBLE"},
     "MKL avx2": {"MKL_CBWR": "AVX2", "MKL_DEBUG_CPU_TYPE": "5"},
     "oneDNN sse41": {"ONEDNN_MAX_CPU_ISA": "SSE41"},
-    "oneDNN avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
     "everything default": {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"},
-    "everything avx2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "2 threads": {"OMP_NUM_THREADS": "2"},
+    "shuffled 1": {"SHUFFLED_SUMS": "1"},
+    "shuffled 2": {"SHUFFLED_SUMS": "2"},
 }
+SHORT = ("tests/update/test_kfac.py", "tests/update/test_moments.py", "tests/directions", "tests/model/test_rows.py")
+"""Products, sums, eigenvectors and orthogonal factors in seconds: what is run where no tests are named."""
 MODES = ("z0", "z2", "z3", "z2-bf16", "z2-fp16", "adam-z1", "adam-z2-all_reduce", "adam-z2-bf16", "adam-z0-fp16")
 GROUPS = ("corrected", "adam", "mixed", "stacked", "")
 """Of the cases of test_features, by a word of their names; the first that fits."""
 
 
-def measure() -> dict[str, float]:
-    """Group of cases -> largest difference / allowed."""
+class Failures:
+    """Names of tests that failed, for pytest."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            self.names.append(report.nodeid)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        self.pytest_runtest_logreport(report)
+
+
+def run_tests(selection: list[str]) -> tuple[dict[str, float], list[str]]:
+    """Test -> largest difference / allowed; names of those that failed."""
+    import pytest
+
+    failures = Failures()
+    status = pytest.main(["-q", "-p", "no:cacheprovider", *selection], plugins=[failures])
+    if status not in (0, 1):
+        failures.names.append(f"pytest: exit status {int(status)}")
+    from tests.close import RATIOS
+
+    return RATIOS, failures.names
+
+
+def run_engines() -> dict[str, float]:
+    """Group of cases of whole engines -> largest difference from tests/oracle.py / allowed (tests/spread.py)."""
     from tests.deepspeed.test_features import CASES
 
     found: dict[str, float] = {}
@@ -55,29 +89,49 @@ def measure() -> dict[str, float]:
     return found
 
 
+def report(name: str, ratios: dict[str, float], failed: list[str], plain: dict[str, float]) -> tuple[str, bool]:
+    """One line about a setting, lines about what is wrong in it, and whether anything is."""
+    worst = max(ratios, key=ratios.get) if ratios else None
+    changed = sum(ratio != plain.get(test) for test, ratio in ratios.items())
+    largest = f"{ratios[worst]:.3f} {worst}" if worst else "nothing was compared"
+    lines = [f"{name:20} {len(ratios)} compared, {changed} differently; largest {largest}"]
+    lines += [f"    failed: {test}" for test in failed]
+    over = {test: ratio for test, ratio in ratios.items() if not ratio <= LIMIT}
+    lines += [f"    over {LIMIT}: {ratio:.3f} {test}" for test, ratio in sorted(over.items(), key=lambda p: -p[1])]
+    return "\n".join(lines), bool(failed or over or not ratios)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.campaign.processors", description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", help="words of settings' names")
+    parser.add_argument("--engines", action="store_true", help="whole engines too, against tests/oracle.py")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("selection", nargs="*", help="of tests, as pytest takes it, after --; default: a short one")
     options = parser.parse_args(argv)
+    selection = options.selection or list(SHORT)
     if options.here:
-        print(json.dumps(measure()))
+        ratios, failed = run_tests(selection)
+        engines = run_engines() if options.engines else {}
+        print(json.dumps([{**ratios, **engines}, failed]))
         return 0
-    worst = 0.0
+    plain: dict[str, float] = {}
+    wrong = False
     for name, setting in SETTINGS.items():
         if options.only and not any(word in name for word in options.only):
             continue
         environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"} | setting
-        command = [sys.executable, "-m", "tests.campaign.processors", "--here"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        command = [sys.executable, "-m", "tests.campaign.processors", "--here", *["--engines"] * options.engines]
+        done = subprocess.run([*command, "--", *selection], env=environment, capture_output=True, text=True)
         if done.returncode:
-            print(f"{name}: failed\n{done.stderr[-2000:]}")
-            worst = float("inf")
+            print(f"{name}: failed\n{done.stdout[-2000:]}{done.stderr[-2000:]}", flush=True)
+            wrong = True
             continue
-        ratios = json.loads(done.stdout.splitlines()[-1])
-        worst = max(worst, *ratios.values())
-        print(f"{name:20}", *(f"{group} {ratio:.2f}" for group, ratio in ratios.items()), sep="  ", flush=True)
-    return int(worst > 1)
+        ratios, failed = json.loads(done.stdout.splitlines()[-1])
+        plain = plain or ratios
+        text, bad = report(name, ratios, failed, plain)
+        wrong |= bad
+        print(text, flush=True)
+    return int(wrong)
 
 
 if __name__ == "__main__":

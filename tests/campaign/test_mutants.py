@@ -1,10 +1,14 @@
 """That the run of the mutants tells a killed one from one that nobody noticed."""
 
+import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.campaign import mutants
 from tests.campaign.mutant_table import MUTANTS
+from tests.ranks import run_ranks
 
 TESTS = "tests/ops/test_ops_layers.py::test_ema_update_is_the_bias_corrected_average[functional]"
 
@@ -17,9 +21,13 @@ def test_every_mutant_changes_one_place():
 
 def test_the_tests_of_every_mutant_exist():
     named = sorted({test for mutant in MUTANTS for test in mutant.tests.split()})
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *named]
-    done = subprocess.run(command, cwd=mutants.ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:]
+    run_ranks("tests.campaign.test_mutants:collect", world=1, payload=named)
+
+
+def collect(named: list[str]) -> None:
+    """In a rank, because that is forked from a process which has imported what tests import."""
+    os.chdir(mutants.ROOT)
+    assert pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *named]) == 0
 
 
 def test_a_wrong_line_is_killed_and_a_right_one_survives(tmp_path):

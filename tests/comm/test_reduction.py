@@ -8,6 +8,7 @@ from ds_kfac.assignment.factor_spec import factor_specs
 from ds_kfac.comm.bucket import buckets, payload, slots
 from ds_kfac.comm.reduction import DTYPES, Reduction
 from ds_kfac.model.batch_sum import BatchSum
+from tests.close import close
 from tests.comm.fake_network import FakeNetwork
 from tests.models import linear_layer
 
@@ -96,7 +97,8 @@ def test_sums_are_added_up_in_32_bits():
 def test_every_element_keeps_its_own_relative_precision():
     """Sums of 1e-12 next to sums of 1e6."""
     scales = {factor.key: 10.0 ** (-12 + 18 * i / (len(FACTORS) - 1)) for i, factor in enumerate(FACTORS)}
-    assert min(scales.values()) == 1e-12 and max(scales.values()) == pytest.approx(1e6)
+    assert min(scales.values()) == 1e-12
+    close(max(scales.values()), 1e6, condition=18)  # a power
     run = Run(2, "bf16", lambda slot, rank: random(slot, rank, scales[slot.factor]))
     for slot in run.slots:
         parts = run.parts(slot)

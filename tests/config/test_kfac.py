@@ -263,10 +263,21 @@ def test_a_pattern_that_is_no_regex_is_named():
         ({"betas": 0.9}, "optimizer.params.betas: got 0.9; must be two numbers"),
         ({"betas": [0.9, 1.0]}, "must be two numbers of at least 0 and below 1"),
         ({"torch_adam": 1}, "optimizer.params.torch_adam: got 1; must be true or false"),
+        ({"lr": 10**400}, "optimizer.params.lr: got 1000"),
+        ({"eps": float("nan")}, "optimizer.params.eps: got nan; must be a number of at least 0"),
         ([0.1], "optimizer.params: got [0.1]; must be an object"),
+        ([], "optimizer.params: got []; must be an object"),
+        ("", "optimizer.params: got ''; must be an object"),
     ],
 )
 def test_wrong_parameters_of_the_optimizer_are_named(params, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         rule_in({"optimizer": {"type": "KFACAdamW", "params": params}})
     assert rule_in({"optimizer": {"type": "KFACAdamW", "params": {"lr": "auto", "betas": [0.9, 0.95]}}}).optimizer_type
+
+
+def test_whole_numbers_are_parameters_of_the_optimizer_too():
+    """torch's AdamW asks for floats on a CPU: it takes no beta of 0 next to one of 0.9."""
+    params = KFACAdamWRule().parameters({"optimizer": {"type": "KFACAdamW", "params": {"lr": 1, "betas": [0, 0.9]}}})
+    assert params == {"lr": 1.0, "betas": (0.0, 0.9)} and type(params["betas"][0]) is type(params["lr"]) is float
+    assert KFACAdamWRule().parameters({"optimizer": {"type": "KFACAdamW", "params": None}}) == {}

@@ -8,6 +8,7 @@ from ds_kfac.curvature import eigensolver, root
 from ds_kfac.curvature.inverse import DampedInverse
 from ds_kfac.curvature.root import LayerRoot, by_products, order_of, refresh_root
 from ds_kfac.curvature.side import Side
+from tests.close import close
 from tests.curvature.test_eigenbasis import SIDES, factor, matrix
 
 KEPT = [side for side in SIDES if side.block]
@@ -54,7 +55,8 @@ def spectrum(n: int, condition: float) -> torch.Tensor:
 def test_equals_the_root_in_float64_and_is_symmetric_to_the_bit(side, power):
     kept = factor(side)
     got = rooted(kept, power, "eigh")
-    torch.testing.assert_close(got.double(), expected_root(kept, power), rtol=1e-4, atol=1e-5)
+    expected = expected_root(kept, power)
+    close(got, expected, sums=4 * side.dim, condition=power * torch.linalg.cond(expected) ** (1 / power))
     assert torch.equal(got, got.T)
 
 
@@ -63,7 +65,8 @@ def test_equals_the_root_in_float64_and_is_symmetric_to_the_bit(side, power):
 def test_products_find_the_same_root(side, power, as_on_a_gpu):
     kept = factor(side)
     got = rooted(kept, power, "newton")
-    torch.testing.assert_close(got.double(), expected_root(kept, power), rtol=1e-3, atol=1e-4)
+    expected = expected_root(kept, power)
+    close(got, expected, sums=2 * 5 * 10 * side.dim, condition=power * torch.linalg.cond(expected) ** (1 / power))
     assert torch.equal(got, got.T)
 
 
@@ -99,7 +102,7 @@ def test_a_root_that_products_do_not_find_is_taken_from_eigenvalues(as_on_a_gpu,
     found = refresh_root(kept, power=0.25, damping=DAMPING, products="tf32")
     assert asked == ["tf32", "ieee"] and (found.how, found.retries) == ("eigh", 2)
     expected = expected_root(kept, 0.25)
-    torch.testing.assert_close(found.basis.apply(torch.eye(20)).double(), expected, rtol=1e-4, atol=1e-5)
+    close(found.basis.apply(torch.eye(20)), expected, sums=4 * 20, condition=0.25 * torch.linalg.cond(expected) ** 4)
 
 
 def test_what_is_no_second_moment_has_no_root():

@@ -67,6 +67,19 @@ class Mode:
             block["params"]["adam_lr"] = self.adam_ratio * block["params"]["lr"]
         return block
 
+    @property
+    def factors(self) -> dict[str, str]:
+        """What a choice of cases combines, see tests/covering.py."""
+        return {
+            "rule": str((self.adam, self.orthogonal, self.rotate, self.root)),
+            "moments": str((self.whiten, self.scale, self.adam_ratio) if self.adam else ""),
+            "stage": str(self.stage),
+            "dtype": f"{self.dtype} {self.precision}",
+            "settings": str((self.zero, self.extra, self.kfac)),
+            "optimizer": str((self.groups, self.fused, self.clip)),
+            "zero_init": str(self.zero_init),
+        }
+
     def config(self, accumulation: int, world: int) -> dict[str, Any]:
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": MICRO_ROWS,

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.close import near
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, expected, patched, train, weights
 from tests.ranks import run_ranks
@@ -46,4 +47,5 @@ def test_raw_gradients_are_clipped_and_their_norm_is_reported(world):
             assert (ours is None) == (plain is None), (name, ours, plain)
             if plain is not None:
                 assert plain > 10 * BOUND, "nothing was clipped, so nothing was tested"
-                assert ours == pytest.approx(plain, rel=1e-2 if "16" in name else 1e-4), name
+                coarse = 2**-7 if "16" in name else 2**-13
+                near(ours, plain, coarse * plain, "gradients in 16 bits; a captured backward", what=name)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from ds_kfac.comm.bucket import payload
 from examples.gpt import GPT, GPTConfig
+from tests.close import near
 from tests.deepspeed.modes import Mode
 from tests.deepspeed.runs import build
 from tests.ranks import run_ranks
@@ -171,7 +172,8 @@ def test_collectives_bytes_and_state(world):
                 padding = wire - sum(expected.values()) - numbers
                 assert 0 <= padding <= 16 * 5 * world * 2 and numbers < 4 * 200 * world, (case, step, padding)
             assert result["moved"] == result["elsewhere"], case
-            assert result["state"] == pytest.approx(result["planned state"], rel=0.01), case
+            planned = result["planned state"]
+            near(result["state"], planned, planned / 100, "counters and scalars are not planned", what=str(case))
         if blocks == 12 and workers == 1:
             total = sum(results[rank][case]["state"] for rank in range(world))
             for rank in range(world):

@@ -36,7 +36,7 @@ def test_experts_match_one_process(world):
             ]
             assert not within(where, result["difference"], result["bound"]), (where, result["difference"])
             expected, actual = result["nu"]
-            assert actual == pytest.approx(expected, abs=result["nu_bound"]), f"{where}: {result['nu']}"
+            assert not within("nu", abs(actual - expected), result["nu_bound"]), f"{where}: {result['nu']}"
             assert ("weight is frozen" if starved else "its hooks never fire") in result["report"]  # the gate
         assert any(result["nu"][0] < 0.9 for result in results), "kl-clip never acted, so it was not tested"
 

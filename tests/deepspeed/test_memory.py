@@ -65,7 +65,7 @@ def worker(cases) -> dict:
         block |= {"eigenbasis": {"refresh_interval": 300, "stagger": False}, "communication": {"bucket_bytes": BUCKET}}
         engine = build(Mode("memory", stage, kfac=block), 1, model=net())
         kfac, peaks = engine.kfac.preconditioner, []
-        for step in range(11):
+        for step in range(7):
             x = torch.randn(4, 8, WIDTH, generator=torch.Generator().manual_seed(step))
             loss = engine(x).square().mean()
             with Live() as live:
@@ -143,7 +143,7 @@ def beside_worker(modes) -> dict:
             return draft
 
         kfac.step = watched
-        for step in range(10):
+        for step in range(7):
             x = torch.randn(4, SIDES[0], generator=torch.Generator().manual_seed(step)).to(engine.get_data_types()[0])
             loss = engine(x).float().square().mean()
             with Live() as live:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ds_kfac
+from tests.close import close
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, micro_batches, patched, train, weights
 from tests.models import Net, cross_entropy, make_net
@@ -23,9 +24,9 @@ SAMPLED = {
     "eigenbasis": {"refresh_interval": 2},
     "layers": {"exclude": ["first", "middle"]},
     "preconditioner": {"kl_clip": 0},
-    "damping": {"kind": "tikhonov", "value": 1e20},
+    "damping": {"kind": "tikhonov", "value": 1e18},
 }
-"""Damping so large that K-FAC gives the gradient times 1e-20, nothing next to AdamW's eps: what is left to see is what
+"""Damping so large that K-FAC gives the gradient times 1e-18, nothing next to AdamW's eps: what is left to see is what
 sampling does to training."""
 
 
@@ -80,6 +81,7 @@ def newton_worker(stages) -> dict:
 @pytest.mark.parametrize("world", [1, 2])
 def test_with_its_exact_fisher_a_linear_model_is_solved_in_one_step(world):
     for result in run_ranks("tests.deepspeed.test_monte_carlo:newton_worker", world=world, payload=[0, 1, 2]):
+        # the normal equations are solved in fp32, with a damping of 1e-7; a wrong Fisher is off by 0.01 and more
         assert all(error < 1e-4 for error in result.values()), result
 
 
@@ -263,8 +265,8 @@ def test_every_forward_of_a_backward_is_sampled_once():
         assert all(float(G.abs().sum()) > 0 for G in found[same].values())
         for way in ways:
             for key, G in found[same].items():
-                torch.testing.assert_close(found[way][key], G, rtol=1e-4, atol=1e-7, msg=lambda m, w=way: f"{w}: {m}")
-    assert any(not torch.allclose(found["whole"][key], G, rtol=0.01) for key, G in found["second_alone"].items())
+                close(found[way][key], G, sums=2 * 8 * 3 + 100, what=f"{way} {key}")  # rows, and widths on the way
+    assert any((found["whole"][key] - G).norm() > 0.01 * G.norm() for key, G in found["second_alone"].items())
 
 
 def retained_worker(_) -> list[float]:

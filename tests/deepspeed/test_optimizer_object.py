@@ -1,7 +1,9 @@
 """``ds_kfac.KFACAdamW``, the object, trains as the config's optimizer does, with a scheduler that was made before."""
 
 import contextlib
+import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -86,6 +88,7 @@ def test_it_is_for_deepspeed_only():
         ({"lr": "1e-2"}, "KFACAdamW: lr: got '1e-2'; must be a number"),
         ({"lr": 0.1, "betas": 0.9}, "KFACAdamW: betas: got 0.9; must be two numbers"),
         ({"lr": 0, "adam_lr": 0.1}, "KFACAdamW: lr: got 0; must be above 0 with adam_lr"),
+        ({"lr": 10**400}, "KFACAdamW: lr: got 1000.*; must be a number"),
     ],
 )
 def test_wrong_values_are_named(options, message):
@@ -101,3 +104,134 @@ def test_an_optimizer_made_of_its_groups_is_recognised():
     other = torch.optim.AdamW(optimizer.param_groups)
     assert rule_in({}, optimizer).name == rule_in({}, other).name == "KFACAdamW"
     assert rule_in({}, torch.optim.AdamW(torch.nn.Linear(3, 2).parameters())).optimizer_type is None
+
+
+NEW = {"lr": 0.7 * LR, "weight_decay": 0.3}
+"""Of the second group, whose parameters are of layers and of a norm."""
+
+
+def load(optimizer, saved: dict) -> None:
+    saved["param_groups"][1] |= NEW
+    optimizer.load_state_dict(saved)
+
+
+def one_by_one(group) -> None:
+    for key, value in NEW.items():
+        group[key] = value
+
+
+def anew(group) -> None:
+    for key, value in NEW.items():
+        group.pop(key)
+        group.setdefault(key, value)
+
+
+WAYS = {
+    "items": lambda optimizer: one_by_one(optimizer.param_groups[1]),
+    "update": lambda optimizer: optimizer.param_groups[1].update(NEW),
+    "|=": lambda optimizer: optimizer.param_groups[1].__ior__(NEW),
+    "pop and setdefault": lambda optimizer: anew(optimizer.param_groups[1]),
+    "load_state_dict": lambda optimizer: load(optimizer, optimizer.state_dict()),
+    "load_state_dict of a copy": lambda optimizer: load(optimizer, copy.deepcopy(optimizer).state_dict()),
+}
+
+
+def of_the_object(stage: int):
+    model = make_net()
+    config = {**BY_NAME[f"adam-z{stage}"].config(1, torch.distributed.get_world_size())}
+    config.pop("optimizer")
+    optimizer = ds_kfac.KFACAdamW(parameter_groups(model, "decay"), **OPTIONS)
+    with contextlib.redirect_stdout(io.StringIO()):
+        return ds_kfac.initialize(model=model, config=config, optimizer=optimizer)[0], optimizer
+
+
+def ways_worker(stages: list[int]) -> dict:
+    found = {}
+    for stage in stages:
+        engine, _ = of_the_object(stage)
+        for group in engine.basic_optimizer.param_groups[1:]:
+            group.update(NEW)
+        train(engine, 1, steps=3)
+        expected = weights(engine)
+        engine.destroy()
+        for way, change in WAYS.items():
+            engine, optimizer = of_the_object(stage)
+            group = optimizer.param_groups[1]
+            change(optimizer)
+            found[stage, way] = {
+                "parts": [NEW.items() <= part.items() for part in engine.basic_optimizer.param_groups],
+                "seen": optimizer.param_groups[1] is group
+                and all(NEW.items() <= view.items() for view in (group, dict(group), group.copy(), group | {})),
+                "size": len(group) == len(list(group)) == len({**group}),
+            }
+            train(engine, 1, steps=3)
+            same = (torch.equal(expected[name], weight) for name, weight in weights(engine).items())
+            found[stage, way]["trains"] = all(same)
+            engine.destroy()
+    return found
+
+
+def test_a_group_is_what_deepspeed_steps_however_it_is_changed():
+    for case, found in run_ranks("tests.deepspeed.test_optimizer_object:ways_worker", world=1, payload=[0, 2, 3])[
+        0
+    ].items():
+        assert found.pop("parts") == [False, True, True] and all(found.values()), (case, found)
+
+
+def refused_worker(_) -> dict:
+    engine, optimizer = of_the_object(0)
+    group, found = optimizer.param_groups[0], {}
+    for case, change in {
+        "adding": lambda: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]}),
+        "parameters": lambda: group.update(params=[]),
+        "clearing": group.clear,
+        "adam_lr": lambda: group.update(adam_lr=0.1),
+        "moments": lambda: optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: {"step": 1}}}),
+    }.items():
+        try:
+            change()
+        except (RuntimeError, ValueError) as error:
+            found[case] = str(error)
+    train(engine, 1, steps=1)
+    return found
+
+
+def test_what_a_group_in_an_engine_cannot_take_is_said():
+    found = run_ranks("tests.deepspeed.test_optimizer_object:refused_worker", world=1)[0]
+    assert "add groups before deepspeed.initialize" in found["adding"]
+    assert '"params" of a parameter group cannot change' in found["parameters"]
+    assert '"params" of a parameter group cannot change' in found["clearing"]
+    assert "adam_lr in a parameter group: it is the whole optimizer's" in found["adam_lr"]
+    assert "load them by engine.load_checkpoint" in found["moments"]
+
+
+@pytest.mark.parametrize(
+    "group, message",
+    [
+        ({"adam_lr": 0.1}, "adam_lr in a parameter group: it is the whole optimizer's"),
+        ({"lr": float("inf")}, "in a parameter group, lr: got inf; must be a number"),
+        ({"betas": [0.9, 1]}, "in a parameter group, betas: got .0.9, 1.; must be two numbers"),
+    ],
+)
+def test_wrong_values_of_a_group_are_named(group, message):
+    layer = torch.nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=message):
+        ds_kfac.KFACAdamW([{"params": layer.parameters(), **group}])
+    optimizer = ds_kfac.KFACAdamW([layer.weight])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [layer.bias], **group})
+
+
+def test_before_an_engine_it_is_an_optimizer_like_others():
+    layer = torch.nn.Linear(3, 2)
+    optimizer = ds_kfac.KFACAdamW([layer.weight], 0.1, betas=(0, 0.9))
+    optimizer.add_param_group({"params": [layer.bias], "lr": 0.2, "name": "bias"})
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert copied.state_dict() == optimizer.state_dict()
+        copied.param_groups[1].update(lr=0.3)
+        other = ds_kfac.KFACAdamW([{"params": [layer.weight]}, {"params": [layer.bias]}])
+        other.load_state_dict(copied.state_dict())
+        assert [group["lr"] for group in other.param_groups] == [0.1, 0.3] and other.param_groups[1]["name"] == "bias"
+        copied.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    assert optimizer.param_groups[1]["lr"] == 0.2 and "lr" in optimizer.param_groups[0] | {}
+    assert list(map(type, optimizer.param_groups[0]["betas"])) == [float, float]

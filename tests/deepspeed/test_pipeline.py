@@ -32,7 +32,7 @@ def test_pipelines_match_one_process(world):
             where = f"{mode.name} {accumulation} rank {rank}"
             assert not within(where, result["difference"], result["bound"]), f"{where}: {result}"
             expected, actual = result["nu"]
-            assert actual == pytest.approx(expected, abs=result["nu_bound"]), f"{where}: {result}"
+            assert not within("nu", abs(actual - expected), result["nu_bound"]), f"{where}: {result}"
         assert any(result["nu"][0] < 0.9 for result in results), "kl-clip never acted, so it was not tested"
 
 

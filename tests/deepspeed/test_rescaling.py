@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.close import close, near
 from tests.deepspeed.modes import BY_NAME, KFAC
 from tests.deepspeed.runs import build, patched, train, weights
 from tests.models import make_net
@@ -52,13 +53,18 @@ def test_every_stage_rescales_masters_and_weights():
                 limit = (2 * len(weight)) ** 0.5
                 factor = min(1.0, limit / (float(weight.norm()) + 1e-9)) if key in WEIGHTS else 1.0
                 shrunk += factor < 0.9
-                # in 16 bits the norm is that of the rounded weight
-                torch.testing.assert_close(
-                    rescaled[key], factor * weight, rtol=1e-6 if mode.dtype == "fp32" else 1e-3, atol=1e-7,
-                    msg=lambda text, where=f"{name} {key}": f"{where}: {text}",
-                )  # fmt: skip
-                torch.testing.assert_close(
-                    used[key], rescaled[key], rtol=1e-6 if mode.dtype == "fp32" else 2**-7, atol=1e-7
-                )
+                where = f"{name} {key}"
+                if mode.dtype == "fp32":
+                    close(rescaled[key], factor * weight, sums=weight.numel(), what=where)
+                else:
+                    near(
+                        rescaled[key],
+                        factor * weight,
+                        1e-3 * weight.abs(),
+                        "the norm of the rounded weight",
+                        what=where,
+                    )
+                ulp = 0 if mode.dtype == "fp32" else 2**-7
+                near(used[key], rescaled[key], ulp * rescaled[key].abs() + 1e-7, "rounding to 16 bits", what=where)
                 assert key not in WEIGHTS or float(results[name, "later"][key].norm()) <= limit * 1.001
             assert shrunk >= 1, name

@@ -4,6 +4,7 @@ every mode trains like tests/oracle.py is in test_modes.py."""
 import pytest
 import torch
 
+from tests.close import close
 from tests.deepspeed.modes import KFAC, Mode
 from tests.deepspeed.runs import build, train, weights
 from tests.models import make_net
@@ -75,7 +76,7 @@ def wide_worker(_) -> list[list[float]]:
 
 def test_wide_layers_step_as_far_with_the_root_of_an_identity():
     eigen, root = run_ranks("tests.deepspeed.test_root:wide_worker", world=1, payload=None)[0]
-    assert root == pytest.approx(eigen, rel=1e-5)
+    close(root, eigen, sums=4 * WIDE, dtype=torch.float32)
 
 
 def unrotated(engine) -> dict[str, torch.Tensor]:
@@ -111,7 +112,8 @@ def test_momentum_survives_a_change_of_method(tmp_path):
     (result,) = run_ranks("tests.deepspeed.test_root:other_worker", world=1, payload=str(tmp_path))
     for method, kind in (("root", "DampedInverse"), ("eigen", "Eigenbasis")):
         off, kinds, trains = result[method]
-        assert off < 1e-5 and kinds == {kind} and trains
+        close(off, 0.0, sums=4 * 20, scale=1.0, dtype=torch.float32)  # turned into a basis and back
+        assert kinds == {kind} and trains
 
 
 def refused_worker(_) -> dict:

@@ -29,7 +29,7 @@ def test_sequence_parallelism_matches_one_process(world):
         for (mode, over), result in zip(cases, results, strict=True):
             assert not within(mode.name, result["difference"], result["bound"]), f"{mode.name} {over}: {result}"
             expected, actual = result["nu"]
-            assert actual == pytest.approx(expected, abs=result["nu_bound"]), f"{mode.name} {over}: {result}"
+            assert not within("nu", abs(actual - expected), result["nu_bound"]), f"{mode.name} {over}: {result}"
             assert result["shared"] == (("q", "kv"),), f"{mode.name} {over}"
             assert bool(result["faults"]) == (mode.stage < 3)
         assert any(result["nu"][0] < 0.9 for result in results), "kl-clip never acted, so it was not tested"

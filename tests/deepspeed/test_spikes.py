@@ -84,7 +84,8 @@ def stall_worker(names: list[str]) -> dict:
                 for x, y in micro_batches(step % 4, 2):
                     engine.backward(engine(x, y) * (spike if step == 14 else 1.0))
                     engine.step()
-                seen.append(weights(engine))
+                if step >= 19:
+                    seen.append(weights(engine))
             moved = [sum(float((b[n] - a[n]).norm()) for n in a) for a, b in itertools.pairwise(seen)]
             results[name, eigenvalues, spike] = moved, engine.kfac.counters()["limited_factors"]
             engine.destroy()
@@ -98,5 +99,5 @@ def test_a_spike_does_not_stall_the_kfac_gradient():
             assert none == 0
             expected = 6 if eigenvalues == "corrected" else 3
             assert limited == expected, "each layer's G, on whichever rank it is averaged, and EKFAC's second moment"
-            ratios = [after / before for before, after in zip(usual[20:], spiked[20:], strict=True)]
+            ratios = [after / before for before, after in zip(usual, spiked, strict=True)]
             assert all(0.5 < ratio < 2 for ratio in ratios), (name, eigenvalues, ratios)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from ds_kfac.model.scan import scan
+from tests.close import near
 from tests.deepspeed.modes import KFAC, Mode
 from tests.deepspeed.parallel import EVERYTHING, INVERSE, SCALED
 from tests.ranks import run_ranks
@@ -51,7 +52,7 @@ def test_shards_match_one_process(world):
                 assert len(weight) == 1 or (O == weight[0] and 0 <= I - weight[1] <= 1), (where, O, I, weight)
             assert not within(where, result["difference"], result["bound"]), (where, result["difference"])
             expected, actual = result["nu"]
-            assert actual == pytest.approx(expected, abs=result["nu_bound"]), f"{where}: {result['nu']}"
+            assert not within("nu", abs(actual - expected), result["nu_bound"]), f"{where}: {result['nu']}"
             assert "down.bias" in result["report"] and "belongs to no shard" in result["report"]
         assert any(result["nu"][0] < 0.9 for result in of_rank), "kl-clip never acted, so it was not tested"
     for first, second in zip(results[0], results[1], strict=True):
@@ -65,7 +66,7 @@ def test_a_shard_takes_steps_of_the_size_of_a_whole_layers():
     for sizes in run_ranks("tests.deepspeed.tensor_runs:step_sizes", world=2, payload=mode):
         assert sizes.pop("head") > 0.4, "Adam's own, which is larger"
         assert sizes.keys() >= {"plain", "up", "gate", "down"}
-        assert sizes == {name: pytest.approx(0.3, rel=1e-3) for name in sizes}
+        near(sizes, dict.fromkeys(sizes, 0.3), 3e-4, "steps are read back from weights a thousand times as large")
 
 
 def test_a_checkpoint_holds_every_shard_and_every_copy_once():

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.close import close, near
 from tests.deepspeed.modes import BY_NAME, MICRO_ROWS, Mode
 from tests.deepspeed.runs import build, expected, micro_batches, patched, train, weights
 from tests.models import FEATURES, Net, cross_entropy, make_net
@@ -239,7 +240,8 @@ def test_frozen_and_tied_parameters_are_left_alone_in_every_stage():
         assert result["layers"] == {"first": FEATURES + 1, "middle": 17, "head": 20, "partly": FEATURES}, name
         assert result["frozen"] == {"frozen.weight", "partly.bias"}, name
         for parameter, weight in result["weights"].items():  # all stages agree with stage 0
-            torch.testing.assert_close(weight, results["z0"]["weights"][parameter], rtol=1e-4, atol=1e-5)
+            # three steps, each 1 / damping = 100 times as sensitive as its factors
+            close(weight, results["z0"]["weights"][parameter], sums=3 * 100, condition=100, what=f"{name} {parameter}")
 
 
 def forward_styles(engine, style: str, step: int, accumulation: int) -> None:
@@ -417,6 +419,7 @@ def test_the_reported_norm_is_of_the_raw_gradient():
     names += ["z1-bf16-accum32", "z3-bf16", "z2-fp16", "z3-fp16", "z0-bf16-fused"]
     results = run_ranks("tests.deepspeed.test_traps:norm_worker", world=2, payload=names)[0]
     for name, norms in results.items():
+        # DeepSpeed adds its parts up in its own formats; the preconditioned norm is far away
         assert abs(norms["reported"] / norms["raw"] - 1) < 1e-3, (name, norms)
         assert abs(norms["reported"] / norms["preconditioned"] - 1) > 0.05, (name, norms)
         assert norms["not_16_bit"] > 100, f"{name}: gradients came back rounded to 16 bits"
@@ -481,11 +484,11 @@ def schedule_worker(_) -> dict:
 
 def test_kl_clip_respects_a_learning_rate_schedule():
     result = run_ranks("tests.deepspeed.test_traps:schedule_worker", world=1)[0]
-    assert result["peak"] == pytest.approx(0.5, rel=0.2) and result["current"] == pytest.approx(1.0, rel=0.2)
+    near([result["peak"], result["current"]], [0.5, 1.0], 0.1, "the gradient changes from step to step")
     assert (result["scheduled"], result["constant"]) == ("peak", "current")
-    assert result["scheduled, first"] == pytest.approx(0.1), "the schedule's, before the warmup has reached it"
-    assert result["constant, first"] == pytest.approx(0.02)
-    assert result["peak after decay"] == pytest.approx(0.1), "the first step's rate, though the scheduler steps inside"
+    close(result["scheduled, first"], 0.1, what="the schedule's, before the warmup has reached it")
+    close(result["constant, first"], 0.02)
+    close(result["peak after decay"], 0.1, what="the first step's rate, though the scheduler steps inside")
 
 
 def failing_refresh_worker(_) -> dict:
@@ -532,7 +535,7 @@ def unequal_worker(_) -> dict:
 
 def test_ranks_with_unequal_batches_are_weighted_by_rows():
     errors = [e for result in run_ranks("tests.deepspeed.test_traps:unequal_worker", world=2) for e in result["error"]]
-    assert len(errors) == 1 and errors[0] < 1e-5
+    close(errors, [0.0], scale=10.0, sums=60, dtype=torch.float32)  # a norm of elements near one
 
 
 def test_net_is_the_reference_net():

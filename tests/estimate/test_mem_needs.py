@@ -13,6 +13,7 @@ from ds_kfac.estimate.estimates import Estimate, Refused
 from ds_kfac.estimate.machine import Machine
 from ds_kfac.estimate.memory import state_bytes
 from tests.choices import chosen
+from tests.close import close
 
 CONFIG = {"optimizer": {"type": "SGD"}, "kfac": {"burn_in": {"steps": 0}}}
 SHAPES = [(20, 31, True), (31, 7, False)]
@@ -60,7 +61,7 @@ def test_work_is_that_of_the_formulas():
     assert sum(found.work.capture_flops.values()) == sum(100 * d * (d + 1) for d in sides)
     assert found.work.decompose_flops.tolist() == [9 * sum(d**3 for d in sides)]
     assert found.work.precondition_flops.tolist() == [4 * 31 * 21 * (31 + 21) + 4 * 7 * 31 * (7 + 31)]
-    assert found.model == pytest.approx(6 * 100 * (31 * 21 + 7 * 31) / BUILTIN["cuda"].gemm_flops)
+    close(found.model, 6 * 100 * (31 * 21 + 7 * 31) / BUILTIN["cuda"].gemm_flops)
 
 
 def test_inverses_halve_the_products_and_have_a_ninth_of_the_decompositions(capsys):
@@ -80,9 +81,9 @@ def test_bytes_between_nodes_take_the_slower_link():
     payload = np.array([[0, 8, 16, 0], [0, 0, 0, 0], [0, 0, 0, 32], [0, 0, 0, 0]]) * 10**9
     seconds = Machine(replace(costs, node_size=2, node_bytes=8e9)).travel(payload, 1) - costs.link_seconds
     crossing = 16e9 / costs.link_bytes
-    assert seconds == pytest.approx([1 + crossing, 1, 4 + crossing, 4])
+    close(list(seconds), [1 + crossing, 1, 4 + crossing, 4], condition=4)  # a latency is taken away
     flat = Machine(costs).travel(payload, 0)
-    assert flat == pytest.approx(np.array([24, 8, 32, 32]) * 1e9 / costs.link_bytes)
+    close(flat, np.array([24, 8, 32, 32]) * 1e9 / costs.link_bytes)
 
 
 def test_a_wrong_device_or_world_says_what_to_do():
@@ -102,6 +103,6 @@ def test_qr_steps_shorten_the_mean_refresh_and_leave_the_worst():
     exact, steps = (found[every].at_once for every in (1, 4))
     costs, sides = found[1].work.costs, [factor.side for factor in found[1].plan.assignment.factors]
     whole, step = (sum(costs.decompose(side, exact=kind) for side in sides) for kind in (True, False))
-    assert exact.stages["refresh"] == pytest.approx(whole / 50) and steps.worst == pytest.approx(exact.worst)
-    assert steps.stages["refresh"] == pytest.approx((whole + 3 * step) / 4 / 50)
+    close([exact.stages["refresh"], steps.worst], [whole / 50, exact.worst], sums=10)
+    close(steps.stages["refresh"], (whole + 3 * step) / 4 / 50)
     assert found[4].state.tolist() == found[1].state.tolist(), "the basis to start from is the layer's"

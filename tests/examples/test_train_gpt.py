@@ -1,6 +1,8 @@
 """The main job as a user runs it: every config, the launcher, a killed run, wrong input. Small models, few steps."""
 
+import contextlib
 import csv
+import io
 import json
 import os
 import re
@@ -135,6 +137,15 @@ def test_the_launcher_starts_it(tmp_path):
     assert len(rows_of(tmp_path / "gpt_zero3_kfac")) == 3
 
 
+def main_worker(arguments: list[str]) -> tuple[int, str]:
+    """The exit code of the example's main() and what it printed."""
+    from examples import train_gpt
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        return train_gpt.main(arguments), printed.getvalue()
+
+
 @pytest.mark.parametrize(
     ("case", "message"),
     [
@@ -158,10 +169,13 @@ def test_wrong_input_is_one_clear_line(case, message, tmp_path):
         content = json.loads(config.read_text()) | {"kfac": {"damping": {"vlaue": 1}}}
         config = tmp_path / "bad.json"
         config.write_text("{" if case == "not json" else json.dumps(content))
-    env = {} if case == "no launcher" else one_rank()
-    process = launch("--deepspeed_config", str(config), "--data", str(data), "--out", str(tmp_path), *TINY, **env)
-    output = process.communicate(timeout=120)[0]
-    assert process.returncode == 2, output
+    arguments = ["--deepspeed_config", str(config), "--data", str(data), "--out", str(tmp_path), *TINY]
+    if case == "no launcher":
+        process = launch(*arguments)
+        output, code = process.communicate(timeout=120)[0], process.returncode
+    else:
+        (code, output), *_ = run_ranks("tests.examples.test_train_gpt:main_worker", world=1, payload=arguments)
+    assert code == 2, output
     assert message in output and "Traceback" not in output, output
     assert len([line for line in output.splitlines() if line.startswith("error: ")]) == 1, output
 

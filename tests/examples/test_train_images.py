@@ -15,6 +15,8 @@ sys.path.insert(0, str(ROOT / "examples"))
 import images
 import mixing
 
+from tests.close import close
+
 pytestmark = pytest.mark.distributed
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("images_*.json"))
 RECIPES = ["resnet50_kaisa", "resnet50_spngd_32k"]
@@ -95,13 +97,15 @@ def test_mixup_and_erasing_follow_their_formulas():
     lam = torch.maximum(b, 1 - b)
     second, mixed = mix(x.flip(0), y.flip(0))
     for i in range(4):
-        torch.testing.assert_close(second[i], lam[i] * x[3 - i] + (1 - lam[i]) * x[i])
-        assert float(mixed[i].sum()) == pytest.approx(1) and float(mixed[i, y[3 - i]]) >= float(lam[i]) - 1e-6
+        close(second[i], lam[i] * x[3 - i] + (1 - lam[i]) * x[i])
+        close(mixed[i].sum(), torch.ones(()), sums=3)
+        assert float(mixed[i, y[3 - i]]) >= float(lam[i]) - 1e-6  # rounding of 1 - (1 - lam)
     third, _ = mix(x, y)
-    assert not torch.allclose(third, x) and mix._last[0] is third, "the mixed batch is kept"
+    assert (third - x).abs().max() > 0.01 and mix._last[0] is third, "the mixed batch is kept"
     images_in = torch.ones(400, 1, 20, 20)
     gone = (mixing.erased(images_in) == 0).float().mean((1, 2, 3))
     assert 0.4 < float((gone > 0).float().mean()) < 0.6
+    # of the image; pixels are whole
     assert 0.01 < float(gone[gone > 0].min()) and float(gone.max()) < 0.3
 
 

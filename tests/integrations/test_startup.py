@@ -99,7 +99,7 @@ def test_a_process_without_deepspeed_imports_nothing(python, built):
 
     best = min(seconds() for _ in range(100))
     print(f"the line costs {1e6 * best:.1f} us")
-    assert best < 1e-3
+    assert best < 1e-3  # seconds, at the start of every Python process
 
 
 @pytest.mark.distributed

@@ -20,10 +20,13 @@ from ds_kfac.model.layers.registry import LAYERS
 from ds_kfac.model.rows import RowRule
 from ds_kfac.model.scan import Choice, scan
 from ds_kfac.ops.functional import symmetric_pack
+from tests.close import close
 from tests.model.test_scan import Conv1D
 from tests.models import FEATURES, Net, Stoppable, cross_entropy, make_batch, make_net
 
 ROWS, TOKENS = 4, 3
+SUMS = ROWS * TOKENS + 2 * (13 + 17 + 19 + 19)
+"""Rows of a factor, and widths of tests/models.py's layers, forward and back."""
 LINEAR = Choice(types=("Linear", "Conv1D"))
 
 
@@ -109,8 +112,8 @@ def expected_means(model: nn.Module, forward, loss_terms: int) -> dict[str, tupl
 def assert_same(actual: dict, expected: dict) -> None:
     assert expected
     for name, (A, G) in expected.items():
-        torch.testing.assert_close(actual[name][0], A, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"A of {n}: {m}")
-        torch.testing.assert_close(actual[name][1], G, rtol=1e-4, atol=1e-8, msg=lambda m, n=name: f"G of {n}: {m}")
+        close(actual[name][0], A, sums=SUMS, what=f"A of {name}")
+        close(actual[name][1], G, sums=SUMS, what=f"G of {name}")
 
 
 def loss_of(step: int = 0):
@@ -133,12 +136,12 @@ def test_conv1d_has_the_same_factors_as_linear():
         recorder = Recorder(model)
         cross_entropy(model(x), y).backward()
         means.append(recorder.means()["0"])
-    torch.testing.assert_close(means[0], means[1])
+    close(means[0], means[1], sums=SUMS)
     gradients = [
         LAYERS[kind].matrix(model[0].weight.grad.reshape(-1), model[0].bias.grad, (5, FEATURES + 1))
         for kind, model in (("Linear", linear), ("Conv1D", conv))
     ]
-    torch.testing.assert_close(gradients[0], gradients[1])
+    close(gradients[0], gradients[1], sums=ROWS * TOKENS + FEATURES)
 
 
 @pytest.mark.parametrize("kind", ["Linear", "Conv1D"])
@@ -156,8 +159,8 @@ def test_scaling_the_loss_does_not_change_the_factors():
     scaled.capture.begin_backward(torch.tensor(2.0**16))
     (loss * 2.0**16).backward()
     for name, (A, G) in plain.means().items():
-        torch.testing.assert_close(scaled.sums(name).A.sum_P / (ROWS * TOKENS), A)
-        torch.testing.assert_close(scaled.sums(name).G.sum_P / (ROWS * TOKENS), G, rtol=1e-5, atol=1e-9)
+        close(scaled.sums(name).A.sum_P / (ROWS * TOKENS), A)
+        close(scaled.sums(name).G.sum_P / (ROWS * TOKENS), G)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -171,7 +174,7 @@ def test_gradients_in_16_bits_are_multiplied_as_they_are(dtype, monkeypatch):
     (output.float().square().mean() * 2.0**16).backward()
     g = output.grad.double().view(-1, 63) * (ROWS * TOKENS / 2.0**16)
     assert seen[1].dtype == dtype and g.abs().max() < 1
-    torch.testing.assert_close(recorder.sums("0").G.sum_P.double(), symmetric_pack(g.T @ g), rtol=1e-5, atol=1e-7)
+    close(recorder.sums("0").G.sum_P, symmetric_pack(g.T @ g), sums=ROWS * TOKENS)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
@@ -317,7 +320,7 @@ def test_two_forwards_of_one_backward_both_count():
     own_backward(recorder, loss_of(0)(recorder.model) + loss_of(1)(recorder.model))
     expected = expected_means(make_net(), lambda model: loss_of(0)(model) + loss_of(1)(model), 1)
     assert recorder.counts("first")[0] == 2 * ROWS * TOKENS
-    torch.testing.assert_close(recorder.means()["first"][0], expected["first"][0], rtol=1e-5, atol=1e-7)
+    close(recorder.means()["first"][0], expected["first"][0], sums=2 * ROWS * TOKENS)
 
 
 def test_a_backward_that_is_stopped_counts_what_it_reached_and_the_next_micro_batch_is_whole():
@@ -494,7 +497,7 @@ def test_a_retained_graph_is_counted_again():
     own_backward(recorder, loss)
     assert len(once) == 4
     for name, sum_P in once.items():
-        torch.testing.assert_close(recorder.sums(name).A.sum_P, 2 * sum_P)
+        close(recorder.sums(name).A.sum_P, 2 * sum_P, sums=5)
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])

@@ -13,6 +13,7 @@ from ds_kfac.model.batch_info import ArgumentReader, BatchInfo
 from ds_kfac.model.loss_terms import output_terms, returned_loss, returned_prediction
 from ds_kfac.model.rows import RowRule
 from ds_kfac.ops.functional import symmetric_pack
+from tests.close import close
 from tests.model.test_capture import Recorder
 from tests.model.test_row_masks import rows_seen
 
@@ -126,7 +127,7 @@ def test_all_layers_of_a_loss_have_its_number_of_terms(kind, caplog):
         assert recorder.counts(name)[1] == terms, f"{name}: the same in all layers"
         g = seen[name][1][0].grad.reshape(-1, D if name == "block" else C)
         G = recorder.sums(name).G
-        torch.testing.assert_close(G.sum_P / G.count, symmetric_pack(terms * g.T @ g), rtol=1e-5, atol=1e-9)
+        close(G.sum_P / G.count, symmetric_pack(terms * g.T @ g), sums=N * T + 2 * D)
     assert len(caplog.records) == (kind is OnlyLoss), "only there it is a guess that layers contradict"
     if kind is OnlyLoss:
         assert "block has other rows than the layer nearest to the loss" in caplog.records[0].message
@@ -177,7 +178,7 @@ def assert_G(recorder: Recorder, labels: Tensor) -> None:
     for name, G in expected_G(labels).items():
         sums = recorder.sums(name).G
         assert float(sums.count) == int((labels >= 0).sum()), f"{name}: loss terms"
-        torch.testing.assert_close(sums.sum_P / sums.count, G, rtol=1e-4, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
+        close(sums.sum_P / sums.count, G, sums=N * T + 4 * D, what=name)
 
 
 def test_a_second_call_of_a_layer_does_not_count_its_labels_again():

@@ -10,6 +10,7 @@ from ds_kfac.engine import monte_carlo as loss_sampling
 from ds_kfac.engine.monte_carlo import LossSampling
 from ds_kfac.model.batch_info import BatchInfo
 from ds_kfac.model.sampled_loss import cross_entropy, mse, prediction_tensor
+from tests.close import near
 
 
 def test_labels_are_drawn_from_the_prediction():
@@ -18,7 +19,8 @@ def test_labels_are_drawn_from_the_prediction():
     loss.backward()
     # d loss / d logits = (p - one-hot of the drawn label) / M
     drawn = (logits.detach().softmax(-1) - 20000 * logits.grad).round().mean(dim=0)
-    torch.testing.assert_close(drawn, torch.tensor([0.1, 0.2, 0.7]), rtol=0, atol=0.01)
+    p = torch.tensor([0.1, 0.2, 0.7])
+    near(drawn, p, 6 * (p * (1 - p) / 20000).sqrt(), "6 standard deviations of a mean of 20,000 draws")
 
 
 def test_the_mean_of_squared_gradients_is_the_fisher_of_the_softmax():
@@ -26,7 +28,10 @@ def test_the_mean_of_squared_gradients_is_the_fisher_of_the_softmax():
     logits = torch.log(p).repeat(50000, 1).requires_grad_()
     cross_entropy(logits, BatchInfo(), torch.Generator().manual_seed(1)).backward()
     rows = 50000 * logits.grad
-    torch.testing.assert_close(rows.T @ rows / 50000, torch.diag(p) - torch.outer(p, p), rtol=0, atol=0.01)
+    near(
+        rows.T @ rows / 50000, torch.diag(p) - torch.outer(p, p), 6 * 0.5 / 50000**0.5,
+        "6 standard deviations of a mean of 50,000 draws in [-1, 1], of deviation 1/2 at most",
+    )  # fmt: skip
 
 
 def test_terms_without_a_label_are_left_out():
@@ -42,7 +47,11 @@ def test_gaussian_targets_have_the_fisher_of_mse_loss(outputs):
     prediction = torch.zeros(40000, outputs, requires_grad=True)
     mse(prediction, BatchInfo(), torch.Generator().manual_seed(0)).backward()
     rows = 40000 * prediction.grad
-    torch.testing.assert_close(rows.T @ rows / 40000, 2 / outputs * torch.eye(outputs), rtol=0, atol=0.04)
+    scale = 2 / outputs
+    near(
+        rows.T @ rows / 40000, scale * torch.eye(outputs), 6 * scale * (2 / 40000) ** 0.5,
+        "6 standard deviations of a mean of 40,000 squares of normal numbers",
+    )  # fmt: skip
 
 
 def test_a_generator_draws_the_same_again_and_leaves_the_global_one_alone():

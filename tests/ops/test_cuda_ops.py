@@ -9,6 +9,7 @@ from ds_kfac.ops import reference
 from ds_kfac.ops.cuda import CudaOps
 from ds_kfac.ops.guarded import NotMadeFor
 from ds_kfac.ops.reference import packed_numel, symmetric_pack
+from tests.close import exact
 from tests.ops.cuda_emulation import emulated
 
 DIMS = [1, 2, 63, 129, 257, 0, 64]
@@ -46,7 +47,7 @@ def test_pack_writes_every_triangle_and_nothing_else(ops, dtype):
     for start, x in zip(starts, matrices, strict=True):
         expected[start : start + packed_numel(len(x))] = symmetric_pack(x).to(dtype)
     ops.symmetric_pack_into_(out, starts, matrices)
-    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+    exact(out, expected)
 
 
 def test_pack_reads_matrices_whose_rows_lie_apart(ops):
@@ -63,7 +64,7 @@ def test_pack_rounds_extremes_as_torch_does(ops, dtype):
     x[-1] = torch.tensor(values)
     out = torch.zeros(packed_numel(len(x)), dtype=dtype)
     ops.symmetric_pack_into_(out, [0], [x])
-    torch.testing.assert_close(out[-len(x) :], x[-1].to(dtype), rtol=0, atol=0, equal_nan=True)
+    exact(out[-len(x) :], x[-1].to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

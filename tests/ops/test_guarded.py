@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from ds_kfac.ops.cuda_library import CudaError
 from ds_kfac.ops.guarded import NotMadeFor, guarded
 from ds_kfac.ops.triton import availability
 from ds_kfac.ops.triton import backend as triton_backend
+from tests.close import close, exact
 from tests.ops.cuda_emulation import emulated
 from tests.ops.triton_tools import interpreted
 
@@ -84,13 +84,11 @@ def test_what_a_backend_is_not_made_for_is_refused_before_anything_is_written_an
         if case not in MADE_FOR[name]:
             with pytest.raises(NotMadeFor):
                 implementations[op](*arguments, **options)
-            torch.testing.assert_close(arguments, wanted_arguments, rtol=0, atol=0)
+            exact(arguments, wanted_arguments, what=case)
         found = guarded(name, op, implementations[op])(*arguments, **options)
         wanted = getattr(reference, op)(*wanted_arguments, **options)
         for parts in ((found, wanted), (arguments, wanted_arguments)):
-            tolerance = {"rtol": 1e-5, "atol": 1e-5, "equal_nan": True, "check_dtype": False}
-            told = partial("{}: {}".format, case)
-            torch.testing.assert_close(*map(tensors_of, parts), msg=told, **tolerance)
+            close(*map(tensors_of, parts), sums=4, what=case)
 
 
 def tensors_of(value) -> list[torch.Tensor]:

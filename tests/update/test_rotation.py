@@ -10,9 +10,12 @@ from ds_kfac.update.kfac import precondition_corrected
 from ds_kfac.update.moments import AdamMoments, CorrectedEigenvalues
 from ds_kfac.update.rotation import Rotation
 from ds_kfac.update.turn import Turn
+from tests.close import close, near
 from tests.update.test_moments import random_basis
 
 ROWS, COLUMNS = 7, 5
+HALF_ULP = {torch.float32: 0.0, torch.bfloat16: 2**-8}
+"""What rounding from fp32 to this format changes at most, relatively."""
 
 
 @pytest.mark.parametrize("side", ["A alone", "both"])
@@ -26,7 +29,7 @@ def test_rows_at_a_time_are_as_the_whole(side, monkeypatch):
     for method, result in ((turn.rotated, expected), (turn.restored, back)):
         given = x_OI.clone()
         found = method(given)
-        torch.testing.assert_close(found, result)
+        close(found, result, sums=ROWS + COLUMNS)
         assert (found is given) == (side == "A alone"), "in place where rows stay apart"
 
 
@@ -36,10 +39,10 @@ def test_moments_are_turned_by_rows_in_place(monkeypatch):
     turn, x_OI = Turn(LayerBasis(still, old.A), LayerBasis(still, new.A)), torch.randn(ROWS, COLUMNS)
     expected = turn(x_OI)
     monkeypatch.setattr(rotation, "AT_ONCE", 2 * COLUMNS)
-    torch.testing.assert_close(turn(x_OI), expected)
+    close(turn(x_OI), expected, sums=2 * COLUMNS)
     given = x_OI.clone()
     assert turn(given, given) is given
-    torch.testing.assert_close(given, expected)
+    close(given, expected, sums=2 * COLUMNS)
 
 
 def test_moments_take_a_transposed_gradient_in():
@@ -48,7 +51,7 @@ def test_moments_take_a_transposed_gradient_in():
     moments = AdamMoments.empty((ROWS, COLUMNS))
     direction, fold = moments.divide(x_OI, **options)
     assert fold.rotated_OI.is_contiguous() and direction.is_contiguous()
-    torch.testing.assert_close(direction, x_OI.sign(), rtol=1e-4, atol=1e-4)
+    near(direction, x_OI.sign(), 1e-8 / x_OI.abs() + 1e-6, "Adam's eps, and fp32")
 
 
 def test_several_layers_are_rotated_at_once(monkeypatch):
@@ -61,14 +64,14 @@ def test_several_layers_are_rotated_at_once(monkeypatch):
 @pytest.mark.parametrize("waits", [torch.float32, torch.bfloat16])
 def test_moments_of_rows_at_a_time_are_as_of_the_whole(waits, monkeypatch):
     x_OI, options = torch.randn(ROWS, COLUMNS), {"betas": (0.9, 0.99), "eps": 1e-8, "usable": torch.tensor(True)}
-    whole, by_rows, exact = (AdamMoments.empty((ROWS, COLUMNS)) for _ in range(3))
+    whole, by_rows, reference = (AdamMoments.empty((ROWS, COLUMNS)) for _ in range(3))
     for _ in range(2):
         of_rounded, fold = whole.divide(x_OI.clone(), **options, nesterov=True, waits=waits)
         assert fold.rotated_OI.dtype is waits
         fold.keep()
-        of_exact, fold = exact.divide(x_OI.clone(), **options, nesterov=True)
+        of_exact, fold = reference.divide(x_OI.clone(), **options, nesterov=True)
         fold.keep()
-        torch.testing.assert_close(of_rounded, of_exact, rtol=0.0 if waits is torch.float32 else 2**-8, atol=0.0)
+        near(of_rounded, of_exact, HALF_ULP[waits] * of_exact.abs(), "one rounding")
         with monkeypatch.context() as patch:
             patch.setattr(rotation, "AT_ONCE", 3 * COLUMNS)
             given = x_OI.clone()
@@ -77,8 +80,8 @@ def test_moments_of_rows_at_a_time_are_as_of_the_whole(waits, monkeypatch):
             assert (found is given) == (waits is torch.bfloat16), "no third matrix where the gradient was copied"
             fold.keep()
     for kept in (by_rows, whole):
-        torch.testing.assert_close(kept.first_OI, exact.first_OI, rtol=2**-8, atol=0.0)
-        torch.testing.assert_close(kept.second_OI, exact.second_OI, rtol=2**-7, atol=0.0)
+        near(kept.first_OI, reference.first_OI, HALF_ULP[torch.bfloat16] * reference.first_OI.abs(), "of rounded rows")
+        near(kept.second_OI, reference.second_OI, 2 * HALF_ULP[torch.bfloat16] * reference.second_OI, "their squares")
     assert torch.equal(by_rows.second_OI, whole.second_OI) and torch.equal(by_rows.first_OI, whole.first_OI)
 
 
@@ -93,7 +96,7 @@ def test_large_moments_are_turned_while_they_are_met(side, monkeypatch):
     expected, _ = kept.divide(x_OI.clone(), **options)
     monkeypatch.setattr(rotation, "AT_ONCE", 3 * COLUMNS)
     found, _ = kept.divide(x_OI.clone(), **options)
-    torch.testing.assert_close(found, expected)
+    close(found, expected, sums=2 * (ROWS + COLUMNS))
     assert torch.equal(kept.first_OI, before), "nothing changes before the step was applied"
 
 
@@ -112,5 +115,5 @@ def test_a_large_k_fac_gradient_is_as_the_whole(side, monkeypatch):
         monkeypatch.undo()
         assert torch.equal(given, x_OI), "the raw gradient is still needed"
         for actual, whole in zip((*found[:2], found[2].second_OI), (*expected[:2], expected[2].second_OI), strict=True):
-            torch.testing.assert_close(actual, whole)
+            close(actual, whole, sums=2 * (ROWS + COLUMNS))
         kept = expected[2]

@@ -9,6 +9,7 @@ from ds_kfac.curvature.side import Side
 from ds_kfac.update.layer_state import LayerState
 from ds_kfac.update.moments import AdamMoments, CorrectedEigenvalues, stacked, unstacked
 from ds_kfac.update.stacking import stacked_bytes, stacks
+from tests.close import close
 from tests.models import linear_layer
 from tests.update.test_moments import random_basis
 
@@ -64,4 +65,4 @@ def test_moments_are_saved_in_the_eigenbasis_they_are_saved_with():
     momentum = torch.randn(3, 5)
     state = replace(state, moments=replace(state.moments, first_OI=old.rotate(momentum)), A=old.A, G=old.G)
     saved = layer_payload(state.rebased(A=new.A, G=new.G), eigenbasis=True)
-    torch.testing.assert_close(new.restore(saved["adam"]["first_OI"]), momentum)
+    close(new.restore(saved["adam"]["first_OI"]), momentum, sums=4 * (3 + 5))

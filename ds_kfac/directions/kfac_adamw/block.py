@@ -7,7 +7,7 @@ from torch import nn
 
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.directions.kfac_adamw.optimizer import FLAG, NAME, build
-from ds_kfac.directions.kfac_adamw.params import checked
+from ds_kfac.directions.kfac_adamw.params import checked, checked_group
 from ds_kfac.directions.kfac_adamw.size import ADAM_RATIO
 from ds_kfac.directions.kfac_adamw.user_optimizer import given_groups, hand_over, numbered
 from ds_kfac.model.scan import scan
@@ -31,7 +31,8 @@ def params_in(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
             raise ValueError(f'DeepSpeed config: optimizer.type "{name}" does not exist; did you mean "{NAME}"?')
         return None
     _offloaded(ds_config)
-    return checked(block.get("params") or {}, "DeepSpeed config: optimizer.params.")
+    params = block.get("params")
+    return checked({} if params is None else params, "DeepSpeed config: optimizer.params.")
 
 
 def _offloaded(ds_config: Mapping[str, Any]) -> bool:
@@ -70,11 +71,19 @@ def put_into(
         given, params = numbered(theirs), theirs[0].options
     given = None if given is None else list(given)
     found = scan(model, config.choice, optimized=_flat(given))
-    groups = split_groups(model, found, given, flag=FLAG)
+    groups = [checked_group(group) for group in split_groups(model, found, given, flag=FLAG, frozen=_bare(ds_config))]
     optimizer = build(groups, params or {}, offload=offload, adam_ratio=ADAM_RATIO[config.adam.scale])
     if theirs is not None:
         hand_over(theirs, optimizer)
     arguments["optimizer"], arguments["model_parameters"] = optimizer, None
+
+
+def _bare(ds_config: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed steps the optimizer as it is, with what was frozen at first: its wrappers drop that for good,
+    and fail at a group that has nothing else."""
+    wrapped = [ds_config.get(key) or {} for key in ("fp16", "bf16", "bfloat16")]
+    stage = (ds_config.get("zero_optimization") or {}).get("stage", 0)
+    return not stage and not any(block.get("enabled") for block in wrapped)
 
 
 def _flat(model_parameters: list[Any] | None) -> list[Any] | None:

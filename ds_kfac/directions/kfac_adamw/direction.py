@@ -110,7 +110,7 @@ class AdamDirection:
         squared = torch.where(overflowed, length.square(), torch.where(good, (own * scale).square(), 0.0))
         scale = scale.masked_fill(overflowed, 0.0)
         shift = torch.where(overflowed, length / self.root, IN_USE).float()
-        dead = ~(overflowed | good)
+        dead = ~(overflowed | good & (self.ratio > 0))  # at adam_lr 0 they stand still, without decay
         for part in parts:
             result = part.x_OI.mul_(each(part.of(scale))).add_(each(part.of(shift)))
             result.masked_fill_(each(part.of(dead)), 0.0)

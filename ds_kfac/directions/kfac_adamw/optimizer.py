@@ -87,10 +87,10 @@ class KFACAdamWStep:
 
     @contextmanager
     def _adam_rates(self, groups: list[dict[str, Any]]) -> Iterator[None]:
-        """Parameters decay alike, by lr and weight_decay, whatever their rate."""
-        own = [(group["lr"], group["weight_decay"]) for group in groups]
+        """Parameters decay alike, by lr and weight_decay, whatever their rate; without a rate they stand still."""
+        own, ratio = [(group["lr"], group["weight_decay"]) for group in groups], self.adam_ratio
         for group, (rate, decay) in zip(groups, own, strict=True):
-            group["lr"], group["weight_decay"] = rate * self.adam_ratio, decay / self.adam_ratio
+            group["lr"], group["weight_decay"] = rate * ratio, decay / ratio if ratio else 0.0
         try:
             yield
         finally:

@@ -5,41 +5,87 @@ one is replaced when ``deepspeed.initialize`` gets it, and from then on its grou
 scheduler that was made with it goes on working, with as many groups as it knows.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NoReturn
 
 import torch
 
-from ds_kfac.directions.kfac_adamw.optimizer import OWN, PARAMS
-from ds_kfac.directions.kfac_adamw.params import checked
+from ds_kfac.directions.kfac_adamw.optimizer import FLAG, NAME, OWN, PARAMS
+from ds_kfac.directions.kfac_adamw.params import checked, checked_group
 
 ORIGIN = "kfac_origin"
 """Key of a group that was split: the index of the one it came from."""
+HIDDEN = ("params", FLAG)
+"""What parts of a group do not have in common."""
 
 
-class Group(dict):
-    """A parameter group; known by its class in optimizers that were made of another's groups, as Accelerate does with
-    offload."""
+class Group(dict[str, Any]):
+    """A parameter group. Everything a dict can do goes through its first five methods, which see the groups that
+    DeepSpeed steps as soon as there are some. Known by its class in optimizers that were made of another's groups, as
+    Accelerate does with offload.
 
-    options: Mapping[str, Any]
-    """Those of the optimizer that it was made for."""
-    taken: tuple[Any, tuple[int, ...]] = (None, ())
-    """The optimizer that DeepSpeed steps, and which of its groups are parts of this one."""
+    Attributes:
+        options: those of the optimizer that it was made for.
+        taken: the optimizer that DeepSpeed steps, and which of its groups are parts of this one.
+    """
+
+    def __init__(self, values: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        dict.__init__(self, values)
+        self.options = options
+        self.taken: tuple[Any, tuple[int, ...]] = (None, ())
+
+    def _parts(self) -> list[dict[str, Any]]:
+        """Where the values are; by number, as loading puts new groups into an optimizer."""
+        optimizer, numbers = self.taken
+        return [optimizer.param_groups[number] for number in numbers] or [self]
+
+    def _changed(self, key: str) -> list[dict[str, Any]]:
+        if self.taken[1] and key in HIDDEN:
+            raise ValueError(f'{NAME}: "{key}" of a parameter group cannot change: a DeepSpeed engine steps it already')
+        return self._parts()
 
     def __getitem__(self, key: str) -> Any:
-        optimizer, parts = self.taken
-        if parts and key != "params" and key in optimizer.param_groups[parts[0]]:
-            return optimizer.param_groups[parts[0]][key]
-        return super().__getitem__(key)
+        return dict.__getitem__(self if key in HIDDEN else self._parts()[0], key)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, value)
-        optimizer, parts = self.taken
-        for part in parts if key != "params" else ():
-            optimizer.param_groups[part][key] = value
+        if key in OWN:
+            checked_group({key: value})  # says why not
+        for part in self._changed(key):
+            dict.__setitem__(part, key, value)
 
-    def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default
+    def __delitem__(self, key: str) -> None:
+        for part in self._changed(key):
+            dict.__delitem__(part, key)
+
+    def __iter__(self) -> Iterator[str]:
+        yield "params"
+        yield from (key for key in dict.keys(self._parts()[0]) if key not in HIDDEN)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __or__(self, other: Any) -> dict[str, Any]:  # type: ignore[override]
+        return {**self, **other}
+
+    def __ior__(self, other: Any) -> "Group":  # type: ignore[override]
+        self.update(other)
+        return self
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """A copy is one of the values: it is no part of an engine."""
+        return Group, (dict(self), self.options)
+
+
+for _name in (
+    "__contains__", "__eq__", "clear", "get", "items", "keys", "pop", "popitem", "setdefault", "update", "values",
+):  # fmt: skip
+    setattr(Group, _name, getattr(MutableMapping, _name))  # dict's own would pass the five methods by
 
 
 class KFACAdamW(torch.optim.Optimizer):
@@ -78,9 +124,34 @@ class KFACAdamW(torch.optim.Optimizer):
         super().__init__(params, {key: value for key, value in self.options.items() if key not in OWN})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        group = Group(param_group)
-        group.options = self.options
-        super().add_param_group(group)
+        """Before ``deepspeed.initialize``.
+
+        Raises:
+            RuntimeError: after it: DeepSpeed's flat groups cannot grow.
+            ValueError: the group has a wrong value, or one that it cannot have of its own.
+        """
+        if any(group.taken[1] for group in given_groups(self) or []):
+            raise RuntimeError(
+                f"{NAME}: a DeepSpeed engine steps this optimizer already: add groups before deepspeed.initialize"
+            )
+        super().add_param_group(Group(checked_group(param_group), self.options))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What its groups say, as the state has nothing else: moments are in an engine's checkpoint.
+
+        Raises:
+            ValueError: there are moments in it, or groups other than these.
+        """
+        if state_dict["state"]:
+            raise ValueError(f"{NAME}: a state with moments of another optimizer: load them by engine.load_checkpoint")
+        groups = self.param_groups
+        super().load_state_dict(state_dict)  # checks, and puts new groups in place of these
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.update({key: value for key, value in loaded.items() if key not in HIDDEN})
+        self.param_groups = groups
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "options": self.options}
 
     def step(self, closure: Any = None) -> NoReturn:
         raise RuntimeError(

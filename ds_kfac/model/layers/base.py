@@ -19,6 +19,8 @@ class Use:
         kind: key of :data:`ds_kfac.model.layers.registry.LAYERS`.
         A, G: sides of its rows: of its inputs (with a 1 for the bias) and of its output gradients.
         bias: whether the module's bias is part of the layer.
+        product: whether its rows are those that a product with its parameter is seen to take, see ``products.py``;
+            else those of the module's calls.
     """
 
     module: str
@@ -26,6 +28,7 @@ class Use:
     A: Side
     G: Side
     bias: bool
+    product: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,10 @@ class LayerSpec:
     """Independent maps of equal shape (a convolution's groups), each with its own block of A and of G."""
     keeps_direction: str | None = None
     """Why its directions are not to be orthogonalized."""
+    part: tuple[int, int] = (0, 1)
+    """(index, count): it is this one of so many equal parts of its parameters, such as an expert of a stack."""
+    shares: str | None = None
+    """The layer whose A is its own, too; known before training, as that of a stack's experts."""
 
     @property
     def kind(self) -> str:
@@ -101,6 +108,8 @@ class LayerType(Protocol):
     """Whether even its A is made of output gradients, so that it has no statistics without them."""
     without_bias: str | None
     """Why a bias is not part of the layer; None: it is."""
+    turned: bool
+    """Whether the weight of a linear map lies [I, O]."""
     images: bool
     """Whether its tensors are images [N, C, ..]: no mask [N, T] is for their rows."""
 

@@ -10,6 +10,8 @@ from ds_kfac.model.layers.linear import Linear
 class Conv1D(Linear):
     """Like :class:`Linear`, with the weight transposed."""
 
+    turned = True
+
     def refusal(self, module: nn.Module) -> str | None:
         if type(module).__name__ != "Conv1D" or not hasattr(module, "nf") or not hasattr(module, "weight"):
             return ""

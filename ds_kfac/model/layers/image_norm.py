@@ -12,6 +12,7 @@ from ds_kfac.model.layers.norm import Pairs
 
 
 class _ImageNorm(Pairs):
+    turned = False
     images = True
 
     def rows(self, x: Tensor, output: Tensor) -> int:

@@ -13,6 +13,8 @@ class Linear:
     needs_gradients = False
     without_bias: str | None = None
     images = False
+    turned = False
+    """Whether the weight lies [I, O]."""
 
     def refusal(self, module: nn.Module) -> str | None:
         if not isinstance(module, nn.Linear):

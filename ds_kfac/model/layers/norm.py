@@ -20,6 +20,7 @@ class Norm(ABC):
 
     needs_gradients = True
     without_bias: str | None = None
+    turned = False
     images = False
 
     @abstractmethod

@@ -1,0 +1,221 @@
+"""Matrices that are parameters of any module: found in its code, their rows seen in its products."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
+
+from ds_kfac.model.batch_info import BatchInfo
+from ds_kfac.model.products import Products, multiplied
+from ds_kfac.model.scan import Choice, scan
+from ds_kfac.ops.reference import symmetric_pack
+from tests.deepspeed.expert_stacks import BIASED, STACKS, WIDTH, Apart, make
+from tests.model.test_capture import Recorder
+
+ROWS, IN, OUT = 11, 5, 3
+X = torch.randn(ROWS, IN, generator=torch.Generator().manual_seed(1))
+
+
+class Own(nn.Module):
+    """A matrix [O, I] called w."""
+
+    shape = (OUT, IN)
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(self.shape, generator=torch.Generator().manual_seed(2)))
+
+
+class Lying(Own):
+    shape = (IN, OUT)
+
+
+class AsLinear(Own):
+    def forward(self, x):
+        return F.linear(x, self.w)
+
+
+class Named(Own):
+    def forward(self, x):
+        return F.linear(input=x, weight=self.w)
+
+
+class Turned(Own):
+    def forward(self, x):
+        return x @ self.w.T
+
+
+class ByMethod(Own):
+    def forward(self, x):
+        return x.matmul(self.w.transpose(0, 1))
+
+
+class ByVariable(Own):
+    def forward(self, x):
+        matrix = self.w.t()
+        return torch.mm(x, matrix)
+
+
+class InDouble(Own):
+    def forward(self, x):
+        return F.linear(x.double(), self.w.to(torch.float64)).float()
+
+
+class InDoubleTurned(Lying):
+    def forward(self, x):
+        return x.double().matmul(self.w.double()).float()
+
+
+class Plain(Lying):
+    def forward(self, x):
+        return x @ self.w
+
+
+class Added(Lying):
+    def forward(self, x):
+        return torch.addmm(torch.zeros(OUT), x, self.w)
+
+
+class Checkpointed(AsLinear):
+    reentrant = False
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+class NotAProduct(Own):
+    def forward(self, x):
+        return x[:, :OUT] * self.w[:, 0] + self.w.sum()
+
+
+class Net(nn.Module):
+    def __init__(self, part: nn.Module):
+        super().__init__()
+        self.first, self.part = nn.Linear(IN, IN), part
+
+    def forward(self, x):
+        self.seen = self.first(x)
+        self.out = self.part(self.seen)
+        self.out.retain_grad()
+        return self.out.square().mean()
+
+
+KINDS = (AsLinear, Named, Turned, ByMethod, ByVariable, InDouble, InDoubleTurned, Plain, Added, Checkpointed, Reentrant)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_matrix_of_a_modules_own_has_the_rows_of_its_products(kind):
+    model = Net(kind())
+    assert multiplied(model.part) == {"w": issubclass(kind, Lying)} or kind in (Checkpointed, Reentrant)
+    recorder = Recorder(model)
+    loss = model(X)
+    recorder.capture.begin_own()
+    loss.backward()
+    recorder.capture.end_own()
+    A, G = recorder.means()["part.w"]
+    x, g = model.seen.detach().double(), model.out.grad.double()
+    close(A, symmetric_pack(x.T @ x / ROWS))
+    close(G, symmetric_pack(ROWS * g.T @ g))
+
+
+def close(actual, expected):
+    """Sums of ROWS products of fp32 numbers."""
+    bound = 16 * ROWS * torch.finfo(torch.float32).eps * float(expected.abs().max())
+    assert float((actual - expected).abs().max()) <= bound
+
+
+def test_products_are_watched_in_captured_forwards_and_their_backwards_only():
+    class Watched(AsLinear):
+        def forward(self, x):
+            modes.append([type(mode) for mode in _get_current_function_mode_stack()])
+            return super().forward(x)
+
+    modes: list[list[type]] = []
+    model, plain = Net(Watched()), F.linear
+    recorder = Recorder(model)
+    for active, training in ((True, True), (False, True), (True, False)):
+        recorder.capture.active = active
+        model.train(training)
+        loss = model(X)
+        recorder.capture.begin_own()
+        loss.backward()
+        recorder.capture.end_own()
+        assert F.linear is plain
+    with pytest.raises(RuntimeError):
+        model.train()(X[:, :2])
+    model(X).backward()
+    recorder.capture.remove()
+    model(X)
+    assert modes == [[Products], [], [], [Products], []] and F.linear is plain
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_torchs_attention_has_the_rows_of_its_projections(batch_first):
+    """Sequences come first inside of it, whatever it is given."""
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(4, 2, batch_first=batch_first)
+    model = nn.ModuleDict({"attention": attention})
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    query, memory = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+
+    def forward(attention_mask=None):
+        q, k = (x if batch_first else x.transpose(0, 1) for x in (query, memory))
+        return attention(q, k, k, need_weights=False)[0].square().mean()
+
+    model.forward = forward
+    recorder = Recorder(model)
+    recorder.capture.read_batch = lambda arguments, keywords: BatchInfo(rows=mask)
+    model().backward()
+    A, _ = recorder.means()["attention.in_proj_weight"]
+    rows = torch.cat([torch.cat([x[mask], torch.ones(5, 1)], 1) for x in (query, memory)]).double()  # q's; k's and v's
+    close(A, symmetric_pack(rows.T @ rows / len(rows)))
+
+
+def test_what_is_no_product_is_no_layer():
+    assert multiplied(NotAProduct()) == {}
+    found = scan(Net(NotAProduct()))
+    assert [layer.name for layer in found.layers] == ["first"]
+    assert [(left.name, left.numel) for left in found.skipped] == [("part", OUT * IN)]
+
+
+@pytest.mark.parametrize("kind", STACKS)
+@pytest.mark.parametrize("checkpointed", ["", "reentrant", "not"])
+def test_a_stacks_entries_have_the_rows_of_the_same_experts_apart(kind, checkpointed):
+    bias, y = kind in BIASED, torch.arange(ROWS) % 5
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3))
+    found = {}
+    for one in (Apart, kind):
+        model = make(one, bias=bias, checkpointed=checkpointed)
+        recorder = Recorder(model, Choice(shares=False))
+        model(x, y).backward()
+        found[one] = recorder.means()
+    for e in range(3):
+        for apart, stacked in (("into", "gate_up_proj"), ("out", "down_proj")):
+            pairs = zip(found[Apart][f"experts.{apart}.{e}"], found[kind][f"experts.{stacked}.{e}"], strict=True)
+            for expected, actual in pairs:
+                close(actual, expected)
+
+
+@pytest.mark.parametrize("kind", STACKS)
+def test_a_common_A_is_that_of_all_tokens_that_enter(kind):
+    model = make(kind, bias=kind in BIASED)
+    shared = {layer.name: layer.shares for layer in scan(model).layers if "experts" in layer.name}
+    first = "experts.gate_up_proj.0"
+    assert shared == {
+        **{f"experts.gate_up_proj.{e}": first if e else None for e in range(3)},
+        **{f"experts.down_proj.{e}": None for e in range(3)},
+    }
+    apart = Recorder(make(kind, bias=kind in BIASED), Choice(shares=False))
+    together = Recorder(model)
+    x, y = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3)), torch.arange(ROWS) % 5
+    for recorder in (apart, together):
+        recorder.capture._model(x, y).backward()
+    sums = [apart.sums(f"experts.gate_up_proj.{e}").A for e in range(3)]
+    close(together.sums(first).A.sum_P, sum(one.sum_P for one in sums))
+    assert float(together.sums(first).A.count) == sum(float(one.count) for one in sums) == 2 * ROWS

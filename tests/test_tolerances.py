@@ -1,0 +1,103 @@
+"""Tolerances come from tests/close.py: no other comparison, and no small number that nobody explains."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+COMPARISONS = {"allclose", "approx", "assert_allclose", "assert_almost_equal", "assert_close", "isclose"}
+"""Of torch, numpy, pytest and math: their defaults were chosen for nobody's sums."""
+TOLERANCES = {"abs_tol", "atol", "rel_tol", "rtol"}
+SMALL = 0.01
+"""A bound of so much or less is a tolerance; larger ones say what is true of the mathematics."""
+
+
+def small(node: ast.AST) -> bool:
+    """1e-5, 2**-7, 1e-4 * x: a number of ours that is :data:`SMALL`, but for zero."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        return isinstance(node.right, ast.UnaryOp) and isinstance(node.right.op, ast.USub)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Add):
+        return small(node.left) or small(node.right)
+    return isinstance(node, ast.Constant) and isinstance(node.value, float) and 0 < node.value <= SMALL
+
+
+def bounds(node: ast.Compare) -> list[ast.expr]:
+    """What is compared by size."""
+    sides = [node.left, *node.comparators]
+    sized = [isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE) for op in node.ops]
+    return [side for i, side in enumerate(sides) if any(sized[max(i - 1, 0) : i + 1])]
+
+
+def explained(statement: ast.stmt, lines: list[str]) -> bool:
+    """By a comment in the statement or above it, or by what a failing assert says in words."""
+    if isinstance(statement, ast.Assert) and isinstance(statement.msg, ast.Constant):
+        return True
+    return any("#" in line for line in lines[max(statement.lineno - 2, 0) : statement.end_lineno])
+
+
+def complaints(source: str) -> list[str]:
+    """Line and reason of everything that :mod:`tests.close` should say."""
+    found, lines, tree = [], source.splitlines(), ast.parse(source)
+    for node in ast.walk(tree):
+        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
+        if isinstance(node, ast.ImportFrom):
+            name = next((alias.name for alias in node.names if alias.name in COMPARISONS), None)
+        if name in COMPARISONS:
+            found.append(f"{node.lineno}: {name}: use close, exact or near of tests/close.py")
+        if isinstance(node, ast.keyword) and node.arg in TOLERANCES:
+            found.append(f"{node.value.lineno}: {node.arg}: state terms, see tests/close.py")
+        if isinstance(node, ast.Assert | ast.Assign | ast.Return | ast.Expr):
+            sides = [side for part in ast.walk(node) if isinstance(part, ast.Compare) for side in bounds(part)]
+            if any(map(small, sides)) and not explained(node, lines):
+                found.append(f"{node.lineno}: a small number without its reason: use close, a name or a comment")
+    return found
+
+
+def test_results_are_compared_by_terms_or_with_a_reason():
+    found = {
+        str(path.relative_to(TESTS)): told
+        for path in sorted(TESTS.rglob("*.py"))
+        if (told := complaints(path.read_text())) and path.name != "close.py"
+    }
+    assert found == {}, found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "torch.testing.assert_close(a, b)",
+        "torch.testing.assert_close(a, b, rtol=1e-5, atol=0)",
+        "assert not torch.allclose(a, b)",
+        "assert a == pytest.approx(b, rel=0.1)",
+        "from pytest import approx",
+        "same = partial(torch.isclose, a)",
+        "numpy.testing.assert_allclose(a, b)",
+        "compare(a, b, rtol=LOOSE)",
+        "assert (a - b).norm() < 1e-5",
+        "assert 1e-6 >= error",
+        "assert error < 1e-4 * size, (name, error)",
+        "assert all(error <= 2**-9 for error in errors)",
+        "assert worst == 0 and error < 0.01",
+        "return error < 1e-5",
+        "fine = [error < 1e-5 for error in errors]",
+        "def test():\n    # far away\n    x = 1\n    assert error < 1e-3",
+    ],
+)
+def test_what_is_refused(source):
+    assert complaints(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "close(a, b, sums=7)",
+        "assert error < BOUND",
+        "assert error < 1e-4  # a float32 square root",
+        "# one step of four digits\nassert error < 1e-4",
+        'assert error < 1e-4, "four digits are written"',
+        "assert share < 0.5 and rate == 1e-4 and count > 0.0",
+    ],
+)
+def test_what_is_not(source):
+    assert complaints(source) == []
