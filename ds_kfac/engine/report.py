@@ -1,8 +1,7 @@
 """The report at attach: a summary that ``check`` prints too, and what was chosen for which layer."""
 
 import sys
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import deepspeed
 import torch
@@ -14,8 +13,8 @@ from ds_kfac.curvature.eigenbasis import basis_numel
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.engine.layer_tables import layer_lines, skipped_lines
 from ds_kfac.engine.warnings import attach_warnings
-from ds_kfac.model.layers.base import parameter_shape
-from ds_kfac.model.scan import Scan, numel
+from ds_kfac.model.scan import Scan
+from ds_kfac.model.share import share_of
 from ds_kfac.ops.backends import chosen
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.intervals import Value
@@ -27,8 +26,6 @@ LINES = 12
 """Of a summary, at most."""
 LOW_SHARE = 0.8
 """Of the trained matrix parameters: where K-FAC steps less of them, the summary says what is left out."""
-NAMED = 3
-"""Kinds of modules that it names then, the largest ones."""
 
 
 def report(kfacs: Sequence[KFACPreconditioner], scans: Sequence[Scan], given: KFACConfig) -> str:
@@ -71,28 +68,21 @@ def summary(
         mode: of the engine, in words.
         warnings: lines.
     """
-    plan, ours = plans[0], {name for layer in scan.layers for name in layer.parameters}
-    trained = {name: numel(p) for name, p in model.named_parameters() if p.requires_grad}
-    matrices = {name: trained[name] for name, p in model.named_parameters() if name in trained and _is_matrix(p)}
-    stepped = sum(n for name, n in matrices.items() if name in ours)
-    of = sum(matrices.values())
-    share = stepped / max(1, of)
-    kinds = Counter(layer.kind for layer in scan.layers)
+    plan, share = plans[0], share_of(model, scan)
     rest = "AdamW" if rule.optimizer_type else f"{optimizer}, along their own gradients"
     state = sum(max(plan.assignment.memory) for plan in plans)
     lines = [
-        f"ds_kfac: {share:.0%} of the trained matrix parameters ({stepped:,} of {of:,}) are stepped along K-FAC's "
-        f"directions, in {len(scan.layers)} K-FAC layers ({', '.join(f'{n} {kind}' for kind, n in kinds.items())})",
-        f"  all other trained parameters ({sum(n for name, n in trained.items() if name not in ours):,}): {rest}",
+        f"ds_kfac steps {share}",
+        f"  all other trained parameters ({share.others:,}): {rest}",
         f"  step: {rule.described(plan, optimizer)}",
         f"  factors every {_interval(plan.schedule.update)}, {plan.form.words} every "
         f"{_interval(plan.schedule.refresh)}",
         f"  memory: K-FAC state at most {number(state, 'B')} on a rank (factors, {plan.form.words}, moments)",
         f"  {mode}",
     ]
-    if matrices and share < LOW_SHARE:
-        left = _left_out(scan, {name: n for name, n in matrices.items() if name not in ours})
-        warnings = [f"  WARNING: below {LOW_SHARE:.0%} of the matrix parameters; left out: {left}", *warnings]
+    if share.fraction < LOW_SHARE:
+        low = f"  WARNING: below {LOW_SHARE:.0%} of the matrix parameters; left out: {share.exceptions()}"
+        warnings = [low, *warnings]
     if len(lines) + len(warnings) > LINES:
         kept = LINES - len(lines) - 1
         warnings = [
@@ -100,21 +90,6 @@ def summary(
             f'  WARNING: {len(warnings) - kept} more: see engine.kfac.report, or "report": "full"',
         ]
     return [*lines, *warnings]
-
-
-def _is_matrix(parameter: nn.Parameter) -> bool:
-    return len(parameter_shape(parameter)) > 1
-
-
-def _left_out(scan: Scan, matrices: Mapping[str, int]) -> str:
-    """The largest kinds of modules that have these matrices, and why they are no K-FAC layers."""
-    reasons = {left.name: (left.kind, left.reason) for left in scan.skipped}
-    unknown = "parameter", "held by no module"
-    sizes: Counter[tuple[str, str]] = Counter()
-    for name, n in matrices.items():
-        sizes[reasons.get(name.rpartition(".")[0], reasons.get(name, unknown))] += n
-    named = [f"{kind} {n:,} ({reason})" for (kind, reason), n in sizes.most_common(NAMED)]
-    return ", ".join(named) + (", .." if len(sizes) > NAMED else "")
 
 
 def _details(kfac: KFACPreconditioner, scan: Scan) -> list[str]:

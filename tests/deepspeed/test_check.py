@@ -39,7 +39,7 @@ REFUSED = {
 }  # fmt: skip
 FITS = {
     "AdamW": {"optimizer": ADAMW, "kfac": {}},
-    "SGD": {"optimizer": SGD, "kfac": {}, "zero_optimization": {"stage": 2}},
+    "SGD": {"optimizer": SGD, "kfac": {}, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True},
     "KFACAdamW": {"optimizer": OURS},
     "KFACAdamW, bf16": {"optimizer": OURS, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
     "quadratic": {"optimizer": SGD, "kfac": {**QUADRATIC, "layers": {"types": ["Linear", "LayerNorm"]}}, **NONE},

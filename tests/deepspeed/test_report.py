@@ -1,11 +1,14 @@
-"""The attach report: what matters first, equal layers in one row, short for a large model."""
+"""The attach report: seen, what matters first, equal layers in one row, short for a large model."""
+
+import contextlib
+import io
+from typing import Any
 
 import pytest
 from torch import nn
 
 import ds_kfac
 from ds_kfac.engine.layer_tables import folded
-from tests.deepspeed.test_not_attached import said
 from tests.ranks import run_ranks
 
 WIDTH, BLOCKS = 8, 32
@@ -42,42 +45,75 @@ class Model(nn.Module):
         self.norm, self.lm_head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 16, bias=False)
 
 
+class Left(nn.Module):
+    """Most of it in a matrix that nothing multiplies with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.table = nn.Linear(WIDTH, WIDTH), nn.Parameter(nn.Linear(WIDTH, 9 * WIDTH).weight.detach())
+
+
 def worker(_) -> dict:
     import deepspeed.accelerator.cpu_accelerator as accelerator
 
     found = {}
 
-    def attach(name: str, **kfac) -> None:
+    def attach(name: str, model: type[nn.Module] = Model, **kfac: Any) -> None:
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "zero_optimization": {"stage": 2},
             "optimizer": {"type": "KFACAdamW", "params": {"lr": 0.01, "torch_adam": True}},
             "kfac": kfac,
         }
-        engines = []
-        text = said(lambda: engines.append(ds_kfac.initialize(model=Model(), config=config)[0]))
-        found[name] = text, engines[0].kfac.report
-        engines[0].destroy()
+        seen = io.StringIO()
+        with contextlib.redirect_stderr(seen):
+            engine = ds_kfac.initialize(model=model(), config=config)[0]
+        found[name] = [line for line in seen.getvalue().splitlines() if "[Gloo]" not in line], engine.kfac.report
+        engine.destroy()
 
     attach("summary")
     attach("full", report="full")
+    attach("none", report="none")
+    attach("left out", Left)
     attach("idle", damping={"value": 2.0})
     accelerator.CPU_Accelerator.available_memory = lambda self, device_index=None: 500_000
     attach("little memory")
     return found
 
 
+@pytest.fixture(scope="module")
+def ranks() -> list[dict]:
+    return run_ranks("tests.deepspeed.test_report:worker", world=2)
+
+
 @pytest.mark.distributed
-def test_a_llama_of_32_blocks_has_a_short_report():
-    found = run_ranks("tests.deepspeed.test_report:worker", world=1)[0]
-    logged, report = found["summary"]
-    lines = report.splitlines()
-    assert report in logged and len(lines) <= 40, report
-    assert "attached" in lines[0] and "(96%) in 225 K-FAC layers" in lines[1] and "WARNING" not in report
+def test_rank_0_prints_a_summary_whatever_the_level_of_loggers_is(ranks):
+    (seen, report), (other, _) = (rank["summary"] for rank in ranks)
+    assert other == []
+    assert len(seen) <= 12 and seen == report.splitlines()[: len(seen)] and "WARNING" not in report, seen
+    assert seen[0] == (
+        "ds_kfac steps 100% of the trained matrix parameters (14,464 of 14,464) in 225 K-FAC layers (225 Linear), "
+        "100% with curvature"
+    )
+    assert ranks[0]["none"][0] == [] and ranks[0]["none"][1].splitlines()[0] == seen[0]
+
+
+@pytest.mark.distributed
+def test_a_llama_of_32_blocks_has_a_short_report(ranks):
+    lines = ranks[0]["summary"][1].splitlines()
+    assert len(lines) <= 40, lines
     assert any("layers.[0-31].mlp.up_proj x 32" in line for line in lines)
     assert any("layers.[0-31].input_layernorm x 32" in line for line in lines)
-    assert len(found["full"][1].splitlines()) > 290 and "layers.31.mlp.up_proj " in found["full"][1]
-    assert "without effect with KFACAdamW: kfac.damping.value" in found["idle"][1].splitlines()[2]
-    warned = found["little memory"][1].splitlines()[2]
-    parts = "K-FAC needs", "in a step that updates all factors", "of the 0.0 GB that are free"
-    assert "WARNING" in warned and all(part in warned for part in parts), warned
+    full, report = ranks[0]["full"]
+    assert full == report.splitlines() and len(full) > 290 and any("layers.31.mlp.up_proj " in line for line in full)
+
+
+@pytest.mark.distributed
+def test_warnings_are_in_the_summary(ranks):
+    idle, left = ("\n".join(ranks[0][name][0]) for name in ("idle", "left out"))
+    assert "without effect with KFACAdamW: kfac.damping.value" in idle
+    warned = ranks[0]["little memory"][0]
+    parts = "WARNING", "K-FAC needs", "in a step that updates all factors", "of the 0.0 GB that are free"
+    assert any(all(part in line for part in parts) for line in warned), warned
+    assert "ds_kfac steps 10% of the trained matrix parameters (64 of 640)" in left
+    assert "WARNING: below 80% of the matrix parameters; left out: Left 576 (" in left, left

@@ -10,6 +10,7 @@ from torch import nn
 
 from ds_kfac.__main__ import main
 from ds_kfac.estimate.models import build
+from examples.gpt import GPT, GPTConfig
 from tests.ranks import ROOT
 
 LLAMA = {
@@ -32,8 +33,7 @@ def test_a_config_that_fits_is_reported(capsys):
     text = capsys.readouterr().out
     assert len(text.splitlines()) <= 40
     for part in (
-        "ds_kfac: 98% of the trained matrix parameters (6,607,077,376 of 6,738,149,376)",
-        "in 225 K-FAC layers (225 Linear)",
+        "ds_kfac steps 100% of the trained matrix parameters (6,607,077,376 of 6,607,077,376) in 225 K-FAC layers",
         "KFACAdamW, 64 ranks",
         "layers.[0-31].mlp.up x 32",
         "K-FAC state at most",
@@ -103,20 +103,20 @@ class Stacked(nn.Module):
 def test_a_low_share_is_a_warning_that_names_the_largest_exceptions(capsys):
     assert main([*RUN, "tests.estimate.test_check:Stacked"]) == 0
     text = capsys.readouterr().out
-    assert "ds_kfac: 4% of the trained matrix parameters (35 of 819)" in text
-    assert "left out: ParameterDict 693 (no K-FAC layer type for it), Embedding 91 (Embedding is not in kfac" in text
+    assert "ds_kfac steps 5% of the trained matrix parameters (35 of 728) in 1 K-FAC layers" in text
+    assert "left out: ParameterDict 693 (no K-FAC layer type for it)" in text
     assert main([*RUN, "benchmarks.models:llama_7b"]) == 0
     assert "WARNING" not in capsys.readouterr().out
 
 
-def test_a_mixture_of_experts_of_transformers_has_a_low_share(capsys, tmp_path):
+def test_a_mixture_of_experts_of_transformers_is_stepped_whole(capsys, tmp_path):
     pytest.importorskip("transformers", reason="needs ds_kfac[integrations]")
     experts = {"num_experts": 32, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
     model = {**LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps({**model, **experts}))
     assert main([*RUN, f"hf:{tmp_path}"]) == 0
     text = capsys.readouterr().out
-    assert "WARNING: below 80% of the matrix parameters; left out: Qwen3MoeExperts 294,912" in text
+    assert "ds_kfac steps 100% of the trained matrix parameters" in text and "WARNING" not in text
 
 
 @pytest.mark.parametrize("command", ["schema", "config", "report", "check", "estimate"])
@@ -195,3 +195,16 @@ def test_a_model_that_does_not_run_on_the_meta_device_is_estimated_without_a_for
     monkeypatch.setattr(LlamaForCausalLM, "forward", fails)
     assert main(["estimate", "--model", llama, "--world", "2", "--batch-rows", "64"]) == 0
     assert "no forward was traced" in capsys.readouterr().out
+
+
+def example() -> nn.Module:
+    return GPT(GPTConfig())
+
+
+def test_the_readme_shows_what_is_printed(capsys):
+    """Whether attach prints the same is asked in tests/deepspeed/test_check.py."""
+    assert main([*RUN, "tests.estimate.test_check:example", "--world", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:6]
+    shown = [line.removeprefix("    ") for line in (ROOT / "README.md").read_text().splitlines()]
+    begin = shown.index(lines[0])
+    assert shown[begin : begin + len(lines)] == lines

@@ -1,9 +1,14 @@
 """transformers' Trainer itself: unequally many labels on ranks and micro-batches, evaluation first, reporters."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 
 pytest.importorskip("transformers", reason="needs ds_kfac[integrations]")
 pytestmark = pytest.mark.distributed
@@ -39,3 +44,22 @@ def test_metrics_reach_the_trainers_reporters(tmp_path):
     pytest.importorskip("tensorboard")
     names = run_ranks("tests.integrations.trainer_runs:reporter_worker", world=1, payload=str(tmp_path))[0]
     assert {"train/loss", "train/kfac/refreshes", "train/kfac/nu", "train/kfac/sent_bytes"} <= set(names), names
+
+
+SCRIPT = """
+import transformers
+transformers.logging.set_verbosity_error()
+from tests.integrations.trainer_runs import trainer_of
+trainer_of({folder!r}, accumulation=1, micro=4, log_level="error").train()
+"""
+
+
+def test_the_summary_is_seen_once_under_run_whatever_frameworks_mute(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(folder=str(tmp_path)))
+    command = [sys.executable, "-m", "ds_kfac", "run", "--num_accelerators", "2", "--master_port", str(free_port())]
+    paths = f"{Path(__file__).parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    run = subprocess.run([*command, str(script)], env=os.environ | {"PYTHONPATH": paths}, capture_output=True,
+                         text=True, timeout=300, check=False)  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stderr.count("of the trained matrix parameters") == 1 and "K-FAC" not in run.stdout, run.stderr

@@ -1,0 +1,82 @@
+"""How much of a model is stepped along K-FAC's directions, and what is left out."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import nn
+
+from ds_kfac.model.layers.base import LayerSpec, parameter_shape
+from ds_kfac.model.scan import Scan, numel
+
+NAMED = 3
+"""Kinds of modules that are named, the largest ones."""
+UNKNOWN = "parameter", "held by no module"
+
+
+@dataclass(frozen=True)
+class Share:
+    """Trained parameters, counted.
+
+    Attributes:
+        matrices: elements of all matrices. An embedding is a table of rows and none, unless it is a K-FAC layer.
+        stepped: of these, those in K-FAC layers.
+        curved: of these, those of layers of which a factor has more than a diagonal.
+        kinds: of K-FAC layers, and how many there are of each.
+        others: elements of all parameters that are in no K-FAC layer.
+        left: (kind of module, reason) -> elements of matrices in no K-FAC layer, largest first.
+    """
+
+    matrices: int
+    stepped: int
+    curved: int
+    kinds: tuple[tuple[str, int], ...]
+    others: int
+    left: tuple[tuple[tuple[str, str], int], ...]
+
+    @property
+    def fraction(self) -> float:
+        return self.stepped / self.matrices if self.matrices else 1.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.fraction:.0%} of the trained matrix parameters ({self.stepped:,} of {self.matrices:,}) in "
+            f"{sum(n for _, n in self.kinds)} K-FAC layers ({', '.join(f'{n} {kind}' for kind, n in self.kinds)}), "
+            f"{self.curved / max(1, self.matrices):.0%} with curvature"
+        )
+
+    def exceptions(self) -> str:
+        """The largest of ``left``, in words."""
+        named = [f"{kind} {n:,} ({reason})" for (kind, reason), n in self.left[:NAMED]]
+        return ", ".join(named) + (", .." if len(self.left) > NAMED else "")
+
+
+def share_of(model: nn.Module, found: Scan) -> Share:
+    """Of a model, or of a stage of it, by what :func:`ds_kfac.model.scan.scan` found."""
+    ours = {name for layer in found.layers for name in layer.parameters}
+    curved = {name for layer in found.layers if _curved(layer) for name in layer.parameters}
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    matrices = {n: numel(p) for n, p in trained.items() if n in ours or id(p) not in tables}
+    matrices = {name: size for name, size in matrices.items() if is_matrix(trained[name])}
+    reasons = {left.name: (left.kind, left.reason) for left in found.skipped}
+    left: Counter[tuple[str, str]] = Counter()
+    for name in matrices.keys() - ours:
+        left[reasons.get(name.rpartition(".")[0], reasons.get(name, UNKNOWN))] += matrices[name]
+    return Share(
+        matrices=sum(matrices.values()),
+        stepped=sum(size for name, size in matrices.items() if name in ours),
+        curved=sum(size for name, size in matrices.items() if name in curved),
+        kinds=tuple(Counter(layer.kind for layer in found.layers).items()),
+        others=sum(numel(p) for name, p in trained.items() if name not in ours),
+        left=tuple(left.most_common()),
+    )
+
+
+def is_matrix(parameter: nn.Parameter) -> bool:
+    """By its shape: two sides at least, and several outputs."""
+    shape = parameter_shape(parameter)
+    return sum(size > 1 for size in shape) > 1 and shape[0] > 1
+
+
+def _curved(layer: LayerSpec) -> bool:
+    return max(layer.A.block, layer.G.block) > 1
