@@ -33,7 +33,7 @@ class ExpertNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.up(x)).flatten(0, 1)
-        gates = torch.softmax(nn.functional.linear(h, self.gate.weight), -1)
+        gates = torch.softmax(self.gate(h), -1)
         chosen, mixed = gates.argmax(-1), torch.zeros_like(h)
         for index, expert in enumerate(self.experts):
             own = (chosen == index).nonzero().flatten()
@@ -60,6 +60,10 @@ def whole_name(name: str, first_expert: int) -> str:
         index, rest = name.removeprefix(INNER + ".").split(".", 1)
         return f"experts.{first_expert + int(index)}.{rest}"
     return "gate.weight" if "gate" in name else name
+
+
+def whole_layer(name: str, first_expert: int) -> str:
+    return whole_name(f"{name}.weight", first_expert).removesuffix(".weight")
 
 
 def make_whole(starved: bool) -> ExpertNet:
@@ -147,10 +151,10 @@ def compare(cases: list[tuple[Mode, int, bool]]) -> list[dict]:
                 p.copy_(initial[whole_name(name, first)])
         engine = make_engine(mode, model)
         train(engine)
-        exclude = ("gate", "experts.3.0", "experts.3.2") if starved else ("gate",)
+        exclude = ("gate", "experts.3.0", "experts.3.2") if starved else ()
         refreshes = None
         if mode.name.endswith("scaled"):
-            refreshes = planned_refreshes(engine.kfac.job, lambda name, first=first: whole_name(name + ".", first)[:-1])
+            refreshes = planned_refreshes(engine.kfac.job, lambda name, first=first: whole_layer(name, first))
         expected = train_whole(
             mode, whole, whole_loss, terms=world * MICRO_ROWS * TOKENS, exclude=exclude, refreshes=refreshes
         )

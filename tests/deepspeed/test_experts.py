@@ -31,13 +31,13 @@ def test_experts_match_one_process(world):
         for (mode, ep_size, starved), result in zip(CASES, results, strict=True):
             where = f"{mode.name} ep_size {ep_size} rank {rank}"
             assert result["domains"] == [
-                ("dense", 2),
+                ("dense", 2 if starved else 3),  # a gate without gradients is no layer
                 (f"experts_ep_size_{ep_size}_rank_{rank % ep_size}", 8 // ep_size),
             ]
             assert not within(where, result["difference"], result["bound"]), (where, result["difference"])
             expected, actual = result["nu"]
             assert not within("nu", abs(actual - expected), result["nu_bound"]), f"{where}: {result['nu']}"
-            assert ("weight is frozen" if starved else "its hooks never fire") in result["report"]  # the gate
+            assert ("weight is frozen" in result["report"]) == starved  # the gate's
         assert any(result["nu"][0] < 0.9 for result in results), "kl-clip never acted, so it was not tested"
 
 

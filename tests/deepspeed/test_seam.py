@@ -192,7 +192,7 @@ def refusals_worker(_) -> dict:
 
     pretend("DeepCompile", is_deepcompile_enabled=lambda: True)
     pretend("ZenFlow", zenflow=True)
-    pretend("mixture of experts at stage 3", has_moe_layers=True, zero_optimization_partition_weights=lambda: True)
+    pretend("mixture of experts at stage 3", has_moe_layers=True, zero_optimization_stage=lambda: 3)
     pretend("sequence parallelism by mesh_param", mesh_device=object())
     pretend("compressed-communication optimizer", enable_backward_allreduce=False)
     pretend("no optimizer", optimizer=None)
