@@ -59,8 +59,8 @@ def test_schedules_match_reference():
             assert of_mode["refreshes"][0] == of_mode["refreshes"][1], name
             assert of_mode["nu"] is None, "kl-clip is 0 in the last step"
             for text in (
-                "factors every 1 steps (decay linear 0.1 -> 0.9 over 4 steps)",
-                "eigenbases every N steps, N = 4, 1 from step 6",
+                "factors every 1 steps, eigenbases every N steps, N = 4, 1 from step 6",
+                "factors: decay linear 0.1 -> 0.9 over 4 steps",
                 "tikhonov damping exponential 0.01 -> 1 over 4 steps",
                 "burn-in: 3 steps with intervals 1 and 2",
             ):
