@@ -182,12 +182,14 @@ class Request:
         previous: what it was last decomposed to, for a QR step to start from.
         qr_steps: decompositions since an exact one.
         partner: the layer's other factor, where a form needs it (``curvature/forms.py``).
+        groups: of the layer, whose factor is that of each after the other.
     """
 
     factor: KroneckerFactor
     previous: Any = None
     qr_steps: int = 0
     partner: KroneckerFactor | None = None
+    groups: int = 1
 
 
 def refresh_all(requests: Sequence[Request], *, exact_every: int = 1) -> list[Refreshed]:

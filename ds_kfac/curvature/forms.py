@@ -142,7 +142,7 @@ def _inverses(requests: Sequence[Request], options: Options) -> list[Refreshed]:
 
 def _roots(requests: Sequence[Request], options: Options) -> list[Refreshed]:
     power, added, products = options.power, options.added, options.products
-    return [refresh_root(r.factor, power=power, damping=added, products=products) for r in requests]
+    return [refresh_root(r.factor, power=power, damping=added, products=products, groups=r.groups) for r in requests]
 
 
 def _load_eigenbasis(side: Side, saved: Mapping[str, Any], device: torch.device) -> Eigenbasis:

@@ -54,24 +54,31 @@ class LayerRoot:
         return sided(lambda x: x, self.A.apply, x_OI)
 
 
-def refresh_root(factor: KroneckerFactor, *, power: float, damping: float, products: str) -> Refreshed[DampedInverse]:
+def refresh_root(
+    factor: KroneckerFactor, *, power: float, damping: float, products: str, groups: int = 1
+) -> Refreshed[DampedInverse]:
     """The inverse root of a usable factor. Synchronises with the device, on a GPU once a step of the iteration.
 
     Args:
         power: p.
-        damping: c, in units of the factor's mean eigenvalue.
+        damping: c, in units of the mean eigenvalue, of each group its own.
         products: "ieee" or "tf32", see :func:`ds_kfac.curvature.precision.fp32_products`.
+        groups: of the layer, whose factor is that of each after the other.
     """
     side, packed_P = factor.side, factor.packed_P
-    mean = (side.trace(packed_P) / side.dim).clamp(min=torch.finfo(torch.float32).tiny)
+    mean = side.diagonal_of(packed_P).view(groups, -1).sum(1) / (side.dim // groups)
+    mean_D = mean.clamp(min=torch.finfo(torch.float32).tiny).repeat_interleave(side.dim // groups)
     if side.block == 1:
-        return Refreshed(DampedInverse(diagonal=(packed_P.clamp(min=0) / mean + damping) ** -power), "diagonal")
+        return Refreshed(DampedInverse(diagonal=(packed_P.clamp(min=0) / mean_D + damping) ** -power), "diagonal")
     order = order_of(power)
     assert order is not None
     load_solvers(packed_P.device)
     found, retries, how = [], 0, "newton" if grouped(packed_P.device) else "eigh"
+    start = 0
     for blocks in side.blocks(packed_P):
-        C_nbb, root = blocks / mean, None
+        count, width = blocks.shape[:2]
+        C_nbb, root = blocks / mean_D[start : start + count * width : width, None, None], None
+        start += count * width
         if how == "newton":
             damped = C_nbb.clone()
             damped.diagonal(dim1=-2, dim2=-1).add_(damping)

@@ -11,6 +11,7 @@ from ds_kfac.assignment.factor_spec import FactorSpec, key_of
 from ds_kfac.curvature.eigenbasis import Refreshed, Request
 from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.curvature.forms import Options
+from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.step.factor_state import FactorState
 
@@ -40,11 +41,13 @@ class Decompositions:
     Attributes:
         partners: the layer's other factor of each, where the form needs it: always if it is an identity whose damping
             is part of what is kept, and if ``plan.paired``.
+        groups: of the layer of each.
         damping: its value at the step.
     """
 
     states: Sequence[FactorState]
     partners: Sequence[KroneckerFactor | None]
+    groups: Sequence[int]
     damping: float
     plan: Plan
     device: torch.device
@@ -55,14 +58,19 @@ class Decompositions:
         device: torch.device,
     ) -> "Decompositions":  # fmt: skip
         """Of factors that are here."""
-        partners = [_partner(spec, states, plan, device) for spec in specs]
-        return cls([states[spec.key] for spec in specs], partners, plan.config.damping.at(step), plan, device)
+        layers = {layer.name: layer for layer in plan.layers}
+        mine = [layers[spec.layers[0]] for spec in specs]
+        partners = [_partner(spec, layer, states, plan, device) for spec, layer in zip(specs, mine, strict=True)]
+        kept, groups = [states[spec.key] for spec in specs], [layer.groups for layer in mine]
+        return cls(kept, partners, groups, plan.config.damping.at(step), plan, device)
 
     def __call__(self) -> list[Refreshed]:
         """In the order given."""
         requests = [
-            Request(state.factor.to(self.device), state.basis, state.qr_steps, partner and partner.to(self.device))
-            for state, partner in zip(self.states, self.partners, strict=True)
+            Request(
+                state.factor.to(self.device), state.basis, state.qr_steps, partner and partner.to(self.device), groups
+            )
+            for state, partner, groups in zip(self.states, self.partners, self.groups, strict=True)
         ]
         plan, adam = self.plan, self.plan.config.adam
         options = Options(
@@ -73,11 +81,10 @@ class Decompositions:
 
 
 def _partner(
-    spec: FactorSpec, states: Mapping[str, FactorState], plan: Plan, device: torch.device
+    spec: FactorSpec, layer: LayerSpec, states: Mapping[str, FactorState], plan: Plan, device: torch.device
 ) -> KroneckerFactor | None:
     if not (plan.form.damps_identity or plan.paired):
         return None
-    layer = next(layer for layer in plan.layers if layer.name == spec.layers[0])
     side, key = (layer.G, key_of(layer.name, "G")) if spec.is_A else (layer.A, key_of(layer.name, "A"))
     if side.block == 0:
         return KroneckerFactor.empty(side, device)

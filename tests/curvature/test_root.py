@@ -1,5 +1,7 @@
 """Inverse roots of factors: every kind of side, by products and from eigenvalues, in fp32 and TF32; what fails."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -109,6 +111,23 @@ def test_what_is_no_second_moment_has_no_root():
     broken = torch.diag(torch.tensor([1.0, -0.5, 0.2]))
     assert by_products(broken[None], 4, "ieee") is None
     assert by_products(torch.full((1, 3, 3), float("nan")), 4, "ieee") is None
+
+
+@pytest.mark.parametrize("how", ["eigh", "newton"])
+@pytest.mark.parametrize("block", [6, 3, 1])
+def test_each_group_of_a_layer_has_its_own_mean(block, how, monkeypatch):
+    """As eigenbases whiten; groups that see inputs of other sizes would not be whitened alike otherwise."""
+    if how == "newton":
+        monkeypatch.setattr(eigensolver, "GROUPED", frozenset({"cpu", "cuda"}))
+    own = factor(Side(6, block))
+    groups = torch.stack([own.packed_P, 100 * own.packed_P]).flatten()
+    both = dataclasses.replace(own, side=Side(6, block).repeated(2), packed_P=groups)
+    options = {"power": 0.125, "damping": DAMPING, "products": "ieee"}
+    alone = refresh_root(own, **options).basis.apply(torch.eye(6))
+    found = refresh_root(both, **options, groups=2).basis.apply(torch.eye(12))
+    for group in (found[:6, :6], found[6:, 6:]):
+        close(group, alone, sums=24, condition=DAMPING**-1)
+    assert not found[:6, 6:].any()
 
 
 def test_whitens_columns_of_one_matrix_and_of_a_stack():

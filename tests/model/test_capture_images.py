@@ -181,3 +181,18 @@ def test_no_activation_of_images_outlives_its_graph(types, sampled):
         assert len(watched.seen) > 5 and watched.living() == 0
     finally:
         gc.enable()
+
+
+def test_an_image_without_a_batch_dimension_is_a_batch_of_one():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, groups=1), nn.Tanh(), nn.ConvTranspose2d(4, 4, 2, groups=2))
+    x = torch.randn(3, 6, 6)  # of 4 channels and 4 rows where the second layer sees it
+    found = []
+    for image in (x, x[None]):
+        recorder = Recorder(copy.deepcopy(model), Choice(), rule=ALL)
+        recorder.model(image).square().mean().backward()
+        counts = [recorder.counts(name)[0] for name in "02"]
+        found.append((counts, [recorder.sums(name).A.sum_P.clone() for name in "02"]))
+    assert found[0][0] == found[1][0] == [16, 16]
+    for single, batched in zip(found[0][1], found[1][1], strict=True):
+        assert torch.equal(single, batched)

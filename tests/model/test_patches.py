@@ -158,3 +158,19 @@ def test_images_without_rows_add_nothing():
     patches = kind.input_patches(module, x[:0])
     patches.add_to_(empty, side, patches.grid(RowRule(), 0, 37), bias=True)
     assert patches.count == 0 and not empty.any()
+
+
+@pytest.mark.parametrize("size", ["any", "as many rows as channels"])
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_what_has_no_batch_dimension_is_a_batch_of_one(case, size):
+    kind, module, x = build(case)
+    x = x[:1] if size == "any" else torch.randint(-3, 4, (1, 4, *[4] * (x.ndim - 2))).float()
+    y = module(x)
+    gradient = torch.randint(-3, 4, y.shape).to(y)
+    for patches in (kind.input_patches, kind.gradient_patches):
+        tensor = x if patches == kind.input_patches else gradient
+        batched, single = patches(module, tensor), patches(module, tensor[0])
+        assert (single.examples, single.count) == (1, batched.count)
+        assert torch.equal(rows_of(single), rows_of(batched))
+    assert torch.equal(kind.input_rows(module, x[0]), kind.input_rows(module, x))
+    assert kind.rows(x[0], y[0]) == kind.rows(x, y) == (x if case.startswith("up") else y)[0, 0].numel()

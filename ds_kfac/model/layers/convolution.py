@@ -28,6 +28,11 @@ class Convolution(Linear):
 
     def __init__(self, kind: type[nn.modules.conv._ConvNd]) -> None:
         self.kind: Any = kind
+        self.dims = int(kind.__name__[-2])
+
+    def batched(self, x: Tensor) -> Tensor:
+        """[N, C, *S] of what a convolution took or gave; [C, *S] is a batch of one."""
+        return x if x.ndim > self.dims + 1 else x.unsqueeze(0)
 
     def refusal(self, module: nn.Module) -> str | None:
         if not isinstance(module, self.kind):
@@ -52,15 +57,16 @@ class Convolution(Linear):
         return None
 
     def rows(self, x: Tensor, output: Tensor) -> int:
-        return output.numel() // max(1, output.shape[1])
+        return output.numel() // max(1, self.batched(output).shape[1])
 
     def input_patches(self, module: Any, x: Tensor) -> Patches:
         """Whose second moment is A."""
-        window = Window.of(module)
+        window, x = Window.of(module), self.batched(x)
         return Patches(x, window, window.positions(tuple(x.shape[2:])))
 
     def gradient_patches(self, module: Any, gradient: Tensor) -> Patches:
         """Whose second moment is G."""
+        gradient = self.batched(gradient)
         size = tuple(gradient.shape[2:])
         return Patches(gradient, Window.pixel(len(size)), size)
 

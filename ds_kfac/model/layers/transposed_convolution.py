@@ -32,7 +32,7 @@ class TransposedConvolution(Convolution):
         return channels // module.groups, outputs * torch.Size(kernel).numel()
 
     def rows(self, x: Tensor, output: Tensor) -> int:
-        return x.numel() // max(1, x.shape[1])
+        return x.numel() // max(1, self.batched(x).shape[1])
 
     def input_patches(self, module: Any, x: Tensor) -> Patches:
         return super().gradient_patches(module, x)
