@@ -23,7 +23,7 @@ LAUNCHER = $(BIN)/deepspeed --num_accelerators $(RANKS)
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 LAUNCH = $(LAUNCHER) examples/train_gpt.py --steps $(STEPS)
 
-.PHONY: setup train train-images compare converge scale gpu test quick integrations campaign check docs clean
+.PHONY: setup train train-images compare converge scale gpu test quick processors integrations campaign check docs clean
 
 setup: $(STAMP)
 
@@ -57,10 +57,15 @@ gpu: $(STAMP)
 test: $(STAMP)
 	$(PYTEST) $(ARGS)
 
+QUICK = -m "not distributed" --ignore-glob='tests/ops/test_cuda*' --ignore-glob='tests/ops/test_triton*' \
+	--ignore=tests/benchmarks --ignore=tests/gpu --ignore=tests/examples --ignore=tests/campaign --ignore=tests/integrations
+
 quick: $(STAMP)
-	$(PYTEST) -m "not distributed" --ignore-glob='tests/ops/test_cuda*' --ignore-glob='tests/ops/test_triton*' \
-		--ignore=tests/benchmarks --ignore=tests/gpu --ignore=tests/examples --ignore=tests/campaign \
-		--ignore=tests/integrations $(ARGS)
+	$(PYTEST) $(QUICK) $(ARGS)
+
+# the same sums in other orders, as other processors take them
+processors: $(STAMP)
+	$(BIN)/python -m tests.campaign.processors --engines $(ARGS) -- $(QUICK)
 
 # transformers, TRL, PEFT, Accelerate and Lightning, in an environment of their own: they bring what ours should not have.
 # Where one of them does not install, its tests say so and are skipped.

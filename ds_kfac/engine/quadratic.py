@@ -21,6 +21,7 @@ from torch import Tensor
 from ds_kfac.comm.message import deliver
 from ds_kfac.model.batch_info import BatchInfo
 from ds_kfac.model.hooks import own_hook
+from ds_kfac.model.loss_terms import class_dim
 from ds_kfac.model.output_loss import OUTPUT_LOSSES
 from ds_kfac.model.sampled_loss import prediction_tensor
 from ds_kfac.step.draft import Draft
@@ -39,7 +40,8 @@ class Forward:
 
     Attributes:
         random: states of the generators before it.
-        prediction: f, fp32, without its graph.
+        outputs: dimension of a term's outputs in what the model returns.
+        prediction: f, fp32, without its graph, [.., C] or [N].
         gradient: of the loss with respect to it.
     """
 
@@ -47,8 +49,17 @@ class Forward:
     keywords: Mapping[str, Any]
     info: BatchInfo
     random: tuple[Tensor, ...]
+    outputs: int = field(init=False)
     prediction: Tensor = field(init=False)
     gradient: Tensor = field(init=False)
+
+    def terms(self, of_prediction: Tensor) -> Tensor:
+        """As ``prediction`` is."""
+        found = of_prediction.detach().float()
+        return found.movedim(self.outputs, -1) if found.ndim > 1 else found
+
+    def differentiated(self, gradient: Tensor) -> None:
+        self.gradient = self.terms(gradient)
 
 
 class QuadraticSteps:
@@ -84,12 +95,13 @@ class QuadraticSteps:
             return
         prediction = prediction_tensor(output)
         if not torch.is_grad_enabled():
-            self._repeated = prediction.detach().float()
+            self._repeated = prediction
             return
         if prediction.requires_grad and self._forwards:
             forward = self._forwards[-1]
-            forward.prediction = prediction.detach().float()
-            prediction.register_hook(lambda gradient: setattr(forward, "gradient", gradient.detach().float()))
+            forward.outputs = class_dim(prediction)
+            forward.prediction = forward.terms(prediction)
+            prediction.register_hook(forward.differentiated)
 
     def _random(self) -> tuple[Tensor, ...]:
         device = self.kfac.device
@@ -166,7 +178,7 @@ class QuadraticSteps:
         for buffer, value in buffers:
             buffer.copy_(value)
         assert self._repeated is not None
-        found, self._repeated = self._repeated, None
+        found, self._repeated = forward.terms(self._repeated), None
         return found
 
     @contextmanager

@@ -5,8 +5,8 @@ Fisher matrix in the prediction (Martens 2020, arXiv:1412.1193, sec. 9.2), and
 
     L(z + d) - L(z) = <dL/dz, d> + phi(z + d) - phi(z) - <phi'(z), d>
 
-needs the gradient, which a backward has brought, but no labels. Predictions z are fp32 [N, C], [N, T, C] or
-[N, C, H, W] as in :mod:`ds_kfac.model.sampled_loss`, whose losses these are.
+needs the gradient, which a backward has brought, but no labels. Predictions z are fp32 [.., C], those of
+convolutions with C moved to the end, or [N]; the losses are those of :mod:`ds_kfac.model.sampled_loss`.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ds_kfac.model.batch_info import BatchInfo
-from ds_kfac.model.loss_terms import class_dim
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class OutputLoss:
 
 def _terms(z: Tensor) -> Tensor:
     """[.., C] of a prediction, a row for every term of the loss."""
-    return z.movedim(class_dim(z), -1) if z.ndim > 1 else z[:, None]
+    return z if z.ndim > 1 else z[:, None]
 
 
 def _mean(values: Tensor, batch: BatchInfo) -> Tensor:

@@ -41,8 +41,8 @@ def prediction_tensor(output: Any) -> Tensor:
 
 
 def cross_entropy(output: Any, batch: BatchInfo, generator: torch.Generator) -> Tensor:
-    """For language models and classifiers: labels from softmax(logits [N, C] or [N, T, C]; of images [N, C, H, W]),
-    their mean negative log-likelihood."""
+    """For language models and classifiers: labels from softmax(logits [N, C] or [N, T, C]; of convolutions [N, C, L]
+    and [N, C, H, W]), their mean negative log-likelihood."""
     logits = prediction_tensor(output)
     logits = logits.movedim(class_dim(logits), -1)
     flat = logits.reshape(-1, logits.shape[-1]).float()

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_kfac.model.batch_info import ArgumentReader, BatchInfo
-from ds_kfac.model.loss_terms import output_terms, returned_loss, returned_prediction
+from ds_kfac.model.loss_terms import class_dim, output_terms, returned_loss, returned_prediction
 from ds_kfac.model.rows import RowRule
+from ds_kfac.model.sampled_loss import SAMPLERS
+from ds_kfac.model.scan import Choice
 from ds_kfac.ops.functional import symmetric_pack
 from tests.close import close
 from tests.model.test_capture import Recorder
@@ -234,3 +236,45 @@ def test_with_reduce_a_term_is_an_example():
     recorder.capture.rows.rule = RowRule("reduce")
     F.cross_entropy(recorder.model(X), Y).backward()
     assert recorder.counts("block") == recorder.counts("head") == [N, N]
+
+
+LAST, CONV, UP, IMAGE = nn.Linear(3, 4), nn.Conv1d(3, 4, 3), nn.ConvTranspose1d(3, 4, 3), nn.Conv2d(1, 4, 2)
+LAYOUTS = {
+    "linear": (lambda x: LAST(x.mT), 2), "without bias": (lambda x: F.linear(x.mT, LAST.weight), 2),
+    "linear, turned": (lambda x: LAST(x.mT).mT, 1), "linear, permuted": (lambda x: LAST(x.mT).permute(0, 2, 1), 1),
+    "linear after a convolution": (lambda x: F.linear(CONV(x).mT, LAST.weight.T), 2),
+    "convolution": (CONV, 1), "transposed": (UP, 1), "cut": (lambda x: CONV(x)[..., 2:].float() * 2 + 1, 1),
+    "resized": (lambda x: F.interpolate(CONV(x), size=20), 1), "turned": (lambda x: CONV(x).transpose(1, 2), 2),
+    "turned by mT": (lambda x: CONV(x).mT, 2), "permuted": (lambda x: CONV(x).permute(2, 0, 1), 2),
+    "sequences first": (lambda x: CONV(x).permute(2, 1, 0), 1), "activation": (lambda x: torch.tanh(CONV(x)), 1),
+    "image without a batch": (IMAGE, 0),
+    "no graph": (lambda x: x.detach(), 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_three_dimensions_are_tokens_or_positions_of_a_convolution(name):
+    make, expected = LAYOUTS[name]
+    prediction = make(torch.randn(1 if "image" in name else 2, 3, 8))
+    assert prediction.ndim == 3 and class_dim(prediction) % 3 == expected
+
+
+def test_a_convolution_per_position_has_the_factors_of_the_linear_layer():
+    """Logits [N, C, L] as torch's cross_entropy takes them, against [N, L, C]: terms are the N L positions."""
+    torch.manual_seed(0)
+    conv = nn.Sequential(nn.Conv1d(3, 4, 1))
+    linear = nn.Sequential(nn.Linear(3, 4))
+    linear[0].weight.data.copy_(conv[0].weight.data[..., 0])
+    linear[0].bias.data.copy_(conv[0].bias.data)
+    x, y = torch.randn(5, 3, 7), torch.randint(4, (5, 7))
+    found = []
+    for model, rows in ((conv, x), (linear, x.mT.contiguous())):
+        recorder = Recorder(model, Choice(), rule=RowRule(positions=False))
+        logits = model(rows)
+        F.cross_entropy(logits if model is conv else logits.mT, y).backward()
+        assert recorder.counts("0") == [35, 35]
+        found.append(recorder.means()["0"])
+        sampled = SAMPLERS["cross_entropy"](model(rows), BatchInfo(), torch.Generator().manual_seed(0))
+        found[-1] += (sampled.detach(),)
+    for conv_side, linear_side, what in zip(*found, ("A", "G", "sampled loss"), strict=True):
+        close(conv_side, linear_side, sums=70, what=what)

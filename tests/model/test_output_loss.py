@@ -28,7 +28,9 @@ LOSSES = {
     "cross_entropy, some ignored": (
         (N, T, C), BatchInfo(labelled=LABELLED), lambda z: F.cross_entropy(z.flatten(0, 1), labels().flatten())
     ),
-    "cross_entropy of pixels": ((N, C, 2, 3), BatchInfo(), lambda z: F.cross_entropy(z, torch.ones(N, 2, 3).long())),
+    "cross_entropy of pixels": (
+        (N, 2, 3, C), BatchInfo(), lambda z: F.cross_entropy(z.movedim(-1, 1), torch.ones(N, 2, 3).long())
+    ),
     "mse": ((N, C), BatchInfo(), lambda z: F.mse_loss(z, targets(z.shape))),
     "squared_error": ((N, C), BatchInfo(), lambda z: (z - targets(z.shape)).square().sum(1).mean()),
 }  # fmt: skip
