@@ -9,7 +9,7 @@ gradients g [O] of its outputs, for a loss that is a mean over the N rows.
 
     K-FAC gradient   V = Q_G [R / (beta alpha^T + lambda)] Q_A^T,   lambda = damping mean(beta) mean(alpha)
                      dW <- nu V,   nu = min(1, sqrt(kl_clip / (lr^2 sum over layers <V, dW>)))
-    KFACAdamW        m, v: Adam's moments of R;   U = m / (sqrt(v) + eps), bias-corrected
+    KFACAdamW        m, v: Adam's moments of R;   U = m / (sqrt(v) + eps), bias-corrected, 0 where alpha is rounding
                      S = diag(alpha / mean(alpha) + c)^-p;  U <- orthogonal factor of (U S) S, norm size sqrt(max(O, I))
                      W <- W - lr (Q_G U Q_A^T + weight_decay W)
 
@@ -119,7 +119,8 @@ class KFAC:
             R = QG.T @ layer.gradient() @ QA
             layer.m, layer.v = b1 * layer.m + (1 - b1) * R, b2 * layer.v + (1 - b2) * R**2
             m = b1 * layer.m / (1 - b1 ** (k + 1)) + (1 - b1) * R / (1 - b1**k)  # Nesterov's
-            U = m / ((layer.v / (1 - b2**k)).sqrt() + eps)
+            seen = self.roots or alpha >= len(alpha) ** 0.5 * 2**-23 * alpha.max()  # elsewhere R is rounding, too
+            U = seen * m / ((layer.v / (1 - b2**k)).sqrt() + eps)
             U = U * max(ratio * 128 / U.shape[1], 1) if name in heads else orthogonal(U, S, size)
             for weight, part in layer.parts(QG @ U @ QA.T):
                 weight.mul_(1 - lr * decay).sub_(lr * part)
@@ -129,7 +130,6 @@ def orthogonal(U: Tensor, S: Tensor, size: float) -> Tensor:
     """U S's orthogonal factor (Newton-Schulz, as in Muon) times S."""
     X = U @ S / (U @ S).norm()
     for _ in range(5):
-        G = X @ X.T
-        X = 3.4445 * X - 4.7750 * G @ X + 2.0315 * G @ G @ X
+        X = 3.4445 * X - 4.7750 * X @ X.T @ X + 2.0315 * X @ X.T @ X @ X.T @ X
     X = X @ S  # its rows get the norm size on average, less where U's entries fade out
     return size * max(X.shape) ** 0.5 * X / X.norm() * (U.square().mean().sqrt() / 0.03).clamp(max=1)

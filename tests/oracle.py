@@ -163,6 +163,14 @@ def _eigh(C: Tensor, block: int, old: Any = None) -> tuple[Tensor, Tensor]:
     return torch.cat([e for e, _ in parts]).clamp(min=0), torch.block_diag(*(q for _, q in parts))
 
 
+def _seen(alpha: Tensor, block: int) -> Tensor:
+    """Whether an eigenvalue is more than fp32's rounding of the largest in its block, which a diagonal has not."""
+    if block < 2:
+        return torch.ones_like(alpha)
+    found = [part >= len(part) ** 0.5 * torch.finfo(torch.float32).eps * part.max() for part in alpha.split(block)]
+    return torch.cat(found).to(alpha)
+
+
 class ReferenceKFAC:
     """See the module's docstring.
 
@@ -321,7 +329,10 @@ class ReferenceKFAC:
             m, v = layer.m / (1 - b1**layer.k), layer.v / (1 - b2**layer.k)
             if nesterov:
                 m = b1 * layer.m / (1 - b1 ** (layer.k + 1)) + (1 - b1) * R / (1 - b1**layer.k)
-            U = QG @ (m / (v.sqrt() + eps)) @ QA.T
+            U = m / (v.sqrt() + eps)
+            if self.method != "root":
+                U = U * _seen(alpha, layer.blocks[0])
+            U = QG @ U @ QA.T
             if name in orthogonal:
                 X = U @ whitening
                 X = X / X.norm()

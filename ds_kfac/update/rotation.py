@@ -5,6 +5,7 @@ Shape suffixes: O, I a layer's sides, n layers of equal shape.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -68,7 +69,8 @@ class Rotation:
         return self.values_G.view(*several, rows), self.values_A.view(*several, columns)
 
     def whitening(self, power: float, damping: float, *, groups: int = 1) -> Tensor:
-        """(alpha / mean alpha + damping)^-power, fp32 [.., I]: A^-power as it is in the eigenbasis.
+        """(alpha / mean alpha + damping)^-power, fp32 [.., I]: A^-power as it is in the eigenbasis; 0 where alpha is
+        rounding, see :attr:`seen`.
 
         Args:
             groups: of the layer, if it is in groups: each has its own mean.
@@ -77,8 +79,29 @@ class Rotation:
         if key not in self._whitenings:
             values = self.values_A if groups == 1 else self.values_A.view(groups, -1)
             mean = values.mean(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-            self._whitenings[key] = (values / mean + damping) ** -power
+            self._whitenings[key] = (values / mean + damping) ** -power * self.seen.view(values.shape)
         return self._whitenings[key]
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """fp32 like ``values_A``: 0 where an eigenvalue of A is rounding, at most sqrt(b) eps of the largest of its
+        block of width b, else 1. No input has a part in such a direction, and no gradient: what is found there is
+        rounding too. 1 of a zero block, and of a side without vectors, whose values are exact."""
+        values = self.values_A
+        if not self.A:
+            return torch.ones_like(values)
+        found = []
+        for vectors, part in zip(self.A, values.view(-1).split([v.shape[0] * v.shape[1] for v in self.A]), strict=True):
+            blocks = part.view(vectors.shape[:2])
+            rounding = vectors.shape[1] ** 0.5 * torch.finfo(torch.float32).eps
+            found.append((blocks >= rounding * blocks.amax(-1, keepdim=True)).view(-1))
+        return torch.cat(found).view(values.shape).to(values.dtype)
+
+    def only_seen(self, x_OI: Tensor) -> None:
+        """Zero, in place, in a rotated matrix what :attr:`seen` leaves out."""
+        if self.A:
+            *several, _, columns = x_OI.shape
+            x_OI.mul_(self.seen.view(*several, 1, columns))
 
     def rotate(self, x_OI: Tensor) -> Tensor:
         """Q_G^T x Q_A."""

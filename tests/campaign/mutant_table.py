@@ -29,9 +29,10 @@ _ROWS = [
     ("adam: Nesterov dropped", _ADAM, "if nesterov:", "if False:", _LAYER_OPS),
     ("adam: eps under the root", _ADAM, ".sqrt_().add_(eps)", ".add_(eps).sqrt_()", _LAYER_OPS),
     ("adam: unusable gradient kept", _ADAM, "torch.where(each(usable), m_OI, first_OI, out=m_OI)", "pass", _LAYER_OPS),
-    ("convolution: no batch dimension, rows for channels", "model/layers/convolution.py", "if x.ndim > self.dims + 1 else",
-     "if x.ndim > 0 else", "tests/model/test_patches.py"),
-    ("root: one mean for all groups", "curvature/root.py", "view(groups, -1).sum(1) /", "view(groups, -1).sum(1).mean() *"
+    ("convolution: no batch dimension, rows for channels", "model/layers/convolution.py",
+     "if x.ndim > self.dims + 1 else", "if x.ndim > 0 else", "tests/model/test_patches.py"),
+    ("root: one mean for all groups", "curvature/root.py", "view(groups, -1).sum(1) /",
+     "view(groups, -1).sum(1).mean() *"
      " torch.ones(groups, device=packed_P.device) /", "tests/curvature/test_root.py"),
     ("loss terms: positions of a convolution are tokens", "model/loss_terms.py", 'if "Convolution" in name:',
      'if "never" in name:', "tests/model/test_loss_terms.py"),
@@ -87,6 +88,12 @@ _ROWS = [
      "tests/update/test_newton_schulz.py"),
     ("whitened on one side", "update/newton_schulz.py", "x.mul_(s[..., None, :])", "pass",
      "tests/update/test_newton_schulz.py"),
+    ("null directions: stepped along, whitened", "update/rotation.py", "** -power * self.seen.view(values.shape)",
+     "** -power", "tests/update/test_rotation.py"),
+    ("null directions: stepped along by a head", "update/rotation.py",
+     "x_OI.mul_(self.seen.view(*several, 1, columns))", "pass", "tests/update/test_rotation.py"),
+    ("null directions: of a zero A all", "update/rotation.py", "blocks >= rounding", "blocks > rounding",
+     "tests/update/test_rotation.py"),
     ("whitening by whole eigenvalues", "update/rotation.py", "** -power", "** -1",
      "tests/update/test_newton_schulz.py"),
     # moments and bases

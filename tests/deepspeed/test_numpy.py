@@ -94,6 +94,7 @@ def train(rule: str, start: dict[str, np.ndarray], variation: Variation) -> dict
             m[i], v[i] = b1 * m[i] + (1 - b1) * R, b2 * v[i] + (1 - b2) * R**2
             nesterov = b1 * m[i] / (1 - b1 ** (k + 1)) + (1 - b1) * R / (1 - b1**k)
             U = nesterov / (np.sqrt(v[i] / (1 - b2**k)) + EPS)
+            U = U * (alpha >= np.sqrt(len(alpha)) * np.finfo(np.float32).eps * alpha.max())
             if NAMES[i] != "head":
                 s = (alpha / alpha.mean() + WHITEN_DAMPING) ** -WHITEN  # of each eigenvector of A
                 X = U * s / np.linalg.norm(U * s)

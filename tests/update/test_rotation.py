@@ -1,5 +1,7 @@
 """Large matrices are rotated, and meet Adam's moments, some rows at a time."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from ds_kfac.update.kfac import precondition_corrected
 from ds_kfac.update.moments import AdamMoments, CorrectedEigenvalues
 from ds_kfac.update.rotation import Rotation
 from ds_kfac.update.turn import Turn
-from tests.close import close, near
+from tests.close import close, exact, near
 from tests.update.test_moments import random_basis
 
 ROWS, COLUMNS = 7, 5
@@ -117,3 +119,31 @@ def test_a_large_k_fac_gradient_is_as_the_whole(side, monkeypatch):
         for actual, whole in zip((*found[:2], found[2].second_OI), (*expected[:2], expected[2].second_OI), strict=True):
             close(actual, whole, sums=2 * (ROWS + COLUMNS))
         kept = expected[2]
+
+
+EPS = torch.finfo(torch.float32).eps
+
+
+def test_directions_without_input_are_those_whose_eigenvalue_is_rounding():
+    """Block by block; of a diagonal, whose values no solver has rounded, none; of a zero block none."""
+    values = torch.tensor([0.0, 2.5 * EPS, 3.5 * EPS, 2.0])  # the least that counts: 2 sqrt(4) eps, 2 sqrt(2) of halves
+    whole = Eigenbasis((torch.eye(4)[None],), values)
+    halves = Eigenbasis((torch.eye(2).expand(2, 2, 2),), values)
+    still = Eigenbasis((), torch.ones(3))
+    for basis, expected in (
+        (whole, [0.0, 0.0, 0.0, 1.0]),
+        (halves, [0.0, 1.0, 1.0, 1.0]),
+        (Eigenbasis((), values), [1.0] * 4),
+        (replace(whole, values=torch.zeros(4)), [1.0] * 4),
+    ):
+        turn = Rotation.of([LayerBasis(still, basis)], HIGHEST)
+        exact(turn.seen, torch.tensor(expected))
+        exact(turn.whitening(0.5, 0.01) > 0, torch.tensor(expected) > 0)
+        x_OI = torch.ones(3, 4)
+        turn.only_seen(x_OI)
+        exact(x_OI, torch.tensor(expected).expand(3, 4))
+    several = Rotation.of([LayerBasis(still, whole), LayerBasis(still, replace(whole, values=torch.ones(4)))], HIGHEST)
+    exact(several.seen, torch.tensor([[0.0, 0.0, 0.0, 1.0], [1.0] * 4]))
+    x_nOI = torch.ones(2, 3, 4)
+    several.only_seen(x_nOI)
+    exact(x_nOI, several.seen[:, None].expand(2, 3, 4))

@@ -2,7 +2,7 @@
 
     R = Q_G^T dW Q_A             the clipped, unscaled gradient, rotated
     m <- b1 m + (1 - b1) R       v <- b2 v + (1 - b2) R^2
-    U = (m / (1 - b1^k)) / (sqrt(v / (1 - b2^k)) + eps)
+    U = (m / (1 - b1^k)) / (sqrt(v / (1 - b2^k)) + eps),  0 where alpha is rounding      (Rotation.seen)
     X = (the orthogonal factor of U S) S,  S = diag(alpha / mean alpha + c)^-p        (``adam.whiten`` p and damping c)
     U <- size sqrt(max(O, I)) X / |X|                                   (``adam.orthogonalize``; or as in size.py)
     W <- W - lr (Q_G U Q_A^T + weight_decay W)                                        (in optimizer.py)
@@ -191,6 +191,8 @@ class AdamDirection:
                 part.x_OI = self._whitened(part, factor)
         for part in parts:
             if part.rotation is not None:
+                if not self.orthogonalizes(part.layers[0]):  # no whitening has left out what no input has a part in
+                    part.rotation.only_seen(part.x_OI)
                 part.x_OI = part.rotation.restored(part.x_OI).float()
             if part.layers[0].groups > 1 and part.size is not None:
                 self._scale_groups(part)
@@ -209,7 +211,7 @@ class AdamDirection:
 
     def _whitening(self, part: Part) -> Tensor | None:
         options = self.config.adam
-        if part.rotation is None or not (options.whiten and options.rotate):
+        if part.rotation is None or not options.rotate:
             return None
         return part.rotation.whitening(options.whiten, options.whiten_damping, groups=part.layers[0].groups)
 
