@@ -71,11 +71,11 @@ def measured(function: Callable[..., Any], *arguments: Any, timeout: float) -> d
 
 
 def shares_phase(row: Architecture, timeout: float) -> dict[str, Any]:
-    return measured(shares, row.name, timeout=timeout)
+    return measured(shares, row, timeout=timeout)
 
 
 def train_phase(row: Architecture, timeout: float) -> dict[str, Any]:
-    return {str(stage): measured(trained, row.name, stage, timeout=timeout) for stage in STAGES}
+    return {str(stage): measured(trained, row, stage, timeout=timeout) for stage in STAGES}
 
 
 PHASES: dict[str, Callable[[Architecture, float], dict[str, Any]] | None] = {

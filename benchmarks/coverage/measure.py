@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.coverage.architectures import architectures, at_full_size
+from benchmarks.coverage.architectures import Architecture, at_full_size
 from ds_kfac.estimate.mode import kfac_config
 from ds_kfac.model.scan import scan
 from ds_kfac.model.share import share_of
@@ -31,10 +31,10 @@ def ds_config(stage: int) -> dict[str, Any]:
     }
 
 
-def shares(name: str) -> dict[str, Any]:
+def shares(row: Architecture) -> dict[str, Any]:
     """Of the model at its full size; or an error."""
     try:
-        return share_at(at_full_size(architectures()[name]))
+        return share_at(at_full_size(row))
     except Exception as problem:
         return failed(problem)
 
@@ -52,7 +52,7 @@ def share_at(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def trained(name: str, stage: int) -> dict[str, Any]:
+def trained(row: Architecture, stage: int) -> dict[str, Any]:
     """Loss before and after :data:`STEPS` steps of the tiny model, and layers that moved without curvature; or an
     error, with where it happened."""
     from benchmarks.coverage.batches import batch_of, loss_of
@@ -61,7 +61,6 @@ def trained(name: str, stage: int) -> dict[str, Any]:
     where = "build"
     try:
         torch.manual_seed(0)
-        row = architectures()[name]
         model = tiny(row)
         batch = batch_of(row, model)
         where = "forward"
