@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.coverage.architectures import Architecture, architectures
+from benchmarks.coverage.architectures import TASKS, Architecture, architectures
 from benchmarks.coverage.measure import STAGES, shares, trained
 from benchmarks.coverage.report import report
 from benchmarks.distributed.ranks import SERVER, on_ranks
@@ -33,6 +33,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("phases", nargs="*", metavar="phase", help=f"of {list(PHASES)}; default: all")
     parser.add_argument("--only", default="", help="regex searched in names")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--again", action="store_true", help="measure what is there once more")
     parser.add_argument("--failed", action="store_true", help="measure what failed once more")
     parser.add_argument("--timeout", type=float, default=120, help="seconds of a process")
@@ -97,7 +98,8 @@ def main(argv: list[str] | None = None) -> int:
         for row in architectures().values():
             own = found["models"].setdefault(row.name, {"task": row.task, "head": row.head})
             known = name in own and not (arguments.failed and '"error"' in json.dumps(own[name]))
-            if re.search(arguments.only, row.name) and (arguments.again or not known):
+            chosen = row.task in arguments.tasks and re.search(arguments.only, row.name)
+            if chosen and (arguments.again or not known):
                 own[name] = phase(row, arguments.timeout)
                 write(arguments.results, found)
                 print(row.name, json.dumps(own[name])[:300], flush=True)

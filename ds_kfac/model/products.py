@@ -1,8 +1,9 @@
 """Products with a matrix that is a parameter: found in a module's code before training, and seen in its forward.
 
 Before training, :func:`multiplied` reads which of its parameters a module's class multiplies something by, and how the
-matrix lies: [O, I] in ``linear(x, self.w)`` and ``x @ self.w.T``, [I, O] in ``x @ self.w``, ``bmm``, ``addmm`` and
-grouped products; of a stack [E, ..] every entry by itself (``linear(x, self.w[e])``).
+matrix lies: [O, I] in ``linear(x, self.w)``, ``x @ self.w.T`` and ``self.w @ x``, [I, O] in ``x @ self.w``, ``bmm``,
+``addmm`` and grouped products; of a stack [E, ..] every entry by itself (``linear(x, self.w[e])``); in ``einsum`` the
+dimensions that are summed over are one side, those of the output the other.
 
 In a forward whose statistics are captured :class:`Products` sees every call of a torch function, and tells of those in
 which such a parameter, a view or rows picked out of it are the matrix. It is a ``TorchFunctionMode``, on only while
@@ -15,7 +16,8 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,20 +31,46 @@ COPIES = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "conti
 KEEPS = COPIES | {"unsqueeze", "squeeze"}
 
 
-def multiplied(module: nn.Module) -> Mapping[str, bool]:
-    """Names of a module's own parameters that its code multiplies rows by, in the order of the code -> whether they lie
-    [I, O] there."""
+class Lies(NamedTuple):
+    """How a matrix lies in a parameter.
+
+    Attributes:
+        turned: [I, O], not [O, I].
+        first: how many of the parameter's dimensions are the first of these sides, the others are the second; 0: the
+            last two are the sides, and a third one before them counts a stack.
+        count: of matrices that follow each other along the first dimension.
+    """
+
+    turned: bool
+    first: int = 0
+    count: int = 1
+
+    def shape(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
+        """Sides of the matrix, or the number of a stack and its sides, of a parameter of that shape."""
+        if self.first:
+            return prod(parameter[: self.first]), prod(parameter[self.first :])
+        if self.count > 1:
+            return self.count, parameter[0] // self.count, *parameter[1:]
+        return parameter
+
+
+def multiplied(module: nn.Module) -> Mapping[str, Lies]:
+    """Names of a module's own parameters that its code multiplies rows by, in the order of the code."""
     if isinstance(module, nn.MultiheadAttention):  # its products are in torch's functions
         names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
-        return dict.fromkeys((name for name in names if module._parameters.get(name) is not None), False)
+        return dict.fromkeys((name for name in names if module._parameters.get(name) is not None), Lies(False))
+    if type(module).__name__ == "DbrxExpertGLU":  # the module around it cuts them up
+        count = int(module.moe_num_experts)  # type: ignore[arg-type]
+        return {"w1": Lies(False, count=count), "v1": Lies(False, count=count), "w2": Lies(True, count=count)}
     kind: Any = type(module)
     found = _multiplied(kind)
-    return {name: turned for name, turned in found.items() if module._parameters.get(name) is not None}
+    return {name: lies for name, lies in found.items() if module._parameters.get(name) is not None}
 
 
 @cache
-def _multiplied(kind: Any) -> Mapping[str, bool]:
-    found: dict[str, bool] = {}
+def _multiplied(kind: Any) -> Mapping[str, Lies]:
+    found: dict[str, Lies] = {}
+    unclear: set[str] = set()
     for base in kind.__mro__:
         if base is nn.Module:
             break
@@ -52,9 +80,10 @@ def _multiplied(kind: Any) -> Mapping[str, bool]:
             continue
         for function in ast.walk(tree):
             if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                for name, turned in _Reader(function).products():
-                    found.setdefault(name, turned)
-    return found
+                for name, lies in _Reader(function).products():
+                    if found.setdefault(name, lies).first != lies.first:
+                        unclear.add(name)  # one matrix here, another one there
+    return {name: lies for name, lies in found.items() if name not in unclear}
 
 
 class _Reader:
@@ -64,8 +93,8 @@ class _Reader:
         self.function, self.own = function, next((a.arg for a in function.args.args), "")
         self.local: dict[str, tuple[str, bool]] = {}  # variable -> parameter, whether turned
 
-    def products(self) -> Iterator[tuple[str, bool]]:
-        """(parameter, whether it lies [I, O]), in the order of the code."""
+    def products(self) -> Iterator[tuple[str, Lies]]:
+        """(parameter, how it lies), in the order of the code."""
         nodes = sorted(
             ast.walk(self.function), key=lambda node: (getattr(node, "lineno", 0), getattr(node, "end_col_offset", 0))
         )
@@ -75,15 +104,17 @@ class _Reader:
                 if found is not None:
                     self.local[node.targets[0].id] = found
         for node in nodes:
-            right, linear = None, False
+            left, right, linear = None, None, False
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
-                right = node.right
+                left, right = node.left, node.right
             elif isinstance(node, ast.Call):
                 name, arguments = _name(node.func), list(node.args)
-                if name in RIGHT and isinstance(node.func, ast.Attribute) and len(arguments) == 1:  # x.matmul(w)
-                    right = arguments[0]
+                if name == "einsum":
+                    yield from self._einsum(arguments)
+                elif name in RIGHT and isinstance(node.func, ast.Attribute) and len(arguments) == 1:  # x.matmul(w)
+                    left, right = node.func.value, arguments[0]
                 elif name in LINEAR | RIGHT and len(arguments) > 1:
-                    right, linear = arguments[1], name in LINEAR
+                    left, right, linear = arguments[0], arguments[1], name in LINEAR
                 elif name in LINEAR:
                     right = next((word.value for word in node.keywords if word.arg == "weight"), None)
                     linear = True
@@ -91,7 +122,17 @@ class _Reader:
                     right = arguments[2]
             found = None if right is None else self._parameter(right)
             if found is not None:
-                yield found[0], found[1] == linear
+                yield found[0], Lies(found[1] == linear)
+            elif left is not None and not linear and (found := self._parameter(left)) is not None:
+                yield found[0], Lies(found[1])
+
+    def _einsum(self, arguments: list[ast.expr]) -> Iterator[tuple[str, Lies]]:
+        if len(arguments) != 3 or not isinstance(arguments[0], ast.Constant):
+            return
+        for place, operand in enumerate(arguments[1:]):
+            found, sums = self._parameter(operand), contraction(str(arguments[0].value), place)
+            if found is not None and not found[1] and sums is not None:
+                yield found[0], sums.lies
 
     def _parameter(self, node: ast.AST) -> tuple[str, bool] | None:
         """What a piece of code is a view of: ``self.w[e].T`` of w, turned."""
@@ -114,12 +155,47 @@ class _Reader:
         return found[0], found[1] != (how in TURNS)
 
 
-def _place(node: ast.AST) -> tuple[int, int]:
-    return getattr(node, "lineno", 0), getattr(node, "end_col_offset", 0)
-
-
 def _name(function: ast.AST) -> str:
     return getattr(function, "attr", getattr(function, "id", ""))
+
+
+class Contraction(NamedTuple):
+    """A product of rows with a matrix, as einsum has it.
+
+    Attributes:
+        lies: how the matrix lies in its operand.
+        x: order of the other operand's dimensions that makes it [.., I..], I.. as they lie in the matrix.
+        output: of the output's, that makes it [.., O..].
+        rows: how many dimensions the rows have.
+    """
+
+    lies: Lies
+    x: tuple[int, ...]
+    output: tuple[int, ...]
+    rows: int
+
+
+@cache
+def contraction(equation: str, place: int) -> Contraction | None:
+    """What ``equation`` does if its operand ``place`` of two is a matrix, or None if that is no product of rows with
+    it."""
+    operands, arrow, output = equation.replace(" ", "").partition("->")
+    letters = operands.split(",")
+    if not arrow or len(letters) != 2 or any(len(set(part)) < len(part) for part in (*letters, output)):
+        return None  # "..." is letters that repeat
+    matrix, x = letters[place], letters[1 - place]
+    inner = "".join(letter for letter in matrix if letter in x)
+    outer = "".join(letter for letter in matrix if letter not in x)
+    rows = "".join(letter for letter in x if letter not in inner)
+    if not inner or not outer or matrix not in (inner + outer, outer + inner) or set(output) != set(rows + outer):
+        return None
+    turned = matrix == inner + outer
+    return Contraction(
+        Lies(turned, len(inner) if turned else len(outer)),
+        tuple(map(x.index, rows + inner)),
+        tuple(map(output.index, rows + outer)),
+        len(rows),
+    )
 
 
 @dataclass(frozen=True)
@@ -133,6 +209,7 @@ class Product:
         turned: whether the matrix lies [I, O] in the parameter.
         entries: of a stack: (its entry, its rows of x and of output), for each that was used; else (0, all rows).
         columns: which outputs of the whole matrix these are; None: all.
+        lay: makes rows [.., O] of the gradient that arrives at ``output``; None: it has them.
     """
 
     param: nn.Parameter
@@ -141,6 +218,7 @@ class Product:
     turned: bool
     entries: "tuple[tuple[int, slice | Tensor], ...]"
     columns: slice | None = None
+    lay: Callable[[Tensor], Tensor] | None = None
 
 
 EVERY = slice(None)
@@ -192,6 +270,11 @@ class Products(TorchFunctionMode):
             self._pick(args, output)
         elif name in COPIES and isinstance(output, Tensor) and output is not args[0] and self._known(args[0]):
             self._copies[id(output)] = output, args[0]
+        elif name == "einsum" and isinstance(output, Tensor) and output.requires_grad and len(args) == 3:
+            for place in (1, 2):
+                found, sums = self._params.get(id(args[place])), contraction(args[0], place - 1)
+                if found is not None and sums is not None:
+                    self._see(_summed(found[0], args[3 - place], output, sums))
         elif name in LINEAR | RIGHT | ADDED | {"__matmul__"} and isinstance(output, Tensor) and output.requires_grad:
             if name in ADDED:
                 args = args[1:]
@@ -216,11 +299,15 @@ class Products(TorchFunctionMode):
         self, name: str, operands: list[Tensor], args: tuple, kwargs: Mapping[str, Any], output: Tensor
     ) -> Iterable[Product]:
         x, matrix = operands
+        lay, left_one = None, self._known(x) and not self._known(matrix) and name in RIGHT | {"__matmul__"}
         for left, right in ((x, matrix), (matrix, x)):
             picked = self._picked.get(id(right))
             if picked is not None and name == "bmm":  # a matrix for every row, on either side
                 yield from self._of_rows(picked, left, right, output, transposed=right is x)
                 return
+        if left_one and matrix.ndim > 1:  # W x = (x' W')'
+            x, matrix, upright_lay = matrix.mT, x, laid(output)
+            lay = lambda gradient: upright_lay(gradient).mT  # noqa: E731
         base = matrix if matrix._base is None else matrix._base
         offset = matrix.storage_offset() - base.storage_offset()
         if id(base) in self._copies:
@@ -233,16 +320,16 @@ class Products(TorchFunctionMode):
         if found is None or matrix.ndim < 2 or (param := found[0]).requires_grad is False:
             return
         count, size = found[1], param.numel() // found[1]
-        upright = matrix if name in LINEAR else matrix.mT  # [.., O, I]
+        upright = matrix if name in LINEAR or lay is not None else matrix.mT  # [.., O, I]
         turned = upright.stride(-1) != 1 and upright.stride(-2) == 1
         if matrix.numel() == param.numel() and count > 1:
             entries = _entries(x, output, matrix, kwargs.get("offs", args[2] if len(args) > 2 else None))
             if entries is not None:
-                yield Product(param, x, output, turned, entries)
+                yield Product(param, x, output, turned, entries, lay=lay)
             return
         if matrix.numel() == size:
-            yield Product(param, x, output, turned, ((offset // size, EVERY),))
-        elif count == 1 and not turned and upright.shape[-1] == param.shape[-1] and matrix.ndim == 2:
+            yield Product(param, x, output, turned, ((offset // size, EVERY),), lay=lay)
+        elif count == 1 and lay is None and not turned and upright.shape[-1] == param.shape[-1] and matrix.ndim == 2:
             start = offset // upright.shape[-1]  # some of its rows, as torch's attention takes them
             yield Product(param, x, output, False, ((0, EVERY),), slice(start, start + upright.shape[-2]))
 
@@ -258,12 +345,30 @@ class Products(TorchFunctionMode):
         yield Product(param, x.flatten(1), output, not transposed, entries)
 
 
+def laid(output: Tensor) -> Callable[[Tensor], Tensor]:
+    """Makes a gradient that arrives at :func:`ds_kfac.model.calls.edge_of` ``output`` one of ``output`` itself, of which
+    that may be a base with its dimensions in another order."""
+    shape, stride, base = output.shape, output.stride(), output._base
+    if base is None or base.numel() != output.numel() or not base.is_contiguous():
+        return lambda gradient: gradient.reshape(shape)
+    offset = output.storage_offset() - base.storage_offset()
+    return lambda gradient: gradient.contiguous().as_strided(shape, stride, offset)
+
+
+def _summed(param: nn.Parameter, x: Tensor, output: Tensor, sums: Contraction) -> Product:
+    """Of an einsum."""
+    own, order, rows = laid(output), sums.output, sums.rows
+    x = x.permute(sums.x).flatten(rows)
+    lay = lambda gradient: own(gradient).permute(order).flatten(rows)  # noqa: E731
+    return Product(param, x, output, sums.lies.turned, ((0, EVERY),), lay=lay)
+
+
 def _entries(x: Tensor, output: Tensor, matrices: Tensor, bounds: Any) -> tuple[tuple[int, slice], ...] | None:
-    """Which rows each matrix of a whole stack multiplied: those between ``bounds``, or its own [N, I] of [E, N, I]."""
+    """Which rows each matrix of a whole stack multiplied: those between ``bounds``, or its own [.., I] of [E, .., I]."""
     if isinstance(bounds, Tensor) and x.ndim == 2:
         ends = bounds.tolist()  # the one wait of a captured forward for the device
-    elif x.ndim == 3 and len(x) == len(matrices):
-        ends = [(e + 1) * x.shape[1] for e in range(len(x))]
+    elif x.ndim >= 3 and len(x) == len(matrices) and prod(matrices.shape[1:-2]) == 1:
+        ends = [(e + 1) * prod(x.shape[1:-1]) for e in range(len(x))]
     else:
         return None
     return tuple((e, slice(a, b)) for e, (a, b) in enumerate(zip([0, *ends[:-1]], ends, strict=True)) if b > a)

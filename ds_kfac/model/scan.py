@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from ds_kfac.curvature.side import Side
 from ds_kfac.model.layers.base import LayerSpec, Use, parameter_shape
 from ds_kfac.model.layers.registry import LAYERS, SHARDS, TIED, TYPES
-from ds_kfac.model.products import multiplied
+from ds_kfac.model.products import Lies, multiplied
 from ds_kfac.ops.reference import packed_numel
 
 ADAPTER = re.compile(r"(^|\.)lora_[ab](\.|$)", re.IGNORECASE)
@@ -159,12 +159,15 @@ def _layers(name: str, module: nn.Module, facts: _Model, choice: Choice) -> list
 
 def _layer(name: str, kind: str, module: nn.Module, facts: _Model, choice: Choice) -> LayerSpec | str | None:
     """The layer of a module of a known type."""
-    reason = _unfit(name, module._parameters["weight"], module._parameters.get("bias"), facts, choice)
+    users = facts.users[id(module.weight)]
+    alike = users if _alike(users, kind, facts) else [name]
+    reason = _unfit(name, module._parameters["weight"], module._parameters.get("bias"), facts, choice, len(alike))
     if reason is not None:
         return reason
-    users = facts.users[id(module.weight)]
-    if len(users) > 1:
+    if len(users) > len(alike):
         return _tied(name, users, facts, choice)
+    if name != alike[0]:
+        return None
     if SHARDS.get(kind, kind) not in choice.types:
         return f"{kind} is not in kfac.layers.types"
     if LAYERS[kind].needs_gradients and not choice.gradients:
@@ -178,6 +181,7 @@ def _layer(name: str, kind: str, module: nn.Module, facts: _Model, choice: Choic
         return use
     if id(module) in facts.functions:
         use = replace(use, product=True)
+    use = replace(use, also=tuple(alike[1:]))
     return LayerSpec(
         name,
         facts.names[id(module.weight)],
@@ -190,13 +194,22 @@ def _layer(name: str, kind: str, module: nn.Module, facts: _Model, choice: Choic
     )
 
 
+def _alike(users: Sequence[str], kind: str, facts: _Model) -> bool:
+    """Whether modules with one weight are one layer that is called by several names: all of its kind, with one bias."""
+    modules = [facts.modules[user] for user in users]
+    biases = {id(module._parameters.get("bias")) for module in modules}
+    return len(biases) == 1 and all(
+        _kind(module)[0] == kind != "Embedding" and id(module) not in facts.functions for module in modules
+    )
+
+
 def _products(name: str, module: nn.Module, facts: _Model, choice: Choice) -> list[LayerSpec] | str:
     """Layers of what a module of no known type multiplies rows by: matrices, or stacks of them with a layer for each;
     why there are none."""
-    turned = dict(multiplied(module))
+    lying = dict(multiplied(module))
     if isinstance(module, nn.Linear) and "weight" in module._parameters:
-        turned.setdefault("weight", False)
-    shapes = {parameter: parameter_shape(module._parameters[parameter]) for parameter in turned}
+        lying.setdefault("weight", Lies(False))
+    shapes = {parameter: lies.shape(parameter_shape(module._parameters[parameter])) for parameter, lies in lying.items()}
     stacks = [parameter for parameter, shape in shapes.items() if len(shape) == 3]
     layers: list[LayerSpec] = []
     reason = ""
@@ -205,15 +218,16 @@ def _products(name: str, module: nn.Module, facts: _Model, choice: Choice) -> li
             place = name if parameter == "weight" else f"{name}.{parameter}".lstrip(".")
             weight = module._parameters[parameter]
             assert weight is not None
-            bias = _bias(module, parameter, shape, turned[parameter])
+            turned = lying[parameter].turned
+            bias = _bias(module, parameter, shape, turned)
             reason = _unfit(place, weight, bias, facts, choice) or ""
             if not reason and len(facts.users[id(weight)]) > 1:
                 reason = f"{parameter} is shared by {', '.join(facts.users[id(weight)])}"
-            kind = "Conv1D" if turned[parameter] else "Linear"
+            kind = "Conv1D" if turned else "Linear"
             if not reason and kind not in choice.types:
                 reason = f"{kind} is not in kfac.layers.types"
             trained_bias = bias is not None and id(bias) in facts.trained
-            O, I = shape[:-3:-1] if turned[parameter] else shape[-2:]  # noqa: E741
+            O, I = shape[:-3:-1] if turned else shape[-2:]  # noqa: E741
             found = _sides(place, kind, (I + trained_bias, O), choice)
             if reason or isinstance(found, str):
                 reason = reason or str(found)
@@ -338,13 +352,17 @@ def _kind(module: nn.Module) -> tuple[str, str | None]:
     return "", "; ".join(reasons) or "no K-FAC layer type for it"
 
 
-def _unfit(name: str, weight: Any, bias: nn.Parameter | None, facts: _Model, choice: Choice) -> str | None:
-    """Why a layer of such parameters is left alone, or None."""
+def _unfit(
+    name: str, weight: Any, bias: nn.Parameter | None, facts: _Model, choice: Choice, users: int = 1
+) -> str | None:
+    """Why a layer of such parameters, which so many modules hold, is left alone, or None."""
     if choice.include and not any(re.search(pattern, name) for pattern in choice.include):
         return "not matched by kfac.layers.include"
     for pattern in choice.exclude:
         if re.search(pattern, name):
             return f"matched by kfac.layers.exclude {pattern!r}"
+    if not numel(weight):
+        return "weight has no elements"
     if not weight.requires_grad:
         return "weight is frozen"
     if id(weight) not in facts.trained:
@@ -353,7 +371,7 @@ def _unfit(name: str, weight: Any, bias: nn.Parameter | None, facts: _Model, cho
         return "AutoTP sums its gradient over tensor-parallel ranks, each of which has other rows"
     if id(weight) in facts.tied_stages:
         return "tied by a TiedLayerSpec: its gradient is a sum over uses of which other stages have the rows"
-    if bias is not None and len(facts.users[id(bias)]) > 1:
+    if bias is not None and len(facts.users[id(bias)]) > users:
         return "bias is shared with another module; its gradient is a sum over both uses"
     return None
 
