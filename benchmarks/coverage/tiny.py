@@ -34,12 +34,16 @@ INNER = """
 EXACT: Mapping[str, int] = {
     **dict.fromkeys(WIDTHS, WIDTH),
     **dict.fromkeys(INNER, 2 * WIDTH),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "head_dim", "d_kv", "attention_head_dim"), 16),
+    **dict.fromkeys(
+        ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "head_dim", "d_kv", "attention_head_dim"), 16
+    ),
     **dict.fromkeys(("kv_channels", "dim_head", "swa_head_dim", "global_head_dim", "index_head_dim", "d_head"), 16),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "attention_head_size"), 16),
     **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "swa_v_head_dim", "cross_head_dim", "mamba_headdim"), 16),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim", "o_lora_rank"), 32),
-    **dict.fromkeys(("mamba_dt_rank", "time_step_rank", "laurel_rank", "adapter_rank", "hidden_size_per_layer_input"), 8),
+    **dict.fromkeys(
+        ("mamba_dt_rank", "time_step_rank", "laurel_rank", "adapter_rank", "hidden_size_per_layer_input"), 8
+    ),
     **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "num_kv_shared_layers"), 1),
     **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size"), 16),
     **dict.fromkeys(("sliding_window", "attention_window_size", "index_topk", "attention_chunk_size"), 16),

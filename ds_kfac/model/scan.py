@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from ds_kfac.curvature.side import Side
 from ds_kfac.model.layers.base import LayerSpec, Use, parameter_shape
 from ds_kfac.model.layers.registry import LAYERS, SHARDS, TIED, TYPES
-from ds_kfac.model.products import Lies, multiplied
+from ds_kfac.model.product_code import Lies, lent, multiplied
 from ds_kfac.ops.reference import packed_numel
 
 ADAPTER = re.compile(r"(^|\.)lora_[ab](\.|$)", re.IGNORECASE)
@@ -89,9 +89,8 @@ class _Model:
     """id of a parameter -> modules that hold it."""
     tied_stages: set[int] = field(default_factory=set)
     """ids of parameters that a DeepSpeed PipelineModule ties over its stages."""
-    functions: set[int] = field(default_factory=set)
-    """ids of linears whose weights a module around them takes, their own forward is not called: in torch's attention
-    and in gates of deepspeed.moe."""
+    lent: Mapping[int, bool] = field(default_factory=dict)
+    """id of a module whose weight a module around it takes, as torch's attention does -> whether it is called, too."""
 
     def __post_init__(self) -> None:
         users = defaultdict(list)
@@ -122,12 +121,7 @@ def scan(model: nn.Module, choice: Choice | None = None, *, optimized: Iterable[
         {id(parameter): name for name, parameter in model.named_parameters()},
         {id(p) for p in (model.parameters() if optimized is None else optimized) if p.requires_grad},
         tied_stages={id(p) for p in tied.parameters()} if isinstance(tied, nn.ModuleDict) else set(),
-        functions={
-            id(child)
-            for module in model.modules()
-            for child in (getattr(module, "out_proj", None), getattr(module, "wg", None))
-            if isinstance(module, nn.MultiheadAttention) or type(module).__name__ == "TopKGate"
-        },
+        lent={id(child): called for module in model.modules() for child, called in lent(module)},
     )
     layers: list[LayerSpec] = []
     skipped = []
@@ -179,8 +173,11 @@ def _layer(name: str, kind: str, module: nn.Module, facts: _Model, choice: Choic
     use = _use(name, kind, module, trained_bias, choice)
     if isinstance(use, str):
         return use
-    if id(module) in facts.functions:
-        use = replace(use, product=True)
+    if id(module) in facts.lent:
+        if isinstance(module, nn.Linear):
+            use = replace(use, product=True)
+        elif not facts.lent[id(module)]:
+            return "the module around it takes its weight, and does not call it"
     use = replace(use, also=tuple(alike[1:]))
     return LayerSpec(
         name,
@@ -199,7 +196,7 @@ def _alike(users: Sequence[str], kind: str, facts: _Model) -> bool:
     modules = [facts.modules[user] for user in users]
     biases = {id(module._parameters.get("bias")) for module in modules}
     return len(biases) == 1 and all(
-        _kind(module)[0] == kind != "Embedding" and id(module) not in facts.functions for module in modules
+        _kind(module)[0] == kind != "Embedding" and id(module) not in facts.lent for module in modules
     )
 
 
@@ -209,7 +206,7 @@ def _products(name: str, module: nn.Module, facts: _Model, choice: Choice) -> li
     lying = dict(multiplied(module))
     if isinstance(module, nn.Linear) and "weight" in module._parameters:
         lying.setdefault("weight", Lies(False))
-    shapes = {parameter: lies.shape(parameter_shape(module._parameters[parameter])) for parameter, lies in lying.items()}
+    shapes = {name: lies.shape(parameter_shape(module._parameters[name])) for name, lies in lying.items()}
     stacks = [parameter for parameter, shape in shapes.items() if len(shape) == 3]
     layers: list[LayerSpec] = []
     reason = ""

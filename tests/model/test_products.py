@@ -8,7 +8,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.model.batch_info import BatchInfo
-from ds_kfac.model.products import Lies, Products, contraction, multiplied
+from ds_kfac.model.product_code import Lies, contraction, lent, multiplied
+from ds_kfac.model.products import Products
 from ds_kfac.model.scan import Choice, scan
 from ds_kfac.ops.reference import symmetric_pack
 from tests.deepspeed.expert_stacks import BIASED, STACKS, WIDTH, Apart, make
@@ -267,6 +268,45 @@ def test_matrices_inside_of_parameters_have_the_rows_of_linears(kind):
 def test_an_equation_says_how_a_matrix_lies(equation, place, lies):
     found = contraction(equation, place)
     assert (None if found is None else found.lies) == lies
+
+
+class Lender(nn.Module):
+    """Takes a weight in each way that transformers does."""
+
+    def __init__(self):
+        super().__init__()
+        self.by_operator, self.by_function, self.by_word, self.both, self.read = (nn.Linear(IN, IN) for _ in range(5))
+        self.convolution = nn.Conv1d(IN, IN, 3, padding=2, groups=IN)
+        self.reset()
+
+    def reset(self):
+        nn.init.normal_(self.read.weight)
+
+    def forward(self, x):
+        x = (self.by_operator.weight @ x.to(self.read.weight.dtype).T).T
+        x = F.linear(x, self.by_function.weight, self.by_function.bias)
+        x = self.read(F.linear(x, weight=self.by_word.weight))
+        x = F.linear(self.both(x), self.both.weight)
+        return F.conv1d(x.T, self.convolution.weight, None, padding=2, groups=IN)[:, :ROWS].T
+
+
+def test_a_weight_that_the_module_around_it_takes_has_the_rows_of_that():
+    model = Lender()
+    names = {id(module): name for name, module in model.named_modules()}
+    assert {names[id(child)]: called for child, called in lent(model)} == {
+        "by_operator": False, "by_function": False, "by_word": False, "both": True, "convolution": False,
+    }  # fmt: skip
+    found = scan(model)
+    assert {left.name: left.reason for left in found.skipped} == {
+        "convolution": "the module around it takes its weight, and does not call it"
+    }
+    recorder = Recorder(model)
+    model(X).square().mean().backward()
+    means = recorder.means()
+    assert list(means) == ["by_operator", "by_function", "by_word", "both", "read"]
+    assert recorder.capture.called == set(means)
+    x = torch.cat([X, torch.ones(ROWS, 1)], 1).double()
+    close(means["by_operator"][0], symmetric_pack(x.T @ x / ROWS))
 
 
 def test_one_matrix_in_two_ways_is_none():
