@@ -24,7 +24,9 @@ was made for, where others are of its parts."""
 TIMM: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "resnet50": ("test_resnet", {}),
     "vit_base_patch16_224": ("test_vit", {}),
-    "deit_base_distilled_patch16_224": ("deit_base_distilled_patch16_224", {"embed_dim": 64, "depth": 2, "num_heads": 4}),
+    "deit_base_distilled_patch16_224": (
+        "deit_base_distilled_patch16_224", {"embed_dim": 64, "depth": 2, "num_heads": 4},
+    ),
     "swin_tiny_patch4_window7_224": (
         "swin_tiny_patch4_window7_224", {"embed_dim": 16, "depths": (1, 2), "num_heads": (2, 4)},
     ),
@@ -32,7 +34,7 @@ TIMM: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "efficientnet_b0": ("test_efficientnet", {}),
     "mobilenetv3_large_100": ("mobilenetv3_small_050", {}),
     "regnety_016": ("test_byobnet", {}),
-    "mixer_b16_224": ("mixer_b16_224", {"embed_dim": 64, "num_blocks": 2}),
+    "mixer_s32_224": ("gmixer_12_224", {}),
     "densenet121": ("densenet121", {"growth_rate": 8, "block_config": (2, 2)}),
 }  # fmt: skip
 """Model of timm at its published size -> one of the same kind that trains in seconds, and its options."""
@@ -100,16 +102,41 @@ def head_of(row: Architecture) -> Any:
 
 def at_full_size(row: Architecture) -> nn.Module:
     """As its config has it by default, on the meta device."""
-    with_torchvision()
     if row.of_timm:
+        with_torchvision()
         import timm
 
         with torch.device("meta"):
             return timm.create_model(row.name.removeprefix("timm/"))
+    config = default_config(row)
+    with torch.device("meta"):
+        return head_of(row)._from_config(config)
+
+
+def default_config(row: Architecture) -> Any:
+    """Of transformers, with FILLED."""
+    with_torchvision()
     from transformers import CONFIG_MAPPING
 
-    with torch.device("meta"):
-        return head_of(row)._from_config(CONFIG_MAPPING[row.name]())
+    kind = getattr(head_of(row), "config_class", None) or CONFIG_MAPPING[row.name]
+    return kind(**FILLED.get(row.name, {}))
+
+
+FILLED: Mapping[str, Mapping[str, Any]] = {
+    "dbrx": {"attn_config": {"rope_theta": 5e5}},
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
+    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "ministral": {"head_dim": 128},
+    "moonshine_streaming": {"num_key_value_heads": 8},
+    "nemotron": {"num_key_value_heads": 8},
+    "wav2vec2-bert": {"vocab_size": 32},
+    "wav2vec2-conformer": {"vocab_size": 32},
+}
+"""Architecture -> fields that its default config leaves open, without which no model can be built."""
 
 
 _LIBRARIES: list[Any] = []

@@ -62,6 +62,9 @@ def trained(row: Architecture, stage: int) -> dict[str, Any]:
     try:
         torch.manual_seed(0)
         model = tiny(row)
+        for parameter in model.parameters():
+            if parameter.dim() == 0:  # DeepSpeed's own broadcast takes no tensor without dimensions
+                parameter.data = parameter.data.view(1)
         batch = batch_of(row, model)
         where = "forward"
         model.train()

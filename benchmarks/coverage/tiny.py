@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from benchmarks.coverage.architectures import TIMM, Architecture, head_of, with_torchvision
+from benchmarks.coverage.architectures import TIMM, Architecture, default_config, head_of, with_torchvision
 
 WIDTH, HEADS, VOCABULARY, POSITIONS, IMAGE, LAYERS = 64, 4, 128, 128, 64, 2
 FIRST_TOKEN, LAST_TOKEN = 10, 100
@@ -39,17 +39,21 @@ EXACT: Mapping[str, int] = {
     ),
     **dict.fromkeys(("kv_channels", "dim_head", "swa_head_dim", "global_head_dim", "index_head_dim", "d_head"), 16),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "attention_head_size"), 16),
-    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "swa_v_head_dim", "cross_head_dim", "mamba_headdim"), 16),
+    **dict.fromkeys(("swa_v_head_dim", "cross_head_dim"), 16),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim", "o_lora_rank"), 32),
     **dict.fromkeys(
         ("mamba_dt_rank", "time_step_rank", "laurel_rank", "adapter_rank", "hidden_size_per_layer_input"), 8
     ),
-    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "num_kv_shared_layers"), 1),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), 32),  # times heads: twice the width
+    "mamba_d_ssm": 2 * WIDTH,
+    **dict.fromkeys(("n_groups", "mamba_n_groups", "mamba_ngroups"), 1),
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_group"), 1),
     **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size"), 16),
     **dict.fromkeys(("sliding_window", "attention_window_size", "index_topk", "attention_chunk_size"), 16),
     **dict.fromkeys(("n_positions", "max_position_embeddings", "max_seq_len", "model_max_length", "n_ctx"), POSITIONS),
     **dict.fromkeys(("max_source_positions", "max_target_positions", "context_length"), POSITIONS),
     **dict.fromkeys(("num_queries", "num_detection_tokens", "num_denoising", "num_query_tokens"), 8),
+    "num_kv_shared_layers": 0,
     "rotary_dim": 8,
     "conf_num_attention_heads": HEADS,
     "num_labels": 8,
@@ -70,10 +74,9 @@ def tiny(row: Architecture) -> nn.Module:
 
 
 def tiny_config(row: Architecture) -> Any:
-    from transformers import CONFIG_MAPPING
-
-    config = CONFIG_MAPPING[row.name](**BEFORE.get(row.name, {}))
+    config = default_config(row)
     shrink(config)
+    put(config, "use_cache", False)
     for path, value in OWN.get(row.name, {}).items():
         *parts, last = path.split(".")
         part = config
@@ -125,8 +128,8 @@ def smaller(name: str, value: int, fields: Mapping[str, Any], layers: int, speci
         return heads(name, value, fields)
     if is_layers(name):
         return min(value, layers)
-    if "experts" in name or name == "moe_topk":
-        return min(value, 2 if "per_tok" in name or "top" in name else 1 if "shared" in name else 4)
+    if "experts" in name or name in ("moe_topk", "moe_k"):
+        return min(value, 2 if "per_tok" in name or "top" in name or name == "moe_k" else 1 if "shared" in name else 4)
     if name == "image_size":
         patch = fields.get("patch_size", 16)
         return min(value, max(IMAGE, 4 * patch if isinstance(patch, int) else IMAGE))
@@ -173,8 +176,25 @@ def shorter(name: str, values: list[Any], layers: int, special: Any) -> Any:
 STAGES = ("hidden_sizes", "embed_dims", "embed_dim", "dims", "neck_hidden_sizes", "conv_dim", "encoder_hidden_sizes")
 """Fields with a width for each stage; all are halved as often as they can be."""
 
-BEFORE: Mapping[str, Mapping[str, Any]] = {}
-"""Architecture -> what its default config is made with."""
-
-OWN: Mapping[str, Mapping[str, Any]] = {}
+OWN: Mapping[str, Mapping[str, Any]] = {
+    "mamba2": {"head_dim": 32},
+    "reformer": {"axial_pos_embds_dim": (32, 32), "axial_pos_shape": (4, 4), "attn_layers": ["local", "lsh"]},
+    "xlstm": {"chunk_size": 16},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 6, "layers_block_type": ["linear_attention", "hybrid"] * 3,
+              "mamba_dt_rank": 8, "attention_hidden_size": 2 * WIDTH, "attention_head_dim": 32},
+    "zamba2": {
+        "num_hidden_layers": 6, "layers_block_type": ["linear_attention", "hybrid"] * 3, "hybrid_layer_ids": [1, 3, 5],
+        "attention_hidden_size": 2 * WIDTH, "attention_head_dim": 32,
+    },
+    "ernie4_5_moe": {"moe_k": 2},
+    "conditional_detr": {"backbone_config.backbone": "resnet10t"},
+    "dab-detr": {"backbone_config.backbone": "resnet10t"},
+    "deformable_detr": {"backbone_config.backbone": "resnet10t"},
+    "detr": {"backbone_config.backbone": "resnet10t"},
+    "table-transformer": {"backbone_config.backbone": "resnet10t"},
+    "align": {"text_config.hidden_size": WIDTH, "vision_config.hidden_dim": WIDTH, "projection_dim": 640},
+    "dbrx": {"attn_config.clip_qkv": 8.0},
+    "whisper": {"max_source_positions": 64},
+}  # fmt: skip
 """Architecture -> path of a field -> what it becomes."""

@@ -2,7 +2,7 @@
 
 :func:`multiplied` reads which of its parameters a module's class multiplies something by, and how the matrix lies:
 [O, I] in ``linear(x, self.w)``, ``x @ self.w.T`` and ``self.w @ x``, [I, O] in ``x @ self.w``, ``bmm``, ``addmm`` and
-grouped products; of a stack [E, ..] every entry by itself (``linear(x, self.w[e])``); in ``einsum`` the dimensions that are
+grouped products; of a stack [E, ..] every entry by itself (``linear(x, self.w[e])``); in ``einsum`` dimensions that are
 summed over are one side, those of the output the other. :func:`lent` reads which weights of modules inside it takes.
 """
 
