@@ -103,11 +103,14 @@ MAKERS = {
 }
 EXTRA: dict[str, Any] = {
     "audio-spectrogram-transformer": lambda m, b: {
-        "input_values": torch.randn(EXAMPLES, m.config.max_length, m.config.num_mel_bins), "labels": torch.arange(EXAMPLES)
+        "input_values": torch.randn(EXAMPLES, m.config.max_length, m.config.num_mel_bins),
+        "labels": torch.arange(EXAMPLES),
     },
     "granite_speech5_ctc": lambda m, b: {"input_features": torch.randn(EXAMPLES, FRAMES, 320)},
     "whisper": lambda m, b: {"input_features": torch.randn(EXAMPLES, 80, 128), "attention_mask": None},
-    "videoprism": lambda m, b: {"pixel_values_videos": torch.randn(EXAMPLES, 16, 3, IMAGE, IMAGE), "pixel_values": None},
+    "videoprism": lambda m, b: {
+        "pixel_values_videos": torch.randn(EXAMPLES, 16, 3, IMAGE, IMAGE), "pixel_values": None,
+    },
     "git": lambda m, b: {"pixel_values": images(m)["pixel_values"]},
     "siglip2": lambda m, b: {
         "pixel_values": torch.randn(EXAMPLES, 16, 3 * m.config.vision_config.patch_size**2),

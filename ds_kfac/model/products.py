@@ -7,6 +7,7 @@ matrix. It is a ``TorchFunctionMode``, on only while a captured forward or recom
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -92,7 +93,8 @@ class Products(TorchFunctionMode):
             self._copies[id(output)] = output, args[0]
         elif name == "einsum" and isinstance(output, Tensor) and output.requires_grad and len(args) == 3:
             for place in (1, 2):
-                found, sums = self._params.get(id(args[place])), contraction(args[0], place - 1)
+                operand = self._copies.get(id(args[place]), (None, args[place]))[1]
+                found, sums = self._params.get(id(operand)), contraction(args[0], place - 1)
                 if found is not None and sums is not None:
                     self._see(_summed(found[0], args[3 - place], output, sums))
         elif name in LINEAR | RIGHT | ADDED | {"__matmul__"} and isinstance(output, Tensor) and output.requires_grad:
@@ -119,15 +121,14 @@ class Products(TorchFunctionMode):
         self, name: str, operands: list[Tensor], args: tuple, kwargs: Mapping[str, Any], output: Tensor
     ) -> Iterable[Product]:
         x, matrix = operands
-        lay, left_one = None, self._known(x) and not self._known(matrix) and name in RIGHT | {"__matmul__"}
+        lay, first = None, self._known(x) and not self._known(matrix) and name in RIGHT | {"__matmul__"}
         for left, right in ((x, matrix), (matrix, x)):
             picked = self._picked.get(id(right))
             if picked is not None and name == "bmm":  # a matrix for every row, on either side
                 yield from self._of_rows(picked, left, right, output, transposed=right is x)
                 return
-        if left_one and matrix.ndim > 1:  # W x = (x' W')'
-            x, matrix, upright_lay = matrix.mT, x, laid(output)
-            lay = lambda gradient: upright_lay(gradient).mT  # noqa: E731
+        if first and matrix.ndim > 1:  # W x = (x' W')'
+            x, matrix, lay = matrix.mT, x, partial(_columns, laid(output))
         base = matrix if matrix._base is None else matrix._base
         offset = matrix.storage_offset() - base.storage_offset()
         if id(base) in self._copies:
@@ -169,17 +170,30 @@ def laid(output: Tensor) -> Callable[[Tensor], Tensor]:
     """Makes a gradient that arrives at :func:`ds_kfac.model.calls.edge_of` ``output``, which may be that of a base with
     its dimensions in another order, one of ``output`` itself."""
     shape, stride, base = output.shape, output.stride(), output._base
-    if base is None or base.numel() != output.numel() or not base.is_contiguous():
+    if base is None or base.numel() != output.numel():
         return lambda gradient: gradient.reshape(shape)
-    offset = output.storage_offset() - base.storage_offset()
-    return lambda gradient: gradient.contiguous().as_strided(shape, stride, offset)
+    memory, offset = (base.shape, base.stride()), output.storage_offset() - base.storage_offset()
+
+    def of_output(gradient: Tensor) -> Tensor:
+        in_memory = gradient.new_empty_strided(*memory).copy_(gradient.reshape(memory[0]))
+        return in_memory.as_strided(shape, stride, offset)
+
+    return of_output
+
+
+def _columns(own: Callable[[Tensor], Tensor], gradient: Tensor) -> Tensor:
+    """Rows of a gradient that has columns."""
+    return own(gradient).mT
 
 
 def _summed(param: nn.Parameter, x: Tensor, output: Tensor, sums: Contraction) -> Product:
     """Of an einsum."""
-    own, order, rows = laid(output), sums.output, sums.rows
-    x = x.permute(sums.x).flatten(rows)
-    lay = lambda gradient: own(gradient).permute(order).flatten(rows)  # noqa: E731
+    own = laid(output)
+
+    def lay(gradient: Tensor) -> Tensor:
+        return own(gradient).permute(sums.output).flatten(sums.rows)
+
+    x = x.permute(sums.x).flatten(sums.rows)
     return Product(param, x, output, sums.lies.turned, ((0, EVERY),), lay=lay)
 
 
