@@ -55,6 +55,7 @@ class Call:
         sides: whose rows are due.
         select: which rows of the output are the call's, of a product of several layers; None: all.
         columns: which of the layer's outputs they are; None: all.
+        lay: makes rows of the gradient that arrives; None: it has them.
         x: its input; kept only where it is needed with the gradient, so that checkpointing can free it.
         recomputed: whether it is a recomputation, whose A is added with the gradient.
     """
@@ -71,9 +72,11 @@ class Call:
     recomputed: bool
     select: slice | Tensor | None = None
     columns: slice | None = None
+    lay: Callable[[Tensor], Tensor] | None = None
 
     def gradient_of(self, gradient: Tensor) -> Tensor:
         """Its part of the gradient of an output; zero in columns that it does not have."""
+        gradient = gradient if self.lay is None else self.lay(gradient)
         if self.select is not None:
             return gradient.reshape(-1, self.shape[-1])[self.select]
         if self.columns is None:

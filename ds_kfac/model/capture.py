@@ -110,8 +110,9 @@ class Capture:
                     counts[parameters[layer.weight]] = layer.part[1]
                     self._stacks.setdefault(id(parameters[layer.weight]), []).append((layer, index))
                     continue
-                hook = self._forward_hook(layer, index, module, model)
-                self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+                for called in (module, *map(model.get_submodule, use.also)):
+                    hook = self._forward_hook(layer, index, called, model)
+                    self._handles.append(called.register_forward_hook(hook, with_kwargs=True))
         self._products, self._inside = Products(counts, self._product), list[int]()
         for module in owners.values() if counts else ():
             enter, leave = self._product_hooks(module, model)
@@ -251,6 +252,7 @@ class Capture:
         only: str = "AG",
         select: slice | Tensor | None = None,
         columns: slice | None = None,
+        lay: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """A layer's use was called with ``x`` and gave ``output``.
 
@@ -258,6 +260,7 @@ class Capture:
             only: sides that the call has rows of.
             select: which rows of x and output are the call's; None: all, as examples and positions.
             columns: which outputs of the layer these are; None: all.
+            lay: makes rows of the gradient of ``output``; None: it has them.
         """
         recomputed, kind = torch._C._current_graph_task_id() != -1, LAYERS[layer.uses[index].kind]
         if recomputed and self.sampled:  # the first run's calls are those that are sampled
@@ -267,8 +270,8 @@ class Capture:
         if select is not None:
             x = x.reshape(-1, x.shape[-1])[select]
             shape = torch.Size((len(x), layer.dim_G))
-        elif columns is not None:
-            shape = torch.Size((*shape[:-1], layer.dim_G))
+        elif columns is not None or lay is not None:
+            shape = torch.Size((*x.shape[:-1], layer.dim_G))
         if self.measured is not None and index == 0 and "A" in only:
             counts = self.measured.setdefault(layer.name, [0, 0])
             counts[recomputed] += kind.rows(x, output) if select is None else len(x)
@@ -288,7 +291,7 @@ class Capture:
         if not with_gradient and "A" in sides and sums.A is not None and x.numel():
             self.rows.add_input(layer, index, module, x, rows, forward.inputs_of(layer.name, index, sums.A))
         kept = x if with_gradient and "A" in sides else None
-        values = layer, index, module, info, rows, shape, sides, forward, kept, recomputed, select, columns
+        values = layer, index, module, info, rows, shape, sides, forward, kept, recomputed, select, columns, lay
         if self.sampled:
             self.pending.append(AskedCall(*values, edge=edge_of(output)))
         else:
@@ -329,22 +332,24 @@ class Capture:
 
     def _product(self, product: Product) -> None:
         """Of a stack whose layers have one A: all rows at once are those of the first."""
-        layers, x, output = self._stacks[id(product.param)], product.x, product.output
+        layers, x, output, lay = self._stacks[id(product.param)], product.x, product.output, product.lay
         stacked, (first, _) = len(layers) > 1, layers[0]
-        if product.turned != LAYERS[first.kind].turned and min(product.param.shape[-2:]) > 1:
+        if product.turned != LAYERS[first.kind].turned and min(first.shape) > 1:
+            return
+        if x.shape[-1] != first.dim_A - first.uses[0].bias:  # other sides than the code seemed to have
             return
         self.called.update(layer.name for layer, _ in layers)
         module = self._model.get_submodule(first.uses[0].module)
         shared = stacked and layers[-1][0].shares is not None
         if shared and first.shares is None:
-            self._called(*layers[0], module, x, output, only="A", select=EVERY)
+            self._called(*layers[0], module, x, output, only="A", select=EVERY, lay=lay)
         for entry, select in product.entries:
             layer, index = layers[entry]
             only = "G" if shared else "AG"
             if not stacked:
-                self._called(layer, index, module, x, output, columns=product.columns)
+                self._called(layer, index, module, x, output, columns=product.columns, lay=lay)
             elif not (shared and "G" not in self._due(layer, index).sides):
-                self._called(layer, index, module, x, output, only=only, select=select)
+                self._called(layer, index, module, x, output, only=only, select=select, lay=lay)
 
     def _on_gradient(self, call: Call, gradient: Tensor | None) -> None:
         if gradient is None or not self.active:

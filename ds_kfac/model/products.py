@@ -1,20 +1,14 @@
-"""Products with a matrix that is a parameter: found in a module's code before training, and seen in its forward.
+"""Products with a matrix that is a parameter, seen in a forward.
 
-Before training, :func:`multiplied` reads which of its parameters a module's class multiplies something by, and how the
-matrix lies: [O, I] in ``linear(x, self.w)`` and ``x @ self.w.T``, [I, O] in ``x @ self.w``, ``bmm``, ``addmm`` and
-grouped products; of a stack [E, ..] every entry by itself (``linear(x, self.w[e])``).
-
-In a forward whose statistics are captured :class:`Products` sees every call of a torch function, and tells of those in
-which such a parameter, a view or rows picked out of it are the matrix. It is a ``TorchFunctionMode``, on only while
-a captured forward or recomputation runs; other steps have none.
+``product_code.py`` finds them in a module's code. In a forward whose statistics are captured :class:`Products` sees
+every call of a torch function, and tells of those in which such a parameter, a view or rows picked out of it are the
+matrix. It is a ``TorchFunctionMode``, on only while a captured forward or recomputation runs; other steps have none.
 """
 
-import ast
-import inspect
-import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -22,104 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-LINEAR, RIGHT = {"linear"}, {"matmul", "mm", "bmm", "grouped_mm", "_grouped_mm", "grouped_mm_fallback"}
-ADDED = {"addmm", "baddbmm"}
-TURNS = {"T", "mT", "t", "transpose", "swapaxes", "adjoint"}
-COPIES = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone"}
-KEEPS = COPIES | {"unsqueeze", "squeeze"}
-
-
-def multiplied(module: nn.Module) -> Mapping[str, bool]:
-    """Names of a module's own parameters that its code multiplies rows by, in the order of the code -> whether they lie
-    [I, O] there."""
-    if isinstance(module, nn.MultiheadAttention):  # its products are in torch's functions
-        names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
-        return dict.fromkeys((name for name in names if module._parameters.get(name) is not None), False)
-    kind: Any = type(module)
-    found = _multiplied(kind)
-    return {name: turned for name, turned in found.items() if module._parameters.get(name) is not None}
-
-
-@cache
-def _multiplied(kind: Any) -> Mapping[str, bool]:
-    found: dict[str, bool] = {}
-    for base in kind.__mro__:
-        if base is nn.Module:
-            break
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError, SyntaxError):  # made in a shell, or by a program
-            continue
-        for function in ast.walk(tree):
-            if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                for name, turned in _Reader(function).products():
-                    found.setdefault(name, turned)
-    return found
-
-
-class _Reader:
-    """Of one function's code."""
-
-    def __init__(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        self.function, self.own = function, next((a.arg for a in function.args.args), "")
-        self.local: dict[str, tuple[str, bool]] = {}  # variable -> parameter, whether turned
-
-    def products(self) -> Iterator[tuple[str, bool]]:
-        """(parameter, whether it lies [I, O]), in the order of the code."""
-        nodes = sorted(
-            ast.walk(self.function), key=lambda node: (getattr(node, "lineno", 0), getattr(node, "end_col_offset", 0))
-        )
-        for node in nodes:
-            if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-                found = self._parameter(node.value)
-                if found is not None:
-                    self.local[node.targets[0].id] = found
-        for node in nodes:
-            right, linear = None, False
-            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
-                right = node.right
-            elif isinstance(node, ast.Call):
-                name, arguments = _name(node.func), list(node.args)
-                if name in RIGHT and isinstance(node.func, ast.Attribute) and len(arguments) == 1:  # x.matmul(w)
-                    right = arguments[0]
-                elif name in LINEAR | RIGHT and len(arguments) > 1:
-                    right, linear = arguments[1], name in LINEAR
-                elif name in LINEAR:
-                    right = next((word.value for word in node.keywords if word.arg == "weight"), None)
-                    linear = True
-                elif name in ADDED and len(arguments) > 2:
-                    right = arguments[2]
-            found = None if right is None else self._parameter(right)
-            if found is not None:
-                yield found[0], found[1] == linear
-
-    def _parameter(self, node: ast.AST) -> tuple[str, bool] | None:
-        """What a piece of code is a view of: ``self.w[e].T`` of w, turned."""
-        if isinstance(node, ast.Name):
-            return self.local.get(node.id)
-        if isinstance(node, ast.Subscript):
-            return self._parameter(node.value)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            return self._changed(node.func.attr, self._parameter(node.func.value))
-        if isinstance(node, ast.Attribute):
-            if isinstance(node.value, ast.Name) and node.value.id == self.own:
-                return node.attr, False
-            return self._changed(node.attr, self._parameter(node.value))
-        return None
-
-    @staticmethod
-    def _changed(how: str, found: tuple[str, bool] | None) -> tuple[str, bool] | None:
-        if found is None or how not in TURNS | KEEPS:
-            return None
-        return found[0], found[1] != (how in TURNS)
-
-
-def _place(node: ast.AST) -> tuple[int, int]:
-    return getattr(node, "lineno", 0), getattr(node, "end_col_offset", 0)
-
-
-def _name(function: ast.AST) -> str:
-    return getattr(function, "attr", getattr(function, "id", ""))
+from ds_kfac.model.product_code import ADDED, COPIES, LINEAR, RIGHT, Contraction, contraction
 
 
 @dataclass(frozen=True)
@@ -133,6 +30,7 @@ class Product:
         turned: whether the matrix lies [I, O] in the parameter.
         entries: of a stack: (its entry, its rows of x and of output), for each that was used; else (0, all rows).
         columns: which outputs of the whole matrix these are; None: all.
+        lay: makes rows [.., O] of the gradient that arrives at ``output``; None: it has them.
     """
 
     param: nn.Parameter
@@ -141,6 +39,7 @@ class Product:
     turned: bool
     entries: "tuple[tuple[int, slice | Tensor], ...]"
     columns: slice | None = None
+    lay: Callable[[Tensor], Tensor] | None = None
 
 
 EVERY = slice(None)
@@ -192,6 +91,12 @@ class Products(TorchFunctionMode):
             self._pick(args, output)
         elif name in COPIES and isinstance(output, Tensor) and output is not args[0] and self._known(args[0]):
             self._copies[id(output)] = output, args[0]
+        elif name == "einsum" and isinstance(output, Tensor) and output.requires_grad and len(args) == 3:
+            for place in (1, 2):
+                operand = self._copies.get(id(args[place]), (None, args[place]))[1]
+                found, sums = self._params.get(id(operand)), contraction(args[0], place - 1)
+                if found is not None and sums is not None:
+                    self._see(_summed(found[0], args[3 - place], output, sums))
         elif name in LINEAR | RIGHT | ADDED | {"__matmul__"} and isinstance(output, Tensor) and output.requires_grad:
             if name in ADDED:
                 args = args[1:]
@@ -216,11 +121,14 @@ class Products(TorchFunctionMode):
         self, name: str, operands: list[Tensor], args: tuple, kwargs: Mapping[str, Any], output: Tensor
     ) -> Iterable[Product]:
         x, matrix = operands
+        lay, first = None, self._known(x) and not self._known(matrix) and name in RIGHT | {"__matmul__"}
         for left, right in ((x, matrix), (matrix, x)):
             picked = self._picked.get(id(right))
             if picked is not None and name == "bmm":  # a matrix for every row, on either side
                 yield from self._of_rows(picked, left, right, output, transposed=right is x)
                 return
+        if first and matrix.ndim > 1:  # W x = (x' W')'
+            x, matrix, lay = matrix.mT, x, partial(_columns, laid(output))
         base = matrix if matrix._base is None else matrix._base
         offset = matrix.storage_offset() - base.storage_offset()
         if id(base) in self._copies:
@@ -233,16 +141,16 @@ class Products(TorchFunctionMode):
         if found is None or matrix.ndim < 2 or (param := found[0]).requires_grad is False:
             return
         count, size = found[1], param.numel() // found[1]
-        upright = matrix if name in LINEAR else matrix.mT  # [.., O, I]
+        upright = matrix if name in LINEAR or lay is not None else matrix.mT  # [.., O, I]
         turned = upright.stride(-1) != 1 and upright.stride(-2) == 1
         if matrix.numel() == param.numel() and count > 1:
             entries = _entries(x, output, matrix, kwargs.get("offs", args[2] if len(args) > 2 else None))
             if entries is not None:
-                yield Product(param, x, output, turned, entries)
+                yield Product(param, x, output, turned, entries, lay=lay)
             return
         if matrix.numel() == size:
-            yield Product(param, x, output, turned, ((offset // size, EVERY),))
-        elif count == 1 and not turned and upright.shape[-1] == param.shape[-1] and matrix.ndim == 2:
+            yield Product(param, x, output, turned, ((offset // size, EVERY),), lay=lay)
+        elif count == 1 and lay is None and not turned and upright.shape[-1] == param.shape[-1] and matrix.ndim == 2:
             start = offset // upright.shape[-1]  # some of its rows, as torch's attention takes them
             yield Product(param, x, output, False, ((0, EVERY),), slice(start, start + upright.shape[-2]))
 
@@ -258,12 +166,43 @@ class Products(TorchFunctionMode):
         yield Product(param, x.flatten(1), output, not transposed, entries)
 
 
+def laid(output: Tensor) -> Callable[[Tensor], Tensor]:
+    """Makes a gradient that arrives at :func:`ds_kfac.model.calls.edge_of` ``output``, which may be that of a base with
+    its dimensions in another order, one of ``output`` itself."""
+    shape, stride, base = output.shape, output.stride(), output._base
+    if base is None or base.numel() != output.numel():
+        return lambda gradient: gradient.reshape(shape)
+    memory, offset = (base.shape, base.stride()), output.storage_offset() - base.storage_offset()
+
+    def of_output(gradient: Tensor) -> Tensor:
+        in_memory = gradient.new_empty_strided(*memory).copy_(gradient.reshape(memory[0]))
+        return in_memory.as_strided(shape, stride, offset)
+
+    return of_output
+
+
+def _columns(own: Callable[[Tensor], Tensor], gradient: Tensor) -> Tensor:
+    """Rows of a gradient that has columns."""
+    return own(gradient).mT
+
+
+def _summed(param: nn.Parameter, x: Tensor, output: Tensor, sums: Contraction) -> Product:
+    """Of an einsum."""
+    own = laid(output)
+
+    def lay(gradient: Tensor) -> Tensor:
+        return own(gradient).permute(sums.output).flatten(sums.rows)
+
+    x = x.permute(sums.x).flatten(sums.rows)
+    return Product(param, x, output, sums.lies.turned, ((0, EVERY),), lay=lay)
+
+
 def _entries(x: Tensor, output: Tensor, matrices: Tensor, bounds: Any) -> tuple[tuple[int, slice], ...] | None:
-    """Which rows each matrix of a whole stack multiplied: those between ``bounds``, or its own [N, I] of [E, N, I]."""
+    """Which rows each matrix of a whole stack multiplied: those between ``bounds``, or its own of [E, .., I]."""
     if isinstance(bounds, Tensor) and x.ndim == 2:
         ends = bounds.tolist()  # the one wait of a captured forward for the device
-    elif x.ndim == 3 and len(x) == len(matrices):
-        ends = [(e + 1) * x.shape[1] for e in range(len(x))]
+    elif x.ndim >= 3 and len(x) == len(matrices) and prod(matrices.shape[1:-2]) == 1:
+        ends = [(e + 1) * prod(x.shape[1:-1]) for e in range(len(x))]
     else:
         return None
     return tuple((e, slice(a, b)) for e, (a, b) in enumerate(zip([0, *ends[:-1]], ends, strict=True)) if b > a)

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from ds_kfac.curvature.side import Side
 from ds_kfac.model.layers.base import LayerSpec, Use, parameter_shape
 from ds_kfac.model.layers.registry import LAYERS, SHARDS, TIED, TYPES
-from ds_kfac.model.products import multiplied
+from ds_kfac.model.product_code import Lies, lent, multiplied
 from ds_kfac.ops.reference import packed_numel
 
 ADAPTER = re.compile(r"(^|\.)lora_[ab](\.|$)", re.IGNORECASE)
@@ -89,9 +89,8 @@ class _Model:
     """id of a parameter -> modules that hold it."""
     tied_stages: set[int] = field(default_factory=set)
     """ids of parameters that a DeepSpeed PipelineModule ties over its stages."""
-    functions: set[int] = field(default_factory=set)
-    """ids of linears whose weights a module around them takes, their own forward is not called: in torch's attention
-    and in gates of deepspeed.moe."""
+    lent: Mapping[int, bool] = field(default_factory=dict)
+    """id of a module whose weight a module around it takes, as torch's attention does -> whether it is called, too."""
 
     def __post_init__(self) -> None:
         users = defaultdict(list)
@@ -122,12 +121,7 @@ def scan(model: nn.Module, choice: Choice | None = None, *, optimized: Iterable[
         {id(parameter): name for name, parameter in model.named_parameters()},
         {id(p) for p in (model.parameters() if optimized is None else optimized) if p.requires_grad},
         tied_stages={id(p) for p in tied.parameters()} if isinstance(tied, nn.ModuleDict) else set(),
-        functions={
-            id(child)
-            for module in model.modules()
-            for child in (getattr(module, "out_proj", None), getattr(module, "wg", None))
-            if isinstance(module, nn.MultiheadAttention) or type(module).__name__ == "TopKGate"
-        },
+        lent={id(child): called for module in model.modules() for child, called in lent(module)},
     )
     layers: list[LayerSpec] = []
     skipped = []
@@ -159,12 +153,15 @@ def _layers(name: str, module: nn.Module, facts: _Model, choice: Choice) -> list
 
 def _layer(name: str, kind: str, module: nn.Module, facts: _Model, choice: Choice) -> LayerSpec | str | None:
     """The layer of a module of a known type."""
-    reason = _unfit(name, module._parameters["weight"], module._parameters.get("bias"), facts, choice)
+    users = facts.users[id(module.weight)]
+    alike = users if _alike(users, kind, facts) else [name]
+    reason = _unfit(name, module._parameters["weight"], module._parameters.get("bias"), facts, choice, len(alike))
     if reason is not None:
         return reason
-    users = facts.users[id(module.weight)]
-    if len(users) > 1:
+    if len(users) > len(alike):
         return _tied(name, users, facts, choice)
+    if name != alike[0]:
+        return None
     if SHARDS.get(kind, kind) not in choice.types:
         return f"{kind} is not in kfac.layers.types"
     if LAYERS[kind].needs_gradients and not choice.gradients:
@@ -176,8 +173,12 @@ def _layer(name: str, kind: str, module: nn.Module, facts: _Model, choice: Choic
     use = _use(name, kind, module, trained_bias, choice)
     if isinstance(use, str):
         return use
-    if id(module) in facts.functions:
-        use = replace(use, product=True)
+    if id(module) in facts.lent:
+        if isinstance(module, nn.Linear):
+            use = replace(use, product=True)
+        elif not facts.lent[id(module)]:
+            return "the module around it takes its weight, and does not call it"
+    use = replace(use, also=tuple(alike[1:]))
     return LayerSpec(
         name,
         facts.names[id(module.weight)],
@@ -190,13 +191,22 @@ def _layer(name: str, kind: str, module: nn.Module, facts: _Model, choice: Choic
     )
 
 
+def _alike(users: Sequence[str], kind: str, facts: _Model) -> bool:
+    """Whether modules with one weight are one layer that is called by several names: all of its kind, with one bias."""
+    modules = [facts.modules[user] for user in users]
+    biases = {id(module._parameters.get("bias")) for module in modules}
+    return len(biases) == 1 and all(
+        _kind(module)[0] == kind != "Embedding" and id(module) not in facts.lent for module in modules
+    )
+
+
 def _products(name: str, module: nn.Module, facts: _Model, choice: Choice) -> list[LayerSpec] | str:
     """Layers of what a module of no known type multiplies rows by: matrices, or stacks of them with a layer for each;
     why there are none."""
-    turned = dict(multiplied(module))
+    lying = dict(multiplied(module))
     if isinstance(module, nn.Linear) and "weight" in module._parameters:
-        turned.setdefault("weight", False)
-    shapes = {parameter: parameter_shape(module._parameters[parameter]) for parameter in turned}
+        lying.setdefault("weight", Lies(False))
+    shapes = {name: lies.shape(parameter_shape(module._parameters[name])) for name, lies in lying.items()}
     stacks = [parameter for parameter, shape in shapes.items() if len(shape) == 3]
     layers: list[LayerSpec] = []
     reason = ""
@@ -205,15 +215,16 @@ def _products(name: str, module: nn.Module, facts: _Model, choice: Choice) -> li
             place = name if parameter == "weight" else f"{name}.{parameter}".lstrip(".")
             weight = module._parameters[parameter]
             assert weight is not None
-            bias = _bias(module, parameter, shape, turned[parameter])
+            turned = lying[parameter].turned
+            bias = _bias(module, parameter, shape, turned)
             reason = _unfit(place, weight, bias, facts, choice) or ""
             if not reason and len(facts.users[id(weight)]) > 1:
                 reason = f"{parameter} is shared by {', '.join(facts.users[id(weight)])}"
-            kind = "Conv1D" if turned[parameter] else "Linear"
+            kind = "Conv1D" if turned else "Linear"
             if not reason and kind not in choice.types:
                 reason = f"{kind} is not in kfac.layers.types"
             trained_bias = bias is not None and id(bias) in facts.trained
-            O, I = shape[:-3:-1] if turned[parameter] else shape[-2:]  # noqa: E741
+            O, I = shape[:-3:-1] if turned else shape[-2:]  # noqa: E741
             found = _sides(place, kind, (I + trained_bias, O), choice)
             if reason or isinstance(found, str):
                 reason = reason or str(found)
@@ -338,13 +349,17 @@ def _kind(module: nn.Module) -> tuple[str, str | None]:
     return "", "; ".join(reasons) or "no K-FAC layer type for it"
 
 
-def _unfit(name: str, weight: Any, bias: nn.Parameter | None, facts: _Model, choice: Choice) -> str | None:
-    """Why a layer of such parameters is left alone, or None."""
+def _unfit(
+    name: str, weight: Any, bias: nn.Parameter | None, facts: _Model, choice: Choice, users: int = 1
+) -> str | None:
+    """Why a layer of such parameters, which so many modules hold, is left alone, or None."""
     if choice.include and not any(re.search(pattern, name) for pattern in choice.include):
         return "not matched by kfac.layers.include"
     for pattern in choice.exclude:
         if re.search(pattern, name):
             return f"matched by kfac.layers.exclude {pattern!r}"
+    if not numel(weight):
+        return "weight has no elements"
     if not weight.requires_grad:
         return "weight is frozen"
     if id(weight) not in facts.trained:
@@ -353,7 +368,7 @@ def _unfit(name: str, weight: Any, bias: nn.Parameter | None, facts: _Model, cho
         return "AutoTP sums its gradient over tensor-parallel ranks, each of which has other rows"
     if id(weight) in facts.tied_stages:
         return "tied by a TiedLayerSpec: its gradient is a sum over uses of which other stages have the rows"
-    if bias is not None and len(facts.users[id(bias)]) > 1:
+    if bias is not None and len(facts.users[id(bias)]) > users:
         return "bias is shared with another module; its gradient is a sum over both uses"
     return None
 

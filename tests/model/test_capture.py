@@ -229,6 +229,32 @@ def test_a_module_called_twice_adds_rows_but_no_loss_terms():
     assert_same(recorder.means(), expected_means(make_net(Twice), loss_of(), ROWS * TOKENS))
 
 
+def test_modules_with_the_same_parameters_count_as_one_that_is_called_twice():
+    class Two(nn.Module):
+        def __init__(self, names: int) -> None:
+            super().__init__()
+            self.inner, self.head = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 5)
+            self.again = self.inner
+            if names > 1:
+                self.again = nn.Linear(FEATURES, FEATURES)
+                self.again.weight, self.again.bias = self.inner.weight, self.inner.bias
+
+        def forward(self, x, y):
+            return cross_entropy(self.head(self.again(torch.tanh(self.inner(x)))), y)
+
+    torch.manual_seed(0)
+    once = Two(names=1)
+    several = Two(names=2)
+    several.load_state_dict(once.state_dict())
+    found = []
+    for model in (once, several):
+        recorder = Recorder(model)
+        loss_of()(model).backward()
+        assert recorder.counts("inner") == [2 * ROWS * TOKENS, ROWS * TOKENS]
+        found.append(recorder.means())
+    assert_same(*found)
+
+
 def test_a_module_that_is_not_called_counts_nothing():
     class Unused(Net):
         def __init__(self) -> None:

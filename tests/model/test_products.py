@@ -8,7 +8,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.model.batch_info import BatchInfo
-from ds_kfac.model.products import Products, multiplied
+from ds_kfac.model.product_code import Lies, contraction, lent, multiplied
+from ds_kfac.model.products import Products
 from ds_kfac.model.scan import Choice, scan
 from ds_kfac.ops.reference import symmetric_pack
 from tests.deepspeed.expert_stacks import BIASED, STACKS, WIDTH, Apart, make
@@ -89,6 +90,41 @@ class Reentrant(Checkpointed):
     reentrant = True
 
 
+class Left(Own):
+    def forward(self, x):
+        return (self.w @ x.T).T
+
+
+class LeftOfMany(Own):
+    """Rows are columns of a stack of matrices."""
+
+    def forward(self, x):
+        x = x.view(1, *x.shape).mT  # [1, I, N]
+        return torch.matmul(self.w, x).mT[0]
+
+
+class LeftLying(Lying):
+    def forward(self, x):
+        return self.w.T.matmul(x.T).T
+
+
+class Einsum(Lying):
+    def forward(self, x):
+        return torch.einsum("ni,io->no", x, self.w)
+
+
+class EinsumFirst(Own):
+    """Its output is a permuted view of what was computed."""
+
+    def forward(self, x):
+        return torch.einsum("oi,ni->on", self.w, x).T
+
+
+class EinsumInDouble(Lying):
+    def forward(self, x):
+        return torch.einsum("ni,io->no", x.double(), self.w.double()).float()
+
+
 class NotAProduct(Own):
     def forward(self, x):
         return x[:, :OUT] * self.w[:, 0] + self.w.sum()
@@ -106,13 +142,17 @@ class Net(nn.Module):
         return self.out.square().mean()
 
 
-KINDS = (AsLinear, Named, Turned, ByMethod, ByVariable, InDouble, InDoubleTurned, Plain, Added, Checkpointed, Reentrant)
+KINDS = (
+    AsLinear, Named, Turned, ByMethod, ByVariable, InDouble, InDoubleTurned, Plain, Added, Left, LeftOfMany, LeftLying,
+    Einsum, EinsumFirst, EinsumInDouble, Checkpointed, Reentrant,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_matrix_of_a_modules_own_has_the_rows_of_its_products(kind):
     model = Net(kind())
-    assert multiplied(model.part) == {"w": issubclass(kind, Lying)} or kind in (Checkpointed, Reentrant)
+    lies = Lies(issubclass(kind, Lying), first=int("Einsum" in kind.__name__))
+    assert multiplied(model.part) == {"w": lies} or kind in (Checkpointed, Reentrant)
     recorder = Recorder(model)
     loss = model(X)
     recorder.capture.begin_own()
@@ -128,6 +168,158 @@ def close(actual, expected):
     """Sums of ROWS products of fp32 numbers."""
     bound = 16 * ROWS * torch.finfo(torch.float32).eps * float(expected.abs().max())
     assert float((actual - expected).abs().max()) <= bound
+
+
+class Split(nn.Module):
+    """Matrices of three dimensions, as transformers' XLNet has them: [I, (heads, width)], and [O, (heads, width)]."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.o = (nn.Parameter(torch.randn(IN, 2, OUT)) for _ in range(2))
+
+    def forward(self, x):
+        h = torch.einsum("tbi,inw->tbnw", x, self.q)
+        return torch.einsum("tbnw,hnw->bth", h.tanh(), self.o)
+
+
+class LeftStack(nn.Module):
+    """As transformers' Zamba: every entry multiplies columns of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(2, OUT, IN))
+
+    def forward(self, x):
+        columns = torch.stack([x, x.sin()]).mT  # [2, examples, I, N]
+        return (self.w[:, None] @ columns).mT
+
+
+class DbrxExpertGLU(nn.Module):
+    """As transformers': experts one below the other, cut by the module around it."""
+
+    moe_num_experts = 2
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.v1, self.w2 = (nn.Parameter(torch.randn(2 * OUT, IN)) for _ in range(3))
+
+    def forward(self, x, w1, v1, w2):
+        return (x.matmul(w1.T).sigmoid() * x.matmul(v1.T)).matmul(w2)
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = DbrxExpertGLU()
+
+    def forward(self, x):
+        weights = self.mlp.w1, self.mlp.v1, self.mlp.w2
+        return torch.stack([self.mlp(x[e], *(w.view(2, OUT, IN)[torch.tensor(e)] for w in weights)) for e in range(2)])
+
+
+class ByLinears(nn.Module):
+    """The same with a Linear for each matrix."""
+
+    def __init__(self, part: nn.Module):
+        super().__init__()
+        self.kind, self.linears = type(part), nn.ModuleDict()
+        p = {name: weight.detach() for name, weight in part.named_parameters()}
+        if self.kind is Split:
+            matrices = {"q": p["q"].flatten(1).T, "o": p["o"].flatten(1)}
+        elif self.kind is LeftStack:
+            matrices = {f"w-{e}": p["w"][e] for e in range(2)}
+        else:
+            cut = {name.removeprefix("mlp."): weight.view(2, OUT, IN) for name, weight in p.items()}
+            matrices = {f"mlp-{n}-{e}": w[e].T if n == "w2" else w[e] for n, w in cut.items() for e in range(2)}
+        for name, matrix in matrices.items():
+            self.linears[name] = linear = nn.Linear(*reversed(matrix.shape), bias=False)
+            linear.weight.data.copy_(matrix)
+
+    def forward(self, x):
+        get = self.linears.__getitem__
+        if self.kind is Split:
+            return get("o")(get("q")(x).tanh()).transpose(0, 1)
+        if self.kind is LeftStack:
+            return torch.stack([get("w-0")(x), get("w-1")(x.sin())])
+        return torch.stack(
+            [get(f"mlp-w2-{e}")(get(f"mlp-w1-{e}")(x[e]).sigmoid() * get(f"mlp-v1-{e}")(x[e])) for e in range(2)]
+        )
+
+
+@pytest.mark.parametrize("kind", [Split, LeftStack, Experts])
+def test_matrices_inside_of_parameters_have_the_rows_of_linears(kind):
+    torch.manual_seed(3)
+    part, x, found = kind(), torch.randn(2, ROWS, IN), []
+    for model in (ByLinears(part), part):
+        recorder = Recorder(model, Choice(shares=False))
+        model(x).square().mean().backward()
+        found.append(recorder.means())
+    expected, actual = found
+    assert list(actual) == [name.removeprefix("linears.").replace("-", ".") for name in expected]
+    for pair in zip(expected.values(), actual.values(), strict=True):
+        for left, right in zip(*pair, strict=True):
+            close(right, left)
+
+
+@pytest.mark.parametrize(
+    ("equation", "place", "lies"),
+    [
+        ("ibh,hnd->ibnd", 1, Lies(True, 1)), ("ibnd,hnd->ibh", 1, Lies(False, 1)), ("hnd,ibnd->ibh", 0, Lies(False, 1)),
+        ("ab,bc->ac", 0, Lies(False, 1)), ("b n h, d n h -> b d", 1, Lies(False, 1)),
+        ("bnij,bnd->bij", 1, None), ("ij,jk", 1, None), ("...i,io->...o", 1, None), ("ii,io->o", 1, None),
+        ("bi,oio->bo", 1, None), ("bi,oip->bop", 1, None), ("bi,io->o", 1, None), ("i,o->io", 1, None),
+    ],
+)  # fmt: skip
+def test_an_equation_says_how_a_matrix_lies(equation, place, lies):
+    found = contraction(equation, place)
+    assert (None if found is None else found.lies) == lies
+
+
+class Lender(nn.Module):
+    """Takes a weight in each way that transformers does."""
+
+    def __init__(self):
+        super().__init__()
+        self.by_operator, self.by_function, self.by_word, self.both, self.read = (nn.Linear(IN, IN) for _ in range(5))
+        self.convolution = nn.Conv1d(IN, IN, 3, padding=2, groups=IN)
+        self.reset()
+
+    def reset(self):
+        nn.init.normal_(self.read.weight)
+
+    def forward(self, x):
+        x = (self.by_operator.weight @ x.to(self.read.weight.dtype).T).T
+        x = F.linear(x, self.by_function.weight, self.by_function.bias)
+        x = self.read(F.linear(x, weight=self.by_word.weight))
+        x = F.linear(self.both(x), self.both.weight)
+        return F.conv1d(x.T, self.convolution.weight, None, padding=2, groups=IN)[:, :ROWS].T
+
+
+def test_a_weight_that_the_module_around_it_takes_has_the_rows_of_that():
+    model = Lender()
+    names = {id(module): name for name, module in model.named_modules()}
+    assert {names[id(child)]: called for child, called in lent(model)} == {
+        "by_operator": False, "by_function": False, "by_word": False, "both": True, "convolution": False,
+    }  # fmt: skip
+    found = scan(model)
+    assert {left.name: left.reason for left in found.skipped} == {
+        "convolution": "the module around it takes its weight, and does not call it"
+    }
+    recorder = Recorder(model)
+    model(X).square().mean().backward()
+    means = recorder.means()
+    assert list(means) == ["by_operator", "by_function", "by_word", "both", "read"]
+    assert recorder.capture.called == set(means)
+    x = torch.cat([X, torch.ones(ROWS, 1)], 1).double()
+    close(means["by_operator"][0], symmetric_pack(x.T @ x / ROWS))
+
+
+def test_one_matrix_in_two_ways_is_none():
+    class TwoWays(Own):
+        def forward(self, x):
+            return torch.einsum("ni,oi->no", x, self.w) + F.linear(x, self.w)
+
+    assert multiplied(TwoWays()) == {}
 
 
 def test_products_are_watched_in_captured_forwards_and_their_backwards_only():

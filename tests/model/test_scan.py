@@ -63,6 +63,21 @@ def test_a_module_used_twice_is_one_layer():
     assert len(scan(nn.Sequential(shared, nn.Tanh(), shared)).layers) == 1
 
 
+def test_modules_with_the_same_parameters_are_one_layer():
+    model = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+    model[1].weight, model[1].bias = model[0].weight, model[0].bias
+    model[3].weight = model[2].weight  # each with a bias of its own
+    (layer,) = scan(model).layers
+    assert (layer.name, layer.uses[0].also) == ("0", ("1",))
+    assert "weight is shared by 2, 3" in reasons(model)["2"] and set(reasons(model)) == {"2", "3"}
+
+
+def test_a_weight_without_elements_is_no_layer():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 0))
+    assert [layer.name for layer in scan(model).layers] == ["0"]
+    assert reasons(model)["1"] == "weight has no elements"
+
+
 def test_computed_weights_are_refused_with_a_reason():
     model = nn.ModuleDict({"keep": nn.Linear(4, 4), "normed": nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))})
     assert "computed by a parametrization" in reasons(model)["normed"]

@@ -12,7 +12,7 @@ from ds_kfac.curvature.side import Side
 
 @dataclass(frozen=True)
 class Use:
-    """A module whose calls give statistics of a layer. One per layer; two for tied weights.
+    """A module whose calls give statistics of a layer. One per layer; two for an embedding and a head.
 
     Attributes:
         module: its name in the model.
@@ -21,6 +21,7 @@ class Use:
         bias: whether the module's bias is part of the layer.
         product: whether its rows are those that a product with its parameter is seen to take, see ``products.py``;
             else those of the module's calls.
+        also: names of other modules of the kind with the same parameters, whose calls are calls of this one.
     """
 
     module: str
@@ -29,6 +30,7 @@ class Use:
     G: Side
     bias: bool
     product: bool = False
+    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

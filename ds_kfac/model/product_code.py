@@ -1,0 +1,258 @@
+"""Which matrices a module multiplies rows by: read from its code, before training.
+
+:func:`multiplied` reads which of its parameters a module's class multiplies something by, and how the matrix lies:
+[O, I] in ``linear(x, self.w)``, ``x @ self.w.T`` and ``self.w @ x``, [I, O] in ``x @ self.w``, ``bmm``, ``addmm`` and
+grouped products; of a stack [E, ..] every entry by itself (``linear(x, self.w[e])``); in ``einsum`` dimensions that are
+summed over are one side, those of the output the other. :func:`lent` reads which weights of modules inside it takes.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping
+from functools import cache
+from math import prod
+from typing import Any, NamedTuple, TypeGuard
+
+from torch import nn
+
+LINEAR, RIGHT = {"linear"}, {"matmul", "mm", "bmm", "grouped_mm", "_grouped_mm", "grouped_mm_fallback"}
+ADDED = {"addmm", "baddbmm"}
+TURNS = {"T", "mT", "t", "transpose", "swapaxes", "adjoint"}
+COPIES = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone"}
+KEEPS = COPIES | {"unsqueeze", "squeeze"}
+
+
+class Lies(NamedTuple):
+    """How a matrix lies in a parameter.
+
+    Attributes:
+        turned: [I, O], not [O, I].
+        first: how many of the parameter's dimensions are the first of these sides, the others are the second; 0: the
+            last two are the sides, and a third one before them counts a stack.
+        stack: how many matrices follow each other along the first dimension.
+    """
+
+    turned: bool
+    first: int = 0
+    stack: int = 1
+
+    def shape(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
+        """Sides of the matrix, or the number of a stack and its sides, of a parameter of that shape."""
+        if self.first:
+            return prod(parameter[: self.first]), prod(parameter[self.first :])
+        if self.stack > 1:
+            return self.stack, parameter[0] // self.stack, *parameter[1:]
+        return parameter
+
+
+def multiplied(module: nn.Module) -> Mapping[str, Lies]:
+    """Names of a module's own parameters that its code multiplies rows by, in the order of the code."""
+    if isinstance(module, nn.MultiheadAttention):  # its products are in torch's functions
+        names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+        return dict.fromkeys((name for name in names if module._parameters.get(name) is not None), Lies(False))
+    if type(module).__name__ == "DbrxExpertGLU":  # the module around it cuts them up
+        count = int(module.moe_num_experts)  # type: ignore[arg-type]
+        return {"w1": Lies(False, stack=count), "v1": Lies(False, stack=count), "w2": Lies(True, stack=count)}
+    kind: Any = type(module)
+    found = _multiplied(kind)
+    return {name: lies for name, lies in found.items() if module._parameters.get(name) is not None}
+
+
+@cache
+def _multiplied(kind: Any) -> Mapping[str, Lies]:
+    found: dict[str, Lies] = {}
+    unclear: set[str] = set()
+    for function in _functions(kind):
+        for name, lies in _Reader(function).products():
+            if found.setdefault(name, lies).first != lies.first:
+                unclear.add(name)  # one matrix here, another one there
+    return {name: lies for name, lies in found.items() if name not in unclear}
+
+
+class Lent(NamedTuple):
+    """A module inside of another one, whose weight that one multiplies by itself, or hands to a function.
+
+    Attributes:
+        called: whether it is called, too, as modules are.
+    """
+
+    module: nn.Module
+    called: bool
+
+
+def lent(module: nn.Module) -> list[Lent]:
+    """What a module's code takes the weights of."""
+    if isinstance(module, nn.MultiheadAttention):  # in torch's functions
+        return [Lent(module.out_proj, False)]
+    if type(module).__name__ == "TopKGate":  # deepspeed.moe's
+        return [Lent(module.wg, False)]  # type: ignore[arg-type]
+    kind: Any = type(module)
+    children = {name: (module._modules.get(name), called) for name, called in _lent(kind).items()}
+    return [Lent(child, called) for child, called in children.values() if child is not None]
+
+
+@cache
+def _lent(kind: Any) -> Mapping[str, bool]:
+    """Name of a child -> whether it is called, too."""
+    taken: set[str] = set()
+    called: set[str] = set()
+    for function in _functions(kind):
+        own = next((a.arg for a in function.args.args), "")
+        for node in ast.walk(function):
+            operands: list[ast.expr] = []
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+                operands = [node.left, node.right]
+            elif isinstance(node, ast.Call):
+                called.add(_child(node.func, own))
+                if not _name(node.func).endswith(("_", "attr", "isinstance")):  # init.normal_(..), hasattr(..)
+                    operands = [*node.args, *(word.value for word in node.keywords)]
+            taken.update(_child(operand.value, own) for operand in map(_viewed, operands) if _is_weight(operand))
+    return {name: name in called for name in sorted(taken - {""})}
+
+
+def _functions(kind: Any) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The code of a class and of those that it comes from, as far as there is a source."""
+    for base in kind.__mro__:
+        if base is nn.Module:
+            return
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError, SyntaxError):  # made in a shell, or by a program
+            continue
+        yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def _viewed(node: ast.expr) -> ast.expr:
+    """What a piece of code is a view of, or a copy in another dtype."""
+    while True:
+        if isinstance(node, ast.Subscript):
+            node = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in TURNS | KEEPS:
+            node = node.func.value
+        elif isinstance(node, ast.Attribute) and node.attr in TURNS:
+            node = node.value
+        else:
+            return node
+
+
+def _is_weight(node: ast.expr) -> TypeGuard[ast.Attribute]:
+    return isinstance(node, ast.Attribute) and node.attr == "weight"
+
+
+def _child(node: ast.expr, own: str) -> str:
+    """NAME of ``self.NAME``, else ""."""
+    known = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == own
+    return node.attr if known and isinstance(node, ast.Attribute) else ""
+
+
+class _Reader:
+    """Of one function's code."""
+
+    def __init__(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        self.function, self.own = function, next((a.arg for a in function.args.args), "")
+        self.local: dict[str, tuple[str, bool]] = {}  # variable -> parameter, whether turned
+
+    def products(self) -> Iterator[tuple[str, Lies]]:
+        """(parameter, how it lies), in the order of the code."""
+        nodes = sorted(
+            ast.walk(self.function), key=lambda node: (getattr(node, "lineno", 0), getattr(node, "end_col_offset", 0))
+        )
+        for node in nodes:
+            if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+                found = self._parameter(node.value)
+                if found is not None:
+                    self.local[node.targets[0].id] = found
+        for node in nodes:
+            left, right, linear = None, None, False
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+                left, right = node.left, node.right
+            elif isinstance(node, ast.Call):
+                name, arguments = _name(node.func), list(node.args)
+                if name == "einsum":
+                    yield from self._einsum(arguments)
+                elif name in RIGHT and isinstance(node.func, ast.Attribute) and len(arguments) == 1:  # x.matmul(w)
+                    left, right = node.func.value, arguments[0]
+                elif name in LINEAR | RIGHT and len(arguments) > 1:
+                    left, right, linear = arguments[0], arguments[1], name in LINEAR
+                elif name in LINEAR:
+                    right = next((word.value for word in node.keywords if word.arg == "weight"), None)
+                    linear = True
+                elif name in ADDED and len(arguments) > 2:
+                    right = arguments[2]
+            found = None if right is None else self._parameter(right)
+            if found is not None:
+                yield found[0], Lies(found[1] == linear)
+            elif left is not None and not linear and (found := self._parameter(left)) is not None:
+                yield found[0], Lies(found[1])
+
+    def _einsum(self, arguments: list[ast.expr]) -> Iterator[tuple[str, Lies]]:
+        if len(arguments) != 3 or not isinstance(arguments[0], ast.Constant):
+            return
+        for place, operand in enumerate(arguments[1:]):
+            found, sums = self._parameter(operand), contraction(str(arguments[0].value), place)
+            if found is not None and not found[1] and sums is not None:
+                yield found[0], sums.lies
+
+    def _parameter(self, node: ast.AST) -> tuple[str, bool] | None:
+        """What a piece of code is a view of: ``self.w[e].T`` of w, turned."""
+        if isinstance(node, ast.Name):
+            return self.local.get(node.id)
+        if isinstance(node, ast.Subscript):
+            return self._parameter(node.value)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            return self._changed(node.func.attr, self._parameter(node.func.value))
+        if isinstance(node, ast.Attribute):
+            if isinstance(node.value, ast.Name) and node.value.id == self.own:
+                return node.attr, False
+            return self._changed(node.attr, self._parameter(node.value))
+        return None
+
+    @staticmethod
+    def _changed(how: str, found: tuple[str, bool] | None) -> tuple[str, bool] | None:
+        if found is None or how not in TURNS | KEEPS:
+            return None
+        return found[0], found[1] != (how in TURNS)
+
+
+def _name(function: ast.AST) -> str:
+    return getattr(function, "attr", getattr(function, "id", ""))
+
+
+class Contraction(NamedTuple):
+    """A product of rows with a matrix, as einsum has it.
+
+    Attributes:
+        lies: how the matrix lies in its operand.
+        x: order of the other operand's dimensions that makes it [.., I..], I.. as they lie in the matrix.
+        output: of the output's, that makes it [.., O..].
+        rows: how many dimensions the rows have.
+    """
+
+    lies: Lies
+    x: tuple[int, ...]
+    output: tuple[int, ...]
+    rows: int
+
+
+@cache
+def contraction(equation: str, place: int) -> Contraction | None:
+    """What ``equation`` does if its operand ``place`` of two is a matrix, or None if that is no product of rows with
+    it."""
+    operands, arrow, output = equation.replace(" ", "").partition("->")
+    letters = operands.split(",")
+    if not arrow or len(letters) != 2 or any(len(set(part)) < len(part) for part in (*letters, output)):
+        return None  # "..." is letters that repeat
+    matrix, x = letters[place], letters[1 - place]
+    inner = "".join(letter for letter in matrix if letter in x)
+    outer = "".join(letter for letter in matrix if letter not in x)
+    rows = "".join(letter for letter in x if letter not in inner)
+    if not inner or not outer or matrix not in (inner + outer, outer + inner) or set(output) != set(rows + outer):
+        return None
+    turned = matrix == inner + outer
+    return Contraction(
+        Lies(turned, len(inner) if turned else len(outer)),
+        tuple(map(x.index, rows + inner)),
+        tuple(map(output.index, rows + outer)),
+        len(rows),
+    )
