@@ -1,4 +1,4 @@
-"""Which models the coverage benchmark is of: every architecture of transformers with one of TASKS, and ten of timm's."""
+"""Which models the coverage benchmark is of: every architecture of transformers with one of TASKS, ten of timm's."""
 
 import contextlib
 from collections.abc import Mapping
