@@ -23,7 +23,7 @@ LAUNCHER = $(BIN)/deepspeed --num_accelerators $(RANKS)
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 LAUNCH = $(LAUNCHER) examples/train_gpt.py --steps $(STEPS)
 
-.PHONY: setup train train-images compare converge scale gpu test quick processors integrations campaign check docs clean
+.PHONY: setup train train-moe train-images compare converge scale gpu test quick processors integrations campaign check docs clean
 
 setup: $(STAMP)
 
@@ -36,6 +36,15 @@ $(STAMP): pyproject.toml constraints.txt
 
 train: $(STAMP)
 	$(LAUNCH) --deepspeed_config configs/gpt_zero2_kfac.json $(ARGS)
+
+# a GPT of 8 experts a block, stacked in one tensor, by KFACAdamW, AdamW and Muon; all in one plot. DeepSpeed's Muon would
+# be compiled for two minutes.
+MOE = --experts 8 --blocks 3 --no-plots
+train-moe: $(STAMP)
+	$(LAUNCH) --deepspeed_config configs/gpt_zero2_kfac.json --name moe $(MOE) $(ARGS)
+	$(LAUNCH) --deepspeed_config configs/gpt_zero2_kfac.json --without-kfac --name moe-adamw $(MOE) $(ARGS)
+	TORCH_COMPILE_DISABLE=1 $(LAUNCH) --deepspeed_config configs/gpt_zero2_muon.json --name moe-muon $(MOE) $(ARGS)
+	$(BIN)/python examples/plots.py runs/moe-adamw runs/moe-muon runs/moe --out runs/moe-compare
 
 train-images: $(STAMP)
 	$(LAUNCHER) examples/train_images.py --steps $(STEPS) --deepspeed_config configs/images_zero2_kfac.json $(ARGS)

@@ -69,7 +69,9 @@ def summary(
         warnings: lines.
     """
     plan, share = plans[0], share_of(model, scan)
-    rest = "AdamW" if rule.optimizer_type else f"{optimizer}, along their own gradients"
+    left = share.matrices - share.stepped
+    ours = "AdamW at adam_lr" + (f", {left:,} of them in matrices at lr" if left else "")
+    rest = ours if rule.optimizer_type else f"{optimizer}, along their own gradients"
     state = sum(max(plan.assignment.memory) for plan in plans)
     lines = [
         f"ds_kfac steps {share}",

@@ -56,7 +56,7 @@ def subject_of(model: nn.Module, config: KFACConfig, mode: Mode, *, trace: Trace
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     name_of = {id(parameter): name for name, parameter in trained.items()}
     if mode.split_groups:
-        groups = [group["params"] for group in split_groups(model, found, None)]
+        groups = [group["params"] for group in split_groups(model, found, None, apart="apart")]
     else:
         groups = [list(trained.values())]
     modules = {layer.name: layer.uses[0].module for layer in found.layers}

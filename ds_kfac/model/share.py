@@ -52,12 +52,11 @@ class Share:
 
 def share_of(model: nn.Module, found: Scan) -> Share:
     """Of a model, or of a stage of it, by what :func:`ds_kfac.model.scan.scan` found."""
-    ours = {name for layer in found.layers for name in layer.parameters}
+    ours = parameters_of(found)
     curved = {name for layer in found.layers if _curved(layer) for name in layer.parameters}
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    matrices = {n: numel(p) for n, p in trained.items() if n in ours or id(p) not in tables}
-    matrices = {name: size for name, size in matrices.items() if is_matrix(trained[name])}
+    others = other_matrices(model, found)
+    matrices = {n: numel(p) for n, p in trained.items() if n in others or (n in ours and is_matrix(p))}
     reasons = {left.name: (left.kind, left.reason) for left in found.skipped}
     left: Counter[tuple[str, str]] = Counter()
     for name in matrices.keys() - ours:
@@ -70,6 +69,18 @@ def share_of(model: nn.Module, found: Scan) -> Share:
         others=sum(numel(p) for name, p in trained.items() if name not in ours),
         left=tuple(left.most_common()),
     )
+
+
+def parameters_of(found: Scan) -> set[str]:
+    """Names of all parameters of K-FAC layers."""
+    return {name for layer in found.layers for name in layer.parameters}
+
+
+def other_matrices(model: nn.Module, found: Scan) -> set[str]:
+    """Names of the matrices that are in no K-FAC layer, trained or not; embeddings are tables and none."""
+    ours = parameters_of(found)
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
+    return {n for n, p in model.named_parameters() if n not in ours and id(p) not in tables and is_matrix(p)}
 
 
 def is_matrix(parameter: nn.Parameter) -> bool:

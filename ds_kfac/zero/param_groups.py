@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from ds_kfac.model.scan import Scan
+from ds_kfac.model.share import other_matrices
 
 
 def split_groups(
@@ -14,13 +15,17 @@ def split_groups(
     model_parameters: Iterable[Any] | None,
     *,
     flag: str | None = None,
+    apart: str | None = None,
     frozen: bool = False,
 ) -> list[dict[str, Any]]:
-    """Split every group of ``model_parameters`` in two, preconditioned parameters in layer order first.
+    """Split every group of ``model_parameters``: preconditioned parameters in layer order first, then the others,
+    matrices among them apart.
 
     Args:
         model_parameters: what ``deepspeed.initialize`` takes: parameters or parameter groups; None for all.
         flag: key that is set true in preconditioned groups and false in others.
+        apart: key that is set true in groups of matrices that are in no layer and false in others; None: they are with
+            the others.
         frozen: keep groups of frozen parameters alone, which may be trained later.
 
     Returns parameter groups; options such as weight_decay are those of the group a parameter came from.
@@ -31,12 +36,15 @@ def split_groups(
     order = {
         id(named[name]): index for index, name in enumerate(name for layer in scan.layers for name in layer.parameters)
     }
+    matrices = {id(named[name]) for name in other_matrices(model, scan)} if apart else set()
     split: list[dict[str, Any]] = []
     for group in groups:
         params = [group["params"]] if isinstance(group["params"], nn.Parameter) else list(group["params"])
         ours = sorted((p for p in params if id(p) in order), key=lambda p: order[id(p)])
-        rest = [p for p in params if id(p) not in order]
-        for is_ours, part in ((True, ours), (False, rest)):
+        rest = [p for p in params if id(p) not in order and id(p) not in matrices]
+        left = [p for p in params if id(p) not in order and id(p) in matrices]
+        for is_ours, alone, part in ((True, False, ours), (False, False, rest), (False, True, left)):
             if any(frozen or p.requires_grad for p in part):
-                split.append({**group, "params": part, **({flag: is_ours} if flag else {})})
+                keys = {flag: is_ours, apart: alone}
+                split.append({**group, "params": part, **{key: value for key, value in keys.items() if key}})
     return split

@@ -247,6 +247,34 @@ def test_what_has_no_rate_stands_still_and_does_not_decay():
             assert found == [moved, set(), moved, 0], case
 
 
+def apart_worker(_) -> dict:
+    """How far the first step of AdamW moves entries, where one matrix is left out, in units of lr."""
+    found = {}
+    for stage, as_object in ((0, False), (2, False), (3, False), (2, True)):
+        params = {"lr": 0.01, "weight_decay": 0.0, "eps": 1e-12, "torch_adam": True}
+        settings = config(zero_optimization={"stage": stage}, kfac={"layers": {"exclude": ["^middle"]}})
+        model = make_net()
+        keywords = {"optimizer": ds_kfac.KFACAdamW(model.parameters(), **params)} if as_object else {}
+        settings |= {} if as_object else {"optimizer": {"type": "KFACAdamW", "params": params}}
+        if as_object:
+            del settings["optimizer"]
+        engine, *_ = start(settings, model=model, **keywords)
+        before = weights(engine)
+        train(engine, 1, steps=1)
+        moved = {name: float((W - before[name]).abs().median()) / 0.01 for name, W in weights(engine).items()}
+        found[stage, as_object] = moved["middle.weight"], moved["norm.weight"], engine.kfac.report.splitlines()[1]
+        engine.destroy()
+    return found
+
+
+def test_matrices_in_no_layer_have_lr_and_all_else_adam_lr():
+    found = run_ranks("tests.deepspeed.test_kfac_adamw:apart_worker", world=2)[0]
+    elements = make_net().middle.weight.numel()
+    for case, (matrix, norm, said) in found.items():
+        close((matrix, norm), (1.0, 8.0), sums=10, dtype=torch.float32, what=str(case))  # g / |g|, in ten operations
+        assert said.endswith(f": AdamW at adam_lr, {elements:,} of them in matrices at lr"), said
+
+
 class FewInputs(torch.nn.Module):
     """Its matrices see fewer rows than they have columns, the second one those of a norm without parameters."""
 

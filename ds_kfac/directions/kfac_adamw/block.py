@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from ds_kfac.config.kfac import KFACConfig
-from ds_kfac.directions.kfac_adamw.optimizer import FLAG, NAME, build
+from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, build
 from ds_kfac.directions.kfac_adamw.params import checked, checked_group
 from ds_kfac.directions.kfac_adamw.size import ADAM_RATIO
 from ds_kfac.directions.kfac_adamw.user_optimizer import given_groups, hand_over, numbered
@@ -71,7 +71,8 @@ def put_into(
         given, params = numbered(theirs), theirs[0].options
     given = None if given is None else list(given)
     found = scan(model, config.choice, optimized=_flat(given))
-    groups = [checked_group(group) for group in split_groups(model, found, given, flag=FLAG, frozen=_bare(ds_config))]
+    parts = split_groups(model, found, given, flag=FLAG, apart=MATRIX, frozen=_bare(ds_config))
+    groups = [checked_group(group) for group in parts]
     optimizer = build(groups, params or {}, offload=offload, adam_ratio=ADAM_RATIO[config.adam.scale])
     if theirs is not None:
         hand_over(theirs, optimizer)

@@ -26,11 +26,13 @@ NAME = "KFACAdamW"
 """In ``"optimizer": {"type": "KFACAdamW"}``."""
 FLAG = "kfac"
 """Key of a parameter group whose parameters K-FAC preconditions."""
+MATRIX = "kfac_matrix"
+"""Key of a parameter group of matrices that K-FAC has no layer for: AdamW steps them at lr."""
 PARAMS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 """Parameters of the optimizer block and what leaving one out means, as in AdamW; and :data:`OWN`."""
 OWN = ("adam_lr", "torch_adam")
 """adam_lr: the rate of embeddings, norms and biases, and of heads as ``size.py`` says, which also says what it is when
-left out; schedules change both alike."""
+left out; schedules change both alike. torch_adam: whether torch's AdamW steps what K-FAC does not."""
 
 
 IN_USE = -1e-30
@@ -88,8 +90,9 @@ class KFACAdamWStep:
     @contextmanager
     def _adam_rates(self, groups: list[dict[str, Any]]) -> Iterator[None]:
         """Parameters decay alike, by lr and weight_decay, whatever their rate; without a rate they stand still."""
-        own, ratio = [(group["lr"], group["weight_decay"]) for group in groups], self.adam_ratio
+        own = [(group["lr"], group["weight_decay"]) for group in groups]
         for group, (rate, decay) in zip(groups, own, strict=True):
+            ratio = 1.0 if group.get(MATRIX) else self.adam_ratio
             group["lr"], group["weight_decay"] = rate * ratio, decay / ratio if ratio else 0.0
         try:
             yield

@@ -17,7 +17,7 @@ from ds_kfac.directions.base import Direction, DirectionSetup, UpdateRule, by_ro
 from ds_kfac.directions.kfac_adamw.block import check_groups, params_in, put_into
 from ds_kfac.directions.kfac_adamw.choice import keeps_direction
 from ds_kfac.directions.kfac_adamw.direction import AdamDirection
-from ds_kfac.directions.kfac_adamw.optimizer import FLAG, NAME, KFACAdamWStep
+from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, KFACAdamWStep
 from ds_kfac.directions.kfac_adamw.user_optimizer import given_groups
 from ds_kfac.model.blocks import KINDS, named, rows_of, weight_name
 from ds_kfac.model.layers.base import LayerSpec
@@ -154,12 +154,12 @@ class KFACAdamWRule(UpdateRule):
     def loading(self, optimizer: Any) -> Iterator[None]:
         """Which parameter groups are K-FAC's is this engine's matter. A universal checkpoint's first group is copied
         over all others at stage 3, and their raw gradients would be stepped along as if they were directions."""
-        flags = [bool(group.get(FLAG)) for group in optimizer.param_groups]
+        flags = [{key: bool(group.get(key)) for key in (FLAG, MATRIX)} for group in optimizer.param_groups]
         try:
             yield
         finally:
-            for group, flag in zip(optimizer.param_groups, flags, strict=True):
-                group[FLAG] = flag
+            for group, own in zip(optimizer.param_groups, flags, strict=True):
+                group.update(own)
 
     def release(self, optimizer: Any) -> None:
         optimizer.direction_scale = None

@@ -10,12 +10,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from ds_kfac.directions.kfac_adamw.optimizer import FLAG, NAME, OWN, PARAMS
+from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, OWN, PARAMS
 from ds_kfac.directions.kfac_adamw.params import checked, checked_group
 
 ORIGIN = "kfac_origin"
 """Key of a group that was split: the index of the one it came from."""
-HIDDEN = ("params", FLAG)
+HIDDEN = ("params", FLAG, MATRIX)
 """What parts of a group do not have in common."""
 
 
@@ -97,7 +97,8 @@ class KFACAdamW(torch.optim.Optimizer):
     Args:
         params: parameters or parameter groups, as of torch's AdamW.
         lr: rate of the layers' matrices; an AdamW's is a good first choice.
-        adam_lr: rate of embeddings, norms and biases, and of heads as ``size.py`` says; None: 8 lr, or lr with
+        adam_lr: rate of embeddings, norms and biases, and of heads as ``size.py`` says; matrices that K-FAC has no
+            layer for have lr; None: 8 lr, or lr with
             ``kfac.adam.scale`` "rms". Schedules change both alike.
         betas: as of torch's AdamW, like eps and weight_decay.
         torch_adam: step all other parameters by torch's AdamW where DeepSpeed's would have to be compiled.
