@@ -20,6 +20,7 @@ class Mutant(NamedTuple):
 _OPS, _LAYER_OPS, _BASIC = "ops/functional.py", "tests/ops/test_ops_layers.py", "tests/ops/test_ops.py"
 _ADAM = "ops/functional_adam.py"
 _SAVED = "tests/deepspeed/test_saved_state.py"
+_FEATURES = "tests/deepspeed/test_features.py::test_every_feature_matches_reference"
 _TRAPS, _KFAC_ADAMW = "tests/deepspeed/test_traps.py", "tests/deepspeed/test_kfac_adamw.py"
 
 _ROWS = [
@@ -201,7 +202,7 @@ _ROWS = [
      "tests/deepspeed/test_spikes.py"),
     ("unused layers step", "directions/kfac_adamw/direction.py", "& (length > 0)", "& (length >= 0)",
      "tests/deepspeed/test_unused.py"),
-    ("patterns match inside a name", "directions/kfac_adamw/choice.py", ")$\", name)", ")\", name)",
+    ("patterns match inside a name", "model/blocks.py", ")$\", name)", ")\", name)",
      "tests/directions/test_adam_choice.py"),
     ("a torn tag loads", "engine/checkpointing.py", "if len(set(everyone)) > 1:", "if False:",
      "tests/deepspeed/test_checkpoint_faults.py"),
@@ -372,8 +373,19 @@ _ROWS = [
     ("estimate: gradients for moments do not count", "estimate/memory.py",
      'memory["drafts"][workers] += waits * layer.numel if moments else 0', "pass", "tests/deepspeed/test_memory.py"),
     ("root: norms of factors in place of directions", "directions/kfac_adamw/direction.py",
-     "if part.root is None else part.size", "if part.root is None else part.x_OI.norm()",
+     "size if block.size is None else block.size", "size",
      "tests/deepspeed/test_root.py::test_wide_layers_step_as_far_with_the_root_of_an_identity"),
+    ("blocks: what is known is one map", "model/blocks.py", "return replace(layer, blocks=sizes)", "return layer",
+     "tests/model/test_blocks.py"),
+    ("blocks: in turn is one after the other", "directions/kfac_adamw/part.py", "x_OI.unflatten(-2, (-1, sum(sizes)))",
+     "x_OI.unflatten(-2, (1, -1))", "tests/model/test_blocks.py"),
+    ("blocks: rows of what is rotated", "directions/kfac_adamw/direction.py",
+     "return bool(layer.blocks and part.rotation is not None and part.rotation.G)", "return bool(False)", _FEATURES),
+    ("blocks: a block has the size of the whole", "directions/kfac_adamw/direction.py",
+     "layer, rows.shape[-3] * rows.shape[-2])", "layer, None)", _FEATURES),
+    ("rates: matrices in no layer at adam_lr", "directions/kfac_adamw/optimizer.py",
+     "1.0 if group.get(MATRIX) else self.adam_ratio", "self.adam_ratio",
+     f"{_KFAC_ADAMW}::test_matrices_in_no_layer_have_lr_and_all_else_adam_lr"),
     ("stage 3: a chunk that is its own result", "zero/stage3.py", "gradient if own else gradient.clone()", "gradient",
      "tests/deepspeed/test_unused.py::test_what_no_row_prepared_steps_along_its_gradient_in_every_stage"),
     ("large moments are not turned", "update/moments.py", "turns[0] is None else", "True else",
