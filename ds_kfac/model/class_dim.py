@@ -30,7 +30,7 @@ def _outputs(node: Any, shape: tuple[int, ...]) -> int | None:
         name = node.name()
         convolution = "Convolution" in name
         if convolution or "mmBackward" in name or "MmBackward" in name or name.startswith("LinearBackward"):
-            place = 1 if convolution else len(shape) - 1
+            place = 1 if convolution else len(shape) - 1 - _from_the_left(node)
             break
         below, before = _below(node, len(shape))
         if below is None:  # no product: tokens, if they can be
@@ -57,6 +57,23 @@ def _below(node: Any, dims: int) -> tuple[Any, tuple[int, ...]]:
                 found.append((below, tuple(metadata[index].shape)))
     same = [pair for pair in found if len(pair[1]) == dims]
     return next(iter(same or found), (None, ()))
+
+
+def _from_the_left(product: Any) -> bool:
+    """Whether a matrix product is that of a parameter and columns, W x: its outputs are rows."""
+    if product.name().startswith("LinearBackward"):
+        return False
+    left, right = ([below for below, _ in product.next_functions] + [None])[-3:-1]
+    return _parameter(left) and not _parameter(right)
+
+
+def _parameter(node: Any) -> bool:
+    """Whether it is one, in any view or format."""
+    while node is not None and "AccumulateGrad" not in node.name():
+        if len(node.next_functions) != 1 or "Embedding" in node.name():
+            return False
+        node = node.next_functions[0][0]
+    return node is not None
 
 
 def _move(node: Any, name: str, before: tuple[int, ...], after: tuple[int, ...]) -> Any:

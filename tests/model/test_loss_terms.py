@@ -272,6 +272,8 @@ LAYOUTS = {
     "mean of rows": (lambda x: IMAGE(x[:, None]).mean(2), 1), "largest": (lambda x: IMAGE(x[:, None]).amax(-1), 1),
     "stacked": (lambda x: torch.stack([LAST(x[..., :3, 0])] * 3, 1), 2),
     "shuffled": (lambda x: CONV(x).view(2, 2, 2, 6).permute(0, 1, 3, 2).reshape(2, 2, 12), 1),
+    "a weight on the left": (lambda x: LAST.weight @ x, 1), "turned from the left": (lambda x: (LAST.weight @ x).mT, 2),
+    "of words": (lambda x: nn.Embedding(5, 3)(torch.zeros(2, 8, dtype=torch.long)) @ LAST.weight.T, 2),
     "several tokens of one row": (lambda x: LAST(x[..., 0]).view(2, 2, 2), 2),
 }  # fmt: skip
 IMAGES = {
