@@ -251,7 +251,7 @@ class Same(torch.autograd.Function):
         return gradient
 
 
-SCALE, PIXELS = nn.Parameter(torch.ones(1)), nn.Conv2d(1, 4, 3, padding=1)
+SCALE, PIXELS = nn.Parameter(torch.ones(1, 1, 1)), nn.Conv2d(1, 4, 3, padding=1)
 LAST, CONV, UP, IMAGE = nn.Linear(3, 4), nn.Conv1d(3, 4, 3), nn.ConvTranspose1d(3, 4, 3), nn.Conv2d(1, 4, 2)
 LAYOUTS = {
     "linear": (lambda x: LAST(x.mT), 2), "without bias": (lambda x: F.linear(x.mT, LAST.weight), 2),
