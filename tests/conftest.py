@@ -31,9 +31,26 @@ def pytest_unconfigure(config):
         config.shuffled.__exit__(None, None, None)
 
 
+LONGEST = (
+    "deepspeed/test_modes.py", "deepspeed/test_stacks.py", "integrations/test_startup.py",
+    "deepspeed/test_estimate.py", "deepspeed/test_memory.py", "deepspeed/test_features.py",
+    "deepspeed/test_checkpoint.py", "deepspeed/test_traps.py", "deepspeed/test_kfac_adamw.py",
+    "deepspeed/test_unused.py", "deepspeed/test_optimizer_object.py", "examples/test_train_gpt.py",
+    "examples/test_train_images.py", "campaign/test_processors.py", "campaign/test_mutants.py",
+)  # fmt: skip
+"""Files of tests that take a minute or so: they begin, as a worker of pytest-xdist that gets one of them last works on
+alone."""
+
+
+def begins(path: str, *, distributed: bool) -> tuple[int, bool]:
+    """Of two tests the one with the smaller key comes first: long files, then tests of several ranks, then others."""
+    place = next((index for index, name in enumerate(LONGEST) if path.endswith(f"tests/{name}")), len(LONGEST))
+    return place, not distributed
+
+
 def pytest_collection_modifyitems(items):
-    """Where there is no GPU, its tests say so; torch.compile refuses a dispatch mode. Tests of several ranks come
-    first: the short ones fill the end."""
+    """Where there is no GPU, its tests say so; torch.compile refuses a dispatch mode. Long ones come first: the short
+    ones fill the end."""
     if SHUFFLED:
         skip = pytest.mark.skip(reason="SHUFFLED_SUMS is a dispatch mode, which torch.compile refuses")
         for item in items:
@@ -44,7 +61,9 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
-    items.sort(key=lambda item: item.get_closest_marker("distributed") is None)
+    items.sort(
+        key=lambda item: begins(item.path.as_posix(), distributed=item.get_closest_marker("distributed") is not None)
+    )
 
 
 def pytest_collection_finish():

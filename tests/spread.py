@@ -7,7 +7,7 @@ of these runs, times :data:`FACTOR`, is the bound.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -33,10 +33,13 @@ class Variation:
     Attributes:
         order: seed of a permutation of every batch's rows; None: as they come.
         exact: all of it in float64.
+        rounded: with the roundings to 16 bits that an engine has and the reference has not: of each micro-batch's
+            gradient, of their sum, of results that travel.
     """
 
     order: int | None = None
     exact: bool = False
+    rounded: bool = False
 
     def rows(self, *parts: Tensor | None) -> tuple:
         """Tensors of one batch, in this run's order of their first dimension."""
@@ -52,6 +55,7 @@ class Variation:
 
 PLAIN = Variation()
 OTHERS = (*(Variation(order=seed) for seed in range(1, PERMUTATIONS + 1)), Variation(exact=True))
+IN_16_BITS = (*OTHERS, Variation(rounded=True))
 
 
 @dataclass(frozen=True)
@@ -82,11 +86,11 @@ def within(where: str, value: float, bound: float) -> list[str]:
     return [] if value <= bound else [f"{where}: differs by {value:.2e}, allowed {bound:.2e}"]
 
 
-def expected(train: Callable[[Variation], Weights], initial: Weights) -> Expected:
-    """The result of ``train``, with its spread over :data:`OTHERS`."""
+def expected(train: Callable[[Variation], Weights], initial: Weights, others: Iterable[Variation] = OTHERS) -> Expected:
+    """The result of ``train``, with its spread over other runs."""
     plain = train(PLAIN)
     runs = []
-    for variation in OTHERS:
+    for variation in others:
         with in_float64() if variation.exact else contextlib.nullcontext():
             runs.append(train(variation))
     spread = max(difference(run, plain, initial) for run in runs)

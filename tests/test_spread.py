@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from tests import spread
-from tests.close import RATIOS
-from tests.deepspeed.modes import BY_NAME
+from tests.close import RATIOS, close
+from tests.deepspeed.modes import BY_NAME, MICRO_ROWS
+from tests.deepspeed.runs import Rounding16, reference
 from tests.deepspeed.test_features import CASES, MixedKFAC, expected_weights
-from tests.models import make_net
+from tests.models import cross_entropy, make_batch, make_net
 from tests.oracle import ReferenceKFAC
 from tests.spread import PLAIN, Variation, difference, expected, in_float64
 
@@ -71,6 +72,26 @@ def test_mistakes_are_outside_of_the_bound(name):
     print(f"{name}: spread {found.spread:.1e}", {mistake: f"{ratio:.0f}" for mistake, ratio in ratios.items()})
     assert min(ratios.values()) > 2 and ratios["sign"] > 10, (found.spread, ratios)
     assert found.spread > 0
+
+
+@pytest.mark.parametrize("name", ["z2-bf16", "root-z2-fp16"])
+def test_roundings_of_engines_in_16_bits_are_part_of_the_spread(name):
+    """They are larger than those of another order, and are nothing but roundings."""
+    mode, model = BY_NAME[name], make_net()
+    initial = {n: p.detach().clone() for n, p in model.named_parameters()}
+    train = partial(reference, mode, 4, WORLD, initial)
+    plain, ordered, rounded = (
+        train(variation=variation) for variation in (PLAIN, Variation(order=1), Variation(rounded=True))
+    )
+    order, ours = (difference(run, plain, initial) for run in (ordered, rounded))
+    assert order < ours < 16 * torch.finfo(torch.bfloat16).eps, (order, ours)  # of 4 steps with 3 roundings each
+    rounding = Rounding16(mode, model, WORLD, 4)
+    rounding.dtype, rounding.kept, rounding.twin = torch.float32, torch.float32, make_net()
+    x, y = make_batch(0, WORLD * 4 * MICRO_ROWS)
+    cross_entropy(model(x), y).backward()
+    whole = [p.grad for p in model.parameters()]
+    rounding.gradients(model, x, y)
+    close([p.grad for p in model.parameters()], whole, sums=2 * y.numel() + 40)  # rows, and sides of three layers
 
 
 def test_rows_are_permuted_together_and_float64_is_everywhere():

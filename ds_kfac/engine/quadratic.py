@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ds_kfac.comm.message import deliver
 from ds_kfac.model.batch_info import BatchInfo
+from ds_kfac.model.class_dim import class_dim
 from ds_kfac.model.hooks import own_hook
-from ds_kfac.model.loss_terms import class_dim
 from ds_kfac.model.output_loss import OUTPUT_LOSSES
 from ds_kfac.model.sampled_loss import prediction_tensor
 from ds_kfac.step.draft import Draft

@@ -44,7 +44,7 @@ def read(folder: Path) -> Series:
     """All numbers logged below a folder, by name and in order."""
     found: defaultdict[str, dict[float, float]] = defaultdict(dict)
     for path in sorted(folder.rglob("*.csv")):
-        for number, row in enumerate(csv.reader(path.read_text().splitlines()), 1):
+        for number, row in enumerate(csv.reader(_text(path).splitlines()), 1):
             if len(row) == 2 and row[0] != "step":  # a resumed run writes its heading again
                 try:
                     found[path.stem][float(row[0])] = float(row[1])
@@ -53,7 +53,7 @@ def read(folder: Path) -> Series:
                         f"{path}, line {number}: got {row}; must be two numbers: mend the line, or take it out"
                     ) from None
     for path in sorted(folder.rglob("trainer_state.json")):
-        for entry in json.loads(path.read_text())["log_history"]:
+        for entry in _history(path):
             for name, value in entry.items():
                 if isinstance(value, (int, float)) and name != "step":
                     found[name][entry["step"]] = value
@@ -62,6 +62,26 @@ def read(folder: Path) -> Series:
         for name, step, value in _tensorboard(directory):
             found[name][step] = value
     return {name: sorted(values.items()) for name, values in found.items()}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except ValueError as problem:
+        raise ValueError(f"{path}: {problem}; take it out of the folder, or mend it") from None
+
+
+def _history(path: Path) -> list[dict[str, Any]]:
+    """Of the Trainer's state."""
+    try:
+        history = json.loads(_text(path))["log_history"]
+        if all(isinstance(entry["step"], int) for entry in history):
+            return history
+    except (ValueError, KeyError, TypeError, IndexError):
+        pass
+    raise ValueError(
+        f'{path}: its "log_history" is no list of objects with a "step" each; take the file out, or mend it'
+    )
 
 
 def _tensorboard(directory: Path) -> list[tuple[str, float, float]]:

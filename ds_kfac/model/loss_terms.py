@@ -1,7 +1,7 @@
 """How many terms the loss of a forward has, and the gradient that reaches it: read from what the model returned."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ds_kfac.model.batch_info import BatchInfo
+from ds_kfac.model.class_dim import class_dim
 from ds_kfac.model.row_masks import fit
 
 logger = logging.getLogger("ds_kfac")
@@ -71,40 +72,6 @@ def returned_prediction(output: Any) -> Tensor | None:
 def returned_loss(output: Any) -> Tensor | None:
     """The first scalar."""
     return next((value for value in _values(output) if value.ndim == 0), None)
-
-
-def class_dim(prediction: Tensor) -> int:
-    """Dimension of a term's outputs: the last of [N, C], but of images [N, C, H, W] the second, as in torch's losses.
-
-    Three dimensions are tokens [N, T, C], or positions [N, C, L] if a convolution made them or they were turned: the
-    graph of ``prediction`` says which. Without one it is the last.
-    """
-    if prediction.ndim != 3:
-        return 1 if prediction.ndim > 3 else -1
-    return _outputs(prediction.grad_fn)
-
-
-def _outputs(node: Any) -> int:
-    """Which dimension of a node's result [.., .., ..] holds the outputs of the product that it comes from: the second
-    one of a convolution's result, another's last. Between them dimensions change places, or stay."""
-    moves: list[Callable[[int], int]] = []
-    place = 2
-    while node is not None and not any(part in node.name() for part in ("View", "mmBackward", "MmBackward")):
-        name = node.name()
-        if "Convolution" in name:
-            place = 1
-            break
-        if name.startswith("TransposeBackward"):
-            one, other = ((saved + 3) % 2**64 % 3 for saved in (node._saved_dim0, node._saved_dim1))  # unsigned
-            moves.append(lambda p, swap={one: other, other: one}: swap.get(p, p))  # type: ignore[misc]
-        elif name.startswith("PermuteBackward"):
-            moves.append(list(node._saved_dims).index)
-        elif name.startswith("SqueezeBackward"):  # of an image without a batch dimension
-            moves.append(lambda p: p - 1)
-        node = node.next_functions[0][0] if node.next_functions else None
-    for move in reversed(moves):
-        place = move(place)
-    return place
 
 
 def output_terms(output: Any, info: BatchInfo, *, weight_sharing: str) -> Tensor | int | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ds_kfac.model.batch_info import BatchInfo
-from ds_kfac.model.loss_terms import class_dim
+from ds_kfac.model.class_dim import class_dim
 
 Sampler = Callable[[Any, BatchInfo, torch.Generator], Tensor]
 """(prediction, batch, generator) -> scalar loss with gradients to the prediction.

@@ -70,6 +70,14 @@ class Mode:
         return block
 
     @property
+    def mathematics(self) -> str:
+        """What decides which numbers come out, but for rounding: modes of which it is the same share a reference."""
+        facts = {"stage": self.stage == 0 and self.dtype, "kfac": self.kfac, "groups": self.groups, "dtype": self.dtype}
+        facts |= {"clip": self.clip, "adam": self.adam, "orthogonal": self.orthogonal, "extra": self.extra}
+        facts |= {"whiten": self.whiten, "rotate": self.rotate, "root": self.root}
+        return str(facts | {"scale": self.scale, "size": self.size, "ratio": self.adam_ratio})
+
+    @property
     def factors(self) -> dict[str, str]:
         """What a choice of cases combines, see tests/covering.py."""
         return {

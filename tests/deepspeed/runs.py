@@ -142,7 +142,8 @@ def reference(
     kfac = kind(work, **reference_options(kfac_config or mode.kfac_block))
     # stage 0 fp16 divides by a loss scale it never multiplied by (deepspeed PR 8393); we follow
     divisor = 2.0**8 if mode.dtype == "fp16" and mode.stage == 0 else 1.0
-    step = ReferenceStep(mode, model, work, kfac)
+    rounding = Rounding16(mode, model, world, accumulation) if variation.rounded else None
+    step = ReferenceStep(mode, model, work, kfac, rounding=rounding)
     autocast_dtype = mode.extra.get("torch_autocast", {}).get("dtype")
     autocast = {"dtype": getattr(torch, autocast_dtype or "bfloat16"), "enabled": autocast_dtype is not None}
     ranks = torch.arange(world).repeat_interleave(accumulation * MICRO_ROWS)
@@ -152,6 +153,8 @@ def reference(
         with torch.autocast(device.type, **autocast):
             loss = cross_entropy(work(x), y)
         loss.backward()
+        if rounding:
+            rounding.gradients(work, x, y)
         if before_step:
             before_step(kfac, index)
         step(divisor)
@@ -199,17 +202,55 @@ def maps_of_rows(maps: dict, layers: dict) -> dict[str, list[int]]:
     return found
 
 
+class Rounding16:
+    """Where an engine in 16 bits rounds and the reference, whose gradients are those of one batch in fp32, does not.
+
+    A twin of the model, without hooks, gives the gradients of micro-batches; they are rounded and added up in the
+    format in which DeepSpeed keeps them, at its loss scale.
+    """
+
+    def __init__(self, mode: Mode, model: nn.Module, world: int, accumulation: int) -> None:
+        self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[mode.dtype]
+        kept_fp32 = mode.extra.get("data_types", {}).get("grad_accum_dtype") == "fp32"
+        self.kept = torch.float32 if kept_fp32 else self.dtype
+        self.scale = 2.0**8 if mode.dtype == "fp16" and mode.stage else 1.0  # stage 0: see reference
+        self.parts, self.travels = world * accumulation, world > 1
+        self.twin = copy.deepcopy(model).to(self.dtype)
+
+    def gradients(self, work: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+        """In place of those of ``work``."""
+        self.twin.load_state_dict(work.state_dict())
+        params = list(self.twin.parameters())
+        outputs = self.twin(x)
+        sums = [torch.zeros_like(p, dtype=self.kept) for p in params]
+        for z, labels in zip(outputs.chunk(self.parts), y.chunk(self.parts), strict=True):
+            loss = cross_entropy(z, labels) * (self.scale / self.parts)
+            for total, g in zip(
+                sums, torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True), strict=True
+            ):
+                if g is not None:
+                    total += g
+        for p, total in zip(work.parameters(), sums, strict=True):
+            p.grad = None if p.grad is None else total.float() / self.scale
+
+    def result(self, g: torch.Tensor) -> torch.Tensor:
+        """As it arrives on another rank: in bf16, whatever the parameters are in."""
+        return g.bfloat16().float() if self.travels else g
+
+
 class ReferenceStep:
     """What follows a backward of ``work``: clipping, K-FAC and the optimizer on ``model``, the fp32 masters.
 
     Args:
         domains: over several of them the raw norm is not known: DeepSpeed clips what K-FAC has made of the gradients.
+        rounding: of results.
     """
 
     def __init__(
-        self, mode: Mode, model: nn.Module, work: nn.Module, kfac: ReferenceKFAC, *, domains: bool = False
-    ) -> None:
-        self.domains = domains
+        self, mode: Mode, model: nn.Module, work: nn.Module, kfac: ReferenceKFAC, *, domains: bool = False,
+        rounding: Rounding16 | None = None,
+    ) -> None:  # fmt: skip
+        self.domains, self.rounding = domains, rounding
         self.mode, self.model, self.work, self.kfac = mode, model, work, kfac
         options = {
             key: value for key, value in mode.optimizer["params"].items() if key not in ("torch_adam", "adam_lr")
@@ -246,6 +287,7 @@ class ReferenceStep:
                 for g in own:
                     g.mul_(clip)
             self.kfac.step(LR, grad_scale=divisor, seed=seed, clip=clip)
+            self._round(params)
         for master, p in zip(masters, params, strict=True):
             master.grad = torch.zeros_like(master) if p.grad is None else p.grad.float() / divisor
         if self.mode.clip and (self.mode.adam or self.domains):
@@ -261,6 +303,7 @@ class ReferenceStep:
                 whiten=self.mode.whiten, spectral=self.mode.scale == "spectral", size=self.mode.size,
                 ratio=self.mode.adam_ratio, heads=heads, blocks=maps_of_rows(self.mode.maps, self.kfac.layers),
             )  # fmt: skip
+            self._round(params)
             for master, p in zip(masters, params, strict=True):
                 master.grad = p.grad
         self._step()
@@ -270,6 +313,12 @@ class ReferenceStep:
                     p.copy_(master)
         for p in params:
             p.grad = None
+
+    def _round(self, params: list[torch.Tensor]) -> None:
+        ours = {id(p) for layer in self.kfac.layers.values() for p in layer.params}
+        for p in params:
+            if self.rounding and id(p) in ours and p.grad is not None:
+                p.grad = self.rounding.result(p.grad)
 
     @torch.no_grad()
     def _step(self) -> None:
@@ -287,12 +336,8 @@ def expected(mode: Mode, accumulation: int, world: int, initial: dict, **options
     """:func:`reference` with its spread. Modes that are the same run share it."""
     if options:
         return _spread(mode, accumulation, world, initial, **options)
-    facts = {"stage": mode.stage == 0 and mode.dtype, "kfac": mode.kfac, "groups": mode.groups, "dtype": mode.dtype}
-    facts |= {"clip": mode.clip, "adam": mode.adam, "orthogonal": mode.orthogonal, "extra": mode.extra}
-    facts |= {"whiten": mode.whiten, "rotate": mode.rotate, "root": mode.root}
-    facts |= {"scale": mode.scale, "size": mode.size, "ratio": mode.adam_ratio}
     start = [(n, w.shape, float(w.double().sum()), float(w[-1:].sum())) for n, w in initial.items()]
-    key = (str(facts), str(start), accumulation, world)
+    key = (mode.mathematics, str(start), accumulation, world)
     if key not in _expected:
         _expected[key] = _spread(mode, accumulation, world, initial)
     return _expected[key]
@@ -300,7 +345,8 @@ def expected(mode: Mode, accumulation: int, world: int, initial: dict, **options
 
 def _spread(mode: Mode, accumulation: int, world: int, initial: dict, **options) -> Expected:
     run = partial(reference, mode, accumulation, world, initial, **options)
-    return spread.expected(lambda variation: run(variation=variation), initial)
+    others = spread.OTHERS if mode.dtype == "fp32" else spread.IN_16_BITS
+    return spread.expected(lambda variation: run(variation=variation), initial, others)
 
 
 def compare(cases) -> dict:

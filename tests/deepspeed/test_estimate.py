@@ -19,6 +19,7 @@ from ds_kfac.estimate.traffic import KINDS
 from examples.gpt import GPT, GPTConfig
 from tests.choices import chosen
 from tests.close import close
+from tests.covering import pairs
 from tests.deepspeed.modes import FP32_ACCUM, OFFLOAD, Mode
 from tests.deepspeed.runs import build
 from tests.ranks import run_ranks
@@ -47,17 +48,27 @@ def case(stage: int, dtype: str = "fp32", *, adam=False, zero=None, extra=None, 
 
 
 def cases(world: int) -> dict[str, Mode]:
+    """Of ranks x workers or stages x what travels, every pair of two."""
     found = {}
+    forms = {"": {}, ", bf16 wire": BF16, ", inverse": INVERSE}
     for workers in (1, 2, 4)[: world.bit_length()]:
-        fraction = {"assignment": {"gradient_worker_fraction": workers / world}}
-        found[f"{workers} workers"] = case(0, **fraction)
-        found[f"{workers} workers, bf16 wire"] = case(0, **fraction, **BF16)
-        found[f"{workers} workers, inverse"] = case(0, **fraction, **INVERSE)
+        for name, blocks in forms.items():
+            fraction = {"assignment": {"gradient_worker_fraction": workers / world}}
+            found[f"{workers} workers{name}"] = case(0, **fraction, **blocks)
     for stage in (1, 2, 3):
-        found[f"stage {stage}"] = case(stage)
-        found[f"stage {stage}, bf16 wire"] = case(stage, **BF16)
+        for name in ("", ", bf16 wire"):
+            found[f"stage {stage}{name}"] = case(stage, **forms[name])
+    chosen = {
+        2: ("1 workers, bf16 wire", "2 workers", "2 workers, inverse", "stage 1, bf16 wire", "stage 2", "stage 3"),
+        4: (
+            "1 workers", "1 workers, inverse", "2 workers, bf16 wire", "4 workers", "4 workers, bf16 wire",
+            "4 workers, inverse", "stage 1", "stage 2, bf16 wire", "stage 3, bf16 wire",
+        ),
+        8: ("2 workers, bf16 wire", "stage 2", "stage 3, bf16 wire"),
+    }  # fmt: skip
+    found = {name: found[name] for name in chosen[world]}
     if world == 8:
-        return {name: found[name] for name in ("2 workers, bf16 wire", "stage 2", "stage 3, bf16 wire")}
+        return found
     if world == 2:
         return found | {f"stage {stage}, bf16": case(stage, "bf16") for stage in (0, 1, 2, 3)}
     return found | {
@@ -154,6 +165,26 @@ def _expected(ds_config: dict, world: int):
     assert all(parameter.is_meta for parameter in model.parameters())
     found = estimate(subject, engine_mode, config, world=world, machine=Machine(BUILTIN["cpu"]), rows=ROWS)
     return found, shards_of(subject, engine_mode, world)
+
+
+def test_every_pair_of_settings_is_estimated():
+    def settings(world, name):
+        place, _, form = name.partition(", ")
+        return {"world": str(world), "place": place, "form": form}
+
+    possible = [
+        settings(world, f"{place}{form}")
+        for world in (2, 4)
+        for place in (
+            *(f"{workers} workers" for workers in (1, 2, 4) if workers <= world),
+            "stage 1",
+            "stage 2",
+            "stage 3",
+        )
+        for form in ("", ", bf16 wire", *([", inverse"] if "workers" in place else []))
+    ]
+    chosen = [settings(world, name) for world in (2, 4) for name in cases(world)]
+    assert set().union(*map(pairs, possible)) <= set().union(*map(pairs, chosen))
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])

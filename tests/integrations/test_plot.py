@@ -44,6 +44,21 @@ def test_a_line_without_a_number_is_named(tmp_path, capsys):
     assert "loss.csv, line 3: got ['5', '']; must be two numbers" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "state", ["", '{"log', "[]", "3", "{}", '{"log_history": null}', '{"log_history": [{"loss": 1.0}]}', "\x00"]
+)
+def test_a_state_of_the_trainer_that_is_none_is_named(state, tmp_path, capsys):
+    (tmp_path / "trainer_state.json").write_text(state)
+    assert main(["plot", str(tmp_path)]) == 1
+    assert 'trainer_state.json: its "log_history" is no list' in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path, capsys):
+    (tmp_path / "loss.csv").write_bytes(b"\xff\xfe")
+    assert main(["plot", str(tmp_path)]) == 1
+    assert "loss.csv: 'utf-8' codec can't decode" in capsys.readouterr().err
+
+
 def test_a_folder_without_logs_is_an_error(tmp_path, capsys):
     assert main(["plot", str(tmp_path)]) == 1
     assert "csv_monitor" in capsys.readouterr().err

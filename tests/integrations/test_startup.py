@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_kfac.engine.entry import asked_for
 from tests.ranks import ROOT, free_port
 
 ENABLED = "import deepspeed, ds_kfac.engine.entry as entry; print(entry._enabled, entry.__file__)"
@@ -71,20 +72,25 @@ def test_the_wheel_has_all_that_a_run_needs(python, built):
 
 
 def test_the_variable_enables_as_soon_as_deepspeed_is_imported(python, built):
-    enabled, file = run(python, ENABLED, built, DS_KFAC="1").split()
+    probed = "import importlib.util; assert importlib.util.find_spec('deepspeed')\n"  # transformers looks first
+    enabled, file = run(python, probed + ENABLED, built, DS_KFAC="1").split()
     assert enabled == "True" and Path(file).is_relative_to(built)
+    assert run(python, ENABLED, built, DS_KFAC="YES").split()[0] == "True"
+    first = "import ds_kfac\n"  # which imports deepspeed
+    assert run(python, first + ENABLED, built, DS_KFAC="1").split()[0] == "True"
     assert run(python, ENABLED, built).split()[0] == "False"
-    for no in ("0", "", "false", "No", "OFF", " off"):
-        assert run(python, ENABLED, built, DS_KFAC=no).split()[0] == "False", no
-    for yes in ("true", "YES", "on"):
-        assert run(python, ENABLED, built, DS_KFAC=yes).split()[0] == "True", yes
+    assert run(python, ENABLED, built, DS_KFAC=" off").split()[0] == "False"
     wrong = subprocess.run([python, "-c", ENABLED], cwd=built, env=os.environ | {"DS_KFAC": "maybe", "PYTHONPATH": ""},
                            capture_output=True, text=True, check=False)  # fmt: skip
     assert wrong.returncode and "DS_KFAC: got 'maybe'; must be one of 1, true" in wrong.stderr
-    probed = "import importlib.util; assert importlib.util.find_spec('deepspeed')\n"  # transformers looks first
-    assert run(python, probed + ENABLED, built, DS_KFAC="1").split()[0] == "True"
-    first = "import ds_kfac\n"  # which imports deepspeed
-    assert run(python, first + ENABLED, built, DS_KFAC="1").split()[0] == "True"
+
+
+def test_words_of_the_variable():
+    assert not any(map(asked_for, ("0", "", "false", "No", "no", "OFF", " off", "FALSE ")))
+    assert all(map(asked_for, ("1", "true", "YES", "on", " On")))
+    for wrong in ("maybe", "2", "n"):
+        with pytest.raises(ValueError, match=r"DS_KFAC: got '.*'; must be one of 1, true"):
+            asked_for(wrong)
 
 
 def test_a_process_without_deepspeed_imports_nothing(python, built):

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_kfac.model.batch_info import ArgumentReader, BatchInfo
-from ds_kfac.model.loss_terms import class_dim, output_terms, returned_loss, returned_prediction
+from ds_kfac.model.class_dim import class_dim
+from ds_kfac.model.loss_terms import output_terms, returned_loss, returned_prediction
 from ds_kfac.model.rows import RowRule
 from ds_kfac.model.sampled_loss import SAMPLERS
 from ds_kfac.model.scan import Choice
@@ -238,6 +239,19 @@ def test_with_reduce_a_term_is_an_example():
     assert recorder.counts("block") == recorder.counts("head") == [N, N]
 
 
+class Same(torch.autograd.Function):
+    """As ZeRO-3 puts behind modules."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+SCALE, PIXELS = nn.Parameter(torch.ones(1, 1, 1)), nn.Conv2d(1, 4, 3, padding=1)
 LAST, CONV, UP, IMAGE = nn.Linear(3, 4), nn.Conv1d(3, 4, 3), nn.ConvTranspose1d(3, 4, 3), nn.Conv2d(1, 4, 2)
 LAYOUTS = {
     "linear": (lambda x: LAST(x.mT), 2), "without bias": (lambda x: F.linear(x.mT, LAST.weight), 2),
@@ -247,8 +261,27 @@ LAYOUTS = {
     "resized": (lambda x: F.interpolate(CONV(x), size=20), 1), "turned": (lambda x: CONV(x).transpose(1, 2), 2),
     "turned by mT": (lambda x: CONV(x).mT, 2), "permuted": (lambda x: CONV(x).permute(2, 0, 1), 2),
     "sequences first": (lambda x: CONV(x).permute(2, 1, 0), 1), "activation": (lambda x: torch.tanh(CONV(x)), 1),
-    "image without a batch": (IMAGE, 0),
+    "image without a batch": (IMAGE, 0), "sequence without a batch": (lambda x: CONV(x[0])[None], 1),
     "no graph": (lambda x: x.detach(), 2),
+    "scaled": (lambda x: SCALE * CONV(x), 1), "masked": (lambda x: torch.ones(2, 1, 6) * CONV(x), 1),
+    "pooled": (lambda x: F.avg_pool1d(CONV(x), 2), 1), "a module's own backward": (lambda x: Same.apply(CONV(x)), 1),
+    "pixels in a row": (lambda x: PIXELS(x[:, None]).flatten(2), 1),
+    "pixels in a row, turned": (lambda x: PIXELS(x[:, None]).flatten(2).mT, 2),
+    "pixels in a row, channels last": (lambda x: PIXELS(x[:, None]).permute(0, 2, 3, 1).flatten(1, 2), 2),
+    "of one row": (lambda x: IMAGE(x[:, None, :2]).squeeze(2), 1), "a row": (lambda x: IMAGE(x[:, None])[:, :, 0], 1),
+    "mean of rows": (lambda x: IMAGE(x[:, None]).mean(2), 1), "largest": (lambda x: IMAGE(x[:, None]).amax(-1), 1),
+    "stacked": (lambda x: torch.stack([LAST(x[..., :3, 0])] * 3, 1), 2),
+    "shuffled": (lambda x: CONV(x).view(2, 2, 2, 6).permute(0, 1, 3, 2).reshape(2, 2, 12), 1),
+    "a weight on the left": (lambda x: LAST.weight @ x, 1), "turned from the left": (lambda x: (LAST.weight @ x).mT, 2),
+    "of words": (lambda x: nn.Embedding(5, 3)(torch.zeros(2, 8, dtype=torch.long)) @ LAST.weight.T, 2),
+    "several tokens of one row": (lambda x: LAST(x[..., 0]).view(2, 2, 2), 2),
+}  # fmt: skip
+IMAGES = {
+    "convolution": (lambda x: IMAGE(x[:, None]), 1), "turned": (lambda x: IMAGE(x[:, None]).movedim(1, -1), 3),
+    "resized": (lambda x: F.interpolate(IMAGE(x[:, None]), size=(9, 9)), 1),
+    "linear": (lambda x: LAST(x.mT[:, None]), 3), "linear, turned": (lambda x: LAST(x.mT[:, None]).movedim(3, 1), 1),
+    "frames": (lambda x: IMAGE(x[:, None]).view(1, 2, 4, 2, 7), 2), "no graph": (lambda x: x[..., None], 1),
+    "patches": (lambda x: LAST(x.mT).view(2, 8, 2, 1, 2).permute(0, 4, 1, 2, 3).reshape(2, 2, 16, 1), 1),
 }  # fmt: skip
 
 
@@ -257,6 +290,13 @@ def test_three_dimensions_are_tokens_or_positions_of_a_convolution(name):
     make, expected = LAYOUTS[name]
     prediction = make(torch.randn(1 if "image" in name else 2, 3, 8))
     assert prediction.ndim == 3 and class_dim(prediction) % 3 == expected
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_more_dimensions_are_images_unless_a_linear_layer_made_them(name):
+    make, expected = IMAGES[name]
+    prediction = make(torch.randn(2, 3, 8))
+    assert prediction.ndim > 3 and class_dim(prediction) % prediction.ndim == expected
 
 
 def test_a_convolution_per_position_has_the_factors_of_the_linear_layer():
