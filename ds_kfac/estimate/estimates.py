@@ -117,7 +117,7 @@ def planned(
     setting = Setting(world, held, mode.parameters, mode.gradients, moments, scheduled=mode.scheduled)
     plan = make_plan(subject.layers, setting, config, costs)
     groups = subject.shared if plan.shares else ()
-    unit = {layer.name: subject.trace.rows.get(layer.uses[0].module, 1.0) for layer in subject.layers}
+    unit = {layer.name: subject.trace.rows_of(layer) for layer in subject.layers}
     return plan.knowing(Known(groups, None if rows is None else {name: rows * each for name, each in unit.items()}))
 
 
@@ -152,7 +152,7 @@ def estimate(
     """
     plan = planned(subject, mode, config, world=world, costs=machine.costs, rows=rows)
     traffic = planned_traffic(subject, mode, config, plan)
-    work = Workload(plan, config, machine, rows, subject.trace.rows, mode.rule)
+    work = Workload(plan, config, machine, rows, subject.trace, mode.rule)
     counted = Counter((step.captured, step.arriving) for step in settled_period(plan))
     staggered = config.having("eigenbasis", stagger=True)
     spread = planned(subject, mode, staggered, world=world, costs=machine.costs, rows=rows).offsets
@@ -168,7 +168,7 @@ def estimate(
         work=work,
         at_once=_timing(replace(work, plan=replace(plan, offsets={})), traffic),
         spread=_timing(replace(work, plan=replace(plan, offsets=spread)), traffic),
-        model=machine.model_seconds(subject.forward * rows) if rows else None,
+        model=machine.model_seconds(subject.forward * rows) if rows and subject.forward else None,
     )
 
 

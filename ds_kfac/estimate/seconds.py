@@ -7,11 +7,12 @@ from functools import cached_property
 import numpy as np
 
 from ds_kfac.assignment.cost_model import CostModel, capture_flops, decompose_flops, mean_width, precondition_flops
-from ds_kfac.assignment.factor_spec import FactorSpec
+from ds_kfac.assignment.factor_spec import FactorSpec, rows_from
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.estimate.machine import Machine
 from ds_kfac.estimate.period import Happening, settled_period
+from ds_kfac.estimate.trace import Trace
 from ds_kfac.estimate.traffic import KINDS, PlannedTraffic, StepTraffic
 from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.model.layers.convolution import Convolution
@@ -39,7 +40,7 @@ class Workload:
 
     Attributes:
         rows: tokens (or images) of a rank in a step; None: not known, captures are left out.
-        unit_rows: module name -> rows of one token (or image), 1 for those that are not in it.
+        trace: what rows one token (or image) has.
         rule: how the optimizer steps.
     """
 
@@ -47,7 +48,7 @@ class Workload:
     config: KFACConfig
     machine: Machine
     rows: int | None
-    unit_rows: Mapping[str, float]
+    trace: Trace
     rule: UpdateRule
 
     @property
@@ -57,8 +58,11 @@ class Workload:
     @cached_property
     def capture_flops(self) -> Mapping[str, int]:
         """Factor key -> on each contributor, per capture."""
-        leaders = {layer.name: layer for layer in self.plan.layers}
-        return {factor.key: self._capture(factor, leaders[factor.layers[0]]) for factor in self.plan.assignment.factors}
+        layers = {layer.name: layer for layer in self.plan.layers}
+        return {
+            factor.key: self._capture(factor, layers[factor.layers[0]], len(rows_from(factor, layers)))
+            for factor in self.plan.assignment.factors
+        }
 
     @cached_property
     def captures(self) -> np.ndarray:
@@ -150,12 +154,13 @@ class Workload:
             numel[list(self.plan.assignment.workers[layer.name])] += layer.numel
         return numel * (4 * 4 / self.costs.copy_bytes)
 
-    def _capture(self, factor: FactorSpec, layer: LayerSpec) -> int:
+    def _capture(self, factor: FactorSpec, layer: LayerSpec, members: int) -> int:
+        """``members``: layers of a stack whose rows these are."""
         total = 0
         for use in layer.uses:
             if use.kind == "Embedding" and factor.is_A:  # counts, no products
                 continue
-            rows = round((self.rows or 0) * self.unit_rows.get(use.module, 1))
+            rows = round((self.rows or 0) * self.trace.rows_of(layer, use.module) * members)
             if isinstance(LAYERS[use.kind], Convolution):
                 factor_config, dims = self.config.factor, int(use.kind[-2])
                 rule = RowRule(sample=factor_config.sample_rows, positions=factor_config.sample_positions)

@@ -272,9 +272,8 @@ class Capture:
             shape = torch.Size((len(x), layer.dim_G))
         elif columns is not None or lay is not None:
             shape = torch.Size((*x.shape[:-1], layer.dim_G))
-        if self.measured is not None and index == 0 and "A" in only:
-            counts = self.measured.setdefault(layer.name, [0, 0])
-            counts[recomputed] += kind.rows(x, output) if select is None else len(x)
+        if index == 0 and layer.part[1] == 1 and "A" in only:
+            self._measure(layer, kind.rows(x, output), recomputed)
         due, sums = self._due(layer, index).sides, self._use_sums(layer, index)
         sides = "".join(side for side in due if side in only)
         if not sides:
@@ -297,6 +296,10 @@ class Capture:
         else:
             call = Call(*values)
             on_gradient(output, lambda gradient: self._on_gradient(call, gradient))
+
+    def _measure(self, layer: LayerSpec, rows: int, recomputed: bool) -> None:
+        if self.measured is not None:
+            self.measured.setdefault(layer.name, [0, 0])[recomputed] += rows
 
     # products with parameters
 
@@ -343,9 +346,12 @@ class Capture:
         shared = stacked and layers[-1][0].shares is not None
         if shared and first.shares is None:
             self._called(*layers[0], module, x, output, only="A", select=EVERY, lay=lay)
+        recomputed = torch._C._current_graph_task_id() != -1
         for entry, select in product.entries:
             layer, index = layers[entry]
             only = "G" if shared else "AG"
+            if stacked:
+                self._measure(layer, len(x.reshape(-1, x.shape[-1])[select]), recomputed)
             if not stacked:
                 self._called(layer, index, module, x, output, columns=product.columns, lay=lay)
             elif not (shared and "G" not in self._due(layer, index).sides):
