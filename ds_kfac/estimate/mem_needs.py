@@ -105,12 +105,12 @@ def described(
     if world < 1:
         raise ValueError(f"world: got {world}; must be at least 1 rank")
     update, refresh = config.schedule.intervals(config.schedule.settled)
-    found = estimates(subject, mode, config, world=world, machine=machine, rows=rows)
     chosen, refused = None, list[str]()
     try:
         chosen = estimate(subject, mode, config, world=world, machine=machine, rows=rows)
     except ValueError as problem:
         refused = wrapped(f"this config: refused: {problem}")
+    found = estimates(subject, mode, config, world=world, machine=machine, rows=rows, known=chosen)
     method = config.preconditioner.method
     kept = FACTOR_FORMS[method].words
     lines = [

@@ -1,7 +1,7 @@
 """FLOPs and predicted seconds of a plan's steps, stage by stage. Pure."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -71,9 +71,9 @@ class Workload:
 
     def _captured(self, keys: Collection[str]) -> np.ndarray:
         """[W], FLOPs of capturing some factors."""
-        total, assignment = np.zeros(self.plan.assignment.world), self.plan.assignment
+        total = np.zeros(self.plan.assignment.world)
         for key in keys:
-            total[list(self.plan.contributors.of(key, assignment.decomposers[key], 0))] += self.capture_flops[key]
+            total[self._contributors[key]] += self.capture_flops[key]
         return total
 
     @cached_property
@@ -98,11 +98,11 @@ class Workload:
         plan, costs = self.plan, self.costs
         step = traffic.step(happening.captured, happening.arriving)
         fold, refresh = (np.zeros(plan.assignment.world) for _ in range(2))
-        for factor in plan.assignment.factors:
-            home = plan.assignment.decomposers[factor.key]
-            fold[home] += costs.fold(factor.side) if factor.key in happening.captured else 0.0
-            if factor.key in happening.decomposed:
-                refresh[home] += costs.decompose(factor.side, plan.method, exact=happening.exact)
+        for factor in self._in_order(happening.captured):
+            fold[plan.assignment.decomposers[factor.key]] += costs.fold(factor.side)
+        for factor in self._in_order(happening.decomposed):
+            seconds = costs.decompose(factor.side, plan.method, exact=happening.exact)
+            refresh[plan.assignment.decomposers[factor.key]] += seconds
         messages = max(1, len(traffic.layout.buckets(happening.captured, 0)))
         reduce, relayout = (self._travel(step, kinds) for kinds in (REDUCED, MOVED))
         relayout = relayout + self._copies
@@ -119,9 +119,28 @@ class Workload:
         payload = np.sum([step.payload[kind] for kind in kinds], axis=0)
         return self.machine.travel(payload, sum(step.calls[kind] for kind in kinds))
 
-    def over_a_period(self, traffic: PlannedTraffic) -> Sequence[Stages]:
-        """Of every step. Decompositions that take effect later are spread over the steps they may take."""
-        steps = settled_period(self.plan)
+    def _in_order(self, keys: Collection[str]) -> list[FactorSpec]:
+        """Some factors, in the order of the plan: sums of seconds do not depend on that of a set."""
+        return [self._factors[place] for place in sorted(self._places[key] for key in keys)]
+
+    @cached_property
+    def _factors(self) -> Sequence[FactorSpec]:
+        return self.plan.assignment.factors
+
+    @cached_property
+    def _places(self) -> Mapping[str, int]:
+        return {factor.key: place for place, factor in enumerate(self._factors)}
+
+    @cached_property
+    def _contributors(self) -> Mapping[str, list[int]]:
+        """Factor key -> ranks that capture it; one update is like another."""
+        who, decomposers = self.plan.contributors, self.plan.assignment.decomposers
+        return {factor.key: list(who.of(factor.key, decomposers[factor.key], 0)) for factor in self._factors}
+
+    def over_a_period(self, traffic: PlannedTraffic, offsets: Mapping[str, int]) -> Sequence[Stages]:
+        """Of every step, with refreshes displaced so. Decompositions that take effect later are spread over the steps
+        they may take."""
+        steps = settled_period(replace(self.plan, offsets=offsets))
         known: dict[Happening, Stages] = {}
         for step in steps:
             if step not in known:

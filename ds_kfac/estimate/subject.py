@@ -1,7 +1,7 @@
 """What an estimate is of: a model's layers, its other parameters and their order in the optimizer. Shapes only."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -53,6 +53,7 @@ def subject_of(model: nn.Module, config: KFACConfig, mode: Mode, *, trace: Trace
     """
     trace = trace or Trace()
     found = scan(model, config.choice)
+    found = replace(found, layers=mode.rule.cut(config, found.layers))
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     name_of = {id(parameter): name for name, parameter in trained.items()}
     if mode.split_groups:

@@ -34,10 +34,9 @@ class Trace:
     stacked: Mapping[str, float] = field(default_factory=dict)
     units: int = 0
 
-
     def knows(self, layer: LayerSpec) -> bool:
         """Whether it knows the rows of a layer of a stack; of others a unit has one at least."""
-        return layer.part[1] == 1 or layer.weight in self.stacked
+        return layer.part[1] == 1 or not layer.uses[0].product or layer.weight in self.stacked
 
     def rows_of(self, layer: LayerSpec, module: str | None = None) -> float:
         """Rows of one unit that a layer has, by its first use or that of ``module``; if not known, as if each took
@@ -105,7 +104,7 @@ class _Stacks(TorchFunctionMode):
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        self.rows = Counter[str]()
+        self.rows: dict[str, float] = {}
         self._sides: dict[int, tuple[str, int, int]] = {}  # id of a parameter -> name, matrices, outputs of one
         self._copies: dict[int, tuple[Tensor, int]] = {}  # and of what: ids are of living tensors
         for name, module in modules.items():
@@ -128,7 +127,7 @@ class _Stacks(TorchFunctionMode):
             source = next((found for x in operands if (found := self._source(x)) is not None), None)
             if source is not None:
                 parameter, count, outputs = self._sides[source]
-                self.rows[parameter] += output.numel() / outputs / count
+                self.rows[parameter] = self.rows.get(parameter, 0.0) + output.numel() / outputs / count
         return output
 
     def _source(self, x: Any) -> int | None:

@@ -55,6 +55,7 @@ class Plan:
         clip_lr: the learning rate in kl-clip's bound, "current" or "peak".
         answers, reasons: what was chosen, and why; for the report.
         paired: whether a factor's refresh needs its partner, which is then on the same rank.
+        first: which ranks captured a factor's batch before rows were known; None: they are not known.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -76,6 +77,7 @@ class Plan:
     answers: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
     paired: bool = False
+    first: Contributors | None = None
 
     @property
     def method(self) -> str:
@@ -150,7 +152,7 @@ class Plan:
         layers = {layer.name: layer for layer in self.layers}
         rows = {f.key: sum(known.rows.get(name, 0.0) for name in rows_from(f, layers)) for f in alone}
         counts = counted(alone, rows, self.assignment.world, wanted=wanted)
-        return replace(plan, contributors=replace(self.contributors, counts=counts))
+        return replace(plan, contributors=replace(self.contributors, counts=counts), first=self.contributors)
 
     @cached_property
     def copied(self) -> frozenset[str]:
