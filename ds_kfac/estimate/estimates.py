@@ -150,17 +150,25 @@ def planned_traffic(
 
 
 def estimate(
-    subject: Subject, mode: Mode, config: KFACConfig, *, world: int, machine: Machine, rows: int | None = None
+    subject: Subject,
+    mode: Mode,
+    config: KFACConfig,
+    *,
+    world: int,
+    machine: Machine,
+    rows: int | None = None,
+    shards: ShardMap | None = None,
 ) -> Estimate:
     """Of the plan that a run would make.
 
     Args:
         rows: tokens (or images) of a rank in a step; None: not known.
+        shards: of :func:`shards_of`, if they are known.
 
     Raises:
         ValueError: there is no such plan.
     """
-    shards = shards_of(subject, mode, world)
+    shards = shards or shards_of(subject, mode, world)
     plan = planned(subject, mode, config, world=world, costs=machine.costs, rows=rows, shards=shards)
     traffic = planned_traffic(subject, mode, config, plan, shards)
     work = Workload(plan, config, machine, rows, subject.trace, mode.rule)
@@ -195,12 +203,15 @@ def estimates(
     machine: Machine,
     rows: int | None = None,
     known: Estimate | None = None,
+    shards: ShardMap | None = None,
 ) -> tuple[Estimate | Refused, ...]:
     """Of every strategy: all gradient-worker fractions, and the owner scheme of ZeRO; refused ones with the reason.
 
     Args:
         known: of the config's own, which is not made again.
+        shards: of :func:`shards_of`, if they are known.
     """
+    shards = shards or shards_of(subject, mode, world)
     found: list[Estimate | Refused] = []
     counts = worker_counts(world)
     if not mode.replicated:  # all that lies between is refused alike
@@ -211,7 +222,7 @@ def estimates(
             continue
         forced = config.having("assignment", gradient_worker_fraction=workers / world)
         try:
-            found.append(estimate(subject, mode, forced, world=world, machine=machine, rows=rows))
+            found.append(estimate(subject, mode, forced, world=world, machine=machine, rows=rows, shards=shards))
         except ValueError as problem:
             found.append(Refused(strategy_name(workers, world, replace(mode, replicated=True)), str(problem)))
     if mode.replicated:

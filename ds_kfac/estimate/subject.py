@@ -80,10 +80,13 @@ def _forward(model: nn.Module, trace: Trace) -> float:
     matrices those that a row takes."""
     total, seen = 0.0, set()
     for name, module in model.named_modules():
-        own = () if isinstance(module, nn.Embedding) else module.named_parameters(name, recurse=False)
-        for parameter_name, parameter in own:
+        own = {} if isinstance(module, nn.Embedding) else dict(module.named_parameters(name, recurse=False))
+        each = next((trace.stacked[parameter] for parameter in own if parameter in trace.stacked), None)
+        for parameter_name, parameter in own.items():
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 rows = trace.stacked.get(parameter_name, trace.rows.get(name, 1))
+                if each is not None and parameter_name.endswith("bias"):  # of a stack's matrices
+                    rows = each
                 total += math.prod(parameter_shape(parameter)) * rows
     return total

@@ -1,6 +1,8 @@
 """The models of the benchmarks have the published sizes, and a forward tells which layers see one input."""
 
+import json
 import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -78,6 +80,39 @@ def test_a_token_takes_some_of_a_stacks_experts():
         idle = blocks * (experts - top) * expert
         assert abs(subject.forward / (PARAMETERS[name] - embedding - idle) - 1) < 0.01, "but for biases and norms"
         assert subject_of(model, config, mode).forward == 0, "not known without a forward"
+
+
+TRANSFORMERS = {
+    "gpt_oss_20b": {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 24,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "intermediate_size": 2880, "num_attention_heads": 64,
+        "head_dim": 64, "num_key_value_heads": 8, "vocab_size": 201088, "attention_bias": True,
+    },
+    "qwen3_30b_a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+        "num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        "num_attention_heads": 32, "head_dim": 128, "num_key_value_heads": 4, "vocab_size": 151936,
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_a_mixture_has_the_layers_rows_and_multiplications_of_transformers_own(name, tmp_path):
+    pytest.importorskip("transformers", reason="needs ds_kfac[integrations]")
+    (tmp_path / "config.json").write_text(json.dumps(TRANSFORMERS[name]))
+    config, found = kfac_config(ADAMW), []
+    for path in (f"benchmarks.models:{name}", f"hf:{tmp_path}"):
+        model, example = build(path)
+        traced = trace(model, example)
+        subject = subject_of(model, config, mode_of(ADAMW, config), trace=traced)
+        layers = Counter(
+            (layer.kind, layer.shape, layer.part, layer.shares is None, layer.bias is None, traced.rows_of(layer))
+            for layer in subject.layers
+        )
+        shared = sorted(map(len, subject.shared))
+        found.append((layers, shared, subject.parameters, subject.preconditioned, subject.forward))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("bias", [False, True])
