@@ -1,4 +1,5 @@
-"""GPT-2, BERT and Llama as far as K-FAC sees them: every layer at its published shape, in plain torch.
+"""GPT-2, BERT, Llama, GPT-OSS and Qwen3-MoE as far as K-FAC sees them: every layer at its published shape, in plain
+torch.
 
     python -m ds_kfac estimate --model benchmarks.models:gpt2_xl --world 64
 
@@ -24,6 +25,17 @@ class Shape:
     context: int
 
 
+@dataclass(frozen=True)
+class Mixture(Shape):
+    """Of a transformer with mixtures of experts; ``inner`` is an expert's. ``head`` is the width of one, ``heads`` are
+    those of queries, ``grouped`` those of keys and values; each token takes ``top`` of the ``experts``."""
+
+    head: int
+    grouped: int
+    experts: int
+    top: int
+
+
 GPT2_SMALL = Shape(12, 768, 12, 3072, 50257, 1024)
 """Radford et al. 2019; 124 M parameters."""
 GPT2_XL = Shape(48, 1600, 25, 6400, 50257, 1024)
@@ -32,6 +44,10 @@ BERT_LARGE = Shape(24, 1024, 16, 4096, 30522, 512)
 """Devlin et al. 2018; 336 M parameters with both heads of pre-training."""
 LLAMA_7B = Shape(32, 4096, 32, 11008, 32000, 2048)
 """Touvron et al. 2023; 6.74 B parameters."""
+GPT_OSS_20B = Mixture(24, 2880, 64, 2880, 201088, 4096, head=64, grouped=8, experts=32, top=4)
+"""OpenAI 2025; 20.9 B parameters, 3.6 B of them active. Of its context 4,096 tokens."""
+QWEN3_30B_A3B = Mixture(48, 2048, 32, 768, 151936, 4096, head=128, grouped=4, experts=128, top=8)
+"""Yang et al. 2025; 30.5 B parameters, 3.3 B of them active. Of its context 4,096 tokens."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, heads: int, *, causal: bool) -> Tensor:
@@ -176,6 +192,95 @@ class BERT(nn.Module):
         return self.lm_head(self.norm_transform(F.gelu(self.transform(x)))), next_sentence
 
 
+class GroupedAttention(nn.Module):
+    """With fewer heads of keys and values than of queries."""
+
+    def __init__(self, shape: Mixture, *, bias: bool) -> None:
+        super().__init__()
+        self.heads, self.each = shape.heads, shape.heads // shape.grouped
+        wide, narrow = shape.heads * shape.head, shape.grouped * shape.head
+        self.query, self.out = nn.Linear(shape.width, wide, bias), nn.Linear(wide, shape.width, bias)
+        self.key, self.value = (nn.Linear(shape.width, narrow, bias) for _ in range(2))
+        self.sinks = nn.Parameter(torch.empty(shape.heads)) if bias else None
+        self.norm_query, self.norm_key = (nn.Identity() if bias else nn.RMSNorm(shape.head) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        head = self.out.in_features // self.heads
+        q, k, v = (part(x).unflatten(-1, (-1, head)) for part in (self.query, self.key, self.value))
+        q, k = self.norm_query(q), self.norm_key(k)
+        q, k, v = (y.flatten(2) for y in (q, *(y.repeat_interleave(self.each, 2) for y in (k, v))))
+        return self.out(attend(q, k, v, self.heads, causal=True))
+
+
+class Experts(nn.Module):
+    """Stacked, [E, O, I] as Qwen's."""
+
+    def __init__(self, shape: Mixture) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(shape.experts, 2 * shape.inner, shape.width))
+        self.down_proj = nn.Parameter(torch.empty(shape.experts, shape.width, shape.inner))
+
+    def forward(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        """[N, width] and the expert of each, [N] -> [N, width]."""
+        gate, up = torch.bmm(self.gate_up_proj[chosen], rows.unsqueeze(-1)).squeeze(-1).chunk(2, -1)
+        return torch.bmm(self.down_proj[chosen], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+
+
+class LyingExperts(nn.Module):
+    """The same [E, I, O], with biases, as GPT-OSS's."""
+
+    def __init__(self, shape: Mixture) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(shape.experts, shape.width, 2 * shape.inner))
+        self.gate_up_proj_bias = nn.Parameter(torch.empty(shape.experts, 2 * shape.inner))
+        self.down_proj = nn.Parameter(torch.empty(shape.experts, shape.inner, shape.width))
+        self.down_proj_bias = nn.Parameter(torch.empty(shape.experts, shape.width))
+
+    def forward(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        rows = torch.bmm(rows.unsqueeze(1), self.gate_up_proj[chosen]).squeeze(1) + self.gate_up_proj_bias[chosen]
+        gate, up = rows[:, ::2], rows[:, 1::2]
+        rows = torch.bmm((F.silu(gate) * (up + 1)).unsqueeze(1), self.down_proj[chosen]).squeeze(1)
+        return rows + self.down_proj_bias[chosen]
+
+
+class Routed(nn.Module):
+    """Every token to some of the experts."""
+
+    def __init__(self, shape: Mixture, *, bias: bool) -> None:
+        super().__init__()
+        self.top, self.gate = shape.top, nn.Linear(shape.width, shape.experts, bias)
+        self.experts = LyingExperts(shape) if bias else Experts(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        weights, chosen = self.gate(rows).softmax(-1).topk(self.top)
+        found = self.experts(rows.repeat_interleave(self.top, 0), chosen.flatten())
+        return (found.unflatten(0, (-1, self.top)) * weights.unsqueeze(-1)).sum(1).view_as(x)
+
+
+class MixtureOfExperts(nn.Module):
+    """Tokens [B, T] -> logits."""
+
+    def __init__(self, shape: Mixture, *, bias: bool) -> None:
+        super().__init__()
+        width = shape.width
+        self.embed_tokens = nn.Embedding(shape.vocabulary, width)
+        self.layers = nn.ModuleList(
+            PreNormBlock(
+                (nn.RMSNorm(width), nn.RMSNorm(width)), GroupedAttention(shape, bias=bias), Routed(shape, bias=bias)
+            )
+            for _ in range(shape.blocks)
+        )
+        self.norm = nn.RMSNorm(width)
+        self.lm_head = nn.Linear(width, shape.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(self.norm(x))
+
+
 Example = tuple[nn.Module, Tensor]
 """A model, and one example of its inputs."""
 
@@ -198,3 +303,11 @@ def bert_large() -> Example:
 
 def llama_7b() -> Example:
     return _with_tokens(Llama(LLAMA_7B), LLAMA_7B)
+
+
+def gpt_oss_20b() -> Example:
+    return _with_tokens(MixtureOfExperts(GPT_OSS_20B, bias=True), GPT_OSS_20B)
+
+
+def qwen3_30b_a3b() -> Example:
+    return _with_tokens(MixtureOfExperts(QWEN3_30B_A3B, bias=False), QWEN3_30B_A3B)

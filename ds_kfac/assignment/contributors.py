@@ -79,12 +79,12 @@ def counted(
     """Factor key -> ranks that have the rows of an update.
 
     Args:
-        rows: layer name -> rows of a rank in a step; layers that are missing take all ranks.
+        rows: factor key -> rows of a rank in a step; factors that are missing take all ranks.
         wanted: rows of an update, see :func:`rows_needed`.
     """
     counts = {}
     for factor in factors:
-        here = rows.get(factor.layers[0], 0.0)
+        here = rows.get(factor.key, 0.0)
         if here > 0:
             counts[factor.key] = max(1, min(world, int(-(-rows_needed(factor, wanted) // here))))
     return {key: count for key, count in counts.items() if count < world}

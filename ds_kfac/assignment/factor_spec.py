@@ -51,6 +51,15 @@ def factor_specs(layers: Sequence[LayerSpec], shared: Sequence[Sequence[str]] = 
     return tuple(FactorSpec(key, sides[key], tuple(users[key])) for key in users)
 
 
+def rows_from(factor: FactorSpec, layers: Mapping[str, LayerSpec]) -> tuple[str, ...]:
+    """Names of the layers whose rows together are a factor's: of a stack's common A all that are in the stack of its
+    first, else its first alone, whose rows are the others', too."""
+    first = layers[factor.layers[0]]
+    if not factor.is_A or first.part[1] == 1 or not first.uses[0].product:
+        return (first.name,)
+    return tuple(name for name in factor.layers if layers[name].weight == first.weight)
+
+
 def factors_by_layer(factors: Sequence[FactorSpec]) -> Mapping[str, Mapping[str, FactorSpec]]:
     """Layer name -> {"A": .., "G": ..}, without identity sides."""
     found: dict[str, dict[str, FactorSpec]] = {}

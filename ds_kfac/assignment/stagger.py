@@ -75,7 +75,7 @@ def refresh_offsets(
         for factor in items[i]:
             rank = decomposers[factor.key]
             work[rank] = work.get(rank, 0.0) + seconds[factor.key]
-        after_it = [max((now + squares[i])[rank] for rank in squares[i]) for now in captured]
+        after_it = [max(now[rank] + more for rank, more in squares[i].items()) for now in captured]
         open_ = [phase for phase in range(captures) if after_it[phase] <= limit]
         phases = set(open_ or [phase for phase in range(captures) if after_it[phase] == min(after_it)])
         worst = max(load.seconds for load in loads)

@@ -184,10 +184,17 @@ class Layout:
 
 def payload(bucket: Bucket, itemsize: int) -> Mapping[tuple[int, int], int]:
     """(source, target) -> bytes of a message without padding; counts are in fp32."""
-    found: Counter[tuple[int, int]] = Counter()
+    counts, elements = payloads(bucket, itemsize)
+    return {pair: counts[pair] + elements[pair] for pair in elements}
+
+
+def payloads(bucket: Bucket, itemsize: int) -> tuple[Mapping[tuple[int, int], int], Mapping[tuple[int, int], int]]:
+    """The same of its counts, and of its elements, which lie apart."""
+    counts: Counter[tuple[int, int]] = Counter()
+    elements: Counter[tuple[int, int]] = Counter()
     for piece in bucket:
-        nbytes = piece.numel * itemsize + (COUNT if piece.start == 0 else 0)
         for rank in piece.slot.contributors:
             if rank != piece.slot.owner:
-                found[rank, piece.slot.owner] += nbytes
-    return found
+                elements[rank, piece.slot.owner] += piece.numel * itemsize
+                counts[rank, piece.slot.owner] += COUNT if piece.start == 0 else 0
+    return counts, elements

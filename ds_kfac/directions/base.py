@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.metrics import Metrics
+from ds_kfac.model.cut import cut
 from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.plan.resolve import adaptive, resolve
@@ -207,6 +209,15 @@ class UpdateRule:
     def flops(self, config: KFACConfig, layer: LayerSpec) -> int:
         """Per step and gradient worker, in addition to preconditioning."""
         return 0
+
+    def by_rows(self, config: KFACConfig, layer: LayerSpec) -> bool:
+        """Whether its step of an output does not depend on the others, where G is the identity: it multiplies by
+        nothing but the factors."""
+        return self.flops(config, layer) == 0
+
+    def cut(self, config: KFACConfig, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+        """The layers that the rule steps: see ``ds_kfac/model/cut.py``."""
+        return cut(layers, partial(self.by_rows, config)) if config.choice.shares else tuple(layers)
 
     def scratch(self, plan: Plan, stacks: Sequence[Sequence[LayerSpec]]) -> int:
         """Bytes that the products of a worker's layers take at most, beside a matrix for each.

@@ -7,6 +7,7 @@ from ds_kfac.curvature.forms import FACTOR_FORMS
 from ds_kfac.directions.base import Direction, DirectionSetup, UpdateRule
 from ds_kfac.directions.kfac_gradient import KFACGradient
 from ds_kfac.directions.quadratic import QuadraticGradient
+from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.intervals import Value
 from ds_kfac.update.moments import CorrectedEigenvalues, LastUpdate, Moments
@@ -45,6 +46,9 @@ class KFACGradientRule(UpdateRule):
                 f'kfac.preconditioner.method "{config.preconditioner.method}" is for the optimizer KFACAdamW; use '
                 '"inverse" or "eigen"'
             )
+
+    def by_rows(self, config: KFACConfig, layer: LayerSpec) -> bool:
+        return False  # a graft is of a layer's norm
 
     def needs_norm(self, clips: bool) -> bool:
         return clips  # raw gradients are clipped: the norm of preconditioned ones says nothing of a spike

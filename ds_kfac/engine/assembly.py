@@ -45,6 +45,7 @@ def assemble(
     costs = agreed_costs(torch.device(engine.device), config.assignment.costs)
     with parallelism.agreeing(several):  # one stage may have no layers, or too little memory
         found = scan(engine.module, config.choice, optimized=optimized)
+        found = replace(found, layers=rule_of(engine.basic_optimizer).cut(config, found.layers))
         pairs = parallelism.by_domain(found, parts)
         targets = [make_target(engine, domain, part, experts) for domain, part in pairs]
         budgets = parallelism.budgets(targets, config)

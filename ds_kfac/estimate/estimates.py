@@ -102,22 +102,30 @@ def shards_of(subject: Subject, mode: Mode, world: int) -> ShardMap:
 
 
 def planned(
-    subject: Subject, mode: Mode, config: KFACConfig, *, world: int, costs: CostModel, rows: int | None = None
+    subject: Subject,
+    mode: Mode,
+    config: KFACConfig,
+    *,
+    world: int,
+    costs: CostModel,
+    rows: int | None = None,
+    shards: ShardMap | None = None,
 ) -> Plan:
     """The plan that a run would make, once it knows the layers that share their inputs, and the rows of a rank.
 
     Args:
         rows: tokens (or images) of a rank in a step; None: not known.
+        shards: of :func:`shards_of`, if they are known.
 
     Raises:
         ValueError: the fraction does not fit the world or the mode, or the memory budget is too small.
     """
-    held = None if mode.replicated else held_by_layer(subject.layers, shards_of(subject, mode, world))
+    held = None if mode.replicated else held_by_layer(subject.layers, shards or shards_of(subject, mode, world))
     moments = mode.rule.moments_count(config)
     setting = Setting(world, held, mode.parameters, mode.gradients, moments, scheduled=mode.scheduled)
     plan = make_plan(subject.layers, setting, config, costs)
     groups = subject.shared if plan.shares else ()
-    unit = {layer.name: subject.trace.rows.get(layer.uses[0].module, 1.0) for layer in subject.layers}
+    unit = {layer.name: subject.trace.rows_of(layer) for layer in subject.layers}
     return plan.knowing(Known(groups, None if rows is None else {name: rows * each for name, each in unit.items()}))
 
 
@@ -129,10 +137,12 @@ def _on_device(plan: Plan, costs: CostModel) -> Plan:
     return replace(plan, precision=precision, stacks=choices.stacks(torch.device("cuda"), plan.method))
 
 
-def planned_traffic(subject: Subject, mode: Mode, config: KFACConfig, plan: Plan) -> PlannedTraffic:
+def planned_traffic(
+    subject: Subject, mode: Mode, config: KFACConfig, plan: Plan, shards: ShardMap | None = None
+) -> PlannedTraffic:
     return PlannedTraffic(
         plan,
-        shards_of(subject, mode, plan.assignment.world),
+        shards or shards_of(subject, mode, plan.assignment.world),
         numbers=mode.rule.numbers,
         norm=mode.rule.needs_norm(mode.clips) and not mode.replicated,
         terms=config.preconditioner.eigenvalues == "corrected",
@@ -140,50 +150,79 @@ def planned_traffic(subject: Subject, mode: Mode, config: KFACConfig, plan: Plan
 
 
 def estimate(
-    subject: Subject, mode: Mode, config: KFACConfig, *, world: int, machine: Machine, rows: int | None = None
+    subject: Subject,
+    mode: Mode,
+    config: KFACConfig,
+    *,
+    world: int,
+    machine: Machine,
+    rows: int | None = None,
+    shards: ShardMap | None = None,
 ) -> Estimate:
     """Of the plan that a run would make.
 
     Args:
         rows: tokens (or images) of a rank in a step; None: not known.
+        shards: of :func:`shards_of`, if they are known.
 
     Raises:
         ValueError: there is no such plan.
     """
-    plan = planned(subject, mode, config, world=world, costs=machine.costs, rows=rows)
-    traffic = planned_traffic(subject, mode, config, plan)
-    work = Workload(plan, config, machine, rows, subject.trace.rows, mode.rule)
+    shards = shards or shards_of(subject, mode, world)
+    plan = planned(subject, mode, config, world=world, costs=machine.costs, rows=rows, shards=shards)
+    traffic = planned_traffic(subject, mode, config, plan, shards)
+    work = Workload(plan, config, machine, rows, subject.trace, mode.rule)
     counted = Counter((step.captured, step.arriving) for step in settled_period(plan))
-    staggered = config.having("eigenbasis", stagger=True)
-    spread = planned(subject, mode, staggered, world=world, costs=machine.costs, rows=rows).offsets
+    spread = plan.offsets
+    if not spread:
+        staggered = config.having("eigenbasis", stagger=True)
+        spread = planned(subject, mode, staggered, world=world, costs=machine.costs, rows=rows, shards=shards).offsets
+    on_device = _on_device(plan, machine.costs)
     every, none = traffic.every, frozenset[str]()
     return Estimate(
         name=strategy_name(plan.workers, world, mode),
         plan=plan,
-        memory=memory_of(planned_traffic(subject, mode, config, _on_device(plan, machine.costs)), config, mode.rule),
+        memory=memory_of(planned_traffic(subject, mode, config, on_device, shards), config, mode.rule),
         plain=traffic.step(none, none),
         update=traffic.step(every, none),
         refresh=traffic.step(every, every),
         mean=mean_traffic([(traffic.step(*what), times) for what, times in counted.items()]),
         work=work,
-        at_once=_timing(replace(work, plan=replace(plan, offsets={})), traffic),
-        spread=_timing(replace(work, plan=replace(plan, offsets=spread)), traffic),
-        model=machine.model_seconds(subject.forward * rows) if rows else None,
+        at_once=_timing(work, {}, traffic),
+        spread=_timing(work, spread, traffic),
+        model=machine.model_seconds(subject.forward * rows) if rows and subject.forward else None,
     )
 
 
 def estimates(
-    subject: Subject, mode: Mode, config: KFACConfig, *, world: int, machine: Machine, rows: int | None = None
+    subject: Subject,
+    mode: Mode,
+    config: KFACConfig,
+    *,
+    world: int,
+    machine: Machine,
+    rows: int | None = None,
+    known: Estimate | None = None,
+    shards: ShardMap | None = None,
 ) -> tuple[Estimate | Refused, ...]:
-    """Of every strategy: all gradient-worker fractions, and the owner scheme of ZeRO; refused ones with the reason."""
+    """Of every strategy: all gradient-worker fractions, and the owner scheme of ZeRO; refused ones with the reason.
+
+    Args:
+        known: of the config's own, which is not made again.
+        shards: of :func:`shards_of`, if they are known.
+    """
+    shards = shards or shards_of(subject, mode, world)
     found: list[Estimate | Refused] = []
     counts = worker_counts(world)
     if not mode.replicated:  # all that lies between is refused alike
         counts = tuple(sorted({*counts[:2], world}))
     for workers in counts:
+        if known is not None and known.plan.workers == workers:
+            found.append(known)
+            continue
         forced = config.having("assignment", gradient_worker_fraction=workers / world)
         try:
-            found.append(estimate(subject, mode, forced, world=world, machine=machine, rows=rows))
+            found.append(estimate(subject, mode, forced, world=world, machine=machine, rows=rows, shards=shards))
         except ValueError as problem:
             found.append(Refused(strategy_name(workers, world, replace(mode, replicated=True)), str(problem)))
     if mode.replicated:
@@ -200,7 +239,7 @@ def strategy_name(workers: int, world: int, mode: Mode) -> str:
     return {1: "MEM-OPT", world: "COMM-OPT"}.get(workers, f"HYBRID-OPT {workers}/{world}")
 
 
-def _timing(work: Workload, traffic: PlannedTraffic) -> Timing:
-    steps: Sequence[Stages] = work.over_a_period(traffic)
+def _timing(work: Workload, offsets: Mapping[str, int], traffic: PlannedTraffic) -> Timing:
+    steps: Sequence[Stages] = work.over_a_period(traffic, offsets)
     stages = {stage: sum(step[stage] for step in steps) / len(steps) for stage in steps[0]}
     return Timing(stages, max(sum(step.values()) for step in steps))

@@ -12,7 +12,7 @@ from ds_kfac.assignment.cost_model import BUILTIN, CostModel
 from ds_kfac.assignment.measured_costs import measured
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.curvature.forms import FACTOR_FORMS
-from ds_kfac.estimate.estimates import Estimate, Refused, estimate, estimates
+from ds_kfac.estimate.estimates import Estimate, Refused, estimate, estimates, shards_of
 from ds_kfac.estimate.machine import Machine
 from ds_kfac.estimate.mode import Mode, kfac_config, mode_of, read_config
 from ds_kfac.estimate.subject import Subject, subject_of
@@ -105,12 +105,12 @@ def described(
     if world < 1:
         raise ValueError(f"world: got {world}; must be at least 1 rank")
     update, refresh = config.schedule.intervals(config.schedule.settled)
-    found = estimates(subject, mode, config, world=world, machine=machine, rows=rows)
-    chosen, refused = None, list[str]()
+    chosen, refused, shards = None, list[str](), shards_of(subject, mode, world)
     try:
-        chosen = estimate(subject, mode, config, world=world, machine=machine, rows=rows)
+        chosen = estimate(subject, mode, config, world=world, machine=machine, rows=rows, shards=shards)
     except ValueError as problem:
         refused = wrapped(f"this config: refused: {problem}")
+    found = estimates(subject, mode, config, world=world, machine=machine, rows=rows, known=chosen, shards=shards)
     method = config.preconditioner.method
     kept = FACTOR_FORMS[method].words
     lines = [

@@ -6,11 +6,12 @@ import numpy as np
 import torch
 
 from ds_kfac.assignment.work import Work, kept_bytes, packed_bytes
+from ds_kfac.comm.bucket import Layout
 from ds_kfac.comm.reducer import IN_FLIGHT
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.estimate.period import burn_in, settled_period
-from ds_kfac.estimate.traffic import PlannedTraffic, message_bytes
+from ds_kfac.estimate.traffic import Keys, PlannedTraffic, message_bytes
 from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.moments import AdamMoments
@@ -23,7 +24,7 @@ TRANSIENT = ("sums", "messages", "drafts")
 messages that are on their way at a time, and what is kept until DeepSpeed has applied the step: what moments will take
 in, and factors and eigenbases, as many as any step renews."""
 BESIDE = "beside"
-"""The most of it at a time, with the gradients and results of this rank's layers."""
+"""The most of it at a time in any step, with the gradients and results of this rank's layers."""
 FP32, COUNTER, NORMS = 4, 4, 8
 """Bytes of a number, of the counter of a layer's moments, of the norms of a history."""
 
@@ -60,23 +61,19 @@ def memory_of(traffic: PlannedTraffic, config: KFACConfig, rule: UpdateRule) -> 
         memory["drafts"][workers] += waits * layer.numel if moments else 0
 
     scratch = np.array([rule.scratch(plan, of_rank) for of_rank in _stacks(plan)])
-    for slot in traffic.layout.slots(traffic.every, 0):
-        memory["sums"][list({slot.owner, *slot.contributors})] += FP32 * slot.numel
+    memory["sums"] += _sums(traffic.every, traffic.layout, world)
     new = _most_renewed(traffic, renewed, memory["factors"])
     memory["drafts"] += new
-    gather, scatter, reductions = ({}, {}, []) if world == 1 else (
-        traffic.gather(traffic.every, traffic.every), traffic.scatter, traffic.reductions(traffic.every)
-    )  # fmt: skip
+    gather, scatter = ({}, {}) if world == 1 else (traffic.gather(traffic.every, traffic.every), traffic.scatter)
     zero = np.zeros(world, dtype=np.int64)
-    under_way = [zero, *(zero + message_bytes(message) for message in reductions)]
-    in_backward = np.max([sum(under_way[i : i + IN_FLIGHT], zero) for i in range(len(under_way))], axis=0)
+    in_backward = _under_way(traffic, traffic.every, traffic.layout)
     memory["messages"] += np.max([in_backward, zero + message_bytes(gather), zero + message_bytes(scatter)], axis=0)
     packing = traffic.results + message_bytes(scatter, received=False)  # given up once they are in a message
     sending = FP32 * traffic.in_place + message_bytes(scatter)
     arrived = message_bytes(gather) - message_bytes(gather, received=False)
     memory[BESIDE] += np.max(
         [
-            memory["sums"] + in_backward,
+            _captured(traffic),
             new + arrived + np.maximum(exact, own // FP32 * stored),
             memory["drafts"] + np.max([own + scratch, packing, sending], axis=0),
         ],
@@ -92,6 +89,31 @@ def _stacks(plan: Plan) -> list[tuple[tuple[LayerSpec, ...], ...]]:
         for rank in plan.assignment.workers[layer.name]:
             owned[rank].append(layer)
     return [stacks(layers, alike=(lambda layer: layer.copies) if plan.stacks else None) for layers in owned]
+
+
+def _sums(keys: Keys, layout: Layout, world: int) -> np.ndarray:
+    """Bytes [W] of the sums of some factors, where they are made or averaged."""
+    found = np.zeros(world, dtype=np.int64)
+    for slot in layout.slots(keys, 0):
+        found[list({slot.owner, *slot.contributors})] += FP32 * slot.numel
+    return found
+
+
+def _under_way(traffic: PlannedTraffic, keys: Keys, layout: Layout) -> np.ndarray:
+    """Bytes [W] of the messages of sums that are on their way at a time, at most."""
+    zero = np.zeros(traffic.world, dtype=np.int64)
+    messages = traffic.reductions(keys, layout) if traffic.world > 1 else []
+    under_way = [zero, *(zero + message_bytes(message) for message in messages)]
+    return np.max([sum(under_way[i : i + IN_FLIGHT], zero) for i in range(len(under_way))], axis=0)
+
+
+def _captured(traffic: PlannedTraffic) -> np.ndarray:
+    """Bytes [W] of sums and their messages in the step that has most of them, rank by rank: the first captures all, by
+    ranks of its own, later ones what is due."""
+    due = {step.captured for step in (*burn_in(traffic.plan), *settled_period(traffic.plan))}
+    steps = [(traffic.every, traffic.first), *((keys, traffic.layout) for keys in due)]
+    found = [_sums(keys, layout, traffic.world) + _under_way(traffic, keys, layout) for keys, layout in steps]
+    return np.max(found, axis=0)
 
 
 def _most_renewed(

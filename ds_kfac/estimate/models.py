@@ -83,6 +83,8 @@ def _of_transformers(path: str) -> Callable[[], Any]:
 
     def factory() -> Any:
         made = kind._from_config(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
+        if made._can_set_experts_implementation():  # the one of their forms that runs on the meta device
+            made.set_experts_implementation("batched_mm")
         if hasattr(config, "image_size") and not hasattr(config, "vocab_size"):
             return made, torch.zeros(1, config.num_channels, config.image_size, config.image_size)
         if config.is_encoder_decoder or not hasattr(config, "vocab_size"):

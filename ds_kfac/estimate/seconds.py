@@ -1,17 +1,18 @@
 """FLOPs and predicted seconds of a plan's steps, stage by stage. Pure."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from ds_kfac.assignment.cost_model import CostModel, capture_flops, decompose_flops, mean_width, precondition_flops
-from ds_kfac.assignment.factor_spec import FactorSpec
+from ds_kfac.assignment.factor_spec import FactorSpec, rows_from
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.estimate.machine import Machine
 from ds_kfac.estimate.period import Happening, settled_period
+from ds_kfac.estimate.trace import Trace
 from ds_kfac.estimate.traffic import KINDS, PlannedTraffic, StepTraffic
 from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.model.layers.convolution import Convolution
@@ -39,7 +40,7 @@ class Workload:
 
     Attributes:
         rows: tokens (or images) of a rank in a step; None: not known, captures are left out.
-        unit_rows: module name -> rows of one token (or image), 1 for those that are not in it.
+        trace: what rows one token (or image) has.
         rule: how the optimizer steps.
     """
 
@@ -47,7 +48,7 @@ class Workload:
     config: KFACConfig
     machine: Machine
     rows: int | None
-    unit_rows: Mapping[str, float]
+    trace: Trace
     rule: UpdateRule
 
     @property
@@ -57,8 +58,11 @@ class Workload:
     @cached_property
     def capture_flops(self) -> Mapping[str, int]:
         """Factor key -> on each contributor, per capture."""
-        leaders = {layer.name: layer for layer in self.plan.layers}
-        return {factor.key: self._capture(factor, leaders[factor.layers[0]]) for factor in self.plan.assignment.factors}
+        layers = {layer.name: layer for layer in self.plan.layers}
+        return {
+            factor.key: self._capture(factor, layers[factor.layers[0]], len(rows_from(factor, layers)))
+            for factor in self.plan.assignment.factors
+        }
 
     @cached_property
     def captures(self) -> np.ndarray:
@@ -67,9 +71,9 @@ class Workload:
 
     def _captured(self, keys: Collection[str]) -> np.ndarray:
         """[W], FLOPs of capturing some factors."""
-        total, assignment = np.zeros(self.plan.assignment.world), self.plan.assignment
+        total = np.zeros(self.plan.assignment.world)
         for key in keys:
-            total[list(self.plan.contributors.of(key, assignment.decomposers[key], 0))] += self.capture_flops[key]
+            total[self._contributors[key]] += self.capture_flops[key]
         return total
 
     @cached_property
@@ -94,11 +98,11 @@ class Workload:
         plan, costs = self.plan, self.costs
         step = traffic.step(happening.captured, happening.arriving)
         fold, refresh = (np.zeros(plan.assignment.world) for _ in range(2))
-        for factor in plan.assignment.factors:
-            home = plan.assignment.decomposers[factor.key]
-            fold[home] += costs.fold(factor.side) if factor.key in happening.captured else 0.0
-            if factor.key in happening.decomposed:
-                refresh[home] += costs.decompose(factor.side, plan.method, exact=happening.exact)
+        for factor in self._in_order(happening.captured):
+            fold[plan.assignment.decomposers[factor.key]] += costs.fold(factor.side)
+        for factor in self._in_order(happening.decomposed):
+            seconds = costs.decompose(factor.side, plan.method, exact=happening.exact)
+            refresh[plan.assignment.decomposers[factor.key]] += seconds
         messages = max(1, len(traffic.layout.buckets(happening.captured, 0)))
         reduce, relayout = (self._travel(step, kinds) for kinds in (REDUCED, MOVED))
         relayout = relayout + self._copies
@@ -115,9 +119,28 @@ class Workload:
         payload = np.sum([step.payload[kind] for kind in kinds], axis=0)
         return self.machine.travel(payload, sum(step.calls[kind] for kind in kinds))
 
-    def over_a_period(self, traffic: PlannedTraffic) -> Sequence[Stages]:
-        """Of every step. Decompositions that take effect later are spread over the steps they may take."""
-        steps = settled_period(self.plan)
+    def _in_order(self, keys: Collection[str]) -> list[FactorSpec]:
+        """Some factors, in the order of the plan: sums of seconds do not depend on that of a set."""
+        return [self._factors[place] for place in sorted(self._places[key] for key in keys)]
+
+    @cached_property
+    def _factors(self) -> Sequence[FactorSpec]:
+        return self.plan.assignment.factors
+
+    @cached_property
+    def _places(self) -> Mapping[str, int]:
+        return {factor.key: place for place, factor in enumerate(self._factors)}
+
+    @cached_property
+    def _contributors(self) -> Mapping[str, list[int]]:
+        """Factor key -> ranks that capture it; one update is like another."""
+        who, decomposers = self.plan.contributors, self.plan.assignment.decomposers
+        return {factor.key: list(who.of(factor.key, decomposers[factor.key], 0)) for factor in self._factors}
+
+    def over_a_period(self, traffic: PlannedTraffic, offsets: Mapping[str, int]) -> Sequence[Stages]:
+        """Of every step, with refreshes displaced so. Decompositions that take effect later are spread over the steps
+        they may take."""
+        steps = settled_period(replace(self.plan, offsets=offsets))
         known: dict[Happening, Stages] = {}
         for step in steps:
             if step not in known:
@@ -150,12 +173,13 @@ class Workload:
             numel[list(self.plan.assignment.workers[layer.name])] += layer.numel
         return numel * (4 * 4 / self.costs.copy_bytes)
 
-    def _capture(self, factor: FactorSpec, layer: LayerSpec) -> int:
+    def _capture(self, factor: FactorSpec, layer: LayerSpec, members: int) -> int:
+        """``members``: layers of a stack whose rows these are."""
         total = 0
         for use in layer.uses:
             if use.kind == "Embedding" and factor.is_A:  # counts, no products
                 continue
-            rows = round((self.rows or 0) * self.unit_rows.get(use.module, 1))
+            rows = round((self.rows or 0) * self.trace.rows_of(layer, use.module) * members)
             if isinstance(LAYERS[use.kind], Convolution):
                 factor_config, dims = self.config.factor, int(use.kind[-2])
                 rule = RowRule(sample=factor_config.sample_rows, positions=factor_config.sample_positions)

@@ -1,8 +1,7 @@
 """What an estimate is of: a model's layers, its other parameters and their order in the optimizer. Shapes only."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -25,7 +24,8 @@ class Subject:
         groups: parameter groups of the optimizer.
         shared: groups of layers that see one input.
         trace: what a forward of the model showed.
-        forward: multiplications that one token (or image) costs in the forward.
+        forward: multiplications that one token (or image) costs in the forward; 0 if it is not known how many of a
+            stack's matrices it takes.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -53,6 +53,7 @@ def subject_of(model: nn.Module, config: KFACConfig, mode: Mode, *, trace: Trace
     """
     trace = trace or Trace()
     found = scan(model, config.choice)
+    found = replace(found, layers=mode.rule.cut(config, found.layers))
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     name_of = {id(parameter): name for name, parameter in trained.items()}
     if mode.split_groups:
@@ -70,16 +71,22 @@ def subject_of(model: nn.Module, config: KFACConfig, mode: Mode, *, trace: Trace
         ),
         shared=agreed([inputs], sharing_candidates(found.layers, config.preconditioner.method)),
         trace=trace,
-        forward=_forward(model, trace.rows),
+        forward=_forward(model, trace) if all(map(trace.knows, found.layers)) else 0.0,
     )
 
 
-def _forward(model: nn.Module, rows: Mapping[str, float]) -> float:
-    """One per parameter and row; a look-up costs nothing, but a head with an embedding's weight does."""
+def _forward(model: nn.Module, trace: Trace) -> float:
+    """One per parameter and row; a look-up costs nothing, but a head with an embedding's weight does. Of a stack's
+    matrices those that a row takes."""
     total, seen = 0.0, set()
     for name, module in model.named_modules():
-        for parameter in () if isinstance(module, nn.Embedding) else module.parameters(recurse=False):
+        own = {} if isinstance(module, nn.Embedding) else dict(module.named_parameters(name, recurse=False))
+        each = next((trace.stacked[parameter] for parameter in own if parameter in trace.stacked), None)
+        for parameter_name, parameter in own.items():
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                total += math.prod(parameter_shape(parameter)) * rows.get(name, 1)
+                rows = trace.stacked.get(parameter_name, trace.rows.get(name, 1))
+                if each is not None and parameter_name.endswith("bias"):  # of a stack's matrices
+                    rows = each
+                total += math.prod(parameter_shape(parameter)) * rows
     return total

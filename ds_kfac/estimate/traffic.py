@@ -1,13 +1,13 @@
 """Payload and collectives of a step, from the plans that the run itself sends by. Pure."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import torch
 
-from ds_kfac.comm.bucket import Layout, payload
+from ds_kfac.comm.bucket import Layout, payloads
 from ds_kfac.comm.delivery import Delivery
 from ds_kfac.comm.message import ALIGNMENT
 from ds_kfac.comm.moves import RelayoutPlan
@@ -20,7 +20,8 @@ from ds_kfac.zero.shards import ShardMap
 
 Keys = frozenset[str]
 Message = Mapping[str, np.ndarray]
-"""Kind -> bytes [W, W] from the row's rank to the column's; kinds in the order in which they lie in the message."""
+"""Kind -> bytes [W, W] from the row's rank to the column's; kinds in the order in which they lie in the message. Of
+batch sums counts and elements, one after the other: [2, W, W]."""
 
 PARTS = tuple(dict.fromkeys(part.kind for form in FACTOR_FORMS.values() for part in form.parts))
 KINDS = ("factors", "gradients", *PARTS, "results", "numbers")
@@ -80,6 +81,7 @@ class PlannedTraffic:
 
     Attributes:
         layout: of batch sums; what is asked of it is of step 0, one update is like another.
+        first: the same of the first captured step.
         in_place: elements [W] of its own layers' gradients that each rank holds anyway.
         results: bytes [W] of its layers' results, as they wait to be sent.
     """
@@ -112,6 +114,7 @@ class PlannedTraffic:
             plan.layers, assignment.factors, assignment.decomposers, plan.contributors, plan.wire.itemsize,
             plan.bucket_bytes, least=2,
         )  # fmt: skip
+        self.first = self.layout if plan.first is None else replace(self.layout, contributors=plan.first, _known={})
         self._scattered = numbers + SCATTERED_NUMBERS + len(plan.layers)
         self._steps: dict[tuple[Keys, Keys], StepTraffic] = {}
 
@@ -130,19 +133,21 @@ class PlannedTraffic:
                 if self.world == 1 or not message:
                     continue
                 calls[next(iter(message))] += 1
-                for kind, matrix in message.items():
+                for kind, matrices in message.items():
+                    matrix = _each(matrices).sum(axis=0)
                     payload[kind] += matrix - np.diag(np.diag(matrix))
             self._steps[captured, arriving] = StepTraffic(payload, calls)
         return self._steps[captured, arriving]
 
-    def reductions(self, captured: Keys) -> list[Message]:
-        """Messages of batch sums."""
+    def reductions(self, captured: Keys, layout: Layout | None = None) -> list[Message]:
+        """Messages of batch sums. ``layout``: None: the settled one."""
         found: list[Message] = []
-        for bucket in self.layout.buckets(captured, 0):
-            matrix = np.zeros((self.world, self.world), dtype=np.int64)
-            for (source, target), nbytes in payload(bucket, self.plan.wire.itemsize).items():
-                matrix[source, target] = nbytes
-            found.append({"factors": matrix})
+        for bucket in (layout or self.layout).buckets(captured, 0):
+            matrices = np.zeros((2, self.world, self.world), dtype=np.int64)
+            for matrix, of_pairs in zip(matrices, payloads(bucket, self.plan.wire.itemsize), strict=True):
+                for (source, target), nbytes in of_pairs.items():
+                    matrix[source, target] = nbytes
+            found.append({"factors": matrices})
         return found
 
     def gather(self, captured: Keys, arriving: Keys) -> Message:
@@ -193,8 +198,13 @@ class PlannedTraffic:
 def message_bytes(message: Message, *, received: bool = True) -> np.ndarray | int:
     """Memory [W] of a message's buffers at each rank, alignment included; of those to be sent alone unless
     ``received``."""
-    padded = [-(-matrix // ALIGNMENT) * ALIGNMENT for matrix in message.values()]
+    padded = [-(-matrix // ALIGNMENT) * ALIGNMENT for matrices in message.values() for matrix in _each(matrices)]
     return sum(matrix.sum(axis=1) + (matrix.sum(axis=0) if received else 0) for matrix in padded)
+
+
+def _each(matrices: np.ndarray) -> np.ndarray:
+    """[n, W, W], each of which is padded by itself."""
+    return matrices.reshape(-1, *matrices.shape[-2:])
 
 
 def _moving(legs: Message) -> Message:

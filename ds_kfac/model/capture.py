@@ -224,7 +224,6 @@ class Capture:
             self._masks.end()
 
     def _forward_hook(self, layer: LayerSpec, index: int, own: nn.Module, model: nn.Module) -> Callable[..., None]:
-
         def hook(module: nn.Module, inputs: tuple, named: dict[str, Any], output: Any) -> None:
             if model.training and self.active and torch.is_grad_enabled():  # a part may be in eval mode
                 capture(module, inputs, named, output)
@@ -272,9 +271,9 @@ class Capture:
             shape = torch.Size((len(x), layer.dim_G))
         elif columns is not None or lay is not None:
             shape = torch.Size((*x.shape[:-1], layer.dim_G))
-        if self.measured is not None and index == 0 and "A" in only:
-            counts = self.measured.setdefault(layer.name, [0, 0])
-            counts[recomputed] += kind.rows(x, output) if select is None else len(x)
+        stacked = layer.part[1] > 1 and layer.uses[index].product
+        if index == 0 and not stacked and "A" in only:
+            self._measure(layer, kind.rows(x, output))
         due, sums = self._due(layer, index).sides, self._use_sums(layer, index)
         sides = "".join(side for side in due if side in only)
         if not sides:
@@ -283,7 +282,7 @@ class Capture:
         forward = self._running if recomputed and self._running is not None else self._forward
         x, name = x.detach(), layer.uses[index].module
         info, rows = self._info_of(name, forward.loss.info), Fit()
-        if layer.part[1] > 1:  # rows are tokens, sorted by who takes them; a place without one is zero
+        if stacked:  # rows are tokens, sorted by who takes them; a place without one is zero
             rows = Fit((x != 0).any(-1)) if dispatched else rows
         elif not kind.images:
             rows = self._masks.of(name, x, tuple(x.shape[:-1] if x.is_floating_point() else x.shape), info)
@@ -297,6 +296,10 @@ class Capture:
         else:
             call = Call(*values)
             on_gradient(output, lambda gradient: self._on_gradient(call, gradient))
+
+    def _measure(self, layer: LayerSpec, rows: int) -> None:
+        if self.measured is not None:
+            self.measured.setdefault(layer.name, [0, 0])[torch._C._current_graph_task_id() != -1] += rows
 
     # products with parameters
 
@@ -345,11 +348,12 @@ class Capture:
             self._called(*layers[0], module, x, output, only="A", select=EVERY, lay=lay)
         for entry, select in product.entries:
             layer, index = layers[entry]
-            only = "G" if shared else "AG"
+            if stacked:
+                self._measure(layer, len(x.reshape(-1, x.shape[-1])[select]))
             if not stacked:
                 self._called(layer, index, module, x, output, columns=product.columns, lay=lay)
             elif not (shared and "G" not in self._due(layer, index).sides):
-                self._called(layer, index, module, x, output, only=only, select=select, lay=lay)
+                self._called(layer, index, module, x, output, only="G" if shared else "AG", select=select, lay=lay)
 
     def _on_gradient(self, call: Call, gradient: Tensor | None) -> None:
         if gradient is None or not self.active:

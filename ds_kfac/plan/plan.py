@@ -8,7 +8,7 @@ import torch
 
 from ds_kfac.assignment.assign import Assignment
 from ds_kfac.assignment.contributors import Contributors, counted
-from ds_kfac.assignment.factor_spec import factor_specs, tied_factors
+from ds_kfac.assignment.factor_spec import factor_specs, rows_from, tied_factors
 from ds_kfac.assignment.work import Work
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.curvature.forms import FACTOR_FORMS, FactorForm
@@ -28,7 +28,7 @@ class Known:
 
     Attributes:
         groups: layers that share their input.
-        rows: layer name -> rows of a rank in a step, in the mean.
+        rows: layer name -> rows of a rank in a step, in the mean; of a stack's layer those that it takes itself.
     """
 
     groups: Groups | None = None
@@ -55,6 +55,7 @@ class Plan:
         clip_lr: the learning rate in kl-clip's bound, "current" or "peak".
         answers, reasons: what was chosen, and why; for the report.
         paired: whether a factor's refresh needs its partner, which is then on the same rank.
+        first: which ranks captured a factor's batch before rows were known; None: they are not known.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -76,6 +77,7 @@ class Plan:
     answers: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
     paired: bool = False
+    first: Contributors | None = None
 
     @property
     def method(self) -> str:
@@ -147,8 +149,10 @@ class Plan:
         wanted = self.config.factor.rows
         assert not isinstance(wanted, str)
         alone = [factor for factor in factor_specs(self.layers) if factor.layers[0] not in self.copied]
-        counts = counted(alone, known.rows, self.assignment.world, wanted=wanted)
-        return replace(plan, contributors=replace(self.contributors, counts=counts))
+        layers = {layer.name: layer for layer in self.layers}
+        rows = {f.key: sum(known.rows.get(name, 0.0) for name in rows_from(f, layers)) for f in alone}
+        counts = counted(alone, rows, self.assignment.world, wanted=wanted)
+        return replace(plan, contributors=replace(self.contributors, counts=counts), first=self.contributors)
 
     @cached_property
     def copied(self) -> frozenset[str]:

@@ -60,17 +60,17 @@ def test_ranks_take_turns_at_different_factors():
 def test_counts_are_as_many_as_have_the_rows():
     layers = [linear_layer("wide", 1000, 3), linear_layer("narrow", 10, 3)]
     factors = factor_specs(layers)
-    rows = {"wide": 500.0, "narrow": 500.0}
+    rows = dict.fromkeys(["wide/A", "wide/G", "narrow/A", "narrow/G"], 500.0)
     need = ROWS_PER_COLUMN * 1000 / 500
     assert counted(factors, rows, 64, wanted=None) == {"wide/A": need, "wide/G": 1, "narrow/A": 1, "narrow/G": 1}
     assert counted(factors, rows, 4, wanted=None) == {"wide/G": 1, "narrow/A": 1, "narrow/G": 1}, "the others have all"
     assert counted(factors, rows, 64, wanted=1200) == dict.fromkeys(["wide/A", "wide/G", "narrow/A", "narrow/G"], 3)
-    assert counted(factors, {"narrow": 500.0}, 64, wanted=None).keys() == {"narrow/A", "narrow/G"}
-    assert counted(factors, {"wide": 0.0, "narrow": 0.01}, 64, wanted=None) == {}, "few rows: all ranks"
+    assert counted(factors, {"narrow/A": 500.0}, 64, wanted=None).keys() == {"narrow/A"}
+    assert counted(factors, {"wide/A": 0.0, "narrow/A": 0.01}, 64, wanted=None) == {}, "few rows: all ranks"
 
 
 def test_blocks_need_rows_for_their_width_and_diagonals_for_each_entry():
     A, G = Side.limited(1000, max_dim=100, large="blocks"), Side.diagonal(5000)
     layer = LayerSpec("x", "x.weight", None, A, G, (Use("x", "Linear", A, G, False),))
-    found = counted(factor_specs([layer]), {"x": 100.0}, 1024, wanted=None)
+    found = counted(factor_specs([layer]), {"x/A": 100.0, "x/G": 100.0}, 1024, wanted=None)
     assert found == {"x/A": ROWS_PER_COLUMN, "x/G": ROWS_PER_COLUMN * 50}

@@ -6,7 +6,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
 
+from benchmarks.models import Mixture, MixtureOfExperts
 from ds_kfac.assignment.cost_model import BUILTIN
 from ds_kfac.comm.reducer import IN_FLIGHT
 from ds_kfac.engine import assembly
@@ -30,6 +33,32 @@ ROWS = 2 * GPT_2.context
 SHARED = tuple((f"blocks.{block}.mlp.gate", f"blocks.{block}.mlp.up") for block in range(GPT_2.blocks))
 STEPS = {"plain": 3, "update": 2, "refresh": 4}
 """Steps of these kinds with the intervals below, after the first one, in which shared inputs are found."""
+EXPERTS = Mixture(2, 16, 4, 12, 256, 16, head=4, grouped=2, experts=3, top=2)
+
+
+class MoE(nn.Module):
+    """With stacked experts, [E, I, O] with biases or [E, O, I] without."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.model = MixtureOfExperts(EXPERTS, bias=bias)
+        for name, parameter in self.named_parameters():
+            if not parameter.is_meta and ("proj" in name or "sinks" in name or name.endswith("gate.weight")):
+                nn.init.normal_(parameter)  # what torch leaves empty; and so that every expert gets tokens
+
+    def forward(self, tokens, targets):
+        return F.cross_entropy(self.model(tokens).flatten(0, 1).float(), targets.flatten())
+
+
+MODELS = {"gpt": lambda: GPT(GPT_2), "experts": lambda: MoE(False), "lying experts": lambda: MoE(True)}
+TOGETHER = {"gpt": SHARED} | dict.fromkeys(
+    ("experts", "lying experts"),
+    tuple(
+        tuple(f"model.layers.{block}.attention.{name}" for name in ("query", "key", "value"))
+        for block in range(EXPERTS.blocks)
+    ),
+)
+"""Layers that share their input; those of a stack share A anyway."""
 KFAC = {
     "factor": {"update_interval": 2, "fisher": "empirical"},
     "eigenbasis": {"refresh_interval": 4, "stagger": False},
@@ -42,9 +71,11 @@ EVERY_4 = {"refresh_interval": 4, "stagger": False}
 INVERSE = {"preconditioner": {"method": "inverse"}, "damping": {"kind": "relative"}}
 
 
-def case(stage: int, dtype: str = "fp32", *, adam=False, zero=None, extra=None, groups="one", **blocks) -> Mode:
+def case(
+    stage: int, dtype: str = "fp32", *, adam=False, zero=None, extra=None, groups="one", model="gpt", **blocks
+) -> Mode:
     kfac = {key: {**KFAC.get(key, {}), **blocks.get(key, {})} for key in {*KFAC, *blocks}}
-    return Mode("gpt", stage, dtype, adam=adam, kfac=kfac, zero=zero or {}, extra=extra or {}, groups=groups)
+    return Mode(model, stage, dtype, adam=adam, kfac=kfac, zero=zero or {}, extra=extra or {}, groups=groups)
 
 
 def cases(world: int) -> dict[str, Mode]:
@@ -70,7 +101,14 @@ def cases(world: int) -> dict[str, Mode]:
     if world == 8:
         return found
     if world == 2:
-        return found | {f"stage {stage}, bf16": case(stage, "bf16") for stage in (0, 1, 2, 3)}
+        found |= {f"stage {stage}, bf16": case(stage, "bf16") for stage in (0, 1, 2, 3)}
+        alone = {"factor": {"fisher": "activations_only"}}
+        return found | {
+            "experts, KFACAdamW, stage 2": case(2, adam=True, model="experts", **alone),
+            "lying experts, KFACAdamW, stage 3, bf16": case(3, "bf16", adam=True, model="lying experts", **alone),
+            "experts, stage 2, bf16": case(2, "bf16", model="experts"),
+            "lying experts, stage 0": case(0, model="lying experts"),
+        }
     return found | {
         "KFACAdamW, clipped": case(2, adam=True),
         "KFACAdamW, stage 0": case(0, adam=True, assignment={"gradient_worker_fraction": 0.5}),
@@ -112,7 +150,7 @@ def run(engine) -> None:
 
 
 def measured(mode: Mode) -> dict:
-    engine = build(mode, 1, model=GPT(GPT_2))
+    engine = build(mode, 1, model=MODELS[mode.name]())
     kfac = engine.kfac.preconditioner
     channel, buffers, found = kfac.channel, Buffers(kfac.channel), {}
     for step in range(max(STEPS.values()) + 1):
@@ -152,16 +190,17 @@ def worker(names) -> dict:
 def expected(mode: Mode, world: int):
     ds_config = mode.config(1, world)
     with chosen(ds_config["kfac"]) as block:
-        return _expected({**ds_config, "kfac": block}, world)
+        return _expected({**ds_config, "kfac": block}, world, mode.name)
 
 
-def _expected(ds_config: dict, world: int):
+def _expected(ds_config: dict, world: int, name: str):
     config = kfac_config(ds_config)
     engine_mode = mode_of(ds_config, config)
     with torch.device("meta"):
-        model, example = GPT(GPT_2), torch.zeros(2, GPT_2.context, dtype=torch.long)
-    subject = subject_of(model, config, engine_mode, trace=trace(model, (example,)))
-    assert subject.shared == SHARED
+        model, example = MODELS[name](), torch.zeros(2, GPT_2.context, dtype=torch.long)
+    inputs = (example,) if name == "gpt" else (example, example)
+    subject = subject_of(model, config, engine_mode, trace=trace(model, inputs))
+    assert subject.shared == TOGETHER[name]
     assert all(parameter.is_meta for parameter in model.parameters())
     found = estimate(subject, engine_mode, config, world=world, machine=Machine(BUILTIN["cpu"]), rows=ROWS)
     return found, shards_of(subject, engine_mode, world)

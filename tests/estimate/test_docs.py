@@ -34,7 +34,7 @@ def test_a_table_is_what_its_command_prints(kind, command, shown, monkeypatch):
 
 def test_every_named_model_has_a_table():
     commands = " ".join(command for _, command, _ in blocks(DOC.read_text()))
-    for model in ("gpt2_xl", "llama_7b", "bert_large"):
+    for model in ("gpt2_xl", "llama_7b", "bert_large", "gpt_oss_20b", "qwen3_30b_a3b"):
         assert f"--model benchmarks.models:{model} --world 64" in commands
 
 

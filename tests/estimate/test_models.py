@@ -1,25 +1,30 @@
 """The models of the benchmarks have the published sizes, and a forward tells which layers see one input."""
 
+import json
 import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.models import GPT2, Llama, Shape
+from benchmarks.models import GPT2, Llama, Mixture, MixtureOfExperts, Shape
 from ds_kfac.estimate.mode import kfac_config, mode_of
 from ds_kfac.estimate.models import build
 from ds_kfac.estimate.subject import subject_of
 from ds_kfac.estimate.trace import trace
+from tests.deepspeed import expert_stacks
 
 PARAMETERS = {  # BERT: 335,141,888 without its heads for pre-training
     "gpt2": 124_439_808,
     "gpt2_xl": 1_557_611_200,
     "bert_large": 336_226_108,
     "llama_7b": 6_738_415_616,
+    "gpt_oss_20b": 20_914_757_184,
+    "qwen3_30b_a3b": 30_532_122_624,
 }
-SHARED = {"gpt2": 0, "gpt2_xl": 0, "bert_large": 24, "llama_7b": 64}
+SHARED = {"gpt2": 0, "gpt2_xl": 0, "bert_large": 24, "llama_7b": 64, "gpt_oss_20b": 24, "qwen3_30b_a3b": 48}
 ADAMW = {"optimizer": {"type": "AdamW"}, "kfac": {}}
 
 
@@ -58,6 +63,82 @@ def test_multiplications_of_a_forward():
     model, example = build("tests.estimate.test_models:convolutional")
     forward = subject_of(model, config, mode_of(ADAMW, config), trace=trace(model, example)).forward
     assert forward == 16 * 16 * (3 * 8 * 9 + 2 * 8) + 8 * 5, "a product and a norm at every place, and the head"
+
+
+def test_a_token_takes_some_of_a_stacks_experts():
+    """Its multiplications are those of the active parameters, and the rows of an expert a part of the tokens."""
+    config, mode = kfac_config(ADAMW), mode_of(ADAMW, kfac_config(ADAMW))
+    for name, top, experts, blocks, expert in (
+        ("gpt_oss_20b", 4, 32, 24, 2880 * (5760 + 2880)),
+        ("qwen3_30b_a3b", 8, 128, 48, 2048 * (1536 + 768)),
+    ):
+        model, example = build(f"benchmarks.models:{name}")
+        found = trace(model, example)
+        assert len(found.stacked) == 2 * blocks and set(found.stacked.values()) == {top / experts}
+        subject = subject_of(model, config, mode, trace=found)
+        embedding = model.embed_tokens.weight.numel()
+        idle = blocks * (experts - top) * expert
+        assert abs(subject.forward / (PARAMETERS[name] - embedding - idle) - 1) < 0.01, "but for biases and norms"
+        assert subject_of(model, config, mode).forward == 0, "not known without a forward"
+
+
+TRANSFORMERS = {
+    "gpt_oss_20b": {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 24,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "intermediate_size": 2880, "num_attention_heads": 64,
+        "head_dim": 64, "num_key_value_heads": 8, "vocab_size": 201088, "attention_bias": True,
+    },
+    "qwen3_30b_a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+        "num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        "num_attention_heads": 32, "head_dim": 128, "num_key_value_heads": 4, "vocab_size": 151936,
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_a_mixture_has_the_layers_rows_and_multiplications_of_transformers_own(name, tmp_path):
+    pytest.importorskip("transformers", reason="needs ds_kfac[integrations]")
+    (tmp_path / "config.json").write_text(json.dumps(TRANSFORMERS[name]))
+    config, found = kfac_config(ADAMW), []
+    for path in (f"benchmarks.models:{name}", f"hf:{tmp_path}"):
+        model, example = build(path)
+        traced = trace(model, example)
+        subject = subject_of(model, config, mode_of(ADAMW, config), trace=traced)
+        layers = Counter(
+            (layer.kind, layer.shape, layer.part, layer.shares is None, layer.bias is None, traced.rows_of(layer))
+            for layer in subject.layers
+        )
+        shared = sorted(map(len, subject.shared))
+        found.append((layers, shared, subject.parameters, subject.preconditioned, subject.forward))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_rows_of_stacked_experts_are_seen_in_every_form(bias):
+    shape = Mixture(1, 24, 3, 8, 61, 11, head=4, grouped=1, experts=5, top=2)
+    model = MixtureOfExperts(shape, bias=bias)
+    found = trace(model, (torch.zeros(2, 11, dtype=torch.long),))
+    names = [f"layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    assert found.stacked == dict.fromkeys(names, 2 / 5)
+    kind = expert_stacks.Lying if bias else expert_stacks.Upright
+    for form in (kind, expert_stacks.Grouped, expert_stacks.Picked):
+        model, x = expert_stacks.make(form, bias=form is expert_stacks.Lying), torch.randn(20, expert_stacks.WIDTH)
+        rows = trace(model, (x, torch.zeros(20, dtype=torch.long))).stacked
+        assert rows.keys() == {f"experts.{name}" for name in ("gate_up_proj", "down_proj")}
+        assert {round(20 * expert_stacks.EXPERTS * count) for count in rows.values()} == {20 * expert_stacks.TOP}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_mixture_runs_and_trains_at_a_small_size(bias):
+    torch.manual_seed(0)
+    model = MixtureOfExperts(Mixture(2, 24, 3, 8, 61, 11, head=8, grouped=1, experts=5, top=5), bias=bias)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    model(torch.arange(22).view(2, 11)).square().mean().backward()
+    silent = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    assert silent == [f"layers.{block}.attention.sinks" for block in range(2) if bias]
 
 
 @pytest.mark.parametrize("kind", [GPT2, Llama])

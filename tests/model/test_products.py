@@ -12,7 +12,7 @@ from ds_kfac.model.product_code import Lies, contraction, lent, multiplied
 from ds_kfac.model.products import Products
 from ds_kfac.model.scan import Choice, scan
 from ds_kfac.ops.reference import symmetric_pack
-from tests.deepspeed.expert_stacks import BIASED, STACKS, WIDTH, Apart, make
+from tests.deepspeed.expert_stacks import BIASED, STACKS, WIDTH, Apart, Dispatched, make
 from tests.model.test_capture import Recorder
 
 ROWS, IN, OUT = 11, 5, 3
@@ -411,3 +411,19 @@ def test_a_common_A_is_that_of_all_tokens_that_enter(kind):
     sums = [apart.sums(f"experts.gate_up_proj.{e}").A for e in range(3)]
     close(together.sums(first).A.sum_P, sum(one.sum_P for one in sums))
     assert float(together.sums(first).A.count) == sum(float(one.count) for one in sums) == 2 * ROWS
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STACKS if kind is not Dispatched])
+@pytest.mark.parametrize("checkpointed", ["", "reentrant", "not"])
+def test_measured_rows_of_an_expert_are_its_own_also_where_a_stack_has_one_A(kind, checkpointed):
+    x, y = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3)), torch.arange(ROWS) % 5
+    found = {}
+    for one in (Apart, kind):
+        model = make(one, bias=kind in BIASED, checkpointed=checkpointed)
+        recorder = Recorder(model)
+        recorder.capture.begin_step(recorder, frozenset({"all"}), 0, measure=True)
+        model(x, y).backward()
+        found[one] = {name: max(counts) for name, counts in recorder.capture.measured.items()}
+    for apart, stacked in (("into", "gate_up_proj"), ("out", "down_proj")):
+        own = [found[kind][f"experts.{stacked}.{e}"] for e in range(3)]
+        assert own == [found[Apart][f"experts.{apart}.{e}"] for e in range(3)] and sum(own) == 2 * ROWS

@@ -8,7 +8,7 @@ from ds_kfac.assignment.factor_spec import factors_by_layer
 from ds_kfac.curvature.side import Side
 from ds_kfac.model.layers.base import LayerSpec, Use
 from ds_kfac.plan.make_plan import Setting, make_plan
-from ds_kfac.plan.plan import Plan
+from ds_kfac.plan.plan import Known, Plan
 from ds_kfac.zero.relayout import source
 from tests.choices import resolved
 from tests.layer_tables import llama, tied, zero_shards
@@ -110,3 +110,17 @@ def test_the_timetable_follows_the_offsets_of_the_units():
     for step in range(50, 150):
         due = made.expanded(table.due(step).refresh)
         assert due == {key for key, offset in made.offsets.items() if step % 50 == offset}
+
+
+def test_a_stacks_common_A_has_the_rows_of_all_its_layers_and_each_G_its_own():
+    def expert(name: str, weight: str, index: int) -> LayerSpec:
+        use = Use("experts", "Linear", Side.dense(60), Side.dense(30), False, product=True)
+        shares = None if name == "gate.0" else "gate.0"
+        return LayerSpec(name, weight, None, use.A, use.G, (use,), part=(index, 4), shares=shares)
+
+    stack = [expert(f"{name}.{index}", f"experts.{name}", index) for name in ("gate", "up") for index in range(4)]
+    made = plan(16, model=stack).knowing(Known(rows={layer.name: 15.0 for layer in stack}))
+    assert made.contributors.counts == {
+        "gate.0/A": 4 * 60 / (4 * 15),  # the rows of up are the same
+        **{f"{layer.name}/G": 4 * 30 / 15 for layer in stack},
+    }
