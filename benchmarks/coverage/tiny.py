@@ -74,7 +74,7 @@ def tiny(row: Architecture) -> nn.Module:
 
 
 def tiny_config(row: Architecture) -> Any:
-    config = default_config(row)
+    config = default_config(row, **MADE.get(row.name, {}))
     shrink(config)
     put(config, "use_cache", False)
     for path, value in OWN.get(row.name, {}).items():
@@ -118,7 +118,7 @@ def shrink(config: Any) -> None:
 
 
 def smaller(name: str, value: int, fields: Mapping[str, Any], layers: int, special: Any) -> int:
-    if name.endswith(("token_id", "token_index", "_token")) or name in ("mask_index",):
+    if (name.endswith(("token_id", "token_index", "_token")) and "experts" not in name) or name == "mask_index":
         return value if value < FIRST_TOKEN else next(special)
     if name in EXACT:
         return min(value, EXACT[name])
@@ -163,6 +163,8 @@ def layers_of(fields: Mapping[str, Any]) -> int:
 def shorter(name: str, values: list[Any], layers: int, special: Any) -> Any:
     if name.endswith("token_id"):
         return [value if value < FIRST_TOKEN else next(special) for value in values[:1]]
+    if name in EXACT and all(isinstance(value, int) for value in values):  # one for each layer
+        return [min(value, EXACT[name]) for value in values[:layers]]
     if name in KINDS_OF_LAYERS or (len(values) > 12 and name.endswith(("layers", "_types", "size"))):
         return values[:layers]
     if name in ("depths", "depth", "layers_per_stage", "stage_num_blocks", "stage_numb_of_layers", "num_block_repeats"):
@@ -172,6 +174,11 @@ def shorter(name: str, values: list[Any], layers: int, special: Any) -> Any:
             values = [value // 2 for value in values]
     return values
 
+
+MADE: Mapping[str, Mapping[str, Any]] = {
+    "dots3_note_text": {"per_layer_config": {}, "head_dim": 192},
+}
+"""Architecture -> fields that its config is made with, of which it makes others."""
 
 STAGES = ("hidden_sizes", "embed_dims", "embed_dim", "dims", "neck_hidden_sizes", "conv_dim", "encoder_hidden_sizes")
 """Fields with a width for each stage; all are halved as often as they can be."""
@@ -195,6 +202,22 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "table-transformer": {"backbone_config.backbone": "resnet10t"},
     "align": {"text_config.hidden_size": WIDTH, "vision_config.hidden_dim": WIDTH, "projection_dim": 640},
     "dbrx": {"attn_config.clip_qkv": 8.0},
+    "blt": {
+        "global_config.hidden_size": 2 * WIDTH, "global_config.head_dim": 32,
+        "encoder_config.hidden_size_global": 2 * WIDTH, "decoder_config.hidden_size_global": 2 * WIDTH,
+    },
+    "cohere_compass_text": {"rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+    }},
+    "dots3_note_text": {"rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+        for kind in ("indexed_attention", "sliding_attention")
+    }},
+    "falcon_h1": {"mamba_d_head": 32},
+    "gemma3n": {"vision_config.architecture": "resnet10t"},
+    "qwen4_exp_text": {
+        "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 2,
+    },
     "whisper": {"max_source_positions": 64},
 }  # fmt: skip
 """Architecture -> path of a field -> what it becomes."""

@@ -12,8 +12,9 @@ from torch.nn.parameter import is_lazy
 
 from ds_kfac.curvature.side import Side
 from ds_kfac.model.layers.base import LayerSpec, Use, parameter_shape
+from ds_kfac.model.layers.convolution import Convolution
 from ds_kfac.model.layers.registry import LAYERS, SHARDS, TIED, TYPES
-from ds_kfac.model.product_code import Lies, lent, multiplied
+from ds_kfac.model.product_code import Lies, convolves, lent, multiplied, reads
 from ds_kfac.ops.reference import packed_numel
 
 ADAPTER = re.compile(r"(^|\.)lora_[ab](\.|$)", re.IGNORECASE)
@@ -99,6 +100,14 @@ class _Model:
                 users[id(parameter)].append(name)
         self.users = users
 
+    def readers(self, parameter: nn.Parameter) -> list[str]:
+        """Of those that hold it, modules that do something with it."""
+        users = self.users[id(parameter)]
+        if len(users) == 1:
+            return users
+        own = {user: next(n for n, p in self.modules[user]._parameters.items() if p is parameter) for user in users}
+        return [user for user, name in own.items() if reads(self.modules[user], name)]
+
 
 def scan(model: nn.Module, choice: Choice | None = None, *, optimized: Iterable[nn.Parameter] | None = None) -> Scan:
     """Find the layers, in module order. Pure: reads shapes and flags, never values.
@@ -173,6 +182,14 @@ def _layer(name: str, kind: str, module: nn.Module, facts: _Model, choice: Choic
     use = _use(name, kind, module, trained_bias, choice)
     if isinstance(use, str):
         return use
+    known = LAYERS[kind]
+    if isinstance(known, Convolution) and (own := known.overridden(module)) is not None:
+        if convolves(module):
+            use = replace(use, product=True)
+        elif choice.gradients:
+            return f"{type(module).__name__} overrides {kind}.{own}, and its weight is not what it convolves with"
+        else:  # a direction that needs no curvature is right for any matrix
+            use = replace(use, A=Side.identity(use.A.dim), G=Side.identity(use.G.dim))
     if id(module) in facts.lent:
         if isinstance(module, nn.Linear):
             use = replace(use, product=True)
@@ -368,7 +385,7 @@ def _unfit(
         return "AutoTP sums its gradient over tensor-parallel ranks, each of which has other rows"
     if id(weight) in facts.tied_stages:
         return "tied by a TiedLayerSpec: its gradient is a sum over uses of which other stages have the rows"
-    if bias is not None and len(facts.users[id(bias)]) > users:
+    if bias is not None and len(facts.readers(bias)) > users:
         return "bias is shared with another module; its gradient is a sum over both uses"
     return None
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ds_kfac.model.layers.base import LayerSpec, parameter_shape
+from ds_kfac.model.product_code import looked_up
 from ds_kfac.model.scan import Scan, numel
 
 NAMED = 3
@@ -18,7 +19,8 @@ class Share:
     """Trained parameters, counted.
 
     Attributes:
-        matrices: elements of all matrices. An embedding is a table of rows and none, unless it is a K-FAC layer.
+        matrices: elements of all matrices. A table is none, unless it is a K-FAC layer: an embedding, or what
+            :func:`is_table` finds.
         stepped: of these, those in K-FAC layers.
         curved: of these, those of layers of which a factor has more than a diagonal.
         kinds: of K-FAC layers, and how many there are of each.
@@ -58,6 +60,8 @@ def share_of(model: nn.Module, found: Scan) -> Share:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matrices = {n: numel(p) for n, p in trained.items() if n in ours or id(p) not in tables}
     matrices = {name: size for name, size in matrices.items() if is_matrix(trained[name])}
+    for name in [name for name in matrices.keys() - ours if is_table(model, name)]:
+        del matrices[name]
     reasons = {left.name: (left.kind, left.reason) for left in found.skipped}
     left: Counter[tuple[str, str]] = Counter()
     for name in matrices.keys() - ours:
@@ -76,6 +80,17 @@ def is_matrix(parameter: nn.Parameter) -> bool:
     """By its shape: two sides at least, and several outputs."""
     shape = parameter_shape(parameter)
     return sum(size > 1 for size in shape) > 1 and shape[0] > 1
+
+
+def is_table(model: nn.Module, name: str) -> bool:
+    """Whether a parameter in no layer is rows that are looked up or added: by the code of the module that holds it, or
+    because it is made to be broadcast, with a side of 1 where a stack of matrices has none."""
+    path, _, own = name.rpartition(".")
+    module = model.get_submodule(path)
+    if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
+        return False
+    shape = parameter_shape(module.get_parameter(own))
+    return (len(shape) > 2 and 1 in shape[:-1]) or looked_up(module, own)
 
 
 def _curved(layer: LayerSpec) -> bool:
