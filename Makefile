@@ -80,7 +80,8 @@ $(VENV)/integrations/.ready: pyproject.toml constraints.txt
 
 integrations: $(VENV)/integrations/.ready
 	$(VENV)/integrations/bin/python -m pytest -rs tests/integrations/test_packages.py tests/integrations/test_trainer.py \
-		tests/integrations/test_axolotl.py tests/integrations/test_coverage.py tests/estimate/test_check.py $(ARGS)
+		tests/integrations/test_axolotl.py tests/integrations/test_coverage.py tests/integrations/test_blocks.py \
+		tests/estimate/test_check.py $(ARGS)
 
 $(VENV)/.docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,docs]" && touch $@ \

@@ -163,6 +163,16 @@ def _eigh(C: Tensor, block: int, old: Any = None) -> tuple[Tensor, Tensor]:
     return torch.cat([e for e, _ in parts]).clamp(min=0), torch.block_diag(*(q for _, q in parts))
 
 
+def _orthogonalized(U: Tensor, whitening: Tensor, size: float, spectral: bool) -> Tensor:
+    X = U @ whitening
+    X = X / X.norm()
+    for _ in range(5):
+        X = 3.4445 * X - 4.7750 * X @ X.T @ X + 2.0315 * X @ X.T @ X @ X.T @ X
+    X = X @ whitening
+    rms = size / min(X.shape) ** 0.5 if spectral else size
+    return rms * X / X.square().mean().sqrt() * (U.square().mean().sqrt() / 0.03).clamp(max=1)
+
+
 def _seen(alpha: Tensor, block: int) -> Tensor:
     """Whether an eigenvalue is more than fp32's rounding of the largest in its block, which a diagonal has not."""
     if block < 2:
@@ -307,11 +317,12 @@ class ReferenceKFAC:
 
     def adam(
         self, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, *, seed: float = 1.0, nesterov=False,
-        orthogonal=(), size=27.0, whiten=0.125, whiten_damping=0.01, spectral=True, ratio=1.0, heads=(),
+        orthogonal=(), size=27.0, whiten=0.125, whiten_damping=0.01, spectral=True, ratio=1.0, heads=(), blocks=(),
     ) -> None:  # fmt: skip
         """KFACAdamW: replace every layer's ``.grad``, unscaled and clipped, by Adam's direction in its eigenbasis; by
         None where it is zero. ``orthogonal`` names the layers whose direction is orthogonalized, between A^-whiten,
-        to singular values (``spectral``) or entries of that ``size``; others' but ``heads``' is times ``ratio``."""
+        to singular values (``spectral``) or entries of that ``size``; others' but ``heads``' is times ``ratio``.
+        ``blocks`` is {layer: for each row of its matrix the number of the map that it is of}."""
         self.update(seed)
         for name, layer in self.layers.items():
             dW = layer.matrix()
@@ -334,13 +345,9 @@ class ReferenceKFAC:
                 U = U * _seen(alpha, layer.blocks[0])
             U = QG @ U @ QA.T
             if name in orthogonal:
-                X = U @ whitening
-                X = X / X.norm()
-                for _ in range(5):
-                    X = 3.4445 * X - 4.7750 * X @ X.T @ X + 2.0315 * X @ X.T @ X @ X.T @ X
-                X = X @ whitening
-                rms = size / min(X.shape) ** 0.5 if spectral else size
-                U = rms * X / X.square().mean().sqrt() * (U.square().mean().sqrt() / 0.03).clamp(max=1)
+                of_map = torch.as_tensor(dict(blocks).get(name, [0] * len(U)), device=U.device)
+                for block in of_map.unique():
+                    U[of_map == block] = _orthogonalized(U[of_map == block], whitening, size, spectral)
             else:
                 U = U * (max(ratio * 128 / U.shape[1], 1) if spectral and name in heads else ratio)
             layer.write(U)

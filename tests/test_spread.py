@@ -44,7 +44,7 @@ def wrong(kind: type[ReferenceKFAC], mistake: str) -> type[ReferenceKFAC]:
 
 
 def run(name: str) -> tuple:
-    mode = replace(BY_NAME["z0"], adam=CASES[name]["adam"], kfac=CASES[name]["kfac"])
+    mode = replace(BY_NAME["z0"], **CASES[name]["mode"])
     initial = {n: p.detach().clone() for n, p in make_net(CASES[name]["model"]).named_parameters()}
     return partial(expected_weights, name, mode, initial, WORLD), initial
 

@@ -27,6 +27,8 @@ VARIATIONS = {
     "lag": {"eigenbasis": {"refresh_interval": 50, "lag": 10}},
     "root": {"preconditioner": {"method": "root"}},
     "unwhitened": {"adam": {"whiten": 0.0}},
+    "fused": {"adam": {"blocks": {".*": 1}}},
+    "heads": {"adam": {"blocks": {"qkv": 12}}},
     "eighth": {"factor": {"update_interval": 10, "sample_rows": 256}},
     "blocks": {"factor": {"update_interval": 10, "dense_max": 256}},
     "rms": {"adam": {"scale": "rms"}},
@@ -36,7 +38,8 @@ VARIATIONS = {
                   "factor": {"update_interval": 10, "fisher": "empirical"}},
 }  # fmt: skip
 """KFACAdamW with one thing changed, to see what it is worth. plain: Adam in the eigenbasis of A and G. unrotated: no
-curvature at all, orthogonalized Adam in the layers' own coordinates."""
+curvature at all, orthogonalized Adam in the layers' own coordinates. fused: queries, keys and values are one matrix, as
+is a gate with what it gates. heads: each head's queries, keys and values by themselves."""
 KFAC_ADAMW_VARIATIONS = {
     "graft": {"preconditioner": {"graft": "norm"}},
     "ekfac": {"preconditioner": {"graft": "norm", "eigenvalues": "corrected"}},

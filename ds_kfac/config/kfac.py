@@ -87,6 +87,7 @@ class KFACConfig(Block):
             gradients=self.factor.fisher != "activations_only",
             shares=self.layers.share_inputs
             and not FACTOR_FORMS[self.preconditioner.method].paired(self.damping.chosen),
+            blocks=tuple(self.adam.blocks.items()),
         )
 
     @property

@@ -77,6 +77,7 @@ def _compiles(pattern: str) -> str:
     return pattern
 
 
+Count = Annotated[int, Field(ge=1)]
 Pattern = Annotated[str, AfterValidator(_compiles)]
 """A Python regex."""
 

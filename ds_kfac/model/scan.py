@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ds_kfac.curvature.side import Side
+from ds_kfac.model.blocks import Blocks, with_blocks
 from ds_kfac.model.layers.base import LayerSpec, Use, parameter_shape
 from ds_kfac.model.layers.convolution import Convolution
 from ds_kfac.model.layers.registry import LAYERS, SHARDS, TIED, TYPES
@@ -65,6 +66,7 @@ class Choice:
             optimizer.
         gradients: whether there are statistics of output gradients; without, G is the identity.
         shares: whether the experts of a stack may have one A.
+        blocks: (regex for the end of a weight's name, maps in its matrix), see :mod:`ds_kfac.model.blocks`.
     """
 
     include: tuple[str, ...] = ()
@@ -75,6 +77,7 @@ class Choice:
     large: str = "diagonal"
     gradients: bool = True
     shares: bool = True
+    blocks: tuple[tuple[str, Blocks], ...] = ()
 
 
 @dataclass
@@ -117,7 +120,7 @@ def scan(model: nn.Module, choice: Choice | None = None, *, optimized: Iterable[
 
     Raises:
         ValueError: a pattern that matches no module with parameters (a typing error that would silently
-            change what is trained), a lazy module, or no layer left to precondition.
+            change what is trained), a lazy module, blocks that do not fit, or no layer left to precondition.
     """
     choice = choice or Choice()
     if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
@@ -148,7 +151,8 @@ def scan(model: nn.Module, choice: Choice | None = None, *, optimized: Iterable[
             "check kfac.layers. Left alone: "
             + ("; ".join(f"{s.name} ({s.kind}): {s.reason}" for s in skipped[:8]) or "no module has parameters")
         )
-    return Scan(tuple(layers), tuple(skipped))
+    holders = dict(model.named_modules())
+    return Scan(tuple(with_blocks(layer, holders, choice.blocks) for layer in layers), tuple(skipped))
 
 
 def _layers(name: str, module: nn.Module, facts: _Model, choice: Choice) -> list[LayerSpec] | str | None:

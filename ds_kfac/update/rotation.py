@@ -110,10 +110,20 @@ class Rotation:
 
     def restore(self, x_OI: Tensor) -> Tensor:
         """Q_G x Q_A^T; with a bf16 half in bf16, unless neither side has vectors."""
-        if self.precision.half and (self.G or self.A):
-            x_OI = x_OI.bfloat16()
+        return self.restore_columns(self.restore_rows(x_OI))
+
+    def restore_rows(self, x_OI: Tensor) -> Tensor:
+        """Q_G x."""
         with fp32_products(self.precision.into, x_OI.device):
-            return self._right(self._left(self.G_back, x_OI), [vectors.mT for vectors in self.A_back])
+            return self._left(self.G_back, self._half(x_OI))
+
+    def restore_columns(self, x_OI: Tensor) -> Tensor:
+        """x Q_A^T."""
+        with fp32_products(self.precision.into, x_OI.device):
+            return self._right(self._half(x_OI), [vectors.mT for vectors in self.A_back])
+
+    def _half(self, x_OI: Tensor) -> Tensor:
+        return x_OI.bfloat16() if self.precision.half and (self.G or self.A) else x_OI
 
     def rotated(self, x_OI: Tensor) -> Tensor:
         """:meth:`rotate` of a matrix that is given up."""

@@ -42,6 +42,8 @@ class Mode:
     scale: str = "rms"
     size: float = 0.3
     adam_ratio: float = 1.0
+    maps: dict = field(default_factory=dict)
+    """``adam.blocks``."""
 
     @property
     def precision(self) -> str:
@@ -57,7 +59,7 @@ class Mode:
         factor = {key: value for key, value in KFAC["factor"].items() if not no_G or key != "fisher"}
         preconditioner = {**KFAC["preconditioner"], "method": "root"} if self.root else KFAC["preconditioner"]
         adam = {"orthogonalize": self.orthogonal, "nesterov": self.orthogonal, "whiten": self.whiten}
-        adam |= {"scale": self.scale, "size": self.size, "rotate": self.rotate}
+        adam |= {"scale": self.scale, "size": self.size, "rotate": self.rotate, "blocks": self.maps}
         return {**KFAC, "factor": factor, "preconditioner": preconditioner, "adam": adam, **self.kfac}
 
     @property

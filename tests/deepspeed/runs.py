@@ -5,6 +5,7 @@ import copy
 import gc
 import io
 import os
+import re
 import threading
 from contextlib import contextmanager
 from functools import partial
@@ -186,6 +187,18 @@ def reference_options(kfac: dict) -> dict:
     return options
 
 
+def maps_of_rows(maps: dict, layers: dict) -> dict[str, list[int]]:
+    """``adam.blocks`` for the oracle: each row's map."""
+    found = {}
+    for name, layer in layers.items():
+        for pattern, blocks in maps.items():
+            if re.fullmatch(pattern, name):
+                rows = len(layer.params[0])
+                sizes = [rows // blocks] * blocks if isinstance(blocks, int) else blocks
+                found[name] = [index for index, size in enumerate(sizes) for _ in range(size)] * (rows // sum(sizes))
+    return found
+
+
 class ReferenceStep:
     """What follows a backward of ``work``: clipping, K-FAC and the optimizer on ``model``, the fp32 masters.
 
@@ -241,12 +254,12 @@ class ReferenceStep:
             for master, p in zip(masters, params, strict=True):
                 p.grad = master.grad
             layers = self.kfac.layers.items() if self.mode.orthogonal else ()
-            orthogonal = [name for name, layer in layers if layer.orthogonal and name.split(":")[0] != "head"]
+            heads = [name for name in self.kfac.layers if name.split(":")[0].endswith("head")]
+            orthogonal = [name for name, layer in layers if layer.orthogonal and name not in heads]
             self.kfac.adam(
                 tuple(self.options["betas"]), self.options["eps"], nesterov=self.mode.orthogonal, orthogonal=orthogonal,
                 whiten=self.mode.whiten, spectral=self.mode.scale == "spectral", size=self.mode.size,
-                ratio=self.mode.adam_ratio,
-                heads=[name for name in self.kfac.layers if name.split(":")[0] == "head"],
+                ratio=self.mode.adam_ratio, heads=heads, blocks=maps_of_rows(self.mode.maps, self.kfac.layers),
             )  # fmt: skip
             for master, p in zip(masters, params, strict=True):
                 master.grad = p.grad

@@ -7,12 +7,13 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional as F
 
 from tests import spread
 from tests.deepspeed.modes import BY_NAME, KFAC
 from tests.deepspeed.runs import ReferenceStep, build, reference_options, weights
-from tests.models import TiedNet, TokenNet, TwinNet, make_net, make_tokens
+from tests.models import TiedNet, TokenNet, TwinNet, cross_entropy, make_net, make_tokens
 from tests.oracle import ReferenceKFAC
 from tests.ranks import run_ranks
 from tests.spread import Variation, difference, within
@@ -24,10 +25,31 @@ TYPES = {"layers": {"types": ALL}}
 CORRECTED = {"eigenvalues": "corrected", "second_moment_decay": 0.9, "kl_clip": 0.001}
 
 
-def case(model=TokenNet, *, adam=False, masked=False, **blocks):
+def case(model=TokenNet, *, adam=False, orthogonal=False, maps=(), masked=False, **blocks):
     """A row of the table: kfac blocks merged into the tests' own."""
     kfac = {key: {**KFAC.get(key, {}), **blocks.get(key, {})} for key in {*KFAC, *blocks}}
-    return {"model": model, "adam": adam, "masked": masked, "kfac": kfac}
+    mode = {"adam": adam, "orthogonal": orthogonal, "maps": dict(maps), "kfac": kfac}
+    return {"model": model, "masked": masked, "mode": mode}
+
+
+class FusedNet(TokenNet):
+    """Matrices of several maps, six of one shape; their outputs can be cut in many ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.rms, self.down = nn.Linear(7, 12), nn.RMSNorm(12), nn.Linear(12, 7, bias=False)
+        self.twins = nn.ModuleList([nn.Linear(12, 12) for _ in range(6)])
+
+    def forward(self, tokens, labels, attention_mask=None):
+        x = self.embedding(tokens)
+        h = torch.tanh(self.rms(self.up(self.norm(x))))
+        for twin in self.twins:
+            h = h + torch.tanh(twin(h))
+        return cross_entropy(self.lm_head(x + self.down(h) + 0.3 * torch.cumsum(x, dim=1)), labels)
+
+
+MAPS = {"up": 3, r"twins\.\d": [2, 1, 1], "down": [2, 5]}
+"""One after the other, in turn, and of unequal shapes."""
 
 
 CASES = {
@@ -71,7 +93,13 @@ CASES = {
     "adam-activations_only": case(
         adam=True, factor={"fisher": "activations_only"}, layers={"types": ["Linear", "Embedding"]}
     ),
-}
+    "adam-maps": case(FusedNet, adam=True, orthogonal=True, maps=MAPS),
+    "stacked-adam-maps": case(FusedNet, adam=True, orthogonal=True, maps=MAPS, plan={"stacks": True}),
+    "adam-maps-root": case(
+        FusedNet, adam=True, orthogonal=True, maps=MAPS, factor={"fisher": "activations_only"},
+        preconditioner={"method": "root"},
+    ),
+}  # fmt: skip
 
 
 class MixedKFAC(ReferenceKFAC):
@@ -139,9 +167,9 @@ def worker(payload) -> dict:
     for name in names:
         for stage in stages:
             settings = CASES[name]
-            if stage == "z3" and settings["kfac"]["factor"].get("fisher") == "monte_carlo":
+            if stage == "z3" and settings["mode"]["kfac"]["factor"].get("fisher") == "monte_carlo":
                 continue  # refused
-            mode = replace(BY_NAME[stage], adam=settings["adam"], kfac=copy.deepcopy(settings["kfac"]))
+            mode = replace(BY_NAME[stage], **copy.deepcopy(settings["mode"]))
             engine = build(mode, ACCUMULATION, model=make_net(settings["model"]), train_micro_batch_size_per_gpu=ROWS)
             initial = weights(engine)
             sizes = {len(layers) for layers in engine.kfac.preconditioner.direction.stacks}

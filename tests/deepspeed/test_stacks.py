@@ -27,6 +27,8 @@ MODES = {
 def trained(mode, kind, *, bias: bool, share: bool = False, order: int | None = None):
     """The engine, its weights before and after some steps; ``order``: seed of a permutation of every batch's rows."""
     block = {**mode.kfac_block, "layers": {"share_inputs": share}}
+    if kind is Apart:  # of stacks it is known
+        block["adam"] = {**block["adam"], "blocks": {r"into\.\d+": 2}}
     engine = build(mode, 1, model=make(kind, bias=bias), kfac=block, train_micro_batch_size_per_gpu=ROWS)
     dtype = engine.get_data_types()[0]
     generator = torch.Generator().manual_seed(7 + dist.get_rank())

@@ -8,10 +8,11 @@ import torch
 from ds_kfac.config.kfac import parse
 from ds_kfac.config.method import AdamConfig
 from ds_kfac.curvature.side import Side
-from ds_kfac.directions.kfac_adamw.choice import excepted, keeps_direction
+from ds_kfac.directions.kfac_adamw.choice import keeps_direction
 from ds_kfac.directions.kfac_adamw.optimizer import build
 from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
 from ds_kfac.directions.kfac_adamw.size import adam_factor, step_norm
+from ds_kfac.model.blocks import named
 from ds_kfac.model.layers.base import LayerSpec, Use
 from ds_kfac.model.scan import scan
 from tests.close import close
@@ -57,9 +58,9 @@ def test_bodies_are_orthogonalized_and_heads_are_not(model):
 
 def test_a_pattern_is_the_end_of_a_name():
     for pattern, name in (("head", "vit.head"), ("head", "head"), (r"mlp\.\d+", "blocks.0.mlp.12"), ("a|b", "x.b")):
-        assert excepted(pattern, name), (pattern, name)
+        assert named(pattern, name), (pattern, name)
     for pattern, name in (("head", "lm_head"), ("head", "head.dense"), ("head", "heads"), ("a|b", "a.c"), ("b", "ab")):
-        assert not excepted(pattern, name), (pattern, name)
+        assert not named(pattern, name), (pattern, name)
 
 
 def layer(*kinds: str) -> LayerSpec:

@@ -1,8 +1,7 @@
 """Which layers' directions KFACAdamW orthogonalizes, and why the others keep Adam's."""
 
-import re
-
 from ds_kfac.config.method import AdamConfig
+from ds_kfac.model.blocks import named
 from ds_kfac.model.layers.base import LayerSpec
 
 
@@ -26,10 +25,4 @@ def is_head(options: AdamConfig, layer: LayerSpec) -> bool:
 
 def _pattern(options: AdamConfig, layer: LayerSpec) -> str | None:
     name = layer.uses[0].module
-    return next((pattern for pattern in options.except_layers if excepted(pattern, name)), None)
-
-
-def excepted(pattern: str, name: str) -> bool:
-    """Whether a pattern is the end of a module's name, from a dot or the beginning on: "head" is "head" and "vit.head",
-    but neither "lm_head" nor "heads.0.key" nor "head.dense"."""
-    return re.search(rf"(?:^|\.)(?:{pattern})$", name) is not None
+    return next((pattern for pattern in options.except_layers if named(pattern, name)), None)

@@ -38,7 +38,7 @@ from ds_kfac.curvature.precision import fp32_products
 from ds_kfac.directions.base import LocalResult, StepContext
 from ds_kfac.directions.kfac_adamw.choice import keeps_direction
 from ds_kfac.directions.kfac_adamw.optimizer import IN_USE
-from ds_kfac.directions.kfac_adamw.part import Part, of_one_shape
+from ds_kfac.directions.kfac_adamw.part import Block, Part, blocks_of, of_one_shape, put_back, row_blocks
 from ds_kfac.directions.kfac_adamw.size import adam_factor, step_norm
 from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.ops.reference import each
@@ -73,7 +73,7 @@ class AdamDirection:
         self.stacks = stacks(exchange.owned, alike=self._alike if plan.stacks else None)
         of_all = partial(torch.tensor, device=exchange.device)  # of every layer, in the order of the stacks
         layers = [layer for stack in self.stacks for layer in stack]
-        scaled = [self.orthogonalizes(layer) and layer.groups == 1 for layer in layers]
+        scaled = [self.orthogonalizes(layer) and self._whole(layer) for layer in layers]
         self.orthogonal = of_all(scaled, dtype=torch.bool)
         self.root = of_all([layer.numel**0.5 for layer in layers], dtype=torch.float32)
         self.target = of_all([step_norm(self.config.adam, layer) for layer in layers], dtype=torch.float32)
@@ -178,36 +178,61 @@ class AdamDirection:
     def _restore(self, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
         """Adam's directions, or their orthogonal factors, out of the eigenbases, in their place. Returns what each is
         still to be multiplied by, and its norm."""
-        for group in of_one_shape([part for part in parts if self.orthogonalizes(part.layers[0])], self.together):
-            whitenings = [self._whitening(part) for part in group]
-            for part in group:  # before factors take their place
-                if part.root is not None:
-                    part.size = torch.linalg.vector_norm(part.x_OI, dim=(-2, -1))
-                    part.x_OI = self._whitened(part, part.x_OI)
-            directions = [part.x_OI for part in group]
+        chosen = [part for part in parts if self.orthogonalizes(part.layers[0])]
+        blocks = [self._blocks(part) for part in chosen]
+        for group in of_one_shape([block for own in blocks for block in own], self.together):
+            directions, whitenings = [block.x_OI for block in group], [self._whitening(block.part) for block in group]
             found = orthogonal_factors(directions, whitenings, precision=self.rotations.precision)
-            for part, (factor, size) in zip(group, found, strict=True):  # rotated or not, the factor is the same
-                part.size = size if part.root is None else part.size
-                part.x_OI = self._whitened(part, factor)
+            for block, (factor, size) in zip(group, found, strict=True):  # rotated or not, the factor is the same
+                block.x_OI, block.size = factor, size if block.size is None else block.size
+        for part, own in zip(chosen, blocks, strict=True):
+            put_back(own)
+            part.x_OI, part.sizes = self._whitened(part, part.x_OI), [block.norm for block in own]
         for part in parts:
             if part.rotation is not None:
-                if not self.orthogonalizes(part.layers[0]):  # no whitening has left out what no input has a part in
+                if part.sizes is None:  # no whitening has left out what no input has a part in
                     part.rotation.only_seen(part.x_OI)
-                part.x_OI = part.rotation.restored(part.x_OI).float()
-            if part.layers[0].groups > 1 and part.size is not None:
-                self._scale_groups(part)
+                back = part.rotation.restore_columns if self._rows_are_back(part) else part.rotation.restored
+                part.x_OI = back(part.x_OI).float()
+            if not self._whole(part.layers[0]) and part.sizes is not None:
+                self._scale_maps(part)
         norm = lengths([matrix for part in parts for matrix in apart(part.x_OI, len(part.layers))], torch.float32)
-        size = torch.cat([(part.of(norm) if part.size is None else part.size).view(-1) for part in parts])
+        size = torch.cat([(part.of(norm) if part.sizes is None else part.sizes[0]).view(-1) for part in parts])
         scale = scale_to(self.target, size=size, norm=norm, root=self.root)
         return torch.where(self.orthogonal, scale, self.ratio), norm
 
-    def _scale_groups(self, part: Part) -> None:
-        """Each group of a layer to its own size."""
-        assert part.size is not None
-        norm = torch.linalg.vector_norm(part.x_OI, dim=(-2, -1))
-        root, target = part.x_OI[0].numel() ** 0.5, step_norm(self.config.adam, part.layers[0])
-        part.x_OI.mul_(each(scale_to(target, size=part.size, norm=norm, root=root)))
-        part.size = None
+    def _blocks(self, part: Part) -> list[Block]:
+        """What is orthogonalized of a part, each with its norm if that changes before."""
+        if self._rows_are_back(part):
+            assert part.rotation is not None
+            part.x_OI = part.rotation.restore_rows(part.x_OI).float()
+        blocks = blocks_of(part)
+        if part.root is None:
+            return blocks
+        sizes = [torch.linalg.vector_norm(block.x_OI, dim=(-2, -1)) for block in blocks]
+        part.x_OI = self._whitened(part, part.x_OI)
+        return [replace(block, size=size) for block, size in zip(blocks_of(part), sizes, strict=True)]
+
+    def _scale_maps(self, part: Part) -> None:
+        """Each group of a layer, or each block of its rows, to its own size."""
+        assert part.sizes is not None
+        layer = part.layers[0]
+        for rows, size in zip(row_blocks(part.x_OI, layer.blocks), part.sizes, strict=True):
+            norm = torch.linalg.vector_norm(rows, dim=(-3, -2, -1))
+            target = step_norm(self.config.adam, layer, rows.shape[-3] * rows.shape[-2])
+            root = rows.shape[-3:].numel() ** 0.5
+            rows.mul_(scale_to(target, size=size, norm=norm, root=root)[..., None, None, None])
+        part.sizes = None
+
+    def _rows_are_back(self, part: Part) -> bool:
+        """Whether a rotation is undone in two halves: blocks are rows of the weight, not of R."""
+        layer = part.layers[0]
+        return bool(layer.blocks and part.rotation is not None and part.rotation.G) and self.orthogonalizes(layer)
+
+    @staticmethod
+    def _whole(layer: LayerSpec) -> bool:
+        """Whether it is a single map."""
+        return layer.groups == 1 and not layer.blocks
 
     def _whitening(self, part: Part) -> Tensor | None:
         options = self.config.adam
@@ -224,4 +249,4 @@ class AdamDirection:
 
     def _alike(self, layer: LayerSpec) -> Hashable:
         """Layers with the same may be stacked."""
-        return self.groups[layer.name][0], self.orthogonalizes(layer), layer.copies
+        return self.groups[layer.name][0], self.orthogonalizes(layer), layer.copies, layer.blocks

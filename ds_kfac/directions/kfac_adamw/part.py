@@ -22,7 +22,7 @@ class Part:
         fold: of their gradients.
         rotation: into the eigenbasis; None before it is known, and with a form that has none.
         root: what whitens in its place, of one layer.
-        size: norm of what was orthogonalized, a scalar or [n]; None if nothing was.
+        sizes: norms of what was orthogonalized, a scalar or [n] of each block; None if nothing was, or is scaled.
     """
 
     layers: Sequence[LayerSpec]
@@ -32,7 +32,7 @@ class Part:
     states: list[LayerState] = field(default_factory=list)
     rotation: Rotation | None = None
     root: LayerRoot | None = None
-    size: Tensor | None = None
+    sizes: list[Tensor] | None = None
 
     @classmethod
     def of_all(cls, stacks: Iterable[Sequence[LayerSpec]]) -> "list[Part]":
@@ -47,16 +47,55 @@ class Part:
         return values[self.start] if count == 1 else values[self.start : self.start + count]
 
 
-def of_one_shape(parts: Sequence[Part], together: bool, limit: int = AT_ONCE) -> list[list[Part]]:
-    """Parts whose matrices have the same sides, as they are or transposed, at most ``limit`` elements unless one alone
-    has more; not ``together``: each alone."""
-    groups: dict[Hashable, list[Part]] = {}
-    full: list[list[Part]] = []
-    for part in parts:
-        key = tuple(sorted(part.x_OI.shape[-2:])) if together else part.start
+@dataclass
+class Block:
+    """Rows of a part's matrices that are one map, or all of them: what is orthogonalized together.
+
+    Attributes:
+        x_OI: fp32 [rows, I] or [n, rows, I]: a view of the part's, or a copy where its rows lie apart.
+        size: norm that it had, a scalar or [n].
+    """
+
+    part: Part
+    x_OI: Tensor
+    size: Tensor | None = None
+
+    @property
+    def norm(self) -> Tensor:
+        """The size, of one that is known."""
+        assert self.size is not None
+        return self.size
+
+
+def blocks_of(part: Part) -> list[Block]:
+    """Of a part as it is now."""
+    return [Block(part, rows.flatten(-3, -2)) for rows in row_blocks(part.x_OI, part.layers[0].blocks)]
+
+
+def put_back(blocks: Sequence[Block]) -> None:
+    """The blocks of one part, in order, where they were taken from."""
+    part = blocks[0].part
+    for rows, block in zip(row_blocks(part.x_OI, part.layers[0].blocks), blocks, strict=True):
+        if rows.data_ptr() != block.x_OI.data_ptr():
+            rows.copy_(block.x_OI.view(rows.shape))
+
+
+def row_blocks(x_OI: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Views [.., repeats, size, I] of a matrix's rows, see :attr:`LayerSpec.blocks`; of all of them without sizes."""
+    sizes = list(sizes) or [x_OI.shape[-2]]
+    return list(x_OI.unflatten(-2, (-1, sum(sizes))).split(sizes, dim=-2))
+
+
+def of_one_shape(blocks: Sequence[Block], together: bool, limit: int = AT_ONCE) -> list[list[Block]]:
+    """Blocks with the same sides, as they are or transposed, at most ``limit`` elements unless one alone has more; not
+    ``together``: each alone."""
+    groups: dict[Hashable, list[Block]] = {}
+    full: list[list[Block]] = []
+    for index, block in enumerate(blocks):
+        key = tuple(sorted(block.x_OI.shape[-2:])) if together else index
         group = groups.setdefault(key, [])
-        if group and sum(other.x_OI.numel() for other in group) + part.x_OI.numel() > limit:
+        if group and sum(other.x_OI.numel() for other in group) + block.x_OI.numel() > limit:
             full.append(group)
             groups[key] = group = []
-        group.append(part)
+        group.append(block)
     return [*full, *groups.values()]

@@ -1,5 +1,6 @@
 """KFACAdamW: Adam in the eigenbasis, its direction orthogonalized; with an optimizer of its own for DeepSpeed."""
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,10 +15,11 @@ from ds_kfac.curvature.forms import FACTOR_FORMS
 from ds_kfac.curvature.root import ORDERS, order_of
 from ds_kfac.directions.base import Direction, DirectionSetup, UpdateRule, by_rows
 from ds_kfac.directions.kfac_adamw.block import check_groups, params_in, put_into
-from ds_kfac.directions.kfac_adamw.choice import excepted, keeps_direction
+from ds_kfac.directions.kfac_adamw.choice import keeps_direction
 from ds_kfac.directions.kfac_adamw.direction import AdamDirection
 from ds_kfac.directions.kfac_adamw.optimizer import FLAG, NAME, KFACAdamWStep
 from ds_kfac.directions.kfac_adamw.user_optimizer import given_groups
+from ds_kfac.model.blocks import KINDS, named, rows_of, weight_name
 from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.moments import AdamMoments
@@ -95,24 +97,31 @@ class KFACAdamWRule(UpdateRule):
         reason = keeps_direction(config.adam, layer)
         if reason is not None:
             return f"Adam's direction: {reason}"
-        return "whitened and orthogonalized" if config.adam.whiten and config.adam.rotate else "orthogonalized"
+        how = "whitened and orthogonalized" if config.adam.whiten and config.adam.rotate else "orthogonalized"
+        return f"{how} in blocks of {rows_of(layer)}" if layer.blocks else how
 
     def idle(self, config: KFACConfig, layers: Sequence[LayerSpec]) -> list[str]:
-        if "except_layers" not in config.adam.model_fields_set:
-            return []
-        names = [layer.uses[0].module for layer in layers]
-        patterns = [p for p in config.adam.except_layers if not any(excepted(p, name) for name in names)]
-        return [f"kfac.adam.except_layers {p!r}, which no layer's name ends with" for p in patterns]
+        given = config.adam.model_fields_set
+        patterns = {
+            "except_layers": (config.adam.except_layers, [layer.uses[0].module for layer in layers]),
+            "blocks": (config.adam.blocks, [weight_name(layer) for layer in layers if layer.kind in KINDS]),
+        }
+        return [
+            f"kfac.adam.{key} {pattern!r}, which no layer's name ends with"
+            for key, (values, names) in patterns.items()
+            for pattern in (values if key in given else ())
+            if not any(named(pattern, name) for name in names)
+        ]
 
     def flops(self, config: KFACConfig, layer: LayerSpec) -> int:
         if keeps_direction(config.adam, layer) is not None:
             return 0
-        return layer.groups * flops(layer.shape[-2], layer.shape[-1])
+        return sum(flops(*sides) for sides in layer.maps)
 
     def scratch(self, plan: Plan, stacks: Sequence[Sequence[LayerSpec]]) -> int:
         """Adam's: the gradient unless it waits as it is, both moments, a turned one and two more, and what turns it;
         Newton-Schulz: its matrices, and with roots a whitened direction and factor."""
-        adam, iterated, alike = 0, 0, Counter[Hashable]()
+        adam, iterated, copied, alike = 0, 0, 0, Counter[Hashable]()
         copies, width = 5 + (plan.waits is not torch.float32), 2 if plan.precision.half_orthogonal else 4
         whitened = 8 if FACTOR_FORMS[plan.method].whitens else 0
         for stack in stacks:
@@ -120,12 +129,15 @@ class KFACAdamWRule(UpdateRule):
             turns = sum(basis_numel(side) for layer in stack for side in (layer.A, layer.G))
             adam = max(adam, 4 * (copies * (AT_ONCE if by_rows(stack) else numel) + turns))
             if keeps_direction(plan.config.adam, stack[0]) is None:
-                own = sum(layer.groups * workspace(*layer.shape[-2:]) for layer in stack)
-                key = tuple(sorted(stack[0].shape[-2:])) if plan.stacks else stack[0].name
-                alike[key] += width * own + whitened * numel
-                iterated = max(iterated, width * own + whitened * numel)
+                blocks = stack[0].blocks
+                if blocks and sum(blocks) < stack[0].shape[-2]:  # whose rows lie apart: copies
+                    copied += 4 * numel
+                for sides, count in Counter(sides for layer in stack for sides in layer.maps).items():
+                    own = width * count * workspace(*sides) + whitened * count * math.prod(sides)
+                    alike[tuple(sorted(sides)) if plan.stacks else (stack[0].name, sides)] += own
+                    iterated = max(iterated, own)
         largest = max(iterated, *(min(nbytes, 3 * width * AT_ONCE) for nbytes in (0, *alike.values())))
-        return max(adam, largest)
+        return max(adam, largest + copied)
 
     def parameters(self, ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
         return params_in(ds_config)

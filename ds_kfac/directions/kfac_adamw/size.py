@@ -21,10 +21,11 @@ ADAM_RATIO = {"spectral": 8.0, "rms": 1.0}
 """adam_lr / lr where adam_lr is left out."""
 
 
-def step_norm(options: AdamConfig, layer: LayerSpec) -> float:
-    """Frobenius norm of an orthogonalized step of a layer's matrix, or of that of one of its groups. Of a
-    tensor-parallel shard it is the shard's part of the whole layer's."""
+def step_norm(options: AdamConfig, layer: LayerSpec, rows: int | None = None) -> float:
+    """Frobenius norm of an orthogonalized step of a layer's matrix, of that of one of its groups, or of a block of so
+    many ``rows`` of it. Of a tensor-parallel shard it is the shard's part of the whole layer's."""
     O, I = layer.whole_shape[-2:]  # noqa: E741
+    O = O if rows is None else rows * layer.cut[0]  # noqa: E741
     assert options.size is not None  # see ds_kfac.plan.resolve
     return options.size * ((max(O, I) if options.scale == "spectral" else O * I) / math.prod(layer.cut)) ** 0.5
 

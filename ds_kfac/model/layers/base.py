@@ -59,6 +59,9 @@ class LayerSpec:
     """Why its directions are not to be orthogonalized."""
     part: tuple[int, int] = (0, 1)
     """(index, count): it is this one of so many equal parts of its parameters, such as an expert of a stack."""
+    blocks: tuple[int, ...] = ()
+    """Of output rows, for a matrix that is several maps in one: block k is the k-th so many rows of every
+    ``sum(blocks)``. Empty: it is one."""
     shares: str | None = None
     """The layer whose A is its own, too; known before training, as that of a stack's experts."""
 
@@ -91,6 +94,13 @@ class LayerSpec:
         """The same of the layer that this is a shard of."""
         *groups, O, I = self.shape  # noqa: E741
         return *groups, O * self.cut[0], I * self.cut[1]
+
+    @property
+    def maps(self) -> tuple[tuple[int, int], ...]:
+        """(O, I) of each map in the layer: of its groups, and of the blocks in its matrix."""
+        O, I = self.shape[-2:]  # noqa: E741
+        rows = [size * (O // sum(self.blocks)) for size in self.blocks] or [O]
+        return tuple((size, I) for size in rows) * self.groups
 
     @cached_property
     def numel(self) -> int:

@@ -1,0 +1,219 @@
+"""Which rows of a layer's matrix are maps of their own: queries, keys and values in one weight, a gate beside what it
+gates, the projections of latent attention and of state space models.
+
+They have the same inputs, so they share A; each is orthogonalized and sized by itself, as with a weight of its own.
+:data:`KNOWN` has the names in use, with the order of rows that the code behind them takes; ``kfac.adam.blocks`` names
+others. Sizes are those of :attr:`ds_kfac.model.layers.base.LayerSpec.blocks`.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from ds_kfac.model.layers.base import LayerSpec
+
+KINDS = ("Linear", "Conv1D")
+"""Kinds of layers that have blocks: a tensor-parallel shard has some rows of each, in an order of its framework's."""
+Sizes = tuple[int, ...]
+Blocks = int | Sequence[int]
+"""How many equal ones there are, one after the other; or their sizes, repeated up to the last row."""
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head")
+SHARED_HEADS = ("num_kv_heads", "num_key_value_heads", "kv_n_heads")
+
+
+def with_blocks(layer: LayerSpec, modules: Mapping[str, nn.Module], chosen: Sequence[tuple[str, Blocks]]) -> LayerSpec:
+    """The layer, with its blocks.
+
+    Args:
+        modules: of the model, by name.
+        chosen: (regex for the end of a name, its blocks), which go before :data:`KNOWN`; the first that matches.
+
+    Raises:
+        ValueError: a matrix does not have as many rows.
+    """
+    if layer.kind not in KINDS or layer.groups > 1 or len(layer.uses) > 1:
+        return layer
+    name = weight_name(layer)
+    rows = layer.shape[-2]
+    for pattern, blocks in chosen:
+        if named(pattern, name):
+            return replace(layer, blocks=of_rows(rows, blocks, f"kfac.adam.blocks {pattern!r}: {name}"))
+    holder, _, last = re.sub(r"(\.\d+)+$", "", name).rpartition(".")  # of a list of modules its name
+    known = KNOWN.get(last)
+    sizes = known(_Holder(modules.get(holder)), rows, layer.A.dim) if known else None
+    if sizes is None or len(sizes) < 2 or min(sizes) < 1 or rows % sum(sizes):
+        return layer
+    return replace(layer, blocks=sizes)
+
+
+def named(pattern: str, name: str) -> bool:
+    """Whether a pattern is the end of a name, from a dot or the beginning on: "head" is "head" and "vit.head", but
+    neither "lm_head" nor "heads.0.key" nor "head.dense"."""
+    return re.search(rf"(?:^|\.)(?:{pattern})$", name) is not None
+
+
+def weight_name(layer: LayerSpec) -> str:
+    """What patterns of blocks are matched with."""
+    return layer.weight.removesuffix(".weight")
+
+
+def of_rows(rows: int, blocks: Blocks, where: str) -> Sizes:
+    """Sizes of the blocks of so many rows; () of a single one.
+
+    Raises:
+        ValueError: they do not fit.
+    """
+    each = blocks if isinstance(blocks, int) else sum(blocks)
+    if rows % each:
+        what = f"{blocks} equal blocks" if isinstance(blocks, int) else f"blocks of {list(blocks)} rows"
+        raise ValueError(f"{where} has {rows} rows, which are no {what}")
+    sizes = (rows // blocks,) * blocks if isinstance(blocks, int) else tuple(blocks)
+    return sizes if len(sizes) > 1 else ()
+
+
+def rows_of(layer: LayerSpec) -> str:
+    """Of each block, for people: "128 + 128 + 128", "8 x (64 + 64)"; of many equal ones "32 of 128"."""
+    blocks, repeats = layer.blocks, layer.shape[-2] // sum(layer.blocks)
+    text = (
+        f"{len(blocks)} of {blocks[0]}" if len(set(blocks)) == 1 and len(blocks) > 3 else " + ".join(map(str, blocks))
+    )
+    return f"{repeats} x ({text}) rows" if repeats > 1 else f"{text} rows"
+
+
+class _Holder:
+    """The module that a fused layer is in, and what it says of its sizes: its own attributes, then those of its
+    config."""
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self.module = module
+        self.source = "" if module is None else _source(type(module))
+
+    def number(self, *names: str) -> int | None:
+        for place in (self.module, getattr(self.module, "config", None)):
+            for name in names:
+                if isinstance(value := getattr(place, name, None), int) and value > 0:
+                    return value
+        return None
+
+    def chunks(self, count: int) -> bool:
+        """Whether the code cuts something into so many equal parts."""
+        return re.search(rf"chunk\(\s*{count}\b", self.source) is not None
+
+    def flag(self, name: str) -> Any:
+        return getattr(self.module, name, None)
+
+
+def _source(kind: type) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):  # made in a shell, or by a program
+        return ""
+
+
+def _attention(holder: _Holder, rows: int, inputs: int) -> Sizes | None:
+    """Queries, keys, values, one after the other; keys and values in groups of queries have fewer rows. Heads by
+    themselves in GPT-BigCode without its multi-query attention, four parts in CodeGen; keys and values alone where
+    another layer makes the queries of a cross-attention."""
+    if holder.flag("is_cross_attention"):
+        return (rows // 2,) * 2
+    heads, shared = holder.number(*HEADS), holder.number(*SHARED_HEADS)
+    if holder.flag("multi_query") is False and heads:
+        return (rows // (3 * heads),) * 3
+    if "mp_num" in holder.source:
+        return (rows // 12,) * 3
+    if holder.flag("multi_query") and (width := holder.number("kv_dim")):
+        return rows - 2 * width, width, width
+    if heads and shared and shared < heads and rows % (heads + 2 * shared) == 0:
+        width = rows // (heads + 2 * shared)
+        return heads * width, shared * width, shared * width
+    return (rows // 3,) * 3 if rows % 3 == 0 else None
+
+
+def _by_head(holder: _Holder, rows: int, inputs: int) -> Sizes | None:
+    """For each head, or each group of queries with one key and one value, these three."""
+    heads = holder.number(*HEADS)
+    if heads is None:
+        return None
+    shared = holder.number(*SHARED_HEADS) or heads
+    width = rows // (heads + 2 * shared)
+    return heads // shared * width, width, width
+
+
+def _halves(holder: _Holder, rows: int, inputs: int) -> Sizes | None:
+    """One after the other, or row by row in turn, as the code cuts its products up; None where it does not."""
+    if "::2]" in holder.source:
+        return 1, 1
+    return (rows // 2,) * 2 if holder.chunks(2) else None
+
+
+def _latent(holder: _Holder, rows: int, inputs: int) -> Sizes | None:
+    """The latent of keys and values, and the key that all heads share."""
+    rank = holder.number("kv_lora_rank")
+    return None if rank is None else (rank, rows - rank)
+
+
+def _from_latent(holder: _Holder, rows: int, inputs: int) -> Sizes | None:
+    """For each head its key and its value."""
+    key, value = holder.number("qk_nope_head_dim"), holder.number("v_head_dim")
+    return (key, value) if key and value else None
+
+
+def _states(holder: _Holder, rows: int, inputs: int) -> Sizes | None:
+    """Mamba's inputs and gates, in turn in Zamba; Mamba2's gates, inputs, B, C, steps; a gated convolution's three."""
+    if holder.chunks(3):
+        return (rows // 3,) * 3
+    inner = holder.number("intermediate_size", "ssm_intermediate_size", "d_ssm")
+    if inner is None or holder.flag("A_log") is None:
+        return None
+    if rows == 2 * inner:
+        return (1, 1) if holder.flag("n_mamba_heads") else (inner, inner)
+    heads = holder.number("num_heads")
+    return None if heads is None else (inner, inner, *((rows - 2 * inner - heads) // 2,) * 2, heads)
+
+
+def _steps(holder: _Holder, rows: int, inputs: int) -> Sizes | None:
+    """Mamba's steps, B and C."""
+    states = holder.number("ssm_state_size")
+    return None if states is None else (rows - 2 * states, states, states)
+
+
+def _delta(holder: _Holder, rows: int, inputs: int) -> Sizes | None:
+    """A gated delta net's queries, keys, values."""
+    keys = holder.number("key_dim")
+    return None if keys is None else (keys, keys, rows - 2 * keys)
+
+
+def _delta_by_head(holder: _Holder, rows: int, inputs: int) -> Sizes | None:
+    """For each head of keys: query, key, and its values, and as many gates."""
+    heads, width = holder.number("num_k_heads"), holder.number("head_k_dim")
+    if heads is None or width is None:
+        return None
+    values = (rows // heads - 2 * width) // 2
+    return width, width, values, values
+
+
+def _delta_gates(holder: _Holder, rows: int, inputs: int) -> Sizes | None:
+    """For each head of keys: two numbers of each of its values."""
+    heads = holder.number("num_k_heads")
+    return None if heads is None else (rows // (2 * heads),) * 2
+
+
+KNOWN: dict[str, Callable[[_Holder, int, int], Sizes | None]] = {
+    **dict.fromkeys(("c_attn", "qkv", "qkv_proj", "Wqkv", "in_proj_weight"), _attention),
+    "query_key_value": _by_head,
+    **dict.fromkeys(("kv_proj", "to_kv"), _halves),
+    **dict.fromkeys(("gate_up_proj", "gate_up", "input_linear", "Wi", "w12", "weights_in"), _halves),
+    "kv_a_proj_with_mqa": _latent,
+    "kv_b_proj": _from_latent,
+    "in_proj": _states,
+    "x_proj": _steps,
+    "in_proj_qkv": _delta,
+    "in_proj_qkvz": _delta_by_head,
+    "in_proj_ba": _delta_gates,
+}
+"""End of a weight's name -> its blocks, or None where what the module says does not tell them: (module that it is in,
+rows, inputs) -> sizes. transformers 5.23, timm and torch; tests/integrations/test_blocks.py holds each of them."""
