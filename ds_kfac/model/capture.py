@@ -334,8 +334,8 @@ class Capture:
         """Of a stack whose layers have one A: all rows at once are those of the first."""
         layers, x, output, lay = self._stacks[id(product.param)], product.x, product.output, product.lay
         stacked, (first, _) = len(layers) > 1, layers[0]
+        module = self._model.get_submodule(first.uses[0].module)
         if product.window is not None:
-            module = self._model.get_submodule(first.uses[0].module)
             if product.window == (module.stride, module.padding, module.dilation, module.groups):
                 self._called(*layers[0], module, x, output)
             return
@@ -344,7 +344,6 @@ class Capture:
         if x.shape[-1] != first.dim_A - first.uses[0].bias:  # other sides than the code seemed to have
             return
         self.called.update(layer.name for layer, _ in layers)
-        module = self._model.get_submodule(first.uses[0].module)
         shared = stacked and layers[-1][0].shares is not None
         if shared and first.shares is None:
             self._called(*layers[0], module, x, output, only="A", select=EVERY, lay=lay)

@@ -1,7 +1,7 @@
 """Model -> the layers K-FAC preconditions, and everything it leaves alone with the reason."""
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -39,17 +39,6 @@ class Scan:
 
     layers: tuple[LayerSpec, ...]
     skipped: tuple[Skipped, ...]
-
-
-def share(layers: Sequence[LayerSpec], parameters: int, trained: int | None = None) -> str:
-    """How much of a model of so many parameters the layers are, for people; ``trained``: None: all of them are."""
-    ours, kinds = sum(layer.numel for layer in layers), Counter(layer.kind for layer in layers)
-    some = trained is not None and trained < parameters
-    frozen, whole = (f", {trained:,} of them trained", "of these") if some else ("", "of them")
-    return (
-        f"{parameters:,} parameters{frozen}, {ours:,} {whole} ({ours / (trained or parameters):.0%}) in {len(layers)} "
-        f"K-FAC layers ({', '.join(f'{n} {kind}' for kind, n in kinds.items())})"
-    )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """How much of a model is stepped along K-FAC's directions, and what is left out."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -50,6 +51,17 @@ class Share:
         """The largest of ``left``, in words."""
         named = [f"{kind} {n:,} ({reason})" for (kind, reason), n in self.left[:NAMED]]
         return ", ".join(named) + (", .." if len(self.left) > NAMED else "")
+
+
+def share(layers: Sequence[LayerSpec], parameters: int, trained: int | None = None) -> str:
+    """How much of a model of so many parameters the layers are, for people; ``trained``: None: all of them are."""
+    ours, kinds = sum(layer.numel for layer in layers), Counter(layer.kind for layer in layers)
+    some = trained is not None and trained < parameters
+    frozen, whole = (f", {trained:,} of them trained", "of these") if some else ("", "of them")
+    return (
+        f"{parameters:,} parameters{frozen}, {ours:,} {whole} ({ours / (trained or parameters):.0%}) in {len(layers)} "
+        f"K-FAC layers ({', '.join(f'{n} {kind}' for kind, n in kinds.items())})"
+    )
 
 
 def share_of(model: nn.Module, found: Scan) -> Share:
