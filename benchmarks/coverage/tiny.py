@@ -54,6 +54,7 @@ EXACT: Mapping[str, int] = {
     **dict.fromkeys(("max_source_positions", "max_target_positions", "context_length"), POSITIONS),
     **dict.fromkeys(("num_queries", "num_detection_tokens", "num_denoising", "num_query_tokens"), 8),
     "num_kv_shared_layers": 0,
+    "num_filters": 4,
     "rotary_dim": 8,
     "conf_num_attention_heads": HEADS,
     "num_labels": 8,
@@ -163,7 +164,7 @@ def layers_of(fields: Mapping[str, Any]) -> int:
 def shorter(name: str, values: list[Any], layers: int, special: Any) -> Any:
     if name.endswith("token_id"):
         return [value if value < FIRST_TOKEN else next(special) for value in values[:1]]
-    if name in EXACT and all(isinstance(value, int) for value in values):  # one for each layer
+    if name in EXACT and name not in STAGES and all(isinstance(value, int) for value in values):  # one for each layer
         return [min(value, EXACT[name]) for value in values[:layers]]
     if name in KINDS_OF_LAYERS or (len(values) > 12 and name.endswith(("layers", "_types", "size"))):
         return values[:layers]
@@ -202,6 +203,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "table-transformer": {"backbone_config.backbone": "resnet10t"},
     "align": {"text_config.hidden_size": WIDTH, "vision_config.hidden_dim": WIDTH, "projection_dim": 640},
     "dbrx": {"attn_config.clip_qkv": 8.0},
+    "bit": {"num_groups": 4},
     "blt": {
         "global_config.hidden_size": 2 * WIDTH, "global_config.head_dim": 32,
         "encoder_config.hidden_size_global": 2 * WIDTH, "decoder_config.hidden_size_global": 2 * WIDTH,
@@ -213,8 +215,17 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         kind: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
         for kind in ("indexed_attention", "sliding_attention")
     }},
+    "cvt": {"depth": [1, 2, 3]},
+    "donut-swin": {"embed_dim": 48, "image_size": 224},
+    "efficientnet": {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 128},
     "falcon_h1": {"mamba_d_head": 32},
     "gemma3n": {"vision_config.architecture": "resnet10t"},
+    "hgnet_v2": {
+        "stem_channels": [3, 16, 16], "stage_in_channels": [16, 32, 32, 64], "stage_mid_channels": [16] * 4,
+        "stage_out_channels": [32, 32, 64, 64], "hidden_sizes": [32, 32, 64, 64],
+    },
+    "kyutai_speech_to_text": {"codec_config.upsample_groups": 64},
+    "mobilevit": {"hidden_sizes": [16, 16, 16]},
     "qwen4_exp_text": {
         "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 2,
     },
