@@ -123,6 +123,7 @@ def default_config(row: Architecture, **fields: Any) -> Any:
 
 
 FILLED: Mapping[str, Mapping[str, Any]] = {
+    "blip-2": {"qformer_config": {"use_qformer_text_input": True}},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "dbrx": {"attn_config": {"rope_theta": 5e5}},
     "deepseek_v2": {"num_experts_per_tok": 6},

@@ -123,6 +123,12 @@ EXTRA: dict[str, Any] = {
         "labels": codes(m.config.decoder_config.num_channels),
     },
     "imagegpt": lambda m, b: {"input_ids": tokens(m), "pixel_values": None},
+    "kyutai_speech_to_text": lambda m, b: {"input_ids": codes(m.config.num_codebooks + 1)},
+    **dict.fromkeys(
+        ("pp_doclayout_v2", "pp_doclayout_v3", "pp_doclayout_v4"),  # do not support training, they say
+        lambda m, b: {"labels": None},
+    ),
+    "voxtral_realtime": lambda m, b: {"input_features": torch.randn(EXAMPLES, bins(m.config), 8 * TOKENS)},
     "musicgen": lambda m, b: of_codebooks(m),
     "musicgen_melody": lambda m, b: of_codebooks(m),
     **dict.fromkeys(

@@ -178,11 +178,18 @@ def shorter(name: str, values: list[Any], layers: int, special: Any) -> Any:
 
 MADE: Mapping[str, Mapping[str, Any]] = {
     "dots3_note_text": {"per_layer_config": {}, "head_dim": 192},
+    "lw_detr": {"projector_scale_factors": [1.0]},
 }
 """Architecture -> fields that its config is made with, of which it makes others."""
 
 STAGES = ("hidden_sizes", "embed_dims", "embed_dim", "dims", "neck_hidden_sizes", "conv_dim", "encoder_hidden_sizes")
 """Fields with a width for each stage; all are halved as often as they can be."""
+
+HGNET: Mapping[str, Any] = {
+    "stem_channels": [3, 16, 16], "stage_in_channels": [16, 32, 32, 64], "stage_mid_channels": [16] * 4,
+    "stage_out_channels": [32, 32, 64, 64], "hidden_sizes": [32, 32, 64, 64],
+}  # fmt: skip
+AS_BACKBONE = {f"backbone_config.{name}": value for name, value in HGNET.items()} | {"decoder_in_channels": [WIDTH] * 3}
 
 OWN: Mapping[str, Mapping[str, Any]] = {
     "mamba2": {"head_dim": 32},
@@ -216,14 +223,20 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         for kind in ("indexed_attention", "sliding_attention")
     }},
     "cvt": {"depth": [1, 2, 3]},
+    **dict.fromkeys(("d_fine", "deimv2", "pp_doclayout_v2", "pp_doclayout_v4"), AS_BACKBONE),
+    "rt_detr": {"decoder_in_channels": [WIDTH] * 3},
+    "rt_detr_v2": {"decoder_in_channels": [WIDTH] * 3},
+    "lw_detr": {"backbone_config.num_hidden_layers": 10},
+    "rf_detr": {"backbone_config.num_hidden_layers": 12},
+    "pp_doclayout_v3": {**AS_BACKBONE, "x4_feat_dim": 32},
+    "swin": {"embed_dim": 48, "image_size": 224},
+    "swinv2": {"embed_dim": 48},
+    "textnet": {"stem_out_channels": 16, "image_size": (IMAGE, IMAGE)},
     "donut-swin": {"embed_dim": 48, "image_size": 224},
     "efficientnet": {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 128},
     "falcon_h1": {"mamba_d_head": 32},
     "gemma3n": {"vision_config.architecture": "resnet10t"},
-    "hgnet_v2": {
-        "stem_channels": [3, 16, 16], "stage_in_channels": [16, 32, 32, 64], "stage_mid_channels": [16] * 4,
-        "stage_out_channels": [32, 32, 64, 64], "hidden_sizes": [32, 32, 64, 64],
-    },
+    "hgnet_v2": HGNET,
     "kyutai_speech_to_text": {"codec_config.upsample_groups": 64},
     "mobilevit": {"hidden_sizes": [16, 16, 16]},
     "qwen4_exp_text": {

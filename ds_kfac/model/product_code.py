@@ -8,9 +8,10 @@ summed over are one side, those of the output the other. :func:`lent` reads whic
 
 import ast
 import inspect
-import textwrap
+import sys
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
+from linecache import getlines
 from math import prod
 from typing import Any, NamedTuple, TypeGuard
 
@@ -173,10 +174,27 @@ def _functions(kind: Any, *, alone: bool = False) -> Iterator[ast.FunctionDef | 
         if base is nn.Module:
             return
         try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError, SyntaxError):  # made in a shell, or by a program
+            tree = classes_of(str(inspect.getsourcefile(base)), base.__module__).get(base.__qualname__)
+        except (KeyError, OSError, TypeError, SyntaxError):  # made in a shell, or by a program
             continue
-        yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+        nodes = ast.walk(tree) if tree is not None else ()
+        yield from (node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+@lru_cache(maxsize=8)
+def classes_of(file: str, module: str) -> Mapping[str, ast.ClassDef]:
+    """Qualified name -> code, of a file's classes: read once, where inspect reads the file again for each."""
+    found: dict[str, ast.ClassDef] = {}
+    waiting: list[tuple[ast.AST, str]] = [(ast.parse("".join(getlines(file, vars(sys.modules[module])))), "")]
+    while waiting:
+        node, path = waiting.pop(0)
+        if isinstance(node, ast.ClassDef):
+            found.setdefault(path + node.name, node)
+            path += f"{node.name}."
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            path += f"{node.name}.<locals>."
+        waiting += [(x, path) for x in ast.iter_child_nodes(node) if isinstance(x, ast.stmt | ast.excepthandler)]
+    return found
 
 
 def _viewed(node: ast.expr) -> ast.expr:

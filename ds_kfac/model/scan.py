@@ -15,7 +15,7 @@ from ds_kfac.model.blocks import Blocks, with_blocks
 from ds_kfac.model.layers.base import LayerSpec, Use, parameter_shape
 from ds_kfac.model.layers.convolution import Convolution
 from ds_kfac.model.layers.registry import LAYERS, SHARDS, TIED, TYPES
-from ds_kfac.model.product_code import Lies, convolves, lent, multiplied, reads
+from ds_kfac.model.product_code import Lies, classes_of, convolves, lent, multiplied, reads
 from ds_kfac.ops.reference import packed_numel
 
 ADAPTER = re.compile(r"(^|\.)lora_[ab](\.|$)", re.IGNORECASE)
@@ -134,6 +134,7 @@ def scan(model: nn.Module, choice: Choice | None = None, *, optimized: Iterable[
             own = sum(map(numel, module.parameters(recurse=False)))
             skipped.append(Skipped(name, type(module).__name__, own, found))
     skipped += _left_over(layers, facts)
+    classes_of.cache_clear()  # large, and read
     if not layers:
         raise ValueError(
             f"kfac: {type(model).__name__} has no layer to precondition (known types: {', '.join(TYPES)}); "

@@ -411,3 +411,18 @@ def test_a_common_A_is_that_of_all_tokens_that_enter(kind):
     sums = [apart.sums(f"experts.gate_up_proj.{e}").A for e in range(3)]
     close(together.sums(first).A.sum_P, sum(one.sum_P for one in sums))
     assert float(together.sums(first).A.count) == sum(float(one.count) for one in sums) == 2 * ROWS
+
+
+def test_a_class_without_a_source_is_no_error_and_an_inner_one_is_read():
+    made = {"nn": nn, "F": F, "__name__": "nowhere"}
+    exec("class Own(nn.Module):\n    def forward(self, x):\n        return F.linear(x, self.w)", made)
+
+    class Inner(AsLinear):
+        class Innermost(Turned):
+            def forward(self, x):
+                return self.w @ x
+
+    for kind, found in ((made["Own"], {}), (Inner.Innermost, {"w": Lies(False)})):
+        module = kind()
+        module.w = nn.Parameter(torch.ones(2, 3))
+        assert multiplied(module) == found and lent(module) == []
