@@ -33,7 +33,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("phases", nargs="*", metavar="phase", help=f"of {list(PHASES)}; default: all")
     parser.add_argument("--only", default="", help="regex searched in names")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="in that order")
     parser.add_argument("--again", action="store_true", help="measure what is there once more")
     parser.add_argument("--failed", action="store_true", help="measure what failed once more")
     parser.add_argument("--timeout", type=float, default=120, help="seconds of a process")
@@ -76,7 +76,8 @@ def shares_phase(row: Architecture, timeout: float) -> dict[str, Any]:
 
 
 def train_phase(row: Architecture, timeout: float) -> dict[str, Any]:
-    return {str(stage): measured(trained, row, stage, timeout=timeout) for stage in STAGES}
+    found = measured(trained, row, timeout=timeout)
+    return dict.fromkeys(map(str, STAGES), found) if "error" in found else found
 
 
 PHASES: dict[str, Callable[[Architecture, float], dict[str, Any]] | None] = {
@@ -95,11 +96,11 @@ def main(argv: list[str] | None = None) -> int:
             continue
         SERVER.set_forkserver_preload(["benchmarks.coverage.preload"])
         found["versions"] |= {package: version(package).partition("+")[0] for package in PACKAGES}
-        for row in architectures().values():
+        chosen = [row for row in architectures().values() if row.task in arguments.tasks]
+        for row in sorted(chosen, key=lambda row: arguments.tasks.index(row.task)):
             own = found["models"].setdefault(row.name, {"task": row.task, "head": row.head})
             known = name in own and not (arguments.failed and '"error"' in json.dumps(own[name]))
-            chosen = row.task in arguments.tasks and re.search(arguments.only, row.name)
-            if chosen and (arguments.again or not known):
+            if re.search(arguments.only, row.name) and (arguments.again or not known):
                 own[name] = phase(row, arguments.timeout)
                 write(arguments.results, found)
                 print(row.name, json.dumps(own[name])[:300], flush=True)

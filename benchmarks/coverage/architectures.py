@@ -113,16 +113,18 @@ def at_full_size(row: Architecture) -> nn.Module:
         return head_of(row)._from_config(config)
 
 
-def default_config(row: Architecture) -> Any:
-    """Of transformers, with FILLED."""
+def default_config(row: Architecture, **fields: Any) -> Any:
+    """Of transformers, with FILLED and ``fields``."""
     with_torchvision()
     from transformers import CONFIG_MAPPING
 
     kind = getattr(head_of(row), "config_class", None) or CONFIG_MAPPING[row.name]
-    return kind(**FILLED.get(row.name, {}))
+    return kind(**{**FILLED.get(row.name, {}), **fields})
 
 
 FILLED: Mapping[str, Mapping[str, Any]] = {
+    "blip-2": {"qformer_config": {"use_qformer_text_input": True}},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "dbrx": {"attn_config": {"rope_theta": 5e5}},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
@@ -133,9 +135,13 @@ FILLED: Mapping[str, Mapping[str, Any]] = {
     "ministral": {"head_dim": 128},
     "moonshine_streaming": {"num_key_value_heads": 8},
     "nemotron": {"num_key_value_heads": 8},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048,
+        "indexer_compress_ratio": 16,
+    },
     "wav2vec2-bert": {"vocab_size": 32},
     "wav2vec2-conformer": {"vocab_size": 32},
-}
+}  # fmt: skip
 """Architecture -> fields that its default config leaves open, without which no model can be built."""
 
 

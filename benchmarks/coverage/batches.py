@@ -56,6 +56,7 @@ def text(model: Any) -> dict[str, Any]:
 
 
 def sequences(model: Any) -> dict[str, Any]:
+    """What goes in says nothing of what shall come out."""
     return {**text(model), "labels": tokens(model)}
 
 
@@ -92,9 +93,20 @@ def bins(config: Any) -> int:
     return next((n for part in known for name in names if (n := getattr(part, name, None))), 80)
 
 
+def codes(channels: int) -> Tensor:
+    """Of sound."""
+    return torch.randint(FIRST_TOKEN, LAST_TOKEN, (EXAMPLES, TOKENS, channels))
+
+
+def of_codebooks(model: Any) -> dict[str, Any]:
+    count = model.config.num_codebooks if hasattr(model.config, "num_codebooks") else model.config.decoder.num_codebooks
+    ids = codes(count).transpose(1, 2).reshape(EXAMPLES * count, TOKENS)
+    return {"input_ids": ids, "attention_mask": torch.ones(EXAMPLES, TOKENS, dtype=torch.long), "labels": codes(count)}
+
+
 MAKERS = {
     "causal": text,
-    "masked": text,
+    "masked": sequences,
     "seq2seq": sequences,
     "image": images,
     "detection": boxes,
@@ -106,6 +118,23 @@ EXTRA: dict[str, Any] = {
         "input_values": torch.randn(EXAMPLES, m.config.max_length, m.config.num_mel_bins),
         "labels": torch.arange(EXAMPLES),
     },
+    "dia": lambda m, b: {
+        "decoder_input_ids": codes(m.config.decoder_config.num_channels),
+        "labels": codes(m.config.decoder_config.num_channels),
+    },
+    "imagegpt": lambda m, b: {"input_ids": tokens(m), "pixel_values": None},
+    "kyutai_speech_to_text": lambda m, b: {"input_ids": codes(m.config.num_codebooks + 1)},
+    **dict.fromkeys(
+        ("pp_doclayout_v2", "pp_doclayout_v3", "pp_doclayout_v4"),  # do not support training, they say
+        lambda m, b: {"labels": None},
+    ),
+    "voxtral_realtime": lambda m, b: {"input_features": torch.randn(EXAMPLES, bins(m.config), 8 * TOKENS)},
+    "musicgen": lambda m, b: of_codebooks(m),
+    "musicgen_melody": lambda m, b: of_codebooks(m),
+    **dict.fromkeys(
+        ("nemotron3_5_asr", "nemotron_asr_streaming", "parakeet_rnnt"),  # the loss is torchaudio's
+        lambda m, b: {"decoder_input_ids": tokens(m, TOKENS // 4), "labels": None},
+    ),
     "granite_speech5_ctc": lambda m, b: {"input_features": torch.randn(EXAMPLES, FRAMES, 320)},
     "whisper": lambda m, b: {"input_features": torch.randn(EXAMPLES, 80, 128), "attention_mask": None},
     "videoprism": lambda m, b: {

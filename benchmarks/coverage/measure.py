@@ -52,7 +52,12 @@ def share_at(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def trained(row: Architecture, stage: int) -> dict[str, Any]:
+def trained(row: Architecture) -> dict[str, dict[str, Any]]:
+    """By ZeRO stage."""
+    return {str(stage): trained_at(row, stage) for stage in STAGES}
+
+
+def trained_at(row: Architecture, stage: int) -> dict[str, Any]:
     """Loss before and after :data:`STEPS` steps of the tiny model, and layers that moved without curvature; or an
     error, with where it happened."""
     from benchmarks.coverage.batches import batch_of, loss_of

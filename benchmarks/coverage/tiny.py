@@ -54,6 +54,7 @@ EXACT: Mapping[str, int] = {
     **dict.fromkeys(("max_source_positions", "max_target_positions", "context_length"), POSITIONS),
     **dict.fromkeys(("num_queries", "num_detection_tokens", "num_denoising", "num_query_tokens"), 8),
     "num_kv_shared_layers": 0,
+    "num_filters": 4,
     "rotary_dim": 8,
     "conf_num_attention_heads": HEADS,
     "num_labels": 8,
@@ -74,7 +75,7 @@ def tiny(row: Architecture) -> nn.Module:
 
 
 def tiny_config(row: Architecture) -> Any:
-    config = default_config(row)
+    config = default_config(row, **MADE.get(row.name, {}))
     shrink(config)
     put(config, "use_cache", False)
     for path, value in OWN.get(row.name, {}).items():
@@ -118,7 +119,7 @@ def shrink(config: Any) -> None:
 
 
 def smaller(name: str, value: int, fields: Mapping[str, Any], layers: int, special: Any) -> int:
-    if name.endswith(("token_id", "token_index", "_token")) or name in ("mask_index",):
+    if (name.endswith(("token_id", "token_index", "_token")) and "experts" not in name) or name == "mask_index":
         return value if value < FIRST_TOKEN else next(special)
     if name in EXACT:
         return min(value, EXACT[name])
@@ -163,6 +164,8 @@ def layers_of(fields: Mapping[str, Any]) -> int:
 def shorter(name: str, values: list[Any], layers: int, special: Any) -> Any:
     if name.endswith("token_id"):
         return [value if value < FIRST_TOKEN else next(special) for value in values[:1]]
+    if name in EXACT and name not in STAGES and all(isinstance(value, int) for value in values):  # one for each layer
+        return [min(value, EXACT[name]) for value in values[:layers]]
     if name in KINDS_OF_LAYERS or (len(values) > 12 and name.endswith(("layers", "_types", "size"))):
         return values[:layers]
     if name in ("depths", "depth", "layers_per_stage", "stage_num_blocks", "stage_numb_of_layers", "num_block_repeats"):
@@ -173,8 +176,20 @@ def shorter(name: str, values: list[Any], layers: int, special: Any) -> Any:
     return values
 
 
+MADE: Mapping[str, Mapping[str, Any]] = {
+    "dots3_note_text": {"per_layer_config": {}, "head_dim": 192},
+    "lw_detr": {"projector_scale_factors": [1.0]},
+}
+"""Architecture -> fields that its config is made with, of which it makes others."""
+
 STAGES = ("hidden_sizes", "embed_dims", "embed_dim", "dims", "neck_hidden_sizes", "conv_dim", "encoder_hidden_sizes")
 """Fields with a width for each stage; all are halved as often as they can be."""
+
+HGNET: Mapping[str, Any] = {
+    "stem_channels": [3, 16, 16], "stage_in_channels": [16, 32, 32, 64], "stage_mid_channels": [16] * 4,
+    "stage_out_channels": [32, 32, 64, 64], "hidden_sizes": [32, 32, 64, 64],
+}  # fmt: skip
+AS_BACKBONE = {f"backbone_config.{name}": value for name, value in HGNET.items()} | {"decoder_in_channels": [WIDTH] * 3}
 
 OWN: Mapping[str, Mapping[str, Any]] = {
     "mamba2": {"head_dim": 32},
@@ -195,6 +210,38 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "table-transformer": {"backbone_config.backbone": "resnet10t"},
     "align": {"text_config.hidden_size": WIDTH, "vision_config.hidden_dim": WIDTH, "projection_dim": 640},
     "dbrx": {"attn_config.clip_qkv": 8.0},
+    "bit": {"num_groups": 4},
+    "blt": {
+        "global_config.hidden_size": 2 * WIDTH, "global_config.head_dim": 32,
+        "encoder_config.hidden_size_global": 2 * WIDTH, "decoder_config.hidden_size_global": 2 * WIDTH,
+    },
+    "cohere_compass_text": {"rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+    }},
+    "dots3_note_text": {"rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+        for kind in ("indexed_attention", "sliding_attention")
+    }},
+    "cvt": {"depth": [1, 2, 3]},
+    **dict.fromkeys(("d_fine", "deimv2", "pp_doclayout_v2", "pp_doclayout_v4"), AS_BACKBONE),
+    "rt_detr": {"decoder_in_channels": [WIDTH] * 3},
+    "rt_detr_v2": {"decoder_in_channels": [WIDTH] * 3},
+    "lw_detr": {"backbone_config.num_hidden_layers": 10},
+    "rf_detr": {"backbone_config.num_hidden_layers": 12},
+    "pp_doclayout_v3": {**AS_BACKBONE, "x4_feat_dim": 32},
+    "swin": {"embed_dim": 48, "image_size": 224},
+    "swinv2": {"embed_dim": 48},
+    "textnet": {"stem_out_channels": 16, "image_size": (IMAGE, IMAGE)},
+    "donut-swin": {"embed_dim": 48, "image_size": 224},
+    "efficientnet": {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 128},
+    "falcon_h1": {"mamba_d_head": 32},
+    "gemma3n": {"vision_config.architecture": "resnet10t"},
+    "hgnet_v2": HGNET,
+    "kyutai_speech_to_text": {"codec_config.upsample_groups": 64},
+    "mobilevit": {"hidden_sizes": [16, 16, 16]},
+    "qwen4_exp_text": {
+        "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 2,
+    },
     "whisper": {"max_source_positions": 64},
 }  # fmt: skip
 """Architecture -> path of a field -> what it becomes."""

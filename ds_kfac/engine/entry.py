@@ -53,7 +53,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     if rule.optimizer_type is not None and config is not None:
         rule.install(bound.arguments, config, source or {})
     if config is not None:
-        _check_memory_format(bound.arguments.get("model"))
+        _check_tensors(bound.arguments.get("model"))
     result = _plain_initialize(*bound.args, **bound.kwargs)
     engine = result[0]
     block = find_block(engine.config) if block is None else block
@@ -64,9 +64,14 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     return result
 
 
-def _check_memory_format(model: Any) -> None:
+def _check_tensors(model: Any) -> None:
     """Raise ValueError for weights that DeepSpeed cannot send as bytes: its own error names no reason."""
     for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
+        if not parameter.ndim:
+            raise ValueError(
+                f"ds_kfac: {name} has no dimension, as CLIP's logit_scale, which deepspeed.initialize cannot broadcast "
+                "with any optimizer; make it one of shape [1] before: p.data = p.data.view(1)"
+            )
         if parameter.ndim and parameter.numel() and parameter.stride(-1) != 1:
             raise ValueError(
                 f"ds_kfac: {name} is stored in another order than its shape (channels_last?), which "

@@ -9,7 +9,7 @@ from ds_kfac.estimate.memory import STATE, TRANSIENT, state_bytes, transient_byt
 from ds_kfac.estimate.seconds import HIDDEN, STAGES
 from ds_kfac.estimate.subject import Subject
 from ds_kfac.estimate.traffic import KINDS, PARTS, StepTraffic
-from ds_kfac.model.scan import share
+from ds_kfac.model.share import share
 from ds_kfac.text import columns, number, wrapped
 
 STRATEGY_COLUMNS = (

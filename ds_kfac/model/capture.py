@@ -103,7 +103,7 @@ class Capture:
             for index, use in enumerate(layer.uses):
                 module = model.get_submodule(use.module)
                 if use.product:
-                    owners[use.module] = module
+                    owners |= {name: model.get_submodule(name) for name in (use.module, *use.also)}
                     if isinstance(module, nn.Linear):  # maybe called as a function, by the module around it
                         around = use.module.rpartition(".")[0]
                         owners[around] = model.get_submodule(around)
@@ -337,12 +337,16 @@ class Capture:
         """Of a stack whose layers have one A: all rows at once are those of the first."""
         layers, x, output, lay = self._stacks[id(product.param)], product.x, product.output, product.lay
         stacked, (first, _) = len(layers) > 1, layers[0]
+        module = self._model.get_submodule(first.uses[0].module)
+        if product.window is not None:
+            if product.window == (module.stride, module.padding, module.dilation, module.groups):
+                self._called(*layers[0], module, x, output)
+            return
         if product.turned != LAYERS[first.kind].turned and min(first.shape) > 1:
             return
         if x.shape[-1] != first.dim_A - first.uses[0].bias:  # other sides than the code seemed to have
             return
         self.called.update(layer.name for layer, _ in layers)
-        module = self._model.get_submodule(first.uses[0].module)
         shared = stacked and layers[-1][0].shares is not None
         if shared and first.shares is None:
             self._called(*layers[0], module, x, output, only="A", select=EVERY, lay=lay)

@@ -8,14 +8,18 @@ summed over are one side, those of the output the other. :func:`lent` reads whic
 
 import ast
 import inspect
-import textwrap
+import sys
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
+from linecache import getlines
 from math import prod
 from typing import Any, NamedTuple, TypeGuard
 
 from torch import nn
 
+MAKES = ("__init__", "_init", "init", "reset", "_reset", "_tie", "tie", "_load", "load", "extra_repr", "__repr__")
+"""How functions begin that make a module, and do not run it."""
+CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 LINEAR, RIGHT = {"linear"}, {"matmul", "mm", "bmm", "grouped_mm", "_grouped_mm", "grouped_mm_fallback"}
 ADDED = {"addmm", "baddbmm"}
 TURNS = {"T", "mT", "t", "transpose", "swapaxes", "adjoint"}
@@ -111,16 +115,86 @@ def _lent(kind: Any) -> Mapping[str, bool]:
     return {name: name in called for name in sorted(taken - {""})}
 
 
-def _functions(kind: Any) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """The code of a class and of those that it comes from, as far as there is a source."""
-    for base in kind.__mro__:
+def convolves(module: nn.Module) -> bool:
+    """Whether the code of a convolution that has a forward of its own convolves with its weight, and not with something
+    that it makes of it, such as a standardized one."""
+    kinds = type(module).__mro__
+    known = next(place for place, kind in enumerate(kinds) if kind.__module__ == nn.Conv2d.__module__)
+    return any(map(_convolves, kinds[:known]))
+
+
+@cache
+def _convolves(kind: Any) -> bool:
+    for function in _functions(kind, alone=True):
+        nodes = list(ast.walk(function))
+        set_here = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        given = {argument.arg for argument in function.args.args} - set_here
+        for node in nodes:
+            if isinstance(node, ast.Call) and _name(node.func) == "forward":
+                return True  # super().forward(..)
+            if isinstance(node, ast.Call) and "conv" in _name(node.func):
+                operands = map(_viewed, [*node.args, *(word.value for word in node.keywords)])
+                if any(_is_weight(x) or (isinstance(x, ast.Name) and x.id in given & {"weight"}) for x in operands):
+                    return True
+    return False
+
+
+def reads(module: nn.Module, parameter: str) -> bool:
+    """Whether the code of a module does something with a parameter that it holds, and does not only hold it for
+    another one."""
+    functions = list(_functions(type(module)))
+    if not functions:
+        return True  # nothing is known
+    return any(name == parameter for function in functions for name, _ in _reads(function))
+
+
+def looked_up(module: nn.Module, parameter: str) -> bool:
+    """Whether a parameter is a table, as far as the code shows: rows are looked up in it, and nothing is multiplied by
+    it."""
+    if parameter in multiplied(module):
+        return False
+    read = [use for function in _functions(type(module)) for name, use in _reads(function) if name == parameter]
+    return any(isinstance(use, ast.Call) and _name(use.func) == "embedding" for use in read)
+
+
+def _reads(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[str, ast.AST]]:
+    """(NAME, what has it as its part) of every ``self.NAME`` that a function reads."""
+    own = next((a.arg for a in function.args.args), "")
+    if function.name.startswith(MAKES):
+        return
+    for node in ast.walk(function):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Load) and _child(child, own):
+                yield child.attr, node
+
+
+def _functions(kind: Any, *, alone: bool = False) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The code of a class and of those that it comes from, or of it ``alone``, as far as there is a source."""
+    for base in (kind,) if alone else kind.__mro__:
         if base is nn.Module:
             return
         try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError, SyntaxError):  # made in a shell, or by a program
+            tree = classes_of(str(inspect.getsourcefile(base)), base.__module__).get(base.__qualname__)
+        except (KeyError, OSError, TypeError, SyntaxError):  # made in a shell, or by a program
             continue
-        yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+        nodes = ast.walk(tree) if tree is not None else ()
+        yield from (node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+@lru_cache(maxsize=8)
+def classes_of(file: str, module: str) -> Mapping[str, ast.ClassDef]:
+    """Qualified name -> code, of a file's classes: read once, where inspect reads the file again for each."""
+    found: dict[str, ast.ClassDef] = {}
+    waiting: list[tuple[ast.AST, str]] = [(ast.parse("".join(getlines(file, vars(sys.modules[module])))), "")]
+    while waiting:
+        node, path = waiting.pop(0)
+        if isinstance(node, ast.ClassDef):
+            found.setdefault(path + node.name, node)
+            path += f"{node.name}."
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            path += f"{node.name}.<locals>."
+        waiting += [(x, path) for x in ast.iter_child_nodes(node) if isinstance(x, ast.stmt | ast.excepthandler)]
+    return found
 
 
 def _viewed(node: ast.expr) -> ast.expr:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ds_kfac.model.product_code import ADDED, COPIES, LINEAR, RIGHT, Contraction, contraction
+from ds_kfac.model.product_code import ADDED, CONVOLUTIONS, COPIES, LINEAR, RIGHT, Contraction, contraction
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Product:
         entries: of a stack: (its entry, its rows of x and of output), for each that was used; else (0, all rows).
         columns: which outputs of the whole matrix these are; None: all.
         lay: makes rows [.., O] of the gradient that arrives at ``output``; None: it has them.
+        window: of a convolution: x and output are images, and this is its (stride, padding, dilation, groups).
     """
 
     param: nn.Parameter
@@ -40,6 +41,7 @@ class Product:
     entries: "tuple[tuple[int, slice | Tensor], ...]"
     columns: slice | None = None
     lay: Callable[[Tensor], Tensor] | None = None
+    window: tuple[Any, ...] | None = None
 
 
 EVERY = slice(None)
@@ -91,6 +93,8 @@ class Products(TorchFunctionMode):
             self._pick(args, output)
         elif name in COPIES and isinstance(output, Tensor) and output is not args[0] and self._known(args[0]):
             self._copies[id(output)] = output, args[0]
+        elif name in CONVOLUTIONS and isinstance(output, Tensor) and output.requires_grad:
+            self._convolved(int(name[-2]), args, kwargs, output)
         elif name == "einsum" and isinstance(output, Tensor) and output.requires_grad and len(args) == 3:
             for place in (1, 2):
                 operand = self._copies.get(id(args[place]), (None, args[place]))[1]
@@ -104,6 +108,17 @@ class Products(TorchFunctionMode):
             tensors = [x for x in operands[:2] if isinstance(x, Tensor)]
             for product in self._products(name, tensors, args, kwargs, output) if len(tensors) == 2 else ():
                 self._see(product)
+
+    def _convolved(self, dims: int, args: tuple, kwargs: Mapping[str, Any], output: Tensor) -> None:
+        given = dict(zip(("input", "weight", "bias", "stride", "padding", "dilation", "groups"), args, strict=False))
+        given |= kwargs
+        weight = self._copies.get(id(given["weight"]), (None, given["weight"]))[1]
+        found = self._params.get(id(weight))
+        if found is not None and found[0].requires_grad:
+            window = [given.get(name, default) for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))]
+            every = [(x,) * dims if isinstance(x, int) else x if isinstance(x, str) else tuple(x) for x in window]
+            window_of_all = (*every, given.get("groups", 1))
+            self._see(Product(found[0], given["input"], output, False, ((0, EVERY),), window=window_of_all))
 
     def _known(self, tensor: Any) -> bool:
         base = tensor if tensor._base is None else tensor._base

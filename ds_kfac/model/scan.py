@@ -1,7 +1,7 @@
 """Model -> the layers K-FAC preconditions, and everything it leaves alone with the reason."""
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -13,8 +13,9 @@ from torch.nn.parameter import is_lazy
 from ds_kfac.curvature.side import Side
 from ds_kfac.model.blocks import Blocks, with_blocks
 from ds_kfac.model.layers.base import LayerSpec, Use, parameter_shape
+from ds_kfac.model.layers.convolution import Convolution
 from ds_kfac.model.layers.registry import LAYERS, SHARDS, TIED, TYPES
-from ds_kfac.model.product_code import Lies, lent, multiplied
+from ds_kfac.model.product_code import Lies, classes_of, convolves, lent, multiplied, reads
 from ds_kfac.ops.reference import packed_numel
 
 ADAPTER = re.compile(r"(^|\.)lora_[ab](\.|$)", re.IGNORECASE)
@@ -38,17 +39,6 @@ class Scan:
 
     layers: tuple[LayerSpec, ...]
     skipped: tuple[Skipped, ...]
-
-
-def share(layers: Sequence[LayerSpec], parameters: int, trained: int | None = None) -> str:
-    """How much of a model of so many parameters the layers are, for people; ``trained``: None: all of them are."""
-    ours, kinds = sum(layer.numel for layer in layers), Counter(layer.kind for layer in layers)
-    some = trained is not None and trained < parameters
-    frozen, whole = (f", {trained:,} of them trained", "of these") if some else ("", "of them")
-    return (
-        f"{parameters:,} parameters{frozen}, {ours:,} {whole} ({ours / (trained or parameters):.0%}) in {len(layers)} "
-        f"K-FAC layers ({', '.join(f'{n} {kind}' for kind, n in kinds.items())})"
-    )
 
 
 @dataclass(frozen=True)
@@ -102,6 +92,14 @@ class _Model:
                 users[id(parameter)].append(name)
         self.users = users
 
+    def readers(self, parameter: nn.Parameter) -> list[str]:
+        """Of those that hold it, modules that do something with it."""
+        users = self.users[id(parameter)]
+        if len(users) == 1:
+            return users
+        own = {user: next(n for n, p in self.modules[user]._parameters.items() if p is parameter) for user in users}
+        return [user for user, name in own.items() if reads(self.modules[user], name)]
+
 
 def scan(model: nn.Module, choice: Choice | None = None, *, optimized: Iterable[nn.Parameter] | None = None) -> Scan:
     """Find the layers, in module order. Pure: reads shapes and flags, never values.
@@ -136,6 +134,7 @@ def scan(model: nn.Module, choice: Choice | None = None, *, optimized: Iterable[
             own = sum(map(numel, module.parameters(recurse=False)))
             skipped.append(Skipped(name, type(module).__name__, own, found))
     skipped += _left_over(layers, facts)
+    classes_of.cache_clear()  # large, and read
     if not layers:
         raise ValueError(
             f"kfac: {type(model).__name__} has no layer to precondition (known types: {', '.join(TYPES)}); "
@@ -177,6 +176,14 @@ def _layer(name: str, kind: str, module: nn.Module, facts: _Model, choice: Choic
     use = _use(name, kind, module, trained_bias, choice)
     if isinstance(use, str):
         return use
+    known = LAYERS[kind]
+    if isinstance(known, Convolution) and (own := known.overridden(module)) is not None:
+        if convolves(module):
+            use = replace(use, product=True)
+        elif choice.gradients:
+            return f"{type(module).__name__} overrides {kind}.{own}, and its weight is not what it convolves with"
+        else:  # a direction that needs no curvature is right for any matrix
+            use = replace(use, A=Side.identity(use.A.dim), G=Side.identity(use.G.dim))
     if id(module) in facts.lent:
         if isinstance(module, nn.Linear):
             use = replace(use, product=True)
@@ -372,7 +379,7 @@ def _unfit(
         return "AutoTP sums its gradient over tensor-parallel ranks, each of which has other rows"
     if id(weight) in facts.tied_stages:
         return "tied by a TiedLayerSpec: its gradient is a sum over uses of which other stages have the rows"
-    if bias is not None and len(facts.users[id(bias)]) > users:
+    if bias is not None and len(facts.readers(bias)) > users:
         return "bias is shared with another module; its gradient is a sum over both uses"
     return None
 

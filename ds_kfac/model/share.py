@@ -1,11 +1,13 @@
 """How much of a model is stepped along K-FAC's directions, and what is left out."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from ds_kfac.model.layers.base import LayerSpec, parameter_shape
+from ds_kfac.model.product_code import looked_up
 from ds_kfac.model.scan import Scan, numel
 
 NAMED = 3
@@ -18,7 +20,8 @@ class Share:
     """Trained parameters, counted.
 
     Attributes:
-        matrices: elements of all matrices. An embedding is a table of rows and none, unless it is a K-FAC layer.
+        matrices: elements of all matrices. A table is none, unless it is a K-FAC layer: an embedding, or what
+            :func:`is_table` finds.
         stepped: of these, those in K-FAC layers.
         curved: of these, those of layers of which a factor has more than a diagonal.
         kinds: of K-FAC layers, and how many there are of each.
@@ -48,6 +51,17 @@ class Share:
         """The largest of ``left``, in words."""
         named = [f"{kind} {n:,} ({reason})" for (kind, reason), n in self.left[:NAMED]]
         return ", ".join(named) + (", .." if len(self.left) > NAMED else "")
+
+
+def share(layers: Sequence[LayerSpec], parameters: int, trained: int | None = None) -> str:
+    """How much of a model of so many parameters the layers are, for people; ``trained``: None: all of them are."""
+    ours, kinds = sum(layer.numel for layer in layers), Counter(layer.kind for layer in layers)
+    some = trained is not None and trained < parameters
+    frozen, whole = (f", {trained:,} of them trained", "of these") if some else ("", "of them")
+    return (
+        f"{parameters:,} parameters{frozen}, {ours:,} {whole} ({ours / (trained or parameters):.0%}) in {len(layers)} "
+        f"K-FAC layers ({', '.join(f'{n} {kind}' for kind, n in kinds.items())})"
+    )
 
 
 def share_of(model: nn.Module, found: Scan) -> Share:
@@ -80,13 +94,25 @@ def other_matrices(model: nn.Module, found: Scan) -> set[str]:
     """Names of the matrices that are in no K-FAC layer, trained or not; embeddings are tables and none."""
     ours = parameters_of(found)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
-    return {n for n, p in model.named_parameters() if n not in ours and id(p) not in tables and is_matrix(p)}
+    others = {n for n, p in model.named_parameters() if n not in ours and id(p) not in tables and is_matrix(p)}
+    return {name for name in others if not is_table(model, name)}
 
 
 def is_matrix(parameter: nn.Parameter) -> bool:
     """By its shape: two sides at least, and several outputs."""
     shape = parameter_shape(parameter)
     return sum(size > 1 for size in shape) > 1 and shape[0] > 1
+
+
+def is_table(model: nn.Module, name: str) -> bool:
+    """Whether a parameter in no layer is rows that are looked up or added: by the code of the module that holds it, or
+    because it is made to be broadcast, with a side of 1 where a stack of matrices has none."""
+    path, _, own = name.rpartition(".")
+    module = model.get_submodule(path)
+    if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
+        return False
+    shape = parameter_shape(module.get_parameter(own))
+    return (len(shape) > 2 and 1 in shape[:-1]) or looked_up(module, own)
 
 
 def _curved(layer: LayerSpec) -> bool:

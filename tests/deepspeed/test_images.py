@@ -158,6 +158,12 @@ def traps_worker(_) -> dict:
         build(BY_NAME["z0"], 1, model=make_net(ConvNet).to(memory_format=torch.channels_last))
     except ValueError as error:
         found["format"] = str(error)
+    model = make_net(ConvNet)
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    try:
+        build(BY_NAME["z0"], 1, model=model)
+    except ValueError as error:
+        found["scalar"] = str(error)
     for name, more in (("plain", {}), ("buffers", {"data_types": {"buffer_dtype": "bf16"}})):
         engine = build(mode, 1, model=make_net(ConvNet), train_micro_batch_size_per_gpu=ROWS, **more)
         found[name] = engine.kfac.report
@@ -182,6 +188,7 @@ def traps_worker(_) -> dict:
 def test_traps_of_images_are_said():
     found = run_ranks("tests.deepspeed.test_images:traps_worker", world=2)[0]
     assert "stem.weight is stored in another order than its shape (channels_last?)" in found["format"]
+    assert "scale has no dimension" in found["scalar"] and "p.data.view(1)" in found["scalar"]
     assert "BatchNorm's running statistics stay each rank's own" in found["plain"]
     warning = "WARNING: 1 norms begin with a weight of zero (norm, ..)"
     assert warning in found["relative"] and warning not in found["tikhonov"]

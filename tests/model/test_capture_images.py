@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from ds_kfac.model.batch_info import BatchInfo
 from ds_kfac.model.rows import RowRule
 from ds_kfac.model.scan import Choice, scan
-from tests.close import exact
+from ds_kfac.model.share import share_of
+from tests.close import close, exact
 from tests.model.test_capture import Recorder, Watched, own_backward
 
 ALL = RowRule(positions=False)
@@ -153,9 +154,107 @@ def test_a_frozen_norm_and_an_overriding_subclass_are_named():
     found = scan(model)
     assert [layer.name for layer in found.layers] == ["named"]
     reasons = {skipped.name: skipped.reason for skipped in found.skipped}
-    assert "Standardized overrides Conv2d._conv_forward" in reasons["ws"]
+    assert "Standardized overrides Conv2d._conv_forward, and its weight is not what it conv" in reasons["ws"]
     assert "parametrization" in reasons["wn"] and reasons["frozen"] == "weight is frozen"
     assert "of all ranks" in reasons["sync"] and "output_padding" in reasons["up"]
+
+
+class Causal(nn.Conv1d):
+    """Sees what was, gives its output beside a mask."""
+
+    def forward(self, x, mask=None):
+        return super().forward(F.pad(x, (2, 0))), mask
+
+
+class Head(nn.Conv1d):
+    """Of tokens [N, L, C]."""
+
+    def forward(self, x):
+        return super().forward(x.mT).mT
+
+
+class Same(nn.Conv1d):
+    def forward(self, x):
+        return F.conv1d(F.pad(x, (0, 1)), self.weight, self.bias, self.stride, groups=self.groups)
+
+
+class Reflecting(nn.Conv1d):
+    """Passes on what it was given; the weight in another dtype, which is a copy."""
+
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x.double(), weight.double(), bias.double()).float()
+
+
+class Own(nn.Module):
+    def __init__(self, plain: bool) -> None:
+        super().__init__()
+        kinds = [nn.Conv1d] * 4 if plain else [Causal, Same, Reflecting, Head]
+        self.plain = plain
+        self.causal, self.same = kinds[0](3, 4, 3, bias=False), kinds[1](4, 6, 2, stride=2, groups=2)
+        self.copied, self.head = kinds[2](6, 4, 3, padding=1), kinds[3](4, 2, 1)
+
+    def forward(self, x):
+        x = torch.tanh(self.causal(F.pad(x, (2, 0))) if self.plain else self.causal(x)[0])
+        x = torch.tanh(self.copied(torch.tanh(self.same(F.pad(x, (0, 1)) if self.plain else x))))
+        return (self.head(x) if self.plain else self.head(x.mT).mT).mean(-1)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_convolution_with_a_forward_of_its_own_is_seen_where_it_convolves(sampled):
+    recorders = []
+    for plain in (True, False):
+        torch.manual_seed(0)
+        recorder = Recorder(Own(plain), Choice(), rule=ALL, sampled=sampled)
+        torch.manual_seed(1)
+        loss = F.cross_entropy(recorder.model(torch.randn(5, 3, 9)), torch.tensor([0, 1, 0, 1, 0]))
+        if sampled:
+            calls = list(recorder.capture.pending)
+            assert len(calls) == 4
+            recorder.capture.add_sampled(calls, torch.autograd.grad(loss, [call.edge for call in calls]), 1.0)
+        else:
+            loss.backward()
+        recorders.append(recorder)
+    plain, own = recorders
+    assert [layer.name for layer in own.layers] == [layer.name for layer in plain.layers] and len(own.layers) == 4
+    for layer in own.layers:
+        assert own.counts(layer.name) == plain.counts(layer.name) and own.counts(layer.name)[1] == 5
+        for side in "AG":
+            # two products, of up to 6 channels and 3 places and of 5 examples and 9 places
+            close(*(getattr(r.sums(layer.name), side).sum_P for r in (own, plain)), sums=6 * 3 + 5 * 9)
+
+
+def test_another_window_than_the_modules_is_not_taken_for_it():
+    class Wider(nn.Conv1d):
+        def forward(self, x):
+            return F.conv1d(x, self.weight, self.bias, dilation=2)
+
+    recorder = Recorder(nn.Sequential(Wider(3, 4, 3), nn.Conv1d(4, 2, 1)), Choice(), rule=ALL)
+    recorder.model(torch.randn(5, 3, 9)).sum().backward()
+    assert recorder.capture.called == {"1"}, "the first is silent, of which the engine warns"
+
+
+class Standardized(nn.Conv2d):
+    def forward(self, x):
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return F.conv2d(x, weight, self.bias)
+
+
+class Shifted(nn.Conv2d):
+    def _conv_forward(self, x, weight, bias):
+        weight = weight - weight.mean()
+        return super()._conv_forward(x, weight, bias)
+
+
+@pytest.mark.parametrize("kind", [Standardized, Shifted])
+def test_a_weight_that_is_computed_of_another_has_no_curvature(kind):
+    model = nn.ModuleDict({"ws": kind(3, 4, 3), "linear": nn.Linear(4, 4)})
+    found = scan(model, Choice(gradients=False))
+    assert [layer.name for layer in found.layers] == ["ws", "linear"]
+    layer, _ = found.layers
+    assert layer.shape == (4, 28) and layer.packed_numel == 0
+    share = share_of(model, found)
+    assert share.stepped == share.matrices == 4 * 27 + 16 and share.curved == 16
+    assert [layer.name for layer in scan(model).layers] == ["linear"], "with G it is left alone"
 
 
 def test_a_copy_of_a_hooked_model_is_free():

@@ -427,3 +427,18 @@ def test_measured_rows_of_an_expert_are_its_own_also_where_a_stack_has_one_A(kin
     for apart, stacked in (("into", "gate_up_proj"), ("out", "down_proj")):
         own = [found[kind][f"experts.{stacked}.{e}"] for e in range(3)]
         assert own == [found[Apart][f"experts.{apart}.{e}"] for e in range(3)] and sum(own) == 2 * ROWS
+
+
+def test_a_class_without_a_source_is_no_error_and_an_inner_one_is_read():
+    made = {"nn": nn, "F": F, "__name__": "nowhere"}
+    exec("class Own(nn.Module):\n    def forward(self, x):\n        return F.linear(x, self.w)", made)
+
+    class Inner(AsLinear):
+        class Innermost(Turned):
+            def forward(self, x):
+                return self.w @ x
+
+    for kind, found in ((made["Own"], {}), (Inner.Innermost, {"w": Lies(False)})):
+        module = kind()
+        module.w = nn.Parameter(torch.ones(2, 3))
+        assert multiplied(module) == found and lent(module) == []

@@ -6,6 +6,7 @@ from torch import nn
 
 from ds_kfac.curvature.side import Side
 from ds_kfac.model.scan import Choice, scan
+from ds_kfac.model.share import share_of
 
 
 class Conv1D(nn.Module):
@@ -175,3 +176,64 @@ def test_adapters_get_the_factor_of_their_small_side():
     assert [(layer.A.kind, layer.G.kind) for layer in found.layers] == [("identity", "dense"), ("dense", "identity")]
     assert sum(layer.packed_numel for layer in found.layers) == 2 * 10
     assert {left.reason for left in found.skipped} == {"weight is frozen"}
+
+
+class Holding(nn.Module):
+    """Has its head's bias as its own, as RoBERTa's head has."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoder = nn.Linear(4, 9)
+        self.bias = self.decoder.bias
+
+    def _tie_weights(self):
+        self.bias = self.decoder.bias
+
+    def forward(self, x):
+        return self.decoder(x)
+
+
+class Adding(Holding):
+    def forward(self, x):
+        return super().forward(x) + self.bias
+
+
+def test_a_bias_that_another_module_only_holds_is_the_layers():
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "holding": Holding(), "adding": Adding()})
+    (_, layer) = scan(model).layers
+    assert layer.name == "holding.decoder" and layer.bias == "holding.bias"
+    assert reasons(model)["adding.decoder"].startswith("bias is shared with another module")
+
+
+class Table(nn.Module):
+    """As I-BERT has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(9, 4))
+
+    def forward(self, x):
+        return nn.functional.embedding(x, self.weight)
+
+
+class TableAndHead(Table):
+    def logits(self, x):
+        return some_kernel(x, self.weight) @ self.weight.T  # noqa: F821
+
+
+class Positions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.middle, self.stack = nn.Parameter(torch.zeros(3, 1, 5, 4)), nn.Parameter(torch.zeros(3, 5, 4))
+
+
+def test_tables_are_no_matrices():
+    model = nn.ModuleDict(
+        {"linear": nn.Linear(4, 4), "table": Table(), "positions": Positions(), "c": nn.Conv1d(4, 4, 1)}
+    )
+    model["c"].weight.requires_grad_(False)
+    share = share_of(model, scan(model))
+    assert share.matrices - share.stepped == 3 * 5 * 4, "of a stack nothing shows that it is a table"
+    model["table"] = TableAndHead()
+    share = share_of(model, scan(model))
+    assert share.matrices == 16 + 3 * 5 * 4 + 9 * 4 and share.stepped == 16 + 9 * 4

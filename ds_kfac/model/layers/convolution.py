@@ -37,10 +37,12 @@ class Convolution(Linear):
     def refusal(self, module: nn.Module) -> str | None:
         if not isinstance(module, self.kind):
             return ""
-        for name in ("forward", "_conv_forward"):
-            if getattr(type(module), name, None) is not getattr(self.kind, name, None):
-                return f"{type(module).__name__} overrides {self.kind.__name__}.{name}, so its patches are not known"
         return computed_parameter(module)
+
+    def overridden(self, module: nn.Module) -> str | None:
+        """Which of the class's functions a module has its own of: its patches are seen only where it calls torch's."""
+        names = ("forward", "_conv_forward")
+        return next((n for n in names if getattr(type(module), n, None) is not getattr(self.kind, n, None)), None)
 
     def groups(self, module: Any) -> int:
         return module.groups

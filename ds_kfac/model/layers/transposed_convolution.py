@@ -23,6 +23,8 @@ class TransposedConvolution(Convolution):
 
     def refusal(self, module: Any) -> str | None:
         reason = super().refusal(module)
+        if reason is None and (name := self.overridden(module)) is not None:
+            return f"{type(module).__name__} overrides {self.kind.__name__}.{name}, so its patches are not known"
         if reason is None and any(map(ge, module.output_padding, module.stride)):
             return "its output_padding is not below its stride"
         return reason
