@@ -283,8 +283,8 @@ class Capture:
         forward = self._running if recomputed and self._running is not None else self._forward
         x, name = x.detach(), layer.uses[index].module
         info, rows = self._info_of(name, forward.loss.info), Fit()
-        if layer.part[1] > 1:  # rows are tokens, sorted by who takes them; a place without one is zero
-            rows = Fit((x != 0).any(-1)) if dispatched else rows
+        if layer.part[1] > 1 or info.places:  # rows are tokens, sorted by who takes them; a place without one is zero
+            rows = Fit((x != 0).any(-1)) if dispatched or info.places else rows
         elif not kind.images:
             rows = self._masks.of(name, x, tuple(x.shape[:-1] if x.is_floating_point() else x.shape), info)
         with_gradient = recomputed or kind.needs_gradients
@@ -342,11 +342,11 @@ class Capture:
         module = self._model.get_submodule(first.uses[0].module)
         shared = stacked and layers[-1][0].shares is not None
         if shared and first.shares is None:
-            self._called(*layers[0], module, x, output, only="A", select=EVERY, lay=lay)
+            self._called(*layers[0], module, x, output, only="A", select=product.rows, lay=lay)
         for entry, select in product.entries:
             layer, index = layers[entry]
             only = "G" if shared else "AG"
-            if not stacked:
+            if not stacked and select is EVERY:
                 self._called(layer, index, module, x, output, columns=product.columns, lay=lay)
             elif not (shared and "G" not in self._due(layer, index).sides):
                 self._called(layer, index, module, x, output, only=only, select=select, lay=lay)
