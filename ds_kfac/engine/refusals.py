@@ -40,8 +40,8 @@ REFUSALS: Mapping[str, Refusal] = {
         "pipelines of tensor-parallel stages are not supported: use a topology of pipe and data only",
     ),
     "mixture of experts at stage 3": Refusal(
-        lambda e: e.experts and e.stage == 3,
-        "DeepSpeed does not partition experts, and AutoEP's are not tested: use ZeRO stage 0, 1 or 2",
+        lambda e: e.experts and e.stage == 3 and not _autoep(e),
+        "DeepSpeed does not partition deepspeed.moe's experts: use ZeRO stage 0, 1 or 2",
     ),
     "mixture of experts in BF16_Optimizer": Refusal(
         lambda e: e.experts and e.bf16_optimizer,
@@ -61,7 +61,7 @@ REFUSALS: Mapping[str, Refusal] = {
     ),
     "AutoEP with Triton's grouped products": Refusal(
         lambda e: any(mixture.experts.use_triton_grouped_mm for mixture in _autoep(e)),
-        "they do not show their rows: set expert_parallel.disable_triton_grouped_mm to true, or use_grouped_mm to false",
+        "their rows are not seen: set expert_parallel.disable_triton_grouped_mm to true, or use_grouped_mm to false",
     ),
     "AutoEP with one product for gate and up": Refusal(
         lambda e: any(mixture.experts.gate_up_impl != "separate" for mixture in _autoep(e)),

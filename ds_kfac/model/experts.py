@@ -1,5 +1,5 @@
-"""Rows of mixture-of-experts layers (deepspeed.moe, AutoEP): what an expert sees is dispatched, and padded to a capacity
-or to a multiple of some rows.
+"""Rows of mixture-of-experts layers (deepspeed.moe, AutoEP): what an expert sees is dispatched, and padded: to a
+capacity, or to a multiple of some rows.
 
 An expert's A is the mean over the tokens routed to it; its G the sum over them for all loss terms of the batch. Their
 product is the expert's Fisher, to which tokens routed elsewhere add nothing. Tokens come from all ranks of the

@@ -1,20 +1,24 @@
 """A mixture that DeepSpeed's AutoEP spreads over several ranks, and all of its experts in one process."""
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import ds_kfac
 from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
 from tests.deepspeed.parallel import build, same, train_whole, whole_state
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
-from tests.spread import Variation, difference
+from tests.spread import FACTOR, FLOOR, Variation, difference
 
 WIDTH, INNER, TOP, TOKENS = 8, 12, 2, 24
+Arguments = Callable[[nn.Module], dict]
 STACKS = {"w1": "gate", "w3": "up", "w2": "down"}
 """AutoEP's names, and those of the experts in one process."""
 
@@ -116,18 +120,26 @@ def make_whole(case: Case) -> WholeNet:
     return WholeNet(case.experts)
 
 
-def make_engine(case: Case, **options):
+def make_engine(case: Case, arguments: Arguments = lambda model: {}, **options):
+    """Args:
+    arguments: of initialize, besides, of a model.
+    options: of AutoEP.
+    """
     block = {"enabled": True, "autoep_size": case.ep_size, "moe_layer_pattern": "mlp", "use_grouped_mm": case.grouped}
     mode = replace(case.mode, extra={**case.mode.extra, "expert_parallel": {**block, **options}})
     model = Net(make_whole(case))
-    return build(mode, model, 1, dist.get_world_size(), model_parameters=list(model.parameters()))
+    if mode.zero_init:
+        deepspeed.zero.Init(module=model, config_dict_or_path=mode.config(1, dist.get_world_size()))
+    parameters = {"model_parameters": list(model.parameters())}
+    return build(mode, model, 1, dist.get_world_size(), **{**parameters, **arguments(model)})
 
 
-def train(engine, steps: int = STEPS) -> None:
+def train(engine, steps: int = STEPS, order: int | None = None) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     for step in range(steps):
         x, y = (t.chunk(world)[rank] for t in make_batch(step, world * MICRO_ROWS, TOKENS))
-        engine.backward(cross_entropy(engine(x).flatten(0, 1), y))
+        x, y = Variation(order=order).rows(x, y)
+        engine.backward(cross_entropy(engine(x), y))
         engine.step()
 
 
@@ -135,12 +147,14 @@ def whole_weights(engine, case: Case) -> dict[str, Tensor]:
     """Weights, in names of the whole model."""
     found = {}
     for name, p in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([p], enabled=case.mode.stage == 3):
+            value = p.detach().clone()
         place, _, stack = name.rpartition(".")
         if place == "mlp.experts":
-            for index, matrix in enumerate(p.detach().clone()):
+            for index, matrix in enumerate(value):
                 found[f"experts.{case.first + index}.{STACKS[stack]}.weight"] = matrix
         else:
-            found[name.removeprefix("mlp.router.")] = p.detach().clone()
+            found[name.removeprefix("mlp.router.")] = value
     return found
 
 
@@ -164,7 +178,7 @@ def compare(cases: list[Case]) -> list[dict]:
             "nu_bound": expected.nu_bound,
             "nu": [1.0, 1.0] if case.mode.adam else [float(engine.kfac.metrics.nu), expected.nu],
             "domains": [(kfac.target.domain.name, len(kfac.layers)) for kfac in engine.kfac.job.preconditioners],
-            "layers": sorted(whole_weights(engine, case)),
+            "seen": sorted({n for kfac in engine.kfac.job.preconditioners for n in kfac.capture.called}),
         })  # fmt: skip
         engine.kfac.detach()
         engine.destroy()
@@ -172,43 +186,50 @@ def compare(cases: list[Case]) -> list[dict]:
 
 
 def refusals(cases: dict[str, tuple[Case, dict, dict]]) -> dict[str, str]:
-    """Name -> message of an engine with these options of AutoEP, and attributes of its stacks."""
+    """Name -> message about an engine with these options of AutoEP, and attributes of its mixtures, or of the stacks in
+    them, that cannot be had on a CPU."""
     messages = {}
     for name, (case, options, attributes) in cases.items():
-        init = {}
-        from deepspeed.moe.ep_experts import GroupedExperts
-
+        engine = make_engine(
+            replace(case, mode=replace(case.mode, kfac={**case.mode.kfac, "enabled": False})), **options
+        )
+        mixture = engine.module.mlp
         for key, value in attributes.items():
-            init[key] = getattr(GroupedExperts, key, None)
-        make, own = GroupedExperts.__init__, attributes
-
-        def patched(self, *arguments, own=own, make=make, **named):
-            make(self, *arguments, **named)
-            for key, value in own.items():
-                setattr(self, key, value)
-
-        GroupedExperts.__init__ = patched
+            setattr(mixture if hasattr(mixture, key) else mixture.experts, key, value)
         try:
-            make_engine(case, **options)
+            ds_kfac.attach(engine, {})
             messages[name] = ""
         except ValueError as error:
             messages[name] = str(error)
-        finally:
-            GroupedExperts.__init__ = make
+        engine.destroy()
     return messages
 
 
-def shared(case: Case) -> dict:
-    """With one A for all experts here: its counts, and whether all is finite."""
-    engine = make_engine(case)
-    train(engine, 2)
-    kfac = engine.kfac.job.preconditioners[1]
-    factors = {key: state.factor for key, state in kfac.curvature.factors.items()}
-    return {
-        "keys": sorted(key for key in factors if key.endswith("/A")),
-        "finite": all(bool(torch.isfinite(factor.packed_P).all()) for factor in factors.values()),
-        "summary": float(engine.kfac.metrics.summary.sum()),
-    }
+def object_refused(case: Case) -> str:
+    def arguments(model: nn.Module) -> dict:
+        return {"optimizer": ds_kfac.KFACAdamW(model.parameters()), "model_parameters": None}
+
+    try:
+        make_engine(case, arguments)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def sharing(case: Case) -> dict:
+    """With one A for all experts here: grouped products against a loop over experts, which is what ``bound`` is of."""
+    runs, keys = {}, []
+    for grouped, order in ((False, None), (False, 1), (False, 2), (True, None)):
+        engine = make_engine(replace(case, grouped=grouped))
+        initial = whole_weights(engine, case)
+        train(engine, order=order)
+        runs[grouped, order] = whole_weights(engine, case)
+        keys.append(sorted(key for kfac in engine.kfac.job.preconditioners for key in kfac.curvature.factors))
+        engine.destroy()
+    plain = runs[False, None]
+    spread = max(difference(runs[False, order], plain, initial) for order in (1, 2))
+    bound = FACTOR * spread + FLOOR
+    return {"difference": difference(runs[True, None], plain, initial), "bound": bound, "keys": keys}
 
 
 def saved(case: Case) -> dict:
