@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -10,12 +11,18 @@ from torch import nn
 from ds_kfac.comm.agreement import gathered
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.engine.asked import Asked, Refusal
+from ds_kfac.model.experts import is_autoep
 
 SAMPLED = 'kfac.factor.fisher "monte_carlo"'
 QUADRATIC = 'kfac.preconditioner.step "quadratic"'
 REDUCED = 'kfac.factor.weight_sharing "reduce"'
 RESCALED = "kfac.rescale_weights"
 NO_OPTIMIZER = "no optimizer"
+
+
+def _autoep(e: Asked) -> list[Any]:
+    """The mixtures that AutoEP has put into an engine's model."""
+    return [] if e.engine is None else [module for module in e.engine.module.modules() if is_autoep(module)]
 
 
 REFUSALS: Mapping[str, Refusal] = {
@@ -33,7 +40,8 @@ REFUSALS: Mapping[str, Refusal] = {
         "pipelines of tensor-parallel stages are not supported: use a topology of pipe and data only",
     ),
     "mixture of experts at stage 3": Refusal(
-        lambda e: e.experts and e.stage == 3, "DeepSpeed does not partition experts: use ZeRO stage 0, 1 or 2"
+        lambda e: e.experts and e.stage == 3 and not _autoep(e),
+        "DeepSpeed does not partition deepspeed.moe's experts: use ZeRO stage 0, 1 or 2",
     ),
     "mixture of experts in BF16_Optimizer": Refusal(
         lambda e: e.experts and e.bf16_optimizer,
@@ -43,11 +51,21 @@ REFUSALS: Mapping[str, Refusal] = {
         lambda e: e.experts and (e.sharded or e.pipeline or e.sequence),
         "experts are supported with data parallelism only: give the other dimensions a size of one",
     ),
-    "AutoEP": Refusal(
-        lambda e: (
-            e.engine is not None and any("AutoEP" in type(module).__name__ for module in e.engine.module.modules())
-        ),
-        "its experts' weights are grouped in tensors of three dimensions: use deepspeed.moe, or disable kfac",
+    "AutoEP with AutoTP": Refusal(
+        lambda e: bool(_autoep(e)) and e.engine.autotp_size() > 1,
+        "tokens are spread over tensor-parallel ranks, too: set tensor_parallel.autotp_size to 1",
+    ),
+    "AutoEP with DeepEP": Refusal(
+        lambda e: any(mixture.comm_backend != "comm" for mixture in _autoep(e)),
+        'it is not tested: set expert_parallel.comm_backend to "comm"',
+    ),
+    "AutoEP with Triton's grouped products": Refusal(
+        lambda e: any(mixture.experts.use_triton_grouped_mm for mixture in _autoep(e)),
+        "their rows are not seen: set expert_parallel.disable_triton_grouped_mm to true, or use_grouped_mm to false",
+    ),
+    "AutoEP with one product for gate and up": Refusal(
+        lambda e: any(mixture.experts.gate_up_impl != "separate" for mixture in _autoep(e)),
+        'it multiplies by a copy of two weights: set expert_parallel.gate_up_impl to "separate"',
     ),
     "tensor and sequence parallelism": Refusal(
         lambda e: e.sharded and e.sequence,

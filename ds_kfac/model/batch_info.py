@@ -30,6 +30,7 @@ class BatchInfo:
         ranks: from how many ranks the rows come, each with as many loss terms as this one (experts).
         tokens: loss terms, where neither labels nor the model's output show them; None: as many as the layer nearest to
             the loss has rows.
+        places: whether its rows are places for tokens, zero where there is none (experts).
     """
 
     rows: Tensor | None = None
@@ -39,6 +40,7 @@ class BatchInfo:
     items: Tensor | float | None = None
     ranks: int = 1
     tokens: int | None = None
+    places: bool = False
 
     def terms(self, *, weight_sharing: str) -> Tensor | None:
         """M, a fp32 scalar on the device: loss terms, or with "reduce" examples that have one."""

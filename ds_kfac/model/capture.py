@@ -273,7 +273,7 @@ class Capture:
             shape = torch.Size((*x.shape[:-1], layer.dim_G))
         stacked = layer.part[1] > 1 and layer.uses[index].product
         if index == 0 and not stacked and "A" in only:
-            self._measure(layer, kind.rows(x, output))
+            self._measure(layer, kind.rows(x, output) if select is None else len(x))
         due, sums = self._due(layer, index).sides, self._use_sums(layer, index)
         sides = "".join(side for side in due if side in only)
         if not sides:
@@ -282,8 +282,8 @@ class Capture:
         forward = self._running if recomputed and self._running is not None else self._forward
         x, name = x.detach(), layer.uses[index].module
         info, rows = self._info_of(name, forward.loss.info), Fit()
-        if stacked:  # rows are tokens, sorted by who takes them; a place without one is zero
-            rows = Fit((x != 0).any(-1)) if dispatched else rows
+        if stacked or info.places:  # rows are tokens, sorted by who takes them; a place without one is zero
+            rows = Fit((x != 0).any(-1)) if dispatched or info.places else rows
         elif not kind.images:
             rows = self._masks.of(name, x, tuple(x.shape[:-1] if x.is_floating_point() else x.shape), info)
         with_gradient = recomputed or kind.needs_gradients
@@ -349,15 +349,16 @@ class Capture:
         self.called.update(layer.name for layer, _ in layers)
         shared = stacked and layers[-1][0].shares is not None
         if shared and first.shares is None:
-            self._called(*layers[0], module, x, output, only="A", select=EVERY, lay=lay)
+            self._called(*layers[0], module, x, output, only="A", select=product.rows, lay=lay)
         for entry, select in product.entries:
             layer, index = layers[entry]
+            only = "G" if shared else "AG"
             if stacked:
                 self._measure(layer, len(x.reshape(-1, x.shape[-1])[select]))
-            if not stacked:
+            if not stacked and select is EVERY:
                 self._called(layer, index, module, x, output, columns=product.columns, lay=lay)
             elif not (shared and "G" not in self._due(layer, index).sides):
-                self._called(layer, index, module, x, output, only="G" if shared else "AG", select=select, lay=lay)
+                self._called(layer, index, module, x, output, only=only, select=select, lay=lay)
 
     def _on_gradient(self, call: Call, gradient: Tensor | None) -> None:
         if gradient is None or not self.active:

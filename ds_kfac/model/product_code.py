@@ -58,6 +58,8 @@ def multiplied(module: nn.Module) -> Mapping[str, Lies]:
     if type(module).__name__ == "DbrxExpertGLU":  # the module around it cuts them up
         count = int(module.moe_num_experts)  # type: ignore[arg-type]
         return {"w1": Lies(False, stack=count), "v1": Lies(False, stack=count), "w2": Lies(True, stack=count)}
+    if type(module).__module__ == "deepspeed.moe.ep_experts":  # AutoEP's, in functions beside the class
+        return dict.fromkeys(("w1", "w3", "w2"), Lies(False))
     kind: Any = type(module)
     found = _multiplied(kind)
     return {name: lies for name, lies in found.items() if module._parameters.get(name) is not None}

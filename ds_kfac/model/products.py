@@ -43,6 +43,13 @@ class Product:
     lay: Callable[[Tensor], Tensor] | None = None
     window: tuple[Any, ...] | None = None
 
+    @property
+    def rows(self) -> slice:
+        """Of all entries. Where a grouped product has rows behind those of its groups, they are no tokens, and what it
+        puts there is undefined."""
+        ends = [rows.stop for _, rows in self.entries if isinstance(rows, slice)]
+        return slice(0, ends[-1]) if ends and len(ends) == len(self.entries) and None not in ends else EVERY
+
 
 EVERY = slice(None)
 
@@ -158,8 +165,9 @@ class Products(TorchFunctionMode):
         count, size = found[1], param.numel() // found[1]
         upright = matrix if name in LINEAR or lay is not None else matrix.mT  # [.., O, I]
         turned = upright.stride(-1) != 1 and upright.stride(-2) == 1
-        if matrix.numel() == param.numel() and count > 1:
-            entries = _entries(x, output, matrix, kwargs.get("offs", args[2] if len(args) > 2 else None))
+        bounds = kwargs.get("offs", args[2] if len(args) > 2 else None)
+        if matrix.numel() == param.numel() and (count > 1 or (isinstance(bounds, Tensor) and matrix.ndim > 2)):
+            entries = _entries(x, output, matrix, bounds)
             if entries is not None:
                 yield Product(param, x, output, turned, entries, lay=lay)
             return

@@ -20,6 +20,7 @@ from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank, bwc_tensor_model_parallel_world_size
 from torch import nn
 
+from ds_kfac.model.experts import is_autoep
 from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.model.layers.registry import SHARDS
 
@@ -34,7 +35,7 @@ class Domain:
         names: of them, in the engine's module.
         group: DeepSpeed's process group that averages their gradients.
         shard: (rank, size) among the ranks that hold shards of one weight.
-        first_experts: names of the lists of experts here -> number of their first one among the mixture's.
+        first_experts: names of the lists and stacks of experts here -> number of their first one among the mixture's.
     """
 
     name: str
@@ -107,7 +108,14 @@ def domains(engine: Any, params: Sequence[nn.Parameter]) -> tuple[Domain, ...]:
 
 
 def _first_experts(model: nn.Module, params: set[int], rank: int) -> dict[str, int]:
-    return {
+    stacks = {
+        f"{name}.experts.{stack}".lstrip("."): rank * len(p)
+        for name, module in model.named_modules()
+        if is_autoep(module)
+        for stack, p in module.experts.named_parameters(recurse=False)  # type: ignore[operator,union-attr]
+        if id(p) in params
+    }
+    return stacks | {
         f"{name}.deepspeed_experts": rank * len(module.deepspeed_experts)
         for name, module in model.named_modules()
         if isinstance(getattr(module, "deepspeed_experts", None), nn.ModuleList)

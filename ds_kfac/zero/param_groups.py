@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
 from torch import nn
 
 from ds_kfac.model.scan import Scan
@@ -48,3 +49,12 @@ def split_groups(
                 keys = {flag: is_ours, apart: alone}
                 split.append({**group, "params": part, **{key: value for key, value in keys.items() if key}})
     return split
+
+
+def experts_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups, as DeepSpeed wants them of a model with experts: those of one expert-parallel group in groups of
+    their own, which have its name. Groups that are so already, or have none, stay as they are."""
+    if not any(is_moe_param(p) and not group.get("moe") for group in groups for p in group["params"]):
+        return groups
+    named = [{**group, "name": group.get("name", f"group_{index}")} for index, group in enumerate(groups)]
+    return [group for group in split_params_into_different_moe_groups_for_optimizer(named) if group["params"]]

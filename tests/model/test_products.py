@@ -442,3 +442,29 @@ def test_a_class_without_a_source_is_no_error_and_an_inner_one_is_read():
         module = kind()
         module.w = nn.Parameter(torch.ones(2, 3))
         assert multiplied(module) == found and lent(module) == []
+
+
+class Behind(nn.Module):
+    """Rows behind those of the groups, as in a buffer for as many tokens as may come."""
+
+    def __init__(self, experts: int):
+        super().__init__()
+        self.experts, self.w = experts, nn.Parameter(torch.randn(experts, 4, WIDTH))
+
+    def forward(self, x):
+        ends = torch.tensor([4, 9][-self.experts :], dtype=torch.int32)
+        return torch._grouped_mm(x, self.w.mT, offs=ends)[:9]
+
+
+@pytest.mark.parametrize("experts", [1, 2])
+@pytest.mark.parametrize("shares", [True, False])
+def test_rows_behind_a_grouped_products_groups_are_none(experts, shares):
+    torch.manual_seed(4)
+    model, x = nn.Sequential(Behind(experts)), torch.randn(ROWS, WIDTH)
+    recorder = Recorder(model, Choice(shares=shares))
+    model(x).square().mean().backward()
+    found = recorder.means()
+    of_first = 4 if experts == 2 and not shares else 9
+    close(found["0.w.0"][0], symmetric_pack((x[:of_first].T @ x[:of_first] / of_first).double()))
+    if experts == 2 and not shares:
+        close(found["0.w.1"][0], symmetric_pack((x[4:9].T @ x[4:9] / 5).double()))

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from ds_kfac.config.kfac import KFACConfig
@@ -12,7 +13,7 @@ from ds_kfac.directions.kfac_adamw.size import ADAM_RATIO
 from ds_kfac.directions.kfac_adamw.user_optimizer import given_groups, hand_over, numbered
 from ds_kfac.model.scan import scan
 from ds_kfac.zero.layout import ShardLayout
-from ds_kfac.zero.param_groups import split_groups
+from ds_kfac.zero.param_groups import experts_apart, split_groups
 
 
 def params_in(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -70,10 +71,22 @@ def put_into(
     if theirs is not None:
         given, params = numbered(theirs), theirs[0].options
     given = None if given is None else list(given)
-    found = scan(model, config.choice, optimized=_flat(given))
-    parts = split_groups(model, found, given, flag=FLAG, apart=MATRIX, frozen=_bare(ds_config))
-    groups = [checked_group(group) for group in parts]
-    optimizer = build(groups, params or {}, offload=offload, adam_ratio=ADAM_RATIO[config.adam.scale])
+
+    def make(given: list[Any] | None) -> torch.optim.Optimizer:
+        found = scan(model, config.choice, optimized=_flat(given))
+        parts = split_groups(model, found, given, flag=FLAG, apart=MATRIX, frozen=_bare(ds_config))
+        groups = experts_apart([checked_group(group) for group in parts])
+        return build(groups, params or {}, offload=offload, adam_ratio=ADAM_RATIO[config.adam.scale])
+
+    if (ds_config.get("expert_parallel") or {}).get("enabled"):  # AutoEP replaces layers, then DeepSpeed calls ``make``
+        if theirs is not None:
+            raise ValueError(
+                f"expert_parallel replaces layers after {NAME} was made: name it in the DeepSpeed config instead, "
+                f'"optimizer": {{"type": "{NAME}", ..}}'
+            )
+        arguments["optimizer"], arguments["model_parameters"] = make, given or list(model.parameters())
+        return
+    optimizer = make(given)
     if theirs is not None:
         hand_over(theirs, optimizer)
     arguments["optimizer"], arguments["model_parameters"] = optimizer, None

@@ -1,0 +1,250 @@
+"""A mixture that DeepSpeed's AutoEP spreads over several ranks, and all of its experts in one process."""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ds_kfac
+from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
+from tests.deepspeed.parallel import build, same, train_whole, whole_state
+from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
+from tests.spread import FACTOR, FLOOR, Variation, difference
+
+WIDTH, INNER, TOP, TOKENS = 8, 12, 2, 24
+Arguments = Callable[[nn.Module], dict]
+STACKS = {"w1": "gate", "w3": "up", "w2": "down"}
+"""AutoEP's names, and those of the experts in one process."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """How the experts are spread.
+
+    Attributes:
+        grouped: whether they are multiplied at once.
+    """
+
+    mode: Mode
+    ep_size: int
+    grouped: bool = True
+    experts: int = 4
+
+    @property
+    def name(self) -> str:
+        return f"{self.mode.name} ep_size {self.ep_size} of {self.experts}{' grouped' if self.grouped else ''}"
+
+    @property
+    def local(self) -> int:
+        return self.experts // self.ep_size
+
+    @property
+    def first(self) -> int:
+        """This rank's first expert."""
+        return dist.get_rank() % self.ep_size * self.local
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(WIDTH, INNER, bias=False) for _ in range(2))
+        self.down = nn.Linear(INNER, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class WholeNet(nn.Module):
+    """All experts in one process, each called with its tokens only."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(FEATURES, WIDTH)
+        self.gate = nn.Linear(WIDTH, experts, bias=False)
+        self.experts = nn.ModuleList(Expert() for _ in range(experts))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.up(x)).flatten(0, 1)
+        weights, chosen = torch.softmax(self.gate(h), -1).topk(TOP)
+        weights, mixed = weights / weights.sum(-1, keepdim=True), torch.zeros_like(h)
+        for index, expert in enumerate(self.experts):
+            token, place = torch.where(chosen == index)
+            if len(token):
+                mixed = mixed.index_add(0, token, expert(h[token]) * weights[token, place, None])
+        return self.head(h + mixed)
+
+
+class Stacks(nn.Module):
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * INNER, WIDTH))
+        self.down_proj = nn.Parameter(torch.empty(experts, WIDTH, INNER))
+
+
+class Mixture(nn.Module):
+    """As transformers' Mixtral has it; AutoEP puts its own layer in its place."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, experts, bias=False), Stacks(experts)
+
+
+class Net(nn.Module):
+    def __init__(self, whole: WholeNet) -> None:
+        super().__init__()
+        experts = len(whole.experts)
+        self.config = SimpleNamespace(num_local_experts=experts, num_experts_per_tok=TOP)
+        self.up, self.mlp, self.head = nn.Linear(FEATURES, WIDTH), Mixture(experts), nn.Linear(WIDTH, CLASSES)
+        self.up.load_state_dict(whole.up.state_dict())
+        self.head.load_state_dict(whole.head.state_dict())
+        self.mlp.gate.load_state_dict(whole.gate.state_dict())
+        with torch.no_grad():
+            for index, expert in enumerate(whole.experts):
+                self.mlp.experts.gate_up_proj[index] = torch.cat([expert.gate.weight, expert.up.weight])
+                self.mlp.experts.down_proj[index] = expert.down.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.up(x))
+        return self.head(h + self.mlp(h))
+
+
+def make_whole(case: Case) -> WholeNet:
+    torch.manual_seed(0)
+    return WholeNet(case.experts)
+
+
+def make_engine(case: Case, arguments: Arguments = lambda model: {}, **options):
+    """Args:
+    arguments: of initialize, besides, of a model.
+    options: of AutoEP.
+    """
+    block = {"enabled": True, "autoep_size": case.ep_size, "moe_layer_pattern": "mlp", "use_grouped_mm": case.grouped}
+    mode = replace(case.mode, extra={**case.mode.extra, "expert_parallel": {**block, **options}})
+    model = Net(make_whole(case))
+    if mode.zero_init:
+        deepspeed.zero.Init(module=model, config_dict_or_path=mode.config(1, dist.get_world_size()))
+    parameters = {"model_parameters": list(model.parameters())}
+    return build(mode, model, 1, dist.get_world_size(), **{**parameters, **arguments(model)})
+
+
+def train(engine, steps: int = STEPS, order: int | None = None) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for step in range(steps):
+        x, y = (t.chunk(world)[rank] for t in make_batch(step, world * MICRO_ROWS, TOKENS))
+        x, y = Variation(order=order).rows(x, y)
+        engine.backward(cross_entropy(engine(x), y))
+        engine.step()
+
+
+def whole_weights(engine, case: Case) -> dict[str, Tensor]:
+    """Weights, in names of the whole model."""
+    found = {}
+    for name, p in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([p], enabled=case.mode.stage == 3):
+            value = p.detach().clone()
+        place, _, stack = name.rpartition(".")
+        if place == "mlp.experts":
+            for index, matrix in enumerate(value):
+                found[f"experts.{case.first + index}.{STACKS[stack]}.weight"] = matrix
+        else:
+            found[name.removeprefix("mlp.router.")] = value
+    return found
+
+
+def compare(cases: list[Case]) -> list[dict]:
+    """Per case: how far this rank's parameters are from one process."""
+    world, results = dist.get_world_size(), []
+
+    def whole_loss(model: nn.Module, step: int, variation: Variation) -> Tensor:
+        x, y = variation.rows(*make_batch(step, world * MICRO_ROWS, TOKENS))
+        return cross_entropy(model(x.to(next(model.parameters()).dtype)), y)
+
+    for case in cases:
+        whole = make_whole(case)
+        initial = {name: p.detach().clone() for name, p in whole.named_parameters()}
+        expected = train_whole(case.mode, whole, whole_loss, terms=world * MICRO_ROWS * TOKENS)
+        engine = make_engine(case)
+        train(engine)
+        results.append({
+            "difference": difference(whole_weights(engine, case), expected.weights, initial),
+            "bound": expected.bound,
+            "nu_bound": expected.nu_bound,
+            "nu": [1.0, 1.0] if case.mode.adam else [float(engine.kfac.metrics.nu), expected.nu],
+            "domains": [(kfac.target.domain.name, len(kfac.layers)) for kfac in engine.kfac.job.preconditioners],
+            "seen": sorted({n for kfac in engine.kfac.job.preconditioners for n in kfac.capture.called}),
+        })  # fmt: skip
+        engine.kfac.detach()
+        engine.destroy()
+    return results
+
+
+def refusals(cases: dict[str, tuple[Case, dict, dict]]) -> dict[str, str]:
+    """Name -> message about an engine with these options of AutoEP, and attributes of its mixtures, or of the stacks in
+    them, that cannot be had on a CPU."""
+    messages = {}
+    for name, (case, options, attributes) in cases.items():
+        engine = make_engine(
+            replace(case, mode=replace(case.mode, kfac={**case.mode.kfac, "enabled": False})), **options
+        )
+        mixture = engine.module.mlp
+        for key, value in attributes.items():
+            setattr(mixture if hasattr(mixture, key) else mixture.experts, key, value)
+        try:
+            ds_kfac.attach(engine, {})
+            messages[name] = ""
+        except ValueError as error:
+            messages[name] = str(error)
+        engine.destroy()
+    return messages
+
+
+def object_refused(case: Case) -> str:
+    def arguments(model: nn.Module) -> dict:
+        return {"optimizer": ds_kfac.KFACAdamW(model.parameters()), "model_parameters": None}
+
+    try:
+        make_engine(case, arguments)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def sharing(case: Case) -> dict:
+    """With one A for all experts here: grouped products against a loop over experts, which is what ``bound`` is of."""
+    runs, keys = {}, []
+    for grouped, order in ((False, None), (False, 1), (False, 2), (True, None)):
+        engine = make_engine(replace(case, grouped=grouped))
+        initial = whole_weights(engine, case)
+        train(engine, order=order)
+        runs[grouped, order] = whole_weights(engine, case)
+        keys.append(sorted(key for kfac in engine.kfac.job.preconditioners for key in kfac.curvature.factors))
+        engine.destroy()
+    plain = runs[False, None]
+    spread = max(difference(runs[False, order], plain, initial) for order in (1, 2))
+    bound = FACTOR * spread + FLOOR
+    return {"difference": difference(runs[True, None], plain, initial), "bound": bound, "keys": keys}
+
+
+def saved(case: Case) -> dict:
+    """Whether the state came back, also at another ep_size, and the steps of every domain."""
+    directory = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(directory)
+    first, second = make_engine(case), make_engine(case)
+    train(first, 3)
+    first.save_checkpoint(directory[0], tag="t")
+    second.load_checkpoint(directory[0], tag="t")
+    other = make_engine(replace(case, ep_size=1))
+    other.kfac.load_state(directory[0], "t")
+    state = whole_state(first.kfac.job)
+    return {
+        "keys": sorted(key for key in state if key.endswith("/A")),
+        "loaded": [same(state, whole_state(engine.kfac.job)) for engine in (second, other)],
+        "steps": [kfac.steps for kfac in second.kfac.job.preconditioners],
+    }

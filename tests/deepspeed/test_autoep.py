@@ -1,0 +1,85 @@
+"""Mixtures that DeepSpeed's AutoEP has spread over ranks train like all experts in one process."""
+
+import pytest
+
+from tests.deepspeed.autoep_runs import Case
+from tests.deepspeed.modes import KFAC, Mode
+from tests.ranks import run_ranks
+from tests.spread import within
+
+pytestmark = pytest.mark.distributed
+
+APART = {"layers": {"share_inputs": False}}
+"""As in the oracle: each expert has an A of its own."""
+
+
+def sgd(stage: int, **options) -> Mode:
+    return Mode(f"autoep-z{stage}", stage, clip=0.0, kfac={"preconditioner": {"kl_clip": 1e-5}, **APART}, **options)
+
+
+def adam(stage: int, **options) -> Mode:
+    return Mode(f"autoep-adam-z{stage}", stage, clip=0.0, adam=True, kfac=APART, **options)
+
+
+CASES = {
+    2: [
+        Case(sgd(0), 2, grouped=False), Case(sgd(0), 2, experts=2), Case(sgd(1), 1), Case(sgd(2), 2),
+        Case(sgd(3), 2, grouped=False), Case(adam(0), 2), Case(adam(1), 2), Case(adam(3), 1),
+    ],
+    4: [Case(sgd(1), 2), Case(sgd(3, zero_init=True), 2), Case(adam(2), 2, grouped=False), Case(adam(3), 2)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_experts_match_one_process(world):
+    cases = CASES[world]
+    found = run_ranks("tests.deepspeed.autoep_runs:compare", world=world, payload=cases, timeout=900)
+    for rank, results in enumerate(found):
+        for case, result in zip(cases, results, strict=True):
+            where = f"{case.name} rank {rank}"
+            expert_rank = rank % case.ep_size
+            assert result["domains"] == [
+                ("dense", 3),
+                (f"experts_ep_size_{case.ep_size}_rank_{expert_rank}", 3 * case.local),
+            ], where
+            stacks = {f"mlp.experts.w{number}.{index}" for number in (1, 2, 3) for index in range(case.local)}
+            assert set(result["seen"]) == {"up", "head", "mlp.router.gate", *stacks}, where
+            assert not within(where, result["difference"], result["bound"]), (where, result["difference"])
+            expected, actual = result["nu"]
+            assert not within("nu", abs(actual - expected), result["nu_bound"]), f"{where}: {result['nu']}"
+        assert any(result["nu"][0] < 0.9 for result in results), "kl-clip never acted, so it was not tested"
+
+
+def test_grouped_experts_that_share_A_step_as_experts_in_a_loop():
+    mode = Mode("autoep-shared", 2, clip=0.0)
+    for result in run_ranks("tests.deepspeed.autoep_runs:sharing", world=2, payload=Case(mode, 2)):
+        assert not within("shared", result["difference"], result["bound"]), result["difference"]
+        for keys in result["keys"]:
+            own = [key for key in keys if key.startswith("mlp.experts")]
+            assert {key for key in own if key.endswith("/A")} == {"mlp.experts.w1.0/A", "mlp.experts.w2.0/A"}, own
+
+
+PLAIN = Case(Mode("autoep", 1, kfac={"factor": {**KFAC["factor"]}}), 2)
+REFUSED = {
+    "disable_triton_grouped_mm to true": (PLAIN, {}, {"use_triton_grouped_mm": True}),
+    'gate_up_impl to "separate"': (PLAIN, {"gate_up_impl": "fused"}, {}),
+    'comm_backend to "comm"': (PLAIN, {}, {"comm_backend": "deepep"}),
+}
+
+
+def test_what_autoep_cannot_do_is_refused():
+    for messages in run_ranks("tests.deepspeed.autoep_runs:refusals", world=2, payload=REFUSED):
+        for words, message in messages.items():
+            assert words in message, (words, message)
+
+
+def test_an_optimizer_made_before_the_layers_were_replaced_is_refused():
+    for message in run_ranks("tests.deepspeed.autoep_runs:object_refused", world=2, payload=PLAIN):
+        assert "name it in the DeepSpeed config" in message
+
+
+def test_a_checkpoint_holds_the_experts_of_every_rank():
+    for result in run_ranks("tests.deepspeed.autoep_runs:saved", world=2, payload=Case(sgd(2), 2)):
+        assert result["loaded"] == [True, True] and result["steps"] == [3, 3]
+        experts = {key.split("experts.w1.")[1][0] for key in result["keys"] if "experts.w1" in key}
+        assert experts == set("0123"), "in global numbers"
