@@ -220,7 +220,7 @@ class Rounding16:
     def gradients(self, work: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
         """In place of those of ``work``."""
         self.twin.load_state_dict(work.state_dict())
-        params = list(self.twin.parameters())
+        params, trained = ([p for p in net.parameters() if p.requires_grad] for net in (self.twin, work))
         outputs = self.twin(x)
         sums = [torch.zeros_like(p, dtype=self.kept) for p in params]
         for z, labels in zip(outputs.chunk(self.parts), y.chunk(self.parts), strict=True):
@@ -230,7 +230,7 @@ class Rounding16:
             ):
                 if g is not None:
                     total += g
-        for p, total in zip(work.parameters(), sums, strict=True):
+        for p, total in zip(trained, sums, strict=True):
             p.grad = None if p.grad is None else total.float() / self.scale
 
     def result(self, g: torch.Tensor) -> torch.Tensor:
