@@ -44,9 +44,9 @@ class ExpertRows:
             if stacked:
                 place = f"{name}.experts".lstrip(".")
                 self.experts.append(place)
-                self._stacks[place] = name, int(module.ep_size)  # type: ignore[arg-type]
+                self._stacks[place] = name, int(module.ep_size)
                 continue
-            for index, expert in enumerate(inner):
+            for index, expert in enumerate(inner or ()):
                 place = f"{name}.experts.deepspeed_experts.{index}"
                 self.experts.append(place)
                 hook = own_hook(expert, partial(self._expert, name, place))
