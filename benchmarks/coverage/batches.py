@@ -98,6 +98,15 @@ def codes(channels: int) -> Tensor:
     return torch.randint(FIRST_TOKEN, LAST_TOKEN, (EXAMPLES, TOKENS, channels))
 
 
+def of_assistant(model: Any) -> dict[str, Any]:
+    """What the model that it assists has made: hidden states of two kinds, keys and values of its last layers."""
+    part = model.config.text_config
+    shape = (EXAMPLES, part.num_key_value_heads, TOKENS, part.head_dim)
+    known = {kind: (torch.randn(shape), torch.randn(shape)) for kind in ("full_attention", "sliding_attention")}
+    embedded = torch.randn(EXAMPLES, TOKENS, 2 * model.config.backbone_hidden_size)
+    return {"inputs_embeds": embedded, "shared_kv_states": known, "input_ids": None, "labels": None}
+
+
 def of_codebooks(model: Any) -> dict[str, Any]:
     count = model.config.num_codebooks if hasattr(model.config, "num_codebooks") else model.config.decoder.num_codebooks
     ids = codes(count).transpose(1, 2).reshape(EXAMPLES * count, TOKENS)
@@ -122,6 +131,8 @@ EXTRA: dict[str, Any] = {
         "decoder_input_ids": codes(m.config.decoder_config.num_channels),
         "labels": codes(m.config.decoder_config.num_channels),
     },
+    "gemma4_assistant": lambda m, b: of_assistant(m),
+    "gemma4_unified_assistant": lambda m, b: of_assistant(m),
     "imagegpt": lambda m, b: {"input_ids": tokens(m), "pixel_values": None},
     "kyutai_speech_to_text": lambda m, b: {"input_ids": codes(m.config.num_codebooks + 1)},
     **dict.fromkeys(

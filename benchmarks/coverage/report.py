@@ -1,10 +1,11 @@
 """docs/models.md, from the results."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.coverage.architectures import TASKS
-from benchmarks.coverage.measure import STAGES, STEPS
+from benchmarks.coverage.measure import RATE, STAGES, STEPS
 from benchmarks.distributed.section import table
 
 STEPPED, CURVED = 0.95, 0.9
@@ -21,9 +22,11 @@ TITLES: Mapping[str, str] = {
     "detection": "Detection",
 }
 SHORT = {
-    "no K-FAC layer type for it": "no layer type",
+    "no K-FAC layer type for it": "its code shows no product",
+    "it is not seen to multiply anything": "its code shows no product",
     "so its patches are not known": "a forward of its own",
-    "is computed by a parametrization": "weight is computed by a parametrization",
+    "is computed by a parametrization": "its weight is computed",
+    "computed of it by a parametrization": "weight norm makes the weight of it",
     "bias is shared with another module": "bias is another module's, too",
     "weight is shared by": "weight is shared by several modules",
     "the module around it takes its weight": "the module around it takes its weight",
@@ -32,45 +35,94 @@ SHORT = {
 
 HEAD = """# Models
 
-What K-FAC steps of the models that there are: every architecture of transformers that has a causal, masked,
-sequence-to-sequence, image, speech or detection head, and ten of timm's models. Made by `python -m benchmarks.coverage`
-from `benchmarks/results/coverage/models.json`; with {versions}; ds_kfac knows none of them by name{known}.
+{count} architectures: all of transformers that have a causal, masked, sequence-to-sequence, image, speech or detection
+head, and ten of timm's models. For each: which part of its matrices K-FAC steps, and whether a tiny one trains. A row's
+name is the `model_type` in a model's `config.json`; fine-tunes and sizes share it. A model that is not here, or a
+config of your own: `python -m ds_kfac check --model module:factory` prints the same before a run.
+
+## In short
+"""
+READING = """## How to read a row
 
 - **parameters**, **stepped** and **with curvature** are of the model that the architecture's default config describes,
-  built on the meta device: which part of its matrix parameters KFACAdamW steps along K-FAC's directions, and which part
-  belongs to layers of which A has more than a diagonal. Embeddings are tables and no matrices; those and all vectors
-  are AdamW's, as with Muon.
+  built on the meta device: which part of its matrix parameters KFACAdamW steps along orthogonalized directions, and
+  which part belongs to layers of which A has more than a diagonal. Embeddings, position tables and vectors are no
+  matrices; AdamW steps them, as with Muon.
 - **left to AdamW**: the largest kind of matrix that is in no K-FAC layer, and why. Nothing is left out silently: what a
   run leaves out is in its report at attach.
-- **loss**: of one batch before and after {steps} steps of a tiny random model of the architecture (widths of 64, two
-  layers or one of each kind), by KFACAdamW at rate 0.002, at ZeRO stages 0 and 2, one process. It shows that the
-  architecture runs, not how well it trains: where the batch has tokens only, the towers for images and sounds of a
-  model stand still, and experts that no token took. **layers**: that moved, of all.
-- A parameter without dimensions (CLIP's `logit_scale`) is one that DeepSpeed 0.19.8 itself cannot broadcast: make it
-  `[1]` before `initialize`, as this benchmark does.
-
+- **loss**: of one batch before and after {steps} steps of KFACAdamW at rate {rate}, with a tiny random model of the
+  architecture (widths of 64, two layers or one of each kind), one process, at ZeRO stages 0 and 2; once where both end
+  equal to two digits. It shows that the architecture runs, not how well it trains.
+- **layers**: how many moved, of all. Those of a part that the batch does not reach stand still: towers for images and
+  sounds where it has tokens only, experts that no token took. A layer that moved without statistics is called silent.
+- A parameter without dimensions (CLIP's `logit_scale`) is one that DeepSpeed 0.19.8 itself refuses; the benchmark makes
+  it `[1]` before `initialize`, as you must.
 """
+MADE = (
+    "Made by `python -m benchmarks.coverage` from `benchmarks/results/coverage/models.json`, with {versions}. ds_kfac "
+    "reads which parameters a module multiplies from its code; it knows no model of these by name but DBRX, whose "
+    "experts lie in one matrix."
+)
 
 
 def report(found: Mapping[str, Any]) -> str:
     """The page."""
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    by_task = {task: [(n, row) for n, row in found["models"].items() if row["task"] == task] for task in TITLES}
-    lines = [HEAD.format(versions=versions, steps=STEPS, known=" but Dbrx, whose experts lie in one matrix")]
-    lines += ["## In short", ""]
+    models = found["models"]
+    by_task = {task: [(n, row) for n, row in sorted(models.items()) if row["task"] == task] for task in TITLES}
+    lines = [HEAD.format(count=len(models))]
     lines += table(
-        ("task", "architectures", f"stepped >= {STEPPED:.0%}", f"curvature >= {CURVED:.0%}", "tiny ones trained",
+        ("task", "architectures", f"stepped >= {STEPPED:.0%}", f"with curvature >= {CURVED:.0%}", "tiny ones trained",
          "silent layers"),
-        [(TITLES[task], *summary([row for _, row in rows])) for task, rows in by_task.items() if rows],
+        [(link(TITLES[task]), *summary([row for _, row in rows])) for task, rows in by_task.items() if rows],
     )  # fmt: skip
+    lines += below(models)
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    made = textwrap.fill(MADE.format(versions=versions), 120, break_on_hyphens=False, break_long_words=False)
+    lines += [READING.format(steps=STEPS, rate=RATE), made, ""]
+    head = ("architecture", "parameters", "stepped %", "with curvature %", "loss", "layers", "left to AdamW, and why")
     for task, rows in by_task.items():
-        if not rows:
-            continue
-        lines += [f"## {TITLES[task]}", ""]
-        head = ("architecture", "parameters", "stepped %", "with curvature %", "left to AdamW, and why")
-        head += (*(f"loss, ZeRO {stage}" for stage in STAGES), "layers")
-        lines += table(head, [cells(name, row) for name, row in sorted(rows)])
+        if rows:
+            lines += [f"## {TITLES[task]}", "", *table(head, [cells(name, row) for name, row in rows])]
+    lines += without(models)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def link(title: str) -> str:
+    return f"[{title}](#{title.lower().replace(' ', '-')})"
+
+
+def below(models: Mapping[str, Any]) -> list[str]:
+    """The architectures that miss a goal."""
+    missed = [
+        (name, percent(share["stepped"], share["matrices"]), percent(share["curved"], share["matrices"]),
+         reason_of(share) or UNCURVED)
+        for name, share in ((name, row.get("shares", {})) for name, row in sorted(models.items()))
+        if "matrices" in share and not (reaches(share, "stepped", STEPPED) and reaches(share, "curved", CURVED))
+    ]  # fmt: skip
+    if not missed:
+        return []
+    return ["Below that:", "", *table(("architecture", "stepped %", "with curvature %", "why"), missed)]
+
+
+UNCURVED = "convolves with a standardized weight: orthogonalized without curvature"
+
+
+def reaches(share: Mapping[str, Any], what: str, goal: float) -> bool:
+    return share[what] >= goal * share["matrices"]
+
+
+def without(models: Mapping[str, Any]) -> list[str]:
+    """What transformers has and does not run here: not at its default size, or no tiny one."""
+    found = []
+    for name, row in sorted(models.items()):
+        runs = [row.get("train", {}).get(str(stage), {"error": "not run", "where": "build"}) for stage in STAGES]
+        built = [("default config", row["shares"]["error"])] if "error" in row.get("shares", {"error": ""}) else []
+        tiny = [("tiny model", run["error"]) for run in runs if run.get("where") in ("build", "forward")][:1]
+        found += [(name, what, phrase(error, 2 * PHRASE)) for what, error in (*built, *tiny)]
+    if not found:
+        return []
+    said = "Errors of transformers, with its default configs or smaller ones; neither DeepSpeed nor ds_kfac saw it."
+    return ["## Not run", "", said, "", *table(("architecture", "of", "error"), found)]
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -81,9 +133,9 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     silent = sum(any(run["silent"] for run in train.values()) for train in runs)
     return (
         str(len(rows)),
-        f"{sum(share['stepped'] >= STEPPED * share['matrices'] for share in shares)} of {len(shares)}",
-        f"{sum(share['curved'] >= CURVED * share['matrices'] for share in shares)} of {len(shares)}",
-        str(len(runs)),
+        f"{sum(reaches(share, 'stepped', STEPPED) for share in shares)} of {len(shares)}",
+        f"{sum(reaches(share, 'curved', CURVED) for share in shares)} of {len(shares)}",
+        f"{len(runs)} of {len(rows)}",
         f"in {silent}" if silent else "none",
     )
 
@@ -91,36 +143,42 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 def cells(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
     """Of one architecture."""
     share = row.get("shares", {"error": "not measured"})
-    if "error" in share:
-        known = ("", "", "", f"its default config builds no model: {phrase(share['error'])}")
-    else:
-        left = share["left"][0] if share["left"] else None
-        known = (
+    counts, left = ("", "", ""), ""
+    if "error" not in share:
+        counts = (
             amount(share["parameters"]),
             percent(share["stepped"], share["matrices"]),
             percent(share["curved"], share["matrices"]),
-            "" if left is None else f"{left[0]} {amount(left[2])}: {phrase(left[1])}",
         )
+        left = reason_of(share)
     runs = [row.get("train", {}).get(str(stage), {"error": "not run", "where": "build"}) for stage in STAGES]
     first = next((run for run in runs if "error" not in run), None)
     layers = "" if first is None else f"{first['moved']} of {first['layers']}"
     silent = sum(len(run.get("silent", ())) for run in runs[:1])
-    return (name, *known, *map(loss, runs), layers + (f", {silent} silent" if silent else ""))
+    return (name, *counts, losses(runs), layers + (f", {silent} silent" if silent else ""), left)
 
 
-def loss(run: Mapping[str, Any]) -> str:
-    if "error" not in run:
-        return f"{run['before']:.3g} to {run['after']:.3g}"
-    if run.get("where") in ("build", "forward"):  # neither DeepSpeed nor ds_kfac has seen it
-        return "no tiny one"
-    return f"**{run.get('where', '')}: {phrase(run['error'])}**"
+def reason_of(share: Mapping[str, Any]) -> str:
+    left = share["left"][0] if share["left"] else None
+    return "" if left is None else f"{left[0]} {amount(left[2])}: {phrase(left[1])}"
 
 
-def phrase(reason: str) -> str:
+def losses(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Before and after, at each stage."""
+    if any(run.get("where") in ("build", "forward") for run in runs):  # neither DeepSpeed nor ds_kfac has seen it
+        return "[not run](#not-run)"
+    for stage, run in zip(STAGES, runs, strict=True):
+        if "error" in run:
+            return f"**ZeRO {stage}, {run.get('where', '')}: {phrase(run['error'])}**"
+    after = list(dict.fromkeys(f"{run['after']:.2g}" for run in runs))
+    return f"{runs[0]['before']:.3g} to {' and '.join(after)}"
+
+
+def phrase(reason: str, length: int = PHRASE) -> str:
     """A few words."""
     known = next((short for part, short in SHORT.items() if part in reason), reason)
     known = known.replace("|", "/").replace("\n", " ")
-    return known if len(known) <= PHRASE else known[: PHRASE - 2].rstrip() + ".."
+    return known if len(known) <= length else known[: length - 2].rstrip() + ".."
 
 
 def percent(part: int, whole: int) -> str:

@@ -55,6 +55,7 @@ EXACT: Mapping[str, int] = {
     **dict.fromkeys(("num_queries", "num_detection_tokens", "num_denoising", "num_query_tokens"), 8),
     "num_kv_shared_layers": 0,
     "num_filters": 4,
+    "zero_expert_num": 2,
     "rotary_dim": 8,
     "conf_num_attention_heads": HEADS,
     "num_labels": 8,
@@ -178,8 +179,11 @@ def shorter(name: str, values: list[Any], layers: int, special: Any) -> Any:
 
 MADE: Mapping[str, Mapping[str, Any]] = {
     "dots3_note_text": {"per_layer_config": {}, "head_dim": 192},
+    "gemma4_assistant": {"text_config": {
+        "model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+    }},
     "lw_detr": {"projector_scale_factors": [1.0]},
-}
+}  # fmt: skip
 """Architecture -> fields that its config is made with, of which it makes others."""
 
 STAGES = ("hidden_sizes", "embed_dims", "embed_dim", "dims", "neck_hidden_sizes", "conv_dim", "encoder_hidden_sizes")

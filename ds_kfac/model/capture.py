@@ -104,9 +104,9 @@ class Capture:
                 module = model.get_submodule(use.module)
                 if use.product:
                     owners |= {name: model.get_submodule(name) for name in (use.module, *use.also)}
-                    if isinstance(module, nn.Linear):  # maybe called as a function, by the module around it
+                    if isinstance(module, nn.Linear):  # maybe called as a function, by a method of the module around it
                         around = use.module.rpartition(".")[0]
-                        owners[around] = model.get_submodule(around)
+                        owners |= {n: model.get_submodule(n) for n in (around, around.rpartition(".")[0])}
                     counts[parameters[layer.weight]] = layer.part[1]
                     self._stacks.setdefault(id(parameters[layer.weight]), []).append((layer, index))
                     continue

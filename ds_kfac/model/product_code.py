@@ -23,7 +23,8 @@ CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 LINEAR, RIGHT = {"linear"}, {"matmul", "mm", "bmm", "grouped_mm", "_grouped_mm", "grouped_mm_fallback"}
 ADDED = {"addmm", "baddbmm"}
 TURNS = {"T", "mT", "t", "transpose", "swapaxes", "adjoint"}
-COPIES = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone"}
+COPIES = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone", "clamp", "clip"}
+"""Some in another dtype, or with some elements bounded: those that are not have the gradient of the copy."""
 KEEPS = COPIES | {"unsqueeze", "squeeze"}
 
 
@@ -105,6 +106,11 @@ def _lent(kind: Any) -> Mapping[str, bool]:
     called: set[str] = set()
     for function in _functions(kind):
         own = next((a.arg for a in function.args.args), "")
+        local = {
+            node.targets[0].id: node.value
+            for node in ast.walk(function)
+            if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
+        }
         for node in ast.walk(function):
             operands: list[ast.expr] = []
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
@@ -113,6 +119,7 @@ def _lent(kind: Any) -> Mapping[str, bool]:
                 called.add(_child(node.func, own))
                 if not _name(node.func).endswith(("_", "attr", "isinstance")):  # init.normal_(..), hasattr(..)
                     operands = [*node.args, *(word.value for word in node.keywords)]
+            operands = [local.get(x.id, x) if isinstance(x, ast.Name) else x for x in operands]
             taken.update(_child(operand.value, own) for operand in map(_viewed, operands) if _is_weight(operand))
     return {name: name in called for name in sorted(taken - {""})}
 

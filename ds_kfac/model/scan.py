@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ds_kfac.curvature.side import Side
 from ds_kfac.model.blocks import Blocks, with_blocks
@@ -178,12 +179,11 @@ def _layer(name: str, kind: str, module: nn.Module, facts: _Model, choice: Choic
         return use
     known = LAYERS[kind]
     if isinstance(known, Convolution) and (own := known.overridden(module)) is not None:
-        if convolves(module):
-            use = replace(use, product=True)
-        elif choice.gradients:
+        if not convolves(module) and choice.gradients:
             return f"{type(module).__name__} overrides {kind}.{own}, and its weight is not what it convolves with"
-        else:  # a direction that needs no curvature is right for any matrix
-            use = replace(use, A=Side.identity(use.A.dim), G=Side.identity(use.G.dim))
+        # a direction that needs no curvature is right for any matrix
+        nothing: dict[str, Any] = {"A": Side.identity(use.A.dim), "G": Side.identity(use.G.dim)}
+        use = replace(use, **({"product": True} if convolves(module) else nothing))
     if id(module) in facts.lent:
         if isinstance(module, nn.Linear):
             use = replace(use, product=True)
@@ -357,6 +357,8 @@ def _kind(module: nn.Module) -> tuple[str, str | None]:
             return kind, None
         if reason:
             reasons.append(reason)
+    if isinstance(module, ParametrizationList):
+        return "", "the weight of the module around it is computed of it by a parametrization"
     return "", "; ".join(reasons) or "no K-FAC layer type for it"
 
 

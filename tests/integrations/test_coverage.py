@@ -9,8 +9,9 @@ from benchmarks.coverage.measure import STAGES, shares
 from benchmarks.coverage.report import CURVED, STEPPED, report
 from tests.ranks import ROOT
 
-AGAIN = ("llama", "mixtral", "dbrx", "xlnet", "zamba", "clip")
-"""Plain layers, stacks, experts in one matrix, einsum, layers of one weight, two towers."""
+AGAIN = ("llama", "mixtral", "dbrx", "xlnet", "zamba", "clip", "bit", "moonshine_streaming", "luke", "yolos")
+"""Plain layers, stacks, experts in one matrix, einsum, layers of one weight, two towers, standardized weights,
+convolutions that pad, a bias that is only held, a table that is broadcast."""
 
 
 @pytest.fixture(scope="module")

@@ -468,3 +468,34 @@ def test_rows_behind_a_grouped_products_groups_are_none(experts, shares):
     close(found["0.w.0"][0], symmetric_pack((x[:of_first].T @ x[:of_first] / of_first).double()))
     if experts == 2 and not shares:
         close(found["0.w.1"][0], symmetric_pack((x[4:9].T @ x[4:9] / 5).double()))
+
+
+class Clamped(nn.Module):
+    """A method, which is no forward, bounds a child's weight before it multiplies by it, as Gemma 3n's AltUp does."""
+
+    def __init__(self):
+        super().__init__()
+        self.coefs, self.other = nn.Linear(IN, OUT, bias=False), nn.Linear(OUT, 2)
+
+    def correct(self, x):
+        weight = self.coefs.weight.clamp(-0.1, 0.1)
+        return F.linear(x, weight)
+
+
+class AroundClamped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Clamped()
+
+    def forward(self, x):
+        return self.inner.other(self.inner.correct(x))
+
+
+def test_a_weight_that_a_method_bounds_is_seen():
+    torch.manual_seed(0)
+    recorder = Recorder(nn.Sequential(AroundClamped()))
+    assert [child is recorder.model[0].inner.coefs for child, _ in lent(recorder.model[0].inner)] == [True]
+    recorder.model(X).square().mean().backward()
+    assert recorder.capture.called == {"0.inner.coefs", "0.inner.other"}
+    A, _ = recorder.means()["0.inner.coefs"]
+    close(A, symmetric_pack(X.double().T @ X.double() / ROWS))
