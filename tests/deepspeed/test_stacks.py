@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.close import exact
 from tests.deepspeed import expert_stacks
 from tests.deepspeed.expert_stacks import BIASED, Apart, Dispatched, Grouped, Lying, Picked, Upright, as_stacks, make
 from tests.deepspeed.modes import BY_NAME
@@ -18,23 +19,14 @@ MODES = {
     "z3-bf16": Upright, "z0-bf16-fused": Upright, "z1-bf16-accum32": Upright,
     "adam-z0": Dispatched, "adam-z1": Lying, "adam-z2": Upright, "adam-z2-round_robin": Grouped, "adam-z3": Lying,
     "adam-z3-zero_init": Upright, "adam-z3-offload": Picked, "adam-z2-bf16": Upright, "adam-z3-bf16-accum32": Upright,
-    "root-z2": Upright, "root-z3": Lying,
+    "root-z2": Upright, "root-z3": Lying, "adam-z2-fp16": Upright,
 }  # fmt: skip
 
-
+ACCUMULATED = {"z2", "adam-z3", "adam-z2-fp16"}
+"""In two micro-batches."""
 ALONE = (
-    "z0",
-    "z1",
-    "z2",
-    "z3",
-    "z3-bf16",
-    "adam-z0",
-    "adam-z1",
-    "adam-z2-bf16",
-    "adam-z3-offload",
-    "root-z2",
-    "root-z3",
-)
+    "z0", "z1", "z2", "z3", "z3-bf16", "adam-z0", "adam-z1", "adam-z2-bf16", "adam-z3-offload", "root-z2", "root-z3",
+)  # fmt: skip
 """On one rank, where no stage cuts a stack: every kind of stack, every rule."""
 
 
@@ -48,12 +40,13 @@ def trained(mode, kind, *, bias: bool, order: int | None = None, results: str | 
     block = {**mode.kfac_block, "layers": {"share_inputs": False}, "communication": {"gradient_dtype": results}}
     if kind is Apart:  # of stacks it is known
         block["adam"] = {**block["adam"], "blocks": {r"into\.\d+": 2}}
-    engine = build(mode, 1, model=make(kind, bias=bias), kfac=block, train_micro_batch_size_per_gpu=ROWS)
+    parts = 1 + (mode.name in ACCUMULATED)
+    engine = build(mode, parts, model=make(kind, bias=bias), kfac=block, train_micro_batch_size_per_gpu=ROWS)
     dtype = engine.get_data_types()[0]
     generator = torch.Generator().manual_seed(7 + dist.get_rank())
     initial = weights(engine)
     with patched(mode):
-        for _ in range(STEPS):
+        for _ in range(STEPS * parts):
             x = torch.randn(ROWS, expert_stacks.WIDTH, generator=generator).to(dtype)
             y = torch.randint(expert_stacks.CLASSES, (ROWS,), generator=generator)
             x, y = Variation(order=order).rows(x, y)
@@ -113,4 +106,39 @@ def test_one_rank_has_every_kind_of_stack_and_every_rule():
     def rules(names):
         return {(mode.adam, mode.root, mode.dtype) for mode in map(BY_NAME.get, names)}
 
-    assert {MODES[name] for name in ALONE} == set(MODES.values()) and rules(ALONE) == rules(MODES)
+    assert {MODES[name] for name in ALONE} == set(MODES.values()) and rules(ALONE) | {(True, False, "fp16")} == rules(
+        MODES
+    )
+
+
+def saved_worker(folder: str) -> dict:
+    """Mode -> weights after four steps, of which two follow a checkpoint that another engine loaded, and without one;
+    layers of which nothing was loaded."""
+    found = {}
+    for name in ("adam-z2", "adam-z3", "z2"):
+        mode, finals = BY_NAME[name], []
+        for resumed in (False, True):
+            engine = build(mode, 1, model=make(Upright), train_micro_batch_size_per_gpu=ROWS)
+            generator = torch.Generator().manual_seed(7 + dist.get_rank())
+            for step in range(STEPS):
+                x = torch.randn(ROWS, expert_stacks.WIDTH, generator=generator)
+                y = torch.randint(expert_stacks.CLASSES, (ROWS,), generator=generator)
+                if step == STEPS // 2 and not resumed:
+                    engine.save_checkpoint(f"{folder}/{name}", tag="tag")
+                if step == STEPS // 2 and resumed:
+                    engine.destroy()
+                    engine = build(mode, 1, model=make(Upright, seed=1), train_micro_batch_size_per_gpu=ROWS)
+                    engine.load_checkpoint(f"{folder}/{name}", tag="tag")
+                engine.backward(engine(x, y))
+                engine.step()
+            finals.append(weights(engine))
+            engine.destroy()
+        found[name] = finals
+    return found
+
+
+@pytest.mark.distributed
+def test_stacks_resume_exactly(tmp_path):
+    for found in run_ranks("tests.deepspeed.test_stacks:saved_worker", world=2, payload=str(tmp_path)):
+        for name, (straight, resumed) in found.items():
+            exact(resumed, straight, what=name)
