@@ -112,7 +112,7 @@ def _first_experts(model: nn.Module, params: set[int], rank: int) -> dict[str, i
         f"{name}.experts.{stack}".lstrip("."): rank * len(p)
         for name, module in model.named_modules()
         if is_autoep(module)
-        for stack, p in module.experts.named_parameters(recurse=False)  # type: ignore[operator,union-attr]
+        for stack, p in module.experts.named_parameters(recurse=False)
         if id(p) in params
     }
     return stacks | {

@@ -248,3 +248,24 @@ def saved(case: Case) -> dict:
         "loaded": [same(state, whole_state(engine.kfac.job)) for engine in (second, other)],
         "steps": [kfac.steps for kfac in second.kfac.job.preconditioners],
     }
+
+
+def saved_sharing(case: Case) -> list[dict]:
+    """One A for all experts here, saved at an ep_size and loaded at another, both ways: those saved, those loaded, and
+    what is decomposed again. In global names."""
+    directory = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(directory)
+    results = []
+    for ep_size in (case.ep_size, 1):
+        first, second = (make_engine(replace(case, ep_size=size)) for size in (ep_size, 1 + case.ep_size - ep_size))
+        train(first, 3)
+        first.save_checkpoint(directory[0], tag=f"{ep_size}")
+        second.kfac.load_state(directory[0], f"{ep_size}")
+        found = []
+        for engine in (first, second):
+            state = whole_state(engine.kfac.job)
+            found.append({key: value for key, value in state.items() if "experts" in key and key.endswith("/A")})
+        ready = [key for kfac in second.kfac.job.preconditioners for key in kfac.curvature.ready]
+        wanted = [key for kfac in second.kfac.job.preconditioners for key in kfac.curvature.specs]
+        results.append({"saved": found[0], "loaded": found[1], "again": sorted(set(wanted) - set(ready))})
+    return results

@@ -1,6 +1,7 @@
 """Mixtures that DeepSpeed's AutoEP has spread over ranks train like all experts in one process."""
 
 import pytest
+import torch
 
 from tests.deepspeed.autoep_runs import Case
 from tests.deepspeed.modes import KFAC, Mode
@@ -83,3 +84,18 @@ def test_a_checkpoint_holds_the_experts_of_every_rank():
         assert result["loaded"] == [True, True] and result["steps"] == [3, 3]
         experts = {key.split("experts.w1.")[1][0] for key in result["keys"] if "experts.w1" in key}
         assert experts == set("0123"), "in global numbers"
+
+
+def test_an_A_that_experts_share_continues_at_another_ep_size():
+    leaders = {
+        2: {f"mlp.experts.{stack}.{first}/A" for stack in ("w1", "w2") for first in (0, 2)},
+        1: {f"mlp.experts.{stack}.0/A" for stack in ("w1", "w2")},
+    }
+    case = Case(Mode("autoep-saved", 2, clip=0.0), 2)
+    for results in run_ranks("tests.deepspeed.autoep_runs:saved_sharing", world=2, payload=case):
+        for result, (before, after) in zip(results, [(2, 1), (1, 2)], strict=True):
+            assert result["saved"].keys() == leaders[before] and result["loaded"].keys() == leaders[after]
+            assert result["again"] == []
+            for key, factor in result["loaded"].items():
+                source = key if key in result["saved"] else key.replace(".2/", ".0/")
+                assert torch.equal(factor, result["saved"][source]), key
