@@ -1,6 +1,6 @@
 """What of a save is for whom in this run: which factors continue, which start empty and why."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,12 +65,15 @@ def match(kfac: KFACPreconditioner, header: Mapping[str, Any]) -> Match:
     names, kinds = saved_names(kfac), kinds_of(kfac.config)
     specs = kfac.plan.sharing(groups_here(kfac, header) or ()).assignment.factors
     leader = {name: group[0] for group in header["shared"] or () for name in group}
+    stacked = {layer.shares for layer in kfac.layers}
     keys, restarted = {}, []
     for spec in specs:
         name, side = names[spec.layers[0]], spec.key[-1]
         if name not in header["layers"]:
             continue
         saved = key_of(leader.get(name, name) if side == "A" else name, side)
+        if side == "A" and spec.key[:-2] in stacked:
+            saved = _of_stack(saved, header["factors"])
         if saved in header["factors"] and header["kinds"][side] == kinds[side]:
             keys[spec.key] = saved
         else:
@@ -109,3 +112,11 @@ def groups_here(kfac: KFACPreconditioner, header: Mapping[str, Any]) -> tuple[tu
     here = {names[name]: name for name in candidates}
     groups = (tuple(here[name] for name in group if name in here) for group in header["shared"])
     return tuple(group for group in groups if len(group) > 1 and len({candidates[name] for name in group}) == 1)
+
+
+def _of_stack(key: str, saved: Container[str]) -> str:
+    """The saved A of a stack of experts, where this run's are another part of the mixture's: the tokens that enter are
+    of one kind, so that of the nearest expert before these is theirs. ``key``: where there is none."""
+    stack, _, number = key[:-2].rpartition(".")
+    numbers = range(int(number), -1, -1) if number.isdigit() else ()
+    return next((other for n in numbers if (other := key_of(f"{stack}.{n}", "A")) in saved), key)

@@ -225,7 +225,7 @@ def _restore(
     # a save without them, or of another method, is decomposed again; what was then on its way is too
     continues = header["eigenbases"] and header["method"] == kfac.plan.method
     specs = kfac.plan.sharing(groups or ()).assignment.factors
-    keys = {spec.key: key_of(names[spec.key[:-2]], spec.key[-1]) for spec in specs if spec.key not in own.incomplete}
+    keys = {spec.key: own.keys[spec.key] for spec in specs if spec.key in own.keys and spec.key not in own.incomplete}
 
     def here(saved: Mapping[str, Any]) -> dict[str, Any]:
         return {key: saved[name] for key, name in keys.items() if name in saved}

@@ -36,17 +36,20 @@ class ExpertRows:
         self.experts: list[str] = []
         self._handles: list[Any] = []
         for name, module in model.named_modules():
-            inner = getattr(getattr(module, "experts", None), "deepspeed_experts", None)
-            stacked = is_autoep(module)
-            if inner is None and not stacked:
+            inner = getattr(getattr(module, "experts", None), "deepspeed_experts", ())
+            if not inner and not is_autoep(module):
                 continue
             self._handles.append(module.register_forward_pre_hook(own_hook(module, partial(self._mixture, name))))
-            if stacked:
+            if is_autoep(module):
                 place = f"{name}.experts".lstrip(".")
                 self.experts.append(place)
                 self._stacks[place] = name, int(module.ep_size)
+<<<<<<< HEAD
                 continue
             for index, expert in enumerate(inner or ()):
+=======
+            for index, expert in enumerate(inner):
+>>>>>>> hep
                 place = f"{name}.experts.deepspeed_experts.{index}"
                 self.experts.append(place)
                 hook = own_hook(expert, partial(self._expert, name, place))

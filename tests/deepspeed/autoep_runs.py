@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import ds_kfac
 from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
@@ -17,7 +18,7 @@ from tests.deepspeed.parallel import build, same, train_whole, whole_state
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
 from tests.spread import FACTOR, FLOOR, Variation, difference
 
-WIDTH, INNER, TOP, TOKENS = 8, 12, 2, 24
+WIDTH, INNER, TOP, TOKENS = 8, 16, 2, 24
 Arguments = Callable[[nn.Module], dict]
 STACKS = {"w1": "gate", "w3": "up", "w2": "down"}
 """AutoEP's names, and those of the experts in one process."""
@@ -29,12 +30,14 @@ class Case:
 
     Attributes:
         grouped: whether they are multiplied at once.
+        checkpointed: whether backward runs the mixture again.
     """
 
     mode: Mode
     ep_size: int
     grouped: bool = True
     experts: int = 4
+    checkpointed: bool = False
 
     @property
     def name(self) -> str:
@@ -97,8 +100,9 @@ class Mixture(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, whole: WholeNet) -> None:
+    def __init__(self, whole: WholeNet, checkpointed: bool) -> None:
         super().__init__()
+        self.checkpointed = checkpointed
         experts = len(whole.experts)
         self.config = SimpleNamespace(num_local_experts=experts, num_experts_per_tok=TOP)
         self.up, self.mlp, self.head = nn.Linear(FEATURES, WIDTH), Mixture(experts), nn.Linear(WIDTH, CLASSES)
@@ -112,7 +116,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.up(x))
-        return self.head(h + self.mlp(h))
+        return self.head(h + (checkpoint(self.mlp, h, use_reentrant=False) if self.checkpointed else self.mlp(h)))
 
 
 def make_whole(case: Case) -> WholeNet:
@@ -127,7 +131,7 @@ def make_engine(case: Case, arguments: Arguments = lambda model: {}, **options):
     """
     block = {"enabled": True, "autoep_size": case.ep_size, "moe_layer_pattern": "mlp", "use_grouped_mm": case.grouped}
     mode = replace(case.mode, extra={**case.mode.extra, "expert_parallel": {**block, **options}})
-    model = Net(make_whole(case))
+    model = Net(make_whole(case), case.checkpointed)
     if mode.zero_init:
         deepspeed.zero.Init(module=model, config_dict_or_path=mode.config(1, dist.get_world_size()))
     parameters = {"model_parameters": list(model.parameters())}
@@ -139,7 +143,7 @@ def train(engine, steps: int = STEPS, order: int | None = None) -> None:
     for step in range(steps):
         x, y = (t.chunk(world)[rank] for t in make_batch(step, world * MICRO_ROWS, TOKENS))
         x, y = Variation(order=order).rows(x, y)
-        engine.backward(cross_entropy(engine(x), y))
+        engine.backward(cross_entropy(engine(x.to(engine.get_data_types()[0])), y))
         engine.step()
 
 
@@ -186,8 +190,8 @@ def compare(cases: list[Case]) -> list[dict]:
 
 
 def refusals(cases: dict[str, tuple[Case, dict, dict]]) -> dict[str, str]:
-    """Name -> message about an engine with these options of AutoEP, and attributes of its mixtures, or of the stacks in
-    them, that cannot be had on a CPU."""
+    """Name -> message about an engine with these options of AutoEP, and attributes of the engine, its mixture, or the
+    stacks in that, which cannot be had on a CPU or are DeepSpeed's to refuse."""
     messages = {}
     for name, (case, options, attributes) in cases.items():
         engine = make_engine(
@@ -195,7 +199,7 @@ def refusals(cases: dict[str, tuple[Case, dict, dict]]) -> dict[str, str]:
         )
         mixture = engine.module.mlp
         for key, value in attributes.items():
-            setattr(mixture if hasattr(mixture, key) else mixture.experts, key, value)
+            setattr(next(one for one in (mixture, mixture.experts, engine) if hasattr(one, key)), key, value)
         try:
             ds_kfac.attach(engine, {})
             messages[name] = ""
@@ -232,6 +236,18 @@ def sharing(case: Case) -> dict:
     return {"difference": difference(runs[True, None], plain, initial), "bound": bound, "keys": keys}
 
 
+def everything_on(case: Case) -> dict[str, Tensor]:
+    """Weights after some steps."""
+    engine = make_engine(case)
+    before = whole_weights(engine, case)
+    train(engine, 8)
+    after = whole_weights(engine, case)
+    assert not [name for name, value in after.items() if torch.equal(before[name], value)]
+    assert float(engine.kfac.metrics.summary.sum()) == 0, "not finite, not preconditioned or not decomposed"
+    assert engine.kfac.counters()["job/calls_numbers"] == 8
+    return after
+
+
 def saved(case: Case) -> dict:
     """Whether the state came back, also at another ep_size, and the steps of every domain."""
     directory = [tempfile.mkdtemp()]
@@ -248,3 +264,24 @@ def saved(case: Case) -> dict:
         "loaded": [same(state, whole_state(engine.kfac.job)) for engine in (second, other)],
         "steps": [kfac.steps for kfac in second.kfac.job.preconditioners],
     }
+
+
+def saved_sharing(case: Case) -> list[dict]:
+    """One A for all experts here, saved at an ep_size and loaded at another, both ways: those saved, those loaded, and
+    what is decomposed again. In global names."""
+    directory = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(directory)
+    results = []
+    for ep_size in (case.ep_size, 1):
+        first, second = (make_engine(replace(case, ep_size=size)) for size in (ep_size, 1 + case.ep_size - ep_size))
+        train(first, 3)
+        first.save_checkpoint(directory[0], tag=f"{ep_size}")
+        second.kfac.load_state(directory[0], f"{ep_size}")
+        found = []
+        for engine in (first, second):
+            state = whole_state(engine.kfac.job)
+            found.append({key: value for key, value in state.items() if "experts" in key and key.endswith("/A")})
+        ready = [key for kfac in second.kfac.job.preconditioners for key in kfac.curvature.ready]
+        wanted = [key for kfac in second.kfac.job.preconditioners for key in kfac.curvature.specs]
+        results.append({"saved": found[0], "loaded": found[1], "again": sorted(set(wanted) - set(ready))})
+    return results
