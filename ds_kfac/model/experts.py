@@ -44,12 +44,8 @@ class ExpertRows:
                 place = f"{name}.experts".lstrip(".")
                 self.experts.append(place)
                 self._stacks[place] = name, int(module.ep_size)
-<<<<<<< HEAD
                 continue
             for index, expert in enumerate(inner or ()):
-=======
-            for index, expert in enumerate(inner):
->>>>>>> hep
                 place = f"{name}.experts.deepspeed_experts.{index}"
                 self.experts.append(place)
                 hook = own_hook(expert, partial(self._expert, name, place))
