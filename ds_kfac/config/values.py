@@ -77,7 +77,19 @@ def _compiles(pattern: str) -> str:
     return pattern
 
 
-Count = Annotated[int, Field(ge=1)]
+def _counts(value: Any) -> Any:
+    if all(type(n) is int and 1 <= n <= LARGEST for n in (value if isinstance(value, list) and value else [value])):
+        return value
+    raise PydanticCustomError("counts", "Input should be an integer of at least 1, or a list of such")
+
+
+_COUNT = {"minimum": 1, "type": "integer"}
+Counts = Annotated[
+    int | list[int],
+    PlainValidator(_counts),
+    WithJsonSchema({"anyOf": [_COUNT, {"type": "array", "items": _COUNT, "minItems": 1}]}),
+]
+"""A count, or several."""
 Pattern = Annotated[str, AfterValidator(_compiles)]
 """A Python regex."""
 

@@ -88,6 +88,15 @@ def test_rows_say_what_they_can_be():
     assert parse({"factor": {"rows": "all"}}).factor.rows == "all" and parse({"factor": {"rows": 7}}).factor.rows == 7
 
 
+@pytest.mark.parametrize("value", [0, True, 2.0, "3", [], [64, -1], 10**30, {"a": 1}])
+def test_blocks_say_what_they_can_be(value):
+    with pytest.raises(ValueError) as error:
+        parse({"adam": {"blocks": {"qkv": value}}})
+    lines = str(error.value).splitlines()[1:]
+    assert lines == [f"  kfac.adam.blocks.qkv: got {value!r}; input should be an integer of at least 1, or a list of such"]
+    assert parse({"adam": {"blocks": {"qkv": 3, "up": [2, 1]}}}).adam.blocks == {"qkv": 3, "up": [2, 1]}
+
+
 def test_the_largest_number_that_fits_can_be_computed_with():
     block = {"factor": {"update_interval": LARGEST, "rows": LARGEST}, "eigenbasis": {"refresh_interval": LARGEST}}
     schedule = parse({**block, "burn_in": {"steps": LARGEST}}).schedule
