@@ -77,9 +77,34 @@ def _compiles(pattern: str) -> str:
     return pattern
 
 
-Count = Annotated[int, Field(ge=1)]
+def _compiles_inside(pattern: str) -> str:
+    try:
+        re.compile(f"(?:{_compiles(pattern)})")
+    except re.error:
+        raise PydanticCustomError(
+            "regex", "Must be a part of a regular expression: flags are written as in (?i:head)"
+        ) from None
+    return pattern
+
+
+def _blocks(value: Any) -> Any:
+    counts = value if isinstance(value, list) else [value]
+    if counts and all(type(count) is int and count >= 1 for count in counts):
+        return value
+    raise PydanticCustomError("blocks", "Input should be an integer of at least 1, or a list of such")
+
+
+_COUNT = {"minimum": 1, "type": "integer"}
+BlockRows = Annotated[
+    int | list[int],
+    PlainValidator(_blocks),
+    WithJsonSchema({"anyOf": [_COUNT, {"items": _COUNT, "minItems": 1, "type": "array"}]}),
+]
+"""How many, or the rows of each."""
 Pattern = Annotated[str, AfterValidator(_compiles)]
 """A Python regex."""
+NameEnd = Annotated[str, AfterValidator(_compiles_inside)]
+"""The same for the end of a name: it becomes part of a longer one, where flags for all of it cannot be."""
 
 
 class _Form(BaseModel):
