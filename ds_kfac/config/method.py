@@ -5,7 +5,7 @@ from typing import Any, Literal
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from ds_kfac.config.values import Counts, Decay, Interval, Method, NotNegative, Pattern, Positive, Rows, fits
+from ds_kfac.config.values import BlockRows, Decay, Interval, Method, NameEnd, NotNegative, Positive, Rows, fits
 from ds_kfac.schedule.intervals import BurnIn, Value
 
 
@@ -177,7 +177,7 @@ class AdamConfig(Block):
     is captured, kept or sent for it."""
     orthogonalize: bool = True
     """Replace a layer's direction by its orthogonal factor (Newton-Schulz, as in Muon), at a fixed size."""
-    except_layers: list[Pattern] = [
+    except_layers: list[NameEnd] = [
         "([^.]*_)?head(_dist)?",
         "score",
         "classifier",
@@ -191,7 +191,7 @@ class AdamConfig(Block):
     """Layers that keep Adam's direction, as heads do with Muon: regexes for the end of a layer's name, from a dot or
     its beginning on. The default matches the heads of transformers and timm. Norms, embeddings and tied heads always
     keep Adam's direction."""
-    blocks: dict[Pattern, Counts] = {}
+    blocks: dict[NameEnd, BlockRows] = {}
     """Matrices that hold several maps, each of which is orthogonalized and sized by itself: a regex for the end of the
     weight's name -> how many equal ones follow each other, or their rows, repeated up to the last row. ``{"qkv": 3}``:
     queries, keys, values; ``{"qkv": [64, 64, 64]}``: the same for each head of 64; ``{"q_proj": 32}``: each of 32 heads

@@ -77,21 +77,34 @@ def _compiles(pattern: str) -> str:
     return pattern
 
 
-def _counts(value: Any) -> Any:
-    if all(type(n) is int and 1 <= n <= LARGEST for n in (value if isinstance(value, list) and value else [value])):
+def _compiles_inside(pattern: str) -> str:
+    try:
+        re.compile(f"(?:{_compiles(pattern)})")
+    except re.error:
+        raise PydanticCustomError(
+            "regex", "Must be a part of a regular expression: flags are written as in (?i:head)"
+        ) from None
+    return pattern
+
+
+def _blocks(value: Any) -> Any:
+    counts = value if isinstance(value, list) else [value]
+    if counts and all(type(count) is int and 1 <= count <= LARGEST for count in counts):
         return value
-    raise PydanticCustomError("counts", "Input should be an integer of at least 1, or a list of such")
+    raise PydanticCustomError("blocks", "Input should be an integer of at least 1, or a list of such")
 
 
 _COUNT = {"minimum": 1, "type": "integer"}
-Counts = Annotated[
+BlockRows = Annotated[
     int | list[int],
-    PlainValidator(_counts),
-    WithJsonSchema({"anyOf": [_COUNT, {"type": "array", "items": _COUNT, "minItems": 1}]}),
+    PlainValidator(_blocks),
+    WithJsonSchema({"anyOf": [_COUNT, {"items": _COUNT, "minItems": 1, "type": "array"}]}),
 ]
-"""A count, or several."""
+"""How many, or the rows of each."""
 Pattern = Annotated[str, AfterValidator(_compiles)]
 """A Python regex."""
+NameEnd = Annotated[str, AfterValidator(_compiles_inside)]
+"""The same for the end of a name: it becomes part of a longer one, where flags for all of it cannot be."""
 
 
 class _Form(BaseModel):

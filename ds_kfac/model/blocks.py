@@ -22,7 +22,8 @@ Sizes = tuple[int, ...]
 Blocks = int | Sequence[int]
 """How many equal ones there are, one after the other; or their sizes, repeated up to the last row."""
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head")
-SHARED_HEADS = ("num_kv_heads", "num_key_value_heads", "kv_n_heads")
+SHARED_HEADS = ("num_kv_heads", "num_key_value_heads", "kv_n_heads", "n_kv_heads", "n_kv_head")
+SHARED_HEADS += ("num_query_groups", "n_query_groups")
 
 
 def with_blocks(layer: LayerSpec, modules: Mapping[str, nn.Module], chosen: Sequence[tuple[str, Blocks]]) -> LayerSpec:
@@ -93,24 +94,32 @@ class _Holder:
         self.source = "" if module is None else _source(type(module))
 
     def number(self, *names: str) -> int | None:
-        for place in (self.module, getattr(self.module, "config", None)):
+        for place in (self.module, _value(self.module, "config")):
             for name in names:
-                if isinstance(value := getattr(place, name, None), int) and value > 0:
+                if isinstance(value := _value(place, name), int) and value > 0:
                     return value
         return None
 
     def chunks(self, count: int) -> bool:
         """Whether the code cuts something into so many equal parts."""
-        return re.search(rf"chunk\(\s*{count}\b", self.source) is not None
+        return re.search(rf"\bchunk\(\s*{count}\b|torch\.chunk\([^,]+,\s*{count}\b", self.source) is not None
 
     def flag(self, name: str) -> Any:
-        return getattr(self.module, name, None)
+        return _value(self.module, name)
+
+
+def _value(place: Any, name: str) -> Any:
+    """An attribute; None where there is none, or a property that fails as long as the model does not run."""
+    try:
+        return getattr(place, name, None)
+    except Exception:
+        return None
 
 
 def _source(kind: type) -> str:
     try:
         return inspect.getsource(kind)
-    except (OSError, TypeError):  # made in a shell, or by a program
+    except (OSError, TypeError, SyntaxError):  # made in a shell, or by a program
         return ""
 
 
@@ -144,10 +153,11 @@ def _by_head(holder: _Holder, rows: int, inputs: int) -> Sizes | None:
 
 
 def _halves(holder: _Holder, rows: int, inputs: int) -> Sizes | None:
-    """One after the other, or row by row in turn, as the code cuts its products up; None where it does not."""
-    if "::2]" in holder.source:
-        return 1, 1
-    return (rows // 2,) * 2 if holder.chunks(2) else None
+    """One after the other, or row by row in turn, as the code cuts its products up; None where it does not. What is
+    taken in turn beside two halves is a rotary embedding's."""
+    if holder.chunks(2):
+        return (rows // 2,) * 2
+    return (1, 1) if "::2]" in holder.source else None
 
 
 def _latent(holder: _Holder, rows: int, inputs: int) -> Sizes | None:

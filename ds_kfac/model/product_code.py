@@ -56,9 +56,10 @@ def multiplied(module: nn.Module) -> Mapping[str, Lies]:
     if isinstance(module, nn.MultiheadAttention):  # its products are in torch's functions
         names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
         return dict.fromkeys((name for name in names if module._parameters.get(name) is not None), Lies(False))
-    if type(module).__name__ == "DbrxExpertGLU":  # the module around it cuts them up
-        count = int(module.moe_num_experts)  # type: ignore[arg-type]
-        return {"w1": Lies(False, stack=count), "v1": Lies(False, stack=count), "w2": Lies(True, stack=count)}
+    if type(module).__name__ == "DbrxExpertGLU" and isinstance(getattr(module, "moe_num_experts", None), int):
+        count = int(module.moe_num_experts)  # type: ignore[arg-type]  # the module around it cuts them up
+        lying = {"w1": Lies(False, stack=count), "v1": Lies(False, stack=count), "w2": Lies(True, stack=count)}
+        return {name: lies for name, lies in lying.items() if module._parameters.get(name) is not None}
     if type(module).__module__ == "deepspeed.moe.ep_experts":  # AutoEP's, in functions beside the class
         return dict.fromkeys(("w1", "w3", "w2"), Lies(False))
     kind: Any = type(module)
@@ -92,7 +93,7 @@ def lent(module: nn.Module) -> list[Lent]:
     """What a module's code takes the weights of."""
     if isinstance(module, nn.MultiheadAttention):  # in torch's functions
         return [Lent(module.out_proj, False)]
-    if type(module).__name__ == "TopKGate":  # deepspeed.moe's
+    if type(module).__name__ == "TopKGate" and isinstance(module._modules.get("wg"), nn.Linear):  # deepspeed.moe's
         return [Lent(module.wg, False)]  # type: ignore[arg-type]
     kind: Any = type(module)
     children = {name: (module._modules.get(name), called) for name, called in _lent(kind).items()}
@@ -105,7 +106,7 @@ def _lent(kind: Any) -> Mapping[str, bool]:
     taken: set[str] = set()
     called: set[str] = set()
     for function in _functions(kind):
-        own = next((a.arg for a in function.args.args), "")
+        own = _own(function)
         local = {
             node.targets[0].id: node.value
             for node in ast.walk(function)
@@ -137,7 +138,7 @@ def _convolves(kind: Any) -> bool:
     for function in _functions(kind, alone=True):
         nodes = list(ast.walk(function))
         set_here = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-        given = {argument.arg for argument in function.args.args} - set_here
+        given = {argument.arg for argument in _arguments(function)} - set_here
         for node in nodes:
             if isinstance(node, ast.Call) and _name(node.func) == "forward":
                 return True  # super().forward(..)
@@ -168,7 +169,7 @@ def looked_up(module: nn.Module, parameter: str) -> bool:
 
 def _reads(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[str, ast.AST]]:
     """(NAME, what has it as its part) of every ``self.NAME`` that a function reads."""
-    own = next((a.arg for a in function.args.args), "")
+    own = _own(function)
     if function.name.startswith(MAKES):
         return
     for node in ast.walk(function):
@@ -223,6 +224,16 @@ def _is_weight(node: ast.expr) -> TypeGuard[ast.Attribute]:
     return isinstance(node, ast.Attribute) and node.attr == "weight"
 
 
+def _arguments(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
+    """Those that are given by their place."""
+    return [*function.args.posonlyargs, *function.args.args]
+
+
+def _own(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """What a method calls its module."""
+    return next((argument.arg for argument in _arguments(function)), "")
+
+
 def _child(node: ast.expr, own: str) -> str:
     """NAME of ``self.NAME``, else ""."""
     known = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == own
@@ -233,7 +244,7 @@ class _Reader:
     """Of one function's code."""
 
     def __init__(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        self.function, self.own = function, next((a.arg for a in function.args.args), "")
+        self.function, self.own = function, _own(function)
         self.local: dict[str, tuple[str, bool]] = {}  # variable -> parameter, whether turned
 
     def products(self) -> Iterator[tuple[str, Lies]]:

@@ -94,8 +94,9 @@ def other_matrices(model: nn.Module, found: Scan) -> set[str]:
     """Names of the matrices that are in no K-FAC layer, trained or not; embeddings are tables and none."""
     ours = parameters_of(found)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
-    others = {n for n, p in model.named_parameters() if n not in ours and id(p) not in tables and is_matrix(p)}
-    return {name for name in others if not is_table(model, name)}
+    named = dict(model.named_parameters()).items()
+    others = {n: p for n, p in named if n not in ours and id(p) not in tables and is_matrix(p)}
+    return {name for name, parameter in others.items() if not is_table(model, name, parameter)}
 
 
 def is_matrix(parameter: nn.Parameter) -> bool:
@@ -104,14 +105,14 @@ def is_matrix(parameter: nn.Parameter) -> bool:
     return sum(size > 1 for size in shape) > 1 and shape[0] > 1
 
 
-def is_table(model: nn.Module, name: str) -> bool:
+def is_table(model: nn.Module, name: str, parameter: nn.Parameter) -> bool:
     """Whether a parameter in no layer is rows that are looked up or added: by the code of the module that holds it, or
     because it is made to be broadcast, with a side of 1 where a stack of matrices has none."""
     path, _, own = name.rpartition(".")
     module = model.get_submodule(path)
     if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
         return False
-    shape = parameter_shape(module.get_parameter(own))
+    shape = parameter_shape(parameter)  # which modules of TorchScript do not give by name
     return (len(shape) > 2 and 1 in shape[:-1]) or looked_up(module, own)
 
 

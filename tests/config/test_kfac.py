@@ -255,6 +255,25 @@ def test_a_pattern_that_is_no_regex_is_named():
         parse({"adam": {"except_layers": ["*"]}})
 
 
+@pytest.mark.parametrize("block", [{"except_layers": ["(?i)head"]}, {"blocks": {"(?i)head": 3}}])
+def test_a_pattern_that_is_no_part_of_a_regex_is_refused_where_it_is_written(block):
+    with pytest.raises(ValueError, match=r"kfac\.adam\..*: got '\(\?i\)head'; must be a part .* \(\?i:head\)"):
+        parse({"adam": block})
+
+
+@pytest.mark.parametrize("blocks", [0, [], "3", True, 3.0, [64, 0], None])
+def test_blocks_that_are_no_counts_are_one_error_in_words(blocks):
+    with pytest.raises(ValueError, match="kfac") as error:
+        parse({"adam": {"blocks": {"qkv": blocks}}})
+    said = f"kfac.adam.blocks.qkv: got {blocks!r}; input should be an integer of at least 1, or a list of such"
+    assert str(error.value).splitlines()[1:] == [f"  {said}"]
+
+
+def test_blocks_are_counts_or_rows():
+    chosen = {"qkv": 3, "kv": [64, 32], "(?i:Gate)": 1}
+    assert parse({"adam": {"blocks": chosen}}).adam.blocks == chosen
+
+
 @pytest.mark.parametrize(
     "params, message",
     [

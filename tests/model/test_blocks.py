@@ -37,6 +37,24 @@ class InTurn(Holder):
         return x[..., ::2] * x[..., 1::2]
 
 
+class ByFunction(Holder):
+    def forward(self, x):
+        gate, up = torch.chunk(self.inner(x), 2, dim=-1)
+        return gate * up
+
+
+class Rotary(Holder):
+    def forward(self, x):
+        keys, values = self.to_kv(x).chunk(2, dim=-1)
+        return torch.stack([-keys[..., 1::2], keys[..., ::2]], -1), values
+
+
+class NotReady(Holder):
+    @property
+    def num_heads(self):
+        raise RuntimeError("before the first batch")
+
+
 class Thirds(Holder):
     def forward(self, x):
         return sum(self.inner(x).chunk(3, dim=-1))
@@ -71,6 +89,11 @@ def blocks(model: nn.Module, **chosen) -> dict[str, tuple[int, ...]]:
         (Holder("gate_up_proj", 48), ()),
         (Gated("gate_up_proj", 48), (24, 24)),
         (InTurn("gate_up_proj", 48), (1, 1)),
+        (ByFunction("gate_up_proj", 48), (24, 24)),
+        (Rotary("to_kv", 48), (24, 24)),
+        (NotReady("qkv", 72), (24, 24, 24)),
+        (Holder("qkv_proj", 96, n_heads=8, n_kv_heads=2), (64, 16, 16)),
+        (Holder("qkv", 48, n_head=4, n_query_groups=1), (32, 8, 8)),
         (Holder("kv_a_proj_with_mqa", 20, kv_lora_rank=16), (16, 4)),
         (Holder("kv_b_proj", 56, qk_nope_head_dim=8, v_head_dim=6), (8, 6)),
         (Holder("in_proj", 96, intermediate_size=48, A_log=1), (48, 48)),

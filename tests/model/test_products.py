@@ -499,3 +499,28 @@ def test_a_weight_that_a_method_bounds_is_seen():
     assert recorder.capture.called == {"0.inner.coefs", "0.inner.other"}
     A, _ = recorder.means()["0.inner.coefs"]
     close(A, symmetric_pack(X.double().T @ X.double() / ROWS))
+
+
+class ByPlace(Own):
+    def forward(self, x, /):
+        return F.linear(x, self.w)
+
+
+def test_a_method_whose_arguments_have_no_names_is_read():
+    assert multiplied(ByPlace()) == {"w": Lies(False)}
+
+
+class _OtherGate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(IN, OUT)
+
+    def forward(self, x):
+        return self.gate(x)
+
+
+@pytest.mark.parametrize("name", ["TopKGate", "DbrxExpertGLU"])
+def test_a_class_that_has_only_the_name_of_a_known_one_is_like_any_other(name):
+    model = type(name, (_OtherGate,), {})()
+    assert lent(model) == [] and multiplied(model) == {}
+    assert [layer.name for layer in scan(model).layers] == ["gate"]

@@ -6,7 +6,7 @@ from torch import nn
 
 from ds_kfac.curvature.side import Side
 from ds_kfac.model.scan import Choice, scan
-from ds_kfac.model.share import share_of
+from ds_kfac.model.share import other_matrices, share_of
 
 
 class Conv1D(nn.Module):
@@ -237,3 +237,9 @@ def test_tables_are_no_matrices():
     model["table"] = TableAndHead()
     share = share_of(model, scan(model))
     assert share.matrices == 16 + 3 * 5 * 4 + 9 * 4 and share.stepped == 16 + 9 * 4
+
+
+def test_matrices_of_torchscript_are_left_to_the_optimizer():
+    """Which gives no parameter by its name."""
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Sequential(nn.Linear(4, 4))))
+    assert other_matrices(model, scan(model)) == {"1.0.weight"}
