@@ -22,8 +22,10 @@ Sizes = tuple[int, ...]
 Blocks = int | Sequence[int]
 """How many equal ones there are, one after the other; or their sizes, repeated up to the last row."""
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head")
-SHARED_HEADS = ("num_kv_heads", "num_key_value_heads", "kv_n_heads", "n_kv_heads", "n_kv_head")
-SHARED_HEADS += ("num_query_groups", "n_query_groups")
+SHARED_HEADS = (
+    *("num_kv_heads", "num_key_value_heads", "kv_n_heads", "n_kv_heads", "n_kv_head"),
+    *("num_query_groups", "n_query_groups"),
+)
 
 
 def with_blocks(layer: LayerSpec, modules: Mapping[str, nn.Module], chosen: Sequence[tuple[str, Blocks]]) -> LayerSpec:
