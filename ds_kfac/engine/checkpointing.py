@@ -19,8 +19,12 @@ from ds_kfac.step.job import Job
 
 CLIENT_KEY = "ds_kfac"
 """Key in DeepSpeed's client_state that names the save; survives ds_to_universal, which does not copy the folder."""
-OTHER_GROUPS = "parameter groups", "parameter-alignment"
+OTHER_GROUPS = "parameter group", "parameter-alignment", "must match the size of tensor"
 """In what DeepSpeed says of an optimizer state whose groups are cut otherwise, by mistake or by the optimizer."""
+WEIGHTS_ALONE = (
+    "Pass load_module_only=True, load_optimizer_states=False (at stage 3 DeepSpeed needs both) to start from the "
+    "weights alone"
+)
 FRESH = '"checkpoint": {"on_missing": "fresh"} in the "kfac" block'
 
 
@@ -63,6 +67,7 @@ class Checkpointing:
         tag = f"global_step{self.engine.global_steps}" if tag is None else str(tag)
         folder, problem = Path(save_dir) / tag, None
         entry: dict[str, Any] = {"save_id": None, "steps": self.job.steps, "origin": str(folder.absolute())}
+        entry["groups"] = self._groups()
         header: dict[str, Any] = {}
         try:
             header = checkpoint.save(self.job, folder)
@@ -102,9 +107,9 @@ class Checkpointing:
                 raise
             raise CheckpointError(
                 f"ds_kfac: the optimizer state in {load_dir} has other parameter groups than this engine's "
-                f"{type(self.engine.basic_optimizer).__name__}; KFACAdamW splits each group in two, so no other "
-                "optimizer's state fits it, nor its own another's. Pass load_module_only=True, "
-                "load_optimizer_states=False (at stage 3 DeepSpeed needs both) to start from the weights alone"
+                f"{type(self.engine.basic_optimizer).__name__}; KFACAdamW splits each group into "
+                "layers, other matrices and all else, so no other optimizer's state fits it, nor its own another's, "
+                f"nor that of other kfac.layers. {WEIGHTS_ALONE}"
             ) from error
         entry = client_state.pop(CLIENT_KEY, None) if client_state else None
         # DeepSpeed's files decide; what lies in the folder may be of another save.
@@ -120,6 +125,7 @@ class Checkpointing:
                     f"{tag_directory}"
                 )
                 return path, client_state
+        self._check_groups(tag_directory, entry)
         if entry is None:
             self.job.reset()
             self._say(f"WARNING: {tag_directory} has no K-FAC state, K-FAC starts afresh: expect some steps to recover")
@@ -149,6 +155,34 @@ class Checkpointing:
             ) from error
         self._check_files(tag_directory, entry["save_id"])
         self._say(f"loaded K-FAC state of step {self.job.steps} from {tag_directory}")
+
+    def _groups(self) -> dict[str, int]:
+        """Parameter -> the number of its group, where K-FAC's layers decide it; of pipeline stages, which have other
+        parameters and one client_state, nothing."""
+        if self.job.preconditioners[0].rule.optimizer_type is None or getattr(self.engine, "num_stages", 1) > 1:
+            return {}
+        names = {id(parameter): name for name, parameter in self.engine.module.named_parameters()}
+        targets = [kfac.target for kfac in self.job.preconditioners]
+        held = [layout for target in targets for layout in (target.layout, target.rest)]
+        return {names[id(p)]: layout.group_index(p) for layout in held for p in layout.params}
+
+    def _check_groups(self, tag_directory: Path, entry: Mapping[str, Any] | None) -> None:
+        """DeepSpeed takes weights and moments by their place in a group, but for a universal checkpoint's.
+
+        Raises:
+            CheckpointError: on every rank, whatever ``on_missing``: they are another parameter's.
+        """
+        if self.engine.load_universal_checkpoint():
+            return
+        own, saved = self._groups(), (entry or {}).get("groups", {})
+        if moved := [name for name, group in own.items() if saved.get(name, group) != group]:
+            named = ", ".join(moved[:3]) + (", .." if len(moved) > 3 else "")
+            raise CheckpointError(
+                f"ds_kfac: the optimizer state in {tag_directory} has {named} "
+                "in other parameter groups: kfac.layers, or what K-FAC knows of the model, was another when it was "
+                "saved. DeepSpeed takes it by place, so this engine's weights and moments are mixed up now: build "
+                f"another one, with kfac.layers as they were. {WEIGHTS_ALONE}"
+            )
 
     def _check_files(self, tag_directory: Path, save_id: str) -> None:
         """Of a save that did not reach its end, or another one over it.

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+from functools import partial
 from pathlib import Path
 
 import deepspeed
@@ -325,3 +326,43 @@ def test_an_overwritten_tag_never_mixes_two_saves(tmp_path):
         assert result["killed save"] == (True, 4)
         assert result["folders"] == 1, "old states are removed after the new save is complete"
         assert result["plain save over it"] == (True, 0, {})
+
+
+def regrouped_worker(folder: str) -> dict:
+    """Saved with one of two equal layers left out, loaded with the other one, with both and with none left out."""
+    import ds_kfac
+
+    def engine(stage, left_out):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(3)))
+        config = {
+            "train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "KFACAdamW", "params": {"torch_adam": True}},
+            "kfac": {**KFAC, "layers": {"exclude": left_out}}, "zero_allow_untested_optimizer": True,
+        }  # fmt: skip
+        return ds_kfac.initialize(model=model, config=config)[0]
+
+    def step(engine):
+        engine.backward(engine(torch.randn(8, 4)).square().mean())
+        engine.step()
+
+    found = {}
+    for stage in (0, 1, 3):
+        first = engine(stage, ["0"])
+        step(first)
+        first.save_checkpoint(f"{folder}/{stage}", tag="tag")
+        for left_out in (["0"], ["1"], ["0", "1"], []):
+            load = partial(engine(stage, left_out).load_checkpoint, f"{folder}/{stage}", tag="tag")
+            found[(stage, *left_out)] = text_of(load)
+    return found
+
+
+def test_a_state_of_other_layers_is_refused_also_where_its_sizes_fit(tmp_path):
+    (found,) = run_ranks("tests.deepspeed.test_checkpoint:regrouped_worker", world=1, payload=str(tmp_path))
+    for (stage, *left_out), said in found.items():
+        if left_out == ["0"]:
+            assert said == "", (stage, said)
+        elif left_out == ["1"]:
+            assert "has 0.weight, 1.weight in other parameter groups: kfac.layers" in said, (stage, said)
+        else:
+            assert "has other parameter groups than this engine's KFACTorchAdamW" in said, (stage, left_out, said)
