@@ -63,7 +63,7 @@ def _from_the_left(product: Any) -> bool:
     """Whether a matrix product is that of a parameter and columns, W x: its outputs are rows."""
     if product.name().startswith("LinearBackward"):
         return False
-    left, right = ([below for below, _ in product.next_functions] + [None])[-3:-1]
+    left, right = [None, *(below for below, _ in product.next_functions)][-2:]  # an own function may take one
     return _parameter(left) and not _parameter(right)
 
 

@@ -14,7 +14,7 @@ from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
 from ds_kfac.directions.kfac_adamw.size import adam_factor, step_norm
 from ds_kfac.model.blocks import named
 from ds_kfac.model.layers.base import LayerSpec, Use
-from ds_kfac.model.scan import scan
+from ds_kfac.model.scan import Choice, scan
 from tests.close import close
 from tests.models import linear_layer
 
@@ -135,3 +135,18 @@ def test_a_group_of_its_own_rate_keeps_its_part_of_adam_lr():
     for parameter, moved in ((slow, 0.02), (fast, 0.08), (decaying, 0.08 + 1e-2 * 0.1)):
         close(parameter.data, torch.full((2,), 1 - moved))
     assert [group["lr"] for group in optimizer.param_groups] == [0.25e-2, 1e-2, 1e-2], "schedulers see their own"
+
+
+def test_blocks_of_layers_that_keep_adams_direction_are_said_to_have_no_effect():
+    """A head, one that is tied to an embedding, and one among layers that have them."""
+    body = torch.nn.ModuleDict({"embedding": torch.nn.Embedding(6, 4), "tied": torch.nn.Linear(4, 6, bias=False)})
+    body["tied"].weight = body["embedding"].weight
+    body.update({"lm_head": torch.nn.Linear(4, 6), "up": torch.nn.Linear(4, 6)})
+    config = parse({"adam": {"blocks": {"lm_head": 2, "embedding": 2, "up|lm_head": 2, "gone": 2}}})
+    said = KFACAdamWRule().idle(config, scan(body, Choice(blocks=tuple(config.adam.blocks.items()))).layers)
+    assert said == [
+        "kfac.adam.blocks 'gone', which no layer's name ends with",
+        "kfac.adam.blocks 'lm_head', whose layers keep Adam's direction "
+        "(kfac.adam.except_layers '([^.]*_)?head(_dist)?')",
+        "kfac.adam.blocks 'embedding', whose layers keep Adam's direction (its weight is an embedding's too)",
+    ]  # fmt: skip

@@ -318,3 +318,16 @@ def test_a_convolution_per_position_has_the_factors_of_the_linear_layer():
         found[-1] += (sampled.detach(),)
     for conv_side, linear_side, what in zip(*found, ("A", "G", "sampled loss"), strict=True):
         close(conv_side, linear_side, sums=70, what=what)
+
+
+def test_an_operation_with_the_name_of_a_product_and_one_operand_is_followed():
+    class ScaledMm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return 2 * gradient
+
+    assert class_dim(ScaledMm.apply(torch.nn.Linear(4, 5)(torch.ones(2, 3, 4)))) == 2

@@ -102,16 +102,22 @@ class KFACAdamWRule(UpdateRule):
 
     def idle(self, config: KFACConfig, layers: Sequence[LayerSpec]) -> list[str]:
         given = config.adam.model_fields_set
+        fused = {weight_name(layer): layer for layer in layers if layer.kind in KINDS}
         patterns = {
             "except_layers": (config.adam.except_layers, [layer.uses[0].module for layer in layers]),
-            "blocks": (config.adam.blocks, [weight_name(layer) for layer in layers if layer.kind in KINDS]),
+            "blocks": (config.adam.blocks, list(fused)),
         }
-        return [
+        missed = [
             f"kfac.adam.{key} {pattern!r}, which no layer's name ends with"
             for key, (values, names) in patterns.items()
             for pattern in (values if key in given else ())
             if not any(named(pattern, name) for name in names)
         ]
+        for pattern in config.adam.blocks:
+            kept = [keeps_direction(config.adam, layer) for name, layer in fused.items() if named(pattern, name)]
+            if kept and all(kept):
+                missed.append(f"kfac.adam.blocks {pattern!r}, whose layers keep Adam's direction ({kept[0]})")
+        return missed
 
     def flops(self, config: KFACConfig, layer: LayerSpec) -> int:
         if keeps_direction(config.adam, layer) is not None:
