@@ -82,7 +82,6 @@ class Capture:
         self.inputs = inputs or SharedInputs()
         self.sums: Sums
         self.measured: dict[str, list[int]] | None = None
-        self._keys: frozenset[str] = frozenset()
         self.counted = self.strangers = 0
         self._own, self._forward = OwnBackward(), Forward()
         self._running: Forward | None = None  # whose gradients come in this backward
@@ -91,7 +90,7 @@ class Capture:
         self._sums: Mapping[str, Sequence[UseSums]] | None = None
         self._seed: Tensor | float | None = None
         self._info_of, self._masks = info_of or (lambda module, info: info), RowMasks(model)
-        self.called: set[str] = set()
+        self.called, self._keys = set[str](), frozenset[str]()
         self._handles: list[Any] = [
             model.register_forward_pre_hook(self._begin_forward(model), with_kwargs=True),
             model.register_forward_hook(self._end_forward(model)),
@@ -268,14 +267,13 @@ class Capture:
         shape, dispatched = output.shape, x.ndim == 3
         if select is not None:
             x = x.reshape(-1, x.shape[-1])[select]
-            shape = torch.Size((len(x), layer.dim_G))
-        elif columns is not None or lay is not None:
+        if not (select is columns is lay is None):
             shape = torch.Size((*x.shape[:-1], layer.dim_G))
         stacked = layer.part[1] > 1 and layer.uses[index].product
         if index == 0 and not stacked and "A" in only:
             self._measure(layer, kind.rows(x, output) if select is None else len(x))
-        due, sums = self._due(layer, index).sides, self._use_sums(layer, index)
-        sides = "".join(side for side in due if side in only)
+        sums = self._use_sums(layer, index)
+        sides = "".join(side for side in self._due(layer, index).sides if side in only)
         if not sides:
             return
         # several may have run before the backward of this one, with other masks
@@ -300,8 +298,6 @@ class Capture:
     def _measure(self, layer: LayerSpec, rows: int) -> None:
         if self.measured is not None:
             self.measured.setdefault(layer.name, [0, 0])[torch._C._current_graph_task_id() != -1] += rows
-
-    # products with parameters
 
     def _product_hooks(self, own: nn.Module, model: nn.Module) -> tuple[Callable[..., None], Callable[..., None]]:
         """Products are seen while a captured forward, or a recomputation, of a module runs."""
@@ -342,9 +338,8 @@ class Capture:
             if product.window == (module.stride, module.padding, module.dilation, module.groups):
                 self._called(*layers[0], module, x, output)
             return
-        if product.turned != LAYERS[first.kind].turned and min(first.shape) > 1:
-            return
-        if x.shape[-1] != first.dim_A - first.uses[0].bias:  # other sides than the code seemed to have
+        other = product.turned != LAYERS[first.kind].turned and min(first.shape) > 1
+        if other or x.shape[-1] != first.dim_A - first.uses[0].bias:  # other sides than the code seemed to have
             return
         self.called.update(layer.name for layer, _ in layers)
         shared = stacked and layers[-1][0].shares is not None

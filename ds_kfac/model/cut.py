@@ -53,4 +53,4 @@ def _part(layer: LayerSpec, index: int, count: int) -> LayerSpec:
     names = [f"{layer.name}.{place}" for place in (index, 0)]
     uses = (replace(layer.uses[0], G=G),)
     shares = names[1] if index else None
-    return replace(layer, name=names[0], G=G, uses=uses, part=(index, count), shares=shares)
+    return replace(layer, name=names[0], G=G, uses=uses, part=(index, count), blocks=(), shares=shares)

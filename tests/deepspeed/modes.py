@@ -74,7 +74,7 @@ class Mode:
         """What decides which numbers come out, but for rounding: modes of which it is the same share a reference."""
         facts = {"stage": self.stage == 0 and self.dtype, "kfac": self.kfac, "groups": self.groups, "dtype": self.dtype}
         facts |= {"clip": self.clip, "adam": self.adam, "orthogonal": self.orthogonal, "extra": self.extra}
-        facts |= {"whiten": self.whiten, "rotate": self.rotate, "root": self.root}
+        facts |= {"whiten": self.whiten, "rotate": self.rotate, "root": self.root, "maps": self.maps}
         return str(facts | {"scale": self.scale, "size": self.size, "ratio": self.adam_ratio})
 
     @property

@@ -178,16 +178,7 @@ class AdamDirection:
     def _restore(self, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
         """Adam's directions, or their orthogonal factors, out of the eigenbases, in their place. Returns what each is
         still to be multiplied by, and its norm."""
-        chosen = [part for part in parts if self.orthogonalizes(part.layers[0])]
-        blocks = [self._blocks(part) for part in chosen]
-        for group in of_one_shape([block for own in blocks for block in own], self.together):
-            directions, whitenings = [block.x_OI for block in group], [self._whitening(block.part) for block in group]
-            found = orthogonal_factors(directions, whitenings, precision=self.rotations.precision)
-            for block, (factor, size) in zip(group, found, strict=True):  # rotated or not, the factor is the same
-                block.x_OI, block.size = factor, size if block.size is None else block.size
-        for part, own in zip(chosen, blocks, strict=True):
-            put_back(own)
-            part.x_OI, part.sizes = self._whitened(part, part.x_OI), [block.norm for block in own]
+        self._orthogonalize([part for part in parts if self.orthogonalizes(part.layers[0])])
         for part in parts:
             if part.rotation is not None:
                 if part.sizes is None:  # no whitening has left out what no input has a part in
@@ -200,6 +191,24 @@ class AdamDirection:
         size = torch.cat([(part.of(norm) if part.sizes is None else part.sizes[0]).view(-1) for part in parts])
         scale = scale_to(self.target, size=size, norm=norm, root=self.root)
         return torch.where(self.orthogonal, scale, self.ratio), norm
+
+    def _orthogonalize(self, parts: Sequence[Part]) -> None:
+        """Directions become their orthogonal factors, in their place; nothing else of them is kept."""
+        blocks = [self._blocks(part) for part in parts]
+        self._iterate([block for own in blocks for block in own])
+        for part, own in zip(parts, blocks, strict=True):
+            put_back(own)
+            part.sizes = [block.norm for block in own]
+            own.clear()
+            part.x_OI = self._whitened(part, part.x_OI)
+
+    def _iterate(self, blocks: Sequence[Block]) -> None:
+        """Of one shape together."""
+        for group in of_one_shape(blocks, self.together):
+            directions, whitenings = [block.x_OI for block in group], [self._whitening(block.part) for block in group]
+            found = orthogonal_factors(directions, whitenings, precision=self.rotations.precision)
+            for block, (factor, size) in zip(group, found, strict=True):  # rotated or not, the factor is the same
+                block.x_OI, block.size = factor, size if block.size is None else block.size
 
     def _blocks(self, part: Part) -> list[Block]:
         """What is orthogonalized of a part, each with its norm if that changes before."""
