@@ -17,7 +17,7 @@ import pytest
 from tests.ranks import ROOT, free_port, run_ranks
 
 pytestmark = pytest.mark.distributed
-CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("gpt_*.json"))
+CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("gpt_*_kfac.json"))
 TINY = ["--width", "16", "--blocks", "2", "--heads", "2", "--context", "16", "--eval-batches", "1"]
 
 
@@ -67,6 +67,32 @@ def test_every_config_trains_and_writes_its_run(tmp_path):
         ):
             assert (run / file).stat().st_size > 0, (name, file)
         assert (run / "csv_monitor/Train_KFAC_refreshes.csv").exists() and list((run / "tensorboard").iterdir())
+
+
+def mixture_worker(payload) -> list[int]:
+    """``make train-moe``, with Muon as Python runs it."""
+    import torch._dynamo
+
+    from examples import train_gpt
+
+    data, out = payload
+    torch._dynamo.config.disable = True
+    argv = ["--data", data, "--out", out, "--steps", "4", "--experts", "4", "--eval-interval", "2", "--no-plots", *TINY]
+    runs = {"moe": ["kfac"], "moe-adamw": ["kfac", "--without-kfac"], "moe-muon": ["muon"]}
+    return [
+        train_gpt.main(
+            [*argv, "--deepspeed_config", str(ROOT / f"configs/gpt_zero2_{kind}.json"), "--name", name, *more]
+        )
+        for name, (kind, *more) in runs.items()
+    ]
+
+
+def test_experts_in_one_tensor_train_by_three_optimizers(tmp_path):
+    payload = (str(make_corpus(tmp_path)), str(tmp_path))
+    assert run_ranks("tests.examples.test_train_gpt:mixture_worker", world=2, payload=payload) == [[0, 0, 0]] * 2
+    for name in ("moe", "moe-adamw", "moe-muon"):
+        losses = [float(row["loss"]) for row in rows_of(tmp_path / name)]
+        assert len(losses) == 4 and all(2 < loss < 6.5 for loss in losses), (name, losses)
 
 
 def launch(*arguments: str, launcher: bool = False, **environment: str) -> subprocess.Popen:
