@@ -9,7 +9,7 @@ from ds_kfac.model import cut
 from tests.deepspeed import expert_stacks
 from tests.deepspeed.expert_stacks import Apart
 from tests.deepspeed.modes import BY_NAME, Mode
-from tests.deepspeed.test_stacks import ROUNDED, trained
+from tests.deepspeed.test_stacks import trained, variations
 from tests.ranks import run_ranks
 from tests.spread import FACTOR, FLOOR, difference, within
 
@@ -31,19 +31,20 @@ def worker(names) -> dict:
     """Mode -> (difference from a whole head, what that may be, its layers and who owns them, problems of counts)."""
     found = {}
     for name in names:
-        mode, whole = without_G(name), {}
-        for order in (None, 1, 2):
-            engine, initial, whole[order] = trained(mode, Apart, bias=True, share=True, order=order)
+        mode, whole = without_G(name), []
+        for variation in ({}, *variations(mode)):
+            engine, initial, final = trained(mode, Apart, bias=True, share=True, **variation)
             assert [layer.name for layer in engine.kfac.preconditioner.layers if "head" in layer.name] == ["head"]
             engine.destroy()
-        spread = max(difference(whole[order], whole[None], initial) for order in (1, 2))
+            whole.append(final)
+        spread = max(difference(other, whole[0], initial) for other in whole[1:])
         with CUT:
             engine, initial, actual = trained(mode, Apart, bias=True, share=True)
         kfac = engine.kfac.preconditioner
         parts = [layer.name for layer in kfac.layers if "head" in layer.name]
         found[name] = (
-            difference(actual, whole[None], initial),
-            FACTOR * spread + (ROUNDED if "16" in name else FLOOR),
+            difference(actual, whole[0], initial),
+            FACTOR * spread + FLOOR,
             parts,
             {rank for part in parts for rank in kfac.plan.assignment.workers[part]},
             sorted(layer.name for layer in kfac.layers if layer.name not in kfac.capture.called),

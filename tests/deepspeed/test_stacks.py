@@ -30,14 +30,15 @@ ALONE = (
 """On one rank, where no stage cuts a stack: every kind of stack, every rule."""
 
 
-def trained(mode, kind, *, bias: bool, order: int | None = None, results: str | None = None):
+def trained(mode, kind, *, bias: bool, share: bool = False, order: int | None = None, results: str | None = None):
     """The engine, its weights before and after some steps.
 
     Args:
+        share: whether layers share the A of their inputs.
         order: seed of a permutation of every batch's rows.
         results: format in which a step's results travel; None: as the plan says.
     """
-    block = {**mode.kfac_block, "layers": {"share_inputs": False}, "communication": {"gradient_dtype": results}}
+    block = {**mode.kfac_block, "layers": {"share_inputs": share}, "communication": {"gradient_dtype": results}}
     if kind is Apart:  # of stacks it is known
         block["adam"] = {**block["adam"], "blocks": {r"into\.\d+": 2}}
     parts = 1 + (mode.name in ACCUMULATED)
