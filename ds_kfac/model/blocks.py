@@ -10,6 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -46,7 +47,7 @@ def with_blocks(layer: LayerSpec, modules: Mapping[str, nn.Module], chosen: Sequ
             return replace(layer, blocks=of_rows(rows, blocks, f"kfac.adam.blocks {pattern!r}: {name}"))
     holder, _, last = re.sub(r"(\.\d+)+$", "", name).rpartition(".")  # of a list of modules its name
     known = KNOWN.get(last)
-    sizes = known(_Holder(modules.get(holder)), rows, layer.A.dim) if known else None
+    sizes = known(_Holder(modules.get(holder)), rows) if known else None
     if sizes is None or len(sizes) < 2 or min(sizes) < 1 or rows % sum(sizes):
         return layer
     return replace(layer, blocks=sizes)
@@ -92,7 +93,8 @@ class _Holder:
 
     def __init__(self, module: nn.Module | None) -> None:
         self.module = module
-        self.source = "" if module is None else _source(type(module))
+        kind: Any = type(module)
+        self.source = "" if module is None else _source(kind)
 
     def number(self, *names: str) -> int | None:
         for place in (self.module, _value(self.module, "config")):
@@ -117,14 +119,15 @@ def _value(place: Any, name: str) -> Any:
         return None
 
 
-def _source(kind: type) -> str:
+@cache
+def _source(kind: Any) -> str:
     try:
         return inspect.getsource(kind)
     except (OSError, TypeError, SyntaxError):  # made in a shell, or by a program
         return ""
 
 
-def _attention(holder: _Holder, rows: int, inputs: int) -> Sizes | None:
+def _attention(holder: _Holder, rows: int) -> Sizes | None:
     """Queries, keys, values, one after the other; keys and values in groups of queries have fewer rows. Heads by
     themselves in GPT-BigCode without its multi-query attention, four parts in CodeGen; keys and values alone where
     another layer makes the queries of a cross-attention."""
@@ -143,7 +146,7 @@ def _attention(holder: _Holder, rows: int, inputs: int) -> Sizes | None:
     return (rows // 3,) * 3 if rows % 3 == 0 else None
 
 
-def _by_head(holder: _Holder, rows: int, inputs: int) -> Sizes | None:
+def _by_head(holder: _Holder, rows: int) -> Sizes | None:
     """For each head, or each group of queries with one key and one value, these three."""
     heads = holder.number(*HEADS)
     if heads is None:
@@ -153,7 +156,7 @@ def _by_head(holder: _Holder, rows: int, inputs: int) -> Sizes | None:
     return heads // shared * width, width, width
 
 
-def _halves(holder: _Holder, rows: int, inputs: int) -> Sizes | None:
+def _halves(holder: _Holder, rows: int) -> Sizes | None:
     """One after the other, or row by row in turn, as the code cuts its products up; None where it does not. What is
     taken in turn beside two halves is a rotary embedding's."""
     if holder.chunks(2):
@@ -161,19 +164,19 @@ def _halves(holder: _Holder, rows: int, inputs: int) -> Sizes | None:
     return (1, 1) if "::2]" in holder.source else None
 
 
-def _latent(holder: _Holder, rows: int, inputs: int) -> Sizes | None:
+def _latent(holder: _Holder, rows: int) -> Sizes | None:
     """The latent of keys and values, and the key that all heads share."""
     rank = holder.number("kv_lora_rank")
     return None if rank is None else (rank, rows - rank)
 
 
-def _from_latent(holder: _Holder, rows: int, inputs: int) -> Sizes | None:
+def _from_latent(holder: _Holder, rows: int) -> Sizes | None:
     """For each head its key and its value."""
     key, value = holder.number("qk_nope_head_dim"), holder.number("v_head_dim")
     return (key, value) if key and value else None
 
 
-def _states(holder: _Holder, rows: int, inputs: int) -> Sizes | None:
+def _states(holder: _Holder, rows: int) -> Sizes | None:
     """Mamba's inputs and gates, in turn in Zamba; Mamba2's gates, inputs, B, C, steps; a gated convolution's three."""
     if holder.chunks(3):
         return (rows // 3,) * 3
@@ -186,19 +189,19 @@ def _states(holder: _Holder, rows: int, inputs: int) -> Sizes | None:
     return None if heads is None else (inner, inner, *((rows - 2 * inner - heads) // 2,) * 2, heads)
 
 
-def _steps(holder: _Holder, rows: int, inputs: int) -> Sizes | None:
+def _steps(holder: _Holder, rows: int) -> Sizes | None:
     """Mamba's steps, B and C."""
     states = holder.number("ssm_state_size")
     return None if states is None else (rows - 2 * states, states, states)
 
 
-def _delta(holder: _Holder, rows: int, inputs: int) -> Sizes | None:
+def _delta(holder: _Holder, rows: int) -> Sizes | None:
     """A gated delta net's queries, keys, values."""
     keys = holder.number("key_dim")
     return None if keys is None else (keys, keys, rows - 2 * keys)
 
 
-def _delta_by_head(holder: _Holder, rows: int, inputs: int) -> Sizes | None:
+def _delta_by_head(holder: _Holder, rows: int) -> Sizes | None:
     """For each head of keys: query, key, and its values, and as many gates."""
     heads, width = holder.number("num_k_heads"), holder.number("head_k_dim")
     if heads is None or width is None:
@@ -207,13 +210,13 @@ def _delta_by_head(holder: _Holder, rows: int, inputs: int) -> Sizes | None:
     return width, width, values, values
 
 
-def _delta_gates(holder: _Holder, rows: int, inputs: int) -> Sizes | None:
+def _delta_gates(holder: _Holder, rows: int) -> Sizes | None:
     """For each head of keys: two numbers of each of its values."""
     heads = holder.number("num_k_heads")
     return None if heads is None else (rows // (2 * heads),) * 2
 
 
-KNOWN: dict[str, Callable[[_Holder, int, int], Sizes | None]] = {
+KNOWN: dict[str, Callable[[_Holder, int], Sizes | None]] = {
     **dict.fromkeys(("c_attn", "qkv", "qkv_proj", "Wqkv", "in_proj_weight"), _attention),
     "query_key_value": _by_head,
     **dict.fromkeys(("kv_proj", "to_kv"), _halves),
@@ -227,4 +230,4 @@ KNOWN: dict[str, Callable[[_Holder, int, int], Sizes | None]] = {
     "in_proj_ba": _delta_gates,
 }
 """End of a weight's name -> its blocks, or None where what the module says does not tell them: (module that it is in,
-rows, inputs) -> sizes. transformers 5.23, timm and torch; tests/integrations/test_blocks.py holds each of them."""
+rows) -> sizes. transformers 5.23, timm and torch; tests/integrations/test_blocks.py holds each of them."""
