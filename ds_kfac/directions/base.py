@@ -18,7 +18,8 @@ from ds_kfac.plan.resolve import adaptive, resolve
 from ds_kfac.update.layer_state import LayerState
 from ds_kfac.update.moments import AdamFold, Moments
 from ds_kfac.update.rotation import AT_ONCE, Rotations
-from ds_kfac.zero.exchange import GradientExchange
+from ds_kfac.update.stacking import rounds
+from ds_kfac.zero.exchange import GradientExchange, Outbox
 from ds_kfac.zero.layout import ShardLayout
 
 
@@ -27,7 +28,8 @@ class LocalResult:
     """What a rank computed for its own layers.
 
     Attributes:
-        results: layer name -> fp32 [O, I], until they are sent.
+        outbox: results, until they are sent.
+        results: layer name -> fp32 [O, I], of those that are not in the outbox yet.
         states: layer name -> state after this step.
         numbers: scalars that are summed over all ranks before :meth:`Direction.finish`.
         replaced: scalar, layers whose result was not finite.
@@ -39,6 +41,7 @@ class LocalResult:
         clip: factor that clipped the gradients in the results.
     """
 
+    outbox: Outbox
     results: dict[str, Tensor]
     states: dict[str, LayerState]
     numbers: list[Tensor]
@@ -51,10 +54,10 @@ class LocalResult:
     clip: Tensor | float = 1.0
 
     @classmethod
-    def empty(cls, states: dict[str, LayerState], device: torch.device) -> "LocalResult":
+    def empty(cls, states: dict[str, LayerState], exchange: GradientExchange) -> "LocalResult":
         """No results yet; ``states`` itself, in which new ones take the place of old ones."""
-        zero = torch.zeros((), device=device)
-        return cls({}, states, [], zero, 0, zero, zero)
+        zero = torch.zeros((), device=exchange.device)
+        return cls(exchange.outbox(), {}, states, [], zero, 0, zero, zero)
 
     def kept(self) -> dict[str, LayerState]:
         """``states``, now that the step was applied: they take its gradients in, where they have not yet."""
@@ -219,19 +222,22 @@ class UpdateRule:
         """The layers that the rule steps: see ``ds_kfac/model/cut.py``."""
         return cut(layers, partial(self.by_rows, config)) if config.choice.shares else tuple(layers)
 
-    def scratch(self, plan: Plan, stacks: Sequence[Sequence[LayerSpec]]) -> int:
-        """Bytes that the products of a worker's layers take at most, beside a matrix for each.
+    def rounds(self, plan: Plan, stacks: Sequence[Sequence[LayerSpec]]) -> list[tuple[Sequence[LayerSpec], int]]:
+        """A worker's layers in the order in which it computes them: those whose results go to the outbox together, and
+        bytes that they take until then, at most, beside the gradients.
 
         Args:
             stacks: its layers, those together that are computed at once.
         """
         corrected = plan.config.preconditioner.eigenvalues == "corrected"
+        given = plan.gradient_dtypes[0] is not torch.float32
 
         def copies(stack: Sequence[LayerSpec]) -> int:
-            """Rotated, on the way back, and back."""
-            return 1 if corrected and by_rows(stack) else 3
+            """The gradient in fp32; rotated, on the way back, and back."""
+            return given + (1 if corrected and by_rows(stack) else 3)
 
-        return max((4 * copies(stack) * sum(layer.numel for layer in stack) for stack in stacks), default=0)
+        found = [stack for some in rounds(stacks) for stack in some]
+        return [(stack, 4 * copies(stack) * sum(layer.numel for layer in stack)) for stack in found]
 
     passes = 0
     """Over a gradient, per step and gradient worker, in addition to those of preconditioning."""

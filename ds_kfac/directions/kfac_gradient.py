@@ -16,23 +16,30 @@ from ds_kfac.update.kfac import finite_or, graft_scale, kl_clip_scale, norms, pr
 from ds_kfac.update.layer_state import LayerState
 from ds_kfac.update.moments import CorrectedEigenvalues, stacked, unstacked
 from ds_kfac.update.rotation import Rotations
-from ds_kfac.update.stacking import apart, batches, per_layer, stacks, together
+from ds_kfac.update.stacking import apart, batches, per_layer, rounds, stacks, together
 from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
 
 
 class KFACGradient:
-    """V = (F + damping)^-exponent gradient, at the scale of kl-clip or of the gradient (grafting)."""
+    """V = (F + damping)^-exponent gradient, at the scale of kl-clip or of the gradient (grafting).
+
+    Attributes:
+        sends: whether a result goes to the outbox as it is made, or is needed as a matrix until the step's end.
+    """
+
+    sends = True
 
     def __init__(self, plan: Plan, layout: ShardLayout, exchange: GradientExchange, metrics: Metrics) -> None:
         self.config, self.layout, self.exchange, self.metrics = plan.config, layout, exchange, metrics
         self.clip_lr = plan.clip_lr
         self.groups = {layer.name: exchange.group_indices(layer) for layer in exchange.owned}
         self.rotations = Rotations(plan.precision)
-        self.stacks = stacks(exchange.owned, alike=(lambda layer: layer.copies) if plan.stacks else None)
+        found = stacks(exchange.owned, alike=(lambda layer: layer.copies) if plan.stacks else None)
+        self.stacks = tuple(stack for some in rounds(found) for stack in some)
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
-        local = LocalResult.empty(states, self.exchange.device)
+        local = LocalResult.empty(states, self.exchange)
         local.clip = clip = self._clipping(context)
         quadratic = torch.zeros_like(local.replaced)
         for layers in batches(self.stacks, states):
@@ -44,6 +51,8 @@ class KFACGradient:
             else:
                 local.unprepared += len(layers)
                 local.results |= own
+            for layer in layers if self.sends else ():
+                local.outbox.add(layer, local.results.pop(layer.name))
         local.numbers = [quadratic]
         return local
 

@@ -14,6 +14,8 @@ class QuadraticGradient(KFACGradient):
     """Its numbers are <gradient, d_1>, <gradient, d_2>, <d_1, d_1>, <d_1, d_2>, <d_2, d_2>: d_1 is the result, d_2 the
     layer's last update."""
 
+    sends = False
+
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
         local = super().local(context, dict(gradients), states)
         sums = torch.zeros(5, device=self.exchange.device)

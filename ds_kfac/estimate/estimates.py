@@ -146,6 +146,7 @@ def planned_traffic(
         numbers=mode.rule.numbers,
         norm=mode.rule.needs_norm(mode.clips) and not mode.replicated,
         terms=config.preconditioner.eigenvalues == "corrected",
+        in_place=mode.in_place,
     )
 
 

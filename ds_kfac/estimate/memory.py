@@ -49,18 +49,16 @@ def memory_of(traffic: PlannedTraffic, config: KFACConfig, rule: UpdateRule) -> 
         renewed[factor.key] = [([home], packed_bytes(factor.side)), (users, kept_bytes(factor.side, plan.method))]
         if rounded:  # until the rounded one has been sent
             exact[home] += kept_bytes(factor.side, plan.method)
-    own, waits = np.zeros(world, dtype=np.int64), plan.waits.itemsize if moments is AdamMoments else FP32
+    waits = plan.waits.itemsize if moments is AdamMoments else FP32
     stored = FP32 if config.communication.gradient_dtype else plan.gradient_dtypes[0].itemsize  # of gradients, at most
     for layer in plan.layers:
         workers = list(assignment.workers[layer.name])
-        own[workers] += FP32 * layer.numel
         for side in (layer.A, layer.G):
             # the ones of an identity
             memory["eigenbases"][workers] += kept_bytes(side, plan.method) if side.block == 0 else 0
         memory["moments"][workers] += (FP32 * moments.COUNT * layer.numel + COUNTER) if moments else 0
         memory["drafts"][workers] += waits * layer.numel if moments else 0
 
-    scratch = np.array([rule.scratch(plan, of_rank) for of_rank in _stacks(plan)])
     memory["sums"] += _sums(traffic.every, traffic.layout, world)
     new = _most_renewed(traffic, renewed, memory["factors"])
     memory["drafts"] += new
@@ -68,18 +66,49 @@ def memory_of(traffic: PlannedTraffic, config: KFACConfig, rule: UpdateRule) -> 
     zero = np.zeros(world, dtype=np.int64)
     in_backward = _under_way(traffic, traffic.every, traffic.layout)
     memory["messages"] += np.max([in_backward, zero + message_bytes(gather), zero + message_bytes(scatter)], axis=0)
-    packing = traffic.results + message_bytes(scatter, received=False)  # given up once they are in a message
-    sending = FP32 * traffic.in_place + message_bytes(scatter)
+    outgoing, staying = (_of_ranks(kind, world) for kind in (traffic.outgoing, traffic.staying))
+    gathered, working = _working(traffic, rule, stored, waits if moments else 0)
+    # results that go are given up once they are in a message
+    sending = np.maximum(outgoing + message_bytes(scatter, received=False), message_bytes(scatter)) + staying
     arrived = message_bytes(gather) - message_bytes(gather, received=False)
     memory[BESIDE] += np.max(
         [
             _captured(traffic),
-            new + arrived + np.maximum(exact, own // FP32 * stored),
-            memory["drafts"] + np.max([own + scratch, packing, sending], axis=0),
+            new + arrived + np.maximum(exact, gathered),
+            new + working,
+            memory["drafts"] + sending,
         ],
         axis=0,
     )
     return memory
+
+
+def _of_ranks(nbytes: Mapping[tuple[int, int], int], world: int) -> np.ndarray:
+    """[W], of all parameters."""
+    found = np.zeros(world, dtype=np.int64)
+    for (rank, _), n in nbytes.items():
+        found[rank] += n
+    return found
+
+
+def _working(traffic: PlannedTraffic, rule: UpdateRule, stored: int, waits: int) -> np.ndarray:
+    """Bytes [2, W] of gathered gradients, and the most of what is left of them, of what takes their places, and of
+    what making that takes.
+
+    Args:
+        stored, waits: bytes of a gradient's element, as it is stored and as it waits for its moments.
+    """
+    found = np.zeros((2, traffic.world), dtype=np.int64)
+    for rank, own in enumerate(_stacks(traffic.plan)):
+        rounds, done, most = rule.rounds(traffic.plan, own), 0, 0
+        found[0, rank] = left = stored * sum(traffic.gathered(layer, rank) for some, _ in rounds for layer in some)
+        for layers, nbytes in rounds:
+            left -= stored * sum(traffic.gathered(layer, rank) for layer in layers)
+            done += sum(waits * layer.numel for layer in layers)
+            most = max(most, left + done + nbytes)
+            done += sum(traffic.results(layer, rank) for layer in layers)
+        found[1, rank] = max(most, done)
+    return found
 
 
 def _stacks(plan: Plan) -> list[tuple[tuple[LayerSpec, ...], ...]]:

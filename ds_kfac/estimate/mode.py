@@ -27,6 +27,7 @@ class Mode:
     Attributes:
         stage: of ZeRO.
         replicated: whether every rank has every averaged gradient.
+        in_place: whether results take the places of gradients, see :class:`ds_kfac.zero.layout.ShardLayout`.
         parameters, gradients: dtypes of the model, and of gradients where K-FAC reads them.
         rule: how the optimizer steps.
         optimizer: its type.
@@ -37,6 +38,7 @@ class Mode:
 
     stage: int
     replicated: bool
+    in_place: bool
     parameters: torch.dtype
     gradients: torch.dtype
     rule: UpdateRule
@@ -121,11 +123,14 @@ def mode_of(ds_config: Mapping[str, Any], config: KFACConfig, stage: int | None 
         raise ValueError("; ".join(problems))
     offloaded = asked.offload_device not in ("none", None)
     accumulated = accumulation(ds_config) or asked.parameters
+    gradients = asked.parameters if asked.stage == 0 else torch.float32 if offloaded else accumulated
+    replicated = asked.stage == 0 or asked.bf16_optimizer
     return Mode(
         stage=asked.stage,
-        replicated=asked.stage == 0 or asked.bf16_optimizer,
+        replicated=replicated,
+        in_place=not replicated and not offloaded and gradients is not torch.float16,
         parameters=asked.parameters,
-        gradients=asked.parameters if asked.stage == 0 else torch.float32 if offloaded else accumulated,
+        gradients=gradients,
         rule=rule,
         optimizer=asked.optimizer,
         split_groups=rule.optimizer_type is not None,

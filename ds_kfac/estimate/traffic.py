@@ -1,5 +1,6 @@
 """Payload and collectives of a step, from the plans that the run itself sends by. Pure."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +14,7 @@ from ds_kfac.comm.message import ALIGNMENT
 from ds_kfac.comm.moves import RelayoutPlan
 from ds_kfac.comm.scalars import Scalars
 from ds_kfac.curvature.forms import FACTOR_FORMS
+from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.step.scalar_names import scalar_names
 from ds_kfac.zero.exchange import ExchangePlan
@@ -78,30 +80,33 @@ class PlannedTraffic:
         numbers: scalars that the direction sums over ranks.
         norm: whether ranks exchange the norm of their gradients.
         terms: whether decomposers send loss terms (corrected eigenvalues).
+        in_place: whether results take the places of gradients, see :class:`ds_kfac.zero.layout.ShardLayout`.
 
     Attributes:
         layout: of batch sums; what is asked of it is of step 0, one update is like another.
         first: the same of the first captured step.
-        in_place: elements [W] of its own layers' gradients that each rank holds anyway.
-        results: bytes [W] of its layers' results, as they wait to be sent.
+        outgoing, staying: (rank, parameter) -> bytes of a result that wait to be sent, and of what waits to be written,
+            sent or not.
     """
 
-    def __init__(self, plan: Plan, shards: ShardMap, *, numbers: int, norm: bool = False, terms: bool) -> None:
+    def __init__(
+        self, plan: Plan, shards: ShardMap, *, numbers: int, norm: bool = False, terms: bool, in_place: bool
+    ) -> None:
         self.plan, self.world = plan, shards.world
         self.norm, self.terms = norm, terms
         assignment = plan.assignment
         self.exchange = ExchangePlan(shards, plan.layers, assignment.workers)
-        self.in_place = np.zeros(self.world, dtype=np.int64)
-        self.results = np.zeros(self.world, dtype=np.int64)
+        self.outgoing, self.staying = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         fp32, sent = torch.float32.itemsize, plan.gradient_dtypes[1].itemsize
-        for param, ranks in self.exchange.of_parameter.items():
-            self.results[list(ranks)] += sent * shards.numels[param]
-        for shard in shards.shards:
+        outgoing = {(move.source, move.param, move.start, move.numel) for move in self.exchange.scatter.moves}
+        for rank, param, _, numel in outgoing:
+            self.outgoing[rank, param] += sent * numel
+        for shard in () if in_place else shards.shards:
             if shard.rank in self.exchange.of_parameter[shard.param]:
-                self.in_place[shard.rank] += shard.numel
-                if sent < fp32:  # what stays here is not rounded
-                    whole = shard.numel == shards.numels[shard.param]
-                    self.results[shard.rank] += (fp32 - sent if whole else fp32) * shard.numel
+                goes = (shard.rank, shard.param, shard.start, shard.numel) in outgoing  # and stays as it is sent
+                self.staying[shard.rank, shard.param] += (sent if goes else fp32) * shard.numel
+                self.outgoing[shard.rank, shard.param] -= sent * shard.numel if goes else 0
+        self._whole = {(s.rank, s.param) for s in shards.shards if s.numel == shards.numels[s.param]}
         self.delivery = Delivery(
             assignment.factors,
             assignment.decomposers,
@@ -117,6 +122,16 @@ class PlannedTraffic:
         self.first = self.layout if plan.first is None else replace(self.layout, contributors=plan.first, _known={})
         self._scattered = numbers + SCATTERED_NUMBERS + len(plan.layers)
         self._steps: dict[tuple[Keys, Keys], StepTraffic] = {}
+
+    def gathered(self, layer: LayerSpec, rank: int) -> int:
+        """Elements of a gradient that a worker does not hold as it is."""
+        (first, *more) = self.exchange.of_layer[layer.name]
+        return layer.numel if more or (rank, first) not in self._whole else 0
+
+    def results(self, layer: LayerSpec, rank: int) -> int:
+        """Bytes of a result at a worker, until it is sent."""
+        params = self.exchange.of_layer[layer.name]
+        return sum(kind[rank, param] for kind in (self.outgoing, self.staying) for param in params)
 
     @cached_property
     def every(self) -> Keys:

@@ -1,12 +1,14 @@
 """What is chosen inside, by no key of the config. Functions, so that a test can have it otherwise."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from ds_kfac.assignment.cost_model import CostModel
 from ds_kfac.assignment.factor_spec import FactorSpec
 from ds_kfac.curvature.forms import FACTOR_FORMS
+from ds_kfac.model.layers.base import LayerSpec
 
 EXACT_EVERY = 4
 """Where QR steps pay. What is left of an exact basis is a matter of how much A has changed in as many refreshes."""
@@ -38,6 +40,18 @@ def stacks(device: torch.device, method: str) -> bool:
     their eigenvectors, at most 256 MiB a rank, which memory plans do not count. On a CPU a batched product is slower
     than its parts; only layers whose gradients are rotated are stacked."""
     return FACTOR_FORMS[method].rotates and device.type != "cpu"
+
+
+def common_inputs(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+    """With one A for the experts of a stack that have an A each."""
+    stacks: dict[str, list[LayerSpec]] = {}
+    for layer in layers:
+        stacks.setdefault(layer.weight, []).append(layer)
+    apart = {name: stack[0].name for name, stack in stacks.items() if not any(layer.shares for layer in stack)}
+    return tuple(
+        replace(layer, shares=apart[layer.weight]) if layer.name != apart.get(layer.weight, layer.name) else layer
+        for layer in layers
+    )
 
 
 def clip_lr(scheduled: bool) -> str:

@@ -33,6 +33,10 @@ COSTLY_TRAFFIC = 0.02
 """Part of K-FAC's seconds per step from which on its traffic is halved, in a model of 16 bits."""
 
 
+class OverBudget(ValueError):
+    """The memory of a plan."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """What the engine gives.
@@ -62,14 +66,32 @@ def make_plan(
     costs: CostModel,
     answers: tuple[str, ...] = (),
 ) -> Plan:
-    """The plan of a run.
+    """The plan of a run. Where its memory is over the budget with an A for each expert of a stack, one for all.
 
     Args:
+        layers: as they are without a budget; the plan's may differ from them in ``shares``.
         config, answers: what :func:`ds_kfac.plan.resolve.resolve` returns.
 
     Raises:
         ValueError: the fraction does not fit the world or the mode, or the memory budget is too small.
     """
+    try:
+        return _plan(layers, setting, config, costs, answers)
+    except OverBudget:
+        common = choices.common_inputs(layers) if config.layers.share_inputs else tuple(layers)
+        if common == tuple(layers):
+            raise
+    plan = _plan(common, setting, config, costs, answers)
+    apart = sum(a.shares != b.shares for a, b in zip(layers, common, strict=True))
+    budget = config.assignment.memory_budget_gb
+    reason = f"the experts of a stack have one A of what each makes, too: {apart:,} more are over {budget:g} GB"
+    return replace(plan, reasons=(*plan.reasons, reason))
+
+
+def _plan(
+    layers: Sequence[LayerSpec], setting: Setting, config: KFACConfig, costs: CostModel, answers: tuple[str, ...]
+) -> Plan:
+    """Of these layers as they are."""
     schedule, reasons = config.schedule, []
     update, refresh = schedule.intervals(schedule.settled)
     method = config.preconditioner.method
@@ -141,7 +163,7 @@ def _assignment(work: Work, config: KFACConfig, paired: bool) -> tuple[Assignmen
         except ValueError as problem:
             problems.append(str(problem))
     if not found:
-        raise ValueError(f"kfac.assignment.memory_budget_gb: {problems[0]}")
+        raise OverBudget(f"kfac.assignment.memory_budget_gb: {problems[0]}")
     best = min(found, key=lambda workers: (max(found[workers].loads), max(found[workers].memory)))
     reasons = []
     if len(counts) > 1:

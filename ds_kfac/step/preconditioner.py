@@ -52,7 +52,7 @@ class KFACPreconditioner:
         self.target, self.config, self.plan = target, plan.config, plan
         config = plan.config
         self.known = Known()
-        self.layers, self.layout = target.layers, target.layout
+        self.layers, self.layout = plan.layers, target.layout
         self.device, self.rank = self.layout.engine.device, self.layout.rank
         self.metrics = Metrics(timings=config.metrics.timings, device=self.device, timers=self.layout.timers)
         self.channel = Channel(self.layout.group)
@@ -170,6 +170,7 @@ class KFACPreconditioner:
     def commit(self, draft: Draft, *, applied: bool) -> None:
         """After the user's optimizer: keep the new state if its step was applied, else leave everything as it was."""
         captured = draft.factors.due.capture
+        self.layout.end()
         self.curvature.commit(draft.factors, applied=applied)
         if applied:
             self.watch.step(draft.local.left_out, look=bool(captured))
@@ -277,12 +278,15 @@ class KFACPreconditioner:
 
     def _scatter(self, draft: Draft, sums: Tensor | None) -> None:
         """Results to whoever holds a shard of them, with what the direction and the metrics sum over all layers."""
-        totals, (leg, own, packed) = self.totals(draft), self.exchange.scatter_leg(draft.local.results)
-        results, received = deliver((leg, totals.leg), self.channel, self.device, packed)
+        totals, outbox, rest = self.totals(draft), draft.local.outbox, draft.local.results
+        for layer in self.owned:
+            if layer.name in rest:
+                outbox.add(layer, rest.pop(layer.name))
+        results, received = deliver((outbox.leg, totals.leg), self.channel, self.device, outbox.packed)
         numbers, ready = totals.read(received)
         numbers, context = numbers if sums is None else sums, StepContext(self.steps, None, draft.peak_lr)
         scales = self.direction.finish(context, draft.local, numbers.unbind(), ready)
-        self.exchange.write(own, results, scales)
+        self.exchange.write(outbox.own, results, scales)
 
     def learn(self, known: Known) -> frozenset[str]:
         """Keep one A for each of these groups of layers from now on, and take its rows from as many ranks as have them.

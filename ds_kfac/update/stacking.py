@@ -1,6 +1,8 @@
 """Which layers are preconditioned together: small ones of equal shape, whose launches cost more than their products."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -8,6 +10,9 @@ from torch import Tensor
 from ds_kfac.curvature.eigenbasis import basis_numel
 from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.update.layer_state import LayerState
+from ds_kfac.update.rotation import AT_ONCE
+
+S = TypeVar("S", bound=Any)
 
 SMALL_SIDE = 1024
 """Longest side that is stacked. 2 D^3 FLOPs take longer than a launch of some microseconds from about there on, at the
@@ -61,6 +66,33 @@ def batches(
             yield layers
         else:
             yield from ((layer,) for layer in layers)
+
+
+def rounds(
+    stacks: Iterable[S], layers: Callable[[S], Sequence[LayerSpec]] = lambda stack: stack, limit: int | None = None
+) -> list[list[S]]:
+    """What of a step is in memory at a time: stacks of ``limit`` elements, or one that has more; the largest matrices
+    first, when no results wait yet, those with the same sides, as they are or transposed, next to each other. Pure.
+
+    Args:
+        layers: of a stack.
+        limit: None: :data:`ds_kfac.update.rotation.AT_ONCE`.
+    """
+    found: list[list[S]] = []
+    room, limit = 0, limit or AT_ONCE
+    for stack in sorted(stacks, key=lambda stack: _size(layers(stack)[0]), reverse=True):
+        numel = sum(layer.numel for layer in layers(stack))
+        if numel > room:
+            found.append([])
+            room = max(limit, numel)
+        found[-1].append(stack)
+        room -= numel
+    return found
+
+
+def _size(layer: LayerSpec) -> tuple[int, ...]:
+    """Of its matrix: elements, and sides."""
+    return math.prod(layer.shape[-2:]), *sorted(layer.shape[-2:])
 
 
 def together(parts: Sequence[Tensor]) -> Tensor:

@@ -1,6 +1,6 @@
 """Gradients of whole layers to their gradient workers, and the workers' results back to every shard."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from ds_kfac.comm.message import Arrivals, Leg
 from ds_kfac.comm.moves import Move
 from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.model.layers.registry import LAYERS
+from ds_kfac.update.rotation import AT_ONCE
 from ds_kfac.zero.layout import ShardLayout
 from ds_kfac.zero.parameters import of_layers
 from ds_kfac.zero.relayout import plan_gather, plan_scatter, source
@@ -16,6 +17,8 @@ from ds_kfac.zero.shards import Shard, ShardMap
 
 Shards = dict[tuple[int, int], Tensor]
 """(parameter, start) -> flat values."""
+Piece = tuple[int, int]
+"""Of a parameter: its start, and its elements."""
 
 
 class ExchangePlan:
@@ -58,10 +61,17 @@ class GradientExchange:
         self.gather_dtype, self.scatter_dtype = dtypes or (layout.dtype, torch.float32)
         self.owned = tuple(layer for layer in layers if layout.rank in workers[layer.name])
         self._mine = {(shard.param, shard.start): shard for shard in layout.shards.on(self.rank)}
-        self._sent = {move.param for move in self.plan.scatter.moves}
-        self._shards: dict[int, list[Shard]] = {}
+        self.shards: dict[int, list[Shard]] = {}
         for shard in self._mine.values():
-            self._shards.setdefault(shard.param, []).append(shard)
+            self.shards.setdefault(shard.param, []).append(shard)
+        self.sent: dict[int, set[Piece]] = {}
+        for move in self.plan.scatter.moves:
+            if move.source == self.rank:
+                self.sent.setdefault(move.param, set()).add((move.start, move.numel))
+
+    def outbox(self) -> "Outbox":
+        """For the results of a step."""
+        return Outbox(self)
 
     @property
     def gather_leg(self) -> Leg:
@@ -90,45 +100,6 @@ class GradientExchange:
             matrices[layer.name] = LAYERS[layer.kind].matrix(pieces[0], bias, layer.shape)
         return matrices
 
-    def scatter_leg(self, results: dict[str, Tensor]) -> tuple[Leg, Shards, Callable[[], None]]:
-        """Own layers' results, fp32 [O, I], which are given up, to every rank that holds a shard of them.
-
-        Returns the leg; this rank's own shards; and what fills these, to be called once the leg is in a message: no
-        more than they is kept then.
-        """
-        flats: dict[int, Tensor] = {}
-        own: Shards = {}
-
-        def keep(param: int, flat: Tensor) -> None:
-            for shard in self._shards.get(param, ()):
-                piece = flat.narrow(0, shard.start, shard.numel)
-                own[param, shard.start] = piece if shard.numel == len(flat) else piece.clone()
-
-        for layer in self.owned:
-            pieces = self.parts(layer, results.pop(layer.name))
-            for param, flat in zip(self.plan.of_layer[layer.name], pieces, strict=True):
-                if self.layout.replicated and param in self._sent:  # as it arrives, or replicas would drift apart
-                    flat = flat.to(self.scatter_dtype).float()
-                elif self.scatter_dtype is not torch.float32 and not self._holds(param):
-                    keep(param, flat)
-                    flat = flat.to(self.scatter_dtype)  # as it is sent: the fp32 one is given up
-                flats[param] = flat
-            del pieces
-
-        def packed() -> None:
-            for param in list(flats):
-                flat = flats.pop(param)
-                if flat.dtype is torch.float32:
-                    keep(param, flat)
-
-        leg = Leg(
-            "results",
-            self.plan.scatter,
-            lambda move: flats[move.param].narrow(0, move.start, move.numel),
-            self.scatter_dtype,
-        )
-        return leg, own, packed
-
     def write(self, own: Shards, received: Arrivals, scales: Mapping[str, Tensor]) -> None:
         """Put own and received results where the engine's optimizer will find them; both are given up.
 
@@ -137,9 +108,13 @@ class GradientExchange:
         """
         pieces = {**own, **{(move.param, move.start): values for move, values in received}}
         of_param = {param: scales.get(name) for name, params in self.plan.of_layer.items() for param in params}
-        for place, values in pieces.items():
-            scale, gradient = of_param[place[0]], values.float()
-            self.layout.write(self._mine[place], gradient if scale is None else gradient.mul_(scale))
+        for place in list(pieces):
+            scale, values, shard = of_param[place[0]], pieces.pop(place), self._mine[place]
+            if not self.layout.in_place:
+                self.layout.write(shard, values.float() if scale is None else values.float().mul_(scale))
+                continue
+            for part, into in zip(values.split(AT_ONCE), self.layout.read(shard).split(AT_ONCE), strict=True):
+                into.copy_(part if scale is None else part.float().mul_(scale))  # a scalar would be rounded, too
 
     @staticmethod
     def parts(layer: LayerSpec, matrix_OI: Tensor) -> tuple[Tensor, ...]:
@@ -167,3 +142,52 @@ class GradientExchange:
 
     def _read(self, move: Move) -> Tensor:
         return self.layout.read(self._mine[move.param, move.start])
+
+
+class Outbox:
+    """Results of own layers, until they are sent: of each what others get, as it is sent, and what stays here, which
+    lies where the gradient was if that is :attr:`ShardLayout.in_place`. A result itself is given up.
+
+    Attributes:
+        own: what stays here.
+    """
+
+    def __init__(self, exchange: GradientExchange) -> None:
+        self.exchange = exchange
+        self.own: Shards = {}
+        self._sent: dict[tuple[int, Piece], Tensor] = {}
+
+    def add(self, layer: LayerSpec, matrix_OI: Tensor) -> None:
+        """A result, fp32 [O, I]; the layer's gradient is of no more use."""
+        exchange, layout = self.exchange, self.exchange.layout
+        for param, flat in zip(exchange.plan.of_layer[layer.name], exchange.parts(layer, matrix_OI), strict=True):
+            for place in exchange.sent.get(param, ()):
+                self._sent[param, place] = _alone(flat, place, exchange.scatter_dtype)
+            for shard in exchange.shards.get(param, ()):
+                place = shard.start, shard.numel
+                if layout.in_place:
+                    self.own[param, shard.start] = layout.read(shard).copy_(flat.narrow(0, *place))
+                elif layout.replicated and (param, place) in self._sent:  # as it arrives, or replicas would drift apart
+                    self.own[param, shard.start] = self._sent[param, place]
+                else:
+                    self.own[param, shard.start] = _alone(flat, place, torch.float32)
+
+    @property
+    def leg(self) -> Leg:
+        """To every rank that holds a shard of a result."""
+        exchange = self.exchange
+
+        def piece(move: Move) -> Tensor:
+            return self._sent[move.param, (move.start, move.numel)]
+
+        return Leg("results", exchange.plan.scatter, piece, exchange.scatter_dtype)
+
+    def packed(self) -> None:
+        """The leg is in a message: what stays here is all that is still needed."""
+        self._sent.clear()
+
+
+def _alone(flat: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
+    """Part of a tensor that does not keep the whole of it in memory; of all of it no copy."""
+    part = flat.narrow(0, *piece)
+    return part.to(dtype, copy=len(part) < len(flat))

@@ -78,7 +78,14 @@ class ShardLayout(ABC):
 
     @abstractmethod
     def store(self, shard: Shard, gradient: Tensor) -> None:
-        """Put a flat fp32 gradient where the optimizer will find it, without rounding it to 16 bits."""
+        """Put a flat fp32 gradient where the optimizer will find it; unless it lies :attr:`in_place`, without rounding
+        it to 16 bits."""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether a result takes the place of the gradient, which :meth:`stored` is a view of: rounded to bf16 where
+        gradients are kept so, as theirs would be. fp16 has too small a range for it."""
+        return False
 
     def param_of(self, piece: int) -> Any:
         """The parameter of a piece."""
@@ -95,7 +102,11 @@ class ShardLayout(ABC):
         return self.stored(around).narrow(0, start, shard.numel)
 
     def write(self, shard: Shard, gradient: Tensor) -> None:
-        """As :meth:`store`. Pieces of one shard wait for each other: it is written when all of it has come."""
+        """As :meth:`store`. Pieces of one shard wait for each other unless they are written in place: it is written
+        when all of it has come."""
+        if self.in_place:
+            self.read(shard).copy_(gradient)
+            return
         around, start = self.around(shard)
         if shard.numel == around.numel:
             self.store(around, gradient)
@@ -133,6 +144,9 @@ class ShardLayout(ABC):
 
     def begin(self) -> None:  # noqa: B027  most modes have nothing pending
         """Wait for what DeepSpeed still copies in the background."""
+
+    def end(self) -> None:  # noqa: B027  most modes leave nothing behind
+        """After DeepSpeed's step, whether it was applied or not."""
 
     def _zero_unused(self, reduced: Container[Any], stored: Callable[[Shard], Tensor]) -> None:
         """With CPU offload DeepSpeed leaves the last gradient of a parameter that this step did not use in its buffer,

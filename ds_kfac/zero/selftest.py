@@ -15,7 +15,8 @@ from ds_kfac.zero.layout import ShardLayout
 from ds_kfac.zero.relayout import plan_gather, plan_scatter, source
 
 MODULUS = 251
-"""A prime below 256: every known value, and no shifted one, is exact in bf16; + 0.5 is exact in fp32 only."""
+"""A prime below 256: every known value, and no shifted one, is exact in bf16, with 1 added, too; + 0.5 is exact in fp32
+only."""
 
 
 def known_gradient(name: str, numel: int, device: Any) -> Tensor:
@@ -30,7 +31,8 @@ def self_test(layout: ShardLayout, workers: Mapping[int, tuple[int, ...]], chann
 
     DeepSpeed's code fills its gradient buffers with known values; workers must receive exactly them. They send back
     the values + 0.5, and what DeepSpeed would then feed its optimizer must differ from before by 0.5 at the
-    preconditioned elements and by nothing elsewhere: 16-bit rounding on the way back shows.
+    preconditioned elements and by nothing elsewhere: 16-bit rounding on the way back shows. Where results are kept in
+    16 bits, it is 1.
 
     Raises:
         RuntimeError: on every rank, naming what does not fit on which rank.
@@ -50,6 +52,7 @@ def self_test(layout: ShardLayout, workers: Mapping[int, tuple[int, ...]], chann
         "ds_kfac expects; training was not started. Use a DeepSpeed version named in the README."
     )
     mine = {(shard.param, shard.start): shard for shard in layout.shards.on(rank)}
+    added = 1.0 if layout.in_place and layout.dtype is not torch.float32 else 0.5
     try:
         with failing_together(headline, layout.group) as problems:
             problems += _zero3_chunks(layout)
@@ -72,7 +75,7 @@ def self_test(layout: ShardLayout, workers: Mapping[int, tuple[int, ...]], chann
         leg = Leg(
             "self-test",
             scatter,
-            lambda move: full[move.param][move.start : move.start + move.numel] + 0.5,
+            lambda move: full[move.param][move.start : move.start + move.numel] + added,
             torch.float32,
         )
         (returned,) = deliver([leg], channel, engine.device)
@@ -83,11 +86,11 @@ def self_test(layout: ShardLayout, workers: Mapping[int, tuple[int, ...]], chann
                     problems.append(f"the gradient of {names[id(layout.param_of(param))]} did not arrive at its worker")
             for (param, start), shard in mine.items():
                 if param in full:
-                    layout.write(shard, full[param][start : start + shard.numel] + 0.5)
+                    layout.write(shard, full[param][start : start + shard.numel] + added)
             for move, piece in returned:
                 layout.write(mine[move.param, move.start], piece)
             for group, (flat, was, touched) in enumerate(zip(layout.consume(), before, mask, strict=True)):
-                if not torch.equal(flat, was + 0.5 * touched):
+                if not torch.equal(flat, was + added * touched):
                     problems.append(f"DeepSpeed would not step with the gradients written to group {group}")
     finally:
         layout.clear()

@@ -12,6 +12,7 @@ class Stage3(ZeroLayout):
 
     def __init__(self, engine, *values, **named) -> None:
         super().__init__(engine, *values, **named)
+        self._chunks: list[Tensor] = []
         if not self.optimizer.offload_optimizer:
             self.faults += (
                 "a parameter outside of K-FAC layers that a step does not use is stepped with its last gradient again",
@@ -42,9 +43,21 @@ class Stage3(ZeroLayout):
             return self.optimizer.master_weights_and_grads_dtype
         return self.optimizer.gradient_accumulation_dtype
 
+    @property
+    def in_place(self) -> bool:
+        return not self.optimizer.offload_optimizer and self.dtype is not torch.float16
+
     def begin(self) -> None:
         if self.optimizer.offload_optimizer:
             self._zero_unused(self.optimizer.norm_for_param_grads, self._chunk)
+        else:
+            self._chunks = [self._chunk(shard) for shard in self.whole.on(self.rank)]
+
+    def end(self) -> None:
+        """DeepSpeed keeps a parameter's last gradient: were it not used in the next step, that would be stepped with
+        again."""
+        while self._chunks:
+            self._chunks.pop().zero_()
 
     def _chunk(self, shard: Shard) -> Tensor:
         """The whole chunk, padding included, where DeepSpeed keeps it."""
@@ -65,15 +78,14 @@ class Stage3(ZeroLayout):
             # DeepSpeed clips by norms it cached during backward
             self.optimizer.norm_for_param_grads[self.optimizer.get_param_id(param)] = gradient.double().norm()
             return
-        # A new tensor: DeepSpeed's own chunk keeps its 16 bits. It also keeps its gradient: were the parameter not used
-        # in the next step, that would be stepped with again.
-        own = gradient.untyped_storage().data_ptr() != chunk.untyped_storage().data_ptr()
-        padded = gradient if own else gradient.clone()  # what was not preconditioned may be the chunk itself
+        if self.in_place:
+            chunk.narrow(0, 0, shard.numel).copy_(gradient)
+            return
         if chunk.numel() > shard.numel:
             padded = torch.zeros(chunk.numel(), dtype=torch.float32, device=chunk.device)
             padded.narrow(0, 0, shard.numel).copy_(gradient)
-        chunk.zero_()
-        self.optimizer.averaged_gradients[shard.group][self._place[id(param)][1]] = padded
+            gradient = padded
+        self.optimizer.averaged_gradients[shard.group][self._place[id(param)][1]] = gradient
 
     # self-test
 

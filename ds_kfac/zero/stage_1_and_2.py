@@ -1,7 +1,7 @@
 """ZeRO-1/2: every parameter group is one flat buffer, cut in equal slices; a rank holds the gradient of its slice.
 
-Without offload the slice is a list of tensors that DeepSpeed concatenates at its step; replacing an entry by an fp32
-one keeps fp32 through that (type-promoting) concatenation. With offload it is the ``.grad`` of the fp32 masters.
+Without offload the slice is a list of tensors that DeepSpeed concatenates at its step; in fp16 an entry is replaced by
+an fp32 one, which stays so in that (type-promoting) concatenation. With offload it is the ``.grad`` of fp32 masters.
 """
 
 from itertools import accumulate
@@ -52,6 +52,10 @@ class Stage12(ZeroLayout):
             return optimizer.master_weights_and_grads_dtype
         return optimizer.gradient_accumulation_dtype
 
+    @property
+    def in_place(self) -> bool:
+        return not self.optimizer.cpu_offload and self.dtype is not torch.float16
+
     def begin(self) -> None:
         optimizer = self.optimizer
         optimizer._wait_for_offload_copies()
@@ -87,7 +91,8 @@ class Stage12(ZeroLayout):
             self.optimizer.norm_for_param_grads[param_id] = gradient.double().norm()
             return
         entries, index = self._entry(shard)
-        if getattr(entries, "flat_partition", None) is not None:  # this, not the list, is what the step takes
+        flat = getattr(entries, "flat_partition", None)  # where it is, this, not the list, is what the step takes
+        if self.in_place or flat is not None:
             entries[index].view(-1).copy_(gradient)
         else:
             entries[index] = gradient.view(entries[index].shape)

@@ -48,16 +48,16 @@ class SoftSign:
 
     def __init__(self, setup: DirectionSetup) -> None:
         self.stacks = tuple((layer,) for layer in setup.exchange.owned)
-        self.rotations, self.device = Rotations(), setup.exchange.device
+        self.rotations, self.exchange = Rotations(), setup.exchange
 
     def local(self, context, gradients, states) -> LocalResult:
-        local = LocalResult.empty(states, self.device)
+        local = LocalResult.empty(states, self.exchange)
         for (layer,) in self.stacks:
             state = states[layer.name].settled()
             mean = (state.moments.first_OI + state.basis.rotate(gradients.pop(layer.name))) / 2
             local.results[layer.name] = state.basis.restore(mean / (mean.abs() + 0.1))
             local.states[layer.name] = replace(state, moments=Mean(mean))
-        local.numbers = [torch.zeros((), device=self.device)]
+        local.numbers = [torch.zeros((), device=self.exchange.device)]
         return local
 
     def finish(self, context, local, totals, prepared) -> dict[str, Tensor]:

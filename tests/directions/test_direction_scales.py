@@ -20,6 +20,7 @@ from ds_kfac.zero.replicated import ReplicatedHalf
 from ds_kfac.zero.stage_1_and_2 import Stage12
 from tests.choices import planned
 from tests.close import close, exact, near, polar_condition
+from tests.directions.outbox import Results
 from tests.models import linear_layer
 from tests.update.test_moments import random_basis
 
@@ -58,6 +59,7 @@ def make(
         group_indices=lambda layer: (0,),
         parts=lambda layer, matrix: (matrix.flatten(),),
         without_frozen=lambda layer, matrix: matrix,
+        outbox=Results,
     )
     optimizer = SimpleNamespace(param_groups=groups or [{"lr": RATE}], adam_ratio=1.0)
     engine = SimpleNamespace(gradient_clipping=lambda: 0.0)
@@ -91,7 +93,7 @@ def test_a_loss_scale_passes_through(eigenvalues, kind):
     _, plain, _ = make(**options)
     for scale in (4.0, 1024.0):  # powers of 2: exact
         _, scaled, _ = make(scale=scale, **options)
-        exact(scaled.results["a"] / scale, plain.results["a"])
+        exact(scaled.outbox["a"] / scale, plain.outbox["a"])
         close(scaled.numbers[0], plain.numbers[0], sums=ROWS * COLUMNS)
         if eigenvalues == "corrected":
             exact(scaled.states["a"].moments.second_OI, plain.states["a"].moments.second_OI)
@@ -111,8 +113,8 @@ def test_nu_is_for_layers_that_are_prepared_only():
 
 def test_a_grafted_layer_has_the_gradients_norm_and_its_own_part_of_the_sum():
     _, local, gradients = make(graft="norm")
-    close(local.results["a"].norm(), gradients["a"].norm(), sums=ROWS * COLUMNS)
-    close(local.numbers[0], RATE**2 * (local.results["a"] * gradients["a"]).sum(), sums=SUMS + ROWS * COLUMNS)
+    close(local.outbox["a"].norm(), gradients["a"].norm(), sums=ROWS * COLUMNS)
+    close(local.numbers[0], RATE**2 * (local.outbox["a"] * gradients["a"]).sum(), sums=SUMS + ROWS * COLUMNS)
 
 
 @pytest.mark.parametrize("eigenvalues", ["kronecker", "corrected"])
@@ -122,7 +124,7 @@ def test_stacked_layers_get_their_own_results(eigenvalues):
     assert [len(layers) for layers in direction.stacks] == [3]
     _, alone, _ = make(layers=names, eigenvalues=eigenvalues)
     for name in names:
-        close(stacked.results[name], alone.results[name], sums=2 * SUMS)
+        close(stacked.outbox[name], alone.outbox[name], sums=2 * SUMS)
         if eigenvalues == "corrected":
             mine, own = (local.states[name].moments for local in (stacked, alone))
             close(mine.second_OI, own.second_OI, sums=SUMS)
@@ -146,7 +148,7 @@ def factor_terms(adam: dict) -> dict:
     _, direction, _ = make(AdamDirection, groups=ADAM, adam={**adam, "orthogonalize": False})
     if not adam.get("orthogonalize", True):
         return {"sums": 2 * SUMS}
-    return {"sums": (2 + 5 * 3) * SUMS, "condition": polar_condition(direction.results["a"])}
+    return {"sums": (2 + 5 * 3) * SUMS, "condition": polar_condition(direction.outbox["a"])}
 
 
 @pytest.mark.parametrize("adam", [{}, {"orthogonalize": False}, {"nesterov": False}])
@@ -155,13 +157,13 @@ def test_only_gradients_that_moments_can_hold_are_stepped_along(stacks, adam):
     times = (1.0, 0.0, 1e20, math.inf, math.nan, 1e-20)
     _, local, _ = make(AdamDirection, layers="abcdef", groups=ADAM, stacks=stacks, adam=adam, times=times)
     _, alone, _ = make(AdamDirection, groups=ADAM, adam=adam)
-    close(local.results["a"], alone.results["a"], **factor_terms(adam))
+    close(local.outbox["a"], alone.outbox["a"], **factor_terms(adam))
     for name in "bc":  # +0: not even decay
-        assert not local.results[name].view(torch.int32).any()
+        assert not local.outbox[name].view(torch.int32).any()
         assert not local.states[name].moments.updates and not local.states[name].moments.second_OI.any()
     for name in "de":  # DeepSpeed finds it
-        assert not torch.isfinite(local.results[name]).all() and not local.states[name].moments.updates
-    assert local.states["f"].moments.updates == 1 and (local.results["f"] != 0).all()
+        assert not torch.isfinite(local.outbox[name]).all() and not local.states[name].moments.updates
+    assert local.states["f"].moments.updates == 1 and (local.outbox["f"] != 0).all()
     assert (int(local.unused), int(local.replaced)) == (1, 2)
     assert [name for name, flag in local.left_out.items() if flag] == ["c"]
     assert not math.isfinite(local.numbers[0])
@@ -169,8 +171,8 @@ def test_only_gradients_that_moments_can_hold_are_stepped_along(stacks, adam):
 
 def test_a_norm_that_is_none_leaves_every_gradient_at_its_own():
     _, local, gradients = make(AdamDirection, layers="ab", groups=ADAM, times=(3e19, 0.0), norm=torch.tensor(math.inf))
-    close(local.results["a"].norm(), gradients["a"].norm(), sums=ROWS * COLUMNS)
-    assert not local.results["b"].view(torch.int32).any() and not local.states["a"].moments.updates
+    close(local.outbox["a"].norm(), gradients["a"].norm(), sums=ROWS * COLUMNS)
+    assert not local.outbox["b"].view(torch.int32).any() and not local.states["a"].moments.updates
     assert int(local.replaced) == 2
 
 
@@ -180,7 +182,7 @@ def test_a_zero_of_a_layer_in_use_is_seen_to_be_in_use(orthogonalize):
     direction, _, gradients = make(AdamDirection, groups=ADAM, adam=adam)
     gradients["a"][:, 3] = 0.0
     state = LayerState.empty(linear_layer("a", COLUMNS, ROWS), CPU, moments=AdamMoments)
-    result = direction.local(StepContext(0, None, {}), gradients, {"a": state}).results["a"]
+    result = direction.local(StepContext(0, None, {}), gradients, {"a": state}).outbox["a"]
     for dtype, bits in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16), (torch.float16, torch.int16)):
         assert result.to(dtype).view(bits).all(), dtype
     assert result[:, 3].abs().max() <= 1e-29 < result[:, :3].abs().min()  # what stands for a zero, and what is none
@@ -193,7 +195,7 @@ def test_adam_takes_the_betas_of_the_layers_own_group():
     rotated = basis.rotate(gradients["a"])
     close(local.states["a"].moments.first_OI, 0.2 * rotated, sums=SUMS)
     close(local.states["a"].moments.second_OI, 0.1 * rotated.square(), sums=SUMS)
-    close(local.results["a"], basis.restore(rotated / (rotated.abs() + 0.1)), sums=2 * SUMS)
+    close(local.outbox["a"], basis.restore(rotated / (rotated.abs() + 0.1)), sums=2 * SUMS)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])

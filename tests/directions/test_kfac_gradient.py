@@ -12,6 +12,7 @@ from ds_kfac.directions.kfac_gradient_rule import KFACGradientRule
 from ds_kfac.update.layer_state import LayerState
 from tests.choices import planned
 from tests.close import close, exact
+from tests.directions.outbox import Results
 from tests.models import linear_layer
 
 
@@ -28,7 +29,7 @@ def local(gradient: torch.Tensor, rates: tuple, *, values: float = 1.0, scale: f
     plan = planned({"preconditioner": {"kl_clip": 0.001, **preconditioner}})
     exchange = SimpleNamespace(
         owned=(layer,), device=torch.device("cpu"), group_indices=lambda layer: (0, 1),
-        parts=lambda layer, matrix: (matrix[:, :-1].flatten(), matrix[:, -1]),
+        parts=lambda layer, matrix: (matrix[:, :-1].flatten(), matrix[:, -1]), outbox=Results,
     )  # fmt: skip
     groups = SimpleNamespace(param_groups=[{"lr": rate} for rate in rates])
     layout = SimpleNamespace(grad_scale=lambda: scale, optimizer=groups)
@@ -46,7 +47,7 @@ def local(gradient: torch.Tensor, rates: tuple, *, values: float = 1.0, scale: f
 def test_the_sum_is_that_of_the_parts_with_their_rates(rates, options):
     gradient = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
     found = local(gradient, rates, **options)
-    products = found.results["layer"].double() * gradient.double() / 4.0**2
+    products = found.outbox["layer"].double() * gradient.double() / 4.0**2
     expected = products[:, :-1].sum() * float(rates[0]) ** 2 + products[:, -1].sum() * float(rates[1]) ** 2
     close(found.numbers[0], expected, sums=5 * 8, scale=products.abs().sum() * 0.3**2)
 
@@ -55,7 +56,7 @@ def test_the_sum_is_that_of_the_parts_with_their_rates(rates, options):
 def test_a_gradient_that_passes_through_counts_as_itself(rates):
     gradient = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
     found = local(gradient, rates, values=float("nan"))
-    assert torch.equal(found.results["layer"], gradient) and found.replaced == 1
+    assert torch.equal(found.outbox["layer"], gradient) and found.replaced == 1
     squares = gradient.square() / 4.0**2
     expected = squares[:, :-1].sum() * rates[0] ** 2 + squares[:, -1].sum() * rates[1] ** 2
     close(found.numbers[0], expected, sums=5 * 8)
@@ -69,7 +70,7 @@ def test_corrected_eigenvalues_do_not_see_the_loss_scale(damping):
     second, expected = scaled.states["layer"].moments.second_OI, one.states["layer"].moments.second_OI
     assert float(expected.max()) > 0
     exact(second, expected)
-    close(scaled.results["layer"], 1024.0 * one.results["layer"], sums=5 * 8)
+    close(scaled.outbox["layer"], 1024.0 * one.outbox["layer"], sums=5 * 8)
     close(scaled.numbers[0], one.numbers[0], sums=2 * 5 * 8)
 
 

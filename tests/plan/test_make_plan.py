@@ -282,3 +282,22 @@ def test_layers_are_stacked_on_gpus_where_there_are_eigenbases():
 def test_the_same_input_gives_the_same_plan():
     """On every rank."""
     assert plan(BF16, COSTLY) == plan(BF16, COSTLY)
+
+
+def test_experts_have_one_a_where_own_ones_are_over_the_budget():
+    expert, stacked = LAYERS[0], 4
+    own = tuple(replace(expert, name=f"stack.{i}", weight="stack", part=(i, stacked)) for i in range(stacked))
+    model = (*own, *LAYERS[1:])
+    one = replace(FP32, world=1)
+    apart = plan(one, model=model)
+    common = plan(one, model=choices.common_inputs(model))
+    assert len(apart.assignment.factors) - len(common.assignment.factors) == stacked - 1
+    assert {layer.shares for layer in common.layers[1:stacked]} == {"stack.0"} and common.layers[0].shares is None
+    assert apart.layers == model and common.layers[stacked:] == model[stacked:]
+    budget = {"memory_budget_gb": fits_in(common) / 1e9}
+    made = plan(one, model=model, assignment=budget)
+    assert made.layers == common.layers and fits_in(made) == fits_in(common)
+    assert any(f"{stacked - 1} more are over" in reason for reason in made.reasons)
+    assert plan(one, model=model, assignment={"memory_budget_gb": fits_in(apart) / 1e9}).layers == model
+    with pytest.raises(ValueError, match="memory_budget_gb"):
+        plan(one, model=model, assignment=budget, layers={"share_inputs": False})

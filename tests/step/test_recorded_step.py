@@ -14,6 +14,7 @@ from ds_kfac.directions.kfac_gradient_rule import KFACGradientRule
 from ds_kfac.update.layer_state import LayerState
 from tests.choices import planned
 from tests.close import exact
+from tests.directions.outbox import Results
 from tests.models import linear_layer
 
 SHAPES = [(33, 65), (33, 65), (65, 33), (33, 65)]
@@ -45,7 +46,7 @@ def make(case: str, device: torch.device):
     group = {"lr": None}
     exchange = SimpleNamespace(
         owned=tuple(layers), device=device, group_indices=lambda layer: (0,),
-        parts=lambda layer, matrix: (matrix.flatten(),),
+        parts=lambda layer, matrix: (matrix.flatten(),), outbox=Results,
     )  # fmt: skip
     layout = SimpleNamespace(grad_scale=lambda: 1.0, optimizer=SimpleNamespace(param_groups=[group]))
     direction = KFACGradient(plan, layout, exchange, SimpleNamespace(nu=None))
@@ -56,7 +57,7 @@ def make(case: str, device: torch.device):
         local = direction.local(now, dict(zip(states, gradients, strict=True)), dict(states))
         scales = direction.finish(now, local, local.numbers, prepared)
         moments = [state.moments.second_OI for state in local.states.values() if state.moments]
-        return [*local.results.values(), *moments, *list(scales.values())[:1], local.replaced]
+        return [*local.outbox.values(), *moments, *list(scales.values())[:1], local.replaced]
 
     return step
 

@@ -48,7 +48,7 @@ from ds_kfac.update.layer_state import LayerState
 from ds_kfac.update.moments import stacked, unstacked
 from ds_kfac.update.newton_schulz import orthogonal_factors, scale_to
 from ds_kfac.update.rotation import Rotations
-from ds_kfac.update.stacking import apart, batches, stacks, together
+from ds_kfac.update.stacking import apart, batches, rounds, stacks, together
 from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
 
@@ -70,7 +70,8 @@ class AdamDirection:
         self.groups = {layer.name: exchange.group_indices(layer) for layer in exchange.owned}
         self.rotations = Rotations(plan.precision)
         self.together, self.waits = plan.stacks, plan.waits
-        self.stacks = stacks(exchange.owned, alike=self._alike if plan.stacks else None)
+        found = stacks(exchange.owned, alike=self._alike if plan.stacks else None)
+        self.stacks = tuple(stack for some in rounds(found) for stack in some)
         of_all = partial(torch.tensor, device=exchange.device)  # of every layer, in the order of the stacks
         layers = [layer for stack in self.stacks for layer in stack]
         scaled = [self.orthogonalizes(layer) and self._whole(layer) for layer in layers]
@@ -86,7 +87,7 @@ class AdamDirection:
         return keeps_direction(self.config.adam, layer) is None
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
-        local = LocalResult.empty(states, self.exchange.device)
+        local = LocalResult.empty(states, self.exchange)
         void, local.clip = self._clipping(context.norm)
         parts = Part.of_all(batches(self.stacks, states))
         if not parts:
@@ -98,24 +99,30 @@ class AdamDirection:
         finite = (length < math.inf) & ~void
         fits = length * unscale < LARGEST
         usable = finite & fits & (length > 0)
-        for part in parts:
-            taken = (gradients.pop(layer.name) for layer in part.layers)
-            self._step(part, [states[layer.name] for layer in part.layers], taken, unscale, part.of(usable))
-            local.folds.append(part.fold)
-            local.states.update(zip([layer.name for layer in part.layers], part.states, strict=True))
-        scale, own = self._restore(parts)
         # A direction gone wrong must not reach the weights. An overflowed gradient must reach DeepSpeed's check, so
         # what is in its place has its norm.
-        overflowed, good = ~finite & (length != 0), usable & (own < math.inf)
-        squared = torch.where(overflowed, length.square(), torch.where(good, (own * scale).square(), 0.0))
-        scale = scale.masked_fill(overflowed, 0.0)
+        overflowed = ~finite & (length != 0)
         shift = torch.where(overflowed, length / self.root, IN_USE).float()
-        dead = ~(overflowed | good & (self.ratio > 0))  # at adam_lr 0 they stand still, without decay
-        for part in parts:
-            result = part.x_OI.mul_(each(part.of(scale))).add_(each(part.of(shift)))
-            result.masked_fill_(each(part.of(dead)), 0.0)
-            for layer, matrix in zip(part.layers, apart(result, len(part.layers)), strict=True):
-                local.results[layer.name] = self.exchange.without_frozen(layer, matrix)
+        scale, norm, good = torch.zeros_like(self.target), torch.zeros_like(self.target), torch.zeros_like(usable)
+        for some in rounds(parts, lambda part: part.layers):
+            for part in some:
+                taken = (gradients.pop(layer.name) for layer in part.layers)
+                self._step(part, [states[layer.name] for layer in part.layers], taken, unscale, part.of(usable))
+                local.folds.append(part.fold)
+                local.states.update(zip([layer.name for layer in part.layers], part.states, strict=True))
+            own = slice(some[0].start, some[-1].start + len(some[-1].layers))
+            scale[own], norm[own] = self._restore(some, own)
+            good[own] = usable[own] & (norm[own] < math.inf)
+            factor = scale[own].masked_fill(overflowed[own], 0.0)
+            # at adam_lr 0 they stand still, without decay
+            dead = ~(overflowed[own] | good[own] & (self.ratio[own] > 0))
+            for part in some:
+                result = part.x_OI.mul_(each(part.of(factor, own))).add_(each(part.of(shift)))
+                result.masked_fill_(each(part.of(dead, own)), 0.0)
+                for layer, matrix in zip(part.layers, apart(result, len(part.layers)), strict=True):
+                    local.outbox.add(layer, self.exchange.without_frozen(layer, matrix))
+                del part.x_OI, result, matrix
+        squared = torch.where(overflowed, length.square(), torch.where(good, (norm * scale).square(), 0.0))
         local.replaced = local.replaced + (usable & ~good | ~finite).sum()
         local.unused = local.unused + (length == 0).sum()
         local.left_out = dict(zip(names, (finite & ~fits).unbind(), strict=True))
@@ -175,9 +182,13 @@ class AdamDirection:
         own = unstacked(moments, len(states))
         part.states = [replace(state, moments=kept, turn=None) for state, kept in zip(states, own, strict=True)]
 
-    def _restore(self, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
+    def _restore(self, parts: Sequence[Part], own: slice) -> tuple[Tensor, Tensor]:
         """Adam's directions, or their orthogonal factors, out of the eigenbases, in their place. Returns what each is
-        still to be multiplied by, and its norm."""
+        still to be multiplied by, and its norm.
+
+        Args:
+            own: the places of their layers.
+        """
         self._orthogonalize([part for part in parts if self.orthogonalizes(part.layers[0])])
         for part in parts:
             if part.rotation is not None:
@@ -189,8 +200,8 @@ class AdamDirection:
                 self._scale_maps(part)
         norm = lengths([matrix for part in parts for matrix in apart(part.x_OI, len(part.layers))], torch.float32)
         size = torch.cat([(part.of(norm) if part.sizes is None else part.sizes[0]).view(-1) for part in parts])
-        scale = scale_to(self.target, size=size, norm=norm, root=self.root)
-        return torch.where(self.orthogonal, scale, self.ratio), norm
+        scale = scale_to(self.target[own], size=size, norm=norm, root=self.root[own])
+        return torch.where(self.orthogonal[own], scale, self.ratio[own]), norm
 
     def _orthogonalize(self, parts: Sequence[Part]) -> None:
         """Directions become their orthogonal factors, in their place; nothing else of them is kept."""

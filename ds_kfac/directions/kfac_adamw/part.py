@@ -41,10 +41,11 @@ class Part:
             parts.append(cls(layers, parts[-1].start + len(parts[-1].layers) if parts else 0))
         return parts
 
-    def of(self, values: Tensor) -> Tensor:
-        """Of values of every layer of the step those of this one, a scalar, or of these, [n]."""
-        count = len(self.layers)
-        return values[self.start] if count == 1 else values[self.start : self.start + count]
+    def of(self, values: Tensor, places: slice | None = None) -> Tensor:
+        """Of values of every layer of the step, or of the layers at some ``places``, those of this one, a scalar, or
+        of these, [n]."""
+        start, count = self.start - (places.start if places else 0), len(self.layers)
+        return values[start] if count == 1 else values[start : start + count]
 
 
 @dataclass

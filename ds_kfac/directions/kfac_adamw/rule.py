@@ -25,6 +25,7 @@ from ds_kfac.plan.plan import Plan
 from ds_kfac.update.moments import AdamMoments
 from ds_kfac.update.newton_schulz import flops, workspace
 from ds_kfac.update.rotation import AT_ONCE
+from ds_kfac.update.stacking import rounds
 from ds_kfac.zero.layout import ShardLayout
 
 
@@ -124,14 +125,19 @@ class KFACAdamWRule(UpdateRule):
             return 0
         return sum(flops(*sides) for sides in layer.maps)
 
-    def scratch(self, plan: Plan, stacks: Sequence[Sequence[LayerSpec]]) -> int:
-        """Adam's: the gradient unless it waits as it is, both moments, a turned one and two more, and what turns it;
-        Newton-Schulz: its matrices, and with roots a whitened direction and factor."""
-        adam, iterated, copied, alike = 0, 0, 0, Counter[Hashable]()
+    def rounds(self, plan: Plan, stacks: Sequence[Sequence[LayerSpec]]) -> list[tuple[Sequence[LayerSpec], int]]:
+        return [([layer for stack in some for layer in stack], self._round(plan, some)) for some in rounds(stacks)]
+
+    def _round(self, plan: Plan, stacks: Sequence[Sequence[LayerSpec]]) -> int:
+        """The directions of a round, and in turn Adam's: the gradient unless it waits as it is, both moments, a turned
+        one and two more, and what turns it; Newton-Schulz: its matrices, and with roots a whitened direction and
+        factor."""
+        adam, iterated, copied, whole, alike = 0, 0, 0, 0, Counter[Hashable]()
         copies, width = 5 + (plan.waits is not torch.float32), 2 if plan.precision.half_orthogonal else 4
         whitened = 8 if FACTOR_FORMS[plan.method].whitens else 0
         for stack in stacks:
             numel = sum(layer.numel for layer in stack)
+            whole += numel
             turns = sum(basis_numel(side) for layer in stack for side in (layer.A, layer.G))
             adam = max(adam, 4 * (copies * (AT_ONCE if by_rows(stack) else numel) + turns))
             if keeps_direction(plan.config.adam, stack[0]) is None:
@@ -143,7 +149,7 @@ class KFACAdamWRule(UpdateRule):
                     alike[tuple(sorted(sides)) if plan.stacks else (stack[0].name, sides)] += own
                     iterated = max(iterated, own)
         largest = max(iterated, *(min(nbytes, 3 * width * AT_ONCE) for nbytes in (0, *alike.values())))
-        return max(adam, largest + copied)
+        return 4 * whole + max(adam, largest + copied)
 
     def parameters(self, ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
         return params_in(ds_config)
