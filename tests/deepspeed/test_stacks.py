@@ -13,6 +13,8 @@ from tests.ranks import run_ranks
 from tests.spread import FACTOR, FLOOR, Variation, difference, within
 
 ROWS, STEPS = 48, 4
+SIZE = 0.02
+"""Of steps: with those of other tests a batch is soon fitted, and its gradient is what rounding leaves of it."""
 MODES = {
     "z0": Upright, "z1": Lying, "z2": Grouped, "z2-offload": Lying, "z2-overlap-not_contiguous": Upright,
     "z3": Picked, "z3-sub_groups": Lying, "z3-offload": Upright, "z3-zero_init": Upright, "z2-bf16": Upright,
@@ -39,8 +41,7 @@ def trained(mode, kind, *, bias: bool, share: bool = False, order: int | None = 
         results: format in which a step's results travel; None: as the plan says.
     """
     block = {**mode.kfac_block, "layers": {"share_inputs": share}, "communication": {"gradient_dtype": results}}
-    if kind is Apart:  # of stacks it is known
-        block["adam"] = {**block["adam"], "blocks": {r"into\.\d+": 2}}
+    block["adam"] = {**block["adam"], "size": SIZE} | ({"blocks": {r"into\.\d+": 2}} if kind is Apart else {})
     parts = 1 + (mode.name in ACCUMULATED)
     engine = build(mode, parts, model=make(kind, bias=bias), kfac=block, train_micro_batch_size_per_gpu=ROWS)
     dtype = engine.get_data_types()[0]
