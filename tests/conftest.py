@@ -32,11 +32,11 @@ def pytest_unconfigure(config):
 
 
 LONGEST = (
-    "deepspeed/test_modes.py", "deepspeed/test_stacks.py", "integrations/test_startup.py",
-    "deepspeed/test_estimate.py", "deepspeed/test_memory.py", "deepspeed/test_features.py",
-    "deepspeed/test_checkpoint.py", "deepspeed/test_traps.py", "deepspeed/test_kfac_adamw.py",
-    "deepspeed/test_unused.py", "deepspeed/test_optimizer_object.py", "examples/test_train_gpt.py",
-    "examples/test_train_images.py", "campaign/test_processors.py", "campaign/test_mutants.py",
+    "deepspeed/test_modes.py", "deepspeed/test_estimate.py", "deepspeed/test_traps.py", "deepspeed/test_checkpoint.py",
+    "examples/test_train_gpt.py", "deepspeed/test_stacks.py", "deepspeed/test_features.py", "deepspeed/test_memory.py",
+    "deepspeed/test_inverse.py", "integrations/test_startup.py", "deepspeed/test_autoep.py", "deepspeed/test_spikes.py",
+    "deepspeed/test_seam.py", "deepspeed/test_communication.py", "benchmarks/test_gpu_script.py",
+    "campaign/test_processors.py", "campaign/test_mutants.py",
 )  # fmt: skip
 """Files of tests that take a minute or so: they begin, as a worker of pytest-xdist that gets one of them last works on
 alone."""

@@ -31,3 +31,9 @@ def covering(
         chosen.append(best)
         missing -= open_[best]
     return [cases[index] for index in sorted(chosen)]
+
+
+def some(cases: Iterable[Case], world: int) -> list[Case]:
+    """All on one or two ranks; on more, which two cores take by turns, one of each pair, by turns the first and the
+    second."""
+    return [case for index, case in enumerate(cases) if world <= 2 or (index + index // 2) % 2 == 0]

@@ -80,6 +80,7 @@ def test_resuming_gives_the_losses_of_not_stopping(world, tmp_path):
     names += [
         f"adam-{name}" for name in ("z0", "z1", "z2", "z2-offload", "z3", "z1-bf16-accum32", "z3-bf16", "z2-fp16")
     ]
+    names = names if world > 1 else names[::3]
     results = run_ranks("tests.deepspeed.test_checkpoint:resume_worker", world=world, payload=(str(tmp_path), names))
     for result in results:
         for name, run in result.items():

@@ -84,7 +84,7 @@ def worker(cases) -> dict:
     return results
 
 
-@pytest.mark.parametrize(("world", "names"), [(1, ("z0", "z2-bf16", "adam-z2")), (2, ("z2", "z3"))])
+@pytest.mark.parametrize(("world", "names"), [(1, ("z0", "z2-bf16", "adam-z2")), (2, ("z3",))])
 def test_compiled_training_is_the_same_in_the_graphs_of_the_plain_engine(world, names):
     cases = [(name, {"backend": "aot_eager"}) for name in names]
     for result in run_ranks("tests.deepspeed.test_compile:worker", world=world, payload=cases):

@@ -22,7 +22,7 @@ from ds_kfac.estimate.traffic import KINDS
 from examples.gpt import GPT, GPTConfig
 from tests.choices import chosen
 from tests.close import close
-from tests.covering import pairs
+from tests.covering import pairs, some
 from tests.deepspeed.modes import FP32_ACCUM, OFFLOAD, Mode
 from tests.deepspeed.runs import build
 from tests.ranks import run_ranks
@@ -226,7 +226,7 @@ def test_every_pair_of_settings_is_estimated():
     assert set().union(*map(pairs, possible)) <= set().union(*map(pairs, chosen))
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("world", [2, 4])
 def test_bytes_calls_memory_and_shards_are_those_of_an_engine(world):
     names = list(cases(world))
     results = run_ranks("tests.deepspeed.test_estimate:worker", world=world, payload=names)
@@ -299,9 +299,10 @@ def spread_worker(names) -> dict:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_mean_of_spread_steps_is_that_of_a_run(world):
-    cases = spread_cases(world)
-    results = run_ranks("tests.deepspeed.test_estimate:spread_worker", world=world, payload=list(cases))
-    for name, mode in cases.items():
+    names = some(spread_cases(world), world)
+    results = run_ranks("tests.deepspeed.test_estimate:spread_worker", world=world, payload=names)
+    for name in names:
+        mode = spread_cases(world)[name]
         mean = expected(mode, world)[0].mean
         for rank in range(world):
             for kind in KINDS:

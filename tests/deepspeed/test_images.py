@@ -135,9 +135,9 @@ def worker(payload) -> dict:
 
 
 def test_a_cnn_matches_reference_in_every_stage():
-    cases = [(name, stage) for name in CASES for stage in ("z0", "z1", "z2", "z3")]
-    cases = [(name, stage) for name, stage in cases if stage != "z1" or name == "kfac"]
-    cases += [("kfac", "z2-groups"), ("adam", "adam-z2-groups")]
+    stages = ["z0", "z2", "z3"]
+    cases = [(name, stage) for i, name in enumerate(CASES) for k, stage in enumerate(stages) if not i or k != i % 3]
+    cases += [("kfac", "z1"), ("kfac", "z2-groups"), ("adam", "adam-z2-groups")]
     wrong = []
     for (name, stage), (error, bound, layers, trouble) in run_ranks(
         "tests.deepspeed.test_images:worker", world=2, payload=cases

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ds_kfac.curvature import inverse
+from tests.covering import some
 from tests.deepspeed.modes import KFAC, OPTIMIZERS, Mode
 from tests.deepspeed.runs import build, expected, train, weights
 from tests.deepspeed.test_scaling import QueryNet, options
@@ -98,7 +99,7 @@ def worker(names) -> dict:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_inverses_match_reference(world):
-    results = run_ranks("tests.deepspeed.test_inverse:worker", world=world)
+    results = run_ranks("tests.deepspeed.test_inverse:worker", world=world, payload=some(cases(world), world))
     wrong = []
     for rank, own in enumerate(results):
         for name, result in own.items():

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.covering import some
 from tests.deepspeed.modes import KFAC, Mode
 from tests.deepspeed.runs import build, expected, train, weights
 from tests.models import CLASSES, FEATURES, cross_entropy, make_net
@@ -93,7 +94,7 @@ def worker(names) -> dict:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_strategies_and_wires_match_reference(world):
-    results = run_ranks("tests.deepspeed.test_scaling:worker", world=world)
+    results = run_ranks("tests.deepspeed.test_scaling:worker", world=world, payload=some(cases(world), world))
     wrong = []
     for rank, own in enumerate(results):
         for name, result in own.items():

@@ -12,7 +12,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 SPIKES = {3: 1e20, 5: 1e30, 6: 1e20}
-MODES = ["adam-z0", "adam-z2", "adam-z3", "adam-z1-bf16-accum32", "adam-z2-bf16", "adam-z3-bf16", "z0", "z2", "z3"]
+MODES = ["adam-z0", "adam-z3", "adam-z1-bf16-accum32", "adam-z2-bf16", "z0", "z3"]
 
 
 def trained(name: str, clip: float, spikes: dict[int, float]) -> dict:
@@ -93,8 +93,8 @@ def stall_worker(names: list[str]) -> dict:
 
 
 def test_a_spike_does_not_stall_the_kfac_gradient():
-    for results in run_ranks("tests.deepspeed.test_spikes:stall_worker", world=2, payload=["z0", "z2", "z3"]):
-        for name, eigenvalues in itertools.product(("z0", "z2", "z3"), ("kronecker", "corrected")):
+    for results in run_ranks("tests.deepspeed.test_spikes:stall_worker", world=2, payload=["z0", "z3"]):
+        for name, eigenvalues in itertools.product(("z0", "z3"), ("kronecker", "corrected")):
             (usual, none), (spiked, limited) = (results[name, eigenvalues, spike] for spike in (1.0, 1e3))
             assert none == 0
             expected = 6 if eigenvalues == "corrected" else 3

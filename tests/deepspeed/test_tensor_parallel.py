@@ -6,6 +6,7 @@ from torch import nn
 
 from ds_kfac.model.scan import scan
 from tests.close import near
+from tests.covering import some
 from tests.deepspeed.modes import KFAC, Mode
 from tests.deepspeed.parallel import EVERYTHING, INVERSE, SCALED
 from tests.ranks import run_ranks
@@ -41,9 +42,10 @@ def cases() -> list[tuple[str, Mode]]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_shards_match_one_process(world):
-    results = run_ranks("tests.deepspeed.tensor_runs:compare", world=world, payload=cases())
+    chosen = some(cases(), world)
+    results = run_ranks("tests.deepspeed.tensor_runs:compare", world=world, payload=chosen)
     for rank, of_rank in enumerate(results):
-        for (kind, mode), result in zip(cases(), of_rank, strict=True):
+        for (kind, mode), result in zip(chosen, of_rank, strict=True):
             where = f"{kind} {mode.name} rank {rank}"
             shards = {name for name, found in result["kinds"].items() if found != "Linear" and name != "norm"}
             assert shards == ({"up", "gate", "down"} | ({"gathered"} if kind == "autotp" else set())), where

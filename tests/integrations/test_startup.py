@@ -75,11 +75,9 @@ def test_the_variable_enables_as_soon_as_deepspeed_is_imported(python, built):
     probed = "import importlib.util; assert importlib.util.find_spec('deepspeed')\n"  # transformers looks first
     enabled, file = run(python, probed + ENABLED, built, DS_KFAC="1").split()
     assert enabled == "True" and Path(file).is_relative_to(built)
-    assert run(python, ENABLED, built, DS_KFAC="YES").split()[0] == "True"
     first = "import ds_kfac\n"  # which imports deepspeed
     assert run(python, first + ENABLED, built, DS_KFAC="1").split()[0] == "True"
     assert run(python, ENABLED, built).split()[0] == "False"
-    assert run(python, ENABLED, built, DS_KFAC=" off").split()[0] == "False"
     wrong = subprocess.run([python, "-c", ENABLED], cwd=built, env=os.environ | {"DS_KFAC": "maybe", "PYTHONPATH": ""},
                            capture_output=True, text=True, check=False)  # fmt: skip
     assert wrong.returncode and "DS_KFAC: got 'maybe'; must be one of 1, true" in wrong.stderr
