@@ -11,7 +11,11 @@ TESTS = Path(__file__).parent
 def test_long_files_begin_and_tests_of_one_process_end():
     assert len(set(LONGEST)) == len(LONGEST) and all((TESTS / name).is_file() for name in LONGEST), LONGEST
     items = []
-    for name, *marks in [("test_close.py",), ("deepspeed/test_seam.py", "distributed"), *((n,) for n in LONGEST[::-1])]:
+    for name, *marks in [
+        ("test_close.py",),
+        ("deepspeed/test_lifecycle.py", "distributed"),
+        *((n,) for n in LONGEST[::-1]),
+    ]:
         found = {"distributed"}.intersection(marks)
         items.append(
             SimpleNamespace(
@@ -20,4 +24,4 @@ def test_long_files_begin_and_tests_of_one_process_end():
         )
     pytest_collection_modifyitems(items)
     order = [item.path.relative_to(TESTS).as_posix() for item in items]
-    assert order == [*LONGEST, "deepspeed/test_seam.py", "test_close.py"]
+    assert order == [*LONGEST, "deepspeed/test_lifecycle.py", "test_close.py"]

@@ -114,7 +114,7 @@ class GradientExchange:
                 self.layout.write(shard, values.float() if scale is None else values.float().mul_(scale))
                 continue
             for part, into in zip(values.split(AT_ONCE), self.layout.read(shard).split(AT_ONCE), strict=True):
-                into.copy_(part if scale is None else part.float().mul_(scale))  # a scalar would be rounded, too
+                into.copy_(part if scale is None else part.float().mul_(scale))  # on a GPU a scalar is rounded, too
 
     @staticmethod
     def parts(layer: LayerSpec, matrix_OI: Tensor) -> tuple[Tensor, ...]:

@@ -69,7 +69,8 @@ def of_step(kfac, step: int, *, scheduled: bool) -> None:
 
 def worker(names) -> dict:
     results, world = {}, dist.get_world_size()
-    for name, (stage, given, rounding) in cases(world).items():
+    for name in names:
+        stage, given, rounding = cases(world)[name]
         kfac = options(**given)
         mode = Inverse("inverse", stage, kfac=kfac)
         engine = build(mode, 2, model=make_net(QueryNet))
@@ -115,8 +116,9 @@ def test_inverses_match_reference(world):
                 wrong.append(f"{name}: not only inverses: {result}")
     assert not wrong, "\n".join(wrong)
     assert all(sum(own[name]["cholesky"] for own in results) > 0 for name in results[0])
-    wire = results[0]["relative, bf16 on the wire"]["report"]
-    assert "inverses every" in wire and "inverses travel in fp32" in wire
+    if world <= 2:
+        wire = results[0]["relative, bf16 on the wire"]["report"]
+        assert "inverses every" in wire and "inverses travel in fp32" in wire
 
 
 RESUMED = {

@@ -224,7 +224,7 @@ def still_worker(cases) -> dict:
     for stage, types in cases:
         params = {**OURS["params"], "adam_lr": 0, "betas": [0, 0.9], "weight_decay": 0.1}
         settings = config(optimizer={"type": "KFACAdamW", "params": params}, zero_optimization={"stage": stage})
-        settings["kfac"] = {"layers": {"types": types}, "factor": {"update_interval": 1}}
+        settings["kfac"] = {"layers": {"types": types}, "factor": {"update_interval": 1, "fisher": "empirical"}}
         schedule = [1.0, 0.0, 1.0, 1.0]
         engine, *_ = start(settings, lr_scheduler=lambda made: LambdaLR(made, lambda step: schedule[step]))  # noqa: B023
         seen = [weights(engine)]

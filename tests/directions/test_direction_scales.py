@@ -10,6 +10,7 @@ import torch
 
 from ds_kfac.directions.base import StepContext
 from ds_kfac.directions.kfac_adamw.direction import AdamDirection
+from ds_kfac.directions.kfac_adamw.part import Block, Part
 from ds_kfac.directions.kfac_gradient import KFACGradient
 from ds_kfac.directions.kfac_gradient_rule import KFACGradientRule
 from ds_kfac.step.layer_states import with_new_bases
@@ -223,3 +224,13 @@ def test_a_loss_scale_may_be_a_whole_number_of_any_size(kind):
         loss_scale=2**32, loss_scale_config=SimpleNamespace(cur_scale=2**32), torch_autocast_gradscaler=None
     )
     assert torch.ones(()) / layout.grad_scale() ** 2 == 2.0**-64
+
+
+def test_a_whitened_direction_has_the_size_that_it_had_before():
+    """With a root the direction is whitened first: what it is then is no measure of whether gradients die out."""
+    direction, *_ = make(AdamDirection, adam={"orthogonalize": True}, groups=ADAM)
+    part = Part([linear_layer("a", COLUMNS, ROWS)], 0)
+    blocks = [Block(part, torch.ones(ROWS, COLUMNS), size=size) for size in (torch.tensor(7.0), None)]
+    direction._iterate(blocks)
+    assert float(blocks[0].norm) == 7.0
+    close(blocks[1].norm, (ROWS * COLUMNS) ** 0.5, sums=ROWS * COLUMNS, dtype=torch.float32)

@@ -8,7 +8,7 @@ from ds_kfac.checkpoint.files import layer_payload
 from ds_kfac.curvature.side import Side
 from ds_kfac.update.layer_state import LayerState
 from ds_kfac.update.moments import AdamMoments, CorrectedEigenvalues, stacked, unstacked
-from ds_kfac.update.stacking import stacked_bytes, stacks
+from ds_kfac.update.stacking import rounds, stacked_bytes, stacks
 from tests.close import close
 from tests.models import linear_layer
 from tests.update.test_moments import random_basis
@@ -46,6 +46,14 @@ def test_large_layers_stay_alone_and_copies_have_a_limit():
     both = 3 * small + 2 * stacked_bytes(LAYERS[1:2])
     assert names(stacks(LAYERS, alike=lambda layer: None, limit=both))[:2] == [["a", "c", "f"], ["b", "e"]]
     assert names(stacks(LAYERS, alike=lambda layer: None, limit=both - 1))[:2] == [["a", "c", "f"], ["b"]]
+
+
+def test_a_round_is_small_or_one_stack_and_the_largest_matrices_come_first():
+    found = stacks([*LAYERS, linear_layer("g", 5, 13)], alike=lambda layer: None)  # 35 elements, or 65
+    assert [names(some) for some in rounds(found, limit=100)] == [[["b", "e"]], [["g"]], [["a", "c", "f"]], [["d"]]]
+    assert [names(some) for some in rounds(found, limit=195)][1:] == [[["a", "c", "f"], ["d"]]]
+    assert [names(some) for some in rounds(found)] == [[["b", "e"], ["g"], ["a", "c", "f"], ["d"]]]
+    assert rounds([]) == []
 
 
 def test_a_checkpoint_of_one_layer_holds_that_layer_alone():

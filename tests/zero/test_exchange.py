@@ -75,7 +75,7 @@ def test_in_place_the_own_part_lies_where_the_gradient_was(wire):
     flat = rank.result.flatten()[:HALF].to(wire)
     assert torch.equal(rank.stored, flat) and rank.outbox.own[0, 0] is rank.stored
     rank.step()
-    assert torch.equal(rank.stored, (flat.float() * SCALE).to(wire)), "a scale is not rounded before it is used"
+    assert torch.equal(rank.stored, (flat.float() * SCALE).to(wire))
     assert not hasattr(rank, "written")
 
 
