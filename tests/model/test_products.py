@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.model.batch_info import BatchInfo
 from ds_kfac.model.product_code import Lies, contraction, lent, multiplied
-from ds_kfac.model.products import Products
+from ds_kfac.model.products import Products, laid
 from ds_kfac.model.scan import Choice, scan
 from ds_kfac.ops.reference import symmetric_pack
 from tests.deepspeed.expert_stacks import BIASED, STACKS, WIDTH, Apart, Dispatched, make
@@ -312,6 +312,54 @@ def test_a_weight_that_the_module_around_it_takes_has_the_rows_of_that():
     assert recorder.capture.called == set(means)
     x = torch.cat([X, torch.ones(ROWS, 1)], 1).double()
     close(means["by_operator"][0], symmetric_pack(x.T @ x / ROWS))
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(IN, IN)
+
+    def project(self, x):
+        return F.linear(x, self.linear.weight, self.linear.bias)
+
+    def forward(self, x):
+        return self.project(x)
+
+
+class Outer(nn.Module):
+    """Calls a method of the module around a layer, whose hooks do not see it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x):
+        return self.inner.project(x)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.outer = Outer()
+
+    def forward(self, x):
+        return checkpoint(self.outer, x, use_reentrant=True)
+
+
+def test_a_method_called_from_further_out_is_seen_in_a_recomputation_too():
+    model = Checkpointed()
+    recorder = Recorder(model)
+    model(X.clone().requires_grad_()).square().mean().backward()
+    (A, _) = recorder.means()["outer.inner.linear"]
+    x = torch.cat([X, torch.ones(ROWS, 1)], 1).double()
+    close(A, symmetric_pack(x.T @ x / ROWS))
+
+
+def test_a_gradient_of_a_base_lies_as_its_view_does():
+    """As that of an einsum, whose dimensions are in another order in memory."""
+    base = torch.zeros(2, 3, 5)
+    gradient = torch.arange(30.0).view(2, 3, 5)
+    assert torch.equal(laid(base.permute(1, 2, 0))(gradient), gradient.permute(1, 2, 0))
 
 
 def test_one_matrix_in_two_ways_is_none():

@@ -187,7 +187,7 @@ class Holding(nn.Module):
         self.bias = self.decoder.bias
 
     def _tie_weights(self):
-        self.bias = self.decoder.bias
+        self.decoder.bias = self.bias
 
     def forward(self, x):
         return self.decoder(x)
