@@ -69,7 +69,7 @@ def of_step(kfac, step: int, *, scheduled: bool) -> None:
 
 def worker(names) -> dict:
     results, world = {}, dist.get_world_size()
-    for name in names:
+    for name in names or cases(world):
         stage, given, rounding = cases(world)[name]
         kfac = options(**given)
         mode = Inverse("inverse", stage, kfac=kfac)
