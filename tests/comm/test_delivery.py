@@ -1,5 +1,7 @@
 """Eigenbases from the ranks that decompose to the gradient workers; ranks are threads here."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -34,6 +36,7 @@ def factor_of(key: str) -> KroneckerFactor:
     return fold(KroneckerFactor.empty(side), total, torch.tensor(20.0), decay=0.9)
 
 
+@cache  # with SHUFFLED_SUMS each call sums in another order
 def basis(key: str) -> Eigenbasis:
     """Of :func:`factor_of`."""
     found = refresh(factor_of(key)).basis
