@@ -18,7 +18,7 @@ from ds_kfac.plan.resolve import adaptive, resolve
 from ds_kfac.update.layer_state import LayerState
 from ds_kfac.update.moments import AdamFold, Moments
 from ds_kfac.update.rotation import AT_ONCE, Rotations
-from ds_kfac.update.stacking import rounds
+from ds_kfac.update.stacking import in_order
 from ds_kfac.zero.exchange import GradientExchange, Outbox
 from ds_kfac.zero.layout import ShardLayout
 
@@ -236,8 +236,7 @@ class UpdateRule:
             """The gradient in fp32; rotated, on the way back, and back."""
             return given + (1 if corrected and by_rows(stack) else 3)
 
-        found = [stack for some in rounds(stacks) for stack in some]
-        return [(stack, 4 * copies(stack) * sum(layer.numel for layer in stack)) for stack in found]
+        return [(stack, 4 * copies(stack) * sum(layer.numel for layer in stack)) for stack in in_order(stacks)]
 
     passes = 0
     """Over a gradient, per step and gradient worker, in addition to those of preconditioning."""

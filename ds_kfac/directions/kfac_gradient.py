@@ -16,7 +16,7 @@ from ds_kfac.update.kfac import finite_or, graft_scale, kl_clip_scale, norms, pr
 from ds_kfac.update.layer_state import LayerState
 from ds_kfac.update.moments import CorrectedEigenvalues, stacked, unstacked
 from ds_kfac.update.rotation import Rotations
-from ds_kfac.update.stacking import apart, batches, per_layer, rounds, stacks, together
+from ds_kfac.update.stacking import apart, batches, in_order, per_layer, stacks, together
 from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
 
@@ -36,7 +36,7 @@ class KFACGradient:
         self.groups = {layer.name: exchange.group_indices(layer) for layer in exchange.owned}
         self.rotations = Rotations(plan.precision)
         found = stacks(exchange.owned, alike=(lambda layer: layer.copies) if plan.stacks else None)
-        self.stacks = tuple(stack for some in rounds(found) for stack in some)
+        self.stacks = in_order(found)
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
         local = LocalResult.empty(states, self.exchange)

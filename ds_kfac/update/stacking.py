@@ -71,8 +71,7 @@ def batches(
 def rounds(
     stacks: Iterable[S], layers: Callable[[S], Sequence[LayerSpec]] = lambda stack: stack, limit: int | None = None
 ) -> list[list[S]]:
-    """What of a step is in memory at a time: stacks of ``limit`` elements, or one that has more; the largest matrices
-    first, when no results wait yet, those with the same sides, as they are or transposed, next to each other. Pure.
+    """What of a step is in memory at a time: stacks of ``limit`` elements, or one that has more, as :func:`in_order`.
 
     Args:
         layers: of a stack.
@@ -80,7 +79,7 @@ def rounds(
     """
     found: list[list[S]] = []
     room, limit = 0, limit or AT_ONCE
-    for stack in sorted(stacks, key=lambda stack: _size(layers(stack)[0]), reverse=True):
+    for stack in in_order(stacks, layers):
         numel = sum(layer.numel for layer in layers(stack))
         if numel > room:
             found.append([])
@@ -90,9 +89,15 @@ def rounds(
     return found
 
 
-def _size(layer: LayerSpec) -> tuple[int, ...]:
-    """Of its matrix: elements, and sides."""
-    return math.prod(layer.shape[-2:]), *sorted(layer.shape[-2:])
+def in_order(stacks: Iterable[S], layers: Callable[[S], Sequence[LayerSpec]] = lambda stack: stack) -> tuple[S, ...]:
+    """The largest matrices first, when no results wait yet; those with the same sides, as they are or transposed, next
+    to each other. Pure."""
+
+    def size(stack: S) -> tuple[int, ...]:
+        sides = layers(stack)[0].shape[-2:]
+        return math.prod(sides), *sorted(sides)
+
+    return tuple(sorted(stacks, key=size, reverse=True))
 
 
 def together(parts: Sequence[Tensor]) -> Tensor:

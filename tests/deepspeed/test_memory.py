@@ -113,7 +113,7 @@ STEPS = [
     Mode("roots z2, large", 2, adam=True, orthogonal=True, root=True),
     Mode("gradient z3 bf16, large, A", 3, dtype="bf16", kfac={"factor": {"fisher": "activations_only"}}),
 ]
-SIDES = [96 + 2 * index for index in range(31)]
+SIDES = [96 + 2 * index for index in range(41)]
 """Of layers of which none is like another: what a single layer's products copy is little, and none are stacked."""
 COPIES = 1
 """Of one layer, in its products and moments."""
@@ -170,4 +170,4 @@ def test_a_step_holds_what_the_estimate_says():
         for name, found in results.items():
             slack = COPIES * found["layer"]
             assert found["captured"] <= 1.02 * found["estimate"] + slack, (name, found)
-            assert found["captured"] >= 0.85 * found["estimate"], (name, found)
+            assert found["captured"] >= 0.9 * found["estimate"], (name, found)

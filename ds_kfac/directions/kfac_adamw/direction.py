@@ -48,7 +48,7 @@ from ds_kfac.update.layer_state import LayerState
 from ds_kfac.update.moments import stacked, unstacked
 from ds_kfac.update.newton_schulz import orthogonal_factors, scale_to
 from ds_kfac.update.rotation import Rotations
-from ds_kfac.update.stacking import apart, batches, rounds, stacks, together
+from ds_kfac.update.stacking import apart, batches, in_order, rounds, stacks, together
 from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
 
@@ -71,7 +71,7 @@ class AdamDirection:
         self.rotations = Rotations(plan.precision)
         self.together, self.waits = plan.stacks, plan.waits
         found = stacks(exchange.owned, alike=self._alike if plan.stacks else None)
-        self.stacks = tuple(stack for some in rounds(found) for stack in some)
+        self.stacks = in_order(found)
         of_all = partial(torch.tensor, device=exchange.device)  # of every layer, in the order of the stacks
         layers = [layer for stack in self.stacks for layer in stack]
         scaled = [self.orthogonalizes(layer) and self._whole(layer) for layer in layers]
