@@ -11,8 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 STAGES = ("capture", "reduce", "refresh", "relayout", "precondition")
-"""Of a K-FAC step. "capture" runs inside the model's forward and backward, the others before the optimizer's step;
-"reduce" is what is left to wait for of messages sent during backward."""
+"""Of a K-FAC step. "capture" runs inside the model's forward and backward, the others before the optimizer's step."""
 
 
 SUMMARY = {
@@ -43,8 +42,7 @@ class Metrics:
         counts: of this rank: "steps", "skipped_steps", "factor_updates" (steps that captured), "captured_elements" (of
             factors, over all ranks), "refreshes" (factors decomposed here), "refreshes_<how>" (eigh, qr;
             cholesky, an inverse; newton, a root; diagonal; failed), "refresh_retries" (rungs of the failure
-            ladder that failed), "refresh_failures" (old bases or inverses kept), "late_calls" (of layers, whose rows
-            came after the step's statistics had been sent and were dropped).
+            ladder that failed), "refresh_failures" (old bases or inverses kept).
         seconds: stage -> seconds so far; filled if timings are on.
         nu: last kl-clip factor, a device scalar, the same on all ranks; None while kl-clip is off.
         summary: fp32 on the device, over all ranks, as :data:`SUMMARY` names it.

@@ -33,7 +33,6 @@ class Slot:
         numel: of the packed sum.
         owner: the rank that averages it.
         contributors: ranks that make it, ascending.
-        shared: whether it is of several layers.
     """
 
     factor: str
@@ -43,7 +42,6 @@ class Slot:
     numel: int
     owner: int
     contributors: Sequence[int]
-    shared: bool = False
 
     @property
     def rows(self) -> tuple[str, int, str]:
@@ -82,8 +80,7 @@ def slots(
     step: int,
 ) -> tuple[Slot, ...]:
     """Sums of the factors in ``keys`` at ``step``, in the order in which they are complete in a backward: upper layers
-    first, but shared ones last, because it is known last whether they are still shared. Layers that share an input have
-    one."""
+    first. Layers that share an input have one."""
     by_layer, found = factors_by_layer(factors), []
     for layer in reversed(layers):
         for which, factor in by_layer.get(layer.name, {}).items():
@@ -92,50 +89,33 @@ def slots(
             owner = decomposers[factor.key]
             ranks = contributors.of(factor.key, owner, step)
             for index, use in enumerate(layer.uses):
-                numel, shared = (use.A if which == "A" else use.G).numel, len(factor.layers) > 1
-                found.append(Slot(factor.key, layer.name, index, which, numel, owner, ranks, shared))
-    return tuple(sorted(found, key=lambda slot: slot.shared))
+                numel = (use.A if which == "A" else use.G).numel
+                found.append(Slot(factor.key, layer.name, index, which, numel, owner, ranks))
+    return tuple(found)
 
 
-def buckets(found: Sequence[Slot], *, world: int, itemsize: int, nbytes: int, least: int) -> tuple[Bucket, ...]:
+def buckets(found: Sequence[Slot], *, world: int, itemsize: int, nbytes: int) -> tuple[Bucket, ...]:
     """The messages of some sums, in the order in which they leave.
 
     Args:
         itemsize: of an element on the wire.
         nbytes: bound on what a rank sends, or receives, in one message.
-        least: how many messages, if there is enough to send.
     """
-    moving = [slot for slot in found if slot.travels]
-    if not moving:
-        return ()
-    total = sum(slot.numel for slot in moving)
     made: list[Bucket] = []
     pieces: list[Piece] = []
     load = np.zeros((2, world))  # sent, received
-    taken = 0
-
-    def close() -> None:
-        made.append(tuple(pieces))
-        pieces.clear()
-        load[:] = 0
-
-    for place, slot in enumerate(moving):
+    for slot in (slot for slot in found if slot.travels):
         for piece in _pieces(slot, itemsize, nbytes):
             senders = [rank for rank in slot.contributors if rank != slot.owner]
             more, received = piece.numel * itemsize, piece.numel * itemsize * slot.sources
             full = max(load[0, senders].max() + more, load[1, slot.owner] + received) > nbytes
             if pieces and full:
-                close()
+                made.append(tuple(pieces))
+                pieces, load = [], np.zeros((2, world))
             load[0, senders] += more
             load[1, slot.owner] += received
             pieces.append(piece)
-            taken += piece.numel
-        together = place + 1 < len(moving) and moving[place + 1].layer == slot.layer  # a layer's sums
-        if not together and taken * least >= total * (len(made) + 1):
-            close()
-    if pieces:
-        close()
-    return tuple(made)
+    return (*made, tuple(pieces)) if pieces else ()
 
 
 def _pieces(slot: Slot, itemsize: int, nbytes: int) -> list[Piece]:
@@ -145,11 +125,7 @@ def _pieces(slot: Slot, itemsize: int, nbytes: int) -> list[Piece]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sums and messages of a run's steps, the same on every rank: what :func:`slots` and :func:`buckets` are asked.
-
-    Attributes:
-        least: messages of a step, if there is enough to send.
-    """
+    """Sums and messages of a run's steps, the same on every rank: what :func:`slots` and :func:`buckets` are asked."""
 
     layers: Sequence[LayerSpec]
     factors: Sequence[FactorSpec]
@@ -157,7 +133,6 @@ class Layout:
     contributors: Contributors
     itemsize: int
     nbytes: int
-    least: int
     _known: dict[tuple, tuple[tuple[Slot, ...], tuple[Bucket, ...]]] = field(default_factory=dict, compare=False)
 
     def slots(self, keys: frozenset[str], step: int) -> tuple[Slot, ...]:
@@ -177,7 +152,7 @@ class Layout:
                 self._known.pop(next(iter(self._known)))
             found = slots(self.layers, self.factors, self.decomposers, self.contributors, keys, step)
             world = self.contributors.world
-            made = buckets(found, world=world, itemsize=self.itemsize, nbytes=self.nbytes, least=self.least)
+            made = buckets(found, world=world, itemsize=self.itemsize, nbytes=self.nbytes)
             self._known[asked] = found, made
         return self._known[asked]
 

@@ -80,10 +80,6 @@ class Posted:
         self._sent = sent  # until it has left
         self._received, self._handle = channel.all_to_all(sent, outgoing, incoming, carries=self._carries(), wait=False)
 
-    @property
-    def arrived(self) -> bool:
-        return bool(self._handle.is_completed())
-
     def wait(self) -> list[Arrivals]:
         """What arrived, per leg."""
         self._handle.wait()

@@ -60,11 +60,6 @@ class Reduction:
         )
         self._message = Posted(legs, channel, device)
 
-    @property
-    def arrived(self) -> bool:
-        """Whether nobody would have to wait."""
-        return self._message.arrived
-
     def add_to(self, sums: Mapping[tuple[str, int, str], BatchSum]) -> None:
         """Wait, and turn this rank's sums of the slots that it owns into those of all contributors, in rank order."""
         counts, elements = self._message.wait()

@@ -26,8 +26,7 @@ REDUCED = ("factors",)
 MOVED = tuple(kind for kind in KINDS if kind not in REDUCED)
 
 HIDDEN = 0.5
-"""Of decompositions that have steps to be done in: assumed to run where the model leaves a GPU idle. Batch sums hide
-behind the backward that makes them, all but their last message. On a CPU nothing does."""
+"""Of decompositions that have steps to be done in: assumed to run where the model leaves a GPU idle; none on a CPU."""
 
 Stages = Mapping[str, float]
 """Stage -> seconds of its slowest rank, and under "hidden" what the model covers of them, negative. Stages follow each
@@ -103,7 +102,6 @@ class Workload:
         for factor in self._in_order(happening.decomposed):
             seconds = costs.decompose(factor.side, plan.method, exact=happening.exact)
             refresh[plan.assignment.decomposers[factor.key]] += seconds
-        messages = max(1, len(traffic.layout.buckets(happening.captured, 0)))
         reduce, relayout = (self._travel(step, kinds) for kinds in (REDUCED, MOVED))
         relayout = relayout + self._copies
         return {
@@ -112,7 +110,7 @@ class Workload:
             "refresh": float(refresh.max()),
             "relayout": float(relayout.max()),
             "precondition": float(self._precondition.max()),
-            "hidden": -float(reduce.max()) * (1 - 1 / messages) * costs.beside,
+            "hidden": 0.0,
         }
 
     def _travel(self, step: StepTraffic, kinds: Sequence[str]) -> np.ndarray:

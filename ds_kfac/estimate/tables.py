@@ -125,10 +125,7 @@ def work_lines(estimate: Estimate) -> list[str]:
     model = "?" if estimate.model is None else _seconds(estimate.model)
     stages = (_seconds(timing.stages[stage]) for stage in (*STAGES, "hidden"))
     seconds.append(("", *stages, _seconds(timing.mean), model))
-    hidden = wrapped(
-        f"hidden behind the model, assumed: {HIDDEN:.0%} of decompositions that have steps to be done in, and all "
-        "messages of batch sums but a step's last"
-    )
+    hidden = wrapped(f"hidden behind the model, assumed: {HIDDEN:.0%} of decompositions that have steps to be done in")
     return [*columns(rows, right=True), "", *columns(seconds, right=True), *(hidden if work.costs.beside else [])]
 
 

@@ -117,7 +117,7 @@ class PlannedTraffic:
         )
         self.layout = Layout(
             plan.layers, assignment.factors, assignment.decomposers, plan.contributors, plan.wire.itemsize,
-            plan.bucket_bytes, least=2,
+            plan.bucket_bytes,
         )  # fmt: skip
         self.first = self.layout if plan.first is None else replace(self.layout, contributors=plan.first, _known={})
         self._scattered = numbers + SCATTERED_NUMBERS + len(plan.layers)

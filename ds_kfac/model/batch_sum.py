@@ -80,10 +80,3 @@ class Sums(Protocol):
         """At the first rows of a step: empty sums of those of the factors in ``keys`` that this rank contributes to, by
         layer name, one per use."""
         ...
-
-    def rows_added(self, layer: str, use: int, sides: str) -> None:
-        """A call's rows have come."""
-
-    def gone(self, layer: str, use: int, side: str) -> bool:
-        """Whether this sum has left, so that further rows are dropped."""
-        ...

@@ -272,8 +272,8 @@ class Capture:
         stacked = layer.part[1] > 1 and layer.uses[index].product
         if index == 0 and not stacked and "A" in only:
             self._measure(layer, kind.rows(x, output) if select is None else len(x))
-        sums = self._use_sums(layer, index)
-        sides = "".join(side for side in self._due(layer, index).sides if side in only)
+        sums = self._due(layer, index)
+        sides = "".join(side for side in sums.sides if side in only)
         if not sides:
             return
         # several may have run before the backward of this one, with other masks
@@ -365,24 +365,24 @@ class Capture:
             self.strangers += 1
 
     def _add_rows(self, call: Call, gradient: Tensor) -> None:
-        """Of both sides, unless they are too late; a call with an empty batch has none."""
+        """Of both sides; a call with an empty batch has none."""
         gradient = call.gradient_of(gradient)
         self.counted += 1
         name, use = call.layer.name, call.use
         needs_x = LAYERS[call.layer.uses[use].kind].needs_gradients
-        sum_A, waiting = self._use_sums(call.layer, use).A, call.forward.waiting.pop((name, use), None)
+        sums, waiting = self._due(call.layer, use), call.forward.waiting.pop((name, use), None)
+        sum_A = sums.A
         if sum_A is not None and waiting is not None:
             sum_A.take(waiting)
         if sum_A is not None and not needs_x and call.x is not None and call.x.numel():
             self.rows.add_input(call.layer, use, call.module, call.x, call.rows, sum_A)
         if gradient.numel() and not (needs_x and call.x is None):
             seed = self._fallback_seed() if self._seed is None else self._seed
-            self.rows.add_gradient(call, gradient, self._use_sums(call.layer, use), seed)
+            self.rows.add_gradient(call, gradient, sums, seed)
         if call.recomputed:
             call.x = None
         elif call.x is not None:
             self._arrived.append(call)
-        self.sums.rows_added(name, use, call.sides)
 
     def _due(self, layer: LayerSpec, index: int) -> UseSums:
         """What is due of a use in this step."""
@@ -390,11 +390,3 @@ class Capture:
             self._sums = self.sums.allocate(self._keys, self.rows.turn)
         uses = self._sums.get(layer.name)
         return UseSums(None, None) if uses is None else uses[index]
-
-    def _use_sums(self, layer: LayerSpec, index: int) -> UseSums:
-        """The same without what has left."""
-        sums = self._due(layer, index)
-        for side in sums.sides:
-            if self.sums.gone(layer.name, index, side):
-                sums = sums.having(side, None)
-        return sums

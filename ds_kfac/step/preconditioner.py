@@ -88,7 +88,7 @@ class KFACPreconditioner:
         reducer = Reducer(
             self.layers, plan.assignment.factors, plan.assignment.decomposers, self.channel, self.device,
             contributors=plan.contributors, dtype=plan.wire, nbytes=plan.bucket_bytes,
-            last_micro_batch=self.layout.last_micro_batch, parted=lambda: inputs.broken,
+            parted=lambda: inputs.broken,
         )  # fmt: skip
         return FactorUpdates(plan, self.channel, reducer, self.refresher, self.metrics, self.device)
 
@@ -130,7 +130,6 @@ class KFACPreconditioner:
             if due.capture:
                 with stage("reduce"):
                     sums = reducer.finish(due.capture, self.steps)
-                self.metrics.step_counts["late_calls"] += reducer.late
             known = self.sharing.changed(self.known, self.curvature, due, self.steps, measured)
             parted = frozenset() if known is None else self.learn(known)
             curvature, factors = self.curvature, self.curvature.draft(self.steps, due, parted)
@@ -189,8 +188,7 @@ class KFACPreconditioner:
         self.capture.begin_step(self.curvature.reducer, self.due.capture, self.steps, measure=measure)
 
     def reset(self) -> None:
-        """Start afresh: no factors, no eigenbases, step 0. Collective."""
-        self.curvature.reducer.drain(self.due.capture, self.steps)
+        """Start afresh: no factors, no eigenbases, step 0."""
         self._begin()
 
     def _begin(self) -> None:

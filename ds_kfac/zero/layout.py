@@ -203,10 +203,6 @@ class ShardLayout(ABC):
         scale = self.manual_scale() if self.engine._manual_backward_expected else 1.0
         return scale / self.engine.gradient_accumulation_steps()
 
-    def last_micro_batch(self) -> bool:
-        """Whether the running backward is the step's last. A pipeline knows only after it."""
-        return bool(self.engine.is_gradient_accumulation_boundary())
-
     @property
     def timers(self) -> Any | None:
         """DeepSpeed's, if it prints a breakdown."""

@@ -23,8 +23,8 @@ def found(world: int = 3, keys=EVERY, layers=LAYERS, factors=FACTORS, step: int 
     return slots(layers, factors, decomposers, Contributors(world, **options), frozenset(keys), step)
 
 
-def messages(sums, world: int = 3, itemsize: int = 4, nbytes: int = LARGE, least: int = 2):
-    return buckets(sums, world=world, itemsize=itemsize, nbytes=nbytes, least=least)
+def messages(sums, world: int = 3, itemsize: int = 4, nbytes: int = LARGE):
+    return buckets(sums, world=world, itemsize=itemsize, nbytes=nbytes)
 
 
 @pytest.mark.parametrize("wanted", [EVERY, set(), {"l3/A"}, {"l0/G", "l4/A", "l4/G"}], ids=len)
@@ -37,11 +37,10 @@ def test_every_factor_asked_for_has_one_sum_with_its_owner_upper_layers_first(wa
         assert (slot.owner, slot.numel) == (DECOMPOSERS[slot.factor], factor.side.numel)
 
 
-def test_layers_that_share_an_input_have_one_sum_for_it_which_comes_last():
+def test_layers_that_share_an_input_have_one_sum_for_it():
     layers = [linear_layer(name, 6, 3) for name in ("q", "k", "v")]
     sums = found(layers=layers, factors=factor_specs(layers, [["q", "k", "v"]]), keys={"q/A", "q/G", "k/G", "v/G"})
-    assert [slot.factor for slot in sums] == ["v/G", "k/G", "q/G", "q/A"]
-    assert [slot.shared for slot in sums] == [False, False, False, True]
+    assert [slot.factor for slot in sums] == ["v/G", "k/G", "q/A", "q/G"]
 
 
 def test_a_tied_layer_has_a_sum_for_each_use_of_each_side():
@@ -59,14 +58,9 @@ def test_a_layer_whose_sides_are_both_the_identity_has_no_sum():
     assert found(layers=[*LAYERS, bare]) == found()
 
 
-def test_two_messages_of_about_equal_size_carry_everything_if_nothing_bounds_them():
-    upper, lower = messages(found())
-    assert {piece.slot.factor for piece in (*upper, *lower)} == EVERY
-    layers = [{piece.slot.layer for piece in bucket} for bucket in (upper, lower)]
-    assert min(layers[0]) > max(layers[1]), "a layer's sums stay together"
-    numels = [sum(piece.numel for piece in bucket) for bucket in (upper, lower)]
-    assert 0 <= 2 * numels[0] - sum(numels) <= 2 * max(layer.packed_numel for layer in LAYERS)
-    assert len(messages(found(), least=1)) == 1
+def test_one_message_carries_everything_if_nothing_bounds_it():
+    (message,) = messages(found())
+    assert {piece.slot.factor for piece in message} == EVERY
 
 
 def test_sums_that_only_their_owner_makes_do_not_travel():
@@ -117,14 +111,14 @@ def test_the_payload_is_a_sum_from_each_contributor_to_the_owner():
 def test_a_layout_is_made_once_for_the_same_factors_of_the_same_ranks():
     homes = {factor.key: place % 4 for place, factor in enumerate(FACTORS)}
     few = Contributors(4, node_size=4, counts=dict.fromkeys(homes, 2))
-    layout = Layout(LAYERS, FACTORS, homes, few, itemsize=4, nbytes=LARGE, least=2)
-    again = Layout(LAYERS, FACTORS, homes, few, itemsize=4, nbytes=LARGE, least=2)
+    layout = Layout(LAYERS, FACTORS, homes, few, itemsize=4, nbytes=LARGE)
+    again = Layout(LAYERS, FACTORS, homes, few, itemsize=4, nbytes=LARGE)
     seen = {}
     for step in range(40):
         made = layout.slots(EVERY, step)
         ranks = tuple(slot.contributors for slot in made)
         assert made == slots(LAYERS, FACTORS, homes, few, EVERY, step)
-        assert layout.buckets(EVERY, step) == buckets(made, world=4, itemsize=4, nbytes=LARGE, least=2)
+        assert layout.buckets(EVERY, step) == buckets(made, world=4, itemsize=4, nbytes=LARGE)
         assert seen.setdefault(ranks, made) is made
     assert 1 < len(seen) <= 3, "others of the node in turn"
     assert layout == again, "what is kept is no part of it"

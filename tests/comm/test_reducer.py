@@ -1,12 +1,14 @@
-"""Batch sums in messages that leave as soon as they are complete; ranks are threads here."""
+"""Batch sums in messages; ranks are threads here."""
 
 import random
+from itertools import accumulate
 
 import pytest
 import torch
 
 from ds_kfac.assignment.contributors import Contributors
 from ds_kfac.assignment.factor_spec import factor_specs
+from ds_kfac.comm import reducer as reducer_module
 from ds_kfac.comm.reducer import Reducer
 from tests.close import near
 from tests.comm.fake_network import FakeNetwork
@@ -20,18 +22,7 @@ ROWS = [(factor.layers[0], 0, factor.key[-1]) for factor in FACTORS]
 DECOMPOSERS = {factor.key: i % 2 for i, factor in enumerate(FACTORS)}
 
 
-class Boundary:
-    """Whether the running backward is the last of the step."""
-
-    def __init__(self, last: bool = True) -> None:
-        self.last = last
-
-    def __call__(self) -> bool:
-        return self.last
-
-
-def make(channel, *, last=None, **options) -> Reducer:
-    options = {"last_micro_batch": last or Boundary()} | options
+def make(channel, **options) -> Reducer:
     decomposers = {key: rank % channel.world for key, rank in DECOMPOSERS.items()}
     return Reducer(LAYERS, FACTORS, decomposers, channel, CPU, **options)
 
@@ -56,7 +47,6 @@ def add(reducer: Reducer, sums, rows, step: int = 0) -> None:
         part = getattr(sums[row[0]][row[1]], row[2])
         part.sum_P.add_(value(row, reducer.channel.rank, step))
         part.count.add_(1)
-        reducer.rows_added(*row)
 
 
 def ranks_of(reducer: Reducer, row, step: int):
@@ -87,10 +77,8 @@ def test_messages_cover_every_factor_that_is_due_once(keys):
     assert sorted(found) == sorted(keys)
 
 
-def test_there_is_one_message_where_nothing_leaves_early_or_only_one_layer_is_due():
-    reducer = Reducer(LAYERS, FACTORS, DECOMPOSERS, FakeNetwork(2).channel(0), CPU)
-    assert len(messages(KEYS, reducer)) == 1
-    assert len(messages(frozenset(["l3/A", "l3/G"]))) == 1
+def test_there_is_one_message_unless_it_is_too_long_and_none_where_nothing_travels():
+    assert len(messages(KEYS)) == 1 < len(messages(KEYS, alone(nbytes=256)))
     assert messages(frozenset()) == () == messages(KEYS, make(FakeNetwork(1).channel(0)))
 
 
@@ -138,145 +126,9 @@ def test_every_step_starts_from_zero():
             assert part is None or (not part.sum_P.any() and not part.count.any())
 
 
-# when a bucket leaves
-
-
-def entered(channel, reducer: Reducer, steps, last: Boundary | None = None) -> list[list[int]]:
-    """Per step, the collectives entered after each addition. ``steps``: lists of rows, each a micro-batch."""
-    seen = []
-    for step, micro_batches in enumerate(steps):
-        sums, before, counts = reducer.allocate(KEYS, 0), channel.calls["factors"], []
-        for index, rows in enumerate(micro_batches):
-            if last is not None:
-                last.last = index == len(micro_batches) - 1
-            for row in rows:
-                add(reducer, sums, [row], step)
-                counts.append(channel.calls["factors"] - before)
-        reducer.finish(KEYS, 0)
-        assert channel.calls["factors"] - before == 2
-        seen.append(counts)
-    return seen
-
-
-FORWARD_BACKWARD = [row for row in ROWS if row[2] == "A"] + [row for row in reversed(ROWS) if row[2] == "G"]
-
-
-def first_bucket() -> int:
-    """Additions after which the upper half is complete."""
-    upper = {piece.slot.rows for piece in messages(KEYS)[0]}
-    return max(place for place, row in enumerate(FORWARD_BACKWARD) if row in upper) + 1
-
-
-def test_buckets_leave_with_their_last_rows_once_two_steps_had_as_many():
-    def work(channel):
-        return entered(channel, make(channel), [[FORWARD_BACKWARD]] * 4)
-
-    half, total = first_bucket(), len(ROWS)
-    assert half < total
-    late = [0] * total
-    early = [0] * (half - 1) + [1] * (total - half) + [2]
-    assert FakeNetwork(2).run(work) == [[late, late, early, early]] * 2
-
-
-def test_buckets_leave_in_the_last_micro_batch_only():
-    last = [Boundary(), Boundary()]
-
-    def work(channel):
-        boundary = last[channel.rank]
-        return entered(channel, make(channel, last=boundary), [[FORWARD_BACKWARD] * 3] * 3, boundary)
-
-    half, total = first_bucket(), len(ROWS)
-    for _, _, third in FakeNetwork(2).run(work):
-        assert third == [0] * (2 * total + half - 1) + [1] * (total - half) + [2]
-
-
-@pytest.mark.parametrize(
-    ("other", "expected"),
-    [
-        # a row that does not come makes its bucket wait for the end, in that step
-        (FORWARD_BACKWARD[:-1], [0, 0, 2, 1, 1, 2, 2]),
-        # rows that come twice are expected twice after two such steps, and once after two steps of the old kind
-        ([FORWARD_BACKWARD[0], *FORWARD_BACKWARD], [0, 0, 2, 1, 1, 1, 1]),
-    ],
-    ids=["fewer", "more"],
-)
-def test_a_bucket_with_other_calls_than_expected_leaves_at_the_end(other, expected):
-    usual = FORWARD_BACKWARD
-    steps = [[rows] for rows in (usual, usual, usual, other, other, usual, usual)]
-
-    def work(channel):
-        return [counts[-1] for counts in entered(channel, make(channel), steps)]
-
-    assert FakeNetwork(2).run(work) == [expected] * 2
-
-
-def test_a_bucket_never_overtakes_the_one_before_it():
-    """Lower layers are complete first here, on one rank only: collectives still come in the same order."""
-    lower_first = [*reversed(FORWARD_BACKWARD)]
-
-    def work(channel):
-        reducer = make(channel)
-        seen = entered(channel, reducer, [[lower_first if channel.rank else FORWARD_BACKWARD]] * 4)
-        return seen[-1][-1]
-
-    assert FakeNetwork(2).run(work) == [2, 2]
-
-
-@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
-def test_rows_that_come_too_late_are_dropped_counted_and_awaited_from_then_on(ranks, caplog):
-    """Also on some ranks only: all enter the same messages in the same order."""
-    times = [1, 1, 2, 2, 2, 2]
-
-    def work(channel):
-        reducer, seen = make(channel), []
-        for step, often in enumerate(times):
-            sums, counts, dropped, before = reducer.allocate(KEYS, 0), [], 0, channel.calls["factors"]
-            for _ in range(often if channel.rank in ranks else 1):
-                for row in FORWARD_BACKWARD:
-                    if reducer.gone(*row):  # as the hooks do: nothing is added
-                        dropped += 1
-                        reducer.rows_added(*row)
-                    else:
-                        add(reducer, sums, [row], step)
-                    counts.append(channel.calls["factors"] - before)
-            found = reducer.finish(KEYS, 0)
-            late = reducer.late
-            assert channel.calls["factors"] - before == 2 and dropped == late, "what has been sent is not added to"
-            for rows, part in parts_of(found).items():
-                given = [1 + (rank in ranks and often == 2 and step != 2) for rank in range(2)]
-                assert part.count == sum(given), (step, rows)
-                assert (part.sum_P == sum(n * value(rows, rank, step) for rank, n in enumerate(given))).all()
-            seen.append((late, counts[len(ROWS) - 1], counts[-1]))
-        return seen
-
-    for rank, seen in enumerate(FakeNetwork(2).run(work)):
-        total = len(ROWS)
-        twice = rank in ranks
-        assert [late for late, _, _ in seen] == [0, 0, total * twice, 0, 0, 0]
-        assert [gone for _, gone, _ in seen] == ([0, 0, 2, 0, 0, 0] if twice else [0, 0, 2, 2, 2, 2])
-        assert [gone for _, _, gone in seen] == ([0, 0, 2, 0, 2, 2] if twice else [0, 0, 2, 2, 2, 2])
-
-
 def parts_of(found):
     return {(name, use, side): part for name, uses in found.items() for use, sums in enumerate(uses)
             for side, part in (("A", sums.A), ("G", sums.G)) if part is not None}  # fmt: skip
-
-
-def test_a_step_that_is_given_up_leaves_no_rank_with_a_message_of_its_own():
-    """Rank 0 has sent half of its sums when both give up; the next step is right on both."""
-
-    def work(channel):
-        reducer = make(channel)
-        entered(channel, reducer, [[FORWARD_BACKWARD]] * 3)
-        sums, before = reducer.allocate(KEYS, 0), channel.calls["factors"]
-        if channel.rank == 0:
-            add(reducer, sums, FORWARD_BACKWARD[: first_bucket()], 7)
-        assert channel.calls["factors"] - before == (channel.rank == 0)
-        reducer.drain(KEYS, 0)
-        add(reducer, reducer.allocate(KEYS, 0), ROWS, 8)
-        check(reducer.finish(KEYS, 0), KEYS, 2, channel.rank, 8)
-
-    FakeNetwork(2).run(work)
 
 
 # layers that part
@@ -333,15 +185,28 @@ def test_a_rank_makes_the_sums_it_contributes_to_and_no_others(count, everywhere
         assert any(entered) == (count > 1 or everywhere), "no network for what stays"
 
 
-def test_messages_are_bounded_and_two_are_on_their_way_at_a_time():
+def test_messages_are_bounded_and_two_are_on_their_way_at_a_time(monkeypatch):
+    under_way: list[int] = []
+
+    class Watched(reducer_module.Reduction):
+        def __init__(self, *given) -> None:
+            super().__init__(*given)
+            under_way.append(1)
+
+        def add_to(self, sums) -> None:
+            under_way.append(-1)
+            super().add_to(sums)
+
+    monkeypatch.setattr(reducer_module, "Reduction", Watched)
+
     def work(channel):
         reducer = make(channel, nbytes=256)
         for step in range(4):
-            sums, before = reducer.allocate(KEYS, step), channel.calls["factors"]
-            add(reducer, sums, FORWARD_BACKWARD, step)
-            early, running = channel.calls["factors"] - before, len(reducer._running)
-            assert running <= 2 and (early > 0) == (step >= 2)
+            before = channel.calls["factors"]
+            add(reducer, reducer.allocate(KEYS, step), ROWS, step)
+            assert channel.calls["factors"] == before, "nothing leaves before the step"
             check(reducer.finish(KEYS, step), KEYS, 2, channel.rank, step)
             assert channel.calls["factors"] - before == len(messages(KEYS, reducer)) > 2
 
     FakeNetwork(2).run(work)
+    assert sum(under_way) == 0 and max(accumulate(under_way)) <= 4, "of two ranks"

@@ -163,7 +163,7 @@ def test_collectives_bytes_and_state(world):
                 assert counted == kinds, (case, step, counted)
                 assert calls.pop("all_gather_object", 0) == (step == 0), "once in a run"
                 assert calls == ({"all_to_all_single": sum(kinds.values())} if kinds else {}), (case, step, calls)
-                assert sum(kinds.values()) <= 4
+                assert sum(kinds.values()) <= 3
                 expected = {"factors": plan["factors"] * captures, "gradients": plan["gradients"]}
                 expected |= {kind: plan[kind] * refreshes for kind in ("eigenvectors", "eigenvalues")}
                 expected["results"] = plan["results"]
@@ -238,10 +238,10 @@ def adam_worker(_) -> dict:
     return results
 
 
-def test_kfac_adamw_needs_at_most_4_collectives_too():
+def test_kfac_adamw_needs_at_most_3_collectives_too():
     for result in run_ranks("tests.deepspeed.test_communication:adam_worker", world=2):
         for (stage, clip), steps in result.items():
             for step, calls in enumerate(steps):
                 calls.pop("all_gather_object", None)  # once in a run
                 assert set(calls) <= {"all_to_all_single"}, "the clipped gradients' norm rides in the gather"
-                assert calls["all_to_all_single"] <= 4, (stage, clip, step)
+                assert calls["all_to_all_single"] <= 3, (stage, clip, step)

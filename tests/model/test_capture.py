@@ -47,12 +47,6 @@ class Recorder:
             for layer in self.layers
         }
 
-    def rows_added(self, layer: str, use: int, sides: str) -> None:
-        pass
-
-    def gone(self, layer: str, use: int, side: str) -> bool:
-        return False
-
     def sums(self, name: str) -> UseSums:
         return self.capture._sums[name][0]
 
