@@ -40,7 +40,7 @@ class Metrics:
 
     Attributes:
         counts: of this rank: "steps", "skipped_steps", "factor_updates" (steps that captured), "captured_elements" (of
-            factors, over all ranks), "refreshes" (factors decomposed here), "refreshes_<how>" (eigh, qr;
+            factors, over all ranks), "refreshes" (factors decomposed here), "refreshes_<how>" (eigh;
             cholesky, an inverse; newton, a root; diagonal; failed), "refresh_retries" (rungs of the failure
             ladder that failed), "refresh_failures" (old bases or inverses kept).
         seconds: stage -> seconds so far; filled if timings are on.

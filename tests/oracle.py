@@ -150,13 +150,8 @@ def _blocks(C: Tensor, block: int) -> Tensor:
     return C * (index[:, None] == index[None, :]) if block else torch.eye(len(C), device=C.device)
 
 
-def _eigh(C: Tensor, block: int, old: Any = None) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors, block by block: of a diagonal or an identity the latter are the identity. Or one
-    step of orthogonal iteration from ``old`` ones, largest values first, every column at its place."""
-    if old is not None and block > 1:
-        order = old[0].argsort(descending=True, stable=True)
-        Q = torch.linalg.qr(C @ old[1][:, order]).Q[:, order.argsort()]
-        return (Q.T @ C @ Q).diagonal().clamp(min=0), Q
+def _eigh(C: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors, block by block: of a diagonal or an identity the latter are the identity."""
     if block == 0:
         return C.new_ones(len(C)), torch.eye(len(C), device=C.device)
     parts = [torch.linalg.eigh(C[i : i + block, i : i + block]) for i in range(0, len(C), block)]
@@ -195,7 +190,7 @@ class ReferenceKFAC:
     only: Any = None
 
     def __init__(
-        self, model: nn.Module, *, update_interval=1, refresh_interval=1, decay=0.95, damping=1e-3, exact_every=1,
+        self, model: nn.Module, *, update_interval=1, refresh_interval=1, decay=0.95, damping=1e-3,
         damping_kind="tikhonov", kl_clip=1e-3, exclude=(), types=("Linear",), max_dim=None, large="diagonal",
         exponent=1.0, corrected=None, graft=False, sharing="expand", fisher="empirical", parts=(),
         method="eigen",
@@ -203,7 +198,7 @@ class ReferenceKFAC:
         self.update_interval, self.refresh_interval, self.decay = update_interval, refresh_interval, decay
         self.damping, self.damping_kind, self.kl_clip = damping, damping_kind, kl_clip
         self.exponent, self.corrected, self.graft = exponent, corrected, graft
-        self.sharing, self.fisher, self.exact_every, self.method = sharing, fisher, exact_every, method
+        self.sharing, self.fisher, self.method = sharing, fisher, method
         self.steps = 0
         self.nu = 1.0
         self.scale: Any = None  # of adaptive damping
@@ -271,9 +266,7 @@ class ReferenceKFAC:
             for layer in [layer for layer in self.layers.values() if layer.factors]:
                 layer.damping = self.damping
                 old = [Q for _, Q in layer.bases] or [torch.eye(len(C), device=C.device) for C in layer.factors]
-                exact = self.steps // self.refresh_interval % self.exact_every == 0
-                parts = zip(layer.factors, layer.blocks, [None] * 2 if exact else layer.bases, strict=True)
-                layer.bases = [_eigh(*part) for part in parts]
+                layer.bases = [_eigh(*part) for part in zip(layer.factors, layer.blocks, strict=True)]
                 RA, RG = (new.T @ before for (_, new), before in zip(layer.bases, old, strict=True))
                 if isinstance(layer.m, Tensor) and self.method != "root":
                     layer.m = RG @ layer.m @ RA.T

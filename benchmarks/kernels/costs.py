@@ -24,7 +24,7 @@ from ds_kfac.ops.reference import packed_numel
 DIMS = (16, 64, 256, 512, 1024, 2048, 4096, 8192)
 PRODUCT_DIMS = (64, 128, 256, 512, 1024, 2048, 4096)
 FIELDS = (
-    "eigh_seconds", "cholesky_seconds", "product_flops", "qr_of_eigh", "gemm_flops", "syrk_flops", "copy_bytes",
+    "eigh_seconds", "cholesky_seconds", "product_flops", "gemm_flops", "syrk_flops", "copy_bytes",
     "call_seconds",
 )  # fmt: skip
 ROWS, SIDE = 4096, 1024
@@ -45,8 +45,6 @@ def measured(settings: Settings, seconds: float) -> dict[str, Any]:
         C = second_moments(settings, 1, dim)[0] + 1e-3 * torch.eye(dim, device=device)
         found["eigh_seconds"].append([dim, time(lambda C=C: torch.linalg.eigh(C))])
         found["cholesky_seconds"].append([dim, time(lambda C=C: cholesky_inverse(C))])
-        qr = time(lambda C=C: torch.linalg.qr(C))
-    found["qr_of_eigh"] = qr / found["eigh_seconds"][-1][1]
     with fp32_products(precision.into, device):
         for dim in PRODUCT_DIMS:
             if dim <= settings.max_dim:

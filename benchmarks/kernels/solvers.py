@@ -1,20 +1,18 @@
-"""What is timed, of refreshes: decompositions of one matrix and of many, a QR step, an inverse by Cholesky, an inverse
-8th root by matrix products.
+"""What is timed, of refreshes: decompositions of one matrix and of many, an inverse by Cholesky, an inverse 8th root by
+matrix products.
 
 Shape suffixes: D a factor's side, n blocks of width b.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from benchmarks.kernels.cases import Case, Op, Settings
-from ds_kfac.curvature.eigensolver import Problem, grouped, solve
-from ds_kfac.curvature.orthogonal_iteration import iterated
 from ds_kfac.curvature.root import CREDIBLE, FLOPS, by_products
 
-SOLVERS = ("eigh", "eigh batched", "eigh over streams", "qr step", "cholesky inverse", "inverse root")
+SOLVERS = ("eigh", "eigh batched", "cholesky inverse", "inverse root")
 """Not of the op vocabulary: the library's functions as refreshes use them."""
 DIMS = (256, 512, 768, 1024, 1600, 2048, 3072, 4096, 6400, 11008)
 DIM_FP64, DIM_BASELINES = 3072, 4096
@@ -23,8 +21,6 @@ CPU_DIM, CPU_STACK = 1024, 512
 """Largest sides on a CPU, where everything is about n^3 from there on."""
 STACKS = ((64, 64), (48, 128), (32, 256), (16, 512), (12, 768), (8, 1024), (4, 1600), (4, 2048), (2, 3072), (2, 4096))
 """(n, b) of many equal blocks."""
-LARGE = ((768,) * 12, (1600,) * 4, (768, 1024, 1024, 2048, 2048, 3072), (3072,) * 4, (4096,) * 4, (6400, 6400))
-"""Sides that are decomposed at once, over streams."""
 ALLOWED = 1e-4
 """Relative error of fp32 decompositions of a few thousand rows."""
 DAMPING = 1e-3
@@ -48,21 +44,14 @@ def one_by_one(blocks: Tensor) -> list[tuple[Tensor, Tensor]]:
     return [torch.linalg.eigh(block) for block in blocks]
 
 
-def together(blocks: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """As refreshes of several factors do."""
-    problems = [Problem((1, len(C)), lambda C=C: C.unsqueeze(0)) for C in blocks]
-    found = [solution.found for solution in solve(problems, eigh, blocks[0].device)]
-    return [(values[0], vectors[0]) for values, vectors in found if values is not None]
-
-
 def cholesky_inverse(block_DD: Tensor) -> Tensor:
     return torch.cholesky_inverse(torch.linalg.cholesky(block_DD))
 
 
 IMPLEMENTATIONS: Mapping[str, Mapping[str, Op]] = {
     "fp32": {
-        "eigh": eigh, "eigh batched": eigh, "eigh over streams": together, "qr step": iterated,
-        "cholesky inverse": cholesky_inverse, "inverse root": lambda C: by_products(C, ORDER, "ieee"),
+        "eigh": eigh, "eigh batched": eigh, "cholesky inverse": cholesky_inverse,
+        "inverse root": lambda C: by_products(C, ORDER, "ieee"),
     },
     "tf32": {"inverse root": lambda C: by_products(C, ORDER, "tf32")},
     "fp64": {"eigh": eigh_in_float64, "eigh batched": eigh_in_float64},
@@ -93,13 +82,10 @@ def solvers(settings: Settings, wanted: set[str]) -> Iterator[Callable[[], Case]
     """What makes each case: tensors are made when it is reached and go with it."""
     limit = min(settings.max_dim, CPU_DIM) if settings.device == "cpu" else settings.max_dim
     stack_limit = min(limit, CPU_STACK) if settings.device == "cpu" else limit
-    large = [dims for dims in LARGE if max(dims) <= limit] * grouped(torch.device(settings.device))
     stacks = [shape for shape in STACKS if shape[1] <= stack_limit]
     makers: dict[str, list[Callable[[], Case]]] = {
         "eigh": [lambda dim=dim: exact(settings, "eigh", 1, dim) for dim in DIMS if dim <= limit],
         "eigh batched": [lambda s=s: exact(settings, "eigh batched", *s) for s in stacks],
-        "eigh over streams": [lambda dims=dims: streams(settings, dims) for dims in large],
-        "qr step": [lambda dim=dim: step(settings, dim) for dim in DIMS if dim <= limit],
         "cholesky inverse": [lambda dim=dim: inverse(settings, dim) for dim in DIMS if dim <= limit],
         "inverse root": [lambda s=s: root(settings, *s) for s in ((1, 256), *stacks[2:] * (settings.device != "cpu"))],
     }
@@ -119,36 +105,6 @@ def exact(settings: Settings, op: str, count: int, dim: int) -> Case:
     baselines: dict[str, Callable] = {} if op == "eigh" else {"one by one": lambda: one_by_one(C)}
     nbytes = C.nbytes * 2 + 4 * count * dim
     return Case(op, size, nbytes, 9 * count * dim**3, lambda run: run(C), error, baselines)
-
-
-def streams(settings: Settings, dims: Sequence[int]) -> Case:
-    """Several large ones at once."""
-    blocks = [second_moments(settings, 1, dim)[0] for dim in dims]
-
-    def error(run: Op) -> tuple[float, float]:
-        found = run(blocks)
-        assert len(found) == len(blocks)
-        return max(residual(C, *pair) for C, pair in zip(blocks, found, strict=True)), ALLOWED
-
-    nbytes = sum(2 * C.nbytes + 4 * len(C) for C in blocks)
-    return Case(
-        "eigh over streams", ", ".join(map(str, dims)), nbytes, 9 * sum(dim**3 for dim in dims),
-        lambda run: run(blocks), error, {"one by one": lambda: [torch.linalg.eigh(C) for C in blocks]},
-    )  # fmt: skip
-
-
-def step(settings: Settings, dim: int) -> Case:
-    """One QR step; from the exact basis, which it must leave as it is."""
-    C = second_moments(settings, 1, dim)
-    values, vectors = torch.linalg.eigh(C)
-
-    def error(run: Op) -> tuple[float, float]:
-        return residual(C, *run(C, vectors, values)), ALLOWED
-
-    return Case(
-        "qr step", f"D {dim}", 3 * C.nbytes + 8 * dim, 20 * dim**3 // 3, lambda run: run(C, vectors, values), error,
-        {"eigh": lambda: eigh(C), "qr": lambda: torch.linalg.qr(C)} if dim <= DIM_BASELINES else {},
-    )  # fmt: skip
 
 
 def inverse(settings: Settings, dim: int) -> Case:

@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ds_kfac.curvature.eigenbasis import basis_numel
+from ds_kfac.curvature.eigen import basis_numel
 from ds_kfac.curvature.forms import FACTOR_FORMS, FactorForm
 from ds_kfac.curvature.side import Side
 from ds_kfac.model.layers.base import LayerSpec
@@ -57,7 +57,6 @@ class CostModel:
         node_bytes: bytes per second between ranks of a node, each way; 0: as between nodes.
         node_cores: decompositions that the ranks of a node can do at once; 0: each has a device of its own.
         beside: whether decompositions of steps to come run beside the model, in a stream of the device.
-        qr_of_eigh: seconds of a QR factorisation with its orthogonal factor, as a part of an eigh's of that size.
         measured: attributes that a clock has seen on such a device; others are assumed.
     """
 
@@ -73,7 +72,6 @@ class CostModel:
     node_bytes: float = 0.0
     node_cores: int = 0
     beside: bool = False
-    qr_of_eigh: float = 0.5
     product_flops: Table = ()
     measured: frozenset[str] = frozenset()
 
@@ -104,33 +102,22 @@ class CostModel:
         """Whether two ranks are of one node."""
         return one // self.node_size == other // self.node_size
 
-    def decompose(self, side: Side, method: str = "eigen", *, exact: bool = True) -> float:
+    def decompose(self, side: Side, method: str = "eigen") -> float:
         """One refresh of a factor; a diagonal is its own eigenbasis.
 
         Args:
             method: a key of ``FACTOR_FORMS``.
-            exact: or else one step of orthogonal iteration: two products in addition to the QR.
         """
         if side.block <= 1:
             return sum(self.elementwise(2 * ELEMENT_BYTES * count) for count, _ in side.groups)
         form = FACTOR_FORMS[method]
-        if exact or not form.rotates:
-            return sum(count * self._solved(form, width) for count, width in side.groups)
-        return sum(
-            self.qr_of_eigh * self.eigh(width, count) + self.gemm(4 * count * width**3, width)
-            for count, width in side.groups
-        )
+        return sum(count * self._solved(form, width) for count, width in side.groups)
 
     def _solved(self, form: FactorForm, width: int) -> float:
         seconds = _interpolated(getattr(self, form.solver_seconds), width)
         flops = form.product_solver_flops  # of b^3, 2 a product
         products = self.gemm(flops * width**3, width) + flops / 2 * self.call_seconds
         return min(seconds, products) if flops else seconds
-
-    def refresh(self, side: Side, method: str = "eigen", *, exact_every: int = 1) -> float:
-        """Mean of refreshes of which one in ``exact_every`` is exact."""
-        exact, step = (self.decompose(side, method, exact=exact) for exact in (True, False))
-        return (exact + (exact_every - 1) * step) / exact_every
 
     def precondition(self, layer: LayerSpec, method: str = "eigen") -> float:
         """Rotate, divide, rotate back; or multiply by both inverses."""
@@ -176,11 +163,10 @@ BUILTIN: Mapping[str, CostModel] = {
         call_seconds=8e-6,
         link_bytes=1.25e9,
         link_seconds=50e-6,
-        qr_of_eigh=0.53,
         cholesky_seconds=((16, 71e-6), (64, 0.21e-3), (256, 1.5e-3), (512, 6.7e-3), (1024, 43e-3), (2048, 0.26)),
     ),
-    # Not measured: orders of magnitude from published figures of an A100 (TF32 products, cuSOLVER's syevd; a QR of 2000
-    # in 6.3 ms, mlx pull request 975), 200 Gbit/s between nodes and 1600 within.
+    # Not measured: orders of magnitude from published figures of an A100 (TF32 products, cuSOLVER's syevd), 200 Gbit/s
+    # between nodes and 1600 within.
     "cuda": CostModel(
         eigh_seconds=((64, 1e-3), (256, 4e-3), (512, 10e-3), (1024, 27e-3), (2048, 80e-3), (4096, 0.3), (8192, 1.5)),
         gemm_flops=1e14,
@@ -191,7 +177,6 @@ BUILTIN: Mapping[str, CostModel] = {
         link_seconds=20e-6,
         node_bytes=2e11,
         beside=True,
-        qr_of_eigh=0.1,
         cholesky_seconds=((64, 2e-4), (512, 1.2e-3), (1024, 3e-3), (2048, 8e-3), (4096, 0.03), (8192, 0.15)),
     ),
 }

@@ -37,7 +37,6 @@ class Work:
     Attributes:
         held: per layer name, gradient elements on each rank; None if all ranks hold all gradients.
         moments: fp32 tensors [O, I] that a worker keeps for a layer (0, 1 or 2).
-        exact_every: of so many refreshes one is exact.
         method: a key of ``FACTOR_FORMS``: what workers keep of a factor.
     """
 
@@ -49,7 +48,6 @@ class Work:
     update_interval: int
     refresh_interval: int
     moments: int = 0
-    exact_every: int = 1
     method: str = "eigen"
 
     @cached_property
@@ -69,7 +67,7 @@ class Work:
         return {
             factor.key: (self.costs.transfer(packed_bytes(factor.side)) + self.costs.fold(factor.side))
             / self.update_interval
-            + self.costs.refresh(factor.side, self.method, exact_every=self.exact_every) / self.refresh_interval
+            + self.costs.decompose(factor.side, self.method) / self.refresh_interval
             for factor in self.factors
         }
 

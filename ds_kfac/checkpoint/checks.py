@@ -12,11 +12,10 @@ from ds_kfac.curvature.forms import FACTOR_FORMS
 from ds_kfac.curvature.side import Side
 from ds_kfac.directions.table import moments_named
 
-FACTOR_KEYS = {"packed", "updates", "history", "basis", "qr_steps", "pending", "pending_how"}
+FACTOR_KEYS = {"packed", "updates", "history", "pending", "pending_how"}
 LAYER_KEYS = {"terms", "A", "G"}
 """And one for each kind of moments, None except the kind that the run kept."""
-# "kept" and "values" are of version 0.1
-HOWS = ("kept", "values", "qr", "eigh", "cholesky", "newton", "diagonal", "failed")
+HOWS = ("eigh", "cholesky", "newton", "diagonal", "failed")
 
 
 def described(side: Side) -> str:
@@ -37,12 +36,9 @@ def check_factor(payload: Any, side: Side, method: str, what: str) -> None:
     if len(diagonal) and bool(diagonal.min() < -0.01 * diagonal.abs().max()):
         raise ValueError(f"the average of factor {what} has a negative diagonal")
     _check_count(payload["updates"], "updates")
-    _check_kept(payload["basis"], side, method, "basis")
     _check_kept(payload["pending"], side, method, "pending")
     if payload["pending_how"] not in (None, *HOWS):
         raise ValueError(f"pending_how is {payload['pending_how']!r}")
-    if not isinstance(payload["qr_steps"], int) or payload["qr_steps"] < 0:
-        raise ValueError(f"qr_steps is {payload['qr_steps']!r}")
     history = payload["history"]
     if history is None:
         return

@@ -13,7 +13,7 @@ from ds_kfac.assignment.factor_spec import FactorSpec
 from ds_kfac.checkpoint.checks import check_factor, check_layer, described, tensors_of
 from ds_kfac.checkpoint.disk import read_payload, write_payload
 from ds_kfac.checkpoint.names import factor_file, layer_file
-from ds_kfac.curvature.eigenbasis import Refreshed
+from ds_kfac.curvature.eigen import Refreshed
 from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.curvature.forms import FACTOR_FORMS, FactorForm, Kept
 from ds_kfac.curvature.history import History
@@ -39,8 +39,6 @@ def factor_payload(state: FactorState, pending: Refreshed | None, form: FactorFo
         "history": [history.last, history.before, norms if norms is None else norms.clone()]
         if history is not None
         else None,
-        "basis": _saved(state.basis, form),
-        "qr_steps": state.qr_steps,
         "pending": _saved(pending.basis, form) if pending is not None else None,
         "pending_how": pending.how if pending is not None else None,
     }
@@ -109,8 +107,7 @@ def load_factor(
         norms = norms if norms is None else norms.to(kfac.device)
         last, before = (None if value is None else value.to(home) for value in (last, before))
         history = History(spec.side, last, before, norms)
-    basis = _loaded(payload["basis"], spec.side, form, kfac.device) if kfac.plan.exact_every > 1 else None
-    state = FactorState(factor, history, basis, payload["qr_steps"])
+    state = FactorState(factor, history)
     if payload["pending_how"] is None:
         return state, None
     return state, Refreshed(_loaded(payload["pending"], spec.side, form, kfac.device), payload["pending_how"])

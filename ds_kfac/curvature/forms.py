@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ds_kfac.curvature.eigenbasis import (
+from ds_kfac.curvature.eigen import (
     Eigenbasis,
     LayerBasis,
     Refreshed,
@@ -42,14 +42,12 @@ class Options:
 
     Attributes:
         damping, damping_kind: at this step; used where the damping is part of what is kept.
-        exact_every: of so many decompositions of a factor one is exact, where the form can step from the last one.
         power, added: of an inverse root, and what is added to the factor for it, in units of its mean.
         products: "ieee" or "tf32": of iterations that consist of products.
     """
 
     damping: float
     damping_kind: str
-    exact_every: int = 1
     power: float = 1.0
     added: float = 0.0
     products: str = "ieee"
@@ -132,7 +130,7 @@ class FactorForm:
 
 
 def _eigenbases(requests: Sequence[Request], options: Options) -> list[Refreshed]:
-    return refresh_all(requests, exact_every=options.exact_every)
+    return refresh_all(requests)
 
 
 def _inverses(requests: Sequence[Request], options: Options) -> list[Refreshed]:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.curvature.damping import FACTORED_DAMPING, Scalar
-from ds_kfac.curvature.eigenbasis import Refreshed, apply_blocks, sided
-from ds_kfac.curvature.eigensolver import TOLERANCE, grouped, load_solvers, probe, rungs
+from ds_kfac.curvature.eigen import TOLERANCE, Refreshed, apply_blocks, grouped, load_solvers, probe, rungs, sided
 from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.curvature.precision import HIGHEST, Precision, fp32_products
 from ds_kfac.curvature.side import Side

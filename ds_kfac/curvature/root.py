@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_kfac.curvature.eigenbasis import Refreshed, eigh, sided
-from ds_kfac.curvature.eigensolver import climb, grouped, load_solvers, probe
+from ds_kfac.curvature.eigen import Refreshed, climb, eigh, grouped, load_solvers, probe, sided
 from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.curvature.inverse import DampedInverse, from_packed, packed
 from ds_kfac.curvature.precision import fp32_products

@@ -9,7 +9,7 @@ from torch import nn
 
 from ds_kfac.comm.bucket import payload
 from ds_kfac.config.kfac import KFACConfig
-from ds_kfac.curvature.eigenbasis import basis_numel
+from ds_kfac.curvature.eigen import basis_numel
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.engine.layer_tables import layer_lines, skipped_lines
 from ds_kfac.engine.warnings import attach_warnings

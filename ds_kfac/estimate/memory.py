@@ -44,8 +44,6 @@ def memory_of(traffic: PlannedTraffic, config: KFACConfig, rule: UpdateRule) -> 
         users = sorted(Work.users(factor, assignment.workers))
         memory["eigenbases"][users] += kept_bytes(factor.side, plan.method)
         rounded = plan.wire is not torch.float32 and bool(traffic.delivery.receivers[factor.key])
-        if plan.exact_every > 1 and (home not in users or rounded):  # the exact one, to start from
-            memory["eigenbases"][home] += kept_bytes(factor.side, plan.method)
         renewed[factor.key] = [([home], packed_bytes(factor.side)), (users, kept_bytes(factor.side, plan.method))]
         if rounded:  # until the rounded one has been sent
             exact[home] += kept_bytes(factor.side, plan.method)

@@ -10,21 +10,15 @@ Keys = frozenset[str]
 
 @dataclass(frozen=True)
 class Happening:
-    """Factors that are captured in a step, those whose decomposition starts, and those whose eigenbases take effect.
-
-    Attributes:
-        exact: or else decompositions are single QR steps.
-    """
+    """Factors that are captured in a step, those whose decomposition starts, and those whose eigenbases take effect."""
 
     captured: Keys
     decomposed: Keys
     arriving: Keys
-    exact: bool = True
 
 
 def settled_period(plan: Plan) -> tuple[Happening, ...]:
-    """Every step of a period, without the adaptive rule, which only leaves work out. With QR steps between exact
-    refreshes the period is as many refresh intervals long."""
+    """Every step of a period, without the adaptive rule, which only leaves work out."""
     timetable = replace(plan, adaptive=None).timetable()
     schedule = plan.schedule
     settled = max(
@@ -33,9 +27,7 @@ def settled_period(plan: Plan) -> tuple[Happening, ...]:
     update, refresh = schedule.intervals(settled)
     period = update * -(-refresh // update)
     lag, start = min(plan.lag, refresh - 1), settled + 2 * period
-    found = [_happening(plan, timetable, step, lag) for step in range(start, start + period)]
-    between = [replace(happening, exact=False) for happening in found] * (plan.work.exact_every - 1)
-    return (*found, *between)
+    return tuple(_happening(plan, timetable, step, lag) for step in range(start, start + period))
 
 
 def burn_in(plan: Plan) -> tuple[Happening, ...]:

@@ -100,7 +100,7 @@ class Workload:
         for factor in self._in_order(happening.captured):
             fold[plan.assignment.decomposers[factor.key]] += costs.fold(factor.side)
         for factor in self._in_order(happening.decomposed):
-            seconds = costs.decompose(factor.side, plan.method, exact=happening.exact)
+            seconds = costs.decompose(factor.side, plan.method)
             refresh[plan.assignment.decomposers[factor.key]] += seconds
         reduce, relayout = (self._travel(step, kinds) for kinds in (REDUCED, MOVED))
         relayout = relayout + self._copies

@@ -6,23 +6,11 @@ from dataclasses import replace
 import torch
 
 from ds_kfac.assignment.cost_model import CostModel
-from ds_kfac.assignment.factor_spec import FactorSpec
 from ds_kfac.curvature.forms import FACTOR_FORMS
 from ds_kfac.model.layers.base import LayerSpec
 
-EXACT_EVERY = 4
-"""Where QR steps pay. What is left of an exact basis is a matter of how much A has changed in as many refreshes."""
-WORTH = 0.5
-"""Part of the exact refreshes' seconds that all may take for QR steps to be taken."""
 LONG_STEP = 0.05
 """Seconds of decompositions in a step from which on they are done beside the steps that follow."""
-
-
-def exact_every(costs: CostModel, factors: Sequence[FactorSpec], method: str) -> int:
-    """Of so many refreshes of a factor one is exact, the others are QR steps: where these are predicted to save half of
-    a time that matters, which they do on a GPU, not on a CPU. No GPU has run them yet."""
-    exact, mixed = (sum(costs.refresh(f.side, method, exact_every=n) for f in factors) for n in (1, EXACT_EVERY))
-    return EXACT_EVERY if exact > LONG_STEP and mixed < WORTH * exact else 1
 
 
 def lag(costs: CostModel, worst: float, update: int, refresh: int) -> int:

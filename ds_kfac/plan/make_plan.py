@@ -95,12 +95,10 @@ def _plan(
     schedule, reasons = config.schedule, []
     update, refresh = schedule.intervals(schedule.settled)
     method = config.preconditioner.method
-    exact_every = choices.exact_every(costs, factor_specs(layers), method)
     form = FACTOR_FORMS[method]
     paired = form.paired(config.damping.chosen)
     work = Work(
-        layers, factor_specs(layers), setting.world, setting.held, costs, update, refresh, setting.moments, exact_every,
-        method,
+        layers, factor_specs(layers), setting.world, setting.held, costs, update, refresh, setting.moments, method,
     )  # fmt: skip
     assignment, why = _assignment(work, config, paired)
     reasons += why
@@ -113,7 +111,6 @@ def _plan(
         lag = choices.lag(costs, worst, update, refresh)
         late = f"refreshes take effect {lag} steps later, beside the model until then: {worst * 1e3:.3g} ms in one step"
         reasons += [late] if lag else []
-    reasons += _qr_steps(assignment, work)
     reasons += _of_form(form, config, wire)
     bound = config.communication.bucket_bytes
     contributors, why = _contributors(layers, work, config)
@@ -231,18 +228,6 @@ def _of_form(form: FactorForm, config: KFACConfig, wire: torch.dtype) -> list[st
     if wire is not torch.float32 and not any(part.halved for part in form.parts):
         reasons.append(f"{form.words} travel in fp32, only batch sums in {str(wire).removeprefix('torch.')}")
     return reasons
-
-
-def _qr_steps(assignment: Assignment, work: Work) -> list[str]:
-    """What steps between exact refreshes are predicted to save, or not."""
-    if work.exact_every == 1:
-        return []
-    every = work.exact_every
-    seconds = [sum(work.costs.refresh(f.side, exact_every=n) for f in assignment.factors) for n in (1, every)]
-    return [
-        f"one refresh in {every} is exact, the others are QR steps: predicted {seconds[1] * 1e3:.3g} ms "
-        f"instead of {seconds[0] * 1e3:.3g} ms for a mean refresh of all factors"
-    ]
 
 
 def _workers(fraction: float, world: int) -> int:

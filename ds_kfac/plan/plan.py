@@ -89,11 +89,6 @@ class Plan:
         return FACTOR_FORMS[self.method]
 
     @property
-    def exact_every(self) -> int:
-        """Of so many refreshes of a factor one is exact; the others are QR steps."""
-        return self.work.exact_every
-
-    @property
     def waits(self) -> torch.dtype:
         """Of a gradient that Adam's moments will take in once its step was applied: bf16 if results travel in that."""
         return torch.bfloat16 if self.gradient_dtypes[1] is torch.bfloat16 else torch.float32

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ds_kfac.curvature.eigenbasis import Refreshed
+from ds_kfac.curvature.eigen import Refreshed
 from ds_kfac.curvature.forms import Kept
 from ds_kfac.directions.base import LocalResult
 from ds_kfac.schedule.timetable import FactorsDue

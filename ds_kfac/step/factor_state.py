@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.assignment.factor_spec import FactorSpec
-from ds_kfac.curvature.eigenbasis import Refreshed
 from ds_kfac.curvature.factor import KroneckerFactor, averaged
-from ds_kfac.curvature.forms import Kept
 from ds_kfac.curvature.history import History, compared
 from ds_kfac.curvature.side import Side
 from ds_kfac.model.batch_sum import BatchSum, UseSums
@@ -23,18 +21,14 @@ class FactorState:
     Attributes:
         factor: the running average; on the device, or in CPU memory if factors are offloaded.
         history: its last two values, for adaptive intervals; None if they are off.
-        basis: what it was last decomposed to, for a QR step; None if every decomposition is exact.
-        qr_steps: refreshes of the basis since an exact one.
     """
 
     factor: KroneckerFactor
     history: History | None = None
-    basis: Kept | None = None
-    qr_steps: int = 0
 
     @property
     def nbytes(self) -> int:
-        """Of factor and history; the basis belongs to a layer too, or is counted by the caller.
+        """Of factor and history.
 
         The history's last value is the factor itself, unless that came back from another device.
         """
@@ -42,11 +36,6 @@ class FactorState:
             return self.factor.nbytes
         shared = self.factor.packed_P.nbytes if self.history.last is self.factor.packed_P else 0
         return self.factor.nbytes + self.history.nbytes - shared
-
-    def refreshed(self, result: Refreshed) -> "FactorState":
-        """With the basis of a refresh that did not fail, for the next one to start from."""
-        steps = {"qr": self.qr_steps + 1, "eigh": 0}.get(result.how, self.qr_steps)
-        return replace(self, basis=result.basis, qr_steps=steps)
 
 
 def folded(

@@ -17,7 +17,7 @@ from ds_kfac.comm.channel import Channel
 from ds_kfac.comm.delivery import Delivery
 from ds_kfac.comm.message import Arrivals, Leg
 from ds_kfac.comm.reducer import Reducer
-from ds_kfac.curvature.eigensolver import grouped
+from ds_kfac.curvature.eigen import grouped
 from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.curvature.history import History
 from ds_kfac.curvature.side import Side
@@ -91,15 +91,6 @@ class FactorUpdates:
     def home(self) -> torch.device:
         """Where factors are kept."""
         return torch.device("cpu") if self.config.offload.device == "cpu" else self.device
-
-    def nbytes(self, bases: Mapping[int, int]) -> int:
-        """Of factors, their history, and eigenbases.
-
-        Args:
-            bases: id -> bytes of the eigenbases that layers hold; those of factors are counted with them, once.
-        """
-        own = {id(state.basis): state.basis.nbytes for state in self.factors.values() if state.basis is not None}
-        return sum(state.nbytes for state in self.factors.values()) + sum({**bases, **own}.values())
 
     def elements(self, keys: Iterable[str]) -> int:
         """Of packed factors."""
@@ -259,9 +250,6 @@ class FactorUpdates:
             fresh = {key for key, flag in zip(draft.arriving, flags, strict=True) if flag == FRESH}
             draft.failed = flags.count(FAILED)
         draft.ready |= fresh
-        if self.plan.exact_every > 1:
-            for key in own:
-                draft.factors[key] = draft.factors[key].refreshed(draft.results[key])
         received = self.delivery.received(*arrivals)
         here = {key: self.delivery.kept(key, basis) for key, basis in own.items()}
         draft.bases = {key: basis for key, basis in (received | here).items() if key in fresh}
@@ -290,6 +278,5 @@ class FactorUpdates:
         """As :meth:`decompose`, exactly, of all factors with data, outside of a step: after loading without bases."""
         draft = self.draft(step, FactorsDue(frozenset(), frozenset()))
         draft.arriving = tuple(self.specs)
-        draft.factors = {key: replace(state, basis=None) for key, state in draft.factors.items()}
         self._decompose(usable(self._partners(set(self.specs), draft), draft.factors, self.device), draft)
         return draft

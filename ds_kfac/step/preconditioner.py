@@ -11,7 +11,7 @@ from ds_kfac.comm.channel import Channel
 from ds_kfac.comm.message import Arrivals, Leg, deliver
 from ds_kfac.comm.reducer import Reducer
 from ds_kfac.comm.scalars import Scalars
-from ds_kfac.curvature.eigenbasis import Refreshed
+from ds_kfac.curvature.eigen import Refreshed
 from ds_kfac.directions.base import DirectionSetup, StepContext
 from ds_kfac.directions.kfac_gradient import peak_rates
 from ds_kfac.metrics import Metrics
@@ -245,7 +245,7 @@ class KFACPreconditioner:
     def state_nbytes(self) -> int:
         """Bytes of factors and eigenbases on this rank."""
         bases = {id(basis): basis.nbytes for state in self.state.values() for basis in (state.A, state.G) if basis}
-        return self.curvature.nbytes(bases)
+        return sum(state.nbytes for state in self.curvature.factors.values()) + sum(bases.values())
 
     @property
     def moments_nbytes(self) -> int:

@@ -8,7 +8,7 @@ import torch
 from deepspeed.utils import logger
 
 from ds_kfac.assignment.factor_spec import FactorSpec, key_of
-from ds_kfac.curvature.eigenbasis import Refreshed, Request
+from ds_kfac.curvature.eigen import Refreshed, Request
 from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.curvature.forms import Options
 from ds_kfac.model.layers.base import LayerSpec
@@ -67,14 +67,12 @@ class Decompositions:
     def __call__(self) -> list[Refreshed]:
         """In the order given."""
         requests = [
-            Request(
-                state.factor.to(self.device), state.basis, state.qr_steps, partner and partner.to(self.device), groups
-            )
+            Request(state.factor.to(self.device), partner and partner.to(self.device), groups)
             for state, partner, groups in zip(self.states, self.partners, self.groups, strict=True)
         ]
         plan, adam = self.plan, self.plan.config.adam
         options = Options(
-            self.damping, plan.config.damping.chosen, plan.exact_every,
+            self.damping, plan.config.damping.chosen,
             power=adam.whiten, added=adam.whiten_damping, products=plan.precision.into,
         )  # fmt: skip
         return self.plan.form.decompose(requests, options)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_kfac.curvature.eigenbasis import Eigenbasis, LayerBasis
+from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis
 from ds_kfac.curvature.forms import EIGEN, FactorForm, Kept
 from ds_kfac.curvature.side import Side
 from ds_kfac.model.layers.base import LayerSpec

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ds_kfac.curvature.eigenbasis import LayerBasis
+from ds_kfac.curvature.eigen import LayerBasis
 from ds_kfac.curvature.factor import excess
 from ds_kfac.ops.dispatch import adam_scale, corrected_scale_dot
 from ds_kfac.ops.reference import each

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ds_kfac.curvature.eigenbasis import Eigenbasis, LayerBasis, apply_blocks
+from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis, apply_blocks
 from ds_kfac.curvature.precision import HIGHEST, Precision, fp32_products
 
 AT_ONCE = 1 << 22

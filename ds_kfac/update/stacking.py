@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ds_kfac.curvature.eigenbasis import basis_numel
+from ds_kfac.curvature.eigen import basis_numel
 from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.update.layer_state import LayerState
 from ds_kfac.update.rotation import AT_ONCE

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_kfac.curvature.eigenbasis import Eigenbasis, LayerBasis
+from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis
 from ds_kfac.curvature.precision import fp32_products
 from ds_kfac.update.rotation import is_large, rows_at_once
 

@@ -126,13 +126,6 @@ _ROWS = [
     ("rotation: stale after a refresh", "update/rotation.py",
      "any(old is not new for old, new in zip(kept[1], sides, strict=True))", "False",
      "tests/curvature/test_precision.py"),
-    ("QR step: columns not put back", "curvature/orthogonal_iteration.py", "orthonormal.gather(-1, places)",
-     "orthonormal",
-     "tests/curvature/test_orthogonal_iteration.py"),
-    ("qr steps: one too many", "curvature/eigenbasis.py", "exact_every - 1", "exact_every",
-     "tests/curvature/test_eigensolver.py"),
-    ("qr steps not counted", "step/factor_state.py", "self.qr_steps + 1", "self.qr_steps",
-     "tests/curvature/test_eigensolver.py"),
     # sides and factors
     ("trace of an identity", "curvature/side.py", "packed_P.new_tensor(float(self.dim))", "packed_P.new_tensor(1.0)",
      "tests/curvature/test_side.py"),
@@ -450,8 +443,6 @@ _ROWS = [
     # checkpoints
     ("resume: peak rate forgotten", "checkpoint/save_load.py",
      '"peak_lr": {int(group): lr for group, lr in header["peak_lr"].items()},', '"peak_lr": {},',
-     _SAVED),
-    ("resume: qr steps forgotten", "checkpoint/files.py", 'basis, payload["qr_steps"])', "basis, 0)",
      _SAVED),
     ("resume: history forgotten", "checkpoint/files.py", "History(spec.side, last, before, norms)",
      "History(spec.side)",

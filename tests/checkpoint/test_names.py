@@ -99,7 +99,7 @@ def test_the_checks_take_what_is_right():
             vectors = [torch.ones(n, b, b) for n, b in side.groups] if side.block > 1 else []
             kept = {"vectors": vectors, "values": torch.ones(side.dim)}
         factor = {
-            "packed": torch.ones(side.numel), "updates": torch.ones(()), "history": None, "basis": None, "qr_steps": 0,
+            "packed": torch.ones(side.numel), "updates": torch.ones(()), "history": None,
             "pending": kept, "pending_how": "eigh",
         }  # fmt: skip
         check_factor(factor, side, method, "head/A")

@@ -8,7 +8,7 @@ import torch
 from ds_kfac.assignment.factor_spec import FactorSpec
 from ds_kfac.comm.delivery import Delivery
 from ds_kfac.comm.message import deliver
-from ds_kfac.curvature.eigenbasis import Eigenbasis, basis_numel
+from ds_kfac.curvature.eigen import Eigenbasis, basis_numel
 from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.curvature.inverse import inverse_numel, packed, refresh_inverse
 from ds_kfac.curvature.side import Side

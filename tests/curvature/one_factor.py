@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from ds_kfac.curvature import factor as factors
-from ds_kfac.curvature.eigenbasis import Eigenbasis, Refreshed, Request, refresh_all
+from ds_kfac.curvature.eigen import Eigenbasis, Refreshed, Request, refresh_all
 from ds_kfac.curvature.factor import KroneckerFactor
 
 

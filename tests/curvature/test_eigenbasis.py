@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ds_kfac.curvature import eigenbasis
-from ds_kfac.curvature.eigenbasis import (
+from ds_kfac.curvature import eigen as eigenbasis
+from ds_kfac.curvature.eigen import (
     Eigenbasis,
     LayerBasis,
     Refreshed,

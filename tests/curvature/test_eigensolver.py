@@ -1,4 +1,4 @@
-"""Factors that are refreshed together: on a CPU as if alone, in stacks and lanes as right as alone."""
+"""Factors that are refreshed together: on a CPU as if alone, in stacks as right as alone."""
 
 import threading
 from functools import partial
@@ -6,18 +6,13 @@ from functools import partial
 import pytest
 import torch
 
-from ds_kfac.curvature import eigenbasis, eigensolver
-from ds_kfac.curvature import solver_batches as eigen_rounds
-from ds_kfac.curvature.eigenbasis import Eigenbasis, Request, eigh, refresh_all
+from ds_kfac.curvature import eigen
+from ds_kfac.curvature.eigen import Eigenbasis, Request, eigh, refresh_all
 from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.curvature.side import Side
-from ds_kfac.curvature.solver_batches import rounds
 from ds_kfac.step.background import Refresher
-from ds_kfac.step.factor_state import FactorState
-from tests.close import close, near
+from tests.close import close
 from tests.curvature.one_factor import refresh
-from tests.curvature.test_orthogonal_iteration import Products
-from tests.oracle import _eigh
 
 SIDES = [
     Side.dense(63), Side.dense(1), Side.dense(129), Side(63, 20), Side.dense(2), Side.identity(5), Side.dense(63),
@@ -49,8 +44,8 @@ def residual(kept: KroneckerFactor, basis: Eigenbasis) -> float:
     return max(float(wrong), float((Q.T @ Q - torch.eye(len(Q), device=Q.device)).norm()) / len(Q) ** 0.5)
 
 
-QR_STEP = 1e-4
-"""What a step leaves of the residual: it is no exact decomposition, a wrong one is 1e-2 or more."""
+WRONG = 1e-4
+"""A residual far above rounding; one of a wrong result is 1e-2 or more."""
 
 
 def assert_solved(kept: KroneckerFactor, basis: Eigenbasis) -> None:
@@ -60,41 +55,24 @@ def assert_solved(kept: KroneckerFactor, basis: Eigenbasis) -> None:
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Stacks of up to 64, lanes for what is wider."""
-    monkeypatch.setattr(eigensolver, "GROUPED", frozenset({"cpu", "cuda"}))
-    monkeypatch.setattr(eigen_rounds, "STACKED_UP_TO", 64)
+    """Stacks of up to 64."""
+    monkeypatch.setattr(eigen, "GROUPED", frozenset({"cpu", "cuda"}))
+    monkeypatch.setattr(eigen, "STACKED_UP_TO", 64)
 
 
-# --- which together, which at the same time ---
+# --- which together ---
 
 
-def spread(shapes, iterates=None, **limits):
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in limits.items():
-            patch.setattr(eigen_rounds, name, value)
-        found = rounds(shapes, iterates or [False] * len(shapes))
-    calls = [call for lanes in found for lane in lanes for call in lane]
-    assert sorted(index for call in calls for index in call) == list(range(len(shapes))), "each once"
-    return found, calls
-
-
-def test_small_ones_of_one_width_and_kind_share_a_call():
-    shapes = [(1, 512), (1, 64), (3, 64), (1, 513), (1, 513), (1, 512), (2, 63), (1, 64)]
-    _, calls = spread(shapes, [False] * 7 + [True])
-    assert sorted(calls) == [(0, 5), (1, 2), (3,), (4,), (6,), (7,)]
-
-
-def test_the_work_is_spread_over_lanes_heaviest_first():
-    (lanes,), _ = spread([(1, 1000), (1, 4000), (1, 2000), (1, 3000), (1, 1500), (1, 4000)])
-    assert lanes == (((1,),), ((5,),), ((3,),), ((2,), (4,), (0,)))
-    assert len(spread([(1, 600)] * 3)[0][0]) == 3 and spread([])[0] == []
-
-
-def test_stacks_and_rounds_end_where_memory_does():
-    found, calls = spread([(1, 10)] * 5 + [(30, 10)], STACK_NUMEL=200)
-    assert sorted(calls) == [(0, 1), (2, 3), (4,), (5,)], "one that is too large by itself is not cut"
-    found, _ = spread([(1, 600)] * 5 + [(1, 900)], ROUND_NUMEL=2 * 600**2)
-    assert [sum(len(call) for lane in lanes for call in lane) for lanes in found] == [1, 2, 2, 1]
+def test_small_ones_of_one_width_share_a_call_as_far_as_memory_allows(as_on_a_gpu, monkeypatch):
+    requests = [Request(factor(Side.dense(2), 0))]
+    shapes = [(1, 64), (1, 60), (3, 60), (1, 65), (1, 65), (1, 64), (2, 63), (1, 60)]
+    calls = eigen._calls(shapes, requests)
+    assert sorted(calls) == [[0, 5], [1, 2, 7], [3], [4], [6]]
+    monkeypatch.setattr(eigen, "STACK_NUMEL", 2 * 60**2)
+    assert sorted(eigen._calls(shapes, requests)) == [[0], [1], [2], [3], [4], [5], [6], [7]]
+    monkeypatch.setattr(eigen, "STACK_NUMEL", 4 * 60**2)
+    assert [1, 2] in eigen._calls(shapes, requests), "one that is too large by itself is not cut"
+    assert eigen._calls([], requests) == []
 
 
 # --- results ---
@@ -105,7 +83,7 @@ def test_on_a_cpu_a_result_does_not_depend_on_what_else_is_refreshed():
     together = refresh_all([Request(kept) for kept in factors])
     for kept, found in zip(factors, together, strict=True):
         alone = refresh(kept)
-        plain = [eigenbasis.eigh(group) for group in kept.side.blocks(kept.packed_P)] if kept.side.block > 1 else []
+        plain = [eigen.eigh(group) for group in kept.side.blocks(kept.packed_P)] if kept.side.block > 1 else []
         assert found.how == alone.how == ("eigh" if plain else "diagonal") and found.retries == 0
         assert torch.equal(found.basis.values, alone.basis.values)
         for (values, vectors), ours, others in zip(plain, found.basis.vectors, alone.basis.vectors, strict=True):
@@ -116,23 +94,19 @@ def test_on_a_cpu_a_result_does_not_depend_on_what_else_is_refreshed():
             )
 
 
-def test_stacks_and_lanes_give_what_single_calls_give(as_on_a_gpu, monkeypatch):
-    shapes, threads, meet = [], set(), threading.Barrier(2, timeout=20)
+def test_stacks_give_what_single_calls_give(as_on_a_gpu, monkeypatch):
+    shapes = []
 
     def watched(stack):
         shapes.append(tuple(stack.shape[:2]))
-        if stack.shape[1] == 129:  # two of them: each waits for the other, so they must run at the same time
-            meet.wait()
-            threads.add(threading.get_ident())
         assert not torch.is_grad_enabled()
         return eigh(stack)
 
-    monkeypatch.setattr(eigenbasis, "eigh", watched)
+    monkeypatch.setattr(eigen, "eigh", watched)
     factors = [factor(side, seed) for seed, side in enumerate(SIDES)]
     with torch.no_grad():
         found = refresh_all([Request(kept) for kept in factors])
     assert sorted(shapes) == [(1, 1), (1, 3), (1, 129), (1, 129), (1, 257), (2, 63), (4, 20), (4, 64), (33, 2)]
-    assert len(threads) == 2
     for kept, result in zip(factors, found, strict=True):
         assert_solved(kept, result.basis)
         assert result.retries == 0
@@ -160,7 +134,7 @@ def breaking(how: str, bad: torch.Tensor):
 def test_a_bad_factor_spoils_no_other(as_on_a_gpu, monkeypatch, how, device):
     factors = [factor(Side.dense(20), seed, device) for seed in range(4)]
     (bad,) = factors[2].side.blocks(factors[2].packed_P)[0]
-    monkeypatch.setattr(eigenbasis, "eigh", breaking(how, bad))
+    monkeypatch.setattr(eigen, "eigh", breaking(how, bad))
     found = refresh_all([Request(kept) for kept in factors])
     assert [result.retries for result in found] == [0, 0, 1, 0] and {result.how for result in found} == {"eigh"}
     for kept, result in zip(factors, found, strict=True):
@@ -173,77 +147,11 @@ def test_without_any_way_a_factor_has_no_basis_and_the_others_have(as_on_a_gpu, 
             raise torch.linalg.LinAlgError("did not converge")
         return eigh(stack)
 
-    monkeypatch.setattr(eigenbasis, "eigh", method)
+    monkeypatch.setattr(eigen, "eigh", method)
     factors = [factor(Side.dense(20), seed) for seed in range(3)]
     factors[1] = KroneckerFactor(factors[1].side, 1e8 * factors[1].packed_P, factors[1].updates)
     found = refresh_all([Request(kept) for kept in factors])
     assert [result.how for result in found] == ["eigh", "failed", "eigh"] and found[1].retries == 2
-
-
-# --- QR steps between exact refreshes ---
-
-
-def next_state(state: FactorState, kept: KroneckerFactor) -> tuple[FactorState, str]:
-    (result,) = refresh_all([Request(kept, state.basis, state.qr_steps)], exact_every=3)
-    return state.refreshed(result), result.how
-
-
-@pytest.mark.parametrize("side", [Side.dense(63), Side(63, 20), Side(64, 2), Side(257, 64)], ids=str)
-@pytest.mark.parametrize("stacked", [False, True])
-def test_one_refresh_in_three_is_exact_and_steps_follow_the_reference(side, stacked, request):
-    if stacked:
-        request.getfixturevalue("as_on_a_gpu")
-    state, seen = FactorState(factor(side, 0)), []
-    for turn in range(7):
-        kept, old = factor(side, turn // 2), state.basis
-        state, how = next_state(state, kept)
-        seen.append(how)
-        if how == "eigh":
-            assert_solved(kept, state.basis)
-            continue
-        values, Q = _eigh(matrix(kept), side.block, (old.values.double(), dense_vectors(old)))
-        near(
-            state.basis.values,
-            values,
-            1e-3 * values + 1e-5,
-            "the step is in fp32, its reference in float64 from vectors of the step before",
-        )
-        overlap = (dense_vectors(state.basis).T @ Q).abs().diagonal()
-        assert float(overlap.min()) > 0.99, "the same vectors at the same places"
-    assert seen == ["eigh", "qr", "qr", "eigh", "qr", "qr", "eigh"] and state.qr_steps == 0
-
-
-def test_a_step_that_fails_becomes_exact(as_on_a_gpu):
-    kept = factor(Side.dense(20), 0)
-    good = refresh(kept).basis
-    broken = Eigenbasis((good.vectors[0] * torch.nan,), good.values)
-    stacked = refresh_all([Request(kept, good), Request(kept, broken), Request(kept, good, 2)], exact_every=3)
-    assert [(result.how, result.retries) for result in stacked] == [("qr", 0), ("eigh", 1), ("eigh", 0)]
-    for result in stacked:
-        assert residual(kept, result.basis) < QR_STEP
-
-
-def test_a_state_counts_its_own_steps_and_is_replaced():
-    kept = factor(Side.dense(20), 0)
-    state, _ = next_state(FactorState(kept), kept)
-    after, how = next_state(state, kept)
-    assert (state.qr_steps, after.qr_steps, how) == (0, 1, "qr")
-    assert next_state(state, kept)[0].qr_steps == 1, "a skipped step's is dropped"
-
-
-@pytest.mark.parametrize(("precision", "dtype"), [("highest", torch.float32), ("high", torch.float64)])
-def test_a_step_s_products_are_exact_whatever_the_process_allows(precision, dtype):
-    """ "high" is TF32 on a GPU, bf16 on some CPUs; and a user may be under autocast."""
-    kept, before = factor(Side.dense(129), 0), torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        with Products() as products, torch.autocast("cpu"):
-            (result,) = refresh_all([Request(kept, refresh(kept).basis)], exact_every=3)
-    finally:
-        torch.set_float32_matmul_precision(before)
-    assert_solved(kept, result.basis)
-    assert result.how == "qr"
-    assert products.dtypes == [(dtype, dtype)] * 2
 
 
 # --- asynchronously ---
@@ -268,24 +176,21 @@ def check_on(device: str, refresher: Refresher | None) -> None:
     """Results of mixed sizes, their inputs dropped at once and written over."""
     large = (700, 1025, 600, 513) if device == "cuda" else (200, 130)
     sides = [*SIDES, *map(Side.dense, large)]
-    for every, hows in ((1, {"eigh"}), (3, {"qr"})):
-        originals = [factor(side, seed) for seed, side in enumerate(sides)]
-        given = [factor(side, seed, device) for seed, side in enumerate(sides)]
-        bases = [refresh(kept).basis for kept in given] if every > 1 else [None] * len(given)
-        dues = [Request(kept, basis) for kept, basis in zip(given, bases, strict=True)]
-        work = partial(refresh_all, dues, exact_every=every)
-        if refresher is None:
-            found = work()
-        else:
-            keys = [str(index) for index in range(len(dues))]
-            refresher.submit_together(keys, work)
-            found = [refresher.result(key) for key in keys]
-            refresher.drop(keys)
-        del given, bases, dues, work
-        junk = [torch.full((700, 700), torch.nan, device=device) for _ in range(20)]
-        assert {result.how for result in found} == hows | {"diagonal"}
-        assert max(residual(kept, r.basis) for kept, r in zip(originals, found, strict=True)) < QR_STEP
-        assert sum(result.retries for result in found) == 0 and len(junk) == 20
+    originals = [factor(side, seed) for seed, side in enumerate(sides)]
+    dues = [Request(factor(side, seed, device)) for seed, side in enumerate(sides)]
+    work = partial(refresh_all, dues)
+    if refresher is None:
+        found = work()
+    else:
+        keys = [str(index) for index in range(len(dues))]
+        refresher.submit_together(keys, work)
+        found = [refresher.result(key) for key in keys]
+        refresher.drop(keys)
+    del dues, work
+    junk = [torch.full((700, 700), torch.nan, device=device) for _ in range(20)]
+    assert {result.how for result in found} == {"eigh", "diagonal"}
+    assert max(residual(kept, r.basis) for kept, r in zip(originals, found, strict=True)) < WRONG
+    assert sum(result.retries for result in found) == 0 and len(junk) == 20
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ds_kfac.curvature import eigensolver, root
+from ds_kfac.curvature import eigen as eigensolver
+from ds_kfac.curvature import root
 from ds_kfac.curvature.inverse import DampedInverse
 from ds_kfac.curvature.root import LayerRoot, by_products, order_of, refresh_root
 from ds_kfac.curvature.side import Side

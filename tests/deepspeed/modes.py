@@ -217,18 +217,4 @@ ADAM += [
     )
 ]
 ADAM_AUTOCAST = [replace(mode, name=f"adam-{mode.name}", adam=True) for mode in AUTOCAST]
-# Refreshes at all 4 steps: exact, two QR steps, exact.
-QR_STEPS = [
-    Mode(f"{'adam-' * adam}z{stage}-qr_steps", stage, adam=adam, kfac={
-        "eigenbasis": {"refresh_interval": 1},
-        "plan": {"exact_every": 3},
-        "preconditioner": {**KFAC["preconditioner"], **more.get("preconditioner", {})},
-    })
-    for adam in (False, True)
-    for stage, more in (
-        (0, {} if adam else {"preconditioner": {"eigenvalues": "corrected", "second_moment_decay": 0.9}}),
-        (2, {}),
-        (3, {}),
-    )
-]  # fmt: skip
-BY_NAME = {mode.name: mode for mode in MODES + AUTOCAST + ADAM + ADAM_AUTOCAST + QR_STEPS}
+BY_NAME = {mode.name: mode for mode in MODES + AUTOCAST + ADAM + ADAM_AUTOCAST}

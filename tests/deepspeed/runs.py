@@ -167,7 +167,6 @@ def reference_options(kfac: dict) -> dict:
         "update_interval": kfac["factor"]["update_interval"],
         "decay": kfac["factor"]["decay"],
         "refresh_interval": kfac["eigenbasis"]["refresh_interval"],
-        "exact_every": kfac.get("plan", {}).get("exact_every", 1),
         "damping": kfac["damping"]["value"],
         "damping_kind": kfac["damping"]["kind"],
         "kl_clip": kfac["preconditioner"].get("kl_clip", 0.0),

@@ -114,8 +114,6 @@ def cases(world: int) -> dict[str, Mode]:
         "KFACAdamW, stage 0": case(0, adam=True, assignment={"gradient_worker_fraction": 0.5}),
         "corrected": case(0, preconditioner={"eigenvalues": "corrected"}),
         "adaptive": case(2, adaptive={"enabled": True, "tolerance": 1e-9}),
-        "QR steps, bf16 wire": case(0, **BF16, eigenbasis=EVERY_4, plan={"exact_every": 3}),
-        "QR steps": case(2, eigenbasis=EVERY_4, plan={"exact_every": 3}),
         "BF16_Optimizer": case(1, "bf16", extra=FP32_ACCUM, communication={"gradient_dtype": "bf16"}),
         "offload": case(2, zero=OFFLOAD),
         "round robin": case(1, zero={"round_robin_gradients": True}),

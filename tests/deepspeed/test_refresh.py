@@ -27,7 +27,6 @@ class Timed(ReferenceKFAC):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.counts: dict[str, int] = {}
-        self.refreshed: dict[str, int] = {}
         self.waiting: dict[str, tuple[int, tuple]] = {}
 
     def update(self, seed: float = 1.0) -> None:
@@ -42,9 +41,7 @@ class Timed(ReferenceKFAC):
                     layer.factors[index] = r * layer.factors[index] + (1 - r) * batch[index]
                 if key in self.refreshes and key not in self.waiting:
                     first = self.lag if self.counts[key] > 1 else 0
-                    number = self.refreshed[key] = self.refreshed.get(key, -1) + 1
-                    old = layer.bases[index] if number % self.exact_every else None
-                    self.waiting[key] = (self.steps + first, _eigh(layer.factors[index], layer.blocks[index], old))
+                    self.waiting[key] = (self.steps + first, _eigh(layer.factors[index], layer.blocks[index]))
                 if key in self.waiting and self.waiting[key][0] == self.steps:
                     layer.bases[index] = self.waiting.pop(key)[1]
         self.steps += 1
@@ -55,9 +52,8 @@ CASES = {
     "lag": {"eigenbasis": {"refresh_interval": 4, "stagger": False, "lag": 3}},
     "staggered, lag": {"eigenbasis": {"refresh_interval": 4, "stagger": True, "lag": 2}},
     "adaptive": {"eigenbasis": {"refresh_interval": 2, "stagger": False}, "adaptive": {"enabled": True}},
-    "QR steps": {
+    "adaptive, staggered, lag": {
         "eigenbasis": {"refresh_interval": 4, "stagger": True, "lag": 2},
-        "plan": {"exact_every": 2},
         "adaptive": {"enabled": True},
     },
     "everything": {

@@ -501,7 +501,7 @@ def test_kl_clip_respects_a_learning_rate_schedule():
 
 
 def failing_refresh_worker(_) -> dict:
-    from ds_kfac.curvature import eigenbasis
+    from ds_kfac.curvature import eigen as eigenbasis
 
     engine = build(BY_NAME["z2"], 1)
     kfac = engine.kfac.preconditioner

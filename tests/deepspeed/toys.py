@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.config.kfac import KFACConfig
-from ds_kfac.curvature.eigenbasis import LayerBasis, Refreshed
+from ds_kfac.curvature.eigen import LayerBasis, Refreshed
 from ds_kfac.curvature.forms import FactorForm, Part
 from ds_kfac.directions.base import Direction, DirectionSetup, LocalResult, UpdateRule
 from ds_kfac.update.rotation import Rotations

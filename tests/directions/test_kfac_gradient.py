@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_kfac.curvature.eigenbasis import Eigenbasis
+from ds_kfac.curvature.eigen import Eigenbasis
 from ds_kfac.directions.base import StepContext
 from ds_kfac.directions.kfac_gradient import KFACGradient, peak_rates
 from ds_kfac.directions.kfac_gradient_rule import KFACGradientRule

@@ -12,7 +12,6 @@ from ds_kfac.assignment.cost_model import BUILTIN
 from ds_kfac.estimate.estimates import Estimate, Refused
 from ds_kfac.estimate.machine import Machine
 from ds_kfac.estimate.memory import state_bytes
-from tests.choices import chosen
 from tests.close import close
 
 CONFIG = {"optimizer": {"type": "SGD"}, "kfac": {"burn_in": {"steps": 0}}}
@@ -91,18 +90,3 @@ def test_a_wrong_device_or_world_says_what_to_do():
         ds_kfac.estimate_kfac_mem_needs_all_live(model(), CONFIG, 2, device="tpu")
     with pytest.raises(ValueError, match="at least 1 rank"):
         ds_kfac.estimate_kfac_mem_needs_all_live(model(), CONFIG, 0)
-
-
-def test_qr_steps_shorten_the_mean_refresh_and_leave_the_worst():
-    """One rank, everything at once: of 4 refreshes one is exact."""
-    found = {}
-    for every in (1, 4):
-        config = {**CONFIG, "kfac": {**CONFIG["kfac"], "eigenbasis": {"stagger": False}}}
-        with chosen({"plan": {"exact_every": every}}):
-            found[every] = ds_kfac.estimate_kfac_mem_needs_all_cold(SHAPES, config, 1, batch_rows=100)[0]
-    exact, steps = (found[every].at_once for every in (1, 4))
-    costs, sides = found[1].work.costs, [factor.side for factor in found[1].plan.assignment.factors]
-    whole, step = (sum(costs.decompose(side, exact=kind) for side in sides) for kind in (True, False))
-    close([exact.stages["refresh"], steps.worst], [whole / 50, exact.worst], sums=10)
-    close(steps.stages["refresh"], (whole + 3 * step) / 4 / 50)
-    assert found[4].state.tolist() == found[1].state.tolist(), "the basis to start from is the layer's"

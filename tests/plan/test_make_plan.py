@@ -11,7 +11,7 @@ from ds_kfac.plan import choices
 from ds_kfac.plan.make_plan import Setting, make_plan
 from ds_kfac.plan.plan import Plan, sharing_candidates
 from ds_kfac.schedule.adaptive import AdaptiveRule
-from tests.choices import chosen, resolved
+from tests.choices import resolved
 from tests.layer_tables import gpt2_small, tied, zero_shards
 
 LAYERS, FACTORS = gpt2_small(blocks=2, width=64)
@@ -245,33 +245,27 @@ def test_a_tied_layer_s_factors_have_one_offset():
 
 def test_options_are_off_unless_asked_for():
     made = plan()
-    assert made.adaptive is None and made.exact_every == 1 and made.lag == 0 and made.shares
+    assert made.adaptive is None and made.lag == 0 and made.shares
     made = plan(
         adaptive={"enabled": True, "tolerance": 0.3},
         eigenbasis={"lag": 2},
         layers={"share_inputs": False},
     )
     assert made.adaptive == AdaptiveRule(0.3) and made.lag == 2 and not made.shares
-    with chosen({"plan": {"exact_every": 5}}):
-        made = plan()
-    assert made.exact_every == 5
-    assert any("one refresh in 5 is exact" in reason for reason in made.reasons)
 
 
 LONG = {name: replace(BUILTIN[name], eigh_seconds=((8, 0.3), (16, 2.4))) for name in ("cpu", "cuda")}
 
 
-def test_long_refreshes_are_late_and_mostly_qr_steps_on_a_gpu_alone():
+def test_long_refreshes_are_late_on_a_gpu_alone():
     for name, costs in LONG.items():
         made, gpu = plan(costs=costs), name == "cuda"
-        assert made.offsets and made.lag == (10 if gpu else 0) and made.exact_every == (4 if gpu else 1)
+        assert made.offsets and made.lag == (10 if gpu else 0)
         assert any("take effect 10 steps later" in reason for reason in made.reasons) == gpu
-        assert any("one refresh in 4 is exact" in reason for reason in made.reasons) == gpu
     assert plan(costs=LONG["cuda"], eigenbasis={"lag": 0}).lag == 0
     every = {"update_interval": 1}, {"refresh_interval": 1}
     assert plan(costs=LONG["cuda"], factor=every[0], eigenbasis=every[1]).lag == 0, "no refresh interval is longer"
-    short = plan(costs=BUILTIN["cuda"])
-    assert short.lag == 0 and short.exact_every == 1
+    assert plan(costs=BUILTIN["cuda"]).lag == 0
 
 
 def test_layers_are_stacked_on_gpus_where_there_are_eigenbases():

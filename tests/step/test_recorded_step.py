@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ds_kfac.curvature.eigenbasis import Eigenbasis
+from ds_kfac.curvature.eigen import Eigenbasis
 from ds_kfac.directions.base import StepContext
 from ds_kfac.directions.kfac_gradient import KFACGradient
 from ds_kfac.directions.kfac_gradient_rule import KFACGradientRule

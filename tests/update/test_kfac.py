@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ds_kfac.curvature.eigenbasis import LayerBasis
+from ds_kfac.curvature.eigen import LayerBasis
 from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.curvature.side import Side
 from ds_kfac.ops.functional import symmetric_pack

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from ds_kfac.curvature.eigenbasis import LayerBasis
+from ds_kfac.curvature.eigen import LayerBasis
 from ds_kfac.curvature.factor import SETTLED, SPIKE, KroneckerFactor
 from ds_kfac.curvature.side import Side
 from ds_kfac.ops.dispatch import adam_scale

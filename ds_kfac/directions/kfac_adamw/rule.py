@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ds_kfac.config.kfac import KFACConfig
-from ds_kfac.curvature.eigenbasis import basis_numel
+from ds_kfac.curvature.eigen import basis_numel
 from ds_kfac.curvature.forms import FACTOR_FORMS
 from ds_kfac.curvature.root import ORDERS, order_of
 from ds_kfac.directions.base import Direction, DirectionSetup, UpdateRule, by_rows

@@ -1,0 +1,353 @@
+"""Eigenbases: of a side, of a layer, how they are found, and what is done where a decomposition fails.
+
+Shape suffixes: D a side's width, O and I the sides of a layer's matrix, n blocks of width b.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from ds_kfac.curvature.factor import KroneckerFactor
+from ds_kfac.curvature.side import Side
+
+GROUPED = frozenset({"cuda"})
+"""Device types where matrices of one width are decomposed in one call: it is not filled by one small matrix."""
+STACKED_UP_TO = 512
+"""Widest that share a call. A batched call was 110 times as fast as one by one for 500 x [100, 100] in fp32, 32 to 75
+times for b = 33..128 in fp64 (pytorch issues 174674, 175585); wider ones fill the device. Not measured by us."""
+STACK_NUMEL = 1 << 26
+"""Elements of a stack at most (256 MB in fp32); the solver's workspace is a multiple of it."""
+TOLERANCE = 1e-3
+"""Of a decomposition by a GPU: far above fp32 rounding, far below what a wrong one shows."""
+
+Decompose = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""[n, b, b] in any float dtype -> (values fp32 [n, b], vectors fp32 [n, b, b])."""
+Found = tuple[tuple[Tensor, Tensor] | None, int]
+"""(values [n, b], vectors [n, b, b]), None when every rung of the ladder failed; and attempts that failed."""
+
+
+@dataclass(frozen=True)
+class Eigenbasis:
+    """factor = Q diag(values) Q^T with an orthogonal, block-diagonal Q.
+
+    Attributes:
+        vectors: fp32 [n, b, b] per group of equal blocks, eigenvectors in columns; empty if Q is the identity, as it
+            is for a diagonal factor.
+        values: fp32 [D], ascending in each block, clamped at 0: a second moment has no negative ones but by rounding.
+    """
+
+    vectors: tuple[Tensor, ...]
+    values: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(vectors.nbytes for vectors in self.vectors) + self.values.nbytes
+
+    @cached_property
+    def half_vectors(self) -> tuple[Tensor, ...]:
+        """The vectors in bf16, made once: for products in mixed precision."""
+        return tuple(vectors.bfloat16() for vectors in self.vectors)
+
+    def rounded(self, dtype: torch.dtype) -> "Eigenbasis":
+        """With vectors as they are after travelling in ``dtype``; itself in fp32."""
+        if dtype is torch.float32:
+            return self
+        return Eigenbasis(tuple(vectors.to(dtype).float() for vectors in self.vectors), self.values)
+
+    def rotate(self, x_D: Tensor) -> Tensor:
+        """Q^T x for x [D, any]."""
+        return apply_blocks(x_D, [vectors.mT for vectors in self.vectors])
+
+    def restore(self, x_D: Tensor) -> Tensor:
+        """Q x for x [D, any]; undoes :meth:`rotate`."""
+        return apply_blocks(x_D, self.vectors)
+
+    def overlap(self, old: "Eigenbasis | None") -> "Eigenbasis":
+        """The basis whose ``rotate`` takes coordinates in ``old`` (None, or one without vectors: unrotated) to
+        coordinates in this one."""
+        if old is None or not old.vectors or not self.vectors:
+            return self
+        return Eigenbasis(
+            tuple(before.mT @ now for before, now in zip(old.vectors, self.vectors, strict=True)), self.values
+        )
+
+    def squared(self) -> "Eigenbasis":
+        """Every entry of Q squared: how a diagonal of second moments leaves a basis, see ``checkpoint/files.py``."""
+        return Eigenbasis(tuple(vectors.square() for vectors in self.vectors), self.values)
+
+
+def apply_blocks(x_D: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+    """A block-diagonal matrix times x [D, any]; x itself without blocks.
+
+    Args:
+        matrices: [n, b, b] per group of equal blocks.
+    """
+    pieces, start = [], 0
+    for matrix in matrices:
+        count, width, _ = matrix.shape
+        part = x_D[start : start + count * width]
+        start += count * width
+        # a batch of one is slower as a batch
+        product = matrix[0] @ part if count == 1 else (matrix @ part.reshape(count, width, -1)).flatten(0, 1)
+        pieces.append(product)
+    if not pieces:
+        return x_D
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def sided(left: Callable[[Tensor], Tensor], right: Callable[[Tensor], Tensor], x_OI: Tensor) -> Tensor:
+    """Block-diagonal matrices applied to the rows and to the columns of x [O, I], or of a stack [groups, O, I]."""
+    if x_OI.ndim == 2:
+        return right(left(x_OI).T).T
+    x_IO = left(x_OI.flatten(0, 1)).view(x_OI.shape).mT
+    return right(x_IO.flatten(0, 1)).view(x_IO.shape).mT
+
+
+def basis_numel(side: Side) -> int:
+    """Elements of a side's eigenvectors, which is multiplications to rotate one vector; a diagonal has none."""
+    return sum(count * width**2 for count, width in side.groups) if side.block > 1 else 0
+
+
+def flat_vectors(basis: Eigenbasis) -> Tensor:
+    """All eigenvectors in one flat tensor."""
+    return torch.cat([vectors.reshape(-1) for vectors in basis.vectors])
+
+
+def basis_from(side: Side, flat: Tensor | None, values: Tensor) -> Eigenbasis:
+    """Inverse of :func:`flat_vectors`; fp32, a copy.
+
+    Args:
+        flat: in any dtype; None for a side without eigenvectors.
+    """
+    vectors, start = [], 0
+    if flat is not None and side.block > 1:
+        for count, width in side.groups:
+            numel = count * width**2
+            piece = flat[start : start + numel].to(torch.float32, copy=True)
+            vectors.append(piece.view(count, width, width))
+            start += numel
+    return Eigenbasis(tuple(vectors), values)
+
+
+@dataclass(frozen=True)
+class LayerBasis:
+    """The eigenbasis of a layer's Fisher, G kron A: rows by G, columns by A. Of a layer in groups the matrices are
+    stacked, [groups, O, I], and the blocks of both bases follow each other."""
+
+    G: Eigenbasis
+    A: Eigenbasis
+
+    @property
+    def nbytes(self) -> int:
+        return self.G.nbytes + self.A.nbytes
+
+    def rotate(self, x_OI: Tensor) -> Tensor:
+        """Q_G^T x Q_A."""
+        return sided(self.G.rotate, self.A.rotate, x_OI)
+
+    def restore(self, x_OI: Tensor) -> Tensor:
+        """Q_G x Q_A^T."""
+        return sided(self.G.restore, self.A.restore, x_OI)
+
+    def overlap(self, old: "LayerBasis | None") -> "LayerBasis":
+        """See :meth:`Eigenbasis.overlap`."""
+        return LayerBasis(self.G.overlap(old.G if old else None), self.A.overlap(old.A if old else None))
+
+    def squared(self) -> "LayerBasis":
+        """See :meth:`Eigenbasis.squared`."""
+        return LayerBasis(self.G.squared(), self.A.squared())
+
+
+def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Exact decomposition of [n, b, b] in its own dtype and place; (values, vectors) in fp32."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return values.float().clamp(min=0), vectors.float().contiguous()
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Refreshed(Generic[T]):
+    """What a refresh came to.
+
+    Attributes:
+        basis: what ``FACTOR_FORMS`` says is kept; None when every rung of the ladder failed for some block.
+        how: "eigh", "cholesky" (an inverse), "newton" (a root by products), "diagonal" (of a diagonal or identity side,
+            nothing to decompose), "failed".
+        retries: rungs of the ladder that failed.
+    """
+
+    basis: T | None
+    how: Literal["eigh", "cholesky", "newton", "diagonal", "failed"]
+    retries: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """A usable factor to decompose.
+
+    Attributes:
+        partner: the layer's other factor, where a form needs it (``curvature/forms.py``).
+        groups: of the layer, whose factor is that of each after the other.
+    """
+
+    factor: KroneckerFactor
+    partner: KroneckerFactor | None = None
+    groups: int = 1
+
+
+def refresh_all(requests: Sequence[Request]) -> list[Refreshed]:
+    """Decompose factors, in the order given. Synchronises with the device, as every decomposition does.
+
+    On a CPU each by itself, so that a result does not depend on what else is decomposed; on a GPU small ones together.
+    """
+    sides = [request.factor.side for request in requests]
+    places = [
+        (number, group)
+        for number, side in enumerate(sides)
+        for group in range(len(side.groups) if side.block > 1 else 0)
+    ]
+    found: dict[tuple[int, int], Found] = {}
+    for call in _calls([sides[number].groups[group] for number, group in places], requests):
+        stack = [places[index] for index in call]
+        blocks = [sides[number].group(requests[number].factor.packed_P, group) for number, group in stack]
+        found |= zip(stack, _together(blocks), strict=True)
+    return [
+        _assembled(request.factor, [found[number, group] for group in range(len(side.groups)) if side.block > 1])
+        for number, (request, side) in enumerate(zip(requests, sides, strict=True))
+    ]
+
+
+def _calls(shapes: Sequence[tuple[int, int]], requests: Sequence[Request]) -> list[list[int]]:
+    """Indices of the (n, b) that are decomposed together."""
+    if not shapes or not grouped(requests[0].factor.packed_P.device):
+        return [[index] for index in range(len(shapes))]
+    load_solvers(requests[0].factor.packed_P.device)
+    calls: list[list[int]] = []
+    filling: dict[int, list[int]] = {}
+    for index, (count, width) in enumerate(shapes):
+        stack = filling.get(width, [])
+        numel = sum(shapes[other][0] for other in stack) * width**2
+        if not stack or width > STACKED_UP_TO or numel + count * width**2 > STACK_NUMEL:
+            stack = filling[width] = []
+            calls.append(stack)
+        stack.append(index)
+    return calls
+
+
+def _together(parts: Sequence[Tensor]) -> list[Found]:
+    """Of equally wide blocks in one call; those it fails for once more, each by itself."""
+    if len(parts) == 1:
+        return [climb(parts[0], eigh)]
+    stack = torch.cat(list(parts))
+    found = _tried(stack, lambda: eigh(stack))
+    results: list[Found] = []
+    first = 0
+    for part in parts:
+        last = first + len(part)
+        if found is not None and all(found[1][first:last]):
+            # copies: a view would keep the whole stack in memory, and in checkpoints, as long as any of them
+            values, vectors = (of[first:last].clone() for of in found[0])
+            results.append(((values, vectors), 0))
+        else:
+            results.append(climb(part, eigh))
+        first = last
+    return results
+
+
+def _assembled(factor: KroneckerFactor, found: Sequence[Found]) -> Refreshed:
+    """A factor's, from those of its groups of equal blocks; a diagonal or an identity needs no solver."""
+    side = factor.side
+    if side.block == 0:
+        return Refreshed(Eigenbasis((), factor.packed_P.new_ones(side.dim)), "diagonal")
+    if side.block == 1:
+        return Refreshed(Eigenbasis((), factor.packed_P.clamp(min=0)), "diagonal")
+    retries, pairs = sum(failures for _, failures in found), [pair for pair, _ in found if pair is not None]
+    if len(pairs) < len(found):
+        return Refreshed(None, "failed", retries)
+    values = torch.cat([values.reshape(-1) for values, _ in pairs])
+    return Refreshed(Eigenbasis(tuple(vectors for _, vectors in pairs), values), "eigh", retries)
+
+
+def grouped(device: torch.device) -> bool:
+    """Whether small matrices are decomposed together on this device."""
+    return device.type in GROUPED
+
+
+def rungs(blocks: Tensor) -> list[Callable[[], Tensor]]:
+    """What is tried on failure: as given, in float64, in float64 on the CPU."""
+    elsewhere = [lambda: blocks.double().cpu()] if blocks.device.type != "cpu" else []
+    return [lambda: blocks, blocks.double, *elsewhere]
+
+
+def climb(blocks: Tensor, decompose: Decompose) -> Found:
+    """Up the ladder of :func:`rungs`. Returns what was found and failures.
+
+    The input is checked by the caller (LAPACK returns NaN for NaN without a word, cuSOLVER raises or does not).
+    """
+
+    def at(rung: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        values, vectors = decompose(rung())
+        return values.to(blocks.device), vectors.to(blocks.device)
+
+    ladder = rungs(blocks)
+    for failures, rung in enumerate(ladder):
+        found = _tried(blocks, functools.partial(at, rung))
+        if found is not None and all(found[1]):
+            return found[0], failures
+    return None, len(ladder)
+
+
+def _tried(
+    blocks: Tensor, attempt: Callable[[], tuple[Tensor, Tensor]]
+) -> tuple[tuple[Tensor, Tensor], list[bool]] | None:
+    """What was found and, per block, whether it can be right; None if it raised. Synchronises once."""
+    try:
+        values, vectors = attempt()
+        right = torch.isfinite(values).all(-1) & torch.isfinite(vectors).flatten(1).all(-1)
+        if grouped(blocks.device):
+            right &= credible(blocks, values, vectors)
+        return (values, vectors), right.tolist()
+    except RuntimeError:  # LinAlgError, cuSOLVER's own, out of memory: the next way is more exact, smaller or elsewhere
+        return None
+
+
+def probe(blocks: Tensor) -> Tensor:
+    """The vector that results are checked with, fp32 [b]: no pattern of its own."""
+    return torch.cos(1.0 + torch.arange(blocks.shape[-1], device=blocks.device, dtype=torch.float32) ** 2)
+
+
+def credible(blocks: Tensor, values: Tensor, vectors: Tensor) -> Tensor:
+    """Bool [n]: whether Q Q^T x = x and Q^T C x = diag(values) Q^T x, for one x (Freivalds' check).
+
+    torch.linalg.eigh has returned vectors that are not orthogonal from a GPU without an error (pytorch issue 192483).
+    Elementwise, O(b^2): no product that TF32 could touch.
+    """
+    x = probe(blocks)
+    turned = (vectors * x.unsqueeze(-1)).sum(-2)
+    right = ((vectors * turned.unsqueeze(-2)).sum(-1) - x).norm(dim=-1) <= TOLERANCE * x.norm()
+    image = (blocks * x).sum(-1)
+    off = (vectors * image.unsqueeze(-1)).sum(-2) - values * turned
+    return right & (off.norm(dim=-1) <= TOLERANCE * blocks.flatten(1).norm(dim=-1) * x.norm())
+
+
+_LOADING = threading.Lock()
+
+
+@functools.cache
+def _loaded(device: torch.device) -> None:
+    torch.linalg.eigh(torch.ones(1, 1, 1, device=device))
+
+
+def load_solvers(device: torch.device) -> None:
+    """torch loads its CUDA solvers at the first call, and fails if two threads make it (pytorch issue 90613)."""
+    if device.type == "cuda":
+        with _LOADING:
+            _loaded(device)
