@@ -8,7 +8,6 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ds_kfac.config.removed import REMOVED, REMOVED_VALUES
 from ds_kfac.config.values import TOO_LARGE, form_of, holds_value
 
 Model = type[BaseModel]
@@ -31,10 +30,6 @@ def without_nulls(values: Mapping[str, Any], model: Model) -> dict[str, Any]:
 def explain(detail: Any, block: Mapping[str, Any], model: Model) -> str:
     """One of pydantic's errors as a line; ``block`` is the raw input of ``model``."""
     path, got = ".".join(map(str, detail["loc"])), detail["input"]
-    if path in REMOVED:
-        return f"kfac.{path} was removed: {REMOVED[path]}"
-    if isinstance(got, str) and (path, got) in REMOVED_VALUES:
-        return f'kfac.{path} "{got}" was removed: {REMOVED_VALUES[path, got]}'
     if detail["type"] == "extra_forbidden":
         return f"kfac.{path}: unknown key; {_nearest(detail['loc'], block, model)}"
     if detail["type"] == "missing":

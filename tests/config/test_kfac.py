@@ -5,7 +5,6 @@ import re
 import pytest
 
 from ds_kfac.config.kfac import find_block, parse
-from ds_kfac.config.removed import REMOVED
 from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
 from ds_kfac.directions.table import rule_in
 from ds_kfac.schedule.intervals import BurnIn, Schedule, Value
@@ -208,19 +207,6 @@ def test_inverses_go_with_all_that_needs_no_eigenbasis():
     assert resolved(given).factor.fisher == "empirical"
     with pytest.raises(ValueError, match='in which KFACAdamW steps; use "eigen", or another optimizer'):
         KFACAdamWRule().check(parse(given))
-
-
-def test_a_key_that_is_gone_says_what_to_do():
-    for path, remedy in REMOVED.items():
-        *sections, key = path.split(".")
-        for value in (True, None):
-            block: dict = {key: value}
-            for section in reversed(sections):
-                block = {section: block}
-            with pytest.raises(ValueError) as error:
-                parse(block)
-            assert f"kfac.{path} was removed: {remedy}" in str(error.value).splitlines()[1]
-            assert len(str(error.value).splitlines()) == 2, "nothing else is said of it"
 
 
 def test_all_errors_come_in_one_message():
