@@ -6,7 +6,7 @@ For a layer W a with inputs a (a 1 appended for the bias) and per-term output gr
     A = Q_A diag(alpha) Q_A^T     G = Q_G diag(beta) Q_G^T        now and then
     R = Q_G^T dW Q_A                                              every step: the gradient in the eigenbasis
 
-    K-FAC gradient                V = Q_G [R / (e + lambda)^exponent] Q_A^T,   e = beta alpha^T,
+    K-FAC gradient                V = Q_G [R / (e + lambda)] Q_A^T,   e = beta alpha^T,
                                   or e = running mean of M R^2 (corrected, EKFAC); with the method "inverse"
                                   V = (G + sqrt(lambda) / pi)^-1 dW (A + pi sqrt(lambda))^-1, pi^2 = mean A / mean G
                                   dW <- nu V, nu = min(1, sqrt(kl_clip / (lr^2 sum <V, dW>))); then any optimizer
@@ -192,12 +192,12 @@ class ReferenceKFAC:
     def __init__(
         self, model: nn.Module, *, update_interval=1, refresh_interval=1, decay=0.95, damping=1e-3,
         damping_kind="tikhonov", kl_clip=1e-3, exclude=(), types=("Linear",), max_dim=None, large="diagonal",
-        exponent=1.0, corrected=None, graft=False, sharing="expand", fisher="empirical", parts=(),
+        corrected=None, graft=False, sharing="expand", fisher="empirical", parts=(),
         method="eigen",
     ):  # fmt: skip
         self.update_interval, self.refresh_interval, self.decay = update_interval, refresh_interval, decay
         self.damping, self.damping_kind, self.kl_clip = damping, damping_kind, kl_clip
-        self.exponent, self.corrected, self.graft = exponent, corrected, graft
+        self.corrected, self.graft = corrected, graft
         self.sharing, self.fisher, self.method = sharing, fisher, method
         self.steps = 0
         self.nu = 1.0
@@ -293,7 +293,7 @@ class ReferenceKFAC:
         for name, layer in self.layers.items():
             (dW, R), ((alpha, QA), (beta, QG)) = rotated[name], layer.bases
             mean_A, mean_G, mean = self.means(name)
-            mean = {"relative": mean, "model": max(mean, model_mean)}.get(self.damping_kind, 1)
+            mean = mean if self.damping_kind == "relative" else 1
             damped = layer.e + self.damping * mean
             if self.method == "inverse" or self.damping_kind == "adaptive":  # either factor damped by itself
                 if self.damping_kind == "adaptive":
@@ -301,7 +301,7 @@ class ReferenceKFAC:
                     mean, layer.damping = self.scale, self.damping
                 root, pi = (layer.damping * mean) ** 0.5, (mean_A / mean_G) ** 0.5
                 damped = torch.outer(beta + root / pi, alpha + pi * root)
-            V = QG @ (R / damped**self.exponent) @ QA.T
+            V = QG @ (R / damped) @ QA.T
             results[name] = V = V * (dW.norm() / V.norm()) if self.graft else V
             quadratic += float((V * dW).sum()) * (lr / grad_scale) ** 2
         self.nu = min(1.0, (self.kl_clip / quadratic) ** 0.5) if self.kl_clip and quadratic else 1.0

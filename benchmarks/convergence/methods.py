@@ -45,9 +45,7 @@ stack has an A of its own, also of what enters it."""
 KFAC_ADAMW_VARIATIONS = {
     "graft": {"preconditioner": {"graft": "norm"}},
     "ekfac": {"preconditioner": {"graft": "norm", "eigenvalues": "corrected"}},
-    "model": {"damping": {"kind": "model"}},
     "corrected": {"preconditioner": {"eigenvalues": "corrected"}},
-    "half": {"preconditioner": {"graft": "norm", "exponent": 0.5}},
 }
 """K-FAC's gradient into AdamW, with one thing changed."""
 
@@ -94,10 +92,6 @@ def kfac_nesterov(rate: float) -> dict:
 
 def kfac_relative(rate: float) -> dict:
     return {**sgd(rate), "kfac": {**KFAC_FOR_IMAGES, "damping": {"kind": "relative", "value": 1.0}}}
-
-
-def kfac_sgd_model(rate: float) -> dict:
-    return {**kfac_sgd(rate), "kfac": {**KFAC_FOR_SGD, "damping": {"kind": "model"}}}
 
 
 def kfac_adamw(rate: float) -> dict:
@@ -165,7 +159,6 @@ METHODS: dict[str, Callable[[float], dict]] = {
     "adamw": adamw,
     "muon": muon,
     "kfac_sgd": kfac_sgd,
-    "kfac_sgd_model": kfac_sgd_model,
     "kfac_adamw": kfac_adamw,
     "kfacadamw": kfacadamw,
     "muon_filters": muon_filters,
@@ -190,7 +183,6 @@ RATES: dict[str, list[float]] = {
     "adamw": [2.5e-4, 5e-4, 1e-3, 2e-3],
     "muon": [0.01, 0.02, 0.04, 0.08],
     "kfac_sgd": [0.1, 0.2, 0.4, 0.8],
-    "kfac_sgd_model": [0.1, 0.2, 0.4, 0.8],
     "kfac_adamw": [5e-4, 1e-3, 2e-3, 4e-3],
     "kfacadamw": [5e-4, 1e-3, 2e-3, 4e-3],
     "muon_filters": [0.02, 0.04, 0.08, 0.16],

@@ -45,7 +45,7 @@ def measured(settings: Settings, seconds: float) -> dict[str, Any]:
         C = second_moments(settings, 1, dim)[0] + 1e-3 * torch.eye(dim, device=device)
         found["eigh_seconds"].append([dim, time(lambda C=C: torch.linalg.eigh(C))])
         found["cholesky_seconds"].append([dim, time(lambda C=C: cholesky_inverse(C))])
-    with fp32_products(precision.into, device):
+    with fp32_products(precision.products, device):
         for dim in PRODUCT_DIMS:
             if dim <= settings.max_dim:
                 x = settings.normal(dim, dim)

@@ -105,7 +105,7 @@ def variants(device: str) -> Mapping[str, Op]:
         names = [(form, dtype) for form, dtype in names if dtype == "fp32"]
     found = {f"{form} {dtype}": variant(form, dtype, MUON) for form, dtype in names}
     found["gram(2) polar express"] = variant("gram(2)", "fp32" if device == "cpu" else "fp16", POLAR_EXPRESS)
-    asked = ("highest",) if device == "cpu" else ("highest", "tf32", "mixed")
+    asked = ("highest",) if device == "cpu" else ("highest", "tf32")
     return {**{f"product {name}": product(name) for name in asked}, **found}
 
 

@@ -149,37 +149,23 @@ def _of_step(given: Callable[[str, str], Any]) -> list[str]:
             return []
         return ['kfac.damping.kind "adaptive" needs the quadratic model of kfac.preconditioner.step "quadratic"']
     why = 'with kfac.preconditioner.step "quadratic"'
-    needs = {"eigenvalues": "kronecker", "graft": "none", "exponent": 1, "method": "eigen", "kl_clip": 0}
+    needs = {"eigenvalues": "kronecker", "graft": "none", "method": "eigen", "kl_clip": 0}
     errors = [
         f"{why} kfac.preconditioner.{key} must be {needed!r}, got {given('preconditioner', key)!r}"
         for key, needed in needs.items()
         if given("preconditioner", key) not in (None, needed)
     ]
-    if kind in ("relative", "model"):
+    if kind == "relative":
         errors.append(f'{why} damping is one number for the model: kfac.damping.kind must be "adaptive" or "tikhonov"')
     return errors
 
 
 def _without_basis(given: Callable[[str, str], Any]) -> list[str]:
     """What a form without an eigenbasis rules out; ``given(block, key)`` is what the config has, or None."""
-    method, errors = given("preconditioner", "method"), []
-    if given("damping", "kind") == "model":
-        errors.append(
-            f'kfac.damping.kind "model" needs eigenbases, but with kfac.preconditioner.method "{method}" a factor is '
-            'damped when it is decomposed, before the model\'s mean is known; use "relative" or "tikhonov"'
-        )
-    why = f'kfac.preconditioner.method "{method}" keeps no eigenbasis, so'
-    if given("preconditioner", "eigenvalues") == "corrected":
-        errors.append(f'{why} kfac.preconditioner.eigenvalues must be "kronecker"; or use method "eigen"')
-    if given("preconditioner", "exponent") not in (None, 1):
-        got = given("preconditioner", "exponent")
-        errors.append(f'{why} kfac.preconditioner.exponent ({got}) must be 1; or use method "eigen"')
-    if given("preconditioner", "precision") == "mixed":
-        errors.append(
-            f'kfac.preconditioner.precision "mixed" would round {FACTOR_FORMS[method].words} to bf16, which moves the '
-            f'sharpest directions most; with method "{method}" it must be "highest" or "tf32"'
-        )
-    return errors
+    if given("preconditioner", "eigenvalues") != "corrected":
+        return []
+    why = f'kfac.preconditioner.method "{given("preconditioner", "method")}" keeps no eigenbasis, so'
+    return [f'{why} kfac.preconditioner.eigenvalues must be "kronecker"; or use method "eigen"']
 
 
 def find_block(ds_config: Mapping[str, Any]) -> Any | None:

@@ -88,16 +88,13 @@ class DampingConfig(Block):
     """What is added to the Fisher's eigenvalues."""
 
     value: Positive | None = None
-    """Size of the damping, with adaptive at first; null: 0.001 with tikhonov, 100 with adaptive, 1 with the others."""
-    kind: Literal["tikhonov", "relative", "model", "adaptive"] | None = None
+    """Size of the damping, with adaptive at first; null: 0.001 with tikhonov, 1 with relative, 100 with
+    adaptive."""
+    kind: Literal["tikhonov", "relative", "adaptive"] | None = None
     """tikhonov: add the value itself. relative: add the value times the layer's mean eigenvalue, mean(A) mean(G).
-    model: add the value times the larger of the mean eigenvalues of the layer and of the whole model, so that layers
-    with hardly any gradient, of which the layer's own knows no size, make no larger steps than others.
     adaptive: Levenberg-Marquardt's rule, for step quadratic: at first the value times the model's mean eigenvalue, then
     more where the loss falls less than the quadratic model predicts, and less where it falls as predicted; split
     between A and G by pi. null: relative, with step quadratic adaptive."""
-    interval: int = Field(5, ge=1)
-    """adaptive: steps from one comparison with the prediction to the next, each of which takes one more forward."""
 
     @property
     def chosen(self) -> str:
@@ -114,16 +111,15 @@ class PreconditionerConfig(Block):
     """The step in the eigenbasis. Without effect for the optimizer KFACAdamW, whose step is Adam's, except
     ``precision``."""
 
-    precision: Literal["highest", "tf32", "mixed"] | None = None
+    precision: Literal["highest", "tf32"] | None = None
     """Precision of the products into the eigenbasis and back. highest: fp32, also if the process allows TF32. tf32:
-    TF32 on GPUs, fp32 elsewhere. mixed: TF32 into the eigenbasis, bf16 back. null: tf32 on GPUs that have it, else
-    highest. Orthogonalization is in fp16 with TF32 and mixed, else in fp32. With method inverse it applies to the two
-    products with the inverses, and mixed is refused."""
+    TF32 on GPUs, fp32 elsewhere. null: tf32 on GPUs that have it, else highest. Orthogonalization is in fp16 with TF32,
+    else in fp32. With method inverse it applies to the two products with the inverses."""
     method: Method = "eigen"
     """What is kept of a factor. eigen: its eigenbasis. inverse: its damped inverse by Cholesky, with KAISA's
     pi-damping: half the products of a step, half the bytes to other workers, refreshes about ten times cheaper; for
-    sides of 4096 and up. The damping of an inverse is that of its last refresh. inverse needs eigenvalues kronecker and
-    exponent 1. root: with KFACAdamW, the root A^-p of adam.whiten, 1/p a whole number: Adam in the layers' own
+    sides of 4096 and up. The damping of an inverse is that of its last refresh. inverse needs eigenvalues
+    kronecker. root: with KFACAdamW, the root A^-p of adam.whiten, 1/p a whole number: Adam in the layers' own
     coordinates, whitened. Refreshes by matrix products alone, on GPUs predicted ten times cheaper than eigenbases."""
     eigenvalues: Literal["kronecker", "corrected"] | None = None
     """Eigenvalues of the Fisher in the eigenbasis. kronecker: products of the factors' eigenvalues (K-FAC). corrected:
@@ -131,8 +127,6 @@ class PreconditionerConfig(Block):
     second moment too, as Adam does, else kronecker."""
     second_moment_decay: float = Field(0.95, ge=0, lt=1)
     """With corrected eigenvalues: weight of the past in that second moment, per step."""
-    exponent: float = Field(1.0, gt=0, le=1)
-    """Power of the damped eigenvalues to divide by: 1 is the natural gradient, 0.5 resembles Adam."""
     graft: Literal["none", "norm"] = "none"
     """norm: scale each layer's K-FAC direction to the norm of its raw gradient, so that learning rates carry over."""
     step: Literal["fixed", "quadratic"] = "fixed"

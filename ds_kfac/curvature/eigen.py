@@ -7,7 +7,6 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Generic, Literal, TypeVar
 
 import torch
@@ -48,11 +47,6 @@ class Eigenbasis:
     @property
     def nbytes(self) -> int:
         return sum(vectors.nbytes for vectors in self.vectors) + self.values.nbytes
-
-    @cached_property
-    def half_vectors(self) -> tuple[Tensor, ...]:
-        """The vectors in bf16, made once: for products in mixed precision."""
-        return tuple(vectors.bfloat16() for vectors in self.vectors)
 
     def rounded(self, dtype: torch.dtype) -> "Eigenbasis":
         """With vectors as they are after travelling in ``dtype``; itself in fp32."""

@@ -10,18 +10,51 @@ Sources: Martens & Grosse 2015 (arXiv:1503.05671), sec. 6.3; Pauloski et al. 202
 Shape suffixes: D a side's width, P its packed elements, O and I the sides of a layer's matrix, n blocks of width b.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ds_kfac.curvature.damping import FACTORED_DAMPING, Scalar
 from ds_kfac.curvature.eigen import TOLERANCE, Refreshed, apply_blocks, grouped, load_solvers, probe, rungs, sided
 from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.curvature.precision import HIGHEST, Precision, fp32_products
 from ds_kfac.curvature.side import Side
 from ds_kfac.ops.dispatch import symmetric_pack_into_
 from ds_kfac.ops.reference import packed_numel
+
+Scalar = Tensor | float
+
+
+def factored_tikhonov(value: float, mean: Scalar, partner: Scalar) -> Scalar:
+    """sqrt(value) shared out between a layer's factors by pi = sqrt(mean(A) / mean(G)): what is added to a factor.
+
+    A gets pi sqrt(value), G sqrt(value) / pi; seen from either that is sqrt(value * its mean / its partner's).
+
+    Args:
+        mean, partner: of the diagonal of this factor and of the layer's other one.
+
+    Source: Martens & Grosse 2015 (arXiv:1503.05671), sec. 6.3, with the trace norm.
+    """
+    return (value * mean / partner) ** 0.5
+
+
+def factored_relative(value: float, mean: Scalar, partner: Scalar) -> Scalar:
+    """The same with lambda = value mean(A) mean(G): the partner's mean cancels, so a factor needs itself only."""
+    return value**0.5 * mean
+
+
+def factored(value: Tensor, mean_G: Tensor, mean_A: Tensor) -> tuple[Tensor, Tensor]:
+    """What :func:`factored_tikhonov` adds to the eigenvalues of G and of A, for both eigenbases at once."""
+    tiny = torch.finfo(torch.float32).tiny
+    pi = (mean_A.clamp(min=tiny) / mean_G.clamp(min=tiny)).sqrt()
+    return value.sqrt() / pi, value.sqrt() * pi
+
+
+FACTORED_DAMPING: dict[str, Callable[[float, Scalar, Scalar], Scalar]] = {
+    "tikhonov": factored_tikhonov,
+    "relative": factored_relative,
+}
 
 
 @dataclass(frozen=True)
@@ -103,7 +136,7 @@ class LayerInverse:
         if not (self.G._parts or self.A._parts):
             V = gradient_OI / (1 + damping**0.5) ** 2
         else:
-            with fp32_products(precision.into, gradient_OI.device):
+            with fp32_products(precision.products, gradient_OI.device):
                 V = sided(self.G.apply, self.A.apply, gradient_OI)
         return V, (V * gradient_OI).sum(dim=(-2, -1))
 

@@ -19,30 +19,26 @@ TF32_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True)
 class Precision:
-    """Of the four products that precondition a gradient.
+    """Of the products that precondition a gradient.
 
     Attributes:
-        name: "highest", "tf32" or "mixed".
-        into: of the two products into the eigenbasis: fp32, or TF32, which rounds operands to 10 bits.
-        half: whether the two back take bf16 operands; else they are as ``into``. The first two set the error: what they
-            lose is divided by small eigenvalues.
+        name: "highest" or "tf32".
+        products: fp32, or TF32, which rounds operands to 10 bits.
         why: for people, where it is not what was asked for, or was not asked for.
     """
 
     name: str = "highest"
-    into: Literal["ieee", "tf32"] = "ieee"
-    half: bool = False
+    products: Literal["ieee", "tf32"] = "ieee"
     why: str = ""
 
     @property
     def half_orthogonal(self) -> bool:
-        """Whether orthogonalization runs in fp16, else as ``into``: it rounds as TF32 does, at twice the speed."""
-        return self.half or self.into == "tf32"
+        """Whether orthogonalization runs in fp16, else as the products: it rounds as TF32 does, at twice the speed."""
+        return self.products == "tf32"
 
     def __str__(self) -> str:
-        first = {"ieee": "fp32", "tf32": "TF32"}[self.into]
-        kinds = f"{first} into the eigenbasis, bf16 back" if self.half else first
-        return f"{self.name} ({kinds}{'; ' + self.why if self.why else ''})"
+        kind = {"ieee": "fp32", "tf32": "TF32"}[self.products]
+        return f"{self.name} ({kind}{'; ' + self.why if self.why else ''})"
 
 
 HIGHEST = Precision()
@@ -57,7 +53,7 @@ def choose(asked: str | None, device: torch.device) -> Precision:
     """The precision of a run.
 
     Args:
-        asked: "highest", "tf32", "mixed", or None: TF32 where the device has it.
+        asked: "highest", "tf32", or None: TF32 where the device has it.
     """
     able = has_tf32(device)
     if asked is None:
@@ -65,7 +61,7 @@ def choose(asked: str | None, device: torch.device) -> Precision:
     if asked == "highest":
         return HIGHEST
     why = "" if able else f"WARNING: no TF32 on this {device.type}, fp32 in its place"
-    return Precision(asked, "tf32" if able else "ieee", asked == "mixed", why)
+    return Precision(asked, "tf32" if able else "ieee", why)
 
 
 @contextmanager

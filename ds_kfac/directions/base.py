@@ -88,8 +88,8 @@ class StepContext:
         step: applied steps so far.
         norm: global norm of all gradients as stored, a device scalar; None unless the direction asks for it.
         peak_lr: parameter group -> largest learning rate so far.
-        damping_scale: what damping is relative to, a device scalar: with "model" the model's mean curvature, with
-            "adaptive" what that was at first, times what the reduction ratios have made of it; else None.
+        damping_scale: what adaptive damping is relative to, a device scalar: the model's mean curvature at first, times
+            what the reduction ratios have made of it; else None.
     """
 
     step: int
@@ -196,10 +196,6 @@ class UpdateRule:
     def needs_norm(self, clips: bool) -> bool:
         """Whether it needs the global gradient norm; ``clips``: gradients are clipped by it."""
         return False
-
-    def needs_mean(self, config: KFACConfig) -> bool:
-        """Whether it needs the model's mean curvature."""
-        return "damping" in self.blocks and config.damping.kind in ("model", "adaptive")
 
     def choice(self, config: KFACConfig, layer: LayerSpec) -> str | None:
         """What is done to one layer, in words; None if all are treated alike."""

@@ -22,7 +22,7 @@ from ds_kfac.zero.layout import ShardLayout
 
 
 class KFACGradient:
-    """V = (F + damping)^-exponent gradient, at the scale of kl-clip or of the gradient (grafting).
+    """V = (F + damping)^-1 gradient, at the scale of kl-clip or of the gradient (grafting).
 
     Attributes:
         sends: whether a result goes to the outbox as it is made, or is needed as a matrix until the step's end.
@@ -75,8 +75,6 @@ class KFACGradient:
         damping: dict[str, Any] = {
             "damping": self.config.damping.at(context.step),
             "damping_kind": self.config.damping.kind,
-            "damping_scale": context.damping_scale,
-            "exponent": options.exponent,
         }
         bases = [basis for state in states if (basis := state.basis)]
         moments = [state.moments for state in states if isinstance(state.moments, CorrectedEigenvalues)]
@@ -98,7 +96,9 @@ class KFACGradient:
             for name, state, new in zip(names, states, unstacked(corrected, len(names)), strict=True):
                 local.states[name] = replace(state, moments=new)
         else:
-            V, dot = precondition(gradient, self.rotations.of(names, bases), **damping)
+            V, dot = precondition(
+                gradient, self.rotations.of(names, bases), damping_scale=context.damping_scale, **damping
+            )
         V, finite = finite_or(V, gradient)
         dot = torch.where(finite, dot, norm.square())
         if options.graft == "norm":

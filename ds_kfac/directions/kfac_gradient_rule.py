@@ -33,7 +33,7 @@ class KFACGradientRule(UpdateRule):
         options, damping = config.preconditioner, config.damping
         clip = "off" if options.kl_clip == Value.constant(0) else f"{options.kl_clip} at the {plan.clip_lr} lr"
         damped = f"{damping.kind} damping {damping.value}"
-        how = f"{options.eigenvalues} eigenvalues, {damped}, exponent {options.exponent:g}"
+        how = f"{options.eigenvalues} eigenvalues, {damped}"
         if options.step == "quadratic":
             return f"{damped}, rate and momentum of the quadratic model; then {optimizer}"
         if not form.rotates:

@@ -30,6 +30,8 @@ from ds_kfac.update.moments import LastUpdate
 from ds_kfac.update.quadratic import QuadraticModel, adapted
 from ds_kfac.zero.shifting import Pieces, WeightShift
 
+ADAPTED_EVERY = 5
+"""Steps from one comparison of the loss with the prediction to the next, each of which takes one more forward."""
 EPSILON = 1e-3
 """Norm of a shift over that of the weights: large enough for fp32, small enough for a straight line."""
 
@@ -115,7 +117,9 @@ class QuadraticSteps:
         """Replace every layer's gradient by what the optimizer has to step along. Collective."""
         kfac = self.kfac
         self._forwards = [forward for forward in self._forwards if hasattr(forward, "gradient")]
-        draft = kfac.directed()
+        draft = kfac.prepare()
+        begins = kfac.config.damping.kind == "adaptive" and kfac.damping_scale is None
+        kfac.precondition(draft, self._mean_curvature(draft) if begins else None)
         local = draft.local
         last = {name: state.moments.update_OI for name, state in local.states.items()}
         with torch.autocast(kfac.device.type, enabled=False), kfac.metrics.stage("relayout"):
@@ -140,6 +144,16 @@ class QuadraticSteps:
             moments = LastUpdate(w_1 * local.results[name] + w_2 * update)
             local.states[name] = replace(local.states[name], moments=moments)
         return draft
+
+    def _mean_curvature(self, draft: Draft) -> Tensor:
+        """The mean Fisher eigenvalue over all parameters of layers that have eigenbases. Collective."""
+        kfac, sums = self.kfac, torch.zeros(2, device=self.kfac.device)
+        for layer in kfac.owned:
+            if basis := draft.states[layer.name].basis:
+                mean = basis.G.values.mean() * basis.A.values.mean()
+                sums += torch.stack([mean, torch.ones_like(mean)]) * (layer.numel / kfac.plan.workers)
+        total, count = kfac.channel.sum(sums)
+        return total / count.clamp(min=1.0)
 
     def _damping(self, draft: Draft) -> Tensor:
         """lambda at this step."""
@@ -194,8 +208,8 @@ class QuadraticSteps:
 
     @torch.no_grad()
     def _adapt(self, draft: Draft, rate: Tensor | float) -> None:
-        kfac, every = self.kfac, self.kfac.config.damping.interval
-        if kfac.steps % every or draft.quadratic is None or kfac.damping_scale is None:
+        kfac = self.kfac
+        if kfac.steps % ADAPTED_EVERY or draft.quadratic is None or kfac.damping_scale is None:
             return
         (model, w), total = draft.quadratic, torch.zeros(1, dtype=torch.float64, device=kfac.device)
         for forward in self._forwards:
@@ -203,4 +217,4 @@ class QuadraticSteps:
             slope = (forward.gradient * d).sum() * self.engine.gradient_accumulation_steps()
             total += (slope + self.loss.excess(forward.prediction, d, forward.info)).double()
         actual, predicted = self._mean(total)[0], model.change(w * rate)
-        kfac.damping_scale = adapted(kfac.damping_scale, actual=actual, predicted=predicted, steps=every)
+        kfac.damping_scale = adapted(kfac.damping_scale, actual=actual, predicted=predicted, steps=ADAPTED_EVERY)

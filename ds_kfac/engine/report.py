@@ -9,7 +9,6 @@ from torch import nn
 
 from ds_kfac.comm.bucket import payload
 from ds_kfac.config.kfac import KFACConfig
-from ds_kfac.curvature.eigen import basis_numel
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.engine.layer_tables import layer_lines, skipped_lines
 from ds_kfac.engine.warnings import attach_warnings
@@ -145,9 +144,6 @@ def _products(kfac: KFACPreconditioner) -> str:
         else "layer by layer"
     )
     precision = kfac.direction.rotations.precision
-    if precision.half:  # at most: layers that share A share its copy
-        half = 2 * sum(basis_numel(side) for layer in kfac.owned for side in (layer.G, layer.A))
-        stacked += f", up to {half:,} bytes of them once more in bf16"
     return f"{precision}; {stacked}"
 
 

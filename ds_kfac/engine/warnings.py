@@ -72,7 +72,7 @@ def _of_zero_norms(kfac: KFACPreconditioner) -> list[str]:
     return [
         f"{len(names)} norms begin with a weight of zero ({names[0]}, ..): the layers below get hardly any "
         "gradient at first, and relative damping makes full steps of it. If training stands still use "
-        'kfac.damping {"kind": "model"}, KFACAdamW, or let them begin at one (docs/tuning.md)'
+        'kfac.damping {"kind": "tikhonov"}, KFACAdamW, or let them begin at one (docs/tuning.md)'
     ]
 
 

@@ -167,15 +167,9 @@ def count_accumulate_(sum_D: Tensor, index_N: Tensor) -> Tensor:
     return sum_D.index_add_(0, index_N.clamp(min=0), (index_N >= 0).to(sum_D.dtype))
 
 
-def eigen_scale_dot(
-    x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Tensor | float, *, exponent: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """See :func:`ds_kfac.ops.reference.eigen_scale_dot`. The common exponents without a general power."""
-    denominators = values_O[..., :, None] * values_I[..., None, :] + each(damping)
-    if exponent == 0.5:
-        scaled_OI = x_OI * denominators.rsqrt()
-    else:
-        scaled_OI = x_OI / (denominators if exponent == 1.0 else denominators**exponent)
+def eigen_scale_dot(x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Tensor | float) -> tuple[Tensor, Tensor]:
+    """See :func:`ds_kfac.ops.reference.eigen_scale_dot`."""
+    scaled_OI = x_OI / (values_O[..., :, None] * values_I[..., None, :] + each(damping))
     return scaled_OI, (x_OI * scaled_OI).sum(dim=(-2, -1))
 
 
@@ -185,13 +179,10 @@ def corrected_scale_dot(
     decay: Tensor | float,
     terms: Tensor | float,
     damping: Tensor | float,
-    *,
-    exponent: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`ds_kfac.ops.reference.corrected_scale_dot`."""
     keep = decay if isinstance(decay, Tensor) else torch.full((), decay, device=x_OI.device)
     folded = x_OI.square().mul_(each((1 - keep) * terms)).add_(second_OI * each(keep))
     new_OI = torch.where(each(keep) < 1, folded, second_OI)  # 0 * inf is NaN
-    denominators = torch.add(new_OI, each(damping), out=folded)
-    scaled_OI = x_OI / (denominators if exponent == 1.0 else denominators.pow_(exponent))
+    scaled_OI = x_OI / torch.add(new_OI, each(damping), out=folded)
     return scaled_OI, new_OI, (x_OI * scaled_OI).sum(dim=(-2, -1))

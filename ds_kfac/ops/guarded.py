@@ -1,6 +1,6 @@
 """What becomes of a call that a backend has no code for, and of one that fails: one policy for all backends.
 
-An implementation refuses what it is not made for (a dtype, strides, an exponent, a size) by raising ``NotMadeFor``
+An implementation refuses what it is not made for (a dtype, strides, a size) by raising ``NotMadeFor``
 before it writes anything; plain torch, which is made for all of it, then runs instead. Arguments that no implementation
 could take, such as shapes that do not fit, are a ValueError from either.
 """

@@ -20,9 +20,8 @@ SCHEMAS = {
     "symmetric_unpack_from": "(Tensor packed, int[] starts, int[] dims) -> Tensor[]",
     "ema_update_": "(Tensor(a!)[] averages_P, Tensor[] sums_P, Tensor[] counts, Tensor(b!)[] updates, float[] decays)"
     " -> Tensor",
-    "eigen_scale_dot": "(Tensor x_OI, Tensor values_O, Tensor values_I, Tensor damping, float exponent)"
-    " -> (Tensor, Tensor)",
-    "corrected_scale_dot": "(Tensor x_OI, Tensor second_OI, Tensor decay, Tensor terms, Tensor damping, float exponent)"
+    "eigen_scale_dot": "(Tensor x_OI, Tensor values_O, Tensor values_I, Tensor damping) -> (Tensor, Tensor)",
+    "corrected_scale_dot": "(Tensor x_OI, Tensor second_OI, Tensor decay, Tensor terms, Tensor damping)"
     " -> (Tensor, Tensor, Tensor)",
     "adam_scale": "(Tensor x_OI, Tensor first_OI, Tensor second_OI, Tensor updates, Tensor usable, float[] betas, "
     "float eps, bool nesterov) -> (Tensor, Tensor, Tensor)",
@@ -30,8 +29,6 @@ SCHEMAS = {
 KEYWORDS = {
     "syrk_accumulate_": ("ones_column", "scale"),
     "block_syrk_accumulate_": ("block", "scale"),
-    "eigen_scale_dot": ("exponent",),
-    "corrected_scale_dot": ("exponent",),
     "adam_scale": ("betas", "eps", "nesterov"),
 }
 """The last arguments of an op that are given by name."""
@@ -81,13 +78,13 @@ def _count(sum_D, index_N):
     return sum_D
 
 
-def _eigen(x_OI, values_O, values_I, damping, *, exponent=1.0):
-    return _ops.eigen_scale_dot(x_OI, values_O, values_I, _tensor(damping, x_OI), exponent)
+def _eigen(x_OI, values_O, values_I, damping):
+    return _ops.eigen_scale_dot(x_OI, values_O, values_I, _tensor(damping, x_OI))
 
 
-def _corrected(x_OI, second_OI, decay, terms, damping, *, exponent=1.0):
+def _corrected(x_OI, second_OI, decay, terms, damping):
     numbers = (_tensor(value, x_OI) for value in (decay, terms, damping))
-    return _ops.corrected_scale_dot(x_OI, second_OI, *numbers, exponent)
+    return _ops.corrected_scale_dot(x_OI, second_OI, *numbers)
 
 
 def _adam(x_OI, first_OI, second_OI, updates, usable, *, betas, eps, nesterov=False):

@@ -122,17 +122,15 @@ def each(value: Tensor | float) -> Tensor | float:
     return value[..., None, None] if isinstance(value, Tensor) else value
 
 
-def eigen_scale_dot(
-    x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Tensor | float, *, exponent: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Divide by the damped Kronecker eigenvalues: scaled = x_OI / (values_O values_I^T + damping)^exponent.
+def eigen_scale_dot(x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Tensor | float) -> tuple[Tensor, Tensor]:
+    """Divide by the damped Kronecker eigenvalues: scaled = x_OI / (values_O values_I^T + damping).
 
     This op, the one below and :func:`adam_scale` take n matrices of one shape as well: x [n, O, I], values [n, O] and
     [n, I], scalars [n].
 
     Returns scaled and the inner product of x and scaled, a fp32 scalar; of n matrices [n].
     """
-    scaled_OI = x_OI / (values_O[..., :, None] * values_I[..., None, :] + each(damping)) ** exponent
+    scaled_OI = x_OI / (values_O[..., :, None] * values_I[..., None, :] + each(damping))
     return scaled_OI, (x_OI * scaled_OI).sum(dim=(-2, -1))
 
 
@@ -142,12 +140,10 @@ def corrected_scale_dot(
     decay: Tensor | float,
     terms: Tensor | float,
     damping: Tensor | float,
-    *,
-    exponent: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fold x into its second moment and divide by that: EKFAC's step.
 
-        new = r second + (1 - r) terms x^2        scaled = x / (new + damping)^exponent
+        new = r second + (1 - r) terms x^2        scaled = x / (new + damping)
 
     Args:
         second_OI: not changed.
@@ -159,7 +155,7 @@ def corrected_scale_dot(
     """
     keep = each(torch.as_tensor(decay, device=x_OI.device))
     new_OI = torch.where(keep < 1, keep * second_OI + (1 - keep) * each(terms) * x_OI.square(), second_OI)
-    scaled_OI = x_OI / (new_OI + each(damping)) ** exponent
+    scaled_OI = x_OI / (new_OI + each(damping))
     return scaled_OI, new_OI, (x_OI * scaled_OI).sum(dim=(-2, -1))
 
 

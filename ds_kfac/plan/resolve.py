@@ -13,7 +13,7 @@ DENSE_MAX, MAX_DIM, MAX_INPUTS = 4096, 16384, 65536
 """The last one where G is the identity: then no side is a vocabulary's, and an MLP's inputs stay in blocks."""
 REFRESH = 5
 """Factor updates to a refresh."""
-DAMPING = {"tikhonov": 1e-3, "relative": 1.0, "model": 1.0, "adaptive": 100.0}
+DAMPING = {"tikhonov": 1e-3, "relative": 1.0, "adaptive": 100.0}
 KL_CLIP = 1e-3
 SIZES = {"spectral": 27.0, "rms": 0.3}
 """Of KFACAdamW's steps: measured with gpt_small (benchmarks/convergence), of width 128, at AdamW's best rate and at 8

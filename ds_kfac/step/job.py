@@ -38,18 +38,15 @@ class Job:
         return any(kfac.capture.active for kfac in self.preconditioners)
 
     def step(self) -> list[Draft]:
-        """Replace all gradients. Collective. What kl-clip needs is summed over all domains: one small all-reduce, and
-        another for damping relative to the model's mean curvature.
+        """Replace all gradients. Collective. What kl-clip needs is summed over all domains: one small all-reduce.
 
         Returns what each domain's step computed, for :meth:`commit`.
         """
         if not self.everywhere:
             return [self.preconditioners[0].step()]
         drafts = [kfac.prepare() for kfac in self.preconditioners]
-        sums = [kfac.curvature_sums(draft) for kfac, draft in self._pairs(drafts) if kfac.needs_mean]
-        total = self.channel.sum(torch.stack(sums).sum(dim=0)) if sums else None
         for kfac, draft in self._pairs(drafts):
-            kfac.precondition(draft, total)
+            kfac.precondition(draft)
         parts = [kfac.numbers(draft) for kfac, draft in self._pairs(drafts)]
         with self.preconditioners[0].metrics.stage("relayout"):
             totals = self.channel.sum(torch.stack(parts).sum(dim=0))

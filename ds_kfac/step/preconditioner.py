@@ -26,7 +26,6 @@ from ds_kfac.step.draft import Draft, FactorDraft
 from ds_kfac.step.factors import FactorUpdates
 from ds_kfac.step.gradient_norm import GradientNorm
 from ds_kfac.step.layer_states import empty_states, with_common_bases, with_new_bases
-from ds_kfac.step.mean_curvature import curvature_sums, mean_of
 from ds_kfac.step.sharing import Sharing, copy_shared
 from ds_kfac.step.target import Target
 from ds_kfac.step.totals import Totals
@@ -60,7 +59,6 @@ class KFACPreconditioner:
         self.owned = self.exchange.owned
         self.rule, self.moments = target.rule, target.rule.moments(config)
         self.needs_norm = self.rule.needs_norm(target.clips)
-        self.needs_mean = self.rule.needs_mean(config)
         self.setup = DirectionSetup(plan, self.layout, self.exchange, target.inner, self.metrics)
         self.direction = self.rule.direction(self.setup)
         self.refresher: Refresher[Refreshed] = Refresher(self.device)
@@ -102,17 +100,9 @@ class KFACPreconditioner:
 
         Returns what the step computed; nothing of it is kept until :meth:`commit`.
         """
-        draft = self.directed()
-        self.finish(draft)
-        return draft
-
-    @torch.no_grad()
-    def directed(self) -> Draft:
-        """The step up to this rank's results. Collective."""
         draft = self.prepare()
-        asks = self.damping_scale is None or (draft.factors.arriving and self.config.damping.kind == "model")
-        sums = self.channel.sum(self.curvature_sums(draft)) if self.needs_mean and asks else None
-        self.precondition(draft, sums)
+        self.precondition(draft)
+        self.finish(draft)
         return draft
 
     @torch.no_grad()
@@ -144,15 +134,11 @@ class KFACPreconditioner:
                 states = with_new_bases(self.state, self.owned, curvature, factors)
             return Draft(factors, peak_lr, norm, states, gradients)
 
-    def curvature_sums(self, draft: Draft) -> Tensor:
-        """This rank's part of what the model's mean curvature follows from."""
-        return curvature_sums(draft.states, self.owned, workers=self.plan.workers, device=self.device)
-
     @torch.no_grad()
-    def precondition(self, draft: Draft, sums: Tensor | None) -> None:
-        """This rank's results. ``sums``: :meth:`curvature_sums` over all ranks."""
+    def precondition(self, draft: Draft, damping_scale: Tensor | None = None) -> None:
+        """This rank's results. ``damping_scale``: of adaptive damping, where it begins."""
         with torch.autocast(self.device.type, enabled=False), self.metrics.stage("precondition"):
-            draft.damping_scale = self.damping_scale if sums is None else mean_of(sums)
+            draft.damping_scale = self.damping_scale if damping_scale is None else damping_scale
             context = StepContext(self.steps, draft.norm, draft.peak_lr, draft.damping_scale)
             draft.local = self.direction.local(context, draft.gradients, draft.states)
 

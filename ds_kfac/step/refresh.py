@@ -73,7 +73,7 @@ class Decompositions:
         plan, adam = self.plan, self.plan.config.adam
         options = Options(
             self.damping, plan.config.damping.chosen,
-            power=adam.whiten, added=adam.whiten_damping, products=plan.precision.into,
+            power=adam.whiten, added=adam.whiten_damping, products=plan.precision.products,
         )  # fmt: skip
         return self.plan.form.decompose(requests, options)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ds_kfac.curvature.damping import DAMPING_KINDS, Scalar, factored
+from ds_kfac.curvature.inverse import Scalar, factored
 from ds_kfac.ops.dispatch import eigen_scale_dot
 from ds_kfac.ops.reference import each
 from ds_kfac.update.moments import CorrectedEigenvalues
@@ -25,19 +25,18 @@ def precondition(
     damping: float,
     damping_kind: str = "tikhonov",
     damping_scale: Tensor | None = None,
-    exponent: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """(F + lambda)^-exponent applied to a gradient, without forming an inverse; F = Q diag(e) Q^T, e = beta alpha^T.
+    """(F + lambda)^-1 applied to a gradient, without forming an inverse; F = Q diag(e) Q^T, e = beta alpha^T.
 
-        V = Q_G [ (Q_G^T gradient Q_A) / (e + lambda)^exponent ] Q_A^T
+        V = Q_G [ (Q_G^T gradient Q_A) / (e + lambda) ] Q_A^T
 
     Linear in the gradient, so a loss scale passes through. Cost: 4 O I (O + I) FLOPs.
     Source: Grosse & Martens 2016 (arXiv:1602.01407) app. A; inverse-free as in Pauloski et al. 2020 (2007.00784).
 
     Args:
         gradient_OI: fp32 [O, I], the bias gradient as last column where the layer has one.
-        damping_scale: what the damping is relative to, of kinds that the layer alone does not determine.
-        exponent: 1 is the natural gradient, 1/2 Adam's (and full-matrix AdaGrad's).
+        damping_kind: "tikhonov", in units of the Fisher; "relative" to the layer's mean eigenvalue; "adaptive" to
+            ``damping_scale``, and shared out between the factors.
 
     Returns V and <V, gradient>, which is that of the rotated ones.
     """
@@ -50,9 +49,9 @@ def precondition(
         added_G, added_A = factored(damping * damping_scale, mean_G, mean_A)
         beta_O, alpha_I, lambda_ = beta_O + added_G[..., None], alpha_I + added_A[..., None], 0.0
     else:
-        lambda_ = DAMPING_KINDS[damping_kind](damping, lambda: mean_G * mean_A, damping_scale)
+        lambda_ = damping if damping_kind == "tikhonov" else damping * mean_G * mean_A
     rotated_OI = _rotated(rotation, gradient_OI)
-    scaled_OI, dot = eigen_scale_dot(rotated_OI, beta_O, alpha_I, lambda_, exponent=exponent)
+    scaled_OI, dot = eigen_scale_dot(rotated_OI, beta_O, alpha_I, lambda_)
     return rotation.restored(scaled_OI), dot
 
 
@@ -66,8 +65,6 @@ def precondition_corrected(
     decay: float,
     damping: float,
     damping_kind: str = "tikhonov",
-    damping_scale: Tensor | None = None,
-    exponent: float = 1.0,
 ) -> tuple[Tensor, Tensor, CorrectedEigenvalues, Tensor]:
     """:func:`precondition` with the running second moment of the rotated gradient, this one included, as e.
 
@@ -81,7 +78,9 @@ def precondition_corrected(
     in_groups = rotation.values_G.ndim < gradient_OI.ndim - 1
 
     def damp(mean: Callable[[], Tensor]) -> Tensor | float:
-        return DAMPING_KINDS[damping_kind](damping, (lambda: mean().mean()) if in_groups else mean, damping_scale)
+        if damping_kind == "tikhonov":
+            return damping
+        return damping * (mean().mean() if in_groups else mean())
 
     scaled_OI, dot, corrected, limited = corrected.divide(
         _rotated(rotation, gradient_OI),
@@ -89,7 +88,6 @@ def precondition_corrected(
         terms=terms,
         decay=decay,
         damping=damp,
-        exponent=exponent,
     )
     return rotation.restored(scaled_OI), dot, corrected, limited
 

@@ -74,10 +74,9 @@ class CorrectedEigenvalues:
         terms: Tensor | float,
         decay: float,
         damping: Callable[[Callable[[], Tensor]], Tensor | float],
-        exponent: float = 1.0,
     ) -> tuple[Tensor, Tensor, "CorrectedEigenvalues", Tensor]:
         """Fold a gradient in, S <- r S + (1 - r) terms rotated^2 with r = min(1 - 1/updates, decay), as for factors,
-        and divide it by the new S, (S + damping)^exponent, in one pass. As a batch in a factor, a gradient counts in S
+        and divide it by the new S + damping, in one pass. As a batch in a factor, a gradient counts in S
         for at most :data:`ds_kfac.curvature.factor.SPIKE` times the average.
 
         Args:
@@ -101,7 +100,7 @@ class CorrectedEigenvalues:
             return torch.where(usable, keep * old + (1 - keep) * (size / count), old)
 
         def divided(x_OI: Tensor, second_OI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return corrected_scale_dot(x_OI, second_OI, kept, terms, added, exponent=exponent)
+            return corrected_scale_dot(x_OI, second_OI, kept, terms, added)
 
         kept, added = torch.where(usable, keep, 1.0), damping(mean)
         if not is_large(rotated_OI):

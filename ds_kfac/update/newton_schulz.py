@@ -63,7 +63,7 @@ def orthogonal_factors(
     """
     scales = [None] * len(directions) if columns is None else columns
     norms = [_scale(x, s) for x, s in zip(directions, scales, strict=True)]
-    with fp32_products(precision.into, directions[0].device):
+    with fp32_products(precision.products, directions[0].device):
         dtype = torch.float16 if precision.half_orthogonal else directions[0].dtype
         factors = _iterated(_together(directions, [scale for _, scale in norms], dtype), COEFFICIENTS[coefficients])
     parts = [factors] if len(directions) == 1 else factors.split([len(x) if x.ndim > 2 else 1 for x in directions])

@@ -35,14 +35,11 @@ class Rotation:
     Attributes:
         G, A: eigenvectors: of one layer as in ``Eigenbasis.vectors``, of n one [n, O, O] and [n, I, I], or nothing
             where Q is the identity.
-        G_back, A_back: the same, for the way back: in bf16 with a bf16 half.
         values_G, values_A: fp32 [.., O] and [.., I]; of a layer in groups flat, see :meth:`values_of`.
     """
 
     G: tuple[Tensor, ...]
     A: tuple[Tensor, ...]
-    G_back: tuple[Tensor, ...]
-    A_back: tuple[Tensor, ...]
     values_G: Tensor
     values_A: Tensor
     precision: Precision
@@ -53,15 +50,10 @@ class Rotation:
         """Of one layer its own eigenvectors, of several a copy; these have dense sides or sides without vectors."""
         sides = [basis.G for basis in bases], [basis.A for basis in bases]
         G, A = (_together([basis.vectors for basis in side]) for side in sides)
-        G_back, A_back = G, A
-        if precision.half and len(bases) == 1:
-            G_back, A_back = bases[0].G.half_vectors, bases[0].A.half_vectors
-        elif precision.half:
-            G_back, A_back = (tuple(vectors.bfloat16() for vectors in side) for side in (G, A))
         values_G, values_A = (
             side[0].values if len(side) == 1 else torch.stack([basis.values for basis in side]) for side in sides
         )
-        return cls(G, A, G_back, A_back, values_G, values_A, precision)
+        return cls(G, A, values_G, values_A, precision)
 
     def values_of(self, x_OI: Tensor) -> tuple[Tensor, Tensor]:
         """Eigenvalues of G [.., O] and of A [.., I] for the matrix or the stack ``x_OI``."""
@@ -105,25 +97,22 @@ class Rotation:
 
     def rotate(self, x_OI: Tensor) -> Tensor:
         """Q_G^T x Q_A."""
-        with fp32_products(self.precision.into, x_OI.device):
+        with fp32_products(self.precision.products, x_OI.device):
             return self._right(self._left([vectors.mT for vectors in self.G], x_OI), self.A)
 
     def restore(self, x_OI: Tensor) -> Tensor:
-        """Q_G x Q_A^T; with a bf16 half in bf16, unless neither side has vectors."""
+        """Q_G x Q_A^T."""
         return self.restore_columns(self.restore_rows(x_OI))
 
     def restore_rows(self, x_OI: Tensor) -> Tensor:
         """Q_G x."""
-        with fp32_products(self.precision.into, x_OI.device):
-            return self._left(self.G_back, self._half(x_OI))
+        with fp32_products(self.precision.products, x_OI.device):
+            return self._left(self.G, x_OI)
 
     def restore_columns(self, x_OI: Tensor) -> Tensor:
         """x Q_A^T."""
-        with fp32_products(self.precision.into, x_OI.device):
-            return self._right(self._half(x_OI), [vectors.mT for vectors in self.A_back])
-
-    def _half(self, x_OI: Tensor) -> Tensor:
-        return x_OI.bfloat16() if self.precision.half and (self.G or self.A) else x_OI
+        with fp32_products(self.precision.products, x_OI.device):
+            return self._right(x_OI, [vectors.mT for vectors in self.A])
 
     def rotated(self, x_OI: Tensor) -> Tensor:
         """:meth:`rotate` of a matrix that is given up."""

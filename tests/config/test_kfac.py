@@ -180,10 +180,6 @@ def test_an_exponential_schedule_cannot_touch_zero(section, key):
             {"preconditioner": {"method": "inverse", "eigenvalues": "corrected"}},
             'keeps no eigenbasis, so kfac.preconditioner.eigenvalues must be "kronecker"; or use method "eigen"',
         ),
-        (
-            {"preconditioner": {"method": "inverse", "exponent": 0.5}},
-            "keeps no eigenbasis, so kfac.preconditioner.exponent (0.5) must be 1",
-        ),
         ({"burn_in": {"step": 3}}, "kfac.burn_in.step: unknown key; did you mean kfac.burn_in.steps?"),
         ({"burnin": {"steps": 3}}, "kfac.burnin: unknown key; did you mean kfac.burn_in?"),
         ({"burn_in": {"steps": -1}}, "kfac.burn_in.steps: got -1; input should be greater than or equal to 0"),
@@ -199,7 +195,7 @@ def test_an_error_says_where_what_and_what_instead(block, message):
 
 def test_inverses_go_with_all_that_needs_no_eigenbasis():
     given = {
-        "preconditioner": {"method": "inverse", "eigenvalues": "kronecker", "exponent": 1},
+        "preconditioner": {"method": "inverse", "eigenvalues": "kronecker"},
         "eigenbasis": {"lag": 2, "stagger": True},
     }
     assert parse(given).preconditioner.method == "inverse"

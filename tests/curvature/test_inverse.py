@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ds_kfac.curvature.damping import FACTORED_DAMPING
 from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.curvature.inverse import (
+    FACTORED_DAMPING,
     DampedInverse,
     LayerInverse,
     cholesky_inverse,

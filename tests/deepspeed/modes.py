@@ -146,10 +146,6 @@ MODES = [
     Mode("z2-offload", 2, zero=OFFLOAD, wrapper=Z12),
     Mode("z2-offload-round_robin", 2, zero={**OFFLOAD, "round_robin_gradients": True}, wrapper=Z12),
     Mode("z2-relative_damping", 2, kfac={"damping": {"kind": "relative", "value": 0.3}}, wrapper=Z12),
-    *(
-        Mode(f"z{stage}-model_damping", stage, kfac={"damping": {"kind": "model", "value": 0.3}}, wrapper=wrapper)
-        for stage, wrapper in ((0, "AdamW"), (2, Z12), (3, Z3))
-    ),
     Mode("z3", 3, wrapper=Z3),
     Mode("z3-groups", 3, groups="decay", wrapper=Z3),
     Mode("z3-sub_groups", 3, zero={"sub_group_size": 100}, wrapper=Z3),
@@ -207,7 +203,7 @@ ADAM = [
         adam_ratio=(1.0, 1.0, 0.5)[index % 3],
     )
     for index, mode in enumerate(MODES)
-    if "half" not in mode.name and "model_damping" not in mode.name  # whose damping KFACAdamW does not have
+    if "half" not in mode.name
 ] + [Mode(f"adam-z{stage}-unrotated", stage, adam=True, orthogonal=True, rotate=False) for stage in (0, 1, 2, 3)]
 ADAM += [
     replace(mode, name=mode.name.replace("adam", "root"), orthogonal=True, whiten=whiten, root=True)

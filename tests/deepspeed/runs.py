@@ -170,7 +170,6 @@ def reference_options(kfac: dict) -> dict:
         "damping": kfac["damping"]["value"],
         "damping_kind": kfac["damping"]["kind"],
         "kl_clip": kfac["preconditioner"].get("kl_clip", 0.0),
-        "exponent": kfac["preconditioner"].get("exponent", 1.0),
         "method": kfac["preconditioner"].get("method", "eigen"),
         "graft": kfac["preconditioner"].get("graft") == "norm",
         "sharing": kfac["factor"].get("weight_sharing", "expand"),

@@ -54,8 +54,6 @@ MAPS = {"up": 3, r"twins\.\d": [2, 1, 1], "down": [2, 5]}
 
 CASES = {
     "corrected": case(preconditioner=CORRECTED),
-    "corrected-half": case(preconditioner={**CORRECTED, "exponent": 0.5}),
-    "half": case(preconditioner={"exponent": 0.5}),
     "graft": case(preconditioner={"graft": "norm", "kl_clip": 0.0}),
     "activations_only": case(factor={"fisher": "activations_only"}),
     "monte_carlo": case(factor={"fisher": "monte_carlo", "prediction": "lm_head"}),
@@ -80,13 +78,11 @@ CASES = {
     "stacked-corrected": case(
         TwinNet,
         plan={"stacks": True},
-        preconditioner={**CORRECTED, "exponent": 0.5},
+        preconditioner=CORRECTED,
         damping={"kind": "relative", "value": 1.0},
     ),
     "stacked-adam": case(TwinNet, adam=True, plan={"stacks": True}),
-    "mixed": case(TwinNet, preconditioner={"precision": "mixed"}),
-    "mixed-stacked": case(TwinNet, preconditioner={"precision": "mixed"}, plan={"stacks": True}),
-    "mixed-adam": case(TwinNet, adam=True, preconditioner={"precision": "mixed"}),
+    "tf32": case(TwinNet, preconditioner={"precision": "tf32"}),
     "adam-all": case(adam=True, **TYPES),
     "adam-tied": case(TiedNet, adam=True, **TYPES),
     "adam-blocks": case(adam=True, factor={"max_dim": 8, "large": "blocks"}),
@@ -100,20 +96,6 @@ CASES = {
         preconditioner={"method": "root"},
     ),
 }  # fmt: skip
-
-
-class MixedKFAC(ReferenceKFAC):
-    """preconditioner.precision "mixed" on a CPU: the way back from the eigenbasis is in bf16."""
-
-    def __init__(self, model, **options) -> None:
-        super().__init__(model, **options)
-        for layer in self.layers.values():
-            layer.write = partial(self._write, layer, layer.write)
-
-    def _write(self, layer, write, V) -> None:
-        (_, QA), (_, QG) = layer.bases
-        R = QG.T @ (V / self.nu) @ QA
-        write(self.nu * (QG.bfloat16() @ R.bfloat16() @ QA.bfloat16().T).to(V.dtype))
 
 
 def drawn(logits, labels):
@@ -140,7 +122,7 @@ def expected_weights(
     name: str, mode, initial: dict, world: int, variation: Variation, kind: type[ReferenceKFAC] | None = None
 ) -> dict:
     settings = CASES[name]
-    kind = kind or (MixedKFAC if "mixed" in name else ReferenceKFAC)
+    kind = kind or ReferenceKFAC
     model = make_net(settings["model"])
     model.load_state_dict(initial, strict=False)
     kfac = kind(model, **reference_options(mode.kfac))
@@ -174,10 +156,8 @@ def worker(payload) -> dict:
             initial = weights(engine)
             sizes = {len(layers) for layers in engine.kfac.preconditioner.direction.stacks}
             assert (max(sizes, default=1) > 1) == ("stacked" in name), f"{name}: stacks of {sizes}"
-            if "mixed" in name:
-                report = engine.kfac.report
-                assert "fp32 into the eigenbasis, bf16 back; WARNING: no TF32 on this cpu" in report, report
-                assert "preconditioner.precision" not in report, "it is not without effect with KFACAdamW"
+            if name == "tf32":
+                assert "tf32 (fp32; WARNING: no TF32 on this cpu" in engine.kfac.report, engine.kfac.report
             if engine.kfac.sampling:
                 engine.kfac.sampler = lambda logits, info, generator: drawn(logits, info.labelled.long() - 1)
             for index in range(STEPS):

@@ -18,7 +18,7 @@ from tests.spread import FACTOR, FLOOR, OTHERS, PLAIN, Variation, difference, wi
 pytestmark = pytest.mark.distributed
 MODES = ["z2-fp16", "z3-fp16", "z2-bf16", "z3-bf16-accum32"]
 SCALE = 2**8
-KFAC = case(masked=True, preconditioner={**CORRECTED, "exponent": 0.5}, damping={"value": 0.01})["mode"]["kfac"]
+KFAC = case(masked=True, preconditioner=CORRECTED, damping={"value": 0.01})["mode"]["kfac"]
 
 
 def trained(mode, initial: dict, world: int, variation: Variation = PLAIN, *, pieces: int = 1) -> dict:

@@ -19,7 +19,7 @@ CORRECTED = {"eigenvalues": "corrected", "second_moment_decay": 0.9, "kl_clip": 
 CASES = [
     *((name, {}) for name in ("z0", "z0-groups", "z1", "z2", "z2-groups", "z3", "z0-bf16", "z2-bf16", "z2-fp16")),
     *((name, {}) for name in ("z0-fp16", "z1-bf16-accum32", "adam-z0", "adam-z2", "adam-z3", "adam-z2-fp16")),
-    ("z2", {"preconditioner": {**CORRECTED, "precision": "mixed"}, "damping": {"kind": "relative", "value": 1.0}}),
+    ("z2", {"preconditioner": CORRECTED, "damping": {"kind": "relative", "value": 1.0}}),
     ("z0", {"preconditioner": {"graft": "norm", "kl_clip": 0.001}, "plan": {"stacks": True}}),
 ]
 

@@ -90,7 +90,7 @@ def make(
 @pytest.mark.parametrize("kind", ["tikhonov", "relative"])
 @pytest.mark.parametrize("eigenvalues", ["kronecker", "corrected"])
 def test_a_loss_scale_passes_through(eigenvalues, kind):
-    options = {"eigenvalues": eigenvalues, "exponent": 0.5}
+    options = {"eigenvalues": eigenvalues}
     _, plain, _ = make(**options)
     for scale in (4.0, 1024.0):  # powers of 2: exact
         _, scaled, _ = make(scale=scale, **options)

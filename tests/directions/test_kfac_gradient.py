@@ -40,7 +40,7 @@ def local(gradient: torch.Tensor, rates: tuple, *, values: float = 1.0, scale: f
     return direction.local(StepContext(0, None, {}), {"layer": gradient}, {"layer": state})
 
 
-@pytest.mark.parametrize("options", [{}, {"graft": "norm"}, {"eigenvalues": "corrected", "exponent": 0.5}])
+@pytest.mark.parametrize("options", [{}, {"graft": "norm"}, {"eigenvalues": "corrected"}])
 @pytest.mark.parametrize(
     "rates", [(0.3, 0.3), (0.3, 0.0), (torch.tensor(0.3), torch.tensor(0.3)), (0.3, torch.tensor(0.1))]
 )

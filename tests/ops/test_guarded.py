@@ -68,11 +68,10 @@ UNUSUAL: dict[str, tuple[str, Callable[[], Call]]] = {
     "averages in fp64": ("ema_update_", lambda: ((doubles(1), doubles(1), ONE, [torch.ones(())], [0.9]), {})),
     "no elements": ("eigen_scale_dot", lambda: ((normal(0, 3), normal(0), normal(3), 0.1), {})),
     "gradients in fp64": ("eigen_scale_dot", lambda: (scaling(normal(2, 3).double()), {})),
-    "exponent 0.3": ("eigen_scale_dot", lambda: (scaling(normal(2, 3)), {"exponent": 0.3})),
     "Adam in fp64": ("adam_scale", lambda: ((*(x.view(2, 3).abs() for x in doubles(3)), *ADAM), BETAS)),
     "moments with gaps": ("corrected_scale_dot", lambda: ((normal(2, 3), strided(2, 3).abs_(), 0.9, 2.0, 0.1), {})),
 }
-MADE_FOR = {"triton": {"exponent 0.3"}, "cuda": set()}
+MADE_FOR = {"triton": set(), "cuda": set()}
 """Unusual calls that a backend has code for."""
 
 

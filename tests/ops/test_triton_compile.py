@@ -20,16 +20,16 @@ TENSOR_CORE = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 REGISTERS = 65536
 
 
-def scale(rows: int, columns: int, transposed: bool, exponent: float) -> None:
+def scale(rows: int, columns: int, transposed: bool) -> None:
     x = torch.empty(columns, rows).T if transposed else torch.empty(rows, columns)
     values, number = (torch.empty(rows), torch.empty(columns)), torch.empty(())
-    eigen_scale.eigen_scale_dot(x, *values, number, exponent=exponent)
-    corrected_scale.corrected_scale_dot(x, torch.empty_like(x), number, number, number, exponent=exponent)
+    eigen_scale.eigen_scale_dot(x, *values, number)
+    corrected_scale.corrected_scale_dot(x, torch.empty_like(x), number, number, number)
     state = (torch.empty_like(x), torch.empty_like(x), number, torch.tensor(True))
     adam_scale.adam_scale(x, *state, betas=(0.9, 0.99), eps=1e-8, nesterov=True)  # a superset of the other
 
 
-SCALE = {"wide": lambda: scale(768, 769, False, 0.5), "narrow": lambda: scale(64, 3072, True, 0.3)}
+SCALE = {"wide": lambda: scale(768, 769, False), "narrow": lambda: scale(64, 3072, True)}
 """Of the second, sides are multiples of 16: loads are of 16 bytes."""
 
 

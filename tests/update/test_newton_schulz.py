@@ -13,7 +13,7 @@ from ds_kfac.update.rotation import Rotation
 from tests.close import close, near, polar_condition
 from tests.update.test_moments import random_basis
 
-HALF = Precision("mixed", half=True)
+HALF = Precision("tf32", "tf32")
 RANGES = {"muon": (0.6, 1.25), "polar_express": (0.8, 1.2)}
 """Of singular values that five steps lift all the way."""
 

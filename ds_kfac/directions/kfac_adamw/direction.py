@@ -195,7 +195,7 @@ class AdamDirection:
                 if part.sizes is None:  # no whitening has left out what no input has a part in
                     part.rotation.only_seen(part.x_OI)
                 back = part.rotation.restore_columns if self._rows_are_back(part) else part.rotation.restored
-                part.x_OI = back(part.x_OI).float()
+                part.x_OI = back(part.x_OI)
             if not self._whole(part.layers[0]) and part.sizes is not None:
                 self._scale_maps(part)
         norm = lengths([matrix for part in parts for matrix in apart(part.x_OI, len(part.layers))], torch.float32)
@@ -225,7 +225,7 @@ class AdamDirection:
         """What is orthogonalized of a part, each with its norm if that changes before."""
         if self._rows_are_back(part):
             assert part.rotation is not None
-            part.x_OI = part.rotation.restore_rows(part.x_OI).float()
+            part.x_OI = part.rotation.restore_rows(part.x_OI)
         blocks = blocks_of(part)
         if part.root is None:
             return blocks
@@ -264,7 +264,7 @@ class AdamDirection:
         """By the inverse root, where there is one."""
         if part.root is None:
             return x_OI
-        with fp32_products(self.rotations.precision.into, x_OI.device):
+        with fp32_products(self.rotations.precision.products, x_OI.device):
             return part.root.whiten(x_OI).contiguous()
 
     def _alike(self, layer: LayerSpec) -> Hashable:

@@ -1,4 +1,4 @@
-"""What all Triton kernels share: interpreted or compiled, the matrix product, the damped power."""
+"""What all Triton kernels share: interpreted or compiled, the matrix product, numbers on the device."""
 
 # mypy: disable-error-code="arg-type, call-arg, misc"
 from contextlib import AbstractContextManager, nullcontext
@@ -27,17 +27,6 @@ def dot(a, b, acc):
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     else:
         return tl.dot(a, b, acc, input_precision="ieee")
-
-
-@triton.jit
-def over_power(x, denominators, EXPONENT: tl.constexpr):
-    """x / denominators^EXPONENT. Exponents other than 1 and 1/2 go through log2, relative error about 1e-6."""
-    if EXPONENT == 1.0:
-        return x / denominators
-    elif EXPONENT == 0.5:
-        return x * tl.rsqrt(denominators)
-    else:
-        return x * tl.exp2(-EXPONENT * tl.log2(denominators))
 
 
 @triton.jit

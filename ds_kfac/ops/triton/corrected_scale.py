@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ds_kfac.ops.guarded import NotMadeFor, of
-from ds_kfac.ops.triton.base import check_devices, on_device_of, over_power, scalar
+from ds_kfac.ops.triton.base import check_devices, on_device_of, scalar
 from ds_kfac.ops.triton.elementwise import WARPS, blocks_of, oriented, store_dot
 
 
@@ -18,7 +18,7 @@ from ds_kfac.ops.triton.elementwise import WARPS, blocks_of, oriented, store_dot
 def corrected_scale_kernel(
     x_ptr, second_ptr, new_ptr, out_ptr, dot_ptr, keep, terms, damping,
     rows, columns, x_stride, second_stride, out_stride,
-    EXPONENT: tl.constexpr, KEEP_IN_MEMORY: tl.constexpr, TERMS_IN_MEMORY: tl.constexpr,
+    KEEP_IN_MEMORY: tl.constexpr, TERMS_IN_MEMORY: tl.constexpr,
     DAMPING_IN_MEMORY: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One [BLOCK_ROWS, BLOCK_COLUMNS] block a program; unit stride along columns."""
@@ -31,7 +31,7 @@ def corrected_scale_kernel(
     r = scalar(keep, KEEP_IN_MEMORY)
     folded = r * second + (1.0 - r) * scalar(terms, TERMS_IN_MEMORY) * x * x
     new = tl.where(r < 1.0, folded, second)  # 0 * inf would be NaN
-    scaled = over_power(x, new + scalar(damping, DAMPING_IN_MEMORY), EXPONENT)
+    scaled = x / (new + scalar(damping, DAMPING_IN_MEMORY))
     tl.store(new_ptr + far * out_stride + near, new, mask=inside)
     tl.store(out_ptr + far * out_stride + near, scaled, mask=inside)
     store_dot(dot_ptr, tl.where(inside, x * scaled, 0.0))
@@ -43,8 +43,6 @@ def corrected_scale_dot(
     decay: Tensor | float,
     terms: Tensor | float,
     damping: Tensor | float,
-    *,
-    exponent: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fold x into the second moments and divide by them. See ``ops/reference.py``.
 
@@ -76,7 +74,7 @@ def corrected_scale_dot(
         corrected_scale_kernel[grid](
             x, second, new, out, partial, decay, terms, damping,
             *x.shape, x.stride(0), second.stride(0), out.stride(0),
-            EXPONENT=float(exponent), KEEP_IN_MEMORY=isinstance(decay, Tensor),
+            KEEP_IN_MEMORY=isinstance(decay, Tensor),
             TERMS_IN_MEMORY=isinstance(terms, Tensor), DAMPING_IN_MEMORY=isinstance(damping, Tensor),
             BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=WARPS,
         )  # fmt: skip

@@ -9,14 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ds_kfac.ops.triton.base import check_devices, on_device_of, over_power, scalar
+from ds_kfac.ops.triton.base import check_devices, on_device_of, scalar
 from ds_kfac.ops.triton.elementwise import WARPS, Layout, blocks_of, oriented, store_dot
 
 
 @triton.jit(do_not_specialize=["rows"])
 def eigen_scale_kernel(
     x_ptr, out_ptr, dot_ptr, row_values_ptr, column_values_ptr, damping, rows, columns, x_stride, out_stride,
-    EXPONENT: tl.constexpr, DAMPING_IN_MEMORY: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    DAMPING_IN_MEMORY: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One [BLOCK_ROWS, BLOCK_COLUMNS] block a program; unit stride along columns."""
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -26,16 +26,13 @@ def eigen_scale_kernel(
     column_values = tl.load(column_values_ptr + column, mask=column < columns, other=1.0)
     far = row.to(tl.int64)[:, None]
     x = tl.load(x_ptr + far * x_stride + column[None, :], mask=inside, other=0.0)
-    denominators = row_values[:, None] * column_values[None, :] + scalar(damping, DAMPING_IN_MEMORY)
-    scaled = over_power(x, denominators, EXPONENT)
+    scaled = x / (row_values[:, None] * column_values[None, :] + scalar(damping, DAMPING_IN_MEMORY))
     tl.store(out_ptr + far * out_stride + column[None, :], scaled, mask=inside)
     store_dot(dot_ptr, tl.where(inside, x * scaled, 0.0))
 
 
-def eigen_scale_dot(
-    x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Tensor | float, *, exponent: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """x_OI / (values_O values_I^T + damping)^exponent, and its inner product with x. See ``ops/reference.py``.
+def eigen_scale_dot(x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Tensor | float) -> tuple[Tensor, Tensor]:
+    """x_OI / (values_O values_I^T + damping), and its inner product with x. See ``ops/reference.py``.
 
     Deterministic: one partial sum a program, added up in order.
 
@@ -61,7 +58,7 @@ def eigen_scale_dot(
     with on_device_of(x):
         eigen_scale_kernel[grid](
             x, out, partial, row_values, column_values, damping, *x.shape, x.stride(0), out.stride(0),
-            EXPONENT=float(exponent), DAMPING_IN_MEMORY=isinstance(damping, Tensor),
+            DAMPING_IN_MEMORY=isinstance(damping, Tensor),
             BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=WARPS,
         )  # fmt: skip
     return out.T if layout.transposed else out, partial.sum()
