@@ -72,7 +72,7 @@ def worker(_) -> dict:
 
 
 def test_what_gets_little_is_not_carried_further_than_by_adamw():
-    found = run_ranks("tests.deepspeed.test_walks:worker", world=1)[0]
+    found = run_ranks("tests.deepspeed.test_little_used:worker", world=1)[0]
     for case in ("conditional", "never called"):
         assert found[case][0][1] == 0 < found[case][1][1], "AdamW at least drifts on"
     for case, (ours, adamw) in found.items():

@@ -1,0 +1,166 @@
+"""How many functions and files of ds_kfac a step runs through: a house that can be held in the head.
+
+A walk is what one engine of two runs, with ZeRO-2 and KFACAdamW. ``python -m tests.test_walks`` prints the table.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ds_kfac
+from tests.deepspeed.modes import BY_NAME
+from tests.deepspeed.runs import build, train
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+HOME = str(Path(ds_kfac.__file__).parent)
+REFRESH, CAPTURE = 6, 3
+KFAC = {
+    "factor": {"update_interval": CAPTURE, "decay": 0.9},
+    "eigenbasis": {"refresh_interval": REFRESH},
+    "burn_in": {"steps": 0},
+    "report": "none",
+}
+GOALS = {  # walk -> most functions, most files; None: not asked
+    "plain step": (90, 20),
+    "capturing step": (130, 26),
+    "activation to factor": (None, 12),
+    "gradient to weight": (None, 12),
+    "refresh": (None, 8),
+    "save": (None, 10),
+    "load": (None, 10),
+    "attach": (None, 40),
+}
+STACK = 11
+"""Frames of ours on top of each other in a step, at most."""
+
+
+class Walk:
+    """Functions of ds_kfac that are called, by file; comprehensions belong to theirs."""
+
+    def __init__(self, inside: frozenset[str] = frozenset(), tensors: bool = False) -> None:
+        self.functions: set[tuple[str, str]] = set()
+        self.deepest = self.depth = 0
+        self._inside, self._open, self._tensors = inside, 0, tensors
+
+    def __call__(self, frame: Any, event: str, value: Any) -> None:
+        code = frame.f_code
+        if event not in ("call", "return") or not code.co_filename.startswith(HOME) or code.co_name.endswith("comp>"):
+            return
+        if code.co_name == "<genexpr>":
+            return
+        step = 1 if event == "call" else -1
+        self.depth += step
+        self.deepest = max(self.deepest, self.depth)
+        if code.co_qualname in self._inside:
+            self._open += step
+        if self._inside and not self._open and not (event == "return" and code.co_qualname in self._inside):
+            return
+        if self._tensors and not (
+            holds_tensor(value) or event == "call" and holds_tensor(list(frame.f_locals.values()))
+        ):
+            return
+        self.functions.add((code.co_filename.removeprefix(HOME + "/"), code.co_qualname))
+
+    @property
+    def files(self) -> set[str]:
+        return {file for file, _ in self.functions}
+
+
+def holds_tensor(value: Any, depth: int = 2) -> bool:
+    """Whether it is a tensor or a container with one."""
+    if isinstance(value, torch.Tensor):
+        return True
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return depth > 0 and any(holds_tensor(part, depth - 1) for part in parts)
+
+
+@contextmanager
+def walked(*walks: Walk) -> Iterator[None]:
+    def both(frame: Any, event: str, value: Any) -> None:
+        for walk in walks:
+            walk(frame, event, value)
+
+    sys.setprofile(both)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def worker(folder: str) -> dict[str, tuple[int, list[str], int]]:
+    walks: dict[str, Walk] = {}
+
+    def walk(name: str, work: Callable[[], Any], **others: Walk) -> None:
+        walks[name] = Walk()
+        walks.update(others)
+        with walked(walks[name], *others.values()):
+            work()
+
+    mode = BY_NAME["adam-z2"]
+    walk("attach and build", lambda: walks.update(engine=build(mode, 1, kfac=KFAC)))
+    engine: Any = walks.pop("engine")
+    engine.kfac.detach()
+    walks.pop("attach and build")
+    walk("attach", lambda: ds_kfac.attach(engine, KFAC))
+    train(engine, 1, steps=REFRESH)
+    by_use = frozenset({"Reducer.finish", "FactorUpdates.update"})
+    activation, in_step = Walk(), Walk(by_use)
+    walk("plain step", lambda: None)
+    from tests.deepspeed.runs import micro_batches
+
+    def step(index: int, *forward: Walk, **taken: Walk) -> None:
+        x, y = next(iter(micro_batches(index, 1)))
+        with walked(*forward):
+            loss = engine(x, y)
+            engine.backward(loss)
+        with walked(*taken.values()):
+            engine.step()
+        walks.update({name.replace("_", " "): own for name, own in taken.items()})
+
+    step(
+        REFRESH,
+        activation,
+        capturing_step=Walk(),
+        in_step=in_step,
+        refresh=Walk(frozenset({"FactorUpdates.decompose"})),
+    )
+    activation.functions |= walks.pop("in step").functions
+    walks["activation to factor"] = activation
+    step(REFRESH + 1, plain_step=Walk(), gradient_to_weight=Walk(tensors=True))
+    walk("save", lambda: engine.save_checkpoint(folder, tag="tag"))
+    walk("load", lambda: engine.load_checkpoint(folder, tag="tag"))
+    return {name: (len(own.functions), sorted(own.files), own.deepest) for name, own in walks.items()}
+
+
+def table(found: dict[str, tuple[int, list[str], int]]) -> str:
+    rows = [f"{'':22}{'functions':>10}{'files':>7}{'stack':>7}   goals"]
+    for name, (functions, files, deepest) in found.items():
+        most = ", ".join("-" if goal is None else str(goal) for goal in GOALS[name])
+        rows.append(f"{name:22}{functions:10}{len(files):7}{deepest:7}   {most}")
+    return "\n".join(rows)
+
+
+def test_a_step_can_be_held_in_the_head(tmp_path):
+    found = run_ranks("tests.test_walks:worker", world=2, payload=str(tmp_path))[0]
+    print(table(found))
+    for name, (most_functions, most_files) in GOALS.items():
+        functions, files, _ = found[name]
+        assert most_functions is None or functions <= most_functions, (name, functions)
+        assert len(files) <= most_files, (name, files)
+    assert max(found[name][2] for name in ("plain step", "capturing step")) <= STACK
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    result = run_ranks("tests.test_walks:worker", world=2, payload=tempfile.mkdtemp())[0]
+    print(table(result))
+    if "-v" in sys.argv:
+        for name, (_, files, _) in result.items():
+            print(name, *files, sep="\n  ")
