@@ -62,7 +62,7 @@ class Walk:
         if self._inside and not self._open and not (event == "return" and code.co_qualname in self._inside):
             return
         if self._tensors and not (
-            holds_tensor(value) or event == "call" and holds_tensor(list(frame.f_locals.values()))
+            holds_tensor(value) or (event == "call" and holds_tensor(list(frame.f_locals.values())))
         ):
             return
         self.functions.add((code.co_filename.removeprefix(HOME + "/"), code.co_qualname))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ds_kfac.assignment.factor_spec import FactorSpec
 from ds_kfac.comm.delivery import Delivery
-from ds_kfac.comm.moves import RelayoutPlan
+from ds_kfac.comm.message import RelayoutPlan
 from ds_kfac.curvature.eigen import basis_numel
 from ds_kfac.plan.plan import Plan
 from ds_kfac.zero.exchange import ExchangePlan

@@ -34,7 +34,7 @@ from ds_kfac.checkpoint.header import HEADER, read_header, write_header
 from ds_kfac.checkpoint.match import Match, groups_here, kinds_of, match, saved_names
 from ds_kfac.checkpoint.names import SAVE_ID
 from ds_kfac.checkpoint.parts import merged, part_of
-from ds_kfac.comm.agreement import failing_together, gathered
+from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.curvature.eigen import Refreshed
 from ds_kfac.plan.plan import Known
 from ds_kfac.step.factor_state import FactorState

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.assignment.factor_spec import FactorSpec
-from ds_kfac.comm.message import Arrivals, Leg
-from ds_kfac.comm.moves import Move, RelayoutPlan
+from ds_kfac.comm.message import Arrivals, Move, Part, RelayoutPlan
 from ds_kfac.curvature.forms import FACTOR_FORMS, Kept
 from ds_kfac.curvature.side import Side
 
@@ -67,7 +66,7 @@ class Delivery:
         ]
         return RelayoutPlan(self.world, tuple(move for move in moves if move.numel))
 
-    def legs(self, keys: Collection[str], kept: Mapping[str, Kept], device: torch.device) -> tuple[Leg, ...]:
+    def parts(self, keys: Collection[str], kept: Mapping[str, Kept], device: torch.device) -> tuple[Part, ...]:
         """Of the factors in ``keys``. One that is not in ``kept`` could not be decomposed: zeros travel for it."""
 
         def piece(flat: Callable[[Any], Tensor]) -> Callable[[Move], Tensor]:
@@ -78,13 +77,13 @@ class Delivery:
             return of
 
         parts = zip(self.form.parts, self.plans(keys), self.dtypes(), strict=True)
-        return tuple(Leg(part.kind, plan, piece(part.flat), dtype) for part, plan, dtype in parts)
+        return tuple(Part(part.kind, plan, piece(part.flat), dtype) for part, plan, dtype in parts)
 
     def received(self, *arrivals: Arrivals) -> dict[str, Kept]:
         """Factor key -> what arrived for this rank's layers.
 
         Args:
-            arrivals: of each leg.
+            arrivals: of each part.
         """
         flats = [{move.param: piece for move, piece in part} for part in arrivals]
         places = sorted(set().union(*flats))

@@ -1,27 +1,204 @@
-"""Packs several messages of different dtypes into one all-to-all of bytes."""
+"""What ranks exchange: all network traffic of K-FAC, counted by what it carries.
 
-from collections.abc import Callable, Iterator, Sequence
+A message is one all-to-all of bytes. It has parts of several kinds and dtypes, each with a frozen plan of what moves,
+the same on every rank; scalars that ranks tell each other are one of them.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from operator import attrgetter
+from typing import Any, TypeVar
 
+import deepspeed.comm as dist
 import torch
+import torch.distributed
 from torch import Tensor
 
-from ds_kfac.comm.channel import Channel
-from ds_kfac.comm.moves import Move, RelayoutPlan
+T = TypeVar("T")
+
+SHOWN = 4
+"""Problems of a rank that a message spells out."""
+
+
+def gathered(mine: T, group: Any = None) -> list[T]:
+    """The object of every rank of a group (None: of the job), by rank; pickled. Collective."""
+    everyone = [mine] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+@contextmanager
+def failing_together(headline: str, group: Any, error: type[Exception] = RuntimeError) -> Iterator[list[str]]:
+    """Run the block on every rank; it appends problems to the yielded list or raises. Collective.
+
+    Raises:
+        error: on every rank, with ``headline`` and every rank's problems, if any rank had one.
+    """
+    problems: list[str] = []
+    try:
+        yield problems
+    except Exception as problem:  # not swallowed: raised below on every rank
+        problems.append(f"{type(problem).__name__}: {problem}")
+    found = []
+    for rank, texts in enumerate(gathered(problems, group)):
+        found += [f"rank {rank}: {text}" for text in texts[:SHOWN]]
+        if len(texts) > SHOWN:
+            found.append(f"rank {rank}: and {len(texts) - SHOWN} more")
+    if found:
+        raise error(headline + "\n  " + "\n  ".join(found))
+
+
+class Channel:
+    """A process group of our own, so that our traffic is never ordered against DeepSpeed's reductions and prefetches.
+
+    Collective: construct it on every rank of the job, each with a group of its own.
+
+    Args:
+        group: whose ranks it connects.
+
+    Attributes:
+        calls: kind -> collectives entered. One that carries several kinds counts for the first.
+        sent, received: kind -> payload bytes to and from other ranks.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group = clone_group(group)
+        self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.calls: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
+        self.received: Counter[str] = Counter()
+
+    def close(self) -> None:
+        """Give back the group with its threads and descriptors, unless that has happened. Local: other ranks may be
+        gone, or the job's default group, with which all groups end."""
+        group, self.group = self.group, None
+        if group is not None and group in torch.distributed.distributed_c10d._world.pg_map:
+            torch.distributed.destroy_process_group(group)
+
+    def sum(self, vector: Tensor) -> Tensor:
+        """A small vector of numbers, summed over all ranks in place. Collective."""
+        dist.all_reduce(vector, group=self.group)
+        self.calls["numbers"] += 1
+        nbytes = vector.numel() * vector.element_size()
+        self.sent["numbers"] += nbytes
+        self.received["numbers"] += nbytes
+        return vector
+
+    def all_to_all(
+        self,
+        sent: Tensor,
+        outgoing: Sequence[int],
+        incoming: Sequence[int],
+        *,
+        carries: Mapping[str, tuple[int, int]],
+        wait: bool = True,
+    ) -> tuple[Tensor, Any]:
+        """Send ``outgoing[r]`` elements to each rank r, receive ``incoming[r]`` from it.
+
+        Args:
+            sent: flat, the pieces in rank order.
+            carries: kind -> (bytes to, bytes from) other ranks.
+            wait: false returns at once; wait on the handle before using the result.
+
+        Returns what was received, and the handle (None after waiting).
+        """
+        received = sent.new_empty(sum(incoming))
+        handle = dist.all_to_all_single(
+            received,
+            sent,
+            output_split_sizes=list(incoming),
+            input_split_sizes=list(outgoing),
+            group=self.group,
+            async_op=not wait,
+        )
+        self.calls[next(iter(carries))] += 1
+        for kind, (to, from_) in carries.items():
+            self.sent[kind] += to
+            self.received[kind] += from_
+        return received, None if wait else handle
+
+
+def clone_group(group: Any) -> Any:
+    """A new group of the same ranks, with the job's timeout. Collective over all ranks of the job, whose groups may
+    differ."""
+    ranks = torch.distributed.get_process_group_ranks(group)
+    mine, timeout = None, job_timeout()
+    for other in sorted({tuple(one) for one in gathered(ranks)}):  # every rank takes part in making every group
+        made = torch.distributed.new_group(list(other), timeout=timeout)
+        if list(other) == ranks:
+            mine = made
+    return mine
+
+
+def job_timeout() -> timedelta | None:
+    """What the job was initialized with, which DeepSpeed's own groups do not take over; None if a backend hides it."""
+    world = torch.distributed.distributed_c10d._get_default_group()
+    options = [getattr(world._get_backend(device), "options", None) for device in world._device_types]
+    return next((option._timeout for option in options if option is not None), None)
+
+
+@dataclass(frozen=True, order=True)
+class Move:
+    """Elements start .. start + numel of a flattened parameter travel from ``source`` to ``target``."""
+
+    param: int
+    start: int
+    numel: int
+    source: int
+    target: int
+
+
+def in_order(moves: Iterable[Move]) -> tuple[Move, ...]:
+    """Sorted. Of millions; a dataclass's own comparison takes several times as long."""
+    return tuple(sorted(moves, key=attrgetter("param", "start", "numel", "source", "target")))
+
+
+@dataclass(frozen=True)
+class RelayoutPlan:
+    """Every piece that changes ranks; pieces already in place are not in it. The same on every rank."""
+
+    world: int
+    moves: tuple[Move, ...]
+
+    @cached_property
+    def moved(self) -> Mapping[tuple[int, int], tuple[Move, ...]]:
+        """(source, target) -> moves in the order in which they lie in a message."""
+        order: dict[tuple[int, int], list[Move]] = {}
+        for move in in_order(self.moves):
+            order.setdefault((move.source, move.target), []).append(move)
+        return {pair: tuple(moves) for pair, moves in order.items()}
+
+    @cached_property
+    def sizes(self) -> Mapping[tuple[int, int], list[int]]:
+        """(source, target) -> elements of each move."""
+        return {pair: [move.numel for move in moves] for pair, moves in self.moved.items()}
+
+    def numel(self, source: int, target: int) -> int:
+        return sum(self.sizes.get((source, target), ()))
+
+    @property
+    def total_numel(self) -> int:
+        """Elements on the wire, summed over all ranks."""
+        return sum(move.numel for move in self.moves)
+
 
 ALIGNMENT = 16
-"""Bytes; every leg of a message starts at a multiple, so that it can be viewed in its own dtype."""
+"""Bytes; every part of a message starts at a multiple, so that it can be viewed in its own dtype."""
 
 Arrivals = list[tuple[Move, Tensor]]
 
 
 @dataclass(frozen=True)
-class Leg:
-    """One kind of content.
+class Part:
+    """One kind of content of a message.
 
     Attributes:
         kind: for the accounting.
-        plan: what moves; the same on every rank.
+        plan: what moves; the same on every rank, but moves between two other ranks may be missing.
         piece: gives the flat elements of a move whose source is this rank.
         dtype: on the wire, the same on every rank.
     """
@@ -31,83 +208,124 @@ class Leg:
     piece: Callable[[Move], Tensor]
     dtype: torch.dtype
 
-    def nbytes(self, source: int, target: int) -> int:
-        """Of the payload between two ranks."""
-        return self.plan.numel(source, target) * self.dtype.itemsize
 
-    def padded(self, source: int, target: int) -> int:
-        return -(-self.nbytes(source, target) // ALIGNMENT) * ALIGNMENT
-
-
-def deliver(
-    legs: Sequence[Leg], channel: Channel, device: torch.device, packed: Callable[[], None] = lambda: None
-) -> list[Arrivals]:
-    """Send this rank's pieces of all legs, return per leg those it received. One collective for all of them; none if
-    nothing moves anywhere.
+class Message:
+    """On its way. Collective: made on every rank, in the same order.
 
     Args:
-        legs: their plans hold every rank's moves.
+        parts: at least one.
         packed: called when the pieces have been copied, before there is memory for what is received.
-    """
-    if not any(leg.plan.moves for leg in legs):  # the same on every rank, so nobody is left waiting
-        packed()
-        return [[] for _ in legs]
-    return Posted(legs, channel, device, packed).wait()
-
-
-class Posted:
-    """A message on its way. Collective: made on every rank, in the same order.
-
-    Args:
-        legs: at least one. Moves between other ranks may be missing from their plans.
-        packed: called when the pieces have been copied.
     """
 
     def __init__(
-        self, legs: Sequence[Leg], channel: Channel, device: torch.device, packed: Callable[[], None] = lambda: None
+        self, parts: Sequence[Part], channel: Channel, device: torch.device, packed: Callable[[], None] | None = None
     ) -> None:
-        self.legs, self.rank, self.world = legs, channel.rank, channel.world
-        ranks = range(self.world)
-        outgoing = [sum(leg.padded(self.rank, target) for leg in legs) for target in ranks]
-        incoming = [sum(leg.padded(source, self.rank) for leg in legs) for source in ranks]
+        self.parts, rank, ranks = parts, channel.rank, range(channel.world)
+        self._from = [(source, rank) for source in ranks]
+        outgoing, places, to = _laid_out(parts, [(rank, target) for target in ranks], rank)
+        incoming, self._places, from_ = _laid_out(parts, self._from, rank)
         sent = torch.empty(sum(outgoing), dtype=torch.uint8, device=device)
-        for leg, target, view in self._views(sent, [(self.rank, target) for target in ranks]):
-            place = 0
-            for move in leg.plan.between(self.rank, target):
-                view.narrow(0, place, move.numel).copy_(leg.piece(move))
-                place += move.numel
-        packed()
+        for part, pair, start, nbytes in places:
+            pieces = sent.narrow(0, start, nbytes).view(part.dtype)
+            for move, place in zip(part.plan.moved[pair], pieces.split(part.plan.sizes[pair]), strict=True):
+                place.copy_(part.piece(move))
+        if packed is not None:
+            packed()
         self._sent = sent  # until it has left
-        self._received, self._handle = channel.all_to_all(sent, outgoing, incoming, carries=self._carries(), wait=False)
+        carries = {part.kind: (to[part.kind], from_[part.kind]) for part in parts if part.plan.moves}
+        self._received, self._handle = channel.all_to_all(
+            sent, outgoing, incoming, carries=carries or {parts[0].kind: (0, 0)}, wait=False
+        )
 
     def wait(self) -> list[Arrivals]:
-        """What arrived, per leg."""
+        """What arrived, per part."""
         self._handle.wait()
         del self._sent
-        arrivals: dict[int, Arrivals] = {id(leg): [] for leg in self.legs}
-        for leg, source, view in self._views(self._received, [(source, self.rank) for source in range(self.world)]):
-            place = 0
-            for move in leg.plan.between(source, self.rank):
-                arrivals[id(leg)].append((move, view.narrow(0, place, move.numel)))
-                place += move.numel
+        arrivals: dict[int, Arrivals] = {id(part): [] for part in self.parts}
+        for part, pair, start, nbytes in self._places:
+            pieces = self._received.narrow(0, start, nbytes).view(part.dtype).split(part.plan.sizes[pair])
+            arrivals[id(part)] += zip(part.plan.moved[pair], pieces, strict=True)
         return list(arrivals.values())
 
-    def _views(self, flat: Tensor, pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[Leg, int, Tensor]]:
-        """The parts of a message in their order: leg, the other rank, elements."""
-        start = 0
-        for source, target in pairs:
-            for leg in self.legs:
-                view = flat.narrow(0, start, leg.nbytes(source, target)).view(leg.dtype)
-                start += leg.padded(source, target)
-                yield leg, target if source == self.rank else source, view
 
-    def _carries(self) -> dict[str, tuple[int, int]]:
-        """Kind -> bytes to and from other ranks; the first leg's kind in any case."""
-        carries = {self.legs[0].kind: (0, 0)} if not any(leg.plan.moves for leg in self.legs) else {}
-        for leg in self.legs:
-            if leg.plan.moves:
-                to, from_ = carries.get(leg.kind, (0, 0))
-                for other in (other for other in range(self.world) if other != self.rank):
-                    to, from_ = to + leg.nbytes(self.rank, other), from_ + leg.nbytes(other, self.rank)
-                carries[leg.kind] = to, from_
-        return carries
+Places = list[tuple[Part, tuple[int, int], int, int]]
+"""(part, (source, target), first byte, bytes)"""
+
+
+def _laid_out(
+    parts: Sequence[Part], pairs: Sequence[tuple[int, int]], rank: int
+) -> tuple[list[int], Places, Counter[str]]:
+    """Bytes between each pair, padding included; where the parts lie; bytes to or from other ranks by kind."""
+    sizes, places, carried, start = [], [], Counter[str](), 0
+    for pair in pairs:
+        first = start
+        for part in parts:
+            if pair in part.plan.sizes:
+                nbytes = sum(part.plan.sizes[pair]) * part.dtype.itemsize
+                places.append((part, pair, start, nbytes))
+                carried[part.kind] += nbytes if pair != (rank, rank) else 0
+                start += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        sizes.append(start - first)
+    return sizes, places, carried
+
+
+def deliver(
+    parts: Sequence[Part], channel: Channel, device: torch.device, packed: Callable[[], None] | None = None
+) -> list[Arrivals]:
+    """Send this rank's pieces of all parts, return per part those it received. One collective for all of them; none if
+    nothing moves anywhere.
+
+    Args:
+        parts: their plans hold every rank's moves.
+        packed: see :class:`Message`.
+    """
+    if any(part.plan.moves for part in parts):  # the same on every rank, so nobody is left waiting
+        return Message(parts, channel, device, packed).wait()
+    if packed is not None:
+        packed()
+    return [[] for _ in parts]
+
+
+class Scalars:
+    """Which rank sends which scalars in this step.
+
+    Args:
+        names: per rank, the names of its scalars; the same on every rank.
+        rows: groups of ranks that exchange scalars; None: all with all.
+    """
+
+    def __init__(self, names: Sequence[Sequence[Hashable]], rank: int, rows: Sequence[Sequence[int]] | None = None):
+        self.names, self.rank = names, rank
+        self.rows = tuple(map(tuple, rows)) if rows is not None else (tuple(range(len(names))),)
+
+    @cached_property
+    def plan(self) -> RelayoutPlan:
+        """A rank's scalars to each other one of its row."""
+        moves = [
+            Move(source, 0, len(self.names[source]), source, target)
+            for row in self.rows
+            for source in row
+            for target in row
+            if source != target and self.names[source]
+        ]
+        return RelayoutPlan(len(self.names), tuple(moves))
+
+    def part(self, values: Mapping[Hashable, Tensor], device: torch.device) -> Part:
+        """To send this rank's scalars: fp32, on the device."""
+        own = [values[name].float().reshape(()) for name in self.names[self.rank]]
+        self._own = torch.stack(own) if own else torch.zeros(0, device=device)
+        return Part("numbers", self.plan, lambda move: self._own, torch.float32)
+
+    def read(self, received: Arrivals) -> dict[int, Tensor]:
+        """Scalars received from each rank (including this one), in the order of their names."""
+        # copies: a view would keep the whole message
+        sent = {move.param: piece.clone() for move, piece in received} | {self.rank: self._own}
+        return {rank: sent[rank] for rank in sorted(sent)}
+
+    def named(self, received: Arrivals) -> dict[Hashable, Tensor]:
+        """Name -> scalar, of names that only one rank sends."""
+        return {
+            name: number
+            for rank, numbers in self.read(received).items()
+            for name, number in zip(self.names[rank], numbers, strict=True)
+        }

@@ -7,7 +7,7 @@ import torch
 from ds_kfac.assignment.contributors import Contributors
 from ds_kfac.assignment.factor_spec import FactorSpec
 from ds_kfac.comm.bucket import Layout, Slot
-from ds_kfac.comm.channel import Channel
+from ds_kfac.comm.message import Channel
 from ds_kfac.comm.reduction import Reduction
 from ds_kfac.model.batch_sum import BatchSum, UseSums
 from ds_kfac.model.layers.base import LayerSpec

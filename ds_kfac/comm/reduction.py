@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.comm.bucket import Bucket
-from ds_kfac.comm.channel import Channel
-from ds_kfac.comm.message import Leg, Posted
-from ds_kfac.comm.moves import Move, RelayoutPlan
+from ds_kfac.comm.message import Channel, Message, Move, Part, RelayoutPlan
 from ds_kfac.model.batch_sum import BatchSum
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -54,11 +52,11 @@ class Reduction:
 
         self.bucket, self.rank = bucket, channel.rank
         elements, counts = plans(bucket, channel.rank, channel.world)
-        legs = (
-            Leg(KIND, counts, lambda move: of(move).count.reshape(1), torch.float32),
-            Leg(KIND, elements, lambda move: of(move).sum_P.narrow(0, move.start, move.numel), dtype),
+        parts = (
+            Part(KIND, counts, lambda move: of(move).count.reshape(1), torch.float32),
+            Part(KIND, elements, lambda move: of(move).sum_P.narrow(0, move.start, move.numel), dtype),
         )
-        self._message = Posted(legs, channel, device)
+        self._message = Message(parts, channel, device)
 
     def add_to(self, sums: Mapping[tuple[str, int, str], BatchSum]) -> None:
         """Wait, and turn this rank's sums of the slots that it owns into those of all contributors, in rank order."""

@@ -9,7 +9,7 @@ from deepspeed.utils import logger
 
 from ds_kfac.assignment.cost_model import BUILTIN, CostModel
 from ds_kfac.assignment.measured_costs import measured
-from ds_kfac.comm.agreement import failing_together, gathered
+from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.directions.table import rule_of
 from ds_kfac.engine import parallelism

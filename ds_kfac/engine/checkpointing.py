@@ -14,7 +14,7 @@ from ds_kfac.checkpoint import save_load as checkpoint
 from ds_kfac.checkpoint.disk import CheckpointError, write_text
 from ds_kfac.checkpoint.match import saved_names
 from ds_kfac.checkpoint.names import check_names
-from ds_kfac.comm.agreement import failing_together, gathered
+from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.step.job import Job
 
 CLIENT_KEY = "ds_kfac"

@@ -1,6 +1,6 @@
 """All counters of a run, for DeepSpeed's monitor and ``engine.kfac.counters()``."""
 
-from ds_kfac.comm.channel import Channel
+from ds_kfac.comm.message import Channel
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from ds_kfac.assignment.work import kept_bytes, packed_bytes
-from ds_kfac.comm.agreement import failing_together, gathered
+from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.model.layers.registry import CUT_SIDES, SHARDS

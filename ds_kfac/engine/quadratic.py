@@ -127,8 +127,8 @@ class QuadraticSteps:
             # of weights that every rank has whole, each adds its share
             local.numbers.append(size if self.shift.chunked else size * kfac.plan.workers / kfac.channel.world)
             totals = kfac.totals(draft)
-            (first, own), (second, own_last) = self.shift.leg(local.results), self.shift.leg(last)
-            d_1, d_2, numbers = deliver((first, second, totals.leg), kfac.channel, kfac.device)
+            (first, own), (second, own_last) = self.shift.part(local.results), self.shift.part(last)
+            d_1, d_2, numbers = deliver((first, second, totals.part), kfac.channel, kfac.device)
             directions = self.shift.pieces(own, d_1), self.shift.pieces(own_last, d_2)
             (b_1, b_2, D_11, D_12, D_22, size), _ = totals.read(numbers)
         steps = EPSILON * size.sqrt() / torch.stack([D_11, D_22]).sqrt()

@@ -8,7 +8,7 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-from ds_kfac.comm.agreement import gathered
+from ds_kfac.comm.message import gathered
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.engine.asked import Asked, Refusal
 from ds_kfac.model.experts import is_autoep

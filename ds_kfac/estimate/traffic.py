@@ -10,9 +10,7 @@ import torch
 
 from ds_kfac.comm.bucket import Layout, payloads
 from ds_kfac.comm.delivery import Delivery
-from ds_kfac.comm.message import ALIGNMENT
-from ds_kfac.comm.moves import RelayoutPlan
-from ds_kfac.comm.scalars import Scalars
+from ds_kfac.comm.message import ALIGNMENT, RelayoutPlan, Scalars
 from ds_kfac.curvature.forms import FACTOR_FORMS
 from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.plan.plan import Plan
@@ -27,7 +25,7 @@ batch sums counts and elements, one after the other: [2, W, W]."""
 
 PARTS = tuple(dict.fromkeys(part.kind for form in FACTOR_FORMS.values() for part in form.parts))
 KINDS = ("factors", "gradients", *PARTS, "results", "numbers")
-"""As :class:`ds_kfac.comm.channel.Channel` counts them."""
+"""As :class:`ds_kfac.comm.message.Channel` counts them."""
 SCATTERED_NUMBERS = 7
 """What the step counts over ranks in addition to the direction's numbers and a flag per layer: see ``_scatter``."""
 
@@ -175,12 +173,12 @@ class PlannedTraffic:
         if self.norm:
             for rank, own in enumerate(names):
                 own.append(("norm", rank))
-        legs = {
+        parts = {
             "gradients": self._gradients,
             **{kind: self._matrix(plan, dtype) for kind, plan, dtype in moves},
             "numbers": self._scalars(Scalars(names, 0)),
         }
-        return _moving(legs)
+        return _moving(parts)
 
     @cached_property
     def scatter(self) -> Message:
@@ -222,6 +220,6 @@ def _each(matrices: np.ndarray) -> np.ndarray:
     return matrices.reshape(-1, *matrices.shape[-2:])
 
 
-def _moving(legs: Message) -> Message:
+def _moving(parts: Message) -> Message:
     """Without those of which nothing moves anywhere."""
-    return {kind: matrix for kind, matrix in legs.items() if matrix.any()}
+    return {kind: matrix for kind, matrix in parts.items() if matrix.any()}

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ds_kfac.assignment.contributors import Contributors
 from ds_kfac.assignment.factor_spec import FactorSpec, factors_by_layer
-from ds_kfac.comm.channel import Channel
 from ds_kfac.comm.delivery import Delivery
-from ds_kfac.comm.message import Arrivals, Leg
+from ds_kfac.comm.message import Arrivals, Channel, Part
 from ds_kfac.comm.reducer import Reducer
 from ds_kfac.curvature.eigen import grouped
 from ds_kfac.curvature.factor import KroneckerFactor
@@ -228,16 +227,16 @@ class FactorUpdates:
         """This rank's, as :meth:`scalar_names` names them."""
         return scalars_of(draft, self.rank, self.device, parted=bool(self.reducer.parted()))
 
-    def legs(self, draft: FactorDraft) -> tuple[Leg, ...]:
+    def parts(self, draft: FactorDraft) -> tuple[Part, ...]:
         """Eigenbases, or inverses, on their way to gradient workers elsewhere."""
-        return self.delivery.legs(draft.arriving, draft.decomposed, self.device)
+        return self.delivery.parts(draft.arriving, draft.decomposed, self.device)
 
     def receive(self, draft: FactorDraft, arrivals: Sequence[Arrivals], scalars: Mapping[Hashable, Tensor]) -> None:
         """New eigenbases or inverses of the factors of this rank's layers. Synchronises if they travel, in the steps in
         which they do.
 
         Args:
-            arrivals: of each of :meth:`legs`.
+            arrivals: of each of :meth:`parts`.
             scalars: of all ranks, by name.
         """
         draft.scalars = scalars

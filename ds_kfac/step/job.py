@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ds_kfac.comm.channel import Channel
+from ds_kfac.comm.message import Channel
 from ds_kfac.step.draft import Draft
 from ds_kfac.step.preconditioner import KFACPreconditioner
 

@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_kfac.comm.channel import Channel
-from ds_kfac.comm.message import Arrivals, Leg, deliver
+from ds_kfac.comm.message import Arrivals, Channel, Part, Scalars, deliver
 from ds_kfac.comm.reducer import Reducer
-from ds_kfac.comm.scalars import Scalars
 from ds_kfac.curvature.eigen import Refreshed
 from ds_kfac.directions.base import DirectionSetup, StepContext
 from ds_kfac.directions.kfac_gradient import peak_rates
@@ -243,16 +241,16 @@ class KFACPreconditioner:
         the same message and go to the draft."""
         names, scalars = self.curvature.scalar_names(draft), self.curvature.scalars(draft)
         norm = GradientNorm(self.target, names, scalars, self.rank) if self.needs_norm else None
-        (gradients,) = self._broadcast(draft, names, scalars, self.exchange.gather_leg)
+        (gradients,) = self._broadcast(draft, names, scalars, self.exchange.gather_part)
         return self.exchange.gathered(gradients), None if norm is None else norm.total(draft.scalars)
 
     def _broadcast(
-        self, draft: FactorDraft, names: list[list[Hashable]], scalars: dict[Hashable, Tensor], *others: Leg
+        self, draft: FactorDraft, names: list[list[Hashable]], scalars: dict[Hashable, Tensor], *others: Part
     ) -> list[Arrivals]:
         """New eigenbases and scalars, which go to the draft; returns what arrived of ``others`` in the same message."""
         table = Scalars(names, self.rank)
-        legs = (*others, *self.curvature.legs(draft), table.leg(scalars, self.device))
-        *arrivals, received = deliver(legs, self.channel, self.device)
+        parts = (*others, *self.curvature.parts(draft), table.part(scalars, self.device))
+        *arrivals, received = deliver(parts, self.channel, self.device)
         self.curvature.receive(draft, arrivals[len(others) :], table.named(received))
         return arrivals[: len(others)]
 
@@ -266,7 +264,7 @@ class KFACPreconditioner:
         for layer in self.owned:
             if layer.name in rest:
                 outbox.add(layer, rest.pop(layer.name))
-        results, received = deliver((outbox.leg, totals.leg), self.channel, self.device, outbox.packed)
+        results, received = deliver((outbox.part, totals.part), self.channel, self.device, outbox.packed)
         numbers, ready = totals.read(received)
         numbers, context = numbers if sums is None else sums, StepContext(self.steps, None, draft.peak_lr)
         scales = self.direction.finish(context, draft.local, numbers.unbind(), ready)

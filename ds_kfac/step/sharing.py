@@ -14,10 +14,7 @@ import torch
 from deepspeed.utils import logger
 from torch import Tensor
 
-from ds_kfac.comm.agreement import gathered
-from ds_kfac.comm.channel import Channel
-from ds_kfac.comm.message import Leg, deliver
-from ds_kfac.comm.moves import Move, RelayoutPlan
+from ds_kfac.comm.message import Channel, Move, Part, RelayoutPlan, deliver, gathered
 from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.model.shared_inputs import SharedInputs, agreed
 from ds_kfac.plan.plan import Groups, Known
@@ -117,8 +114,8 @@ def copy_shared(old: FactorUpdates, new: FactorUpdates) -> None:
         factor = old.factors[origins[keys[move.param]]].factor
         return torch.cat([factor.packed_P.to(device), factor.updates.to(device).reshape(1)])
 
-    leg = Leg("factors", RelayoutPlan(new.channel.world, tuple(moves)), piece, torch.float32)
-    (arrived,) = deliver([leg], new.channel, device)
+    part = Part("factors", RelayoutPlan(new.channel.world, tuple(moves)), piece, torch.float32)
+    (arrived,) = deliver([part], new.channel, device)
     received = {keys[move.param]: flat for move, flat in arrived}
     for key, origin in origins.items():
         side = new.specs[key].side

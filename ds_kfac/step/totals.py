@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from ds_kfac.comm.message import Arrivals, Leg
-from ds_kfac.comm.scalars import Scalars
+from ds_kfac.comm.message import Arrivals, Part, Scalars
 from ds_kfac.metrics import Metrics
 from ds_kfac.plan.plan import Plan
 from ds_kfac.step.draft import Draft
@@ -32,8 +31,8 @@ class Totals:
         self._table = Scalars([range(len(self._own))] * plan.assignment.world, rank, plan.rows)
 
     @property
-    def leg(self) -> Leg:
-        return self._table.leg(dict(enumerate(self._own)), self._device)
+    def part(self) -> Part:
+        return self._table.part(dict(enumerate(self._own)), self._device)
 
     def read(self, received: Arrivals) -> tuple[Tensor, dict[str, Tensor]]:
         """The direction's numbers, and which layers have eigenbases, bool scalars; the counts go to the metrics."""

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ds_kfac.comm.message import Arrivals, Leg
-from ds_kfac.comm.moves import Move
+from ds_kfac.comm.message import Arrivals, Move, Part
 from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.model.layers.registry import LAYERS
 from ds_kfac.update.rotation import AT_ONCE
@@ -74,9 +73,9 @@ class GradientExchange:
         return Outbox(self)
 
     @property
-    def gather_leg(self) -> Leg:
+    def gather_part(self) -> Part:
         """Pieces of gradients to their workers, still carrying the loss scale."""
-        return Leg("gradients", self.plan.gather, self._read, self.gather_dtype)
+        return Part("gradients", self.plan.gather, self._read, self.gather_dtype)
 
     def gathered(self, received: Arrivals) -> dict[str, Tensor]:
         """Own layers' whole gradients, [O, I] on the device, in the dtype in which they are stored."""
@@ -173,17 +172,17 @@ class Outbox:
                     self.own[param, shard.start] = _alone(flat, place, torch.float32)
 
     @property
-    def leg(self) -> Leg:
+    def part(self) -> Part:
         """To every rank that holds a shard of a result."""
         exchange = self.exchange
 
         def piece(move: Move) -> Tensor:
             return self._sent[move.param, (move.start, move.numel)]
 
-        return Leg("results", exchange.plan.scatter, piece, exchange.scatter_dtype)
+        return Part("results", exchange.plan.scatter, piece, exchange.scatter_dtype)
 
     def packed(self) -> None:
-        """The leg is in a message: what stays here is all that is still needed."""
+        """The part is in a message: what stays here is all that is still needed."""
         self._sent.clear()
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ds_kfac.comm.moves import Move, RelayoutPlan, in_order
+from ds_kfac.comm.message import Move, RelayoutPlan, in_order
 from ds_kfac.zero.shards import ShardMap
 
 

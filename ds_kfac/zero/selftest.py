@@ -8,9 +8,7 @@ import torch
 from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor, nn
 
-from ds_kfac.comm.agreement import failing_together
-from ds_kfac.comm.channel import Channel
-from ds_kfac.comm.message import Leg, deliver
+from ds_kfac.comm.message import Channel, Part, deliver, failing_together
 from ds_kfac.zero.layout import ShardLayout
 from ds_kfac.zero.relayout import plan_gather, plan_scatter, source
 
@@ -63,8 +61,8 @@ def self_test(layout: ShardLayout, workers: Mapping[int, tuple[int, ...]], chann
             pieces = {key: layout.read(shard).clone() for key, shard in mine.items()}
 
         gather = plan_gather(layout.shards, {param: ranks[0] for param, ranks in workers.items()})
-        leg = Leg("self-test", gather, lambda move: pieces[move.param, move.start], layout.dtype)
-        (received,) = deliver([leg], channel, engine.device)
+        part = Part("self-test", gather, lambda move: pieces[move.param, move.start], layout.dtype)
+        (received,) = deliver([part], channel, engine.device)
         own = [param for param, ranks in workers.items() if rank in ranks]
         full = {param: torch.zeros(layout.shards.numels[param], device=engine.device) for param in own}
         arrived = [(move.param, move.start, piece) for move, piece in received]
@@ -72,13 +70,13 @@ def self_test(layout: ShardLayout, workers: Mapping[int, tuple[int, ...]], chann
             if param in full:
                 full[param][start : start + piece.numel()] = piece
         scatter = plan_scatter(layout.shards, lambda param, at: source(workers[param], at, layout.world))
-        leg = Leg(
+        part = Part(
             "self-test",
             scatter,
             lambda move: full[move.param][move.start : move.start + move.numel] + added,
             torch.float32,
         )
-        (returned,) = deliver([leg], channel, engine.device)
+        (returned,) = deliver([part], channel, engine.device)
 
         with failing_together(headline, layout.group) as problems:
             for param, values in full.items():

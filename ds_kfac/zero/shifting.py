@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ds_kfac.comm.message import Arrivals, Leg
+from ds_kfac.comm.message import Arrivals, Part
 from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
 from ds_kfac.zero.relayout import plan_scatter, source
@@ -37,14 +37,14 @@ class WeightShift:
         self.plan = plan_scatter(shards, lambda param, rank: source(workers[param], rank, world))
         self._mine = shards.on(layout.rank)
 
-    def leg(self, direction: Mapping[str, Tensor]) -> tuple[Leg, dict[int, Tensor]]:
+    def part(self, direction: Mapping[str, Tensor]) -> tuple[Part, dict[int, Tensor]]:
         """Own layers' matrices, fp32 [O, I], to every rank's weights; and the same as flat tensors."""
         flats: dict[int, Tensor] = {}
         for layer in self.exchange.owned:
             parts = self.exchange.parts(layer, direction[layer.name])
             flats |= zip(self.exchange.plan.of_layer[layer.name], parts, strict=True)
         return (
-            Leg("results", self.plan, lambda m: flats[m.param].narrow(0, m.start, m.numel), torch.float32),
+            Part("results", self.plan, lambda m: flats[m.param].narrow(0, m.start, m.numel), torch.float32),
             flats,
         )
 

@@ -9,15 +9,15 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ds_kfac.comm import channel as traffic
-from ds_kfac.comm.channel import Channel
+from ds_kfac.comm import message as traffic
+from ds_kfac.comm.message import Channel
 
 PATIENCE = 20.0
 """Seconds after which a collective that some rank never entered is an error."""
 
 
 class FakeNetwork:
-    """Stands in for ``deepspeed.comm`` in :mod:`ds_kfac.comm.channel`.
+    """Stands in for ``deepspeed.comm`` in :mod:`ds_kfac.comm.message`.
 
     Attributes:
         wire: bytes from each rank to others, as they were really sent, padding included.

@@ -53,7 +53,7 @@ def equal(a: Eigenbasis, b: Eigenbasis) -> bool:
 def received(plan: Delivery, keys: set[str], failed: set[str] = frozenset()) -> list[dict[str, Eigenbasis]]:
     def work(channel):
         own = {key: basis(key) for key in keys - failed if plan.decomposers[key] == channel.rank}
-        vectors, values = deliver(plan.legs(keys, own, CPU), channel, CPU)
+        vectors, values = deliver(plan.parts(keys, own, CPU), channel, CPU)
         return plan.received(vectors, values)
 
     return FakeNetwork(plan.world).run(work)
@@ -130,7 +130,7 @@ def test_inverses_travel_as_triangles_in_32_bits_and_arrive_to_the_bit(wire):
 
     def work(channel):
         own = {key: whole[key] for key in keys - {"dense/G"} if plan.decomposers[key] == channel.rank}
-        return plan.received(*deliver(plan.legs(keys, own, CPU), channel, CPU))
+        return plan.received(*deliver(plan.parts(keys, own, CPU), channel, CPU))
 
     for rank, found in enumerate(FakeNetwork(plan.world).run(work)):
         assert set(found) == {key for key in keys if rank in plan.receivers[key]}

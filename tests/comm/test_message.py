@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_kfac.comm.message import ALIGNMENT, Leg, deliver
-from ds_kfac.comm.moves import Move, RelayoutPlan
+from ds_kfac.comm.message import ALIGNMENT, Move, Part, RelayoutPlan, deliver
 from tests.comm.fake_network import FakeNetwork
 
 CPU = torch.device("cpu")
@@ -30,15 +29,15 @@ def random_plan(rng: random.Random, world: int) -> RelayoutPlan:
     return RelayoutPlan(world, tuple(Move(p, start, rng.randrange(1, 40), s, t) for p, start, s, t in moves))
 
 
-def legs_of(plans: dict[str, RelayoutPlan], rank: int) -> list[Leg]:
+def parts_of(plans: dict[str, RelayoutPlan], rank: int) -> list[Part]:
     def piece(kind: str):
         def of(move: Move) -> Tensor:
             assert move.source == rank, "asked for a piece of another rank"
-            return content(kind, move)  # in fp32: the leg converts
+            return content(kind, move)  # in fp32: the part converts
 
         return of
 
-    return [Leg(kind, plan, piece(kind), DTYPES[kind]) for kind, plan in plans.items()]
+    return [Part(kind, plan, piece(kind), DTYPES[kind]) for kind, plan in plans.items()]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -49,7 +48,7 @@ def test_every_piece_arrives_where_it_should_in_one_message(seed, world, poisone
     network = FakeNetwork(world)
 
     def work(channel):
-        arrivals = deliver(legs_of(plans, channel.rank), channel, CPU)
+        arrivals = deliver(parts_of(plans, channel.rank), channel, CPU)
         assert len(arrivals) == len(plans)
         for (kind, plan), pieces in zip(plans.items(), arrivals, strict=True):
             assert Counter(move for move, _ in pieces) == Counter(m for m in plan.moves if m.target == channel.rank)
@@ -60,19 +59,20 @@ def test_every_piece_arrives_where_it_should_in_one_message(seed, world, poisone
     assert network.entered == [int(any(plan.moves for plan in plans.values()))] * world
 
 
-def test_every_leg_starts_aligned_and_odd_sizes_are_padded():
-    leg = Leg("gradients", RelayoutPlan(2, (Move(0, 0, 5, 0, 1),)), lambda move: torch.ones(5), torch.bfloat16)
-    assert (leg.nbytes(0, 1), leg.padded(0, 1)) == (10, ALIGNMENT)
-    assert (leg.nbytes(1, 0), leg.padded(1, 0)) == (0, 0)
+def test_every_part_starts_aligned_and_odd_sizes_are_padded():
+    plans = {kind: RelayoutPlan(2, (Move(0, 0, 5, 0, 1),)) for kind in ("gradients", "half")}
+    network = FakeNetwork(2)
+    network.run(lambda channel: deliver(parts_of(plans, channel.rank), channel, CPU))
+    assert network.wire == {0: 2 * ALIGNMENT, 1: 0}, "10 bytes each"
 
 
-def test_legs_without_moves_cost_neither_a_message_nor_padding():
+def test_parts_without_moves_cost_neither_a_message_nor_padding():
     plans = {"gradients": RelayoutPlan(2, ()), "vectors": RelayoutPlan(2, ()), "half": RelayoutPlan(2, ())}
     network = FakeNetwork(2)
-    assert network.run(lambda channel: deliver(legs_of(plans, channel.rank), channel, CPU)) == [[[], [], []]] * 2
+    assert network.run(lambda channel: deliver(parts_of(plans, channel.rank), channel, CPU)) == [[[], [], []]] * 2
     assert network.entered == [0, 0] and not network.wire
     plans["vectors"] = RelayoutPlan(2, (Move(0, 0, 4, 0, 1),))
-    for rank, arrivals in enumerate(network.run(lambda channel: deliver(legs_of(plans, channel.rank), channel, CPU))):
+    for rank, arrivals in enumerate(network.run(lambda channel: deliver(parts_of(plans, channel.rank), channel, CPU))):
         assert [len(pieces) for pieces in arrivals] == [0, rank, 0]
     assert network.entered == [1, 1] and network.wire == {0: 16, 1: 0}
 
@@ -80,7 +80,7 @@ def test_legs_without_moves_cost_neither_a_message_nor_padding():
 def test_a_rank_without_a_part_takes_part():
     plans = {"vectors": RelayoutPlan(3, (Move(0, 0, 3, 0, 1),))}
     network = FakeNetwork(3)
-    network.run(lambda channel: deliver(legs_of(plans, channel.rank), channel, CPU))
+    network.run(lambda channel: deliver(parts_of(plans, channel.rank), channel, CPU))
     assert network.entered == [1, 1, 1]
 
 
@@ -92,7 +92,7 @@ def test_payload_is_counted_by_kind_without_what_stays_here(seed):
     network = FakeNetwork(3)
 
     def work(channel):
-        deliver(legs_of(plans, channel.rank), channel, CPU)
+        deliver(parts_of(plans, channel.rank), channel, CPU)
         return channel
 
     for rank, channel in enumerate(network.run(work)):
@@ -106,13 +106,13 @@ def test_payload_is_counted_by_kind_without_what_stays_here(seed):
         assert 0 <= padding < ALIGNMENT * 2 * len(plans)
 
 
-def test_two_legs_of_one_kind_are_counted_together():
+def test_two_parts_of_one_kind_are_counted_together():
     plan = RelayoutPlan(2, (Move(0, 0, 3, 0, 1), Move(1, 0, 5, 1, 0)))
-    kinds = [legs_of({kind: plan}, 0)[0] for kind in ("gradients", "vectors")]
+    kinds = [parts_of({kind: plan}, 0)[0] for kind in ("gradients", "vectors")]
 
     def work(channel):
-        legs = [Leg("both", plan, lambda move: torch.zeros(move.numel), leg.dtype) for leg in kinds]
-        deliver(legs, channel, CPU)
+        parts = [Part("both", plan, lambda move: torch.zeros(move.numel), part.dtype) for part in kinds]
+        deliver(parts, channel, CPU)
         return channel.sent["both"], channel.received["both"]
 
     assert FakeNetwork(2).run(work) == [(3 * 6, 5 * 6), (5 * 6, 3 * 6)]

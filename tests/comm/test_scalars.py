@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from ds_kfac.assignment.grid import column
-from ds_kfac.comm.message import Leg, deliver
-from ds_kfac.comm.moves import Move, RelayoutPlan
-from ds_kfac.comm.scalars import Scalars
+from ds_kfac.comm.message import Move, Part, RelayoutPlan, Scalars, deliver
 from tests.comm.fake_network import FakeNetwork
 
 CPU = torch.device("cpu")
@@ -19,7 +17,7 @@ def values_of(rank: int) -> dict:
 
 
 def exchanged(channel, table: Scalars, values: dict):
-    (received,) = deliver([table.leg(values, CPU)], channel, CPU)
+    (received,) = deliver([table.part(values, CPU)], channel, CPU)
     return received
 
 
@@ -99,11 +97,11 @@ def test_numbers_ride_along_with_other_legs():
     def work(channel):
         table = Scalars([["a"], ["b"]], channel.rank)
         own = "ab"[channel.rank]
-        legs = [
-            Leg("gradients", plan, lambda move: torch.ones(3), torch.bfloat16),
-            table.leg({own: torch.tensor(1.0 + channel.rank)}, CPU),
+        parts = [
+            Part("gradients", plan, lambda move: torch.ones(3), torch.bfloat16),
+            table.part({own: torch.tensor(1.0 + channel.rank)}, CPU),
         ]
-        _, received = deliver(legs, channel, CPU)
+        _, received = deliver(parts, channel, CPU)
         return {name: float(number) for name, number in table.named(received).items()}, channel.sent["numbers"]
 
     assert network.run(work) == [({"a": 1.0, "b": 2.0}, 4)] * 2

@@ -46,7 +46,7 @@ def counters_worker(folder: str) -> dict:
         "left": list(engine.engine_timers.global_timers),
         "printed": printed.getvalue(),
         "slots": len(kfac.curvature.specs),
-        "legs": 5,
+        "parts": 5,
     }
 
 
@@ -59,7 +59,7 @@ def test_counters_are_those_of_torch_distributed_the_monitor_and_the_breakdown(t
         assert sum(v for name, v in counted.items() if name.startswith("calls_")) == result["calls"]
         payload = sum(v for name, v in counted.items() if name.startswith("sent_bytes_"))
         # the pieces of a message are aligned to 16 bytes
-        assert payload <= result["sent"] <= payload + 16 * result["legs"] * result["calls"] and payload > 0
+        assert payload <= result["sent"] <= payload + 16 * result["parts"] * result["calls"] and payload > 0
         assert {timer_name(stage) for stage in STAGES} <= set(result["timers"])
         assert not {timer_name(stage) for stage in STAGES} & set(result["left"]), "detach takes them out"
         assert all(result["cached"][timer_name(stage)] > 0 for stage in ("relayout", "precondition"))

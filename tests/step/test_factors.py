@@ -7,9 +7,8 @@ import torch
 
 from ds_kfac.assignment.cost_model import BUILTIN
 from ds_kfac.assignment.factor_spec import factor_specs
-from ds_kfac.comm.message import deliver
+from ds_kfac.comm.message import Scalars, deliver
 from ds_kfac.comm.reducer import Reducer
-from ds_kfac.comm.scalars import Scalars
 from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.curvature.side import Side
 from ds_kfac.metrics import Metrics
@@ -52,7 +51,7 @@ def stepped(channel, plan: Plan, due: FactorsDue, step: int = 0):
     curvature.update(draft, reducer.finish(due.capture, step), reducer.contributors)
     curvature.decompose(draft)
     table = Scalars(curvature.scalar_names(draft), channel.rank)
-    *arrivals, received = deliver((*curvature.legs(draft), table.leg(curvature.scalars(draft), CPU)), channel, CPU)
+    *arrivals, received = deliver((*curvature.parts(draft), table.part(curvature.scalars(draft), CPU)), channel, CPU)
     curvature.receive(draft, arrivals, table.named(received))
     assert draft.failed == 0
     return curvature, draft

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_kfac.comm.moves import Move
+from ds_kfac.comm.message import Move
 from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.shards import Shard, ShardMap
 from tests.models import linear_layer
@@ -40,7 +40,7 @@ class Rank0:
         self.outbox = self.exchange.outbox()
         if 0 in workers:
             self.outbox.add(LAYER, self.result.clone())
-        self.sent = [self.outbox.leg.piece(move) for move in self.outbox.leg.plan.moves if move.source == 0]
+        self.sent = [self.outbox.part.piece(move) for move in self.outbox.part.plan.moves if move.source == 0]
         self.outbox.packed()
 
     def step(self, *received: torch.Tensor) -> None:

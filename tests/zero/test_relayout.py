@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from ds_kfac.assignment.grid import column
-from ds_kfac.comm.moves import Move, RelayoutPlan
+from ds_kfac.comm.message import Move, RelayoutPlan
 from ds_kfac.zero.relayout import plan_gather, plan_scatter, source
 from ds_kfac.zero.shards import Shard, ShardMap
 from tests.zero import shard_maps
@@ -68,7 +68,7 @@ def test_a_replicated_gradient_is_not_gathered():
 
 def test_sender_and_receiver_agree_on_the_order():
     plan = RelayoutPlan(2, (Move(1, 4, 2, 0, 1), Move(0, 9, 3, 0, 1), Move(0, 2, 1, 0, 1)))
-    assert [(m.param, m.start) for m in plan.between(0, 1)] == [(0, 2), (0, 9), (1, 4)]
+    assert [(m.param, m.start) for m in plan.moved[0, 1]] == [(0, 2), (0, 9), (1, 4)]
     assert plan.numel(0, 1) == plan.total_numel == 6 and plan.numel(1, 0) == 0
 
 
