@@ -1,185 +1,324 @@
-"""The files of a checkpoint: one of each factor, with its side's running average; one of each layer."""
+"""The files of a save: on disk when something refers to them, and read only if they are what was written.
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
+    header.json            what the save holds; of every file its size, CRC-32 and parts; and its own CRC-32
+    <layer>.A.factor.pt    a factor
+    <layer>.layer.pt       a layer
+
+A CRC finds every flipped byte and every other file; it is no signature. A name of the model never becomes a path.
+"""
+
+import errno
+import hashlib
+import io
+import json
+import os
+import re
+import time
+import zlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from ds_kfac.assignment.factor_spec import FactorSpec
-from ds_kfac.checkpoint.checks import check_factor, check_layer, described, tensors_of
-from ds_kfac.checkpoint.disk import read_payload, write_payload
-from ds_kfac.checkpoint.names import factor_file, layer_file
-from ds_kfac.curvature.eigen import Refreshed
-from ds_kfac.curvature.factor import KroneckerFactor
-from ds_kfac.curvature.forms import FACTOR_FORMS, FactorForm, Kept
-from ds_kfac.curvature.history import History
-from ds_kfac.curvature.side import Side
-from ds_kfac.directions.table import moments_named
-from ds_kfac.model.layers.base import LayerSpec
-from ds_kfac.step.factor_state import FactorState
-from ds_kfac.step.preconditioner import KFACPreconditioner
-from ds_kfac.update.layer_state import LayerState
-from ds_kfac.update.moments import Moments
+HEADER, TOKEN = "header.json", "token"
+PATIENCE = 5.0
+"""Seconds that a network file system may take to show a new file to another node."""
+PLAIN = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,119}")
+SAVE_ID = re.compile(r"[0-9a-f]{12}")
+"""Of a save, and the name of its folder."""
 
-Entries = dict[str, dict[str, Any]]
-"""File name -> what the header says of it."""
+FIELDS: Mapping[str, Any] = {
+    "save_id": SAVE_ID,
+    "steps": int,
+    "method": str,
+    "eigenbases": bool,
+    "moments": (None, str),
+    "kinds": {"A": str, "G": str},
+    "layers": {...: {"A": [int, int], "G": [int, int], "groups": int}},
+    "factors": {...: [int, int]},
+    "peak_lr": {...: float},
+    "damping_scale": (None, float),
+    "shared": (None, [[str]]),
+    "rows": {...: float},
+    "timetable": {"domains": {...: [int, int]}, "factors": {...: [float, float, float, float]}},
+    "ready": [str],
+    "pending": {...: int},
+    "files": {...: {"holds": str, "bytes": int, "crc32": int, "parts": {...: str}}},
+}
+"""What a header has, and the type of each value: an int is not negative, a float may be an int, ``...`` is any
+name, a list with one type has any length.
 
-
-def factor_payload(state: FactorState, pending: Refreshed | None, form: FactorForm) -> dict[str, Any]:
-    """A factor's file: plain tensors."""
-    history = state.history
-    norms = history.norms if history is not None else None
-    return {
-        "packed": state.factor.packed_P,
-        "updates": state.factor.updates,
-        "history": [history.last, history.before, norms if norms is None else norms.clone()]
-        if history is not None
-        else None,
-        "pending": _saved(pending.basis, form) if pending is not None else None,
-        "pending_how": pending.how if pending is not None else None,
-    }
-
-
-def layer_payload(state: LayerState, *, eigenbasis: bool) -> dict[str, Any]:
-    """A layer's file: plain tensors. Moments belong to their eigenbasis, so it is saved with them in any case."""
-    kept, own = eigenbasis or state.moments is not None, state.settled().moments
-    return {
-        "terms": state.terms,
-        "A": _saved(state.A, state.form) if kept else None,
-        "G": _saved(state.G, state.form) if kept else None,
-        # copies: a layer's may be views of several layers', all of which would be saved
-        **{name: None if own is None or own.NAME != name else _cloned(own) for name in moments_named()},
-    }
+    save_id: also the name of the folder and in DeepSpeed's client_state.
+    steps: applied ones.
+    method, eigenbases, moments: what the layers' files hold.
+    kinds: what the factors are the second moments of; factors of another kind start empty.
+    layers, factors: name -> (width, block) of both sides, or of the factor's.
+    peak_lr: parameter group -> largest learning rate so far.
+    damping_scale: what damping was relative to; null if the layers alone determine it.
+    shared: groups of layers with one A; null if they were not known yet.
+    rows: layer -> rows of a rank in a step; none if they were not known yet, or nothing depends on them.
+    timetable, ready, pending: see ``Timetable`` and ``FactorUpdates``.
+    files: file -> the layer or factor it holds, size, checksum, and its parts.
+"""
 
 
-def save_factor(folder: Path, key: str, side: Side, payload: dict[str, Any], method: str) -> Entries:
-    """Check and write a factor's payload; ``key`` in global names. Returns its entry."""
-    return _save(folder / factor_file(key), key, payload, partial(check_factor, side=side, method=method, what=key))
+class CheckpointError(RuntimeError):
+    """K-FAC's part of a checkpoint could not be written or cannot be loaded; raised on every rank, with what to do."""
 
 
-def save_layer(folder: Path, name: str, layer: LayerSpec, payload: dict[str, Any], method: str) -> Entries:
-    """Check and write a layer's payload; ``name`` is global. Returns its entry."""
-    check = partial(check_layer, A=layer.A, G=layer.G, method=method, shape=layer.shape)
-    return _save(folder / layer_file(name), name, payload, check)
+# names
 
 
-def _save(path: Path, holds: str, payload: dict[str, Any], check: Callable[[Any], None]) -> Entries:
+def stem(name: str) -> str:
+    """What the files of a layer begin with; at most 120 characters.
+
+    Module names may hold anything: "/" (keys of a ModuleDict), capitals that differ in nothing else, hundreds of
+    letters. A name of small letters, digits, "_", "." and "-" stays as it is; any other becomes what is readable of it
+    and a hash, joined by "~", which the first kind does not have. So two names are two files, on file systems that
+    ignore case too.
+    """
+    if PLAIN.fullmatch(name):
+        return name
+    if not name:
+        return "~root"
+    readable = re.sub(r"[^a-z0-9_.-]", "_", name.lower())[:80].lstrip(".")
+    return f"{readable}~{hashlib.sha256(name.encode(errors='surrogatepass')).hexdigest()[:16]}"
+
+
+def layer_file(layer: str) -> str:
+    return f"{stem(layer)}.layer.pt"
+
+
+def factor_file(key: str) -> str:
+    """Args:
+    key: "<layer>/A" or "<layer>/G".
+    """
+    return f"{stem(key[:-2])}.{key[-1]}.factor.pt"
+
+
+def check_names(names: Iterable[str]) -> None:
+    """At attach, not hours later at the first save.
+
+    Args:
+        names: of all layers in checkpoints.
+
+    Raises:
+        ValueError: two layers would be saved in one file.
+    """
+    seen: dict[str, str] = {}
+    for name in names:
+        file = layer_file(name)
+        if file in seen:
+            raise ValueError(
+                f"ds_kfac cannot attach: checkpoints would hold {seen[file]!r} and {name!r} under one name, {file}; "
+                "rename one of the modules, or exclude it (kfac.layers.exclude)"
+            )
+        seen[file] = name
+
+
+# payloads
+
+
+class _Summed:
+    """A file that adds up what is written to it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.crc32, self.nbytes = file, 0, 0
+
+    def write(self, data: Any) -> int:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self.nbytes += memoryview(data).nbytes
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def write_payload(path: Path, holds: str, payload: Any) -> dict[str, Any]:
+    """Write plain tensors to a new file and wait until they are on disk. Returns the header's entry.
+
+    Args:
+        holds: the factor or layer.
+
+    Raises:
+        ValueError: a tensor is not finite, or a sum of squares negative; nothing is written.
+    """
     try:
-        check(payload)
+        _check_values(payload)
     except ValueError as error:
         raise ValueError(f"{holds}: {error}; it is not saved") from error
-    return {path.name: {"holds": holds, **write_payload(path, payload), "tensors": tensors_of(payload)}}
+    with path.open("wb") as file:
+        summed = _Summed(file)
+        torch.save(payload, summed)  # type: ignore[arg-type]
+        file.flush()
+        os.fsync(file.fileno())
+    parts = {name: _described(part) for name, part in _parts(payload).items()}
+    return {"holds": holds, "bytes": summed.nbytes, "crc32": summed.crc32, "parts": parts}
 
 
-def load_factor(
-    kfac: KFACPreconditioner, folder: Path, header: Mapping[str, Any], key: str, spec: FactorSpec
-) -> tuple[FactorState, Refreshed | None]:
-    """A factor that the save has, and what a refresh on its way came to.
-
-    Args:
-        key: what it is called there.
-
-    Raises:
-        ValueError: it is not what was saved, or not a factor of this model and config.
-    """
-    path, saved = folder / factor_file(key), Side(*header["factors"][key])
-    if saved != spec.side:
-        raise ValueError(
-            f"{path}: {saved.numel} elements ({described(saved)}), factor {spec.key} of this model and config "
-            f"({described(spec.side)}) needs {spec.side.numel}"
-        )
-    payload = _read(path, header, key)
-    try:
-        check_factor(payload, spec.side, header["method"], key)
-        if (payload["pending_how"] is not None) != (key in header["pending"]):
-            raise ValueError("disagrees with the header on whether a refresh was in progress")
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    empty, form, home = kfac.curvature.empty_of(spec.side), kfac.plan.form, kfac.curvature.home
-    factor = KroneckerFactor(spec.side, payload["packed"].to(home), payload["updates"].to(kfac.device))
-    history = empty.history
-    if history is not None and payload["history"] is not None:
-        last, before, norms = payload["history"]
-        norms = norms if norms is None else norms.to(kfac.device)
-        last, before = (None if value is None else value.to(home) for value in (last, before))
-        history = History(spec.side, last, before, norms)
-    state = FactorState(factor, history)
-    if payload["pending_how"] is None:
-        return state, None
-    return state, Refreshed(_loaded(payload["pending"], spec.side, form, kfac.device), payload["pending_how"])
-
-
-def load_layer(
-    kfac: KFACPreconditioner, folder: Path, header: Mapping[str, Any], name: str, layer: LayerSpec
-) -> LayerState:
-    """A layer that the save has. A side that is the identity now, or was it then, keeps no eigenvectors.
+def read_payload(path: Path, holds: str, entry: Mapping[str, Any] | None) -> Any:
+    """What :func:`write_payload` wrote, on the CPU.
 
     Args:
-        name: what it is called there.
+        entry: the header's.
 
     Raises:
-        ValueError: it is not what was saved, or not a layer of this model and config.
+        ValueError: there is no such file, or it is another one; the message begins with its path.
+        OSError: it cannot be read.
     """
-    path = folder / layer_file(name)
-    sides = {which: Side(*header["layers"][name][which]) for which in "AG"}
-    for which, now in (("A", layer.A), ("G", layer.G)):
-        then = sides[which]
-        if then.dim != now.dim or (then.block != now.block and then.block and now.block):
-            raise ValueError(
-                f"{path}: side {which} of {layer.name} was {described(then)}, of this model and config it is "
-                f"{described(now)}"
-            )
-    payload = _read(path, header, name)
-    try:
-        check_layer(payload, sides["A"], sides["G"], header["method"], layer.shape)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    device = kfac.device
-    kind, form = kfac.moments, kfac.plan.form
-    state = LayerState.empty(layer, device, moments=kind, form=form)
-    saved = FACTOR_FORMS[header["method"]]
-    kept = {which: _loaded(payload[which], sides[which], saved, device) for which in "AG"}
-    A, G = (kept[which] if saved is form else None for which in "AG")
-    if kind is not None and payload[kind.NAME] is not None:
-        state = replace(state, moments=kind(**_on(device, payload[kind.NAME])))
-    # moments leave the eigenbases that are not kept
-    state = state.without(
-        A=kept["A"] if form is not saved or not layer.A.block else None,
-        G=kept["G"] if form is not saved or not layer.G.block else None,
-    )
-    return replace(
-        state,
-        terms=payload["terms"].to(device),
-        A=state.A if not layer.A.block else A,
-        G=state.G if not layer.G.block else G,
-    )
-
-
-def _read(path: Path, header: Mapping[str, Any], holds: str) -> Any:
-    entry = header["files"].get(path.name)
     if entry is None or entry["holds"] != holds:
         raise ValueError(f"{path}: the header does not say that it holds {holds}")
-    return read_payload(path, nbytes=entry["bytes"], crc32=entry["crc32"])
+    if not path.is_file():  # nor a folder, nor a pipe, which would block the read
+        raise ValueError(f"{path}: {'is no file' if path.exists() else 'is missing'}")
+    data = path.read_bytes()
+    if len(data) != entry["bytes"]:
+        raise ValueError(f"{path}: has {len(data)} bytes, {entry['bytes']} were written; cut off, or of another save")
+    if zlib.crc32(data) != entry["crc32"]:
+        raise ValueError(f"{path}: wrong checksum: the file is damaged, or belongs to another layer or save")
+    try:
+        payload = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # what a foreign pickle makes of the unpickler: reported by every rank, never executed
+        raise ValueError(f"{path}: holds more than plain tensors: {str(error).splitlines()[0]}") from error
+    found, written = {name: _described(part) for name, part in _parts(payload).items()}, entry["parts"]
+    for name in sorted(found.keys() | written.keys()):
+        if found.get(name) != written.get(name):
+            has, had = (parts.get(name, "not there") for parts in (found, written))
+            raise ValueError(f"{path}: {name} is {has}, when it was written it was {had}")
+    try:
+        _check_values(payload)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return payload
 
 
-def _cloned(moments: Moments) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in vars(moments).items()}
+def _parts(payload: Any, path: str = "") -> dict[str, Any]:
+    """Path in the payload -> what is there, of tables, lists and what they hold; "" is the whole."""
+    items: Any = ()
+    if isinstance(payload, dict):
+        items = payload.items()
+    elif isinstance(payload, (list, tuple)):
+        items = enumerate(payload)
+    found = {path: payload}
+    for key, value in items:
+        found |= _parts(value, f"{path}.{key}" if path else str(key))
+    return found
 
 
-def _on(device: torch.device, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
+def _described(part: Any) -> str:
+    if not isinstance(part, Tensor):
+        return type(part).__name__
+    layout = "" if part.layout is torch.strided else f"{part.layout} "
+    return f"{layout}{str(part.dtype).removeprefix('torch.')} {list(part.shape)}"
 
 
-def _saved(kept: Kept | None, form: FactorForm) -> dict[str, Any] | None:
-    return None if kept is None else form.save(kept)
+def _check_values(payload: Any) -> None:
+    """So that nothing is found out in a later step, on one rank."""
+    for name, value in _parts(payload).items():
+        if not isinstance(value, Tensor):
+            continue
+        last = name.rpartition(".")[-1]
+        if last != "norms" and not bool(torch.isfinite(value).all()):  # of a history without a last value they are NaN
+            raise ValueError(f"{name} is not finite")
+        if last in ("updates", "terms", "second_OI") and bool((value < 0).any()):
+            raise ValueError(f"{name} is negative")
 
 
-def _loaded(saved: Mapping[str, Any] | None, side: Side, form: FactorForm, device: torch.device) -> Kept | None:
-    """Of the side as it was saved; None also for what another form kept."""
-    if saved is None or saved.keys() != form.shapes(side).keys():
-        return None
-    return form.load(side, saved, device)
+# texts and folders
+
+
+def write_text(path: Path, text: str) -> None:
+    """Put a file there at once, whole and on disk, or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in it are on disk, where the file system knows how."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(handle)
+
+
+def put_token(folder: Path) -> None:
+    """Make the folder, whose name no other save has, and put something there for the other ranks to find."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / TOKEN, folder.name)
+    for parent in (folder.parent, folder.parent.parent):
+        sync_folder(parent)
+
+
+def check_token(folder: Path, patience: float = PATIENCE) -> None:
+    """Raise ValueError where the folder that rank 0 made is not to be seen."""
+    deadline = time.monotonic() + patience
+    while not (folder / TOKEN).is_file() or (folder / TOKEN).read_text() != folder.name:
+        if time.monotonic() > deadline:
+            raise ValueError(
+                f"{folder.absolute()}, which rank 0 has made, is not there. K-FAC's state is spread over all ranks and "
+                "is saved to one folder that all of them see: save to a shared file system, under the same path"
+            )
+        time.sleep(0.05)
+
+
+# the header
+
+
+def write_header(folder: Path, header: Mapping[str, Any]) -> None:
+    """Last of a save's files: with it the save is complete."""
+    sync_folder(folder)
+    write_text(folder / HEADER, json.dumps({"crc32": _crc32(header), "header": header}, indent=1))
+    (folder / TOKEN).unlink()
+
+
+def read_header(folder: Path) -> dict[str, Any]:
+    """The header of the save in ``folder``.
+
+    Raises:
+        ValueError: damaged, or of another save; the message begins with the file's path.
+    """
+    path = folder / HEADER
+    try:
+        wrapped = json.loads(path.read_bytes())
+    except ValueError as error:  # also undecodable bytes
+        raise ValueError(f"{path}: is no JSON: {error}") from error
+    header = wrapped.get("header") if isinstance(wrapped, dict) else None
+    if not isinstance(header, dict) or wrapped.get("crc32") != _crc32(header):
+        raise ValueError(f"{path}: wrong checksum: the file is damaged")
+    wrong = [name for name in FIELDS.keys() | header if name not in FIELDS or not _fits(header.get(name), FIELDS[name])]
+    if wrong:
+        raise ValueError(f"{path}: {', '.join(sorted(wrong))}: missing, unknown or not what ds_kfac writes")
+    if header["save_id"] != folder.name:
+        raise ValueError(f"{path}: is of save {header['save_id']}, not of {folder.name}")
+    return header
+
+
+def _crc32(header: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(header, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value may stand where ``FIELDS`` has ``kind``."""
+    if isinstance(kind, tuple):
+        return value is None or _fits(value, kind[1])
+    if isinstance(kind, list):
+        kinds = kind * len(value) if len(kind) == 1 and isinstance(value, list) else kind
+        return isinstance(value, list) and len(value) == len(kinds) and all(map(_fits, value, kinds))
+    if isinstance(kind, dict):
+        names = isinstance(value, dict) and (... in kind or value.keys() == kind.keys())
+        return names and all(_fits(part, kind.get(..., kind.get(name))) for name, part in value.items())
+    if isinstance(kind, re.Pattern):
+        return isinstance(value, str) and bool(kind.fullmatch(value))
+    if isinstance(value, bool) or kind in (str, bool):
+        return type(value) is kind
+    return isinstance(value, int) and value >= 0 if kind is int else isinstance(value, (int, float))

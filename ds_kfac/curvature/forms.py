@@ -87,8 +87,7 @@ class FactorForm:
         decompose: a list of results in the order given. Synchronises with the device.
         of_layer: from those of G and A to what preconditions the layer: a :class:`LayerBasis`, in which gradients are
             rotated, an object with ``precondition`` as :class:`LayerInverse`, or a :class:`LayerRoot`, which whitens.
-        save, load, shapes: a checkpoint's payload of plain tensors; back, from the side and the payload; and the shape
-            of each entry, a list of them for a list of tensors.
+        save, load: a checkpoint's payload of plain tensors; back, from the side and the payload.
         paired: of a kind of damping, whether a decomposition needs the layer's other factor on the same rank.
         damps_identity: whether a partner that is the identity is part of what is kept.
         product_solver_flops: as ``solver_flops``, where products alone do it too; it is then the cheaper of both.
@@ -109,7 +108,6 @@ class FactorForm:
     of_layer: Callable[[Any, Any], Any]
     save: Callable[[Any], dict[str, Any]]
     load: Callable[[Side, Mapping[str, Any], torch.device], Any]
-    shapes: Callable[[Side], dict[str, Any]]
     paired: Callable[[str], bool] = lambda damping_kind: False
     damps_identity: bool = False
     product_solver_flops: int = 0
@@ -171,10 +169,6 @@ EIGEN = FactorForm(
     of_layer=LayerBasis,
     save=lambda basis: {"vectors": list(basis.vectors), "values": basis.values},
     load=_load_eigenbasis,
-    shapes=lambda side: {
-        "values": (side.dim,),
-        "vectors": [(count, width, width) for count, width in side.groups] if side.block > 1 else [],
-    },
 )
 
 INVERSE = FactorForm(
@@ -193,7 +187,6 @@ INVERSE = FactorForm(
     of_layer=LayerInverse,
     save=lambda inverse: {"inverse": packed(inverse)},
     load=_load_packed("inverse"),
-    shapes=lambda side: {"inverse": (side.numel,)},
     paired=lambda damping_kind: damping_kind == "tikhonov",
     damps_identity=True,
 )
@@ -211,7 +204,6 @@ ROOT = replace(
     of_layer=LayerRoot,
     save=lambda root: {"root": packed(root)},
     load=_load_packed("root"),
-    shapes=lambda side: {"root": (side.numel,)},
     paired=lambda damping_kind: False,
     damps_identity=False,
     product_solver_flops=FLOPS,

@@ -20,7 +20,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import logger
 from torch import nn
 
-from ds_kfac.checkpoint import save_load as checkpoint
+from ds_kfac.checkpoint.load import load
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.directions.table import rule_of
 from ds_kfac.engine import refusals
@@ -189,7 +189,7 @@ class Attachment:
 
     def load_state(self, load_dir: str | os.PathLike, tag: str) -> None:
         """Load only the K-FAC state of a checkpoint, whatever stage and world size wrote it. Collective."""
-        checkpoint.load(self.job, Path(load_dir) / str(tag))
+        load(self.job, Path(load_dir) / str(tag))
 
     # the six wrapped attributes
 

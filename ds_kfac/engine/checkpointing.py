@@ -10,10 +10,9 @@ from typing import Any
 
 from deepspeed.utils import logger
 
-from ds_kfac.checkpoint import save_load as checkpoint
-from ds_kfac.checkpoint.disk import CheckpointError, write_text
-from ds_kfac.checkpoint.match import saved_names
-from ds_kfac.checkpoint.names import check_names
+from ds_kfac.checkpoint import load as loading
+from ds_kfac.checkpoint import save as saving
+from ds_kfac.checkpoint.files import CheckpointError, check_names, write_text
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.step.job import Job
 
@@ -40,7 +39,8 @@ class Checkpointing:
 
     def __init__(self, engine: Any, job: Job) -> None:
         self.engine, self.job = engine, job
-        check_names(name for kfac in job.preconditioners for name in saved_names(kfac).values())
+        check_names(name for kfac in job.preconditioners for name in kfac.names.values())
+        self.groups = self._groups()
 
     def save(
         self,
@@ -61,16 +61,15 @@ class Checkpointing:
             CheckpointError: on every rank, after DeepSpeed's save, if ours failed.
         """
         if not save_dir:
-            return original(
-                save_dir, tag, client_state or {}, save_latest, *args, **kwargs
-            )  # DeepSpeed says what is wrong
+            # DeepSpeed says what is wrong
+            return original(save_dir, tag, client_state or {}, save_latest, *args, **kwargs)
         tag = f"global_step{self.engine.global_steps}" if tag is None else str(tag)
         folder, problem = Path(save_dir) / tag, None
-        entry: dict[str, Any] = {"save_id": None, "steps": self.job.steps, "origin": str(folder.absolute())}
-        entry["groups"] = self._groups()
+        steps, origin = self.job.preconditioners[0].steps, str(folder.absolute())
+        entry: dict[str, Any] = {"save_id": None, "steps": steps, "origin": origin, "groups": self.groups}
         header: dict[str, Any] = {}
         try:
-            header = checkpoint.save(self.job, folder)
+            header = saving.save(self.job, folder)
             entry["save_id"] = header["save_id"]
         except CheckpointError as error:
             problem = entry["problem"] = str(error)
@@ -86,7 +85,7 @@ class Checkpointing:
                 f"{problem}\nDeepSpeed's own checkpoint {folder} is complete; it loads with {FRESH}, K-FAC then starts "
                 "afresh"
             )
-        checkpoint.finish(self.job, folder, header)
+        saving.finish(self.job, folder, header)
         return result
 
     def load(self, original: Callable[..., Any], load_dir: str, *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +139,7 @@ class Checkpointing:
                     f"ds_kfac: {tag_directory} was saved without its K-FAC state, which could not be written:\n"
                     f"{entry.get('problem')}"
                 )
-            checkpoint.load(self.job, tag_directory, entry["save_id"], entry.get("origin"))
+            loading.load(self.job, tag_directory, entry["save_id"], entry.get("origin"))
         except CheckpointError as error:
             lost = "factors, eigenbases" + (
                 " and moments of the K-FAC layers" if self.job.preconditioners[0].moments else ""
@@ -174,7 +173,7 @@ class Checkpointing:
         """
         if self.engine.load_universal_checkpoint():
             return
-        own, saved = self._groups(), (entry or {}).get("groups", {})
+        own, saved = self.groups, (entry or {}).get("groups", {})
         if moved := [name for name, group in own.items() if saved.get(name, group) != group]:
             named = ", ".join(moved[:3]) + (", .." if len(moved) > 3 else "")
             raise CheckpointError(
@@ -190,10 +189,10 @@ class Checkpointing:
         Raises:
             CheckpointError: on every rank: some of DeepSpeed's files are of an older save.
         """
-        interrupted = checkpoint.unfinished(tag_directory, save_id) if self.engine.global_rank == 0 else None
+        interrupted = loading.unfinished(tag_directory, save_id) if self.engine.global_rank == 0 else None
         headline = f"ds_kfac: the checkpoint in {tag_directory} is torn"
         with failing_together(headline, self.job.channel.group, CheckpointError) as problems:
-            if interrupted and (older := checkpoint.older_files(tag_directory, save_id)):
+            if interrupted and (older := loading.older_files(tag_directory, save_id)):
                 problems.append(
                     f"{interrupted}: {', '.join(older)} belong to an earlier save, and were partly loaded. "
                     "Load another tag, and give every save its own tag"

@@ -43,6 +43,8 @@ class KFACPreconditioner:
         rule, direction: what becomes of a gathered gradient.
         plan: who does what.
         known: what the first captured batch has shown.
+        names: layer -> its name in checkpoints.
+        saved: layers that this domain writes there.
     """
 
     def __init__(self, target: Target, plan: Plan) -> None:
@@ -50,6 +52,8 @@ class KFACPreconditioner:
         config = plan.config
         self.known = Known()
         self.layers, self.layout = plan.layers, target.layout
+        self.names = {layer.name: target.domain.global_name(layer) for layer in self.layers}
+        self.saved = {layer.name for layer in self.layers if target.domain.saves(layer)}
         self.device, self.rank = self.layout.engine.device, self.layout.rank
         self.metrics = Metrics(timings=config.metrics.timings, device=self.device, timers=self.layout.timers)
         self.channel = Channel(self.layout.group)

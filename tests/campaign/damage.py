@@ -87,7 +87,6 @@ KINDS: dict[str, Callable[[Path], object]] = {
     "header empty": lambda f: _header(f, lambda text: ""),
     "header cut": lambda f: _header(f, lambda text: text[: len(text) // 2]),
     "header with another step": lambda f: _header(f, lambda text: text.replace('"steps": 4', '"steps": 9')),
-    "header of another version": lambda f: _header(f, lambda text: text.replace('"version": ', '"version": 9')),
     "header without a layer": lambda f: _header(f, lambda text: text.replace('"middle"', '"gone"')),
     "file named latest missing": lambda f: (f.parent / "latest").unlink(),
     "a foreign file": lambda f: (f / "notes.txt").write_text("x"),

@@ -1,15 +1,22 @@
 """Names of a model never become paths, and no two of them become one file."""
 
-import itertools
 from pathlib import Path
 
 import pytest
 import torch
 
-from ds_kfac.checkpoint.checks import check_factor
-from ds_kfac.checkpoint.disk import TOKEN, check_token, put_token, read_payload, write_payload, write_text
-from ds_kfac.checkpoint.names import check_names, factor_file, layer_file
-from ds_kfac.curvature.side import Side
+from ds_kfac.checkpoint import files
+from ds_kfac.checkpoint.files import (
+    TOKEN,
+    check_names,
+    check_token,
+    factor_file,
+    layer_file,
+    put_token,
+    read_payload,
+    write_payload,
+    write_text,
+)
 
 NAMES = [
     "", "model", "~root", "h.0.attn", "H.0.attn", "h.0.ATTN", "adapters.en/de", "adapters.en_de", "/etc/passwd",
@@ -41,18 +48,18 @@ def payload() -> dict:
 
 def test_a_file_is_read_as_it_was_written_or_not_at_all(tmp_path):
     path = tmp_path / "file.pt"
-    entry = write_payload(path, payload())
+    entry = write_payload(path, "head", payload())
     data = path.read_bytes()
     assert entry["bytes"] == len(data)
-    read = read_payload(path, nbytes=entry["bytes"], crc32=entry["crc32"])
+    read = read_payload(path, "head", entry)
     assert torch.equal(read["weights"][0], payload()["weights"][0]) and read["number"] == 3
     for place in (0, 1, len(data) // 3, len(data) // 2, len(data) - 1):
         path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
         with pytest.raises(ValueError, match=r"file\.pt: wrong checksum"):
-            read_payload(path, nbytes=entry["bytes"], crc32=entry["crc32"])
+            read_payload(path, "head", entry)
         path.write_bytes(data[:place])
         with pytest.raises(ValueError, match=r"file\.pt: has"):
-            read_payload(path, nbytes=entry["bytes"], crc32=entry["crc32"])
+            read_payload(path, "head", entry)
 
 
 def test_a_text_is_put_there_whole(tmp_path, monkeypatch):
@@ -61,7 +68,7 @@ def test_a_text_is_put_there_whole(tmp_path, monkeypatch):
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ds_kfac.checkpoint.disk.os.replace", killed)
+    monkeypatch.setattr("ds_kfac.checkpoint.files.os.replace", killed)
     with pytest.raises(KeyboardInterrupt):
         write_text(tmp_path / "latest", "two")
     assert (tmp_path / "latest").read_text() == "one"
@@ -69,13 +76,11 @@ def test_a_text_is_put_there_whole(tmp_path, monkeypatch):
 
 def test_everything_is_on_disk_before_it_is_referred_to(tmp_path, monkeypatch):
     """File before its name in the folder, and the rename after both."""
-    import ds_kfac.checkpoint.disk as disk
-
     calls = []
-    sync, replace = disk.os.fsync, disk.os.replace
-    monkeypatch.setattr(disk.os, "fsync", lambda handle: (calls.append("sync"), sync(handle)))
-    monkeypatch.setattr(disk.os, "replace", lambda *paths: (calls.append("rename"), replace(*paths)))
-    write_payload(tmp_path / "file.pt", payload())
+    sync, replace = files.os.fsync, files.os.replace
+    monkeypatch.setattr(files.os, "fsync", lambda handle: (calls.append("sync"), sync(handle)))
+    monkeypatch.setattr(files.os, "replace", lambda *paths: (calls.append("rename"), replace(*paths)))
+    write_payload(tmp_path / "file.pt", "head", payload())
     assert calls == ["sync"]
     write_text(tmp_path / "header.json", "{}")
     assert calls == ["sync", "sync", "rename", "sync"]
@@ -91,19 +96,15 @@ def test_a_folder_that_is_not_shared_is_noticed(tmp_path):
         check_token(tmp_path / "one" / "tag" / "kfac" / "0123456789ab", patience=0)
 
 
-def test_the_checks_take_what_is_right():
-    """Of every kind of side; the damages are in tests/deepspeed."""
-    for side, method in itertools.product((Side.dense(5), Side.diagonal(5), Side(7, 3)), ("eigen", "inverse")):
-        kept = {"inverse": torch.ones(side.numel)}
-        if method == "eigen":
-            vectors = [torch.ones(n, b, b) for n, b in side.groups] if side.block > 1 else []
-            kept = {"vectors": vectors, "values": torch.ones(side.dim)}
-        factor = {
-            "packed": torch.ones(side.numel), "updates": torch.ones(()), "history": None,
-            "pending": kept, "pending_how": "eigh",
-        }  # fmt: skip
-        check_factor(factor, side, method, "head/A")
-        factor["history"] = [torch.ones(side.numel), None, torch.tensor([1.0, float("nan")])]
-        check_factor(factor, side, method, "head/A")
-        with pytest.raises(ValueError, match="history"):
-            check_factor({**factor, "history": [torch.ones(side.numel + 1), None, None]}, side, method, "head/A")
+def test_what_could_not_be_loaded_is_not_written(tmp_path):
+    good = {"packed": torch.ones(3), "updates": torch.ones(()), "history": {"norms": torch.tensor([1.0, float("nan")])}}
+    write_payload(tmp_path / "file.pt", "head/A", good)
+    for wrong, why in (
+        ({"packed": torch.tensor([1.0, float("inf")])}, "head/A: packed is not finite"),
+        ({"A": {"vectors": [torch.ones(2, 2), torch.full((2, 2), float("nan"))]}}, r"vectors\.1 is not finite"),
+        ({"updates": -torch.ones(())}, "updates is negative"),
+        ({"moments": {"second_OI": -torch.ones(2, 2)}}, "second_OI is negative"),
+    ):
+        with pytest.raises(ValueError, match=f"{why}; it is not saved"):
+            write_payload(tmp_path / "other.pt", "head/A", good | wrong)
+    assert not (tmp_path / "other.pt").exists()

@@ -227,7 +227,7 @@ def damage_worker(folder: str) -> dict:
     plain.save_checkpoint(f"{folder}/plain", tag="tag")
     engine = build(mode, 1, kfac=KFAC)
     train(engine, 1, steps=3)
-    for name in ("module_only", "missing_file", "missing_folder", "version"):
+    for name in ("module_only", "missing_file", "missing_folder", "header"):
         engine.save_checkpoint(f"{folder}/{name}", tag="tag")
     trained = list(weights(engine).values())
     small = {**KFAC, "checkpoint": {"eigenbasis": False}}
@@ -239,8 +239,8 @@ def damage_worker(folder: str) -> dict:
         saves = {path.parents[2].name: path for path in Path(folder).glob("*/tag/kfac/*") if path.is_dir()}
         (saves["missing_file"] / "middle.layer.pt").unlink()
         saves["missing_folder"].parent.rename(saves["missing_folder"].parent.with_name("gone"))
-        header = saves["version"] / "header.json"
-        header.write_text(json.dumps({**json.loads(header.read_text()), "version": 99}))
+        header = saves["header"] / "header.json"
+        header.write_text(json.dumps({**json.loads(header.read_text()), "crc32": 99}))
     torch.distributed.barrier()
 
     def load(name, **options):
@@ -255,7 +255,7 @@ def damage_worker(folder: str) -> dict:
         said = "\n".join(m for m in messages if "ds_kfac" in m)
         return {"error": error, "said": said, "engine": fresh, "deepspeed": same and set(moments) == {3.0}}
 
-    for name in ("plain", "missing_file", "fresh", "missing_folder", "version", "lean"):
+    for name in ("plain", "missing_file", "fresh", "missing_folder", "header", "lean"):
         results[name] = load(name)
     results["module_only"] = load("module_only", load_module_only=True)
     for name, result in results.items():
@@ -276,12 +276,12 @@ def test_what_is_missing_or_damaged_is_said_on_every_rank(tmp_path):
         assert result["plain"]["error"] == "" and result["plain"]["steps"] == 0
         assert "middle.layer.pt: is missing" in result["missing_file"]["error"], result["missing_file"]
         assert '"checkpoint": {"on_missing": "fresh"}' in result["missing_file"]["error"], "a way that keeps the rest"
-        assert all(result[name]["deepspeed"] for name in ("missing_file", "fresh", "missing_folder", "version"))
+        assert all(result[name]["deepspeed"] for name in ("missing_file", "fresh", "missing_folder", "header"))
         assert result["fresh"]["error"] == "" and result["fresh"]["steps"] == 0
         assert "no K-FAC state" in result["missing_folder"]["error"]
-        assert "version 99" in result["version"]["error"]
+        assert "header.json: wrong checksum" in result["header"]["error"]
         assert "no K-FAC state" in result["nowhere"]["error"]
-        for name in ("missing_file", "version", "missing_folder", "module_only"):
+        for name in ("missing_file", "header", "missing_folder", "module_only"):
             assert result[name]["steps"] == 0, "nothing is loaded by halves"
             assert result[name]["trains"]
         assert result["lean"]["error"] == "" and result["lean"]["steps"] == 4
@@ -294,7 +294,7 @@ def test_what_is_missing_or_damaged_is_said_on_every_rank(tmp_path):
 
 def overwrite_worker(folder: str) -> dict:
     """A tag written again: by a killed save, by a run without K-FAC; and loaded by an engine that has trained."""
-    from ds_kfac.checkpoint import save_load as checkpoint
+    from ds_kfac.checkpoint.save import save
 
     mode, results = BY_NAME["z2"], {}
     engine = build(mode, 1, kfac=KFAC)
@@ -302,7 +302,7 @@ def overwrite_worker(folder: str) -> dict:
     engine.save_checkpoint(folder, tag="tag")
     first = own_state(engine)
     train(engine, 1, steps=2)
-    checkpoint.save(engine.kfac.job, Path(folder, "tag"))  # killed before DeepSpeed wrote its files
+    save(engine.kfac.job, Path(folder, "tag"))  # killed before DeepSpeed wrote its files
     fresh = build(mode, 1, seed=99, kfac=KFAC)
     fresh.load_checkpoint(folder, tag="tag")
     same = all(torch.equal(a, b) for n in first for a, b in zip(own_state(fresh)[n], first[n], strict=True))

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from ds_kfac.checkpoint import save_load as checkpoint
+from ds_kfac.checkpoint import files
+from ds_kfac.checkpoint import save as saving
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, train, weights
 from tests.models import FEATURES, cross_entropy
@@ -103,11 +104,11 @@ def torn(folder: Path) -> dict:
 def interrupted(folder: Path) -> str:
     """Killed after DeepSpeed had begun to write: the K-FAC state is there, whole, but nobody has said that it is the
     tag's."""
-    engine, original = build(BY_NAME["z2"], 1, kfac=KFAC), checkpoint.finish
+    engine, original = build(BY_NAME["z2"], 1, kfac=KFAC), saving.finish
     train(engine, 1, steps=2)
-    checkpoint.finish = lambda *_: None
+    saving.finish = lambda *_: None
     engine.save_checkpoint(str(folder / "interrupted"), tag="tag")
-    checkpoint.finish = original
+    saving.finish = original
     with heard() as messages:
         engine.load_checkpoint(str(folder / "interrupted"), tag="tag")
     return "\n".join(messages)
@@ -115,9 +116,7 @@ def interrupted(folder: Path) -> str:
 
 def cut_off(folder: Path) -> dict:
     """A save that ends in the moment in which ``latest`` is written: it names the last whole save."""
-    import ds_kfac.checkpoint.disk as disk
-
-    engine, place, original = build(BY_NAME["z2"], 1, kfac=KFAC), folder / "cut_off", disk.os.replace
+    engine, place, original = build(BY_NAME["z2"], 1, kfac=KFAC), folder / "cut_off", files.os.replace
     train(engine, 1, steps=2)
     engine.save_checkpoint(str(place), tag="first")
 
@@ -126,9 +125,9 @@ def cut_off(folder: Path) -> dict:
             raise OSError(5, "the end")
         original(source, target)
 
-    disk.os.replace = ended
+    files.os.replace = ended
     error = error_of(lambda: engine.save_checkpoint(str(place), tag="second"))
-    disk.os.replace = original
+    files.os.replace = original
     engine.save_checkpoint(str(place), "third", None, False)
     latest = (place / "latest").read_text()
     return {"error": error, "latest": latest, "loaded": engine.load_checkpoint(str(place))[0]}
@@ -136,20 +135,18 @@ def cut_off(folder: Path) -> dict:
 
 def unwritable(folder: Path) -> dict:
     """K-FAC's state cannot be written, on one rank, by a full disk; and next time it can."""
-    import ds_kfac.checkpoint.save_load as module
-
     rank, engine, found = torch.distributed.get_rank(), build(BY_NAME["z2"], 1, kfac=KFAC), {}
     train(engine, 1, steps=2)
-    original = module.save_layer
+    original = saving.write_payload
 
     def full(*arguments):
         original(*arguments)
         raise OSError(28, "No space left on device")
 
-    module.save_layer = full if rank == 1 else original
+    saving.write_payload = full if rank == 1 else original
     place = str(folder / "unwritable")
     found["save"] = error_of(lambda: engine.save_checkpoint(place, tag="tag"))
-    module.save_layer = original
+    saving.write_payload = original
     torch.distributed.barrier()
     found["left"] = [path.name for path in Path(place, "tag/kfac").rglob("*")]
     expected = list(weights(engine).values())
@@ -169,13 +166,11 @@ def unwritable(folder: Path) -> dict:
 
 def not_shared(folder: Path) -> dict:
     """Each rank has a disk of its own."""
-    import ds_kfac.checkpoint.disk as disk
-
     rank, engine = torch.distributed.get_rank(), build(BY_NAME["z2"], 1, kfac=KFAC)
     train(engine, 1, steps=1)
-    disk.check_token.__defaults__ = (0.2,)
+    files.check_token.__defaults__ = (0.2,)
     error = error_of(lambda: engine.save_checkpoint(str(folder / f"disk{rank}"), tag="tag"))
-    disk.check_token.__defaults__ = (disk.PATIENCE,)
+    files.check_token.__defaults__ = (files.PATIENCE,)
     torch.distributed.barrier()
     here = folder / f"disk{rank}/tag"
     return {

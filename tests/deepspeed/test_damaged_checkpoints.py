@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_kfac.checkpoint import save_load as checkpoint
-from ds_kfac.checkpoint.disk import CheckpointError
+from ds_kfac.checkpoint.files import CheckpointError
+from ds_kfac.checkpoint.load import load as load_state
+from ds_kfac.checkpoint.save import finish, save
 from tests.deepspeed.damages import DAMAGES, HARMLESS, LATEST
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, train
@@ -34,10 +35,10 @@ def worker(folder: str) -> dict:
     rank, tag = torch.distributed.get_rank(), Path(folder, "tag")
     engine = build(BY_NAME["z2"], 1, kfac=KFAC)
     train(engine, 1, steps=3)
-    other = checkpoint.save(engine.kfac.job, Path(folder, "unused"))["save_id"]
+    other = save(engine.kfac.job, Path(folder, "unused"))["save_id"]
     train(engine, 1, steps=1, first=3)
-    header = checkpoint.save(engine.kfac.job, tag)
-    checkpoint.finish(engine.kfac.job, tag, header)
+    header = save(engine.kfac.job, tag)
+    finish(engine.kfac.job, tag, header)
     saved = tensors(engine)
     train(engine, 1, steps=1, first=4)
     job, state = engine.kfac.job, tag / "kfac" / header["save_id"]
@@ -56,7 +57,7 @@ def worker(folder: str) -> dict:
         before = (job.steps, {key: id(value) for key, value in tensors(engine).items()})
         error = ""
         try:
-            checkpoint.load(job, tag, save_id)
+            load_state(job, tag, save_id)
         except CheckpointError as problem:
             error = str(problem)
         same = (job.steps, {key: id(value) for key, value in tensors(engine).items()}) == before

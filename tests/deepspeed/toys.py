@@ -130,5 +130,4 @@ ROOT = FactorForm(
     of_layer=LayerRoot,
     save=lambda root: {"root": root.matrix_DD},
     load=lambda side, saved, device: Root(saved["root"].to(device)),
-    shapes=lambda side: {"root": (side.dim, side.dim)},
 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from ds_kfac.checkpoint.files import layer_payload
+from ds_kfac.checkpoint.save import layer_payload
 from ds_kfac.curvature.side import Side
 from ds_kfac.update.layer_state import LayerState
 from ds_kfac.update.moments import AdamMoments, CorrectedEigenvalues, stacked, unstacked
@@ -61,7 +61,7 @@ def test_a_checkpoint_of_one_layer_holds_that_layer_alone():
     states = [LayerState.empty(layer, device, moments=CorrectedEigenvalues) for layer in LAYERS[:3:2]]
     apart = unstacked(stacked([state.moments for state in states]), 2)
     assert apart[0].second_OI.untyped_storage().nbytes() == 2 * 4 * 35
-    saved = layer_payload(replace(states[0], moments=apart[0]), eigenbasis=True)["corrected"]
+    saved = layer_payload(replace(states[0], moments=apart[0]), eigenbasis=True)["moments"]
     assert {name: tensor.untyped_storage().nbytes() for name, tensor in saved.items()} == {
         "second_OI": 4 * 35, "updates": 4,
     }  # fmt: skip
@@ -73,4 +73,4 @@ def test_moments_are_saved_in_the_eigenbasis_they_are_saved_with():
     momentum = torch.randn(3, 5)
     state = replace(state, moments=replace(state.moments, first_OI=old.rotate(momentum)), A=old.A, G=old.G)
     saved = layer_payload(state.rebased(A=new.A, G=new.G), eigenbasis=True)
-    close(new.restore(saved["adam"]["first_OI"]), momentum, sums=4 * (3 + 5))
+    close(new.restore(saved["moments"]["first_OI"]), momentum, sums=4 * (3 + 5))

@@ -1,0 +1,210 @@
+"""K-FAC state next to DeepSpeed's checkpoint: ``<tag>/kfac/<save id>/``, each factor and each layer once.
+
+``<layer>.A.factor.pt`` is written by the factor's decomposer, ``<layer>.layer.pt`` (eigenbases, moments) by the layer's
+first gradient worker, under names that are the same in all domains of a job. They do not depend on world size, ZeRO
+stage or gradient worker fraction, nor on pipeline stages or the ranks of experts: after loading, the rank that has the
+part reads the file. They are written before DeepSpeed writes, and DeepSpeed's own files name the save id: a save that
+is killed half way, also one that overwrites a tag, leaves every model state with the K-FAC state that belongs to it.
+"""
+
+import shutil
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+
+from ds_kfac.checkpoint.files import (
+    CheckpointError,
+    check_token,
+    factor_file,
+    layer_file,
+    put_token,
+    write_header,
+    write_payload,
+    write_text,
+)
+from ds_kfac.comm.message import failing_together, gathered
+from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.curvature.eigen import Refreshed
+from ds_kfac.curvature.forms import FACTOR_FORMS
+from ds_kfac.step.factor_state import FactorState
+from ds_kfac.step.job import Job
+from ds_kfac.step.preconditioner import KFACPreconditioner
+from ds_kfac.update.layer_state import LayerState
+
+FOLDER, LATEST = "kfac", "latest"
+
+Entries = dict[str, dict[str, Any]]
+"""File name -> what the header says of it."""
+
+
+def kinds_of(config: KFACConfig) -> dict[str, str]:
+    """What A and G are second moments of. Averages of different kinds must not be mixed."""
+    options = config.factor
+    sampled = f" of {options.sampler}" if options.fisher == "monte_carlo" else ""
+    return {"A": options.weight_sharing, "G": f"{options.fisher}{sampled}, {options.weight_sharing}"}
+
+
+def save(job: Job, tag_directory: Path) -> dict[str, Any]:
+    """Write this rank's layers, and on rank 0 the header. Returns the header.
+
+    Collective.
+
+    Raises:
+        CheckpointError: on every rank if it fails on one; what was written is removed.
+    """
+    group, headline = job.channel.group, f"ds_kfac: could not save to {tag_directory / FOLDER}"
+    mine: tuple[str, list[dict[str, Any]]] = ("", [])
+    with failing_together(headline, group, CheckpointError):
+        get_accelerator().synchronize()  # offloaded factors may still be on their way to the host
+        mine = uuid.uuid4().hex[:12], [_part_of(kfac) for kfac in job.preconditioners]
+    parts = gathered(mine, group)
+    kfac = job.preconditioners[0]
+    header = {
+        "save_id": parts[0][0],
+        "steps": kfac.steps,
+        "method": kfac.config.preconditioner.method,
+        "eigenbases": kfac.config.checkpoint.eigenbasis or kfac.moments is not None,
+        "moments": None if kfac.moments is None else kfac.moments.NAME,
+        "kinds": kinds_of(kfac.config),
+        **_merged([part for _, own in parts for part in own]),
+    }
+    folder = tag_directory / FOLDER / header["save_id"]
+    try:
+        with failing_together(headline, group, CheckpointError):
+            if job.channel.rank == 0:
+                put_token(folder)
+        with failing_together(headline, group, CheckpointError):
+            check_token(folder)
+        entries: Entries = {}
+        with failing_together(headline, group, CheckpointError):
+            for kfac in job.preconditioners:
+                entries |= _write(kfac, folder)
+        written = gathered(entries, group)
+        with failing_together(headline, group, CheckpointError):
+            if job.channel.rank == 0:
+                header["files"] = _united(written)
+                write_header(folder, header)
+    except CheckpointError:
+        if job.channel.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)  # the error says what is wrong with the place
+        raise
+    return header
+
+
+def _part_of(kfac: KFACPreconditioner) -> dict[str, Any]:
+    """What one rank knows of one of its domains, in global names."""
+    curvature, names = kfac.curvature, kfac.names
+    keys, timetable = {key: names[key[:-2]] + key[-2:] for key in curvature.specs}, curvature.schedule.state()
+    return {
+        "domain": kfac.target.domain.name,
+        "layers": {
+            names[layer.name]: {
+                "A": [layer.A.dim, layer.A.block], "G": [layer.G.dim, layer.G.block], "groups": layer.groups,
+            }
+            for layer in kfac.layers
+        },
+        "factors": {keys[key]: [spec.side.dim, spec.side.block] for key, spec in curvature.specs.items()},
+        "peak_lr": {str(group): float(lr) for group, lr in kfac.peak_lr.items()},
+        "damping_scale": None if kfac.damping_scale is None else float(kfac.damping_scale),
+        "shared": None
+        if kfac.known.groups is None
+        else [[names[name] for name in group] for group in kfac.known.groups],
+        "rows": {names[layer]: rows for layer, rows in (kfac.known.rows or {}).items()},
+        "counts": [timetable["captured"], timetable["skipped"]],
+        "clocks": {keys[key]: clock for key, clock in timetable["factors"].items()},
+        "ready": [keys[key] for key in curvature.ready],
+        "pending": {keys[key]: step for key, step in curvature.pending.items()},
+    }  # fmt: skip
+
+
+def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The header's part that all ranks and domains together know."""
+    groups = [group for part in parts for group in part["shared"] or ()]
+    peaks = [pair for part in parts for pair in part["peak_lr"].items()]
+    return {
+        "layers": {name: layer for part in parts for name, layer in part["layers"].items()},
+        "factors": {key: side for part in parts for key, side in part["factors"].items()},
+        "peak_lr": {group: max(lr for other, lr in peaks if other == group) for group, _ in peaks},
+        "damping_scale": parts[0]["damping_scale"],
+        "shared": None
+        if all(part["shared"] is None for part in parts)
+        else [list(group) for group in dict.fromkeys(map(tuple, groups))],
+        "rows": {layer: rows for part in parts for layer, rows in part["rows"].items()},
+        "timetable": {
+            "domains": {part["domain"]: part["counts"] for part in parts},
+            "factors": {key: clock for part in parts for key, clock in part["clocks"].items()},
+        },
+        "ready": sorted({key for part in parts for key in part["ready"]}),
+        "pending": dict(sorted({item for part in parts for item in part["pending"].items()})),
+    }
+
+
+def _write(kfac: KFACPreconditioner, folder: Path) -> Entries:
+    """The files of a domain that are this rank's to write."""
+    names, state, entries = kfac.names, kfac.state_dict(), Entries()
+    for key, (factor, pending) in state["factors"]["factors"].items():
+        if key[:-2] in kfac.saved:
+            holds, payload = names[key[:-2]] + key[-2:], _factor_payload(factor, pending, kfac.config)
+            path = folder / factor_file(holds)
+            entries[path.name] = write_payload(path, holds, payload)
+    for layer in kfac.owned:
+        if layer.name in kfac.saved and kfac.plan.assignment.workers[layer.name][0] == kfac.rank:
+            payload = layer_payload(state["layers"][layer.name], eigenbasis=kfac.config.checkpoint.eigenbasis)
+            path = folder / layer_file(names[layer.name])
+            entries[path.name] = write_payload(path, names[layer.name], payload)
+    return entries
+
+
+def _factor_payload(state: FactorState, pending: Refreshed | None, config: KFACConfig) -> dict[str, Any]:
+    """A factor's file: plain tensors."""
+    history, form = state.history, FACTOR_FORMS[config.preconditioner.method]
+    norms = None if history is None or history.norms is None else history.norms.clone()  # a view of several factors'
+    return {
+        "packed": state.factor.packed_P,
+        "updates": state.factor.updates,
+        "history": None if history is None else {"last": history.last, "before": history.before, "norms": norms},
+        "pending": None if pending is None or pending.basis is None else form.save(pending.basis),
+        "pending_how": None if pending is None else pending.how,
+    }
+
+
+def layer_payload(state: LayerState, *, eigenbasis: bool) -> dict[str, Any]:
+    """A layer's file: plain tensors. Moments belong to their eigenbasis, so it is saved with them in any case."""
+    kept, own = eigenbasis or state.moments is not None, state.settled().moments
+    return {
+        "terms": state.terms,
+        "A": state.form.save(state.A) if kept and state.A is not None else None,
+        "G": state.form.save(state.G) if kept and state.G is not None else None,
+        # copies: a layer's may be views of several layers', all of which would be saved
+        "moments": None if own is None else {name: tensor.clone() for name, tensor in vars(own).items()},
+    }
+
+
+def _united(written: Sequence[Entries]) -> Entries:
+    """The files of all ranks.
+
+    Raises:
+        ValueError: two ranks have written one.
+    """
+    twice = {file for index, own in enumerate(written) for other in written[:index] for file in own.keys() & other}
+    if twice:
+        raise ValueError(f"several ranks have layers of the same name: {', '.join(sorted(twice)[:5])}")
+    return {file: entry for own in written for file, entry in sorted(own.items())}
+
+
+def finish(job: Job, tag_directory: Path, header: Mapping[str, Any]) -> None:
+    """After DeepSpeed's save: point to the new state and remove what an overwritten tag had. Collective.
+
+    Raises:
+        CheckpointError: on every rank if that fails.
+    """
+    folder = tag_directory / FOLDER
+    with failing_together(f"ds_kfac: could not complete the save in {folder}", job.channel.group, CheckpointError):
+        if job.channel.rank == 0:
+            write_text(folder / LATEST, header["save_id"])
+            for old in folder.iterdir():
+                if old.is_dir() and old.name != header["save_id"]:
+                    shutil.rmtree(old, ignore_errors=True)  # only disk space is at stake
