@@ -13,7 +13,7 @@ Raises:
 import os
 from contextlib import nullcontext
 
-from ds_kfac.stdout import is_command, only_for_data
+from ds_kfac.text import is_command, only_for_data
 
 with only_for_data() if is_command() else nullcontext():
     from ds_kfac.config.kfac import KFACConfig

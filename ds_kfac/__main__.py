@@ -8,7 +8,7 @@ from ds_kfac.config.schema import schema
 from ds_kfac.engine.environment import environment_report
 from ds_kfac.estimate import check, command
 from ds_kfac.integrations import launcher, plot
-from ds_kfac.stdout import only_for_data
+from ds_kfac.text import only_for_data
 
 WITHOUT_ARGUMENTS = {"report": environment_report, "config": manual, "schema": schema}
 WITH_ARGUMENTS = {"check": check.run, "estimate": command.run, "plot": plot.run}

@@ -1,7 +1,10 @@
-"""Text in columns, and numbers for people."""
+"""Text in columns, numbers for people, and standard output for what a command was asked for."""
 
+import os
+import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 WIDTH = 120
 UNITS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
@@ -35,3 +38,23 @@ def number(value: float, unit: str) -> str:
                 else f"{value / size:.0f} {prefix}{unit}"
             )
     return f"{value:.3g} {unit}"
+
+
+@contextmanager
+def only_for_data() -> Iterator[None]:
+    """What is written to standard output meanwhile, by Python, C or children, goes to standard error: DeepSpeed logs to
+    it as soon as it is imported, and so do compilers and models, but ``python -m ds_kfac schema > file`` needs it."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def is_command() -> bool:
+    """Whether this package is being imported for ``python -m ds_kfac``."""
+    return sys.argv[0] == "-m" and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == __package__

@@ -1,6 +1,8 @@
 """From an engine to its :class:`Job`: domains, their layers, a plan for each, and what preconditions them."""
 
 import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -9,14 +11,17 @@ from deepspeed.utils import logger
 
 from ds_kfac.assignment.cost_model import BUILTIN, CostModel
 from ds_kfac.assignment.measured_costs import measured
+from ds_kfac.assignment.work import kept_bytes, packed_bytes
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.directions.table import rule_of
-from ds_kfac.engine import parallelism
 from ds_kfac.model.experts import ExpertRows
+from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers.registry import CUT_SIDES, SHARDS
 from ds_kfac.model.scan import Scan, scan
 from ds_kfac.ops import backends
 from ds_kfac.plan.make_plan import Setting, make_plan
+from ds_kfac.plan.plan import Plan
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.step.target import Target
@@ -43,23 +48,22 @@ def assemble(
     several = bool(parts[0].name)
     _choose_backend(engine, config)
     costs = agreed_costs(torch.device(engine.device), config.assignment.costs)
-    with parallelism.agreeing(several):  # one stage may have no layers, or too little memory
+    with agreeing(several):  # one stage may have no layers, or too little memory
         found = scan(engine.module, config.choice, optimized=optimized)
         found = replace(found, layers=rule_of(engine.basic_optimizer).cut(config, found.layers))
-        pairs = parallelism.by_domain(found, parts)
+        pairs = by_domain(found, parts)
         targets = [make_target(engine, domain, part, experts) for domain, part in pairs]
-        budgets = parallelism.budgets(targets, config)
         plans = [
             make_plan(target.layers, setting(target, config), budget, costs, answers)
-            for target, budget in zip(targets, budgets, strict=True)
+            for target, budget in zip(targets, budgets(targets, config), strict=True)
         ]
         for target in targets:
             target.rule.check_groups(target.model, target.layout, target.rest)
-    parallelism.check_copies(targets, plans)
+    check_copies(targets, plans)
     preconditioners = [KFACPreconditioner(target, plan) for target, plan in zip(targets, plans, strict=True)]
     job = Job(preconditioners, everywhere=several)
     try:
-        with parallelism.agreeing(several):
+        with agreeing(several):
             for kfac in preconditioners:
                 self_test(kfac.layout, kfac.exchange.plan.of_parameter, kfac.channel)
     except Exception:
@@ -141,3 +145,63 @@ def agreed_costs(device: torch.device, file: str | None) -> CostModel:
     if len(set(gathered(costs))) > 1:
         raise ValueError(f"kfac.assignment.costs: {file} is not the same on all ranks")
     return costs
+
+
+def agreeing(several: bool) -> AbstractContextManager:
+    """Around work that may fail in some domains only: if there are several, it fails on all ranks then. Collective."""
+    if not several:
+        return nullcontext()
+    headline = "ds_kfac cannot attach to this model-parallel engine"
+    return failing_together(headline, torch.distributed.group.WORLD, ValueError)
+
+
+def by_domain(found: Scan, domains: Sequence[Domain]) -> list[tuple[Domain, Scan]]:
+    """The layers of each domain that has some; what was skipped, in the first of them."""
+    pairs: list[tuple[Domain, Scan]] = []
+    for domain in domains:
+        layers = tuple(_in_shards(layer, domain.shard[1]) for layer in found.layers if layer.weight in domain.names)
+        if layers:
+            pairs.append((domain, Scan(layers, () if pairs else found.skipped)))
+    return pairs
+
+
+def _in_shards(layer: LayerSpec, shards: int) -> LayerSpec:
+    """A layer that each of so many tensor-parallel ranks has its part of, or a copy."""
+    if layer.kind not in SHARDS:
+        return replace(layer, copies=shards)
+    return replace(layer, cut=(shards, 1) if CUT_SIDES[layer.kind] == 0 else (1, shards))
+
+
+def budgets(targets: Sequence[Target], config: KFACConfig) -> list[KFACConfig]:
+    """The config of each domain here: they share a rank's memory budget as their layers need it."""
+    budget = config.assignment.memory_budget_gb
+    if budget is None or len(targets) == 1:
+        return [config] * len(targets)
+    method = config.preconditioner.method
+    needs = [
+        sum(packed_bytes(side) + kept_bytes(side, method) for layer in target.layers for side in (layer.A, layer.G))
+        / target.layout.world
+        for target in targets
+    ]
+    return [config.having("assignment", memory_budget_gb=budget * need / sum(needs)) for need in needs]
+
+
+def check_copies(targets: Sequence[Target], plans: Sequence[Plan]) -> None:
+    """What tensor-parallel ranks have copies of must be treated alike by all of them. Collective under tensor
+
+
+    Raises:
+        ValueError: on every rank: their plans differ in what changes results.
+    """
+    target, plan = targets[0], plans[0]
+    if target.domain.shard[1] == 1:
+        return
+    copied = {layer.name for layer in plan.layers if layer.copies > 1}
+    offsets = {key: offset for key, offset in plan.offsets.items() if key[:-2] in copied}
+    mine = (offsets, bool(plan.offsets), str(plan.wire), [str(dtype) for dtype in plan.gradient_dtypes])
+    if any(other != mine for other in gathered(mine)):
+        raise ValueError(
+            "ds_kfac: the tensor-parallel ranks' shards are so different in size that their plans for the layers they "
+            'have copies of differ; set "stagger": false in kfac.eigenbasis, and dtype and gradient_dtype in '
+            "kfac.communication"
+        )

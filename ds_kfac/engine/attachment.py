@@ -9,14 +9,15 @@ K-FAC.
 
 import os
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.schedule import BackwardPass
 from deepspeed.utils import logger
 from torch import nn
 
@@ -24,20 +25,18 @@ from ds_kfac.checkpoint.load import load
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.directions.table import rule_of
 from ds_kfac.engine import refusals
-from ds_kfac.engine.asked import of_engine
 from ds_kfac.engine.assembly import assemble
 from ds_kfac.engine.checkpointing import Checkpointing
-from ds_kfac.engine.clipping import clipped
-from ds_kfac.engine.counters import counters, events, selected
-from ds_kfac.engine.layer_tables import folded
 from ds_kfac.engine.monte_carlo import LossSampling
-from ds_kfac.engine.pipeline import announce_backwards
 from ds_kfac.engine.quadratic import QuadraticSteps
-from ds_kfac.engine.report import report
+from ds_kfac.engine.refusals import of_engine
+from ds_kfac.engine.report import folded, report
 from ds_kfac.metrics import STAGES, Metrics, timer_name
 from ds_kfac.model.batch_info import ReadBatch
 from ds_kfac.model.experts import ExpertRows
 from ds_kfac.model.sampled_loss import Sampler
+from ds_kfac.step.draft import Draft
+from ds_kfac.step.job import Job, counters, events, selected
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.zero.layout import scaler_scale
 from ds_kfac.zero.rescaling import WeightRescaling
@@ -114,7 +113,7 @@ class Attachment:
         return self.preconditioner.metrics
 
     def counters(self) -> dict[str, float]:
-        """Steps, refreshes, failures, bytes and calls by kind, seconds per stage: see ds_kfac.engine.counters."""
+        """Steps, refreshes, failures, bytes and calls by kind, seconds per stage: see ds_kfac.step.job."""
         return counters(self.job)
 
     def log_line(self) -> dict[str, float]:
@@ -276,3 +275,60 @@ class Attachment:
                 return original(loss, *args, **kwargs)
             finally:
                 hook.remove()
+
+
+@contextmanager
+def clipped(kfac: KFACPreconditioner, draft: Draft) -> Iterator[None]:
+    """Around DeepSpeed's step, which then neither clips nor reports the norm of what K-FAC made of the gradients.
+
+    For rules that clip raw gradients: the bound is the user's "gradient_clipping", on the norm of all of them. K-FAC
+    preconditions what is left, and kl-clip bounds the step; other parameters' gradients are clipped here, by the same
+    factor.
+    """
+    if draft.norm is None or not kfac.rule.clips:
+        yield
+        return
+    engine = kfac.layout.engine
+    kfac.target.rest.multiply(torch.as_tensor(draft.local.clip, device=kfac.device))
+    norm = (draft.norm / kfac.layout.grad_scale()).float()  # now: the scale may change in the step
+    with kfac.layout.unclipped():
+        yield
+    if engine.was_step_applied() and engine.get_global_grad_norm() is not None:
+        engine._global_grad_norm = norm
+
+
+TABLE = "_INSTRUCTION_MAP"
+"""The pipeline engine's table of instructions, looked up on the instance."""
+
+
+def announce_backwards(engine: Any, job: Job) -> Callable[[], None]:
+    """Announce every backward pass of a pipeline's micro-batch to the capture, as no ``engine.backward`` does. Returns
+    what undoes it.
+
+    The last stage calls DeepSpeed's backward past the engine's attribute, others start from a received gradient.
+    Several forwards may lie between a micro-batch's forward and its backward.
+    """
+    table = getattr(engine, TABLE)
+    original = table[BackwardPass]
+
+    def backward(self: Any, *args: Any, **kwargs: Any) -> None:
+        with job.own_backward():
+            if job.active:
+                scale = job.preconditioners[0].layout.manual_scale()
+                if not isinstance(scale, torch.Tensor):
+                    scale = torch.full((), scale, device=self.device)  # by a kernel, nobody waits for it
+                job.begin_backward(scale / self.gradient_accumulation_steps())
+            original(self, *args, **kwargs)
+
+    wrapped = {**table, BackwardPass: backward}
+    previous = vars(engine).get(TABLE)
+    setattr(engine, TABLE, wrapped)
+
+    def remove() -> None:
+        if vars(engine).get(TABLE) is wrapped:
+            if previous is None:
+                delattr(engine, TABLE)
+            else:
+                setattr(engine, TABLE, previous)
+
+    return remove

@@ -5,20 +5,21 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import hjson
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import log_dist, logger
 from torch import nn
+from torch.utils.cpp_extension import get_default_build_root
 
 from ds_kfac.config.kfac import KFACConfig, find_block, parse
 from ds_kfac.directions.table import DIRECTIONS, rule_in
-from ds_kfac.engine.asked import without_optimizer
 from ds_kfac.engine.attachment import HANDLE, Attachment
-from ds_kfac.engine.first_start import announce
+from ds_kfac.engine.refusals import without_optimizer
 from ds_kfac.schedule.rates import PolynomialDecay
 
 _plain_initialize: Callable[..., tuple] = deepspeed.initialize
@@ -40,7 +41,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     Raises:
         ValueError: the block is wrong, or the engine's mode is refused; before any training.
     """
-    announce()
+    _warn_of_compilation()
     # DeepSpeed looks a scheduler's type up here
     deepspeed.runtime.lr_schedules.PolynomialDecay = PolynomialDecay
     bound = inspect.signature(_plain_initialize).bind(*args, **kwargs)
@@ -62,6 +63,24 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     elif block is not None and attach(engine, block) is None:
         log_dist('ds_kfac: not attached: the config says "enabled": false', ranks=[0])
     return result
+
+
+COMPILED = "deepspeed_shm_comm"
+
+
+@cache
+def _warn_of_compilation() -> None:
+    """Once: DeepSpeed compiles at a first start on a CPU; a run killed meanwhile leaves a lock, for which later ones
+    wait for ever."""
+    first = os.environ.get("RANK", "0") == "0" and not deepspeed.comm.is_initialized()
+    if not first or get_accelerator().device_name() != "cpu" or not deepspeed.ops.__compatible_ops__.get(COMPILED):
+        return
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    if not any((folder / f"{COMPILED}.so").exists() for folder in (root / COMPILED, *root.glob(f"*/{COMPILED}"))):
+        logger.warning(
+            f"ds_kfac: DeepSpeed compiles {COMPILED} below {root} now, once, for one to two minutes. If it takes "
+            "longer, remove the file lock there, which a run that was killed has left"
+        )
 
 
 def _check_tensors(model: Any) -> None:
@@ -97,7 +116,7 @@ def enable() -> None:
     Idempotent; :func:`disable` undoes it. Call it before the trainer is built.
     """
     global _enabled
-    announce()
+    _warn_of_compilation()
     if deepspeed.initialize is _plain_initialize:  # someone gave it back; a wrapper of ours is never wrapped
         deepspeed.initialize = _our_initialize
     _enabled = True

@@ -4,10 +4,8 @@ import argparse
 
 from ds_kfac.config.kfac import find_block
 from ds_kfac.directions.table import rule_in
-from ds_kfac.engine.layer_tables import layer_lines, skipped_lines
 from ds_kfac.engine.refusals import check_model
-from ds_kfac.engine.report import summary
-from ds_kfac.engine.warnings import without_effect
+from ds_kfac.engine.report import layer_lines, skipped_lines, summary, without_effect
 from ds_kfac.estimate.command import add_model, count
 from ds_kfac.estimate.estimates import planned
 from ds_kfac.estimate.mem_needs import costs_of

@@ -13,8 +13,7 @@ import torch
 from ds_kfac.config.kfac import KFACConfig, find_block, parse
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.table import DIRECTIONS, rule_in
-from ds_kfac.engine.asked import accumulation, block, of_config
-from ds_kfac.engine.refusals import refused
+from ds_kfac.engine.refusals import accumulation, block, of_config, refused
 
 DEFAULT: Mapping[str, Any] = {"optimizer": {"type": DIRECTIONS[0].optimizer_type}, "kfac": {}}
 """The config of an estimate without one."""

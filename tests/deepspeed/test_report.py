@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import ds_kfac
-from ds_kfac.engine.layer_tables import folded
+from ds_kfac.engine.report import folded
 from tests.ranks import run_ranks
 
 WIDTH, BLOCKS = 8, 32
