@@ -21,9 +21,8 @@ from ds_kfac.estimate.traffic import PlannedTraffic, StepTraffic, mean_traffic
 from ds_kfac.plan import choices
 from ds_kfac.plan.make_plan import Setting, make_plan
 from ds_kfac.plan.plan import Known, Plan
-from ds_kfac.zero.parameters import held_by_layer, parameter_names, pieces_of
 from ds_kfac.zero.shard_plan import planned_shards
-from ds_kfac.zero.shards import ShardMap
+from ds_kfac.zero.shards import ShardMap, held_by_layer, parameter_names, pieces_of
 
 
 @dataclass(frozen=True)

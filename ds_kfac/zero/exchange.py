@@ -10,9 +10,7 @@ from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.model.layers.registry import LAYERS
 from ds_kfac.update.rotation import AT_ONCE
 from ds_kfac.zero.layout import ShardLayout
-from ds_kfac.zero.parameters import of_layers
-from ds_kfac.zero.relayout import plan_gather, plan_scatter, source
-from ds_kfac.zero.shards import Shard, ShardMap
+from ds_kfac.zero.shards import Shard, ShardMap, of_layers, plan_gather, plan_scatter, source
 
 Shards = dict[tuple[int, int], Tensor]
 """(parameter, start) -> flat values."""
@@ -63,6 +61,9 @@ class GradientExchange:
         self.shards: dict[int, list[Shard]] = {}
         for shard in self._mine.values():
             self.shards.setdefault(shard.param, []).append(shard)
+        # pieces of gradients to their workers, still carrying the loss scale
+        self.gather_part = Part("gradients", self.plan.gather, self._read, self.gather_dtype)
+        self.params = {name: [layout.param_of(piece) for piece in own] for name, own in self.plan.of_layer.items()}
         self.sent: dict[int, set[Piece]] = {}
         for move in self.plan.scatter.moves:
             if move.source == self.rank:
@@ -72,18 +73,14 @@ class GradientExchange:
         """For the results of a step."""
         return Outbox(self)
 
-    @property
-    def gather_part(self) -> Part:
-        """Pieces of gradients to their workers, still carrying the loss scale."""
-        return Part("gradients", self.plan.gather, self._read, self.gather_dtype)
-
     def gathered(self, received: Arrivals) -> dict[str, Tensor]:
         """Own layers' whole gradients, [O, I] on the device, in the dtype in which they are stored."""
         flats: dict[int, Tensor] = {}
         for layer in self.owned:
             for param in self.plan.of_layer[layer.name]:
-                if self._holds(param):  # nothing to put together
-                    flats[param] = self.layout.read(self._mine[param, 0]).to(self.device)
+                shard = self._mine.get((param, 0))
+                if shard is not None and shard.numel == self.layout.shards.numels[param]:  # nothing to put together
+                    flats[param] = self.layout.read(shard).to(self.device)
                 else:
                     numel = self.layout.shards.numels[param]
                     flats[param] = torch.empty(numel, dtype=self.layout.dtype, device=self.device)
@@ -120,24 +117,9 @@ class GradientExchange:
         """A layer's matrix as flat tensors, one for each of its parameters."""
         return LAYERS[layer.kind].split(matrix_OI, has_bias=layer.bias is not None)
 
-    def without_frozen(self, layer: LayerSpec, matrix_OI: Tensor) -> Tensor:
-        """Zero where a parameter has been frozen since attach."""
-        params = [self.layout.param_of(param) for param in self.plan.of_layer[layer.name]]
-        if all(param.requires_grad for param in params):
-            return matrix_OI
-        parts = self.parts(layer, matrix_OI)
-        kept = [part if p.requires_grad else torch.zeros_like(part) for part, p in zip(parts, params, strict=True)]
-        bias = kept[1] if layer.bias else None
-        return LAYERS[layer.kind].matrix(kept[0], bias, layer.shape)
-
     def group_indices(self, layer: LayerSpec) -> tuple[int, ...]:
         """The optimizer's parameter group of each of the layer's parameters."""
-        return tuple(self.layout.group_index(self.layout.param_of(param)) for param in self.plan.of_layer[layer.name])
-
-    def _holds(self, param: int) -> bool:
-        """Whether all of a parameter's gradient is here."""
-        shard = self._mine.get((param, 0))
-        return shard is not None and shard.numel == self.layout.shards.numels[param]
+        return tuple(self.layout.group_index(param) for param in self.params[layer.name])
 
     def _read(self, move: Move) -> Tensor:
         return self.layout.read(self._mine[move.param, move.start])
@@ -155,11 +137,16 @@ class Outbox:
         self.exchange = exchange
         self.own: Shards = {}
         self._sent: dict[tuple[int, Piece], Tensor] = {}
+        # to every rank that holds a shard of a result
+        self.part = Part("results", exchange.plan.scatter, self._piece, exchange.scatter_dtype)
 
     def add(self, layer: LayerSpec, matrix_OI: Tensor) -> None:
-        """A result, fp32 [O, I]; the layer's gradient is of no more use."""
+        """A result, fp32 [O, I], zero where a parameter was frozen since attach; its gradient is of no more use."""
         exchange, layout = self.exchange, self.exchange.layout
-        for param, flat in zip(exchange.plan.of_layer[layer.name], exchange.parts(layer, matrix_OI), strict=True):
+        places, parameters = exchange.plan.of_layer[layer.name], exchange.params[layer.name]
+        for param, parameter, flat in zip(places, parameters, exchange.parts(layer, matrix_OI), strict=True):
+            if not parameter.requires_grad:
+                flat = torch.zeros_like(flat)
             for place in exchange.sent.get(param, ()):
                 self._sent[param, place] = _alone(flat, place, exchange.scatter_dtype)
             for shard in exchange.shards.get(param, ()):
@@ -171,15 +158,8 @@ class Outbox:
                 else:
                     self.own[param, shard.start] = _alone(flat, place, torch.float32)
 
-    @property
-    def part(self) -> Part:
-        """To every rank that holds a shard of a result."""
-        exchange = self.exchange
-
-        def piece(move: Move) -> Tensor:
-            return self._sent[move.param, (move.start, move.numel)]
-
-        return Part("results", exchange.plan.scatter, piece, exchange.scatter_dtype)
+    def _piece(self, move: Move) -> Tensor:
+        return self._sent[move.param, (move.start, move.numel)]
 
     def packed(self) -> None:
         """The part is in a message: what stays here is all that is still needed."""

@@ -1,7 +1,7 @@
 """What every engine mode has to offer: read and write gradient shards where DeepSpeed keeps them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -10,7 +10,7 @@ import deepspeed.comm as dist
 import torch
 from torch import Tensor, nn
 
-from ds_kfac.update.kfac import norms
+from ds_kfac.update.kfac import lengths
 from ds_kfac.zero.shards import Piece, Shard, ShardMap
 
 KnownGradient = Callable[[nn.Parameter], Tensor]
@@ -32,6 +32,8 @@ class ShardLayout(ABC):
         shards: of the pieces.
     """
 
+    clips_scaled = False
+    """Whether DeepSpeed clips gradients that still carry the loss scale."""
     replicated = False
     """Whether every rank holds every averaged gradient."""
     faults: tuple[str, ...] = ()
@@ -81,7 +83,7 @@ class ShardLayout(ABC):
         """Put a flat fp32 gradient where the optimizer will find it; unless it lies :attr:`in_place`, without rounding
         it to 16 bits."""
 
-    @property
+    @cached_property
     def in_place(self) -> bool:
         """Whether a result takes the place of the gradient, which :meth:`stored` is a view of: rounded to bf16 where
         gradients are kept so, as theirs would be. fp16 has too small a range for it."""
@@ -98,7 +100,7 @@ class ShardLayout(ABC):
 
     def read(self, shard: Shard) -> Tensor:
         """A local shard's gradient, of :attr:`shards`, as :meth:`stored`."""
-        around, start = self.around(shard)
+        around, start = self.around[shard]
         return self.stored(around).narrow(0, start, shard.numel)
 
     def write(self, shard: Shard, gradient: Tensor) -> None:
@@ -107,7 +109,7 @@ class ShardLayout(ABC):
         if self.in_place:
             self.read(shard).copy_(gradient)
             return
-        around, start = self.around(shard)
+        around, start = self.around[shard]
         if shard.numel == around.numel:
             self.store(around, gradient)
             return
@@ -119,25 +121,27 @@ class ShardLayout(ABC):
         if not missing[0]:
             self.store(around, self._staged.pop(around)[0])
 
-    def around(self, shard: Shard) -> tuple[Shard, int]:
-        """The shard of :attr:`whole` in which one of :attr:`shards` lies, and where in it."""
-        piece = self.pieces[shard.param]
-        first = self.span(shard.param)[0] + shard.start
-        for around in self._mine[piece.param]:
-            if around.start <= first < around.start + around.numel:
-                return around, first - around.start
-        raise KeyError(f"no shard of parameter {piece.param} here has element {first}")
+    @cached_property
+    def around(self) -> Mapping[Shard, tuple[Shard, int]]:
+        """Of this rank's :attr:`shards`: the shard of :attr:`whole` in which it lies, and where in it."""
+        found = {}
+        for shard in self.shards.on(self.rank):
+            first = self.span(shard.param)[0] + shard.start
+            for around in self.whole.of_param[self.pieces[shard.param].param]:
+                if around.rank == self.rank and around.start <= first < around.start + around.numel:
+                    found[shard] = around, first - around.start
+        return found
 
     @cached_property
-    def _mine(self) -> list[list[Shard]]:
-        """This rank's shards of each parameter."""
-        return [[shard for shard in shards if shard.rank == self.rank] for shards in self.whole.of_param]
+    def own(self) -> tuple[Shard, ...]:
+        """This rank's shards of :attr:`whole`."""
+        return self.whole.on(self.rank)
 
     @abstractmethod
     def group_index(self, param: nn.Parameter) -> int:
         """Which of ``optimizer.param_groups`` holds the parameter."""
 
-    @property
+    @cached_property
     @abstractmethod
     def dtype(self) -> torch.dtype:
         """In which gradients are stored at the hook; the gather sends them so, without loss."""
@@ -151,7 +155,7 @@ class ShardLayout(ABC):
     def _zero_unused(self, reduced: Container[Any], stored: Callable[[Shard], Tensor]) -> None:
         """With CPU offload DeepSpeed leaves the last gradient of a parameter that this step did not use in its buffer,
         where ours lies: it would be preconditioned again every step. Its norms show what was reduced."""
-        for shard in self.whole.on(self.rank):
+        for shard in self.own:
             if self.optimizer.get_param_id(self.params[shard.param]) not in reduced:
                 stored(shard).zero_()
 
@@ -161,9 +165,7 @@ class ShardLayout(ABC):
 
     def clip_factor(self, norm: Tensor) -> Tensor:
         """By what DeepSpeed's clipping will multiply gradients whose global norm, as stored, is ``norm``."""
-        return self._clip_factor(norm / self.grad_scale())
-
-    def _clip_factor(self, norm: Tensor) -> Tensor:
+        norm = norm if self.clips_scaled else norm / self.grad_scale()
         return (self.engine.gradient_clipping() / (norm + 1e-6)).clamp(max=1.0)
 
     @contextmanager
@@ -182,17 +184,16 @@ class ShardLayout(ABC):
 
     def multiply(self, factor: Tensor) -> None:
         """This rank's shards, by a scalar."""
-        for shard in self.whole.on(self.rank):
+        for shard in self.own:
             gradient = self.stored(shard)
             self.store(shard, gradient.float() * factor.to(gradient.device))
 
     def squared_norm(self) -> Tensor:
         """Of this rank's shards as stored, float64 scalar on the device, as squares of finite gradients are not always
         finite in fp32; of all gradients where they are replicated."""
-        total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
-        for shard in self.whole.on(self.rank):
-            total += norms(self.stored(shard).flatten()).square().to(total.device)
-        return total
+        if not self.own:
+            return torch.zeros((), dtype=torch.float64, device=self.engine.device)
+        return lengths([self.stored(shard) for shard in self.own]).square().sum().to(self.engine.device)
 
     def manual_scale(self) -> Tensor | float:
         """By what ``engine.scale(loss)`` multiplies a loss."""
@@ -208,7 +209,7 @@ class ShardLayout(ABC):
         """DeepSpeed's, if it prints a breakdown."""
         return self.engine.timers if self.engine.wall_clock_breakdown() else None
 
-    @property
+    @cached_property
     def grad_scaler(self) -> Any | None:
         """torch_autocast fp16's GradScaler, which skips steps without telling the engine."""
         return None
@@ -233,20 +234,17 @@ class ZeroLayout(ShardLayout):
 
     def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
         super().__init__(engine, *values, **named)
-        if self.grad_scaler and self.optimizer.clip_grad > 0:
+        self.clips_scaled = bool(self.grad_scaler)
+        if self.clips_scaled and self.optimizer.clip_grad > 0:
             self.faults += ("with torch_autocast fp16 it clips the gradient while it carries the GradScaler's scale",)
 
-    @property
+    @cached_property
     def grad_scaler(self) -> Any | None:
         return self.optimizer.torch_autocast_gradscaler
 
-    def clip_factor(self, norm: Tensor) -> Tensor:
-        # with a GradScaler it clips before unscaling, see the fault above
-        return self._clip_factor(norm) if self.grad_scaler else super().clip_factor(norm)
-
     def grad_scale(self) -> Tensor | float:
         # a whole number in Python; squares of scales of 2**32 and more are none that a tensor takes
-        return super().grad_scale() if self.grad_scaler else float(self.optimizer.loss_scale)
+        return scaler_scale(self.grad_scaler) if self.grad_scaler else float(self.optimizer.loss_scale)
 
 
 def scaler_scale(scaler: Any) -> Tensor | float:

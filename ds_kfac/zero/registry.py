@@ -12,9 +12,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
-from ds_kfac.zero.bf16_optimizer import BF16
 from ds_kfac.zero.layout import ShardLayout
-from ds_kfac.zero.replicated import Replicated, ReplicatedHalf
+from ds_kfac.zero.replicated import BF16, Replicated, ReplicatedHalf
 from ds_kfac.zero.shards import Piece
 from ds_kfac.zero.stage3 import Stage3
 from ds_kfac.zero.stage_1_and_2 import Stage12

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from ds_kfac.model.layers.base import LayerSpec, parameter_shape
 from ds_kfac.model.layers.registry import MATRICES
 from ds_kfac.zero.layout import ShardLayout
-from ds_kfac.zero.parameters import parameter_names
 from ds_kfac.zero.replicated import ReplicatedHalf
-from ds_kfac.zero.shards import Shard
+from ds_kfac.zero.shards import Shard, parameter_names
 from ds_kfac.zero.stage3 import Stage3
 from ds_kfac.zero.stage_1_and_2 import Stage12
 

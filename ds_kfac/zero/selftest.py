@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ds_kfac.comm.message import Channel, Part, deliver, failing_together
 from ds_kfac.zero.layout import ShardLayout
-from ds_kfac.zero.relayout import plan_gather, plan_scatter, source
+from ds_kfac.zero.shards import plan_gather, plan_scatter, source
 
 MODULUS = 251
 """A prime below 256: every known value, and no shifted one, is exact in bf16, with 1 added, too; + 0.5 is exact in fp32

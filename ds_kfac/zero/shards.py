@@ -1,9 +1,13 @@
-"""Where each piece of each gradient lives. Pure values, the same on every rank."""
+"""Where each piece of each gradient lives, which layer it is of, and what moves to the layer's worker and back. Pure,
+the same on every rank; ``comm/message.py`` carries it out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
+
+from ds_kfac.comm.message import Move, RelayoutPlan, in_order
+from ds_kfac.model.layers.base import LayerSpec
 
 
 @dataclass(frozen=True, order=True)
@@ -119,3 +123,58 @@ def partition_chunks(numel: int, param: int, group: int, offset: int, world: int
         for rank in range(world)
         if rank * chunk < numel
     ]
+
+
+def parameter_names(layers: Sequence[LayerSpec]) -> list[str]:
+    """Names of the preconditioned parameters, each once."""
+    return list(dict.fromkeys(name for layer in layers for name in layer.parameters))
+
+
+def pieces_of(layers: Sequence[LayerSpec]) -> tuple[Piece, ...]:
+    """What the layers have of :func:`parameter_names`, in the order of :attr:`Shard.param`: layer after layer."""
+    place = {name: index for index, name in enumerate(parameter_names(layers))}
+    return tuple(Piece(place[name], *layer.part) for layer in layers for name in layer.parameters)
+
+
+def of_layers(layers: Sequence[LayerSpec]) -> Mapping[str, tuple[int, ...]]:
+    """Layer name -> indices in :func:`pieces_of`."""
+    found, start = {}, 0
+    for layer in layers:
+        found[layer.name] = tuple(range(start, start + len(layer.parameters)))
+        start += len(layer.parameters)
+    return found
+
+
+def held_by_layer(layers: Sequence[LayerSpec], shards: ShardMap) -> Mapping[str, tuple[int, ...]]:
+    """Layer name -> gradient elements on each rank. ``shards``: of :func:`pieces_of`."""
+    return {name: shards.held(params) for name, params in of_layers(layers).items()}
+
+
+def plan_gather(shards: ShardMap, owners: Mapping[int, int]) -> RelayoutPlan:
+    """What the owners lack of partitioned gradients. ``owners``: parameter -> rank."""
+    in_place = {(shard.param, shard.start) for shard in shards.shards if shard.rank == owners[shard.param]}
+    moves = [
+        Move(shard.param, shard.start, shard.numel, shard.rank, owners[shard.param])
+        for shard in shards.shards
+        if (shard.param, shard.start) not in in_place
+    ]
+    return RelayoutPlan(shards.world, in_order(moves))
+
+
+def plan_scatter(shards: ShardMap, source: Callable[[int, int], int]) -> RelayoutPlan:
+    """Results to every rank that holds a shard: the gather's inverse, unless gradients are replicated.
+
+    Args:
+        source: (parameter, rank) -> the worker whose result the rank gets; the rank itself if it is a worker.
+    """
+    moves = []
+    for shard in shards.shards:
+        worker = source(shard.param, shard.rank)
+        if worker != shard.rank:
+            moves.append(Move(shard.param, shard.start, shard.numel, worker, shard.rank))
+    return RelayoutPlan(shards.world, in_order(moves))
+
+
+def source(workers: Sequence[int], rank: int, world: int) -> int:
+    """The worker whose result a rank gets: itself, or the one in its row of consecutive ranks."""
+    return workers[rank // (world // len(workers))]

@@ -15,8 +15,7 @@ from torch import Tensor
 from ds_kfac.comm.message import Arrivals, Part
 from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
-from ds_kfac.zero.relayout import plan_scatter, source
-from ds_kfac.zero.shards import Shard, ShardMap
+from ds_kfac.zero.shards import Shard, ShardMap, plan_scatter, source
 from ds_kfac.zero.stage3 import Stage3
 
 Pieces = Mapping[tuple[int, int], Tensor]
@@ -88,7 +87,7 @@ class WeightShift:
         """Flat, a view."""
         param, start = self.layout.param_of(shard.param), self.layout.span(shard.param)[0] + shard.start
         if self.chunked:
-            start = self.layout.around(shard)[1]
+            start = self.layout.around[shard][1]
         return (param.ds_tensor if self.chunked else param).data.view(-1).narrow(0, start, shard.numel)
 
     def _release(self) -> None:

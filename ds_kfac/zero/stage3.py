@@ -1,5 +1,7 @@
 """ZeRO-3: every parameter is cut in ``world`` equal chunks, the last ones padded; a rank holds its chunk's gradient."""
 
+from functools import cached_property
+
 import torch
 from torch import Tensor, nn
 
@@ -37,13 +39,13 @@ class Stage3(ZeroLayout):
     def group_index(self, param: nn.Parameter) -> int:
         return self.optimizer.sub_group_to_group_id[self._place[id(param)][0]]
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         if self.optimizer.offload_optimizer:
             return self.optimizer.master_weights_and_grads_dtype
         return self.optimizer.gradient_accumulation_dtype
 
-    @property
+    @cached_property
     def in_place(self) -> bool:
         return not self.optimizer.offload_optimizer and self.dtype is not torch.float16
 
@@ -51,7 +53,7 @@ class Stage3(ZeroLayout):
         if self.optimizer.offload_optimizer:
             self._zero_unused(self.optimizer.norm_for_param_grads, self._chunk)
         else:
-            self._chunks = [self._chunk(shard) for shard in self.whole.on(self.rank)]
+            self._chunks = [self._chunk(shard) for shard in self.own]
 
     def end(self) -> None:
         """DeepSpeed keeps a parameter's last gradient: were it not used in the next step, that would be stepped with

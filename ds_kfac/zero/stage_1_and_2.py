@@ -4,6 +4,7 @@ Without offload the slice is a list of tensors that DeepSpeed concatenates at it
 an fp32 one, which stays so in that (type-promoting) concatenation. With offload it is the ``.grad`` of fp32 masters.
 """
 
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -45,14 +46,14 @@ class Stage12(ZeroLayout):
     def group_index(self, param: nn.Parameter) -> int:
         return self._group[id(param)]
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         optimizer = self.optimizer
         if optimizer.cpu_offload:
             return optimizer.master_weights_and_grads_dtype
         return optimizer.gradient_accumulation_dtype
 
-    @property
+    @cached_property
     def in_place(self) -> bool:
         return not self.optimizer.cpu_offload and self.dtype is not torch.float16
 

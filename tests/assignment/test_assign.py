@@ -14,7 +14,7 @@ from ds_kfac.assignment.grid import worker_counts
 from ds_kfac.assignment.work import Work
 from ds_kfac.curvature.side import Side
 from ds_kfac.model.layers.base import LayerSpec
-from ds_kfac.zero.relayout import source
+from ds_kfac.zero.shards import source
 from tests.assignment.baselines import kaisa_greedy, round_robin
 from tests.close import close
 from tests.layer_tables import TABLES, llama, tied, zero_shards

@@ -245,8 +245,8 @@ def self_test_worker(names: list[str]) -> dict:
     """Attach to engines whose gradients are not where the map says; on one rank only where that is possible."""
     import ds_kfac.zero.replicated
     import ds_kfac.zero.selftest
-    from ds_kfac.zero.bf16_optimizer import BF16
     from ds_kfac.zero.layout import ShardLayout
+    from ds_kfac.zero.replicated import BF16
     from ds_kfac.zero.stage3 import Stage3
     from ds_kfac.zero.stage_1_and_2 import Stage12
 

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -59,7 +58,6 @@ def make(
         device=CPU,
         group_indices=lambda layer: (0,),
         parts=lambda layer, matrix: (matrix.flatten(),),
-        without_frozen=lambda layer, matrix: matrix,
         outbox=Results,
     )
     optimizer = SimpleNamespace(param_groups=groups or [{"lr": RATE}], adam_ratio=1.0)
@@ -201,8 +199,9 @@ def test_adam_takes_the_betas_of_the_layers_own_group():
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_the_clip_factor_is_of_the_unscaled_norm(scale):
-    layout = SimpleNamespace(grad_scale=lambda: scale, engine=SimpleNamespace(gradient_clipping=lambda: 0.5))
-    layout._clip_factor = partial(ShardLayout._clip_factor, layout)
+    layout = SimpleNamespace(
+        grad_scale=lambda: scale, clips_scaled=False, engine=SimpleNamespace(gradient_clipping=lambda: 0.5)
+    )
     factor = ShardLayout.clip_factor(layout, torch.tensor(2.0 * scale))
     near(torch.as_tensor(factor), torch.tensor(0.25), 1e-6, "DeepSpeed adds 1e-6 to the norm")
 

@@ -12,7 +12,7 @@ from ds_kfac.estimate.subject import subject_of
 from ds_kfac.model import cut as module
 from ds_kfac.model.cut import cut
 from ds_kfac.model.layers.base import LayerSpec, Use
-from ds_kfac.zero.parameters import pieces_of
+from ds_kfac.zero.shards import pieces_of
 
 
 def head(O: int = 12, I: int = 5, **changes) -> LayerSpec:  # noqa: E741

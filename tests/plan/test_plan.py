@@ -9,7 +9,7 @@ from ds_kfac.curvature.side import Side
 from ds_kfac.model.layers.base import LayerSpec, Use
 from ds_kfac.plan.make_plan import Setting, make_plan
 from ds_kfac.plan.plan import Known, Plan
-from ds_kfac.zero.relayout import source
+from ds_kfac.zero.shards import source
 from tests.choices import resolved
 from tests.layer_tables import llama, tied, zero_shards
 

@@ -32,6 +32,7 @@ class Rank0:
             replicated=shards is REPLICATED,
             world=2,
             in_place=in_place,
+            param_of=lambda piece: torch.nn.Parameter(torch.zeros(WHOLE)),
             read=lambda shard: self.stored,
             write=lambda shard, gradient: setattr(self, "written", gradient),
         )

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from ds_kfac.model.scan import scan
-from ds_kfac.zero.parameters import held_by_layer, of_layers, parameter_names
+from ds_kfac.zero.shards import held_by_layer, of_layers, parameter_names
 from tests.zero.shard_maps import chunk_map, flat_map
 
 MODEL = nn.ModuleDict({"wide": nn.Linear(5, 13), "bare": nn.Linear(5, 9, bias=False), "small": nn.Linear(9, 3)})

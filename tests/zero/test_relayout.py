@@ -6,8 +6,7 @@ import pytest
 
 from ds_kfac.assignment.grid import column
 from ds_kfac.comm.message import Move, RelayoutPlan
-from ds_kfac.zero.relayout import plan_gather, plan_scatter, source
-from ds_kfac.zero.shards import Shard, ShardMap
+from ds_kfac.zero.shards import Shard, ShardMap, plan_gather, plan_scatter, source
 from tests.zero import shard_maps
 
 NUMELS = (1, 63, 257, 5, 128)

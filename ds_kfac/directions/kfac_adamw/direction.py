@@ -120,7 +120,7 @@ class AdamDirection:
                 result = part.x_OI.mul_(each(part.of(factor, own))).add_(each(part.of(shift)))
                 result.masked_fill_(each(part.of(dead, own)), 0.0)
                 for layer, matrix in zip(part.layers, apart(result, len(part.layers)), strict=True):
-                    local.outbox.add(layer, self.exchange.without_frozen(layer, matrix))
+                    local.outbox.add(layer, matrix)
                 del part.x_OI, result, matrix
         squared = torch.where(overflowed, length.square(), torch.where(good, (norm * scale).square(), 0.0))
         local.replaced = local.replaced + (usable & ~good | ~finite).sum()
