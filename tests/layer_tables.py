@@ -1,7 +1,6 @@
 """Layers of known models as scan would find them, and where ZeRO would put their gradients; no model is built."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from ds_kfac.assignment.factor_spec import FactorSpec, factor_specs
 from ds_kfac.model.layers.base import LayerSpec
@@ -59,8 +58,3 @@ def zero_shards(layers: Sequence[LayerSpec], world: int) -> Mapping[str, list[in
         held[layer.name] = [max(0, piece) for piece in pieces]
         start = stop
     return held
-
-
-def tied(layer: LayerSpec) -> LayerSpec:
-    """The layer with two uses, as a head with its embedding's weight."""
-    return replace(layer, uses=layer.uses * 2)

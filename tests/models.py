@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_kfac.curvature.side import Side
-from ds_kfac.model.layers.base import LayerSpec, Use
+from ds_kfac.model.layers.base import LayerSpec
 
 FEATURES, CLASSES = 13, 5
 
@@ -66,9 +66,7 @@ VOCABULARY, TOKENS = 11, 3
 
 
 class TokenNet(nn.Module):
-    """Every layer type: embedding, LayerNorm, RMSNorm, linears; a head that may share the embedding's weight."""
-
-    tied = False
+    """An embedding, LayerNorm, RMSNorm, linears."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,8 +77,6 @@ class TokenNet(nn.Module):
         self.down = nn.Linear(13, 7, bias=False)
         self.lm_head = nn.Linear(7, VOCABULARY, bias=False)
         nn.init.normal_(self.embedding.weight, std=0.7)
-        if self.tied:
-            self.lm_head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         x = self.embedding(tokens)
@@ -106,10 +102,6 @@ class TwinNet(TokenNet):
         return cross_entropy(self.lm_head(x + out + 0.3 * torch.cumsum(x, dim=1)), labels)
 
 
-class TiedNet(TokenNet):
-    tied = True
-
-
 def make_tokens(step: int, rows: int, tokens: int = TOKENS) -> tuple[Tensor, Tensor]:
     """The global batch of a step: tokens and labels, int64 [rows, tokens]."""
     generator = torch.Generator().manual_seed(2000 + step)
@@ -119,4 +111,4 @@ def make_tokens(step: int, rows: int, tokens: int = TOKENS) -> tuple[Tensor, Ten
 def linear_layer(name: str, dim_A: int, dim_G: int) -> LayerSpec:
     """A Linear without bias as scan would find it, with dense sides."""
     A, G = Side.dense(dim_A), Side.dense(dim_G)
-    return LayerSpec(name, f"{name}.weight", None, A, G, (Use(name, "Linear", A, G, False),))
+    return LayerSpec(name, "Linear", name, f"{name}.weight", None, A, G)

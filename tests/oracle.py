@@ -31,7 +31,7 @@ class _Use:
     def __init__(self, owner: "ReferenceKFAC", module: Any) -> None:
         self.module, self.owner = module, owner
         self.bias = getattr(module, "bias", None) is not None
-        self.inputs = isinstance(module, nn.Linear | nn.Embedding)  # a norm's A is made of gradients
+        self.inputs = isinstance(module, nn.Linear)  # a norm's A is made of gradients
         self.name = ""
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.outputs: list[tuple[Tensor, Tensor, torch.Size]] = []  # input, output, the output's shape
@@ -51,9 +51,7 @@ class _Use:
     def add(self, x: Tensor, g: Tensor) -> None:
         g = g.detach().float()
         g = g.reshape(len(g), -1, g.shape[-1])
-        if isinstance(self.module, nn.Embedding):
-            a = F.one_hot(x, self.module.num_embeddings).float()
-        elif isinstance(self.module, nn.Linear):
+        if isinstance(self.module, nn.Linear):
             a = x.float()
             a = torch.cat([a, torch.ones_like(a[..., :1])], -1) if self.bias else a
         elif isinstance(self.module, nn.LayerNorm):  # its rows are those of its parameters' own gradients
@@ -91,15 +89,14 @@ class _Use:
 
 
 class _Layer:
-    """Uses of one weight; how its parameters form a matrix [O, I]; which blocks of A and G are kept."""
+    """How a module's parameters form a matrix [O, I]; which blocks of A and G are kept."""
 
-    def __init__(self, uses: list[_Use], block_A: int, block_G: int) -> None:
-        self.uses, self.module = uses, uses[0].module
+    def __init__(self, use: _Use, block_A: int, block_G: int) -> None:
+        self.use, self.module = use, use.module
         self.blocks = (block_A, block_G)
-        self.embedding = isinstance(self.module, nn.Embedding)
-        self.norm = not uses[0].inputs
-        self.orthogonal = not self.norm and not self.embedding and len(uses) == 1
-        self.params = [self.module.weight] + ([self.module.bias] if uses[0].bias else [])
+        self.norm = not use.inputs
+        self.orthogonal = not self.norm
+        self.params = [self.module.weight] + ([self.module.bias] if use.bias else [])
         self.factors: list[Tensor] = []  # A, G
         self.bases: list[tuple[Tensor, Tensor]] = []  # (alpha, Q_A), (beta, Q_G)
         self.k, self.updates = 0, 0
@@ -111,13 +108,13 @@ class _Layer:
 
     def matrix(self) -> Tensor:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad.float() for p in self.params]
-        if self.norm or self.embedding:
-            return grads[0].T if self.embedding else torch.stack(grads, 1).view(1, -1)
+        if self.norm:
+            return torch.stack(grads, 1).view(1, -1)
         return grads[0] if len(grads) == 1 else torch.cat([grads[0], grads[1][:, None]], 1)
 
     def write(self, V: Tensor) -> None:
-        if self.norm or self.embedding:
-            parts = [V.T] if self.embedding else list(V.view(-1, len(self.params)).T)
+        if self.norm:
+            parts = list(V.view(-1, len(self.params)).T)
         else:
             parts = [V[:, : self.module.in_features], V[:, -1]][: len(self.params)]
         for p, part in zip(self.params, parts, strict=True):
@@ -132,11 +129,7 @@ class _Layer:
         self.factors = batch
 
     def batch(self, seed: float) -> list[Tensor]:
-        A, G, self.terms = self.uses[0].moments(seed)
-        if len(self.uses) == 2:  # tied to an embedding: each side gets the partial trace of the sum of both Fishers
-            counts, G_embedding, _ = self.uses[1].moments(seed)
-            A, G = A * G.trace() + G_embedding * counts.trace(), G * A.trace() + counts * G_embedding.trace()
-            G = G / G.trace()
+        A, G, self.terms = self.use.moments(seed)
         return [_blocks(A, self.blocks[0]), _blocks(G, self.blocks[1])]
 
 
@@ -179,10 +172,10 @@ def _seen(alpha: Tensor, block: int) -> Tensor:
 class ReferenceKFAC:
     """See the module's docstring.
 
-    ``types`` are layer types; "Tied" is an embedding and a head with one weight. ``max_dim`` bounds dense sides,
-    longer ones are kept as ``large`` says. ``parts`` is {linear: (A's block or None, G's block or None)}; a bias stays
-    apart where A is cut. ``rows`` [N, T] and ``terms`` may be set before a step: which rows count, and the number of
-    loss terms. So may ``only``: (layer, "A" or "G") -> bool [N], the examples of the ranks that contribute to it.
+    ``types`` are layer types. ``max_dim`` bounds dense sides, longer ones are kept as ``large`` says. ``parts`` is
+    {linear: (A's block or None, G's block or None)}; a bias stays apart where A is cut. ``rows`` [N, T] and
+    ``terms`` may be set before a step: which rows count, and the number of loss terms. So may ``only``: (layer, "A"
+    or "G") -> bool [N], the examples of the ranks that contribute to it.
     """
 
     rows: Tensor | None = None
@@ -209,33 +202,22 @@ class ReferenceKFAC:
             return dim if small else {"blocks": -(-dim // -(-dim // max_dim)), "diagonal": 1, "identity": 0}[large]
 
         named = {n: m for n, m in model.named_modules() if n not in exclude and getattr(m, "weight", None) is not None}
-        heads = {id(m.weight): m for m in named.values() if isinstance(m, nn.Linear)}
         for name, m in named.items():
             kind = type(m).__name__
-            if not m.weight.requires_grad:
+            if not m.weight.requires_grad or kind not in types:
                 continue
-            if isinstance(m, nn.Embedding) and id(m.weight) in heads:
-                if "Tied" in types:
-                    uses = [_Use(self, heads[id(m.weight)]), _Use(self, m)]
-                    self.layers[name] = _Layer(uses, block(m.embedding_dim), 1)
-            elif kind not in types or any(m is use.module for layer in self.layers.values() for use in layer.uses):
-                continue
-            elif kind == "Linear":
+            if kind == "Linear":
                 no_G = fisher == "activations_only"
                 A, G = block(m.in_features + (m.bias is not None)), 0 if no_G else block(m.out_features)
                 use = _Use(self, m)
                 if name in parts:
                     A, G = (part or side for part, side in zip(parts[name], (A, G), strict=True))
                     use.bias = use.bias and not parts[name][0]
-                self.layers[name] = _Layer([use], A, G)
-            elif kind == "Embedding":
-                no_G = fisher == "activations_only"
-                self.layers[name] = _Layer([_Use(self, m)], 1, 0 if no_G else block(m.embedding_dim))
+                self.layers[name] = _Layer(use, A, G)
             else:
-                self.layers[name] = _Layer([_Use(self, m)], 2 if kind == "LayerNorm" else 1, 0)
+                self.layers[name] = _Layer(_Use(self, m), 2 if kind == "LayerNorm" else 1, 0)
         for name, layer in self.layers.items():
-            for use in layer.uses:
-                use.name = name
+            layer.use.name = name
 
     @property
     def factors(self) -> dict[str, list[Tensor]]:
@@ -248,7 +230,7 @@ class ReferenceKFAC:
 
     def sampled(self, loss: Tensor) -> None:
         """Monte-Carlo Fisher: G from a loss on labels drawn from the model, before the true backward."""
-        uses = [use for layer in self.layers.values() for use in layer.uses]
+        uses = [layer.use for layer in self.layers.values()]
         outputs = [output for use in uses for output in use.outputs]
         gradients = iter(torch.autograd.grad(loss, [y for _, y, _ in outputs], retain_graph=True))
         for use in uses:
@@ -260,7 +242,7 @@ class ReferenceKFAC:
         """Fold this step's rows into the factors and decompose them, if due."""
         if self.steps % self.update_interval == 0:
             for layer in self.layers.values():
-                if layer.uses[0].pairs:
+                if layer.use.pairs:
                     layer.fold(seed, self.decay)
         if self.steps % self.refresh_interval == 0:
             for layer in [layer for layer in self.layers.values() if layer.factors]:
@@ -270,8 +252,8 @@ class ReferenceKFAC:
                 RA, RG = (new.T @ before for (_, new), before in zip(layer.bases, old, strict=True))
                 if isinstance(layer.m, Tensor) and self.method != "root":
                     layer.m = RG @ layer.m @ RA.T
-        for use in [use for layer in self.layers.values() for use in layer.uses]:
-            use.pairs.clear()
+        for layer in self.layers.values():
+            layer.use.pairs.clear()
         self.steps += 1
 
     def step(self, lr: float, grad_scale: float = 1.0, seed: float = 1.0, clip: float = 1.0) -> None:

@@ -68,8 +68,7 @@ class ImageLayer(_Layer):
     """Of a convolution's group or a norm."""
 
     def __init__(self, use: ImageUse, block_A: int, block_G: int) -> None:
-        super().__init__([use], block_A, block_G)
-        self.use = use
+        super().__init__(use, block_A, block_G)
         turned = isinstance(self.module, TRANSPOSED)
         if turned:
             self.params = [self.module.weight]

@@ -35,10 +35,9 @@ def wrong(kind: type[ReferenceKFAC], mistake: str) -> type[ReferenceKFAC]:
                 self.terms *= 2
             elif mistake == "a row" and self.steps == 0:
                 for layer in self.layers.values():
-                    for use in layer.uses:
-                        use.pairs = [
-                            (torch.cat([0 * a[:1], a[1:]]), torch.cat([0 * g[:1], g[1:]])) for a, g in use.pairs
-                        ]
+                    layer.use.pairs = [
+                        (torch.cat([0 * a[:1], a[1:]]), torch.cat([0 * g[:1], g[1:]])) for a, g in layer.use.pairs
+                    ]
             super().update(seed)
 
     return Wrong
@@ -55,8 +54,6 @@ MISTAKES = ("sign", "terms", "refreshed every step", "a row")
 # corrected eigenvalues of a deep net of layers alike rounding moves more than an interval does.
 SEEN = {
     "all": MISTAKES, "corrected": MISTAKES, "stacked": MISTAKES,
-    "tied-corrected": ("sign", "refreshed every step", "a row"),
-    "adam-tied": ("sign", "refreshed every step", "a row"),
     "stacked-corrected": ("sign", "a row"),
 }  # fmt: skip
 

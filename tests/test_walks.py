@@ -109,7 +109,7 @@ def worker(folder: str) -> dict[str, tuple[int, list[str], int]]:
     walks.pop("attach and build")
     walk("attach", lambda: ds_kfac.attach(engine, KFAC))
     train(engine, 1, steps=REFRESH)
-    by_use = frozenset({"Reducer.finish", "FactorUpdates.update"})
+    by_use = frozenset({"Reducer.reduce", "FactorUpdates.update"})
     activation, in_step = Walk(), Walk(by_use)
     walk("plain step", lambda: None)
     from tests.deepspeed.runs import micro_batches

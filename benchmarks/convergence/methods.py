@@ -35,8 +35,6 @@ VARIATIONS = {
     "rms": {"adam": {"scale": "rms"}},
     "no_nesterov": {"adam": {"nesterov": False}},
     "no_burn_in": {"burn_in": {"steps": 0}},
-    "all_types": {"layers": {"types": ["Linear", "Embedding", "LayerNorm"]},
-                  "factor": {"update_interval": 10, "fisher": "empirical"}},
 }  # fmt: skip
 """KFACAdamW with one thing changed, to see what it is worth. plain: Adam in the eigenbasis of A and G. unrotated: no
 curvature at all, orthogonalized Adam in the layers' own coordinates. fused: queries, keys and values are one matrix, as

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_kfac.curvature.side import Side
-from ds_kfac.model.layers.base import LayerSpec, Use
+from ds_kfac.model.layers.base import LayerSpec
 
 MAX_DIM = 16384
 
@@ -24,7 +24,7 @@ class Table:
 def _layer(name: str, inputs: int, outputs: int) -> LayerSpec:
     """Inputs with the bias, if there is one, counted as one more."""
     A, G = (Side.limited(dim, max_dim=MAX_DIM, large="diagonal") for dim in (inputs, outputs))
-    return LayerSpec(name, f"{name}.weight", None, A, G, (Use(name, "Linear", A, G, False),))
+    return LayerSpec(name, "Linear", name, f"{name}.weight", None, A, G)
 
 
 def _blocks(count: int, shapes: dict[str, tuple[int, int]], shared: Sequence[Sequence[str]] = ()) -> Table:

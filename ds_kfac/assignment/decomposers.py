@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Mapping
 from itertools import chain
 
-from ds_kfac.assignment.factor_spec import FactorSpec, tied_factors
+from ds_kfac.assignment.factor_spec import FactorSpec
 from ds_kfac.assignment.work import Work, packed_bytes
 
 Workers = Mapping[str, tuple[int, ...]]
@@ -42,12 +42,12 @@ def place_decomposers(
 
 
 def _items(work: Work, workers: Workers, split: bool) -> list[tuple[FactorSpec, ...]]:
-    """What is decomposed on one rank: both factors of a tied layer; of any layer unless they may part."""
-    home = {key: keys[0] for keys in tied_factors(work.layers, work.factors) for key in keys}
+    """What is decomposed on one rank: both factors of a layer unless they may part."""
+    home: dict[str, str] = {}
     if not split:
         for used in work.used.values():
             own = [factor.key for factor in used if len(factor.layers) == 1]
-            home |= {key: own[0] for key in own if key not in home}
+            home |= {key: own[0] for key in own}
     items: dict[str, list[FactorSpec]] = {}
     for factor in work.factors:
         items.setdefault(home.get(factor.key, factor.key), []).append(factor)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_kfac.curvature.side import Side
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers.base import LayerSpec, key_of
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,6 @@ class FactorSpec:
     @property
     def is_A(self) -> bool:
         return self.key.endswith("/A")
-
-
-def key_of(layer: str, side: str) -> str:
-    """Key of a layer's own factor; ``side`` is "A" or "G"."""
-    return f"{layer}/{side}"
 
 
 def factor_specs(layers: Sequence[LayerSpec], shared: Sequence[Sequence[str]] = ()) -> tuple[FactorSpec, ...]:
@@ -55,7 +50,7 @@ def rows_from(factor: FactorSpec, layers: Mapping[str, LayerSpec]) -> tuple[str,
     """Names of the layers whose rows together are a factor's: of a stack's common A all that are in the stack of its
     first, else its first alone, whose rows are the others', too."""
     first = layers[factor.layers[0]]
-    if not factor.is_A or first.part[1] == 1 or not first.uses[0].product:
+    if not factor.is_A or first.part[1] == 1 or not first.product:
         return (first.name,)
     return tuple(name for name in factor.layers if layers[name].weight == first.weight)
 
@@ -67,10 +62,3 @@ def factors_by_layer(factors: Sequence[FactorSpec]) -> Mapping[str, Mapping[str,
         for layer in factor.layers:
             found.setdefault(layer, {})["A" if factor.is_A else "G"] = factor
     return found
-
-
-def tied_factors(layers: Sequence[LayerSpec], factors: Sequence[FactorSpec]) -> tuple[tuple[str, ...], ...]:
-    """Keys of the factors of each layer with several uses: they have one decomposer and are refreshed together."""
-    by_layer = factors_by_layer(factors)
-    tied = (tuple(f.key for f in by_layer.get(layer.name, {}).values()) for layer in layers if len(layer.uses) > 1)
-    return tuple(keys for keys in tied if keys)

@@ -37,7 +37,6 @@ def refresh_offsets(
     *,
     update_interval: int,
     refresh_interval: int,
-    together: Sequence[Sequence[str]] = (),
     method: str = "eigen",
     alone: bool = False,
 ) -> Stagger:
@@ -50,18 +49,13 @@ def refresh_offsets(
     Args:
         decomposers: factor key -> rank.
         refresh_interval: if it is no multiple of ``update_interval``, the steps past the largest one stay empty.
-        together: keys of factors that need the same offset, those of a tied layer.
         method: a key of ``FACTOR_FORMS``: what a refresh is.
         alone: whether a factor is captured by its decomposer (and a few ranks more), or by every rank.
     """
     steps = refresh_interval // update_interval * update_interval or refresh_interval
     captures = min(update_interval, steps)
-    items = _items(factors, together)
     seconds = {factor.key: costs.decompose(factor.side, method) for factor in factors}
-    squares = [Counter[int]() for _ in items]
-    for item, own in zip(items, squares, strict=True):
-        for factor in item:
-            own[decomposers[factor.key] if alone else EVERYONE] += factor.side.dim**2
+    squares = [Counter({decomposers[factor.key] if alone else EVERYONE: factor.side.dim**2}) for factor in factors]
     everything = sum(squares, Counter[int]())
     largest = max((max(own.values()) for own in squares), default=0)
     limit = max(largest, (1 + CAPTURE_TOLERANCE) * max(everything.values(), default=0) / captures)
@@ -69,12 +63,10 @@ def refresh_offsets(
     loads = [_Load(costs.node_size, costs.node_cores) for _ in range(steps)]
     offsets: dict[str, int] = {}
 
-    heaviest = sorted(range(len(items)), key=lambda i: (-sum(seconds[f.key] for f in items[i]), -squares[i].total()))
+    heaviest = sorted(range(len(factors)), key=lambda i: (-seconds[factors[i].key], -squares[i].total()))
     for i in heaviest:
-        work: dict[int, float] = {}
-        for factor in items[i]:
-            rank = decomposers[factor.key]
-            work[rank] = work.get(rank, 0.0) + seconds[factor.key]
+        key = factors[i].key
+        work = {decomposers[key]: seconds[key]}
         after_it = [max(now[rank] + more for rank, more in squares[i].items()) for now in captured]
         open_ = [phase for phase in range(captures) if after_it[phase] <= limit]
         phases = set(open_ or [phase for phase in range(captures) if after_it[phase] == min(after_it)])
@@ -90,8 +82,7 @@ def refresh_offsets(
         step = min((step for step in range(steps) if step % captures in phases), key=outcome)
         captured[step % captures].update(squares[i])
         loads[step].add(work)
-        for factor in items[i]:
-            offsets[factor.key] = step
+        offsets[key] = step
     seconds_of = [load.seconds for load in loads]
     return Stagger(
         {factor.key: offsets[factor.key] for factor in factors}, max(seconds_of), sum(seconds_of) / refresh_interval
@@ -123,11 +114,3 @@ class _Load:
         for part, more in self._parts(work).items():
             self._busy[part] = self._busy.get(part, 0.0) + more
             self.seconds = max(self.seconds, self._busy[part])
-
-
-def _items(factors: Sequence[FactorSpec], together: Sequence[Sequence[str]]) -> list[list[FactorSpec]]:
-    first = {key: keys[0] for keys in together for key in keys}
-    items: dict[str, list[FactorSpec]] = {}
-    for factor in factors:
-        items.setdefault(first.get(factor.key, factor.key), []).append(factor)
-    return list(items.values())

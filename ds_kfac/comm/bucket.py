@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ds_kfac.assignment.contributors import Contributors
-from ds_kfac.assignment.factor_spec import FactorSpec, factors_by_layer
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.assignment.factor_spec import FactorSpec
 
 ALIGNMENT = 32
 """Elements; a piece of a sum starts at a multiple, so that vectorised kernels may assume it."""
@@ -26,27 +25,19 @@ KNOWN = 64
 
 @dataclass(frozen=True)
 class Slot:
-    """The sum over one side of one use of a layer.
+    """The batch sum of a factor.
 
     Attributes:
-        factor: key of the factor it belongs to.
+        factor: its key.
         numel: of the packed sum.
         owner: the rank that averages it.
         contributors: ranks that make it, ascending.
     """
 
     factor: str
-    layer: str
-    use: int
-    side: str
     numel: int
     owner: int
     contributors: Sequence[int]
-
-    @property
-    def rows(self) -> tuple[str, int, str]:
-        """Whose rows it sums: (layer, use, side)."""
-        return self.layer, self.use, self.side
 
     @property
     def sources(self) -> int:
@@ -72,26 +63,17 @@ Bucket = tuple[Piece, ...]
 
 
 def slots(
-    layers: Sequence[LayerSpec],
     factors: Sequence[FactorSpec],
     decomposers: Mapping[str, int],
     contributors: Contributors,
     keys: frozenset[str],
     step: int,
 ) -> tuple[Slot, ...]:
-    """Sums of the factors in ``keys`` at ``step``, in the order in which they are complete in a backward: upper layers
-    first. Layers that share an input have one."""
-    by_layer, found = factors_by_layer(factors), []
-    for layer in reversed(layers):
-        for which, factor in by_layer.get(layer.name, {}).items():
-            if factor.layers[0] != layer.name or factor.key not in keys:
-                continue
-            owner = decomposers[factor.key]
-            ranks = contributors.of(factor.key, owner, step)
-            for index, use in enumerate(layer.uses):
-                numel = (use.A if which == "A" else use.G).numel
-                found.append(Slot(factor.key, layer.name, index, which, numel, owner, ranks))
-    return tuple(found)
+    """Sums of the factors in ``keys`` at ``step``."""
+    due = [(factor, decomposers[factor.key]) for factor in factors if factor.key in keys]
+    return tuple(
+        Slot(factor.key, factor.side.numel, owner, contributors.of(factor.key, owner, step)) for factor, owner in due
+    )
 
 
 def buckets(found: Sequence[Slot], *, world: int, itemsize: int, nbytes: int) -> tuple[Bucket, ...]:
@@ -127,7 +109,6 @@ def _pieces(slot: Slot, itemsize: int, nbytes: int) -> list[Piece]:
 class Layout:
     """Sums and messages of a run's steps, the same on every rank: what :func:`slots` and :func:`buckets` are asked."""
 
-    layers: Sequence[LayerSpec]
     factors: Sequence[FactorSpec]
     decomposers: Mapping[str, int]
     contributors: Contributors
@@ -150,7 +131,7 @@ class Layout:
         if asked not in self._known:
             if len(self._known) == KNOWN:
                 self._known.pop(next(iter(self._known)))
-            found = slots(self.layers, self.factors, self.decomposers, self.contributors, keys, step)
+            found = slots(self.factors, self.decomposers, self.contributors, keys, step)
             world = self.contributors.world
             made = buckets(found, world=world, itemsize=self.itemsize, nbytes=self.nbytes)
             self._known[asked] = found, made

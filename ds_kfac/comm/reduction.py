@@ -36,19 +36,19 @@ class Reduction:
     """One message, to be waited for later. Collective: start on every rank, in the same order.
 
     Args:
-        sums: this rank's, of the slots that it contributes to, by (layer, use, side).
+        sums: factor key -> this rank's, of the slots that it contributes to.
     """
 
     def __init__(
         self,
         bucket: Bucket,
-        sums: Mapping[tuple[str, int, str], BatchSum],
+        sums: Mapping[str, BatchSum],
         channel: Channel,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         def of(move: Move) -> BatchSum:
-            return sums[bucket[move.param].slot.rows]
+            return sums[bucket[move.param].slot.factor]
 
         self.bucket, self.rank = bucket, channel.rank
         elements, counts = plans(bucket, channel.rank, channel.world)
@@ -58,7 +58,7 @@ class Reduction:
         )
         self._message = Message(parts, channel, device)
 
-    def add_to(self, sums: Mapping[tuple[str, int, str], BatchSum]) -> None:
+    def add_to(self, sums: Mapping[str, BatchSum]) -> None:
         """Wait, and turn this rank's sums of the slots that it owns into those of all contributors, in rank order."""
         counts, elements = self._message.wait()
         arrived: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
@@ -67,7 +67,7 @@ class Reduction:
                 arrived.setdefault((kind, move.param), []).append((move.source, part))
         for (kind, index), parts in arrived.items():
             piece = self.bucket[index]
-            own = sums[piece.slot.rows]
+            own = sums[piece.slot.factor]
             whole = own.sum_P.narrow(0, piece.start, piece.numel) if kind else own.count.reshape(1)
             if self.rank in piece.slot.contributors:
                 parts.append((self.rank, whole))

@@ -183,8 +183,8 @@ class AdamConfig(Block):
         "qa_outputs",
     ]
     """Layers that keep Adam's direction, as heads do with Muon: regexes for the end of a layer's name, from a dot or
-    its beginning on. The default matches the heads of transformers and timm. Norms, embeddings and tied heads always
-    keep Adam's direction."""
+    its beginning on. The default matches the heads of transformers and timm. Norms always keep Adam's
+    direction."""
     blocks: dict[NameEnd, BlockRows] = {}
     """Matrices that hold several maps, each of which is orthogonalized and sized by itself: a regex for the end of the
     weight's name -> how many equal ones follow each other, or their rows, repeated up to the last row. ``{"qkv": 3}``:

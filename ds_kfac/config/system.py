@@ -19,13 +19,13 @@ class LayersConfig(Block):
         list[
             Literal[
                 "Linear", "Conv1D", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d",
-                "ConvTranspose3d", "Embedding", "LayerNorm", "RMSNorm", "BatchNorm", "GroupNorm", "Tied",
+                "ConvTranspose3d", "LayerNorm", "RMSNorm", "BatchNorm", "GroupNorm",
             ]
         ]
         | None
     ) = None  # fmt: skip
-    """Layer types to precondition. Conv1D is the linear layer of transformers' GPT-2, Conv1d torch's convolution; Tied
-    is an embedding and a head with one weight. null: Linear, Conv1D and all convolutions."""
+    """Layer types to precondition. Conv1D is the linear layer of transformers' GPT-2, Conv1d torch's convolution.
+    null: Linear, Conv1D and all convolutions."""
     share_inputs: bool = True
     """Keep one A for layers that see the same input (separate q, k and v; gate and up). They are found in the first
     step, and every later one is checked."""

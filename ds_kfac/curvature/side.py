@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_kfac.ops.dispatch import block_syrk_accumulate_, count_accumulate_, symmetric_unpack_from, syrk_accumulate_
+from ds_kfac.ops.dispatch import block_syrk_accumulate_, symmetric_unpack_from, syrk_accumulate_
 from ds_kfac.ops.reference import packed_numel
 
 
@@ -87,14 +87,11 @@ class Side:
         """Add ``scale`` times the rows' second moment, inside the blocks, to a packed fp32 sum.
 
         Args:
-            x_ND: rows [N, D], or [N, D - 1] with ``ones_column``, [N, D - n] of a side that is n repeated; or int64
-                [N], each the index of a one-hot row (their counts are not scaled).
+            x_ND: rows [N, D], or [N, D - 1] with ``ones_column``, [N, D - n] of a side that is n repeated.
             ones_column: [N, 1] of 1 (0 for a row that does not count), the input of the bias.
         """
         if self.block == 0:
             return sum_P
-        if not x_ND.is_floating_point():
-            return count_accumulate_(sum_P, x_ND)
         if self.block == self.dim:
             return syrk_accumulate_(sum_P, x_ND, ones_column=ones_column, scale=scale)
         if ones_column is not None:

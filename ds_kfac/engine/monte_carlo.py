@@ -7,7 +7,7 @@ import torch
 from deepspeed.utils import logger
 from torch import Tensor
 
-from ds_kfac.model.calls import AskedCall
+from ds_kfac.model.calls import Call
 from ds_kfac.model.hooks import own_hook
 from ds_kfac.model.loss_terms import LossTerms, output_terms
 from ds_kfac.model.sampled_loss import SAMPLERS, Sampler
@@ -61,7 +61,7 @@ class LossSampling:
         calls = self._waiting(loss)
         if not calls and self._step == self.kfac.steps:
             return  # another backward through a forward that has been sampled
-        forwards = list(dict.fromkeys(call.loss for call in calls))
+        forwards = list(dict.fromkeys(call.forward.loss for call in calls))
         if not calls or any(forward not in self._predictions for forward in forwards):
             raise ValueError(
                 'kfac.factor.fisher "monte_carlo": no prediction since the last backward; the module named in '
@@ -74,16 +74,16 @@ class LossSampling:
         with torch.enable_grad():
             total = torch.stack(losses).sum()  # each a mean over its own terms
         seed = torch.as_tensor(self.kfac.layout.manual_scale(), dtype=torch.float32, device=total.device)
-        capture.add_sampled(calls, self._extra(total, [call.edge for call in calls], seed), seed)
+        capture.add_sampled(calls, self._extra(total, [call.edge for call in calls if call.edge], seed), seed)
 
-    def _waiting(self, loss: Tensor | None) -> list[AskedCall]:
+    def _waiting(self, loss: Tensor | None) -> list[Call]:
         """The calls of forwards that ``loss`` depends on."""
         pending = self.kfac.capture.pending
-        if loss is None or len({call.loss for call in pending}) < 2:
+        if loss is None or len({call.forward.loss for call in pending}) < 2:
             return pending
         nodes = set(graph(loss.grad_fn))
-        reached = {call.loss for call in pending if call.edge.node in nodes}
-        return [call for call in pending if call.loss in reached]
+        reached = {call.forward.loss for call in pending if call.edge and call.edge.node in nodes}
+        return [call for call in pending if call.forward.loss in reached]
 
     @torch.enable_grad()
     def _sampled(self, forward: LossTerms) -> Tensor:

@@ -212,8 +212,7 @@ def layer_lines(
 
 def _sides(layer: LayerSpec) -> Row:
     sides = (f"{side.dim}{'' if side.kind == 'dense' else f' ({side.kind})'}" for side in (layer.G, layer.A))
-    kind = layer.kind if len(layer.uses) == 1 else f"Tied to {layer.uses[0].module}"
-    return (kind, *sides, "yes" if layer.bias else "no")
+    return (layer.kind, *sides, "yes" if layer.bias else "no")
 
 
 def skipped_lines(scan: Scan, *, whole: bool = False) -> list[str]:

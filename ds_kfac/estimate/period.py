@@ -21,9 +21,8 @@ def settled_period(plan: Plan) -> tuple[Happening, ...]:
     """Every step of a period, without the adaptive rule, which only leaves work out."""
     timetable = replace(plan, adaptive=None).timetable()
     schedule = plan.schedule
-    settled = max(
-        schedule.displaced(offset).settled for offset in {0, *(plan.offsets.get(unit, 0) for unit in plan.together)}
-    )
+    offsets = {plan.offsets.get(factor.key, 0) for factor in plan.assignment.factors}
+    settled = max(schedule.displaced(offset).settled for offset in {0, *offsets})
     update, refresh = schedule.intervals(settled)
     period = update * -(-refresh // update)
     lag, start = min(plan.lag, refresh - 1), settled + 2 * period
@@ -43,4 +42,4 @@ def _happening(plan: Plan, timetable: Timetable, step: int, lag: int) -> Happeni
     due = timetable.due(step)
     # what the first step decomposes takes effect in it
     arriving = timetable.due(step - lag).refresh if step > lag or not lag else frozenset()
-    return Happening(plan.expanded(due.capture), plan.expanded(due.refresh), plan.expanded(arriving))
+    return Happening(due.capture, due.refresh, arriving)

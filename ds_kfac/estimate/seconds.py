@@ -173,16 +173,11 @@ class Workload:
 
     def _capture(self, factor: FactorSpec, layer: LayerSpec, members: int) -> int:
         """``members``: layers of a stack whose rows these are."""
-        total = 0
-        for use in layer.uses:
-            if use.kind == "Embedding" and factor.is_A:  # counts, no products
-                continue
-            rows = round((self.rows or 0) * self.trace.rows_of(layer, use.module) * members)
-            if isinstance(LAYERS[use.kind], Convolution):
-                factor_config, dims = self.config.factor, int(use.kind[-2])
-                rule = RowRule(sample=factor_config.sample_rows, positions=factor_config.sample_positions)
-                rows //= grid_step(rule, rows, dims, max(layer.shape[-2:])) ** dims
-            elif self.config.factor.sample_rows is not None:
-                rows = min(rows, self.config.factor.sample_rows)
-            total += capture_flops(use.A if factor.is_A else use.G, rows)
-        return total
+        rows = round((self.rows or 0) * self.trace.rows_of(layer) * members)
+        if isinstance(LAYERS[layer.kind], Convolution):
+            factor_config, dims = self.config.factor, int(layer.kind[-2])
+            rule = RowRule(sample=factor_config.sample_rows, positions=factor_config.sample_positions)
+            rows //= grid_step(rule, rows, dims, max(layer.shape[-2:])) ** dims
+        elif self.config.factor.sample_rows is not None:
+            rows = min(rows, self.config.factor.sample_rows)
+        return capture_flops(factor.side, rows)

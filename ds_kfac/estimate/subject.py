@@ -60,7 +60,7 @@ def subject_of(model: nn.Module, config: KFACConfig, mode: Mode, *, trace: Trace
         groups = [group["params"] for group in split_groups(model, found, None, apart="apart")]
     else:
         groups = [list(trained.values())]
-    modules = {layer.name: layer.uses[0].module for layer in found.layers}
+    modules = {layer.name: layer.module for layer in found.layers}
     inputs = {name: trace.inputs[module] for name, module in modules.items() if module in trace.inputs}
     return Subject(
         layers=found.layers,

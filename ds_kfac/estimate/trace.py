@@ -36,12 +36,11 @@ class Trace:
 
     def knows(self, layer: LayerSpec) -> bool:
         """Whether it knows the rows of a layer of a stack; of others a unit has one at least."""
-        return layer.part[1] == 1 or not layer.uses[0].product or layer.weight in self.stacked
+        return layer.part[1] == 1 or not layer.product or layer.weight in self.stacked
 
-    def rows_of(self, layer: LayerSpec, module: str | None = None) -> float:
-        """Rows of one unit that a layer has, by its first use or that of ``module``; if not known, as if each took
-        part."""
-        return self.stacked.get(layer.weight, self.rows.get(module or layer.uses[0].module, 1.0))
+    def rows_of(self, layer: LayerSpec) -> float:
+        """Rows of one unit that a layer has; if not known, as if each took part."""
+        return self.stacked.get(layer.weight, self.rows.get(layer.module, 1.0))
 
 
 def units_of(example: Sequence[Any]) -> int:

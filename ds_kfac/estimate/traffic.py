@@ -114,7 +114,7 @@ class PlannedTraffic:
             method=plan.method,
         )
         self.layout = Layout(
-            plan.layers, assignment.factors, assignment.decomposers, plan.contributors, plan.wire.itemsize,
+            assignment.factors, assignment.decomposers, plan.contributors, plan.wire.itemsize,
             plan.bucket_bytes,
         )  # fmt: skip
         self.first = self.layout if plan.first is None else replace(self.layout, contributors=plan.first, _known={})

@@ -1,9 +1,5 @@
 """The sums over a batch's rows that become factors."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -28,10 +24,6 @@ class BatchSum:
         made.numel, made.device = numel, device
         return made
 
-    def like(self) -> "BatchSum":
-        """An empty one of the same size."""
-        return BatchSum.empty(self.numel, self.device)
-
     @property
     def sum_P(self) -> Tensor:
         if self._sum_P is None:
@@ -55,28 +47,3 @@ class BatchSum:
     def clear(self) -> None:
         """No rows, and no memory."""
         self._sum_P = self._count = None
-
-
-@dataclass(frozen=True)
-class UseSums:
-    """Where the rows of one use of a layer go, this step; None where nothing is due here."""
-
-    A: BatchSum | None
-    G: BatchSum | None
-
-    def having(self, side: str, sum_: BatchSum | None) -> "UseSums":
-        return replace(self, **{side: sum_})
-
-    @property
-    def sides(self) -> str:
-        """Those that are due: "AG", "A", "G" or ""."""
-        return "".join(side for side in "AG" if getattr(self, side) is not None)
-
-
-class Sums(Protocol):
-    """Keeps a step's batch sums."""
-
-    def allocate(self, keys: frozenset[str], step: int) -> Mapping[str, Sequence[UseSums]]:
-        """At the first rows of a step: empty sums of those of the factors in ``keys`` that this rank contributes to, by
-        layer name, one per use."""
-        ...

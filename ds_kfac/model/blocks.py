@@ -38,7 +38,7 @@ def with_blocks(layer: LayerSpec, modules: Mapping[str, nn.Module], chosen: Sequ
     Raises:
         ValueError: a matrix does not have as many rows.
     """
-    if layer.kind not in KINDS or layer.groups > 1 or len(layer.uses) > 1:
+    if layer.kind not in KINDS or layer.groups > 1:
         return layer
     name = weight_name(layer)
     rows = layer.shape[-2]

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ds_kfac.model.batch_info import BatchInfo
 from ds_kfac.model.batch_sum import BatchSum
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers.base import LayerSpec, LayerType
 from ds_kfac.model.loss_terms import LossTerms
 from ds_kfac.model.row_masks import Fit
 
@@ -30,18 +30,12 @@ class Forward:
     Attributes:
         loss: what is known of its loss.
         detached: whether no input of the model came from another graph.
-        waiting: (layer, use) -> sum of the inputs so far.
+        waiting: layer -> sum of the inputs so far.
     """
 
     loss: LossTerms = field(default_factory=LossTerms)
     detached: bool = True
-    waiting: dict[tuple[str, int], BatchSum] = field(default_factory=dict)
-
-    def inputs_of(self, layer: str, use: int, like: BatchSum) -> BatchSum:
-        """What the inputs of a call are added to; at first zeros like ``like``."""
-        if (layer, use) not in self.waiting:
-            self.waiting[layer, use] = like.like()
-        return self.waiting[layer, use]
+    waiting: dict[str, BatchSum] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -49,19 +43,22 @@ class Call:
     """One call of a module whose output gradient is still to come.
 
     Attributes:
+        kind: the layer's type.
         info: of the micro-batch, as it is for this module.
         rows: which of its rows count.
         shape: of the gradient of its rows, with examples and positions.
-        sides: whose rows are due.
+        sides: whose rows it has, of "AG".
         select: which rows of the output are the call's, of a product of several layers; None: all.
         columns: which of the layer's outputs they are; None: all.
         lay: makes rows of the gradient that arrives; None: it has them.
         x: its input; kept only where it is needed with the gradient, so that checkpointing can free it.
         recomputed: whether it is a recomputation, whose A is added with the gradient.
+        edge: where the gradient of its output arrives, maybe flattened, if autograd is to be asked for it; no node may
+            hold such a call.
     """
 
     layer: LayerSpec
-    use: int
+    kind: LayerType
     module: nn.Module
     info: BatchInfo
     rows: Fit
@@ -73,6 +70,7 @@ class Call:
     select: slice | Tensor | None = None
     columns: slice | None = None
     lay: Callable[[Tensor], Tensor] | None = None
+    edge: GradientEdge | None = None
 
     def gradient_of(self, gradient: Tensor) -> Tensor:
         """Its part of the gradient of an output; zero in columns that it does not have."""
@@ -83,22 +81,6 @@ class Call:
             return gradient
         part = gradient.reshape(*self.shape[:-1], self.columns.stop - self.columns.start)
         return F.pad(part, (self.columns.start, self.shape[-1] - self.columns.stop))
-
-    @property
-    def loss(self) -> LossTerms:
-        """Of the forward in which it was made."""
-        return self.forward.loss
-
-
-@dataclass(eq=False)
-class AskedCall(Call):
-    """A call whose gradient autograd is asked for; no node may hold it.
-
-    Attributes:
-        edge: where the gradient of its output arrives, maybe flattened.
-    """
-
-    edge: GradientEdge = field(kw_only=True)
 
 
 def edge_of(output: Tensor) -> GradientEdge:
@@ -112,16 +94,6 @@ def edge_of(output: Tensor) -> GradientEdge:
     origin = base if viewed and base is not None else output
     assert origin.grad_fn is not None, "the output requires no gradient"
     return GradientEdge(origin.grad_fn, origin.output_nr)
-
-
-def on_gradient(output: Tensor, function: Callable[[Tensor | None], None]) -> None:
-    """Call ``function`` with the gradient that arrives at :func:`edge_of` ``output``, maybe flattened.
-
-    By a prehook on the node. A tensor hook would run before DeepSpeed divides an engine output's gradient by the
-    accumulation steps, and a full backward hook breaks with in-place activations.
-    """
-    node, place, _ = edge_of(output)
-    node.register_prehook(lambda gradients: function(gradients[place]))
 
 
 def is_trained(module: Any) -> bool:

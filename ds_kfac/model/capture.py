@@ -26,14 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from ds_kfac.model.batch_info import BatchInfo, ReadBatch
-from ds_kfac.model.batch_sum import Sums, UseSums
-from ds_kfac.model.calls import AskedCall, Call, Forward, edge_of, is_trained, no_graph, on_gradient
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.batch_sum import BatchSum
+from ds_kfac.model.calls import Call, Forward, edge_of, is_trained, no_graph
+from ds_kfac.model.layers.base import LayerSpec, key_of
 from ds_kfac.model.layers.registry import LAYERS
 from ds_kfac.model.loss_terms import LossTerms
 from ds_kfac.model.own_backward import OwnBackward
 from ds_kfac.model.products import EVERY, Product, Products
-from ds_kfac.model.row_masks import Fit, RowMasks
+from ds_kfac.model.row_masks import EVERY_ROW, Fit, RowMasks
 from ds_kfac.model.row_sums import RowSums
 from ds_kfac.model.rows import RowRule
 from ds_kfac.model.shared_inputs import SharedInputs
@@ -55,7 +55,7 @@ class Capture:
     Attributes:
         read_batch: reads from the model's arguments which rows count.
         pending: calls without gradients yet, of all forwards; filled only if ``sampled``.
-        sums: where rows go, see :meth:`begin_step`.
+        sums: factor key -> where rows go, see :meth:`begin_step`.
         measured: layer name -> rows of its calls since the last step here, also where none are summed: of first runs
             and of recomputations; None: they are not counted.
         counted, strangers: calls since the last step whose gradients came in the engine's own backward, and in others.
@@ -78,54 +78,54 @@ class Capture:
         self.active, self._model = False, model
         self.sampled, self.rows = sampled, RowSums(rule or RowRule(), stage, divided=not sampled)
         self.read_batch: ReadBatch = read_batch or (lambda arguments, keywords: BatchInfo())
-        self.pending: list[AskedCall] = []
+        self.pending: list[Call] = []
         self.inputs = inputs or SharedInputs()
-        self.sums: Sums
+        self.sums: Mapping[str, BatchSum] = {}
         self.measured: dict[str, list[int]] | None = None
         self.counted = self.strangers = 0
         self._own, self._forward = OwnBackward(), Forward()
         self._running: Forward | None = None  # whose gradients come in this backward
         self._arrived: list[Call] = []  # in this backward, with an input to be released after it
         self._fallback_seed = fallback_seed
-        self._sums: Mapping[str, Sequence[UseSums]] | None = None
         self._seed: Tensor | float | None = None
-        self._info_of, self._masks = info_of or (lambda module, info: info), RowMasks(model)
-        self.called, self._keys = set[str](), frozenset[str]()
+        self._info_of, self._masks, self.called = info_of, RowMasks(model), set[str]()
         self._handles: list[Any] = [
             model.register_forward_pre_hook(self._begin_forward(model), with_kwargs=True),
             model.register_forward_hook(self._end_forward(model)),
         ]
         parameters, owners = dict(model.named_parameters()), {"": model}
-        self._stacks: dict[int, list[tuple[LayerSpec, int]]] = {}  # id of a parameter -> its layers, in order
+        self._stacks: dict[int, list[LayerSpec]] = {}  # id of a parameter -> its layers, in order
         counts: dict[nn.Parameter, int] = {}
         for layer in layers:
-            for index, use in enumerate(layer.uses):
-                module = model.get_submodule(use.module)
-                if use.product:
-                    owners |= {name: model.get_submodule(name) for name in (use.module, *use.also)}
-                    if isinstance(module, nn.Linear):  # maybe called as a function, by a method of the module around it
-                        around = use.module.rpartition(".")[0]
-                        owners |= {n: model.get_submodule(n) for n in (around, around.rpartition(".")[0])}
-                    counts[parameters[layer.weight]] = layer.part[1]
-                    self._stacks.setdefault(id(parameters[layer.weight]), []).append((layer, index))
-                    continue
-                for called in (module, *map(model.get_submodule, use.also)):
-                    hook = self._forward_hook(layer, index, called, model)
-                    self._handles.append(called.register_forward_hook(hook, with_kwargs=True))
+            modules = {name: model.get_submodule(name) for name in (layer.module, *layer.also)}
+            if not layer.product:
+                for module in modules.values():
+                    hook = self._forward_hook(layer, module, model)
+                    self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+                continue
+            owners |= modules
+            if isinstance(modules[layer.module], nn.Linear):  # maybe called as a function, by a method around it
+                around = layer.module.rpartition(".")[0]
+                owners |= {name: model.get_submodule(name) for name in (around, around.rpartition(".")[0])}
+            counts[parameters[layer.weight]] = layer.part[1]
+            self._stacks.setdefault(id(parameters[layer.weight]), []).append(layer)
         self._products, self._inside = Products(counts, self._product), list[int]()
         for module in owners.values() if counts else ():
             enter, leave = self._product_hooks(module, model)
             self._handles.append(module.register_forward_pre_hook(enter))
             self._handles.append(module.register_forward_hook(leave, always_call=True))
 
-    def begin_step(self, sums: Sums, keys: frozenset[str], step: int, *, measure: bool = False) -> None:
-        """Make ready for the captures of a step: of the factors in ``keys``, into ``sums``; none: the hooks rest.
+    def begin_step(self, sums: Mapping[str, BatchSum] | None, step: int, *, measure: bool = False) -> None:
+        """Make ready for the captures of a step; forgets what came since the last one.
 
         Args:
-            step: decides which ranks contribute and which rows are sampled, if not all do and are.
+            sums: empty ones of the factors that are due and that this rank contributes to; None: the hooks rest.
+            step: decides which rows are sampled, if not all are.
             measure: count the rows of all layers.
         """
-        self.sums, self._keys, self.active, self.rows.turn = sums, keys, bool(keys), step
+        self.sums, self.active, self.rows.turn = sums or {}, sums is not None, step
+        self._forward, self.pending, self.counted, self.strangers = Forward(), [], 0, 0
+        self.end_backward()
         self.measured = {} if measure else None
 
     def remove(self) -> None:
@@ -167,14 +167,7 @@ class Capture:
         self._arrived.clear()
         self.inputs.end_batch()
 
-    def take(self) -> Mapping[str, Sequence[UseSums]] | None:
-        """The sums since the last call, None if no layer ran; forgets them."""
-        sums, self._sums = self._sums, None
-        self._forward, self.pending, self.counted, self.strangers = Forward(), [], 0, 0
-        self.end_backward()
-        return sums
-
-    def add_sampled(self, calls: Sequence[AskedCall], gradients: Sequence[Tensor | None], seed: Tensor | float) -> None:
+    def add_sampled(self, calls: Sequence[Call], gradients: Sequence[Tensor | None], seed: Tensor | float) -> None:
         """Gradients of the sampled loss, times ``seed``, for some of :attr:`pending`; None where unused."""
         self._seed = seed
         for call, gradient in zip(reversed(calls), reversed(gradients), strict=True):  # as a backward would come by
@@ -222,7 +215,7 @@ class Capture:
             self.loss.returned(output, weight_sharing=self.rows.rule.weight_sharing)
             self._masks.end()
 
-    def _forward_hook(self, layer: LayerSpec, index: int, own: nn.Module, model: nn.Module) -> Callable[..., None]:
+    def _forward_hook(self, layer: LayerSpec, own: nn.Module, model: nn.Module) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: tuple, named: dict[str, Any], output: Any) -> None:
             if model.training and self.active and torch.is_grad_enabled():  # a part may be in eval mode
                 capture(module, inputs, named, output)
@@ -235,69 +228,80 @@ class Capture:
                 return
             x = inputs[0] if inputs else next(iter(named.values()))
             self.inputs.see(layer.name, x)
-            self._called(layer, index, module, x, output)
+            self._called(layer, module, x, output)
 
         return hook
 
     def _called(
         self,
         layer: LayerSpec,
-        index: int,
         module: nn.Module,
         x: Tensor,
         output: Tensor,
         *,
-        only: str = "AG",
+        sides: str = "AG",
         select: slice | Tensor | None = None,
         columns: slice | None = None,
         lay: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """A layer's use was called with ``x`` and gave ``output``.
+        """A layer was called with ``x`` and gave ``output``.
 
         Args:
-            only: sides that the call has rows of.
+            sides: that the call has rows of.
             select: which rows of x and output are the call's; None: all, as examples and positions.
             columns: which outputs of the layer these are; None: all.
             lay: makes rows of the gradient of ``output``; None: it has them.
         """
-        recomputed, kind = torch._C._current_graph_task_id() != -1, LAYERS[layer.uses[index].kind]
+        recomputed, kind = torch._C._current_graph_task_id() != -1, LAYERS[layer.kind]
         if recomputed and self.sampled:  # the first run's calls are those that are sampled
             return
         self.called.add(layer.name)
-        shape, dispatched = output.shape, x.ndim == 3
+        sum_A, sum_G = self._sums_of(layer, sides)
+        shape, dispatched, stacked = output.shape, x.ndim == 3, layer.part[1] > 1 and layer.product
+        measures = self.measured is not None and not stacked and "A" in sides
+        if sum_A is sum_G is None and not measures:
+            return
         if select is not None:
             x = x.reshape(-1, x.shape[-1])[select]
         if not (select is columns is lay is None):
             shape = torch.Size((*x.shape[:-1], layer.dim_G))
-        stacked = layer.part[1] > 1 and layer.uses[index].product
-        if index == 0 and not stacked and "A" in only:
+        if measures:
             self._measure(layer, kind.rows(x, output) if select is None else len(x))
-        sums = self._due(layer, index)
-        sides = "".join(side for side in sums.sides if side in only)
-        if not sides:
+        if sum_A is sum_G is None:
             return
         # several may have run before the backward of this one, with other masks
         forward = self._running if recomputed and self._running is not None else self._forward
-        x, name = x.detach(), layer.uses[index].module
-        info, rows = self._info_of(name, forward.loss.info), Fit()
+        x, info, rows = x.detach(), forward.loss.info, EVERY_ROW
+        if self._info_of is not None:
+            info = self._info_of(layer.module, info)
         if stacked or info.places:  # rows are tokens, sorted by who takes them; a place without one is zero
             rows = Fit((x != 0).any(-1)) if dispatched or info.places else rows
         elif not kind.images:
-            rows = self._masks.of(name, x, tuple(x.shape[:-1] if x.is_floating_point() else x.shape), info)
+            rows = self._masks.of(layer.module, x, tuple(x.shape[:-1]), info)
         with_gradient = recomputed or kind.needs_gradients
-        if not with_gradient and "A" in sides and sums.A is not None and x.numel():
-            self.rows.add_input(layer, index, module, x, rows, forward.inputs_of(layer.name, index, sums.A))
-        kept = x if with_gradient and "A" in sides else None
-        values = layer, index, module, info, rows, shape, sides, forward, kept, recomputed, select, columns, lay
+        kept = x if with_gradient and sum_A is not None else None
+        call = Call(layer, kind, module, info, rows, shape, sides, forward, kept, recomputed, select, columns, lay)
+        if not with_gradient and sum_A is not None and x.numel():
+            waiting = forward.waiting.setdefault(layer.name, BatchSum.empty(sum_A.numel, sum_A.device))
+            self.rows.add_input(call, x, waiting)
+        edge = edge_of(output)
         if self.sampled:
-            self.pending.append(AskedCall(*values, edge=edge_of(output)))
-        else:
-            call = Call(*values)
-            on_gradient(output, lambda gradient: self._on_gradient(call, gradient))
+            call.edge = edge
+            self.pending.append(call)
+            return
+        # By a prehook on the node. A tensor hook would run before DeepSpeed divides an engine output's gradient by the
+        # accumulation steps, and a full backward hook breaks with in-place activations.
+        place = edge.output_nr
+        edge.node.register_prehook(lambda gradients: self._on_gradient(call, gradients[place]))
+
+    def _sums_of(self, layer: LayerSpec, sides: str) -> tuple[BatchSum | None, BatchSum | None]:
+        """Of A and G, where they are due in this step and among ``sides``."""
+        A, G = (self.sums.get(key_of(layer.name, side)) if side in sides else None for side in "AG")
+        return A, G
 
     def _measure(self, layer: LayerSpec, rows: int) -> None:
-        if self.measured is not None:
-            self.measured.setdefault(layer.name, [0, 0])[torch._C._current_graph_task_id() != -1] += rows
+        assert self.measured is not None
+        self.measured.setdefault(layer.name, [0, 0])[torch._C._current_graph_task_id() != -1] += rows
 
     def _product_hooks(self, own: nn.Module, model: nn.Module) -> tuple[Callable[..., None], Callable[..., None]]:
         """Products are seen while a captured forward, or a recomputation, of a module runs."""
@@ -332,28 +336,27 @@ class Capture:
     def _product(self, product: Product) -> None:
         """Of a stack whose layers have one A: all rows at once are those of the first."""
         layers, x, output, lay = self._stacks[id(product.param)], product.x, product.output, product.lay
-        stacked, (first, _) = len(layers) > 1, layers[0]
-        module = self._model.get_submodule(first.uses[0].module)
+        stacked, first = len(layers) > 1, layers[0]
+        module = self._model.get_submodule(first.module)
         if product.window is not None:
             if product.window == (module.stride, module.padding, module.dilation, module.groups):
-                self._called(*layers[0], module, x, output)
+                self._called(first, module, x, output)
             return
         other = product.turned != LAYERS[first.kind].turned and min(first.shape) > 1
-        if other or x.shape[-1] != first.dim_A - first.uses[0].bias:  # other sides than the code seemed to have
+        if other or x.shape[-1] != first.dim_A - (first.bias is not None):  # other sides than the code seemed to have
             return
-        self.called.update(layer.name for layer, _ in layers)
-        shared = stacked and layers[-1][0].shares is not None
+        self.called.update(layer.name for layer in layers)
+        shared = stacked and layers[-1].shares is not None
         if shared and first.shares is None:
-            self._called(*layers[0], module, x, output, only="A", select=product.rows, lay=lay)
+            self._called(first, module, x, output, sides="A", select=product.rows, lay=lay)
         for entry, select in product.entries:
-            layer, index = layers[entry]
-            only = "G" if shared else "AG"
-            if stacked:
+            layer = layers[entry]
+            if stacked and self.measured is not None:
                 self._measure(layer, len(x.reshape(-1, x.shape[-1])[select]))
             if not stacked and select is EVERY:
-                self._called(layer, index, module, x, output, columns=product.columns, lay=lay)
-            elif not (shared and "G" not in self._due(layer, index).sides):
-                self._called(layer, index, module, x, output, only=only, select=select, lay=lay)
+                self._called(layer, module, x, output, columns=product.columns, lay=lay)
+            else:
+                self._called(layer, module, x, output, sides="G" if shared else "AG", select=select, lay=lay)
 
     def _on_gradient(self, call: Call, gradient: Tensor | None) -> None:
         if gradient is None or not self.active:
@@ -368,25 +371,17 @@ class Capture:
         """Of both sides; a call with an empty batch has none."""
         gradient = call.gradient_of(gradient)
         self.counted += 1
-        name, use = call.layer.name, call.use
-        needs_x = LAYERS[call.layer.uses[use].kind].needs_gradients
-        sums, waiting = self._due(call.layer, use), call.forward.waiting.pop((name, use), None)
-        sum_A = sums.A
+        sum_A, sum_G = self._sums_of(call.layer, call.sides)
+        waiting = call.forward.waiting.pop(call.layer.name, None) if "A" in call.sides else None
         if sum_A is not None and waiting is not None:
             sum_A.take(waiting)
+        needs_x = call.kind.needs_gradients
         if sum_A is not None and not needs_x and call.x is not None and call.x.numel():
-            self.rows.add_input(call.layer, use, call.module, call.x, call.rows, sum_A)
+            self.rows.add_input(call, call.x, sum_A)
         if gradient.numel() and not (needs_x and call.x is None):
             seed = self._fallback_seed() if self._seed is None else self._seed
-            self.rows.add_gradient(call, gradient, sums, seed)
+            self.rows.add_gradient(call, gradient, sum_A, sum_G, seed)
         if call.recomputed:
             call.x = None
         elif call.x is not None:
             self._arrived.append(call)
-
-    def _due(self, layer: LayerSpec, index: int) -> UseSums:
-        """What is due of a use in this step."""
-        if self._sums is None:
-            self._sums = self.sums.allocate(self._keys, self.rows.turn)
-        uses = self._sums.get(layer.name)
-        return UseSums(None, None) if uses is None else uses[index]

@@ -32,10 +32,9 @@ def cut(layers: Iterable[LayerSpec], by_rows: Callable[[LayerSpec], bool]) -> tu
 
 def _divides(layer: LayerSpec) -> bool:
     """An upright matrix of one module, whose statistics are of A alone; no shard, copy, stack or groups."""
-    (use, *more) = layer.uses
     return (
         layer.kind == "Linear"
-        and not (more or use.product)
+        and not layer.product
         and (layer.part, layer.cut, layer.groups, layer.copies) == ((0, 1), (1, 1), 1, 1)
         and layer.A.block > 0
         and layer.G.block == 0
@@ -51,6 +50,5 @@ def _parts(layer: LayerSpec) -> int:
 def _part(layer: LayerSpec, index: int, count: int) -> LayerSpec:
     G = Side.identity(layer.dim_G // count)
     names = [f"{layer.name}.{place}" for place in (index, 0)]
-    uses = (replace(layer.uses[0], G=G),)
     shares = names[1] if index else None
-    return replace(layer, name=names[0], G=G, uses=uses, part=(index, count), blocks=(), shares=shares)
+    return replace(layer, name=names[0], G=G, part=(index, count), blocks=(), shares=shares)

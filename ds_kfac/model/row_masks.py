@@ -35,6 +35,10 @@ class Fit:
     doubt: str = ""
 
 
+EVERY_ROW = Fit()
+"""Counts."""
+
+
 def fit(mask: Tensor | None, batch: tuple[int, ...], examples: int | None = None) -> Fit:
     """The mask for rows of leading shape ``batch``.
 
@@ -107,9 +111,9 @@ class RowMasks:
 
     def of(self, module: str, x: Tensor, batch: tuple[int, ...], info: BatchInfo) -> Fit:
         """For a call of ``module`` with ``x``, whose rows have the leading shape ``batch``."""
-        side = self._side_of(module, x)
         if info.rows is None and info.encoder_rows is None:
-            return Fit()
+            return EVERY_ROW
+        side = self._side_of(module, x)
         masks = [info.rows, info.encoder_rows]
         if side == SOURCE:
             masks = [info.encoder_rows]

@@ -3,19 +3,15 @@
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeGuard
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ds_kfac.model.batch_sum import BatchSum, UseSums
+from ds_kfac.model.batch_sum import BatchSum
 from ds_kfac.model.calls import Call
-from ds_kfac.model.layers.base import LayerSpec, LayerType
 from ds_kfac.model.layers.convolution import Convolution
-from ds_kfac.model.layers.registry import LAYERS
 from ds_kfac.model.loss_terms import LossTerms
-from ds_kfac.model.patches import Grid, Patches
-from ds_kfac.model.row_masks import Fit
 from ds_kfac.model.rows import RowRule, gradient_rows, input_rows
 
 logger = logging.getLogger("ds_kfac")
@@ -38,7 +34,7 @@ class RowSums:
     ) -> None:
         self.rule, self.turn = rule, 0
         self._stage, self._divided = stage, divided
-        self._counted: set[tuple[LossTerms, str, int]] = set()  # uses whose loss terms are
+        self._counted: set[tuple[LossTerms, str]] = set()  # layers whose loss terms are
         self._warned = False
 
     @property
@@ -51,26 +47,26 @@ class RowSums:
         self._counted.clear()
 
     @torch.no_grad()
-    def add_input(
-        self, layer: LayerSpec, index: int, module: nn.Module, x: Tensor, counted: Fit, sum_A: BatchSum
-    ) -> None:
-        """Of a call of the layer's use ``index`` with ``x``."""
-        use = layer.uses[index]
-        kind = LAYERS[use.kind]
+    def add_input(self, call: Call, x: Tensor, sum_A: BatchSum) -> None:
+        """Of a call with ``x``."""
+        layer, kind, bias = call.layer, call.kind, call.layer.bias is not None
         with self._stage():
-            if self._sees_patches(kind):
-                patches = kind.input_patches(module, x)
-                patches.add_to_(sum_A.sum_P, use.A, self._grid(patches, layer), bias=use.bias)
+            if self.rule.weight_sharing == "expand" and isinstance(kind, Convolution):
+                patches = kind.input_patches(call.module, x)
+                grid = patches.grid(self.rule, self.turn, max(layer.shape[-2:]))
+                patches.add_to_(sum_A.sum_P, layer.A, grid, bias=bias)
                 sum_A.count.add_(patches.count)
                 return
-            tensor = kind.input_rows(module, x)
+            tensor = kind.input_rows(call.module, x)
             assert tensor is not None  # the type does not wait for gradients
-            rows = input_rows(tensor, counted.mask, self.rule, dim=use.A.dim, turn=self.turn, examples=counted.examples)
-            use.A.accumulate_(sum_A.sum_P, rows.x, ones_column=rows.counts_R1 if use.bias else None)
+            rows = input_rows(tensor, call.rows.mask, self.rule, turn=self.turn, examples=call.rows.examples)
+            layer.A.accumulate_(sum_A.sum_P, rows.x, ones_column=rows.counts_R1 if bias else None)
             sum_A.count.add_(rows.count)
 
     @torch.no_grad()
-    def add_gradient(self, call: Call, gradient: Tensor, sums: UseSums, seed: Tensor | float) -> None:
+    def add_gradient(
+        self, call: Call, gradient: Tensor, sum_A: BatchSum | None, sum_G: BatchSum | None, seed: Tensor | float
+    ) -> None:
         """Rows of M g-hat / seed: the gradient of each loss term, M of them averaged in the loss.
 
         Or of items g-hat / seed, where the loss that the model returned divides by items, and seed is what reached it.
@@ -78,49 +74,49 @@ class RowSums:
         fp32 rows are unscaled before the product: the square of a gradient scaled by 2^16 may overflow. Rows in 16
         bits go as they are, the square of M / seed comes after: fp16 squares stay below 2^32, bf16 is not scaled.
         """
-        use = call.layer.uses[call.use]
-        kind, gradient = LAYERS[use.kind], gradient.detach().reshape(call.shape)
+        layer, kind, gradient = call.layer, call.kind, gradient.detach().reshape(call.shape)
         with self._stage():
-            if self._sees_patches(kind):
-                if sums.G is not None:
+            if self.rule.weight_sharing == "expand" and isinstance(kind, Convolution):
+                if sum_G is not None:
                     patches = kind.gradient_patches(call.module, gradient)
-                    terms, gain = self._gain(call, patches.examples, seed)
-                    patches.add_to_(sums.G.sum_P, use.G, self._grid(patches, call.layer), gain=gain)
-                    sums.G.count.add_(self._new(call, terms * call.info.ranks))
+                    gain = self._gain(call, patches.examples, seed, sum_G)
+                    grid = patches.grid(self.rule, self.turn, max(layer.shape[-2:]))  # the same for both sides
+                    patches.add_to_(sum_G.sum_P, layer.G, grid, gain=gain)
                 return
             tensors = kind.gradient_rows(call.module, call.x, gradient)
-            for tensor, side, sum_ in zip(tensors, (use.A, use.G), (sums.A, sums.G), strict=True):
+            for tensor, side, sum_ in zip(tensors, (layer.A, layer.G), (sum_A, sum_G), strict=True):
                 if tensor is None or sum_ is None:
                     continue
                 rows, own, factor = gradient_rows(
                     tensor, call.rows.mask, self.rule, turn=self.turn, examples=call.rows.examples
                 )
-                terms, gain = self._gain(call, own, seed)
-                scale: Tensor | float = factor
+                gain, scale = self._gain(call, own, seed, sum_), factor
                 if rows.dtype == torch.float32:
                     rows = rows * gain
                 else:
                     scale = factor * gain**2
                 side.accumulate_(sum_.sum_P, rows, scale=scale)
-                sum_.count.add_(self._new(call, terms * call.info.ranks))
 
-    def _sees_patches(self, kind: LayerType) -> TypeGuard[Convolution]:
-        return isinstance(kind, Convolution) and self.rule.weight_sharing == "expand"
+    def _gain(self, call: Call, own: Tensor | int, seed: Tensor | float, sum_: BatchSum) -> Any:
+        """What output gradients are multiplied by. Counts the call's loss terms in ``sum_``, unless they are: a second
+        use of a layer in a forward adds rows, not terms.
 
-    def _grid(self, patches: Patches, layer: LayerSpec) -> Grid:
-        """The same for both sides."""
-        return patches.grid(self.rule, self.turn, max(layer.shape[-2:]))
-
-    def _gain(self, call: Call, own: Tensor | int, seed: Tensor | float) -> tuple[Tensor | int, Tensor | float]:
-        """M, and what output gradients are multiplied by."""
-        terms, divisor = self._terms(call, own), call.info.divisor
-        if call.loss.seed is not None and call.info.items is not None:
-            seed, divisor = call.loss.seed, call.info.items
-        return terms, (divisor if self._divided and divisor is not None else terms) / seed
+        Args:
+            own: the call's rows that count.
+        """
+        loss, info = call.forward.loss, call.info
+        terms, divisor = self._terms(call, own), info.divisor
+        key = loss, call.layer.name  # A's and G's rows are the same terms, and one of both is made
+        if key not in self._counted:
+            self._counted.add(key)
+            sum_.count.add_(terms * info.ranks)
+        if loss.seed is not None and info.items is not None:
+            seed, divisor = loss.seed, info.items
+        return (divisor if self._divided and divisor is not None else terms) / seed
 
     def _terms(self, call: Call, own: Tensor | int) -> Tensor | int:
-        """M of the call's forward, the same for all layers. ``own``: the call's rows that count."""
-        loss = call.loss
+        """M of the call's forward, the same for all layers."""
+        loss = call.forward.loss
         if loss.terms is not None:
             return loss.terms
         own = own if call.info.tokens is None else call.info.tokens
@@ -137,11 +133,3 @@ class RowSums:
                 "engine.kfac.read_batch to return the labels (docs/tuning.md)"
             )
         return loss.guess
-
-    def _new(self, call: Call, terms: Tensor | int) -> Tensor | int:
-        """Loss terms that are not counted yet: a second use of a layer in a forward adds rows, not terms."""
-        key = (call.loss, call.layer.name, call.use)  # A's and G's rows are the same terms, and one of both is made
-        if key in self._counted:
-            return 0
-        self._counted.add(key)
-        return terms

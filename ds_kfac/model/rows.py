@@ -32,7 +32,7 @@ class Rows:
     """Rows of one call.
 
     Attributes:
-        x: [R, D], zero where a row does not count; or int64 [R], -1 where it does not.
+        x: [R, D], zero where a row does not count.
         counts_R1: fp32 [R, 1], 1 where a row counts, else 0. The input of a bias.
         count: how many count, a number or a scalar on the device.
     """
@@ -42,17 +42,16 @@ class Rows:
     count: Tensor | int
 
 
-def _positions(x: Tensor, mask: Tensor | None, width: int, turned: bool) -> tuple[Tensor, Tensor | None]:
-    """[.., D] -> [N, T, D], or indices [..] -> [N, T], and the mask [N, T, 1]; without positions T = 1.
+def _positions(x: Tensor, mask: Tensor | None, turned: bool) -> tuple[Tensor, Tensor | None]:
+    """[.., D] -> [N, T, D], and the mask [N, T, 1]; without positions T = 1.
 
     ``turned``: sequences come first, [T, N, ..].
     """
-    tail = x.shape[x.ndim - width :]
-    batch = x.shape[: x.ndim - width] or (1,)
+    batch = x.shape[:-1] or (1,)
     if mask is not None and len(batch) == 1:  # a model that flattens [N, T]
         batch = mask.shape
     sides = batch[0], prod(batch[1:])
-    x = x.reshape(*sides, *tail)
+    x = x.reshape(*sides, x.shape[-1])
     mask = None if mask is None else mask.reshape(*sides, 1)
     if turned:
         return x.transpose(0, 1), None if mask is None else mask.transpose(0, 1)
@@ -78,33 +77,26 @@ def _spread(rows: int, rule: RowRule, turn: int) -> slice:
     return slice(phase(turn, stride), None, stride)
 
 
-def input_rows(x: Tensor, mask: Tensor | None, rule: RowRule, *, dim: int, turn: int = 0, examples: int = 0) -> Rows:
+def input_rows(x: Tensor, mask: Tensor | None, rule: RowRule, *, turn: int = 0, examples: int = 0) -> Rows:
     """Rows of A.
 
     Args:
-        x: inputs [.., D], or int indices [..].
+        x: inputs [.., D].
         mask: bool, which of them count: of the leading shape of ``x``, or [N, T] where that is flattened.
-        dim: width of one-hot rows, for indices.
         turn: of the step, moves the sample.
         examples: dimension of the examples, 1 where sequences come first.
     """
-    indices = not x.is_floating_point()
     turned = examples == 1 and rule.weight_sharing == "reduce"  # each row by itself: the order does not matter
-    x, mask = _positions(x.detach(), mask, 0 if indices else 1, turned)
+    x, mask = _positions(x.detach(), mask, turned)
     if rule.weight_sharing == "reduce":
-        return _mean_rows(_one_hot(x, dim) if indices else x.float(), mask, rule, turn)
+        return _mean_rows(x.float(), mask, rule, turn)
     if mask is not None:
-        x = torch.where(mask.squeeze(-1), x, -1) if indices else x * mask
+        x = x * mask
     flat = x.flatten(0, 1)
     chosen = _spread(len(flat), rule, turn)
     flat = flat[chosen]
     counts = torch.ones(len(flat), 1, device=x.device) if mask is None else mask.reshape(-1, 1)[chosen].float()
     return Rows(flat, counts, len(flat) if mask is None else counts.sum())
-
-
-def _one_hot(index_NT: Tensor, dim: int) -> Tensor:
-    """[N, T, D]; a negative index gives zeros."""
-    return (index_NT.unsqueeze(-1) == torch.arange(dim, device=index_NT.device)).float()
 
 
 def _mean_rows(x_NTD: Tensor, mask: Tensor | None, rule: RowRule, turn: int) -> Rows:
@@ -127,7 +119,7 @@ def gradient_rows(
     bf16 and fp16 rows are as they were, so that tensor cores multiply them; sums over positions and others are fp32.
     """
     reduced = rule.weight_sharing == "reduce"
-    g_NTD, mask = _positions(gradient.detach(), mask, 1, examples == 1 and reduced)
+    g_NTD, mask = _positions(gradient.detach(), mask, examples == 1 and reduced)
     if g_NTD.dtype not in (torch.bfloat16, torch.float16):
         g_NTD = g_NTD.float()
     if mask is not None:

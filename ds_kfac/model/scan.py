@@ -13,9 +13,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from ds_kfac.curvature.side import Side
 from ds_kfac.model.blocks import Blocks, with_blocks
-from ds_kfac.model.layers.base import LayerSpec, Use, parameter_shape
+from ds_kfac.model.layers.base import LayerSpec, parameter_shape
 from ds_kfac.model.layers.convolution import Convolution
-from ds_kfac.model.layers.registry import LAYERS, SHARDS, TIED, TYPES
+from ds_kfac.model.layers.registry import LAYERS, SHARDS, TYPES
 from ds_kfac.model.product_code import Lies, classes_of, convolves, lent, multiplied, reads
 from ds_kfac.ops.reference import packed_numel
 
@@ -163,7 +163,7 @@ def _layer(name: str, kind: str, module: nn.Module, facts: _Model, choice: Choic
     if reason is not None:
         return reason
     if len(users) > len(alike):
-        return _tied(name, users, facts, choice)
+        return f"weight is shared by {', '.join(users)}"
     if name != alike[0]:
         return None
     if SHARDS.get(kind, kind) not in choice.types:
@@ -174,31 +174,34 @@ def _layer(name: str, kind: str, module: nn.Module, facts: _Model, choice: Choic
     trained_bias = bias is not None and id(bias) in facts.trained and LAYERS[kind].without_bias is None
     if LAYERS[kind].needs_gradients and bias is not None and not trained_bias:
         return "only one of its weight and bias is trained"
-    use = _use(name, kind, module, trained_bias, choice)
-    if isinstance(use, str):
-        return use
-    known = LAYERS[kind]
+    found = _sides(name, LAYERS[kind].sides(module, trained_bias), choice)
+    if isinstance(found, str):
+        return found
+    known, product = LAYERS[kind], False
+    A, G = (side.repeated(known.groups(module)) for side in known.structured(*found, trained_bias))
     if isinstance(known, Convolution) and (own := known.overridden(module)) is not None:
         if not convolves(module) and choice.gradients:
             return f"{type(module).__name__} overrides {kind}.{own}, and its weight is not what it convolves with"
         # a direction that needs no curvature is right for any matrix
-        nothing: dict[str, Any] = {"A": Side.identity(use.A.dim), "G": Side.identity(use.G.dim)}
-        use = replace(use, **({"product": True} if convolves(module) else nothing))
+        product = convolves(module)
+        A, G = (A, G) if product else (Side.identity(A.dim), Side.identity(G.dim))
     if id(module) in facts.lent:
         if isinstance(module, nn.Linear):
-            use = replace(use, product=True)
+            product = True
         elif not facts.lent[id(module)]:
             return "the module around it takes its weight, and does not call it"
-    use = replace(use, also=tuple(alike[1:]))
     return LayerSpec(
+        name,
+        kind,
         name,
         facts.names[id(module.weight)],
         facts.names[id(bias)] if trained_bias else None,
-        use.A,
-        use.G,
-        (use,),
-        groups=LAYERS[kind].groups(module),
-        keeps_direction=LAYERS[kind].keeps_direction(module),
+        A,
+        G,
+        product=product,
+        also=tuple(alike[1:]),
+        groups=known.groups(module),
+        keeps_direction=known.keeps_direction(module),
     )
 
 
@@ -206,9 +209,7 @@ def _alike(users: Sequence[str], kind: str, facts: _Model) -> bool:
     """Whether modules with one weight are one layer that is called by several names: all of its kind, with one bias."""
     modules = [facts.modules[user] for user in users]
     biases = {id(module._parameters.get("bias")) for module in modules}
-    return len(biases) == 1 and all(
-        _kind(module)[0] == kind != "Embedding" and id(module) not in facts.lent for module in modules
-    )
+    return len(biases) == 1 and all(_kind(module)[0] == kind and id(module) not in facts.lent for module in modules)
 
 
 def _products(name: str, module: nn.Module, facts: _Model, choice: Choice) -> list[LayerSpec] | str:
@@ -236,26 +237,25 @@ def _products(name: str, module: nn.Module, facts: _Model, choice: Choice) -> li
                 reason = f"{kind} is not in kfac.layers.types"
             trained_bias = bias is not None and id(bias) in facts.trained
             O, I = shape[:-3:-1] if turned else shape[-2:]  # noqa: E741
-            found = _sides(place, kind, (I + trained_bias, O), choice)
+            found = _sides(place, (I + trained_bias, O), choice)
             if reason or isinstance(found, str):
                 reason = reason or str(found)
                 continue
-            use = Use(name, kind, *found, trained_bias, product=True)
-            weight_name, bias_name = facts.names[id(weight)], facts.names[id(bias)] if trained_bias else None
+            names = facts.names[id(weight)], facts.names[id(bias)] if trained_bias else None
+            layer = LayerSpec(place, kind, name, *names, *found, product=True)
             if len(shape) == 2:
-                layers.append(LayerSpec(place, weight_name, bias_name, use.A, use.G, (use,)))
+                layers.append(layer)
                 continue
             # Tokens that enter are of one kind, whichever expert takes them. What an expert makes of them has an A of
             # its own, as long as that is no larger than the weight
-            first = next((layer for layer in layers if layer.part[1] == shape[0] and layer.A == use.A), None)
+            first = next((other for other in layers if other.part[1] == shape[0] and other.A == layer.A), None)
             entering = parameter == stacks[0] or (first is not None and parameter != stacks[-1])
             leader = first.name if entering and first is not None else f"{place}.0"
-            common = choice.shares and (entering or I > O) and use.A.block > 0
+            common = choice.shares and (entering or I > O) and layer.A.block > 0
             for index in range(shape[0]):
                 own = f"{place}.{index}"
                 shares = leader if common and own != leader else None
-                part = index, shape[0]
-                layers.append(LayerSpec(own, weight_name, bias_name, use.A, use.G, (use,), part=part, shares=shares))
+                layers.append(replace(layer, name=own, part=(index, shape[0]), shares=shares))
     return layers or reason
 
 
@@ -269,16 +269,7 @@ def _bias(module: nn.Module, parameter: str, shape: tuple[int, ...], turned: boo
     return None
 
 
-def _use(name: str, kind: str, module: nn.Module, bias: bool, choice: Choice) -> Use | str:
-    """A module's sides, or which of them is too large."""
-    found = _sides(name, kind, LAYERS[kind].sides(module, bias), choice)
-    if isinstance(found, str):
-        return found
-    A, G = (s.repeated(LAYERS[kind].groups(module)) for s in LAYERS[kind].structured(*found, bias))
-    return Use(name, kind, A, G, bias)
-
-
-def _sides(name: str, kind: str, dims: tuple[int, int], choice: Choice) -> tuple[Side, Side] | str:
+def _sides(name: str, dims: tuple[int, int], choice: Choice) -> tuple[Side, Side] | str:
     """Of I and O, or which of them is too large."""
     sides: list[Side] = []
     large = choice.large
@@ -286,8 +277,7 @@ def _sides(name: str, kind: str, dims: tuple[int, int], choice: Choice) -> tuple
         if ADAPTER.search(name) and dim > other:
             sides.append(Side.identity(dim))
             continue
-        fixed = kind == "Embedding" and not sides  # its A is diagonal whatever its length
-        if large == "skip" and choice.max_dim is not None and dim > choice.max_dim and not fixed:
+        if large == "skip" and choice.max_dim is not None and dim > choice.max_dim:
             gigabytes = 4 * packed_numel(dim) / 1e9
             return f"a side of {dim} is over kfac.factor.max_dim {choice.max_dim}; dense it takes {gigabytes:.1f} GB"
         if choice.dense_max is not None and choice.dense_max < dim <= (choice.max_dim or dim):
@@ -300,45 +290,19 @@ def _sides(name: str, kind: str, dims: tuple[int, int], choice: Choice) -> tuple
     return A, G if choice.gradients else Side.identity(G.dim)
 
 
-def _tied(name: str, users: list[str], facts: _Model, choice: Choice) -> LayerSpec | str | None:
-    """One layer for an embedding and a head with one weight: the head's matrix [vocabulary, width]."""
-    kinds = {_kind(facts.modules[user])[0]: user for user in users}
-    if len(users) != 2 or set(kinds) != {"Embedding", "Linear"}:
-        return f"weight is shared by {', '.join(users)}; only an embedding with one nn.Linear head is known"
-    if TIED not in choice.types:
-        return f"{TIED} (an embedding and a head with one weight) is not in kfac.layers.types"
-    for user in users:
-        module = facts.modules[user]
-        if reason := _unfit(user, module._parameters["weight"], module._parameters.get("bias"), facts, choice):
-            return f"tied to {user}: {reason}" if user != name else reason
-    if name != users[0]:
-        return None
-    head = _use(kinds["Linear"], "Linear", facts.modules[kinds["Linear"]], False, choice)
-    embedding = _use(kinds["Embedding"], "Embedding", facts.modules[kinds["Embedding"]], False, choice)
-    if isinstance(head, str) or isinstance(embedding, str):
-        return head if isinstance(head, str) else str(embedding)
-    # the two uses share their structures: vocabulary (the head's G, the embedding's A) and width
-    vocabulary = Side.diagonal(head.G.dim) if choice.gradients else Side.identity(head.G.dim)
-    head = Use(head.module, "Linear", head.A, vocabulary, False)
-    embedding = Use(embedding.module, "Embedding", embedding.A, head.A, False)
-    uses = (head, embedding) if choice.gradients else (head,)
-    weight = facts.names[id(facts.modules[users[0]].weight)]
-    return LayerSpec(name, weight, None, head.A, head.G, uses)
-
-
 def _left_over(layers: list[LayerSpec], facts: _Model) -> list[Skipped]:
     """Parameters of preconditioned modules that are not part of the layer."""
     skipped = []
     covered = {name for layer in layers for name in layer.parameters}
-    for use in dict.fromkeys(use for layer in layers for use in layer.uses):
-        for name, parameter in facts.modules[use.module].named_parameters(recurse=False):
+    for layer in {layer.module: layer for layer in layers}.values():
+        for name, parameter in facts.modules[layer.module].named_parameters(recurse=False):
             if facts.names[id(parameter)] not in covered:
-                reason = "stays apart, the weight is tied"
-                reason = "is not seen to multiply anything" if use.product else LAYERS[use.kind].without_bias or reason
+                reason = "is not seen to multiply anything" if layer.product else LAYERS[layer.kind].without_bias
+                reason = reason or "is no part of its matrix"
                 if id(parameter) not in facts.trained:
                     reason = "is frozen"
                 skipped.append(
-                    Skipped(f"{use.module}.{name}".lstrip("."), "parameter", numel(parameter), f"it {reason}")
+                    Skipped(f"{layer.module}.{name}".lstrip("."), "parameter", numel(parameter), f"it {reason}")
                 )
     return list(dict.fromkeys(skipped))
 

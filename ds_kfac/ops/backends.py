@@ -18,7 +18,6 @@ from ds_kfac.ops.triton import backend as triton
 OPS = (
     "syrk_accumulate_",
     "block_syrk_accumulate_",
-    "count_accumulate_",
     "symmetric_pack_into_",
     "symmetric_unpack_from",
     "ema_update_",

@@ -47,7 +47,6 @@ def _by_device(specification: Op, *, stacks: bool = False) -> Op:
 
 syrk_accumulate_ = _by_device(reference.syrk_accumulate_)
 block_syrk_accumulate_ = _by_device(reference.block_syrk_accumulate_)
-count_accumulate_ = _by_device(reference.count_accumulate_)
 symmetric_pack_into_ = _by_device(reference.symmetric_pack_into_)
 symmetric_unpack_from = _by_device(reference.symmetric_unpack_from)
 ema_update_ = _by_device(reference.ema_update_)

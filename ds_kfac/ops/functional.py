@@ -16,7 +16,6 @@ __all__ = [
     "adam_scale",
     "block_syrk_accumulate_",
     "corrected_scale_dot",
-    "count_accumulate_",
     "eigen_scale_dot",
     "ema_update_",
     "packed_numel",
@@ -155,16 +154,6 @@ def block_syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, block: int, scale: Te
         products = (x_nNb.mT @ x_nNb).view(dim // block, -1)
         lower = products.index_select(1, _lower_index(0, block, x_ND.device))
     return sum_P.add_(_times_(lower.view(-1), scale))
-
-
-def count_accumulate_(sum_D: Tensor, index_N: Tensor) -> Tensor:
-    """See :func:`ds_kfac.ops.reference.count_accumulate_`. No host synchronisation, unlike bincount on a GPU.
-
-    Args:
-        sum_D: fp32 [D]; added to in place.
-        index_N: int64 [N], entries below D.
-    """
-    return sum_D.index_add_(0, index_N.clamp(min=0), (index_N >= 0).to(sum_D.dtype))
 
 
 def eigen_scale_dot(x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Tensor | float) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,6 @@ from ds_kfac.ops.backends import chosen
 SCHEMAS = {
     "syrk_accumulate_": "(Tensor(a!) sum_P, Tensor x_ND, Tensor? ones_column, Tensor scale) -> ()",
     "block_syrk_accumulate_": "(Tensor(a!) sum_P, Tensor x_ND, int block, Tensor scale) -> ()",
-    "count_accumulate_": "(Tensor(a!) sum_D, Tensor index_N) -> ()",
     "symmetric_pack_into_": "(Tensor(a!) out, int[] starts, Tensor[] matrices_DD) -> ()",
     "symmetric_unpack_from": "(Tensor packed, int[] starts, int[] dims) -> Tensor[]",
     "ema_update_": "(Tensor(a!)[] averages_P, Tensor[] sums_P, Tensor[] counts, Tensor(b!)[] updates, float[] decays)"
@@ -73,11 +72,6 @@ def _block_syrk(sum_P, x_ND, *, block, scale=1.0):
     return sum_P
 
 
-def _count(sum_D, index_N):
-    _ops.count_accumulate_(sum_D, index_N)
-    return sum_D
-
-
 def _eigen(x_OI, values_O, values_I, damping):
     return _ops.eigen_scale_dot(x_OI, values_O, values_I, _tensor(damping, x_OI))
 
@@ -94,7 +88,6 @@ def _adam(x_OI, first_OI, second_OI, updates, usable, *, betas, eps, nesterov=Fa
 TRACED: dict[str, Callable[..., Any]] = {
     "syrk_accumulate_": _syrk,
     "block_syrk_accumulate_": _block_syrk,
-    "count_accumulate_": _count,
     "symmetric_pack_into_": lambda out, starts, matrices_DD: _ops.symmetric_pack_into_(out, starts, matrices_DD),
     "symmetric_unpack_from": lambda packed, starts, dims: _ops.symmetric_unpack_from(packed, starts, dims),
     "ema_update_": lambda *arguments: _ops.ema_update_(*arguments),

@@ -101,14 +101,6 @@ def block_syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, block: int, scale: Te
     return sum_P.add_(scale * torch.cat(triangles))
 
 
-def count_accumulate_(sum_D: Tensor, index_N: Tensor) -> Tensor:
-    """Add the second moment of one-hot rows, a diagonal: ``sum_D[i] += number of entries equal to i``.
-
-    Negative entries do not count.
-    """
-    return sum_D.add_(torch.bincount(index_N[index_N >= 0], minlength=len(sum_D)).to(sum_D.dtype))
-
-
 @overload
 def each(value: Tensor) -> Tensor: ...
 

@@ -9,7 +9,7 @@ import torch
 from ds_kfac.assignment.assign import Assignment, assign
 from ds_kfac.assignment.contributors import ROWS_PER_COLUMN, Contributors
 from ds_kfac.assignment.cost_model import CostModel
-from ds_kfac.assignment.factor_spec import factor_specs, tied_factors
+from ds_kfac.assignment.factor_spec import factor_specs
 from ds_kfac.assignment.grid import worker_counts, workers_for
 from ds_kfac.assignment.stagger import refresh_offsets
 from ds_kfac.assignment.work import Work, packed_bytes
@@ -279,7 +279,6 @@ def _offsets(
         costs,
         update_interval=update,
         refresh_interval=refresh,
-        together=tied_factors(layers, assignment.factors),
         method=config.preconditioner.method,
         alone=config.factor.rows != "all" and assignment.world > 1,
     )

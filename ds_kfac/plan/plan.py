@@ -8,7 +8,7 @@ import torch
 
 from ds_kfac.assignment.assign import Assignment
 from ds_kfac.assignment.contributors import Contributors, counted
-from ds_kfac.assignment.factor_spec import factor_specs, rows_from, tied_factors
+from ds_kfac.assignment.factor_spec import factor_specs, rows_from
 from ds_kfac.assignment.work import Work
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.curvature.forms import FACTOR_FORMS, FactorForm
@@ -110,26 +110,11 @@ class Plan:
         """See :func:`sharing_candidates`; none if layers are not to share."""
         return sharing_candidates(self.layers, self.method) if self.shares else {}
 
-    @cached_property
-    def together(self) -> Mapping[str, tuple[str, ...]]:
-        """Unit -> its factors: the two of a tied layer are made of the same sums and are due together."""
-        tied = {keys[0]: keys for keys in tied_factors(self.layers, self.assignment.factors)}
-        followers = {key for keys in tied.values() for key in keys[1:]}
-        return {f.key: tied.get(f.key, (f.key,)) for f in self.assignment.factors if f.key not in followers}
-
-    @cached_property
-    def unit(self) -> Mapping[str, str]:
-        """Factor key -> its unit."""
-        return {key: unit for unit, keys in self.together.items() for key in keys}
-
-    def expanded(self, units: frozenset[str]) -> frozenset[str]:
-        """The factors of some units."""
-        return frozenset(key for unit in units for key in self.together[unit])
-
     def timetable(self) -> Timetable:
-        """Of the units."""
-        offsets = {unit: self.offsets[unit] for unit in self.together if unit in self.offsets}
-        return Timetable(self.schedule, tuple(self.together), offsets=offsets, adaptive=self.adaptive)
+        """Of the factors."""
+        keys = tuple(factor.key for factor in self.assignment.factors)
+        offsets = {key: self.offsets[key] for key in keys if key in self.offsets}
+        return Timetable(self.schedule, keys, offsets=offsets, adaptive=self.adaptive)
 
     @property
     def measures(self) -> bool:
@@ -167,10 +152,7 @@ def sharing_candidates(layers: Sequence[LayerSpec], method: str) -> Mapping[str,
     the identity, if its damping is part of what is kept of A."""
     damps = FACTOR_FORMS[method].damps_identity
     return {
-        layer.name: (layer.A, layer.uses[0].bias, damps and layer.G.block == 0)
+        layer.name: (layer.A, layer.bias is not None, damps and layer.G.block == 0)
         for layer in layers
-        if len(layer.uses) == 1
-        and layer.part[1] == 1
-        and SHARDS.get(layer.kind, layer.kind) in ("Linear", "Conv1D")
-        and layer.A.block
+        if layer.part[1] == 1 and SHARDS.get(layer.kind, layer.kind) in ("Linear", "Conv1D") and layer.A.block
     }

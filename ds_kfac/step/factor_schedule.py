@@ -12,7 +12,7 @@ from ds_kfac.step.host_copy import HostCopy
 
 
 class FactorSchedule:
-    """The timetable of a plan, in factors instead of units. The same on every rank.
+    """The timetable of a plan. The same on every rank.
 
     A decomposer reports in the step itself how similar a factor is to its last values. The host reads it when the next
     step that might capture asks, which is long after the copy was started: nobody waits.
@@ -20,26 +20,17 @@ class FactorSchedule:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.timetable = plan, plan.timetable()
-        self._expanded: dict[FactorsDue, FactorsDue] = {}
         self._unread: tuple[int, FactorsDue, list[str], HostCopy] | None = None
 
     def due(self, step: int) -> FactorsDue:
         """Factors due at ``step``."""
         if self._unread is not None and self.timetable.captures_possible(step):
             self.settle()
-        due = self.timetable.due(step)
-        if self.plan.adaptive is not None:  # too many combinations to keep
-            return self._in_factors(due)
-        if due not in self._expanded:
-            self._expanded[due] = self._in_factors(due)
-        return self._expanded[due]
-
-    def _in_factors(self, due: FactorsDue) -> FactorsDue:
-        return FactorsDue(self.plan.expanded(due.capture), self.plan.expanded(due.refresh))
+        return self.timetable.due(step)
 
     def weight(self, key: str, decay: float) -> float:
         """Of the past in a factor's running average: ``decay`` for every ordinary interval that it sat out."""
-        return decay ** self.timetable.multiplier(self.plan.unit[key])
+        return decay ** self.timetable.multiplier(key)
 
     def record(self, step: int, due: FactorsDue, scalars: Mapping[Hashable, Tensor]) -> None:
         """After an applied step.
@@ -49,7 +40,7 @@ class FactorSchedule:
         """
         keys = sorted(due.capture)
         if self.plan.adaptive is None or not keys:
-            self.timetable.record(step, self._in_units(due), {})
+            self.timetable.record(step, due, {})
         else:
             self._unread = (step, due, keys, HostCopy(torch.stack([scalars["similar", key] for key in keys])))
 
@@ -60,12 +51,7 @@ class FactorSchedule:
         step, due, keys, copy = self._unread
         self._unread = None
         codes = dict(zip(keys, map(int, copy.tolist()), strict=True))
-        units = {unit: [codes[key] for key in self.plan.together[unit]] for unit in due.capture & self.timetable.keys}
-        similar = {unit: (all(c & 1 for c in own), all(c & 2 for c in own)) for unit, own in units.items()}
-        self.timetable.record(step, self._in_units(due), similar)
-
-    def _in_units(self, due: FactorsDue) -> FactorsDue:
-        return FactorsDue(due.capture & self.timetable.keys, due.refresh & self.timetable.keys)
+        self.timetable.record(step, due, {key: (bool(code & 1), bool(code & 2)) for key, code in codes.items()})
 
     def reset(self) -> None:
         """Start afresh."""

@@ -1,17 +1,14 @@
 """What the rank that averages and decomposes a factor keeps of it."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ds_kfac.assignment.factor_spec import FactorSpec
 from ds_kfac.curvature.factor import KroneckerFactor, averaged
 from ds_kfac.curvature.history import History, compared
-from ds_kfac.curvature.side import Side
-from ds_kfac.model.batch_sum import BatchSum, UseSums
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.batch_sum import BatchSum
 
 
 @dataclass(frozen=True)
@@ -73,39 +70,3 @@ def folded(
         state = results[index][0]
         results[index] = replace(state, history=history.to(state.factor.packed_P.device)), similar
     return results, unusual
-
-
-def own_parts(
-    layer: LayerSpec, uses: Sequence[UseSums] | None, own: Mapping[str, FactorSpec], due: Collection[str]
-) -> dict[str, BatchSum]:
-    """ "A" or "G" -> sums of a layer's first use, of factors in ``due``; if layers share one, for the first of them."""
-    found = {} if uses is None else {"A": uses[0].A, "G": uses[0].G}
-    mine = {which: found.get(which) for which, spec in own.items() if spec.layers[0] == layer.name and spec.key in due}
-    return {which: part for which, part in mine.items() if part is not None}
-
-
-def batches_of(
-    layer: LayerSpec, uses: Sequence[UseSums], parts: Mapping[str, BatchSum], own: Mapping[str, FactorSpec]
-) -> dict[str, BatchSum]:
-    """Factor key -> what is folded into it."""
-    if len(layer.uses) > 1:
-        parts = dict(zip("AG", tied_sums(uses[0], uses[1], layer.A, layer.G), strict=True))
-    return {own[which].key: batch for which, batch in parts.items()}
-
-
-def tied_sums(head: UseSums, embedding: UseSums, width: Side, vocabulary: Side) -> tuple[BatchSum, BatchSum]:
-    """Sums of the two factors of a weight [vocabulary, width] with two uses, whose Fisher is the sum of two Kronecker
-    products.
-
-    Each side gets the partial trace of that sum over the other side: exact where one use dominates, and exact in both
-    partial traces always. Cross terms between the uses are left out.
-    """
-    sums = (head.A, head.G, embedding.A, embedding.G)
-    A_head, G_head, counts, G_embedding = (part.sum_P / part.count.clamp(min=1) for part in sums if part is not None)
-    of_width = A_head * vocabulary.trace(G_head) + G_embedding * vocabulary.trace(counts)
-    of_vocabulary = G_head * width.trace(A_head) + counts * width.trace(G_embedding)
-    total = vocabulary.trace(of_vocabulary)
-    assert head.A is not None and head.G is not None
-    count = torch.where(torch.minimum(head.A.count, head.G.count) > 0, 1.0, 0.0)
-    of_vocabulary = of_vocabulary / torch.where(total > 0, total, torch.ones_like(total))
-    return BatchSum(of_width, count), BatchSum(of_vocabulary, count)

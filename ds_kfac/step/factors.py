@@ -21,14 +21,14 @@ from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.curvature.history import History
 from ds_kfac.curvature.side import Side
 from ds_kfac.metrics import Metrics
-from ds_kfac.model.batch_sum import BatchSum, UseSums
+from ds_kfac.model.batch_sum import BatchSum
 from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import FactorsDue
 from ds_kfac.step.background import Refresher
 from ds_kfac.step.draft import FactorDraft
 from ds_kfac.step.factor_schedule import FactorSchedule
-from ds_kfac.step.factor_state import FactorState, batches_of, folded, own_parts
+from ds_kfac.step.factor_state import FactorState, folded
 from ds_kfac.step.refresh import Decompositions, count, usable
 from ds_kfac.step.scalar_names import FAILED, FRESH, counting, scalar_names, scalars_of
 
@@ -78,7 +78,6 @@ class FactorUpdates:
         self.pending: dict[str, int] = {}
         self.schedule.reset()
         self.refresher.clear()
-        self.reducer.forget()
 
     def empty_of(self, side: Side) -> FactorState:
         """Of a factor that has seen nothing."""
@@ -136,22 +135,18 @@ class FactorUpdates:
 
     # the stages of a step
 
-    def update(self, draft: FactorDraft, sums: Mapping[str, list[UseSums]], contributors: Contributors) -> None:
-        """Fold this rank's batch sums into the averages of its factors; of layers that share one, the first one's.
+    def update(self, draft: FactorDraft, sums: Mapping[str, BatchSum], contributors: Contributors) -> None:
+        """Fold this rank's batch sums into the averages of its factors.
 
         Args:
             contributors: whose rows they are.
         """
-        world = self.channel.world
-        batches: dict[str, BatchSum] = {}
-        for layer in self.layers:
-            parts = own_parts(layer, sums.get(layer.name), self.of_layer.get(layer.name, {}), draft.due.capture)
-            for which, batch in parts.items():
-                spec = self.of_layer[layer.name][which]
-                # ranks that did not contribute are taken to have as many
-                terms = batch.count * (world / contributors.count(spec.key))
-                draft.terms |= {name: terms for name in spec.layers if counting(self.of_layer[name]) == spec.key}
-            batches |= batches_of(layer, sums[layer.name], parts, self.of_layer[layer.name]) if parts else {}
+        batches = {key: sums[key] for key in self.specs if key in sums and key in draft.due.capture}
+        for key, batch in batches.items():
+            # ranks that did not contribute are taken to have as many
+            terms = batch.count * (self.channel.world / contributors.count(key))
+            names = self.specs[key].layers
+            draft.terms |= {name: terms for name in names if counting(self.of_layer[name]) == key}
         decay = self.config.factor.decay_at(draft.step)
         results, draft.unusual = folded(
             [draft.factors[key] for key in batches],

@@ -86,7 +86,7 @@ class KFACPreconditioner:
     def _factor_updates(self) -> FactorUpdates:
         plan, inputs = self.plan, self.sharing.inputs
         reducer = Reducer(
-            self.layers, plan.assignment.factors, plan.assignment.decomposers, self.channel, self.device,
+            plan.assignment.factors, plan.assignment.decomposers, self.channel, self.device,
             contributors=plan.contributors, dtype=plan.wire, nbytes=plan.bucket_bytes,
             parted=lambda: inputs.broken,
         )  # fmt: skip
@@ -118,10 +118,11 @@ class KFACPreconditioner:
             scheduler = self.layout.engine.lr_scheduler if self.plan.clip_lr == "peak" else None
             peak_lr = peak_rates(self.layout.optimizer.param_groups, self.peak_lr, scheduler)
             measured, due, sums, reducer = self.capture.measured or {}, self.due, {}, self.curvature.reducer
-            self.capture.take()
+            self.capture.end_backward()
             if due.capture:
                 with stage("reduce"):
-                    sums = reducer.finish(due.capture, self.steps)
+                    sums = reducer.reduce(self.capture.sums, due.capture, self.steps)
+                self.capture.sums = {}
             known = self.sharing.changed(self.known, self.curvature, due, self.steps, measured)
             parted = frozenset() if known is None else self.learn(known)
             curvature, factors = self.curvature, self.curvature.draft(self.steps, due, parted)
@@ -172,8 +173,9 @@ class KFACPreconditioner:
 
     def resume(self) -> None:
         """Make ready for the step after ``state`` and ``steps``, which a checkpoint may have set."""
-        measure = self.plan.measures and self.known.rows is None
-        self.capture.begin_step(self.curvature.reducer, self.due.capture, self.steps, measure=measure)
+        keys, measure = self.due.capture, self.plan.measures and self.known.rows is None
+        sums = self.curvature.reducer.empty(keys, self.steps) if keys else None
+        self.capture.begin_step(sums, self.steps, measure=measure)
 
     def reset(self) -> None:
         """Start afresh: no factors, no eigenbases, step 0."""
@@ -183,7 +185,6 @@ class KFACPreconditioner:
         self.state = empty_states(self.owned, self.device, self.moments, self.plan.form)
         self.steps, self.peak_lr, self.damping_scale = 0, {}, None
         self.direction.rotations.clear()
-        self.capture.take()
         self.sharing.forget()
         self.curvature.reset()
         self.resume()

@@ -17,7 +17,7 @@ from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.zero.shards import source
 from tests.assignment.baselines import kaisa_greedy, round_robin
 from tests.close import close
-from tests.layer_tables import TABLES, llama, tied, zero_shards
+from tests.layer_tables import TABLES, llama, zero_shards
 from tests.models import linear_layer
 
 INTERVALS = {"update_interval": 10, "refresh_interval": 100}
@@ -239,13 +239,6 @@ def test_a_large_layers_factors_part_if_that_pays():
     assignment = place(specs, 2, workers=2, costs=costs)
     assert set(assignment.decomposers.values()) == {0, 1}
     assert max(assignment.loads) < max(place(specs, 2, workers=2, costs=costs, paired=True).loads)
-
-
-def test_factors_of_a_tied_layer_stay_together():
-    specs = [tied(linear_layer("tied", 512, 512)), *layers((64, 64))]
-    for count in (1, 2, 4):
-        decomposers = place(specs, 4, workers=count).decomposers
-        assert decomposers["tied/A"] == decomposers["tied/G"]
 
 
 @pytest.mark.parametrize("paired", [False, True])

@@ -7,7 +7,7 @@ import pytest
 from ds_kfac.assignment.contributors import ROWS_PER_COLUMN, Contributors, counted
 from ds_kfac.assignment.factor_spec import factor_specs
 from ds_kfac.curvature.side import Side
-from ds_kfac.model.layers.base import LayerSpec, Use
+from ds_kfac.model.layers.base import LayerSpec
 from tests.models import linear_layer
 
 STEPS = range(0, 20000, 10)
@@ -71,6 +71,6 @@ def test_counts_are_as_many_as_have_the_rows():
 
 def test_blocks_need_rows_for_their_width_and_diagonals_for_each_entry():
     A, G = Side.limited(1000, max_dim=100, large="blocks"), Side.diagonal(5000)
-    layer = LayerSpec("x", "x.weight", None, A, G, (Use("x", "Linear", A, G, False),))
+    layer = LayerSpec("x", "Linear", "x", "x.weight", None, A, G)
     found = counted(factor_specs([layer]), {"x/A": 100.0, "x/G": 100.0}, 1024, wanted=None)
     assert found == {"x/A": ROWS_PER_COLUMN, "x/G": ROWS_PER_COLUMN * 50}

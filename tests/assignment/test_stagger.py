@@ -8,11 +8,11 @@ import pytest
 
 from ds_kfac.assignment.assign import assign
 from ds_kfac.assignment.cost_model import BUILTIN
-from ds_kfac.assignment.factor_spec import factor_specs, tied_factors
+from ds_kfac.assignment.factor_spec import factor_specs
 from ds_kfac.assignment.stagger import Stagger, refresh_offsets
 from ds_kfac.assignment.work import Work
 from tests.close import close
-from tests.layer_tables import TABLES, tied
+from tests.layer_tables import TABLES
 from tests.models import linear_layer
 
 COSTS = BUILTIN["cpu"]
@@ -84,20 +84,6 @@ def test_no_step_of_a_large_model_does_more_than_its_largest_factor_or_its_share
 def test_captures_of_one_interval_are_spread_over_it():
     factors, found = stagger([100] * 20, [i % 4 for i in range(20)], update=5, refresh=20)
     assert Counter(found.offsets[factor.key] % 5 for factor in factors) == dict.fromkeys(range(5), 4)
-
-
-def test_factors_of_a_tied_layer_have_one_offset():
-    layers = [tied(linear_layer("tied", 300, 200)), linear_layer("other", 250, 150)]
-    factors = factor_specs(layers)
-    together = tied_factors(layers, factors)
-    assert together == (("tied/A", "tied/G"),)
-    found = refresh_offsets(
-        factors, dict.fromkeys((f.key for f in factors), 0), COSTS,
-        update_interval=1, refresh_interval=4, together=together,
-    )  # fmt: skip
-    assert found.offsets["tied/A"] == found.offsets["tied/G"]
-    assert len(set(found.offsets.values())) == 3
-    close(found.worst, COSTS.eigh(300) + COSTS.eigh(200))
 
 
 @pytest.mark.parametrize(("update", "refresh", "last"), [(3, 10, 9), (10, 4, 4), (1, 1, 1), (5, 5, 5)])

@@ -23,7 +23,7 @@ kept in every captured step shows in the number of tensors."""
 ALL = {
     "factor": {"update_interval": 2, "fisher": "empirical", "sample_rows": 8},
     "eigenbasis": {"refresh_interval": 4, "lag": 1, "stagger": True},
-    "layers": {"types": ["Linear", "Embedding", "LayerNorm", "RMSNorm"]},
+    "layers": {"types": ["Linear", "LayerNorm", "RMSNorm"]},
     "communication": {"dtype": "bf16"},
     "adaptive": {"enabled": True},
     "burn_in": {"steps": 20},

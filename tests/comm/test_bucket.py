@@ -8,7 +8,7 @@ from ds_kfac.assignment.contributors import Contributors
 from ds_kfac.assignment.factor_spec import factor_specs
 from ds_kfac.comm.bucket import COUNT, KNOWN, Layout, buckets, payload, slots
 from ds_kfac.curvature.side import Side
-from ds_kfac.model.layers.base import LayerSpec, Use
+from ds_kfac.model.layers.base import LayerSpec
 from tests.models import linear_layer
 
 LAYERS = [linear_layer(f"l{i}", 60 + i, 30) for i in range(5)]
@@ -18,9 +18,9 @@ EVERY = frozenset(factor.key for factor in FACTORS)
 LARGE = 2**28
 
 
-def found(world: int = 3, keys=EVERY, layers=LAYERS, factors=FACTORS, step: int = 0, **options):
+def found(world: int = 3, keys=EVERY, factors=FACTORS, step: int = 0, **options):
     decomposers = {factor.key: DECOMPOSERS.get(factor.key, 0) % world for factor in factors}
-    return slots(layers, factors, decomposers, Contributors(world, **options), frozenset(keys), step)
+    return slots(factors, decomposers, Contributors(world, **options), frozenset(keys), step)
 
 
 def messages(sums, world: int = 3, itemsize: int = 4, nbytes: int = LARGE):
@@ -28,10 +28,9 @@ def messages(sums, world: int = 3, itemsize: int = 4, nbytes: int = LARGE):
 
 
 @pytest.mark.parametrize("wanted", [EVERY, set(), {"l3/A"}, {"l0/G", "l4/A", "l4/G"}], ids=len)
-def test_every_factor_asked_for_has_one_sum_with_its_owner_upper_layers_first(wanted):
+def test_every_factor_asked_for_has_one_sum_with_its_owner(wanted):
     sums = found(keys=wanted)
     assert sorted(slot.factor for slot in sums) == sorted(wanted)
-    assert [slot.layer for slot in sums] == sorted((slot.layer for slot in sums), reverse=True)
     for slot in sums:
         factor = next(factor for factor in FACTORS if factor.key == slot.factor)
         assert (slot.owner, slot.numel) == (DECOMPOSERS[slot.factor], factor.side.numel)
@@ -39,23 +38,14 @@ def test_every_factor_asked_for_has_one_sum_with_its_owner_upper_layers_first(wa
 
 def test_layers_that_share_an_input_have_one_sum_for_it():
     layers = [linear_layer(name, 6, 3) for name in ("q", "k", "v")]
-    sums = found(layers=layers, factors=factor_specs(layers, [["q", "k", "v"]]), keys={"q/A", "q/G", "k/G", "v/G"})
-    assert [slot.factor for slot in sums] == ["v/G", "k/G", "q/A", "q/G"]
-
-
-def test_a_tied_layer_has_a_sum_for_each_use_of_each_side():
-    width, vocabulary = Side.dense(5), Side.diagonal(11)
-    uses = (Use("head", "Linear", width, vocabulary, False), Use("embedding", "Embedding", vocabulary, width, False))
-    layer = LayerSpec("embedding", "embedding.weight", None, width, vocabulary, uses)
-    sums = found(layers=[layer], factors=factor_specs([layer]), keys={"embedding/A", "embedding/G"})
-    expected = [("embedding/A", 0, 15), ("embedding/A", 1, 11), ("embedding/G", 0, 11), ("embedding/G", 1, 15)]
-    assert [(slot.factor, slot.use, slot.numel) for slot in sums] == expected
+    sums = found(factors=factor_specs(layers, [["q", "k", "v"]]), keys={"q/A", "q/G", "k/G", "v/G"})
+    assert [slot.factor for slot in sums] == ["q/A", "q/G", "k/G", "v/G"]
 
 
 def test_a_layer_whose_sides_are_both_the_identity_has_no_sum():
     none = Side.identity(5)
-    bare = LayerSpec("bare", "bare.weight", None, none, none, (Use("bare", "Linear", none, none, False),))
-    assert found(layers=[*LAYERS, bare]) == found()
+    bare = LayerSpec("bare", "Linear", "bare", "bare.weight", None, none, none)
+    assert found(factors=factor_specs([*LAYERS, bare])) == found()
 
 
 def test_one_message_carries_everything_if_nothing_bounds_it():
@@ -84,15 +74,15 @@ def test_no_rank_sends_or_receives_more_than_the_bound_in_a_message(count, nbyte
     for bucket in made:
         sent, received = Counter(), Counter()
         for piece in bucket:
-            assert piece.start == covered[piece.slot.rows], "pieces of a sum in their order, without gaps"
-            covered[piece.slot.rows] += piece.numel
+            assert piece.start == covered[piece.slot.factor], "pieces of a sum in their order, without gaps"
+            covered[piece.slot.factor] += piece.numel
         for (source, target), size in payload(bucket, itemsize).items():
             assert source != target
             sent[source] += size - COUNT * sum(p.start == 0 for p in bucket if source in p.slot.contributors)
             received[target] += size
         heads = COUNT * sum(len(piece.slot.contributors) for piece in bucket)
         assert max(sent.values()) <= nbytes and max(received.values()) <= nbytes + heads
-    assert covered == {slot.rows: slot.numel for slot in sums if slot.travels}
+    assert covered == {slot.factor: slot.numel for slot in sums if slot.travels}
 
 
 def test_the_payload_is_a_sum_from_each_contributor_to_the_owner():
@@ -111,13 +101,13 @@ def test_the_payload_is_a_sum_from_each_contributor_to_the_owner():
 def test_a_layout_is_made_once_for_the_same_factors_of_the_same_ranks():
     homes = {factor.key: place % 4 for place, factor in enumerate(FACTORS)}
     few = Contributors(4, node_size=4, counts=dict.fromkeys(homes, 2))
-    layout = Layout(LAYERS, FACTORS, homes, few, itemsize=4, nbytes=LARGE)
-    again = Layout(LAYERS, FACTORS, homes, few, itemsize=4, nbytes=LARGE)
+    layout = Layout(FACTORS, homes, few, itemsize=4, nbytes=LARGE)
+    again = Layout(FACTORS, homes, few, itemsize=4, nbytes=LARGE)
     seen = {}
     for step in range(40):
         made = layout.slots(EVERY, step)
         ranks = tuple(slot.contributors for slot in made)
-        assert made == slots(LAYERS, FACTORS, homes, few, EVERY, step)
+        assert made == slots(FACTORS, homes, few, EVERY, step)
         assert layout.buckets(EVERY, step) == buckets(made, world=4, itemsize=4, nbytes=LARGE)
         assert seen.setdefault(ranks, made) is made
     assert 1 < len(seen) <= 3, "others of the node in turn"

@@ -1,6 +1,5 @@
 """Batch sums in messages; ranks are threads here."""
 
-import random
 from itertools import accumulate
 
 import pytest
@@ -18,13 +17,13 @@ CPU = torch.device("cpu")
 LAYERS = [linear_layer(f"l{i}", dim_A, 3 + i) for i, dim_A in enumerate((5, 8, 8, 6, 8, 7))]
 FACTORS = factor_specs(LAYERS, [["l1", "l2", "l4"]])
 KEYS = frozenset(factor.key for factor in FACTORS)
-ROWS = [(factor.layers[0], 0, factor.key[-1]) for factor in FACTORS]
+ORDER = [factor.key for factor in FACTORS]
 DECOMPOSERS = {factor.key: i % 2 for i, factor in enumerate(FACTORS)}
 
 
 def make(channel, **options) -> Reducer:
     decomposers = {key: rank % channel.world for key, rank in DECOMPOSERS.items()}
-    return Reducer(LAYERS, FACTORS, decomposers, channel, CPU, **options)
+    return Reducer(FACTORS, decomposers, channel, CPU, **options)
 
 
 def alone(**options) -> Reducer:
@@ -37,35 +36,29 @@ def messages(keys: frozenset[str], reducer: Reducer | None = None):
     return reducer.layout.buckets(keys, 0)
 
 
-def value(row, rank: int, step: int) -> float:
-    return float(1 + ROWS.index(row) + 100 * rank + 1000 * step)
+def value(key: str, rank: int, step: int) -> float:
+    return float(1 + ORDER.index(key) + 100 * rank + 1000 * step)
 
 
-def add(reducer: Reducer, sums, rows, step: int = 0) -> None:
-    """One addition to each of ``rows``, in that order."""
-    for row in rows:
-        part = getattr(sums[row[0]][row[1]], row[2])
-        part.sum_P.add_(value(row, reducer.channel.rank, step))
-        part.count.add_(1)
+def filled(reducer: Reducer, keys: frozenset[str] = KEYS, step: int = 0, number: int = 0, times: int = 1):
+    """This rank's sums, each added to so many times. ``number`` tells the values of different steps apart."""
+    sums = reducer.empty(keys, step)
+    for key in sorted(sums, key=hash) * times:
+        sums[key].sum_P.add_(value(key, reducer.channel.rank, number))
+        sums[key].count.add_(1)
+    return sums
 
 
-def ranks_of(reducer: Reducer, row, step: int):
-    return next(slot.contributors for slot in reducer.layout.slots(KEYS, step) if slot.rows == row)
-
-
-def due(row, keys) -> bool:
-    return f"{row[0]}/{row[2]}" in keys
+def ranks_of(reducer: Reducer, key: str, step: int):
+    return next(slot.contributors for slot in reducer.layout.slots(KEYS, step) if slot.factor == key)
 
 
 def check(found, keys, world: int, rank: int, step: int, times: int = 1) -> None:
     """Own sums are those of all ranks; others' are not here."""
-    parts = {(name, use, side): part for name, uses in found.items() for use, sums in enumerate(uses)
-             for side, part in (("A", sums.A), ("G", sums.G)) if part is not None}  # fmt: skip
-    own = {row for row in ROWS if DECOMPOSERS[f"{row[0]}/{row[2]}"] % world == rank}
-    assert set(parts) == {row for row in own if due(row, keys)}
-    for row, part in parts.items():
-        expected = times * sum(value(row, other, step) for other in range(world))
-        assert (part.sum_P == expected).all() and part.count == times * world, row
+    assert found.keys() == {key for key in keys if DECOMPOSERS[key] % world == rank}
+    for key, part in found.items():
+        expected = times * sum(value(key, other, step) for other in range(world))
+        assert (part.sum_P == expected).all() and part.count == times * world, key
 
 
 # messages
@@ -92,12 +85,8 @@ def test_owners_get_the_sums_of_whatever_is_due(world):
     def work(channel):
         reducer = make(channel)
         for step, keys in enumerate(subsets):
-            sums = reducer.allocate(keys, step)
-            rows = [row for row in ROWS if due(row, keys)]
-            random.Random(channel.rank + step).shuffle(rows)
-            for _ in range(2):  # calls of each layer
-                add(reducer, sums, rows, step)
-            check(reducer.finish(keys, step), keys, world, channel.rank, step, times=2)
+            sums = filled(reducer, keys, step, step, times=2)  # calls of each layer
+            check(reducer.reduce(sums, keys, step), keys, world, channel.rank, step, times=2)
 
     FakeNetwork(world).run(work)
 
@@ -106,29 +95,11 @@ def test_a_rank_without_rows_sends_zeros():
     def work(channel):
         reducer = make(channel)
         for step in range(4):
-            if channel.rank == 0:
-                add(reducer, reducer.allocate(KEYS, 0), ROWS, step)
-            found = reducer.finish(KEYS, 0)
-            for name, (sums,) in found.items():
-                for side, part in (("A", sums.A), ("G", sums.G)):
-                    if part is not None:
-                        assert (part.sum_P == value((name, 0, side), 0, step)).all() and part.count == 1
+            sums = filled(reducer, number=step) if channel.rank == 0 else reducer.empty(KEYS, 0)
+            for key, part in reducer.reduce(sums, KEYS, 0).items():
+                assert (part.sum_P == value(key, 0, step)).all() and part.count == 1
 
     FakeNetwork(2).run(work)
-
-
-def test_every_step_starts_from_zero():
-    reducer = alone()
-    add(reducer, reducer.allocate(KEYS, 0), ROWS)
-    reducer.forget()
-    for uses in reducer.allocate(KEYS, 0).values():
-        for part in (uses[0].A, uses[0].G):
-            assert part is None or (not part.sum_P.any() and not part.count.any())
-
-
-def parts_of(found):
-    return {(name, use, side): part for name, uses in found.items() for use, sums in enumerate(uses)
-            for side, part in (("A", sums.A), ("G", sums.G)) if part is not None}  # fmt: skip
 
 
 # layers that part
@@ -142,11 +113,10 @@ def test_ranks_that_saw_layers_part_have_no_rows_of_what_they_share(seen_by, dty
     def work(channel):
         reducer = make(channel, parted=lambda: {group} if channel.rank in seen_by else (), dtype=dtype)
         for step in range(4):
-            add(reducer, reducer.allocate(KEYS, 0), ROWS)
-            for (name, _, side), part in parts_of(reducer.finish(KEYS, 0)).items():
-                left = [rank for rank in range(2) if rank not in seen_by or (name, side) != ("l1", "A")]
-                assert part.count == len(left), (name, side, step)
-                expected = sum(value((name, 0, side), rank, 0) for rank in left)
+            for key, part in reducer.reduce(filled(reducer), KEYS, 0).items():
+                left = [rank for rank in range(2) if rank not in seen_by or key != "l1/A"]
+                assert part.count == len(left), (key, step)
+                expected = sum(value(key, rank, 0) for rank in left)
                 near(
                     part.sum_P,
                     torch.full_like(part.sum_P, expected),
@@ -169,14 +139,12 @@ def test_a_rank_makes_the_sums_it_contributes_to_and_no_others(count, everywhere
     def work(channel):
         reducer, entered = make(channel, contributors=contributors), []
         for step in range(6):
-            sums, before = reducer.allocate(KEYS, step), channel.calls["factors"]
-            mine = {row for row in ROWS if channel.rank in ranks_of(reducer, row, step)}
-            assert set(parts_of(sums)) == mine
-            add(reducer, sums, sorted(mine, key=ROWS.index), step)
-            for row, part in parts_of(reducer.finish(KEYS, step)).items():
-                ranks = ranks_of(reducer, row, step)
+            sums, before = filled(reducer, step=step, number=step), channel.calls["factors"]
+            assert sums.keys() == {key for key in KEYS if channel.rank in ranks_of(reducer, key, step)}
+            for key, part in reducer.reduce(sums, KEYS, step).items():
+                ranks = ranks_of(reducer, key, step)
                 assert len(ranks) == count == part.count
-                assert (part.sum_P == sum(value(row, rank, step) for rank in ranks)).all()
+                assert (part.sum_P == sum(value(key, rank, step) for rank in ranks)).all()
             entered.append(channel.calls["factors"] - before)
             assert entered[-1] == len(reducer.layout.buckets(KEYS, step))
         return entered
@@ -203,9 +171,7 @@ def test_messages_are_bounded_and_two_are_on_their_way_at_a_time(monkeypatch):
         reducer = make(channel, nbytes=256)
         for step in range(4):
             before = channel.calls["factors"]
-            add(reducer, reducer.allocate(KEYS, step), ROWS, step)
-            assert channel.calls["factors"] == before, "nothing leaves before the step"
-            check(reducer.finish(KEYS, step), KEYS, 2, channel.rank, step)
+            check(reducer.reduce(filled(reducer, number=step), KEYS, step), KEYS, 2, channel.rank, step)
             assert channel.calls["factors"] - before == len(messages(KEYS, reducer)) > 2
 
     FakeNetwork(2).run(work)

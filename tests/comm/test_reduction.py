@@ -31,7 +31,7 @@ class Run:
         owners = max(1, world - 1)
         decomposers = {factor.key: (3 * i + i // 2) % owners for i, factor in enumerate(FACTORS)}
         counts = {} if count is None else dict.fromkeys(KEYS, count)
-        self.slots = slots(LAYERS, FACTORS, decomposers, Contributors(world, world, counts=counts), KEYS, 0)
+        self.slots = slots(FACTORS, decomposers, Contributors(world, world, counts=counts), KEYS, 0)
         self.network, self.dtype = FakeNetwork(world), DTYPES[name]
         self.buckets = buckets(self.slots, world=world, itemsize=self.dtype.itemsize, nbytes=nbytes)
         self.values = {
@@ -44,7 +44,7 @@ class Run:
 
     def _work(self, channel):
         sums = {
-            slot.rows: BatchSum(*(part.clone() for part in self.values[slot.factor, channel.rank]))
+            slot.factor: BatchSum(*(part.clone() for part in self.values[slot.factor, channel.rank]))
             if channel.rank in slot.contributors
             else BatchSum.empty(slot.numel, CPU)
             for slot in self.slots
@@ -53,9 +53,9 @@ class Run:
             Reduction(bucket, sums, channel, CPU, self.dtype).add_to(sums)
         for slot in self.slots:
             if slot.owner == channel.rank:
-                self.found[slot.factor] = sums[slot.rows]
+                self.found[slot.factor] = sums[slot.factor]
             elif channel.rank in slot.contributors:
-                assert torch.equal(sums[slot.rows].sum_P, self.values[slot.factor, channel.rank][0]), "left alone"
+                assert torch.equal(sums[slot.factor].sum_P, self.values[slot.factor, channel.rank][0]), "left alone"
         return channel
 
     def parts(self, slot) -> torch.Tensor:

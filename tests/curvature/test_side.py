@@ -38,11 +38,6 @@ def test_the_scale_is_of_what_is_added_alone(side):
     close(scaled - 1, 0.25 * (plain - 1), sums=33)
 
 
-def test_indices_are_one_hot_rows():
-    side, index = Side.diagonal(5), torch.tensor([0, 3, 3, -1])
-    assert side.accumulate_(torch.zeros(5), index).tolist() == [1, 0, 0, 2, 0]
-
-
 @pytest.mark.parametrize(
     ("dim", "large", "block"),
     [(8, "blocks", 8), (9, "blocks", 5), (17, "blocks", 6), (9, "diagonal", 1), (9, "identity", 0)],

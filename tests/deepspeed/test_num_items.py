@@ -72,7 +72,7 @@ def worker(names) -> dict:
     for name in names:
         for reads in (True, False):
             mode = BY_NAME[name]
-            mode = replace(mode, kfac={"layers": {"types": ["Linear", "Embedding", "LayerNorm", "RMSNorm"]}})
+            mode = replace(mode, kfac={"layers": {"types": ["Linear", "LayerNorm", "RMSNorm"]}})
             mode = replace(mode, kfac={**mode.config(1, world)["kfac"], **mode.kfac})
             engine = build(mode, ACCUMULATION, model=make_net(TrainerNet), train_micro_batch_size_per_gpu=ROWS)
             if not reads:

@@ -13,7 +13,7 @@ from ds_kfac.directions.kfac_adamw.optimizer import build
 from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
 from ds_kfac.directions.kfac_adamw.size import adam_factor, step_norm
 from ds_kfac.model.blocks import named
-from ds_kfac.model.layers.base import LayerSpec, Use
+from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.model.scan import Choice, scan
 from tests.close import close
 from tests.models import linear_layer
@@ -63,16 +63,13 @@ def test_a_pattern_is_the_end_of_a_name():
         assert not named(pattern, name), (pattern, name)
 
 
-def layer(*kinds: str) -> LayerSpec:
-    side = Side.dense(4)
-    uses = tuple(Use(f"m{i}", kind, side, side, False) for i, kind in enumerate(kinds))
-    return LayerSpec("m0", "m0.weight", None, side, side, uses)
+def layer(kind: str) -> LayerSpec:
+    return LayerSpec("m0", kind, "m0", "m0.weight", None, Side.dense(4), Side.dense(4))
 
 
 def test_the_reason_is_said():
     norm = replace(layer("LayerNorm"), keeps_direction="LayerNorm is no linear map's matrix")
     assert keeps_direction(AdamConfig(), norm) == "LayerNorm is no linear map's matrix"
-    assert keeps_direction(AdamConfig(), layer("Linear", "Embedding")) == "its weight is an embedding's too"
     assert keeps_direction(AdamConfig(orthogonalize=False), layer("Linear")) == "kfac.adam.orthogonalize is false"
     for kind in ("Linear", "Conv1D", "ColumnParallelLinear", "RowParallelLinear"):
         assert keeps_direction(AdamConfig(), layer(kind)) is None, kind
@@ -121,8 +118,8 @@ def test_heads_rates_fall_with_the_width_to_lr():
     assert factors == [16, 8, 1, 1]
     assert adam_factor(rms, linear_layer("lm_head", 4096, 9), 8.0) == 8
     assert adam_factor(options, linear_layer("blocks.0.mlp.up", 64, 9), 8.0) == 1
-    embedding = replace(linear_layer("embed", 64, 9), keeps_direction="one-hot inputs")
-    assert adam_factor(options, embedding, 8.0) == 8
+    norm = replace(linear_layer("norm", 64, 9), keeps_direction="LayerNorm is no linear map's matrix")
+    assert adam_factor(options, norm, 8.0) == 8
 
 
 def test_a_group_of_its_own_rate_keeps_its_part_of_adam_lr():
@@ -138,15 +135,12 @@ def test_a_group_of_its_own_rate_keeps_its_part_of_adam_lr():
 
 
 def test_blocks_of_layers_that_keep_adams_direction_are_said_to_have_no_effect():
-    """A head, one that is tied to an embedding, and one among layers that have them."""
-    body = torch.nn.ModuleDict({"embedding": torch.nn.Embedding(6, 4), "tied": torch.nn.Linear(4, 6, bias=False)})
-    body["tied"].weight = body["embedding"].weight
-    body.update({"lm_head": torch.nn.Linear(4, 6), "up": torch.nn.Linear(4, 6)})
-    config = parse({"adam": {"blocks": {"lm_head": 2, "embedding": 2, "up|lm_head": 2, "gone": 2}}})
+    """A head, and one among layers that have them."""
+    body = torch.nn.ModuleDict({"lm_head": torch.nn.Linear(4, 6), "up": torch.nn.Linear(4, 6)})
+    config = parse({"adam": {"blocks": {"lm_head": 2, "up|lm_head": 2, "gone": 2}}})
     said = KFACAdamWRule().idle(config, scan(body, Choice(blocks=tuple(config.adam.blocks.items()))).layers)
     assert said == [
         "kfac.adam.blocks 'gone', which no layer's name ends with",
         "kfac.adam.blocks 'lm_head', whose layers keep Adam's direction "
         "(kfac.adam.except_layers '([^.]*_)?head(_dist)?')",
-        "kfac.adam.blocks 'embedding', whose layers keep Adam's direction (its weight is an embedding's too)",
     ]  # fmt: skip

@@ -106,14 +106,6 @@ def block_syrk_calls(device: str, sizes: Sizes) -> Iterator[Call]:
         )  # fmt: skip
 
 
-def count_calls(device: str, sizes: Sizes) -> Iterator[Call]:
-    for rows, dim in product(sizes.rows, sizes.dims):
-        index = torch.randint(-1, dim, (rows,), device=device, generator=torch.Generator(device).manual_seed(0))
-        hot = (index[:, None] == torch.arange(dim, device=device)).sum(0)
-        start = torch.full((dim,), 2.0, device=device)
-        yield Call("count_accumulate_", f"{rows} of {dim}", (start, index), [2.0 + hot], lambda x, _: [x], 1e-6)
-
-
 def scale_calls(device: str, sizes: Sizes) -> Iterator[Call]:
     """eigen_scale_dot and corrected_scale_dot."""
     for (outputs, inputs), transposed in product(sizes.gradients, (False, True)):

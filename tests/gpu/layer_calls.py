@@ -12,7 +12,6 @@ from tests.gpu.calls import (
     Sizes,
     adam_calls,
     block_syrk_calls,
-    count_calls,
     laid_out,
     normal,
     scale_calls,
@@ -69,7 +68,6 @@ def average_calls(device: str, sizes: Sizes) -> Iterator[Call]:
 CALLS: dict[str, Callable[[str, Sizes], Iterator[Call]]] = {
     "syrk_accumulate_": syrk_calls,
     "block_syrk_accumulate_": block_syrk_calls,
-    "count_accumulate_": count_calls,
     "symmetric_pack_into_": packing_calls,
     "symmetric_unpack_from": packing_calls,
     "ema_update_": average_calls,

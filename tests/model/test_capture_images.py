@@ -109,7 +109,7 @@ def test_both_sides_of_a_sample_are_from_the_same_positions():
     x = torch.eye(64).view(1, 64, 8, 8).repeat(10, 1, 1, 1)
     weight = torch.randn(10, 64, 8, 8)
     for turn in range(3):
-        recorder.capture.begin_step(recorder, frozenset({"all"}), turn)
+        recorder.begin(turn)
         y = model(x)
         (y * weight * x).sum().backward()  # channel c has a gradient at position c only
         means = recorder.means()["0"]
@@ -275,7 +275,7 @@ def test_no_activation_of_images_outlives_its_graph(types, sampled):
         loss = F.cross_entropy(recorder.model(x), y)
         own_backward(recorder, loss)
         if sampled:
-            recorder.capture.take()
+            recorder.begin()
         del loss, x
         assert len(watched.seen) > 5 and watched.living() == 0
     finally:

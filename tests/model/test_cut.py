@@ -11,14 +11,14 @@ from ds_kfac.estimate.mode import kfac_config, mode_of
 from ds_kfac.estimate.subject import subject_of
 from ds_kfac.model import cut as module
 from ds_kfac.model.cut import cut
-from ds_kfac.model.layers.base import LayerSpec, Use
+from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.zero.shards import pieces_of
 
 
 def head(O: int = 12, I: int = 5, **changes) -> LayerSpec:  # noqa: E741
     A, G = Side.dense(I), changes.pop("G", Side.identity(O))
     kind, product = changes.pop("kind", "Linear"), changes.pop("product", False)
-    return replace(LayerSpec("head", "head.w", "head.b", A, G, (Use("head", kind, A, G, True, product),)), **changes)
+    return replace(LayerSpec("head", kind, "head", "head.w", "head.b", A, G, product), **changes)
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def test_a_large_layer_is_cut_into_equal_parts_that_cover_it_and_have_one_A():
     assert [layer.name for layer in layers] == ["head.0", "head.1", "head.2"]
     assert {layer.shape for layer in layers} == {(4, 5)} and sum(layer.numel for layer in layers) == head().numel
     assert [layer.part for layer in layers] == [(0, 3), (1, 3), (2, 3)]
-    assert {(layer.uses[0].module, layer.parameters) for layer in layers} == {("head", ("head.w", "head.b"))}
+    assert {(layer.module, layer.parameters) for layer in layers} == {("head", ("head.w", "head.b"))}
     factors = factor_specs(layers)
     assert [(f.key, f.layers) for f in factors] == [("head.0/A", ("head.0", "head.1", "head.2"))]
     assert rows_from(factors[0], {layer.name: layer for layer in layers}) == ("head.0",), "a row is every part's"
@@ -59,7 +59,6 @@ def test_outputs_that_do_not_divide_take_the_next_number_of_parts():
         head(copies=2),
         head(cut=(2, 1)),
         head(part=(0, 2)),
-        head(uses=head().uses * 2),
     ],
 )
 def test_what_is_small_or_would_change_stays_whole(layer):

@@ -70,10 +70,3 @@ def test_a_norms_rows_sum_to_its_gradient(kind, make, eps):
     assert none is None
     for part, flat in zip(LAYERS[kind].split(matrix, bias), flats, strict=True):
         assert torch.equal(part, flat)
-
-
-def test_an_embeddings_padding_has_no_row():
-    index = torch.tensor([[0, 2, 1], [2, 2, 3]])
-    rows = LAYERS["Embedding"].input_rows(nn.Embedding(4, 3, padding_idx=2), index)
-    assert rows.tolist() == [[0, -1, 1], [-1, -1, 3]]
-    assert torch.equal(LAYERS["Embedding"].input_rows(nn.Embedding(4, 3), index), index)

@@ -459,6 +459,9 @@ def test_a_common_A_is_that_of_all_tokens_that_enter(kind):
     sums = [apart.sums(f"experts.gate_up_proj.{e}").A for e in range(3)]
     close(together.sums(first).A.sum_P, sum(one.sum_P for one in sums))
     assert float(together.sums(first).A.count) == sum(float(one.count) for one in sums) == 2 * ROWS
+    for layer in apart.layers:  # each G is of its own rows, also the first one's
+        close(together.sums(layer.name).G.sum_P, apart.sums(layer.name).G.sum_P)
+        assert together.sums(layer.name).G.count == apart.sums(layer.name).G.count
 
 
 @pytest.mark.parametrize("kind", [kind for kind in STACKS if kind is not Dispatched])
@@ -469,7 +472,7 @@ def test_measured_rows_of_an_expert_are_its_own_also_where_a_stack_has_one_A(kin
     for one in (Apart, kind):
         model = make(one, bias=kind in BIASED, checkpointed=checkpointed)
         recorder = Recorder(model)
-        recorder.capture.begin_step(recorder, frozenset({"all"}), 0, measure=True)
+        recorder.begin(measure=True)
         model(x, y).backward()
         found[one] = {name: max(counts) for name, counts in recorder.capture.measured.items()}
     for apart, stacked in (("into", "gate_up_proj"), ("out", "down_proj")):

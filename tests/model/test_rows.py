@@ -21,9 +21,9 @@ def second_moment(x: torch.Tensor) -> torch.Tensor:
 
 def test_expand_takes_every_position_and_reduce_every_example():
     x, g = torch.randn(4, 3, 5), torch.randn(4, 3, 2)
-    rows = input_rows(x, None, EXPAND, dim=5)
+    rows = input_rows(x, None, EXPAND)
     assert torch.equal(rows.x, x.view(12, 5)) and rows.count == 12
-    reduced = input_rows(x, None, REDUCE, dim=5)
+    reduced = input_rows(x, None, REDUCE)
     close(reduced.x, x.mean(dim=1), sums=3)
     assert reduced.count == 4
     assert torch.equal(gradient_rows(g, None, EXPAND)[0], g.view(12, 2)) and gradient_rows(g, None, EXPAND)[1] == 12
@@ -35,7 +35,7 @@ def test_expand_takes_every_position_and_reduce_every_example():
 def test_without_shared_positions_reduce_is_expand(shape):
     x = torch.randn(shape)
     for rule in (EXPAND, REDUCE):
-        rows = input_rows(x, None, rule, dim=5)
+        rows = input_rows(x, None, rule)
         assert torch.equal(rows.x, x.view(6, 5)) and rows.count == 6
         assert torch.equal(gradient_rows(x, None, rule)[0], x.view(6, 5))
 
@@ -51,7 +51,7 @@ def exact_fishers(pooled: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     terms = N if pooled else N * T
     fishers = {}
     for name, rule in (("expand", EXPAND), ("reduce", REDUCE)):
-        rows = input_rows(a, None, rule, dim=inputs)
+        rows = input_rows(a, None, rule)
         A, G = second_moment(rows.x.double()) / rows.count, torch.zeros(outputs, outputs, dtype=torch.float64)
         for direction in torch.eye(outputs, dtype=torch.float64):
             g = direction.expand(N, T, outputs) / terms / (T if pooled else 1)  # of a mean over the loss terms
@@ -71,14 +71,14 @@ def test_each_rule_is_exact_in_its_own_setting():
 
 def test_padding_counts_neither_as_rows_nor_in_means():
     x, g = torch.randn(2, 3, 5), torch.randn(2, 3, 2)
-    rows = input_rows(x, MASK, EXPAND, dim=5)
+    rows = input_rows(x, MASK, EXPAND)
     assert float(rows.count) == 3 and rows.counts_R1.flatten().tolist() == [1, 1, 0, 1, 0, 0]
     close(second_moment(rows.x), second_moment(x[MASK]), sums=3)
-    close(input_rows(x, MASK, REDUCE, dim=5).x, torch.stack([x[0, :2].mean(0), x[1, 0]]), sums=3)
+    close(input_rows(x, MASK, REDUCE).x, torch.stack([x[0, :2].mean(0), x[1, 0]]), sums=3)
     sample, terms, _ = gradient_rows(g, MASK, EXPAND)
     close(second_moment(sample), second_moment(g[MASK]), sums=3)
     assert float(terms) == 3
-    flattened = input_rows(x.view(6, 5), MASK, EXPAND, dim=5)  # some models flatten before a layer
+    flattened = input_rows(x.view(6, 5), MASK, EXPAND)  # some models flatten before a layer
     assert torch.equal(flattened.x, rows.x)
     assert fit(MASK, (2,)) == Fit(), "a pooled layer has rows of its own"
 
@@ -94,20 +94,13 @@ def test_gradients_in_16_bits_stay_so_and_are_summed_in_fp32(dtype):
     assert gradient_rows(g.double(), None, EXPAND)[0].dtype == torch.float32
 
 
-def test_masked_indices_are_no_rows():
-    tokens = torch.tensor([[4, 1, 0], [2, 0, 0]])
-    assert input_rows(tokens, MASK, EXPAND, dim=6).x.tolist() == [4, 1, -1, 2, -1, -1]
-    reduced = input_rows(tokens, MASK, REDUCE, dim=6)
-    assert reduced.x.tolist() == [[0, 0.5, 0, 0, 0.5, 0], [0, 0, 1, 0, 0, 0]]
-
-
 def test_a_sample_is_unbiased_and_moves():
     x = torch.randn(10, 20, 4)
     whole = second_moment(x.view(200, 4))
     turns = {phase(turn, 4): turn for turn in range(100)}  # one for each place
     starts, total, gradients = set(), torch.zeros(4, 4), torch.zeros(4, 4)
     for turn in turns.values():
-        rows = input_rows(x, None, RowRule("expand", sample=50), dim=4, turn=turn)
+        rows = input_rows(x, None, RowRule("expand", sample=50), turn=turn)
         assert rows.count == len(rows.x) == 50
         starts.add(tuple(rows.x[0].tolist()))
         total += second_moment(rows.x) / rows.count
@@ -124,10 +117,9 @@ def test_a_sample_visits_all_places_alike_at_any_interval(interval):
     for stride in (2, 3, 4, 7, 10, 16, 100):
         visits = torch.zeros(stride)
         for capture in range(1000):
-            rows = input_rows(
-                torch.arange(stride), None, RowRule("expand", sample=1), dim=stride, turn=capture * interval
-            )
-            visits[rows.x] += 1
+            places = torch.arange(float(stride))[:, None]
+            rows = input_rows(places, None, RowRule("expand", sample=1), turn=capture * interval)
+            visits[rows.x.flatten().long()] += 1
         spread = float(((visits - 1000 / stride) ** 2).sum()) * stride / 1000
         # chi squared of a fair die passes this once in a million times (Laurent & Massart 2000)
         assert spread < stride - 1 + 2 * (14 * (stride - 1)) ** 0.5 + 28, (interval, stride, visits)
@@ -139,8 +131,8 @@ def test_rows_with_the_sequence_first_are_those_of_the_same_examples():
         for mask in (None, MASK):
             turned = None if mask is None else mask.T
             rows, other = (
-                input_rows(x, mask, rule, dim=5),
-                input_rows(x.transpose(0, 1), turned, rule, dim=5, examples=1),
+                input_rows(x, mask, rule),
+                input_rows(x.transpose(0, 1), turned, rule, examples=1),
             )
             close(second_moment(other.x), second_moment(rows.x), sums=6)
             assert float(other.count) == float(rows.count)
@@ -155,7 +147,7 @@ def test_rows_with_the_sequence_first_are_those_of_the_same_examples():
 def test_an_empty_batch_has_no_rows(rule, shape):
     mask = torch.ones(shape[:-1], dtype=torch.bool) if len(shape) == 3 else None
     for given in (None, mask):
-        rows = input_rows(torch.zeros(shape), given, rule, dim=5)
+        rows = input_rows(torch.zeros(shape), given, rule)
         assert rows.x.shape == (0, 5) and float(rows.count) == 0
         g, terms, factor = gradient_rows(torch.zeros(shape), given, rule)
         assert g.shape == (0, 5) and float(terms) == 0 and math.isfinite(factor)

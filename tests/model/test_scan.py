@@ -54,7 +54,7 @@ def test_everything_else_is_listed_with_its_reason():
     taken = {"keep", "own", "mha.in_proj_weight", "mha.out_proj"}
     assert {layer.name for layer in scan(model, Choice(**choice)).layers} == taken
     assert found["frozen"] == "weight is frozen" and found["norm"] == "LayerNorm is not in kfac.layers.types"
-    assert "Tied (an embedding and a head with one weight) is not in" in found["tied"]
+    assert found["tied"] == "weight is shared by embed, tied" and found["embed"] == "no K-FAC layer type for it"
     modules = {name for name, module in model.named_modules() if list(module.parameters(recurse=False))}
     assert set(found) | {name.removesuffix(".in_proj_weight") for name in taken} == modules
 
@@ -69,7 +69,7 @@ def test_modules_with_the_same_parameters_are_one_layer():
     model[1].weight, model[1].bias = model[0].weight, model[0].bias
     model[3].weight = model[2].weight  # each with a bias of its own
     (layer,) = scan(model).layers
-    assert (layer.name, layer.uses[0].also) == ("0", ("1",))
+    assert (layer.name, layer.also) == ("0", ("1",))
     assert "weight is shared by 2, 3" in reasons(model)["2"] and set(reasons(model)) == {"2", "3"}
 
 
@@ -130,36 +130,19 @@ def test_nothing_to_precondition_is_an_error():
         scan(nn.Sequential(nn.PReLU(4)))
 
 
-def test_norms_and_embeddings_have_the_structure_of_their_type():
+def test_norms_have_the_structure_of_their_type():
     model = nn.ModuleDict(
         {
-            "e": nn.Embedding(9, 4, padding_idx=0),
+            "linear": nn.Linear(4, 4),
             "n": nn.LayerNorm(4),
             "r": nn.RMSNorm(4),
             "b": nn.LayerNorm(4, bias=False),
         }
     )
     sides = {layer.name: (layer.A, layer.G) for layer in scan(model, Choice(max_dim=8)).layers}
-    assert sides["e"] == (Side.diagonal(9), Side.dense(4))
     assert sides["n"] == (Side(8, 2), Side.identity(1)) and sides["r"] == (Side.diagonal(4), Side.identity(1))
     assert sides["b"] == (Side.diagonal(4), Side.identity(1))
     assert "activations_only" in reasons(model, gradients=False)["n"]
-
-
-def test_an_embedding_and_its_head_are_one_layer_with_two_uses():
-    model = nn.ModuleDict({"embed": nn.Embedding(9, 4), "body": nn.Linear(4, 4), "head": nn.Linear(4, 9)})
-    model["head"].weight = model["embed"].weight
-    found = scan(model)
-    tied = found.layers[0]
-    assert (tied.name, tied.weight, tied.bias) == ("embed", "embed.weight", None)
-    assert [(use.module, use.kind) for use in tied.uses] == [("head", "Linear"), ("embed", "Embedding")]
-    assert (tied.A, tied.G) == (Side.dense(4), Side.diagonal(9))
-    assert [(left.name, left.reason) for left in found.skipped] == [("head.bias", "it stays apart, the weight is tied")]
-    assert [use.kind for use in scan(model, Choice(gradients=False)).layers[0].uses] == ["Linear"]
-    assert "tied to head" in reasons(model, exclude=("head",))["embed"]
-    three = nn.ModuleDict({**model, "second": nn.Linear(4, 9, bias=False)})
-    three["second"].weight = model["embed"].weight
-    assert "only an embedding with one nn.Linear head" in reasons(three)["second"]
 
 
 def test_adapters_get_the_factor_of_their_small_side():

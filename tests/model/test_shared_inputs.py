@@ -1,14 +1,12 @@
 """Layers that see the same tensor, and what merely looks like it."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_kfac.model.batch_sum import BatchSum, UseSums
+from ds_kfac.model.batch_sum import BatchSum
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.scan import Choice, scan
 from ds_kfac.model.shared_inputs import SharedInputs, agreed
@@ -207,16 +205,9 @@ def test_projections_of_a_model_are_found_and_keep_holding(checkpointed):
     model = Attention(checkpointed)
     layers = scan(model, Choice(types=("Linear",))).layers
 
-    def allocate(keys, step):
-        return {
-            layer.name: [UseSums(*(BatchSum(torch.zeros(s.numel), torch.zeros(())) for s in (layer.A, layer.G)))]
-            for layer in layers
-        }
-
     inputs = SharedInputs([layer.name for layer in layers])
     capture = Capture(model, layers, lambda: 1.0, inputs=inputs)
-    sums = SimpleNamespace(allocate=allocate)
-    capture.begin_step(sums, frozenset({"all"}), 0)
+    capture.begin_step({f"{layer.name}/A": BatchSum.empty(layer.A.numel, torch.device("cpu")) for layer in layers}, 0)
     for step in range(3):
         for _ in range(2):
             model(torch.randn(3, 4)).backward()

@@ -27,13 +27,12 @@ def results(threads: int) -> dict[str, list[torch.Tensor]]:
         return torch.randn(*shape, generator=generator)
 
     numel, found = packed_numel(DIM), {}
-    x, matrix, index = normal(515, DIM), normal(DIM, DIM), torch.randint(-1, 50, (100_000,), generator=generator)
+    x, matrix = normal(515, DIM), normal(DIM, DIM)
     values, averages, moments = normal(DIM).exp(), normal(numel), normal(DIM, DIM).square()
     packed = torch.zeros(numel)
     calls = {
         "syrk_accumulate_": ((torch.zeros(numel), x), {}),
         "block_syrk_accumulate_": ((torch.zeros(6 * packed_numel(64)), x[:, :384]), {"block": 64}),
-        "count_accumulate_": ((torch.zeros(50), index), {}),
         "symmetric_pack_into_": ((packed, [0], [matrix]), {}),
         "symmetric_unpack_from": ((normal(numel), [0], [DIM]), {}),
         "ema_update_": (([averages], [normal(numel)], [torch.ones(())], [torch.ones(())], [0.9]), {}),

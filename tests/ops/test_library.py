@@ -8,14 +8,13 @@ from tests.close import close, exact
 
 CPU = torch.device("cpu")
 BLOCKED = ((torch.ones(3 * 28), torch.randn(5, 21)), {"block": 7, "scale": 2.0})
-COUNTED = ((torch.ones(9), torch.tensor([0, 3, -1, 3])), {})
 
 
 def calls(op: str) -> list[tuple]:
     """(arguments, options) as callers give them."""
     if op in check.PROBES:
         return list(check.PROBES[op][0](torch.float32))
-    return [{"block_syrk_accumulate_": BLOCKED, "count_accumulate_": COUNTED}[op]]
+    return [{"block_syrk_accumulate_": BLOCKED}[op]]
 
 
 def schema_arguments(op: str, monkeypatch) -> list[tuple]:

@@ -12,7 +12,7 @@ from ds_kfac.plan.make_plan import Setting, make_plan
 from ds_kfac.plan.plan import Plan, sharing_candidates
 from ds_kfac.schedule.adaptive import AdaptiveRule
 from tests.choices import resolved
-from tests.layer_tables import gpt2_small, tied, zero_shards
+from tests.layer_tables import gpt2_small, zero_shards
 
 LAYERS, FACTORS = gpt2_small(blocks=2, width=64)
 COSTS = BUILTIN["cpu"]
@@ -58,7 +58,7 @@ def test_layers_share_the_inverse_of_a_only_if_g_is_the_identity_for_all_or_none
     first, second = (replace(layer, A=Side.dense(9)) for layer in LAYERS[:2])
     for other, alike in ((second, True), (replace(second, G=Side.identity(second.dim_G)), False)):
         for method, same in (("eigen", True), ("inverse", alike)):
-            kinds = sharing_candidates((replace(first, uses=second.uses), other), method)
+            kinds = sharing_candidates((replace(first, bias=second.bias), other), method)
             assert (len(set(kinds.values())) == 1) == same, (method, alike)
 
 
@@ -230,14 +230,6 @@ def test_intervals_are_those_of_the_long_run():
     }
     made = plan(**config)
     assert {offset % 4 for offset in made.offsets.values()} == {0, 1, 2, 3} and max(made.offsets.values()) < 8
-
-
-def test_a_tied_layer_s_factors_have_one_offset():
-    layers = [tied(LAYERS[0]), *LAYERS[1:]]
-    made = plan(model=layers, eigenbasis={"stagger": True})
-    name = layers[0].name
-    assert made.offsets[f"{name}/A"] == made.offsets[f"{name}/G"]
-    assert made.assignment.decomposers[f"{name}/A"] == made.assignment.decomposers[f"{name}/G"]
 
 
 # taken over as they are

@@ -6,12 +6,12 @@ import torch
 from ds_kfac.assignment.cost_model import BUILTIN
 from ds_kfac.assignment.factor_spec import factors_by_layer
 from ds_kfac.curvature.side import Side
-from ds_kfac.model.layers.base import LayerSpec, Use
+from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.plan.make_plan import Setting, make_plan
 from ds_kfac.plan.plan import Known, Plan
 from ds_kfac.zero.shards import source
 from tests.choices import resolved
-from tests.layer_tables import llama, tied, zero_shards
+from tests.layer_tables import llama, zero_shards
 
 LAYERS, _ = llama(blocks=2, width=32, inner=80, key_width=8)
 GROUPS = [
@@ -50,7 +50,7 @@ def test_sharing_moves_nothing_and_drops_the_followers_factors(zero):
     assert (after.assignment.decomposers, after.offsets) == (before.assignment.decomposers, before.offsets)
     assert after.assignment.workers == before.assignment.workers
     assert (after.layers, after.schedule, after.wire) == (before.layers, before.schedule, before.wire)
-    assert set(after.timetable().keys) == set(after.together) == set(before.together) - gone
+    assert set(after.timetable().keys) == set(before.timetable().keys) - gone
     assert after.sharing(()) == before, "and back"
 
 
@@ -69,7 +69,7 @@ def test_no_groups_change_nothing():
 
 def layer(name: str, *, kind: str = "Linear", bias: bool = False, A: Side | None = None) -> LayerSpec:
     A, G = A or Side.dense(6), Side.dense(3)
-    return LayerSpec(name, f"{name}.weight", f"{name}.bias" if bias else None, A, G, (Use(name, kind, A, G, bias),))
+    return LayerSpec(name, kind, name, f"{name}.weight", f"{name}.bias" if bias else None, A, G)
 
 
 def test_candidates_are_layers_whose_rows_are_their_inputs():
@@ -79,9 +79,7 @@ def test_candidates_are_layers_whose_rows_are_their_inputs():
         layer("conv1d", kind="Conv1D"),
         layer("wide", A=Side.diagonal(9)),
         layer("identity", A=Side.identity(9)),
-        layer("embedding", kind="Embedding"),
         layer("norm", kind="LayerNorm"),
-        tied(layer("tied")),
     ]
     candidates = plan(model=layers).sharing_candidates
     assert list(candidates) == ["linear", "with_bias", "conv1d", "wide"]
@@ -90,33 +88,18 @@ def test_candidates_are_layers_whose_rows_are_their_inputs():
     assert plan(model=layers, layers={"share_inputs": False}).sharing_candidates == {}
 
 
-# units
-
-
-def test_factors_of_a_tied_layer_are_one_unit():
-    layers = [tied(LAYERS[0]), *LAYERS[1:]]
-    made = plan(model=layers, eigenbasis={"stagger": True})
-    name = layers[0].name
-    assert made.together[f"{name}/A"] == (f"{name}/A", f"{name}/G") and f"{name}/G" not in made.together
-    assert made.unit[f"{name}/G"] == f"{name}/A" and made.unit["0.k/G"] == "0.k/G"
-    assert made.expanded(frozenset([f"{name}/A", "0.k/G"])) == {f"{name}/A", f"{name}/G", "0.k/G"}
-    assert made.expanded(frozenset(made.together)) == {factor.key for factor in made.assignment.factors}
-
-
-def test_the_timetable_follows_the_offsets_of_the_units():
+def test_the_timetable_follows_the_offsets():
     made = plan(eigenbasis={"stagger": True}, burn_in={"steps": 0})
     table = made.timetable()
     assert len(set(made.offsets.values())) > 3
     for step in range(50, 150):
-        due = made.expanded(table.due(step).refresh)
-        assert due == {key for key, offset in made.offsets.items() if step % 50 == offset}
+        assert table.due(step).refresh == {key for key, offset in made.offsets.items() if step % 50 == offset}
 
 
 def test_a_stacks_common_A_has_the_rows_of_all_its_layers_and_each_G_its_own():
     def expert(name: str, weight: str, index: int) -> LayerSpec:
-        use = Use("experts", "Linear", Side.dense(60), Side.dense(30), False, product=True)
-        shares = None if name == "gate.0" else "gate.0"
-        return LayerSpec(name, weight, None, use.A, use.G, (use,), part=(index, 4), shares=shares)
+        A, G, shares = Side.dense(60), Side.dense(30), None if name == "gate.0" else "gate.0"
+        return LayerSpec(name, "Linear", "experts", weight, None, A, G, product=True, part=(index, 4), shares=shares)
 
     stack = [expert(f"{name}.{index}", f"experts.{name}", index) for name in ("gate", "up") for index in range(4)]
     made = plan(16, model=stack).knowing(Known(rows={layer.name: 15.0 for layer in stack}))

@@ -51,7 +51,7 @@ def test_what_is_given_stays_and_has_no_reason():
         "eigenbasis": {"refresh_interval": 20},
         "damping": {"kind": "relative", "value": 0.5},
         "preconditioner": {"kl_clip": 0.0, "eigenvalues": "kronecker"},
-        "layers": {"types": ["Embedding"]},
+        "layers": {"types": ["LayerNorm"]},
         "adam": {"size": 2.0},
     }
     config, reasons = resolve(parse(block), fisher="empirical")

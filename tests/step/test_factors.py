@@ -40,15 +40,14 @@ def plan_with(decomposers: dict[str, int], workers: int, layers=LAYERS) -> Plan:
 
 def stepped(channel, plan: Plan, due: FactorsDue, step: int = 0):
     """One step's share of the factors, and its draft."""
-    reducer = Reducer(plan.layers, plan.assignment.factors, plan.assignment.decomposers, channel, CPU)
+    reducer = Reducer(plan.assignment.factors, plan.assignment.decomposers, channel, CPU)
     curvature = FactorUpdates(plan, channel, reducer, Refresher(CPU), Metrics(timings=False, device=CPU), CPU)
-    for layer, uses in reducer.allocate(due.capture, step).items():
-        for which, part, count in (("A", uses[0].A, ROWS), ("G", uses[0].G, TERMS)):
-            if part is not None:
-                part.sum_P.copy_(summed(curvature, f"{layer}/{which}", channel.rank))
-                part.count.fill_(count)
+    sums = reducer.empty(due.capture, step)
+    for key, part in sums.items():
+        part.sum_P.copy_(summed(curvature, key, channel.rank))
+        part.count.fill_(ROWS if key.endswith("/A") else TERMS)
     draft = curvature.draft(step, due)
-    curvature.update(draft, reducer.finish(due.capture, step), reducer.contributors)
+    curvature.update(draft, reducer.reduce(sums, due.capture, step), reducer.contributors)
     curvature.decompose(draft)
     table = Scalars(curvature.scalar_names(draft), channel.rank)
     *arrivals, received = deliver((*curvature.parts(draft), table.part(curvature.scalars(draft), CPU)), channel, CPU)

@@ -10,8 +10,6 @@ def keeps_direction(options: AdamConfig, layer: LayerSpec) -> str | None:
     itself, of one in groups every group, so that a step has the same size per entry as that of a whole layer."""
     if not options.orthogonalize:
         return "kfac.adam.orthogonalize is false"
-    if len(layer.uses) > 1:
-        return "its weight is an embedding's too"
     if layer.keeps_direction is not None:
         return layer.keeps_direction
     pattern = _pattern(options, layer)
@@ -19,10 +17,10 @@ def keeps_direction(options: AdamConfig, layer: LayerSpec) -> str | None:
 
 
 def is_head(options: AdamConfig, layer: LayerSpec) -> bool:
-    """Whether a layer makes the model's outputs alone, which one that is tied to an embedding does not."""
-    return len(layer.uses) == 1 and layer.keeps_direction is None and _pattern(options, layer) is not None
+    """Whether a layer makes the model's outputs."""
+    return layer.keeps_direction is None and _pattern(options, layer) is not None
 
 
 def _pattern(options: AdamConfig, layer: LayerSpec) -> str | None:
-    name = layer.uses[0].module
+    name = layer.module
     return next((pattern for pattern in options.except_layers if named(pattern, name)), None)

@@ -105,7 +105,7 @@ class KFACAdamWRule(UpdateRule):
         given = config.adam.model_fields_set
         fused = {weight_name(layer): layer for layer in layers if layer.kind in KINDS}
         patterns = {
-            "except_layers": (config.adam.except_layers, [layer.uses[0].module for layer in layers]),
+            "except_layers": (config.adam.except_layers, [layer.module for layer in layers]),
             "blocks": (config.adam.blocks, list(fused)),
         }
         missed = [

@@ -10,27 +10,9 @@ from torch import Tensor, nn
 from ds_kfac.curvature.side import Side
 
 
-@dataclass(frozen=True)
-class Use:
-    """A module whose calls give statistics of a layer. One per layer; two for an embedding and a head.
-
-    Attributes:
-        module: its name in the model.
-        kind: key of :data:`ds_kfac.model.layers.registry.LAYERS`.
-        A, G: sides of its rows: of its inputs (with a 1 for the bias) and of its output gradients.
-        bias: whether the module's bias is part of the layer.
-        product: whether its rows are those that a product with its parameter is seen to take, see ``products.py``;
-            else those of the module's calls.
-        also: names of other modules of the kind with the same parameters, whose calls are calls of this one.
-    """
-
-    module: str
-    kind: str
-    A: Side
-    G: Side
-    bias: bool
-    product: bool = False
-    also: tuple[str, ...] = ()
+def key_of(layer: str, side: str) -> str:
+    """Key of a layer's own factor; ``side`` is "A" or "G"."""
+    return f"{layer}/{side}"
 
 
 @dataclass(frozen=True)
@@ -38,17 +20,27 @@ class LayerSpec:
     """One preconditioned layer, as every rank sees it; plain values only.
 
     The layer's matrix is [O, I], outputs times inputs, with the bias as last column. For a norm it is a single row of
-    (weight, bias) pairs, for a tied embedding that of its head. With groups it is a stack of such matrices.
+    (weight, bias) pairs. With groups it is a stack of such matrices.
     """
 
     name: str
+    kind: str
+    """Key of :data:`ds_kfac.model.layers.registry.LAYERS`."""
+    module: str
+    """Name of the module whose calls give its statistics."""
     weight: str
     """Name of the weight parameter in the model."""
     bias: str | None
     """Name of the bias parameter; None if there is none, or it is frozen."""
     A: Side
+    """Of its inputs, with a 1 for the bias."""
     G: Side
-    uses: tuple[Use, ...]
+    """Of its output gradients."""
+    product: bool = False
+    """Whether its rows are those that a product with its parameter is seen to take, see ``products.py``; else those of
+    the module's calls."""
+    also: tuple[str, ...] = ()
+    """Names of other modules of the kind with the same parameters, whose calls are calls of this one."""
     copies: int = 1
     """Tensor-parallel ranks that hold the same layer; 1 if each has a shard of its own."""
     cut: tuple[int, int] = (1, 1)
@@ -64,11 +56,6 @@ class LayerSpec:
     ``sum(blocks)``. Empty: it is one."""
     shares: str | None = None
     """The layer whose A is its own, too; known before training, as that of a stack's experts."""
-
-    @property
-    def kind(self) -> str:
-        """Of its first use: decides how its parameters form a matrix."""
-        return self.uses[0].kind
 
     @property
     def dim_A(self) -> int:
@@ -141,8 +128,7 @@ class LayerType(Protocol):
         """How many rows a call has, whichever of them count."""
 
     def input_rows(self, module: nn.Module, x: Tensor) -> Tensor | None:
-        """Inputs [.., I without the bias], or indices [..] of one-hot inputs (negative: none); None if A comes with
-        the gradient."""
+        """Inputs [.., I without the bias]; None if A comes with the gradient."""
 
     def gradient_rows(
         self, module: nn.Module, x: Tensor | None, gradient: Tensor

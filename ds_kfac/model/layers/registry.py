@@ -5,7 +5,6 @@ from torch import nn
 from ds_kfac.model.layers.base import LayerType
 from ds_kfac.model.layers.conv1d import Conv1D
 from ds_kfac.model.layers.convolution import Convolution
-from ds_kfac.model.layers.embedding import Embedding
 from ds_kfac.model.layers.image_norm import BatchNorm, GroupNorm
 from ds_kfac.model.layers.linear import Linear
 from ds_kfac.model.layers.norm import LayerNorm, RMSNorm
@@ -21,7 +20,6 @@ LAYERS: dict[str, LayerType] = {
     "ConvTranspose1d": TransposedConvolution(nn.ConvTranspose1d),
     "ConvTranspose2d": TransposedConvolution(nn.ConvTranspose2d),
     "ConvTranspose3d": TransposedConvolution(nn.ConvTranspose3d),
-    "Embedding": Embedding(),
     "LayerNorm": LayerNorm(),
     "RMSNorm": RMSNorm(),
     "BatchNorm": BatchNorm(),
@@ -30,12 +28,10 @@ LAYERS: dict[str, LayerType] = {
     "RowParallelLinear": RowParallelLinear(),
 }
 SHARDS = {"ColumnParallelLinear": "Linear", "RowParallelLinear": "Linear"}
+"""Types of a tensor-parallel rank's part of a layer -> the type by which a config chooses them."""
 CUT_SIDES = {"ColumnParallelLinear": 0, "RowParallelLinear": 1}
 """Which side of the matrix [O, I] is cut."""
-"""Types of a tensor-parallel rank's part of a layer -> the type by which a config chooses them."""
 
-TIED = "Tied"
-"""Name, among layer types, of an embedding and a head that share their weight."""
 MATRICES = tuple(kind for kind in LAYERS if kind == "Linear" or kind.startswith("Conv"))
 """Types that a config without types takes: linear maps and convolutions."""
-TYPES = (*(kind for kind in LAYERS if kind not in SHARDS), TIED)
+TYPES = tuple(kind for kind in LAYERS if kind not in SHARDS)
