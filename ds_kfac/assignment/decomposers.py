@@ -47,7 +47,7 @@ def _items(work: Work, workers: Workers, split: bool) -> list[tuple[FactorSpec, 
     if not split:
         for used in work.used.values():
             own = [factor.key for factor in used if len(factor.layers) == 1]
-            home |= {key: own[0] for key in own}
+            home |= dict.fromkeys(own, next(iter(own), ""))
     items: dict[str, list[FactorSpec]] = {}
     for factor in work.factors:
         items.setdefault(home.get(factor.key, factor.key), []).append(factor)
