@@ -65,7 +65,7 @@ def assign(
     Args:
         workers: gradient workers per layer, a divisor of the world; 1 where gradients are partitioned.
         load_tolerance: accepted excess over the mean load before a layer leaves the rank that holds its gradient.
-        paired: whether a layer's two factors must be on one rank. Else they may be on any of its workers; those of
+        paired: whether a layer's two factors must be on one rank. Else they may be on any of its workers.
         memory_cap: bytes of K-FAC state per rank.
 
     Raises:
