@@ -19,11 +19,11 @@ ROOT = Path(__file__).parent
 
 
 def builders():
-    """ds_kfac.ops.builders without the package's root, which needs torch and DeepSpeed: they may not be there yet."""
+    """ds_kfac.ops.build without the package's root, which needs torch and DeepSpeed: they may not be there yet."""
     for name in ("ds_kfac", "ds_kfac.ops"):
         package = sys.modules[name] = ModuleType(name)
         package.__path__ = [str(ROOT.joinpath(*name.split(".")))]
-    return import_module("ds_kfac.ops.builders")
+    return import_module("ds_kfac.ops.build")
 
 
 class BuildPyWithOps(build_py):

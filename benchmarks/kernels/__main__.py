@@ -30,7 +30,7 @@ from benchmarks.kernels.shapes import MODELS, Model
 from benchmarks.kernels.solvers import IMPLEMENTATIONS, SOLVERS, solvers
 from benchmarks.kernels.sweep import sweep_syrk
 from benchmarks.kernels.timing import Clock, Roofline
-from ds_kfac.ops.backends import BACKENDS, OPS
+from ds_kfac.ops.dispatch import BACKENDS, OPS
 
 NEWTON_SCHULZ = "newton schulz"
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,13 +5,13 @@ import time
 
 import torch
 
-from ds_kfac.ops import backends
+from ds_kfac.ops import dispatch
 
 
 def main() -> int:
     """1 if a backend cannot run or an op is wrong."""
     device, start = "cuda" if torch.cuda.is_available() else "cpu", time.perf_counter()
-    choice = backends.use(None, device)
+    choice = dispatch.use(None, device)
     for op, (name, _) in choice.ops.items():
         print(op, name, flush=True)
     for what, why in choice.missing.items():

@@ -90,14 +90,14 @@ def sweep_syrk(clock: Clock, settings: Settings, seconds: float, machine: str, o
     """On a GPU, for the rows' dtype. Writes a page and a csv file; prints the table and what to paste."""
     from ds_kfac.ops.triton import syrk as module
     from ds_kfac.ops.triton.base import architecture
-    from ds_kfac.ops.triton.syrk_configs import SHIPPED, family
+    from ds_kfac.ops.triton.syrk import SHIPPED, family
 
     name = family(settings.dtype, architecture())
     shipped = [variant for config in SHIPPED[name] for variant in (config, config.plain())]
     stem = out / f"sweep_syrk_{name}_{str(settings.dtype).removeprefix('torch.')}"
     file = CsvFile(stem.with_suffix(".csv"))
     rows = sweep(clock, settings, list(dict.fromkeys(shipped)), module.accumulate, seconds, file)
-    text = f"{sweep_table(rows)}\n\nFor `CHOSEN` in `ds_kfac/ops/triton/syrk_configs.py`:\n\n"
+    text = f"{sweep_table(rows)}\n\nFor `CHOSEN` in `ds_kfac/ops/triton/syrk.py`:\n\n"
     text += f"```python\n{pasted(name, machine, fastest(rows))}\n```\n"
     print(text)
     stem.with_suffix(".md").write_text(f"# Configurations of the Triton SYRK, {settings.rows} rows, ms\n\n{text}")

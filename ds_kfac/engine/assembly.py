@@ -19,7 +19,7 @@ from ds_kfac.model.experts import ExpertRows
 from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.model.layers.registry import CUT_SIDES, SHARDS
 from ds_kfac.model.scan import Scan, scan
-from ds_kfac.ops import backends
+from ds_kfac.ops import dispatch
 from ds_kfac.plan.make_plan import Setting, make_plan
 from ds_kfac.plan.plan import Plan
 from ds_kfac.step.job import Job
@@ -79,11 +79,11 @@ def _choose_backend(engine: Any, config: KFACConfig) -> None:
     name, device = config.ops.backend, torch.device(engine.device).type
     error = RuntimeError if name is None else ValueError
     with failing_together("ds_kfac cannot attach", torch.distributed.group.WORLD, error):
-        choice = backends.use(name, device)
+        choice = dispatch.use(name, device)
     everyone = enumerate(gathered(dict(choice.missing)))
     lacking = {what: f"rank {rank}: {why}" for rank, missing in everyone for what, why in missing.items()}
     if lacking.keys() - choice.missing:
-        choice = backends.use(name, device, without={**lacking, **choice.missing})
+        choice = dispatch.use(name, device, without={**lacking, **choice.missing})
     if choice.replaced and torch.distributed.get_rank() == 0:
         logger.warning(f"ds_kfac: plain torch runs instead, on all ranks: {'; '.join(choice.replaced.values())}")
 

@@ -11,8 +11,8 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_kfac.engine.refusals import REFUSALS
 from ds_kfac.model.layers.registry import TYPES
-from ds_kfac.ops import builders, gpus
-from ds_kfac.ops.backends import BACKENDS, chosen
+from ds_kfac.ops import build, check
+from ds_kfac.ops.dispatch import BACKENDS, chosen
 from ds_kfac.text import columns
 from ds_kfac.zero.registry import SHARD_LAYOUTS
 
@@ -31,7 +31,7 @@ def environment_report() -> str:
             "accelerator",
             *columns(_accelerator()),
             "op libraries: installed if compiled ahead of time, else compiled at first use if compatible",
-            *columns(builders.rows(builders.CUDABuilder(_architecture()))),
+            *columns(build.rows(build.CUDABuilder(_architecture()))),
             "backends of ops",
             *columns(_backends_of_ops()),
             "supported",
@@ -79,7 +79,7 @@ def _accelerator() -> list[tuple[str, str]]:
 
 
 def _architecture() -> str | None:
-    return None if gpus.problem() else gpus.architecture()
+    return None if check.gpu_problem() else check.gpu_architecture()
 
 
 def _backends_of_ops() -> list[tuple[str, ...]]:

@@ -18,7 +18,7 @@ from ds_kfac.directions.table import DIRECTIONS
 from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.model.scan import Scan
 from ds_kfac.model.share import share_of
-from ds_kfac.ops.backends import chosen
+from ds_kfac.ops.dispatch import chosen
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.intervals import Value
 from ds_kfac.step.preconditioner import KFACPreconditioner

@@ -1,15 +1,21 @@
-"""Check at first use: a compiled op is compared with the specification before it is used.
+"""Whether an implementation may be used: on this GPU, for these arguments, and with right results.
 
-Small odd shapes, one that a program holds and one of many tiles, in every dtype that the op takes. Rows and matrices
-are small integers, whose products and sums are exact in any of them. The result is noted in the build folder, by
-sources, versions, driver and GPU; delete it to check again. ``DS_KFAC_CHECK_OPS=0`` switches the check off.
+It refuses what it is not made for (a dtype, strides, a size) by raising ``NotMadeFor`` before it writes anything; plain
+torch, which is made for all of it, then runs instead. Arguments that no implementation could take, such as shapes that
+do not fit, are a ValueError from either.
+
+At first use a compiled op is compared with the specification: on small odd shapes, one that a program holds and one of
+many tiles, in every dtype that the op takes. Rows and matrices are small integers, whose products and sums are exact in
+any of them. The result is noted in the build folder, by sources, versions, driver and GPU; delete it to check again.
+``DS_KFAC_CHECK_OPS=0`` switches the check off.
 """
 
 import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,8 +24,77 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ds_kfac.ops import build, reference
+from ds_kfac.ops import build, functional, reference
 from ds_kfac.ops.reference import packed_numel
+
+CAPABILITY = (8, 0)
+"""The least compute capability that kernels are compiled and checked for."""
+
+
+def gpu_problem(device: torch.device | None = None) -> str | None:
+    """Why no kernel of ours can run on a GPU (None: torch's current one); None if they can."""
+    if torch.version.hip is not None:
+        return "our kernels are for NVIDIA GPUs, torch is built for AMD's"
+    if torch.version.cuda is None:
+        return "torch is built without CUDA"
+    if not torch.cuda.is_available():
+        return "there is no NVIDIA GPU that torch can use (nvidia-smi, CUDA_VISIBLE_DEVICES)"
+    found = torch.cuda.get_device_capability(device)
+    if found >= CAPABILITY:
+        return None
+    return f"needs compute capability {_number(CAPABILITY)}, {torch.cuda.get_device_name(device)} has {_number(found)}"
+
+
+def gpu_architecture() -> str:
+    """Of torch's current GPU, as nvcc names it, e.g. ``90a``."""
+    major, minor = torch.cuda.get_device_capability()
+    return f"{major}{minor}{'a' if major == 9 else ''}"
+
+
+def _number(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+class NotMadeFor(ValueError):
+    """This implementation has no code for such arguments; nothing was written."""
+
+
+def guarded(backend: str, op: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """``implementation``, with plain torch for what it is not made for.
+
+    Raises:
+        RuntimeError: it failed, such as a kernel that does not compile on this machine, and how to do without it.
+    """
+
+    @wraps(implementation)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return implementation(*args, **kwargs)
+        except NotMadeFor:
+            pass  # outside of the handler: what torch raises is not said to come from this
+        except (ValueError, torch.OutOfMemoryError):
+            raise
+        except Exception as problem:
+            raise RuntimeError(
+                f'{op} by the backend "{backend}" failed: {type(problem).__name__}: {problem}\n'
+                'This is a fault of the backend or of its installation; kfac.ops.backend "torch" does without it.'
+            ) from problem
+        return getattr(functional, op)(*args, **kwargs)
+
+    return run
+
+
+def of(*tensors: Tensor | None) -> str:
+    """Tensors for an error's text."""
+    return ", ".join("None" if x is None else f"{x.dtype} {tuple(x.shape)} strides {x.stride()}" for x in tensors)
+
+
+def check_device(op: str, tensors: Sequence[Any], device_type: str | None) -> None:
+    """Raises NotMadeFor unless all that are tensors are on one device, of a type; torch judges the others."""
+    devices = {x.device for x in tensors if isinstance(x, Tensor)}
+    if len(devices) > 1 or any(device.type != (device_type or device.type) for device in devices):
+        raise NotMadeFor(f"{op}: expected tensors on one {device_type or ''} device, got {sorted(map(str, devices))}")
+
 
 SIDES = ((65, 63), (33, 648))
 """Rows and columns; the second is wide enough for the tiles of large sides, and aligned."""

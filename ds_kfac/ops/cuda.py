@@ -1,7 +1,7 @@
 """Backend ``cuda``: ops over many layers in one launch, for fp32 state on one GPU. See csrc/cuda.
 
 Work is queued on the current stream; nothing waits for it. Every op gives the same bits each time. What is not fp32,
-contiguous or on one GPU raises NotMadeFor, see ``ops/guarded.py``.
+contiguous or on one GPU raises NotMadeFor, see ``ops/check.py``.
 """
 
 import ctypes
@@ -12,11 +12,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_kfac.ops import gpus
-from ds_kfac.ops.builders import CUDABuilder
-from ds_kfac.ops.cuda_library import CudaLibrary, integers, pointers
-from ds_kfac.ops.guarded import NotMadeFor, check_device, of
+from ds_kfac.ops import check
+from ds_kfac.ops.build import CUDABuilder
+from ds_kfac.ops.check import NotMadeFor, check_device, of
 from ds_kfac.ops.reference import packed_numel
+
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int}
+_SIGNATURES = {
+    "pack": "piippppp",
+    "unpack": "piippppp",
+    "ema_update": "ppippppppp",
+}
+"""Launcher -> a letter of ``_TYPES`` per argument; see the sources."""
+
+
+class CudaError(RuntimeError):
+    """What a launcher returned, e.g. ``cudaErrorInsufficientDriver``."""
+
+
+class CudaLibrary:
+    """The launchers; :meth:`launch` raises what they return."""
+
+    def __init__(self, library: ctypes.CDLL):
+        self._library = library
+        for name, signature in _SIGNATURES.items():
+            function = self._function(name)
+            function.argtypes, function.restype = [_TYPES[letter] for letter in signature], ctypes.c_int
+        for name in ("error_name", "error_text"):
+            function = self._function(name)
+            function.argtypes, function.restype = [ctypes.c_int], ctypes.c_char_p
+
+    def launch(self, name: str, *arguments: object) -> None:
+        """Raises CudaError, with the error's name, if the kernel could not be launched."""
+        error = self._function(name)(*arguments)
+        if error:
+            code, text = (self._function(part)(error).decode() for part in ("error_name", "error_text"))
+            raise CudaError(f"{name}: {code} ({error}): {text}")
+
+    def _function(self, name: str):
+        return getattr(self._library, f"ds_kfac_cuda_{name}")
+
+
+def pointers(tensors: Sequence[Tensor]) -> ctypes.Array:
+    return (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
+
+
+def integers(values: Sequence[int]) -> ctypes.Array:
+    return (ctypes.c_int64 * len(values))(*values)
+
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_DIM = 1 << 20
@@ -135,7 +178,7 @@ def load() -> Mapping[str, Callable[..., Any]]:
     Raises:
         RuntimeError: it cannot run, and why.
     """
-    reason = gpus.problem()
+    reason = check.gpu_problem()
     if reason is not None:
         raise RuntimeError(reason)
     ops = _load()
@@ -145,6 +188,6 @@ def load() -> Mapping[str, Callable[..., Any]]:
 @cache
 def _load() -> CudaOps:
     try:
-        return CudaOps(CudaLibrary(CUDABuilder(gpus.architecture()).load()))
+        return CudaOps(CudaLibrary(CUDABuilder(check.gpu_architecture()).load()))
     except AttributeError as problem:
         raise RuntimeError(f"its library does not load: {problem}") from problem

@@ -9,7 +9,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ds_kfac.ops.functional_adam import adam_scale
 from ds_kfac.ops.reference import each, packed_numel
 
 __all__ = [
@@ -175,3 +174,29 @@ def corrected_scale_dot(
     new_OI = torch.where(each(keep) < 1, folded, second_OI)  # 0 * inf is NaN
     scaled_OI = x_OI / torch.add(new_OI, each(damping), out=folded)
     return scaled_OI, new_OI, (x_OI * scaled_OI).sum(dim=(-2, -1))
+
+
+def adam_scale(
+    x_OI: Tensor,
+    first_OI: Tensor,
+    second_OI: Tensor,
+    updates: Tensor,
+    usable: Tensor,
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    nesterov: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`ds_kfac.ops.reference.adam_scale`."""
+    m_OI = torch.lerp(x_OI, first_OI, betas[0])
+    v_OI = torch.lerp(x_OI.square(), second_OI, betas[1])
+    torch.where(each(usable), m_OI, first_OI, out=m_OI)
+    torch.where(each(usable), v_OI, second_OI, out=v_OI)
+    k = each((updates + usable).clamp(min=1))
+    power = betas[0] ** k
+    correction = 1 - power
+    if nesterov:
+        numerator_OI = m_OI * (betas[0] / (1 - betas[0] * power)) + x_OI * ((1 - betas[0]) / correction)
+    else:
+        numerator_OI = m_OI / correction
+    return numerator_OI.div_((v_OI / (1 - betas[1] ** k)).sqrt_().add_(eps)), m_OI, v_OI

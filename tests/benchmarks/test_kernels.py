@@ -16,7 +16,7 @@ from benchmarks.kernels.cases import Settings, layout
 from benchmarks.kernels.shapes import MODELS, Model
 from benchmarks.kernels.timing import Clock, Roofline
 from ds_kfac.ops import functional
-from ds_kfac.ops.backends import Backend
+from ds_kfac.ops.dispatch import Backend
 from tests.close import near
 
 TINY = Model("tiny", ((7, 33), (33, 65)), 2)
@@ -137,7 +137,6 @@ def small_solvers(monkeypatch):
     """Sizes that are timed, in place of hundreds to thousands."""
     monkeypatch.setattr(kernels_solvers, "DIMS", (33, 63))
     monkeypatch.setattr(kernels_solvers, "STACKS", ((5, 17),))
-    monkeypatch.setattr(kernels_solvers, "LARGE", ((33, 20), (33, 600)))
     monkeypatch.setattr(kernels_solvers, "grouped", lambda device: True)
 
 

@@ -102,7 +102,7 @@ def test_the_table_to_paste_joins_sides_and_keeps_what_is_as_fast():
     ]
     assert fastest(found) == [(128, "a"), (512, "b")]
     pytest.importorskip("triton", reason="triton is not installed: its configurations are not read")
-    from ds_kfac.ops.triton import syrk_configs as module
+    from ds_kfac.ops.triton import syrk as module
 
     first, second = module.SHIPPED["sm_90"][:2]
     text = pasted("sm_90", "a GPU", [(128, first), (512, second)])

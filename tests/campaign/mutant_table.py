@@ -18,7 +18,7 @@ class Mutant(NamedTuple):
 
 
 _OPS, _LAYER_OPS, _BASIC = "ops/functional.py", "tests/ops/test_ops_layers.py", "tests/ops/test_ops.py"
-_ADAM = "ops/functional_adam.py"
+_ADAM = _OPS
 _SAVED = "tests/deepspeed/test_saved_state.py"
 _FEATURES = "tests/deepspeed/test_features.py::test_every_feature_matches_reference"
 _TRAPS, _KFAC_ADAMW = "tests/deepspeed/test_traps.py", "tests/deepspeed/test_kfac_adamw.py"

@@ -10,7 +10,7 @@ from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.curvature.history import PIECE, History, compared, frobenius
 from ds_kfac.curvature.side import Side
 from ds_kfac.model.batch_sum import BatchSum
-from ds_kfac.ops import backends
+from ds_kfac.ops import dispatch
 from ds_kfac.schedule.adaptive import AdaptiveRule
 from ds_kfac.step import factor_state
 from ds_kfac.step.factor_state import FactorState, folded
@@ -19,9 +19,9 @@ from tests.close import close
 
 @pytest.fixture(params=["torch", None], ids=["torch", "best"])
 def backend(request):
-    backends.use(request.param, "cpu")
+    dispatch.use(request.param, "cpu")
     yield
-    backends.use(None, "cpu")
+    dispatch.use(None, "cpu")
 
 
 SIDES = [Side.dense(1), Side.dense(63), Side(63, 20), Side.diagonal(9)]

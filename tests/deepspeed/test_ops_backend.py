@@ -32,11 +32,11 @@ def backend_worker(_) -> dict:
     import os
 
     from ds_kfac.engine import assembly
-    from ds_kfac.ops import backends, functional
-    from ds_kfac.ops.backends import Backend
+    from ds_kfac.ops import dispatch, functional
+    from ds_kfac.ops.dispatch import Backend
 
     def offer(load) -> None:
-        backends.BACKENDS["cuda"] = Backend("cpu", load)
+        dispatch.BACKENDS["cuda"] = Backend("cpu", load)
 
     def broken() -> dict:
         raise RuntimeError("no compiler on this node")

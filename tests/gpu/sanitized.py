@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ds_kfac.ops.backends import BACKENDS
+from ds_kfac.ops.dispatch import BACKENDS
 from tests.gpu.calls import Sizes
 from tests.gpu.layer_calls import calls_of
 from tests.gpu.targets import copy, problems

@@ -11,15 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from benchmarks.kernels.cases import rounding
-from ds_kfac.ops.backends import BACKENDS, OPS
 from ds_kfac.ops.cuda import CudaOps
+from ds_kfac.ops.dispatch import BACKENDS, OPS
 from ds_kfac.ops.reference import packed_numel
-from ds_kfac.ops.triton import backend as triton
+from ds_kfac.ops.triton.backend import MODULES
 from tests.gpu.calls import Call, normal, triangle
 
 OFFERS = {
     "torch": OPS,
-    "triton": tuple(triton.MODULES),
+    "triton": tuple(MODULES),
     "cuda": CudaOps.OPS,
 }
 

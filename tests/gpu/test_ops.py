@@ -93,7 +93,7 @@ def test_every_shipped_syrk_configuration_is_right(monkeypatch):
     pytest.importorskip("triton", reason="triton is not installed: its configurations are not tried")
     from ds_kfac.ops.triton import syrk
     from ds_kfac.ops.triton.base import architecture
-    from ds_kfac.ops.triton.syrk_configs import SHIPPED, family
+    from ds_kfac.ops.triton.syrk import SHIPPED, family
 
     wrong = []
     for dtype in (torch.bfloat16, torch.float32):

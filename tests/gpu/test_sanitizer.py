@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_kfac.ops.cuda_compile import find_nvcc
+from ds_kfac.ops.build import find_nvcc
 from tests.gpu.sanitized import run
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +50,7 @@ def test_sanitizer_finds_nothing(tool, backend):
 def test_the_script_calls_every_op_and_sees_its_faults(monkeypatch):
     count, wrong = run("torch", "cpu")
     assert count > 50 and not wrong
-    from ds_kfac.ops.backends import BACKENDS, Backend
+    from ds_kfac.ops.dispatch import BACKENDS, Backend
 
     monkeypatch.setitem(
         BACKENDS, "broken", Backend("cpu", lambda: {"eigen_scale_dot": lambda x, *_, **__: (x, x.sum())})

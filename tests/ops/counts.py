@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from ds_kfac.ops.cuda_compile import find_nvcc, nvcc_flags, sources
+from ds_kfac.ops.build import find_nvcc, nvcc_flags, sources
 from ds_kfac.ops.reference import packed_numel
-from ds_kfac.ops.triton import adam_scale, corrected_scale, eigen_scale, syrk
-from ds_kfac.ops.triton.syrk_configs import SHIPPED, config_for
+from ds_kfac.ops.triton import scale, syrk
+from ds_kfac.ops.triton.syrk import SHIPPED, config_for
 from tests.ops.triton_tools import compiling, cuobjdump
 
 Row = tuple[str, int, int]
@@ -29,11 +29,11 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
         values = torch.empty(rows), torch.empty(columns)
         state = x.clone(), x.clone(), number, torch.tensor(True)
         shape = f"{rows} x {columns}"
-        yield f"adam_scale {shape}", lambda x=x, s=state: adam_scale.adam_scale(x, *s, betas=(0.9, 0.99), eps=1e-8)
-        yield f"eigen_scale {shape}", lambda x=x, v=values, n=number: eigen_scale.eigen_scale_dot(x, *v, n)
+        yield f"adam_scale {shape}", lambda x=x, s=state: scale.adam_scale(x, *s, betas=(0.9, 0.99), eps=1e-8)
+        yield f"eigen_scale {shape}", lambda x=x, v=values, n=number: scale.eigen_scale_dot(x, *v, n)
         yield (
             f"corrected_scale {shape}",
-            lambda x=x, n=number: corrected_scale.corrected_scale_dot(x, x.clone(), n, n, n),
+            lambda x=x, n=number: scale.corrected_scale_dot(x, x.clone(), n, n, n),
         )
     for dtype, family in ((torch.bfloat16, "sm_90"), (torch.float32, "fp32")):
         x, total = torch.empty(2048, 4096, dtype=dtype), torch.empty(packed_numel(4096))

@@ -9,9 +9,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from ds_kfac.ops.cuda import CudaOps
-from ds_kfac.ops.cuda_compile import sources
-from ds_kfac.ops.cuda_library import CudaLibrary
+from ds_kfac.ops.build import sources
+from ds_kfac.ops.cuda import CudaLibrary, CudaOps
 
 FLAGS = (
     "-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror",

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from ds_kfac.config.kfac import parse
-from ds_kfac.ops import backends, build, dispatch
-from ds_kfac.ops.backends import Backend
+from ds_kfac.ops import build, dispatch
 from ds_kfac.ops.build import BuildError
+from ds_kfac.ops.dispatch import Backend
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def restored(monkeypatch):
     monkeypatch.setenv("DS_KFAC_CHECK_OPS", "0")
     yield
     monkeypatch.undo()
-    backends.use(None, "cpu")
+    dispatch.use(None, "cpu")
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def broken() -> dict:
 
 def offer(monkeypatch, load) -> None:
     """A backend "fake" for the CPU, better than torch."""
-    monkeypatch.setattr(backends, "BACKENDS", {"fake": Backend("cpu", load), **backends.BACKENDS})
+    monkeypatch.setattr(dispatch, "BACKENDS", {"fake": Backend("cpu", load), **dispatch.BACKENDS})
 
 
 def test_null_takes_the_best_per_op_and_torch_for_the_rest(monkeypatch):
@@ -42,41 +42,41 @@ def test_null_takes_the_best_per_op_and_torch_for_the_rest(monkeypatch):
         return None
 
     offer(monkeypatch, lambda: {"ema_update_": ema_update_})
-    choice = backends.use(None, "cpu")
+    choice = dispatch.use(None, "cpu")
     name, implementation = choice.ops["ema_update_"]
     assert name == "fake" and implementation.__wrapped__ is ema_update_
     assert choice.ops["eigen_scale_dot"][0] == "torch"
-    assert set(choice.ops) == set(backends.OPS) and not choice.missing
+    assert set(choice.ops) == set(dispatch.OPS) and not choice.missing
 
 
 def test_what_runs_is_what_was_chosen(monkeypatch):
     called = []
     offer(monkeypatch, lambda: {"eigen_scale_dot": lambda *a, **k: called.append(a)})
-    backends.use(None, "cpu")
+    dispatch.use(None, "cpu")
     dispatch.eigen_scale_dot(torch.ones(1, 1), torch.ones(1), torch.ones(1), 0.1)
     assert len(called) == 1
-    backends.use("torch", "cpu")
+    dispatch.use("torch", "cpu")
     assert dispatch.eigen_scale_dot(torch.ones(1, 1), torch.ones(1), torch.ones(1), 1.0)[0].tolist() == [[0.5]]
     assert len(called) == 1
 
 
 def test_a_backend_that_cannot_run_is_passed_over_with_its_reason_or_refused_by_name(monkeypatch):
     offer(monkeypatch, broken)
-    choice = backends.use(None, "cpu")
+    choice = dispatch.use(None, "cpu")
     assert {name for name, _ in choice.ops.values()} == {"torch"}
     assert "not fake: no compiler in PATH" in str(choice)
     with pytest.raises(ValueError, match=r'kfac.ops.backend "fake" cannot run here: no compiler in PATH'):
-        backends.use("fake", "cpu")
+        dispatch.use("fake", "cpu")
 
 
 def test_a_backend_of_another_device_is_refused_by_name_and_not_mentioned_otherwise():
     with pytest.raises(ValueError, match="it is for cuda, not for meta"):
-        backends.use("cuda", "meta")
-    assert str(backends.use(None, "meta")) == f"torch ({', '.join(backends.OPS)})"
+        dispatch.use("cuda", "meta")
+    assert str(dispatch.use(None, "meta")) == f"torch ({', '.join(dispatch.OPS)})"
 
 
 def test_every_backend_can_be_asked_for_and_no_other():
-    for name in backends.BACKENDS:
+    for name in dispatch.BACKENDS:
         assert parse({"ops": {"backend": name}}).ops.backend == name
     with pytest.raises(ValueError, match=r"kfac\.ops\.backend"):
         parse({"ops": {"backend": "cuda9"}})

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_kfac.ops import build, builders, cuda_compile
-from ds_kfac.ops.build import BuildError
-from ds_kfac.ops.builders import CUDABuilder
+from ds_kfac.ops import build
+from ds_kfac.ops.build import BuildError, CUDABuilder
 
 
 @pytest.fixture
@@ -21,7 +20,7 @@ def without_compilers(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("ds_kfac.ops.cuda_compile.NVCC", str(tmp_path / "nvcc"))
+    monkeypatch.setattr("ds_kfac.ops.build.NVCC", str(tmp_path / "nvcc"))
     monkeypatch.setattr(build, "BUILT", tmp_path / "built")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
 
@@ -35,18 +34,8 @@ def compiler(without_compilers, monkeypatch, tmp_path):
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
-def test_the_builder_has_what_deepspeed_s_have():
-    from deepspeed.ops.op_builder.builder import OpBuilder
-
-    builder = CUDABuilder()
-    names = ("absolute_name", "sources", "include_paths", "is_compatible", "load", "BUILD_VAR", "NAME", "error_log")
-    assert all(hasattr(builder, name) for name in names)
-    assert all(hasattr(OpBuilder, name) for name in names[:5])
-    assert builder.sources() and all(Path(__file__).parents[2].joinpath(name).is_file() for name in builder.sources())
-
-
 def test_without_a_compiler_the_report_says_why(without_compilers):
-    assert builders.rows(CUDABuilder("90a")) == [
+    assert build.rows(CUDABuilder("90a")) == [
         ("op library", "installed", "compatible", ""),
         ("kfac_cuda", "no", "no", "no nvcc (CUDA_HOME, PATH, /usr/local/cuda)"),
     ]
@@ -64,7 +53,7 @@ def test_the_environment_s_report_has_them(without_compilers):
 
 
 def test_with_a_compiler_it_can_be_built(compiler):
-    assert builders.rows(CUDABuilder("90a"))[1][1:] == ("no", "yes", "")
+    assert build.rows(CUDABuilder("90a"))[1][1:] == ("no", "yes", "")
 
 
 def test_a_compilation_is_said_once(compiler, caplog):
@@ -73,7 +62,7 @@ def test_a_compilation_is_said_once(compiler, caplog):
     try:
         with caplog.at_level("INFO", logger="DeepSpeed"):
             for _ in range(2):
-                build.build("cuda", lambda: cuda_compile.NVCC, [])
+                build.build("cuda", lambda: build.NVCC, [])
     finally:
         logger.removeHandler(caplog.handler)
     said = [record.getMessage() for record in caplog.records if "compiling csrc/cuda" in record.getMessage()]
@@ -81,11 +70,11 @@ def test_a_compilation_is_said_once(compiler, caplog):
 
 
 def test_what_is_built_ahead_is_used_where_it_runs_and_needs_no_compiler(compiler, tmp_path):
-    built = builders.build_ahead(build.BUILT, {"DS_KFAC_BUILD_OPS": "1"})
+    built = build.build_ahead(build.BUILT, {"DS_KFAC_BUILD_OPS": "1"})
     assert len(built) == len(["80", "90a", "100"]), "nvcc does not know 120"
     assert sorted(build.BUILT.iterdir()) == sorted(built)
     (tmp_path / "nvcc").unlink()
-    assert all(builders.rows(CUDABuilder(name))[1][1:] == ("yes", "yes", "") for name in ("80", None))
+    assert all(build.rows(CUDABuilder(name))[1][1:] == ("yes", "yes", "") for name in ("80", None))
     assert CUDABuilder("86").path() == CUDABuilder("80").path() != CUDABuilder("90a").path()
     assert "arch=compute_90a,code=sm_90a" in CUDABuilder("90a").path().read_text()
     assert CUDABuilder("103").path() == CUDABuilder("100").path()
@@ -95,7 +84,7 @@ def test_what_is_built_ahead_is_used_where_it_runs_and_needs_no_compiler(compile
 def test_the_environment_chooses_what_is_built_ahead(compiler, tmp_path):
     def built(**environment: str) -> list[str]:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        return [path.name.split("-")[0] for path in builders.build_ahead(folder, environment)]
+        return [path.name.split("-")[0] for path in build.build_ahead(folder, environment)]
 
     assert built() == built(DS_KFAC_BUILD_OPS="0") == []
     assert set(built(DS_KFAC_BUILD_OPS="1")) == set(built(DS_KFAC_BUILD_CUDA="1")) == {"cuda"}
@@ -104,17 +93,17 @@ def test_the_environment_chooses_what_is_built_ahead(compiler, tmp_path):
 
 def test_what_cannot_be_built_is_passed_over_or_an_error_if_it_was_asked_for_by_name(compiler, capsys, tmp_path):
     (tmp_path / "nvcc").unlink()
-    assert builders.build_ahead(tmp_path / "ahead", {"DS_KFAC_BUILD_OPS": "1"}) == []
+    assert build.build_ahead(tmp_path / "ahead", {"DS_KFAC_BUILD_OPS": "1"}) == []
     assert "kfac_cuda: no nvcc" in capsys.readouterr().out
     with pytest.raises(BuildError, match="DS_KFAC_BUILD_CUDA=1, but kfac_cuda cannot be built: no nvcc"):
-        builders.build_ahead(tmp_path / "ahead", {"DS_KFAC_BUILD_CUDA": "1"})
+        build.build_ahead(tmp_path / "ahead", {"DS_KFAC_BUILD_CUDA": "1"})
 
 
 def test_architectures_are_those_of_torch_s_variable():
     def wanted(text: str) -> list[str]:
-        return builders.wanted_architectures({"TORCH_CUDA_ARCH_LIST": text})
+        return build.wanted_architectures({"TORCH_CUDA_ARCH_LIST": text})
 
-    assert wanted("") == builders.wanted_architectures({}) == []
+    assert wanted("") == build.wanted_architectures({}) == []
     assert wanted("8.0;9.0+PTX 10.0a;8.0") == ["80", "90a", "100a"]
     for wrong in ("7.5", "Ampere", "8.0;90"):
         with pytest.raises(

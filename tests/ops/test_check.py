@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_kfac.ops import backends, check, functional
-from ds_kfac.ops.backends import Backend
+from ds_kfac.ops import check, dispatch, functional
+from ds_kfac.ops.check import NotMadeFor
 from ds_kfac.ops.cuda import CudaOps
-from ds_kfac.ops.guarded import NotMadeFor
+from ds_kfac.ops.dispatch import Backend
 from ds_kfac.ops.triton.backend import MODULES
 from tests.ops.cuda_emulation import emulated
 from tests.ops.triton_tools import interpreted
@@ -27,11 +27,11 @@ def notes(monkeypatch, tmp_path):
     monkeypatch.delenv("DS_KFAC_CHECK_OPS", raising=False)
     yield lambda: [json.loads(path.read_text()) for path in tmp_path.glob("ds_kfac/checked-*.json")]
     monkeypatch.undo()
-    backends.use(None, "cpu")
+    dispatch.use(None, "cpu")
 
 
 def offer(monkeypatch, **ops) -> None:
-    monkeypatch.setattr(backends, "BACKENDS", {"fake": Backend("cpu", lambda: ops), **backends.BACKENDS})
+    monkeypatch.setattr(dispatch, "BACKENDS", {"fake": Backend("cpu", lambda: ops), **dispatch.BACKENDS})
 
 
 def off_by_one(op: str, output: int):
@@ -81,9 +81,9 @@ def test_faulty_ops_are_torch_s_and_the_others_stay(monkeypatch, notes):
         monkeypatch, adam_scale=off_by_one("adam_scale", 1), ema_update_=crashes, eigen_scale_dot=returns_nothing,
         corrected_scale_dot=functional.corrected_scale_dot,
     )  # fmt: skip
-    choice = backends.use(None, "cpu")
+    choice = dispatch.use(None, "cpu")
     by = {op: name for op, (name, _) in choice.ops.items()}
-    assert by == {op: "fake" if op == "corrected_scale_dot" else "torch" for op in backends.OPS}
+    assert by == {op: "fake" if op == "corrected_scale_dot" else "torch" for op in dispatch.OPS}
     assert set(choice.replaced) == {"adam_scale", "ema_update_", "eigen_scale_dot"}
     assert (
         "adam_scale by fake is wrong: off by 1.0e-02 of the largest value, in float32" in choice.replaced["adam_scale"]
@@ -99,7 +99,7 @@ def test_a_dtype_that_an_op_is_not_made_for_is_torch_s_and_no_fault():
             raise NotMadeFor("fp32")
         return functional.syrk_accumulate_(sum_P, x_ND, **options)
 
-    guarded = backends.guarded("fake", "syrk_accumulate_", fp32_only)
+    guarded = dispatch.guarded("fake", "syrk_accumulate_", fp32_only)
     assert check.fault("syrk_accumulate_", guarded, CPU) == ""
 
 
@@ -112,10 +112,10 @@ def test_what_was_found_is_noted_and_not_found_again(monkeypatch, notes):
 
     offer(monkeypatch, adam_scale=counted)
     for _ in range(2):
-        assert backends.use(None, "cpu").ops["adam_scale"][0] == "fake"
+        assert dispatch.use(None, "cpu").ops["adam_scale"][0] == "fake"
     assert len(called) == len(check.SIDES) and notes() == [{"adam_scale by fake": ""}]
     monkeypatch.setattr(check, "identity", lambda device: "another driver")
-    backends.use(None, "cpu")
+    dispatch.use(None, "cpu")
     assert len(called) == 2 * len(check.SIDES)
 
 
@@ -127,9 +127,9 @@ def test_a_kernel_that_breaks_the_context_ends_the_attach_and_is_noted_alone(mon
     with monkeypatch.context() as patch:
         patch.setattr(check, "check_alive", lost)
         with pytest.raises(RuntimeError, match="illegal memory access"):
-            backends.use(None, "cpu")
+            dispatch.use(None, "cpu")
     assert [op for op, why in notes()[0].items() if why] == ["adam_scale by fake"]
-    assert list(backends.use(None, "cpu").replaced) == ["adam_scale"]
+    assert list(dispatch.use(None, "cpu").replaced) == ["adam_scale"]
 
 
 def test_memory_that_is_full_is_no_fault_and_not_noted(monkeypatch, notes):
@@ -138,17 +138,17 @@ def test_memory_that_is_full_is_no_fault_and_not_noted(monkeypatch, notes):
 
     offer(monkeypatch, adam_scale=full)
     with pytest.raises(torch.OutOfMemoryError):
-        backends.use(None, "cpu")
+        dispatch.use(None, "cpu")
     assert notes() == [{}]
 
 
 def test_an_op_that_ends_its_process_is_not_tried_by_the_next(monkeypatch, tmp_path):
     program = (
         "import os, sys; sys.modules['deepspeed'] = None; import benchmarks.kernels\n"
-        "from ds_kfac.ops import backends\n"
+        "from ds_kfac.ops import dispatch\n"
         "ops = {'adam_scale': lambda *a, **k: os._exit(7)}\n"
-        "backends.BACKENDS = {'fake': backends.Backend('cpu', lambda: ops), **backends.BACKENDS}\n"
-        "print(backends.use(None, 'cpu').replaced['adam_scale'])"
+        "dispatch.BACKENDS = {'fake': dispatch.Backend('cpu', lambda: ops), **dispatch.BACKENDS}\n"
+        "print(dispatch.use(None, 'cpu').replaced['adam_scale'])"
     )
     first, second = (
         subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True) for _ in range(2)
@@ -161,6 +161,6 @@ def test_the_check_can_be_switched_off_and_does_without_a_folder(monkeypatch, tm
     offer(monkeypatch, adam_scale=off_by_one("adam_scale", 0))
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
-    assert "adam_scale" in backends.use(None, "cpu").replaced
+    assert "adam_scale" in dispatch.use(None, "cpu").replaced
     monkeypatch.setenv("DS_KFAC_CHECK_OPS", "0")
-    assert backends.use(None, "cpu").ops["adam_scale"][0] == "fake"
+    assert dispatch.use(None, "cpu").ops["adam_scale"][0] == "fake"

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from ds_kfac.ops import build
-from ds_kfac.ops.cuda import CudaOps
-from ds_kfac.ops.cuda_compile import ARCHITECTURES, STRICT, find_nvcc, nvcc_flags, sources
-from ds_kfac.ops.cuda_library import CudaError, CudaLibrary
+from ds_kfac.ops.build import ARCHITECTURES, STRICT, find_nvcc, nvcc_flags, sources
+from ds_kfac.ops.cuda import CudaError, CudaLibrary, CudaOps
 
 MOST_REGISTERS = 96
 """Two and a half blocks of 256 threads per multiprocessor, with 16 loads in flight each."""

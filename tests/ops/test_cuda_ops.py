@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ds_kfac.ops import reference
+from ds_kfac.ops.check import NotMadeFor
 from ds_kfac.ops.cuda import CudaOps
-from ds_kfac.ops.guarded import NotMadeFor
 from ds_kfac.ops.reference import packed_numel, symmetric_pack
 from tests.close import exact
 from tests.ops.cuda_emulation import emulated

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_kfac.ops import backends, functional
+from ds_kfac.ops import dispatch, functional
 from ds_kfac.ops.reference import packed_numel
 
 DIM = 385
@@ -43,7 +43,7 @@ def results(threads: int) -> dict[str, list[torch.Tensor]]:
             {"betas": (0.9, 0.99), "eps": 1e-8},
         ),
     }
-    assert set(calls) == set(backends.OPS)
+    assert set(calls) == set(dispatch.OPS)
     for op, (arguments, options) in calls.items():
         given = getattr(functional, op)(*arguments, **options)
         parts = [given] if isinstance(given, torch.Tensor) else list(given or ())

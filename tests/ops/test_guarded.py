@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping
 import pytest
 import torch
 
-from ds_kfac.ops import backends, functional, gpus, reference
-from ds_kfac.ops.backends import Backend
-from ds_kfac.ops.cuda import CudaOps, load
-from ds_kfac.ops.cuda_library import CudaError
-from ds_kfac.ops.guarded import NotMadeFor, guarded
-from ds_kfac.ops.triton import availability
-from ds_kfac.ops.triton import backend as triton_backend
+from ds_kfac.ops import check, dispatch, functional, reference
+from ds_kfac.ops.check import NotMadeFor, guarded
+from ds_kfac.ops.cuda import CudaError, CudaOps, load
+from ds_kfac.ops.dispatch import Backend
+from ds_kfac.ops.triton import backend
 from tests.close import close, exact
 from tests.ops.cuda_emulation import emulated
 from tests.ops.triton_tools import interpreted
@@ -24,7 +22,7 @@ def restored(monkeypatch):
     monkeypatch.setenv("DS_KFAC_CHECK_OPS", "0")
     yield
     monkeypatch.undo()
-    backends.use(None, "cpu")
+    dispatch.use(None, "cpu")
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -108,8 +106,8 @@ def failing(problem: Exception) -> Callable:
 )
 def test_a_kernel_that_fails_names_the_way_out(monkeypatch, problem):
     ops = {"eigen_scale_dot": failing(problem)}
-    monkeypatch.setattr(backends, "BACKENDS", {"fake": Backend("cpu", lambda: ops), **backends.BACKENDS})
-    op = backends.use(None, "cpu").ops["eigen_scale_dot"][1]
+    monkeypatch.setattr(dispatch, "BACKENDS", {"fake": Backend("cpu", lambda: ops), **dispatch.BACKENDS})
+    op = dispatch.use(None, "cpu").ops["eigen_scale_dot"][1]
     with pytest.raises(
         RuntimeError, match=r'eigen_scale_dot by the backend "fake" failed: (.|\n)*kfac.ops.backend "torch"'
     ) as told:
@@ -144,46 +142,46 @@ def test_every_reason_why_a_gpu_is_not_used_is_told(monkeypatch):
         ({"capability": (7, 5)}, "needs compute capability 8.0, Old GPU has 7.5"),
     ):
         pretend(monkeypatch, **options)
-        assert gpus.problem().startswith(reason)
+        assert check.gpu_problem().startswith(reason)
         with pytest.raises(RuntimeError, match=reason):
             load()
     monkeypatch.setattr(torch.version, "hip", "6.0")
-    assert "NVIDIA" in gpus.problem()
+    assert "NVIDIA" in check.gpu_problem()
 
 
 def test_choices_of_a_gpu_tell_what_is_missing(monkeypatch):
     pretend(monkeypatch, capability=(7, 5))
-    choice = backends.use(None, "cuda")
+    choice = dispatch.use(None, "cuda")
     assert {name for name, _ in choice.ops.values()} == {"torch"} and set(choice.missing) == {"triton", "cuda"}
     with pytest.raises(ValueError, match=r'kfac.ops.backend "cuda" cannot run here: needs compute capability 8.0'):
-        backends.use("cuda", "cuda")
+        dispatch.use("cuda", "cuda")
 
 
 def test_no_nvcc_is_a_reason_of_cuda_alone(monkeypatch, tmp_path):
     pretend(monkeypatch, capability=(9, 0))
-    monkeypatch.setattr("ds_kfac.ops.cuda_compile.find_nvcc", lambda: None)
+    monkeypatch.setattr("ds_kfac.ops.build.find_nvcc", lambda: None)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(triton_backend, "unavailable", lambda device: None)
-    monkeypatch.setattr(triton_backend, "MODULES", {})
-    choice = backends.use(None, "cuda")
+    monkeypatch.setattr(backend, "unavailable", lambda device: None)
+    monkeypatch.setattr(backend, "MODULES", {})
+    choice = dispatch.use(None, "cuda")
     assert "no nvcc" in choice.missing["cuda"] and "triton" not in choice.missing
 
 
 def test_a_gpu_gets_the_best_of_both(monkeypatch):
-    monkeypatch.setitem(backends.BACKENDS, "cuda", Backend("cuda", lambda: dict.fromkeys(CudaOps.OPS, math.hypot)))
-    ops = dict.fromkeys(triton_backend.MODULES, math.hypot)
-    monkeypatch.setitem(backends.BACKENDS, "triton", Backend("cuda", lambda: ops))
-    chosen = {op: name for op, (name, _) in backends.use(None, "cuda").ops.items()}
+    monkeypatch.setitem(dispatch.BACKENDS, "cuda", Backend("cuda", lambda: dict.fromkeys(CudaOps.OPS, math.hypot)))
+    ops = dict.fromkeys(backend.MODULES, math.hypot)
+    monkeypatch.setitem(dispatch.BACKENDS, "triton", Backend("cuda", lambda: ops))
+    chosen = {op: name for op, (name, _) in dispatch.use(None, "cuda").ops.items()}
     assert chosen["syrk_accumulate_"] == chosen["corrected_scale_dot"] == "triton"
     assert chosen["ema_update_"] == chosen["symmetric_pack_into_"] == "cuda"
     assert not set(CudaOps.OPS) & set(ops)
 
 
 def test_a_triton_that_does_not_import_is_a_reason(monkeypatch):
-    monkeypatch.setattr(availability, "find_spec", lambda name: object())
+    monkeypatch.setattr(backend, "find_spec", lambda name: object())
     monkeypatch.setitem(__import__("sys").modules, "ds_kfac.ops.triton.base", None)
-    assert availability.unavailable(torch.device("cuda")).startswith("triton is installed but does not import: ")
+    assert backend.unavailable(torch.device("cuda")).startswith("triton is installed but does not import: ")
 
 
 def test_torch_has_every_op():
-    assert all(callable(getattr(functional, op)) for op in backends.OPS)
+    assert all(callable(getattr(functional, op)) for op in dispatch.OPS)

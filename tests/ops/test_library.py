@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_kfac.ops import backends, check, dispatch, library
+from ds_kfac.ops import check, dispatch
 from tests.close import close, exact
 
 CPU = torch.device("cpu")
@@ -26,23 +26,23 @@ def schema_arguments(op: str, monkeypatch) -> list[tuple]:
             return lambda *arguments: given.append(arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(library, "_ops", Noting())
+        patch.setattr(dispatch, "_ops", Noting())
         for arguments, options in calls(op):
-            library.TRACED[op](*arguments, **options)
+            dispatch.TRACED[op](*arguments, **options)
     return given
 
 
 def test_every_op_is_registered():
-    assert set(library.SCHEMAS) == set(library.TRACED) == set(backends.OPS)
+    assert set(dispatch.SCHEMAS) == set(dispatch.TRACED) == set(dispatch.OPS)
 
 
-@pytest.mark.parametrize("op", backends.OPS)
+@pytest.mark.parametrize("op", dispatch.OPS)
 def test_opcheck_finds_nothing(op, monkeypatch):
     for arguments in schema_arguments(op, monkeypatch):
         torch.library.opcheck(getattr(torch.ops.ds_kfac, op).default, arguments)
 
 
-@pytest.mark.parametrize("op", backends.OPS)
+@pytest.mark.parametrize("op", dispatch.OPS)
 def test_a_compiled_call_is_one_graph_with_the_op_in_it_and_gives_the_same(op):
     function, graphs = getattr(dispatch, op), []
 

@@ -11,8 +11,9 @@ from tests.ops.triton_tools import Compiled, compiling, cuobjdump, usage
 pytest.importorskip("triton", reason="triton is not installed: its kernels are not compiled")
 
 from ds_kfac.ops.reference import packed_numel
-from ds_kfac.ops.triton import adam_scale, corrected_scale, eigen_scale, syrk
-from ds_kfac.ops.triton.syrk_configs import CHOSEN, SHIPPED, SyrkConfig, config_for, describable, family
+from ds_kfac.ops.triton import scale as scales
+from ds_kfac.ops.triton import syrk
+from ds_kfac.ops.triton.syrk import CHOSEN, SHIPPED, SyrkConfig, config_for, describable, family
 
 ARCHITECTURES = (80, 90, 100)
 SHARED_PER_MULTIPROCESSOR = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
@@ -23,10 +24,10 @@ REGISTERS = 65536
 def scale(rows: int, columns: int, transposed: bool) -> None:
     x = torch.empty(columns, rows).T if transposed else torch.empty(rows, columns)
     values, number = (torch.empty(rows), torch.empty(columns)), torch.empty(())
-    eigen_scale.eigen_scale_dot(x, *values, number)
-    corrected_scale.corrected_scale_dot(x, torch.empty_like(x), number, number, number)
+    scales.eigen_scale_dot(x, *values, number)
+    scales.corrected_scale_dot(x, torch.empty_like(x), number, number, number)
     state = (torch.empty_like(x), torch.empty_like(x), number, torch.tensor(True))
-    adam_scale.adam_scale(x, *state, betas=(0.9, 0.99), eps=1e-8, nesterov=True)  # a superset of the other
+    scales.adam_scale(x, *state, betas=(0.9, 0.99), eps=1e-8, nesterov=True)  # a superset of the other
 
 
 SCALE = {"wide": lambda: scale(768, 769, False), "narrow": lambda: scale(64, 3072, True)}
@@ -119,4 +120,4 @@ def test_scaling_does_not_spill_and_leaves_room_for_many_programs(arch, case, tm
 def test_a_kernel_that_spills_is_an_error():
     """The check checks: 24 registers are too few."""
     with pytest.raises(Exception, match="Registers are spilled"), compiling(90, maxnreg=24):
-        eigen_scale.eigen_scale_dot(torch.empty(64, 64), torch.empty(64), torch.empty(64), 0.1)
+        scales.eigen_scale_dot(torch.empty(64, 64), torch.empty(64), torch.empty(64), 0.1)

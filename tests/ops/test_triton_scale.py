@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_kfac.ops.guarded import NotMadeFor
+from ds_kfac.ops.check import NotMadeFor
 from tests.close import close
 from tests.ops.test_ops_layers import adam_wanted
 from tests.ops.triton_tools import interpreted
@@ -15,8 +15,8 @@ SHAPES = [(1, 1), (2, 63), (33, 129), (63, 2), (129, 65), (9, 257)]
 
 @pytest.fixture(scope="module")
 def scale():
-    with interpreted("eigen_scale", "corrected_scale", "adam_scale", "elementwise") as modules:
-        yield modules
+    with interpreted("scale") as (module,):
+        yield module
 
 
 def inputs(rows: int, columns: int, transposed: bool):
@@ -34,7 +34,7 @@ def inputs(rows: int, columns: int, transposed: bool):
 def test_eigen_scale_dot_against_float64(scale, rows, columns, transposed, poisoned):
     x, values_O, values_I = inputs(rows, columns, transposed)
     expected = x.double() / (torch.outer(values_O.double(), values_I.double()) + 0.1)
-    actual, dot = scale[0].eigen_scale_dot(x, values_O, values_I, torch.tensor(0.1))
+    actual, dot = scale.eigen_scale_dot(x, values_O, values_I, torch.tensor(0.1))
     close(actual, expected, sums=4, scale=expected.abs())
     close(dot, (x.double() * expected).sum(), sums=x.numel())
     assert transposed == (actual.stride(0) == 1 and rows > 1) or min(rows, columns) == 1
@@ -42,13 +42,13 @@ def test_eigen_scale_dot_against_float64(scale, rows, columns, transposed, poiso
 
 def test_a_view_with_other_strides_gives_the_same(scale, poisoned):
     x, values_O, values_I = inputs(33, 65, False)
-    expected = scale[0].eigen_scale_dot(x, values_O, values_I, 0.1)[0]
+    expected = scale.eigen_scale_dot(x, values_O, values_I, 0.1)[0]
     wide = torch.full((33, 70), float("nan"))
     wide[:, :65] = x
     both = torch.full((66, 130), float("nan"))
     both[::2, ::2] = x
     for view in (wide[:, :65], both[::2, ::2]):
-        assert torch.equal(scale[0].eigen_scale_dot(view, values_O, values_I, 0.1)[0], expected)
+        assert torch.equal(scale.eigen_scale_dot(view, values_O, values_I, 0.1)[0], expected)
 
 
 @pytest.mark.parametrize("moments_transposed", [False, True])
@@ -61,7 +61,7 @@ def test_corrected_scale_dot_against_float64(scale, rows, columns, transposed, m
     r, terms, damping = 0.9, 7.0, 0.01
     new = r * second.double() + (1 - r) * terms * x.double() ** 2
     expected, before = x.double() / (new + damping), second.clone()
-    actual = scale[1].corrected_scale_dot(x, second, torch.tensor(r), torch.tensor(terms), damping)
+    actual = scale.corrected_scale_dot(x, second, torch.tensor(r), torch.tensor(terms), damping)
     close(actual[0], expected, sums=8, scale=expected.abs())
     close(actual[1], new, sums=4, scale=new)
     assert torch.equal(second, before)
@@ -70,7 +70,7 @@ def test_corrected_scale_dot_against_float64(scale, rows, columns, transposed, m
 
 def test_weight_one_keeps_the_moments_whatever_the_gradient(scale, poisoned):
     x, second = torch.full((5, 7), float("inf")), torch.rand(5, 7)
-    assert torch.equal(scale[1].corrected_scale_dot(x, second, 1.0, 3.0, 0.1)[1], second)
+    assert torch.equal(scale.corrected_scale_dot(x, second, 1.0, 3.0, 0.1)[1], second)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -84,7 +84,7 @@ def test_adam_scale_against_float64(scale, rows, columns, transposed, updates, b
     wanted = adam_wanted(x, first, second, updates, betas, 1e-3, nesterov)
     sizes = adam_wanted(x.abs(), first.abs(), second, updates, betas, 1e-3, nesterov)  # of terms that may cancel
     before = [part.clone() for part in (first, second, updates)]
-    found = scale[2].adam_scale(x, first, second, updates, torch.tensor(True), betas=betas, eps=1e-3, nesterov=nesterov)
+    found = scale.adam_scale(x, first, second, updates, torch.tensor(True), betas=betas, eps=1e-3, nesterov=nesterov)
     for part, expected, size in zip(found, wanted, sizes, strict=True):
         close(part, expected, sums=10, scale=size)
         assert part.stride() == x.stride() or 1 in (rows, columns), "laid out like x"
@@ -97,34 +97,34 @@ def test_adam_scale_corrects_the_bias_as_float64_does(scale, updates, poisoned):
     ones = torch.ones(1, 1)
     for betas in ((0.9, 0.999), (0.99999, 0.9999)):
         state = (0 * ones, 0 * ones, torch.tensor(updates)) if not updates else (ones, ones, torch.tensor(updates))
-        found = scale[2].adam_scale(ones, *state, torch.tensor(True), betas=betas, eps=0.0)
+        found = scale.adam_scale(ones, *state, torch.tensor(True), betas=betas, eps=0.0)
         close(found[0], adam_wanted(ones, *state, betas, 0.0, False)[0], sums=10)
 
 
 def test_adam_scale_keeps_the_moments_from_what_is_not_usable(scale, poisoned):
     x, first, second = torch.full((5, 7), float("nan")), torch.randn(5, 7), torch.rand(5, 7)
     state = (first, second, torch.tensor(3.0), torch.tensor(False))
-    direction, *kept = scale[2].adam_scale(x, *state, betas=(0.9, 0.99), eps=1e-3)
+    direction, *kept = scale.adam_scale(x, *state, betas=(0.9, 0.99), eps=1e-3)
     assert torch.equal(kept[0], first) and torch.equal(kept[1], second)
     b1, b2 = torch.tensor([0.9, 0.99]).double()  # as fp32 has them
     wanted = first / (1 - b1**3) / ((second / (1 - b2**3)).sqrt() + 1e-3)
     close(direction, wanted, sums=10, scale=wanted.abs())
-    assert torch.isnan(scale[2].adam_scale(x, *state, betas=(0.9, 0.99), eps=1e-3, nesterov=True)[0]).all()
+    assert torch.isnan(scale.adam_scale(x, *state, betas=(0.9, 0.99), eps=1e-3, nesterov=True)[0]).all()
 
 
 def test_wrong_arguments_are_named(scale):
     with pytest.raises(ValueError, match=r"values of \(2,\) and \(3,\) do not fit \(2, 2\)"):
-        scale[0].eigen_scale_dot(torch.zeros(2, 2), torch.zeros(2), torch.zeros(3), 1.0)
+        scale.eigen_scale_dot(torch.zeros(2, 2), torch.zeros(2), torch.zeros(3), 1.0)
     with pytest.raises(NotMadeFor, match=r"fp32 matrix that is not empty, got torch.bfloat16 \(2, 2\)"):
-        scale[0].eigen_scale_dot(torch.zeros(2, 2).bfloat16(), torch.zeros(2), torch.zeros(2), 1.0)
+        scale.eigen_scale_dot(torch.zeros(2, 2).bfloat16(), torch.zeros(2), torch.zeros(2), 1.0)
     with pytest.raises(ValueError, match=r"second moments of \(3, 2\) do not fit \(2, 2\)"):
-        scale[1].corrected_scale_dot(torch.zeros(2, 2), torch.zeros(3, 2), 0.5, 1.0, 1.0)
+        scale.corrected_scale_dot(torch.zeros(2, 2), torch.zeros(3, 2), 0.5, 1.0, 1.0)
     with pytest.raises(NotMadeFor, match=r"fp32 with a contiguous side, got torch.float32 \(2, 2\) strides \(2, 1\)"):
-        scale[1].corrected_scale_dot(torch.zeros(2, 2), torch.zeros(4, 4)[::2, ::2], 0.5, 1.0, 1.0)
+        scale.corrected_scale_dot(torch.zeros(2, 2), torch.zeros(4, 4)[::2, ::2], 0.5, 1.0, 1.0)
     square, scalars = torch.zeros(2, 2), (torch.zeros(()), torch.tensor(True))
     with pytest.raises(ValueError, match=r"moments do not fit x, got torch.float32 \(2, 2\)"):
-        scale[2].adam_scale(square, torch.zeros(3, 2), square, *scalars, betas=(0.9, 0.99), eps=0.1)
+        scale.adam_scale(square, torch.zeros(3, 2), square, *scalars, betas=(0.9, 0.99), eps=0.1)
     with pytest.raises(NotMadeFor, match=r"expected fp32 and bool, got torch.float64"):
-        scale[2].adam_scale(square, square.double(), square, *scalars, betas=(0.9, 0.99), eps=0.1)
+        scale.adam_scale(square, square.double(), square, *scalars, betas=(0.9, 0.99), eps=0.1)
     with pytest.raises(NotMadeFor, match="betas and eps as numbers, got tensors"):
-        scale[2].adam_scale(square, square, square, *scalars, betas=(torch.tensor(0.9), 0.99), eps=0.1)
+        scale.adam_scale(square, square, square, *scalars, betas=(torch.tensor(0.9), 0.99), eps=0.1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_kfac.ops.guarded import NotMadeFor
+from ds_kfac.ops.check import NotMadeFor
 from ds_kfac.ops.reference import packed_numel, symmetric_pack
 from tests.close import close
 from tests.ops.triton_tools import interpreted
@@ -12,9 +12,9 @@ pytest.importorskip("triton", reason="triton is not installed: its kernels are n
 
 
 @pytest.fixture(scope="module")
-def modules():
-    with interpreted("syrk", "triangle") as modules:
-        yield modules
+def syrk():
+    with interpreted("syrk") as (module,):
+        yield module
 
 
 def rows_of(count: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
@@ -60,22 +60,20 @@ def assert_adds(syrk, x, ones, scale=1.0):
         (37, 97, torch.bfloat16),
     ],
 )
-def test_it_adds_the_packed_second_moment(modules, count, dim, dtype, ones):
-    assert_adds(modules[0], rows_of(count, dim, dtype), torch.ones(count, 1) if ones else None)
+def test_it_adds_the_packed_second_moment(syrk, count, dim, dtype, ones):
+    assert_adds(syrk, rows_of(count, dim, dtype), torch.ones(count, 1) if ones else None)
 
 
 @pytest.mark.parametrize("descriptor", [False, True])
 @pytest.mark.parametrize("block", [16, 64, 128])
-def test_a_tile_is_added_whole_in_every_width(modules, block, descriptor, monkeypatch):
-    syrk, _ = modules
+def test_a_tile_is_added_whole_in_every_width(syrk, block, descriptor, monkeypatch):
     monkeypatch.setattr(syrk, "config_for", lambda *_: syrk.SyrkConfig(block, 16, 4, 1, 1, descriptor=descriptor))
     assert_adds(syrk, padded(18, block + 2, torch.float32), torch.ones(18, 1))
 
 
 @pytest.mark.parametrize(("block", "columns"), [(16, 32), (32, 16), (128, 256)])
 @pytest.mark.parametrize(("descriptor", "group"), [(False, 1), (True, 2)])
-def test_tiles_that_are_not_square_cover_the_triangle_once(modules, block, columns, descriptor, group, monkeypatch):
-    syrk, _ = modules
+def test_tiles_that_are_not_square_cover_the_triangle_once(syrk, block, columns, descriptor, group, monkeypatch):
     config = syrk.SyrkConfig(block, 16, 4, 1, 1, group=group, descriptor=descriptor, columns=columns)
     monkeypatch.setattr(syrk, "config_for", lambda *_: config)
     for dim in (5, 4 * 32 + 3):
@@ -84,16 +82,14 @@ def test_tiles_that_are_not_square_cover_the_triangle_once(modules, block, colum
 
 @pytest.mark.parametrize("scale", [0.37, torch.tensor(0.37), torch.tensor([0.37]).double()], ids=str)
 @pytest.mark.parametrize(("descriptor", "split"), [(False, 1), (False, 3), (True, 1), (True, 3)])
-def test_a_tile_and_the_bias_row_are_scaled(modules, descriptor, split, scale, monkeypatch):
-    syrk, _ = modules
+def test_a_tile_and_the_bias_row_are_scaled(syrk, descriptor, split, scale, monkeypatch):
     monkeypatch.setattr(syrk, "config_for", lambda *_: syrk.SyrkConfig(32, 16, 4, 1, 1, descriptor=descriptor))
     monkeypatch.setattr(syrk, "split_for", lambda *_: split)
     assert_adds(syrk, padded(37, 63, torch.float16), torch.ones(37, 1), scale)
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 16])
-def test_tiles_in_groups_are_each_computed_once(modules, group, monkeypatch):
-    syrk, _ = modules
+def test_tiles_in_groups_are_each_computed_once(syrk, group, monkeypatch):
     for dim in (3, 16 * 4 + 3):
         monkeypatch.setattr(syrk, "config_for", lambda *_: syrk.SyrkConfig(16, 16, 4, 1, 1, group=group))
         assert_adds(syrk, rows_of(5, dim, torch.float32), torch.ones(5, 1))
@@ -101,8 +97,7 @@ def test_tiles_in_groups_are_each_computed_once(modules, group, monkeypatch):
 
 @pytest.mark.parametrize(("count", "dim", "dtype"), [(1, 1, torch.bfloat16), (37, 97, torch.float16)])
 @pytest.mark.parametrize("split", [1, 3])
-def test_descriptors_read_zeros_outside_of_the_rows(modules, count, dim, dtype, split, monkeypatch):
-    syrk, _ = modules
+def test_descriptors_read_zeros_outside_of_the_rows(syrk, count, dim, dtype, split, monkeypatch):
     monkeypatch.setattr(syrk, "split_for", lambda *_: split)
     x = padded(count, dim, dtype)
     launched: list = []
@@ -111,8 +106,8 @@ def test_descriptors_read_zeros_outside_of_the_rows(modules, count, dim, dtype, 
     assert launched
 
 
-def test_rows_that_no_descriptor_describes_go_without(modules):
-    from ds_kfac.ops.triton.syrk_configs import describable
+def test_rows_that_no_descriptor_describes_go_without(syrk):
+    from ds_kfac.ops.triton.syrk import describable
 
     x = rows_of(20, 64, torch.bfloat16)
     for whole in (x, x[:, 8:], x[::3], padded(20, 33, torch.float16)):
@@ -122,45 +117,42 @@ def test_rows_that_no_descriptor_describes_go_without(modules):
 
 
 @pytest.mark.parametrize("split", [2, 3, 8])
-def test_programs_that_share_a_tile_add_up(modules, split, monkeypatch):
-    syrk, _ = modules
+def test_programs_that_share_a_tile_add_up(syrk, split, monkeypatch):
     monkeypatch.setattr(syrk, "split_for", lambda *_: split)
     assert_adds(syrk, rows_of(65, 40, torch.float32), torch.ones(65, 1))  # 8 parts of 5 chunks: three are empty
 
 
-def test_rows_that_do_not_count_leave_the_ones_column_alone(modules):
+def test_rows_that_do_not_count_leave_the_ones_column_alone(syrk):
     x, ones = rows_of(40, 7, torch.float32), torch.ones(40, 2)[:, :1]
     x[::3], ones[::3] = 0, 0
-    assert_adds(modules[0], x, ones)
+    assert_adds(syrk, x, ones)
 
 
-def test_nothing_beyond_a_view_is_read(modules):
+def test_nothing_beyond_a_view_is_read(syrk):
     wide = torch.full((30, 100), float("nan"))
     wide[:20, :35] = rows_of(20, 35, torch.float32)
-    assert_adds(modules[0], wide[:20, :35], None)
-    assert_adds(modules[0], rows_of(35, 20, torch.float32).T, None)
+    assert_adds(syrk, wide[:20, :35], None)
+    assert_adds(syrk, rows_of(35, 20, torch.float32).T, None)
 
 
-def test_no_rows_add_nothing(modules):
+def test_no_rows_add_nothing(syrk):
     total = torch.ones(10)
-    assert torch.equal(modules[0].syrk_accumulate_(total, torch.zeros(0, 4)), torch.ones(10))
+    assert torch.equal(syrk.syrk_accumulate_(total, torch.zeros(0, 4)), torch.ones(10))
 
 
-def test_wrong_arguments_are_named(modules):
+def test_wrong_arguments_are_named(syrk):
     with pytest.raises(ValueError, match=r"of shape \(10,\) for rows of 3 and a ones column, got torch.float32 \(6,\)"):
-        modules[0].syrk_accumulate_(torch.zeros(6), torch.zeros(4, 3), ones_column=torch.ones(4, 1))
+        syrk.syrk_accumulate_(torch.zeros(6), torch.zeros(4, 3), ones_column=torch.ones(4, 1))
     with pytest.raises(NotMadeFor, match=r"bf16, fp16 or fp32 and a contiguous sum, got torch\.float64"):
-        modules[0].syrk_accumulate_(torch.zeros(6), torch.zeros(4, 3).double())
+        syrk.syrk_accumulate_(torch.zeros(6), torch.zeros(4, 3).double())
 
 
-def test_small_sides_share_tiles_and_large_ones_do_not(modules):
-    _, triangle = modules
-    splits = {
-        dim: triangle.split_for(triangle.tile_count(dim, 128, 128), 128, 264) for dim in (768, 2048, 3072, 4096, 8192)
-    }
+def test_small_sides_share_tiles_and_large_ones_do_not(syrk):
+
+    splits = {dim: syrk.split_for(syrk.tile_count(dim, 128, 128), 128, 264) for dim in (768, 2048, 3072, 4096, 8192)}
     assert splits[768] > 2 and splits[2048] > 2 and splits[4096] == splits[8192] == 1
     torch.use_deterministic_algorithms(True)
     try:
-        assert triangle.split_for(1, 128, 264) == 1
+        assert syrk.split_for(1, 128, 264) == 1
     finally:
         torch.use_deterministic_algorithms(False)

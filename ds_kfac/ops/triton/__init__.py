@@ -1,1 +1,1 @@
-"""Triton kernels, one a file. Importing any but ``availability`` needs triton."""
+"""Triton kernels. Importing any file but ``backend`` needs triton."""

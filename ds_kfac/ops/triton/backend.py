@@ -1,18 +1,39 @@
-"""Backend ``triton``: which ops the kernels of this folder do."""
+"""Backend ``triton``: whether and which of its ops can run on a device; imports triton only if it is there."""
 
 import importlib
+import os
+import shutil
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from ds_kfac.ops.triton.availability import unavailable
+from ds_kfac.ops import check
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why no Triton kernel can run on ``device``; None if it can. With TRITON_INTERPRET=1 a CPU will do, slowly."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    try:
+        from ds_kfac.ops.triton.base import INTERPRET
+    except Exception as failure:  # its own library may not load
+        return f"triton is installed but does not import: {type(failure).__name__}: {failure}"
+    if INTERPRET:
+        return None
+    if device.type != "cuda":
+        return f"Triton kernels run on CUDA devices, not on {device.type}"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "triton needs a C compiler to launch kernels (gcc, clang or CC)"
+    return check.gpu_problem(None if device.index is None else device)
+
 
 MODULES = {
     "syrk_accumulate_": "syrk",
-    "eigen_scale_dot": "eigen_scale",
-    "corrected_scale_dot": "corrected_scale",
-    "adam_scale": "adam_scale",
+    "eigen_scale_dot": "scale",
+    "corrected_scale_dot": "scale",
+    "adam_scale": "scale",
 }
 """Op -> file."""
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from ds_kfac.ops.guarded import check_device
+from ds_kfac.ops.check import check_device
 
 INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
 """Fixed when this module is imported, like the kind of every kernel."""

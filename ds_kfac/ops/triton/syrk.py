@@ -1,22 +1,297 @@
 """X^T X added to a packed fp32 triangle: lower tiles only, no [D, D] matrix, no pass to pack it.
 
-Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle.
+How it is cut up, per kind of device and side, is in ``CHOSEN``. No shipped configuration spills registers on its
+devices, with or without tensor descriptors; see the tests. Which is best is what ``benchmarks/kernels --sweep syrk``
+finds on a device; it prints ``CHOSEN`` to be pasted here.
+
+Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle, whose element (r, c) lies at r(r+1)/2 + c.
 """
 
-# mypy: disable-error-code="arg-type, call-arg, misc"
+# mypy: disable-error-code="arg-type, attr-defined, call-arg, misc"
+from dataclasses import dataclass, replace
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ds_kfac.ops.guarded import NotMadeFor, of
+from ds_kfac.ops.check import NotMadeFor, of
 from ds_kfac.ops.reference import packed_numel
-from ds_kfac.ops.triton.base import DTYPES, architecture, check_devices, dot, multiprocessors, on_device_of, scalar
-from ds_kfac.ops.triton.bias_row import add_bias_row
-from ds_kfac.ops.triton.syrk_configs import SyrkConfig, config_for
-from ds_kfac.ops.triton.syrk_descriptor import syrk_descriptor_kernel
-from ds_kfac.ops.triton.triangle import add_tile, place_of, split_for, tile_count
+from ds_kfac.ops.triton.base import (
+    DTYPES,
+    INTERPRET,
+    architecture,
+    check_devices,
+    dot,
+    multiprocessors,
+    on_device_of,
+    scalar,
+)
+
+
+@dataclass(frozen=True)
+class SyrkConfig:
+    """How a triangle is cut into tiles.
+
+    Attributes:
+        block: rows of a tile, and columns of a square one.
+        chunk: rows multiplied at once.
+        resident: programs that a multiprocessor has registers and shared memory for.
+        group: tile rows whose tiles are computed column by column, so that programs which run together share columns
+            in L2; 1 goes row by row.
+        columns: of a tile that is not square, twice as many as rows or half; 0: it is square.
+        descriptor: rows arrive by tensor descriptors, from sm_90 on the tensor memory accelerator (TMA).
+    """
+
+    block: int
+    chunk: int
+    warps: int
+    stages: int
+    resident: int
+    group: int = 1
+    descriptor: bool = False
+    columns: int = 0
+
+    @property
+    def width(self) -> int:
+        return self.columns or self.block
+
+    def plain(self) -> "SyrkConfig":
+        """For rows that no descriptor can describe."""
+        return replace(self, descriptor=False)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The configurations of a kind of device.
+
+    Attributes:
+        source: machine that was measured, or ``computed`` where none was.
+        by_side: (largest side, configuration), in the order of sides; the last is for all larger ones.
+    """
+
+    source: str
+    by_side: tuple[tuple[int, SyrkConfig], ...]
+
+    def at(self, dim: int) -> SyrkConfig:
+        return next((config for side, config in self.by_side if dim <= side), self.by_side[-1][1])
+
+
+_SMALL = SyrkConfig(64, 64, 4, 4, 3, descriptor=True)
+_LARGE = SyrkConfig(128, 64, 8, 3, 2, descriptor=True)
+_GROUPED = replace(_LARGE, group=16)
+_DEEP = SyrkConfig(128, 128, 8, 3, 1, group=16, descriptor=True)
+_FEW_WARPS = SyrkConfig(128, 64, 4, 3, 2, group=16, descriptor=True)
+_WIDE = SyrkConfig(128, 64, 8, 4, 1, group=8, descriptor=True, columns=256)
+_TALL = SyrkConfig(256, 64, 8, 4, 1, group=8, descriptor=True, columns=128)
+_OLD_SMALL, _OLD_LARGE = SyrkConfig(64, 64, 4, 4, 3), SyrkConfig(128, 32, 8, 4, 1)
+_EXACT = SyrkConfig(64, 16, 4, 3, 4)
+SHIPPED: dict[str, tuple[SyrkConfig, ...]] = {
+    "sm_80": (_OLD_SMALL, _OLD_LARGE, replace(_OLD_LARGE, group=8)),
+    "sm_90": (_SMALL, SyrkConfig(64, 128, 4, 3, 2, descriptor=True), _LARGE, _GROUPED, _DEEP, _FEW_WARPS, _WIDE, _TALL),
+    "sm_100": (_SMALL, _LARGE, _GROUPED, _DEEP, _FEW_WARPS, _WIDE, _TALL),
+    "fp32": (_EXACT, replace(_EXACT, group=16)),
+}
+"""By kind of device, for 16-bit rows; for fp32 rows on any, as no tensor core multiplies in fp32."""
+INTERPRETED = SyrkConfig(32, 16, 4, 1, 1, group=2, descriptor=True)
+LARGEST = 1 << 20
+CHOSEN: dict[str, Chosen] = {
+    "sm_80": Chosen("computed", ((512, _OLD_SMALL), (LARGEST, _OLD_LARGE))),
+    "sm_90": Chosen("computed", ((512, _SMALL), (4096, _LARGE), (LARGEST, _GROUPED))),
+    "sm_100": Chosen("computed", ((512, _SMALL), (4096, _LARGE), (LARGEST, _GROUPED))),
+    "fp32": Chosen("computed", ((LARGEST, _EXACT),)),
+}
+
+
+def family(dtype: torch.dtype, arch: int) -> str:
+    """Key of the tables. Consumer Blackwell (sm_120) has the tensor cores of sm_80, and little shared memory."""
+    if dtype == torch.float32:
+        return "fp32"
+    return {9: "sm_90", 10: "sm_100"}.get(arch // 10, "sm_80")
+
+
+def describable(x_ND: torch.Tensor) -> bool:
+    """Whether a descriptor can hold these rows: aligned to 16 bytes, each of them, columns in one piece."""
+    aligned = x_ND.data_ptr() % 16 == 0 and x_ND.stride(0) * x_ND.element_size() % 16 == 0
+    return aligned and x_ND.stride(1) == 1 and x_ND.stride(0) >= x_ND.shape[1] and max(x_ND.shape) < 1 << 31
+
+
+def config_for(x_ND: torch.Tensor, arch: int) -> SyrkConfig:
+    """What rows are multiplied with."""
+    config = INTERPRETED if INTERPRET else CHOSEN[family(x_ND.dtype, arch)].at(x_ND.shape[1])
+    return config if describable(x_ND) else config.plain()
+
+
+EPILOGUE_CHUNKS = 6
+"""What adding a tile to the triangle is taken to cost, in chunks of rows multiplied. Computed, not measured."""
+MAX_SPLIT = 8
+
+
+def tile_count(dim: int, block: int, width: int) -> int:
+    """Tiles [block, width] on and below the diagonal."""
+    large, small = max(block, width), min(block, width)
+    side = triton.cdiv(dim, large)
+    return side * (side + 1) // 2 * (large // small)
+
+
+def split_for(tiles: int, chunks: int, places: int) -> int:
+    """Programs that share a tile, each with part of the rows: what takes the fewest waves times work per wave.
+
+    1 if torch asks for deterministic algorithms: with more, the order of additions is open.
+
+    Args:
+        chunks: of rows, multiplied one after the other.
+        places: programs that run at a time.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        return 1
+
+    def cost(split: int) -> int:
+        return triton.cdiv(tiles * split, places) * (triton.cdiv(chunks, split) + EPILOGUE_CHUNKS)
+
+    return min(range(1, min(MAX_SPLIT, max(chunks, 1)) + 1), key=cost)
+
+
+@triton.jit
+def tile_at(index):
+    """(row, column) of a tile; tiles are numbered row by row."""
+    row = ((tl.sqrt(8.0 * index + 1.0) - 1.0) * 0.5).to(tl.int32)
+    row = tl.where(row * (row + 1) // 2 > index, row - 1, row)  # the root may be off by a rounding
+    row = tl.where((row + 1) * (row + 2) // 2 <= index, row + 1, row)
+    return row, index - row * (row + 1) // 2
+
+
+@triton.jit
+def grouped_tile_at(index, side, GROUP: tl.constexpr):
+    """(row, column) of a tile of a triangle of ``side`` tile rows, GROUP rows at a time column by column.
+
+    Programs with neighbouring indices then need about as many tile rows as tile columns of the same X, which stay in
+    L2; row by row they would need whole rows of a large triangle.
+    """
+    row, column = tile_at(index)
+    if GROUP == 1:
+        return row, column
+    else:
+        first = row // GROUP * GROUP  # both orders have finished the same tiles before a group
+        height = tl.minimum(GROUP, side - first)
+        inside = index - first * (first + 1) // 2
+        end_row, end_column = tile_at(tl.maximum(inside - first * height, 0))  # the group's own triangle comes last
+        left = inside < first * height
+        return first + tl.where(left, inside % height, end_row), tl.where(left, inside // height, first + end_column)
+
+
+@triton.jit
+def place_of(index, dim, BLOCK: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr):
+    """First row and column of a tile [BLOCK, WIDTH]; those that are not square are parts of square ones."""
+    SIDE: tl.constexpr = BLOCK if BLOCK > WIDTH else WIDTH
+    DOWN: tl.constexpr = SIDE // BLOCK
+    ALONG: tl.constexpr = SIDE // WIDTH
+    row, column = grouped_tile_at(index // (DOWN * ALONG), tl.cdiv(dim, SIDE), GROUP)
+    return row * SIDE + index % DOWN * BLOCK, column * SIDE + index % ALONG * WIDTH
+
+
+@triton.jit
+def add_to(pointers, values, mask, ATOMIC: tl.constexpr):
+    if ATOMIC:
+        tl.atomic_add(pointers, values, mask=mask, sem="relaxed")
+    else:
+        tl.store(pointers, tl.load(pointers, mask=mask, other=0.0) + values, mask=mask)
+
+
+@triton.jit
+def _add_slice(sum_ptr, values, first_row, first_column, dim, ATOMIC: tl.constexpr):
+    row = first_row + tl.arange(0, values.shape[0])
+    column = first_column + tl.arange(0, values.shape[1])
+    far = row.to(tl.int64)
+    inside = (row < dim)[:, None] & (column[None, :] <= row[:, None])
+    add_to(sum_ptr + (far * (far + 1) // 2)[:, None] + column[None, :], values, inside, ATOMIC)
+
+
+@triton.jit
+def _halves(values):
+    """Left and right columns."""
+    apart = tl.reshape(values, (values.shape[0], 2, values.shape[1] // 2))
+    return tl.split(tl.permute(apart, (0, 2, 1)))
+
+
+@triton.jit
+def _add_128(sum_ptr, values, first_row, first_column, dim, ATOMIC: tl.constexpr):
+    left, right = _halves(values)
+    first, second = _halves(left)
+    third, fourth = _halves(right)
+    _add_slice(sum_ptr, first, first_row, first_column, dim, ATOMIC)
+    _add_slice(sum_ptr, second, first_row, first_column + 32, dim, ATOMIC)
+    _add_slice(sum_ptr, third, first_row, first_column + 64, dim, ATOMIC)
+    _add_slice(sum_ptr, fourth, first_row, first_column + 96, dim, ATOMIC)
+
+
+@triton.jit
+def add_tile(sum_ptr, tile, first_row, first_column, dim, ATOMIC: tl.constexpr):
+    """Add what a tile has of the lower triangle, in slices of 32 columns: addresses of a whole one spill."""
+    WIDTH: tl.constexpr = tile.shape[1]
+    tl.static_assert(WIDTH == 16 or WIDTH == 32 or WIDTH == 64 or WIDTH == 128 or WIDTH == 256)
+    if WIDTH <= 32:
+        _add_slice(sum_ptr, tile, first_row, first_column, dim, ATOMIC)
+    elif WIDTH == 64:
+        left, right = _halves(tile)
+        _add_slice(sum_ptr, left, first_row, first_column, dim, ATOMIC)
+        _add_slice(sum_ptr, right, first_row, first_column + 32, dim, ATOMIC)
+    elif WIDTH == 128:
+        _add_128(sum_ptr, tile, first_row, first_column, dim, ATOMIC)
+    else:
+        left, right = _halves(tile)
+        _add_128(sum_ptr, left, first_row, first_column, dim, ATOMIC)
+        _add_128(sum_ptr, right, first_row, first_column + 128, dim, ATOMIC)
+
+
+@triton.jit
+def add_bias_row(
+    tail_ptr, x_ptr, ones_ptr, scale, first_column, start, stop, dim, x_stride, ones_stride,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, ATOMIC: tl.constexpr,
+):  # fmt: skip
+    """``scale`` times sums of rows start..stop: BLOCK columns of x [N, D]; the first program also the ones [N, 1]."""
+    row = tl.arange(0, CHUNK)
+    column = first_column + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    count = tl.zeros((CHUNK,), tl.float32)
+    pointers = x_ptr + (start + row).to(tl.int64)[:, None] * x_stride + column[None, :]
+    for begin in range(start, stop, CHUNK):
+        inside = begin + row < stop
+        x = tl.load(pointers, mask=inside[:, None] & (column < dim)[None, :], other=0.0)
+        total += tl.sum(x.to(tl.float32), axis=0)
+        ones = ones_ptr + (begin + row).to(tl.int64) * ones_stride
+        count += tl.load(ones, mask=inside, other=0.0).to(tl.float32)
+        pointers += CHUNK * x_stride
+    add_to(tail_ptr + column, scale * total, column < dim, ATOMIC)
+    add_to(tail_ptr + dim, scale * tl.sum(count), first_column == 0, ATOMIC)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles", "ones_stride"])
+def syrk_descriptor_kernel(
+    sum_ptr, left_desc, right_desc, x_ptr, ones_ptr, scale, rows, dim, tail, x_stride, ones_stride, tiles,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, ATOMIC: tl.constexpr,
+    SCALE_IN_MEMORY: tl.constexpr,
+):  # fmt: skip
+    """As ``syrk_kernel``; one thread asks for a [CHUNK, BLOCK] piece of x, what lies outside of x arrives as zeros."""
+    part = tl.cdiv(tl.cdiv(rows, tl.num_programs(1)), CHUNK) * CHUNK
+    start = tl.program_id(1) * part
+    stop = tl.minimum(start + part, rows)
+    if tl.program_id(0) < tiles:
+        first_row, first_column = place_of(tl.program_id(0), dim, BLOCK, WIDTH, GROUP)
+        tile = tl.zeros((BLOCK, WIDTH), tl.float32)
+        for begin in range(start, stop, CHUNK):  # parts are whole chunks, so none reads rows of the next
+            left = left_desc.load([begin, first_row])
+            right = right_desc.load([begin, first_column])
+            tile = dot(tl.trans(left), right, tile)  # a view of shared memory, which tensor cores read transposed
+        tile *= scalar(scale, SCALE_IN_MEMORY)
+        add_tile(sum_ptr, tile, first_row, first_column, dim, ATOMIC)
+    else:
+        first_column = (tl.program_id(0) - tiles) * BLOCK
+        add_bias_row(
+            sum_ptr + tail, x_ptr, ones_ptr, scalar(scale, SCALE_IN_MEMORY), first_column, start, stop, dim,
+            x_stride, ones_stride, BLOCK, CHUNK, ATOMIC,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "ones_stride"])
