@@ -137,7 +137,6 @@ def small_solvers(monkeypatch):
     """Sizes that are timed, in place of hundreds to thousands."""
     monkeypatch.setattr(kernels_solvers, "DIMS", (33, 63))
     monkeypatch.setattr(kernels_solvers, "STACKS", ((5, 17),))
-    monkeypatch.setattr(kernels_solvers, "grouped", lambda device: True)
 
 
 def test_solvers_are_timed_with_the_ops(run, small_solvers):
@@ -146,7 +145,7 @@ def test_solvers_are_timed_with_the_ops(run, small_solvers):
     assert {(row["op"], row["implementation"]) for row in rows if row["kind"] == "op"} == {
         (op, name) for name, ops in kernels_solvers.IMPLEMENTATIONS.items() for op in ops
     }
-    assert "| `eigh over streams` | 33, 20 | fp32 |" in page and "| `eigh batched` | 5 x 17 | fp64 |" in page
+    assert "| `eigh batched` | 5 x 17 | fp64 |" in page
 
 
 @pytest.mark.parametrize("value", [1.01, math.nan])
