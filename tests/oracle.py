@@ -151,14 +151,13 @@ def _eigh(C: Tensor, block: int) -> tuple[Tensor, Tensor]:
     return torch.cat([e for e, _ in parts]).clamp(min=0), torch.block_diag(*(q for _, q in parts))
 
 
-def _orthogonalized(U: Tensor, whitening: Tensor, size: float, spectral: bool) -> Tensor:
+def _orthogonalized(U: Tensor, whitening: Tensor, size: float) -> Tensor:
     X = U @ whitening
     X = X / X.norm()
     for _ in range(5):
         X = 3.4445 * X - 4.7750 * X @ X.T @ X + 2.0315 * X @ X.T @ X @ X.T @ X
     X = X @ whitening
-    rms = size / min(X.shape) ** 0.5 if spectral else size
-    return rms * X / X.square().mean().sqrt() * (U.square().mean().sqrt() / 0.03).clamp(max=1)
+    return size * max(X.shape) ** 0.5 * X / X.norm() * (U.square().mean().sqrt() / 0.03).clamp(max=1)
 
 
 def _seen(alpha: Tensor, block: int) -> Tensor:
@@ -291,12 +290,12 @@ class ReferenceKFAC:
             layer.write(self.nu * results[name])
 
     def adam(
-        self, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, *, seed: float = 1.0, nesterov=False,
-        orthogonal=(), size=27.0, whiten=0.125, whiten_damping=0.01, spectral=True, ratio=1.0, heads=(), blocks=(),
+        self, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, *, seed: float = 1.0,
+        orthogonal=(), size=27.0, base=128, whiten=0.125, ratio=1.0, heads=(), blocks=(),
     ) -> None:  # fmt: skip
         """KFACAdamW: replace every layer's ``.grad``, unscaled and clipped, by Adam's direction in its eigenbasis; by
         None where it is zero. ``orthogonal`` names the layers whose direction is orthogonalized, between A^-whiten,
-        to singular values (``spectral``) or entries of that ``size``; others' but ``heads``' is times ``ratio``.
+        to singular values of that ``size``; others' is times ``ratio``, that of ``heads`` by the width to ``base``.
         ``blocks`` is {layer: for each row of its matrix the number of the map that it is of}."""
         self.update(seed)
         for name, layer in self.layers.items():
@@ -305,24 +304,22 @@ class ReferenceKFAC:
                 layer.module.zero_grad(set_to_none=True)
                 continue
             (alpha, QA), (_, QG) = layer.bases
-            whitening = QA @ torch.diag((alpha / alpha.mean() + whiten_damping) ** -whiten) @ QA.T
+            whitening = QA @ torch.diag((alpha / alpha.mean() + 0.01) ** -whiten) @ QA.T
             if self.method == "root":
                 QA, QG = torch.eye(len(QA)).to(QA), torch.eye(len(QG)).to(QG)
             R = QG.T @ dW @ QA
             b1, b2, layer.k = *betas, layer.k + 1
             layer.m = b1 * layer.m + (1 - b1) * R
             layer.v = b2 * layer.v + (1 - b2) * R**2
-            m, v = layer.m / (1 - b1**layer.k), layer.v / (1 - b2**layer.k)
-            if nesterov:
-                m = b1 * layer.m / (1 - b1 ** (layer.k + 1)) + (1 - b1) * R / (1 - b1**layer.k)
-            U = m / (v.sqrt() + eps)
+            m = b1 * layer.m / (1 - b1 ** (layer.k + 1)) + (1 - b1) * R / (1 - b1**layer.k)
+            U = m / ((layer.v / (1 - b2**layer.k)).sqrt() + eps)
             if self.method != "root":
                 U = U * _seen(alpha, layer.blocks[0])
             U = QG @ U @ QA.T
             if name in orthogonal:
                 of_map = torch.as_tensor(dict(blocks).get(name, [0] * len(U)), device=U.device)
                 for block in of_map.unique():
-                    U[of_map == block] = _orthogonalized(U[of_map == block], whitening, size, spectral)
+                    U[of_map == block] = _orthogonalized(U[of_map == block], whitening, size)
             else:
-                U = U * (max(ratio * 128 / U.shape[1], 1) if spectral and name in heads else ratio)
+                U = U * (max(ratio * base / U.shape[1], 1) if name in heads else ratio)
             layer.write(U)

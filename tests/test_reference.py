@@ -78,7 +78,7 @@ def adamw_by_oracle(start: dict, variation: Variation = PLAIN, *, method: str = 
     model = net(start)
     kfac, optimizer = ReferenceKFAC(model, **INTERVALS, fisher="activations_only", method=method), rest(model)
     for _ in backwards(model, variation):
-        kfac.adam(BETAS, EPS, nesterov=True, orthogonal=("first", "middle"), size=3.0, ratio=0.3, heads=("head",))
+        kfac.adam(BETAS, EPS, orthogonal=("first", "middle"), size=3.0, ratio=0.3, heads=("head",))
         optimizer.step()
         with torch.no_grad():
             for p in (p for layer in kfac.layers.values() for p in layer.params):

@@ -21,7 +21,7 @@ KFAC_FOR_IMAGES = {
 }
 VARIATIONS = {
     "plain": {"factor": {"update_interval": 10, "fisher": "empirical"},
-              "adam": {"orthogonalize": False, "nesterov": False}},
+              "adam": {"except_layers": [".*"]}},
     "empirical": {"factor": {"update_interval": 10, "fisher": "empirical"}},
     "unrotated": {"adam": {"rotate": False}},
     "lag": {"eigenbasis": {"refresh_interval": 50, "lag": 10}},
@@ -32,11 +32,10 @@ VARIATIONS = {
     "own_inputs": {"layers": {"share_inputs": False}},
     "eighth": {"factor": {"update_interval": 10, "sample_rows": 256}},
     "blocks": {"factor": {"update_interval": 10, "dense_max": 256}},
-    "rms": {"adam": {"scale": "rms"}},
-    "no_nesterov": {"adam": {"nesterov": False}},
     "no_burn_in": {"burn_in": {"steps": 0}},
 }  # fmt: skip
-"""KFACAdamW with one thing changed, to see what it is worth. plain: Adam in the eigenbasis of A and G. unrotated: no
+"""KFACAdamW with one thing changed, to see what it is worth. plain: Adam in the eigenbasis of A and G (with
+Nesterov's momentum). unrotated: no
 curvature at all, orthogonalized Adam in the layers' own coordinates. fused: queries, keys and values are one matrix, as
 is a gate with what it gates. heads: each head's queries, keys and values by themselves. own_inputs: every expert of a
 stack has an A of its own, also of what enters it."""
@@ -192,7 +191,6 @@ RATES: dict[str, list[float]] = {
     "kfac_relative": [0.25, 0.5, 1.0, 2.0],
     **{f"kfacadamw_{name}": [5e-4, 1e-3, 2e-3, 4e-3] for name in VARIATIONS},
     **{f"{name}_slow_table": [5e-4, 1e-3, 2e-3, 4e-3] for name in ("kfacadamw", "kfacadamw_unrotated")},
-    "kfacadamw_rms": [4e-3, 8e-3, 1.6e-2, 3.2e-2],
     **{f"kfac_adamw_{name}": [1e-3, 2e-3, 4e-3, 8e-3] for name in KFAC_ADAMW_VARIATIONS},
 }
 """Where a sweep starts; it extends itself while the best is at an edge."""

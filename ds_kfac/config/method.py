@@ -169,8 +169,6 @@ class AdamConfig(Block):
     rotate: bool = True
     """Step in the eigenbasis of A. false: no curvature at all, in the layers' own coordinates and not whitened: nothing
     is captured, kept or sent for it."""
-    orthogonalize: bool = True
-    """Replace a layer's direction by its orthogonal factor (Newton-Schulz, as in Muon), at a fixed size."""
     except_layers: list[NameEnd] = [
         "([^.]*_)?head(_dist)?",
         "score",
@@ -182,8 +180,9 @@ class AdamConfig(Block):
         "vocab_projector",
         "qa_outputs",
     ]
-    """Layers that keep Adam's direction, as heads do with Muon: regexes for the end of a layer's name, from a dot or
-    its beginning on. The default matches the heads of transformers and timm. Norms always keep Adam's
+    """Layers that keep Adam's direction, as heads do with Muon; those of all others are replaced by their orthogonal
+    factor (Newton-Schulz) at a fixed size. Regexes for the end of a layer's name, from a dot or its beginning on; ".*"
+    is all of them. The default matches the heads of transformers and timm. Norms always keep Adam's
     direction."""
     blocks: dict[NameEnd, BlockRows] = {}
     """Matrices that hold several maps, each of which is orthogonalized and sized by itself: a regex for the end of the
@@ -191,20 +190,9 @@ class AdamConfig(Block):
     queries, keys, values; ``{"qkv": [64, 64, 64]}``: the same for each head of 64; ``{"q_proj": 32}``: each of 32 heads
     by itself; 1: a single map. Goes before what is known: fused queries, keys and values, gates, latent attention and
     Mamba in transformers, timm and torch (``ds_kfac/model/blocks.py``). The report has each layer's."""
-    scale: Literal["spectral", "rms"] = "spectral"
-    """What gives an orthogonalized step its size. spectral: its singular values are size, times sqrt(longer side /
-    shorter side), which changes outputs alike at every width, and AdamW's rate is a good first choice. rms: its entries
-    are size on average, as Muon's are in Moonlight; the best rate is about 8 times AdamW's and falls with the width."""
-    size: float | None = Field(None, gt=0)
-    """In units of the learning rate; null: 27 with spectral, 0.3 with rms, which is the same where the shorter side is
-    128, at a rate 8 times as high."""
-    nesterov: bool = True
-    """Use Nesterov's momentum (as in NAdam)."""
     whiten: float = Field(0.125, ge=0, le=1)
     """Power p of A^-p on both sides of an orthogonalization, which bounds the response to each input direction in place
     of the weights'; 0: none. Worth most with large batches, and lets the rate be higher there."""
-    whiten_damping: float = Field(0.01, gt=0)
-    """Added to A's eigenvalues for it, in units of their mean."""
 
 
 class AdaptiveConfig(Block):

@@ -22,7 +22,7 @@ from ds_kfac.curvature.eigen import (
     refresh_all,
 )
 from ds_kfac.curvature.inverse import DampedInverse, LayerInverse, from_packed, inverse_numel, packed, refresh_inverse
-from ds_kfac.curvature.root import FLOPS, LayerRoot, refresh_root
+from ds_kfac.curvature.root import FLOPS, WHITEN_DAMPING, LayerRoot, refresh_root
 from ds_kfac.curvature.side import Side
 
 
@@ -42,14 +42,13 @@ class Options:
 
     Attributes:
         damping, damping_kind: at this step; used where the damping is part of what is kept.
-        power, added: of an inverse root, and what is added to the factor for it, in units of its mean.
+        power: of an inverse root.
         products: "ieee" or "tf32": of iterations that consist of products.
     """
 
     damping: float
     damping_kind: str
     power: float = 1.0
-    added: float = 0.0
     products: str = "ieee"
 
 
@@ -137,8 +136,11 @@ def _inverses(requests: Sequence[Request], options: Options) -> list[Refreshed]:
 
 
 def _roots(requests: Sequence[Request], options: Options) -> list[Refreshed]:
-    power, added, products = options.power, options.added, options.products
-    return [refresh_root(r.factor, power=power, damping=added, products=products, groups=r.groups) for r in requests]
+    power, products = options.power, options.products
+    return [
+        refresh_root(r.factor, power=power, damping=WHITEN_DAMPING, products=products, groups=r.groups)
+        for r in requests
+    ]
 
 
 def _load_eigenbasis(side: Side, saved: Mapping[str, Any], device: torch.device) -> Eigenbasis:

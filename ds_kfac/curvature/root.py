@@ -34,6 +34,8 @@ condition of about 1e4 on, and is taken again in fp32."""
 FLOPS = 160
 """In b^3: 16 steps of 5 products, which p = 1/8 takes at a condition of 1e5."""
 ORDERS = tuple(range(1, 17))
+WHITEN_DAMPING = 0.01
+"""c, added to A's eigenvalues for whitening, in units of their mean."""
 
 
 def order_of(power: float) -> int | None:

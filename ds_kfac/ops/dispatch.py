@@ -155,12 +155,12 @@ SCHEMAS = {
     "corrected_scale_dot": "(Tensor x_OI, Tensor second_OI, Tensor decay, Tensor terms, Tensor damping)"
     " -> (Tensor, Tensor, Tensor)",
     "adam_scale": "(Tensor x_OI, Tensor first_OI, Tensor second_OI, Tensor updates, Tensor usable, float[] betas, "
-    "float eps, bool nesterov) -> (Tensor, Tensor, Tensor)",
+    "float eps) -> (Tensor, Tensor, Tensor)",
 }
 KEYWORDS = {
     "syrk_accumulate_": ("ones_column", "scale"),
     "block_syrk_accumulate_": ("block", "scale"),
-    "adam_scale": ("betas", "eps", "nesterov"),
+    "adam_scale": ("betas", "eps"),
 }
 """The last arguments of an op that are given by name."""
 FAKES: dict[str, Callable[..., Any]] = {
@@ -213,8 +213,8 @@ def _corrected(x_OI, second_OI, decay, terms, damping):
     return _ops.corrected_scale_dot(x_OI, second_OI, *numbers)
 
 
-def _adam(x_OI, first_OI, second_OI, updates, usable, *, betas, eps, nesterov=False):
-    return _ops.adam_scale(x_OI, first_OI, second_OI, updates, usable, list(betas), eps, nesterov)
+def _adam(x_OI, first_OI, second_OI, updates, usable, *, betas, eps):
+    return _ops.adam_scale(x_OI, first_OI, second_OI, updates, usable, list(betas), eps)
 
 
 TRACED: dict[str, Callable[..., Any]] = {

@@ -185,7 +185,6 @@ def adam_scale(
     *,
     betas: tuple[float, float],
     eps: float,
-    nesterov: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`ds_kfac.ops.reference.adam_scale`."""
     m_OI = torch.lerp(x_OI, first_OI, betas[0])
@@ -194,9 +193,5 @@ def adam_scale(
     torch.where(each(usable), v_OI, second_OI, out=v_OI)
     k = each((updates + usable).clamp(min=1))
     power = betas[0] ** k
-    correction = 1 - power
-    if nesterov:
-        numerator_OI = m_OI * (betas[0] / (1 - betas[0] * power)) + x_OI * ((1 - betas[0]) / correction)
-    else:
-        numerator_OI = m_OI / correction
+    numerator_OI = m_OI * (betas[0] / (1 - betas[0] * power)) + x_OI * ((1 - betas[0]) / (1 - power))
     return numerator_OI.div_((v_OI / (1 - betas[1] ** k)).sqrt_().add_(eps)), m_OI, v_OI

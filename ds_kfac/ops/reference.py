@@ -160,26 +160,24 @@ def adam_scale(
     *,
     betas: tuple[float, float],
     eps: float,
-    nesterov: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fold x into Adam's moments and divide one by the root of the other, both bias-corrected, k = updates + usable.
 
         m = b1 first + (1 - b1) x        v = b2 second + (1 - b2) x^2
-        direction = m / (1 - b1^k) / (sqrt(v / (1 - b2^k)) + eps)
+        direction = (b1 m / (1 - b1^(k + 1)) + (1 - b1) x / (1 - b1^k)) / (sqrt(v / (1 - b2^k)) + eps)
+
+    with Nesterov's momentum: x is weighted as the next step's m will weight it (NAdam, Dozat 2016).
 
     Args:
         first_OI, second_OI: m and v so far, without that correction; not changed.
         updates: scalar on the device, what they hold so far.
-        usable: bool scalar on the device. False keeps the moments, whatever x holds, also NaN.
-        nesterov: x is weighted as the next step's m will weight it (NAdam, Dozat 2016), also if it is not usable:
-            b1 m / (1 - b1^(k + 1)) + (1 - b1) x / (1 - b1^k) in place of m / (1 - b1^k).
+        usable: bool scalar on the device. False keeps the moments, whatever x holds, also NaN; it is in the
+            direction even so.
 
     Returns direction, m, v. Source: Kingma & Ba 2015 (arXiv:1412.6980).
     """
     m_OI = torch.where(each(usable), torch.lerp(x_OI, first_OI, betas[0]), first_OI)
     v_OI = torch.where(each(usable), torch.lerp(x_OI.square(), second_OI, betas[1]), second_OI)
     k = each((updates + usable).clamp(min=1))
-    numerator_OI = m_OI / (1 - betas[0] ** k)
-    if nesterov:
-        numerator_OI = betas[0] * m_OI / (1 - betas[0] ** (k + 1)) + (1 - betas[0]) * x_OI / (1 - betas[0] ** k)
+    numerator_OI = betas[0] * m_OI / (1 - betas[0] ** (k + 1)) + (1 - betas[0]) * x_OI / (1 - betas[0] ** k)
     return numerator_OI / (torch.sqrt(v_OI / (1 - betas[1] ** k)) + eps), m_OI, v_OI

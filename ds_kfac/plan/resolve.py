@@ -15,9 +15,6 @@ REFRESH = 5
 """Factor updates to a refresh."""
 DAMPING = {"tikhonov": 1e-3, "relative": 1.0, "adaptive": 100.0}
 KL_CLIP = 1e-3
-SIZES = {"spectral": 27.0, "rms": 0.3}
-"""Of KFACAdamW's steps: measured with gpt_small (benchmarks/convergence), of width 128, at AdamW's best rate and at 8
-times that: 27 = 8 x 0.3 x sqrt(128)."""
 
 
 def resolve(
@@ -46,7 +43,6 @@ def resolve(
         ("eigenbasis", "refresh_interval", config.factor.update_interval.times(REFRESH), f"{REFRESH} factor updates"),
         ("damping", "kind", kind, f"step {step}"),
         ("damping", "value", Value.constant(DAMPING[kind]), f"of {kind} damping"),
-        ("adam", "size", SIZES[config.adam.scale], f"of {config.adam.scale} steps"),
         ("preconditioner", "eigenvalues", "corrected" if corrects else "kronecker", "by the optimizer"),
         ("preconditioner", "kl_clip", Value.constant(kl_clip), f"graft {graft}, step {step}"),
         ("layers", "types", TYPES, "others are asked for by name"),

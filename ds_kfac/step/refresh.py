@@ -70,10 +70,10 @@ class Decompositions:
             Request(state.factor.to(self.device), partner and partner.to(self.device), groups)
             for state, partner, groups in zip(self.states, self.partners, self.groups, strict=True)
         ]
-        plan, adam = self.plan, self.plan.config.adam
+        plan = self.plan
         options = Options(
             self.damping, plan.config.damping.chosen,
-            power=adam.whiten, added=adam.whiten_damping, products=plan.precision.products,
+            power=plan.config.adam.whiten, products=plan.precision.products,
         )  # fmt: skip
         return self.plan.form.decompose(requests, options)
 

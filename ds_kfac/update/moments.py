@@ -152,7 +152,6 @@ class AdamMoments:
         betas: tuple[float, float],
         eps: float,
         usable: Tensor,
-        nesterov: bool = False,
         turns: Sequence[Turn | None] = (None,),
         waits: torch.dtype = torch.float32,
     ) -> tuple[Tensor, "AdamFold"]:
@@ -162,16 +161,15 @@ class AdamMoments:
         Args:
             rotated_OI: given up: the fold has it, or the direction its place.
             usable: bool scalar on the device; where it is false the moments stay as they are.
-            nesterov: see :func:`ds_kfac.ops.reference.adam_scale`.
             turns: of each layer.
             waits: what the fold's gradient is rounded to until then.
 
-        Returns Adam's step before the learning rate, rotated, and what folds the gradient in.
+        Returns Adam's step with Nesterov's momentum, rotated, before the learning rate; and what folds the gradient in.
         """
 
         def step(x_OI: Tensor, first_OI: Tensor, second_OI: Tensor) -> Tensor:
             k = self.updates
-            return adam_scale(x_OI, first_OI, second_OI, k, usable, betas=betas, eps=eps, nesterov=nesterov)[0]
+            return adam_scale(x_OI, first_OI, second_OI, k, usable, betas=betas, eps=eps)[0]
 
         # a basis in blocks may leave it transposed, which moments are not
         rotated_OI = rotated_OI.contiguous()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis, apply_blocks
 from ds_kfac.curvature.precision import HIGHEST, Precision, fp32_products
+from ds_kfac.curvature.root import WHITEN_DAMPING
 
 AT_ONCE = 1 << 22
 """Elements of a large matrix that are rotated, or folded into moments, at once, and of small ones that are
@@ -43,7 +44,7 @@ class Rotation:
     values_G: Tensor
     values_A: Tensor
     precision: Precision
-    _whitenings: dict[tuple[float, float], Tensor] = field(default_factory=dict, repr=False)
+    _whitenings: dict[float, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, bases: Sequence[LayerBasis], precision: Precision = HIGHEST) -> "Rotation":
@@ -60,19 +61,18 @@ class Rotation:
         *several, rows, columns = x_OI.shape
         return self.values_G.view(*several, rows), self.values_A.view(*several, columns)
 
-    def whitening(self, power: float, damping: float, *, groups: int = 1) -> Tensor:
-        """(alpha / mean alpha + damping)^-power, fp32 [.., I]: A^-power as it is in the eigenbasis; 0 where alpha is
-        rounding, see :attr:`seen`.
+    def whitening(self, power: float, *, groups: int = 1) -> Tensor:
+        """(alpha / mean alpha + WHITEN_DAMPING)^-power, fp32 [.., I]: A^-power as it is in the eigenbasis; 0 where
+        alpha is rounding, see :attr:`seen`.
 
         Args:
             groups: of the layer, if it is in groups: each has its own mean.
         """
-        key = power, damping
-        if key not in self._whitenings:
+        if power not in self._whitenings:
             values = self.values_A if groups == 1 else self.values_A.view(groups, -1)
             mean = values.mean(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-            self._whitenings[key] = (values / mean + damping) ** -power * self.seen.view(values.shape)
-        return self._whitenings[key]
+            self._whitenings[power] = (values / mean + WHITEN_DAMPING) ** -power * self.seen.view(values.shape)
+        return self._whitenings[power]
 
     @cached_property
     def seen(self) -> Tensor:

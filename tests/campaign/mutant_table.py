@@ -25,9 +25,9 @@ _TRAPS, _KFAC_ADAMW = "tests/deepspeed/test_traps.py", "tests/deepspeed/test_kfa
 
 _ROWS = [
     # ops
-    ("adam: first moment not corrected", _ADAM, "correction = 1 - power", "correction = 1.0", _LAYER_OPS),
+    ("adam: first moment not corrected", _ADAM, "(1 - betas[0]) / (1 - power)", "(1 - betas[0])", _LAYER_OPS),
     ("adam: second moment not corrected", _ADAM, "(v_OI / (1 - betas[1] ** k))", "(v_OI * 1.0)", _LAYER_OPS),
-    ("adam: Nesterov dropped", _ADAM, "if nesterov:", "if False:", _LAYER_OPS),
+    ("adam: Nesterov corrected as Adam", _ADAM, "(1 - betas[0] * power)", "(1 - power)", _LAYER_OPS),
     ("adam: eps under the root", _ADAM, ".sqrt_().add_(eps)", ".add_(eps).sqrt_()", _LAYER_OPS),
     ("adam: unusable gradient kept", _ADAM, "torch.where(each(usable), m_OI, first_OI, out=m_OI)", "pass", _LAYER_OPS),
     ("convolution: no batch dimension, rows for channels", "model/layers/convolution.py",

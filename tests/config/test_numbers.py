@@ -43,7 +43,7 @@ SCHEDULES = [path for path, kind in keys() if holds_value(kind)]
 
 
 def test_the_keys_are_found():
-    assert ("adam", "size") in NUMBERS and ("factor", "rows") in NUMBERS and ("damping", "value") in SCHEDULES
+    assert ("adam", "whiten") in NUMBERS and ("factor", "rows") in NUMBERS and ("damping", "value") in SCHEDULES
     assert len(NUMBERS) >= 12 and len(SCHEDULES) >= 5
 
 

@@ -34,13 +34,14 @@ class Mode:
     adam: bool = False
     """KFACAdamW instead of the precision's optimizer."""
     orthogonal: bool = False
-    """With orthogonalized directions and Nesterov's momentum."""
+    """With orthogonalized directions of all but heads; else all layers keep Adam's."""
     whiten: float = 0.25
     rotate: bool = True
     root: bool = False
     """With the method "root"."""
-    scale: str = "rms"
-    size: float = 0.3
+    size: float = 1.0
+    """Of steps, and ``base``: constants, smaller for layers of ten columns."""
+    base: int = 10
     adam_ratio: float = 1.0
     maps: dict = field(default_factory=dict)
     """``adam.blocks``."""
@@ -58,8 +59,8 @@ class Mode:
         no_G = self.root or not self.rotate
         factor = {key: value for key, value in KFAC["factor"].items() if not no_G or key != "fisher"}
         preconditioner = {**KFAC["preconditioner"], "method": "root"} if self.root else KFAC["preconditioner"]
-        adam = {"orthogonalize": self.orthogonal, "nesterov": self.orthogonal, "whiten": self.whiten}
-        adam |= {"scale": self.scale, "size": self.size, "rotate": self.rotate, "blocks": self.maps}
+        adam = {"whiten": self.whiten, "rotate": self.rotate, "blocks": self.maps}
+        adam |= {} if self.orthogonal else {"except_layers": [".*"]}
         return {**KFAC, "factor": factor, "preconditioner": preconditioner, "adam": adam, **self.kfac}
 
     @property
@@ -75,14 +76,14 @@ class Mode:
         facts = {"stage": self.stage == 0 and self.dtype, "kfac": self.kfac, "groups": self.groups, "dtype": self.dtype}
         facts |= {"clip": self.clip, "adam": self.adam, "orthogonal": self.orthogonal, "extra": self.extra}
         facts |= {"whiten": self.whiten, "rotate": self.rotate, "root": self.root, "maps": self.maps}
-        return str(facts | {"scale": self.scale, "size": self.size, "ratio": self.adam_ratio})
+        return str(facts | {"size": self.size, "base": self.base, "ratio": self.adam_ratio})
 
     @property
     def factors(self) -> dict[str, str]:
         """What a choice of cases combines, see tests/covering.py."""
         return {
             "rule": str((self.adam, self.orthogonal, self.rotate, self.root)),
-            "moments": str((self.whiten, self.scale, self.adam_ratio) if self.adam else ""),
+            "moments": str((self.whiten, self.size, self.adam_ratio) if self.adam else ""),
             "stage": str(self.stage),
             "dtype": f"{self.dtype} {self.precision}",
             "settings": str((self.zero, self.extra, self.kfac)),
@@ -198,8 +199,7 @@ ADAM = [
         wrapper="",
         orthogonal=index % 2 == 1 and mode.dtype == "fp32",
         whiten=(0.25, 0.0, 0.5)[index // 2 % 3],
-        scale=("rms", "spectral")[index // 2 % 2],
-        size=(0.3, 2.0)[index // 2 % 2],
+        size=(1.0, 2.0)[index // 2 % 2],
         adam_ratio=(1.0, 1.0, 0.5)[index % 3],
     )
     for index, mode in enumerate(MODES)

@@ -14,7 +14,7 @@ import ds_kfac
 from tests import spread
 from tests.choices import chosen
 from tests.deepspeed.modes import KFAC, STEPS, Mode
-from tests.deepspeed.runs import ReferenceStep, parameter_groups, reference_options
+from tests.deepspeed.runs import ReferenceStep, parameter_groups, reference_options, sized
 from tests.models import cross_entropy
 from tests.oracle import ReferenceKFAC
 from tests.spread import Variation
@@ -120,7 +120,7 @@ def build(mode: Mode, model: nn.Module, accumulation: int = 1, world: int = 1, *
     """An engine with K-FAC attached, silently."""
     if "model_parameters" not in arguments:
         arguments["model_parameters"] = parameter_groups(model, mode.groups)
-    with contextlib.redirect_stdout(io.StringIO()), chosen({}):
+    with contextlib.redirect_stdout(io.StringIO()), chosen({}), sized(mode):
         return ds_kfac.initialize(model=model, config=mode.config(accumulation, world), **arguments)[0]
 
 

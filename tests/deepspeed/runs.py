@@ -9,6 +9,7 @@ import re
 import threading
 from contextlib import contextmanager
 from functools import partial
+from unittest.mock import patch
 
 import deepspeed
 import torch
@@ -17,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import ds_kfac
+from ds_kfac.directions.kfac_adamw import direction, size
 from tests import spread
 from tests.choices import chosen
 from tests.deepspeed.modes import BY_NAME, LR, MICRO_ROWS, STEPS, Mode
@@ -34,8 +36,16 @@ def parameter_groups(model: nn.Module, groups: str) -> list[dict]:
 
 
 @contextmanager
+def sized(mode: Mode):
+    """KFACAdamW's steps have the mode's size; it is read when an engine is built."""
+    with patch.object(direction, "SIZE", mode.size), patch.object(size, "BASE", mode.base):
+        yield
+
+
+@contextmanager
 def patched(mode: Mode):
-    """fp16 on a CPU, and torch's optimizers in place of compiled ones: this only chooses DeepSpeed's classes."""
+    """fp16 on a CPU, and torch's optimizers in place of compiled ones: this only chooses DeepSpeed's classes. Steps
+    are :func:`sized`."""
     import deepspeed.runtime.engine as engine_module
     import deepspeed.runtime.zero.stage3 as stage3_module
 
@@ -46,7 +56,8 @@ def patched(mode: Mode):
         engine_module.FusedAdam = torch.optim.AdamW if mode.adam else torch.optim.SGD
         stage3_module.DeepSpeedCPUAdam = torch.optim.AdamW
     try:
-        yield
+        with sized(mode):
+            yield
     finally:
         accelerator.is_fp16_supported = supported
         engine_module.FusedAdam = fused
@@ -293,13 +304,13 @@ class ReferenceStep:
         if self.mode.adam:
             for master, p in zip(masters, params, strict=True):
                 p.grad = master.grad
-            layers = self.kfac.layers.items() if self.mode.orthogonal else ()
-            heads = [name for name in self.kfac.layers if name.split(":")[0].endswith("head")]
-            orthogonal = [name for name, layer in layers if layer.orthogonal and name not in heads]
+            whole, layers = not self.mode.orthogonal, self.kfac.layers.items()
+            matrices = [name for name, layer in layers if layer.orthogonal]
+            heads = [name for name in matrices if whole or name.split(":")[0].endswith("head")]
             self.kfac.adam(
-                tuple(self.options["betas"]), self.options["eps"], nesterov=self.mode.orthogonal, orthogonal=orthogonal,
-                whiten=self.mode.whiten, spectral=self.mode.scale == "spectral", size=self.mode.size,
-                ratio=self.mode.adam_ratio, heads=heads, blocks=maps_of_rows(self.mode.maps, self.kfac.layers),
+                tuple(self.options["betas"]), self.options["eps"], whiten=self.mode.whiten, size=self.mode.size,
+                base=self.mode.base, orthogonal=[name for name in matrices if name not in heads], heads=heads,
+                ratio=self.mode.adam_ratio, blocks=maps_of_rows(self.mode.maps, self.kfac.layers),
             )  # fmt: skip
             self._round(params)
             for master, p in zip(masters, params, strict=True):

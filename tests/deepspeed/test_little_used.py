@@ -1,12 +1,14 @@
 """How far KFACAdamW carries layers that get little: towers that die out, rare experts, phases; AdamW is the measure."""
 
 import copy
+from unittest.mock import patch
 
 import deepspeed
 import pytest
 import torch
 from torch import nn
 
+from ds_kfac.directions.kfac_adamw import direction, size
 from tests.deepspeed.test_kfac_adamw import OURS, PLAIN, config, start
 from tests.ranks import run_ranks
 
@@ -47,11 +49,14 @@ def walk(ours: bool, case: str) -> tuple[float, float]:
     """What the first and the second tower have moved since step LAST, in multiples of their own norm then."""
     torch.manual_seed(0)
     settings = config(optimizer=copy.deepcopy(OURS if ours else PLAIN), zero_optimization={"stage": 0})
-    # entries of Adam's size: the default is for models of some width
-    kfac = {"layers": {"share_inputs": False}, "adam": {"scale": "rms"}}
+    kfac = {"layers": {"share_inputs": False}}
     settings |= {"kfac": kfac} if ours else {}
     settings["optimizer"]["params"] |= {"lr": RATE, "betas": [0.9, 0.95], "weight_decay": 0.0}
-    engine = start(settings, model=Towers())[0] if ours else deepspeed.initialize(model=Towers(), config=settings)[0]
+    settings["optimizer"]["params"] |= {"adam_lr": RATE} if ours else {}
+    # entries of Adam's size: the default is for models of some width
+    with patch.object(direction, "SIZE", 0.3 * WIDTH**0.5), patch.object(size, "BASE", WIDTH):
+        made = start(settings, model=Towers()) if ours else deepspeed.initialize(model=Towers(), config=settings)
+    engine = made[0]
     teacher = torch.randn(WIDTH, 5)
     for step in range(STEPS):
         x = torch.randn(TOKENS, WIDTH)

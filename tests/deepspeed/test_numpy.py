@@ -5,6 +5,7 @@ Nothing of ds_kfac or tests/oracle.py takes part in what is expected.
 
 import contextlib
 import io
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -121,7 +122,7 @@ OPTIMIZER = {
 }
 KFAC = {
     "gradient": {"damping": {"value": DAMPING}, "preconditioner": {"kl_clip": KL_CLIP}},
-    "adamw": {"adam": {"size": SIZE}},
+    "adamw": {},
 }
 
 
@@ -146,7 +147,8 @@ def engines(cases: list) -> dict:
         }
         torch.manual_seed(0)
         model = Mlp()
-        with contextlib.redirect_stdout(io.StringIO()):
+        sized = patch("ds_kfac.directions.kfac_adamw.direction.SIZE", SIZE)
+        with contextlib.redirect_stdout(io.StringIO()), sized:
             engine, *_ = ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=config)
         before = weights(engine)
         for step in range(STEPS):

@@ -1,5 +1,7 @@
 """Experts stacked in one parameter are stepped as the same experts in modules of their own, in every engine mode."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ from tests.ranks import run_ranks
 from tests.spread import FACTOR, FLOOR, Variation, difference, within
 
 ROWS, STEPS = 48, 4
-SIZE = 0.02
+SIZE = 0.1
 """Of steps: with those of other tests a batch is soon fitted, and its gradient is what rounding leaves of it."""
 MODES = {
     "z0": Upright, "z1": Lying, "z2": Grouped, "z3": Picked, "z3-offload": Upright, "z3-zero_init": Upright,
@@ -40,7 +42,8 @@ def trained(mode, kind, *, bias: bool, share: bool = False, order: int | None = 
         results: format in which a step's results travel; None: as the plan says.
     """
     block = {**mode.kfac_block, "layers": {"share_inputs": share}, "communication": {"gradient_dtype": results}}
-    block["adam"] = {**block["adam"], "size": SIZE} | ({"blocks": {r"into\.\d+": 2}} if kind is Apart else {})
+    block["adam"] |= {"blocks": {r"into\.\d+": 2}} if kind is Apart else {}
+    mode = replace(mode, size=SIZE)
     parts = 1 + (mode.name in ACCUMULATED)
     engine = build(mode, parts, model=make(kind, bias=bias), kfac=block, train_micro_batch_size_per_gpu=ROWS)
     dtype = engine.get_data_types()[0]

@@ -129,8 +129,8 @@ def scale_calls(device: str, sizes: Sizes) -> Iterator[Call]:
 
 
 def adam_calls(device: str, sizes: Sizes) -> Iterator[Call]:
-    kinds = ((0.0, True, False, False), (7.0, True, True, True), (3.0, False, False, True))
-    for (outputs, inputs), (updates, usable, nesterov, transposed) in product(sizes.gradients, kinds):
+    kinds = ((0.0, True, False), (7.0, True, True), (3.0, False, True))
+    for (outputs, inputs), (updates, usable, transposed) in product(sizes.gradients, kinds):
         x_OI, first_OI, second_OI = (normal(device, outputs, inputs, seed=seed) for seed in range(3))
         second_OI = second_OI.square()
         if transposed:
@@ -140,14 +140,10 @@ def adam_calls(device: str, sizes: Sizes) -> Iterator[Call]:
         k = updates + usable
         if usable:
             m, v = b1 * m + (1 - b1) * x, b2 * v + (1 - b2) * x.square()
-        else:
-            x_OI[0, 0] = float("nan")
-        numerator = m / (1 - b1**k)
-        if nesterov:
-            numerator = b1 * m / (1 - b1 ** (k + 1)) + (1 - b1) * x / (1 - b1**k)
+        numerator = b1 * m / (1 - b1 ** (k + 1)) + (1 - b1) * x / (1 - b1**k)
         wanted = [numerator / ((v / (1 - b2**k)).sqrt() + 1e-3), m, v]
-        label = f"{outputs} x {inputs}, {updates} updates{', nesterov' * nesterov}{', transposed' * transposed}"
+        label = f"{outputs} x {inputs}, {updates} updates{', transposed' * transposed}"
         scalars = (torch.tensor(updates, device=device), torch.tensor(usable, device=device))
-        options = {"betas": (0.9, 0.95), "eps": 1e-3, "nesterov": nesterov}
+        options = {"betas": (0.9, 0.95), "eps": 1e-3}
         arguments = (x_OI, first_OI, second_OI, *scalars)
         yield Call("adam_scale", label, arguments, wanted, lambda found, _: found, 1e-5, options)

@@ -1,7 +1,5 @@
 """Ops over many layers in one call and fused ops: every implementation against the specification in float64."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -148,29 +146,26 @@ def test_matrices_of_one_shape_at_once_give_what_each_gives(op):
 ADAM_SHAPES = [(1, 1), (2, 63), (129, 2), (257, 129)]  # the last in several pieces of work
 
 
-def adam_wanted(x, first, second, updates, betas, eps, nesterov):
+def adam_wanted(x, first, second, updates, betas, eps):
     """Direction and moments in float64, of betas as fp32 has them."""
     b1, b2 = torch.tensor(betas).double()
     x, k = x.double(), updates.double() + 1
     m, v = b1 * first.double() + (1 - b1) * x, b2 * second.double() + (1 - b2) * x.square()
-    numerator = m / (1 - b1**k)
-    if nesterov:
-        numerator = b1 * m / (1 - b1 ** (k + 1)) + (1 - b1) * x / (1 - b1**k)
+    numerator = b1 * m / (1 - b1 ** (k + 1)) + (1 - b1) * x / (1 - b1**k)
     return numerator / ((v / (1 - b2**k)).sqrt() + eps), m, v
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize(("updates", "betas"), [(0, (0.9, 0.999)), (5, (0.0, 0.95)), (300, (0.95, 0.4))])
 @pytest.mark.parametrize(("rows", "columns"), ADAM_SHAPES)
-def test_adam_scale_against_float64(ops, rows, columns, updates, betas, nesterov, poisoned):
+def test_adam_scale_against_float64(ops, rows, columns, updates, betas, poisoned):
     x, updates, yes = normal(rows, columns), torch.tensor(float(updates)), torch.tensor(True)
     first, second = normal(rows, columns, seed=1) * bool(updates), normal(rows, columns, seed=2).abs() * bool(updates)
-    wanted = adam_wanted(x, first, second, updates, betas, 1e-3, nesterov)
-    sizes = adam_wanted(x.abs(), first.abs(), second, updates, betas, 1e-3, nesterov)  # of terms that may cancel
+    wanted = adam_wanted(x, first, second, updates, betas, 1e-3)
+    sizes = adam_wanted(x.abs(), first.abs(), second, updates, betas, 1e-3)  # of terms that may cancel
     before = [part.clone() for part in (x, first, second, updates)]
     turned = [part.T.contiguous().T for part in (x, first, second)]
     for given in ((x, first, second), turned, (turned[0], first, turned[2]), (x, turned[1], second)):
-        found = ops.adam_scale(*given, updates, yes, betas=betas, eps=1e-3, nesterov=nesterov)
+        found = ops.adam_scale(*given, updates, yes, betas=betas, eps=1e-3)
         for part, expected, size in zip(found, wanted, sizes, strict=True):
             close(part, expected, sums=10, scale=size)
     assert all(map(torch.equal, before, (x, first, second, updates))), "state is replaced, never changed in place"
@@ -183,12 +178,7 @@ def test_adam_scale_keeps_the_moments_from_what_is_not_usable(ops, updates, pois
     state = (first, second, torch.tensor(updates), torch.tensor(False))
     direction, *kept = ops.adam_scale(x, *state, betas=(0.9, 0.99), eps=1e-3)
     assert torch.equal(kept[0], first) and torch.equal(kept[1], second)
-    k = max(updates, 1)
-    b1, b2 = torch.tensor([0.9, 0.99]).double()  # as fp32 has them
-    wanted = first / (1 - b1**k) / ((second / (1 - b2**k)).sqrt() + 1e-3)
-    close(direction, wanted, sums=10, scale=wanted.abs())
-    ahead = ops.adam_scale(x, *state, betas=(0.9, 0.99), eps=1e-3, nesterov=True)[0]
-    assert torch.equal(torch.isfinite(ahead), torch.isfinite(x)), "x itself is in this direction, for callers to see"
+    assert torch.equal(torch.isfinite(direction), torch.isfinite(x)), "x itself is in it, for callers to see"
 
 
 def test_adam_of_matrices_at_once_gives_what_each_gives():
@@ -196,10 +186,10 @@ def test_adam_of_matrices_at_once_gives_what_each_gives():
     x[1, 0, 0] = float("nan")
     updates, usable = torch.tensor([0.0, 2.0, 9.0]), torch.tensor([True, False, True])
     options = {"betas": (0.9, 0.99), "eps": 1e-3}
-    for source, nesterov in itertools.product((reference, functional, dispatch), (False, True)):
-        together = source.adam_scale(x, first, second, updates, usable, **options, nesterov=nesterov)
+    for source in (reference, functional, dispatch):
+        together = source.adam_scale(x, first, second, updates, usable, **options)
         for index in range(3):
             state = [part[index] for part in (x, first, second, updates, usable)]
-            alone = reference.adam_scale(*state, **options, nesterov=nesterov)
+            alone = reference.adam_scale(*state, **options)
             for part, expected in zip(together, alone, strict=True):
                 close(part[index], expected, sums=10)

@@ -27,7 +27,7 @@ def scale(rows: int, columns: int, transposed: bool) -> None:
     scales.eigen_scale_dot(x, *values, number)
     scales.corrected_scale_dot(x, torch.empty_like(x), number, number, number)
     state = (torch.empty_like(x), torch.empty_like(x), number, torch.tensor(True))
-    scales.adam_scale(x, *state, betas=(0.9, 0.99), eps=1e-8, nesterov=True)  # a superset of the other
+    scales.adam_scale(x, *state, betas=(0.9, 0.99), eps=1e-8)
 
 
 SCALE = {"wide": lambda: scale(768, 769, False), "narrow": lambda: scale(64, 3072, True)}

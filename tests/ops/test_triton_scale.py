@@ -73,18 +73,17 @@ def test_weight_one_keeps_the_moments_whatever_the_gradient(scale, poisoned):
     assert torch.equal(scale.corrected_scale_dot(x, second, 1.0, 3.0, 0.1)[1], second)
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize(("updates", "betas"), [(0, (0.9, 0.999)), (5, (0.0, 0.95)), (10_000, (0.95, 0.4))])
 @pytest.mark.parametrize("transposed", [(False,) * 3, (True,) * 3, (True, False, True), (False, True, True)])
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
-def test_adam_scale_against_float64(scale, rows, columns, transposed, updates, betas, nesterov, poisoned):
+def test_adam_scale_against_float64(scale, rows, columns, transposed, updates, betas, poisoned):
     x, first, second = (inputs(rows, columns, turned)[0] for turned in transposed)
     first, second = (first + 1) * bool(updates), 2 * second.square() * bool(updates)
     updates = torch.tensor(float(updates))
-    wanted = adam_wanted(x, first, second, updates, betas, 1e-3, nesterov)
-    sizes = adam_wanted(x.abs(), first.abs(), second, updates, betas, 1e-3, nesterov)  # of terms that may cancel
+    wanted = adam_wanted(x, first, second, updates, betas, 1e-3)
+    sizes = adam_wanted(x.abs(), first.abs(), second, updates, betas, 1e-3)  # of terms that may cancel
     before = [part.clone() for part in (first, second, updates)]
-    found = scale.adam_scale(x, first, second, updates, torch.tensor(True), betas=betas, eps=1e-3, nesterov=nesterov)
+    found = scale.adam_scale(x, first, second, updates, torch.tensor(True), betas=betas, eps=1e-3)
     for part, expected, size in zip(found, wanted, sizes, strict=True):
         close(part, expected, sums=10, scale=size)
         assert part.stride() == x.stride() or 1 in (rows, columns), "laid out like x"
@@ -98,7 +97,7 @@ def test_adam_scale_corrects_the_bias_as_float64_does(scale, updates, poisoned):
     for betas in ((0.9, 0.999), (0.99999, 0.9999)):
         state = (0 * ones, 0 * ones, torch.tensor(updates)) if not updates else (ones, ones, torch.tensor(updates))
         found = scale.adam_scale(ones, *state, torch.tensor(True), betas=betas, eps=0.0)
-        close(found[0], adam_wanted(ones, *state, betas, 0.0, False)[0], sums=10)
+        close(found[0], adam_wanted(ones, *state, betas, 0.0)[0], sums=10)
 
 
 def test_adam_scale_keeps_the_moments_from_what_is_not_usable(scale, poisoned):
@@ -106,10 +105,7 @@ def test_adam_scale_keeps_the_moments_from_what_is_not_usable(scale, poisoned):
     state = (first, second, torch.tensor(3.0), torch.tensor(False))
     direction, *kept = scale.adam_scale(x, *state, betas=(0.9, 0.99), eps=1e-3)
     assert torch.equal(kept[0], first) and torch.equal(kept[1], second)
-    b1, b2 = torch.tensor([0.9, 0.99]).double()  # as fp32 has them
-    wanted = first / (1 - b1**3) / ((second / (1 - b2**3)).sqrt() + 1e-3)
-    close(direction, wanted, sums=10, scale=wanted.abs())
-    assert torch.isnan(scale.adam_scale(x, *state, betas=(0.9, 0.99), eps=1e-3, nesterov=True)[0]).all()
+    assert torch.isnan(direction).all()
 
 
 def test_wrong_arguments_are_named(scale):

@@ -52,7 +52,6 @@ def test_what_is_given_stays_and_has_no_reason():
         "damping": {"kind": "relative", "value": 0.5},
         "preconditioner": {"kl_clip": 0.0, "eigenvalues": "kronecker"},
         "layers": {"types": ["LayerNorm"]},
-        "adam": {"size": 2.0},
     }
     config, reasons = resolve(parse(block), fisher="empirical")
     assert reasons == ()

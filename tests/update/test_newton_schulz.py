@@ -122,7 +122,7 @@ def test_a_whitened_step_bounds_the_response_to_every_input():
     """D = NS(U W) W with W = (A / mean + c)^-p: the singular values of D W^-1 are about one, those of D are not."""
     basis, direction = random_basis(6, 9), normal(6, 9)
     rotation = Rotation.of([basis])
-    s = rotation.whitening(0.25, 0.01)
+    s = rotation.whitening(0.25)
     factor = rotation.restore(orthogonal_factors([rotation.rotate(direction)], [s])[0][0])
     A = basis.A.vectors[0][0] @ torch.diag(basis.A.values) @ basis.A.vectors[0][0].T
     damped = (A / basis.A.values.mean() + 0.01 * torch.eye(9)).double()

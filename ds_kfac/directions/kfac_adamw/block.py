@@ -76,7 +76,7 @@ def put_into(
         found = scan(model, config.choice, optimized=_flat(given))
         parts = split_groups(model, found, given, flag=FLAG, apart=MATRIX, frozen=_bare(ds_config))
         groups = experts_apart([checked_group(group) for group in parts])
-        return build(groups, params or {}, offload=offload, adam_ratio=ADAM_RATIO[config.adam.scale])
+        return build(groups, params or {}, offload=offload, adam_ratio=ADAM_RATIO)
 
     if (ds_config.get("expert_parallel") or {}).get("enabled"):  # AutoEP replaces layers, then DeepSpeed calls ``make``
         if theirs is not None:

@@ -2,9 +2,9 @@
 
     R = Q_G^T dW Q_A             the clipped, unscaled gradient, rotated
     m <- b1 m + (1 - b1) R       v <- b2 v + (1 - b2) R^2
-    U = (m / (1 - b1^k)) / (sqrt(v / (1 - b2^k)) + eps),  0 where alpha is rounding      (Rotation.seen)
-    X = (the orthogonal factor of U S) S,  S = diag(alpha / mean alpha + c)^-p        (``adam.whiten`` p and damping c)
-    U <- size sqrt(max(O, I)) X / |X|                                   (``adam.orthogonalize``; or as in size.py)
+    U = m^ / (sqrt(v / (1 - b2^k)) + eps),  0 where alpha is rounding         (Rotation.seen; m^ Nesterov's)
+    X = (the orthogonal factor of U S) S,  S = diag(alpha / mean alpha + c)^-p        (``adam.whiten`` p, c 0.01)
+    U <- size sqrt(max(O, I)) X / |X|                                                            (size.py)
     W <- W - lr (Q_G U Q_A^T + weight_decay W)                                        (in optimizer.py)
 
 With ``preconditioner.method`` "root" there is no eigenbasis: R is dW itself and S the matrix (A / mean A + c)^-p.
@@ -36,10 +36,9 @@ from torch import Tensor
 
 from ds_kfac.curvature.precision import fp32_products
 from ds_kfac.directions.base import LocalResult, StepContext
-from ds_kfac.directions.kfac_adamw.choice import keeps_direction
 from ds_kfac.directions.kfac_adamw.optimizer import IN_USE
 from ds_kfac.directions.kfac_adamw.part import Block, Part, blocks_of, of_one_shape, put_back, row_blocks
-from ds_kfac.directions.kfac_adamw.size import adam_factor, step_norm
+from ds_kfac.directions.kfac_adamw.size import SIZE, adam_factor, keeps_direction, step_norm
 from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.ops.reference import each
 from ds_kfac.plan.plan import Plan
@@ -69,7 +68,7 @@ class AdamDirection:
         self.config, self.layout, self.exchange, self.optimizer = plan.config, layout, exchange, optimizer
         self.groups = {layer.name: exchange.group_indices(layer) for layer in exchange.owned}
         self.rotations = Rotations(plan.precision)
-        self.together, self.waits = plan.stacks, plan.waits
+        self.together, self.waits, self.size = plan.stacks, plan.waits, SIZE
         found = stacks(exchange.owned, alike=self._alike if plan.stacks else None)
         self.stacks = in_order(found)
         of_all = partial(torch.tensor, device=exchange.device)  # of every layer, in the order of the stacks
@@ -77,7 +76,7 @@ class AdamDirection:
         scaled = [self.orthogonalizes(layer) and self._whole(layer) for layer in layers]
         self.orthogonal = of_all(scaled, dtype=torch.bool)
         self.root = of_all([layer.numel**0.5 for layer in layers], dtype=torch.float32)
-        self.target = of_all([step_norm(self.config.adam, layer) for layer in layers], dtype=torch.float32)
+        self.target = of_all([self.size * step_norm(layer) for layer in layers], dtype=torch.float32)
         ratios = [adam_factor(self.config.adam, layer, optimizer.adam_ratio) for layer in layers]
         self.ratio = of_all(ratios, dtype=torch.float32)
         self.copies = of_all([layer.copies for layer in layers], dtype=torch.float64)
@@ -175,7 +174,6 @@ class AdamDirection:
             betas=tuple(group["betas"]),
             eps=group["eps"],
             usable=usable,
-            nesterov=self.config.adam.nesterov,
             turns=[state.turn for state in states],
             waits=self.waits,
         )
@@ -239,7 +237,7 @@ class AdamDirection:
         layer = part.layers[0]
         for rows, size in zip(row_blocks(part.x_OI, layer.blocks), part.sizes, strict=True):
             norm = torch.linalg.vector_norm(rows, dim=(-3, -2, -1))
-            target = step_norm(self.config.adam, layer, rows.shape[-3] * rows.shape[-2])
+            target = self.size * step_norm(layer, rows.shape[-3] * rows.shape[-2])
             root = rows.shape[-3:].numel() ** 0.5
             rows.mul_(scale_to(target, size=size, norm=norm, root=root)[..., None, None, None])
         part.sizes = None
@@ -258,7 +256,7 @@ class AdamDirection:
         options = self.config.adam
         if part.rotation is None or not options.rotate:
             return None
-        return part.rotation.whitening(options.whiten, options.whiten_damping, groups=part.layers[0].groups)
+        return part.rotation.whitening(options.whiten, groups=part.layers[0].groups)
 
     def _whitened(self, part: Part, x_OI: Tensor) -> Tensor:
         """By the inverse root, where there is one."""

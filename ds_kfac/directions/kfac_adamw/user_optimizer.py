@@ -98,8 +98,7 @@ class KFACAdamW(torch.optim.Optimizer):
         params: parameters or parameter groups, as of torch's AdamW.
         lr: rate of the layers' matrices; an AdamW's is a good first choice.
         adam_lr: rate of embeddings, norms and biases, and of heads as ``size.py`` says; matrices that K-FAC has no
-            layer for have lr; None: 8 lr, or lr with
-            ``kfac.adam.scale`` "rms". Schedules change both alike.
+            layer for have lr; None: 8 lr. Schedules change both alike.
         betas: as of torch's AdamW, like eps and weight_decay.
         torch_adam: step all other parameters by torch's AdamW where DeepSpeed's would have to be compiled.
 

@@ -210,7 +210,7 @@ def correction(steps, log_decay):
 def adam_scale_kernel(
     x_ptr, first_ptr, second_ptr, direction_ptr, new_first_ptr, new_second_ptr, updates_ptr, usable_ptr,
     beta1, beta2, log_beta1, log_beta2, eps, rows, columns, x_stride, first_stride, second_stride, out_stride,
-    NESTEROV: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One [BLOCK_ROWS, BLOCK_COLUMNS] block a program; unit stride along columns."""
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -226,11 +226,8 @@ def adam_scale_kernel(
     v = tl.where(usable, lerp(x * x, second, beta2), second)
     tl.store(new_first_ptr + far * out_stride + near, m, mask=inside)
     tl.store(new_second_ptr + far * out_stride + near, v, mask=inside)
-    if NESTEROV:
-        ahead = m * (beta1 / correction(steps + 1.0, log_beta1))
-        numerator = ahead + x * ((1.0 - beta1) / correction(steps, log_beta1))
-    else:
-        numerator = m * (1.0 / correction(steps, log_beta1))
+    ahead = m * (beta1 / correction(steps + 1.0, log_beta1))
+    numerator = ahead + x * ((1.0 - beta1) / correction(steps, log_beta1))
     root = tl.sqrt(v * (1.0 / correction(steps, log_beta2)))
     tl.store(direction_ptr + far * out_stride + near, numerator / (root + eps), mask=inside)
 
@@ -244,7 +241,6 @@ def adam_scale(
     *,
     betas: tuple[float, float],
     eps: float,
-    nesterov: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fold x into both moments and divide. See ``ops/reference.py``.
 
@@ -275,7 +271,7 @@ def adam_scale(
             x, first, second, direction, new_first, new_second, updates, usable.view(torch.uint8),
             *decays, *map(_log, decays), eps,
             *x.shape, x.stride(0), first.stride(0), second.stride(0), direction.stride(0),
-            NESTEROV=nesterov, BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=WARPS,
+            BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=WARPS,
         )  # fmt: skip
     if layout.transposed:
         return direction.T, new_first.T, new_second.T
