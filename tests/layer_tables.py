@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from ds_kfac.assignment.factor_spec import FactorSpec, factor_specs
+from ds_kfac.assignment.work import FactorSpec, factor_specs
 from ds_kfac.model.layers.base import LayerSpec
 from tests.models import linear_layer
 

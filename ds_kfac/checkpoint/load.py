@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from deepspeed.utils import logger
 
-from ds_kfac.assignment.factor_spec import FactorSpec, factors_by_layer
+from ds_kfac.assignment.work import FactorSpec, factors_by_layer
 from ds_kfac.checkpoint.files import (
     HEADER,
     SAVE_ID,

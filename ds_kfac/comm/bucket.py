@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ds_kfac.assignment.contributors import Contributors
-from ds_kfac.assignment.factor_spec import FactorSpec
+from ds_kfac.assignment.spread import Contributors
+from ds_kfac.assignment.work import FactorSpec
 
 ALIGNMENT = 32
 """Elements; a piece of a sum starts at a multiple, so that vectorised kernels may assume it."""

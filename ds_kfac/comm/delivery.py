@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_kfac.assignment.factor_spec import FactorSpec
+from ds_kfac.assignment.work import FactorSpec
 from ds_kfac.comm.message import Arrivals, Move, Part, RelayoutPlan
 from ds_kfac.curvature.forms import FACTOR_FORMS, Kept
 from ds_kfac.curvature.side import Side

@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from ds_kfac.assignment.contributors import Contributors
-from ds_kfac.assignment.factor_spec import FactorSpec
+from ds_kfac.assignment.spread import Contributors
+from ds_kfac.assignment.work import FactorSpec
 from ds_kfac.comm.bucket import Layout
 from ds_kfac.comm.message import Channel
 from ds_kfac.comm.reduction import Reduction

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from deepspeed.utils import logger
 
-from ds_kfac.assignment.cost_model import BUILTIN, CostModel
-from ds_kfac.assignment.measured_costs import measured
+from ds_kfac.assignment.costs import BUILTIN, CostModel, measured
 from ds_kfac.assignment.work import kept_bytes, packed_bytes
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.config.kfac import KFACConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ds_kfac.assignment.cost_model import CostModel
+from ds_kfac.assignment.costs import CostModel
 from ds_kfac.estimate.machine import Machine
 from ds_kfac.estimate.mem_needs import costs_of, described
 from ds_kfac.estimate.mode import DEFAULT, kfac_config, mode_of, read_config, rows_of, with_optimizer

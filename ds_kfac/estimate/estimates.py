@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ds_kfac.assignment.cost_model import CostModel
-from ds_kfac.assignment.grid import worker_counts
+from ds_kfac.assignment.assign import worker_counts
+from ds_kfac.assignment.costs import CostModel
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.curvature.precision import Precision
 from ds_kfac.estimate.machine import Machine

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_kfac.assignment.cost_model import CostModel
+from ds_kfac.assignment.costs import CostModel
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_kfac.assignment.cost_model import BUILTIN, CostModel
-from ds_kfac.assignment.measured_costs import measured
+from ds_kfac.assignment.costs import BUILTIN, CostModel, measured
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.curvature.forms import FACTOR_FORMS
 from ds_kfac.estimate.estimates import Estimate, Refused, estimate, estimates, shards_of

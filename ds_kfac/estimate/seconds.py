@@ -6,8 +6,8 @@ from functools import cached_property
 
 import numpy as np
 
-from ds_kfac.assignment.cost_model import CostModel, capture_flops, decompose_flops, mean_width, precondition_flops
-from ds_kfac.assignment.factor_spec import FactorSpec, rows_from
+from ds_kfac.assignment.costs import CostModel, capture_flops, decompose_flops, mean_width, precondition_flops
+from ds_kfac.assignment.work import FactorSpec, rows_from
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.estimate.machine import Machine

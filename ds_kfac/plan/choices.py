@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from ds_kfac.assignment.cost_model import CostModel
+from ds_kfac.assignment.costs import CostModel
 from ds_kfac.curvature.forms import FACTOR_FORMS
 from ds_kfac.model.layers.base import LayerSpec
 

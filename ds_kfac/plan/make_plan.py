@@ -6,13 +6,10 @@ from operator import add
 
 import torch
 
-from ds_kfac.assignment.assign import Assignment, assign
-from ds_kfac.assignment.contributors import ROWS_PER_COLUMN, Contributors
-from ds_kfac.assignment.cost_model import CostModel
-from ds_kfac.assignment.factor_spec import factor_specs
-from ds_kfac.assignment.grid import worker_counts, workers_for
-from ds_kfac.assignment.stagger import refresh_offsets
-from ds_kfac.assignment.work import Work, packed_bytes
+from ds_kfac.assignment.assign import Assignment, assign, worker_counts, workers_for
+from ds_kfac.assignment.costs import CostModel
+from ds_kfac.assignment.spread import ROWS_PER_COLUMN, Contributors, refresh_offsets
+from ds_kfac.assignment.work import Work, factor_specs, packed_bytes
 from ds_kfac.comm.reduction import DTYPES
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.curvature.forms import FACTOR_FORMS, FactorForm

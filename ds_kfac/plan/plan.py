@@ -7,9 +7,8 @@ from functools import cached_property
 import torch
 
 from ds_kfac.assignment.assign import Assignment
-from ds_kfac.assignment.contributors import Contributors, counted
-from ds_kfac.assignment.factor_spec import factor_specs, rows_from
-from ds_kfac.assignment.work import Work
+from ds_kfac.assignment.spread import Contributors, counted
+from ds_kfac.assignment.work import Work, factor_specs, rows_from
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.curvature.forms import FACTOR_FORMS, FactorForm
 from ds_kfac.curvature.precision import Precision

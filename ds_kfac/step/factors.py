@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_kfac.assignment.contributors import Contributors
-from ds_kfac.assignment.factor_spec import FactorSpec, factors_by_layer
+from ds_kfac.assignment.spread import Contributors
+from ds_kfac.assignment.work import FactorSpec, factors_by_layer
 from ds_kfac.comm.delivery import Delivery
 from ds_kfac.comm.message import Arrivals, Channel, Part
 from ds_kfac.comm.reducer import Reducer

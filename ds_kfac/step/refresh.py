@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from deepspeed.utils import logger
 
-from ds_kfac.assignment.factor_spec import FactorSpec, key_of
+from ds_kfac.assignment.work import FactorSpec, key_of
 from ds_kfac.curvature.eigen import Refreshed, Request
 from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.curvature.forms import Options

@@ -5,7 +5,7 @@ from collections.abc import Collection, Hashable, Mapping
 import torch
 from torch import Tensor
 
-from ds_kfac.assignment.factor_spec import FactorSpec, factors_by_layer
+from ds_kfac.assignment.work import FactorSpec, factors_by_layer
 from ds_kfac.plan.plan import Plan
 from ds_kfac.step.draft import FactorDraft
 

@@ -1,7 +1,6 @@
 """Simpler assignments, to compare with. Whole layers; a shared factor goes with the first layer that has it."""
 
-from ds_kfac.assignment.assign import Assignment
-from ds_kfac.assignment.grid import column
+from ds_kfac.assignment.assign import Assignment, column
 from ds_kfac.assignment.work import Work
 from ds_kfac.model.layers.base import LayerSpec
 

@@ -4,14 +4,13 @@ import itertools
 import random
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
-from ds_kfac.assignment.assign import Assignment, assign
-from ds_kfac.assignment.cost_model import BUILTIN
-from ds_kfac.assignment.factor_spec import factor_specs
-from ds_kfac.assignment.grid import worker_counts
-from ds_kfac.assignment.work import Work
+from ds_kfac.assignment.assign import Assignment, assign, worker_counts
+from ds_kfac.assignment.costs import BUILTIN
+from ds_kfac.assignment.work import Work, factor_specs
 from ds_kfac.curvature.side import Side
 from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.zero.shards import source
@@ -35,7 +34,8 @@ def layers(*shapes: tuple[int, int]) -> list[LayerSpec]:
 def place(specs, world, *, factors=None, workers=1, load_tolerance=0.1, paired=False, memory_cap=None, **options):
     factors = factor_specs(specs) if factors is None else factors
     work = Work(specs, factors, world, **{"held": None, "costs": COSTS, **INTERVALS, **options})
-    return assign(work, workers, load_tolerance=load_tolerance, paired=paired, memory_cap=memory_cap)
+    with mock.patch("ds_kfac.assignment.assign.LOAD_TOLERANCE", load_tolerance):
+        return assign(work, workers, paired=paired, memory_cap=memory_cap)
 
 
 def owners(assignment: Assignment) -> dict[str, int]:

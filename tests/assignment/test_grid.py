@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds_kfac.assignment.grid import worker_counts, workers_for
+from ds_kfac.assignment.assign import worker_counts, workers_for
 
 
 def test_worker_counts_divide_the_world():

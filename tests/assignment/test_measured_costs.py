@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.kernels import costs as command
-from ds_kfac.assignment.cost_model import BUILTIN
-from ds_kfac.assignment.measured_costs import measured
+from ds_kfac.assignment.costs import BUILTIN, measured
 from ds_kfac.curvature.side import Side
 from tests.close import close
 

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from ds_kfac.assignment.assign import assign
-from ds_kfac.assignment.cost_model import BUILTIN
-from ds_kfac.assignment.factor_spec import factor_specs
-from ds_kfac.assignment.stagger import Stagger, refresh_offsets
-from ds_kfac.assignment.work import Work
+from ds_kfac.assignment.costs import BUILTIN
+from ds_kfac.assignment.spread import Stagger, refresh_offsets
+from ds_kfac.assignment.work import Work, factor_specs
 from tests.close import close
 from tests.layer_tables import TABLES
 from tests.models import linear_layer

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from ds_kfac.assignment.contributors import Contributors
-from ds_kfac.assignment.factor_spec import factor_specs
+from ds_kfac.assignment.spread import Contributors
+from ds_kfac.assignment.work import factor_specs
 from ds_kfac.comm.bucket import COUNT, KNOWN, Layout, buckets, payload, slots
 from ds_kfac.curvature.side import Side
 from ds_kfac.model.layers.base import LayerSpec

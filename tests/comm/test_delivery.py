@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 
-from ds_kfac.assignment.factor_spec import FactorSpec
+from ds_kfac.assignment.work import FactorSpec
 from ds_kfac.comm.delivery import Delivery
 from ds_kfac.comm.message import deliver
 from ds_kfac.curvature.eigen import Eigenbasis, basis_numel

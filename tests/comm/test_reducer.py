@@ -5,8 +5,8 @@ from itertools import accumulate
 import pytest
 import torch
 
-from ds_kfac.assignment.contributors import Contributors
-from ds_kfac.assignment.factor_spec import factor_specs
+from ds_kfac.assignment.spread import Contributors
+from ds_kfac.assignment.work import factor_specs
 from ds_kfac.comm import reducer as reducer_module
 from ds_kfac.comm.reducer import Reducer
 from tests.close import near

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ds_kfac.assignment.contributors import Contributors
-from ds_kfac.assignment.factor_spec import factor_specs
+from ds_kfac.assignment.spread import Contributors
+from ds_kfac.assignment.work import factor_specs
 from ds_kfac.comm.bucket import buckets, payload, slots
 from ds_kfac.comm.reduction import DTYPES, Reduction
 from ds_kfac.model.batch_sum import BatchSum

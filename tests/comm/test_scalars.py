@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_kfac.assignment.grid import column
+from ds_kfac.assignment.assign import column
 from ds_kfac.comm.message import Move, Part, RelayoutPlan, Scalars, deliver
 from tests.comm.fake_network import FakeNetwork
 

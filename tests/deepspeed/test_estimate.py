@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.models import Mixture, MixtureOfExperts
-from ds_kfac.assignment.cost_model import BUILTIN
+from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.comm.reducer import IN_FLIGHT
 from ds_kfac.engine import assembly
 from ds_kfac.estimate.estimates import estimate, shards_of

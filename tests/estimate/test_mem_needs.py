@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import ds_kfac
-from ds_kfac.assignment.cost_model import BUILTIN
+from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.estimate.estimates import Estimate, Refused
 from ds_kfac.estimate.machine import Machine
 from ds_kfac.estimate.memory import state_bytes

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from ds_kfac.assignment.factor_spec import factor_specs, rows_from
+from ds_kfac.assignment.work import factor_specs, rows_from
 from ds_kfac.curvature.side import Side
 from ds_kfac.estimate.mode import kfac_config, mode_of
 from ds_kfac.estimate.subject import subject_of

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ds_kfac.assignment.cost_model import BUILTIN
+from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.curvature.side import Side
 from ds_kfac.plan import choices
 from ds_kfac.plan.make_plan import Setting, make_plan

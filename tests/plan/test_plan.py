@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ds_kfac.assignment.cost_model import BUILTIN
-from ds_kfac.assignment.factor_spec import factors_by_layer
+from ds_kfac.assignment.costs import BUILTIN
+from ds_kfac.assignment.work import factors_by_layer
 from ds_kfac.curvature.side import Side
 from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.plan.make_plan import Setting, make_plan

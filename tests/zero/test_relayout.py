@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from ds_kfac.assignment.grid import column
+from ds_kfac.assignment.assign import column
 from ds_kfac.comm.message import Move, RelayoutPlan
 from ds_kfac.zero.shards import Shard, ShardMap, plan_gather, plan_scatter, source
 from tests.zero import shard_maps
