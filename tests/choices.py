@@ -11,6 +11,7 @@ import torch
 import ds_kfac.directions.base
 from ds_kfac.config.kfac import KFACConfig, parse
 from ds_kfac.curvature.precision import choose
+from ds_kfac.model import scan
 from ds_kfac.plan import choices
 from ds_kfac.plan.resolve import resolve
 
@@ -31,10 +32,13 @@ def planned(block: Mapping[str, Any], *, stacks: bool = False, device: torch.dev
 
 @contextmanager
 def chosen(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The "kfac" block without "plan", whose keys are the functions of ``ds_kfac/plan/choices.py``, in effect here; and
-    whatever the optimizer, with Kronecker eigenvalues if the block does not say otherwise."""
+    """The "kfac" block without "plan", whose keys are functions and constants of ``ds_kfac/plan/choices.py``, and the
+    scan's ``LONGEST``, in effect here; and whatever the optimizer, with Kronecker eigenvalues if the block does not say
+    otherwise."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(ds_kfac.directions.base, "adaptive", lambda optimizer: False))
         for name, value in block.get("plan", {}).items():
-            stack.enter_context(patch.object(choices, name, lambda *_, value=value: value))
+            module = scan if hasattr(scan, name) else choices
+            made = (lambda *_, value=value: value) if callable(getattr(module, name)) else value
+            stack.enter_context(patch.object(module, name, made))
         yield {key: value for key, value in block.items() if key != "plan"}

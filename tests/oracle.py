@@ -171,7 +171,8 @@ def _seen(alpha: Tensor, block: int) -> Tensor:
 class ReferenceKFAC:
     """See the module's docstring.
 
-    ``types`` are layer types. ``max_dim`` bounds dense sides, longer ones are kept as ``large`` says. ``parts`` is
+    ``types`` are layer types. Sides over ``dense_max`` are cut into blocks, over
+    ``longest`` a diagonal, all of them identities if it is 0. ``parts`` is
     {linear: (A's block or None, G's block or None)}; a bias stays apart where A is cut. ``rows`` [N, T] and
     ``terms`` may be set before a step: which rows count, and the number of loss terms. So may ``only``: (layer, "A"
     or "G") -> bool [N], the examples of the ranks that contribute to it.
@@ -183,7 +184,7 @@ class ReferenceKFAC:
 
     def __init__(
         self, model: nn.Module, *, update_interval=1, refresh_interval=1, decay=0.95, damping=1e-3,
-        damping_kind="tikhonov", kl_clip=1e-3, exclude=(), types=("Linear",), max_dim=None, large="diagonal",
+        damping_kind="tikhonov", kl_clip=1e-3, exclude=(), types=("Linear",), dense_max=None, longest=16384,
         corrected=None, graft=False, sharing="expand", fisher="empirical", parts=(),
         method="eigen",
     ):  # fmt: skip
@@ -196,9 +197,11 @@ class ReferenceKFAC:
         self.scale: Any = None  # of adaptive damping
         self.layers: dict[str, _Layer] = {}
 
-        def block(dim: int) -> int:
-            small = max_dim is None or dim <= max_dim
-            return dim if small else {"blocks": -(-dim // -(-dim // max_dim)), "diagonal": 1, "identity": 0}[large]
+        def block(dim: int, other: int) -> int:
+            if not longest or dense_max is None or dim <= dense_max:
+                return dim if longest else 0
+            most = max(dense_max // 2, min(other, dense_max))
+            return -(-dim // -(-dim // most)) if dim <= longest else 1
 
         named = {n: m for n, m in model.named_modules() if n not in exclude and getattr(m, "weight", None) is not None}
         for name, m in named.items():
@@ -207,7 +210,8 @@ class ReferenceKFAC:
                 continue
             if kind == "Linear":
                 no_G = fisher == "activations_only"
-                A, G = block(m.in_features + (m.bias is not None)), 0 if no_G else block(m.out_features)
+                I, O = m.in_features + (m.bias is not None), m.out_features  # noqa: E741
+                A, G = block(I, O), 0 if no_G else block(O, I)
                 use = _Use(self, m)
                 if name in parts:
                     A, G = (part or side for part, side in zip(parts[name], (A, G), strict=True))

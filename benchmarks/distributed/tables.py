@@ -23,7 +23,7 @@ class Table:
 
 def _layer(name: str, inputs: int, outputs: int) -> LayerSpec:
     """Inputs with the bias, if there is one, counted as one more."""
-    A, G = (Side.limited(dim, max_dim=MAX_DIM, large="diagonal") for dim in (inputs, outputs))
+    A, G = (Side.dense(dim) if dim <= MAX_DIM else Side.diagonal(dim) for dim in (inputs, outputs))
     return LayerSpec(name, "Linear", name, f"{name}.weight", None, A, G)
 
 

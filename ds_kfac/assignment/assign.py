@@ -94,7 +94,7 @@ def assign(work: Work, workers: int, *, paired: bool = False, memory_cap: float 
 
 
 def _too_large(smallest: int, memory_cap: float, world: int, workers: int) -> str:
-    ways = ["a smaller factor.max_dim", f"more than {world} ranks"]
+    ways = ["a smaller factor.dense_max", f"more than {world} ranks"]
     if workers > 1:
         ways.insert(0, f"a smaller gradient worker fraction than {workers / world:.6g}")
     return (

@@ -82,8 +82,6 @@ class KFACConfig(Block):
             exclude=tuple(self.layers.exclude),
             types=tuple(self.layers.types),
             dense_max=self.factor.dense_max,
-            max_dim=self.factor.max_dim,
-            large=self.factor.large,
             gradients=self.factor.fisher != "activations_only",
             shares=self.layers.share_inputs
             and not FACTOR_FORMS[self.preconditioner.method].paired(self.damping.chosen),

@@ -56,13 +56,8 @@ class FactorConfig(Block):
     cheaper. false: all positions."""
     dense_max: int | None = Field(None, ge=2)
     """Longest side whose factor is one dense matrix. Longer ones are cut into blocks about as long as the layer's other
-    side, at least half of this: a decomposition costs the cube. null: 4096."""
-    max_dim: int | None = Field(None, ge=2)
-    """Longest side whose factor consists of matrices (of a vocabulary of 50,000, dense ones would take 5 GB packed);
-    null: 16384, and 65536 with fisher activations_only, where all sides are inputs."""
-    large: Literal["blocks", "diagonal", "identity", "skip"] = "diagonal"
-    """Factor of a longer side, such as a head's vocabulary: blocks of at most max_dim, a diagonal, or the identity.
-    skip leaves the layer to the optimizer."""
+    side, at least half of this: a decomposition costs the cube. A side over 16384, such as a head's vocabulary (65536
+    with fisher activations_only, where all sides are inputs), has a diagonal. null: 4096."""
 
     def decay_at(self, step: int) -> float:
         return self.decay.at(step)

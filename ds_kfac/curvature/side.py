@@ -41,14 +41,9 @@ class Side:
         return cls(dim, 0)
 
     @classmethod
-    def limited(cls, dim: int, *, max_dim: int | None, large: str) -> "Side":
-        """Dense up to ``max_dim``; above it blocks as even as possible, a diagonal or an identity."""
-        if max_dim is None or dim <= max_dim:
-            return cls.dense(dim)
-        if large == "blocks":
-            count = -(-dim // max_dim)
-            return cls(dim, -(-dim // count))
-        return {"diagonal": cls.diagonal, "identity": cls.identity}[large](dim)
+    def blocks_of(cls, dim: int, longest: int) -> "Side":
+        """Blocks as even as possible, at most so long."""
+        return cls(dim, -(-dim // -(-dim // longest)))
 
     def repeated(self, times: int) -> "Side":
         """So many of this side after each other, every one with its own blocks."""

@@ -13,6 +13,7 @@ from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.cut import cut
 from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.scan import Choice
 from ds_kfac.plan.plan import Plan
 from ds_kfac.plan.resolve import adaptive, resolve
 from ds_kfac.update.layer_state import LayerState
@@ -187,6 +188,10 @@ class UpdateRule:
         self.check(config)
         own = "preconditioner" in self.blocks and adaptive(optimizer)
         return resolve(config, fisher=self.fisher, blocks=self.blocks, adaptive=own)
+
+    def scanned(self, config: KFACConfig) -> Choice:
+        """Which layers a model has for the rule, and what is kept of them, of a resolved config."""
+        return config.choice
 
     def moments_count(self, config: KFACConfig) -> int:
         """fp32 tensors of a gradient's shape that a gradient worker keeps."""

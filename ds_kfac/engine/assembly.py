@@ -48,8 +48,9 @@ def assemble(
     _choose_backend(engine, config)
     costs = agreed_costs(torch.device(engine.device), config.assignment.costs)
     with agreeing(several):  # one stage may have no layers, or too little memory
-        found = scan(engine.module, config.choice, optimized=optimized)
-        found = replace(found, layers=rule_of(engine.basic_optimizer).cut(config, found.layers))
+        rule = rule_of(engine.basic_optimizer)
+        found = scan(engine.module, rule.scanned(config), optimized=optimized)
+        found = replace(found, layers=rule.cut(config, found.layers))
         pairs = by_domain(found, parts)
         targets = [make_target(engine, domain, part, experts) for domain, part in pairs]
         plans = [

@@ -52,7 +52,7 @@ def subject_of(model: nn.Module, config: KFACConfig, mode: Mode, *, trace: Trace
         ValueError: it has no layer to precondition, or a pattern of kfac.layers matches nothing.
     """
     trace = trace or Trace()
-    found = scan(model, config.choice)
+    found = scan(model, mode.rule.scanned(config))
     found = replace(found, layers=mode.rule.cut(config, found.layers))
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     name_of = {id(parameter): name for name, parameter in trained.items()}

@@ -17,11 +17,13 @@ from ds_kfac.model.layers.base import LayerSpec, parameter_shape
 from ds_kfac.model.layers.convolution import Convolution
 from ds_kfac.model.layers.registry import LAYERS, SHARDS, TYPES
 from ds_kfac.model.product_code import Lies, classes_of, convolves, lent, multiplied, reads
-from ds_kfac.ops.reference import packed_numel
 
 ADAPTER = re.compile(r"(^|\.)lora_[ab](\.|$)", re.IGNORECASE)
 """Names of the two factors of a low-rank update, as PEFT and torchtune give them. Their gradients have the rank of the
 small side, which alone gets a factor: one of the long side would be thousands of times the layer's own size."""
+LONGEST, LONGEST_INPUT = 16384, 65536
+"""Longest side in blocks, half a GB of factor: a longer one, such as a head's vocabulary, has a diagonal. The second
+where G is the identity: then no side is a vocabulary's, and an MLP's inputs stay in blocks."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,7 @@ class Choice:
         exclude: regexes searched in module names; matching modules are left alone.
         types: names of layer types, of :data:`ds_kfac.model.layers.registry.TYPES`.
         dense_max: longest side whose factor is one dense matrix; longer ones are cut into blocks; None: any.
-        max_dim: longest side whose factor has matrices at all; None: any.
-        large: what a longer side becomes: "blocks", "diagonal", "identity", or "skip": the layer is left to the
-            optimizer.
+        curvature: whether there are factors at all; without, both sides are identities.
         gradients: whether there are statistics of output gradients; without, G is the identity.
         shares: whether the experts of a stack may have one A.
         blocks: (regex for the end of a weight's name, maps in its matrix), see :mod:`ds_kfac.model.blocks`.
@@ -63,8 +63,7 @@ class Choice:
     exclude: tuple[str, ...] = ()
     types: tuple[str, ...] = TYPES
     dense_max: int | None = None
-    max_dim: int | None = None
-    large: str = "diagonal"
+    curvature: bool = True
     gradients: bool = True
     shares: bool = True
     blocks: tuple[tuple[str, Blocks], ...] = ()
@@ -174,17 +173,15 @@ def _layer(name: str, kind: str, module: nn.Module, facts: _Model, choice: Choic
     trained_bias = bias is not None and id(bias) in facts.trained and LAYERS[kind].without_bias is None
     if LAYERS[kind].needs_gradients and bias is not None and not trained_bias:
         return "only one of its weight and bias is trained"
-    found = _sides(name, LAYERS[kind].sides(module, trained_bias), choice)
-    if isinstance(found, str):
-        return found
     known, product = LAYERS[kind], False
-    A, G = (side.repeated(known.groups(module)) for side in known.structured(*found, trained_bias))
+    sides = known.structured(*_sides(name, known.sides(module, trained_bias), choice), trained_bias)
+    A, G = (side.repeated(known.groups(module)) for side in sides)
     if isinstance(known, Convolution) and (own := known.overridden(module)) is not None:
         if not convolves(module) and choice.gradients:
             return f"{type(module).__name__} overrides {kind}.{own}, and its weight is not what it convolves with"
         # a direction that needs no curvature is right for any matrix
         product = convolves(module)
-        A, G = (A, G) if product else (Side.identity(A.dim), Side.identity(G.dim))
+        A = A if product else Side.identity(A.dim)
     if id(module) in facts.lent:
         if isinstance(module, nn.Linear):
             product = True
@@ -237,10 +234,9 @@ def _products(name: str, module: nn.Module, facts: _Model, choice: Choice) -> li
                 reason = f"{kind} is not in kfac.layers.types"
             trained_bias = bias is not None and id(bias) in facts.trained
             O, I = shape[:-3:-1] if turned else shape[-2:]  # noqa: E741
-            found = _sides(place, (I + trained_bias, O), choice)
-            if reason or isinstance(found, str):
-                reason = reason or str(found)
+            if reason:
                 continue
+            found = _sides(place, (I + trained_bias, O), choice)
             names = facts.names[id(weight)], facts.names[id(bias)] if trained_bias else None
             layer = LayerSpec(place, kind, name, *names, *found, product=True)
             if len(shape) == 2:
@@ -269,23 +265,19 @@ def _bias(module: nn.Module, parameter: str, shape: tuple[int, ...], turned: boo
     return None
 
 
-def _sides(name: str, dims: tuple[int, int], choice: Choice) -> tuple[Side, Side] | str:
-    """Of I and O, or which of them is too large."""
+def _sides(name: str, dims: tuple[int, int], choice: Choice) -> tuple[Side, Side]:
+    """Of I and O."""
     sides: list[Side] = []
-    large = choice.large
     for dim, other in (dims, dims[::-1]):
-        if ADAPTER.search(name) and dim > other:
+        dense = choice.dense_max or dim
+        if not choice.curvature or (ADAPTER.search(name) and dim > other):
             sides.append(Side.identity(dim))
-            continue
-        if large == "skip" and choice.max_dim is not None and dim > choice.max_dim:
-            gigabytes = 4 * packed_numel(dim) / 1e9
-            return f"a side of {dim} is over kfac.factor.max_dim {choice.max_dim}; dense it takes {gigabytes:.1f} GB"
-        if choice.dense_max is not None and choice.dense_max < dim <= (choice.max_dim or dim):
-            sides.append(
-                Side.limited(dim, max_dim=max(choice.dense_max // 2, min(other, choice.dense_max)), large="blocks")
-            )
-            continue
-        sides.append(Side.limited(dim, max_dim=choice.max_dim, large="diagonal" if large == "skip" else large))
+        elif dim <= dense:
+            sides.append(Side.dense(dim))
+        elif dim <= (LONGEST if choice.gradients else LONGEST_INPUT):
+            sides.append(Side.blocks_of(dim, max(dense // 2, min(other, dense))))
+        else:
+            sides.append(Side.diagonal(dim))
     A, G = sides
     return A, G if choice.gradients else Side.identity(G.dim)
 

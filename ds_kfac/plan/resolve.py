@@ -9,8 +9,7 @@ from ds_kfac.model.layers.registry import MATRICES
 from ds_kfac.schedule.intervals import Value
 
 TYPES = list(MATRICES)
-DENSE_MAX, MAX_DIM, MAX_INPUTS = 4096, 16384, 65536
-"""The last one where G is the identity: then no side is a vocabulary's, and an MLP's inputs stay in blocks."""
+DENSE_MAX = 4096
 REFRESH = 5
 """Factor updates to a refresh."""
 DAMPING = {"tikhonov": 1e-3, "relative": 1.0, "adaptive": 100.0}
@@ -35,11 +34,9 @@ def resolve(
     corrects = adaptive and step == "fixed" and FACTOR_FORMS[options.method].rotates
     kind = config.damping.kind or ("adaptive" if step == "quadratic" else "relative")
     kl_clip = 0.0 if graft == "norm" or step == "quadratic" else KL_CLIP
-    sides = MAX_INPUTS if (config.factor.fisher or fisher) == "activations_only" else MAX_DIM
     answers: tuple[tuple[str, str, Any, str], ...] = (
         ("factor", "fisher", fisher, "this optimizer's"),
         ("factor", "dense_max", DENSE_MAX, "longer sides in blocks"),
-        ("factor", "max_dim", sides, "no side is a vocabulary" if sides > MAX_DIM else "0.5 GB packed"),
         ("eigenbasis", "refresh_interval", config.factor.update_interval.times(REFRESH), f"{REFRESH} factor updates"),
         ("damping", "kind", kind, f"step {step}"),
         ("damping", "value", Value.constant(DAMPING[kind]), f"of {kind} damping"),

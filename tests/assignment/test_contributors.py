@@ -70,7 +70,7 @@ def test_counts_are_as_many_as_have_the_rows():
 
 
 def test_blocks_need_rows_for_their_width_and_diagonals_for_each_entry():
-    A, G = Side.limited(1000, max_dim=100, large="blocks"), Side.diagonal(5000)
+    A, G = Side.blocks_of(1000, 100), Side.diagonal(5000)
     layer = LayerSpec("x", "Linear", "x", "x.weight", None, A, G)
     found = counted(factor_specs([layer]), {"x/A": 100.0, "x/G": 100.0}, 1024, wanted=None)
     assert found == {"x/A": ROWS_PER_COLUMN, "x/G": ROWS_PER_COLUMN * 50}

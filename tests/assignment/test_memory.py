@@ -54,7 +54,7 @@ def test_a_cap_that_nothing_fits_says_how_much_is_needed_and_what_to_change():
     needed = max(place(specs, 2).memory)
     assert max(place(specs, 2, memory_cap=needed).memory) == needed
     with pytest.raises(
-        ValueError, match=rf"cap is {needed - 1} bytes.*needs {needed} .*factor\.max_dim or more than 2"
+        ValueError, match=rf"cap is {needed - 1} bytes.*needs {needed} .*factor\.dense_max or more than 2"
     ):
         place(specs, 2, memory_cap=needed - 1)
     with pytest.raises(ValueError, match="smaller gradient worker fraction than 1"):

@@ -38,14 +38,9 @@ def test_the_scale_is_of_what_is_added_alone(side):
     close(scaled - 1, 0.25 * (plain - 1), sums=33)
 
 
-@pytest.mark.parametrize(
-    ("dim", "large", "block"),
-    [(8, "blocks", 8), (9, "blocks", 5), (17, "blocks", 6), (9, "diagonal", 1), (9, "identity", 0)],
-)
-def test_a_long_side_is_limited(dim, large, block):
-    side = Side.limited(dim, max_dim=8, large=large)
-    assert side == Side(dim, block)
-    assert Side.limited(dim, max_dim=None, large=large) == Side.dense(dim)
+@pytest.mark.parametrize(("dim", "block"), [(8, 8), (9, 5), (17, 6)])
+def test_a_long_side_is_cut_evenly(dim, block):
+    assert Side.blocks_of(dim, 8) == Side(dim, block)
 
 
 def test_kinds_are_said_in_words():

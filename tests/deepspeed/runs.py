@@ -185,13 +185,13 @@ def reference_options(kfac: dict) -> dict:
         "graft": kfac["preconditioner"].get("graft") == "norm",
         "sharing": kfac["factor"].get("weight_sharing", "expand"),
         "fisher": kfac["factor"].get("fisher", "empirical"),
-        "max_dim": kfac["factor"].get("max_dim"),
-        "large": kfac["factor"].get("large", "diagonal"),
+        "dense_max": kfac["factor"].get("dense_max"),
+        "longest": kfac.get("plan", {}).get("LONGEST", 16384),
     }
     if options["method"] == "root":
         options["fisher"] = "activations_only"
     if not kfac.get("adam", {}).get("rotate", True):
-        options |= {"fisher": "activations_only", "max_dim": 1, "large": "identity"}
+        options |= {"fisher": "activations_only", "longest": 0}
     if kfac["preconditioner"].get("eigenvalues") == "corrected":
         options["corrected"] = kfac["preconditioner"]["second_moment_decay"]
     if "types" in kfac.get("layers", {}):

@@ -206,7 +206,8 @@ def saved(mode: Mode) -> dict:
 
 
 def step_sizes(mode: Mode) -> dict[str, float]:
-    """Root mean square, over a layer or this rank's shard of it, of what one step adds to it per unit of rate."""
+    """Root mean square, over a layer or this rank's shard of it, of what one step adds to it per unit of rate, times
+    the root of the whole layer's shorter side: the mean singular value, but for the sides' ratio."""
     engine = make_engine("megatron", mode, make_model(), Grid())
     before = weights(engine)
     engine.backward(cross_entropy(engine(make_batch(0, MICRO_ROWS, TOKENS)[0]), make_batch(0, MICRO_ROWS, TOKENS)[1]))
@@ -216,7 +217,7 @@ def step_sizes(mode: Mode) -> dict[str, float]:
     for layer in engine.kfac.preconditioner.layers:
         kept = 1 - group["lr"] * group["weight_decay"]
         moved = [(after[name] - kept * before[name]).flatten() / group["lr"] for name in layer.parameters]
-        sizes[layer.name] = float(torch.cat(moved).square().mean().sqrt())
+        sizes[layer.name] = float(torch.cat(moved).square().mean().sqrt()) * min(layer.whole_shape) ** 0.5
     return sizes
 
 

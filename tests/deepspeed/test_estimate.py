@@ -121,10 +121,10 @@ def cases(world: int) -> dict[str, Mode]:
         "inverse, stage 2": case(2, **INVERSE),
         "inverse, every layer type": case(3, **INVERSE, layers={"types": ["Linear", "LayerNorm"]}),
         "inverse, no G, blocks": case(
-            0, **INVERSE, factor={"max_dim": 20, "large": "blocks", "fisher": "activations_only"}
+            0, **INVERSE, factor={"dense_max": 20, "fisher": "activations_only"}
         ),
         "every layer type": case(3, layers={"types": ["Linear", "LayerNorm"]}),
-        "blocks": case(0, factor={"max_dim": 20, "large": "blocks"}),
+        "blocks": case(0, factor={"dense_max": 20}),
     }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.distributed
 INVERSE = {"preconditioner": {"method": "inverse"}, "eigenbasis": {"stagger": False}}
 DAMPING = {"tikhonov": {"damping": {"kind": "tikhonov", "value": 0.03}},
            "relative": {"damping": {"kind": "relative", "value": 0.3}}}  # fmt: skip
-WIDE = {"factor": {"rows": "all", "max_dim": 6, "large": "blocks"}}
+WIDE = {"factor": {"rows": "all", "dense_max": 6}}
 NO_G = {"factor": {"rows": "all", "fisher": "activations_only"}}
 SCHEDULE = {"schedule": "linear", "start": 0.5, "end": 0.1, "steps": 4}
 

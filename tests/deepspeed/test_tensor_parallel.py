@@ -66,9 +66,9 @@ def test_a_shard_takes_steps_of_the_size_of_a_whole_layers():
     """KFACAdamW orthogonalizes every shard by itself, at the same size per entry."""
     mode = Mode("tp-adam-orthogonal", 1, adam=True, orthogonal=True, clip=0.0)
     for sizes in run_ranks("tests.deepspeed.tensor_runs:step_sizes", world=2, payload=mode):
-        assert sizes.pop("head") > 0.4, "Adam's own, which is larger"
+        assert sizes.pop("head") > 4 / 3, "Adam's own, which is larger"
         assert sizes.keys() >= {"plain", "up", "gate", "down"}
-        near(sizes, dict.fromkeys(sizes, 0.3), 3e-4, "steps are read back from weights a thousand times as large")
+        near(sizes, dict.fromkeys(sizes, 1.0), 1e-3, "steps are read back from weights a thousand times as large")
 
 
 def test_a_checkpoint_holds_every_shard_and_every_copy_once():

@@ -88,15 +88,17 @@ def test_computed_weights_are_refused_with_a_reason():
     assert [layer.name for layer in scan(model).layers] == ["keep"]
 
 
-def test_a_vocabulary_side_gets_no_dense_factor():
-    model = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 50)})
-    assert [layer.G.kind for layer in scan(model, Choice(max_dim=49)).layers] == ["dense", "diagonal"]
-    for large, kind in (("blocks", "blocks of 25"), ("identity", "identity")):
-        assert scan(model, Choice(max_dim=49, large=large)).layers[1].G.kind == kind
-    skip = Choice(max_dim=49, large="skip")
-    assert [layer.name for layer in scan(model, skip).layers] == ["body"]
-    assert "a side of 50 is over kfac.factor.max_dim 49" in scan(model, skip).skipped[0].reason
-    assert scan(model, Choice(max_dim=50)).layers[1].G.kind == "dense"
+def test_a_long_side_is_in_blocks_and_a_vocabularys_diagonal(monkeypatch):
+    monkeypatch.setattr("ds_kfac.model.scan.LONGEST", 49)
+    model = nn.ModuleDict({"body": nn.Linear(4, 4), "up": nn.Linear(9, 49), "head": nn.Linear(4, 50)})
+    for dense_max, kinds in ((50, ["dense"] * 3), (20, ["dense", "blocks of 10", "diagonal"])):
+        assert [layer.G.kind for layer in scan(model, Choice(dense_max=dense_max)).layers] == kinds
+    assert scan(nn.Linear(65536, 4, False), Choice(dense_max=20, gradients=False)).layers[0].A.kind == "blocks of 10"
+
+
+def test_without_curvature_both_sides_are_identities():
+    for layer in scan(nn.ModuleDict({"one": nn.Linear(4, 4)}), Choice(curvature=False)).layers:
+        assert layer.A.block == layer.G.block == 0
 
 
 def test_what_the_optimizer_does_not_step_is_listed():
@@ -139,7 +141,7 @@ def test_norms_have_the_structure_of_their_type():
             "b": nn.LayerNorm(4, bias=False),
         }
     )
-    sides = {layer.name: (layer.A, layer.G) for layer in scan(model, Choice(max_dim=8)).layers}
+    sides = {layer.name: (layer.A, layer.G) for layer in scan(model).layers}
     assert sides["n"] == (Side(8, 2), Side.identity(1)) and sides["r"] == (Side.diagonal(4), Side.identity(1))
     assert sides["b"] == (Side.diagonal(4), Side.identity(1))
     assert "activations_only" in reasons(model, gradients=False)["n"]

@@ -39,15 +39,9 @@ def test_no_null_is_left_but_for_the_plan():
     assert {reason.split()[0] for reason in reasons} == nulls(parse({})) - nulls(config)
 
 
-@pytest.mark.parametrize(("fisher", "longest"), [("empirical", 16384), ("activations_only", 65536)])
-def test_without_G_no_side_is_a_vocabulary(fisher, longest):
-    for config, of_rule in (({}, fisher), ({"factor": {"fisher": fisher}}, "monte_carlo")):
-        assert resolve(parse(config), fisher=of_rule)[0].factor.max_dim == longest
-
-
 def test_what_is_given_stays_and_has_no_reason():
     block = {
-        "factor": {"fisher": "monte_carlo", "dense_max": 50, "max_dim": 100},
+        "factor": {"fisher": "monte_carlo", "dense_max": 50},
         "eigenbasis": {"refresh_interval": 20},
         "damping": {"kind": "relative", "value": 0.5},
         "preconditioner": {"kl_clip": 0.0, "eigenvalues": "kronecker"},

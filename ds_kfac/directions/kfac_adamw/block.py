@@ -11,7 +11,7 @@ from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, build
 from ds_kfac.directions.kfac_adamw.params import checked, checked_group
 from ds_kfac.directions.kfac_adamw.size import ADAM_RATIO
 from ds_kfac.directions.kfac_adamw.user_optimizer import given_groups, hand_over, numbered
-from ds_kfac.model.scan import scan
+from ds_kfac.model.scan import Choice, scan
 from ds_kfac.zero.layout import ShardLayout
 from ds_kfac.zero.param_groups import experts_apart, split_groups
 
@@ -49,11 +49,16 @@ def _offloaded(ds_config: Mapping[str, Any]) -> bool:
 
 
 def put_into(
-    arguments: dict[str, Any], config: KFACConfig, params: Mapping[str, Any] | None, ds_config: Mapping[str, Any]
+    arguments: dict[str, Any],
+    config: KFACConfig,
+    choice: Choice,
+    params: Mapping[str, Any] | None,
+    ds_config: Mapping[str, Any],
 ) -> None:
     """Replace the arguments of ``deepspeed.initialize`` so that it takes our optimizer.
 
     Args:
+        choice: of layers.
         params: of the config's optimizer block; None: the optimizer is an argument.
 
     Raises:
@@ -73,7 +78,7 @@ def put_into(
     given = None if given is None else list(given)
 
     def make(given: list[Any] | None) -> torch.optim.Optimizer:
-        found = scan(model, config.choice, optimized=_flat(given))
+        found = scan(model, choice, optimized=_flat(given))
         parts = split_groups(model, found, given, flag=FLAG, apart=MATRIX, frozen=_bare(ds_config))
         groups = experts_apart([checked_group(group) for group in parts])
         return build(groups, params or {}, offload=offload, adam_ratio=ADAM_RATIO)

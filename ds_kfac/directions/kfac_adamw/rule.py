@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ds_kfac.directions.kfac_adamw.size import keeps_direction
 from ds_kfac.directions.kfac_adamw.user_optimizer import given_groups
 from ds_kfac.model.blocks import KINDS, named, rows_of, weight_name
 from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.scan import Choice
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.moments import AdamMoments
 from ds_kfac.update.newton_schulz import flops, workspace
@@ -84,12 +86,8 @@ class KFACAdamWRule(UpdateRule):
                 f'kfac.adam.rotate false keeps no factors; kfac.factor.fisher "{config.factor.fisher}" has no use'
             )
 
-    def resolved(self, config: KFACConfig, optimizer: str = "") -> tuple[KFACConfig, tuple[str, ...]]:
-        config, reasons = super().resolved(config)
-        if config.adam.rotate:
-            return config, reasons
-        identity = config.having("factor", max_dim=1, large="identity")
-        return identity, (*reasons, "factor.large identity (adam.rotate false)")
+    def scanned(self, config: KFACConfig) -> Choice:
+        return replace(config.choice, curvature=config.adam.rotate)
 
     def needs_norm(self, clips: bool) -> bool:
         return clips  # its moments are those of clipped gradients
@@ -157,7 +155,7 @@ class KFACAdamWRule(UpdateRule):
     def install(self, arguments: dict[str, Any], config: KFACConfig, ds_config: Mapping[str, Any]) -> None:
         if config.enabled:
             config, _ = self.resolved(config)
-        put_into(arguments, config, self.parameters(ds_config), ds_config)
+        put_into(arguments, config, self.scanned(config), self.parameters(ds_config), ds_config)
 
     def check_groups(self, model: nn.Module, layout: ShardLayout, rest: ShardLayout) -> None:
         check_groups(model, layout, rest)
