@@ -107,10 +107,6 @@ class CostModel:
         rate = self.node_bytes if within_node and self.node_bytes else self.link_bytes
         return nbytes / rate + messages * self.link_seconds
 
-    def same_node(self, one: int, other: int) -> bool:
-        """Whether two ranks are of one node."""
-        return one // self.node_size == other // self.node_size
-
     def decompose(self, side: Side, method: str = "eigen") -> float:
         """One refresh of a factor; a diagonal is its own eigenbasis.
 

@@ -31,7 +31,7 @@ def environment_report() -> str:
             "accelerator",
             *columns(_accelerator()),
             "op libraries: installed if compiled ahead of time, else compiled at first use if compatible",
-            *columns(build.rows(build.CUDABuilder(_architecture()))),
+            *columns(build.rows(build.CUDABuilder(None if check.gpu_problem() else check.gpu_architecture()))),
             "backends of ops",
             *columns(_backends_of_ops()),
             "supported",
@@ -76,10 +76,6 @@ def _accelerator() -> list[tuple[str, str]]:
         ("threads", str(torch.get_num_threads())),
         ("communication", f"{backend}; torch has {', '.join(_backends()) or 'none'}"),
     ]
-
-
-def _architecture() -> str | None:
-    return None if check.gpu_problem() else check.gpu_architecture()
 
 
 def _backends_of_ops() -> list[tuple[str, ...]]:
