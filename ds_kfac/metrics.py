@@ -42,7 +42,8 @@ class Metrics:
         counts: of this rank: "steps", "skipped_steps", "factor_updates" (steps that captured), "captured_elements" (of
             factors, over all ranks), "refreshes" (factors decomposed here), "refreshes_<how>" (eigh;
             cholesky, an inverse; newton, a root; diagonal; failed), "refresh_retries" (rungs of the failure
-            ladder that failed), "refresh_failures" (old bases or inverses kept).
+            ladder that failed), "refresh_failures" (old bases or inverses kept), "parted_inputs"
+            (groups of layers with one A that got different inputs here in a captured step, whose rows it then lacks).
         seconds: stage -> seconds so far; filled if timings are on.
         nu: last kl-clip factor, a device scalar, the same on all ranks; None while kl-clip is off.
         summary: fp32 on the device, over all ranks, as :data:`SUMMARY` names it.

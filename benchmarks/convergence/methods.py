@@ -29,7 +29,6 @@ VARIATIONS = {
     "unwhitened": {"adam": {"whiten": 0.0}},
     "fused": {"adam": {"blocks": {".*": 1}}},
     "heads": {"adam": {"blocks": {"qkv": 12}}},
-    "own_inputs": {"layers": {"share_inputs": False}},
     "eighth": {"factor": {"update_interval": 10, "sample_rows": 256}},
     "blocks": {"factor": {"update_interval": 10, "dense_max": 256}},
     "no_burn_in": {"burn_in": {"steps": 0}},
@@ -37,8 +36,7 @@ VARIATIONS = {
 """KFACAdamW with one thing changed, to see what it is worth. plain: Adam in the eigenbasis of A and G (with
 Nesterov's momentum). unrotated: no
 curvature at all, orthogonalized Adam in the layers' own coordinates. fused: queries, keys and values are one matrix, as
-is a gate with what it gates. heads: each head's queries, keys and values by themselves. own_inputs: every expert of a
-stack has an A of its own, also of what enters it."""
+is a gate with what it gates. heads: each head's queries, keys and values by themselves."""
 KFAC_ADAMW_VARIATIONS = {
     "graft": {"preconditioner": {"graft": "norm"}},
     "ekfac": {"preconditioner": {"graft": "norm", "eigenvalues": "corrected"}},

@@ -31,14 +31,12 @@ PLAIN = {
     **INTERVALS,
     "eigenbasis": {"refresh_interval": 20, "stagger": False},
     "communication": {"dtype": "fp32", "gradient_dtype": "fp32"},
-    "layers": {"share_inputs": False},
 }
 EVERYTHING = {
     **INTERVALS,
     "eigenbasis": {"refresh_interval": 20, "stagger": True, "lag": 3},
     "communication": {"dtype": "bf16", "gradient_dtype": "bf16"},
     "adaptive": {"enabled": True, "tolerance": 0.2},
-    "layers": {"share_inputs": True},
     "offload": {"device": "cpu"},
 }
 

@@ -1,6 +1,6 @@
 """The batch sums of one step on their way to the decomposers, in messages."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -27,7 +27,6 @@ class Reducer:
         contributors: which ranks make a factor's sums; None: all.
         dtype: on the wire.
         nbytes: most that a rank sends, or receives, in one message.
-        parted: groups of layers that were seen here not to share what they share; their rows are left out.
 
     Attributes:
         layout: what travels in which message, at any step.
@@ -43,12 +42,10 @@ class Reducer:
         contributors: Contributors | None = None,
         dtype: torch.dtype = torch.float32,
         nbytes: int = 2**28,
-        parted: Callable[[], Collection[tuple[str, ...]]] = tuple,
     ) -> None:
         self.contributors = contributors or Contributors(channel.world)
-        self.channel, self.device, self.dtype, self.parted = channel, device, dtype, parted
+        self.channel, self.device, self.dtype = channel, device, dtype
         self.layout = Layout(tuple(factors), decomposers, self.contributors, dtype.itemsize, nbytes)
-        self._groups = {factor.layers: factor.key for factor in factors if len(factor.layers) > 1}
 
     def empty(self, keys: frozenset[str], step: int) -> dict[str, BatchSum]:
         """Factor key -> sum without rows, of those in ``keys`` that this rank contributes to."""
@@ -64,9 +61,6 @@ class Reducer:
         """
         found, rank = self.layout.slots(keys, step), self.channel.rank
         own = {slot.factor: BatchSum.empty(slot.numel, self.device) for slot in found if slot.owner == rank} | {**sums}
-        for group in self.parted():  # the sum is not of all of theirs: no rows from this rank
-            if self._groups.get(group) in own:
-                own[self._groups[group]].clear()
         running: list[Reduction] = []
         for bucket in self.layout.buckets(keys, step):
             if len(running) == IN_FLIGHT:

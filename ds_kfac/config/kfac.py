@@ -28,6 +28,7 @@ from ds_kfac.config.system import (
 )
 from ds_kfac.config.values import LARGEST
 from ds_kfac.curvature.forms import FACTOR_FORMS
+from ds_kfac.model import shared_inputs
 from ds_kfac.model.scan import Choice
 from ds_kfac.schedule.intervals import Schedule
 
@@ -83,8 +84,7 @@ class KFACConfig(Block):
             types=tuple(self.layers.types),
             dense_max=self.factor.dense_max,
             gradients=self.factor.fisher != "activations_only",
-            shares=self.layers.share_inputs
-            and not FACTOR_FORMS[self.preconditioner.method].paired(self.damping.chosen),
+            shares=shared_inputs.SHARES and not FACTOR_FORMS[self.preconditioner.method].paired(self.damping.chosen),
             blocks=tuple(self.adam.blocks.items()),
         )
 

@@ -26,9 +26,6 @@ class LayersConfig(Block):
     ) = None  # fmt: skip
     """Layer types to precondition. Conv1D is the linear layer of transformers' GPT-2, Conv1d torch's convolution.
     null: Linear, Conv1D and all convolutions."""
-    share_inputs: bool = True
-    """Keep one A for layers that see the same input (separate q, k and v; gate and up). They are found in the first
-    step, and every later one is checked."""
 
 
 class AssignmentConfig(Block):

@@ -126,6 +126,7 @@ class Capture:
         self.sums, self.active, self.rows.turn = sums or {}, sums is not None, step
         self._forward, self.pending, self.counted, self.strangers = Forward(), [], 0, 0
         self.end_backward()
+        self.inputs.broken.clear()
         self.measured = {} if measure else None
 
     def remove(self) -> None:

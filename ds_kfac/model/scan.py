@@ -55,7 +55,7 @@ class Choice:
         dense_max: longest side whose factor is one dense matrix; longer ones are cut into blocks; None: any.
         curvature: whether there are factors at all; without, both sides are identities.
         gradients: whether there are statistics of output gradients; without, G is the identity.
-        shares: whether the experts of a stack may have one A.
+        shares: whether layers may have one A.
         blocks: (regex for the end of a weight's name, maps in its matrix), see :mod:`ds_kfac.model.blocks`.
     """
 

@@ -7,6 +7,9 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+SHARES = True
+"""Whether layers that see one input have one A, and the experts of a stack, too: tests may want an A for each."""
+
 Fingerprint = tuple[StorageWeakRef, Any, tuple[int, ...], tuple[int, ...], int]
 
 
@@ -28,7 +31,7 @@ class SharedInputs:
 
     Attributes:
         searching: whether the groups are still to be found.
-        broken: groups in use that did not hold.
+        broken: groups in use that did not hold in this step.
     """
 
     def __init__(self, candidates: Collection[str] = ()) -> None:
@@ -41,10 +44,6 @@ class SharedInputs:
         self._group: dict[str, tuple[str, ...]] = {}
         self._calls: dict[tuple[str, ...], list[Fingerprint]] = {}  # of the layer that was first to call so often
         self._counts: Counter[str] = Counter()
-
-    def parted(self) -> bool:
-        """Whether a group in use did not hold."""
-        return bool(self.broken)
 
     def see(self, layer: str, x: Tensor) -> None:
         """A layer was called with ``x``. If it is in a group and another one of it was called with something else, the

@@ -75,7 +75,7 @@ def make_plan(
     try:
         return _plan(layers, setting, config, costs, answers)
     except OverBudget:
-        common = choices.common_inputs(layers) if config.layers.share_inputs else tuple(layers)
+        common = choices.common_inputs(layers) if config.choice.shares else tuple(layers)
         if common == tuple(layers):
             raise
     plan = _plan(common, setting, config, costs, answers)
@@ -124,7 +124,7 @@ def _plan(
         bucket_bytes=bound,
         wire=wire,
         gradient_dtypes=gradient,
-        shares=config.layers.share_inputs and not paired,
+        shares=config.choice.shares,
         config=config,
         precision=choose(config.preconditioner.precision, setting.device),
         stacks=choices.stacks(setting.device, method),
@@ -218,8 +218,7 @@ def _of_form(form: FactorForm, config: KFACConfig, wire: torch.dtype) -> list[st
     """What the form of the factors rules out although the config leaves it open."""
     reasons = []
     if form.paired(config.damping.chosen):
-        what = "A and G of a layer are decomposed on one rank"
-        what += ", and layers do not share A (layers.share_inputs)" if config.layers.share_inputs else ""
+        what = "A and G of a layer are decomposed on one rank, and layers that see one input do not share A"
         kind = config.damping.chosen
         reasons.append(f'{what}: with "{kind}" a factor\'s damping depends on its partner; "relative" does not need it')
     if wire is not torch.float32 and not any(part.halved for part in form.parts):

@@ -94,13 +94,6 @@ class FactorUpdates:
         """Of packed factors."""
         return sum(self.specs[key].side.numel for key in keys)
 
-    def take_over(self, old: "FactorUpdates") -> None:
-        """The state of a curvature with the same decomposers, some of whose layers did not share their A yet."""
-        self.factors = {key: state for key, state in old.factors.items() if key in self.specs}
-        self.ready = {key for key in old.ready if key in self.specs}
-        self.pending = {key: step for key, step in old.pending.items() if key in self.specs}
-        self.schedule.restore(old.schedule.state())
-
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, in this process's names. Of a pending decomposition it waits for the result.
 
@@ -116,21 +109,21 @@ class FactorUpdates:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`, after :meth:`reset`; it may lack factors, which begin empty."""
-        self.ready, self.pending = set(state["ready"]), dict(state["pending"])
+        """Continue from :meth:`state_dict`, after :meth:`reset`; factors that it lacks begin empty, others that it has
+        are dropped."""
+        self.ready = set(state["ready"]) & self.specs.keys()
+        self.pending = {key: step for key, step in state["pending"].items() if key in self.specs}
         for key, (factor, pending) in state["factors"].items():
+            if key not in self.specs:
+                continue
             self.factors[key] = factor
             if pending is not None and key in self.pending:
                 self.refresher.give(key, pending)
         self.schedule.restore(state["schedule"])
 
-    def draft(self, step: int, due: FactorsDue, parted: frozenset[str] = frozenset()) -> FactorDraft:
-        """Of a step that starts from what the last applied one left; of what is due, factors that there are.
-
-        Args:
-            parted: factors whose batch is left out, because layers that shared them do so no longer.
-        """
-        due = FactorsDue(due.capture & self.specs.keys() - parted, due.refresh & self.specs.keys())
+    def draft(self, step: int, due: FactorsDue) -> FactorDraft:
+        """Of a step that starts from what the last applied one left; of what is due, factors that there are."""
+        due = FactorsDue(due.capture & self.specs.keys(), due.refresh & self.specs.keys())
         return FactorDraft(step, due, dict(self.factors), set(self.ready), dict(self.pending))
 
     # the stages of a step
@@ -220,7 +213,7 @@ class FactorUpdates:
 
     def scalars(self, draft: FactorDraft) -> dict[Hashable, Tensor]:
         """This rank's, as :meth:`scalar_names` names them."""
-        return scalars_of(draft, self.rank, self.device, parted=bool(self.reducer.parted()))
+        return scalars_of(draft, self.rank, self.device)
 
     def parts(self, draft: FactorDraft) -> tuple[Part, ...]:
         """Eigenbases, or inverses, on their way to gradient workers elsewhere."""

@@ -33,13 +33,3 @@ def with_new_bases(
         bases = {side: draft.bases[spec.key] for side, spec in keys.items() if spec.key in draft.bases}
         new[layer.name] = state.rebased(**bases) if bases else state
     return new
-
-
-def with_common_bases(states: Mapping[str, LayerState], curvature: FactorUpdates) -> dict[str, LayerState]:
-    """Layers that share a factor have one copy of its eigenbasis where they have one gradient worker."""
-    new = dict(states)
-    for name, own in curvature.of_layer.items():
-        state, leader = (new.get(key) for key in (name, own["A"].layers[0] if "A" in own else name))
-        if state and leader and leader.A is not None and leader.A is not state.A:
-            new[name] = state.rebased(A=leader.A)
-    return new

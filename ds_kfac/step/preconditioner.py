@@ -23,8 +23,8 @@ from ds_kfac.step.background import Refresher
 from ds_kfac.step.draft import Draft, FactorDraft
 from ds_kfac.step.factors import FactorUpdates
 from ds_kfac.step.gradient_norm import GradientNorm
-from ds_kfac.step.layer_states import empty_states, with_common_bases, with_new_bases
-from ds_kfac.step.sharing import Sharing, copy_shared
+from ds_kfac.step.layer_states import empty_states, with_new_bases
+from ds_kfac.step.sharing import Sharing
 from ds_kfac.step.target import Target
 from ds_kfac.step.totals import Totals
 from ds_kfac.step.watch import Watch
@@ -84,11 +84,10 @@ class KFACPreconditioner:
         self._begin()
 
     def _factor_updates(self) -> FactorUpdates:
-        plan, inputs = self.plan, self.sharing.inputs
+        plan = self.plan
         reducer = Reducer(
             plan.assignment.factors, plan.assignment.decomposers, self.channel, self.device,
             contributors=plan.contributors, dtype=plan.wire, nbytes=plan.bucket_bytes,
-            parted=lambda: inputs.broken,
         )  # fmt: skip
         return FactorUpdates(plan, self.channel, reducer, self.refresher, self.metrics, self.device)
 
@@ -120,12 +119,13 @@ class KFACPreconditioner:
             measured, due, sums, reducer = self.capture.measured or {}, self.due, {}, self.curvature.reducer
             self.capture.end_backward()
             if due.capture:
+                self.metrics.step_counts["parted_inputs"] += self.sharing.leave_out(self.capture.sums)
                 with stage("reduce"):
                     sums = reducer.reduce(self.capture.sums, due.capture, self.steps)
                 self.capture.sums = {}
-            known = self.sharing.changed(self.known, self.curvature, due, self.steps, measured)
-            parted = frozenset() if known is None else self.learn(known)
-            curvature, factors = self.curvature, self.curvature.draft(self.steps, due, parted)
+                if (known := self.sharing.learned(self.known, self.curvature, measured)) is not None:
+                    self.learn(known)
+            curvature, factors = self.curvature, self.curvature.draft(self.steps, due)
             if due.capture:
                 with stage("reduce"):
                     curvature.update(factors, sums, reducer.contributors)
@@ -166,8 +166,6 @@ class KFACPreconditioner:
             self.metrics.step_counts["factor_updates"] += bool(captured)
             self.metrics.step_counts["captured_elements"] += self.curvature.elements(captured)
             self.steps += 1
-        if captured:
-            self.sharing.note(draft.factors.scalars, self.known)
         self.metrics.end(applied=applied)
         self.resume()
 
@@ -185,7 +183,6 @@ class KFACPreconditioner:
         self.state = empty_states(self.owned, self.device, self.moments, self.plan.form)
         self.steps, self.peak_lr, self.damping_scale = 0, {}, None
         self.direction.rotations.clear()
-        self.sharing.forget()
         self.curvature.reset()
         self.resume()
 
@@ -275,17 +272,13 @@ class KFACPreconditioner:
         scales = self.direction.finish(context, draft.local, numbers.unbind(), ready)
         self.exchange.write(outbox.own, results, scales)
 
-    def learn(self, known: Known) -> frozenset[str]:
+    def learn(self, known: Known) -> None:
         """Keep one A for each of these groups of layers from now on, and take its rows from as many ranks as have them.
-        Call on every rank with the same. Returns the factors that fewer layers share than before."""
+        Call on every rank with the same."""
         if known.groups is not None:
             self.sharing.inputs.use(known.groups)
         self.known, before, self.plan = known, self.plan, self.plan.knowing(known)
-        if self.plan == before:
-            return frozenset()
-        old, self.curvature = self.curvature, self._factor_updates()
-        self.curvature.take_over(old)
-        copy_shared(old, self.curvature)
-        self.state = with_common_bases(self.state, self.curvature)
-        had, now = old.specs, self.curvature.specs
-        return frozenset(key for key in had.keys() & now.keys() if len(now[key].layers) < len(had[key].layers))
+        if self.plan != before:
+            state = self.curvature.state_dict()  # empty, but after a checkpoint that did not know it
+            self.curvature = self._factor_updates()
+            self.curvature.load_state_dict(state)

@@ -42,9 +42,6 @@ def scalar_names(
     if plan.assignment.world == 1:
         return names
     where = plan.assignment.decomposers
-    if any(len(factor.layers) > 1 and factor.key in captured for factor in plan.assignment.factors):
-        for rank, own in enumerate(names):
-            own.append(("parted", rank))
     if travels:  # else it comes with the results, whose workers are the decomposers
         for rank in sorted({where[key] for key in captured}):
             names[rank] += [(kind, rank) for kind in UNUSUAL]
@@ -63,9 +60,9 @@ def scalar_names(
     return names
 
 
-def scalars_of(draft: FactorDraft, rank: int, device: torch.device, *, parted: bool) -> dict[Hashable, Tensor]:
+def scalars_of(draft: FactorDraft, rank: int, device: torch.device) -> dict[Hashable, Tensor]:
     """A rank's scalars in a step, by name."""
-    values: dict[Hashable, Tensor] = {("parted", rank): torch.full((), float(parted), device=device)}
+    values: dict[Hashable, Tensor] = {}
     for key, similar in draft.similar.items():
         values["similar", key] = similar[0] + 2.0 * similar[1]
     for name, terms in draft.terms.items():

@@ -237,7 +237,7 @@ def _parting(make, ranks: Collection[int]):
     return steps_with(make, change, model=model)
 
 
-@program("data flow changes under share_inputs")
+@program("data flow changes")
 def _(make, disturbed):
     return _parting(make, range(dist.get_world_size()))
 

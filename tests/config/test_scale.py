@@ -12,7 +12,7 @@ def test_scale_is_left_to_the_plan_unless_it_is_asked_for():
     assert communication.dtype is communication.gradient_dtype is None
     assert (config.adaptive.enabled, config.adaptive.tolerance) == (False, 0.1)
     assert eigenbasis.stagger is None and eigenbasis.lag is None
-    assert config.offload.device == "none" and config.layers.share_inputs
+    assert config.offload.device == "none"
 
 
 SCALE = {
@@ -21,7 +21,6 @@ SCALE = {
     "adaptive": {"enabled": True, "tolerance": 0.05},
     "eigenbasis": {"stagger": False, "lag": 3},
     "offload": {"device": "cpu"},
-    "layers": {"share_inputs": False},
 }  # fmt: skip
 
 
@@ -48,7 +47,6 @@ def test_every_key_of_scale_is_read_and_null_is_its_default():
         ("eigenbasis", "lag", -1, "input should be greater than or equal to 0"),
         ("eigenbasis", "lag", 1.5, "input should be a valid integer"),
         ("offload", "device", "nvme", "input should be 'none' or 'cpu'"),
-        ("layers", "share_inputs", 0, "input should be a valid boolean"),
     ],
 )
 def test_an_error_of_scale_names_its_key(section, key, wrong, message):

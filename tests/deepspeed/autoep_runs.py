@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import deepspeed
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ds_kfac
+from ds_kfac.model import shared_inputs
 from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
 from tests.deepspeed.parallel import build, same, train_whole, whole_state
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
@@ -31,6 +33,7 @@ class Case:
     Attributes:
         grouped: whether they are multiplied at once.
         checkpointed: whether backward runs the mixture again.
+        apart: whether each expert has an A of its own, as in the oracle.
     """
 
     mode: Mode
@@ -38,6 +41,7 @@ class Case:
     grouped: bool = True
     experts: int = 4
     checkpointed: bool = False
+    apart: bool = True
 
     @property
     def name(self) -> str:
@@ -135,7 +139,8 @@ def make_engine(case: Case, arguments: Arguments = lambda model: {}, **options):
     if mode.zero_init:
         deepspeed.zero.Init(module=model, config_dict_or_path=mode.config(1, dist.get_world_size()))
     parameters = {"model_parameters": list(model.parameters())}
-    return build(mode, model, 1, dist.get_world_size(), **{**parameters, **arguments(model)})
+    with patch.object(shared_inputs, "SHARES", not case.apart):
+        return build(mode, model, 1, dist.get_world_size(), **{**parameters, **arguments(model)})
 
 
 def train(engine, steps: int = STEPS, order: int | None = None) -> None:

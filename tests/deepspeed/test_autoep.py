@@ -13,16 +13,13 @@ from tests.spread import within
 
 pytestmark = pytest.mark.distributed
 
-APART = {"layers": {"share_inputs": False}}
-"""As in the oracle: each expert has an A of its own."""
-
 
 def sgd(stage: int, **options) -> Mode:
-    return Mode(f"autoep-z{stage}", stage, clip=0.0, kfac={"preconditioner": {"kl_clip": 1e-5}, **APART}, **options)
+    return Mode(f"autoep-z{stage}", stage, clip=0.0, kfac={"preconditioner": {"kl_clip": 1e-5}}, **options)
 
 
 def adam(stage: int, **options) -> Mode:
-    return Mode(f"autoep-adam-z{stage}", stage, clip=0.0, adam=True, kfac=APART, **options)
+    return Mode(f"autoep-adam-z{stage}", stage, clip=0.0, adam=True, **options)
 
 
 CASES = {
@@ -56,7 +53,7 @@ def test_experts_match_one_process(world):
 
 def test_grouped_experts_that_share_A_step_as_experts_in_a_loop():
     mode = Mode("autoep-shared", 2, clip=0.0)
-    for result in run_ranks("tests.deepspeed.autoep_runs:sharing", world=2, payload=Case(mode, 2)):
+    for result in run_ranks("tests.deepspeed.autoep_runs:sharing", world=2, payload=Case(mode, 2, apart=False)):
         assert not within("shared", result["difference"], result["bound"]), result["difference"]
         for keys in result["keys"]:
             own = [key for key in keys if key.startswith("mlp.experts")]
@@ -64,7 +61,7 @@ def test_grouped_experts_that_share_A_step_as_experts_in_a_loop():
 
 
 def test_with_everything_on_all_ranks_have_the_same_weights():
-    case = Case(Mode("autoep-everything", 2, dtype="bf16", clip=0.0, kfac=EVERYTHING), 2)
+    case = Case(Mode("autoep-everything", 2, dtype="bf16", clip=0.0, kfac=EVERYTHING), 2, apart=False)
     results = run_ranks("tests.deepspeed.autoep_runs:everything_on", world=4, payload=case)
     assert results[0].keys() != results[1].keys() and results[0].keys() == results[2].keys(), "two have each expert"
     for result in results:
@@ -105,7 +102,7 @@ def test_an_A_that_experts_share_continues_at_another_ep_size():
         2: {f"mlp.experts.{stack}.{first}/A" for stack in ("w1", "w2") for first in (0, 2)},
         1: {f"mlp.experts.{stack}.0/A" for stack in ("w1", "w2")},
     }
-    case = Case(Mode("autoep-saved", 2, clip=0.0), 2)
+    case = Case(Mode("autoep-saved", 2, clip=0.0), 2, apart=False)
     for results in run_ranks("tests.deepspeed.autoep_runs:saved_sharing", world=2, payload=case):
         for result, (before, after) in zip(results, [(2, 1), (1, 2)], strict=True):
             assert result["saved"].keys() == leaders[before] and result["loaded"].keys() == leaders[after]

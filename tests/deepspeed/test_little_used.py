@@ -49,7 +49,7 @@ def walk(ours: bool, case: str) -> tuple[float, float]:
     """What the first and the second tower have moved since step LAST, in multiples of their own norm then."""
     torch.manual_seed(0)
     settings = config(optimizer=copy.deepcopy(OURS if ours else PLAIN), zero_optimization={"stage": 0})
-    kfac = {"layers": {"share_inputs": False}}
+    kfac: dict = {}
     settings |= {"kfac": kfac} if ours else {}
     settings["optimizer"]["params"] |= {"lr": RATE, "betas": [0.9, 0.95], "weight_decay": 0.0}
     settings["optimizer"]["params"] |= {"adam_lr": RATE} if ours else {}

@@ -1,11 +1,13 @@
 """Experts stacked in one parameter are stepped as the same experts in modules of their own, in every engine mode."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ds_kfac.model import shared_inputs
 from tests.close import exact
 from tests.deepspeed import expert_stacks
 from tests.deepspeed.expert_stacks import BIASED, Apart, Dispatched, Grouped, Lying, Picked, Upright, as_stacks, make
@@ -41,11 +43,12 @@ def trained(mode, kind, *, bias: bool, share: bool = False, order: int | None = 
         order: seed of a permutation of every batch's rows.
         results: format in which a step's results travel; None: as the plan says.
     """
-    block = {**mode.kfac_block, "layers": {"share_inputs": share}, "communication": {"gradient_dtype": results}}
+    block = {**mode.kfac_block, "communication": {"gradient_dtype": results}}
     block["adam"] |= {"blocks": {r"into\.\d+": 2}} if kind is Apart else {}
     mode = replace(mode, size=SIZE)
     parts = 1 + (mode.name in ACCUMULATED)
-    engine = build(mode, parts, model=make(kind, bias=bias), kfac=block, train_micro_batch_size_per_gpu=ROWS)
+    with patch.object(shared_inputs, "SHARES", share):
+        engine = build(mode, parts, model=make(kind, bias=bias), kfac=block, train_micro_batch_size_per_gpu=ROWS)
     dtype = engine.get_data_types()[0]
     generator = torch.Generator().manual_seed(7 + dist.get_rank())
     initial = weights(engine)

@@ -38,9 +38,7 @@ def test_tikhonov_inverses_keep_a_layer_together_and_its_a_to_itself():
     assert made.method == "inverse" and made.paired and not made.shares
     ranks = made.assignment.decomposers
     assert all(ranks[f"{layer.name}/A"] == ranks[f"{layer.name}/G"] for layer in LAYERS)
-    assert [reason for reason in made.reasons if "do not share A (layers.share_inputs)" in reason]
-    given = plan(preconditioner=INVERSE, damping=tikhonov, layers={"share_inputs": False})
-    assert not any("share" in reason for reason in given.reasons), "it was not asked for"
+    assert [reason for reason in made.reasons if "do not share A" in reason]
 
 
 def test_relative_inverses_may_be_anywhere():
@@ -241,9 +239,8 @@ def test_options_are_off_unless_asked_for():
     made = plan(
         adaptive={"enabled": True, "tolerance": 0.3},
         eigenbasis={"lag": 2},
-        layers={"share_inputs": False},
     )
-    assert made.adaptive == AdaptiveRule(0.3) and made.lag == 2 and not made.shares
+    assert made.adaptive == AdaptiveRule(0.3) and made.lag == 2
 
 
 LONG = {name: replace(BUILTIN[name], eigh_seconds=((8, 0.3), (16, 2.4))) for name in ("cpu", "cuda")}
@@ -286,4 +283,4 @@ def test_experts_have_one_a_where_own_ones_are_over_the_budget():
     assert any(f"{stacked - 1} more are over" in reason for reason in made.reasons)
     assert plan(one, model=model, assignment={"memory_budget_gb": fits_in(apart) / 1e9}).layers == model
     with pytest.raises(ValueError, match="memory_budget_gb"):
-        plan(one, model=model, assignment=budget, layers={"share_inputs": False})
+        plan(one, model=model, assignment=budget, preconditioner=INVERSE, damping={"kind": "tikhonov"})

@@ -6,6 +6,7 @@ import torch
 from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.assignment.work import factors_by_layer
 from ds_kfac.curvature.side import Side
+from ds_kfac.model import shared_inputs
 from ds_kfac.model.layers.base import LayerSpec
 from ds_kfac.plan.make_plan import Setting, make_plan
 from ds_kfac.plan.plan import Known, Plan
@@ -72,7 +73,7 @@ def layer(name: str, *, kind: str = "Linear", bias: bool = False, A: Side | None
     return LayerSpec(name, kind, name, f"{name}.weight", f"{name}.bias" if bias else None, A, G)
 
 
-def test_candidates_are_layers_whose_rows_are_their_inputs():
+def test_candidates_are_layers_whose_rows_are_their_inputs(monkeypatch):
     layers = [
         layer("linear"),
         layer("with_bias", bias=True),
@@ -85,7 +86,8 @@ def test_candidates_are_layers_whose_rows_are_their_inputs():
     assert list(candidates) == ["linear", "with_bias", "conv1d", "wide"]
     # a 1 for the bias is a row's last entry: 5 inputs and a 1 are not 6 inputs
     assert candidates["linear"] == candidates["conv1d"] != candidates["with_bias"]
-    assert plan(model=layers, layers={"share_inputs": False}).sharing_candidates == {}
+    monkeypatch.setattr(shared_inputs, "SHARES", False)
+    assert plan(model=layers).sharing_candidates == {}
 
 
 def test_the_timetable_follows_the_offsets():
