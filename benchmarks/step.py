@@ -23,7 +23,7 @@ from deepspeed.accelerator import get_accelerator
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import ds_kfac
 from benchmarks.mean_step import ROW, WEIGHTS
-from ds_kfac.comm.bucket import payload
+from ds_kfac.comm.reduce import payload
 from examples.gpt import GPT, GPTConfig
 
 UPDATE, REFRESH, STEPS = 4, 8, 25

@@ -21,7 +21,7 @@ with only_for_data() if is_command() else nullcontext():
     from ds_kfac.engine.attachment import Attachment
     from ds_kfac.engine.entry import asked_for, attach, disable, enable, initialize
     from ds_kfac.estimate.mem_needs import estimate_kfac_mem_needs_all_cold, estimate_kfac_mem_needs_all_live
-    from ds_kfac.model.batch_info import BatchInfo
+    from ds_kfac.model.batch import BatchInfo
 
 __version__ = "0.1.0"
 __all__ = [

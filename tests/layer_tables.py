@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from ds_kfac.assignment.work import FactorSpec, factor_specs
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers import LayerSpec
 from tests.models import linear_layer
 
 Table = tuple[list[LayerSpec], tuple[FactorSpec, ...]]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_kfac.curvature.side import Side
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers import LayerSpec
 
 FEATURES, CLASSES = 13, 5
 

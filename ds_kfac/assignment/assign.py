@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from ds_kfac.assignment.work import FactorSpec, Work, kept_bytes, packed_bytes
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers import LayerSpec
 
 
 @dataclass(frozen=True)

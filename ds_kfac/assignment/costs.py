@@ -17,7 +17,7 @@ from typing import Any
 from ds_kfac.curvature.eigen import basis_numel
 from ds_kfac.curvature.forms import FACTOR_FORMS, FactorForm
 from ds_kfac.curvature.side import Side
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers import LayerSpec
 
 ELEMENT_BYTES = 4
 """All state and, in the model, everything that is sent is fp32."""

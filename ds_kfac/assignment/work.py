@@ -9,7 +9,7 @@ from functools import cached_property
 from ds_kfac.assignment.costs import ELEMENT_BYTES, CostModel
 from ds_kfac.curvature.forms import FACTOR_FORMS
 from ds_kfac.curvature.side import Side
-from ds_kfac.model.layers.base import LayerSpec, key_of
+from ds_kfac.model.layers import LayerSpec, key_of
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.curvature.forms import FACTOR_FORMS
 from ds_kfac.curvature.history import History
 from ds_kfac.curvature.side import Side
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Known
 from ds_kfac.step.factor_state import FactorState
 from ds_kfac.step.job import Job

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.metrics import Metrics
-from ds_kfac.model.cut import cut
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.blocks import cut
+from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Choice
 from ds_kfac.plan.plan import Plan
 from ds_kfac.plan.resolve import adaptive, resolve
@@ -220,7 +220,7 @@ class UpdateRule:
         return self.flops(config, layer) == 0
 
     def cut(self, config: KFACConfig, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
-        """The layers that the rule steps: see ``ds_kfac/model/cut.py``."""
+        """The layers that the rule steps: see ``ds_kfac/model/blocks.py``."""
         return cut(layers, partial(self.by_rows, config)) if config.choice.shares else tuple(layers)
 
     def rounds(self, plan: Plan, stacks: Sequence[Sequence[LayerSpec]]) -> list[tuple[Sequence[LayerSpec], int]]:

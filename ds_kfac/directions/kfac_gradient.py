@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ds_kfac.directions.base import LocalResult, StepContext
 from ds_kfac.metrics import Metrics
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.reference import each
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.kfac import finite_or, graft_scale, kl_clip_scale, norms, precondition, precondition_corrected

@@ -7,7 +7,7 @@ from ds_kfac.curvature.forms import FACTOR_FORMS
 from ds_kfac.directions.base import Direction, DirectionSetup, UpdateRule
 from ds_kfac.directions.kfac_gradient import KFACGradient
 from ds_kfac.directions.quadratic import QuadraticGradient
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.intervals import Value
 from ds_kfac.update.moments import CorrectedEigenvalues, LastUpdate, Moments

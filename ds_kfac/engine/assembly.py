@@ -14,9 +14,9 @@ from ds_kfac.assignment.work import kept_bytes, packed_bytes
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.directions.table import rule_of
-from ds_kfac.model.experts import ExpertRows
-from ds_kfac.model.layers.base import LayerSpec
-from ds_kfac.model.layers.registry import CUT_SIDES, SHARDS
+from ds_kfac.model.batch import ExpertRows
+from ds_kfac.model.layers import LayerSpec
+from ds_kfac.model.registry import CUT_SIDES, SHARDS
 from ds_kfac.model.scan import Scan, scan
 from ds_kfac.ops import dispatch
 from ds_kfac.plan.make_plan import Setting, make_plan

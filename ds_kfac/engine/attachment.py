@@ -27,14 +27,12 @@ from ds_kfac.directions.table import rule_of
 from ds_kfac.engine import refusals
 from ds_kfac.engine.assembly import assemble
 from ds_kfac.engine.checkpointing import Checkpointing
-from ds_kfac.engine.monte_carlo import LossSampling
+from ds_kfac.engine.monte_carlo import LossSampling, Sampler
 from ds_kfac.engine.quadratic import QuadraticSteps
 from ds_kfac.engine.refusals import of_engine
 from ds_kfac.engine.report import folded, report
 from ds_kfac.metrics import STAGES, Metrics, timer_name
-from ds_kfac.model.batch_info import ReadBatch
-from ds_kfac.model.experts import ExpertRows
-from ds_kfac.model.sampled_loss import Sampler
+from ds_kfac.model.batch import ExpertRows, ReadBatch
 from ds_kfac.step.draft import Draft
 from ds_kfac.step.job import Job, counters, events, selected
 from ds_kfac.step.preconditioner import KFACPreconditioner

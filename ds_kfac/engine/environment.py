@@ -10,7 +10,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_kfac.engine.refusals import REFUSALS
-from ds_kfac.model.layers.registry import TYPES
+from ds_kfac.model.registry import TYPES
 from ds_kfac.ops import build, check
 from ds_kfac.ops.dispatch import BACKENDS, chosen
 from ds_kfac.text import columns

@@ -1,18 +1,192 @@
-"""Monte-Carlo Fisher in an engine: before each true backward of a due step, one of a loss on drawn labels."""
+"""Monte-Carlo Fisher: a loss on labels drawn from the model's own prediction (Kunstner et al. 2019, arXiv:1905.12558).
 
+Before each true backward of a due step there is one of that loss: one extra backward through the micro-batch's graph,
+invisible to DeepSpeed, for the gradients of layer outputs only.
+
+    extra = ExtraBackward(engine)                    # once, before the first forward
+    gradients = extra(sampled_loss, edges, seed)     # edges: where the outputs' gradients arrive
+    engine.backward(loss)                            # the user's own; bit-identical to what it is without the above
+
+``autograd.grad`` with inputs runs no AccumulateGrad, so ZeRO's gradient hooks do not fire. What would still see the
+pass is switched off for its duration: the hooks that ``engine.forward`` puts on its outputs. At stage 3 it would also
+have to fetch and release weights behind the back of DeepSpeed's parameter coordinator: refused at attach.
+
+The user's hook is a :class:`Sampler`; ready ones are in :data:`SAMPLERS`. A sampler must form the same loss as the
+training does, a mean over the same terms, with drawn labels in place of the true ones.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from deepspeed.utils import logger
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+from torch.nn import functional as F
 
+from ds_kfac.model.batch import BatchInfo, own_hook
 from ds_kfac.model.calls import Call
-from ds_kfac.model.hooks import own_hook
-from ds_kfac.model.loss_terms import LossTerms, output_terms
-from ds_kfac.model.sampled_loss import SAMPLERS, Sampler
+from ds_kfac.model.loss_terms import LossTerms, class_dim, output_terms
 from ds_kfac.step.preconditioner import KFACPreconditioner
-from ds_kfac.zero.extra_backward import ExtraBackward, graph
+
+Sampler = Callable[[Any, BatchInfo, torch.Generator], Tensor]
+"""(prediction, batch, generator) -> scalar loss with gradients to the prediction.
+
+The prediction is what the model returned, or the module that ``kfac.factor.prediction`` names. ``batch.labelled`` says
+which terms have a loss. Draw from the generator only, so that a resumed run draws the same.
+"""
+
+
+def prediction_tensor(output: Any) -> Tensor:
+    """The prediction in what a module returned: a tensor, or ``.logits`` of a Hugging Face output.
+
+    Raises:
+        ValueError: neither, or a scalar, which is a loss.
+    """
+    tensor = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", output)
+    if isinstance(tensor, tuple) and len(tensor) > 1:  # (loss, logits, ...)
+        tensor = tensor[1]
+    if not isinstance(tensor, Tensor) or tensor.ndim == 0:
+        got = "a scalar, a loss" if isinstance(tensor, Tensor) else type(output).__name__
+        raise ValueError(
+            f'kfac.factor.fisher "monte_carlo": the model returns no prediction to draw labels from (got {got}); name '
+            "the module that computes it in kfac.factor.prediction, or set engine.kfac.sampler"
+        )
+    return tensor
+
+
+def cross_entropy(output: Any, batch: BatchInfo, generator: torch.Generator) -> Tensor:
+    """For language models and classifiers: labels from softmax(logits [N, C] or [N, T, C]; of convolutions [N, C, L]
+    and [N, C, H, W]), their mean negative log-likelihood."""
+    logits = prediction_tensor(output)
+    logits = logits.movedim(class_dim(logits), -1)
+    flat = logits.reshape(-1, logits.shape[-1]).float()
+    with torch.no_grad():
+        # argmax of logits + Gumbel noise is a draw from the softmax, without a host synchronisation
+        uniform = torch.rand(flat.shape, generator=generator, device=flat.device).clamp_(min=1e-20)
+        drawn = (flat - torch.log(-torch.log(uniform))).argmax(dim=-1)
+    losses = F.cross_entropy(flat, drawn, reduction="none")
+    labelled = batch.labelled
+    if labelled is None or labelled.numel() != losses.numel():
+        return losses.mean()
+    weights = labelled.reshape(-1).to(losses.dtype)
+    return (losses * weights).sum() / weights.sum().clamp(min=1)
+
+
+def mse(output: Any, batch: BatchInfo, generator: torch.Generator) -> Tensor:
+    """For regression with ``F.mse_loss``, a mean over all elements of predictions [N, C], [N, T, C] or [N, C, H, W].
+
+    That loss is the negative log-likelihood of a Gaussian of variance C/2 around the prediction; so are the targets.
+    """
+    prediction = prediction_tensor(output).float()
+    variance = (prediction.shape[class_dim(prediction)] if prediction.ndim > 1 else 1) / 2
+    noise = torch.randn(prediction.shape, generator=generator, device=prediction.device) * variance**0.5
+    return F.mse_loss(prediction, prediction.detach() + noise)
+
+
+def squared_error(output: Any, batch: BatchInfo, generator: torch.Generator) -> Tensor:
+    """For regression with squared errors summed over the outputs, a mean over predictions [N, C], [N, T, C] or
+    [N, C, H, W].
+
+    That loss is the negative log-likelihood of a Gaussian of variance 1/2 around the prediction; so are the targets.
+    """
+    prediction = prediction_tensor(output).float()
+    outputs = prediction.shape[class_dim(prediction)] if prediction.ndim > 1 else 1
+    noise = torch.randn(prediction.shape, generator=generator, device=prediction.device) * 0.5**0.5
+    return F.mse_loss(prediction, prediction.detach() + noise) * outputs
+
+
+SAMPLERS: dict[str, Sampler] = {"cross_entropy": cross_entropy, "mse": mse, "squared_error": squared_error}
+
+
+# the extra backward
+
+
+_WHAT = 'kfac.factor.fisher "monte_carlo" needs a second backward through the graph'
+_CHECKPOINTING = (
+    f"{_WHAT}, which this activation checkpointing refuses; use torch's with use_reentrant=False (not torch's "
+    "reentrant one, nor deepspeed.checkpointing of either kind)"
+)
+_DONATED = (
+    f"{_WHAT}; compiled graphs give their buffers away in the first backward; set "
+    "torch._functorch.config.donated_buffer = False before the first forward"
+)
+
+
+class ExtraBackward:
+    """Remembers the hooks that DeepSpeed puts on the outputs of every forward, and runs the pass without them."""
+
+    def __init__(self, engine: Any) -> None:
+        self._managers: WeakSet = WeakSet()  # DeepSpeed's OutputBackwardHookManager of forwards whose outputs live
+        self._handle = engine.register_forward_hook(lambda module, inputs, output: _collect(output, self._managers))
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+    def __call__(self, sampled_loss: Tensor, edges: Sequence[GradientEdge], seed: Tensor) -> list[Tensor | None]:
+        """Gradients of ``sampled_loss * seed`` at ``edges``; None where it does not reach.
+
+        Args:
+            sampled_loss: a scalar computed from tensors of forwards without a backward so far.
+            edges: released by the caller after use, they keep the graph alive.
+            seed: what the scalar's gradient is; it arrives as it is, whatever loss scale and accumulation there is.
+
+        Raises:
+            ValueError: the graph does not allow a second backward.
+        """
+        if not sampled_loss.requires_grad or not edges:
+            return [None] * len(edges)
+        if any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph(sampled_loss.grad_fn)):
+            raise ValueError(_CHECKPOINTING)  # torch's and DeepSpeed's
+        seed = seed.to(sampled_loss.device, sampled_loss.dtype).reshape(sampled_loss.shape)
+        with self._no_output_hooks():
+            try:
+                found = torch.autograd.grad(sampled_loss, list(edges), seed, retain_graph=True, allow_unused=True)
+            except RuntimeError as error:
+                if "not compatible with .grad()" in str(error):  # DeepSpeed's non-reentrant kind has no node to find
+                    raise ValueError(_CHECKPOINTING) from error
+                if "donated buffers" in str(error):
+                    raise ValueError(_DONATED) from error
+                raise
+        return list(found)
+
+    @contextmanager
+    def _no_output_hooks(self) -> Iterator[None]:
+        """Outputs of ``engine.forward`` pass gradients on as they are and start no engine backward."""
+        saved = [(one, one.preprocess_done, one.preprocess_per_tensor_fn) for one in self._managers]
+        for manager, _, _ in saved:
+            manager.preprocess_done, manager.preprocess_per_tensor_fn = True, None
+        try:
+            yield
+        finally:
+            for manager, done, function in saved:
+                manager.preprocess_done, manager.preprocess_per_tensor_fn = done, function
+
+
+def _collect(output: Any, managers: WeakSet) -> None:
+    if isinstance(output, Tensor):
+        managers.update(getattr(output, "_backward_hook_managers", ()))
+    elif isinstance(output, (tuple, list, dict)):  # as OutputBackwardHookManager traverses
+        for value in output.values() if isinstance(output, dict) else output:
+            _collect(value, managers)
+
+
+def graph(root: Node | None) -> Iterator[Node]:
+    """All nodes that a backward from ``root`` may run."""
+    seen, stack = set(), [root]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        stack.extend(next_node for next_node, _ in node.next_functions)
+
+
+# in an engine
+
 
 SEED = 0x5EED
 

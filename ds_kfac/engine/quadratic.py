@@ -8,9 +8,17 @@
 Finite differences need forwards only, so they go through whatever DeepSpeed has made of the model: weights gathered at
 stage 3, linears with a backward of their own, activation checkpointing. A forward is repeated with the random numbers
 of the first one, and leaves the buffers as they were.
+
+**The loss.** Its curvature in the model's prediction does not depend on the labels: L(z) = phi(z) - <z, T(labels)>, so
+its Hessian is that of phi, the Fisher matrix in the prediction (Martens 2020, arXiv:1412.1193, sec. 9.2), and
+
+    L(z + d) - L(z) = <dL/dz, d> + phi(z + d) - phi(z) - <phi'(z), d>
+
+needs the gradient, which a backward has brought, but no labels. Predictions z are fp32 [.., C], those of
+convolutions with C moved to the end, or [N]; the losses are those of ``monte_carlo.py``.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,16 +27,81 @@ import torch
 from torch import Tensor
 
 from ds_kfac.comm.message import deliver
-from ds_kfac.model.batch_info import BatchInfo
-from ds_kfac.model.class_dim import class_dim
-from ds_kfac.model.hooks import own_hook
-from ds_kfac.model.output_loss import OUTPUT_LOSSES
-from ds_kfac.model.sampled_loss import prediction_tensor
+from ds_kfac.engine.monte_carlo import prediction_tensor
+from ds_kfac.model.batch import BatchInfo, own_hook
+from ds_kfac.model.loss_terms import class_dim
 from ds_kfac.step.draft import Draft
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.update.moments import LastUpdate
 from ds_kfac.update.quadratic import QuadraticModel, adapted
 from ds_kfac.zero.shifting import Pieces, WeightShift
+
+
+@dataclass(frozen=True)
+class OutputLoss:
+    """A line of :data:`OUTPUT_LOSSES`; all results are fp32 scalars on the device.
+
+    Attributes:
+        product: (z, u, v, batch) -> u^T H v.
+        excess: (z, d, batch) -> phi(z + d) - phi(z) - <phi'(z), d>.
+    """
+
+    product: Callable[[Tensor, Tensor, Tensor, BatchInfo], Tensor]
+    excess: Callable[[Tensor, Tensor, BatchInfo], Tensor]
+
+
+def _terms(z: Tensor) -> Tensor:
+    """[.., C] of a prediction, a row for every term of the loss."""
+    return z if z.ndim > 1 else z[:, None]
+
+
+def _mean(values: Tensor, batch: BatchInfo) -> Tensor:
+    """Of a number for every term, those without a label left out."""
+    labelled = batch.labelled
+    if labelled is None or labelled.numel() != values.numel():
+        return values.mean()
+    weights = labelled.reshape(-1).to(values.dtype)
+    return (values.reshape(-1) * weights).sum() / weights.sum().clamp(min=1)
+
+
+def _softmax_product(z: Tensor, u: Tensor, v: Tensor, batch: BatchInfo) -> Tensor:
+    p, u, v = _terms(z).softmax(dim=-1), _terms(u), _terms(v)
+    return _mean((p * u * v).sum(-1) - (p * u).sum(-1) * (p * v).sum(-1), batch)
+
+
+def _softmax_excess(z: Tensor, d: Tensor, batch: BatchInfo) -> Tensor:
+    z, d = _terms(z), _terms(d)
+    p = z.log_softmax(dim=-1)
+    # log sum p exp(d) is phi(z + d) - phi(z), and exact where d is small
+    return _mean(torch.logsumexp(p + d, dim=-1) - (p.exp() * d).sum(-1), batch)
+
+
+def _square_product(z: Tensor, u: Tensor, v: Tensor, batch: BatchInfo) -> Tensor:
+    return 2 * _mean((_terms(u) * _terms(v)).sum(-1), batch)
+
+
+def _square_excess(z: Tensor, d: Tensor, batch: BatchInfo) -> Tensor:
+    return _mean(_terms(d).square().sum(-1), batch)
+
+
+def _mean_product(z: Tensor, u: Tensor, v: Tensor, batch: BatchInfo) -> Tensor:
+    return 2 * (u * v).mean()
+
+
+def _mean_excess(z: Tensor, d: Tensor, batch: BatchInfo) -> Tensor:
+    return d.square().mean()
+
+
+OUTPUT_LOSSES: dict[str, OutputLoss] = {
+    "cross_entropy": OutputLoss(_softmax_product, _softmax_excess),
+    "mse": OutputLoss(_mean_product, _mean_excess),
+    "squared_error": OutputLoss(_square_product, _square_excess),
+}
+"""By ``factor.sampler``."""
+
+
+# an engine's steps
+
 
 ADAPTED_EVERY = 5
 """Steps from one comparison of the loss with the prediction to the next, each of which takes one more forward."""

@@ -19,7 +19,7 @@ from torch import nn
 from ds_kfac.comm.message import gathered
 from ds_kfac.config.errors import AUTO
 from ds_kfac.config.kfac import KFACConfig
-from ds_kfac.model.experts import is_autoep
+from ds_kfac.model.batch import is_autoep
 from ds_kfac.zero.domains import tensor_shard
 
 COMPRESSED = ("onebitadam", "onebitlamb", "zerooneadam")

@@ -11,11 +11,11 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-from ds_kfac.comm.bucket import payload
+from ds_kfac.comm.reduce import payload
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.table import DIRECTIONS
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Scan
 from ds_kfac.model.share import share_of
 from ds_kfac.ops.dispatch import chosen

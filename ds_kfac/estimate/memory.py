@@ -6,13 +6,12 @@ import numpy as np
 import torch
 
 from ds_kfac.assignment.work import Work, kept_bytes, packed_bytes
-from ds_kfac.comm.bucket import Layout
-from ds_kfac.comm.reducer import IN_FLIGHT
+from ds_kfac.comm.reduce import IN_FLIGHT, Layout
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.estimate.period import burn_in, settled_period
 from ds_kfac.estimate.traffic import Keys, PlannedTraffic, message_bytes
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.moments import AdamMoments
 from ds_kfac.update.stacking import stacks

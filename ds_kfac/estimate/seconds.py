@@ -14,10 +14,9 @@ from ds_kfac.estimate.machine import Machine
 from ds_kfac.estimate.period import Happening, settled_period
 from ds_kfac.estimate.trace import Trace
 from ds_kfac.estimate.traffic import KINDS, PlannedTraffic, StepTraffic
-from ds_kfac.model.layers.base import LayerSpec
-from ds_kfac.model.layers.convolution import Convolution
-from ds_kfac.model.layers.registry import LAYERS
-from ds_kfac.model.patches import grid_step
+from ds_kfac.model.convolutions import Convolution, grid_step
+from ds_kfac.model.layers import LayerSpec
+from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.rows import RowRule
 from ds_kfac.plan.plan import Plan
 

@@ -8,7 +8,7 @@ from torch import nn
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.estimate.mode import Mode
 from ds_kfac.estimate.trace import Trace
-from ds_kfac.model.layers.base import LayerSpec, parameter_shape
+from ds_kfac.model.layers import LayerSpec, parameter_shape
 from ds_kfac.model.scan import Skipped, scan
 from ds_kfac.model.shared_inputs import agreed
 from ds_kfac.plan.plan import sharing_candidates

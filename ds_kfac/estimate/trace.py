@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ds_kfac.model.layers.base import LayerSpec, parameter_shape
+from ds_kfac.model.layers import LayerSpec, parameter_shape
 from ds_kfac.model.product_code import ADDED, COPIES, LINEAR, RIGHT, multiplied
 from ds_kfac.model.shared_inputs import SharedInputs
 

@@ -8,11 +8,11 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from ds_kfac.comm.bucket import Layout, payloads
 from ds_kfac.comm.delivery import Delivery
 from ds_kfac.comm.message import ALIGNMENT, RelayoutPlan, Scalars
+from ds_kfac.comm.reduce import Layout, payloads
 from ds_kfac.curvature.forms import FACTOR_FORMS
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.step.scalar_names import scalar_names
 from ds_kfac.zero.exchange import ExchangePlan

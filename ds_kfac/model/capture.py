@@ -4,7 +4,7 @@ A is summed in the forward hook and waits, a sum and not the inputs, for the gra
 counted when it arrives. What never gets one is never counted: a forward whose backward is skipped, or stopped by an
 exception before it reached the layer.
 
-A gradient counts in the engine's own backward only, see ``own_backward.py``.
+A gradient counts in the engine's own backward only, see :class:`ds_kfac.model.calls.OwnBackward`.
 
 Activation checkpointing runs a forward twice. Reentrant: the first run has gradients disabled and is passed over.
 Non-reentrant: the first run counts; the recomputation's graph never gets a gradient, so it must not count A. Hence
@@ -25,17 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_kfac.model.batch_info import BatchInfo, ReadBatch
-from ds_kfac.model.batch_sum import BatchSum
-from ds_kfac.model.calls import Call, Forward, edge_of, is_trained, no_graph
-from ds_kfac.model.layers.base import LayerSpec, key_of
-from ds_kfac.model.layers.registry import LAYERS
+from ds_kfac.model.batch import EVERY_ROW, BatchInfo, Fit, ReadBatch, RowMasks
+from ds_kfac.model.calls import Call, Forward, OwnBackward, RowSums, edge_of, is_trained, no_graph
+from ds_kfac.model.layers import LayerSpec, key_of
 from ds_kfac.model.loss_terms import LossTerms
-from ds_kfac.model.own_backward import OwnBackward
 from ds_kfac.model.products import EVERY, Product, Products
-from ds_kfac.model.row_masks import EVERY_ROW, Fit, RowMasks
-from ds_kfac.model.row_sums import RowSums
-from ds_kfac.model.rows import RowRule
+from ds_kfac.model.registry import LAYERS
+from ds_kfac.model.rows import BatchSum, RowRule
 from ds_kfac.model.shared_inputs import SharedInputs
 
 
@@ -182,7 +178,7 @@ class Capture:
         """What is known of the loss of the model's last forward."""
         return self._forward.loss
 
-    # Hooks are plain functions, see :func:`ds_kfac.model.hooks.own_hook`; torch.compile sees their first condition
+    # Hooks are plain functions, see :func:`ds_kfac.model.batch.own_hook`; torch.compile sees their first condition
 
     def _begin_forward(self, own: nn.Module) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:

@@ -13,10 +13,10 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from ds_kfac.curvature.side import Side
 from ds_kfac.model.blocks import Blocks, with_blocks
-from ds_kfac.model.layers.base import LayerSpec, parameter_shape
-from ds_kfac.model.layers.convolution import Convolution
-from ds_kfac.model.layers.registry import LAYERS, SHARDS, TYPES
+from ds_kfac.model.convolutions import Convolution
+from ds_kfac.model.layers import LayerSpec, parameter_shape
 from ds_kfac.model.product_code import Lies, classes_of, convolves, lent, multiplied, reads
+from ds_kfac.model.registry import LAYERS, SHARDS, TYPES
 
 ADAPTER = re.compile(r"(^|\.)lora_[ab](\.|$)", re.IGNORECASE)
 """Names of the two factors of a low-rank update, as PEFT and torchtune give them. Their gradients have the rank of the
@@ -51,7 +51,7 @@ class Choice:
     Attributes:
         include: regexes searched in module names; if any are given, only matching modules are taken.
         exclude: regexes searched in module names; matching modules are left alone.
-        types: names of layer types, of :data:`ds_kfac.model.layers.registry.TYPES`.
+        types: names of layer types, of :data:`ds_kfac.model.registry.TYPES`.
         dense_max: longest side whose factor is one dense matrix; longer ones are cut into blocks; None: any.
         curvature: whether there are factors at all; without, both sides are identities.
         gradients: whether there are statistics of output gradients; without, G is the identity.

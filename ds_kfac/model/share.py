@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ds_kfac.model.layers.base import LayerSpec, parameter_shape
+from ds_kfac.model.layers import LayerSpec, parameter_shape
 from ds_kfac.model.product_code import looked_up
 from ds_kfac.model.scan import Scan, numel
 

@@ -7,7 +7,7 @@ import torch
 
 from ds_kfac.assignment.costs import CostModel
 from ds_kfac.curvature.forms import FACTOR_FORMS
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers import LayerSpec
 
 LONG_STEP = 0.05
 """Seconds of decompositions in a step from which on they are done beside the steps that follow."""

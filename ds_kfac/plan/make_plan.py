@@ -10,11 +10,11 @@ from ds_kfac.assignment.assign import Assignment, assign, worker_counts, workers
 from ds_kfac.assignment.costs import CostModel
 from ds_kfac.assignment.spread import ROWS_PER_COLUMN, Contributors, refresh_offsets
 from ds_kfac.assignment.work import Work, factor_specs, packed_bytes
-from ds_kfac.comm.reduction import DTYPES
+from ds_kfac.comm.reduce import DTYPES
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.curvature.forms import FACTOR_FORMS, FactorForm
 from ds_kfac.curvature.precision import choose
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan import choices
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.adaptive import AdaptiveRule
@@ -218,7 +218,7 @@ def _of_form(form: FactorForm, config: KFACConfig, wire: torch.dtype) -> list[st
     """What the form of the factors rules out although the config leaves it open."""
     reasons = []
     if form.paired(config.damping.chosen):
-        what = "A and G of a layer are decomposed on one rank, and layers that see one input do not share A"
+        what = "A and G of a layer are decomposed on one rank, and layers do not share A"
         kind = config.damping.chosen
         reasons.append(f'{what}: with "{kind}" a factor\'s damping depends on its partner; "relative" does not need it')
     if wire is not torch.float32 and not any(part.halved for part in form.parts):

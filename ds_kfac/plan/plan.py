@@ -12,8 +12,8 @@ from ds_kfac.assignment.work import Work, factor_specs, rows_from
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.curvature.forms import FACTOR_FORMS, FactorForm
 from ds_kfac.curvature.precision import Precision
-from ds_kfac.model.layers.base import LayerSpec
-from ds_kfac.model.layers.registry import SHARDS
+from ds_kfac.model.layers import LayerSpec
+from ds_kfac.model.registry import SHARDS
 from ds_kfac.schedule.adaptive import AdaptiveRule
 from ds_kfac.schedule.intervals import Schedule
 from ds_kfac.schedule.timetable import Timetable

@@ -5,7 +5,7 @@ from typing import Any
 
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.curvature.forms import FACTOR_FORMS
-from ds_kfac.model.layers.registry import MATRICES
+from ds_kfac.model.registry import MATRICES
 from ds_kfac.schedule.intervals import Value
 
 TYPES = list(MATRICES)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ds_kfac.curvature.factor import KroneckerFactor, averaged
 from ds_kfac.curvature.history import History, compared
-from ds_kfac.model.batch_sum import BatchSum
+from ds_kfac.model.rows import BatchSum
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,14 @@ from ds_kfac.assignment.spread import Contributors
 from ds_kfac.assignment.work import FactorSpec, factors_by_layer
 from ds_kfac.comm.delivery import Delivery
 from ds_kfac.comm.message import Arrivals, Channel, Part
-from ds_kfac.comm.reducer import Reducer
+from ds_kfac.comm.reduce import Reducer
 from ds_kfac.curvature.eigen import grouped
 from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.curvature.history import History
 from ds_kfac.curvature.side import Side
 from ds_kfac.metrics import Metrics
-from ds_kfac.model.batch_sum import BatchSum
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers import LayerSpec
+from ds_kfac.model.rows import BatchSum
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import FactorsDue
 from ds_kfac.step.background import Refresher

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from ds_kfac.curvature.forms import FactorForm
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers import LayerSpec
 from ds_kfac.step.draft import FactorDraft
 from ds_kfac.step.factors import FactorUpdates
 from ds_kfac.update.layer_state import LayerState

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ds_kfac.comm.message import Arrivals, Channel, Part, Scalars, deliver
-from ds_kfac.comm.reducer import Reducer
+from ds_kfac.comm.reduce import Reducer
 from ds_kfac.curvature.eigen import Refreshed
 from ds_kfac.directions.base import DirectionSetup, StepContext
 from ds_kfac.directions.kfac_gradient import peak_rates
 from ds_kfac.metrics import Metrics
-from ds_kfac.model.batch_info import ArgumentReader
+from ds_kfac.model.batch import ArgumentReader
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.rows import RowRule
 from ds_kfac.model.shared_inputs import SharedInputs

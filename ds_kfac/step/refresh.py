@@ -11,7 +11,7 @@ from ds_kfac.assignment.work import FactorSpec, key_of
 from ds_kfac.curvature.eigen import Refreshed, Request
 from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.curvature.forms import Options
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.step.factor_state import FactorState
 

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from ds_kfac.directions.base import UpdateRule
-from ds_kfac.model.batch_info import BatchInfo
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.batch import BatchInfo
+from ds_kfac.model.layers import LayerSpec
 from ds_kfac.zero.domains import Domain
 from ds_kfac.zero.layout import ShardLayout
 

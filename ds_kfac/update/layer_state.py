@@ -9,7 +9,7 @@ from torch import Tensor
 from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis
 from ds_kfac.curvature.forms import EIGEN, FactorForm, Kept
 from ds_kfac.curvature.side import Side
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers import LayerSpec
 from ds_kfac.update.moments import Moments
 from ds_kfac.update.turn import Turn, still
 

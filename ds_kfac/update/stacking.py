@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.curvature.eigen import basis_numel
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers import LayerSpec
 from ds_kfac.update.layer_state import LayerState
 from ds_kfac.update.rotation import AT_ONCE
 

@@ -20,9 +20,9 @@ from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank, bwc_tensor_model_parallel_world_size
 from torch import nn
 
-from ds_kfac.model.experts import is_autoep
-from ds_kfac.model.layers.base import LayerSpec
-from ds_kfac.model.layers.registry import SHARDS
+from ds_kfac.model.batch import is_autoep
+from ds_kfac.model.layers import LayerSpec
+from ds_kfac.model.registry import SHARDS
 
 
 @dataclass(frozen=True)

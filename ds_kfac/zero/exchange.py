@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ds_kfac.comm.message import Arrivals, Move, Part
-from ds_kfac.model.layers.base import LayerSpec
-from ds_kfac.model.layers.registry import LAYERS
+from ds_kfac.model.layers import LayerSpec
+from ds_kfac.model.registry import LAYERS
 from ds_kfac.update.rotation import AT_ONCE
 from ds_kfac.zero.layout import ShardLayout
 from ds_kfac.zero.shards import Shard, ShardMap, of_layers, plan_gather, plan_scatter, source

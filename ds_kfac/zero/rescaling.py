@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_kfac.model.layers.base import LayerSpec, parameter_shape
-from ds_kfac.model.layers.registry import MATRICES
+from ds_kfac.model.layers import LayerSpec, parameter_shape
+from ds_kfac.model.registry import MATRICES
 from ds_kfac.zero.layout import ShardLayout
 from ds_kfac.zero.replicated import ReplicatedHalf
 from ds_kfac.zero.shards import Shard, parameter_names

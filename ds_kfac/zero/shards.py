@@ -7,7 +7,7 @@ from functools import cached_property
 from operator import attrgetter
 
 from ds_kfac.comm.message import Move, RelayoutPlan, in_order
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers import LayerSpec
 
 
 @dataclass(frozen=True, order=True)

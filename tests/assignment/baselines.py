@@ -2,7 +2,7 @@
 
 from ds_kfac.assignment.assign import Assignment, column
 from ds_kfac.assignment.work import Work
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers import LayerSpec
 
 
 def round_robin(work: Work, workers: int = 1) -> Assignment:

@@ -6,9 +6,9 @@ import pytest
 
 from ds_kfac.assignment.spread import Contributors
 from ds_kfac.assignment.work import factor_specs
-from ds_kfac.comm.bucket import COUNT, KNOWN, Layout, buckets, payload, slots
+from ds_kfac.comm.reduce import COUNT, KNOWN, Layout, buckets, payload, slots
 from ds_kfac.curvature.side import Side
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers import LayerSpec
 from tests.models import linear_layer
 
 LAYERS = [linear_layer(f"l{i}", 60 + i, 30) for i in range(5)]

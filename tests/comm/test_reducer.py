@@ -7,8 +7,8 @@ import torch
 
 from ds_kfac.assignment.spread import Contributors
 from ds_kfac.assignment.work import factor_specs
-from ds_kfac.comm import reducer as reducer_module
-from ds_kfac.comm.reducer import Reducer
+from ds_kfac.comm import reduce as reducer_module
+from ds_kfac.comm.reduce import Reducer
 from tests.comm.fake_network import FakeNetwork
 from tests.models import linear_layer
 

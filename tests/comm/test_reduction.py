@@ -5,9 +5,8 @@ import torch
 
 from ds_kfac.assignment.spread import Contributors
 from ds_kfac.assignment.work import factor_specs
-from ds_kfac.comm.bucket import buckets, payload, slots
-from ds_kfac.comm.reduction import DTYPES, Reduction
-from ds_kfac.model.batch_sum import BatchSum
+from ds_kfac.comm.reduce import DTYPES, Reduction, buckets, payload, slots
+from ds_kfac.model.rows import BatchSum
 from tests.close import close
 from tests.comm.fake_network import FakeNetwork
 from tests.models import linear_layer

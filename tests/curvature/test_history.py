@@ -9,7 +9,7 @@ import torch
 from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.curvature.history import PIECE, History, compared, frobenius
 from ds_kfac.curvature.side import Side
-from ds_kfac.model.batch_sum import BatchSum
+from ds_kfac.model.rows import BatchSum
 from ds_kfac.ops import dispatch
 from ds_kfac.schedule.adaptive import AdaptiveRule
 from ds_kfac.step import factor_state

@@ -6,7 +6,7 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.sequence.layer import DistributedAttention
 from torch import Tensor, nn
 
-from ds_kfac.model.batch_info import BatchInfo
+from ds_kfac.model.batch import BatchInfo
 from tests.deepspeed.modes import STEPS, Mode
 from tests.deepspeed.parallel import build, least_likely, planned_refreshes, train_whole
 from tests.deepspeed.runs import weights

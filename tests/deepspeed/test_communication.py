@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_kfac.comm.bucket import payload
+from ds_kfac.comm.reduce import payload
 from examples.gpt import GPT, GPTConfig
 from tests.close import near
 from tests.deepspeed.modes import Mode

@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 
-from ds_kfac.model import cut
+from ds_kfac.model import blocks as cut
 from tests.deepspeed import expert_stacks
 from tests.deepspeed.expert_stacks import Apart
 from tests.deepspeed.modes import BY_NAME, Mode

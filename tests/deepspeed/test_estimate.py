@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from benchmarks.models import Mixture, MixtureOfExperts
 from ds_kfac.assignment.costs import BUILTIN
-from ds_kfac.comm.reducer import IN_FLIGHT
+from ds_kfac.comm.reduce import IN_FLIGHT
 from ds_kfac.engine import assembly
 from ds_kfac.estimate.estimates import estimate, shards_of
 from ds_kfac.estimate.machine import Machine

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_kfac.comm.reducer import IN_FLIGHT
+from ds_kfac.comm.reduce import IN_FLIGHT
 from ds_kfac.directions import base
 from ds_kfac.directions.kfac_adamw import rule
 from ds_kfac.estimate.memory import memory_of, transient_bytes

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from ds_kfac.model.batch_info import ArgumentReader
+from ds_kfac.model.batch import ArgumentReader
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import ReferenceStep, build, difference, reference_options, weights
 from tests.models import TokenNet, make_net, make_tokens

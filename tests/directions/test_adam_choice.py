@@ -12,7 +12,7 @@ from ds_kfac.directions.kfac_adamw.optimizer import build
 from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
 from ds_kfac.directions.kfac_adamw.size import SIZE, adam_factor, keeps_direction, step_norm
 from ds_kfac.model.blocks import named
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Choice, scan
 from tests.close import close
 from tests.models import linear_layer

@@ -63,7 +63,7 @@ def forget(trainer: Trainer) -> None:
     from dataclasses import replace
 
     from ds_kfac.engine import attachment
-    from ds_kfac.model.batch_info import ArgumentReader
+    from ds_kfac.model.batch import ArgumentReader
 
     plain = attachment.Attachment.__init__
 

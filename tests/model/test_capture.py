@@ -14,12 +14,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.curvature.side import Side
-from ds_kfac.model.batch_info import BatchInfo
-from ds_kfac.model.batch_sum import BatchSum
+from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.capture import Capture
-from ds_kfac.model.layers.base import key_of
-from ds_kfac.model.layers.registry import LAYERS
-from ds_kfac.model.rows import RowRule
+from ds_kfac.model.layers import key_of
+from ds_kfac.model.registry import LAYERS
+from ds_kfac.model.rows import BatchSum, RowRule
 from ds_kfac.model.scan import Choice, scan
 from ds_kfac.ops.functional import symmetric_pack
 from tests.close import close

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ds_kfac.model.batch_info import BatchInfo
+from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.rows import RowRule
 from ds_kfac.model.scan import Choice, scan
 from ds_kfac.model.share import share_of

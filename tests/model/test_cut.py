@@ -9,9 +9,9 @@ from ds_kfac.assignment.work import factor_specs, rows_from
 from ds_kfac.curvature.side import Side
 from ds_kfac.estimate.mode import kfac_config, mode_of
 from ds_kfac.estimate.subject import subject_of
-from ds_kfac.model import cut as module
-from ds_kfac.model.cut import cut
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model import blocks as module
+from ds_kfac.model.blocks import cut
+from ds_kfac.model.layers import LayerSpec
 from ds_kfac.zero.shards import pieces_of
 
 

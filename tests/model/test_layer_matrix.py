@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_kfac.model.layers.registry import LAYERS
+from ds_kfac.model.registry import LAYERS
 from tests.close import close
 
 

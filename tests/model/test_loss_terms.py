@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ds_kfac.model.batch_info import ArgumentReader, BatchInfo
-from ds_kfac.model.class_dim import class_dim
-from ds_kfac.model.loss_terms import output_terms, returned_loss, returned_prediction
+from ds_kfac.engine.monte_carlo import SAMPLERS
+from ds_kfac.model.batch import ArgumentReader, BatchInfo
+from ds_kfac.model.loss_terms import class_dim, output_terms, returned_loss, returned_prediction
 from ds_kfac.model.rows import RowRule
-from ds_kfac.model.sampled_loss import SAMPLERS
 from ds_kfac.model.scan import Choice
 from ds_kfac.ops.functional import symmetric_pack
 from tests.close import close

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ds_kfac.model.batch_info import BatchInfo
-from ds_kfac.model.output_loss import OUTPUT_LOSSES
-from ds_kfac.model.sampled_loss import SAMPLERS
+from ds_kfac.engine.monte_carlo import SAMPLERS
+from ds_kfac.engine.quadratic import OUTPUT_LOSSES
+from ds_kfac.model.batch import BatchInfo
 from tests.close import close, near
 
 N, T, C = 3, 4, 5

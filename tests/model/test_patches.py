@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from ds_kfac.curvature.side import Side
-from ds_kfac.model import patches as module_under_test
-from ds_kfac.model.layers.registry import LAYERS
-from ds_kfac.model.patches import Grid, Patches
+from ds_kfac.model import convolutions as module_under_test
+from ds_kfac.model.convolutions import Grid, Patches
+from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.rows import RowRule
 
 SIZES = {1: (17,), 2: (9, 7), 3: (5, 6, 4)}

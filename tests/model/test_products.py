@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from ds_kfac.model.batch_info import BatchInfo
+from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.product_code import Lies, contraction, lent, multiplied
 from ds_kfac.model.products import Products, laid
 from ds_kfac.model.scan import Choice, scan

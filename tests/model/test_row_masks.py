@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ds_kfac.model.batch_info import ArgumentReader
-from ds_kfac.model.row_masks import fit
+from ds_kfac.model.batch import ArgumentReader, fit
 from ds_kfac.model.rows import RowRule
 from ds_kfac.ops.functional import symmetric_pack
 from tests.close import close

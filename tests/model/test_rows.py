@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_kfac.model.batch_info import ArgumentReader, BatchInfo
-from ds_kfac.model.row_masks import Fit, fit
+from ds_kfac.model.batch import ArgumentReader, BatchInfo, Fit, fit
 from ds_kfac.model.rows import RowRule, gradient_rows, input_rows, phase
 from tests.close import close
 

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_kfac.model.batch_sum import BatchSum
 from ds_kfac.model.capture import Capture
+from ds_kfac.model.rows import BatchSum
 from ds_kfac.model.scan import Choice, scan
 from ds_kfac.model.shared_inputs import SharedInputs, agreed
 

@@ -7,7 +7,7 @@ from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.assignment.work import factors_by_layer
 from ds_kfac.curvature.side import Side
 from ds_kfac.model import shared_inputs
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.make_plan import Setting, make_plan
 from ds_kfac.plan.plan import Known, Plan
 from ds_kfac.zero.shards import source

@@ -4,7 +4,7 @@ import torch
 
 from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.curvature.side import Side
-from ds_kfac.model.batch_sum import BatchSum
+from ds_kfac.model.rows import BatchSum
 from ds_kfac.step.factor_state import FactorState, folded
 from ds_kfac.step.scalar_names import unusual
 

@@ -39,7 +39,7 @@ from ds_kfac.directions.base import LocalResult, StepContext
 from ds_kfac.directions.kfac_adamw.optimizer import IN_USE
 from ds_kfac.directions.kfac_adamw.part import Block, Part, blocks_of, of_one_shape, put_back, row_blocks
 from ds_kfac.directions.kfac_adamw.size import SIZE, adam_factor, keeps_direction, step_norm
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.reference import each
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.kfac import lengths

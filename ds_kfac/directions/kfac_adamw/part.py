@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ds_kfac.curvature.root import LayerRoot
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers import LayerSpec
 from ds_kfac.update.layer_state import LayerState
 from ds_kfac.update.moments import AdamFold
 from ds_kfac.update.rotation import AT_ONCE, Rotation

@@ -21,7 +21,7 @@ from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, KFACAdam
 from ds_kfac.directions.kfac_adamw.size import keeps_direction
 from ds_kfac.directions.kfac_adamw.user_optimizer import given_groups
 from ds_kfac.model.blocks import KINDS, named, rows_of, weight_name
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Choice
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.moments import AdamMoments

@@ -12,7 +12,7 @@ import math
 
 from ds_kfac.config.method import AdamConfig
 from ds_kfac.model.blocks import named
-from ds_kfac.model.layers.base import LayerSpec
+from ds_kfac.model.layers import LayerSpec
 
 SIZE = 27.0
 """Measured with gpt_small (benchmarks/convergence), of width 128, at AdamW's best rate."""

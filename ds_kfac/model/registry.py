@@ -2,14 +2,9 @@
 
 from torch import nn
 
-from ds_kfac.model.layers.base import LayerType
-from ds_kfac.model.layers.conv1d import Conv1D
-from ds_kfac.model.layers.convolution import Convolution
-from ds_kfac.model.layers.image_norm import BatchNorm, GroupNorm
-from ds_kfac.model.layers.linear import Linear
-from ds_kfac.model.layers.norm import LayerNorm, RMSNorm
-from ds_kfac.model.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from ds_kfac.model.layers.transposed_convolution import TransposedConvolution
+from ds_kfac.model.convolutions import Convolution, TransposedConvolution
+from ds_kfac.model.layers import ColumnParallelLinear, Conv1D, LayerType, Linear, RowParallelLinear
+from ds_kfac.model.norms import BatchNorm, GroupNorm, LayerNorm, RMSNorm
 
 LAYERS: dict[str, LayerType] = {
     "Linear": Linear(),

@@ -1,7 +1,19 @@
-"""Second moments of image patches, of which only a few are in memory at a time.
+"""Convolutions, whose rows are image patches (KFC, Grosse & Martens 2016, arXiv:1602.01407).
 
-A window looks at an image [N, C, *S] from every position; a patch has an entry for each channel and place of its
-kernel, in the order of a convolution's weight. Single pixels are patches too.
+**nn.Conv1d, 2d, 3d**: the matrix [O, C * kernel], the bias as last column. Its rows of A are the patches it sees, its
+rows of G the gradients of its output pixels. With groups (depthwise: one channel each) it is a stack of independent
+maps [groups, O / groups, C / groups * kernel], each with its own A and G. Loss terms are the examples unless labels or
+the model's output say otherwise: A is the mean over examples and positions, G the sum over positions for each term.
+That is KFC's Fisher, T A kron (G / T) with T positions.
+
+**nn.ConvTranspose1d, 2d, 3d**: the roles swapped, weight [C, O / groups, *kernel]. Its input's pixels are the rows of
+A; the patches of its output's gradient, as the convolution whose transpose it is would see them, are those of G. The
+matrix is [O * kernel, C]. A bias is added to every output pixel: it is no column of that matrix and left to the
+optimizer.
+
+**Patches.** A window looks at an image [N, C, *S] from every position; a patch has an entry for each channel and place
+of its kernel, in the order of a convolution's weight. Single pixels are patches too. Only a few are in memory at a
+time.
 
 **Grid.** Positions are many, and neighbours nearly alike. A grid takes one in r along each of d dimensions, from a
 place that moves with the step: every position is as likely as any other, so r^d times the sum is unbiased, whatever r
@@ -14,12 +26,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from operator import ge
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_kfac.curvature.side import Side
+from ds_kfac.model.layers import Linear, computed_parameter, parameter_shape
 from ds_kfac.model.rows import RowRule, phase
 
 CHUNK = 1 << 22
@@ -185,3 +200,110 @@ class Patches:
             (N, *(grid.step * move for move in moves), C, *taps),
             start,
         )
+
+
+FEW_CHANNELS = 4
+"""Of an image: gray, colour, with transparency."""
+
+
+class Convolution(Linear):
+    """One of torch's convolutions, by its class."""
+
+    images = True
+
+    def __init__(self, kind: type[nn.modules.conv._ConvNd]) -> None:
+        self.kind: Any = kind
+        self.dims = int(kind.__name__[-2])
+
+    def batched(self, x: Tensor) -> Tensor:
+        """[N, C, *S] of what a convolution took or gave; [C, *S] is a batch of one."""
+        return x if x.ndim > self.dims + 1 else x.unsqueeze(0)
+
+    def refusal(self, module: nn.Module) -> str | None:
+        if not isinstance(module, self.kind):
+            return ""
+        return computed_parameter(module)
+
+    def overridden(self, module: nn.Module) -> str | None:
+        """Which of the class's functions a module has its own of: its patches are seen only where it calls torch's."""
+        names = ("forward", "_conv_forward")
+        return next((n for n in names if getattr(type(module), n, None) is not getattr(self.kind, n, None)), None)
+
+    def groups(self, module: Any) -> int:
+        return module.groups
+
+    def sides(self, module: Any, bias: bool) -> tuple[int, int]:
+        outputs, channels, *kernel = parameter_shape(module.weight)
+        return channels * torch.Size(kernel).numel() + bias, outputs // module.groups
+
+    def keeps_direction(self, module: Any) -> str | None:
+        if module.groups > 1 and 1 in (module.in_channels // module.groups, module.out_channels // module.groups):
+            return "the filter of one channel is no matrix"
+        if module.in_channels <= FEW_CHANNELS:
+            return f"it sees the {module.in_channels} channels of an image"
+        return None
+
+    def rows(self, x: Tensor, output: Tensor) -> int:
+        return output.numel() // max(1, self.batched(output).shape[1])
+
+    def input_patches(self, module: Any, x: Tensor) -> Patches:
+        """Whose second moment is A."""
+        window, x = Window.of(module), self.batched(x)
+        return Patches(x, window, window.positions(tuple(x.shape[2:])))
+
+    def gradient_patches(self, module: Any, gradient: Tensor) -> Patches:
+        """Whose second moment is G."""
+        gradient = self.batched(gradient)
+        size = tuple(gradient.shape[2:])
+        return Patches(gradient, Window.pixel(len(size)), size)
+
+    def input_rows(self, module: Any, x: Tensor) -> Tensor | None:
+        """Mean patch of each example, [N, I without the bias]: what "reduce" needs."""
+        patches = self.input_patches(module, x)
+        return patches.sums() * (patches.examples / max(1, patches.count))
+
+    def gradient_rows(self, module: Any, x: Tensor | None, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Sum of each example's, for "reduce"."""
+        return None, self.gradient_patches(module, gradient).sums()
+
+    def matrix(self, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        weight_OI = weight.view(*shape[:-1], -1)
+        return weight_OI if bias is None else torch.cat([weight_OI, bias.view(*shape[:-1], 1)], dim=-1)
+
+    def split(self, matrix_OI: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
+        if not has_bias:
+            return (matrix_OI.reshape(-1),)
+        return matrix_OI[..., :-1].reshape(-1), matrix_OI[..., -1].reshape(-1).contiguous()
+
+
+class TransposedConvolution(Convolution):
+    """One of torch's, by its class."""
+
+    without_bias: str | None = "is added to every output pixel, it belongs to no column of the matrix"
+
+    def refusal(self, module: Any) -> str | None:
+        reason = super().refusal(module)
+        if reason is None and (name := self.overridden(module)) is not None:
+            return f"{type(module).__name__} overrides {self.kind.__name__}.{name}, so its patches are not known"
+        if reason is None and any(map(ge, module.output_padding, module.stride)):
+            return "its output_padding is not below its stride"
+        return reason
+
+    def sides(self, module: Any, bias: bool) -> tuple[int, int]:
+        channels, outputs, *kernel = parameter_shape(module.weight)
+        return channels // module.groups, outputs * torch.Size(kernel).numel()
+
+    def rows(self, x: Tensor, output: Tensor) -> int:
+        return x.numel() // max(1, self.batched(x).shape[1])
+
+    def input_patches(self, module: Any, x: Tensor) -> Patches:
+        return super().gradient_patches(module, x)
+
+    def gradient_patches(self, module: Any, gradient: Tensor) -> Patches:
+        return super().input_patches(module, gradient)
+
+    def matrix(self, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        return weight.view(*shape[:-2], shape[-1], shape[-2]).mT
+
+    def split(self, matrix_OI: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
+        return (matrix_OI.mT.reshape(-1),)

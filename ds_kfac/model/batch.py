@@ -1,0 +1,387 @@
+"""Which rows of a micro-batch count, and how many loss terms it has: by arguments, masks and experts of the model.
+
+**Masks** are [N, T], examples times positions. Rows may lie as [N, T, D], sequence first as [T, N, D], or flattened;
+in an encoder-decoder where a call is decides which mask is its own. Where shapes leave a doubt it is said, once.
+
+**Experts** (deepspeed.moe, AutoEP) see what is dispatched to them, padded to a capacity or to a multiple of some rows.
+An expert's A is the mean over the tokens routed to it; its G the sum over them for all loss terms of the batch. Their
+product is the expert's Fisher, to which tokens routed elsewhere add nothing. Tokens come from all ranks of the
+expert-parallel group; each is taken to have as many loss terms as this one. Found by attributes, not by class.
+"""
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+def own_hook(own: nn.Module, function: Callable[..., Any]) -> Callable[..., None]:
+    """``function`` as a hook of ``own`` only.
+
+    ``copy.deepcopy`` of a module takes its hooks along: a bound method with all that it is bound to, process groups
+    included; a plain function as it is, so that the copy's calls (an average of the weights, a frozen reference) would
+    be taken for the model's.
+    """
+
+    def hook(module: nn.Module, *values: Any, **named: Any) -> None:
+        if module is own:
+            function(module, *values, **named)
+
+    return hook
+
+
+MASK, DECODER_MASK, LABELS, ITEMS = "attention_mask", "decoder_attention_mask", "labels", "num_items_in_batch"
+"""Names of Hugging Face's arguments."""
+NO_LOSS = -100
+"""Its label without a loss."""
+
+
+@dataclass(frozen=True)
+class BatchInfo:
+    """What K-FAC has to know about a micro-batch; None: every row counts, and what the model returns gives M.
+
+    Attributes:
+        rows: bool [N, T], True where a row counts; used by layers whose rows are N x T, in whatever order. With an
+            encoder and a decoder, the decoder's.
+        labelled: bool [N] or [N, T]: True where the loss has a term. Its sum is M, the number of loss terms.
+        divisor: what the loss divides the sum of its terms by, where that is not M: with sequence parallelism maybe
+            the terms of the whole sequence.
+        encoder_rows: bool [N, S], True where a row of the source counts, with an encoder and a decoder.
+        items: what the loss that the model returns divides the sum of its terms by, whatever is done to it outside:
+            Hugging Face's ``num_items_in_batch``, of all micro-batches and maybe all ranks.
+        ranks: from how many ranks the rows come, each with as many loss terms as this one (experts).
+        tokens: loss terms, where neither labels nor the model's output show them; None: as many as the layer nearest to
+            the loss has rows.
+        places: whether its rows are places for tokens, zero where there is none (experts).
+    """
+
+    rows: Tensor | None = None
+    labelled: Tensor | None = None
+    divisor: Tensor | float | None = None
+    encoder_rows: Tensor | None = None
+    items: Tensor | float | None = None
+    ranks: int = 1
+    tokens: int | None = None
+    places: bool = False
+
+    def terms(self, *, weight_sharing: str) -> Tensor | None:
+        """M, a fp32 scalar on the device: loss terms, or with "reduce" examples that have one."""
+        if self.labelled is None:
+            return None
+        labelled = self.labelled.flatten(1).any(dim=1) if weight_sharing == "reduce" else self.labelled
+        return labelled.sum().float()
+
+
+def encoder_decoders(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Names of encoders and their decoders: siblings called so, made of parts (T5, BART, nn.Transformer)."""
+    for name, module in model.named_modules():
+        pair = [getattr(module, part, None) for part in ("encoder", "decoder")]
+        if all(isinstance(part, nn.Module) and any(True for _ in part.children()) for part in pair):
+            prefix = f"{name}." if name else ""
+            yield f"{prefix}encoder", f"{prefix}decoder"
+
+
+ReadBatch = Callable[[tuple, Mapping[str, Any]], BatchInfo]
+"""(arguments, keyword arguments) of the model's forward -> BatchInfo. A user may set ``engine.kfac.read_batch``."""
+
+
+class ArgumentReader:
+    """Reads a padding mask and labels from the forward's arguments, by Hugging Face's names for them: a [N, T] mask, 0
+    where a row is padding (with an encoder and a decoder one of the source, one of the target), and integer labels.
+
+    Position t of a model whose class is a causal language model's is trained on label t + 1.
+
+    Args:
+        model: the engine's module; its signature gives positional arguments their names.
+        count: "labelled": rows that are attended and whose own label counts. "attended": rows of the mask. "all".
+    """
+
+    def __init__(self, model: nn.Module, *, count: str = "labelled") -> None:
+        self._signature = inspect.signature(model.forward)
+        self.count = count
+        self.shifted = any(word in type(model).__name__ for word in ("CausalLM", "LMHeadModel"))
+        self.two_sided = any(True for _ in encoder_decoders(model))
+
+    def __call__(self, arguments: tuple, keywords: Mapping[str, Any]) -> BatchInfo:
+        try:
+            given = self._named(arguments, keywords)
+        except TypeError:  # the call itself will say what is wrong with it
+            return BatchInfo()
+        labels, items = given.get(LABELS), given.get(ITEMS)
+        labelled = None
+        if isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dtype != torch.bool:
+            labelled = labels != NO_LOSS
+            if self.shifted and labelled.ndim == 2:
+                labelled = torch.cat([labelled[:, 1:], labelled.new_zeros(len(labelled), 1)], dim=1)
+        rows, encoder_rows = self._mask(given, MASK), None
+        if self.two_sided:
+            rows, encoder_rows = self._mask(given, DECODER_MASK), rows
+        if self.count == "labelled" and labelled is not None and labelled.ndim == 2:
+            rows = labelled if rows is None or rows.shape != labelled.shape else rows & labelled
+        return BatchInfo(rows, labelled, encoder_rows=encoder_rows, items=items)
+
+    def _mask(self, given: Mapping[str, Any], name: str) -> Tensor | None:
+        mask = given.get(name)
+        return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 and self.count != "all" else None
+
+    def _named(self, arguments: tuple, keywords: Mapping[str, Any]) -> Mapping[str, Any]:
+        bound = self._signature.bind_partial(*arguments, **keywords).arguments
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                bound = {**bound, **bound.get(name, {})}
+        return bound
+
+
+# which mask belongs to a call's rows
+
+
+logger = logging.getLogger("ds_kfac")
+SOURCE, TARGET = "source", "target"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A mask as it fits the rows of a call.
+
+    Attributes:
+        mask: bool, [N, T] or [T, N] as the rows lie, maybe flattened; None: every row counts.
+        examples: dimension of the rows that has the examples, 1 where sequences come first.
+        doubt: what its shape leaves open, "" if all is clear.
+    """
+
+    mask: Tensor | None = None
+    examples: int = 0
+    doubt: str = ""
+
+
+EVERY_ROW = Fit()
+"""Counts."""
+
+
+def fit(mask: Tensor | None, batch: tuple[int, ...], examples: int | None = None) -> Fit:
+    """The mask for rows of leading shape ``batch``.
+
+    Args:
+        mask: bool [N, T]; one with other dimensions is of rows in their own order.
+        examples: dimension of the examples in rows of this model, where it is known from elsewhere.
+    """
+    if mask is None:
+        return Fit()
+    if mask.ndim != 2:
+        same = mask.numel() == prod(batch) and (len(batch) == 1 or batch[0] == len(mask))
+        return Fit(mask.reshape(batch) if same else None)
+    N, T = mask.shape
+    direct = (batch[:1], prod(batch[1:])) == ((N,), T)
+    turned = batch[:2] == (T, N) and prod(batch[2:]) == 1
+    trivial = N <= 1 or T <= 1  # then both orders are the same
+    if direct and turned and not trivial:
+        doubt = "there are as many examples as positions; taken as examples first" if examples is None else ""
+        return Fit(mask.T, 1, doubt) if examples == 1 else Fit(mask, 0, doubt)
+    if direct:
+        return Fit(mask)
+    if turned:
+        return Fit(mask.T, 1)
+    if len(batch) == 1 and batch[0] == N * T:
+        if examples == 1 and not trivial:
+            return Fit(mask.T, 1, "flattened rows, in a model that has sequences first elsewhere; taken so here too")
+        return Fit(mask)
+    if prod(batch) == N * T and not trivial:
+        return Fit(doubt="only their number fits; every row counts")
+    return Fit()
+
+
+class RowMasks:
+    """Chooses among the masks of a micro-batch.
+
+    Hooks on the encoders and decoders of a model record where a call is: rows in an encoder, and those that a decoder
+    makes of the encoder's output, are the source's. A recomputation is assigned by its module's place.
+
+    Args:
+        model: the module whose forward takes the masks.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._watching = model, False
+        self._places: dict[str, str] = {}  # "encoder." -> SOURCE
+        self._side: str | None = None
+        self._outer: list[str | None] = []  # sides around the present one
+        self._sources: list[StorageWeakRef] = []
+        self._examples: dict[str, int] = {}  # module -> dimension of its examples, where shapes decide
+        self._said: set[str] = set()
+        self._handles: list[Any] = []
+        for encoder, decoder in encoder_decoders(model):
+            for name, side in ((encoder, SOURCE), (decoder, TARGET)):
+                self._places[name + "."] = side
+                self._watch(model.get_submodule(name), side)
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def begin(self) -> None:
+        """A forward of the model begins."""
+        self._watching, self._side, self._sources, self._outer = True, None, [], []
+
+    def end(self) -> None:
+        """It is over; what comes now is recomputed. Encoder outputs stay known."""
+        self._watching, self._side = False, None
+
+    def of(self, module: str, x: Tensor, batch: tuple[int, ...], info: BatchInfo) -> Fit:
+        """For a call of ``module`` with ``x``, whose rows have the leading shape ``batch``."""
+        if info.rows is None and info.encoder_rows is None:
+            return EVERY_ROW
+        side = self._side_of(module, x)
+        masks = [info.rows, info.encoder_rows]
+        if side == SOURCE:
+            masks = [info.encoder_rows]
+        elif side == TARGET and info.rows is None:
+            masks = []  # of their length nothing is known, and the source's may be the same
+        inside = self._inside_attention(module)
+        known = 1 if inside else self._order_of(module, batch)
+        fits = [(mask, fit(mask, batch, known)) for mask in masks if mask is not None]
+        if inside:
+            fits = [(mask, replace(found, doubt="")) for mask, found in fits]
+        good = [found for _, found in fits if found.mask is not None]
+        found = good[0] if good else next((found for _, found in fits if found.doubt), Fit())
+        if side is None and len(good) > 1:
+            found = Fit(found.mask, found.examples, "the masks of source and target fit; the target's is taken")
+        if found.doubt:
+            shapes = " and ".join(str(list(mask.shape)) for mask, _ in fits)
+            self._say(module, found.doubt, f"rows {list(batch)}, mask {shapes}")
+        elif found.mask is not None and len(batch) > 1 and min(found.mask.shape) > 1 and len(set(batch[:2])) > 1:
+            self._examples[module] = found.examples
+        return found
+
+    def _say(self, module: str, doubt: str, shapes: str) -> None:
+        if doubt in self._said:
+            return
+        self._said.add(doubt)
+        logger.warning(
+            f"ds_kfac: which rows of {module} count is ambiguous ({shapes}): {doubt}. If that is wrong, set "
+            "engine.kfac.read_batch, or kfac.padding.count to all (shown once, for the first such layer)"
+        )
+
+    def _inside_attention(self, module: str) -> bool:
+        """Whether rows are those that torch's attention multiplies: sequences first, whatever its ``batch_first``."""
+        around = module, module.rpartition(".")[0]
+        return any(isinstance(self._model.get_submodule(name), nn.MultiheadAttention) for name in around)
+
+    def _order_of(self, module: str, batch: tuple[int, ...]) -> int | None:
+        if len(batch) == 1:  # flattened somewhere in between: as the others are
+            return 1 if 1 in self._examples.values() else None
+        if module in self._examples:
+            return self._examples[module]
+        place = module
+        while place:  # what torch's own modules say, or a part of them
+            place = place.rpartition(".")[0]
+            around = self._model.get_submodule(place)
+            for one in (around, *around.children()):
+                if isinstance(getattr(one, "batch_first", None), bool):
+                    return 0 if one.batch_first else 1
+        return None
+
+    # where a call is
+
+    def _side_of(self, module: str, x: Tensor) -> str | None:
+        if not self._places:
+            return TARGET
+        cdata = x.untyped_storage()._cdata
+        if any(source.cdata == cdata and not source.expired() for source in self._sources):
+            return SOURCE
+        if self._side is not None:
+            return self._side
+        return next((side for place, side in self._places.items() if module.startswith(place)), None)
+
+    def _watch(self, module: nn.Module, side: str) -> None:
+        def enter(module: nn.Module, arguments: tuple) -> None:
+            if self._watching:
+                self._outer.append(self._side)
+                self._side = side
+
+        def leave(module: nn.Module, arguments: tuple, output: Any) -> None:
+            if self._watching and self._outer:
+                outer = self._outer.pop()
+                self._side = TARGET if side == TARGET else outer  # what follows a decoder belongs to the target
+                if side == SOURCE:
+                    self._sources += [StorageWeakRef(x.untyped_storage()) for x in _tensors(output)]
+
+        self._handles.append(module.register_forward_pre_hook(own_hook(module, enter)))
+        self._handles.append(module.register_forward_hook(own_hook(module, leave), always_call=True))
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output] if output.ndim > 1 else []
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else ()
+    return [x for value in values for x in _tensors(value)]
+
+
+# experts
+
+
+def is_autoep(module: nn.Module) -> bool:
+    """Whether it is a mixture that DeepSpeed's AutoEP has put into a model: ``experts`` are stacks w1, w2, w3 [E, O, I]
+    of this rank's."""
+    return getattr(module, "_is_autoep_layer", False) is True
+
+
+class ExpertRows:
+    """Hooks on experts; gives the :class:`BatchInfo` of any module's calls.
+
+    Attributes:
+        experts: names of all experts here, and of AutoEP's stacks of them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._rows: dict[str, tuple[Tensor, int]] = {}  # expert -> bool rows that are tokens, tokens of this rank
+        self._tokens: dict[str, int] = {}  # mixture -> tokens of this rank
+        self._stacks: dict[str, tuple[str, int]] = {}  # stack -> its mixture, ranks whose tokens it gets
+        self.experts: list[str] = []
+        self._handles: list[Any] = []
+        for name, module in model.named_modules():
+            inner = getattr(getattr(module, "experts", None), "deepspeed_experts", ())
+            if not inner and not is_autoep(module):
+                continue
+            self._handles.append(module.register_forward_pre_hook(own_hook(module, partial(self._mixture, name))))
+            if is_autoep(module):
+                place = f"{name}.experts".lstrip(".")
+                self.experts.append(place)
+                self._stacks[place] = name, int(module.ep_size)
+                continue
+            for index, expert in enumerate(inner or ()):
+                place = f"{name}.experts.deepspeed_experts.{index}"
+                self.experts.append(place)
+                hook = own_hook(expert, partial(self._expert, name, place))
+                self._handles.append(expert.register_forward_pre_hook(hook))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _mixture(self, name: str, module: nn.Module, inputs: tuple) -> None:
+        self._tokens[name] = inputs[0].shape[:-1].numel()
+
+    def _expert(self, mixture: str, place: str, module: nn.Module, inputs: tuple) -> None:
+        dispatched = inputs[0].detach()  # [expert-parallel ranks, 1, capacity, width], zero where there is no token
+        self._rows[place] = (dispatched != 0).any(-1), self._tokens[mixture]
+
+    def __call__(self, module: str, batch: BatchInfo) -> BatchInfo:
+        """Of a call of ``module`` in a micro-batch."""
+        place = next((place for place in self.experts if module == place or module.startswith(place + ".")), None)
+        if place is None:
+            return batch
+        if place in self._stacks:
+            mixture, ranks = self._stacks[place]
+            tokens = self._tokens[mixture]
+            return replace(batch, rows=None, encoder_rows=None, ranks=ranks, tokens=tokens, places=True)
+        rows, tokens = self._rows[place]
+        return replace(batch, rows=rows, encoder_rows=None, ranks=len(rows), tokens=tokens)

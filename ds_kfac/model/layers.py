@@ -1,0 +1,306 @@
+"""What K-FAC has to know about a layer; linear layers. Shape suffixes: N rows, O and I the sides of the layer's matrix.
+
+**Tensor-parallel linears**: this rank's shard of a weight is a layer of its own.
+
+    column parallel   weight [O / t, I]    A is the whole layer's, G the diagonal block of the own outputs
+    row parallel      weight [O, I / t]    A is the diagonal block of the own inputs, G the whole layer's
+
+Together the shards are the whole layer with one side block-diagonal. A row-parallel bias is added to the sum over
+ranks, as input of no block in particular: it is left to the optimizer. DeepSpeed's AutoTP layers, Megatron's, and
+transformers' Conv1D are found by name and attributes; none is imported.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ds_kfac.curvature.side import Side
+
+
+def key_of(layer: str, side: str) -> str:
+    """Key of a layer's own factor; ``side`` is "A" or "G"."""
+    return f"{layer}/{side}"
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One preconditioned layer, as every rank sees it; plain values only.
+
+    The layer's matrix is [O, I], outputs times inputs, with the bias as last column. For a norm it is a single row of
+    (weight, bias) pairs. With groups it is a stack of such matrices.
+    """
+
+    name: str
+    kind: str
+    """Key of :data:`ds_kfac.model.registry.LAYERS`."""
+    module: str
+    """Name of the module whose calls give its statistics."""
+    weight: str
+    """Name of the weight parameter in the model."""
+    bias: str | None
+    """Name of the bias parameter; None if there is none, or it is frozen."""
+    A: Side
+    """Of its inputs, with a 1 for the bias."""
+    G: Side
+    """Of its output gradients."""
+    product: bool = False
+    """Whether its rows are those that a product with its parameter is seen to take, see ``products.py``; else those of
+    the module's calls."""
+    also: tuple[str, ...] = ()
+    """Names of other modules of the kind with the same parameters, whose calls are calls of this one."""
+    copies: int = 1
+    """Tensor-parallel ranks that hold the same layer; 1 if each has a shard of its own."""
+    cut: tuple[int, int] = (1, 1)
+    """Into how many tensor-parallel shards the whole layer's outputs and inputs are cut; this is one of them."""
+    groups: int = 1
+    """Independent maps of equal shape (a convolution's groups), each with its own block of A and of G."""
+    keeps_direction: str | None = None
+    """Why its directions are not to be orthogonalized."""
+    part: tuple[int, int] = (0, 1)
+    """(index, count): it is this one of so many equal parts of its parameters, such as an expert of a stack."""
+    blocks: tuple[int, ...] = ()
+    """Of output rows, for a matrix that is several maps in one: block k is the k-th so many rows of every
+    ``sum(blocks)``. Empty: it is one."""
+    shares: str | None = None
+    """The layer whose A is its own, too; known before training, as that of a stack's experts."""
+
+    @property
+    def dim_A(self) -> int:
+        return self.A.dim
+
+    @property
+    def dim_G(self) -> int:
+        return self.G.dim
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the layer's matrix: (O, I), or (groups, O, I)."""
+        if self.groups == 1:
+            return self.dim_G, self.dim_A
+        return self.groups, self.dim_G // self.groups, self.dim_A // self.groups
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The same of the layer that this is a shard of."""
+        *groups, O, I = self.shape  # noqa: E741
+        return *groups, O * self.cut[0], I * self.cut[1]
+
+    @property
+    def maps(self) -> tuple[tuple[int, int], ...]:
+        """(O, I) of each map in the layer: of its groups, and of the blocks in its matrix."""
+        O, I = self.shape[-2:]  # noqa: E741
+        rows = [size * (O // sum(self.blocks)) for size in self.blocks] or [O]
+        return tuple((size, I) for size in rows) * self.groups
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the layer's gradient."""
+        return prod(self.shape)
+
+    @property
+    def packed_numel(self) -> int:
+        """Elements of both packed factors."""
+        return self.A.numel + self.G.numel
+
+
+class LayerType(Protocol):
+    """A row of the table of layer types. One file each; stateless."""
+
+    needs_gradients: bool
+    """Whether even its A is made of output gradients, so that it has no statistics without them."""
+    without_bias: str | None
+    """Why a bias is not part of the layer; None: it is."""
+    turned: bool
+    """Whether the weight of a linear map lies [I, O]."""
+    images: bool
+    """Whether its tensors are images [N, C, ..]: no mask [N, T] is for their rows."""
+
+    def refusal(self, module: nn.Module) -> str | None:
+        """None if this type describes ``module``; else why not ("" when it is some other type altogether)."""
+
+    def sides(self, module: nn.Module, bias: bool) -> tuple[int, int]:
+        """(I, O), from attributes or ``ds_shape``: ZeRO-3 leaves empty weights behind."""
+
+    def groups(self, module: nn.Module) -> int:
+        """Independent maps that the module consists of, each with such sides."""
+
+    def keeps_direction(self, module: nn.Module) -> str | None:
+        """Why its directions are not to be orthogonalized."""
+
+    def rows(self, x: Tensor, output: Tensor) -> int:
+        """How many rows a call has, whichever of them count."""
+
+    def input_rows(self, module: nn.Module, x: Tensor) -> Tensor | None:
+        """Inputs [.., I without the bias]; None if A comes with the gradient."""
+
+    def gradient_rows(
+        self, module: nn.Module, x: Tensor | None, gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """From a call's input and output gradient: rows of A if ``input_rows`` gave none, rows of G if it has any."""
+
+    def matrix(self, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        """Flat (weight | bias) gradients -> the layer's matrix, of ``LayerSpec.shape``."""
+
+    def split(self, matrix_OI: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
+        """Inverse of ``matrix``: flat gradients in the order of ``LayerSpec.parameters``."""
+
+    def structured(self, side_A: Side, side_G: Side, bias: bool) -> tuple[Side, Side]:
+        """The sides' structure, where the type fixes it."""
+
+
+def parameter_shape(parameter: Any) -> tuple[int, ...]:
+    """The true shape: ZeRO-3 keeps it in ``ds_shape`` while the parameter itself is empty."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def computed_parameter(module: Any) -> str | None:
+    """Why a module whose weight or bias is computed (weight_norm and other parametrizations) is not for us, or None."""
+    for name in ("weight", "bias"):
+        if getattr(module, name, None) is not None and name not in module._parameters:
+            return f"its {name} is computed by a parametrization, not a parameter"
+    return None
+
+
+class Linear:
+    """nn.Linear, y = x W^T + b: a matrix [O, I], its bias as last column."""
+
+    needs_gradients = False
+    without_bias: str | None = None
+    images = False
+    turned = False
+    """Whether the weight lies [I, O]."""
+
+    def refusal(self, module: nn.Module) -> str | None:
+        if not isinstance(module, nn.Linear):
+            return ""
+        if type(module).forward is not nn.Linear.forward:
+            return f"{type(module).__name__} overrides nn.Linear.forward, so its rows are not known"
+        return computed_parameter(module)
+
+    def sides(self, module: nn.Module, bias: bool) -> tuple[int, int]:
+        out_features, in_features = parameter_shape(module.weight)
+        return in_features + bias, out_features
+
+    def groups(self, module: nn.Module) -> int:
+        return 1
+
+    def keeps_direction(self, module: nn.Module) -> str | None:
+        return None
+
+    def rows(self, x: Tensor, output: Tensor) -> int:
+        return output.numel() // max(1, output.shape[-1])
+
+    def input_rows(self, module: nn.Module, x: Tensor) -> Tensor | None:
+        return x
+
+    def gradient_rows(
+        self, module: nn.Module, x: Tensor | None, gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        return None, gradient
+
+    def matrix(self, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        weight_OI = weight.view(shape[0], -1)
+        return weight_OI if bias is None else torch.cat([weight_OI, bias[:, None]], dim=1)
+
+    def split(self, matrix_OI: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
+        if not has_bias:
+            return (matrix_OI.reshape(-1),)
+        return matrix_OI[:, :-1].reshape(-1), matrix_OI[:, -1].contiguous()
+
+    def structured(self, side_A: Side, side_G: Side, bias: bool) -> tuple[Side, Side]:
+        return side_A, side_G
+
+
+class Conv1D(Linear):
+    """transformers' (GPT-2), y = x W + b: like :class:`Linear`, with the weight [I, O]."""
+
+    turned = True
+
+    def refusal(self, module: nn.Module) -> str | None:
+        if type(module).__name__ != "Conv1D" or not hasattr(module, "nf") or not hasattr(module, "weight"):
+            return ""
+        if computed := computed_parameter(module):
+            return computed
+        shape = parameter_shape(module.weight)
+        if len(shape) != 2 or shape[1] != module.nf:
+            return f"named Conv1D, but its weight {shape} is not [in, nf={module.nf}] as in transformers"
+        return None
+
+    def sides(self, module: nn.Module, bias: bool) -> tuple[int, int]:
+        in_features, out_features = parameter_shape(module.weight)
+        return in_features + bias, out_features
+
+    def matrix(self, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        weight_OI = weight.view(-1, shape[0]).T
+        return weight_OI if bias is None else torch.cat([weight_OI, bias[:, None]], dim=1)
+
+    def split(self, matrix_OI: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
+        if not has_bias:
+            return (matrix_OI.T.reshape(-1),)
+        return matrix_OI[:, :-1].T.reshape(-1), matrix_OI[:, -1].contiguous()
+
+
+AUTOTP = "deepspeed.module_inject.layers"
+AUTOTP_KINDS = {"LinearLayer": "ColumnParallelLinear", "LinearAllreduce": "RowParallelLinear"}
+MEGATRON_SHAPES = {"ColumnParallelLinear": "output_size_per_partition", "RowParallelLinear": "input_size_per_partition"}
+
+
+class _Shard(Linear):
+    name: str
+
+    def refusal(self, module: nn.Module) -> str | None:
+        kind = type(module)
+        if kind.__module__ == AUTOTP:
+            if AUTOTP_KINDS.get(kind.__name__) == self.name:
+                return computed_parameter(module)
+            known = kind.__name__ in AUTOTP_KINDS or self.name != "ColumnParallelLinear"  # one of the two reports it
+            return "" if known else f"AutoTP's {kind.__name__}: how it cuts the weight's rows or columns is not known"
+        if kind.__name__ != self.name or isinstance(module, nn.Linear):
+            return ""
+        shape = MEGATRON_SHAPES[self.name]
+        if not hasattr(module, shape) or getattr(module, "weight", None) is None:
+            return f"named {self.name}, but without {shape} and a weight of its own, as Megatron's have"
+        config = getattr(module, "config", None)
+        for owner in (module, config):
+            for flag in ("sequence_parallel", "sequence_parallel_enabled"):
+                if getattr(owner, flag, False):
+                    return f"{flag}: its rows are spread over the tensor-parallel ranks"
+        return self.unfit(module) or computed_parameter(module)
+
+    def unfit(self, module: Any) -> str | None:
+        """Why a Megatron layer's tensors are not its shard's rows, or None."""
+        raise NotImplementedError
+
+
+class ColumnParallelLinear(_Shard):
+    """A shard of outputs: rows of W, with their part of the bias."""
+
+    name = "ColumnParallelLinear"
+
+    def unfit(self, module: Any) -> str | None:
+        return "gather_output: its output is not its shard's" if getattr(module, "gather_output", False) else None
+
+    def gradient_rows(self, module: Any, x: Tensor | None, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        if getattr(module, "gather_output", False):  # AutoTP's, whose output is the whole layer's
+            sizes = module._partition_sizes
+            gradient = gradient.narrow(-1, sum(sizes[: module.tp_index]), sizes[module.tp_index])
+        return None, gradient
+
+
+class RowParallelLinear(_Shard):
+    """A shard of inputs: columns of W. The bias is added after the sum over ranks and left to the optimizer."""
+
+    name = "RowParallelLinear"
+    without_bias: str | None = "is added to the sum over tensor-parallel ranks, it belongs to no shard"
+
+    def unfit(self, module: Any) -> str | None:
+        parallel = getattr(module, "input_is_parallel", False)
+        return None if parallel else "its input is not its shard's: input_is_parallel is false"

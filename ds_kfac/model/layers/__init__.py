@@ -1,1 +1,0 @@
-"""Layer types: how a layer's parameters form one matrix, and how its tensors form rows."""
