@@ -139,7 +139,7 @@ def _choose(backend: str | None, device: str, without: Mapping[str, str]) -> Cho
                 ops.setdefault(op, (name, implementation if name == "torch" else guarded(name, op, implementation)))
     missing |= {op: why for op, why in without.items() if op in OPS}
     compiled = {op: found for op, found in ops.items() if found[0] != "torch"}
-    for op, why in faults(compiled, torch.device(device)).items():
+    for op, why in (faults(compiled, torch.device(device)) if compiled else {}).items():
         missing[op], ops[op] = why, ("torch", getattr(functional, op))
     return Choice({op: ops[op] for op in OPS}, missing)
 
