@@ -23,13 +23,10 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import ds_kfac
 from benchmarks.kernels import costs
-from ds_kfac.estimate.estimates import estimate
-from ds_kfac.estimate.machine import Machine
-from ds_kfac.estimate.mem_needs import costs_of
-from ds_kfac.estimate.mode import kfac_config, mode_of
-from ds_kfac.estimate.seconds import STAGES
-from ds_kfac.estimate.subject import subject_of
-from ds_kfac.estimate.trace import trace
+from ds_kfac.estimate.command import costs_of
+from ds_kfac.estimate.estimates import Estimate
+from ds_kfac.estimate.subject import Subject, trace
+from ds_kfac.metrics import STAGES
 from examples.gpt import GPT, GPTConfig
 from examples.networks import resnet20
 
@@ -98,15 +95,13 @@ def compared(name: str, file: Path, periods: int) -> dict[str, tuple[float, floa
     }  # fmt: skip
     torch.manual_seed(0)
     model, batch = build(), draw()
-    kfac = kfac_config(config)
-    mode = mode_of(config, kfac)
-    subject = subject_of(model, kfac, mode, trace=trace(model, batch))
-    found = estimate(subject, mode, kfac, world=1, machine=Machine(costs_of("cpu", kfac)), rows=rows)
+    subject = Subject(model, config, trace=trace(model, batch))
+    found = Estimate(subject, costs_of("cpu", subject.config), 1, rows)
     engine = ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
     clock = measured(engine, batch, periods * REFRESH)
     engine.destroy()
     assert found.model is not None
-    predicted = {**found.timing.stages, "model": found.model}
+    predicted = {**found.stages, "model": found.model}
     return {stage: (predicted[stage], clock[stage]) for stage in (*STAGES, "model")}
 
 

@@ -20,7 +20,7 @@ with only_for_data() if is_command() else nullcontext():
     from ds_kfac.directions.kfac_adamw.user_optimizer import KFACAdamW
     from ds_kfac.engine.attachment import Attachment
     from ds_kfac.engine.entry import asked_for, attach, disable, enable, initialize
-    from ds_kfac.estimate.mem_needs import estimate_kfac_mem_needs_all_cold, estimate_kfac_mem_needs_all_live
+    from ds_kfac.estimate.command import estimate_kfac_mem_needs_all_cold, estimate_kfac_mem_needs_all_live
     from ds_kfac.model.batch import BatchInfo
 
 __version__ = "0.1.0"

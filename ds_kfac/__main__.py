@@ -6,12 +6,12 @@ import sys
 from ds_kfac.config.manual import manual
 from ds_kfac.config.schema import schema
 from ds_kfac.engine.environment import environment_report
-from ds_kfac.estimate import check, command
+from ds_kfac.estimate import command
 from ds_kfac.integrations import launcher, plot
 from ds_kfac.text import only_for_data
 
 WITHOUT_ARGUMENTS = {"report": environment_report, "config": manual, "schema": schema}
-WITH_ARGUMENTS = {"check": check.run, "estimate": command.run, "plot": plot.run}
+WITH_ARGUMENTS = {"check": command.check, "estimate": command.run, "plot": plot.run}
 
 
 def _text(arguments: argparse.Namespace) -> str:
@@ -30,9 +30,8 @@ def main(argv: list[str] | None = None) -> int:
             description="What K-FAC would cost a rank, from the plan that a run would make; no model is allocated.",
         )
     )
-    check.add_arguments(
-        commands.add_parser("check", help="whether a config fits a model, and the report of attach, without a run")
-    )
+    check = commands.add_parser("check", help="whether a config fits a model, and the report of attach, without a run")
+    command.add_arguments(check, check=True)
     plot.add_arguments(commands.add_parser("plot", help="draw a run's logs: csv, tensorboard, or the Trainer's"))
     # its arguments are DeepSpeed's launcher's, see below
     commands.add_parser("run", help=f"start a script with K-FAC enabled: {launcher.USAGE}", add_help=False)

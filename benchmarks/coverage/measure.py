@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from benchmarks.coverage.architectures import Architecture, at_full_size
-from ds_kfac.estimate.mode import kfac_config
+from ds_kfac.config.kfac import parse
+from ds_kfac.directions.table import rule_in
 from ds_kfac.model.scan import scan
 from ds_kfac.model.share import share_of
 
@@ -40,7 +41,8 @@ def shares(row: Architecture) -> dict[str, Any]:
 
 
 def share_at(model: nn.Module) -> dict[str, Any]:
-    found = scan(model, kfac_config(ds_config(0)).choice)
+    config, _ = rule_in(ds_config(0)).resolved(parse(ds_config(0)["kfac"]))
+    found = scan(model, config.choice)
     share = share_of(model, found)
     return {
         "parameters": sum(p.numel() for p in model.parameters()),

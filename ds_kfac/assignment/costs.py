@@ -64,6 +64,8 @@ class CostModel:
         link_seconds: latency of a message.
         node_size: consecutive ranks of a node.
         node_bytes: bytes per second between ranks of a node, each way; 0: as between nodes.
+        model_flops: FLOP per second that the model's forward and backward reach, and products in 16 bits; 0: those of a
+            product.
         node_cores: decompositions that the ranks of a node can do at once; 0: each has a device of its own.
         beside: whether decompositions of steps to come run beside the model, in a stream of the device.
         measured: attributes that a clock has seen on such a device; others are assumed.
@@ -79,6 +81,7 @@ class CostModel:
     link_seconds: float
     node_size: int = 1
     node_bytes: float = 0.0
+    model_flops: float = 0.0
     node_cores: int = 0
     beside: bool = False
     product_flops: Table = ()

@@ -155,7 +155,10 @@ class Work:
         """State of a layer on each worker, except eigenbases, which layers may share: moments and their counter, and
         the eigenvalues of identities."""
         ones = sum(kept_bytes(side, self.method) for side in (layer.A, layer.G) if side.block == 0)
-        return ones + (4 * self.moments * layer.numel + 4 if self.moments else 0)
+        return ones + self.moment_bytes(layer)
+
+    def moment_bytes(self, layer: LayerSpec) -> int:
+        return 4 * self.moments * layer.numel + 4 if self.moments else 0
 
     def loads(self, workers: Mapping[str, tuple[int, ...]], decomposers: Mapping[str, int]) -> list[float]:
         """Seconds per step of every rank; factors without a decomposer are left out."""
@@ -198,23 +201,29 @@ class Work:
             if rank != worker and elements:
                 loads[rank] += self.costs.transfer(2 * ELEMENT_BYTES * elements)
 
-    def memory(self, workers: Mapping[str, tuple[int, ...]], decomposers: Mapping[str, int]) -> list[int]:
-        """Bytes of state of every rank: packed factors on decomposers; eigenbases, each once, and moments on workers.
-
-        A decomposer that is no worker keeps no eigenbasis.
-        """
-        memory = [0] * self.world
+    def state(
+        self, workers: Mapping[str, tuple[int, ...]], decomposers: Mapping[str, int]
+    ) -> Mapping[str, Sequence[int]]:
+        """Kind -> bytes of state of every rank: packed factors on decomposers; eigenbases, each once, and moments with
+        their counter on workers. A decomposer that is no worker keeps no eigenbasis."""
+        found = {kind: [0] * self.world for kind in ("factors", "eigenbases", "moments")}
         for layer in self.layers:
-            size = self.worker_bytes(layer)
+            moments = self.moment_bytes(layer)
+            ones = self.worker_bytes(layer) - moments
             for rank in workers[layer.name]:
-                memory[rank] += size
+                found["eigenbases"][rank] += ones
+                found["moments"][rank] += moments
         for factor in self.factors:
             if factor.key in decomposers:
-                memory[decomposers[factor.key]] += packed_bytes(factor.side)
+                found["factors"][decomposers[factor.key]] += packed_bytes(factor.side)
             size = kept_bytes(factor.side, self.method)
             for rank in self.users(factor, workers):
-                memory[rank] += size
-        return memory
+                found["eigenbases"][rank] += size
+        return found
+
+    def memory(self, workers: Mapping[str, tuple[int, ...]], decomposers: Mapping[str, int]) -> list[int]:
+        """Bytes of :meth:`state` of every rank."""
+        return [sum(kinds) for kinds in zip(*self.state(workers, decomposers).values(), strict=True)]
 
     def beside(self, workers: Mapping[str, tuple[int, ...]], decomposers: Mapping[str, int]) -> list[int]:
         """Bytes that a step takes of every rank beside the state, without messages: sums of the factors that it

@@ -1,111 +1,333 @@
-"""``python -m ds_kfac estimate``."""
+"""``python -m ds_kfac estimate`` and ``check``; and estimates from Python, named as DeepSpeed's: ``_live`` of a model,
+``_cold`` of shapes."""
 
 import argparse
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from ds_kfac.assignment.costs import CostModel
-from ds_kfac.estimate.machine import Machine
-from ds_kfac.estimate.mem_needs import costs_of, described
-from ds_kfac.estimate.mode import DEFAULT, kfac_config, mode_of, read_config, rows_of, with_optimizer
-from ds_kfac.estimate.models import build
-from ds_kfac.estimate.subject import subject_of
-from ds_kfac.estimate.trace import Trace, trace
+from ds_kfac.assignment.assign import worker_counts
+from ds_kfac.assignment.costs import BUILTIN, CostModel, measured
+from ds_kfac.config.kfac import KFACConfig, find_block
+from ds_kfac.curvature.forms import FACTOR_FORMS, FactorForm
+from ds_kfac.directions.table import DIRECTIONS
+from ds_kfac.engine.refusals import check_model
+from ds_kfac.engine.report import layer_lines, skipped_lines, summary, without_effect
+from ds_kfac.estimate.estimates import BESIDE, HIDDEN, KINDS, PARTS, STATE, TRANSIENT, Estimate, together
+from ds_kfac.estimate.subject import Subject, build, read_config, trace
+from ds_kfac.metrics import STAGES
+from ds_kfac.model.share import share
+from ds_kfac.text import columns, number, wrapped
+
+DEFAULT: Mapping[str, Any] = {"optimizer": {"type": DIRECTIONS[0].optimizer_type}, "kfac": {}}
+"""The config of an estimate without one."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A strategy that such a run cannot have, and why."""
+
+    name: str
+    reason: str
+
+
+def estimate_kfac_mem_needs_all_live(
+    model: nn.Module,
+    config: Mapping[str, Any] | str | os.PathLike,
+    world: int,
+    *,
+    example: Sequence[Any] | None = None,
+    batch_rows: int | None = None,
+    device: str = "cuda",
+    node_size: int | None = None,
+    stage: int | None = None,
+) -> tuple[Estimate | Refused, ...]:
+    """Print and return what K-FAC would cost a rank: memory, bytes on the wire, FLOPs and seconds, for every strategy.
+
+    Only the plan that a run would make is computed. The model may be anywhere, also on the meta device.
+
+        with torch.device("meta"):
+            model = Net()
+        estimate_kfac_mem_needs_all_live(model, "ds_config.json", world=64)
+
+    Args:
+        model: what would be given to ``ds_kfac.initialize``, with ``model_parameters=model.parameters()``.
+        config: DeepSpeed config, a dict or a file.
+        world: data-parallel ranks.
+        example: arguments of the model's forward, which is run to find layers that share their input, and rows per
+            token; without, no layer is assumed to share its own.
+        batch_rows: tokens (or images) of a rank in a step; None: captures and the model's own time are left out.
+        device: "cuda" or "cpu", whose builtin costs count.
+        node_size: consecutive ranks of a node.
+        stage: of ZeRO, in place of the config's.
+
+    Returns every gradient-worker fraction, or ZeRO's owner scheme, each an :class:`Estimate`, or :class:`Refused`.
+
+    Raises:
+        ValueError: the config is wrong, or the model has no layer to precondition.
+    """
+    device_of = next((p.device for p in model.parameters()), torch.device("meta"))
+    given = [x.to(device_of) if isinstance(x, Tensor) else x for x in example or ()]
+    subject = Subject(model, read_config(config), stage, trace(model, given) if given else None)
+    costs = replace(costs_of(device, subject.config), node_size=node_size or 1)
+    lines, found = described(subject, costs, world, batch_rows)
+    print("\n".join(lines))
+    return found
+
+
+def estimate_kfac_mem_needs_all_cold(
+    shapes: Sequence[tuple[int, int, bool]], config: Mapping[str, Any] | str | os.PathLike, world: int, **options: Any
+) -> tuple[Estimate | Refused, ...]:
+    """The same without a model, from the shapes of its linear layers alone.
+
+        estimate_kfac_mem_needs_all_cold([(4096, 11008, False), (11008, 4096, False)] * 32, "ds_config.json", world=64)
+
+    Args:
+        shapes: (inputs, outputs, whether there is a bias) of every layer, in the model's order.
+        options: of :func:`estimate_kfac_mem_needs_all_live`, except ``example``.
+    """
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(*shape) for shape in shapes))
+    return estimate_kfac_mem_needs_all_live(model, config, world, **options)
+
+
+def costs_of(device: str, config: KFACConfig) -> CostModel:
+    """What a run on such a device would plan with. Raises ValueError if there is no such device, or file of costs."""
+    if device not in BUILTIN:
+        raise ValueError(f"device: got {device!r}; must be one of {', '.join(BUILTIN)}")
+    file = config.assignment.costs
+    return BUILTIN[device] if file is None else measured(BUILTIN[device], file)
+
+
+def described(
+    subject: Subject, costs: CostModel, world: int, rows: int | None
+) -> tuple[list[str], tuple[Estimate | Refused, ...]]:
+    """Text and estimates of every strategy, and details of the config's own."""
+    if world < 1:
+        raise ValueError(f"world: got {world}; must be at least 1 rank")
+    chosen, problem, found = None, list[str](), list[Estimate | Refused]()
+    try:
+        chosen = Estimate(subject, costs, world, rows)
+    except ValueError as refused:
+        problem = wrapped(f"this config: refused: {refused}")
+    for workers in worker_counts(world) if subject.replicated else (1,):
+        if chosen is not None and chosen.plan.workers == workers:
+            found.append(chosen)
+            continue
+        forced = subject.having("assignment", gradient_worker_fraction=workers / world)
+        try:
+            found.append(Estimate(forced, costs, world, rows))
+        except ValueError as refused:
+            found.append(Refused(subject.strategy(workers, world), str(refused)))
+    other, who = ("ZeRO owners", "every rank has") if subject.replicated else ("several workers", "no rank has")
+    found.append(Refused(other, f"{who} every gradient at this stage"))
+    parameters = sum(numel for group in subject.groups for _, numel in group)
+    sharing = f"; {len(subject.shared)} groups share an input" if subject.shared else ""
+    untraced = "  no forward was traced: no layers are assumed to share their inputs, each sees a row a token"
+    form, schedule = FACTOR_FORMS[subject.config.preconditioner.method], subject.config.schedule
+    update, refresh = schedule.intervals(schedule.settled)
+    lines = [
+        f"  {share(subject.layers, parameters)}{sharing}",
+        *([] if subject.trace.units else [untraced]),
+        *skipped_lines(subject.scan),
+        "",
+        f"  {world} ranks, {subject}; factors every {update} steps, {form.words} every {refresh}",
+        *machine_lines(costs, form),
+        "",
+        *strategy_lines(found, costs, chosen),
+        *problem,
+    ]
+    return lines + (chosen_lines(chosen) if chosen is not None else []), tuple(found)
+
+
+def machine_lines(costs: CostModel, form: FactorForm) -> list[str]:
+    """The constants that predictions are made from, and whether a clock has seen them."""
+    times = ", ".join(f"{size}: {_time(seconds)}" for size, seconds in getattr(costs, form.solver_seconds))
+    if form.product_solver_flops:
+        times += f"; or {form.product_solver_flops} n^3 FLOPs of products, where faster"
+    rates = (costs.gemm_flops, costs.syrk_flops, costs.model_flops or costs.gemm_flops)
+    products, moments, model = (number(rate, "") for rate in rates)
+    memory, (call, latency) = number(costs.copy_bytes, "B/s"), map(_time, (costs.call_seconds, costs.link_seconds))
+    link, within = (f"{8 * rate / 1e9:.4g} Gbit/s" for rate in (costs.link_bytes, costs.node_bytes or costs.link_bytes))
+    nodes = f"; {costs.node_size} ranks a node, {within} within" if costs.node_size > 1 else ""
+    lines = {
+        form.solver_seconds: f"{form.solver} {times}",
+        "gemm_flops": f"FLOP/s of products {products}, second moments {moments}; memory {memory}, {call} a kernel",
+        "model_flops": f"FLOP/s of the model, and of our products in 16 bits, {model}",
+        "link_bytes": f"{link} a rank, each way, {latency} latency{nodes}",
+    }
+    return [f"  {'measured' if field in costs.measured else 'assumed'}: {text}" for field, text in lines.items()]
+
+
+def strategy_lines(found: Sequence[Estimate | Refused], costs: CostModel, chosen: Estimate | None) -> list[str]:
+    """A row for every strategy; ``chosen``, the config's own, is marked."""
+    nbytes = "K-FAC state", "mean rank", "in a step", "sent/step", "other nodes", "no update", "update", "refresh"
+    rows: list[tuple[str, ...]] = [("strategy", *nbytes, "time/step", "worst step", "of the model")]
+    refused = list[str]()
+    for each in found:
+        if isinstance(each, Refused):
+            refused += wrapped(f"{each.name}: refused: {each.reason}")
+            continue
+        far = (each.mean.payload.sum(axis=0) * ~together(each.world, costs.node_size)).sum(axis=1)
+        sent = (each.mean.sent(), far, *(step.sent() for step in (each.plain, each.update, each.refresh)))
+        sizes = (each.state.max(), each.state.mean(), each.memory[BESIDE].max(), *(some.max() for some in sent))
+        times = _time(each.seconds), _time(each.worst), "?" if each.overhead is None else f"{each.overhead:.1%}"
+        mark = " *" if each is chosen else ""
+        rows.append((each.name + mark, *(number(size, "B") for size in sizes), *times))
+    table = columns(rows, right=True) if len(rows) > 1 else []
+    return [*table, *refused, *(["  * what this config chooses"] if chosen is not None else [])]
+
+
+def chosen_lines(chosen: Estimate) -> list[str]:
+    """The answer in a line, for the fullest rank; memory, bytes on the wire, FLOPs and seconds in detail."""
+    plan, memory = chosen.plan, chosen.memory
+    state, beside = (number(nbytes.max(), "B") for nbytes in (chosen.state, memory[BESIDE]))
+    answer = f"K-FAC takes {state} of state on a rank, at most {beside} beside it in a step"
+    if chosen.model is not None:
+        worst = (chosen.model + chosen.worst) / (chosen.model + chosen.seconds)
+        answer += f"; it adds {chosen.overhead:.1%} to a step, its worst step is {worst:.2f} x the mean"
+    lines = ["", f"  {answer}", f"  {chosen.name}: load max/mean {plan.assignment.imbalance:.2f}"]
+    for reason in plan.reasons:
+        lines += wrapped(f"plan: {reason}")
+
+    kept = {plan.form.words if kind == "eigenbases" else kind: memory[kind] for kind in STATE} | {"state": chosen.state}
+    kept |= {f"{kind} of a step that captures all": memory[kind] for kind in TRANSIENT}
+    rows = [(kind, number(nbytes.max(), "B"), number(nbytes.mean(), "B")) for kind, nbytes in kept.items()]
+    lines += ["", *columns([("memory", "most", "mean"), *rows], right=True)]
+
+    steps = (chosen.mean, chosen.plain, chosen.update, chosen.refresh)
+    others = set(PARTS) - {part.kind for part in plan.form.parts}
+    sent = {kind: [step.sent(kind) for step in steps] for kind in KINDS if kind not in others}
+    sent |= {"all": [step.sent() for step in steps], "received": [step.received() for step in steps]}
+    traffic = [(kind, *(number(nbytes.max(), "B") for nbytes in each)) for kind, each in sent.items()]
+    traffic.append(("collectives", *(f"{step.calls.sum():.3g}" for step in steps)))
+    head = ("bytes sent by a rank", "mean", "no update", "update", "refresh")
+    lines += ["", *columns([head, *traffic], right=True)]
+
+    flops = {stage: number(each.max(), "") if each.any() else "?" for stage, each in chosen.flops.items()}
+    times = [_time(chosen.stages[stage]) for stage in STAGES]
+    model = "?" if chosen.model is None else _time(chosen.model)
+    work = [("", *STAGES, "K-FAC", "model"), ("seconds of a mean step", *times, _time(chosen.seconds), model)]
+    work.append(("FLOPs of the busiest rank, all factors", *(flops.get(stage, "") for stage in (*STAGES, "", ""))))
+    late = chosen.costs.beside and plan.lag > 1
+    note = f"  of decompositions that have steps to be done in, {HIDDEN:.0%} is assumed to be hidden behind the model"
+    return [*lines, "", *columns(work, right=True), *([note] if late else [])]
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
 def count(text: str) -> int:
-    value = int(text) if text.isdigit() else 0
-    if value < 1:
+    if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}; must be an integer of at least 1")
-    return value
+    return int(text)
 
 
-def _rate(text: str) -> float:
+def rate(text: str) -> float:
     try:
-        value = float(text)
+        if 0 < float(text) < math.inf:
+            return float(text)
     except ValueError:
-        value = 0.0
-    if not (value > 0 and math.isfinite(value)):
-        raise argparse.ArgumentTypeError(f"got {text!r}; must be a positive number such as 25 or 1.5e14")
-    return value
+        pass
+    raise argparse.ArgumentTypeError(f"got {text!r}; must be a positive number such as 25 or 1.5e14")
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, *, check: bool = False) -> None:
     parser.add_argument("--model", required=True, help="module:factory, a function that returns a model, or (model, "
                         "example inputs), called on the meta device; or hf:PATH, a config.json of transformers, or its "
                         "folder")  # fmt: skip
     parser.add_argument("--optimizer", metavar="TYPE", help="the one that the script passes, such as AdamW, if the "
                         "config has none")  # fmt: skip
     parser.add_argument("--lora", type=count, metavar="R", help="train adapters of this rank only, put in by peft")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
-    parser.add_argument("--config", help='DeepSpeed config (JSON); default: KFACAdamW, stage 0, an empty "kfac" block')
-    parser.add_argument("--world", type=count, required=True, help="data-parallel ranks")
+    default = "" if check else '; default: KFACAdamW, stage 0, an empty "kfac" block'
+    parser.add_argument("--config", required=check, help=f"DeepSpeed config (JSON){default}")
+    parser.add_argument("--world", type=count, required=not check, default=1, help="data-parallel ranks")
+    if check:
+        return
     parser.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage, in place of the config's")
     parser.add_argument("--batch-rows", type=count, metavar="N", help="tokens (or images) of a rank in a step; "
                         "default: the config's batch times the model's context")  # fmt: skip
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="whose builtin costs count")
-    parser.add_argument("--device-flops", type=_rate, metavar="F", help="FLOP/s of K-FAC's products, fp32 or TF32")
-    parser.add_argument("--model-flops", type=_rate, metavar="F", help="FLOP/s that the model's forward and backward "
+    parser.add_argument("--device-flops", type=rate, metavar="F", help="FLOP/s of K-FAC's products, fp32 or TF32")
+    parser.add_argument("--model-flops", type=rate, metavar="F", help="FLOP/s that the model's forward and backward "
                         "reach; default: those of the products")  # fmt: skip
-    parser.add_argument("--link-gbps", type=_rate, metavar="G", help="Gbit/s of a rank, each way")
+    parser.add_argument("--link-gbps", type=rate, metavar="G", help="Gbit/s of a rank, each way")
     parser.add_argument("--node-size", type=count, metavar="N", help="ranks of a node; default: one")
-    parser.add_argument("--node-gbps", type=_rate, metavar="G", help="Gbit/s of a rank within its node; default: the "
+    parser.add_argument("--node-gbps", type=rate, metavar="G", help="Gbit/s of a rank within its node; default: the "
                         "same as between nodes")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> str:
-    """Text of the estimate.
-
-    Raises:
-        ValueError: wrong config, model or numbers.
-    """
+    """Text of the estimate. Raises ValueError for a wrong config, model or numbers."""
     if arguments.node_gbps is not None and arguments.node_size is None:
         raise ValueError("--node-gbps: give --node-size too")
-    ds_config = with_optimizer(read_config(arguments.config) if arguments.config else DEFAULT, arguments.optimizer)
-    config = kfac_config(ds_config)
-    if not config.enabled:
-        raise ValueError("kfac.enabled is false: such a run costs nothing more; leave the key out to estimate")
-    mode = mode_of(ds_config, config, arguments.stage)
+    ds_config = read_config(arguments.config or DEFAULT, arguments.optimizer)
     model, example = build(arguments.model, arguments.lora)
-    traced = _traced(model, example, own=not arguments.model.startswith("hf:")) if example is not None else None
-    subject = subject_of(model, config, mode, trace=traced)
-    costs = _costs(costs_of(arguments.device, config), arguments)
-    if arguments.node_size is not None:
-        costs = replace(costs, node_size=arguments.node_size)
-    if arguments.node_gbps is not None:
-        costs = replace(costs, node_bytes=arguments.node_gbps * 1e9 / 8)
-    machine = Machine(costs, arguments.model_flops)
+    traced = None
+    if example is not None:
+        try:
+            traced = trace(model, example)
+        except ValueError:  # as some mixtures of experts of transformers; an example of the user's has to run
+            if not arguments.model.startswith("hf:"):
+                raise
+    subject = Subject(model, ds_config, arguments.stage, traced)
+    if not subject.config.enabled:
+        raise ValueError("kfac.enabled is false: such a run costs nothing more; leave the key out to estimate")
+    costs, flops = costs_of(arguments.device, subject.config), arguments.device_flops
+    if flops:
+        costs = replace(costs, gemm_flops=flops, syrk_flops=flops, product_flops=())
+    links = {"link_bytes": arguments.link_gbps, "node_bytes": arguments.node_gbps}
+    given = {name: gbps * 1e9 / 8 for name, gbps in links.items() if gbps}
+    costs = replace(costs, model_flops=arguments.model_flops or 0.0, node_size=arguments.node_size or 1, **given)
     rows, origin = arguments.batch_rows, "--batch-rows"
     if rows is None and traced is not None:
         rows, origin = rows_of(ds_config, arguments.world, traced.units)
-    lines, _ = described(subject, mode, config, world=arguments.world, machine=machine, rows=rows)
+    lines, _ = described(subject, costs, arguments.world, rows)
     batch = f"batch of a rank: {origin}" if rows else "batch of a rank not known: give --batch-rows"
     lora = f" with LoRA of rank {arguments.lora}" if arguments.lora else ""
     title = f"ds_kfac estimate: {arguments.model}{lora}, config {arguments.config or 'default'}; {batch}"
     return "\n".join([title, *lines])
 
 
-def _traced(model: nn.Module, example: Sequence[Any], *, own: bool) -> Trace | None:
-    """None if a model of transformers does not run on the meta device, as some mixtures of experts; an example of the
-    user's (``own``) has to."""
-    try:
-        return trace(model, example)
-    except ValueError:
-        if own:
-            raise
-        return None
+def rows_of(ds_config: Mapping[str, Any], world: int, units: int) -> tuple[int, str]:
+    """Tokens (or images) of a rank in a step, of ``units`` an example, and where that number is from."""
+    keys = ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size")
+    steps, micro, batch = (value if type(value) is int else None for value in map(ds_config.get, keys))
+    origin = "" if micro or batch else ", assumed: the config has no batch size"
+    found = micro * (steps or 1) if micro else max(1, (batch or 0) // world)
+    return found * units, f"{found} x {units:,} tokens or images{origin}"
 
 
-def _costs(costs: CostModel, arguments: argparse.Namespace) -> CostModel:
-    if arguments.device_flops:
-        costs = replace(costs, gemm_flops=arguments.device_flops, syrk_flops=arguments.device_flops, product_flops=())
-    if arguments.link_gbps:
-        costs = replace(costs, link_bytes=arguments.link_gbps * 1e9 / 8)
-    return costs
+def check(arguments: argparse.Namespace) -> str:
+    """What attach would report of a config and a model, without a run. Raises ValueError for what it would refuse."""
+    ds_config = read_config(arguments.config, arguments.optimizer)
+    model, _ = build(arguments.model, arguments.lora)
+    subject = Subject(model, ds_config)
+    config, rule, optimizer, found = subject.config, subject.rule, subject.asked.optimizer, subject.scan
+    if find_block(ds_config) is None and rule.optimizer_type is None:
+        raise ValueError(
+            f'{arguments.config} has no "kfac" block and its optimizer is not KFACAdamW: it trains as it is'
+        )
+    if not config.enabled:
+        raise ValueError(f"{arguments.config}: kfac.enabled is false: it trains without K-FAC")
+    plan = subject.plan(subject.shards(arguments.world), costs_of("cuda", config))
+    ours = {name for layer in found.layers for name in layer.parameters}
+    check_model(model, config, sum(p.requires_grad and name not in ours for name, p in model.named_parameters()))
+    warnings = [f"  WARNING: {text}" for text in without_effect(rule, subject.given, found.layers, optimizer)]
+    return "\n".join(
+        [
+            f"{arguments.config} fits {arguments.model} (python -m ds_kfac estimate says more of costs)",
+            *summary(model, found, [plan], rule, optimizer, f"{subject}, {arguments.world} ranks", warnings),
+            *(["  chosen: " + ", ".join(subject.answers)] if subject.answers else []),
+            *(f"  plan: {reason}" for reason in plan.reasons),
+            "",
+            *layer_lines(found, config, rule),
+            *skipped_lines(found),
+        ]
+    )

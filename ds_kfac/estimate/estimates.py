@@ -1,245 +1,383 @@
-"""An estimate of every strategy that a run could choose."""
+"""What a run costs every rank: bytes that it sends and keeps, FLOPs and seconds. Pure.
+
+Bytes come from the layouts that the run itself sends by, and are exact; seconds are predictions. [W] is a number for
+each rank, [W, W] bytes from the row's rank to the column's.
+"""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ds_kfac.assignment.assign import worker_counts
-from ds_kfac.assignment.costs import CostModel
-from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.assignment.costs import CostModel, capture_flops, decompose_flops, mean_width, precondition_flops
+from ds_kfac.assignment.work import FactorSpec, Work, kept_bytes, packed_bytes, rows_from
+from ds_kfac.comm.delivery import Delivery
+from ds_kfac.comm.message import ALIGNMENT, RelayoutPlan
+from ds_kfac.comm.reduce import IN_FLIGHT, Layout, payloads
+from ds_kfac.curvature.forms import FACTOR_FORMS
 from ds_kfac.curvature.precision import Precision
-from ds_kfac.estimate.machine import Machine
-from ds_kfac.estimate.memory import memory_of, state_bytes
-from ds_kfac.estimate.mode import Mode
-from ds_kfac.estimate.period import settled_period
-from ds_kfac.estimate.seconds import Stages, Workload
 from ds_kfac.estimate.subject import Subject
-from ds_kfac.estimate.traffic import PlannedTraffic, StepTraffic, mean_traffic
+from ds_kfac.metrics import STAGES, SUMMARY
+from ds_kfac.model.convolutions import Convolution, grid_step
+from ds_kfac.model.layers import LayerSpec
+from ds_kfac.model.registry import LAYERS
+from ds_kfac.model.rows import RowRule
 from ds_kfac.plan import choices
-from ds_kfac.plan.make_plan import Setting, make_plan
-from ds_kfac.plan.plan import Known, Plan
-from ds_kfac.zero.shard_plan import planned_shards
-from ds_kfac.zero.shards import ShardMap, held_by_layer, parameter_names, pieces_of
+from ds_kfac.plan.plan import Plan
+from ds_kfac.step.scalar_names import scalar_names
+from ds_kfac.update.moments import AdamMoments
+from ds_kfac.update.stacking import stacks
+from ds_kfac.zero.exchange import ExchangePlan
+
+Keys = frozenset[str]
+Message = Sequence[tuple[str, np.ndarray]]
+"""Kind and bytes [W, W] of what lies in it one after the other; of batch sums counts, then elements."""
+
+PARTS = tuple(dict.fromkeys(part.kind for form in FACTOR_FORMS.values() for part in form.parts))
+KINDS = ("factors", "gradients", *PARTS, "results", "numbers")
+"""As :class:`ds_kfac.comm.message.Channel` counts them."""
+STATE = ("factors", "history", "eigenbases", "moments")
+"""What is kept between steps; with the inverse method, inverses are counted as eigenbases."""
+TRANSIENT = ("sums", "messages", "drafts")
+"""What a step that captures everything needs in addition: sums that are made or averaged here, messages on their way at
+a time, and what is kept until DeepSpeed has applied the step: gradients for moments, new factors and eigenbases."""
+BESIDE = "beside"
+"""The most of it at a time in any step, the first included, with the gradients and results of this rank's layers."""
+FP32, NORMS = 4, 8
+"""Bytes of a number, of the norms of a history."""
+HIDDEN = 0.5
+"""Of decompositions that have steps to be done in: assumed to run where the model leaves a GPU idle; none on a CPU."""
+
+
+class Step(NamedTuple):
+    """Factors that are captured in a step, those whose decomposition starts, and those whose eigenbases take effect."""
+
+    captured: Keys
+    decomposed: Keys
+    arriving: Keys
+
+
+def steps_of(plan: Plan) -> tuple[list[Step], list[Step]]:
+    """The burn-in's steps after the first, up to the second refresh of everything; and those of a period once all
+    intervals have settled. Without the adaptive rule, which only leaves work out."""
+    schedule, timetable = plan.schedule, replace(plan, adaptive=None).timetable()
+    settled, burn_in = schedule.displaced(max(plan.offsets.values(), default=0)).settled, schedule.burn_in
+    update, refresh = schedule.intervals(settled)
+    early, period = schedule.intervals(0)[1], update * -(-refresh // update)
+
+    def steps(numbers: range, lag: int) -> list[Step]:
+        # what the first step decomposes takes effect in it
+        late = [timetable.due(n - lag).refresh if n > lag or not lag else frozenset[str]() for n in numbers]
+        due = zip(map(timetable.due, numbers), late, strict=True)
+        return [Step(now.capture, now.refresh, arriving) for now, arriving in due]
+
+    first = range(1, min(burn_in.steps, 2 * early + 1) if burn_in else 1)
+    last = range(settled + 2 * period, settled + 3 * period)
+    return steps(first, min(plan.lag, early - 1)), steps(last, min(plan.lag, refresh - 1))
+
+
+def together(world: int, width: int) -> np.ndarray:
+    """[W, W]: whether two ranks are among the same ``width`` consecutive ones."""
+    place = np.arange(world) // width
+    return place[:, None] == place[None, :]
+
+
+def travel(costs: CostModel, payload: np.ndarray, collectives: float) -> np.ndarray:
+    """Seconds [W] to send and receive bytes [W, W]: the longer direction, and a latency per collective."""
+    near = together(len(payload), costs.node_size)
+    seconds = np.full(len(payload), collectives * costs.link_seconds)
+    for where, rate in ((~near, costs.link_bytes), (near, costs.node_bytes or costs.link_bytes)):
+        seconds += np.maximum((payload * where).sum(axis=0), (payload * where).sum(axis=1)) / rate
+    return seconds
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Seconds of K-FAC's work over a period; ``stages`` of its mean step."""
+class StepTraffic:
+    """Of one step, or of the mean of several.
 
-    stages: Stages
-    worst: float
+    Attributes:
+        payload: bytes [kinds, W, W], in the order of :data:`KINDS`.
+        calls: collectives [kinds]; one that carries several kinds counts for the first.
+    """
 
-    @property
-    def mean(self) -> float:
-        return sum(self.stages.values())
+    payload: np.ndarray
+    calls: np.ndarray
+
+    def sent(self, kind: str | None = None) -> np.ndarray:
+        """Bytes [W] that each rank sends; of all kinds if None."""
+        return self._of(kind).sum(axis=1)
+
+    def received(self, kind: str | None = None) -> np.ndarray:
+        return self._of(kind).sum(axis=0)
+
+    def _of(self, kind: str | None) -> np.ndarray:
+        return self.payload.sum(axis=0) if kind is None else self.payload[KINDS.index(kind)]
 
 
-@dataclass(frozen=True)
 class Estimate:
     """Of one strategy.
 
+    Args:
+        costs: of the device and its links.
+        rows: tokens (or images) of a rank in a step; None: not known, captures and the model's time are left out.
+
     Attributes:
-        memory: kind -> bytes [W].
-        plain, update, refresh: a step that only preconditions, one that also captures every factor, and one that also
-            refreshes every eigenbasis.
-        mean: over a period of the settled intervals, as planned.
-        work: FLOPs and seconds.
-        at_once, spread: without and with refreshes spread over their interval.
-        model: seconds of the model's forward and backward; None if the tokens of a rank are not known.
+        plan: that the run would make.
+        plain, update, refresh: bytes of a step that only preconditions, of one that also captures every factor, and of
+            one that also refreshes every eigenbasis.
+        mean: over a period of the settled intervals.
+        stages: stage -> seconds of its slowest rank in the mean step, without what the model hides. They follow each
+            other, with a collective between any two, so the sum is the step's.
+        seconds, worst: of the mean step, and of the longest.
+        model: seconds of the model's forward and backward; None if they are not known.
+        overhead: seconds of the mean step over the model's.
+
+    Raises ValueError if there is no such plan.
     """
 
-    name: str
-    plan: Plan
-    memory: Mapping[str, np.ndarray]
-    plain: StepTraffic
-    update: StepTraffic
-    refresh: StepTraffic
-    mean: StepTraffic
-    work: Workload
-    at_once: Timing
-    spread: Timing
-    model: float | None
+    def __init__(self, subject: Subject, costs: CostModel, world: int, rows: int | None = None) -> None:
+        self.subject, self.costs, self.world, self.rows = subject, costs, world, rows
+        self.shards, self.rule = subject.shards(world), subject.rule
+        plan = subject.plan(self.shards, costs, rows)
+        if costs.beside:  # what a GPU with TF32 would choose
+            exact = plan.config.preconditioner.precision == "highest"
+            precision = plan.precision if exact else Precision("tf32", "tf32")
+            plan = replace(plan, precision=precision, stacks=choices.stacks(torch.device("cuda"), plan.method))
+        self.plan, self.name, roles = plan, subject.strategy(plan.workers, world), plan.assignment
+        self.factors, self.homes, self.workers = roles.factors, roles.decomposers, roles.workers
+        self.exchange = ExchangePlan(self.shards, plan.layers, self.workers)
+        wire, method = plan.wire, plan.method
+        self.delivery = Delivery(self.factors, self.homes, self.workers, world=world, wire=wire, method=method)
+        # of batch sums; asked of step 0, one update is like another
+        self.layout = Layout(self.factors, self.homes, plan.contributors, wire.itemsize, plan.bucket_bytes)
+        self._gradients = self._moved(self.exchange.gather, plan.gradient_dtypes[0])
+        self.every, none = frozenset(factor.key for factor in self.factors), frozenset[str]()
+        self.plain, self.update = self._traffic(none, none), self._traffic(self.every, none)
+        self.refresh = self._traffic(self.every, self.every)
+        self._mean_step()
 
     @property
     def state(self) -> np.ndarray:
         """Bytes [W] that are kept between steps."""
-        return state_bytes(self.memory)
+        return np.sum([self.memory[kind] for kind in STATE], axis=0)
+
+    # bytes on the wire
+
+    def _traffic(self, captured: Keys, arriving: Keys) -> StepTraffic:
+        """Of a step that captures some factors, and in which eigenbases of some take effect."""
+        payload, calls = np.zeros((len(KINDS), self.world, self.world), np.int64), np.zeros(len(KINDS), np.int64)
+        for message in (*self._sums(captured, self.layout), self._gather(captured, arriving), self._scatter):
+            moving = [(KINDS.index(kind), matrix) for kind, matrix in message if matrix.any()]
+            calls[[kind for kind, _ in moving[:1]]] += 1
+            for kind, matrix in moving:
+                payload[kind] += matrix
+        return StepTraffic(payload, calls)
+
+    def _sums(self, captured: Keys, layout: Layout) -> list[Message]:
+        both = (payloads(bucket, layout.itemsize) for bucket in layout.buckets(captured, 0))
+        return [[("factors", self._matrix((*pair, n) for pair, n in part.items())) for part in parts] for parts in both]
+
+    def _gather(self, captured: Keys, arriving: Keys) -> Message:
+        """Gradients to their workers, eigenbases or inverses, and the exchanged scalars."""
+        delivery, corrected = self.delivery, self.plan.config.preconditioner.eigenvalues == "corrected"
+        names = scalar_names(self.plan, captured=captured, arriving=arriving, travels=delivery.travels, terms=corrected)
+        norm = self.rule.needs_norm(self.subject.asked.clips) and not self.subject.replicated
+        moves = zip(delivery.kinds, delivery.plans(arriving), delivery.dtypes(), strict=True)
+        delivered = [(kind, self._moved(plan, dtype)) for kind, plan, dtype in moves]
+        numbers = self._numbers([len(own) + norm for own in names], self.world)
+        return [("gradients", self._gradients), *delivered, ("numbers", numbers)]
+
+    @cached_property
+    def _scatter(self) -> Message:
+        """Results, and the numbers that are summed over a row: the direction's, the metrics', a flag for each layer."""
+        count, results = self.rule.numbers + len(SUMMARY) + len(self.plan.layers), self.exchange.scatter
+        numbers = self._numbers([count] * self.world, len(self.plan.rows[0]))
+        return [("results", self._moved(results, self.plan.gradient_dtypes[1])), ("numbers", numbers)]
+
+    def _moved(self, plan: RelayoutPlan, dtype: torch.dtype) -> np.ndarray:
+        return self._matrix((move.source, move.target, move.numel * dtype.itemsize) for move in plan.moves)
+
+    def _matrix(self, moves: Iterable[tuple[int, int, int]]) -> np.ndarray:
+        """[W, W] of sources, targets and bytes."""
+        matrix = np.zeros((self.world, self.world), dtype=np.int64)
+        for source, target, nbytes in moves:
+            matrix[source, target] += nbytes
+        return matrix
+
+    def _numbers(self, counts: Sequence[int], width: int) -> np.ndarray:
+        """[W, W] of so many scalars of each rank to the others of its row of ranks."""
+        return FP32 * np.array(counts)[:, None] * (together(self.world, width) & ~np.eye(self.world, dtype=bool))
+
+    # bytes in memory
+
+    @cached_property
+    def memory(self) -> Mapping[str, np.ndarray]:
+        """Kind -> bytes [W], once everything is there."""
+        plan, moments = self.plan, self.rule.moments(self.plan.config)
+        kept = {factor.key: kept_bytes(factor.side, plan.method) for factor in self.factors}
+        users = {factor.key: Work.users(factor, self.workers) for factor in self.factors}
+        work = replace(plan.work, factors=self.factors)
+        memory = {kind: np.array(nbytes) for kind, nbytes in work.state(self.workers, self.homes).items()}
+        # the last value is the factor itself
+        memory["history"] = bool(plan.adaptive) * self._on_homes(lambda factor: FP32 * factor.side.numel + NORMS)
+        waits = (plan.waits.itemsize if moments is AdamMoments else FP32) if moments else 0
+        waiting = self._on_workers(lambda layer: waits * layer.numel)
+
+        first = self.layout if plan.first is None else replace(self.layout, contributors=plan.first, _known={})
+        memory["sums"], under_way = self._reduced(self.every, self.layout)
+        captured, new = [sum(self._reduced(self.every, first))], memory["factors"]  # at first there are no eigenbases
+        for step in {step for steps in steps_of(plan) for step in steps}:
+            captured.append(sum(self._reduced(step.captured, self.layout)))
+            made = self._on_homes(lambda factor: packed_bytes(factor.side), step.captured)
+            new = np.maximum(new, made + self._at((users[key], kept[key]) for key in step.arriving))
+
+        gathering, gathers = self._buffers(self._gather(self.every, self.every))
+        scattering, scatters = self._buffers(self._scatter)
+        outgoing, staying, gathered, working = self._preconditioned(waits)
+        rounded = {key for key in self.every if plan.wire is not torch.float32 and self.delivery.receivers[key]}
+        exact = self._on_homes(lambda factor: kept[factor.key], rounded)  # until the rounded one has been sent
+        # results that go are given up once they are in a message
+        sending = np.maximum(outgoing + scattering, scatters) + staying
+        in_turn = [*captured, new + gathers - gathering + np.maximum(exact, gathered), new + working]
+        memory["messages"] = np.max([under_way, gathers, scatters], axis=0)
+        memory["drafts"] = waiting + new
+        memory[BESIDE] = np.max([*in_turn, waiting + new + sending], axis=0)
+        return {kind: nbytes.astype(np.int64) for kind, nbytes in memory.items()}
+
+    def _reduced(self, keys: Keys, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes [W] of the sums of some factors, where they are made or averaged, and of their messages that are on
+        their way at a time, at most."""
+        sums = (({slot.owner, *slot.contributors}, FP32 * slot.numel) for slot in layout.slots(keys, 0))
+        each = [self._buffers(message)[1] for message in self._sums(keys, layout)]
+        return self._at(sums), np.max([self._at([]), *(sum(each[i : i + IN_FLIGHT]) for i in range(len(each)))], axis=0)
+
+    def _buffers(self, message: Message) -> np.ndarray:
+        """Bytes [2, W] that a message takes at each rank, alignment included: to send it, and to receive it, too."""
+        padded = sum((-(-matrix // ALIGNMENT) * ALIGNMENT for _, matrix in message), np.zeros((self.world, self.world)))
+        return np.stack([padded.sum(axis=1), padded.sum(axis=1) + padded.sum(axis=0)])
+
+    def _preconditioned(self, waits: int) -> np.ndarray:
+        """Bytes [4, W]: of results that wait to be sent, and of those that wait to be written, sent or not; of gathered
+        gradients, and the most of what is left of them, of what takes their places, and of what making that takes. An
+        element of a gradient takes ``waits`` while it waits for its moments."""
+        plan, (arriving, leaving), params = self.plan, self.plan.gradient_dtypes, self.exchange.of_layer
+        stored = FP32 if plan.config.communication.gradient_dtype else arriving.itemsize  # of gradients, at most
+        goes = {(move.source, move.param, move.start, move.numel) for move in self.exchange.scatter.moves}
+        ranks = self.exchange.of_parameter
+        mine = {(s.rank, s.param, s.start, s.numel) for s in self.shards.shards if s.rank in ranks[s.param]}
+        whole = {(rank, param) for rank, param, _, numel in mine if numel == self.shards.numels[param]}
+        stays = set() if self.subject.in_place else mine
+        results, found = Counter[tuple[int, int]](), np.zeros((4, self.world))
+        for kind, pieces in enumerate((goes - stays, stays)):
+            for rank, param, start, numel in pieces:
+                nbytes = (leaving.itemsize if (rank, param, start, numel) in goes else FP32) * numel
+                results[rank, param] += nbytes
+                found[kind, rank] += nbytes
+        for rank in range(self.world):
+            own = [layer for layer in plan.layers if rank in self.workers[layer.name]]
+            alike = (lambda layer: layer.copies) if plan.stacks else None
+            # a gradient that is a parameter's and lies here is used as it is
+            held = {name for name, (param, *more) in params.items() if not more and (rank, param) in whole}
+            missing = {layer.name: stored * layer.numel for layer in own if layer.name not in held}
+            left, done, most = sum(missing.values()), 0, 0
+            found[2, rank] = left
+            for layers, nbytes in self.rule.rounds(plan, stacks(own, alike=alike)):
+                left -= sum(missing.get(layer.name, 0) for layer in layers)
+                done += sum(waits * layer.numel for layer in layers)
+                most = max(most, left + done + nbytes)
+                done += sum(results[rank, param] for layer in layers for param in params[layer.name])
+            found[3, rank] = max(most, done)
+        return found
+
+    # FLOPs and seconds
+
+    def _mean_step(self) -> None:
+        """Over a period. Decompositions that take effect later are spread over the steps they may take."""
+        (_, steps), seconds = steps_of(self.plan), dict[Step, dict[str, float]]()
+        # of taking gradients together and of putting results in their place, a copy each
+        copies = self._on_workers(lambda layer: 4 * FP32 * layer.numel / self.costs.copy_bytes)
+        precondition = self._on_workers(self._precondition)
+        payload, calls = np.zeros_like(self.plain.payload), np.zeros_like(self.plain.calls)
+        for step, times in Counter(steps).items():
+            traffic = self._traffic(step.captured, step.arriving)
+            payload, calls = payload + times * traffic.payload, calls + times * traffic.calls
+            seconds[step] = self._seconds(step, traffic, copies, precondition)
+        self.mean = StepTraffic(payload / len(steps), calls / len(steps))
+        found, lag = [dict(seconds[step]) for step in steps], min(self.plan.lag, len(steps) - 1)
+        for index, stages in enumerate(found if lag > 1 else ()):
+            whole = sum(seconds[steps[index - back]]["refresh"] for back in range(lag)) / lag
+            stages["refresh"] = whole * (1 - HIDDEN * self.costs.beside)
+        self.stages = {stage: sum(stages[stage] for stages in found) / len(found) for stage in STAGES}
+        self.seconds, self.worst = sum(self.stages.values()), max(sum(stages.values()) for stages in found)
+        # of the model 2 FLOPs a multiplication forward, 4 backward
+        flops = 6.0 * self.subject.forward * (self.rows or 0)
+        self.model = flops / (self.costs.model_flops or self.costs.gemm_flops) if flops else None
+        self.overhead = self.seconds / self.model if self.model else None
+
+    def _seconds(self, step: Step, traffic: StepTraffic, copies: np.ndarray, always: np.ndarray) -> dict[str, float]:
+        """Of one step, its decompositions done in it: as ``stages`` of the mean step."""
+        costs, method = self.costs, self.plan.method
+        reduce = travel(costs, traffic.payload[0], traffic.calls[0])  # factors are the first kind
+        moved = travel(costs, traffic.payload[1:].sum(axis=0), traffic.calls[1:].sum())
+        stages = (
+            self._captures(step.captured) / costs.syrk_flops,
+            reduce + self._on_homes(lambda factor: costs.fold(factor.side), step.captured),
+            self._on_homes(lambda factor: costs.decompose(factor.side, method), step.decomposed),
+            moved + copies,
+            always,
+        )
+        return {stage: float(seconds.max()) for stage, seconds in zip(STAGES, stages, strict=True)}
+
+    def _precondition(self, layer: LayerSpec) -> float:
+        """Seconds of a step; what the update rule adds on a GPU in fp16, at the model's rate, unless asked not."""
+        costs, half = self.costs, self.plan.config.preconditioner.precision != "highest"
+        rate = max(costs.rate(mean_width(layer)), costs.model_flops if costs.beside and half else 0.0)
+        passes = costs.elementwise(FP32 * self.rule.passes * layer.numel)
+        return costs.precondition(layer, self.plan.method) + self.rule.flops(self.plan.config, layer) / rate + passes
 
     @property
-    def timing(self) -> Timing:
-        """As planned."""
-        return self.spread if self.plan.offsets else self.at_once
+    def flops(self) -> Mapping[str, np.ndarray]:
+        """Stage -> FLOPs [W]: of capturing and decomposing everything once, and of preconditioning in a step."""
+        method, config, rule = self.plan.method, self.plan.config, self.rule
+        return {
+            "capture": self._captures(self.every),
+            "refresh": self._on_homes(lambda factor: decompose_flops(factor.side, method)),
+            "precondition": self._on_workers(lambda x: precondition_flops(x, method) + rule.flops(config, x)),
+        }
 
-    @property
-    def overhead(self) -> float | None:
-        """K-FAC's mean seconds over the model's."""
-        return self.timing.mean / self.model if self.model else None
+    def _captures(self, keys: Keys) -> np.ndarray:
+        """FLOPs [W] of capturing some factors; one update is like another."""
+        plan, layers = self.plan, {layer.name: layer for layer in self.plan.layers}
+        rule = RowRule(sample=plan.config.factor.sample_rows, positions=plan.config.factor.sample_positions)
 
+        def flops(factor: FactorSpec) -> int:
+            layer, members = layers[factor.layers[0]], len(rows_from(factor, layers))
+            rows = round((self.rows or 0) * self.subject.trace.rows_of(layer) * members)
+            if isinstance(LAYERS[layer.kind], Convolution):
+                dims = int(layer.kind[-2])
+                rows //= grid_step(rule, rows, dims, max(layer.shape[-2:])) ** dims
+            elif rule.sample is not None:
+                rows = min(rows, rule.sample)
+            return capture_flops(factor.side, rows)
 
-@dataclass(frozen=True)
-class Refused:
-    """A strategy that such a run cannot have, and why."""
+        found = ((f, plan.contributors.of(f.key, self.homes[f.key], 0)) for f in self.factors if f.key in keys)
+        return self._at((ranks, flops(factor)) for factor, ranks in found)
 
-    name: str
-    reason: str
+    def _at(self, amounts: Iterable[tuple[Iterable[int], float]]) -> np.ndarray:
+        """[W]: each amount at each of its ranks."""
+        found = np.zeros(self.world)
+        for ranks, amount in amounts:
+            found[list(ranks)] += amount
+        return found
 
+    def _on_homes(self, amount: Callable[[FactorSpec], float], keys: Keys | set[str] | None = None) -> np.ndarray:
+        """[W]: an amount of each factor, or of some, at its decomposer."""
+        return self._at(([self.homes[f.key]], amount(f)) for f in self.factors if keys is None or f.key in keys)
 
-def shards_of(subject: Subject, mode: Mode, world: int) -> ShardMap:
-    """Where the gradients of a subject's layers will be."""
-    whole = planned_shards(
-        parameter_names(subject.layers),
-        subject.groups,
-        world=world,
-        stage=mode.stage,
-        replicated=mode.replicated,
-        round_robin=mode.round_robin,
-    )
-    return whole.cut(pieces_of(subject.layers))
-
-
-def planned(
-    subject: Subject,
-    mode: Mode,
-    config: KFACConfig,
-    *,
-    world: int,
-    costs: CostModel,
-    rows: int | None = None,
-    shards: ShardMap | None = None,
-) -> Plan:
-    """The plan that a run would make, once it knows the layers that share their inputs, and the rows of a rank.
-
-    Args:
-        rows: tokens (or images) of a rank in a step; None: not known.
-        shards: of :func:`shards_of`, if they are known.
-
-    Raises:
-        ValueError: the fraction does not fit the world or the mode, or the memory budget is too small.
-    """
-    held = None if mode.replicated else held_by_layer(subject.layers, shards or shards_of(subject, mode, world))
-    moments = mode.rule.moments_count(config)
-    setting = Setting(world, held, mode.parameters, mode.gradients, moments, scheduled=mode.scheduled)
-    plan = make_plan(subject.layers, setting, config, costs)
-    groups = subject.shared if plan.shares else ()
-    unit = {layer.name: subject.trace.rows_of(layer) for layer in subject.layers}
-    return plan.knowing(Known(groups, None if rows is None else {name: rows * each for name, each in unit.items()}))
-
-
-def _on_device(plan: Plan, costs: CostModel) -> Plan:
-    """With what a GPU with TF32 would choose, if the costs are a GPU's."""
-    if not costs.beside:
-        return plan
-    precision = plan.precision if plan.config.preconditioner.precision == "highest" else Precision("tf32", "tf32")
-    return replace(plan, precision=precision, stacks=choices.stacks(torch.device("cuda"), plan.method))
-
-
-def planned_traffic(
-    subject: Subject, mode: Mode, config: KFACConfig, plan: Plan, shards: ShardMap | None = None
-) -> PlannedTraffic:
-    return PlannedTraffic(
-        plan,
-        shards or shards_of(subject, mode, plan.assignment.world),
-        numbers=mode.rule.numbers,
-        norm=mode.rule.needs_norm(mode.clips) and not mode.replicated,
-        terms=config.preconditioner.eigenvalues == "corrected",
-        in_place=mode.in_place,
-    )
-
-
-def estimate(
-    subject: Subject,
-    mode: Mode,
-    config: KFACConfig,
-    *,
-    world: int,
-    machine: Machine,
-    rows: int | None = None,
-    shards: ShardMap | None = None,
-) -> Estimate:
-    """Of the plan that a run would make.
-
-    Args:
-        rows: tokens (or images) of a rank in a step; None: not known.
-        shards: of :func:`shards_of`, if they are known.
-
-    Raises:
-        ValueError: there is no such plan.
-    """
-    shards = shards or shards_of(subject, mode, world)
-    plan = planned(subject, mode, config, world=world, costs=machine.costs, rows=rows, shards=shards)
-    traffic = planned_traffic(subject, mode, config, plan, shards)
-    work = Workload(plan, config, machine, rows, subject.trace, mode.rule)
-    counted = Counter((step.captured, step.arriving) for step in settled_period(plan))
-    spread = plan.offsets
-    if not spread:
-        staggered = config.having("eigenbasis", stagger=True)
-        spread = planned(subject, mode, staggered, world=world, costs=machine.costs, rows=rows, shards=shards).offsets
-    on_device = _on_device(plan, machine.costs)
-    every, none = traffic.every, frozenset[str]()
-    return Estimate(
-        name=strategy_name(plan.workers, world, mode),
-        plan=plan,
-        memory=memory_of(planned_traffic(subject, mode, config, on_device, shards), config, mode.rule),
-        plain=traffic.step(none, none),
-        update=traffic.step(every, none),
-        refresh=traffic.step(every, every),
-        mean=mean_traffic([(traffic.step(*what), times) for what, times in counted.items()]),
-        work=work,
-        at_once=_timing(work, {}, traffic),
-        spread=_timing(work, spread, traffic),
-        model=machine.model_seconds(subject.forward * rows) if rows and subject.forward else None,
-    )
-
-
-def estimates(
-    subject: Subject,
-    mode: Mode,
-    config: KFACConfig,
-    *,
-    world: int,
-    machine: Machine,
-    rows: int | None = None,
-    known: Estimate | None = None,
-    shards: ShardMap | None = None,
-) -> tuple[Estimate | Refused, ...]:
-    """Of every strategy: all gradient-worker fractions, and the owner scheme of ZeRO; refused ones with the reason.
-
-    Args:
-        known: of the config's own, which is not made again.
-        shards: of :func:`shards_of`, if they are known.
-    """
-    shards = shards or shards_of(subject, mode, world)
-    found: list[Estimate | Refused] = []
-    counts = worker_counts(world)
-    if not mode.replicated:  # all that lies between is refused alike
-        counts = tuple(sorted({*counts[:2], world}))
-    for workers in counts:
-        if known is not None and known.plan.workers == workers:
-            found.append(known)
-            continue
-        forced = config.having("assignment", gradient_worker_fraction=workers / world)
-        try:
-            found.append(estimate(subject, mode, forced, world=world, machine=machine, rows=rows, shards=shards))
-        except ValueError as problem:
-            found.append(Refused(strategy_name(workers, world, replace(mode, replicated=True)), str(problem)))
-    if mode.replicated:
-        found.append(Refused("ZeRO owners", f"every rank has every gradient in this mode ({mode})"))
-    return tuple(found)
-
-
-def strategy_name(workers: int, world: int, mode: Mode) -> str:
-    """KAISA's names; ZeRO's owners are its MEM-OPT."""
-    if not mode.replicated:
-        return f"ZeRO-{mode.stage} owners"
-    if world == 1:
-        return "one rank"
-    return {1: "MEM-OPT", world: "COMM-OPT"}.get(workers, f"HYBRID-OPT {workers}/{world}")
-
-
-def _timing(work: Workload, offsets: Mapping[str, int], traffic: PlannedTraffic) -> Timing:
-    steps: Sequence[Stages] = work.over_a_period(traffic, offsets)
-    stages = {stage: sum(step[stage] for step in steps) / len(steps) for stage in steps[0]}
-    return Timing(stages, max(sum(step.values()) for step in steps))
+    def _on_workers(self, amount: Callable[[LayerSpec], float]) -> np.ndarray:
+        """[W]: an amount of each layer at each of its gradient workers."""
+        return self._at((self.workers[layer.name], amount(layer)) for layer in self.plan.layers)

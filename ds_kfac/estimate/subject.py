@@ -1,92 +1,334 @@
-"""What an estimate is of: a model's layers, its other parameters and their order in the optimizer. Shapes only."""
+"""What an estimate is of: a model and a DeepSpeed config. No engine is built, and of the model shapes alone count."""
 
-import math
+import importlib
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
 
-from torch import nn
+import hjson
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from ds_kfac.config.kfac import KFACConfig
-from ds_kfac.estimate.mode import Mode
-from ds_kfac.estimate.trace import Trace
+from ds_kfac.assignment.costs import CostModel
+from ds_kfac.config.kfac import find_block, parse
+from ds_kfac.directions.table import rule_in
+from ds_kfac.engine.refusals import accumulation, block, of_config, refused
 from ds_kfac.model.layers import LayerSpec, parameter_shape
-from ds_kfac.model.scan import Skipped, scan
-from ds_kfac.model.shared_inputs import agreed
-from ds_kfac.plan.plan import sharing_candidates
+from ds_kfac.model.product_code import ADDED, COPIES, LINEAR, RIGHT, multiplied
+from ds_kfac.model.scan import scan
+from ds_kfac.model.shared_inputs import SharedInputs, agreed
+from ds_kfac.plan.make_plan import Setting, make_plan
+from ds_kfac.plan.plan import Known, Plan, sharing_candidates
 from ds_kfac.zero.param_groups import split_groups
-from ds_kfac.zero.shard_plan import Group
+from ds_kfac.zero.shards import ShardMap, held_by_layer, planned_shards
+
+CONTEXT = 4096
+"""Most tokens of an example of a language model; its config may allow a million."""
+CHANNELS_FIRST = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.GroupNorm)
+"""Modules whose tensors' second dimension is what others have last."""
+
+
+def read_config(source: Mapping[str, Any] | str | os.PathLike, optimizer: str | None = None) -> Mapping[str, Any]:
+    """A DeepSpeed config, with the optimizer that the script passes; ValueError if it names one itself, or is none."""
+    try:
+        found = source if isinstance(source, Mapping) else hjson.loads(Path(source).read_text())
+    except (OSError, ValueError) as problem:
+        raise ValueError(f"{source}: not JSON ({problem}); name a DeepSpeed config file") from None
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{source}: not a JSON object; name a DeepSpeed config file")
+    if optimizer is None:
+        return found
+    if found.get("optimizer") is not None:
+        raise ValueError(f"--optimizer {optimizer}: the config has one; leave either out")
+    return {**found, "optimizer": {"type": optimizer}}
 
 
 @dataclass(frozen=True)
+class Trace:
+    """What a forward shows; an empty one knows nothing.
+
+    Attributes:
+        inputs: module name -> numbers of its inputs; modules with equal ones share them.
+        rows: module name -> rows of one unit (token, or image); 1 for those that are not in it.
+        stacked: name of a parameter that is a stack of matrices, such as experts -> rows of one unit that each of them
+            multiplies, in the mean of them.
+        units: in the example.
+    """
+
+    inputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    rows: Mapping[str, float] = field(default_factory=dict)
+    stacked: Mapping[str, float] = field(default_factory=dict)
+    units: int = 0
+
+    def rows_of(self, layer: LayerSpec) -> float:
+        """Rows of one unit that a layer has; if not known, as if each took part."""
+        return self.stacked.get(layer.weight, self.rows.get(layer.module, 1.0))
+
+
+def trace(model: nn.Module, example: Sequence[Any]) -> Trace:
+    """Run a model once, without gradients; ValueError if it cannot.
+
+    Args:
+        example: positional arguments of its forward, on its device. Units are all elements of its first tensor if they
+            are integers, else those of the first dimension.
+    """
+    first = next((x for x in example if isinstance(x, Tensor) and x.ndim), None)
+    if first is None:
+        raise ValueError("the example inputs have no tensor of at least one dimension")
+    units = len(first) if first.is_floating_point() else first.numel()
+    modules = {name: module for name, module in model.named_modules() if list(module.parameters(recurse=False))}
+    seen, rows, stacks, handles = SharedInputs(modules), Counter[str](), _Stacks(modules), []
+
+    def called(name: str, module: nn.Module, inputs: tuple, named: Mapping[str, Any], output: Any) -> None:
+        x = inputs[0] if inputs else next(iter(named.values()), None)
+        if isinstance(x, Tensor):
+            seen.see(name, x)
+        seen_by = x if isinstance(module, nn.modules.conv._ConvTransposeNd) else output
+        if isinstance(seen_by, Tensor) and seen_by.ndim:
+            rows[name] += seen_by.numel() // seen_by.shape[1 if isinstance(module, CHANNELS_FIRST) else -1]
+
+    try:
+        for name, module in modules.items():
+            handles.append(module.register_forward_hook(partial(called, name), with_kwargs=True))
+        with torch.no_grad(), stacks:
+            model(*example)
+    except Exception as problem:
+        raise ValueError(
+            f"{type(model).__name__} does not run on its example inputs ({type(problem).__name__}: {problem}); give "
+            "others, or none: then no layers are assumed to share theirs"
+        ) from problem
+    finally:
+        for handle in handles:
+            handle.remove()
+    per_unit, stacked = ({name: n / units for name, n in of.items()} for of in (rows, stacks.rows))
+    return Trace(seen.found(), per_unit, stacked, units)
+
+
+class _Stacks(TorchFunctionMode):
+    """Sees products with stacks of matrices while it is entered, whole ones, views, or matrices picked out for each
+    row. It reads shapes alone: which matrix takes a row is not known on the meta device.
+
+    Attributes:
+        rows: name of a parameter -> rows that its matrices multiplied, in the mean of them.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.rows = Counter[str]()
+        self._sides: dict[int, tuple[str, int, int]] = {}  # id of a parameter -> name, matrices, outputs of one
+        self._copies: dict[int, tuple[Tensor, int]] = {}  # and of what: ids are of living tensors
+        for name, module in modules.items():
+            for parameter, lies in multiplied(module).items():
+                weight = module._parameters[parameter]
+                shape = lies.shape(parameter_shape(weight))
+                if len(shape) == 3:
+                    outputs = shape[-1] if lies.turned else shape[-2]
+                    self._sides[id(weight)] = f"{name}.{parameter}".lstrip("."), shape[0], outputs
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        name = getattr(function, "__name__", "")
+        if isinstance(output, Tensor) and name in COPIES | {"__getitem__", "index_select"}:
+            source = self._source(args[0])
+            if source is not None and output._base is None:
+                self._copies[id(output)] = output, source
+        elif isinstance(output, Tensor) and name in LINEAR | RIGHT | ADDED | {"__matmul__"}:
+            operands = (*args, *(kwargs or {}).values())
+            source = next((found for x in operands if (found := self._source(x)) is not None), None)
+            if source is not None:
+                parameter, count, outputs = self._sides[source]
+                self.rows[parameter] += output.numel() / outputs / count  # type: ignore[assignment]
+        return output
+
+    def _source(self, x: Any) -> int | None:
+        """The stack that a tensor is, is a view of, or was copied from."""
+        if not isinstance(x, Tensor):
+            return None
+        base = x if x._base is None else x._base
+        return id(base) if id(base) in self._sides else self._copies.get(id(base), (None, None))[1]
+
+
 class Subject:
     """See the module's docstring.
 
-    Attributes:
-        groups: parameter groups of the optimizer.
-        shared: groups of layers that see one input.
+    Args:
+        model: may be on the meta device.
+        ds_config: defaults count where it has no "kfac" block.
+        stage: of ZeRO, in place of the config's.
         trace: what a forward of the model showed.
+
+    Attributes:
+        given, config, answers: the "kfac" block, with its nulls answered, and how.
+        rule: how the optimizer steps.
+        asked: what DeepSpeed would build.
+        replicated: whether every rank has every averaged gradient.
+        gradients: dtype of gradients where K-FAC reads them.
+        in_place: whether results take the places of gradients, see :class:`ds_kfac.zero.layout.ShardLayout`.
+        scan, layers: what was found in the model.
+        groups: parameter groups of the optimizer: names and sizes of trained parameters, in its order.
+        shared: groups of layers that see one input.
         forward: multiplications that one token (or image) costs in the forward; 0 if it is not known how many of a
             stack's matrices it takes.
+
+    Raises ValueError for a wrong config, an engine that K-FAC or the estimator does not know, a model without layers.
     """
 
-    layers: tuple[LayerSpec, ...]
-    skipped: tuple[Skipped, ...]
-    groups: tuple[Group, ...]
-    shared: tuple[tuple[str, ...], ...] = ()
-    trace: Trace = field(default_factory=Trace)
-    forward: float = 0
+    def __init__(
+        self, model: nn.Module, ds_config: Mapping[str, Any], stage: int | None = None, trace: Trace | None = None
+    ) -> None:
+        self.ds_config, self.trace, self.rule = ds_config, trace or Trace(), rule_in(ds_config)
+        found = find_block(ds_config)
+        self.given = parse({} if found is None else found)
+        self.config, self.answers = self.rule.resolved(self.given, str(block(ds_config, "optimizer").get("type") or ""))
+        asked = self.asked = of_config(ds_config, self.config, self.rule.optimizer_type, stage)
+        problems = refused(asked)
+        if block(ds_config, "tensor_parallel").get("autotp_size", 0) not in (0, 1):
+            problems.append(
+                "tensor_parallel.autotp_size: the estimator knows data parallelism only: take it out, and give the "
+                "data-parallel ranks as the world"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+        offloaded = asked.offload_device not in ("none", None)
+        self.replicated = asked.stage == 0 or asked.bf16_optimizer
+        self.gradients = asked.parameters
+        if asked.stage > 0:
+            self.gradients = torch.float32 if offloaded else accumulation(ds_config) or asked.parameters
+        self.in_place = not self.replicated and not offloaded and self.gradients is not torch.float16
+        seen = scan(model, self.rule.scanned(self.config))
+        self.layers = self.rule.cut(self.config, seen.layers)
+        self.scan = replace(seen, layers=self.layers)
+        groups = [list(model.parameters())]
+        if self.rule.optimizer_type is not None:
+            groups = [group["params"] for group in split_groups(model, self.scan, None, apart="apart")]
+        name_of = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.groups = [
+            [(name_of[id(p)], prod(parameter_shape(p))) for p in group if id(p) in name_of] for group in groups
+        ]
+        inputs = {layer.name: self.trace.inputs.get(layer.module, ()) for layer in self.layers}
+        self.shared = agreed([inputs], sharing_candidates(self.layers, self.config.preconditioner.method))
+        stacks = {layer.weight for layer in self.layers if layer.part[1] > 1 and layer.product}
+        self.forward = _forward(model, self.trace) if stacks <= self.trace.stacked.keys() else 0.0
 
-    @property
-    def parameters(self) -> int:
-        return sum(numel for group in self.groups for _, numel in group)
+    def __str__(self) -> str:
+        dtype = str(self.asked.parameters).removeprefix("torch.")
+        return f"ZeRO stage {self.asked.stage}, {dtype} parameters, {self.asked.optimizer}"
 
-    @property
-    def preconditioned(self) -> int:
-        """Parameters in K-FAC layers."""
-        return sum(layer.numel for layer in self.layers)
+    def strategy(self, workers: int, world: int) -> str:
+        """KAISA's names; ZeRO's owners are its MEM-OPT."""
+        if not self.replicated:
+            return f"ZeRO-{self.asked.stage} owners"
+        if world == 1:
+            return "one rank"
+        return {1: "MEM-OPT", world: "COMM-OPT"}.get(workers, f"HYBRID-OPT {workers}/{world}")
 
+    def having(self, block: str, **values: Any) -> "Subject":
+        """With other values in a block of the "kfac" config."""
+        other = copy(self)
+        other.config = self.config.having(block, **values)
+        return other
 
-def subject_of(model: nn.Module, config: KFACConfig, mode: Mode, *, trace: Trace | None = None) -> Subject:
-    """Of a model, which may be on the meta device.
+    def shards(self, world: int) -> ShardMap:
+        """Where DeepSpeed will put the layers' gradients."""
+        dealt = bool(block(self.ds_config, "zero_optimization").get("round_robin_gradients"))
+        stage = 0 if self.replicated else self.asked.stage
+        return planned_shards(self.layers, self.groups, world=world, stage=stage, round_robin=dealt)
 
-    Raises:
-        ValueError: it has no layer to precondition, or a pattern of kfac.layers matches nothing.
-    """
-    trace = trace or Trace()
-    found = scan(model, mode.rule.scanned(config))
-    found = replace(found, layers=mode.rule.cut(config, found.layers))
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    name_of = {id(parameter): name for name, parameter in trained.items()}
-    if mode.split_groups:
-        groups = [group["params"] for group in split_groups(model, found, None, apart="apart")]
-    else:
-        groups = [list(trained.values())]
-    modules = {layer.name: layer.module for layer in found.layers}
-    inputs = {name: trace.inputs[module] for name, module in modules.items() if module in trace.inputs}
-    return Subject(
-        layers=found.layers,
-        skipped=found.skipped,
-        groups=tuple(
-            tuple((name_of[id(p)], math.prod(parameter_shape(p))) for p in group if id(p) in name_of)
-            for group in groups
-        ),
-        shared=agreed([inputs], sharing_candidates(found.layers, config.preconditioner.method)),
-        trace=trace,
-        forward=_forward(model, trace) if all(map(trace.knows, found.layers)) else 0.0,
-    )
+    def plan(self, shards: ShardMap, costs: CostModel, rows: int | None = None) -> Plan:
+        """The plan that a run would make, once it knows the layers that share their inputs, and the tokens (or images)
+        of a rank in a step. Raises ValueError as :func:`make_plan`."""
+        setting = Setting(
+            world=shards.world,
+            held=None if self.replicated else held_by_layer(self.layers, shards),
+            parameters=self.asked.parameters,
+            gradients=self.gradients,
+            moments=self.rule.moments_count(self.config),
+            scheduled=block(self.ds_config, "scheduler").get("type") is not None,
+        )
+        plan = make_plan(self.layers, setting, self.config, costs)
+        seen = None if rows is None else {layer.name: rows * self.trace.rows_of(layer) for layer in self.layers}
+        return plan.knowing(Known(self.shared if plan.shares else (), seen))
 
 
 def _forward(model: nn.Module, trace: Trace) -> float:
     """One per parameter and row; a look-up costs nothing, but a head with an embedding's weight does. Of a stack's
     matrices those that a row takes."""
-    total, seen = 0.0, set()
+    total, seen = 0.0, set[int]()
     for name, module in model.named_modules():
         own = {} if isinstance(module, nn.Embedding) else dict(module.named_parameters(name, recurse=False))
-        each = next((trace.stacked[parameter] for parameter in own if parameter in trace.stacked), None)
-        for parameter_name, parameter in own.items():
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                rows = trace.stacked.get(parameter_name, trace.rows.get(name, 1))
-                if each is not None and parameter_name.endswith("bias"):  # of a stack's matrices
-                    rows = each
-                total += math.prod(parameter_shape(parameter)) * rows
+        rows = next((trace.stacked[each] for each in own if each in trace.stacked), trace.rows.get(name, 1))
+        new = {each: parameter for each, parameter in own.items() if id(parameter) not in seen}
+        seen |= set(map(id, new.values()))
+        total += sum(prod(parameter_shape(p)) * trace.stacked.get(each, rows) for each, p in new.items())
     return total
+
+
+def build(name: str, lora: int | None = None) -> tuple[nn.Module, tuple[Any, ...] | None]:
+    """A model on the meta device, and the arguments of its forward for one example, or None if they are not known.
+
+    Args:
+        name: "module:factory", a function without arguments that returns a model, or a model and a tuple of arguments
+            (or the only one). Or "timm:NAME", one of timm's, with an image of the size it was trained on; or "hf:PATH",
+            a config.json of transformers or its folder. ValueError if there is no such model.
+        lora: rank of adapters that peft puts to all linear layers but the head, all else frozen; None: none.
+    """
+    where, _, attribute = name.partition(":")
+    if not where or not attribute:
+        raise ValueError(
+            f"model {name}: give module:factory, a function that returns a model, such as my_models:gpt; or hf:PATH, a "
+            "config.json of transformers"
+        )
+    try:
+        module = importlib.import_module("transformers" if where == "hf" else where)
+        peft = None if lora is None else importlib.import_module("peft")
+    except ImportError as problem:
+        raise ValueError(f"model {name}: {problem}; is it installed, or is its folder in PYTHONPATH?") from problem
+    with torch.device("meta"):
+        made: Any
+        if where == "hf":
+            made = _of_transformers(module, attribute)
+        elif where == "timm":
+            made = module.create_model(attribute)
+            made = made, torch.zeros(1, *made.default_cfg["input_size"])
+        elif callable(factory := getattr(module, attribute, None)):
+            made = factory()
+        else:
+            raise ValueError(f"model {name}: {where} has no function {attribute}")
+        model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model {name}: returned a {type(model).__name__}, not a torch.nn.Module")
+        if peft is not None:
+            options = {"task_type": "CAUSAL_LM"} if hasattr(model, "prepare_inputs_for_generation") else {}
+            model = peft.get_peft_model(model, peft.LoraConfig(r=lora, target_modules="all-linear", **options))
+    if example is None:
+        return model, None
+    arguments = example if isinstance(example, (tuple, list)) else (example,)
+    return model, tuple(x.to("meta") if isinstance(x, Tensor) else x for x in arguments)
+
+
+def _of_transformers(transformers: Any, path: str) -> Any:
+    """By the class that its config names, else as a causal language model."""
+    if not os.path.exists(path):
+        raise ValueError(f"model hf:{path}: no such file or folder; give a model's config.json, nothing is downloaded")
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as problem:
+        raise ValueError(f"model hf:{path}: {str(problem).splitlines()[0]}") from problem
+    known = [getattr(transformers, name, None) for name in config.architectures or ()]
+    kind = next((found for found in known if found is not None), None)
+    made = kind._from_config(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
+    if made._can_set_experts_implementation():  # the one of their forms that runs on the meta device
+        made.set_experts_implementation("batched_mm")
+    if hasattr(config, "image_size") and not hasattr(config, "vocab_size"):
+        return made, torch.zeros(1, config.num_channels, config.image_size, config.image_size)
+    if config.is_encoder_decoder or not hasattr(config, "vocab_size"):
+        return made
+    length = min(getattr(config, "max_position_embeddings", CONTEXT) or CONTEXT, CONTEXT)
+    return made, torch.zeros(1, length, dtype=torch.long)

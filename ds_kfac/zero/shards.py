@@ -4,10 +4,14 @@ the same on every rank; ``comm/message.py`` carries it out."""
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from operator import attrgetter
 
 from ds_kfac.comm.message import Move, RelayoutPlan, in_order
 from ds_kfac.model.layers import LayerSpec
+
+FLAT_ALIGNMENT = 2
+"""ZeRO-1/2 pads the flat buffer of a group to a multiple of so many elements a rank."""
 
 
 @dataclass(frozen=True, order=True)
@@ -178,3 +182,38 @@ def plan_scatter(shards: ShardMap, source: Callable[[int, int], int]) -> Relayou
 def source(workers: Sequence[int], rank: int, world: int) -> int:
     """The worker whose result a rank gets: itself, or the one in its row of consecutive ranks."""
     return workers[rank // (world // len(workers))]
+
+
+def planned_shards(
+    layers: Sequence[LayerSpec],
+    groups: Sequence[Sequence[tuple[str, int]]],
+    *,
+    world: int,
+    stage: int,
+    round_robin: bool = False,
+) -> ShardMap:
+    """Where DeepSpeed will put the layers' gradients, without an engine: what the layouts of this folder find in one.
+
+    Args:
+        groups: parameter groups of the optimizer: names and sizes of trained parameters, in its order.
+        stage: of ZeRO; 0 where every rank has every averaged gradient. At stage 3 groups and offsets, which depend on
+            its sub-groups, are left at 0.
+        round_robin: ``round_robin_gradients`` of ZeRO-1/2.
+    """
+    place = {name: index for index, name in enumerate(parameter_names(layers))}
+    numels, found = dict(entry for group in groups for entry in group), list[Shard]()
+    for index, group in enumerate(groups):
+        own = [(place[name], numel) for name, numel in group if name in place]
+        if stage == 0:
+            found += [Shard(param, 0, numel, rank, index, 0) for param, numel in own for rank in range(world)]
+        elif stage == 3:
+            found += [shard for param, numel in own for shard in partition_chunks(numel, param, 0, 0, world)]
+        else:
+            step = world if round_robin else 1
+            order = [entry for first in range(step) for entry in group[first::step]]
+            *offsets, total = accumulate((numel for _, numel in order), initial=0)
+            size = -(-total // (FLAT_ALIGNMENT * world)) * FLAT_ALIGNMENT
+            for (name, numel), offset in zip(order, offsets, strict=True):
+                if name in place:
+                    found += partition_flat([numel], [offset], [place[name]], index, size, world)
+    return ShardMap(world, tuple(numels[name] for name in place), tuple(found)).cut(pieces_of(layers))

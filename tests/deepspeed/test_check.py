@@ -55,8 +55,8 @@ class Net(nn.Module):
 def worker(folder: str) -> dict:
     import ds_kfac
     from ds_kfac.directions.table import rule_of
-    from ds_kfac.estimate import check
-    from ds_kfac.estimate.mode import answered, mode_of
+    from ds_kfac.estimate import command
+    from ds_kfac.estimate.subject import Subject
 
     found = {}
     for name, config in {**{name: config for name, (config, _) in REFUSED.items()}, **FITS}.items():
@@ -65,7 +65,7 @@ def worker(folder: str) -> dict:
         path.write_text(json.dumps(config))
         arguments = {"config": str(path), "model": f"{__name__}:Net", "lora": None, "world": 1, "optimizer": None}
         try:
-            said = check.run(argparse.Namespace(**arguments))
+            said = command.check(argparse.Namespace(**arguments))
         except ValueError as error:
             said = f"refused: {error}"
         try:
@@ -77,13 +77,12 @@ def worker(folder: str) -> dict:
         except ValueError as error:
             found[name] = said, f"refused: {error}"
             continue
-        _, expected, _ = answered(config)
-        mode, rule = mode_of(config, expected), rule_of(engine.basic_optimizer)
+        subject, rule = Subject(Net(), config), rule_of(engine.basic_optimizer)
         same = {
-            "config": kfac.preconditioner.config == expected,
-            "clips": mode.clips == bool(engine.gradient_clipping()),
-            "moments": mode.rule.moments_count(expected) == rule.moments_count(kfac.preconditioner.config),
-            "optimizer": mode.rule is rule,
+            "config": kfac.preconditioner.config == subject.config,
+            "clips": subject.asked.clips == bool(engine.gradient_clipping()),
+            "moments": subject.rule.moments_count(subject.config) == rule.moments_count(kfac.preconditioner.config),
+            "optimizer": subject.rule is rule,
         }
         found[name] = said, same, kfac.report.splitlines()
         engine.destroy()

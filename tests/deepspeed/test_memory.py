@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_kfac.comm.reduce import IN_FLIGHT
 from ds_kfac.directions import base
 from ds_kfac.directions.kfac_adamw import rule
-from ds_kfac.estimate.memory import memory_of, transient_bytes
-from ds_kfac.estimate.traffic import PlannedTraffic
+from ds_kfac.estimate.estimates import BESIDE, Estimate
+from ds_kfac.estimate.subject import Subject
 from ds_kfac.update import rotation, stacking
+from tests.choices import chosen
 from tests.deepspeed.modes import Mode
 from tests.deepspeed.runs import build
 from tests.ranks import run_ranks
@@ -117,6 +118,7 @@ SIDES = [96 + 2 * index for index in range(41)]
 """Of layers of which none is like another: what a single layer's products copy is little, and none are stacked."""
 COPIES = 1
 """Of one layer, in its products and moments."""
+ROWS = 4
 
 
 def beside_worker(modes) -> dict:
@@ -129,6 +131,9 @@ def beside_worker(modes) -> dict:
         mode = replace(mode, kfac={**mode.kfac, **often, "burn_in": {"steps": 0}})
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(*sides, bias="bias" in mode.name) for sides in pairwise(SIDES)))
+        config = mode.config(1, dist.get_world_size())
+        with chosen(config["kfac"]) as block:
+            subject = Subject(model, {**config, "kfac": block})
         for module in (rotation, base, rule, stacking):
             module.AT_ONCE = 1 << 12 if "large" in mode.name else 1 << 22
         engine = build(mode, 1, model=model)
@@ -144,21 +149,19 @@ def beside_worker(modes) -> dict:
 
         kfac.step = watched
         for step in range(7):
-            x = torch.randn(4, SIDES[0], generator=torch.Generator().manual_seed(step)).to(engine.get_data_types()[0])
+            x = torch.randn(ROWS, SIDES[0], generator=torch.Generator().manual_seed(step))
+            x = x.to(engine.get_data_types()[0])
             loss = engine(x).float().square().mean()
             with Live() as live:
                 counters.append(live)
                 engine.backward(loss)
                 engine.step()
         without = min(before[1::2])  # DeepSpeed's gradients
-        traffic = PlannedTraffic(
-            kfac.plan, kfac.layout.shards, numbers=kfac.rule.numbers, norm=kfac.needs_norm, terms=True,
-            in_place=kfac.layout.in_place,
-        )  # fmt: skip
-        estimate = memory_of(traffic, kfac.config, kfac.rule)
+        estimate = Estimate(subject, kfac.plan.work.costs, dist.get_world_size(), ROWS)
+        assert estimate.plan.assignment == kfac.plan.assignment, mode.name
         results[mode.name] = {
             "captured": sorted(peaks[2::2])[1] - without,  # gloo's threads may let go of a message late
-            "estimate": int(transient_bytes(estimate)[dist.get_rank()]),
+            "estimate": int(estimate.memory[BESIDE][dist.get_rank()]),
             "layer": 4 * max(parameter.numel() for parameter in model.parameters()),
         }
         engine.destroy()

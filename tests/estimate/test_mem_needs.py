@@ -9,10 +9,10 @@ from torch import nn
 
 import ds_kfac
 from ds_kfac.assignment.costs import BUILTIN
-from ds_kfac.estimate.estimates import Estimate, Refused
-from ds_kfac.estimate.machine import Machine
-from ds_kfac.estimate.memory import state_bytes
+from ds_kfac.estimate.command import Refused
+from ds_kfac.estimate.estimates import Estimate, steps_of, travel
 from tests.close import close
+from tests.plan.test_make_plan import ZERO, plan
 
 CONFIG = {"optimizer": {"type": "SGD"}, "kfac": {"burn_in": {"steps": 0}}}
 SHAPES = [(20, 31, True), (31, 7, False)]
@@ -34,7 +34,7 @@ def test_live_and_cold_agree_and_print_their_table(stage, capsys):
     assert [type(found) for found in live] == ([Estimate, Estimate, Refused] if stage == 0 else [Estimate, Refused])
     for a, b in zip(live, cold, strict=True):
         if isinstance(a, Estimate):
-            assert a.timing == b.timing and a.model == b.model
+            assert a.stages == b.stages and a.worst == b.worst and a.model == b.model
             assert np.array_equal(a.state, b.state) and np.array_equal(a.mean.sent(), b.mean.sent())
 
 
@@ -43,7 +43,7 @@ def test_one_rank_sends_nothing_and_holds_everything():
     packed = sum(4 * (d * (d + 1) // 2) + 4 for d in (21, 31, 31, 7))
     bases = sum(4 * (d * d + d) for d in (21, 31, 31, 7))
     assert found.name == "one rank" and found.refresh.sent().tolist() == [0]
-    assert state_bytes(found.memory).tolist() == [packed + bases]
+    assert found.state.tolist() == [packed + bases]
     assert found.overhead is None, "the batch is not known"
 
 
@@ -57,17 +57,19 @@ def test_state_of_all_ranks_is_the_same_under_the_owner_scheme():
 def test_work_is_that_of_the_formulas():
     (found, *_) = ds_kfac.estimate_kfac_mem_needs_all_cold(SHAPES, CONFIG, 1, batch_rows=100)
     sides = (21, 31, 31, 7)
-    assert sum(found.work.capture_flops.values()) == sum(100 * d * (d + 1) for d in sides)
-    assert found.work.decompose_flops.tolist() == [9 * sum(d**3 for d in sides)]
-    assert found.work.precondition_flops.tolist() == [4 * 31 * 21 * (31 + 21) + 4 * 7 * 31 * (7 + 31)]
+    assert {stage: flops.tolist() for stage, flops in found.flops.items()} == {
+        "capture": [sum(100 * d * (d + 1) for d in sides)],
+        "refresh": [9 * sum(d**3 for d in sides)],
+        "precondition": [4 * 31 * 21 * (31 + 21) + 4 * 7 * 31 * (7 + 31)],
+    }
     close(found.model, 6 * 100 * (31 * 21 + 7 * 31) / BUILTIN["cuda"].gemm_flops)
 
 
 def test_inverses_halve_the_products_and_have_a_ninth_of_the_decompositions(capsys):
     ways = [{**CONFIG, "kfac": {"preconditioner": {"method": method}}} for method in ("eigen", "inverse")]
     eigen, inverse = (ds_kfac.estimate_kfac_mem_needs_all_cold(SHAPES, way, 1)[0] for way in ways)
-    assert (eigen.work.decompose_flops == 9 * inverse.work.decompose_flops).all()
-    assert (eigen.work.precondition_flops == 2 * inverse.work.precondition_flops).all()
+    assert (eigen.flops["refresh"] == 9 * inverse.flops["refresh"]).all()
+    assert (eigen.flops["precondition"] == 2 * inverse.flops["precondition"]).all()
     values = 4 * (21 + 31 + 31 + 7)
     assert (eigen.memory["eigenbases"] == inverse.memory["eigenbases"] + values).all()
     with_eigen, with_inverses = capsys.readouterr().out.split("inverses every")
@@ -78,10 +80,10 @@ def test_inverses_halve_the_products_and_have_a_ninth_of_the_decompositions(caps
 def test_bytes_between_nodes_take_the_slower_link():
     costs = BUILTIN["cuda"]
     payload = np.array([[0, 8, 16, 0], [0, 0, 0, 0], [0, 0, 0, 32], [0, 0, 0, 0]]) * 10**9
-    seconds = Machine(replace(costs, node_size=2, node_bytes=8e9)).travel(payload, 1) - costs.link_seconds
+    seconds = travel(replace(costs, node_size=2, node_bytes=8e9), payload, 1) - costs.link_seconds
     crossing = 16e9 / costs.link_bytes
     close(list(seconds), [1 + crossing, 1, 4 + crossing, 4], condition=4)  # a latency is taken away
-    flat = Machine(costs).travel(payload, 0)
+    flat = travel(costs, payload, 0)
     close(flat, np.array([24, 8, 32, 32]) * 1e9 / costs.link_bytes)
 
 
@@ -90,3 +92,18 @@ def test_a_wrong_device_or_world_says_what_to_do():
         ds_kfac.estimate_kfac_mem_needs_all_live(model(), CONFIG, 2, device="tpu")
     with pytest.raises(ValueError, match="at least 1 rank"):
         ds_kfac.estimate_kfac_mem_needs_all_live(model(), CONFIG, 0)
+
+
+def test_a_staggered_burn_in_never_renews_everything_at_once():
+    for lag in (0, 3):
+        made = plan(ZERO, eigenbasis={"refresh_interval": 50, "stagger": True, "lag": lag}, burn_in={"steps": 50})
+        steps, _ = steps_of(made)
+        assert len(steps) == 20 and sum(len(step.captured) for step in steps) > 3 * len(made.assignment.factors)
+        for step in steps:
+            assert len(step.captured) <= len(made.assignment.factors) / 2
+            assert len(step.arriving) <= len(made.assignment.factors) / 2
+        assert sum(len(step.arriving) for step in steps) >= len(made.assignment.factors)
+
+
+def test_without_burn_in_there_are_no_steps_of_it():
+    assert steps_of(plan(burn_in={"steps": 0}))[0] == []

@@ -10,10 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks.models import GPT2, Llama, Mixture, MixtureOfExperts, Shape
-from ds_kfac.estimate.mode import kfac_config, mode_of
-from ds_kfac.estimate.models import build
-from ds_kfac.estimate.subject import subject_of
-from ds_kfac.estimate.trace import trace
+from ds_kfac.estimate.subject import Subject, build, trace
 from tests.deepspeed import expert_stacks
 
 PARAMETERS = {  # BERT: 335,141,888 without its heads for pre-training
@@ -28,6 +25,10 @@ SHARED = {"gpt2": 0, "gpt2_xl": 0, "bert_large": 24, "llama_7b": 64, "gpt_oss_20
 ADAMW = {"optimizer": {"type": "AdamW"}, "kfac": {}}
 
 
+def numel(subject: Subject) -> int:
+    return sum(numel for group in subject.groups for _, numel in group)
+
+
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_model_has_the_published_number_of_parameters_and_allocates_none(name):
     model, example = build(f"benchmarks.models:{name}")
@@ -38,10 +39,9 @@ def test_a_model_has_the_published_number_of_parameters_and_allocates_none(name)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_layers_that_share_their_input_are_found_on_the_meta_device(name):
     model, example = build(f"benchmarks.models:{name}")
-    config = kfac_config(ADAMW)
-    subject = subject_of(model, config, mode_of(ADAMW, config), trace=trace(model, example))
+    subject = Subject(model, ADAMW, trace=trace(model, example))
     assert len(subject.shared) == SHARED[name]
-    assert subject.parameters == PARAMETERS[name]
+    assert numel(subject) == PARAMETERS[name]
     if name == "llama_7b":
         attention, mlp = "layers.31.attention", "layers.31.mlp"
         expected = (f"{attention}.query", f"{attention}.key", f"{attention}.value"), (f"{mlp}.gate", f"{mlp}.up")
@@ -56,18 +56,16 @@ def test_rows_of_a_token_and_of_an_image():
 
 
 def test_multiplications_of_a_forward():
-    config = kfac_config(ADAMW)
     model, example = build("benchmarks.models:gpt2_xl")
-    forward = subject_of(model, config, mode_of(ADAMW, config), trace=trace(model, example)).forward
+    forward = Subject(model, ADAMW, trace=trace(model, example)).forward
     assert forward == PARAMETERS["gpt2_xl"] - 1024 * 1600, "all but positions, which are looked up"
     model, example = build("tests.estimate.test_models:convolutional")
-    forward = subject_of(model, config, mode_of(ADAMW, config), trace=trace(model, example)).forward
+    forward = Subject(model, ADAMW, trace=trace(model, example)).forward
     assert forward == 16 * 16 * (3 * 8 * 9 + 2 * 8) + 8 * 5, "a product and a norm at every place, and the head"
 
 
 def test_a_token_takes_some_of_a_stacks_experts():
     """Its multiplications are those of the active parameters, and the rows of an expert a part of the tokens."""
-    config, mode = kfac_config(ADAMW), mode_of(ADAMW, kfac_config(ADAMW))
     for name, top, experts, blocks, expert in (
         ("gpt_oss_20b", 4, 32, 24, 2880 * (5760 + 2880)),
         ("qwen3_30b_a3b", 8, 128, 48, 2048 * (1536 + 768)),
@@ -75,11 +73,11 @@ def test_a_token_takes_some_of_a_stacks_experts():
         model, example = build(f"benchmarks.models:{name}")
         found = trace(model, example)
         assert len(found.stacked) == 2 * blocks and set(found.stacked.values()) == {top / experts}
-        subject = subject_of(model, config, mode, trace=found)
+        subject = Subject(model, ADAMW, trace=found)
         embedding = model.embed_tokens.weight.numel()
         idle = blocks * (experts - top) * expert
         assert abs(subject.forward / (PARAMETERS[name] - embedding - idle) - 1) < 0.01, "but for biases and norms"
-        assert subject_of(model, config, mode).forward == 0, "not known without a forward"
+        assert Subject(model, ADAMW).forward == 0, "not known without a forward"
 
 
 TRANSFORMERS = {
@@ -101,17 +99,17 @@ TRANSFORMERS = {
 def test_a_mixture_has_the_layers_rows_and_multiplications_of_transformers_own(name, tmp_path):
     pytest.importorskip("transformers", reason="needs ds_kfac[integrations]")
     (tmp_path / "config.json").write_text(json.dumps(TRANSFORMERS[name]))
-    config, found = kfac_config(ADAMW), []
+    found = []
     for path in (f"benchmarks.models:{name}", f"hf:{tmp_path}"):
         model, example = build(path)
         traced = trace(model, example)
-        subject = subject_of(model, config, mode_of(ADAMW, config), trace=traced)
+        subject = Subject(model, ADAMW, trace=traced)
         layers = Counter(
             (layer.kind, layer.shape, layer.part, layer.shares is None, layer.bias is None, traced.rows_of(layer))
             for layer in subject.layers
         )
         shared = sorted(map(len, subject.shared))
-        found.append((layers, shared, subject.parameters, subject.preconditioned, subject.forward))
+        found.append((layers, shared, numel(subject), subject.forward))
     assert found[0] == found[1]
 
 

@@ -7,8 +7,7 @@ from torch import nn
 
 from ds_kfac.assignment.work import factor_specs, rows_from
 from ds_kfac.curvature.side import Side
-from ds_kfac.estimate.mode import kfac_config, mode_of
-from ds_kfac.estimate.subject import subject_of
+from ds_kfac.estimate.subject import Subject
 from ds_kfac.model import blocks as module
 from ds_kfac.model.blocks import cut
 from ds_kfac.model.layers import LayerSpec
@@ -91,7 +90,6 @@ def test_only_heads_are_cut_and_only_by_KFACAdamW():
     found = {}
     for optimizer in ("KFACAdamW", "AdamW"):
         ds_config = {"optimizer": {"type": optimizer}, "kfac": {"factor": {"fisher": "activations_only"}}}
-        config = kfac_config(ds_config)
-        found[optimizer] = [layer.name for layer in subject_of(Net(), config, mode_of(ds_config, config)).layers]
+        found[optimizer] = [layer.name for layer in Subject(Net(), ds_config).layers]
     assert found["AdamW"] == ["first", "lm_head"], "a graft is of a layer's norm"
     assert found["KFACAdamW"] == ["first", *(f"lm_head.{index}" for index in range(12))]
