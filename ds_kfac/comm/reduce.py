@@ -266,7 +266,7 @@ class Reducer:
     def empty(self, keys: frozenset[str], step: int) -> dict[str, BatchSum]:
         """Factor key -> sum without rows, of those in ``keys`` that this rank contributes to."""
         rank, found = self.channel.rank, self.layout.slots(keys, step)
-        return {slot.factor: BatchSum.empty(slot.numel, self.device) for slot in found if rank in slot.contributors}
+        return {slot.factor: BatchSum(slot.numel, self.device) for slot in found if rank in slot.contributors}
 
     def reduce(self, sums: Mapping[str, BatchSum], keys: frozenset[str], step: int) -> dict[str, BatchSum]:
         """Sums over all contributors of the factors in ``keys`` that this rank averages. Collective; a rank without
@@ -276,7 +276,7 @@ class Reducer:
             sums: what :meth:`empty` gave, with this rank's rows; not to be used any more.
         """
         found, rank = self.layout.slots(keys, step), self.channel.rank
-        own = {slot.factor: BatchSum.empty(slot.numel, self.device) for slot in found if slot.owner == rank} | {**sums}
+        own = {slot.factor: BatchSum(slot.numel, self.device) for slot in found if slot.owner == rank} | {**sums}
         running: list[Reduction] = []
         for bucket in self.layout.buckets(keys, step):
             if len(running) == IN_FLIGHT:

@@ -28,11 +28,13 @@ from ds_kfac.config.system import (
 )
 from ds_kfac.config.values import LARGEST
 from ds_kfac.curvature.forms import FACTOR_FORMS
-from ds_kfac.model import shared_inputs
 from ds_kfac.model.scan import Choice
 from ds_kfac.schedule.intervals import Schedule
 
 KEY = "kfac"
+
+SHARES = True
+"""Whether layers that see one input have one A, and the experts of a stack: tests may want an A for each."""
 
 
 class KFACConfig(Block):
@@ -84,7 +86,7 @@ class KFACConfig(Block):
             types=tuple(self.layers.types),
             dense_max=self.factor.dense_max,
             gradients=self.factor.fisher != "activations_only",
-            shares=shared_inputs.SHARES and not FACTOR_FORMS[self.preconditioner.method].paired(self.damping.chosen),
+            shares=SHARES and not FACTOR_FORMS[self.preconditioner.method].paired(self.damping.chosen),
             blocks=tuple(self.adam.blocks.items()),
         )
 

@@ -1,11 +1,13 @@
-"""Calls of layers on their way through autograd: what waits for the gradient of an output, and becomes rows then.
+"""Calls of layers on their way through autograd: what waits for the gradient of an output, and becomes rows then;
+and which layers are called with one input.
 
 A hook on a node of the graph holds its call as long as the graph lives. So a call must never hold the node: that cycle
 runs through C++, where no garbage collector sees it, and would never free the graph and its activations.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -13,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from ds_kfac.model.batch import BatchInfo, Fit
@@ -96,12 +99,6 @@ def edge_of(output: Tensor) -> GradientEdge:
     origin = base if viewed and base is not None else output
     assert origin.grad_fn is not None, "the output requires no gradient"
     return GradientEdge(origin.grad_fn, origin.output_nr)
-
-
-def is_trained(module: Any) -> bool:
-    """Whether its weight gets a gradient in the forward that runs."""
-    weight = module._parameters.get("weight")  # as an attribute ZeRO-3 would fetch it
-    return weight is None or weight.requires_grad
 
 
 def no_graph(arguments: Iterable[Any]) -> bool:
@@ -196,10 +193,9 @@ class RowSums:
             sum_A.count.add_(rows.count)
 
     @torch.no_grad()
-    def add_gradient(
-        self, call: Call, gradient: Tensor, sum_A: BatchSum | None, sum_G: BatchSum | None, seed: Tensor | float
-    ) -> None:
-        """Rows of M g-hat / seed: the gradient of each loss term, M of them averaged in the loss.
+    def add_gradient(self, call: Call, gradient: Tensor, sum_: BatchSum, seed: Tensor | float) -> None:
+        """Rows of M g-hat / seed: the gradient of each loss term, M of them averaged in the loss. To G, or to A
+        where that is made of them.
 
         Or of items g-hat / seed, where the loss that the model returned divides by items, and seed is what reached it.
 
@@ -209,25 +205,22 @@ class RowSums:
         layer, kind, gradient = call.layer, call.kind, gradient.detach().reshape(call.shape)
         with self._stage():
             if self.rule.weight_sharing == "expand" and isinstance(kind, Convolution):
-                if sum_G is not None:
-                    patches = kind.gradient_patches(call.module, gradient)
-                    gain = self._gain(call, patches.examples, seed, sum_G)
-                    grid = patches.grid(self.rule, self.turn, max(layer.shape[-2:]))  # the same for both sides
-                    patches.add_to_(sum_G.sum_P, layer.G, grid, gain=gain)
+                patches = kind.gradient_patches(call.module, gradient)
+                gain = self._gain(call, patches.examples, seed, sum_)
+                grid = patches.grid(self.rule, self.turn, max(layer.shape[-2:]))  # the same for both sides
+                patches.add_to_(sum_.sum_P, layer.G, grid, gain=gain)
                 return
-            tensors = kind.gradient_rows(call.module, call.x, gradient)
-            for tensor, side, sum_ in zip(tensors, (layer.A, layer.G), (sum_A, sum_G), strict=True):
-                if tensor is None or sum_ is None:
-                    continue
-                rows, own, factor = gradient_rows(
-                    tensor, call.rows.mask, self.rule, turn=self.turn, examples=call.rows.examples
-                )
-                gain, scale = self._gain(call, own, seed, sum_), factor
-                if rows.dtype == torch.float32:
-                    rows = rows * gain
-                else:
-                    scale = factor * gain**2
-                side.accumulate_(sum_.sum_P, rows, scale=scale)
+            tensor = kind.gradient_rows(call.module, call.x, gradient)
+            rows, own, scale = gradient_rows(
+                tensor, call.rows.mask, self.rule, turn=self.turn, examples=call.rows.examples
+            )
+            gain = self._gain(call, own, seed, sum_)
+            if rows.dtype == torch.float32:
+                rows = rows * gain
+            else:
+                scale = scale * gain**2
+            side = layer.A if kind.needs_gradients else layer.G
+            side.accumulate_(sum_.sum_P, rows, scale=scale)
 
     def _gain(self, call: Call, own: Tensor | int, seed: Tensor | float, sum_: BatchSum) -> Any:
         """What output gradients are multiplied by. Counts the call's loss terms in ``sum_``, unless they are: a second
@@ -265,3 +258,99 @@ class RowSums:
                 "engine.kfac.read_batch to return the labels (docs/tuning.md)"
             )
         return loss.guess
+
+
+# layers that see the same input, such as q, k, v or gate, up: found by tensor identity, and verified from then on
+
+Fingerprint = tuple[StorageWeakRef, Any, tuple[int, ...], tuple[int, ...], int]
+
+
+def _fingerprint(x: Tensor) -> Fingerprint:
+    """Memory and version, not the Python object: ZeRO-3 hands every module a view of its own."""
+    return StorageWeakRef(x.untyped_storage()), x.storage_offset(), tuple(x.shape), x.stride(), x._version
+
+
+def _same(a: Fingerprint, b: Fingerprint) -> bool:
+    # memory that was given back may hold another tensor by now
+    return not a[0].expired() and a[0].cdata == b[0].cdata and a[1:] == b[1:]
+
+
+class SharedInputs:
+    """Watches the inputs of captured calls: first it looks for groups, then it checks that the groups in use hold.
+
+    Args:
+        candidates: names of layers that may form groups; none: it does nothing.
+
+    Attributes:
+        searching: whether the groups are still to be found.
+        broken: groups in use that did not hold in this step.
+    """
+
+    def __init__(self, candidates: Collection[str] = ()) -> None:
+        self.searching = bool(candidates)
+        self.broken: set[tuple[str, ...]] = set()
+        self._watched = frozenset(candidates)
+        self._numbers: dict[str, list[int]] = {}  # layer -> number of each of its inputs so far
+        self._inputs: list[tuple[int, Fingerprint]] = []  # those of this micro-batch
+        self._total = 0
+        self._group: dict[str, tuple[str, ...]] = {}
+        self._calls: dict[tuple[str, ...], list[Fingerprint]] = {}  # of the layer that was first to call so often
+        self._counts: Counter[str] = Counter()
+
+    def see(self, layer: str, x: Tensor) -> None:
+        """A layer was called with ``x``. If it is in a group and another one of it was called with something else, the
+        group is broken."""
+        if layer not in self._watched:
+            return
+        mark = _fingerprint(x)
+        if self.searching:
+            number = next((number for number, other in self._inputs if _same(other, mark)), None)
+            if number is None:
+                number, self._total = self._total, self._total + 1
+                self._inputs.append((number, mark))
+            self._numbers.setdefault(layer, []).append(number)
+            return
+        calls = self._calls.setdefault(self._group[layer], [])
+        self._counts[layer] += 1
+        if len(calls) < self._counts[layer]:
+            calls.append(mark)
+        elif not _same(calls[self._counts[layer] - 1], mark):
+            self.broken.add(self._group[layer])
+
+    def begin_batch(self) -> None:
+        """The next inputs are those of another micro-batch; the last one may have been given up half way."""
+        self._inputs, self._counts, self._calls = [], Counter(), {}
+
+    def end_batch(self) -> None:
+        """A micro-batch is complete. A group is broken whose first layer, whose inputs are what is captured, was called
+        less often than another one."""
+        self.broken |= {group for group, seen in self._calls.items() if self._counts[group[0]] < len(seen)}
+        self.begin_batch()
+
+    def found(self) -> Mapping[str, tuple[int, ...]]:
+        """Layer -> numbers of its inputs; layers with equal ones share them. A layer that was not called is missing."""
+        return {layer: tuple(numbers) for layer, numbers in self._numbers.items()}
+
+    def use(self, groups: Sequence[Sequence[str]]) -> None:
+        """End the search; from now on every batch is checked against these groups, called in whatever order."""
+        self.searching = False
+        self.broken.clear()
+        self._group = {name: tuple(group) for group in groups for name in group}
+        self._watched = frozenset(self._group)
+        self._numbers.clear()
+        self.begin_batch()
+
+
+def agreed(found: Sequence[Mapping[str, tuple[int, ...]]], kinds: Mapping[str, object]) -> tuple[tuple[str, ...], ...]:
+    """Groups of layers that share their inputs wherever they were called, in the order of ``kinds``.
+
+    Args:
+        found: of every rank.
+        kinds: layer -> what has to be equal too, such as its side.
+    """
+    groups: dict[tuple, list[str]] = {}
+    for layer, kind in kinds.items():
+        inputs = tuple(rank.get(layer, ()) for rank in found)
+        if any(inputs):
+            groups.setdefault((kind, inputs), []).append(layer)
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)

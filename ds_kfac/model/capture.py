@@ -20,19 +20,19 @@ No exception leaves a hook: it would stop one rank in a backward that the others
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ds_kfac.model.batch import EVERY_ROW, BatchInfo, Fit, ReadBatch, RowMasks
-from ds_kfac.model.calls import Call, Forward, OwnBackward, RowSums, edge_of, is_trained, no_graph
-from ds_kfac.model.layers import LayerSpec, key_of
+from ds_kfac.model.calls import Call, Forward, OwnBackward, RowSums, SharedInputs, edge_of, no_graph
+from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.loss_terms import LossTerms
 from ds_kfac.model.products import EVERY, Product, Products
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.rows import BatchSum, RowRule
-from ds_kfac.model.shared_inputs import SharedInputs
 
 
 class Capture:
@@ -221,7 +221,8 @@ class Capture:
         def capture(module: nn.Module, inputs: tuple, named: dict[str, Any], output: Any) -> None:
             if isinstance(output, tuple):  # Megatron's linears return their bias too
                 output = output[0]
-            if module is not own or not output.requires_grad or not is_trained(module):
+            weight: Any = module._parameters.get("weight")  # as an attribute ZeRO-3 would fetch it
+            if module is not own or not output.requires_grad or not (weight is None or weight.requires_grad):
                 return
             x = inputs[0] if inputs else next(iter(named.values()))
             self.inputs.see(layer.name, x)
@@ -253,7 +254,9 @@ class Capture:
         if recomputed and self.sampled:  # the first run's calls are those that are sampled
             return
         self.called.add(layer.name)
-        sum_A, sum_G = self._sums_of(layer, sides)
+        A, G = layer.keys
+        sum_A = self.sums.get(A) if "A" in sides else None
+        sum_G = self.sums.get(G) if "G" in sides else None
         shape, dispatched, stacked = output.shape, x.ndim == 3, layer.part[1] > 1 and layer.product
         measures = self.measured is not None and not stacked and "A" in sides
         if sum_A is sum_G is None and not measures:
@@ -279,8 +282,9 @@ class Capture:
         kept = x if with_gradient and sum_A is not None else None
         call = Call(layer, kind, module, info, rows, shape, sides, forward, kept, recomputed, select, columns, lay)
         if not with_gradient and sum_A is not None and x.numel():
-            waiting = forward.waiting.setdefault(layer.name, BatchSum.empty(sum_A.numel, sum_A.device))
-            self.rows.add_input(call, x, waiting)
+            if layer.name not in forward.waiting:
+                forward.waiting[layer.name] = BatchSum(sum_A.numel, sum_A.device)
+            self.rows.add_input(call, x, forward.waiting[layer.name])
         edge = edge_of(output)
         if self.sampled:
             call.edge = edge
@@ -288,13 +292,7 @@ class Capture:
             return
         # By a prehook on the node. A tensor hook would run before DeepSpeed divides an engine output's gradient by the
         # accumulation steps, and a full backward hook breaks with in-place activations.
-        place = edge.output_nr
-        edge.node.register_prehook(lambda gradients: self._on_gradient(call, gradients[place]))
-
-    def _sums_of(self, layer: LayerSpec, sides: str) -> tuple[BatchSum | None, BatchSum | None]:
-        """Of A and G, where they are due in this step and among ``sides``."""
-        A, G = (self.sums.get(key_of(layer.name, side)) if side in sides else None for side in "AG")
-        return A, G
+        edge.node.register_prehook(partial(self._on_gradient, call, edge.output_nr))
 
     def _measure(self, layer: LayerSpec, rows: int) -> None:
         assert self.measured is not None
@@ -355,7 +353,8 @@ class Capture:
             else:
                 self._called(layer, module, x, output, sides="G" if shared else "AG", select=select, lay=lay)
 
-    def _on_gradient(self, call: Call, gradient: Tensor | None) -> None:
+    def _on_gradient(self, call: Call, place: int, gradients: tuple[Tensor | None, ...]) -> None:
+        gradient = gradients[place]
         if gradient is None or not self.active:
             return
         if self._own.covers(call.forward):
@@ -366,18 +365,22 @@ class Capture:
 
     def _add_rows(self, call: Call, gradient: Tensor) -> None:
         """Of both sides; a call with an empty batch has none."""
-        gradient = call.gradient_of(gradient)
         self.counted += 1
-        sum_A, sum_G = self._sums_of(call.layer, call.sides)
-        waiting = call.forward.waiting.pop(call.layer.name, None) if "A" in call.sides else None
+        layer, of_gradients = call.layer, call.kind.needs_gradients  # even A
+        A, G = layer.keys
+        sum_G = self.sums.get(G) if "G" in call.sides else None
+        if "A" in call.sides:
+            sum_A, waiting = self.sums.get(A), call.forward.waiting.pop(layer.name, None)
+        else:
+            sum_A = waiting = None
         if sum_A is not None and waiting is not None:
             sum_A.take(waiting)
-        needs_x = call.kind.needs_gradients
-        if sum_A is not None and not needs_x and call.x is not None and call.x.numel():
+        if sum_A is not None and not of_gradients and call.x is not None and call.x.numel():
             self.rows.add_input(call, call.x, sum_A)
-        if gradient.numel() and not (needs_x and call.x is None):
+        wanted = sum_G if not of_gradients else sum_A if call.x is not None else None
+        if wanted is not None and gradient.numel():
             seed = self._fallback_seed() if self._seed is None else self._seed
-            self.rows.add_gradient(call, gradient, sum_A, sum_G, seed)
+            self.rows.add_gradient(call, call.gradient_of(gradient), wanted, seed)
         if call.recomputed:
             call.x = None
         elif call.x is not None:

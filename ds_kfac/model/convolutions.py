@@ -262,9 +262,9 @@ class Convolution(Linear):
         patches = self.input_patches(module, x)
         return patches.sums() * (patches.examples / max(1, patches.count))
 
-    def gradient_rows(self, module: Any, x: Tensor | None, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def gradient_rows(self, module: Any, x: Tensor | None, gradient: Tensor) -> Tensor:
         """Sum of each example's, for "reduce"."""
-        return None, self.gradient_patches(module, gradient).sums()
+        return self.gradient_patches(module, gradient).sums()
 
     def matrix(self, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         weight_OI = weight.view(*shape[:-1], -1)

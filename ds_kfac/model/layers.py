@@ -101,6 +101,11 @@ class LayerSpec:
         return tuple((size, I) for size in rows) * self.groups
 
     @cached_property
+    def keys(self) -> tuple[str, str]:
+        """Of its own factors, A and G."""
+        return key_of(self.name, "A"), key_of(self.name, "G")
+
+    @cached_property
     def numel(self) -> int:
         """Elements of the layer's gradient."""
         return prod(self.shape)
@@ -141,10 +146,8 @@ class LayerType(Protocol):
     def input_rows(self, module: nn.Module, x: Tensor) -> Tensor | None:
         """Inputs [.., I without the bias]; None if A comes with the gradient."""
 
-    def gradient_rows(
-        self, module: nn.Module, x: Tensor | None, gradient: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """From a call's input and output gradient: rows of A if ``input_rows`` gave none, rows of G if it has any."""
+    def gradient_rows(self, module: nn.Module, x: Tensor | None, gradient: Tensor) -> Tensor:
+        """From a call's input and output gradient: rows of G, of A if it ``needs_gradients``."""
 
     def matrix(self, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         """Flat (weight | bias) gradients -> the layer's matrix, of ``LayerSpec.shape``."""
@@ -201,10 +204,8 @@ class Linear:
     def input_rows(self, module: nn.Module, x: Tensor) -> Tensor | None:
         return x
 
-    def gradient_rows(
-        self, module: nn.Module, x: Tensor | None, gradient: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
-        return None, gradient
+    def gradient_rows(self, module: nn.Module, x: Tensor | None, gradient: Tensor) -> Tensor:
+        return gradient
 
     def matrix(self, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         weight_OI = weight.view(shape[0], -1)
@@ -288,11 +289,11 @@ class ColumnParallelLinear(_Shard):
     def unfit(self, module: Any) -> str | None:
         return "gather_output: its output is not its shard's" if getattr(module, "gather_output", False) else None
 
-    def gradient_rows(self, module: Any, x: Tensor | None, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def gradient_rows(self, module: Any, x: Tensor | None, gradient: Tensor) -> Tensor:
         if getattr(module, "gather_output", False):  # AutoTP's, whose output is the whole layer's
             sizes = module._partition_sizes
             gradient = gradient.narrow(-1, sum(sizes[: module.tp_index]), sizes[module.tp_index])
-        return None, gradient
+        return gradient
 
 
 class RowParallelLinear(_Shard):

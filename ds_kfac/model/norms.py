@@ -50,15 +50,13 @@ class Norm(ABC):
     def input_rows(self, module: nn.Module, x: Tensor) -> Tensor | None:
         return None
 
-    def gradient_rows(
-        self, module: nn.Module, x: Tensor | None, gradient: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def gradient_rows(self, module: nn.Module, x: Tensor | None, gradient: Tensor) -> Tensor:
         assert x is not None  # kept, because needs_gradients
         gradient = gradient.float()
         rows = self.of_term(self.normalized(module, x.float()) * gradient)
         if module._parameters.get("bias") is not None:
             rows = torch.stack([rows, self.of_term(gradient)], dim=-1).flatten(-2)
-        return rows, None
+        return rows
 
     def matrix(self, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         return (weight if bias is None else torch.stack([weight, bias], dim=1)).view(1, -1)

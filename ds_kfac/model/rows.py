@@ -14,21 +14,17 @@ class BatchSum:
     """A sum over rows, added to in place. It takes memory from the first rows on.
 
     Args:
+        numel: of the packed sum.
+
+    Attributes:
         sum_P: fp32, packed sum of outer products.
         count: fp32 scalar: of A its rows (uses of the layer times loss terms), of G loss terms.
     """
 
-    def __init__(self, sum_P: Tensor | None = None, count: Tensor | None = None) -> None:
-        self._sum_P, self._count = sum_P, count
-        if sum_P is not None:
-            self.numel, self.device = sum_P.numel(), sum_P.device
-
-    @classmethod
-    def empty(cls, numel: int, device: torch.device) -> "BatchSum":
-        """Without rows; the packed sum has ``numel`` elements."""
-        made = cls()
-        made.numel, made.device = numel, device
-        return made
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self.numel, self.device = numel, device
+        self._sum_P: Tensor | None = None
+        self._count: Tensor | None = None
 
     @property
     def sum_P(self) -> Tensor:

@@ -14,9 +14,9 @@ from ds_kfac.directions.base import DirectionSetup, StepContext
 from ds_kfac.directions.kfac_gradient import peak_rates
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.batch import ArgumentReader
+from ds_kfac.model.calls import SharedInputs
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.rows import RowRule
-from ds_kfac.model.shared_inputs import SharedInputs
 from ds_kfac.plan.plan import Known, Plan
 from ds_kfac.schedule.timetable import FactorsDue
 from ds_kfac.step.background import Refresher

@@ -11,9 +11,9 @@ from dataclasses import replace
 from deepspeed.utils import logger
 
 from ds_kfac.comm.message import Channel, gathered
+from ds_kfac.model.calls import SharedInputs, agreed
 from ds_kfac.model.layers import key_of
 from ds_kfac.model.rows import BatchSum
-from ds_kfac.model.shared_inputs import SharedInputs, agreed
 from ds_kfac.plan.plan import Known
 from ds_kfac.step.factors import FactorUpdates
 

@@ -9,7 +9,7 @@ from ds_kfac.comm.reduce import DTYPES, Reduction, buckets, payload, slots
 from ds_kfac.model.rows import BatchSum
 from tests.close import close
 from tests.comm.fake_network import FakeNetwork
-from tests.models import linear_layer
+from tests.models import batch_sum, linear_layer
 
 CPU = torch.device("cpu")
 LAYERS = [linear_layer(f"l{i}", 5 + 2 * i, 3 + i) for i in range(4)]
@@ -43,9 +43,9 @@ class Run:
 
     def _work(self, channel):
         sums = {
-            slot.factor: BatchSum(*(part.clone() for part in self.values[slot.factor, channel.rank]))
+            slot.factor: batch_sum(*self.values[slot.factor, channel.rank])
             if channel.rank in slot.contributors
-            else BatchSum.empty(slot.numel, CPU)
+            else BatchSum(slot.numel, CPU)
             for slot in self.slots
         }
         for bucket in self.buckets:

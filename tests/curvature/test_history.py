@@ -9,12 +9,12 @@ import torch
 from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.curvature.history import PIECE, History, compared, frobenius
 from ds_kfac.curvature.side import Side
-from ds_kfac.model.rows import BatchSum
 from ds_kfac.ops import dispatch
 from ds_kfac.schedule.adaptive import AdaptiveRule
 from ds_kfac.step import factor_state
 from ds_kfac.step.factor_state import FactorState, folded
 from tests.close import close
+from tests.models import batch_sum
 
 
 @pytest.fixture(params=["torch", None], ids=["torch", "best"])
@@ -144,7 +144,7 @@ def test_a_history_that_shares_the_factor_s_memory_is_counted_once():
     side, cpu = Side.dense(5), torch.device("cpu")
     state = FactorState(KroneckerFactor.empty(side), History(side))
     for seed in range(3):
-        batch = BatchSum(packed(side, seed), torch.tensor(11.0))
+        batch = batch_sum(packed(side, seed), torch.tensor(11.0))
         ((state, _),), _ = folded([state], [batch], decays=[0.9], device=cpu, tolerance=0.1)
     assert state.nbytes == 4 * (2 * side.numel + 3), "the factor, its last but one value, a counter and two norms"
 
@@ -156,7 +156,7 @@ def test_a_fold_compares_all_factors_in_one_call(monkeypatch):
     histories = [None, History(sides[1]), History(sides[2])]
     states = [FactorState(KroneckerFactor.empty(side), history) for side, history in zip(sides, histories, strict=True)]
     for seed in range(2):
-        batches = [BatchSum(packed(side, seed), torch.tensor(11.0)) for side in sides]
+        batches = [batch_sum(packed(side, seed), torch.tensor(11.0)) for side in sides]
         results, _ = folded(states, batches, decays=[0.9] * 3, device=cpu, tolerance=10.0)
         states = [state for state, _ in results]
     assert [similar if similar is None else similar.tolist() for _, similar in results] == [None, *[[True, False]] * 2]

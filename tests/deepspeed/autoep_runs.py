@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ds_kfac
-from ds_kfac.model import shared_inputs
+from ds_kfac.config import kfac as kfac_config
 from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
 from tests.deepspeed.parallel import build, same, train_whole, whole_state
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
@@ -139,7 +139,7 @@ def make_engine(case: Case, arguments: Arguments = lambda model: {}, **options):
     if mode.zero_init:
         deepspeed.zero.Init(module=model, config_dict_or_path=mode.config(1, dist.get_world_size()))
     parameters = {"model_parameters": list(model.parameters())}
-    with patch.object(shared_inputs, "SHARES", not case.apart):
+    with patch.object(kfac_config, "SHARES", not case.apart):
         return build(mode, model, 1, dist.get_world_size(), **{**parameters, **arguments(model)})
 
 

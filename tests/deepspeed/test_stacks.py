@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_kfac.model import shared_inputs
+from ds_kfac.config import kfac as kfac_config
 from tests.close import exact
 from tests.deepspeed import expert_stacks
 from tests.deepspeed.expert_stacks import BIASED, Apart, Dispatched, Grouped, Lying, Picked, Upright, as_stacks, make
@@ -47,7 +47,7 @@ def trained(mode, kind, *, bias: bool, share: bool = False, order: int | None = 
     block["adam"] |= {"blocks": {r"into\.\d+": 2}} if kind is Apart else {}
     mode = replace(mode, size=SIZE)
     parts = 1 + (mode.name in ACCUMULATED)
-    with patch.object(shared_inputs, "SHARES", share):
+    with patch.object(kfac_config, "SHARES", share):
         engine = build(mode, parts, model=make(kind, bias=bias), kfac=block, train_micro_batch_size_per_gpu=ROWS)
     dtype = engine.get_data_types()[0]
     generator = torch.Generator().manual_seed(7 + dist.get_rank())

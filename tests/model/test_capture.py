@@ -42,7 +42,7 @@ class Recorder:
     def begin(self, step: int = 0, **options) -> None:
         """A step, with sums of everything."""
         sides = {key_of(layer.name, side): getattr(layer, side) for layer in self.layers for side in "AG"}
-        sums = {key: BatchSum.empty(side.numel, torch.device("cpu")) for key, side in sides.items()}
+        sums = {key: BatchSum(side.numel, torch.device("cpu")) for key, side in sides.items()}
         self.capture.begin_step(sums, step, **options)
 
     def sums(self, name: str) -> SimpleNamespace:

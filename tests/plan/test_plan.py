@@ -5,8 +5,8 @@ import torch
 
 from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.assignment.work import factors_by_layer
+from ds_kfac.config import kfac as kfac_config
 from ds_kfac.curvature.side import Side
-from ds_kfac.model import shared_inputs
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.make_plan import Setting, make_plan
 from ds_kfac.plan.plan import Known, Plan
@@ -86,7 +86,7 @@ def test_candidates_are_layers_whose_rows_are_their_inputs(monkeypatch):
     assert list(candidates) == ["linear", "with_bias", "conv1d", "wide"]
     # a 1 for the bias is a row's last entry: 5 inputs and a 1 are not 6 inputs
     assert candidates["linear"] == candidates["conv1d"] != candidates["with_bias"]
-    monkeypatch.setattr(shared_inputs, "SHARES", False)
+    monkeypatch.setattr(kfac_config, "SHARES", False)
     assert plan(model=layers).sharing_candidates == {}
 
 
