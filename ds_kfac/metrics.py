@@ -63,10 +63,8 @@ class Metrics:
         self.step_counts: Counter[str] = Counter()
         self.step_summary = torch.zeros_like(self.summary)
 
-    def summarise(self, counts: Tensor, *, failed: int, unusual: Tensor | float) -> None:
-        """The step's counts over all ranks, and what is known of them from elsewhere: refreshes that failed, and
-        unusual batches of factors."""
-        self.step_summary[: len(counts)] = counts
+    def summarise(self, *, failed: int, unusual: Tensor | float) -> None:
+        """Add to the step's counts over all ranks refreshes that failed, and unusual batches of factors."""
         self.step_summary[2].add_(failed)  # a fill: numbers from a list would be copied from the host
         self.step_summary[-2:].add_(unusual)
 

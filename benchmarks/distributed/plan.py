@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ds_kfac.assignment.work import FactorSpec
-from ds_kfac.comm.delivery import Delivery
 from ds_kfac.comm.message import RelayoutPlan
 from ds_kfac.curvature.eigen import basis_numel
 from ds_kfac.plan.plan import Plan
+from ds_kfac.step.messages import Delivery
 from ds_kfac.zero.exchange import ExchangePlan
 from ds_kfac.zero.shards import ShardMap
 

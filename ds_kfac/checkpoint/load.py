@@ -24,14 +24,13 @@ from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.curvature.eigen import Refreshed
 from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.curvature.forms import FACTOR_FORMS
-from ds_kfac.curvature.history import History
+from ds_kfac.curvature.history import FactorState, History
 from ds_kfac.curvature.side import Side
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Known
-from ds_kfac.step.factor_state import FactorState
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
-from ds_kfac.update.layer_state import LayerState
+from ds_kfac.update.state import LayerState
 
 
 def unfinished(tag_directory: Path, save_id: str) -> str | None:

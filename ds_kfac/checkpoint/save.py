@@ -29,10 +29,10 @@ from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.curvature.eigen import Refreshed
 from ds_kfac.curvature.forms import FACTOR_FORMS
-from ds_kfac.step.factor_state import FactorState
+from ds_kfac.curvature.history import FactorState
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
-from ds_kfac.update.layer_state import LayerState
+from ds_kfac.update.state import LayerState
 
 FOLDER, LATEST = "kfac", "latest"
 

@@ -6,6 +6,7 @@ two results of a layer precondition its gradient. Everything else knows a form b
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -111,12 +112,12 @@ class FactorForm:
     damps_identity: bool = False
     product_solver_flops: int = 0
 
-    @property
+    @cached_property
     def rotates(self) -> bool:
         """Whether gradients are rotated into an eigenbasis, in which moments can be kept."""
         return self.of_layer is LayerBasis
 
-    @property
+    @cached_property
     def whitens(self) -> bool:
         """Whether directions are whitened by it in the layer's own coordinates, as KFACAdamW does."""
         return self.of_layer is LayerRoot

@@ -1,4 +1,5 @@
-"""SP-NGD's adaptive rule: a factor that barely changes is captured and refreshed less often.
+"""What the owner of a factor keeps of it: the average and, for SP-NGD's adaptive rule, its last values: a factor that
+barely changes is captured and refreshed less often.
 
 Shape suffixes: P packed elements of a factor.
 
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ds_kfac.curvature.factor import moved
+from ds_kfac.curvature.factor import KroneckerFactor, averaged, moved
 from ds_kfac.curvature.side import Side
 
 PIECE = 1 << 18
@@ -102,3 +103,65 @@ def _norms(history: History, device: torch.device) -> Tensor:
     none = torch.full((), float("nan"), device=device)
     values = (history.last, history.before)
     return torch.stack([none if x is None else frobenius([x], [history.side])[0] for x in values])
+
+
+@dataclass(frozen=True)
+class FactorState:
+    """Replaced, never changed in place: a skipped step just drops the new one.
+
+    Attributes:
+        factor: the running average; on the device, or in CPU memory if factors are offloaded.
+        history: its last two values, for adaptive intervals; None if they are off.
+    """
+
+    factor: KroneckerFactor
+    history: History | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of factor and history.
+
+        The history's last value is the factor itself, unless that came back from another device.
+        """
+        if self.history is None:
+            return self.factor.nbytes
+        shared = self.factor.packed_P.nbytes if self.history.last is self.factor.packed_P else 0
+        return self.factor.nbytes + self.history.nbytes - shared
+
+
+def folded(
+    states: Sequence[FactorState],
+    sums_P: Sequence[Tensor],
+    counts: Sequence[Tensor],
+    *,
+    decays: Sequence[float],
+    device: torch.device,
+    tolerance: float | None = None,
+) -> tuple[list[tuple[FactorState, Tensor | None]], Tensor]:
+    """Each with a reduced batch in its average, kept where the old one was. All factors in one call per operation.
+
+    Args:
+        sums_P, counts: of the batches, see :func:`ds_kfac.curvature.factor.averaged`.
+        device: where they are and the arithmetic is done.
+        tolerance: of similarity; read for those with a history.
+
+    Returns also, for those with a history, bool [2] on the device: whether the average is similar to its last value and
+    to the one before; and how many batches were scaled down, and how many had no row, [2].
+    """
+    factors, excess = averaged([state.factor.to(device) for state in states], sums_P, counts, decays)
+    unusual = torch.zeros(2, device=device)
+    if states:
+        unusual = torch.stack([excess > 1, torch.stack(list(counts)) <= 0]).sum(dim=1)
+    results: list[tuple[FactorState, Tensor | None]] = [
+        (replace(state, factor=factor.to(state.factor.packed_P.device)), None)
+        for state, factor in zip(states, factors, strict=True)
+    ]
+    histories = {index: state.history.to(device) for index, state in enumerate(states) if state.history is not None}
+    if tolerance is None or not histories:
+        return results, unusual
+    packed = [factors[index].packed_P for index in histories]
+    flags, pushed = compared(list(histories.values()), packed, tolerance=tolerance)
+    for index, history, similar in zip(histories, pushed, flags.unbind(), strict=True):
+        state = results[index][0]
+        results[index] = replace(state, history=history.to(state.factor.packed_P.device)), similar
+    return results, unusual

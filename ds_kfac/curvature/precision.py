@@ -7,6 +7,7 @@ given back, also after an error; what needs it exact at the same time, on anothe
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, cached_property
 from threading import RLock
 from typing import Any, Literal
 
@@ -31,7 +32,7 @@ class Precision:
     products: Literal["ieee", "tf32"] = "ieee"
     why: str = ""
 
-    @property
+    @cached_property
     def half_orthogonal(self) -> bool:
         """Whether orthogonalization runs in fp16, else as the products: it rounds as TF32 does, at twice the speed."""
         return self.products == "tf32"
@@ -67,7 +68,7 @@ def choose(asked: str | None, device: torch.device) -> Precision:
 @contextmanager
 def fp32_products(how: Literal["ieee", "tf32"], device: torch.device) -> Iterator[None]:
     """Run products of fp32 operands on a device as "ieee" (fp32) or "tf32", whatever the process has set."""
-    read, write = _switch_of(device)
+    read, write = _switch_of(device.type)
     if read() == how:
         yield
         return
@@ -80,12 +81,13 @@ def fp32_products(how: Literal["ieee", "tf32"], device: torch.device) -> Iterato
             write(before)
 
 
-def _switch_of(device: torch.device) -> tuple[Any, Any]:
+@cache
+def _switch_of(kind: str) -> tuple[Any, Any]:
     """How torch's switch is read (as "ieee" or "tf32", or plain, as torch has it) and written.
 
     What a process set for all backends at once is read, and given back, as set for products alone.
     """
-    cuda = device.type == "cuda"
+    cuda = kind == "cuda"
     backend: Any = torch.backends.cuda.matmul if cuda else getattr(torch.backends.mkldnn, "matmul", None)
     if hasattr(backend, "fp32_precision"):  # torch 2.9
 

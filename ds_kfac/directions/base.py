@@ -16,10 +16,9 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Choice
 from ds_kfac.plan.plan import Plan
 from ds_kfac.plan.resolve import adaptive, resolve
-from ds_kfac.update.layer_state import LayerState
-from ds_kfac.update.moments import AdamFold, Moments
 from ds_kfac.update.rotation import AT_ONCE, Rotations
 from ds_kfac.update.stacking import in_order
+from ds_kfac.update.state import AdamFold, LayerState, Moments
 from ds_kfac.zero.exchange import GradientExchange, Outbox
 from ds_kfac.zero.layout import ShardLayout
 
@@ -149,6 +148,7 @@ class UpdateRule:
         fisher: where G comes from unless the config says.
         numbers: how many scalars of a step are summed over all ranks.
         clips: whether the rule itself clips gradients where the engine would, so that DeepSpeed must not.
+        reads_rates: whether its steps depend on learning rates.
         kinds: of moments that it may keep.
         without_curvature: what becomes of a layer that has no factors yet.
     """
@@ -158,6 +158,7 @@ class UpdateRule:
     fisher = "empirical"
     numbers = 1
     clips = False
+    reads_rates = False
     kinds: tuple[type[Moments], ...] = ()
     without_curvature = "a layer keeps its raw gradient"
 

@@ -12,11 +12,10 @@ from ds_kfac.metrics import Metrics
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.reference import each
 from ds_kfac.plan.plan import Plan
-from ds_kfac.update.kfac import finite_or, graft_scale, kl_clip_scale, norms, precondition, precondition_corrected
-from ds_kfac.update.layer_state import LayerState
-from ds_kfac.update.moments import CorrectedEigenvalues, stacked, unstacked
+from ds_kfac.update.kfac import finite_or, graft_scale, kl_clip_scale, precondition, precondition_corrected
 from ds_kfac.update.rotation import Rotations
-from ds_kfac.update.stacking import apart, batches, in_order, per_layer, stacks, together
+from ds_kfac.update.stacking import apart, batches, in_order, norms, per_layer, stacks, together
+from ds_kfac.update.state import CorrectedEigenvalues, LayerState, stacked, unstacked
 from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
 

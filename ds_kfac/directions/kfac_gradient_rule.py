@@ -10,7 +10,7 @@ from ds_kfac.directions.quadratic import QuadraticGradient
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.intervals import Value
-from ds_kfac.update.moments import CorrectedEigenvalues, LastUpdate, Moments
+from ds_kfac.update.state import CorrectedEigenvalues, LastUpdate, Moments
 
 
 class KFACGradientRule(UpdateRule):
@@ -19,7 +19,7 @@ class KFACGradientRule(UpdateRule):
     name = "K-FAC gradient"
     blocks = ("damping", "preconditioner")
     kinds = (CorrectedEigenvalues, LastUpdate)
-    clips = True
+    clips = reads_rates = True
 
     def steps(self, optimizer: Any) -> bool:
         return True

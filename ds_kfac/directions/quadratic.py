@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ds_kfac.directions.base import LocalResult, StepContext
 from ds_kfac.directions.kfac_gradient import KFACGradient
-from ds_kfac.update.layer_state import LayerState
+from ds_kfac.update.state import LayerState
 
 
 class QuadraticGradient(KFACGradient):

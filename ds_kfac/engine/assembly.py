@@ -22,8 +22,7 @@ from ds_kfac.ops import dispatch
 from ds_kfac.plan.make_plan import Setting, make_plan
 from ds_kfac.plan.plan import Plan
 from ds_kfac.step.job import Job
-from ds_kfac.step.preconditioner import KFACPreconditioner
-from ds_kfac.step.target import Target
+from ds_kfac.step.preconditioner import KFACPreconditioner, Target
 from ds_kfac.zero.domains import Domain, domains
 from ds_kfac.zero.registry import optimized_parameters, shard_layout
 from ds_kfac.zero.selftest import self_test

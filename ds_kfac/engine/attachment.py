@@ -33,9 +33,8 @@ from ds_kfac.engine.refusals import of_engine
 from ds_kfac.engine.report import folded, report
 from ds_kfac.metrics import STAGES, Metrics, timer_name
 from ds_kfac.model.batch import ExpertRows, ReadBatch
-from ds_kfac.step.draft import Draft
 from ds_kfac.step.job import Job, counters, events, selected
-from ds_kfac.step.preconditioner import KFACPreconditioner
+from ds_kfac.step.preconditioner import Draft, KFACPreconditioner
 from ds_kfac.zero.layout import scaler_scale
 from ds_kfac.zero.rescaling import WeightRescaling
 
@@ -202,17 +201,18 @@ class Attachment:
         setattr(self.engine, name, wrapped)
 
     def _take_model_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        kfac, engine = self.preconditioner, self.engine
+        kfac, engine = self.job.preconditioners[0], self.engine
         monitored = self.job.active and engine.monitor.enabled and engine.global_rank == 0
-        self._warn_of_silent_layers()
-        self._warn_of_strangers()
+        if self.job.active:
+            self._warn_of_silent_layers()
+            self._warn_of_strangers()
         if self.sampling is not None:
             self.sampling.check()
         drafts = self.job.step() if self.quadratic is None else [self.quadratic.step()]
         scaler = kfac.layout.grad_scaler
         scale = torch.as_tensor(scaler_scale(scaler) if scaler else 0.0).clone()
         with nullcontext() if self.quadratic is None else self.quadratic.compared(drafts[0]):
-            with clipped(kfac, drafts[0]):
+            with clipped(kfac, drafts[0]) if kfac.rule.clips else nullcontext():
                 result = original(*args, **kwargs)
             # A GradScaler skips the step by itself; only its falling scale shows it. It has synchronised already.
             skipped = bool(scaler) and bool(torch.as_tensor(scaler_scale(scaler)) < scale)
@@ -226,7 +226,7 @@ class Attachment:
 
     def _warn_of_silent_layers(self) -> None:
         """Once, after the first captured step: layers whose hooks never fired here keep their raw gradient."""
-        if self._warned or not self.job.active:
+        if self._warned:
             return
         self._warned = True
         preconditioners = self.job.preconditioners
@@ -283,7 +283,7 @@ def clipped(kfac: KFACPreconditioner, draft: Draft) -> Iterator[None]:
     preconditions what is left, and kl-clip bounds the step; other parameters' gradients are clipped here, by the same
     factor.
     """
-    if draft.norm is None or not kfac.rule.clips:
+    if draft.norm is None:
         yield
         return
     engine = kfac.layout.engine

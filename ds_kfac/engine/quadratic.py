@@ -30,10 +30,9 @@ from ds_kfac.comm.message import deliver
 from ds_kfac.engine.monte_carlo import prediction_tensor
 from ds_kfac.model.batch import BatchInfo, own_hook
 from ds_kfac.model.loss_terms import class_dim
-from ds_kfac.step.draft import Draft
-from ds_kfac.step.preconditioner import KFACPreconditioner
-from ds_kfac.update.moments import LastUpdate
+from ds_kfac.step.preconditioner import Draft, KFACPreconditioner
 from ds_kfac.update.quadratic import QuadraticModel, adapted
+from ds_kfac.update.state import LastUpdate
 from ds_kfac.zero.shifting import Pieces, WeightShift
 
 
@@ -199,11 +198,11 @@ class QuadraticSteps:
             size = self.shift.squared_norm().to(kfac.device)
             # of weights that every rank has whole, each adds its share
             local.numbers.append(size if self.shift.chunked else size * kfac.plan.workers / kfac.channel.world)
-            totals = kfac.totals(draft)
+            table, totals = kfac.totals(draft)
             (first, own), (second, own_last) = self.shift.part(local.results), self.shift.part(last)
-            d_1, d_2, numbers = deliver((first, second, totals.part), kfac.channel, kfac.device)
+            d_1, d_2, numbers = deliver((first, second, totals), kfac.channel, kfac.device)
             directions = self.shift.pieces(own, d_1), self.shift.pieces(own_last, d_2)
-            (b_1, b_2, D_11, D_12, D_22, size), _ = totals.read(numbers)
+            (b_1, b_2, D_11, D_12, D_22, size), _ = kfac.summed(draft, table.read(numbers))
         steps = EPSILON * size.sqrt() / torch.stack([D_11, D_22]).sqrt()
         M = self._fisher(directions, torch.where(torch.isfinite(steps), steps, torch.zeros_like(steps)))
         model = QuadraticModel(
@@ -230,7 +229,7 @@ class QuadraticSteps:
 
     def _damping(self, draft: Draft) -> Tensor:
         """lambda at this step."""
-        value = torch.tensor(self.kfac.config.damping.at(draft.factors.step), device=self.kfac.device)
+        value = torch.tensor(self.kfac.config.damping.at(draft.step), device=self.kfac.device)
         return value if draft.damping_scale is None else value * draft.damping_scale
 
     def _fisher(self, directions: tuple[Pieces, Pieces], steps: Tensor) -> Tensor:
@@ -274,7 +273,7 @@ class QuadraticSteps:
         rate = self.kfac.layout.optimizer.param_groups[0]["lr"]
         try:
             yield
-            if self.kfac.config.damping.kind == "adaptive" and self.kfac.steps == draft.factors.step + 1:
+            if self.kfac.config.damping.kind == "adaptive" and self.kfac.steps == draft.step + 1:
                 self._adapt(draft, rate)
         finally:
             self._forwards.clear()

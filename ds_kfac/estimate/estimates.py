@@ -15,7 +15,6 @@ import torch
 
 from ds_kfac.assignment.costs import CostModel, capture_flops, decompose_flops, mean_width, precondition_flops
 from ds_kfac.assignment.work import FactorSpec, Work, kept_bytes, packed_bytes, rows_from
-from ds_kfac.comm.delivery import Delivery
 from ds_kfac.comm.message import ALIGNMENT, RelayoutPlan
 from ds_kfac.comm.reduce import IN_FLIGHT, Layout, payloads
 from ds_kfac.curvature.forms import FACTOR_FORMS
@@ -28,9 +27,9 @@ from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.rows import RowRule
 from ds_kfac.plan import choices
 from ds_kfac.plan.plan import Plan
-from ds_kfac.step.scalar_names import scalar_names
-from ds_kfac.update.moments import AdamMoments
+from ds_kfac.step.messages import Delivery, scalar_names
 from ds_kfac.update.stacking import stacks
+from ds_kfac.update.state import AdamMoments
 from ds_kfac.zero.exchange import ExchangePlan
 
 Keys = frozenset[str]

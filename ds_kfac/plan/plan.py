@@ -78,26 +78,26 @@ class Plan:
     paired: bool = False
     first: Contributors | None = None
 
-    @property
+    @cached_property
     def method(self) -> str:
         """What is kept of a factor: a key of ``FACTOR_FORMS``."""
         return self.work.method
 
-    @property
+    @cached_property
     def form(self) -> FactorForm:
         return FACTOR_FORMS[self.method]
 
-    @property
+    @cached_property
     def waits(self) -> torch.dtype:
         """Of a gradient that Adam's moments will take in once its step was applied: bf16 if results travel in that."""
         return torch.bfloat16 if self.gradient_dtypes[1] is torch.bfloat16 else torch.float32
 
-    @property
+    @cached_property
     def workers(self) -> int:
         """Gradient workers of a layer."""
         return max(len(ranks) for ranks in self.assignment.workers.values())
 
-    @property
+    @cached_property
     def rows(self) -> tuple[tuple[int, ...], ...]:
         """Ranks that get each other's results: together they are gradient workers of every layer once."""
         world = self.assignment.world
@@ -115,7 +115,7 @@ class Plan:
         offsets = {key: self.offsets[key] for key in keys if key in self.offsets}
         return Timetable(self.schedule, keys, offsets=offsets, adaptive=self.adaptive)
 
-    @property
+    @cached_property
     def measures(self) -> bool:
         """Whether the number of contributors depends on how many rows a rank has."""
         return self.config.factor.rows != "all" and self.assignment.world > 1

@@ -1,11 +1,11 @@
-"""Factors and eigenbases over a run: captured, reduced, averaged, decomposed, delivered to the gradient workers.
+"""The factors of a rank: averaged, decomposed, delivered to the gradient workers.
 
 Who knows what: the timetable is the same on every rank. Whether a factor could be decomposed is known to its
 decomposer; if eigenbases travel it sends that to everyone, so that all ranks know what the next message contains.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,24 +13,62 @@ from torch import Tensor
 
 from ds_kfac.assignment.spread import Contributors
 from ds_kfac.assignment.work import FactorSpec, factors_by_layer
-from ds_kfac.comm.delivery import Delivery
 from ds_kfac.comm.message import Arrivals, Channel, Part
 from ds_kfac.comm.reduce import Reducer
-from ds_kfac.curvature.eigen import grouped
+from ds_kfac.curvature.eigen import Refreshed, grouped
 from ds_kfac.curvature.factor import KroneckerFactor
-from ds_kfac.curvature.history import History
+from ds_kfac.curvature.forms import Kept
+from ds_kfac.curvature.history import FactorState, History, folded
 from ds_kfac.curvature.side import Side
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.rows import BatchSum
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import FactorsDue
-from ds_kfac.step.background import Refresher
-from ds_kfac.step.draft import FactorDraft
-from ds_kfac.step.factor_schedule import FactorSchedule
-from ds_kfac.step.factor_state import FactorState, folded
-from ds_kfac.step.refresh import Decompositions, count, usable
-from ds_kfac.step.scalar_names import FAILED, FRESH, counting, scalar_names, scalars_of
+from ds_kfac.step.decompose import Decompositions, Refresher, count
+from ds_kfac.step.late import FactorSchedule
+from ds_kfac.step.messages import FAILED, FRESH, UNUSABLE, UNUSUAL, Delivery, counting, scalar_names
+
+
+@dataclass
+class FactorDraft:
+    """Of the factors.
+
+    Attributes:
+        step: applied steps before this one.
+        due: what is captured and what is decomposed.
+        factors, ready, pending: see :class:`ds_kfac.step.factors.FactorUpdates`.
+        terms: layer name -> loss terms of the batch that was averaged.
+        similar: factor key -> bool [2], see :func:`ds_kfac.step.factors.folded`.
+        unusual: [2], batches of this rank's factors that were scaled down, and that had no row; None if nothing was
+            averaged.
+        submitted: keys of the decompositions that were started in the background.
+        arriving: keys whose decompositions take effect in this step.
+        results: of those that were done here.
+        scalars: of all ranks, by name.
+        bases: of this rank's layers, new in this step, by factor key.
+        failed: decompositions that failed, where all ranks know.
+    """
+
+    step: int
+    due: FactorsDue
+    factors: dict[str, FactorState]
+    ready: set[str]
+    pending: dict[str, int]
+    terms: dict[str, Tensor] = field(default_factory=dict)
+    similar: dict[str, Tensor] = field(default_factory=dict)
+    unusual: Tensor | None = None
+    submitted: list[str] = field(default_factory=list)
+    arriving: tuple[str, ...] = ()
+    results: dict[str, Refreshed] = field(default_factory=dict)
+    scalars: Mapping[Hashable, Tensor] = field(default_factory=dict)
+    bases: dict[str, Kept] = field(default_factory=dict)
+    failed: int = 0
+
+    @property
+    def decomposed(self) -> dict[str, Kept]:
+        """What this rank's decompositions left, by factor key."""
+        return {key: result.basis for key, result in self.results.items() if result.basis is not None}
 
 
 class FactorUpdates:
@@ -90,6 +128,13 @@ class FactorUpdates:
         """Where factors are kept."""
         return torch.device("cpu") if self.config.offload.device == "cpu" else self.device
 
+    def record(self, step: int, due: FactorsDue, draft: FactorDraft | None) -> None:
+        """After a step that was applied."""
+        scalars: Mapping[Hashable, Tensor] = {}
+        if draft is not None:  # with one rank none are exchanged
+            scalars = self.scalars(draft) if self.channel.world == 1 else draft.scalars
+        self.schedule.record(step, due, scalars)
+
     def elements(self, keys: Iterable[str]) -> int:
         """Of packed factors."""
         return sum(self.specs[key].side.numel for key in keys)
@@ -121,8 +166,11 @@ class FactorUpdates:
                 self.refresher.give(key, pending)
         self.schedule.restore(state["schedule"])
 
-    def draft(self, step: int, due: FactorsDue) -> FactorDraft:
-        """Of a step that starts from what the last applied one left; of what is due, factors that there are."""
+    def draft(self, step: int, due: FactorsDue) -> FactorDraft | None:
+        """Of a step that starts from what the last applied one left; of what is due, factors that there are. None if
+        nothing happens to any."""
+        if not due.capture and step not in self.pending.values():
+            return None
         due = FactorsDue(due.capture & self.specs.keys(), due.refresh & self.specs.keys())
         return FactorDraft(step, due, dict(self.factors), set(self.ready), dict(self.pending))
 
@@ -143,7 +191,8 @@ class FactorUpdates:
         decay = self.config.factor.decay_at(draft.step)
         results, draft.unusual = folded(
             [draft.factors[key] for key in batches],
-            list(batches.values()),
+            [batch.sum_P for batch in batches.values()],
+            [batch.count for batch in batches.values()],
             decays=[self.schedule.weight(key, decay) for key in batches],
             device=self.device,
             tolerance=self.plan.adaptive.tolerance if self.plan.adaptive else None,
@@ -155,18 +204,26 @@ class FactorUpdates:
 
     def decompose(self, draft: FactorDraft) -> None:
         """Decompose what is due here and now; start what takes effect later; collect what takes effect now."""
-        step, due = draft.step, draft.due
-        keys = due.refresh | self._incomplete(draft)
+        step, ready = draft.step, draft.ready
+        # captured factors of layers that wait for an eigenbasis, because they had no data at the last refresh, need not
+        # wait for the next one
+        waiting = {
+            key
+            for key in draft.due.capture
+            if (self.travels or key in self.factors)
+            and any(other.key not in ready for name in self.specs[key].layers for other in self.of_layer[name].values())
+        }
+        keys = draft.due.refresh | waiting
         lag = min(self.plan.lag, self.plan.schedule.intervals(step)[1] - 1)
-        now = {key for key in keys if lag < 1 or key not in draft.ready}
+        now = {key for key in keys if lag < 1 or key not in ready}
         later = keys - now - set(draft.pending)
         draft.arriving = tuple(key for key in self.specs if key in now or draft.pending.get(key) == step)
-        able = usable(self._partners(now | later, draft), draft.factors, self.device)
+        able = self._usable(now | later, draft)
         draft.submitted = [key for key in able if key not in now]
-        together = [draft.submitted] if grouped(self.device) else [[key] for key in draft.submitted]
-        for part in together:
+        for part in [draft.submitted] if grouped(self.device) else [[key] for key in draft.submitted]:
             self.refresher.submit_together(part, self._decompositions(part, draft))
-        self._decompose([key for key in able if key in now], draft)
+        here = [key for key in able if key in now]
+        draft.results |= zip(here, self._decompositions(here, draft)(), strict=True)
         draft.pending |= dict.fromkeys(later, step + lag)
         for key in draft.arriving:
             if key not in now and key in draft.factors:
@@ -177,31 +234,21 @@ class FactorUpdates:
         specs = [self.specs[key] for key in keys]
         return Decompositions.of(specs, draft.factors, self.plan, draft.step, self.device)
 
-    def _decompose(self, keys: Sequence[str], draft: FactorDraft) -> None:
-        """Here and now."""
-        draft.results |= zip(keys, self._decompositions(keys, draft)(), strict=True)
-
-    def _partners(self, keys: set[str], draft: FactorDraft) -> dict[str, list[str]]:
-        """This rank's of the factors in ``keys``, with those of their (first) layer."""
-        return {
+    def _usable(self, keys: set[str], draft: FactorDraft) -> list[str]:
+        """Those of this rank that can be decomposed, and whose layer's other factor can, too, as far as it is here. One
+        transfer to the host for all."""
+        partners = {
             key: [other.key for other in self.of_layer[spec.layers[0]].values()]
             for key, spec in self.specs.items()
             if key in keys and key in draft.factors
         }
-
-    def _incomplete(self, draft: FactorDraft) -> set[str]:
-        """Captured factors of layers that wait for an eigenbasis, because they had no data at the last refresh: they
-        need not wait for the next one."""
-        return {
-            key
-            for key in draft.due.capture
-            if (self.travels or key in self.factors)
-            and any(
-                other.key not in draft.ready
-                for layer in self.specs[key].layers
-                for other in self.of_layer[layer].values()
-            )
-        }
+        asked = [key for key in draft.factors if any(key in others for others in partners.values())]
+        if not asked:
+            return []
+        # on the device: an offloaded factor may still be on its way to the host
+        flags = torch.stack([draft.factors[key].factor.to(self.device).usable() for key in asked]).tolist()
+        known = dict(zip(asked, flags, strict=True))
+        return [key for key, others in partners.items() if all(known.get(other, True) for other in others)]
 
     # what travels with the gradients
 
@@ -213,7 +260,15 @@ class FactorUpdates:
 
     def scalars(self, draft: FactorDraft) -> dict[Hashable, Tensor]:
         """This rank's, as :meth:`scalar_names` names them."""
-        return scalars_of(draft, self.rank, self.device)
+        values: dict[Hashable, Tensor] = {("terms", name): terms for name, terms in draft.terms.items()}
+        values |= {("similar", key): flags[0] + 2.0 * flags[1] for key, flags in draft.similar.items()}
+        if draft.unusual is not None:
+            values |= {(kind, self.rank): number for kind, number in zip(UNUSUAL, draft.unusual.unbind(), strict=True)}
+        for key in draft.arriving:
+            result = draft.results.get(key)
+            state = UNUSABLE if result is None else FAILED if result.basis is None else FRESH
+            values["fresh", key] = torch.full((), state, device=self.device)
+        return values
 
     def parts(self, draft: FactorDraft) -> tuple[Part, ...]:
         """Eigenbases, or inverses, on their way to gradient workers elsewhere."""
@@ -254,8 +309,6 @@ class FactorUpdates:
             return
         self.refresher.drop([key for key in draft.arriving if key in self.pending])  # those that have been collected
         self.keep(draft)
-        # with one rank no scalars are exchanged
-        self.schedule.record(draft.step, draft.due, self.scalars(draft) if self.channel.world == 1 else draft.scalars)
 
     def keep(self, draft: FactorDraft) -> None:
         """Take over what a step changed."""
@@ -263,7 +316,9 @@ class FactorUpdates:
 
     def redecomposed(self, step: int) -> FactorDraft:
         """As :meth:`decompose`, exactly, of all factors with data, outside of a step: after loading without bases."""
-        draft = self.draft(step, FactorsDue(frozenset(), frozenset()))
+        nothing = FactorsDue(frozenset(), frozenset())
+        draft = FactorDraft(step, nothing, dict(self.factors), set(self.ready), dict(self.pending))
         draft.arriving = tuple(self.specs)
-        self._decompose(usable(self._partners(set(self.specs), draft), draft.factors, self.device), draft)
+        able = self._usable(set(self.specs), draft)
+        draft.results |= zip(able, self._decompositions(able, draft)(), strict=True)
         return draft

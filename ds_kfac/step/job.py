@@ -6,8 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from ds_kfac.comm.message import Channel
-from ds_kfac.step.draft import Draft
-from ds_kfac.step.preconditioner import KFACPreconditioner
+from ds_kfac.step.preconditioner import Draft, KFACPreconditioner
 
 
 class Job:

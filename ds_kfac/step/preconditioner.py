@@ -1,35 +1,95 @@
 """KFACPreconditioner: the data flow of one step, read top to bottom, the same in every engine mode."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ds_kfac.comm.message import Arrivals, Channel, Part, Scalars, deliver
+from ds_kfac.comm.message import Channel, Part, Scalars, deliver
 from ds_kfac.comm.reduce import Reducer
 from ds_kfac.curvature.eigen import Refreshed
-from ds_kfac.directions.base import DirectionSetup, StepContext
+from ds_kfac.directions.base import DirectionSetup, LocalResult, StepContext, UpdateRule
 from ds_kfac.directions.kfac_gradient import peak_rates
 from ds_kfac.metrics import Metrics
-from ds_kfac.model.batch import ArgumentReader
+from ds_kfac.model.batch import ArgumentReader, BatchInfo
 from ds_kfac.model.calls import SharedInputs
 from ds_kfac.model.capture import Capture
-from ds_kfac.model.rows import RowRule
+from ds_kfac.model.layers import LayerSpec
+from ds_kfac.model.rows import BatchSum, RowRule
 from ds_kfac.plan.plan import Known, Plan
 from ds_kfac.schedule.timetable import FactorsDue
-from ds_kfac.step.background import Refresher
-from ds_kfac.step.draft import Draft, FactorDraft
-from ds_kfac.step.factors import FactorUpdates
-from ds_kfac.step.gradient_norm import GradientNorm
-from ds_kfac.step.layer_states import empty_states, with_new_bases
+from ds_kfac.step.decompose import Refresher
+from ds_kfac.step.factors import FactorDraft, FactorUpdates
+from ds_kfac.step.late import Watch
+from ds_kfac.step.messages import unusual
 from ds_kfac.step.sharing import Sharing
-from ds_kfac.step.target import Target
-from ds_kfac.step.totals import Totals
-from ds_kfac.step.watch import Watch
-from ds_kfac.update.layer_state import LayerState
+from ds_kfac.update.quadratic import QuadraticModel
+from ds_kfac.update.state import LayerState
+from ds_kfac.zero.domains import Domain
 from ds_kfac.zero.exchange import GradientExchange
+from ds_kfac.zero.layout import ShardLayout
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is preconditioned, and where its gradients are.
+
+    Attributes:
+        model: the engine's module.
+        layers: what is preconditioned.
+        layout: where the engine keeps the gradients of ``parameter_names(layers)``.
+        rest: where it keeps all others.
+        inner: the innermost optimizer, which DeepSpeed wraps.
+        rule: how it steps.
+        domain: what of the job this is.
+        info_of: of a module's call, given the micro-batch's.
+    """
+
+    model: nn.Module
+    layers: tuple[LayerSpec, ...]
+    layout: ShardLayout
+    rest: ShardLayout
+    inner: Any
+    rule: UpdateRule
+    domain: Domain
+    info_of: Callable[[str, BatchInfo], BatchInfo] | None = None
+
+    @property
+    def clips(self) -> bool:
+        """Whether the engine clips by a norm that is known before its step: not if there are other domains."""
+        return bool(self.layout.engine.gradient_clipping()) and not self.domain.name
+
+
+@dataclass
+class Draft:
+    """What a step computes: kept when DeepSpeed has applied the step, dropped when it has skipped it.
+
+    Attributes:
+        step: applied steps before this one.
+        due: what it does in addition to preconditioning.
+        peak_lr: parameter group -> largest learning rate so far.
+        factors: what becomes of the factors; None in a step that leaves them as they are.
+        norm: of all gradients as stored, a device scalar; None unless the update rule asks for it.
+        states: of this rank's layers, with the eigenbases that have arrived.
+        gradients: of this rank's layers, until they are preconditioned.
+        damping_scale: see :class:`ds_kfac.directions.base.StepContext`.
+        quadratic: the model that the step follows from and its minimum [2]; None if the learning rate gives it.
+        local: results and new states of this rank's layers.
+    """
+
+    step: int
+    due: FactorsDue
+    peak_lr: dict[int, Tensor | float]
+    factors: FactorDraft | None = None
+    norm: Tensor | None = None
+    states: dict[str, LayerState] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    damping_scale: Tensor | None = None
+    quadratic: tuple[QuadraticModel, Tensor] | None = None
+    local: LocalResult = field(init=False)
 
 
 class KFACPreconditioner:
@@ -42,6 +102,7 @@ class KFACPreconditioner:
             see the same values, and a skipped step's are used again. DeepSpeed's global_steps counts skipped ones too.
         rule, direction: what becomes of a gathered gradient.
         plan: who does what.
+        due: what the step that runs does in addition to preconditioning.
         known: what the first captured batch has shown.
         names: layer -> its name in checkpoints.
         saved: layers that this domain writes there.
@@ -78,6 +139,8 @@ class KFACPreconditioner:
             read_batch=ArgumentReader(target.model, count=config.padding.count),
             info_of=target.info_of,
         )
+        self._totals: dict[int, Scalars] = {}
+        self._norms = Scalars([[("norm", rank)] for rank in range(self.channel.world)], self.rank)
         self.state: dict[str, LayerState] = {}
         self.peak_lr: dict[int, Tensor | float] = {}
         self.damping_scale: Tensor | None = None
@@ -90,11 +153,6 @@ class KFACPreconditioner:
             contributors=plan.contributors, dtype=plan.wire, nbytes=plan.bucket_bytes,
         )  # fmt: skip
         return FactorUpdates(plan, self.channel, reducer, self.refresher, self.metrics, self.device)
-
-    @property
-    def due(self) -> FactorsDue:
-        """What this step does in addition to preconditioning."""
-        return self.curvature.schedule.due(self.steps)
 
     def step(self) -> Draft:
         """Replace every layer's averaged gradient by its preconditioned one. Collective: enter on every rank.
@@ -110,32 +168,79 @@ class KFACPreconditioner:
     def prepare(self) -> Draft:
         """The step up to the gradients and eigenbases of this rank's layers. Collective."""
         with torch.autocast(self.device.type, enabled=False):  # a user may call engine.step() under autocast
-            stage = self.metrics.stage
             self.layout.begin()
-            self.metrics.begin()
-            # Now, not in commit: DeepSpeed's scheduler steps in between.
-            scheduler = self.layout.engine.lr_scheduler if self.plan.clip_lr == "peak" else None
-            peak_lr = peak_rates(self.layout.optimizer.param_groups, self.peak_lr, scheduler)
-            measured, due, sums, reducer = self.capture.measured or {}, self.due, {}, self.curvature.reducer
-            self.capture.end_backward()
-            if due.capture:
-                self.metrics.step_counts["parted_inputs"] += self.sharing.leave_out(self.capture.sums)
-                with stage("reduce"):
-                    sums = reducer.reduce(self.capture.sums, due.capture, self.steps)
-                self.capture.sums = {}
-                if (known := self.sharing.learned(self.known, self.curvature, measured)) is not None:
-                    self.learn(known)
-            curvature, factors = self.curvature, self.curvature.draft(self.steps, due)
-            if due.capture:
-                with stage("reduce"):
-                    curvature.update(factors, sums, reducer.contributors)
-                sums = {}
-            with stage("refresh"):
-                curvature.decompose(factors)
-            with stage("relayout"):
-                gradients, norm = self._gather(factors)
-                states = with_new_bases(self.state, self.owned, curvature, factors)
-            return Draft(factors, peak_lr, norm, states, gradients)
+            draft = Draft(self.steps, self.due, self.peak_lr)
+            if self.rule.reads_rates:  # now, not in commit: DeepSpeed's scheduler steps in between
+                scheduler = self.layout.engine.lr_scheduler if self.plan.clip_lr == "peak" else None
+                draft.peak_lr = peak_rates(self.layout.optimizer.param_groups, self.peak_lr, scheduler)
+            contributors, sums = self.curvature.reducer.contributors, {}  # of this batch
+            if draft.due.capture:
+                sums = self._reduced(draft.due)
+            if (factors := self.curvature.draft(self.steps, draft.due)) is not None:
+                draft.factors = factors
+                with self.metrics.stage("reduce"):
+                    self.curvature.update(factors, sums, contributors)
+                del sums
+                with self.metrics.stage("refresh"):
+                    self.curvature.decompose(factors)
+            with self.metrics.stage("relayout"):
+                self._gather(draft)
+            return draft
+
+    def _reduced(self, due: FactorsDue) -> dict[str, BatchSum]:
+        """Sums over all ranks of the factors that this one averages. The first batch shows what of the plan depends on
+        it, before anything of it is kept."""
+        self.capture.end_backward()
+        self.metrics.step_counts["parted_inputs"] += self.sharing.leave_out(self.capture.sums)
+        with self.metrics.stage("reduce"):
+            sums = self.curvature.reducer.reduce(self.capture.sums, due.capture, self.steps)
+        self.capture.sums = {}
+        if (known := self.sharing.learned(self.known, self.curvature, self.capture.measured or {})) is not None:
+            self.learn(known)
+        return sums
+
+    def _gather(self, draft: Draft) -> None:
+        """Own layers' gradients, and the norm of all gradients if it is asked for; new eigenbases and scalars arrive in
+        the same message."""
+        factors, curvature, world = draft.factors, self.curvature, self.channel.world
+        names: list[list[Hashable]] = [[] for _ in range(world)] if factors is None else curvature.scalar_names(factors)
+        scalars = {} if factors is None else curvature.scalars(factors)
+        if self.needs_norm:
+            own = self.layout.squared_norm() + self.target.rest.squared_norm()
+            draft.norm = own.sqrt()
+            if not self.layout.replicated:  # in fp32, where its square might be infinite
+                names = [[*of_rank, ("norm", rank)] for rank, of_rank in enumerate(names)]
+                scalars["norm", self.rank] = draft.norm
+        gradients, received = self._broadcast(factors, names, scalars, self.exchange.gather_part)
+        if self.needs_norm and not self.layout.replicated:
+            norms = torch.stack([received["norm", rank] for rank in range(world)])
+            draft.norm = norms.double().square().sum().sqrt()
+        draft.gradients = self.exchange.gathered(gradients)
+        draft.states = dict(self.state) if factors is None else self._with_new_bases(factors)
+
+    def _broadcast(
+        self, draft: FactorDraft | None, names: list[list[Hashable]], scalars: dict[Hashable, Tensor], *others: Part
+    ) -> tuple[Any, ...]:
+        """What arrived of ``others``, and the scalars; new eigenbases in the same message go to the draft."""
+        table = self._norms if names == self._norms.names else Scalars(names, self.rank)
+        bases = () if draft is None else self.curvature.parts(draft)
+        *arrivals, told = deliver((*others, *bases, table.part(scalars, self.device)), self.channel, self.device)
+        received = table.named(told)
+        if draft is not None:
+            self.curvature.receive(draft, arrivals[len(others) :], received)
+        return (*arrivals[: len(others)], received)
+
+    def _with_new_bases(self, draft: FactorDraft) -> dict[str, LayerState]:
+        """States with what the step has brought: eigenbases, and numbers of loss terms where there were any."""
+        new = {}
+        for layer in self.owned:
+            state, keys = self.state[layer.name], self.curvature.of_layer.get(layer.name, {})
+            terms = self.curvature.terms_of(layer, draft)
+            if terms is not None:
+                state = replace(state, terms=torch.where(terms > 0, terms, state.terms))
+            bases = {side: draft.bases[spec.key] for side, spec in keys.items() if spec.key in draft.bases}
+            new[layer.name] = state.rebased(**bases) if bases else state
+        return new
 
     @torch.no_grad()
     def precondition(self, draft: Draft, damping_scale: Tensor | None = None) -> None:
@@ -150,37 +255,80 @@ class KFACPreconditioner:
         return torch.stack(draft.local.numbers) / self.plan.workers
 
     @torch.no_grad()
-    def finish(self, draft: Draft, totals: Tensor | None = None) -> None:
-        """The rest of the step. ``totals``: the sum of :meth:`numbers`, if other ranks have layers too. Collective."""
+    def finish(self, draft: Draft, sums: Tensor | None = None) -> None:
+        """Results to whoever holds a shard of them, with what the direction and the metrics sum over all layers.
+        Collective.
+
+        Args:
+            sums: of :meth:`numbers`, if other ranks have layers too.
+        """
         with torch.autocast(self.device.type, enabled=False), self.metrics.stage("relayout"):
-            self._scatter(draft, totals)
+            outbox, rest = draft.local.outbox, draft.local.results
+            for layer in self.owned if rest else ():
+                outbox.add(layer, rest.pop(layer.name))
+            table, part = self.totals(draft)
+            results, received = deliver((outbox.part, part), self.channel, self.device, outbox.packed)
+            numbers, ready = self.summed(draft, table.read(received))
+            context = StepContext(self.steps, None, draft.peak_lr)
+            scales = self.direction.finish(context, draft.local, (numbers if sums is None else sums).unbind(), ready)
+            self.exchange.write(outbox.own, results, scales)
+
+    def totals(self, draft: Draft) -> tuple[Scalars, Part]:
+        """What travels with the results: the direction's numbers, the metrics' counts, and a flag for each layer that
+        has eigenbases."""
+        local, factors, travels = draft.local, draft.factors, self.curvature.travels
+        # where eigenbases travel the counts of refreshes have come with them
+        failed = 0 if travels else self.metrics.step_counts["refresh_failures"]
+        counts = local.counts(failed, None if travels or factors is None else factors.unusual)
+        ready = {name for name, state in local.states.items() if state.prepared}
+        flags = torch.zeros((), device=self.device), torch.ones((), device=self.device)
+        own = torch.stack([*local.numbers, *counts, *(flags[layer.name in ready] for layer in self.layers)])
+        if len(own) not in self._totals:
+            self._totals[len(own)] = Scalars([range(len(own))] * self.channel.world, self.rank, self.plan.rows)
+        table = self._totals[len(own)]
+        return table, table.part(dict(enumerate(own)), self.device)
+
+    def summed(self, draft: Draft, received: Mapping[int, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Of :meth:`totals` of all ranks: the direction's numbers, and which layers have eigenbases, bool scalars; the
+        counts go to the metrics."""
+        total, first = torch.stack(list(received.values())).sum(dim=0), len(draft.local.numbers)
+        numbers, counts, ready = total.tensor_split((first, len(total) - len(self.layers)))
+        self.metrics.step_summary[: len(counts)] = counts
+        if draft.factors is not None:
+            self.metrics.summarise(failed=draft.factors.failed, unusual=unusual(draft.factors.scalars))
+        return numbers, dict(zip(self.names, (ready > 0).unbind(), strict=True))
 
     def commit(self, draft: Draft, *, applied: bool) -> None:
         """After the user's optimizer: keep the new state if its step was applied, else leave everything as it was."""
-        captured = draft.factors.due.capture
+        due = draft.due if draft.factors is None else draft.factors.due  # of the factors that the step found
         self.layout.end()
-        self.curvature.commit(draft.factors, applied=applied)
+        if draft.factors is not None:
+            self.curvature.commit(draft.factors, applied=applied)
         if applied:
-            self.watch.step(draft.local.left_out, look=bool(captured))
+            if due.capture or self.plan.adaptive:
+                self.curvature.record(draft.step, due, draft.factors)
+            self.watch.step(draft.local.left_out, look=bool(due.capture))
             self.state, self.peak_lr, self.damping_scale = draft.local.kept(), draft.peak_lr, draft.damping_scale
-            self.metrics.step_counts["factor_updates"] += bool(captured)
-            self.metrics.step_counts["captured_elements"] += self.curvature.elements(captured)
+            if due.capture:
+                self.metrics.step_counts["factor_updates"] += 1
+                self.metrics.step_counts["captured_elements"] += self.curvature.elements(due.capture)
             self.steps += 1
         self.metrics.end(applied=applied)
         self.resume()
 
     def resume(self) -> None:
         """Make ready for the step after ``state`` and ``steps``, which a checkpoint may have set."""
-        keys, measure = self.due.capture, self.plan.measures and self.known.rows is None
-        sums = self.curvature.reducer.empty(keys, self.steps) if keys else None
-        self.capture.begin_step(sums, self.steps, measure=measure)
+        self.due = self.curvature.schedule.due(self.steps)
+        sums = self.curvature.reducer.empty(self.due.capture, self.steps) if self.due.capture else None
+        self.capture.begin_step(sums, self.steps, measure=self.plan.measures and self.known.rows is None)
 
     def reset(self) -> None:
         """Start afresh: no factors, no eigenbases, step 0."""
         self._begin()
 
     def _begin(self) -> None:
-        self.state = empty_states(self.owned, self.device, self.moments, self.plan.form)
+        empty = partial(LayerState.empty, device=self.device, moments=self.moments, form=self.plan.form)
+        self.state = {layer.name: empty(layer) for layer in self.owned}
         self.steps, self.peak_lr, self.damping_scale = 0, {}, None
         self.direction.rotations.clear()
         self.curvature.reset()
@@ -217,7 +365,7 @@ class KFACPreconditioner:
         """Decompose all factors and deliver their eigenbases, outside of a step. Collective."""
         draft = self.curvature.redecomposed(self.steps)
         self._broadcast(draft, self.curvature.scalar_names(draft), self.curvature.scalars(draft))
-        self.state = with_new_bases(self.state, self.owned, self.curvature, draft)
+        self.state = self._with_new_bases(draft)
         self.curvature.keep(draft)
         self.resume()
 
@@ -237,40 +385,6 @@ class KFACPreconditioner:
     def moments_nbytes(self) -> int:
         """Bytes of the moments of the layers preconditioned here."""
         return sum(state.moments_nbytes for state in self.state.values())
-
-    def _gather(self, draft: FactorDraft) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Own layers' gradients, and the norm of all gradients if it is asked for; new eigenbases and scalars arrive in
-        the same message and go to the draft."""
-        names, scalars = self.curvature.scalar_names(draft), self.curvature.scalars(draft)
-        norm = GradientNorm(self.target, names, scalars, self.rank) if self.needs_norm else None
-        (gradients,) = self._broadcast(draft, names, scalars, self.exchange.gather_part)
-        return self.exchange.gathered(gradients), None if norm is None else norm.total(draft.scalars)
-
-    def _broadcast(
-        self, draft: FactorDraft, names: list[list[Hashable]], scalars: dict[Hashable, Tensor], *others: Part
-    ) -> list[Arrivals]:
-        """New eigenbases and scalars, which go to the draft; returns what arrived of ``others`` in the same message."""
-        table = Scalars(names, self.rank)
-        parts = (*others, *self.curvature.parts(draft), table.part(scalars, self.device))
-        *arrivals, received = deliver(parts, self.channel, self.device)
-        self.curvature.receive(draft, arrivals[len(others) :], table.named(received))
-        return arrivals[: len(others)]
-
-    def totals(self, draft: Draft) -> Totals:
-        """What travels with the results."""
-        return Totals(self.plan, self.rank, self.device, draft, self.metrics, travels=self.curvature.travels)
-
-    def _scatter(self, draft: Draft, sums: Tensor | None) -> None:
-        """Results to whoever holds a shard of them, with what the direction and the metrics sum over all layers."""
-        totals, outbox, rest = self.totals(draft), draft.local.outbox, draft.local.results
-        for layer in self.owned:
-            if layer.name in rest:
-                outbox.add(layer, rest.pop(layer.name))
-        results, received = deliver((outbox.part, totals.part), self.channel, self.device, outbox.packed)
-        numbers, ready = totals.read(received)
-        numbers, context = numbers if sums is None else sums, StepContext(self.steps, None, draft.peak_lr)
-        scales = self.direction.finish(context, draft.local, numbers.unbind(), ready)
-        self.exchange.write(outbox.own, results, scales)
 
     def learn(self, known: Known) -> None:
         """Keep one A for each of these groups of layers from now on, and take its rows from as many ranks as have them.

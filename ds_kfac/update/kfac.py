@@ -3,7 +3,7 @@
 All take one matrix [O, I] or n of equal shape [n, O, I]; what is a scalar of one is [n] of several.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,11 +11,9 @@ from torch import Tensor
 from ds_kfac.curvature.inverse import Scalar, factored
 from ds_kfac.ops.dispatch import eigen_scale_dot
 from ds_kfac.ops.reference import each
-from ds_kfac.update.moments import CorrectedEigenvalues
 from ds_kfac.update.rotation import Rotation, is_large
-
-PIECE = 1 << 22
-"""Elements, 32 MiB in float64."""
+from ds_kfac.update.stacking import norms
+from ds_kfac.update.state import CorrectedEigenvalues
 
 
 def precondition(
@@ -52,7 +50,7 @@ def precondition(
         lambda_ = damping if damping_kind == "tikhonov" else damping * mean_G * mean_A
     rotated_OI = _rotated(rotation, gradient_OI)
     scaled_OI, dot = eigen_scale_dot(rotated_OI, beta_O, alpha_I, lambda_)
-    return rotation.restored(scaled_OI), dot
+    return rotation.given_up(rotation.restore, scaled_OI), dot
 
 
 def precondition_corrected(
@@ -89,13 +87,13 @@ def precondition_corrected(
         decay=decay,
         damping=damp,
     )
-    return rotation.restored(scaled_OI), dot, corrected, limited
+    return rotation.given_up(rotation.restore, scaled_OI), dot, corrected, limited
 
 
 def _rotated(rotation: Rotation, gradient_OI: Tensor) -> Tensor:
     """A large one whose rows stay apart in one copy."""
     by_rows = is_large(gradient_OI) and not rotation.G
-    return rotation.rotated(gradient_OI.clone()) if by_rows else rotation.rotate(gradient_OI)
+    return rotation.given_up(rotation.rotate, gradient_OI.clone()) if by_rows else rotation.rotate(gradient_OI)
 
 
 def finite_or(preconditioned_OI: Tensor, otherwise_OI: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,22 +105,6 @@ def finite_or(preconditioned_OI: Tensor, otherwise_OI: Tensor) -> tuple[Tensor, 
     found_OI = preconditioned_OI.float()
     finite = torch.isfinite(torch.linalg.vector_norm(found_OI, ord=torch.inf, dim=(-2, -1)))  # without a mask
     return torch.where(each(finite), found_OI, otherwise_OI, out=found_OI), finite
-
-
-def norms(x: Tensor) -> Tensor:
-    """Norms of vectors [.., n], float64 [..]: the square of a finite number may be infinite in fp32.
-
-    Piece by piece, because of each a copy in float64 may be made.
-    """
-    parts = [torch.linalg.vector_norm(piece, dim=-1, dtype=torch.float64) for piece in x.split(PIECE, dim=-1)]
-    return parts[0] if len(parts) == 1 else torch.stack(parts).norm(dim=0)
-
-
-def lengths(matrices: Sequence[Tensor], dtype: torch.dtype = torch.float64) -> Tensor:
-    """Frobenius norms [n] of n tensors, on a GPU in few launches and without copies; see :func:`norms`."""
-    if all(x.numel() <= PIECE or x.device.type != "cpu" for x in matrices):
-        return torch.stack(torch._foreach_norm(list(matrices), 2, dtype))
-    return torch.stack([norms(x.flatten()) for x in matrices]).to(dtype)
 
 
 def graft_scale(preconditioned_OI: Tensor, norm: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 Shape suffixes: O, I a layer's sides, n layers of equal shape.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -97,57 +98,45 @@ class Rotation:
 
     def rotate(self, x_OI: Tensor) -> Tensor:
         """Q_G^T x Q_A."""
-        with fp32_products(self.precision.products, x_OI.device):
-            return self._right(self._left([vectors.mT for vectors in self.G], x_OI), self.A)
+        return self._product([vectors.mT for vectors in self.G], x_OI, self.A)
 
     def restore(self, x_OI: Tensor) -> Tensor:
         """Q_G x Q_A^T."""
-        return self.restore_columns(self.restore_rows(x_OI))
+        return self._product(self.G, x_OI, [vectors.mT for vectors in self.A])
 
     def restore_rows(self, x_OI: Tensor) -> Tensor:
         """Q_G x."""
-        with fp32_products(self.precision.products, x_OI.device):
-            return self._left(self.G, x_OI)
+        return self._product(self.G, x_OI, ())
 
     def restore_columns(self, x_OI: Tensor) -> Tensor:
         """x Q_A^T."""
-        with fp32_products(self.precision.products, x_OI.device):
-            return self._right(x_OI, [vectors.mT for vectors in self.A])
+        return self._product((), x_OI, [vectors.mT for vectors in self.A])
 
-    def rotated(self, x_OI: Tensor) -> Tensor:
-        """:meth:`rotate` of a matrix that is given up."""
-        return self._by_rows(self.rotate, x_OI)
-
-    def restored(self, x_OI: Tensor) -> Tensor:
-        """:meth:`restore` of a matrix that is given up."""
-        return self._by_rows(self.restore, x_OI)
-
-    def _by_rows(self, turn: Callable[[Tensor], Tensor], x_OI: Tensor) -> Tensor:
-        """A large matrix whose rows stay apart in place, so that it need not be there twice."""
+    def given_up(self, turn: Callable[[Tensor], Tensor], x_OI: Tensor) -> Tensor:
+        """:meth:`rotate` or :meth:`restore` of a matrix that is given up: of a large one whose rows stay apart in its
+        place, so that it is not there twice."""
         if self.G or not is_large(x_OI):
             return turn(x_OI)
         for rows in x_OI.split(rows_at_once(x_OI)):
             rows.copy_(turn(rows))
         return x_OI
 
-    def _left(self, matrices: Sequence[Tensor], x: Tensor) -> Tensor:
-        if not matrices:
-            return x
-        if (whole := _whole(matrices, x)) is not None:
-            return whole @ x
-        return apply_blocks(x, matrices) if x.ndim == 2 else apply_blocks(x.flatten(0, 1), matrices).view(x.shape)
+    def _product(self, left: Sequence[Tensor], x: Tensor, right: Sequence[Tensor]) -> Tensor:
+        """left x right, of block-diagonal matrices; the identity without blocks."""
+        alone = len(x) if x.ndim > 2 else 1  # matrices that each have a block of their own
+        with fp32_products(self.precision.products, x.device):
+            if left:
+                whole = len(left) == 1 and len(left[0]) == alone
+                x = (left[0] if x.ndim > 2 else left[0][0]) @ x if whole else _blockwise(left, x)
+            if right:
+                whole = len(right) == 1 and len(right[0]) == alone
+                turned = [blocks.mT for blocks in right]
+                x = x @ (right[0] if x.ndim > 2 else right[0][0]) if whole else _blockwise(turned, x.mT).mT
+        return x
 
-    def _right(self, x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
-        if (whole := _whole(matrices, x)) is not None:
-            return x @ whole
-        return self._left([matrix.mT for matrix in matrices], x.mT).mT
 
-
-def _whole(matrices: Sequence[Tensor], x: Tensor) -> Tensor | None:
-    """The only block, or one for each matrix in x; None if there are others."""
-    if len(matrices) != 1 or len(matrices[0]) != (len(x) if x.ndim > 2 else 1):
-        return None
-    return matrices[0] if x.ndim > 2 else matrices[0][0]
+def _blockwise(matrices: Sequence[Tensor], x: Tensor) -> Tensor:
+    return apply_blocks(x, matrices) if x.ndim == 2 else apply_blocks(x.flatten(0, 1), matrices).view(x.shape)
 
 
 def _together(vectors: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -178,3 +167,59 @@ class Rotations:
     def clear(self) -> None:
         """Forget all of them."""
         self._kept.clear()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Of a layer. What turns is computed when it is asked for: turned moments that wait for their step to be applied
+    would take as much memory as a gradient.
+
+    Attributes:
+        old: None: the layer's own coordinates.
+    """
+
+    old: LayerBasis | None
+    new: LayerBasis
+
+    def __call__(self, x_OI: Tensor, out_OI: Tensor | None = None) -> Tensor:
+        """fp32 [O, I], contiguous; into ``out_OI``, which may be ``x_OI``, a large matrix some rows at a time."""
+        if not is_large(x_OI):
+            with self._exactly():
+                turned = self._overlap().rotate(x_OI)
+            return turned.contiguous() if out_OI is None else out_OI.copy_(turned)
+        out_OI = torch.empty_like(x_OI) if out_OI is None else out_OI
+        for out, turned in zip(out_OI.split(rows_at_once(x_OI)), self.rows(x_OI), strict=True):
+            out.copy_(turned)
+        return out_OI
+
+    def rows(self, x_OI: Tensor) -> Iterator[Tensor]:
+        """Of a large matrix, :func:`ds_kfac.update.rotation.rows_at_once` at a time."""
+        with self._exactly():
+            overlap = self._overlap()
+            apart = not overlap.G.vectors
+            x_OI = x_OI if apart else overlap.rotate(x_OI)
+        for rows in x_OI.split(rows_at_once(x_OI)):
+            if apart:
+                with self._exactly():
+                    rows = overlap.rotate(rows)
+            yield rows
+
+    @contextmanager
+    def _exactly(self) -> Iterator[None]:
+        """In fp32: an error here would stay in the moments."""
+        device = self.new.A.values.device
+        with torch.autocast(device.type, enabled=False), fp32_products("ieee", device):
+            yield
+
+    def _overlap(self) -> LayerBasis:
+        old = self.old
+        return LayerBasis(_overlap(self.new.G, old.G if old else None), _overlap(self.new.A, old.A if old else None))
+
+
+def _overlap(new: Eigenbasis, old: Eigenbasis | None) -> Eigenbasis:
+    return still(new) if new is old else new.overlap(old)
+
+
+def still(basis: Eigenbasis) -> Eigenbasis:
+    """A rotation by nothing."""
+    return Eigenbasis((), basis.values)

@@ -1,4 +1,5 @@
-"""Which layers are preconditioned together: small ones of equal shape, whose launches cost more than their products."""
+"""Which layers are preconditioned together: small ones of equal shape, whose launches cost more than their products.
+And norms of many matrices at once."""
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -9,7 +10,6 @@ from torch import Tensor
 
 from ds_kfac.curvature.eigen import basis_numel
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.update.layer_state import LayerState
 from ds_kfac.update.rotation import AT_ONCE
 
 S = TypeVar("S", bound=Any)
@@ -17,6 +17,8 @@ S = TypeVar("S", bound=Any)
 SMALL_SIDE = 1024
 """Longest side that is stacked. 2 D^3 FLOPs take longer than a launch of some microseconds from about there on, at the
 rate of TF32 on a data-center GPU; computed, not measured."""
+PIECE = 1 << 22
+"""Elements, 32 MiB in float64."""
 STACKED_BYTES = 1 << 28
 """Of copies of eigenvectors that a rank keeps for it."""
 
@@ -57,12 +59,10 @@ def stacked_bytes(layers: Sequence[LayerSpec]) -> int:
     return 4 * sum(side.dim + basis_numel(side) for layer in layers for side in (layer.G, layer.A))
 
 
-def batches(
-    stacks: Sequence[tuple[LayerSpec, ...]], states: Mapping[str, LayerState]
-) -> Iterator[tuple[LayerSpec, ...]]:
+def batches(stacks: Sequence[tuple[LayerSpec, ...]], states: Mapping[str, Any]) -> Iterator[tuple[LayerSpec, ...]]:
     """The stacks, for a step: one that lacks an eigenbasis somewhere layer by layer."""
     for layers in stacks:
-        if all(states[layer.name].basis is not None for layer in layers):
+        if len(layers) == 1 or all(states[layer.name].basis is not None for layer in layers):
             yield layers
         else:
             yield from ((layer,) for layer in layers)
@@ -98,6 +98,22 @@ def in_order(stacks: Iterable[S], layers: Callable[[S], Sequence[LayerSpec]] = l
         return math.prod(sides), *sorted(sides)
 
     return tuple(sorted(stacks, key=size, reverse=True))
+
+
+def norms(x: Tensor) -> Tensor:
+    """Norms of vectors [.., n], float64 [..]: the square of a finite number may be infinite in fp32.
+
+    Piece by piece, because of each a copy in float64 may be made.
+    """
+    parts = [torch.linalg.vector_norm(piece, dim=-1, dtype=torch.float64) for piece in x.split(PIECE, dim=-1)]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).norm(dim=0)
+
+
+def lengths(matrices: Sequence[Tensor], dtype: torch.dtype = torch.float64) -> Tensor:
+    """Frobenius norms [n] of n tensors, on a GPU in few launches and without copies; see :func:`norms`."""
+    if all(x.numel() <= PIECE or x.device.type != "cpu" for x in matrices):
+        return torch.stack(torch._foreach_norm(list(matrices), 2, dtype))
+    return torch.stack([norms(x.flatten()) for x in matrices]).to(dtype)
 
 
 def together(parts: Sequence[Tensor]) -> Tensor:

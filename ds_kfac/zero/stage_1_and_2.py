@@ -30,7 +30,7 @@ class Stage12(ZeroLayout):
 
     def _shards(self) -> list[Shard]:
         optimizer = self.optimizer
-        self._entry_at: dict[int, dict[int, int]] = {}
+        self._entry_of: dict[Shard, int] = {}
         self._group = {id(p): i for i, params in enumerate(optimizer.bit16_groups) for p in params}
         shards = []
         # round_robin_bit16_* hold the order in the flat buffer, whether or not round_robin_gradients is on
@@ -63,15 +63,16 @@ class Stage12(ZeroLayout):
         if optimizer.cpu_offload:
             self._zero_unused(optimizer.norm_for_param_grads, self._offloaded)
 
-    def _entry(self, shard: Shard) -> tuple[list[Tensor], int]:
-        """The list entry that starts at the shard's offset in this rank's slice; the list has the same form always."""
-        entries = self.optimizer.averaged_gradients[shard.group]
-        if shard.group not in self._entry_at:
-            starts = accumulate((entry.numel() for entry in entries), initial=0)
-            self._entry_at[shard.group] = {start: i for i, start in zip(range(len(entries)), starts, strict=False)}
-        index = self._entry_at[shard.group].get(shard.offset)
-        if index is not None and entries[index].numel() == shard.numel:
-            return entries, index
+    def _entry(self, shard: Shard) -> int:
+        """Which entry of the list starts at the shard's offset in this rank's slice. It has the same form always."""
+        entries, known = self.optimizer.averaged_gradients[shard.group], self._entry_of.get(shard)
+        if known is not None and entries[known].numel() == shard.numel:
+            return known
+        starts = accumulate((entry.numel() for entry in entries), initial=0)
+        for index, start in zip(range(len(entries)), starts, strict=False):
+            if start == shard.offset and entries[index].numel() == shard.numel:
+                self._entry_of[shard] = index
+                return index
         raise RuntimeError(
             f"ds_kfac: ZeRO-{1 + self.optimizer.partition_gradients} group {shard.group} has no gradient of "
             f"{shard.numel} elements at offset {shard.offset}; this DeepSpeed lays gradients out differently, "
@@ -81,8 +82,7 @@ class Stage12(ZeroLayout):
     def stored(self, shard: Shard) -> Tensor:
         if self.optimizer.cpu_offload:
             return self._offloaded(shard)
-        entries, index = self._entry(shard)
-        return entries[index].reshape(-1)
+        return self.optimizer.averaged_gradients[shard.group][self._entry(shard)].reshape(-1)
 
     def store(self, shard: Shard, gradient: Tensor) -> None:
         if self.optimizer.cpu_offload:
@@ -91,7 +91,7 @@ class Stage12(ZeroLayout):
             param_id = self.optimizer.get_param_id(self.params[shard.param])
             self.optimizer.norm_for_param_grads[param_id] = gradient.double().norm()
             return
-        entries, index = self._entry(shard)
+        entries, index = self.optimizer.averaged_gradients[shard.group], self._entry(shard)
         flat = getattr(entries, "flat_partition", None)  # where it is, this, not the list, is what the step takes
         if self.in_place or flat is not None:
             entries[index].view(-1).copy_(gradient)

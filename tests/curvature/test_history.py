@@ -6,15 +6,13 @@ from itertools import pairwise, product
 import pytest
 import torch
 
+from ds_kfac.curvature import history as of_factor
 from ds_kfac.curvature.factor import KroneckerFactor
-from ds_kfac.curvature.history import PIECE, History, compared, frobenius
+from ds_kfac.curvature.history import PIECE, FactorState, History, compared, folded, frobenius
 from ds_kfac.curvature.side import Side
 from ds_kfac.ops import dispatch
 from ds_kfac.schedule.adaptive import AdaptiveRule
-from ds_kfac.step import factor_state
-from ds_kfac.step.factor_state import FactorState, folded
 from tests.close import close
-from tests.models import batch_sum
 
 
 @pytest.fixture(params=["torch", None], ids=["torch", "best"])
@@ -144,20 +142,21 @@ def test_a_history_that_shares_the_factor_s_memory_is_counted_once():
     side, cpu = Side.dense(5), torch.device("cpu")
     state = FactorState(KroneckerFactor.empty(side), History(side))
     for seed in range(3):
-        batch = batch_sum(packed(side, seed), torch.tensor(11.0))
-        ((state, _),), _ = folded([state], [batch], decays=[0.9], device=cpu, tolerance=0.1)
+        ((state, _),), _ = folded(
+            [state], [packed(side, seed)], [torch.tensor(11.0)], decays=[0.9], device=cpu, tolerance=0.1
+        )
     assert state.nbytes == 4 * (2 * side.numel + 3), "the factor, its last but one value, a counter and two norms"
 
 
 def test_a_fold_compares_all_factors_in_one_call(monkeypatch):
     calls = []
-    monkeypatch.setattr(factor_state, "compared", lambda *a, **k: calls.append(a) or compared(*a, **k))
+    monkeypatch.setattr(of_factor, "compared", lambda *a, **k: calls.append(a) or compared(*a, **k))
     cpu, sides = torch.device("cpu"), [Side.dense(5), Side.diagonal(7), Side.dense(5)]
     histories = [None, History(sides[1]), History(sides[2])]
     states = [FactorState(KroneckerFactor.empty(side), history) for side, history in zip(sides, histories, strict=True)]
     for seed in range(2):
-        batches = [batch_sum(packed(side, seed), torch.tensor(11.0)) for side in sides]
-        results, _ = folded(states, batches, decays=[0.9] * 3, device=cpu, tolerance=10.0)
+        sums = [packed(side, seed) for side in sides]
+        results, _ = folded(states, sums, [torch.tensor(11.0)] * 3, decays=[0.9] * 3, device=cpu, tolerance=10.0)
         states = [state for state, _ in results]
     assert [similar if similar is None else similar.tolist() for _, similar in results] == [None, *[[True, False]] * 2]
     assert [len(histories) for histories, _ in calls] == [2, 2]

@@ -191,8 +191,8 @@ def short_worker(_) -> list[int]:
 
     def watched():
         draft = step()
-        if draft.factors.arriving:
-            found.append(draft.factors.step)
+        if draft.factors is not None and draft.factors.arriving:
+            found.append(draft.step)
         return draft
 
     engine.kfac.preconditioner.step = watched

@@ -10,8 +10,7 @@ from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.curvature.eigen import LayerBasis, Refreshed
 from ds_kfac.curvature.forms import FactorForm, Part
 from ds_kfac.directions.base import Direction, DirectionSetup, LocalResult, UpdateRule
-from ds_kfac.update.rotation import Rotations
-from ds_kfac.update.turn import Turn
+from ds_kfac.update.rotation import Rotations, Turn
 
 
 class ToySGD(torch.optim.SGD):

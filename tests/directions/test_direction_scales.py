@@ -8,14 +8,12 @@ import pytest
 import torch
 
 from ds_kfac.directions.base import StepContext
-from ds_kfac.directions.kfac_adamw.direction import AdamDirection
-from ds_kfac.directions.kfac_adamw.part import Block, Part
+from ds_kfac.directions.kfac_adamw.direction import AdamDirection, Stack
 from ds_kfac.directions.kfac_adamw.size import BASE
 from ds_kfac.directions.kfac_gradient import KFACGradient
 from ds_kfac.directions.kfac_gradient_rule import KFACGradientRule
-from ds_kfac.step.layer_states import with_new_bases
-from ds_kfac.update.layer_state import LayerState
-from ds_kfac.update.moments import AdamMoments
+from ds_kfac.step.preconditioner import KFACPreconditioner
+from ds_kfac.update.state import AdamMoments, LayerState
 from ds_kfac.zero.layout import ShardLayout
 from ds_kfac.zero.replicated import ReplicatedHalf
 from ds_kfac.zero.stage_1_and_2 import Stage12
@@ -215,7 +213,8 @@ def test_a_batch_without_terms_leaves_those_of_the_last(recorded, kept):
     state = replace(LayerState.empty(layer, CPU), terms=torch.tensor(3.0))
     terms = None if recorded is None else torch.tensor(recorded)
     curvature = SimpleNamespace(of_layer={}, terms_of=lambda layer, draft: terms)
-    assert with_new_bases({"a": state}, (layer,), curvature, SimpleNamespace(bases={}))["a"].terms == kept
+    kfac = SimpleNamespace(owned=(layer,), state={"a": state}, curvature=curvature)
+    assert KFACPreconditioner._with_new_bases(kfac, SimpleNamespace(bases={}))["a"].terms == kept
 
 
 @pytest.mark.parametrize("kind", [ReplicatedHalf, Stage12])
@@ -228,11 +227,13 @@ def test_a_loss_scale_may_be_a_whole_number_of_any_size(kind):
     assert torch.ones(()) / layout.grad_scale() ** 2 == 2.0**-64
 
 
-def test_a_whitened_direction_has_the_size_that_it_had_before():
+@pytest.mark.parametrize("blocks", [(), (2, ROWS - 2)])
+def test_a_whitened_direction_has_the_size_that_it_had_before(blocks):
     """With a root the direction is whitened first: what it is then is no measure of whether gradients die out."""
-    direction, *_ = make(AdamDirection, adam=ORTHOGONAL, groups=ADAM)
-    part = Part([linear_layer("a", COLUMNS, ROWS)], 0)
-    blocks = [Block(part, torch.ones(ROWS, COLUMNS), size=size) for size in (torch.tensor(7.0), None)]
-    direction._iterate(blocks)
-    assert float(blocks[0].norm) == 7.0
-    close(blocks[1].norm, (ROWS * COLUMNS) ** 0.5, sums=ROWS * COLUMNS, dtype=torch.float32)
+    direction, *_ = make(AdamDirection, adam={}, groups=ADAM)
+    root = SimpleNamespace(whiten=lambda x: 0.5 * x)
+    stack = Stack([replace(linear_layer("a", COLUMNS, ROWS), blocks=blocks)], slice(0, 1), True, root=root)
+    stack.x_OI = torch.ones(ROWS, COLUMNS)
+    direction._orthogonalize([stack])
+    for size, rows in zip(stack.sizes, blocks or (ROWS,), strict=True):
+        close(size, (rows * COLUMNS) ** 0.5, sums=ROWS * COLUMNS, dtype=torch.float32)

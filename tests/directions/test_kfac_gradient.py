@@ -9,7 +9,7 @@ from ds_kfac.curvature.eigen import Eigenbasis
 from ds_kfac.directions.base import StepContext
 from ds_kfac.directions.kfac_gradient import KFACGradient, peak_rates
 from ds_kfac.directions.kfac_gradient_rule import KFACGradientRule
-from ds_kfac.update.layer_state import LayerState
+from ds_kfac.update.state import LayerState
 from tests.choices import planned
 from tests.close import close, exact
 from tests.directions.outbox import Results

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ds_kfac.directions.kfac_adamw.part import blocks_of, put_back, row_blocks
+from ds_kfac.directions.kfac_adamw.direction import row_blocks
 from ds_kfac.model.blocks import of_rows, rows_of
 from ds_kfac.model.scan import Choice, scan
 
@@ -166,22 +166,12 @@ def test_blocks_are_said_in_rows():
     assert rows_of(layer) == "12 of 6 rows"
 
 
-class _Part:
-    def __init__(self, x_OI, layer):
-        self.x_OI, self.layers = x_OI, [layer]
-
-
-def test_rows_of_blocks_come_back_to_their_places():
+def test_rows_of_blocks_are_those_of_their_maps():
     """Of one matrix and of two at once, one after the other and in turn."""
     for sizes, rows in (((2, 4), [[0, 1], [2, 3, 4, 5]]), ((1, 2), [[0, 3], [1, 2, 4, 5]]), ((), [list(range(6))])):
         (layer,) = scan(Holder("q", 6), Choice(blocks=(("q", list(sizes) or 1),))).layers
         for shape in ((6, 5), (2, 6, 5)):
             x = torch.arange(float(torch.Size(shape).numel())).view(shape)
-            part = _Part(x.clone(), layer)
-            found = blocks_of(part)
-            for block, of_block in zip(found, rows, strict=True):
-                assert torch.equal(block.x_OI, x[..., of_block, :])
-                block.x_OI = -block.x_OI
-            put_back(found)
-            assert torch.equal(part.x_OI, -x)
-            assert sum(rows.numel() for rows in row_blocks(x, layer.blocks)) == x.numel()
+            for block, of_block in zip(row_blocks(x, layer.blocks), rows, strict=True):
+                assert torch.equal(block.flatten(-3, -2), x[..., of_block, :])
+                assert block.untyped_storage().data_ptr() == x.untyped_storage().data_ptr(), "a view"

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from ds_kfac.step.background import Refresher
+from ds_kfac.step.decompose import Refresher
 from tests.close import close
 
 
@@ -213,7 +213,7 @@ def test_the_thread_ends_when_closed_or_forgotten_and_starts_when_needed(refresh
 
 def test_a_process_ends_while_work_is_pending():
     program = (
-        "import torch; from ds_kfac.step.background import Refresher; r = Refresher('cpu'); x = torch.randn(300, 300)\n"
+        "import torch; from ds_kfac.step.decompose import Refresher; r = Refresher('cpu'); x = torch.randn(300, 300)\n"
         "for i in range(500): r.submit(str(i), lambda: torch.linalg.eigh(x @ x.T))\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

@@ -15,7 +15,7 @@ from ds_kfac.metrics import Metrics
 from ds_kfac.plan.make_plan import Setting, make_plan
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import FactorsDue
-from ds_kfac.step.background import Refresher
+from ds_kfac.step.decompose import Refresher
 from ds_kfac.step.factors import FactorUpdates
 from tests.choices import resolved
 from tests.comm.fake_network import FakeNetwork

@@ -9,17 +9,11 @@ from ds_kfac.curvature.eigen import LayerBasis
 from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.curvature.side import Side
 from ds_kfac.ops.functional import symmetric_pack
-from ds_kfac.update import kfac
-from ds_kfac.update.kfac import (
-    finite_or,
-    graft_scale,
-    kl_clip_scale,
-    lengths,
-    precondition,
-    precondition_corrected,
-)
-from ds_kfac.update.moments import CorrectedEigenvalues
+from ds_kfac.update import stacking
+from ds_kfac.update.kfac import finite_or, graft_scale, kl_clip_scale, precondition, precondition_corrected
 from ds_kfac.update.rotation import Rotation
+from ds_kfac.update.stacking import lengths
+from ds_kfac.update.state import CorrectedEigenvalues
 from tests.close import close, exact
 from tests.curvature.one_factor import refresh
 
@@ -117,7 +111,7 @@ def test_grafting_keeps_the_direction_and_takes_the_norm():
 
 @pytest.mark.parametrize("piece", [7, 1 << 22])
 def test_lengths_are_norms_that_fp32_could_not_hold(piece, monkeypatch):
-    monkeypatch.setattr(kfac, "PIECE", piece)
+    monkeypatch.setattr(stacking, "PIECE", piece)
     given = [torch.full((2, 3), 3e30), torch.full((2, 8), 1e-30).T, torch.zeros(1, 1), torch.full((1, 2), math.nan)]
     found = lengths(given)
     expected = torch.stack([x.double().norm() for x in given])

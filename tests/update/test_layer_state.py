@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ds_kfac.update.layer_state import LayerState
-from ds_kfac.update.moments import AdamMoments
+from ds_kfac.update.state import AdamMoments, LayerState
 from tests.close import close
 from tests.models import linear_layer
 from tests.update.test_moments import random_basis

@@ -9,8 +9,8 @@ from ds_kfac.curvature.eigen import LayerBasis
 from ds_kfac.curvature.factor import SETTLED, SPIKE, KroneckerFactor
 from ds_kfac.curvature.side import Side
 from ds_kfac.ops.dispatch import adam_scale
-from ds_kfac.update.moments import AdamMoments, CorrectedEigenvalues, stacked, unstacked
-from ds_kfac.update.turn import Turn
+from ds_kfac.update.rotation import Turn
+from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues, stacked, unstacked
 from tests.close import close, exact
 from tests.curvature.one_factor import refresh
 

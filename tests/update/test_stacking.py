@@ -6,9 +6,8 @@ import torch
 
 from ds_kfac.checkpoint.save import layer_payload
 from ds_kfac.curvature.side import Side
-from ds_kfac.update.layer_state import LayerState
-from ds_kfac.update.moments import AdamMoments, CorrectedEigenvalues, stacked, unstacked
 from ds_kfac.update.stacking import rounds, stacked_bytes, stacks
+from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues, LayerState, stacked, unstacked
 from tests.close import close
 from tests.models import linear_layer
 from tests.update.test_moments import random_basis

@@ -26,8 +26,8 @@ square of a finite gradient may not be finite in fp32.
 """
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -35,19 +35,17 @@ import torch
 from torch import Tensor
 
 from ds_kfac.curvature.precision import fp32_products
+from ds_kfac.curvature.root import LayerRoot
 from ds_kfac.directions.base import LocalResult, StepContext
 from ds_kfac.directions.kfac_adamw.optimizer import IN_USE
-from ds_kfac.directions.kfac_adamw.part import Block, Part, blocks_of, of_one_shape, put_back, row_blocks
 from ds_kfac.directions.kfac_adamw.size import SIZE, adam_factor, keeps_direction, step_norm
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.reference import each
 from ds_kfac.plan.plan import Plan
-from ds_kfac.update.kfac import lengths
-from ds_kfac.update.layer_state import LayerState
-from ds_kfac.update.moments import stacked, unstacked
 from ds_kfac.update.newton_schulz import orthogonal_factors, scale_to
-from ds_kfac.update.rotation import Rotations
-from ds_kfac.update.stacking import apart, batches, in_order, rounds, stacks, together
+from ds_kfac.update.rotation import AT_ONCE, Rotation, Rotations
+from ds_kfac.update.stacking import apart, batches, in_order, lengths, rounds, stacks, together
+from ds_kfac.update.state import AdamFold, LayerState, stacked, unstacked
 from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
 
@@ -55,6 +53,35 @@ LARGEST = 1e15
 """Norm of a gradient that moments take: far from where its square leaves fp32."""
 RANGES = (2.0**-130, 2.0**60)
 """A squared norm travels in fp32, multiplied by each: one of the two holds it, whatever finite norm it is of."""
+
+
+@dataclass
+class Stack:
+    """One layer, or n of equal [O, I], on their way through a step.
+
+    Attributes:
+        places: of its layers among all of the step.
+        orthogonal: whether their directions are orthogonalized.
+        x_OI: fp32 [O, I] or [n, O, I], the direction as far as it has come.
+        rotation: into the eigenbasis; None before it is known, and with a form that has none.
+        root: what whitens in its place, of one layer.
+        rows_are_back: whether the rotation is undone in two halves: blocks are rows of the weight, not of R.
+        sizes: norms of what was orthogonalized, a scalar or [n] of each block; None if nothing was, or is scaled.
+    """
+
+    layers: Sequence[LayerSpec]
+    places: slice
+    orthogonal: bool
+    x_OI: Tensor = field(init=False)
+    rotation: Rotation | None = None
+    root: LayerRoot | None = None
+    rows_are_back: bool = False
+    sizes: list[Tensor] | None = None
+
+    def of(self, values: Tensor, first: int = 0) -> Tensor:
+        """Of values of the layers from place ``first`` on, those of this one: a scalar, or of several [n]."""
+        start, count = self.places.start - first, len(self.layers)
+        return values[start] if count == 1 else values[start : start + count]
 
 
 class AdamDirection:
@@ -67,13 +94,16 @@ class AdamDirection:
     def __init__(self, plan: Plan, layout: ShardLayout, exchange: GradientExchange, optimizer: Any) -> None:
         self.config, self.layout, self.exchange, self.optimizer = plan.config, layout, exchange, optimizer
         self.groups = {layer.name: exchange.group_indices(layer) for layer in exchange.owned}
+        kept = {layer.name: keeps_direction(self.config.adam, layer) for layer in exchange.owned}
+        self.orthogonalizes = {name: reason is None for name, reason in kept.items()}
         self.rotations = Rotations(plan.precision)
-        self.together, self.waits, self.size = plan.stacks, plan.waits, SIZE
+        self.of_one_shape, self.waits, self.size = plan.stacks, plan.waits, SIZE
         found = stacks(exchange.owned, alike=self._alike if plan.stacks else None)
         self.stacks = in_order(found)
+        self._rounds: dict[tuple[int, ...], list[list[tuple[LayerSpec, ...]]]] = {}
         of_all = partial(torch.tensor, device=exchange.device)  # of every layer, in the order of the stacks
         layers = [layer for stack in self.stacks for layer in stack]
-        scaled = [self.orthogonalizes(layer) and self._whole(layer) for layer in layers]
+        scaled = [self.orthogonalizes[layer.name] and layer.groups == 1 and not layer.blocks for layer in layers]
         self.orthogonal = of_all(scaled, dtype=torch.bool)
         self.root = of_all([layer.numel**0.5 for layer in layers], dtype=torch.float32)
         self.target = of_all([self.size * step_norm(layer) for layer in layers], dtype=torch.float32)
@@ -81,18 +111,28 @@ class AdamDirection:
         self.ratio = of_all(ratios, dtype=torch.float32)
         self.copies = of_all([layer.copies for layer in layers], dtype=torch.float64)
 
-    def orthogonalizes(self, layer: LayerSpec) -> bool:
-        """Whether a layer's direction is orthogonalized."""
-        return keeps_direction(self.config.adam, layer) is None
-
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
         local = LocalResult.empty(states, self.exchange)
-        void, local.clip = self._clipping(context.norm)
-        parts = Part.of_all(batches(self.stacks, states))
-        if not parts:
+        # no gradient of the step is of use if their norm is no number that DeepSpeed could clip by
+        void, clip = torch.zeros((), dtype=torch.bool, device=self.exchange.device), None
+        if context.norm is not None:
+            void, clip = ~torch.isfinite(context.norm.float()), self.layout.clip_factor(context.norm)
+            local.clip = torch.where(void, torch.zeros_like(clip), clip)
+        parts: list[list[Stack]] = []  # of what is in memory at a time
+        names: list[str] = []
+        order = tuple(batches(self.stacks, states))
+        shape = tuple(map(len, order))
+        if shape not in self._rounds:
+            self._rounds[shape] = rounds(order)
+        for taken in self._rounds[shape]:
+            parts.append([])
+            for layers in taken:
+                places = slice(len(names), len(names) + len(layers))
+                parts[-1].append(Stack(layers, places, self.orthogonalizes[layers[0].name]))
+                names += [layer.name for layer in layers]
+        if not names:
             local.numbers = list(torch.zeros(3, device=self.exchange.device).unbind())
             return local
-        names = [layer.name for part in parts for layer in part.layers]
         # All flags are of every layer, in this order, and follow from norms: no pass looks for what is not finite.
         unscale, length = local.clip / self.layout.grad_scale(), lengths([gradients[name] for name in names])
         finite = (length < math.inf) & ~void
@@ -103,24 +143,21 @@ class AdamDirection:
         overflowed = ~finite & (length != 0)
         shift = torch.where(overflowed, length / self.root, IN_USE).float()
         scale, norm, good = torch.zeros_like(self.target), torch.zeros_like(self.target), torch.zeros_like(usable)
-        for some in rounds(parts, lambda part: part.layers):
-            for part in some:
-                taken = (gradients.pop(layer.name) for layer in part.layers)
-                self._step(part, [states[layer.name] for layer in part.layers], taken, unscale, part.of(usable))
-                local.folds.append(part.fold)
-                local.states.update(zip([layer.name for layer in part.layers], part.states, strict=True))
-            own = slice(some[0].start, some[-1].start + len(some[-1].layers))
+        for some in parts:
+            for stack in some:
+                local.folds.append(self._step(stack, states, gradients, unscale, stack.of(usable)))
+            own = slice(some[0].places.start, some[-1].places.stop)
             scale[own], norm[own] = self._restore(some, own)
             good[own] = usable[own] & (norm[own] < math.inf)
             factor = scale[own].masked_fill(overflowed[own], 0.0)
             # at adam_lr 0 they stand still, without decay
             dead = ~(overflowed[own] | good[own] & (self.ratio[own] > 0))
-            for part in some:
-                result = part.x_OI.mul_(each(part.of(factor, own))).add_(each(part.of(shift)))
-                result.masked_fill_(each(part.of(dead, own)), 0.0)
-                for layer, matrix in zip(part.layers, apart(result, len(part.layers)), strict=True):
+            for stack in some:
+                result = stack.x_OI.mul_(each(stack.of(factor, own.start))).add_(each(stack.of(shift)))
+                result.masked_fill_(each(stack.of(dead, own.start)), 0.0)
+                for layer, matrix in zip(stack.layers, apart(result, len(stack.layers)), strict=True):
                     local.outbox.add(layer, matrix)
-                del part.x_OI, result, matrix
+                del stack.x_OI, result, matrix
         squared = torch.where(overflowed, length.square(), torch.where(good, (norm * scale).square(), 0.0))
         local.replaced = local.replaced + (usable & ~good | ~finite).sum()
         local.unused = local.unused + (length == 0).sum()
@@ -140,131 +177,143 @@ class AdamDirection:
         self.optimizer.direction_scale = torch.where(torch.isfinite(undo), undo, torch.zeros_like(undo))
         return dict.fromkeys(prepared, scale)
 
-    def _clipping(self, norm: Tensor | None) -> tuple[Tensor, Tensor | float]:
-        """Whether no gradient of the step is of use, because their norm is no number that DeepSpeed could clip by; and
-        the factor that clips them."""
-        if norm is None:
-            return torch.zeros((), dtype=torch.bool, device=self.exchange.device), 1.0
-        void = ~torch.isfinite(norm.float())
-        clip = self.layout.clip_factor(norm)
-        return void, torch.where(void, torch.zeros_like(clip), clip)
-
     def _step(
         self,
-        part: Part,
-        states: Sequence[LayerState],
-        gradients: Iterable[Tensor],
+        stack: Stack,
+        states: dict[str, LayerState],
+        gradients: dict[str, Tensor],
         unscale: Tensor | float,
         usable: Tensor,
-    ) -> None:
+    ) -> AdamFold:
         """Adam in the eigenbasis, the gradients in the moments that are ``usable``. Before the first refresh nothing is
         rotated: plain Adam."""
-        group = self.layout.optimizer.param_groups[self.groups[part.layers[0].name][0]]
-        bases = [basis for state in states if (basis := state.basis)]
-        part.rotation = self.rotations.of(tuple(layer.name for layer in part.layers), bases) if bases else None
-        part.root = states[0].preconditioner if states[0].form.whitens else None
-        whole = together(list(gradients))  # as it is stored, which may be DeepSpeed's own
+        names = tuple(layer.name for layer in stack.layers)
+        own = [states[name] for name in names]
+        group = self.layout.optimizer.param_groups[self.groups[names[0]][0]]
+        stack.root = own[0].preconditioner if own[0].form.whitens else None
+        if own[0].basis is not None:
+            stack.rotation = self.rotations.of(names, [state.basis for state in own if state.basis])
+            stack.rows_are_back = bool(stack.layers[0].blocks and stack.rotation.G) and stack.orthogonal
+        whole = together([gradients.pop(name) for name in names])  # as it is stored, which may be DeepSpeed's own
         rotated = whole * unscale if whole.dtype is torch.float32 else whole.float().mul_(unscale)
         del whole
-        if part.rotation is not None:
-            rotated = part.rotation.rotated(rotated)
-        moments = stacked([state.moments for state in states])
-        part.x_OI, part.fold = moments.divide(
-            rotated,
-            betas=tuple(group["betas"]),
-            eps=group["eps"],
-            usable=usable,
-            turns=[state.turn for state in states],
-            waits=self.waits,
+        if stack.rotation is not None:
+            rotated = stack.rotation.given_up(stack.rotation.rotate, rotated)
+        moments, turns = stacked([state.moments for state in own]), [state.turn for state in own]
+        stack.x_OI, fold = moments.divide(
+            rotated, betas=tuple(group["betas"]), eps=group["eps"], usable=usable, turns=turns, waits=self.waits
         )
-        own = unstacked(moments, len(states))
-        part.states = [replace(state, moments=kept, turn=None) for state, kept in zip(states, own, strict=True)]
+        if len(own) > 1 or turns[0] is not None:
+            for name, state, kept in zip(names, own, unstacked(moments, len(own)), strict=True):
+                states[name] = replace(state, moments=kept, turn=None)
+        return fold
 
-    def _restore(self, parts: Sequence[Part], own: slice) -> tuple[Tensor, Tensor]:
+    def _restore(self, some: Sequence[Stack], own: slice) -> tuple[Tensor, Tensor]:
         """Adam's directions, or their orthogonal factors, out of the eigenbases, in their place. Returns what each is
         still to be multiplied by, and its norm.
 
         Args:
             own: the places of their layers.
         """
-        self._orthogonalize([part for part in parts if self.orthogonalizes(part.layers[0])])
-        for part in parts:
-            if part.rotation is not None:
-                if part.sizes is None:  # no whitening has left out what no input has a part in
-                    part.rotation.only_seen(part.x_OI)
-                back = part.rotation.restore_columns if self._rows_are_back(part) else part.rotation.restored
-                part.x_OI = back(part.x_OI)
-            if not self._whole(part.layers[0]) and part.sizes is not None:
-                self._scale_maps(part)
-        norm = lengths([matrix for part in parts for matrix in apart(part.x_OI, len(part.layers))], torch.float32)
-        size = torch.cat([(part.of(norm) if part.sizes is None else part.sizes[0]).view(-1) for part in parts])
-        scale = scale_to(self.target[own], size=size, norm=norm, root=self.root[own])
+        self._orthogonalize([stack for stack in some if stack.orthogonal])
+        for stack in some:
+            if (rotation := stack.rotation) is not None:
+                if stack.sizes is None:  # no whitening has left out what no input has a part in
+                    rotation.only_seen(stack.x_OI)
+                back = rotation.restore_columns if stack.rows_are_back else rotation.restore
+                stack.x_OI = rotation.given_up(back, stack.x_OI)
+            if stack.sizes is not None and (stack.layers[0].blocks or stack.layers[0].groups > 1):
+                self._scale_maps(stack)
+        norm = lengths([matrix for stack in some for matrix in apart(stack.x_OI, len(stack.layers))], torch.float32)
+        sizes = [(stack.of(norm, own.start) if stack.sizes is None else stack.sizes[0]).view(-1) for stack in some]
+        scale = scale_to(self.target[own], size=torch.cat(sizes), norm=norm, root=self.root[own])
         return torch.where(self.orthogonal[own], scale, self.ratio[own]), norm
 
-    def _orthogonalize(self, parts: Sequence[Part]) -> None:
+    def _orthogonalize(self, some: Sequence[Stack]) -> None:
         """Directions become their orthogonal factors, in their place; nothing else of them is kept."""
-        blocks = [self._blocks(part) for part in parts]
-        self._iterate([block for own in blocks for block in own])
-        for part, own in zip(parts, blocks, strict=True):
-            put_back(own)
-            part.sizes = [block.norm for block in own]
-            own.clear()
-            part.x_OI = self._whitened(part, part.x_OI)
+        owners: list[Stack] = []
+        maps: list[Tensor] = []
+        for stack in some:
+            blocks = stack.layers[0].blocks
+            if stack.rows_are_back:
+                assert stack.rotation is not None
+                stack.x_OI = stack.rotation.restore_rows(stack.x_OI)
+            if stack.root is not None:  # its size is that before
+                rows = row_blocks(stack.x_OI, blocks)
+                stack.sizes = [torch.linalg.vector_norm(part, dim=(-3, -2, -1)) for part in rows]
+                stack.x_OI = self._whitened(stack.root, stack.x_OI)
+            own = [rows.flatten(-3, -2) for rows in row_blocks(stack.x_OI, blocks)] if blocks else [stack.x_OI]
+            maps += own
+            owners += [stack] * len(own)
+            del own
+        sizes = self._iterate(owners, maps)
+        for stack in some:
+            mine = [index for index, owner in enumerate(owners) if owner is stack]
+            if stack.layers[0].blocks:
+                for part, index in zip(row_blocks(stack.x_OI, stack.layers[0].blocks), mine, strict=True):
+                    if part.data_ptr() != maps[index].data_ptr():  # where its rows lie apart it is a copy
+                        part.copy_(maps[index].view(part.shape))
+            for index in mine:
+                maps[index] = sizes[index]  # its memory
+            if stack.root is None:
+                stack.sizes = [sizes[index] for index in mine]
+            else:
+                stack.x_OI = self._whitened(stack.root, stack.x_OI)
 
-    def _iterate(self, blocks: Sequence[Block]) -> None:
-        """Of one shape together."""
-        for group in of_one_shape(blocks, self.together):
-            directions, whitenings = [block.x_OI for block in group], [self._whitening(block.part) for block in group]
-            found = orthogonal_factors(directions, whitenings, precision=self.rotations.precision)
-            for block, (factor, size) in zip(group, found, strict=True):  # rotated or not, the factor is the same
-                block.x_OI, block.size = factor, size if block.size is None else block.size
+    def _iterate(self, owners: Sequence[Stack], maps: Sequence[Tensor]) -> list[Tensor]:
+        """Maps become their orthogonal factors, those with the same sides, as they are or transposed, together. Returns
+        the norms that they had."""
+        sizes = [torch.empty(0)] * len(maps)
+        for group in of_one_shape(maps) if self.of_one_shape else [[index] for index in range(len(maps))]:
+            # rotated or not, the factor is the same
+            whitenings = [
+                owner.rotation.whitening(self.config.adam.whiten, groups=owner.layers[0].groups)
+                if owner.rotation is not None and self.config.adam.rotate
+                else None
+                for owner in (owners[index] for index in group)
+            ]
+            found = orthogonal_factors([maps[i] for i in group], whitenings, precision=self.rotations.precision)
+            for index, (_, size) in zip(group, found, strict=True):
+                sizes[index] = size
+        return sizes
 
-    def _blocks(self, part: Part) -> list[Block]:
-        """What is orthogonalized of a part, each with its norm if that changes before."""
-        if self._rows_are_back(part):
-            assert part.rotation is not None
-            part.x_OI = part.rotation.restore_rows(part.x_OI)
-        blocks = blocks_of(part)
-        if part.root is None:
-            return blocks
-        sizes = [torch.linalg.vector_norm(block.x_OI, dim=(-2, -1)) for block in blocks]
-        part.x_OI = self._whitened(part, part.x_OI)
-        return [replace(block, size=size) for block, size in zip(blocks_of(part), sizes, strict=True)]
-
-    def _scale_maps(self, part: Part) -> None:
+    def _scale_maps(self, stack: Stack) -> None:
         """Each group of a layer, or each block of its rows, to its own size."""
-        assert part.sizes is not None
-        layer = part.layers[0]
-        for rows, size in zip(row_blocks(part.x_OI, layer.blocks), part.sizes, strict=True):
+        assert stack.sizes is not None
+        layer = stack.layers[0]
+        for rows, size in zip(row_blocks(stack.x_OI, layer.blocks), stack.sizes, strict=True):
             norm = torch.linalg.vector_norm(rows, dim=(-3, -2, -1))
             target = self.size * step_norm(layer, rows.shape[-3] * rows.shape[-2])
             root = rows.shape[-3:].numel() ** 0.5
             rows.mul_(scale_to(target, size=size, norm=norm, root=root)[..., None, None, None])
-        part.sizes = None
+        stack.sizes = None
 
-    def _rows_are_back(self, part: Part) -> bool:
-        """Whether a rotation is undone in two halves: blocks are rows of the weight, not of R."""
-        layer = part.layers[0]
-        return bool(layer.blocks and part.rotation is not None and part.rotation.G) and self.orthogonalizes(layer)
-
-    @staticmethod
-    def _whole(layer: LayerSpec) -> bool:
-        """Whether it is a single map."""
-        return layer.groups == 1 and not layer.blocks
-
-    def _whitening(self, part: Part) -> Tensor | None:
-        options = self.config.adam
-        if part.rotation is None or not options.rotate:
-            return None
-        return part.rotation.whitening(options.whiten, groups=part.layers[0].groups)
-
-    def _whitened(self, part: Part, x_OI: Tensor) -> Tensor:
-        """By the inverse root, where there is one."""
-        if part.root is None:
-            return x_OI
+    def _whitened(self, root: LayerRoot, x_OI: Tensor) -> Tensor:
+        """By the inverse root."""
         with fp32_products(self.rotations.precision.products, x_OI.device):
-            return part.root.whiten(x_OI).contiguous()
+            return root.whiten(x_OI).contiguous()
 
     def _alike(self, layer: LayerSpec) -> Hashable:
         """Layers with the same may be stacked."""
-        return self.groups[layer.name][0], self.orthogonalizes(layer), layer.copies, layer.blocks
+        return self.groups[layer.name][0], self.orthogonalizes[layer.name], layer.copies, layer.blocks
+
+
+def row_blocks(x_OI: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Views [.., repeats, size, I] of a matrix's rows, see :attr:`LayerSpec.blocks`; of all of them without sizes."""
+    sizes = list(sizes) or [x_OI.shape[-2]]
+    return list(x_OI.unflatten(-2, (-1, sum(sizes))).split(sizes, dim=-2))
+
+
+def of_one_shape(maps: Sequence[Tensor], limit: int = AT_ONCE) -> list[list[int]]:
+    """Indices of those with the same sides, as they are or transposed, at most ``limit`` elements unless one alone has
+    more."""
+    groups: dict[Hashable, list[int]] = {}
+    full: list[list[int]] = []
+    for index, x in enumerate(maps):
+        sides = tuple(sorted(x.shape[-2:]))
+        group = groups.setdefault(sides, [])
+        if group and sum(maps[other].numel() for other in group) + x.numel() > limit:
+            full.append(group)
+            groups[sides] = group = []
+        group.append(index)
+    return [*full, *groups.values()]

@@ -24,10 +24,10 @@ from ds_kfac.model.blocks import KINDS, named, rows_of, weight_name
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Choice
 from ds_kfac.plan.plan import Plan
-from ds_kfac.update.moments import AdamMoments
 from ds_kfac.update.newton_schulz import flops, workspace
 from ds_kfac.update.rotation import AT_ONCE
 from ds_kfac.update.stacking import rounds
+from ds_kfac.update.state import AdamMoments
 from ds_kfac.zero.layout import ShardLayout
 
 

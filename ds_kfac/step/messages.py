@@ -1,15 +1,17 @@
-"""Eigenbases, or damped inverses, on their way from the ranks that decompose factors to gradient workers elsewhere."""
+"""What travels with the gradients: eigenbases, or damped inverses, from the ranks that decompose factors to gradient
+workers elsewhere; and scalars about factors, whose names every rank knows beforehand."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_kfac.assignment.work import FactorSpec
+from ds_kfac.assignment.work import FactorSpec, factors_by_layer
 from ds_kfac.comm.message import Arrivals, Move, Part, RelayoutPlan
 from ds_kfac.curvature.forms import FACTOR_FORMS, Kept
 from ds_kfac.curvature.side import Side
+from ds_kfac.plan.plan import Plan
 
 
 class Delivery:
@@ -95,3 +97,54 @@ class Delivery:
     def kept(self, key: str, own: Kept) -> Kept:
         """Round the local copy exactly as the sent one, so that replicas stay bit-identical."""
         return own.rounded(self.wire) if self.receivers[key] else own
+
+
+FAILED, UNUSABLE, FRESH = -1.0, 0.0, 1.0
+"""What a decomposer reports of a factor."""
+
+
+def counting(own: Mapping[str, FactorSpec]) -> str:
+    """The factor of a layer whose count is the layer's number of loss terms."""
+    return (own.get("G") or own["A"]).key
+
+
+UNUSUAL = ("limited", "empty")
+"""Batches of factors that are counted: those that were scaled down, those without a row."""
+
+
+def unusual(scalars: Mapping[Hashable, Tensor]) -> Tensor | float:
+    """How many of each of :data:`UNUSUAL` there were in this step, over all ranks, where that is exchanged."""
+    numbers = [[scalars[name] for name in scalars if isinstance(name, tuple) and name[0] == kind] for kind in UNUSUAL]
+    return torch.stack([torch.stack(of_kind).sum() for of_kind in numbers]) if numbers[0] else 0.0
+
+
+def scalar_names(
+    plan: Plan, *, captured: Collection[str], arriving: Collection[str], travels: bool, terms: bool
+) -> list[list[Hashable]]:
+    """Per rank, the names of the scalars it sends.
+
+    Args:
+        captured, arriving: factors that are captured, and whose eigenbases take effect, in this step.
+        travels: whether eigenbases ever travel.
+        terms: whether workers elsewhere need to know how many loss terms a layer had.
+    """
+    names: list[list[Hashable]] = [[] for _ in range(plan.assignment.world)]
+    if plan.assignment.world == 1:
+        return names
+    where = plan.assignment.decomposers
+    if travels:  # else it comes with the results, whose workers are the decomposers
+        for rank in sorted({where[key] for key in captured}):
+            names[rank] += [(kind, rank) for kind in UNUSUAL]
+    if plan.adaptive:
+        for factor in plan.assignment.factors:
+            if factor.key in captured:
+                names[where[factor.key]].append(("similar", factor.key))
+    if travels and terms:
+        of_layer = factors_by_layer(plan.assignment.factors)
+        for layer in plan.layers:
+            if layer.name in of_layer and (key := counting(of_layer[layer.name])) in captured:
+                names[where[key]].append(("terms", layer.name))
+    if travels:
+        for key in arriving:
+            names[where[key]].append(("fresh", key))
+    return names

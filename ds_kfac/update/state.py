@@ -1,21 +1,24 @@
-"""Running moments of a layer's gradient in its eigenbasis: corrected eigenvalues, and Adam's state.
+"""What a gradient worker of a layer keeps between steps: what preconditions it, and moments of its gradient there.
 
 Shape suffixes: O, I the sides of the layer's matrix. Of n layers of equal shape at once every tensor has a leading n.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from ds_kfac.curvature.eigen import LayerBasis
+from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis
 from ds_kfac.curvature.factor import excess
+from ds_kfac.curvature.forms import EIGEN, FactorForm, Kept
+from ds_kfac.curvature.side import Side
+from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.dispatch import adam_scale, corrected_scale_dot
 from ds_kfac.ops.reference import each
-from ds_kfac.update.rotation import is_large, rows_at_once
-from ds_kfac.update.turn import Turn
+from ds_kfac.update.rotation import Turn, is_large, rows_at_once, still
 
 
 class Moments(Protocol):
@@ -167,21 +170,19 @@ class AdamMoments:
         Returns Adam's step with Nesterov's momentum, rotated, before the learning rate; and what folds the gradient in.
         """
 
-        def step(x_OI: Tensor, first_OI: Tensor, second_OI: Tensor) -> Tensor:
-            k = self.updates
-            return adam_scale(x_OI, first_OI, second_OI, k, usable, betas=betas, eps=eps)[0]
-
+        step: Callable[..., Any] = partial(adam_scale, betas=betas, eps=eps)
         # a basis in blocks may leave it transposed, which moments are not
         rotated_OI = rotated_OI.contiguous()
         fold = AdamFold(self, rotated_OI.to(waits), usable, betas, turns)
         if not is_large(rotated_OI):
-            return step(rotated_OI, self.turned(*turns).first_OI, self.second_OI), fold
+            first_OI = self.turned(*turns).first_OI if any(turns) else self.first_OI
+            return step(rotated_OI, first_OI, self.second_OI, self.updates, usable)[0], fold
         rounded, rows = fold.rotated_OI is not rotated_OI, rows_at_once(rotated_OI)
         direction_OI = rotated_OI if rounded else torch.empty_like(rotated_OI)
         first = self.first_OI.split(rows) if turns[0] is None else turns[0].rows(self.first_OI)
         whole = direction_OI.split(rows), rotated_OI.split(rows), first, self.second_OI.split(rows)
         for out_OI, *parts in zip(*whole, strict=True):
-            out_OI.copy_(step(*parts))  # new moments of these rows alone
+            out_OI.copy_(step(*parts, self.updates, usable)[0])  # new moments of these rows alone
         return direction_OI, fold
 
     def turned(self, *turns: Turn | None) -> "AdamMoments":
@@ -282,3 +283,79 @@ def unstacked(moments: M, count: int) -> list[M]:
     if count == 1:
         return [moments]
     return [type(moments)(*parts) for parts in zip(*(part.unbind() for part in vars(moments).values()), strict=True)]
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """Everything of one layer. A step makes another, which is dropped if it is skipped; moments may be the same, and
+    change when the step was applied.
+
+    Attributes:
+        terms: fp32 scalar, loss terms of the last captured batch: a mean gradient times its root has the size of a
+            single term's.
+        form: what ``A`` and ``G`` are.
+        A, G: eigenbases, damped inverses or roots; None until the first refresh. Gradients are preconditioned when both
+            are there.
+        moments: of the rotated gradient; None if the update rule keeps none.
+        turn: what is to be done to them before they are in the eigenbases; None: nothing.
+    """
+
+    terms: Tensor
+    form: FactorForm = EIGEN
+    A: Kept | None = None
+    G: Kept | None = None
+    moments: Any = None
+    turn: Turn | None = None
+
+    @classmethod
+    def empty(
+        cls, layer: LayerSpec, device: torch.device, *, moments: type[Moments] | None = None, form: FactorForm = EIGEN
+    ) -> "LayerState":
+        """Nothing seen yet; of an identity side it is known what is kept."""
+
+        def known(side: Side) -> Kept | None:
+            return None if side.block else form.identity(side, device)
+
+        own = None if moments is None else moments.empty(layer.shape, device)
+        return cls(torch.ones((), device=device), form, known(layer.A), known(layer.G), own)
+
+    # once: a state lives from one refresh to the next
+
+    @cached_property
+    def prepared(self) -> bool:
+        """Whether gradients can be preconditioned."""
+        return self.A is not None and self.G is not None
+
+    @cached_property
+    def preconditioner(self) -> Any:
+        """Of the layer, see ``FactorForm.of_layer``; None while a side is missing."""
+        return self.form.of_layer(self.G, self.A) if self.prepared else None
+
+    @cached_property
+    def basis(self) -> LayerBasis | None:
+        """Of the layer's Fisher; None while a side is missing, and with a form that has none."""
+        return self.preconditioner if self.form.rotates else None
+
+    @property
+    def moments_nbytes(self) -> int:
+        return 0 if self.moments is None else self.moments.nbytes
+
+    def rebased(self, *, A: Kept | None = None, G: Kept | None = None) -> "LayerState":
+        """With new eigenbases or inverses of one or both sides; Adam's first moment is to be turned into the
+        eigenbases. Second moments stay as they are."""
+        new = replace(self, A=A or self.A, G=G or self.G)
+        if new.basis is None or self.moments is None or not self.moments.TURNS:
+            return new
+        return replace(new, turn=Turn(self.turn.old if self.turn else self.basis, new.basis))
+
+    def settled(self) -> "LayerState":
+        """With moments that are in the eigenbases."""
+        return self if self.turn is None else replace(self, moments=self.moments.turned(self.turn), turn=None)
+
+    def without(self, *, A: Kept | None, G: Kept | None) -> "LayerState":
+        """With the moments taken out of eigenbases of sides that are identities now; None: of a side that is not."""
+        bases = [basis for basis in (A, G) if isinstance(basis, Eigenbasis) and basis.vectors]
+        if not bases or self.moments is None:
+            return self
+        undo = LayerBasis(*(basis if isinstance(basis, Eigenbasis) else still(bases[0]) for basis in (G, A)))
+        return replace(self, moments=self.moments.unrotated(undo))
