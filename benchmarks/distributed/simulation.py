@@ -45,7 +45,7 @@ def simulated(table: Table, strategy: str, world: int) -> dict[str, Any]:
     flow, statistics = total(flows), flows["factors"]
     nbytes = max(*flow.sent, *flow.received)
     costs = _without_links(BUILTIN["cuda"])
-    work = dataclasses.replace(plan.work, costs=costs, factors=plan.assignment.factors)
+    work = dataclasses.replace(plan.assignment.work, costs=costs)
     loads = work.loads(plan.assignment.workers, plan.assignment.decomposers)
     captures = [0.0] * world
     for factor in plan.assignment.factors:

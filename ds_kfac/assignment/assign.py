@@ -10,8 +10,9 @@ import heapq
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 from ds_kfac.assignment.work import FactorSpec, Work, kept_bytes, packed_bytes
@@ -23,32 +24,34 @@ class Assignment:
     """Roles of ranks.
 
     Attributes:
+        work: what is assigned.
+        workers: layer name -> ranks that hold its eigenbases and precondition its gradient, ascending. One under ZeRO,
+            a column of the KAISA grid where gradients are replicated.
         decomposers: factor key -> the rank that keeps its running average and decomposes it; also of factors that
             layers would have if they did not share one.
-        workers: layer name -> ranks that hold its eigenbases and precondition its gradient, ascending. One under ZeRO,
-            a column of the KAISA grid where gradients are replicated, see ``grid.py``.
-        loads: modelled seconds per step of each rank; what all ranks do alike is left out.
-        memory: modelled bytes of K-FAC state of each rank.
     """
 
-    world: int
-    factors: tuple[FactorSpec, ...]
-    decomposers: Mapping[str, int]
+    work: Work
     workers: Mapping[str, tuple[int, ...]]
-    loads: tuple[float, ...]
-    memory: tuple[int, ...]
+    decomposers: Mapping[str, int]
 
-    @classmethod
-    def of(cls, work: Work, workers: Mapping[str, tuple[int, ...]], decomposers: Mapping[str, int]) -> "Assignment":
-        """With its loads and memory, in module order."""
-        return cls(
-            work.world,
-            tuple(work.factors),
-            {**{factor.key: decomposers[factor.key] for factor in work.factors}, **decomposers},
-            {layer.name: workers[layer.name] for layer in work.layers},
-            tuple(work.loads(workers, decomposers)),
-            tuple(work.memory(workers, decomposers)),
-        )
+    @property
+    def world(self) -> int:
+        return self.work.world
+
+    @property
+    def factors(self) -> Sequence[FactorSpec]:
+        return self.work.factors
+
+    @cached_property
+    def loads(self) -> tuple[float, ...]:
+        """Modelled seconds per step of each rank; what all ranks do alike is left out."""
+        return tuple(self.work.loads(self.workers, self.decomposers))
+
+    @cached_property
+    def memory(self) -> tuple[int, ...]:
+        """Modelled bytes of K-FAC state of each rank."""
+        return tuple(self.work.memory(self.workers, self.decomposers))
 
     @property
     def imbalance(self) -> float:
@@ -78,8 +81,9 @@ def assign(work: Work, workers: int, *, paired: bool = False, memory_cap: float 
         found = []
         for whole, split in kinds:
             placed = place_workers(work, workers, whole=whole, memory_cap=memory_cap, by_memory=by_memory)
-            decomposers = place_decomposers(work, placed, split=split, memory_cap=memory_cap, by_memory=by_memory)
-            found.append(Assignment.of(work, placed, decomposers))
+            homes = place_decomposers(work, placed, split=split, memory_cap=memory_cap, by_memory=by_memory)
+            in_order = {layer.name: placed[layer.name] for layer in work.layers}
+            found.append(Assignment(work, in_order, {factor.key: homes[factor.key] for factor in work.factors}))
         return found
 
     cap = math.inf if memory_cap is None else memory_cap

@@ -116,7 +116,6 @@ def _plan(
         layers=tuple(layers),
         schedule=schedule,
         assignment=assignment,
-        work=work,
         offsets=offsets,
         lag=lag,
         adaptive=AdaptiveRule(config.adaptive.tolerance) if config.adaptive.enabled else None,

@@ -8,7 +8,7 @@ import torch
 
 from ds_kfac.assignment.assign import Assignment
 from ds_kfac.assignment.spread import Contributors, counted
-from ds_kfac.assignment.work import Work, factor_specs, rows_from
+from ds_kfac.assignment.work import factor_specs, rows_from
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.curvature.forms import FACTOR_FORMS, FactorForm
 from ds_kfac.curvature.precision import Precision
@@ -39,7 +39,6 @@ class Plan:
     """See the module's docstring.
 
     Attributes:
-        work: what the pieces of the assignment cost.
         offsets: factor key -> steps by which its refreshes are displaced, also of factors that layers would have if
             they did not share one; empty: all at once.
         lag: steps after which a refresh takes effect.
@@ -60,7 +59,6 @@ class Plan:
     layers: tuple[LayerSpec, ...]
     schedule: Schedule
     assignment: Assignment
-    work: Work
     offsets: Mapping[str, int]
     lag: int
     adaptive: AdaptiveRule | None
@@ -81,7 +79,7 @@ class Plan:
     @cached_property
     def method(self) -> str:
         """What is kept of a factor: a key of ``FACTOR_FORMS``."""
-        return self.work.method
+        return self.assignment.work.method
 
     @cached_property
     def form(self) -> FactorForm:
@@ -141,9 +139,8 @@ class Plan:
     def sharing(self, groups: Sequence[Sequence[str]]) -> "Plan":
         """With one A for each of these groups of layers, and no others. Nothing moves: its decomposer is that of the
         group's first layer."""
-        work = replace(self.work, factors=factor_specs(self.layers, groups))
-        assignment = Assignment.of(work, self.assignment.workers, self.assignment.decomposers)
-        return replace(self, assignment=assignment)
+        work = replace(self.assignment.work, factors=factor_specs(self.layers, groups))
+        return replace(self, assignment=replace(self.assignment, work=work))
 
 
 def sharing_candidates(layers: Sequence[LayerSpec], method: str) -> Mapping[str, Hashable]:

@@ -39,4 +39,4 @@ def _whole_layers(work: Work, homes: dict[str, tuple[tuple[int, ...], int]], ord
     for layer in order:
         for factor in work.used[layer.name]:
             decomposers.setdefault(factor.key, homes[layer.name][1])
-    return Assignment.of(work, {name: ranks for name, (ranks, _) in homes.items()}, decomposers)
+    return Assignment(work, {name: ranks for name, (ranks, _) in homes.items()}, decomposers)

@@ -20,7 +20,7 @@ def worker(folder: str) -> dict:
         mode = Mode(name, 2, kfac={**KFAC, "assignment": {"costs": str(file)}})
         try:
             engine = build(mode, 1)
-            costs = engine.kfac.preconditioner.plan.work.costs
+            costs = engine.kfac.preconditioner.plan.assignment.work.costs
             found[name] = costs.gemm_flops, sorted(costs.measured)
             engine.destroy()
         except ValueError as error:

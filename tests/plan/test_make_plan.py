@@ -89,7 +89,7 @@ def test_without_a_fraction_the_fastest_is_taken_and_all_that_were_tried_are_nam
 
 def fits_in(made: Plan) -> int:
     """Bytes of the fullest rank: state, and what a step takes beside it."""
-    beside = made.work.beside(made.assignment.workers, made.assignment.decomposers)
+    beside = made.assignment.work.beside(made.assignment.workers, made.assignment.decomposers)
     return max(state + more for state, more in zip(made.assignment.memory, beside, strict=True))
 
 
