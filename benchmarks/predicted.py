@@ -25,7 +25,7 @@ import ds_kfac
 from benchmarks.kernels import costs
 from ds_kfac.estimate.command import costs_of
 from ds_kfac.estimate.estimates import Estimate
-from ds_kfac.estimate.subject import Subject, trace
+from ds_kfac.estimate.subject import Subject, Trace
 from ds_kfac.metrics import STAGES
 from examples.gpt import GPT, GPTConfig
 from examples.networks import resnet20
@@ -95,7 +95,7 @@ def compared(name: str, file: Path, periods: int) -> dict[str, tuple[float, floa
     }  # fmt: skip
     torch.manual_seed(0)
     model, batch = build(), draw()
-    subject = Subject(model, config, trace=trace(model, batch))
+    subject = Subject(model, config, trace=Trace(model, batch))
     found = Estimate(subject, costs_of("cpu", subject.config), 1, rows)
     engine = ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
     clock = measured(engine, batch, periods * REFRESH)

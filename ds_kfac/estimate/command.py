@@ -5,6 +5,7 @@ import argparse
 import math
 import os
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from ds_kfac.directions.table import DIRECTIONS
 from ds_kfac.engine.refusals import check_model
 from ds_kfac.engine.report import layer_lines, skipped_lines, summary, without_effect
 from ds_kfac.estimate.estimates import BESIDE, HIDDEN, KINDS, PARTS, STATE, TRANSIENT, Estimate, together
-from ds_kfac.estimate.subject import Subject, build, read_config, trace
+from ds_kfac.estimate.subject import Subject, Trace, build, read_config
 from ds_kfac.metrics import STAGES
 from ds_kfac.model.share import share
 from ds_kfac.text import columns, number, wrapped
@@ -73,7 +74,7 @@ def estimate_kfac_mem_needs_all_live(
     """
     device_of = next((p.device for p in model.parameters()), torch.device("meta"))
     given = [x.to(device_of) if isinstance(x, Tensor) else x for x in example or ()]
-    subject = Subject(model, read_config(config), stage, trace(model, given) if given else None)
+    subject = Subject(model, read_config(config), stage, Trace(model, given) if given else None)
     costs = replace(costs_of(device, subject.config), node_size=node_size or 1)
     lines, found = described(subject, costs, world, batch_rows)
     print("\n".join(lines))
@@ -119,7 +120,8 @@ def described(
         if chosen is not None and chosen.plan.workers == workers:
             found.append(chosen)
             continue
-        forced = subject.having("assignment", gradient_worker_fraction=workers / world)
+        forced = copy(subject)
+        forced.config = subject.config.having("assignment", gradient_worker_fraction=workers / world)
         try:
             found.append(Estimate(forced, costs, world, rows))
         except ValueError as refused:
@@ -272,7 +274,7 @@ def run(arguments: argparse.Namespace) -> str:
     traced = None
     if example is not None:
         try:
-            traced = trace(model, example)
+            traced = Trace(model, example)
         except ValueError:  # as some mixtures of experts of transformers; an example of the user's has to run
             if not arguments.model.startswith("hf:"):
                 raise

@@ -178,7 +178,7 @@ class Estimate:
 
     def _sums(self, captured: Keys, layout: Layout) -> list[Message]:
         both = (payloads(bucket, layout.itemsize) for bucket in layout.buckets(captured, 0))
-        return [[("factors", self._matrix((*pair, n) for pair, n in part.items())) for part in parts] for parts in both]
+        return [[("factors", self._matrix(part)) for part in parts] for parts in both]
 
     def _gather(self, captured: Keys, arriving: Keys) -> Message:
         """Gradients to their workers, eigenbases or inverses, and the exchanged scalars."""
@@ -198,13 +198,13 @@ class Estimate:
         return [("results", self._moved(results, self.plan.gradient_dtypes[1])), ("numbers", numbers)]
 
     def _moved(self, plan: RelayoutPlan, dtype: torch.dtype) -> np.ndarray:
-        return self._matrix((move.source, move.target, move.numel * dtype.itemsize) for move in plan.moves)
+        return self._matrix({pair: sum(sizes) * dtype.itemsize for pair, sizes in plan.sizes.items()})
 
-    def _matrix(self, moves: Iterable[tuple[int, int, int]]) -> np.ndarray:
-        """[W, W] of sources, targets and bytes."""
+    def _matrix(self, of_pairs: Mapping[tuple[int, int], int]) -> np.ndarray:
+        """[W, W] of (source, target) -> bytes."""
         matrix = np.zeros((self.world, self.world), dtype=np.int64)
-        for source, target, nbytes in moves:
-            matrix[source, target] += nbytes
+        for pair, nbytes in of_pairs.items():
+            matrix[pair] = nbytes
         return matrix
 
     def _numbers(self, counts: Sequence[int], width: int) -> np.ndarray:

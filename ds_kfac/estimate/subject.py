@@ -2,10 +2,8 @@
 
 import importlib
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -50,9 +48,13 @@ def read_config(source: Mapping[str, Any] | str | os.PathLike, optimizer: str | 
     return {**found, "optimizer": {"type": optimizer}}
 
 
-@dataclass(frozen=True)
-class Trace:
-    """What a forward shows; an empty one knows nothing.
+class Trace(TorchFunctionMode):
+    """What a forward shows, run once without gradients; an empty one knows nothing. It reads shapes alone: which matrix
+    of a stack takes a row is not known on the meta device.
+
+    Args:
+        example: positional arguments of the model's forward, on its device. Units are all elements of its first tensor
+            if they are integers, else those of the first dimension.
 
     Attributes:
         inputs: module name -> numbers of its inputs; modules with equal ones share them.
@@ -60,70 +62,29 @@ class Trace:
         stacked: name of a parameter that is a stack of matrices, such as experts -> rows of one unit that each of them
             multiplies, in the mean of them.
         units: in the example.
+
+    Raises ValueError if the model does not run.
     """
 
-    inputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    rows: Mapping[str, float] = field(default_factory=dict)
-    stacked: Mapping[str, float] = field(default_factory=dict)
-    units: int = 0
+    def __init__(self, model: nn.Module | None = None, example: Sequence[Any] = ()) -> None:
+        super().__init__()
+        self.inputs: Mapping[str, tuple[int, ...]] = {}
+        self.rows, self.stacked, self.units = dict[str, float](), dict[str, float](), 0
+        self._sides: dict[int, tuple[str, int, int]] = {}  # id of a parameter -> name, matrices, outputs of one
+        self._copies: dict[int, tuple[Tensor, int]] = {}  # and of what: ids are of living tensors
+        if model is not None:
+            self._run(model, example)
 
     def rows_of(self, layer: LayerSpec) -> float:
         """Rows of one unit that a layer has; if not known, as if each took part."""
         return self.stacked.get(layer.weight, self.rows.get(layer.module, 1.0))
 
-
-def trace(model: nn.Module, example: Sequence[Any]) -> Trace:
-    """Run a model once, without gradients; ValueError if it cannot.
-
-    Args:
-        example: positional arguments of its forward, on its device. Units are all elements of its first tensor if they
-            are integers, else those of the first dimension.
-    """
-    first = next((x for x in example if isinstance(x, Tensor) and x.ndim), None)
-    if first is None:
-        raise ValueError("the example inputs have no tensor of at least one dimension")
-    units = len(first) if first.is_floating_point() else first.numel()
-    modules = {name: module for name, module in model.named_modules() if list(module.parameters(recurse=False))}
-    seen, rows, stacks, handles = SharedInputs(modules), Counter[str](), _Stacks(modules), []
-
-    def called(name: str, module: nn.Module, inputs: tuple, named: Mapping[str, Any], output: Any) -> None:
-        x = inputs[0] if inputs else next(iter(named.values()), None)
-        if isinstance(x, Tensor):
-            seen.see(name, x)
-        seen_by = x if isinstance(module, nn.modules.conv._ConvTransposeNd) else output
-        if isinstance(seen_by, Tensor) and seen_by.ndim:
-            rows[name] += seen_by.numel() // seen_by.shape[1 if isinstance(module, CHANNELS_FIRST) else -1]
-
-    try:
-        for name, module in modules.items():
-            handles.append(module.register_forward_hook(partial(called, name), with_kwargs=True))
-        with torch.no_grad(), stacks:
-            model(*example)
-    except Exception as problem:
-        raise ValueError(
-            f"{type(model).__name__} does not run on its example inputs ({type(problem).__name__}: {problem}); give "
-            "others, or none: then no layers are assumed to share theirs"
-        ) from problem
-    finally:
-        for handle in handles:
-            handle.remove()
-    per_unit, stacked = ({name: n / units for name, n in of.items()} for of in (rows, stacks.rows))
-    return Trace(seen.found(), per_unit, stacked, units)
-
-
-class _Stacks(TorchFunctionMode):
-    """Sees products with stacks of matrices while it is entered, whole ones, views, or matrices picked out for each
-    row. It reads shapes alone: which matrix takes a row is not known on the meta device.
-
-    Attributes:
-        rows: name of a parameter -> rows that its matrices multiplied, in the mean of them.
-    """
-
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        self.rows = Counter[str]()
-        self._sides: dict[int, tuple[str, int, int]] = {}  # id of a parameter -> name, matrices, outputs of one
-        self._copies: dict[int, tuple[Tensor, int]] = {}  # and of what: ids are of living tensors
+    def _run(self, model: nn.Module, example: Sequence[Any]) -> None:
+        first = next((x for x in example if isinstance(x, Tensor) and x.ndim), None)
+        if first is None:
+            raise ValueError("the example inputs have no tensor of at least one dimension")
+        self.units = len(first) if first.is_floating_point() else first.numel()
+        modules = {name: module for name, module in model.named_modules() if list(module.parameters(recurse=False))}
         for name, module in modules.items():
             for parameter, lies in multiplied(module).items():
                 weight = module._parameters[parameter]
@@ -131,6 +92,32 @@ class _Stacks(TorchFunctionMode):
                 if len(shape) == 3:
                     outputs = shape[-1] if lies.turned else shape[-2]
                     self._sides[id(weight)] = f"{name}.{parameter}".lstrip("."), shape[0], outputs
+        seen, handles = SharedInputs(modules), []
+
+        def called(name: str, module: nn.Module, inputs: tuple, named: Mapping[str, Any], output: Any) -> None:
+            x = inputs[0] if inputs else next(iter(named.values()), None)
+            if isinstance(x, Tensor):
+                seen.see(name, x)
+            seen_by = x if isinstance(module, nn.modules.conv._ConvTransposeNd) else output
+            if isinstance(seen_by, Tensor) and seen_by.ndim:
+                rows = seen_by.numel() // seen_by.shape[1 if isinstance(module, CHANNELS_FIRST) else -1]
+                self.rows[name] = self.rows.get(name, 0.0) + rows / self.units
+
+        try:
+            for name, module in modules.items():
+                handles.append(module.register_forward_hook(partial(called, name), with_kwargs=True))
+            with torch.no_grad(), self:
+                model(*example)
+        except Exception as problem:
+            raise ValueError(
+                f"{type(model).__name__} does not run on its example inputs ({type(problem).__name__}: {problem}); "
+                "give others, or none: then no layers are assumed to share theirs"
+            ) from problem
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.inputs = seen.found()
+        self._copies.clear()
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
@@ -144,7 +131,8 @@ class _Stacks(TorchFunctionMode):
             source = next((found for x in operands if (found := self._source(x)) is not None), None)
             if source is not None:
                 parameter, count, outputs = self._sides[source]
-                self.rows[parameter] += output.numel() / outputs / count  # type: ignore[assignment]
+                rows = output.numel() / outputs / count
+                self.stacked[parameter] = self.stacked.get(parameter, 0.0) + rows / self.units
         return output
 
     def _source(self, x: Any) -> int | None:
@@ -228,12 +216,6 @@ class Subject:
         if world == 1:
             return "one rank"
         return {1: "MEM-OPT", world: "COMM-OPT"}.get(workers, f"HYBRID-OPT {workers}/{world}")
-
-    def having(self, block: str, **values: Any) -> "Subject":
-        """With other values in a block of the "kfac" config."""
-        other = copy(self)
-        other.config = self.config.having(block, **values)
-        return other
 
     def shards(self, world: int) -> ShardMap:
         """Where DeepSpeed will put the layers' gradients."""
