@@ -1,6 +1,7 @@
 """``python -m ds_kfac``: ``run``, ``check``, ``estimate``, ``plot``, ``report``, ``config`` and ``schema``."""
 
 import argparse
+import math
 import sys
 
 from ds_kfac.config.manual import manual
@@ -14,6 +15,47 @@ WITHOUT_ARGUMENTS = {"report": environment_report, "config": manual, "schema": s
 WITH_ARGUMENTS = {"check": command.check, "estimate": command.run, "plot": plot.run}
 
 
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}; must be an integer of at least 1")
+    return int(text)
+
+
+def _rate(text: str) -> float:
+    try:
+        if 0 < float(text) < math.inf:
+            return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"got {text!r}; must be a positive number such as 25 or 1.5e14")
+
+
+def _describe(parser: argparse.ArgumentParser, *, check: bool = False) -> None:
+    """Arguments of ``estimate``, and of ``check``."""
+    parser.add_argument("--model", required=True, help="module:factory, a function that returns a model, or (model, "
+                        "example inputs), called on the meta device; or hf:PATH, a config.json of transformers, or its "
+                        "folder")  # fmt: skip
+    parser.add_argument("--optimizer", metavar="TYPE", help="the one that the script passes, such as AdamW, if the "
+                        "config has none")  # fmt: skip
+    parser.add_argument("--lora", type=_count, metavar="R", help="train adapters of this rank only, put in by peft")
+    default = "" if check else '; default: KFACAdamW, stage 0, an empty "kfac" block'
+    parser.add_argument("--config", required=check, help=f"DeepSpeed config (JSON){default}")
+    parser.add_argument("--world", type=_count, required=not check, default=1, help="data-parallel ranks")
+    if check:
+        return
+    parser.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage, in place of the config's")
+    parser.add_argument("--batch-rows", type=_count, metavar="N", help="tokens (or images) of a rank in a step; "
+                        "default: the config's batch times the model's context")  # fmt: skip
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="whose builtin costs count")
+    parser.add_argument("--device-flops", type=_rate, metavar="F", help="FLOP/s of K-FAC's products, fp32 or TF32")
+    parser.add_argument("--model-flops", type=_rate, metavar="F", help="FLOP/s that the model's forward and backward "
+                        "reach; default: those of the products")  # fmt: skip
+    parser.add_argument("--link-gbps", type=_rate, metavar="G", help="Gbit/s of a rank, each way")
+    parser.add_argument("--node-size", type=_count, metavar="N", help="ranks of a node; default: one")
+    parser.add_argument("--node-gbps", type=_rate, metavar="G", help="Gbit/s of a rank within its node; default: the "
+                        "same as between nodes")  # fmt: skip
+
+
 def _text(arguments: argparse.Namespace) -> str:
     name = arguments.command
     return WITHOUT_ARGUMENTS[name]() if name in WITHOUT_ARGUMENTS else WITH_ARGUMENTS[name](arguments)
@@ -23,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status: 0; 1 and a line on stderr if something is wrong with config or model; 2 for wrong arguments."""
     parser = argparse.ArgumentParser("python -m ds_kfac", description="K-FAC for DeepSpeed")
     commands = parser.add_subparsers(dest="command", required=True)
-    command.add_arguments(
+    _describe(
         commands.add_parser(
             "estimate",
             help="memory, bytes, FLOPs and overhead of every strategy, before a run",
@@ -31,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     )
     check = commands.add_parser("check", help="whether a config fits a model, and the report of attach, without a run")
-    command.add_arguments(check, check=True)
+    _describe(check, check=True)
     plot.add_arguments(commands.add_parser("plot", help="draw a run's logs: csv, tensorboard, or the Trainer's"))
     # its arguments are DeepSpeed's launcher's, see below
     commands.add_parser("run", help=f"start a script with K-FAC enabled: {launcher.USAGE}", add_help=False)

@@ -2,7 +2,6 @@
 ``_cold`` of shapes."""
 
 import argparse
-import math
 import os
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -223,46 +222,6 @@ def chosen_lines(chosen: Estimate) -> list[str]:
 
 def _time(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
-
-
-def count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}; must be an integer of at least 1")
-    return int(text)
-
-
-def rate(text: str) -> float:
-    try:
-        if 0 < float(text) < math.inf:
-            return float(text)
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"got {text!r}; must be a positive number such as 25 or 1.5e14")
-
-
-def add_arguments(parser: argparse.ArgumentParser, *, check: bool = False) -> None:
-    parser.add_argument("--model", required=True, help="module:factory, a function that returns a model, or (model, "
-                        "example inputs), called on the meta device; or hf:PATH, a config.json of transformers, or its "
-                        "folder")  # fmt: skip
-    parser.add_argument("--optimizer", metavar="TYPE", help="the one that the script passes, such as AdamW, if the "
-                        "config has none")  # fmt: skip
-    parser.add_argument("--lora", type=count, metavar="R", help="train adapters of this rank only, put in by peft")
-    default = "" if check else '; default: KFACAdamW, stage 0, an empty "kfac" block'
-    parser.add_argument("--config", required=check, help=f"DeepSpeed config (JSON){default}")
-    parser.add_argument("--world", type=count, required=not check, default=1, help="data-parallel ranks")
-    if check:
-        return
-    parser.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage, in place of the config's")
-    parser.add_argument("--batch-rows", type=count, metavar="N", help="tokens (or images) of a rank in a step; "
-                        "default: the config's batch times the model's context")  # fmt: skip
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="whose builtin costs count")
-    parser.add_argument("--device-flops", type=rate, metavar="F", help="FLOP/s of K-FAC's products, fp32 or TF32")
-    parser.add_argument("--model-flops", type=rate, metavar="F", help="FLOP/s that the model's forward and backward "
-                        "reach; default: those of the products")  # fmt: skip
-    parser.add_argument("--link-gbps", type=rate, metavar="G", help="Gbit/s of a rank, each way")
-    parser.add_argument("--node-size", type=count, metavar="N", help="ranks of a node; default: one")
-    parser.add_argument("--node-gbps", type=rate, metavar="G", help="Gbit/s of a rank within its node; default: the "
-                        "same as between nodes")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> str:

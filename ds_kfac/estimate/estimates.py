@@ -219,8 +219,8 @@ class Estimate:
         plan, moments = self.plan, self.rule.moments(self.plan.config)
         kept = {factor.key: kept_bytes(factor.side, plan.method) for factor in self.factors}
         users = {factor.key: Work.users(factor, self.workers) for factor in self.factors}
-        work = replace(plan.assignment.work, factors=self.factors)
-        memory = {kind: np.array(nbytes) for kind, nbytes in work.state(self.workers, self.homes).items()}
+        state = plan.assignment.work.state(self.workers, self.homes)
+        memory = {kind: np.array(nbytes) for kind, nbytes in state.items()}
         # the last value is the factor itself
         memory["history"] = bool(plan.adaptive) * self._on_homes(lambda factor: FP32 * factor.side.numel + NORMS)
         waits = (plan.waits.itemsize if moments is AdamMoments else FP32) if moments else 0
