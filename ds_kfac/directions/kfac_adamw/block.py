@@ -67,10 +67,6 @@ def put_into(
     offload = _offloaded(ds_config)
     if params is not None and arguments.get("optimizer") is not None:
         raise ValueError(f'optimizer.type "{NAME}" in the DeepSpeed config, and an optimizer= argument: choose one')
-    if not config.enabled:
-        raise ValueError(
-            f'the optimizer {NAME} needs K-FAC, but "kfac" says "enabled": false; use "AdamW" to train without it'
-        )
     model, given = arguments["model"], arguments.get("model_parameters")
     theirs = given_groups(arguments.get("optimizer"))
     if theirs is not None:

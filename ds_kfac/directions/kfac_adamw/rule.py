@@ -153,8 +153,11 @@ class KFACAdamWRule(UpdateRule):
         return params_in(ds_config)
 
     def install(self, arguments: dict[str, Any], config: KFACConfig, ds_config: Mapping[str, Any]) -> None:
-        if config.enabled:
-            config, _ = self.resolved(config)
+        if not config.enabled:
+            raise ValueError(
+                f'the optimizer {NAME} needs K-FAC, but "kfac" says "enabled": false; use "AdamW" to train without it'
+            )
+        config, _ = self.resolved(config)
         put_into(arguments, config, self.scanned(config), self.parameters(ds_config), ds_config)
 
     def check_groups(self, model: nn.Module, layout: ShardLayout, rest: ShardLayout) -> None:
