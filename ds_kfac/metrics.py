@@ -2,12 +2,13 @@
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import logger
 from torch import Tensor
 
 STAGES = ("capture", "reduce", "refresh", "relayout", "precondition")
@@ -110,3 +111,64 @@ class Metrics:
 def timer_name(stage: str) -> str:
     """Under which DeepSpeed's wall_clock_breakdown prints a stage, next to its own "fwd", "bwd" and "step"."""
     return f"kfac_{stage}"
+
+
+class HostCopy:
+    """Starts copying at once."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event = None
+        if tensor.is_cuda:
+            self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._values.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._values = tensor
+
+    @property
+    def done(self) -> bool:
+        """Whether reading waits for nothing."""
+        return self._event is None or self._event.query()
+
+    def tolist(self) -> list:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values.tolist()
+
+
+class Watch:
+    """Warns of layers whose gradients were left out because moments could not have held them.
+
+    Args:
+        names: this rank's layers.
+    """
+
+    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+        self.names = tuple(names)
+        self._seen = torch.zeros(len(self.names), device=device)
+        self._said: set[str] = set()
+        self._copy: HostCopy | None = None
+
+    def step(self, flags: Mapping[str, Tensor], *, look: bool) -> None:
+        """After a step that was applied.
+
+        Args:
+            flags: layer name -> bool scalar, of none or of all layers.
+            look: say what an earlier look asked for, if it has arrived, and ask again. Now and then is enough.
+        """
+        if flags:
+            self._seen = self._seen + torch.stack([flags[name] for name in self.names])
+        if look and (self._copy is None or self._copy.done):
+            self._say([] if self._copy is None else self._copy.tolist())
+            self._copy = HostCopy(self._seen)
+
+    def _say(self, counts: Sequence[float]) -> None:
+        for name, count in zip(self.names, counts, strict=False):
+            if count and name not in self._said:
+                self._said.add(name)
+                logger.warning(
+                    f"ds_kfac: gradients of {name} were left out, {int(count)} so far: of norm 1e15 and more "
+                    "they are none, and Adam's moments would not get over them. Its weights were not touched in these "
+                    'steps; "gradient_clipping" in the DeepSpeed config bounds them'
+                )

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ds_kfac.curvature.side import Side
+from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.rows import BatchSum
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ds_kfac.curvature.side import Side
+from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import LayerSpec
 
 MAX_DIM = 16384

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.cases import Case, Op, Settings
-from ds_kfac.curvature.root import CREDIBLE, FLOPS, by_products
+from ds_kfac.curvature.inverse import CREDIBLE, FLOPS, by_products
 
 SOLVERS = ("eigh", "eigh batched", "cholesky inverse", "inverse root")
 """Not of the op vocabulary: the library's functions as refreshes use them."""

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_kfac.curvature.eigen import basis_numel
+from ds_kfac.curvature.factor import Side
 from ds_kfac.curvature.forms import FACTOR_FORMS, FactorForm
-from ds_kfac.curvature.side import Side
 from ds_kfac.model.layers import LayerSpec
 
 ELEMENT_BYTES = 4

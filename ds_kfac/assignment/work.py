@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ds_kfac.assignment.costs import ELEMENT_BYTES, CostModel
+from ds_kfac.curvature.factor import Side
 from ds_kfac.curvature.forms import FACTOR_FORMS
-from ds_kfac.curvature.side import Side
 from ds_kfac.model.layers import LayerSpec, key_of
 
 

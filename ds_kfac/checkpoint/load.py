@@ -22,10 +22,9 @@ from ds_kfac.checkpoint.files import (
 from ds_kfac.checkpoint.save import FOLDER, LATEST, kinds_of
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.curvature.eigen import Refreshed
-from ds_kfac.curvature.factor import KroneckerFactor
+from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.curvature.forms import FACTOR_FORMS
 from ds_kfac.curvature.history import FactorState, History
-from ds_kfac.curvature.side import Side
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Known
 from ds_kfac.step.job import Job

@@ -12,8 +12,7 @@ from typing import Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from ds_kfac.curvature.factor import KroneckerFactor
-from ds_kfac.curvature.side import Side
+from ds_kfac.curvature.factor import KroneckerFactor, Side
 
 GROUPED = frozenset({"cuda"})
 """Device types where matrices of one width are decomposed in one call: it is not filled by one small matrix."""

@@ -22,9 +22,19 @@ from ds_kfac.curvature.eigen import (
     flat_vectors,
     refresh_all,
 )
-from ds_kfac.curvature.inverse import DampedInverse, LayerInverse, from_packed, inverse_numel, packed, refresh_inverse
-from ds_kfac.curvature.root import FLOPS, WHITEN_DAMPING, LayerRoot, refresh_root
-from ds_kfac.curvature.side import Side
+from ds_kfac.curvature.factor import Side
+from ds_kfac.curvature.inverse import (
+    FLOPS,
+    WHITEN_DAMPING,
+    DampedInverse,
+    LayerInverse,
+    LayerRoot,
+    from_packed,
+    inverse_numel,
+    packed,
+    refresh_inverse,
+    refresh_root,
+)
 
 
 class Kept(Protocol):

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ds_kfac.curvature.factor import KroneckerFactor, averaged, moved
-from ds_kfac.curvature.side import Side
+from ds_kfac.curvature.factor import KroneckerFactor, Side, averaged, moved
 
 PIECE = 1 << 18
 """Elements of which torch takes a norm: their squares are added up in fp32, with a relative error of 2e-6."""

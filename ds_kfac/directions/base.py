@@ -16,8 +16,7 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Choice
 from ds_kfac.plan.plan import Plan
 from ds_kfac.plan.resolve import adaptive, resolve
-from ds_kfac.update.rotation import AT_ONCE, Rotations
-from ds_kfac.update.stacking import in_order
+from ds_kfac.update.rotation import AT_ONCE, Rotations, in_order
 from ds_kfac.update.state import AdamFold, LayerState, Moments
 from ds_kfac.zero.exchange import GradientExchange, Outbox
 from ds_kfac.zero.layout import ShardLayout

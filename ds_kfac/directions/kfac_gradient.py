@@ -1,4 +1,4 @@
-"""The K-FAC gradient (as in KAISA)."""
+"""The K-FAC gradient (as in KAISA), for any optimizer to step with."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -7,15 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_kfac.directions.base import LocalResult, StepContext
+from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.curvature.forms import FACTOR_FORMS
+from ds_kfac.directions.base import Direction, DirectionSetup, LocalResult, StepContext, UpdateRule
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.reference import each
 from ds_kfac.plan.plan import Plan
+from ds_kfac.schedule.intervals import Value
 from ds_kfac.update.kfac import finite_or, graft_scale, kl_clip_scale, precondition, precondition_corrected
-from ds_kfac.update.rotation import Rotations
-from ds_kfac.update.stacking import apart, batches, in_order, norms, per_layer, stacks, together
-from ds_kfac.update.state import CorrectedEigenvalues, LayerState, stacked, unstacked
+from ds_kfac.update.rotation import Rotations, apart, batches, in_order, norms, per_layer, stacks, together
+from ds_kfac.update.state import CorrectedEigenvalues, LastUpdate, LayerState, Moments, stacked, unstacked
 from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
 
@@ -176,3 +178,72 @@ def _larger(a: Tensor | float, b: Tensor | float | None) -> Tensor | float:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
     return max(a, b)
+
+
+class QuadraticGradient(KFACGradient):
+    """Its numbers are <gradient, d_1>, <gradient, d_2>, <d_1, d_1>, <d_1, d_2>, <d_2, d_2>: d_1 is the result, d_2 the
+    layer's last update."""
+
+    sends = False
+
+    def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
+        local = super().local(context, dict(gradients), states)
+        sums = torch.zeros(5, device=self.exchange.device)
+        for layer in self.exchange.owned:
+            g, d_1 = gradients[layer.name], local.results[layer.name]
+            d_2 = states[layer.name].moments.update_OI
+            products = [(g * d_1).sum(), (g * d_2).sum(), d_1.square().sum(), (d_1 * d_2).sum(), d_2.square().sum()]
+            sums += torch.stack(products) / layer.copies
+        local.numbers = list(sums.unbind())
+        return local
+
+    def finish(
+        self, context: StepContext, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        raise AssertionError("the quadratic model gives the size of the step")
+
+
+class KFACGradientRule(UpdateRule):
+    """The K-FAC gradient in place of the raw one (KAISA), for any optimizer to step with."""
+
+    name = "K-FAC gradient"
+    blocks = ("damping", "preconditioner")
+    kinds = (CorrectedEigenvalues, LastUpdate)
+    clips = reads_rates = True
+
+    def steps(self, optimizer: Any) -> bool:
+        return True
+
+    def direction(self, setup: DirectionSetup) -> Direction:
+        kind = QuadraticGradient if setup.plan.config.preconditioner.step == "quadratic" else KFACGradient
+        return kind(setup.plan, setup.layout, setup.exchange, setup.metrics)
+
+    def described(self, plan: Plan, optimizer: str) -> str:
+        config, form = plan.config, plan.form
+        options, damping = config.preconditioner, config.damping
+        clip = "off" if options.kl_clip == Value.constant(0) else f"{options.kl_clip} at the {plan.clip_lr} lr"
+        damped = f"{damping.kind} damping {damping.value}"
+        how = f"{options.eigenvalues} eigenvalues, {damped}"
+        if options.step == "quadratic":
+            return f"{damped}, rate and momentum of the quadratic model; then {optimizer}"
+        if not form.rotates:
+            how = f"{form.words} of both factors, {damped} of the last refresh, split by pi"
+        return f"{how}, graft {options.graft}, kl-clip {clip}; then {optimizer}"
+
+    def check(self, config: KFACConfig) -> None:
+        if FACTOR_FORMS[config.preconditioner.method].whitens:
+            raise ValueError(
+                f'kfac.preconditioner.method "{config.preconditioner.method}" is for the optimizer KFACAdamW; use '
+                '"inverse" or "eigen"'
+            )
+
+    def by_rows(self, config: KFACConfig, layer: LayerSpec) -> bool:
+        return False  # a graft is of a layer's norm
+
+    def needs_norm(self, clips: bool) -> bool:
+        return clips  # raw gradients are clipped: the norm of preconditioned ones says nothing of a spike
+
+    def moments(self, config: KFACConfig) -> type[Moments] | None:
+        if config.preconditioner.step == "quadratic":
+            return LastUpdate
+        return CorrectedEigenvalues if config.preconditioner.eigenvalues == "corrected" else None

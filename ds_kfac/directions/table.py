@@ -5,7 +5,7 @@ from typing import Any
 
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
-from ds_kfac.directions.kfac_gradient_rule import KFACGradientRule
+from ds_kfac.directions.kfac_gradient import KFACGradientRule
 
 DIRECTIONS: list[UpdateRule] = [KFACAdamWRule(), KFACGradientRule()]
 """The first that claims an engine's optimizer; the last works with any."""

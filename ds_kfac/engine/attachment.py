@@ -36,7 +36,7 @@ from ds_kfac.model.batch import ExpertRows, ReadBatch
 from ds_kfac.step.job import Job, counters, events, selected
 from ds_kfac.step.preconditioner import Draft, KFACPreconditioner
 from ds_kfac.zero.layout import scaler_scale
-from ds_kfac.zero.rescaling import WeightRescaling
+from ds_kfac.zero.weights import WeightRescaling
 
 _ATTACHED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]]" = weakref.WeakKeyDictionary()
 HANDLE = "kfac"

@@ -3,7 +3,7 @@
     d_1 the K-FAC gradient, d_2 the last update          on the layers' owners
     J d_i = (f(w + eps d_i) - f(w)) / eps                 one more forward each, on this rank's micro-batches
     M_ij = mean over ranks and micro-batches of (J d_i)^T H (J d_j)         H of the loss in the prediction f
-    w += learning rate (w_1 d_1 + w_2 d_2)                :mod:`ds_kfac.update.quadratic`
+    w += learning rate (w_1 d_1 + w_2 d_2)                :mod:`ds_kfac.update.kfac`
 
 Finite differences need forwards only, so they go through whatever DeepSpeed has made of the model: weights gathered at
 stage 3, linears with a backward of their own, activation checkpointing. A forward is repeated with the random numbers
@@ -31,9 +31,9 @@ from ds_kfac.engine.monte_carlo import prediction_tensor
 from ds_kfac.model.batch import BatchInfo, own_hook
 from ds_kfac.model.loss_terms import class_dim
 from ds_kfac.step.preconditioner import Draft, KFACPreconditioner
-from ds_kfac.update.quadratic import QuadraticModel, adapted
+from ds_kfac.update.kfac import QuadraticModel, adapted
 from ds_kfac.update.state import LastUpdate
-from ds_kfac.zero.shifting import Pieces, WeightShift
+from ds_kfac.zero.weights import Pieces, WeightShift
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.intervals import Value
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.text import columns, number
-from ds_kfac.update.stacking import stacked_bytes
+from ds_kfac.update.rotation import stacked_bytes
 
 LINES = 12
 """Of a summary, at most."""

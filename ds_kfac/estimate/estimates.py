@@ -28,7 +28,7 @@ from ds_kfac.model.rows import RowRule
 from ds_kfac.plan import choices
 from ds_kfac.plan.plan import Plan
 from ds_kfac.step.messages import Delivery, scalar_names
-from ds_kfac.update.stacking import stacks
+from ds_kfac.update.rotation import stacks
 from ds_kfac.update.state import AdamMoments
 from ds_kfac.zero.exchange import ExchangePlan
 

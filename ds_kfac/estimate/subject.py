@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from ds_kfac.assignment.costs import CostModel
 from ds_kfac.config.kfac import find_block, parse
+from ds_kfac.directions.kfac_adamw.user_optimizer import split_groups
 from ds_kfac.directions.table import rule_in
 from ds_kfac.engine.refusals import accumulation, block, of_config, refused
 from ds_kfac.model.calls import SharedInputs, agreed
@@ -24,7 +25,6 @@ from ds_kfac.model.product_code import ADDED, COPIES, LINEAR, RIGHT, multiplied
 from ds_kfac.model.scan import scan
 from ds_kfac.plan.make_plan import Setting, make_plan
 from ds_kfac.plan.plan import Known, Plan, sharing_candidates
-from ds_kfac.zero.param_groups import split_groups
 from ds_kfac.zero.shards import ShardMap, held_by_layer, planned_shards
 
 CONTEXT = 4096

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from ds_kfac.curvature.side import Side
+from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import LayerSpec
 
 KINDS = ("Linear", "Conv1D")

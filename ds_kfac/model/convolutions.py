@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ds_kfac.curvature.side import Side
+from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import Linear, computed_parameter, parameter_shape
 from ds_kfac.model.rows import RowRule, phase
 

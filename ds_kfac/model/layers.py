@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ds_kfac.curvature.side import Side
+from ds_kfac.curvature.factor import Side
 
 
 def key_of(layer: str, side: str) -> str:

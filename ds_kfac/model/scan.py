@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-from ds_kfac.curvature.side import Side
+from ds_kfac.curvature.factor import Side
 from ds_kfac.model.blocks import Blocks, with_blocks
 from ds_kfac.model.convolutions import Convolution
 from ds_kfac.model.layers import LayerSpec, parameter_shape

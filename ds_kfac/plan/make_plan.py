@@ -17,7 +17,7 @@ from ds_kfac.curvature.precision import choose
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan import choices
 from ds_kfac.plan.plan import Plan
-from ds_kfac.schedule.adaptive import AdaptiveRule
+from ds_kfac.schedule.timetable import AdaptiveRule
 
 CPU = torch.device("cpu")
 FITS = 4

@@ -1,17 +1,25 @@
-"""What travels with the gradients: eigenbases, or damped inverses, from the ranks that decompose factors to gradient
-workers elsewhere; and scalars about factors, whose names every rank knows beforehand."""
+"""What ranks tell each other. With the gradients travel eigenbases, or damped inverses, from the ranks that decompose
+factors to gradient workers elsewhere, and scalars about factors, whose names every rank knows beforehand. After the
+first captured batch all agree on which layers have one A in common, and on how many rows they have.
+"""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_kfac.assignment.work import FactorSpec, factors_by_layer
-from ds_kfac.comm.message import Arrivals, Move, Part, RelayoutPlan
+from ds_kfac.comm.message import Arrivals, Channel, Move, Part, RelayoutPlan, gathered
+from ds_kfac.curvature.factor import Side
 from ds_kfac.curvature.forms import FACTOR_FORMS, Kept
-from ds_kfac.curvature.side import Side
-from ds_kfac.plan.plan import Plan
+from ds_kfac.model.calls import SharedInputs, agreed
+from ds_kfac.model.layers import key_of
+from ds_kfac.model.rows import BatchSum
+from ds_kfac.plan.plan import Known, Plan
 
 
 class Delivery:
@@ -148,3 +156,55 @@ def scalar_names(
         for key in arriving:
             names[where[key]].append(("fresh", key))
     return names
+
+
+# What the first captured batch shows: which layers have one A in common, and how many rows a rank has of each.
+#
+# All ranks agree on it before anything of that batch is kept; it stays for the run. In a later step any rank may see
+# that
+# layers of a group got different inputs: it contributes no rows to their A then.
+
+
+class Sharing:
+    """Groups of layers that share their inputs, see ``inputs``, and rows of each layer."""
+
+    def __init__(self, inputs: SharedInputs, channel: Channel) -> None:
+        self.inputs, self.channel, self._warned = inputs, channel, False
+
+    def learned(self, known: Known, plan: Plan, ready: set[str], measured: Mapping[str, Sequence[int]]) -> Known | None:
+        """What this captured step shows, None if all is known. Collective where it is not.
+
+        Args:
+            ready: factors that have been decomposed; those of all ranks are added.
+            measured: layer name -> rows here in this step, see :class:`ds_kfac.model.capture.Capture`.
+        """
+        if not self.inputs.searching and (known.rows is not None or not plan.measures):
+            return None
+        rows = {layer: max(counts) for layer, counts in measured.items()}  # of first runs or of recomputations
+        # with common factors eigenbases may begin to travel, and then all ranks have to know which there are
+        everyone = gathered((dict(self.inputs.found()), rows, ready), self.channel.group)
+        ready.update(key for *_, keys in everyone for key in keys)
+        groups = known.groups
+        if self.inputs.searching:
+            groups = agreed([found for found, *_ in everyone], plan.sharing_candidates)
+        if known.rows is not None:  # of a checkpoint
+            return replace(known, groups=groups)
+        total: Counter[str] = Counter()
+        for _, own, _ in everyone:
+            total.update(own)
+        return Known(groups, {layer: count / len(everyone) for layer, count in total.items()})
+
+    def leave_out(self, sums: Mapping[str, BatchSum]) -> int:
+        """Clear the common A of groups whose layers got different inputs here in this step: it would not be of all of
+        theirs. Returns how many there are."""
+        parted = [group for group in self.inputs.broken if key_of(group[0], "A") in sums]
+        for group in parted:
+            sums[key_of(group[0], "A")].clear()
+        if parted and not self._warned:
+            self._warned = True
+            logger.warning(
+                f"ds_kfac: rank {self.channel.rank}: layers that shared their input in the first step got different "
+                f"ones ({'; '.join(map(', '.join, parted))}). Their common A has no rows of this rank in such steps. "
+                "This warning appears once; parted_inputs counts on"
+            )
+        return len(parted)

@@ -13,7 +13,7 @@ from ds_kfac.comm.reduce import Reducer
 from ds_kfac.curvature.eigen import Refreshed
 from ds_kfac.directions.base import DirectionSetup, LocalResult, StepContext, UpdateRule
 from ds_kfac.directions.kfac_gradient import peak_rates
-from ds_kfac.metrics import Metrics
+from ds_kfac.metrics import Metrics, Watch
 from ds_kfac.model.batch import ArgumentReader, BatchInfo
 from ds_kfac.model.calls import SharedInputs
 from ds_kfac.model.capture import Capture
@@ -23,10 +23,8 @@ from ds_kfac.plan.plan import Known, Plan
 from ds_kfac.schedule.timetable import FactorsDue
 from ds_kfac.step.decompose import Refresher
 from ds_kfac.step.factors import FactorDraft, FactorUpdates
-from ds_kfac.step.late import Watch
-from ds_kfac.step.messages import unusual
-from ds_kfac.step.sharing import Sharing
-from ds_kfac.update.quadratic import QuadraticModel
+from ds_kfac.step.messages import Sharing, unusual
+from ds_kfac.update.kfac import QuadraticModel
 from ds_kfac.update.state import LayerState
 from ds_kfac.zero.domains import Domain
 from ds_kfac.zero.exchange import GradientExchange
@@ -195,7 +193,8 @@ class KFACPreconditioner:
         with self.metrics.stage("reduce"):
             sums = self.curvature.reducer.reduce(self.capture.sums, due.capture, self.steps)
         self.capture.sums = {}
-        if (known := self.sharing.learned(self.known, self.curvature, self.capture.measured or {})) is not None:
+        known = self.sharing.learned(self.known, self.plan, self.curvature.ready, self.capture.measured or {})
+        if known is not None:
             self.learn(known)
         return sums
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis
-from ds_kfac.curvature.factor import excess
+from ds_kfac.curvature.factor import Side, excess
 from ds_kfac.curvature.forms import EIGEN, FactorForm, Kept
-from ds_kfac.curvature.side import Side
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.dispatch import adam_scale, corrected_scale_dot
 from ds_kfac.ops.reference import each

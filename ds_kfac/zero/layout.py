@@ -10,7 +10,7 @@ import deepspeed.comm as dist
 import torch
 from torch import Tensor, nn
 
-from ds_kfac.update.stacking import lengths
+from ds_kfac.update.rotation import lengths
 from ds_kfac.zero.shards import Piece, Shard, ShardMap
 
 KnownGradient = Callable[[nn.Parameter], Tensor]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from ds_kfac.assignment.costs import BUILTIN, CostModel
-from ds_kfac.curvature.side import Side
+from ds_kfac.curvature.factor import Side
 from tests.close import close
 from tests.models import linear_layer
 

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.kernels import costs as command
 from ds_kfac.assignment.costs import BUILTIN, measured
-from ds_kfac.curvature.side import Side
+from ds_kfac.curvature.factor import Side
 from tests.close import close
 
 FILE = {"machine": "a card", "eigh_seconds": [[8, 1.0], [16, 8.0]], "product_flops": [[8, 1.0], [32, 16.0]]}

@@ -8,9 +8,8 @@ import torch
 from ds_kfac.assignment.work import FactorSpec
 from ds_kfac.comm.message import deliver
 from ds_kfac.curvature.eigen import Eigenbasis, basis_numel
-from ds_kfac.curvature.factor import KroneckerFactor
+from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.curvature.inverse import inverse_numel, packed, refresh_inverse
-from ds_kfac.curvature.side import Side
 from ds_kfac.step.messages import Delivery
 from tests.close import near
 from tests.comm.fake_network import FakeNetwork

@@ -13,8 +13,7 @@ from ds_kfac.curvature.eigen import (
     eigh,
     flat_vectors,
 )
-from ds_kfac.curvature.factor import KroneckerFactor
-from ds_kfac.curvature.side import Side
+from ds_kfac.curvature.factor import KroneckerFactor, Side
 from tests.close import close
 from tests.curvature.one_factor import refresh
 

@@ -8,8 +8,7 @@ import torch
 
 from ds_kfac.curvature import eigen
 from ds_kfac.curvature.eigen import Eigenbasis, Request, eigh, refresh_all
-from ds_kfac.curvature.factor import KroneckerFactor
-from ds_kfac.curvature.side import Side
+from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.step.decompose import Refresher
 from tests.close import close
 from tests.curvature.one_factor import refresh

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from ds_kfac.curvature import history as of_factor
-from ds_kfac.curvature.factor import KroneckerFactor
+from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.curvature.history import PIECE, FactorState, History, compared, folded, frobenius
-from ds_kfac.curvature.side import Side
 from ds_kfac.ops import dispatch
-from ds_kfac.schedule.adaptive import AdaptiveRule
+from ds_kfac.schedule.timetable import AdaptiveRule
 from tests.close import close
 
 

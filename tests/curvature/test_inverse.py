@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_kfac.curvature.factor import KroneckerFactor
+from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.curvature.inverse import (
     FACTORED_DAMPING,
     DampedInverse,
@@ -15,7 +15,6 @@ from ds_kfac.curvature.inverse import (
     packed,
     refresh_inverse,
 )
-from ds_kfac.curvature.side import Side
 from ds_kfac.ops.functional import symmetric_pack
 from tests.close import close
 from tests.curvature.test_eigenbasis import SIDES, factor, matrix

@@ -8,8 +8,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis
+from ds_kfac.curvature.inverse import by_products
 from ds_kfac.curvature.precision import HIGHEST, Precision, choose, fp32_products
-from ds_kfac.curvature.root import by_products
 from ds_kfac.update.kfac import precondition
 from ds_kfac.update.newton_schulz import newton_schulz
 from ds_kfac.update.rotation import Rotation, Rotations

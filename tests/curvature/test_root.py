@@ -7,10 +7,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ds_kfac.curvature import eigen as eigensolver
-from ds_kfac.curvature import root
-from ds_kfac.curvature.inverse import DampedInverse
-from ds_kfac.curvature.root import LayerRoot, by_products, order_of, refresh_root
-from ds_kfac.curvature.side import Side
+from ds_kfac.curvature import inverse as root
+from ds_kfac.curvature.factor import Side
+from ds_kfac.curvature.inverse import DampedInverse, LayerRoot, by_products, order_of, refresh_root
 from tests.close import close
 from tests.curvature.test_eigenbasis import SIDES, factor, matrix
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_kfac.curvature.side import Side
+from ds_kfac.curvature.factor import Side
 from tests.close import close
 
 SIDES = [Side.dense(1), Side.dense(63), Side(63, 20), Side(64, 2), Side.diagonal(9), Side.identity(9), Side(257, 129)]

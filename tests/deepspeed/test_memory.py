@@ -15,7 +15,8 @@ from ds_kfac.directions import base
 from ds_kfac.directions.kfac_adamw import rule
 from ds_kfac.estimate.estimates import BESIDE, Estimate
 from ds_kfac.estimate.subject import Subject
-from ds_kfac.update import rotation, stacking
+from ds_kfac.update import rotation
+from ds_kfac.update import rotation as stacking
 from tests.choices import chosen
 from tests.deepspeed.modes import Mode
 from tests.deepspeed.runs import build

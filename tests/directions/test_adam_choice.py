@@ -7,7 +7,7 @@ import torch
 
 from ds_kfac.config.kfac import parse
 from ds_kfac.config.method import AdamConfig
-from ds_kfac.curvature.side import Side
+from ds_kfac.curvature.factor import Side
 from ds_kfac.directions.kfac_adamw.optimizer import build
 from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
 from ds_kfac.directions.kfac_adamw.size import SIZE, adam_factor, keeps_direction, step_norm

@@ -10,8 +10,7 @@ import torch
 from ds_kfac.directions.base import StepContext
 from ds_kfac.directions.kfac_adamw.direction import AdamDirection, Stack
 from ds_kfac.directions.kfac_adamw.size import BASE
-from ds_kfac.directions.kfac_gradient import KFACGradient
-from ds_kfac.directions.kfac_gradient_rule import KFACGradientRule
+from ds_kfac.directions.kfac_gradient import KFACGradient, KFACGradientRule
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.update.state import AdamMoments, LayerState
 from ds_kfac.zero.layout import ShardLayout

@@ -7,8 +7,7 @@ import torch
 
 from ds_kfac.curvature.eigen import Eigenbasis
 from ds_kfac.directions.base import StepContext
-from ds_kfac.directions.kfac_gradient import KFACGradient, peak_rates
-from ds_kfac.directions.kfac_gradient_rule import KFACGradientRule
+from ds_kfac.directions.kfac_gradient import KFACGradient, KFACGradientRule, peak_rates
 from ds_kfac.update.state import LayerState
 from tests.choices import planned
 from tests.close import close, exact

@@ -13,7 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from ds_kfac.curvature.side import Side
+from ds_kfac.curvature.factor import Side
 from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import key_of

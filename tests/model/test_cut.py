@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from ds_kfac.assignment.work import factor_specs, rows_from
-from ds_kfac.curvature.side import Side
+from ds_kfac.curvature.factor import Side
 from ds_kfac.estimate.subject import Subject
 from ds_kfac.model import blocks as module
 from ds_kfac.model.blocks import cut

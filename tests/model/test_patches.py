@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_kfac.curvature.side import Side
+from ds_kfac.curvature.factor import Side
 from ds_kfac.model import convolutions as module_under_test
 from ds_kfac.model.convolutions import Grid, Patches
 from ds_kfac.model.registry import LAYERS

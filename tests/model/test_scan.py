@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_kfac.curvature.side import Side
+from ds_kfac.curvature.factor import Side
 from ds_kfac.model.scan import Choice, scan
 from ds_kfac.model.share import other_matrices, share_of
 

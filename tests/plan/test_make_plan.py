@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from ds_kfac.assignment.costs import BUILTIN
-from ds_kfac.curvature.side import Side
+from ds_kfac.curvature.factor import Side
 from ds_kfac.plan import choices
 from ds_kfac.plan.make_plan import Setting, make_plan
 from ds_kfac.plan.plan import Plan, sharing_candidates
-from ds_kfac.schedule.adaptive import AdaptiveRule
+from ds_kfac.schedule.timetable import AdaptiveRule
 from tests.choices import resolved
 from tests.layer_tables import gpt2_small, zero_shards
 

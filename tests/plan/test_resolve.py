@@ -3,7 +3,7 @@
 import pytest
 
 from ds_kfac.config.kfac import parse
-from ds_kfac.directions.kfac_gradient_rule import KFACGradientRule
+from ds_kfac.directions.kfac_gradient import KFACGradientRule
 from ds_kfac.plan.resolve import resolve
 from ds_kfac.schedule.intervals import Value
 

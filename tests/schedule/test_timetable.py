@@ -5,9 +5,8 @@ import random
 
 import pytest
 
-from ds_kfac.schedule.adaptive import AdaptiveRule
 from ds_kfac.schedule.intervals import BurnIn, Schedule, Value
-from ds_kfac.schedule.timetable import FactorsDue, Timetable
+from ds_kfac.schedule.timetable import AdaptiveRule, FactorsDue, Timetable
 
 KEYS = ("a/A", "a/G", "b/A", "b/G", "c/A")
 OFFSETS = {"a/G": 3, "b/A": 10, "b/G": 47}

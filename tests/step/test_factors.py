@@ -9,8 +9,7 @@ from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.assignment.work import factor_specs
 from ds_kfac.comm.message import Scalars, deliver
 from ds_kfac.comm.reduce import Reducer
-from ds_kfac.curvature.factor import KroneckerFactor
-from ds_kfac.curvature.side import Side
+from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.metrics import Metrics
 from ds_kfac.plan.make_plan import Setting, make_plan
 from ds_kfac.plan.plan import Plan

@@ -9,8 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ds_kfac.curvature.eigen import Eigenbasis
 from ds_kfac.directions.base import StepContext
-from ds_kfac.directions.kfac_gradient import KFACGradient
-from ds_kfac.directions.kfac_gradient_rule import KFACGradientRule
+from ds_kfac.directions.kfac_gradient import KFACGradient, KFACGradientRule
 from ds_kfac.update.state import LayerState
 from tests.choices import planned
 from tests.close import exact

@@ -2,9 +2,8 @@
 
 import torch
 
-from ds_kfac.curvature.factor import KroneckerFactor
+from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.curvature.history import FactorState, folded
-from ds_kfac.curvature.side import Side
 from ds_kfac.step.messages import unusual
 
 SIDE = Side.dense(3)

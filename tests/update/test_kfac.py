@@ -6,13 +6,11 @@ import pytest
 import torch
 
 from ds_kfac.curvature.eigen import LayerBasis
-from ds_kfac.curvature.factor import KroneckerFactor
-from ds_kfac.curvature.side import Side
+from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.ops.functional import symmetric_pack
-from ds_kfac.update import stacking
+from ds_kfac.update import rotation as stacking
 from ds_kfac.update.kfac import finite_or, graft_scale, kl_clip_scale, precondition, precondition_corrected
-from ds_kfac.update.rotation import Rotation
-from ds_kfac.update.stacking import lengths
+from ds_kfac.update.rotation import Rotation, lengths
 from ds_kfac.update.state import CorrectedEigenvalues
 from tests.close import close, exact
 from tests.curvature.one_factor import refresh

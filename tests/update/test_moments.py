@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from ds_kfac.curvature.eigen import LayerBasis
-from ds_kfac.curvature.factor import SETTLED, SPIKE, KroneckerFactor
-from ds_kfac.curvature.side import Side
+from ds_kfac.curvature.factor import SETTLED, SPIKE, KroneckerFactor, Side
 from ds_kfac.ops.dispatch import adam_scale
 from ds_kfac.update.rotation import Turn
 from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues, stacked, unstacked

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_kfac.update.quadratic import RATE, QuadraticModel, adapted
+from ds_kfac.update.kfac import RATE, QuadraticModel, adapted
 from tests.close import close
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 
 from ds_kfac.checkpoint.save import layer_payload
-from ds_kfac.curvature.side import Side
-from ds_kfac.update.stacking import rounds, stacked_bytes, stacks
+from ds_kfac.curvature.factor import Side
+from ds_kfac.update.rotation import rounds, stacked_bytes, stacks
 from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues, LayerState, stacked, unstacked
 from tests.close import close
 from tests.models import linear_layer

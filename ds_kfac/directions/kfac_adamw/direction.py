@@ -34,8 +34,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_kfac.curvature.inverse import LayerRoot
 from ds_kfac.curvature.precision import fp32_products
-from ds_kfac.curvature.root import LayerRoot
 from ds_kfac.directions.base import LocalResult, StepContext
 from ds_kfac.directions.kfac_adamw.optimizer import IN_USE
 from ds_kfac.directions.kfac_adamw.size import SIZE, adam_factor, keeps_direction, step_norm
@@ -43,8 +43,18 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.reference import each
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.newton_schulz import orthogonal_factors, scale_to
-from ds_kfac.update.rotation import AT_ONCE, Rotation, Rotations
-from ds_kfac.update.stacking import apart, batches, in_order, lengths, rounds, stacks, together
+from ds_kfac.update.rotation import (
+    AT_ONCE,
+    Rotation,
+    Rotations,
+    apart,
+    batches,
+    in_order,
+    lengths,
+    rounds,
+    stacks,
+    together,
+)
 from ds_kfac.update.state import AdamFold, LayerState, stacked, unstacked
 from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout

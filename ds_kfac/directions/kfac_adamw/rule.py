@@ -13,20 +13,18 @@ from torch import nn
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.curvature.eigen import basis_numel
 from ds_kfac.curvature.forms import FACTOR_FORMS
-from ds_kfac.curvature.root import ORDERS, order_of
+from ds_kfac.curvature.inverse import ORDERS, order_of
 from ds_kfac.directions.base import Direction, DirectionSetup, UpdateRule, by_rows
-from ds_kfac.directions.kfac_adamw.block import check_groups, params_in, put_into
 from ds_kfac.directions.kfac_adamw.direction import AdamDirection
 from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, KFACAdamWStep
 from ds_kfac.directions.kfac_adamw.size import keeps_direction
-from ds_kfac.directions.kfac_adamw.user_optimizer import given_groups
+from ds_kfac.directions.kfac_adamw.user_optimizer import check_groups, given_groups, params_in, put_into
 from ds_kfac.model.blocks import KINDS, named, rows_of, weight_name
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Choice
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.newton_schulz import flops, workspace
-from ds_kfac.update.rotation import AT_ONCE
-from ds_kfac.update.stacking import rounds
+from ds_kfac.update.rotation import AT_ONCE, rounds
 from ds_kfac.update.state import AdamMoments
 from ds_kfac.zero.layout import ShardLayout
 

@@ -1,17 +1,78 @@
-"""``ds_kfac.KFACAdamW``, the optimizer as an object, for whoever wants one before there is an engine.
-
-What DeepSpeed steps has each parameter group in two (``optimizer.py``), which only a model's layers can tell. So this
-one is replaced when ``deepspeed.initialize`` gets it, and from then on its groups are windows on their halves: a
-scheduler that was made with it goes on working, with as many groups as it knows.
+"""KFACAdamW where a user names it: in the config's "optimizer" block, or as an object. Parameter groups are split in
+two, [preconditioned | rest], before the engine exists, and what DeepSpeed steps goes there in its place.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NoReturn
 
 import torch
+from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
+from torch import nn
 
-from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, OWN, PARAMS
-from ds_kfac.directions.kfac_adamw.params import checked, checked_group
+from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, OWN, PARAMS, build, checked, checked_group
+from ds_kfac.directions.kfac_adamw.size import ADAM_RATIO
+from ds_kfac.model.scan import Choice, Scan, scan
+from ds_kfac.model.share import other_matrices
+from ds_kfac.zero.layout import ShardLayout
+
+
+def split_groups(
+    model: nn.Module,
+    scan: Scan,
+    model_parameters: Iterable[Any] | None,
+    *,
+    flag: str | None = None,
+    apart: str | None = None,
+    frozen: bool = False,
+) -> list[dict[str, Any]]:
+    """Split every group of ``model_parameters``: preconditioned parameters in layer order first, then the others,
+    matrices among them apart.
+
+    Args:
+        model_parameters: what ``deepspeed.initialize`` takes: parameters or parameter groups; None for all.
+        flag: key that is set true in preconditioned groups and false in others.
+        apart: key that is set true in groups of matrices that are in no layer and false in others; None: they are with
+            the others.
+        frozen: keep groups of frozen parameters alone, which may be trained later.
+
+    Returns parameter groups; options such as weight_decay are those of the group a parameter came from.
+    """
+    given = list(model.parameters() if model_parameters is None else model_parameters)
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    named = dict(model.named_parameters())
+    order = {
+        id(named[name]): index for index, name in enumerate(name for layer in scan.layers for name in layer.parameters)
+    }
+    matrices = {id(named[name]) for name in other_matrices(model, scan)} if apart else set()
+    split: list[dict[str, Any]] = []
+    for group in groups:
+        params = [group["params"]] if isinstance(group["params"], nn.Parameter) else list(group["params"])
+        ours = sorted((p for p in params if id(p) in order), key=lambda p: order[id(p)])
+        rest = [p for p in params if id(p) not in order and id(p) not in matrices]
+        left = [p for p in params if id(p) not in order and id(p) in matrices]
+        for is_ours, alone, part in ((True, False, ours), (False, False, rest), (False, True, left)):
+            if any(frozen or p.requires_grad for p in part):
+                keys = {flag: is_ours, apart: alone}
+                split.append({**group, "params": part, **{key: value for key, value in keys.items() if key}})
+    return split
+
+
+def experts_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups, as DeepSpeed wants them of a model with experts: those of one expert-parallel group in groups of
+    their own, which have its name. Groups that are so already, or have none, stay as they are."""
+    if not any(is_moe_param(p) and not group.get("moe") for group in groups for p in group["params"]):
+        return groups
+    named = [{**group, "name": group.get("name", f"group_{index}")} for index, group in enumerate(groups)]
+    return [group for group in split_params_into_different_moe_groups_for_optimizer(named) if group["params"]]
+
+
+# ``ds_kfac.KFACAdamW``, the optimizer as an object, for whoever wants one before there is an engine.
+#
+# What DeepSpeed steps has each parameter group in two (``optimizer.py``), which only a model's layers can tell. So this
+# one is replaced when ``deepspeed.initialize`` gets it, and from then on its groups are windows on their halves: a
+# scheduler that was made with it goes on working, with as many groups as it knows.
+
 
 ORIGIN = "kfac_origin"
 """Key of a group that was split: the index of the one it came from."""
@@ -176,3 +237,114 @@ def hand_over(groups: Iterable[Group], optimizer: torch.optim.Optimizer) -> None
     origins = [group.pop(ORIGIN) for group in optimizer.param_groups]
     for index, group in enumerate(groups):
         group.taken = optimizer, tuple(part for part, origin in enumerate(origins) if origin == index)
+
+
+# ``"optimizer": {"type": "KFACAdamW"}`` in the config, or the object: what DeepSpeed steps goes there in its place.
+
+
+def params_in(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The optimizer's parameters if the config asks for it, else None.
+
+    Raises:
+        ValueError: a misspelt name, which DeepSpeed would refuse without naming ours, an unknown parameter, or a part
+            of the optimizer offloaded.
+    """
+    block = ds_config.get("optimizer")
+    name = block.get("type") if isinstance(block, Mapping) else None
+    if not isinstance(block, Mapping) or not isinstance(name, str):
+        return None
+    if name != NAME:
+        if "kfac" in name.lower():
+            raise ValueError(f'DeepSpeed config: optimizer.type "{name}" does not exist; did you mean "{NAME}"?')
+        return None
+    _offloaded(ds_config)
+    params = block.get("params")
+    return checked({} if params is None else params, "DeepSpeed config: optimizer.params.")
+
+
+def _offloaded(ds_config: Mapping[str, Any]) -> bool:
+    """Whether the optimizer is; raises ValueError if it is in part."""
+    zero = ds_config.get("zero_optimization") or {}
+    offload = zero.get("offload_optimizer") or {}
+    if (ratio := offload.get("ratio", 1.0)) < 1:
+        raise ValueError(
+            f"zero_optimization.offload_optimizer.ratio {ratio}: {NAME} cannot be offloaded in part, DeepSpeed "
+            "steps the rest with an AdamW of its own; leave ratio out"
+        )
+    return offload.get("device") in ("cpu", "nvme") or bool(zero.get("cpu_offload"))
+
+
+def put_into(
+    arguments: dict[str, Any],
+    config: KFACConfig,
+    choice: Choice,
+    params: Mapping[str, Any] | None,
+    ds_config: Mapping[str, Any],
+) -> None:
+    """Replace the arguments of ``deepspeed.initialize`` so that it takes our optimizer.
+
+    Args:
+        choice: of layers.
+        params: of the config's optimizer block; None: the optimizer is an argument.
+
+    Raises:
+        ValueError: something else in the arguments or the config contradicts it.
+    """
+    offload = _offloaded(ds_config)
+    if params is not None and arguments.get("optimizer") is not None:
+        raise ValueError(f'optimizer.type "{NAME}" in the DeepSpeed config, and an optimizer= argument: choose one')
+    model, given = arguments["model"], arguments.get("model_parameters")
+    theirs = given_groups(arguments.get("optimizer"))
+    if theirs is not None:
+        given, params = numbered(theirs), theirs[0].options
+    given = None if given is None else list(given)
+
+    def make(given: list[Any] | None) -> torch.optim.Optimizer:
+        found = scan(model, choice, optimized=_flat(given))
+        parts = split_groups(model, found, given, flag=FLAG, apart=MATRIX, frozen=_bare(ds_config))
+        groups = experts_apart([checked_group(group) for group in parts])
+        return build(groups, params or {}, offload=offload, adam_ratio=ADAM_RATIO)
+
+    if (ds_config.get("expert_parallel") or {}).get("enabled"):  # AutoEP replaces layers, then DeepSpeed calls ``make``
+        if theirs is not None:
+            raise ValueError(
+                f"expert_parallel replaces layers after {NAME} was made: name it in the DeepSpeed config instead, "
+                f'"optimizer": {{"type": "{NAME}", ..}}'
+            )
+        arguments["optimizer"], arguments["model_parameters"] = make, given or list(model.parameters())
+        return
+    optimizer = make(given)
+    if theirs is not None:
+        hand_over(theirs, optimizer)
+    arguments["optimizer"], arguments["model_parameters"] = optimizer, None
+
+
+def _bare(ds_config: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed steps the optimizer as it is, with what was frozen at first: its wrappers drop that for good,
+    and fail at a group that has nothing else."""
+    wrapped = [ds_config.get(key) or {} for key in ("fp16", "bf16", "bfloat16")]
+    stage = (ds_config.get("zero_optimization") or {}).get("stage", 0)
+    return not stage and not any(block.get("enabled") for block in wrapped)
+
+
+def _flat(model_parameters: list[Any] | None) -> list[Any] | None:
+    if not model_parameters or not isinstance(model_parameters[0], dict):
+        return model_parameters
+    return [p for group in model_parameters for p in group["params"]]
+
+
+def check_groups(model: nn.Module, layout: ShardLayout, rest: ShardLayout) -> None:
+    """KFACAdamW steps exactly the marked groups along K-FAC's directions: they must hold the layers, and only them.
+
+    Raises:
+        ValueError: some parameter is in the wrong kind of group.
+    """
+    groups = layout.optimizer.param_groups
+    for held, ours in ((layout, True), (rest, False)):
+        for parameter in held.params:
+            if bool(groups[held.group_index(parameter)].get(FLAG)) != ours:
+                name = next(n for n, p in model.named_parameters() if p is parameter)
+                raise ValueError(
+                    f"KFACAdamW: {name} is {'' if ours else 'not '}preconditioned, but its parameter group says "
+                    "otherwise; the model or kfac.layers changed between ds_kfac.initialize and attach"
+                )
