@@ -57,10 +57,6 @@ class Metrics:
         self.nu: Tensor | None = None
         self.summary = torch.zeros(len(SUMMARY), device=device)
         self._accumulates = torch.tensor([float(so_far) for so_far in SUMMARY.values()], device=device)
-        self.begin()
-
-    def begin(self) -> None:
-        """Start a step's own counts."""
         self.step_counts: Counter[str] = Counter()
         self.step_summary = torch.zeros_like(self.summary)
 
@@ -75,7 +71,7 @@ class Metrics:
             self.counts += self.step_counts
             self.summary = self.summary * self._accumulates + self.step_summary
         self.counts["steps" if applied else "skipped_steps"] += 1
-        self.begin()
+        self.step_counts, self.step_summary = Counter(), torch.zeros_like(self.summary)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from threading import RLock
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -67,40 +67,38 @@ def choose(asked: str | None, device: torch.device) -> Precision:
 
 @contextmanager
 def fp32_products(how: Literal["ieee", "tf32"], device: torch.device) -> Iterator[None]:
-    """Run products of fp32 operands on a device as "ieee" (fp32) or "tf32", whatever the process has set."""
-    read, write = _switch_of(device.type)
-    if read() == how:
-        yield
-        return
-    with SWITCH:
-        before = read(plain=True)
-        write(how)
-        try:
-            yield
-        finally:
-            write(before)
-
-
-@cache
-def _switch_of(kind: str) -> tuple[Any, Any]:
-    """How torch's switch is read (as "ieee" or "tf32", or plain, as torch has it) and written.
+    """Run products of fp32 operands on a device as "ieee" (fp32) or "tf32", whatever the process has set.
 
     What a process set for all backends at once is read, and given back, as set for products alone.
     """
-    cuda = kind == "cuda"
-    backend: Any = torch.backends.cuda.matmul if cuda else getattr(torch.backends.mkldnn, "matmul", None)
-    if hasattr(backend, "fp32_precision"):  # torch 2.9
+    switch = _switch(device.type)
+    if switch.fp32_precision == how or (how == "ieee" and switch.fp32_precision == "none"):
+        yield
+        return
+    with SWITCH:
+        before, switch.fp32_precision = switch.fp32_precision, how
+        try:
+            yield
+        finally:
+            switch.fp32_precision = before
 
-        def read(*, plain: bool = False) -> str:
-            value = backend.fp32_precision
-            return value if plain or value != "none" else "ieee"
 
-        return read, lambda value: setattr(backend, "fp32_precision", value)
+class _OldSwitch:
+    """torch's before 2.9."""
 
-    names = {"ieee": "highest", "tf32": "high"}
+    NAMES: ClassVar = {"ieee": "highest", "tf32": "high"}
 
-    def read_old(*, plain: bool = False) -> str:
+    @property
+    def fp32_precision(self) -> str:
         value = torch.get_float32_matmul_precision()
-        return value if plain else {"highest": "ieee", "high": "tf32"}.get(value, value)
+        return {"highest": "ieee", "high": "tf32"}.get(value, value)
 
-    return read_old, lambda value: torch.set_float32_matmul_precision(names.get(value) or value)
+    @fp32_precision.setter
+    def fp32_precision(self, value: str) -> None:
+        torch.set_float32_matmul_precision(self.NAMES.get(value, value))
+
+
+@cache
+def _switch(kind: str) -> Any:
+    backend: Any = torch.backends.cuda.matmul if kind == "cuda" else getattr(torch.backends.mkldnn, "matmul", None)
+    return backend if hasattr(backend, "fp32_precision") else _OldSwitch()

@@ -12,7 +12,6 @@ from ds_kfac.curvature.forms import FACTOR_FORMS
 from ds_kfac.directions.base import Direction, DirectionSetup, LocalResult, StepContext, UpdateRule
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.ops.reference import each
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.intervals import Value
 from ds_kfac.update.kfac import finite_or, graft_scale, kl_clip_scale, precondition, precondition_corrected
@@ -104,7 +103,7 @@ class KFACGradient:
         dot = torch.where(finite, dot, norm.square())
         if options.graft == "norm":
             scale = graft_scale(V, norm)
-            V, dot = V * each(scale), dot * scale
+            V, dot = V * scale[..., None, None], dot * scale
         local.replaced = local.replaced + per_layer(~finite, len(names)).sum()
         local.results.update(zip(names, apart(V, len(names)), strict=True))
         return self._quadratic(context, layers, dot, local.results, gradients) / layers[0].copies

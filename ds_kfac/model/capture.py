@@ -119,10 +119,11 @@ class Capture:
             step: decides which rows are sampled, if not all are.
             measure: count the rows of all layers.
         """
+        if self.active:
+            self._forward, self.pending, self.counted, self.strangers = Forward(), [], 0, 0
+            self.end_backward()
+            self.inputs.broken.clear()
         self.sums, self.active, self.rows.turn = sums or {}, sums is not None, step
-        self._forward, self.pending, self.counted, self.strangers = Forward(), [], 0, 0
-        self.end_backward()
-        self.inputs.broken.clear()
         self.measured = {} if measure else None
 
     def remove(self) -> None:

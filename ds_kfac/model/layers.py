@@ -68,32 +68,32 @@ class LayerSpec:
     shares: str | None = None
     """The layer whose A is its own, too; known before training, as that of a stack's experts."""
 
-    @property
+    @cached_property
     def dim_A(self) -> int:
         return self.A.dim
 
-    @property
+    @cached_property
     def dim_G(self) -> int:
         return self.G.dim
 
-    @property
+    @cached_property
     def parameters(self) -> tuple[str, ...]:
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Of the layer's matrix: (O, I), or (groups, O, I)."""
         if self.groups == 1:
             return self.dim_G, self.dim_A
         return self.groups, self.dim_G // self.groups, self.dim_A // self.groups
 
-    @property
+    @cached_property
     def whole_shape(self) -> tuple[int, ...]:
         """The same of the layer that this is a shard of."""
         *groups, O, I = self.shape  # noqa: E741
         return *groups, O * self.cut[0], I * self.cut[1]
 
-    @property
+    @cached_property
     def maps(self) -> tuple[tuple[int, int], ...]:
         """(O, I) of each map in the layer: of its groups, and of the blocks in its matrix."""
         O, I = self.shape[-2:]  # noqa: E741
@@ -110,7 +110,7 @@ class LayerSpec:
         """Elements of the layer's gradient."""
         return prod(self.shape)
 
-    @property
+    @cached_property
     def packed_numel(self) -> int:
         """Elements of both packed factors."""
         return self.A.numel + self.G.numel

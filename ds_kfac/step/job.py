@@ -44,21 +44,19 @@ class Job:
         if not self.everywhere:
             return [self.preconditioners[0].step()]
         drafts = [kfac.prepare() for kfac in self.preconditioners]
-        for kfac, draft in self._pairs(drafts):
+        pairs = list(zip(self.preconditioners, drafts, strict=True))
+        for kfac, draft in pairs:
             kfac.precondition(draft)
-        parts = [kfac.numbers(draft) for kfac, draft in self._pairs(drafts)]
+        parts = [kfac.numbers(draft) for kfac, draft in pairs]
         with self.preconditioners[0].metrics.stage("relayout"):
             totals = self.channel.sum(torch.stack(parts).sum(dim=0))
-        for kfac, draft in self._pairs(drafts):
+        for kfac, draft in pairs:
             kfac.finish(draft, totals)
         return drafts
 
-    def _pairs(self, drafts: Sequence[Draft]) -> zip:
-        return zip(self.preconditioners, drafts, strict=True)
-
     def commit(self, drafts: Sequence[Draft], *, applied: bool) -> None:
         """After the user's optimizer. Collective."""
-        for kfac, draft in self._pairs(drafts):
+        for kfac, draft in zip(self.preconditioners, drafts, strict=True):
             kfac.commit(draft, applied=applied)
 
     def begin_backward(self, seed: torch.Tensor) -> None:

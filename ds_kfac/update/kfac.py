@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ds_kfac.curvature.inverse import Scalar, factored
 from ds_kfac.ops.dispatch import eigen_scale_dot
-from ds_kfac.ops.reference import each
 from ds_kfac.update.rotation import Rotation, is_large, norms
 from ds_kfac.update.state import CorrectedEigenvalues
 
@@ -104,7 +103,7 @@ def finite_or(preconditioned_OI: Tensor, otherwise_OI: Tensor) -> tuple[Tensor, 
     """
     found_OI = preconditioned_OI.float()
     finite = torch.isfinite(torch.linalg.vector_norm(found_OI, ord=torch.inf, dim=(-2, -1)))  # without a mask
-    return torch.where(each(finite), found_OI, otherwise_OI, out=found_OI), finite
+    return torch.where(finite[..., None, None], found_OI, otherwise_OI, out=found_OI), finite
 
 
 def graft_scale(preconditioned_OI: Tensor, norm: Tensor) -> Tensor:

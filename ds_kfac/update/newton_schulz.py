@@ -68,7 +68,8 @@ def orthogonal_factors(
         factors = _iterated(_together(directions, [scale for _, scale in norms], dtype), COEFFICIENTS[coefficients])
     parts = [factors] if len(directions) == 1 else factors.split([len(x) if x.ndim > 2 else 1 for x in directions])
     for x, s, part in zip(directions, scales, parts, strict=True):
-        _wide(x).copy_(part.view(_wide(x).shape))
+        wide = x.mT if x.shape[-2] > x.shape[-1] else x
+        wide.copy_(part.view(wide.shape))
         if s is not None:
             x.mul_(s[..., None, :])
     return [(x, size) for x, (size, _) in zip(directions, norms, strict=True)]
@@ -120,7 +121,7 @@ def _scale(x_OI: Tensor, s_I: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def _together(directions: Sequence[Tensor], scales: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Scaled, in their wide form: [m, n] of one, of several [.., m, n]; the only copy."""
-    wide = [_wide(x) for x in directions]
+    wide = [x.mT if x.shape[-2] > x.shape[-1] else x for x in directions]
     if len(wide) == 1:
         found = torch.empty(wide[0].shape, dtype=dtype, device=wide[0].device)
         places: Sequence[Tensor] = [found]
@@ -131,10 +132,6 @@ def _together(directions: Sequence[Tensor], scales: Sequence[Tensor], dtype: tor
     for x, given, scale, place in zip(directions, wide, scales, places, strict=True):
         torch.mul(given, scale.mT if given is not x else scale, out=place.view(given.shape))
     return found
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.mT if x.shape[-2] > x.shape[-1] else x
 
 
 def _iterated(x_mn: Tensor, rows: Coefficients) -> Tensor:

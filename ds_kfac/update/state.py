@@ -16,7 +16,6 @@ from ds_kfac.curvature.factor import Side, excess
 from ds_kfac.curvature.forms import EIGEN, FactorForm, Kept
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.dispatch import adam_scale, corrected_scale_dot
-from ds_kfac.ops.reference import each
 from ds_kfac.update.rotation import Turn, is_large, rows_at_once, still
 
 
@@ -222,11 +221,11 @@ class AdamFold:
         for turn, part in zip(self.turns, self.moments.first_OI if several else [self.moments.first_OI], strict=True):
             if turn is not None:
                 turn(part, part)
-        first, second = (each(1 - (1 - beta) * self.usable.float()) for beta in self.betas)
+        first, second = ((1 - (1 - beta) * self.usable.float())[..., None, None] for beta in self.betas)
         whole, x_OI = (self.moments.first_OI, self.moments.second_OI), self.rotated_OI
         rows = rows_at_once(x_OI) if is_large(x_OI) else len(x_OI)
         for x, first_OI, second_OI in zip(x_OI.split(rows), *(kept.split(rows) for kept in whole), strict=True):
-            x = x.masked_fill_(each(~self.usable), 0.0).float()  # NaN, too
+            x = x.masked_fill_((~self.usable)[..., None, None], 0.0).float()  # NaN, too
             torch.lerp(x, first_OI, first, out=first_OI)
             torch.lerp(x.square_(), second_OI, second, out=second_OI)
         self.moments.updates.add_(self.usable)

@@ -40,7 +40,6 @@ from ds_kfac.directions.base import LocalResult, StepContext
 from ds_kfac.directions.kfac_adamw.optimizer import IN_USE
 from ds_kfac.directions.kfac_adamw.size import SIZE, adam_factor, keeps_direction, step_norm
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.ops.reference import each
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.newton_schulz import orthogonal_factors, scale_to
 from ds_kfac.update.rotation import (
@@ -157,14 +156,16 @@ class AdamDirection:
             for stack in some:
                 local.folds.append(self._step(stack, states, gradients, unscale, stack.of(usable)))
             own = slice(some[0].places.start, some[-1].places.stop)
+            self._orthogonalize([stack for stack in some if stack.orthogonal])
             scale[own], norm[own] = self._restore(some, own)
             good[own] = usable[own] & (norm[own] < math.inf)
             factor = scale[own].masked_fill(overflowed[own], 0.0)
             # at adam_lr 0 they stand still, without decay
             dead = ~(overflowed[own] | good[own] & (self.ratio[own] > 0))
             for stack in some:
-                result = stack.x_OI.mul_(each(stack.of(factor, own.start))).add_(each(stack.of(shift)))
-                result.masked_fill_(each(stack.of(dead, own.start)), 0.0)
+                values = (factor, own.start), (shift, 0), (dead, own.start)
+                times, plus, none = (stack.of(value, first)[..., None, None] for value, first in values)
+                result = stack.x_OI.mul_(times).add_(plus).masked_fill_(none, 0.0)
                 for layer, matrix in zip(stack.layers, apart(result, len(stack.layers)), strict=True):
                     local.outbox.add(layer, matrix)
                 del stack.x_OI, result, matrix
@@ -225,7 +226,6 @@ class AdamDirection:
         Args:
             own: the places of their layers.
         """
-        self._orthogonalize([stack for stack in some if stack.orthogonal])
         for stack in some:
             if (rotation := stack.rotation) is not None:
                 if stack.sizes is None:  # no whitening has left out what no input has a part in
