@@ -5,8 +5,8 @@ two results of a layer precondition its gradient. Everything else knows a form b
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -80,147 +80,153 @@ class Part:
     halved: bool
 
 
-@dataclass(frozen=True)
 class FactorForm:
     """A line of :data:`FACTOR_FORMS`.
 
     Attributes:
-        words: several of them, for people.
+        words: several of what is kept, for people.
         solver: what decomposes, for people.
         solver_flops: of a dense side of width D, in D^3.
         solver_seconds: which table of the cost model has its seconds.
+        product_solver_flops: as ``solver_flops``, where products alone do it too; it is then the cheaper of both.
         product_flops: of preconditioning a gradient [O, I], in O I (O + I).
         passes, calls: over the gradient and of kernels, for the same.
-        numel: fp32 elements a gradient worker keeps of a side.
-        parts, joined: how it travels; ``joined`` takes the side and the flat parts, None for those without elements.
-        identity: of a side that is the identity.
-        decompose: a list of results in the order given. Synchronises with the device.
-        of_layer: from those of G and A to what preconditions the layer: a :class:`LayerBasis`, in which gradients are
-            rotated, an object with ``precondition`` as :class:`LayerInverse`, or a :class:`LayerRoot`, which whitens.
-        save, load: a checkpoint's payload of plain tensors; back, from the side and the payload.
-        paired: of a kind of damping, whether a decomposition needs the layer's other factor on the same rank.
+        parts: how it travels.
+        rotates: whether gradients are rotated into an eigenbasis, in which moments can be kept.
+        whitens: whether directions are whitened by it in the layer's own coordinates, as KFACAdamW does.
         damps_identity: whether a partner that is the identity is part of what is kept.
-        product_solver_flops: as ``solver_flops``, where products alone do it too; it is then the cheaper of both.
     """
 
     words: str
     solver: str
     solver_flops: int
     solver_seconds: str
-    product_flops: int
-    passes: int
-    calls: int
-    numel: Callable[[Side], int]
+    product_solver_flops = 0
+    product_flops = 4
+    passes, calls = 6, 16
     parts: tuple[Part, ...]
-    joined: Callable[..., Any]
-    identity: Callable[[Side, torch.device], Any]
-    decompose: Callable[[Sequence[Request], Options], list[Refreshed]]
-    of_layer: Callable[[Any, Any], Any]
-    save: Callable[[Any], dict[str, Any]]
-    load: Callable[[Side, Mapping[str, Any], torch.device], Any]
-    paired: Callable[[str], bool] = lambda damping_kind: False
-    damps_identity: bool = False
-    product_solver_flops: int = 0
+    rotates = whitens = damps_identity = False
 
-    @cached_property
-    def rotates(self) -> bool:
-        """Whether gradients are rotated into an eigenbasis, in which moments can be kept."""
-        return self.of_layer is LayerBasis
-
-    @cached_property
-    def whitens(self) -> bool:
-        """Whether directions are whitened by it in the layer's own coordinates, as KFACAdamW does."""
-        return self.of_layer is LayerRoot
+    def numel(self, side: Side) -> int:
+        """fp32 elements a gradient worker keeps of a side."""
+        raise NotImplementedError
 
     def wire_numel(self, side: Side) -> int:
         """Elements of a side's on the wire."""
         return sum(part.numel(side) for part in self.parts)
 
+    def paired(self, damping_kind: str) -> bool:
+        """Whether a decomposition needs the layer's other factor on the same rank."""
+        return False
 
-def _eigenbases(requests: Sequence[Request], options: Options) -> list[Refreshed]:
-    return refresh_all(requests)
+    def identity(self, side: Side, device: torch.device) -> Any:
+        """Of a side that is the identity."""
+        raise NotImplementedError
+
+    def decompose(self, requests: Sequence[Request], options: Options) -> list[Refreshed]:
+        """In the order given. Synchronises with the device."""
+        raise NotImplementedError
+
+    def joined(self, side: Side, *flats: Any) -> Any:
+        """Inverse of ``parts``: flat tensors, None for those without elements."""
+        raise NotImplementedError
+
+    def of_layer(self, G: Any, A: Any) -> Any:
+        """What preconditions the layer: a :class:`LayerBasis`, in which gradients are rotated, an object with
+        ``precondition`` as :class:`LayerInverse`, or a :class:`LayerRoot`, which whitens."""
+        raise NotImplementedError
+
+    def save(self, kept: Any) -> dict[str, Any]:
+        """A checkpoint's payload of plain tensors."""
+        raise NotImplementedError
+
+    def load(self, side: Side, saved: Mapping[str, Any], device: torch.device) -> Any:
+        """Back from it."""
+        raise NotImplementedError
 
 
-def _inverses(requests: Sequence[Request], options: Options) -> list[Refreshed]:
-    damping, kind = options.damping, options.damping_kind
-    return [refresh_inverse(r.factor, r.partner, damping=damping, damping_kind=kind) for r in requests]
-
-
-def _roots(requests: Sequence[Request], options: Options) -> list[Refreshed]:
-    power, products = options.power, options.products
-    return [
-        refresh_root(r.factor, power=power, damping=WHITEN_DAMPING, products=products, groups=r.groups)
-        for r in requests
-    ]
-
-
-def _load_eigenbasis(side: Side, saved: Mapping[str, Any], device: torch.device) -> Eigenbasis:
-    return Eigenbasis(tuple(vectors.to(device) for vectors in saved["vectors"]), saved["values"].to(device))
-
-
-def _load_packed(name: str) -> Callable[[Side, Mapping[str, Any], torch.device], DampedInverse]:
-    return lambda side, saved, device: from_packed(side, saved[name].to(device)) if side.block else DampedInverse()
-
-
-EIGEN = FactorForm(
-    words="eigenbases",
-    solver="eigh",
-    solver_flops=9,
-    solver_seconds="eigh_seconds",
-    product_flops=4,
-    passes=6,
-    calls=16,
-    numel=lambda side: basis_numel(side) + side.dim,
-    parts=(
+class _Eigen(FactorForm):
+    words, solver, solver_flops, solver_seconds = "eigenbases", "eigh", 9, "eigh_seconds"
+    parts = (
         Part("eigenvectors", basis_numel, flat_vectors, True),
         # in fp32 always, their range is too wide
         Part("eigenvalues", lambda side: side.dim, lambda basis: basis.values, False),
-    ),
-    joined=lambda side, vectors, values: basis_from(side, vectors, values.clone()),
-    identity=lambda side, device: Eigenbasis((), torch.ones(side.dim, device=device)),
-    decompose=_eigenbases,
-    of_layer=LayerBasis,
-    save=lambda basis: {"vectors": list(basis.vectors), "values": basis.values},
-    load=_load_eigenbasis,
-)
+    )
+    rotates = True
 
-INVERSE = FactorForm(
-    words="inverses",
-    solver="Cholesky",
-    solver_flops=1,
-    solver_seconds="cholesky_seconds",
-    product_flops=2,
-    passes=4,
-    calls=10,
-    numel=inverse_numel,
-    parts=(Part("inverses", lambda side: side.numel, packed, False),),
-    joined=from_packed,
-    identity=lambda side, device: DampedInverse(),
-    decompose=_inverses,
-    of_layer=LayerInverse,
-    save=lambda inverse: {"inverse": packed(inverse)},
-    load=_load_packed("inverse"),
-    paired=lambda damping_kind: damping_kind == "tikhonov",
-    damps_identity=True,
-)
+    def numel(self, side: Side) -> int:
+        return basis_numel(side) + side.dim
 
-ROOT = replace(
-    INVERSE,
-    words="inverse roots",
-    solver="eigh",
-    solver_flops=11,  # with the product of the root
-    solver_seconds="eigh_seconds",
-    product_flops=4,
-    passes=6,
-    calls=16,
-    decompose=_roots,
-    of_layer=LayerRoot,
-    save=lambda root: {"root": packed(root)},
-    load=_load_packed("root"),
-    paired=lambda damping_kind: False,
-    damps_identity=False,
-    product_solver_flops=FLOPS,
-)
+    def identity(self, side: Side, device: torch.device) -> Eigenbasis:
+        return Eigenbasis((), torch.ones(side.dim, device=device))
 
-FACTOR_FORMS: dict[str, FactorForm] = {"eigen": EIGEN, "inverse": INVERSE, "root": ROOT}
+    def decompose(self, requests: Sequence[Request], options: Options) -> list[Refreshed]:
+        return refresh_all(requests)
+
+    def joined(self, side: Side, *flats: Any) -> Eigenbasis:
+        vectors, values = flats
+        return basis_from(side, vectors, values.clone())
+
+    def of_layer(self, G: Eigenbasis, A: Eigenbasis) -> LayerBasis:
+        return LayerBasis(G, A)
+
+    def save(self, kept: Eigenbasis) -> dict[str, Any]:
+        return {"vectors": list(kept.vectors), "values": kept.values}
+
+    def load(self, side: Side, saved: Mapping[str, Any], device: torch.device) -> Eigenbasis:
+        return Eigenbasis(tuple(vectors.to(device) for vectors in saved["vectors"]), saved["values"].to(device))
+
+
+class _Inverse(FactorForm):
+    words, solver, solver_flops, solver_seconds = "inverses", "Cholesky", 1, "cholesky_seconds"
+    product_flops, passes, calls = 2, 4, 10
+    parts = (Part("inverses", lambda side: side.numel, packed, False),)
+    damps_identity = True
+    payload = "inverse"
+
+    def numel(self, side: Side) -> int:
+        return inverse_numel(side)
+
+    def paired(self, damping_kind: str) -> bool:
+        return damping_kind == "tikhonov"
+
+    def identity(self, side: Side, device: torch.device) -> DampedInverse:
+        return DampedInverse()
+
+    def decompose(self, requests: Sequence[Request], options: Options) -> list[Refreshed]:
+        damping, kind = options.damping, options.damping_kind
+        return [refresh_inverse(r.factor, r.partner, damping=damping, damping_kind=kind) for r in requests]
+
+    def joined(self, side: Side, *flats: Any) -> DampedInverse:
+        return from_packed(side, flats[0])
+
+    def of_layer(self, G: DampedInverse, A: DampedInverse) -> Any:
+        return LayerInverse(G, A)
+
+    def save(self, kept: DampedInverse) -> dict[str, Any]:
+        return {self.payload: packed(kept)}
+
+    def load(self, side: Side, saved: Mapping[str, Any], device: torch.device) -> DampedInverse:
+        return from_packed(side, saved[self.payload].to(device)) if side.block else DampedInverse()
+
+
+class _Root(_Inverse):
+    words, solver, solver_flops, solver_seconds = "inverse roots", "eigh", 11, "eigh_seconds"  # with the root's product
+    product_solver_flops, product_flops, passes, calls = FLOPS, 4, 6, 16
+    damps_identity, whitens = False, True
+    payload = "root"
+
+    def paired(self, damping_kind: str) -> bool:
+        return False
+
+    def decompose(self, requests: Sequence[Request], options: Options) -> list[Refreshed]:
+        root = partial(refresh_root, power=options.power, damping=WHITEN_DAMPING, products=options.products)
+        return [root(request.factor, groups=request.groups) for request in requests]
+
+    def of_layer(self, G: DampedInverse, A: DampedInverse) -> LayerRoot:
+        return LayerRoot(G, A)
+
+
+EIGEN = _Eigen()
+FACTOR_FORMS: dict[str, FactorForm] = {"eigen": EIGEN, "inverse": _Inverse(), "root": _Root()}
 """By ``preconditioner.method``."""
