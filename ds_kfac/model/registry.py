@@ -1,4 +1,4 @@
-"""The table of layer types: a new one is one file and one line."""
+"""The table of layer types: a new one is a class and a line."""
 
 from torch import nn
 
