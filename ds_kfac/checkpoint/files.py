@@ -22,7 +22,9 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-HEADER, TOKEN = "header.json", "token"
+from ds_kfac.config.kfac import KFACConfig
+
+FOLDER, LATEST, HEADER, TOKEN = "kfac", "latest", "header.json", "token"
 PATIENCE = 5.0
 """Seconds that a network file system may take to show a new file to another node."""
 PLAIN = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,119}")
@@ -66,6 +68,13 @@ name, a list with one type has any length.
 
 class CheckpointError(RuntimeError):
     """K-FAC's part of a checkpoint could not be written or cannot be loaded; raised on every rank, with what to do."""
+
+
+def kinds_of(config: KFACConfig) -> dict[str, str]:
+    """What A and G are second moments of. Averages of different kinds must not be mixed."""
+    options = config.factor
+    sampled = f" of {options.sampler}" if options.fisher == "monte_carlo" else ""
+    return {"A": options.weight_sharing, "G": f"{options.fisher}{sampled}, {options.weight_sharing}"}
 
 
 # names

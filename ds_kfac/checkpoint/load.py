@@ -2,7 +2,6 @@
 expert-parallel ranks wrote it. Whatever is wrong with a file is found on all ranks before anything is changed."""
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,17 @@ from deepspeed.utils import logger
 
 from ds_kfac.assignment.work import FactorSpec, factors_by_layer
 from ds_kfac.checkpoint.files import (
+    FOLDER,
     HEADER,
+    LATEST,
     SAVE_ID,
     CheckpointError,
     factor_file,
+    kinds_of,
     layer_file,
     read_header,
     read_payload,
 )
-from ds_kfac.checkpoint.save import FOLDER, LATEST, kinds_of
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.curvature.eigen import Refreshed
 from ds_kfac.curvature.factor import KroneckerFactor, Side
@@ -118,7 +119,8 @@ def _read(
     """What this rank's part of a domain continues from, for ``KFACPreconditioner.load_state_dict``; and what does not
     continue, in words. What is wrong with a file is added to ``problems``."""
     groups, names, timetable = _groups_here(kfac, header), kfac.names, header["timetable"]
-    specs = kfac.plan.sharing(groups or ()).assignment.factors
+    plan = kfac.plan if groups == kfac.known.groups else kfac.plan.sharing(groups or ())
+    specs = plan.assignment.work.factors
     saved_keys, restarted = _keys_of(kfac, header, specs)
     factors: dict[str, tuple[FactorState, Refreshed | None]] = {}
     states: dict[str, LayerState] = {}
@@ -135,7 +137,7 @@ def _read(
             except (OSError, ValueError) as error:
                 problems.append(str(error))
     # partners of a factor that begins empty are decomposed with it, as soon as it has data
-    of_layer = factors_by_layer(specs)
+    of_layer = factors_by_layer(specs) if restarted else {}
     incomplete = {
         partner.key
         for spec in specs
@@ -174,10 +176,13 @@ def _groups_here(kfac: KFACPreconditioner, header: Mapping[str, Any]) -> tuple[t
     one did not know any yet; None if they are still to be found."""
     if header["shared"] is None or not kfac.plan.shares:
         return kfac.known.groups
-    candidates = kfac.plan.sharing_candidates
-    here = {kfac.names[name]: name for name in candidates}
-    groups = (tuple(here[name] for name in group if name in here) for group in header["shared"])
-    return tuple(group for group in groups if len(group) > 1 and len({candidates[name] for name in group}) == 1)
+    here = {saved: name for name, saved in kfac.names.items()}
+    groups = tuple(tuple(here[name] for name in group if name in here) for group in header["shared"])
+    if groups == kfac.known.groups:
+        return groups
+    alike = kfac.plan.sharing_candidates
+    groups = tuple(tuple(name for name in group if name in alike) for group in groups)
+    return tuple(group for group in groups if len(group) > 1 and len({alike[name] for name in group}) == 1)
 
 
 def _keys_of(
@@ -287,8 +292,9 @@ def _load_layer(
         ValueError: it is not what was saved, or not a layer of this model and config.
     """
     path, then, device = folder / layer_file(name), header["layers"][name], kfac.device
-    saved, sides = FACTOR_FORMS[header["method"]], {which: Side(*then[which]) for which in "AG"}
-    for which, now in (("A", layer.A), ("G", layer.G)):
+    saved, form = FACTOR_FORMS[header["method"]], FACTOR_FORMS[kfac.config.preconditioner.method]
+    sides, here = {which: Side(*then[which]) for which in "AG"}, {"A": layer.A, "G": layer.G}
+    for which, now in here.items():
         was = sides[which]
         if was.dim != now.dim or (was.block != now.block and was.block and now.block) or then["groups"] != layer.groups:
             raise ValueError(
@@ -299,18 +305,16 @@ def _load_layer(
     kept = {
         which: saved.load(side, payload[which], device) if payload[which] else None for which, side in sides.items()
     }
-    state = LayerState.empty(layer, device, moments=kfac.moments, form=FACTOR_FORMS[kfac.config.preconditioner.method])
-    if kfac.moments is not None and header["moments"] == kfac.moments.NAME:
-        moments = kfac.moments(**{part: tensor.to(device) for part, tensor in payload["moments"].items()})
-        state = replace(state, moments=moments)
-    same = saved is state.form
+    moments = None
+    if kfac.moments is not None:
+        has = header["moments"] == kfac.moments.NAME
+        tensors = {part: tensor.to(device) for part, tensor in payload["moments"].items()} if has else {}
+        moments = kfac.moments(**tensors) if has else kfac.moments.empty(layer.shape, device)
+    continued = {which for which, now in here.items() if saved is form and now.block}
+    identities = {which: form.identity(now, device) for which, now in here.items() if not now.block}
+    now_kept = {which: kept[which] if which in continued else identities.get(which) for which in "AG"}
+    state = LayerState(payload["terms"].to(device), form, now_kept["A"], now_kept["G"], moments)
+    if continued == {"A", "G"}:
+        return state
     # moments leave the eigenbases that are not kept
-    state = state.without(
-        A=kept["A"] if not same or not layer.A.block else None, G=kept["G"] if not same or not layer.G.block else None
-    )
-    return replace(
-        state,
-        terms=payload["terms"].to(device),
-        A=kept["A"] if same and layer.A.block else state.A,
-        G=kept["G"] if same and layer.G.block else state.G,
-    )
+    return state.without(**{which: None if which in continued else kept[which] for which in "AG"})

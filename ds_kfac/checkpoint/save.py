@@ -16,9 +16,12 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 
 from ds_kfac.checkpoint.files import (
+    FOLDER,
+    LATEST,
     CheckpointError,
     check_token,
     factor_file,
+    kinds_of,
     layer_file,
     put_token,
     write_header,
@@ -34,17 +37,8 @@ from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.update.state import LayerState
 
-FOLDER, LATEST = "kfac", "latest"
-
 Entries = dict[str, dict[str, Any]]
 """File name -> what the header says of it."""
-
-
-def kinds_of(config: KFACConfig) -> dict[str, str]:
-    """What A and G are second moments of. Averages of different kinds must not be mixed."""
-    options = config.factor
-    sampled = f" of {options.sampler}" if options.fisher == "monte_carlo" else ""
-    return {"A": options.weight_sharing, "G": f"{options.fisher}{sampled}, {options.weight_sharing}"}
 
 
 def save(job: Job, tag_directory: Path) -> dict[str, Any]:
@@ -173,7 +167,8 @@ def _factor_payload(state: FactorState, pending: Refreshed | None, config: KFACC
 
 def layer_payload(state: LayerState, *, eigenbasis: bool) -> dict[str, Any]:
     """A layer's file: plain tensors. Moments belong to their eigenbasis, so it is saved with them in any case."""
-    kept, own = eigenbasis or state.moments is not None, state.settled().moments
+    kept = eigenbasis or state.moments is not None
+    own = state.moments if state.turn is None else state.settled().moments
     return {
         "terms": state.terms,
         "A": state.form.save(state.A) if kept and state.A is not None else None,

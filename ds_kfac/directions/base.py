@@ -1,7 +1,6 @@
 """What an update rule is: a line of ``DIRECTIONS``, and what it computes in a step."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -146,6 +145,7 @@ class UpdateRule:
         blocks: blocks of the "kfac" config that no other rule reads.
         fisher: where G comes from unless the config says.
         numbers: how many scalars of a step are summed over all ranks.
+        marks: keys of the optimizer's parameter groups by which it knows those of K-FAC.
         clips: whether the rule itself clips gradients where the engine would, so that DeepSpeed must not.
         reads_rates: whether its steps depend on learning rates.
         kinds: of moments that it may keep.
@@ -156,6 +156,7 @@ class UpdateRule:
     blocks: tuple[str, ...] = ()
     fisher = "empirical"
     numbers = 1
+    marks: tuple[str, ...] = ()
     clips = False
     reads_rates = False
     kinds: tuple[type[Moments], ...] = ()
@@ -260,10 +261,6 @@ class UpdateRule:
         Args:
             layout, rest: of preconditioned parameters, and of all others.
         """
-
-    def loading(self, optimizer: Any) -> AbstractContextManager:
-        """Around DeepSpeed's load of a checkpoint."""
-        return nullcontext()
 
     def release(self, optimizer: Any) -> None:
         """K-FAC leaves the engine."""

@@ -97,10 +97,13 @@ class Checkpointing:
                 optimizer's state is another optimizer's.
         """
         arguments = inspect.signature(original).bind(load_dir, *args, **kwargs).arguments
-        rule = self.job.preconditioners[0].rule
+        # which groups are K-FAC's is this engine's matter: a universal checkpoint's first one is copied over all others
+        # at stage 3, and their raw gradients would be stepped along as if they were directions
+        names = self.job.preconditioners[0].rule.marks
+        groups = self.engine.basic_optimizer.param_groups
+        marks = [{name: bool(group.get(name)) for name in names} for group in groups]
         try:
-            with rule.loading(self.engine.basic_optimizer):
-                path, client_state = original(load_dir, *args, **kwargs)
+            path, client_state = original(load_dir, *args, **kwargs)
         except (ValueError, RuntimeError) as error:  # on every rank
             if not any(text in str(error) for text in OTHER_GROUPS):
                 raise
@@ -110,6 +113,9 @@ class Checkpointing:
                 "layers, other matrices and all else, so no other optimizer's state fits it, nor its own another's, "
                 f"nor that of other kfac.layers. {WEIGHTS_ALONE}"
             ) from error
+        finally:
+            for group, own in zip(self.engine.basic_optimizer.param_groups, marks, strict=True):
+                group.update(own)
         entry = client_state.pop(CLIENT_KEY, None) if client_state else None
         # DeepSpeed's files decide; what lies in the folder may be of another save.
         self._check_one_save(load_dir, path is not None, entry)
@@ -153,7 +159,7 @@ class Checkpointing:
                 f"set {FRESH}"
             ) from error
         self._check_files(tag_directory, entry["save_id"])
-        self._say(f"loaded K-FAC state of step {self.job.steps} from {tag_directory}")
+        self._say(f"loaded K-FAC state of step {self.job.preconditioners[0].steps} from {tag_directory}")
 
     def _groups(self) -> dict[str, int]:
         """Parameter -> the number of its group, where K-FAC's layers decide it; of pipeline stages, which have other

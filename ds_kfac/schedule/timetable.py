@@ -91,13 +91,8 @@ class Timetable:
         self._adaptive_from = schedule.burn_in.steps if schedule.burn_in else 0
         self._patterns: dict[bytes, FactorsDue] = {}
         self._made: WeakValueDictionary[tuple[Keys, Keys], FactorsDue] = WeakValueDictionary()
-        self.reset()
-
-    def reset(self) -> None:
-        """Start afresh: all intervals 1, every factor refreshed at its next capture, counts at zero."""
-        self._clocks = dict.fromkeys(self.keys, _Clock())
-        self.captured = self.skipped = 0
         self._asked: tuple[int, FactorsDue] | None = None
+        self.restore({})
 
     def due(self, step: int) -> FactorsDue:
         """Factors due at ``step``, the count of applied steps before it. Equal sets are the same object while it lives;
@@ -144,11 +139,13 @@ class Timetable:
         return {"captured": self.captured, "skipped": self.skipped, "factors": factors}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state`. Factors that are not in it start afresh; those of another model are ignored."""
-        self.reset()
-        self.captured, self.skipped = state["captured"], state["skipped"]
+        """Continue from :meth:`state`. Factors that are not in it start afresh: all intervals 1, refreshed at the next
+        capture; those of another model are ignored."""
+        self._clocks = dict.fromkeys(self.keys, _Clock())
+        self._asked = None
+        self.captured, self.skipped = state.get("captured", 0), state.get("skipped", 0)
         if self.adaptive is not None:
-            known = {key: _Clock(*numbers) for key, numbers in state["factors"].items() if key in self.keys}
+            known = {key: _Clock(*numbers) for key, numbers in state.get("factors", {}).items() if key in self.keys}
             self._clocks |= known
 
     def _scheduled(self, step: int) -> FactorsDue:

@@ -64,19 +64,22 @@ class Refresher(Generic[T]):
     On a GPU the work runs in a stream that starts where the submitting stream was, elsewhere on one thread with one
     core. Work must only read what nobody writes to; as state here is replaced and never changed in place, it may be
     anything bound at submission.
+
+    Attributes:
+        jobs: what was submitted and not dropped, by key.
     """
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
-        self._jobs: dict[str, _Job[T]] = {}
+        self.jobs: dict[str, _Job[T]] = {}
         self._queue: SimpleQueue[_Job[T] | None] = SimpleQueue()
         self._stop: Callable[[], Any] | None = None
 
     def submit(self, key: str, work: Callable[[], T]) -> None:
         """Have ``work`` done, without gradients. What it raises is raised when its result is asked for."""
-        assert key not in self._jobs, f"{key} is submitted twice"
+        assert key not in self.jobs, f"{key} is submitted twice"
         event = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
-        job = self._jobs[key] = _Job(key, work, event)
+        job = self.jobs[key] = _Job(key, work, event)
         if self._stop is None:
             self._start()
         self._queue.put(job)
@@ -89,7 +92,7 @@ class Refresher(Generic[T]):
 
     def give(self, key: str, result: T) -> None:
         """Put a result there that was computed elsewhere, as if it had been submitted."""
-        job = self._jobs[key] = _Job(key, None, result=result)
+        job = self.jobs[key] = _Job(key, None, result=result)
         job.done.set()
 
     def result(self, key: str) -> T:
@@ -98,7 +101,7 @@ class Refresher(Generic[T]):
         Raises:
             RuntimeError: the work failed.
         """
-        job = self._jobs[key]
+        job = self.jobs[key]
         job.done.wait()
         if job.error is not None:
             raise RuntimeError(f"ds_kfac: the refresh of {key} failed") from job.error
@@ -112,12 +115,12 @@ class Refresher(Generic[T]):
     @property
     def pending(self) -> tuple[str, ...]:
         """Keys of what was submitted and not dropped, in that order."""
-        return tuple(self._jobs)
+        return tuple(self.jobs)
 
     def drop(self, keys: Iterable[str]) -> None:
         """Forget results that have been used, and work that is no longer wanted."""
         for key in keys:
-            job = self._jobs.pop(key, None)
+            job = self.jobs.pop(key, None)
             if job is not None:
                 job.dropped = True
 

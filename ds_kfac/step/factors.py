@@ -70,14 +70,10 @@ class FactorSchedule:
         codes = dict(zip(keys, map(int, copy.tolist()), strict=True))
         self.timetable.record(step, due, {key: (bool(code & 1), bool(code & 2)) for key, code in codes.items()})
 
-    def reset(self) -> None:
-        """Start afresh."""
-        self._unread = None
-        self.timetable.reset()
-
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
-        self.settle()
+        if self._unread is not None:
+            self.settle()
         return self.timetable.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -162,16 +158,7 @@ class FactorUpdates:
             world=channel.world, wire=plan.wire, method=plan.method,
         )  # fmt: skip
         self.travels = self.delivery.travels
-        self.reset()
-
-    def reset(self) -> None:
-        """Nothing seen yet."""
-        own = [spec for spec in self.specs.values() if self.decomposers[spec.key] == self.rank]
-        self.factors = {spec.key: self.empty_of(spec.side) for spec in own}
-        self.ready: set[str] = set()
-        self.pending: dict[str, int] = {}
-        self.schedule.reset()
-        self.refresher.clear()
+        self.load_state_dict({})
 
     def empty_of(self, side: Side) -> FactorState:
         """Of a factor that has seen nothing."""
@@ -210,17 +197,18 @@ class FactorUpdates:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`, after :meth:`reset`; factors that it lacks begin empty, others that it has
-        are dropped."""
-        self.ready = set(state["ready"]) & self.specs.keys()
-        self.pending = {key: step for key, step in state["pending"].items() if key in self.specs}
-        for key, (factor, pending) in state["factors"].items():
-            if key not in self.specs:
-                continue
-            self.factors[key] = factor
-            if pending is not None and key in self.pending:
-                self.refresher.give(key, pending)
-        self.schedule.restore(state["schedule"])
+        """Continue from :meth:`state_dict`; factors that it lacks begin empty, others that it has are dropped."""
+        found, pending = state.get("factors", {}), state.get("pending", {})
+        own = [spec for spec in self.specs.values() if self.decomposers[spec.key] == self.rank]
+        self.factors = {s.key: found[s.key][0] if s.key in found else self.empty_of(s.side) for s in own}
+        self.ready = set(state.get("ready", ())) & self.specs.keys()
+        self.pending: dict[str, int] = {key: step for key, step in pending.items() if key in self.specs}
+        if self.refresher.jobs:
+            self.refresher.clear()
+        for key in self.pending.keys() & self.factors.keys():
+            if found[key][1] is not None:
+                self.refresher.give(key, found[key][1])
+        self.schedule.restore(state.get("schedule", {}))
 
     def draft(self, step: int, due: FactorsDue) -> FactorDraft | None:
         """Of a step that starts from what the last applied one left; of what is due, factors that there are. None if

@@ -142,7 +142,7 @@ class KFACPreconditioner:
         self.state: dict[str, LayerState] = {}
         self.peak_lr: dict[int, Tensor | float] = {}
         self.damping_scale: Tensor | None = None
-        self._begin()
+        self.reset()
 
     def _factor_updates(self) -> FactorUpdates:
         plan = self.plan
@@ -323,15 +323,7 @@ class KFACPreconditioner:
 
     def reset(self) -> None:
         """Start afresh: no factors, no eigenbases, step 0."""
-        self._begin()
-
-    def _begin(self) -> None:
-        empty = partial(LayerState.empty, device=self.device, moments=self.moments, form=self.plan.form)
-        self.state = {layer.name: empty(layer) for layer in self.owned}
-        self.steps, self.peak_lr, self.damping_scale = 0, {}, None
-        self.direction.rotations.clear()
-        self.curvature.reset()
-        self.resume()
+        self.load_state_dict({})
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs of this rank, in its own names: steps, peak_lr, known, layers (name -> state),
@@ -346,15 +338,18 @@ class KFACPreconditioner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, decompose: bool = False) -> None:
-        """Continue from :meth:`state_dict`. Collective. Layers and factors that it lacks begin empty; ``decompose`` all
-        factors if eigenbases are missing, or of another form."""
-        self.reset()
-        if state["known"] != Known():
+        """Continue from :meth:`state_dict`. Collective. What it lacks begins empty; ``decompose`` all factors if
+        eigenbases are missing, or of another form."""
+        if state.get("known", self.known) not in (Known(), self.known):
             self.learn(state["known"])
-        self.curvature.load_state_dict(state["factors"])
-        self.state |= state["layers"]
-        self.steps, self.peak_lr = state["steps"], dict(state["peak_lr"])
-        self.damping_scale = state["damping_scale"]
+        self.curvature.load_state_dict(state.get("factors", {}))
+        self.state = dict(state.get("layers", {}))
+        for layer in self.owned:
+            if layer.name not in self.state:
+                self.state[layer.name] = LayerState.empty(layer, self.device, moments=self.moments, form=self.plan.form)
+        self.steps, self.peak_lr = state.get("steps", 0), dict(state.get("peak_lr", {}))
+        self.damping_scale = state.get("damping_scale")
+        self.direction.rotations.clear()
         if decompose:
             self.redecompose()
         else:

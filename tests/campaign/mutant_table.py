@@ -450,10 +450,11 @@ _ROWS = [
      _SAVED),
     ("resume: steps forgotten", "checkpoint/load.py", '"steps": header["steps"],', '"steps": 0,',
      _SAVED),
-    ("resume: terms forgotten", "checkpoint/load.py", 'terms=payload["terms"].to(device)', "terms=state.terms",
+    ("resume: terms forgotten", "checkpoint/load.py", 'LayerState(payload["terms"].to(device),',
+     "LayerState(torch.ones((), device=device),",
      _SAVED),
     ("resume: corrected eigenvalues forgotten", "checkpoint/load.py",
-     'if kfac.moments is not None and header["moments"] == kfac.moments.NAME:', "if False:",
+     'has = header["moments"] == kfac.moments.NAME', "has = False",
      _SAVED),
 ]  # fmt: skip
 MUTANTS = tuple(Mutant(*row) for row in _ROWS)

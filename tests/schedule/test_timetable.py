@@ -184,6 +184,6 @@ def test_factors_of_another_model_are_ignored_and_new_ones_start_afresh():
 def test_a_reset_forgets_everything():
     table = Timetable(PLAIN, KEYS, adaptive=AdaptiveRule())
     walked(table, range(33), lambda step, key: (True, True))
-    table.reset()
+    table.restore({})
     assert table.state() == Timetable(PLAIN, KEYS, adaptive=AdaptiveRule()).state()
     assert table.due(35) == FactorsDue(frozenset(KEYS), frozenset(KEYS))

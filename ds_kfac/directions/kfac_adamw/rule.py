@@ -2,8 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +33,7 @@ class KFACAdamWRule(UpdateRule):
     blocks = ("adam",)
     fisher = "activations_only"
     numbers = 3
+    marks = (FLAG, MATRIX)
     kinds = (AdamMoments,)
     without_curvature = "a layer is stepped without curvature"
     passes = 19  # three norms, scaling before and after, to and from 16 bits, what marks a layer in use, its moments
@@ -160,17 +160,6 @@ class KFACAdamWRule(UpdateRule):
 
     def check_groups(self, model: nn.Module, layout: ShardLayout, rest: ShardLayout) -> None:
         check_groups(model, layout, rest)
-
-    @contextmanager
-    def loading(self, optimizer: Any) -> Iterator[None]:
-        """Which parameter groups are K-FAC's is this engine's matter. A universal checkpoint's first group is copied
-        over all others at stage 3, and their raw gradients would be stepped along as if they were directions."""
-        flags = [{key: bool(group.get(key)) for key in (FLAG, MATRIX)} for group in optimizer.param_groups]
-        try:
-            yield
-        finally:
-            for group, own in zip(optimizer.param_groups, flags, strict=True):
-                group.update(own)
 
     def release(self, optimizer: Any) -> None:
         optimizer.direction_scale = None
