@@ -274,7 +274,7 @@ _ROWS = [
      "range(index * workers, (index + 1) * workers)", "tests/assignment/test_grid.py tests/assignment/test_assign.py"),
     ("grid: wrong source of a result", "zero/shards.py", "workers[rank // (world // len(workers))]",
      "workers[rank % len(workers)]", "tests/zero/test_relayout.py tests/assignment/test_grid.py"),
-    ("memory: eigenvalues forgotten", "curvature/forms.py", "basis_numel(side) + side.dim,", "basis_numel(side),",
+    ("memory: eigenvalues forgotten", "curvature/forms.py", "basis_numel(side) + side.dim", "basis_numel(side)",
      "tests/assignment/test_memory.py tests/assignment/test_assign.py"),
     ("memory: counter of a factor forgotten", "assignment/work.py", "return 4 * side.numel + 4",
      "return 4 * side.numel",

@@ -104,29 +104,36 @@ class LayerRoot:
         return V, (V * gradient_OI).sum()
 
 
-def _roots(requests, options) -> list[Refreshed]:
-    found = []
-    for request in requests:
-        (blocks,) = request.factor.side.blocks(request.factor.packed_P)
-        values, vectors = torch.linalg.eigh(blocks[0])
-        found.append(Refreshed(Root(vectors @ ((values + 0.1) ** -0.5).diag() @ vectors.T), "eigh"))
-    return found
+class RootForm(FactorForm):
+    words, solver, solver_flops, solver_seconds = "roots", "eigh", 9, "eigh_seconds"
+    product_flops, passes, calls = 2, 2, 4
+    parts = (Part("roots", lambda side: side.dim**2, lambda root: root.matrix_DD.reshape(-1), False),)
+
+    def numel(self, side):
+        return side.dim**2
+
+    def identity(self, side, device):
+        return Root(torch.eye(side.dim, device=device))
+
+    def decompose(self, requests, options) -> list[Refreshed]:
+        found = []
+        for request in requests:
+            (blocks,) = request.factor.side.blocks(request.factor.packed_P)
+            values, vectors = torch.linalg.eigh(blocks[0])
+            found.append(Refreshed(Root(vectors @ ((values + 0.1) ** -0.5).diag() @ vectors.T), "eigh"))
+        return found
+
+    def joined(self, side, *flats):
+        return Root(flats[0].clone().view(side.dim, side.dim))
+
+    def of_layer(self, G, A):
+        return LayerRoot(G, A)
+
+    def save(self, kept):
+        return {"root": kept.matrix_DD}
+
+    def load(self, side, saved, device):
+        return Root(saved["root"].to(device))
 
 
-ROOT = FactorForm(
-    words="roots",
-    solver="eigh",
-    solver_flops=9,
-    solver_seconds="eigh_seconds",
-    product_flops=2,
-    passes=2,
-    calls=4,
-    numel=lambda side: side.dim**2,
-    parts=(Part("roots", lambda side: side.dim**2, lambda root: root.matrix_DD.reshape(-1), False),),
-    joined=lambda side, flat: Root(flat.clone().view(side.dim, side.dim)),
-    identity=lambda side, device: Root(torch.eye(side.dim, device=device)),
-    decompose=_roots,
-    of_layer=LayerRoot,
-    save=lambda root: {"root": root.matrix_DD},
-    load=lambda side, saved, device: Root(saved["root"].to(device)),
-)
+ROOT = RootForm()
