@@ -67,7 +67,7 @@ def resume_worker(payload) -> dict:
             "losses": losses[4:], "resumed": resumed, "undisturbed": unsaved == losses, "steps": kfac.steps,
             "client_state": client_state,
             "same": all(torch.equal(own, other) for (_, own), (_, other) in pairs),
-            "rates": (float(kfac.peak_lr[0]), second.get_lr()[0]), "nu": kfac.metrics.nu,
+            "rates": (float(kfac.peak_lr.get(0, 0.0)), second.get_lr()[0]), "nu": kfac.metrics.nu,
             "files": sorted(p.name for p in Path(folder, name).rglob("kfac/*/*")),
         }  # fmt: skip
         unbroken.destroy()
