@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from ds_kfac.model.batch import BatchInfo, own_hook
 from ds_kfac.model.calls import Call
-from ds_kfac.model.loss_terms import LossTerms, class_dim, output_terms
+from ds_kfac.model.rows import LossTerms, class_dim, output_terms
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
 Sampler = Callable[[Any, BatchInfo, torch.Generator], Tensor]

@@ -29,7 +29,7 @@ from torch import Tensor
 from ds_kfac.comm.message import deliver
 from ds_kfac.engine.monte_carlo import prediction_tensor
 from ds_kfac.model.batch import BatchInfo, own_hook
-from ds_kfac.model.loss_terms import class_dim
+from ds_kfac.model.rows import class_dim
 from ds_kfac.step.preconditioner import Draft, KFACPreconditioner
 from ds_kfac.update.kfac import QuadraticModel, adapted
 from ds_kfac.update.state import LastUpdate

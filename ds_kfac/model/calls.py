@@ -21,8 +21,7 @@ from torch.nn import functional as F
 from ds_kfac.model.batch import BatchInfo, Fit
 from ds_kfac.model.convolutions import Convolution
 from ds_kfac.model.layers import LayerSpec, LayerType
-from ds_kfac.model.loss_terms import LossTerms
-from ds_kfac.model.rows import BatchSum, RowRule, gradient_rows, input_rows
+from ds_kfac.model.rows import BatchSum, LossTerms, RowRule, gradient_rows, input_rows
 
 
 @dataclass(eq=False)

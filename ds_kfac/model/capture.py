@@ -29,10 +29,9 @@ from torch import Tensor, nn
 from ds_kfac.model.batch import EVERY_ROW, BatchInfo, Fit, ReadBatch, RowMasks
 from ds_kfac.model.calls import Call, Forward, OwnBackward, RowSums, SharedInputs, edge_of, no_graph
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.model.loss_terms import LossTerms
 from ds_kfac.model.products import EVERY, Product, Products
 from ds_kfac.model.registry import LAYERS
-from ds_kfac.model.rows import BatchSum, RowRule
+from ds_kfac.model.rows import BatchSum, LossTerms, RowRule
 
 
 class Capture:

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from ds_kfac.engine.monte_carlo import SAMPLERS
 from ds_kfac.model.batch import ArgumentReader, BatchInfo
-from ds_kfac.model.loss_terms import class_dim, output_terms, returned_loss, returned_prediction
-from ds_kfac.model.rows import RowRule
+from ds_kfac.model.rows import RowRule, class_dim, output_terms, returned_loss, returned_prediction
 from ds_kfac.model.scan import Choice
 from ds_kfac.ops.functional import symmetric_pack
 from tests.close import close
