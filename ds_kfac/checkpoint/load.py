@@ -314,7 +314,6 @@ def _load_layer(
     identities = {which: form.identity(now, device) for which, now in here.items() if not now.block}
     now_kept = {which: kept[which] if which in continued else identities.get(which) for which in "AG"}
     state = LayerState(payload["terms"].to(device), form, now_kept["A"], now_kept["G"], moments)
-    if continued == {"A", "G"}:
-        return state
+    left = {which: kept[which] for which in "AG" if which not in continued and sides[which].block}
     # moments leave the eigenbases that are not kept
-    return state.without(**{which: None if which in continued else kept[which] for which in "AG"})
+    return state.without(A=left.get("A"), G=left.get("G")) if left else state
