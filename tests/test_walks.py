@@ -132,7 +132,8 @@ def worker(folder: str) -> dict[str, tuple[int, list[str], int]]:
     )
     activation.functions |= walks.pop("in step").functions
     walks["activation to factor"] = activation
-    step(REFRESH + 1, plain_step=Walk(), gradient_to_weight=Walk(tensors=True))
+    step(REFRESH + 1)
+    step(REFRESH + 2, plain_step=Walk(), gradient_to_weight=Walk(tensors=True))
     walk("save", lambda: engine.save_checkpoint(folder, tag="tag"))
     walk("load", lambda: engine.load_checkpoint(folder, tag="tag"))
     return {name: (len(own.functions), sorted(own.files), own.deepest) for name, own in walks.items()}

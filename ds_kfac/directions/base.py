@@ -1,7 +1,7 @@
 """What an update rule is: a line of ``DIRECTIONS``, and what it computes in a step."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,66 +16,9 @@ from ds_kfac.model.scan import Choice
 from ds_kfac.plan.plan import Plan
 from ds_kfac.plan.resolve import adaptive, resolve
 from ds_kfac.update.rotation import AT_ONCE, Rotations, in_order
-from ds_kfac.update.state import AdamFold, LayerState, Moments
-from ds_kfac.zero.exchange import GradientExchange, Outbox
+from ds_kfac.update.state import LayerState, Moments
+from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
-
-
-@dataclass
-class LocalResult:
-    """What a rank computed for its own layers.
-
-    Attributes:
-        outbox: results, until they are sent.
-        results: layer name -> fp32 [O, I], of those that are not in the outbox yet.
-        states: layer name -> state after this step.
-        numbers: scalars that are summed over all ranks before :meth:`Direction.finish`.
-        replaced: scalar, layers whose result was not finite.
-        unprepared: layers that passed through because they have no eigenbasis or inverse.
-        unused: scalar, layers whose gradient was exactly zero, where the direction asks.
-        limited: scalar, layers whose gradient was scaled down for its running second moment.
-        left_out: layer name -> bool scalar, whether its gradient was too large for its moments.
-        folds: gradients that go into moments of ``states`` once the step was applied.
-        clip: factor that clipped the gradients in the results.
-    """
-
-    outbox: Outbox
-    results: dict[str, Tensor]
-    states: dict[str, LayerState]
-    numbers: list[Tensor]
-    replaced: Tensor
-    unprepared: int
-    unused: Tensor
-    limited: Tensor
-    left_out: dict[str, Tensor] = field(default_factory=dict)
-    folds: list[AdamFold] = field(default_factory=list)
-    clip: Tensor | float = 1.0
-
-    @classmethod
-    def empty(cls, states: dict[str, LayerState], exchange: GradientExchange) -> "LocalResult":
-        """No results yet; ``states`` itself, in which new ones take the place of old ones."""
-        zero = torch.zeros((), device=exchange.device)
-        return cls(exchange.outbox(), {}, states, [], zero, 0, zero, zero)
-
-    def kept(self) -> dict[str, LayerState]:
-        """``states``, now that the step was applied: they take its gradients in, where they have not yet."""
-        while self.folds:
-            self.folds.pop().keep()
-        return self.states
-
-    def counts(self, failed: int, unusual: Tensor | None) -> list[Tensor]:
-        """What is summed over all layers in the order of :data:`ds_kfac.metrics.SUMMARY`.
-
-        Args:
-            failed: refreshes that failed here.
-            unusual: [2], batches of factors here that were scaled down, and that had no row; None: none.
-        """
-        unprepared, failures = (self.replaced.new_full((), n) for n in (self.unprepared, failed))
-        left_out = torch.zeros_like(self.replaced)
-        if self.left_out:
-            left_out = torch.stack(list(self.left_out.values())).sum(dtype=left_out.dtype)
-        limited, empty = self.replaced.new_zeros(2) if unusual is None else unusual.to(self.replaced.dtype)
-        return [self.replaced, unprepared, failures, self.unused, left_out, self.limited + limited, empty]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.curvature.forms import FACTOR_FORMS
-from ds_kfac.directions.base import Direction, DirectionSetup, LocalResult, StepContext, UpdateRule
+from ds_kfac.directions.base import Direction, DirectionSetup, StepContext, UpdateRule
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Plan
@@ -17,7 +17,7 @@ from ds_kfac.schedule.intervals import Value
 from ds_kfac.update.kfac import finite_or, graft_scale, kl_clip_scale, precondition, precondition_corrected
 from ds_kfac.update.rotation import Rotations, apart, batches, in_order, norms, per_layer, stacks, together
 from ds_kfac.update.state import CorrectedEigenvalues, LastUpdate, LayerState, Moments, stacked, unstacked
-from ds_kfac.zero.exchange import GradientExchange
+from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
 
 

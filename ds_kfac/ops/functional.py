@@ -189,9 +189,9 @@ def adam_scale(
     """See :func:`ds_kfac.ops.reference.adam_scale`."""
     m_OI = torch.lerp(x_OI, first_OI, betas[0])
     v_OI = torch.lerp(x_OI.square(), second_OI, betas[1])
-    torch.where(each(usable), m_OI, first_OI, out=m_OI)
-    torch.where(each(usable), v_OI, second_OI, out=v_OI)
-    k = each((updates + usable).clamp(min=1))
+    torch.where(usable[..., None, None], m_OI, first_OI, out=m_OI)
+    torch.where(usable[..., None, None], v_OI, second_OI, out=v_OI)
+    k = (updates + usable).clamp(min=1)[..., None, None]
     power = betas[0] ** k
     numerator_OI = m_OI * (betas[0] / (1 - betas[0] * power)) + x_OI * ((1 - betas[0]) / (1 - power))
     return numerator_OI.div_((v_OI / (1 - betas[1] ** k)).sqrt_().add_(eps)), m_OI, v_OI

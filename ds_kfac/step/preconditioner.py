@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ds_kfac.comm.message import Channel, Part, Scalars, deliver
 from ds_kfac.comm.reduce import Reducer
 from ds_kfac.curvature.eigen import Refreshed
-from ds_kfac.directions.base import DirectionSetup, LocalResult, StepContext, UpdateRule
+from ds_kfac.directions.base import DirectionSetup, StepContext, UpdateRule
 from ds_kfac.directions.kfac_gradient import peak_rates
 from ds_kfac.metrics import Metrics, Watch
 from ds_kfac.model.batch import ArgumentReader, BatchInfo
@@ -27,7 +27,7 @@ from ds_kfac.step.messages import Sharing, unusual
 from ds_kfac.update.kfac import QuadraticModel
 from ds_kfac.update.state import LayerState
 from ds_kfac.zero.domains import Domain
-from ds_kfac.zero.exchange import GradientExchange
+from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
 
 

@@ -1,6 +1,7 @@
 """Gradients of whole layers to their gradient workers, and the workers' results back to every shard."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from ds_kfac.comm.message import Arrivals, Move, Part
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.update.rotation import AT_ONCE
+from ds_kfac.update.state import AdamFold, LayerState
 from ds_kfac.zero.layout import ShardLayout
 from ds_kfac.zero.shards import Shard, ShardMap, of_layers, plan_gather, plan_scatter, source
 
@@ -131,12 +133,14 @@ class Outbox:
 
     Attributes:
         own: what stays here.
+        packed: says that the part is in a message: what stays here is all that is still needed.
     """
 
     def __init__(self, exchange: GradientExchange) -> None:
         self.exchange = exchange
         self.own: Shards = {}
         self._sent: dict[tuple[int, Piece], Tensor] = {}
+        self.packed = self._sent.clear
         # to every rank that holds a shard of a result
         self.part = Part("results", exchange.plan.scatter, self._piece, exchange.scatter_dtype)
 
@@ -144,7 +148,8 @@ class Outbox:
         """A result, fp32 [O, I], zero where a parameter was frozen since attach; its gradient is of no more use."""
         exchange, layout = self.exchange, self.exchange.layout
         places, parameters = exchange.plan.of_layer[layer.name], exchange.params[layer.name]
-        for param, parameter, flat in zip(places, parameters, exchange.parts(layer, matrix_OI), strict=True):
+        flats = LAYERS[layer.kind].split(matrix_OI, has_bias=layer.bias is not None)
+        for param, parameter, flat in zip(places, parameters, flats, strict=True):
             if not parameter.requires_grad:
                 flat = torch.zeros_like(flat)
             for place in exchange.sent.get(param, ()):
@@ -161,12 +166,65 @@ class Outbox:
     def _piece(self, move: Move) -> Tensor:
         return self._sent[move.param, (move.start, move.numel)]
 
-    def packed(self) -> None:
-        """The part is in a message: what stays here is all that is still needed."""
-        self._sent.clear()
-
 
 def _alone(flat: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
     """Part of a tensor that does not keep the whole of it in memory; of all of it no copy."""
     part = flat.narrow(0, *piece)
     return part.to(dtype, copy=len(part) < len(flat))
+
+
+@dataclass
+class LocalResult:
+    """What a rank computed for its own layers.
+
+    Attributes:
+        outbox: results, until they are sent.
+        results: layer name -> fp32 [O, I], of those that are not in the outbox yet.
+        states: layer name -> state after this step.
+        numbers: scalars that are summed over all ranks before :meth:`Direction.finish`.
+        replaced: scalar, layers whose result was not finite.
+        unprepared: layers that passed through because they have no eigenbasis or inverse.
+        unused: scalar, layers whose gradient was exactly zero, where the direction asks.
+        limited: scalar, layers whose gradient was scaled down for its running second moment.
+        left_out: layer name -> bool scalar, whether its gradient was too large for its moments.
+        folds: gradients that go into moments of ``states`` once the step was applied.
+        clip: factor that clipped the gradients in the results.
+    """
+
+    outbox: Outbox
+    results: dict[str, Tensor]
+    states: dict[str, LayerState]
+    numbers: list[Tensor]
+    replaced: Tensor
+    unprepared: int
+    unused: Tensor
+    limited: Tensor
+    left_out: dict[str, Tensor] = field(default_factory=dict)
+    folds: list[AdamFold] = field(default_factory=list)
+    clip: Tensor | float = 1.0
+
+    @classmethod
+    def empty(cls, states: dict[str, LayerState], exchange: GradientExchange) -> "LocalResult":
+        """No results yet; ``states`` itself, in which new ones take the place of old ones."""
+        zero = torch.zeros((), device=exchange.device)
+        return cls(exchange.outbox(), {}, states, [], zero, 0, zero, zero)
+
+    def kept(self) -> dict[str, LayerState]:
+        """``states``, now that the step was applied: they take its gradients in, where they have not yet."""
+        while self.folds:
+            self.folds.pop().keep()
+        return self.states
+
+    def counts(self, failed: int, unusual: Tensor | None) -> list[Tensor]:
+        """What is summed over all layers in the order of :data:`ds_kfac.metrics.SUMMARY`.
+
+        Args:
+            failed: refreshes that failed here.
+            unusual: [2], batches of factors here that were scaled down, and that had no row; None: none.
+        """
+        unprepared, failures = (self.replaced.new_full((), n) for n in (self.unprepared, failed))
+        left_out = torch.zeros_like(self.replaced)
+        if self.left_out:
+            left_out = torch.stack(list(self.left_out.values())).sum(dtype=left_out.dtype)
+        limited, empty = self.replaced.new_zeros(2) if unusual is None else unusual.to(self.replaced.dtype)
+        return [self.replaced, unprepared, failures, self.unused, left_out, self.limited + limited, empty]

@@ -9,8 +9,9 @@ from torch import Tensor
 from ds_kfac.config.kfac import KFACConfig
 from ds_kfac.curvature.eigen import LayerBasis, Refreshed
 from ds_kfac.curvature.forms import FactorForm, Part
-from ds_kfac.directions.base import Direction, DirectionSetup, LocalResult, UpdateRule
+from ds_kfac.directions.base import Direction, DirectionSetup, UpdateRule
 from ds_kfac.update.rotation import Rotations, Turn
+from ds_kfac.zero.exchange import LocalResult
 
 
 class ToySGD(torch.optim.SGD):

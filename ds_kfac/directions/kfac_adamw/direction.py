@@ -36,7 +36,7 @@ from torch import Tensor
 
 from ds_kfac.curvature.inverse import LayerRoot
 from ds_kfac.curvature.precision import fp32_products
-from ds_kfac.directions.base import LocalResult, StepContext
+from ds_kfac.directions.base import StepContext
 from ds_kfac.directions.kfac_adamw.optimizer import IN_USE
 from ds_kfac.directions.kfac_adamw.size import SIZE, adam_factor, keeps_direction, step_norm
 from ds_kfac.model.layers import LayerSpec
@@ -55,7 +55,7 @@ from ds_kfac.update.rotation import (
     together,
 )
 from ds_kfac.update.state import AdamFold, LayerState, stacked, unstacked
-from ds_kfac.zero.exchange import GradientExchange
+from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
 
 LARGEST = 1e15
