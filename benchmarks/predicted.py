@@ -90,7 +90,7 @@ def compared(name: str, file: Path, periods: int) -> dict[str, tuple[float, floa
         "steps_per_print": 1_000_000,
         "kfac": {
             "factor": {"update_interval": UPDATE}, "eigenbasis": {"refresh_interval": REFRESH},
-            "burn_in": {"steps": 0}, "metrics": {"timings": True}, "assignment": {"costs": str(file)},
+            "burn_in": {"steps": 0}, "assignment": {"costs": str(file)},
         },
     }  # fmt: skip
     torch.manual_seed(0)
@@ -98,6 +98,7 @@ def compared(name: str, file: Path, periods: int) -> dict[str, tuple[float, floa
     subject = Subject(model, config, trace=Trace(model, batch))
     found = Estimate(subject, costs_of("cpu", subject.config), 1, rows)
     engine = ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    engine.kfac.metrics.timings = True
     clock = measured(engine, batch, periods * REFRESH)
     engine.destroy()
     assert found.model is not None

@@ -8,6 +8,7 @@ step, bytes on the wire per rank and K-FAC state per rank.
 
 import argparse
 import csv
+import math
 import os
 import platform
 import statistics
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import ds_kfac
 from benchmarks.mean_step import ROW, WEIGHTS
 from ds_kfac.comm.reduce import payload
+from ds_kfac.plan import choices
 from examples.gpt import GPT, GPTConfig
 
 UPDATE, REFRESH, STEPS = 4, 8, 25
@@ -38,8 +40,8 @@ def build(arguments: argparse.Namespace, *, kfac: bool):
         "steps_per_print": 1000000,
     }
     if kfac:
-        spikes = {"refresh_interval": REFRESH, "stagger": False}  # each kind of work in a step of its own
-        config["kfac"] = {"factor": {"update_interval": UPDATE}, "eigenbasis": spikes}
+        choices.LONG_REFRESH = math.inf  # each kind of work in a step of its own
+        config["kfac"] = {"factor": {"update_interval": UPDATE}, "eigenbasis": {"refresh_interval": REFRESH}}
     model = GPT(GPTConfig(arguments.width, arguments.blocks, 4, arguments.context))
     return ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 

@@ -14,6 +14,7 @@ import contextlib
 import gc
 import io
 import json
+import math
 import os
 import statistics
 import sys
@@ -36,6 +37,7 @@ import ds_kfac
 from benchmarks.kernels.report import CsvFile
 from benchmarks.mean_step import ROW, WEIGHTS
 from ds_kfac.metrics import STAGES
+from ds_kfac.plan import choices
 from examples.gpt import Block, GPTConfig
 
 UPDATE, REFRESH = 5, 20
@@ -88,9 +90,10 @@ def build(options: argparse.Namespace, method: str, *, stage: int, timings: bool
         "steps_per_print": 1000000,
     }
     if has_kfac(method):
+        choices.LONG_REFRESH = math.inf  # each kind of work in a step of its own
         blocks: dict[str, Any] = {
-            "factor": {"update_interval": UPDATE}, "eigenbasis": {"refresh_interval": REFRESH, "stagger": False},
-            "burn_in": {"steps": 0}, "metrics": {"timings": timings},
+            "factor": {"update_interval": UPDATE}, "eigenbasis": {"refresh_interval": REFRESH},
+            "burn_in": {"steps": 0},
         }  # fmt: skip
         for name, values in json.loads(options.kfac).items():
             blocks[name] = {**blocks.get(name, {}), **values} if isinstance(values, dict) else values
@@ -99,6 +102,8 @@ def build(options: argparse.Namespace, method: str, *, stage: int, timings: bool
     start = ds_kfac.initialize if has_kfac(method) else deepspeed.initialize
     with contextlib.redirect_stdout(io.StringIO()):
         engine = start(model=model, model_parameters=model.parameters(), config=config)[0]
+    if has_kfac(method):
+        engine.kfac.metrics.timings = timings
     if has_kfac(method) and not timings:
         print(engine.kfac.report, flush=True)
     return engine

@@ -35,7 +35,6 @@ class Metrics:
     """Counters; those of a skipped step are dropped with it.
 
     Args:
-        timings: fill ``seconds``; synchronises the device around every stage.
         timers: DeepSpeed's timers of the engine, if it prints a breakdown; stages are entered there too, without
             synchronising.
 
@@ -45,13 +44,14 @@ class Metrics:
             cholesky, an inverse; newton, a root; diagonal; failed), "refresh_retries" (rungs of the failure
             ladder that failed), "refresh_failures" (old bases or inverses kept), "parted_inputs"
             (groups of layers with one A that got different inputs here in a captured step, whose rows it then lacks).
-        seconds: stage -> seconds so far; filled if timings are on.
+        timings: set it to fill ``seconds``, which synchronises the device around every stage.
+        seconds: stage -> seconds so far.
         nu: last kl-clip factor, a device scalar, the same on all ranks; None while kl-clip is off.
         summary: fp32 on the device, over all ranks, as :data:`SUMMARY` names it.
     """
 
-    def __init__(self, *, timings: bool, device: torch.device, timers: Any = None) -> None:
-        self.timings, self.timers = timings, timers
+    def __init__(self, device: torch.device, timers: Any = None) -> None:
+        self.timings, self.timers = False, timers
         self.counts: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.nu: Tensor | None = None

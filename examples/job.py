@@ -151,6 +151,8 @@ def train(engine, task: Task, arguments: argparse.Namespace, folder: Path, first
             if file.tell() == 0:
                 table.writeheader()
         for step in range(first, arguments.steps):
+            if attachment:
+                attachment.metrics.timings = True
             clock = Clock(attachment.metrics.seconds if attachment else {})
             start = time.perf_counter()
             mean, units = train_step(engine, task, step, clock)

@@ -1,5 +1,6 @@
 """What ds_kfac chooses inside, chosen by a test: a block "plan" in addition to those of the config."""
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -16,6 +17,12 @@ from ds_kfac.plan import choices
 from ds_kfac.plan.resolve import resolve
 
 CPU = torch.device("cpu")
+STAGGERED = {"LONG_REFRESH": -1.0}
+"""Of "plan": refreshes are spread over steps, however short they are."""
+AT_ONCE = {"LONG_REFRESH": math.inf}
+"""They are not, however long."""
+HALF = {"gradient_dtypes": (torch.bfloat16, torch.bfloat16)}
+"""Of "plan": gradients travel in bf16, also those of a model in fp32."""
 
 
 def resolved(block: Mapping[str, Any]) -> KFACConfig:
@@ -39,6 +46,7 @@ def chosen(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         stack.enter_context(patch.object(ds_kfac.directions.base, "adaptive", lambda optimizer: False))
         for name, value in block.get("plan", {}).items():
             module = scan if hasattr(scan, name) else choices
-            made = (lambda *_, value=value: value) if callable(getattr(module, name)) else value
+            plain = callable(value) or not callable(getattr(module, name))
+            made = value if plain else lambda *_, value=value: value
             stack.enter_context(patch.object(module, name, made))
         yield {key: value for key, value in block.items() if key != "plan"}

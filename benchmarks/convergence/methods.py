@@ -9,7 +9,7 @@ from collections.abc import Callable
 INTERVALS = {
     "factor": {"update_interval": 10},
     "eigenbasis": {"refresh_interval": 50},
-    "burn_in": {"steps": 50, "update_interval": 5},
+    "burn_in": {"steps": 50},
 }
 KFAC_FOR_SGD = {**INTERVALS}
 KFAC_FOR_ADAMW = {**INTERVALS}
@@ -29,7 +29,6 @@ VARIATIONS = {
     "unwhitened": {"adam": {"whiten": 0.0}},
     "fused": {"adam": {"blocks": {".*": 1}}},
     "heads": {"adam": {"blocks": {"qkv": 12}}},
-    "eighth": {"factor": {"update_interval": 10, "sample_rows": 256}},
     "blocks": {"factor": {"update_interval": 10, "dense_max": 256}},
     "no_burn_in": {"burn_in": {"steps": 0}},
 }  # fmt: skip

@@ -28,7 +28,7 @@ def build(case: Case, model: GPTConfig, rows: int) -> Any:
 
     torch.manual_seed(0)
     module = MODELS[case.model](model)
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()), case.chosen():
         return ds_kfac.initialize(model=module, model_parameters=module.parameters(), config=case.config(rows))[0]
 
 

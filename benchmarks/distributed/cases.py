@@ -1,12 +1,16 @@
 """What the distributed benchmark measures: models, strategies, wire formats; and the figures it is held against."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
+import torch
 from torch import nn
 
+from ds_kfac.plan import choices
 from examples.gpt import GPT, GPTConfig
 
 UPDATE, REFRESH = 10, 100
@@ -23,11 +27,8 @@ STRATEGIES: Mapping[str, tuple[int, float | None]] = {
 }
 """Stage, and the power of the world that is the number of gradient workers; None where there is always one."""
 
-WIRES: Mapping[str, Mapping[str, str]] = {
-    "fp32": {"dtype": "fp32"},
-    "bf16": {"dtype": "bf16", "gradient_dtype": "bf16"},
-}
-"""kfac.communication: of batch sums and eigenvectors, and of gradients and results."""
+WIRES = ("fp32", "bf16")
+"""In which everything travels: batch sums, eigenvectors, gradients and results."""
 
 KFAC_PYTORCH = {"COMM-OPT": (5.5, 110.5), "MEM-OPT": (17.8, 64.0)}
 """Strategy -> payload per step [MB], amortised 10/100, and state per rank [MB]; on this model, on 4 ranks. Its payload
@@ -70,6 +71,7 @@ class Case:
         wire: of ``WIRES``.
         optimizer: KFACAdamW keeps G the identity; with any other there are A and G.
         block: more of the "kfac" block, by its own blocks' names.
+        staggers: whether refreshes are spread over steps.
     """
 
     strategy: str | None
@@ -78,6 +80,7 @@ class Case:
     optimizer: str = "AdamW"
     model: str = "gelu"
     block: Mapping[str, Mapping[str, Any]] | None = None
+    staggers: bool = False
 
     def with_options(self, **block: Mapping[str, Any]) -> "Case":
         return replace(self, block={**(self.block or {}), **block})
@@ -96,6 +99,15 @@ class Case:
     def name(self) -> str:
         return f"{self.strategy}, {self.world} ranks, {self.wire}, {self.optimizer}, {self.model}"
 
+    @contextmanager
+    def chosen(self) -> Iterator[None]:
+        """What a plan chooses by itself is the case's while an engine is made."""
+        found: dict[str, Any] = {"LONG_REFRESH": -1.0 if self.staggers else math.inf}
+        if self.wire == "bf16":
+            found["gradient_dtypes"] = lambda *stored: (torch.bfloat16, torch.bfloat16)
+        with patch.multiple(choices, **found):
+            yield
+
     def config(self, rows: int) -> dict[str, Any]:
         """For DeepSpeed."""
         rate = 1e-3 if self.optimizer == "AdamW" else 4e-3
@@ -109,9 +121,9 @@ class Case:
             return config
         block: dict[str, dict[str, Any]] = {
             "factor": {"update_interval": UPDATE},
-            "eigenbasis": {"refresh_interval": REFRESH, "stagger": False},
+            "eigenbasis": {"refresh_interval": REFRESH},
             "burn_in": {"steps": 0},
-            "communication": dict(WIRES[self.wire]),
+            "communication": {"dtype": self.wire},
         }
         if self.stage == 0:
             block["assignment"] = {"gradient_worker_fraction": self.workers / self.world}

@@ -70,9 +70,9 @@ def planned(table: Table, strategy: str, world: int) -> tuple[Plan, ShardMap]:
     shards = _shards(table, world, replicated=replicated)
     block: dict[str, Mapping[str, Any]] = {
         "factor": {"update_interval": UPDATE},
-        "eigenbasis": {"refresh_interval": REFRESH, "stagger": False},
+        "eigenbasis": {"refresh_interval": REFRESH},
         "burn_in": {"steps": 0},
-        "communication": {"dtype": "bf16", "gradient_dtype": "bf16"},
+        "communication": {"dtype": "bf16"},
     }
     if replicated:
         block["assignment"] = {"gradient_worker_fraction": workers_of(strategy, world) / world}

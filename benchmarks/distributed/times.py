@@ -6,6 +6,7 @@ is the same with a longer one, and the median step is one in which nothing is.
 
 import time
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -24,12 +25,13 @@ def time_modes(strategy: str, world: int, lag: int) -> dict[str, Case]:
     for lag: its thread would work during the others' steps."""
     assert lag <= SETTLE // 2, "what is in effect in the timed steps must have been begun as often as in other modes"
     often = {"refresh_interval": REFRESH}
-    case = Case(strategy, world).with_options(metrics={"timings": True}, eigenbasis={**often, "stagger": False})
+    case = Case(strategy, world).with_options(eigenbasis=often)
+    staggered = replace(case, staggers=True)
     return {
         "no K-FAC": Case(None, world),
         "all at once": case,
-        "staggered": case.with_options(eigenbasis={**often, "stagger": True}),
-        "staggered, lag": case.with_options(eigenbasis={**often, "stagger": True, "lag": lag}),
+        "staggered": staggered,
+        "staggered, lag": staggered.with_options(eigenbasis={**often, "lag": lag}),
     }
 
 
@@ -37,6 +39,9 @@ def measure_times(cases: list[Case], model: GPTConfig, rows: int, intervals: int
     """Of each case, this rank's row: wall clock and processor seconds of each timed step, seconds per K-FAC stage,
     traffic over all timed steps, most collectives in one of them, refreshes. Runs on every rank."""
     engines = [build(case, model, rows) for case in cases]
+    for engine in engines:
+        if hasattr(engine, "kfac"):
+            engine.kfac.metrics.timings = True
     results: list[dict[str, Any]] = [defaultdict(list) for _ in cases]
     starts: list[Any] = [None for _ in cases]
     for step in range(SETTLE + intervals * REFRESH):

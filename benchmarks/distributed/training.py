@@ -29,14 +29,14 @@ EVERY_STATISTIC = {
 INTERVALS = {"factor": {"update_interval": 5}, "burn_in": {"steps": 20}}
 PLAIN = {
     **INTERVALS,
-    "eigenbasis": {"refresh_interval": 20, "stagger": False},
-    "communication": {"dtype": "fp32", "gradient_dtype": "fp32"},
+    "eigenbasis": {"refresh_interval": 20},
+    "communication": {"dtype": "fp32"},
 }
 EVERYTHING = {
     **INTERVALS,
-    "eigenbasis": {"refresh_interval": 20, "stagger": True, "lag": 3},
-    "communication": {"dtype": "bf16", "gradient_dtype": "bf16"},
-    "adaptive": {"enabled": True, "tolerance": 0.2},
+    "eigenbasis": {"refresh_interval": 20, "lag": 3},
+    "communication": {"dtype": "bf16"},
+    "adaptive": 0.2,
     "offload": {"device": "cpu"},
 }
 
@@ -82,8 +82,7 @@ def adaptive_name(tolerance: float) -> str:
 def adaptive_runs(optimizer: str, steps: int, seeds: Sequence[int], tolerances: Sequence[float]) -> list[Training]:
     """Every statistic at every step, and the same thinned out by the adaptive rule."""
     blocks = {BASE: EVERY_STATISTIC} | {
-        adaptive_name(tolerance): {**EVERY_STATISTIC, "adaptive": {"enabled": True, "tolerance": tolerance}}
-        for tolerance in tolerances
+        adaptive_name(tolerance): {**EVERY_STATISTIC, "adaptive": tolerance} for tolerance in tolerances
     }
     return [Training(name, "MEM-OPT", optimizer, blocks[name], steps, seed) for seed in seeds for name in blocks]
 

@@ -69,7 +69,8 @@ def adam_step(settings: Settings, outputs: int, inputs: int) -> Case:
     def error(op: Op) -> tuple[float, float]:
         x, first, second = x_OI.double(), first_OI.double(), second_OI.double()
         first, second = beta1 * first + (1 - beta1) * x, beta2 * second + (1 - beta2) * x.square()
-        direction = first / (1 - beta1**11) / ((second / (1 - beta2**11)).sqrt() + eps)
+        ahead = beta1 * first / (1 - beta1**12) + (1 - beta1) * x / (1 - beta1**11)
+        direction = ahead / ((second / (1 - beta2**11)).sqrt() + eps)
         found = op(x_OI, first_OI, second_OI, updates, usable, betas=betas, eps=eps)
         return max(worst(x, y) for x, y in zip(found, (direction, first, second), strict=True)), 1e-5
 
@@ -78,11 +79,12 @@ def adam_step(settings: Settings, outputs: int, inputs: int) -> Case:
         first, second = torch.where(usable, first, first_OI), torch.where(usable, second, second_OI)
         steps = updates + usable
         root = (second / (1 - beta2**steps)).sqrt_().add_(eps)
-        return (first / (1 - beta1**steps)).div_(root), first, second
+        ahead = first * (beta1 / (1 - beta1 ** (steps + 1))) + x_OI * ((1 - beta1) / (1 - beta1**steps))
+        return ahead.div_(root), first, second
 
     elements = outputs * inputs
     return Case(
-        "adam_scale", f"{outputs} x {inputs}", 24 * elements, 14 * elements,
+        "adam_scale", f"{outputs} x {inputs}", 24 * elements, 16 * elements,
         lambda op: op(x_OI, first_OI, second_OI, updates, usable, betas=betas, eps=eps), error,
         {"elementwise": elementwise},
     )  # fmt: skip

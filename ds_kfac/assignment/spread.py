@@ -139,20 +139,18 @@ class Contributors:
     Attributes:
         world: ranks.
         node_size: consecutive ranks of a node.
-        everywhere: whether they are of all nodes alike, or of the decomposer's node first.
         counts: factor key -> how many at an update; those that are missing have all ranks.
     """
 
     world: int
     node_size: int = 1
-    everywhere: bool = False
     counts: Mapping[str, int] = field(default_factory=dict)
 
     def count(self, key: str) -> int:
         return self.counts.get(key, self.world)
 
     def of(self, key: str, owner: int, step: int) -> Sequence[int]:
-        """Ranks that contribute to a factor at ``step``, ascending.
+        """Ranks that contribute to a factor at ``step``, ascending: those of the decomposer's node first.
 
         Args:
             owner: its decomposer.
@@ -160,9 +158,6 @@ class Contributors:
         count = self.count(key)
         if count >= self.world:
             return self._all
-        if self.everywhere:
-            first = owner + phase(step, self.world)
-            return tuple(sorted((first + place) % self.world for place in range(count)))
         start = owner - owner % self.node_size
         node = range(start, min(start + self.node_size, self.world))
         found = [owner, *_turned([rank for rank in node if rank != owner], count - 1, owner, step)]

@@ -3,12 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from ds_kfac.config.errors import AUTO, explain, without_nulls
 from ds_kfac.config.method import (
     AdamConfig,
-    AdaptiveConfig,
     Block,
     BurnInConfig,
     DampingConfig,
@@ -21,7 +20,6 @@ from ds_kfac.config.system import (
     CheckpointConfig,
     CommunicationConfig,
     LayersConfig,
-    MetricsConfig,
     OffloadConfig,
     OpsConfig,
     PaddingConfig,
@@ -29,7 +27,7 @@ from ds_kfac.config.system import (
 from ds_kfac.config.values import LARGEST
 from ds_kfac.curvature.forms import FACTOR_FORMS
 from ds_kfac.model.scan import Choice
-from ds_kfac.schedule.intervals import Schedule
+from ds_kfac.schedule.intervals import BurnIn, Schedule
 
 KEY = "kfac"
 
@@ -54,7 +52,6 @@ class KFACConfig(Block):
     factor: FactorConfig = FactorConfig()
     eigenbasis: EigenbasisConfig = EigenbasisConfig()
     burn_in: BurnInConfig = BurnInConfig()
-    adaptive: AdaptiveConfig = AdaptiveConfig()
     damping: DampingConfig = DampingConfig()
     preconditioner: PreconditionerConfig = PreconditionerConfig()
     adam: AdamConfig = AdamConfig()
@@ -65,7 +62,11 @@ class KFACConfig(Block):
     offload: OffloadConfig = OffloadConfig()
     ops: OpsConfig = OpsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    metrics: MetricsConfig = MetricsConfig()
+    adaptive: float | None = Field(None, gt=0)
+    """SP-NGD's adaptive statistics, a factor that barely changes is captured, reduced and decomposed less often: two
+    values of a factor are similar if their relative difference in the Frobenius norm is below this, such as 0.1. Each
+    factor then has its own interval, in units of factor.update_interval, which grows (1, 2, 3, 5, 8, ...) while the
+    factor stays similar to its last two values, and halves when it does not. Starts after the burn-in. null: off."""
     rescale_weights: bool = False
     """After every step multiply the weight of each linear and convolutional K-FAC layer by min(1, sqrt(2 outputs) / its
     norm), as SP-NGD does: for layers that a norm follows."""
@@ -94,7 +95,10 @@ class KFACConfig(Block):
     def schedule(self) -> Schedule:
         """What is due when."""
         assert self.eigenbasis.refresh_interval is not None
-        return Schedule(self.factor.update_interval, self.eigenbasis.refresh_interval, self.burn_in.chosen)
+        update, steps = self.factor.update_interval, self.burn_in.steps
+        half = max(1, (update.interval_at(0) + 1) // 2)
+        burn_in = BurnIn(steps, half, 2 * half) if steps else None
+        return Schedule(update, self.eigenbasis.refresh_interval, burn_in)
 
 
 def parse(block: Any) -> KFACConfig:

@@ -6,7 +6,7 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from ds_kfac.config.values import BlockRows, Decay, Interval, Method, NameEnd, NotNegative, Positive, Rows, fits
-from ds_kfac.schedule.intervals import BurnIn, Value
+from ds_kfac.schedule.intervals import Value
 
 
 class Block(DeepSpeedConfigModel):
@@ -41,15 +41,9 @@ class FactorConfig(Block):
     """expand: every token is a row; use it for a loss per token. reduce: every sequence or image is a row; use it for a
     loss per example. reduce is cheaper by the sequence length."""
     rows: Rows | None = None
-    """Rows that a factor sees in an update: its batch comes from as many ranks as have them, its decomposer's node
-    first, so that what statistics cost a rank falls with the number of ranks. all: from all ranks. null: 4 per column
-    of the factor."""
-    contributors: Literal["node", "all"] = "node"
-    """Which ranks these are, others at every update. node: the decomposer and ranks of its node, further ones if these
-    have too few rows. all: ranks of all nodes alike; for data that differ from rank to rank, such as one language
-    each."""
-    sample_rows: int | None = Field(None, ge=1)
-    """Maximum number of rows per forward call and rank that statistics are taken of, evenly spaced; null: all rows."""
+    """Rows that a factor sees in an update: its batch comes from as many ranks as have them, those of its decomposer's
+    node first, others at every update, so that what statistics cost a rank falls with the number of ranks. all: from
+    all ranks. null: 4 per column of the factor."""
     sample_positions: bool = True
     """Take statistics of convolutions at a grid of positions that moves from step to step: one in 4 along both
     dimensions, fewer where less than 4 rows would be left for each row of a factor. Unbiased, and 6 to 20 times
@@ -69,10 +63,6 @@ class EigenbasisConfig(Block):
     refresh_interval: Interval | None = None
     """Steps between two decompositions, a multiple of factor.update_interval; null: five times that interval. If one of
     them is a schedule, a refresh waits for the next factor update."""
-    stagger: bool | None = None
-    """Spread updates and refreshes of different layers evenly over their intervals, those of the burn-in too, so that
-    no step but the first does more than its share. null: if a refresh of all layers at once is predicted to take over
-    50 ms."""
     lag: int | None = Field(None, ge=0)
     """Run decompositions asynchronously (on a thread on the CPU, a stream on a GPU) and use the result exactly so many
     steps later. 0: decompose within the step. A refresh interval shorter than the lag shortens it. null: on a GPU
@@ -120,8 +110,6 @@ class PreconditionerConfig(Block):
     """Eigenvalues of the Fisher in the eigenbasis. kronecker: products of the factors' eigenvalues (K-FAC). corrected:
     the running second moment of the rotated gradient (EKFAC). null: corrected if your optimizer divides by a running
     second moment too, as Adam does, else kronecker."""
-    second_moment_decay: float = Field(0.95, ge=0, lt=1)
-    """With corrected eigenvalues: weight of the past in that second moment, per step."""
     graft: Literal["none", "norm"] = "none"
     """norm: scale each layer's K-FAC direction to the norm of its raw gradient, so that learning rates carry over."""
     step: Literal["fixed", "quadratic"] = "fixed"
@@ -145,16 +133,9 @@ class BurnInConfig(Block):
     """Shorter intervals at the start of a run, where curvature changes fastest."""
 
     steps: int = Field(50, ge=0)
-    """Number of first steps that use the shorter intervals; the step after them refreshes everything. 0: no burn-in."""
-    update_interval: int = Field(5, ge=1)
-    """Interval of factor updates during the burn-in, if factor.update_interval is longer. Eigenbases are refreshed
-    every second update, if eigenbasis.refresh_interval is longer."""
-
-    @property
-    def chosen(self) -> BurnIn | None:
-        if not self.steps:
-            return None
-        return BurnIn(self.steps, self.update_interval, 2 * self.update_interval)
+    """Number of first steps in which factors are updated twice as often as factor.update_interval says at first, and
+    eigenbases refreshed at every second update, if that is more often; the step after them refreshes everything. 0: no
+    burn-in."""
 
 
 class AdamConfig(Block):
@@ -188,13 +169,3 @@ class AdamConfig(Block):
     whiten: float = Field(0.125, ge=0, le=1)
     """Power p of A^-p on both sides of an orthogonalization, which bounds the response to each input direction in place
     of the weights'; 0: none. Worth most with large batches, and lets the rate be higher there."""
-
-
-class AdaptiveConfig(Block):
-    """SP-NGD's adaptive statistics: a factor that barely changes is captured, reduced and decomposed less often."""
-
-    enabled: bool = False
-    """Give each factor its own interval, in units of factor.update_interval. It grows (1, 2, 3, 5, 8, ...) while the
-    factor stays similar to its last two values, and halves when it does not. Starts after the burn-in."""
-    tolerance: float = Field(0.1, gt=0)
-    """Two values of a factor are similar if their relative difference in the Frobenius norm is below this."""

@@ -37,7 +37,7 @@ class AssignmentConfig(Block):
     memory_budget_gb. Under ZeRO 1-3 gradients are partitioned and a layer always has one worker."""
     memory_budget_gb: float | None = Field(None, gt=0)
     """Most memory of K-FAC per rank, in 10^9 bytes: state (factors, eigenbases, moments), and batch sums, gradients and
-    results while a step lasts; without messages, see communication.bucket_bytes. null: no limit."""
+    results while a step lasts; without messages, of 256 MiB at most. null: no limit."""
     costs: str | None = None
     """File with seconds of decompositions and products of this machine, which ``python -m benchmarks.kernels.costs``
     writes; plans are then made from them. null: builtin ones."""
@@ -49,12 +49,6 @@ class CommunicationConfig(Block):
     dtype: Literal["fp32", "bf16"] | None = None
     """dtype in which batch sums and eigenvectors travel; sums are added in fp32, inverses travel in fp32. null: bf16 if
     the model is in 16 bits and the traffic is predicted to cost over 2 % of a step's K-FAC work, else fp32."""
-    bucket_bytes: int = Field(2**28, ge=2**8)
-    """Most bytes of batch sums that a rank sends, or receives, in one message; two are on their way at a time."""
-    gradient_dtype: Literal["fp32", "bf16"] | None = None
-    """dtype in which gradients travel to their workers and preconditioned gradients travel back (fp16 would overflow,
-    because they carry the loss scale). null: as stored to the workers; back in bf16 if the model is in 16 bits, else in
-    fp32."""
 
 
 class OffloadConfig(Block):
@@ -75,14 +69,6 @@ class CheckpointConfig(Block):
     """What load_checkpoint does if the K-FAC state that a checkpoint names is missing, damaged or of another model.
     error: raise on every rank. fresh: warn and start K-FAC afresh. DeepSpeed has loaded weights and optimizer before,
     in both cases. A checkpoint written without K-FAC always starts K-FAC afresh, with a warning."""
-
-
-class MetricsConfig(Block):
-    """What is measured."""
-
-    timings: bool = False
-    """Time every stage of the K-FAC step in ``engine.kfac.metrics.seconds``; synchronises the device. DeepSpeed's
-    wall_clock_breakdown prints the stages without synchronising."""
 
 
 class OpsConfig(Block):

@@ -20,6 +20,9 @@ from ds_kfac.update.state import CorrectedEigenvalues, LastUpdate, LayerState, M
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
 
+DECAY = 0.95
+"""Weight of the past in corrected eigenvalues, per step."""
+
 
 class KFACGradient:
     """V = (F + damping)^-1 gradient, at the scale of kl-clip or of the gradient (grafting).
@@ -89,7 +92,7 @@ class KFACGradient:
                 stacked(moments),
                 norm=norm,
                 terms=terms / (self.layout.grad_scale() * local.clip) ** 2,  # of raw gradients, as factors are
-                decay=options.second_moment_decay,
+                decay=DECAY,
                 **damping,
             )
             local.limited = local.limited + per_layer(limited, len(names)).sum()

@@ -134,8 +134,7 @@ def _tables(kfac: KFACPreconditioner, scan: Scan) -> list[str]:
 
 def _statistics(config: KFACConfig) -> str:
     factor = config.factor
-    sample = f", {factor.sample_rows} rows per call" if factor.sample_rows else ""
-    return f"{factor.fisher} Fisher, {factor.weight_sharing}{sample}, {config.padding.count} rows count"
+    return f"{factor.fisher} Fisher, {factor.weight_sharing}, {config.padding.count} rows count"
 
 
 def _products(kfac: KFACPreconditioner) -> str:

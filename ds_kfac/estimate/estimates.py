@@ -264,7 +264,6 @@ class Estimate:
         gradients, and the most of what is left of them, of what takes their places, and of what making that takes. An
         element of a gradient takes ``waits`` while it waits for its moments."""
         plan, (arriving, leaving), params = self.plan, self.plan.gradient_dtypes, self.exchange.of_layer
-        stored = FP32 if plan.config.communication.gradient_dtype else arriving.itemsize  # of gradients, at most
         goes = {(move.source, move.param, move.start, move.numel) for move in self.exchange.scatter.moves}
         ranks = self.exchange.of_parameter
         mine = {(s.rank, s.param, s.start, s.numel) for s in self.shards.shards if s.rank in ranks[s.param]}
@@ -281,7 +280,7 @@ class Estimate:
             alike = (lambda layer: layer.copies) if plan.stacks else None
             # a gradient that is a parameter's and lies here is used as it is
             held = {name for name, (param, *more) in params.items() if not more and (rank, param) in whole}
-            missing = {layer.name: stored * layer.numel for layer in own if layer.name not in held}
+            missing = {layer.name: arriving.itemsize * layer.numel for layer in own if layer.name not in held}
             left, done, most = sum(missing.values()), 0, 0
             found[2, rank] = left
             for layers, nbytes in self.rule.rounds(plan, stacks(own, alike=alike)):
@@ -351,7 +350,7 @@ class Estimate:
     def _captures(self, keys: Keys) -> np.ndarray:
         """FLOPs [W] of capturing some factors; one update is like another."""
         plan, layers = self.plan, {layer.name: layer for layer in self.plan.layers}
-        rule = RowRule(sample=plan.config.factor.sample_rows, positions=plan.config.factor.sample_positions)
+        rule = RowRule(positions=plan.config.factor.sample_positions)
 
         def flops(factor: FactorSpec) -> int:
             layer, members = layers[factor.layers[0]], len(rows_from(factor, layers))
@@ -359,8 +358,6 @@ class Estimate:
             if isinstance(LAYERS[layer.kind], Convolution):
                 dims = int(layer.kind[-2])
                 rows //= grid_step(rule, rows, dims, max(layer.shape[-2:])) ** dims
-            elif rule.sample is not None:
-                rows = min(rows, rule.sample)
             return capture_flops(factor.side, rows)
 
         found = ((f, plan.contributors.of(f.key, self.homes[f.key], 0)) for f in self.factors if f.key in keys)

@@ -154,7 +154,7 @@ class RowSums:
         divided: whether the loss may be divided by something else than its terms, according to the micro-batch.
 
     Attributes:
-        turn: the step, moves the sub-sample.
+        turn: the step, moves the sub-sample of positions.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class RowSums:
                 return
             tensor = kind.input_rows(call.module, x)
             assert tensor is not None  # the type does not wait for gradients
-            rows = input_rows(tensor, call.rows.mask, self.rule, turn=self.turn, examples=call.rows.examples)
+            rows = input_rows(tensor, call.rows.mask, self.rule, examples=call.rows.examples)
             layer.A.accumulate_(sum_A.sum_P, rows.x, ones_column=rows.counts_R1 if bias else None)
             sum_A.count.add_(rows.count)
 
@@ -210,14 +210,12 @@ class RowSums:
                 patches.add_to_(sum_.sum_P, layer.G, grid, gain=gain)
                 return
             tensor = kind.gradient_rows(call.module, call.x, gradient)
-            rows, own, scale = gradient_rows(
-                tensor, call.rows.mask, self.rule, turn=self.turn, examples=call.rows.examples
-            )
-            gain = self._gain(call, own, seed, sum_)
+            rows, own = gradient_rows(tensor, call.rows.mask, self.rule, examples=call.rows.examples)
+            gain, scale = self._gain(call, own, seed, sum_), 1.0
             if rows.dtype == torch.float32:
                 rows = rows * gain
             else:
-                scale = scale * gain**2
+                scale = gain**2
             side = layer.A if kind.needs_gradients else layer.G
             side.accumulate_(sum_.sum_P, rows, scale=scale)
 

@@ -82,12 +82,9 @@ class Window:
 
 def grid_step(rule: RowRule, rows: int, dims: int, width: int) -> int:
     """The largest that leaves :data:`ROWS` times ``width`` of so many rows, but not fewer than one in
-    :data:`SPARSEST`; or the smallest that leaves at most ``rule.sample``."""
+    :data:`SPARSEST`."""
     step = 1
-    if rule.sample is not None:
-        while rows > rule.sample * step**dims:
-            step += 1
-    elif rule.positions:
+    if rule.positions:
         while (step + 1) ** dims <= SPARSEST and rows >= ROWS * width * (step + 1) ** dims:
             step += 1
     return step

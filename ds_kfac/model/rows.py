@@ -66,12 +66,10 @@ class RowRule:
         weight_sharing: "expand": every position is a row (a loss per token). "reduce": every example is one, the mean
             of its inputs and the sum of its output gradients (a loss per sequence or image). Eschenhagen et al. 2023
             (arXiv:2311.00636).
-        sample: take about so many rows a call, evenly spaced from a place that moves; None: all.
-        positions: whether convolutions take a sub-sample of positions, see ``patches.py``, unless ``sample`` says more.
+        positions: whether convolutions take a sub-sample of positions, see ``convolutions.py``.
     """
 
     weight_sharing: str = "expand"
-    sample: int | None = None
     positions: bool = True
 
 
@@ -117,53 +115,39 @@ def phase(turn: int, stride: int) -> int:
     return (z ^ z >> 31) % stride
 
 
-def _spread(rows: int, rule: RowRule, turn: int) -> slice:
-    """Every k-th row, starting at a place that visits 0 .. k-1 alike as turns go by."""
-    if rule.sample is None or rows <= rule.sample:
-        return slice(0, rows)
-    stride = -(-rows // rule.sample)
-    return slice(phase(turn, stride), None, stride)
-
-
-def input_rows(x: Tensor, mask: Tensor | None, rule: RowRule, *, turn: int = 0, examples: int = 0) -> Rows:
+def input_rows(x: Tensor, mask: Tensor | None, rule: RowRule, *, examples: int = 0) -> Rows:
     """Rows of A.
 
     Args:
         x: inputs [.., D].
         mask: bool, which of them count: of the leading shape of ``x``, or [N, T] where that is flattened.
-        turn: of the step, moves the sample.
         examples: dimension of the examples, 1 where sequences come first.
     """
     turned = examples == 1 and rule.weight_sharing == "reduce"  # each row by itself: the order does not matter
     x, mask = _positions(x.detach(), mask, turned)
     if rule.weight_sharing == "reduce":
-        return _mean_rows(x.float(), mask, rule, turn)
+        return _mean_rows(x.float(), mask)
     if mask is not None:
         x = x * mask
     flat = x.flatten(0, 1)
-    chosen = _spread(len(flat), rule, turn)
-    flat = flat[chosen]
-    counts = torch.ones(len(flat), 1, device=x.device) if mask is None else mask.reshape(-1, 1)[chosen].float()
+    counts = torch.ones(len(flat), 1, device=x.device) if mask is None else mask.reshape(-1, 1).float()
     return Rows(flat, counts, len(flat) if mask is None else counts.sum())
 
 
-def _mean_rows(x_NTD: Tensor, mask: Tensor | None, rule: RowRule, turn: int) -> Rows:
+def _mean_rows(x_NTD: Tensor, mask: Tensor | None) -> Rows:
     if mask is None:
         rows, counts = x_NTD.mean(dim=1), torch.ones(len(x_NTD), 1, device=x_NTD.device)
     else:
         positions = mask.sum(dim=1)
         rows, counts = (x_NTD * mask).sum(dim=1) / positions.clamp(min=1), (positions > 0).float()
-    chosen = _spread(len(rows), rule, turn)
-    counts = counts[chosen]
-    return Rows(rows[chosen], counts, len(counts) if mask is None else counts.sum())
+    return Rows(rows, counts, len(counts) if mask is None else counts.sum())
 
 
 def gradient_rows(
-    gradient: Tensor, mask: Tensor | None, rule: RowRule, *, turn: int = 0, examples: int = 0
-) -> tuple[Tensor, Tensor | int, float]:
-    """Rows of output gradients [R, D], how many loss terms the call has if nothing else shows it, and a factor.
+    gradient: Tensor, mask: Tensor | None, rule: RowRule, *, examples: int = 0
+) -> tuple[Tensor, Tensor | int]:
+    """Rows of output gradients [R, D], and how many loss terms the call has if nothing else shows it.
 
-    The factor times the sum of the rows' outer products stands for that of all rows; 1 unless they are a sample.
     bf16 and fp16 rows are as they were, so that tensor cores multiply them; sums over positions and others are fp32.
     """
     reduced = rule.weight_sharing == "reduce"
@@ -176,9 +160,7 @@ def gradient_rows(
     terms: Tensor | int = len(flat)
     if mask is not None:
         terms = (mask.flatten(1).any(dim=1) if reduced else mask).sum().float()
-    chosen = _spread(len(flat), rule, turn)
-    sample = flat[chosen]
-    return sample, terms, len(flat) / max(1, len(sample))
+    return flat, terms
 
 
 # loss terms

@@ -9,6 +9,10 @@ from ds_kfac.assignment.costs import CostModel
 from ds_kfac.curvature.forms import FACTOR_FORMS
 from ds_kfac.model.layers import LayerSpec
 
+BUCKET_BYTES = 1 << 28
+"""Most bytes of batch sums that a rank sends, or receives, in one message; two are on their way at a time."""
+LONG_REFRESH = 0.05
+"""Seconds of a refresh of everything at once from which on it is spread over steps."""
 LONG_STEP = 0.05
 """Seconds of decompositions in a step from which on they are done beside the steps that follow."""
 
@@ -40,6 +44,12 @@ def common_inputs(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
         replace(layer, shares=apart[layer.weight]) if layer.name != apart.get(layer.weight, layer.name) else layer
         for layer in layers
     )
+
+
+def gradient_dtypes(parameters: torch.dtype, gradients: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """In which gradients travel to their workers, as they are stored, and preconditioned ones back: in bf16 if the
+    model is in 16 bits (fp16 would overflow, because they carry the loss scale)."""
+    return gradients, torch.float32 if parameters is torch.float32 else torch.bfloat16
 
 
 def clip_lr(scheduled: bool) -> str:

@@ -24,8 +24,6 @@ FITS = 4
 """Attempts at an assignment whose steps fit the budget, too."""
 FIRST_BUCKETS = 4
 """Sums of the first captured batch take as much memory at most, in messages, or come from the decomposers alone."""
-LONG_REFRESH = 0.05
-"""Seconds of a refresh of everything at once from which on it is spread over steps."""
 COSTLY_TRAFFIC = 0.02
 """Part of K-FAC's seconds per step from which on its traffic is halved, in a model of 16 bits."""
 
@@ -99,7 +97,7 @@ def _plan(
     )  # fmt: skip
     assignment, why = _assignment(work, config, paired)
     reasons += why
-    wire, gradient, why = _dtypes(assignment, setting, config, costs, update, refresh)
+    wire, why = _wire(assignment, setting, config, costs, update)
     reasons += why
     offsets, worst, why = _offsets(layers, assignment, config, costs, update, refresh)
     reasons += why
@@ -109,7 +107,6 @@ def _plan(
         late = f"refreshes take effect {lag} steps later, beside the model until then: {worst * 1e3:.3g} ms in one step"
         reasons += [late] if lag else []
     reasons += _of_form(form, config, wire)
-    bound = config.communication.bucket_bytes
     contributors, why = _contributors(layers, work, config)
     reasons += why
     return Plan(
@@ -118,11 +115,11 @@ def _plan(
         assignment=assignment,
         offsets=offsets,
         lag=lag,
-        adaptive=AdaptiveRule(config.adaptive.tolerance) if config.adaptive.enabled else None,
+        adaptive=None if config.adaptive is None else AdaptiveRule(config.adaptive),
         contributors=contributors,
-        bucket_bytes=bound,
+        bucket_bytes=choices.BUCKET_BYTES,
         wire=wire,
-        gradient_dtypes=gradient,
+        gradient_dtypes=choices.gradient_dtypes(setting.parameters, setting.gradients),
         shares=config.choice.shares,
         config=config,
         precision=choose(config.preconditioner.precision, setting.device),
@@ -200,12 +197,11 @@ def _contributors(layers: Sequence[LayerSpec], work: Work, config: KFACConfig) -
     """Of the first captured batch, before it is known how many rows a rank has: all ranks, unless that takes more
     memory than later steps may; then the decomposers alone."""
     asked = config.factor.rows
-    everywhere = config.factor.contributors == "all"
-    contributors = Contributors(work.world, work.costs.node_size, everywhere)
+    contributors = Contributors(work.world, work.costs.node_size)
     if asked == "all" or work.world == 1:
         return contributors, []
     nbytes = sum(packed_bytes(factor.side) for factor in work.factors)
-    if nbytes > FIRST_BUCKETS * config.communication.bucket_bytes:
+    if nbytes > FIRST_BUCKETS * choices.BUCKET_BYTES:
         copied = {layer.name for layer in layers if layer.copies > 1}
         ones = {factor.key: 1 for factor in work.factors if factor.layers[0] not in copied}
         contributors = replace(contributors, counts=ones)
@@ -232,25 +228,17 @@ def _workers(fraction: float, world: int) -> int:
         raise ValueError(f"kfac.assignment.gradient_worker_fraction: {problem}") from None
 
 
-def _dtypes(
-    assignment: Assignment, setting: Setting, config: KFACConfig, costs: CostModel, update: int, refresh: int
-) -> tuple[torch.dtype, tuple[torch.dtype, torch.dtype], list[str]]:
-    options, reasons = config.communication, []
-    if options.dtype is not None:
-        wire = DTYPES[options.dtype]
-    else:
-        wire, half = torch.float32, setting.parameters in (torch.bfloat16, torch.float16)
-        seconds = sum(costs.transfer(packed_bytes(factor.side)) for factor in assignment.factors) / update
-        part = seconds / (seconds + max(assignment.loads)) if setting.world > 1 else 0.0
-        if half and part > COSTLY_TRAFFIC:
-            wire = torch.bfloat16
-            reasons.append(f"bf16 on the wire: batch sums are predicted to cost {part:.0%} of K-FAC's time in fp32")
-    if options.gradient_dtype is None:
-        results = torch.float32 if setting.parameters is torch.float32 else torch.bfloat16
-        return wire, (setting.gradients, results), reasons
-    dtype = DTYPES[options.gradient_dtype]
-    gather = dtype if dtype.itemsize < setting.gradients.itemsize else setting.gradients
-    return wire, (gather, dtype), reasons
+def _wire(
+    assignment: Assignment, setting: Setting, config: KFACConfig, costs: CostModel, update: int
+) -> tuple[torch.dtype, list[str]]:
+    """The dtype of batch sums and eigenvectors."""
+    if config.communication.dtype is not None:
+        return DTYPES[config.communication.dtype], []
+    seconds = sum(costs.transfer(packed_bytes(factor.side)) for factor in assignment.factors) / update
+    part = seconds / (seconds + max(assignment.loads)) if setting.world > 1 else 0.0
+    if setting.parameters is torch.float32 or part <= COSTLY_TRAFFIC:
+        return torch.float32, []
+    return torch.bfloat16, [f"bf16 on the wire: batch sums are predicted to cost {part:.0%} of K-FAC's time in fp32"]
 
 
 def _offsets(
@@ -261,15 +249,17 @@ def _offsets(
     update: int,
     refresh: int,
 ) -> tuple[Mapping[str, int], float, list[str]]:
-    """Spread over the interval if that is asked for, or worth it; seconds of the worst step's refreshes; why."""
+    """Spread over the interval if that is worth it; seconds of the worst step's refreshes; why. Layers that other
+    tensor-parallel ranks have copies of stay where they are: those ranks' plans may differ."""
     at_once = [0.0] * assignment.world
     for factor in assignment.factors:
         at_once[assignment.decomposers[factor.key]] += costs.decompose(factor.side, config.preconditioner.method)
-    spreads = max(at_once) > LONG_REFRESH if config.eigenbasis.stagger is None else config.eigenbasis.stagger
-    if not spreads or refresh == 1:
+    copied = {layer.name for layer in layers if layer.copies > 1}
+    free = [factor for factor in assignment.factors if factor.layers[0] not in copied]
+    if max(at_once) <= choices.LONG_REFRESH or refresh == 1 or not free:
         return {}, max(at_once), []
     spread = refresh_offsets(
-        assignment.factors,
+        free,
         assignment.decomposers,
         costs,
         update_interval=update,

@@ -114,7 +114,7 @@ class KFACPreconditioner:
         self.names = {layer.name: target.domain.global_name(layer) for layer in self.layers}
         self.saved = {layer.name for layer in self.layers if target.domain.saves(layer)}
         self.device, self.rank = self.layout.engine.device, self.layout.rank
-        self.metrics = Metrics(timings=config.metrics.timings, device=self.device, timers=self.layout.timers)
+        self.metrics = Metrics(self.device, self.layout.timers)
         self.channel = Channel(self.layout.group)
         self.exchange = GradientExchange(self.layout, self.layers, plan.assignment.workers, plan.gradient_dtypes)
         self.owned = self.exchange.owned
@@ -130,7 +130,7 @@ class KFACPreconditioner:
             target.model,
             self.layers,
             self.layout.fallback_seed,
-            rule=RowRule(config.factor.weight_sharing, config.factor.sample_rows, config.factor.sample_positions),
+            rule=RowRule(config.factor.weight_sharing, config.factor.sample_positions),
             inputs=self.sharing.inputs,
             stage=partial(self.metrics.stage, "capture"),
             sampled=config.factor.fisher == "monte_carlo",

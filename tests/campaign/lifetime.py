@@ -21,13 +21,12 @@ GROWTH = 8 * 2**20
 """Bytes that resident memory may grow by over the rest of the soak: the allocator's, not a leak's. A single activation
 kept in every captured step shows in the number of tensors."""
 ALL = {
-    "factor": {"update_interval": 2, "fisher": "empirical", "sample_rows": 8},
-    "eigenbasis": {"refresh_interval": 4, "lag": 1, "stagger": True},
+    "factor": {"update_interval": 2, "fisher": "empirical"},
+    "eigenbasis": {"refresh_interval": 4, "lag": 1},
     "layers": {"types": ["Linear", "LayerNorm", "RMSNorm"]},
     "communication": {"dtype": "bf16"},
-    "adaptive": {"enabled": True},
+    "adaptive": 0.1,
     "burn_in": {"steps": 20},
-    "metrics": {"timings": True},
 }
 
 

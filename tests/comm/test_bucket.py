@@ -64,10 +64,9 @@ def test_sums_that_only_their_owner_makes_do_not_travel():
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("nbytes", [2000, 4096, 10**5])
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
-@pytest.mark.parametrize("everywhere", [False, True])
-def test_no_rank_sends_or_receives_more_than_the_bound_in_a_message(count, nbytes, itemsize, everywhere):
+def test_no_rank_sends_or_receives_more_than_the_bound_in_a_message(count, nbytes, itemsize):
     counts = dict.fromkeys(EVERY, count)
-    sums = found(world=8, counts=counts, node_size=4, everywhere=everywhere, step=3)
+    sums = found(world=8, counts=counts, node_size=4, step=3)
     made = messages(sums, world=8, itemsize=itemsize, nbytes=nbytes)
     assert bool(made) == any(slot.travels for slot in sums)
     covered: Counter = Counter()

@@ -1,5 +1,6 @@
 """docs/config.md is made from the models, and has every key."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,18 @@ def test_it_has_every_key_and_none_that_the_models_have_not():
     rows = [
         line.split("`")[1] for line in manual.manual().splitlines() if line.startswith("| `") and line.count(" | ") > 2
     ]
-    assert sorted(rows) == sorted(
-        key for key in _paths(KFACConfig) if "." in key or key in ("enabled", "report", "rescale_weights")
-    )
+    blocks = {name for name, field in KFACConfig.model_fields.items() if manual._block(field)}
+    assert sorted(rows) == sorted(key for key in _paths(KFACConfig) if key not in blocks)
+
+
+def test_every_key_has_a_reason():
+    """docs/tuning.md: a row that beats the default, or what else it is for; and no more than 40."""
+    section = (PAGE.parent / "tuning.md").read_text().partition("## Every key")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    named = [key for row in rows for key in re.findall(r"`([^`]+)`", row)]
+    blocks = {name for name, field in KFACConfig.model_fields.items() if manual._block(field)}
+    assert sorted(named) == sorted(key for key in _paths(KFACConfig) if key not in blocks)
+    assert len(named) <= 40
 
 
 def test_types_bounds_and_defaults_are_in_the_words_of_json():

@@ -44,7 +44,7 @@ SCHEDULES = [path for path, kind in keys() if holds_value(kind)]
 
 def test_the_keys_are_found():
     assert ("adam", "whiten") in NUMBERS and ("factor", "rows") in NUMBERS and ("damping", "value") in SCHEDULES
-    assert len(NUMBERS) >= 12 and len(SCHEDULES) >= 5
+    assert len(NUMBERS) >= 8 and len(SCHEDULES) >= 5
 
 
 @pytest.mark.parametrize("path", [*NUMBERS, *SCHEDULES], ids=".".join)
@@ -101,5 +101,5 @@ def test_blocks_say_what_they_can_be(value):
 
 def test_the_largest_number_that_fits_can_be_computed_with():
     block = {"factor": {"update_interval": LARGEST, "rows": LARGEST}, "eigenbasis": {"refresh_interval": LARGEST}}
-    schedule = parse({**block, "burn_in": {"steps": LARGEST}}).schedule
-    assert schedule.intervals(0)[0] == 5 and parse({**block, "burn_in": {"steps": 0}}).schedule.intervals(9)[0] >= 2**62
+    for steps in (LARGEST, 0):
+        assert parse({**block, "burn_in": {"steps": steps}}).schedule.intervals(0)[0] >= 2**62 - 1

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ds_kfac
 from tests import spread
-from tests.choices import chosen
+from tests.choices import STAGGERED, chosen
 from tests.deepspeed.modes import KFAC, STEPS, Mode
 from tests.deepspeed.runs import ReferenceStep, parameter_groups, reference_options, sized
 from tests.models import cross_entropy
@@ -38,7 +38,8 @@ class Whole:
 
 SCALED = {
     "burn_in": {"steps": 0},
-    "eigenbasis": {"refresh_interval": 2, "stagger": True},
+    "eigenbasis": {"refresh_interval": 2},
+    "plan": STAGGERED,
     "communication": {"dtype": "fp32"},
 }
 """Refreshes at several steps, everything in fp32 on the wire, inputs shared."""
@@ -46,8 +47,9 @@ SCALED = {
 EVERYTHING = {
     "burn_in": {"steps": 0},
     "factor": {"rows": "all", "update_interval": 1, "decay": 0.9},
-    "eigenbasis": {"refresh_interval": 3, "stagger": True, "lag": 1},
-    "adaptive": {"enabled": True, "tolerance": 0.3},
+    "eigenbasis": {"refresh_interval": 3, "lag": 1},
+    "plan": STAGGERED,
+    "adaptive": 0.3,
     "communication": {"dtype": "bf16"},
     "damping": {"value": 0.03},
 }
@@ -120,8 +122,9 @@ def build(mode: Mode, model: nn.Module, accumulation: int = 1, world: int = 1, *
     """An engine with K-FAC attached, silently."""
     if "model_parameters" not in arguments:
         arguments["model_parameters"] = parameter_groups(model, mode.groups)
-    with contextlib.redirect_stdout(io.StringIO()), chosen({}), sized(mode):
-        return ds_kfac.initialize(model=model, config=mode.config(accumulation, world), **arguments)[0]
+    config = mode.config(accumulation, world)
+    with contextlib.redirect_stdout(io.StringIO()), chosen(config["kfac"]) as block, sized(mode):
+        return ds_kfac.initialize(model=model, config={**config, "kfac": block}, **arguments)[0]
 
 
 Loss = Callable[[nn.Module, int, Variation], Tensor]

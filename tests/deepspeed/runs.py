@@ -193,7 +193,7 @@ def reference_options(kfac: dict) -> dict:
     if not kfac.get("adam", {}).get("rotate", True):
         options |= {"fisher": "activations_only", "longest": 0}
     if kfac["preconditioner"].get("eigenvalues") == "corrected":
-        options["corrected"] = kfac["preconditioner"]["second_moment_decay"]
+        options["corrected"] = 0.95
     if "types" in kfac.get("layers", {}):
         options["types"] = kfac["layers"]["types"]
     return options

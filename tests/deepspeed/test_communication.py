@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from ds_kfac.comm.reduce import payload
 from examples.gpt import GPT, GPTConfig
+from tests.choices import AT_ONCE, HALF
 from tests.close import near
 from tests.deepspeed.modes import Mode
 from tests.deepspeed.runs import build
@@ -16,7 +17,7 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.distributed
 GPT_12 = GPTConfig(width=64, blocks=12, heads=2, context=16)
 GPT_3 = GPTConfig(width=32, blocks=3, heads=2, context=16)
-KFAC = {"factor": {"update_interval": 2}, "eigenbasis": {"refresh_interval": 4, "stagger": False}}
+KFAC = {"factor": {"update_interval": 2}, "eigenbasis": {"refresh_interval": 4}}
 
 
 def elements_elsewhere(engine) -> int:
@@ -68,7 +69,7 @@ class Traffic:
 
 def engine_of(stage: int, config: GPTConfig, dtype: str = "fp32", **kfac):
     torch.manual_seed(0)
-    mode = Mode("gpt", stage, dtype, kfac={**KFAC, **kfac})
+    mode = Mode("gpt", stage, dtype, kfac={**KFAC, **kfac, "plan": {**AT_ONCE, **kfac.get("plan", {})}})
     return build(mode, 1, model=GPT(config))
 
 
@@ -110,7 +111,7 @@ def traffic_worker(_) -> dict:
     for stage, dtype, workers in CASES[world]:
         for blocks, config in ((3, GPT_3), (12, GPT_12))[: 1 + (dtype == "fp32" and workers == 1)]:
             fraction = {"assignment": {"gradient_worker_fraction": workers / world}, "burn_in": {"steps": 0}}
-            wire = {"communication": {"dtype": dtype, "gradient_dtype": dtype}}
+            wire = {"communication": {"dtype": dtype}, "plan": HALF if dtype == "bf16" else {}}
             engine = engine_of(stage, config, "fp32", **fraction, **wire)
             kfac, steps = engine.kfac.preconditioner, []
             traffic = Traffic(kfac)

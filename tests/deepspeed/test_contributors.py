@@ -13,29 +13,27 @@ from tests.spread import difference, within
 pytestmark = pytest.mark.distributed
 STEPS, ROWS = 6, 3 * MICRO_ROWS
 """Three positions an example."""
-SMALL = {"communication": {"bucket_bytes": 512}}
+SMALL = {"plan": {"BUCKET_BYTES": 512}}
 """Too small for all sums: the first batch comes from the decomposers alone, later ones in several messages."""
 
 
-def case(stage: int, rows, *, accumulation: int = 1, contributors: str = "node", adam: bool = False, **kfac):
-    factor = {**KFAC["factor"], "rows": rows, "contributors": contributors, **kfac.pop("factor", {})}
+def case(stage: int, rows, *, accumulation: int = 1, adam: bool = False, **kfac):
+    factor = {**KFAC["factor"], "rows": rows, **kfac.pop("factor", {})}
     mode = Mode("contributors", stage, kfac={**kfac, "factor": factor}, adam=adam)
     return mode, accumulation
 
 
-CORRECTED = {"eigenvalues": "corrected", "second_moment_decay": 0.9}
+CORRECTED = {"eigenvalues": "corrected"}
 CASES = {
     "one": case(2, ROWS),
     "one-z0": case(0, ROWS, assignment={"gradient_worker_fraction": 1.0}),
-    "one-of-all": case(1, ROWS, contributors="all"),
     "two": case(3, 2 * ROWS),
-    "two-of-all": case(2, 2 * ROWS, contributors="all"),
     "two-z0": case(0, 2 * ROWS),
     "two-accumulated": case(2, 5 * ROWS, accumulation=4),
     "two-corrected": case(2, 2 * ROWS, preconditioner={**KFAC["preconditioner"], **CORRECTED}),
     "two-inverse": case(1, 2 * ROWS, preconditioner={**KFAC["preconditioner"], "method": "inverse"}),
     "one-small": case(2, ROWS, **SMALL),
-    "two-small": case(3, 2 * ROWS, contributors="all", **SMALL),
+    "two-small": case(3, 2 * ROWS, **SMALL),
     "all-small": case(2, "all", **SMALL),
     "adam": case(2, 5 * ROWS, accumulation=4, adam=True),
     "adam-one": case(3, 4 * ROWS, accumulation=4, adam=True),

@@ -5,6 +5,7 @@ import functools
 import io
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -60,6 +61,7 @@ def engine_states(folders: list[str]) -> list[dict[str, Tensor]]:
     return [engine_state(*run, folder) for run, folder in zip(RUNS, folders, strict=True)]
 
 
+@patch("ds_kfac.directions.kfac_gradient.DECAY", 0.9999)
 def engine_state(kind: type[nn.Module], stage: int, folder: str) -> dict[str, Tensor]:
     """Of an engine that captures the whole batch at its first step and then, at rate 0, sees it row by row.
 
@@ -75,9 +77,9 @@ def engine_state(kind: type[nn.Module], stage: int, folder: str) -> dict[str, Te
         "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
         "kfac": {
             "factor": {"rows": "all", "update_interval": 1000, "sample_positions": False},
-            "eigenbasis": {"refresh_interval": 1000, "stagger": False},
+            "eigenbasis": {"refresh_interval": 1000},
             "burn_in": {"steps": 0},
-            "preconditioner": {"eigenvalues": "corrected", "second_moment_decay": 0.9999},
+            "preconditioner": {"eigenvalues": "corrected"},
         },
     }
     model = make_net(kind)
@@ -102,7 +104,7 @@ def engine_state(kind: type[nn.Module], stage: int, folder: str) -> dict[str, Te
     for name in LAYERS:
         A, G = batch[f"{name}.A.factor.pt"], batch[f"{name}.G.factor.pt"]
         found |= {f"{name} A": dense(A["packed"]), f"{name} G": dense(G["packed"])}
-        whole, single = (files[f"{name}.layer.pt"]["corrected"]["second_OI"] for files in (batch, rows))
+        whole, single = (files[f"{name}.layer.pt"]["moments"]["second_OI"] for files in (batch, rows))
         found[f"{name} S"] = ((ROWS + 1) * single - whole) / ROWS**2
     return found
 

@@ -16,7 +16,7 @@ from ds_kfac.engine import assembly
 from ds_kfac.estimate.estimates import KINDS, Estimate
 from ds_kfac.estimate.subject import Subject, Trace
 from examples.gpt import GPT, GPTConfig
-from tests.choices import chosen
+from tests.choices import AT_ONCE, HALF, STAGGERED, chosen
 from tests.close import close
 from tests.covering import pairs, some
 from tests.deepspeed.modes import FP32_ACCUM, OFFLOAD, Mode
@@ -57,21 +57,22 @@ TOGETHER = {"gpt": SHARED} | dict.fromkeys(
 """Layers that share their input; those of a stack share A anyway."""
 KFAC = {
     "factor": {"update_interval": 2, "fisher": "empirical"},
-    "eigenbasis": {"refresh_interval": 4, "stagger": False},
+    "eigenbasis": {"refresh_interval": 4},
     "burn_in": {"steps": 0},
+    "plan": AT_ONCE,
 }
 BF16 = {"communication": {"dtype": "bf16"}}
 ESTIMATED_NODE = partial(patch.object, assembly, "_node", lambda device: (1, 0))
 """As estimated, whatever cores the ranks share here."""
-EVERY_4 = {"refresh_interval": 4, "stagger": False}
+EVERY_4 = {"refresh_interval": 4}
 INVERSE = {"preconditioner": {"method": "inverse"}, "damping": {"kind": "relative"}}
 
 
 def case(
     stage: int, dtype: str = "fp32", *, adam=False, zero=None, extra=None, groups="one", model="gpt", **blocks
 ) -> Mode:
-    kfac = {key: {**KFAC.get(key, {}), **blocks.get(key, {})} for key in {*KFAC, *blocks}}
-    return Mode(model, stage, dtype, adam=adam, kfac=kfac, zero=zero or {}, extra=extra or {}, groups=groups)
+    own = {key: {**KFAC.get(key, {}), **value} if isinstance(value, dict) else value for key, value in blocks.items()}
+    return Mode(model, stage, dtype, adam=adam, kfac={**KFAC, **own}, zero=zero or {}, extra=extra or {}, groups=groups)
 
 
 def cases(world: int) -> dict[str, Mode]:
@@ -109,8 +110,8 @@ def cases(world: int) -> dict[str, Mode]:
         "KFACAdamW, clipped": case(2, adam=True),
         "KFACAdamW, stage 0": case(0, adam=True, assignment={"gradient_worker_fraction": 0.5}),
         "corrected": case(0, preconditioner={"eigenvalues": "corrected"}),
-        "adaptive": case(2, adaptive={"enabled": True, "tolerance": 1e-9}),
-        "BF16_Optimizer": case(1, "bf16", extra=FP32_ACCUM, communication={"gradient_dtype": "bf16"}),
+        "adaptive": case(2, adaptive=1e-9),
+        "BF16_Optimizer": case(1, "bf16", extra=FP32_ACCUM, plan=HALF),
         "offload": case(2, zero=OFFLOAD),
         "round robin": case(1, zero={"round_robin_gradients": True}),
         "inverse, tikhonov, bf16 wire": case(0, **{**INVERSE, **BF16, "damping": {"kind": "tikhonov"}}),
@@ -254,15 +255,16 @@ PERIOD, SETTLED = 8, 16
 
 
 def spread_cases(world: int) -> dict[str, Mode]:
-    basis = {"refresh_interval": PERIOD, "stagger": True}
+    basis = {"refresh_interval": PERIOD}
     late = basis | {"lag": 2}
+    spread = partial(case, plan=STAGGERED)
     return {
-        "stage 0": case(0, eigenbasis=basis, assignment={"gradient_worker_fraction": 1 / world}),
-        "stage 0, all workers, late": case(0, eigenbasis=late, assignment={"gradient_worker_fraction": 1.0}),
-        "stage 1, late": case(1, eigenbasis=late),
-        "stage 2": case(2, eigenbasis=basis, **BF16),
-        "stage 3": case(3, eigenbasis=basis),
-        "stage 0, inverse": case(0, eigenbasis=late, assignment={"gradient_worker_fraction": 1.0}, **INVERSE),
+        "stage 0": spread(0, eigenbasis=basis, assignment={"gradient_worker_fraction": 1 / world}),
+        "stage 0, all workers, late": spread(0, eigenbasis=late, assignment={"gradient_worker_fraction": 1.0}),
+        "stage 1, late": spread(1, eigenbasis=late),
+        "stage 2": spread(2, eigenbasis=basis, **BF16),
+        "stage 3": spread(3, eigenbasis=basis),
+        "stage 0, inverse": spread(0, eigenbasis=late, assignment={"gradient_worker_fraction": 1.0}, **INVERSE),
     }
 
 

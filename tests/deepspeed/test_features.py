@@ -22,7 +22,7 @@ pytestmark = pytest.mark.distributed
 STEPS, ROWS, ACCUMULATION = 4, 4, 2
 ALL = ["Linear", "LayerNorm", "RMSNorm"]
 TYPES = {"layers": {"types": ALL}}
-CORRECTED = {"eigenvalues": "corrected", "second_moment_decay": 0.9, "kl_clip": 0.001}
+CORRECTED = {"eigenvalues": "corrected", "kl_clip": 0.001}
 
 
 def case(model=TokenNet, *, adam=False, orthogonal=False, maps=(), masked=False, **blocks):

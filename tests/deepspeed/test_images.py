@@ -66,7 +66,7 @@ CASES = {
     "kfac": case(),
     "relative-corrected": case(
         damping={"kind": "relative", "value": 0.3},
-        preconditioner={"eigenvalues": "corrected", "second_moment_decay": 0.9, "kl_clip": 0.001},
+        preconditioner={"eigenvalues": "corrected", "kl_clip": 0.001},
     ),
     "inverse": case(preconditioner={"method": "inverse"}, damping={"kind": "relative", "value": 0.3}),
     "graft": case(preconditioner={"graft": "norm", "kl_clip": 0.0}),

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ds_kfac.curvature import inverse
+from tests.choices import STAGGERED
 from tests.covering import some
 from tests.deepspeed.modes import KFAC, OPTIMIZERS, Mode
 from tests.deepspeed.runs import build, expected, train, weights
@@ -18,7 +19,7 @@ from tests.ranks import run_ranks
 from tests.spread import difference, within
 
 pytestmark = pytest.mark.distributed
-INVERSE = {"preconditioner": {"method": "inverse"}, "eigenbasis": {"stagger": False}}
+INVERSE = {"preconditioner": {"method": "inverse"}}
 DAMPING = {"tikhonov": {"damping": {"kind": "tikhonov", "value": 0.03}},
            "relative": {"damping": {"kind": "relative", "value": 0.3}}}  # fmt: skip
 WIDE = {"factor": {"rows": "all", "dense_max": 6}}
@@ -39,7 +40,7 @@ def blocks(*parts: dict) -> dict:
     merged = copy.deepcopy(INVERSE)
     for part in parts:
         for name, keys in part.items():
-            merged[name] = {**merged.get(name, {}), **keys}
+            merged[name] = {**merged.get(name, {}), **keys} if isinstance(keys, dict) else keys
     return merged
 
 
@@ -126,7 +127,7 @@ RESUMED = {
     "stage 2": (2, {}),
     "stage 3, late": (3, {"eigenbasis": {"lag": 2}}),
     "factors only": (1, {"checkpoint": {"eigenbasis": False}}),
-    "adaptive, staggered": (2, {"adaptive": {"enabled": True}, "eigenbasis": {"stagger": True}}),
+    "adaptive, staggered": (2, {"adaptive": 0.1, "plan": STAGGERED}),
 }
 
 

@@ -17,7 +17,7 @@ from ds_kfac.estimate.estimates import BESIDE, Estimate
 from ds_kfac.estimate.subject import Subject
 from ds_kfac.update import rotation
 from ds_kfac.update import rotation as stacking
-from tests.choices import chosen
+from tests.choices import AT_ONCE, chosen
 from tests.deepspeed.modes import Mode
 from tests.deepspeed.runs import build
 from tests.ranks import run_ranks
@@ -64,7 +64,7 @@ def worker(cases) -> dict:
     results = {}
     for stage, rows in cases:
         block = {"factor": {"update_interval": 2, "rows": rows, "fisher": "empirical"}, "burn_in": {"steps": 0}}
-        block |= {"eigenbasis": {"refresh_interval": 300, "stagger": False}, "communication": {"bucket_bytes": BUCKET}}
+        block |= {"eigenbasis": {"refresh_interval": 300}, "plan": {"BUCKET_BYTES": BUCKET, **AT_ONCE}}
         engine = build(Mode("memory", stage, kfac=block), 1, model=net())
         kfac, peaks = engine.kfac.preconditioner, []
         for step in range(5):
@@ -126,10 +126,10 @@ def beside_worker(modes) -> dict:
     """What steps hold beside the state from the first message on, and the estimate of it."""
     results = {}
     for mode in modes:
-        often = {"factor": {"update_interval": 2}, "eigenbasis": {"refresh_interval": 2, "stagger": False}}
+        often = {"factor": {"update_interval": 2}, "eigenbasis": {"refresh_interval": 2}}
         kinds = {"fisher": "activations_only"} if mode.adam and not mode.root else {}
         often["factor"] |= kinds | mode.kfac.get("factor", {})
-        mode = replace(mode, kfac={**mode.kfac, **often, "burn_in": {"steps": 0}})
+        mode = replace(mode, kfac={**mode.kfac, **often, "burn_in": {"steps": 0}, "plan": AT_ONCE})
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(*sides, bias="bias" in mode.name) for sides in pairwise(SIDES)))
         config = mode.config(1, dist.get_world_size())

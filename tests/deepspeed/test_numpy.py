@@ -140,7 +140,7 @@ def engines(cases: list) -> dict:
             "optimizer": OPTIMIZER[rule],
             "kfac": {
                 "factor": {"rows": "all", "update_interval": UPDATE, "decay": DECAY},
-                "eigenbasis": {"refresh_interval": REFRESH, "stagger": False},
+                "eigenbasis": {"refresh_interval": REFRESH},
                 "burn_in": {"steps": 0},
                 **KFAC[rule],
             },

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.choices import STAGGERED
 from tests.deepspeed.modes import BY_NAME, KFAC, Mode
 from tests.deepspeed.runs import build, expected, train, weights
 from tests.oracle import ReferenceKFAC, _eigh
@@ -47,23 +48,26 @@ class Timed(ReferenceKFAC):
         self.steps += 1
 
 
-CASES = {
-    "staggered": {"eigenbasis": {"refresh_interval": 4, "stagger": True}},
-    "lag": {"eigenbasis": {"refresh_interval": 4, "stagger": False, "lag": 3}},
-    "staggered, lag": {"eigenbasis": {"refresh_interval": 4, "stagger": True, "lag": 2}},
-    "adaptive": {"eigenbasis": {"refresh_interval": 2, "stagger": False}, "adaptive": {"enabled": True}},
+CASES = {  # such random batches differ by more than 0.1
+    "staggered": {"eigenbasis": {"refresh_interval": 4}, "plan": STAGGERED},
+    "lag": {"eigenbasis": {"refresh_interval": 4, "lag": 3}},
+    "staggered, lag": {"eigenbasis": {"refresh_interval": 4, "lag": 2}, "plan": STAGGERED},
+    "adaptive": {"eigenbasis": {"refresh_interval": 2}, "adaptive": 0.9},
     "adaptive, staggered, lag": {
-        "eigenbasis": {"refresh_interval": 4, "stagger": True, "lag": 2},
-        "adaptive": {"enabled": True},
+        "eigenbasis": {"refresh_interval": 4, "lag": 2},
+        "plan": STAGGERED,
+        "adaptive": 0.9,
     },
     "everything": {
-        "eigenbasis": {"refresh_interval": 4, "stagger": True, "lag": 1},
-        "adaptive": {"enabled": True},
+        "eigenbasis": {"refresh_interval": 4, "lag": 1},
+        "plan": STAGGERED,
+        "adaptive": 0.9,
         "offload": {"device": "cpu"},
     },
     "inverses, everything": {
-        "eigenbasis": {"refresh_interval": 4, "stagger": True, "lag": 1},
-        "adaptive": {"enabled": True},
+        "eigenbasis": {"refresh_interval": 4, "lag": 1},
+        "plan": STAGGERED,
+        "adaptive": 0.9,
         "offload": {"device": "cpu"},
         "preconditioner": {"method": "inverse", "kl_clip": 0.0005},
         "damping": {"kind": "relative", "value": 0.3},
@@ -79,8 +83,6 @@ def block(name: str) -> dict:
         **case,
         "factor": {"rows": "all", "update_interval": 2, "decay": 0.8},
         "eigenbasis": {**KFAC["eigenbasis"], **case["eigenbasis"]},
-        # such random batches differ by more than the default tolerance
-        **({"adaptive": {"tolerance": 0.9, **case["adaptive"]}} if "adaptive" in case else {}),
         "burn_in": {"steps": 0},
     }
 
@@ -183,8 +185,8 @@ def test_an_adaptive_run_resumes_bit_for_bit(tmp_path):
 def short_worker(_) -> list[int]:
     """Steps in which eigenbases take effect, with a lag that is longer than the burn-in's interval."""
     kfac = {
-        "factor": {"update_interval": 2}, "burn_in": {"steps": 8, "update_interval": 1},
-        "eigenbasis": {"refresh_interval": 6, "stagger": False, "lag": 4},
+        "factor": {"update_interval": 2}, "burn_in": {"steps": 8},
+        "eigenbasis": {"refresh_interval": 6, "lag": 4},
     }  # fmt: skip
     engine = build(Mode("short", 0, kfac=kfac), 1)
     found, step = [], engine.kfac.preconditioner.step

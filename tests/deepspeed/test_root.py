@@ -4,6 +4,7 @@ every mode trains like tests/oracle.py is in test_modes.py."""
 import pytest
 import torch
 
+from tests.choices import STAGGERED
 from tests.close import close
 from tests.deepspeed.modes import KFAC, Mode
 from tests.deepspeed.runs import build, train, weights
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.distributed
 RESUMED = {
     "stage 0": (0, {"assignment": {"gradient_worker_fraction": 1.0}}),
     "stage 2": (2, {}),
-    "stage 3, late, staggered": (3, {"eigenbasis": {"refresh_interval": 3, "lag": 2, "stagger": True}}),
+    "stage 3, late, staggered": (3, {"eigenbasis": {"refresh_interval": 3, "lag": 2}, "plan": STAGGERED}),
     "blocks": (1, {"factor": {"update_interval": 1, "decay": 0.9, "rows": "all", "dense_max": 6}}),
 }
 

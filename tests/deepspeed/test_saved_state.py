@@ -18,11 +18,11 @@ pytestmark = pytest.mark.distributed
 STEPS = 5
 CASES = {
     "corrected": ("z2", {
-        "preconditioner": {"eigenvalues": "corrected", "second_moment_decay": 0.9},
+        "preconditioner": {"eigenvalues": "corrected"},
         "eigenbasis": {"refresh_interval": 1},
     }),
     "adam, adaptive, late": ("adam-z2-not_contiguous", {
-        "eigenbasis": {"refresh_interval": 2, "lag": 1}, "adaptive": {"enabled": True, "tolerance": 0.9},
+        "eigenbasis": {"refresh_interval": 2, "lag": 1}, "adaptive": 0.9,
         "burn_in": {"steps": 0},
     }),
 }  # fmt: skip
@@ -53,7 +53,8 @@ def state_of(kfac) -> dict:
 def worker(folder: str) -> dict:
     found = {}
     for name, (mode, blocks) in CASES.items():
-        kfac = {**KFAC, **{key: {**KFAC.get(key, {}), **value} for key, value in blocks.items()}}
+        own = {key: {**KFAC.get(key, {}), **value} for key, value in blocks.items() if isinstance(value, dict)}
+        kfac = {**KFAC, **blocks, **own}
         mode, path = replace(BY_NAME[mode], orthogonal=False), str(Path(folder, name.replace(" ", "_")))
         first = build(mode, 1, kfac=kfac)
         train(first, 1, steps=STEPS)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.choices import HALF
 from tests.covering import some
 from tests.deepspeed.modes import KFAC, Mode
 from tests.deepspeed.runs import build, expected, train, weights
@@ -16,8 +17,6 @@ from tests.ranks import run_ranks
 from tests.spread import difference, within
 
 pytestmark = pytest.mark.distributed
-
-SYNCHRONOUS = {"stagger": False}
 
 
 class QueryNet(nn.Module):
@@ -37,11 +36,12 @@ class QueryNet(nn.Module):
 
 
 def options(**blocks):
-    return {key: {**KFAC.get(key, {}), **blocks.get(key, {})} for key in {*KFAC, *blocks}}
+    own = {key: {**KFAC.get(key, {}), **value} if isinstance(value, dict) else value for key, value in blocks.items()}
+    return {**KFAC, **own}
 
 
 FRACTIONS = {2: (1, 2), 4: (1, 2, 4), 3: (3,)}
-CORRECTED = {"preconditioner": {"eigenvalues": "corrected", "second_moment_decay": 0.9, "kl_clip": 0.001}}
+CORRECTED = {"preconditioner": {"eigenvalues": "corrected", "kl_clip": 0.001}}
 OFFLOAD = {"offload": {"device": "cpu"}}
 
 
@@ -62,7 +62,7 @@ def cases(world: int) -> dict:
             wire,
             12 * 2**-8,
         )  # A, G, A twice: 3 in 4 steps
-        half = {"communication": {"dtype": "bf16", "gradient_dtype": "bf16"}}
+        half = {"communication": {"dtype": "bf16"}, "plan": HALF}
         found[f"stage {stage}, bf16 gradients too"] = (stage, False, half, 16 * 2**-8)
     return found
 
@@ -72,7 +72,7 @@ def worker(names) -> dict:
     table = cases(world)
     for name in names or table:
         stage, adam, blocks, rounding = table[name]
-        kfac = options(**{"eigenbasis": {**KFAC["eigenbasis"], **SYNCHRONOUS}, **blocks})
+        kfac = options(**blocks)
         mode = Mode("scaling", stage, adam=adam, kfac=kfac)
         engine = build(mode, 2, model=make_net(QueryNet))
         initial = weights(engine)

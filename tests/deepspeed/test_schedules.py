@@ -16,7 +16,7 @@ BLOCK = {
         "decay": {"schedule": "linear", "start": 0.1, "end": 0.9, "steps": 4},
     },
     "eigenbasis": {"refresh_interval": {"schedule": "piecewise", "values": [4, 1], "steps": [6]}},
-    "burn_in": {"steps": 3, "update_interval": 1},
+    "burn_in": {"steps": 3},
     "damping": {"kind": "tikhonov", "value": {"schedule": "exponential", "start": 0.01, "end": 1, "steps": 4}},
     "preconditioner": {"kl_clip": {"schedule": "piecewise", "values": [0.0005, 0.002, 0], "steps": [3, 7]}},
 }

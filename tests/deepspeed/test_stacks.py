@@ -35,15 +35,19 @@ ALONE = (
 """On one rank, where no stage cuts a stack: every kind of stack, every rule."""
 
 
-def trained(mode, kind, *, bias: bool, share: bool = False, order: int | None = None, results: str | None = None):
+def trained(
+    mode, kind, *, bias: bool, share: bool = False, order: int | None = None, results: torch.dtype | None = None
+):
     """The engine, its weights before and after some steps.
 
     Args:
         share: whether layers share the A of their inputs.
         order: seed of a permutation of every batch's rows.
-        results: format in which a step's results travel; None: as the plan says.
+        results: dtype in which a step's results travel; None: as the plan says.
     """
-    block = {**mode.kfac_block, "communication": {"gradient_dtype": results}}
+    block = mode.kfac_block
+    if results is not None:
+        block["plan"] = {"gradient_dtypes": lambda _, stored: (stored, results)}
     block["adam"] |= {"blocks": {r"into\.\d+": 2}} if kind is Apart else {}
     mode = replace(mode, size=SIZE)
     parts = 1 + (mode.name in ACCUMULATED)
@@ -65,7 +69,7 @@ def trained(mode, kind, *, bias: bool, share: bool = False, order: int | None = 
 def variations(mode) -> list[dict]:
     """Engines that differ by rounding. Which results travel, in 16 bits, depends on how parameters are cut: all of them
     or none bound that."""
-    return [{"order": 1}] + [{"results": "fp32"}] * (mode.dtype != "fp32")
+    return [{"order": 1}] + [{"results": torch.float32}] * (mode.dtype != "fp32")
 
 
 def worker(names) -> dict:

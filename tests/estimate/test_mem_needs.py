@@ -11,6 +11,7 @@ import ds_kfac
 from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.estimate.command import Refused
 from ds_kfac.estimate.estimates import Estimate, steps_of, travel
+from tests.choices import STAGGERED
 from tests.close import close
 from tests.plan.test_make_plan import ZERO, plan
 
@@ -96,7 +97,7 @@ def test_a_wrong_device_or_world_says_what_to_do():
 
 def test_a_staggered_burn_in_never_renews_everything_at_once():
     for lag in (0, 3):
-        made = plan(ZERO, eigenbasis={"refresh_interval": 50, "stagger": True, "lag": lag}, burn_in={"steps": 50})
+        made = plan(ZERO, eigenbasis={"refresh_interval": 50, "lag": lag}, burn_in={"steps": 50}, plan=STAGGERED)
         steps, _ = steps_of(made)
         assert len(steps) == 20 and sum(len(step.captured) for step in steps) > 3 * len(made.assignment.factors)
         for step in steps:

@@ -407,8 +407,7 @@ def test_another_model_s_loss_counts_nothing(style):
 
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize("sample", [None, 2])
-def test_an_empty_batch_counts_no_rows(sharing, sample, sampled):
+def test_an_empty_batch_counts_no_rows(sharing, sampled):
     class Every(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -419,7 +418,7 @@ def test_an_empty_batch_counts_no_rows(sharing, sample, sampled):
             return self.conv(self.linear(self.norm(self.embedding(tokens))))
 
     choice = Choice(types=("Linear", "Conv1D", "LayerNorm"))
-    rule = RowRule(weight_sharing=sharing, sample=sample)
+    rule = RowRule(weight_sharing=sharing)
     recorder = Recorder(Every(), choice, rule=rule, sampled=sampled)
     assert len(recorder.layers) == 3
 

@@ -105,9 +105,9 @@ def test_no_boxes_count_nothing_and_nothing_is_nan():
 def test_both_sides_of_a_sample_are_from_the_same_positions():
     """With one-hot images A and G say where their rows came from."""
     model = nn.Sequential(nn.Conv2d(64, 64, 1, bias=False))
-    recorder = Recorder(model, Choice(), rule=RowRule(sample=100))
-    x = torch.eye(64).view(1, 64, 8, 8).repeat(10, 1, 1, 1)
-    weight = torch.randn(10, 64, 8, 8)
+    recorder = Recorder(model, Choice(), rule=RowRule())
+    x = torch.eye(64).view(1, 64, 8, 8).repeat(20, 1, 1, 1)
+    weight = torch.randn(20, 64, 8, 8)
     for turn in range(3):
         recorder.begin(turn)
         y = model(x)

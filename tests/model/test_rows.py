@@ -1,7 +1,5 @@
 """Rows: weight sharing, padding and sub-sampling; and what is read from a model's arguments."""
 
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -74,7 +72,7 @@ def test_padding_counts_neither_as_rows_nor_in_means():
     assert float(rows.count) == 3 and rows.counts_R1.flatten().tolist() == [1, 1, 0, 1, 0, 0]
     close(second_moment(rows.x), second_moment(x[MASK]), sums=3)
     close(input_rows(x, MASK, REDUCE).x, torch.stack([x[0, :2].mean(0), x[1, 0]]), sums=3)
-    sample, terms, _ = gradient_rows(g, MASK, EXPAND)
+    sample, terms = gradient_rows(g, MASK, EXPAND)
     close(second_moment(sample), second_moment(g[MASK]), sums=3)
     assert float(terms) == 3
     flattened = input_rows(x.view(6, 5), MASK, EXPAND)  # some models flatten before a layer
@@ -85,40 +83,18 @@ def test_padding_counts_neither_as_rows_nor_in_means():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_in_16_bits_stay_so_and_are_summed_in_fp32(dtype):
     g = torch.randn(2, 3, 5).to(dtype)
-    for rule in (EXPAND, RowRule("expand", sample=2)):
-        sample, _, factor = gradient_rows(g, MASK, rule)
-        assert sample.dtype == dtype and factor == 6 / len(sample)
+    assert gradient_rows(g, MASK, EXPAND)[0].dtype == dtype
     assert torch.equal(gradient_rows(g, MASK, EXPAND)[0], torch.where(MASK[..., None], g, 0).view(6, 5))
     assert torch.equal(gradient_rows(g, MASK, REDUCE)[0], torch.stack([g[0, :2].float().sum(0), g[1, 0].float()]))
     assert gradient_rows(g.double(), None, EXPAND)[0].dtype == torch.float32
 
 
-def test_a_sample_is_unbiased_and_moves():
-    x = torch.randn(10, 20, 4)
-    whole = second_moment(x.view(200, 4))
-    turns = {phase(turn, 4): turn for turn in range(100)}  # one for each place
-    starts, total, gradients = set(), torch.zeros(4, 4), torch.zeros(4, 4)
-    for turn in turns.values():
-        rows = input_rows(x, None, RowRule("expand", sample=50), turn=turn)
-        assert rows.count == len(rows.x) == 50
-        starts.add(tuple(rows.x[0].tolist()))
-        total += second_moment(rows.x) / rows.count
-        sample, terms, factor = gradient_rows(x, None, RowRule("expand", sample=50), turn=turn)
-        assert terms == 200 and factor == 4
-        gradients += factor * second_moment(sample)
-    assert len(starts) == 4
-    close(total / 4, whole / 200, sums=200)  # four turns visit every row once
-    close(gradients / 4, whole, sums=200)
-
-
 @pytest.mark.parametrize("interval", [1, 2, 5, 10, 16, 50, 7919])
-def test_a_sample_visits_all_places_alike_at_any_interval(interval):
+def test_a_place_visits_all_alike_at_any_interval(interval):
     for stride in (2, 3, 4, 7, 10, 16, 100):
         visits = torch.zeros(stride)
         for capture in range(1000):
-            places = torch.arange(float(stride))[:, None]
-            rows = input_rows(places, None, RowRule("expand", sample=1), turn=capture * interval)
-            visits[rows.x.flatten().long()] += 1
+            visits[phase(capture * interval, stride)] += 1
         spread = float(((visits - 1000 / stride) ** 2).sum()) * stride / 1000
         # chi squared of a fair die passes this once in a million times (Laurent & Massart 2000)
         assert spread < stride - 1 + 2 * (14 * (stride - 1)) ** 0.5 + 28, (interval, stride, visits)
@@ -135,21 +111,21 @@ def test_rows_with_the_sequence_first_are_those_of_the_same_examples():
             )
             close(second_moment(other.x), second_moment(rows.x), sums=6)
             assert float(other.count) == float(rows.count)
-            g, terms, _ = gradient_rows(x, mask, rule)
-            other_g, other_terms, _ = gradient_rows(x.transpose(0, 1), turned, rule, examples=1)
+            g, terms = gradient_rows(x, mask, rule)
+            other_g, other_terms = gradient_rows(x.transpose(0, 1), turned, rule, examples=1)
             close(second_moment(other_g), second_moment(g), sums=6)
             assert float(other_terms) == float(terms)
 
 
-@pytest.mark.parametrize("rule", [EXPAND, REDUCE, RowRule("expand", sample=2)])
+@pytest.mark.parametrize("rule", [EXPAND, REDUCE])
 @pytest.mark.parametrize("shape", [(0, 3, 5), (0, 5)])
 def test_an_empty_batch_has_no_rows(rule, shape):
     mask = torch.ones(shape[:-1], dtype=torch.bool) if len(shape) == 3 else None
     for given in (None, mask):
         rows = input_rows(torch.zeros(shape), given, rule)
         assert rows.x.shape == (0, 5) and float(rows.count) == 0
-        g, terms, factor = gradient_rows(torch.zeros(shape), given, rule)
-        assert g.shape == (0, 5) and float(terms) == 0 and math.isfinite(factor)
+        g, terms = gradient_rows(torch.zeros(shape), given, rule)
+        assert g.shape == (0, 5) and float(terms) == 0
 
 
 class CausalLM(nn.Module):

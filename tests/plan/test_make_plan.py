@@ -11,7 +11,7 @@ from ds_kfac.plan import choices
 from ds_kfac.plan.make_plan import Setting, make_plan
 from ds_kfac.plan.plan import Plan, sharing_candidates
 from ds_kfac.schedule.timetable import AdaptiveRule
-from tests.choices import resolved
+from tests.choices import STAGGERED, chosen, resolved
 from tests.layer_tables import gpt2_small, zero_shards
 
 LAYERS, FACTORS = gpt2_small(blocks=2, width=64)
@@ -24,7 +24,8 @@ ZERO = replace(FP32, held=zero_shards(LAYERS, 4))
 
 def plan(setting: Setting = FP32, costs=COSTS, model=LAYERS, **config) -> Plan:
     config["factor"] = {"rows": "all", **config.get("factor", {})}
-    return make_plan(model, setting, resolved(config), costs)
+    with chosen(config) as block:
+        return make_plan(model, setting, resolved(block), costs)
 
 
 # inverses in place of eigenbases
@@ -175,21 +176,11 @@ def test_a_given_dtype_is_taken_without_a_word(name, dtype):
         assert made.wire == dtype and made.reasons == ()
 
 
-@pytest.mark.parametrize(
-    ("stored", "given", "expected"),
-    [
-        (torch.float32, None, (torch.float32, torch.float32)),
-        (torch.bfloat16, None, (torch.bfloat16, torch.float32)),
-        (torch.float32, "bf16", (torch.bfloat16, torch.bfloat16)),
-        (torch.bfloat16, "bf16", (torch.bfloat16, torch.bfloat16)),
-        # what is stored in 16 bits gains nothing by more, and fp16 is no smaller in bf16
-        (torch.bfloat16, "fp32", (torch.bfloat16, torch.float32)),
-        (torch.float16, "bf16", (torch.float16, torch.bfloat16)),
-    ],
-)
-def test_gradients_travel_as_they_are_stored_unless_less_is_asked_for(stored, given, expected):
-    made = plan(replace(FP32, gradients=stored), communication={"gradient_dtype": given})
-    assert made.gradient_dtypes == expected
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_travel_as_they_are_stored_and_results_in_16_bits_if_the_model_has(stored):
+    for parameters, results in ((torch.float32, torch.float32), (torch.float16, torch.bfloat16)):
+        made = plan(replace(FP32, parameters=parameters, gradients=stored))
+        assert made.gradient_dtypes == (stored, results)
 
 
 # when
@@ -203,12 +194,18 @@ def offsets(costs=COSTS, **config) -> dict[str, int]:
     return dict(plan(costs=costs, **config).offsets)
 
 
-def test_refreshes_are_spread_if_they_take_long_or_if_asked_for():
+def test_refreshes_are_spread_if_they_take_long():
     assert offsets() == {}
-    assert set(offsets(COSTLY)) == {factor.key for factor in FACTORS} == set(offsets(eigenbasis={"stagger": True}))
-    assert offsets(COSTLY, eigenbasis={"stagger": False}) == {}
-    config = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 1, "stagger": True}}
+    assert set(offsets(COSTLY)) == {factor.key for factor in FACTORS} == set(offsets(plan=STAGGERED))
+    config = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 1}}
     assert offsets(COSTLY, **config) == {}, "an interval of one step has nothing to spread over"
+
+
+def test_layers_of_which_other_ranks_have_copies_are_not_spread():
+    """Their plans may differ, and the copies would."""
+    copied = [replace(layer, copies=1 + (index % 2)) for index, layer in enumerate(LAYERS)]
+    assert {key[:-2] for key in offsets(COSTLY, model=copied)} == {layer.name for layer in copied if layer.copies == 1}
+    assert offsets(COSTLY, model=[replace(layer, copies=2) for layer in LAYERS]) == {}
 
 
 def test_the_reason_for_spreading_names_both_worst_steps():
@@ -224,7 +221,8 @@ def test_the_reason_for_spreading_names_both_worst_steps():
 def test_intervals_are_those_of_the_long_run():
     config = {
         "factor": {"update_interval": {"schedule": "piecewise", "values": [1, 4], "steps": [30]}},
-        "eigenbasis": {"refresh_interval": 8, "stagger": True},
+        "eigenbasis": {"refresh_interval": 8},
+        "plan": STAGGERED,
     }
     made = plan(**config)
     assert {offset % 4 for offset in made.offsets.values()} == {0, 1, 2, 3} and max(made.offsets.values()) < 8
@@ -237,7 +235,7 @@ def test_options_are_off_unless_asked_for():
     made = plan()
     assert made.adaptive is None and made.lag == 0 and made.shares
     made = plan(
-        adaptive={"enabled": True, "tolerance": 0.3},
+        adaptive=0.3,
         eigenbasis={"lag": 2},
     )
     assert made.adaptive == AdaptiveRule(0.3) and made.lag == 2

@@ -11,7 +11,7 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.make_plan import Setting, make_plan
 from ds_kfac.plan.plan import Known, Plan
 from ds_kfac.zero.shards import source
-from tests.choices import resolved
+from tests.choices import STAGGERED, chosen, resolved
 from tests.layer_tables import llama, zero_shards
 
 LAYERS, _ = llama(blocks=2, width=32, inner=80, key_width=8)
@@ -25,7 +25,8 @@ def plan(world: int = 4, fraction: float | None = None, model=LAYERS, zero: bool
     held = zero_shards(model, world) if zero else None
     setting = Setting(world, held, torch.float32, torch.float32, moments=0)
     config = {"assignment": {"gradient_worker_fraction": fraction}} | config
-    return make_plan(model, setting, resolved(config), BUILTIN["cpu"])
+    with chosen(config) as block:
+        return make_plan(model, setting, resolved(block), BUILTIN["cpu"])
 
 
 @pytest.mark.parametrize(("world", "workers"), [(1, 1), (4, 1), (4, 2), (4, 4), (6, 2), (6, 3)])
@@ -44,7 +45,7 @@ def test_rows_cover_all_ranks_and_each_has_every_layer_once(world, workers):
 
 @pytest.mark.parametrize("zero", [False, True])
 def test_sharing_moves_nothing_and_drops_the_followers_factors(zero):
-    before = plan(zero=zero, eigenbasis={"stagger": True})
+    before = plan(zero=zero, plan=STAGGERED)
     after = before.sharing(GROUPS)
     gone = {f"{name}/A" for name in FOLLOWERS}
     assert {f.key for f in before.assignment.factors} - {f.key for f in after.assignment.factors} == gone
@@ -64,7 +65,7 @@ def test_every_layer_finds_its_factor_after_sharing():
 
 
 def test_no_groups_change_nothing():
-    before = plan(eigenbasis={"stagger": True})
+    before = plan(plan=STAGGERED)
     assert before.sharing([]) == before
 
 
@@ -91,7 +92,7 @@ def test_candidates_are_layers_whose_rows_are_their_inputs(monkeypatch):
 
 
 def test_the_timetable_follows_the_offsets():
-    made = plan(eigenbasis={"stagger": True}, burn_in={"steps": 0})
+    made = plan(plan=STAGGERED, burn_in={"steps": 0})
     table = made.timetable()
     assert len(set(made.offsets.values())) > 3
     for step in range(50, 150):

@@ -7,15 +7,13 @@ from ds_kfac.directions.kfac_gradient import KFACGradientRule
 from ds_kfac.plan.resolve import resolve
 from ds_kfac.schedule.intervals import Value
 
-NONE = {"factor.prediction", "factor.rows", "factor.sample_rows", "assignment.memory_budget_gb"} | {"assignment.costs"}
+NONE = {"factor.prediction", "factor.rows", "assignment.memory_budget_gb", "assignment.costs"}
 """Null is a value of these: the model's own output, so many rows as a factor needs, all rows, no limit."""
 PLANNED = {
     "eigenbasis.lag",
-    "eigenbasis.stagger",
     "preconditioner.precision",
     "assignment.gradient_worker_fraction",
     "communication.dtype",
-    "communication.gradient_dtype",
 }
 """Answered by the plan."""
 BUILT = {"ops.backend"}

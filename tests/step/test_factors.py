@@ -40,7 +40,7 @@ def plan_with(decomposers: dict[str, int], workers: int, layers=LAYERS) -> Plan:
 def stepped(channel, plan: Plan, due: FactorsDue, step: int = 0):
     """One step's share of the factors, and its draft."""
     reducer = Reducer(plan.assignment.factors, plan.assignment.decomposers, channel, CPU)
-    curvature = FactorUpdates(plan, channel, reducer, Refresher(CPU), Metrics(timings=False, device=CPU), CPU)
+    curvature = FactorUpdates(plan, channel, reducer, Refresher(CPU), Metrics(CPU), CPU)
     sums = reducer.empty(due.capture, step)
     for key, part in sums.items():
         part.sum_P.copy_(summed(curvature, key, channel.rank))
