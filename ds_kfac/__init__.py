@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from ds_kfac.text import is_command, only_for_data
 
 with only_for_data() if is_command() else nullcontext():
-    from ds_kfac.config.kfac import KFACConfig
+    from ds_kfac.config.keys import KFACConfig
     from ds_kfac.directions.kfac_adamw.user_optimizer import KFACAdamW
     from ds_kfac.engine.attachment import Attachment
     from ds_kfac.engine.entry import asked_for, attach, disable, enable, initialize

@@ -4,8 +4,7 @@ import argparse
 import math
 import sys
 
-from ds_kfac.config.manual import manual
-from ds_kfac.config.schema import schema
+from ds_kfac.config.manual import manual, schema
 from ds_kfac.engine.environment import environment_report
 from ds_kfac.estimate import command
 from ds_kfac.integrations import launcher, plot

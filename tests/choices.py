@@ -10,11 +10,12 @@ from unittest.mock import patch
 import torch
 
 import ds_kfac.directions.base
-from ds_kfac.config.kfac import KFACConfig, parse
+from ds_kfac.config.keys import KFACConfig
+from ds_kfac.config.parse import parse
 from ds_kfac.curvature.precision import choose
 from ds_kfac.model import scan
 from ds_kfac.plan import choices
-from ds_kfac.plan.resolve import resolve
+from ds_kfac.plan.choices import resolve
 
 CPU = torch.device("cpu")
 STAGGERED = {"LONG_REFRESH": -1.0}

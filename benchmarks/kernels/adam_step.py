@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--stage", type=int, default=0, help="of ZeRO")
     options = parser.parse_args()
     join()
-    from ds_kfac.plan import choices  # it imports DeepSpeed, which looks at the environment
+    from ds_kfac.plan import choices
 
     if options.together:
         choices.stacks = lambda device, method: True

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.config.keys import KFACConfig
 
 FOLDER, LATEST, HEADER, TOKEN = "kfac", "latest", "header.json", "token"
 PATIENCE = 5.0

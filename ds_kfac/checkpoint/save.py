@@ -29,7 +29,7 @@ from ds_kfac.checkpoint.files import (
     write_text,
 )
 from ds_kfac.comm.message import failing_together, gathered
-from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.eigen import Refreshed
 from ds_kfac.curvature.forms import FACTOR_FORMS
 from ds_kfac.curvature.history import FactorState

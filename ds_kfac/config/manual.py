@@ -1,4 +1,5 @@
-"""Every key of the ``"kfac"`` block as Markdown, made from the models' docstrings: docs/config.md."""
+"""Every key of the ``"kfac"`` block as Markdown, made from the models' docstrings: docs/config.md. And as a JSON
+schema, for editors."""
 
 import json
 from collections.abc import Iterator
@@ -6,8 +7,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema
 
-from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.config.keys import KFACConfig
+from ds_kfac.config.parse import KEY
 from ds_kfac.config.values import OneOf, holds_value
 from ds_kfac.schedule.intervals import Value
 
@@ -115,3 +118,21 @@ def _default(value: Any) -> str:
         value = value.at(0)
         value = int(value) if float(value).is_integer() else value
     return json.dumps(value)
+
+
+class _Schema(GenerateJsonSchema):
+    def encode_default(self, default: Any) -> Any:
+        if isinstance(default, BaseModel):
+            return {}  # each key has its own default
+        if not isinstance(default, Value):
+            return super().encode_default(default)
+        value = default.at(0)
+        return int(value) if float(value).is_integer() else value
+
+
+def schema() -> str:
+    """Of a whole DeepSpeed config, of which it knows the ``"kfac"`` block only."""
+    block = KFACConfig.model_json_schema(schema_generator=_Schema)
+    definitions = block.pop("$defs")
+    top = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "DeepSpeed config with ds_kfac"}
+    return json.dumps({**top, "type": "object", "properties": {KEY: block}, "$defs": definitions}, indent=2)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.forms import FACTOR_FORMS
 from ds_kfac.directions.base import Direction, DirectionSetup, StepContext, UpdateRule
 from ds_kfac.metrics import Metrics

@@ -12,7 +12,7 @@ from deepspeed.utils import logger
 from ds_kfac.assignment.costs import BUILTIN, CostModel, measured
 from ds_kfac.assignment.work import kept_bytes, packed_bytes
 from ds_kfac.comm.message import failing_together, gathered
-from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.config.keys import KFACConfig
 from ds_kfac.directions.table import rule_of
 from ds_kfac.model.batch import ExpertRows
 from ds_kfac.model.layers import LayerSpec

@@ -22,7 +22,7 @@ from deepspeed.utils import logger
 from torch import nn
 
 from ds_kfac.checkpoint.load import load
-from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.config.keys import KFACConfig
 from ds_kfac.directions.table import rule_of
 from ds_kfac.engine import refusals
 from ds_kfac.engine.assembly import assemble

@@ -16,7 +16,8 @@ from deepspeed.utils import log_dist, logger
 from torch import nn
 from torch.utils.cpp_extension import get_default_build_root
 
-from ds_kfac.config.kfac import KFACConfig, find_block, parse
+from ds_kfac.config.keys import KFACConfig
+from ds_kfac.config.parse import find_block, parse
 from ds_kfac.directions.table import DIRECTIONS, rule_in
 from ds_kfac.engine.attachment import HANDLE, Attachment
 from ds_kfac.engine.refusals import without_optimizer

@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from ds_kfac.comm.reduce import payload
-from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.config.keys import KFACConfig
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.table import DIRECTIONS
 from ds_kfac.model.layers import LayerSpec

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ds_kfac.assignment.assign import worker_counts
 from ds_kfac.assignment.costs import BUILTIN, CostModel, measured
-from ds_kfac.config.kfac import KFACConfig, find_block
+from ds_kfac.config.keys import KFACConfig
+from ds_kfac.config.parse import find_block
 from ds_kfac.curvature.forms import FACTOR_FORMS, FactorForm
 from ds_kfac.directions.table import DIRECTIONS
 from ds_kfac.engine.refusals import check_model

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ds_kfac.assignment.costs import CostModel
-from ds_kfac.config.kfac import find_block, parse
+from ds_kfac.config.parse import find_block, parse
 from ds_kfac.directions.kfac_adamw.user_optimizer import split_groups
 from ds_kfac.directions.table import rule_in
 from ds_kfac.engine.refusals import accumulation, block, of_config, refused

@@ -1,13 +1,18 @@
-"""What is chosen inside, by no key of the config. Functions, so that a test can have it otherwise."""
+"""What is chosen: nulls of the config that other keys or the update rule answer, each with its reason; and what
+no key says, constants and functions, so that a test can have it otherwise."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from ds_kfac.assignment.costs import CostModel
+from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.forms import FACTOR_FORMS
 from ds_kfac.model.layers import LayerSpec
+from ds_kfac.model.registry import MATRICES
+from ds_kfac.schedule.intervals import Value
 
 BUCKET_BYTES = 1 << 28
 """Most bytes of batch sums that a rank sends, or receives, in one message; two are on their way at a time."""
@@ -60,3 +65,56 @@ def clip_lr(scheduled: bool) -> str:
         scheduled: whether DeepSpeed runs an lr scheduler.
     """
     return "peak" if scheduled else "current"
+
+
+TYPES = list(MATRICES)
+DENSE_MAX = 4096
+REFRESH = 5
+"""Factor updates to a refresh."""
+DAMPING = {"tikhonov": 1e-3, "relative": 1.0, "adaptive": 100.0}
+KL_CLIP = 1e-3
+
+
+def resolve(
+    config: KFACConfig, *, fisher: str, blocks: Collection[str] = (), adaptive: bool = False
+) -> tuple[KFACConfig, tuple[str, ...]]:
+    """The config of a run, in which no null means "choose for me", but for those that only a plan can answer: it needs
+    the costs for them, see :func:`ds_kfac.plan.make_plan.make_plan`.
+
+    Args:
+        fisher: where the update rule takes G from.
+        blocks: those of the config that only this update rule reads; of others no reason is given.
+        adaptive: whether the optimizer divides by a running second moment, see :func:`adaptive`.
+
+    Returns the config, and a text for each choice: key, value, reason.
+    """
+    options = config.preconditioner
+    graft, step = options.graft, options.step
+    corrects = adaptive and step == "fixed" and FACTOR_FORMS[options.method].rotates
+    kind = config.damping.kind or ("adaptive" if step == "quadratic" else "relative")
+    kl_clip = 0.0 if graft == "norm" or step == "quadratic" else KL_CLIP
+    answers: tuple[tuple[str, str, Any, str], ...] = (
+        ("factor", "fisher", fisher, "this optimizer's"),
+        ("factor", "dense_max", DENSE_MAX, "longer sides in blocks"),
+        ("eigenbasis", "refresh_interval", config.factor.update_interval.times(REFRESH), f"{REFRESH} factor updates"),
+        ("damping", "kind", kind, f"step {step}"),
+        ("damping", "value", Value.constant(DAMPING[kind]), f"of {kind} damping"),
+        ("preconditioner", "eigenvalues", "corrected" if corrects else "kronecker", "by the optimizer"),
+        ("preconditioner", "kl_clip", Value.constant(kl_clip), f"graft {graft}, step {step}"),
+        ("layers", "types", TYPES, "others are asked for by name"),
+    )
+    reasons = []
+    for block, key, value, why in answers:
+        if getattr(getattr(config, block), key) is None:
+            config = config.having(block, **{key: value})
+            if block not in ("damping", "preconditioner", "adam") or block in blocks:
+                shown = ", ".join(value) if isinstance(value, list) else value
+                reasons.append(f"{block}.{key} {shown} ({why})")
+    return config, tuple(reasons)
+
+
+def adaptive(optimizer: str) -> bool:
+    """Whether an optimizer of this class name, or type in a DeepSpeed config, divides by a running second moment (or
+    takes the sign): it undoes the size of what it is given."""
+    name = optimizer.lower()
+    return any(word in name for word in ("adam", "lamb", "lion", "adagrad", "rmsprop", "adafactor"))

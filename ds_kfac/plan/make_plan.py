@@ -11,7 +11,7 @@ from ds_kfac.assignment.costs import CostModel
 from ds_kfac.assignment.spread import ROWS_PER_COLUMN, Contributors, refresh_offsets
 from ds_kfac.assignment.work import Work, factor_specs, packed_bytes
 from ds_kfac.comm.reduce import DTYPES
-from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.forms import FACTOR_FORMS, FactorForm
 from ds_kfac.curvature.precision import choose
 from ds_kfac.model.layers import LayerSpec
@@ -65,7 +65,7 @@ def make_plan(
 
     Args:
         layers: as they are without a budget; the plan's may differ from them in ``shares``.
-        config, answers: what :func:`ds_kfac.plan.resolve.resolve` returns.
+        config, answers: what :func:`ds_kfac.plan.choices.resolve` returns.
 
     Raises:
         ValueError: the fraction does not fit the world or the mode, or the memory budget is too small.

@@ -9,7 +9,7 @@ import torch
 from ds_kfac.assignment.assign import Assignment
 from ds_kfac.assignment.spread import Contributors, counted
 from ds_kfac.assignment.work import factor_specs, rows_from
-from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.forms import FACTOR_FORMS, FactorForm
 from ds_kfac.curvature.precision import Precision
 from ds_kfac.model.layers import LayerSpec
@@ -46,7 +46,7 @@ class Plan:
         wire: dtype of batch sums and eigenvectors on the wire.
         gradient_dtypes: of gradients to their workers and of results back.
         shares: whether layers that see the same input are to share A.
-        config: with its nulls answered, see :func:`ds_kfac.plan.resolve.resolve`.
+        config: with its nulls answered, see :func:`ds_kfac.plan.choices.resolve`.
         precision: of the products of a step.
         stacks: whether small layers of equal shape are preconditioned together.
         clip_lr: the learning rate in kl-clip's bound, "current" or "peak".

@@ -12,7 +12,8 @@ from ds_kfac.schedule.intervals import Schedule
 
 @dataclass(frozen=True)
 class AdaptiveRule:
-    """How an interval follows a factor's change; intervals in units of the ordinary one.
+    """How an interval follows a factor's change, SP-NGD's (Osawa et al. 2019, arXiv:1811.12019); in units of the
+    ordinary one.
 
     Attributes:
         tolerance: two factors are similar if |P - Q|_F / |Q|_F is below it.

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from ds_kfac.config.kfac import find_block, parse
+from ds_kfac.config.parse import find_block, parse
 from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
 from ds_kfac.directions.table import rule_in
 from ds_kfac.schedule.intervals import BurnIn, Schedule, Value

@@ -8,9 +8,8 @@ from pydantic import BaseModel, Field
 
 from ds_kfac.__main__ import main
 from ds_kfac.config import manual
-from ds_kfac.config.errors import _paths
-from ds_kfac.config.kfac import KFACConfig
-from ds_kfac.config.method import Block
+from ds_kfac.config.keys import Block, KFACConfig
+from ds_kfac.config.parse import _paths
 
 PAGE = Path(__file__).parents[2] / "docs/config.md"
 

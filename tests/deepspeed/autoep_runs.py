@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ds_kfac
-from ds_kfac.config import kfac as kfac_config
+from ds_kfac.config import keys as kfac_config
 from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
 from tests.deepspeed.parallel import build, same, train_whole, whole_state
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch

@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.distributed
 GPT_12 = GPTConfig(width=64, blocks=12, heads=2, context=16)
 GPT_3 = GPTConfig(width=32, blocks=3, heads=2, context=16)
-KFAC = {"factor": {"update_interval": 2}, "eigenbasis": {"refresh_interval": 4}}
+KFAC = {"factor": {"update_interval": 2}, "eigenbasis": {"refresh_interval": 4}, "burn_in": {"steps": 0}}
 
 
 def elements_elsewhere(engine) -> int:

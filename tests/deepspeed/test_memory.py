@@ -158,8 +158,9 @@ def beside_worker(modes) -> dict:
                 engine.backward(loss)
                 engine.step()
         without = min(before[1::2])  # DeepSpeed's gradients
-        estimate = Estimate(subject, kfac.plan.assignment.work.costs, dist.get_world_size(), ROWS)
-        assert estimate.plan.assignment == kfac.plan.assignment, mode.name
+        with chosen(config["kfac"]):
+            estimate = Estimate(subject, kfac.plan.assignment.work.costs, dist.get_world_size(), ROWS)
+            assert estimate.plan.assignment == kfac.plan.assignment, mode.name
         results[mode.name] = {
             "captured": sorted(peaks[2::2])[1] - without,  # gloo's threads may let go of a message late
             "estimate": int(estimate.memory[BESIDE][dist.get_rank()]),

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_kfac.config import kfac as kfac_config
+from ds_kfac.config import keys as kfac_config
 from tests.close import exact
 from tests.deepspeed import expert_stacks
 from tests.deepspeed.expert_stacks import BIASED, Apart, Dispatched, Grouped, Lying, Picked, Upright, as_stacks, make

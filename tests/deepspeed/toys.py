@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.eigen import LayerBasis, Refreshed
 from ds_kfac.curvature.forms import FactorForm, Part
 from ds_kfac.directions.base import Direction, DirectionSetup, UpdateRule

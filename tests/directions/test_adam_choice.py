@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ds_kfac.config.kfac import parse
-from ds_kfac.config.method import AdamConfig
+from ds_kfac.config.keys import AdamConfig
+from ds_kfac.config.parse import parse
 from ds_kfac.curvature.factor import Side
 from ds_kfac.directions.kfac_adamw.optimizer import build
 from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule

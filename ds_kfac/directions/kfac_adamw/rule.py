@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.eigen import basis_numel
 from ds_kfac.curvature.forms import FACTOR_FORMS
 from ds_kfac.curvature.inverse import ORDERS, order_of

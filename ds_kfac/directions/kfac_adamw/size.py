@@ -10,7 +10,7 @@ but at least lr: Adam's direction grows with the width, too.
 
 import math
 
-from ds_kfac.config.method import AdamConfig
+from ds_kfac.config.keys import AdamConfig
 from ds_kfac.model.blocks import named
 from ds_kfac.model.layers import LayerSpec
 

@@ -9,7 +9,7 @@ import torch
 from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
 from torch import nn
 
-from ds_kfac.config.kfac import KFACConfig
+from ds_kfac.config.keys import KFACConfig
 from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, OWN, PARAMS, build, checked, checked_group
 from ds_kfac.directions.kfac_adamw.size import ADAM_RATIO
 from ds_kfac.model.scan import Choice, Scan, scan

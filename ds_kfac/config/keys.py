@@ -1,12 +1,28 @@
-"""The blocks inside ``"kfac"`` on what is computed, one model each. Docstrings are their manual."""
+"""The keys of the ``"kfac"`` block, a model for each block inside it. Docstrings are their manual."""
 
 from typing import Any, Literal
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from ds_kfac.config.values import BlockRows, Decay, Interval, Method, NameEnd, NotNegative, Positive, Rows, fits
-from ds_kfac.schedule.intervals import Value
+from ds_kfac.config.values import (
+    BlockRows,
+    Decay,
+    Interval,
+    Method,
+    NameEnd,
+    NotNegative,
+    Pattern,
+    Positive,
+    Rows,
+    fits,
+)
+from ds_kfac.curvature.forms import FACTOR_FORMS
+from ds_kfac.model.scan import Choice
+from ds_kfac.schedule.intervals import BurnIn, Schedule, Value
+
+SHARES = True
+"""Whether layers that see one input have one A, and the experts of a stack: tests may want an A for each."""
 
 
 class Block(DeepSpeedConfigModel):
@@ -84,11 +100,11 @@ class DampingConfig(Block):
     @property
     def chosen(self) -> str:
         """The kind."""
-        assert self.kind is not None  # see ds_kfac.plan.resolve
+        assert self.kind is not None  # see ds_kfac.plan.choices
         return self.kind
 
     def at(self, step: int) -> float:
-        assert self.value is not None  # see ds_kfac.plan.resolve
+        assert self.value is not None  # see ds_kfac.plan.choices
         return self.value.at(step)
 
 
@@ -125,7 +141,7 @@ class PreconditionerConfig(Block):
 
     def kl_clip_at(self, step: int) -> float:
         """0: no clipping at that step."""
-        assert self.kl_clip is not None  # see ds_kfac.plan.resolve
+        assert self.kl_clip is not None  # see ds_kfac.plan.choices
         return self.kl_clip.at(step)
 
 
@@ -169,3 +185,152 @@ class AdamConfig(Block):
     whiten: float = Field(0.125, ge=0, le=1)
     """Power p of A^-p on both sides of an orthogonalization, which bounds the response to each input direction in place
     of the weights'; 0: none. Worth most with large batches, and lets the rate be higher there."""
+
+
+class LayersConfig(Block):
+    """Which layers; Python regexes searched in module names."""
+
+    include: list[Pattern] = []
+    """If not empty: precondition only modules that match one of these."""
+    exclude: list[Pattern] = []
+    """Leave modules that match one of these to the optimizer alone."""
+    types: (
+        list[
+            Literal[
+                "Linear", "Conv1D", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d",
+                "ConvTranspose3d", "LayerNorm", "RMSNorm", "BatchNorm", "GroupNorm",
+            ]
+        ]
+        | None
+    ) = None  # fmt: skip
+    """Layer types to precondition. Conv1D is the linear layer of transformers' GPT-2, Conv1d torch's convolution.
+    null: Linear, Conv1D and all convolutions."""
+
+
+class AssignmentConfig(Block):
+    """Who does what."""
+
+    gradient_worker_fraction: float | None = Field(None, gt=0, le=1)
+    """Fraction of the ranks that hold a layer's eigenbases and precondition its gradient (KAISA), where gradients are
+    replicated (stage 0): 1/world is MEM-OPT, 1 is COMM-OPT. null: the fastest predicted fraction within
+    memory_budget_gb. Under ZeRO 1-3 gradients are partitioned and a layer always has one worker."""
+    memory_budget_gb: float | None = Field(None, gt=0)
+    """Most memory of K-FAC per rank, in 10^9 bytes: state (factors, eigenbases, moments), and batch sums, gradients and
+    results while a step lasts; without messages, of 256 MiB at most. null: no limit."""
+    costs: str | None = None
+    """File with seconds of decompositions and products of this machine, which ``python -m benchmarks.kernels.costs``
+    writes; plans are then made from them. null: builtin ones."""
+
+
+class CommunicationConfig(Block):
+    """What travels, and in which dtype."""
+
+    dtype: Literal["fp32", "bf16"] | None = None
+    """dtype in which batch sums and eigenvectors travel; sums are added in fp32, inverses travel in fp32. null: bf16 if
+    the model is in 16 bits and the traffic is predicted to cost over 2 % of a step's K-FAC work, else fp32."""
+
+
+class OffloadConfig(Block):
+    """Where K-FAC state lies between steps."""
+
+    device: Literal["none", "cpu"] = "none"
+    """cpu: keep running factors and their history in (pinned) host memory. Eigenbases and moments stay on the device,
+    because every step needs them."""
+
+
+class CheckpointConfig(Block):
+    """What is saved in addition to DeepSpeed's files."""
+
+    eigenbasis: bool = True
+    """true: save eigenbases or inverses, so that resuming is exact. false: save two thirds of the space (half with
+    inverses) and decompose on loading."""
+    on_missing: Literal["error", "fresh"] = "error"
+    """What load_checkpoint does if the K-FAC state that a checkpoint names is missing, damaged or of another model.
+    error: raise on every rank. fresh: warn and start K-FAC afresh. DeepSpeed has loaded weights and optimizer before,
+    in both cases. A checkpoint written without K-FAC always starts K-FAC afresh, with a warning."""
+
+
+class OpsConfig(Block):
+    """Which code computes."""
+
+    backend: Literal["triton", "cuda", "torch"] | None = None
+    """Implementation of the operations. triton, cuda: on NVIDIA GPUs from compute capability 8.0, each for some
+    operations. torch: plain torch, anywhere. An operation that a backend does not have runs in torch.
+    null: the best backend that runs here, per operation; the attach report lists them. All except torch are compiled at
+    first use. The choice holds for the process: the last attach decides."""
+
+
+class PaddingConfig(Block):
+    """Which rows of a batch count, read from the arguments of the model's forward by Hugging Face's names;
+    ``engine.kfac.read_batch`` takes a function of your own for any others."""
+
+    count: Literal["labelled", "attended", "all"] = "labelled"
+    """Rows that count. labelled: rows inside the mask whose own label has a loss. attended: rows inside the mask. all:
+    every row. Rows of an encoder that has a decoder are those of its mask in both. The number of loss terms is that of
+    the labels in any case."""
+
+
+class KFACConfig(Block):
+    """The ``"kfac"`` block. ``null`` or leaving a key out means "choose for me".
+
+    A key of type :class:`Value` takes a number, ``{"schedule": "linear" | "cosine" | "exponential", "start": x,
+    "end": y, "steps": n, "delay": d}`` or ``{"schedule": "piecewise", "values": [...], "steps": [...]}``, in applied
+    steps since the start of the run.
+    """
+
+    enabled: bool = True
+    """false: the engine is left as DeepSpeed made it."""
+    report: Literal["summary", "full", "none"] = "summary"
+    """What rank 0 prints to standard error at attach. summary: at most 12 lines. full: also what was chosen, and every
+    layer with the ranks that work on it. none: nothing. ``engine.kfac.report`` has the text in any case, with equal
+    layers in one row unless it is full."""
+    factor: FactorConfig = FactorConfig()
+    eigenbasis: EigenbasisConfig = EigenbasisConfig()
+    burn_in: BurnInConfig = BurnInConfig()
+    damping: DampingConfig = DampingConfig()
+    preconditioner: PreconditionerConfig = PreconditionerConfig()
+    adam: AdamConfig = AdamConfig()
+    layers: LayersConfig = LayersConfig()
+    padding: PaddingConfig = PaddingConfig()
+    assignment: AssignmentConfig = AssignmentConfig()
+    communication: CommunicationConfig = CommunicationConfig()
+    offload: OffloadConfig = OffloadConfig()
+    ops: OpsConfig = OpsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    adaptive: float | None = Field(None, gt=0)
+    """SP-NGD's adaptive statistics, a factor that barely changes is captured, reduced and decomposed less often: two
+    values of a factor are similar if their relative difference in the Frobenius norm is below this, such as 0.1. Each
+    factor then has its own interval, in units of factor.update_interval, which grows (1, 2, 3, 5, 8, ...) while the
+    factor stays similar to its last two values, and halves when it does not. Starts after the burn-in. null: off."""
+    rescale_weights: bool = False
+    """After every step multiply the weight of each linear and convolutional K-FAC layer by min(1, sqrt(2 outputs) / its
+    norm), as SP-NGD does: for layers that a norm follows."""
+
+    def having(self, block: str, **values: Any) -> "KFACConfig":
+        """With other values in a block."""
+        return self.model_copy(update={block: getattr(self, block).model_copy(update=values)})
+
+    # of a config whose nulls are answered, see ds_kfac.plan.choices
+
+    @property
+    def choice(self) -> Choice:
+        """Which layers, for :func:`ds_kfac.model.scan.scan`."""
+        assert self.layers.types is not None
+        return Choice(
+            include=tuple(self.layers.include),
+            exclude=tuple(self.layers.exclude),
+            types=tuple(self.layers.types),
+            dense_max=self.factor.dense_max,
+            gradients=self.factor.fisher != "activations_only",
+            shares=SHARES and not FACTOR_FORMS[self.preconditioner.method].paired(self.damping.chosen),
+            blocks=tuple(self.adam.blocks.items()),
+        )
+
+    @property
+    def schedule(self) -> Schedule:
+        """What is due when."""
+        assert self.eigenbasis.refresh_interval is not None
+        update, steps = self.factor.update_interval, self.burn_in.steps
+        half = max(1, (update.interval_at(0) + 1) // 2)
+        burn_in = BurnIn(steps, half, 2 * half) if steps else None
+        return Schedule(update, self.eigenbasis.refresh_interval, burn_in)
