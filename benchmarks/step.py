@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import ds_kfac
 from benchmarks.mean_step import ROW, WEIGHTS
 from ds_kfac.comm.reduce import payload
-from ds_kfac.plan import choices
+from ds_kfac.plan import make_plan as planning
 from examples.gpt import GPT, GPTConfig
 
 UPDATE, REFRESH, STEPS = 4, 8, 25
@@ -40,7 +40,7 @@ def build(arguments: argparse.Namespace, *, kfac: bool):
         "steps_per_print": 1000000,
     }
     if kfac:
-        choices.LONG_REFRESH = math.inf  # each kind of work in a step of its own
+        planning.LONG_REFRESH = math.inf  # each kind of work in a step of its own
         config["kfac"] = {"factor": {"update_interval": UPDATE}, "eigenbasis": {"refresh_interval": REFRESH}}
     model = GPT(GPTConfig(arguments.width, arguments.blocks, 4, arguments.context))
     return ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=config)[0]

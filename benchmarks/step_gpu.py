@@ -37,7 +37,7 @@ import ds_kfac
 from benchmarks.kernels.report import CsvFile
 from benchmarks.mean_step import ROW, WEIGHTS
 from ds_kfac.metrics import STAGES
-from ds_kfac.plan import choices
+from ds_kfac.plan import make_plan as planning
 from examples.gpt import Block, GPTConfig
 
 UPDATE, REFRESH = 5, 20
@@ -90,7 +90,7 @@ def build(options: argparse.Namespace, method: str, *, stage: int, timings: bool
         "steps_per_print": 1000000,
     }
     if has_kfac(method):
-        choices.LONG_REFRESH = math.inf  # each kind of work in a step of its own
+        planning.LONG_REFRESH = math.inf  # each kind of work in a step of its own
         blocks: dict[str, Any] = {
             "factor": {"update_interval": UPDATE}, "eigenbasis": {"refresh_interval": REFRESH},
             "burn_in": {"steps": 0},

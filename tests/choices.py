@@ -14,8 +14,8 @@ from ds_kfac.config.keys import KFACConfig
 from ds_kfac.config.parse import parse
 from ds_kfac.curvature.precision import choose
 from ds_kfac.model import scan
-from ds_kfac.plan import choices
-from ds_kfac.plan.choices import resolve
+from ds_kfac.plan import make_plan as planning
+from ds_kfac.plan.make_plan import resolve
 
 CPU = torch.device("cpu")
 STAGGERED = {"LONG_REFRESH": -1.0}
@@ -40,13 +40,13 @@ def planned(block: Mapping[str, Any], *, stacks: bool = False, device: torch.dev
 
 @contextmanager
 def chosen(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The "kfac" block without "plan", whose keys are functions and constants of ``ds_kfac/plan/choices.py``, and the
+    """The "kfac" block without "plan", whose keys are functions and constants of ``ds_kfac/plan/make_plan.py``, and the
     scan's ``LONGEST``, in effect here; and whatever the optimizer, with Kronecker eigenvalues if the block does not say
     otherwise."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(ds_kfac.directions.base, "adaptive", lambda optimizer: False))
         for name, value in block.get("plan", {}).items():
-            module = scan if hasattr(scan, name) else choices
+            module = scan if hasattr(scan, name) else planning
             plain = callable(value) or not callable(getattr(module, name))
             made = value if plain else lambda *_, value=value: value
             stack.enter_context(patch.object(module, name, made))

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from ds_kfac.plan import choices
+from ds_kfac.plan import make_plan as planning
 from examples.gpt import GPT, GPTConfig
 
 UPDATE, REFRESH = 10, 100
@@ -105,7 +105,7 @@ class Case:
         found: dict[str, Any] = {"LONG_REFRESH": -1.0 if self.staggers else math.inf}
         if self.wire == "bf16":
             found["gradient_dtypes"] = lambda *stored: (torch.bfloat16, torch.bfloat16)
-        with patch.multiple(choices, **found):
+        with patch.multiple(planning, **found):
             yield
 
     def config(self, rows: int) -> dict[str, Any]:

@@ -93,10 +93,10 @@ def main() -> None:
     parser.add_argument("--stage", type=int, default=0, help="of ZeRO")
     options = parser.parse_args()
     join()
-    from ds_kfac.plan import choices
+    from ds_kfac.plan import make_plan as planning
 
     if options.together:
-        choices.stacks = lambda device, method: True
+        planning.stacks = lambda device, method: True
     task = TASKS[options.task]
     task = replace(task, model=replace(task.model, blocks=options.blocks or task.model.blocks))
     corpus = corpus_of(None, task.model.context)

@@ -13,7 +13,7 @@ from ds_kfac.metrics import Metrics
 from ds_kfac.model.blocks import cut
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Choice
-from ds_kfac.plan.choices import adaptive, resolve
+from ds_kfac.plan.make_plan import adaptive, resolve
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.rotation import AT_ONCE, Rotations, in_order
 from ds_kfac.update.state import LayerState, Moments

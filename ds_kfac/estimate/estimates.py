@@ -25,7 +25,7 @@ from ds_kfac.model.convolutions import Convolution, grid_step
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.rows import RowRule
-from ds_kfac.plan import choices
+from ds_kfac.plan import make_plan as planning
 from ds_kfac.plan.plan import Plan
 from ds_kfac.step.messages import Delivery, scalar_names
 from ds_kfac.update.rotation import stacks
@@ -145,7 +145,7 @@ class Estimate:
         if costs.beside:  # what a GPU with TF32 would choose
             exact = plan.config.preconditioner.precision == "highest"
             precision = plan.precision if exact else Precision("tf32", "tf32")
-            plan = replace(plan, precision=precision, stacks=choices.stacks(torch.device("cuda"), plan.method))
+            plan = replace(plan, precision=precision, stacks=planning.stacks(torch.device("cuda"), plan.method))
         self.plan, self.name, roles = plan, subject.strategy(plan.workers, world), plan.assignment
         self.factors, self.homes, self.workers = roles.factors, roles.decomposers, roles.workers
         self.exchange = ExchangePlan(self.shards, plan.layers, self.workers)

@@ -1,8 +1,11 @@
-"""From config and model to a plan: what the config leaves open is chosen by predicted cost, and the reason kept."""
+"""From config and model to a plan: what the config leaves open is answered by other keys or the update rule, or chosen
+by predicted cost, each with its reason. What no key says is a constant or a function, so that a test can have it
+otherwise."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import add
+from typing import Any
 
 import torch
 
@@ -15,8 +18,9 @@ from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.forms import FACTOR_FORMS, FactorForm
 from ds_kfac.curvature.precision import choose
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.plan import choices
+from ds_kfac.model.registry import MATRICES
 from ds_kfac.plan.plan import Plan
+from ds_kfac.schedule.intervals import Value
 from ds_kfac.schedule.timetable import AdaptiveRule
 
 CPU = torch.device("cpu")
@@ -65,7 +69,7 @@ def make_plan(
 
     Args:
         layers: as they are without a budget; the plan's may differ from them in ``shares``.
-        config, answers: what :func:`ds_kfac.plan.choices.resolve` returns.
+        config, answers: what :func:`ds_kfac.plan.make_plan.resolve` returns.
 
     Raises:
         ValueError: the fraction does not fit the world or the mode, or the memory budget is too small.
@@ -73,7 +77,7 @@ def make_plan(
     try:
         return _plan(layers, setting, config, costs, answers)
     except OverBudget:
-        common = choices.common_inputs(layers) if config.choice.shares else tuple(layers)
+        common = common_inputs(layers) if config.choice.shares else tuple(layers)
         if common == tuple(layers):
             raise
     plan = _plan(common, setting, config, costs, answers)
@@ -101,11 +105,13 @@ def _plan(
     reasons += why
     offsets, worst, why = _offsets(layers, assignment, config, costs, update, refresh)
     reasons += why
-    lag = config.eigenbasis.lag
-    if lag is None:
-        lag = choices.lag(costs, worst, update, refresh)
-        late = f"refreshes take effect {lag} steps later, beside the model until then: {worst * 1e3:.3g} ms in one step"
-        reasons += [late] if lag else []
+    late = config.eigenbasis.lag
+    if late is None:
+        late = lag(costs, worst, update, refresh)
+        text = (
+            f"refreshes take effect {late} steps later, beside the model until then: {worst * 1e3:.3g} ms in one step"
+        )
+        reasons += [text] if late else []
     reasons += _of_form(form, config, wire)
     contributors, why = _contributors(layers, work, config)
     reasons += why
@@ -114,17 +120,17 @@ def _plan(
         schedule=schedule,
         assignment=assignment,
         offsets=offsets,
-        lag=lag,
+        lag=late,
         adaptive=None if config.adaptive is None else AdaptiveRule(config.adaptive),
         contributors=contributors,
-        bucket_bytes=choices.BUCKET_BYTES,
+        bucket_bytes=BUCKET_BYTES,
         wire=wire,
-        gradient_dtypes=choices.gradient_dtypes(setting.parameters, setting.gradients),
+        gradient_dtypes=gradient_dtypes(setting.parameters, setting.gradients),
         shares=config.choice.shares,
         config=config,
         precision=choose(config.preconditioner.precision, setting.device),
-        stacks=choices.stacks(setting.device, method),
-        clip_lr=choices.clip_lr(setting.scheduled),
+        stacks=stacks(setting.device, method),
+        clip_lr=clip_lr(setting.scheduled),
         answers=answers,
         reasons=tuple(reasons),
         paired=paired,
@@ -201,7 +207,7 @@ def _contributors(layers: Sequence[LayerSpec], work: Work, config: KFACConfig) -
     if asked == "all" or work.world == 1:
         return contributors, []
     nbytes = sum(packed_bytes(factor.side) for factor in work.factors)
-    if nbytes > FIRST_BUCKETS * choices.BUCKET_BYTES:
+    if nbytes > FIRST_BUCKETS * BUCKET_BYTES:
         copied = {layer.name for layer in layers if layer.copies > 1}
         ones = {factor.key: 1 for factor in work.factors if factor.layers[0] not in copied}
         contributors = replace(contributors, counts=ones)
@@ -256,7 +262,7 @@ def _offsets(
         at_once[assignment.decomposers[factor.key]] += costs.decompose(factor.side, config.preconditioner.method)
     copied = {layer.name for layer in layers if layer.copies > 1}
     free = [factor for factor in assignment.factors if factor.layers[0] not in copied]
-    if max(at_once) <= choices.LONG_REFRESH or refresh == 1 or not free:
+    if max(at_once) <= LONG_REFRESH or refresh == 1 or not free:
         return {}, max(at_once), []
     spread = refresh_offsets(
         free,
@@ -272,3 +278,109 @@ def _offsets(
         f"{max(at_once) * 1e3:.3g} ms"
     )
     return spread.offsets, spread.worst, [why]
+
+
+BUCKET_BYTES = 1 << 28
+"""Most bytes of batch sums that a rank sends, or receives, in one message; two are on their way at a time."""
+LONG_REFRESH = 0.05
+"""Seconds of a refresh of everything at once from which on it is spread over steps."""
+LONG_STEP = 0.05
+"""Seconds of decompositions in a step from which on they are done beside the steps that follow."""
+
+
+def lag(costs: CostModel, worst: float, update: int, refresh: int) -> int:
+    """Steps after which a refresh takes effect, where the config leaves it open.
+
+    Args:
+        worst: seconds of the decompositions in the step that has most.
+        update, refresh: intervals.
+    """
+    return min(update, refresh - 1) if costs.beside and worst > LONG_STEP else 0
+
+
+def stacks(device: torch.device, method: str) -> bool:
+    """Whether small layers of equal shape are preconditioned together: fewer and larger launches, for a second copy of
+    their eigenvectors, at most 256 MiB a rank, which memory plans do not count. On a CPU a batched product is slower
+    than its parts; only layers whose gradients are rotated are stacked."""
+    return FACTOR_FORMS[method].rotates and device.type != "cpu"
+
+
+def common_inputs(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+    """With one A for the experts of a stack that have an A each."""
+    stacks: dict[str, list[LayerSpec]] = {}
+    for layer in layers:
+        stacks.setdefault(layer.weight, []).append(layer)
+    apart = {name: stack[0].name for name, stack in stacks.items() if not any(layer.shares for layer in stack)}
+    return tuple(
+        replace(layer, shares=apart[layer.weight]) if layer.name != apart.get(layer.weight, layer.name) else layer
+        for layer in layers
+    )
+
+
+def gradient_dtypes(parameters: torch.dtype, gradients: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """In which gradients travel to their workers, as they are stored, and preconditioned ones back: in bf16 if the
+    model is in 16 bits (fp16 would overflow, because they carry the loss scale)."""
+    return gradients, torch.float32 if parameters is torch.float32 else torch.bfloat16
+
+
+def clip_lr(scheduled: bool) -> str:
+    """Which learning rate counts in kl-clip's bound: with the "current" one, nu * lr does not depend on it, which would
+    undo a schedule; with the "peak", the schedule's largest, or the largest one seen, the step shrinks with it.
+
+    Args:
+        scheduled: whether DeepSpeed runs an lr scheduler.
+    """
+    return "peak" if scheduled else "current"
+
+
+TYPES = list(MATRICES)
+DENSE_MAX = 4096
+REFRESH = 5
+"""Factor updates to a refresh."""
+DAMPING = {"tikhonov": 1e-3, "relative": 1.0, "adaptive": 100.0}
+KL_CLIP = 1e-3
+
+
+def resolve(
+    config: KFACConfig, *, fisher: str, blocks: Collection[str] = (), adaptive: bool = False
+) -> tuple[KFACConfig, tuple[str, ...]]:
+    """The config of a run, in which no null means "choose for me", but for those that only a plan can answer: it needs
+    the costs for them, see :func:`ds_kfac.plan.make_plan.make_plan`.
+
+    Args:
+        fisher: where the update rule takes G from.
+        blocks: those of the config that only this update rule reads; of others no reason is given.
+        adaptive: whether the optimizer divides by a running second moment, see :func:`adaptive`.
+
+    Returns the config, and a text for each choice: key, value, reason.
+    """
+    options = config.preconditioner
+    graft, step = options.graft, options.step
+    corrects = adaptive and step == "fixed" and FACTOR_FORMS[options.method].rotates
+    kind = config.damping.kind or ("adaptive" if step == "quadratic" else "relative")
+    kl_clip = 0.0 if graft == "norm" or step == "quadratic" else KL_CLIP
+    answers: tuple[tuple[str, str, Any, str], ...] = (
+        ("factor", "fisher", fisher, "this optimizer's"),
+        ("factor", "dense_max", DENSE_MAX, "longer sides in blocks"),
+        ("eigenbasis", "refresh_interval", config.factor.update_interval.times(REFRESH), f"{REFRESH} factor updates"),
+        ("damping", "kind", kind, f"step {step}"),
+        ("damping", "value", Value.constant(DAMPING[kind]), f"of {kind} damping"),
+        ("preconditioner", "eigenvalues", "corrected" if corrects else "kronecker", "by the optimizer"),
+        ("preconditioner", "kl_clip", Value.constant(kl_clip), f"graft {graft}, step {step}"),
+        ("layers", "types", TYPES, "others are asked for by name"),
+    )
+    reasons = []
+    for block, key, value, why in answers:
+        if getattr(getattr(config, block), key) is None:
+            config = config.having(block, **{key: value})
+            if block not in ("damping", "preconditioner", "adam") or block in blocks:
+                shown = ", ".join(value) if isinstance(value, list) else value
+                reasons.append(f"{block}.{key} {shown} ({why})")
+    return config, tuple(reasons)
+
+
+def adaptive(optimizer: str) -> bool:
+    """Whether an optimizer of this class name, or type in a DeepSpeed config, divides by a running second moment (or
+    takes the sign): it undoes the size of what it is given."""
+    name = optimizer.lower()
+    return any(word in name for word in ("adam", "lamb", "lion", "adagrad", "rmsprop", "adafactor"))

@@ -46,7 +46,7 @@ class Plan:
         wire: dtype of batch sums and eigenvectors on the wire.
         gradient_dtypes: of gradients to their workers and of results back.
         shares: whether layers that see the same input are to share A.
-        config: with its nulls answered, see :func:`ds_kfac.plan.choices.resolve`.
+        config: with its nulls answered, see :func:`ds_kfac.plan.make_plan.resolve`.
         precision: of the products of a step.
         stacks: whether small layers of equal shape are preconditioned together.
         clip_lr: the learning rate in kl-clip's bound, "current" or "peak".

@@ -7,7 +7,7 @@ import torch
 
 from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.curvature.factor import Side
-from ds_kfac.plan import choices
+from ds_kfac.plan import make_plan as planning
 from ds_kfac.plan.make_plan import Setting, make_plan
 from ds_kfac.plan.plan import Plan, sharing_candidates
 from ds_kfac.schedule.timetable import AdaptiveRule
@@ -257,7 +257,7 @@ def test_long_refreshes_are_late_on_a_gpu_alone():
 
 def test_layers_are_stacked_on_gpus_where_there_are_eigenbases():
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert choices.stacks(gpu, "eigen") and not choices.stacks(cpu, "eigen") and not choices.stacks(gpu, "inverse")
+    assert planning.stacks(gpu, "eigen") and not planning.stacks(cpu, "eigen") and not planning.stacks(gpu, "inverse")
 
 
 def test_the_same_input_gives_the_same_plan():
@@ -271,7 +271,7 @@ def test_experts_have_one_a_where_own_ones_are_over_the_budget():
     model = (*own, *LAYERS[1:])
     one = replace(FP32, world=1)
     apart = plan(one, model=model)
-    common = plan(one, model=choices.common_inputs(model))
+    common = plan(one, model=planning.common_inputs(model))
     assert len(apart.assignment.factors) - len(common.assignment.factors) == stacked - 1
     assert {layer.shares for layer in common.layers[1:stacked]} == {"stack.0"} and common.layers[0].shares is None
     assert apart.layers == model and common.layers[stacked:] == model[stacked:]

@@ -4,7 +4,7 @@ import pytest
 
 from ds_kfac.config.parse import parse
 from ds_kfac.directions.kfac_gradient import KFACGradientRule
-from ds_kfac.plan.choices import resolve
+from ds_kfac.plan.make_plan import resolve
 from ds_kfac.schedule.intervals import Value
 
 NONE = {"factor.prediction", "factor.rows", "assignment.memory_budget_gb", "assignment.costs"}
