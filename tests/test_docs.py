@@ -41,6 +41,11 @@ def test_how_it_works_is_one_page():
     assert len((ROOT / "docs/how_it_works.md").read_text().splitlines()) <= 90
 
 
+def test_the_glossary_has_at_most_25_words_of_our_own():
+    _, own = (ROOT / "docs/math.md").read_text().split("Words of this code:")
+    assert len(re.findall(r"^\| ", own.split("## Sources")[0], re.MULTILINE)) - 1 <= 25
+
+
 def test_the_picture_of_the_folders_is_complete_and_in_order():
     rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE)
     assert tuple(rows[: len(FLOORS)]) == FLOORS
