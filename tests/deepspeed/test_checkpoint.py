@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 # Refresh at steps 0, 3, 6; saved after 4 steps, between two refreshes, so bases and factors differ in age.
-KFAC = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 3}}
+KFAC = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 3}, "burn_in": {"steps": 0}}
 # kl-clip is by the largest rate so far, which a resumed run must know
 FALLING = {
     "type": "WarmupDecayLR",

@@ -197,7 +197,11 @@ def other_fisher(folder: Path) -> dict:
                 build(
                     BY_NAME[mode],
                     1,
-                    kfac={"factor": {"update_interval": 2, **kinds[kind]}, "eigenbasis": {"refresh_interval": 4}},
+                    kfac={
+                        "factor": {"update_interval": 2, **kinds[kind]},
+                        "eigenbasis": {"refresh_interval": 4},
+                        "burn_in": {"steps": 0},
+                    },
                 )
                 for kind in (saved, loaded)
             )
