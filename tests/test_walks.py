@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 HOME = str(Path(ds_kfac.__file__).parent)
-REFRESH, CAPTURE = 6, 3
+REFRESH, CAPTURE = 8, 4
 KFAC = {
     "factor": {"update_interval": CAPTURE, "decay": 0.9},
     "eigenbasis": {"refresh_interval": REFRESH},

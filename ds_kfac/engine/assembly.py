@@ -24,8 +24,7 @@ from ds_kfac.plan.plan import Plan
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner, Target
 from ds_kfac.zero.domains import Domain, domains
-from ds_kfac.zero.registry import optimized_parameters, shard_layout
-from ds_kfac.zero.selftest import self_test
+from ds_kfac.zero.registry import optimized_parameters, self_test, shard_layout
 from ds_kfac.zero.shards import held_by_layer, parameter_names, pieces_of
 
 

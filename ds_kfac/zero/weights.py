@@ -24,8 +24,7 @@ from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
 from ds_kfac.zero.replicated import ReplicatedHalf
 from ds_kfac.zero.shards import Shard, ShardMap, parameter_names, plan_scatter, source
-from ds_kfac.zero.stage3 import Stage3
-from ds_kfac.zero.stage_1_and_2 import Stage12
+from ds_kfac.zero.stages import Stage3, Stage12
 
 SMALLEST = 1e-9
 

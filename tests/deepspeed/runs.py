@@ -18,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import ds_kfac
-from ds_kfac.directions.kfac_adamw import direction, size
+from ds_kfac.directions.kfac_adamw import direction
 from tests import spread
 from tests.choices import chosen
 from tests.deepspeed.modes import BY_NAME, LR, MICRO_ROWS, STEPS, Mode
@@ -38,7 +38,7 @@ def parameter_groups(model: nn.Module, groups: str) -> list[dict]:
 @contextmanager
 def sized(mode: Mode):
     """KFACAdamW's steps have the mode's size; it is read when an engine is built."""
-    with patch.object(direction, "SIZE", mode.size), patch.object(size, "BASE", mode.base):
+    with patch.object(direction, "SIZE", mode.size), patch.object(direction, "BASE", mode.base):
         yield
 
 

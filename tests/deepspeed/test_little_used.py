@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_kfac.directions.kfac_adamw import direction, size
+from ds_kfac.directions.kfac_adamw import direction
 from tests.deepspeed.test_kfac_adamw import OURS, PLAIN, config, start
 from tests.ranks import run_ranks
 
@@ -54,7 +54,7 @@ def walk(ours: bool, case: str) -> tuple[float, float]:
     settings["optimizer"]["params"] |= {"lr": RATE, "betas": [0.9, 0.95], "weight_decay": 0.0}
     settings["optimizer"]["params"] |= {"adam_lr": RATE} if ours else {}
     # entries of Adam's size: the default is for models of some width
-    with patch.object(direction, "SIZE", 0.3 * WIDTH**0.5), patch.object(size, "BASE", WIDTH):
+    with patch.object(direction, "SIZE", 0.3 * WIDTH**0.5), patch.object(direction, "BASE", WIDTH):
         made = start(settings, model=Towers()) if ours else deepspeed.initialize(model=Towers(), config=settings)
     engine = made[0]
     teacher = torch.randn(WIDTH, 5)

@@ -8,9 +8,9 @@ import torch
 from ds_kfac.config.keys import AdamConfig
 from ds_kfac.config.parse import parse
 from ds_kfac.curvature.factor import Side
+from ds_kfac.directions.kfac_adamw.direction import SIZE, adam_factor, keeps_direction, step_norm
 from ds_kfac.directions.kfac_adamw.optimizer import build
 from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
-from ds_kfac.directions.kfac_adamw.size import SIZE, adam_factor, keeps_direction, step_norm
 from ds_kfac.model.blocks import named
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Choice, scan

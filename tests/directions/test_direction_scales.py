@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from ds_kfac.directions.base import StepContext
-from ds_kfac.directions.kfac_adamw.direction import AdamDirection, Stack
-from ds_kfac.directions.kfac_adamw.size import BASE
+from ds_kfac.directions.kfac_adamw.direction import BASE, AdamDirection, Stack
 from ds_kfac.directions.kfac_gradient import KFACGradient, KFACGradientRule
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.update.state import AdamMoments, LayerState
 from ds_kfac.zero.layout import ShardLayout
 from ds_kfac.zero.replicated import ReplicatedHalf
-from ds_kfac.zero.stage_1_and_2 import Stage12
+from ds_kfac.zero.stages import Stage12
 from tests.choices import planned
 from tests.close import close, exact, near, polar_condition
 from tests.directions.outbox import Results

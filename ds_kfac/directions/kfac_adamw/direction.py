@@ -4,7 +4,7 @@
     m <- b1 m + (1 - b1) R       v <- b2 v + (1 - b2) R^2
     U = m^ / (sqrt(v / (1 - b2^k)) + eps),  0 where alpha is rounding         (Rotation.seen; m^ Nesterov's)
     X = (the orthogonal factor of U S) S,  S = diag(alpha / mean alpha + c)^-p        (``adam.whiten`` p, c 0.01)
-    U <- size sqrt(max(O, I)) X / |X|                                                            (size.py)
+    U <- size sqrt(max(O, I)) X / |X|
     W <- W - lr (Q_G U Q_A^T + weight_decay W)                                        (in optimizer.py)
 
 With ``preconditioner.method`` "root" there is no eigenbasis: R is dW itself and S the matrix (A / mean A + c)^-p.
@@ -23,6 +23,11 @@ U travels where the gradient was. DeepSpeed will take the norm of all gradients,
 overflow; so the directions are put there at the norm that the layers' gradients have together, and the optimizer gets
 the factor. DeepSpeed then sees the norm of the raw gradients, as it would with AdamW. Norms are float64: the
 square of a finite gradient may not be finite in fp32.
+
+Singular values of an orthogonalized step are, on average, SIZE sqrt(longer side / shorter side): what it changes in an
+output is then the same at every width (Yang et al. 2023, arXiv:2310.17813, who have sqrt(O / I), which is too little
+for O < I, as is Muon's sqrt(max(1, O / I)): docs/tuning.md). What keeps Adam's direction, norms and heads, has the rate
+adam_lr. Of that a head's is the part BASE / I, but at least lr: Adam's direction grows with the width, too.
 """
 
 import math
@@ -34,11 +39,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_kfac.config.keys import AdamConfig
 from ds_kfac.curvature.inverse import LayerRoot
 from ds_kfac.curvature.precision import fp32_products
 from ds_kfac.directions.base import StepContext
 from ds_kfac.directions.kfac_adamw.optimizer import IN_USE
-from ds_kfac.directions.kfac_adamw.size import SIZE, adam_factor, keeps_direction, step_norm
+from ds_kfac.model.blocks import named
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.newton_schulz import orthogonal_factors, scale_to
@@ -57,6 +63,44 @@ from ds_kfac.update.rotation import (
 from ds_kfac.update.state import AdamFold, LayerState, stacked, unstacked
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
+
+SIZE = 27.0
+"""Measured with gpt_small (benchmarks/convergence), of width 128, at AdamW's best rate."""
+BASE = 128
+"""That width."""
+ADAM_RATIO = 8.0
+"""adam_lr / lr where adam_lr is left out."""
+
+
+def keeps_direction(options: AdamConfig, layer: LayerSpec) -> str | None:
+    """Why a layer keeps Adam's direction; None if it is orthogonalized: of a tensor-parallel layer every shard by
+    itself, of one in groups every group, so that a step has the same size per entry as that of a whole layer."""
+    if layer.keeps_direction is not None:
+        return layer.keeps_direction
+    module = layer.module
+    pattern = next((pattern for pattern in options.except_layers if named(pattern, module)), None)
+    return pattern and f"kfac.adam.except_layers {pattern!r}"
+
+
+def step_norm(layer: LayerSpec, rows: int | None = None) -> float:
+    """Frobenius norm, in SIZE, of an orthogonalized step of a layer's matrix, of that of one of its groups, or of a
+    block of so many ``rows`` of it. Of a tensor-parallel shard it is the shard's part of the whole layer's."""
+    O, I = layer.whole_shape[-2:]  # noqa: E741
+    O = O if rows is None else rows * layer.cut[0]  # noqa: E741
+    return (max(O, I) / math.prod(layer.cut)) ** 0.5
+
+
+def adam_factor(options: AdamConfig, layer: LayerSpec, ratio: float) -> float:
+    """What multiplies the direction of a layer that keeps Adam's.
+
+    Args:
+        ratio: adam_lr / lr.
+    """
+    if keeps_direction(options, layer) is None:
+        return 1.0
+    head = layer.keeps_direction is None  # it makes the model's outputs
+    return max(ratio * BASE / layer.whole_shape[-1], 1.0) if head else ratio
+
 
 LARGEST = 1e15
 """Norm of a gradient that moments take: far from where its square leaves fp32."""

@@ -35,8 +35,8 @@ MATRIX = "kfac_matrix"
 PARAMS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 """Parameters of the optimizer block and what leaving one out means, as in AdamW; and :data:`OWN`."""
 OWN = ("adam_lr", "torch_adam")
-"""adam_lr: the rate of embeddings, norms and biases, and of heads as ``size.py`` says, which also says what it is when
-left out; schedules change both alike. torch_adam: whether torch's AdamW steps what K-FAC does not."""
+"""adam_lr: the rate of embeddings, norms and biases, and of heads as ``direction.py`` says, which also says what it is
+when left out; schedules change both alike. torch_adam: whether torch's AdamW steps what K-FAC does not."""
 
 
 IN_USE = -1e-30

@@ -14,9 +14,8 @@ from ds_kfac.curvature.eigen import basis_numel
 from ds_kfac.curvature.forms import FACTOR_FORMS
 from ds_kfac.curvature.inverse import ORDERS, order_of
 from ds_kfac.directions.base import Direction, DirectionSetup, UpdateRule, by_rows
-from ds_kfac.directions.kfac_adamw.direction import AdamDirection
+from ds_kfac.directions.kfac_adamw.direction import AdamDirection, keeps_direction
 from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, KFACAdamWStep
-from ds_kfac.directions.kfac_adamw.size import keeps_direction
 from ds_kfac.directions.kfac_adamw.user_optimizer import check_groups, given_groups, params_in, put_into
 from ds_kfac.model.blocks import KINDS, named, rows_of, weight_name
 from ds_kfac.model.layers import LayerSpec

@@ -10,8 +10,8 @@ from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_gr
 from torch import nn
 
 from ds_kfac.config.keys import KFACConfig
+from ds_kfac.directions.kfac_adamw.direction import ADAM_RATIO
 from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, OWN, PARAMS, build, checked, checked_group
-from ds_kfac.directions.kfac_adamw.size import ADAM_RATIO
 from ds_kfac.model.scan import Choice, Scan, scan
 from ds_kfac.model.share import other_matrices
 from ds_kfac.zero.layout import ShardLayout
@@ -158,7 +158,7 @@ class KFACAdamW(torch.optim.Optimizer):
     Args:
         params: parameters or parameter groups, as of torch's AdamW.
         lr: rate of the layers' matrices; an AdamW's is a good first choice.
-        adam_lr: rate of embeddings, norms and biases, and of heads as ``size.py`` says; matrices that K-FAC has no
+        adam_lr: rate of embeddings, norms and biases, and of heads as ``direction.py`` says; matrices that K-FAC has no
             layer for have lr; None: 8 lr. Schedules change both alike.
         betas: as of torch's AdamW, like eps and weight_decay.
         torch_adam: step all other parameters by torch's AdamW where DeepSpeed's would have to be compiled.
