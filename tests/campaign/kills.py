@@ -24,7 +24,7 @@ PHASES = ("step", "refresh", "save")
 STEPS, EVERY, WORLD = 60, 2, 2
 PATIENCE = 60.0
 """Seconds without any progress after which a life hangs."""
-KFAC = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 3}}
+KFAC = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 3}, "burn_in": {"steps": 0}}
 DEADLINE = float("inf")
 """Monotonic seconds after which nobody is killed any more."""
 MODES = {

@@ -18,7 +18,11 @@ from tests.models import FEATURES, cross_entropy
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
-KFAC = {"factor": {"update_interval": 1, "fisher": "empirical"}, "eigenbasis": {"refresh_interval": 3}}
+KFAC = {
+    "factor": {"update_interval": 1, "fisher": "empirical"},
+    "eigenbasis": {"refresh_interval": 3},
+    "burn_in": {"steps": 0},
+}
 FRESH = {**KFAC, "checkpoint": {"on_missing": "fresh"}}
 
 

@@ -15,7 +15,11 @@ from tests.deepspeed.runs import build, train
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
-KFAC = {"factor": {"update_interval": 1, "fisher": "empirical"}, "eigenbasis": {"refresh_interval": 3}}
+KFAC = {
+    "factor": {"update_interval": 1, "fisher": "empirical"},
+    "eigenbasis": {"refresh_interval": 3},
+    "burn_in": {"steps": 0},
+}
 
 
 def tensors(engine) -> dict:

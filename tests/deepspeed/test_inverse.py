@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 from tests.spread import difference, within
 
 pytestmark = pytest.mark.distributed
-INVERSE = {"preconditioner": {"method": "inverse"}}
+INVERSE = {"preconditioner": {"method": "inverse"}, "burn_in": {"steps": 0}}
 DAMPING = {"tikhonov": {"damping": {"kind": "tikhonov", "value": 0.03}},
            "relative": {"damping": {"kind": "relative", "value": 0.3}}}  # fmt: skip
 WIDE = {"factor": {"rows": "all", "dense_max": 6}}

@@ -60,7 +60,11 @@ class Operations(TorchDispatchMode):
 
 def worker(cases) -> dict:
     results = {}
-    intervals = {"factor": {**KFAC["factor"], "update_interval": 3}, "eigenbasis": {"refresh_interval": 6}}
+    intervals = {
+        "factor": {**KFAC["factor"], "update_interval": 3},
+        "eigenbasis": {"refresh_interval": 6},
+        "burn_in": {"steps": 0},
+    }
     for index, (name, options) in enumerate(cases):
         mode = BY_NAME[name]
         block = {**KFAC, **intervals, "burn_in": {"steps": 0}, "ops": {"backend": "torch"}, **mode.kfac, **options}
