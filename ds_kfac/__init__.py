@@ -11,11 +11,30 @@ Raises:
 """
 
 import os
-from contextlib import nullcontext
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
-from ds_kfac.text import is_command, only_for_data
 
-with only_for_data() if is_command() else nullcontext():
+@contextmanager
+def only_for_data() -> Iterator[None]:
+    """What is written to standard output meanwhile, by Python, C or children, goes to standard error: DeepSpeed logs to
+    it as soon as it is imported, and so do compilers and models, but ``python -m ds_kfac schema > file`` needs it."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+_is_command = sys.argv[0] == "-m" and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == __name__
+"""Whether this package is being imported for ``python -m ds_kfac``."""
+
+with only_for_data() if _is_command else nullcontext():
     from ds_kfac.config.keys import KFACConfig
     from ds_kfac.directions.kfac_adamw.user_optimizer import KFACAdamW
     from ds_kfac.engine.attachment import Attachment

@@ -1,17 +1,105 @@
 """``python -m ds_kfac``: ``run``, ``check``, ``estimate``, ``plot``, ``report``, ``config`` and ``schema``."""
 
 import argparse
+import importlib.metadata
 import math
+import platform
+import shutil
+import subprocess
 import sys
 
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from ds_kfac import only_for_data
 from ds_kfac.config.manual import manual, schema
-from ds_kfac.engine.environment import environment_report
+from ds_kfac.engine.refusals import REFUSALS
+from ds_kfac.engine.report import columns
 from ds_kfac.estimate import command
 from ds_kfac.integrations import launcher, plot
-from ds_kfac.text import only_for_data
+from ds_kfac.model.registry import TYPES
+from ds_kfac.ops import build
+from ds_kfac.ops.check import gpu_architecture, gpu_problem
+from ds_kfac.ops.dispatch import BACKENDS, chosen
+from ds_kfac.zero.registry import SHARD_LAYOUTS
 
-WITHOUT_ARGUMENTS = {"report": environment_report, "config": manual, "schema": schema}
-WITH_ARGUMENTS = {"check": command.check, "estimate": command.run, "plot": plot.run}
+PACKAGES = ("ds_kfac", "torch", "deepspeed", "triton", "ninja", "numpy", "pydantic")
+
+
+def environment_report() -> str:
+    """What is installed and found here, and what ds_kfac can do with it, as a table each."""
+    versions = [*((name, _version(name)) for name in PACKAGES), ("python", platform.python_version())]
+    return "\n".join(
+        [
+            "ds_kfac: installed",
+            *columns([*versions, ("nvcc", _compiler("nvcc"))]),
+            "accelerator",
+            *columns(_accelerator()),
+            "op libraries: installed if compiled ahead of time, else compiled at first use if compatible",
+            *columns(build.rows(build.CUDABuilder(None if gpu_problem() else gpu_architecture()))),
+            "backends of ops",
+            *columns([("backend", "device", "runs here"), *map(_backend, BACKENDS)]),
+            "supported",
+            *columns(_support()),
+            "refused at attach",
+            *(f"  {mode}: {refusal.remedy}" for mode, refusal in REFUSALS.items()),
+        ]
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        version = getattr(sys.modules.get(package), "__version__", None)  # imported from its sources
+        return f"{version}, not installed but imported" if version else "not installed"
+
+
+def _compiler(name: str) -> str:
+    path = shutil.which(name)
+    if path is None:
+        return "not found in PATH"
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as problem:
+        return f"{path}: does not run ({problem})"
+    lines = [line for line in said.splitlines() if line.strip()]
+    found = [line for line in lines if "release" in line] or lines[:1]
+    return f"{found[0].strip()} ({path})" if found else path
+
+
+def _accelerator() -> list[tuple[str, str]]:
+    accelerator = get_accelerator()
+    kind, count, backends = accelerator.device_name(), accelerator.device_count(), torch.distributed
+    name = torch.cuda.get_device_name() if kind == "cuda" and count else platform.processor() or platform.machine()
+    known = ("gloo", "nccl", "mpi") if backends.is_available() else ()
+    has = ", ".join(name for name in known if getattr(backends, f"is_{name}_available")())
+    return [
+        ("DeepSpeed's", f"{kind} ({name}), {count} of them"),
+        ("torch sees", f"CUDA {torch.version.cuda}" if torch.cuda.is_available() else "no CUDA device"),
+        ("threads", str(torch.get_num_threads())),
+        ("communication", f"{accelerator.communication_backend_name()}; torch has {has or 'none'}"),
+    ]
+
+
+def _backend(name: str) -> tuple[str, str, str]:
+    device = BACKENDS[name].device
+    reason = chosen(device).missing.get(name) if device else None
+    return name, device or "any", f"no: {reason}" if reason else "yes"
+
+
+def _support() -> list[tuple[str, str]]:
+    accelerator, kind = get_accelerator(), get_accelerator().device_name()
+    tested = "tested" if kind == "cpu" else "runs through torch, but is not tested yet"
+    return [
+        ("device", f"{kind}: {tested}"),
+        ("ops", str(chosen(kind))),
+        ("decomposition", "torch.linalg.eigh, or Cholesky with inverses: LAPACK on a CPU, cuSOLVER on a GPU"),
+        ("bf16", "yes" if accelerator.is_bf16_supported() else "no"),
+        ("fp16", "yes" if accelerator.is_fp16_supported() else "no"),
+        ("layers", ", ".join(TYPES)),
+        ("engines", ", ".join(["bare torch optimizer (stage 0)", *(wrapper.__name__ for wrapper in SHARD_LAYOUTS)])),
+    ]
 
 
 def _count(text: str) -> int:
@@ -55,9 +143,14 @@ def _describe(parser: argparse.ArgumentParser, *, check: bool = False) -> None:
                         "same as between nodes")  # fmt: skip
 
 
-def _text(arguments: argparse.Namespace) -> str:
-    name = arguments.command
-    return WITHOUT_ARGUMENTS[name]() if name in WITHOUT_ARGUMENTS else WITH_ARGUMENTS[name](arguments)
+COMMANDS = {
+    "check": command.check,
+    "estimate": command.run,
+    "plot": plot.run,
+    "report": lambda _: environment_report(),
+    "config": lambda _: manual(),
+    "schema": lambda _: schema(),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -87,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
             launcher.launch(given[1:])
             return 0
         with only_for_data():
-            text = _text(arguments)
+            text = COMMANDS[arguments.command](arguments)
         print(text)
     except ValueError as problem:
         print(f"ds_kfac {arguments.command}: {problem}", file=sys.stderr)

@@ -13,7 +13,7 @@ FLOORS = (
     "step", "checkpoint", "engine", "estimate", "integrations",
 )  # fmt: skip
 """Folders, lowest first: a file imports files of its own folder and of those before it."""
-ANYWHERE = {"metrics", "text"}
+ANYWHERE = {"metrics"}
 WITHOUT_RANKS = FLOORS[: FLOORS.index("comm")]
 FILES = {path.relative_to(PACKAGE): path for path in PACKAGE.rglob("*.py")}
 INSIDE = {name: path for name, path in FILES.items() if len(name.parts) > 1}

@@ -2,6 +2,7 @@
 
 import re
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,6 @@ from ds_kfac.ops.dispatch import chosen
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.intervals import Value
 from ds_kfac.step.preconditioner import KFACPreconditioner
-from ds_kfac.text import columns, number
 from ds_kfac.update.rotation import stacked_bytes
 
 LINES = 12
@@ -339,3 +339,28 @@ def _of_memory(kfac: KFACPreconditioner) -> list[str]:
         f"factors, {(state + sums) / free:.0%} of the {free / 1e9:.1f} GB that are free: see "
         "kfac.factor.dense_max, kfac.layers.exclude, kfac.offload, or assignment.memory_budget_gb at ZeRO stage 0"
     ]
+
+
+# text
+
+
+def columns(rows: Sequence[Row], *, right: bool = False) -> list[str]:
+    """Indented lines; ``right``: all but the first column are numbers."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    signs = ["<", *((">" if right else "<") * (len(widths) - 1))]
+    cells = ([f"{cell:{sign}{width}}" for cell, sign, width in zip(row, signs, widths, strict=True)] for row in rows)
+    return [f"  {'  '.join(row).rstrip()}" for row in cells]
+
+
+def wrapped(text: str) -> list[str]:
+    """A long sentence as lines, indented as columns are."""
+    return textwrap.wrap(text, 120, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+
+
+def number(value: float, unit: str) -> str:
+    """Three digits and a decimal prefix."""
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= 0.9995 * size:
+            digits = ".3g" if abs(value) < 999.5 * size else ".0f"
+            return f"{value / size:{digits}} {prefix}{unit}"
+    return f"{value:.3g} {unit}"

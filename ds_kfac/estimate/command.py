@@ -18,12 +18,11 @@ from ds_kfac.config.parse import find_block
 from ds_kfac.curvature.forms import FACTOR_FORMS, FactorForm
 from ds_kfac.directions.table import DIRECTIONS
 from ds_kfac.engine.refusals import check_model
-from ds_kfac.engine.report import layer_lines, skipped_lines, summary, without_effect
+from ds_kfac.engine.report import columns, layer_lines, number, skipped_lines, summary, without_effect, wrapped
 from ds_kfac.estimate.estimates import BESIDE, HIDDEN, KINDS, PARTS, STATE, TRANSIENT, Estimate, together
 from ds_kfac.estimate.subject import Subject, Trace, build, read_config
 from ds_kfac.metrics import STAGES
 from ds_kfac.model.share import share
-from ds_kfac.text import columns, number, wrapped
 
 DEFAULT: Mapping[str, Any] = {"optimizer": {"type": DIRECTIONS[0].optimizer_type}, "kfac": {}}
 """The config of an estimate without one."""

@@ -44,7 +44,7 @@ def test_without_a_compiler_the_report_says_why(without_compilers):
 
 
 def test_the_environment_s_report_has_them(without_compilers):
-    from ds_kfac.engine.environment import environment_report
+    from ds_kfac.__main__ import environment_report
 
     rows = [line.split(maxsplit=3) for line in environment_report().splitlines()]
     assert ["kfac_cuda", "no", "no", "no nvcc (CUDA_HOME, PATH, /usr/local/cuda)"] in rows
