@@ -42,10 +42,10 @@ def total(flows: Mapping[str, Flow]) -> Flow:
 
 
 def _factors(plan: Plan, itemsize: int, update: int) -> Flow:
-    """Contributors send their sums to the decomposers: packed triangles, and an fp32 count each."""
+    """Contributors send their sums to the eigen workers: packed triangles, and an fp32 count each."""
     sent, received = [0.0] * plan.assignment.world, [0.0] * plan.assignment.world
     for factor in plan.assignment.factors:
-        owner, size = plan.assignment.decomposers[factor.key], (itemsize * factor.side.numel + 4) / update
+        owner, size = plan.assignment.eigen_workers[factor.key], (itemsize * factor.side.numel + 4) / update
         for rank in plan.contributors.of(factor.key, owner, 0):
             sent[rank] += size * (rank != owner)
             received[owner] += size * (rank != owner)
@@ -53,16 +53,16 @@ def _factors(plan: Plan, itemsize: int, update: int) -> Flow:
 
 
 def _bases(plan: Plan, itemsize: int, refresh: int, *, vectors: bool) -> Flow:
-    """From decomposers to the gradient workers elsewhere."""
+    """From eigen workers to the gradient workers elsewhere."""
     assignment = plan.assignment
     delivery = Delivery(
-        assignment.factors, assignment.decomposers, assignment.workers, world=assignment.world, wire=plan.wire
+        assignment.factors, assignment.eigen_workers, assignment.workers, world=assignment.world, wire=plan.wire
     )
     sent, received = [0.0] * assignment.world, [0.0] * assignment.world
     for factor in assignment.factors:
         size = itemsize * _numel(factor, vectors) / refresh
         for rank in delivery.receivers[factor.key]:
-            sent[assignment.decomposers[factor.key]] += size
+            sent[assignment.eigen_workers[factor.key]] += size
             received[rank] += size
     return Flow(tuple(sent), tuple(received))
 

@@ -45,10 +45,10 @@ def simulated(table: Table, strategy: str, world: int) -> dict[str, Any]:
     nbytes = max(*flow.sent, *flow.received)
     costs = _without_links(BUILTIN["cuda"])
     work = dataclasses.replace(plan.assignment.work, costs=costs)
-    loads = work.loads(plan.assignment.workers, plan.assignment.decomposers)
+    loads = work.loads(plan.assignment.workers, plan.assignment.eigen_workers)
     captures = [0.0] * world
     for factor in plan.assignment.factors:
-        for rank in plan.contributors.of(factor.key, plan.assignment.decomposers[factor.key], 0):
+        for rank in plan.contributors.of(factor.key, plan.assignment.eigen_workers[factor.key], 0):
             captures[rank] += costs.capture(factor.side, ROWS) / UPDATE
     capture = max(captures)
     return {

@@ -28,7 +28,7 @@ def simulation_section(rows: Sequence[Row], out: Path) -> Section:
 NOTES = (
     "Imbalance: K-FAC's work on the busiest rank over the mean. Bytes: of the rank that sends or receives most. "
     "With a link: work and bytes one after the other, without latency or overlap with the training step, which is "
-    "not in it. A factor's batch comes from as many ranks as have 4 rows per column, near its decomposer, so bytes "
+    "not in it. A factor's batch comes from as many ranks as have 4 rows per column, near its eigen worker, so bytes "
     "do not grow with the ranks; with more ranks than factors some have nothing to do."
 )
 

@@ -27,13 +27,13 @@ class Assignment:
         work: what is assigned.
         workers: layer name -> ranks that hold its eigenbases and precondition its gradient, ascending. One under ZeRO,
             a column of the KAISA grid where gradients are replicated.
-        decomposers: factor key -> the rank that keeps its running average and decomposes it; also of factors that
+        eigen_workers: factor key -> the rank that keeps its running average and decomposes it; also of factors that
             layers would have if they did not share one.
     """
 
     work: Work
     workers: Mapping[str, tuple[int, ...]]
-    decomposers: Mapping[str, int]
+    eigen_workers: Mapping[str, int]
 
     @property
     def world(self) -> int:
@@ -46,12 +46,12 @@ class Assignment:
     @cached_property
     def loads(self) -> tuple[float, ...]:
         """Modelled seconds per step of each rank; what all ranks do alike is left out."""
-        return tuple(self.work.loads(self.workers, self.decomposers))
+        return tuple(self.work.loads(self.workers, self.eigen_workers))
 
     @cached_property
     def memory(self) -> tuple[int, ...]:
         """Modelled bytes of K-FAC state of each rank."""
-        return tuple(self.work.memory(self.workers, self.decomposers))
+        return tuple(self.work.memory(self.workers, self.eigen_workers))
 
     @property
     def imbalance(self) -> float:
@@ -61,7 +61,7 @@ class Assignment:
 
 
 def assign(work: Work, workers: int, *, paired: bool = False, memory_cap: float | None = None) -> Assignment:
-    """Heaviest first to the least loaded rank: layers to columns of workers, then factors to decomposers.
+    """Heaviest first to the least loaded rank: layers to columns of workers, then factors to eigen workers.
 
     Several plans are made, whole layers balanced or only their preconditioning, and the one with the smallest largest
     load is taken; if none respects the cap, one that balances bytes.
@@ -81,7 +81,7 @@ def assign(work: Work, workers: int, *, paired: bool = False, memory_cap: float 
         found = []
         for whole, split in kinds:
             placed = place_workers(work, workers, whole=whole, memory_cap=memory_cap, by_memory=by_memory)
-            homes = place_decomposers(work, placed, split=split, memory_cap=memory_cap, by_memory=by_memory)
+            homes = place_eigen_workers(work, placed, split=split, memory_cap=memory_cap, by_memory=by_memory)
             in_order = {layer.name: placed[layer.name] for layer in work.layers}
             found.append(Assignment(work, in_order, {factor.key: homes[factor.key] for factor in work.factors}))
         return found
@@ -231,10 +231,10 @@ def _employ_idle(placed: dict[str, int], grid: _Columns) -> None:
 Workers = Mapping[str, tuple[int, ...]]
 
 
-def place_decomposers(
+def place_eigen_workers(
     work: Work, workers: Workers, *, split: bool, memory_cap: float | None, by_memory: bool
 ) -> Mapping[str, int]:
-    """Factor key -> decomposer.
+    """Factor key -> eigen worker.
 
     A layer's factors go to one of its workers, one that several layers share to a worker of any of them. With
     ``split`` A and G of a layer may part, if that pays.
@@ -280,7 +280,7 @@ def _travel(work: Work, item: tuple[FactorSpec, ...]) -> float:
 
 
 def _soonest(among: list[int], loads: list[float], users: set[int], seconds: float, travel: float) -> int:
-    """Where the largest load among decomposer and users ends up smallest; then the least loaded; then a user.
+    """Where the largest load among eigen worker and users ends up smallest; then the least loaded; then a user.
 
     Args:
         travel: seconds for either end of one copy of the eigenbases.

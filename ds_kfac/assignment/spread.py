@@ -2,7 +2,7 @@
 
 A factor of side D is an average over many updates, of which each needs a few rows per column, whatever the number of
 ranks. So what statistics cost a rank falls with the number of ranks: each captures, sums and sends its part only, as
-many ranks as a factor needs, near its decomposer, others at every update.
+many ranks as a factor needs, near its eigen worker, others at every update.
 """
 
 from collections import Counter
@@ -39,7 +39,7 @@ class Stagger:
 
 def refresh_offsets(
     factors: Sequence[FactorSpec],
-    decomposers: Mapping[str, int],
+    eigen_workers: Mapping[str, int],
     costs: CostModel,
     *,
     update_interval: int,
@@ -54,15 +54,15 @@ def refresh_offsets(
     Captures of one step, D^2 each, are kept near their mean on every rank.
 
     Args:
-        decomposers: factor key -> rank.
+        eigen_workers: factor key -> rank.
         refresh_interval: if it is no multiple of ``update_interval``, the steps past the largest one stay empty.
         method: a key of ``FACTOR_FORMS``: what a refresh is.
-        alone: whether a factor is captured by its decomposer (and a few ranks more), or by every rank.
+        alone: whether a factor is captured by its eigen worker (and a few ranks more), or by every rank.
     """
     steps = refresh_interval // update_interval * update_interval or refresh_interval
     captures = min(update_interval, steps)
     seconds = {factor.key: costs.decompose(factor.side, method) for factor in factors}
-    squares = [Counter({decomposers[factor.key] if alone else EVERYONE: factor.side.dim**2}) for factor in factors]
+    squares = [Counter({eigen_workers[factor.key] if alone else EVERYONE: factor.side.dim**2}) for factor in factors]
     everything = sum(squares, Counter[int]())
     largest = max((max(own.values()) for own in squares), default=0)
     limit = max(largest, (1 + CAPTURE_TOLERANCE) * max(everything.values(), default=0) / captures)
@@ -73,7 +73,7 @@ def refresh_offsets(
     heaviest = sorted(range(len(factors)), key=lambda i: (-seconds[factors[i].key], -squares[i].total()))
     for i in heaviest:
         key = factors[i].key
-        work = {decomposers[key]: seconds[key]}
+        work = {eigen_workers[key]: seconds[key]}
         after_it = [max(now[rank] + more for rank, more in squares[i].items()) for now in captured]
         open_ = [phase for phase in range(captures) if after_it[phase] <= limit]
         phases = set(open_ or [phase for phase in range(captures) if after_it[phase] == min(after_it)])
@@ -150,10 +150,10 @@ class Contributors:
         return self.counts.get(key, self.world)
 
     def of(self, key: str, owner: int, step: int) -> Sequence[int]:
-        """Ranks that contribute to a factor at ``step``, ascending: those of the decomposer's node first.
+        """Ranks that contribute to a factor at ``step``, ascending: those of the eigen worker's node first.
 
         Args:
-            owner: its decomposer.
+            owner: its eigen worker.
         """
         count = self.count(key)
         if count >= self.world:
@@ -173,7 +173,7 @@ class Contributors:
 
 def _turned(ranks: Sequence[int], count: int, owner: int, step: int) -> list[int]:
     """``count`` of them at most, from a place that visits all of them alike as steps go by, another one for every
-    decomposer."""
+    eigen worker."""
     if count >= len(ranks):
         return list(ranks)
     first = owner + phase(step, len(ranks))

@@ -121,7 +121,7 @@ class Work:
 
     @cached_property
     def factor(self) -> Mapping[str, float]:
-        """Seconds per step on the decomposer: receive and fold batch sums, decompose."""
+        """Seconds per step on the eigen worker: receive and fold batch sums, decompose."""
         return {
             factor.key: (self.costs.transfer(packed_bytes(factor.side)) + self.costs.fold(factor.side))
             / self.update_interval
@@ -160,8 +160,8 @@ class Work:
     def moment_bytes(self, layer: LayerSpec) -> int:
         return 4 * self.moments * layer.numel + 4 if self.moments else 0
 
-    def loads(self, workers: Mapping[str, tuple[int, ...]], decomposers: Mapping[str, int]) -> list[float]:
-        """Seconds per step of every rank; factors without a decomposer are left out."""
+    def loads(self, workers: Mapping[str, tuple[int, ...]], eigen_workers: Mapping[str, int]) -> list[float]:
+        """Seconds per step of every rank; factors without an eigen worker are left out."""
         loads, sent, received, to_all = [0.0] * self.world, [0.0] * self.world, [0.0] * self.world, 0.0
         for layer in self.layers:
             ranks = workers[layer.name]
@@ -175,12 +175,12 @@ class Work:
                 self._pay_for_pieces(loads, layer, ranks[0])
         loads = [load + max(out, to_all + back) for load, out, back in zip(loads, sent, received, strict=True)]
         for factor in self.factors:
-            if factor.key in decomposers:
-                self.decompose(loads, factor, decomposers[factor.key], self.users(factor, workers))
+            if factor.key in eigen_workers:
+                self.decompose(loads, factor, eigen_workers[factor.key], self.users(factor, workers))
         return loads
 
     def decompose(self, loads: list[float], factor: FactorSpec, rank: int, users: set[int]) -> None:
-        """Add a factor's seconds to its decomposer, and its eigenbasis' to both ends of its way to other workers."""
+        """Add a factor's seconds to its eigen worker, and its eigenbasis' to both ends of its way to other workers."""
         loads[rank] += self.factor[factor.key]
         others, nbytes = users - {rank}, sent_bytes(factor.side, self.method)
         near, far = (self.costs.transfer(nbytes, within_node=w) / self.refresh_interval for w in (True, False))
@@ -202,10 +202,10 @@ class Work:
                 loads[rank] += self.costs.transfer(2 * ELEMENT_BYTES * elements)
 
     def state(
-        self, workers: Mapping[str, tuple[int, ...]], decomposers: Mapping[str, int]
+        self, workers: Mapping[str, tuple[int, ...]], eigen_workers: Mapping[str, int]
     ) -> Mapping[str, Sequence[int]]:
-        """Kind -> bytes of state of every rank: packed factors on decomposers; eigenbases, each once, and moments with
-        their counter on workers. A decomposer that is no worker keeps no eigenbasis."""
+        """Kind -> bytes of state of every rank: packed factors on eigen workers; eigenbases, each once, and moments
+        with their counter on workers. An eigen worker that is no worker keeps no eigenbasis."""
         found = {kind: [0] * self.world for kind in ("factors", "eigenbases", "moments")}
         for layer in self.layers:
             moments = self.moment_bytes(layer)
@@ -214,23 +214,23 @@ class Work:
                 found["eigenbases"][rank] += ones
                 found["moments"][rank] += moments
         for factor in self.factors:
-            if factor.key in decomposers:
-                found["factors"][decomposers[factor.key]] += packed_bytes(factor.side)
+            if factor.key in eigen_workers:
+                found["factors"][eigen_workers[factor.key]] += packed_bytes(factor.side)
             size = kept_bytes(factor.side, self.method)
             for rank in self.users(factor, workers):
                 found["eigenbases"][rank] += size
         return found
 
-    def memory(self, workers: Mapping[str, tuple[int, ...]], decomposers: Mapping[str, int]) -> list[int]:
+    def memory(self, workers: Mapping[str, tuple[int, ...]], eigen_workers: Mapping[str, int]) -> list[int]:
         """Bytes of :meth:`state` of every rank."""
-        return [sum(kinds) for kinds in zip(*self.state(workers, decomposers).values(), strict=True)]
+        return [sum(kinds) for kinds in zip(*self.state(workers, eigen_workers).values(), strict=True)]
 
-    def beside(self, workers: Mapping[str, tuple[int, ...]], decomposers: Mapping[str, int]) -> list[int]:
+    def beside(self, workers: Mapping[str, tuple[int, ...]], eigen_workers: Mapping[str, int]) -> list[int]:
         """Bytes that a step takes of every rank beside the state, without messages: sums of the factors that it
         averages, gradients of its layers and what they become."""
         found = [0] * self.world
         for factor in self.factors:
-            found[decomposers[factor.key]] += ELEMENT_BYTES * factor.side.numel
+            found[eigen_workers[factor.key]] += ELEMENT_BYTES * factor.side.numel
         for layer in self.layers:
             for rank in workers[layer.name]:
                 found[rank] += 2 * ELEMENT_BYTES * layer.numel

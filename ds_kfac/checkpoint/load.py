@@ -125,7 +125,7 @@ def _read(
     factors: dict[str, tuple[FactorState, Refreshed | None]] = {}
     states: dict[str, LayerState] = {}
     for spec in specs:
-        if kfac.plan.assignment.decomposers[spec.key] == kfac.rank and spec.key in saved_keys:
+        if kfac.plan.assignment.eigen_workers[spec.key] == kfac.rank and spec.key in saved_keys:
             try:
                 factors[spec.key] = _load_factor(kfac, folder, header, saved_keys[spec.key], spec)
             except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The batch sums of one step on their way to the decomposers, in messages of 32 or 16 bits.
+"""The batch sums of one step on their way to the eigen workers, in messages of 32 or 16 bits.
 
 A sum travels from each of its contributors to its owner, the rank that averages the factor. Sums that nobody but their
 owner makes do not travel. A message carries as much as its bound lets it: a long sum may travel in several pieces. It
@@ -71,13 +71,13 @@ Bucket = tuple[Piece, ...]
 
 def slots(
     factors: Sequence[FactorSpec],
-    decomposers: Mapping[str, int],
+    eigen_workers: Mapping[str, int],
     contributors: Contributors,
     keys: frozenset[str],
     step: int,
 ) -> tuple[Slot, ...]:
     """Sums of the factors in ``keys`` at ``step``."""
-    due = [(factor, decomposers[factor.key]) for factor in factors if factor.key in keys]
+    due = [(factor, eigen_workers[factor.key]) for factor in factors if factor.key in keys]
     return tuple(
         Slot(factor.key, factor.side.numel, owner, contributors.of(factor.key, owner, step)) for factor, owner in due
     )
@@ -117,7 +117,7 @@ class Layout:
     """Sums and messages of a run's steps, the same on every rank: what :func:`slots` and :func:`buckets` are asked."""
 
     factors: Sequence[FactorSpec]
-    decomposers: Mapping[str, int]
+    eigen_workers: Mapping[str, int]
     contributors: Contributors
     itemsize: int
     nbytes: int
@@ -133,12 +133,12 @@ class Layout:
 
     def _of(self, keys: frozenset[str], step: int) -> tuple[tuple[Slot, ...], tuple[Bucket, ...]]:
         """Made once for as long as the same factors come from the same ranks."""
-        ranks = (self.contributors.of(key, self.decomposers[key], step) for key in sorted(keys))
+        ranks = (self.contributors.of(key, self.eigen_workers[key], step) for key in sorted(keys))
         asked = keys, tuple(ranks)
         if asked not in self._known:
             if len(self._known) == KNOWN:
                 self._known.pop(next(iter(self._known)))
-            found = slots(self.factors, self.decomposers, self.contributors, keys, step)
+            found = slots(self.factors, self.eigen_workers, self.contributors, keys, step)
             world = self.contributors.world
             made = buckets(found, world=world, itemsize=self.itemsize, nbytes=self.nbytes)
             self._known[asked] = found, made
@@ -239,7 +239,7 @@ class Reducer:
 
     Args:
         factors: what there is.
-        decomposers: factor key -> rank.
+        eigen_workers: factor key -> rank.
         contributors: which ranks make a factor's sums; None: all.
         dtype: on the wire.
         nbytes: most that a rank sends, or receives, in one message.
@@ -251,7 +251,7 @@ class Reducer:
     def __init__(
         self,
         factors: Sequence[FactorSpec],
-        decomposers: Mapping[str, int],
+        eigen_workers: Mapping[str, int],
         channel: Channel,
         device: torch.device,
         *,
@@ -261,7 +261,7 @@ class Reducer:
     ) -> None:
         self.contributors = contributors or Contributors(channel.world)
         self.channel, self.device, self.dtype = channel, device, dtype
-        self.layout = Layout(tuple(factors), decomposers, self.contributors, dtype.itemsize, nbytes)
+        self.layout = Layout(tuple(factors), eigen_workers, self.contributors, dtype.itemsize, nbytes)
 
     def empty(self, keys: frozenset[str], step: int) -> dict[str, BatchSum]:
         """Factor key -> sum without rows, of those in ``keys`` that this rank contributes to."""

@@ -127,8 +127,8 @@ def _tables(kfac: KFACPreconditioner, scan: Scan) -> list[str]:
     where: dict[str, tuple[str, ...]] = {}
     for layer in scan.layers:
         own = kfac.curvature.of_layer.get(layer.name, {})
-        decomposers = ", ".join(f"{side} {plan.assignment.decomposers[spec.key]}" for side, spec in own.items())
-        where[layer.name] = (", ".join(map(str, plan.assignment.workers[layer.name])), decomposers)
+        eigen_workers = ", ".join(f"{side} {plan.assignment.eigen_workers[spec.key]}" for side, spec in own.items())
+        where[layer.name] = (", ".join(map(str, plan.assignment.workers[layer.name])), eigen_workers)
     return [*layer_lines(scan, config, kfac.rule, where), *skipped_lines(scan, whole=True)]
 
 
@@ -196,7 +196,7 @@ def layer_lines(
     """The preconditioned layers.
 
     Args:
-        where: layer name -> gradient workers and decomposers, for a row for each layer; None: equal layers in a row.
+        where: layer name -> gradient workers and eigen workers, for a row for each layer; None: equal layers in a row.
     """
     choices = [rule.choice(config, layer) for layer in scan.layers]
     step = any(choice is not None for choice in choices)

@@ -147,7 +147,7 @@ class Estimate:
             precision = plan.precision if exact else Precision("tf32", "tf32")
             plan = replace(plan, precision=precision, stacks=planning.stacks(torch.device("cuda"), plan.method))
         self.plan, self.name, roles = plan, subject.strategy(plan.workers, world), plan.assignment
-        self.factors, self.homes, self.workers = roles.factors, roles.decomposers, roles.workers
+        self.factors, self.homes, self.workers = roles.factors, roles.eigen_workers, roles.workers
         self.exchange = ExchangePlan(self.shards, plan.layers, self.workers)
         wire, method = plan.wire, plan.method
         self.delivery = Delivery(self.factors, self.homes, self.workers, world=world, wire=wire, method=method)
@@ -371,7 +371,7 @@ class Estimate:
         return found
 
     def _on_homes(self, amount: Callable[[FactorSpec], float], keys: Keys | set[str] | None = None) -> np.ndarray:
-        """[W]: an amount of each factor, or of some, at its decomposer."""
+        """[W]: an amount of each factor, or of some, at its eigen worker."""
         return self._at(([self.homes[f.key]], amount(f)) for f in self.factors if keys is None or f.key in keys)
 
     def _on_workers(self, amount: Callable[[LayerSpec], float]) -> np.ndarray:

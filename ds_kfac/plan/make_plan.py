@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 FITS = 4
 """Attempts at an assignment whose steps fit the budget, too."""
 FIRST_BUCKETS = 4
-"""Sums of the first captured batch take as much memory at most, in messages, or come from the decomposers alone."""
+"""Sums of the first captured batch take as much memory at most, in messages, or come from the eigen workers alone."""
 COSTLY_TRAFFIC = 0.02
 """Part of K-FAC's seconds per step from which on its traffic is halved, in a model of 16 bits."""
 
@@ -188,7 +188,7 @@ def _fitting(work: Work, workers: int, paired: bool, budget: float | None) -> As
             if not needed:
                 raise
             break
-        beside = work.beside(made.workers, made.decomposers)
+        beside = work.beside(made.workers, made.eigen_workers)
         needed = max(map(add, made.memory, beside))
         if needed <= budget * 1e9:
             return made
@@ -201,7 +201,7 @@ def _fitting(work: Work, workers: int, paired: bool, budget: float | None) -> As
 
 def _contributors(layers: Sequence[LayerSpec], work: Work, config: KFACConfig) -> tuple[Contributors, list[str]]:
     """Of the first captured batch, before it is known how many rows a rank has: all ranks, unless that takes more
-    memory than later steps may; then the decomposers alone."""
+    memory than later steps may; then the eigen workers alone."""
     asked = config.factor.rows
     contributors = Contributors(work.world, work.costs.node_size)
     if asked == "all" or work.world == 1:
@@ -259,14 +259,14 @@ def _offsets(
     tensor-parallel ranks have copies of stay where they are: those ranks' plans may differ."""
     at_once = [0.0] * assignment.world
     for factor in assignment.factors:
-        at_once[assignment.decomposers[factor.key]] += costs.decompose(factor.side, config.preconditioner.method)
+        at_once[assignment.eigen_workers[factor.key]] += costs.decompose(factor.side, config.preconditioner.method)
     copied = {layer.name for layer in layers if layer.copies > 1}
     free = [factor for factor in assignment.factors if factor.layers[0] not in copied]
     if max(at_once) <= LONG_REFRESH or refresh == 1 or not free:
         return {}, max(at_once), []
     spread = refresh_offsets(
         free,
-        assignment.decomposers,
+        assignment.eigen_workers,
         costs,
         update_interval=update,
         refresh_interval=refresh,

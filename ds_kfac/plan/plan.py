@@ -136,7 +136,7 @@ class Plan:
         return frozenset(layer.name for layer in self.layers if layer.copies > 1)
 
     def sharing(self, groups: Sequence[Sequence[str]]) -> "Plan":
-        """With one A for each of these groups of layers, and no others. Nothing moves: its decomposer is that of the
+        """With one A for each of these groups of layers, and no others. Nothing moves: its eigen worker is that of the
         group's first layer."""
         work = replace(self.assignment.work, factors=factor_specs(self.layers, groups))
         return replace(self, assignment=replace(self.assignment, work=work))

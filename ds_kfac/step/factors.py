@@ -1,7 +1,7 @@
 """The factors of a rank: averaged, decomposed, delivered to the gradient workers.
 
 Who knows what: the timetable is the same on every rank. Whether a factor could be decomposed is known to its
-decomposer; if eigenbases travel it sends that to everyone, so that all ranks know what the next message contains.
+eigen worker; if eigenbases travel it sends that to everyone, so that all ranks know what the next message contains.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -31,8 +31,8 @@ from ds_kfac.step.messages import FAILED, FRESH, UNUSABLE, UNUSUAL, Delivery, co
 class FactorSchedule:
     """The timetable of a plan. The same on every rank.
 
-    A decomposer reports in the step itself how similar a factor is to its last values. The host reads it when the next
-    step that might capture asks, which is long after the copy was started: nobody waits.
+    An eigen worker reports in the step itself how similar a factor is to its last values. The host reads it when the
+    next step that might capture asks, which is long after the copy was started: nobody waits.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -128,7 +128,7 @@ class FactorUpdates:
 
     Args:
         plan: who, when and how.
-        reducer: takes the batch sums to the decomposers.
+        reducer: takes the batch sums to the eigen workers.
         refresher: decomposes what takes effect later.
 
     Attributes:
@@ -152,9 +152,9 @@ class FactorUpdates:
         self.schedule = FactorSchedule(plan)
         self.specs: Mapping[str, FactorSpec] = {spec.key: spec for spec in plan.assignment.factors}
         self.of_layer = factors_by_layer(plan.assignment.factors)
-        self.decomposers = plan.assignment.decomposers
+        self.eigen_workers = plan.assignment.eigen_workers
         self.delivery = Delivery(
-            plan.assignment.factors, self.decomposers, plan.assignment.workers,
+            plan.assignment.factors, self.eigen_workers, plan.assignment.workers,
             world=channel.world, wire=plan.wire, method=plan.method,
         )  # fmt: skip
         self.travels = self.delivery.travels
@@ -199,7 +199,7 @@ class FactorUpdates:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state_dict`; factors that it lacks begin empty, others that it has are dropped."""
         found, pending = state.get("factors", {}), state.get("pending", {})
-        own = [spec for spec in self.specs.values() if self.decomposers[spec.key] == self.rank]
+        own = [spec for spec in self.specs.values() if self.eigen_workers[spec.key] == self.rank]
         self.factors = {s.key: found[s.key][0] if s.key in found else self.empty_of(s.side) for s in own}
         self.ready = set(state.get("ready", ())) & self.specs.keys()
         self.pending: dict[str, int] = {key: step for key, step in pending.items() if key in self.specs}

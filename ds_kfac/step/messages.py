@@ -27,13 +27,13 @@ class Delivery:
 
     Args:
         factors: in an order that is the same on every rank.
-        decomposers: factor key -> rank.
+        eigen_workers: factor key -> rank.
         workers: layer name -> ranks.
         wire: dtype of eigenvectors.
         method: a key of ``FACTOR_FORMS``.
 
     Attributes:
-        receivers: factor key -> gradient workers that are not its decomposer.
+        receivers: factor key -> gradient workers that are not its eigen worker.
         travels: whether anything ever travels.
         kinds: of the parts, in their order.
     """
@@ -41,7 +41,7 @@ class Delivery:
     def __init__(
         self,
         factors: Sequence[FactorSpec],
-        decomposers: Mapping[str, int],
+        eigen_workers: Mapping[str, int],
         workers: Mapping[str, tuple[int, ...]],
         *,
         world: int,
@@ -50,10 +50,10 @@ class Delivery:
     ) -> None:
         self.form = FACTOR_FORMS[method]
         self.kinds = tuple(part.kind for part in self.form.parts)
-        self.factors, self.decomposers, self.world, self.wire = tuple(factors), decomposers, world, wire
+        self.factors, self.eigen_workers, self.world, self.wire = tuple(factors), eigen_workers, world, wire
         self.receivers = {
             factor.key: tuple(
-                sorted({rank for name in factor.layers for rank in workers[name]} - {decomposers[factor.key]})
+                sorted({rank for name in factor.layers for rank in workers[name]} - {eigen_workers[factor.key]})
             )
             for factor in factors
         }
@@ -69,7 +69,7 @@ class Delivery:
 
     def _plan(self, keys: Collection[str], numel: Callable[[Side], int]) -> RelayoutPlan:
         moves = [
-            Move(place, 0, numel(factor.side), self.decomposers[factor.key], rank)
+            Move(place, 0, numel(factor.side), self.eigen_workers[factor.key], rank)
             for place, factor in enumerate(self.factors)
             if factor.key in keys
             for rank in self.receivers[factor.key]
@@ -108,7 +108,7 @@ class Delivery:
 
 
 FAILED, UNUSABLE, FRESH = -1.0, 0.0, 1.0
-"""What a decomposer reports of a factor."""
+"""What an eigen worker reports of a factor."""
 
 
 def counting(own: Mapping[str, FactorSpec]) -> str:
@@ -139,8 +139,8 @@ def scalar_names(
     names: list[list[Hashable]] = [[] for _ in range(plan.assignment.world)]
     if plan.assignment.world == 1:
         return names
-    where = plan.assignment.decomposers
-    if travels:  # else it comes with the results, whose workers are the decomposers
+    where = plan.assignment.eigen_workers
+    if travels:  # else it comes with the results, whose workers are the eigen workers
         for rank in sorted({where[key] for key in captured}):
             names[rank] += [(kind, rank) for kind in UNUSUAL]
     if plan.adaptive:

@@ -147,7 +147,7 @@ class KFACPreconditioner:
     def _factor_updates(self) -> FactorUpdates:
         plan = self.plan
         reducer = Reducer(
-            plan.assignment.factors, plan.assignment.decomposers, self.channel, self.device,
+            plan.assignment.factors, plan.assignment.eigen_workers, self.channel, self.device,
             contributors=plan.contributors, dtype=plan.wire, nbytes=plan.bucket_bytes,
         )  # fmt: skip
         return FactorUpdates(plan, self.channel, reducer, self.refresher, self.metrics, self.device)

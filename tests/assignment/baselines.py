@@ -35,8 +35,8 @@ def kaisa_greedy(work: Work, workers: int = 1) -> Assignment:
 
 
 def _whole_layers(work: Work, homes: dict[str, tuple[tuple[int, ...], int]], order: list[LayerSpec]) -> Assignment:
-    decomposers: dict[str, int] = {}
+    eigen_workers: dict[str, int] = {}
     for layer in order:
         for factor in work.used[layer.name]:
-            decomposers.setdefault(factor.key, homes[layer.name][1])
-    return Assignment(work, {name: ranks for name, (ranks, _) in homes.items()}, decomposers)
+            eigen_workers.setdefault(factor.key, homes[layer.name][1])
+    return Assignment(work, {name: ranks for name, (ranks, _) in homes.items()}, eigen_workers)

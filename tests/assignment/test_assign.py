@@ -198,24 +198,24 @@ def test_workers_are_columns_and_results_stay_in_rows_of_consecutive_ranks(world
                 assert set(sources[row * columns : (row + 1) * columns]) == {ranks[row]}
         for factor in assignment.factors:
             users = {rank for name in factor.layers for rank in assignment.workers[name]}
-            assert assignment.decomposers[factor.key] in users
+            assert assignment.eigen_workers[factor.key] in users
 
 
 def test_comm_opt_spreads_the_decompositions_over_all_ranks():
     specs = layers(*[(64, 64)] * 4)
     whole, split = (place(specs, 8, workers=8, paired=paired) for paired in (True, False))
-    assert len(set(whole.decomposers.values())) == 4
-    assert len(set(split.decomposers.values())) == 8
+    assert len(set(whole.eigen_workers.values())) == 4
+    assert len(set(split.eigen_workers.values())) == 8
 
 
 def test_small_factors_are_spread_around_a_large_one():
-    decomposers = place(layers((1000, 64), (64, 64), (64, 64), (64, 64)), 4, workers=4).decomposers
-    ranks = Counter(decomposers.values())
+    eigen_workers = place(layers((1000, 64), (64, 64), (64, 64), (64, 64)), 4, workers=4).eigen_workers
+    ranks = Counter(eigen_workers.values())
     assert sorted(ranks.values()) == [1, 2, 2, 3]
-    assert ranks[decomposers["l0/A"]] == 1
+    assert ranks[eigen_workers["l0/A"]] == 1
 
 
-# --- decomposers ---
+# --- eigen workers ---
 
 
 def test_an_eigenbasis_is_paid_for_where_it_leaves_and_where_it_arrives():
@@ -230,26 +230,26 @@ def test_an_eigenbasis_is_paid_for_where_it_leaves_and_where_it_arrives():
 
 def test_without_splitting_the_only_worker_decomposes_both():
     assignment = place(layers((64, 32), (16, 48), (8, 8)), 2)
-    assert all(assignment.decomposers[f.key] == owners(assignment)[f.layers[0]] for f in assignment.factors)
+    assert all(assignment.eigen_workers[f.key] == owners(assignment)[f.layers[0]] for f in assignment.factors)
 
 
 def test_a_large_layers_factors_part_if_that_pays():
     specs = layers((512, 512))
     costs = replace(COSTS, gemm_flops=float("inf"), copy_bytes=float("inf"))  # decomposing is all there is to do
     assignment = place(specs, 2, workers=2, costs=costs)
-    assert set(assignment.decomposers.values()) == {0, 1}
+    assert set(assignment.eigen_workers.values()) == {0, 1}
     assert max(assignment.loads) < max(place(specs, 2, workers=2, costs=costs, paired=True).loads)
 
 
 @pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_a_shared_factor_has_one_decomposer_among_its_workers(count, paired):
+def test_a_shared_factor_has_one_eigen_worker_among_its_workers(count, paired):
     specs, factors = llama(blocks=1)
     assignment = place(specs, 4, factors=factors, workers=count, paired=paired)
-    assert set(assignment.decomposers) == {factor.key for factor in factors}
+    assert set(assignment.eigen_workers) == {factor.key for factor in factors}
     for factor in factors:
         workers = {rank for name in factor.layers for rank in assignment.workers[name]}
-        assert assignment.decomposers[factor.key] in workers
+        assert assignment.eigen_workers[factor.key] in workers
 
 
 def test_slow_links_keep_layers_with_one_input_together():
@@ -262,7 +262,7 @@ def test_slow_links_keep_layers_with_one_input_together():
 def test_a_layer_without_factors_has_a_worker():
     bare = replace(linear_layer("bare", 5, 3), A=Side.identity(5), G=Side.identity(3))
     assignment = place([bare], 2)
-    assert assignment.decomposers == {}
+    assert assignment.eigen_workers == {}
     assert len(assignment.workers["bare"]) == 1
 
 
@@ -286,4 +286,4 @@ def test_the_same_plan_every_time():
         first, second = (place(specs, 6, factors=factors, **options) for _ in range(2))
         assert first == second
         assert list(first.workers) == [spec.name for spec in specs]
-        assert list(first.decomposers) == [factor.key for factor in factors]
+        assert list(first.eigen_workers) == [factor.key for factor in factors]

@@ -1,4 +1,4 @@
-"""Which ranks give a factor its rows: pure, near its decomposer, all of them in turn."""
+"""Which ranks give a factor its rows: pure, near its eigen worker, all of them in turn."""
 
 from collections import Counter
 
@@ -28,7 +28,7 @@ def test_as_many_as_asked_each_once(count):
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])
-def test_near_the_decomposer_first(count):
+def test_near_the_eigen_worker_first(count):
     contributors = Contributors(16, 4, counts={"x/A": count})
     assert all(set(contributors.of("x/A", 6, step)) <= {4, 5, 6, 7} for step in STEPS)
     wide = Contributors(16, 4, counts={"x/A": count + 4})

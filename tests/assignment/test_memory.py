@@ -10,7 +10,7 @@ from tests.assignment.test_assign import COSTS, INTERVALS, layers, place
 from tests.models import linear_layer
 
 
-def test_memory_is_factors_on_decomposers_and_bases_and_moments_on_workers():
+def test_memory_is_factors_on_eigen_workers_and_bases_and_moments_on_workers():
     specs = [replace(linear_layer("l0", 5, 3), G=Side.diagonal(3))]
     factors = factor_specs(specs)
     work = Work(specs, factors, 4, None, COSTS, **INTERVALS, moments=2)
@@ -25,9 +25,9 @@ def test_a_shared_factor_takes_memory_once_a_rank():
     work = Work(specs, factors, 2, None, COSTS, **INTERVALS)
     A, G = 4 * (49 + 7), 4 * (9 + 3)
     packed_A, packed_G = 4 * 28 + 4, 4 * 6 + 4
-    decomposers = {"l0/A": 0, "l0/G": 0, "l1/G": 0}
-    assert work.memory({"l0": (0,), "l1": (0,)}, decomposers) == [A + 2 * G + packed_A + 2 * packed_G, 0]
-    assert work.memory({"l0": (0,), "l1": (1,)}, decomposers) == [A + G + packed_A + 2 * packed_G, A + G]
+    eigen_workers = {"l0/A": 0, "l0/G": 0, "l1/G": 0}
+    assert work.memory({"l0": (0,), "l1": (0,)}, eigen_workers) == [A + 2 * G + packed_A + 2 * packed_G, 0]
+    assert work.memory({"l0": (0,), "l1": (1,)}, eigen_workers) == [A + G + packed_A + 2 * packed_G, A + G]
 
 
 @pytest.mark.parametrize("zero", [False, True], ids=["replicated", "zero"])

@@ -21,16 +21,16 @@ def stagger(widths, ranks, *, update=1, refresh=1) -> tuple[tuple, Stagger]:
     """One factor per width; only A sides are looked at."""
     layers = [linear_layer(f"l{i}", width, 1) for i, width in enumerate(widths)]
     factors = tuple(factor for factor in factor_specs(layers) if factor.is_A)
-    decomposers = {factor.key: rank for factor, rank in zip(factors, ranks, strict=True)}
-    found = refresh_offsets(factors, decomposers, COSTS, update_interval=update, refresh_interval=refresh)
+    eigen_workers = {factor.key: rank for factor, rank in zip(factors, ranks, strict=True)}
+    found = refresh_offsets(factors, eigen_workers, COSTS, update_interval=update, refresh_interval=refresh)
     return factors, found
 
 
-def slowest(factors, decomposers, offsets, steps) -> list[float]:
+def slowest(factors, eigen_workers, offsets, steps) -> list[float]:
     """Seconds of the slowest rank, per step, summed again."""
     busy = Counter()
     for factor in factors:
-        busy[offsets[factor.key], decomposers[factor.key]] += COSTS.decompose(factor.side)
+        busy[offsets[factor.key], eigen_workers[factor.key]] += COSTS.decompose(factor.side)
     return [max((seconds for (at, _), seconds in busy.items() if at == step), default=0.0) for step in range(steps)]
 
 
@@ -63,13 +63,13 @@ def test_no_step_of_a_large_model_does_more_than_its_largest_factor_or_its_share
     layers, factors = TABLES[table]()
     intervals = {"update_interval": 10, "refresh_interval": 100}
     assignment = assign(Work(layers, factors, world, None, COSTS, **intervals), 1)
-    found = refresh_offsets(factors, assignment.decomposers, COSTS, **intervals)
+    found = refresh_offsets(factors, assignment.eigen_workers, COSTS, **intervals)
     seconds = {factor.key: COSTS.decompose(factor.side) for factor in factors}
     shares = Counter()
     for factor in factors:
-        shares[assignment.decomposers[factor.key]] += seconds[factor.key] / 100
+        shares[assignment.eigen_workers[factor.key]] += seconds[factor.key] / 100
     assert found.worst <= 1.2 * max(*seconds.values(), *shares.values())
-    steps = slowest(factors, assignment.decomposers, found.offsets, 100)
+    steps = slowest(factors, assignment.eigen_workers, found.offsets, 100)
     close(found.worst, max(steps))
     close(found.mean, sum(steps) / 100, sums=100)
 
@@ -104,12 +104,12 @@ def test_the_same_offsets_every_time_in_module_order():
 def test_ranks_that_share_cores_are_not_all_busy_at_once():
     specs = [linear_layer(f"l{i}", 500, 3) for i in range(8)]
     factors = [factor for factor in factor_specs(specs) if factor.is_A]
-    decomposers = {factor.key: index % 4 for index, factor in enumerate(factors)}
+    eigen_workers = {factor.key: index % 4 for index, factor in enumerate(factors)}
     own = BUILTIN["cpu"]
     shared = replace(own, node_size=4, node_cores=2)
     seconds = own.decompose(factors[0].side)
     intervals = {"update_interval": 1, "refresh_interval": 4}
-    alone, together = (refresh_offsets(factors, decomposers, costs, **intervals) for costs in (own, shared))
+    alone, together = (refresh_offsets(factors, eigen_workers, costs, **intervals) for costs in (own, shared))
     close([alone.worst, together.worst], [seconds, seconds])
     at_once = [[*offsets.values()].count(step) for offsets in (alone.offsets, together.offsets) for step in range(4)]
     assert max(at_once[:4]) == 4 and max(at_once[4:]) == 2, at_once

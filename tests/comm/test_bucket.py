@@ -13,14 +13,14 @@ from tests.models import linear_layer
 
 LAYERS = [linear_layer(f"l{i}", 60 + i, 30) for i in range(5)]
 FACTORS = factor_specs(LAYERS)
-DECOMPOSERS = {factor.key: (place + 1) % 2 for place, factor in enumerate(FACTORS)}  # A on rank 1, G on rank 0
+EIGEN_WORKERS = {factor.key: (place + 1) % 2 for place, factor in enumerate(FACTORS)}  # A on rank 1, G on rank 0
 EVERY = frozenset(factor.key for factor in FACTORS)
 LARGE = 2**28
 
 
 def found(world: int = 3, keys=EVERY, factors=FACTORS, step: int = 0, **options):
-    decomposers = {factor.key: DECOMPOSERS.get(factor.key, 0) % world for factor in factors}
-    return slots(factors, decomposers, Contributors(world, **options), frozenset(keys), step)
+    eigen_workers = {factor.key: EIGEN_WORKERS.get(factor.key, 0) % world for factor in factors}
+    return slots(factors, eigen_workers, Contributors(world, **options), frozenset(keys), step)
 
 
 def messages(sums, world: int = 3, itemsize: int = 4, nbytes: int = LARGE):
@@ -33,7 +33,7 @@ def test_every_factor_asked_for_has_one_sum_with_its_owner(wanted):
     assert sorted(slot.factor for slot in sums) == sorted(wanted)
     for slot in sums:
         factor = next(factor for factor in FACTORS if factor.key == slot.factor)
-        assert (slot.owner, slot.numel) == (DECOMPOSERS[slot.factor], factor.side.numel)
+        assert (slot.owner, slot.numel) == (EIGEN_WORKERS[slot.factor], factor.side.numel)
 
 
 def test_layers_that_share_an_input_have_one_sum_for_it():

@@ -18,12 +18,12 @@ from tests.curvature.one_factor import fold, refresh
 CPU = torch.device("cpu")
 SIDES = {"dense": Side.dense(7), "blocks": Side(11, 4), "diagonal": Side.diagonal(5)}
 FACTORS = [FactorSpec(f"{name}/{which}", side, (name,)) for name, side in SIDES.items() for which in "AG"]
-DECOMPOSERS = {"dense/A": 0, "dense/G": 1, "blocks/A": 2, "blocks/G": 2, "diagonal/A": 1, "diagonal/G": 0}
+EIGEN_WORKERS = {"dense/A": 0, "dense/G": 1, "blocks/A": 2, "blocks/G": 2, "diagonal/A": 1, "diagonal/G": 0}
 WORKERS = {"dense": (0, 2), "blocks": (1, 3), "diagonal": (0, 2)}
 
 
 def delivery(wire: torch.dtype = torch.float32, **changes) -> Delivery:
-    options = {"factors": FACTORS, "decomposers": DECOMPOSERS, "workers": WORKERS, "world": 4} | changes
+    options = {"factors": FACTORS, "eigen_workers": EIGEN_WORKERS, "workers": WORKERS, "world": 4} | changes
     return Delivery(**options, wire=wire)
 
 
@@ -51,7 +51,7 @@ def equal(a: Eigenbasis, b: Eigenbasis) -> bool:
 
 def received(plan: Delivery, keys: set[str], failed: set[str] = frozenset()) -> list[dict[str, Eigenbasis]]:
     def work(channel):
-        own = {key: basis(key) for key in keys - failed if plan.decomposers[key] == channel.rank}
+        own = {key: basis(key) for key in keys - failed if plan.eigen_workers[key] == channel.rank}
         vectors, values = deliver(plan.parts(keys, own, CPU), channel, CPU)
         return plan.received(vectors, values)
 
@@ -67,10 +67,10 @@ def test_receivers_are_the_workers_elsewhere():
     assert plan.travels
 
 
-def test_nothing_travels_where_decomposers_are_the_only_workers():
-    plan = delivery(decomposers=dict.fromkeys(DECOMPOSERS, 1), workers=dict.fromkeys(WORKERS, (1,)))
+def test_nothing_travels_where_eigen_workers_are_the_only_workers():
+    plan = delivery(eigen_workers=dict.fromkeys(EIGEN_WORKERS, 1), workers=dict.fromkeys(WORKERS, (1,)))
     assert not plan.travels
-    assert all(part.moves == () for part in plan.plans(set(DECOMPOSERS)))
+    assert all(part.moves == () for part in plan.plans(set(EIGEN_WORKERS)))
     assert plan.kept("dense/A", same := basis("dense/A")) is same
 
 
@@ -83,8 +83,8 @@ def test_a_shared_factor_goes_to_the_workers_of_all_its_layers():
 
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("keys", [set(DECOMPOSERS), {"dense/A", "blocks/G"}, {"diagonal/A"}, set()], ids=len)
-def test_workers_hold_what_the_decomposer_keeps(keys, wire):
+@pytest.mark.parametrize("keys", [set(EIGEN_WORKERS), {"dense/A", "blocks/G"}, {"diagonal/A"}, set()], ids=len)
+def test_workers_hold_what_the_eigen_worker_keeps(keys, wire):
     """Bit for bit, or replicas would drift apart."""
     plan = delivery(wire)
     for rank, found in enumerate(received(plan, keys)):
@@ -105,7 +105,7 @@ def test_values_travel_in_32_bits():
 
 def test_a_received_basis_does_not_hold_the_message():
     """A message may be as large as all eigenbases together."""
-    for found in received(delivery(), set(DECOMPOSERS)):
+    for found in received(delivery(), set(EIGEN_WORKERS)):
         for got in found.values():
             for tensor in (*got.vectors, got.values):
                 assert tensor.untyped_storage().nbytes() == tensor.nbytes
@@ -123,12 +123,12 @@ def test_zeros_travel_for_what_could_not_be_decomposed():
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.float16])
 def test_inverses_travel_as_triangles_in_32_bits_and_arrive_to_the_bit(wire):
-    plan, keys = delivery(wire, method="inverse"), set(DECOMPOSERS)
+    plan, keys = delivery(wire, method="inverse"), set(EIGEN_WORKERS)
     factors = {factor.key: factor_of(factor.key) for factor in FACTORS}
     whole = {k: refresh_inverse(f, None, damping=0.1, damping_kind="relative").basis for k, f in factors.items()}
 
     def work(channel):
-        own = {key: whole[key] for key in keys - {"dense/G"} if plan.decomposers[key] == channel.rank}
+        own = {key: whole[key] for key in keys - {"dense/G"} if plan.eigen_workers[key] == channel.rank}
         return plan.received(*deliver(plan.parts(keys, own, CPU), channel, CPU))
 
     for rank, found in enumerate(FakeNetwork(plan.world).run(work)):

@@ -17,12 +17,12 @@ LAYERS = [linear_layer(f"l{i}", dim_A, 3 + i) for i, dim_A in enumerate((5, 8, 8
 FACTORS = factor_specs(LAYERS, [["l1", "l2", "l4"]])
 KEYS = frozenset(factor.key for factor in FACTORS)
 ORDER = [factor.key for factor in FACTORS]
-DECOMPOSERS = {factor.key: i % 2 for i, factor in enumerate(FACTORS)}
+EIGEN_WORKERS = {factor.key: i % 2 for i, factor in enumerate(FACTORS)}
 
 
 def make(channel, **options) -> Reducer:
-    decomposers = {key: rank % channel.world for key, rank in DECOMPOSERS.items()}
-    return Reducer(FACTORS, decomposers, channel, CPU, **options)
+    eigen_workers = {key: rank % channel.world for key, rank in EIGEN_WORKERS.items()}
+    return Reducer(FACTORS, eigen_workers, channel, CPU, **options)
 
 
 def alone(**options) -> Reducer:
@@ -54,7 +54,7 @@ def ranks_of(reducer: Reducer, key: str, step: int):
 
 def check(found, keys, world: int, rank: int, step: int, times: int = 1) -> None:
     """Own sums are those of all ranks; others' are not here."""
-    assert found.keys() == {key for key in keys if DECOMPOSERS[key] % world == rank}
+    assert found.keys() == {key for key in keys if EIGEN_WORKERS[key] % world == rank}
     for key, part in found.items():
         expected = times * sum(value(key, other, step) for other in range(world))
         assert (part.sum_P == expected).all() and part.count == times * world, key

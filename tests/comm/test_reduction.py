@@ -28,9 +28,9 @@ class Run:
 
     def __init__(self, world: int, name: str, values, *, count: int | None = None, nbytes: int = 2**28) -> None:
         owners = max(1, world - 1)
-        decomposers = {factor.key: (3 * i + i // 2) % owners for i, factor in enumerate(FACTORS)}
+        eigen_workers = {factor.key: (3 * i + i // 2) % owners for i, factor in enumerate(FACTORS)}
         counts = {} if count is None else dict.fromkeys(KEYS, count)
-        self.slots = slots(FACTORS, decomposers, Contributors(world, world, counts=counts), KEYS, 0)
+        self.slots = slots(FACTORS, eigen_workers, Contributors(world, world, counts=counts), KEYS, 0)
         self.network, self.dtype = FakeNetwork(world), DTYPES[name]
         self.buckets = buckets(self.slots, world=world, itemsize=self.dtype.itemsize, nbytes=nbytes)
         self.values = {

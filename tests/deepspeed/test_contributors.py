@@ -14,7 +14,7 @@ pytestmark = pytest.mark.distributed
 STEPS, ROWS = 6, 3 * MICRO_ROWS
 """Three positions an example."""
 SMALL = {"plan": {"BUCKET_BYTES": 512}}
-"""Too small for all sums: the first batch comes from the decomposers alone, later ones in several messages."""
+"""Too small for all sums: the first batch comes from the eigen workers alone, later ones in several messages."""
 
 
 def case(stage: int, rows, *, accumulation: int = 1, adam: bool = False, **kfac):
@@ -60,7 +60,7 @@ def worker(names) -> dict:
 
             def only(layer: str, side: str) -> torch.Tensor:
                 key = f"{layer}/{side}"
-                ranks = plan.contributors.of(key, plan.assignment.decomposers[key], step)
+                ranks = plan.contributors.of(key, plan.assignment.eigen_workers[key], step)
                 return torch.isin(reference.ranks, torch.tensor(list(ranks)))
 
             reference.only = only

@@ -37,7 +37,7 @@ def test_tikhonov_inverses_keep_a_layer_together_and_its_a_to_itself():
     tikhonov = {"kind": "tikhonov"}
     made = plan(preconditioner=INVERSE, damping=tikhonov, assignment={"gradient_worker_fraction": 1.0})
     assert made.method == "inverse" and made.paired and not made.shares
-    ranks = made.assignment.decomposers
+    ranks = made.assignment.eigen_workers
     assert all(ranks[f"{layer.name}/A"] == ranks[f"{layer.name}/G"] for layer in LAYERS)
     assert [reason for reason in made.reasons if "do not share A" in reason]
 
@@ -46,7 +46,7 @@ def test_relative_inverses_may_be_anywhere():
     fraction = {"gradient_worker_fraction": 1.0}
     made, eigen = plan(preconditioner=INVERSE, assignment=fraction), plan(assignment=fraction)
     assert made.shares and not made.paired and made.reasons == ()
-    ranks = made.assignment.decomposers
+    ranks = made.assignment.eigen_workers
     assert any(ranks[f"{layer.name}/A"] != ranks[f"{layer.name}/G"] for layer in LAYERS)
     assert sum(made.assignment.memory) < sum(eigen.assignment.memory), "no eigenvalues"
     assert max(made.assignment.loads) < max(eigen.assignment.loads)
@@ -90,7 +90,7 @@ def test_without_a_fraction_the_fastest_is_taken_and_all_that_were_tried_are_nam
 
 def fits_in(made: Plan) -> int:
     """Bytes of the fullest rank: state, and what a step takes beside it."""
-    beside = made.assignment.work.beside(made.assignment.workers, made.assignment.decomposers)
+    beside = made.assignment.work.beside(made.assignment.workers, made.assignment.eigen_workers)
     return max(state + more for state, more in zip(made.assignment.memory, beside, strict=True))
 
 
@@ -143,7 +143,7 @@ def test_one_rank_is_all_of_them():
 @pytest.mark.parametrize("setting", [FP32, ZERO], ids=["replicated", "zero"])
 def test_a_layer_s_factors_are_split_only_if_bases_travel_anyway(setting):
     def split(made: Plan) -> int:
-        where = made.assignment.decomposers
+        where = made.assignment.eigen_workers
         return sum(where[f"{layer.name}/A"] != where[f"{layer.name}/G"] for layer in LAYERS)
 
     assert split(plan(setting, assignment={"gradient_worker_fraction": 0.25})) == 0
@@ -212,7 +212,7 @@ def test_the_reason_for_spreading_names_both_worst_steps():
     made = plan(ZERO, COSTLY)
     at_once = [0.0] * 4
     for factor in FACTORS:
-        at_once[made.assignment.decomposers[factor.key]] += COSTLY.decompose(factor.side)
+        at_once[made.assignment.eigen_workers[factor.key]] += COSTLY.decompose(factor.side)
     (reason,) = made.reasons
     assert "refreshes spread over 50 steps" in reason and f"instead of {max(at_once) * 1e3:.3g} ms" in reason
     assert max(made.offsets.values()) < 50 and len(set(made.offsets.values())) > 1

@@ -49,7 +49,7 @@ def test_sharing_moves_nothing_and_drops_the_followers_factors(zero):
     after = before.sharing(GROUPS)
     gone = {f"{name}/A" for name in FOLLOWERS}
     assert {f.key for f in before.assignment.factors} - {f.key for f in after.assignment.factors} == gone
-    assert (after.assignment.decomposers, after.offsets) == (before.assignment.decomposers, before.offsets)
+    assert (after.assignment.eigen_workers, after.offsets) == (before.assignment.eigen_workers, before.offsets)
     assert after.assignment.workers == before.assignment.workers
     assert (after.layers, after.schedule, after.wire) == (before.layers, before.schedule, before.wire)
     assert set(after.timetable().keys) == set(before.timetable().keys) - gone

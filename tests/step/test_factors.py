@@ -28,18 +28,18 @@ ROWS, TERMS = 6.0, 3.0
 """Of one rank: a layer that is called twice has twice as many rows as loss terms."""
 
 
-def plan_with(decomposers: dict[str, int], workers: int, layers=LAYERS) -> Plan:
+def plan_with(eigen_workers: dict[str, int], workers: int, layers=LAYERS) -> Plan:
     """Two ranks."""
     config = resolved(
         {"assignment": {"gradient_worker_fraction": workers / 2}, "preconditioner": {"eigenvalues": "corrected"}}
     )
     plan = make_plan(layers, Setting(2, None, torch.float32, torch.float32, 0), config, BUILTIN["cpu"])
-    return replace(plan, assignment=replace(plan.assignment, decomposers=decomposers))
+    return replace(plan, assignment=replace(plan.assignment, eigen_workers=eigen_workers))
 
 
 def stepped(channel, plan: Plan, due: FactorsDue, step: int = 0):
     """One step's share of the factors, and its draft."""
-    reducer = Reducer(plan.assignment.factors, plan.assignment.decomposers, channel, CPU)
+    reducer = Reducer(plan.assignment.factors, plan.assignment.eigen_workers, channel, CPU)
     curvature = FactorUpdates(plan, channel, reducer, Refresher(CPU), Metrics(CPU), CPU)
     sums = reducer.empty(due.capture, step)
     for key, part in sums.items():
@@ -68,10 +68,10 @@ SPLIT = {"l0/A": 0, "l0/G": 1, "l1/A": 1, "l1/G": 0}
 WHOLE = {"l0/A": 0, "l0/G": 0, "l1/A": 1, "l1/G": 1}
 
 
-@pytest.mark.parametrize("decomposers", [SPLIT, WHOLE], ids=["split", "whole"])
+@pytest.mark.parametrize("eigen_workers", [SPLIT, WHOLE], ids=["split", "whole"])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_workers_hold_the_eigenbases_of_the_sums_over_all_ranks(decomposers, workers):
-    plan = plan_with(decomposers, workers)
+def test_workers_hold_the_eigenbases_of_the_sums_over_all_ranks(eigen_workers, workers):
+    plan = plan_with(eigen_workers, workers)
 
     def work(channel):
         curvature, draft = stepped(channel, plan, FactorsDue(KEYS, KEYS))
@@ -90,12 +90,12 @@ def test_workers_hold_the_eigenbases_of_the_sums_over_all_ranks(decomposers, wor
     FakeNetwork(2).run(work)
 
 
-@pytest.mark.parametrize("decomposers", [SPLIT, WHOLE], ids=["split", "whole"])
+@pytest.mark.parametrize("eigen_workers", [SPLIT, WHOLE], ids=["split", "whole"])
 @pytest.mark.parametrize("captured", [KEYS, {"l0/A", "l1/A"}, {"l0/G", "l1/A", "l1/G"}], ids=["all", "A", "some"])
-def test_all_workers_count_the_same_loss_terms(captured, decomposers):
+def test_all_workers_count_the_same_loss_terms(captured, eigen_workers):
     """Those of G: a rank that has only A of a layer knows its rows, which may be others. With another number its
     moments, and so its results, would differ from those of the other workers."""
-    plan = plan_with(decomposers, workers=2)
+    plan = plan_with(eigen_workers, workers=2)
 
     def work(channel):
         curvature, draft = stepped(channel, plan, FactorsDue(frozenset(captured), frozenset()))
@@ -106,11 +106,11 @@ def test_all_workers_count_the_same_loss_terms(captured, decomposers):
     assert FakeNetwork(2).run(work) == [expected] * 2
 
 
-@pytest.mark.parametrize("decomposers", [{"q/A": 0, "v/G": 0}, {"q/A": 1, "v/G": 0}], ids=str)
-def test_layers_without_g_count_the_rows_of_the_a_they_share(decomposers):
+@pytest.mark.parametrize("eigen_workers", [{"q/A": 0, "v/G": 0}, {"q/A": 1, "v/G": 0}], ids=str)
+def test_layers_without_g_count_the_rows_of_the_a_they_share(eigen_workers):
     """As with activations_only; v has a G of its own."""
     layers = [replace(linear_layer(name, 5, 3), G=Side.identity(3)) for name in "qk"] + [linear_layer("v", 5, 3)]
-    plan = plan_with(dict.fromkeys(["q/A", "k/A", "v/A", "v/G"], 0) | decomposers, workers=2, layers=layers)
+    plan = plan_with(dict.fromkeys(["q/A", "k/A", "v/A", "v/G"], 0) | eigen_workers, workers=2, layers=layers)
     plan = plan.sharing([("q", "k", "v")])
 
     def work(channel):
