@@ -2,9 +2,10 @@
 
 ``<layer>.A.factor.pt`` is written by the factor's eigen worker, ``<layer>.layer.pt`` (eigenbases, moments) by the
 layer's first gradient worker, under names that are the same in all domains of a job. They do not depend on world size,
-ZeRO stage or gradient worker fraction, nor on pipeline stages or the ranks of experts: after loading, the rank that has the
-part reads the file. They are written before DeepSpeed writes, and DeepSpeed's own files name the save id: a save that
-is killed half way, also one that overwrites a tag, leaves every model state with the K-FAC state that belongs to it.
+ZeRO stage or gradient worker fraction, nor on pipeline stages or the ranks of experts: after loading, the rank that has
+the part reads the file. They are written before DeepSpeed writes, and DeepSpeed's own files name the save id: a save
+that is killed half way, also one that overwrites a tag, leaves every model state with the K-FAC state that belongs to
+it.
 """
 
 import shutil
