@@ -19,7 +19,7 @@ from ds_kfac.config.values import (
 )
 from ds_kfac.curvature.forms import FACTOR_FORMS
 from ds_kfac.model.scan import Choice
-from ds_kfac.schedule.intervals import BurnIn, Schedule, Value
+from ds_kfac.schedule.timetable import BurnIn, Schedule, Value
 
 SHARES = True
 """Whether layers that see one input have one A, and the experts of a stack: tests may want an A for each."""

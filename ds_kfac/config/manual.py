@@ -12,7 +12,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.config.parse import KEY
 from ds_kfac.config.values import OneOf, holds_value
-from ds_kfac.schedule.intervals import Value
+from ds_kfac.schedule.timetable import Value
 
 HEAD = """\
 # The "kfac" block

@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from ds_kfac.curvature.forms import FACTOR_FORMS
-from ds_kfac.schedule.intervals import Value
+from ds_kfac.schedule.timetable import Value
 
 Number = TypeVar("Number")
 EXAMPLE = '{"schedule": "linear", "start": 1, "end": 10, "steps": 1000}'

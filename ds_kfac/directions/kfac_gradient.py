@@ -13,7 +13,7 @@ from ds_kfac.directions.base import Direction, DirectionSetup, StepContext, Upda
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Plan
-from ds_kfac.schedule.intervals import Value
+from ds_kfac.schedule.timetable import Value
 from ds_kfac.update.kfac import finite_or, graft_scale, kl_clip_scale, precondition, precondition_corrected
 from ds_kfac.update.rotation import Rotations, apart, batches, in_order, norms, per_layer, stacks, together
 from ds_kfac.update.state import CorrectedEigenvalues, LastUpdate, LayerState, Moments, stacked, unstacked

@@ -21,7 +21,7 @@ from ds_kfac.model.scan import Scan
 from ds_kfac.model.share import share_of
 from ds_kfac.ops.dispatch import chosen
 from ds_kfac.plan.plan import Plan
-from ds_kfac.schedule.intervals import Value
+from ds_kfac.schedule.timetable import Value
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.update.rotation import stacked_bytes
 

@@ -20,8 +20,7 @@ from ds_kfac.curvature.precision import choose
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import MATRICES
 from ds_kfac.plan.plan import Plan
-from ds_kfac.schedule.intervals import Value
-from ds_kfac.schedule.timetable import AdaptiveRule
+from ds_kfac.schedule.timetable import AdaptiveRule, Value
 
 CPU = torch.device("cpu")
 FITS = 4

@@ -14,8 +14,7 @@ from ds_kfac.curvature.forms import FACTOR_FORMS, FactorForm
 from ds_kfac.curvature.precision import Precision
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import SHARDS
-from ds_kfac.schedule.intervals import Schedule
-from ds_kfac.schedule.timetable import AdaptiveRule, Timetable
+from ds_kfac.schedule.timetable import AdaptiveRule, Schedule, Timetable
 
 Groups = tuple[tuple[str, ...], ...]
 

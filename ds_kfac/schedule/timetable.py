@@ -1,19 +1,240 @@
-"""Which factors are due at a step: the schedule, displaced factor by factor, and thinned out by SP-NGD's adaptive rule
-(Osawa et al. 2019, arXiv:1811.12019).
-"""
+"""When: numbers that change over steps, which work is due at a step, and for which factors: the schedule, displaced
+factor by factor, and thinned out by SP-NGD's adaptive rule (Osawa et al. 2019, arXiv:1811.12019)."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
-from weakref import WeakValueDictionary
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
-from ds_kfac.schedule.intervals import Schedule
+Numbers = tuple[float, ...]
+Steps = tuple[int, ...]
+
+
+def linear(values: Numbers, steps: Steps, step: int) -> float:
+    """On a straight line from the first value to the second."""
+    return _between(values, _part_done(steps, step))
+
+
+def cosine(values: Numbers, steps: Steps, step: int) -> float:
+    """On half a cosine: flat at both ends."""
+    return _between(values, (1 - math.cos(math.pi * _part_done(steps, step))) / 2)
+
+
+def exponential(values: Numbers, steps: Steps, step: int) -> float:
+    """By the same factor every step; both values positive."""
+    part = _part_done(steps, step)
+    return values[0] ** (1 - part) * values[1] ** part
+
+
+def piecewise(values: Numbers, steps: Steps, step: int) -> float:
+    """The first value before the first step, the next one from that step on, and so on."""
+    return values[bisect_right(steps, step)]
+
+
+def _between(values: Numbers, part: float) -> float:
+    return (1 - part) * values[0] + part * values[1]  # unlike start + part * difference, exact at both ends
+
+
+def _part_done(steps: Steps, step: int) -> float:
+    first, last = steps
+    return min(max((step - first) / (last - first), 0.0), 1.0)
+
+
+SCHEDULES: dict[str, Callable[[Numbers, Steps, int], float]] = {
+    "constant": piecewise,
+    "linear": linear,
+    "cosine": cosine,
+    "exponential": exponential,
+    "piecewise": piecewise,
+}
+
+
+@dataclass(frozen=True)
+class Value:
+    """A number over steps. Not checked here: config does, and names the key.
+
+    Attributes:
+        kind: a name in ``SCHEDULES``.
+        values: the numbers it passes through.
+        steps: increasing; where a ramp begins and ends, or where the pieces after the first begin.
+    """
+
+    kind: str
+    values: Numbers
+    steps: Steps = ()
+
+    @classmethod
+    def constant(cls, value: float) -> "Value":
+        return cls("constant", (float(value),))
+
+    @classmethod
+    def ramp(cls, kind: str, start: float, end: float, steps: int, delay: int = 0) -> "Value":
+        """``start`` for ``delay`` steps, then to ``end`` over ``steps`` steps (at least 1), ``end`` from there on."""
+        return cls(kind, (float(start), float(end)), (delay, delay + steps))
+
+    @classmethod
+    def piecewise(cls, values: list[float], steps: list[int]) -> "Value":
+        """``values[i]`` from step ``steps[i - 1]`` on; one value more than steps."""
+        return cls("piecewise", tuple(map(float, values)), tuple(steps))
+
+    def at(self, step: int) -> float:
+        """The number at ``step``, the count of applied steps before it."""
+        return SCHEDULES[self.kind](self.values, self.steps, step)
+
+    def interval_at(self, step: int) -> int:
+        """The number as an interval in steps: the nearest integer (a half goes up), at least 1."""
+        return max(1, math.floor(self.at(step) + 0.5))
+
+    def times(self, factor: float) -> "Value":
+        return Value(self.kind, tuple(factor * value for value in self.values), self.steps)
+
+    @property
+    def settled(self) -> int:
+        """The step from which on it no longer changes."""
+        return self.steps[-1] if self.steps else 0
+
+    def __str__(self) -> str:
+        numbers = [f"{value:.12g}" for value in self.values]
+        if self.kind in ("constant", "piecewise"):
+            later = [f"{number} from step {step}" for number, step in zip(numbers[1:], self.steps, strict=True)]
+            return ", ".join([numbers[0], *later])
+        delay, end = self.steps
+        after = f" after {delay}" if delay else ""
+        return f"{self.kind} {numbers[0]} -> {numbers[1]} over {end - delay} steps{after}"
+
+
+@dataclass(frozen=True)
+class BurnIn:
+    """Other, constant intervals for the first ``steps`` steps (at least 1), where curvature changes fastest."""
+
+    steps: int
+    update_interval: int
+    refresh_interval: int
+
+    def __str__(self) -> str:
+        return f"{self.steps} steps with intervals {self.update_interval} and {self.refresh_interval}"
+
+
+class Due(NamedTuple):
+    """Whether a step folds its batch into the factors, and whether it decomposes them again."""
+
+    capture: bool
+    refresh: bool
+
+
+@dataclass
+class _Walked:
+    """The steps up to ``last`` are decided: which of them capture and refresh."""
+
+    last: int = 0
+    captures: list[int] = field(default_factory=lambda: [0])
+    refreshes: list[int] = field(default_factory=lambda: [0])
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Decoupled intervals (Pauloski et al. 2020), in steps: factors every ``update``, bases less often.
+
+    Step 0 captures and refreshes. A later step captures once ``update`` steps have passed since the last capture, and
+    a capture refreshes once ``refresh`` steps have passed since the last refresh: bases never come from old factors,
+    so a ``refresh`` that is no multiple of ``update`` waits for the next capture. An interval is read at the step that
+    is asked about, not at the last capture, so a shorter one takes effect at once.
+
+    During the burn-in its intervals hold where shorter; ``update`` and ``refresh`` keep their clock. The step after it,
+    ``burn_in.steps``, captures and refreshes whatever the intervals say: the longer interval starts with fresh bases.
+
+    With an ``offset`` above 0 the clock is displaced from the end of the burn-in, B, on (without burn-in B is 0):
+    nothing is due until B + offset % update interval, which captures whatever the interval says, and nothing refreshes
+    until B + offset, which captures and refreshes. Likewise in the burn-in from step 1 on, by the offset modulo its
+    refresh interval. Step 0 is the same for all offsets.
+    """
+
+    update: Value
+    refresh: Value
+    burn_in: BurnIn | None = None
+    offset: int = 0
+    _walked: _Walked = field(default_factory=_Walked, init=False, repr=False, compare=False)
+
+    def displaced(self, offset: int) -> "Schedule":
+        """The same intervals with this ``offset`` >= 0, whatever it was before; see the class."""
+        assert offset >= 0, f"a schedule cannot be displaced by {offset} steps"
+        return replace(self, offset=offset)
+
+    @property
+    def burnt_in(self) -> int:
+        """The first step after the burn-in."""
+        return self.burn_in.steps if self.burn_in else 0
+
+    def intervals(self, step: int) -> tuple[int, int]:
+        """Steps between captures and between refreshes that hold at ``step``."""
+        update, refresh, burn_in = self.update.interval_at(step), self.refresh.interval_at(step), self.burn_in
+        if burn_in and step < burn_in.steps:
+            return min(update, burn_in.update_interval), min(refresh, burn_in.refresh_interval)
+        return update, refresh
+
+    @cached_property
+    def settled(self) -> int:
+        """The step from which on both intervals no longer change, and from which on no offset is waited for."""
+        return max(self.update.settled, self.refresh.settled, self.burnt_in + self.offset)
+
+    def due(self, step: int) -> Due:
+        """Work due at ``step`` >= 0, the number of applied steps before it, in whatever order steps are asked about.
+
+        Up to ``settled`` it depends on the steps before, which are decided once and kept; after it, it is periodic.
+        """
+        return Due(self.captures(step) > self.captures(step - 1), self.last_refresh(step) == step)
+
+    def captures(self, step: int) -> int:
+        """How many of the steps 0 .. ``step`` capture; 0 for step -1."""
+        captures = self._walked.captures
+        if self._walk(step):
+            return bisect_right(captures, step)
+        return len(captures) + (step - captures[-1]) // self._rhythm[0]
+
+    def last_refresh(self, step: int) -> int:
+        """The last step up to ``step`` >= 0 that refreshes."""
+        refreshes = self._walked.refreshes
+        if self._walk(step):
+            return refreshes[bisect_right(refreshes, step) - 1]
+        _, next_refresh, period = self._rhythm
+        return refreshes[-1] if step < next_refresh else step - (step - next_refresh) % period
+
+    def _walk(self, step: int) -> bool:
+        """Decide all steps up to ``step``, or up to ``settled`` if that is less; whether ``step`` is among them."""
+        walked = self._walked
+        while walked.last < min(step, self.settled):
+            walked.last += 1
+            self._decide(walked.last)
+        return step <= self.settled
+
+    def _decide(self, step: int) -> None:
+        walked, (update, refresh) = self._walked, self.intervals(step)
+        start, offset = self.burnt_in, self.offset  # of the part of the run that the step is in
+        if step < start:
+            start, offset = 0, offset % self.intervals(0)[1]
+        captures = step >= walked.captures[-1] + update
+        refreshes = captures and step >= walked.refreshes[-1] + refresh
+        if start <= step <= start + offset:
+            first = start + offset % self.intervals(start)[0]
+            refreshes = step == start + offset
+            captures = refreshes or step == first or (captures and step > first)
+        walked.captures += [step] * captures
+        walked.refreshes += [step] * refreshes
+
+    @cached_property
+    def _rhythm(self) -> tuple[int, int, int]:
+        """After ``settled``, once it is decided: steps between captures, first refresh, steps between refreshes."""
+        update, refresh = self.intervals(self.settled)
+        first, last_refresh = self._walked.captures[-1], self._walked.refreshes[-1]
+        next_refresh = first + update * max(1, -(-(last_refresh + refresh - first) // update))
+        return update, next_refresh, update * -(-refresh // update)
 
 
 @dataclass(frozen=True)
 class AdaptiveRule:
-    """How an interval follows a factor's change, SP-NGD's (Osawa et al. 2019, arXiv:1811.12019); in units of the
-    ordinary one.
+    """How an interval follows a factor's change, SP-NGD's; in units of the ordinary one.
 
     Attributes:
         tolerance: two factors are similar if |P - Q|_F / |Q|_F is below it.
@@ -48,6 +269,11 @@ class FactorsDue:
     refresh: Keys
 
 
+NOTHING = FactorsDue(frozenset(), frozenset())
+AHEAD = 1000
+"""Steps that are looked ahead at most for the next one at which anything is due."""
+
+
 @dataclass(frozen=True)
 class _Clock:
     """Where the adaptive rule is with a factor: its intervals, and the steps it was last captured and refreshed at."""
@@ -65,6 +291,10 @@ class Timetable:
     takes part in one of so many captures of its schedule, its interval, and then refreshes if its schedule refreshed in
     the meantime.
 
+    Args:
+        keys: all factors.
+        offsets: steps by which factors are displaced, see :meth:`Schedule.displaced`; 0 for those not in it.
+
     Attributes:
         captured, skipped: captures of factors that were recorded, and those that the rule left out of the schedule.
     """
@@ -77,35 +307,31 @@ class Timetable:
         offsets: Mapping[str, int] | None = None,
         adaptive: AdaptiveRule | None = None,
     ) -> None:
-        """
-        Args:
-            keys: all factors.
-            offsets: steps by which factors are displaced, see :meth:`Schedule.displaced`; 0 for those not in it.
-        """
         offsets = offsets or {}
         assert offsets.keys() <= set(keys), f"offsets of unknown factors {sorted(offsets.keys() - set(keys))}"
         groups: dict[int, list[str]] = {}
         for key in keys:
             groups.setdefault(offsets.get(key, 0), []).append(key)
         self._groups = tuple((schedule.displaced(offset), frozenset(group)) for offset, group in groups.items())
-        self.keys, self.adaptive = frozenset(keys), adaptive
-        self._adaptive_from = schedule.burn_in.steps if schedule.burn_in else 0
-        self._patterns: dict[bytes, FactorsDue] = {}
-        self._made: WeakValueDictionary[tuple[Keys, Keys], FactorsDue] = WeakValueDictionary()
+        self.keys, self.adaptive, self._adaptive_from = frozenset(keys), adaptive, schedule.burnt_in
+        self._quiet = range(0)  # steps at which no schedule captures
         self._asked: tuple[int, FactorsDue] | None = None
         self.restore({})
 
     def due(self, step: int) -> FactorsDue:
-        """Factors due at ``step``, the count of applied steps before it. Equal sets are the same object while it lives;
-        without adaptive rule it lives on."""
+        """Factors due at ``step``, the count of applied steps before it. Between two of them that have any, one that
+        has none costs nothing."""
+        if step in self._quiet:
+            return NOTHING
         if self._asked is None or self._asked[0] != step:
-            adapts = self.adaptive is not None and step >= self._adaptive_from
-            self._asked = step, self._thinned(step) if adapts else self._scheduled(step)
+            self._asked = step, self._found(step)
+            ahead = range(step + 1, step + AHEAD)
+            self._quiet = range(step + 1, next(filter(self.captures_possible, ahead), step + AHEAD))
         return self._asked[1]
 
     def captures_possible(self, step: int) -> bool:
         """Whether any factor's schedule captures at ``step``, whatever the adaptive rule makes of it."""
-        return any(schedule.due(step).capture for schedule, _ in self._groups)
+        return step not in self._quiet and any(schedule.due(step).capture for schedule, _ in self._groups)
 
     def multiplier(self, key: str) -> int:
         """How many captures of its schedule a factor's next capture stands for; 1 unless adaptive."""
@@ -120,9 +346,9 @@ class Timetable:
                 at the one before that; read if adaptive and past the burn-in only.
         """
         self.captured += len(due.capture)
-        self.skipped += len(self._scheduled(step).capture - due.capture)
         if self.adaptive is None:
             return
+        self.skipped += sum(len(group - due.capture) for schedule, group in self._groups if schedule.due(step).capture)
         for key in due.capture:
             clock = replace(self._clocks[key], captured=step)
             if step >= self._adaptive_from:
@@ -149,29 +375,20 @@ class Timetable:
             known = {key: _Clock(*numbers) for key, numbers in state.get("factors", {}).items() if key in self.keys}
             self._clocks |= known
 
-    def _scheduled(self, step: int) -> FactorsDue:
-        dues = [schedule.due(step) for schedule, _ in self._groups]
-        pattern = bytes(due.capture + due.refresh for due in dues)
-        if pattern not in self._patterns:
-            pairs = [(due, group) for due, (_, group) in zip(dues, self._groups, strict=True)]
-            capture = frozenset(key for due, group in pairs if due.capture for key in group)
-            refresh = frozenset(key for due, group in pairs if due.refresh for key in group)
-            self._patterns[pattern] = self._shared(capture, refresh)
-        return self._patterns[pattern]
-
-    def _thinned(self, step: int) -> FactorsDue:
-        capture, refresh = set(), set()
+    def _found(self, step: int) -> FactorsDue:
+        capture, refresh = set[str](), set[str]()
+        adapts = self.adaptive is not None and step >= self._adaptive_from
         for schedule, group in self._groups:
-            if not schedule.due(step).capture:
-                continue
-            captures, last_refresh = schedule.captures(step), schedule.last_refresh(step)
-            for key in group:
-                clock = self._clocks[key]
-                if captures - schedule.captures(clock.captured) >= clock.interval:
-                    capture.add(key)
-                    if last_refresh > clock.refreshed:
-                        refresh.add(key)
-        return self._shared(frozenset(capture), frozenset(refresh))
-
-    def _shared(self, capture: Keys, refresh: Keys) -> FactorsDue:
-        return self._made.setdefault((capture, refresh), FactorsDue(capture, refresh))
+            due = schedule.due(step)
+            if due.capture and not adapts:
+                capture |= group
+                refresh |= group if due.refresh else frozenset()
+            elif due.capture:
+                captures, last_refresh = schedule.captures(step), schedule.last_refresh(step)
+                for key in group:
+                    clock = self._clocks[key]
+                    if captures - schedule.captures(clock.captured) >= clock.interval:
+                        capture.add(key)
+                        if last_refresh > clock.refreshed:
+                            refresh.add(key)
+        return FactorsDue(frozenset(capture), frozenset(refresh))

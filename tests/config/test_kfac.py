@@ -7,7 +7,7 @@ import pytest
 from ds_kfac.config.parse import find_block, parse
 from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
 from ds_kfac.directions.table import rule_in
-from ds_kfac.schedule.intervals import BurnIn, Schedule, Value
+from ds_kfac.schedule.timetable import BurnIn, Schedule, Value
 from tests.choices import resolved
 
 RAMP = {"schedule": "linear", "start": 0.1, "end": 0.9, "steps": 200}

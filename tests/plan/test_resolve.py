@@ -5,7 +5,7 @@ import pytest
 from ds_kfac.config.parse import parse
 from ds_kfac.directions.kfac_gradient import KFACGradientRule
 from ds_kfac.plan.make_plan import resolve
-from ds_kfac.schedule.intervals import Value
+from ds_kfac.schedule.timetable import Value
 
 NONE = {"factor.prediction", "factor.rows", "assignment.memory_budget_gb", "assignment.costs"}
 """Null is a value of these: the model's own output, so many rows as a factor needs, all rows, no limit."""

@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from ds_kfac.schedule.intervals import BurnIn, Schedule, Value
-from ds_kfac.schedule.timetable import AdaptiveRule, FactorsDue, Timetable
+from ds_kfac.schedule.timetable import NOTHING, AdaptiveRule, BurnIn, FactorsDue, Schedule, Timetable, Value
 
 KEYS = ("a/A", "a/G", "b/A", "b/G", "c/A")
 OFFSETS = {"a/G": 3, "b/A": 10, "b/G": 47}
@@ -31,16 +30,28 @@ def test_every_factor_follows_its_displaced_schedule_in_any_order_of_asking(sche
         assert all(table.multiplier(key) == 1 for key in KEYS)
 
 
-def test_equal_sets_are_one_object():
-    table = Timetable(PLAIN, KEYS, offsets=OFFSETS)
-    seen: dict[FactorsDue, FactorsDue] = {}
-    for step in range(300):
-        due = table.due(step)
-        assert seen.setdefault(due, due) is due
-    assert len(seen) < 12
-    thinned = Timetable(PLAIN, KEYS, adaptive=AdaptiveRule())
-    held = [thinned.due(step) for step in (0, 5, 10, 1, 2)]
-    assert held[1] is held[2] and held[3] is held[4]
+@pytest.mark.parametrize("adaptive", [None, AdaptiveRule()], ids=["scheduled", "adaptive"])
+def test_a_step_at_which_nothing_is_due_asks_no_schedule(adaptive, monkeypatch):
+    table = Timetable(PLAIN, KEYS, adaptive=adaptive)
+    for step in (5, 2005):
+        assert table.due(step).capture
+        with monkeypatch.context() as patched:
+            patched.setattr(Schedule, "due", None)
+            assert all(table.due(later) == NOTHING for later in range(step + 1, step + 5))
+            assert not table.captures_possible(step + 1)
+        table.restore({})
+        assert table.due(step + 5).capture and table.captures_possible(step + 5)
+
+
+def test_no_interval_is_too_long_to_look_ahead():
+    table = Timetable(Schedule(Value.constant(2**62), Value.constant(2**62)), KEYS)
+    assert [bool(table.due(step).capture) for step in (0, 1, 10**6, 2**62, 2**62 + 1)] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_an_offset_of_no_factor_is_a_mistake():

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from ds_kfac.schedule.intervals import SCHEDULES, BurnIn, Due, Schedule, Value
+from ds_kfac.schedule.timetable import SCHEDULES, BurnIn, Due, Schedule, Value
 from tests.close import close
 
 constant, ramp, piecewise = Value.constant, Value.ramp, Value.piecewise
