@@ -39,7 +39,7 @@ GOALS: dict[str, tuple[int | None, int]] = {
 }
 MOST: dict[str, tuple[int, int]] = {
     "attach": (380, 58),
-    "plain step": (90, 21),
+    "plain step": (87, 20),
     "capturing step": (215, 34),
     "refresh": (37, 10),
     "activation to factor": (95, 21),
