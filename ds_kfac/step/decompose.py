@@ -14,13 +14,7 @@ import torch
 from deepspeed.utils import logger
 from torch import Tensor
 
-from ds_kfac.assignment.work import FactorSpec
-from ds_kfac.curvature.eigen import Refreshed, Request
-from ds_kfac.curvature.factor import KroneckerFactor
-from ds_kfac.curvature.forms import Options
-from ds_kfac.curvature.history import FactorState
-from ds_kfac.model.layers import LayerSpec, key_of
-from ds_kfac.plan.plan import Plan
+from ds_kfac.curvature.eigen import Refreshed
 
 T = TypeVar("T")
 
@@ -186,61 +180,6 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Mapping):
         value = tuple(value.values())
     return [tensor for part in value for tensor in _tensors(part)] if isinstance(value, (tuple, list)) else []
-
-
-@dataclass(frozen=True)
-class Decompositions:
-    """Decompositions of factors, bound to what holds at their step: they may be done later, on a side thread or stream.
-
-    Attributes:
-        partners: the layer's other factor of each, where the form needs it: always if it is an identity whose damping
-            is part of what is kept, and if ``plan.paired``.
-        groups: of the layer of each.
-        damping: its value at the step.
-    """
-
-    states: Sequence[FactorState]
-    partners: Sequence[KroneckerFactor | None]
-    groups: Sequence[int]
-    damping: float
-    plan: Plan
-    device: torch.device
-
-    @classmethod
-    def of(
-        cls, specs: Sequence[FactorSpec], states: Mapping[str, FactorState], plan: Plan, step: int,
-        device: torch.device,
-    ) -> "Decompositions":  # fmt: skip
-        """Of factors that are here."""
-        layers = {layer.name: layer for layer in plan.layers}
-        mine = [layers[spec.layers[0]] for spec in specs]
-        partners = [_partner(spec, layer, states, plan, device) for spec, layer in zip(specs, mine, strict=True)]
-        kept, groups = [states[spec.key] for spec in specs], [layer.groups for layer in mine]
-        return cls(kept, partners, groups, plan.config.damping.at(step), plan, device)
-
-    def __call__(self) -> list[Refreshed]:
-        """In the order given."""
-        requests = [
-            Request(state.factor.to(self.device), partner and partner.to(self.device), groups)
-            for state, partner, groups in zip(self.states, self.partners, self.groups, strict=True)
-        ]
-        plan = self.plan
-        options = Options(
-            self.damping, plan.config.damping.chosen,
-            power=plan.config.adam.whiten, products=plan.precision.products,
-        )  # fmt: skip
-        return self.plan.form.decompose(requests, options)
-
-
-def _partner(
-    spec: FactorSpec, layer: LayerSpec, states: Mapping[str, FactorState], plan: Plan, device: torch.device
-) -> KroneckerFactor | None:
-    if not (plan.form.damps_identity or plan.paired):
-        return None
-    side, key = (layer.G, key_of(layer.name, "G")) if spec.is_A else (layer.A, key_of(layer.name, "A"))
-    if side.block == 0:
-        return KroneckerFactor.empty(side, device)
-    return states[key].factor if plan.paired else None
 
 
 def count(results: Mapping[str, Refreshed], counts: Counter[str]) -> None:

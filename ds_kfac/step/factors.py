@@ -4,7 +4,7 @@ Who knows what: the timetable is the same on every rank. Whether a factor could 
 eigen worker; if eigenbases travel it sends that to everyone, so that all ranks know what the next message contains.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,18 +13,18 @@ from torch import Tensor
 
 from ds_kfac.assignment.spread import Contributors
 from ds_kfac.assignment.work import FactorSpec, factors_by_layer
-from ds_kfac.comm.message import Arrivals, Channel, Part
+from ds_kfac.comm.message import Arrivals, Channel
 from ds_kfac.comm.reduce import Reducer
-from ds_kfac.curvature.eigen import Refreshed, grouped
+from ds_kfac.curvature.eigen import Refreshed, Request, grouped
 from ds_kfac.curvature.factor import KroneckerFactor, Side
-from ds_kfac.curvature.forms import Kept
+from ds_kfac.curvature.forms import Kept, Options
 from ds_kfac.curvature.history import FactorState, History, folded
 from ds_kfac.metrics import HostCopy, Metrics
-from ds_kfac.model.layers import LayerSpec
+from ds_kfac.model.layers import key_of
 from ds_kfac.model.rows import BatchSum
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import FactorsDue
-from ds_kfac.step.decompose import Decompositions, Refresher, count
+from ds_kfac.step.decompose import Refresher, count
 from ds_kfac.step.messages import FAILED, FRESH, UNUSABLE, UNUSUAL, Delivery, counting, scalar_names
 
 
@@ -44,10 +44,6 @@ class FactorSchedule:
         if self._unread is not None and self.timetable.captures_possible(step):
             self.settle()
         return self.timetable.due(step)
-
-    def weight(self, key: str, decay: float) -> float:
-        """Of the past in a factor's running average: ``decay`` for every ordinary interval that it sat out."""
-        return decay ** self.timetable.multiplier(key)
 
     def record(self, step: int, due: FactorsDue, scalars: Mapping[Hashable, Tensor]) -> None:
         """After an applied step.
@@ -98,7 +94,7 @@ class FactorDraft:
         arriving: keys whose decompositions take effect in this step.
         results: of those that were done here.
         scalars: of all ranks, by name.
-        bases: of this rank's layers, new in this step, by factor key.
+        bases: what this rank's decompositions left, by factor key; when it was delivered, that of this rank's layers.
         failed: decompositions that failed, where all ranks know.
     """
 
@@ -117,11 +113,6 @@ class FactorDraft:
     bases: dict[str, Kept] = field(default_factory=dict)
     failed: int = 0
 
-    @property
-    def decomposed(self) -> dict[str, Kept]:
-        """What this rank's decompositions left, by factor key."""
-        return {key: result.basis for key, result in self.results.items() if result.basis is not None}
-
 
 class FactorUpdates:
     """Updates, decomposes and distributes the factors. What a step changes is in its :class:`FactorDraft`.
@@ -135,6 +126,8 @@ class FactorUpdates:
         factors: factor key -> state, of the factors this rank decomposes.
         ready: keys of the factors that have been decomposed; of all, if eigenbases travel, else of this rank's.
         pending: key -> step at which an asynchronous decomposition takes effect.
+        numel, layer_of: key -> packed elements, and the first of its layers.
+        counted: key -> layers whose loss terms are its factor's count.
     """
 
     def __init__(
@@ -151,7 +144,13 @@ class FactorUpdates:
         self.device, self.rank = device, channel.rank
         self.schedule = FactorSchedule(plan)
         self.specs: Mapping[str, FactorSpec] = {spec.key: spec for spec in plan.assignment.factors}
+        self.numel = {key: spec.side.numel for key, spec in self.specs.items()}
+        layers = {layer.name: layer for layer in plan.layers}
+        self.layer_of = {key: layers[spec.layers[0]] for key, spec in self.specs.items()}
         self.of_layer = factors_by_layer(plan.assignment.factors)
+        self.counted: dict[str, list[str]] = {}
+        for name, own in self.of_layer.items():
+            self.counted.setdefault(counting(own), []).append(name)
         self.eigen_workers = plan.assignment.eigen_workers
         self.delivery = Delivery(
             plan.assignment.factors, self.eigen_workers, plan.assignment.workers,
@@ -170,17 +169,6 @@ class FactorUpdates:
     def home(self) -> torch.device:
         """Where factors are kept."""
         return torch.device("cpu") if self.config.offload.device == "cpu" else self.device
-
-    def record(self, step: int, due: FactorsDue, draft: FactorDraft | None) -> None:
-        """After a step that was applied."""
-        scalars: Mapping[Hashable, Tensor] = {}
-        if draft is not None:  # with one rank none are exchanged
-            scalars = self.scalars(draft) if self.channel.world == 1 else draft.scalars
-        self.schedule.record(step, due, scalars)
-
-    def elements(self, keys: Iterable[str]) -> int:
-        """Of packed factors."""
-        return sum(self.specs[key].side.numel for key in keys)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, in this process's names. Of a pending decomposition it waits for the result.
@@ -230,14 +218,13 @@ class FactorUpdates:
         for key, batch in batches.items():
             # ranks that did not contribute are taken to have as many
             terms = batch.count * (self.channel.world / contributors.count(key))
-            names = self.specs[key].layers
-            draft.terms |= {name: terms for name in names if counting(self.of_layer[name]) == key}
-        decay = self.config.factor.decay_at(draft.step)
+            draft.terms |= dict.fromkeys(self.counted.get(key, ()), terms)
+        decay, multiplier = self.config.factor.decay_at(draft.step), self.schedule.timetable.multiplier
         results, draft.unusual = folded(
             [draft.factors[key] for key in batches],
             [batch.sum_P for batch in batches.values()],
             [batch.count for batch in batches.values()],
-            decays=[self.schedule.weight(key, decay) for key in batches],
+            decays=[decay ** multiplier(key) for key in batches],  # once for every ordinary interval that it sat out
             device=self.device,
             tolerance=self.plan.adaptive.tolerance if self.plan.adaptive else None,
         )
@@ -265,18 +252,38 @@ class FactorUpdates:
         able = self._usable(now | later, draft)
         draft.submitted = [key for key in able if key not in now]
         for part in [draft.submitted] if grouped(self.device) else [[key] for key in draft.submitted]:
-            self.refresher.submit_together(part, self._decompositions(part, draft))
+            self.refresher.submit_together(part, self._work(part, draft))
         here = [key for key in able if key in now]
-        draft.results |= zip(here, self._decompositions(here, draft)(), strict=True)
+        draft.results |= zip(here, self._work(here, draft)(), strict=True)
         draft.pending |= dict.fromkeys(later, step + lag)
         for key in draft.arriving:
             if key not in now and key in draft.factors:
                 draft.results[key] = self.refresher.result(key)
+        draft.bases = {key: result.basis for key, result in draft.results.items() if result.basis is not None}
         count(draft.results, self.metrics.step_counts)
 
-    def _decompositions(self, keys: Sequence[str], draft: FactorDraft) -> Decompositions:
-        specs = [self.specs[key] for key in keys]
-        return Decompositions.of(specs, draft.factors, self.plan, draft.step, self.device)
+    def _work(self, keys: Sequence[str], draft: FactorDraft) -> Callable[[], list[Refreshed]]:
+        """Decomposes factors, in this order; bound to what holds at this step, as it may be done later, on a side
+        thread or stream."""
+        form, config, device, asked = self.plan.form, self.config, self.device, []
+        for key in keys:
+            spec, layer, partner = self.specs[key], self.layer_of[key], None
+            side, other = (layer.G, "G") if spec.is_A else (layer.A, "A")
+            if not side.block and (form.damps_identity or self.plan.paired):  # its damping is part of what is kept
+                partner = KroneckerFactor.empty(side, device)
+            elif self.plan.paired:
+                partner = draft.factors[key_of(layer.name, other)].factor
+            asked.append((draft.factors[key].factor, partner, layer.groups))
+        options = Options(
+            config.damping.at(draft.step), config.damping.chosen,
+            power=config.adam.whiten, products=self.plan.precision.products,
+        )  # fmt: skip
+
+        def work() -> list[Refreshed]:
+            requests = [Request(own.to(device), with_ and with_.to(device), groups) for own, with_, groups in asked]
+            return form.decompose(requests, options)
+
+        return work
 
     def _usable(self, keys: set[str], draft: FactorDraft) -> list[str]:
         """Those of this rank that can be decomposed, and whose layer's other factor can, too, as far as it is here. One
@@ -296,14 +303,12 @@ class FactorUpdates:
 
     # what travels with the gradients
 
-    def scalar_names(self, draft: FactorDraft) -> list[list[Hashable]]:
-        """Per rank, the names of the scalars it sends to all others in this step."""
-        terms = self.config.preconditioner.eigenvalues == "corrected"
-        due = draft.due.capture
-        return scalar_names(self.plan, captured=due, arriving=draft.arriving, travels=self.travels, terms=terms)
-
-    def scalars(self, draft: FactorDraft) -> dict[Hashable, Tensor]:
-        """This rank's, as :meth:`scalar_names` names them."""
+    def scalars(self, draft: FactorDraft) -> tuple[list[list[Hashable]], dict[Hashable, Tensor]]:
+        """Per rank the names of the scalars that it tells all others in this step, and this rank's by name."""
+        names = scalar_names(
+            self.plan, captured=draft.due.capture, arriving=draft.arriving, travels=self.travels,
+            terms=self.config.preconditioner.eigenvalues == "corrected",
+        )  # fmt: skip
         values: dict[Hashable, Tensor] = {("terms", name): terms for name, terms in draft.terms.items()}
         values |= {("similar", key): flags[0] + 2.0 * flags[1] for key, flags in draft.similar.items()}
         if draft.unusual is not None:
@@ -312,39 +317,30 @@ class FactorUpdates:
             result = draft.results.get(key)
             state = UNUSABLE if result is None else FAILED if result.basis is None else FRESH
             values["fresh", key] = torch.full((), state, device=self.device)
-        return values
-
-    def parts(self, draft: FactorDraft) -> tuple[Part, ...]:
-        """Eigenbases, or inverses, on their way to gradient workers elsewhere."""
-        return self.delivery.parts(draft.arriving, draft.decomposed, self.device)
+        return names, values
 
     def receive(self, draft: FactorDraft, arrivals: Sequence[Arrivals], scalars: Mapping[Hashable, Tensor]) -> None:
         """New eigenbases or inverses of the factors of this rank's layers. Synchronises if they travel, in the steps in
         which they do.
 
         Args:
-            arrivals: of each of :meth:`parts`.
+            arrivals: of each of the delivery's parts.
             scalars: of all ranks, by name.
         """
         draft.scalars = scalars
+        draft.terms |= {name[1]: x for name, x in scalars.items() if isinstance(name, tuple) and name[0] == "terms"}
         for key in draft.arriving:
             draft.pending.pop(key, None)
-        own = draft.decomposed
-        fresh = set(own)
+        fresh = set(draft.bases)
         if self.travels and draft.arriving:
             flags = torch.stack([scalars["fresh", key] for key in draft.arriving]).tolist()
             fresh = {key for key, flag in zip(draft.arriving, flags, strict=True) if flag == FRESH}
             draft.failed = flags.count(FAILED)
         draft.ready |= fresh
-        received = self.delivery.received(*arrivals)
-        here = {key: self.delivery.kept(key, basis) for key, basis in own.items()}
-        draft.bases = {key: basis for key, basis in (received | here).items() if key in fresh}
+        arrived = self.delivery.received(draft.bases, *arrivals)
+        draft.bases = {key: basis for key, basis in arrived.items() if key in fresh}
         if self.travels:  # all ranks know what came of them; the wire's rounding has made copies
             draft.results = {key: replace(result, basis=None) for key, result in draft.results.items()}
-
-    def terms_of(self, layer: LayerSpec, draft: FactorDraft) -> Tensor | None:
-        """Loss terms of the layer in the batch that was averaged; None if it was not captured."""
-        return draft.terms.get(layer.name, draft.scalars.get(("terms", layer.name)))
 
     def commit(self, draft: FactorDraft, *, applied: bool) -> None:
         """Keep what the step changed, or drop it."""
@@ -352,10 +348,6 @@ class FactorUpdates:
             self.refresher.drop(draft.submitted)
             return
         self.refresher.drop([key for key in draft.arriving if key in self.pending])  # those that have been collected
-        self.keep(draft)
-
-    def keep(self, draft: FactorDraft) -> None:
-        """Take over what a step changed."""
         self.factors, self.ready, self.pending = draft.factors, draft.ready, draft.pending
 
     def redecomposed(self, step: int) -> FactorDraft:
@@ -364,5 +356,6 @@ class FactorUpdates:
         draft = FactorDraft(step, nothing, dict(self.factors), set(self.ready), dict(self.pending))
         draft.arriving = tuple(self.specs)
         able = self._usable(set(self.specs), draft)
-        draft.results |= zip(able, self._decompositions(able, draft)(), strict=True)
+        draft.results |= zip(able, self._work(able, draft)(), strict=True)
+        draft.bases = {key: result.basis for key, result in draft.results.items() if result.basis is not None}
         return draft

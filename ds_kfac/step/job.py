@@ -114,7 +114,7 @@ def _of_domain(kfac: KFACPreconditioner) -> dict[str, float]:
     timetable, counts = kfac.curvature.schedule.timetable, kfac.metrics.counts
     found = kfac.metrics.values() | _of_channel(kfac.channel)
     found |= {"captures": float(timetable.captured), "captures_skipped": float(timetable.skipped)}
-    every_step = kfac.curvature.elements(frozenset(kfac.curvature.specs)) * counts["steps"]
+    every_step = sum(kfac.curvature.numel.values()) * counts["steps"]
     if every_step:
         found["statistics_fraction"] = counts["captured_elements"] / every_step
     return found

@@ -6,6 +6,7 @@ first captured batch all agree on which layers have one A in common, and on how 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from ds_kfac.assignment.work import FactorSpec, factors_by_layer
 from ds_kfac.comm.message import Arrivals, Channel, Move, Part, RelayoutPlan, gathered
-from ds_kfac.curvature.factor import Side
 from ds_kfac.curvature.forms import FACTOR_FORMS, Kept
 from ds_kfac.model.calls import SharedInputs, agreed
 from ds_kfac.model.layers import key_of
@@ -35,7 +35,7 @@ class Delivery:
     Attributes:
         receivers: factor key -> gradient workers that are not its eigen worker.
         travels: whether anything ever travels.
-        kinds: of the parts, in their order.
+        kinds, dtypes: of the parts on the wire, in their order.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Delivery:
     ) -> None:
         self.form = FACTOR_FORMS[method]
         self.kinds = tuple(part.kind for part in self.form.parts)
+        self.dtypes = tuple(wire if part.halved else torch.float32 for part in self.form.parts)
         self.factors, self.eigen_workers, self.world, self.wire = tuple(factors), eigen_workers, world, wire
         self.receivers = {
             factor.key: tuple(
@@ -59,52 +60,45 @@ class Delivery:
         }
         self.travels = any(self.receivers.values())
 
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of the parts on the wire."""
-        return tuple(self.wire if part.halved else torch.float32 for part in self.form.parts)
-
     def plans(self, keys: Collection[str]) -> tuple[RelayoutPlan, ...]:
         """What moves of each part when the factors in ``keys`` have been refreshed."""
-        return tuple(self._plan(keys, part.numel) for part in self.form.parts)
-
-    def _plan(self, keys: Collection[str], numel: Callable[[Side], int]) -> RelayoutPlan:
-        moves = [
-            Move(place, 0, numel(factor.side), self.eigen_workers[factor.key], rank)
+        pairs = [
+            (place, factor, rank)
             for place, factor in enumerate(self.factors)
             if factor.key in keys
             for rank in self.receivers[factor.key]
         ]
-        return RelayoutPlan(self.world, tuple(move for move in moves if move.numel))
+        moves = [
+            [Move(place, 0, part.numel(f.side), self.eigen_workers[f.key], rank) for place, f, rank in pairs]
+            for part in self.form.parts
+        ]
+        return tuple(RelayoutPlan(self.world, tuple(move for move in own if move.numel)) for own in moves)
 
     def parts(self, keys: Collection[str], kept: Mapping[str, Kept], device: torch.device) -> tuple[Part, ...]:
         """Of the factors in ``keys``. One that is not in ``kept`` could not be decomposed: zeros travel for it."""
+        if not self.travels or not keys:
+            return ()
 
-        def piece(flat: Callable[[Any], Tensor]) -> Callable[[Move], Tensor]:
-            def of(move: Move) -> Tensor:
-                own = kept.get(self.factors[move.param].key)
-                return torch.zeros(move.numel, device=device) if own is None else flat(own)
+        def piece(flat: Callable[[Any], Tensor], move: Move) -> Tensor:
+            own = kept.get(self.factors[move.param].key)
+            return torch.zeros(move.numel, device=device) if own is None else flat(own)
 
-            return of
+        parts = zip(self.form.parts, self.plans(keys), self.dtypes, strict=True)
+        return tuple(Part(part.kind, plan, partial(piece, part.flat), dtype) for part, plan, dtype in parts)
 
-        parts = zip(self.form.parts, self.plans(keys), self.dtypes(), strict=True)
-        return tuple(Part(part.kind, plan, piece(part.flat), dtype) for part, plan, dtype in parts)
-
-    def received(self, *arrivals: Arrivals) -> dict[str, Kept]:
-        """Factor key -> what arrived for this rank's layers.
+    def received(self, own: Mapping[str, Kept], *arrivals: Arrivals) -> dict[str, Kept]:
+        """Factor key -> what arrived for this rank's layers, and its own, rounded as it was sent: replicas stay
+        bit-identical.
 
         Args:
             arrivals: of each part.
         """
         flats = [{move.param: piece for move, piece in part} for part in arrivals]
-        places = sorted(set().union(*flats))
-        return {
-            self.factors[place].key: self.form.joined(self.factors[place].side, *(part.get(place) for part in flats))
-            for place in places
-        }
-
-    def kept(self, key: str, own: Kept) -> Kept:
-        """Round the local copy exactly as the sent one, so that replicas stay bit-identical."""
-        return own.rounded(self.wire) if self.receivers[key] else own
+        found: dict[str, Kept] = {}
+        for place in sorted(set().union(*flats)):
+            factor = self.factors[place]
+            found[factor.key] = self.form.joined(factor.side, *(part.get(place) for part in flats))
+        return found | {key: kept.rounded(self.wire) if self.receivers[key] else kept for key, kept in own.items()}
 
 
 FAILED, UNUSABLE, FRESH = -1.0, 0.0, 1.0
@@ -137,8 +131,6 @@ def scalar_names(
         terms: whether workers elsewhere need to know how many loss terms a layer had.
     """
     names: list[list[Hashable]] = [[] for _ in range(plan.assignment.world)]
-    if plan.assignment.world == 1:
-        return names
     where = plan.assignment.eigen_workers
     if travels:  # else it comes with the results, whose workers are the eigen workers
         for rank in sorted({where[key] for key in captured}):
@@ -158,15 +150,11 @@ def scalar_names(
     return names
 
 
-# What the first captured batch shows: which layers have one A in common, and how many rows a rank has of each.
-#
-# All ranks agree on it before anything of that batch is kept; it stays for the run. In a later step any rank may see
-# that
-# layers of a group got different inputs: it contributes no rows to their A then.
-
-
 class Sharing:
-    """Groups of layers that share their inputs, see ``inputs``, and rows of each layer."""
+    """What the first captured batch shows: which layers have one A in common, see ``inputs``, and how many rows a rank
+    has of each. All ranks agree on it before anything of that batch is kept; it stays for the run. In a later step any
+    rank may see that layers of a group got different inputs: it contributes no rows to their A then.
+    """
 
     def __init__(self, inputs: SharedInputs, channel: Channel) -> None:
         self.inputs, self.channel, self._warned = inputs, channel, False

@@ -202,8 +202,10 @@ class KFACPreconditioner:
         """Own layers' gradients, and the norm of all gradients if it is asked for; new eigenbases and scalars arrive in
         the same message."""
         factors, curvature, world = draft.factors, self.curvature, self.channel.world
-        names: list[list[Hashable]] = [[] for _ in range(world)] if factors is None else curvature.scalar_names(factors)
-        scalars = {} if factors is None else curvature.scalars(factors)
+        names: list[list[Hashable]] = [[] for _ in range(world)]
+        scalars: dict[Hashable, Tensor] = {}
+        if factors is not None:
+            names, scalars = curvature.scalars(factors)
         if self.needs_norm:
             own = self.layout.squared_norm() + self.target.rest.squared_norm()
             draft.norm = own.sqrt()
@@ -222,7 +224,7 @@ class KFACPreconditioner:
     ) -> tuple[Any, ...]:
         """What arrived of ``others``, and the scalars; new eigenbases in the same message go to the draft."""
         table = self._norms if names == self._norms.names else Scalars(names, self.rank)
-        bases = () if draft is None else self.curvature.parts(draft)
+        bases = () if draft is None else self.curvature.delivery.parts(draft.arriving, draft.bases, self.device)
         *arrivals, told = deliver((*others, *bases, table.part(scalars, self.device)), self.channel, self.device)
         received = table.named(told)
         if draft is not None:
@@ -234,7 +236,7 @@ class KFACPreconditioner:
         new = {}
         for layer in self.owned:
             state, keys = self.state[layer.name], self.curvature.of_layer.get(layer.name, {})
-            terms = self.curvature.terms_of(layer, draft)
+            terms = draft.terms.get(layer.name)
             if terms is not None:
                 state = replace(state, terms=torch.where(terms > 0, terms, state.terms))
             bases = {side: draft.bases[spec.key] for side, spec in keys.items() if spec.key in draft.bases}
@@ -305,12 +307,13 @@ class KFACPreconditioner:
             self.curvature.commit(draft.factors, applied=applied)
         if applied:
             if due.capture or self.plan.adaptive:
-                self.curvature.record(draft.step, due, draft.factors)
+                scalars = {} if draft.factors is None else draft.factors.scalars
+                self.curvature.schedule.record(draft.step, due, scalars)
             self.watch.step(draft.local.left_out, look=bool(due.capture))
             self.state, self.peak_lr, self.damping_scale = draft.local.kept(), draft.peak_lr, draft.damping_scale
             if due.capture:
                 self.metrics.step_counts["factor_updates"] += 1
-                self.metrics.step_counts["captured_elements"] += self.curvature.elements(due.capture)
+                self.metrics.step_counts["captured_elements"] += sum(map(self.curvature.numel.__getitem__, due.capture))
             self.steps += 1
         self.metrics.end(applied=applied)
         self.resume()
@@ -358,9 +361,9 @@ class KFACPreconditioner:
     def redecompose(self) -> None:
         """Decompose all factors and deliver their eigenbases, outside of a step. Collective."""
         draft = self.curvature.redecomposed(self.steps)
-        self._broadcast(draft, self.curvature.scalar_names(draft), self.curvature.scalars(draft))
+        self._broadcast(draft, *self.curvature.scalars(draft))
         self.state = self._with_new_bases(draft)
-        self.curvature.keep(draft)
+        self.curvature.commit(draft, applied=True)
         self.resume()
 
     def close(self) -> None:

@@ -52,8 +52,7 @@ def equal(a: Eigenbasis, b: Eigenbasis) -> bool:
 def received(plan: Delivery, keys: set[str], failed: set[str] = frozenset()) -> list[dict[str, Eigenbasis]]:
     def work(channel):
         own = {key: basis(key) for key in keys - failed if plan.eigen_workers[key] == channel.rank}
-        vectors, values = deliver(plan.parts(keys, own, CPU), channel, CPU)
-        return plan.received(vectors, values)
+        return plan.received({}, *deliver(plan.parts(keys, own, CPU), channel, CPU))
 
     return FakeNetwork(plan.world).run(work)
 
@@ -71,7 +70,8 @@ def test_nothing_travels_where_eigen_workers_are_the_only_workers():
     plan = delivery(eigen_workers=dict.fromkeys(EIGEN_WORKERS, 1), workers=dict.fromkeys(WORKERS, (1,)))
     assert not plan.travels
     assert all(part.moves == () for part in plan.plans(set(EIGEN_WORKERS)))
-    assert plan.kept("dense/A", same := basis("dense/A")) is same
+    assert plan.parts(set(EIGEN_WORKERS), {}, CPU) == ()
+    assert plan.received({"dense/A": (same := basis("dense/A"))})["dense/A"] is same
 
 
 def test_a_shared_factor_goes_to_the_workers_of_all_its_layers():
@@ -90,7 +90,7 @@ def test_workers_hold_what_the_eigen_worker_keeps(keys, wire):
     for rank, found in enumerate(received(plan, keys)):
         assert set(found) == {key for key in keys if rank in plan.receivers[key]}
         for key, got in found.items():
-            assert equal(got, plan.kept(key, basis(key))), (rank, key)
+            assert equal(got, plan.received({key: basis(key)})[key]), (rank, key)
 
 
 def test_values_travel_in_32_bits():
@@ -129,13 +129,13 @@ def test_inverses_travel_as_triangles_in_32_bits_and_arrive_to_the_bit(wire):
 
     def work(channel):
         own = {key: whole[key] for key in keys - {"dense/G"} if plan.eigen_workers[key] == channel.rank}
-        return plan.received(*deliver(plan.parts(keys, own, CPU), channel, CPU))
+        return plan.received({}, *deliver(plan.parts(keys, own, CPU), channel, CPU))
 
     for rank, found in enumerate(FakeNetwork(plan.world).run(work)):
         assert set(found) == {key for key in keys if rank in plan.receivers[key]}
         for key, got in found.items():
             x = torch.eye(factors[key].side.dim)
-            expected = torch.zeros_like(x) if key == "dense/G" else plan.kept(key, whole[key]).apply(x)
+            expected = torch.zeros_like(x) if key == "dense/G" else plan.received({key: whole[key]})[key].apply(x)
             assert torch.equal(got.apply(x), expected), (rank, key)
             parts = got.blocks if got.diagonal is None else (got.diagonal,)
             assert all(part.untyped_storage().nbytes() <= 4 * inverse_numel(factors[key].side) for part in parts)

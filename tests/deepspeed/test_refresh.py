@@ -101,7 +101,8 @@ def worker(_) -> dict:
             kfac, script = engine.kfac.preconditioner, []
             for step in range(STEPS):
                 due, decay = kfac.due, kfac.config.factor.decay_at(step)
-                captures = {key: kfac.curvature.schedule.weight(key, decay) for key in sorted(due.capture)}
+                multiplier = kfac.curvature.schedule.timetable.multiplier
+                captures = {key: decay ** multiplier(key) for key in sorted(due.capture)}
                 script.append((captures, due.refresh))
                 train(engine, 1, 1, first=step)
             found = None

@@ -48,8 +48,9 @@ def stepped(channel, plan: Plan, due: FactorsDue, step: int = 0):
     draft = curvature.draft(step, due)
     curvature.update(draft, reducer.reduce(sums, due.capture, step), reducer.contributors)
     curvature.decompose(draft)
-    table = Scalars(curvature.scalar_names(draft), channel.rank)
-    *arrivals, received = deliver((*curvature.parts(draft), table.part(curvature.scalars(draft), CPU)), channel, CPU)
+    names, scalars = curvature.scalars(draft)
+    table, parts = Scalars(names, channel.rank), curvature.delivery.parts(draft.arriving, draft.bases, CPU)
+    *arrivals, received = deliver((*parts, table.part(scalars, CPU)), channel, CPU)
     curvature.receive(draft, arrivals, table.named(received))
     assert draft.failed == 0
     return curvature, draft
@@ -98,8 +99,8 @@ def test_all_workers_count_the_same_loss_terms(captured, eigen_workers):
     plan = plan_with(eigen_workers, workers=2)
 
     def work(channel):
-        curvature, draft = stepped(channel, plan, FactorsDue(frozenset(captured), frozenset()))
-        terms = [curvature.terms_of(layer, draft) for layer in LAYERS]
+        _, draft = stepped(channel, plan, FactorsDue(frozenset(captured), frozenset()))
+        terms = [draft.terms.get(layer.name) for layer in LAYERS]
         return [None if number is None else float(number) for number in terms]
 
     expected = [2 * TERMS if f"{layer.name}/G" in captured else None for layer in LAYERS]
@@ -114,7 +115,7 @@ def test_layers_without_g_count_the_rows_of_the_a_they_share(eigen_workers):
     plan = plan.sharing([("q", "k", "v")])
 
     def work(channel):
-        curvature, draft = stepped(channel, plan, FactorsDue(frozenset(["q/A", "v/G"]), frozenset()))
-        return [float(curvature.terms_of(layer, draft)) for layer in layers]
+        _, draft = stepped(channel, plan, FactorsDue(frozenset(["q/A", "v/G"]), frozenset()))
+        return [float(draft.terms[layer.name]) for layer in layers]
 
     assert FakeNetwork(2).run(work) == [[2 * ROWS, 2 * ROWS, 2 * TERMS]] * 2
