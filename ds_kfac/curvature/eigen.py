@@ -63,7 +63,9 @@ class Eigenbasis:
 
     def overlap(self, old: "Eigenbasis | None") -> "Eigenbasis":
         """The basis whose ``rotate`` takes coordinates in ``old`` (None, or one without vectors: unrotated) to
-        coordinates in this one."""
+        coordinates in this one; of ``old`` itself nothing is rotated."""
+        if old is self:
+            return Eigenbasis((), self.values)
         if old is None or not old.vectors or not self.vectors:
             return self
         return Eigenbasis(

@@ -267,12 +267,13 @@ class FactorUpdates:
         thread or stream."""
         form, config, device, asked = self.plan.form, self.config, self.device, []
         for key in keys:
-            spec, layer, partner = self.specs[key], self.layer_of[key], None
-            side, other = (layer.G, "G") if spec.is_A else (layer.A, "A")
-            if not side.block and (form.damps_identity or self.plan.paired):  # its damping is part of what is kept
-                partner = KroneckerFactor.empty(side, device)
-            elif self.plan.paired:
-                partner = draft.factors[key_of(layer.name, other)].factor
+            layer, partner = self.layer_of[key], None
+            if form.damps_identity or self.plan.paired:  # the damping is part of what is kept
+                side, other = (layer.G, "G") if self.specs[key].is_A else (layer.A, "A")
+                if side.block == 0:
+                    partner = KroneckerFactor.empty(side, device)
+                elif self.plan.paired:
+                    partner = draft.factors[key_of(layer.name, other)].factor
             asked.append((draft.factors[key].factor, partner, layer.groups))
         options = Options(
             config.damping.at(draft.step), config.damping.chosen,

@@ -189,7 +189,7 @@ class Turn:
         """fp32 [O, I], contiguous; into ``out_OI``, which may be ``x_OI``, a large matrix some rows at a time."""
         if not is_large(x_OI):
             with self._exactly():
-                turned = self._overlap().rotate(x_OI)
+                turned = self.new.overlap(self.old).rotate(x_OI)
             return turned.contiguous() if out_OI is None else out_OI.copy_(turned)
         out_OI = torch.empty_like(x_OI) if out_OI is None else out_OI
         for out, turned in zip(out_OI.split(rows_at_once(x_OI)), self.rows(x_OI), strict=True):
@@ -199,7 +199,7 @@ class Turn:
     def rows(self, x_OI: Tensor) -> Iterator[Tensor]:
         """Of a large matrix, :func:`ds_kfac.update.rotation.rows_at_once` at a time."""
         with self._exactly():
-            overlap = self._overlap()
+            overlap = self.new.overlap(self.old)
             apart = not overlap.G.vectors
             x_OI = x_OI if apart else overlap.rotate(x_OI)
         for rows in x_OI.split(rows_at_once(x_OI)):
@@ -214,19 +214,6 @@ class Turn:
         device = self.new.A.values.device
         with torch.autocast(device.type, enabled=False), fp32_products("ieee", device):
             yield
-
-    def _overlap(self) -> LayerBasis:
-        old = self.old
-        return LayerBasis(_overlap(self.new.G, old.G if old else None), _overlap(self.new.A, old.A if old else None))
-
-
-def _overlap(new: Eigenbasis, old: Eigenbasis | None) -> Eigenbasis:
-    return still(new) if new is old else new.overlap(old)
-
-
-def still(basis: Eigenbasis) -> Eigenbasis:
-    """A rotation by nothing."""
-    return Eigenbasis((), basis.values)
 
 
 S = TypeVar("S", bound=Any)

@@ -16,7 +16,7 @@ from ds_kfac.curvature.factor import Side, excess
 from ds_kfac.curvature.forms import EIGEN, FactorForm, Kept
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.dispatch import adam_scale, corrected_scale_dot
-from ds_kfac.update.rotation import Turn, is_large, rows_at_once, still
+from ds_kfac.update.rotation import Turn, is_large, rows_at_once
 
 
 class Moments(Protocol):
@@ -355,5 +355,6 @@ class LayerState:
         bases = [basis for basis in (A, G) if isinstance(basis, Eigenbasis) and basis.vectors]
         if not bases or self.moments is None:
             return self
-        undo = LayerBasis(*(basis if isinstance(basis, Eigenbasis) else still(bases[0]) for basis in (G, A)))
+        nothing = Eigenbasis((), bases[0].values)
+        undo = LayerBasis(*(basis if isinstance(basis, Eigenbasis) else nothing for basis in (G, A)))
         return replace(self, moments=self.moments.unrotated(undo))
