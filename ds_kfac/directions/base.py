@@ -84,24 +84,23 @@ class UpdateRule:
     """One way of stepping along preconditioned gradients: a line of ``DIRECTIONS``.
 
     Attributes:
-        name: what users call it.
         blocks: blocks of the "kfac" config that no other rule reads.
         fisher: where G comes from unless the config says.
         numbers: how many scalars of a step are summed over all ranks.
         marks: keys of the optimizer's parameter groups by which it knows those of K-FAC.
-        clips: whether the rule itself clips gradients where the engine would, so that DeepSpeed must not.
-        reads_rates: whether its steps depend on learning rates.
+        optimizer_type: of an optimizer of its own, in ``"optimizer": {"type": ...}``. None: it steps in front of any
+            other; then it clips gradients itself where the engine would, and its steps depend on learning rates.
+        passes: over a gradient, per step and gradient worker, in addition to those of preconditioning.
         kinds: of moments that it may keep.
         without_curvature: what becomes of a layer that has no factors yet.
     """
 
-    name: str
     blocks: tuple[str, ...] = ()
     fisher = "empirical"
     numbers = 1
     marks: tuple[str, ...] = ()
-    clips = False
-    reads_rates = False
+    optimizer_type: str | None = None
+    passes = 0
     kinds: tuple[type[Moments], ...] = ()
     without_curvature = "a layer keeps its raw gradient"
 
@@ -142,10 +141,6 @@ class UpdateRule:
         moments = self.moments(config)
         return 0 if moments is None else moments.COUNT
 
-    def needs_norm(self, clips: bool) -> bool:
-        """Whether it needs the global gradient norm; ``clips``: gradients are clipped by it."""
-        return False
-
     def choice(self, config: KFACConfig, layer: LayerSpec) -> str | None:
         """What is done to one layer, in words; None if all are treated alike."""
         return None
@@ -183,13 +178,7 @@ class UpdateRule:
 
         return [(stack, 4 * copies(stack) * sum(layer.numel for layer in stack)) for stack in in_order(stacks)]
 
-    passes = 0
-    """Over a gradient, per step and gradient worker, in addition to those of preconditioning."""
-
     # an optimizer of its own that DeepSpeed steps
-
-    optimizer_type: str | None = None
-    """In ``"optimizer": {"type": ...}``; None: the rule works with other optimizers."""
 
     def parameters(self, ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Of its own optimizer, if a DeepSpeed config asks for it. Raises ValueError for a wrong block."""

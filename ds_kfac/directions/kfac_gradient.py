@@ -208,10 +208,8 @@ class QuadraticGradient(KFACGradient):
 class KFACGradientRule(UpdateRule):
     """The K-FAC gradient in place of the raw one (KAISA), for any optimizer to step with."""
 
-    name = "K-FAC gradient"
     blocks = ("damping", "preconditioner")
     kinds = (CorrectedEigenvalues, LastUpdate)
-    clips = reads_rates = True
 
     def steps(self, optimizer: Any) -> bool:
         return True
@@ -241,9 +239,6 @@ class KFACGradientRule(UpdateRule):
 
     def by_rows(self, config: KFACConfig, layer: LayerSpec) -> bool:
         return False  # a graft is of a layer's norm
-
-    def needs_norm(self, clips: bool) -> bool:
-        return clips  # raw gradients are clipped: the norm of preconditioned ones says nothing of a spike
 
     def moments(self, config: KFACConfig) -> type[Moments] | None:
         if config.preconditioner.step == "quadratic":

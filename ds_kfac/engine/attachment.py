@@ -212,7 +212,7 @@ class Attachment:
         scaler = kfac.layout.grad_scaler
         scale = torch.as_tensor(scaler_scale(scaler) if scaler else 0.0).clone()
         with nullcontext() if self.quadratic is None else self.quadratic.compared(drafts[0]):
-            with clipped(kfac, drafts[0]) if kfac.rule.clips else nullcontext():
+            with clipped(kfac, drafts[0]) if kfac.rule.optimizer_type is None else nullcontext():
                 result = original(*args, **kwargs)
             # A GradScaler skips the step by itself; only its falling scale shows it. It has synchronised already.
             skipped = bool(scaler) and bool(torch.as_tensor(scaler_scale(scaler)) < scale)

@@ -119,7 +119,8 @@ class KFACPreconditioner:
         self.exchange = GradientExchange(self.layout, self.layers, plan.assignment.workers, plan.gradient_dtypes)
         self.owned = self.exchange.owned
         self.rule, self.moments = target.rule, target.rule.moments(config)
-        self.needs_norm = self.rule.needs_norm(target.clips)
+        # raw gradients are clipped: the norm of preconditioned ones says nothing of a spike
+        self.needs_norm = target.clips
         self.setup = DirectionSetup(plan, self.layout, self.exchange, target.inner, self.metrics)
         self.direction = self.rule.direction(self.setup)
         self.refresher: Refresher[Refreshed] = Refresher(self.device)
@@ -168,7 +169,7 @@ class KFACPreconditioner:
         with torch.autocast(self.device.type, enabled=False):  # a user may call engine.step() under autocast
             self.layout.begin()
             draft = Draft(self.steps, self.due, self.peak_lr)
-            if self.rule.reads_rates:  # now, not in commit: DeepSpeed's scheduler steps in between
+            if self.rule.optimizer_type is None:  # now, not in commit: DeepSpeed's scheduler steps in between
                 scheduler = self.layout.engine.lr_scheduler if self.plan.clip_lr == "peak" else None
                 draft.peak_lr = peak_rates(self.layout.optimizer.param_groups, self.peak_lr, scheduler)
             contributors, sums = self.curvature.reducer.contributors, {}  # of this batch

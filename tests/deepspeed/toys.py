@@ -65,7 +65,7 @@ class SoftSign:
 
 
 class ToyRule(UpdateRule):
-    name = "soft sign"
+    optimizer_type = "ToySGD"
     kinds = (Mean,)
 
     def steps(self, optimizer: Any) -> bool:

@@ -209,10 +209,9 @@ def test_the_clip_factor_is_of_the_unscaled_norm(scale):
 def test_a_batch_without_terms_leaves_those_of_the_last(recorded, kept):
     layer = linear_layer("a", COLUMNS, ROWS)
     state = replace(LayerState.empty(layer, CPU), terms=torch.tensor(3.0))
-    terms = None if recorded is None else torch.tensor(recorded)
-    curvature = SimpleNamespace(of_layer={}, terms_of=lambda layer, draft: terms)
-    kfac = SimpleNamespace(owned=(layer,), state={"a": state}, curvature=curvature)
-    assert KFACPreconditioner._with_new_bases(kfac, SimpleNamespace(bases={}))["a"].terms == kept
+    draft = SimpleNamespace(bases={}, terms={} if recorded is None else {"a": torch.tensor(recorded)})
+    kfac = SimpleNamespace(owned=(layer,), state={"a": state}, curvature=SimpleNamespace(of_layer={}))
+    assert KFACPreconditioner._with_new_bases(kfac, draft)["a"].terms == kept
 
 
 @pytest.mark.parametrize("kind", [ReplicatedHalf, Stage12])

@@ -28,7 +28,7 @@ from ds_kfac.zero.layout import ShardLayout
 
 
 class KFACAdamWRule(UpdateRule):
-    name = optimizer_type = NAME
+    optimizer_type = NAME
     blocks = ("adam",)
     fisher = "activations_only"
     numbers = 3
@@ -85,9 +85,6 @@ class KFACAdamWRule(UpdateRule):
 
     def scanned(self, config: KFACConfig) -> Choice:
         return replace(config.choice, curvature=config.adam.rotate)
-
-    def needs_norm(self, clips: bool) -> bool:
-        return clips  # its moments are those of clipped gradients
 
     def choice(self, config: KFACConfig, layer: LayerSpec) -> str | None:
         reason = keeps_direction(config.adam, layer)
