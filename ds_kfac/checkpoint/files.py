@@ -17,12 +17,13 @@ import time
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_kfac.config.keys import KFACConfig
+from ds_kfac.step.job import Job
 
 FOLDER, LATEST, HEADER, TOKEN = "kfac", "latest", "header.json", "token"
 PATIENCE = 5.0
@@ -64,6 +65,14 @@ name, a list with one type has any length.
     timetable, ready, pending: see ``Timetable`` and ``FactorUpdates``.
     files: file -> the layer or factor it holds, size, checksum, and its parts.
 """
+
+CLIENT_KEY = "ds_kfac"
+"""Key in DeepSpeed's client_state that names the save; survives ds_to_universal, which does not copy the folder."""
+WEIGHTS_ALONE = (
+    "Pass load_module_only=True, load_optimizer_states=False (at stage 3 DeepSpeed needs both) to start from the "
+    "weights alone"
+)
+FRESH = '"checkpoint": {"on_missing": "fresh"} in the "kfac" block'
 
 
 class CheckpointError(RuntimeError):
@@ -108,18 +117,10 @@ def factor_file(key: str) -> str:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """At attach, not hours later at the first save.
-
-    Args:
-        names: of all layers in checkpoints.
-
-    Raises:
-        ValueError: two layers would be saved in one file.
-    """
+    """Raise ValueError if two layers would be saved in one file: at attach, not hours later at the first save."""
     seen: dict[str, str] = {}
     for name in names:
-        file = layer_file(name)
-        if file in seen:
+        if (file := layer_file(name)) in seen:
             raise ValueError(
                 f"ds_kfac cannot attach: checkpoints would hold {seen[file]!r} and {name!r} under one name, {file}; "
                 "rename one of the modules, or exclude it (kfac.layers.exclude)"
@@ -128,21 +129,6 @@ def check_names(names: Iterable[str]) -> None:
 
 
 # payloads
-
-
-class _Summed:
-    """A file that adds up what is written to it."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file, self.crc32, self.nbytes = file, 0, 0
-
-    def write(self, data: Any) -> int:
-        self.crc32 = zlib.crc32(data, self.crc32)
-        self.nbytes += memoryview(data).nbytes
-        return self.file.write(data)
-
-    def flush(self) -> None:
-        self.file.flush()
 
 
 def write_payload(path: Path, holds: str, payload: Any) -> dict[str, Any]:
@@ -158,13 +144,13 @@ def write_payload(path: Path, holds: str, payload: Any) -> dict[str, Any]:
         _check_values(payload)
     except ValueError as error:
         raise ValueError(f"{holds}: {error}; it is not saved") from error
+    torch.save(payload, buffer := io.BytesIO())
+    data, parts = buffer.getbuffer(), {name: _described(part) for name, part in _parts(payload).items()}
     with path.open("wb") as file:
-        summed = _Summed(file)
-        torch.save(payload, summed)  # type: ignore[arg-type]
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    parts = {name: _described(part) for name, part in _parts(payload).items()}
-    return {"holds": holds, "bytes": summed.nbytes, "crc32": summed.crc32, "parts": parts}
+    return {"holds": holds, "bytes": len(data), "crc32": zlib.crc32(data), "parts": parts}
 
 
 def read_payload(path: Path, holds: str, entry: Mapping[str, Any] | None) -> Any:
@@ -204,14 +190,10 @@ def read_payload(path: Path, holds: str, entry: Mapping[str, Any] | None) -> Any
 
 def _parts(payload: Any, path: str = "") -> dict[str, Any]:
     """Path in the payload -> what is there, of tables, lists and what they hold; "" is the whole."""
-    items: Any = ()
-    if isinstance(payload, dict):
-        items = payload.items()
-    elif isinstance(payload, (list, tuple)):
-        items = enumerate(payload)
     found = {path: payload}
-    for key, value in items:
-        found |= _parts(value, f"{path}.{key}" if path else str(key))
+    if isinstance(payload, (dict, list, tuple)):
+        for key, value in payload.items() if isinstance(payload, dict) else enumerate(payload):
+            found |= _parts(value, f"{path}.{key}" if path else str(key))
     return found
 
 
@@ -331,3 +313,59 @@ def _fits(value: Any, kind: Any) -> bool:
     if isinstance(value, bool) or kind in (str, bool):
         return type(value) is kind
     return isinstance(value, int) and value >= 0 if kind is int else isinstance(value, (int, float))
+
+
+# a tag
+
+
+def groups_of(engine: Any, job: Job) -> dict[str, int]:
+    """Parameter -> the number of its group, where K-FAC's layers decide it; of pipeline stages, which have other
+    parameters and one client_state, nothing."""
+    if job.preconditioners[0].rule.optimizer_type is None or getattr(engine, "num_stages", 1) > 1:
+        return {}
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    held = [layout for kfac in job.preconditioners for layout in (kfac.target.layout, kfac.target.rest)]
+    return {names[id(p)]: layout.group_index(p) for layout in held for p in layout.params}
+
+
+def find(tag_directory: Path, save_id: str | None, origin: str | None) -> Path:
+    """The folder of a save in the tag, or in the tag it was converted from by ds_to_universal, which does not copy it.
+
+    Raises:
+        ValueError: none has it.
+    """
+    tags = [tag_directory, tag_directory.with_name(tag_directory.name.removesuffix("_universal"))]
+    if origin is not None:
+        tags.append(Path(origin))
+    for tag in tags:
+        latest = tag / FOLDER / LATEST
+        name = save_id or (latest.read_text(errors="replace").strip() if latest.is_file() else "")
+        if SAVE_ID.fullmatch(name) and (tag / FOLDER / name / HEADER).is_file():
+            return tag / FOLDER / name
+    looked = ", ".join(str(tag / FOLDER) for tag in dict.fromkeys(tags))
+    raise ValueError(
+        f"no K-FAC state {save_id or ''} in {looked}; it must be there for every rank. If it was converted or moved, "
+        f"copy the folder {FOLDER} of the tag that was saved into {tag_directory}"
+    )
+
+
+def unfinished(tag_directory: Path, save_id: str) -> str | None:
+    """What speaks for a save of this tag that was interrupted, after which DeepSpeed's files may be of two saves: a
+    sentence, or None. For one rank."""
+    folder = tag_directory / FOLDER
+    if not folder.is_dir():
+        return None
+    latest = folder / LATEST
+    if not latest.is_file() or latest.read_text().strip() != save_id:
+        return f"save {save_id} of {tag_directory} was interrupted before its end"
+    others = [path.name for path in folder.iterdir() if path.is_dir() and path.name != save_id]
+    return f"save {', '.join(others)}, later than that of {tag_directory}, was interrupted" if others else None
+
+
+def older_files(tag_directory: Path, save_id: str) -> list[str]:
+    """Names of DeepSpeed's files in a tag that were there before this save of it: K-FAC's header is written first."""
+    header = tag_directory / FOLDER / save_id / HEADER
+    if not header.is_file():
+        return []
+    begun = header.stat().st_mtime_ns
+    return sorted(path.name for path in tag_directory.glob("*_states.pt") if path.stat().st_mtime_ns < begun)

@@ -1,7 +1,8 @@
 """What a run continues from: the state that ``save`` wrote, whatever world size, ZeRO stage, pipeline stages or
 expert-parallel ranks wrote it. Whatever is wrong with a file is found on all ranks before anything is changed."""
 
-from collections.abc import Container, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +10,8 @@ import torch
 from deepspeed.utils import logger
 
 from ds_kfac.assignment.work import FactorSpec, factors_by_layer
-from ds_kfac.checkpoint.files import (
-    FOLDER,
-    HEADER,
-    LATEST,
-    SAVE_ID,
-    CheckpointError,
-    factor_file,
-    kinds_of,
-    layer_file,
-    read_header,
-    read_payload,
-)
+from ds_kfac.checkpoint import files
+from ds_kfac.checkpoint.files import CheckpointError
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.curvature.eigen import Refreshed
 from ds_kfac.curvature.factor import KroneckerFactor, Side
@@ -33,31 +24,8 @@ from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.update.state import LayerState
 
 
-def unfinished(tag_directory: Path, save_id: str) -> str | None:
-    """What speaks for a save of this tag that was interrupted, after which DeepSpeed's files may be of two saves: a
-    sentence, or None. For one rank."""
-    folder = tag_directory / FOLDER
-    if not folder.is_dir():
-        return None
-    latest = folder / LATEST
-    if not latest.is_file() or latest.read_text().strip() != save_id:
-        return f"save {save_id} of {tag_directory} was interrupted before its end"
-    others = [path.name for path in folder.iterdir() if path.is_dir() and path.name != save_id]
-    return f"save {', '.join(others)}, later than that of {tag_directory}, was interrupted" if others else None
-
-
-def older_files(tag_directory: Path, save_id: str) -> list[str]:
-    """Names of DeepSpeed's files in a tag that were there before this save of it: K-FAC's header is written first."""
-    header = tag_directory / FOLDER / save_id / HEADER
-    if not header.is_file():
-        return []
-    begun = header.stat().st_mtime_ns
-    return sorted(path.name for path in tag_directory.glob("*_states.pt") if path.stat().st_mtime_ns < begun)
-
-
 def load(job: Job, tag_directory: Path, save_id: str | None = None, origin: str | None = None) -> None:
-    """Restore state written by :func:`save`, whatever world size, ZeRO stage, pipeline stages or expert-parallel ranks
-    wrote it. Collective.
+    """Restore state written by :func:`save`. Collective.
 
     Layers the checkpoint does not have start empty, and so do factors of another kind (``factor.fisher``,
     ``factor.weight_sharing``), with a warning.
@@ -69,55 +37,30 @@ def load(job: Job, tag_directory: Path, save_id: str | None = None, origin: str 
     Raises:
         CheckpointError: on every rank, if files are missing, damaged or do not fit the model. Nothing is changed then.
     """
-    found: list[tuple[dict[str, Any], list[str]]] = []
+    found: list[tuple[dict[str, Any], bool, list[str]]] = []
     folder, header = tag_directory, {"save_id": ""}
     headline = f"ds_kfac: the K-FAC state of {tag_directory} cannot be loaded"
     with failing_together(headline, job.channel.group, CheckpointError):
-        folder = _find(tag_directory, save_id, origin)
-        header = read_header(folder)
+        folder = files.find(tag_directory, save_id, origin)
+        header = files.read_header(folder)
     ids = gathered(header["save_id"], job.channel.group)
     with failing_together(headline, job.channel.group, CheckpointError) as problems:
         if len(set(ids)) > 1:
             raise ValueError(f"the ranks see different saves ({ids} in rank order): they do not see the same folder")
         for kfac in job.preconditioners:
             found.append(_read(kfac, folder, header, problems))
-    for kfac, (state, warnings) in zip(job.preconditioners, found, strict=True):
+    for kfac, (state, continues, warnings) in zip(job.preconditioners, found, strict=True):
         for text in warnings if kfac.rank == 0 else ():
             logger.warning(f"ds_kfac: WARNING: {folder}: {text}")
         # a save without eigenbases, or of another method, is decomposed again; what was then on its way is too
-        kfac.load_state_dict(state, decompose=not _continues(kfac, header))
-
-
-def _find(tag_directory: Path, save_id: str | None, origin: str | None) -> Path:
-    """The folder of a save in the tag, or in the tag it was converted from by ds_to_universal, which does not copy it.
-
-    Raises:
-        ValueError: none has it.
-    """
-    tags = [tag_directory, tag_directory.with_name(tag_directory.name.removesuffix("_universal"))]
-    if origin is not None:
-        tags.append(Path(origin))
-    for tag in tags:
-        latest = tag / FOLDER / LATEST
-        name = save_id or (latest.read_text(errors="replace").strip() if latest.is_file() else "")
-        if SAVE_ID.fullmatch(name) and (tag / FOLDER / name / HEADER).is_file():
-            return tag / FOLDER / name
-    looked = ", ".join(str(tag / FOLDER) for tag in dict.fromkeys(tags))
-    raise ValueError(
-        f"no K-FAC state {save_id or ''} in {looked}; it must be there for every rank. If it was converted or moved, "
-        f"copy the folder {FOLDER} of the tag that was saved into {tag_directory}"
-    )
-
-
-def _continues(kfac: KFACPreconditioner, header: Mapping[str, Any]) -> bool:
-    return header["eigenbases"] and header["method"] == kfac.config.preconditioner.method
+        kfac.load_state_dict(state, decompose=not continues)
 
 
 def _read(
     kfac: KFACPreconditioner, folder: Path, header: Mapping[str, Any], problems: list[str]
-) -> tuple[dict[str, Any], list[str]]:
-    """What this rank's part of a domain continues from, for ``KFACPreconditioner.load_state_dict``; and what does not
-    continue, in words. What is wrong with a file is added to ``problems``."""
+) -> tuple[dict[str, Any], bool, list[str]]:
+    """What this rank's part of a domain continues from, for ``KFACPreconditioner.load_state_dict``; whether
+    decompositions do; and what does not, in words. What is wrong with a file is added to ``problems``."""
     groups, names, timetable = _groups_here(kfac, header), kfac.names, header["timetable"]
     plan = kfac.plan if groups == kfac.known.groups else kfac.plan.sharing(groups or ())
     specs = plan.assignment.work.factors
@@ -137,28 +80,24 @@ def _read(
             except (OSError, ValueError) as error:
                 problems.append(str(error))
     # partners of a factor that begins empty are decomposed with it, as soon as it has data
-    of_layer = factors_by_layer(specs) if restarted else {}
     incomplete = {
-        partner.key
-        for spec in specs
-        if spec.key in restarted
-        for name in spec.layers
-        for partner in of_layer[name].values()
+        spec.key
+        for sides in factors_by_layer(specs).values()
+        if any(spec.key in restarted for spec in sides.values())
+        for spec in sides.values()
     }
 
     def here(saved: Mapping[str, Any]) -> dict[str, Any]:
         return {key: saved[name] for key, name in saved_keys.items() if key not in incomplete and name in saved}
 
-    continues, scale = _continues(kfac, header), header["damping_scale"]
+    continues = header["eigenbases"] and header["method"] == kfac.config.preconditioner.method
+    scale = header["damping_scale"] if kfac.config.damping.kind == "adaptive" else None
     captured, skipped = timetable["domains"].get(kfac.target.domain.name, (0, 0))
     rows = {name: header["rows"][saved] for name, saved in names.items() if saved in header["rows"]}
     state = {
         "steps": header["steps"],
         "peak_lr": {int(group): lr for group, lr in header["peak_lr"].items()},
-        # "model" agrees on it anew
-        "damping_scale": torch.tensor(scale, device=kfac.device)
-        if scale is not None and kfac.config.damping.kind == "adaptive"
-        else None,
+        "damping_scale": None if scale is None else torch.tensor(scale, device=kfac.device),
         "known": Known(groups, rows or None),
         "layers": states,
         "factors": {
@@ -168,7 +107,7 @@ def _read(
             "schedule": {"captured": captured, "skipped": skipped, "factors": here(timetable["factors"])},
         },
     }
-    return state, _warnings(kfac, header, restarted)
+    return state, continues, _warnings(kfac, header, restarted)
 
 
 def _groups_here(kfac: KFACPreconditioner, header: Mapping[str, Any]) -> tuple[tuple[str, ...], ...] | None:
@@ -191,7 +130,7 @@ def _keys_of(
     """Factor -> what it is called in the save, of those that continue; and those of layers in the save that start
     empty. The same on all ranks of the domain."""
     leader = {name: group[0] for group in header["shared"] or () for name in group}
-    stacked, kinds = {layer.shares for layer in kfac.layers}, kinds_of(kfac.config)
+    stacked, kinds = {layer.shares for layer in kfac.layers}, files.kinds_of(kfac.config)
     keys, restarted = {}, []
     for spec in specs:
         name, side = kfac.names[spec.layers[0]], spec.key[-1]
@@ -217,7 +156,7 @@ def _of_stack(key: str, saved: Container[str]) -> str:
 
 def _warnings(kfac: KFACPreconditioner, header: Mapping[str, Any], restarted: Sequence[str]) -> list[str]:
     """What is not continued."""
-    texts, kinds = [], kinds_of(kfac.config)
+    texts, kinds = [], files.kinds_of(kfac.config)
     if unknown := [name for name in kfac.names.values() if name not in header["layers"]]:
         texts.append(f"has no state for {', '.join(unknown)}; these layers start empty")
     for side in "AG":
@@ -254,13 +193,13 @@ def _load_factor(
     Raises:
         ValueError: it is not what was saved, or not a factor of this model and config.
     """
-    path, saved = folder / factor_file(key), Side(*header["factors"][key])
+    path, saved = folder / files.factor_file(key), Side(*header["factors"][key])
     if saved != spec.side:
         raise ValueError(
             f"{path}: {saved.numel} elements ({_described(saved)}), factor {spec.key} of this model and config "
             f"({_described(spec.side)}) needs {spec.side.numel}"
         )
-    payload = read_payload(path, key, header["files"].get(path.name))
+    payload = files.read_payload(path, key, header["files"].get(path.name))
     diagonal = saved.diagonal_of(payload["packed"])
     if bool((diagonal < 0).any()):
         raise ValueError(f"{path}: the average of factor {key} has a negative diagonal")
@@ -291,7 +230,7 @@ def _load_layer(
     Raises:
         ValueError: it is not what was saved, or not a layer of this model and config.
     """
-    path, then, device = folder / layer_file(name), header["layers"][name], kfac.device
+    path, then, device = folder / files.layer_file(name), header["layers"][name], kfac.device
     saved, form = FACTOR_FORMS[header["method"]], FACTOR_FORMS[kfac.config.preconditioner.method]
     sides, here = {which: Side(*then[which]) for which in "AG"}, {"A": layer.A, "G": layer.G}
     for which, now in here.items():
@@ -301,7 +240,7 @@ def _load_layer(
                 f"{path}: side {which} of {layer.name} was {_described(was)}, of this model and config it is "
                 f"{_described(now)}"
             )
-    payload = read_payload(path, name, header["files"].get(path.name))
+    payload = files.read_payload(path, name, header["files"].get(path.name))
     kept = {
         which: saved.load(side, payload[which], device) if payload[which] else None for which, side in sides.items()
     }
@@ -317,3 +256,150 @@ def _load_layer(
     left = {which: kept[which] for which in "AG" if which not in continued and sides[which].block}
     # moments leave the eigenbases that are not kept
     return state.without(A=left.get("A"), G=left.get("G")) if left else state
+
+
+# the engine's own load
+
+
+OTHER_GROUPS = "parameter group", "parameter-alignment", "must match the size of tensor"
+"""In what DeepSpeed says of an optimizer state whose groups are cut otherwise, by mistake or by the optimizer."""
+
+
+def load_checkpoint(
+    engine: Any, job: Job, original: Callable[..., Any], load_dir: str, *args: Any, **kwargs: Any
+) -> Any:
+    """Around an engine's ``load_checkpoint``: DeepSpeed's load, then ours. What goes wrong with ours is said after it.
+
+    Raises:
+        CheckpointError: on every rank, after DeepSpeed's load: ranks have loaded different saves, or the K-FAC state is
+            missing, damaged or of another model (with ``checkpoint.on_missing`` "error"); or the optimizer's state is
+            another optimizer's.
+    """
+    arguments = inspect.signature(original).bind(load_dir, *args, **kwargs).arguments
+    # which groups are K-FAC's is this engine's matter: a universal checkpoint's first one is copied over all others at
+    # stage 3, and their raw gradients would be stepped along as if they were directions
+    names, groups = job.preconditioners[0].rule.marks, engine.basic_optimizer.param_groups
+    marks = [{name: bool(group.get(name)) for name in names} for group in groups]
+    try:
+        path, client_state = original(load_dir, *args, **kwargs)
+    except (ValueError, RuntimeError) as error:  # on every rank
+        if not any(text in str(error) for text in OTHER_GROUPS):
+            raise
+        raise CheckpointError(
+            f"ds_kfac: the optimizer state in {load_dir} has other parameter groups than this engine's "
+            f"{type(engine.basic_optimizer).__name__}; KFACAdamW splits each group into layers, other matrices and all "
+            "else, so no other optimizer's state fits it, nor its own another's, nor that of other kfac.layers. "
+            f"{files.WEIGHTS_ALONE}"
+        ) from error
+    finally:
+        for group, own in zip(engine.basic_optimizer.param_groups, marks, strict=True):
+            group.update(own)
+    entry = client_state.pop(files.CLIENT_KEY, None) if client_state else None
+    # DeepSpeed's files decide; what lies in the folder may be of another save.
+    _check_one_save(job, load_dir, path is not None, entry)
+    if path is None:
+        return path, client_state
+    tag_directory, anew = Path(path).parent, None
+    for argument, default in (("load_module_only", False), ("load_optimizer_states", True)):
+        if anew is None and bool(arguments.get(argument, default)) != default:
+            anew = (
+                f"{argument}={not default}: K-FAC starts afresh; engine.kfac.load_state loads the state of "
+                f"{tag_directory}"
+            )
+    if anew is None and not engine.load_universal_checkpoint():
+        _check_groups(files.groups_of(engine, job), tag_directory, entry)
+    if anew is None and entry is not None:
+        anew = _loaded(engine, job, tag_directory, entry)
+    elif anew is None:
+        anew = f"WARNING: {tag_directory} has no K-FAC state, K-FAC starts afresh: expect some steps to recover"
+    if anew is not None:
+        job.reset()
+        _say(engine, anew)
+    return path, client_state
+
+
+def _loaded(engine: Any, job: Job, tag_directory: Path, entry: Mapping[str, Any]) -> str | None:
+    """Load the save of a client state; why K-FAC starts afresh instead."""
+    kfac = job.preconditioners[0]
+    try:
+        if entry.get("save_id") is None:  # the same on every rank
+            raise CheckpointError(
+                f"ds_kfac: {tag_directory} was saved without its K-FAC state, which could not be written:\n"
+                f"{entry.get('problem')}"
+            )
+        load(job, tag_directory, entry["save_id"], entry.get("origin"))
+    except CheckpointError as error:
+        lost = "factors, eigenbases" + (" and moments of the K-FAC layers" if kfac.moments else "")
+        if kfac.config.checkpoint.on_missing == "fresh":
+            return f"WARNING: {error}\nK-FAC starts afresh, without {lost}: expect some steps to recover"
+        raise CheckpointError(
+            f"{error}\nDeepSpeed has loaded weights, optimizer and step. To continue with them and without {lost}, "
+            f"set {files.FRESH}"
+        ) from error
+    _check_files(engine, job, tag_directory, entry["save_id"])
+    _say(engine, f"loaded K-FAC state of step {kfac.steps} from {tag_directory}")
+    return None
+
+
+def _say(engine: Any, text: str) -> None:
+    if engine.global_rank == 0:
+        logger.warning(f"ds_kfac: {text}")
+
+
+def _check_groups(own: Mapping[str, int], tag_directory: Path, entry: Mapping[str, Any] | None) -> None:
+    """DeepSpeed takes weights and moments by their place in a group, but for a universal checkpoint's.
+
+    Raises:
+        CheckpointError: on every rank, whatever ``on_missing``: they are another parameter's.
+    """
+    saved = (entry or {}).get("groups", {})
+    if moved := [name for name, group in own.items() if saved.get(name, group) != group]:
+        named = ", ".join(moved[:3]) + (", .." if len(moved) > 3 else "")
+        raise CheckpointError(
+            f"ds_kfac: the optimizer state in {tag_directory} has {named} in other parameter groups: kfac.layers, or "
+            "what K-FAC knows of the model, was another when it was saved. DeepSpeed takes it by place, so this "
+            "engine's weights and moments are mixed up now: build another one, with kfac.layers as they were. "
+            f"{files.WEIGHTS_ALONE}"
+        )
+
+
+def _check_files(engine: Any, job: Job, tag_directory: Path, save_id: str) -> None:
+    """Of a save that did not reach its end, or another one over it.
+
+    Raises:
+        CheckpointError: on every rank: some of DeepSpeed's files are of an older save.
+    """
+    interrupted = files.unfinished(tag_directory, save_id) if engine.global_rank == 0 else None
+    headline = f"ds_kfac: the checkpoint in {tag_directory} is torn"
+    with failing_together(headline, job.channel.group, CheckpointError) as problems:
+        if interrupted and (older := files.older_files(tag_directory, save_id)):
+            problems.append(
+                f"{interrupted}: {', '.join(older)} belong to an earlier save, and were partly loaded. Load another "
+                "tag, and give every save its own tag"
+            )
+    if interrupted:
+        _say(
+            engine,
+            f"WARNING: {interrupted}: if DeepSpeed was writing then, its files of this tag belong to two saves. "
+            "Load another tag if there is one, and give every save its own tag",
+        )
+
+
+def _check_one_save(job: Job, load_dir: str, loaded: bool, entry: Mapping[str, Any] | None) -> None:
+    """At stage 3 every rank has a client_state of its own: a save over an old one that was killed leaves both.
+
+    Raises:
+        CheckpointError: on every rank, whatever ``on_missing``: the weights themselves are of several saves.
+    """
+    mine = f"save {entry.get('save_id')} of step {entry.get('steps')}" if entry else "a save without K-FAC"
+    everyone = gathered(mine if loaded else "nothing to load", job.channel.group)
+    if len(set(everyone)) > 1:
+        whose = [
+            f"{what}: rank {', '.join(str(rank) for rank, other in enumerate(everyone) if other == what)}"
+            for what in dict.fromkeys(everyone)
+        ]
+        raise CheckpointError(
+            f"ds_kfac: the checkpoint in {load_dir} is torn: the ranks loaded files of different saves, weights "
+            "included:\n  " + "\n  ".join(whose) + "\nEither a save over an existing tag was not finished, or not all "
+            "ranks see the same folder. Load another tag"
+        )

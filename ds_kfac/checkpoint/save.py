@@ -10,25 +10,14 @@ it.
 
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
-from ds_kfac.checkpoint.files import (
-    FOLDER,
-    LATEST,
-    CheckpointError,
-    check_token,
-    factor_file,
-    kinds_of,
-    layer_file,
-    put_token,
-    write_header,
-    write_payload,
-    write_text,
-)
+from ds_kfac.checkpoint import files
+from ds_kfac.checkpoint.files import CheckpointError
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.eigen import Refreshed
@@ -50,7 +39,7 @@ def save(job: Job, tag_directory: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: on every rank if it fails on one; what was written is removed.
     """
-    group, headline = job.channel.group, f"ds_kfac: could not save to {tag_directory / FOLDER}"
+    group, headline = job.channel.group, f"ds_kfac: could not save to {tag_directory / files.FOLDER}"
     mine: tuple[str, list[dict[str, Any]]] = ("", [])
     with failing_together(headline, group, CheckpointError):
         get_accelerator().synchronize()  # offloaded factors may still be on their way to the host
@@ -63,16 +52,16 @@ def save(job: Job, tag_directory: Path) -> dict[str, Any]:
         "method": kfac.config.preconditioner.method,
         "eigenbases": kfac.config.checkpoint.eigenbasis or kfac.moments is not None,
         "moments": None if kfac.moments is None else kfac.moments.NAME,
-        "kinds": kinds_of(kfac.config),
+        "kinds": files.kinds_of(kfac.config),
         **_merged([part for _, own in parts for part in own]),
     }
-    folder = tag_directory / FOLDER / header["save_id"]
+    folder = tag_directory / files.FOLDER / header["save_id"]
     try:
         with failing_together(headline, group, CheckpointError):
             if job.channel.rank == 0:
-                put_token(folder)
+                files.put_token(folder)
         with failing_together(headline, group, CheckpointError):
-            check_token(folder)
+            files.check_token(folder)
         entries: Entries = {}
         with failing_together(headline, group, CheckpointError):
             for kfac in job.preconditioners:
@@ -81,7 +70,7 @@ def save(job: Job, tag_directory: Path) -> dict[str, Any]:
         with failing_together(headline, group, CheckpointError):
             if job.channel.rank == 0:
                 header["files"] = _united(written)
-                write_header(folder, header)
+                files.write_header(folder, header)
     except CheckpointError:
         if job.channel.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)  # the error says what is wrong with the place
@@ -143,13 +132,13 @@ def _write(kfac: KFACPreconditioner, folder: Path) -> Entries:
     for key, (factor, pending) in state["factors"]["factors"].items():
         if key[:-2] in kfac.saved:
             holds, payload = names[key[:-2]] + key[-2:], _factor_payload(factor, pending, kfac.config)
-            path = folder / factor_file(holds)
-            entries[path.name] = write_payload(path, holds, payload)
+            path = folder / files.factor_file(holds)
+            entries[path.name] = files.write_payload(path, holds, payload)
     for layer in kfac.owned:
         if layer.name in kfac.saved and kfac.plan.assignment.workers[layer.name][0] == kfac.rank:
             payload = layer_payload(state["layers"][layer.name], eigenbasis=kfac.config.checkpoint.eigenbasis)
-            path = folder / layer_file(names[layer.name])
-            entries[path.name] = write_payload(path, names[layer.name], payload)
+            path = folder / files.layer_file(names[layer.name])
+            entries[path.name] = files.write_payload(path, names[layer.name], payload)
     return entries
 
 
@@ -197,10 +186,60 @@ def finish(job: Job, tag_directory: Path, header: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: on every rank if that fails.
     """
-    folder = tag_directory / FOLDER
+    folder = tag_directory / files.FOLDER
     with failing_together(f"ds_kfac: could not complete the save in {folder}", job.channel.group, CheckpointError):
         if job.channel.rank == 0:
-            write_text(folder / LATEST, header["save_id"])
+            files.write_text(folder / files.LATEST, header["save_id"])
             for old in folder.iterdir():
                 if old.is_dir() and old.name != header["save_id"]:
                     shutil.rmtree(old, ignore_errors=True)  # only disk space is at stake
+
+
+# the engine's own save
+
+
+def save_checkpoint(
+    engine: Any,
+    job: Job,
+    original: Callable[..., Any],
+    save_dir: str,
+    tag: Any = None,
+    client_state: Any = None,
+    save_latest: bool = True,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Around an engine's ``save_checkpoint``: ours first, so that what DeepSpeed writes names a complete save; its own
+    in any case.
+
+    ``latest`` is put there at once: DeepSpeed opens it, then writes it, and a run that is killed between the two leaves
+    an empty file, of which every later load fails.
+
+    Raises:
+        CheckpointError: on every rank, after DeepSpeed's save, if ours failed.
+    """
+    if not save_dir:  # DeepSpeed says what is wrong
+        return original(save_dir, tag, client_state or {}, save_latest, *args, **kwargs)
+    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    folder, header, problem = Path(save_dir) / tag, {}, None
+    steps, origin = job.preconditioners[0].steps, str(folder.absolute())
+    entry: dict[str, Any] = {"save_id": None, "steps": steps, "origin": origin, "groups": files.groups_of(engine, job)}
+    try:
+        header = save(job, folder)
+        entry["save_id"] = header["save_id"]
+    except CheckpointError as error:
+        problem = entry["problem"] = str(error)
+    later = engine.checkpoint_engine.is_decoupled()  # written in the background; then DeepSpeed writes latest
+    client_state = {**(client_state or {}), files.CLIENT_KEY: entry}
+    result = original(save_dir, tag, client_state, save_latest and later, *args, **kwargs)
+    headline = f"ds_kfac: could not write {Path(save_dir) / 'latest'}"
+    with failing_together(headline, job.channel.group, CheckpointError):
+        if save_latest and not later and engine.global_rank == 0:
+            files.write_text(Path(save_dir) / "latest", tag)
+    if problem is not None:
+        raise CheckpointError(
+            f"{problem}\nDeepSpeed's own checkpoint {folder} is complete; it loads with {files.FRESH}, K-FAC then "
+            "starts afresh"
+        )
+    finish(job, folder, header)
+    return result

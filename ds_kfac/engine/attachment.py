@@ -9,9 +9,9 @@ K-FAC.
 
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,15 @@ from deepspeed.runtime.pipe.schedule import BackwardPass
 from deepspeed.utils import logger
 from torch import nn
 
-from ds_kfac.checkpoint.load import load
+from ds_kfac.checkpoint.load import load, load_checkpoint
+from ds_kfac.checkpoint.save import save_checkpoint
 from ds_kfac.config.keys import KFACConfig
-from ds_kfac.directions.table import rule_of
-from ds_kfac.engine import refusals
-from ds_kfac.engine.assembly import assemble
-from ds_kfac.engine.checkpointing import Checkpointing
 from ds_kfac.engine.monte_carlo import LossSampling, Sampler
 from ds_kfac.engine.quadratic import QuadraticSteps
-from ds_kfac.engine.refusals import of_engine
 from ds_kfac.engine.report import folded, report
 from ds_kfac.metrics import STAGES, Metrics, timer_name
 from ds_kfac.model.batch import ExpertRows, ReadBatch
+from ds_kfac.model.scan import Scan
 from ds_kfac.step.job import Job, counters, events, selected
 from ds_kfac.step.preconditioner import Draft, KFACPreconditioner
 from ds_kfac.zero.layout import scaler_scale
@@ -58,47 +55,30 @@ class Attachment:
         report: what was attached, in words; ``kfac.report`` says how much of it is printed.
     """
 
-    def __init__(self, engine: Any, config: KFACConfig) -> None:
-        self.engine, self.given = engine, config
-        rule = rule_of(getattr(engine, "basic_optimizer", None))
-        config, answers = rule.resolved(config, type(getattr(engine, "basic_optimizer", None)).__name__)
-        if refused := refusals.refused(of_engine(engine, config, rule.optimizer_type)):
-            raise ValueError("ds_kfac cannot attach to this engine:\n  " + "\n  ".join(refused))
-        self.sampling: LossSampling | None = None
-        self.quadratic: QuadraticSteps | None = None
-        self._experts = ExpertRows(engine.module) if engine.has_moe_layers else None
-        try:
-            self.job, scans = assemble(engine, config, answers, self._experts)
-        except Exception:
-            self._remove_hooks()
-            raise
-        self._active, self._warned, self._warned_of_strangers = True, False, False
-        parts = self.job.preconditioners if config.rescale_weights else ()
+    def __init__(
+        self, engine: Any, given: KFACConfig, job: Job, scans: Sequence[Scan], experts: ExpertRows | None
+    ) -> None:
+        self.engine, self.given, self.job, self._experts = engine, given, job, experts
+        self._active, self._warned, self._warned_of_outside = True, False, False
+        kfac, config = job.preconditioners[0], job.preconditioners[0].config
+        self.sampling = LossSampling(kfac, engine) if config.factor.fisher == "monte_carlo" else None
+        self.quadratic = QuadraticSteps(kfac, engine) if config.preconditioner.step == "quadratic" else None
+        parts = job.preconditioners if config.rescale_weights else ()
         self._rescalings = [WeightRescaling(kfac.layout, kfac.layers) for kfac in parts]
-        try:
-            refusals.check_model(engine.module, config, len(self.preconditioner.target.rest.params))
-            checkpointing = Checkpointing(engine, self.job)
-            if config.factor.fisher == "monte_carlo":
-                self.sampling = LossSampling(self.preconditioner, engine)
-            if config.preconditioner.step == "quadratic":
-                self.quadratic = QuadraticSteps(self.preconditioner, engine)
-        except Exception:
-            self.job.close()
-            self._remove_hooks()
-            raise
-        self._originals: dict[str, tuple[Any, Any]] = {}
+        self._previous: dict[str, tuple[Any, Any]] = {}
         self._wrap("_take_model_step", self._take_model_step)
         self._wrap("forward", self._forward)
         self._wrap("backward", self._backward)
-        self._wrap("save_checkpoint", checkpointing.save)
-        self._wrap("load_checkpoint", checkpointing.load)
+        self._wrap("save_checkpoint", partial(save_checkpoint, engine, job))
+        self._wrap("load_checkpoint", partial(load_checkpoint, engine, job))
         self._wrap("destroy", self._destroy)
-        self._undo = announce_backwards(engine, self.job) if isinstance(engine, PipelineEngine) else None
-        self._printed = [timer_name(stage) for stage in STAGES] if self.metrics.timers is not None else []
+        if isinstance(engine, PipelineEngine):
+            self._put(TABLE, announcing_backwards(engine, job))
+        self._printed = [timer_name(stage) for stage in STAGES] if kfac.metrics.timers is not None else []
         engine.engine_timers.global_timers += self._printed
         setattr(engine, HANDLE, self)
         _ATTACHED[engine.module] = weakref.ref(self)
-        self.report = report(self.job.preconditioners, scans, self.given)
+        self.report = report(job.preconditioners, scans, given)
 
     @property
     def preconditioner(self) -> KFACPreconditioner:
@@ -153,21 +133,21 @@ class Attachment:
         if not self._active:
             return
         self._active = False
-        for name, (wrapper, previous) in self._originals.items():
+        for name, (ours, previous) in self._previous.items():
             # Someone may have wrapped ours since; then it stays in the chain and passes everything through.
-            if vars(self.engine).get(name) is wrapper:
+            if vars(self.engine).get(name) is ours:
                 if previous is None:
                     delattr(self.engine, name)
                 else:
                     setattr(self.engine, name, previous)
         delattr(self.engine, HANDLE)
         _ATTACHED.pop(self.engine.module, None)
-        if self._undo is not None:
-            self._undo()
         timers = self.engine.engine_timers
         timers.global_timers = [name for name in timers.global_timers if name not in self._printed]
         self.preconditioner.rule.release(self.preconditioner.target.inner)
-        self._remove_hooks()
+        for hooked in (self.sampling, self.quadratic, self._experts):
+            if hooked is not None:
+                hooked.remove()
         self.job.close()
 
     def _destroy(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -175,37 +155,30 @@ class Attachment:
         self.detach()
         return original(*args, **kwargs)
 
-    def _remove_hooks(self) -> None:
-        if self.sampling is not None:
-            self.sampling.remove()
-        if self.quadratic is not None:
-            self.quadratic.remove()
-        if self._experts is not None:
-            self._experts.remove()
-
     def load_state(self, load_dir: str | os.PathLike, tag: str) -> None:
         """Load only the K-FAC state of a checkpoint, whatever stage and world size wrote it. Collective."""
         load(self.job, Path(load_dir) / str(tag))
 
     # the six wrapped attributes
 
+    def _put(self, name: str, ours: Any) -> None:
+        self._previous[name] = ours, vars(self.engine).get(name)
+        setattr(self.engine, name, ours)
+
     def _wrap(self, name: str, wrapper: Callable[..., Any]) -> None:
         original = getattr(self.engine, name)
-        previous = vars(self.engine).get(name)
 
         @wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             return wrapper(original, *args, **kwargs) if self._active else original(*args, **kwargs)
 
-        self._originals[name] = (wrapped, previous)
-        setattr(self.engine, name, wrapped)
+        self._put(name, wrapped)
 
     def _take_model_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         kfac, engine = self.job.preconditioners[0], self.engine
         monitored = self.job.active and engine.monitor.enabled and engine.global_rank == 0
         if self.job.active:
-            self._warn_of_silent_layers()
-            self._warn_of_strangers()
+            self._warn()
         if self.sampling is not None:
             self.sampling.check()
         drafts = self.job.step() if self.quadratic is None else [self.quadratic.step()]
@@ -224,31 +197,26 @@ class Attachment:
             engine.monitor.write_events(events(self.job, engine.global_samples))
         return result
 
-    def _warn_of_silent_layers(self) -> None:
-        """Once, after the first captured step: layers whose hooks never fired here keep their raw gradient."""
-        if self._warned:
-            return
-        self._warned = True
-        preconditioners = self.job.preconditioners
-        silent = [layer.name for k in preconditioners for layer in k.layers if layer.name not in k.capture.called]
-        if silent:
-            names = ", ".join(name for name, *_ in folded([(name,) for name in silent]))
+    def _warn(self) -> None:
+        """At a captured step, each once: of layers whose hooks never fired here by the first one, which keep their raw
+        gradient; and of a step without a gradient that counts: the user means a backward that is not our own."""
+        kfacs, rank = self.job.preconditioners, f"ds_kfac: rank {self.engine.global_rank}"
+        first, self._warned = not self._warned, True
+        if first and (
+            silent := [(x.name,) for kfac in kfacs for x in kfac.layers if x.name not in kfac.capture.called]
+        ):
+            names = ", ".join(name for name, *_ in folded(silent))
             logger.warning(
-                f"ds_kfac: rank {self.engine.global_rank} saw no rows of {names} in its first step. Until some rank "
-                f"sees some, {self.preconditioner.rule.without_curvature}. Modules that nobody calls, fused kernels "
+                f"{rank} saw no rows of {names} in its first step. Until some rank sees some, "
+                f"{kfacs[0].rule.without_curvature}. Modules that nobody calls, fused kernels "
                 "and autograd.Functions show none: switch them off, or exclude the layer (kfac.layers.exclude)"
             )
-
-    def _warn_of_strangers(self) -> None:
-        """Once, at a captured step without a gradient that counts: the user means a backward that is not our own."""
-        captures = [kfac.capture for kfac in self.job.preconditioners]
-        strangers = sum(capture.strangers for capture in captures)
-        if strangers and not any(capture.counted for capture in captures) and not self._warned_of_strangers:
-            self._warned_of_strangers = True
+        outside = sum(kfac.capture.outside for kfac in kfacs)
+        if outside and not any(kfac.capture.counted for kfac in kfacs) and not self._warned_of_outside:
+            self._warned_of_outside = True
             logger.warning(
-                f"ds_kfac: rank {self.engine.global_rank}: gradients came through {strangers} calls of layers, none of "
-                "them in this engine's own backward, so the factors were not updated. Call engine.backward(loss) of "
-                "the engine that owns the loss"
+                f"{rank}: gradients came through {outside} calls of layers, none of them in this engine's own "
+                "backward, so the factors were not updated. Call engine.backward(loss) of the engine that owns the loss"
             )
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -299,15 +267,14 @@ TABLE = "_INSTRUCTION_MAP"
 """The pipeline engine's table of instructions, looked up on the instance."""
 
 
-def announce_backwards(engine: Any, job: Job) -> Callable[[], None]:
-    """Announce every backward pass of a pipeline's micro-batch to the capture, as no ``engine.backward`` does. Returns
-    what undoes it.
+def announcing_backwards(engine: Any, job: Job) -> dict[type, Any]:
+    """The table with every backward pass of a pipeline's micro-batch announced to the capture, as no
+    ``engine.backward`` does.
 
     The last stage calls DeepSpeed's backward past the engine's attribute, others start from a received gradient.
     Several forwards may lie between a micro-batch's forward and its backward.
     """
     table = getattr(engine, TABLE)
-    original = table[BackwardPass]
 
     def backward(self: Any, *args: Any, **kwargs: Any) -> None:
         with job.own_backward():
@@ -316,17 +283,6 @@ def announce_backwards(engine: Any, job: Job) -> Callable[[], None]:
                 if not isinstance(scale, torch.Tensor):
                     scale = torch.full((), scale, device=self.device)  # by a kernel, nobody waits for it
                 job.begin_backward(scale / self.gradient_accumulation_steps())
-            original(self, *args, **kwargs)
+            table[BackwardPass](self, *args, **kwargs)
 
-    wrapped = {**table, BackwardPass: backward}
-    previous = vars(engine).get(TABLE)
-    setattr(engine, TABLE, wrapped)
-
-    def remove() -> None:
-        if vars(engine).get(TABLE) is wrapped:
-            if previous is None:
-                delattr(engine, TABLE)
-            else:
-                setattr(engine, TABLE, previous)
-
-    return remove
+    return {**table, BackwardPass: backward}

@@ -1,26 +1,48 @@
-"""Public functions: initialize (drop-in), enable (if a framework calls deepspeed.initialize), attach (to an engine)."""
+"""Public functions: initialize (drop-in), enable (if a framework calls deepspeed.initialize), attach (to an engine).
+
+What they attach is a :class:`Job`: an engine's domains, their layers, a plan for each, and what preconditions them.
+"""
 
 import base64
 import inspect
 import logging
 import os
-from collections.abc import Callable, Mapping
-from functools import cache, wraps
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import hjson
+import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import log_dist, logger
 from torch import nn
 from torch.utils.cpp_extension import get_default_build_root
 
+from ds_kfac.assignment.costs import BUILTIN, CostModel, measured
+from ds_kfac.assignment.work import kept_bytes, packed_bytes
+from ds_kfac.checkpoint.files import check_names
+from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.config.parse import find_block, parse
-from ds_kfac.directions.table import DIRECTIONS, rule_in
+from ds_kfac.directions.kfac_gradient import PolynomialDecay
+from ds_kfac.directions.table import DIRECTIONS, rule_in, rule_of
 from ds_kfac.engine.attachment import HANDLE, Attachment
-from ds_kfac.engine.refusals import without_optimizer
+from ds_kfac.engine.refusals import check_model, of_engine, refused, without_optimizer
+from ds_kfac.model.batch import ExpertRows
+from ds_kfac.model.registry import CUT_SIDES, SHARDS
+from ds_kfac.model.scan import Scan, scan
+from ds_kfac.ops import dispatch
+from ds_kfac.plan.make_plan import Setting, make_plan
+from ds_kfac.plan.plan import Plan
+from ds_kfac.step.job import Job
+from ds_kfac.step.preconditioner import KFACPreconditioner, Target
+from ds_kfac.zero.domains import Domain, domains
+from ds_kfac.zero.registry import optimized_parameters, self_test, shard_layout
+from ds_kfac.zero.shards import held_by_layer, parameter_names, pieces_of
 
 _plain_initialize: Callable[..., tuple] = deepspeed.initialize
 """DeepSpeed's own. Ours is in its place from the import on; until :func:`enable` it only warns."""
@@ -45,15 +67,14 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     # DeepSpeed looks a scheduler's type up here
     deepspeed.runtime.lr_schedules.PolynomialDecay = PolynomialDecay
     bound = inspect.signature(_plain_initialize).bind(*args, **kwargs)
-    source = _config_source(bound.arguments)
-    block = find_block(source) if source is not None else None
-    rule = rule_in(source or {}, bound.arguments.get("optimizer"))
+    source = _config_source(bound.arguments) or {}
+    rule, block = rule_in(source, bound.arguments.get("optimizer")), find_block(source)
     if rule.optimizer_type is not None and block is None:
         block = {}  # the optimizer's name alone asks for K-FAC
-    config = None if block is None else parse(block)  # before the engine is built: a wrong one fails at once
-    if rule.optimizer_type is not None and config is not None:
-        rule.install(bound.arguments, config, source or {})
-    if config is not None:
+    if block is not None:
+        config = parse(block)  # before the engine is built: a wrong one fails at once
+        if rule.optimizer_type is not None:
+            rule.install(bound.arguments, config, source)
         _check_tensors(bound.arguments.get("model"))
     result = _plain_initialize(*bound.args, **bound.kwargs)
     engine = result[0]
@@ -91,7 +112,7 @@ def _check_tensors(model: Any) -> None:
                 f"ds_kfac: {name} has no dimension, as CLIP's logit_scale, which deepspeed.initialize cannot broadcast "
                 "with any optimizer; make it one of shape [1] before: p.data = p.data.view(1)"
             )
-        if parameter.ndim and parameter.numel() and parameter.stride(-1) != 1:
+        if parameter.numel() and parameter.stride(-1) != 1:
             raise ValueError(
                 f"ds_kfac: {name} is stored in another order than its shape (channels_last?), which "
                 "deepspeed.initialize cannot broadcast; convert the images to channels_last instead, or at ZeRO stage "
@@ -158,24 +179,199 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
         RuntimeError: the self-test found gradients elsewhere than expected.
     """
     attached = getattr(engine, HANDLE, None)
+    if isinstance(attached, Attachment) and config is None:
+        return attached
+    config = find_block(engine.config) if config is None else config
+    if config is None:
+        raise ValueError('ds_kfac.attach: the engine\'s DeepSpeed config has no "kfac" block; add it or pass config=')
+    given = config if isinstance(config, KFACConfig) else parse(config)
     if isinstance(attached, Attachment):
-        if config is not None and _checked(config) != attached.given:
+        if given != attached.given:
             raise ValueError("ds_kfac.attach: this engine has K-FAC with another config; engine.kfac.detach() it first")
         return attached
-    if config is None:
-        config = find_block(engine.config)
-        if config is None:
-            raise ValueError(
-                'ds_kfac.attach: the engine\'s DeepSpeed config has no "kfac" block; add it or pass config='
-            )
-    config = _checked(config)
-    if not config.enabled:
+    if not given.enabled:
         return None
-    return Attachment(engine, config)
+    optimizer = getattr(engine, "basic_optimizer", None)
+    config, answers = rule_of(optimizer).resolved(given, type(optimizer).__name__)
+    if problems := refused(of_engine(engine, config, rule_of(optimizer).optimizer_type)):
+        raise ValueError("ds_kfac cannot attach to this engine:\n  " + "\n  ".join(problems))
+    experts = ExpertRows(engine.module) if engine.has_moe_layers else None
+    try:
+        job, scans = _assembled(engine, config, answers, experts)
+    except Exception:
+        if experts is not None:
+            experts.remove()
+        raise
+    return Attachment(engine, given, job, scans, experts)
 
 
-def _checked(config: KFACConfig | Mapping[str, Any]) -> KFACConfig:
-    return config if isinstance(config, KFACConfig) else parse(config)
+# from an engine to its job
+
+
+def _assembled(
+    engine: Any, config: KFACConfig, answers: tuple[str, ...], experts: ExpertRows | None
+) -> tuple[Job, tuple[Scan, ...]]:
+    """Collective. Returns the job, tested, and what was found in each of its domains.
+
+    Args:
+        config, answers: with its nulls answered, and how.
+
+    Raises:
+        ValueError: nothing to precondition, or a plan that cannot be made; on every rank.
+        RuntimeError: the self-test failed.
+    """
+    optimized = optimized_parameters(engine)
+    parts = domains(engine, optimized)
+    several = bool(parts[0].name)
+    _choose_backend(engine, config)
+    costs = _agreed_costs(torch.device(engine.device), config.assignment.costs)
+    # one stage may have no layers, or too little memory
+    headline = "ds_kfac cannot attach to this model-parallel engine"
+    together: Any = partial(failing_together, headline, torch.distributed.group.WORLD, ValueError)
+    agreeing = together if several else nullcontext
+    with agreeing():
+        rule = rule_of(engine.basic_optimizer)
+        found = scan(engine.module, rule.scanned(config), optimized=optimized)
+        found = replace(found, layers=rule.cut(config, found.layers))
+        pairs = _by_domain(found, parts)
+        targets = [_target(engine, domain, part, experts) for domain, part in pairs]
+        plans = [
+            make_plan(target.layers, _setting(target, config), budget, costs, answers)
+            for target, budget in zip(targets, _budgets(targets, config), strict=True)
+        ]
+        for target in targets:
+            rule.check_groups(target.model, target.layout, target.rest)
+    _check_copies(targets, plans)
+    preconditioners = [KFACPreconditioner(target, plan) for target, plan in zip(targets, plans, strict=True)]
+    job = Job(preconditioners, everywhere=several)
+    try:
+        with agreeing():
+            for kfac in preconditioners:
+                self_test(kfac.layout, kfac.exchange.plan.of_parameter, kfac.channel)
+        check_model(engine.module, config, len(targets[0].rest.params))
+        check_names(name for kfac in preconditioners for name in kfac.names.values())
+    except Exception:
+        job.close()
+        raise
+    return job, tuple(part for _, part in pairs)
+
+
+def _choose_backend(engine: Any, config: KFACConfig) -> None:
+    """Build what is missing and check it. A backend that was asked for and cannot run on some rank is an error on all
+    of them; one that was not, and an op that is wrong on some rank, is used nowhere then: replicas that round
+    differently would drift apart."""
+    name, device = config.ops.backend, torch.device(engine.device).type
+    error = RuntimeError if name is None else ValueError
+    with failing_together("ds_kfac cannot attach", torch.distributed.group.WORLD, error):
+        choice = dispatch.use(name, device)
+    everyone = enumerate(gathered(dict(choice.missing)))
+    lacking = {what: f"rank {rank}: {why}" for rank, missing in everyone for what, why in missing.items()}
+    if lacking.keys() - choice.missing:
+        choice = dispatch.use(name, device, without={**lacking, **choice.missing})
+    if choice.replaced and torch.distributed.get_rank() == 0:
+        logger.warning(f"ds_kfac: plain torch runs instead, on all ranks: {'; '.join(choice.replaced.values())}")
+
+
+def _target(engine: Any, domain: Domain, found: Scan, experts: ExpertRows | None) -> Target:
+    """A domain's layers and where the engine keeps their gradients."""
+    named = dict(engine.module.named_parameters())
+    ours = [named[name] for name in parameter_names(found.layers)]
+    own_ids = {id(parameter) for parameter in ours}
+    return Target(
+        model=engine.module,
+        layers=found.layers,
+        layout=shard_layout(engine, ours, domain.group, pieces_of(found.layers)),
+        rest=shard_layout(engine, [p for p in domain.params if id(p) not in own_ids], domain.group),
+        inner=engine.basic_optimizer,
+        rule=rule_of(engine.basic_optimizer),
+        domain=domain,
+        info_of=experts,
+    )
+
+
+def _setting(target: Target, config: KFACConfig) -> Setting:
+    """What a plan has to know of the engine."""
+    layout = target.layout
+    return Setting(
+        world=layout.world,
+        held=None if layout.replicated else held_by_layer(target.layers, layout.shards),
+        parameters=layout.params[0].dtype,
+        gradients=layout.dtype,
+        moments=target.rule.moments_count(config),
+        device=torch.device(layout.engine.device),
+        scheduled=layout.engine.lr_scheduler is not None,
+    )
+
+
+def _node(device: torch.device) -> tuple[int, int]:
+    """Ranks of a node, as the launcher says, and the cores they share; one rank where nodes differ. Collective."""
+    size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+    at_once = max(1, (os.cpu_count() or 1) // torch.get_num_threads())
+    mine = size, at_once if device.type == "cpu" and size > at_once else 0
+    return mine if len(set(gathered(mine))) == 1 else (1, 0)
+
+
+def _agreed_costs(device: torch.device, file: str | None) -> CostModel:
+    """The cost model, the same on every rank of the job. Collective.
+
+    Args:
+        file: ``assignment.costs``.
+
+    Raises:
+        ValueError: on every rank, if one could not read the file, or has read another one.
+    """
+    node_size, node_cores = _node(device)
+    costs = replace(BUILTIN["cpu" if device.type == "cpu" else "cuda"], node_size=node_size, node_cores=node_cores)
+    if file is None:
+        return costs
+    with failing_together("ds_kfac: costs", None, ValueError):
+        costs = measured(costs, file)
+    if len(set(gathered(costs))) > 1:
+        raise ValueError(f"kfac.assignment.costs: {file} is not the same on all ranks")
+    return costs
+
+
+def _by_domain(found: Scan, domains: Sequence[Domain]) -> list[tuple[Domain, Scan]]:
+    """The layers of each domain that has some; what was skipped, in the first of them."""
+    pairs: list[tuple[Domain, Scan]] = []
+    for domain in domains:
+        layers, shards = [layer for layer in found.layers if layer.weight in domain.names], domain.shard[1]
+        for index, layer in enumerate(layers):  # each of so many tensor-parallel ranks has a part of it, or a copy
+            if layer.kind in SHARDS:
+                layers[index] = replace(layer, cut=(shards, 1) if CUT_SIDES[layer.kind] == 0 else (1, shards))
+            else:
+                layers[index] = replace(layer, copies=shards)
+        if layers:
+            pairs.append((domain, Scan(tuple(layers), () if pairs else found.skipped)))
+    return pairs
+
+
+def _budgets(targets: Sequence[Target], config: KFACConfig) -> list[KFACConfig]:
+    """The config of each domain here: they share a rank's memory budget as their layers need it."""
+    budget = config.assignment.memory_budget_gb
+    if budget is None or len(targets) == 1:
+        return [config] * len(targets)
+    method = config.preconditioner.method
+    needs = [
+        sum(packed_bytes(side) + kept_bytes(side, method) for layer in target.layers for side in (layer.A, layer.G))
+        / target.layout.world
+        for target in targets
+    ]
+    return [config.having("assignment", memory_budget_gb=budget * need / sum(needs)) for need in needs]
+
+
+def _check_copies(targets: Sequence[Target], plans: Sequence[Plan]) -> None:
+    """What tensor-parallel ranks have copies of must be treated alike by all of them. Collective under tensor
+    parallelism.
+
+    Raises:
+        ValueError: on every rank: their plans differ in what changes results.
+    """
+    if targets[0].domain.shard[1] > 1 and len(set(gathered(str(plans[0].wire)))) > 1:
+        raise ValueError(
+            "ds_kfac: the tensor-parallel ranks' shards are so different in size that their plans for the layers they "
+            'have copies of differ in the dtype on the wire; set "dtype" in kfac.communication'
+        )
 
 
 def _config_source(arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -191,66 +387,3 @@ def _config_source(arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
             except ValueError:  # DeepSpeed says what is wrong
                 return None
     return source if isinstance(source, Mapping) else None
-
-
-class PolynomialDecay:
-    """SP-NGD's learning rate (Osawa et al. 2020, arXiv:2002.06015; Osawa et al. 2019, arXiv:1811.12019):
-    ``"scheduler": {"type": "PolynomialDecay", "params": {"start": 100, "end": 3000, "power": 3.5}}``.
-
-        rate(t) = rate_0 (1 - (t - start) / (end - start))^power   from start to end, constant before and after
-        momentum(t) = momentum_0 rate(t) / rate_0                  if "ties_momentum"
-
-    The papers' velocity holds the rate, v <- m (rate / last rate) v - rate g, W <- W + v. torch's does not,
-    W <- W - rate b with b <- m b + g, which is the same.
-
-    Args:
-        optimizer: torch's, or DeepSpeed's wrapper of one.
-        start, end: steps between which the rate falls. Training may end before ``end``.
-        power: 1 is linear.
-        ties_momentum: whether the momentum of groups that have one falls with the rate.
-
-    Raises ValueError if the steps or the power cannot be.
-    """
-
-    def __init__(
-        self, optimizer: Any, *, end: float, start: float = 0, power: float = 1.0, ties_momentum: bool = False
-    ) -> None:
-        if not 0 <= start < end or power < 0:
-            raise ValueError(
-                f"PolynomialDecay: needs 0 <= start < end and power >= 0, got start {start}, end {end}, power {power}"
-            )
-        inner = getattr(optimizer, "optimizer", optimizer)
-        self.optimizer, self.start, self.end, self.power = inner, start, end, power
-        self.ties_momentum, self.steps = ties_momentum, 0
-        self.first = [(float(group["lr"]), group.get("momentum")) for group in inner.param_groups]
-        self._set()
-
-    @property
-    def part(self) -> float:
-        """Of the first rate."""
-        done = (self.steps - self.start) / (self.end - self.start)
-        return (1 - min(max(done, 0.0), 1.0)) ** self.power
-
-    def step(self, last_batch_iteration: int | None = None) -> None:
-        """After an optimizer step, or to a given one."""
-        self.steps = self.steps + 1 if last_batch_iteration is None else last_batch_iteration
-        self._set()
-
-    def get_lr(self) -> list[float]:
-        """Of every group."""
-        return [rate * self.part for rate, _ in self.first]
-
-    get_last_lr = get_lr
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps, "first": self.first}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.steps, self.first = state["steps"], [tuple(pair) for pair in state["first"]]
-        self._set()
-
-    def _set(self) -> None:
-        for group, (rate, momentum) in zip(self.optimizer.param_groups, self.first, strict=True):
-            group["lr"] = rate * self.part
-            if self.ties_momentum and momentum is not None:
-                group["momentum"] = momentum * self.part

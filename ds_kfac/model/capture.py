@@ -53,7 +53,7 @@ class Capture:
         sums: factor key -> where rows go, see :meth:`begin_step`.
         measured: layer name -> rows of its calls since the last step here, also where none are summed: of first runs
             and of recomputations; None: they are not counted.
-        counted, strangers: calls since the last step whose gradients came in the engine's own backward, and in others.
+        counted, outside: calls since the last step whose gradients came in the engine's own backward, and in others.
         rows: adds them up.
     """
 
@@ -77,7 +77,7 @@ class Capture:
         self.inputs = inputs or SharedInputs()
         self.sums: Mapping[str, BatchSum] = {}
         self.measured: dict[str, list[int]] | None = None
-        self.counted = self.strangers = 0
+        self.counted = self.outside = 0
         self._own, self._forward = OwnBackward(), Forward()
         self._running: Forward | None = None  # whose gradients come in this backward
         self._arrived: list[Call] = []  # in this backward, with an input to be released after it
@@ -119,7 +119,7 @@ class Capture:
             measure: count the rows of all layers.
         """
         if self.active:
-            self._forward, self.pending, self.counted, self.strangers = Forward(), [], 0, 0
+            self._forward, self.pending, self.counted, self.outside = Forward(), [], 0, 0
             self.end_backward()
             self.inputs.broken.clear()
         self.sums, self.active, self.rows.turn = sums or {}, sums is not None, step
@@ -361,7 +361,7 @@ class Capture:
             self._running = call.forward
             self._add_rows(call, gradient)
         else:
-            self.strangers += 1
+            self.outside += 1
 
     def _add_rows(self, call: Call, gradient: Tensor) -> None:
         """Of both sides; a call with an empty batch has none."""

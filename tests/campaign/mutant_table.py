@@ -210,7 +210,7 @@ _ROWS = [
      "tests/deepspeed/test_unused.py"),
     ("patterns match inside a name", "model/blocks.py", ")$\", name)", ")\", name)",
      "tests/directions/test_adam_choice.py"),
-    ("a torn tag loads", "engine/checkpointing.py", "if len(set(everyone)) > 1:", "if False:",
+    ("a torn tag loads", "checkpoint/load.py", "if len(set(everyone)) > 1:", "if False:",
      "tests/deepspeed/test_checkpoint_faults.py"),
     ("checksums are not compared", "checkpoint/files.py", 'if zlib.crc32(data) != entry["crc32"]:', "if False:",
      "tests/deepspeed/test_damaged_checkpoints.py"),

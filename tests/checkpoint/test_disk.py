@@ -2,7 +2,7 @@
 
 import os
 
-from ds_kfac.checkpoint.load import older_files
+from ds_kfac.checkpoint.files import older_files
 
 
 def test_files_from_before_a_save_are_of_another_one(tmp_path):

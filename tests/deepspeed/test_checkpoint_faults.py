@@ -141,16 +141,16 @@ def unwritable(folder: Path) -> dict:
     """K-FAC's state cannot be written, on one rank, by a full disk; and next time it can."""
     rank, engine, found = torch.distributed.get_rank(), build(BY_NAME["z2"], 1, kfac=KFAC), {}
     train(engine, 1, steps=2)
-    original = saving.write_payload
+    original = files.write_payload
 
     def full(*arguments):
         original(*arguments)
         raise OSError(28, "No space left on device")
 
-    saving.write_payload = full if rank == 1 else original
+    files.write_payload = full if rank == 1 else original
     place = str(folder / "unwritable")
     found["save"] = error_of(lambda: engine.save_checkpoint(place, tag="tag"))
-    saving.write_payload = original
+    files.write_payload = original
     torch.distributed.barrier()
     found["left"] = [path.name for path in Path(place, "tag/kfac").rglob("*")]
     expected = list(weights(engine).values())

@@ -31,7 +31,7 @@ def backend_worker(_) -> dict:
     that rank 1 lacks."""
     import os
 
-    from ds_kfac.engine import assembly
+    from ds_kfac.engine import entry
     from ds_kfac.ops import dispatch, functional
     from ds_kfac.ops.dispatch import Backend
 
@@ -56,11 +56,11 @@ def backend_worker(_) -> dict:
     wrong = os.environ["RANK"] == "1"
     offer(lambda: {"ema_update_": functional.ema_update_, "adam_scale": one_wrong if wrong else functional.adam_scale})
     said: list[str] = []
-    kept, assembly.logger.warning = assembly.logger.warning, said.append
+    kept, entry.logger.warning = entry.logger.warning, said.append
     for name in (None, "cuda"):
         os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp()
         results[f"replaced by {name}"] = start(name).kfac.report
-    assembly.logger.warning = kept
+    entry.logger.warning = kept
     results["warnings"] = [text for text in said if "plain torch runs instead" in text]
     if wrong:
         offer(broken)

@@ -167,7 +167,7 @@ def adversaries_worker(names: list[str]) -> dict:
         for through in (True, False):
             discriminator = build(BY_NAME[name], 1, optimizer=still)
             generator = build(BY_NAME[name], 1, model=make_net(Generator))
-            kfac, strangers = discriminator.kfac.preconditioner, []
+            kfac, outside = discriminator.kfac.preconditioner, []
             # DeepSpeed refuses at stage 0 what it takes for a loss.backward() of the discriminator
             judge = discriminator if name != "z0" else discriminator.module
             for step in range(3):
@@ -175,11 +175,11 @@ def adversaries_worker(names: list[str]) -> dict:
                 if through:
                     generator.backward(cross_entropy(judge(generator(x)), y))
                     generator.step()
-                strangers.append(kfac.capture.strangers)
+                outside.append(kfac.capture.outside)
                 discriminator.backward(discriminator(x, y))
                 discriminator.step()
             results[name, through] = (
-                strangers,
+                outside,
                 {
                     key: (state.factor.packed_P, float(state.factor.updates))
                     for key, state in kfac.curvature.factors.items()

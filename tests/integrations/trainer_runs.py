@@ -67,8 +67,8 @@ def forget(trainer: Trainer) -> None:
 
     plain = attachment.Attachment.__init__
 
-    def without(self: Any, engine: Any, config: Any) -> None:
-        plain(self, engine, config)
+    def without(self: Any, engine: Any, *given: Any) -> None:
+        plain(self, engine, *given)
         read = ArgumentReader(engine.module)
         self.read_batch = lambda *given: replace(read(*given), items=None)
 

@@ -70,7 +70,7 @@ def test_a_copy_of_the_model_is_made_and_leaves_no_trace(sampled):
     average = copy.deepcopy(recorder.model)
     average(x).sum().backward()
     assert recorder.capture.loss is begun and recorder.capture.pending == pending
-    assert recorder.capture.counted == recorder.capture.strangers == 0
+    assert recorder.capture.counted == recorder.capture.outside == 0
 
 
 def expected_means(model: nn.Module, forward, loss_terms: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
