@@ -37,8 +37,7 @@ def load(job: Job, tag_directory: Path, save_id: str | None = None, origin: str 
     Raises:
         CheckpointError: on every rank, if files are missing, damaged or do not fit the model. Nothing is changed then.
     """
-    found: list[tuple[dict[str, Any], bool, list[str]]] = []
-    folder, header = tag_directory, {"save_id": ""}
+    found, folder, header = [], tag_directory, {"save_id": ""}
     headline = f"ds_kfac: the K-FAC state of {tag_directory} cannot be loaded"
     with failing_together(headline, job.channel.group, CheckpointError):
         folder = files.find(tag_directory, save_id, origin)
@@ -156,25 +155,19 @@ def _of_stack(key: str, saved: Container[str]) -> str:
 
 def _warnings(kfac: KFACPreconditioner, header: Mapping[str, Any], restarted: Sequence[str]) -> list[str]:
     """What is not continued."""
-    texts, kinds = [], files.kinds_of(kfac.config)
+    texts, then, now = [], header["kinds"], files.kinds_of(kfac.config)
     if unknown := [name for name in kfac.names.values() if name not in header["layers"]]:
         texts.append(f"has no state for {', '.join(unknown)}; these layers start empty")
     for side in "AG":
         if keys := [key for key in restarted if key[-1] == side]:
-            why = f"saved: {header['kinds'][side]}; now: {kinds[side]}"
-            if header["kinds"][side] == kinds[side]:
-                why = "the saved run kept none"
-            texts.append(
-                f"{', '.join(keys)} start empty ({why}); until their first batch arrives the saved eigenbases stay in "
-                "use"
-            )
+            why = "the saved run kept none" if then[side] == now[side] else f"saved: {then[side]}; now: {now[side]}"
+            stays = "until their first batch arrives the saved eigenbases stay in use"
+            texts.append(f"{', '.join(keys)} start empty ({why}); {stays}")
     if kfac.moments is not None and header["moments"] != kfac.moments.NAME:
         texts.append(f"has no {kfac.moments.NAME} moments; they start at zero: expect some steps to recover")
-    if header["method"] != kfac.config.preconditioner.method:
-        texts.append(
-            f'saved with preconditioner.method "{header["method"]}", now "{kfac.config.preconditioner.method}"; '
-            "factors are decomposed again"
-        )
+    if header["method"] != (method := kfac.config.preconditioner.method):
+        was = f'saved with preconditioner.method "{header["method"]}", now "{method}"'
+        texts.append(f"{was}; factors are decomposed again")
     return texts
 
 
@@ -209,9 +202,9 @@ def _load_factor(
     factor = KroneckerFactor(saved, payload["packed"].to(curvature.home), payload["updates"].to(device))
     history = History(saved) if kfac.plan.adaptive else None
     if history is not None and payload["history"] is not None:
-        last, before, norms = (payload["history"][name] for name in ("last", "before", "norms"))
-        last, before = (None if value is None else value.to(curvature.home) for value in (last, before))
-        history = History(saved, last, before, None if norms is None else norms.to(device))
+        places = {"last": curvature.home, "before": curvature.home, "norms": device}
+        had = [None if (value := payload["history"][name]) is None else value.to(at) for name, at in places.items()]
+        history = History(saved, *had)
     state = FactorState(factor, history)
     if payload["pending_how"] is None:
         return state, None
@@ -241,20 +234,21 @@ def _load_layer(
                 f"{_described(now)}"
             )
     payload = files.read_payload(path, name, header["files"].get(path.name))
-    kept = {
-        which: saved.load(side, payload[which], device) if payload[which] else None for which, side in sides.items()
-    }
     moments = None
-    if kfac.moments is not None:
-        has = header["moments"] == kfac.moments.NAME
-        tensors = {part: tensor.to(device) for part, tensor in payload["moments"].items()} if has else {}
-        moments = kfac.moments(**tensors) if has else kfac.moments.empty(layer.shape, device)
-    continued = {which for which, now in here.items() if saved is form and now.block}
-    identities = {which: form.identity(now, device) for which, now in here.items() if not now.block}
-    now_kept = {which: kept[which] if which in continued else identities.get(which) for which in "AG"}
-    state = LayerState(payload["terms"].to(device), form, now_kept["A"], now_kept["G"], moments)
-    left = {which: kept[which] for which in "AG" if which not in continued and sides[which].block}
-    # moments leave the eigenbases that are not kept
+    if kfac.moments is not None and header["moments"] == kfac.moments.NAME:
+        moments = kfac.moments(**{part: tensor.to(device) for part, tensor in payload["moments"].items()})
+    elif kfac.moments is not None:
+        moments = kfac.moments.empty(layer.shape, device)
+    kept, left = {}, {}  # moments leave the eigenbases that are not kept
+    for which, side in sides.items():
+        then_kept = saved.load(side, payload[which], device) if payload[which] else None
+        if saved is form and here[which].block:
+            kept[which] = then_kept
+            continue
+        kept[which] = None if here[which].block else form.identity(here[which], device)
+        if side.block:
+            left[which] = then_kept
+    state = LayerState(payload["terms"].to(device), form, kept["A"], kept["G"], moments)
     return state.without(A=left.get("A"), G=left.get("G")) if left else state
 
 

@@ -444,8 +444,7 @@ _ROWS = [
      '"peak_lr": {int(group): lr for group, lr in header["peak_lr"].items()},', '"peak_lr": {},',
      _SAVED),
     ("resume: history forgotten", "checkpoint/load.py",
-     "History(saved, last, before, None if norms is None else norms.to(device))",
-     "History(saved)",
+     "History(saved, *had)", "History(saved)",
      _SAVED),
     ("resume: steps forgotten", "checkpoint/load.py", '"steps": header["steps"],', '"steps": 0,',
      _SAVED),
@@ -453,7 +452,7 @@ _ROWS = [
      "LayerState(torch.ones((), device=device),",
      _SAVED),
     ("resume: corrected eigenvalues forgotten", "checkpoint/load.py",
-     'has = header["moments"] == kfac.moments.NAME', "has = False",
+     'and header["moments"] == kfac.moments.NAME', "and False",
      _SAVED),
 ]  # fmt: skip
 MUTANTS = tuple(Mutant(*row) for row in _ROWS)
