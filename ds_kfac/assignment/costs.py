@@ -16,7 +16,7 @@ from typing import Any
 
 from ds_kfac.curvature.eigen import basis_numel
 from ds_kfac.curvature.factor import Side
-from ds_kfac.curvature.forms import FACTOR_FORMS, FactorForm
+from ds_kfac.curvature.methods import EIGEN, Method
 from ds_kfac.model.layers import LayerSpec
 
 ELEMENT_BYTES = 4
@@ -34,17 +34,16 @@ def capture_flops(side: Side, rows: int) -> int:
     return sum(rows * count * width * (width + 1) for count, width in side.groups)
 
 
-def decompose_flops(side: Side, method: str = "eigen") -> int:
+def decompose_flops(side: Side, method: Method = EIGEN) -> int:
     """9 n^3 for all eigenvalues and vectors by tridiagonalisation (Golub & Van Loan, 8.3), n^3 for an inverse by
     Cholesky; a diagonal needs none."""
-    each = FACTOR_FORMS[method].solver_flops
-    return sum(each * count * width**3 for count, width in side.groups) if side.block > 1 else 0
+    return sum(method.solver_flops * count * width**3 for count, width in side.groups) if side.block > 1 else 0
 
 
-def precondition_flops(layer: LayerSpec, method: str = "eigen") -> int:
+def precondition_flops(layer: LayerSpec, method: Method = EIGEN) -> int:
     """Rotate and rotate back: 4 O I (O + I) for dense sides, less for blocks, none for diagonals; inverses half."""
-    each = FACTOR_FORMS[method].product_flops
-    return each * (layer.dim_G * basis_numel(layer.A) + layer.dim_A * basis_numel(layer.G)) // layer.groups
+    numel = layer.dim_G * basis_numel(layer.A) + layer.dim_A * basis_numel(layer.G)
+    return method.product_flops * numel // layer.groups
 
 
 @dataclass(frozen=True)
@@ -110,27 +109,21 @@ class CostModel:
         rate = self.node_bytes if within_node and self.node_bytes else self.link_bytes
         return nbytes / rate + messages * self.link_seconds
 
-    def decompose(self, side: Side, method: str = "eigen") -> float:
-        """One refresh of a factor; a diagonal is its own eigenbasis.
-
-        Args:
-            method: a key of ``FACTOR_FORMS``.
-        """
+    def decompose(self, side: Side, method: Method = EIGEN) -> float:
+        """One refresh of a factor; a diagonal is its own eigenbasis."""
         if side.block <= 1:
             return sum(self.elementwise(2 * ELEMENT_BYTES * count) for count, _ in side.groups)
-        form = FACTOR_FORMS[method]
-        return sum(count * self._solved(form, width) for count, width in side.groups)
+        return sum(count * self._solved(method, width) for count, width in side.groups)
 
-    def _solved(self, form: FactorForm, width: int) -> float:
-        seconds = _interpolated(getattr(self, form.solver_seconds), width)
-        flops = form.product_solver_flops  # of b^3, 2 a product
+    def _solved(self, method: Method, width: int) -> float:
+        seconds = _interpolated(getattr(self, method.solver_seconds), width)
+        flops = method.product_solver_flops  # of b^3, 2 a product
         products = self.gemm(flops * width**3, width) + flops / 2 * self.call_seconds
         return min(seconds, products) if flops else seconds
 
-    def precondition(self, layer: LayerSpec, method: str = "eigen") -> float:
+    def precondition(self, layer: LayerSpec, method: Method = EIGEN) -> float:
         """Rotate, divide, rotate back; or multiply by both inverses."""
-        form = FACTOR_FORMS[method]
-        elementwise = self.elementwise(form.passes * ELEMENT_BYTES * layer.numel, form.calls)
+        elementwise = self.elementwise(method.passes * ELEMENT_BYTES * layer.numel, method.calls)
         return self.gemm(precondition_flops(layer, method), mean_width(layer)) + elementwise
 
     def fold(self, side: Side) -> float:

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from ds_kfac.assignment.costs import CostModel
 from ds_kfac.assignment.work import FactorSpec
+from ds_kfac.curvature.methods import EIGEN, Method
 from ds_kfac.model.rows import phase
 
 CAPTURE_TOLERANCE = 0.1
@@ -44,7 +45,7 @@ def refresh_offsets(
     *,
     update_interval: int,
     refresh_interval: int,
-    method: str = "eigen",
+    method: Method = EIGEN,
     alone: bool = False,
 ) -> Stagger:
     """Heaviest first, each to the step where the slowest rank suffers least.
@@ -56,7 +57,7 @@ def refresh_offsets(
     Args:
         eigen_workers: factor key -> rank.
         refresh_interval: if it is no multiple of ``update_interval``, the steps past the largest one stay empty.
-        method: a key of ``FACTOR_FORMS``: what a refresh is.
+        method: what a refresh is.
         alone: whether a factor is captured by its eigen worker (and a few ranks more), or by every rank.
     """
     steps = refresh_interval // update_interval * update_interval or refresh_interval

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from ds_kfac.assignment.costs import ELEMENT_BYTES, CostModel
 from ds_kfac.curvature.factor import Side
-from ds_kfac.curvature.forms import FACTOR_FORMS
+from ds_kfac.curvature.methods import EIGEN, Method
 from ds_kfac.model.layers import LayerSpec, key_of
 
 
@@ -74,14 +74,14 @@ def packed_bytes(side: Side) -> int:
     return 4 * side.numel + 4
 
 
-def kept_bytes(side: Side, method: str) -> int:
+def kept_bytes(side: Side, method: Method) -> int:
     """What workers keep of a factor, in fp32."""
-    return 4 * FACTOR_FORMS[method].numel(side)
+    return 4 * method.numel(side)
 
 
-def sent_bytes(side: Side, method: str) -> int:
+def sent_bytes(side: Side, method: Method) -> int:
     """The same on the wire in fp32."""
-    return 4 * FACTOR_FORMS[method].wire_numel(side)
+    return 4 * method.wire_numel(side)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Work:
     Attributes:
         held: per layer name, gradient elements on each rank; None if all ranks hold all gradients.
         moments: fp32 tensors [O, I] that a worker keeps for a layer (0, 1 or 2).
-        method: a key of ``FACTOR_FORMS``: what workers keep of a factor.
+        method: what workers keep of a factor.
     """
 
     layers: Sequence[LayerSpec]
@@ -106,7 +106,7 @@ class Work:
     update_interval: int
     refresh_interval: int
     moments: int = 0
-    method: str = "eigen"
+    method: Method = EIGEN
 
     @cached_property
     def used(self) -> Mapping[str, tuple[FactorSpec, ...]]:

@@ -15,8 +15,8 @@ from ds_kfac.checkpoint.files import CheckpointError
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.curvature.eigen import Refreshed
 from ds_kfac.curvature.factor import KroneckerFactor, Side
-from ds_kfac.curvature.forms import FACTOR_FORMS
 from ds_kfac.curvature.history import FactorState, History
+from ds_kfac.curvature.methods import METHODS
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Known
 from ds_kfac.step.job import Job
@@ -198,7 +198,7 @@ def _load_factor(
         raise ValueError(f"{path}: the average of factor {key} has a negative diagonal")
     if (payload["pending_how"] is not None) != (key in header["pending"]):
         raise ValueError(f"{path}: disagrees with the header on whether a refresh was in progress")
-    curvature, device, form = kfac.curvature, kfac.device, FACTOR_FORMS[header["method"]]
+    curvature, device, method = kfac.curvature, kfac.device, METHODS[header["method"]]
     factor = KroneckerFactor(saved, payload["packed"].to(curvature.home), payload["updates"].to(device))
     history = History(saved) if kfac.plan.adaptive else None
     if history is not None and payload["history"] is not None:
@@ -208,7 +208,7 @@ def _load_factor(
     state = FactorState(factor, history)
     if payload["pending_how"] is None:
         return state, None
-    result = None if payload["pending"] is None else form.load(saved, payload["pending"], device)
+    result = None if payload["pending"] is None else method.load(saved, payload["pending"], device)
     return state, Refreshed(result, payload["pending_how"])
 
 
@@ -224,7 +224,7 @@ def _load_layer(
         ValueError: it is not what was saved, or not a layer of this model and config.
     """
     path, then, device = folder / files.layer_file(name), header["layers"][name], kfac.device
-    saved, form = FACTOR_FORMS[header["method"]], FACTOR_FORMS[kfac.config.preconditioner.method]
+    saved, method = METHODS[header["method"]], METHODS[kfac.config.preconditioner.method]
     sides, here = {which: Side(*then[which]) for which in "AG"}, {"A": layer.A, "G": layer.G}
     for which, now in here.items():
         was = sides[which]
@@ -242,13 +242,13 @@ def _load_layer(
     kept, left = {}, {}  # moments leave the eigenbases that are not kept
     for which, side in sides.items():
         then_kept = saved.load(side, payload[which], device) if payload[which] else None
-        if saved is form and here[which].block:
+        if saved is method and here[which].block:
             kept[which] = then_kept
             continue
-        kept[which] = None if here[which].block else form.identity(here[which], device)
+        kept[which] = None if here[which].block else method.identity(here[which], device)
         if side.block:
             left[which] = then_kept
-    state = LayerState(payload["terms"].to(device), form, kept["A"], kept["G"], moments)
+    state = LayerState(payload["terms"].to(device), method, kept["A"], kept["G"], moments)
     return state.without(A=left.get("A"), G=left.get("G")) if left else state
 
 

@@ -21,8 +21,8 @@ from ds_kfac.checkpoint.files import CheckpointError
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.eigen import Refreshed
-from ds_kfac.curvature.forms import FACTOR_FORMS
 from ds_kfac.curvature.history import FactorState
+from ds_kfac.curvature.methods import METHODS
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.update.state import LayerState
@@ -144,13 +144,13 @@ def _write(kfac: KFACPreconditioner, folder: Path) -> Entries:
 
 def _factor_payload(state: FactorState, pending: Refreshed | None, config: KFACConfig) -> dict[str, Any]:
     """A factor's file: plain tensors."""
-    history, form = state.history, FACTOR_FORMS[config.preconditioner.method]
+    history, method = state.history, METHODS[config.preconditioner.method]
     norms = None if history is None or history.norms is None else history.norms.clone()  # a view of several factors'
     return {
         "packed": state.factor.packed_P,
         "updates": state.factor.updates,
         "history": None if history is None else {"last": history.last, "before": history.before, "norms": norms},
-        "pending": None if pending is None or pending.basis is None else form.save(pending.basis),
+        "pending": None if pending is None or pending.basis is None else method.save(pending.basis),
         "pending_how": None if pending is None else pending.how,
     }
 
@@ -161,8 +161,8 @@ def layer_payload(state: LayerState, *, eigenbasis: bool) -> dict[str, Any]:
     own = state.moments if state.turn is None else state.settled().moments
     return {
         "terms": state.terms,
-        "A": state.form.save(state.A) if kept and state.A is not None else None,
-        "G": state.form.save(state.G) if kept and state.G is not None else None,
+        "A": state.method.save(state.A) if kept and state.A is not None else None,
+        "G": state.method.save(state.G) if kept and state.G is not None else None,
         # copies: a layer's may be views of several layers', all of which would be saved
         "moments": None if own is None else {name: tensor.clone() for name, tensor in vars(own).items()},
     }

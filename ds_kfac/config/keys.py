@@ -17,7 +17,7 @@ from ds_kfac.config.values import (
     Rows,
     fits,
 )
-from ds_kfac.curvature.forms import FACTOR_FORMS
+from ds_kfac.curvature.methods import METHODS
 from ds_kfac.model.scan import Choice
 from ds_kfac.schedule.timetable import BurnIn, Schedule, Value
 
@@ -322,7 +322,7 @@ class KFACConfig(Block):
             types=tuple(self.layers.types),
             dense_max=self.factor.dense_max,
             gradients=self.factor.fisher != "activations_only",
-            shares=SHARES and not FACTOR_FORMS[self.preconditioner.method].paired(self.damping.chosen),
+            shares=SHARES and not METHODS[self.preconditioner.method].paired(self.damping.chosen),
             blocks=tuple(self.adam.blocks.items()),
         )
 

@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from ds_kfac.config.keys import FactorConfig, KFACConfig
 from ds_kfac.config.values import LARGEST, TOO_LARGE, form_of, holds_value
-from ds_kfac.curvature.forms import FACTOR_FORMS
+from ds_kfac.curvature.methods import METHODS
 
 Model = type[BaseModel]
 AUTO = "auto"
@@ -129,8 +129,8 @@ def _contradictions(block: Mapping[str, Any]) -> list[str]:
             f"({update}); otherwise a refresh would see stale factors"
         )
     kind, method = given("damping", "kind"), given("preconditioner", "method")
-    form = FACTOR_FORMS.get(method) if isinstance(method, str) else None
-    if form is not None and not form.rotates and given("preconditioner", "eigenvalues") == "corrected":
+    known = METHODS.get(method) if isinstance(method, str) else None
+    if known is not None and not known.rotates and given("preconditioner", "eigenvalues") == "corrected":
         errors.append(
             f'kfac.preconditioner.method "{method}" keeps no eigenbasis, so kfac.preconditioner.eigenvalues must be '
             '"kronecker"; or use method "eigen"'

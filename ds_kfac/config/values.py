@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from ds_kfac.curvature.forms import FACTOR_FORMS
+from ds_kfac.curvature.methods import METHODS
 from ds_kfac.schedule.timetable import Value
 
 Number = TypeVar("Number")
@@ -64,7 +64,7 @@ class OneOf:
         return name
 
 
-Method = Annotated[str, AfterValidator(OneOf(FACTOR_FORMS)), WithJsonSchema({"enum": list(FACTOR_FORMS)})]
+Method = Annotated[str, AfterValidator(OneOf(METHODS)), WithJsonSchema({"enum": list(METHODS)})]
 
 
 def _compiles(pattern: str) -> str:

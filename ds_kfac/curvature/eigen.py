@@ -173,7 +173,7 @@ class Refreshed(Generic[T]):
     """What a refresh came to.
 
     Attributes:
-        basis: what ``FACTOR_FORMS`` says is kept; None when every rung of the ladder failed for some block.
+        basis: what ``METHODS`` says is kept; None when every rung of the ladder failed for some block.
         how: "eigh", "cholesky" (an inverse), "newton" (a root by products), "diagonal" (of a diagonal or identity side,
             nothing to decompose), "failed".
         retries: rungs of the ladder that failed.
@@ -189,7 +189,7 @@ class Request:
     """A usable factor to decompose.
 
     Attributes:
-        partner: the layer's other factor, where a form needs it (``curvature/forms.py``).
+        partner: the layer's other factor, where a method needs it (``curvature/methods.py``).
         groups: of the layer, whose factor is that of each after the other.
     """
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.config.keys import KFACConfig
-from ds_kfac.curvature.forms import FACTOR_FORMS
+from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.base import Direction, DirectionSetup, StepContext, UpdateRule
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.layers import LayerSpec
@@ -219,19 +219,19 @@ class KFACGradientRule(UpdateRule):
         return kind(setup.plan, setup.layout, setup.exchange, setup.metrics)
 
     def described(self, plan: Plan, optimizer: str) -> str:
-        config, form = plan.config, plan.form
+        config, method = plan.config, plan.method
         options, damping = config.preconditioner, config.damping
         clip = "off" if options.kl_clip == Value.constant(0) else f"{options.kl_clip} at the {plan.clip_lr} lr"
         damped = f"{damping.kind} damping {damping.value}"
         how = f"{options.eigenvalues} eigenvalues, {damped}"
         if options.step == "quadratic":
             return f"{damped}, rate and momentum of the quadratic model; then {optimizer}"
-        if not form.rotates:
-            how = f"{form.words} of both factors, {damped} of the last refresh, split by pi"
+        if not method.rotates:
+            how = f"{method.words} of both factors, {damped} of the last refresh, split by pi"
         return f"{how}, graft {options.graft}, kl-clip {clip}; then {optimizer}"
 
     def check(self, config: KFACConfig) -> None:
-        if FACTOR_FORMS[config.preconditioner.method].whitens:
+        if METHODS[config.preconditioner.method].whitens:
             raise ValueError(
                 f'kfac.preconditioner.method "{config.preconditioner.method}" is for the optimizer KFACAdamW; use '
                 '"inverse" or "eigen"'

@@ -28,6 +28,7 @@ from ds_kfac.checkpoint.files import check_names
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.config.parse import find_block, parse
+from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.kfac_gradient import PolynomialDecay
 from ds_kfac.directions.table import DIRECTIONS, rule_in, rule_of
 from ds_kfac.engine.attachment import HANDLE, Attachment
@@ -351,7 +352,7 @@ def _budgets(targets: Sequence[Target], config: KFACConfig) -> list[KFACConfig]:
     budget = config.assignment.memory_budget_gb
     if budget is None or len(targets) == 1:
         return [config] * len(targets)
-    method = config.preconditioner.method
+    method = METHODS[config.preconditioner.method]
     needs = [
         sum(packed_bytes(side) + kept_bytes(side, method) for layer in target.layers for side in (layer.A, layer.G))
         / target.layout.world

@@ -80,9 +80,9 @@ def summary(
         f"ds_kfac steps {share}",
         f"  all other trained parameters ({share.others:,}): {rest}",
         f"  step: {rule.described(plan, optimizer)}",
-        f"  factors every {_interval(plan.schedule.update)}, {plan.form.words} every "
+        f"  factors every {_interval(plan.schedule.update)}, {plan.method.words} every "
         f"{_interval(plan.schedule.refresh)}",
-        f"  memory: K-FAC state at most {number(state, 'B')} on a rank (factors, {plan.form.words}, moments)",
+        f"  memory: K-FAC state at most {number(state, 'B')} on a rank (factors, {plan.method.words}, moments)",
         f"  {mode}",
     ]
     if share.fraction < LOW_SHARE:
@@ -106,7 +106,7 @@ def _details(kfac: KFACPreconditioner, scan: Scan) -> list[str]:
         *(["", f"{kfac.target.domain.name}:"] if kfac.target.domain.name else []),
         f"  deepspeed {deepspeed.__version__}, torch {torch.__version__}; "
         f"load max/mean {plan.assignment.imbalance:.2f}",
-        f"  factors: decay {config.factor.decay}, {_statistics(config)}; {plan.form.words} by {plan.form.solver}",
+        f"  factors: decay {config.factor.decay}, {_statistics(config)}; {plan.method.words} by {plan.method.solver}",
         f"  products: {_products(kfac)}",
         f"  memory: {_memory(kfac)}",
         f"  ops: {chosen(kfac.curvature.device.type)}",
@@ -152,7 +152,7 @@ def _products(kfac: KFACPreconditioner) -> str:
 
 def _memory(kfac: KFACPreconditioner) -> str:
     """Of this rank once everything is there."""
-    nbytes, kinds = kfac.plan.assignment.memory[kfac.rank], f"factors, {kfac.plan.form.words}, moments"
+    nbytes, kinds = kfac.plan.assignment.memory[kfac.rank], f"factors, {kfac.plan.method.words}, moments"
     text = f"K-FAC state {nbytes:,} bytes on this rank ({kinds})"
     if kfac.rule.optimizer_type is not None:
         rest, world = kfac.target.rest, kfac.layout.world

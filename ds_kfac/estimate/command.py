@@ -15,7 +15,7 @@ from ds_kfac.assignment.assign import worker_counts
 from ds_kfac.assignment.costs import BUILTIN, CostModel, measured
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.config.parse import find_block
-from ds_kfac.curvature.forms import FACTOR_FORMS, FactorForm
+from ds_kfac.curvature.methods import METHODS, Method
 from ds_kfac.directions.table import DIRECTIONS
 from ds_kfac.engine.refusals import check_model
 from ds_kfac.engine.report import columns, layer_lines, number, skipped_lines, summary, without_effect, wrapped
@@ -130,15 +130,15 @@ def described(
     parameters = sum(numel for group in subject.groups for _, numel in group)
     sharing = f"; {len(subject.shared)} groups share an input" if subject.shared else ""
     untraced = "  no forward was traced: no layers are assumed to share their inputs, each sees a row a token"
-    form, schedule = FACTOR_FORMS[subject.config.preconditioner.method], subject.config.schedule
+    method, schedule = METHODS[subject.config.preconditioner.method], subject.config.schedule
     update, refresh = schedule.intervals(schedule.settled)
     lines = [
         f"  {share(subject.layers, parameters)}{sharing}",
         *([] if subject.trace.units else [untraced]),
         *skipped_lines(subject.scan),
         "",
-        f"  {world} ranks, {subject}; factors every {update} steps, {form.words} every {refresh}",
-        *machine_lines(costs, form),
+        f"  {world} ranks, {subject}; factors every {update} steps, {method.words} every {refresh}",
+        *machine_lines(costs, method),
         "",
         *strategy_lines(found, costs, chosen),
         *problem,
@@ -146,18 +146,18 @@ def described(
     return lines + (chosen_lines(chosen) if chosen is not None else []), tuple(found)
 
 
-def machine_lines(costs: CostModel, form: FactorForm) -> list[str]:
+def machine_lines(costs: CostModel, method: Method) -> list[str]:
     """The constants that predictions are made from, and whether a clock has seen them."""
-    times = ", ".join(f"{size}: {_time(seconds)}" for size, seconds in getattr(costs, form.solver_seconds))
-    if form.product_solver_flops:
-        times += f"; or {form.product_solver_flops} n^3 FLOPs of products, where faster"
+    times = ", ".join(f"{size}: {_time(seconds)}" for size, seconds in getattr(costs, method.solver_seconds))
+    if method.product_solver_flops:
+        times += f"; or {method.product_solver_flops} n^3 FLOPs of products, where faster"
     rates = (costs.gemm_flops, costs.syrk_flops, costs.model_flops or costs.gemm_flops)
     products, moments, model = (number(rate, "") for rate in rates)
     memory, (call, latency) = number(costs.copy_bytes, "B/s"), map(_time, (costs.call_seconds, costs.link_seconds))
     link, within = (f"{8 * rate / 1e9:.4g} Gbit/s" for rate in (costs.link_bytes, costs.node_bytes or costs.link_bytes))
     nodes = f"; {costs.node_size} ranks a node, {within} within" if costs.node_size > 1 else ""
     lines = {
-        form.solver_seconds: f"{form.solver} {times}",
+        method.solver_seconds: f"{method.solver} {times}",
         "gemm_flops": f"FLOP/s of products {products}, second moments {moments}; memory {memory}, {call} a kernel",
         "model_flops": f"FLOP/s of the model, and of our products in 16 bits, {model}",
         "link_bytes": f"{link} a rank, each way, {latency} latency{nodes}",
@@ -196,13 +196,15 @@ def chosen_lines(chosen: Estimate) -> list[str]:
     for reason in plan.reasons:
         lines += wrapped(f"plan: {reason}")
 
-    kept = {plan.form.words if kind == "eigenbases" else kind: memory[kind] for kind in STATE} | {"state": chosen.state}
+    kept = {plan.method.words if kind == "eigenbases" else kind: memory[kind] for kind in STATE} | {
+        "state": chosen.state
+    }
     kept |= {f"{kind} of a step that captures all": memory[kind] for kind in TRANSIENT}
     rows = [(kind, number(nbytes.max(), "B"), number(nbytes.mean(), "B")) for kind, nbytes in kept.items()]
     lines += ["", *columns([("memory", "most", "mean"), *rows], right=True)]
 
     steps = (chosen.mean, chosen.plain, chosen.update, chosen.refresh)
-    others = set(PARTS) - {part.kind for part in plan.form.parts}
+    others = set(PARTS) - {part.kind for part in plan.method.parts}
     sent = {kind: [step.sent(kind) for step in steps] for kind in KINDS if kind not in others}
     sent |= {"all": [step.sent() for step in steps], "received": [step.received() for step in steps]}
     traffic = [(kind, *(number(nbytes.max(), "B") for nbytes in each)) for kind, each in sent.items()]

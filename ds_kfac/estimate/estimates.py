@@ -17,7 +17,7 @@ from ds_kfac.assignment.costs import CostModel, capture_flops, decompose_flops, 
 from ds_kfac.assignment.work import FactorSpec, Work, kept_bytes, packed_bytes, rows_from
 from ds_kfac.comm.message import ALIGNMENT, RelayoutPlan
 from ds_kfac.comm.reduce import IN_FLIGHT, Layout, payloads
-from ds_kfac.curvature.forms import FACTOR_FORMS
+from ds_kfac.curvature.methods import METHODS
 from ds_kfac.curvature.precision import Precision
 from ds_kfac.estimate.subject import Subject
 from ds_kfac.metrics import STAGES, SUMMARY
@@ -36,7 +36,7 @@ Keys = frozenset[str]
 Message = Sequence[tuple[str, np.ndarray]]
 """Kind and bytes [W, W] of what lies in it one after the other; of batch sums counts, then elements."""
 
-PARTS = tuple(dict.fromkeys(part.kind for form in FACTOR_FORMS.values() for part in form.parts))
+PARTS = tuple(dict.fromkeys(part.kind for method in METHODS.values() for part in method.parts))
 KINDS = ("factors", "gradients", *PARTS, "results", "numbers")
 """As :class:`ds_kfac.comm.message.Channel` counts them."""
 STATE = ("factors", "history", "eigenbases", "moments")

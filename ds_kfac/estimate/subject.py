@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from ds_kfac.assignment.costs import CostModel
 from ds_kfac.config.parse import find_block, parse
+from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.kfac_adamw.user_optimizer import split_groups
 from ds_kfac.directions.table import rule_in
 from ds_kfac.engine.refusals import accumulation, block, of_config, refused
@@ -201,7 +202,7 @@ class Subject:
             [(name_of[id(p)], prod(parameter_shape(p))) for p in group if id(p) in name_of] for group in groups
         ]
         inputs = {layer.name: self.trace.inputs.get(layer.module, ()) for layer in self.layers}
-        self.shared = agreed([inputs], sharing_candidates(self.layers, self.config.preconditioner.method))
+        self.shared = agreed([inputs], sharing_candidates(self.layers, METHODS[self.config.preconditioner.method]))
         stacks = {layer.weight for layer in self.layers if layer.part[1] > 1 and layer.product}
         self.forward = _forward(model, self.trace) if stacks <= self.trace.stacked.keys() else 0.0
 

@@ -15,7 +15,7 @@ from ds_kfac.assignment.spread import ROWS_PER_COLUMN, Contributors, refresh_off
 from ds_kfac.assignment.work import Work, factor_specs, packed_bytes
 from ds_kfac.comm.reduce import DTYPES
 from ds_kfac.config.keys import KFACConfig
-from ds_kfac.curvature.forms import FACTOR_FORMS, FactorForm
+from ds_kfac.curvature.methods import METHODS, Method
 from ds_kfac.curvature.precision import choose
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import MATRICES
@@ -92,9 +92,8 @@ def _plan(
     """Of these layers as they are."""
     schedule, reasons = config.schedule, []
     update, refresh = schedule.intervals(schedule.settled)
-    method = config.preconditioner.method
-    form = FACTOR_FORMS[method]
-    paired = form.paired(config.damping.chosen)
+    method = METHODS[config.preconditioner.method]
+    paired = method.paired(config.damping.chosen)
     work = Work(
         layers, factor_specs(layers), setting.world, setting.held, costs, update, refresh, setting.moments, method,
     )  # fmt: skip
@@ -111,7 +110,7 @@ def _plan(
             f"refreshes take effect {late} steps later, beside the model until then: {worst * 1e3:.3g} ms in one step"
         )
         reasons += [text] if late else []
-    reasons += _of_form(form, config, wire)
+    reasons += _of_method(method, config, wire)
     contributors, why = _contributors(layers, work, config)
     reasons += why
     return Plan(
@@ -214,15 +213,15 @@ def _contributors(layers: Sequence[LayerSpec], work: Work, config: KFACConfig) -
     return contributors, [f"a factor's batch comes from as many ranks as have {need}; known from the first batch on"]
 
 
-def _of_form(form: FactorForm, config: KFACConfig, wire: torch.dtype) -> list[str]:
-    """What the form of the factors rules out although the config leaves it open."""
+def _of_method(method: Method, config: KFACConfig, wire: torch.dtype) -> list[str]:
+    """What the method rules out although the config leaves it open."""
     reasons = []
-    if form.paired(config.damping.chosen):
+    if method.paired(config.damping.chosen):
         what = "A and G of a layer are decomposed on one rank, and layers do not share A"
         kind = config.damping.chosen
         reasons.append(f'{what}: with "{kind}" a factor\'s damping depends on its partner; "relative" does not need it')
-    if wire is not torch.float32 and not any(part.halved for part in form.parts):
-        reasons.append(f"{form.words} travel in fp32, only batch sums in {str(wire).removeprefix('torch.')}")
+    if wire is not torch.float32 and not any(part.halved for part in method.parts):
+        reasons.append(f"{method.words} travel in fp32, only batch sums in {str(wire).removeprefix('torch.')}")
     return reasons
 
 
@@ -258,7 +257,7 @@ def _offsets(
     tensor-parallel ranks have copies of stay where they are: those ranks' plans may differ."""
     at_once = [0.0] * assignment.world
     for factor in assignment.factors:
-        at_once[assignment.eigen_workers[factor.key]] += costs.decompose(factor.side, config.preconditioner.method)
+        at_once[assignment.eigen_workers[factor.key]] += costs.decompose(factor.side, assignment.work.method)
     copied = {layer.name for layer in layers if layer.copies > 1}
     free = [factor for factor in assignment.factors if factor.layers[0] not in copied]
     if max(at_once) <= LONG_REFRESH or refresh == 1 or not free:
@@ -269,7 +268,7 @@ def _offsets(
         costs,
         update_interval=update,
         refresh_interval=refresh,
-        method=config.preconditioner.method,
+        method=assignment.work.method,
         alone=config.factor.rows != "all" and assignment.world > 1,
     )
     why = (
@@ -297,11 +296,11 @@ def lag(costs: CostModel, worst: float, update: int, refresh: int) -> int:
     return min(update, refresh - 1) if costs.beside and worst > LONG_STEP else 0
 
 
-def stacks(device: torch.device, method: str) -> bool:
+def stacks(device: torch.device, method: Method) -> bool:
     """Whether small layers of equal shape are preconditioned together: fewer and larger launches, for a second copy of
     their eigenvectors, at most 256 MiB a rank, which memory plans do not count. On a CPU a batched product is slower
     than its parts; only layers whose gradients are rotated are stacked."""
-    return FACTOR_FORMS[method].rotates and device.type != "cpu"
+    return method.rotates and device.type != "cpu"
 
 
 def common_inputs(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
@@ -355,7 +354,7 @@ def resolve(
     """
     options = config.preconditioner
     graft, step = options.graft, options.step
-    corrects = adaptive and step == "fixed" and FACTOR_FORMS[options.method].rotates
+    corrects = adaptive and step == "fixed" and METHODS[options.method].rotates
     kind = config.damping.kind or ("adaptive" if step == "quadratic" else "relative")
     kl_clip = 0.0 if graft == "norm" or step == "quadratic" else KL_CLIP
     answers: tuple[tuple[str, str, Any, str], ...] = (

@@ -10,7 +10,7 @@ from ds_kfac.assignment.assign import Assignment
 from ds_kfac.assignment.spread import Contributors, counted
 from ds_kfac.assignment.work import factor_specs, rows_from
 from ds_kfac.config.keys import KFACConfig
-from ds_kfac.curvature.forms import FACTOR_FORMS, FactorForm
+from ds_kfac.curvature.methods import Method
 from ds_kfac.curvature.precision import Precision
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import SHARDS
@@ -75,13 +75,9 @@ class Plan:
     first: Contributors | None = None
 
     @cached_property
-    def method(self) -> str:
-        """What is kept of a factor: a key of ``FACTOR_FORMS``."""
+    def method(self) -> Method:
+        """What is kept of a factor."""
         return self.assignment.work.method
-
-    @cached_property
-    def form(self) -> FactorForm:
-        return FACTOR_FORMS[self.method]
 
     @cached_property
     def waits(self) -> torch.dtype:
@@ -141,12 +137,11 @@ class Plan:
         return replace(self, assignment=replace(self.assignment, work=work))
 
 
-def sharing_candidates(layers: Sequence[LayerSpec], method: str) -> Mapping[str, Hashable]:
+def sharing_candidates(layers: Sequence[LayerSpec], method: Method) -> Mapping[str, Hashable]:
     """Layers that may share A, and what must be equal for it: the side, whether a bias's 1 is in it, and whether G is
     the identity, if its damping is part of what is kept of A."""
-    damps = FACTOR_FORMS[method].damps_identity
     return {
-        layer.name: (layer.A, layer.bias is not None, damps and layer.G.block == 0)
+        layer.name: (layer.A, layer.bias is not None, method.damps_identity and layer.G.block == 0)
         for layer in layers
         if layer.part[1] == 1 and SHARDS.get(layer.kind, layer.kind) in ("Linear", "Conv1D") and layer.A.block
     }

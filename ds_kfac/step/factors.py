@@ -17,8 +17,8 @@ from ds_kfac.comm.message import Arrivals, Channel
 from ds_kfac.comm.reduce import Reducer
 from ds_kfac.curvature.eigen import Refreshed, Request, grouped
 from ds_kfac.curvature.factor import KroneckerFactor, Side
-from ds_kfac.curvature.forms import Kept, Options
 from ds_kfac.curvature.history import FactorState, History, folded
+from ds_kfac.curvature.methods import Kept, Options
 from ds_kfac.metrics import HostCopy, Metrics
 from ds_kfac.model.layers import key_of
 from ds_kfac.model.rows import BatchSum
@@ -265,10 +265,10 @@ class FactorUpdates:
     def _work(self, keys: Sequence[str], draft: FactorDraft) -> Callable[[], list[Refreshed]]:
         """Decomposes factors, in this order; bound to what holds at this step, as it may be done later, on a side
         thread or stream."""
-        form, config, device, asked = self.plan.form, self.config, self.device, []
+        method, config, device, asked = self.plan.method, self.config, self.device, []
         for key in keys:
             layer, partner = self.layer_of[key], None
-            if form.damps_identity or self.plan.paired:  # the damping is part of what is kept
+            if method.damps_identity or self.plan.paired:  # the damping is part of what is kept
                 side, other = (layer.G, "G") if self.specs[key].is_A else (layer.A, "A")
                 if side.block == 0:
                     partner = KroneckerFactor.empty(side, device)
@@ -282,7 +282,7 @@ class FactorUpdates:
 
         def work() -> list[Refreshed]:
             requests = [Request(own.to(device), with_ and with_.to(device), groups) for own, with_, groups in asked]
-            return form.decompose(requests, options)
+            return method.decompose(requests, options)
 
         return work
 

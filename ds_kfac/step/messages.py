@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ds_kfac.assignment.work import FactorSpec, factors_by_layer
 from ds_kfac.comm.message import Arrivals, Channel, Move, Part, RelayoutPlan, gathered
-from ds_kfac.curvature.forms import FACTOR_FORMS, Kept
+from ds_kfac.curvature.methods import EIGEN, Kept, Method
 from ds_kfac.model.calls import SharedInputs, agreed
 from ds_kfac.model.layers import key_of
 from ds_kfac.model.rows import BatchSum
@@ -30,7 +30,7 @@ class Delivery:
         eigen_workers: factor key -> rank.
         workers: layer name -> ranks.
         wire: dtype of eigenvectors.
-        method: a key of ``FACTOR_FORMS``.
+        method: what is decomposed.
 
     Attributes:
         receivers: factor key -> gradient workers that are not its eigen worker.
@@ -46,11 +46,11 @@ class Delivery:
         *,
         world: int,
         wire: torch.dtype,
-        method: str = "eigen",
+        method: Method = EIGEN,
     ) -> None:
-        self.form = FACTOR_FORMS[method]
-        self.kinds = tuple(part.kind for part in self.form.parts)
-        self.dtypes = tuple(wire if part.halved else torch.float32 for part in self.form.parts)
+        self.method = method
+        self.kinds = tuple(part.kind for part in self.method.parts)
+        self.dtypes = tuple(wire if part.halved else torch.float32 for part in self.method.parts)
         self.factors, self.eigen_workers, self.world, self.wire = tuple(factors), eigen_workers, world, wire
         self.receivers = {
             factor.key: tuple(
@@ -70,7 +70,7 @@ class Delivery:
         ]
         moves = [
             [Move(place, 0, part.numel(f.side), self.eigen_workers[f.key], rank) for place, f, rank in pairs]
-            for part in self.form.parts
+            for part in self.method.parts
         ]
         return tuple(RelayoutPlan(self.world, tuple(move for move in own if move.numel)) for own in moves)
 
@@ -83,7 +83,7 @@ class Delivery:
             own = kept.get(self.factors[move.param].key)
             return torch.zeros(move.numel, device=device) if own is None else flat(own)
 
-        parts = zip(self.form.parts, self.plans(keys), self.dtypes, strict=True)
+        parts = zip(self.method.parts, self.plans(keys), self.dtypes, strict=True)
         return tuple(Part(part.kind, plan, partial(piece, part.flat), dtype) for part, plan, dtype in parts)
 
     def received(self, own: Mapping[str, Kept], *arrivals: Arrivals) -> dict[str, Kept]:
@@ -97,7 +97,7 @@ class Delivery:
         found: dict[str, Kept] = {}
         for place in sorted(set().union(*flats)):
             factor = self.factors[place]
-            found[factor.key] = self.form.joined(factor.side, *(part.get(place) for part in flats))
+            found[factor.key] = self.method.joined(factor.side, *(part.get(place) for part in flats))
         return found | {key: kept.rounded(self.wire) if self.receivers[key] else kept for key, kept in own.items()}
 
 

@@ -343,14 +343,16 @@ class KFACPreconditioner:
 
     def load_state_dict(self, state: Mapping[str, Any], *, decompose: bool = False) -> None:
         """Continue from :meth:`state_dict`. Collective. What it lacks begins empty; ``decompose`` all factors if
-        eigenbases are missing, or of another form."""
+        eigenbases are missing, or of another method."""
         if state.get("known", self.known) not in (Known(), self.known):
             self.learn(state["known"])
         self.curvature.load_state_dict(state.get("factors", {}))
         self.state = dict(state.get("layers", {}))
         for layer in self.owned:
             if layer.name not in self.state:
-                self.state[layer.name] = LayerState.empty(layer, self.device, moments=self.moments, form=self.plan.form)
+                self.state[layer.name] = LayerState.empty(
+                    layer, self.device, moments=self.moments, method=self.plan.method
+                )
         self.steps, self.peak_lr = state.get("steps", 0), dict(state.get("peak_lr", {}))
         self.damping_scale = state.get("damping_scale")
         self.direction.rotations.clear()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis
 from ds_kfac.curvature.factor import Side, excess
-from ds_kfac.curvature.forms import EIGEN, FactorForm, Kept
+from ds_kfac.curvature.methods import EIGEN, Kept, Method
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.dispatch import adam_scale, corrected_scale_dot
 from ds_kfac.update.rotation import Turn, is_large, rows_at_once
@@ -291,7 +291,7 @@ class LayerState:
     Attributes:
         terms: fp32 scalar, loss terms of the last captured batch: a mean gradient times its root has the size of a
             single term's.
-        form: what ``A`` and ``G`` are.
+        method: what ``A`` and ``G`` are.
         A, G: eigenbases, damped inverses or roots; None until the first refresh. Gradients are preconditioned when both
             are there.
         moments: of the rotated gradient; None if the update rule keeps none.
@@ -299,7 +299,7 @@ class LayerState:
     """
 
     terms: Tensor
-    form: FactorForm = EIGEN
+    method: Method = EIGEN
     A: Kept | None = None
     G: Kept | None = None
     moments: Any = None
@@ -307,15 +307,15 @@ class LayerState:
 
     @classmethod
     def empty(
-        cls, layer: LayerSpec, device: torch.device, *, moments: type[Moments] | None = None, form: FactorForm = EIGEN
+        cls, layer: LayerSpec, device: torch.device, *, moments: type[Moments] | None = None, method: Method = EIGEN
     ) -> "LayerState":
         """Nothing seen yet; of an identity side it is known what is kept."""
 
         def known(side: Side) -> Kept | None:
-            return None if side.block else form.identity(side, device)
+            return None if side.block else method.identity(side, device)
 
         own = None if moments is None else moments.empty(layer.shape, device)
-        return cls(torch.ones((), device=device), form, known(layer.A), known(layer.G), own)
+        return cls(torch.ones((), device=device), method, known(layer.A), known(layer.G), own)
 
     # once: a state lives from one refresh to the next
 
@@ -326,13 +326,13 @@ class LayerState:
 
     @cached_property
     def preconditioner(self) -> Any:
-        """Of the layer, see ``FactorForm.of_layer``; None while a side is missing."""
-        return self.form.of_layer(self.G, self.A) if self.prepared else None
+        """Of the layer, see ``Method.of_layer``; None while a side is missing."""
+        return self.method.of_layer(self.G, self.A) if self.prepared else None
 
     @cached_property
     def basis(self) -> LayerBasis | None:
-        """Of the layer's Fisher; None while a side is missing, and with a form that has none."""
-        return self.preconditioner if self.form.rotates else None
+        """Of the layer's Fisher; None while a side is missing, and with a method that has none."""
+        return self.preconditioner if self.method.rotates else None
 
     @property
     def moments_nbytes(self) -> int:

@@ -7,6 +7,7 @@ import pytest
 
 from ds_kfac.assignment.costs import BUILTIN, CostModel
 from ds_kfac.curvature.factor import Side
+from ds_kfac.curvature.methods import METHODS
 from tests.close import close
 from tests.models import linear_layer
 
@@ -37,19 +38,19 @@ def test_roots_are_by_products_where_these_are_faster():
     side = Side.dense(2048)
     gpu, cpu = BUILTIN["cuda"], BUILTIN["cpu"]
     products = gpu.gemm(160 * 2048**3) + 80 * gpu.call_seconds
-    close(gpu.decompose(side, "root"), products)
+    close(gpu.decompose(side, METHODS["root"]), products)
     assert products < gpu.decompose(side) / 5
-    assert cpu.decompose(side, "root") == cpu.decompose(side)
+    assert cpu.decompose(side, METHODS["root"]) == cpu.decompose(side)
 
 
 def test_inverses_take_half_the_products_and_their_own_table():
     costs, layer = replace(UNIT, copy_bytes=math.inf), linear_layer("l", 5, 3)
-    close(costs.precondition(layer, "inverse"), 2 * 5 * 3 * (5 + 3) / 2.0)
-    close(UNIT.decompose(Side(45, 20), "inverse"), 2 * 1.0 + 0.5)
-    close(UNIT.decompose(Side.dense(40), "inverse"), 8 * 1.0)
-    assert UNIT.decompose(Side.identity(45), "inverse") == 0
+    close(costs.precondition(layer, METHODS["inverse"]), 2 * 5 * 3 * (5 + 3) / 2.0)
+    close(UNIT.decompose(Side(45, 20), METHODS["inverse"]), 2 * 1.0 + 0.5)
+    close(UNIT.decompose(Side.dense(40), METHODS["inverse"]), 8 * 1.0)
+    assert UNIT.decompose(Side.identity(45), METHODS["inverse"]) == 0
     for kind in BUILTIN.values():
-        assert kind.decompose(Side.dense(4096), "inverse") < kind.decompose(Side.dense(4096)) / 3
+        assert kind.decompose(Side.dense(4096), METHODS["inverse"]) < kind.decompose(Side.dense(4096)) / 3
 
 
 def test_structure_makes_a_side_cheaper():

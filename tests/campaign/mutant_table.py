@@ -273,7 +273,7 @@ _ROWS = [
      "range(index * workers, (index + 1) * workers)", "tests/assignment/test_grid.py tests/assignment/test_assign.py"),
     ("grid: wrong source of a result", "zero/shards.py", "workers[rank // (world // len(workers))]",
      "workers[rank % len(workers)]", "tests/zero/test_relayout.py tests/assignment/test_grid.py"),
-    ("memory: eigenvalues forgotten", "curvature/forms.py", "basis_numel(side) + side.dim", "basis_numel(side)",
+    ("memory: eigenvalues forgotten", "curvature/methods.py", "basis_numel(side) + side.dim", "basis_numel(side)",
      "tests/assignment/test_memory.py tests/assignment/test_assign.py"),
     ("memory: counter of a factor forgotten", "assignment/work.py", "return 4 * side.numel + 4",
      "return 4 * side.numel",
@@ -303,7 +303,7 @@ _ROWS = [
      "tests/deepspeed/test_unused.py"),
     ("rounds: everything at once", "update/rotation.py", "room = max(limit, numel)", "room = 1 << 62",
      "tests/update/test_stacking.py"),
-    ("eigenvalues rounded on the wire", "curvature/forms.py", "lambda basis: basis.values, False)",
+    ("eigenvalues rounded on the wire", "curvature/methods.py", "lambda basis: basis.values, False)",
      "lambda basis: basis.values, True)", "tests/comm/test_delivery.py"),
     # directions
     ("kl-clip: lr not squared", "directions/kfac_gradient.py", "dot.sum() * first**2", "dot.sum() * first",

@@ -10,6 +10,7 @@ from ds_kfac.comm.message import deliver
 from ds_kfac.curvature.eigen import Eigenbasis, basis_numel
 from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.curvature.inverse import inverse_numel, packed, refresh_inverse
+from ds_kfac.curvature.methods import METHODS
 from ds_kfac.step.messages import Delivery
 from tests.close import near
 from tests.comm.fake_network import FakeNetwork
@@ -123,7 +124,7 @@ def test_zeros_travel_for_what_could_not_be_decomposed():
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.float16])
 def test_inverses_travel_as_triangles_in_32_bits_and_arrive_to_the_bit(wire):
-    plan, keys = delivery(wire, method="inverse"), set(EIGEN_WORKERS)
+    plan, keys = delivery(wire, method=METHODS["inverse"]), set(EIGEN_WORKERS)
     factors = {factor.key: factor_of(factor.key) for factor in FACTORS}
     whole = {k: refresh_inverse(f, None, damping=0.1, damping_kind="relative").basis for k, f in factors.items()}
 

@@ -1,4 +1,4 @@
-"""A new update rule, and a new form of the factors, is one file and one line of a table: no other file knows them."""
+"""A new update rule, and a new method of factors, is one file and one line of a table: no other file knows them."""
 
 import contextlib
 import io
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import ds_kfac
-from ds_kfac.curvature.forms import FACTOR_FORMS
+from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.table import DIRECTIONS
 from tests.close import close
 from tests.deepspeed.modes import KFAC, MICRO_ROWS, OFFLOAD, Mode
@@ -68,15 +68,15 @@ CASES = {
 
 def worker(names: list[str]) -> dict:
     DIRECTIONS.insert(0, ToyRule())
-    FACTOR_FORMS["root"] = ROOT
+    METHODS["root"] = ROOT
     found = {}
-    for toy in ("rule", "form"):
+    for toy in ("rule", "method"):
         for name in names:
             stage, zero, clip = CASES[name]
-            if clip and toy == "form":
+            if clip and toy == "method":
                 continue
             wanted = expected(toy, dist.get_world_size(), clip)
-            kfac = {**KFAC, "preconditioner": {"kl_clip": 0, "method": "root" if toy == "form" else "eigen"}}
+            kfac = {**KFAC, "preconditioner": {"kl_clip": 0, "method": "root" if toy == "method" else "eigen"}}
             model = make_net()
             optimizer = (ToySGD if toy == "rule" else torch.optim.SGD)(model.parameters(), lr=LR)
             config = {**Mode("toy", stage, zero=zero, clip=clip).config(1, dist.get_world_size()), "kfac": kfac}

@@ -1,4 +1,4 @@
-"""An update rule and a form of the factors that nobody needs: a new one costs its own file and a line of a table."""
+"""An update rule and a method of factors that nobody needs: a new one costs its own file and a line of a table."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.eigen import LayerBasis, Refreshed
-from ds_kfac.curvature.forms import FactorForm, Part
+from ds_kfac.curvature.methods import Method, Part
 from ds_kfac.directions.base import Direction, DirectionSetup, UpdateRule
 from ds_kfac.update.rotation import Rotations, Turn
 from ds_kfac.zero.exchange import LocalResult
@@ -105,7 +105,7 @@ class LayerRoot:
         return V, (V * gradient_OI).sum()
 
 
-class RootForm(FactorForm):
+class RootMethod(Method):
     words, solver, solver_flops, solver_seconds = "roots", "eigh", 9, "eigh_seconds"
     product_flops, passes, calls = 2, 2, 4
     parts = (Part("roots", lambda side: side.dim**2, lambda root: root.matrix_DD.reshape(-1), False),)
@@ -137,4 +137,4 @@ class RootForm(FactorForm):
         return Root(saved["root"].to(device))
 
 
-ROOT = RootForm()
+ROOT = RootMethod()

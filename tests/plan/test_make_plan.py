@@ -7,6 +7,7 @@ import torch
 
 from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.curvature.factor import Side
+from ds_kfac.curvature.methods import EIGEN, METHODS
 from ds_kfac.plan import make_plan as planning
 from ds_kfac.plan.make_plan import Setting, make_plan
 from ds_kfac.plan.plan import Plan, sharing_candidates
@@ -36,7 +37,7 @@ INVERSE = {"method": "inverse"}
 def test_tikhonov_inverses_keep_a_layer_together_and_its_a_to_itself():
     tikhonov = {"kind": "tikhonov"}
     made = plan(preconditioner=INVERSE, damping=tikhonov, assignment={"gradient_worker_fraction": 1.0})
-    assert made.method == "inverse" and made.paired and not made.shares
+    assert made.method is METHODS["inverse"] and made.paired and not made.shares
     ranks = made.assignment.eigen_workers
     assert all(ranks[f"{layer.name}/A"] == ranks[f"{layer.name}/G"] for layer in LAYERS)
     assert [reason for reason in made.reasons if "do not share A" in reason]
@@ -57,7 +58,7 @@ def test_layers_share_the_inverse_of_a_only_if_g_is_the_identity_for_all_or_none
     first, second = (replace(layer, A=Side.dense(9)) for layer in LAYERS[:2])
     for other, alike in ((second, True), (replace(second, G=Side.identity(second.dim_G)), False)):
         for method, same in (("eigen", True), ("inverse", alike)):
-            kinds = sharing_candidates((replace(first, bias=second.bias), other), method)
+            kinds = sharing_candidates((replace(first, bias=second.bias), other), METHODS[method])
             assert (len(set(kinds.values())) == 1) == same, (method, alike)
 
 
@@ -256,8 +257,8 @@ def test_long_refreshes_are_late_on_a_gpu_alone():
 
 
 def test_layers_are_stacked_on_gpus_where_there_are_eigenbases():
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert planning.stacks(gpu, "eigen") and not planning.stacks(cpu, "eigen") and not planning.stacks(gpu, "inverse")
+    cpu, gpu, inverse = torch.device("cpu"), torch.device("cuda"), METHODS["inverse"]
+    assert planning.stacks(gpu, EIGEN) and not planning.stacks(cpu, EIGEN) and not planning.stacks(gpu, inverse)
 
 
 def test_the_same_input_gives_the_same_plan():

@@ -116,7 +116,7 @@ class Stack:
         places: of its layers among all of the step.
         orthogonal: whether their directions are orthogonalized.
         x_OI: fp32 [O, I] or [n, O, I], the direction as far as it has come.
-        rotation: into the eigenbasis; None before it is known, and with a form that has none.
+        rotation: into the eigenbasis; None before it is known, and with a method that has none.
         root: what whitens in its place, of one layer.
         rows_are_back: whether the rotation is undone in two halves: blocks are rows of the weight, not of R.
         sizes: norms of what was orthogonalized, a scalar or [n] of each block; None if nothing was, or is scaled.
@@ -245,7 +245,7 @@ class AdamDirection:
         names = tuple(layer.name for layer in stack.layers)
         own = [states[name] for name in names]
         group = self.layout.optimizer.param_groups[self.groups[names[0]][0]]
-        stack.root = own[0].preconditioner if own[0].form.whitens else None
+        stack.root = own[0].preconditioner if own[0].method.whitens else None
         if own[0].basis is not None:
             stack.rotation = self.rotations.of(names, [state.basis for state in own if state.basis])
             stack.rows_are_back = bool(stack.layers[0].blocks and stack.rotation.G) and stack.orthogonal

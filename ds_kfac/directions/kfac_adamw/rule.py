@@ -11,8 +11,8 @@ from torch import nn
 
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.eigen import basis_numel
-from ds_kfac.curvature.forms import FACTOR_FORMS
 from ds_kfac.curvature.inverse import ORDERS, order_of
+from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.base import Direction, DirectionSetup, UpdateRule, by_rows
 from ds_kfac.directions.kfac_adamw.direction import AdamDirection, keeps_direction
 from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, KFACAdamWStep
@@ -50,7 +50,7 @@ class KFACAdamWRule(UpdateRule):
         kept = sum(keeps_direction(plan.config.adam, layer) is not None for layer in plan.layers)
         where = "the layers' own coordinates"
         if plan.config.adam.rotate:
-            where = "the eigenbasis" if plan.form.rotates else f"{where}, whitened by inverse roots"
+            where = "the eigenbasis" if plan.method.rotates else f"{where}, whitened by inverse roots"
         return (
             f"Adam in {where} (KFACAdamW), {len(plan.layers) - kept} layers orthogonalized, {kept} along Adam's "
             "direction"
@@ -60,22 +60,22 @@ class KFACAdamWRule(UpdateRule):
         return AdamMoments
 
     def check(self, config: KFACConfig) -> None:
-        method, fisher = config.preconditioner.method, config.factor.fisher
-        form, power = FACTOR_FORMS[method], config.adam.whiten
-        if not (form.rotates or form.whitens):
+        name, fisher = config.preconditioner.method, config.factor.fisher
+        method, power = METHODS[name], config.adam.whiten
+        if not (method.rotates or method.whitens):
             raise ValueError(
-                f'kfac.preconditioner.method "{method}" keeps no eigenbasis, in which KFACAdamW steps; use "eigen", or '
+                f'kfac.preconditioner.method "{name}" keeps no eigenbasis, in which KFACAdamW steps; use "eigen", or '
                 "another optimizer"
             )
-        if form.whitens and config.adam.rotate:
+        if method.whitens and config.adam.rotate:
             if fisher not in (None, "activations_only"):
                 raise ValueError(
-                    f'kfac.preconditioner.method "{method}" keeps roots of A alone; kfac.factor.fisher "{fisher}" has '
+                    f'kfac.preconditioner.method "{name}" keeps roots of A alone; kfac.factor.fisher "{fisher}" has '
                     "no use"
                 )
             if order_of(power) is None:
                 raise ValueError(
-                    f'kfac.preconditioner.method "{method}" keeps A^-p; kfac.adam.whiten ({power}) must be 1/n with n '
+                    f'kfac.preconditioner.method "{name}" keeps A^-p; kfac.adam.whiten ({power}) must be 1/n with n '
                     f"in {ORDERS[0]} .. {ORDERS[-1]}, or, for no curvature at all, kfac.adam.rotate false"
                 )
         if not config.adam.rotate and config.factor.fisher is not None:
@@ -126,7 +126,7 @@ class KFACAdamWRule(UpdateRule):
         factor."""
         adam, iterated, copied, whole, alike = 0, 0, 0, 0, Counter[Hashable]()
         copies, width = 5 + (plan.waits is not torch.float32), 2 if plan.precision.half_orthogonal else 4
-        whitened = 8 if FACTOR_FORMS[plan.method].whitens else 0
+        whitened = 8 if plan.method.whitens else 0
         for stack in stacks:
             numel = sum(layer.numel for layer in stack)
             whole += numel

@@ -1,7 +1,7 @@
-"""What is kept of a factor, ``preconditioner.method``: one line of ``FACTOR_FORMS`` each.
+"""What is kept of a factor, ``preconditioner.method``: one line of ``METHODS`` each.
 
-A form says how a factor is decomposed, what that costs, how the result travels, is saved and read again, and how the
-two results of a layer precondition its gradient. Everything else knows a form by its name.
+A method says how a factor is decomposed, what that costs, how the result travels, is saved and read again, and how the
+two results of a layer precondition its gradient. Everything else knows it by its interface.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -80,8 +80,8 @@ class Part:
     halved: bool
 
 
-class FactorForm:
-    """A line of :data:`FACTOR_FORMS`.
+class Method:
+    """A line of :data:`METHODS`.
 
     Attributes:
         words: several of what is kept, for people.
@@ -145,7 +145,7 @@ class FactorForm:
         raise NotImplementedError
 
 
-class _Eigen(FactorForm):
+class _Eigen(Method):
     words, solver, solver_flops, solver_seconds = "eigenbases", "eigh", 9, "eigh_seconds"
     parts = (
         Part("eigenvectors", basis_numel, flat_vectors, True),
@@ -177,7 +177,7 @@ class _Eigen(FactorForm):
         return Eigenbasis(tuple(vectors.to(device) for vectors in saved["vectors"]), saved["values"].to(device))
 
 
-class _Inverse(FactorForm):
+class _Inverse(Method):
     words, solver, solver_flops, solver_seconds = "inverses", "Cholesky", 1, "cholesky_seconds"
     product_flops, passes, calls = 2, 4, 10
     parts = (Part("inverses", lambda side: side.numel, packed, False),)
@@ -228,5 +228,5 @@ class _Root(_Inverse):
 
 
 EIGEN = _Eigen()
-FACTOR_FORMS: dict[str, FactorForm] = {"eigen": EIGEN, "inverse": _Inverse(), "root": _Root()}
+METHODS: dict[str, Method] = {"eigen": EIGEN, "inverse": _Inverse(), "root": _Root()}
 """By ``preconditioner.method``."""
