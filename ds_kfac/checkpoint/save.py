@@ -158,7 +158,7 @@ def _factor_payload(state: FactorState, pending: Refreshed | None, config: KFACC
 def layer_payload(state: LayerState, *, eigenbasis: bool) -> dict[str, Any]:
     """A layer's file: plain tensors. Moments belong to their eigenbasis, so it is saved with them in any case."""
     kept = eigenbasis or state.moments is not None
-    own = state.moments if state.turn is None else state.settled().moments
+    own = state.moments if state.change is None else state.settled().moments
     return {
         "terms": state.terms,
         "A": state.method.save(state.A) if kept and state.A is not None else None,

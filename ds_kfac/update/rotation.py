@@ -116,13 +116,13 @@ class Rotation:
         """x Q_A^T."""
         return self._product((), x_OI, [vectors.mT for vectors in self.A])
 
-    def given_up(self, turn: Callable[[Tensor], Tensor], x_OI: Tensor) -> Tensor:
+    def given_up(self, rotate: Callable[[Tensor], Tensor], x_OI: Tensor) -> Tensor:
         """:meth:`rotate` or :meth:`restore` of a matrix that is given up: of a large one whose rows stay apart in its
         place, so that it is not there twice."""
         if self.G or not is_large(x_OI):
-            return turn(x_OI)
+            return rotate(x_OI)
         for rows in x_OI.split(rows_at_once(x_OI)):
-            rows.copy_(turn(rows))
+            rows.copy_(rotate(rows))
         return x_OI
 
     def _product(self, left: Sequence[Tensor], x: Tensor, right: Sequence[Tensor]) -> Tensor:
@@ -134,8 +134,8 @@ class Rotation:
                 x = (left[0] if x.ndim > 2 else left[0][0]) @ x if whole else _blockwise(left, x)
             if right:
                 whole = len(right) == 1 and len(right[0]) == alone
-                turned = [blocks.mT for blocks in right]
-                x = x @ (right[0] if x.ndim > 2 else right[0][0]) if whole else _blockwise(turned, x.mT).mT
+                transposed = [blocks.mT for blocks in right]
+                x = x @ (right[0] if x.ndim > 2 else right[0][0]) if whole else _blockwise(transposed, x.mT).mT
         return x
 
 
@@ -174,8 +174,8 @@ class Rotations:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """Of a layer. What turns is computed when it is asked for: turned moments that wait for their step to be applied
+class BasisChange:
+    """Of a layer. The overlap is computed when it is asked for: rotated moments that wait for their step to be applied
     would take as much memory as a gradient.
 
     Attributes:
@@ -189,11 +189,11 @@ class Turn:
         """fp32 [O, I], contiguous; into ``out_OI``, which may be ``x_OI``, a large matrix some rows at a time."""
         if not is_large(x_OI):
             with self._exactly():
-                turned = self.new.overlap(self.old).rotate(x_OI)
-            return turned.contiguous() if out_OI is None else out_OI.copy_(turned)
+                rotated = self.new.overlap(self.old).rotate(x_OI)
+            return rotated.contiguous() if out_OI is None else out_OI.copy_(rotated)
         out_OI = torch.empty_like(x_OI) if out_OI is None else out_OI
-        for out, turned in zip(out_OI.split(rows_at_once(x_OI)), self.rows(x_OI), strict=True):
-            out.copy_(turned)
+        for out, rotated in zip(out_OI.split(rows_at_once(x_OI)), self.rows(x_OI), strict=True):
+            out.copy_(rotated)
         return out_OI
 
     def rows(self, x_OI: Tensor) -> Iterator[Tensor]:

@@ -16,7 +16,7 @@ from ds_kfac.curvature.factor import Side, excess
 from ds_kfac.curvature.methods import EIGEN, Kept, Method
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.dispatch import adam_scale, corrected_scale_dot
-from ds_kfac.update.rotation import Turn, is_large, rows_at_once
+from ds_kfac.update.rotation import BasisChange, is_large, rows_at_once
 
 
 class Moments(Protocol):
@@ -26,12 +26,12 @@ class Moments(Protocol):
     Attributes:
         NAME: in checkpoints.
         COUNT: tensors [O, I].
-        TURNS: whether ``turned`` takes them into a new eigenbasis.
+        ROTATES: whether ``rotated`` takes them into a new eigenbasis.
     """
 
     NAME: ClassVar[str]
     COUNT: ClassVar[int]
-    TURNS: ClassVar[bool]
+    ROTATES: ClassVar[bool]
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Any: ...
@@ -54,7 +54,7 @@ class CorrectedEigenvalues:
 
     NAME: ClassVar = "corrected"
     COUNT: ClassVar = 1
-    TURNS: ClassVar = False
+    ROTATES: ClassVar = False
 
     second_OI: Tensor
     updates: Tensor
@@ -131,7 +131,7 @@ class AdamMoments:
 
     NAME: ClassVar = "adam"
     COUNT: ClassVar = 2
-    TURNS: ClassVar = True
+    ROTATES: ClassVar = True
 
     first_OI: Tensor
     second_OI: Tensor
@@ -153,44 +153,45 @@ class AdamMoments:
         betas: tuple[float, float],
         eps: float,
         usable: Tensor,
-        turns: Sequence[Turn | None] = (None,),
+        changes: Sequence[BasisChange | None] = (None,),
         waits: torch.dtype = torch.float32,
-    ) -> tuple[Tensor, "AdamFold"]:
-        """Divide as if one step's gradient was folded into both moments, first / (sqrt(second) + eps), both
+    ) -> tuple[Tensor, "MomentUpdate"]:
+        """Divide as if both moments had one step's gradient in them, first / (sqrt(second) + eps), both
         bias-corrected.
 
         Args:
-            rotated_OI: given up: the fold has it, or the direction its place.
+            rotated_OI: given up: the update has it, or the direction its place.
             usable: bool scalar on the device; where it is false the moments stay as they are.
-            turns: of each layer.
-            waits: what the fold's gradient is rounded to until then.
+            changes: of each layer.
+            waits: what the update's gradient is rounded to until then.
 
-        Returns Adam's step with Nesterov's momentum, rotated, before the learning rate; and what folds the gradient in.
+        Returns Adam's step with Nesterov's momentum, rotated, before the learning rate; and what brings the gradient
+        into the moments.
         """
 
         step: Callable[..., Any] = partial(adam_scale, betas=betas, eps=eps)
         # a basis in blocks may leave it transposed, which moments are not
         rotated_OI = rotated_OI.contiguous()
-        fold = AdamFold(self, rotated_OI.to(waits), usable, betas, turns)
+        update = MomentUpdate(self, rotated_OI.to(waits), usable, betas, changes)
         if not is_large(rotated_OI):
-            first_OI = self.turned(*turns).first_OI if any(turns) else self.first_OI
-            return step(rotated_OI, first_OI, self.second_OI, self.updates, usable)[0], fold
-        rounded, rows = fold.rotated_OI is not rotated_OI, rows_at_once(rotated_OI)
+            first_OI = self.rotated(*changes).first_OI if any(changes) else self.first_OI
+            return step(rotated_OI, first_OI, self.second_OI, self.updates, usable)[0], update
+        rounded, rows = update.rotated_OI is not rotated_OI, rows_at_once(rotated_OI)
         direction_OI = rotated_OI if rounded else torch.empty_like(rotated_OI)
-        first = self.first_OI.split(rows) if turns[0] is None else turns[0].rows(self.first_OI)
+        first = self.first_OI.split(rows) if changes[0] is None else changes[0].rows(self.first_OI)
         whole = direction_OI.split(rows), rotated_OI.split(rows), first, self.second_OI.split(rows)
         for out_OI, *parts in zip(*whole, strict=True):
             out_OI.copy_(step(*parts, self.updates, usable)[0])  # new moments of these rows alone
-        return direction_OI, fold
+        return direction_OI, update
 
-    def turned(self, *turns: Turn | None) -> "AdamMoments":
-        """After a refresh: the first moment, of each of several layers if it is of several, is turned into the new
+    def rotated(self, *changes: BasisChange | None) -> "AdamMoments":
+        """After a refresh: the first moment, of each of several layers if it is of several, is rotated into the new
         basis; the second is kept as it is."""
-        if not any(turns):
+        if not any(changes):
             return self
-        parts = self.first_OI.unbind() if len(turns) > 1 else [self.first_OI]
-        new = [turn(part) if turn else part for turn, part in zip(turns, parts, strict=True)]
-        return replace(self, first_OI=torch.stack(new) if len(turns) > 1 else new[0])
+        parts = self.first_OI.unbind() if len(changes) > 1 else [self.first_OI]
+        new = [change(part) if change else part for change, part in zip(changes, parts, strict=True)]
+        return replace(self, first_OI=torch.stack(new) if len(changes) > 1 else new[0])
 
     def unrotated(self, basis: LayerBasis) -> "AdamMoments":
         """Out of a basis; the second moment as far as a diagonal can be."""
@@ -199,28 +200,29 @@ class AdamMoments:
 
 
 @dataclass(frozen=True)
-class AdamFold:
+class MomentUpdate:
     """A gradient that Adam's moments will hold once its step was applied. It takes half of what new moments would, or a
     quarter.
 
     Attributes:
         rotated_OI: the gradient, fp32 or rounded.
         usable: bool scalar, or [n] of n layers.
-        turns: of each layer.
+        changes: of each layer.
     """
 
     moments: AdamMoments
     rotated_OI: Tensor
     usable: Tensor
     betas: tuple[float, float]
-    turns: Sequence[Turn | None]
+    changes: Sequence[BasisChange | None]
 
-    def keep(self) -> None:
+    def apply(self) -> None:
         """Change the moments, in place; this is given up."""
-        several = len(self.turns) > 1
-        for turn, part in zip(self.turns, self.moments.first_OI if several else [self.moments.first_OI], strict=True):
-            if turn is not None:
-                turn(part, part)
+        first_OI = self.moments.first_OI
+        parts = first_OI.unbind() if len(self.changes) > 1 else [first_OI]
+        for change, part in zip(self.changes, parts, strict=True):
+            if change is not None:
+                change(part, part)
         first, second = ((1 - (1 - beta) * self.usable.float())[..., None, None] for beta in self.betas)
         whole, x_OI = (self.moments.first_OI, self.moments.second_OI), self.rotated_OI
         rows = rows_at_once(x_OI) if is_large(x_OI) else len(x_OI)
@@ -241,7 +243,7 @@ class LastUpdate:
 
     NAME: ClassVar = "update"
     COUNT: ClassVar = 1
-    TURNS: ClassVar = False
+    ROTATES: ClassVar = False
 
     update_OI: Tensor
 
@@ -295,7 +297,7 @@ class LayerState:
         A, G: eigenbases, damped inverses or roots; None until the first refresh. Gradients are preconditioned when both
             are there.
         moments: of the rotated gradient; None if the update rule keeps none.
-        turn: what is to be done to them before they are in the eigenbases; None: nothing.
+        change: what is to be done to them before they are in the eigenbases; None: nothing.
     """
 
     terms: Tensor
@@ -303,7 +305,7 @@ class LayerState:
     A: Kept | None = None
     G: Kept | None = None
     moments: Any = None
-    turn: Turn | None = None
+    change: BasisChange | None = None
 
     @classmethod
     def empty(
@@ -339,16 +341,16 @@ class LayerState:
         return 0 if self.moments is None else self.moments.nbytes
 
     def rebased(self, *, A: Kept | None = None, G: Kept | None = None) -> "LayerState":
-        """With new eigenbases or inverses of one or both sides; Adam's first moment is to be turned into the
+        """With new eigenbases or inverses of one or both sides; Adam's first moment is to be rotated into the
         eigenbases. Second moments stay as they are."""
         new = replace(self, A=A or self.A, G=G or self.G)
-        if new.basis is None or self.moments is None or not self.moments.TURNS:
+        if new.basis is None or self.moments is None or not self.moments.ROTATES:
             return new
-        return replace(new, turn=Turn(self.turn.old if self.turn else self.basis, new.basis))
+        return replace(new, change=BasisChange(self.change.old if self.change else self.basis, new.basis))
 
     def settled(self) -> "LayerState":
         """With moments that are in the eigenbases."""
-        return self if self.turn is None else replace(self, moments=self.moments.turned(self.turn), turn=None)
+        return self if self.change is None else replace(self, moments=self.moments.rotated(self.change), change=None)
 
     def without(self, *, A: Kept | None, G: Kept | None) -> "LayerState":
         """With the moments taken out of eigenbases of sides that are identities now; None: of a side that is not."""

@@ -10,7 +10,7 @@ from ds_kfac.comm.message import Arrivals, Move, Part
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.update.rotation import AT_ONCE
-from ds_kfac.update.state import AdamFold, LayerState
+from ds_kfac.update.state import LayerState, MomentUpdate
 from ds_kfac.zero.layout import ShardLayout
 from ds_kfac.zero.shards import Shard, ShardMap, of_layers, plan_gather, plan_scatter, source
 
@@ -187,7 +187,7 @@ class LocalResult:
         unused: scalar, layers whose gradient was exactly zero, where the direction asks.
         limited: scalar, layers whose gradient was scaled down for its running second moment.
         left_out: layer name -> bool scalar, whether its gradient was too large for its moments.
-        folds: gradients that go into moments of ``states`` once the step was applied.
+        moment_updates: gradients that go into moments of ``states`` once the step was applied.
         clip: factor that clipped the gradients in the results.
     """
 
@@ -200,7 +200,7 @@ class LocalResult:
     unused: Tensor
     limited: Tensor
     left_out: dict[str, Tensor] = field(default_factory=dict)
-    folds: list[AdamFold] = field(default_factory=list)
+    moment_updates: list[MomentUpdate] = field(default_factory=list)
     clip: Tensor | float = 1.0
 
     @classmethod
@@ -211,8 +211,8 @@ class LocalResult:
 
     def kept(self) -> dict[str, LayerState]:
         """``states``, now that the step was applied: they take its gradients in, where they have not yet."""
-        while self.folds:
-            self.folds.pop().keep()
+        while self.moment_updates:
+            self.moment_updates.pop().apply()
         return self.states
 
     def counts(self, failed: int, unusual: Tensor | None) -> list[Tensor]:

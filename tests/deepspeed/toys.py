@@ -10,7 +10,7 @@ from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.eigen import LayerBasis, Refreshed
 from ds_kfac.curvature.methods import Method, Part
 from ds_kfac.directions.base import Direction, DirectionSetup, UpdateRule
-from ds_kfac.update.rotation import Rotations, Turn
+from ds_kfac.update.rotation import BasisChange, Rotations
 from ds_kfac.zero.exchange import LocalResult
 
 
@@ -24,7 +24,7 @@ class Mean:
 
     NAME: ClassVar = "mean"
     COUNT: ClassVar = 1
-    TURNS: ClassVar = True
+    ROTATES: ClassVar = True
 
     first_OI: Tensor
 
@@ -36,7 +36,7 @@ class Mean:
     def nbytes(self) -> int:
         return self.first_OI.nbytes
 
-    def turned(self, turn: Turn) -> "Mean":
+    def rotated(self, turn: BasisChange) -> "Mean":
         return Mean(turn(self.first_OI))
 
     def unrotated(self, basis: LayerBasis) -> "Mean":

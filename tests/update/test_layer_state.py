@@ -37,5 +37,5 @@ def test_moments_that_were_not_turned_yet_are_turned_from_where_they_are():
     for basis in bases:
         state = state.rebased(A=basis.A, G=basis.G)
     state = state.settled()
-    assert state.turn is None
+    assert state.change is None
     close(bases[-1].restore(state.moments.first_OI), momentum, sums=8 * (ROWS + COLUMNS))

@@ -8,7 +8,7 @@ import torch
 from ds_kfac.curvature.eigen import LayerBasis
 from ds_kfac.curvature.factor import SETTLED, SPIKE, KroneckerFactor, Side
 from ds_kfac.ops.dispatch import adam_scale
-from ds_kfac.update.rotation import Turn
+from ds_kfac.update.rotation import BasisChange
 from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues, stacked, unstacked
 from tests.close import close, exact
 from tests.curvature.one_factor import refresh
@@ -68,8 +68,8 @@ def test_a_spike_counts_for_ten_times_the_average_once_that_is_settled(settled):
 
 def folded(moments: AdamMoments, gradient: torch.Tensor, *, betas, eps=1e-8, usable=YES) -> torch.Tensor:
     """The direction, with the gradient in the moments."""
-    direction, fold = moments.divide(gradient.clone(), betas=betas, eps=eps, usable=usable)
-    fold.keep()
+    direction, update = moments.divide(gradient.clone(), betas=betas, eps=eps, usable=usable)
+    update.apply()
     return direction
 
 
@@ -78,10 +78,10 @@ def test_adams_moments_change_when_they_are_told_to():
     usable = torch.tensor([True, False])
     for step in range(3):
         before = [part.clone() for part in vars(moments).values()]
-        fold = moments.divide(x.clone(), betas=(0.9, 0.99), eps=1e-8, usable=usable)[1]
+        update = moments.divide(x.clone(), betas=(0.9, 0.99), eps=1e-8, usable=usable)[1]
         assert all(torch.equal(*pair) for pair in zip(before, vars(moments).values(), strict=True))
         _, first, second = adam_scale(x, *before, usable, betas=(0.9, 0.99), eps=1e-8)
-        fold.keep()
+        update.apply()
         exact(moments.first_OI, first)
         exact(moments.second_OI, second)
         assert moments.updates.tolist() == [step + 1, 0] and not moments.first_OI[1].any()
@@ -121,7 +121,7 @@ def test_a_refresh_rotates_the_first_moment():
     old, new = random_basis(3, 5, seed=0), random_basis(3, 5, seed=1)
     momentum = torch.randn(3, 5)
     adam = AdamMoments(old.rotate(momentum), torch.rand(3, 5), torch.ones(()))
-    moved = adam.turned(Turn(old, new))
+    moved = adam.rotated(BasisChange(old, new))
     close(new.restore(moved.first_OI), momentum, sums=4 * (3 + 5))
     assert torch.equal(moved.second_OI, adam.second_OI)
 
@@ -133,10 +133,10 @@ def test_several_layers_are_turned_once_their_step_was_applied():
     turned = torch.stack([before[0], new.rotate(old.restore(before[1]))])
     options = {"usable": torch.tensor([True, True]), "betas": (0.9, 0.99), "eps": 1e-8}
     expected = adam_scale(gradient, turned, moments.second_OI, moments.updates, **options)
-    direction, fold = moments.divide(gradient.clone(), **options, turns=[None, Turn(old, new)])
+    direction, update = moments.divide(gradient.clone(), **options, changes=[None, BasisChange(old, new)])
     assert torch.equal(moments.first_OI, before)
     close(direction, expected[0], sums=2 * (3 + 5))
-    fold.keep()
+    update.apply()
     close(moments.first_OI, expected[1], sums=2 * (3 + 5))
     exact(moments.second_OI, expected[2])
 
@@ -161,7 +161,7 @@ def quadratic_losses(*, rotate: bool) -> list[float]:
                 sides.append(refresh(KroneckerFactor(side, total, torch.ones(()))).basis)
             new = LayerBasis(*sides)
             if rotate:
-                moments = moments.turned(Turn(basis, new))
+                moments = moments.rotated(BasisChange(basis, new))
             basis = new
         gradient = basis.rotate(G @ (W - target) @ A)
         direction = folded(moments, gradient, betas=(0.9, 0.95))

@@ -9,7 +9,7 @@ from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis
 from ds_kfac.curvature.precision import HIGHEST
 from ds_kfac.update import rotation
 from ds_kfac.update.kfac import precondition_corrected
-from ds_kfac.update.rotation import Rotation, Turn
+from ds_kfac.update.rotation import BasisChange, Rotation
 from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues
 from tests.close import close, exact, near
 from tests.update.test_moments import random_basis
@@ -37,7 +37,7 @@ def test_rows_at_a_time_are_as_the_whole(side, monkeypatch):
 def test_moments_are_turned_by_rows_in_place(monkeypatch):
     old, new = (random_basis(ROWS, COLUMNS, seed=seed) for seed in range(2))
     still = Eigenbasis((), torch.ones(ROWS))
-    turn, x_OI = Turn(LayerBasis(still, old.A), LayerBasis(still, new.A)), torch.randn(ROWS, COLUMNS)
+    turn, x_OI = BasisChange(LayerBasis(still, old.A), LayerBasis(still, new.A)), torch.randn(ROWS, COLUMNS)
     expected = turn(x_OI)
     monkeypatch.setattr(rotation, "AT_ONCE", 2 * COLUMNS)
     close(turn(x_OI), expected, sums=2 * COLUMNS)
@@ -50,8 +50,8 @@ def test_moments_take_a_transposed_gradient_in():
     """As a basis in blocks leaves it."""
     x_OI, options = torch.randn(COLUMNS, ROWS).T, {"betas": (0.9, 0.99), "eps": 1e-8, "usable": torch.tensor(True)}
     moments = AdamMoments.empty((ROWS, COLUMNS))
-    direction, fold = moments.divide(x_OI, **options)
-    assert fold.rotated_OI.is_contiguous() and direction.is_contiguous()
+    direction, update = moments.divide(x_OI, **options)
+    assert update.rotated_OI.is_contiguous() and direction.is_contiguous()
     nesterov = 0.9 * 0.1 / (1 - 0.9**2) + 1
     near(direction, nesterov * x_OI.sign(), 2e-8 / x_OI.abs() + 2e-6, "Adam's eps, and fp32")
 
@@ -68,19 +68,19 @@ def test_moments_of_rows_at_a_time_are_as_of_the_whole(waits, monkeypatch):
     x_OI, options = torch.randn(ROWS, COLUMNS), {"betas": (0.9, 0.99), "eps": 1e-8, "usable": torch.tensor(True)}
     whole, by_rows, reference = (AdamMoments.empty((ROWS, COLUMNS)) for _ in range(3))
     for _ in range(2):
-        of_rounded, fold = whole.divide(x_OI.clone(), **options, waits=waits)
-        assert fold.rotated_OI.dtype is waits
-        fold.keep()
-        of_exact, fold = reference.divide(x_OI.clone(), **options)
-        fold.keep()
+        of_rounded, update = whole.divide(x_OI.clone(), **options, waits=waits)
+        assert update.rotated_OI.dtype is waits
+        update.apply()
+        of_exact, update = reference.divide(x_OI.clone(), **options)
+        update.apply()
         near(of_rounded, of_exact, HALF_ULP[waits] * of_exact.abs(), "one rounding")
         with monkeypatch.context() as patch:
             patch.setattr(rotation, "AT_ONCE", 3 * COLUMNS)
             given = x_OI.clone()
-            found, fold = by_rows.divide(given, **options, waits=waits)
+            found, update = by_rows.divide(given, **options, waits=waits)
             assert torch.equal(found, of_rounded)
             assert (found is given) == (waits is torch.bfloat16), "no third matrix where the gradient was copied"
-            fold.keep()
+            update.apply()
     for kept in (by_rows, whole):
         near(kept.first_OI, reference.first_OI, HALF_ULP[torch.bfloat16] * reference.first_OI.abs(), "of rounded rows")
         near(kept.second_OI, reference.second_OI, 2 * HALF_ULP[torch.bfloat16] * reference.second_OI, "their squares")
@@ -94,7 +94,7 @@ def test_large_moments_are_turned_while_they_are_met(side, monkeypatch):
         old, new = (LayerBasis(Eigenbasis((), torch.ones(ROWS)), basis.A) for basis in (old, new))
     kept = AdamMoments(torch.randn(ROWS, COLUMNS), torch.rand(ROWS, COLUMNS), torch.tensor(3.0))
     x_OI, before = torch.randn(ROWS, COLUMNS), kept.first_OI.clone()
-    options = {"betas": (0.9, 0.99), "eps": 1e-8, "usable": torch.tensor(True), "turns": [Turn(old, new)]}
+    options = {"betas": (0.9, 0.99), "eps": 1e-8, "usable": torch.tensor(True), "changes": [BasisChange(old, new)]}
     expected, _ = kept.divide(x_OI.clone(), **options)
     monkeypatch.setattr(rotation, "AT_ONCE", 3 * COLUMNS)
     found, _ = kept.divide(x_OI.clone(), **options)

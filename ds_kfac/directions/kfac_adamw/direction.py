@@ -60,7 +60,7 @@ from ds_kfac.update.rotation import (
     stacks,
     together,
 )
-from ds_kfac.update.state import AdamFold, LayerState, stacked, unstacked
+from ds_kfac.update.state import LayerState, MomentUpdate, stacked, unstacked
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
 
@@ -198,7 +198,7 @@ class AdamDirection:
         scale, norm, good = torch.zeros_like(self.target), torch.zeros_like(self.target), torch.zeros_like(usable)
         for some in parts:
             for stack in some:
-                local.folds.append(self._step(stack, states, gradients, unscale, stack.of(usable)))
+                local.moment_updates.append(self._step(stack, states, gradients, unscale, stack.of(usable)))
             own = slice(some[0].places.start, some[-1].places.stop)
             self._orthogonalize([stack for stack in some if stack.orthogonal])
             scale[own], norm[own] = self._restore(some, own)
@@ -239,7 +239,7 @@ class AdamDirection:
         gradients: dict[str, Tensor],
         unscale: Tensor | float,
         usable: Tensor,
-    ) -> AdamFold:
+    ) -> MomentUpdate:
         """Adam in the eigenbasis, the gradients in the moments that are ``usable``. Before the first refresh nothing is
         rotated: plain Adam."""
         names = tuple(layer.name for layer in stack.layers)
@@ -254,14 +254,14 @@ class AdamDirection:
         del whole
         if stack.rotation is not None:
             rotated = stack.rotation.given_up(stack.rotation.rotate, rotated)
-        moments, turns = stacked([state.moments for state in own]), [state.turn for state in own]
-        stack.x_OI, fold = moments.divide(
-            rotated, betas=tuple(group["betas"]), eps=group["eps"], usable=usable, turns=turns, waits=self.waits
+        moments, changes = stacked([state.moments for state in own]), [state.change for state in own]
+        stack.x_OI, update = moments.divide(
+            rotated, betas=tuple(group["betas"]), eps=group["eps"], usable=usable, changes=changes, waits=self.waits
         )
-        if len(own) > 1 or turns[0] is not None:
+        if len(own) > 1 or changes[0] is not None:
             for name, state, kept in zip(names, own, unstacked(moments, len(own)), strict=True):
-                states[name] = replace(state, moments=kept, turn=None)
-        return fold
+                states[name] = replace(state, moments=kept, change=None)
+        return update
 
     def _restore(self, some: Sequence[Stack], own: slice) -> tuple[Tensor, Tensor]:
         """Adam's directions, or their orthogonal factors, out of the eigenbases, in their place. Returns what each is

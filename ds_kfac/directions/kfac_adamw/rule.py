@@ -121,8 +121,8 @@ class KFACAdamWRule(UpdateRule):
         return [([layer for stack in some for layer in stack], self._round(plan, some)) for some in rounds(stacks)]
 
     def _round(self, plan: Plan, stacks: Sequence[Sequence[LayerSpec]]) -> int:
-        """The directions of a round, and in turn Adam's: the gradient unless it waits as it is, both moments, a turned
-        one and two more, and what turns it; Newton-Schulz: its matrices, and with roots a whitened direction and
+        """The directions of a round, and in turn Adam's: the gradient unless it waits as it is, both moments, a rotated
+        one and two more, and what rotates it; Newton-Schulz: its matrices, and with roots a whitened direction and
         factor."""
         adam, iterated, copied, whole, alike = 0, 0, 0, 0, Counter[Hashable]()
         copies, width = 5 + (plan.waits is not torch.float32), 2 if plan.precision.half_orthogonal else 4
@@ -130,8 +130,8 @@ class KFACAdamWRule(UpdateRule):
         for stack in stacks:
             numel = sum(layer.numel for layer in stack)
             whole += numel
-            turns = sum(basis_numel(side) for layer in stack for side in (layer.A, layer.G))
-            adam = max(adam, 4 * (copies * (AT_ONCE if by_rows(stack) else numel) + turns))
+            bases = sum(basis_numel(side) for layer in stack for side in (layer.A, layer.G))
+            adam = max(adam, 4 * (copies * (AT_ONCE if by_rows(stack) else numel) + bases))
             if keeps_direction(plan.config.adam, stack[0]) is None:
                 blocks = stack[0].blocks
                 if blocks and sum(blocks) < stack[0].shape[-2]:  # whose rows lie apart: copies
