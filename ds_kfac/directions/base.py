@@ -91,7 +91,6 @@ class UpdateRule:
         optimizer_type: of an optimizer of its own, in ``"optimizer": {"type": ...}``. None: it steps in front of any
             other; then it clips gradients itself where the engine would, and its steps depend on learning rates.
         passes: over a gradient, per step and gradient worker, in addition to those of preconditioning.
-        kinds: of moments that it may keep.
         without_curvature: what becomes of a layer that has no factors yet.
     """
 
@@ -101,7 +100,6 @@ class UpdateRule:
     marks: tuple[str, ...] = ()
     optimizer_type: str | None = None
     passes = 0
-    kinds: tuple[type[Moments], ...] = ()
     without_curvature = "a layer keeps its raw gradient"
 
     def steps(self, optimizer: Any) -> bool:

@@ -209,7 +209,6 @@ class KFACGradientRule(UpdateRule):
     """The K-FAC gradient in place of the raw one (KAISA), for any optimizer to step with."""
 
     blocks = ("damping", "preconditioner")
-    kinds = (CorrectedEigenvalues, LastUpdate)
 
     def steps(self, optimizer: Any) -> bool:
         return True

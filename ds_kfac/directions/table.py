@@ -31,8 +31,3 @@ def rule_in(ds_config: Mapping[str, Any], optimizer: Any = None) -> UpdateRule:
         raise ValueError(f"DeepSpeed config: optimizer: got {block!r}; must be an object such as {example}")
     named = [rule for rule in DIRECTIONS if rule.parameters(ds_config) is not None or rule.given(optimizer)]
     return named[0] if named else DIRECTIONS[-1]
-
-
-def moments_named() -> Mapping[str, Any]:
-    """Kinds of moments that some rule keeps."""
-    return {kind.NAME: kind for rule in DIRECTIONS for kind in rule.kinds}

@@ -66,7 +66,6 @@ class SoftSign:
 
 class ToyRule(UpdateRule):
     optimizer_type = "ToySGD"
-    kinds = (Mean,)
 
     def steps(self, optimizer: Any) -> bool:
         return isinstance(optimizer, ToySGD)

@@ -33,7 +33,6 @@ class KFACAdamWRule(UpdateRule):
     fisher = "activations_only"
     numbers = 3
     marks = (FLAG, MATRIX)
-    kinds = (AdamMoments,)
     without_curvature = "a layer is stepped without curvature"
     passes = 19  # three norms, scaling before and after, to and from 16 bits, what marks a layer in use, its moments
 
