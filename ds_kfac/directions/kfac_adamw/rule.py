@@ -16,7 +16,7 @@ from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.base import Direction, DirectionSetup, UpdateRule, by_rows
 from ds_kfac.directions.kfac_adamw.direction import AdamDirection, keeps_direction
 from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, KFACAdamWStep
-from ds_kfac.directions.kfac_adamw.user_optimizer import check_groups, given_groups, params_in, put_into
+from ds_kfac.directions.kfac_adamw.user_optimizer import given_groups, params_in, put_into
 from ds_kfac.model.blocks import KINDS, named, rows_of, weight_name
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Choice
@@ -154,7 +154,15 @@ class KFACAdamWRule(UpdateRule):
         put_into(arguments, config, self.scanned(config), self.parameters(ds_config), ds_config)
 
     def check_groups(self, model: nn.Module, layout: ShardLayout, rest: ShardLayout) -> None:
-        check_groups(model, layout, rest)
+        groups = layout.optimizer.param_groups
+        for held, ours in ((layout, True), (rest, False)):
+            for parameter in held.params:
+                if bool(groups[held.group_index(parameter)].get(FLAG)) != ours:
+                    name = next(n for n, p in model.named_parameters() if p is parameter)
+                    raise ValueError(
+                        f"KFACAdamW: {name} is {'' if ours else 'not '}preconditioned, but its parameter group says "
+                        "otherwise; the model or kfac.layers changed between ds_kfac.initialize and attach"
+                    )
 
     def release(self, optimizer: Any) -> None:
         optimizer.direction_scale = None

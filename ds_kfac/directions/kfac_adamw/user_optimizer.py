@@ -14,7 +14,6 @@ from ds_kfac.directions.kfac_adamw.direction import ADAM_RATIO
 from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, OWN, PARAMS, build, checked, checked_group
 from ds_kfac.model.scan import Choice, Scan, scan
 from ds_kfac.model.share import other_matrices
-from ds_kfac.zero.layout import ShardLayout
 
 
 def split_groups(
@@ -331,20 +330,3 @@ def _flat(model_parameters: list[Any] | None) -> list[Any] | None:
     if not model_parameters or not isinstance(model_parameters[0], dict):
         return model_parameters
     return [p for group in model_parameters for p in group["params"]]
-
-
-def check_groups(model: nn.Module, layout: ShardLayout, rest: ShardLayout) -> None:
-    """KFACAdamW steps exactly the marked groups along K-FAC's directions: they must hold the layers, and only them.
-
-    Raises:
-        ValueError: some parameter is in the wrong kind of group.
-    """
-    groups = layout.optimizer.param_groups
-    for held, ours in ((layout, True), (rest, False)):
-        for parameter in held.params:
-            if bool(groups[held.group_index(parameter)].get(FLAG)) != ours:
-                name = next(n for n, p in model.named_parameters() if p is parameter)
-                raise ValueError(
-                    f"KFACAdamW: {name} is {'' if ours else 'not '}preconditioned, but its parameter group says "
-                    "otherwise; the model or kfac.layers changed between ds_kfac.initialize and attach"
-                )
