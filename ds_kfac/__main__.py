@@ -42,7 +42,7 @@ def environment_report() -> str:
             "supported",
             *columns(_support()),
             "refused at attach",
-            *(f"  {mode}: {refusal.remedy}" for mode, refusal in REFUSALS.items()),
+            *(f"  {mode}: {remedy}" for mode, (_, remedy) in REFUSALS.items()),
         ]
     )
 

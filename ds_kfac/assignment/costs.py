@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_kfac.curvature.eigen import basis_numel
 from ds_kfac.curvature.factor import Side
 from ds_kfac.curvature.methods import EIGEN, Method
 from ds_kfac.model.layers import LayerSpec
@@ -42,7 +41,7 @@ def decompose_flops(side: Side, method: Method = EIGEN) -> int:
 
 def precondition_flops(layer: LayerSpec, method: Method = EIGEN) -> int:
     """Rotate and rotate back: 4 O I (O + I) for dense sides, less for blocks, none for diagonals; inverses half."""
-    numel = layer.dim_G * basis_numel(layer.A) + layer.dim_A * basis_numel(layer.G)
+    numel = layer.dim_G * layer.A.basis_numel + layer.dim_A * layer.G.basis_numel
     return method.product_flops * numel // layer.groups
 
 

@@ -81,7 +81,7 @@ def _read(
     # partners of a factor that begins empty are decomposed with it, as soon as it has data
     incomplete = {
         spec.key
-        for sides in factors_by_layer(specs).values()
+        for sides in (factors_by_layer(specs) if restarted else {}).values()
         if any(spec.key in restarted for spec in sides.values())
         for spec in sides.values()
     }
@@ -260,9 +260,13 @@ OTHER_GROUPS = "parameter group", "parameter-alignment", "must match the size of
 
 
 def load_checkpoint(
-    engine: Any, job: Job, original: Callable[..., Any], load_dir: str, *args: Any, **kwargs: Any
-) -> Any:
+    engine: Any, job: Job, groups: Mapping[str, int], original: Callable[..., Any], load_dir: str, *args: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
     """Around an engine's ``load_checkpoint``: DeepSpeed's load, then ours. What goes wrong with ours is said after it.
+
+    Args:
+        groups: see :func:`ds_kfac.checkpoint.files.groups_of`.
 
     Raises:
         CheckpointError: on every rank, after DeepSpeed's load: ranks have loaded different saves, or the K-FAC state is
@@ -272,8 +276,8 @@ def load_checkpoint(
     arguments = inspect.signature(original).bind(load_dir, *args, **kwargs).arguments
     # which groups are K-FAC's is this engine's matter: a universal checkpoint's first one is copied over all others at
     # stage 3, and their raw gradients would be stepped along as if they were directions
-    names, groups = job.preconditioners[0].rule.marks, engine.basic_optimizer.param_groups
-    marks = [{name: bool(group.get(name)) for name in names} for group in groups]
+    names = job.preconditioners[0].rule.marks
+    marks = [{name: bool(group.get(name)) for name in names} for group in engine.basic_optimizer.param_groups]
     try:
         path, client_state = original(load_dir, *args, **kwargs)
     except (ValueError, RuntimeError) as error:  # on every rank
@@ -301,7 +305,7 @@ def load_checkpoint(
                 f"{tag_directory}"
             )
     if anew is None and not engine.load_universal_checkpoint():
-        _check_groups(files.groups_of(engine, job), tag_directory, entry)
+        _check_groups(groups, tag_directory, entry)
     if anew is None and entry is not None:
         anew = _loaded(engine, job, tag_directory, entry)
     elif anew is None:
@@ -364,19 +368,14 @@ def _check_files(engine: Any, job: Job, tag_directory: Path, save_id: str) -> No
         CheckpointError: on every rank: some of DeepSpeed's files are of an older save.
     """
     interrupted = files.unfinished(tag_directory, save_id) if engine.global_rank == 0 else None
-    headline = f"ds_kfac: the checkpoint in {tag_directory} is torn"
-    with failing_together(headline, job.channel.group, CheckpointError) as problems:
+    torn, own_tag = f"ds_kfac: the checkpoint in {tag_directory} is torn", "and give every save its own tag"
+    with failing_together(torn, job.channel.group, CheckpointError) as problems:
         if interrupted and (older := files.older_files(tag_directory, save_id)):
-            problems.append(
-                f"{interrupted}: {', '.join(older)} belong to an earlier save, and were partly loaded. Load another "
-                "tag, and give every save its own tag"
-            )
+            whose = f"{', '.join(older)} belong to an earlier save, and were partly loaded"
+            problems.append(f"{interrupted}: {whose}. Load another tag, {own_tag}")
     if interrupted:
-        _say(
-            engine,
-            f"WARNING: {interrupted}: if DeepSpeed was writing then, its files of this tag belong to two saves. "
-            "Load another tag if there is one, and give every save its own tag",
-        )
+        whose = "if DeepSpeed was writing then, its files of this tag belong to two saves"
+        _say(engine, f"WARNING: {interrupted}: {whose}. Load another tag if there is one, {own_tag}")
 
 
 def _check_one_save(job: Job, load_dir: str, loaded: bool, entry: Mapping[str, Any] | None) -> None:

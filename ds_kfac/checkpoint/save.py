@@ -201,6 +201,7 @@ def finish(job: Job, tag_directory: Path, header: Mapping[str, Any]) -> None:
 def save_checkpoint(
     engine: Any,
     job: Job,
+    groups: Mapping[str, int],
     original: Callable[..., Any],
     save_dir: str,
     tag: Any = None,
@@ -223,7 +224,7 @@ def save_checkpoint(
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     folder, header, problem = Path(save_dir) / tag, {}, None
     steps, origin = job.preconditioners[0].steps, str(folder.absolute())
-    entry: dict[str, Any] = {"save_id": None, "steps": steps, "origin": origin, "groups": files.groups_of(engine, job)}
+    entry: dict[str, Any] = {"save_id": None, "steps": steps, "origin": origin, "groups": groups}
     try:
         header = save(job, folder)
         entry["save_id"] = header["save_id"]

@@ -104,11 +104,6 @@ def sided(left: Callable[[Tensor], Tensor], right: Callable[[Tensor], Tensor], x
     return right(x_IO.flatten(0, 1)).view(x_IO.shape).mT
 
 
-def basis_numel(side: Side) -> int:
-    """Elements of a side's eigenvectors, which is multiplications to rotate one vector; a diagonal has none."""
-    return sum(count * width**2 for count, width in side.groups) if side.block > 1 else 0
-
-
 def flat_vectors(basis: Eigenbasis) -> Tensor:
     """All eigenvectors in one flat tensor."""
     return torch.cat([vectors.reshape(-1) for vectors in basis.vectors])

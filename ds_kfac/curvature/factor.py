@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ds_kfac.ops.dispatch import block_syrk_accumulate_, ema_update_, symmetric_unpack_from, syrk_accumulate_
-from ds_kfac.ops.reference import packed_numel
 
 
 @dataclass(frozen=True)
@@ -74,9 +73,19 @@ class Side:
         return ((full, self.block), (1, rest)) if rest else ((full, self.block),)
 
     @property
+    def sizes(self) -> list[int]:
+        """Packed elements of each entry of :attr:`groups`."""
+        return [count * width * (width + 1) // 2 for count, width in self.groups]
+
+    @property
     def numel(self) -> int:
         """Packed elements P."""
-        return sum(count * packed_numel(width) for count, width in self.groups)
+        return sum(self.sizes)
+
+    @property
+    def basis_numel(self) -> int:
+        """Elements of its eigenvectors, which is multiplications to rotate one vector; a diagonal has none."""
+        return sum(count * width**2 for count, width in self.groups) if self.block > 1 else 0
 
     def accumulate_(
         self, sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None, scale: Tensor | float = 1.0
@@ -95,12 +104,9 @@ class Side:
             parts = x_ND.unflatten(1, (self.dim - x_ND.shape[1], -1))
             ones = ones_column.to(x_ND.dtype).unsqueeze(1).expand(*parts.shape[:2], 1)
             x_ND = torch.cat([parts, ones], dim=2).flatten(1)
-        column = start = 0
-        for count, width in self.groups:
-            stop = start + count * packed_numel(width)
-            part = x_ND[:, column : column + count * width]
-            block_syrk_accumulate_(sum_P[start:stop], part, block=width, scale=scale)
-            column, start = column + count * width, stop
+        columns = x_ND.split([count * width for count, width in self.groups], dim=1)
+        for (_, width), part_P, part_ND in zip(self.groups, sum_P.split(self.sizes), columns, strict=True):
+            block_syrk_accumulate_(part_P, part_ND, block=width, scale=scale)
         return sum_P
 
     def blocks(self, packed_P: Tensor) -> tuple[Tensor, ...]:
@@ -109,12 +115,11 @@ class Side:
 
     def group(self, packed_P: Tensor, index: int) -> Tensor:
         """The symmetric blocks [n, b, b] of one entry of :attr:`groups`."""
-        start = sum(count * packed_numel(width) for count, width in self.groups[:index])
-        count, width = self.groups[index]
+        start, (count, width) = sum(self.sizes[:index]), self.groups[index]
         if width == 1:
             return packed_P[start : start + count].view(count, 1, 1)
-        numel = packed_numel(width)
-        starts = range(start, start + count * numel, numel)
+        numel = self.sizes[index]
+        starts = range(start, start + numel, numel // count)
         matrices = symmetric_unpack_from(packed_P, starts, [width] * count)
         return torch.stack(matrices) if count > 1 else matrices[0].unsqueeze(0)
 
@@ -124,12 +129,10 @@ class Side:
 
     def diagonal_of(self, packed_P: Tensor) -> Tensor:
         """[D] of the blocks; empty for an identity."""
-        diagonals, start = [packed_P[:0]], 0
-        for count, width in self.groups:
-            stop = start + count * packed_numel(width)
+        diagonals = [packed_P[:0]]
+        for (count, width), part in zip(self.groups, packed_P.split(self.sizes), strict=True):
             index = torch.arange(1, width + 1, device=packed_P.device).cumsum(0) - 1
-            diagonals.append(packed_P[start:stop].view(count, -1)[:, index].reshape(-1))
-            start = stop
+            diagonals.append(part.view(count, -1)[:, index].reshape(-1))
         return torch.cat(diagonals)
 
 

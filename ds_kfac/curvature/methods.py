@@ -18,7 +18,6 @@ from ds_kfac.curvature.eigen import (
     Refreshed,
     Request,
     basis_from,
-    basis_numel,
     flat_vectors,
     refresh_all,
 )
@@ -148,14 +147,14 @@ class Method:
 class _Eigen(Method):
     words, solver, solver_flops, solver_seconds = "eigenbases", "eigh", 9, "eigh_seconds"
     parts = (
-        Part("eigenvectors", basis_numel, flat_vectors, True),
+        Part("eigenvectors", lambda side: side.basis_numel, flat_vectors, True),
         # in fp32 always, their range is too wide
         Part("eigenvalues", lambda side: side.dim, lambda basis: basis.values, False),
     )
     rotates = True
 
     def numel(self, side: Side) -> int:
-        return basis_numel(side) + side.dim
+        return side.basis_numel + side.dim
 
     def identity(self, side: Side, device: torch.device) -> Eigenbasis:
         return Eigenbasis((), torch.ones(side.dim, device=device))

@@ -21,6 +21,7 @@ from deepspeed.runtime.pipe.schedule import BackwardPass
 from deepspeed.utils import logger
 from torch import nn
 
+from ds_kfac.checkpoint.files import groups_of
 from ds_kfac.checkpoint.load import load, load_checkpoint
 from ds_kfac.checkpoint.save import save_checkpoint
 from ds_kfac.config.keys import KFACConfig
@@ -66,11 +67,12 @@ class Attachment:
         parts = job.preconditioners if config.rescale_weights else ()
         self._rescalings = [WeightRescaling(kfac.layout, kfac.layers) for kfac in parts]
         self._previous: dict[str, tuple[Any, Any]] = {}
+        groups = groups_of(engine, job)
         self._wrap("_take_model_step", self._take_model_step)
         self._wrap("forward", self._forward)
         self._wrap("backward", self._backward)
-        self._wrap("save_checkpoint", partial(save_checkpoint, engine, job))
-        self._wrap("load_checkpoint", partial(load_checkpoint, engine, job))
+        self._wrap("save_checkpoint", partial(save_checkpoint, engine, job, groups))
+        self._wrap("load_checkpoint", partial(load_checkpoint, engine, job, groups))
         self._wrap("destroy", self._destroy)
         if isinstance(engine, PipelineEngine):
             self._put(TABLE, announcing_backwards(engine, job))

@@ -27,20 +27,17 @@ COMPRESSED = ("onebitadam", "onebitlamb", "zerooneadam")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is asked.
+class Context:
+    """What decides on a refusal.
 
     Attributes:
         config: with its nulls answered.
-        own: whether the update rule has an optimizer of its own, and its name.
+        own: the optimizer that the update rule has of its own, by name.
         optimizer: class or type of the innermost one; empty: the engine cannot train.
         plain_sgd: whether that steps by rate times gradient.
         compressed: whether gradients are not averaged before the step.
-        stage: of ZeRO.
-        parameters: dtype of the model.
-        autocast: dtype of torch_autocast; None: off.
+        parameters, autocast: dtype of the model, and of torch_autocast; None: off.
         bf16_optimizer: whether DeepSpeed steps by its BF16_Optimizer.
-        clips: whether gradients are clipped.
         computes_norms: whether ZeRO computes gradient norms.
         offload_device, super_offload: of ``offload_optimizer``.
         engine: DeepSpeed's; None: there is only a config, and all below is not known to apply.
@@ -80,18 +77,10 @@ class Asked:
     def reduced(self) -> bool:
         return self.config.factor.weight_sharing == "reduce"
 
-
-@dataclass(frozen=True)
-class Refusal:
-    """A line of :data:`REFUSALS`.
-
-    Attributes:
-        applies: asked on every rank, in the order of the table; may be collective where there is an engine.
-        remedy: why, and what to change.
-    """
-
-    applies: Callable[[Asked], bool]
-    remedy: str
+    @property
+    def mixtures(self) -> list[Any]:
+        """Those that AutoEP has put into the engine's model."""
+        return [] if self.engine is None else [module for module in self.engine.module.modules() if is_autoep(module)]
 
 
 def without_optimizer(engine: Any) -> bool:
@@ -99,14 +88,14 @@ def without_optimizer(engine: Any) -> bool:
     return engine.optimizer is None or isinstance(engine.optimizer, (DummyOptim, DeepSpeedZeRoOffload))
 
 
-def of_engine(engine: Any, config: KFACConfig, own: str | None) -> Asked:
-    """Arguments as the attributes of :class:`Asked`."""
+def of_engine(engine: Any, config: KFACConfig, own: str | None) -> Context:
+    """``config``, ``own``: see :class:`Context`."""
     name = "" if without_optimizer(engine) else type(engine.basic_optimizer).__name__
     pipeline = isinstance(engine, PipelineEngine)
     # a pipeline reduces by an instruction of its own
     averages = engine.pipeline_enable_backward_allreduce if pipeline else engine.enable_backward_allreduce
     offload = getattr(engine._config.zero_config, "offload_optimizer", None)
-    return Asked(
+    return Context(
         config=config,
         own=own,
         optimizer=name,
@@ -130,7 +119,7 @@ def of_engine(engine: Any, config: KFACConfig, own: str | None) -> Asked:
     )
 
 
-def of_config(ds_config: Mapping[str, Any], config: KFACConfig, own: str | None, stage: int | None = None) -> Asked:
+def of_config(ds_config: Mapping[str, Any], config: KFACConfig, own: str | None, stage: int | None = None) -> Context:
     """Of the data-parallel engine that DeepSpeed would build. ``stage``: in place of the config's.
 
     Raises:
@@ -141,11 +130,12 @@ def of_config(ds_config: Mapping[str, Any], config: KFACConfig, own: str | None,
     stage = zero.get("stage", 0) if stage is None else stage
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_optimization.stage: got {stage!r}; must be 0, 1, 2 or 3")
+    bound = ds_config.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT)  # the Trainer's "auto" is the default
     parameters, device, autocast = torch.float32, offload.get("device"), block(ds_config, "torch_autocast")
     for key, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16)):
         if block(ds_config, key).get("enabled") is True:
             parameters = dtype
-    return Asked(
+    return Context(
         config=config,
         own=own,
         optimizer=name,
@@ -153,12 +143,10 @@ def of_config(ds_config: Mapping[str, Any], config: KFACConfig, own: str | None,
         compressed=name.lower() in COMPRESSED,
         stage=stage,
         parameters=parameters,
-        autocast=_dtype(autocast, "torch_autocast.dtype") if autocast.get("enabled") is True else None,
-        bf16_optimizer=stage == 1
-        and parameters is torch.bfloat16
-        and accumulation(ds_config) is torch.float32
+        autocast=_dtype(autocast.get("dtype"), "torch_autocast.dtype") if autocast.get("enabled") is True else None,
+        bf16_optimizer=(stage, parameters, accumulation(ds_config)) == (1, torch.bfloat16, torch.float32)
         and device in ("none", None),
-        clips=_clips(ds_config),
+        clips=bool(GRADIENT_CLIPPING_DEFAULT if bound == AUTO else bound),
         computes_norms=zero.get("compute_grad_norm", True) is not False,
         deep_compiled=bool(block(ds_config, "compile").get("deepcompile")),
         zenflow=bool(zero.get("zenflow")),
@@ -179,21 +167,14 @@ def accumulation(ds_config: Mapping[str, Any]) -> torch.dtype | None:
     Raises:
         ValueError: there is no such dtype.
     """
-    return _dtype({"dtype": block(ds_config, "data_types").get("grad_accum_dtype")}, "data_types.grad_accum_dtype")
+    return _dtype(block(ds_config, "data_types").get("grad_accum_dtype"), "data_types.grad_accum_dtype")
 
 
-def _dtype(given: Mapping[str, Any], where: str) -> torch.dtype | None:
-    name = given.get("dtype")
+def _dtype(name: Any, where: str) -> torch.dtype | None:
     try:
         return None if name is None else DtypeEnum(name).value
     except ValueError:
         raise ValueError(f"{where}: got {name!r}; must be fp32, fp16 or bf16") from None
-
-
-def _clips(ds_config: Mapping[str, Any]) -> bool:
-    """A missing key means DeepSpeed's default, and so does the Trainer's "auto" unless it is told otherwise."""
-    bound = ds_config.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT)
-    return bool(GRADIENT_CLIPPING_DEFAULT if bound == AUTO else bound)
 
 
 def _more_than_sgd(options: Mapping[str, Any]) -> bool:
@@ -207,175 +188,165 @@ RESCALED = "kfac.rescale_weights"
 NO_OPTIMIZER = "no optimizer"
 
 
-def _autoep(e: Asked) -> list[Any]:
-    """The mixtures that AutoEP has put into an engine's model."""
-    return [] if e.engine is None else [module for module in e.engine.module.modules() if is_autoep(module)]
-
-
-REFUSALS: Mapping[str, Refusal] = {
-    NO_OPTIMIZER: Refusal(
+REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
+    NO_OPTIMIZER: (
         lambda e: not e.optimizer,
         'K-FAC preconditions an optimizer\'s gradients: add an "optimizer" block, or pass optimizer= (which check and '
         "estimate are told by --optimizer)",
     ),
-    "pipeline of another kind": Refusal(
+    "pipeline of another kind": (
         lambda e: e.pipeline and type(e.engine) is not PipelineEngine,
         "only DeepSpeed's plain PipelineEngine is known: train with its default schedule",
     ),
-    "pipeline with a model axis": Refusal(
+    "pipeline with a model axis": (
         lambda e: e.pipeline and e.engine.is_model_parallel,
         "pipelines of tensor-parallel stages are not supported: use a topology of pipe and data only",
     ),
-    "mixture of experts at stage 3": Refusal(
-        lambda e: e.experts and e.stage == 3 and not _autoep(e),
+    "mixture of experts at stage 3": (
+        lambda e: e.experts and e.stage == 3 and not e.mixtures,
         "DeepSpeed does not partition deepspeed.moe's experts: use ZeRO stage 0, 1 or 2",
     ),
-    "mixture of experts in BF16_Optimizer": Refusal(
+    "mixture of experts in BF16_Optimizer": (
         lambda e: e.experts and e.bf16_optimizer,
         'it is not tested: leave "data_types": {"grad_accum_dtype": "fp32"} out',
     ),
-    "mixture of experts with other model parallelism": Refusal(
+    "mixture of experts with other model parallelism": (
         lambda e: e.experts and (e.sharded or e.pipeline or e.sequence),
         "experts are supported with data parallelism only: give the other dimensions a size of one",
     ),
-    "AutoEP with AutoTP": Refusal(
-        lambda e: bool(_autoep(e)) and e.engine.autotp_size() > 1,
+    "AutoEP with AutoTP": (
+        lambda e: bool(e.mixtures) and e.engine.autotp_size() > 1,
         "tokens are spread over tensor-parallel ranks, too: set tensor_parallel.autotp_size to 1",
     ),
-    "AutoEP with DeepEP": Refusal(
-        lambda e: any(mixture.comm_backend != "comm" for mixture in _autoep(e)),
+    "AutoEP with DeepEP": (
+        lambda e: any(mixture.comm_backend != "comm" for mixture in e.mixtures),
         'it is not tested: set expert_parallel.comm_backend to "comm"',
     ),
-    "AutoEP with Triton's grouped products": Refusal(
-        lambda e: any(mixture.experts.use_triton_grouped_mm for mixture in _autoep(e)),
+    "AutoEP with Triton's grouped products": (
+        lambda e: any(mixture.experts.use_triton_grouped_mm for mixture in e.mixtures),
         "their rows are not seen: set expert_parallel.disable_triton_grouped_mm to true, or use_grouped_mm to false",
     ),
-    "AutoEP with one product for gate and up": Refusal(
-        lambda e: any(mixture.experts.gate_up_impl != "separate" for mixture in _autoep(e)),
+    "AutoEP with one product for gate and up": (
+        lambda e: any(mixture.experts.gate_up_impl != "separate" for mixture in e.mixtures),
         'it multiplies by a copy of two weights: set expert_parallel.gate_up_impl to "separate"',
     ),
-    "tensor and sequence parallelism": Refusal(
+    "tensor and sequence parallelism": (
         lambda e: e.sharded and e.sequence,
         "only one of them is supported: make one of the two groups a group of one rank",
     ),
-    "sequence parallelism by mesh_param": Refusal(
+    "sequence parallelism by mesh_param": (
         lambda e: e.engine is not None and e.engine.mesh_device is not None,
         "DeepSpeed does not sum its gradients over the sequence group: pass mpu=deepspeed.runtime.sequence_parallel."
         "parallel_state_sp, or one like it, instead",
     ),
-    "DeepCompile": Refusal(
+    "DeepCompile": (
         lambda e: e.deep_compiled,
         'it reduces gradients inside the compiled graph, past our hook: set "compile": {"deepcompile": false}',
     ),
-    "ZenFlow": Refusal(
-        lambda e: e.zenflow,
-        'it updates parameters outside the step: remove "zenflow" from zero_optimization',
-    ),
-    "SuperOffload": Refusal(
+    "ZenFlow": (lambda e: e.zenflow, 'it updates parameters outside the step: remove "zenflow" from zero_optimization'),
+    "SuperOffload": (
         lambda e: e.super_offload,
         'it steps during backward: set "super_offload": false in offload_optimizer',
     ),
-    "NVMe offload": Refusal(
+    "NVMe offload": (
         lambda e: e.offload_device == "nvme",
         'gradients are swapped out when K-FAC needs them: set offload_optimizer.device to "cpu"',
     ),
-    "compressed-communication optimizer": Refusal(
+    "compressed-communication optimizer": (
         lambda e: e.compressed,
         "gradients are not averaged before the step: use an optimizer without built-in communication, such as AdamW",
     ),
-    "torch_autocast fp16 without gradient norms": Refusal(
+    "torch_autocast fp16 without gradient norms": (
         lambda e: e.stage > 0 and e.autocast is torch.float16 and not e.computes_norms,
         "each rank would skip overflowed steps on its own: set zero_optimization.compute_grad_norm to true",
     ),
-    "Muon": Refusal(
+    "Muon": (
         lambda e: "muon" in e.optimizer.lower(),
         "it replaces gradients by its own updates before K-FAC sees them: choose Muon or K-FAC",
     ),
-    '"use_node_local_storage" on several nodes': Refusal(
+    '"use_node_local_storage" on several nodes': (
         lambda e: (
             e.engine is not None and e.engine.use_node_local_storage() and len(set(gathered(socket.gethostname()))) > 1
         ),
         "K-FAC's state is spread over all ranks and is saved to one folder that all of them see: set it to false and "
         "save to a shared file system",
     ),
-    f"{SAMPLED} with a pipeline": Refusal(
+    f"{SAMPLED} with a pipeline": (
         lambda e: e.sampled and e.pipeline,
         'the sampled loss needs a second backward through all stages: use "empirical"',
     ),
-    f"{SAMPLED} at ZeRO stage 3": Refusal(
+    f"{SAMPLED} at ZeRO stage 3": (
         lambda e: e.sampled and e.stage == 3,
         "its second backward would fetch weights out of the order that DeepSpeed has recorded: use stage 0, 1 or 2, "
         'or "empirical"',
     ),
-    f"{SAMPLED} with tensor parallelism": Refusal(
+    f"{SAMPLED} with tensor parallelism": (
         lambda e: e.sampled and e.sharded,
         'each rank would sample different labels for the same example: use "empirical"',
     ),
-    f"{SAMPLED} with a mixture of experts": Refusal(
-        lambda e: e.sampled and e.experts, 'it is not tested: use "empirical"'
-    ),
-    f"{QUADRATIC} with model parallelism": Refusal(
+    f"{SAMPLED} with a mixture of experts": (lambda e: e.sampled and e.experts, 'it is not tested: use "empirical"'),
+    f"{QUADRATIC} with model parallelism": (
         lambda e: e.quadratic and (e.pipeline or e.sharded or e.experts or e.sequence),
         'its forwards would have to run in step over other ranks: use "fixed"',
     ),
-    f"{QUADRATIC} in 16 bits": Refusal(
+    f"{QUADRATIC} in 16 bits": (
         lambda e: e.quadratic and (e.parameters is not torch.float32 or e.autocast is not None),
         "the difference of two predictions is lost in their rounding: train in fp32",
     ),
-    f"{QUADRATIC} with another optimizer than plain SGD": Refusal(
+    f"{QUADRATIC} with another optimizer than plain SGD": (
         lambda e: e.quadratic and not e.plain_sgd,
         'the model gives rate and momentum: use {"type": "SGD", "params": {"lr": 1}}, no momentum, no weight decay',
     ),
-    f"{QUADRATIC} with gradient_clipping": Refusal(
+    f"{QUADRATIC} with gradient_clipping": (
         lambda e: e.quadratic and e.clips,
         'the model gives the size of the step: set "gradient_clipping": 0 (DeepSpeed\'s default is 1)',
     ),
-    f"{REDUCED} with a mixture of experts": Refusal(
-        lambda e: e.reduced and e.experts, 'the tokens of a sequence go to several experts: use "expand"'
+    f"{REDUCED} with a mixture of experts": (
+        lambda e: e.reduced and e.experts,
+        'the tokens of a sequence go to several experts: use "expand"',
     ),
-    f"{REDUCED} with sequence parallelism": Refusal(
+    f"{REDUCED} with sequence parallelism": (
         lambda e: e.reduced and e.sequence,
         'the rows of a sequence lie on several ranks, and their sum is needed: use "expand"',
     ),
-    f"{RESCALED} in BF16_Optimizer": Refusal(
+    f"{RESCALED} in BF16_Optimizer": (
         lambda e: e.config.rescale_weights and e.bf16_optimizer,
         'its masters are cut otherwise: leave "data_types": {"grad_accum_dtype": "fp32"} out',
     ),
-    f"{RESCALED} with tensor parallelism": Refusal(
+    f"{RESCALED} with tensor parallelism": (
         lambda e: e.config.rescale_weights and e.sharded,
         "each rank knows the norm of its own shard only: set it to false",
     ),
-    "KFACAdamW with gradient_clipping and model parallelism": Refusal(
+    "KFACAdamW with gradient_clipping and model parallelism": (
         lambda e: bool(e.own) and (e.pipeline or e.sharded or e.experts) and e.clips,
         "its moments are those of clipped gradients, and the norm over all ranks is not known before the step: set "
         '"gradient_clipping": 0',
     ),
-    "KFACAdamW with pipeline stages of different numbers of parameter groups": Refusal(
+    "KFACAdamW with pipeline stages of different numbers of parameter groups": (
         lambda e: (
             bool(e.own and e.pipeline and e.stage) and len(set(gathered(len(e.engine.optimizer.param_groups)))) > 1
         ),
         "ZeRO-1 computes one norm per group across stages, so it would deadlock: give every stage both K-FAC and other "
         "parameters, or only one kind (kfac.layers.types)",
     ),
-    "KFACAdamW with AutoTP": Refusal(
+    "KFACAdamW with AutoTP": (
         lambda e: bool(e.own and e.engine is not None and e.engine.autotp_size() > 1),
         "its parameter groups are made before AutoTP cuts the layers: use another optimizer, or layers that are made "
         "as shards (Megatron's)",
     ),
 }
-"""Mode or combination -> when it applies, and what to change. Read by attach and by the estimator."""
+"""Mode or combination -> when it applies, and why not and what to change. Read by attach and by the estimator.
+
+The first is asked on every rank, in this order; it may be collective where there is an engine.
+"""
 
 
-def refused(asked: Asked) -> list[str]:
+def refused(context: Context) -> list[str]:
     """What is refused, and what to change; the same of an engine and of the config that makes it. Collective where
     there is an engine."""
-    found = []
-    for name, refusal in REFUSALS.items():
-        if refusal.applies(asked):
-            found.append(f"{name}: {refusal.remedy}")
-            if name == NO_OPTIMIZER:  # the others ask the optimizer
-                break
-    return found
+    if not context.optimizer:  # the others ask the optimizer
+        return [f"{NO_OPTIMIZER}: {REFUSALS[NO_OPTIMIZER][1]}"]
+    return [f"{name}: {remedy}" for name, (applies, remedy) in REFUSALS.items() if applies(context)]
 
 
 def check_model(model: nn.Module, config: KFACConfig, rest: int) -> None:

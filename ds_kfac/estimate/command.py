@@ -272,7 +272,7 @@ def check(arguments: argparse.Namespace) -> str:
     ds_config = read_config(arguments.config, arguments.optimizer)
     model, _ = build(arguments.model, arguments.lora)
     subject = Subject(model, ds_config)
-    config, rule, optimizer, found = subject.config, subject.rule, subject.asked.optimizer, subject.scan
+    config, rule, optimizer, found = subject.config, subject.rule, subject.context.optimizer, subject.scan
     if find_block(ds_config) is None and rule.optimizer_type is None:
         raise ValueError(
             f'{arguments.config} has no "kfac" block and its optimizer is not KFACAdamW: it trains as it is'

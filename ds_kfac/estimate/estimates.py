@@ -184,7 +184,7 @@ class Estimate:
         """Gradients to their workers, eigenbases or inverses, and the exchanged scalars."""
         delivery, corrected = self.delivery, self.plan.config.preconditioner.eigenvalues == "corrected"
         names = scalar_names(self.plan, captured=captured, arriving=arriving, travels=delivery.travels, terms=corrected)
-        norm = self.subject.asked.clips and not self.subject.replicated
+        norm = self.subject.context.clips and not self.subject.replicated
         moves = zip(delivery.kinds, delivery.plans(arriving), delivery.dtypes, strict=True)
         delivered = [(kind, self._moved(plan, dtype)) for kind, plan, dtype in moves]
         numbers = self._numbers([len(own) + norm for own in names], self.world)

@@ -156,7 +156,7 @@ class Subject:
     Attributes:
         given, config, answers: the "kfac" block, with its nulls answered, and how.
         rule: how the optimizer steps.
-        asked: what DeepSpeed would build.
+        context: what DeepSpeed would build.
         replicated: whether every rank has every averaged gradient.
         gradients: dtype of gradients where K-FAC reads them.
         in_place: whether results take the places of gradients, see :class:`ds_kfac.zero.layout.ShardLayout`.
@@ -176,8 +176,8 @@ class Subject:
         found = find_block(ds_config)
         self.given = parse({} if found is None else found)
         self.config, self.answers = self.rule.resolved(self.given, str(block(ds_config, "optimizer").get("type") or ""))
-        asked = self.asked = of_config(ds_config, self.config, self.rule.optimizer_type, stage)
-        problems = refused(asked)
+        context = self.context = of_config(ds_config, self.config, self.rule.optimizer_type, stage)
+        problems = refused(context)
         if block(ds_config, "tensor_parallel").get("autotp_size", 0) not in (0, 1):
             problems.append(
                 "tensor_parallel.autotp_size: the estimator knows data parallelism only: take it out, and give the "
@@ -185,11 +185,11 @@ class Subject:
             )
         if problems:
             raise ValueError("; ".join(problems))
-        offloaded = asked.offload_device not in ("none", None)
-        self.replicated = asked.stage == 0 or asked.bf16_optimizer
-        self.gradients = asked.parameters
-        if asked.stage > 0:
-            self.gradients = torch.float32 if offloaded else accumulation(ds_config) or asked.parameters
+        offloaded = context.offload_device not in ("none", None)
+        self.replicated = context.stage == 0 or context.bf16_optimizer
+        self.gradients = context.parameters
+        if context.stage > 0:
+            self.gradients = torch.float32 if offloaded else accumulation(ds_config) or context.parameters
         self.in_place = not self.replicated and not offloaded and self.gradients is not torch.float16
         seen = scan(model, self.rule.scanned(self.config))
         self.layers = self.rule.cut(self.config, seen.layers)
@@ -207,13 +207,13 @@ class Subject:
         self.forward = _forward(model, self.trace) if stacks <= self.trace.stacked.keys() else 0.0
 
     def __str__(self) -> str:
-        dtype = str(self.asked.parameters).removeprefix("torch.")
-        return f"ZeRO stage {self.asked.stage}, {dtype} parameters, {self.asked.optimizer}"
+        dtype = str(self.context.parameters).removeprefix("torch.")
+        return f"ZeRO stage {self.context.stage}, {dtype} parameters, {self.context.optimizer}"
 
     def strategy(self, workers: int, world: int) -> str:
         """KAISA's names; ZeRO's owners are its MEM-OPT."""
         if not self.replicated:
-            return f"ZeRO-{self.asked.stage} owners"
+            return f"ZeRO-{self.context.stage} owners"
         if world == 1:
             return "one rank"
         return {1: "MEM-OPT", world: "COMM-OPT"}.get(workers, f"HYBRID-OPT {workers}/{world}")
@@ -221,7 +221,7 @@ class Subject:
     def shards(self, world: int) -> ShardMap:
         """Where DeepSpeed will put the layers' gradients."""
         dealt = bool(block(self.ds_config, "zero_optimization").get("round_robin_gradients"))
-        stage = 0 if self.replicated else self.asked.stage
+        stage = 0 if self.replicated else self.context.stage
         return planned_shards(self.layers, self.groups, world=world, stage=stage, round_robin=dealt)
 
     def plan(self, shards: ShardMap, costs: CostModel, rows: int | None = None) -> Plan:
@@ -230,7 +230,7 @@ class Subject:
         setting = Setting(
             world=shards.world,
             held=None if self.replicated else held_by_layer(self.layers, shards),
-            parameters=self.asked.parameters,
+            parameters=self.context.parameters,
             gradients=self.gradients,
             moments=self.rule.moments_count(self.config),
             scheduled=block(self.ds_config, "scheduler").get("type") is not None,

@@ -104,7 +104,9 @@ class Capture:
                 owners |= {name: model.get_submodule(name) for name in (around, around.rpartition(".")[0])}
             counts[parameters[layer.weight]] = layer.part[1]
             self._stacks.setdefault(id(parameters[layer.weight]), []).append(layer)
-        self._products, self._inside = Products(counts, self._product), list[int]()
+        self._inside: list[int] = []
+        if counts:
+            self._products = Products(counts, self._product)
         for module in owners.values() if counts else ():
             enter, leave = self._product_hooks(module, model)
             self._handles.append(module.register_forward_pre_hook(enter))

@@ -322,8 +322,9 @@ class KFACPreconditioner:
     def resume(self) -> None:
         """Make ready for the step after ``state`` and ``steps``, which a checkpoint may have set."""
         self.due = self.curvature.schedule.due(self.steps)
-        sums = self.curvature.reducer.empty(self.due.capture, self.steps) if self.due.capture else None
-        self.capture.begin_step(sums, self.steps, measure=self.plan.measures and self.known.rows is None)
+        if self.due.capture or self.capture.active:
+            sums = self.curvature.reducer.empty(self.due.capture, self.steps) if self.due.capture else None
+            self.capture.begin_step(sums, self.steps, measure=self.plan.measures and self.known.rows is None)
 
     def reset(self) -> None:
         """Start afresh: no factors, no eigenbases, step 0."""
@@ -355,7 +356,6 @@ class KFACPreconditioner:
                 )
         self.steps, self.peak_lr = state.get("steps", 0), dict(state.get("peak_lr", {}))
         self.damping_scale = state.get("damping_scale")
-        self.direction.rotations.clear()
         if decompose:
             self.redecompose()
         else:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis, apply_blocks, basis_numel
+from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis, apply_blocks
 from ds_kfac.curvature.inverse import WHITEN_DAMPING
 from ds_kfac.curvature.precision import HIGHEST, Precision, fp32_products
 from ds_kfac.model.layers import LayerSpec
@@ -168,10 +168,6 @@ class Rotations:
             self._kept.update(dict.fromkeys(names, kept))
         return kept[2]
 
-    def clear(self) -> None:
-        """Forget all of them."""
-        self._kept.clear()
-
 
 @dataclass(frozen=True)
 class BasisChange:
@@ -260,7 +256,7 @@ def stacks(
 
 def stacked_bytes(layers: Sequence[LayerSpec]) -> int:
     """Of copies of their eigenvectors and eigenvalues, fp32."""
-    return 4 * sum(side.dim + basis_numel(side) for layer in layers for side in (layer.G, layer.A))
+    return 4 * sum(side.dim + side.basis_numel for layer in layers for side in (layer.G, layer.A))
 
 
 def batches(stacks: Sequence[tuple[LayerSpec, ...]], states: Mapping[str, Any]) -> Iterator[tuple[LayerSpec, ...]]:

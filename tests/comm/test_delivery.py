@@ -7,7 +7,7 @@ import torch
 
 from ds_kfac.assignment.work import FactorSpec
 from ds_kfac.comm.message import deliver
-from ds_kfac.curvature.eigen import Eigenbasis, basis_numel
+from ds_kfac.curvature.eigen import Eigenbasis
 from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.curvature.inverse import inverse_numel, packed, refresh_inverse
 from ds_kfac.curvature.methods import METHODS
@@ -146,5 +146,5 @@ def test_inverses_travel_as_triangles_in_32_bits_and_arrive_to_the_bit(wire):
 
 def test_plans_are_as_large_as_what_travels():
     vectors, values = delivery().plans({"blocks/A", "diagonal/A"})
-    assert vectors.total_numel == 2 * basis_numel(SIDES["blocks"]) == 2 * (2 * 16 + 9)
+    assert vectors.total_numel == 2 * SIDES["blocks"].basis_numel == 2 * (2 * 16 + 9)
     assert values.total_numel == 2 * 11 + 2 * 5

@@ -9,7 +9,6 @@ from ds_kfac.curvature.eigen import (
     LayerBasis,
     Refreshed,
     basis_from,
-    basis_numel,
     eigh,
     flat_vectors,
 )
@@ -110,7 +109,7 @@ def test_other_errors_are_not_swallowed(monkeypatch):
 def test_flat_vectors_and_back_also_with_a_last_block_of_one(side):
     basis = refresh(factor(side)).basis
     flat = flat_vectors(basis) if basis.vectors else None
-    assert basis_numel(side) == (0 if flat is None else len(flat))
+    assert side.basis_numel == (0 if flat is None else len(flat))
     back = basis_from(side, flat, basis.values)
     assert [v.shape for v in back.vectors] == [v.shape for v in basis.vectors]
     x = torch.rand(side.dim, 3)

@@ -80,7 +80,7 @@ def worker(folder: str) -> dict:
         subject, rule = Subject(Net(), config), rule_of(engine.basic_optimizer)
         same = {
             "config": kfac.preconditioner.config == subject.config,
-            "clips": subject.asked.clips == bool(engine.gradient_clipping()),
+            "clips": subject.context.clips == bool(engine.gradient_clipping()),
             "moments": subject.rule.moments_count(subject.config) == rule.moments_count(kfac.preconditioner.config),
             "optimizer": subject.rule is rule,
         }

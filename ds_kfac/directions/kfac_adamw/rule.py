@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ds_kfac.config.keys import KFACConfig
-from ds_kfac.curvature.eigen import basis_numel
 from ds_kfac.curvature.inverse import ORDERS, order_of
 from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.base import Direction, DirectionSetup, UpdateRule, by_rows
@@ -129,7 +128,7 @@ class KFACAdamWRule(UpdateRule):
         for stack in stacks:
             numel = sum(layer.numel for layer in stack)
             whole += numel
-            bases = sum(basis_numel(side) for layer in stack for side in (layer.A, layer.G))
+            bases = sum(side.basis_numel for layer in stack for side in (layer.A, layer.G))
             adam = max(adam, 4 * (copies * (AT_ONCE if by_rows(stack) else numel) + bases))
             if keeps_direction(plan.config.adam, stack[0]) is None:
                 blocks = stack[0].blocks
