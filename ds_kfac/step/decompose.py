@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from deepspeed.utils import logger
@@ -16,42 +15,38 @@ from torch import Tensor
 
 from ds_kfac.curvature.eigen import Refreshed
 
-T = TypeVar("T")
-
 
 @dataclass(eq=False)
-class _Job(Generic[T]):
-    """One piece of work and, once ``done``, its result or error.
+class _Job:
+    """One piece of work and, once ``done``, its results or error.
 
     Attributes:
-        work: held until dropped, not until it returns: a stream may still read what it refers to.
+        work: held until all its results are dropped, not until it returns: a stream may still read what it refers to.
+        wanted: results that are not dropped.
         start, end: on a GPU, where in the submitting stream it may begin, and where in its own it ended.
-        dropped: nobody wants it any more.
     """
 
-    key: str
-    work: Callable[[], T] | None
+    work: Callable[[], Sequence[Any]]
+    wanted: int
     start: torch.cuda.Event | None = None
     end: torch.cuda.Event | None = None
-    result: T | None = None
+    results: Sequence[Any] = ()
     error: Exception | None = None
-    dropped: bool = False
     done: threading.Event = field(default_factory=threading.Event)
 
-    def run(self, stream: torch.cuda.Stream | None = None) -> None:
-        assert self.work is not None
+    def run(self, stream: torch.cuda.Stream | None) -> None:
         try:
             with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
                 if stream is not None and self.start is not None:
                     stream.wait_event(self.start)
-                self.result = self.work()
+                self.results = self.work()
                 self.end = None if stream is None else stream.record_event()
-        except Exception as error:  # not swallowed: raised by result
+        except Exception as error:  # not swallowed: raised by Refresher.result
             self.error = error
         self.done.set()
 
 
-class Refresher(Generic[T]):
+class Refresher:
     """Runs work in the background; the caller asks for a result at a fixed later step, early or late as it may be
     done: what a training run computes does not depend on timing.
 
@@ -60,67 +55,61 @@ class Refresher(Generic[T]):
     anything bound at submission.
 
     Attributes:
-        jobs: what was submitted and not dropped, by key.
+        jobs: key -> what was submitted and not dropped, and which of its results is meant.
     """
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
-        self.jobs: dict[str, _Job[T]] = {}
-        self._queue: SimpleQueue[_Job[T] | None] = SimpleQueue()
+        self.jobs: dict[str, tuple[_Job, int]] = {}
+        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._stop: Callable[[], Any] | None = None
 
-    def submit(self, key: str, work: Callable[[], T]) -> None:
-        """Have ``work`` done, without gradients. What it raises is raised when its result is asked for."""
-        assert key not in self.jobs, f"{key} is submitted twice"
+    def submit(self, keys: Sequence[str], work: Callable[[], Sequence[Any]]) -> None:
+        """Have ``work`` done once, without gradients, which gives a result per key. What it raises is raised when a
+        result is asked for."""
+        again = [key for key in keys if key in self.jobs]
+        assert not again, f"{', '.join(again)} is submitted twice"
+        if not keys:
+            return
         event = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
-        job = self.jobs[key] = _Job(key, work, event)
+        job = _Job(work, len(keys), event)
+        self.jobs |= {key: (job, place) for place, key in enumerate(keys)}
         if self._stop is None:
             self._start()
         self._queue.put(job)
 
-    def submit_together(self, keys: Sequence[str], work: Callable[[], Sequence[T]]) -> None:
-        """Have ``work`` done once, which gives a result per key, by the first of them that is not dropped."""
-        shared: _Job[Sequence[T]] = _Job("", work)
-        for place, key in enumerate(keys):
-            self.submit(key, partial(_of, shared, place))
-
-    def give(self, key: str, result: T) -> None:
+    def give(self, key: str, result: Any) -> None:
         """Put a result there that was computed elsewhere, as if it had been submitted."""
-        job = self.jobs[key] = _Job(key, None, result=result)
+        job = _Job(lambda: (), 1, results=(result,))
         job.done.set()
+        self.jobs[key] = job, 0
 
-    def result(self, key: str) -> T:
+    def result(self, key: str) -> Any:
         """Of what was submitted under ``key``; waits for it. It stays until it is dropped.
 
         Raises:
             RuntimeError: the work failed.
         """
-        job = self.jobs[key]
+        job, place = self.jobs[key]
         job.done.wait()
         if job.error is not None:
             raise RuntimeError(f"ds_kfac: the refresh of {key} failed") from job.error
         if job.end is not None:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(job.end)
-            for tensor in _tensors(job.result):  # allocated in the side stream, freed only after this one's use
+            for tensor in _tensors(job.results[place]):  # allocated in the side stream, freed only after this one's use
                 tensor.record_stream(current)
-        return job.result  # type: ignore[return-value]
-
-    @property
-    def pending(self) -> tuple[str, ...]:
-        """Keys of what was submitted and not dropped, in that order."""
-        return tuple(self.jobs)
+        return job.results[place]
 
     def drop(self, keys: Iterable[str]) -> None:
-        """Forget results that have been used, and work that is no longer wanted."""
+        """Forget results that have been used, and work of which nothing is wanted any more."""
         for key in keys:
-            job = self.jobs.pop(key, None)
-            if job is not None:
-                job.dropped = True
+            if key in self.jobs:
+                self.jobs.pop(key)[0].wanted -= 1
 
     def clear(self) -> None:
         """Drop everything."""
-        self.drop(self.pending)
+        self.drop(list(self.jobs))
 
     def close(self) -> None:
         """Drop everything and end the thread, which a later :meth:`submit` would start again."""
@@ -140,29 +129,19 @@ class Refresher(Generic[T]):
         self._stop = weakref.finalize(self, _stop, self._queue, thread)  # also when the process ends
 
 
-def _of(shared: _Job[Sequence[T]], place: int) -> T:
-    """One result of work that is done once, also if it fails."""
-    if not shared.done.is_set():
-        shared.run()
-    if shared.error is not None:
-        raise shared.error
-    assert shared.result is not None
-    return shared.result[place]
-
-
-def _serve(queue: "SimpleQueue[_Job[Any] | None]", device: torch.device, ready: threading.Event) -> None:
+def _serve(queue: "SimpleQueue[_Job | None]", device: torch.device, ready: threading.Event) -> None:
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     if stream is None:
         torch.get_num_threads()  # once: a thread first takes the process's number, at some later point if not now
         torch.set_num_threads(1)
     ready.set()
     while (job := queue.get()) is not None:
-        if not job.dropped:
+        if job.wanted:
             job.run(stream)
         del job  # while waiting for the next, hold no tensors
 
 
-def _stop(queue: "SimpleQueue[_Job[Any] | None]", thread: threading.Thread) -> None:
+def _stop(queue: "SimpleQueue[_Job | None]", thread: threading.Thread) -> None:
     try:
         while True:
             queue.get_nowait()

@@ -252,7 +252,7 @@ class FactorUpdates:
         able = self._usable(now | later, draft)
         draft.submitted = [key for key in able if key not in now]
         for part in [draft.submitted] if grouped(self.device) else [[key] for key in draft.submitted]:
-            self.refresher.submit_together(part, self._work(part, draft))
+            self.refresher.submit(part, self._work(part, draft))
         here = [key for key in able if key in now]
         draft.results |= zip(here, self._work(here, draft)(), strict=True)
         draft.pending |= dict.fromkeys(later, step + lag)

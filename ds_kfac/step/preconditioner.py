@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ds_kfac.comm.message import Channel, Part, Scalars, deliver
 from ds_kfac.comm.reduce import Reducer
-from ds_kfac.curvature.eigen import Refreshed
 from ds_kfac.directions.base import DirectionSetup, StepContext, UpdateRule
 from ds_kfac.directions.kfac_gradient import peak_rates
 from ds_kfac.metrics import Metrics, Watch
@@ -123,7 +122,7 @@ class KFACPreconditioner:
         self.needs_norm = target.clips
         self.setup = DirectionSetup(plan, self.layout, self.exchange, target.inner, self.metrics)
         self.direction = self.rule.direction(self.setup)
-        self.refresher: Refresher[Refreshed] = Refresher(self.device)
+        self.refresher = Refresher(self.device)
         self.sharing = Sharing(SharedInputs(plan.sharing_candidates), self.channel)
         self.curvature = self._factor_updates()
         self.watch = Watch([layer.name for layer in self.owned], self.device)

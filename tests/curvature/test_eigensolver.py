@@ -163,11 +163,11 @@ def test_keys_submitted_together_are_worked_out_once_and_read_one_by_one():
         calls.append(threading.get_ident())
         return [1, 2, 3]
 
-    refresher.submit_together(["a", "b", "c"], work)
-    assert refresher.pending == ("a", "b", "c")
+    refresher.submit(["a", "b", "c"], work)
+    assert list(refresher.jobs) == ["a", "b", "c"]
     refresher.drop(["a"])
     assert refresher.result("c") == 3 and refresher.result("b") == 2 and len(calls) == 1
-    refresher.submit_together([], work)
+    refresher.submit([], work)
     refresher.close()
 
 
@@ -182,7 +182,7 @@ def check_on(device: str, refresher: Refresher | None) -> None:
         found = work()
     else:
         keys = [str(index) for index in range(len(dues))]
-        refresher.submit_together(keys, work)
+        refresher.submit(keys, work)
         found = [refresher.result(key) for key in keys]
         refresher.drop(keys)
     del dues, work

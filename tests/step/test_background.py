@@ -22,6 +22,10 @@ def refresher():
     made.close()
 
 
+def submit(refresher: Refresher, key: str, work) -> None:
+    refresher.submit([key], lambda: [work()])
+
+
 def slow(result, seconds: float):
     time.sleep(seconds)
     return result
@@ -29,8 +33,8 @@ def slow(result, seconds: float):
 
 @pytest.mark.parametrize("seconds", [0.0, 0.05])
 def test_a_result_is_that_of_its_key_however_long_it_took(refresher, seconds):
-    refresher.submit("a", partial(slow, 1, seconds))
-    refresher.submit("b", partial(slow, 2, 0.0))
+    submit(refresher, "a", partial(slow, 1, seconds))
+    submit(refresher, "b", partial(slow, 2, 0.0))
     assert refresher.result("b") == 2 and refresher.result("a") == 1
 
 
@@ -42,21 +46,21 @@ def test_a_result_stays_until_it_is_dropped(refresher):
         made.append(len(made))
         return made[-1]
 
-    refresher.submit("a", work)
-    assert [refresher.result("a") for _ in range(3)] == [0, 0, 0] and refresher.pending == ("a",)
+    submit(refresher, "a", work)
+    assert [refresher.result("a") for _ in range(3)] == [0, 0, 0] and list(refresher.jobs) == ["a"]
     refresher.drop(["a"])
-    assert refresher.pending == ()
+    assert not refresher.jobs
     with pytest.raises(KeyError):
         refresher.result("a")
-    refresher.submit("a", work)
+    submit(refresher, "a", work)
     assert refresher.result("a") == 1
 
 
 def test_early_results_wait_to_be_asked_for(refresher):
     done = threading.Event()
-    refresher.submit("a", done.set)
+    submit(refresher, "a", done.set)
     assert done.wait(10)
-    assert refresher.pending == ("a",) and refresher.result("a") is None
+    assert list(refresher.jobs) == ["a"] and refresher.result("a") is None
 
 
 def test_work_runs_next_to_the_caller_on_one_other_thread_in_order(refresher):
@@ -68,8 +72,8 @@ def test_work_runs_next_to_the_caller_on_one_other_thread_in_order(refresher):
         return threading.get_ident()
 
     for name in "cab":
-        refresher.submit(name, partial(work, name))
-    assert refresher.pending == ("c", "a", "b") and order == []
+        submit(refresher, name, partial(work, name))
+    assert list(refresher.jobs) == ["c", "a", "b"] and order == []
     may_run.set()  # a refresher that ran in place would have failed before
     results = {refresher.result(name) for name in "bca"}
     assert order == ["c", "a", "b"] and len(results) == 1 and threading.get_ident() not in results
@@ -77,7 +81,7 @@ def test_work_runs_next_to_the_caller_on_one_other_thread_in_order(refresher):
 
 def test_work_has_no_gradients(refresher):
     weight = torch.ones(2, requires_grad=True)
-    refresher.submit("a", lambda: weight * 2)
+    submit(refresher, "a", lambda: weight * 2)
     assert not refresher.result("a").requires_grad and torch.is_grad_enabled()
 
 
@@ -85,15 +89,15 @@ def test_an_error_is_raised_where_the_result_is_read_and_says_whose_it_is(refres
     def fails():
         raise ZeroDivisionError("in work")
 
-    refresher.submit("layer/A", fails)
-    refresher.submit("fine/A", partial(int, 1))
+    submit(refresher, "layer/A", fails)
+    submit(refresher, "fine/A", partial(int, 1))
     assert refresher.result("fine/A") == 1
     for _ in range(2):
         with pytest.raises(RuntimeError, match="refresh of layer/A failed") as error:
             refresher.result("layer/A")
         assert isinstance(error.value.__cause__, ZeroDivisionError)
     refresher.drop(["layer/A"])
-    refresher.submit("layer/A", partial(int, 5))
+    submit(refresher, "layer/A", partial(int, 5))
     assert refresher.result("layer/A") == 5
 
 
@@ -107,12 +111,12 @@ def test_a_step_that_is_not_applied_can_be_taken_again(lag, skipped):
         for step, applied in attempts:
             key, begun = f"a{step}", step % 2 == 0
             if begun:
-                refresher.submit(key, partial(slow, (step, applied), 0.005))
+                submit(refresher, key, partial(slow, (step, applied), 0.005))
             results = {name: refresher.result(name) for name, at in due.items() if at == step}
             if applied:
                 due |= {key: step + lag} if begun else {}
                 refresher.drop(results)
-                seen.append((step, results, refresher.pending))
+                seen.append((step, results, list(refresher.jobs)))
             elif begun:
                 refresher.drop([key])
         refresher.close()
@@ -127,10 +131,10 @@ def test_a_step_that_is_not_applied_can_be_taken_again(lag, skipped):
 @pytest.mark.parametrize("how", ["drop", "clear"])
 def test_what_is_dropped_is_not_even_begun(refresher, how):
     may_run, begun = threading.Event(), []
-    refresher.submit("blocks", partial(may_run.wait, 10))
-    refresher.submit("a", partial(begun.append, 1))
+    submit(refresher, "blocks", partial(may_run.wait, 10))
+    submit(refresher, "a", partial(begun.append, 1))
     refresher.drop(["a", "never submitted"]) if how == "drop" else refresher.clear()
-    refresher.submit("a", partial(begun.append, 2))
+    submit(refresher, "a", partial(begun.append, 2))
     may_run.set()
     refresher.result("a")
     assert begun == [2]
@@ -140,18 +144,18 @@ def test_a_given_result_is_like_one_that_was_worked_out(refresher):
     """As after loading a checkpoint; no thread is needed for it."""
     before = len(refresh_threads())
     refresher.give("a", 3)
-    assert refresher.pending == ("a",) and refresher.result("a") == 3 and len(refresh_threads()) == before
+    assert list(refresher.jobs) == ["a"] and refresher.result("a") == 3 and len(refresh_threads()) == before
     with pytest.raises(AssertionError, match="a is submitted twice"):
-        refresher.submit("a", int)
+        submit(refresher, "a", int)
     refresher.drop(["a"])
-    refresher.submit("a", partial(int, 4))
+    submit(refresher, "a", partial(int, 4))
     assert refresher.result("a") == 4
 
 
 def test_one_key_is_submitted_once(refresher):
-    refresher.submit("a", int)
+    submit(refresher, "a", int)
     with pytest.raises(AssertionError, match="a is submitted twice"):
-        refresher.submit("a", int)
+        submit(refresher, "a", int)
 
 
 def test_the_thread_has_one_core_and_takes_none_from_others(refresher):
@@ -159,7 +163,7 @@ def test_the_thread_has_one_core_and_takes_none_from_others(refresher):
     torch.set_num_threads(3)
     try:
         others = []
-        refresher.submit("a", torch.get_num_threads)
+        submit(refresher, "a", torch.get_num_threads)
         assert refresher.result("a") == 1 and torch.get_num_threads() == 3
         later = threading.Thread(target=lambda: others.append(torch.get_num_threads()))
         later.start()
@@ -184,7 +188,7 @@ def gone(watched: weakref.ref) -> bool:
 def test_inputs_and_results_are_let_go_once_dropped(refresher):
     inputs, result = Inputs(), Inputs()
     watched = [weakref.ref(inputs), weakref.ref(result)]
-    refresher.submit("a", partial(lambda x, y: y, inputs, result))
+    submit(refresher, "a", partial(lambda x, y: y, inputs, result))
     del inputs, result
     assert refresher.result("a") is watched[1]() is not None
     refresher.drop(["a"])
@@ -198,13 +202,13 @@ def refresh_threads() -> list[threading.Thread]:
 def test_the_thread_ends_when_closed_or_forgotten_and_starts_when_needed(refresher):
     before = len(refresh_threads())
     for _ in range(2):
-        refresher.submit("a", partial(int, 3))
+        submit(refresher, "a", partial(int, 3))
         assert len(refresh_threads()) == before + 1 and refresher.result("a") == 3
-        refresher.submit("b", partial(int, 3))
+        submit(refresher, "b", partial(int, 3))
         refresher.close()
-        assert len(refresh_threads()) == before and refresher.pending == ()
+        assert len(refresh_threads()) == before and not refresher.jobs
     forgotten: Refresher = Refresher("cpu")
-    forgotten.submit("a", int)
+    submit(forgotten, "a", int)
     assert len(refresh_threads()) == before + 1
     del forgotten
     gc.collect()
@@ -214,7 +218,7 @@ def test_the_thread_ends_when_closed_or_forgotten_and_starts_when_needed(refresh
 def test_a_process_ends_while_work_is_pending():
     program = (
         "import torch; from ds_kfac.step.decompose import Refresher; r = Refresher('cpu'); x = torch.randn(300, 300)\n"
-        "for i in range(500): r.submit(str(i), lambda: torch.linalg.eigh(x @ x.T))\n"
+        "for i in range(500): r.submit([str(i)], lambda: [torch.linalg.eigh(x @ x.T)])\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (0, "")
@@ -226,14 +230,14 @@ def test_a_process_ends_while_work_is_pending():
 def test_on_a_gpu_results_equal_those_of_the_caller_s_stream(lag):
     """Inputs and results are dropped at once and their memory written over, so a missing wait would show."""
     torch.manual_seed(0)
-    refresher: Refresher[tuple[torch.Tensor, ...]] = Refresher("cuda")
+    refresher: Refresher = Refresher("cuda")
     expected, actual = {}, {}
     for step in range(20):
         x = torch.randn(700, 700, device="cuda")
         for _ in range(20):  # so that x is not ready when the work is submitted
             x = x @ x.mT / x.norm()
         expected[step] = (x @ x).sum().clone(), x.diagonal().sum()
-        refresher.submit(str(step), partial(lambda x: (x @ x, x.diagonal().clone()), x))
+        submit(refresher, str(step), partial(lambda x: (x @ x, x.diagonal().clone()), x))
         del x
         junk = torch.full((700, 700), torch.nan, device="cuda")
         if step >= lag:
