@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from ds_kfac.assignment.work import FactorSpec, factor_specs
+from ds_kfac.assignment.costs import FactorSpec, factor_specs
 from ds_kfac.model.layers import LayerSpec
 from tests.models import linear_layer
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ds_kfac.assignment.work import FactorSpec
+from ds_kfac.assignment.costs import FactorSpec
 from ds_kfac.comm.message import RelayoutPlan
 from ds_kfac.curvature.eigen import basis_numel
 from ds_kfac.plan.plan import Plan

@@ -9,7 +9,7 @@ import torch
 from benchmarks.distributed.cases import REFRESH, UPDATE, workers_of
 from benchmarks.distributed.plan import planned_traffic, total
 from benchmarks.distributed.tables import TABLES, Table
-from ds_kfac.assignment.costs import BUILTIN, CostModel
+from ds_kfac.assignment.costs import BUILTIN, CostModel, capture_flops
 from ds_kfac.config.parse import parse
 from ds_kfac.plan.make_plan import Setting, make_plan, resolve
 from ds_kfac.plan.plan import Known, Plan
@@ -49,7 +49,7 @@ def simulated(table: Table, strategy: str, world: int) -> dict[str, Any]:
     captures = [0.0] * world
     for factor in plan.assignment.factors:
         for rank in plan.contributors.of(factor.key, plan.assignment.eigen_workers[factor.key], 0):
-            captures[rank] += costs.capture(factor.side, ROWS) / UPDATE
+            captures[rank] += capture_flops(factor.side, ROWS) / costs.syrk_flops / UPDATE
     capture = max(captures)
     return {
         "workers": plan.workers,

@@ -13,10 +13,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 
-from ds_kfac.assignment.work import FactorSpec, Work, kept_bytes, packed_bytes
-from ds_kfac.model.layers import LayerSpec
+from ds_kfac.assignment.costs import FactorSpec, Work, Workers, kept_bytes, packed_bytes
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Assignment:
     """
 
     work: Work
-    workers: Mapping[str, tuple[int, ...]]
+    workers: Workers
     eigen_workers: Mapping[str, int]
 
     @property
@@ -76,33 +74,21 @@ def assign(work: Work, workers: int, *, paired: bool = False, memory_cap: float 
     """
     assert work.world % workers == 0 and (work.held is None or workers == 1), "a divisor of the world, 1 under ZeRO"
     kinds = ((True, False), (True, True), (False, True)) if workers > 1 and not paired else ((True, False),)
-
-    def plans(*, by_memory: bool) -> list[Assignment]:
-        found = []
-        for whole, split in kinds:
-            placed = place_workers(work, workers, whole=whole, memory_cap=memory_cap, by_memory=by_memory)
-            homes = place_eigen_workers(work, placed, split=split, memory_cap=memory_cap, by_memory=by_memory)
-            in_order = {layer.name: placed[layer.name] for layer in work.layers}
-            found.append(Assignment(work, in_order, {factor.key: homes[factor.key] for factor in work.factors}))
-        return found
-
     cap = math.inf if memory_cap is None else memory_cap
-    candidates = plans(by_memory=False)
-    fitting = [plan for plan in candidates if max(plan.memory) <= cap]
-    if not fitting:
-        candidates = plans(by_memory=True)
-        fitting = [plan for plan in candidates if max(plan.memory) <= cap]
-    if not fitting:
-        raise ValueError(_too_large(min(max(plan.memory) for plan in candidates), cap, work.world, workers))
-    return min(fitting, key=lambda plan: (max(plan.loads), sum(plan.loads)))
-
-
-def _too_large(smallest: int, memory_cap: float, world: int, workers: int) -> str:
-    ways = ["a smaller factor.dense_max", f"more than {world} ranks"]
-    if workers > 1:
-        ways.insert(0, f"a smaller gradient worker fraction than {workers / world:.6g}")
-    return (
-        f"K-FAC state: the memory cap is {memory_cap:.0f} bytes per rank, but the smallest assignment found needs "
+    found: list[Assignment] = []
+    for by_memory in (False, True):
+        found.clear()
+        for whole, split in kinds:
+            placed = place_workers(work, workers, whole=whole, memory_cap=cap, by_memory=by_memory)
+            homes = place_eigen_workers(work, placed, split=split, memory_cap=cap, by_memory=by_memory)
+            found.append(Assignment(work, placed, {factor.key: homes[factor.key] for factor in work.factors}))
+        if fitting := [plan for plan in found if max(plan.memory) <= cap]:
+            return min(fitting, key=lambda plan: (max(plan.loads), sum(plan.loads)))
+    smallest = min(max(plan.memory) for plan in found)
+    ways = [f"a smaller gradient worker fraction than {workers / work.world:.6g}"] if workers > 1 else []
+    ways += ["a smaller factor.dense_max", f"more than {work.world} ranks"]
+    raise ValueError(
+        f"K-FAC state: the memory cap is {cap:.0f} bytes per rank, but the smallest assignment found needs "
         f"{smallest} ({smallest / 2**30:.3g} GiB); raise the cap, or use {' or '.join(ways)}"
     )
 
@@ -113,9 +99,7 @@ NEAR_TIE = 0.99
 """Ranks holding at least this part of what the majority holder holds count as equals (ZeRO-3 chunks, replicas)."""
 
 
-def place_workers(
-    work: Work, workers: int, *, whole: bool, memory_cap: float | None, by_memory: bool
-) -> Mapping[str, tuple[int, ...]]:
+def place_workers(work: Work, workers: int, *, whole: bool, memory_cap: float, by_memory: bool) -> Workers:
     """Layer name -> its workers.
 
     With ``work.held`` the majority holder takes a layer if its load stays within ``1 + LOAD_TOLERANCE`` of the mean;
@@ -123,116 +107,69 @@ def place_workers(
     without a layer takes one from the fullest rank that has two.
 
     Args:
-        whole: the layer's factors come with it; else only its preconditioning counts, they are placed on their own.
+        whole: the layer's factors come with it, their decompositions spread evenly over its column; else only its
+            preconditioning counts, they are placed on their own.
         by_memory: balance bytes in place of seconds.
     """
-    grid = _Columns(work, workers, whole)
-    limit = (1 + LOAD_TOLERANCE) * sum(grid.weight(layer) for layer in work.layers) / grid.count
+    count, part = work.world // workers, whole / workers
+    loads, memory = [0.0] * count, [0.0] * count  # of each rank of a column
+    bases: dict[str, set[int]] = {factor.key: set() for factor in work.factors}
+    kept = {factor.key: kept_bytes(factor.side, work.method) for factor in work.factors}
+    weights, sizes = dict[str, float](), dict[str, float]()  # of a layer wherever it is; of a shared factor equal parts
+    for layer in work.layers:
+        used = [(factor, len(factor.layers)) for factor in work.used[layer.name]]
+        shares = sum(part * work.factor[factor.key] / users for factor, users in used)
+        weights[layer.name] = work.precondition[layer.name] + shares
+        nbytes = sum((kept[factor.key] + part * packed_bytes(factor.side)) / users for factor, users in used)
+        sizes[layer.name] = sum(work.worker_bytes(layer)) + nbytes
+    limit = (1 + LOAD_TOLERANCE) * sum(weights.values()) / count
+    heaviest = sizes if by_memory else weights
     placed: dict[str, int] = {}
-    heaviest = sorted(work.layers, key=grid.size if by_memory else grid.weight, reverse=True)  # stable: module order
-    for layer in heaviest:
-        fits = [
-            index
-            for index in range(grid.count)
-            if memory_cap is None or grid.memory[index] + grid.added_bytes(layer, index) <= memory_cap
-        ]
-        index = _least(grid, layer, fits or list(range(grid.count)), by_memory or not fits)
+    for layer in sorted(work.layers, key=lambda layer: heaviest[layer.name], reverse=True):  # stable: module order
+        own, after = sum(work.worker_bytes(layer)), []
+        for i in range(count):
+            seconds, nbytes = work.precondition[layer.name] + work.moved(layer, i), memory[i] + own
+            for factor in work.used[layer.name]:
+                if not (there := bases[factor.key]):
+                    seconds += part * work.factor[factor.key]
+                    nbytes += kept[factor.key] + part * packed_bytes(factor.side)
+                elif i not in there:  # where it is, it is free
+                    seconds += work.travel(factor)
+                    nbytes += kept[factor.key]
+            after.append((loads[i] + seconds, nbytes))
+        fits = [i for i in range(count) if after[i][1] <= memory_cap]
+        by = int(by_memory or not fits)
+        index = min(fits or range(count), key=lambda i: after[i][by])  # the first of equals
         if work.held is not None and not by_memory:
             held = work.held[layer.name]
-            most = max(held)
-            holders = [index for index in fits if held[index] >= NEAR_TIE * most]
-            holder = min(holders, key=lambda index: grid.loads[index], default=None)
-            if holder is not None and grid.loads[holder] + grid.added(layer, holder) <= limit:
+            holders = [i for i in fits if held[i] >= NEAR_TIE * max(held)]
+            holder = min(holders, key=lambda i: loads[i], default=None)
+            if holder is not None and after[holder][0] <= limit:
                 index = holder
-        grid.add(layer, index)
+        loads[index], memory[index] = after[index]
+        for factor in work.used[layer.name]:
+            bases[factor.key].add(index)
         placed[layer.name] = index
     if work.held is not None and not by_memory:
-        _employ_idle(placed, grid)
-    return {name: column(index, world=work.world, workers=workers) for name, index in placed.items()}
+        _employ_idle(placed, loads, weights)
+    return {layer.name: column(placed[layer.name], world=work.world, workers=workers) for layer in work.layers}
 
 
-def _least(grid: "_Columns", layer: LayerSpec, among: list[int], by_memory: bool) -> int:
-    """Where the load, or memory, is least once the layer is there; the first of equals."""
-    if by_memory:
-        return min(among, key=lambda index: grid.memory[index] + grid.added_bytes(layer, index))
-    return min(among, key=lambda index: grid.loads[index] + grid.added(layer, index))
-
-
-class _Columns:
-    """Per-rank load and memory of each grid column during placement, decompositions spread evenly inside it."""
-
-    def __init__(self, work: Work, workers: int, whole: bool) -> None:
-        self.work, self.workers, self.whole = work, workers, whole
-        self.count = work.world // workers
-        self.loads = [0.0] * self.count
-        self.memory = [0] * self.count
-        self._bases: dict[str, set[int]] = {factor.key: set() for factor in work.factors}
-
-    def weight(self, layer: LayerSpec) -> float:
-        """Seconds of a layer wherever it is; those of a shared factor in equal parts."""
-        shares = sum(self.work.factor[factor.key] / len(factor.layers) for factor in self.work.used[layer.name])
-        return self.work.precondition[layer.name] + (shares / self.workers if self.whole else 0.0)
-
-    def size(self, layer: LayerSpec) -> float:
-        """Bytes of a layer, likewise."""
-        shares = sum(
-            (
-                kept_bytes(factor.side, self.work.method)
-                + (packed_bytes(factor.side) / self.workers if self.whole else 0)
-            )
-            / len(factor.layers)
-            for factor in self.work.used[layer.name]
-        )
-        return self.work.worker_bytes(layer) + shares
-
-    def added(self, layer: LayerSpec, index: int) -> float:
-        """Seconds that a layer adds to each rank of a column: an eigenbasis that is there already is free."""
-        seconds = self.work.precondition[layer.name] + self.work.moved(layer, index)
-        for factor in self.work.used[layer.name]:
-            bases = self._bases[factor.key]
-            if bases and index not in bases:
-                seconds += self.work.travel[factor.key]
-            elif not bases and self.whole:
-                seconds += self.work.factor[factor.key] / self.workers
-        return seconds
-
-    def added_bytes(self, layer: LayerSpec, index: int) -> int:
-        """The same in bytes."""
-        total = self.work.worker_bytes(layer)
-        for factor in self.work.used[layer.name]:
-            bases = self._bases[factor.key]
-            if index not in bases:
-                total += kept_bytes(factor.side, self.work.method)
-            if not bases and self.whole:
-                total += packed_bytes(factor.side) // self.workers
-        return total
-
-    def add(self, layer: LayerSpec, index: int) -> None:
-        self.loads[index] += self.added(layer, index)
-        self.memory[index] += self.added_bytes(layer, index)
-        for factor in self.work.used[layer.name]:
-            self._bases[factor.key].add(index)
-
-
-def _employ_idle(placed: dict[str, int], grid: _Columns) -> None:
-    weights = {layer.name: grid.weight(layer) for layer in grid.work.layers}
-    for idle in (index for index, load in enumerate(grid.loads) if load == 0):
+def _employ_idle(placed: dict[str, int], loads: list[float], weights: Mapping[str, float]) -> None:
+    for idle in (index for index, load in enumerate(loads) if load == 0):
         counts = Counter(placed.values())
-        donors = [index for index in range(grid.count) if counts[index] >= 2]
+        donors = [index for index in range(len(loads)) if counts[index] >= 2]
         if not donors:
             return
-        donor = max(donors, key=lambda index: grid.loads[index])
+        donor = max(donors, key=lambda index: loads[index])
         name = min((name for name, index in placed.items() if index == donor), key=lambda name: weights[name])
         placed[name] = idle
-        grid.loads[donor] -= weights[name]
-        grid.loads[idle] += weights[name]
-
-
-Workers = Mapping[str, tuple[int, ...]]
+        loads[donor] -= weights[name]
+        loads[idle] += weights[name]
 
 
 def place_eigen_workers(
-    work: Work, workers: Workers, *, split: bool, memory_cap: float | None, by_memory: bool
+    work: Work, workers: Workers, *, split: bool, memory_cap: float, by_memory: bool
 ) -> Mapping[str, int]:
     """Factor key -> eigen worker.
 
@@ -242,23 +179,24 @@ def place_eigen_workers(
     loads, memory = work.loads(workers, {}), work.memory(workers, {})
     found: dict[str, int] = {}
 
-    def cost(item: tuple[FactorSpec, ...]) -> float:
-        return sum(packed_bytes(factor.side) if by_memory else work.factor[factor.key] for factor in item)
+    def seconds(item: tuple[FactorSpec, ...]) -> float:
+        return sum(work.factor[factor.key] for factor in item)
 
-    for item in sorted(_items(work, workers, split), key=cost, reverse=True):  # stable: module order
-        users = set.union(*(work.users(factor, workers) for factor in item))
-        at_home = set.intersection(*(work.users(factor, workers) for factor in item))
-        size = sum(packed_bytes(factor.side) for factor in item)
-        allowed = sorted(at_home)
-        fits = [rank for rank in allowed if memory_cap is None or memory[rank] + size <= memory_cap]
+    def size(item: tuple[FactorSpec, ...]) -> float:
+        return sum(packed_bytes(factor.side) for factor in item)
+
+    for item in sorted(_items(work, workers, split), key=size if by_memory else seconds, reverse=True):  # stable
+        of_each = [work.users(factor, workers) for factor in item]
+        users, at_home = set.union(*of_each), sorted(set.intersection(*of_each))
+        fits = [rank for rank in at_home if memory[rank] + size(item) <= memory_cap]
         if fits and not by_memory:
-            rank = _soonest(fits, loads, users, sum(work.factor[f.key] for f in item), _travel(work, item))
+            rank = _soonest(fits, loads, users, seconds(item), sum(work.travel(factor) for factor in item))
         else:
-            rank = min(fits or allowed, key=lambda rank: (memory[rank], rank not in users, rank))
-        memory[rank] += size
-        for factor in item:
+            rank = min(fits or at_home, key=lambda rank: (memory[rank], rank))
+        memory[rank] += int(size(item))
+        for factor, its in zip(item, of_each, strict=True):
             found[factor.key] = rank
-            work.decompose(loads, factor, rank, work.users(factor, workers))
+            work.decompose(loads, factor, rank, its)
     return found
 
 
@@ -275,24 +213,19 @@ def _items(work: Work, workers: Workers, split: bool) -> list[tuple[FactorSpec, 
     return [tuple(item) for item in items.values()]
 
 
-def _travel(work: Work, item: tuple[FactorSpec, ...]) -> float:
-    return sum(work.travel[factor.key] for factor in item)
-
-
 def _soonest(among: list[int], loads: list[float], users: set[int], seconds: float, travel: float) -> int:
-    """Where the largest load among eigen worker and users ends up smallest; then the least loaded; then a user.
+    """Where the largest load among eigen worker and users ends up smallest; then the least loaded.
 
     Args:
+        among: some of ``users``.
         travel: seconds for either end of one copy of the eigenbases.
     """
-    none = (0.0, -1)
-    first, second = heapq.nlargest(2, chain(((loads[rank], rank) for rank in users), (none, none)))
+    first, second = heapq.nlargest(2, [*((loads[rank], rank) for rank in users), (0.0, -1)])
 
-    def outcome(rank: int) -> tuple[float, float, bool, int]:
+    def outcome(rank: int) -> tuple[float, float, int]:
         busiest = (second if first[1] == rank else first)[0]  # of the users that receive
-        copies = len(users) - (rank in users)
-        after = loads[rank] + seconds + copies * travel
-        return max(after, busiest + travel if copies else busiest), after, rank not in users, rank
+        after = loads[rank] + seconds + (len(users) - 1) * travel
+        return max(after, busiest + travel), after, rank
 
     return min(among, key=outcome)
 
@@ -310,10 +243,8 @@ def workers_for(fraction: float, world: int) -> int:
     """g = max(1, fraction W).
 
     Raises:
-        ValueError: outside 0..1, or g does not divide W; names the nearest fractions.
+        ValueError: g does not divide W; names the nearest fractions.
     """
-    if not 0 <= fraction <= 1:
-        raise ValueError(f"gradient worker fraction: got {fraction}; must be between 0 and 1")
     wanted = max(1.0, fraction * world)
     counts = worker_counts(world)
     nearest = min(counts, key=lambda count: abs(count - wanted))
@@ -322,8 +253,8 @@ def workers_for(fraction: float, world: int) -> int:
     above = bisect_right(counts, wanted)
     options = " or ".join(f"{count / world:.6g} (g = {count})" for count in counts[above - 1 : above + 1])
     raise ValueError(
-        f"gradient worker fraction: got {fraction}, which is {wanted:.6g} of {world} ranks; the number of workers must "
-        f"divide {world}: {options}"
+        f"kfac.assignment.gradient_worker_fraction: got {fraction}, which is {wanted:.6g} of {world} ranks; the number "
+        f"of workers must divide {world}: {options}"
     )
 
 

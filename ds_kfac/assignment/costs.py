@@ -1,29 +1,27 @@
-"""Seconds of K-FAC's kinds of work on one device, by builtin rates or those of a file. Pure; the same numbers on every
-rank give the same plans.
-
-The file is written by ``python -m benchmarks.kernels.costs``: JSON, an object of fields of :class:`CostModel`, tables
-as lists of [size, value]; "machine" is for people. What it lacks stays builtin, and the estimator says that it is
-assumed.
+"""What there is to do, and what it costs: seconds of kinds of work on one device, by builtin rates or those of a file;
+factors, separate from layers as two layers that see one input have one A; and what each costs the rank that it is given
+to, in seconds per step and in bytes. Pure; the same numbers on every rank give the same plans.
 """
 
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ds_kfac.curvature.factor import Side
 from ds_kfac.curvature.methods import EIGEN, Method
-from ds_kfac.model.layers import LayerSpec
+from ds_kfac.model.layers import LayerSpec, key_of
 
 ELEMENT_BYTES = 4
 """All state and, in the model, everything that is sent is fp32."""
 FOLD_CALLS, FOLD_PASSES = 10, 6
 """Kernels started, and passes over it, to fold one batch sum into a copy of a running average."""
-
-
+Workers = Mapping[str, tuple[int, ...]]
+"""Layer name -> ranks that precondition its gradient, ascending."""
 Table = tuple[tuple[int, float], ...]
 """(size, value), sizes ascending."""
 
@@ -50,8 +48,8 @@ class CostModel:
     """Rates of a device and of the links between ranks; methods return seconds.
 
     Attributes:
-        eigh_seconds: (n, seconds) of one n x n fp32 eigh, n ascending. Between two sizes a power of n; below the
-            first its seconds, as the floor of a call; above the last n^3.
+        eigh_seconds: (n, seconds) of one n x n fp32 eigh, n ascending. Between two sizes a power of n; below the first
+            its seconds, as the floor of a call; above the last n^3.
         cholesky_seconds: the same of one inverse by Cholesky.
         gemm_flops: fp32 FLOP per second of a large matrix product.
         product_flops: (n, the same of n x n matrices); empty: of any size.
@@ -62,8 +60,7 @@ class CostModel:
         link_seconds: latency of a message.
         node_size: consecutive ranks of a node.
         node_bytes: bytes per second between ranks of a node, each way; 0: as between nodes.
-        model_flops: FLOP per second that the model's forward and backward reach, and products in 16 bits; 0: those of a
-            product.
+        model_flops: FLOP per second of the model's forward and backward, and of products in 16 bits; 0: ``gemm_flops``.
         node_cores: decompositions that the ranks of a node can do at once; 0: each has a device of its own.
         beside: whether decompositions of steps to come run beside the model, in a stream of the device.
         measured: attributes that a clock has seen on such a device; others are assumed.
@@ -85,14 +82,6 @@ class CostModel:
     product_flops: Table = ()
     measured: frozenset[str] = frozenset()
 
-    def eigh(self, n: int, count: int = 1) -> float:
-        """``count`` decompositions one after the other, as LAPACK does a batch."""
-        return count * _interpolated(self.eigh_seconds, n)
-
-    def gemm(self, flops: float, width: float = math.inf) -> float:
-        """Products of matrices that are about so wide."""
-        return flops / self.rate(width)
-
     def rate(self, width: float) -> float:
         """FLOP per second of a product of n x n matrices: between two sizes a power of n, beyond them the last."""
         if not self.product_flops:
@@ -103,35 +92,30 @@ class CostModel:
     def elementwise(self, nbytes: float, calls: int = 1) -> float:
         return nbytes / self.copy_bytes + calls * self.call_seconds
 
-    def transfer(self, nbytes: float, messages: int = 0, *, within_node: bool = False) -> float:
-        """Between two ranks. Messages of many layers travel in one, so most callers count bytes only."""
-        rate = self.node_bytes if within_node and self.node_bytes else self.link_bytes
-        return nbytes / rate + messages * self.link_seconds
+    def transfer(self, nbytes: float, *, within_node: bool = False) -> float:
+        """Between two ranks. Messages of many layers travel in one, so latencies are left out."""
+        return nbytes / (self.node_bytes if within_node and self.node_bytes else self.link_bytes)
 
     def decompose(self, side: Side, method: Method = EIGEN) -> float:
         """One refresh of a factor; a diagonal is its own eigenbasis."""
         if side.block <= 1:
             return sum(self.elementwise(2 * ELEMENT_BYTES * count) for count, _ in side.groups)
-        return sum(count * self._solved(method, width) for count, width in side.groups)
-
-    def _solved(self, method: Method, width: int) -> float:
-        seconds = _interpolated(getattr(self, method.solver_seconds), width)
+        total = 0.0
         flops = method.product_solver_flops  # of b^3, 2 a product
-        products = self.gemm(flops * width**3, width) + flops / 2 * self.call_seconds
-        return min(seconds, products) if flops else seconds
+        for count, width in side.groups:
+            seconds = _interpolated(getattr(self, method.solver_seconds), width)
+            products = flops * width**3 / self.rate(width) + flops / 2 * self.call_seconds
+            total += count * (min(seconds, products) if flops else seconds)
+        return total
 
     def precondition(self, layer: LayerSpec, method: Method = EIGEN) -> float:
         """Rotate, divide, rotate back; or multiply by both inverses."""
-        elementwise = self.elementwise(method.passes * ELEMENT_BYTES * layer.numel, method.calls)
-        return self.gemm(precondition_flops(layer, method), mean_width(layer)) + elementwise
+        seconds = precondition_flops(layer, method) / self.rate(mean_width(layer))
+        return seconds + self.elementwise(method.passes * ELEMENT_BYTES * layer.numel, method.calls)
 
     def fold(self, side: Side) -> float:
         """One batch sum into the running average."""
         return self.elementwise(FOLD_PASSES * ELEMENT_BYTES * side.numel, FOLD_CALLS)
-
-    def capture(self, side: Side, rows: int) -> float:
-        """Second moment of ``rows`` rows, on every rank alike."""
-        return capture_flops(side, rows) / self.syrk_flops
 
 
 def mean_width(layer: LayerSpec) -> float:
@@ -184,26 +168,30 @@ BUILTIN: Mapping[str, CostModel] = {
 
 
 TABLES = ("eigh_seconds", "cholesky_seconds", "product_flops")
-RATES = ("gemm_flops", "syrk_flops", "copy_bytes", "call_seconds", "qr_of_eigh")
-NUMBERS = (*RATES, "link_bytes", "link_seconds", "node_bytes")
+RATES = ("gemm_flops", "syrk_flops", "copy_bytes", "call_seconds", "link_bytes", "link_seconds", "node_bytes")
 
 
 def measured(costs: CostModel, path: str) -> CostModel:
-    """``costs`` with what the file has.
+    """``costs`` with what a file has that ``python -m benchmarks.kernels.costs`` wrote: JSON, an object of fields of
+    :class:`CostModel`, tables as lists of [size, value]; "machine" is for people. What it lacks stays builtin.
 
     Raises:
         ValueError: no such file, or it holds something else.
     """
+    fields: dict[str, Any] = {}
     try:
         found = json.loads(Path(path).read_text())
         if not isinstance(found, dict):
             raise ValueError("not an object")
-        found.pop("machine", None)
-        unknown = found.keys() - {*TABLES, *NUMBERS}
-        if unknown:
-            raise ValueError(f"{min(unknown)} is none of {', '.join((*TABLES, *NUMBERS))}")
-        fields: dict[str, Any] = {name: _positive(found[name]) for name in NUMBERS if name in found}
-        fields |= {name: _table(name, found[name]) for name in TABLES if name in found}
+        for name in found.keys() - {"machine"}:
+            if name not in (*TABLES, *RATES):
+                raise ValueError(f"{name} is none of {', '.join((*TABLES, *RATES))}")
+            if name not in TABLES:
+                fields[name] = _positive(found[name])
+                continue
+            table = fields[name] = tuple((int(_positive(size)), _positive(value)) for size, value in found[name])
+            if not table or [size for size, _ in table] != sorted({size for size, _ in table}):
+                raise ValueError(f"{name}: sizes must ascend")
     except (OSError, ValueError, TypeError) as problem:
         raise ValueError(
             f"kfac.assignment.costs: {path}: {problem}; python -m benchmarks.kernels.costs writes one"
@@ -217,8 +205,193 @@ def _positive(value: Any) -> float:
     return float(value)
 
 
-def _table(name: str, rows: Any) -> Table:
-    table = tuple((int(_positive(size)), _positive(value)) for size, value in rows)
-    if not table or [size for size, _ in table] != sorted({size for size, _ in table}):
-        raise ValueError(f"{name}: sizes must ascend")
-    return table
+@dataclass(frozen=True)
+class FactorSpec:
+    """A factor that some rank reduces, averages and decomposes. Identity sides have none.
+
+    Attributes:
+        key: "<layer>/A" or "<layer>/G", after the first layer that has it.
+        side: width and structure.
+        layers: names of the layers whose side it is; several if they share their input.
+    """
+
+    key: str
+    side: Side
+    layers: tuple[str, ...]
+
+    @property
+    def is_A(self) -> bool:
+        return self.key.endswith("/A")
+
+
+def factor_specs(layers: Sequence[LayerSpec], shared: Sequence[Sequence[str]] = ()) -> tuple[FactorSpec, ...]:
+    """All factors, in module order, A before G. Layers that name another one in ``shares`` have its A, and those of a
+    group in ``shared``, which see one input, the A of its first."""
+    leader = {name: group[0] for group in shared for name in group}
+    users: dict[str, list[str]] = {}
+    sides: dict[str, Side] = {}
+    for layer in layers:
+        for which, side in (("A", layer.A), ("G", layer.G)):
+            if side.block == 0:
+                continue
+            owner = leader.get(layer.name) or layer.shares or layer.name
+            key = key_of(owner if which == "A" else layer.name, which)
+            assert sides.setdefault(key, side) == side, f"{key} and {layer.name} share an input of another kind"
+            users.setdefault(key, []).append(layer.name)
+    return tuple(FactorSpec(key, sides[key], tuple(users[key])) for key in users)
+
+
+def factors_by_layer(factors: Sequence[FactorSpec]) -> Mapping[str, Mapping[str, FactorSpec]]:
+    """Layer name -> {"A": .., "G": ..}, without identity sides."""
+    found: dict[str, dict[str, FactorSpec]] = {}
+    for factor in factors:
+        for layer in factor.layers:
+            found.setdefault(layer, {})["A" if factor.is_A else "G"] = factor
+    return found
+
+
+def packed_bytes(side: Side) -> int:
+    """A running factor: fp32 packed triangles and its count."""
+    return 4 * side.numel + 4
+
+
+def kept_bytes(side: Side, method: Method) -> int:
+    """What workers keep of a factor, in fp32."""
+    return 4 * method.numel(side)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Cost of every task that can be assigned to a rank.
+
+    Seconds per step are amortised over the intervals. Both ends pay for what is sent, a sender for every copy; results
+    leave and arrive at once, so the longer direction counts. What every rank does alike, capturing and sending batch
+    sums, is left out.
+
+    Attributes:
+        held: per layer name, gradient elements on each rank; None if all ranks hold all gradients.
+        moments: fp32 tensors [O, I] that a worker keeps for a layer (0, 1 or 2).
+        method: what workers keep of a factor.
+    """
+
+    layers: Sequence[LayerSpec]
+    factors: Sequence[FactorSpec]
+    world: int
+    held: Mapping[str, Sequence[int]] | None
+    costs: CostModel
+    update_interval: int
+    refresh_interval: int
+    moments: int = 0
+    method: Method = EIGEN
+
+    @cached_property
+    def used(self) -> Mapping[str, tuple[FactorSpec, ...]]:
+        """Factors of each layer; none for a layer of identity sides."""
+        by_layer = factors_by_layer(self.factors)
+        return {layer.name: tuple(by_layer.get(layer.name, {}).values()) for layer in self.layers}
+
+    @cached_property
+    def precondition(self) -> Mapping[str, float]:
+        """Seconds per step on each worker of a layer."""
+        return {layer.name: self.costs.precondition(layer, self.method) for layer in self.layers}
+
+    @cached_property
+    def factor(self) -> Mapping[str, float]:
+        """Seconds per step on the eigen worker: receive and fold batch sums, decompose."""
+        return {
+            factor.key: (self.costs.transfer(packed_bytes(factor.side)) + self.costs.fold(factor.side))
+            / self.update_interval
+            + self.costs.decompose(factor.side, self.method) / self.refresh_interval
+            for factor in self.factors
+        }
+
+    def travel(self, factor: FactorSpec, *, within_node: bool = False) -> float:
+        """Seconds per step for either end of sending one copy of an eigenbasis."""
+        nbytes = ELEMENT_BYTES * self.method.wire_numel(factor.side)
+        return self.costs.transfer(nbytes, within_node=within_node) / self.refresh_interval
+
+    def moved(self, layer: LayerSpec, rank: int) -> float:
+        """Seconds per step on a layer's only worker: gather what others hold of the gradient, return the result."""
+        missing = max(0, layer.numel - self.held[layer.name][rank]) if self.held else 0
+        return self.costs.transfer(2 * ELEMENT_BYTES * missing)
+
+    def worker_bytes(self, layer: LayerSpec) -> tuple[int, int]:
+        """State of a layer on each worker, except eigenbases, which layers may share: the eigenvalues of identities,
+        and moments with their counter."""
+        ones = sum(kept_bytes(side, self.method) for side in (layer.A, layer.G) if side.block == 0)
+        return ones, 4 * self.moments * layer.numel + 4 if self.moments else 0
+
+    def loads(self, workers: Workers, eigen_workers: Mapping[str, int]) -> list[float]:
+        """Seconds per step of every rank; factors without an eigen worker are left out."""
+        loads, sent, received, to_all = [0.0] * self.world, [0.0] * self.world, [0.0] * self.world, 0.0
+        for layer in self.layers:
+            ranks, nbytes = workers[layer.name], ELEMENT_BYTES * layer.numel
+            for rank in ranks:
+                loads[rank] += self.precondition[layer.name]
+            if self.held is None:  # its result goes along a row of consecutive ranks
+                width = self.world // len(ranks)
+                within = min(width, self.costs.node_size) - 1
+                sends = within * self.costs.transfer(nbytes, within_node=True)
+                sends += (width - 1 - within) * self.costs.transfer(nbytes)
+                receives = sends / max(1, width - 1)  # on average
+                to_all += receives
+                for rank in ranks:
+                    sent[rank] += sends
+                    received[rank] -= receives
+            elif missing := self.moved(layer, ranks[0]):
+                loads[ranks[0]] += missing
+                for rank, elements in enumerate(self.held[layer.name]):
+                    if rank != ranks[0]:
+                        loads[rank] += self.costs.transfer(2 * ELEMENT_BYTES * elements)
+        loads = [load + max(out, to_all + back) for load, out, back in zip(loads, sent, received, strict=True)]
+        for factor in self.factors:
+            if factor.key in eigen_workers:
+                self.decompose(loads, factor, eigen_workers[factor.key], self.users(factor, workers))
+        return loads
+
+    def decompose(self, loads: list[float], factor: FactorSpec, rank: int, users: set[int]) -> None:
+        """Add a factor's seconds to its eigen worker, and its eigenbasis' to both ends of its way to other workers."""
+        loads[rank] += self.factor[factor.key]
+        near, far = self.travel(factor, within_node=True), self.travel(factor)
+        node = rank // self.costs.node_size
+        sent = {user: near if user // self.costs.node_size == node else far for user in users - {rank}}
+        for user, seconds in sent.items():
+            loads[user] += seconds
+        loads[rank] += sum(sent.values())
+
+    def state(self, workers: Workers, eigen_workers: Mapping[str, int]) -> Mapping[str, Sequence[int]]:
+        """Kind -> bytes of state of every rank: packed factors on eigen workers; eigenbases, each once, and moments
+        with their counter on workers. An eigen worker that is no worker keeps no eigenbasis."""
+        found = {kind: [0] * self.world for kind in ("factors", "eigenbases", "moments")}
+        for layer in self.layers:
+            ones, moments = self.worker_bytes(layer)
+            for rank in workers[layer.name]:
+                found["eigenbases"][rank] += ones
+                found["moments"][rank] += moments
+        for factor in self.factors:
+            if factor.key in eigen_workers:
+                found["factors"][eigen_workers[factor.key]] += packed_bytes(factor.side)
+            size = kept_bytes(factor.side, self.method)
+            for rank in self.users(factor, workers):
+                found["eigenbases"][rank] += size
+        return found
+
+    def memory(self, workers: Workers, eigen_workers: Mapping[str, int]) -> list[int]:
+        """Bytes of :meth:`state` of every rank."""
+        return [sum(kinds) for kinds in zip(*self.state(workers, eigen_workers).values(), strict=True)]
+
+    def beside(self, workers: Workers, eigen_workers: Mapping[str, int]) -> list[int]:
+        """Bytes that a step takes of every rank beside the state, without messages: sums of the factors that it
+        averages, gradients of its layers and what they become."""
+        found = [0] * self.world
+        for factor in self.factors:
+            found[eigen_workers[factor.key]] += ELEMENT_BYTES * factor.side.numel
+        for layer in self.layers:
+            for rank in workers[layer.name]:
+                found[rank] += 2 * ELEMENT_BYTES * layer.numel
+        return found
+
+    @staticmethod
+    def users(factor: FactorSpec, workers: Workers) -> set[int]:
+        """Ranks that precondition with a factor."""
+        return {rank for layer in factor.layers for rank in workers[layer]}

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ds_kfac.assignment.costs import CostModel
-from ds_kfac.assignment.work import FactorSpec
+from ds_kfac.assignment.costs import CostModel, FactorSpec
 from ds_kfac.curvature.methods import EIGEN, Method
 from ds_kfac.model.rows import phase
 

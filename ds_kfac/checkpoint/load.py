@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from deepspeed.utils import logger
 
-from ds_kfac.assignment.work import FactorSpec, factors_by_layer
+from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
 from ds_kfac.checkpoint import files
 from ds_kfac.checkpoint.files import CheckpointError
 from ds_kfac.comm.message import failing_together, gathered

@@ -22,8 +22,7 @@ from deepspeed.utils import log_dist, logger
 from torch import nn
 from torch.utils.cpp_extension import get_default_build_root
 
-from ds_kfac.assignment.costs import BUILTIN, CostModel, measured
-from ds_kfac.assignment.work import kept_bytes, packed_bytes
+from ds_kfac.assignment.costs import BUILTIN, CostModel, kept_bytes, measured, packed_bytes
 from ds_kfac.checkpoint.files import check_names
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.config.keys import KFACConfig

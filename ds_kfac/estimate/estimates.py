@@ -13,8 +13,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ds_kfac.assignment.costs import CostModel, capture_flops, decompose_flops, mean_width, precondition_flops
-from ds_kfac.assignment.work import FactorSpec, Work, kept_bytes, packed_bytes, rows_from
+from ds_kfac.assignment.costs import (
+    CostModel,
+    FactorSpec,
+    Work,
+    capture_flops,
+    decompose_flops,
+    kept_bytes,
+    mean_width,
+    packed_bytes,
+    precondition_flops,
+)
 from ds_kfac.comm.message import ALIGNMENT, RelayoutPlan
 from ds_kfac.comm.reduce import IN_FLIGHT, Layout, payloads
 from ds_kfac.curvature.methods import METHODS
@@ -26,7 +35,7 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.rows import RowRule
 from ds_kfac.plan import make_plan as planning
-from ds_kfac.plan.plan import Plan
+from ds_kfac.plan.plan import Plan, rows_from
 from ds_kfac.step.messages import Delivery, scalar_names
 from ds_kfac.update.rotation import stacks
 from ds_kfac.update.state import AdamMoments

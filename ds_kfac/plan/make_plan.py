@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from ds_kfac.assignment.assign import Assignment, assign, worker_counts, workers_for
-from ds_kfac.assignment.costs import CostModel
+from ds_kfac.assignment.costs import CostModel, Work, factor_specs, packed_bytes
 from ds_kfac.assignment.spread import ROWS_PER_COLUMN, Contributors, refresh_offsets
-from ds_kfac.assignment.work import Work, factor_specs, packed_bytes
 from ds_kfac.comm.reduce import DTYPES
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.methods import METHODS, Method
@@ -140,7 +139,7 @@ def _assignment(work: Work, config: KFACConfig, paired: bool) -> tuple[Assignmen
     options, world = config.assignment, work.world
     fraction, budget = options.gradient_worker_fraction, options.memory_budget_gb
     if fraction is not None:
-        counts: tuple[int, ...] = (_workers(fraction, world),)
+        counts: tuple[int, ...] = (workers_for(fraction, world),)
         if work.held is not None and counts != (1,):
             raise ValueError(
                 f"kfac.assignment.gradient_worker_fraction is {fraction}, but this ZeRO stage partitions gradients: "
@@ -223,13 +222,6 @@ def _of_method(method: Method, config: KFACConfig, wire: torch.dtype) -> list[st
     if wire is not torch.float32 and not any(part.halved for part in method.parts):
         reasons.append(f"{method.words} travel in fp32, only batch sums in {str(wire).removeprefix('torch.')}")
     return reasons
-
-
-def _workers(fraction: float, world: int) -> int:
-    try:
-        return workers_for(fraction, world)
-    except ValueError as problem:
-        raise ValueError(f"kfac.assignment.gradient_worker_fraction: {problem}") from None
 
 
 def _wire(

@@ -7,8 +7,8 @@ from functools import cached_property
 import torch
 
 from ds_kfac.assignment.assign import Assignment
+from ds_kfac.assignment.costs import FactorSpec, factor_specs
 from ds_kfac.assignment.spread import Contributors, counted
-from ds_kfac.assignment.work import factor_specs, rows_from
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.methods import Method
 from ds_kfac.curvature.precision import Precision
@@ -145,3 +145,12 @@ def sharing_candidates(layers: Sequence[LayerSpec], method: Method) -> Mapping[s
         for layer in layers
         if layer.part[1] == 1 and SHARDS.get(layer.kind, layer.kind) in ("Linear", "Conv1D") and layer.A.block
     }
+
+
+def rows_from(factor: FactorSpec, layers: Mapping[str, LayerSpec]) -> tuple[str, ...]:
+    """Names of the layers whose rows together are a factor's: of a stack's common A all that are in the stack of its
+    first, else its first alone, whose rows are the others', too."""
+    first = layers[factor.layers[0]]
+    if not factor.is_A or first.part[1] == 1 or not first.product:
+        return (first.name,)
+    return tuple(name for name in factor.layers if layers[name].weight == first.weight)

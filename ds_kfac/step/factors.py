@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
 from ds_kfac.assignment.spread import Contributors
-from ds_kfac.assignment.work import FactorSpec, factors_by_layer
 from ds_kfac.comm.message import Arrivals, Channel
 from ds_kfac.comm.reduce import Reducer
 from ds_kfac.curvature.eigen import Refreshed, Request, grouped

@@ -13,7 +13,7 @@ import torch
 from deepspeed.utils import logger
 from torch import Tensor
 
-from ds_kfac.assignment.work import FactorSpec, factors_by_layer
+from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
 from ds_kfac.comm.message import Arrivals, Channel, Move, Part, RelayoutPlan, gathered
 from ds_kfac.curvature.methods import EIGEN, Kept, Method
 from ds_kfac.model.calls import SharedInputs, agreed

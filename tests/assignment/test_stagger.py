@@ -7,14 +7,18 @@ from dataclasses import replace
 import pytest
 
 from ds_kfac.assignment.assign import assign
-from ds_kfac.assignment.costs import BUILTIN
+from ds_kfac.assignment.costs import BUILTIN, Work, factor_specs
 from ds_kfac.assignment.spread import Stagger, refresh_offsets
-from ds_kfac.assignment.work import Work, factor_specs
+from ds_kfac.curvature.factor import Side
 from tests.close import close
 from tests.layer_tables import TABLES
 from tests.models import linear_layer
 
 COSTS = BUILTIN["cpu"]
+
+
+def eigh(width: int) -> float:
+    return COSTS.decompose(Side.dense(width))
 
 
 def stagger(widths, ranks, *, update=1, refresh=1) -> tuple[tuple, Stagger]:
@@ -43,8 +47,8 @@ def test_equal_factors_are_spread_evenly():
 def test_heavy_factors_of_different_ranks_share_a_step():
     _, found = stagger([900, 100, 800, 100], [0, 0, 1, 1], refresh=2)
     assert found.offsets["l0/A"] == found.offsets["l2/A"]
-    close(found.worst, COSTS.eigh(900))
-    close(found.mean, (COSTS.eigh(900) + COSTS.eigh(100)) / 2)
+    close(found.worst, eigh(900))
+    close(found.mean, (eigh(900) + eigh(100)) / 2)
 
 
 def test_one_ranks_work_stays_within_grahams_bound_of_the_even_share():
@@ -52,7 +56,7 @@ def test_one_ranks_work_stays_within_grahams_bound_of_the_even_share():
     for _ in range(20):
         widths = [random.randint(50, 700) for _ in range(23)]
         _, found = stagger(widths, [0] * 23, refresh=5)
-        seconds = [COSTS.eigh(width) for width in widths]
+        seconds = [eigh(width) for width in widths]
         assert found.worst <= 4 / 3 * max(max(seconds), sum(seconds) / 5) * (1 + 1e-9)  # float64
         close(found.mean, sum(seconds) / 5, sums=23)
 

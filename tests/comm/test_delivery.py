@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 
-from ds_kfac.assignment.work import FactorSpec
+from ds_kfac.assignment.costs import FactorSpec
 from ds_kfac.comm.message import deliver
 from ds_kfac.curvature.eigen import Eigenbasis
 from ds_kfac.curvature.factor import KroneckerFactor, Side

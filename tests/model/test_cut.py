@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from ds_kfac.assignment.work import factor_specs, rows_from
+from ds_kfac.assignment.costs import factor_specs
 from ds_kfac.curvature.factor import Side
 from ds_kfac.estimate.subject import Subject
 from ds_kfac.model import blocks as module
 from ds_kfac.model.blocks import cut
 from ds_kfac.model.layers import LayerSpec
+from ds_kfac.plan.plan import rows_from
 from ds_kfac.zero.shards import pieces_of
 
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from ds_kfac.assignment.costs import BUILTIN
-from ds_kfac.assignment.work import factors_by_layer
+from ds_kfac.assignment.costs import BUILTIN, factors_by_layer
 from ds_kfac.config import keys as kfac_config
 from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import LayerSpec

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ds_kfac.assignment.costs import BUILTIN
-from ds_kfac.assignment.work import factor_specs
+from ds_kfac.assignment.costs import BUILTIN, factor_specs
 from ds_kfac.comm.message import Scalars, deliver
 from ds_kfac.comm.reduce import Reducer
 from ds_kfac.curvature.factor import KroneckerFactor, Side
