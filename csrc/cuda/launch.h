@@ -1,4 +1,4 @@
-// How an op over many layers becomes one launch.
+// How an op over many layers becomes one launch; below it numbers as they travel, and the places of a packed triangle.
 //
 // An op is a struct: a table of layers, passed by value with the launch (nothing to copy to the device, nothing that
 // must outlive the call, and a CUDA graph records it), and `phase<i>(shared, block, thread)` for each of its PHASES,
@@ -6,13 +6,20 @@
 // blocks and threads: the emulation that the tests run.
 #pragma once
 
-#include "number.h"
-#include "triangle.h"
+#include <cmath>
+#include <cstdint>
+#include <cstring>
 
 #ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#define DS_KFAC_DEVICE __device__ __forceinline__
+#define DS_KFAC_BOTH __host__ __device__ __forceinline__
 #define DS_KFAC_UNROLL _Pragma("unroll")
 #else
+#define DS_KFAC_DEVICE inline
+#define DS_KFAC_BOTH inline
 #define DS_KFAC_UNROLL
 #endif
 #define DS_KFAC_API extern "C" __attribute__((visibility("default")))
@@ -108,7 +115,7 @@ template <class Op> int launch(const Op &op, int64_t blocks, void *) {
 #endif
 
 // Launches `op` over `count` layers, in as few launches as their number allows. `layer_of(i)` describes layer i.
-template <class Op, class LayerOf> int launch_layers(Op &op, int count, LayerOf layer_of, void *stream) {
+template <class Op, class LayerOf> int launch_layers(Op op, int count, LayerOf layer_of, void *stream) {
     for (int first = 0; first < count; first += LAYERS) {
         op.table.count = count - first < LAYERS ? count - first : LAYERS;
         int64_t blocks = 0;
@@ -121,5 +128,97 @@ template <class Op, class LayerOf> int launch_layers(Op &op, int count, LayerOf 
     }
     return 0;
 }
+
+// Numbers as they travel, fp32, bf16 or fp16, rounded to nearest even as torch does.
+enum Kind { FP32 = 0, BF16 = 1, FP16 = 2 };
+
+struct Bf16 {
+    uint16_t bits;
+};
+struct Fp16 {
+    uint16_t bits;
+};
+
+#ifdef __CUDACC__
+
+DS_KFAC_DEVICE uint32_t bits_of(float x) { return __float_as_uint(x); }
+DS_KFAC_DEVICE void store(float *to, float x) { *to = x; }
+DS_KFAC_DEVICE void store(Bf16 *to, float x) { to->bits = __bfloat16_as_ushort(__float2bfloat16_rn(x)); }
+DS_KFAC_DEVICE void store(Fp16 *to, float x) { to->bits = __half_as_ushort(__float2half_rn(x)); }
+DS_KFAC_DEVICE float load(const float *from) { return *from; }
+DS_KFAC_DEVICE float load(const Bf16 *from) { return __bfloat162float(__ushort_as_bfloat16(from->bits)); }
+DS_KFAC_DEVICE float load(const Fp16 *from) { return __half2float(__ushort_as_half(from->bits)); }
+
+// Never fused into a multiply-add, so that sums are torch's, bit for bit.
+DS_KFAC_DEVICE float add(float x, float y) { return __fadd_rn(x, y); }
+DS_KFAC_DEVICE float multiply(float x, float y) { return __fmul_rn(x, y); }
+DS_KFAC_DEVICE float divide(float x, float y) { return __fdiv_rn(x, y); }
+
+#else  // the emulation's; compiled with -ffp-contract=off
+
+inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+inline void store(float *to, float x) { *to = x; }
+inline void store(Bf16 *to, float x) {
+    const uint32_t bits = bits_of(x);
+    to->bits = x == x ? static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16) : 0x7fc0;
+}
+inline void store(Fp16 *to, float x) {
+    const _Float16 half = static_cast<_Float16>(x);
+    std::memcpy(&to->bits, &half, sizeof half);
+}
+inline float load(const float *from) { return *from; }
+inline float load(const Bf16 *from) {
+    const uint32_t bits = static_cast<uint32_t>(from->bits) << 16;
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+inline float load(const Fp16 *from) {
+    _Float16 half;
+    std::memcpy(&half, &from->bits, sizeof half);
+    return static_cast<float>(half);
+}
+inline float add(float x, float y) { return x + y; }
+inline float multiply(float x, float y) { return x * y; }
+inline float divide(float x, float y) { return x / y; }
+
+#endif
+
+DS_KFAC_DEVICE bool is_finite(float x) { return (bits_of(x) & 0x7f800000u) != 0x7f800000u; }
+
+// Index arithmetic of a packed lower triangle: element (row, column), column <= row, lies at row(row+1)/2 + column.
+//
+// Widest triangle for which row_of is exact. At a row's first element the rounded root is 2 row + 1, never less; only
+// near a row's end it may be the next row's. IEEE operations, so the host's test holds for the device.
+constexpr int64_t MAX_DIM = int64_t(1) << 20;
+
+DS_KFAC_BOTH int64_t packed_numel(int64_t dim) { return dim * (dim + 1) / 2; }
+
+// The row of packed element `index` of a triangle up to MAX_DIM wide.
+DS_KFAC_BOTH int64_t row_of(int64_t index) {
+    const float root = sqrtf(8.0f * static_cast<float>(index) + 1.0f);
+    const int64_t row = static_cast<int64_t>((root - 1.0f) * 0.5f);
+    return packed_numel(row) > index ? row - 1 : row;
+}
+
+// A place in a triangle that moves forward; after the first square root, additions only.
+struct Cursor {
+    int64_t row;
+    int64_t column;
+
+    DS_KFAC_BOTH explicit Cursor(int64_t index) : row(row_of(index)), column(index - packed_numel(row)) {}
+
+    DS_KFAC_BOTH void advance(int64_t elements) {
+        column += elements;
+        while (column > row) {
+            column -= row + 1;
+            ++row;
+        }
+    }
+};
 
 }  // namespace ds_kfac

@@ -9,7 +9,7 @@ struct Average {
     const float *sum;  // [numel]
     int64_t numel;
     const float *count;  // scalar: summands
-    float *updates;      // scalar: batches folded in so far
+    float *updates;      // scalar: batches averaged so far
     float decay;         // weight of the past
     int index;           // of the layer in `used` and `weights`
 };
@@ -66,7 +66,7 @@ struct CountBatches {
 };
 
 // average = r average + (1 - r) sum / count where the batch is used.
-struct Fold {
+struct TakeIn {
     static constexpr int PHASES = 1;
     using Shared = Nothing;
 
@@ -102,31 +102,32 @@ struct Fold {
 
 using namespace ds_kfac;
 
-// For each layer: if its count is positive and all of its `numels[i]` sums are finite, folds sum / count into the
+// For each layer: if its count is positive and all of its `numels[i]` sums are finite, takes sum / count into the
 // average, adds 1 to updates and sets used[i], else leaves the layer alone and clears used[i].
 // `used` [count] and `weights` [count], a scratch, lie on the device. Returns a cudaError_t.
 DS_KFAC_API int ds_kfac_cuda_ema_update(uint8_t *used, float *weights, int count, void *const *averages,
                                         const void *const *sums, const int64_t *numels, const void *const *counts,
                                         void *const *updates, const float *decays, void *stream) {
     const auto layer_of = [&](int i) {
-        return Average{static_cast<float *>(averages[i]),
-                       static_cast<const float *>(sums[i]),
-                       numels[i],
-                       static_cast<const float *>(counts[i]),
-                       static_cast<float *>(updates[i]),
-                       decays[i],
-                       i};
+        return Average{
+            static_cast<float *>(averages[i]), static_cast<const float *>(sums[i]), numels[i],
+            static_cast<const float *>(counts[i]), static_cast<float *>(updates[i]), decays[i], i};
     };
     if (const int error = fill(used, 1, count, stream)) return error;
-    CheckSums check{};
-    check.used = used;
-    if (const int error = launch_layers(check, count, layer_of, stream)) return error;
-    CountBatches counting{};
-    counting.used = used;
-    counting.weights = weights;
-    if (const int error = launch_layers(counting, count, layer_of, stream)) return error;
-    Fold folding{};
-    folding.used = used;
-    folding.weights = weights;
-    return launch_layers(folding, count, layer_of, stream);
+    if (const int error = launch_layers(CheckSums{used, {}}, count, layer_of, stream)) return error;
+    if (const int error = launch_layers(CountBatches{used, weights, {}}, count, layer_of, stream)) return error;
+    return launch_layers(TakeIn{used, weights, {}}, count, layer_of, stream);
 }
+
+// What a returned cudaError_t is called.
+#ifdef __CUDACC__
+DS_KFAC_API const char *ds_kfac_cuda_error_name(int error) {
+    return cudaGetErrorName(static_cast<cudaError_t>(error));
+}
+DS_KFAC_API const char *ds_kfac_cuda_error_text(int error) {
+    return cudaGetErrorString(static_cast<cudaError_t>(error));
+}
+#else
+DS_KFAC_API const char *ds_kfac_cuda_error_name(int) { return "emulation"; }
+DS_KFAC_API const char *ds_kfac_cuda_error_text(int) { return "the emulation has no errors"; }
+#endif

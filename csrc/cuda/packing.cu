@@ -104,29 +104,17 @@ template <class Number> struct Unpack {
     }
 };
 
-template <class Op>
-int over_triangles(Op &op, int count, void *const *matrices, const int64_t *strides, const int64_t *starts,
-                   const int64_t *dims, void *stream) {
+template <template <class> class Op>
+int over_triangles(void *packed, int kind, int count, void *const *matrices, const int64_t *strides,
+                   const int64_t *starts, const int64_t *dims, void *stream) {
     const auto layer_of = [&](int i) {
         return Triangle{static_cast<float *>(matrices[i]), strides[i], starts[i], dims[i]};
     };
-    return launch_layers(op, count, layer_of, stream);
-}
-
-template <class Number>
-int pack(void *packed, int count, void *const *matrices, const int64_t *strides, const int64_t *starts,
-         const int64_t *dims, void *stream) {
-    Pack<Number> op{};
-    op.packed = static_cast<Number *>(packed);
-    return over_triangles(op, count, matrices, strides, starts, dims, stream);
-}
-
-template <class Number>
-int unpack(const void *packed, int count, void *const *matrices, const int64_t *strides, const int64_t *starts,
-           const int64_t *dims, void *stream) {
-    Unpack<Number> op{};
-    op.packed = static_cast<const Number *>(packed);
-    return over_triangles(op, count, matrices, strides, starts, dims, stream);
+    switch (kind) {
+        case FP32: return launch_layers(Op<float>{static_cast<float *>(packed), {}}, count, layer_of, stream);
+        case BF16: return launch_layers(Op<Bf16>{static_cast<Bf16 *>(packed), {}}, count, layer_of, stream);
+        default: return launch_layers(Op<Fp16>{static_cast<Fp16 *>(packed), {}}, count, layer_of, stream);
+    }
 }
 
 }  // namespace ds_kfac
@@ -137,20 +125,11 @@ using namespace ds_kfac;
 // strides[i] elements apart. Returns a cudaError_t.
 DS_KFAC_API int ds_kfac_cuda_pack(void *packed, int kind, int count, void *const *matrices, const int64_t *strides,
                                   const int64_t *starts, const int64_t *dims, void *stream) {
-    switch (kind) {
-        case FP32: return pack<float>(packed, count, matrices, strides, starts, dims, stream);
-        case BF16: return pack<Bf16>(packed, count, matrices, strides, starts, dims, stream);
-        default: return pack<Fp16>(packed, count, matrices, strides, starts, dims, stream);
-    }
+    return over_triangles<Pack>(packed, kind, count, matrices, strides, starts, dims, stream);
 }
 
 // The inverse, with the mirror image above the diagonal. Writes every element of every matrix.
-DS_KFAC_API int ds_kfac_cuda_unpack(const void *packed, int kind, int count, void *const *matrices,
-                                    const int64_t *strides, const int64_t *starts, const int64_t *dims,
-                                    void *stream) {
-    switch (kind) {
-        case FP32: return unpack<float>(packed, count, matrices, strides, starts, dims, stream);
-        case BF16: return unpack<Bf16>(packed, count, matrices, strides, starts, dims, stream);
-        default: return unpack<Fp16>(packed, count, matrices, strides, starts, dims, stream);
-    }
+DS_KFAC_API int ds_kfac_cuda_unpack(void *packed, int kind, int count, void *const *matrices, const int64_t *strides,
+                                    const int64_t *starts, const int64_t *dims, void *stream) {
+    return over_triangles<Unpack>(packed, kind, count, matrices, strides, starts, dims, stream);
 }

@@ -11,7 +11,7 @@ from ds_kfac.ops.build import find_sources
 from ds_kfac.ops.reference import packed_numel
 
 HARNESS = """
-#include "triangle.h"
+#include "launch.h"
 using namespace ds_kfac;
 extern "C" void rows_of(const int64_t *indices, int64_t *rows, int64_t count) {
     for (int64_t i = 0; i < count; ++i) rows[i] = row_of(indices[i]);
@@ -31,14 +31,8 @@ def harness(tmp_path_factory):
     folder = tmp_path_factory.mktemp("index")
     (folder / "harness.cpp").write_text(HARNESS)
     command = [compiler, "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-fsanitize=undefined", "-shared", "-fPIC"]
-    command += [
-        "-fno-sanitize-recover",
-        f"-I{find_sources('cuda')}",
-        "-o",
-        str(folder / "harness.so"),
-        str(folder / "harness.cpp"),
-    ]
-    subprocess.run(command, check=True)
+    files = [f"-I{find_sources('cuda')}", "-o", str(folder / "harness.so"), str(folder / "harness.cpp")]
+    subprocess.run([*command, "-fno-sanitize-recover", *files], check=True)
     return ctypes.CDLL(str(folder / "harness.so"))
 
 

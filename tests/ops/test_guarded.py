@@ -51,13 +51,18 @@ def doubles(count: int) -> list[torch.Tensor]:
     return [normal(6).double() for _ in range(count)]
 
 
+def doubled_adam() -> tuple:
+    """All of it in fp64, also the counter that the bias corrections come from."""
+    return *(x.view(2, 3).abs() for x in doubles(3)), torch.ones((), dtype=torch.float64), torch.tensor(True)
+
+
 def scaling(x: torch.Tensor) -> tuple:
     return x, normal(2).exp(), normal(3).exp(), 0.1
 
 
 Call = tuple[tuple, dict]
 ONE = [torch.ones(())]
-ADAM, BETAS = (torch.ones(()), torch.tensor(True)), {"betas": (0.9, 0.95), "eps": 0.1}
+BETAS = {"betas": (0.9, 0.95), "eps": 0.1}
 UNUSUAL: dict[str, tuple[str, Callable[[], Call]]] = {
     "rows in fp64": ("syrk_accumulate_", lambda: ((torch.zeros(6), normal(4, 3).double()), {})),
     "a sum with gaps": ("syrk_accumulate_", lambda: ((torch.zeros(12)[::2], normal(4, 3)), {})),
@@ -66,7 +71,7 @@ UNUSUAL: dict[str, tuple[str, Callable[[], Call]]] = {
     "averages in fp64": ("ema_update_", lambda: ((doubles(1), doubles(1), ONE, [torch.ones(())], [0.9]), {})),
     "no elements": ("eigen_scale_dot", lambda: ((normal(0, 3), normal(0), normal(3), 0.1), {})),
     "gradients in fp64": ("eigen_scale_dot", lambda: (scaling(normal(2, 3).double()), {})),
-    "Adam in fp64": ("adam_scale", lambda: ((*(x.view(2, 3).abs() for x in doubles(3)), *ADAM), BETAS)),
+    "Adam in fp64": ("adam_scale", lambda: (doubled_adam(), BETAS)),
     "moments with gaps": ("corrected_scale_dot", lambda: ((normal(2, 3), strided(2, 3).abs_(), 0.9, 2.0, 0.1), {})),
 }
 MADE_FOR = {"triton": set(), "cuda": set()}
