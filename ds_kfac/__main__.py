@@ -36,7 +36,7 @@ def environment_report() -> str:
             "accelerator",
             *columns(_accelerator()),
             "op libraries: installed if compiled ahead of time, else compiled at first use if compatible",
-            *columns(build.rows(build.CUDABuilder(None if gpu_problem() else gpu_architecture()))),
+            *columns(build.rows(None if gpu_problem() else gpu_architecture())),
             "backends of ops",
             *columns([("backend", "device", "runs here"), *map(_backend, BACKENDS)]),
             "supported",

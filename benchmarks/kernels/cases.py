@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_kfac.ops.reference import packed_numel, symmetric_pack
+from ds_kfac.ops.functional import packed_numel
+from ds_kfac.ops.reference import symmetric_pack
 
 Op = Callable[..., Any]
 

@@ -19,7 +19,7 @@ from benchmarks.kernels.solvers import cholesky_inverse, second_moments
 from benchmarks.kernels.timing import CACHE_BYTES, Clock
 from ds_kfac.curvature.precision import choose, fp32_products
 from ds_kfac.ops.dispatch import syrk_accumulate_
-from ds_kfac.ops.reference import packed_numel
+from ds_kfac.ops.functional import packed_numel
 
 DIMS = (16, 64, 256, 512, 1024, 2048, 4096, 8192)
 PRODUCT_DIMS = (64, 128, 256, 512, 1024, 2048, 4096)

@@ -89,8 +89,7 @@ def sweep_table(rows: Sequence[dict[str, Any]]) -> str:
 def sweep_syrk(clock: Clock, settings: Settings, seconds: float, machine: str, out: Path) -> int:
     """On a GPU, for the rows' dtype. Writes a page and a csv file; prints the table and what to paste."""
     from ds_kfac.ops.triton import syrk as module
-    from ds_kfac.ops.triton.base import architecture
-    from ds_kfac.ops.triton.syrk import SHIPPED, family
+    from ds_kfac.ops.triton.syrk import SHIPPED, architecture, family
 
     name = family(settings.dtype, architecture())
     shipped = [variant for config in SHIPPED[name] for variant in (config, config.plain())]

@@ -31,7 +31,7 @@ from ds_kfac.curvature.eigen import (
 from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.curvature.precision import HIGHEST, Precision, fp32_products
 from ds_kfac.ops.dispatch import symmetric_pack_into_
-from ds_kfac.ops.reference import packed_numel
+from ds_kfac.ops.functional import packed_numel
 
 Scalar = Tensor | float
 

@@ -25,18 +25,34 @@ BUILT = PACKAGE / "ops" / "built"
 """Where ``DS_KFAC_BUILD_OPS=1 pip install`` puts libraries."""
 COMPILE_SECONDS = 300
 LOCK_SECONDS = 120
+NAME = "kfac_cuda"
+"""Of the report."""
+ARCHITECTURES = ("80", "90a", "100", "120")
+"""A100, H100 and H200, B200, RTX 50; others compile for themselves, just in time."""
+NVCC = "/usr/local/cuda/bin/nvcc"
+"""Where it usually is."""
+STRICT = (
+    *("-Werror", "all-warnings", "-Xcompiler=-Wall,-Wextra,-Werror"),
+    "-Xptxas=-v,-warn-spills,-warn-lmem-usage,-Werror",
+)
+"""A warning is an error, so are registers spilled to memory; ptxas says how many registers a kernel takes."""
 
 
 class BuildError(RuntimeError):
     """Why there is no library; one line for people."""
 
 
-def find_sources(part: str) -> Path:
-    """The folder ``csrc/<part>``: in an installed package, or next to it in a checkout."""
+def source_folder() -> Path:
+    """``csrc/cuda``: in an installed package, or next to it in a checkout."""
     for root in (PACKAGE, PACKAGE.parent):
-        if (root / "csrc" / part).is_dir():
-            return root / "csrc" / part
-    raise BuildError(f"its sources, csrc/{part}, are not installed")
+        if (root / "csrc" / "cuda").is_dir():
+            return root / "csrc" / "cuda"
+    raise BuildError("its sources, csrc/cuda, are not installed")
+
+
+def sources() -> list[Path]:
+    """Every file of the library; headers are included by them."""
+    return sorted(source_folder().glob("*.cu"))
 
 
 def folder() -> Path:
@@ -45,59 +61,46 @@ def folder() -> Path:
     return (Path(extensions) if extensions else Path(cache) if cache else Path.home() / ".cache") / "ds_kfac"
 
 
-def library_name(part: str, flags: Sequence[str], sources: Path | None = None) -> str:
+def library_name(flags: Sequence[str], source: Path | None = None) -> str:
     """A file name made of sources and flags: another one where anything is another.
 
     Raises:
         BuildError: there are no sources.
     """
-    identity = hashlib.sha256("\0".join([part, *flags]).encode())
-    for file in _files(part, sources):
-        identity.update(file.name.encode() + b"\0" + file.read_bytes())
-    return f"{part}-{identity.hexdigest()[:16]}.so"
-
-
-def _files(part: str, sources: Path | None) -> list[Path]:
-    folder = sources or find_sources(part)
-    return sorted(file for file in folder.iterdir() if file.suffix in (".h", ".cu"))
-
-
-def find(library: str, places: Sequence[Path]) -> Path | None:
-    return next((place / library for place in places if (place / library).exists()), None)
+    identity = hashlib.sha256("\0".join(flags).encode())
+    for file in sorted((source or source_folder()).iterdir()):
+        if file.suffix in (".h", ".cu"):
+            identity.update(file.name.encode() + b"\0" + file.read_bytes())
+    return f"cuda-{identity.hexdigest()[:16]}.so"
 
 
 def build(
-    part: str,
-    compiler: Callable[[], str],
-    flags: Sequence[str],
-    *,
-    sources: Path | None = None,
-    into: Path | None = None,
+    compiler: Callable[[], str], flags: Sequence[str], *, source: Path | None = None, into: Path | None = None
 ) -> Path:
-    """The shared library of all files of ``csrc/<part>`` that are no headers; compiled if there is none.
+    """The shared library; compiled if there is none.
 
     Args:
         compiler: finds one; asked only if it is needed, so that what was built ahead of time runs without.
-        sources: another folder than ``csrc/<part>``.
+        source: another folder than ``csrc/cuda``.
         into: the folder to find or put it in; None: find it in :data:`BUILT` or find or put it in :func:`folder`.
 
     Raises:
         BuildError: it cannot be compiled.
     """
-    library = library_name(part, flags, sources)
+    library = library_name(flags, source)
     places = [into] if into else [BUILT, folder()]
-    found = find(library, places)
-    if found is not None:
-        return found
+    for place in places:
+        if (place / library).exists():
+            return place / library
     path = places[-1] / library
-    files = [str(file) for file in _files(part, sources) if file.suffix != ".h"]
+    files = sorted((source or source_folder()).glob("*.cu"))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path.with_suffix(".lock")):
             if not path.exists():
                 if into is None:
-                    LOGGER.info(f"ds_kfac: compiling csrc/{part}, once; ahead of time: DS_KFAC_BUILD_OPS=1 pip install")
-                _compile([compiler(), *flags, *files], path)
+                    LOGGER.info("ds_kfac: compiling csrc/cuda, once; ahead of time: DS_KFAC_BUILD_OPS=1 pip install")
+                _compile([compiler(), *flags, *map(str, files)], path)
     except OSError as problem:
         raise BuildError(f"cannot write to {path.parent}: {problem}") from problem
     return path
@@ -135,18 +138,6 @@ def locked(path: Path, seconds: float | None = None) -> Iterator[None]:
         yield
 
 
-ARCHITECTURES = ("80", "90a", "100", "120")
-"""A100, H100 and H200, B200, RTX 50; others compile for themselves, just in time."""
-
-NVCC = "/usr/local/cuda/bin/nvcc"
-"""Where it usually is."""
-STRICT = (
-    *("-Werror", "all-warnings", "-Xcompiler=-Wall,-Wextra,-Werror"),
-    "-Xptxas=-v,-warn-spills,-warn-lmem-usage,-Werror",
-)
-"""A warning is an error, so are registers spilled to memory; ptxas says how many registers a kernel takes."""
-
-
 def find_nvcc() -> str | None:
     """The compiler of ``CUDA_HOME``, else of the path, else of /usr/local/cuda; None where there is none."""
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
@@ -166,83 +157,60 @@ def nvcc() -> str:
     return found
 
 
-def sources() -> list[Path]:
-    """Every file of the library; headers are included by them."""
-    return sorted(find_sources("cuda").glob("*.cu"))
-
-
 def nvcc_flags(architectures: Sequence[str]) -> list[str]:
     """For a shared library, which loads without a driver, with machine code for each architecture, e.g. ``90a``."""
     targets = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in architectures]
     return ["-std=c++17", "-O3", "--threads=0", "-shared", "-Xcompiler=-fPIC,-fvisibility=hidden", *targets]
 
 
-class CUDABuilder:
-    """Builds and finds csrc/cuda, a library for each architecture. It is named and asked as DeepSpeed's OpBuilder,
-    from which it is not derived: that links libtorch.
+def installed(architecture: str | None) -> Path | None:
+    """What was built ahead of time for this GPU, or for an older one of its generation, whose code runs here too; for
+    any where there is no GPU (None). What ends in a letter is for that GPU alone.
 
     Args:
-        architecture: of the GPU, as nvcc names it, e.g. "90a"; None: there is none, and no library to load.
-
-    Attributes:
-        NAME: of the report.
-        BUILD_VAR: environment variable; 1 compiles when the package is installed, 0 does not, whatever
-            ``DS_KFAC_BUILD_OPS`` says.
-        error_log: why :meth:`is_compatible` last said no.
+        architecture: of the GPU, as nvcc names it, e.g. "90a".
     """
-
-    NAME, BUILD_VAR, PART = "kfac_cuda", "DS_KFAC_BUILD_CUDA", "cuda"
-
-    def __init__(self, architecture: str | None = None) -> None:
-        self.architecture = architecture
-        self.error_log: str | None = None
-
-    def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether it can be loaded here or built: neither needs the device that it is for."""
-        self.error_log = None
-        try:
-            if self.installed() is None:
-                find_sources(self.PART)
-                nvcc()
-        except BuildError as problem:
-            self.error_log = str(problem)
-            if verbose:
-                print(f" [WARNING]  {self.NAME}: {problem}")
-        return self.error_log is None
-
-    def installed(self) -> Path | None:
-        """For this GPU or an older one of its generation, whose code runs here too; for any where there is no GPU."""
-        for name in runs_on(self.architecture) if self.architecture else ARCHITECTURES:
-            if path := find(library_name(self.PART, nvcc_flags([name])), [BUILT]):
-                return path
-        return None
-
-    def build_ahead(self, into: Path) -> list[Path]:
-        """Compile for all architectures that the environment names. Raises BuildError."""
-        names = wanted_architectures(os.environ) or supported(nvcc())
-        return [build(self.PART, nvcc, nvcc_flags([name]), into=into) for name in names]
-
-    def path(self) -> Path:
-        """Of the library for this machine, built ahead of time or now. Raises BuildError."""
-        if self.architecture is None:
-            raise BuildError("there is no GPU to build it for")
-        return self.installed() or build(self.PART, nvcc, nvcc_flags([self.architecture]))
-
-    def load(self) -> ctypes.CDLL:
-        """Raises RuntimeError: it cannot be built or loaded, and why."""
-        try:
-            return ctypes.CDLL(str(self.path()))
-        except OSError as problem:
-            raise RuntimeError(f"its library does not load: {problem}") from problem
+    names: Sequence[str] = ARCHITECTURES if architecture is None else [architecture]
+    if architecture and architecture.isdigit():
+        major, minor = divmod(int(architecture), 10)
+        names = [f"{major}{lower}" for lower in range(minor, -1, -1)]
+    found = (BUILT / library_name(nvcc_flags([name])) for name in names)
+    return next((path for path in found if path.exists()), None)
 
 
-def runs_on(architecture: str) -> list[str]:
-    """Architectures whose machine code a GPU runs, its own first: 86 is its own and 80. What ends in a letter is for
-    that GPU alone."""
-    if not architecture.isdigit():
-        return [architecture]
-    major, minor = divmod(int(architecture), 10)
-    return [f"{major}{lower}" for lower in range(minor, -1, -1)]
+def library(architecture: str | None) -> Path:
+    """For this GPU, built ahead of time or now. Raises BuildError."""
+    if architecture is None:
+        raise BuildError("there is no GPU to build it for")
+    return installed(architecture) or build(nvcc, nvcc_flags([architecture]))
+
+
+def load(architecture: str | None) -> ctypes.CDLL:
+    """Raises RuntimeError: it cannot be built or loaded, and why."""
+    try:
+        return ctypes.CDLL(str(library(architecture)))
+    except OSError as problem:
+        raise RuntimeError(f"its library does not load: {problem}") from problem
+
+
+def problem(architecture: str | None) -> str:
+    """Why the library can neither be loaded here nor built, which needs no GPU; empty if it can."""
+    try:
+        if installed(architecture) is None:
+            nvcc()
+    except BuildError as why:
+        return str(why)
+    return ""
+
+
+def rows(architecture: str | None) -> list[tuple[str, ...]]:
+    """For the report: name, built ahead of time, can be used or built, and why not."""
+    why = problem(architecture)
+    ahead = not why and installed(architecture)
+    return [
+        ("op library", "installed", "compatible", ""),
+        (NAME, "yes" if ahead else "no", "no" if why else "yes", why),
+    ]
 
 
 def wanted_architectures(environment: Mapping[str, str]) -> list[str]:
@@ -275,29 +243,23 @@ def supported(compiler: str) -> list[str]:
 
 def build_ahead(into: Path, environment: Mapping[str, str]) -> list[Path]:
     """What ``pip install`` compiles, as with ``DS_BUILD_OPS`` and ``DS_BUILD_<OP>``: with ``DS_KFAC_BUILD_OPS=1`` if it
-    can be, with the builder's own variable in any case.
+    can be, with ``DS_KFAC_BUILD_CUDA=1`` in any case, with 0 in none; for all architectures that the environment names.
 
     Raises:
         BuildError: it was asked for by its own variable and cannot be built.
     """
-    builder, built = CUDABuilder(), []
+    built: list[Path] = []
     into.mkdir(parents=True, exist_ok=True)
-    asked = environment.get(builder.BUILD_VAR)
-    if (asked or environment.get("DS_KFAC_BUILD_OPS", "0")) == "1":
-        if builder.is_compatible(verbose=asked is None):
-            built = builder.build_ahead(into)
-        elif asked:
-            raise BuildError(f"{builder.BUILD_VAR}=1, but {builder.NAME} cannot be built: {builder.error_log}")
+    wanted = environment.get("DS_KFAC_BUILD_CUDA")
+    if (wanted or environment.get("DS_KFAC_BUILD_OPS", "0")) == "1":
+        why = problem(None)
+        if why and wanted:
+            raise BuildError(f"DS_KFAC_BUILD_CUDA=1, but {NAME} cannot be built: {why}")
+        if why:
+            print(f" [WARNING]  {NAME}: {why}")
+        else:
+            names = wanted_architectures(environment) or supported(nvcc())
+            built = [build(nvcc, nvcc_flags([name]), into=into) for name in names]
     for lock in into.glob("*.lock"):
         lock.unlink()
     return built
-
-
-def rows(builder: CUDABuilder) -> list[tuple[str, ...]]:
-    """For the report: name, built ahead of time, can be used or built, and why not."""
-    compatible = builder.is_compatible()
-    ahead = builder.installed() if compatible else None
-    return [
-        ("op library", "installed", "compatible", ""),
-        (builder.NAME, "yes" if ahead else "no", "yes" if compatible else "no", builder.error_log or ""),
-    ]

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_kfac.ops import build, functional, reference
-from ds_kfac.ops.reference import packed_numel
+from ds_kfac.ops.functional import packed_numel
 
 CAPABILITY = (8, 0)
 """The least compute capability that kernels are compiled and checked for."""
@@ -273,7 +273,7 @@ def _triton() -> str:
 def identity(device: torch.device) -> str:
     """Of what a result depends on: sources of ops, versions, driver and GPU."""
     found = hashlib.sha256()
-    for file in sorted([*(build.PACKAGE / "ops").rglob("*.py"), *build.find_sources("cuda").iterdir()]):
+    for file in sorted([*(build.PACKAGE / "ops").rglob("*.py"), *build.source_folder().iterdir()]):
         found.update(file.name.encode() + file.read_bytes())
     driver = Path("/proc/driver/nvidia/version")
     for fact in (

@@ -12,45 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_kfac.ops import check
-from ds_kfac.ops.build import CUDABuilder
+from ds_kfac.ops import build, check
 from ds_kfac.ops.check import NotMadeFor, check_device, of
-from ds_kfac.ops.reference import packed_numel
+from ds_kfac.ops.functional import Tensors, packed_numel
 
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int}
-_SIGNATURES = {
-    "pack": "piippppp",
-    "unpack": "piippppp",
-    "ema_update": "ppippppppp",
-}
+_SIGNATURES = {"pack": "piippppp", "unpack": "piippppp", "ema_update": "ppippppppp"}
 """Launcher -> a letter of ``_TYPES`` per argument; see the sources."""
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+MAX_DIM = 1 << 20
 
 
 class CudaError(RuntimeError):
     """What a launcher returned, e.g. ``cudaErrorInsufficientDriver``."""
-
-
-class CudaLibrary:
-    """The launchers; :meth:`launch` raises what they return."""
-
-    def __init__(self, library: ctypes.CDLL):
-        self._library = library
-        for name, signature in _SIGNATURES.items():
-            function = self._function(name)
-            function.argtypes, function.restype = [_TYPES[letter] for letter in signature], ctypes.c_int
-        for name in ("error_name", "error_text"):
-            function = self._function(name)
-            function.argtypes, function.restype = [ctypes.c_int], ctypes.c_char_p
-
-    def launch(self, name: str, *arguments: object) -> None:
-        """Raises CudaError, with the error's name, if the kernel could not be launched."""
-        error = self._function(name)(*arguments)
-        if error:
-            code, text = (self._function(part)(error).decode() for part in ("error_name", "error_text"))
-            raise CudaError(f"{name}: {code} ({error}): {text}")
-
-    def _function(self, name: str):
-        return getattr(self._library, f"ds_kfac_cuda_{name}")
 
 
 def pointers(tensors: Sequence[Tensor]) -> ctypes.Array:
@@ -61,12 +35,8 @@ def integers(values: Sequence[int]) -> ctypes.Array:
     return (ctypes.c_int64 * len(values))(*values)
 
 
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-MAX_DIM = 1 << 20
-
-
 class CudaOps:
-    """The ops of a loaded library.
+    """The ops of a loaded library, with the contracts of ``ops/reference.py``.
 
     Attributes:
         device_type: where tensors must be: ``cuda``, or ``cpu`` for the emulation.
@@ -74,18 +44,17 @@ class CudaOps:
 
     OPS = ("symmetric_pack_into_", "symmetric_unpack_from", "ema_update_")
 
-    def __init__(self, library: CudaLibrary, device_type: str = "cuda"):
-        self.library = library
-        self.device_type = device_type
+    def __init__(self, library: ctypes.CDLL, device_type: str = "cuda"):
+        self._library, self.device_type = library, device_type
+        for name, signature in _SIGNATURES.items():
+            function = self._function(name)
+            function.argtypes, function.restype = [_TYPES[letter] for letter in signature], ctypes.c_int
+        for name in ("error_name", "error_text"):
+            function = self._function(name)
+            function.argtypes, function.restype = [ctypes.c_int], ctypes.c_char_p
 
-    def symmetric_pack_into_(self, out: Tensor, starts: Sequence[int], matrices_DD: Sequence[Tensor]) -> None:
-        """Lower triangles of fp32 matrices of several layers into one flat tensor, in its dtype.
-
-        Args:
-            out: fp32, bf16 or fp16, contiguous; what lies between the triangles is left alone.
-            starts: first element of each triangle in ``out``.
-            matrices_DD: fp32 [D, D]; rows may lie apart.
-        """
+    def symmetric_pack_into_(self, out: Tensor, starts: Sequence[int], matrices_DD: Tensors) -> None:
+        """Rows of the fp32 matrices may lie apart; ``out`` is fp32, bf16 or fp16, contiguous."""
         dims = [len(x_DD) for x_DD in matrices_DD]
         self._check_flat("symmetric_pack_into_", out, starts, dims)
         for x_DD, dim in zip(matrices_DD, dims, strict=True):
@@ -100,7 +69,6 @@ class CudaOps:
         )  # fmt: skip
 
     def symmetric_unpack_from(self, packed: Tensor, starts: Sequence[int], dims: Sequence[int]) -> list[Tensor]:
-        """The symmetric fp32 [D, D] matrices whose lower triangles lie in a flat fp32, bf16 or fp16 tensor."""
         self._check_flat("symmetric_unpack_from", packed, starts, dims)
         found = [torch.empty(dim, dim, device=packed.device) for dim in dims]
         self._launch(
@@ -110,22 +78,10 @@ class CudaOps:
         return found
 
     def ema_update_(
-        self,
-        averages_P: Sequence[Tensor],
-        sums_P: Sequence[Tensor],
-        counts: Sequence[Tensor],
-        updates: Sequence[Tensor],
-        decays: Sequence[float],
+        self, averages_P: Tensors, sums_P: Tensors, counts: Tensors, updates: Tensors, decays: Sequence[float]
     ) -> Tensor:
-        """Fold one batch into running averages, in place: average <- r average + (1 - r) sum / count.
-
-        r = min(1 - 1/updates, decay), after 1 was added to updates. A factor whose count is 0, or whose sum has a
-        value that is not finite, keeps average and updates. All fp32.
-
-        Returns bool [n]: which were used.
-        """
+        numels, tensors = [average_P.numel() for average_P in averages_P], [*averages_P, *sums_P, *counts, *updates]
         lengths = {len(averages_P), len(sums_P), len(counts), len(updates), len(decays)}
-        numels = [average_P.numel() for average_P in averages_P]
         if len(lengths) > 1 or numels != [sum_P.numel() for sum_P in sums_P]:
             raise ValueError(
                 f"ema_update_: averages of {numels} elements, sums of {[sum_P.numel() for sum_P in sums_P]}, "
@@ -134,13 +90,13 @@ class CudaOps:
         for scalar in (*counts, *updates):
             if scalar.numel() != 1:
                 raise ValueError(f"ema_update_: counts and updates are scalars, got {of(scalar)}")
-        tensors = [*averages_P, *sums_P, *counts, *updates]
-        self._check_plain("ema_update_", tensors)
+        for tensor in tensors:
+            if tensor.dtype != torch.float32 or not tensor.is_contiguous():
+                raise NotMadeFor(f"ema_update_: expected contiguous fp32 tensors, got {of(tensor)}")
         if not tensors:
             return torch.empty(0, dtype=torch.bool, device=self.device_type)
-        device = averages_P[0].device
-        used = torch.empty(len(numels), dtype=torch.bool, device=device)
-        weights = torch.empty(len(numels), device=device)
+        used = torch.empty(len(numels), dtype=torch.bool, device=averages_P[0].device)
+        weights = torch.empty(len(numels), device=used.device)
         self._launch(
             "ema_update", tensors, used.data_ptr(), weights.data_ptr(), len(numels), pointers(averages_P),
             pointers(sums_P), integers(numels), pointers(counts), pointers(updates),
@@ -148,14 +104,24 @@ class CudaOps:
         )  # fmt: skip
         return used
 
+    def _function(self, name: str):
+        return getattr(self._library, f"ds_kfac_cuda_{name}")
+
     def _launch(self, name: str, tensors: Sequence[Tensor], *arguments: object) -> None:
-        """On the current stream of the tensors' device, which must be one."""
+        """On the current stream of the tensors' device, which must be one.
+
+        Raises:
+            CudaError: the kernel could not be launched; with the error's name.
+        """
         check_device(name, tensors, self.device_type)
         if self.device_type != "cuda":
-            self.library.launch(name, *arguments, None)
-            return
-        with torch.cuda.device(tensors[0].device):
-            self.library.launch(name, *arguments, torch.cuda.current_stream().cuda_stream)
+            error = self._function(name)(*arguments, None)
+        else:
+            with torch.cuda.device(tensors[0].device):
+                error = self._function(name)(*arguments, torch.cuda.current_stream().cuda_stream)
+        if error:
+            code, text = (self._function(part)(error).decode() for part in ("error_name", "error_text"))
+            raise CudaError(f"{name}: {code} ({error}): {text}")
 
     def _check_flat(self, op: str, flat: Tensor, starts: Sequence[int], dims: Sequence[int]) -> None:
         if flat.ndim != 1 or not flat.is_contiguous() or flat.dtype not in KINDS:
@@ -165,11 +131,6 @@ class CudaOps:
                 raise NotMadeFor(f"{op}: expected sides up to {MAX_DIM}, got {dim}")
             if start < 0 or dim < 0 or start + packed_numel(dim) > flat.numel():
                 raise ValueError(f"{op}: a triangle of side {dim} at {start} is outside of {flat.numel()} elements")
-
-    def _check_plain(self, op: str, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            if tensor.dtype != torch.float32 or not tensor.is_contiguous():
-                raise NotMadeFor(f"{op}: expected contiguous fp32 tensors, got {of(tensor)}")
 
 
 def load() -> Mapping[str, Callable[..., Any]]:
@@ -188,6 +149,6 @@ def load() -> Mapping[str, Callable[..., Any]]:
 @cache
 def _load() -> CudaOps:
     try:
-        return CudaOps(CudaLibrary(CUDABuilder(check.gpu_architecture()).load()))
+        return CudaOps(build.load(check.gpu_architecture()))
     except AttributeError as problem:
         raise RuntimeError(f"its library does not load: {problem}") from problem

@@ -9,6 +9,7 @@ torch.compile sees registered ops, each with a fake kernel that gives shapes alo
 registration, which would cost more than a small op.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, wraps
@@ -18,20 +19,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ds_kfac.ops import cuda, functional, reference
+from ds_kfac.ops import cuda, functional, reference, triton
 from ds_kfac.ops.check import faults, guarded
-from ds_kfac.ops.triton import backend
 
 OPS = (
-    "syrk_accumulate_",
-    "block_syrk_accumulate_",
-    "symmetric_pack_into_",
-    "symmetric_unpack_from",
-    "ema_update_",
-    "eigen_scale_dot",
-    "corrected_scale_dot",
-    "adam_scale",
-)
+    "syrk_accumulate_", "block_syrk_accumulate_", "symmetric_pack_into_", "symmetric_unpack_from", "ema_update_",
+    "eigen_scale_dot", "corrected_scale_dot", "adam_scale",
+)  # fmt: skip
 Implementation = Callable[..., Any]
 
 
@@ -49,7 +43,7 @@ class Backend:
 
 
 BACKENDS: dict[str, Backend] = {
-    "triton": Backend("cuda", backend.load),
+    "triton": Backend("cuda", triton.load),
     "cuda": Backend("cuda", cuda.load),
     "torch": Backend(None, lambda: {op: getattr(functional, op) for op in OPS}),
 }
@@ -119,17 +113,16 @@ def chosen(device: str) -> Choice:
 def _choose(backend: str | None, device: str, without: Mapping[str, str]) -> Choice:
     """``torch`` has every op, on every device."""
     ops: dict[str, tuple[str, Implementation]] = {}
-    missing: dict[str, str] = {}
+    missing = {name: why for name, why in without.items() if name in OPS}
     for name in BACKENDS if backend is None else dict.fromkeys((backend, "torch")):
         made_for = BACKENDS[name].device
         if made_for not in (None, device):
             if name == backend:
                 missing[name] = f"it is for {made_for}, not for {device}"
             continue
-        if name in without:
-            missing[name] = without[name]
-            continue
         try:
+            if name in without:
+                raise RuntimeError(without[name])
             found = BACKENDS[name].load()
         except (RuntimeError, OSError, ImportError) as problem:
             missing[name] = str(problem)
@@ -137,7 +130,6 @@ def _choose(backend: str | None, device: str, without: Mapping[str, str]) -> Cho
         for op, implementation in found.items():
             if name == "torch" or op not in without:
                 ops.setdefault(op, (name, implementation if name == "torch" else guarded(name, op, implementation)))
-    missing |= {op: why for op, why in without.items() if op in OPS}
     compiled = {op: found for op, found in ops.items() if found[0] != "torch"}
     for op, why in (faults(compiled, torch.device(device)) if compiled else {}).items():
         missing[op], ops[op] = why, ("torch", getattr(functional, op))
@@ -157,12 +149,7 @@ SCHEMAS = {
     "adam_scale": "(Tensor x_OI, Tensor first_OI, Tensor second_OI, Tensor updates, Tensor usable, float[] betas, "
     "float eps) -> (Tensor, Tensor, Tensor)",
 }
-KEYWORDS = {
-    "syrk_accumulate_": ("ones_column", "scale"),
-    "block_syrk_accumulate_": ("block", "scale"),
-    "adam_scale": ("betas", "eps"),
-}
-"""The last arguments of an op that are given by name."""
+"""Arguments in the order of ``ops/reference.py``; what may be a number there is a tensor here."""
 FAKES: dict[str, Callable[..., Any]] = {
     "symmetric_unpack_from": lambda packed, starts, dims: [packed.new_empty(n, n, dtype=torch.float32) for n in dims],
     "ema_update_": lambda averages_P, *_: averages_P[0].new_empty(len(averages_P), dtype=torch.bool),
@@ -170,69 +157,39 @@ FAKES: dict[str, Callable[..., Any]] = {
     "corrected_scale_dot": lambda x_OI, *_: (torch.empty_like(x_OI), torch.empty_like(x_OI), x_OI.new_empty(())),
     "adam_scale": lambda x_OI, *_: tuple(torch.empty_like(x_OI) for _ in range(3)),
 }
-"""What an op returns, without values; the others return nothing."""
-
-
-def _run(op: str) -> Callable[..., Any]:
-    """The chosen implementation with the arguments of the schema."""
-    names = KEYWORDS.get(op, ())
-
-    def run(*arguments: Any) -> Any:
-        first = arguments[0]
-        device = (first if isinstance(first, Tensor) else first[0]).device
-        plain = arguments[: len(arguments) - len(names)]
-        found = chosen(device.type).ops[op][1](*plain, **dict(zip(names, arguments[len(plain) :], strict=True)))
-        return found if op in FAKES else None
-
-    return run
-
-
-def _tensor(value: Tensor | float, of: Tensor) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.full((), value, device=of.device)
-
-
+"""What an op returns, without values; the registered others return nothing."""
 _ops = torch.ops.ds_kfac
 
 
-def _syrk(sum_P, x_ND, *, ones_column=None, scale=1.0):
-    _ops.syrk_accumulate_(sum_P, x_ND, ones_column, _tensor(scale, sum_P))
-    return sum_P
+def _registered(op: str) -> Callable[..., Any]:
+    """Registers an op. Returns what calls the registered one with the op's own signature, for torch.compile."""
+    parameters = inspect.signature(getattr(reference, op)).parameters.values()
+    named = {parameter.name: parameter.default for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+
+    def run(*arguments):
+        first, plain = arguments[0], len(arguments) - len(named)
+        device = (first if isinstance(first, Tensor) else first[0]).device
+        options = dict(zip(named, arguments[plain:], strict=True))
+        found = chosen(device.type).ops[op][1](*arguments[:plain], **options)
+        return found if op in FAKES else None
+
+    torch.library.define(f"ds_kfac::{op}", SCHEMAS[op])
+    torch.library.impl(f"ds_kfac::{op}", "default", run)
+    torch.library.register_fake(f"ds_kfac::{op}", FAKES.get(op, lambda *_: None))
+    tensors = [str(argument.type) == "Tensor" for argument in getattr(_ops, op).default._schema.arguments]
+
+    def traced(*arguments, **options):
+        given = [*arguments, *{**named, **options}.values()]
+        for place, value in enumerate(given):
+            if tensors[place] and not isinstance(value, Tensor):
+                given[place] = torch.full((), value, device=given[0].device)
+        found = getattr(_ops, op)(*given)
+        return given[0] if op.endswith("syrk_accumulate_") else found
+
+    return traced
 
 
-def _block_syrk(sum_P, x_ND, *, block, scale=1.0):
-    _ops.block_syrk_accumulate_(sum_P, x_ND, block, _tensor(scale, sum_P))
-    return sum_P
-
-
-def _eigen(x_OI, values_O, values_I, damping):
-    return _ops.eigen_scale_dot(x_OI, values_O, values_I, _tensor(damping, x_OI))
-
-
-def _corrected(x_OI, second_OI, decay, terms, damping):
-    numbers = (_tensor(value, x_OI) for value in (decay, terms, damping))
-    return _ops.corrected_scale_dot(x_OI, second_OI, *numbers)
-
-
-def _adam(x_OI, first_OI, second_OI, updates, usable, *, betas, eps):
-    return _ops.adam_scale(x_OI, first_OI, second_OI, updates, usable, list(betas), eps)
-
-
-TRACED: dict[str, Callable[..., Any]] = {
-    "syrk_accumulate_": _syrk,
-    "block_syrk_accumulate_": _block_syrk,
-    "symmetric_pack_into_": lambda out, starts, matrices_DD: _ops.symmetric_pack_into_(out, starts, matrices_DD),
-    "symmetric_unpack_from": lambda packed, starts, dims: _ops.symmetric_unpack_from(packed, starts, dims),
-    "ema_update_": lambda *arguments: _ops.ema_update_(*arguments),
-    "eigen_scale_dot": _eigen,
-    "corrected_scale_dot": _corrected,
-    "adam_scale": _adam,
-}
-"""Op -> the registered one behind the op's own signature (``ops/reference.py``)."""
-
-for _op, _schema in SCHEMAS.items():
-    torch.library.define(f"ds_kfac::{_op}", _schema)
-    torch.library.impl(f"ds_kfac::{_op}", "default", _run(_op))
-    torch.library.register_fake(f"ds_kfac::{_op}", FAKES.get(_op, lambda *_: None))
+TRACED = {op: _registered(op) for op in OPS}
 
 
 Op = TypeVar("Op", bound=Callable[..., Any])

@@ -1,32 +1,29 @@
-"""The op vocabulary that the other folders call. Same contracts as ``ops/reference.py``, without its waste.
+"""Backend ``torch``: every op on every device, with the contracts of ``ops/reference.py``, but not its waste.
 
 Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle, O and I the sides of a layer's matrix.
 """
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_kfac.ops.reference import each, packed_numel
-
-__all__ = [
-    "adam_scale",
-    "block_syrk_accumulate_",
-    "corrected_scale_dot",
-    "eigen_scale_dot",
-    "ema_update_",
-    "packed_numel",
-    "symmetric_pack",
-    "symmetric_pack_into_",
-    "symmetric_unpack",
-    "symmetric_unpack_from",
-    "syrk_accumulate_",
-]
-
+Scalar = Tensor | float
+Tensors = Sequence[Tensor]
 BLOCK_ROWS = 128
 """Rows of the lower triangle computed by one matrix product; above it, the upper blocks are never computed."""
+
+
+def packed_numel(dim: int) -> int:
+    """Elements of a packed D x D symmetric matrix: D(D+1)/2."""
+    return dim * (dim + 1) // 2
+
+
+def each(value: Scalar) -> Any:
+    """A number, a scalar or one of [n], to go with a matrix or with n of them."""
+    return value[..., None, None] if isinstance(value, Tensor) else value
 
 
 @cache  # 8 P bytes per distinct side, shared by all ops; rebuilt per call it would cost the product
@@ -37,7 +34,6 @@ def _lower_index(start: int, stop: int, device: torch.device) -> Tensor:
 
 
 def symmetric_pack(x_DD: Tensor) -> Tensor:
-    """See :func:`ds_kfac.ops.reference.symmetric_pack`."""
     if x_DD.ndim != 2 or x_DD.shape[0] != x_DD.shape[1]:
         raise ValueError(f"symmetric_pack: expected a square matrix, got shape {tuple(x_DD.shape)}")
     dim = len(x_DD)
@@ -52,7 +48,6 @@ def symmetric_pack(x_DD: Tensor) -> Tensor:
 
 
 def symmetric_unpack(x_P: Tensor, *, dim: int) -> Tensor:
-    """See :func:`ds_kfac.ops.reference.symmetric_unpack`."""
     if x_P.shape != (packed_numel(dim),):
         raise ValueError(
             f"symmetric_unpack: expected shape ({packed_numel(dim)},) for dim {dim}, got {tuple(x_P.shape)}"
@@ -66,27 +61,20 @@ def symmetric_unpack(x_P: Tensor, *, dim: int) -> Tensor:
     return lower_DD + lower_DD.tril(-1).T
 
 
-def symmetric_pack_into_(out: Tensor, starts: Sequence[int], matrices_DD: Sequence[Tensor]) -> None:
-    """See :func:`ds_kfac.ops.reference.symmetric_pack_into_`."""
+def symmetric_pack_into_(out: Tensor, starts: Sequence[int], matrices_DD: Tensors) -> None:
     for start, x_DD in zip(starts, matrices_DD, strict=True):
         packed_P = symmetric_pack(x_DD)
         out[start : start + len(packed_P)].copy_(packed_P)
 
 
 def symmetric_unpack_from(packed: Tensor, starts: Sequence[int], dims: Sequence[int]) -> list[Tensor]:
-    """See :func:`ds_kfac.ops.reference.symmetric_unpack_from`."""
     pieces = [packed[start : start + packed_numel(dim)].float() for start, dim in zip(starts, dims, strict=True)]
     return [symmetric_unpack(piece, dim=dim) for piece, dim in zip(pieces, dims, strict=True)]
 
 
 def ema_update_(
-    averages_P: Sequence[Tensor],
-    sums_P: Sequence[Tensor],
-    counts: Sequence[Tensor],
-    updates: Sequence[Tensor],
-    decays: Sequence[float],
+    averages_P: Tensors, sums_P: Tensors, counts: Tensors, updates: Tensors, decays: Sequence[float]
 ) -> Tensor:
-    """See :func:`ds_kfac.ops.reference.ema_update_`. Decided on the device, without a host synchronisation."""
     used = []
     for average_P, sum_P, count, update, decay in zip(averages_P, sums_P, counts, updates, decays, strict=True):
         usable = (count > 0) & torch.isfinite(sum_P).all()
@@ -98,23 +86,10 @@ def ema_update_(
     return torch.stack(used)
 
 
-def syrk_accumulate_(
-    sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None, scale: Tensor | float = 1.0
-) -> Tensor:
-    """See :func:`ds_kfac.ops.reference.syrk_accumulate_`. Half the FLOPs of X^T X for large D, no wide copy is formed.
-
-    Args:
-        sum_P: fp32 [P] of side D, or D + 1 with ``ones_column``; added to in place.
-        x_ND: [N, D] in any floating dtype; products and sums are in fp32, also under autocast.
-        ones_column: [N, 1] of ones, zero where a row of ``x_ND`` is zero because it does not count.
-    """
+def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None, scale: Scalar = 1.0) -> Tensor:
+    """Half the FLOPs of X^T X for large D, no wide copy; products and sums are in fp32, also under autocast."""
     dim = x_ND.shape[1]
-    ones = ones_column is not None
-    if sum_P.dtype != torch.float32 or sum_P.shape != (packed_numel(dim + ones),):
-        raise ValueError(
-            f"syrk_accumulate_: sum_P must be fp32 of shape ({packed_numel(dim + ones)},) for rows of {dim}"
-            f"{' and a ones column' if ones else ''}, got {sum_P.dtype} {tuple(sum_P.shape)}"
-        )
+    check_sum(sum_P, dim, ones_column)
     with torch.autocast(x_ND.device.type, enabled=False):  # autocast would run the product in 16 bits
         x_ND = x_ND.float()
         for start in range(0, dim, BLOCK_ROWS):
@@ -129,17 +104,22 @@ def syrk_accumulate_(
     return sum_P
 
 
-def _times_(x: Tensor, scale: Tensor | float) -> Tensor:
+def check_sum(sum_P: Tensor, dim: int, ones_column: Tensor | None) -> None:
+    """Raises ValueError unless rows of ``dim`` can be added to a sum."""
+    numel = packed_numel(dim + (ones_column is not None))
+    if sum_P.dtype != torch.float32 or sum_P.shape != (numel,):
+        raise ValueError(
+            f"syrk_accumulate_: sum_P must be fp32 of shape ({numel},) for rows of {dim}"
+            f"{'' if ones_column is None else ' and a ones column'}, got {sum_P.dtype} {tuple(sum_P.shape)}"
+        )
+
+
+def _times_(x: Tensor, scale: Scalar) -> Tensor:
     return x.mul_(scale) if isinstance(scale, Tensor) or scale != 1.0 else x
 
 
-def block_syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, block: int, scale: Tensor | float = 1.0) -> Tensor:
-    """See :func:`ds_kfac.ops.reference.block_syrk_accumulate_`. All blocks in one batched product.
-
-    Args:
-        sum_P: fp32 [D / block * block(block+1)/2], contiguous; added to in place.
-        x_ND: [N, D] in any floating dtype, D a multiple of ``block``.
-    """
+def block_syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, block: int, scale: Scalar = 1.0) -> Tensor:
+    """All blocks in one batched product; D is a multiple of ``block``."""
     rows, dim = x_ND.shape
     if dim % block or sum_P.shape != (dim // block * packed_numel(block),):
         raise ValueError(
@@ -155,38 +135,25 @@ def block_syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, block: int, scale: Te
     return sum_P.add_(_times_(lower.view(-1), scale))
 
 
-def eigen_scale_dot(x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Tensor | float) -> tuple[Tensor, Tensor]:
-    """See :func:`ds_kfac.ops.reference.eigen_scale_dot`."""
+def eigen_scale_dot(x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Scalar) -> tuple[Tensor, Tensor]:
     scaled_OI = x_OI / (values_O[..., :, None] * values_I[..., None, :] + each(damping))
     return scaled_OI, (x_OI * scaled_OI).sum(dim=(-2, -1))
 
 
 def corrected_scale_dot(
-    x_OI: Tensor,
-    second_OI: Tensor,
-    decay: Tensor | float,
-    terms: Tensor | float,
-    damping: Tensor | float,
+    x_OI: Tensor, second_OI: Tensor, decay: Scalar, terms: Scalar, damping: Scalar
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`ds_kfac.ops.reference.corrected_scale_dot`."""
     keep = decay if isinstance(decay, Tensor) else torch.full((), decay, device=x_OI.device)
-    folded = x_OI.square().mul_(each((1 - keep) * terms)).add_(second_OI * each(keep))
-    new_OI = torch.where(each(keep) < 1, folded, second_OI)  # 0 * inf is NaN
-    scaled_OI = x_OI / torch.add(new_OI, each(damping), out=folded)
+    averaged_OI = x_OI.square().mul_(each((1 - keep) * terms)).add_(second_OI * each(keep))
+    new_OI = torch.where(each(keep) < 1, averaged_OI, second_OI)  # 0 * inf is NaN
+    scaled_OI = x_OI / torch.add(new_OI, each(damping), out=averaged_OI)
     return scaled_OI, new_OI, (x_OI * scaled_OI).sum(dim=(-2, -1))
 
 
 def adam_scale(
-    x_OI: Tensor,
-    first_OI: Tensor,
-    second_OI: Tensor,
-    updates: Tensor,
-    usable: Tensor,
-    *,
-    betas: tuple[float, float],
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`ds_kfac.ops.reference.adam_scale`."""
+    x_OI: Tensor, first_OI: Tensor, second_OI: Tensor, updates: Tensor, usable: Tensor, *,
+    betas: tuple[float, float], eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     m_OI = torch.lerp(x_OI, first_OI, betas[0])
     v_OI = torch.lerp(x_OI.square(), second_OI, betas[1])
     torch.where(usable[..., None, None], m_OI, first_OI, out=m_OI)

@@ -4,15 +4,11 @@ Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle, O and
 """
 
 from collections.abc import Sequence
-from typing import overload
 
 import torch
 from torch import Tensor
 
-
-def packed_numel(dim: int) -> int:
-    """Elements of a packed D x D symmetric matrix: D(D+1)/2."""
-    return dim * (dim + 1) // 2
+from ds_kfac.ops.functional import Scalar, Tensors, each, packed_numel
 
 
 def symmetric_pack(x_DD: Tensor) -> Tensor:
@@ -30,7 +26,7 @@ def symmetric_unpack(x_P: Tensor, *, dim: int) -> Tensor:
     return x_DD
 
 
-def symmetric_pack_into_(out: Tensor, starts: Sequence[int], matrices_DD: Sequence[Tensor]) -> None:
+def symmetric_pack_into_(out: Tensor, starts: Sequence[int], matrices_DD: Tensors) -> None:
     """Lower triangles of fp32 matrices of several layers into one flat tensor, in its dtype (fp32, bf16, fp16).
 
     Rounding is to nearest, ties to even. Elements of ``out`` between the triangles are left alone.
@@ -52,13 +48,9 @@ def symmetric_unpack_from(packed: Tensor, starts: Sequence[int], dims: Sequence[
 
 
 def ema_update_(
-    averages_P: Sequence[Tensor],
-    sums_P: Sequence[Tensor],
-    counts: Sequence[Tensor],
-    updates: Sequence[Tensor],
-    decays: Sequence[float],
+    averages_P: Tensors, sums_P: Tensors, counts: Tensors, updates: Tensors, decays: Sequence[float]
 ) -> Tensor:
-    """Fold one batch into the running averages of several factors, in place.
+    """Take one batch into the running averages of several factors, in place.
 
         average <- r average + (1 - r) sum / max(count, 1)    with r = min(1 - 1/updates, decay), updates <- updates + 1
 
@@ -77,9 +69,7 @@ def ema_update_(
     return torch.stack(used)
 
 
-def syrk_accumulate_(
-    sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None, scale: Tensor | float = 1.0
-) -> Tensor:
+def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None, scale: Scalar = 1.0) -> Tensor:
     """Add to a packed fp32 sum: ``sum_P += scale * pack(X^T X)``, with X = [x_ND, ones_column] if that is given.
 
     The ones column is how a bias enters a factor: it is the weight of a constant input. Its entries are 1, or 0 where
@@ -95,26 +85,13 @@ def syrk_accumulate_(
     return sum_P.add_(scale * symmetric_pack(x_ND.T @ x_ND))
 
 
-def block_syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, block: int, scale: Tensor | float = 1.0) -> Tensor:
+def block_syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, block: int, scale: Scalar = 1.0) -> Tensor:
     """Add ``scale`` times the diagonal blocks of X^T X, each packed, to a fp32 sum: one triangle after the other."""
     triangles = [symmetric_pack(part.T @ part) for part in x_ND.float().split(block, dim=1)]
     return sum_P.add_(scale * torch.cat(triangles))
 
 
-@overload
-def each(value: Tensor) -> Tensor: ...
-
-
-@overload
-def each(value: float) -> float: ...
-
-
-def each(value: Tensor | float) -> Tensor | float:
-    """A number, a scalar or one of [n], to go with a matrix or with n of them."""
-    return value[..., None, None] if isinstance(value, Tensor) else value
-
-
-def eigen_scale_dot(x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Tensor | float) -> tuple[Tensor, Tensor]:
+def eigen_scale_dot(x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Scalar) -> tuple[Tensor, Tensor]:
     """Divide by the damped Kronecker eigenvalues: scaled = x_OI / (values_O values_I^T + damping).
 
     This op, the one below and :func:`adam_scale` take n matrices of one shape as well: x [n, O, I], values [n, O] and
@@ -127,13 +104,9 @@ def eigen_scale_dot(x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: T
 
 
 def corrected_scale_dot(
-    x_OI: Tensor,
-    second_OI: Tensor,
-    decay: Tensor | float,
-    terms: Tensor | float,
-    damping: Tensor | float,
+    x_OI: Tensor, second_OI: Tensor, decay: Scalar, terms: Scalar, damping: Scalar
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Fold x into its second moment and divide by that: EKFAC's step.
+    """Take x into its second moment and divide by that: EKFAC's step.
 
         new = r second + (1 - r) terms x^2        scaled = x / (new + damping)
 
@@ -152,16 +125,10 @@ def corrected_scale_dot(
 
 
 def adam_scale(
-    x_OI: Tensor,
-    first_OI: Tensor,
-    second_OI: Tensor,
-    updates: Tensor,
-    usable: Tensor,
-    *,
-    betas: tuple[float, float],
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Fold x into Adam's moments and divide one by the root of the other, both bias-corrected, k = updates + usable.
+    x_OI: Tensor, first_OI: Tensor, second_OI: Tensor, updates: Tensor, usable: Tensor, *,
+    betas: tuple[float, float], eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Take x into Adam's moments and divide one by the root of the other, both bias-corrected, k = updates + usable.
 
         m = b1 first + (1 - b1) x        v = b2 second + (1 - b2) x^2
         direction = (b1 m / (1 - b1^(k + 1)) + (1 - b1) x / (1 - b1^k)) / (sqrt(v / (1 - b2^k)) + eps)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.cases import rounding
-from ds_kfac.ops.reference import packed_numel
+from ds_kfac.ops.functional import packed_numel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ds_kfac.ops.reference import packed_numel
+from ds_kfac.ops.functional import packed_numel
 from tests.gpu.calls import (
     DTYPES,
     Call,

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map_only
 from benchmarks.kernels.cases import rounding
 from ds_kfac.ops.cuda import CudaOps
 from ds_kfac.ops.dispatch import BACKENDS, OPS
-from ds_kfac.ops.reference import packed_numel
-from ds_kfac.ops.triton.backend import MODULES
+from ds_kfac.ops.functional import packed_numel
+from ds_kfac.ops.triton import MODULES
 from tests.gpu.calls import Call, normal, triangle
 
 OFFERS = {

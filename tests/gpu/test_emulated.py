@@ -8,7 +8,7 @@ import torch
 
 from ds_kfac.ops import functional
 from ds_kfac.ops.cuda import CudaOps
-from ds_kfac.ops.triton.backend import MODULES
+from ds_kfac.ops.triton import MODULES
 from tests.gpu.calls import Sizes
 from tests.gpu.layer_calls import CALLS, calls_of
 from tests.gpu.targets import configured, copied, problems

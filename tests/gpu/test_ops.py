@@ -92,8 +92,7 @@ def test_a_cuda_graph_replays_it(device, backend, op):
 def test_every_shipped_syrk_configuration_is_right(monkeypatch):
     pytest.importorskip("triton", reason="triton is not installed: its configurations are not tried")
     from ds_kfac.ops.triton import syrk
-    from ds_kfac.ops.triton.base import architecture
-    from ds_kfac.ops.triton.syrk import SHIPPED, family
+    from ds_kfac.ops.triton.syrk import SHIPPED, architecture, family
 
     wrong = []
     for dtype in (torch.bfloat16, torch.float32):

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ds_kfac.ops.build import find_nvcc, nvcc_flags, sources
-from ds_kfac.ops.reference import packed_numel
+from ds_kfac.ops.functional import packed_numel
 from ds_kfac.ops.triton import scale, syrk
 from ds_kfac.ops.triton.syrk import SHIPPED, config_for
 from tests.ops.triton_tools import compiling, cuobjdump

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from ds_kfac.ops.build import sources
-from ds_kfac.ops.cuda import CudaLibrary, CudaOps
+from ds_kfac.ops.cuda import CudaOps
 
 FLAGS = (
     "-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror",
@@ -28,9 +28,9 @@ def emulated(layers: int = 512) -> CudaOps:
 
 
 @cache
-def _library(compiler: str, layers: int) -> CudaLibrary:
+def _library(compiler: str, layers: int) -> ctypes.CDLL:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "library.so"
         files = ["-x", "c++", *map(str, sources())]
         subprocess.run([compiler, *FLAGS, f"-DDS_KFAC_LAYERS={layers}", "-o", str(path), *files], check=True)
-        return CudaLibrary(ctypes.CDLL(str(path)))
+        return ctypes.CDLL(str(path))

@@ -96,7 +96,7 @@ def sources(folder: Path, text: str = SOURCE) -> Path:
 
 def test_a_library_is_compiled_once_and_again_when_sources_flags_change(compiler, tmp_path):
     def built(text: str = SOURCE, flags=FLAGS, finder=lambda: compiler) -> Path:
-        return build.build("answer", finder, flags, sources=sources(tmp_path / "src", text), into=tmp_path)
+        return build.build(finder, flags, source=sources(tmp_path / "src", text), into=tmp_path)
 
     def nobody() -> str:
         raise AssertionError("compiled again")
@@ -111,27 +111,27 @@ def test_a_library_that_was_built_ahead_is_used(compiler, tmp_path, monkeypatch)
     monkeypatch.setattr(build, "BUILT", tmp_path / "built")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
     folder = sources(tmp_path / "src")
-    ahead = build.build("answer", lambda: compiler, FLAGS, sources=folder, into=build.BUILT)
-    assert build.build("answer", broken, FLAGS, sources=folder) == ahead
+    ahead = build.build(lambda: compiler, FLAGS, source=folder, into=build.BUILT)
+    assert build.build(broken, FLAGS, source=folder) == ahead
 
 
 def test_errors_of_the_compiler_are_one_line(compiler, tmp_path):
     with pytest.raises(BuildError, match=r"failed: .*answer.cu.*error") as raised:
-        build.build("answer", lambda: compiler, FLAGS, sources=sources(tmp_path / "src", "not C++"), into=tmp_path)
+        build.build(lambda: compiler, FLAGS, source=sources(tmp_path / "src", "not C++"), into=tmp_path)
     assert "\n" not in str(raised.value)
 
 
 def test_a_lock_that_is_never_given_up_only_delays(compiler, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "LOCK_SECONDS", 0.2)
     folder = sources(tmp_path / "src")
-    library = build.build("answer", lambda: compiler, FLAGS, sources=folder, into=tmp_path)
+    library = build.build(lambda: compiler, FLAGS, source=folder, into=tmp_path)
     library.unlink()
     with library.with_suffix(".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert build.build("answer", lambda: compiler, FLAGS, sources=folder, into=tmp_path).exists()
+        assert build.build(lambda: compiler, FLAGS, source=folder, into=tmp_path).exists()
 
 
 def test_a_folder_that_cannot_be_written_is_a_reason(compiler, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(BuildError, match="cannot write to"):
-        build.build("answer", lambda: compiler, FLAGS, sources=sources(tmp_path), into=tmp_path / "file" / "x")
+        build.build(lambda: compiler, FLAGS, source=sources(tmp_path), into=tmp_path / "file" / "x")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ds_kfac.ops import build
-from ds_kfac.ops.build import BuildError, CUDABuilder
+from ds_kfac.ops.build import BuildError, installed, library
 
 
 @pytest.fixture
@@ -35,12 +35,12 @@ def compiler(without_compilers, monkeypatch, tmp_path):
 
 
 def test_without_a_compiler_the_report_says_why(without_compilers):
-    assert build.rows(CUDABuilder("90a")) == [
+    assert build.rows("90a") == [
         ("op library", "installed", "compatible", ""),
         ("kfac_cuda", "no", "no", "no nvcc (CUDA_HOME, PATH, /usr/local/cuda)"),
     ]
     with pytest.raises(RuntimeError, match="no nvcc"):
-        CUDABuilder("90a").load()
+        build.load("90a")
 
 
 def test_the_environment_s_report_has_them(without_compilers):
@@ -53,7 +53,7 @@ def test_the_environment_s_report_has_them(without_compilers):
 
 
 def test_with_a_compiler_it_can_be_built(compiler):
-    assert build.rows(CUDABuilder("90a"))[1][1:] == ("no", "yes", "")
+    assert build.rows("90a")[1][1:] == ("no", "yes", "")
 
 
 def test_a_compilation_is_said_once(compiler, caplog):
@@ -62,7 +62,7 @@ def test_a_compilation_is_said_once(compiler, caplog):
     try:
         with caplog.at_level("INFO", logger="DeepSpeed"):
             for _ in range(2):
-                build.build("cuda", lambda: build.NVCC, [])
+                build.build(lambda: build.NVCC, [])
     finally:
         logger.removeHandler(caplog.handler)
     said = [record.getMessage() for record in caplog.records if "compiling csrc/cuda" in record.getMessage()]
@@ -74,11 +74,11 @@ def test_what_is_built_ahead_is_used_where_it_runs_and_needs_no_compiler(compile
     assert len(built) == len(["80", "90a", "100"]), "nvcc does not know 120"
     assert sorted(build.BUILT.iterdir()) == sorted(built)
     (tmp_path / "nvcc").unlink()
-    assert all(build.rows(CUDABuilder(name))[1][1:] == ("yes", "yes", "") for name in ("80", None))
-    assert CUDABuilder("86").path() == CUDABuilder("80").path() != CUDABuilder("90a").path()
-    assert "arch=compute_90a,code=sm_90a" in CUDABuilder("90a").path().read_text()
-    assert CUDABuilder("103").path() == CUDABuilder("100").path()
-    assert not any(CUDABuilder(other).installed() for other in ("75", "90", "110", "121"))
+    assert all(build.rows(name)[1][1:] == ("yes", "yes", "") for name in ("80", None))
+    assert library("86") == library("80") != library("90a")
+    assert "arch=compute_90a,code=sm_90a" in library("90a").read_text()
+    assert library("103") == library("100")
+    assert not any(installed(other) for other in ("75", "90", "110", "121"))
 
 
 def test_the_environment_chooses_what_is_built_ahead(compiler, tmp_path):
@@ -114,7 +114,7 @@ def test_architectures_are_those_of_torch_s_variable():
 
 def test_a_library_that_does_not_load_is_a_reason(compiler):
     with pytest.raises(RuntimeError, match="its library does not load"):
-        CUDABuilder("90a").load()
+        build.load("90a")
 
 
 def test_a_source_distribution_has_the_sources(tmp_path):

@@ -12,7 +12,7 @@ from ds_kfac.ops import check, dispatch, functional
 from ds_kfac.ops.check import NotMadeFor
 from ds_kfac.ops.cuda import CudaOps
 from ds_kfac.ops.dispatch import Backend
-from ds_kfac.ops.triton.backend import MODULES
+from ds_kfac.ops.triton import MODULES
 from tests.ops.cuda_emulation import emulated
 from tests.ops.triton_tools import interpreted
 

@@ -10,7 +10,7 @@ import torch
 
 from ds_kfac.ops import build
 from ds_kfac.ops.build import ARCHITECTURES, STRICT, find_nvcc, nvcc_flags, sources
-from ds_kfac.ops.cuda import CudaError, CudaLibrary, CudaOps
+from ds_kfac.ops.cuda import CudaError, CudaOps
 
 MOST_REGISTERS = 96
 """Two and a half blocks of 256 threads per multiprocessor, with 16 loads in flight each."""
@@ -29,7 +29,7 @@ def compiled(files, architectures, folder):
 def library(tmp_path_factory):
     """One compilation for all architectures: its status, what the compiler said, and the file. A good one is kept in
     the build folder until sources or flags change."""
-    kept = build.folder() / build.library_name("cuda", [str(find_nvcc()), *ARCHITECTURES, *STRICT])
+    kept = build.folder() / build.library_name([str(find_nvcc()), *ARCHITECTURES, *STRICT])
     if kept.exists():
         return 0, kept.with_suffix(".log").read_text(), kept
     folder = tmp_path_factory.mktemp("cuda")
@@ -55,7 +55,7 @@ def test_compiles_for_every_architecture_without_warnings_or_spills(library):
 def test_the_compiled_library_loads_without_a_driver_and_names_its_errors(library):
     if torch.cuda.is_available():
         pytest.skip("launching works here: there is a GPU")
-    ops = CudaOps(CudaLibrary(ctypes.CDLL(str(library[2]))), device_type="cpu")
+    ops = CudaOps(ctypes.CDLL(str(library[2])), device_type="cpu")
     with pytest.raises(CudaError, match=r"pack: cuda(ErrorInsufficientDriver \(35\)|ErrorNoDevice \(100\)): "):
         ops.symmetric_pack_into_(torch.zeros(6), [0], [torch.zeros(3, 3)])
     with pytest.raises(CudaError, match=r"ema_update: cudaError\w+ \(\d+\): "):

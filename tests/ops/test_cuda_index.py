@@ -7,8 +7,8 @@ import subprocess
 import pytest
 import torch
 
-from ds_kfac.ops.build import find_sources
-from ds_kfac.ops.reference import packed_numel
+from ds_kfac.ops.build import source_folder
+from ds_kfac.ops.functional import packed_numel
 
 HARNESS = """
 #include "launch.h"
@@ -31,7 +31,7 @@ def harness(tmp_path_factory):
     folder = tmp_path_factory.mktemp("index")
     (folder / "harness.cpp").write_text(HARNESS)
     command = [compiler, "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-fsanitize=undefined", "-shared", "-fPIC"]
-    files = [f"-I{find_sources('cuda')}", "-o", str(folder / "harness.so"), str(folder / "harness.cpp")]
+    files = [f"-I{source_folder()}", "-o", str(folder / "harness.so"), str(folder / "harness.cpp")]
     subprocess.run([*command, "-fno-sanitize-recover", *files], check=True)
     return ctypes.CDLL(str(folder / "harness.so"))
 

@@ -8,7 +8,8 @@ import torch
 from ds_kfac.ops import reference
 from ds_kfac.ops.check import NotMadeFor
 from ds_kfac.ops.cuda import CudaOps
-from ds_kfac.ops.reference import packed_numel, symmetric_pack
+from ds_kfac.ops.functional import packed_numel
+from ds_kfac.ops.reference import symmetric_pack
 from tests.close import exact
 from tests.ops.cuda_emulation import emulated
 
@@ -138,4 +139,4 @@ def test_wrong_arguments_are_named(ops):
     with pytest.raises(NotMadeFor, match=r"contiguous fp32 tensors, got torch.float32 \(6,\) strides \(2,\)"):
         ops.ema_update_([torch.zeros(6)], [torch.zeros(12)[::2]], [one], [one], [0.9])
     with pytest.raises(NotMadeFor, match=r"one cuda device, got \['cpu'\]"):
-        CudaOps(ops.library).symmetric_pack_into_(torch.zeros(6), [0], [x])
+        CudaOps(ops._library).symmetric_pack_into_(torch.zeros(6), [0], [x])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_kfac.ops import dispatch, functional
-from ds_kfac.ops.reference import packed_numel
+from ds_kfac.ops.functional import packed_numel
 
 DIM = 385
 

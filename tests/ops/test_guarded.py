@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from ds_kfac.ops import check, dispatch, functional, reference
+from ds_kfac.ops import triton as backend
 from ds_kfac.ops.check import NotMadeFor, guarded
 from ds_kfac.ops.cuda import CudaError, CudaOps, load
 from ds_kfac.ops.dispatch import Backend
-from ds_kfac.ops.triton import backend
 from tests.close import close, exact
 from tests.ops.cuda_emulation import emulated
 from tests.ops.triton_tools import interpreted
@@ -34,7 +34,7 @@ def implementations(request) -> Mapping[str, Callable]:
     """Of a backend, where it runs on a CPU: unguarded, CUDA emulated, Triton interpreted."""
     if request.param == "triton":
         pytest.importorskip("triton", reason="triton is not installed: its kernels are not tested")
-        with interpreted("backend") as (module,):
+        with interpreted("") as (module,):
             module.unavailable = lambda device: None
             yield module.load()
         return
@@ -184,7 +184,7 @@ def test_a_gpu_gets_the_best_of_both(monkeypatch):
 
 def test_a_triton_that_does_not_import_is_a_reason(monkeypatch):
     monkeypatch.setattr(backend, "find_spec", lambda name: object())
-    monkeypatch.setitem(__import__("sys").modules, "ds_kfac.ops.triton.base", None)
+    monkeypatch.setitem(__import__("sys").modules, "ds_kfac.ops.triton.scale", None)
     assert backend.unavailable(torch.device("cuda")).startswith("triton is installed but does not import: ")
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_kfac.ops import dispatch, functional, reference
-from ds_kfac.ops.reference import packed_numel
+from ds_kfac.ops.functional import packed_numel
 from tests.close import close, exact
 
 DIMS = [1, 2, 63, 129, 257]

@@ -10,7 +10,7 @@ from tests.ops.triton_tools import Compiled, compiling, cuobjdump, usage
 
 pytest.importorskip("triton", reason="triton is not installed: its kernels are not compiled")
 
-from ds_kfac.ops.reference import packed_numel
+from ds_kfac.ops.functional import packed_numel
 from ds_kfac.ops.triton import scale as scales
 from ds_kfac.ops.triton import syrk
 from ds_kfac.ops.triton.syrk import CHOSEN, SHIPPED, SyrkConfig, config_for, describable, family

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from ds_kfac.ops.check import NotMadeFor
-from ds_kfac.ops.reference import packed_numel, symmetric_pack
+from ds_kfac.ops.functional import packed_numel
+from ds_kfac.ops.reference import symmetric_pack
 from tests.close import close
 from tests.ops.triton_tools import interpreted
 

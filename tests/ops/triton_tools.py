@@ -30,7 +30,8 @@ def _interpret(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def interpreted(*names: str) -> Iterator[list[ModuleType]]:
-    """Fresh copies of modules of ``ds_kfac.ops.triton`` whose kernels are interpreted; others are left alone."""
+    """Fresh copies of modules of ``ds_kfac.ops.triton`` ("": of itself) whose kernels are interpreted; others are left
+    alone."""
     from triton import knobs
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
@@ -44,7 +45,7 @@ def interpreted(*names: str) -> Iterator[list[ModuleType]]:
                 JITFunction, "__call__", lambda self, *a, **k: _interpret(InterpretedFunction(self.fn), *a, **k)
             )
             knobs.runtime.interpret = True
-            yield [import_module(f"{PACKAGE}.{name}") for name in names]
+            yield [import_module(f"{PACKAGE}.{name}".rstrip(".")) for name in names]
     finally:
         for name in [name for name in sys.modules if name.startswith(PACKAGE)]:
             del sys.modules[name]
@@ -98,7 +99,7 @@ def compiling(arch: int, **options: Any) -> Iterator[list[Compiled]]:
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    from ds_kfac.ops.triton import base
+    from ds_kfac.ops.triton import scale
 
     done: list[Compiled] = []
     launch = JITFunction.run
@@ -110,7 +111,7 @@ def compiling(arch: int, **options: Any) -> Iterator[list[Compiled]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", compile_only)
-        patch.setattr(base, "DEVICE_TYPE", "cpu")
+        patch.setattr(scale, "DEVICE_TYPE", "cpu")
         patch.setattr(driver, "_active", AbsentDevice(arch))
         yield done
 

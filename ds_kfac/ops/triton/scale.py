@@ -1,26 +1,50 @@
 """Division of a layer's matrix by eigenvalues, by corrected ones or by Adam's moments, each in one pass.
 
-Shape suffixes: O, I the sides of the matrix.
+At the top what all Triton kernels share. Shape suffixes: O, I the sides of the matrix.
 """
 
 # mypy: disable-error-code="arg-type, attr-defined, call-arg, misc"
 import ctypes
 import math
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
-from ds_kfac.ops.check import NotMadeFor, of
-from ds_kfac.ops.triton.base import check_devices, on_device_of, scalar
+from ds_kfac.ops.check import NotMadeFor, check_device, of
+from ds_kfac.ops.functional import Scalar
 
+INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
+"""Fixed when this module is imported, like the kind of every kernel."""
+DEVICE_TYPE = None if INTERPRET else "cuda"
+"""Where kernels run; None: anywhere."""
 WARPS = 8
 MAX_BLOCK_ROWS = 65535
 """Of a launch."""
 BLOCKS = {256: (64, 64), 1 << 62: (8, 512)}
 """Columns up to -> rows and columns of a program's block; 16 elements a thread."""
+
+
+def check_devices(op: str, *arguments: object) -> None:
+    """Raises NotMadeFor unless all tensors are where kernels run."""
+    check_device(op, arguments, DEVICE_TYPE)
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager:
+    """Triton launches on the current device, whatever its arguments live on."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+@triton.jit
+def scalar(value, IN_MEMORY: tl.constexpr):
+    """A number that came as an argument, or as a pointer to it, which needs no host synchronisation."""
+    if IN_MEMORY:
+        return tl.load(value).to(tl.float32)
+    else:
+        return value
 
 
 @triton.jit
@@ -29,36 +53,33 @@ def store_dot(dot_ptr, products):
     tl.store(dot_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.sum(products))
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A matrix, seen so that its columns have unit stride.
-
-    Attributes:
-        x: the matrix or its transpose.
-        transposed: which of them.
-    """
-
-    x: Tensor
-    transposed: bool
+@triton.jit
+def place(rows, columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """Of this program's block: rows [BLOCK_ROWS, 1] (int64), columns [1, BLOCK_COLUMNS], what is inside the matrix."""
+    row = (tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None]
+    column = (tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS))[None, :]
+    return row.to(tl.int64), column, (row < rows) & (column < columns)
 
 
-def oriented(x_OI: Tensor) -> Layout:
-    """A rotation leaves its result transposed: taken as it is, without a copy.
+def oriented(x_OI: Tensor) -> tuple[Tensor, bool]:
+    """A matrix, or its transpose, with columns of unit stride; and which. A rotation leaves its result transposed:
+    taken as it is, without a copy.
 
     Raises:
         NotMadeFor: not fp32, or empty.
     """
     if x_OI.dtype != torch.float32 or x_OI.ndim != 2 or not x_OI.numel():
         raise NotMadeFor(f"expected a fp32 matrix that is not empty, got {x_OI.dtype} {tuple(x_OI.shape)}")
-    if x_OI.stride(1) == 1:
-        return Layout(x_OI, False)
-    if x_OI.stride(0) == 1:
-        return Layout(x_OI.T, True)
-    return Layout(x_OI.contiguous(), False)
+    transposed = x_OI.stride(1) != 1 and x_OI.stride(0) == 1
+    return _along(x_OI.T if transposed else x_OI), transposed
 
 
-def blocks_of(x: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Rows and columns of a block; and the grid: blocks along columns, along rows.
+def _along(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def blocks_of(x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    """The grid, blocks along columns and along rows; and how large they are.
 
     Raises:
         NotMadeFor: more rows than a launch has blocks for.
@@ -67,7 +88,7 @@ def blocks_of(x: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
     grid = (triton.cdiv(x.shape[1], columns), triton.cdiv(x.shape[0], rows))
     if grid[1] > MAX_BLOCK_ROWS:
         raise NotMadeFor(f"expected at most {MAX_BLOCK_ROWS * rows} rows, got {tuple(x.shape)}")
-    return (rows, columns), grid
+    return grid, {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns, "num_warps": WARPS}
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -76,19 +97,16 @@ def eigen_scale_kernel(
     DAMPING_IN_MEMORY: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One [BLOCK_ROWS, BLOCK_COLUMNS] block a program; unit stride along columns."""
-    row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    row, column, inside = place(rows, columns, BLOCK_ROWS, BLOCK_COLUMNS)
     row_values = tl.load(row_values_ptr + row, mask=row < rows, other=1.0)
     column_values = tl.load(column_values_ptr + column, mask=column < columns, other=1.0)
-    far = row.to(tl.int64)[:, None]
-    x = tl.load(x_ptr + far * x_stride + column[None, :], mask=inside, other=0.0)
-    scaled = x / (row_values[:, None] * column_values[None, :] + scalar(damping, DAMPING_IN_MEMORY))
-    tl.store(out_ptr + far * out_stride + column[None, :], scaled, mask=inside)
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
+    scaled = x / (row_values * column_values + scalar(damping, DAMPING_IN_MEMORY))
+    tl.store(out_ptr + row * out_stride + column, scaled, mask=inside)
     store_dot(dot_ptr, tl.where(inside, x * scaled, 0.0))
 
 
-def eigen_scale_dot(x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Tensor | float) -> tuple[Tensor, Tensor]:
+def eigen_scale_dot(x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Scalar) -> tuple[Tensor, Tensor]:
     """x_OI / (values_O values_I^T + damping), and its inner product with x. See ``ops/reference.py``.
 
     Deterministic: one partial sum a program, added up in order.
@@ -106,19 +124,17 @@ def eigen_scale_dot(x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: T
             f"{tuple(x_OI.shape)}"
         )
     check_devices("eigen_scale_dot", x_OI, values_O, values_I, damping)
-    layout: Layout = oriented(x_OI)
-    x, out = layout.x, torch.empty_like(layout.x)
-    pair = (values_I, values_O) if layout.transposed else (values_O, values_I)
+    x, transposed = oriented(x_OI)
+    out, pair = torch.empty_like(x), (values_I, values_O) if transposed else (values_O, values_I)
     row_values, column_values = (values.float().contiguous() for values in pair)
-    (block_rows, block_columns), grid = blocks_of(x)
+    grid, options = blocks_of(x)
     partial = torch.empty(grid[1] * grid[0], device=x.device)
     with on_device_of(x):
         eigen_scale_kernel[grid](
             x, out, partial, row_values, column_values, damping, *x.shape, x.stride(0), out.stride(0),
-            DAMPING_IN_MEMORY=isinstance(damping, Tensor),
-            BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=WARPS,
+            DAMPING_IN_MEMORY=isinstance(damping, Tensor), **options,
         )  # fmt: skip
-    return out.T if layout.transposed else out, partial.sum()
+    return out.T if transposed else out, partial.sum()
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -129,29 +145,22 @@ def corrected_scale_kernel(
     DAMPING_IN_MEMORY: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One [BLOCK_ROWS, BLOCK_COLUMNS] block a program; unit stride along columns."""
-    row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    far, near = row.to(tl.int64)[:, None], column[None, :]
-    x = tl.load(x_ptr + far * x_stride + near, mask=inside, other=0.0)
-    second = tl.load(second_ptr + far * second_stride + near, mask=inside, other=1.0)
+    row, column, inside = place(rows, columns, BLOCK_ROWS, BLOCK_COLUMNS)
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
+    second = tl.load(second_ptr + row * second_stride + column, mask=inside, other=1.0)
     r = scalar(keep, KEEP_IN_MEMORY)
-    folded = r * second + (1.0 - r) * scalar(terms, TERMS_IN_MEMORY) * x * x
-    new = tl.where(r < 1.0, folded, second)  # 0 * inf would be NaN
+    averaged = r * second + (1.0 - r) * scalar(terms, TERMS_IN_MEMORY) * x * x
+    new = tl.where(r < 1.0, averaged, second)  # 0 * inf would be NaN
     scaled = x / (new + scalar(damping, DAMPING_IN_MEMORY))
-    tl.store(new_ptr + far * out_stride + near, new, mask=inside)
-    tl.store(out_ptr + far * out_stride + near, scaled, mask=inside)
+    tl.store(new_ptr + row * out_stride + column, new, mask=inside)
+    tl.store(out_ptr + row * out_stride + column, scaled, mask=inside)
     store_dot(dot_ptr, tl.where(inside, x * scaled, 0.0))
 
 
 def corrected_scale_dot(
-    x_OI: Tensor,
-    second_OI: Tensor,
-    decay: Tensor | float,
-    terms: Tensor | float,
-    damping: Tensor | float,
+    x_OI: Tensor, second_OI: Tensor, decay: Scalar, terms: Scalar, damping: Scalar
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Fold x into the second moments and divide by them. See ``ops/reference.py``.
+    """Take x into the second moments and divide by them. See ``ops/reference.py``.
 
     The mean of the new moments, for relative damping, is known before: r mean(second) + (1 - r) terms |x|^2 / (O I).
 
@@ -169,25 +178,21 @@ def corrected_scale_dot(
             f"corrected_scale_dot: second moments of {tuple(second_OI.shape)} do not fit {tuple(x_OI.shape)}"
         )
     check_devices("corrected_scale_dot", x_OI, second_OI, decay, terms, damping)
-    layout = oriented(second_OI)
-    second, x = layout.x, x_OI.T if layout.transposed else x_OI
+    second, transposed = oriented(second_OI)
     if second.data_ptr() != second_OI.data_ptr() or x_OI.dtype != torch.float32:
         raise NotMadeFor(f"corrected_scale_dot: expected fp32 with a contiguous side, got {of(x_OI, second_OI)}")
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = _along(x_OI.T if transposed else x_OI)
     new, out = torch.empty(x.shape, device=x.device), torch.empty(x.shape, device=x.device)
-    (block_rows, block_columns), grid = blocks_of(x)
+    grid, options = blocks_of(x)
     partial = torch.empty(grid[1] * grid[0], device=x.device)
     with on_device_of(x):
         corrected_scale_kernel[grid](
             x, second, new, out, partial, decay, terms, damping,
             *x.shape, x.stride(0), second.stride(0), out.stride(0),
-            KEEP_IN_MEMORY=isinstance(decay, Tensor),
-            TERMS_IN_MEMORY=isinstance(terms, Tensor), DAMPING_IN_MEMORY=isinstance(damping, Tensor),
-            BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=WARPS,
+            KEEP_IN_MEMORY=isinstance(decay, Tensor), TERMS_IN_MEMORY=isinstance(terms, Tensor),
+            DAMPING_IN_MEMORY=isinstance(damping, Tensor), **options,
         )  # fmt: skip
-    if layout.transposed:
-        new, out = new.T, out.T
-    return out, new, partial.sum()
+    return out.T if transposed else out, new.T if transposed else new, partial.sum()
 
 
 @triton.jit
@@ -213,36 +218,27 @@ def adam_scale_kernel(
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One [BLOCK_ROWS, BLOCK_COLUMNS] block a program; unit stride along columns."""
-    row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    far, near = row.to(tl.int64)[:, None], column[None, :]
+    row, column, inside = place(rows, columns, BLOCK_ROWS, BLOCK_COLUMNS)
     usable = tl.load(usable_ptr) != 0
     steps = tl.maximum(tl.load(updates_ptr) + usable.to(tl.float32), 1.0)
-    x = tl.load(x_ptr + far * x_stride + near, mask=inside, other=0.0)
-    first = tl.load(first_ptr + far * first_stride + near, mask=inside, other=0.0)
-    second = tl.load(second_ptr + far * second_stride + near, mask=inside, other=1.0)
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
+    first = tl.load(first_ptr + row * first_stride + column, mask=inside, other=0.0)
+    second = tl.load(second_ptr + row * second_stride + column, mask=inside, other=1.0)
     m = tl.where(usable, lerp(x, first, beta1), first)
     v = tl.where(usable, lerp(x * x, second, beta2), second)
-    tl.store(new_first_ptr + far * out_stride + near, m, mask=inside)
-    tl.store(new_second_ptr + far * out_stride + near, v, mask=inside)
+    tl.store(new_first_ptr + row * out_stride + column, m, mask=inside)
+    tl.store(new_second_ptr + row * out_stride + column, v, mask=inside)
     ahead = m * (beta1 / correction(steps + 1.0, log_beta1))
     numerator = ahead + x * ((1.0 - beta1) / correction(steps, log_beta1))
     root = tl.sqrt(v * (1.0 / correction(steps, log_beta2)))
-    tl.store(direction_ptr + far * out_stride + near, numerator / (root + eps), mask=inside)
+    tl.store(direction_ptr + row * out_stride + column, numerator / (root + eps), mask=inside)
 
 
 def adam_scale(
-    x_OI: Tensor,
-    first_OI: Tensor,
-    second_OI: Tensor,
-    updates: Tensor,
-    usable: Tensor,
-    *,
-    betas: tuple[float, float],
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Fold x into both moments and divide. See ``ops/reference.py``.
+    x_OI: Tensor, first_OI: Tensor, second_OI: Tensor, updates: Tensor, usable: Tensor, *,
+    betas: tuple[float, float], eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Take x into both moments and divide. See ``ops/reference.py``.
 
     Args:
         x_OI: fp32 [O, I]; either side may be the contiguous one.
@@ -260,27 +256,18 @@ def adam_scale(
         raise NotMadeFor(f"adam_scale: expected fp32 and bool, got {of(first_OI, second_OI, updates, usable)}")
     if any(isinstance(number, Tensor) for number in (*betas, eps)):
         raise NotMadeFor("adam_scale: expected betas and eps as numbers, got tensors")
-    decays = [ctypes.c_float(beta).value for beta in betas]  # bias corrections must be of what the kernel folds with
-    layout = oriented(x_OI)
-    x = layout.x
-    first, second = (_along(part.T if layout.transposed else part) for part in (first_OI, second_OI))
+    decays = [ctypes.c_float(beta).value for beta in betas]  # bias corrections must be of what the kernel averages with
+    logs = [math.log(decay) if decay > 0 else -math.inf for decay in decays]
+    x, transposed = oriented(x_OI)
+    first, second = (_along(part.T if transposed else part) for part in (first_OI, second_OI))
     direction, new_first, new_second = (torch.empty(x.shape, device=x.device) for _ in range(3))
-    (block_rows, block_columns), grid = blocks_of(x)
+    grid, options = blocks_of(x)
     with on_device_of(x):
         adam_scale_kernel[grid](
             x, first, second, direction, new_first, new_second, updates, usable.view(torch.uint8),
-            *decays, *map(_log, decays), eps,
-            *x.shape, x.stride(0), first.stride(0), second.stride(0), direction.stride(0),
-            BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=WARPS,
+            *decays, *logs, eps, *x.shape, x.stride(0), first.stride(0), second.stride(0), direction.stride(0),
+            **options,
         )  # fmt: skip
-    if layout.transposed:
+    if transposed:
         return direction.T, new_first.T, new_second.T
     return direction, new_first, new_second
-
-
-def _along(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
-def _log(decay: float) -> float:
-    return math.log(decay) if decay > 0 else -math.inf

@@ -17,17 +17,26 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ds_kfac.ops.check import NotMadeFor, of
-from ds_kfac.ops.reference import packed_numel
-from ds_kfac.ops.triton.base import (
-    DTYPES,
-    INTERPRET,
-    architecture,
-    check_devices,
-    dot,
-    multiprocessors,
-    on_device_of,
-    scalar,
-)
+from ds_kfac.ops.functional import Scalar, check_sum, packed_numel
+from ds_kfac.ops.triton.scale import INTERPRET, check_devices, on_device_of, scalar
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of rows that are multiplied."""
+ASSUMED_MULTIPROCESSORS = 132
+
+
+def architecture() -> int:
+    """80, 90, 100 of the current device; under the interpreter any will do."""
+    return 90 if INTERPRET else triton.runtime.driver.active.get_current_target().arch
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a b with fp32 sums; fp32 operands are not rounded. The interpreter has no 16-bit products."""
+    if INTERPRET:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @dataclass(frozen=True)
@@ -330,9 +339,7 @@ def syrk_kernel(
         )  # fmt: skip
 
 
-def syrk_accumulate_(
-    sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None, scale: Tensor | float = 1.0
-) -> Tensor:
+def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None, scale: Scalar = 1.0) -> Tensor:
     """sum_P += scale * pack(X^T X), X = [x_ND, ones_column]. See ``ops/reference.py``.
 
     Args:
@@ -345,12 +352,8 @@ def syrk_accumulate_(
     Cost: N D (D + block) FLOPs, about half of X^T X; 4 D (D + 1) bytes for the triangle. Deterministic if torch is
     set to be; small D then uses fewer multiprocessors.
     """
-    (rows, dim), ones = x_ND.shape, ones_column is not None
-    if sum_P.dtype != torch.float32 or sum_P.shape != (packed_numel(dim + ones),):
-        raise ValueError(
-            f"syrk_accumulate_: sum_P must be fp32 of shape ({packed_numel(dim + ones)},) for rows of "
-            f"{dim}{' and a ones column' if ones else ''}, got {sum_P.dtype} {tuple(sum_P.shape)}"
-        )
+    rows, dim = x_ND.shape
+    check_sum(sum_P, dim, ones_column)
     if x_ND.dtype not in DTYPES or not sum_P.is_contiguous():
         raise NotMadeFor(
             f"syrk_accumulate_: expected rows in bf16, fp16 or fp32 and a contiguous sum, got {of(x_ND, sum_P)}"
@@ -364,12 +367,15 @@ def syrk_accumulate_(
 
 
 def accumulate(
-    sum_P: Tensor, x_ND: Tensor, ones_column: Tensor | None, config: SyrkConfig, scale: Tensor | float = 1.0
+    sum_P: Tensor, x_ND: Tensor, ones_column: Tensor | None, config: SyrkConfig, scale: Scalar = 1.0
 ) -> None:
     """:func:`syrk_accumulate_` of checked arguments, cut up as ``config`` says."""
     rows, dim = x_ND.shape
     tiles = tile_count(dim, config.block, config.width)
-    split = split_for(tiles, triton.cdiv(rows, config.chunk), config.resident * multiprocessors(x_ND.device))
+    processors = ASSUMED_MULTIPROCESSORS
+    if x_ND.is_cuda:
+        processors = torch.cuda.get_device_properties(x_ND.device).multi_processor_count
+    split = split_for(tiles, triton.cdiv(rows, config.chunk), config.resident * processors)
     programs = tiles + (triton.cdiv(dim, config.block) if ones_column is not None else 0)
     ones, ones_stride = (x_ND, 0) if ones_column is None else (ones_column, ones_column.stride(0))
     arguments = (x_ND, ones, scale, rows, dim, packed_numel(dim), x_ND.stride(0), ones_stride, tiles)
