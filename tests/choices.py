@@ -10,8 +10,7 @@ from unittest.mock import patch
 import torch
 
 import ds_kfac.directions.base
-from ds_kfac.config.keys import KFACConfig
-from ds_kfac.config.parse import parse
+from ds_kfac.config.keys import KFACConfig, parse
 from ds_kfac.curvature.precision import choose
 from ds_kfac.model import scan
 from ds_kfac.plan import make_plan as planning

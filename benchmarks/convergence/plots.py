@@ -13,7 +13,7 @@ from matplotlib.ticker import FormatStrFormatter, NullFormatter
 
 from benchmarks.convergence.methods import KFAC_FOR_KFACADAMW, METHODS
 from benchmarks.convergence.results import SWEEP_SEED, Run
-from ds_kfac.config.parse import parse
+from ds_kfac.config.keys import parse
 
 REFRESHED = "kfacadamw"
 CURVE, RATES_BY_WIDTH = "batches.png", "widths.png"

@@ -105,7 +105,7 @@ def corpus_of(task: str, data: str | None):
 
 def settings(task: str, method: str, steps: int, stage: int, data: str | None) -> dict:
     """All that runs of a method share, K-FAC's defaults included."""
-    from ds_kfac.config.parse import parse
+    from ds_kfac.config.keys import parse
 
     model, rows = TASKS[task].model, TASKS[task].rows
     config = deepspeed_config(method, 1.0, rows=rows, steps=steps, stage=stage)

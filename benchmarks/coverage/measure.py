@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.coverage.architectures import Architecture, at_full_size
-from ds_kfac.config.parse import parse
+from ds_kfac.config.keys import parse
 from ds_kfac.directions.table import rule_in
 from ds_kfac.model.scan import scan
 from ds_kfac.model.share import share_of

@@ -1,11 +1,14 @@
-"""The keys of the ``"kfac"`` block, a model for each block inside it. Docstrings are their manual."""
+"""The ``"kfac"`` block: its keys, a model for each block inside it, whose docstrings are the manual; and its check."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from ds_kfac.config.values import (
+    AUTO,
+    LARGEST,
     BlockRows,
     Decay,
     Interval,
@@ -16,6 +19,7 @@ from ds_kfac.config.values import (
     Positive,
     Rows,
     fits,
+    validated,
 )
 from ds_kfac.curvature.methods import METHODS
 from ds_kfac.model.scan import Choice
@@ -68,9 +72,6 @@ class FactorConfig(Block):
     """Longest side whose factor is one dense matrix. Longer ones are cut into blocks about as long as the layer's other
     side, at least half of this: a decomposition costs the cube. A side over 16384, such as a head's vocabulary (65536
     with fisher activations_only, where all sides are inputs), has a diagonal. null: 4096."""
-
-    def decay_at(self, step: int) -> float:
-        return self.decay.at(step)
 
 
 class EigenbasisConfig(Block):
@@ -334,3 +335,62 @@ class KFACConfig(Block):
         half = max(1, (update.interval_at(0) + 1) // 2)
         burn_in = BurnIn(steps, half, 2 * half) if steps else None
         return Schedule(update, self.eigenbasis.refresh_interval, burn_in)
+
+
+def parse(block: Any) -> KFACConfig:
+    """Check a ``"kfac"`` block.
+
+    Raises:
+        ValueError: one message with every error: unknown keys with the nearest valid one, wrong types and ranges,
+            and keys that contradict each other.
+    """
+    if not isinstance(block, Mapping):
+        raise ValueError(f'"kfac" must be an object such as {{"enabled": true}}, got {block!r}')
+    config, errors = validated(block, KFACConfig)
+    errors += _contradictions(block)
+    if errors:
+        raise ValueError('invalid DeepSpeed config, block "kfac":\n  ' + "\n  ".join(errors))
+    return config
+
+
+def _contradictions(block: Mapping[str, Any]) -> list[str]:
+    """Constraints between keys; on the raw block, so that they are reported together with other errors."""
+
+    def given(section: str, key: str) -> Any:
+        values = block.get(section)
+        value = values.get(key) if isinstance(values, Mapping) else None
+        return None if value == AUTO else value
+
+    errors = []
+    update, refresh = given("factor", "update_interval"), given("eigenbasis", "refresh_interval")
+    update = FactorConfig().update_interval.interval_at(0) if update is None else update
+    # Of schedules nothing is asked: their refreshes wait for the next factor update.
+    plain = all(type(interval) is int and 1 <= interval <= LARGEST for interval in (update, refresh))
+    if plain and refresh % update:
+        errors.append(
+            f"kfac.eigenbasis.refresh_interval ({refresh}) must be a multiple of kfac.factor.update_interval "
+            f"({update}); otherwise a refresh would see stale factors"
+        )
+    kind, method = given("damping", "kind"), given("preconditioner", "method")
+    known = METHODS.get(method) if isinstance(method, str) else None
+    if known is not None and not known.rotates and given("preconditioner", "eigenvalues") == "corrected":
+        errors.append(
+            f'kfac.preconditioner.method "{method}" keeps no eigenbasis, so kfac.preconditioner.eigenvalues must be '
+            '"kronecker"; or use method "eigen"'
+        )
+    if given("preconditioner", "step") != "quadratic":
+        if kind == "adaptive":
+            errors.append(
+                'kfac.damping.kind "adaptive" needs the quadratic model of kfac.preconditioner.step "quadratic"'
+            )
+        return errors
+    why = 'with kfac.preconditioner.step "quadratic"'
+    needs = {"eigenvalues": "kronecker", "graft": "none", "method": "eigen", "kl_clip": 0}
+    errors += [
+        f"{why} kfac.preconditioner.{key} must be {needed!r}, got {given('preconditioner', key)!r}"
+        for key, needed in needs.items()
+        if given("preconditioner", key) not in (None, needed)
+    ]
+    if kind == "relative":
+        errors.append(f'{why} damping is one number for the model: kfac.damping.kind must be "adaptive" or "tikhonov"')
+    return errors

@@ -1,17 +1,14 @@
-"""Every key of the ``"kfac"`` block as Markdown, made from the models' docstrings: docs/config.md. And as a JSON
-schema, for editors."""
+"""Every key of the ``"kfac"`` block as a JSON schema, for editors, and as Markdown, made from it: docs/config.md."""
 
 import json
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 
 from ds_kfac.config.keys import KFACConfig
-from ds_kfac.config.parse import KEY
-from ds_kfac.config.values import OneOf, holds_value
+from ds_kfac.config.values import KEY
 from ds_kfac.schedule.timetable import Value
 
 HEAD = """\
@@ -50,74 +47,53 @@ from step 100 on, then 50 from step 1000 on. Intervals are rounded.
 }
 ```
 """
-BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
 def manual() -> str:
     """The whole page. Keys of the top level come first, then a section for each block."""
-    fields = KFACConfig.model_fields.items()
-    parts = [HEAD, *_table("", [(name, field) for name, field in fields if _block(field) is None])]
-    for name, field in fields:
-        if block := _block(field):
-            parts += [f"\n## {name}\n", _text(block.__doc__) + "\n", *_table(f"{name}.", block.model_fields.items())]
+    whole = json_of(KFACConfig)
+    blocks = {name: key["$ref"].rpartition("/")[2] for name, key in whole["properties"].items() if "$ref" in key}
+    top = {name: key for name, key in whole["properties"].items() if name not in blocks}
+    parts = [HEAD, *table("", top)]
+    for name, kind in blocks.items():
+        block = whole["$defs"][kind]
+        parts += [f"\n## {name}\n", _text(block["description"]) + "\n", *table(f"{name}.", block["properties"])]
     return "\n".join(parts)
 
 
-def _table(prefix: str, fields: Any) -> Iterator[str]:
+def json_of(model: type[BaseModel]) -> dict[str, Any]:
+    """Its JSON schema, with all defaults."""
+    return model.model_json_schema(schema_generator=_Schema)
+
+
+def table(prefix: str, keys: Mapping[str, Any]) -> Iterator[str]:
+    """Lines of Markdown, from the schemas of keys."""
     yield "| key | type | default | |\n|---|---|---|---|"
-    for name, field in fields:
-        if not field.description:
+    for name, key in keys.items():
+        if "description" not in key:
             raise ValueError(f"kfac.{prefix}{name} has no docstring")
-        row = (f"`{prefix}{name}`", _type(field), f"`{_default(field.default)}`", _text(field.description))
+        row = (f"`{prefix}{name}`", _type(key), f"`{json.dumps(key['default'])}`", _text(key["description"]))
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
 
 
-def _block(field: FieldInfo) -> type[BaseModel] | None:
-    kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
-
-
-def _text(docstring: str | None) -> str:
+def _text(docstring: str) -> str:
     """A docstring on one line, in Markdown."""
-    return " ".join((docstring or "").split()).replace("``", "`")
+    return " ".join(docstring.split()).replace("``", "`")
 
 
-def _type(field: FieldInfo) -> str:
-    bounds = [f"{sign} {getattr(part, name)}" for part in _metadata(field) for name, sign in BOUNDS.items()
-              if getattr(part, name, None) is not None]  # fmt: skip
-    tables = [check.table for part in field.metadata if isinstance(check := getattr(part, "func", None), OneOf)]
-    named = ", ".join(f"`{json.dumps(name)}`" for name in tables[0]) if tables else _named(field.annotation)
-    return ", ".join([named, *bounds])
-
-
-def _metadata(field: FieldInfo) -> list[Any]:
-    """Bounds of a field, also of ``Annotated[..] | None``."""
-    return [*field.metadata, *(m for part in get_args(field.annotation) for m in getattr(part, "__metadata__", ()))]
-
-
-def _named(kind: Any) -> str:
-    """A type in the words of JSON."""
-    if holds_value(kind):
+def _type(key: Mapping[str, Any]) -> str:
+    """In words."""
+    kinds = [kind for kind in key.get("anyOf", ()) if kind.get("type") != "null"]
+    if any("properties" in kind for kind in kinds):
         return "schedule"
-    if get_origin(kind) is Annotated:
-        return _named(get_args(kind)[0])
-    if get_origin(kind) is Literal:
-        return ", ".join(f"`{json.dumps(value)}`" for value in get_args(kind))
-    if get_origin(kind) is list:
-        return f"list of {_named(get_args(kind)[0])}"
-    if get_origin(kind) is dict:
-        return "object"
-    parts = [part for part in get_args(kind) if part is not type(None)]
-    if parts and (get_origin(kind) is Union or len(parts) < len(get_args(kind)) or type(kind).__name__ == "UnionType"):
-        return " or ".join(_named(part) for part in parts)
-    return {bool: "true, false", int: "integer", float: "number", str: "string"}.get(kind, str(kind))
-
-
-def _default(value: Any) -> str:
-    if isinstance(value, Value):
-        value = value.at(0)
-        value = int(value) if float(value).is_integer() else value
-    return json.dumps(value)
+    if kinds:
+        return " or ".join(map(_type, kinds))
+    if names := key.get("enum", [key["const"]] if "const" in key else []):
+        return ", ".join(f"`{json.dumps(name)}`" for name in names)
+    kind = f"list of {_type(key['items'])}" if key["type"] == "array" else key["type"]
+    bounds = [f"{sign} {key[bound]}" for bound, sign in BOUNDS.items() if bound in key]
+    return ", ".join([{"boolean": "true, false"}.get(kind, kind), *bounds])
 
 
 class _Schema(GenerateJsonSchema):
@@ -132,7 +108,7 @@ class _Schema(GenerateJsonSchema):
 
 def schema() -> str:
     """Of a whole DeepSpeed config, of which it knows the ``"kfac"`` block only."""
-    block = KFACConfig.model_json_schema(schema_generator=_Schema)
+    block = json_of(KFACConfig)
     definitions = block.pop("$defs")
     top = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "DeepSpeed config with ds_kfac"}
     return json.dumps({**top, "type": "object", "properties": {KEY: block}, "$defs": definitions}, indent=2)

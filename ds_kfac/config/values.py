@@ -1,8 +1,10 @@
-"""A config key that takes a number or a schedule object, checked in every number it names, and read as a Value."""
+"""What pydantic lacks: keys that take a number or a schedule object, checked in every number it names and read as a
+Value, counts and regexes; nulls; and errors that say where, what and what instead."""
 
+import difflib
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
@@ -18,6 +20,7 @@ from pydantic import (
     WithJsonSchema,
     field_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from ds_kfac.curvature.methods import METHODS
@@ -38,72 +41,63 @@ def fits(value: Any) -> Any:
     return value
 
 
-def _rows(value: Any) -> Any:
-    if value == "all" or (type(value) is int and value >= 1):
-        return value
-    raise PydanticCustomError("rows", "Input should be an integer of at least 1, or 'all'")
+def _checked(kind: Any, accepts: Callable[[Any], bool], message: str, schema: dict[str, Any]) -> Any:
+    def check(value: Any) -> Any:
+        if accepts(value):
+            return value
+        raise PydanticCustomError("checked", message)
+
+    return Annotated[kind, PlainValidator(check), WithJsonSchema(schema)]
 
 
-Rows = Annotated[
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= LARGEST
+
+
+_COUNT = {"minimum": 1, "type": "integer"}
+Rows = _checked(
     int | Literal["all"],
-    PlainValidator(_rows),
-    WithJsonSchema({"anyOf": [{"minimum": 1, "type": "integer"}, {"const": "all", "type": "string"}]}),
-]
+    lambda value: value == "all" or _is_count(value),
+    "Input should be an integer of at least 1, or 'all'",
+    {"anyOf": [_COUNT, {"const": "all", "type": "string"}]},
+)
 """A count, or all."""
-
-
-@dataclass(frozen=True)
-class OneOf:
-    """Accepts the names in a table, which may grow."""
-
-    table: Mapping[str, Any]
-
-    def __call__(self, name: str) -> str:
-        if name not in self.table:
-            raise PydanticCustomError("one_of", "Input should be " + " or ".join(map(repr, self.table)))
-        return name
-
-
-Method = Annotated[str, AfterValidator(OneOf(METHODS)), WithJsonSchema({"enum": list(METHODS)})]
+BlockRows = _checked(
+    int | list[int],
+    lambda value: bool(value) and all(map(_is_count, value if isinstance(value, list) else [value])),
+    "Input should be an integer of at least 1, or a list of such",
+    {"anyOf": [_COUNT, {"items": _COUNT, "minItems": 1, "type": "array"}]},
+)
+"""How many, or the rows of each."""
+Method = _checked(
+    str,
+    lambda name: isinstance(name, str) and name in METHODS,
+    "Input should be " + " or ".join(map(repr, METHODS)),
+    {"enum": list(METHODS)},
+)
 
 
 def _compiles(pattern: str) -> str:
     try:
         re.compile(pattern)
     except re.error as problem:
-        raise PydanticCustomError(
-            "regex", "Must be a regular expression: {problem}", {"problem": str(problem)}
-        ) from None
+        what = {"problem": str(problem)}
+        raise PydanticCustomError("regex", "Must be a regular expression: {problem}", what) from None
     return pattern
 
 
 def _compiles_inside(pattern: str) -> str:
     try:
-        re.compile(f"(?:{_compiles(pattern)})")
+        re.compile(f"(?:{pattern})")
     except re.error:
-        raise PydanticCustomError(
-            "regex", "Must be a part of a regular expression: flags are written as in (?i:head)"
-        ) from None
+        what = "Must be a part of a regular expression: flags are written as in (?i:head)"
+        raise PydanticCustomError("regex", what) from None
     return pattern
 
 
-def _blocks(value: Any) -> Any:
-    counts = value if isinstance(value, list) else [value]
-    if counts and all(type(count) is int and 1 <= count <= LARGEST for count in counts):
-        return value
-    raise PydanticCustomError("blocks", "Input should be an integer of at least 1, or a list of such")
-
-
-_COUNT = {"minimum": 1, "type": "integer"}
-BlockRows = Annotated[
-    int | list[int],
-    PlainValidator(_blocks),
-    WithJsonSchema({"anyOf": [_COUNT, {"items": _COUNT, "minItems": 1, "type": "array"}]}),
-]
-"""How many, or the rows of each."""
 Pattern = Annotated[str, AfterValidator(_compiles)]
 """A Python regex."""
-NameEnd = Annotated[str, AfterValidator(_compiles_inside)]
+NameEnd = Annotated[Pattern, AfterValidator(_compiles_inside)]
 """The same for the end of a name: it becomes part of a longer one, where flags for all of it cannot be."""
 
 
@@ -209,3 +203,95 @@ Interval = _number_or_schedule(Annotated[int, Field(ge=1)], "integer")
 Decay = _number_or_schedule(Annotated[float, Field(ge=0, lt=1)], "number")
 Positive = _number_or_schedule(Annotated[float, Field(gt=0)], "number")
 NotNegative = _number_or_schedule(Annotated[float, Field(ge=0)], "number")
+
+
+Model = type[BaseModel]
+AUTO = "auto"
+KEY = "kfac"
+"""Of a DeepSpeed config."""
+
+
+def validated(block: Mapping[str, Any], model: Model) -> tuple[Any, list[str]]:
+    """A block's model, or None and the errors."""
+    try:
+        return model(**without_nulls(block, model)), []
+    except ValidationError as error:
+        return None, [explain(detail, block, model) for detail in error.errors()]
+
+
+def without_nulls(values: Mapping[str, Any], model: Model) -> dict[str, Any]:
+    """null, and "auto" of Hugging Face's configs, are the same as leaving a known key out; an unknown one must still be
+    seen."""
+    pruned = {}
+    for key, value in values.items():
+        field = model.model_fields.get(key)
+        if field is not None and (value is None or value == AUTO):
+            continue
+        inner = _inner_model(field, value)
+        pruned[key] = without_nulls(value, inner) if inner and isinstance(value, Mapping) else value
+    return pruned
+
+
+def explain(detail: Any, block: Mapping[str, Any], model: Model) -> str:
+    """One of pydantic's errors as a line; ``block`` is the raw input of ``model``."""
+    path, got = ".".join(map(str, detail["loc"])), detail["input"]
+    if detail["type"] == "extra_forbidden":
+        return f"kfac.{path}: unknown key; {_nearest(detail['loc'], block, model)}"
+    if detail["type"] == "missing":
+        return f"kfac.{path}: missing in {got!r}; must be given"
+    if detail["type"] == "model_type":
+        return f"kfac.{path}: got {got!r}; must be an object"
+    message = detail["msg"].removeprefix("Value error, ")
+    huge = detail["type"] == TOO_LARGE and isinstance(got, int)  # whose digits say nothing
+    shown = f"about 10^{math.log10(abs(got)):.0f}" if huge else repr(got)
+    return f"kfac.{path}: got {shown}; {message[0].lower()}{message[1:]}"
+
+
+def _nearest(location: tuple[str, ...], block: Mapping[str, Any], model: Model) -> str:
+    """The valid key closest to an unknown one, in the same object or, for blocks, in any other."""
+    *parents, key = location
+    prefix, in_schedule = "".join(f"{parent}." for parent in parents), False
+    inner: Model | None = model
+    for parent in parents:
+        assert inner is not None  # pydantic found keys in it
+        field, block = inner.model_fields[parent], block[parent]
+        inner, in_schedule = _inner_model(field, block), holds_value(field.annotation)
+    siblings = inner.model_fields if inner else {}
+    close = [prefix + name for name in difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)]
+    if not close and not in_schedule:
+        valid = list(paths(model))
+        close = [name for name in valid if name.split(".")[-1] == key]
+        close = close or difflib.get_close_matches(prefix + key, valid, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean kfac.{close[0]}?"
+    return "valid keys: " + ", ".join(f"kfac.{prefix}{name}" for name in siblings)
+
+
+def _inner_model(field: FieldInfo | None, raw: Any) -> Model | None:
+    """The model of a field that is a block of its own, or is given as a schedule."""
+    annotation = field.annotation if field else None
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return form_of(raw) if isinstance(raw, Mapping) and holds_value(annotation) else None
+
+
+def paths(model: Model, prefix: str = "") -> Iterator[str]:
+    """Every key of every block."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        if inner := _inner_model(field, None):
+            yield from paths(inner, f"{prefix}{name}.")
+
+
+def find_block(ds_config: Mapping[str, Any]) -> Any | None:
+    """The ``"kfac"`` block of a whole DeepSpeed config; None if there is none.
+
+    Raises:
+        ValueError: no such key, but one that looks like a misspelt one: DeepSpeed would ignore it silently.
+    """
+    if KEY in ds_config:
+        return ds_config[KEY]
+    for key in ds_config:
+        if "".join(c for c in str(key).lower() if c.isalnum()) in ("kfac", "dskfac", "kfacs", "kfak"):
+            raise ValueError(f'DeepSpeed config: key "{key}" is not read by anyone; did you mean "kfac"?')
+    return None

@@ -25,8 +25,8 @@ from torch.utils.cpp_extension import get_default_build_root
 from ds_kfac.assignment.costs import BUILTIN, CostModel, kept_bytes, measured, packed_bytes
 from ds_kfac.checkpoint.files import check_names
 from ds_kfac.comm.message import failing_together, gathered
-from ds_kfac.config.keys import KFACConfig
-from ds_kfac.config.parse import find_block, parse
+from ds_kfac.config.keys import KFACConfig, parse
+from ds_kfac.config.values import find_block
 from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.kfac_gradient import PolynomialDecay
 from ds_kfac.directions.table import DIRECTIONS, rule_in, rule_of

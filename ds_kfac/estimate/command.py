@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ds_kfac.assignment.assign import worker_counts
 from ds_kfac.assignment.costs import BUILTIN, CostModel, measured
 from ds_kfac.config.keys import KFACConfig
-from ds_kfac.config.parse import find_block
+from ds_kfac.config.values import find_block
 from ds_kfac.curvature.methods import METHODS, Method
 from ds_kfac.directions.table import DIRECTIONS
 from ds_kfac.engine.refusals import check_model

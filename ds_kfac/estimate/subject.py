@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ds_kfac.assignment.costs import CostModel
-from ds_kfac.config.parse import find_block, parse
+from ds_kfac.config.keys import parse
+from ds_kfac.config.values import find_block
 from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.kfac_adamw.user_optimizer import split_groups
 from ds_kfac.directions.table import rule_in

@@ -219,7 +219,7 @@ class FactorUpdates:
             # ranks that did not contribute are taken to have as many
             terms = batch.count * (self.channel.world / contributors.count(key))
             draft.terms |= dict.fromkeys(self.counted.get(key, ()), terms)
-        decay, multiplier = self.config.factor.decay_at(draft.step), self.schedule.timetable.multiplier
+        decay, multiplier = self.config.factor.decay.at(draft.step), self.schedule.timetable.multiplier
         results, draft.unusual = folded(
             [draft.factors[key] for key in batches],
             [batch.sum_P for batch in batches.values()],

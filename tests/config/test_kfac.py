@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from ds_kfac.config.parse import find_block, parse
+from ds_kfac.config.keys import parse
+from ds_kfac.config.values import find_block
 from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
 from ds_kfac.directions.table import rule_in
 from ds_kfac.schedule.timetable import BurnIn, Schedule, Value
@@ -54,7 +55,7 @@ def test_a_number_may_be_a_schedule(given, value):
     assert config.factor.decay == config.damping.value == config.preconditioner.kl_clip == value
     for step in (0, 30, 130, 1000):
         expected = value.at(step)
-        assert config.factor.decay_at(step) == config.damping.at(step) == expected
+        assert config.factor.decay.at(step) == config.damping.at(step) == expected
         assert config.preconditioner.kl_clip_at(step) == expected
 
 

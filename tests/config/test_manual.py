@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from ds_kfac.__main__ import main
 from ds_kfac.config import manual
 from ds_kfac.config.keys import Block, KFACConfig
-from ds_kfac.config.parse import _paths
+from ds_kfac.config.values import paths
 
 PAGE = Path(__file__).parents[2] / "docs/config.md"
 
@@ -26,8 +26,8 @@ def test_it_has_every_key_and_none_that_the_models_have_not():
     rows = [
         line.split("`")[1] for line in manual.manual().splitlines() if line.startswith("| `") and line.count(" | ") > 2
     ]
-    blocks = {name for name, field in KFACConfig.model_fields.items() if manual._block(field)}
-    assert sorted(rows) == sorted(key for key in _paths(KFACConfig) if key not in blocks)
+    blocks = {name for name, field in KFACConfig.model_fields.items() if isinstance(field.default, Block)}
+    assert sorted(rows) == sorted(key for key in paths(KFACConfig) if key not in blocks)
 
 
 def test_every_key_has_a_reason():
@@ -35,8 +35,8 @@ def test_every_key_has_a_reason():
     section = (PAGE.parent / "tuning.md").read_text().partition("## Every key")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     named = [key for row in rows for key in re.findall(r"`([^`]+)`", row)]
-    blocks = {name for name, field in KFACConfig.model_fields.items() if manual._block(field)}
-    assert sorted(named) == sorted(key for key in _paths(KFACConfig) if key not in blocks)
+    blocks = {name for name, field in KFACConfig.model_fields.items() if isinstance(field.default, Block)}
+    assert sorted(named) == sorted(key for key in paths(KFACConfig) if key not in blocks)
     assert len(named) <= 40
 
 
@@ -49,7 +49,7 @@ def test_types_bounds_and_defaults_are_in_the_words_of_json():
         names: list[str] = ["a"]
         """``names``."""
 
-    first, second = list(manual._table("words.", Words.model_fields.items()))[1:]
+    first, second = list(manual.table("words.", manual.json_of(Words)["properties"]))[1:]
     assert first == "| `words.number` | number, > 0, <= 1 | `null` | Some part \\| of it. |"
     assert second == '| `words.names` | list of string | `["a"]` | `names`. |'
 
@@ -59,4 +59,4 @@ def test_a_key_without_docstring_is_an_error():
         key: int = 1
 
     with pytest.raises(ValueError, match=r"kfac\.silent\.key has no docstring"):
-        list(manual._table("silent.", Silent.model_fields.items()))
+        list(manual.table("silent.", manual.json_of(Silent)["properties"]))

@@ -7,8 +7,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from ds_kfac.config.keys import KFACConfig
-from ds_kfac.config.parse import parse
+from ds_kfac.config.keys import KFACConfig, parse
 from ds_kfac.config.values import LARGEST, holds_value
 
 WRONG = [float("inf"), float("-inf"), float("nan"), 1e300, -1e300, 10**400, -(10**400), 10**5000, 2**63]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds_kfac.config.parse import parse
+from ds_kfac.config.keys import parse
 
 
 def test_scale_is_left_to_the_plan_unless_it_is_asked_for():

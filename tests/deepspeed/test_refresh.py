@@ -100,7 +100,7 @@ def worker(_) -> dict:
             initial = weights(engine)
             kfac, script = engine.kfac.preconditioner, []
             for step in range(STEPS):
-                due, decay = kfac.due, kfac.config.factor.decay_at(step)
+                due, decay = kfac.due, kfac.config.factor.decay.at(step)
                 multiplier = kfac.curvature.schedule.timetable.multiplier
                 captures = {key: decay ** multiplier(key) for key in sorted(due.capture)}
                 script.append((captures, due.refresh))

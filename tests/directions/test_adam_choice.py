@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ds_kfac.config.keys import AdamConfig
-from ds_kfac.config.parse import parse
+from ds_kfac.config.keys import AdamConfig, parse
 from ds_kfac.curvature.factor import Side
 from ds_kfac.directions.kfac_adamw.direction import SIZE, adam_factor, keeps_direction, step_norm
 from ds_kfac.directions.kfac_adamw.optimizer import build

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_kfac.config.parse import parse
+from ds_kfac.config.keys import parse
 from ds_kfac.ops import build, dispatch
 from ds_kfac.ops.build import BuildError
 from ds_kfac.ops.dispatch import Backend

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds_kfac.config.parse import parse
+from ds_kfac.config.keys import parse
 from ds_kfac.directions.kfac_gradient import KFACGradientRule
 from ds_kfac.plan.make_plan import resolve
 from ds_kfac.schedule.timetable import Value
