@@ -113,14 +113,11 @@ class HostCopy:
     """Starts copying at once."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._event = None
+        self._values, self._event = tensor, None
         if tensor.is_cuda:
-            self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._values.copy_(tensor, non_blocking=True)
+            self._values = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
-        else:
-            self._values = tensor
 
     @property
     def done(self) -> bool:
@@ -156,15 +153,12 @@ class Watch:
         if flags:
             self._seen = self._seen + torch.stack([flags[name] for name in self.names])
         if look and (self._copy is None or self._copy.done):
-            self._say([] if self._copy is None else self._copy.tolist())
+            counts = dict(zip(self.names, self._copy.tolist(), strict=True)) if self._copy else {}
             self._copy = HostCopy(self._seen)
-
-    def _say(self, counts: Sequence[float]) -> None:
-        for name, count in zip(self.names, counts, strict=False):
-            if count and name not in self._said:
+            for name in [name for name, count in counts.items() if count and name not in self._said]:
                 self._said.add(name)
                 logger.warning(
-                    f"ds_kfac: gradients of {name} were left out, {int(count)} so far: of norm 1e15 and more "
+                    f"ds_kfac: gradients of {name} were left out, {int(counts[name])} so far: of norm 1e15 and more "
                     "they are none, and Adam's moments would not get over them. Its weights were not touched in these "
                     'steps; "gradient_clipping" in the DeepSpeed config bounds them'
                 )

@@ -15,7 +15,7 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from ds_kfac.config.keys import KFACConfig
-from ds_kfac.step.job import Job
 
 FOLDER, LATEST, HEADER, TOKEN = "kfac", "latest", "header.json", "token"
 PATIENCE = 5.0
@@ -114,18 +113,6 @@ def factor_file(key: str) -> str:
     key: "<layer>/A" or "<layer>/G".
     """
     return f"{stem(key[:-2])}.{key[-1]}.factor.pt"
-
-
-def check_names(names: Iterable[str]) -> None:
-    """Raise ValueError if two layers would be saved in one file: at attach, not hours later at the first save."""
-    seen: dict[str, str] = {}
-    for name in names:
-        if (file := layer_file(name)) in seen:
-            raise ValueError(
-                f"ds_kfac cannot attach: checkpoints would hold {seen[file]!r} and {name!r} under one name, {file}; "
-                "rename one of the modules, or exclude it (kfac.layers.exclude)"
-            )
-        seen[file] = name
 
 
 # payloads
@@ -316,16 +303,6 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 # a tag
-
-
-def groups_of(engine: Any, job: Job) -> dict[str, int]:
-    """Parameter -> the number of its group, where K-FAC's layers decide it; of pipeline stages, which have other
-    parameters and one client_state, nothing."""
-    if job.preconditioners[0].rule.optimizer_type is None or getattr(engine, "num_stages", 1) > 1:
-        return {}
-    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    held = [layout for kfac in job.preconditioners for layout in (kfac.target.layout, kfac.target.rest)]
-    return {names[id(p)]: layout.group_index(p) for layout in held for p in layout.params}
 
 
 def find(tag_directory: Path, save_id: str | None, origin: str | None) -> Path:

@@ -266,7 +266,7 @@ def load_checkpoint(
     """Around an engine's ``load_checkpoint``: DeepSpeed's load, then ours. What goes wrong with ours is said after it.
 
     Args:
-        groups: see :func:`ds_kfac.checkpoint.files.groups_of`.
+        groups: parameter -> the number of its group, where K-FAC's layers decide it.
 
     Raises:
         CheckpointError: on every rank, after DeepSpeed's load: ranks have loaded different saves, or the K-FAC state is

@@ -21,7 +21,6 @@ from deepspeed.runtime.pipe.schedule import BackwardPass
 from deepspeed.utils import logger
 from torch import nn
 
-from ds_kfac.checkpoint.files import groups_of
 from ds_kfac.checkpoint.load import load, load_checkpoint
 from ds_kfac.checkpoint.save import save_checkpoint
 from ds_kfac.config.keys import KFACConfig
@@ -67,7 +66,7 @@ class Attachment:
         parts = job.preconditioners if config.rescale_weights else ()
         self._rescalings = [WeightRescaling(kfac.layout, kfac.layers) for kfac in parts]
         self._previous: dict[str, tuple[Any, Any]] = {}
-        groups = groups_of(engine, job)
+        groups = _groups(engine, job)
         self._wrap("_take_model_step", self._take_model_step)
         self._wrap("forward", self._forward)
         self._wrap("backward", self._backward)
@@ -243,6 +242,16 @@ class Attachment:
                 return original(loss, *args, **kwargs)
             finally:
                 hook.remove()
+
+
+def _groups(engine: Any, job: Job) -> dict[str, int]:
+    """Parameter -> the number of its group, where K-FAC's layers decide it; of pipeline stages, which have other
+    parameters and one client_state, nothing."""
+    if job.preconditioners[0].rule.optimizer_type is None or getattr(engine, "num_stages", 1) > 1:
+        return {}
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    held = [layout for kfac in job.preconditioners for layout in (kfac.target.layout, kfac.target.rest)]
+    return {names[id(p)]: layout.group_index(p) for layout in held for p in layout.params}
 
 
 @contextmanager

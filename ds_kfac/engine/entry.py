@@ -23,7 +23,6 @@ from torch import nn
 from torch.utils.cpp_extension import get_default_build_root
 
 from ds_kfac.assignment.costs import BUILTIN, CostModel, kept_bytes, measured, packed_bytes
-from ds_kfac.checkpoint.files import check_names
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.config.keys import KFACConfig, parse
 from ds_kfac.config.values import find_block
@@ -40,7 +39,7 @@ from ds_kfac.plan.make_plan import Setting, make_plan
 from ds_kfac.plan.plan import Plan
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner, Target
-from ds_kfac.zero.domains import Domain, domains
+from ds_kfac.zero.domains import Domain, check_names, domains
 from ds_kfac.zero.registry import optimized_parameters, self_test, shard_layout
 from ds_kfac.zero.shards import held_by_layer, parameter_names, pieces_of
 
@@ -249,7 +248,7 @@ def _assembled(
             for kfac in preconditioners:
                 self_test(kfac.layout, kfac.exchange.plan.of_parameter, kfac.channel)
         check_model(engine.module, config, len(targets[0].rest.params))
-        check_names(name for kfac in preconditioners for name in kfac.names.values())
+        check_names([name for kfac in preconditioners for name in kfac.names.values()])
     except Exception:
         job.close()
         raise

@@ -1,11 +1,7 @@
 """Monte-Carlo Fisher: a loss on labels drawn from the model's own prediction (Kunstner et al. 2019, arXiv:1905.12558).
 
 Before each true backward of a due step there is one of that loss: one extra backward through the micro-batch's graph,
-invisible to DeepSpeed, for the gradients of layer outputs only.
-
-    extra = ExtraBackward(engine)                    # once, before the first forward
-    gradients = extra(sampled_loss, edges, seed)     # edges: where the outputs' gradients arrive
-    engine.backward(loss)                            # the user's own; bit-identical to what it is without the above
+invisible to DeepSpeed, for the gradients of layer outputs only. The true one is bit-identical to what it is without.
 
 ``autograd.grad`` with inputs runs no AccumulateGrad, so ZeRO's gradient hooks do not fire. What would still see the
 pass is switched off for its duration: the hooks that ``engine.forward`` puts on its outputs. At stage 3 it would also
@@ -16,7 +12,6 @@ training does, a mean over the same terms, with drawn labels in place of the tru
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -27,7 +22,6 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.nn import functional as F
 
 from ds_kfac.model.batch import BatchInfo, own_hook
-from ds_kfac.model.calls import Call
 from ds_kfac.model.rows import LossTerms, class_dim, output_terms
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
@@ -101,9 +95,6 @@ def squared_error(output: Any, batch: BatchInfo, generator: torch.Generator) -> 
 SAMPLERS: dict[str, Sampler] = {"cross_entropy": cross_entropy, "mse": mse, "squared_error": squared_error}
 
 
-# the extra backward
-
-
 _WHAT = 'kfac.factor.fisher "monte_carlo" needs a second backward through the graph'
 _CHECKPOINTING = (
     f"{_WHAT}, which this activation checkpointing refuses; use torch's with use_reentrant=False (not torch's "
@@ -113,56 +104,6 @@ _DONATED = (
     f"{_WHAT}; compiled graphs give their buffers away in the first backward; set "
     "torch._functorch.config.donated_buffer = False before the first forward"
 )
-
-
-class ExtraBackward:
-    """Remembers the hooks that DeepSpeed puts on the outputs of every forward, and runs the pass without them."""
-
-    def __init__(self, engine: Any) -> None:
-        self._managers: WeakSet = WeakSet()  # DeepSpeed's OutputBackwardHookManager of forwards whose outputs live
-        self._handle = engine.register_forward_hook(lambda module, inputs, output: _collect(output, self._managers))
-
-    def remove(self) -> None:
-        self._handle.remove()
-
-    def __call__(self, sampled_loss: Tensor, edges: Sequence[GradientEdge], seed: Tensor) -> list[Tensor | None]:
-        """Gradients of ``sampled_loss * seed`` at ``edges``; None where it does not reach.
-
-        Args:
-            sampled_loss: a scalar computed from tensors of forwards without a backward so far.
-            edges: released by the caller after use, they keep the graph alive.
-            seed: what the scalar's gradient is; it arrives as it is, whatever loss scale and accumulation there is.
-
-        Raises:
-            ValueError: the graph does not allow a second backward.
-        """
-        if not sampled_loss.requires_grad or not edges:
-            return [None] * len(edges)
-        if any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph(sampled_loss.grad_fn)):
-            raise ValueError(_CHECKPOINTING)  # torch's and DeepSpeed's
-        seed = seed.to(sampled_loss.device, sampled_loss.dtype).reshape(sampled_loss.shape)
-        with self._no_output_hooks():
-            try:
-                found = torch.autograd.grad(sampled_loss, list(edges), seed, retain_graph=True, allow_unused=True)
-            except RuntimeError as error:
-                if "not compatible with .grad()" in str(error):  # DeepSpeed's non-reentrant kind has no node to find
-                    raise ValueError(_CHECKPOINTING) from error
-                if "donated buffers" in str(error):
-                    raise ValueError(_DONATED) from error
-                raise
-        return list(found)
-
-    @contextmanager
-    def _no_output_hooks(self) -> Iterator[None]:
-        """Outputs of ``engine.forward`` pass gradients on as they are and start no engine backward."""
-        saved = [(one, one.preprocess_done, one.preprocess_per_tensor_fn) for one in self._managers]
-        for manager, _, _ in saved:
-            manager.preprocess_done, manager.preprocess_per_tensor_fn = True, None
-        try:
-            yield
-        finally:
-            for manager, done, function in saved:
-                manager.preprocess_done, manager.preprocess_per_tensor_fn = done, function
 
 
 def _collect(output: Any, managers: WeakSet) -> None:
@@ -185,17 +126,12 @@ def graph(root: Node | None) -> Iterator[Node]:
         stack.extend(next_node for next_node, _ in node.next_functions)
 
 
-# in an engine
-
-
 SEED = 0x5EED
 
 
 class LossSampling:
-    """Keeps the prediction of every forward until its backward, and feeds the capture with gradients of a sampled loss.
-
-    Attributes:
-        sampler: draws labels and forms the loss.
+    """Keeps the prediction of every forward until its backward, and feeds the capture with gradients of a sampled loss,
+    which ``sampler`` draws labels for and forms.
     """
 
     def __init__(self, kfac: KFACPreconditioner, engine: Any) -> None:
@@ -204,15 +140,18 @@ class LossSampling:
         self.sampler: Sampler = SAMPLERS[factor.sampler]
         modules = dict(engine.module.named_modules())
         self._predictions: WeakKeyDictionary[LossTerms, Any] = WeakKeyDictionary()  # live as long as pending calls
-        self._extra = ExtraBackward(engine)
+        self._managers: WeakSet = WeakSet()  # DeepSpeed's OutputBackwardHookManager of forwards whose outputs live
         predicting = modules[factor.prediction or ""]
-        self._handle = predicting.register_forward_hook(own_hook(predicting, self._keep))
+        self._handles = [
+            engine.register_forward_hook(lambda module, inputs, output: _collect(output, self._managers)),
+            predicting.register_forward_hook(own_hook(predicting, self._keep)),
+        ]
         self._generator = torch.Generator(device=kfac.device)
         self._drawn, self._step, self._warned = 0, -1, False
 
     def remove(self) -> None:
-        self._extra.remove()
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         self._predictions.clear()
 
     def _keep(self, module: Any, inputs: tuple, output: Any) -> None:
@@ -232,7 +171,11 @@ class LossSampling:
         capture = self.kfac.capture
         if not capture.active:
             return
-        calls = self._waiting(loss)
+        calls = capture.pending
+        if loss is not None and len({call.forward.loss for call in calls}) > 1:
+            nodes = set(graph(loss.grad_fn))
+            reached = {call.forward.loss for call in calls if call.edge and call.edge.node in nodes}
+            calls = [call for call in calls if call.forward.loss in reached]
         if not calls and self._step == self.kfac.steps:
             return  # another backward through a forward that has been sampled
         forwards = list(dict.fromkeys(call.forward.loss for call in calls))
@@ -248,16 +191,35 @@ class LossSampling:
         with torch.enable_grad():
             total = torch.stack(losses).sum()  # each a mean over its own terms
         seed = torch.as_tensor(self.kfac.layout.manual_scale(), dtype=torch.float32, device=total.device)
-        capture.add_sampled(calls, self._extra(total, [call.edge for call in calls if call.edge], seed), seed)
+        capture.add_sampled(calls, self._gradients(total, [call.edge for call in calls if call.edge], seed), seed)
 
-    def _waiting(self, loss: Tensor | None) -> list[Call]:
-        """The calls of forwards that ``loss`` depends on."""
-        pending = self.kfac.capture.pending
-        if loss is None or len({call.forward.loss for call in pending}) < 2:
-            return pending
-        nodes = set(graph(loss.grad_fn))
-        reached = {call.forward.loss for call in pending if call.edge and call.edge.node in nodes}
-        return [call for call in pending if call.forward.loss in reached]
+    def _gradients(self, loss: Tensor, edges: Sequence[GradientEdge], seed: Tensor) -> list[Tensor | None]:
+        """Of ``loss * seed`` at ``edges``, where outputs' gradients arrive; None where it does not reach. ``seed``
+        arrives as it is, whatever loss scale and accumulation there is.
+
+        Raises:
+            ValueError: the graph does not allow a second backward.
+        """
+        if not loss.requires_grad or not edges:
+            return [None] * len(edges)
+        if any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph(loss.grad_fn)):
+            raise ValueError(_CHECKPOINTING)  # torch's and DeepSpeed's
+        # outputs of engine.forward pass gradients on as they are and start no engine backward
+        saved = [(one, one.preprocess_done, one.preprocess_per_tensor_fn) for one in self._managers]
+        for manager, _, _ in saved:
+            manager.preprocess_done, manager.preprocess_per_tensor_fn = True, None
+        try:
+            seed = seed.to(loss.dtype).reshape(loss.shape)
+            return list(torch.autograd.grad(loss, list(edges), seed, retain_graph=True, allow_unused=True))
+        except RuntimeError as error:
+            if "not compatible with .grad()" in str(error):  # DeepSpeed's non-reentrant kind has no node to find
+                raise ValueError(_CHECKPOINTING) from error
+            if "donated buffers" in str(error):
+                raise ValueError(_DONATED) from error
+            raise
+        finally:
+            for manager, done, function in saved:
+                manager.preprocess_done, manager.preprocess_per_tensor_fn = done, function
 
     @torch.enable_grad()
     def _sampled(self, forward: LossTerms) -> Tensor:

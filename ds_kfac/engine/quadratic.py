@@ -36,19 +36,6 @@ from ds_kfac.update.state import LastUpdate
 from ds_kfac.zero.weights import Pieces, WeightShift
 
 
-@dataclass(frozen=True)
-class OutputLoss:
-    """A line of :data:`OUTPUT_LOSSES`; all results are fp32 scalars on the device.
-
-    Attributes:
-        product: (z, u, v, batch) -> u^T H v.
-        excess: (z, d, batch) -> phi(z + d) - phi(z) - <phi'(z), d>.
-    """
-
-    product: Callable[[Tensor, Tensor, Tensor, BatchInfo], Tensor]
-    excess: Callable[[Tensor, Tensor, BatchInfo], Tensor]
-
-
 def _terms(z: Tensor) -> Tensor:
     """[.., C] of a prediction, a row for every term of the loss."""
     return z if z.ndim > 1 else z[:, None]
@@ -91,10 +78,14 @@ def _mean_excess(z: Tensor, d: Tensor, batch: BatchInfo) -> Tensor:
     return d.square().mean()
 
 
-OUTPUT_LOSSES: dict[str, OutputLoss] = {
-    "cross_entropy": OutputLoss(_softmax_product, _softmax_excess),
-    "mse": OutputLoss(_mean_product, _mean_excess),
-    "squared_error": OutputLoss(_square_product, _square_excess),
+Product = Callable[[Tensor, Tensor, Tensor, BatchInfo], Tensor]
+"""(z, u, v, batch) -> u^T H v, a fp32 scalar on the device."""
+Excess = Callable[[Tensor, Tensor, BatchInfo], Tensor]
+"""(z, d, batch) -> phi(z + d) - phi(z) - <phi'(z), d>, a fp32 scalar on the device."""
+OUTPUT_LOSSES: dict[str, tuple[Product, Excess]] = {
+    "cross_entropy": (_softmax_product, _softmax_excess),
+    "mse": (_mean_product, _mean_excess),
+    "squared_error": (_square_product, _square_excess),
 }
 """By ``factor.sampler``."""
 
@@ -142,7 +133,7 @@ class QuadraticSteps:
     def __init__(self, kfac: KFACPreconditioner, engine: Any) -> None:
         self.kfac, self.engine = kfac, engine
         factor, modules = kfac.config.factor, dict(engine.module.named_modules())
-        self.loss = OUTPUT_LOSSES[factor.sampler]
+        self._product, self._excess = OUTPUT_LOSSES[factor.sampler]
         self.shift = WeightShift(kfac.layout, kfac.exchange)
         self._forwards: list[Forward] = []
         self._repeated: Tensor | None = None
@@ -208,7 +199,8 @@ class QuadraticSteps:
         model = QuadraticModel(
             torch.stack([b_1, b_2]).double(), M, torch.stack([D_11, D_12, D_12, D_22]).double().view(2, 2)
         )
-        w = model.weights(self._damping(draft))
+        damping = torch.tensor(kfac.config.damping.at(draft.step), device=kfac.device)
+        w = model.weights(damping if draft.damping_scale is None else damping * draft.damping_scale)
         draft.quadratic, (w_1, w_2) = (model, w), w.float()
         with kfac.metrics.stage("relayout"):
             self.shift.write({at: -(w_1 * piece + w_2 * directions[1][at]) for at, piece in directions[0].items()})
@@ -227,11 +219,6 @@ class QuadraticSteps:
         total, count = kfac.channel.sum(sums)
         return total / count.clamp(min=1.0)
 
-    def _damping(self, draft: Draft) -> Tensor:
-        """lambda at this step."""
-        value = torch.tensor(self.kfac.config.damping.at(draft.step), device=self.kfac.device)
-        return value if draft.damping_scale is None else value * draft.damping_scale
-
     def _fisher(self, directions: tuple[Pieces, Pieces], steps: Tensor) -> Tensor:
         """M, over all ranks. Collective: a forward may gather weights."""
         derivatives = []
@@ -244,7 +231,7 @@ class QuadraticSteps:
         total = torch.zeros(4, dtype=torch.float64, device=self.kfac.device)
         for forward, u, v in zip(self._forwards, *derivatives, strict=True):
             pairs = (u, u), (u, v), (v, u), (v, v)
-            products = [self.loss.product(forward.prediction, x, y, forward.info) for x, y in pairs]
+            products = [self._product(forward.prediction, x, y, forward.info) for x, y in pairs]
             total += torch.stack(products).double()
         return self._mean(total).view(2, 2)
 
@@ -287,6 +274,6 @@ class QuadraticSteps:
         for forward in self._forwards:
             d = self._repeat(forward) - forward.prediction
             slope = (forward.gradient * d).sum() * self.engine.gradient_accumulation_steps()
-            total += (slope + self.loss.excess(forward.prediction, d, forward.info)).double()
+            total += (slope + self._excess(forward.prediction, d, forward.info)).double()
         actual, predicted = self._mean(total)[0], model.change(w * rate)
         kfac.damping_scale = adapted(kfac.damping_scale, actual=actual, predicted=predicted, steps=ADAPTED_EVERY)

@@ -99,55 +99,40 @@ def summary(
 
 def _details(kfac: KFACPreconditioner, scan: Scan) -> list[str]:
     """What was configured or chosen, and the tables of a domain."""
-    config, plan = kfac.config, kfac.plan
-    ours = sum(layer.numel for layer in scan.layers)
-    burn_in = plan.schedule.burn_in
+    config, plan, rule, whole = kfac.config, kfac.plan, kfac.rule, kfac.config.report == "full"
+    ours, precision = sum(layer.numel for layer in scan.layers), kfac.direction.rotations.precision
+    buckets = kfac.curvature.reducer.layout.buckets(frozenset(kfac.curvature.specs), 0)
+    sent = sum(sum(payload(bucket, plan.wire.itemsize).values()) for bucket in buckets) // kfac.channel.world
+    several, stacked = [layers for layers in kfac.direction.stacks if len(layers) > 1], "layer by layer"
+    if several:
+        stacked = (
+            f"{sum(map(len, several))} of this rank's {len(kfac.owned)} layers in {len(several)} stacks, "
+            f"{sum(map(stacked_bytes, several)):,} bytes of eigenvectors copied"
+        )
+    where: dict[str, tuple[str, ...]] = {}
+    for layer in scan.layers if whole else ():
+        own = kfac.curvature.of_layer.get(layer.name, {})
+        eigen_workers = ", ".join(f"{side} {plan.assignment.eigen_workers[spec.key]}" for side, spec in own.items())
+        where[layer.name] = (", ".join(map(str, plan.assignment.workers[layer.name])), eigen_workers)
     return [
         *(["", f"{kfac.target.domain.name}:"] if kfac.target.domain.name else []),
         f"  deepspeed {deepspeed.__version__}, torch {torch.__version__}; "
         f"load max/mean {plan.assignment.imbalance:.2f}",
-        f"  factors: decay {config.factor.decay}, {_statistics(config)}; {plan.method.words} by {plan.method.solver}",
-        f"  products: {_products(kfac)}",
+        f"  factors: decay {config.factor.decay}, {config.factor.fisher} Fisher, {config.factor.weight_sharing}, "
+        f"{config.padding.count} rows count; {plan.method.words} by {plan.method.solver}",
+        f"  products: {precision}; {stacked}",
         f"  memory: {_memory(kfac)}",
         f"  ops: {chosen(kfac.curvature.device.type)}",
-        *([f"  burn-in: {burn_in}"] if burn_in else []),
+        *([f"  burn-in: {plan.schedule.burn_in}"] if plan.schedule.burn_in else []),
         f"  relayout moves {kfac.exchange.plan.gather.total_numel:,} of {ours:,} gradient elements to their workers, "
-        f"{kfac.exchange.plan.scatter.total_numel:,} back; batch sums {_wire(kfac)}",
+        f"{kfac.exchange.plan.scatter.total_numel:,} back; batch sums {sent:,} bytes a rank in "
+        f"{str(plan.wire).removeprefix('torch.')}, {len(buckets)} messages",  # of a step with all factors due
         *(["  chosen: " + ", ".join(plan.answers)] if plan.answers else []),
         *(f"  plan: {reason}" for reason in plan.reasons),
         "",
-        *_tables(kfac, scan),
+        *layer_lines(scan, config, rule, where),
+        *skipped_lines(scan, whole=whole),
     ]
-
-
-def _tables(kfac: KFACPreconditioner, scan: Scan) -> list[str]:
-    config, plan = kfac.config, kfac.plan
-    if config.report != "full":
-        return [*layer_lines(scan, config, kfac.rule), *skipped_lines(scan)]
-    where: dict[str, tuple[str, ...]] = {}
-    for layer in scan.layers:
-        own = kfac.curvature.of_layer.get(layer.name, {})
-        eigen_workers = ", ".join(f"{side} {plan.assignment.eigen_workers[spec.key]}" for side, spec in own.items())
-        where[layer.name] = (", ".join(map(str, plan.assignment.workers[layer.name])), eigen_workers)
-    return [*layer_lines(scan, config, kfac.rule, where), *skipped_lines(scan, whole=True)]
-
-
-def _statistics(config: KFACConfig) -> str:
-    factor = config.factor
-    return f"{factor.fisher} Fisher, {factor.weight_sharing}, {config.padding.count} rows count"
-
-
-def _products(kfac: KFACPreconditioner) -> str:
-    """In which precision, and what is done together."""
-    several = [layers for layers in kfac.direction.stacks if len(layers) > 1]
-    stacked = (
-        f"{sum(map(len, several))} of this rank's {len(kfac.owned)} layers in {len(several)} stacks, "
-        f"{sum(map(stacked_bytes, several)):,} bytes of eigenvectors copied"
-        if several
-        else "layer by layer"
-    )
-    precision = kfac.direction.rotations.precision
-    return f"{precision}; {stacked}"
 
 
 def _memory(kfac: KFACPreconditioner) -> str:
@@ -161,14 +146,6 @@ def _memory(kfac: KFACPreconditioner) -> str:
         others = 8 * held // (world if rest.replicated and kfac.layout.engine.zero_optimization() else 1)
         text += f"; moments {kfac.moments_nbytes:,} in eigenbases and {others:,} in the optimizer"
     return text
-
-
-def _wire(kfac: KFACPreconditioner) -> str:
-    """How a step's batch sums travel, all factors due."""
-    plan, reducer = kfac.plan, kfac.curvature.reducer
-    buckets = reducer.layout.buckets(frozenset(kfac.curvature.specs), 0)
-    sent = sum(sum(payload(bucket, plan.wire.itemsize).values()) for bucket in buckets) // kfac.channel.world
-    return f"{sent:,} bytes a rank in {str(plan.wire).removeprefix('torch.')}, {len(buckets)} messages"
 
 
 def _interval(value: Value) -> str:
@@ -241,21 +218,49 @@ def _name(pattern: str, found: Sequence[Sequence[int]]) -> str:
     return re.sub("#", lambda _: next(texts), pattern) + (f" x {len(found)}" if len(found) > 1 else "")
 
 
+BATCH_NORM: Any = nn.modules.batchnorm._BatchNorm
 SHARE = 0.1
 """Of a device's free memory: K-FAC that needs more is worth a line."""
 
 
 def attach_warnings(kfac: KFACPreconditioner, given: KFACConfig) -> list[str]:
     """Lines of the report."""
-    engine = kfac.layout.engine
-    faults = [*kfac.layout.faults, *_of_batch_norms(kfac)]
+    engine, world = kfac.layout.engine, kfac.layout.world
+    modules: dict[str, Any] = dict(engine.module.named_modules())
+    texts = without_effect(kfac.rule, given, kfac.layers, type(kfac.target.inner).__name__)
+    if isinstance(engine, PipelineEngine) and engine.num_stages > 1 and "damping" in kfac.rule.blocks:
+        texts.append(  # G's scale counts
+            "a pipeline stage takes the loss for a mean over all positions of its output; if the loss has fewer "
+            "terms (a pooled head, ignored labels), set engine.kfac.read_batch to return their number "
+            "(docs/model_parallelism.md), else G is too large"
+        )
+    relative = "damping" in kfac.rule.blocks and kfac.config.damping.kind == "relative"  # knows no absolute size
+    norms = {name: m.weight for name, m in modules.items() if relative and isinstance(m, BATCH_NORM | nn.GroupNorm)}
+    # at ZeRO-3 a weight may not be there
+    if zero := [name for name, w in norms.items() if w is not None and w.numel() and not w.detach().any()]:
+        texts.append(
+            f"{len(zero)} norms begin with a weight of zero ({zero[0]}, ..): the layers below get hardly any "
+            "gradient at first, and relative damping makes full steps of it. If training stands still use "
+            'kfac.damping {"kind": "tikhonov"}, KFACAdamW, or let them begin at one (docs/tuning.md)'
+        )
+    texts += _of_memory(kfac)
+    faults = list(kfac.layout.faults)
+    batch_norms = [m for m in modules.values() if isinstance(m, BATCH_NORM) and m.running_mean is not None]
+    if world > 1 and any(not isinstance(m, nn.SyncBatchNorm) for m in batch_norms):
+        faults.append(
+            "BatchNorm's running statistics stay each rank's own, and a checkpoint has those of rank 0; average them "
+            "before evaluation and saving (examples/job.py does)"
+        )
+    mixed = [m for m in batch_norms if m.weight is not None and m.weight.dtype != m.running_mean.dtype]
+    if mixed and kfac.device.type == "cpu":
+        faults.append(
+            'BatchNorm does not run on a CPU with 16-bit weights and fp32 statistics; set "data_types": '
+            '{"buffer_dtype": ...} to the weights\' dtype'
+        )
     if engine.torch_autocast_enabled() and kfac.layout.grad_scaler:
         faults.append("torch_autocast fp16 skips overflowed steps without notice; ds_kfac watches its scale")
-    idle = without_effect(kfac.rule, given, kfac.layers, type(kfac.target.inner).__name__)
-    return [
-        *(f"  WARNING: {text}" for text in (*idle, *_of_stages(kfac), *_of_zero_norms(kfac), *_of_memory(kfac))),
-        *(f"  known fault of this mode in DeepSpeed: {fault}" for fault in faults),
-    ]
+    known = (f"  known fault of this mode in DeepSpeed: {fault}" for fault in faults)
+    return [*(f"  WARNING: {text}" for text in texts), *known]
 
 
 def without_effect(rule: UpdateRule, config: KFACConfig, layers: Sequence[LayerSpec], optimizer: str) -> list[str]:
@@ -270,60 +275,6 @@ def without_effect(rule: UpdateRule, config: KFACConfig, layers: Sequence[LayerS
     keys = [f"kfac.{b}.{key}" for b, key in given if key not in ("precision", "method")]
     keys += rule.idle(config, layers)
     return [f"without effect with {rule.optimizer_type or optimizer}: {', '.join(keys)}"] if keys else []
-
-
-def _of_stages(kfac: KFACPreconditioner) -> list[str]:
-    """What a pipeline's stages do not know of the loss, where G's scale counts."""
-    engine = kfac.layout.engine
-    if not isinstance(engine, PipelineEngine) or engine.num_stages == 1 or "damping" not in kfac.rule.blocks:
-        return []
-    return [
-        "a pipeline stage takes the loss for a mean over all positions of its output; if the loss has fewer "
-        "terms (a pooled head, ignored labels), set engine.kfac.read_batch to return their number "
-        "(docs/model_parallelism.md), else G is too large"
-    ]
-
-
-def _of_zero_norms(kfac: KFACPreconditioner) -> list[str]:
-    """Norms that begin at zero, with a damping that knows no absolute size."""
-    if "damping" not in kfac.rule.blocks or kfac.config.damping.kind != "relative":
-        return []
-    norms: list[Any] = [
-        (name, module.weight)
-        for name, module in kfac.layout.engine.module.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm | nn.GroupNorm) and module.weight is not None
-    ]
-    # at ZeRO-3 a weight may not be there
-    names = [name for name, weight in norms if weight.numel() and not weight.detach().any()]
-    if not names:
-        return []
-    return [
-        f"{len(names)} norms begin with a weight of zero ({names[0]}, ..): the layers below get hardly any "
-        "gradient at first, and relative damping makes full steps of it. If training stands still use "
-        'kfac.damping {"kind": "tikhonov"}, KFACAdamW, or let them begin at one (docs/tuning.md)'
-    ]
-
-
-def _of_batch_norms(kfac: KFACPreconditioner) -> list[str]:
-    """What happens to running statistics, which are buffers."""
-    every: list[Any] = [
-        m for m in kfac.layout.engine.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)
-    ]
-    kinds = [m for m in every if m.running_mean is not None]
-    faults = []
-    if kfac.layout.world > 1 and any(not isinstance(m, nn.SyncBatchNorm) for m in kinds):
-        faults.append(
-            "BatchNorm's running statistics stay each rank's own, and a checkpoint has those of rank 0; average them "
-            "before evaluation and saving (examples/job.py does)"
-        )
-    if kfac.device.type == "cpu" and any(
-        m.weight is not None and m.weight.dtype != m.running_mean.dtype for m in kinds
-    ):
-        faults.append(
-            'BatchNorm does not run on a CPU with 16-bit weights and fp32 statistics; set "data_types": '
-            '{"buffer_dtype": ...} to the weights\' dtype'
-        )
-    return faults
 
 
 def _of_memory(kfac: KFACPreconditioner) -> list[str]:

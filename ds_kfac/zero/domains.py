@@ -10,6 +10,7 @@ the whole job; only kl-clip's sum is taken over all of them, and a checkpoint ho
     experts           data; expert data            dense; one per ep_size   other experts
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,6 +59,16 @@ class Domain:
     def saves(self, layer: LayerSpec) -> bool:
         """Whether this domain writes the layer into checkpoints: of those that have copies of it, the first."""
         return layer.copies == 1 or self.shard[0] == 0
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise ValueError if checkpoints would hold two layers under one name: at attach, not hours later at the first
+    save."""
+    if twice := [name for name, times in Counter(names).items() if times > 1]:
+        raise ValueError(
+            f"ds_kfac cannot attach: checkpoints would hold two layers under one name, {twice[0]!r}; rename one of the "
+            "modules, or exclude it (kfac.layers.exclude)"
+        )
 
 
 def pipeline_stage(engine: Any) -> int | None:

@@ -22,6 +22,7 @@ ROWS, INPUTS, OUTPUTS = 16, 5, 3
 SAMPLED = {
     "factor": {"rows": "all", "update_interval": 2, "fisher": "monte_carlo", "prediction": "head"},
     "eigenbasis": {"refresh_interval": 2},
+    "burn_in": {"steps": 0},
     "layers": {"exclude": ["first", "middle"]},
     "preconditioner": {"kl_clip": 0},
     "damping": {"kind": "tikhonov", "value": 1e18},

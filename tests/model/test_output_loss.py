@@ -41,15 +41,15 @@ def test_product_and_excess_are_those_of_the_loss(name):
     shape, batch, loss = LOSSES[name]
     generator = torch.Generator().manual_seed(1)
     z, u, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
-    own = OUTPUT_LOSSES[name.split(",")[0].split(" ")[0]]
+    product, excess = OUTPUT_LOSSES[name.split(",")[0].split(" ")[0]]
     hessian = torch.autograd.functional.hessian(loss, z).reshape(z.numel(), z.numel())
     expected = u.flatten() @ hessian @ v.flatten()
     size = u.flatten().abs() @ hessian.abs() @ v.flatten().abs()
-    close(own.product(z, u, v, batch), expected, sums=z.numel() ** 2, scale=size)
+    close(product(z, u, v, batch), expected, sums=z.numel() ** 2, scale=size)
     gradient = torch.autograd.functional.jacobian(loss, z)
     expected = loss(z + u) - loss(z) - (gradient * u).sum()
     size = loss(z + u).abs() + loss(z).abs() + (gradient * u).abs().sum()
-    close(own.excess(z, u, batch), expected, sums=z.numel(), scale=size)
+    close(excess(z, u, batch), expected, sums=z.numel(), scale=size)
 
 
 def test_every_sampler_has_its_curvature():
