@@ -113,7 +113,7 @@ def report(arguments: argparse.Namespace, kfac, times: dict[str, list[float]]) -
         sum(plan.numel(rank, other) for other in range(world)) for plan in (exchange.plan.gather, exchange.plan.scatter)
     ]
     reducer = kfac.curvature.reducer
-    buckets = reducer.layout.buckets(frozenset(kfac.curvature.specs), 0)
+    _, buckets = reducer.layout.of(frozenset(kfac.curvature.specs), 0)
     sums = [
         nbytes
         for bucket in buckets

@@ -5,7 +5,6 @@ from torch import Tensor, nn
 
 from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.model.rows import BatchSum
 
 FEATURES, CLASSES = 13, 5
 
@@ -113,11 +112,3 @@ def linear_layer(name: str, dim_A: int, dim_G: int) -> LayerSpec:
     """A Linear without bias as scan would find it, with dense sides."""
     A, G = Side.dense(dim_A), Side.dense(dim_G)
     return LayerSpec(name, "Linear", name, f"{name}.weight", None, A, G)
-
-
-def batch_sum(sum_P: Tensor, count: Tensor) -> BatchSum:
-    """With these rows."""
-    made = BatchSum(sum_P.numel(), sum_P.device)
-    made.sum_P.copy_(sum_P)
-    made.count.copy_(count)
-    return made

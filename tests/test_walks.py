@@ -40,9 +40,9 @@ GOALS: dict[str, tuple[int | None, int]] = {
 MOST: dict[str, tuple[int, int]] = {
     "attach": (370, 50),
     "plain step": (86, 19),
-    "capturing step": (215, 34),
+    "capturing step": (195, 30),
     "refresh": (37, 10),
-    "activation to factor": (95, 21),
+    "activation to factor": (70, 13),
     "gradient to weight": (46, 14),
     "save": (32, 9),
     "load": (44, 10),

@@ -8,11 +8,10 @@ many ranks as a factor needs, near its eigen worker, others at every update.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from ds_kfac.assignment.costs import CostModel, FactorSpec
 from ds_kfac.curvature.methods import EIGEN, Method
-from ds_kfac.model.rows import phase
+from ds_kfac.model.convolutions import phase
 
 CAPTURE_TOLERANCE = 0.1
 """Accepted excess of a rank's captures at a step over their mean: they may give a little for an even refresh."""
@@ -146,29 +145,22 @@ class Contributors:
     node_size: int = 1
     counts: Mapping[str, int] = field(default_factory=dict)
 
-    def count(self, key: str) -> int:
-        return self.counts.get(key, self.world)
-
     def of(self, key: str, owner: int, step: int) -> Sequence[int]:
         """Ranks that contribute to a factor at ``step``, ascending: those of the eigen worker's node first.
 
         Args:
             owner: its eigen worker.
         """
-        count = self.count(key)
+        count, everyone = self.counts.get(key, self.world), range(self.world)
         if count >= self.world:
-            return self._all
+            return everyone
         start = owner - owner % self.node_size
         node = range(start, min(start + self.node_size, self.world))
         found = [owner, *_turned([rank for rank in node if rank != owner], count - 1, owner, step)]
         if len(found) < count:
-            others = [rank for rank in self._all if rank not in node]
+            others = [rank for rank in everyone if rank not in node]
             found += _turned(others, count - len(found), owner, step)
         return tuple(sorted(found))
-
-    @cached_property
-    def _all(self) -> range:
-        return range(self.world)
 
 
 def _turned(ranks: Sequence[int], count: int, owner: int, step: int) -> list[int]:

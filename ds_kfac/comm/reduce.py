@@ -1,4 +1,4 @@
-"""The batch sums of one step on their way to the eigen workers, in messages of 32 or 16 bits.
+"""The batch sums of one step on their way to the factors' owners, in messages of 32 or 16 bits.
 
 A sum travels from each of its contributors to its owner, the rank that averages the factor. Sums that nobody but their
 owner makes do not travel. A message carries as much as its bound lets it: a long sum may travel in several pieces. It
@@ -9,7 +9,6 @@ whatever travels. Which sums are in which message is a pure layout, the same on 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +27,9 @@ PIECES = 4
 """A piece takes at most such a part of its message."""
 KNOWN = 64
 """Steps whose layout is kept: contributors come round again after as many updates as a node has ranks."""
+IN_FLIGHT = 2
+"""Messages at a time: each holds what it sends and what it receives."""
+DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,9 @@ class Slot:
     contributors: Sequence[int]
 
     @property
-    def sources(self) -> int:
-        """How many ranks send it."""
-        return len(self.contributors) - (self.owner in self.contributors)
-
-    @property
-    def travels(self) -> bool:
-        return self.sources > 0
+    def senders(self) -> list[int]:
+        """Contributors from which it travels."""
+        return [rank for rank in self.contributors if rank != self.owner]
 
 
 @dataclass(frozen=True)
@@ -69,20 +67,6 @@ Bucket = tuple[Piece, ...]
 """What travels in one message."""
 
 
-def slots(
-    factors: Sequence[FactorSpec],
-    eigen_workers: Mapping[str, int],
-    contributors: Contributors,
-    keys: frozenset[str],
-    step: int,
-) -> tuple[Slot, ...]:
-    """Sums of the factors in ``keys`` at ``step``."""
-    due = [(factor, eigen_workers[factor.key]) for factor in factors if factor.key in keys]
-    return tuple(
-        Slot(factor.key, factor.side.numel, owner, contributors.of(factor.key, owner, step)) for factor, owner in due
-    )
-
-
 def buckets(found: Sequence[Slot], *, world: int, itemsize: int, nbytes: int) -> tuple[Bucket, ...]:
     """The messages of some sums, in the order in which they leave.
 
@@ -93,10 +77,13 @@ def buckets(found: Sequence[Slot], *, world: int, itemsize: int, nbytes: int) ->
     made: list[Bucket] = []
     pieces: list[Piece] = []
     load = np.zeros((2, world))  # sent, received
-    for slot in (slot for slot in found if slot.travels):
-        for piece in _pieces(slot, itemsize, nbytes):
-            senders = [rank for rank in slot.contributors if rank != slot.owner]
-            more, received = piece.numel * itemsize, piece.numel * itemsize * slot.sources
+    for slot in found:
+        if not (senders := slot.senders):
+            continue
+        most = max(ALIGNMENT, nbytes // (PIECES * itemsize * len(senders)) // ALIGNMENT * ALIGNMENT)
+        for start in range(0, max(slot.numel, 1), most):
+            piece = Piece(slot, start, min(most, slot.numel - start))
+            more, received = piece.numel * itemsize, piece.numel * itemsize * len(senders)
             full = max(load[0, senders].max() + more, load[1, slot.owner] + received) > nbytes
             if pieces and full:
                 made.append(tuple(pieces))
@@ -107,14 +94,14 @@ def buckets(found: Sequence[Slot], *, world: int, itemsize: int, nbytes: int) ->
     return (*made, tuple(pieces)) if pieces else ()
 
 
-def _pieces(slot: Slot, itemsize: int, nbytes: int) -> list[Piece]:
-    most = max(ALIGNMENT, nbytes // (PIECES * itemsize * max(1, slot.sources)) // ALIGNMENT * ALIGNMENT)
-    return [Piece(slot, start, min(most, slot.numel - start)) for start in range(0, max(slot.numel, 1), most)]
-
-
 @dataclass(frozen=True)
 class Layout:
-    """Sums and messages of a run's steps, the same on every rank: what :func:`slots` and :func:`buckets` are asked."""
+    """Sums and messages of a run's steps, the same on every rank.
+
+    Attributes:
+        eigen_workers: factor key -> rank that averages and decomposes it.
+        itemsize, nbytes: see :func:`buckets`.
+    """
 
     factors: Sequence[FactorSpec]
     eigen_workers: Mapping[str, int]
@@ -123,112 +110,82 @@ class Layout:
     nbytes: int
     _known: dict[tuple, tuple[tuple[Slot, ...], tuple[Bucket, ...]]] = field(default_factory=dict, compare=False)
 
-    def slots(self, keys: frozenset[str], step: int) -> tuple[Slot, ...]:
-        """The sums of some factors at a step."""
-        return self._of(keys, step)[0]
-
-    def buckets(self, keys: frozenset[str], step: int) -> tuple[Bucket, ...]:
-        """Their messages, in the order in which they leave."""
-        return self._of(keys, step)[1]
-
-    def _of(self, keys: frozenset[str], step: int) -> tuple[tuple[Slot, ...], tuple[Bucket, ...]]:
-        """Made once for as long as the same factors come from the same ranks."""
-        ranks = (self.contributors.of(key, self.eigen_workers[key], step) for key in sorted(keys))
-        asked = keys, tuple(ranks)
-        if asked not in self._known:
+    def of(self, keys: frozenset[str], step: int) -> tuple[tuple[Slot, ...], tuple[Bucket, ...]]:
+        """The sums of some factors at a step, and their messages in the order in which they leave: made once for as
+        long as the same factors come from the same ranks."""
+        owners = {factor.key: self.eigen_workers[factor.key] for factor in self.factors if factor.key in keys}
+        ranks = {key: self.contributors.of(key, owner, step) for key, owner in owners.items()}
+        context = tuple(ranks.items())
+        if context not in self._known:
             if len(self._known) == KNOWN:
                 self._known.pop(next(iter(self._known)))
-            found = slots(self.factors, self.eigen_workers, self.contributors, keys, step)
+            sizes = {factor.key: factor.side.numel for factor in self.factors}
+            sums = tuple(Slot(key, sizes[key], owner, ranks[key]) for key, owner in owners.items())
             world = self.contributors.world
-            made = buckets(found, world=world, itemsize=self.itemsize, nbytes=self.nbytes)
-            self._known[asked] = found, made
-        return self._known[asked]
+            self._known[context] = sums, buckets(sums, world=world, itemsize=self.itemsize, nbytes=self.nbytes)
+        return self._known[context]
 
 
-def payload(bucket: Bucket, itemsize: int) -> Mapping[tuple[int, int], int]:
-    """(source, target) -> bytes of a message without padding; counts are in fp32."""
-    counts, elements = payloads(bucket, itemsize)
-    return {pair: counts[pair] + elements[pair] for pair in elements}
-
-
-def payloads(bucket: Bucket, itemsize: int) -> tuple[Mapping[tuple[int, int], int], Mapping[tuple[int, int], int]]:
-    """The same of its counts, and of its elements, which lie apart."""
+def payloads(bucket: Bucket, itemsize: int) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
+    """(source, target) -> bytes of a message without padding: of its counts, in fp32, and of its elements, which lie
+    apart."""
     counts: Counter[tuple[int, int]] = Counter()
     elements: Counter[tuple[int, int]] = Counter()
     for piece in bucket:
-        for rank in piece.slot.contributors:
-            if rank != piece.slot.owner:
-                elements[rank, piece.slot.owner] += piece.numel * itemsize
-                counts[rank, piece.slot.owner] += COUNT if piece.start == 0 else 0
+        for rank in piece.slot.senders:
+            elements[rank, piece.slot.owner] += piece.numel * itemsize
+            counts[rank, piece.slot.owner] += COUNT if piece.start == 0 else 0
     return counts, elements
 
 
-DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-KIND = "factors"
-
-
-def plans(bucket: Bucket, rank: int, world: int) -> tuple[RelayoutPlan, RelayoutPlan]:
-    """What this rank sends and receives of a message: elements of its pieces, and counts."""
-    elements, counts = [], []
-    for index, piece in enumerate(bucket):
-        slot = piece.slot
-        if slot.owner == rank:
-            pairs = [(source, rank) for source in slot.contributors if source != rank]
-        else:
-            pairs = [(rank, slot.owner)] if rank in slot.contributors else []
-        elements += [Move(index, piece.start, piece.numel, *pair) for pair in pairs]
-        counts += [Move(index, 0, 1, *pair) for pair in pairs if piece.start == 0]
-    return RelayoutPlan(world, tuple(elements)), RelayoutPlan(world, tuple(counts))
+def payload(bucket: Bucket, itemsize: int) -> Mapping[tuple[int, int], int]:
+    """The same of both together."""
+    counts, elements = payloads(bucket, itemsize)
+    return counts + elements
 
 
 class Reduction:
     """One message, to be waited for later. Collective: start on every rank, in the same order.
 
     Args:
-        sums: factor key -> this rank's, of the slots that it contributes to.
+        sums: factor key -> this rank's, of the slots that it contributes to or owns.
     """
 
     def __init__(
-        self,
-        bucket: Bucket,
-        sums: Mapping[str, BatchSum],
-        channel: Channel,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, bucket: Bucket, sums: Mapping[str, BatchSum], channel: Channel, device: torch.device, dtype: torch.dtype
     ) -> None:
         def of(move: Move) -> BatchSum:
             return sums[bucket[move.param].slot.factor]
 
         self.bucket, self.rank = bucket, channel.rank
-        elements, counts = plans(bucket, channel.rank, channel.world)
+        elements, counts = [], []
+        for index, piece in enumerate(bucket):
+            pairs = [(rank, piece.slot.owner) for rank in piece.slot.senders if self.rank in (rank, piece.slot.owner)]
+            elements += [Move(index, piece.start, piece.numel, *pair) for pair in pairs]
+            counts += [Move(index, 0, 1, *pair) for pair in pairs if piece.start == 0]
+        of_counts, of_elements = (RelayoutPlan(channel.world, tuple(moves)) for moves in (counts, elements))
         parts = (
-            Part(KIND, counts, lambda move: of(move).count.reshape(1), torch.float32),
-            Part(KIND, elements, lambda move: of(move).sum_P.narrow(0, move.start, move.numel), dtype),
+            Part("factors", of_counts, lambda move: of(move).count.reshape(1), torch.float32),
+            Part("factors", of_elements, lambda move: of(move).sum_P.narrow(0, move.start, move.numel), dtype),
         )
         self._message = Message(parts, channel, device)
 
     def add_to(self, sums: Mapping[str, BatchSum]) -> None:
         """Wait, and turn this rank's sums of the slots that it owns into those of all contributors, in rank order."""
-        counts, elements = self._message.wait()
-        arrived: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
-        for kind, arrivals in enumerate((counts, elements)):
+        arrived: dict[tuple[int, int], dict[int, Tensor]] = {}  # (count or elements, piece) -> rank -> its part
+        for kind, arrivals in enumerate(self._message.wait()):
             for move, part in arrivals:
-                arrived.setdefault((kind, move.param), []).append((move.source, part))
+                arrived.setdefault((kind, move.param), {})[move.source] = part
         for (kind, index), parts in arrived.items():
             piece = self.bucket[index]
             own = sums[piece.slot.factor]
             whole = own.sum_P.narrow(0, piece.start, piece.numel) if kind else own.count.reshape(1)
             if self.rank in piece.slot.contributors:
-                parts.append((self.rank, whole))
-            ordered: list[Any] = [part.float() for _, part in sorted(parts, key=lambda part: part[0])]
-            total = ordered[0]
-            for part in ordered[1:]:
-                total = total + part
-            whole.copy_(total)
-
-
-IN_FLIGHT = 2
-"""Messages at a time: each holds what it sends and what it receives."""
+                parts[self.rank] = whole
+            first, *others = (parts[rank].float() for rank in sorted(parts))
+            for part in others:
+                first = first + part
+            whole.copy_(first)
 
 
 class Reducer:
@@ -238,11 +195,8 @@ class Reducer:
     those of the factors it decomposes, and :data:`IN_FLIGHT` messages, each at most twice ``nbytes``.
 
     Args:
-        factors: what there is.
-        eigen_workers: factor key -> rank.
-        contributors: which ranks make a factor's sums; None: all.
         dtype: on the wire.
-        nbytes: most that a rank sends, or receives, in one message.
+        others: of :class:`Layout`.
 
     Attributes:
         layout: what travels in which message, at any step.
@@ -252,40 +206,44 @@ class Reducer:
         self,
         factors: Sequence[FactorSpec],
         eigen_workers: Mapping[str, int],
+        contributors: Contributors,
         channel: Channel,
         device: torch.device,
         *,
-        contributors: Contributors | None = None,
         dtype: torch.dtype = torch.float32,
         nbytes: int = 2**28,
     ) -> None:
-        self.contributors = contributors or Contributors(channel.world)
         self.channel, self.device, self.dtype = channel, device, dtype
-        self.layout = Layout(tuple(factors), eigen_workers, self.contributors, dtype.itemsize, nbytes)
+        self.layout = Layout(tuple(factors), eigen_workers, contributors, dtype.itemsize, nbytes)
+        self._slots, self._buckets = self.layout.of(frozenset(), 0)
 
-    def empty(self, keys: frozenset[str], step: int) -> dict[str, BatchSum]:
-        """Factor key -> sum without rows, of those in ``keys`` that this rank contributes to."""
-        rank, found = self.channel.rank, self.layout.slots(keys, step)
-        return {slot.factor: BatchSum(slot.numel, self.device) for slot in found if rank in slot.contributors}
+    def begin(self, keys: frozenset[str], step: int) -> frozenset[str]:
+        """The next sums are of the factors in ``keys`` at ``step``. Returns those that this rank contributes to."""
+        self._slots, self._buckets = self.layout.of(keys, step)
+        return frozenset(slot.factor for slot in self._slots if self.channel.rank in slot.contributors)
 
-    def reduce(self, sums: Mapping[str, BatchSum], keys: frozenset[str], step: int) -> dict[str, BatchSum]:
-        """Sums over all contributors of the factors in ``keys`` that this rank averages. Collective; a rank without
-        rows sends zeros.
+    def reduce(self, sums: dict[str, BatchSum]) -> dict[str, BatchSum]:
+        """Sums over all contributors of the factors that this rank averages. Collective.
 
         Args:
-            sums: what :meth:`empty` gave, with this rank's rows; not to be used any more.
+            sums: this rank's, by factor key, taken over. For a factor that is missing zeros travel.
         """
-        found, rank = self.layout.slots(keys, step), self.channel.rank
-        own = {slot.factor: BatchSum(slot.numel, self.device) for slot in found if slot.owner == rank} | {**sums}
-        running: list[Reduction] = []
-        for bucket in self.layout.buckets(keys, step):
+        rank, running = self.channel.rank, list[Reduction]()
+        for bucket in self._buckets:
             if len(running) == IN_FLIGHT:
-                running.pop(0).add_to(own)
-            running.append(Reduction(bucket, own, self.channel, self.device, self.dtype))
+                running.pop(0).add_to(sums)
+            for slot in (piece.slot for piece in bucket):
+                if slot.factor not in sums and rank in (slot.owner, *slot.contributors):
+                    sums[slot.factor] = BatchSum.empty(slot.numel, self.device)
+            running.append(Reduction(bucket, sums, self.channel, self.device, self.dtype))
             for piece in bucket:
-                slot = piece.slot
-                if slot.owner != rank and slot.factor in own and piece.start + piece.numel == slot.numel:
-                    own.pop(slot.factor).clear()  # all of it is in messages
+                if piece.slot.owner != rank and piece.start + piece.numel == piece.slot.numel:
+                    sums.pop(piece.slot.factor, None)  # all of it is in messages
         for reduction in running:
-            reduction.add_to(own)
-        return own
+            reduction.add_to(sums)
+        for slot in self._slots:
+            if slot.owner == rank:
+                if slot.factor not in sums:
+                    sums[slot.factor] = BatchSum.empty(slot.numel, self.device)
+                sums[slot.factor].ranks = len(slot.contributors)
+        return sums

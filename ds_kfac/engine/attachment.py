@@ -29,6 +29,7 @@ from ds_kfac.engine.quadratic import QuadraticSteps
 from ds_kfac.engine.report import folded, report
 from ds_kfac.metrics import STAGES, Metrics, timer_name
 from ds_kfac.model.batch import ExpertRows, ReadBatch
+from ds_kfac.model.capture import own_backward
 from ds_kfac.model.scan import Scan
 from ds_kfac.step.job import Job, counters, events, selected
 from ds_kfac.step.preconditioner import Draft, KFACPreconditioner
@@ -60,6 +61,7 @@ class Attachment:
     ) -> None:
         self.engine, self.given, self.job, self._experts = engine, given, job, experts
         self._active, self._warned, self._warned_of_outside = True, False, False
+        self._captures = [kfac.capture for kfac in job.preconditioners]
         kfac, config = job.preconditioners[0], job.preconditioners[0].config
         self.sampling = LossSampling(kfac, engine) if config.factor.fisher == "monte_carlo" else None
         self.quadratic = QuadraticSteps(kfac, engine) if config.preconditioner.step == "quadratic" else None
@@ -177,8 +179,9 @@ class Attachment:
 
     def _take_model_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         kfac, engine = self.job.preconditioners[0], self.engine
-        monitored = self.job.active and engine.monitor.enabled and engine.global_rank == 0
-        if self.job.active:
+        captures = any(capture.active for capture in self._captures)
+        monitored = captures and engine.monitor.enabled and engine.global_rank == 0
+        if captures:
             self._warn()
         if self.sampling is not None:
             self.sampling.check()
@@ -212,8 +215,8 @@ class Attachment:
                 f"{kfacs[0].rule.without_curvature}. Modules that nobody calls, fused kernels "
                 "and autograd.Functions show none: switch them off, or exclude the layer (kfac.layers.exclude)"
             )
-        outside = sum(kfac.capture.outside for kfac in kfacs)
-        if outside and not any(kfac.capture.counted for kfac in kfacs) and not self._warned_of_outside:
+        outside = sum(capture.outside for capture in self._captures)
+        if outside and not any(capture.counted for capture in self._captures) and not self._warned_of_outside:
             self._warned_of_outside = True
             logger.warning(
                 f"{rank}: gradients came through {outside} calls of layers, none of them in this engine's own "
@@ -221,15 +224,16 @@ class Attachment:
             )
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not (self.job.active and self.engine.module.training and hasattr(torch.compiler, "set_stance")):  # torch 2.6
+        captures = self.engine.module.training and any(capture.active for capture in self._captures)
+        if not captures or not hasattr(torch.compiler, "set_stance"):  # torch 2.6
             return original(*args, **kwargs)
         with torch.compiler.set_stance("force_eager"):
             return original(*args, **kwargs)
 
     def _backward(self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         retain_graph = bool(kwargs.get("retain_graph", args[0] if args else False))
-        with self.job.own_backward(retain_graph=retain_graph):
-            if not self.job.active or not loss.requires_grad:
+        with own_backward(self._captures, retain_graph=retain_graph):
+            if not any(capture.active for capture in self._captures) or not loss.requires_grad:
                 return original(loss, *args, **kwargs)
             scale_wrt_gas = kwargs.get("scale_wrt_gas", args[1] if len(args) > 1 else True)
             # The caller who switches that off has already divided by the micro-batches.
@@ -237,7 +241,12 @@ class Attachment:
             if self.sampling is not None:
                 self.sampling.sample(loss)
                 return original(loss, *args, **kwargs)
-            hook = loss.register_hook(lambda seed: self.job.begin_backward(seed.float() / divisor))
+
+            def begin(seed: torch.Tensor) -> None:
+                for capture in self._captures:
+                    capture.begin_backward(seed.float() / divisor)
+
+            hook = loss.register_hook(begin)
             try:
                 return original(loss, *args, **kwargs)
             finally:
@@ -285,15 +294,16 @@ def announcing_backwards(engine: Any, job: Job) -> dict[type, Any]:
     The last stage calls DeepSpeed's backward past the engine's attribute, others start from a received gradient.
     Several forwards may lie between a micro-batch's forward and its backward.
     """
-    table = getattr(engine, TABLE)
+    table, captures = getattr(engine, TABLE), [kfac.capture for kfac in job.preconditioners]
 
     def backward(self: Any, *args: Any, **kwargs: Any) -> None:
-        with job.own_backward():
+        with own_backward(captures):
             if job.active:
                 scale = job.preconditioners[0].layout.manual_scale()
                 if not isinstance(scale, torch.Tensor):
                     scale = torch.full((), scale, device=self.device)  # by a kernel, nobody waits for it
-                job.begin_backward(scale / self.gradient_accumulation_steps())
+                for capture in captures:
+                    capture.begin_backward(scale / self.gradient_accumulation_steps())
             table[BackwardPass](self, *args, **kwargs)
 
     return {**table, BackwardPass: backward}

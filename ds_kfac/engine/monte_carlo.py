@@ -1,7 +1,7 @@
 """Monte-Carlo Fisher: a loss on labels drawn from the model's own prediction (Kunstner et al. 2019, arXiv:1905.12558).
 
 Before each true backward of a due step there is one of that loss: one extra backward through the micro-batch's graph,
-invisible to DeepSpeed, for the gradients of layer outputs only. The true one is bit-identical to what it is without.
+invisible to DeepSpeed, for the gradients of layer outputs only. The user's own is bit-identical to what it is without.
 
 ``autograd.grad`` with inputs runs no AccumulateGrad, so ZeRO's gradient hooks do not fire. What would still see the
 pass is switched off for its duration: the hooks that ``engine.forward`` puts on its outputs. At stage 3 it would also
@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn import functional as F
 
-from ds_kfac.model.batch import BatchInfo, own_hook
-from ds_kfac.model.rows import LossTerms, class_dim, output_terms
+from ds_kfac.model.batch import BatchInfo, own_hook, tensors_of
+from ds_kfac.model.loss import LossTerms, class_dim, output_terms
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
 Sampler = Callable[[Any, BatchInfo, torch.Generator], Tensor]
@@ -51,6 +51,15 @@ def prediction_tensor(output: Any) -> Tensor:
     return tensor
 
 
+def mean_of_terms(values: Tensor, batch: BatchInfo) -> Tensor:
+    """Of a number for every term of the loss, those without a label left out."""
+    labelled = batch.labelled
+    if labelled is None or labelled.numel() != values.numel():
+        return values.mean()
+    weights = labelled.reshape(-1).to(values.dtype)
+    return (values.reshape(-1) * weights).sum() / weights.sum().clamp(min=1)
+
+
 def cross_entropy(output: Any, batch: BatchInfo, generator: torch.Generator) -> Tensor:
     """For language models and classifiers: labels from softmax(logits [N, C] or [N, T, C]; of convolutions [N, C, L]
     and [N, C, H, W]), their mean negative log-likelihood."""
@@ -61,12 +70,7 @@ def cross_entropy(output: Any, batch: BatchInfo, generator: torch.Generator) -> 
         # argmax of logits + Gumbel noise is a draw from the softmax, without a host synchronisation
         uniform = torch.rand(flat.shape, generator=generator, device=flat.device).clamp_(min=1e-20)
         drawn = (flat - torch.log(-torch.log(uniform))).argmax(dim=-1)
-    losses = F.cross_entropy(flat, drawn, reduction="none")
-    labelled = batch.labelled
-    if labelled is None or labelled.numel() != losses.numel():
-        return losses.mean()
-    weights = labelled.reshape(-1).to(losses.dtype)
-    return (losses * weights).sum() / weights.sum().clamp(min=1)
+    return mean_of_terms(F.cross_entropy(flat, drawn, reduction="none"), batch)
 
 
 def mse(output: Any, batch: BatchInfo, generator: torch.Generator) -> Tensor:
@@ -81,11 +85,8 @@ def mse(output: Any, batch: BatchInfo, generator: torch.Generator) -> Tensor:
 
 
 def squared_error(output: Any, batch: BatchInfo, generator: torch.Generator) -> Tensor:
-    """For regression with squared errors summed over the outputs, a mean over predictions [N, C], [N, T, C] or
-    [N, C, H, W].
-
-    That loss is the negative log-likelihood of a Gaussian of variance 1/2 around the prediction; so are the targets.
-    """
+    """For regression with squared errors summed over the outputs, a mean over predictions; see :func:`mse`, of which
+    it is C times: the variance is 1/2."""
     prediction = prediction_tensor(output).float()
     outputs = prediction.shape[class_dim(prediction)] if prediction.ndim > 1 else 1
     noise = torch.randn(prediction.shape, generator=generator, device=prediction.device) * 0.5**0.5
@@ -93,7 +94,6 @@ def squared_error(output: Any, batch: BatchInfo, generator: torch.Generator) -> 
 
 
 SAMPLERS: dict[str, Sampler] = {"cross_entropy": cross_entropy, "mse": mse, "squared_error": squared_error}
-
 
 _WHAT = 'kfac.factor.fisher "monte_carlo" needs a second backward through the graph'
 _CHECKPOINTING = (
@@ -104,14 +104,7 @@ _DONATED = (
     f"{_WHAT}; compiled graphs give their buffers away in the first backward; set "
     "torch._functorch.config.donated_buffer = False before the first forward"
 )
-
-
-def _collect(output: Any, managers: WeakSet) -> None:
-    if isinstance(output, Tensor):
-        managers.update(getattr(output, "_backward_hook_managers", ()))
-    elif isinstance(output, (tuple, list, dict)):  # as OutputBackwardHookManager traverses
-        for value in output.values() if isinstance(output, dict) else output:
-            _collect(value, managers)
+SEED = 0x5EED
 
 
 def graph(root: Node | None) -> Iterator[Node]:
@@ -126,33 +119,35 @@ def graph(root: Node | None) -> Iterator[Node]:
         stack.extend(next_node for next_node, _ in node.next_functions)
 
 
-SEED = 0x5EED
-
-
 class LossSampling:
-    """Keeps the prediction of every forward until its backward, and feeds the capture with gradients of a sampled loss,
-    which ``sampler`` draws labels for and forms.
+    """Keeps the prediction of every forward until its backward, and feeds the capture with gradients of a sampled loss.
+
+    Attributes:
+        sampler: draws labels and forms the loss.
     """
 
     def __init__(self, kfac: KFACPreconditioner, engine: Any) -> None:
         self.kfac = kfac
-        factor = kfac.config.factor
+        factor, modules = kfac.config.factor, dict(engine.module.named_modules())
         self.sampler: Sampler = SAMPLERS[factor.sampler]
-        modules = dict(engine.module.named_modules())
         self._predictions: WeakKeyDictionary[LossTerms, Any] = WeakKeyDictionary()  # live as long as pending calls
         self._managers: WeakSet = WeakSet()  # DeepSpeed's OutputBackwardHookManager of forwards whose outputs live
         predicting = modules[factor.prediction or ""]
         self._handles = [
-            engine.register_forward_hook(lambda module, inputs, output: _collect(output, self._managers)),
+            engine.register_forward_hook(lambda module, inputs, output: self._collect(output)),
             predicting.register_forward_hook(own_hook(predicting, self._keep)),
         ]
         self._generator = torch.Generator(device=kfac.device)
         self._drawn, self._step, self._warned = 0, -1, False
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        while self._handles:
+            self._handles.pop().remove()
         self._predictions.clear()
+
+    def _collect(self, output: Any) -> None:
+        for tensor in tensors_of(output):
+            self._managers.update(getattr(tensor, "_backward_hook_managers", ()))
 
     def _keep(self, module: Any, inputs: tuple, output: Any) -> None:
         if self.kfac.capture.active and module.training and torch.is_grad_enabled():
@@ -190,7 +185,8 @@ class LossSampling:
         # about the loss scale, so that 16-bit gradients are neither lost nor too large
         with torch.enable_grad():
             total = torch.stack(losses).sum()  # each a mean over its own terms
-        seed = torch.as_tensor(self.kfac.layout.manual_scale(), dtype=torch.float32, device=total.device)
+        scale = self.kfac.layout.manual_scale()
+        seed = torch.as_tensor(scale, dtype=torch.float32, device=total.device).reshape(())
         capture.add_sampled(calls, self._gradients(total, [call.edge for call in calls if call.edge], seed), seed)
 
     def _gradients(self, loss: Tensor, edges: Sequence[GradientEdge], seed: Tensor) -> list[Tensor | None]:
@@ -209,7 +205,6 @@ class LossSampling:
         for manager, _, _ in saved:
             manager.preprocess_done, manager.preprocess_per_tensor_fn = True, None
         try:
-            seed = seed.to(loss.dtype).reshape(loss.shape)
             return list(torch.autograd.grad(loss, list(edges), seed, retain_graph=True, allow_unused=True))
         except RuntimeError as error:
             if "not compatible with .grad()" in str(error):  # DeepSpeed's non-reentrant kind has no node to find

@@ -18,7 +18,7 @@ needs the gradient, which a backward has brought, but no labels. Predictions z a
 convolutions with C moved to the end, or [N]; the losses are those of ``monte_carlo.py``.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from ds_kfac.comm.message import deliver
-from ds_kfac.engine.monte_carlo import prediction_tensor
+from ds_kfac.engine.monte_carlo import mean_of_terms, prediction_tensor
 from ds_kfac.model.batch import BatchInfo, own_hook
-from ds_kfac.model.rows import class_dim
+from ds_kfac.model.loss import class_dim
 from ds_kfac.step.preconditioner import Draft, KFACPreconditioner
 from ds_kfac.update.kfac import QuadraticModel, adapted
 from ds_kfac.update.state import LastUpdate
@@ -41,56 +41,25 @@ def _terms(z: Tensor) -> Tensor:
     return z if z.ndim > 1 else z[:, None]
 
 
-def _mean(values: Tensor, batch: BatchInfo) -> Tensor:
-    """Of a number for every term, those without a label left out."""
-    labelled = batch.labelled
-    if labelled is None or labelled.numel() != values.numel():
-        return values.mean()
-    weights = labelled.reshape(-1).to(values.dtype)
-    return (values.reshape(-1) * weights).sum() / weights.sum().clamp(min=1)
+def product(loss: str, z: Tensor, u: Tensor, v: Tensor, batch: BatchInfo) -> Tensor:
+    """u^T H v of a loss, named as ``factor.sampler``, at the prediction z; a scalar."""
+    if loss == "mse":
+        return 2 * (u * v).mean()
+    z, u, v = _terms(z), _terms(u), _terms(v)
+    if loss == "squared_error":
+        return 2 * mean_of_terms((u * v).sum(-1), batch)
+    p = z.softmax(dim=-1)
+    return mean_of_terms((p * u * v).sum(-1) - (p * u).sum(-1) * (p * v).sum(-1), batch)
 
 
-def _softmax_product(z: Tensor, u: Tensor, v: Tensor, batch: BatchInfo) -> Tensor:
-    p, u, v = _terms(z).softmax(dim=-1), _terms(u), _terms(v)
-    return _mean((p * u * v).sum(-1) - (p * u).sum(-1) * (p * v).sum(-1), batch)
-
-
-def _softmax_excess(z: Tensor, d: Tensor, batch: BatchInfo) -> Tensor:
+def excess(loss: str, z: Tensor, d: Tensor, batch: BatchInfo) -> Tensor:
+    """phi(z + d) - phi(z) - <phi'(z), d>, a scalar."""
+    if loss != "cross_entropy":  # of second degree
+        return product(loss, z, d, d, batch) / 2
     z, d = _terms(z), _terms(d)
     p = z.log_softmax(dim=-1)
     # log sum p exp(d) is phi(z + d) - phi(z), and exact where d is small
-    return _mean(torch.logsumexp(p + d, dim=-1) - (p.exp() * d).sum(-1), batch)
-
-
-def _square_product(z: Tensor, u: Tensor, v: Tensor, batch: BatchInfo) -> Tensor:
-    return 2 * _mean((_terms(u) * _terms(v)).sum(-1), batch)
-
-
-def _square_excess(z: Tensor, d: Tensor, batch: BatchInfo) -> Tensor:
-    return _mean(_terms(d).square().sum(-1), batch)
-
-
-def _mean_product(z: Tensor, u: Tensor, v: Tensor, batch: BatchInfo) -> Tensor:
-    return 2 * (u * v).mean()
-
-
-def _mean_excess(z: Tensor, d: Tensor, batch: BatchInfo) -> Tensor:
-    return d.square().mean()
-
-
-Product = Callable[[Tensor, Tensor, Tensor, BatchInfo], Tensor]
-"""(z, u, v, batch) -> u^T H v, a fp32 scalar on the device."""
-Excess = Callable[[Tensor, Tensor, BatchInfo], Tensor]
-"""(z, d, batch) -> phi(z + d) - phi(z) - <phi'(z), d>, a fp32 scalar on the device."""
-OUTPUT_LOSSES: dict[str, tuple[Product, Excess]] = {
-    "cross_entropy": (_softmax_product, _softmax_excess),
-    "mse": (_mean_product, _mean_excess),
-    "squared_error": (_square_product, _square_excess),
-}
-"""By ``factor.sampler``."""
-
-
-# an engine's steps
+    return mean_of_terms(torch.logsumexp(p + d, dim=-1) - (p.exp() * d).sum(-1), batch)
 
 
 ADAPTED_EVERY = 5
@@ -133,7 +102,7 @@ class QuadraticSteps:
     def __init__(self, kfac: KFACPreconditioner, engine: Any) -> None:
         self.kfac, self.engine = kfac, engine
         factor, modules = kfac.config.factor, dict(engine.module.named_modules())
-        self._product, self._excess = OUTPUT_LOSSES[factor.sampler]
+        self.loss = factor.sampler
         self.shift = WeightShift(kfac.layout, kfac.exchange)
         self._forwards: list[Forward] = []
         self._repeated: Tensor | None = None
@@ -199,8 +168,7 @@ class QuadraticSteps:
         model = QuadraticModel(
             torch.stack([b_1, b_2]).double(), M, torch.stack([D_11, D_12, D_12, D_22]).double().view(2, 2)
         )
-        damping = torch.tensor(kfac.config.damping.at(draft.step), device=kfac.device)
-        w = model.weights(damping if draft.damping_scale is None else damping * draft.damping_scale)
+        w = model.weights(self._damping(draft))
         draft.quadratic, (w_1, w_2) = (model, w), w.float()
         with kfac.metrics.stage("relayout"):
             self.shift.write({at: -(w_1 * piece + w_2 * directions[1][at]) for at, piece in directions[0].items()})
@@ -219,6 +187,11 @@ class QuadraticSteps:
         total, count = kfac.channel.sum(sums)
         return total / count.clamp(min=1.0)
 
+    def _damping(self, draft: Draft) -> Tensor:
+        """lambda at this step."""
+        value = torch.tensor(self.kfac.config.damping.at(draft.step), device=self.kfac.device)
+        return value if draft.damping_scale is None else value * draft.damping_scale
+
     def _fisher(self, directions: tuple[Pieces, Pieces], steps: Tensor) -> Tensor:
         """M, over all ranks. Collective: a forward may gather weights."""
         derivatives = []
@@ -231,7 +204,7 @@ class QuadraticSteps:
         total = torch.zeros(4, dtype=torch.float64, device=self.kfac.device)
         for forward, u, v in zip(self._forwards, *derivatives, strict=True):
             pairs = (u, u), (u, v), (v, u), (v, v)
-            products = [self._product(forward.prediction, x, y, forward.info) for x, y in pairs]
+            products = [product(self.loss, forward.prediction, x, y, forward.info) for x, y in pairs]
             total += torch.stack(products).double()
         return self._mean(total).view(2, 2)
 
@@ -274,6 +247,6 @@ class QuadraticSteps:
         for forward in self._forwards:
             d = self._repeat(forward) - forward.prediction
             slope = (forward.gradient * d).sum() * self.engine.gradient_accumulation_steps()
-            total += (slope + self._excess(forward.prediction, d, forward.info)).double()
+            total += (slope + excess(self.loss, forward.prediction, d, forward.info)).double()
         actual, predicted = self._mean(total)[0], model.change(w * rate)
         kfac.damping_scale = adapted(kfac.damping_scale, actual=actual, predicted=predicted, steps=ADAPTED_EVERY)

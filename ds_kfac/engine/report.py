@@ -101,7 +101,7 @@ def _details(kfac: KFACPreconditioner, scan: Scan) -> list[str]:
     """What was configured or chosen, and the tables of a domain."""
     config, plan, rule, whole = kfac.config, kfac.plan, kfac.rule, kfac.config.report == "full"
     ours, precision = sum(layer.numel for layer in scan.layers), kfac.direction.rotations.precision
-    buckets = kfac.curvature.reducer.layout.buckets(frozenset(kfac.curvature.specs), 0)
+    _, buckets = kfac.curvature.reducer.layout.of(frozenset(kfac.curvature.specs), 0)
     sent = sum(sum(payload(bucket, plan.wire.itemsize).values()) for bucket in buckets) // kfac.channel.world
     several, stacked = [layers for layers in kfac.direction.stacks if len(layers) > 1], "layer by layer"
     if several:
@@ -280,7 +280,7 @@ def without_effect(rule: UpdateRule, config: KFACConfig, layers: Sequence[LayerS
 def _of_memory(kfac: KFACPreconditioner) -> list[str]:
     """Of this rank, against what its device has left."""
     plan, reducer = kfac.plan, kfac.curvature.reducer
-    slots = reducer.layout.slots(frozenset(kfac.curvature.specs), 0)
+    slots, _ = reducer.layout.of(frozenset(kfac.curvature.specs), 0)
     sums = sum(4 * slot.numel for slot in slots if kfac.rank in {slot.owner, *slot.contributors})
     state, free = int(plan.assignment.memory[kfac.rank]), get_accelerator().available_memory()
     if state + sums <= SHARE * free:

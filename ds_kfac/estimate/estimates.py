@@ -33,7 +33,6 @@ from ds_kfac.metrics import STAGES, SUMMARY
 from ds_kfac.model.convolutions import Convolution, grid_step
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import LAYERS
-from ds_kfac.model.rows import RowRule
 from ds_kfac.plan import make_plan as planning
 from ds_kfac.plan.plan import Plan, rows_from
 from ds_kfac.step.messages import Delivery, scalar_names
@@ -186,7 +185,7 @@ class Estimate:
         return StepTraffic(payload, calls)
 
     def _sums(self, captured: Keys, layout: Layout) -> list[Message]:
-        both = (payloads(bucket, layout.itemsize) for bucket in layout.buckets(captured, 0))
+        both = (payloads(bucket, layout.itemsize) for bucket in layout.of(captured, 0)[1])
         return [[("factors", self._matrix(part)) for part in parts] for parts in both]
 
     def _gather(self, captured: Keys, arriving: Keys) -> Message:
@@ -259,7 +258,7 @@ class Estimate:
     def _reduced(self, keys: Keys, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
         """Bytes [W] of the sums of some factors, where they are made or averaged, and of their messages that are on
         their way at a time, at most."""
-        sums = (({slot.owner, *slot.contributors}, FP32 * slot.numel) for slot in layout.slots(keys, 0))
+        sums = (({slot.owner, *slot.contributors}, FP32 * slot.numel) for slot in layout.of(keys, 0)[0])
         each = [self._buffers(message)[1] for message in self._sums(keys, layout)]
         return self._at(sums), np.max([self._at([]), *(sum(each[i : i + IN_FLIGHT]) for i in range(len(each)))], axis=0)
 
@@ -359,14 +358,13 @@ class Estimate:
     def _captures(self, keys: Keys) -> np.ndarray:
         """FLOPs [W] of capturing some factors; one update is like another."""
         plan, layers = self.plan, {layer.name: layer for layer in self.plan.layers}
-        rule = RowRule(positions=plan.config.factor.sample_positions)
 
         def flops(factor: FactorSpec) -> int:
             layer, members = layers[factor.layers[0]], len(rows_from(factor, layers))
             rows = round((self.rows or 0) * self.subject.trace.rows_of(layer) * members)
-            if isinstance(LAYERS[layer.kind], Convolution):
+            if isinstance(LAYERS[layer.kind], Convolution) and plan.config.factor.sample_positions:
                 dims = int(layer.kind[-2])
-                rows //= grid_step(rule, rows, dims, max(layer.shape[-2:])) ** dims
+                rows //= grid_step(rows, dims, max(layer.shape[-2:])) ** dims
             return capture_flops(factor.side, rows)
 
         found = ((f, plan.contributors.of(f.key, self.homes[f.key], 0)) for f in self.factors if f.key in keys)

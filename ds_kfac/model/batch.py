@@ -21,6 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+logger = logging.getLogger("ds_kfac")
+MASK, DECODER_MASK, LABELS, ITEMS = "attention_mask", "decoder_attention_mask", "labels", "num_items_in_batch"
+"""Names of Hugging Face's arguments."""
+NO_LOSS = -100
+"""Its label without a loss."""
+SOURCE, TARGET = "source", "target"
+
 
 def own_hook(own: nn.Module, function: Callable[..., Any]) -> Callable[..., None]:
     """``function`` as a hook of ``own`` only.
@@ -37,10 +44,13 @@ def own_hook(own: nn.Module, function: Callable[..., Any]) -> Callable[..., None
     return hook
 
 
-MASK, DECODER_MASK, LABELS, ITEMS = "attention_mask", "decoder_attention_mask", "labels", "num_items_in_batch"
-"""Names of Hugging Face's arguments."""
-NO_LOSS = -100
-"""Its label without a loss."""
+def tensors_of(values: Any) -> Iterator[Tensor]:
+    """Those in containers of containers."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (tuple, list, Mapping)):
+        for value in values.values() if isinstance(values, Mapping) else values:
+            yield from tensors_of(value)
 
 
 @dataclass(frozen=True)
@@ -70,13 +80,6 @@ class BatchInfo:
     ranks: int = 1
     tokens: int | None = None
     places: bool = False
-
-    def terms(self, *, weight_sharing: str) -> Tensor | None:
-        """M, a fp32 scalar on the device: loss terms, or with "reduce" examples that have one."""
-        if self.labelled is None:
-            return None
-        labelled = self.labelled.flatten(1).any(dim=1) if weight_sharing == "reduce" else self.labelled
-        return labelled.sum().float()
 
 
 def encoder_decoders(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -111,39 +114,26 @@ class ArgumentReader:
 
     def __call__(self, arguments: tuple, keywords: Mapping[str, Any]) -> BatchInfo:
         try:
-            given = self._named(arguments, keywords)
+            given = self._signature.bind_partial(*arguments, **keywords).arguments
         except TypeError:  # the call itself will say what is wrong with it
             return BatchInfo()
-        labels, items = given.get(LABELS), given.get(ITEMS)
-        labelled = None
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                given = {**given, **given.get(name, {})}
+        labels, labelled = given.get(LABELS), None
         if isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dtype != torch.bool:
             labelled = labels != NO_LOSS
             if self.shifted and labelled.ndim == 2:
                 labelled = torch.cat([labelled[:, 1:], labelled.new_zeros(len(labelled), 1)], dim=1)
-        rows, encoder_rows = self._mask(given, MASK), None
+        rows, encoder_rows = self._mask(given.get(MASK)), None
         if self.two_sided:
-            rows, encoder_rows = self._mask(given, DECODER_MASK), rows
+            rows, encoder_rows = self._mask(given.get(DECODER_MASK)), rows
         if self.count == "labelled" and labelled is not None and labelled.ndim == 2:
             rows = labelled if rows is None or rows.shape != labelled.shape else rows & labelled
-        return BatchInfo(rows, labelled, encoder_rows=encoder_rows, items=items)
+        return BatchInfo(rows, labelled, encoder_rows=encoder_rows, items=given.get(ITEMS))
 
-    def _mask(self, given: Mapping[str, Any], name: str) -> Tensor | None:
-        mask = given.get(name)
+    def _mask(self, mask: Any) -> Tensor | None:
         return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 and self.count != "all" else None
-
-    def _named(self, arguments: tuple, keywords: Mapping[str, Any]) -> Mapping[str, Any]:
-        bound = self._signature.bind_partial(*arguments, **keywords).arguments
-        for name, parameter in self._signature.parameters.items():
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                bound = {**bound, **bound.get(name, {})}
-        return bound
-
-
-# which mask belongs to a call's rows
-
-
-logger = logging.getLogger("ds_kfac")
-SOURCE, TARGET = "source", "target"
 
 
 @dataclass(frozen=True)
@@ -162,7 +152,6 @@ class Fit:
 
 
 EVERY_ROW = Fit()
-"""Counts."""
 
 
 def fit(mask: Tensor | None, batch: tuple[int, ...], examples: int | None = None) -> Fit:
@@ -245,35 +234,29 @@ class RowMasks:
             masks = [info.encoder_rows]
         elif side == TARGET and info.rows is None:
             masks = []  # of their length nothing is known, and the source's may be the same
-        inside = self._inside_attention(module)
+        # rows that torch's attention multiplies have sequences first, whatever its ``batch_first``
+        around = module, module.rpartition(".")[0]
+        inside = any(isinstance(self._model.get_submodule(name), nn.MultiheadAttention) for name in around)
         known = 1 if inside else self._order_of(module, batch)
-        fits = [(mask, fit(mask, batch, known)) for mask in masks if mask is not None]
+        fits = [fit(mask, batch, known) for mask in masks if mask is not None]
         if inside:
-            fits = [(mask, replace(found, doubt="")) for mask, found in fits]
-        good = [found for _, found in fits if found.mask is not None]
-        found = good[0] if good else next((found for _, found in fits if found.doubt), Fit())
+            fits = [replace(found, doubt="") for found in fits]
+        good = [found for found in fits if found.mask is not None]
+        found = good[0] if good else next((found for found in fits if found.doubt), EVERY_ROW)
         if side is None and len(good) > 1:
             found = Fit(found.mask, found.examples, "the masks of source and target fit; the target's is taken")
-        if found.doubt:
-            shapes = " and ".join(str(list(mask.shape)) for mask, _ in fits)
-            self._say(module, found.doubt, f"rows {list(batch)}, mask {shapes}")
-        elif found.mask is not None and len(batch) > 1 and min(found.mask.shape) > 1 and len(set(batch[:2])) > 1:
+        if found.doubt and found.doubt not in self._said:
+            self._said.add(found.doubt)
+            shapes = " and ".join(str(list(mask.shape)) for mask in masks if mask is not None)
+            logger.warning(
+                f"ds_kfac: which rows of {module} count is ambiguous (rows {list(batch)}, mask {shapes}): "
+                f"{found.doubt}. If that is wrong, set engine.kfac.read_batch, or kfac.padding.count to all (shown "
+                "once, for the first such layer)"
+            )
+        certain = not found.doubt and len(batch) > 1 and len(set(batch[:2])) > 1
+        if certain and found.mask is not None and min(found.mask.shape) > 1:
             self._examples[module] = found.examples
         return found
-
-    def _say(self, module: str, doubt: str, shapes: str) -> None:
-        if doubt in self._said:
-            return
-        self._said.add(doubt)
-        logger.warning(
-            f"ds_kfac: which rows of {module} count is ambiguous ({shapes}): {doubt}. If that is wrong, set "
-            "engine.kfac.read_batch, or kfac.padding.count to all (shown once, for the first such layer)"
-        )
-
-    def _inside_attention(self, module: str) -> bool:
-        """Whether rows are those that torch's attention multiplies: sequences first, whatever its ``batch_first``."""
-        around = module, module.rpartition(".")[0]
-        return any(isinstance(self._model.get_submodule(name), nn.MultiheadAttention) for name in around)
 
     def _order_of(self, module: str, batch: tuple[int, ...]) -> int | None:
         if len(batch) == 1:  # flattened somewhere in between: as the others are
@@ -289,9 +272,8 @@ class RowMasks:
                     return 0 if one.batch_first else 1
         return None
 
-    # where a call is
-
     def _side_of(self, module: str, x: Tensor) -> str | None:
+        """Whose rows ``x`` is."""
         if not self._places:
             return TARGET
         cdata = x.untyped_storage()._cdata
@@ -312,20 +294,10 @@ class RowMasks:
                 outer = self._outer.pop()
                 self._side = TARGET if side == TARGET else outer  # what follows a decoder belongs to the target
                 if side == SOURCE:
-                    self._sources += [StorageWeakRef(x.untyped_storage()) for x in _tensors(output)]
+                    self._sources += [StorageWeakRef(x.untyped_storage()) for x in tensors_of(output) if x.ndim > 1]
 
         self._handles.append(module.register_forward_pre_hook(own_hook(module, enter)))
         self._handles.append(module.register_forward_hook(own_hook(module, leave), always_call=True))
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    if isinstance(output, Tensor):
-        return [output] if output.ndim > 1 else []
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else ()
-    return [x for value in values for x in _tensors(value)]
-
-
-# experts
 
 
 def is_autoep(module: nn.Module) -> bool:
@@ -335,17 +307,13 @@ def is_autoep(module: nn.Module) -> bool:
 
 
 class ExpertRows:
-    """Hooks on experts; gives the :class:`BatchInfo` of any module's calls.
-
-    Attributes:
-        experts: names of all experts here, and of AutoEP's stacks of them.
-    """
+    """Hooks on experts; gives the :class:`BatchInfo` of any module's calls."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._rows: dict[str, tuple[Tensor, int]] = {}  # expert -> bool rows that are tokens, tokens of this rank
+        self._mixtures: dict[str, str] = {}  # expert, or AutoEP's stack of them -> its mixture
         self._tokens: dict[str, int] = {}  # mixture -> tokens of this rank
-        self._stacks: dict[str, tuple[str, int]] = {}  # stack -> its mixture, ranks whose tokens it gets
-        self.experts: list[str] = []
+        self._rows: dict[str, Tensor] = {}  # expert -> bool rows that are tokens
+        self._ranks: dict[str, int] = {}  # stack -> ranks whose tokens it gets
         self._handles: list[Any] = []
         for name, module in model.named_modules():
             inner = getattr(getattr(module, "experts", None), "deepspeed_experts", ())
@@ -354,14 +322,12 @@ class ExpertRows:
             self._handles.append(module.register_forward_pre_hook(own_hook(module, partial(self._mixture, name))))
             if is_autoep(module):
                 place = f"{name}.experts".lstrip(".")
-                self.experts.append(place)
-                self._stacks[place] = name, int(module.ep_size)
+                self._mixtures[place], self._ranks[place] = name, int(module.ep_size)
                 continue
             for index, expert in enumerate(inner or ()):
                 place = f"{name}.experts.deepspeed_experts.{index}"
-                self.experts.append(place)
-                hook = own_hook(expert, partial(self._expert, name, place))
-                self._handles.append(expert.register_forward_pre_hook(hook))
+                self._mixtures[place] = name
+                self._handles.append(expert.register_forward_pre_hook(own_hook(expert, partial(self._expert, place))))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -370,18 +336,15 @@ class ExpertRows:
     def _mixture(self, name: str, module: nn.Module, inputs: tuple) -> None:
         self._tokens[name] = inputs[0].shape[:-1].numel()
 
-    def _expert(self, mixture: str, place: str, module: nn.Module, inputs: tuple) -> None:
+    def _expert(self, place: str, module: nn.Module, inputs: tuple) -> None:
         dispatched = inputs[0].detach()  # [expert-parallel ranks, 1, capacity, width], zero where there is no token
-        self._rows[place] = (dispatched != 0).any(-1), self._tokens[mixture]
+        self._rows[place] = (dispatched != 0).any(-1)
 
     def __call__(self, module: str, batch: BatchInfo) -> BatchInfo:
         """Of a call of ``module`` in a micro-batch."""
-        place = next((place for place in self.experts if module == place or module.startswith(place + ".")), None)
+        place = next((place for place in self._mixtures if module == place or module.startswith(place + ".")), None)
         if place is None:
             return batch
-        if place in self._stacks:
-            mixture, ranks = self._stacks[place]
-            tokens = self._tokens[mixture]
-            return replace(batch, rows=None, encoder_rows=None, ranks=ranks, tokens=tokens, places=True)
-        rows, tokens = self._rows[place]
-        return replace(batch, rows=rows, encoder_rows=None, ranks=len(rows), tokens=tokens)
+        rows, tokens = self._rows.get(place), self._tokens[self._mixtures[place]]
+        ranks, places = self._ranks[place] if rows is None else len(rows), place in self._ranks
+        return replace(batch, rows=rows, encoder_rows=None, ranks=ranks, tokens=tokens, places=places)

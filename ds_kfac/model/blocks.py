@@ -2,7 +2,7 @@
 
 **Blocks**: queries, keys and values in one weight, a gate beside what it gates, the projections of latent attention and
 of state space models. They have the same inputs, so they share A; each is orthogonalized and sized by itself, as with a
-weight of its own. :data:`KNOWN` has the names in use, with the order of rows that the code behind them takes;
+weight of its own. :func:`known` has the names in use, with the order of rows that the code behind them takes;
 ``kfac.adam.blocks`` names others. Sizes are those of :attr:`ds_kfac.model.layers.LayerSpec.blocks`.
 
 **Parts**: a head over a large vocabulary is cut into parts of its outputs, a layer each: one owner would be too few.
@@ -39,7 +39,7 @@ def with_blocks(layer: LayerSpec, modules: Mapping[str, nn.Module], chosen: Sequ
 
     Args:
         modules: of the model, by name.
-        chosen: (regex for the end of a name, its blocks), which go before :data:`KNOWN`; the first that matches.
+        chosen: (regex for the end of a name, its blocks), which go before :func:`known`; the first that matches.
 
     Raises:
         ValueError: a matrix does not have as many rows.
@@ -52,11 +52,12 @@ def with_blocks(layer: LayerSpec, modules: Mapping[str, nn.Module], chosen: Sequ
         if named(pattern, name):
             return replace(layer, blocks=of_rows(rows, blocks, f"kfac.adam.blocks {pattern!r}: {name}"))
     holder, _, last = re.sub(r"(\.\d+)+$", "", name).rpartition(".")  # of a list of modules its name
-    known = KNOWN.get(last)
-    sizes = known(_Holder(modules.get(holder)), rows) if known else None
-    if sizes is None or len(sizes) < 2 or min(sizes) < 1 or rows % sum(sizes):
+    try:
+        sizes = known(last, _Holder(modules.get(holder)), rows)
+    except _Unknown:
         return layer
-    return replace(layer, blocks=sizes)
+    fits = len(sizes) > 1 and min(sizes) > 0 and rows % sum(sizes) == 0
+    return replace(layer, blocks=sizes) if fits else layer
 
 
 def named(pattern: str, name: str) -> bool:
@@ -93,21 +94,31 @@ def rows_of(layer: LayerSpec) -> str:
     return f"{repeats} x ({text}) rows" if repeats > 1 else f"{text} rows"
 
 
+class _Unknown(Exception):
+    """What the module says does not tell the blocks."""
+
+
 class _Holder:
     """The module that a fused layer is in, and what it says of its sizes: its own attributes, then those of its
     config."""
 
     def __init__(self, module: nn.Module | None) -> None:
-        self.module = module
         kind: Any = type(module)
-        self.source = "" if module is None else _source(kind)
+        self.module, self.source = module, "" if module is None else _source(kind)
 
-    def number(self, *names: str) -> int | None:
+    def number(self, *names: str, default: int | None = None) -> int:
+        """The first of these that there is.
+
+        Raises:
+            _Unknown: there is none.
+        """
         for place in (self.module, _value(self.module, "config")):
             for name in names:
                 if isinstance(value := _value(place, name), int) and value > 0:
                     return value
-        return None
+        if default is None:
+            raise _Unknown
+        return default
 
     def chunks(self, count: int) -> bool:
         """Whether the code cuts something into so many equal parts."""
@@ -133,113 +144,77 @@ def _source(kind: Any) -> str:
         return ""
 
 
-def _attention(holder: _Holder, rows: int) -> Sizes | None:
+def known(name: str, holder: _Holder, rows: int) -> Sizes:
+    """Blocks of a weight by the end of its name, () if that is none of these. transformers 5.23, timm and torch;
+    tests/integrations/test_blocks.py holds each of them.
+
+    Raises:
+        _Unknown: the module does not say its sizes.
+    """
+    number = holder.number
+    match name:
+        case "c_attn" | "qkv" | "qkv_proj" | "Wqkv" | "in_proj_weight":
+            return _attention(holder, rows)
+        case "query_key_value":  # for each head, or each group of queries with one key and one value, these three
+            heads = number(*HEADS)
+            shared = number(*SHARED_HEADS, default=heads)
+            width = rows // (heads + 2 * shared)
+            return heads // shared * width, width, width
+        case "kv_proj" | "to_kv" | "gate_up_proj" | "gate_up" | "input_linear" | "Wi" | "w12" | "weights_in":
+            # One after the other, or row by row in turn, as the code cuts its products up; none where it does not. What
+            # is taken in turn beside two halves is a rotary embedding's
+            if holder.chunks(2):
+                return (rows // 2,) * 2
+            return (1, 1) if "::2]" in holder.source else ()
+        case "kv_a_proj_with_mqa":  # the latent of keys and values, and the key that all heads share
+            rank = number("kv_lora_rank")
+            return rank, rows - rank
+        case "kv_b_proj":  # for each head its key and its value
+            return number("qk_nope_head_dim"), number("v_head_dim")
+        case "in_proj":
+            # Mamba's inputs and gates, in turn in Zamba; Mamba2's gates, inputs, B, C, steps; a gated convolution's
+            # three
+            if holder.chunks(3):
+                return (rows // 3,) * 3
+            inner = number("intermediate_size", "ssm_intermediate_size", "d_ssm")
+            if holder.flag("A_log") is None:
+                return ()
+            if rows == 2 * inner:
+                return (1, 1) if holder.flag("n_mamba_heads") else (inner, inner)
+            heads = number("num_heads")
+            return inner, inner, *((rows - 2 * inner - heads) // 2,) * 2, heads
+        case "x_proj":  # Mamba's steps, B and C
+            states = number("ssm_state_size")
+            return rows - 2 * states, states, states
+        case "in_proj_qkv":  # a gated delta net's queries, keys, values
+            keys = number("key_dim")
+            return keys, keys, rows - 2 * keys
+        case "in_proj_qkvz":  # for each head of keys: query, key, and its values, and as many gates
+            heads, width = number("num_k_heads"), number("head_k_dim")
+            values = (rows // heads - 2 * width) // 2
+            return width, width, values, values
+        case "in_proj_ba":  # for each head of keys: two numbers of each of its values
+            return (rows // (2 * number("num_k_heads")),) * 2
+    return ()
+
+
+def _attention(holder: _Holder, rows: int) -> Sizes:
     """Queries, keys, values, one after the other; keys and values in groups of queries have fewer rows. Heads by
     themselves in GPT-BigCode without its multi-query attention, four parts in CodeGen; keys and values alone where
     another layer makes the queries of a cross-attention."""
     if holder.flag("is_cross_attention"):
         return (rows // 2,) * 2
-    heads, shared = holder.number(*HEADS), holder.number(*SHARED_HEADS)
+    heads, shared = holder.number(*HEADS, default=0), holder.number(*SHARED_HEADS, default=0)
     if holder.flag("multi_query") is False and heads:
         return (rows // (3 * heads),) * 3
     if "mp_num" in holder.source:
         return (rows // 12,) * 3
-    if holder.flag("multi_query") and (width := holder.number("kv_dim")):
+    if holder.flag("multi_query") and (width := holder.number("kv_dim", default=0)):
         return rows - 2 * width, width, width
-    if heads and shared and shared < heads and rows % (heads + 2 * shared) == 0:
+    if 0 < shared < heads and rows % (heads + 2 * shared) == 0:
         width = rows // (heads + 2 * shared)
         return heads * width, shared * width, shared * width
-    return (rows // 3,) * 3 if rows % 3 == 0 else None
-
-
-def _by_head(holder: _Holder, rows: int) -> Sizes | None:
-    """For each head, or each group of queries with one key and one value, these three."""
-    heads = holder.number(*HEADS)
-    if heads is None:
-        return None
-    shared = holder.number(*SHARED_HEADS) or heads
-    width = rows // (heads + 2 * shared)
-    return heads // shared * width, width, width
-
-
-def _halves(holder: _Holder, rows: int) -> Sizes | None:
-    """One after the other, or row by row in turn, as the code cuts its products up; None where it does not. What is
-    taken in turn beside two halves is a rotary embedding's."""
-    if holder.chunks(2):
-        return (rows // 2,) * 2
-    return (1, 1) if "::2]" in holder.source else None
-
-
-def _latent(holder: _Holder, rows: int) -> Sizes | None:
-    """The latent of keys and values, and the key that all heads share."""
-    rank = holder.number("kv_lora_rank")
-    return None if rank is None else (rank, rows - rank)
-
-
-def _from_latent(holder: _Holder, rows: int) -> Sizes | None:
-    """For each head its key and its value."""
-    key, value = holder.number("qk_nope_head_dim"), holder.number("v_head_dim")
-    return (key, value) if key and value else None
-
-
-def _states(holder: _Holder, rows: int) -> Sizes | None:
-    """Mamba's inputs and gates, in turn in Zamba; Mamba2's gates, inputs, B, C, steps; a gated convolution's three."""
-    if holder.chunks(3):
-        return (rows // 3,) * 3
-    inner = holder.number("intermediate_size", "ssm_intermediate_size", "d_ssm")
-    if inner is None or holder.flag("A_log") is None:
-        return None
-    if rows == 2 * inner:
-        return (1, 1) if holder.flag("n_mamba_heads") else (inner, inner)
-    heads = holder.number("num_heads")
-    return None if heads is None else (inner, inner, *((rows - 2 * inner - heads) // 2,) * 2, heads)
-
-
-def _steps(holder: _Holder, rows: int) -> Sizes | None:
-    """Mamba's steps, B and C."""
-    states = holder.number("ssm_state_size")
-    return None if states is None else (rows - 2 * states, states, states)
-
-
-def _delta(holder: _Holder, rows: int) -> Sizes | None:
-    """A gated delta net's queries, keys, values."""
-    keys = holder.number("key_dim")
-    return None if keys is None else (keys, keys, rows - 2 * keys)
-
-
-def _delta_by_head(holder: _Holder, rows: int) -> Sizes | None:
-    """For each head of keys: query, key, and its values, and as many gates."""
-    heads, width = holder.number("num_k_heads"), holder.number("head_k_dim")
-    if heads is None or width is None:
-        return None
-    values = (rows // heads - 2 * width) // 2
-    return width, width, values, values
-
-
-def _delta_gates(holder: _Holder, rows: int) -> Sizes | None:
-    """For each head of keys: two numbers of each of its values."""
-    heads = holder.number("num_k_heads")
-    return None if heads is None else (rows // (2 * heads),) * 2
-
-
-KNOWN: dict[str, Callable[[_Holder, int], Sizes | None]] = {
-    **dict.fromkeys(("c_attn", "qkv", "qkv_proj", "Wqkv", "in_proj_weight"), _attention),
-    "query_key_value": _by_head,
-    **dict.fromkeys(("kv_proj", "to_kv"), _halves),
-    **dict.fromkeys(("gate_up_proj", "gate_up", "input_linear", "Wi", "w12", "weights_in"), _halves),
-    "kv_a_proj_with_mqa": _latent,
-    "kv_b_proj": _from_latent,
-    "in_proj": _states,
-    "x_proj": _steps,
-    "in_proj_qkv": _delta,
-    "in_proj_qkvz": _delta_by_head,
-    "in_proj_ba": _delta_gates,
-}
-"""End of a weight's name -> its blocks, or None where what the module says does not tell them: (module that it is in,
-rows) -> sizes. transformers 5.23, timm and torch; tests/integrations/test_blocks.py holds each of them."""
-
-
-# parts
+    return (rows // 3,) * 3 if rows % 3 == 0 else ()
 
 
 LARGEST = 1 << 27
@@ -256,30 +231,21 @@ def cut(layers: Iterable[LayerSpec], by_rows: Callable[[LayerSpec], bool]) -> tu
     """
     found: list[LayerSpec] = []
     for layer in layers:
-        parts = _parts(layer) if layer.numel > LARGEST and _divides(layer) and by_rows(layer) else 1
+        parts = _parts(layer) if layer.numel > LARGEST and by_rows(layer) else 1
         found += [layer] if parts == 1 else [_part(layer, index, parts) for index in range(parts)]
     return tuple(found)
 
 
-def _divides(layer: LayerSpec) -> bool:
-    """An upright matrix of one module, whose statistics are of A alone; no shard, copy, stack or groups."""
-    return (
-        layer.kind == "Linear"
-        and not layer.product
-        and (layer.part, layer.cut, layer.groups, layer.copies) == ((0, 1), (1, 1), 1, 1)
-        and layer.A.block > 0
-        and layer.G.block == 0
-    )
-
-
 def _parts(layer: LayerSpec) -> int:
-    """The smallest number of equal parts that are small enough; 1 if there is none."""
-    least = -(-layer.numel // PART)
-    return next((n for n in range(least, layer.dim_G + 1) if layer.dim_G % n == 0), 1)
+    """The smallest number of equal parts that are small enough; 1 if there is none, and of any but an upright matrix of
+    one module, whose statistics are of A alone: no shard, copy, stack or groups."""
+    whole = (layer.part, layer.cut, layer.groups, layer.copies) == ((0, 1), (1, 1), 1, 1) and not layer.product
+    if not whole or layer.kind != "Linear" or layer.A.block == 0 or layer.G.block > 0:
+        return 1
+    return next((n for n in range(-(-layer.numel // PART), layer.dim_G + 1) if layer.dim_G % n == 0), 1)
 
 
 def _part(layer: LayerSpec, index: int, count: int) -> LayerSpec:
-    G = Side.identity(layer.dim_G // count)
-    names = [f"{layer.name}.{place}" for place in (index, 0)]
-    shares = names[1] if index else None
-    return replace(layer, name=names[0], G=G, part=(index, count), blocks=(), shares=shares)
+    G, first = Side.identity(layer.dim_G // count), f"{layer.name}.0"
+    shares = first if index else None
+    return replace(layer, name=f"{layer.name}.{index}", G=G, part=(index, count), blocks=(), shares=shares)

@@ -4,7 +4,10 @@ A is summed in the forward hook and waits, a sum and not the inputs, for the gra
 counted when it arrives. What never gets one is never counted: a forward whose backward is skipped, or stopped by an
 exception before it reached the layer.
 
-A gradient counts in the engine's own backward only, see :class:`ds_kfac.model.calls.OwnBackward`.
+**Own backwards.** An engine's statistics are of its own loss. A generator's loss goes through the discriminator, whose
+layers it leaves as they are: it says nothing of their Fisher. Own is a backward that the engine announced; or, as long
+as it never announced any, one outside of all engines' announced ones through a forward whose inputs came from no other
+graph: a plain ``loss.backward()``.
 
 Activation checkpointing runs a forward twice. Reentrant: the first run has gradients disabled and is passed over.
 Non-reentrant: the first run counts; the recomputation's graph never gets a gradient, so it must not count A. Hence
@@ -18,20 +21,21 @@ calls that :attr:`Capture.pending` lists.
 No exception leaves a hook: it would stop one rank in a backward that the others finish.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
-from ds_kfac.model.batch import EVERY_ROW, BatchInfo, Fit, ReadBatch, RowMasks
-from ds_kfac.model.calls import Call, Forward, OwnBackward, RowSums, SharedInputs, edge_of, no_graph
+from ds_kfac.model.batch import EVERY_ROW, BatchInfo, Fit, ReadBatch, RowMasks, tensors_of
 from ds_kfac.model.layers import LayerSpec
+from ds_kfac.model.loss import LossTerms
 from ds_kfac.model.products import EVERY, Product, Products
 from ds_kfac.model.registry import LAYERS
-from ds_kfac.model.rows import BatchSum, LossTerms, RowRule
+from ds_kfac.model.rows import BatchSum, Call, Forward, RowSums, SharedInputs
 
 
 class Capture:
@@ -41,21 +45,23 @@ class Capture:
         model: holds the layers.
         layers: what :func:`ds_kfac.model.scan.scan` found.
         fallback_seed: the scale of a backward that nobody announced by :meth:`begin_backward`.
-        rule: how rows are made.
+        rows: adds rows up.
         inputs: receives every input of a captured call, to find and verify layers that share theirs.
-        stage: context in which rows are added, for timings.
         sampled: whether G comes from a sampled loss instead of the true one.
         info_of: a micro-batch's information -> that of a module's call in it, where they differ.
 
     Attributes:
         read_batch: reads from the model's arguments which rows count.
         pending: calls without gradients yet, of all forwards; filled only if ``sampled``.
-        sums: factor key -> where rows go, see :meth:`begin_step`.
+        sums: factor key -> rows of the step so far, see :meth:`begin_step`; missing where there are none.
         measured: layer name -> rows of its calls since the last step here, also where none are summed: of first runs
             and of recomputations; None: they are not counted.
         counted, outside: calls since the last step whose gradients came in the engine's own backward, and in others.
-        rows: adds them up.
+        called: names of layers that were seen to run.
     """
+
+    _backwards: ClassVar[list["Capture"]] = []
+    """Whose own backward is running, of all engines of the process."""
 
     def __init__(
         self,
@@ -63,31 +69,28 @@ class Capture:
         layers: Iterable[LayerSpec],
         fallback_seed: Callable[[], Tensor | float],
         *,
-        rule: RowRule | None = None,
+        rows: RowSums | None = None,
         inputs: SharedInputs | None = None,
-        stage: Callable[[], AbstractContextManager[None]] = nullcontext,
         sampled: bool = False,
         read_batch: ReadBatch | None = None,
         info_of: Callable[[str, BatchInfo], BatchInfo] | None = None,
     ) -> None:
-        self.active, self._model = False, model
-        self.sampled, self.rows = sampled, RowSums(rule or RowRule(), stage, divided=not sampled)
+        self.active, self._model, self.sampled = False, model, sampled
+        self.rows, self.inputs = rows or RowSums(divided=not sampled), inputs or SharedInputs()
         self.read_batch: ReadBatch = read_batch or (lambda arguments, keywords: BatchInfo())
         self.pending: list[Call] = []
-        self.inputs = inputs or SharedInputs()
-        self.sums: Mapping[str, BatchSum] = {}
+        self.sums: dict[str, BatchSum] = {}
         self.measured: dict[str, list[int]] | None = None
         self.counted = self.outside = 0
-        self._own, self._forward = OwnBackward(), Forward()
+        self._keys = frozenset[str]()  # of the sums
+        self._announced, self._forward = False, Forward()  # whether any own backward ever was
         self._running: Forward | None = None  # whose gradients come in this backward
         self._arrived: list[Call] = []  # in this backward, with an input to be released after it
         self._fallback_seed = fallback_seed
         self._seed: Tensor | float | None = None
         self._info_of, self._masks, self.called = info_of, RowMasks(model), set[str]()
-        self._handles: list[Any] = [
-            model.register_forward_pre_hook(self._begin_forward(model), with_kwargs=True),
-            model.register_forward_hook(self._end_forward(model)),
-        ]
+        self._handles: list[Any] = []
+        self._hook_model(model)
         parameters, owners = dict(model.named_parameters()), {"": model}
         self._stacks: dict[int, list[LayerSpec]] = {}  # id of a parameter -> its layers, in order
         counts: dict[nn.Parameter, int] = {}
@@ -95,8 +98,7 @@ class Capture:
             modules = {name: model.get_submodule(name) for name in (layer.module, *layer.also)}
             if not layer.product:
                 for module in modules.values():
-                    hook = self._forward_hook(layer, module, model)
-                    self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+                    self._hook_layer(layer, module, model)
                 continue
             owners |= modules
             if isinstance(modules[layer.module], nn.Linear):  # maybe called as a function, by a method around it
@@ -104,19 +106,15 @@ class Capture:
                 owners |= {name: model.get_submodule(name) for name in (around, around.rpartition(".")[0])}
             counts[parameters[layer.weight]] = layer.part[1]
             self._stacks.setdefault(id(parameters[layer.weight]), []).append(layer)
-        self._inside: list[int] = []
-        if counts:
-            self._products = Products(counts, self._product)
-        for module in owners.values() if counts else ():
-            enter, leave = self._product_hooks(module, model)
-            self._handles.append(module.register_forward_pre_hook(enter))
-            self._handles.append(module.register_forward_hook(leave, always_call=True))
+        self._products = Products(counts, self._product) if counts else None
+        for module in owners.values() if self._products is not None else ():
+            self._hook_owner(self._products, module, model)
 
-    def begin_step(self, sums: Mapping[str, BatchSum] | None, step: int, *, measure: bool = False) -> None:
+    def begin_step(self, keys: frozenset[str] | None, step: int, *, measure: bool = False) -> None:
         """Make ready for the captures of a step; forgets what came since the last one.
 
         Args:
-            sums: empty ones of the factors that are due and that this rank contributes to; None: the hooks rest.
+            keys: factors that are due and that this rank contributes to; None: the hooks rest.
             step: decides which rows are sampled, if not all are.
             measure: count the rows of all layers.
         """
@@ -124,22 +122,26 @@ class Capture:
             self._forward, self.pending, self.counted, self.outside = Forward(), [], 0, 0
             self.end_backward()
             self.inputs.broken.clear()
-        self.sums, self.active, self.rows.turn = sums or {}, sums is not None, step
+        self.sums, self._keys, self.active, self.rows.turn = {}, keys or frozenset(), keys is not None, step
         self.measured = {} if measure else None
 
     def remove(self) -> None:
         """Take all hooks off."""
         while self._handles:
             self._handles.pop().remove()
-        self._leave(None)
+        if self._products is not None:
+            self._products.leave(None)
         self._masks.remove()
         self.active = False
 
     def begin_own(self) -> None:
         """The engine's own backward begins; until :meth:`end_own`."""
-        self._own.begin()
-        if self.active and self._stacks:  # functions that checkpointing runs again may be no module's call
-            self._enter(self._model)
+        self._announced = True
+        self._backwards.append(self)
+        if (
+            self.active and self._products is not None
+        ):  # functions that checkpointing runs again may be no module's call
+            self._products.enter(self._model)
 
     def end_own(self, *, retain_graph: bool = False) -> None:
         """It has ended, maybe by an exception. Closes the micro-batch.
@@ -147,8 +149,9 @@ class Capture:
         Args:
             retain_graph: whether a second backward through the graph may follow.
         """
-        self._own.end()
-        self._leave(None)
+        self._backwards.remove(self)
+        if self._products is not None:
+            self._products.leave(None)
         if retain_graph:
             self._arrived.clear()
         self.end_backward()
@@ -160,7 +163,7 @@ class Capture:
     def end_backward(self) -> None:
         """Close the micro-batch: the next rows are new loss terms, not another use of the same ones."""
         self._seed = self._running = None
-        self.rows.close()
+        self.rows.counted.clear()
         for call in self._arrived:
             call.x = None
         self._arrived.clear()
@@ -182,39 +185,39 @@ class Capture:
 
     # Hooks are plain functions, see :func:`ds_kfac.model.batch.own_hook`; torch.compile sees their first condition
 
-    def _begin_forward(self, own: nn.Module) -> Callable[..., None]:
-        def hook(module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:
+    def _hook_model(self, own: nn.Module) -> None:
+        def begin(module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:
             if module.training and self.active and torch.is_grad_enabled():
                 self._begin_batch(module is own, arguments, keywords)
 
-        return hook
-
-    def _end_forward(self, own: nn.Module) -> Callable[..., None]:
-        def hook(module: nn.Module, arguments: tuple, output: Any) -> None:
+        def end(module: nn.Module, arguments: tuple, output: Any) -> None:
             if module.training and self.active and torch.is_grad_enabled():
                 self._end_batch(module is own, output)
 
-        return hook
+        self._handles.append(own.register_forward_pre_hook(begin, with_kwargs=True))
+        self._handles.append(own.register_forward_hook(end))
 
     @torch.compiler.disable
     def _begin_batch(self, own: bool, arguments: tuple, keywords: dict[str, Any]) -> None:
         if not own or torch._C._current_graph_task_id() != -1:
             return
-        self._leave(None)  # of a forward that raised
-        if self.rows.open:  # a loss.backward() that nobody closed
+        if self._products is not None:  # of a forward that raised
+            self._products.leave(None)
+        if self.rows.counted:  # a loss.backward() that nobody closed
             self.end_backward()
         loss = LossTerms(self.read_batch(arguments, keywords))
-        self._forward = Forward(loss, detached=no_graph((arguments, keywords)))
+        detached = all(x.grad_fn is None for x in tensors_of((arguments, keywords)))
+        self._forward = Forward(loss, detached)
         self.inputs.begin_batch()
         self._masks.begin()
 
     @torch.compiler.disable
     def _end_batch(self, own: bool, output: Any) -> None:
         if own and torch._C._current_graph_task_id() == -1:
-            self.loss.returned(output, weight_sharing=self.rows.rule.weight_sharing)
+            self.loss.returned(output, weight_sharing=self.rows.weight_sharing)
             self._masks.end()
 
-    def _forward_hook(self, layer: LayerSpec, own: nn.Module, model: nn.Module) -> Callable[..., None]:
+    def _hook_layer(self, layer: LayerSpec, own: nn.Module, model: nn.Module) -> None:
         def hook(module: nn.Module, inputs: tuple, named: dict[str, Any], output: Any) -> None:
             if model.training and self.active and torch.is_grad_enabled():  # a part may be in eval mode
                 capture(module, inputs, named, output)
@@ -230,7 +233,7 @@ class Capture:
             self.inputs.see(layer.name, x)
             self._called(layer, module, x, output)
 
-        return hook
+        self._handles.append(own.register_forward_hook(hook, with_kwargs=True))
 
     def _called(
         self,
@@ -244,24 +247,17 @@ class Capture:
         columns: slice | None = None,
         lay: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """A layer was called with ``x`` and gave ``output``.
-
-        Args:
-            sides: that the call has rows of.
-            select: which rows of x and output are the call's; None: all, as examples and positions.
-            columns: which outputs of the layer these are; None: all.
-            lay: makes rows of the gradient of ``output``; None: it has them.
-        """
+        """A layer was called with ``x`` and gave ``output``; see :class:`ds_kfac.model.rows.Call` for the others."""
         recomputed, kind = torch._C._current_graph_task_id() != -1, LAYERS[layer.kind]
         if recomputed and self.sampled:  # the first run's calls are those that are sampled
             return
         self.called.add(layer.name)
         A, G = layer.keys
-        sum_A = self.sums.get(A) if "A" in sides else None
-        sum_G = self.sums.get(G) if "G" in sides else None
+        makes_A = "A" in sides and A in self._keys
+        captured = makes_A or ("G" in sides and G in self._keys)
         shape, dispatched, stacked = output.shape, x.ndim == 3, layer.part[1] > 1 and layer.product
         measures = self.measured is not None and not stacked and "A" in sides
-        if sum_A is sum_G is None and not measures:
+        if not captured and not measures:
             return
         if select is not None:
             x = x.reshape(-1, x.shape[-1])[select]
@@ -269,7 +265,7 @@ class Capture:
             shape = torch.Size((*x.shape[:-1], layer.dim_G))
         if measures:
             self._measure(layer, kind.rows(x, output) if select is None else len(x))
-        if sum_A is sum_G is None:
+        if not captured:
             return
         # several may have run before the backward of this one, with other masks
         forward = self._running if recomputed and self._running is not None else self._forward
@@ -281,54 +277,41 @@ class Capture:
         elif not kind.images:
             rows = self._masks.of(layer.module, x, tuple(x.shape[:-1]), info)
         with_gradient = recomputed or kind.needs_gradients
-        kept = x if with_gradient and sum_A is not None else None
+        kept = x if with_gradient and makes_A else None
         call = Call(layer, kind, module, info, rows, shape, sides, forward, kept, recomputed, select, columns, lay)
-        if not with_gradient and sum_A is not None and x.numel():
-            if layer.name not in forward.waiting:
-                forward.waiting[layer.name] = BatchSum(sum_A.numel, sum_A.device)
-            self.rows.add_input(call, x, forward.waiting[layer.name])
-        edge = edge_of(output)
+        if makes_A and not with_gradient and x.numel():
+            self.rows.add_input(call, x, _sum(forward.waiting, layer.name, layer.A.numel, x))
+        # An in-place activation replaces the grad_fn of a view, which the output of a Linear with bias is; the node of
+        # the viewed tensor stays
+        base = output._base
+        origin = base if base is not None and base.numel() == output.numel() and base.grad_fn is not None else output
+        assert origin.grad_fn is not None, "the output requires no gradient"
         if self.sampled:
-            call.edge = edge
+            call.edge = GradientEdge(origin.grad_fn, origin.output_nr)
             self.pending.append(call)
             return
         # By a prehook on the node. A tensor hook would run before DeepSpeed divides an engine output's gradient by the
         # accumulation steps, and a full backward hook breaks with in-place activations.
-        edge.node.register_prehook(partial(self._on_gradient, call, edge.output_nr))
+        origin.grad_fn.register_prehook(partial(self._on_gradient, call, origin.output_nr))
 
     def _measure(self, layer: LayerSpec, rows: int) -> None:
         assert self.measured is not None
         self.measured.setdefault(layer.name, [0, 0])[torch._C._current_graph_task_id() != -1] += rows
 
-    def _product_hooks(self, own: nn.Module, model: nn.Module) -> tuple[Callable[..., None], Callable[..., None]]:
+    def _hook_owner(self, products: Products, own: nn.Module, model: nn.Module) -> None:
         """Products are seen while a captured forward, or a recomputation, of a module runs."""
 
         def enter(module: nn.Module, inputs: tuple) -> None:
             if model.training and self.active and torch.is_grad_enabled():
                 if module is own:
-                    self._enter(module)
+                    products.enter(module)
 
         def leave(module: nn.Module, inputs: tuple, output: Any) -> None:
             if model.training and self.active and torch.is_grad_enabled():
-                self._leave(module)
+                products.leave(module)
 
-        return enter, leave
-
-    @torch.compiler.disable
-    def _enter(self, module: nn.Module) -> None:
-        if not self._inside:
-            self._products.__enter__()
-        self._inside.append(id(module))
-
-    @torch.compiler.disable
-    def _leave(self, module: nn.Module | None) -> None:
-        """Of a module, or, if None, of all."""
-        while self._inside and (module is None or self._inside[-1] == id(module)):
-            self._inside.pop()
-            if not self._inside:
-                self._products.__exit__(None, None, None)
-            if module is not None:
-                return
+        self._handles.append(own.register_forward_pre_hook(enter))
+        self._handles.append(own.register_forward_hook(leave, always_call=True))
 
     def _product(self, product: Product) -> None:
         """Of a stack whose layers have one A: all rows at once are those of the first."""
@@ -356,10 +339,10 @@ class Capture:
                 self._called(layer, module, x, output, sides="G" if shared else "AG", select=select, lay=lay)
 
     def _on_gradient(self, call: Call, place: int, gradients: tuple[Tensor | None, ...]) -> None:
-        gradient = gradients[place]
+        gradient, running = gradients[place], self._backwards
         if gradient is None or not self.active:
             return
-        if self._own.covers(call.forward):
+        if self in running if running else call.forward.detached and not self._announced:
             self._running = call.forward
             self._add_rows(call, gradient)
         else:
@@ -370,20 +353,47 @@ class Capture:
         self.counted += 1
         layer, of_gradients = call.layer, call.kind.needs_gradients  # even A
         A, G = layer.keys
-        sum_G = self.sums.get(G) if "G" in call.sides else None
-        if "A" in call.sides:
-            sum_A, waiting = self.sums.get(A), call.forward.waiting.pop(layer.name, None)
-        else:
-            sum_A = waiting = None
-        if sum_A is not None and waiting is not None:
-            sum_A.take(waiting)
-        if sum_A is not None and not of_gradients and call.x is not None and call.x.numel():
-            self.rows.add_input(call, call.x, sum_A)
-        wanted = sum_G if not of_gradients else sum_A if call.x is not None else None
-        if wanted is not None and gradient.numel():
+        makes_A, makes_G = "A" in call.sides and A in self._keys, "G" in call.sides and G in self._keys
+        waiting = call.forward.waiting.pop(layer.name, None) if "A" in call.sides else None
+        if makes_A and waiting is not None:
+            total = self.sums.setdefault(A, waiting)
+            if total is not waiting:
+                total.sum_P.add_(waiting.sum_P)
+                total.count.add_(waiting.count)
+        if makes_A and not of_gradients and call.x is not None and call.x.numel():
+            self.rows.add_input(call, call.x, _sum(self.sums, A, layer.A.numel, gradient))
+        makes = makes_A and call.x is not None if of_gradients else makes_G
+        if makes and gradient.numel():
             seed = self._fallback_seed() if self._seed is None else self._seed
-            self.rows.add_gradient(call, call.gradient_of(gradient), wanted, seed)
+            key, side = (A, layer.A) if of_gradients else (G, layer.G)
+            sum_ = _sum(self.sums, key, side.numel, gradient)
+            self.rows.add_gradient(call, call.gradient_of(gradient), sum_, seed)
         if call.recomputed:
             call.x = None
         elif call.x is not None:
             self._arrived.append(call)
+
+
+def _sum(sums: dict[str, BatchSum], key: str, numel: int, like: Tensor) -> BatchSum:
+    """Where rows of a factor go: memory from the first ones on."""
+    if key not in sums:
+        sums[key] = BatchSum.empty(numel, like.device)
+    return sums[key]
+
+
+@contextmanager
+def own_backward(captures: Sequence[Capture], *, retain_graph: bool = False) -> Iterator[None]:
+    """Around a backward of an engine's loss, also where nothing is captured: its gradients, and no others, count.
+
+    Closes the micro-batch.
+
+    Args:
+        captures: of the engine's domains.
+    """
+    for capture in captures:
+        capture.begin_own()
+    try:
+        yield
+    finally:
+        for capture in captures:
+            capture.end_own(retain_graph=retain_graph)

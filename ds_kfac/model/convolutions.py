@@ -35,7 +35,6 @@ from torch.nn import functional as F
 
 from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import Linear, computed_parameter, parameter_shape
-from ds_kfac.model.rows import RowRule, phase
 
 CHUNK = 1 << 22
 """Elements of patches that exist at once."""
@@ -80,38 +79,40 @@ class Window:
         return tuple((s + p - w - 1) // t + 1 for s, p, w, t in zip(size, pads, spans, self.stride, strict=True))
 
 
-def grid_step(rule: RowRule, rows: int, dims: int, width: int) -> int:
+def phase(turn: int, stride: int) -> int:
+    """A place in 0 .. stride - 1, like a draw from a uniform distribution but the same for the same turn.
+
+    splitmix64's finalizer (Steele et al. 2014): turns that are multiples of anything still visit all places.
+    """
+    z = (turn + 1) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    return (z ^ z >> 31) % stride
+
+
+def grid_step(rows: int, dims: int, width: int) -> int:
     """The largest that leaves :data:`ROWS` times ``width`` of so many rows, but not fewer than one in
     :data:`SPARSEST`."""
     step = 1
-    if rule.positions:
-        while (step + 1) ** dims <= SPARSEST and rows >= ROWS * width * (step + 1) ** dims:
-            step += 1
+    while (step + 1) ** dims <= SPARSEST and rows >= ROWS * width * (step + 1) ** dims:
+        step += 1
     return step
 
 
 @dataclass(frozen=True)
 class Grid:
-    """One position in ``step`` along every dimension, from ``offset`` on."""
+    """One position in ``step`` along every dimension, from ``offset`` on.
+
+    Attributes:
+        scale: times the sum over the grid is, on average over the offsets, the sum over all positions.
+    """
 
     step: int
     offset: tuple[int, ...]
 
     @property
     def scale(self) -> int:
-        """Times the sum over the grid is, on average over the offsets, the sum over all positions."""
         return self.step ** len(self.offset)
-
-    @classmethod
-    def choose(cls, rule: RowRule, turn: int, examples: int, positions: tuple[int, ...], width: int) -> "Grid":
-        """See :func:`grid_step`; its offset is that of the step ``turn``."""
-        dims = len(positions)
-        step = min(grid_step(rule, examples * prod(positions), dims, width), max(positions))
-        place, offset = phase(turn, step**dims), []
-        for _ in positions:
-            place, digit = divmod(place, step)
-            offset.append(digit)
-        return cls(step, tuple(offset))
 
 
 @dataclass(frozen=True)
@@ -135,19 +136,19 @@ class Patches:
     def count(self) -> int:
         return self.examples * prod(self.positions)
 
-    def grid(self, rule: RowRule, turn: int, width: int) -> Grid:
-        """See :meth:`Grid.choose`."""
-        return Grid.choose(rule, turn, self.examples, self.positions, width)
+    def grid(self, turn: int | None, width: int) -> Grid:
+        """See :func:`grid_step`; its offset is that of the step ``turn``. None: every position."""
+        dims = len(self.positions)
+        if turn is None:
+            return Grid(1, (0,) * dims)
+        step = min(grid_step(self.count, dims, width), max(self.positions))
+        place, offset = phase(turn, step**dims), []
+        for _ in self.positions:
+            place, digit = divmod(place, step)
+            offset.append(digit)
+        return Grid(step, tuple(offset))
 
-    def add_to_(
-        self,
-        sum_P: Tensor,
-        side: Side,
-        grid: Grid,
-        *,
-        bias: bool = False,
-        gain: Tensor | float = 1.0,
-    ) -> None:
+    def add_to_(self, sum_P: Tensor, side: Side, grid: Grid, *, bias: bool = False, gain: Tensor | float = 1.0) -> None:
         """Add the second moment of ``gain`` times all patches to a packed sum of ``side``.
 
         Args:
@@ -177,8 +178,7 @@ class Patches:
     def sums(self) -> Tensor:
         """Of every example's patches, fp32 [N, D]."""
         padded, taps = self.window.padded(self.image), []
-        every = Grid(1, (0,) * len(self.positions))
-        view = self._view(padded, list(self.positions), every)
+        view = self._view(padded, list(self.positions), self.grid(None, 1))
         for place in product(*map(range, self.window.kernel)):
             tap = view
             for index in reversed(place):
@@ -253,11 +253,6 @@ class Convolution(Linear):
         gradient = self.batched(gradient)
         size = tuple(gradient.shape[2:])
         return Patches(gradient, Window.pixel(len(size)), size)
-
-    def input_rows(self, module: Any, x: Tensor) -> Tensor | None:
-        """Mean patch of each example, [N, I without the bias]: what "reduce" needs."""
-        patches = self.input_patches(module, x)
-        return patches.sums() * (patches.examples / max(1, patches.count))
 
     def gradient_rows(self, module: Any, x: Tensor | None, gradient: Tensor) -> Tensor:
         """Sum of each example's, for "reduce"."""

@@ -10,10 +10,11 @@ ranks, as input of no block in particular: it is left to the optimizer. DeepSpee
 transformers' Conv1D are found by name and attributes; none is imported.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -110,54 +111,6 @@ class LayerSpec:
         """Elements of the layer's gradient."""
         return prod(self.shape)
 
-    @cached_property
-    def packed_numel(self) -> int:
-        """Elements of both packed factors."""
-        return self.A.numel + self.G.numel
-
-
-class LayerType(Protocol):
-    """A row of the table of layer types. One file each; stateless."""
-
-    needs_gradients: bool
-    """Whether even its A is made of output gradients, so that it has no statistics without them."""
-    without_bias: str | None
-    """Why a bias is not part of the layer; None: it is."""
-    turned: bool
-    """Whether the weight of a linear map lies [I, O]."""
-    images: bool
-    """Whether its tensors are images [N, C, ..]: no mask [N, T] is for their rows."""
-
-    def refusal(self, module: nn.Module) -> str | None:
-        """None if this type describes ``module``; else why not ("" when it is some other type altogether)."""
-
-    def sides(self, module: nn.Module, bias: bool) -> tuple[int, int]:
-        """(I, O), from attributes or ``ds_shape``: ZeRO-3 leaves empty weights behind."""
-
-    def groups(self, module: nn.Module) -> int:
-        """Independent maps that the module consists of, each with such sides."""
-
-    def keeps_direction(self, module: nn.Module) -> str | None:
-        """Why its directions are not to be orthogonalized."""
-
-    def rows(self, x: Tensor, output: Tensor) -> int:
-        """How many rows a call has, whichever of them count."""
-
-    def input_rows(self, module: nn.Module, x: Tensor) -> Tensor | None:
-        """Inputs [.., I without the bias]; None if A comes with the gradient."""
-
-    def gradient_rows(self, module: nn.Module, x: Tensor | None, gradient: Tensor) -> Tensor:
-        """From a call's input and output gradient: rows of G, of A if it ``needs_gradients``."""
-
-    def matrix(self, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-        """Flat (weight | bias) gradients -> the layer's matrix, of ``LayerSpec.shape``."""
-
-    def split(self, matrix_OI: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
-        """Inverse of ``matrix``: flat gradients in the order of ``LayerSpec.parameters``."""
-
-    def structured(self, side_A: Side, side_G: Side, bias: bool) -> tuple[Side, Side]:
-        """The sides' structure, where the type fixes it."""
-
 
 def parameter_shape(parameter: Any) -> tuple[int, ...]:
     """The true shape: ZeRO-3 keeps it in ``ds_shape`` while the parameter itself is empty."""
@@ -172,40 +125,71 @@ def computed_parameter(module: Any) -> str | None:
     return None
 
 
-class Linear:
-    """nn.Linear, y = x W^T + b: a matrix [O, I], its bias as last column."""
+class LayerType(ABC):
+    """A row of the table of layer types; stateless.
+
+    Attributes:
+        needs_gradients: whether even its A is made of output gradients, so that it has no statistics without them.
+        without_bias: why a bias is not part of the layer; None: it is.
+        turned: whether the weight of a linear map lies [I, O].
+        images: whether its tensors are images [N, C, ..]: no mask [N, T] is for their rows.
+    """
 
     needs_gradients = False
     without_bias: str | None = None
-    images = False
     turned = False
-    """Whether the weight lies [I, O]."""
+    images = False
 
-    def refusal(self, module: nn.Module) -> str | None:
+    @abstractmethod
+    def refusal(self, module: Any) -> str | None:
+        """None if this type describes ``module``; else why not ("" when it is some other type altogether)."""
+
+    @abstractmethod
+    def sides(self, module: Any, bias: bool) -> tuple[int, int]:
+        """(I, O), from attributes or ``ds_shape``: ZeRO-3 leaves empty weights behind."""
+
+    def structured(self, side_A: Side, side_G: Side, bias: bool) -> tuple[Side, Side]:
+        """The sides' structure, where the type fixes it."""
+        return side_A, side_G
+
+    def groups(self, module: Any) -> int:
+        """Independent maps that the module consists of, each with such sides."""
+        return 1
+
+    def keeps_direction(self, module: Any) -> str | None:
+        """Why its directions are not to be orthogonalized."""
+        return None
+
+    def rows(self, x: Tensor, output: Tensor) -> int:
+        """How many rows a call has, whichever of them count."""
+        return output.numel() // max(1, output.shape[-1])
+
+    def gradient_rows(self, module: Any, x: Tensor | None, gradient: Tensor) -> Tensor:
+        """From a call's input and output gradient: rows of G, of A if it ``needs_gradients``."""
+        return gradient
+
+    @abstractmethod
+    def matrix(self, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        """Flat (weight | bias) gradients -> the layer's matrix, of ``LayerSpec.shape``."""
+
+    @abstractmethod
+    def split(self, matrix_OI: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
+        """Inverse of ``matrix``: flat gradients in the order of ``LayerSpec.parameters``."""
+
+
+class Linear(LayerType):
+    """nn.Linear, y = x W^T + b: a matrix [O, I], its bias as last column."""
+
+    def refusal(self, module: Any) -> str | None:
         if not isinstance(module, nn.Linear):
             return ""
         if type(module).forward is not nn.Linear.forward:
             return f"{type(module).__name__} overrides nn.Linear.forward, so its rows are not known"
         return computed_parameter(module)
 
-    def sides(self, module: nn.Module, bias: bool) -> tuple[int, int]:
+    def sides(self, module: Any, bias: bool) -> tuple[int, int]:
         out_features, in_features = parameter_shape(module.weight)
         return in_features + bias, out_features
-
-    def groups(self, module: nn.Module) -> int:
-        return 1
-
-    def keeps_direction(self, module: nn.Module) -> str | None:
-        return None
-
-    def rows(self, x: Tensor, output: Tensor) -> int:
-        return output.numel() // max(1, output.shape[-1])
-
-    def input_rows(self, module: nn.Module, x: Tensor) -> Tensor | None:
-        return x
-
-    def gradient_rows(self, module: nn.Module, x: Tensor | None, gradient: Tensor) -> Tensor:
-        return gradient
 
     def matrix(self, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         weight_OI = weight.view(shape[0], -1)
@@ -216,16 +200,13 @@ class Linear:
             return (matrix_OI.reshape(-1),)
         return matrix_OI[:, :-1].reshape(-1), matrix_OI[:, -1].contiguous()
 
-    def structured(self, side_A: Side, side_G: Side, bias: bool) -> tuple[Side, Side]:
-        return side_A, side_G
-
 
 class Conv1D(Linear):
     """transformers' (GPT-2), y = x W + b: like :class:`Linear`, with the weight [I, O]."""
 
     turned = True
 
-    def refusal(self, module: nn.Module) -> str | None:
+    def refusal(self, module: Any) -> str | None:
         if type(module).__name__ != "Conv1D" or not hasattr(module, "nf") or not hasattr(module, "weight"):
             return ""
         if computed := computed_parameter(module):
@@ -235,7 +216,7 @@ class Conv1D(Linear):
             return f"named Conv1D, but its weight {shape} is not [in, nf={module.nf}] as in transformers"
         return None
 
-    def sides(self, module: nn.Module, bias: bool) -> tuple[int, int]:
+    def sides(self, module: Any, bias: bool) -> tuple[int, int]:
         in_features, out_features = parameter_shape(module.weight)
         return in_features + bias, out_features
 
@@ -257,7 +238,7 @@ MEGATRON_SHAPES = {"ColumnParallelLinear": "output_size_per_partition", "RowPara
 class _Shard(Linear):
     name: str
 
-    def refusal(self, module: nn.Module) -> str | None:
+    def refusal(self, module: Any) -> str | None:
         kind = type(module)
         if kind.__module__ == AUTOTP:
             if AUTOTP_KINDS.get(kind.__name__) == self.name:

@@ -5,7 +5,7 @@ every call of a torch function, and tells of those in which such a parameter, a 
 matrix. It is a ``TorchFunctionMode``, on only while a captured forward or recomputation runs; other steps have none.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -66,8 +66,24 @@ class Products(TorchFunctionMode):
         super().__init__()
         self._params = {id(param): (param, count) for param, count in params.items()}
         self._see, self._quiet = see, False
+        self.inside: list[int] = []  # ids of the modules that run
         self._picked: dict[int, tuple[Tensor, nn.Parameter, Tensor]] = {}  # rows of a stack, and which
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # in another dtype, and of what
+
+    @torch.compiler.disable
+    def enter(self, module: nn.Module) -> None:
+        """A module runs whose products are to be seen."""
+        if not self.inside:
+            self.__enter__()
+        self.inside.append(id(module))
+
+    @torch.compiler.disable
+    def leave(self, module: nn.Module | None) -> None:
+        """It is left; None: all of them are."""
+        if self.inside and (module is None or self.inside[-1] == id(module)):
+            self.inside = [] if module is None else self.inside[:-1]
+            if not self.inside:
+                self.__exit__(None, None, None)
 
     def __enter__(self) -> Any:
         # a Python function there is not seen: ZeRO-3's, which is no torch function, and what attention calls inside
@@ -98,22 +114,32 @@ class Products(TorchFunctionMode):
     def _told(self, name: str, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
         if name in ("__getitem__", "index_select") and isinstance(args[0], Tensor):
             self._pick(args, output)
-        elif name in COPIES and isinstance(output, Tensor) and output is not args[0] and self._known(args[0]):
-            self._copies[id(output)] = output, args[0]
-        elif name in CONVOLUTIONS and isinstance(output, Tensor) and output.requires_grad:
+        elif not isinstance(output, Tensor):
+            return
+        elif name in COPIES:
+            if output is not args[0] and self._known(args[0]):
+                self._copies[id(output)] = output, args[0]
+        elif not output.requires_grad:
+            return
+        elif name in CONVOLUTIONS:
             self._convolved(int(name[-2]), args, kwargs, output)
-        elif name == "einsum" and isinstance(output, Tensor) and output.requires_grad and len(args) == 3:
+        elif name == "einsum" and len(args) == 3:
             for place in (1, 2):
                 operand = self._copies.get(id(args[place]), (None, args[place]))[1]
                 found, sums = self._params.get(id(operand)), contraction(args[0], place - 1)
                 if found is not None and sums is not None:
-                    self._see(_summed(found[0], args[3 - place], output, sums))
-        elif name in LINEAR | RIGHT | ADDED | {"__matmul__"} and isinstance(output, Tensor) and output.requires_grad:
+                    own, x = laid(output), args[3 - place].permute(sums.x).flatten(sums.rows)
+                    lay = partial(_permuted, own, sums)
+                    self._see(Product(found[0], x, output, sums.lies.turned, ((0, EVERY),), lay=lay))
+        elif name in LINEAR | RIGHT | ADDED | {"__matmul__"}:
             if name in ADDED:
                 args = args[1:]
             operands = [*args, *(kwargs[key] for key in ("input", "mat2", "mat_b", "weight", "other") if key in kwargs)]
             tensors = [x for x in operands[:2] if isinstance(x, Tensor)]
-            for product in self._products(name, tensors, args, kwargs, output) if len(tensors) == 2 else ():
+            product = (
+                self._multiplied(name, tensors[0], tensors[1], args, kwargs, output) if len(tensors) == 2 else None
+            )
+            if product is not None:
                 self._see(product)
 
     def _convolved(self, dims: int, args: tuple, kwargs: Mapping[str, Any], output: Tensor) -> None:
@@ -139,16 +165,17 @@ class Products(TorchFunctionMode):
             if output._base is None and index.dtype is not torch.bool:
                 self._picked[id(output)] = output, found[0], index
 
-    def _products(
-        self, name: str, operands: list[Tensor], args: tuple, kwargs: Mapping[str, Any], output: Tensor
-    ) -> Iterable[Product]:
-        x, matrix = operands
+    def _multiplied(
+        self, name: str, x: Tensor, matrix: Tensor, args: tuple, kwargs: Mapping[str, Any], output: Tensor
+    ) -> Product | None:
         lay, first = None, self._known(x) and not self._known(matrix) and name in RIGHT | {"__matmul__"}
-        for left, right in ((x, matrix), (matrix, x)):
-            picked = self._picked.get(id(right))
-            if picked is not None and name == "bmm":  # a matrix for every row, on either side
-                yield from self._of_rows(picked, left, right, output, transposed=right is x)
-                return
+        for rows, other in ((x, matrix), (matrix, x)) if name == "bmm" else ():
+            if (picked := self._picked.get(id(other))) is not None:  # a matrix for every row, on either side
+                _, param, index = picked
+                order = index.argsort()
+                ends = index.bincount(minlength=self._params[id(param)][1]).cumsum(0).tolist()
+                # [S, 1, I] @ [S, I, O], or [S, O, I] @ [S, I, 1]
+                return Product(param, rows.flatten(1), output, other is not x, _between(ends, order))
         if first and matrix.ndim > 1:  # W x = (x' W')'
             x, matrix, lay = matrix.mT, x, partial(_columns, laid(output))
         base = matrix if matrix._base is None else matrix._base
@@ -161,37 +188,37 @@ class Products(TorchFunctionMode):
             offset += source.storage_offset() - base.storage_offset()
         found = self._params.get(id(base))
         if found is None or matrix.ndim < 2 or (param := found[0]).requires_grad is False:
-            return
+            return None
         count, size = found[1], param.numel() // found[1]
         upright = matrix if name in LINEAR or lay is not None else matrix.mT  # [.., O, I]
         turned = upright.stride(-1) != 1 and upright.stride(-2) == 1
         bounds = kwargs.get("offs", args[2] if len(args) > 2 else None)
         if matrix.numel() == param.numel() and (count > 1 or (isinstance(bounds, Tensor) and matrix.ndim > 2)):
-            entries = _entries(x, output, matrix, bounds)
-            if entries is not None:
-                yield Product(param, x, output, turned, entries, lay=lay)
-            return
+            # which rows each matrix of a whole stack multiplied: those between bounds, or its own of [E, .., I]
+            if isinstance(bounds, Tensor) and x.ndim == 2:
+                ends = bounds.tolist()  # the one wait of a captured forward for the device
+            elif x.ndim >= 3 and len(x) == len(matrix) and prod(matrix.shape[1:-2]) == 1:
+                ends = [(e + 1) * prod(x.shape[1:-1]) for e in range(len(x))]
+            else:
+                return None
+            return Product(param, x, output, turned, _between(ends), lay=lay)
         if matrix.numel() == size:
-            yield Product(param, x, output, turned, ((offset // size, EVERY),), lay=lay)
-        elif count == 1 and lay is None and not turned and upright.shape[-1] == param.shape[-1] and matrix.ndim == 2:
+            return Product(param, x, output, turned, ((offset // size, EVERY),), lay=lay)
+        if count == 1 and lay is None and not turned and upright.shape[-1] == param.shape[-1] and matrix.ndim == 2:
             start = offset // upright.shape[-1]  # some of its rows, as torch's attention takes them
-            yield Product(param, x, output, False, ((0, EVERY),), slice(start, start + upright.shape[-2]))
+            return Product(param, x, output, False, ((0, EVERY),), slice(start, start + upright.shape[-2]))
+        return None
 
-    def _of_rows(
-        self, picked: tuple[Tensor, nn.Parameter, Tensor], x: Tensor, matrices: Tensor, output: Tensor, transposed: bool
-    ) -> Iterable[Product]:
-        _, param, index = picked
-        order = index.argsort()
-        bounds = index.bincount(minlength=self._params[id(param)][1]).cumsum(0).tolist()
-        starts = [0, *bounds[:-1]]
-        entries = tuple((e, order[a:b]) for e, (a, b) in enumerate(zip(starts, bounds, strict=True)) if b > a)
-        # [S, 1, I] @ [S, I, O], or [S, O, I] @ [S, I, 1]
-        yield Product(param, x.flatten(1), output, not transposed, entries)
+
+def _between(ends: list[int], order: Tensor | None = None) -> tuple[tuple[int, Any], ...]:
+    """Entries of a stack and their rows, those of ``order`` or in a row, of each up to its end."""
+    rows = [slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+    return tuple((e, own if order is None else order[own]) for e, own in enumerate(rows) if own.stop > own.start)
 
 
 def laid(output: Tensor) -> Callable[[Tensor], Tensor]:
-    """Makes a gradient that arrives at :func:`ds_kfac.model.calls.edge_of` ``output``, which may be that of a base with
-    its dimensions in another order, one of ``output`` itself."""
+    """Makes a gradient that arrives at an output's node, which may be that of a base with its dimensions in another
+    order, one of ``output`` itself."""
     shape, stride, base = output.shape, output.stride(), output._base
     if base is None or base.numel() != output.numel():
         return lambda gradient: gradient.reshape(shape)
@@ -209,23 +236,6 @@ def _columns(own: Callable[[Tensor], Tensor], gradient: Tensor) -> Tensor:
     return own(gradient).mT
 
 
-def _summed(param: nn.Parameter, x: Tensor, output: Tensor, sums: Contraction) -> Product:
-    """Of an einsum."""
-    own = laid(output)
-
-    def lay(gradient: Tensor) -> Tensor:
-        return own(gradient).permute(sums.output).flatten(sums.rows)
-
-    x = x.permute(sums.x).flatten(sums.rows)
-    return Product(param, x, output, sums.lies.turned, ((0, EVERY),), lay=lay)
-
-
-def _entries(x: Tensor, output: Tensor, matrices: Tensor, bounds: Any) -> tuple[tuple[int, slice], ...] | None:
-    """Which rows each matrix of a whole stack multiplied: those between ``bounds``, or its own of [E, .., I]."""
-    if isinstance(bounds, Tensor) and x.ndim == 2:
-        ends = bounds.tolist()  # the one wait of a captured forward for the device
-    elif x.ndim >= 3 and len(x) == len(matrices) and prod(matrices.shape[1:-2]) == 1:
-        ends = [(e + 1) * prod(x.shape[1:-1]) for e in range(len(x))]
-    else:
-        return None
-    return tuple((e, slice(a, b)) for e, (a, b) in enumerate(zip([0, *ends[:-1]], ends, strict=True)) if b > a)
+def _permuted(own: Callable[[Tensor], Tensor], sums: Contraction, gradient: Tensor) -> Tensor:
+    """Rows of an einsum's gradient."""
+    return own(gradient).permute(sums.output).flatten(sums.rows)

@@ -1,76 +1,113 @@
 """A layer's tensors -> the rows whose second moment is taken: weight sharing, padding, sub-sampling; and their sums.
 
-How many terms the loss of a forward has, and the gradient that reaches it, is read from what the model returned; which
-dimension of a prediction holds the outputs of one term, what made the prediction says in its graph.
-
 Shape suffixes: N examples, T positions that share the weight, D a side's width, R rows, P a packed triangle.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
 
-from ds_kfac.model.batch import BatchInfo, fit
+from ds_kfac.model.batch import BatchInfo, Fit
+from ds_kfac.model.convolutions import Convolution, Patches
+from ds_kfac.model.layers import LayerSpec, LayerType
+from ds_kfac.model.loss import LossTerms
+
+logger = logging.getLogger("ds_kfac")
 
 
+@dataclass(eq=False)
 class BatchSum:
-    """A sum over rows, added to in place. It takes memory from the first rows on.
-
-    Args:
-        numel: of the packed sum.
+    """A sum over rows, added to in place.
 
     Attributes:
         sum_P: fp32, packed sum of outer products.
         count: fp32 scalar: of A its rows (uses of the layer times loss terms), of G loss terms.
+        ranks: from how many ranks the rows are.
     """
 
-    def __init__(self, numel: int, device: torch.device) -> None:
-        self.numel, self.device = numel, device
-        self._sum_P: Tensor | None = None
-        self._count: Tensor | None = None
+    sum_P: Tensor
+    count: Tensor
+    ranks: int = 1
 
-    @property
-    def sum_P(self) -> Tensor:
-        if self._sum_P is None:
-            self._sum_P = torch.zeros(self.numel, device=self.device)
-        return self._sum_P
-
-    @property
-    def count(self) -> Tensor:
-        if self._count is None:
-            self._count = torch.zeros((), device=self.device)
-        return self._count
-
-    def take(self, other: "BatchSum") -> None:
-        """Add ``other``, which must not be used afterwards: its memory may be this one's then."""
-        if self._sum_P is None and self._count is None:
-            self._sum_P, self._count = other._sum_P, other._count
-        else:
-            self.sum_P.add_(other.sum_P)
-            self.count.add_(other.count)
-
-    def clear(self) -> None:
-        """No rows, and no memory."""
-        self._sum_P = self._count = None
+    @classmethod
+    def empty(cls, numel: int, device: torch.device) -> "BatchSum":
+        return cls(torch.zeros(numel, device=device), torch.zeros((), device=device))
 
 
-@dataclass(frozen=True)
-class RowRule:
-    """How rows are made.
+@dataclass(eq=False)
+class Forward:
+    """One run of the model.
+
+    Its input sums wait for its backward: a batch that is skipped, and a run for another engine's loss, count nothing.
+    Held by its calls, so that they go with the graph.
 
     Attributes:
-        weight_sharing: "expand": every position is a row (a loss per token). "reduce": every example is one, the mean
-            of its inputs and the sum of its output gradients (a loss per sequence or image). Eschenhagen et al. 2023
-            (arXiv:2311.00636).
-        positions: whether convolutions take a sub-sample of positions, see ``convolutions.py``.
+        loss: what is known of its loss.
+        detached: whether no input of the model came from another graph.
+        waiting: layer -> sum of the inputs so far.
     """
 
-    weight_sharing: str = "expand"
-    positions: bool = True
+    loss: LossTerms = field(default_factory=LossTerms)
+    detached: bool = True
+    waiting: dict[str, BatchSum] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a module whose output gradient is still to come.
+
+    A hook on a node of the graph holds its call as long as the graph lives. So a call must never hold the node: that
+    cycle runs through C++, where no garbage collector sees it, and would never free the graph and its activations.
+
+    Attributes:
+        kind: the layer's type.
+        info: of the micro-batch, as it is for this module.
+        rows: which of its rows count.
+        shape: of the gradient of its rows, with examples and positions.
+        sides: whose rows it has, of "AG".
+        x: its input; kept only where it is needed with the gradient, so that checkpointing can free it.
+        recomputed: whether it is a recomputation, whose A is added with the gradient.
+        select: which rows of the output are the call's, of a product of several layers; None: all.
+        columns: which of the layer's outputs they are; None: all.
+        lay: makes rows of the gradient that arrives; None: it has them.
+        edge: where the gradient of its output arrives, maybe flattened, if autograd is to be asked for it; no node may
+            hold such a call.
+    """
+
+    layer: LayerSpec
+    kind: LayerType
+    module: nn.Module
+    info: BatchInfo
+    rows: Fit
+    shape: torch.Size
+    sides: str
+    forward: Forward
+    x: Tensor | None
+    recomputed: bool
+    select: slice | Tensor | None = None
+    columns: slice | None = None
+    lay: Callable[[Tensor], Tensor] | None = None
+    edge: GradientEdge | None = None
+
+    def gradient_of(self, gradient: Tensor) -> Tensor:
+        """Its part of the gradient of an output, of :attr:`shape`; zero in columns that it does not have."""
+        gradient = gradient.detach() if self.lay is None else self.lay(gradient.detach())
+        if self.select is not None:
+            gradient = gradient.reshape(-1, self.shape[-1])[self.select]
+        elif self.columns is not None:
+            part = gradient.reshape(*self.shape[:-1], self.columns.stop - self.columns.start)
+            gradient = F.pad(part, (self.columns.start, self.shape[-1] - self.columns.stop))
+        return gradient.reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -104,245 +141,250 @@ def _positions(x: Tensor, mask: Tensor | None, turned: bool) -> tuple[Tensor, Te
     return x, mask
 
 
-def phase(turn: int, stride: int) -> int:
-    """A place in 0 .. stride - 1, like a draw from a uniform distribution but the same for the same turn.
-
-    splitmix64's finalizer (Steele et al. 2014): turns that are multiples of anything still visit all places.
-    """
-    z = (turn + 1) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-    z = (z ^ z >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
-    return (z ^ z >> 31) % stride
-
-
-def input_rows(x: Tensor, mask: Tensor | None, rule: RowRule, *, examples: int = 0) -> Rows:
+def input_rows(x: Tensor, mask: Tensor | None, weight_sharing: str, *, examples: int = 0) -> Rows:
     """Rows of A.
 
     Args:
         x: inputs [.., D].
         mask: bool, which of them count: of the leading shape of ``x``, or [N, T] where that is flattened.
+        weight_sharing: "expand": every position is a row (a loss per token). "reduce": every example is one, the mean
+            of its inputs and the sum of its output gradients (a loss per sequence or image). Eschenhagen et al. 2023
+            (arXiv:2311.00636).
         examples: dimension of the examples, 1 where sequences come first.
     """
-    turned = examples == 1 and rule.weight_sharing == "reduce"  # each row by itself: the order does not matter
-    x, mask = _positions(x.detach(), mask, turned)
-    if rule.weight_sharing == "reduce":
-        return _mean_rows(x.float(), mask)
-    if mask is not None:
-        x = x * mask
-    flat = x.flatten(0, 1)
-    counts = torch.ones(len(flat), 1, device=x.device) if mask is None else mask.reshape(-1, 1).float()
-    return Rows(flat, counts, len(flat) if mask is None else counts.sum())
-
-
-def _mean_rows(x_NTD: Tensor, mask: Tensor | None) -> Rows:
-    if mask is None:
-        rows, counts = x_NTD.mean(dim=1), torch.ones(len(x_NTD), 1, device=x_NTD.device)
-    else:
+    reduced = weight_sharing == "reduce"
+    x_NTD, mask = _positions(x.detach(), mask, examples == 1 and reduced)  # else each row is by itself, in any order
+    if reduced and mask is None:
+        rows, counts = x_NTD.float().mean(dim=1), torch.ones(len(x_NTD), 1, device=x.device)
+    elif reduced and mask is not None:
         positions = mask.sum(dim=1)
-        rows, counts = (x_NTD * mask).sum(dim=1) / positions.clamp(min=1), (positions > 0).float()
-    return Rows(rows, counts, len(counts) if mask is None else counts.sum())
+        rows = (x_NTD.float() * mask).sum(dim=1) / positions.clamp(min=1)
+        counts = (positions > 0).float()
+    else:
+        rows = (x_NTD if mask is None else x_NTD * mask).flatten(0, 1)
+        counts = torch.ones(len(rows), 1, device=x.device) if mask is None else mask.reshape(-1, 1).float()
+    return Rows(rows, counts, len(rows) if mask is None else counts.sum())
 
 
 def gradient_rows(
-    gradient: Tensor, mask: Tensor | None, rule: RowRule, *, examples: int = 0
+    gradient: Tensor, mask: Tensor | None, weight_sharing: str, *, examples: int = 0
 ) -> tuple[Tensor, Tensor | int]:
-    """Rows of output gradients [R, D], and how many loss terms the call has if nothing else shows it.
+    """Rows of output gradients [R, D], and how many loss terms the call has if nothing else shows it; see
+    :func:`input_rows`.
 
     bf16 and fp16 rows are as they were, so that tensor cores multiply them; sums over positions and others are fp32.
     """
-    reduced = rule.weight_sharing == "reduce"
+    reduced = weight_sharing == "reduce"
     g_NTD, mask = _positions(gradient.detach(), mask, examples == 1 and reduced)
     if g_NTD.dtype not in (torch.bfloat16, torch.float16):
         g_NTD = g_NTD.float()
     if mask is not None:
         g_NTD = g_NTD * mask.to(g_NTD.dtype)  # of 0 and 1, exact in any dtype
     flat = g_NTD.sum(dim=1, dtype=torch.float32) if reduced else g_NTD.flatten(0, 1)
-    terms: Tensor | int = len(flat)
-    if mask is not None:
-        terms = (mask.flatten(1).any(dim=1) if reduced else mask).sum().float()
-    return flat, terms
+    if mask is None:
+        return flat, len(flat)
+    return flat, (mask.flatten(1).any(dim=1) if reduced else mask).sum().float()
 
 
-# loss terms
+class RowSums:
+    """Turns the tensors of layer calls into rows and adds them to the sums of the step.
 
-
-Move = Callable[[int], int | None]
-"""Where a dimension of what an operation takes is in its result; None: nowhere."""
-
-
-def class_dim(prediction: Tensor) -> int:
-    """Dimension of a term's outputs: the last of [N, C]; of more dimensions the one that the outputs of the last
-    product have become: [N, C, L] and [N, C, H, W] of a convolution, [N, T, C] and [N, H, W, C] of a linear layer,
-    wherever they were turned to. Where the graph of ``prediction`` does not say so, it is the last of [N, T, C], and
-    the second of images [N, C, H, W], as in torch's losses.
-    """
-    if prediction.ndim < 3:
-        return -1
-    place = _outputs(prediction.grad_fn, tuple(prediction.shape))
-    return place if place is not None else 1 if prediction.ndim > 3 else -1
-
-
-def _outputs(node: Any, shape: tuple[int, ...]) -> int | None:
-    """The dimension of ``node``'s result of that shape which comes from the outputs of a product below it."""
-    moves: list[Move] = []
-    place, convolution = None, False
-    while node is not None:
-        name = node.name()
-        convolution = "Convolution" in name
-        if convolution or "mmBackward" in name or "MmBackward" in name or name.startswith("LinearBackward"):
-            place = 1 if convolution else len(shape) - 1 - _from_the_left(node)
-            break
-        below, before = _below(node, len(shape))
-        if below is None:  # no product: tokens, if they can be
-            place = len(shape) - 1 if len(shape) <= 3 else None
-            break
-        moves.append(_move(node, name, before, shape))
-        node, shape = below, before
-    for move in reversed(moves):
-        if place is not None:
-            place = move(place)
-        if isinstance(place, range):  # outputs that were split: classes are a convolution's first part, another's last
-            place = place[0] if convolution else place[-1]
-    return place
-
-
-def _below(node: Any, dims: int) -> tuple[Any, tuple[int, ...]]:
-    """What made the operand that the result is made of, and its shape: no constant, no parameter; of the same number of
-    dimensions, if one has it."""
-    found = []
-    for below, index in node.next_functions:
-        if below is not None and "AccumulateGrad" not in below.name():
-            metadata = getattr(below, "_input_metadata", ())
-            if index < len(metadata):
-                found.append((below, tuple(metadata[index].shape)))
-    same = [pair for pair in found if len(pair[1]) == dims]
-    return next(iter(same or found), (None, ()))
-
-
-def _from_the_left(product: Any) -> bool:
-    """Whether a matrix product is that of a parameter and columns, W x: its outputs are rows."""
-    if product.name().startswith("LinearBackward"):
-        return False
-    left, right = [None, *(below for below, _ in product.next_functions)][-2:]  # an own function may take one
-    return _parameter(left) and not _parameter(right)
-
-
-def _parameter(node: Any) -> bool:
-    """Whether it is one, in any view or format."""
-    while node is not None and "AccumulateGrad" not in node.name():
-        if len(node.next_functions) != 1 or "Embedding" in node.name():
-            return False
-        node = node.next_functions[0][0]
-    return node is not None
-
-
-def _move(node: Any, name: str, before: tuple[int, ...], after: tuple[int, ...]) -> Any:
-    """Of one operation that takes ``before`` and gives ``after``."""
-
-    def dim(saved: int, of: Sequence[int] = before) -> int:  # negative ones are saved as unsigned
-        return (saved + len(of)) % 2**64 % len(of)
-
-    if name.startswith("TransposeBackward"):
-        one, other = dim(node._saved_dim0), dim(node._saved_dim1)
-        return lambda p: {one: other, other: one}.get(p, p)
-    if name.startswith("PermuteBackward"):
-        return [dim(d) for d in node._saved_dims].index
-    if len(before) == len(after) and "View" not in name and "Reshape" not in name:
-        return lambda p: p
-    if prod(before) == prod(after):
-        return lambda p: _viewed(p, before, after)
-    saved = getattr(node, "_saved_dim", None)
-    if saved is None:
-        return lambda p: None
-    if len(before) < len(after):  # stacked
-        return lambda p: p + (dim(saved, after) <= p)
-    gone = {dim(d) for d in ([saved] if isinstance(saved, int) else saved)}
-    return lambda p: None if p in gone else p - sum(d < p for d in gone)
-
-
-def _viewed(p: int, before: tuple[int, ...], after: tuple[int, ...]) -> int | range | None:
-    """Where a dimension is in another view of the same elements; a range: in these parts; None: in one with others."""
-    if before == after:
-        return p
-    for first in range(len(after)):
-        if prod(after[:first]) == prod(before[:p]):
-            for last in range(first, len(after)):
-                if prod(after[first : last + 1]) == before[p] and (after[first] != 1 or before[p] == 1):
-                    return first if first == last else range(first, last + 1)
-    return None
-
-
-@dataclass(eq=False)
-class LossTerms:
-    """What is known of the loss of one forward of the model. Holds no graph.
+    Args:
+        weight_sharing: see :func:`input_rows`.
+        positions: whether convolutions take a sub-sample of positions, see ``convolutions.py``.
+        stage: context in which rows are added, for timings.
+        divided: whether the loss may be divided by something else than its terms, according to the micro-batch.
 
     Attributes:
-        info: what its arguments show.
-        terms: M, if labels or the model's output show it.
-        seed: the gradient that reached the loss the model returned; measured only if ``info.items`` asks for it.
-        guess: M where neither does: as many as the layer nearest to the loss has rows.
+        turn: the step, moves the sub-sample of positions.
+        counted: layers whose loss terms are, since the last backward.
     """
 
-    info: BatchInfo = field(default_factory=BatchInfo)
-    terms: Tensor | int | None = None
-    seed: Tensor | None = None
-    guess: Tensor | int | None = None
+    def __init__(
+        self,
+        weight_sharing: str = "expand",
+        positions: bool = True,
+        stage: Callable[[], AbstractContextManager[None]] = nullcontext,
+        *,
+        divided: bool = True,
+    ) -> None:
+        self.weight_sharing, self.positions, self.turn = weight_sharing, positions, 0
+        self._stage, self._divided = stage, divided
+        self.counted: set[tuple[LossTerms, str]] = set()
+        self._warned = False
 
-    def returned(self, output: Any, *, weight_sharing: str) -> None:
-        """The model returned ``output``. Labels go first."""
-        self.terms = self.info.terms(weight_sharing=weight_sharing)
-        if self.terms is None:
-            self.terms = output_terms(output, self.info, weight_sharing=weight_sharing)
-        loss = returned_loss(output) if self.info.items is not None else None
-        if loss is not None and loss.grad_fn is not None:
-            # of the node, not the tensor: DeepSpeed's hooks on what a forward returns have run by then
-            index = loss.output_nr
-            loss.grad_fn.register_prehook(lambda gradients: self._reached(gradients[index]))
+    @torch.no_grad()
+    def add_input(self, call: Call, x: Tensor, sum_A: BatchSum) -> None:
+        """Of a call with ``x``."""
+        layer, kind, bias = call.layer, call.kind, call.layer.bias is not None
+        with self._stage():
+            if isinstance(kind, Convolution):
+                patches = kind.input_patches(call.module, x)
+                if self.weight_sharing == "expand":
+                    patches.add_to_(sum_A.sum_P, layer.A, self._grid(patches, layer), bias=bias)
+                    sum_A.count.add_(patches.count)
+                    return
+                x = patches.sums() * (patches.examples / max(1, patches.count))  # the mean of each example
+            rows = input_rows(x, call.rows.mask, self.weight_sharing, examples=call.rows.examples)
+            layer.A.accumulate_(sum_A.sum_P, rows.x, ones_column=rows.counts_R1 if bias else None)
+            sum_A.count.add_(rows.count)
 
-    def _reached(self, gradient: Tensor | None) -> None:
-        if gradient is not None:
-            self.seed = gradient.detach().float()
+    @torch.no_grad()
+    def add_gradient(self, call: Call, gradient: Tensor, sum_: BatchSum, seed: Tensor | float) -> None:
+        """Rows of M g-hat / seed: the gradient of each loss term, M of them averaged in the loss. To G, or to A
+        where that is made of them.
+
+        Or of items g-hat / seed, where the loss that the model returned divides by items, and seed is what reached it.
+
+        fp32 rows are unscaled before the product: the square of a gradient scaled by 2^16 may overflow. Rows in 16
+        bits go as they are, the square of M / seed comes after: fp16 squares stay below 2^32, bf16 is not scaled.
+        """
+        layer, kind = call.layer, call.kind
+        with self._stage():
+            if self.weight_sharing == "expand" and isinstance(kind, Convolution):
+                patches = kind.gradient_patches(call.module, gradient)
+                gain = self._gain(call, patches.examples, seed, sum_)
+                patches.add_to_(sum_.sum_P, layer.G, self._grid(patches, layer), gain=gain)
+                return
+            tensor = kind.gradient_rows(call.module, call.x, gradient)
+            rows, own = gradient_rows(tensor, call.rows.mask, self.weight_sharing, examples=call.rows.examples)
+            gain, scale = self._gain(call, own, seed, sum_), 1.0
+            if rows.dtype == torch.float32:
+                rows = rows * gain
+            else:
+                scale = gain**2
+            side = layer.A if kind.needs_gradients else layer.G
+            side.accumulate_(sum_.sum_P, rows, scale=scale)
+
+    def _grid(self, patches: Patches, layer: LayerSpec) -> Any:
+        """The same for both sides."""
+        return patches.grid(self.turn if self.positions else None, max(layer.shape[-2:]))
+
+    def _gain(self, call: Call, own: Tensor | int, seed: Tensor | float, sum_: BatchSum) -> Any:
+        """What output gradients are multiplied by. Counts the call's loss terms in ``sum_``, unless they are: a second
+        use of a layer in a forward adds rows, not terms.
+
+        Args:
+            own: the call's rows that count.
+        """
+        loss, info = call.forward.loss, call.info
+        terms, divisor = self._terms(call, own), info.divisor
+        key = loss, call.layer.name  # A's and G's rows are the same terms, and one of both is made
+        if key not in self.counted:
+            self.counted.add(key)
+            sum_.count.add_(terms * info.ranks)
+        if loss.seed is not None and info.items is not None:
+            seed, divisor = loss.seed, info.items
+        return (divisor if self._divided and divisor is not None else terms) / seed
+
+    def _terms(self, call: Call, own: Tensor | int) -> Tensor | int:
+        """M of the call's forward, the same for all layers."""
+        loss = call.forward.loss
+        if loss.terms is not None:
+            return loss.terms
+        own = own if call.info.tokens is None else call.info.tokens
+        if call.select is not None and loss.guess is not None:  # rows of one of several layers say nothing of it
+            return loss.guess
+        if loss.guess is None:
+            loss.guess = own
+        known = isinstance(own, int) and isinstance(loss.guess, int)  # numbers on the device are not looked at
+        if not self._warned and (own != loss.guess if known else type(own) is not type(loss.guess)):
+            self._warned = True
+            logger.warning(
+                f"ds_kfac: {call.layer.name} has other rows than the layer nearest to the loss. The number of loss "
+                "terms is taken from that layer, because neither labels nor an output of the model show it. Set "
+                "engine.kfac.read_batch to return the labels (docs/tuning.md)"
+            )
+        return loss.guess
 
 
-def _values(output: Any) -> Iterator[Tensor]:
-    """Floating tensors of a model's output, ``logits`` first."""
-    if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield output
-        return
-    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    if isinstance(logits, Tensor):
-        yield logits
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else ()
-    for value in values:
-        if isinstance(value, Tensor):
-            yield from _values(value)
+# layers that see the same input, such as q, k, v or gate, up: found by tensor identity, and verified from then on
+
+Fingerprint = tuple[StorageWeakRef, Any, tuple[int, ...], tuple[int, ...], int]
+"""Memory and version of a tensor, not the Python object: ZeRO-3 hands every module a view of its own."""
 
 
-def returned_prediction(output: Any) -> Tensor | None:
-    """What a loss is computed from: ``logits``, else the first tensor [N, .., C]; else [N]."""
-    found = [value for value in _values(output) if value.ndim > 0]
-    wide = [value for value in found if value.ndim > 1]
-    return next(iter(wide or [value for value in found if len(value) > 1]), None)
+def _same(a: Fingerprint, b: Fingerprint) -> bool:
+    # memory that was given back may hold another tensor by now
+    return not a[0].expired() and a[0].cdata == b[0].cdata and a[1:] == b[1:]
 
 
-def returned_loss(output: Any) -> Tensor | None:
-    """The first scalar."""
-    return next((value for value in _values(output) if value.ndim == 0), None)
+class SharedInputs:
+    """Watches the inputs of captured calls: first it looks for groups, then it checks that the groups in use hold.
+
+    Args:
+        candidates: names of layers that may form groups; none: it does nothing.
+
+    Attributes:
+        searching: whether the groups are still to be found.
+        broken: groups in use that did not hold in this step.
+    """
+
+    def __init__(self, candidates: Collection[str] = ()) -> None:
+        self.searching = bool(candidates)
+        self.broken: set[tuple[str, ...]] = set()
+        self._watched = frozenset(candidates)
+        self._numbers: dict[str, list[int]] = {}  # layer -> number of each of its inputs so far
+        self._inputs: list[tuple[int, Fingerprint]] = []  # those of this micro-batch
+        self._total = 0
+        self._group: dict[str, tuple[str, ...]] = {}
+        self._calls: dict[tuple[str, ...], list[Fingerprint]] = {}  # of the layer that was first to call so often
+        self._counts: Counter[str] = Counter()
+
+    def see(self, layer: str, x: Tensor) -> None:
+        """A layer was called with ``x``. If it is in a group and another one of it was called with something else, the
+        group is broken."""
+        if layer not in self._watched:
+            return
+        mark = StorageWeakRef(x.untyped_storage()), x.storage_offset(), tuple(x.shape), x.stride(), x._version
+        if self.searching:
+            number = next((number for number, other in self._inputs if _same(other, mark)), None)
+            if number is None:
+                number, self._total = self._total, self._total + 1
+                self._inputs.append((number, mark))
+            self._numbers.setdefault(layer, []).append(number)
+            return
+        calls = self._calls.setdefault(self._group[layer], [])
+        self._counts[layer] += 1
+        if len(calls) < self._counts[layer]:
+            calls.append(mark)
+        elif not _same(calls[self._counts[layer] - 1], mark):
+            self.broken.add(self._group[layer])
+
+    def begin_batch(self) -> None:
+        """The next inputs are those of another micro-batch; the last one may have been given up half way."""
+        self._inputs, self._counts, self._calls = [], Counter(), {}
+
+    def end_batch(self) -> None:
+        """A micro-batch is complete. A group is broken whose first layer, whose inputs are what is captured, was called
+        less often than another one."""
+        self.broken |= {group for group, seen in self._calls.items() if self._counts[group[0]] < len(seen)}
+        self.begin_batch()
+
+    def found(self) -> Mapping[str, tuple[int, ...]]:
+        """Layer -> numbers of its inputs; layers with equal ones share them. A layer that was not called is missing."""
+        return {layer: tuple(numbers) for layer, numbers in self._numbers.items()}
+
+    def use(self, groups: Sequence[Sequence[str]]) -> None:
+        """End the search; from now on every batch is checked against these groups, called in whatever order."""
+        self.searching = False
+        self.broken.clear()
+        self._group = {name: tuple(group) for group in groups for name in group}
+        self._watched = frozenset(self._group)
+        self._numbers.clear()
+        self.begin_batch()
 
 
-def output_terms(output: Any, info: BatchInfo, *, weight_sharing: str) -> Tensor | int | None:
-    """M of a loss that is computed outside of the model: a term for each prediction; of padded ones that the mask
-    attends. None: the model returned no prediction."""
-    prediction = returned_prediction(output)
-    if prediction is None:
-        return None
-    shape = list(prediction.shape)
-    if len(shape) > 1:
-        del shape[class_dim(prediction)]
-    found = fit(info.rows, tuple(shape))
-    if found.mask is not None:
-        mask = found.mask.flatten(1) if found.mask.ndim > 2 else found.mask
-        counted = mask.any(dim=1 - found.examples) if weight_sharing == "reduce" and mask.ndim > 1 else mask
-        return counted.sum().float()
-    return shape[0] if weight_sharing == "reduce" else prod(shape)
+def agreed(found: Sequence[Mapping[str, tuple[int, ...]]], kinds: Mapping[str, object]) -> tuple[tuple[str, ...], ...]:
+    """Groups of layers that share their inputs wherever they were called, in the order of ``kinds``.
+
+    Args:
+        found: of every rank.
+        kinds: layer -> what has to be equal too, such as its side.
+    """
+    groups: dict[tuple, list[str]] = {}
+    for layer, kind in kinds.items():
+        inputs = tuple(rank.get(layer, ()) for rank in found)
+        if any(inputs):
+            groups.setdefault((kind, inputs), []).append(layer)
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)

@@ -2,8 +2,8 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -69,38 +69,6 @@ class Choice:
     blocks: tuple[tuple[str, Blocks], ...] = ()
 
 
-@dataclass
-class _Model:
-    """What the rules below ask about the model."""
-
-    modules: Mapping[str, nn.Module]
-    """Those with parameters of their own."""
-    names: Mapping[int, str]
-    """id of a parameter -> its name."""
-    trained: set[int]
-    users: Mapping[int, list[str]] = field(init=False)
-    """id of a parameter -> modules that hold it."""
-    tied_stages: set[int] = field(default_factory=set)
-    """ids of parameters that a DeepSpeed PipelineModule ties over its stages."""
-    lent: Mapping[int, bool] = field(default_factory=dict)
-    """id of a module whose weight a module around it takes, as torch's attention does -> whether it is called, too."""
-
-    def __post_init__(self) -> None:
-        users = defaultdict(list)
-        for name, module in self.modules.items():
-            for parameter in module.parameters(recurse=False):
-                users[id(parameter)].append(name)
-        self.users = users
-
-    def readers(self, parameter: nn.Parameter) -> list[str]:
-        """Of those that hold it, modules that do something with it."""
-        users = self.users[id(parameter)]
-        if len(users) == 1:
-            return users
-        own = {user: next(n for n, p in self.modules[user]._parameters.items() if p is parameter) for user in users}
-        return [user for user, name in own.items() if reads(self.modules[user], name)]
-
-
 def scan(model: nn.Module, choice: Choice | None = None, *, optimized: Iterable[nn.Parameter] | None = None) -> Scan:
     """Find the layers, in module order. Pure: reads shapes and flags, never values.
 
@@ -114,26 +82,24 @@ def scan(model: nn.Module, choice: Choice | None = None, *, optimized: Iterable[
     choice = choice or Choice()
     if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
         raise ValueError(f"kfac: {lazy[0]} has no shape yet (a lazy module): run the model on one example before")
-    modules = {name: module for name, module in model.named_modules() if list(module.parameters(recurse=False))}
-    _check_patterns(modules, choice)
-    tied = getattr(model, "tied_modules", None)  # PipelineModule's TiedLayerSpec
-    facts = _Model(
-        modules,
-        {id(parameter): name for name, parameter in model.named_parameters()},
-        {id(p) for p in (model.parameters() if optimized is None else optimized) if p.requires_grad},
-        tied_stages={id(p) for p in tied.parameters()} if isinstance(tied, nn.ModuleDict) else set(),
-        lent={id(child): called for module in model.modules() for child, called in lent(module)},
-    )
+    scanner = _Scanner(model, choice, model.parameters() if optimized is None else optimized)
+    for key, patterns in (("include", choice.include), ("exclude", choice.exclude)):
+        for pattern in patterns:
+            if not any(re.search(pattern, name) for name in scanner.modules):
+                raise ValueError(
+                    f"kfac.layers.{key}: pattern {pattern!r} matches no module with parameters; names look like: "
+                    + ", ".join(list(scanner.modules)[:6])
+                )
     layers: list[LayerSpec] = []
     skipped = []
-    for name, module in modules.items():
-        found = _layers(name, module, facts, choice)
+    for name, module in scanner.modules.items():
+        found = scanner.of(name, module)
         if isinstance(found, list):
             layers += found
         elif found is not None:
             own = sum(map(numel, module.parameters(recurse=False)))
             skipped.append(Skipped(name, type(module).__name__, own, found))
-    skipped += _left_over(layers, facts)
+    skipped += scanner.left_over(layers)
     classes_of.cache_clear()  # large, and read
     if not layers:
         raise ValueError(
@@ -145,99 +111,114 @@ def scan(model: nn.Module, choice: Choice | None = None, *, optimized: Iterable[
     return Scan(tuple(with_blocks(layer, holders, choice.blocks) for layer in layers), tuple(skipped))
 
 
-def _layers(name: str, module: nn.Module, facts: _Model, choice: Choice) -> list[LayerSpec] | str | None:
-    """The layers of a module, why it is left alone, or None if it is part of a layer found elsewhere."""
-    kind, reason = _kind(module)
-    if reason is not None:
-        return _products(name, module, facts, choice) or reason
-    found = _layer(name, kind, module, facts, choice)
-    return [found] if isinstance(found, LayerSpec) else found
+class _Scanner:
+    """The rules.
 
+    Attributes:
+        modules: those with parameters of their own.
+        names: id of a parameter -> its name.
+        trained: ids of parameters.
+        users: id of a parameter -> modules that hold it.
+        tied_stages: ids of parameters that a DeepSpeed PipelineModule ties over its stages.
+        lent: id of a module whose weight a module around it takes, as torch's attention does -> whether it is called,
+            too.
+    """
 
-def _layer(name: str, kind: str, module: nn.Module, facts: _Model, choice: Choice) -> LayerSpec | str | None:
-    """The layer of a module of a known type."""
-    users = facts.users[id(module.weight)]
-    alike = users if _alike(users, kind, facts) else [name]
-    reason = _unfit(name, module._parameters["weight"], module._parameters.get("bias"), facts, choice, len(alike))
-    if reason is not None:
-        return reason
-    if len(users) > len(alike):
-        return f"weight is shared by {', '.join(users)}"
-    if name != alike[0]:
-        return None
-    if SHARDS.get(kind, kind) not in choice.types:
-        return f"{kind} is not in kfac.layers.types"
-    if LAYERS[kind].needs_gradients and not choice.gradients:
-        return 'its factor needs output gradients, which kfac.factor.fisher "activations_only" does not collect'
-    bias = module._parameters.get("bias")
-    trained_bias = bias is not None and id(bias) in facts.trained and LAYERS[kind].without_bias is None
-    if LAYERS[kind].needs_gradients and bias is not None and not trained_bias:
-        return "only one of its weight and bias is trained"
-    known, product = LAYERS[kind], False
-    sides = known.structured(*_sides(name, known.sides(module, trained_bias), choice), trained_bias)
-    A, G = (side.repeated(known.groups(module)) for side in sides)
-    if isinstance(known, Convolution) and (own := known.overridden(module)) is not None:
-        if not convolves(module) and choice.gradients:
-            return f"{type(module).__name__} overrides {kind}.{own}, and its weight is not what it convolves with"
-        # a direction that needs no curvature is right for any matrix
-        product = convolves(module)
-        A = A if product else Side.identity(A.dim)
-    if id(module) in facts.lent:
-        if isinstance(module, nn.Linear):
-            product = True
-        elif not facts.lent[id(module)]:
-            return "the module around it takes its weight, and does not call it"
-    return LayerSpec(
-        name,
-        kind,
-        name,
-        facts.names[id(module.weight)],
-        facts.names[id(bias)] if trained_bias else None,
-        A,
-        G,
-        product=product,
-        also=tuple(alike[1:]),
-        groups=known.groups(module),
-        keeps_direction=known.keeps_direction(module),
-    )
+    def __init__(self, model: nn.Module, choice: Choice, optimized: Iterable[nn.Parameter]) -> None:
+        self.choice = choice
+        self.modules = {
+            name: module for name, module in model.named_modules() if list(module.parameters(recurse=False))
+        }
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.trained = {id(p) for p in optimized if p.requires_grad}
+        self.users: defaultdict[int, list[str]] = defaultdict(list)
+        for name, module in self.modules.items():
+            for parameter in module.parameters(recurse=False):
+                self.users[id(parameter)].append(name)
+        tied = getattr(model, "tied_modules", None)  # PipelineModule's TiedLayerSpec
+        self.tied_stages = {id(p) for p in tied.parameters()} if isinstance(tied, nn.ModuleDict) else set()
+        self.lent = {id(child): called for module in model.modules() for child, called in lent(module)}
 
+    def of(self, name: str, module: nn.Module) -> list[LayerSpec] | str | None:
+        """The layers of a module, why it is left alone, or None if it is part of a layer found elsewhere."""
+        kind, reason = _kind(module)
+        if reason is not None:
+            return self._products(name, module) or reason
+        found = self._layer(name, kind, module)
+        return [found] if isinstance(found, LayerSpec) else found
 
-def _alike(users: Sequence[str], kind: str, facts: _Model) -> bool:
-    """Whether modules with one weight are one layer that is called by several names: all of its kind, with one bias."""
-    modules = [facts.modules[user] for user in users]
-    biases = {id(module._parameters.get("bias")) for module in modules}
-    return len(biases) == 1 and all(_kind(module)[0] == kind and id(module) not in facts.lent for module in modules)
+    def _layer(self, name: str, kind: str, module: nn.Module) -> LayerSpec | str | None:
+        """The layer of a module of a known type."""
+        known, product, choice = LAYERS[kind], False, self.choice
+        users, bias = self.users[id(module.weight)], module._parameters.get("bias")
+        alike = users if self._alike(users, kind) else [name]
+        reason = self._unfit(name, module._parameters["weight"], bias, len(alike))
+        if reason is not None:
+            return reason
+        if len(users) > len(alike):
+            return f"weight is shared by {', '.join(users)}"
+        if name != alike[0]:
+            return None
+        if SHARDS.get(kind, kind) not in choice.types:
+            return f"{kind} is not in kfac.layers.types"
+        if known.needs_gradients and not choice.gradients:
+            return 'its factor needs output gradients, which kfac.factor.fisher "activations_only" does not collect'
+        trained_bias = bias is not None and id(bias) in self.trained and known.without_bias is None
+        if known.needs_gradients and bias is not None and not trained_bias:
+            return "only one of its weight and bias is trained"
+        sides = known.structured(*_sides(name, known.sides(module, trained_bias), choice), trained_bias)
+        A, G = (side.repeated(known.groups(module)) for side in sides)
+        if isinstance(known, Convolution) and (own := known.overridden(module)) is not None:
+            product = convolves(module)
+            if not product and choice.gradients:
+                return f"{type(module).__name__} overrides {kind}.{own}, and its weight is not what it convolves with"
+            # a direction that needs no curvature is right for any matrix
+            A = A if product else Side.identity(A.dim)
+        if id(module) in self.lent:
+            if isinstance(module, nn.Linear):
+                product = True
+            elif not self.lent[id(module)]:
+                return "the module around it takes its weight, and does not call it"
+        return LayerSpec(
+            name, kind, name, self.names[id(module.weight)], self.names[id(bias)] if trained_bias else None, A, G,
+            product=product, also=tuple(alike[1:]), groups=known.groups(module),
+            keeps_direction=known.keeps_direction(module),
+        )  # fmt: skip
 
+    def _alike(self, users: Sequence[str], kind: str) -> bool:
+        """Whether modules with one weight are one layer that is called by several names: all of its kind, with one
+        bias."""
+        modules = [self.modules[user] for user in users]
+        biases = {id(module._parameters.get("bias")) for module in modules}
+        return len(biases) == 1 and all(_kind(module)[0] == kind and id(module) not in self.lent for module in modules)
 
-def _products(name: str, module: nn.Module, facts: _Model, choice: Choice) -> list[LayerSpec] | str:
-    """Layers of what a module of no known type multiplies rows by: matrices, or stacks of them with a layer for each;
-    why there are none."""
-    lying = dict(multiplied(module))
-    if isinstance(module, nn.Linear) and "weight" in module._parameters:
-        lying.setdefault("weight", Lies(False))
-    shapes = {name: lies.shape(parameter_shape(module._parameters[name])) for name, lies in lying.items()}
-    stacks = [parameter for parameter, shape in shapes.items() if len(shape) == 3]
-    layers: list[LayerSpec] = []
-    reason = ""
-    for parameter, shape in shapes.items():
-        if len(shape) in (2, 3):
+    def _products(self, name: str, module: nn.Module) -> list[LayerSpec] | str:
+        """Layers of what a module of no known type multiplies rows by: matrices, or stacks of them with a layer for
+        each; why there are none."""
+        lying = dict(multiplied(module))
+        if isinstance(module, nn.Linear) and "weight" in module._parameters:
+            lying.setdefault("weight", Lies(False))
+        shapes = {name: lies.shape(parameter_shape(module._parameters[name])) for name, lies in lying.items()}
+        stacks = [parameter for parameter, shape in shapes.items() if len(shape) == 3]
+        layers: list[LayerSpec] = []
+        reason = ""
+        for parameter, shape in shapes.items():
+            if len(shape) not in (2, 3):
+                continue
             place = name if parameter == "weight" else f"{name}.{parameter}".lstrip(".")
-            weight = module._parameters[parameter]
-            assert weight is not None
-            turned = lying[parameter].turned
-            bias = _bias(module, parameter, shape, turned)
-            reason = _unfit(place, weight, bias, facts, choice) or ""
-            if not reason and len(facts.users[id(weight)]) > 1:
-                reason = f"{parameter} is shared by {', '.join(facts.users[id(weight)])}"
-            kind = "Conv1D" if turned else "Linear"
-            if not reason and kind not in choice.types:
+            weight, turned = module._parameters[parameter], lying[parameter].turned
+            bias, kind = _bias(module, parameter, shape, turned), "Conv1D" if turned else "Linear"
+            reason = self._unfit(place, weight, bias) or ""
+            if not reason and len(self.users[id(weight)]) > 1:
+                reason = f"{parameter} is shared by {', '.join(self.users[id(weight)])}"
+            if not reason and kind not in self.choice.types:
                 reason = f"{kind} is not in kfac.layers.types"
-            trained_bias = bias is not None and id(bias) in facts.trained
-            O, I = shape[:-3:-1] if turned else shape[-2:]  # noqa: E741
             if reason:
                 continue
-            found = _sides(place, (I + trained_bias, O), choice)
-            names = facts.names[id(weight)], facts.names[id(bias)] if trained_bias else None
+            trained_bias = bias is not None and id(bias) in self.trained
+            O, I = shape[:-3:-1] if turned else shape[-2:]  # noqa: E741
+            found = _sides(place, (I + trained_bias, O), self.choice)
+            names = self.names[id(weight)], self.names[id(bias)] if trained_bias else None
             layer = LayerSpec(place, kind, name, *names, *found, product=True)
             if len(shape) == 2:
                 layers.append(layer)
@@ -247,12 +228,68 @@ def _products(name: str, module: nn.Module, facts: _Model, choice: Choice) -> li
             first = next((other for other in layers if other.part[1] == shape[0] and other.A == layer.A), None)
             entering = parameter == stacks[0] or (first is not None and parameter != stacks[-1])
             leader = first.name if entering and first is not None else f"{place}.0"
-            common = choice.shares and (entering or I > O) and layer.A.block > 0
+            common = self.choice.shares and (entering or I > O) and layer.A.block > 0
             for index in range(shape[0]):
                 own = f"{place}.{index}"
                 shares = leader if common and own != leader else None
                 layers.append(replace(layer, name=own, part=(index, shape[0]), shares=shares))
-    return layers or reason
+        return layers or reason
+
+    def _unfit(self, name: str, weight: Any, bias: nn.Parameter | None, users: int = 1) -> str | None:
+        """Why a layer of such parameters, which so many modules hold, is left alone, or None."""
+        if self.choice.include and not any(re.search(pattern, name) for pattern in self.choice.include):
+            return "not matched by kfac.layers.include"
+        for pattern in self.choice.exclude:
+            if re.search(pattern, name):
+                return f"matched by kfac.layers.exclude {pattern!r}"
+        if not numel(weight):
+            return "weight has no elements"
+        if not weight.requires_grad:
+            return "weight is frozen"
+        if id(weight) not in self.trained:
+            return "weight is not among the optimizer's parameters"
+        if getattr(weight, "_ds_grad_allreduce_registered", False):
+            return "AutoTP sums its gradient over tensor-parallel ranks, each of which has other rows"
+        if id(weight) in self.tied_stages:
+            return "tied by a TiedLayerSpec: its gradient is a sum over uses of which other stages have the rows"
+        if bias is not None and self._readers(bias) > users:
+            return "bias is shared with another module; its gradient is a sum over both uses"
+        return None
+
+    def _readers(self, parameter: nn.Parameter) -> int:
+        """How many of the modules that hold it do something with it."""
+        users = self.users[id(parameter)]
+        if len(users) == 1:
+            return 1
+        own = {user: next(n for n, p in self.modules[user]._parameters.items() if p is parameter) for user in users}
+        return sum(reads(self.modules[user], name) for user, name in own.items())
+
+    def left_over(self, layers: list[LayerSpec]) -> list[Skipped]:
+        """Parameters of preconditioned modules that are not part of the layer."""
+        skipped: dict[Skipped, None] = {}
+        covered = {name for layer in layers for name in layer.parameters}
+        for layer in {layer.module: layer for layer in layers}.values():
+            for name, parameter in self.modules[layer.module].named_parameters(recurse=False):
+                if self.names[id(parameter)] not in covered:
+                    reason = "is not seen to multiply anything" if layer.product else LAYERS[layer.kind].without_bias
+                    reason = "is frozen" if id(parameter) not in self.trained else reason or "is no part of its matrix"
+                    place = f"{layer.module}.{name}".lstrip(".")
+                    skipped[Skipped(place, "parameter", numel(parameter), f"it {reason}")] = None
+        return list(skipped)
+
+
+def _kind(module: nn.Module) -> tuple[str, str | None]:
+    """The type's name and None, or "" and why no type takes this module."""
+    reasons = []
+    for kind, layer_type in LAYERS.items():
+        reason = layer_type.refusal(module)
+        if reason is None:
+            return kind, None
+        if reason:
+            reasons.append(reason)
+    if isinstance(module, ParametrizationList):
+        return "", "the weight of the module around it is computed of it by a parametrization"
+    return "", "; ".join(reasons) or "no K-FAC layer type for it"
 
 
 def _bias(module: nn.Module, parameter: str, shape: tuple[int, ...], turned: bool) -> nn.Parameter | None:
@@ -282,71 +319,6 @@ def _sides(name: str, dims: tuple[int, int], choice: Choice) -> tuple[Side, Side
     return A, G if choice.gradients else Side.identity(G.dim)
 
 
-def _left_over(layers: list[LayerSpec], facts: _Model) -> list[Skipped]:
-    """Parameters of preconditioned modules that are not part of the layer."""
-    skipped = []
-    covered = {name for layer in layers for name in layer.parameters}
-    for layer in {layer.module: layer for layer in layers}.values():
-        for name, parameter in facts.modules[layer.module].named_parameters(recurse=False):
-            if facts.names[id(parameter)] not in covered:
-                reason = "is not seen to multiply anything" if layer.product else LAYERS[layer.kind].without_bias
-                reason = reason or "is no part of its matrix"
-                if id(parameter) not in facts.trained:
-                    reason = "is frozen"
-                skipped.append(
-                    Skipped(f"{layer.module}.{name}".lstrip("."), "parameter", numel(parameter), f"it {reason}")
-                )
-    return list(dict.fromkeys(skipped))
-
-
-def numel(parameter: nn.Parameter) -> int:
+def numel(parameter: Any) -> int:
     """Elements of the whole parameter."""
     return prod(parameter_shape(parameter))
-
-
-def _kind(module: nn.Module) -> tuple[str, str | None]:
-    """The type's name and None, or "" and why no type takes this module."""
-    reasons = []
-    for kind, layer_type in LAYERS.items():
-        reason = layer_type.refusal(module)
-        if reason is None:
-            return kind, None
-        if reason:
-            reasons.append(reason)
-    if isinstance(module, ParametrizationList):
-        return "", "the weight of the module around it is computed of it by a parametrization"
-    return "", "; ".join(reasons) or "no K-FAC layer type for it"
-
-
-def _unfit(
-    name: str, weight: Any, bias: nn.Parameter | None, facts: _Model, choice: Choice, users: int = 1
-) -> str | None:
-    """Why a layer of such parameters, which so many modules hold, is left alone, or None."""
-    if choice.include and not any(re.search(pattern, name) for pattern in choice.include):
-        return "not matched by kfac.layers.include"
-    for pattern in choice.exclude:
-        if re.search(pattern, name):
-            return f"matched by kfac.layers.exclude {pattern!r}"
-    if not numel(weight):
-        return "weight has no elements"
-    if not weight.requires_grad:
-        return "weight is frozen"
-    if id(weight) not in facts.trained:
-        return "weight is not among the optimizer's parameters"
-    if getattr(weight, "_ds_grad_allreduce_registered", False):
-        return "AutoTP sums its gradient over tensor-parallel ranks, each of which has other rows"
-    if id(weight) in facts.tied_stages:
-        return "tied by a TiedLayerSpec: its gradient is a sum over uses of which other stages have the rows"
-    if bias is not None and len(facts.readers(bias)) > users:
-        return "bias is shared with another module; its gradient is a sum over both uses"
-    return None
-
-
-def _check_patterns(modules: Mapping[str, nn.Module], choice: Choice) -> None:
-    for key, patterns in (("include", choice.include), ("exclude", choice.exclude)):
-        for pattern in patterns:
-            if not any(re.search(pattern, name) for name in modules):
-                raise ValueError(
-                    f"kfac.layers.{key}: pattern {pattern!r} matches no module with parameters; names look like: "
-                    + ", ".join(list(modules)[:6])
-                )

@@ -66,8 +66,9 @@ def share(layers: Sequence[LayerSpec], parameters: int, trained: int | None = No
 
 def share_of(model: nn.Module, found: Scan) -> Share:
     """Of a model, or of a stage of it, by what :func:`ds_kfac.model.scan.scan` found."""
-    ours = parameters_of(found)
-    curved = {name for layer in found.layers if _curved(layer) for name in layer.parameters}
+    ours = {name for layer in found.layers for name in layer.parameters}
+    has = [layer for layer in found.layers if max(layer.A.block, layer.G.block) > 1]
+    curved = {name for layer in has for name in layer.parameters}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     others = other_matrices(model, found)
     matrices = {n: numel(p) for n, p in trained.items() if n in others or (n in ours and is_matrix(p))}
@@ -85,14 +86,9 @@ def share_of(model: nn.Module, found: Scan) -> Share:
     )
 
 
-def parameters_of(found: Scan) -> set[str]:
-    """Names of all parameters of K-FAC layers."""
-    return {name for layer in found.layers for name in layer.parameters}
-
-
 def other_matrices(model: nn.Module, found: Scan) -> set[str]:
     """Names of the matrices that are in no K-FAC layer, trained or not; embeddings are tables and none."""
-    ours = parameters_of(found)
+    ours = {name for layer in found.layers for name in layer.parameters}
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
     named = dict(model.named_parameters()).items()
     others = {n: p for n, p in named if n not in ours and id(p) not in tables and is_matrix(p)}
@@ -114,7 +110,3 @@ def is_table(model: nn.Module, name: str, parameter: nn.Parameter) -> bool:
         return False
     shape = parameter_shape(parameter)  # which modules of TorchScript do not give by name
     return (len(shape) > 2 and 1 in shape[:-1]) or looked_up(module, own)
-
-
-def _curved(layer: LayerSpec) -> bool:
-    return max(layer.A.block, layer.G.block) > 1

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
-from ds_kfac.assignment.spread import Contributors
 from ds_kfac.comm.message import Arrivals, Channel
 from ds_kfac.comm.reduce import Reducer
 from ds_kfac.curvature.eigen import Refreshed, Request, grouped
@@ -86,6 +85,7 @@ class FactorDraft:
         step: applied steps before this one.
         due: what is captured and what is decomposed.
         factors, ready, pending: see :class:`ds_kfac.step.factors.FactorUpdates`.
+        decays: of this rank's factors that are captured, weight of the past.
         terms: layer name -> loss terms of the batch that was averaged.
         similar: factor key -> bool [2], see :func:`ds_kfac.step.factors.folded`.
         unusual: [2], batches of this rank's factors that were scaled down, and that had no row; None if nothing was
@@ -103,6 +103,7 @@ class FactorDraft:
     factors: dict[str, FactorState]
     ready: set[str]
     pending: dict[str, int]
+    decays: dict[str, float] = field(default_factory=dict)
     terms: dict[str, Tensor] = field(default_factory=dict)
     similar: dict[str, Tensor] = field(default_factory=dict)
     unusual: Tensor | None = None
@@ -204,27 +205,25 @@ class FactorUpdates:
         if not due.capture and step not in self.pending.values():
             return None
         due = FactorsDue(due.capture & self.specs.keys(), due.refresh & self.specs.keys())
-        return FactorDraft(step, due, dict(self.factors), set(self.ready), dict(self.pending))
+        decay, timetable = self.config.factor.decay.at(step), self.schedule.timetable
+        # for every ordinary interval that a factor sat out
+        decays = {key: decay ** timetable.multiplier(key) for key in self.factors if key in due.capture}
+        return FactorDraft(step, due, dict(self.factors), set(self.ready), dict(self.pending), decays)
 
     # the stages of a step
 
-    def update(self, draft: FactorDraft, sums: Mapping[str, BatchSum], contributors: Contributors) -> None:
-        """Fold this rank's batch sums into the averages of its factors.
-
-        Args:
-            contributors: whose rows they are.
-        """
-        batches = {key: sums[key] for key in self.specs if key in sums and key in draft.due.capture}
+    def update(self, draft: FactorDraft, sums: Mapping[str, BatchSum]) -> None:
+        """Fold batch sums of all ranks into the averages of this one's factors."""
+        batches = {key: sums[key] for key in draft.decays if key in sums}
         for key, batch in batches.items():
             # ranks that did not contribute are taken to have as many
-            terms = batch.count * (self.channel.world / contributors.count(key))
+            terms = batch.count * (self.channel.world / batch.ranks)
             draft.terms |= dict.fromkeys(self.counted.get(key, ()), terms)
-        decay, multiplier = self.config.factor.decay.at(draft.step), self.schedule.timetable.multiplier
         results, draft.unusual = folded(
             [draft.factors[key] for key in batches],
             [batch.sum_P for batch in batches.values()],
             [batch.count for batch in batches.values()],
-            decays=[decay ** multiplier(key) for key in batches],  # once for every ordinary interval that it sat out
+            decays=[draft.decays[key] for key in batches],
             device=self.device,
             tolerance=self.plan.adaptive.tolerance if self.plan.adaptive else None,
         )

@@ -1,7 +1,6 @@
 """K-FAC of one rank: a preconditioner for each of its domains, which step as one; and its counters."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
@@ -58,23 +57,6 @@ class Job:
         """After the user's optimizer. Collective."""
         for kfac, draft in zip(self.preconditioners, drafts, strict=True):
             kfac.commit(draft, applied=applied)
-
-    def begin_backward(self, seed: torch.Tensor) -> None:
-        """Tell what gradient reached the user's loss."""
-        for kfac in self.preconditioners:
-            kfac.capture.begin_backward(seed)
-
-    @contextmanager
-    def own_backward(self, *, retain_graph: bool = False) -> Iterator[None]:
-        """Around a backward of this engine's loss, also where nothing is captured: its gradients, and no others, count.
-        Closes the micro-batch."""
-        for kfac in self.preconditioners:
-            kfac.capture.begin_own()
-        try:
-            yield
-        finally:
-            for kfac in self.preconditioners:
-                kfac.capture.end_own(retain_graph=retain_graph)
 
     def reset(self) -> None:
         """Start afresh."""

@@ -16,9 +16,8 @@ from torch import Tensor
 from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
 from ds_kfac.comm.message import Arrivals, Channel, Move, Part, RelayoutPlan, gathered
 from ds_kfac.curvature.methods import EIGEN, Kept, Method
-from ds_kfac.model.calls import SharedInputs, agreed
 from ds_kfac.model.layers import key_of
-from ds_kfac.model.rows import BatchSum
+from ds_kfac.model.rows import BatchSum, SharedInputs, agreed
 from ds_kfac.plan.plan import Known, Plan
 
 
@@ -182,12 +181,12 @@ class Sharing:
             total.update(own)
         return Known(groups, {layer: count / len(everyone) for layer, count in total.items()})
 
-    def leave_out(self, sums: Mapping[str, BatchSum]) -> int:
-        """Clear the common A of groups whose layers got different inputs here in this step: it would not be of all of
+    def leave_out(self, sums: dict[str, BatchSum]) -> int:
+        """Drop the common A of groups whose layers got different inputs here in this step: it would not be of all of
         theirs. Returns how many there are."""
         parted = [group for group in self.inputs.broken if key_of(group[0], "A") in sums]
         for group in parted:
-            sums[key_of(group[0], "A")].clear()
+            del sums[key_of(group[0], "A")]
         if parted and not self._warned:
             self._warned = True
             logger.warning(

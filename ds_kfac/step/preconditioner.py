@@ -14,10 +14,9 @@ from ds_kfac.directions.base import DirectionSetup, StepContext, UpdateRule
 from ds_kfac.directions.kfac_gradient import peak_rates
 from ds_kfac.metrics import Metrics, Watch
 from ds_kfac.model.batch import ArgumentReader, BatchInfo
-from ds_kfac.model.calls import SharedInputs
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.model.rows import BatchSum, RowRule
+from ds_kfac.model.rows import BatchSum, RowSums, SharedInputs
 from ds_kfac.plan.plan import Known, Plan
 from ds_kfac.schedule.timetable import FactorsDue
 from ds_kfac.step.decompose import Refresher
@@ -126,14 +125,19 @@ class KFACPreconditioner:
         self.sharing = Sharing(SharedInputs(plan.sharing_candidates), self.channel)
         self.curvature = self._factor_updates()
         self.watch = Watch([layer.name for layer in self.owned], self.device)
+        sampled = config.factor.fisher == "monte_carlo"
         self.capture = Capture(
             target.model,
             self.layers,
             self.layout.fallback_seed,
-            rule=RowRule(config.factor.weight_sharing, config.factor.sample_positions),
+            rows=RowSums(
+                config.factor.weight_sharing,
+                config.factor.sample_positions,
+                partial(self.metrics.stage, "capture"),
+                divided=not sampled,
+            ),
             inputs=self.sharing.inputs,
-            stage=partial(self.metrics.stage, "capture"),
-            sampled=config.factor.fisher == "monte_carlo",
+            sampled=sampled,
             read_batch=ArgumentReader(target.model, count=config.padding.count),
             info_of=target.info_of,
         )
@@ -147,8 +151,8 @@ class KFACPreconditioner:
     def _factor_updates(self) -> FactorUpdates:
         plan = self.plan
         reducer = Reducer(
-            plan.assignment.factors, plan.assignment.eigen_workers, self.channel, self.device,
-            contributors=plan.contributors, dtype=plan.wire, nbytes=plan.bucket_bytes,
+            plan.assignment.factors, plan.assignment.eigen_workers, plan.contributors, self.channel, self.device,
+            dtype=plan.wire, nbytes=plan.bucket_bytes,
         )  # fmt: skip
         return FactorUpdates(plan, self.channel, reducer, self.refresher, self.metrics, self.device)
 
@@ -171,13 +175,11 @@ class KFACPreconditioner:
             if self.rule.optimizer_type is None:  # now, not in commit: DeepSpeed's scheduler steps in between
                 scheduler = self.layout.engine.lr_scheduler if self.plan.clip_lr == "peak" else None
                 draft.peak_lr = peak_rates(self.layout.optimizer.param_groups, self.peak_lr, scheduler)
-            contributors, sums = self.curvature.reducer.contributors, {}  # of this batch
-            if draft.due.capture:
-                sums = self._reduced(draft.due)
+            sums = self._reduced() if draft.due.capture else {}
             if (factors := self.curvature.draft(self.steps, draft.due)) is not None:
                 draft.factors = factors
                 with self.metrics.stage("reduce"):
-                    self.curvature.update(factors, sums, contributors)
+                    self.curvature.update(factors, sums)
                 del sums
                 with self.metrics.stage("refresh"):
                     self.curvature.decompose(factors)
@@ -185,13 +187,13 @@ class KFACPreconditioner:
                 self._gather(draft)
             return draft
 
-    def _reduced(self, due: FactorsDue) -> dict[str, BatchSum]:
+    def _reduced(self) -> dict[str, BatchSum]:
         """Sums over all ranks of the factors that this one averages. The first batch shows what of the plan depends on
         it, before anything of it is kept."""
         self.capture.end_backward()
         self.metrics.step_counts["parted_inputs"] += self.sharing.leave_out(self.capture.sums)
         with self.metrics.stage("reduce"):
-            sums = self.curvature.reducer.reduce(self.capture.sums, due.capture, self.steps)
+            sums = self.curvature.reducer.reduce(self.capture.sums)
         self.capture.sums = {}
         known = self.sharing.learned(self.known, self.plan, self.curvature.ready, self.capture.measured or {})
         if known is not None:
@@ -322,8 +324,8 @@ class KFACPreconditioner:
         """Make ready for the step after ``state`` and ``steps``, which a checkpoint may have set."""
         self.due = self.curvature.schedule.due(self.steps)
         if self.due.capture or self.capture.active:
-            sums = self.curvature.reducer.empty(self.due.capture, self.steps) if self.due.capture else None
-            self.capture.begin_step(sums, self.steps, measure=self.plan.measures and self.known.rows is None)
+            keys = self.curvature.reducer.begin(self.due.capture, self.steps) if self.due.capture else None
+            self.capture.begin_step(keys, self.steps, measure=self.plan.measures and self.known.rows is None)
 
     def reset(self) -> None:
         """Start afresh: no factors, no eigenbases, step 0."""

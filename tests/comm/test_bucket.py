@@ -6,7 +6,7 @@ import pytest
 
 from ds_kfac.assignment.costs import factor_specs
 from ds_kfac.assignment.spread import Contributors
-from ds_kfac.comm.reduce import COUNT, KNOWN, Layout, buckets, payload, slots
+from ds_kfac.comm.reduce import COUNT, KNOWN, Layout, buckets, payload
 from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import LayerSpec
 from tests.models import linear_layer
@@ -20,7 +20,7 @@ LARGE = 2**28
 
 def found(world: int = 3, keys=EVERY, factors=FACTORS, step: int = 0, **options):
     eigen_workers = {factor.key: EIGEN_WORKERS.get(factor.key, 0) % world for factor in factors}
-    return slots(factors, eigen_workers, Contributors(world, **options), frozenset(keys), step)
+    return Layout(factors, eigen_workers, Contributors(world, **options), 4, LARGE).of(frozenset(keys), step)[0]
 
 
 def messages(sums, world: int = 3, itemsize: int = 4, nbytes: int = LARGE):
@@ -68,7 +68,7 @@ def test_no_rank_sends_or_receives_more_than_the_bound_in_a_message(count, nbyte
     counts = dict.fromkeys(EVERY, count)
     sums = found(world=8, counts=counts, node_size=4, step=3)
     made = messages(sums, world=8, itemsize=itemsize, nbytes=nbytes)
-    assert bool(made) == any(slot.travels for slot in sums)
+    assert bool(made) == any(slot.senders for slot in sums)
     covered: Counter = Counter()
     for bucket in made:
         sent, received = Counter(), Counter()
@@ -81,7 +81,7 @@ def test_no_rank_sends_or_receives_more_than_the_bound_in_a_message(count, nbyte
             received[target] += size
         heads = COUNT * sum(len(piece.slot.contributors) for piece in bucket)
         assert max(sent.values()) <= nbytes and max(received.values()) <= nbytes + heads
-    assert covered == {slot.factor: slot.numel for slot in sums if slot.travels}
+    assert covered == {slot.factor: slot.numel for slot in sums if slot.senders}
 
 
 def test_the_payload_is_a_sum_from_each_contributor_to_the_owner():
@@ -104,14 +104,14 @@ def test_a_layout_is_made_once_for_the_same_factors_of_the_same_ranks():
     again = Layout(FACTORS, homes, few, itemsize=4, nbytes=LARGE)
     seen = {}
     for step in range(40):
-        made = layout.slots(EVERY, step)
+        made, sent = layout.of(EVERY, step)
         ranks = tuple(slot.contributors for slot in made)
-        assert made == slots(FACTORS, homes, few, EVERY, step)
-        assert layout.buckets(EVERY, step) == buckets(made, world=4, itemsize=4, nbytes=LARGE)
+        assert ranks == tuple(few.of(key, home, step) for key, home in homes.items())
+        assert sent == buckets(made, world=4, itemsize=4, nbytes=LARGE)
         assert seen.setdefault(ranks, made) is made
     assert 1 < len(seen) <= 3, "others of the node in turn"
     assert layout == again, "what is kept is no part of it"
     for number in range(2 * KNOWN):
-        layout.slots(frozenset([FACTORS[0].key]), number)
-        layout.slots(frozenset(factor.key for place, factor in enumerate(FACTORS) if number >> place & 1), 0)
+        layout.of(frozenset([FACTORS[0].key]), number)
+        layout.of(frozenset(factor.key for place, factor in enumerate(FACTORS) if number >> place & 1), 0)
     assert len(layout._known) <= KNOWN

@@ -9,6 +9,7 @@ from ds_kfac.assignment.costs import factor_specs
 from ds_kfac.assignment.spread import Contributors
 from ds_kfac.comm import reduce as reducer_module
 from ds_kfac.comm.reduce import Reducer
+from ds_kfac.model.rows import BatchSum
 from tests.comm.fake_network import FakeNetwork
 from tests.models import linear_layer
 
@@ -20,9 +21,9 @@ ORDER = [factor.key for factor in FACTORS]
 EIGEN_WORKERS = {factor.key: i % 2 for i, factor in enumerate(FACTORS)}
 
 
-def make(channel, **options) -> Reducer:
+def make(channel, contributors: Contributors | None = None, **options) -> Reducer:
     eigen_workers = {key: rank % channel.world for key, rank in EIGEN_WORKERS.items()}
-    return Reducer(FACTORS, eigen_workers, channel, CPU, **options)
+    return Reducer(FACTORS, eigen_workers, contributors or Contributors(channel.world), channel, CPU, **options)
 
 
 def alone(**options) -> Reducer:
@@ -32,7 +33,7 @@ def alone(**options) -> Reducer:
 
 def messages(keys: frozenset[str], reducer: Reducer | None = None):
     reducer = reducer or alone()
-    return reducer.layout.buckets(keys, 0)
+    return reducer.layout.of(keys, 0)[1]
 
 
 def value(key: str, rank: int, step: int) -> float:
@@ -41,7 +42,8 @@ def value(key: str, rank: int, step: int) -> float:
 
 def filled(reducer: Reducer, keys: frozenset[str] = KEYS, step: int = 0, number: int = 0, times: int = 1):
     """This rank's sums, each added to so many times. ``number`` tells the values of different steps apart."""
-    sums = reducer.empty(keys, step)
+    sides = {factor.key: factor.side for factor in FACTORS}
+    sums = {key: BatchSum.empty(sides[key].numel, CPU) for key in reducer.begin(keys, step)}
     for key in sorted(sums, key=hash) * times:
         sums[key].sum_P.add_(value(key, reducer.channel.rank, number))
         sums[key].count.add_(1)
@@ -49,7 +51,7 @@ def filled(reducer: Reducer, keys: frozenset[str] = KEYS, step: int = 0, number:
 
 
 def ranks_of(reducer: Reducer, key: str, step: int):
-    return next(slot.contributors for slot in reducer.layout.slots(KEYS, step) if slot.factor == key)
+    return next(slot.contributors for slot in reducer.layout.of(KEYS, step)[0] if slot.factor == key)
 
 
 def check(found, keys, world: int, rank: int, step: int, times: int = 1) -> None:
@@ -85,7 +87,7 @@ def test_owners_get_the_sums_of_whatever_is_due(world):
         reducer = make(channel)
         for step, keys in enumerate(subsets):
             sums = filled(reducer, keys, step, step, times=2)  # calls of each layer
-            check(reducer.reduce(sums, keys, step), keys, world, channel.rank, step, times=2)
+            check(reducer.reduce(sums), keys, world, channel.rank, step, times=2)
 
     FakeNetwork(world).run(work)
 
@@ -94,8 +96,8 @@ def test_a_rank_without_rows_sends_zeros():
     def work(channel):
         reducer = make(channel)
         for step in range(4):
-            sums = filled(reducer, number=step) if channel.rank == 0 else reducer.empty(KEYS, 0)
-            for key, part in reducer.reduce(sums, KEYS, 0).items():
+            sums = filled(reducer, number=step)
+            for key, part in reducer.reduce(sums if channel.rank == 0 else {}).items():
                 assert (part.sum_P == value(key, 0, step)).all() and part.count == 1
 
     FakeNetwork(2).run(work)
@@ -114,12 +116,12 @@ def test_a_rank_makes_the_sums_it_contributes_to_and_no_others(count):
         for step in range(6):
             sums, before = filled(reducer, step=step, number=step), channel.calls["factors"]
             assert sums.keys() == {key for key in KEYS if channel.rank in ranks_of(reducer, key, step)}
-            for key, part in reducer.reduce(sums, KEYS, step).items():
+            for key, part in reducer.reduce(sums).items():
                 ranks = ranks_of(reducer, key, step)
-                assert len(ranks) == count == part.count
+                assert len(ranks) == count == part.count == part.ranks
                 assert (part.sum_P == sum(value(key, rank, step) for rank in ranks)).all()
             entered.append(channel.calls["factors"] - before)
-            assert entered[-1] == len(reducer.layout.buckets(KEYS, step))
+            assert entered[-1] == len(reducer.layout.of(KEYS, step)[1])
         return entered
 
     for entered in FakeNetwork(world).run(work):
@@ -144,7 +146,7 @@ def test_messages_are_bounded_and_two_are_on_their_way_at_a_time(monkeypatch):
         reducer = make(channel, nbytes=256)
         for step in range(4):
             before = channel.calls["factors"]
-            check(reducer.reduce(filled(reducer, number=step), KEYS, step), KEYS, 2, channel.rank, step)
+            check(reducer.reduce(filled(reducer, number=step)), KEYS, 2, channel.rank, step)
             assert channel.calls["factors"] - before == len(messages(KEYS, reducer)) > 2
 
     FakeNetwork(2).run(work)

@@ -5,11 +5,11 @@ import torch
 
 from ds_kfac.assignment.costs import factor_specs
 from ds_kfac.assignment.spread import Contributors
-from ds_kfac.comm.reduce import DTYPES, Reduction, buckets, payload, slots
+from ds_kfac.comm.reduce import DTYPES, Layout, Reduction, payload
 from ds_kfac.model.rows import BatchSum
 from tests.close import close
 from tests.comm.fake_network import FakeNetwork
-from tests.models import batch_sum, linear_layer
+from tests.models import linear_layer
 
 CPU = torch.device("cpu")
 LAYERS = [linear_layer(f"l{i}", 5 + 2 * i, 3 + i) for i in range(4)]
@@ -30,9 +30,10 @@ class Run:
         owners = max(1, world - 1)
         eigen_workers = {factor.key: (3 * i + i // 2) % owners for i, factor in enumerate(FACTORS)}
         counts = {} if count is None else dict.fromkeys(KEYS, count)
-        self.slots = slots(FACTORS, eigen_workers, Contributors(world, world, counts=counts), KEYS, 0)
         self.network, self.dtype = FakeNetwork(world), DTYPES[name]
-        self.buckets = buckets(self.slots, world=world, itemsize=self.dtype.itemsize, nbytes=nbytes)
+        contributors = Contributors(world, world, counts=counts)
+        layout = Layout(FACTORS, eigen_workers, contributors, self.dtype.itemsize, nbytes)
+        self.slots, self.buckets = layout.of(KEYS, 0)
         self.values = {
             (slot.factor, rank): (values(slot, rank), torch.tensor(1000.5 + 10 * rank + place))  # exact in fp32 only
             for place, slot in enumerate(self.slots)
@@ -43,9 +44,9 @@ class Run:
 
     def _work(self, channel):
         sums = {
-            slot.factor: batch_sum(*self.values[slot.factor, channel.rank])
+            slot.factor: BatchSum(*(x.clone() for x in self.values[slot.factor, channel.rank]))
             if channel.rank in slot.contributors
-            else BatchSum(slot.numel, CPU)
+            else BatchSum.empty(slot.numel, CPU)
             for slot in self.slots
         }
         for bucket in self.buckets:

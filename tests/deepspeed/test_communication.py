@@ -88,7 +88,7 @@ def planned(kfac) -> dict:
         return size * sum(moves.numel(rank, other) for other in range(world))
 
     reducer = kfac.curvature.reducer
-    buckets = reducer.layout.buckets(frozenset(kfac.curvature.specs), 0)
+    _, buckets = reducer.layout.of(frozenset(kfac.curvature.specs), 0)
     vectors, values = kfac.curvature.delivery.plans(kfac.curvature.specs)
     return {
         "travels": kfac.curvature.travels,

@@ -73,8 +73,8 @@ def worker(names) -> dict:
             "difference": difference(final, found.weights, initial) if found else 0.0,
             "bound": found.bound if found else 1.0,
             "sent": sent,
-            "first": sorted({first.contributors.count(key) for key in kfac.curvature.specs}),
-            "counts": sorted({kfac.plan.contributors.count(key) for key in kfac.curvature.specs}),
+            "first": sorted({first.contributors.counts.get(key, world) for key in kfac.curvature.specs}),
+            "counts": sorted({kfac.plan.contributors.counts.get(key, world) for key in kfac.curvature.specs}),
             "summary": kfac.metrics.values(),
         }
         engine.destroy()

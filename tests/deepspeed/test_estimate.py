@@ -165,7 +165,7 @@ def measured(mode: Mode) -> dict:
         "adam": kfac.moments_nbytes,
         "sums": sum(
             4 * slot.numel
-            for slot in reducer.layout.slots(frozenset(kfac.curvature.specs), 0)
+            for slot in reducer.layout.of(frozenset(kfac.curvature.specs), 0)[0]
             if kfac.rank in {slot.owner, *slot.contributors}
         ),
     }

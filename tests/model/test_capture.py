@@ -18,7 +18,7 @@ from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import key_of
 from ds_kfac.model.registry import LAYERS
-from ds_kfac.model.rows import BatchSum, RowRule
+from ds_kfac.model.rows import BatchSum, RowSums
 from ds_kfac.model.scan import Choice, scan
 from ds_kfac.ops.functional import symmetric_pack
 from tests.close import close
@@ -34,19 +34,24 @@ LINEAR = Choice(types=("Linear", "Conv1D"))
 class Recorder:
     """A model with capture, and the means it should have seen by plain autograd."""
 
-    def __init__(self, model: nn.Module, choice: Choice = LINEAR, **options) -> None:
+    def __init__(
+        self, model: nn.Module, choice: Choice = LINEAR, *, sharing="expand", positions=True, sampled=False, **options
+    ) -> None:
         self.model, self.layers = model, scan(model, choice).layers
-        self.capture = Capture(model, self.layers, fallback_seed=lambda: 1.0, **options)
+        rows = RowSums(sharing, positions, divided=not sampled)
+        self.capture = Capture(model, self.layers, lambda: 1.0, rows=rows, sampled=sampled, **options)
         self.begin()
 
     def begin(self, step: int = 0, **options) -> None:
         """A step, with sums of everything."""
-        sides = {key_of(layer.name, side): getattr(layer, side) for layer in self.layers for side in "AG"}
-        sums = {key: BatchSum(side.numel, torch.device("cpu")) for key, side in sides.items()}
-        self.capture.begin_step(sums, step, **options)
+        self.sides = {key_of(layer.name, side): getattr(layer, side) for layer in self.layers for side in "AG"}
+        self.capture.begin_step(frozenset(self.sides), step, **options)
 
     def sums(self, name: str) -> SimpleNamespace:
-        return SimpleNamespace(**{side: self.capture.sums[key_of(name, side)] for side in "AG"})
+        """Zeros where there are no rows."""
+        keys = {side: key_of(name, side) for side in "AG"}
+        empty = {side: BatchSum.empty(self.sides[key].numel, torch.device("cpu")) for side, key in keys.items()}
+        return SimpleNamespace(**{side: self.capture.sums.get(key, empty[side]) for side, key in keys.items()})
 
     def counts(self, name: str) -> list[int]:
         """Rows of A, loss terms of G."""
@@ -54,9 +59,9 @@ class Recorder:
 
     def means(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Of the layers that had rows, which begin anew."""
-        both = {layer.name: self.sums(layer.name) for layer in self.layers}
+        seen = [layer.name for layer in self.layers if not self.capture.sums.keys().isdisjoint(layer.keys)]
+        used = {name: self.sums(name) for name in seen}
         self.begin()
-        used = {name: sums for name, sums in both.items() if sums.A._count is not None or sums.G._count is not None}
         return {name: (s.A.sum_P / s.A.count, s.G.sum_P / s.G.count) for name, s in used.items()}
 
 
@@ -418,8 +423,7 @@ def test_an_empty_batch_counts_no_rows(sharing, sampled):
             return self.conv(self.linear(self.norm(self.embedding(tokens))))
 
     choice = Choice(types=("Linear", "Conv1D", "LayerNorm"))
-    rule = RowRule(weight_sharing=sharing)
-    recorder = Recorder(Every(), choice, rule=rule, sampled=sampled)
+    recorder = Recorder(Every(), choice, sharing=sharing, sampled=sampled)
     assert len(recorder.layers) == 3
 
     def run(*shape: int) -> list[list[int]]:
@@ -514,7 +518,7 @@ def test_a_retained_graph_is_counted_again():
     own_backward(recorder, loss, retain_graph=True)
     once = {key: part.sum_P.clone() for key, part in recorder.capture.sums.items() if "norms" in key}
     own_backward(recorder, loss)
-    assert len(once) == 8
+    assert len(once) == 4
     for key, sum_P in once.items():
         close(recorder.capture.sums[key].sum_P, 2 * sum_P, sums=5)
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ds_kfac.engine.monte_carlo import SAMPLERS
 from ds_kfac.model.batch import ArgumentReader, BatchInfo
-from ds_kfac.model.rows import RowRule, class_dim, output_terms, returned_loss, returned_prediction
+from ds_kfac.model.loss import class_dim, output_terms, returned_loss, returned_prediction
 from ds_kfac.model.scan import Choice
 from ds_kfac.ops.functional import symmetric_pack
 from tests.close import close
@@ -232,7 +232,7 @@ def test_items_are_read_by_name_and_only_where_the_model_returns_a_loss():
 def test_with_reduce_a_term_is_an_example():
     torch.manual_seed(0)
     recorder = Recorder(Vision())
-    recorder.capture.rows.rule = RowRule("reduce")
+    recorder.capture.rows.weight_sharing = "reduce"
     F.cross_entropy(recorder.model(X), Y).backward()
     assert recorder.counts("block") == recorder.counts("head") == [N, N]
 
@@ -307,7 +307,7 @@ def test_a_convolution_per_position_has_the_factors_of_the_linear_layer():
     x, y = torch.randn(5, 3, 7), torch.randint(4, (5, 7))
     found = []
     for model, rows in ((conv, x), (linear, x.mT.contiguous())):
-        recorder = Recorder(model, Choice(), rule=RowRule(positions=False))
+        recorder = Recorder(model, Choice(), positions=False)
         logits = model(rows)
         F.cross_entropy(logits if model is conv else logits.mT, y).backward()
         assert recorder.counts("0") == [35, 35]

@@ -9,9 +9,8 @@ from torch import nn
 
 from ds_kfac.curvature.factor import Side
 from ds_kfac.model import convolutions as module_under_test
-from ds_kfac.model.convolutions import Grid, Patches
+from ds_kfac.model.convolutions import Grid, Patches, Window
 from ds_kfac.model.registry import LAYERS
-from ds_kfac.model.rows import RowRule
 
 SIZES = {1: (17,), 2: (9, 7), 3: (5, 6, 4)}
 CONVOLUTIONS = {
@@ -136,25 +135,27 @@ def test_grids_are_right_on_average(case, step):
 
 
 def test_a_grid_leaves_enough_rows_and_moves():
-    rule = RowRule()
+    def grid_of(positions: tuple[int, ...], turn: int | None, width: int) -> Grid:
+        return Patches(torch.empty(8, 1), Window.pixel(len(positions)), positions).grid(turn, width)
+
     for positions in ((56, 56), (7, 7), (224,), (8, 28, 28)):
         for width in (9, 64, 577, 4608):
-            grid = Grid.choose(rule, 0, 8, positions, width)
+            grid = grid_of(positions, 0, width)
             rows = 8 * prod(positions) / grid.scale
             assert grid.step == 1 or rows >= 4 * width
             assert grid.scale <= 16
             bigger = (grid.step + 1) ** len(positions)
             assert bigger > 16 or 8 * prod(positions) < 4 * width * bigger
-    offsets = {Grid.choose(rule, turn, 8, (56, 56), 64).offset for turn in range(0, 2000, 10)}
+    offsets = {grid_of((56, 56), turn, 64).offset for turn in range(0, 2000, 10)}
     assert offsets == set(product(range(4), repeat=2))
-    assert Grid.choose(RowRule(positions=False), 0, 8, (56, 56), 9).step == 1
+    assert grid_of((56, 56), None, 9).step == 1
 
 
 def test_images_without_rows_add_nothing():
     kind, module, x = build("stride")
     side, empty = Side.dense(37), torch.zeros(Side.dense(37).numel)
     patches = kind.input_patches(module, x[:0])
-    patches.add_to_(empty, side, patches.grid(RowRule(), 0, 37), bias=True)
+    patches.add_to_(empty, side, patches.grid(0, 37), bias=True)
     assert patches.count == 0 and not empty.any()
 
 
@@ -170,5 +171,4 @@ def test_what_has_no_batch_dimension_is_a_batch_of_one(case, size):
         batched, single = patches(module, tensor), patches(module, tensor[0])
         assert (single.examples, single.count) == (1, batched.count)
         assert torch.equal(rows_of(single), rows_of(batched))
-    assert torch.equal(kind.input_rows(module, x[0]), kind.input_rows(module, x))
     assert kind.rows(x[0], y[0]) == kind.rows(x, y) == (x if case.startswith("up") else y)[0, 0].numel()

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_kfac.model.batch import ArgumentReader, fit
-from ds_kfac.model.rows import RowRule
 from ds_kfac.ops.functional import symmetric_pack
 from tests.close import close
 from tests.model.test_capture import Recorder
@@ -195,9 +194,9 @@ def side_of(name: str) -> str:
     return "source" if source else "target"
 
 
-def record(model: nn.Module, forward, rule: RowRule | None = None) -> dict:
+def record(model: nn.Module, forward, sharing: str = "expand") -> dict:
     recorder = Recorder(model)
-    recorder.capture.rows.rule = rule or RowRule()
+    recorder.capture.rows.weight_sharing = sharing
     recorder.capture.read_batch = ArgumentReader(model)
     forward(model).backward()
     return recorder.means()

@@ -5,10 +5,20 @@ import torch
 from torch import nn
 
 from ds_kfac.model.batch import ArgumentReader, BatchInfo, Fit, fit
-from ds_kfac.model.rows import RowRule, gradient_rows, input_rows, phase
+from ds_kfac.model.convolutions import phase
+from ds_kfac.model.loss import LossTerms
+from ds_kfac.model.rows import gradient_rows, input_rows
 from tests.close import close
 
-EXPAND, REDUCE = RowRule("expand"), RowRule("reduce")
+EXPAND, REDUCE = "expand", "reduce"
+
+
+def terms(info: BatchInfo, weight_sharing: str = EXPAND) -> float:
+    loss = LossTerms(info)
+    loss.returned(None, weight_sharing=weight_sharing)
+    return float(loss.terms)
+
+
 MASK = torch.tensor([[True, True, False], [True, False, False]])
 
 
@@ -149,11 +159,11 @@ def test_hugging_face_arguments_are_recognised_by_name_and_place():
         # a causal model trains position t on label t + 1
         assert info.labelled.tolist() == [[True, True, False], [False, True, False]]
         assert info.rows.tolist() == [[True, True, False], [False, True, False]]
-        assert float(info.terms(weight_sharing="expand")) == 3 and float(info.terms(weight_sharing="reduce")) == 2
+        assert terms(info) == 3 and terms(info, "reduce") == 2
     attended = ArgumentReader(CausalLM(), count="attended")((IDS, mask, LABELS), {})
-    assert attended.rows.tolist() == mask.bool().tolist() and float(attended.terms(weight_sharing="expand")) == 3
+    assert attended.rows.tolist() == mask.bool().tolist() and terms(attended) == 3
     everything = ArgumentReader(CausalLM(), count="all")((IDS, mask, LABELS), {})
-    assert everything.rows is None and float(everything.terms(weight_sharing="expand")) == 3
+    assert everything.rows is None and terms(everything) == 3
     assert ArgumentReader(CausalLM())((IDS,), {}) == BatchInfo()
 
 
@@ -164,6 +174,6 @@ def test_a_model_of_another_class_does_not_shift():
     assert info.labelled.tolist() == [[True, False, True], [False, False, True]]
     assert info.rows.tolist() == [[True, False, False], [False, False, True]]
     sequence = read((IDS, torch.tensor([3, -100])), {})
-    assert sequence.rows is None and float(sequence.terms(weight_sharing="expand")) == 1
+    assert sequence.rows is None and terms(sequence) == 1
     regression = read((IDS, torch.randn(2)), {})
     assert regression == BatchInfo()

@@ -159,7 +159,7 @@ def test_adapters_get_the_factor_of_their_small_side():
     found = scan(Adapter())
     assert [layer.name for layer in found.layers] == ["lora_A.default", "lora_B.default"]
     assert [(layer.A.kind, layer.G.kind) for layer in found.layers] == [("identity", "dense"), ("dense", "identity")]
-    assert sum(layer.packed_numel for layer in found.layers) == 2 * 10
+    assert sum(layer.A.numel + layer.G.numel for layer in found.layers) == 2 * 10
     assert {left.reason for left in found.skipped} == {"weight is frozen"}
 
 

@@ -6,9 +6,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_kfac.model.calls import SharedInputs, agreed
 from ds_kfac.model.capture import Capture
-from ds_kfac.model.rows import BatchSum
+from ds_kfac.model.rows import SharedInputs, agreed
 from ds_kfac.model.scan import Choice, scan
 
 X = torch.arange(12.0).view(3, 4)
@@ -207,7 +206,7 @@ def test_projections_of_a_model_are_found_and_keep_holding(checkpointed):
 
     inputs = SharedInputs([layer.name for layer in layers])
     capture = Capture(model, layers, lambda: 1.0, inputs=inputs)
-    capture.begin_step({f"{layer.name}/A": BatchSum(layer.A.numel, torch.device("cpu")) for layer in layers}, 0)
+    capture.begin_step(frozenset(f"{layer.name}/A" for layer in layers), 0)
     for step in range(3):
         for _ in range(2):
             model(torch.randn(3, 4)).backward()

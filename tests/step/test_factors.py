@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from ds_kfac.assignment.costs import BUILTIN, factor_specs
+from ds_kfac.assignment.spread import Contributors
 from ds_kfac.comm.message import Scalars, deliver
 from ds_kfac.comm.reduce import Reducer
 from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.metrics import Metrics
+from ds_kfac.model.rows import BatchSum
 from ds_kfac.plan.make_plan import Setting, make_plan
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import FactorsDue
@@ -38,14 +40,15 @@ def plan_with(eigen_workers: dict[str, int], workers: int, layers=LAYERS) -> Pla
 
 def stepped(channel, plan: Plan, due: FactorsDue, step: int = 0):
     """One step's share of the factors, and its draft."""
-    reducer = Reducer(plan.assignment.factors, plan.assignment.eigen_workers, channel, CPU)
+    everyone = Contributors(channel.world)
+    reducer = Reducer(plan.assignment.factors, plan.assignment.eigen_workers, everyone, channel, CPU)
     curvature = FactorUpdates(plan, channel, reducer, Refresher(CPU), Metrics(CPU), CPU)
-    sums = reducer.empty(due.capture, step)
-    for key, part in sums.items():
-        part.sum_P.copy_(summed(curvature, key, channel.rank))
-        part.count.fill_(ROWS if key.endswith("/A") else TERMS)
+    sums = {}
+    for key in reducer.begin(due.capture, step):
+        count = torch.tensor(ROWS if key.endswith("/A") else TERMS)
+        sums[key] = BatchSum(summed(curvature, key, channel.rank), count)
     draft = curvature.draft(step, due)
-    curvature.update(draft, reducer.reduce(sums, due.capture, step), reducer.contributors)
+    curvature.update(draft, reducer.reduce(sums))
     curvature.decompose(draft)
     names, scalars = curvature.scalars(draft)
     table, parts = Scalars(names, channel.rank), curvature.delivery.parts(draft.arriving, draft.bases, CPU)

@@ -1,0 +1,197 @@
+"""How many terms the loss of a forward has, and the gradient that reaches it: read from what the model returned. Which
+dimension of a prediction holds the outputs of one term, what made the prediction says in its graph.
+
+Shape suffixes: N examples, T positions, C outputs.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from ds_kfac.model.batch import BatchInfo, fit
+
+Move = Callable[[int], int | None]
+"""Where a dimension of what an operation takes is in its result; None: nowhere."""
+
+
+def class_dim(prediction: Tensor) -> int:
+    """Dimension of a term's outputs: the last of [N, C]; of more dimensions the one that the outputs of the last
+    product have become: [N, C, L] and [N, C, H, W] of a convolution, [N, T, C] and [N, H, W, C] of a linear layer,
+    wherever they were turned to. Where the graph of ``prediction`` does not say so, it is the last of [N, T, C], and
+    the second of images [N, C, H, W], as in torch's losses.
+    """
+    if prediction.ndim < 3:
+        return -1
+    place = _outputs(prediction.grad_fn, tuple(prediction.shape))
+    return place if place is not None else 1 if prediction.ndim > 3 else -1
+
+
+def _outputs(node: Any, shape: tuple[int, ...]) -> int | None:
+    """The dimension of ``node``'s result of that shape which comes from the outputs of a product below it."""
+    moves: list[Move] = []
+    place, convolution = None, False
+    while node is not None:
+        name = node.name()
+        convolution = "Convolution" in name
+        if convolution or "mmBackward" in name or "MmBackward" in name or name.startswith("LinearBackward"):
+            place = 1 if convolution else len(shape) - 1 - _from_the_left(node)
+            break
+        below, before = _below(node, len(shape))
+        if below is None:  # no product: tokens, if they can be
+            place = len(shape) - 1 if len(shape) <= 3 else None
+            break
+        moves.append(_move(node, name, before, shape))
+        node, shape = below, before
+    for move in reversed(moves):
+        if place is not None:
+            place = move(place)
+        if isinstance(place, range):  # outputs that were split: classes are a convolution's first part, another's last
+            place = place[0] if convolution else place[-1]
+    return place
+
+
+def _below(node: Any, dims: int) -> tuple[Any, tuple[int, ...]]:
+    """What made the operand that the result is made of, and its shape: no constant, no parameter; of the same number of
+    dimensions, if one has it."""
+    found = []
+    for below, index in node.next_functions:
+        if below is not None and "AccumulateGrad" not in below.name():
+            metadata = getattr(below, "_input_metadata", ())
+            if index < len(metadata):
+                found.append((below, tuple(metadata[index].shape)))
+    same = [pair for pair in found if len(pair[1]) == dims]
+    return next(iter(same or found), (None, ()))
+
+
+def _from_the_left(product: Any) -> bool:
+    """Whether a matrix product is that of a parameter and columns, W x: its outputs are rows."""
+    if product.name().startswith("LinearBackward"):
+        return False
+    left, right = [None, *(below for below, _ in product.next_functions)][-2:]  # an own function may take one
+    return _parameter(left) and not _parameter(right)
+
+
+def _parameter(node: Any) -> bool:
+    """Whether it is one, in any view or format."""
+    while node is not None and "AccumulateGrad" not in node.name():
+        if len(node.next_functions) != 1 or "Embedding" in node.name():
+            return False
+        node = node.next_functions[0][0]
+    return node is not None
+
+
+def _move(node: Any, name: str, before: tuple[int, ...], after: tuple[int, ...]) -> Any:
+    """Of one operation that takes ``before`` and gives ``after``."""
+
+    def dim(saved: int, of: Sequence[int] = before) -> int:  # negative ones are saved as unsigned
+        return (saved + len(of)) % 2**64 % len(of)
+
+    if name.startswith("TransposeBackward"):
+        one, other = dim(node._saved_dim0), dim(node._saved_dim1)
+        return lambda p: {one: other, other: one}.get(p, p)
+    if name.startswith("PermuteBackward"):
+        return [dim(d) for d in node._saved_dims].index
+    if len(before) == len(after) and "View" not in name and "Reshape" not in name:
+        return lambda p: p
+    if prod(before) == prod(after):
+        return lambda p: _viewed(p, before, after)
+    saved = getattr(node, "_saved_dim", None)
+    if saved is None:
+        return lambda p: None
+    if len(before) < len(after):  # stacked
+        return lambda p: p + (dim(saved, after) <= p)
+    gone = {dim(d) for d in ([saved] if isinstance(saved, int) else saved)}
+    return lambda p: None if p in gone else p - sum(d < p for d in gone)
+
+
+def _viewed(p: int, before: tuple[int, ...], after: tuple[int, ...]) -> int | range | None:
+    """Where a dimension is in another view of the same elements; a range: in these parts; None: in one with others."""
+    if before == after:
+        return p
+    for first in range(len(after)):
+        if prod(after[:first]) == prod(before[:p]):
+            for last in range(first, len(after)):
+                if prod(after[first : last + 1]) == before[p] and (after[first] != 1 or before[p] == 1):
+                    return first if first == last else range(first, last + 1)
+    return None
+
+
+@dataclass(eq=False)
+class LossTerms:
+    """What is known of the loss of one forward of the model. Holds no graph.
+
+    Attributes:
+        info: what its arguments show.
+        terms: M, if labels or the model's output show it.
+        seed: the gradient that reached the loss the model returned; measured only if ``info.items`` asks for it.
+        guess: M where neither does: as many as the layer nearest to the loss has rows.
+    """
+
+    info: BatchInfo = field(default_factory=BatchInfo)
+    terms: Tensor | int | None = None
+    seed: Tensor | None = None
+    guess: Tensor | int | None = None
+
+    def returned(self, output: Any, *, weight_sharing: str) -> None:
+        """The model returned ``output``. Labels go first."""
+        labelled = self.info.labelled
+        if labelled is None:
+            self.terms = output_terms(output, self.info, weight_sharing=weight_sharing)
+        else:  # terms, or with "reduce" examples that have one
+            self.terms = (labelled.flatten(1).any(dim=1) if weight_sharing == "reduce" else labelled).sum().float()
+        loss = returned_loss(output) if self.info.items is not None else None
+        if loss is not None and loss.grad_fn is not None:
+            # of the node, not the tensor: DeepSpeed's hooks on what a forward returns have run by then
+            loss.grad_fn.register_prehook(partial(self._reached, loss.output_nr))
+
+    def _reached(self, place: int, gradients: tuple[Tensor | None, ...]) -> None:
+        if (gradient := gradients[place]) is not None:
+            self.seed = gradient.detach().float()
+
+
+def _values(output: Any) -> Iterator[Tensor]:
+    """Floating tensors of a model's output, ``logits`` first."""
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield output
+        return
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if isinstance(logits, Tensor):
+        yield logits
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else ()
+    for value in values:
+        if isinstance(value, Tensor):
+            yield from _values(value)
+
+
+def returned_prediction(output: Any) -> Tensor | None:
+    """What a loss is computed from: ``logits``, else the first tensor [N, .., C]; else [N]."""
+    found = [value for value in _values(output) if value.ndim > 0]
+    wide = [value for value in found if value.ndim > 1]
+    return next(iter(wide or [value for value in found if len(value) > 1]), None)
+
+
+def returned_loss(output: Any) -> Tensor | None:
+    """The first scalar."""
+    return next((value for value in _values(output) if value.ndim == 0), None)
+
+
+def output_terms(output: Any, info: BatchInfo, *, weight_sharing: str) -> Tensor | int | None:
+    """M of a loss that is computed outside of the model: a term for each prediction; of padded ones that the mask
+    attends. None: the model returned no prediction."""
+    prediction = returned_prediction(output)
+    if prediction is None:
+        return None
+    shape = list(prediction.shape)
+    if len(shape) > 1:
+        del shape[class_dim(prediction)]
+    found = fit(info.rows, tuple(shape))
+    if found.mask is not None:
+        mask = found.mask.flatten(1) if found.mask.ndim > 2 else found.mask
+        counted = mask.any(dim=1 - found.examples) if weight_sharing == "reduce" and mask.ndim > 1 else mask
+        return counted.sum().float()
+    return shape[0] if weight_sharing == "reduce" else prod(shape)
