@@ -38,11 +38,11 @@ GOALS: dict[str, tuple[int | None, int]] = {
     "load": (None, 10),
 }
 MOST: dict[str, tuple[int, int]] = {
-    "attach": (370, 50),
-    "plain step": (86, 19),
-    "capturing step": (195, 30),
-    "refresh": (37, 10),
-    "activation to factor": (70, 13),
+    "attach": (359, 49),
+    "plain step": (85, 19),
+    "capturing step": (178, 30),
+    "refresh": (33, 9),
+    "activation to factor": (69, 13),
     "gradient to weight": (46, 14),
     "save": (32, 9),
     "load": (44, 10),
