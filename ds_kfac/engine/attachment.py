@@ -10,7 +10,7 @@ K-FAC.
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from ds_kfac.engine.quadratic import QuadraticSteps
 from ds_kfac.engine.report import folded, report
 from ds_kfac.metrics import STAGES, Metrics, timer_name
 from ds_kfac.model.batch import ExpertRows, ReadBatch
-from ds_kfac.model.capture import own_backward
 from ds_kfac.model.scan import Scan
 from ds_kfac.step.job import Job, counters, events, selected
 from ds_kfac.step.preconditioner import Draft, KFACPreconditioner
@@ -232,7 +231,9 @@ class Attachment:
 
     def _backward(self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         retain_graph = bool(kwargs.get("retain_graph", args[0] if args else False))
-        with own_backward(self._captures, retain_graph=retain_graph):
+        with ExitStack() as stack:
+            for capture in self._captures:
+                stack.enter_context(capture.own_backward(retain_graph=retain_graph))
             if not any(capture.active for capture in self._captures) or not loss.requires_grad:
                 return original(loss, *args, **kwargs)
             scale_wrt_gas = kwargs.get("scale_wrt_gas", args[1] if len(args) > 1 else True)
@@ -297,7 +298,9 @@ def announcing_backwards(engine: Any, job: Job) -> dict[type, Any]:
     table, captures = getattr(engine, TABLE), [kfac.capture for kfac in job.preconditioners]
 
     def backward(self: Any, *args: Any, **kwargs: Any) -> None:
-        with own_backward(captures):
+        with ExitStack() as stack:
+            for capture in captures:
+                stack.enter_context(capture.own_backward())
             if job.active:
                 scale = job.preconditioners[0].layout.manual_scale()
                 if not isinstance(scale, torch.Tensor):

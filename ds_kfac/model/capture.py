@@ -106,9 +106,11 @@ class Capture:
                 owners |= {name: model.get_submodule(name) for name in (around, around.rpartition(".")[0])}
             counts[parameters[layer.weight]] = layer.part[1]
             self._stacks.setdefault(id(parameters[layer.weight]), []).append(layer)
-        self._products = Products(counts, self._product) if counts else None
-        for module in owners.values() if self._products is not None else ():
-            self._hook_owner(self._products, module, model)
+        self._products: Products | None = None
+        if counts:
+            self._products = Products(counts, self._product)
+            for module in owners.values():
+                self._hook_owner(self._products, module, model)
 
     def begin_step(self, keys: frozenset[str] | None, step: int, *, measure: bool = False) -> None:
         """Make ready for the captures of a step; forgets what came since the last one.
@@ -134,27 +136,28 @@ class Capture:
         self._masks.remove()
         self.active = False
 
-    def begin_own(self) -> None:
-        """The engine's own backward begins; until :meth:`end_own`."""
-        self._announced = True
-        self._backwards.append(self)
-        if (
-            self.active and self._products is not None
-        ):  # functions that checkpointing runs again may be no module's call
-            self._products.enter(self._model)
+    @contextmanager
+    def own_backward(self, *, retain_graph: bool = False) -> Iterator[None]:
+        """Around a backward of the engine's loss, also where nothing is captured: its gradients, and no others, count.
 
-    def end_own(self, *, retain_graph: bool = False) -> None:
-        """It has ended, maybe by an exception. Closes the micro-batch.
+        Closes the micro-batch.
 
         Args:
             retain_graph: whether a second backward through the graph may follow.
         """
-        self._backwards.remove(self)
-        if self._products is not None:
-            self._products.leave(None)
-        if retain_graph:
-            self._arrived.clear()
-        self.end_backward()
+        self._announced = True
+        self._backwards.append(self)
+        if self.active and self._products is not None:
+            self._products.enter(self._model)  # functions that checkpointing runs again may be no module's call
+        try:
+            yield
+        finally:
+            self._backwards.remove(self)
+            if self._products is not None:
+                self._products.leave(None)
+            if retain_graph:
+                self._arrived.clear()
+            self.end_backward()
 
     def begin_backward(self, seed: Tensor) -> None:
         """The gradient that reached the user's loss: by what every output gradient is scaled from here on."""
@@ -379,21 +382,3 @@ def _sum(sums: dict[str, BatchSum], key: str, numel: int, like: Tensor) -> Batch
     if key not in sums:
         sums[key] = BatchSum.empty(numel, like.device)
     return sums[key]
-
-
-@contextmanager
-def own_backward(captures: Sequence[Capture], *, retain_graph: bool = False) -> Iterator[None]:
-    """Around a backward of an engine's loss, also where nothing is captured: its gradients, and no others, count.
-
-    Closes the micro-batch.
-
-    Args:
-        captures: of the engine's domains.
-    """
-    for capture in captures:
-        capture.begin_own()
-    try:
-        yield
-    finally:
-        for capture in captures:
-            capture.end_own(retain_graph=retain_graph)

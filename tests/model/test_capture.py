@@ -320,11 +320,8 @@ def test_unequal_micro_batches_are_weighted_by_their_terms():
 
 def own_backward(recorder: Recorder, loss: torch.Tensor, **options) -> None:
     """As ``engine.backward``."""
-    recorder.capture.begin_own()
-    try:
+    with recorder.capture.own_backward(**options):
         loss.backward(**options)
-    finally:
-        recorder.capture.end_own(**options)
 
 
 @pytest.mark.parametrize("announced", [True, False])

@@ -155,9 +155,8 @@ def test_a_matrix_of_a_modules_own_has_the_rows_of_its_products(kind):
     assert multiplied(model.part) == {"w": lies} or kind in (Checkpointed, Reentrant)
     recorder = Recorder(model)
     loss = model(X)
-    recorder.capture.begin_own()
-    loss.backward()
-    recorder.capture.end_own()
+    with recorder.capture.own_backward():
+        loss.backward()
     A, G = recorder.means()["part.w"]
     x, g = model.seen.detach().double(), model.out.grad.double()
     close(A, symmetric_pack(x.T @ x / ROWS))
@@ -383,9 +382,8 @@ def test_products_are_watched_in_captured_forwards_and_their_backwards_only():
         recorder.capture.active = active
         model.train(training)
         loss = model(X)
-        recorder.capture.begin_own()
-        loss.backward()
-        recorder.capture.end_own()
+        with recorder.capture.own_backward():
+            loss.backward()
         assert F.linear is plain
     with pytest.raises(RuntimeError):
         model.train()(X[:, :2])
