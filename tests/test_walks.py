@@ -38,10 +38,10 @@ GOALS: dict[str, tuple[int | None, int]] = {
     "load": (None, 10),
 }
 MOST: dict[str, tuple[int, int]] = {
-    "attach": (359, 49),
+    "attach": (338, 46),
     "plain step": (85, 19),
-    "capturing step": (178, 30),
-    "refresh": (33, 9),
+    "capturing step": (177, 30),
+    "refresh": (34, 9),
     "activation to factor": (69, 13),
     "gradient to weight": (46, 14),
     "save": (32, 9),
