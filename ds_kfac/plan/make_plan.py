@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ds_kfac.assignment.assign import Assignment, assign, worker_counts, workers_for
-from ds_kfac.assignment.costs import CostModel, Work, factor_specs, packed_bytes
+from ds_kfac.assignment.costs import CostModel, FactorSpec, Work, factor_specs, packed_bytes
 from ds_kfac.assignment.spread import ROWS_PER_COLUMN, Contributors, refresh_offsets
 from ds_kfac.comm.reduce import DTYPES
 from ds_kfac.config.keys import KFACConfig
@@ -89,35 +89,35 @@ def _plan(
     layers: Sequence[LayerSpec], setting: Setting, config: KFACConfig, costs: CostModel, answers: tuple[str, ...]
 ) -> Plan:
     """Of these layers as they are."""
-    schedule, reasons = config.schedule, []
+    schedule, reasons = config.schedule, list[str]()
     update, refresh = schedule.intervals(schedule.settled)
     method = METHODS[config.preconditioner.method]
     paired = method.paired(config.damping.chosen)
     work = Work(
         layers, factor_specs(layers), setting.world, setting.held, costs, update, refresh, setting.moments, method,
     )  # fmt: skip
-    assignment, why = _assignment(work, config, paired)
-    reasons += why
-    wire, why = _wire(assignment, setting, config, costs, update)
-    reasons += why
-    offsets, worst, why = _offsets(layers, assignment, config, costs, update, refresh)
-    reasons += why
-    late = config.eigenbasis.lag
-    if late is None:
-        late = lag(costs, worst, update, refresh)
-        text = (
-            f"refreshes take effect {late} steps later, beside the model until then: {worst * 1e3:.3g} ms in one step"
+    assignment = _assignment(work, config, paired, reasons)
+    wire = _wire(assignment, setting, config, reasons)
+    offsets, worst = _offsets(assignment, config, reasons)
+    lag = config.eigenbasis.lag
+    if lag is None:
+        lag = min(update, refresh - 1) if costs.beside and worst > LONG_STEP else 0
+        late = f"refreshes take effect {lag} steps later, beside the model until then: {worst * 1e3:.3g} ms in one step"
+        reasons += [late] if lag else []
+    if paired:
+        reasons.append(
+            "A and G of a layer are decomposed on one rank, and layers do not share A: with "
+            f'"{config.damping.chosen}" a factor\'s damping depends on its partner; "relative" does not need it'
         )
-        reasons += [text] if late else []
-    reasons += _of_method(method, config, wire)
-    contributors, why = _contributors(layers, work, config)
-    reasons += why
+    if wire is not torch.float32 and not any(part.halved for part in method.parts):
+        reasons.append(f"{method.words} travel in fp32, only batch sums in {str(wire).removeprefix('torch.')}")
+    contributors = _contributors(work, config, reasons)
     return Plan(
         layers=tuple(layers),
         schedule=schedule,
         assignment=assignment,
         offsets=offsets,
-        lag=late,
+        lag=lag,
         adaptive=None if config.adaptive is None else AdaptiveRule(config.adaptive),
         contributors=contributors,
         bucket_bytes=BUCKET_BYTES,
@@ -134,20 +134,19 @@ def _plan(
     )
 
 
-def _assignment(work: Work, config: KFACConfig, paired: bool) -> tuple[Assignment, list[str]]:
+def _assignment(work: Work, config: KFACConfig, paired: bool, reasons: list[str]) -> Assignment:
     """The predicted-fastest one within the budget; ``paired``: A and G of a layer on one rank."""
     options, world = config.assignment, work.world
     fraction, budget = options.gradient_worker_fraction, options.memory_budget_gb
-    if fraction is not None:
-        counts: tuple[int, ...] = (workers_for(fraction, world),)
-        if work.held is not None and counts != (1,):
+    counts = worker_counts(world) if fraction is None else (workers_for(fraction, world),)
+    if work.held is not None:
+        if fraction is not None and counts != (1,):
             raise ValueError(
                 f"kfac.assignment.gradient_worker_fraction is {fraction}, but this ZeRO stage partitions gradients: "
                 "several workers would each gather the whole gradient, and one would send the pieces back. Set it to "
                 "null, or use ZeRO stage 0"
             )
-    else:
-        counts = (1,) if work.held is not None else worker_counts(world)
+        counts = (1,)
     found: dict[int, Assignment] = {}
     problems = []
     for workers in counts:
@@ -158,7 +157,6 @@ def _assignment(work: Work, config: KFACConfig, paired: bool) -> tuple[Assignmen
     if not found:
         raise OverBudget(f"kfac.assignment.memory_budget_gb: {problems[0]}")
     best = min(found, key=lambda workers: (max(found[workers].loads), max(found[workers].memory)))
-    reasons = []
     if len(counts) > 1:
         tried = ", ".join(
             f"{workers}/{world}: {max(plan.loads) * 1e3:.3g} ms and {max(plan.memory):,} bytes"
@@ -166,7 +164,7 @@ def _assignment(work: Work, config: KFACConfig, paired: bool) -> tuple[Assignmen
         )
         over = f"; {len(problems)} more over the budget of {budget} GB" if problems else ""
         reasons.append(f"{best} of {world} ranks precondition a layer: predicted per step and rank {tried}{over}")
-    return found[best], reasons
+    return found[best]
 
 
 def _fitting(work: Work, workers: int, paired: bool, budget: float | None) -> Assignment:
@@ -196,78 +194,52 @@ def _fitting(work: Work, workers: int, paired: bool, budget: float | None) -> As
     )
 
 
-def _contributors(layers: Sequence[LayerSpec], work: Work, config: KFACConfig) -> tuple[Contributors, list[str]]:
+def _contributors(work: Work, config: KFACConfig, reasons: list[str]) -> Contributors:
     """Of the first captured batch, before it is known how many rows a rank has: all ranks, unless that takes more
     memory than later steps may; then the eigen workers alone."""
-    asked = config.factor.rows
-    contributors = Contributors(work.world, work.costs.node_size)
-    if asked == "all" or work.world == 1:
-        return contributors, []
-    nbytes = sum(packed_bytes(factor.side) for factor in work.factors)
-    if nbytes > FIRST_BUCKETS * BUCKET_BYTES:
-        copied = {layer.name for layer in layers if layer.copies > 1}
-        ones = {factor.key: 1 for factor in work.factors if factor.layers[0] not in copied}
-        contributors = replace(contributors, counts=ones)
-    need = f"{ROWS_PER_COLUMN} rows per column" if asked is None else f"{asked} rows"
-    return contributors, [f"a factor's batch comes from as many ranks as have {need}; known from the first batch on"]
+    asked, counts = config.factor.rows, dict[str, int]()
+    if asked != "all" and work.world > 1:
+        if sum(packed_bytes(factor.side) for factor in work.factors) > FIRST_BUCKETS * BUCKET_BYTES:
+            counts = {factor.key: 1 for factor in _alone(work)}
+        need = f"{ROWS_PER_COLUMN} rows per column" if asked is None else f"{asked} rows"
+        reasons.append(f"a factor's batch comes from as many ranks as have {need}; known from the first batch on")
+    return Contributors(work.world, work.costs.node_size, counts)
 
 
-def _of_method(method: Method, config: KFACConfig, wire: torch.dtype) -> list[str]:
-    """What the method rules out although the config leaves it open."""
-    reasons = []
-    if method.paired(config.damping.chosen):
-        what = "A and G of a layer are decomposed on one rank, and layers do not share A"
-        kind = config.damping.chosen
-        reasons.append(f'{what}: with "{kind}" a factor\'s damping depends on its partner; "relative" does not need it')
-    if wire is not torch.float32 and not any(part.halved for part in method.parts):
-        reasons.append(f"{method.words} travel in fp32, only batch sums in {str(wire).removeprefix('torch.')}")
-    return reasons
+def _alone(work: Work) -> list[FactorSpec]:
+    """Factors of layers that no other tensor-parallel ranks have copies of: those ranks' plans may differ."""
+    copied = {layer.name for layer in work.layers if layer.copies > 1}
+    return [factor for factor in work.factors if factor.layers[0] not in copied]
 
 
-def _wire(
-    assignment: Assignment, setting: Setting, config: KFACConfig, costs: CostModel, update: int
-) -> tuple[torch.dtype, list[str]]:
+def _wire(assignment: Assignment, setting: Setting, config: KFACConfig, reasons: list[str]) -> torch.dtype:
     """The dtype of batch sums and eigenvectors."""
+    work = assignment.work
     if config.communication.dtype is not None:
-        return DTYPES[config.communication.dtype], []
-    seconds = sum(costs.transfer(packed_bytes(factor.side)) for factor in assignment.factors) / update
+        return DTYPES[config.communication.dtype]
+    seconds = sum(work.costs.transfer(packed_bytes(factor.side)) for factor in work.factors) / work.update_interval
     part = seconds / (seconds + max(assignment.loads)) if setting.world > 1 else 0.0
     if setting.parameters is torch.float32 or part <= COSTLY_TRAFFIC:
-        return torch.float32, []
-    return torch.bfloat16, [f"bf16 on the wire: batch sums are predicted to cost {part:.0%} of K-FAC's time in fp32"]
+        return torch.float32
+    reasons.append(f"bf16 on the wire: batch sums are predicted to cost {part:.0%} of K-FAC's time in fp32")
+    return torch.bfloat16
 
 
-def _offsets(
-    layers: Sequence[LayerSpec],
-    assignment: Assignment,
-    config: KFACConfig,
-    costs: CostModel,
-    update: int,
-    refresh: int,
-) -> tuple[Mapping[str, int], float, list[str]]:
-    """Spread over the interval if that is worth it; seconds of the worst step's refreshes; why. Layers that other
-    tensor-parallel ranks have copies of stay where they are: those ranks' plans may differ."""
-    at_once = [0.0] * assignment.world
-    for factor in assignment.factors:
-        at_once[assignment.eigen_workers[factor.key]] += costs.decompose(factor.side, assignment.work.method)
-    copied = {layer.name for layer in layers if layer.copies > 1}
-    free = [factor for factor in assignment.factors if factor.layers[0] not in copied]
-    if max(at_once) <= LONG_REFRESH or refresh == 1 or not free:
-        return {}, max(at_once), []
-    spread = refresh_offsets(
-        free,
-        assignment.eigen_workers,
-        costs,
-        update_interval=update,
-        refresh_interval=refresh,
-        method=assignment.work.method,
-        alone=config.factor.rows != "all" and assignment.world > 1,
+def _offsets(assignment: Assignment, config: KFACConfig, reasons: list[str]) -> tuple[Mapping[str, int], float]:
+    """Spread over the interval if that is worth it; and seconds of the worst step's refreshes."""
+    work, at_once = assignment.work, [0.0] * assignment.world
+    for factor in work.factors:
+        at_once[assignment.eigen_workers[factor.key]] += work.costs.decompose(factor.side, work.method)
+    free = _alone(work)
+    if max(at_once) <= LONG_REFRESH or work.refresh_interval == 1 or not free:
+        return {}, max(at_once)
+    alone = config.factor.rows != "all" and work.world > 1
+    offsets, worst = refresh_offsets(free, assignment.eigen_workers, work, alone=alone)
+    reasons.append(
+        f"refreshes spread over {work.refresh_interval} steps: predicted {worst * 1e3:.3g} ms in the worst step "
+        f"instead of {max(at_once) * 1e3:.3g} ms"
     )
-    why = (
-        f"refreshes spread over {refresh} steps: predicted {spread.worst * 1e3:.3g} ms in the worst step instead of "
-        f"{max(at_once) * 1e3:.3g} ms"
-    )
-    return spread.offsets, spread.worst, [why]
+    return offsets, worst
 
 
 BUCKET_BYTES = 1 << 28
@@ -276,16 +248,6 @@ LONG_REFRESH = 0.05
 """Seconds of a refresh of everything at once from which on it is spread over steps."""
 LONG_STEP = 0.05
 """Seconds of decompositions in a step from which on they are done beside the steps that follow."""
-
-
-def lag(costs: CostModel, worst: float, update: int, refresh: int) -> int:
-    """Steps after which a refresh takes effect, where the config leaves it open.
-
-    Args:
-        worst: seconds of the decompositions in the step that has most.
-        update, refresh: intervals.
-    """
-    return min(update, refresh - 1) if costs.beside and worst > LONG_STEP else 0
 
 
 def stacks(device: torch.device, method: Method) -> bool:
