@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import FactorSpec
-from ds_kfac.assignment.spread import Contributors
 from ds_kfac.comm.message import Channel, Message, Move, Part, RelayoutPlan
 from ds_kfac.model.rows import BatchSum
 

@@ -9,9 +9,16 @@ from typing import Any
 
 import torch
 
-from ds_kfac.assignment.assign import Assignment, assign, worker_counts, workers_for
+from ds_kfac.assignment.assign import (
+    ROWS_PER_COLUMN,
+    Assignment,
+    Contributors,
+    assign,
+    refresh_offsets,
+    worker_counts,
+    workers_for,
+)
 from ds_kfac.assignment.costs import CostModel, FactorSpec, Work, factor_specs, packed_bytes
-from ds_kfac.assignment.spread import ROWS_PER_COLUMN, Contributors, refresh_offsets
 from ds_kfac.comm.reduce import DTYPES
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.methods import METHODS, Method

@@ -6,9 +6,8 @@ from functools import cached_property
 
 import torch
 
-from ds_kfac.assignment.assign import Assignment
+from ds_kfac.assignment.assign import Assignment, Contributors, counted
 from ds_kfac.assignment.costs import FactorSpec, factor_specs
-from ds_kfac.assignment.spread import Contributors, counted
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.methods import Method
 from ds_kfac.curvature.precision import Precision

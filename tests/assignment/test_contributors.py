@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
+from ds_kfac.assignment.assign import ROWS_PER_COLUMN, Contributors, counted
 from ds_kfac.assignment.costs import factor_specs
-from ds_kfac.assignment.spread import ROWS_PER_COLUMN, Contributors, counted
 from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import LayerSpec
 from tests.models import linear_layer

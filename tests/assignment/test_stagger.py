@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ds_kfac.assignment.assign import assign
+from ds_kfac.assignment.assign import assign, refresh_offsets
 from ds_kfac.assignment.costs import BUILTIN, Work, factor_specs
-from ds_kfac.assignment.spread import refresh_offsets
 from ds_kfac.curvature.factor import Side
 from tests.close import close
 from tests.layer_tables import TABLES

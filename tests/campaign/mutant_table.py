@@ -266,7 +266,7 @@ _ROWS = [
      "dict.fromkeys(later, step + lag + 1)", "tests/deepspeed/test_refresh.py"),
     ("lag reaches into the next refresh", "step/factors.py", "schedule.intervals(step)[1] - 1)",
      "schedule.intervals(step)[1])", "tests/deepspeed/test_refresh.py"),
-    ("stagger: lightest first", "assignment/spread.py", "(-seconds[key]", "(seconds[key]",
+    ("stagger: lightest first", "assignment/assign.py", "(-seconds[key]", "(seconds[key]",
      "tests/assignment/test_stagger.py"),
     # who
     ("grid: columns are rows", "assignment/assign.py", "range(index, world, world // workers)",

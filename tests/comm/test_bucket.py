@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
+from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import factor_specs
-from ds_kfac.assignment.spread import Contributors
 from ds_kfac.comm.reduce import COUNT, KNOWN, Layout, buckets, payload
 from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import LayerSpec

@@ -5,8 +5,8 @@ from itertools import accumulate
 import pytest
 import torch
 
+from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import factor_specs
-from ds_kfac.assignment.spread import Contributors
 from ds_kfac.comm import reduce as reducer_module
 from ds_kfac.comm.reduce import Reducer
 from ds_kfac.model.rows import BatchSum

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import factor_specs
-from ds_kfac.assignment.spread import Contributors
 from ds_kfac.comm.reduce import DTYPES, Layout, Reduction, payload
 from ds_kfac.model.rows import BatchSum
 from tests.close import close

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import BUILTIN, factor_specs
-from ds_kfac.assignment.spread import Contributors
 from ds_kfac.comm.message import Scalars, deliver
 from ds_kfac.comm.reduce import Reducer
 from ds_kfac.curvature.factor import KroneckerFactor, Side
