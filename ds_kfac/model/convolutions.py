@@ -258,19 +258,11 @@ class Convolution(Linear):
         """Sum of each example's, for "reduce"."""
         return self.gradient_patches(module, gradient).sums()
 
-    def matrix(self, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-        weight_OI = weight.view(*shape[:-1], -1)
-        return weight_OI if bias is None else torch.cat([weight_OI, bias.view(*shape[:-1], 1)], dim=-1)
-
-    def split(self, matrix_OI: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
-        if not has_bias:
-            return (matrix_OI.reshape(-1),)
-        return matrix_OI[..., :-1].reshape(-1), matrix_OI[..., -1].reshape(-1).contiguous()
-
 
 class TransposedConvolution(Convolution):
     """One of torch's, by its class."""
 
+    turned = True
     without_bias: str | None = "is added to every output pixel, it belongs to no column of the matrix"
 
     def refusal(self, module: Any) -> str | None:
@@ -293,9 +285,3 @@ class TransposedConvolution(Convolution):
 
     def gradient_patches(self, module: Any, gradient: Tensor) -> Patches:
         return super().input_patches(module, gradient)
-
-    def matrix(self, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-        return weight.view(*shape[:-2], shape[-1], shape[-2]).mT
-
-    def split(self, matrix_OI: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
-        return (matrix_OI.mT.reshape(-1),)

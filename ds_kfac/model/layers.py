@@ -192,13 +192,14 @@ class Linear(LayerType):
         return in_features + bias, out_features
 
     def matrix(self, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-        weight_OI = weight.view(shape[0], -1)
-        return weight_OI if bias is None else torch.cat([weight_OI, bias[:, None]], dim=1)
+        *groups, O, _ = shape  # noqa: E741
+        weight_OI = weight.view(*groups, -1, O).mT if self.turned else weight.view(*groups, O, -1)
+        return weight_OI if bias is None else torch.cat([weight_OI, bias.view(*groups, O, 1)], dim=-1)
 
     def split(self, matrix_OI: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
-        if not has_bias:
-            return (matrix_OI.reshape(-1),)
-        return matrix_OI[:, :-1].reshape(-1), matrix_OI[:, -1].contiguous()
+        weight_OI = matrix_OI[..., :-1] if has_bias else matrix_OI
+        weight = (weight_OI.mT if self.turned else weight_OI).reshape(-1)
+        return (weight, matrix_OI[..., -1].reshape(-1).contiguous()) if has_bias else (weight,)
 
 
 class Conv1D(Linear):
@@ -219,15 +220,6 @@ class Conv1D(Linear):
     def sides(self, module: Any, bias: bool) -> tuple[int, int]:
         in_features, out_features = parameter_shape(module.weight)
         return in_features + bias, out_features
-
-    def matrix(self, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-        weight_OI = weight.view(-1, shape[0]).T
-        return weight_OI if bias is None else torch.cat([weight_OI, bias[:, None]], dim=1)
-
-    def split(self, matrix_OI: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
-        if not has_bias:
-            return (matrix_OI.T.reshape(-1),)
-        return matrix_OI[:, :-1].T.reshape(-1), matrix_OI[:, -1].contiguous()
 
 
 AUTOTP = "deepspeed.module_inject.layers"
