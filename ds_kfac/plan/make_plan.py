@@ -26,7 +26,7 @@ from ds_kfac.curvature.precision import choose
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import MATRICES
 from ds_kfac.plan.plan import Plan
-from ds_kfac.schedule.timetable import AdaptiveRule, Value
+from ds_kfac.schedule.timetable import Value
 
 CPU = torch.device("cpu")
 FITS = 4
@@ -125,7 +125,7 @@ def _plan(
         assignment=assignment,
         offsets=offsets,
         lag=lag,
-        adaptive=None if config.adaptive is None else AdaptiveRule(config.adaptive),
+        adaptive=config.adaptive,
         contributors=contributors,
         bucket_bytes=BUCKET_BYTES,
         wire=wire,

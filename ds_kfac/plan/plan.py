@@ -13,7 +13,7 @@ from ds_kfac.curvature.methods import Method
 from ds_kfac.curvature.precision import Precision
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import SHARDS
-from ds_kfac.schedule.timetable import AdaptiveRule, Schedule, Timetable
+from ds_kfac.schedule.timetable import Schedule, Timetable
 
 Groups = tuple[tuple[str, ...], ...]
 
@@ -39,6 +39,7 @@ class Plan:
         offsets: factor key -> steps by which its refreshes are displaced, also of factors that layers would have if
             they did not share one; empty: all at once.
         lag: steps after which a refresh takes effect.
+        adaptive: two values of a factor are similar if |P - Q|_F / |Q|_F is below it; None: the rule is off.
         contributors: which ranks capture a factor's batch.
         bucket_bytes: most that a rank sends or receives in one message of batch sums.
         wire: dtype of batch sums and eigenvectors on the wire.
@@ -58,7 +59,7 @@ class Plan:
     assignment: Assignment
     offsets: Mapping[str, int]
     lag: int
-    adaptive: AdaptiveRule | None
+    adaptive: float | None
     contributors: Contributors
     bucket_bytes: int
     wire: torch.dtype
@@ -104,7 +105,7 @@ class Plan:
         """Of the factors."""
         keys = tuple(factor.key for factor in self.assignment.factors)
         offsets = {key: self.offsets[key] for key in keys if key in self.offsets}
-        return Timetable(self.schedule, keys, offsets=offsets, adaptive=self.adaptive)
+        return Timetable(self.schedule, keys, offsets=offsets, adaptive=self.adaptive is not None)
 
     @cached_property
     def measures(self) -> bool:

@@ -3,52 +3,12 @@ factor by factor, and thinned out by SP-NGD's adaptive rule (Osawa et al. 2019, 
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-Numbers = tuple[float, ...]
-Steps = tuple[int, ...]
-
-
-def linear(values: Numbers, steps: Steps, step: int) -> float:
-    """On a straight line from the first value to the second."""
-    return _between(values, _part_done(steps, step))
-
-
-def cosine(values: Numbers, steps: Steps, step: int) -> float:
-    """On half a cosine: flat at both ends."""
-    return _between(values, (1 - math.cos(math.pi * _part_done(steps, step))) / 2)
-
-
-def exponential(values: Numbers, steps: Steps, step: int) -> float:
-    """By the same factor every step; both values positive."""
-    part = _part_done(steps, step)
-    return values[0] ** (1 - part) * values[1] ** part
-
-
-def piecewise(values: Numbers, steps: Steps, step: int) -> float:
-    """The first value before the first step, the next one from that step on, and so on."""
-    return values[bisect_right(steps, step)]
-
-
-def _between(values: Numbers, part: float) -> float:
-    return (1 - part) * values[0] + part * values[1]  # unlike start + part * difference, exact at both ends
-
-
-def _part_done(steps: Steps, step: int) -> float:
-    first, last = steps
-    return min(max((step - first) / (last - first), 0.0), 1.0)
-
-
-SCHEDULES: dict[str, Callable[[Numbers, Steps, int], float]] = {
-    "constant": piecewise,
-    "linear": linear,
-    "cosine": cosine,
-    "exponential": exponential,
-    "piecewise": piecewise,
-}
+KINDS = ("constant", "linear", "cosine", "exponential", "piecewise")
 
 
 @dataclass(frozen=True)
@@ -56,14 +16,15 @@ class Value:
     """A number over steps. Not checked here: config does, and names the key.
 
     Attributes:
-        kind: a name in ``SCHEDULES``.
+        kind: one of ``KINDS``. Ramps go from one value to another: linear, cosine (half of one, flat at both ends),
+            exponential (by the same factor every step).
         values: the numbers it passes through.
         steps: increasing; where a ramp begins and ends, or where the pieces after the first begin.
     """
 
     kind: str
-    values: Numbers
-    steps: Steps = ()
+    values: tuple[float, ...]
+    steps: tuple[int, ...] = ()
 
     @classmethod
     def constant(cls, value: float) -> "Value":
@@ -81,7 +42,14 @@ class Value:
 
     def at(self, step: int) -> float:
         """The number at ``step``, the count of applied steps before it."""
-        return SCHEDULES[self.kind](self.values, self.steps, step)
+        if self.kind in ("constant", "piecewise"):
+            return self.values[bisect_right(self.steps, step)]
+        (start, end), (first, last) = self.values, self.steps
+        part = min(max((step - first) / (last - first), 0.0), 1.0)
+        if self.kind == "exponential":
+            return start ** (1 - part) * end**part
+        part = (1 - math.cos(math.pi * part)) / 2 if self.kind == "cosine" else part
+        return (1 - part) * start + part * end  # unlike start + part * difference, exact at both ends
 
     def interval_at(self, step: int) -> int:
         """The number as an interval in steps: the nearest integer (a half goes up), at least 1."""
@@ -232,30 +200,19 @@ class Schedule:
         return update, next_refresh, update * -(-refresh // update)
 
 
-@dataclass(frozen=True)
-class AdaptiveRule:
-    """How an interval follows a factor's change, SP-NGD's; in units of the ordinary one.
+def next_interval(interval: int, previous: int, similar_to_last: bool, similar_to_before: bool) -> tuple[int, int]:
+    """How an interval follows a factor's change, SP-NGD's; in units of the ordinary one: the next (interval, previous),
+    halved after a change, kept after a small one, else 1, 2, 3, 5, 8, ...
 
-    Attributes:
-        tolerance: two factors are similar if |P - Q|_F / |Q|_F is below it.
+    ``previous`` is the interval before the last growth. It never exceeds ``interval``, so that growth after some
+    halvings at most doubles.
     """
-
-    tolerance: float = 0.1
-
-    def next_interval(
-        self, interval: int, previous: int, similar_to_last: bool, similar_to_before: bool
-    ) -> tuple[int, int]:
-        """The next (interval, previous): halved after a change, kept after a small one, else 1, 2, 3, 5, 8, ...
-
-        ``previous`` is the interval before the last growth. It never exceeds ``interval``, so that growth after some
-        halvings at most doubles.
-        """
-        if not similar_to_last:
-            interval = max(1, interval // 2)
-            return interval, min(previous, interval)
-        if not similar_to_before:
-            return interval, previous
-        return interval + previous, interval
+    if not similar_to_last:
+        interval = max(1, interval // 2)
+        return interval, min(previous, interval)
+    if not similar_to_before:
+        return interval, previous
+    return interval + previous, interval
 
 
 Keys = frozenset[str]
@@ -305,7 +262,7 @@ class Timetable:
         keys: Sequence[str],
         *,
         offsets: Mapping[str, int] | None = None,
-        adaptive: AdaptiveRule | None = None,
+        adaptive: bool = False,
     ) -> None:
         offsets = offsets or {}
         assert offsets.keys() <= set(keys), f"offsets of unknown factors {sorted(offsets.keys() - set(keys))}"
@@ -346,13 +303,13 @@ class Timetable:
                 at the one before that; read if adaptive and past the burn-in only.
         """
         self.captured += len(due.capture)
-        if self.adaptive is None:
+        if not self.adaptive:
             return
         self.skipped += sum(len(group - due.capture) for schedule, group in self._groups if schedule.due(step).capture)
         for key in due.capture:
             clock = replace(self._clocks[key], captured=step)
             if step >= self._adaptive_from:
-                interval, previous = self.adaptive.next_interval(clock.interval, clock.previous, *similar[key])
+                interval, previous = next_interval(clock.interval, clock.previous, *similar[key])
                 clock = replace(clock, interval=interval, previous=previous)
             self._clocks[key] = clock
         for key in due.refresh:
@@ -371,13 +328,13 @@ class Timetable:
         self._clocks = dict.fromkeys(self.keys, _Clock())
         self._asked = None
         self.captured, self.skipped = state.get("captured", 0), state.get("skipped", 0)
-        if self.adaptive is not None:
+        if self.adaptive:
             known = {key: _Clock(*numbers) for key, numbers in state.get("factors", {}).items() if key in self.keys}
             self._clocks |= known
 
     def _found(self, step: int) -> FactorsDue:
         capture, refresh = set[str](), set[str]()
-        adapts = self.adaptive is not None and step >= self._adaptive_from
+        adapts = self.adaptive and step >= self._adaptive_from
         for schedule, group in self._groups:
             due = schedule.due(step)
             if due.capture and not adapts:

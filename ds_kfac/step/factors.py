@@ -225,7 +225,7 @@ class FactorUpdates:
             [batch.count for batch in batches.values()],
             decays=[draft.decays[key] for key in batches],
             device=self.device,
-            tolerance=self.plan.adaptive.tolerance if self.plan.adaptive else None,
+            tolerance=self.plan.adaptive,
         )
         for key, (state, similar) in zip(batches, results, strict=True):
             draft.factors[key] = state

@@ -244,8 +244,8 @@ _ROWS = [
     # when
     ("cosine upside down", "schedule/timetable.py", "(1 - math.cos(", "(1 + math.cos(",
      "tests/schedule/test_schedule.py"),
-    ("piecewise: a step late", "schedule/timetable.py", "values[bisect_right(steps, step)]",
-     "values[bisect_right(steps, step - 1)]",
+    ("piecewise: a step late", "schedule/timetable.py", "self.values[bisect_right(self.steps, step)]",
+     "self.values[bisect_right(self.steps, step - 1)]",
      "tests/schedule/test_schedule.py"),
     ("burn-in ends a step late", "schedule/timetable.py", "if burn_in and step < burn_in.steps:",
      "if burn_in and step <= burn_in.steps:", "tests/schedule/test_schedule.py"),

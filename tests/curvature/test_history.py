@@ -10,7 +10,7 @@ from ds_kfac.curvature import history as of_factor
 from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.curvature.history import PIECE, FactorState, History, compared, folded, frobenius
 from ds_kfac.ops import dispatch
-from ds_kfac.schedule.timetable import AdaptiveRule
+from ds_kfac.schedule.timetable import next_interval
 from tests.close import close
 
 
@@ -24,32 +24,32 @@ def backend(request):
 SIDES = [Side.dense(1), Side.dense(63), Side(63, 20), Side.diagonal(9)]
 
 
-def intervals(rule: AdaptiveRule, flags: list[tuple[bool, bool]]) -> list[int]:
+def intervals(flags: list[tuple[bool, bool]]) -> list[int]:
     interval, previous, seen = 1, 1, []
     for similar in flags:
-        interval, previous = rule.next_interval(interval, previous, *similar)
+        interval, previous = next_interval(interval, previous, *similar)
         seen.append(interval)
     return seen
 
 
 def test_a_factor_that_stays_grows_like_fibonacci():
-    assert intervals(AdaptiveRule(), [(True, True)] * 6) == [2, 3, 5, 8, 13, 21]
+    assert intervals([(True, True)] * 6) == [2, 3, 5, 8, 13, 21]
 
 
 @pytest.mark.parametrize("before", [False, True])
 def test_a_factor_that_changes_has_the_ordinary_interval(before):
-    assert intervals(AdaptiveRule(), [(False, before)] * 5) == [1] * 5
+    assert intervals([(False, before)] * 5) == [1] * 5
 
 
 def test_a_change_halves_and_a_small_one_waits():
     flags = [(True, True)] * 4 + [(True, False)] * 2 + [(False, False)] * 5
-    assert intervals(AdaptiveRule(), flags) == [2, 3, 5, 8, 8, 8, 4, 2, 1, 1, 1]
+    assert intervals(flags) == [2, 3, 5, 8, 8, 8, 4, 2, 1, 1, 1]
 
 
 def test_an_interval_never_more_than_doubles():
     """Also after halvings, when the interval before the last growth was longer than the present one."""
     for flags in product([(True, True), (False, False), (True, False)], repeat=7):
-        seen = [1, *intervals(AdaptiveRule(), list(flags))]
+        seen = [1, *intervals(list(flags))]
         assert all(after <= 2 * before for before, after in pairwise(seen)), flags
 
 

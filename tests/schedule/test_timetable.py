@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from ds_kfac.schedule.timetable import NOTHING, AdaptiveRule, BurnIn, FactorsDue, Schedule, Timetable, Value
+from ds_kfac.schedule.timetable import NOTHING, BurnIn, FactorsDue, Schedule, Timetable, Value, next_interval
 
 KEYS = ("a/A", "a/G", "b/A", "b/G", "c/A")
 OFFSETS = {"a/G": 3, "b/A": 10, "b/G": 47}
@@ -30,7 +30,7 @@ def test_every_factor_follows_its_displaced_schedule_in_any_order_of_asking(sche
         assert all(table.multiplier(key) == 1 for key in KEYS)
 
 
-@pytest.mark.parametrize("adaptive", [None, AdaptiveRule()], ids=["scheduled", "adaptive"])
+@pytest.mark.parametrize("adaptive", [False, True], ids=["scheduled", "adaptive"])
 def test_a_step_at_which_nothing_is_due_asks_no_schedule(adaptive, monkeypatch):
     table = Timetable(PLAIN, KEYS, adaptive=adaptive)
     for step in (5, 2005):
@@ -77,7 +77,7 @@ def captured(dues: list[FactorsDue], key: str) -> list[int]:
 
 
 def test_a_factor_that_never_changes_is_captured_after_1_2_3_5_8_intervals():
-    table = Timetable(PLAIN, KEYS, adaptive=AdaptiveRule())
+    table = Timetable(PLAIN, KEYS, adaptive=True)
     dues = walked(table, range(300), lambda step, key: (step > 0, step > 5))
     # the first two captures have nothing, or only one refresh, to be compared with
     assert captured(dues, "a/A") == [5 * n for n in (0, 1, 2, 4, 7, 12, 20, 33, 54)]
@@ -85,7 +85,7 @@ def test_a_factor_that_never_changes_is_captured_after_1_2_3_5_8_intervals():
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_factors_that_always_change_follow_their_schedule(schedule):
-    adaptive = Timetable(schedule, KEYS, offsets=OFFSETS, adaptive=AdaptiveRule())
+    adaptive = Timetable(schedule, KEYS, offsets=OFFSETS, adaptive=True)
     plain = Timetable(schedule, KEYS, offsets=OFFSETS)
     dues = walked(adaptive, range(400), lambda step, key: (False, False))
     assert dues == [plain.due(step) for step in range(400)]
@@ -93,13 +93,13 @@ def test_factors_that_always_change_follow_their_schedule(schedule):
 
 
 def test_the_rule_starts_at_the_end_of_the_burn_in():
-    table = Timetable(SCHEDULES["burn_in"], KEYS, adaptive=AdaptiveRule())
+    table = Timetable(SCHEDULES["burn_in"], KEYS, adaptive=True)
     dues = walked(table, range(100), lambda step, key: (True, True))
     assert captured(dues, "a/A") == [*range(31), 40, 55, 80]
 
 
 def test_flags_are_not_needed_during_the_burn_in():
-    table = Timetable(SCHEDULES["burn_in"], KEYS, adaptive=AdaptiveRule())
+    table = Timetable(SCHEDULES["burn_in"], KEYS, adaptive=True)
     for step in range(30):
         table.record(step, table.due(step), {})
     with pytest.raises(KeyError):
@@ -107,13 +107,13 @@ def test_flags_are_not_needed_during_the_burn_in():
 
 
 def test_a_refresh_that_was_sat_out_comes_with_the_next_capture():
-    table = Timetable(Schedule(Value.constant(1), Value.constant(4)), ("a/A",), adaptive=AdaptiveRule())
+    table = Timetable(Schedule(Value.constant(1), Value.constant(4)), ("a/A",), adaptive=True)
     dues = walked(table, range(40), lambda step, key: (True, True))
     assert captured(dues, "a/A") == [0, 2, 5, 10, 18, 31]
     assert [step for step, due in enumerate(dues) if due.refresh] == [0, 5, 10, 18, 31]  # 4, 8, 12 or 16, 20 .. 28
 
 
-def simulated(schedule: Schedule, rule: AdaptiveRule, similar, steps: int) -> list[tuple[bool, bool, int]]:
+def simulated(schedule: Schedule, similar, steps: int) -> list[tuple[bool, bool, int]]:
     """One factor, counting down captures and remembering a refresh that it owes: (capture, refresh, multiplier)."""
     start = schedule.burn_in.steps if schedule.burn_in else 0
     interval, previous, wait, owes, result = 1, 1, 0, False, []
@@ -125,7 +125,7 @@ def simulated(schedule: Schedule, rule: AdaptiveRule, similar, steps: int) -> li
         if captures:
             owes = False
             if step >= start:
-                interval, previous = rule.next_interval(interval, previous, *similar(step))
+                interval, previous = next_interval(interval, previous, *similar(step))
             wait = interval - 1
         elif due.capture:
             wait -= 1
@@ -137,12 +137,11 @@ def test_the_rule_thins_out_any_schedule_as_a_simulation_does(seed):
     rng = random.Random(seed)
     schedule = rng.choice(list(SCHEDULES.values()))
     flags = {(step, key): (rng.random() < 0.8, rng.random() < 0.7) for step in range(500) for key in KEYS}
-    rule = AdaptiveRule()
     expected = {
-        key: simulated(schedule.displaced(OFFSETS.get(key, 0)), rule, lambda step, key=key: flags[step, key], 500)
+        key: simulated(schedule.displaced(OFFSETS.get(key, 0)), lambda step, key=key: flags[step, key], 500)
         for key in KEYS
     }
-    table = Timetable(schedule, KEYS, offsets=OFFSETS, adaptive=rule)
+    table = Timetable(schedule, KEYS, offsets=OFFSETS, adaptive=True)
     skipped = 0
     for step in range(500):
         due = table.due(step)
@@ -158,7 +157,7 @@ def test_the_rule_thins_out_any_schedule_as_a_simulation_does(seed):
 
 
 def test_a_step_that_was_not_applied_changes_nothing():
-    table, other = (Timetable(PLAIN, KEYS, adaptive=AdaptiveRule()) for _ in range(2))
+    table, other = (Timetable(PLAIN, KEYS, adaptive=True) for _ in range(2))
     for step in range(60):
         for _ in range(3):
             assert table.due(step) == other.due(step)
@@ -167,7 +166,7 @@ def test_a_step_that_was_not_applied_changes_nothing():
             each.record(step, each.due(step), SAME)
 
 
-@pytest.mark.parametrize("adaptive", [None, AdaptiveRule()], ids=["scheduled", "adaptive"])
+@pytest.mark.parametrize("adaptive", [False, True], ids=["scheduled", "adaptive"])
 def test_a_restored_table_continues_identically(adaptive):
     rng = random.Random(1)
     flags = {(step, key): (rng.random() < 0.9, rng.random() < 0.8) for step in range(300) for key in KEYS}
@@ -183,9 +182,9 @@ def test_a_restored_table_continues_identically(adaptive):
 
 
 def test_factors_of_another_model_are_ignored_and_new_ones_start_afresh():
-    table = Timetable(PLAIN, (*KEYS, "gone/A"), adaptive=AdaptiveRule())
+    table = Timetable(PLAIN, (*KEYS, "gone/A"), adaptive=True)
     walked(table, range(33), lambda step, key: (True, True))
-    other = Timetable(PLAIN, (*KEYS, "new/A"), adaptive=AdaptiveRule())
+    other = Timetable(PLAIN, (*KEYS, "new/A"), adaptive=True)
     other.restore(table.state())
     assert "gone/A" not in other.state()["factors"] and other.multiplier("new/A") == 1
     assert [other.multiplier(key) == table.multiplier(key) > 1 for key in KEYS] == [True] * len(KEYS)
@@ -193,8 +192,8 @@ def test_factors_of_another_model_are_ignored_and_new_ones_start_afresh():
 
 
 def test_a_reset_forgets_everything():
-    table = Timetable(PLAIN, KEYS, adaptive=AdaptiveRule())
+    table = Timetable(PLAIN, KEYS, adaptive=True)
     walked(table, range(33), lambda step, key: (True, True))
     table.restore({})
-    assert table.state() == Timetable(PLAIN, KEYS, adaptive=AdaptiveRule()).state()
+    assert table.state() == Timetable(PLAIN, KEYS, adaptive=True).state()
     assert table.due(35) == FactorsDue(frozenset(KEYS), frozenset(KEYS))
