@@ -53,17 +53,17 @@ class Lies(NamedTuple):
 
 def multiplied(module: nn.Module) -> Mapping[str, Lies]:
     """Names of a module's own parameters that its code multiplies rows by, in the order of the code."""
-    if isinstance(module, nn.MultiheadAttention):  # its products are in torch's functions
-        names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
-        return dict.fromkeys((name for name in names if module._parameters.get(name) is not None), Lies(False))
-    if type(module).__name__ == "DbrxExpertGLU" and isinstance(getattr(module, "moe_num_experts", None), int):
-        count = int(module.moe_num_experts)  # type: ignore[arg-type]  # the module around it cuts them up
-        lying = {"w1": Lies(False, stack=count), "v1": Lies(False, stack=count), "w2": Lies(True, stack=count)}
-        return {name: lies for name, lies in lying.items() if module._parameters.get(name) is not None}
-    if type(module).__module__ == "deepspeed.moe.ep_experts":  # AutoEP's, in functions beside the class
-        return dict.fromkeys(("w1", "w3", "w2"), Lies(False))
     kind: Any = type(module)
-    found = _multiplied(kind)
+    count: Any = getattr(module, "moe_num_experts", None)
+    found: Mapping[str, Lies]
+    if isinstance(module, nn.MultiheadAttention):  # its products are in torch's functions
+        found = dict.fromkeys(("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"), Lies(False))
+    elif kind.__name__ == "DbrxExpertGLU" and isinstance(count, int):  # the module around it cuts them up
+        found = {"w1": Lies(False, stack=count), "v1": Lies(False, stack=count), "w2": Lies(True, stack=count)}
+    elif kind.__module__ == "deepspeed.moe.ep_experts":  # AutoEP's, in functions beside the class
+        found = dict.fromkeys(("w1", "w3", "w2"), Lies(False))
+    else:
+        found = _multiplied(kind)
     return {name: lies for name, lies in found.items() if module._parameters.get(name) is not None}
 
 
@@ -72,7 +72,7 @@ def _multiplied(kind: Any) -> Mapping[str, Lies]:
     found: dict[str, Lies] = {}
     unclear: set[str] = set()
     for function in _functions(kind):
-        for name, lies in _Reader(function).products():
+        for name, lies in _products(function):
             if found.setdefault(name, lies).first != lies.first:
                 unclear.add(name)  # one matrix here, another one there
     return {name: lies for name, lies in found.items() if name not in unclear}
@@ -240,73 +240,55 @@ def _child(node: ast.expr, own: str) -> str:
     return node.attr if known and isinstance(node, ast.Attribute) else ""
 
 
-class _Reader:
-    """Of one function's code."""
+def _products(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[str, Lies]]:
+    """(parameter, how it lies) of the products in a function's code, in its order."""
+    own, local = _own(function), dict[str, tuple[str, bool]]()  # variable -> parameter, whether turned
 
-    def __init__(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        self.function, self.own = function, _own(function)
-        self.local: dict[str, tuple[str, bool]] = {}  # variable -> parameter, whether turned
-
-    def products(self) -> Iterator[tuple[str, Lies]]:
-        """(parameter, how it lies), in the order of the code."""
-        nodes = sorted(
-            ast.walk(self.function), key=lambda node: (getattr(node, "lineno", 0), getattr(node, "end_col_offset", 0))
-        )
-        for node in nodes:
-            if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-                found = self._parameter(node.value)
-                if found is not None:
-                    self.local[node.targets[0].id] = found
-        for node in nodes:
-            left, right, linear = None, None, False
-            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
-                left, right = node.left, node.right
-            elif isinstance(node, ast.Call):
-                name, arguments = _name(node.func), list(node.args)
-                if name == "einsum":
-                    yield from self._einsum(arguments)
-                elif name in RIGHT and isinstance(node.func, ast.Attribute) and len(arguments) == 1:  # x.matmul(w)
-                    left, right = node.func.value, arguments[0]
-                elif name in LINEAR | RIGHT and len(arguments) > 1:
-                    left, right, linear = arguments[0], arguments[1], name in LINEAR
-                elif name in LINEAR:
-                    right = next((word.value for word in node.keywords if word.arg == "weight"), None)
-                    linear = True
-                elif name in ADDED and len(arguments) > 2:
-                    right = arguments[2]
-            found = None if right is None else self._parameter(right)
-            if found is not None:
-                yield found[0], Lies(found[1] == linear)
-            elif left is not None and not linear and (found := self._parameter(left)) is not None:
-                yield found[0], Lies(found[1])
-
-    def _einsum(self, arguments: list[ast.expr]) -> Iterator[tuple[str, Lies]]:
-        if len(arguments) != 3 or not isinstance(arguments[0], ast.Constant):
-            return
-        for place, operand in enumerate(arguments[1:]):
-            found, sums = self._parameter(operand), contraction(str(arguments[0].value), place)
-            if found is not None and not found[1] and sums is not None:
-                yield found[0], sums.lies
-
-    def _parameter(self, node: ast.AST) -> tuple[str, bool] | None:
+    def parameter(node: ast.AST) -> tuple[str, bool] | None:
         """What a piece of code is a view of: ``self.w[e].T`` of w, turned."""
         if isinstance(node, ast.Name):
-            return self.local.get(node.id)
+            return local.get(node.id)
         if isinstance(node, ast.Subscript):
-            return self._parameter(node.value)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            return self._changed(node.func.attr, self._parameter(node.func.value))
-        if isinstance(node, ast.Attribute):
-            if isinstance(node.value, ast.Name) and node.value.id == self.own:
-                return node.attr, False
-            return self._changed(node.attr, self._parameter(node.value))
-        return None
-
-    @staticmethod
-    def _changed(how: str, found: tuple[str, bool] | None) -> tuple[str, bool] | None:
-        if found is None or how not in TURNS | KEEPS:
+            return parameter(node.value)
+        how = node.func if isinstance(node, ast.Call) else node
+        if not isinstance(how, ast.Attribute):
             return None
-        return found[0], found[1] != (how in TURNS)
+        if how is node and isinstance(how.value, ast.Name) and how.value.id == own:
+            return how.attr, False
+        found = parameter(how.value)
+        return (found[0], found[1] != (how.attr in TURNS)) if found and how.attr in TURNS | KEEPS else None
+
+    nodes = sorted(
+        ast.walk(function), key=lambda node: (getattr(node, "lineno", 0), getattr(node, "end_col_offset", 0))
+    )
+    for node in nodes:
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            if (found := parameter(node.value)) is not None:
+                local[node.targets[0].id] = found
+    for node in nodes:
+        left, right, linear = None, None, False
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+            left, right = node.left, node.right
+        elif isinstance(node, ast.Call):
+            name, arguments = _name(node.func), list(node.args)
+            if name == "einsum" and len(arguments) == 3 and isinstance(arguments[0], ast.Constant):
+                for place, operand in enumerate(arguments[1:]):
+                    found, sums = parameter(operand), contraction(str(arguments[0].value), place)
+                    if found is not None and not found[1] and sums is not None:
+                        yield found[0], sums.lies
+            elif name in RIGHT and isinstance(node.func, ast.Attribute) and len(arguments) == 1:  # x.matmul(w)
+                left, right = node.func.value, arguments[0]
+            elif name in LINEAR | RIGHT and len(arguments) > 1:
+                left, right, linear = arguments[0], arguments[1], name in LINEAR
+            elif name in LINEAR:
+                right = next((word.value for word in node.keywords if word.arg == "weight"), None)
+                linear = True
+            elif name in ADDED and len(arguments) > 2:
+                right = arguments[2]
+        if right is not None and (found := parameter(right)) is not None:
+            yield found[0], Lies(found[1] == linear)
+        elif left is not None and not linear and (found := parameter(left)) is not None:
+            yield found[0], Lies(found[1])
 
 
 def _name(function: ast.AST) -> str:
