@@ -15,7 +15,7 @@ its Hessian is that of phi, the Fisher matrix in the prediction (Martens 2020, a
     L(z + d) - L(z) = <dL/dz, d> + phi(z + d) - phi(z) - <phi'(z), d>
 
 needs the gradient, which a backward has brought, but no labels. Predictions z are fp32 [.., C], those of
-convolutions with C moved to the end, or [N]; the losses are those of ``monte_carlo.py``.
+convolutions with C moved to the end, [N, 1] where there is but N; the losses are those of ``monte_carlo.py``.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,16 +36,10 @@ from ds_kfac.update.state import LastUpdate
 from ds_kfac.zero.weights import Pieces, WeightShift
 
 
-def _terms(z: Tensor) -> Tensor:
-    """[.., C] of a prediction, a row for every term of the loss."""
-    return z if z.ndim > 1 else z[:, None]
-
-
 def product(loss: str, z: Tensor, u: Tensor, v: Tensor, batch: BatchInfo) -> Tensor:
     """u^T H v of a loss, named as ``factor.sampler``, at the prediction z; a scalar."""
     if loss == "mse":
         return 2 * (u * v).mean()
-    z, u, v = _terms(z), _terms(u), _terms(v)
     if loss == "squared_error":
         return 2 * mean_of_terms((u * v).sum(-1), batch)
     p = z.softmax(dim=-1)
@@ -56,7 +50,6 @@ def excess(loss: str, z: Tensor, d: Tensor, batch: BatchInfo) -> Tensor:
     """phi(z + d) - phi(z) - <phi'(z), d>, a scalar."""
     if loss != "cross_entropy":  # of second degree
         return product(loss, z, d, d, batch) / 2
-    z, d = _terms(z), _terms(d)
     p = z.log_softmax(dim=-1)
     # log sum p exp(d) is phi(z + d) - phi(z), and exact where d is small
     return mean_of_terms(torch.logsumexp(p + d, dim=-1) - (p.exp() * d).sum(-1), batch)
@@ -75,7 +68,7 @@ class Forward:
     Attributes:
         random: states of the generators before it.
         outputs: dimension of a term's outputs in what the model returns.
-        prediction: f, fp32, without its graph, [.., C] or [N].
+        prediction: f, fp32, without its graph, [.., C].
         gradient: of the loss with respect to it.
     """
 
@@ -90,7 +83,7 @@ class Forward:
     def terms(self, of_prediction: Tensor) -> Tensor:
         """As ``prediction`` is."""
         found = of_prediction.detach().float()
-        return found.movedim(self.outputs, -1) if found.ndim > 1 else found
+        return found.movedim(self.outputs, -1) if found.ndim > 1 else found[:, None]
 
     def differentiated(self, gradient: Tensor) -> None:
         self.gradient = self.terms(gradient)
@@ -121,8 +114,9 @@ class QuadraticSteps:
 
     def _begin(self, module: Any, arguments: tuple, keywords: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            info = self.kfac.capture.read_batch(arguments, keywords)
-            self._forwards.append(Forward(arguments, keywords, info, self._random()))
+            info, device = self.kfac.capture.read_batch(arguments, keywords), self.kfac.device
+            own = () if device.type == "cpu" else (torch.get_device_module(device).get_rng_state(device),)
+            self._forwards.append(Forward(arguments, keywords, info, (torch.get_rng_state(), *own)))
 
     def _end(self, module: Any, inputs: tuple, output: Any) -> None:
         if torch._C._current_graph_task_id() != -1 or not module.training:
@@ -136,13 +130,6 @@ class QuadraticSteps:
             forward.outputs = class_dim(prediction)
             forward.prediction = forward.terms(prediction)
             prediction.register_hook(forward.differentiated)
-
-    def _random(self) -> tuple[Tensor, ...]:
-        device = self.kfac.device
-        own = () if device.type == "cpu" else (torch.get_device_module(device).get_rng_state(device),)
-        return (torch.get_rng_state(), *own)
-
-    # a step
 
     @torch.no_grad()
     def step(self) -> Draft:
@@ -168,7 +155,8 @@ class QuadraticSteps:
         model = QuadraticModel(
             torch.stack([b_1, b_2]).double(), M, torch.stack([D_11, D_12, D_12, D_22]).double().view(2, 2)
         )
-        w = model.weights(self._damping(draft))
+        damping = torch.tensor(kfac.config.damping.at(draft.step), device=kfac.device)
+        w = model.weights(damping if draft.damping_scale is None else damping * draft.damping_scale)
         draft.quadratic, (w_1, w_2) = (model, w), w.float()
         with kfac.metrics.stage("relayout"):
             self.shift.write({at: -(w_1 * piece + w_2 * directions[1][at]) for at, piece in directions[0].items()})
@@ -186,11 +174,6 @@ class QuadraticSteps:
                 sums += torch.stack([mean, torch.ones_like(mean)]) * (layer.numel / kfac.plan.workers)
         total, count = kfac.channel.sum(sums)
         return total / count.clamp(min=1.0)
-
-    def _damping(self, draft: Draft) -> Tensor:
-        """lambda at this step."""
-        value = torch.tensor(self.kfac.config.damping.at(draft.step), device=self.kfac.device)
-        return value if draft.damping_scale is None else value * draft.damping_scale
 
     def _fisher(self, directions: tuple[Pieces, Pieces], steps: Tensor) -> Tensor:
         """M, over all ranks. Collective: a forward may gather weights."""
