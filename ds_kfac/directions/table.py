@@ -11,11 +11,6 @@ DIRECTIONS: list[UpdateRule] = [KFACAdamWRule(), KFACGradientRule()]
 """The first that claims an engine's optimizer; the last works with any."""
 
 
-def rule_of(optimizer: Any) -> UpdateRule:
-    """The rule of an engine with this innermost optimizer."""
-    return next(rule for rule in DIRECTIONS if rule.steps(optimizer))
-
-
 def rule_in(ds_config: Mapping[str, Any], optimizer: Any = None) -> UpdateRule:
     """The rule of the engine that DeepSpeed would build.
 

@@ -27,8 +27,9 @@ from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.config.keys import KFACConfig, parse
 from ds_kfac.config.values import find_block
 from ds_kfac.curvature.methods import METHODS
+from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.kfac_gradient import PolynomialDecay
-from ds_kfac.directions.table import DIRECTIONS, rule_in, rule_of
+from ds_kfac.directions.table import DIRECTIONS, rule_in
 from ds_kfac.engine.attachment import HANDLE, Attachment
 from ds_kfac.engine.refusals import check_model, of_engine, refused, without_optimizer
 from ds_kfac.model.batch import ExpertRows
@@ -191,12 +192,13 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
     if not given.enabled:
         return None
     optimizer = getattr(engine, "basic_optimizer", None)
-    config, answers = rule_of(optimizer).resolved(given, type(optimizer).__name__)
-    if problems := refused(of_engine(engine, config, rule_of(optimizer).optimizer_type)):
+    rule = next(rule for rule in DIRECTIONS if rule.steps(optimizer))
+    config, answers = rule.resolved(given, type(optimizer).__name__)
+    if problems := refused(of_engine(engine, config, rule.optimizer_type)):
         raise ValueError("ds_kfac cannot attach to this engine:\n  " + "\n  ".join(problems))
     experts = ExpertRows(engine.module) if engine.has_moe_layers else None
     try:
-        job, scans = _assembled(engine, config, answers, experts)
+        job, scans = _assembled(engine, config, answers, rule, experts)
     except Exception:
         if experts is not None:
             experts.remove()
@@ -208,7 +210,7 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
 
 
 def _assembled(
-    engine: Any, config: KFACConfig, answers: tuple[str, ...], experts: ExpertRows | None
+    engine: Any, config: KFACConfig, answers: tuple[str, ...], rule: UpdateRule, experts: ExpertRows | None
 ) -> tuple[Job, tuple[Scan, ...]]:
     """Collective. Returns the job, tested, and what was found in each of its domains.
 
@@ -229,11 +231,10 @@ def _assembled(
     together: Any = partial(failing_together, headline, torch.distributed.group.WORLD, ValueError)
     agreeing = together if several else nullcontext
     with agreeing():
-        rule = rule_of(engine.basic_optimizer)
         found = scan(engine.module, rule.scanned(config), optimized=optimized)
         found = replace(found, layers=rule.cut(config, found.layers))
         pairs = _by_domain(found, parts)
-        targets = [_target(engine, domain, part, experts) for domain, part in pairs]
+        targets = [_target(engine, domain, part, rule, experts) for domain, part in pairs]
         plans = [
             make_plan(target.layers, _setting(target, config), budget, costs, answers)
             for target, budget in zip(targets, _budgets(targets, config), strict=True)
@@ -271,7 +272,7 @@ def _choose_backend(engine: Any, config: KFACConfig) -> None:
         logger.warning(f"ds_kfac: plain torch runs instead, on all ranks: {'; '.join(choice.replaced.values())}")
 
 
-def _target(engine: Any, domain: Domain, found: Scan, experts: ExpertRows | None) -> Target:
+def _target(engine: Any, domain: Domain, found: Scan, rule: UpdateRule, experts: ExpertRows | None) -> Target:
     """A domain's layers and where the engine keeps their gradients."""
     named = dict(engine.module.named_parameters())
     ours = [named[name] for name in parameter_names(found.layers)]
@@ -282,7 +283,7 @@ def _target(engine: Any, domain: Domain, found: Scan, experts: ExpertRows | None
         layout=shard_layout(engine, ours, domain.group, pieces_of(found.layers)),
         rest=shard_layout(engine, [p for p in domain.params if id(p) not in own_ids], domain.group),
         inner=engine.basic_optimizer,
-        rule=rule_of(engine.basic_optimizer),
+        rule=rule,
         domain=domain,
         info_of=experts,
     )

@@ -54,7 +54,6 @@ class Net(nn.Module):
 
 def worker(folder: str) -> dict:
     import ds_kfac
-    from ds_kfac.directions.table import rule_of
     from ds_kfac.estimate import command
     from ds_kfac.estimate.subject import Subject
 
@@ -77,7 +76,7 @@ def worker(folder: str) -> dict:
         except ValueError as error:
             found[name] = said, f"refused: {error}"
             continue
-        subject, rule = Subject(Net(), config), rule_of(engine.basic_optimizer)
+        subject, rule = Subject(Net(), config), kfac.preconditioner.rule
         same = {
             "config": kfac.preconditioner.config == subject.config,
             "clips": subject.context.clips == bool(engine.gradient_clipping()),
