@@ -209,7 +209,7 @@ class Convolution(Linear):
     images = True
 
     def __init__(self, kind: type[nn.modules.conv._ConvNd]) -> None:
-        self.kind: Any = kind
+        self.kind = kind
         self.dims = int(kind.__name__[-2])
 
     def batched(self, x: Tensor) -> Tensor:
@@ -217,8 +217,6 @@ class Convolution(Linear):
         return x if x.ndim > self.dims + 1 else x.unsqueeze(0)
 
     def refusal(self, module: nn.Module) -> str | None:
-        if not isinstance(module, self.kind):
-            return ""
         return computed_parameter(module)
 
     def overridden(self, module: nn.Module) -> str | None:

@@ -133,12 +133,14 @@ class LayerType(ABC):
         without_bias: why a bias is not part of the layer; None: it is.
         turned: whether the weight of a linear map lies [I, O].
         images: whether its tensors are images [N, C, ..]: no mask [N, T] is for their rows.
+        kind: class of the modules that it may describe.
     """
 
     needs_gradients = False
     without_bias: str | None = None
     turned = False
     images = False
+    kind: Any = nn.Module
 
     @abstractmethod
     def refusal(self, module: Any) -> str | None:

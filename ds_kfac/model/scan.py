@@ -282,7 +282,7 @@ def _kind(module: nn.Module) -> tuple[str, str | None]:
     """The type's name and None, or "" and why no type takes this module."""
     reasons = []
     for kind, layer_type in LAYERS.items():
-        reason = layer_type.refusal(module)
+        reason = layer_type.refusal(module) if isinstance(module, layer_type.kind) else ""
         if reason is None:
             return kind, None
         if reason:

@@ -2,7 +2,6 @@
 
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -10,10 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
-from deepspeed.utils import logger
 from torch import Tensor
-
-from ds_kfac.curvature.eigen import Refreshed
 
 
 @dataclass(eq=False)
@@ -159,14 +155,3 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Mapping):
         value = tuple(value.values())
     return [tensor for part in value for tensor in _tensors(part)] if isinstance(value, (tuple, list)) else []
-
-
-def count(results: Mapping[str, Refreshed], counts: Counter[str]) -> None:
-    """Add up what became of decompositions, and warn of those that failed."""
-    for key, result in results.items():
-        counts["refreshes"] += result.basis is not None
-        counts[f"refreshes_{result.how}"] += 1
-        counts["refresh_retries"] += result.retries
-        counts["refresh_failures"] += result.basis is None
-        if result.basis is None:
-            logger.warning(f"ds_kfac: no decomposition of factor {key} succeeded; what it was last decomposed to stays")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
@@ -23,7 +24,7 @@ from ds_kfac.model.layers import key_of
 from ds_kfac.model.rows import BatchSum
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import FactorsDue
-from ds_kfac.step.decompose import Refresher, count
+from ds_kfac.step.decompose import Refresher
 from ds_kfac.step.messages import FAILED, FRESH, UNUSABLE, UNUSUAL, Delivery, counting, scalar_names
 
 
@@ -259,7 +260,14 @@ class FactorUpdates:
             if key not in now and key in draft.factors:
                 draft.results[key] = self.refresher.result(key)
         draft.bases = {key: result.basis for key, result in draft.results.items() if result.basis is not None}
-        count(draft.results, self.metrics.step_counts)
+        counts = self.metrics.step_counts
+        for key, result in draft.results.items():
+            counts["refreshes"] += result.basis is not None
+            counts[f"refreshes_{result.how}"] += 1
+            counts["refresh_retries"] += result.retries
+            counts["refresh_failures"] += result.basis is None
+            if result.basis is None:
+                logger.warning(f"ds_kfac: no decomposition of factor {key} succeeded; the last one's result stays")
 
     def _work(self, keys: Sequence[str], draft: FactorDraft) -> Callable[[], list[Refreshed]]:
         """Decomposes factors, in this order; bound to what holds at this step, as it may be done later, on a side
