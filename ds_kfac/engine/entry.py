@@ -40,8 +40,7 @@ from ds_kfac.plan.make_plan import Setting, make_plan
 from ds_kfac.plan.plan import Plan
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner, Target
-from ds_kfac.zero.domains import Domain, check_names, domains
-from ds_kfac.zero.registry import optimized_parameters, self_test, shard_layout
+from ds_kfac.zero.registry import Domain, check_names, domains, optimized_parameters, self_test, shard_layout
 from ds_kfac.zero.shards import held_by_layer, parameter_names, pieces_of
 
 _plain_initialize: Callable[..., tuple] = deepspeed.initialize

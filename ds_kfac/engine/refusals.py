@@ -20,7 +20,7 @@ from ds_kfac.comm.message import gathered
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.config.values import AUTO
 from ds_kfac.model.batch import is_autoep
-from ds_kfac.zero.domains import tensor_shard
+from ds_kfac.zero.registry import tensor_shard
 
 COMPRESSED = ("onebitadam", "onebitlamb", "zerooneadam")
 """Optimizers that average gradients themselves."""

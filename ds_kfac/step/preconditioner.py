@@ -24,9 +24,9 @@ from ds_kfac.step.factors import FactorDraft, FactorUpdates
 from ds_kfac.step.messages import Sharing, unusual
 from ds_kfac.update.kfac import QuadraticModel
 from ds_kfac.update.state import LayerState
-from ds_kfac.zero.domains import Domain
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
+from ds_kfac.zero.registry import Domain
 
 
 @dataclass(frozen=True)

@@ -334,7 +334,7 @@ _ROWS = [
     ("AutoEP: places without a token count", "model/batch.py", "len(rows), place in self._ranks", "len(rows), False",
      "tests/model/test_experts.py"),
     ("AutoEP: loss terms of one rank", "model/batch.py", "ranks=ranks", "ranks=1", "tests/model/test_experts.py"),
-    ("AutoEP: names by a rank's own numbers", "zero/domains.py", "rank * len(p)", "0 * len(p)",
+    ("AutoEP: names by a rank's own numbers", "zero/registry.py", "rank * len(p)", "0 * len(p)",
      "tests/deepspeed/test_autoep.py::test_a_checkpoint_holds_the_experts_of_every_rank"),
     ("AutoEP: KFACAdamW's groups mix experts and others", "directions/kfac_adamw/user_optimizer.py",
      "experts_apart([checked_group(group) for group in parts])", "[checked_group(group) for group in parts]",

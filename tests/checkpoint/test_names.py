@@ -16,7 +16,7 @@ from ds_kfac.checkpoint.files import (
     write_payload,
     write_text,
 )
-from ds_kfac.zero.domains import check_names
+from ds_kfac.zero.registry import check_names
 
 NAMES = [
     "", "model", "~root", "h.0.attn", "H.0.attn", "h.0.ATTN", "adapters.en/de", "adapters.en_de", "/etc/passwd",
