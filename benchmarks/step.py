@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import ds_kfac
 from benchmarks.mean_step import ROW, WEIGHTS
 from ds_kfac.comm.reduce import payload
-from ds_kfac.plan import make_plan as planning
+from ds_kfac.plan import plan as planning
 from examples.gpt import GPT, GPTConfig
 
 UPDATE, REFRESH, STEPS = 4, 8, 25

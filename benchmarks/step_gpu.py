@@ -37,7 +37,7 @@ import ds_kfac
 from benchmarks.kernels.report import CsvFile
 from benchmarks.mean_step import ROW, WEIGHTS
 from ds_kfac.metrics import STAGES
-from ds_kfac.plan import make_plan as planning
+from ds_kfac.plan import plan as planning
 from examples.gpt import Block, GPTConfig
 
 UPDATE, REFRESH = 5, 20

@@ -12,9 +12,9 @@ import torch
 import ds_kfac.directions.base
 from ds_kfac.config.keys import KFACConfig, parse
 from ds_kfac.curvature.precision import choose
+from ds_kfac.directions.base import resolve
 from ds_kfac.model import scan
-from ds_kfac.plan import make_plan as planning
-from ds_kfac.plan.make_plan import resolve
+from ds_kfac.plan import plan as planning
 
 CPU = torch.device("cpu")
 STAGGERED = {"LONG_REFRESH": -1.0}
@@ -39,7 +39,7 @@ def planned(block: Mapping[str, Any], *, stacks: bool = False, device: torch.dev
 
 @contextmanager
 def chosen(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The "kfac" block without "plan", whose keys are functions and constants of ``ds_kfac/plan/make_plan.py``, and the
+    """The "kfac" block without "plan", whose keys are functions and constants of ``ds_kfac/plan/plan.py``, and the
     scan's ``LONGEST``, in effect here; and whatever the optimizer, with Kronecker eigenvalues if the block does not say
     otherwise."""
     with ExitStack() as stack:

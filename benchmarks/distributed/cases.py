@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from ds_kfac.plan import make_plan as planning
+from ds_kfac.plan import plan as planning
 from examples.gpt import GPT, GPTConfig
 
 UPDATE, REFRESH = 10, 100

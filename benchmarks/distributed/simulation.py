@@ -11,8 +11,8 @@ from benchmarks.distributed.plan import planned_traffic, total
 from benchmarks.distributed.tables import TABLES, Table
 from ds_kfac.assignment.costs import BUILTIN, CostModel, capture_flops
 from ds_kfac.config.keys import parse
-from ds_kfac.plan.make_plan import Setting, make_plan, resolve
-from ds_kfac.plan.plan import Known, Plan
+from ds_kfac.directions.base import resolve
+from ds_kfac.plan.plan import Known, Plan, Setting, make_plan
 from ds_kfac.zero.shards import Shard, ShardMap, partition_chunks
 
 MODELS = tuple(TABLES)

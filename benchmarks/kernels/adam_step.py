@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--stage", type=int, default=0, help="of ZeRO")
     options = parser.parse_args()
     join()
-    from ds_kfac.plan import make_plan as planning
+    from ds_kfac.plan import plan as planning
 
     if options.together:
         planning.stacks = lambda device, method: True

@@ -101,11 +101,11 @@ class DampingConfig(Block):
     @property
     def chosen(self) -> str:
         """The kind."""
-        assert self.kind is not None  # see ds_kfac.plan.make_plan
+        assert self.kind is not None  # see ds_kfac.plan.plan
         return self.kind
 
     def at(self, step: int) -> float:
-        assert self.value is not None  # see ds_kfac.plan.make_plan
+        assert self.value is not None  # see ds_kfac.plan.plan
         return self.value.at(step)
 
 
@@ -142,7 +142,7 @@ class PreconditionerConfig(Block):
 
     def kl_clip_at(self, step: int) -> float:
         """0: no clipping at that step."""
-        assert self.kl_clip is not None  # see ds_kfac.plan.make_plan
+        assert self.kl_clip is not None  # see ds_kfac.plan.plan
         return self.kl_clip.at(step)
 
 
@@ -311,7 +311,7 @@ class KFACConfig(Block):
         """With other values in a block."""
         return self.model_copy(update={block: getattr(self, block).model_copy(update=values)})
 
-    # of a config whose nulls are answered, see ds_kfac.plan.make_plan
+    # of a config whose nulls are answered, see ds_kfac.plan.plan
 
     @property
     def choice(self) -> Choice:

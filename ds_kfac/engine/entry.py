@@ -36,8 +36,7 @@ from ds_kfac.model.batch import ExpertRows
 from ds_kfac.model.registry import CUT_SIDES, SHARDS
 from ds_kfac.model.scan import Scan, scan
 from ds_kfac.ops import dispatch
-from ds_kfac.plan.make_plan import Setting, make_plan
-from ds_kfac.plan.plan import Plan
+from ds_kfac.plan.plan import Plan, Setting, make_plan
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner, Target
 from ds_kfac.zero.registry import Domain, check_names, domains, optimized_parameters, self_test, shard_layout

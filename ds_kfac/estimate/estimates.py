@@ -33,7 +33,7 @@ from ds_kfac.metrics import STAGES, SUMMARY
 from ds_kfac.model.convolutions import Convolution, grid_step
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import LAYERS
-from ds_kfac.plan import make_plan as planning
+from ds_kfac.plan import plan as planning
 from ds_kfac.plan.plan import Plan, rows_from
 from ds_kfac.step.messages import Delivery, scalar_names
 from ds_kfac.update.rotation import stacks

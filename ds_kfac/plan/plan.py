@@ -1,21 +1,48 @@
-"""The plan of a run: who does what, when, and how it travels. Pure, the same on every rank, made before training."""
+"""The plan of a run: who does what, when, and how it travels. Pure, the same on every rank, made before training.
+
+What the config leaves open is chosen by predicted cost, each with its reason. What no key says is a constant or a
+function, so that a test can have it otherwise.
+"""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import add
 
 import torch
 
-from ds_kfac.assignment.assign import Assignment, Contributors, counted
-from ds_kfac.assignment.costs import FactorSpec, factor_specs
+from ds_kfac.assignment.assign import (
+    ROWS_PER_COLUMN,
+    Assignment,
+    Contributors,
+    assign,
+    counted,
+    refresh_offsets,
+    worker_counts,
+    workers_for,
+)
+from ds_kfac.assignment.costs import CostModel, FactorSpec, Work, factor_specs, packed_bytes
+from ds_kfac.comm.reduce import DTYPES
 from ds_kfac.config.keys import KFACConfig
-from ds_kfac.curvature.methods import Method
-from ds_kfac.curvature.precision import Precision
+from ds_kfac.curvature.methods import METHODS, Method
+from ds_kfac.curvature.precision import Precision, choose
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import SHARDS
 from ds_kfac.schedule.timetable import Schedule, Timetable
 
-Groups = tuple[tuple[str, ...], ...]
+CPU = torch.device("cpu")
+FITS = 4
+"""Attempts at an assignment whose steps fit the budget, too."""
+FIRST_BUCKETS = 4
+"""Sums of the first captured batch take as much memory at most, in messages, or come from the eigen workers alone."""
+COSTLY_TRAFFIC = 0.02
+"""Part of K-FAC's seconds per step from which on its traffic is halved, in a model of 16 bits."""
+BUCKET_BYTES = 1 << 28
+"""Most bytes of batch sums that a rank sends, or receives, in one message; two are on their way at a time."""
+LONG_REFRESH = 0.05
+"""Seconds of a refresh of everything at once from which on it is spread over steps."""
+LONG_STEP = 0.05
+"""Seconds of decompositions in a step from which on they are done beside the steps that follow."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +54,7 @@ class Known:
         rows: layer name -> rows of a rank in a step, in the mean; of a stack's layer those that it takes itself.
     """
 
-    groups: Groups | None = None
+    groups: tuple[tuple[str, ...], ...] | None = None
     rows: Mapping[str, float] | None = None
 
 
@@ -45,7 +72,7 @@ class Plan:
         wire: dtype of batch sums and eigenvectors on the wire.
         gradient_dtypes: of gradients to their workers and of results back.
         shares: whether layers that see the same input are to share A.
-        config: with its nulls answered, see :func:`ds_kfac.plan.make_plan.resolve`.
+        config: with its nulls answered, see :func:`ds_kfac.directions.base.resolve`.
         precision: of the products of a step.
         stacks: whether small layers of equal shape are preconditioned together.
         clip_lr: the learning rate in kl-clip's bound, "current" or "peak".
@@ -92,8 +119,7 @@ class Plan:
     @cached_property
     def rows(self) -> tuple[tuple[int, ...], ...]:
         """Ranks that get each other's results: together they are gradient workers of every layer once."""
-        world = self.assignment.world
-        width = world // self.workers
+        world, width = self.assignment.world, self.assignment.world // self.workers
         return tuple(tuple(range(start, start + width)) for start in range(0, world, width))
 
     @property
@@ -119,16 +145,11 @@ class Plan:
             return plan
         wanted = self.config.factor.rows
         assert not isinstance(wanted, str)
-        alone = [factor for factor in factor_specs(self.layers) if factor.layers[0] not in self.copied]
+        alone = alone_here(self.layers, factor_specs(self.layers))
         layers = {layer.name: layer for layer in self.layers}
         rows = {f.key: sum(known.rows.get(name, 0.0) for name in rows_from(f, layers)) for f in alone}
         counts = counted(alone, rows, self.assignment.world, wanted=wanted)
         return replace(plan, contributors=replace(self.contributors, counts=counts), first=self.contributors)
-
-    @cached_property
-    def copied(self) -> frozenset[str]:
-        """Layers that other tensor-parallel ranks have copies of: their factors must not depend on the assignment."""
-        return frozenset(layer.name for layer in self.layers if layer.copies > 1)
 
     def sharing(self, groups: Sequence[Sequence[str]]) -> "Plan":
         """With one A for each of these groups of layers, and no others. Nothing moves: its eigen worker is that of the
@@ -154,3 +175,226 @@ def rows_from(factor: FactorSpec, layers: Mapping[str, LayerSpec]) -> tuple[str,
     if not factor.is_A or first.part[1] == 1 or not first.product:
         return (first.name,)
     return tuple(name for name in factor.layers if layers[name].weight == first.weight)
+
+
+def alone_here(layers: Sequence[LayerSpec], factors: Sequence[FactorSpec]) -> list[FactorSpec]:
+    """Factors of layers that no other tensor-parallel ranks have copies of: those ranks' plans may differ."""
+    copied = {layer.name for layer in layers if layer.copies > 1}
+    return [factor for factor in factors if factor.layers[0] not in copied]
+
+
+class OverBudget(ValueError):
+    """The memory of a plan."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the engine gives.
+
+    Attributes:
+        world: ranks of the data-parallel group.
+        held: layer name -> gradient elements on each rank; None where every rank holds every gradient.
+        parameters, gradients: dtypes of the model and of the gradients where K-FAC reads them.
+        moments: fp32 tensors of a gradient's shape that a gradient worker keeps.
+        device: where layers are preconditioned.
+        scheduled: whether DeepSpeed runs an lr scheduler.
+    """
+
+    world: int
+    held: Mapping[str, Sequence[int]] | None
+    parameters: torch.dtype
+    gradients: torch.dtype
+    moments: int
+    device: torch.device = CPU
+    scheduled: bool = False
+
+
+def make_plan(
+    layers: Sequence[LayerSpec], setting: Setting, config: KFACConfig, costs: CostModel, answers: tuple[str, ...] = ()
+) -> Plan:
+    """The plan of a run. Where its memory is over the budget with an A for each expert of a stack, one for all.
+
+    Args:
+        layers: as they are without a budget; the plan's may differ from them in ``shares``.
+        config, answers: what :func:`ds_kfac.directions.base.resolve` returns.
+
+    Raises ValueError if the fraction does not fit the world or the mode, or the memory budget is too small.
+    """
+    schedule, method, reasons = config.schedule, METHODS[config.preconditioner.method], list[str]()
+    update, refresh = schedule.intervals(schedule.settled)
+    paired, budget = method.paired(config.damping.chosen), config.assignment.memory_budget_gb
+    work = Work(
+        layers, factor_specs(layers), setting.world, setting.held, costs, update, refresh, setting.moments, method,
+    )  # fmt: skip
+    try:
+        assignment = _assignment(work, config, paired, reasons)
+    except OverBudget:
+        common = common_inputs(layers) if config.choice.shares else tuple(layers)
+        if common == tuple(layers):
+            raise
+        plan = make_plan(common, setting, config, costs, answers)
+        apart = sum(a.shares != b.shares for a, b in zip(layers, common, strict=True))
+        reason = f"the experts of a stack have one A of what each makes, too: {apart:,} more are over {budget:g} GB"
+        return replace(plan, reasons=(*plan.reasons, reason))
+    wire = _wire(assignment, setting, config, reasons)
+    offsets, worst = _offsets(assignment, config, reasons)
+    lag = config.eigenbasis.lag
+    if lag is None:
+        lag = min(update, refresh - 1) if costs.beside and worst > LONG_STEP else 0
+        late = f"refreshes take effect {lag} steps later, beside the model until then: {worst * 1e3:.3g} ms in one step"
+        reasons += [late] if lag else []
+    if paired:
+        reasons.append(
+            "A and G of a layer are decomposed on one rank, and layers do not share A: with "
+            f'"{config.damping.chosen}" a factor\'s damping depends on its partner; "relative" does not need it'
+        )
+    if wire is not torch.float32 and not any(part.halved for part in method.parts):
+        reasons.append(f"{method.words} travel in fp32, only batch sums in {str(wire).removeprefix('torch.')}")
+    return Plan(
+        layers=tuple(layers),
+        schedule=schedule,
+        assignment=assignment,
+        offsets=offsets,
+        lag=lag,
+        adaptive=config.adaptive,
+        contributors=_contributors(work, config, reasons),
+        bucket_bytes=BUCKET_BYTES,
+        wire=wire,
+        gradient_dtypes=gradient_dtypes(setting.parameters, setting.gradients),
+        shares=config.choice.shares,
+        config=config,
+        precision=choose(config.preconditioner.precision, setting.device),
+        stacks=stacks(setting.device, method),
+        clip_lr=clip_lr(setting.scheduled),
+        answers=answers,
+        reasons=tuple(reasons),
+        paired=paired,
+    )
+
+
+def _assignment(work: Work, config: KFACConfig, paired: bool, reasons: list[str]) -> Assignment:
+    """The predicted-fastest one within the budget; ``paired``: A and G of a layer on one rank."""
+    options, world = config.assignment, work.world
+    fraction, budget = options.gradient_worker_fraction, options.memory_budget_gb
+    counts = worker_counts(world) if fraction is None else (workers_for(fraction, world),)
+    if work.held is not None:
+        if fraction is not None and counts != (1,):
+            raise ValueError(
+                f"kfac.assignment.gradient_worker_fraction is {fraction}, but this ZeRO stage partitions gradients: "
+                "several workers would each gather the whole gradient, and one would send the pieces back. Set it to "
+                "null, or use ZeRO stage 0"
+            )
+        counts = (1,)
+    found, problems = dict[int, Assignment](), list[str]()
+    for workers in counts:
+        try:
+            found[workers] = _fitting(work, workers, paired, budget)
+        except ValueError as problem:
+            problems.append(str(problem))
+    if not found:
+        raise OverBudget(f"kfac.assignment.memory_budget_gb: {problems[0]}")
+    best = min(found, key=lambda workers: (max(found[workers].loads), max(found[workers].memory)))
+    if len(counts) > 1:
+        tried = ", ".join(
+            f"{workers}/{world}: {max(plan.loads) * 1e3:.3g} ms and {max(plan.memory):,} bytes"
+            for workers, plan in found.items()
+        )
+        tried += f"; {len(problems)} more over the budget of {budget} GB" if problems else ""
+        reasons.append(f"{best} of {world} ranks precondition a layer: predicted per step and rank {tried}")
+    return found[best]
+
+
+def _fitting(work: Work, workers: int, paired: bool, budget: float | None) -> Assignment:
+    """Within the budget, in 10^9 bytes, with what a step takes beside the state. Raises ValueError if there is none."""
+    if budget is None:
+        return assign(work, workers, paired=paired)
+    cap, needed = budget * 1e9, 0
+    for _ in range(FITS):
+        try:
+            made = assign(work, workers, paired=paired, memory_cap=cap)
+        except ValueError:
+            if not needed:
+                raise
+            break
+        beside = work.beside(made.workers, made.eigen_workers)
+        needed = max(map(add, made.memory, beside))
+        if needed <= budget * 1e9:
+            return made
+        cap = max(made.memory) - (needed - budget * 1e9)
+    raise ValueError(
+        f"K-FAC: the memory cap is {budget * 1e9:.0f} bytes per rank, but state and what a step takes beside it needs "
+        f"{needed} bytes; raise the cap, or take a smaller factor.dense_max or more ranks"
+    )
+
+
+def _contributors(work: Work, config: KFACConfig, reasons: list[str]) -> Contributors:
+    """Of the first captured batch, before it is known how many rows a rank has: all ranks, unless that takes more
+    memory than later steps may; then the eigen workers alone."""
+    asked, counts = config.factor.rows, dict[str, int]()
+    if asked != "all" and work.world > 1:
+        if sum(packed_bytes(factor.side) for factor in work.factors) > FIRST_BUCKETS * BUCKET_BYTES:
+            counts = {factor.key: 1 for factor in alone_here(work.layers, work.factors)}
+        need = f"{ROWS_PER_COLUMN} rows per column" if asked is None else f"{asked} rows"
+        reasons.append(f"a factor's batch comes from as many ranks as have {need}; known from the first batch on")
+    return Contributors(work.world, work.costs.node_size, counts)
+
+
+def _wire(assignment: Assignment, setting: Setting, config: KFACConfig, reasons: list[str]) -> torch.dtype:
+    """The dtype of batch sums and eigenvectors."""
+    work = assignment.work
+    if config.communication.dtype is not None:
+        return DTYPES[config.communication.dtype]
+    seconds = sum(work.costs.transfer(packed_bytes(factor.side)) for factor in work.factors) / work.update_interval
+    part = seconds / (seconds + max(assignment.loads)) if setting.world > 1 else 0.0
+    if setting.parameters is torch.float32 or part <= COSTLY_TRAFFIC:
+        return torch.float32
+    reasons.append(f"bf16 on the wire: batch sums are predicted to cost {part:.0%} of K-FAC's time in fp32")
+    return torch.bfloat16
+
+
+def _offsets(assignment: Assignment, config: KFACConfig, reasons: list[str]) -> tuple[Mapping[str, int], float]:
+    """Spread over the interval if that is worth it; and seconds of the worst step's refreshes."""
+    work, at_once = assignment.work, [0.0] * assignment.world
+    for factor in work.factors:
+        at_once[assignment.eigen_workers[factor.key]] += work.costs.decompose(factor.side, work.method)
+    free = alone_here(work.layers, work.factors)
+    if max(at_once) <= LONG_REFRESH or work.refresh_interval == 1 or not free:
+        return {}, max(at_once)
+    offsets, worst = refresh_offsets(free, assignment.eigen_workers, work, alone=config.factor.rows != "all")
+    reasons.append(
+        f"refreshes spread over {work.refresh_interval} steps: predicted {worst * 1e3:.3g} ms in the worst step "
+        f"instead of {max(at_once) * 1e3:.3g} ms"
+    )
+    return offsets, worst
+
+
+def stacks(device: torch.device, method: Method) -> bool:
+    """Whether small layers of equal shape are preconditioned together: fewer and larger launches, for a second copy of
+    their eigenvectors, at most 256 MiB a rank, which memory plans do not count. On a CPU a batched product is slower
+    than its parts; only layers whose gradients are rotated are stacked."""
+    return method.rotates and device.type != "cpu"
+
+
+def common_inputs(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+    """With one A for the experts of a stack that have an A each."""
+    stacks: dict[str, list[LayerSpec]] = {}
+    for layer in layers:
+        stacks.setdefault(layer.weight, []).append(layer)
+    apart = {name: stack[0].name for name, stack in stacks.items() if not any(layer.shares for layer in stack)}
+    return tuple(
+        replace(layer, shares=apart[layer.weight]) if layer.name != apart.get(layer.weight, layer.name) else layer
+        for layer in layers
+    )
+
+
+def gradient_dtypes(parameters: torch.dtype, gradients: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """In which gradients travel to their workers, as they are stored, and preconditioned ones back: in bf16 if the
+    model is in 16 bits (fp16 would overflow, because they carry the loss scale)."""
+    return gradients, torch.float32 if parameters is torch.float32 else torch.bfloat16
+
+
+def clip_lr(scheduled: bool) -> str:
+    """Which learning rate counts in kl-clip's bound: with the "current" one, nu * lr does not depend on it, which would
+    undo a schedule that DeepSpeed runs; with the "peak", the schedule's largest, or the largest one seen, the step
+    shrinks with it."""
+    return "peak" if scheduled else "current"

@@ -8,9 +8,8 @@ import torch
 from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.curvature.factor import Side
 from ds_kfac.curvature.methods import EIGEN, METHODS
-from ds_kfac.plan import make_plan as planning
-from ds_kfac.plan.make_plan import Setting, make_plan
-from ds_kfac.plan.plan import Plan, sharing_candidates
+from ds_kfac.plan import plan as planning
+from ds_kfac.plan.plan import Plan, Setting, make_plan, sharing_candidates
 from tests.choices import STAGGERED, chosen, resolved
 from tests.layer_tables import gpt2_small, zero_shards
 

@@ -7,8 +7,7 @@ from ds_kfac.assignment.costs import BUILTIN, factors_by_layer
 from ds_kfac.config import keys as kfac_config
 from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.plan.make_plan import Setting, make_plan
-from ds_kfac.plan.plan import Known, Plan
+from ds_kfac.plan.plan import Known, Plan, Setting, make_plan
 from ds_kfac.zero.shards import source
 from tests.choices import STAGGERED, chosen, resolved
 from tests.layer_tables import llama, zero_shards

@@ -3,8 +3,8 @@
 import pytest
 
 from ds_kfac.config.keys import parse
+from ds_kfac.directions.base import resolve
 from ds_kfac.directions.kfac_gradient import KFACGradientRule
-from ds_kfac.plan.make_plan import resolve
 from ds_kfac.schedule.timetable import Value
 
 NONE = {"factor.prediction", "factor.rows", "assignment.memory_budget_gb", "assignment.costs"}

@@ -12,8 +12,7 @@ from ds_kfac.comm.reduce import Reducer
 from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.rows import BatchSum
-from ds_kfac.plan.make_plan import Setting, make_plan
-from ds_kfac.plan.plan import Plan
+from ds_kfac.plan.plan import Plan, Setting, make_plan
 from ds_kfac.schedule.timetable import FactorsDue
 from ds_kfac.step.decompose import Refresher
 from ds_kfac.step.factors import FactorUpdates
