@@ -9,6 +9,7 @@ Shape suffixes: N rows, D the side's width, P its packed elements, n blocks of w
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ class Side:
             return "dense"
         return "diagonal" if self.block == 1 else f"blocks of {self.block}"
 
-    @property
+    @cached_property
     def groups(self) -> tuple[tuple[int, int], ...]:
         """(n, b): the full blocks, then the rest."""
         if self.block == 0:
@@ -72,12 +73,12 @@ class Side:
         full, rest = divmod(self.dim, self.block)
         return ((full, self.block), (1, rest)) if rest else ((full, self.block),)
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """Packed elements of each entry of :attr:`groups`."""
         return [count * width * (width + 1) // 2 for count, width in self.groups]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Packed elements P."""
         return sum(self.sizes)

@@ -217,7 +217,7 @@ class Capture:
     @torch.compiler.disable
     def _end_batch(self, own: bool, output: Any) -> None:
         if own and torch._C._current_graph_task_id() == -1:
-            self.loss.returned(output, weight_sharing=self.rows.weight_sharing)
+            self._forward.loss.returned(output, weight_sharing=self.rows.weight_sharing)
             self._masks.end()
 
     def _hook_layer(self, layer: LayerSpec, own: nn.Module, model: nn.Module) -> None:

@@ -267,8 +267,22 @@ class RowSums:
         Args:
             own: the call's rows that count.
         """
-        loss, info = call.forward.loss, call.info
-        terms, divisor = self._terms(call, own), info.divisor
+        loss, info, divisor = call.forward.loss, call.info, call.info.divisor
+        terms = loss.terms  # M, the same for all layers
+        if terms is None:
+            own = own if info.tokens is None else info.tokens
+            if loss.guess is None:
+                loss.guess = own
+            elif call.select is None and not self._warned:  # rows of one of several layers say nothing of it
+                known = isinstance(own, int) and isinstance(loss.guess, int)  # numbers on the device are not looked at
+                self._warned = bool(own != loss.guess) if known else type(own) is not type(loss.guess)
+                if self._warned:
+                    logger.warning(
+                        f"ds_kfac: {call.layer.name} has other rows than the layer nearest to the loss. The number of "
+                        "loss terms is taken from that layer, because neither labels nor an output of the model show "
+                        "it. Set engine.kfac.read_batch to return the labels (docs/tuning.md)"
+                    )
+            terms = loss.guess
         key = loss, call.layer.name  # A's and G's rows are the same terms, and one of both is made
         if key not in self.counted:
             self.counted.add(key)
@@ -276,26 +290,6 @@ class RowSums:
         if loss.seed is not None and info.items is not None:
             seed, divisor = loss.seed, info.items
         return (divisor if self._divided and divisor is not None else terms) / seed
-
-    def _terms(self, call: Call, own: Tensor | int) -> Tensor | int:
-        """M of the call's forward, the same for all layers."""
-        loss = call.forward.loss
-        if loss.terms is not None:
-            return loss.terms
-        own = own if call.info.tokens is None else call.info.tokens
-        if call.select is not None and loss.guess is not None:  # rows of one of several layers say nothing of it
-            return loss.guess
-        if loss.guess is None:
-            loss.guess = own
-        known = isinstance(own, int) and isinstance(loss.guess, int)  # numbers on the device are not looked at
-        if not self._warned and (own != loss.guess if known else type(own) is not type(loss.guess)):
-            self._warned = True
-            logger.warning(
-                f"ds_kfac: {call.layer.name} has other rows than the layer nearest to the loss. The number of loss "
-                "terms is taken from that layer, because neither labels nor an output of the model show it. Set "
-                "engine.kfac.read_batch to return the labels (docs/tuning.md)"
-            )
-        return loss.guess
 
 
 # layers that see the same input, such as q, k, v or gate, up: found by tensor identity, and verified from then on
