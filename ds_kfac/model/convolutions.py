@@ -55,12 +55,6 @@ class Window:
     mode: str = "zeros"
 
     @classmethod
-    def of(cls, module: nn.modules.conv._ConvNd) -> "Window":
-        """A convolution's; of a transposed one that of the convolution it is the transpose of."""
-        padding = tuple(module._reversed_padding_repeated_twice)
-        return cls(module.kernel_size, module.stride, module.dilation, padding, module.padding_mode)
-
-    @classmethod
     def pixel(cls, dims: int) -> "Window":
         """Sees one place."""
         one = (1,) * dims
@@ -243,7 +237,9 @@ class Convolution(Linear):
 
     def input_patches(self, module: Any, x: Tensor) -> Patches:
         """Whose second moment is A."""
-        window, x = Window.of(module), self.batched(x)
+        # of a transposed one: of the convolution it is the transpose of
+        padding, x = tuple(module._reversed_padding_repeated_twice), self.batched(x)
+        window = Window(module.kernel_size, module.stride, module.dilation, padding, module.padding_mode)
         return Patches(x, window, window.positions(tuple(x.shape[2:])))
 
     def gradient_patches(self, module: Any, gradient: Tensor) -> Patches:

@@ -25,6 +25,7 @@ ADDED = {"addmm", "baddbmm"}
 TURNS = {"T", "mT", "t", "transpose", "swapaxes", "adjoint"}
 COPIES = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone", "clamp", "clip"}
 """Some in another dtype, or with some elements bounded: those that are not have the gradient of the copy."""
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 KEEPS = COPIES | {"unsqueeze", "squeeze"}
 
 
@@ -78,26 +79,16 @@ def _multiplied(kind: Any) -> Mapping[str, Lies]:
     return {name: lies for name, lies in found.items() if name not in unclear}
 
 
-class Lent(NamedTuple):
-    """A module inside of another one, whose weight that one multiplies by itself, or hands to a function.
-
-    Attributes:
-        called: whether it is called, too, as modules are.
-    """
-
-    module: nn.Module
-    called: bool
-
-
-def lent(module: nn.Module) -> list[Lent]:
-    """What a module's code takes the weights of."""
+def lent(module: nn.Module) -> list[tuple[nn.Module, bool]]:
+    """Modules inside of one whose weights its code multiplies by itself, or hands to a function; and whether each is
+    called, too, as modules are."""
     if isinstance(module, nn.MultiheadAttention):  # in torch's functions
-        return [Lent(module.out_proj, False)]
-    if type(module).__name__ == "TopKGate" and isinstance(module._modules.get("wg"), nn.Linear):  # deepspeed.moe's
-        return [Lent(module.wg, False)]  # type: ignore[arg-type]
+        return [(module.out_proj, False)]
     kind: Any = type(module)
-    children = {name: (module._modules.get(name), called) for name, called in _lent(kind).items()}
-    return [Lent(child, called) for child, called in children.values() if child is not None]
+    if kind.__name__ == "TopKGate" and isinstance(gate := module._modules.get("wg"), nn.Linear):  # deepspeed.moe's
+        return [(gate, False)]
+    children = [(module._modules.get(name), called) for name, called in _lent(kind).items()]
+    return [(child, called) for child, called in children if child is not None]
 
 
 @cache
@@ -167,7 +158,7 @@ def looked_up(module: nn.Module, parameter: str) -> bool:
     return any(isinstance(use, ast.Call) and _name(use.func) == "embedding" for use in read)
 
 
-def _reads(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[str, ast.AST]]:
+def _reads(function: Function) -> Iterator[tuple[str, ast.AST]]:
     """(NAME, what has it as its part) of every ``self.NAME`` that a function reads."""
     own = _own(function)
     if function.name.startswith(MAKES):
@@ -178,7 +169,7 @@ def _reads(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[s
                 yield child.attr, node
 
 
-def _functions(kind: Any, *, alone: bool = False) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+def _functions(kind: Any, *, alone: bool = False) -> Iterator[Function]:
     """The code of a class and of those that it comes from, or of it ``alone``, as far as there is a source."""
     for base in (kind,) if alone else kind.__mro__:
         if base is nn.Module:
@@ -188,7 +179,7 @@ def _functions(kind: Any, *, alone: bool = False) -> Iterator[ast.FunctionDef | 
         except (KeyError, OSError, TypeError, SyntaxError):  # made in a shell, or by a program
             continue
         nodes = ast.walk(tree) if tree is not None else ()
-        yield from (node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+        yield from (node for node in nodes if isinstance(node, Function))
 
 
 @lru_cache(maxsize=8)
@@ -201,7 +192,7 @@ def classes_of(file: str, module: str) -> Mapping[str, ast.ClassDef]:
         if isinstance(node, ast.ClassDef):
             found.setdefault(path + node.name, node)
             path += f"{node.name}."
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        elif isinstance(node, Function):
             path += f"{node.name}.<locals>."
         waiting += [(x, path) for x in ast.iter_child_nodes(node) if isinstance(x, ast.stmt | ast.excepthandler)]
     return found
@@ -224,12 +215,12 @@ def _is_weight(node: ast.expr) -> TypeGuard[ast.Attribute]:
     return isinstance(node, ast.Attribute) and node.attr == "weight"
 
 
-def _arguments(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
+def _arguments(function: Function) -> list[ast.arg]:
     """Those that are given by their place."""
     return [*function.args.posonlyargs, *function.args.args]
 
 
-def _own(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+def _own(function: Function) -> str:
     """What a method calls its module."""
     return next((argument.arg for argument in _arguments(function)), "")
 
@@ -240,7 +231,7 @@ def _child(node: ast.expr, own: str) -> str:
     return node.attr if known and isinstance(node, ast.Attribute) else ""
 
 
-def _products(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[str, Lies]]:
+def _products(function: Function) -> Iterator[tuple[str, Lies]]:
     """(parameter, how it lies) of the products in a function's code, in its order."""
     own, local = _own(function), dict[str, tuple[str, bool]]()  # variable -> parameter, whether turned
 
