@@ -19,20 +19,9 @@ from torch import Tensor
 
 from ds_kfac.curvature.precision import HIGHEST, Precision, fp32_products
 
-Coefficients = tuple[tuple[float, float, float], ...]
-
-COEFFICIENTS: dict[str, Coefficients] = {
-    "muon": ((3.4445, -4.7750, 2.0315),) * 5,
-    "polar_express": (
-        (8.156554524902461, -22.48329292557795, 15.878769915207462),
-        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-    ),
-}
-"""Of the quintic x (a + b x^2 + c x^4), a row a step. muon: Jordan et al. 2024, tuned to lift small singular values
-fast, to 0.7 .. 1.2. polar_express: the best at every step (Amsel et al. 2025, arXiv:2505.16932), to 0.86 .. 1.14."""
+STEPS = ((3.4445, -4.7750, 2.0315),) * 5
+"""Of the quintic x (a + b x^2 + c x^4), a row a step: Jordan et al. 2024, tuned to lift small singular values fast, to
+0.7 .. 1.2."""
 GRAM_FROM = 1.75
 """n / m from which the Gram form is the cheaper one, by 7 % at least; they are even at 1.5. A fused gate and up with a
 bias, [2 m, m + 1], is a little less than 2."""
@@ -49,7 +38,6 @@ def orthogonal_factors(
     columns: Sequence[Tensor | None] | None = None,
     *,
     precision: Precision = HIGHEST,
-    coefficients: str = "muon",
 ) -> list[tuple[Tensor, Tensor]]:
     """U V^T of x = U S V^T, nearly, of directions [O, I] or [n, O, I], all with the same longer and shorter side: they
     are iterated together.
@@ -65,7 +53,7 @@ def orthogonal_factors(
     norms = [_scale(x, s) for x, s in zip(directions, scales, strict=True)]
     with fp32_products(precision.products, directions[0].device):
         dtype = torch.float16 if precision.half_orthogonal else directions[0].dtype
-        factors = _iterated(_together(directions, [scale for _, scale in norms], dtype), COEFFICIENTS[coefficients])
+        factors = _iterated(_together(directions, [scale for _, scale in norms], dtype))
     parts = [factors] if len(directions) == 1 else factors.split([len(x) if x.ndim > 2 else 1 for x in directions])
     for x, s, part in zip(directions, scales, parts, strict=True):
         wide = x.mT if x.shape[-2] > x.shape[-1] else x
@@ -75,9 +63,9 @@ def orthogonal_factors(
     return [(x, size) for x, (size, _) in zip(directions, norms, strict=True)]
 
 
-def newton_schulz(x_OI: Tensor, *, precision: Precision = HIGHEST, coefficients: str = "muon") -> Tensor:
+def newton_schulz(x_OI: Tensor, *, precision: Precision = HIGHEST) -> Tensor:
     """:func:`orthogonal_factors` of one direction."""
-    return orthogonal_factors([x_OI.clone()], precision=precision, coefficients=coefficients)[0][0]
+    return orthogonal_factors([x_OI.clone()], precision=precision)[0][0]
 
 
 def scale_to(target: Tensor | float, *, size: Tensor, norm: Tensor, root: Tensor | float) -> Tensor:
@@ -91,10 +79,9 @@ def scale_to(target: Tensor | float, *, size: Tensor, norm: Tensor, root: Tensor
     return target * (size / (FULL * root)).clamp(max=1) / norm.clamp(min=SMALLEST)
 
 
-def flops(O: int, I: int, coefficients: str = "muon", *, half: bool = False) -> int:  # noqa: E741
+def flops(O: int, I: int, *, half: bool = False) -> int:  # noqa: E741
     """Of one matrix's products. A step is 4 m^2 n + 2 m^3 in the standard form, and at most 8 m^3 in the Gram form."""
-    m, n = sorted((O, I))
-    steps = len(COEFFICIENTS[coefficients])
+    (m, n), steps = sorted((O, I)), len(STEPS)
     if n < GRAM_FROM * m:
         return steps * (4 * m**2 * n + 2 * m**3)
     # of a step's products r^2, q p, r p and (r p) p a part's first step lacks the second, its last the last two
@@ -134,20 +121,20 @@ def _together(directions: Sequence[Tensor], scales: Sequence[Tensor], dtype: tor
     return found
 
 
-def _iterated(x_mn: Tensor, rows: Coefficients) -> Tensor:
+def _iterated(x_mn: Tensor) -> Tensor:
     """All steps, of a matrix of norm one; a copy."""
     m, n = x_mn.shape[-2:]
     if n < GRAM_FROM * m:
-        for row in rows:
+        for row in STEPS:
             x_mn = _polynomial(x_mn @ x_mn.mT, row) @ x_mn
         return x_mn
     half = x_mn.dtype is torch.float16
-    for part in (rows[:RESTART], rows[RESTART:]) if half else (rows,):
+    for part in (STEPS[:RESTART], STEPS[RESTART:]) if half else (STEPS,):
         x_mn = _gram_steps(x_mn @ x_mn.mT, part) @ x_mn
     return x_mn
 
 
-def _gram_steps(r_mm: Tensor, rows: Coefficients) -> Tensor:
+def _gram_steps(r_mm: Tensor, rows: Sequence[tuple[float, float, float]]) -> Tensor:
     """Q of the steps, with r the Gram matrix that they begin with, which is given up. r, Q and each step's polynomial p
     commute. Four matrices at a time."""
     q_mm = p_mm = _polynomial(r_mm, rows[0])

@@ -89,7 +89,7 @@ _ROWS = [
     ("orthogonal: Gram matrix multiplied once", "update/newton_schulz.py",
      "torch.matmul(spare_mm, p_mm, out=r_mm)", "r_mm.copy_(spare_mm)",
      "tests/update/test_newton_schulz.py"),
-    ("orthogonal: no restart in 16 bits", "update/newton_schulz.py", "if half else (rows,)", "if False else (rows,)",
+    ("orthogonal: no restart in 16 bits", "update/newton_schulz.py", "if half else (STEPS,)", "if False else (STEPS,)",
      "tests/update/test_newton_schulz.py"),
     ("whitened on one side", "update/newton_schulz.py", "x.mul_(s[..., None, :])", "pass",
      "tests/update/test_newton_schulz.py"),

@@ -8,13 +8,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ds_kfac.curvature.precision import HIGHEST, Precision
 from ds_kfac.update import newton_schulz as module
-from ds_kfac.update.newton_schulz import COEFFICIENTS, GRAM_FROM, flops, newton_schulz, orthogonal_factors, scale_to
+from ds_kfac.update.newton_schulz import GRAM_FROM, STEPS, flops, newton_schulz, orthogonal_factors, scale_to
 from ds_kfac.update.rotation import Rotation
 from tests.close import close, near, polar_condition
 from tests.update.test_moments import random_basis
 
 HALF = Precision("tf32", "tf32")
-RANGES = {"muon": (0.6, 1.25), "polar_express": (0.8, 1.2)}
+LOW, HIGH = 0.6, 1.25
 """Of singular values that five steps lift all the way."""
 
 
@@ -33,16 +33,14 @@ def steep(m: int, n: int, decades: float) -> torch.Tensor:
     return ((U * torch.logspace(0, -decades, m, dtype=U.dtype)) @ Vh).float()
 
 
-@pytest.mark.parametrize("coefficients", COEFFICIENTS)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 9), (9, 4), (4, 9), (63, 63), (20, 63)])
-def test_singular_values_are_near_one(rows, columns, coefficients):
+def test_singular_values_are_near_one(rows, columns):
     x = normal(rows, columns)
     U, _, Vh = torch.linalg.svd(x, full_matrices=False)
-    factor, size = orthogonal_factors([x.clone()], coefficients=coefficients)[0]
+    factor, size = orthogonal_factors([x.clone()])[0]
     values = torch.linalg.svdvals(factor)
     well = torch.linalg.svdvals(x) > 0.02 * x.norm()  # five steps lift nothing smaller all the way
-    low, high = RANGES[coefficients]
-    assert values[well].min() > low and values.max() < high
+    assert values[well].min() > LOW and values.max() < HIGH
     assert torch.nn.functional.cosine_similarity(factor.flatten(), (U @ Vh).flatten(), dim=0) > 0.95
     close(size, x.norm(), sums=x.numel())
     root = x.numel() ** 0.5
@@ -50,37 +48,35 @@ def test_singular_values_are_near_one(rows, columns, coefficients):
     close(scaled.square().mean().sqrt(), torch.tensor(0.3), sums=x.numel())
 
 
-def spelt_out(x: torch.Tensor, coefficients: str) -> torch.Tensor:
+def spelt_out(x: torch.Tensor) -> torch.Tensor:
     """The iteration as it is written, in float64."""
     x = x.double() / x.double().norm()
-    for a, b, c in COEFFICIENTS[coefficients]:
+    for a, b, c in STEPS:
         r = x @ x.T
         x = a * x + b * r @ x + c * r @ r @ x
     return x
 
 
-@pytest.mark.parametrize("coefficients", COEFFICIENTS)
 @pytest.mark.parametrize("decades", [0, 2, 4])
 @pytest.mark.parametrize("columns", [48, 83, 84, 200])
-def test_both_forms_are_the_iteration_in_every_precision(columns, decades, coefficients):
+def test_both_forms_are_the_iteration_in_every_precision(columns, decades):
     x = steep(48, columns, decades)
-    exact = spelt_out(x, coefficients)
-    # Rounding makes what it likes of the smallest singular values, and five steps lift them by up to 3.4^5, or 8 x 4^4;
+    exact = spelt_out(x)
+    # Rounding makes what it likes of the smallest singular values, and five steps lift them by up to 3.4^5;
     # in the Gram form it is their squares that are rounded.
     for precision, bound in ((HIGHEST, 1e-5 if columns < GRAM_FROM * 48 else 5e-3), (HALF, 0.1)):
         for factor in (
-            newton_schulz(x, precision=precision, coefficients=coefficients),
-            newton_schulz(x.T, precision=precision, coefficients=coefficients).T,
+            newton_schulz(x, precision=precision),
+            newton_schulz(x.T, precision=precision).T,
         ):
             assert float((factor - exact).norm() / exact.norm()) < bound, precision
             assert torch.linalg.svdvals(factor).max() < 1.25
 
 
-@pytest.mark.parametrize("coefficients", COEFFICIENTS)
-def test_why_the_gram_form_begins_again_and_is_not_for_bf16(coefficients):
-    x, rows = steep(48, 200, 4), COEFFICIENTS[coefficients]
+def test_why_the_gram_form_begins_again_and_is_not_for_bf16():
+    x, rows = steep(48, 200, 4), STEPS
 
-    def largest(dtype: torch.dtype, *parts: module.Coefficients) -> float:
+    def largest(dtype: torch.dtype, *parts: tuple) -> float:
         factor = (x / x.norm()).to(dtype)
         for part in parts:
             factor = module._gram_steps(factor @ factor.T, part) @ factor
