@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from ds_kfac.assignment.costs import FactorSpec
 from ds_kfac.comm.message import RelayoutPlan
-from ds_kfac.curvature.eigen import basis_numel
 from ds_kfac.plan.plan import Plan
 from ds_kfac.step.messages import Delivery
 from ds_kfac.zero.exchange import ExchangePlan
@@ -68,7 +67,7 @@ def _bases(plan: Plan, itemsize: int, refresh: int, *, vectors: bool) -> Flow:
 
 
 def _numel(factor: FactorSpec, vectors: bool) -> int:
-    return basis_numel(factor.side) if vectors else factor.side.dim
+    return factor.side.basis_numel if vectors else factor.side.dim
 
 
 def _moves(plan: RelayoutPlan, itemsize: int) -> Flow:
