@@ -17,12 +17,13 @@ import time
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from ds_kfac.config.keys import KFACConfig
+from ds_kfac.curvature.methods import METHODS
 
 FOLDER, LATEST, HEADER, TOKEN = "kfac", "latest", "header.json", "token"
 PATIENCE = 5.0
@@ -34,7 +35,7 @@ SAVE_ID = re.compile(r"[0-9a-f]{12}")
 FIELDS: Mapping[str, Any] = {
     "save_id": SAVE_ID,
     "steps": int,
-    "method": str,
+    "method": re.compile("|".join(METHODS)),
     "eigenbases": bool,
     "moments": (None, str),
     "kinds": {"A": str, "G": str},
@@ -118,6 +119,18 @@ def factor_file(key: str) -> str:
 # payloads
 
 
+class _Summed:
+    """A file that adds up what is written to it: a payload is not in memory a second time."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.flush, self.crc32, self.nbytes = file, file.flush, 0, 0
+
+    def write(self, data: Any) -> int:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self.nbytes += memoryview(data).nbytes
+        return self.file.write(data)
+
+
 def write_payload(path: Path, holds: str, payload: Any) -> dict[str, Any]:
     """Write plain tensors to a new file and wait until they are on disk. Returns the header's entry.
 
@@ -131,13 +144,13 @@ def write_payload(path: Path, holds: str, payload: Any) -> dict[str, Any]:
         _check_values(payload)
     except ValueError as error:
         raise ValueError(f"{holds}: {error}; it is not saved") from error
-    torch.save(payload, buffer := io.BytesIO())
-    data, parts = buffer.getbuffer(), {name: _described(part) for name, part in _parts(payload).items()}
+    parts = {name: _described(part) for name, part in _parts(payload).items()}
     with path.open("wb") as file:
-        file.write(data)
+        summed = _Summed(file)
+        torch.save(payload, summed)  # type: ignore[arg-type]
         file.flush()
         os.fsync(file.fileno())
-    return {"holds": holds, "bytes": len(data), "crc32": zlib.crc32(data), "parts": parts}
+    return {"holds": holds, "bytes": summed.nbytes, "crc32": summed.crc32, "parts": parts}
 
 
 def read_payload(path: Path, holds: str, entry: Mapping[str, Any] | None) -> Any:

@@ -290,7 +290,7 @@ def load_checkpoint(
             f"{files.WEIGHTS_ALONE}"
         ) from error
     finally:
-        for group, own in zip(engine.basic_optimizer.param_groups, marks, strict=True):
+        for group, own in zip(engine.basic_optimizer.param_groups, marks if names else (), strict=bool(names)):
             group.update(own)
     entry = client_state.pop(files.CLIENT_KEY, None) if client_state else None
     # DeepSpeed's files decide; what lies in the folder may be of another save.

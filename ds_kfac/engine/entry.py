@@ -365,10 +365,11 @@ def _check_copies(targets: Sequence[Target], plans: Sequence[Plan]) -> None:
     Raises:
         ValueError: on every rank: their plans differ in what changes results.
     """
-    if targets[0].domain.shard[1] > 1 and len(set(gathered(str(plans[0].wire)))) > 1:
+    if targets[0].domain.shard[1] > 1 and len(set(gathered((str(plans[0].wire), plans[0].lag)))) > 1:
         raise ValueError(
             "ds_kfac: the tensor-parallel ranks' shards are so different in size that their plans for the layers they "
-            'have copies of differ in the dtype on the wire; set "dtype" in kfac.communication'
+            'have copies of differ in the dtype on the wire or in the lag; set "dtype" in kfac.communication and "lag" '
+            "in kfac.eigenbasis"
         )
 
 

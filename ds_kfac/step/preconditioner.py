@@ -171,6 +171,7 @@ class KFACPreconditioner:
         """The step up to the gradients and eigenbases of this rank's layers. Collective."""
         with torch.autocast(self.device.type, enabled=False):  # a user may call engine.step() under autocast
             self.layout.begin()
+            self.metrics.step_counts.clear()  # of a step that raised
             draft = Draft(self.steps, self.due, self.peak_lr)
             if self.rule.optimizer_type is None:  # now, not in commit: DeepSpeed's scheduler steps in between
                 scheduler = self.layout.engine.lr_scheduler if self.plan.clip_lr == "peak" else None
@@ -357,6 +358,7 @@ class KFACPreconditioner:
                 )
         self.steps, self.peak_lr = state.get("steps", 0), dict(state.get("peak_lr", {}))
         self.damping_scale = state.get("damping_scale")
+        self.direction.rotations.kept.clear()
         if decompose:
             self.redecompose()
         else:

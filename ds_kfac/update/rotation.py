@@ -154,18 +154,18 @@ class Rotations:
 
     def __init__(self, precision: Precision = HIGHEST) -> None:
         self.precision = precision
-        self._kept: dict[str, tuple[tuple[str, ...], tuple[Eigenbasis, ...], Rotation]] = {}
+        self.kept: dict[str, tuple[tuple[str, ...], tuple[Eigenbasis, ...], Rotation]] = {}
 
     def of(self, names: tuple[str, ...], bases: Sequence[LayerBasis]) -> Rotation:
         """Of these layers together. A layer's last one is forgotten, also if it was with others."""
         sides = tuple(side for basis in bases for side in (basis.G, basis.A))
-        kept = self._kept.get(names[0])
+        kept = self.kept.get(names[0])
         if kept is None or kept[0] != names or any(old is not new for old, new in zip(kept[1], sides, strict=True)):
             for name in names:
-                self._kept.pop(name, None)
+                self.kept.pop(name, None)
             kept = None  # its memory first
             kept = names, sides, Rotation.of(bases, self.precision)
-            self._kept.update(dict.fromkeys(names, kept))
+            self.kept.update(dict.fromkeys(names, kept))
         return kept[2]
 
 

@@ -139,10 +139,12 @@ class Outbox:
     def __init__(self, exchange: GradientExchange) -> None:
         self.exchange = exchange
         self.own: Shards = {}
-        self._sent: dict[tuple[int, Piece], Tensor] = {}
-        self.packed = self._sent.clear
-        # to every rank that holds a shard of a result
-        self.part = Part("results", exchange.plan.scatter, self._piece, exchange.scatter_dtype)
+        self._sent = sent = dict[tuple[int, Piece], Tensor]()
+        self.packed = sent.clear
+        # to every rank that holds a shard of a result; without self: a circle would keep all of a step until it is found
+        self.part = Part(
+            "results", exchange.plan.scatter, lambda m: sent[m.param, (m.start, m.numel)], exchange.scatter_dtype
+        )
 
     def add(self, layer: LayerSpec, matrix_OI: Tensor) -> None:
         """A result, fp32 [O, I], zero where a parameter was frozen since attach; its gradient is of no more use."""
@@ -162,9 +164,6 @@ class Outbox:
                     self.own[param, shard.start] = self._sent[param, place]
                 else:
                     self.own[param, shard.start] = _alone(flat, place, torch.float32)
-
-    def _piece(self, move: Move) -> Tensor:
-        return self._sent[move.param, (move.start, move.numel)]
 
 
 def _alone(flat: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:

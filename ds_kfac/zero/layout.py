@@ -188,12 +188,13 @@ class ShardLayout(ABC):
             gradient = self.stored(shard)
             self.store(shard, gradient.float() * factor.to(gradient.device))
 
-    def squared_norm(self) -> Tensor:
+    def squared_norm(self, shards: Sequence[Shard] | None = None) -> Tensor:
         """Of this rank's shards as stored, float64 scalar on the device, as squares of finite gradients are not always
-        finite in fp32; of all gradients where they are replicated."""
-        if not self.own:
+        finite in fp32; of all gradients where they are replicated. ``shards``: of which, if not of all."""
+        gradients = [self.stored(shard) for shard in (self.own if shards is None else shards)]
+        if not gradients:
             return torch.zeros((), dtype=torch.float64, device=self.engine.device)
-        return lengths([self.stored(shard) for shard in self.own]).square().sum().to(self.engine.device)
+        return lengths(gradients).square().sum().to(self.engine.device)
 
     def manual_scale(self) -> Tensor | float:
         """By what ``engine.scale(loss)`` multiplies a loss."""

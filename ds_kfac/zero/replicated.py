@@ -1,5 +1,6 @@
 """Stage 0, and BF16_Optimizer: every rank holds every averaged gradient, at stage 0 in ``p.grad``."""
 
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -49,6 +50,10 @@ class Replicated(ShardLayout):
         else:
             del self.engine.clip_fp32_gradients
         return self.engine.gradient_clipping()
+
+    def squared_norm(self, shards: Sequence[Shard] | None = None) -> Tensor:
+        used = [shard for shard in self.own if self.params[shard.param].grad is not None]  # of others zeros are made
+        return super().squared_norm(used)
 
     def stored(self, shard: Shard) -> Tensor:
         param = self.params[shard.param]
