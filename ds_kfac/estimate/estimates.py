@@ -304,39 +304,35 @@ class Estimate:
     def _mean_step(self) -> None:
         """Over a period. Decompositions that take effect later are spread over the steps they may take."""
         (_, steps), seconds = steps_of(self.plan), dict[Step, dict[str, float]]()
+        costs, method = self.costs, self.plan.method
         # of taking gradients together and of putting results in their place, a copy each
-        copies = self._on_workers(lambda layer: 4 * FP32 * layer.numel / self.costs.copy_bytes)
+        copies = self._on_workers(lambda layer: 4 * FP32 * layer.numel / costs.copy_bytes)
         precondition = self._on_workers(self._precondition)
         payload, calls = np.zeros_like(self.plain.payload), np.zeros_like(self.plain.calls)
         for step, times in Counter(steps).items():
             traffic = self._traffic(step.captured, step.arriving)
             payload, calls = payload + times * traffic.payload, calls + times * traffic.calls
-            seconds[step] = self._seconds(step, traffic, copies, precondition)
+            reduce = travel(costs, traffic.payload[0], traffic.calls[0])  # factors are the first kind
+            moved = travel(costs, traffic.payload[1:].sum(axis=0), traffic.calls[1:].sum())
+            stages = (
+                self._captures(step.captured) / costs.syrk_flops,
+                reduce + self._on_homes(lambda factor: costs.fold(factor.side), step.captured),
+                self._on_homes(lambda factor: costs.decompose(factor.side, method), step.decomposed),
+                moved + copies,
+                precondition,
+            )
+            seconds[step] = {stage: float(each.max()) for stage, each in zip(STAGES, stages, strict=True)}
         self.mean = StepTraffic(payload / len(steps), calls / len(steps))
         found, lag = [dict(seconds[step]) for step in steps], min(self.plan.lag, len(steps) - 1)
-        for index, stages in enumerate(found if lag > 1 else ()):
+        for index, each in enumerate(found if lag > 1 else ()):
             whole = sum(seconds[steps[index - back]]["refresh"] for back in range(lag)) / lag
-            stages["refresh"] = whole * (1 - HIDDEN * self.costs.beside)
-        self.stages = {stage: sum(stages[stage] for stages in found) / len(found) for stage in STAGES}
-        self.seconds, self.worst = sum(self.stages.values()), max(sum(stages.values()) for stages in found)
+            each["refresh"] = whole * (1 - HIDDEN * costs.beside)
+        self.stages = {stage: sum(each[stage] for each in found) / len(found) for stage in STAGES}
+        self.seconds, self.worst = sum(self.stages.values()), max(sum(each.values()) for each in found)
         # of the model 2 FLOPs a multiplication forward, 4 backward
         flops = 6.0 * self.subject.forward * (self.rows or 0)
-        self.model = flops / (self.costs.model_flops or self.costs.gemm_flops) if flops else None
+        self.model = flops / (costs.model_flops or costs.gemm_flops) if flops else None
         self.overhead = self.seconds / self.model if self.model else None
-
-    def _seconds(self, step: Step, traffic: StepTraffic, copies: np.ndarray, always: np.ndarray) -> dict[str, float]:
-        """Of one step, its decompositions done in it: as ``stages`` of the mean step."""
-        costs, method = self.costs, self.plan.method
-        reduce = travel(costs, traffic.payload[0], traffic.calls[0])  # factors are the first kind
-        moved = travel(costs, traffic.payload[1:].sum(axis=0), traffic.calls[1:].sum())
-        stages = (
-            self._captures(step.captured) / costs.syrk_flops,
-            reduce + self._on_homes(lambda factor: costs.fold(factor.side), step.captured),
-            self._on_homes(lambda factor: costs.decompose(factor.side, method), step.decomposed),
-            moved + copies,
-            always,
-        )
-        return {stage: float(seconds.max()) for stage, seconds in zip(STAGES, stages, strict=True)}
 
     def _precondition(self, layer: LayerSpec) -> float:
         """Seconds of a step; what the update rule adds on a GPU in fp16, at the model's rate, unless asked not."""
