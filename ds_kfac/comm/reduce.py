@@ -9,6 +9,7 @@ whatever travels. Which sums are in which message is a pure layout, the same on 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -26,7 +27,8 @@ COUNT = 4
 PIECES = 4
 """A piece takes at most such a part of its message."""
 KNOWN = 64
-"""Steps whose layout is kept: contributors come round again after as many updates as a node has ranks."""
+"""Steps whose layout is kept, and messages whose plans are: contributors come round again after as many updates as a
+node has ranks."""
 IN_FLIGHT = 2
 """Messages at a time: each holds what it sends and what it receives."""
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -144,6 +146,17 @@ def payload(bucket: Bucket, itemsize: int) -> Mapping[tuple[int, int], int]:
     return counts + elements
 
 
+@lru_cache(maxsize=KNOWN)
+def plans(bucket: Bucket, rank: int, world: int) -> tuple[RelayoutPlan, RelayoutPlan]:
+    """What this rank sends and receives of a message: counts, and elements of its pieces."""
+    counts, elements = [], []
+    for index, piece in enumerate(bucket):
+        pairs = [(sender, piece.slot.owner) for sender in piece.slot.senders if rank in (sender, piece.slot.owner)]
+        elements += [Move(index, piece.start, piece.numel, *pair) for pair in pairs]
+        counts += [Move(index, 0, 1, *pair) for pair in pairs if piece.start == 0]
+    return RelayoutPlan(world, tuple(counts)), RelayoutPlan(world, tuple(elements))
+
+
 class Reduction:
     """One message, to be waited for later. Collective: start on every rank, in the same order.
 
@@ -158,15 +171,10 @@ class Reduction:
             return sums[bucket[move.param].slot.factor]
 
         self.bucket, self.rank = bucket, channel.rank
-        elements, counts = [], []
-        for index, piece in enumerate(bucket):
-            pairs = [(rank, piece.slot.owner) for rank in piece.slot.senders if self.rank in (rank, piece.slot.owner)]
-            elements += [Move(index, piece.start, piece.numel, *pair) for pair in pairs]
-            counts += [Move(index, 0, 1, *pair) for pair in pairs if piece.start == 0]
-        of_counts, of_elements = (RelayoutPlan(channel.world, tuple(moves)) for moves in (counts, elements))
+        counts, elements = plans(bucket, channel.rank, channel.world)
         parts = (
-            Part("factors", of_counts, lambda move: of(move).count.reshape(1), torch.float32),
-            Part("factors", of_elements, lambda move: of(move).sum_P.narrow(0, move.start, move.numel), dtype),
+            Part("factors", counts, lambda move: of(move).count.reshape(1), torch.float32),
+            Part("factors", elements, lambda move: of(move).sum_P.narrow(0, move.start, move.numel), dtype),
         )
         self._message = Message(parts, channel, device)
 
