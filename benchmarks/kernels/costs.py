@@ -17,7 +17,7 @@ import torch
 from benchmarks.kernels.cases import Settings
 from benchmarks.kernels.solvers import cholesky_inverse, second_moments
 from benchmarks.kernels.timing import CACHE_BYTES, Clock
-from ds_kfac.curvature.precision import choose, fp32_products
+from ds_kfac.curvature.eigen import choose, fp32_products
 from ds_kfac.ops.dispatch import syrk_accumulate_
 from ds_kfac.ops.functional import packed_numel
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.cases import Case, Op, Settings
-from ds_kfac.curvature.precision import choose
+from ds_kfac.curvature.eigen import choose
 from ds_kfac.update.newton_schulz import newton_schulz
 
 SHAPES = (

@@ -14,8 +14,7 @@ from ds_kfac.checkpoint import files
 from ds_kfac.checkpoint.files import CheckpointError
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.curvature.eigen import Refreshed
-from ds_kfac.curvature.factor import KroneckerFactor, Side
-from ds_kfac.curvature.history import FactorState, History
+from ds_kfac.curvature.factor import History, KroneckerFactor, Side
 from ds_kfac.curvature.methods import METHODS
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Known
@@ -64,7 +63,7 @@ def _read(
     plan = kfac.plan if groups == kfac.known.groups else kfac.plan.sharing(groups or ())
     specs = plan.assignment.work.factors
     saved_keys, restarted = _keys_of(kfac, header, specs)
-    factors: dict[str, tuple[FactorState, Refreshed | None]] = {}
+    factors: dict[str, tuple[KroneckerFactor, Refreshed | None]] = {}
     states: dict[str, LayerState] = {}
     for spec in specs:
         if kfac.plan.assignment.eigen_workers[spec.key] == kfac.rank and spec.key in saved_keys:
@@ -177,7 +176,7 @@ def _described(side: Side) -> str:
 
 def _load_factor(
     kfac: KFACPreconditioner, folder: Path, header: Mapping[str, Any], key: str, spec: FactorSpec
-) -> tuple[FactorState, Refreshed | None]:
+) -> tuple[KroneckerFactor, Refreshed | None]:
     """A factor that the save has, and what a refresh on its way came to.
 
     Args:
@@ -199,17 +198,16 @@ def _load_factor(
     if (payload["pending_how"] is not None) != (key in header["pending"]):
         raise ValueError(f"{path}: disagrees with the header on whether a refresh was in progress")
     curvature, device, method = kfac.curvature, kfac.device, METHODS[header["method"]]
-    factor = KroneckerFactor(saved, payload["packed"].to(curvature.home), payload["updates"].to(device))
     history = History(saved) if kfac.plan.adaptive else None
     if history is not None and payload["history"] is not None:
         places = {"last": curvature.home, "before": curvature.home, "norms": device}
         had = [None if (value := payload["history"][name]) is None else value.to(at) for name, at in places.items()]
         history = History(saved, *had)
-    state = FactorState(factor, history)
+    factor = KroneckerFactor(saved, payload["packed"].to(curvature.home), payload["updates"].to(device), history)
     if payload["pending_how"] is None:
-        return state, None
-    result = None if payload["pending"] is None else method.load(saved, payload["pending"], device)
-    return state, Refreshed(result, payload["pending_how"])
+        return factor, None
+    flats = payload["pending"] and [payload["pending"][part.kind].to(device) for part in method.parts]
+    return factor, Refreshed(None if flats is None else method.joined(saved, *flats), payload["pending_how"])
 
 
 def _load_layer(
@@ -241,7 +239,8 @@ def _load_layer(
         moments = kfac.moments.empty(layer.shape, device)
     kept, left = {}, {}  # moments leave the eigenbases that are not kept
     for which, side in sides.items():
-        then_kept = saved.load(side, payload[which], device) if payload[which] else None
+        flats = payload[which] and [payload[which][part.kind].to(device) for part in saved.parts]
+        then_kept = None if flats is None else saved.joined(side, *flats)
         if saved is method and here[which].block:
             kept[which] = then_kept
             continue

@@ -21,7 +21,7 @@ from ds_kfac.checkpoint.files import CheckpointError
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.eigen import Refreshed
-from ds_kfac.curvature.history import FactorState
+from ds_kfac.curvature.factor import KroneckerFactor
 from ds_kfac.curvature.methods import METHODS
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
@@ -142,15 +142,15 @@ def _write(kfac: KFACPreconditioner, folder: Path) -> Entries:
     return entries
 
 
-def _factor_payload(state: FactorState, pending: Refreshed | None, config: KFACConfig) -> dict[str, Any]:
+def _factor_payload(factor: KroneckerFactor, pending: Refreshed | None, config: KFACConfig) -> dict[str, Any]:
     """A factor's file: plain tensors."""
-    history, method = state.history, METHODS[config.preconditioner.method]
+    found, history, method = pending and pending.basis, factor.history, METHODS[config.preconditioner.method]
     norms = None if history is None or history.norms is None else history.norms.clone()  # a view of several factors'
     return {
-        "packed": state.factor.packed_P,
-        "updates": state.factor.updates,
+        "packed": factor.packed_P,
+        "updates": factor.updates,
         "history": None if history is None else {"last": history.last, "before": history.before, "norms": norms},
-        "pending": None if pending is None or pending.basis is None else method.save(pending.basis),
+        "pending": None if found is None else {part.kind: part.flat(found) for part in method.parts},
         "pending_how": None if pending is None else pending.how,
     }
 
@@ -159,10 +159,14 @@ def layer_payload(state: LayerState, *, eigenbasis: bool) -> dict[str, Any]:
     """A layer's file: plain tensors. Moments belong to their eigenbasis, so it is saved with them in any case."""
     kept = eigenbasis or state.moments is not None
     own = state.moments if state.change is None else state.settled().moments
+    A, G = (
+        {part.kind: part.flat(basis) for part in state.method.parts} if kept and basis is not None else None
+        for basis in (state.A, state.G)
+    )
     return {
         "terms": state.terms,
-        "A": state.method.save(state.A) if kept and state.A is not None else None,
-        "G": state.method.save(state.G) if kept and state.G is not None else None,
+        "A": A,
+        "G": G,
         # copies: a layer's may be views of several layers', all of which would be saved
         "moments": None if own is None else {name: tensor.clone() for name, tensor in vars(own).items()},
     }

@@ -1,18 +1,23 @@
-"""Eigenbases: of a side, of a layer, how they are found, and what is done where a decomposition fails.
+"""Eigenbases: of a side, of a layer, how they are found, and what is done where a decomposition fails; and in which
+precision a step's products run.
+
+torch has no precision of a single fp32 product, only a switch of the process. Ours is held around a few products and
+given back, also after an error; what needs it exact at the same time, on another thread, holds the same lock.
 
 Shape suffixes: D a side's width, O and I the sides of a layer's matrix, n blocks of width b.
 """
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from ds_kfac.curvature.factor import KroneckerFactor, Side
+from ds_kfac.curvature.factor import KroneckerFactor
 
 GROUPED = frozenset({"cuda"})
 """Device types where matrices of one width are decomposed in one call: it is not filled by one small matrix."""
@@ -24,10 +29,9 @@ STACK_NUMEL = 1 << 26
 TOLERANCE = 1e-3
 """Of a decomposition by a GPU: far above fp32 rounding, far below what a wrong one shows."""
 
-Decompose = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""[n, b, b] in any float dtype -> (values fp32 [n, b], vectors fp32 [n, b, b])."""
 Found = tuple[tuple[Tensor, Tensor] | None, int]
 """(values [n, b], vectors [n, b, b]), None when every rung of the ladder failed; and attempts that failed."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -104,27 +108,6 @@ def sided(left: Callable[[Tensor], Tensor], right: Callable[[Tensor], Tensor], x
     return right(x_IO.flatten(0, 1)).view(x_IO.shape).mT
 
 
-def flat_vectors(basis: Eigenbasis) -> Tensor:
-    """All eigenvectors in one flat tensor."""
-    return torch.cat([vectors.reshape(-1) for vectors in basis.vectors])
-
-
-def basis_from(side: Side, flat: Tensor | None, values: Tensor) -> Eigenbasis:
-    """Inverse of :func:`flat_vectors`; fp32, a copy.
-
-    Args:
-        flat: in any dtype; None for a side without eigenvectors.
-    """
-    vectors, start = [], 0
-    if flat is not None and side.block > 1:
-        for count, width in side.groups:
-            numel = count * width**2
-            piece = flat[start : start + numel].to(torch.float32, copy=True)
-            vectors.append(piece.view(count, width, width))
-            start += numel
-    return Eigenbasis(tuple(vectors), values)
-
-
 @dataclass(frozen=True)
 class LayerBasis:
     """The eigenbasis of a layer's Fisher, G kron A: rows by G, columns by A. Of a layer in groups the matrices are
@@ -158,9 +141,6 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Exact decomposition of [n, b, b] in its own dtype and place; (values, vectors) in fp32."""
     values, vectors = torch.linalg.eigh(matrix)
     return values.float().clamp(min=0), vectors.float().contiguous()
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -208,7 +188,7 @@ def refresh_all(requests: Sequence[Request]) -> list[Refreshed]:
     for call in _calls([sides[number].groups[group] for number, group in places], requests):
         stack = [places[index] for index in call]
         blocks = [sides[number].group(requests[number].factor.packed_P, group) for number, group in stack]
-        found |= zip(stack, _together(blocks), strict=True)
+        found |= zip(stack, _together(blocks) if len(blocks) > 1 else [decomposed(blocks[0])], strict=True)
     return [
         _assembled(request.factor, [found[number, group] for group in range(len(side.groups)) if side.block > 1])
         for number, (request, side) in enumerate(zip(requests, sides, strict=True))
@@ -234,22 +214,16 @@ def _calls(shapes: Sequence[tuple[int, int]], requests: Sequence[Request]) -> li
 
 def _together(parts: Sequence[Tensor]) -> list[Found]:
     """Of equally wide blocks in one call; those it fails for once more, each by itself."""
-    if len(parts) == 1:
-        return [climb(parts[0], eigh)]
     stack = torch.cat(list(parts))
-    found = _tried(stack, lambda: eigh(stack))
-    results: list[Found] = []
-    first = 0
-    for part in parts:
-        last = first + len(part)
-        if found is not None and all(found[1][first:last]):
-            # copies: a view would keep the whole stack in memory, and in checkpoints, as long as any of them
-            values, vectors = (of[first:last].clone() for of in found[0])
-            results.append(((values, vectors), 0))
-        else:
-            results.append(climb(part, eigh))
-        first = last
-    return results
+    try:
+        values, vectors = eigh(stack)
+        right = _right(stack, values, vectors).cpu()
+    except RuntimeError:
+        return [decomposed(part) for part in parts]
+    sizes = [len(part) for part in parts]
+    split = zip(parts, right.split(sizes), values.split(sizes), vectors.split(sizes), strict=True)
+    # copies: a view would keep the whole stack in memory, and in checkpoints, as long as any of them
+    return [((own.clone(), of.clone()), 0) if bool(yes.all()) else decomposed(part) for part, yes, own, of in split]
 
 
 def _assembled(factor: KroneckerFactor, found: Sequence[Found]) -> Refreshed:
@@ -271,42 +245,36 @@ def grouped(device: torch.device) -> bool:
     return device.type in GROUPED
 
 
-def rungs(blocks: Tensor) -> list[Callable[[], Tensor]]:
-    """What is tried on failure: as given, in float64, in float64 on the CPU."""
-    elsewhere = [lambda: blocks.double().cpu()] if blocks.device.type != "cpu" else []
-    return [lambda: blocks, blocks.double, *elsewhere]
+def decomposed(blocks: Tensor) -> Found:
+    """Up the ladder of :func:`climb`. The input is checked by the caller (LAPACK returns NaN for NaN without a word,
+    cuSOLVER raises or does not)."""
+    return climb(blocks, eigh, functools.partial(_right, blocks))
 
 
-def climb(blocks: Tensor, decompose: Decompose) -> Found:
-    """Up the ladder of :func:`rungs`. Returns what was found and failures.
+def climb(
+    blocks: Tensor, attempt: Callable[[Tensor], tuple[Tensor, ...]], right: Callable[..., Tensor]
+) -> tuple[Any, int]:
+    """What is found of blocks as given, else in float64, else in float64 on the CPU, on their device; and how many of
+    these failed: raised, or found what cannot be right. None where all did. Synchronises once each.
 
-    The input is checked by the caller (LAPACK returns NaN for NaN without a word, cuSOLVER raises or does not).
+    Args:
+        right: of what was found, bool [n].
     """
-
-    def at(rung: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-        values, vectors = decompose(rung())
-        return values.to(blocks.device), vectors.to(blocks.device)
-
-    ladder = rungs(blocks)
+    ladder = [lambda: blocks, blocks.double] + ([lambda: blocks.double().cpu()] if blocks.device.type != "cpu" else [])
     for failures, rung in enumerate(ladder):
-        found = _tried(blocks, functools.partial(at, rung))
-        if found is not None and all(found[1]):
-            return found[0], failures
+        try:
+            found = tuple(part.to(blocks.device) for part in attempt(rung()))
+            if bool(right(*found).all()):
+                return found, failures
+        except RuntimeError:  # LinAlgError, cuSOLVER's own, out of memory: the next is more exact, smaller or elsewhere
+            continue
     return None, len(ladder)
 
 
-def _tried(
-    blocks: Tensor, attempt: Callable[[], tuple[Tensor, Tensor]]
-) -> tuple[tuple[Tensor, Tensor], list[bool]] | None:
-    """What was found and, per block, whether it can be right; None if it raised. Synchronises once."""
-    try:
-        values, vectors = attempt()
-        right = torch.isfinite(values).all(-1) & torch.isfinite(vectors).flatten(1).all(-1)
-        if grouped(blocks.device):
-            right &= credible(blocks, values, vectors)
-        return (values, vectors), right.tolist()
-    except RuntimeError:  # LinAlgError, cuSOLVER's own, out of memory: the next way is more exact, smaller or elsewhere
-        return None
+def _right(blocks: Tensor, values: Tensor, vectors: Tensor) -> Tensor:
+    """Bool [n]: whether a decomposition can be right."""
+    right = torch.isfinite(values).all(-1) & torch.isfinite(vectors).flatten(1).all(-1)
+    return right & credible(blocks, values, vectors) if blocks.device.type in GROUPED else right
 
 
 def probe(blocks: Tensor) -> Tensor:
@@ -341,3 +309,84 @@ def load_solvers(device: torch.device) -> None:
     if device.type == "cuda":
         with _LOADING:
             _loaded(device)
+
+
+SWITCH = threading.RLock()
+"""Held while the switch is not what the process set; hold it where products must not see ours."""
+TF32_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Of the products that precondition a gradient.
+
+    Attributes:
+        name: "highest" or "tf32".
+        products: fp32, or TF32, which rounds operands to 10 bits.
+        why: for people, where it is not what was asked for, or was not asked for.
+    """
+
+    name: str = "highest"
+    products: Literal["ieee", "tf32"] = "ieee"
+    why: str = ""
+
+    def __str__(self) -> str:
+        kind = "TF32" if self.products == "tf32" else "fp32"
+        return f"{self.name} ({kind}{'; ' + self.why if self.why else ''})"
+
+
+HIGHEST = Precision()
+
+
+def choose(asked: str | None, device: torch.device) -> Precision:
+    """The precision of a run.
+
+    Args:
+        asked: "highest", "tf32", or None: TF32 where the device has it.
+    """
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= TF32_CAPABILITY
+    if asked is None:
+        return Precision("tf32", "tf32", why="chosen") if able else Precision(why="chosen: no TF32 here")
+    if asked == "highest":
+        return HIGHEST
+    why = "" if able else f"WARNING: no TF32 on this {device.type}, fp32 in its place"
+    return Precision(asked, "tf32" if able else "ieee", why)
+
+
+@contextmanager
+def fp32_products(how: Literal["ieee", "tf32"], device: torch.device) -> Iterator[None]:
+    """Run products of fp32 operands on a device as "ieee" (fp32) or "tf32", whatever the process has set.
+
+    What a process set for all backends at once is read, and given back, as set for products alone.
+    """
+    switch = _switch(device.type)
+    if switch.fp32_precision == how or (how == "ieee" and switch.fp32_precision == "none"):
+        yield
+        return
+    with SWITCH:
+        before, switch.fp32_precision = switch.fp32_precision, how
+        try:
+            yield
+        finally:
+            switch.fp32_precision = before
+
+
+class _OldSwitch:
+    """torch's before 2.9."""
+
+    NAMES: ClassVar = {"ieee": "highest", "tf32": "high"}
+
+    @property
+    def fp32_precision(self) -> str:
+        value = torch.get_float32_matmul_precision()
+        return {"highest": "ieee", "high": "tf32"}.get(value, value)
+
+    @fp32_precision.setter
+    def fp32_precision(self, value: str) -> None:
+        torch.set_float32_matmul_precision(self.NAMES.get(value, value))
+
+
+@functools.cache
+def _switch(kind: str) -> Any:
+    backend: Any = torch.backends.cuda.matmul if kind == "cuda" else getattr(torch.backends.mkldnn, "matmul", None)
+    return backend if hasattr(backend, "fp32_precision") else _OldSwitch()

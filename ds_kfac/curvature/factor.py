@@ -1,4 +1,5 @@
-"""A side of a layer's matrix, and the running second moment of its rows, the factor.
+"""A side of a layer's matrix, and the running second moment of its rows, the factor; for adaptive intervals its last
+two values: a factor that barely changes is captured and refreshed less often.
 
 Every kind of side is a block-diagonal matrix with blocks of one size: the side itself (dense), a part of it (blocked),
 1 (diagonal) or 0 (identity: nothing is kept). The lower triangles of the blocks follow each other in one flat fp32
@@ -141,6 +142,29 @@ SPIKE = 10.0
 """A batch's trace over that of the running average, above which it is scaled down to it. From one batch to the next it
 changes by 7 at most in ordinary training, once the average stands on :data:`SETTLED` batches."""
 SETTLED = 10
+PIECE = 1 << 18
+"""Elements of which torch takes a norm: their squares are added up in fp32, with a relative error of 2e-6."""
+
+
+@dataclass(frozen=True)
+class History:
+    """A factor as it was when it was last averaged, and before that; what a new one is compared with.
+
+    Attributes:
+        last, before: fp32 [P]; None until there were so many.
+        norms: fp32 [2], |last|_F and |before|_F, NaN where there is none; stays on the device of the arithmetic. None:
+            not known, found when it is next compared.
+    """
+
+    side: Side
+    last: Tensor | None = None
+    before: Tensor | None = None
+    norms: Tensor | None = None
+
+    def to(self, device: torch.device) -> "History":
+        """The values on another device; pinned if that is the host of a GPU."""
+        last, before = (None if kept is None else moved(kept, device) for kept in (self.last, self.before))
+        return replace(self, last=last, before=before)
 
 
 @dataclass(frozen=True)
@@ -149,14 +173,16 @@ class KroneckerFactor:
 
     Attributes:
         side: width and structure.
-        packed_P: fp32 [P], the running average.
-        updates: fp32 scalar on the device, batches folded in so far. A tensor, because whether a batch carried
+        packed_P: fp32 [P], the running average; on the device, or in CPU memory if factors are offloaded.
+        updates: fp32 scalar on the device, batches averaged so far. A tensor, because whether a batch carried
             any rows is known on the device only.
+        history: its last two values, for adaptive intervals; None if they are off.
     """
 
     side: Side
     packed_P: Tensor
     updates: Tensor
+    history: History | None = None
 
     @classmethod
     def empty(cls, side: Side, device: torch.device | str = "cpu") -> "KroneckerFactor":
@@ -179,13 +205,60 @@ class KroneckerFactor:
 
     @property
     def nbytes(self) -> int:
-        return self.packed_P.nbytes + self.updates.nbytes
+        """The history's last value is the average itself, unless that came back from another device."""
+        kept = [self.packed_P, self.updates]
+        if self.history is not None:
+            kept += [x for x in (self.history.last, self.history.before, self.history.norms) if x is not None]
+        return sum({id(x): x.nbytes for x in kept}.values())
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """On ``device``; coming from a GPU to the host in pinned memory, without waiting."""
+    if tensor.device.type == device.type or device.type != "cpu":
+        return tensor.to(device, non_blocking=True)
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)
+
+
+def updated(
+    factors: Sequence[KroneckerFactor],
+    sums_P: Sequence[Tensor],
+    counts: Sequence[Tensor],
+    *,
+    decays: Sequence[float],
+    device: torch.device,
+    tolerance: float | None = None,
+) -> tuple[list[KroneckerFactor], dict[int, Tensor], Tensor]:
+    """Each with a reduced batch in its average, kept where the old one was. All factors in one call per operation.
+
+    Args:
+        sums_P, counts, decays: see :func:`averaged`.
+        device: where they are and the arithmetic is done.
+        tolerance: of similarity; read for those with a history.
+
+    Returns also, for those with a history, by index, bool [2] on the device: whether the average is similar to its last
+    value and to the one before; and how many batches were scaled down, and how many had no row, [2].
+    """
+    new, excess = averaged([factor.to(device) for factor in factors], sums_P, counts, decays)
+    unusual, similar = torch.zeros(2, device=device), {}
+    if factors:
+        unusual = torch.stack([excess > 1, torch.stack(list(counts)) <= 0]).sum(dim=1)
+    histories = {index: factor.history.to(device) for index, factor in enumerate(factors) if factor.history is not None}
+    if tolerance is not None and histories:
+        flags, pushed = compared(
+            [*histories.values()], [new[index].packed_P for index in histories], tolerance=tolerance
+        )
+        similar = dict(zip(histories, flags.unbind(), strict=True))
+        for index, history in zip(histories, pushed, strict=True):
+            new[index] = replace(new[index], history=history.to(factors[index].packed_P.device))
+    home = [factor.packed_P.device for factor in factors]
+    return [factor.to(device) for factor, device in zip(new, home, strict=True)], similar, unusual
 
 
 def averaged(
     factors: Sequence[KroneckerFactor], sums_P: Sequence[Tensor], counts: Sequence[Tensor], decays: Sequence[float]
 ) -> tuple[list[KroneckerFactor], Tensor]:
-    """Fold a batch into each: factor <- r factor + (1 - r) sum / count, with r = min(1 - 1/updates, decay).
+    """Average a batch in: factor <- r factor + (1 - r) sum / count, with r = min(1 - 1/updates, decay).
 
     The growing r is the bias correction: until the window is full this is the plain mean of all batches.
     A batch without rows, or with a value that is not finite, leaves its factor as it is; decided on the
@@ -200,30 +273,19 @@ def averaged(
         counts: fp32 scalars, numbers of summands.
         decays: weight of the past in [0, 1).
 
-    Returns also by how much each batch was scaled down, fp32 [n], 1 for most.
+    Returns also by how much each batch was scaled down, fp32 [n], 1 for most: dividing by so many more summands scales
+    it. A batch without rows, or one that is not to count, is over nothing.
     """
     if not factors:
         return [], torch.ones(0)
     numbers = torch.stack(list(counts))
-    over = _excess(factors, sums_P, numbers)
-    counts = (numbers * over).unbind()
-    packed = [factor.packed_P.clone() for factor in factors]
-    updates = [factor.updates.clone() for factor in factors]
-    ema_update_(packed, sums_P, counts, updates, decays)
-    new = [
-        replace(factor, packed_P=packed_P, updates=number)
-        for factor, packed_P, number in zip(factors, packed, updates, strict=True)
-    ]
-    return new, over
-
-
-def _excess(factors: Sequence[KroneckerFactor], sums_P: Sequence[Tensor], counts_n: Tensor) -> Tensor:
-    """By how much each batch's trace is over what it may be, [n], at least 1: dividing by so many more summands scales
-    it. A batch without rows, or one that is not to count, is over nothing."""
     usual = torch.stack([factor.side.trace(factor.packed_P) for factor in factors])
     traces = torch.stack([factor.side.trace(sum_P) for factor, sum_P in zip(factors, sums_P, strict=True)])
-    means = torch.where(counts_n > 0, traces / counts_n.clamp(min=1), 0)
-    return excess(means, usual, torch.stack([factor.updates for factor in factors]))
+    means = torch.where(numbers > 0, traces / numbers.clamp(min=1), 0)
+    over = excess(means, usual, torch.stack([factor.updates for factor in factors]))
+    new = [replace(factor, packed_P=factor.packed_P.clone(), updates=factor.updates.clone()) for factor in factors]
+    ema_update_([x.packed_P for x in new], sums_P, (numbers * over).unbind(), [x.updates for x in new], decays)
+    return new, over
 
 
 def excess(new: Tensor, usual: Tensor, updates: Tensor) -> Tensor:
@@ -237,9 +299,64 @@ def excess(new: Tensor, usual: Tensor, updates: Tensor) -> Tensor:
     return torch.where(known, over.clamp(min=1), torch.ones_like(over))
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """On ``device``; coming from a GPU to the host in pinned memory, without waiting."""
-    if tensor.device.type == device.type or device.type != "cpu":
-        return tensor.to(device, non_blocking=True)
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return pinned.copy_(tensor, non_blocking=True)
+def compared(
+    histories: Sequence[History], packed_P: Sequence[Tensor], *, tolerance: float
+) -> tuple[Tensor, list[History]]:
+    """New values of several factors against their histories, all at once, without waiting for the device.
+
+    A value is similar to an old one if |new - old|_F < tolerance |old|_F: never if there is none, if it is zero, or if
+    something is not finite. Takes the memory of one more copy of the values.
+
+    Args:
+        packed_P: fp32 [P] of each, on one device; kept, not copied.
+
+    Returns bool [n, 2]: similar to the last, similar to the one before; and the histories with the new values.
+
+    Source: Osawa et al. 2020 (arXiv:2002.06015), sec. 5.4.
+    """
+    sides = [history.side for history in histories]
+    old = torch.stack([_norms(history, packed.device) for history, packed in zip(histories, packed_P, strict=True)])
+    changes = [
+        _differences(packed_P, [history.last for history in histories], sides),
+        _differences(packed_P, [history.before for history in histories], sides),
+    ]
+    similar = (torch.stack(changes, dim=1) < tolerance * old) & old.isfinite()
+    kept = torch.stack([frobenius(packed_P, sides), old[:, 0]], dim=1).unbind()
+    pushed = [
+        replace(history, last=packed, before=history.last, norms=own)
+        for history, packed, own in zip(histories, packed_P, kept, strict=True)
+    ]
+    return similar, pushed
+
+
+def frobenius(packed_P: Sequence[Tensor], sides: Sequence[Side]) -> Tensor:
+    """Frobenius norms of symmetric matrices, fp32 [n]: off the diagonal every packed element stands for two."""
+    diagonals = [side.diagonal_of(packed) for side, packed in zip(sides, packed_P, strict=True)]
+    return (2 * _squares(packed_P) - _squares(diagonals)).sqrt()
+
+
+def _squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Sums of squares, fp32 [n]. In pieces, as torch's norm loses digits over millions of elements on a CPU."""
+    pieces = [tensor.split(PIECE) for tensor in tensors]
+    squares = torch.stack(torch._foreach_norm([piece for parts in pieces for piece in parts])).square()
+    return torch.stack([part.sum() for part in squares.split([len(parts) for parts in pieces])])
+
+
+def _differences(new_P: Sequence[Tensor], old_P: Sequence[Tensor | None], sides: Sequence[Side]) -> Tensor:
+    """|new - old|_F, fp32 [n]; NaN where there is no old value."""
+    known = [index for index, old in enumerate(old_P) if old is not None]
+    found = [torch.full((), float("nan"), device=new.device) for new in new_P]
+    if known:
+        changed = torch._foreach_sub([new_P[index] for index in known], [old for old in old_P if old is not None])
+        for index, norm in zip(known, frobenius(changed, [sides[index] for index in known]), strict=True):
+            found[index] = norm
+    return torch.stack(found)
+
+
+def _norms(history: History, device: torch.device) -> Tensor:
+    """Those of the values that it has; found if they are not known, as after loading a checkpoint without them."""
+    if history.norms is not None:
+        return history.norms.to(device)
+    none = torch.full((), float("nan"), device=device)
+    values = (history.last, history.before)
+    return torch.stack([none if x is None else frobenius([x], [history.side])[0] for x in values])

@@ -12,59 +12,36 @@ Shape suffixes: D a side's width, P its packed elements, O and I the sides of a 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from ds_kfac.curvature.eigen import (
+    HIGHEST,
     TOLERANCE,
+    Precision,
     Refreshed,
     apply_blocks,
     climb,
-    eigh,
+    decomposed,
+    fp32_products,
     grouped,
     load_solvers,
     probe,
-    rungs,
     sided,
 )
 from ds_kfac.curvature.factor import KroneckerFactor, Side
-from ds_kfac.curvature.precision import HIGHEST, Precision, fp32_products
 from ds_kfac.ops.dispatch import symmetric_pack_into_
-from ds_kfac.ops.functional import packed_numel
-
-Scalar = Tensor | float
-
-
-def factored_tikhonov(value: float, mean: Scalar, partner: Scalar) -> Scalar:
-    """sqrt(value) shared out between a layer's factors by pi = sqrt(mean(A) / mean(G)): what is added to a factor.
-
-    A gets pi sqrt(value), G sqrt(value) / pi; seen from either that is sqrt(value * its mean / its partner's).
-
-    Args:
-        mean, partner: of the diagonal of this factor and of the layer's other one.
-
-    Source: Martens & Grosse 2015 (arXiv:1503.05671), sec. 6.3, with the trace norm.
-    """
-    return (value * mean / partner) ** 0.5
-
-
-def factored_relative(value: float, mean: Scalar, partner: Scalar) -> Scalar:
-    """The same with lambda = value mean(A) mean(G): the partner's mean cancels, so a factor needs itself only."""
-    return value**0.5 * mean
-
-
-def factored(value: Tensor, mean_G: Tensor, mean_A: Tensor) -> tuple[Tensor, Tensor]:
-    """What :func:`factored_tikhonov` adds to the eigenvalues of G and of A, for both eigenbases at once."""
-    tiny = torch.finfo(torch.float32).tiny
-    pi = (mean_A.clamp(min=tiny) / mean_G.clamp(min=tiny)).sqrt()
-    return value.sqrt() / pi, value.sqrt() * pi
-
+from ds_kfac.ops.functional import Scalar, packed_numel
 
 FACTORED_DAMPING: dict[str, Callable[[float, Scalar, Scalar], Scalar]] = {
-    "tikhonov": factored_tikhonov,
-    "relative": factored_relative,
+    "tikhonov": lambda value, mean, partner: (value * mean / partner) ** 0.5,
+    "relative": lambda value, mean, partner: value**0.5 * mean,
 }
+"""What is added to a factor, of lambda and the means of the diagonals of this factor and of the layer's other one: A
+gets pi sqrt(lambda), G sqrt(lambda) / pi. "relative": lambda is times mean(A) mean(G), the partner's mean cancels."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +88,9 @@ def packed(inverse: DampedInverse) -> Tensor:
     if not inverse.blocks:
         return inverse.diagonal if inverse.diagonal is not None else torch.empty(0)
     matrices = [matrix for blocks in inverse.blocks for matrix in blocks]
-    starts, start = [], 0
-    for matrix in matrices:
-        starts.append(start)
-        start += packed_numel(len(matrix))
-    out = torch.empty(start, device=matrices[0].device)
-    symmetric_pack_into_(out, starts, matrices)
+    ends = list(accumulate(packed_numel(len(matrix)) for matrix in matrices))
+    out = torch.empty(ends[-1], device=matrices[0].device)
+    symmetric_pack_into_(out, [0, *ends[:-1]], matrices)
     return out
 
 
@@ -171,11 +145,15 @@ def refresh_inverse(
     load_solvers(factor.packed_P.device)
     found, retries = [], 0
     for blocks in side.blocks(factor.packed_P):
-        inverted, failed = _climb(blocks, added, scale)
+        inverted, failed = climb(
+            blocks,
+            lambda rung: (cholesky_inverse(rung, added=added, scale=scale),),
+            partial(_right, blocks, added=added, scale=scale),
+        )
         retries += failed
         if inverted is None:
             return Refreshed(None, "failed", retries)
-        found.append(inverted)
+        found += inverted
     # as receivers unpack it: cuSOLVER's two triangles differ in rounding
     return Refreshed(from_packed(side, packed(DampedInverse(tuple(found)))), "cholesky", retries)
 
@@ -199,20 +177,9 @@ def cholesky_inverse(matrix: Tensor, *, added: Scalar, scale: Scalar = 1.0) -> T
     return inverse.masked_fill_(failed[:, None, None], torch.nan).float()
 
 
-def _climb(blocks: Tensor, added: Scalar, scale: Scalar) -> tuple[Tensor | None, int]:
-    """The first rung of the ladder whose result can be right, None if none is; and how many failed."""
-    ladder = rungs(blocks)
-    for failures, rung in enumerate(ladder):
-        try:
-            found = cholesky_inverse(rung(), added=added, scale=scale).to(blocks.device)
-        except RuntimeError:  # the library's own, or out of memory: the next rung is more exact, then elsewhere
-            continue
-        right = torch.isfinite(found).all()
-        if grouped(blocks.device):
-            right &= credible(blocks, found, added=added, scale=scale).all()
-        if bool(right):
-            return found, failures
-    return None, len(ladder)
+def _right(blocks: Tensor, inverse: Tensor, *, added: Scalar, scale: Scalar) -> Tensor:
+    right = torch.isfinite(inverse).flatten(1).all(-1)
+    return right & credible(blocks, inverse, added=added, scale=scale) if grouped(blocks.device) else right
 
 
 def credible(blocks: Tensor, inverse: Tensor, *, added: Scalar, scale: Scalar = 1.0) -> Tensor:
@@ -239,8 +206,6 @@ def _mean(factor: KroneckerFactor) -> Tensor:
 # On a CPU, where eigh costs what a few products do, from the eigenvalues; there too if the iteration fails.
 #
 # Sources: Guo & Higham 2006, a Schur-Newton method for the matrix p-th root; Anil et al. 2020 (arXiv:2002.09018).
-#
-
 
 STEPS = 30
 """The smallest eigenvalue grows by more than 2.2 a step until it is near 1: enough for a condition of 1e9."""
@@ -282,7 +247,7 @@ def refresh_root(
     Args:
         power: p.
         damping: c, in units of the mean eigenvalue, of each group its own.
-        products: "ieee" or "tf32", see :func:`ds_kfac.curvature.precision.fp32_products`.
+        products: "ieee" or "tf32", see :func:`ds_kfac.curvature.eigen.fp32_products`.
         groups: of the layer, whose factor is that of each after the other.
     """
     side, packed_P = factor.side, factor.packed_P
@@ -307,7 +272,7 @@ def refresh_root(
                 retries += root is None
             how = "eigh" if root is None else how
         if root is None:
-            solution, failures = climb(C_nbb, eigh)
+            solution, failures = decomposed(C_nbb)
             retries += failures
             if solution is None:
                 return Refreshed(None, "failed", retries)
@@ -327,7 +292,7 @@ def by_products(C_nbb: Tensor, order: int, products: str) -> Tensor | None:
     with fp32_products(products, C_nbb.device):  # type: ignore[arg-type]
         for _ in range(STEPS):
             T = one * (1 + 1 / order) - M / order
-            X, M = X @ T, _power(T, order) @ M
+            X, M = X @ T, torch.linalg.matrix_power(T, order) @ M
             residual = float(torch.linalg.matrix_norm(M - one).max()) / len(one) ** 0.5
             if residual < CONVERGED or (last < NEAR and not residual < last / 2):
                 break
@@ -338,16 +303,3 @@ def by_products(C_nbb: Tensor, order: int, products: str) -> Tensor | None:
     for matrix in [X] * (order // 2) + [C_nbb] + [X] * (order - order // 2):
         y = (matrix * y.unsqueeze(-2)).sum(-1)
     return X if bool(((y - x).norm(dim=-1) <= CREDIBLE * x.norm()).all()) else None
-
-
-def _power(T: Tensor, order: int) -> Tensor:
-    """T^order, by squaring."""
-    found: Tensor | None = None
-    while True:
-        if order % 2:
-            found = T if found is None else found @ T
-        order //= 2
-        if not order:
-            assert found is not None
-            return found
-        T = T @ T

@@ -4,23 +4,15 @@ A method says how a factor is decomposed, what that costs, how the result travel
 two results of a layer precondition its gradient. Everything else knows it by its interface.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ds_kfac.curvature.eigen import (
-    Eigenbasis,
-    LayerBasis,
-    Refreshed,
-    Request,
-    basis_from,
-    flat_vectors,
-    refresh_all,
-)
+from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis, Refreshed, Request, refresh_all
 from ds_kfac.curvature.factor import Side
 from ds_kfac.curvature.inverse import (
     FLOPS,
@@ -47,27 +39,11 @@ class Kept(Protocol):
 
 
 @dataclass(frozen=True)
-class Options:
-    """Of a decomposition.
-
-    Attributes:
-        damping, damping_kind: at this step; used where the damping is part of what is kept.
-        power: of an inverse root.
-        products: "ieee" or "tf32": of iterations that consist of products.
-    """
-
-    damping: float
-    damping_kind: str
-    power: float = 1.0
-    products: str = "ieee"
-
-
-@dataclass(frozen=True)
 class Part:
-    """One flat tensor of what is kept, as it travels.
+    """One flat tensor of what is kept, as it travels and is saved.
 
     Attributes:
-        kind: its name in counters of bytes.
+        kind: its name in counters of bytes and in files.
         numel: elements of a side's.
         flat: the tensor.
         halved: whether it may travel in 16 bits.
@@ -93,7 +69,7 @@ class Method:
         parts: how it travels.
         rotates: whether gradients are rotated into an eigenbasis, in which moments can be kept.
         whitens: whether directions are whitened by it in the layer's own coordinates, as KFACAdamW does.
-        damps_identity: whether a partner that is the identity is part of what is kept.
+        damps_identity: whether the damping, and that of a partner that is the identity, is part of what is kept.
     """
 
     words: str
@@ -122,8 +98,13 @@ class Method:
         """Of a side that is the identity."""
         raise NotImplementedError
 
-    def decompose(self, requests: Sequence[Request], options: Options) -> list[Refreshed]:
-        """In the order given. Synchronises with the device."""
+    def decompose(self, requests: Sequence[Request], **options: Any) -> list[Refreshed]:
+        """In the order given. Synchronises with the device.
+
+        Args:
+            options: ``damping`` at this step and ``damping_kind`` where they are part of what is kept; ``power`` of
+                what whitens, and ``products`` ("ieee" or "tf32").
+        """
         raise NotImplementedError
 
     def joined(self, side: Side, *flats: Any) -> Any:
@@ -135,21 +116,17 @@ class Method:
         ``precondition`` as :class:`LayerInverse`, or a :class:`LayerRoot`, which whitens."""
         raise NotImplementedError
 
-    def save(self, kept: Any) -> dict[str, Any]:
-        """A checkpoint's payload of plain tensors."""
-        raise NotImplementedError
 
-    def load(self, side: Side, saved: Mapping[str, Any], device: torch.device) -> Any:
-        """Back from it."""
-        raise NotImplementedError
+def _flat(basis: Eigenbasis) -> Tensor:
+    return torch.cat([basis.values[:0], *(vectors.reshape(-1) for vectors in basis.vectors)])
 
 
 class _Eigen(Method):
     words, solver, solver_flops, solver_seconds = "eigenbases", "eigh", 9, "eigh_seconds"
     parts = (
-        Part("eigenvectors", lambda side: side.basis_numel, flat_vectors, True),
+        Part("eigenvectors", lambda side: side.basis_numel, _flat, True),
         # in fp32 always, their range is too wide
-        Part("eigenvalues", lambda side: side.dim, lambda basis: basis.values, False),
+        Part("eigenvalues", lambda side: side.dim, attrgetter("values"), False),
     )
     rotates = True
 
@@ -159,21 +136,19 @@ class _Eigen(Method):
     def identity(self, side: Side, device: torch.device) -> Eigenbasis:
         return Eigenbasis((), torch.ones(side.dim, device=device))
 
-    def decompose(self, requests: Sequence[Request], options: Options) -> list[Refreshed]:
+    def decompose(self, requests: Sequence[Request], **options: Any) -> list[Refreshed]:
         return refresh_all(requests)
 
     def joined(self, side: Side, *flats: Any) -> Eigenbasis:
-        vectors, values = flats
-        return basis_from(side, vectors, values.clone())
+        flat, values = flats
+        vectors: list[Tensor] = []
+        if flat is not None and side.block > 1:
+            for (n, width), part in zip(side.groups, flat.split([n * w**2 for n, w in side.groups]), strict=True):
+                vectors.append(part.to(torch.float32, copy=True).view(n, width, width))
+        return Eigenbasis(tuple(vectors), values.clone())
 
     def of_layer(self, G: Eigenbasis, A: Eigenbasis) -> LayerBasis:
         return LayerBasis(G, A)
-
-    def save(self, kept: Eigenbasis) -> dict[str, Any]:
-        return {"vectors": list(kept.vectors), "values": kept.values}
-
-    def load(self, side: Side, saved: Mapping[str, Any], device: torch.device) -> Eigenbasis:
-        return Eigenbasis(tuple(vectors.to(device) for vectors in saved["vectors"]), saved["values"].to(device))
 
 
 class _Inverse(Method):
@@ -181,7 +156,6 @@ class _Inverse(Method):
     product_flops, passes, calls = 2, 4, 10
     parts = (Part("inverses", lambda side: side.numel, packed, False),)
     damps_identity = True
-    payload = "inverse"
 
     def numel(self, side: Side) -> int:
         return inverse_numel(side)
@@ -192,35 +166,26 @@ class _Inverse(Method):
     def identity(self, side: Side, device: torch.device) -> DampedInverse:
         return DampedInverse()
 
-    def decompose(self, requests: Sequence[Request], options: Options) -> list[Refreshed]:
-        damping, kind = options.damping, options.damping_kind
-        return [refresh_inverse(r.factor, r.partner, damping=damping, damping_kind=kind) for r in requests]
+    def decompose(self, requests: Sequence[Request], **options: Any) -> list[Refreshed]:
+        return [refresh_inverse(request.factor, request.partner, **options) for request in requests]
 
     def joined(self, side: Side, *flats: Any) -> DampedInverse:
-        return from_packed(side, flats[0])
+        return from_packed(side, flats[0]) if side.block else DampedInverse()
 
     def of_layer(self, G: DampedInverse, A: DampedInverse) -> Any:
         return LayerInverse(G, A)
-
-    def save(self, kept: DampedInverse) -> dict[str, Any]:
-        return {self.payload: packed(kept)}
-
-    def load(self, side: Side, saved: Mapping[str, Any], device: torch.device) -> DampedInverse:
-        return from_packed(side, saved[self.payload].to(device)) if side.block else DampedInverse()
 
 
 class _Root(_Inverse):
     words, solver, solver_flops, solver_seconds = "inverse roots", "eigh", 11, "eigh_seconds"  # with the root's product
     product_solver_flops, product_flops, passes, calls = FLOPS, 4, 6, 16
     damps_identity, whitens = False, True
-    payload = "root"
 
     def paired(self, damping_kind: str) -> bool:
         return False
 
-    def decompose(self, requests: Sequence[Request], options: Options) -> list[Refreshed]:
-        root = partial(refresh_root, power=options.power, damping=WHITEN_DAMPING, products=options.products)
-        return [root(request.factor, groups=request.groups) for request in requests]
+    def decompose(self, requests: Sequence[Request], **options: Any) -> list[Refreshed]:
+        return [refresh_root(r.factor, groups=r.groups, damping=WHITEN_DAMPING, **options) for r in requests]
 
     def of_layer(self, G: DampedInverse, A: DampedInverse) -> LayerRoot:
         return LayerRoot(G, A)

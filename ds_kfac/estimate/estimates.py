@@ -26,8 +26,8 @@ from ds_kfac.assignment.costs import (
 )
 from ds_kfac.comm.message import ALIGNMENT, RelayoutPlan
 from ds_kfac.comm.reduce import IN_FLIGHT, Layout, payloads
+from ds_kfac.curvature.eigen import Precision
 from ds_kfac.curvature.methods import METHODS
-from ds_kfac.curvature.precision import Precision
 from ds_kfac.estimate.subject import Subject
 from ds_kfac.metrics import STAGES, SUMMARY
 from ds_kfac.model.convolutions import Convolution, grid_step

@@ -14,7 +14,8 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import wraps
 from importlib import metadata
 from pathlib import Path
@@ -42,17 +43,14 @@ def gpu_problem(device: torch.device | None = None) -> str | None:
     found = torch.cuda.get_device_capability(device)
     if found >= CAPABILITY:
         return None
-    return f"needs compute capability {_number(CAPABILITY)}, {torch.cuda.get_device_name(device)} has {_number(found)}"
+    needed, has = (".".join(map(str, capability)) for capability in (CAPABILITY, found))
+    return f"needs compute capability {needed}, {torch.cuda.get_device_name(device)} has {has}"
 
 
 def gpu_architecture() -> str:
     """Of torch's current GPU, as nvcc names it, e.g. ``90a``."""
     major, minor = torch.cuda.get_device_capability()
     return f"{major}{minor}{'a' if major == 9 else ''}"
-
-
-def _number(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))
 
 
 class NotMadeFor(ValueError):
@@ -112,58 +110,40 @@ def _whole(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
-def _rows(dtype: torch.dtype) -> Iterator[Call]:
-    for rows, side in SIDES:
-        yield (
-            (torch.ones(packed_numel(side + 1)), _whole(rows, side).to(dtype)),
-            {"ones_column": torch.ones(rows, 1), "scale": 2.0},
-        )
-
-
-def _packing(dtype: torch.dtype) -> Iterator[Call]:
-    matrices = [(x := _whole(side, side)) + x.T for _, side in SIDES]
-    starts, end = [3, 7 + packed_numel(SIDES[0][1])], 9 + sum(packed_numel(side) for _, side in SIDES)
-    yield (torch.zeros(end, dtype=dtype), starts, matrices), {}
-
-
-def _unpacking(dtype: torch.dtype) -> Iterator[Call]:
-    for (packed, starts, matrices), _ in _packing(dtype):
-        yield (_whole(len(packed)).to(dtype), starts, [len(x) for x in matrices]), {}
-
-
-def _averages(dtype: torch.dtype) -> Iterator[Call]:
-    numels = [packed_numel(side) for _, side in SIDES]
+def probes(op: str, dtype: torch.dtype) -> list[Call]:
+    """Calls of an op on a CPU."""
+    sides = [side for _, side in SIDES]
+    numels = [packed_numel(side) for side in sides]
+    squares, starts, end = [(x := _whole(side, side)) + x.T for side in sides], [3, 7 + numels[0]], 9 + sum(numels)
     averages, sums = ([_whole(numel, seed=seed) for numel in numels] for seed in range(2))
-    yield (averages, sums, [torch.tensor(3.0)] * 2, [torch.tensor(float(k)) for k in range(2)], [0.75, 0.5]), {}
-
-
-def _divided(dtype: torch.dtype) -> Iterator[Call]:
+    counts, updates = [torch.tensor(3.0)] * 2, [torch.tensor(float(k)) for k in range(2)]
+    together: dict[str, tuple] = {
+        "symmetric_pack_into_": (torch.zeros(end, dtype=dtype), starts, squares),
+        "symmetric_unpack_from": (_whole(end).to(dtype), starts, sides),
+        "ema_update_": (averages, sums, counts, updates, [0.75, 0.5]),
+    }
+    if op in together:
+        return [(together[op], {})]
+    calls = []
     for rows, side in SIDES:
-        yield (_whole(rows, side), _whole(rows).abs(), _whole(side).abs(), torch.tensor(1.0)), {}
+        x, first, second = (_whole(rows, side, seed=seed) for seed in range(3))
+        ones = {"ones_column": torch.ones(rows, 1), "scale": 2.0}
+        state = (first, second.abs(), torch.tensor(7.0), torch.tensor(True))
+        each: dict[str, Call] = {
+            "syrk_accumulate_": ((torch.ones(packed_numel(side + 1)), x.to(dtype)), ones),
+            "eigen_scale_dot": ((x, _whole(rows).abs(), _whole(side).abs(), torch.tensor(1.0)), {}),
+            "corrected_scale_dot": ((x, first.abs(), torch.tensor(0.75), 2.0, 1.0), {}),
+            "adam_scale": ((x, *state), {"betas": (0.75, 0.875), "eps": 0.125}),
+        }
+        calls.append(each[op])
+    return calls
 
 
-def _corrected(dtype: torch.dtype) -> Iterator[Call]:
-    for rows, side in SIDES:
-        yield (_whole(rows, side), _whole(rows, side, seed=1).abs(), torch.tensor(0.75), 2.0, 1.0), {}
-
-
-def _adam(dtype: torch.dtype) -> Iterator[Call]:
-    for rows, side in SIDES:
-        state = (_whole(rows, side, seed=1), _whole(rows, side, seed=2).abs(), torch.tensor(7.0), torch.tensor(True))
-        options = {"betas": (0.75, 0.875), "eps": 0.125}
-        yield (_whole(rows, side), *state), options
-
-
-PROBES: dict[str, tuple[Callable[[torch.dtype], Iterator[Call]], tuple[torch.dtype, ...]]] = {
-    "syrk_accumulate_": (_rows, DTYPES),
-    "symmetric_pack_into_": (_packing, DTYPES),
-    "symmetric_unpack_from": (_unpacking, DTYPES),
-    "ema_update_": (_averages, DTYPES[:1]),
-    "eigen_scale_dot": (_divided, DTYPES[:1]),
-    "corrected_scale_dot": (_corrected, DTYPES[:1]),
-    "adam_scale": (_adam, DTYPES[:1]),
+PROBED: dict[str, tuple[torch.dtype, ...]] = {
+    **dict.fromkeys(("syrk_accumulate_", "symmetric_pack_into_", "symmetric_unpack_from"), DTYPES),
+    **dict.fromkeys(("ema_update_", "eigen_scale_dot", "corrected_scale_dot", "adam_scale"), DTYPES[:1]),
 }
-"""Of every op that a backend compiles: its calls in a dtype, and the dtypes."""
+"""Every op that a backend compiles, and its dtypes."""
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -174,10 +154,9 @@ def moved(value: Any, device: torch.device) -> Any:
 @torch.no_grad()
 def fault(op: str, implementation: Callable[..., Any], device: torch.device) -> str:
     """What is wrong with an op on a device; empty if nothing is. Waits for the device."""
-    calls, dtypes = PROBES[op]
-    for dtype in dtypes:
+    for dtype in PROBED[op]:
         with torch.device("cpu"):
-            made = list(calls(dtype))
+            made = probes(op, dtype)
         for arguments, options in made:
             ours, theirs = (moved((arguments, options), place) for place in (device, torch.device("cpu")))
             wanted = getattr(reference, op)(*theirs[0], **theirs[1])
@@ -228,16 +207,25 @@ def faults(compiled: Mapping[str, tuple[str, Callable[..., Any]]], device: torch
 
 
 def _checked(compiled: Mapping[str, tuple[str, Callable]], device: torch.device, path: Path | None) -> dict[str, str]:
-    known = _read(path)
+    known: dict[str, str] = {}
+    with suppress(OSError, ValueError):
+        known = json.loads(path.read_text()) if path else {}
+
+    def note(now: Mapping[str, str]) -> None:
+        if path:
+            whole = path.with_suffix(f".{os.getpid()}")
+            whole.write_text(json.dumps(now, indent=0))
+            os.replace(whole, path)
+
     for op, (backend, implementation) in compiled.items():
         name = f"{op} by {backend}"
         if name in known:
             continue
-        _write(path, known | {name: ENDED})
+        note(known | {name: ENDED})
         try:
             known[name] = fault(op, implementation, device)
         finally:  # also where memory was full or somebody interrupted: not the op's fault
-            _write(path, known)
+            note(known)
         if known[name]:
             check_alive(device)
     return known
@@ -249,36 +237,17 @@ def check_alive(device: torch.device) -> None:
     torch.zeros((), device=device).item()
 
 
-def _read(path: Path | None) -> dict[str, str]:
-    try:
-        return json.loads(path.read_text()) if path else {}
-    except (OSError, ValueError):
-        return {}
-
-
-def _write(path: Path | None, known: Mapping[str, str]) -> None:
-    if path:
-        whole = path.with_suffix(f".{os.getpid()}")
-        whole.write_text(json.dumps(known, indent=0))
-        os.replace(whole, path)
-
-
-def _triton() -> str:
-    try:
-        return metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        return ""
-
-
 def identity(device: torch.device) -> str:
     """Of what a result depends on: sources of ops, versions, driver and GPU."""
     found = hashlib.sha256()
     for file in sorted([*(build.PACKAGE / "ops").rglob("*.py"), *build.source_folder().iterdir()]):
         found.update(file.name.encode() + file.read_bytes())
-    driver = Path("/proc/driver/nvidia/version")
+    version, driver = "", Path("/proc/driver/nvidia/version")
+    with suppress(metadata.PackageNotFoundError):
+        version = metadata.version("triton")
     for fact in (
         torch.__version__,
-        _triton(),
+        version,
         torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {platform.machine()}",
         driver.read_text() if driver.exists() else "",
     ):

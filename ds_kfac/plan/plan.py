@@ -24,8 +24,8 @@ from ds_kfac.assignment.assign import (
 from ds_kfac.assignment.costs import CostModel, FactorSpec, Work, factor_specs, packed_bytes
 from ds_kfac.comm.reduce import DTYPES
 from ds_kfac.config.keys import KFACConfig
+from ds_kfac.curvature.eigen import Precision, choose
 from ds_kfac.curvature.methods import METHODS, Method
-from ds_kfac.curvature.precision import Precision, choose
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import SHARDS
 from ds_kfac.schedule.timetable import Schedule, Timetable

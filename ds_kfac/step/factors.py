@@ -6,6 +6,7 @@ eigen worker; if eigenbases travel it sends that to everyone, so that all ranks 
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,9 +17,8 @@ from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
 from ds_kfac.comm.message import Arrivals, Channel
 from ds_kfac.comm.reduce import Reducer
 from ds_kfac.curvature.eigen import Refreshed, Request, grouped
-from ds_kfac.curvature.factor import KroneckerFactor, Side
-from ds_kfac.curvature.history import FactorState, History, folded
-from ds_kfac.curvature.methods import Kept, Options
+from ds_kfac.curvature.factor import History, KroneckerFactor, Side, updated
+from ds_kfac.curvature.methods import Kept
 from ds_kfac.metrics import HostCopy, Metrics
 from ds_kfac.model.layers import key_of
 from ds_kfac.model.rows import BatchSum
@@ -88,7 +88,7 @@ class FactorDraft:
         factors, ready, pending: see :class:`ds_kfac.step.factors.FactorUpdates`.
         decays: of this rank's factors that are captured, weight of the past.
         terms: layer name -> loss terms of the batch that was averaged.
-        similar: factor key -> bool [2], see :func:`ds_kfac.step.factors.folded`.
+        similar: factor key -> bool [2], see :func:`ds_kfac.curvature.factor.updated`.
         unusual: [2], batches of this rank's factors that were scaled down, and that had no row; None if nothing was
             averaged.
         submitted: keys of the decompositions that were started in the background.
@@ -101,7 +101,7 @@ class FactorDraft:
 
     step: int
     due: FactorsDue
-    factors: dict[str, FactorState]
+    factors: dict[str, KroneckerFactor]
     ready: set[str]
     pending: dict[str, int]
     decays: dict[str, float] = field(default_factory=dict)
@@ -122,28 +122,21 @@ class FactorUpdates:
     Args:
         plan: who, when and how.
         reducer: takes the batch sums to the eigen workers.
-        refresher: decomposes what takes effect later.
 
     Attributes:
         factors: factor key -> state, of the factors this rank decomposes.
         ready: keys of the factors that have been decomposed; of all, if eigenbases travel, else of this rank's.
         pending: key -> step at which an asynchronous decomposition takes effect.
         numel, layer_of: key -> packed elements, and the first of its layers.
+        home: where factors are kept.
         counted: key -> layers whose loss terms are its factor's count.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        channel: Channel,
-        reducer: Reducer,
-        refresher: Refresher,
-        metrics: Metrics,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, plan: Plan, channel: Channel, reducer: Reducer, metrics: Metrics, device: torch.device) -> None:
         self.plan, self.config, self.layers = plan, plan.config, plan.layers
-        self.channel, self.reducer, self.refresher, self.metrics = channel, reducer, refresher, metrics
+        self.channel, self.reducer, self.metrics = channel, reducer, metrics
         self.device, self.rank = device, channel.rank
+        self.home = torch.device("cpu") if self.config.offload.device == "cpu" else device
         self.schedule = FactorSchedule(plan)
         self.specs: Mapping[str, FactorSpec] = {spec.key: spec for spec in plan.assignment.factors}
         self.numel = {key: spec.side.numel for key, spec in self.specs.items()}
@@ -161,16 +154,21 @@ class FactorUpdates:
         self.travels = self.delivery.travels
         self.load_state_dict({})
 
-    def empty_of(self, side: Side) -> FactorState:
-        """Of a factor that has seen nothing."""
-        history = History(side) if self.plan.adaptive else None
-        # the counter stays on the device, as in a loaded factor: kernels of a GPU fold there
-        return FactorState(KroneckerFactor.empty(side, self.device).to(self.home), history)
+    @cached_property
+    def refresher(self) -> Refresher:
+        """Decomposes what takes effect later; made when something does."""
+        return Refresher(self.device)
 
-    @property
-    def home(self) -> torch.device:
-        """Where factors are kept."""
-        return torch.device("cpu") if self.config.offload.device == "cpu" else self.device
+    def close(self) -> None:
+        """Drop what is decomposed in the background, and give back its thread."""
+        if "refresher" in vars(self):
+            self.refresher.close()
+
+    def empty_of(self, side: Side) -> KroneckerFactor:
+        """Of a factor that has seen nothing."""
+        # the counter stays on the device, as in a loaded factor: kernels of a GPU average there
+        empty = KroneckerFactor.empty(side, self.device).to(self.home)
+        return replace(empty, history=History(side)) if self.plan.adaptive else empty
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, in this process's names. Of a pending decomposition it waits for the result.
@@ -193,7 +191,7 @@ class FactorUpdates:
         self.factors = {s.key: found[s.key][0] if s.key in found else self.empty_of(s.side) for s in own}
         self.ready = set(state.get("ready", ())) & self.specs.keys()
         self.pending: dict[str, int] = {key: step for key, step in pending.items() if key in self.specs}
-        if self.refresher.jobs:
+        if "refresher" in vars(self):
             self.refresher.clear()
         for key in self.pending.keys() & self.factors.keys():
             if found[key][1] is not None:
@@ -214,13 +212,13 @@ class FactorUpdates:
     # the stages of a step
 
     def update(self, draft: FactorDraft, sums: Mapping[str, BatchSum]) -> None:
-        """Fold batch sums of all ranks into the averages of this one's factors."""
+        """Take batch sums of all ranks into the averages of this one's factors."""
         batches = {key: sums[key] for key in draft.decays if key in sums}
         for key, batch in batches.items():
             # ranks that did not contribute are taken to have as many
             terms = batch.count * (self.channel.world / batch.ranks)
             draft.terms |= dict.fromkeys(self.counted.get(key, ()), terms)
-        results, draft.unusual = folded(
+        new, similar, draft.unusual = updated(
             [draft.factors[key] for key in batches],
             [batch.sum_P for batch in batches.values()],
             [batch.count for batch in batches.values()],
@@ -228,10 +226,9 @@ class FactorUpdates:
             device=self.device,
             tolerance=self.plan.adaptive,
         )
-        for key, (state, similar) in zip(batches, results, strict=True):
-            draft.factors[key] = state
-            if similar is not None:
-                draft.similar[key] = similar
+        keys = list(batches)
+        draft.factors |= zip(keys, new, strict=True)
+        draft.similar = {keys[index]: flags for index, flags in similar.items()}
 
     def decompose(self, draft: FactorDraft) -> None:
         """Decompose what is due here and now; start what takes effect later; collect what takes effect now."""
@@ -245,7 +242,7 @@ class FactorUpdates:
             and any(other.key not in ready for name in self.specs[key].layers for other in self.of_layer[name].values())
         }
         keys = draft.due.refresh | waiting
-        lag = min(self.plan.lag, self.plan.schedule.intervals(step)[1] - 1)
+        lag = self.plan.lag and min(self.plan.lag, self.plan.schedule.intervals(step)[1] - 1)
         now = {key for key in keys if lag < 1 or key not in ready}
         later = keys - now - set(draft.pending)
         draft.arriving = tuple(key for key in self.specs if key in now or draft.pending.get(key) == step)
@@ -280,16 +277,17 @@ class FactorUpdates:
                 if side.block == 0:
                     partner = KroneckerFactor.empty(side, device)
                 elif self.plan.paired:
-                    partner = draft.factors[key_of(layer.name, other)].factor
-            asked.append((draft.factors[key].factor, partner, layer.groups))
-        options = Options(
-            config.damping.at(draft.step), config.damping.chosen,
-            power=config.adam.whiten, products=self.plan.precision.products,
-        )  # fmt: skip
+                    partner = draft.factors[key_of(layer.name, other)]
+            asked.append((draft.factors[key], partner, layer.groups))
+        options: dict[str, Any] = {}
+        if method.damps_identity:
+            options = {"damping": config.damping.at(draft.step), "damping_kind": config.damping.chosen}
+        if method.whitens:
+            options |= {"power": config.adam.whiten, "products": self.plan.precision.products}
 
         def work() -> list[Refreshed]:
             requests = [Request(own.to(device), with_ and with_.to(device), groups) for own, with_, groups in asked]
-            return method.decompose(requests, options)
+            return method.decompose(requests, **options)
 
         return work
 
@@ -305,7 +303,7 @@ class FactorUpdates:
         if not asked:
             return []
         # on the device: an offloaded factor may still be on its way to the host
-        flags = torch.stack([draft.factors[key].factor.to(self.device).usable() for key in asked]).tolist()
+        flags = torch.stack([draft.factors[key].to(self.device).usable() for key in asked]).tolist()
         known = dict(zip(asked, flags, strict=True))
         return [key for key, others in partners.items() if all(known.get(other, True) for other in others)]
 
@@ -352,11 +350,11 @@ class FactorUpdates:
 
     def commit(self, draft: FactorDraft, *, applied: bool) -> None:
         """Keep what the step changed, or drop it."""
-        if not applied:
-            self.refresher.drop(draft.submitted)
-            return
-        self.refresher.drop([key for key in draft.arriving if key in self.pending])  # those that have been collected
-        self.factors, self.ready, self.pending = draft.factors, draft.ready, draft.pending
+        collected = [key for key in draft.arriving if key in self.pending]
+        if done := collected if applied else draft.submitted:
+            self.refresher.drop(done)
+        if applied:
+            self.factors, self.ready, self.pending = draft.factors, draft.ready, draft.pending
 
     def redecomposed(self, step: int) -> FactorDraft:
         """As :meth:`decompose`, exactly, of all factors with data, outside of a step: after loading without bases."""

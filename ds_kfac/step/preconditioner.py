@@ -19,7 +19,6 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.rows import BatchSum, RowSums, SharedInputs
 from ds_kfac.plan.plan import Known, Plan
 from ds_kfac.schedule.timetable import FactorsDue
-from ds_kfac.step.decompose import Refresher
 from ds_kfac.step.factors import FactorDraft, FactorUpdates
 from ds_kfac.step.messages import Sharing, unusual
 from ds_kfac.update.kfac import QuadraticModel
@@ -121,7 +120,6 @@ class KFACPreconditioner:
         self.needs_norm = target.clips
         self.setup = DirectionSetup(plan, self.layout, self.exchange, target.inner, self.metrics)
         self.direction = self.rule.direction(self.setup)
-        self.refresher = Refresher(self.device)
         self.sharing = Sharing(SharedInputs(plan.sharing_candidates), self.channel)
         self.curvature = self._factor_updates()
         self.watch = Watch([layer.name for layer in self.owned], self.device)
@@ -154,7 +152,7 @@ class KFACPreconditioner:
             plan.assignment.factors, plan.assignment.eigen_workers, plan.contributors, self.channel, self.device,
             dtype=plan.wire, nbytes=plan.bucket_bytes,
         )  # fmt: skip
-        return FactorUpdates(plan, self.channel, reducer, self.refresher, self.metrics, self.device)
+        return FactorUpdates(plan, self.channel, reducer, self.metrics, self.device)
 
     def step(self) -> Draft:
         """Replace every layer's averaged gradient by its preconditioned one. Collective: enter on every rank.
@@ -375,7 +373,7 @@ class KFACPreconditioner:
     def close(self) -> None:
         """Give back hooks, thread and process group. Local, and harmless when repeated."""
         self.capture.remove()
-        self.refresher.close()
+        self.curvature.close()
         self.channel.close()
 
     @property

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_kfac.curvature.inverse import Scalar, factored
 from ds_kfac.ops.dispatch import eigen_scale_dot
+from ds_kfac.ops.functional import Scalar
 from ds_kfac.update.rotation import Rotation, is_large, norms
 from ds_kfac.update.state import CorrectedEigenvalues
 
@@ -43,8 +43,9 @@ def precondition(
     lambda_: Scalar
     if damping_kind == "adaptive":
         assert damping_scale is not None
-        added_G, added_A = factored(damping * damping_scale, mean_G, mean_A)
-        beta_O, alpha_I, lambda_ = beta_O + added_G[..., None], alpha_I + added_A[..., None], 0.0
+        tiny, root = torch.finfo(torch.float32).tiny, (damping * damping_scale).sqrt()
+        pi = (mean_A.clamp(min=tiny) / mean_G.clamp(min=tiny)).sqrt()
+        beta_O, alpha_I, lambda_ = beta_O + (root / pi)[..., None], alpha_I + (root * pi)[..., None], 0.0
     else:
         lambda_ = damping if damping_kind == "tikhonov" else damping * mean_G * mean_A
     rotated_OI = _rotated(rotation, gradient_OI)
@@ -80,11 +81,7 @@ def precondition_corrected(
         return damping * (mean().mean() if in_groups else mean())
 
     scaled_OI, dot, corrected, limited = corrected.divide(
-        _rotated(rotation, gradient_OI),
-        norm=norm,
-        terms=terms,
-        decay=decay,
-        damping=damp,
+        _rotated(rotation, gradient_OI), norm=norm, terms=terms, decay=decay, damping=damp
     )
     return rotation.given_up(rotation.restore, scaled_OI), dot, corrected, limited
 

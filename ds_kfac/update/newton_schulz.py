@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ds_kfac.curvature.precision import HIGHEST, Precision, fp32_products
+from ds_kfac.curvature.eigen import HIGHEST, Precision, fp32_products
 
 STEPS = ((3.4445, -4.7750, 2.0315),) * 5
 """Of the quintic x (a + b x^2 + c x^4), a row a step: Jordan et al. 2024, tuned to lift small singular values fast, to
@@ -44,7 +44,7 @@ def orthogonal_factors(
 
     Args:
         columns: s [.., I] of each direction, or None: then it is the factor of x diag(s), times diag(s).
-        precision: see :attr:`Precision.half_orthogonal`.
+        precision: with TF32 the iteration is in fp16: it rounds as TF32 does, at twice the speed.
 
     Returns the factors, zero of zero, in the place of the directions, and the Frobenius norms that those had, scalars
     or [n].
@@ -52,7 +52,7 @@ def orthogonal_factors(
     scales = [None] * len(directions) if columns is None else columns
     norms = [_scale(x, s) for x, s in zip(directions, scales, strict=True)]
     with fp32_products(precision.products, directions[0].device):
-        dtype = torch.float16 if precision.half_orthogonal else directions[0].dtype
+        dtype = torch.float16 if precision.products == "tf32" else directions[0].dtype
         factors = _iterated(_together(directions, [scale for _, scale in norms], dtype))
     parts = [factors] if len(directions) == 1 else factors.split([len(x) if x.ndim > 2 else 1 for x in directions])
     for x, s, part in zip(directions, scales, parts, strict=True):

@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis, apply_blocks
+from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis, Precision, apply_blocks, fp32_products
 from ds_kfac.curvature.inverse import WHITEN_DAMPING
-from ds_kfac.curvature.precision import HIGHEST, Precision, fp32_products
 from ds_kfac.model.layers import LayerSpec
 
 AT_ONCE = 1 << 22

@@ -141,7 +141,7 @@ class Outbox:
         self.own: Shards = {}
         self._sent = sent = dict[tuple[int, Piece], Tensor]()
         self.packed = sent.clear
-        # to every rank that holds a shard of a result; without self: a circle would keep all of a step until it is found
+        # to every rank that holds a shard of a result. Without self: a circle would keep a step's results
         self.part = Part(
             "results", exchange.plan.scatter, lambda m: sent[m.param, (m.start, m.numel)], exchange.scatter_dtype
         )

@@ -40,11 +40,7 @@ class ShardLayout(ABC):
     """Known upstream faults of this mode, for the attach report."""
 
     def __init__(
-        self,
-        engine: Any,
-        params: Sequence[nn.Parameter],
-        group: Any = None,
-        pieces: Sequence[Piece] | None = None,
+        self, engine: Any, params: Sequence[nn.Parameter], group: Any = None, pieces: Sequence[Piece] | None = None
     ) -> None:
         self.engine, self.optimizer = engine, engine.optimizer
         self.params: tuple[Any, ...] = tuple(params)  # Any: DeepSpeed adds ds_shape and others to parameters

@@ -131,10 +131,7 @@ class WeightShift:
         for layer in self.exchange.owned:
             parts = self.exchange.parts(layer, direction[layer.name])
             flats |= zip(self.exchange.plan.of_layer[layer.name], parts, strict=True)
-        return (
-            Part("results", self.plan, lambda m: flats[m.param].narrow(0, m.start, m.numel), torch.float32),
-            flats,
-        )
+        return (Part("results", self.plan, lambda m: flats[m.param].narrow(0, m.start, m.numel), torch.float32), flats)
 
     def pieces(self, flats: Mapping[int, Tensor], received: Arrivals) -> Pieces:
         """What this rank has of a direction."""

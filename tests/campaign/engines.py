@@ -52,7 +52,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 def state_is_finite(engine) -> bool:
     """Of this rank's factors, eigenbases and moments."""
     for kfac in engine.kfac.job.preconditioners:
-        for value in (kfac.state, [own.factor for own in kfac.curvature.factors.values()]):
+        for value in (kfac.state, list(kfac.curvature.factors.values())):
             if not all(bool(torch.isfinite(t).all()) for t in tensors(value) if t.is_floating_point()):
                 return False
     return True

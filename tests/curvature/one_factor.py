@@ -8,7 +8,7 @@ from ds_kfac.curvature.factor import KroneckerFactor
 
 
 def fold(factor: KroneckerFactor, sum_P: Tensor, count: Tensor, *, decay: float) -> KroneckerFactor:
-    """With one batch folded in."""
+    """With one batch averaged in."""
     return factors.averaged([factor], [sum_P], [count], [decay])[0][0]
 
 

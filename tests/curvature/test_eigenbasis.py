@@ -8,11 +8,10 @@ from ds_kfac.curvature.eigen import (
     Eigenbasis,
     LayerBasis,
     Refreshed,
-    basis_from,
     eigh,
-    flat_vectors,
 )
 from ds_kfac.curvature.factor import KroneckerFactor, Side
+from ds_kfac.curvature.methods import EIGEN
 from tests.close import close
 from tests.curvature.one_factor import refresh
 
@@ -108,9 +107,9 @@ def test_other_errors_are_not_swallowed(monkeypatch):
 @pytest.mark.parametrize("side", [Side.dense(5), Side(7, 3), Side.diagonal(4), Side.dense(1)])
 def test_flat_vectors_and_back_also_with_a_last_block_of_one(side):
     basis = refresh(factor(side)).basis
-    flat = flat_vectors(basis) if basis.vectors else None
+    flat = EIGEN.parts[0].flat(basis) if basis.vectors else None
     assert side.basis_numel == (0 if flat is None else len(flat))
-    back = basis_from(side, flat, basis.values)
+    back = EIGEN.joined(side, flat, basis.values)
     assert [v.shape for v in back.vectors] == [v.shape for v in basis.vectors]
     x = torch.rand(side.dim, 3)
     assert torch.equal(back.rotate(x), basis.rotate(x))

@@ -6,9 +6,8 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from ds_kfac.curvature import history as of_factor
-from ds_kfac.curvature.factor import KroneckerFactor, Side
-from ds_kfac.curvature.history import PIECE, FactorState, History, compared, folded, frobenius
+from ds_kfac.curvature import factor as of_factor
+from ds_kfac.curvature.factor import PIECE, History, KroneckerFactor, Side, compared, frobenius, updated
 from ds_kfac.ops import dispatch
 from ds_kfac.schedule.timetable import next_interval
 from tests.close import close
@@ -80,7 +79,10 @@ def test_similar_is_a_small_relative_distance_of_whole_matrices(backend):
     before, last, new = kept
     histories = [filled(side, *old) for side, *old in zip(SIDES, before, last, strict=True)]
     assert all(history.last is x and history.before is y for history, x, y in zip(histories, last, before, strict=True))
-    assert all(history.nbytes == 2 * x.nbytes + 8 for history, x in zip(histories, last, strict=True))
+    assert all(
+        history.norms.nbytes == 8 and history.last.nbytes == x.nbytes
+        for history, x in zip(histories, last, strict=True)
+    )
     distances = [
         [float((whole(side, x) - whole(side, y)).norm() / whole(side, y).norm()) for y in (one, other)]
         for side, x, one, other in zip(SIDES, new, last, before, strict=True)
@@ -139,23 +141,22 @@ def test_comparing_does_not_wait_for_the_device():
 
 def test_a_history_that_shares_the_factor_s_memory_is_counted_once():
     side, cpu = Side.dense(5), torch.device("cpu")
-    state = FactorState(KroneckerFactor.empty(side), History(side))
+    factor = replace(KroneckerFactor.empty(side), history=History(side))
     for seed in range(3):
-        ((state, _),), _ = folded(
-            [state], [packed(side, seed)], [torch.tensor(11.0)], decays=[0.9], device=cpu, tolerance=0.1
-        )
-    assert state.nbytes == 4 * (2 * side.numel + 3), "the factor, its last but one value, a counter and two norms"
+        sums, counts = [packed(side, seed)], [torch.tensor(11.0)]
+        (factor,), *_ = updated([factor], sums, counts, decays=[0.9], device=cpu, tolerance=0.1)
+    assert factor.nbytes == 4 * (2 * side.numel + 3), "the factor, its last but one value, a counter and two norms"
 
 
-def test_a_fold_compares_all_factors_in_one_call(monkeypatch):
+def test_an_update_compares_all_factors_in_one_call(monkeypatch):
     calls = []
     monkeypatch.setattr(of_factor, "compared", lambda *a, **k: calls.append(a) or compared(*a, **k))
     cpu, sides = torch.device("cpu"), [Side.dense(5), Side.diagonal(7), Side.dense(5)]
     histories = [None, History(sides[1]), History(sides[2])]
-    states = [FactorState(KroneckerFactor.empty(side), history) for side, history in zip(sides, histories, strict=True)]
+    factors = [replace(KroneckerFactor.empty(s), history=own) for s, own in zip(sides, histories, strict=True)]
     for seed in range(2):
         sums = [packed(side, seed) for side in sides]
-        results, _ = folded(states, sums, [torch.tensor(11.0)] * 3, decays=[0.9] * 3, device=cpu, tolerance=10.0)
-        states = [state for state, _ in results]
-    assert [similar if similar is None else similar.tolist() for _, similar in results] == [None, *[[True, False]] * 2]
+        counts = [torch.tensor(11.0)] * 3
+        factors, similar, _ = updated(factors, sums, counts, decays=[0.9] * 3, device=cpu, tolerance=10.0)
+    assert {index: flags.tolist() for index, flags in similar.items()} == {1: [True, False], 2: [True, False]}
     assert [len(histories) for histories, _ in calls] == [2, 2]

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis
+from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis, Precision, choose, fp32_products
 from ds_kfac.curvature.inverse import by_products
-from ds_kfac.curvature.precision import HIGHEST, Precision, choose, fp32_products
 from ds_kfac.update.kfac import precondition
 from ds_kfac.update.newton_schulz import newton_schulz
 from ds_kfac.update.rotation import Rotation, Rotations
@@ -160,7 +159,7 @@ def test_orthogonal_factors_in_every_precision():
 def test_a_cpu_says_that_it_has_no_tf32():
     assert choose(None, CPU).name == "highest" and choose("highest", CPU) == HIGHEST
     chosen = choose("tf32", CPU)
-    assert chosen.products == "ieee" and not chosen.half_orthogonal and "no TF32 on this cpu" in str(chosen)
+    assert chosen.products == "ieee" and "no TF32 on this cpu" in str(chosen)
 
 
 def test_layers_at_once_rotate_like_each():

@@ -79,7 +79,7 @@ def entry(file: str, index: int, value: float) -> Callable[[dict], None]:
     """An element of a factor's average or of a layer's eigenvectors."""
 
     def change(payload: dict) -> None:
-        tensor = payload["packed"] if "packed" in payload else payload["A"]["vectors"][0]
+        tensor = payload["packed"] if "packed" in payload else payload["A"]["eigenvectors"]
         tensor.view(-1)[index] = value
 
     return repaired(file, change)
@@ -154,7 +154,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     # files whose checksums fit
     "NaN": (entry(FACTOR, 3, float("nan")), "is not finite"),
     "infinite": (entry(FACTOR, -1, float("inf")), "is not finite"),
-    "NaN in eigenvectors": (entry(LAYER, 5, float("nan")), "A.vectors.0 is not finite"),
+    "NaN in eigenvectors": (entry(LAYER, 5, float("nan")), "A.eigenvectors is not finite"),
     "negative diagonal": (entry(FACTOR, 0, -1e6), "negative diagonal"),
     "float64": (repaired(FACTOR, lambda p: p.update(packed=p["packed"].double())), "packed is float64 [210], when"),
     "bf16": (repaired(FACTOR, lambda p: p.update(packed=p["packed"].bfloat16())), "bfloat16"),
@@ -164,11 +164,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "too short": (repaired(FACTOR, lambda p: p.update(packed=p["packed"][:-3].clone())), "packed is float32 [207]"),
     "a row of it": (repaired(FACTOR, lambda p: p.update(packed=p["packed"][None])), "[1, 210]"),
     "transposed": (
-        repaired(LAYER, lambda p: p.update(A=p["G"], G=p["A"])), f"{LAYER}: A.values is",
+        repaired(LAYER, lambda p: p.update(A=p["G"], G=p["A"])), f"{LAYER}: A.eigenvalues is",
     ),
-    "vectors missing": (repaired(LAYER, lambda p: p["A"].update(vectors=[])), "A.vectors.0 is not there"),
+    "vectors missing": (
+        repaired(LAYER, lambda p: p.update(A={"eigenvalues": p["A"]["eigenvalues"]})), "A.eigenvectors is not there",
+    ),
     "too many vectors": (
-        repaired(LAYER, lambda p: p["A"].update(vectors=2 * p["A"]["vectors"])), "A.vectors.1 is float32",
+        repaired(LAYER, lambda p: p["A"].update(eigenvectors=torch.ones(8))), "A.eigenvectors is float32 [8]",
     ),
     "updates negative": (repaired(FACTOR, lambda p: p.update(updates=torch.tensor(-1.0))), "updates is negative"),
     "a refresh that was none": (repaired(FACTOR, lambda p: p.update(pending_how="eigh")), "pending_how is str"),

@@ -95,7 +95,7 @@ def whole_state(job) -> dict[str, Tensor]:
     for kfac in job.preconditioners:
         names = {layer.name: kfac.target.domain.global_name(layer) for layer in kfac.layers}
         for key, state in kfac.curvature.factors.items():
-            mine[f"{names[key[:-2]]}{key[-2:]}"] = state.factor.packed_P.clone()
+            mine[f"{names[key[:-2]]}{key[-2:]}"] = state.packed_P.clone()
         for name, state in kfac.state.items():
             for side, basis in (("A", state.A), ("G", state.G)):
                 if basis is not None:

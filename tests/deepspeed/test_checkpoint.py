@@ -31,7 +31,7 @@ def own_state(engine) -> dict:
     found = {}
     for name, state in kfac.state.items():
         keys = [f"{name}/{side}" for side in "AG" if f"{name}/{side}" in kfac.curvature.specs]
-        factors = [kfac.curvature.factors[key].factor for key in keys]
+        factors = [kfac.curvature.factors[key] for key in keys]
         moments = [part.clone() for part in vars(state.settled().moments).values()] if state.moments else ()
         packed = [part for factor in factors for part in (factor.packed_P, factor.updates)]
         found[name] = [*state.A.vectors, *packed, state.terms, state.G.values, *moments]
@@ -319,7 +319,7 @@ def overwrite_worker(folder: str) -> dict:
     plain.save_checkpoint(folder, tag="tag")
     fresh.load_checkpoint(folder, tag="tag")  # has trained, and the folder of an older save is still there
     kfac = fresh.kfac.preconditioner
-    empty = all(float(state.factor.updates) == 0 for state in kfac.curvature.factors.values())
+    empty = all(float(state.updates) == 0 for state in kfac.curvature.factors.values())
     empty = empty and all(state.basis is None for state in kfac.state.values())
     results["plain save over it"] = empty, kfac.steps, kfac.peak_lr
     return results

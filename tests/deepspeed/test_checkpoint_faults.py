@@ -215,14 +215,14 @@ def other_fisher(folder: Path) -> dict:
             with heard() as messages:
                 second.load_checkpoint(place, tag="tag")
             kfac = second.kfac.preconditioner
-            updates = {key: float(state.factor.updates) for key, state in kfac.curvature.factors.items()}
+            updates = {key: float(state.updates) for key, state in kfac.curvature.factors.items()}
             before = {name: [bool(getattr(s, side).vectors) for side in "AG"] for name, s in kfac.state.items()}
             moments = None
             if mode == "adam-z2":  # in the coordinates of the gradient, in which no basis has a part
                 expected, actual = unrotated(first), unrotated(second)
                 moments = max(float((actual[n] - m).abs().max() / m.abs().max()) for n, m in expected.items())
             losses = train(second, 1, steps=3, first=4)  # step 4 captures
-            after = {key: float(state.factor.updates) for key, state in kfac.curvature.factors.items()}
+            after = {key: float(state.updates) for key, state in kfac.curvature.factors.items()}
             ready = set(kfac.curvature.factors) <= kfac.curvature.ready
             found[mode, saved, loaded] = {
                 "said": "\n".join(messages), "updates": updates, "vectors": before, "moments": moments,

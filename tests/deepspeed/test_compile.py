@@ -58,7 +58,7 @@ def trained(name: str, block: dict, compile_options: dict | None) -> tuple[dict,
     final = weights(engine)
     if block.get("enabled", True):
         kfac = engine.kfac.preconditioner
-        final |= {key: state.factor.packed_P for key, state in kfac.curvature.factors.items()}
+        final |= {key: state.packed_P for key, state in kfac.curvature.factors.items()}
         engine.eval()
         for _ in range(2):  # evaluation is compiled once, captured or not
             kfac.capture.active = not kfac.capture.active

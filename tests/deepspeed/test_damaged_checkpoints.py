@@ -25,7 +25,7 @@ KFAC = {
 def tensors(engine) -> dict:
     """This rank's state: what it is, and which objects it consists of."""
     kfac = engine.kfac.preconditioner
-    found = {key: state.factor.packed_P for key, state in kfac.curvature.factors.items()}
+    found = {key: state.packed_P for key, state in kfac.curvature.factors.items()}
     for name, state in kfac.state.items():
         for side in "AG":
             found |= {

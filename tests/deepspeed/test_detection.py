@@ -96,7 +96,7 @@ def worker(cases) -> dict:
             dist.all_gather_object(everyone, seen.pop())
             inputs.append(torch.cat(everyone))
         factors = engine.kfac.preconditioner.curvature.factors
-        A = factors["region/A"].factor.packed_P.clone() if "region/A" in factors else None
+        A = factors["region/A"].packed_P.clone() if "region/A" in factors else None
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (A, {n: w.clone() for n, w in weights(engine).items()}))
         results[adam, stage] = {

@@ -159,8 +159,8 @@ def measured(mode: Mode) -> dict:
             found["buffers"] = dict(buffers.seen)
     factors, reducer = kfac.curvature.factors.values(), kfac.curvature.reducer
     found["memory"] = {
-        "factors": sum(state.factor.nbytes for state in factors),
-        "history": sum(state.nbytes - state.factor.nbytes for state in factors),
+        "factors": sum(own.packed_P.nbytes + own.updates.nbytes for own in factors),
+        "history": sum(own.nbytes - own.packed_P.nbytes - own.updates.nbytes for own in factors),
         "state": kfac.state_nbytes + kfac.moments_nbytes,
         "adam": kfac.moments_nbytes,
         "sums": sum(

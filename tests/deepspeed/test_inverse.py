@@ -166,13 +166,13 @@ def other_method(folder: str) -> dict:
         engine = build(saved, 1)
         train(engine, 1, steps=4)
         engine.save_checkpoint(f"{folder}/{method}")
-        factors = {key: state.factor.packed_P for key, state in engine.kfac.preconditioner.curvature.factors.items()}
+        factors = {key: state.packed_P for key, state in engine.kfac.preconditioner.curvature.factors.items()}
         pending = set(engine.kfac.preconditioner.curvature.pending)
         engine.destroy()
         engine = build(loaded, 1)
         engine.load_checkpoint(f"{folder}/{method}")
         kfac = engine.kfac.preconditioner
-        same = all(torch.equal(kfac.curvature.factors[key].factor.packed_P, P) for key, P in factors.items())
+        same = all(torch.equal(kfac.curvature.factors[key].packed_P, P) for key, P in factors.items())
         prepared = all(state.prepared for state in kfac.state.values())
         kinds = {type(side).__name__ for state in kfac.state.values() for side in (state.A, state.G)}
         losses = train(engine, 1, steps=5, first=4)

@@ -80,7 +80,7 @@ def worker(cases) -> dict:
             # gloo's threads may let go of a message after the step has gone on, in any step: what is always there
             "extra": min(peaks[2::2]) - min(peaks[1::2]),
             "sums": sum(4 * s.numel for s in slots if rank == s.owner or rank in s.contributors),
-            "own": sum(state.factor.packed_P.nbytes for state in kfac.curvature.factors.values()),
+            "own": sum(state.packed_P.nbytes for state in kfac.curvature.factors.values()),
             "all": sum(4 * s.numel for s in slots),
         }
         engine.destroy()

@@ -96,7 +96,7 @@ def untouched_worker(names) -> dict:
             with patched(mode):
                 losses = train(engine, 2, steps=5)
             own = engine.kfac.preconditioner.curvature.factors.items()
-            factors = {key: state.factor.packed_P.clone() for key, state in own if key.endswith("/G")}
+            factors = {key: state.packed_P.clone() for key, state in own if key.endswith("/G")}
             runs.append((losses, weights(engine), factors))
             engine.destroy()
         (losses, sampled, sampled_G), (plain_losses, plain, plain_G) = runs
@@ -255,7 +255,7 @@ def forwards_worker(_) -> dict:
         way(engine)
         engine.step()
         factors = engine.kfac.preconditioner.curvature.factors
-        results[way.__name__] = {key: state.factor.packed_P.clone() for key, state in factors.items() if "/G" in key}
+        results[way.__name__] = {key: state.packed_P.clone() for key, state in factors.items() if "/G" in key}
         engine.destroy()
     return results
 
@@ -280,7 +280,7 @@ def retained_worker(_) -> list[float]:
         engine.backward(loss, retain_graph=True)
         engine.backward(0.5 * loss)
         engine.step()
-        terms.append(float(engine.kfac.preconditioner.curvature.factors["head/G"].factor.updates))
+        terms.append(float(engine.kfac.preconditioner.curvature.factors["head/G"].updates))
     engine.destroy()
     return terms
 

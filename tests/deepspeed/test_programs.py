@@ -125,7 +125,7 @@ def parting_worker(cases) -> dict:
             engine.backward(engine(x, y))
             engine.step()
             calls = sum((kfac.channel.calls - before).values())
-            factors = {key: state.factor.packed_P.clone() for key, state in kfac.curvature.factors.items()}
+            factors = {key: state.packed_P.clone() for key, state in kfac.curvature.factors.items()}
             counted = kfac.metrics.counts["parted_inputs"]
             history.append((kfac.known.groups, calls, factors, counted))
         logger.warning = plain
@@ -180,10 +180,7 @@ def adversaries_worker(names: list[str]) -> dict:
                 discriminator.step()
             results[name, through] = (
                 outside,
-                {
-                    key: (state.factor.packed_P, float(state.factor.updates))
-                    for key, state in kfac.curvature.factors.items()
-                },
+                {key: (state.packed_P, float(state.updates)) for key, state in kfac.curvature.factors.items()},
             )
             generator.destroy()
             discriminator.destroy()

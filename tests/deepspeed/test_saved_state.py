@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from ds_kfac.curvature.methods import Method
 from tests.deepspeed.modes import BY_NAME, KFAC
 from tests.deepspeed.runs import build, train
 from tests.models import FEATURES, Net, make_net
@@ -30,7 +29,7 @@ CASES = {
 
 def flat(value, name: str = "") -> dict:
     """Every tensor and plain number in dataclasses, sequences and mappings, by where it is."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, Method):
+    if dataclasses.is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     elif isinstance(value, (tuple, list)):
         value = dict(enumerate(value))

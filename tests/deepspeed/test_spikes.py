@@ -29,7 +29,7 @@ def trained(name: str, clip: float, spikes: dict[int, float]) -> dict:
                 engine.step()
             seen.append(weights(engine))
             adam = [state.moments for state in kfac.state.values() if "adam" in name]
-            factors = [state.factor.packed_P for state in kfac.curvature.factors.values()]
+            factors = [state.packed_P for state in kfac.curvature.factors.values()]
             kept = [t for a in adam for t in (a.first_OI, a.second_OI)] + factors
             assert all(bool(torch.isfinite(t).all()) for t in kept), f"{name} clip {clip}: kept at step {step}"
     ours = {name for layer in kfac.layers for name in layer.parameters}

@@ -24,7 +24,7 @@ def snapshot(kfac) -> dict[str, torch.Tensor]:
     """Everything K-FAC keeps on this rank, as tensors."""
     tensors = {"steps": torch.tensor(kfac.steps)}
     for key, own in kfac.curvature.factors.items():
-        tensors |= {key: own.factor.packed_P, f"{key}.k": own.factor.updates}
+        tensors |= {key: own.packed_P, f"{key}.k": own.updates}
     for name, state in kfac.state.items():
         if state.basis is not None:
             tensors |= {f"{name}.QA": state.basis.A.vectors[0], f"{name}.QG": state.basis.G.vectors[0]}
@@ -358,7 +358,7 @@ def invariance_worker(_) -> dict:
                 for xs, ys in micro:
                     engine.backward(engine(xs.to(engine.get_data_types()[0]), ys))
                     engine.step()
-            own = {key: s.factor.packed_P for key, s in kfac.curvature.factors.items()}
+            own = {key: s.packed_P for key, s in kfac.curvature.factors.items()}
             everyone = [None] * world
             dist.all_gather_object(everyone, own | gradients)
             parts = {name: value for part in everyone for name, value in part.items()}
@@ -538,7 +538,7 @@ def unequal_worker(_) -> dict:
     rows = torch.cat([x.reshape(-1, FEATURES), torch.ones(x.shape[0] * 3, 1)], 1)
     expected = symmetric_pack(rows.T @ rows / len(rows))
     factors = kfac.curvature.factors.items()
-    own = [float((state.factor.packed_P - expected).norm()) for key, state in factors if key == "first/A"]
+    own = [float((state.packed_P - expected).norm()) for key, state in factors if key == "first/A"]
     return {"error": own}
 
 

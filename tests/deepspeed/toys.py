@@ -115,7 +115,7 @@ class RootMethod(Method):
     def identity(self, side, device):
         return Root(torch.eye(side.dim, device=device))
 
-    def decompose(self, requests, options) -> list[Refreshed]:
+    def decompose(self, requests, **options) -> list[Refreshed]:
         found = []
         for request in requests:
             (blocks,) = request.factor.side.blocks(request.factor.packed_P)
@@ -128,12 +128,6 @@ class RootMethod(Method):
 
     def of_layer(self, G, A):
         return LayerRoot(G, A)
-
-    def save(self, kept):
-        return {"root": kept.matrix_DD}
-
-    def load(self, side, saved, device):
-        return Root(saved["root"].to(device))
 
 
 ROOT = RootMethod()

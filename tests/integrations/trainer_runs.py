@@ -51,7 +51,7 @@ def labels_worker(payload: tuple[str, int, bool]) -> dict[str, Any]:
         trainer.train()
     engine = trainer.model_wrapped
     factors = engine.kfac.preconditioner.curvature.factors
-    held = {key: state.factor for key, state in factors.items() if key.endswith("G")}
+    held = {key: factor for key, factor in factors.items() if key.endswith("G")}
     traces = {key: float(factor.side.trace(factor.packed_P)) for key, factor in held.items()}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, traces)

@@ -12,8 +12,8 @@ BLOCKED = ((torch.ones(3 * 28), torch.randn(5, 21)), {"block": 7, "scale": 2.0})
 
 def calls(op: str) -> list[tuple]:
     """(arguments, options) as callers give them."""
-    if op in check.PROBES:
-        return list(check.PROBES[op][0](torch.float32))
+    if op in check.PROBED:
+        return check.probes(op, torch.float32)
     return [{"block_syrk_accumulate_": BLOCKED}[op]]
 
 

@@ -30,14 +30,17 @@ def padded(count: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Recorder:
-    """A kernel that notes its launches."""
+    """A kernel that notes the left descriptor of its launches."""
 
     def __init__(self, kernel, launched: list):
         self.kernel, self.launched = kernel, launched
 
     def __getitem__(self, grid):
-        self.launched.append(grid)
-        return self.kernel[grid]
+        def launch(sum_P, left, *arguments, **options):
+            self.launched.append(left)
+            return self.kernel[grid](sum_P, left, *arguments, **options)
+
+        return launch
 
 
 def assert_adds(syrk, x, ones, scale=1.0):
@@ -102,9 +105,9 @@ def test_descriptors_read_zeros_outside_of_the_rows(syrk, count, dim, dtype, spl
     monkeypatch.setattr(syrk, "split_for", lambda *_: split)
     x = padded(count, dim, dtype)
     launched: list = []
-    monkeypatch.setattr(syrk, "syrk_descriptor_kernel", Recorder(syrk.syrk_descriptor_kernel, launched))
+    monkeypatch.setattr(syrk, "syrk_kernel", Recorder(syrk.syrk_kernel, launched))
     assert_adds(syrk, x, torch.ones(count, 1))
-    assert launched
+    assert launched and None not in launched
 
 
 def test_rows_that_no_descriptor_describes_go_without(syrk):

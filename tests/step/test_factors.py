@@ -14,7 +14,6 @@ from ds_kfac.metrics import Metrics
 from ds_kfac.model.rows import BatchSum
 from ds_kfac.plan.plan import Plan, Setting, make_plan
 from ds_kfac.schedule.timetable import FactorsDue
-from ds_kfac.step.decompose import Refresher
 from ds_kfac.step.factors import FactorUpdates
 from tests.choices import resolved
 from tests.comm.fake_network import FakeNetwork
@@ -41,7 +40,7 @@ def stepped(channel, plan: Plan, due: FactorsDue, step: int = 0):
     """One step's share of the factors, and its draft."""
     everyone = Contributors(channel.world)
     reducer = Reducer(plan.assignment.factors, plan.assignment.eigen_workers, everyone, channel, CPU)
-    curvature = FactorUpdates(plan, channel, reducer, Refresher(CPU), Metrics(CPU), CPU)
+    curvature = FactorUpdates(plan, channel, reducer, Metrics(CPU), CPU)
     sums = {}
     for key in reducer.begin(due.capture, step):
         count = torch.tensor(ROWS if key.endswith("/A") else TERMS)

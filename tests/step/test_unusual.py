@@ -2,8 +2,7 @@
 
 import torch
 
-from ds_kfac.curvature.factor import KroneckerFactor, Side
-from ds_kfac.curvature.history import FactorState, folded
+from ds_kfac.curvature.factor import KroneckerFactor, Side, updated
 from ds_kfac.step.messages import unusual
 
 SIDE = Side.dense(3)
@@ -11,13 +10,13 @@ SIDE = Side.dense(3)
 
 def test_a_batch_without_a_row_is_counted_and_leaves_its_factor():
     packed = torch.arange(1.0, 7.0)
-    state = FactorState(KroneckerFactor(SIDE, packed, torch.tensor(20.0)))
+    factor = KroneckerFactor(SIDE, packed, torch.tensor(20.0))
     sums, counts = [torch.zeros(6), packed * 1e6], [torch.tensor(0.0), torch.tensor(2.0)]
-    results, counted = folded([state, state], sums, counts, decays=[0.9, 0.9], device=torch.device("cpu"))
+    results, _, counted = updated([factor, factor], sums, counts, decays=[0.9, 0.9], device=torch.device("cpu"))
     assert counted.tolist() == [1, 1], "one scaled down, one empty"
-    assert torch.equal(results[0][0].factor.packed_P, packed)
-    assert float(results[0][0].factor.updates) == 20
-    assert folded([], [], [], decays=[], device=torch.device("cpu"))[1].tolist() == [0, 0]
+    assert torch.equal(results[0].packed_P, packed)
+    assert float(results[0].updates) == 20
+    assert updated([], [], [], decays=[], device=torch.device("cpu"))[2].tolist() == [0, 0]
 
 
 def test_ranks_add_up():

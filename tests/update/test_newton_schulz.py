@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ds_kfac.curvature.precision import HIGHEST, Precision
+from ds_kfac.curvature.eigen import HIGHEST, Precision
 from ds_kfac.update import newton_schulz as module
 from ds_kfac.update.newton_schulz import GRAM_FROM, STEPS, flops, newton_schulz, orthogonal_factors, scale_to
 from ds_kfac.update.rotation import Rotation

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis
-from ds_kfac.curvature.precision import HIGHEST
+from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis
 from ds_kfac.update import rotation
 from ds_kfac.update.kfac import precondition_corrected
 from ds_kfac.update.rotation import BasisChange, Rotation

@@ -40,8 +40,8 @@ import torch
 from torch import Tensor
 
 from ds_kfac.config.keys import AdamConfig
+from ds_kfac.curvature.eigen import fp32_products
 from ds_kfac.curvature.inverse import LayerRoot
-from ds_kfac.curvature.precision import fp32_products
 from ds_kfac.directions.base import StepContext
 from ds_kfac.directions.kfac_adamw.optimizer import IN_USE
 from ds_kfac.model.blocks import named

@@ -123,7 +123,7 @@ class KFACAdamWRule(UpdateRule):
         one and two more, and what rotates it; Newton-Schulz: its matrices, and with roots a whitened direction and
         factor."""
         adam, iterated, copied, whole, alike = 0, 0, 0, 0, Counter[Hashable]()
-        copies, width = 5 + (plan.waits is not torch.float32), 2 if plan.precision.half_orthogonal else 4
+        copies, width = 5 + (plan.waits is not torch.float32), 2 if plan.precision.products == "tf32" else 4
         whitened = 8 if plan.method.whitens else 0
         for stack in stacks:
             numel = sum(layer.numel for layer in stack)

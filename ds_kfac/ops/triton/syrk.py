@@ -277,65 +277,46 @@ def add_bias_row(
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "ones_stride"])
-def syrk_descriptor_kernel(
+def syrk_kernel(
     sum_ptr, left_desc, right_desc, x_ptr, ones_ptr, scale, rows, dim, tail, x_stride, ones_stride, tiles,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, ATOMIC: tl.constexpr,
     SCALE_IN_MEMORY: tl.constexpr,
 ):  # fmt: skip
-    """As ``syrk_kernel``; one thread asks for a [CHUNK, BLOCK] piece of x, what lies outside of x arrives as zeros."""
-    part = tl.cdiv(tl.cdiv(rows, tl.num_programs(1)), CHUNK) * CHUNK
-    start = tl.program_id(1) * part
-    stop = tl.minimum(start + part, rows)
-    if tl.program_id(0) < tiles:
-        first_row, first_column = place_of(tl.program_id(0), dim, BLOCK, WIDTH, GROUP)
-        tile = tl.zeros((BLOCK, WIDTH), tl.float32)
-        for begin in range(start, stop, CHUNK):  # parts are whole chunks, so none reads rows of the next
-            left = left_desc.load([begin, first_row])
-            right = right_desc.load([begin, first_column])
-            tile = dot(tl.trans(left), right, tile)  # a view of shared memory, which tensor cores read transposed
-        tile *= scalar(scale, SCALE_IN_MEMORY)
-        add_tile(sum_ptr, tile, first_row, first_column, dim, ATOMIC)
-    else:
-        first_column = (tl.program_id(0) - tiles) * BLOCK
-        add_bias_row(
-            sum_ptr + tail, x_ptr, ones_ptr, scalar(scale, SCALE_IN_MEMORY), first_column, start, stop, dim,
-            x_stride, ones_stride, BLOCK, CHUNK, ATOMIC,
-        )  # fmt: skip
+    """One tile a program along axis 0, one part of the rows along axis 1; then one column sum per tile column.
 
-
-@triton.jit(do_not_specialize=["rows", "tiles", "ones_stride"])
-def syrk_kernel(
-    sum_ptr, x_ptr, ones_ptr, scale, rows, dim, tail, x_stride, ones_stride, tiles,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, ATOMIC: tl.constexpr,
-    SCALE_IN_MEMORY: tl.constexpr,
-):  # fmt: skip
-    """One tile a program along axis 0, one part of the rows along axis 1; then one column sum per tile column."""
+    With descriptors of x one thread asks for a [CHUNK, BLOCK] piece, what lies outside of x arrives as zeros; else they
+    are None.
+    """
     part = tl.cdiv(tl.cdiv(rows, tl.num_programs(1)), CHUNK) * CHUNK
     start = tl.program_id(1) * part
     stop = tl.minimum(start + part, rows)
     row = tl.arange(0, CHUNK)
     if tl.program_id(0) < tiles:
         first_row, first_column = place_of(tl.program_id(0), dim, BLOCK, WIDTH, GROUP)
-        left_column = first_row + tl.arange(0, BLOCK)
-        right_column = first_column + tl.arange(0, WIDTH)
-        first = (start + row).to(tl.int64) * x_stride
-        left_ptr = x_ptr + left_column[:, None] + first[None, :]  # X^T as it lies: no transpose
-        right_ptr = x_ptr + first[:, None] + right_column[None, :]
         tile = tl.zeros((BLOCK, WIDTH), tl.float32)
-        for begin in range(start, stop, CHUNK):
-            inside = begin + row < stop
-            left = tl.load(left_ptr, mask=(left_column < dim)[:, None] & inside[None, :], other=0.0)
-            right = tl.load(right_ptr, mask=inside[:, None] & (right_column < dim)[None, :], other=0.0)
-            tile = dot(left, right, tile)
-            left_ptr += CHUNK * x_stride
-            right_ptr += CHUNK * x_stride
-        tile *= scalar(scale, SCALE_IN_MEMORY)
-        add_tile(sum_ptr, tile, first_row, first_column, dim, ATOMIC)
+        if left_desc is not None:
+            for begin in range(start, stop, CHUNK):  # parts are whole chunks, so none reads rows of the next
+                left = left_desc.load([begin, first_row])
+                right = right_desc.load([begin, first_column])
+                tile = dot(tl.trans(left), right, tile)  # a view of shared memory, which tensor cores read transposed
+        else:
+            left_column = first_row + tl.arange(0, BLOCK)
+            right_column = first_column + tl.arange(0, WIDTH)
+            first = (start + row).to(tl.int64) * x_stride
+            left_ptr = x_ptr + left_column[:, None] + first[None, :]  # X^T as it lies: no transpose
+            right_ptr = x_ptr + first[:, None] + right_column[None, :]
+            for begin in range(start, stop, CHUNK):
+                inside = begin + row < stop
+                left = tl.load(left_ptr, mask=(left_column < dim)[:, None] & inside[None, :], other=0.0)
+                right = tl.load(right_ptr, mask=inside[:, None] & (right_column < dim)[None, :], other=0.0)
+                tile = dot(left, right, tile)
+                left_ptr += CHUNK * x_stride
+                right_ptr += CHUNK * x_stride
+        add_tile(sum_ptr, tile * scalar(scale, SCALE_IN_MEMORY), first_row, first_column, dim, ATOMIC)
     else:
-        first_column = (tl.program_id(0) - tiles) * BLOCK
         add_bias_row(
-            sum_ptr + tail, x_ptr, ones_ptr, scalar(scale, SCALE_IN_MEMORY), first_column, start, stop, dim,
-            x_stride, ones_stride, BLOCK, CHUNK, ATOMIC,
+            sum_ptr + tail, x_ptr, ones_ptr, scalar(scale, SCALE_IN_MEMORY), (tl.program_id(0) - tiles) * BLOCK,
+            start, stop, dim, x_stride, ones_stride, BLOCK, CHUNK, ATOMIC,
         )  # fmt: skip
 
 
@@ -384,8 +365,7 @@ def accumulate(
         "SCALE_IN_MEMORY": isinstance(scale, Tensor), "num_warps": config.warps, "num_stages": config.stages,
     }  # fmt: skip
     with on_device_of(x_ND):
+        left = right = None
         if config.descriptor:
             left, right = (TensorDescriptor.from_tensor(x_ND, [config.chunk, n]) for n in (config.block, config.width))
-            syrk_descriptor_kernel[(programs, split)](sum_P, left, right, *arguments, **options)
-        else:
-            syrk_kernel[(programs, split)](sum_P, *arguments, **options)
+        syrk_kernel[(programs, split)](sum_P, left, right, *arguments, **options)
