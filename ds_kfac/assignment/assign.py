@@ -188,7 +188,7 @@ def place_eigen_workers(
     def size(item: tuple[FactorSpec, ...]) -> float:
         return sum(packed_bytes(factor.side) for factor in item)
 
-    for item in sorted(_items(work, workers, split), key=size if by_memory else seconds, reverse=True):  # stable
+    for item in sorted(_items(work, split), key=size if by_memory else seconds, reverse=True):  # stable
         of_each = [work.users(factor, workers) for factor in item]
         users, at_home = set.union(*of_each), sorted(set.intersection(*of_each))
         fits = [rank for rank in at_home if memory[rank] + size(item) <= memory_cap]
@@ -203,7 +203,7 @@ def place_eigen_workers(
     return found
 
 
-def _items(work: Work, workers: Workers, split: bool) -> list[tuple[FactorSpec, ...]]:
+def _items(work: Work, split: bool) -> list[tuple[FactorSpec, ...]]:
     """What is decomposed on one rank: both factors of a layer unless they may part."""
     home: dict[str, str] = {}
     if not split:

@@ -77,7 +77,7 @@ class Eigenbasis:
         )
 
     def squared(self) -> "Eigenbasis":
-        """Every entry of Q squared: how a diagonal of second moments leaves a basis, see ``checkpoint/files.py``."""
+        """Every entry of Q squared: how a diagonal of second moments leaves a basis, see ``update/state.py``."""
         return Eigenbasis(tuple(vectors.square() for vectors in self.vectors), self.values)
 
 

@@ -29,7 +29,7 @@ class StepContext:
 
     Attributes:
         step: applied steps so far.
-        norm: global norm of all gradients as stored, a device scalar; None unless the direction asks for it.
+        norm: global norm of all gradients as stored, a device scalar; None unless the engine clips.
         peak_lr: parameter group -> largest learning rate so far.
         damping_scale: what adaptive damping is relative to, a device scalar: the model's mean curvature at first, times
             what the reduction ratios have made of it; else None.

@@ -67,7 +67,7 @@ class Draft:
         due: what it does in addition to preconditioning.
         peak_lr: parameter group -> largest learning rate so far.
         factors: what becomes of the factors; None in a step that leaves them as they are.
-        norm: of all gradients as stored, a device scalar; None unless the update rule asks for it.
+        norm: of all gradients as stored, a device scalar; None unless the engine clips.
         states: of this rank's layers, with the eigenbases that have arrived.
         gradients: of this rank's layers, until they are preconditioned.
         damping_scale: see :class:`ds_kfac.directions.base.StepContext`.

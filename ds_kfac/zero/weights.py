@@ -103,8 +103,7 @@ def _master(optimizer: Any, param: nn.Parameter) -> Tensor:
 #     J d = (f(w + eps d) - f(w)) / eps
 #
 # needs forwards only, so it works wherever the engine can run one; d lies where the weights are that a forward reads:
-# at
-# stages 0 to 2 whole on every rank, at stage 3 in the chunks that a forward gathers.
+# at stages 0 to 2 whole on every rank, at stage 3 in the chunks that a forward gathers.
 
 
 Pieces = Mapping[tuple[int, int], Tensor]

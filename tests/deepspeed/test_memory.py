@@ -1,5 +1,6 @@
 """What a step holds beside the state: counted tensor by tensor, against the bounds of docs/scaling.md."""
 
+import gc
 import weakref
 from dataclasses import replace
 from itertools import pairwise
@@ -12,14 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_kfac.comm.reduce import IN_FLIGHT
 from ds_kfac.directions import base
-from ds_kfac.directions.kfac_adamw import rule
+from ds_kfac.directions.kfac_adamw import direction, rule
 from ds_kfac.estimate.estimates import BESIDE, Estimate
 from ds_kfac.estimate.subject import Subject
 from ds_kfac.update import rotation
-from ds_kfac.update import rotation as stacking
 from tests.choices import AT_ONCE, chosen
-from tests.deepspeed.modes import Mode
-from tests.deepspeed.runs import build
+from tests.deepspeed.modes import BY_NAME, KFAC, Mode
+from tests.deepspeed.runs import build, train
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -135,7 +135,7 @@ def beside_worker(modes) -> dict:
         config = mode.config(1, dist.get_world_size())
         with chosen(config["kfac"]) as block:
             subject = Subject(model, {**config, "kfac": block})
-        for module in (rotation, base, rule, stacking):
+        for module in (rotation, base, rule, direction):
             module.AT_ONCE = 1 << 12 if "large" in mode.name else 1 << 22
         engine = build(mode, 1, model=model)
         kfac, peaks, before, counters = engine.kfac.preconditioner, [], [], []
@@ -176,3 +176,28 @@ def test_a_step_holds_what_the_estimate_says():
             slack = COPIES * found["layer"]
             assert found["captured"] <= 1.02 * found["estimate"] + slack, (name, found)
             assert found["captured"] >= 0.9 * found["estimate"], (name, found)
+
+
+def circles_worker(names: list[str]) -> dict[str, list[str]]:
+    """What of ours and which tensors steps leave to the collector, which may come minutes later."""
+    found = {}
+    for name in names:
+        engine = build(BY_NAME[name], 1, kfac={**BY_NAME[name].kfac, **KFAC})
+        train(engine, 1, steps=4)
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        train(engine, 1, steps=4, first=4)
+        gc.collect()
+        gc.set_debug(0)
+        kinds = {type(x) for x in gc.garbage if isinstance(x, torch.Tensor) or type(x).__module__.startswith("ds_kfac")}
+        found[name] = sorted(kind.__qualname__ for kind in kinds)
+        gc.garbage.clear()
+        gc.enable()
+    return found
+
+
+def test_no_circle_keeps_what_a_step_was_done_with():
+    names = ["z0", "z2", "z3", "adam-z0", "adam-z2", "adam-z3", "adam-z2-bf16", "root-z2"]
+    for found in run_ranks("tests.deepspeed.test_memory:circles_worker", world=2, payload=names):
+        assert found == {name: [] for name in names}

@@ -207,6 +207,18 @@ def test_layers_of_which_other_ranks_have_copies_are_not_spread():
     assert offsets(COSTLY, model=[replace(layer, copies=2) for layer in LAYERS]) == {}
 
 
+def test_the_worst_step_has_what_is_not_spread():
+    """Large layers that other ranks have copies of, beside small ones that are spread: late on a GPU."""
+    side = Side.dense(4096)
+    copied = [replace(layer, name=f"copied.{i}", copies=2, A=side, G=side) for i, layer in enumerate(LAYERS[:6])]
+    made = plan(replace(FP32, world=1), BUILTIN["cuda"], [*copied, *LAYERS[:4]])
+    costly = 2 * len(copied) * BUILTIN["cuda"].decompose(side)
+    assert made.offsets and not any(key.startswith("copied") for key in made.offsets)
+    assert made.lag > 0 and any("take effect" in reason for reason in made.reasons)
+    spread = next(reason for reason in made.reasons if reason.startswith("refreshes spread"))
+    assert float(spread.split("predicted ")[1].split(" ms")[0]) >= 990 * costly
+
+
 def test_the_reason_for_spreading_names_both_worst_steps():
     made = plan(ZERO, COSTLY)
     at_once = [0.0] * 4

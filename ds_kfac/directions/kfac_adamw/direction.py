@@ -141,7 +141,7 @@ class AdamDirection:
     """See the module's docstring.
 
     Args:
-        optimizer: the engine's innermost optimizer, one of ``adamw.py``.
+        optimizer: the engine's innermost optimizer, one of ``optimizer.py``.
     """
 
     def __init__(self, plan: Plan, layout: ShardLayout, exchange: GradientExchange, optimizer: Any) -> None:
@@ -358,9 +358,10 @@ def row_blocks(x_OI: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return list(x_OI.unflatten(-2, (-1, sum(sizes))).split(sizes, dim=-2))
 
 
-def of_one_shape(maps: Sequence[Tensor], limit: int = AT_ONCE) -> list[list[int]]:
-    """Indices of those with the same sides, as they are or transposed, at most ``limit`` elements unless one alone has
-    more."""
+def of_one_shape(maps: Sequence[Tensor], limit: int | None = None) -> list[list[int]]:
+    """Indices of those with the same sides, as they are or transposed, at most ``limit`` elements (None:
+    :data:`ds_kfac.update.rotation.AT_ONCE`) unless one alone has more."""
+    limit = limit or AT_ONCE
     groups: dict[Hashable, list[int]] = {}
     full: list[list[int]] = []
     for index, x in enumerate(maps):
