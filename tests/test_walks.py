@@ -40,8 +40,8 @@ GOALS: dict[str, tuple[int | None, int]] = {
 MOST: dict[str, tuple[int, int]] = {
     "attach": (330, 40),
     "plain step": (85, 19),
-    "capturing step": (161, 26),
-    "refresh": (23, 6),
+    "capturing step": (158, 26),
+    "refresh": (20, 5),
     "activation to factor": (60, 12),
     "gradient to weight": (46, 14),
     "save": (34, 9),

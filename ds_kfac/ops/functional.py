@@ -33,43 +33,31 @@ def _lower_index(start: int, stop: int, device: torch.device) -> Tensor:
     return rows * stop + columns
 
 
-def symmetric_pack(x_DD: Tensor) -> Tensor:
-    if x_DD.ndim != 2 or x_DD.shape[0] != x_DD.shape[1]:
-        raise ValueError(f"symmetric_pack: expected a square matrix, got shape {tuple(x_DD.shape)}")
-    dim = len(x_DD)
-    packed_P = x_DD.new_empty(packed_numel(dim))
-    for start in range(0, dim, BLOCK_ROWS):
-        stop = min(start + BLOCK_ROWS, dim)
-        block = x_DD[start:stop, :stop].reshape(-1)
-        packed_P[packed_numel(start) : packed_numel(stop)] = block.index_select(
-            0, _lower_index(start, stop, block.device)
-        )
-    return packed_P
-
-
-def symmetric_unpack(x_P: Tensor, *, dim: int) -> Tensor:
-    if x_P.shape != (packed_numel(dim),):
-        raise ValueError(
-            f"symmetric_unpack: expected shape ({packed_numel(dim)},) for dim {dim}, got {tuple(x_P.shape)}"
-        )
-    lower_DD = x_P.new_zeros(dim, dim)
-    for start in range(0, dim, BLOCK_ROWS):
-        stop = min(start + BLOCK_ROWS, dim)
-        block = x_P.new_zeros((stop - start) * stop)
-        block.index_copy_(0, _lower_index(start, stop, x_P.device), x_P[packed_numel(start) : packed_numel(stop)])
-        lower_DD[start:stop, :stop] = block.view(stop - start, stop)
-    return lower_DD + lower_DD.tril(-1).T
-
-
 def symmetric_pack_into_(out: Tensor, starts: Sequence[int], matrices_DD: Tensors) -> None:
     for start, x_DD in zip(starts, matrices_DD, strict=True):
-        packed_P = symmetric_pack(x_DD)
-        out[start : start + len(packed_P)].copy_(packed_P)
+        dim = len(x_DD)
+        if x_DD.shape != (dim, dim):
+            raise ValueError(f"symmetric_pack_into_: expected a square matrix, got shape {tuple(x_DD.shape)}")
+        for first in range(0, dim, BLOCK_ROWS):
+            stop = min(first + BLOCK_ROWS, dim)
+            index = _lower_index(first, stop, x_DD.device)
+            out[start : start + len(index)].copy_(x_DD[first:stop, :stop].reshape(-1).index_select(0, index))
+            start += len(index)
 
 
 def symmetric_unpack_from(packed: Tensor, starts: Sequence[int], dims: Sequence[int]) -> list[Tensor]:
-    pieces = [packed[start : start + packed_numel(dim)].float() for start, dim in zip(starts, dims, strict=True)]
-    return [symmetric_unpack(piece, dim=dim) for piece, dim in zip(pieces, dims, strict=True)]
+    found = []
+    for start, dim in zip(starts, dims, strict=True):
+        lower_DD = torch.zeros(dim, dim, device=packed.device)
+        for first in range(0, dim, BLOCK_ROWS):
+            stop = min(first + BLOCK_ROWS, dim)
+            index = _lower_index(first, stop, packed.device)
+            block = lower_DD.new_zeros((stop - first) * stop)
+            block.index_copy_(0, index, packed[start : start + len(index)].float())
+            lower_DD[first:stop, :stop] = block.view(stop - first, stop)
+            start += len(index)
+        found.append(lower_DD + lower_DD.tril(-1).T)
+    return found
 
 
 def ema_update_(

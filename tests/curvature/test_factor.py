@@ -3,7 +3,7 @@
 import torch
 
 from ds_kfac.curvature.factor import SETTLED, SPIKE, KroneckerFactor, Side, averaged
-from ds_kfac.ops.functional import symmetric_pack
+from ds_kfac.ops.reference import symmetric_pack
 from tests.close import close
 from tests.curvature.one_factor import fold
 from tests.oracle import ReferenceKFAC

@@ -15,7 +15,7 @@ from ds_kfac.curvature.inverse import (
     packed,
     refresh_inverse,
 )
-from ds_kfac.ops.functional import symmetric_pack
+from ds_kfac.ops.reference import symmetric_pack
 from tests.close import close
 from tests.curvature.test_eigenbasis import SIDES, factor, matrix
 

@@ -20,7 +20,7 @@ from ds_kfac.model.layers import key_of
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.rows import BatchSum, RowSums
 from ds_kfac.model.scan import Choice, scan
-from ds_kfac.ops.functional import symmetric_pack
+from ds_kfac.ops.reference import symmetric_pack
 from tests.close import close
 from tests.model.test_scan import Conv1D
 from tests.models import FEATURES, Net, Stoppable, cross_entropy, make_batch, make_net

@@ -13,7 +13,7 @@ from ds_kfac.engine.monte_carlo import SAMPLERS
 from ds_kfac.model.batch import ArgumentReader, BatchInfo
 from ds_kfac.model.loss import class_dim, output_terms, returned_loss, returned_prediction
 from ds_kfac.model.scan import Choice
-from ds_kfac.ops.functional import symmetric_pack
+from ds_kfac.ops.reference import symmetric_pack
 from tests.close import close
 from tests.model.test_capture import Recorder
 from tests.model.test_row_masks import rows_seen

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_kfac.model.batch import ArgumentReader, fit
-from ds_kfac.ops.functional import symmetric_pack
+from ds_kfac.ops.reference import symmetric_pack
 from tests.close import close
 from tests.model.test_capture import Recorder
 
