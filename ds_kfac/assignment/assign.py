@@ -280,7 +280,8 @@ def refresh_offsets(
     Heaviest first, each to the step where the slowest rank suffers least. A step takes as long as its slowest rank, so
     work of one rank goes where another is as busy anyway, and else to the emptiest step. Ranks of a node that share
     ``node_cores`` cores also wait for each other. Captures of one step, D^2 each, are kept near their mean on every
-    rank. If the refresh interval is no multiple of the update interval, the steps past the largest one stay empty.
+    rank. Other factors of ``work`` are at step 0. If the refresh interval is no multiple of the update interval, the
+    steps past the largest one stay empty.
 
     Args:
         eigen_workers: factor key -> rank.
@@ -300,7 +301,13 @@ def refresh_offsets(
     limit = max(*squares.values(), (1 + CAPTURE_TOLERANCE) * most / captures, 0)
     captured = [Counter[int]() for _ in range(captures)]
     busy: list[dict[Any, float]] = [defaultdict(float) for _ in range(steps)]  # a rank, or a node's cores
-    length = [0.0] * steps
+    for factor in work.factors:
+        if factor.key not in squares:
+            rank, own = eigen_workers[factor.key], costs.decompose(factor.side, work.method)
+            busy[0][rank] += own
+            if costs.node_cores:
+                busy[0]["node", rank // costs.node_size] += own / costs.node_cores
+    length = [max(now.values(), default=0.0) for now in busy]
     offsets = dict.fromkeys(squares, 0)
     for key in sorted(squares, key=lambda key: (-seconds[key], -squares[key])):
         rank, worst = eigen_workers[key], max(length)

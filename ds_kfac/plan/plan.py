@@ -361,11 +361,6 @@ def _offsets(assignment: Assignment, config: KFACConfig, reasons: list[str]) -> 
     if max(at_once) <= LONG_REFRESH or work.refresh_interval == 1 or not free:
         return {}, max(at_once)
     offsets, worst = refresh_offsets(free, assignment.eigen_workers, work, alone=config.factor.rows != "all")
-    first = [0.0] * assignment.world  # with what is not spread
-    for factor in work.factors:
-        if not offsets.get(factor.key):
-            first[assignment.eigen_workers[factor.key]] += work.costs.decompose(factor.side, work.method)
-    worst = max(worst, *first)
     reasons.append(
         f"refreshes spread over {work.refresh_interval} steps: predicted {worst * 1e3:.3g} ms in the worst step "
         f"instead of {max(at_once) * 1e3:.3g} ms"
