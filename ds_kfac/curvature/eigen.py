@@ -57,84 +57,52 @@ class Eigenbasis:
             return self
         return Eigenbasis(tuple(vectors.to(dtype).float() for vectors in self.vectors), self.values)
 
-    def rotate(self, x_D: Tensor) -> Tensor:
-        """Q^T x for x [D, any]."""
-        return apply_blocks(x_D, [vectors.mT for vectors in self.vectors])
-
-    def restore(self, x_D: Tensor) -> Tensor:
-        """Q x for x [D, any]; undoes :meth:`rotate`."""
-        return apply_blocks(x_D, self.vectors)
-
-    def overlap(self, old: "Eigenbasis | None") -> "Eigenbasis":
-        """The basis whose ``rotate`` takes coordinates in ``old`` (None, or one without vectors: unrotated) to
-        coordinates in this one; of ``old`` itself nothing is rotated."""
-        if old is self:
-            return Eigenbasis((), self.values)
-        if old is None or not old.vectors or not self.vectors:
-            return self
-        return Eigenbasis(
-            tuple(before.mT @ now for before, now in zip(old.vectors, self.vectors, strict=True)), self.values
-        )
-
-    def squared(self) -> "Eigenbasis":
-        """Every entry of Q squared: how a diagonal of second moments leaves a basis, see ``update/state.py``."""
-        return Eigenbasis(tuple(vectors.square() for vectors in self.vectors), self.values)
-
-
-def apply_blocks(x_D: Tensor, matrices: Sequence[Tensor]) -> Tensor:
-    """A block-diagonal matrix times x [D, any]; x itself without blocks.
-
-    Args:
-        matrices: [n, b, b] per group of equal blocks.
-    """
-    pieces, start = [], 0
-    for matrix in matrices:
-        count, width, _ = matrix.shape
-        part = x_D[start : start + count * width]
-        start += count * width
-        # a batch of one is slower as a batch
-        product = matrix[0] @ part if count == 1 else (matrix @ part.reshape(count, width, -1)).flatten(0, 1)
-        pieces.append(product)
-    if not pieces:
-        return x_D
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def sided(left: Callable[[Tensor], Tensor], right: Callable[[Tensor], Tensor], x_OI: Tensor) -> Tensor:
-    """Block-diagonal matrices applied to the rows and to the columns of x [O, I], or of a stack [groups, O, I]."""
-    if x_OI.ndim == 2:
-        return right(left(x_OI).T).T
-    x_IO = left(x_OI.flatten(0, 1)).view(x_OI.shape).mT
-    return right(x_IO.flatten(0, 1)).view(x_IO.shape).mT
-
 
 @dataclass(frozen=True)
 class LayerBasis:
-    """The eigenbasis of a layer's Fisher, G kron A: rows by G, columns by A. Of a layer in groups the matrices are
-    stacked, [groups, O, I], and the blocks of both bases follow each other."""
+    """The eigenbasis of a layer's Fisher, G kron A: rows by G, columns by A; of a layer in groups see
+    :func:`product`."""
 
     G: Eigenbasis
     A: Eigenbasis
 
-    @property
-    def nbytes(self) -> int:
-        return self.G.nbytes + self.A.nbytes
-
     def rotate(self, x_OI: Tensor) -> Tensor:
         """Q_G^T x Q_A."""
-        return sided(self.G.rotate, self.A.rotate, x_OI)
+        return product([vectors.mT for vectors in self.G.vectors], x_OI, self.A.vectors)
 
     def restore(self, x_OI: Tensor) -> Tensor:
         """Q_G x Q_A^T."""
-        return sided(self.G.restore, self.A.restore, x_OI)
-
-    def overlap(self, old: "LayerBasis | None") -> "LayerBasis":
-        """See :meth:`Eigenbasis.overlap`."""
-        return LayerBasis(self.G.overlap(old.G if old else None), self.A.overlap(old.A if old else None))
+        return product(self.G.vectors, x_OI, [vectors.mT for vectors in self.A.vectors])
 
     def squared(self) -> "LayerBasis":
-        """See :meth:`Eigenbasis.squared`."""
-        return LayerBasis(self.G.squared(), self.A.squared())
+        """Every entry of both Q squared: how a diagonal of second moments leaves a basis."""
+        return LayerBasis(
+            *(Eigenbasis(tuple(v.square() for v in side.vectors), side.values) for side in (self.G, self.A))
+        )
+
+
+def product(left: Sequence[Tensor], x_OI: Tensor, right: Sequence[Tensor]) -> Tensor:
+    """left x right, of block-diagonal matrices, for x [O, I] or a stack [n, O, I], whose blocks follow each other.
+
+    Args:
+        left, right: [blocks, b, b] per group of equal blocks; the identity without any.
+    """
+    for matrices, columns in ((left, False), (right, True)):
+        if len(matrices) == 1 and len(matrices[0]) == (len(x_OI) if x_OI.ndim > 2 else 1):  # a block for each
+            matrix = matrices[0] if x_OI.ndim > 2 else matrices[0][0]
+            x_OI = x_OI @ matrix if columns else matrix @ x_OI
+        elif matrices:
+            turned = x_OI.mT if columns else x_OI
+            parts = turned.flatten(0, -2).split([len(blocks) * blocks.shape[-1] for blocks in matrices])
+            pieces = []
+            for blocks, part in zip(matrices, parts, strict=True):
+                blocks = blocks.mT if columns else blocks
+                # a batch of one is slower as a batch
+                one = len(blocks) == 1
+                pieces.append(blocks[0] @ part if one else (blocks @ part.reshape(*blocks.shape[:2], -1)).flatten(0, 1))
+            turned = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(turned.shape)
+            x_OI = turned.mT if columns else turned
+    return x_OI
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:

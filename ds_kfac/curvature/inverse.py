@@ -23,14 +23,13 @@ from ds_kfac.curvature.eigen import (
     TOLERANCE,
     Precision,
     Refreshed,
-    apply_blocks,
     climb,
     decomposed,
     fp32_products,
     grouped,
     load_solvers,
     probe,
-    sided,
+    product,
 )
 from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.ops.dispatch import symmetric_pack_into_
@@ -69,10 +68,6 @@ class DampedInverse:
         """Itself: see :func:`packed`."""
         return self
 
-    def apply(self, x_D: Tensor) -> Tensor:
-        """The inverse times x [D, any]."""
-        return apply_blocks(x_D, self.blocks) if self.diagonal is None else self.diagonal.unsqueeze(-1) * x_D
-
 
 def inverse_numel(side: Side) -> int:
     """Elements of a side's inverse as it is kept, blocks whole; an identity has none."""
@@ -104,10 +99,16 @@ def from_packed(side: Side, flat_P: Tensor) -> DampedInverse:
 
 @dataclass(frozen=True)
 class LayerInverse:
-    """The damped inverse of a layer's Fisher, G kron A: rows by G, columns by A."""
+    """The damped inverse of a layer's Fisher, G kron A: rows by G, columns by A. With roots G is an identity."""
 
     G: DampedInverse
     A: DampedInverse
+
+    def apply(self, x_OI: Tensor) -> Tensor:
+        """G^-1 x A^-1; with roots x S."""
+        x_OI = product(self.G.blocks, x_OI, self.A.blocks)
+        x_OI = x_OI if self.G.diagonal is None else x_OI * self.G.diagonal.view(*x_OI.shape[:-1], 1)
+        return x_OI if self.A.diagonal is None else x_OI * self.A.diagonal.view(*x_OI.shape[:-2], 1, -1)
 
     def precondition(
         self, gradient_OI: Tensor, *, damping: float, precision: Precision = HIGHEST
@@ -121,7 +122,7 @@ class LayerInverse:
             V = gradient_OI / (1 + damping**0.5) ** 2
         else:
             with fp32_products(precision.products, gradient_OI.device):
-                V = sided(self.G.apply, self.A.apply, gradient_OI)
+                V = self.apply(gradient_OI)
         return V, (V * gradient_OI).sum(dim=(-2, -1))
 
 
@@ -225,18 +226,6 @@ WHITEN_DAMPING = 0.01
 def order_of(power: float) -> int | None:
     """n of p = 1/n, None of other powers: roots are of whole orders."""
     return next((n for n in ORDERS if abs(power * n - 1) < 1e-6), None)
-
-
-@dataclass(frozen=True)
-class LayerRoot:
-    """What whitens a layer's direction: the inverse root of A. G has none, it is the identity."""
-
-    G: DampedInverse
-    A: DampedInverse
-
-    def whiten(self, x_OI: Tensor) -> Tensor:
-        """x S."""
-        return sided(lambda x: x, self.A.apply, x_OI)
 
 
 def refresh_root(

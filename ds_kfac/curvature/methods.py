@@ -19,7 +19,6 @@ from ds_kfac.curvature.inverse import (
     WHITEN_DAMPING,
     DampedInverse,
     LayerInverse,
-    LayerRoot,
     from_packed,
     inverse_numel,
     packed,
@@ -112,8 +111,8 @@ class Method:
         raise NotImplementedError
 
     def of_layer(self, G: Any, A: Any) -> Any:
-        """What preconditions the layer: a :class:`LayerBasis`, in which gradients are rotated, an object with
-        ``precondition`` as :class:`LayerInverse`, or a :class:`LayerRoot`, which whitens."""
+        """What preconditions the layer: a :class:`LayerBasis`, in which gradients are rotated, or an object with
+        ``precondition`` as :class:`LayerInverse`, with ``apply`` where it whitens."""
         raise NotImplementedError
 
 
@@ -136,7 +135,7 @@ class _Eigen(Method):
     def identity(self, side: Side, device: torch.device) -> Eigenbasis:
         return Eigenbasis((), torch.ones(side.dim, device=device))
 
-    decompose = staticmethod(refresh_all)  # type: ignore[assignment]  # it has no options
+    decompose, of_layer = staticmethod(refresh_all), LayerBasis  # type: ignore[assignment]  # it has no options
 
     def joined(self, side: Side, *flats: Any) -> Eigenbasis:
         flat, values = flats
@@ -146,15 +145,12 @@ class _Eigen(Method):
                 vectors.append(part.to(torch.float32, copy=True).view(n, width, width))
         return Eigenbasis(tuple(vectors), values.clone())
 
-    def of_layer(self, G: Eigenbasis, A: Eigenbasis) -> LayerBasis:
-        return LayerBasis(G, A)
-
 
 class _Inverse(Method):
     words, solver, solver_flops, solver_seconds = "inverses", "Cholesky", 1, "cholesky_seconds"
     product_flops, passes, calls = 2, 4, 10
     parts = (Part("inverses", lambda side: side.numel, packed, False),)
-    damps_identity = True
+    damps_identity, of_layer = True, LayerInverse
 
     def numel(self, side: Side) -> int:
         return inverse_numel(side)
@@ -171,9 +167,6 @@ class _Inverse(Method):
     def joined(self, side: Side, *flats: Any) -> DampedInverse:
         return from_packed(side, flats[0]) if side.block else DampedInverse()
 
-    def of_layer(self, G: DampedInverse, A: DampedInverse) -> Any:
-        return LayerInverse(G, A)
-
 
 class _Root(_Inverse):
     words, solver, solver_flops, solver_seconds = "inverse roots", "eigh", 11, "eigh_seconds"  # with the root's product
@@ -185,9 +178,6 @@ class _Root(_Inverse):
 
     def decompose(self, requests: Sequence[Request], **options: Any) -> list[Refreshed]:
         return [refresh_root(r.factor, groups=r.groups, damping=WHITEN_DAMPING, **options) for r in requests]
-
-    def of_layer(self, G: DampedInverse, A: DampedInverse) -> LayerRoot:
-        return LayerRoot(G, A)
 
 
 EIGEN = _Eigen()

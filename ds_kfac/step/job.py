@@ -40,17 +40,16 @@ class Job:
 
         Returns what each domain's step computed, for :meth:`commit`.
         """
-        if not self.everywhere:
-            return [self.preconditioners[0].step()]
-        drafts = [kfac.prepare() for kfac in self.preconditioners]
+        drafts, sums = [kfac.prepare() for kfac in self.preconditioners], None
         pairs = list(zip(self.preconditioners, drafts, strict=True))
         for kfac, draft in pairs:
             kfac.precondition(draft)
-        parts = [kfac.numbers(draft) for kfac, draft in pairs]
-        with self.preconditioners[0].metrics.stage("relayout"):
-            totals = self.channel.sum(torch.stack(parts).sum(dim=0))
+        if self.everywhere:
+            parts = [kfac.numbers(draft) for kfac, draft in pairs]
+            with self.preconditioners[0].metrics.stage("relayout"):
+                sums = self.channel.sum(torch.stack(parts).sum(dim=0))
         for kfac, draft in pairs:
-            kfac.finish(draft, totals)
+            kfac.finish(draft, sums)
         return drafts
 
     def commit(self, drafts: Sequence[Draft], *, applied: bool) -> None:

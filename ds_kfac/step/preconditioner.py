@@ -154,16 +154,6 @@ class KFACPreconditioner:
         )  # fmt: skip
         return FactorUpdates(plan, self.channel, reducer, self.metrics, self.device)
 
-    def step(self) -> Draft:
-        """Replace every layer's averaged gradient by its preconditioned one. Collective: enter on every rank.
-
-        Returns what the step computed; nothing of it is kept until :meth:`commit`.
-        """
-        draft = self.prepare()
-        self.precondition(draft)
-        self.finish(draft)
-        return draft
-
     @torch.no_grad()
     def prepare(self) -> Draft:
         """The step up to the gradients and eigenbases of this rank's layers. Collective."""

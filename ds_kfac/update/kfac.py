@@ -50,7 +50,7 @@ def precondition(
         lambda_ = damping if damping_kind == "tikhonov" else damping * mean_G * mean_A
     rotated_OI = _rotated(rotation, gradient_OI)
     scaled_OI, dot = eigen_scale_dot(rotated_OI, beta_O, alpha_I, lambda_)
-    return rotation.given_up(rotation.restore, scaled_OI), dot
+    return rotation.restore(scaled_OI, given_up=True), dot
 
 
 def precondition_corrected(
@@ -83,13 +83,13 @@ def precondition_corrected(
     scaled_OI, dot, corrected, limited = corrected.divide(
         _rotated(rotation, gradient_OI), norm=norm, terms=terms, decay=decay, damping=damp
     )
-    return rotation.given_up(rotation.restore, scaled_OI), dot, corrected, limited
+    return rotation.restore(scaled_OI, given_up=True), dot, corrected, limited
 
 
 def _rotated(rotation: Rotation, gradient_OI: Tensor) -> Tensor:
     """A large one whose rows stay apart in one copy."""
     by_rows = is_large(gradient_OI) and not rotation.G
-    return rotation.given_up(rotation.rotate, gradient_OI.clone()) if by_rows else rotation.rotate(gradient_OI)
+    return rotation.rotate(gradient_OI.clone() if by_rows else gradient_OI, given_up=by_rows)
 
 
 def finite_or(preconditioned_OI: Tensor, otherwise_OI: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis, Precision, apply_blocks, fp32_products
+from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis, Precision, fp32_products, product
 from ds_kfac.curvature.inverse import WHITEN_DAMPING
 from ds_kfac.model.layers import LayerSpec
 
@@ -99,47 +99,24 @@ class Rotation:
             *several, _, columns = x_OI.shape
             x_OI.mul_(self.seen.view(*several, 1, columns))
 
-    def rotate(self, x_OI: Tensor) -> Tensor:
-        """Q_G^T x Q_A."""
-        return self._product([vectors.mT for vectors in self.G], x_OI, self.A)
+    def rotate(self, x_OI: Tensor, *, given_up: bool = False) -> Tensor:
+        """Q_G^T x Q_A, see :meth:`_product`."""
+        return self._product([vectors.mT for vectors in self.G], x_OI, self.A, given_up)
 
-    def restore(self, x_OI: Tensor) -> Tensor:
-        """Q_G x Q_A^T."""
-        return self._product(self.G, x_OI, [vectors.mT for vectors in self.A])
+    def restore(self, x_OI: Tensor, *, rows: bool = True, columns: bool = True, given_up: bool = False) -> Tensor:
+        """Q_G x Q_A^T, or one of its two halves."""
+        right = [vectors.mT for vectors in self.A] if columns else ()
+        return self._product(self.G if rows else (), x_OI, right, given_up)
 
-    def restore_rows(self, x_OI: Tensor) -> Tensor:
-        """Q_G x."""
-        return self._product(self.G, x_OI, ())
-
-    def restore_columns(self, x_OI: Tensor) -> Tensor:
-        """x Q_A^T."""
-        return self._product((), x_OI, [vectors.mT for vectors in self.A])
-
-    def given_up(self, rotate: Callable[[Tensor], Tensor], x_OI: Tensor) -> Tensor:
-        """:meth:`rotate` or :meth:`restore` of a matrix that is given up: of a large one whose rows stay apart in its
-        place, so that it is not there twice."""
-        if self.G or not is_large(x_OI):
-            return rotate(x_OI)
-        for rows in x_OI.split(rows_at_once(x_OI)):
-            rows.copy_(rotate(rows))
+    def _product(self, left: Sequence[Tensor], x_OI: Tensor, right: Sequence[Tensor], given_up: bool) -> Tensor:
+        """left x right; of a large matrix that is given up and whose rows stay apart in its place, so that it is not
+        there twice."""
+        with fp32_products(self.precision.products, x_OI.device):
+            if left or not (given_up and is_large(x_OI)):
+                return product(left, x_OI, right)
+            for rows in x_OI.split(rows_at_once(x_OI)):
+                rows.copy_(product((), rows, right))
         return x_OI
-
-    def _product(self, left: Sequence[Tensor], x: Tensor, right: Sequence[Tensor]) -> Tensor:
-        """left x right, of block-diagonal matrices; the identity without blocks."""
-        alone = len(x) if x.ndim > 2 else 1  # matrices that each have a block of their own
-        with fp32_products(self.precision.products, x.device):
-            if left:
-                whole = len(left) == 1 and len(left[0]) == alone
-                x = (left[0] if x.ndim > 2 else left[0][0]) @ x if whole else _blockwise(left, x)
-            if right:
-                whole = len(right) == 1 and len(right[0]) == alone
-                transposed = [blocks.mT for blocks in right]
-                x = x @ (right[0] if x.ndim > 2 else right[0][0]) if whole else _blockwise(transposed, x.mT).mT
-        return x
-
-
-def _blockwise(matrices: Sequence[Tensor], x: Tensor) -> Tensor:
-    return apply_blocks(x, matrices) if x.ndim == 2 else apply_blocks(x.flatten(0, 1), matrices).view(x.shape)
 
 
 def _together(vectors: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -184,7 +161,8 @@ class BasisChange:
         """fp32 [O, I], contiguous; into ``out_OI``, which may be ``x_OI``, a large matrix some rows at a time."""
         if not is_large(x_OI):
             with self._exactly():
-                rotated = self.new.overlap(self.old).rotate(x_OI)
+                left, right = self._overlaps()
+                rotated = product(left, x_OI, right)
             return rotated.contiguous() if out_OI is None else out_OI.copy_(rotated)
         out_OI = torch.empty_like(x_OI) if out_OI is None else out_OI
         for out, rotated in zip(out_OI.split(rows_at_once(x_OI)), self.rows(x_OI), strict=True):
@@ -194,14 +172,24 @@ class BasisChange:
     def rows(self, x_OI: Tensor) -> Iterator[Tensor]:
         """Of a large matrix, :func:`ds_kfac.update.rotation.rows_at_once` at a time."""
         with self._exactly():
-            overlap = self.new.overlap(self.old)
-            apart = not overlap.G.vectors
-            x_OI = x_OI if apart else overlap.rotate(x_OI)
+            left, right = self._overlaps()
+            if left:
+                x_OI, right = product(left, x_OI, right), ()
         for rows in x_OI.split(rows_at_once(x_OI)):
-            if apart:
-                with self._exactly():
-                    rows = overlap.rotate(rows)
+            with self._exactly():
+                rows = product((), rows, right)
             yield rows
+
+    def _overlaps(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Q_G'^T Q_G and Q_A^T Q_A' for the new Q'; nothing of a side that is the same."""
+        found = []
+        olds = (None, None) if self.old is None else (self.old.G, self.old.A)
+        for new, old in zip((self.new.G, self.new.A), olds, strict=True):
+            vectors = () if new is old else new.vectors
+            if old is not None and old.vectors and vectors:
+                vectors = tuple(before.mT @ now for before, now in zip(old.vectors, vectors, strict=True))
+            found.append(vectors)
+        return [vectors.mT for vectors in found[0]], found[1]
 
     @contextmanager
     def _exactly(self) -> Iterator[None]:

@@ -4,15 +4,11 @@ import pytest
 import torch
 
 from ds_kfac.curvature import eigen as eigenbasis
-from ds_kfac.curvature.eigen import (
-    Eigenbasis,
-    LayerBasis,
-    Refreshed,
-    eigh,
-)
+from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis, Refreshed, eigh, product
 from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.curvature.methods import EIGEN
-from tests.close import close
+from ds_kfac.update.rotation import BasisChange
+from tests.close import close, exact
 from tests.curvature.one_factor import refresh
 
 SIDES = [Side.dense(1), Side.dense(63), Side.dense(130), Side(63, 20), Side(64, 2), Side.diagonal(9), Side.identity(9)]
@@ -30,7 +26,7 @@ def matrix(kept: KroneckerFactor) -> torch.Tensor:
 
 
 def dense_vectors(basis: Eigenbasis) -> torch.Tensor:
-    return basis.restore(torch.eye(len(basis.values)))
+    return product(basis.vectors, torch.eye(len(basis.values)), ())
 
 
 @pytest.mark.parametrize("side", SIDES, ids=str)
@@ -55,13 +51,13 @@ def test_rotating_is_a_product_with_both_bases_and_restoring_undoes_it(side_A, s
 
 
 @pytest.mark.parametrize("side", SIDES, ids=str)
-def test_the_overlap_takes_old_coordinates_to_new_ones(side):
-    old, new = refresh(factor(side)).basis, refresh(factor(side, rank=3 * side.dim + 1)).basis
-    x = torch.randn(side.dim, 3)
-    close(new.overlap(old).rotate(old.rotate(x)), new.rotate(x), sums=5 * side.dim)
-    assert new.overlap(None) is new
-    squares = dense_vectors(new.overlap(old).squared())
-    close(squares.sum(dim=0), torch.ones(side.dim), sums=5 * side.dim)
+def test_a_change_of_basis_takes_old_coordinates_to_new_ones(side):
+    still, x = Eigenbasis((), torch.ones(3)), torch.randn(side.dim, 3)
+    old, new = (LayerBasis(refresh(factor(side, rank)).basis, still) for rank in (None, 3 * side.dim + 1))
+    close(BasisChange(old, new)(old.rotate(x)), new.rotate(x), sums=5 * side.dim)
+    close(BasisChange(None, new)(x), new.rotate(x), sums=side.dim)
+    exact(BasisChange(new, new)(x), x)
+    close(dense_vectors(new.squared().G).sum(dim=0), torch.ones(side.dim), sums=5 * side.dim)
 
 
 def test_values_are_not_negative():
@@ -112,4 +108,4 @@ def test_flat_vectors_and_back_also_with_a_last_block_of_one(side):
     back = EIGEN.joined(side, flat, basis.values)
     assert [v.shape for v in back.vectors] == [v.shape for v in basis.vectors]
     x = torch.rand(side.dim, 3)
-    assert torch.equal(back.rotate(x), basis.rotate(x))
+    assert torch.equal(product(back.vectors, x, ()), product(basis.vectors, x, ()))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ds_kfac.curvature import eigen
-from ds_kfac.curvature.eigen import Eigenbasis, Request, eigh, refresh_all
+from ds_kfac.curvature.eigen import Eigenbasis, Request, eigh, product, refresh_all
 from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.step.decompose import Refresher
 from tests.close import close
@@ -33,7 +33,7 @@ def matrix(kept: KroneckerFactor) -> torch.Tensor:
 
 
 def dense_vectors(basis: Eigenbasis) -> torch.Tensor:
-    return basis.restore(torch.eye(len(basis.values), device=basis.values.device)).double()
+    return product(basis.vectors, torch.eye(len(basis.values), device=basis.values.device), ()).double()
 
 
 def residual(kept: KroneckerFactor, basis: Eigenbasis) -> float:

@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 from ds_kfac.curvature import eigen as eigensolver
 from ds_kfac.curvature import inverse as root
 from ds_kfac.curvature.factor import Side
-from ds_kfac.curvature.inverse import DampedInverse, LayerRoot, by_products, order_of, refresh_root
+from ds_kfac.curvature.inverse import DampedInverse, LayerInverse, by_products, order_of, refresh_root
 from tests.close import close
 from tests.curvature.test_eigenbasis import SIDES, factor, matrix
 
@@ -38,10 +38,14 @@ def expected_root(kept, power: float) -> torch.Tensor:
     return vectors @ torch.diag((values + DAMPING) ** -power) @ vectors.T
 
 
+def whole(inverse: DampedInverse, dim: int) -> torch.Tensor:
+    return LayerInverse(inverse, DampedInverse()).apply(torch.eye(dim))
+
+
 def rooted(kept, power: float, how: str) -> torch.Tensor:
     found = refresh_root(kept, power=power, damping=DAMPING, products="ieee")
     assert (found.how, found.retries) == (how if kept.side.block > 1 else "diagonal", 0)
-    return found.basis.apply(torch.eye(kept.side.dim))
+    return whole(found.basis, kept.side.dim)
 
 
 def spectrum(n: int, condition: float) -> torch.Tensor:
@@ -104,7 +108,7 @@ def test_a_root_that_products_do_not_find_is_taken_from_eigenvalues(as_on_a_gpu,
     found = refresh_root(kept, power=0.25, damping=DAMPING, products="tf32")
     assert asked == ["tf32", "ieee"] and (found.how, found.retries) == ("eigh", 2)
     expected = expected_root(kept, 0.25)
-    close(found.basis.apply(torch.eye(20)), expected, sums=4 * 20, condition=0.25 * torch.linalg.cond(expected) ** 4)
+    close(whole(found.basis, 20), expected, sums=4 * 20, condition=0.25 * torch.linalg.cond(expected) ** 4)
 
 
 def test_what_is_no_second_moment_has_no_root():
@@ -123,19 +127,19 @@ def test_each_group_of_a_layer_has_its_own_mean(block, how, monkeypatch):
     groups = torch.stack([own.packed_P, 100 * own.packed_P]).flatten()
     both = dataclasses.replace(own, side=Side(6, block).repeated(2), packed_P=groups)
     options = {"power": 0.125, "damping": DAMPING, "products": "ieee"}
-    alone = refresh_root(own, **options).basis.apply(torch.eye(6))
-    found = refresh_root(both, **options, groups=2).basis.apply(torch.eye(12))
+    alone = whole(refresh_root(own, **options).basis, 6)
+    found = whole(refresh_root(both, **options, groups=2).basis, 12)
     for group in (found[:6, :6], found[6:, 6:]):
         close(group, alone, sums=24, condition=DAMPING**-1)
     assert not found[:6, 6:].any()
 
 
 def test_whitens_columns_of_one_matrix_and_of_a_stack():
-    layer = LayerRoot(DampedInverse(), DampedInverse((torch.diag(torch.tensor([1.0, 2.0, 3.0]))[None],)))
+    layer = LayerInverse(DampedInverse(), DampedInverse((torch.diag(torch.tensor([1.0, 2.0, 3.0]))[None],)))
     x = torch.ones(2, 3)
-    assert torch.equal(layer.whiten(x), x * torch.tensor([1.0, 2.0, 3.0]))
-    per_group = LayerRoot(DampedInverse(), DampedInverse(diagonal=torch.arange(1.0, 7.0)))
-    stack = per_group.whiten(torch.ones(2, 4, 3))
+    assert torch.equal(layer.apply(x), x * torch.tensor([1.0, 2.0, 3.0]))
+    per_group = LayerInverse(DampedInverse(), DampedInverse(diagonal=torch.arange(1.0, 7.0)))
+    stack = per_group.apply(torch.ones(2, 4, 3))
     assert torch.equal(stack[1, 0], torch.tensor([4.0, 5.0, 6.0])) and stack.shape == (2, 4, 3)
 
 

@@ -201,13 +201,13 @@ def idle_worker(_) -> dict:
             engine.backward(engine(x, x))
         counts[f"{name} backward"] = Counter({e.key: e.count for e in trace.key_averages() if e.key == "aten::mm"})
         with profile(activities=[ProfilerActivity.CPU]) as trace:
-            draft = kfac.step()
+            drafts = engine.kfac.job.step()
         events = {event.key: event.count for event in trace.key_averages()}
         counts[name] = {key: events.get(key, 0) for key in ("aten::mm", "aten::_linalg_eigh", "aten::linalg_eigh")}
         counts[f"{name} host syncs"] = events.get("aten::_local_scalar_dense", 0) + events.get("aten::item", 0)
         counts[f"{name} stages"] = sorted(key for key in events if key.startswith("ds_kfac::"))
         engine._take_model_step.__wrapped__(None)
-        kfac.commit(draft, applied=True)
+        engine.kfac.job.commit(drafts, applied=True)
         engine.micro_steps += 1
     return counts | {"owned": len(kfac.owned)}
 

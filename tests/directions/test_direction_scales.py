@@ -229,7 +229,7 @@ def test_a_loss_scale_may_be_a_whole_number_of_any_size(kind):
 def test_a_whitened_direction_has_the_size_that_it_had_before(blocks):
     """With a root the direction is whitened first: what it is then is no measure of whether gradients die out."""
     direction, *_ = make(AdamDirection, adam={}, groups=ADAM)
-    root = SimpleNamespace(whiten=lambda x: 0.5 * x)
+    root = SimpleNamespace(apply=lambda x: 0.5 * x)
     stack = Stack([replace(linear_layer("a", COLUMNS, ROWS), blocks=blocks)], slice(0, 1), True, root=root)
     stack.x_OI = torch.ones(ROWS, COLUMNS)
     direction._orthogonalize([stack])

@@ -28,7 +28,7 @@ def test_rows_at_a_time_are_as_the_whole(side, monkeypatch):
     monkeypatch.setattr(rotation, "AT_ONCE", 2 * COLUMNS)
     for method, result in ((turn.rotate, expected), (turn.restore, back)):
         given = x_OI.clone()
-        found = turn.given_up(method, given)
+        found = method(given, given_up=True)
         close(found, result, sums=ROWS + COLUMNS)
         assert (found is given) == (side == "A alone"), "in place where rows stay apart"
 
@@ -59,7 +59,7 @@ def test_several_layers_are_rotated_at_once(monkeypatch):
     bases = [LayerBasis(Eigenbasis((), torch.ones(3)), random_basis(3, 3, seed=seed).A) for seed in range(2)]
     turn, x_nOI = Rotation.of(bases, HIGHEST), torch.randn(2, 3, 3)
     monkeypatch.setattr(rotation, "AT_ONCE", 3)
-    assert torch.equal(turn.given_up(turn.rotate, x_nOI.clone()), turn.rotate(x_nOI))
+    assert torch.equal(turn.rotate(x_nOI.clone(), given_up=True), turn.rotate(x_nOI))
 
 
 @pytest.mark.parametrize("waits", [torch.float32, torch.bfloat16])

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from ds_kfac.config.keys import AdamConfig
 from ds_kfac.curvature.eigen import fp32_products
-from ds_kfac.curvature.inverse import LayerRoot
+from ds_kfac.curvature.inverse import LayerInverse
 from ds_kfac.directions.base import StepContext
 from ds_kfac.directions.kfac_adamw.optimizer import IN_USE
 from ds_kfac.model.blocks import named
@@ -127,7 +127,7 @@ class Stack:
     orthogonal: bool
     x_OI: Tensor = field(init=False)
     rotation: Rotation | None = None
-    root: LayerRoot | None = None
+    root: LayerInverse | None = None
     rows_are_back: bool = False
     sizes: list[Tensor] | None = None
 
@@ -253,7 +253,7 @@ class AdamDirection:
         rotated = whole * unscale if whole.dtype is torch.float32 else whole.float().mul_(unscale)
         del whole
         if stack.rotation is not None:
-            rotated = stack.rotation.given_up(stack.rotation.rotate, rotated)
+            rotated = stack.rotation.rotate(rotated, given_up=True)
         moments, changes = stacked([state.moments for state in own]), [state.change for state in own]
         stack.x_OI, update = moments.divide(
             rotated, betas=tuple(group["betas"]), eps=group["eps"], usable=usable, changes=changes, waits=self.waits
@@ -274,8 +274,7 @@ class AdamDirection:
             if (rotation := stack.rotation) is not None:
                 if stack.sizes is None:  # no whitening has left out what no input has a part in
                     rotation.only_seen(stack.x_OI)
-                back = rotation.restore_columns if stack.rows_are_back else rotation.restore
-                stack.x_OI = rotation.given_up(back, stack.x_OI)
+                stack.x_OI = rotation.restore(stack.x_OI, rows=not stack.rows_are_back, given_up=True)
             if stack.sizes is not None and (stack.layers[0].blocks or stack.layers[0].groups > 1):
                 self._scale_maps(stack)
         norm = lengths([matrix for stack in some for matrix in apart(stack.x_OI, len(stack.layers))], torch.float32)
@@ -291,7 +290,7 @@ class AdamDirection:
             blocks = stack.layers[0].blocks
             if stack.rows_are_back:
                 assert stack.rotation is not None
-                stack.x_OI = stack.rotation.restore_rows(stack.x_OI)
+                stack.x_OI = stack.rotation.restore(stack.x_OI, columns=False)
             if stack.root is not None:  # its size is that before
                 rows = row_blocks(stack.x_OI, blocks)
                 stack.sizes = [torch.linalg.vector_norm(part, dim=(-3, -2, -1)) for part in rows]
@@ -342,10 +341,10 @@ class AdamDirection:
             rows.mul_(scale_to(target, size=size, norm=norm, root=root)[..., None, None, None])
         stack.sizes = None
 
-    def _whitened(self, root: LayerRoot, x_OI: Tensor) -> Tensor:
+    def _whitened(self, root: LayerInverse, x_OI: Tensor) -> Tensor:
         """By the inverse root."""
         with fp32_products(self.rotations.precision.products, x_OI.device):
-            return root.whiten(x_OI).contiguous()
+            return root.apply(x_OI).contiguous()
 
     def _alike(self, layer: LayerSpec) -> Hashable:
         """Layers with the same may be stacked."""
