@@ -1,9 +1,9 @@
 """What an update rule is: a line of ``DIRECTIONS``, and what it computes in a step."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from ds_kfac.model.registry import MATRICES
 from ds_kfac.model.scan import Choice
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import Value
-from ds_kfac.update.rotation import AT_ONCE, Rotations, in_order
+from ds_kfac.update.rotation import AT_ONCE, Rotations, in_order, stacks
 from ds_kfac.update.state import LayerState, Moments
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
@@ -41,35 +41,29 @@ class StepContext:
     damping_scale: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class DirectionSetup:
-    """What a direction is made from.
-
-    Attributes:
-        optimizer: the engine's innermost one.
-    """
-
-    plan: Plan
-    layout: ShardLayout
-    exchange: GradientExchange
-    optimizer: Any
-    metrics: Metrics
-
-
-class Direction(Protocol):
+class Direction:
     """One way of turning gradients into steps; between its two halves there is one small all-reduce.
 
     Attributes:
-        stacks: own layers, those together that are computed at once.
+        stacks: own layers, those together that are computed at once, the largest first.
         rotations: their eigenvectors as products take them, and in which precision.
+        groups: layer name -> parameter groups of its parameters.
     """
 
-    stacks: tuple[tuple[LayerSpec, ...], ...]
-    rotations: Rotations
+    def __init__(self, plan: Plan, layout: ShardLayout, exchange: GradientExchange) -> None:
+        self.config, self.layout, self.exchange = plan.config, layout, exchange
+        self.groups = {layer.name: exchange.group_indices(layer) for layer in exchange.owned}
+        self.rotations = Rotations(plan.precision)
+        self.stacks = in_order(stacks(exchange.owned, alike=self.alike if plan.stacks else None))
+
+    def alike(self, layer: LayerSpec) -> Hashable:
+        """Layers with the same may be stacked."""
+        return layer.copies
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
         """A result for each of ``gradients``, which carry the loss scale, are in the dtype they are stored in and are
         taken out of there, and a new state in the place of each of ``states``: a step holds one or the other."""
+        raise NotImplementedError
 
     def finish(
         self, context: StepContext, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
@@ -80,6 +74,7 @@ class Direction(Protocol):
             totals: ``LocalResult.numbers``, summed over ranks.
             prepared: layer name -> bool scalar, whether it has eigenbases.
         """
+        raise NotImplementedError
 
 
 class UpdateRule:
@@ -112,7 +107,10 @@ class UpdateRule:
         """Whether this argument of ``deepspeed.initialize`` asks for the rule."""
         return False
 
-    def direction(self, setup: DirectionSetup) -> Direction:
+    def direction(
+        self, plan: Plan, layout: ShardLayout, exchange: GradientExchange, optimizer: Any, metrics: Metrics
+    ) -> Direction:
+        """``optimizer``: the engine's innermost one."""
         raise NotImplementedError
 
     def described(self, plan: Plan, optimizer: str) -> str:

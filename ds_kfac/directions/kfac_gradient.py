@@ -9,13 +9,13 @@ from torch import Tensor
 
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.methods import METHODS
-from ds_kfac.directions.base import Direction, DirectionSetup, StepContext, UpdateRule
+from ds_kfac.directions.base import Direction, StepContext, UpdateRule
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import Value
 from ds_kfac.update.kfac import finite_or, graft_scale, kl_clip_scale, precondition, precondition_corrected
-from ds_kfac.update.rotation import Rotations, apart, batches, in_order, norms, per_layer, stacks, together
+from ds_kfac.update.rotation import apart, batches, norms, per_layer, together
 from ds_kfac.update.state import CorrectedEigenvalues, LastUpdate, LayerState, Moments, stacked, unstacked
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
@@ -24,7 +24,7 @@ DECAY = 0.95
 """Weight of the past in corrected eigenvalues, per step."""
 
 
-class KFACGradient:
+class KFACGradient(Direction):
     """V = (F + damping)^-1 gradient, at the scale of kl-clip or of the gradient (grafting).
 
     Attributes:
@@ -34,21 +34,19 @@ class KFACGradient:
     sends = True
 
     def __init__(self, plan: Plan, layout: ShardLayout, exchange: GradientExchange, metrics: Metrics) -> None:
-        self.config, self.layout, self.exchange, self.metrics = plan.config, layout, exchange, metrics
-        self.clip_lr = plan.clip_lr
-        self.groups = {layer.name: exchange.group_indices(layer) for layer in exchange.owned}
-        self.rotations = Rotations(plan.precision)
-        found = stacks(exchange.owned, alike=(lambda layer: layer.copies) if plan.stacks else None)
-        self.stacks = in_order(found)
+        super().__init__(plan, layout, exchange)
+        self.clip_lr, self.metrics = plan.clip_lr, metrics
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
         local = LocalResult.empty(states, self.exchange)
-        local.clip = clip = self._clipping(context)
+        if context.norm is not None:  # one that is no number is left to DeepSpeed's own check
+            factor = self.layout.clip_factor(context.norm).float()
+            local.clip = torch.where(torch.isfinite(context.norm.float()), factor, torch.ones_like(factor))
         quadratic = torch.zeros_like(local.replaced)
         for layers in batches(self.stacks, states):
             own = {layer.name: gradients.pop(layer.name).float() for layer in layers}
             if context.norm is not None:
-                own.update((name, own[name] * clip) for name in list(own))
+                own = {name: gradient * local.clip for name, gradient in own.items()}
             if all(states[layer.name].prepared for layer in layers):
                 quadratic += self._precondition(context, layers, own, local)
             else:
@@ -58,14 +56,6 @@ class KFACGradient:
                 local.outbox.add(layer, local.results.pop(layer.name))
         local.numbers = [quadratic]
         return local
-
-    def _clipping(self, context: StepContext) -> Tensor | float:
-        """The factor that keeps the norm of all raw gradients within the engine's bound. A norm that is no number is
-        left to DeepSpeed's own check."""
-        if context.norm is None:
-            return 1.0
-        factor = self.layout.clip_factor(context.norm).float()
-        return torch.where(torch.isfinite(context.norm.float()), factor, torch.ones_like(factor))
 
     def _precondition(
         self, context: StepContext, layers: Sequence[LayerSpec], gradients: Mapping[str, Tensor], local: LocalResult
@@ -135,9 +125,12 @@ class KFACGradient:
         Args:
             dot: <V, gradient> of each layer, all that is needed where all rates are one.
         """
-        rates = [[self._lr_in_clip(context, group) for group in self.groups[layer.name]] for layer in layers]
-        first, scale = rates[0][0], self.layout.grad_scale()
-        if all(_same(rate, first) for own in rates for rate in own):
+        groups, scale = self.layout.optimizer.param_groups, self.layout.grad_scale()
+        of_group = context.peak_lr if self.clip_lr == "peak" else {index: own["lr"] for index, own in enumerate(groups)}
+        rates = [[of_group[group] for group in self.groups[layer.name]] for layer in layers]
+        first = rates[0][0]
+        numbers = not any(isinstance(rate, Tensor) for own in rates for rate in own)
+        if all(rate is first or (numbers and rate == first) for own in rates for rate in own):  # no need to ask
             return dot.sum() * first**2 / scale**2
         total = torch.zeros((), device=dot.device)
         for layer, own in zip(layers, rates, strict=True):
@@ -145,14 +138,6 @@ class KFACGradient:
             for part, rate in zip(parts, own, strict=True):
                 total = total + part.sum() * rate**2
         return total / scale**2
-
-    def _lr_in_clip(self, context: StepContext, group: int) -> Tensor | float:
-        return context.peak_lr[group] if self.clip_lr == "peak" else self.layout.optimizer.param_groups[group]["lr"]
-
-
-def _same(a: Tensor | float, b: Tensor | float) -> bool:
-    """Whether two rates are known to be equal without asking the device."""
-    return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
 
 
 def peak_rates(groups: Sequence[Mapping[str, Any]], before: Mapping[int, Any], scheduler: Any = None) -> dict[int, Any]:
@@ -199,11 +184,6 @@ class QuadraticGradient(KFACGradient):
         local.numbers = list(sums.unbind())
         return local
 
-    def finish(
-        self, context: StepContext, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        raise AssertionError("the quadratic model gives the size of the step")
-
 
 class KFACGradientRule(UpdateRule):
     """The K-FAC gradient in place of the raw one (KAISA), for any optimizer to step with."""
@@ -213,9 +193,11 @@ class KFACGradientRule(UpdateRule):
     def steps(self, optimizer: Any) -> bool:
         return True
 
-    def direction(self, setup: DirectionSetup) -> Direction:
-        kind = QuadraticGradient if setup.plan.config.preconditioner.step == "quadratic" else KFACGradient
-        return kind(setup.plan, setup.layout, setup.exchange, setup.metrics)
+    def direction(
+        self, plan: Plan, layout: ShardLayout, exchange: GradientExchange, optimizer: Any, metrics: Metrics
+    ) -> Direction:
+        kind = QuadraticGradient if plan.config.preconditioner.step == "quadratic" else KFACGradient
+        return kind(plan, layout, exchange, metrics)
 
     def described(self, plan: Plan, optimizer: str) -> str:
         config, method = plan.config, plan.method

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ds_kfac.comm.message import Channel, Part, Scalars, deliver
 from ds_kfac.comm.reduce import Reducer
-from ds_kfac.directions.base import DirectionSetup, StepContext, UpdateRule
+from ds_kfac.directions.base import StepContext, UpdateRule
 from ds_kfac.directions.kfac_gradient import peak_rates
 from ds_kfac.metrics import Metrics, Watch
 from ds_kfac.model.batch import ArgumentReader, BatchInfo
@@ -118,8 +118,7 @@ class KFACPreconditioner:
         self.rule, self.moments = target.rule, target.rule.moments(config)
         # raw gradients are clipped: the norm of preconditioned ones says nothing of a spike
         self.needs_norm = target.clips
-        self.setup = DirectionSetup(plan, self.layout, self.exchange, target.inner, self.metrics)
-        self.direction = self.rule.direction(self.setup)
+        self.direction = self.rule.direction(plan, self.layout, self.exchange, target.inner, self.metrics)
         self.sharing = Sharing(SharedInputs(plan.sharing_candidates), self.channel)
         self.curvature = self._factor_updates()
         self.watch = Watch([layer.name for layer in self.owned], self.device)

@@ -9,8 +9,8 @@ from torch import Tensor
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.eigen import LayerBasis, Refreshed
 from ds_kfac.curvature.methods import Method, Part
-from ds_kfac.directions.base import Direction, DirectionSetup, UpdateRule
-from ds_kfac.update.rotation import BasisChange, Rotations
+from ds_kfac.directions.base import Direction, UpdateRule
+from ds_kfac.update.rotation import BasisChange
 from ds_kfac.zero.exchange import LocalResult
 
 
@@ -43,16 +43,12 @@ class Mean:
         return Mean(basis.restore(self.first_OI))
 
 
-class SoftSign:
+class SoftSign(Direction):
     """m <- (m + R) / 2; Q_G [m / (|m| + 0.1)] Q_A^T."""
-
-    def __init__(self, setup: DirectionSetup) -> None:
-        self.stacks = tuple((layer,) for layer in setup.exchange.owned)
-        self.rotations, self.exchange = Rotations(), setup.exchange
 
     def local(self, context, gradients, states) -> LocalResult:
         local = LocalResult.empty(states, self.exchange)
-        for (layer,) in self.stacks:
+        for layer in self.exchange.owned:
             state = states[layer.name].settled()
             mean = (state.moments.first_OI + state.basis.rotate(gradients.pop(layer.name))) / 2
             local.results[layer.name] = state.basis.restore(mean / (mean.abs() + 0.1))
@@ -70,8 +66,8 @@ class ToyRule(UpdateRule):
     def steps(self, optimizer: Any) -> bool:
         return isinstance(optimizer, ToySGD)
 
-    def direction(self, setup: DirectionSetup) -> Direction:
-        return SoftSign(setup)
+    def direction(self, plan, layout, exchange, optimizer, metrics) -> SoftSign:
+        return SoftSign(plan, layout, exchange)
 
     def described(self, plan, optimizer: str) -> str:
         return "soft sign in the eigenbasis"

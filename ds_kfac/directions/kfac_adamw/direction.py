@@ -42,24 +42,13 @@ from torch import Tensor
 from ds_kfac.config.keys import AdamConfig
 from ds_kfac.curvature.eigen import fp32_products
 from ds_kfac.curvature.inverse import LayerInverse
-from ds_kfac.directions.base import StepContext
+from ds_kfac.directions.base import Direction, StepContext
 from ds_kfac.directions.kfac_adamw.optimizer import IN_USE
 from ds_kfac.model.blocks import named
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.newton_schulz import orthogonal_factors, scale_to
-from ds_kfac.update.rotation import (
-    AT_ONCE,
-    Rotation,
-    Rotations,
-    apart,
-    batches,
-    in_order,
-    lengths,
-    rounds,
-    stacks,
-    together,
-)
+from ds_kfac.update.rotation import AT_ONCE, Rotation, apart, batches, lengths, rounds, together
 from ds_kfac.update.state import LayerState, MomentUpdate, stacked, unstacked
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
@@ -137,7 +126,7 @@ class Stack:
         return values[start] if count == 1 else values[start : start + count]
 
 
-class AdamDirection:
+class AdamDirection(Direction):
     """See the module's docstring.
 
     Args:
@@ -145,14 +134,10 @@ class AdamDirection:
     """
 
     def __init__(self, plan: Plan, layout: ShardLayout, exchange: GradientExchange, optimizer: Any) -> None:
-        self.config, self.layout, self.exchange, self.optimizer = plan.config, layout, exchange, optimizer
-        self.groups = {layer.name: exchange.group_indices(layer) for layer in exchange.owned}
-        kept = {layer.name: keeps_direction(self.config.adam, layer) for layer in exchange.owned}
+        kept = {layer.name: keeps_direction(plan.config.adam, layer) for layer in exchange.owned}
         self.orthogonalizes = {name: reason is None for name, reason in kept.items()}
-        self.rotations = Rotations(plan.precision)
-        self.of_one_shape, self.waits, self.size = plan.stacks, plan.waits, SIZE
-        found = stacks(exchange.owned, alike=self._alike if plan.stacks else None)
-        self.stacks = in_order(found)
+        super().__init__(plan, layout, exchange)
+        self.optimizer, self.of_one_shape, self.waits, self.size = optimizer, plan.stacks, plan.waits, SIZE
         self._rounds: dict[tuple[int, ...], list[list[tuple[LayerSpec, ...]]]] = {}
         of_all = partial(torch.tensor, device=exchange.device)  # of every layer, in the order of the stacks
         layers = [layer for stack in self.stacks for layer in stack]
@@ -346,8 +331,7 @@ class AdamDirection:
         with fp32_products(self.rotations.precision.products, x_OI.device):
             return root.apply(x_OI).contiguous()
 
-    def _alike(self, layer: LayerSpec) -> Hashable:
-        """Layers with the same may be stacked."""
+    def alike(self, layer: LayerSpec) -> Hashable:
         return self.groups[layer.name][0], self.orthogonalizes[layer.name], layer.copies, layer.blocks
 
 

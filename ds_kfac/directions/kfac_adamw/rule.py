@@ -12,10 +12,11 @@ from torch import nn
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.inverse import ORDERS, order_of
 from ds_kfac.curvature.methods import METHODS
-from ds_kfac.directions.base import Direction, DirectionSetup, UpdateRule, by_rows
+from ds_kfac.directions.base import Direction, UpdateRule, by_rows
 from ds_kfac.directions.kfac_adamw.direction import AdamDirection, keeps_direction
 from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, KFACAdamWStep
 from ds_kfac.directions.kfac_adamw.user_optimizer import given_groups, params_in, put_into
+from ds_kfac.metrics import Metrics
 from ds_kfac.model.blocks import KINDS, named, rows_of, weight_name
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Choice
@@ -23,6 +24,7 @@ from ds_kfac.plan.plan import Plan
 from ds_kfac.update.newton_schulz import flops, workspace
 from ds_kfac.update.rotation import AT_ONCE, rounds
 from ds_kfac.update.state import AdamMoments
+from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
 
 
@@ -41,8 +43,10 @@ class KFACAdamWRule(UpdateRule):
     def given(self, optimizer: Any) -> bool:
         return given_groups(optimizer) is not None
 
-    def direction(self, setup: DirectionSetup) -> Direction:
-        return AdamDirection(setup.plan, setup.layout, setup.exchange, setup.optimizer)
+    def direction(
+        self, plan: Plan, layout: ShardLayout, exchange: GradientExchange, optimizer: Any, metrics: Metrics
+    ) -> Direction:
+        return AdamDirection(plan, layout, exchange, optimizer)
 
     def described(self, plan: Plan, optimizer: str) -> str:
         kept = sum(keeps_direction(plan.config.adam, layer) is not None for layer in plan.layers)
