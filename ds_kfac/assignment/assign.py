@@ -10,7 +10,7 @@ g = 1 is MEM-OPT, g = W COMM-OPT.
 import heapq
 import math
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -64,12 +64,12 @@ class Assignment:
 def assign(work: Work, workers: int, *, paired: bool = False, memory_cap: float | None = None) -> Assignment:
     """Heaviest first to the least loaded rank: layers to columns of workers, then factors to eigen workers.
 
-    Several plans are made, whole layers balanced or only their preconditioning, and the one with the smallest largest
-    load is taken; if none respects the cap, one that balances bytes.
+    Of plans that balance whole layers or only their preconditioning the one with the smallest largest load is taken;
+    if none respects the cap, one that balances bytes.
 
     Args:
         workers: gradient workers per layer, a divisor of the world; 1 where gradients are partitioned.
-        paired: whether a layer's two factors must be on one rank. Else they may be on any of its workers.
+        paired: whether a layer's two factors must be on one rank, else on any of its workers.
         memory_cap: bytes of K-FAC state per rank.
 
     Raises:
@@ -105,9 +105,9 @@ NEAR_TIE = 0.99
 def place_workers(work: Work, workers: int, *, whole: bool, memory_cap: float, by_memory: bool) -> Workers:
     """Layer name -> its workers.
 
-    With ``work.held`` the majority holder takes a layer if its load stays within ``1 + LOAD_TOLERANCE`` of the mean;
-    otherwise the least loaded rank does, moving included. Near-equal holders compete by load, and at the end a rank
-    without a layer takes one from the fullest rank that has two.
+    With ``work.held`` the majority holder takes a layer if its load stays within ``1 + LOAD_TOLERANCE`` of the mean,
+    else the least loaded rank, moving included. Near-equal holders compete by load; at the end a rank without a layer
+    takes one from the fullest rank that has two.
 
     Args:
         whole: the layer's factors come with it, their decompositions spread evenly over its column; else only its
@@ -161,11 +161,10 @@ def place_workers(work: Work, workers: int, *, whole: bool, memory_cap: float, b
 def _employ_idle(placed: dict[str, int], loads: list[float], weights: Mapping[str, float]) -> None:
     for idle in (index for index, load in enumerate(loads) if load == 0):
         counts = Counter(placed.values())
-        donors = [index for index in range(len(loads)) if counts[index] >= 2]
-        if not donors:
+        donor = max((i for i in range(len(loads)) if counts[i] >= 2), key=loads.__getitem__, default=None)
+        if donor is None:
             return
-        donor = max(donors, key=lambda index: loads[index])
-        name = min((name for name, index in placed.items() if index == donor), key=lambda name: weights[name])
+        name = min((name for name, index in placed.items() if index == donor), key=weights.__getitem__)
         placed[name] = idle
         loads[donor] -= weights[name]
         loads[idle] += weights[name]
@@ -174,11 +173,8 @@ def _employ_idle(placed: dict[str, int], loads: list[float], weights: Mapping[st
 def place_eigen_workers(
     work: Work, workers: Workers, *, split: bool, memory_cap: float, by_memory: bool
 ) -> Mapping[str, int]:
-    """Factor key -> eigen worker.
-
-    A layer's factors go to one of its workers, one that several layers share to a worker of any of them. With
-    ``split`` A and G of a layer may part, if that pays.
-    """
+    """Factor key -> eigen worker: of a layer's factors one of its workers, of one that several layers share a worker of
+    any of them. With ``split`` A and G of a layer may part, if that pays."""
     loads, memory = work.loads(workers, {}), work.memory(workers, {})
     found: dict[str, int] = {}
 
@@ -217,12 +213,8 @@ def _items(work: Work, split: bool) -> list[tuple[FactorSpec, ...]]:
 
 
 def _soonest(among: list[int], loads: list[float], users: set[int], seconds: float, travel: float) -> int:
-    """Where the largest load among eigen worker and users ends up smallest; then the least loaded.
-
-    Args:
-        among: some of ``users``.
-        travel: seconds for either end of one copy of the eigenbases.
-    """
+    """Where, among some users, the largest load of eigen worker and users ends up smallest, then the least loaded;
+    ``travel`` is the seconds of either end of one copy of the eigenbases."""
     first, second = heapq.nlargest(2, [*((loads[rank], rank) for rank in users), (0.0, -1)])
 
     def outcome(rank: int) -> tuple[float, float, int]:
@@ -243,11 +235,7 @@ def worker_counts(world: int) -> tuple[int, ...]:
 
 
 def workers_for(fraction: float, world: int) -> int:
-    """g = max(1, fraction W).
-
-    Raises:
-        ValueError: g does not divide W; names the nearest fractions.
-    """
+    """g = max(1, fraction W). Raises ValueError if g does not divide W, with the nearest fractions."""
     wanted = max(1.0, fraction * world)
     counts = worker_counts(world)
     nearest = min(counts, key=lambda count: abs(count - wanted))
@@ -277,21 +265,16 @@ def refresh_offsets(
     """Factor key -> the step, modulo the refresh interval, at which it is refreshed; modulo the update interval, at
     which it is captured. And seconds of the slowest rank at the slowest step.
 
-    Heaviest first, each to the step where the slowest rank suffers least. A step takes as long as its slowest rank, so
-    work of one rank goes where another is as busy anyway, and else to the emptiest step. Ranks of a node that share
-    ``node_cores`` cores also wait for each other. Captures of one step, D^2 each, are kept near their mean on every
-    rank. Other factors of ``work`` are at step 0. If the refresh interval is no multiple of the update interval, the
-    steps past the largest one stay empty.
-
-    Args:
-        eigen_workers: factor key -> rank.
-        work: its costs, intervals and method count.
-        alone: whether a factor is captured by its eigen worker (and a few ranks more), or by every rank.
+    Heaviest first, each to the step where the slowest rank suffers least: a step takes as long as that, so work of one
+    rank goes where another is as busy anyway, and else to the emptiest step. Ranks of a node that share ``node_cores``
+    cores also wait for each other. Captures of one step, D^2 each, are kept near their mean on every rank. Other
+    factors of ``work`` are at step 0. If the refresh interval is no multiple of the update interval, the steps past the
+    largest one stay empty. ``alone``: a factor is captured by its eigen worker and a few ranks more, not by every rank.
     """
     costs, refresh, update = work.costs, work.refresh_interval, work.update_interval
     steps = refresh // update * update or refresh
     captures = min(update, steps)
-    seconds = {factor.key: costs.decompose(factor.side, work.method) for factor in factors}
+    seconds = {factor.key: costs.decompose(factor.side, work.method) for factor in (*work.factors, *factors)}
     squares = {factor.key: factor.side.dim**2 for factor in factors}
     who = {key: eigen_workers[key] if alone else EVERYONE for key in squares}
     everything = Counter[int]()
@@ -300,37 +283,27 @@ def refresh_offsets(
     most = max(everything.values(), default=0)
     limit = max(*squares.values(), (1 + CAPTURE_TOLERANCE) * most / captures, 0)
     captured = [Counter[int]() for _ in range(captures)]
-    busy: list[dict[Any, float]] = [defaultdict(float) for _ in range(steps)]  # a rank, or a node's cores
-    for factor in work.factors:
-        if factor.key not in squares:
-            rank, own = eigen_workers[factor.key], costs.decompose(factor.side, work.method)
-            busy[0][rank] += own
-            if costs.node_cores:
-                busy[0]["node", rank // costs.node_size] += own / costs.node_cores
-    length = [max(now.values(), default=0.0) for now in busy]
-    offsets = dict.fromkeys(squares, 0)
-    for key in sorted(squares, key=lambda key: (-seconds[key], -squares[key])):
-        rank, worst = eigen_workers[key], max(length)
+    busy: list[dict[Any, float]] = [{} for _ in range(steps)]  # a rank, or a node's cores
+    length, offsets = [0.0] * steps, dict.fromkeys(squares, 0)
+    heaviest = sorted(squares, key=lambda key: (-seconds[key], -squares[key]))
+    for key in (*(factor.key for factor in work.factors if factor.key not in squares), *heaviest):
+        rank, worst, step = eigen_workers[key], max(length), 0
         parts: dict[Any, float] = {rank: seconds[key]}
         if costs.node_cores:
             parts["node", rank // costs.node_size] = seconds[key] / costs.node_cores
-        after_it = [now[who[key]] + squares[key] for now in captured]
-        fewest = max(limit, min(after_it))
-
-        def outcome(
-            step: int, parts: Mapping[Any, float] = parts, worst: float = worst, after_it: list[int] = after_it
-        ) -> tuple[float, ...]:
-            # by differences, so that work comes out exactly equal on an idle step and after the slowest rank's own
-            longer = max(0.0, *(more - (length[step] - busy[step][part]) for part, more in parts.items()))
-            after = length[step] + longer
-            return max(worst, after), longer, after, after_it[step % captures], step
-
-        step = min((step for step in range(steps) if after_it[step % captures] <= fewest), key=outcome)
-        captured[step % captures][who[key]] += squares[key]
+        if key in squares:
+            after_it, outcomes = [now[who[key]] + squares[key] for now in captured], []
+            fewest = max(limit, min(after_it))
+            for step in (step for step in range(steps) if after_it[step % captures] <= fewest):
+                # by differences, so that work comes out exactly equal on an idle step and after the slowest rank's own
+                longer = max(0.0, *(more - (length[step] - busy[step].get(part, 0.0)) for part, more in parts.items()))
+                after = length[step] + longer
+                outcomes.append((max(worst, after), longer, after, after_it[step % captures], step))
+            step = offsets[key] = min(outcomes)[-1]
+            captured[step % captures][who[key]] += squares[key]
         for part, more in parts.items():
-            busy[step][part] += more
+            busy[step][part] = busy[step].get(part, 0.0) + more
             length[step] = max(length[step], busy[step][part])
-        offsets[key] = step
     return offsets, max(length)
 
 
@@ -340,13 +313,8 @@ ROWS_PER_COLUMN = 4
 
 @dataclass(frozen=True)
 class Contributors:
-    """Pure, the same on every rank.
-
-    Attributes:
-        world: ranks.
-        node_size: consecutive ranks of a node.
-        counts: factor key -> how many at an update; those that are missing have all ranks.
-    """
+    """Of ``world`` ranks, ``node_size`` consecutive ones a node. ``counts``: factor key -> how many contribute to an
+    update; all of them to those that are missing."""
 
     world: int
     node_size: int = 1
@@ -394,7 +362,7 @@ def counted(
     counts = {}
     for factor in factors:
         side, here = factor.side, rows.get(factor.key, 0.0)
-        if here > 0:
-            need = wanted or ROWS_PER_COLUMN * (side.block if side.block > 1 else side.dim)
-            counts[factor.key] = max(1, int(-(-need // here)))
-    return {key: count for key, count in counts.items() if count < world}
+        need = wanted or ROWS_PER_COLUMN * (side.block if side.block > 1 else side.dim)
+        if here > 0 and (count := max(1, int(-(-need // here)))) < world:
+            counts[factor.key] = count
+    return counts

@@ -48,9 +48,8 @@ class CostModel:
     """Rates of a device and of the links between ranks; methods return seconds.
 
     Attributes:
-        eigh_seconds: (n, seconds) of one n x n fp32 eigh, n ascending. Between two sizes a power of n; below the first
-            its seconds, as the floor of a call; above the last n^3.
-        cholesky_seconds: the same of one inverse by Cholesky.
+        eigh_seconds, cholesky_seconds: (n, seconds) of one n x n fp32 eigh, of one inverse by Cholesky, n ascending.
+            Between two sizes a power of n; below the first its seconds, as the floor of a call; above the last n^3.
         gemm_flops: fp32 FLOP per second of a large matrix product.
         product_flops: (n, the same of n x n matrices); empty: of any size.
         syrk_flops: the same of rows^T rows, counting rows D (D + 1).
@@ -137,33 +136,21 @@ def _interpolated(table: Table, n: float) -> float:
     return seconds * (n / size) ** power
 
 
-BUILTIN: Mapping[str, CostModel] = {
-    # Measured: one thread of a Xeon (Cascade Lake) at 2.5 GHz, torch 2.13, medians; not so the link, 10 Gbit/s.
-    "cpu": CostModel(
-        eigh_seconds=((16, 41e-6), (64, 0.42e-3), (256, 6.0e-3), (512, 25e-3), (1024, 0.15), (2048, 0.99)),
-        gemm_flops=1.2e11,
-        syrk_flops=4.8e10,
-        copy_bytes=1.1e10,
-        call_seconds=8e-6,
-        link_bytes=1.25e9,
-        link_seconds=50e-6,
-        cholesky_seconds=((16, 71e-6), (64, 0.21e-3), (256, 1.5e-3), (512, 6.7e-3), (1024, 43e-3), (2048, 0.26)),
-    ),
-    # Not measured: orders of magnitude from published figures of an A100 (TF32 products, cuSOLVER's syevd), 200 Gbit/s
-    # between nodes and 1600 within.
-    "cuda": CostModel(
-        eigh_seconds=((64, 1e-3), (256, 4e-3), (512, 10e-3), (1024, 27e-3), (2048, 80e-3), (4096, 0.3), (8192, 1.5)),
-        gemm_flops=1e14,
-        syrk_flops=1.2e14,
-        copy_bytes=1.4e12,
-        call_seconds=6e-6,
-        link_bytes=2.5e10,
-        link_seconds=20e-6,
-        node_bytes=2e11,
-        beside=True,
-        cholesky_seconds=((64, 2e-4), (512, 1.2e-3), (1024, 3e-3), (2048, 8e-3), (4096, 0.03), (8192, 0.15)),
-    ),
-}
+# measured: one thread of a Xeon (Cascade Lake) at 2.5 GHz, torch 2.13, medians; not so the link, 10 Gbit/s
+_CPU = CostModel(
+    eigh_seconds=((16, 41e-6), (64, 0.42e-3), (256, 6.0e-3), (512, 25e-3), (1024, 0.15), (2048, 0.99)),
+    cholesky_seconds=((16, 71e-6), (64, 0.21e-3), (256, 1.5e-3), (512, 6.7e-3), (1024, 43e-3), (2048, 0.26)),
+    gemm_flops=1.2e11, syrk_flops=4.8e10, copy_bytes=1.1e10, call_seconds=8e-6, link_bytes=1.25e9, link_seconds=50e-6,
+)  # fmt: skip
+# not measured: orders of magnitude from published figures of an A100 (TF32 products, cuSOLVER's syevd), 200 Gbit/s
+# between nodes and 1600 within
+_CUDA = CostModel(
+    eigh_seconds=((64, 1e-3), (256, 4e-3), (512, 10e-3), (1024, 27e-3), (2048, 80e-3), (4096, 0.3), (8192, 1.5)),
+    cholesky_seconds=((64, 2e-4), (512, 1.2e-3), (1024, 3e-3), (2048, 8e-3), (4096, 0.03), (8192, 0.15)),
+    gemm_flops=1e14, syrk_flops=1.2e14, copy_bytes=1.4e12, call_seconds=6e-6, link_bytes=2.5e10, link_seconds=20e-6,
+    node_bytes=2e11, beside=True,
+)  # fmt: skip
+BUILTIN: Mapping[str, CostModel] = {"cpu": _CPU, "cuda": _CUDA}
 """By device type."""
 
 
@@ -207,13 +194,8 @@ def _positive(value: Any) -> float:
 
 @dataclass(frozen=True)
 class FactorSpec:
-    """A factor that some rank reduces, averages and decomposes. Identity sides have none.
-
-    Attributes:
-        key: "<layer>/A" or "<layer>/G", after the first layer that has it.
-        side: width and structure.
-        layers: names of the layers whose side it is; several if they share their input.
-    """
+    """A factor that some rank reduces, averages and decomposes; identity sides have none. ``key`` is "<layer>/A" or
+    "<layer>/G", after the first of ``layers``, the names of those that have it: several if they share their input."""
 
     key: str
     side: Side
@@ -262,11 +244,10 @@ def kept_bytes(side: Side, method: Method) -> int:
 
 @dataclass(frozen=True)
 class Work:
-    """Cost of every task that can be assigned to a rank.
+    """Cost of every task that can be assigned to a rank, in seconds per step, amortised over the intervals.
 
-    Seconds per step are amortised over the intervals. Both ends pay for what is sent, a sender for every copy; results
-    leave and arrive at once, so the longer direction counts. What every rank does alike, capturing and sending batch
-    sums, is left out.
+    Both ends pay for what is sent, a sender for every copy; results leave and arrive at once, so the longer direction
+    counts. What every rank does alike, capturing and sending batch sums, is left out.
 
     Attributes:
         held: per layer name, gradient elements on each rank; None if all ranks hold all gradients.
@@ -316,8 +297,7 @@ class Work:
         return self.costs.transfer(2 * ELEMENT_BYTES * missing)
 
     def worker_bytes(self, layer: LayerSpec) -> tuple[int, int]:
-        """State of a layer on each worker, except eigenbases, which layers may share: the eigenvalues of identities,
-        and moments with their counter."""
+        """State of a layer on each worker that others do not share: eigenvalues of identities, moments and counter."""
         ones = sum(kept_bytes(side, self.method) for side in (layer.A, layer.G) if side.block == 0)
         return ones, 4 * self.moments * layer.numel + 4 if self.moments else 0
 
@@ -360,8 +340,7 @@ class Work:
         loads[rank] += sum(sent.values())
 
     def state(self, workers: Workers, eigen_workers: Mapping[str, int]) -> Mapping[str, Sequence[int]]:
-        """Kind -> bytes of state of every rank: packed factors on eigen workers; eigenbases, each once, and moments
-        with their counter on workers. An eigen worker that is no worker keeps no eigenbasis."""
+        """Kind -> bytes of every rank: packed factors on eigen workers; eigenbases, once, and moments on workers."""
         found = {kind: [0] * self.world for kind in ("factors", "eigenbases", "moments")}
         for layer in self.layers:
             ones, moments = self.worker_bytes(layer)

@@ -48,8 +48,7 @@ def estimate_kfac_mem_needs_all_live(
     stage: int | None = None,
 ) -> tuple[Estimate | Refused, ...]:
     """Print and return what K-FAC would cost a rank: memory, bytes on the wire, FLOPs and seconds, for every strategy.
-
-    Only the plan that a run would make is computed. The model may be anywhere, also on the meta device.
+    Only the plan that a run would make is computed; the model may be on the meta device.
 
         with torch.device("meta"):
             model = Net()
@@ -129,20 +128,14 @@ def described(
     found.append(Refused(other, f"{who} every gradient at this stage"))
     parameters = sum(numel for group in subject.groups for _, numel in group)
     sharing = f"; {len(subject.shared)} groups share an input" if subject.shared else ""
-    untraced = "  no forward was traced: no layers are assumed to share their inputs, each sees a row a token"
     method, schedule = METHODS[subject.config.preconditioner.method], subject.config.schedule
     update, refresh = schedule.intervals(schedule.settled)
-    lines = [
-        f"  {share(subject.layers, parameters)}{sharing}",
-        *([] if subject.trace.units else [untraced]),
-        *skipped_lines(subject.scan),
-        "",
-        f"  {world} ranks, {subject}; factors every {update} steps, {method.words} every {refresh}",
-        *machine_lines(costs, method),
-        "",
-        *strategy_lines(found, costs, chosen),
-        *problem,
-    ]
+    lines = [f"  {share(subject.layers, parameters)}{sharing}"]
+    if not subject.trace.units:
+        lines.append("  no forward was traced: no layers are assumed to share their inputs, each sees a row a token")
+    lines += [*skipped_lines(subject.scan), ""]
+    lines.append(f"  {world} ranks, {subject}; factors every {update} steps, {method.words} every {refresh}")
+    lines += [*machine_lines(costs, method), "", *strategy_lines(found, costs, chosen), *problem]
     return lines + (chosen_lines(chosen) if chosen is not None else []), tuple(found)
 
 
@@ -196,10 +189,8 @@ def chosen_lines(chosen: Estimate) -> list[str]:
     for reason in plan.reasons:
         lines += wrapped(f"plan: {reason}")
 
-    kept = {plan.method.words if kind == "eigenbases" else kind: memory[kind] for kind in STATE} | {
-        "state": chosen.state
-    }
-    kept |= {f"{kind} of a step that captures all": memory[kind] for kind in TRANSIENT}
+    kept = {plan.method.words if kind == "eigenbases" else kind: memory[kind] for kind in STATE}
+    kept |= {"state": chosen.state, **{f"{kind} of a step that captures all": memory[kind] for kind in TRANSIENT}}
     rows = [(kind, number(nbytes.max(), "B"), number(nbytes.mean(), "B")) for kind, nbytes in kept.items()]
     lines += ["", *columns([("memory", "most", "mean"), *rows], right=True)]
 
@@ -274,23 +265,16 @@ def check(arguments: argparse.Namespace) -> str:
     subject = Subject(model, ds_config)
     config, rule, optimizer, found = subject.config, subject.rule, subject.context.optimizer, subject.scan
     if find_block(ds_config) is None and rule.optimizer_type is None:
-        raise ValueError(
-            f'{arguments.config} has no "kfac" block and its optimizer is not KFACAdamW: it trains as it is'
-        )
+        why = 'has no "kfac" block and its optimizer is not KFACAdamW: it trains as it is'
+        raise ValueError(f"{arguments.config} {why}")
     if not config.enabled:
         raise ValueError(f"{arguments.config}: kfac.enabled is false: it trains without K-FAC")
     plan = subject.plan(subject.shards(arguments.world), costs_of("cuda", config))
     ours = {name for layer in found.layers for name in layer.parameters}
     check_model(model, config, sum(p.requires_grad and name not in ours for name, p in model.named_parameters()))
     warnings = [f"  WARNING: {text}" for text in without_effect(rule, subject.given, found.layers, optimizer)]
-    return "\n".join(
-        [
-            f"{arguments.config} fits {arguments.model} (python -m ds_kfac estimate says more of costs)",
-            *summary(model, found, [plan], rule, optimizer, f"{subject}, {arguments.world} ranks", warnings),
-            *(["  chosen: " + ", ".join(subject.answers)] if subject.answers else []),
-            *(f"  plan: {reason}" for reason in plan.reasons),
-            "",
-            *layer_lines(found, config, rule),
-            *skipped_lines(found),
-        ]
-    )
+    lines = [f"{arguments.config} fits {arguments.model} (python -m ds_kfac estimate says more of costs)"]
+    lines += summary(model, found, [plan], rule, optimizer, f"{subject}, {arguments.world} ranks", warnings)
+    lines += ["  chosen: " + ", ".join(subject.answers)] if subject.answers else []
+    lines += [f"  plan: {reason}" for reason in plan.reasons]
+    return "\n".join([*lines, "", *layer_lines(found, config, rule), *skipped_lines(found)])

@@ -48,7 +48,7 @@ PARTS = tuple(dict.fromkeys(part.kind for method in METHODS.values() for part in
 KINDS = ("factors", "gradients", *PARTS, "results", "numbers")
 """As :class:`ds_kfac.comm.message.Channel` counts them."""
 STATE = ("factors", "history", "eigenbases", "moments")
-"""What is kept between steps; with the inverse method, inverses are counted as eigenbases."""
+"""What is kept between steps; inverses are counted as eigenbases."""
 TRANSIENT = ("sums", "messages", "drafts")
 """What a step that captures everything needs in addition: sums that are made or averaged here, messages on their way at
 a time, and what is kept until DeepSpeed has applied the step: gradients for moments, new factors and eigenbases."""
@@ -104,32 +104,24 @@ def travel(costs: CostModel, payload: np.ndarray, collectives: float) -> np.ndar
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """Of one step, or of the mean of several.
-
-    Attributes:
-        payload: bytes [kinds, W, W], in the order of :data:`KINDS`.
-        calls: collectives [kinds]; one that carries several kinds counts for the first.
-    """
+    """Of one step, or of the mean of several: bytes [kinds, W, W], in the order of :data:`KINDS`, and collectives
+    [kinds], of which one that carries several kinds counts for the first."""
 
     payload: np.ndarray
     calls: np.ndarray
 
-    def sent(self, kind: str | None = None) -> np.ndarray:
-        """Bytes [W] that each rank sends; of all kinds if None."""
-        return self._of(kind).sum(axis=1)
+    def sent(self, kind: str | None = None, axis: int = 1) -> np.ndarray:
+        """Bytes [W] that each rank sends, or receives (``axis`` 0), of a kind or of all."""
+        return (self.payload.sum(axis=0) if kind is None else self.payload[KINDS.index(kind)]).sum(axis=axis)
 
     def received(self, kind: str | None = None) -> np.ndarray:
-        return self._of(kind).sum(axis=0)
-
-    def _of(self, kind: str | None) -> np.ndarray:
-        return self.payload.sum(axis=0) if kind is None else self.payload[KINDS.index(kind)]
+        return self.sent(kind, axis=0)
 
 
 class Estimate:
-    """Of one strategy.
+    """Of one strategy. Raises ValueError if there is no such plan.
 
     Args:
-        costs: of the device and its links.
         rows: tokens (or images) of a rank in a step; None: not known, captures and the model's time are left out.
 
     Attributes:
@@ -142,8 +134,6 @@ class Estimate:
         seconds, worst: of the mean step, and of the longest.
         model: seconds of the model's forward and backward; None if they are not known.
         overhead: seconds of the mean step over the model's.
-
-    Raises ValueError if there is no such plan.
     """
 
     def __init__(self, subject: Subject, costs: CostModel, world: int, rows: int | None = None) -> None:

@@ -257,9 +257,9 @@ def build(name: str, lora: int | None = None) -> tuple[nn.Module, tuple[Any, ...
     """A model on the meta device, and the arguments of its forward for one example, or None if they are not known.
 
     Args:
-        name: "module:factory", a function without arguments that returns a model, or a model and a tuple of arguments
-            (or the only one). Or "timm:NAME", one of timm's, with an image of the size it was trained on; or "hf:PATH",
-            a config.json of transformers or its folder. ValueError if there is no such model.
+        name: "module:factory", a function that returns a model, or a model and a tuple of arguments (or the only one);
+            "timm:NAME", with an image of the size it was trained on; or "hf:PATH", a config.json of transformers or its
+            folder. ValueError if there is no such model.
         lora: rank of adapters that peft puts to all linear layers but the head, all else frozen; None: none.
     """
     where, _, attribute = name.partition(":")

@@ -1,8 +1,8 @@
 """The library of csrc/cuda: compiled by nvcc ahead of time or at first use, and kept, one per set of sources and flags.
 
-A library is found next to the package (built ahead of time) or in the cache, else compiled under a lock. The lock is
-the kernel's and ends with its process; a process that waits too long compiles for itself. Libraries appear whole: they
-are renamed into place. Of the standard library alone: setup.py must run where neither torch nor DeepSpeed is installed.
+It is found next to the package (built ahead of time) or in the cache, else compiled under a lock, which ends with its
+process; who waits too long compiles for itself. Libraries appear whole: they are renamed into place. Of the standard
+library alone: setup.py must run where neither torch nor DeepSpeed is installed.
 """
 
 import ctypes
@@ -25,12 +25,9 @@ BUILT = PACKAGE / "ops" / "built"
 """Where ``DS_KFAC_BUILD_OPS=1 pip install`` puts libraries."""
 COMPILE_SECONDS = 300
 LOCK_SECONDS = 120
-NAME = "kfac_cuda"
-"""Of the report."""
 ARCHITECTURES = ("80", "90a", "100", "120")
 """A100, H100 and H200, B200, RTX 50; others compile for themselves, just in time."""
 NVCC = "/usr/local/cuda/bin/nvcc"
-"""Where it usually is."""
 STRICT = (
     *("-Werror", "all-warnings", "-Xcompiler=-Wall,-Wextra,-Werror"),
     "-Xptxas=-v,-warn-spills,-warn-lmem-usage,-Werror",
@@ -50,9 +47,9 @@ def source_folder() -> Path:
     raise BuildError("its sources, csrc/cuda, are not installed")
 
 
-def sources() -> list[Path]:
-    """Every file of the library; headers are included by them."""
-    return sorted(source_folder().glob("*.cu"))
+def sources(folder: Path | None = None) -> list[Path]:
+    """Every file that is compiled, of ``csrc/cuda`` or of another folder; they include the headers."""
+    return sorted((folder or source_folder()).glob("*.cu"))
 
 
 def folder() -> Path:
@@ -62,11 +59,7 @@ def folder() -> Path:
 
 
 def library_name(flags: Sequence[str], source: Path | None = None) -> str:
-    """A file name made of sources and flags: another one where anything is another.
-
-    Raises:
-        BuildError: there are no sources.
-    """
+    """A file name made of sources and flags: another one where anything is another. Raises BuildError."""
     identity = hashlib.sha256("\0".join(flags).encode())
     for file in sorted((source or source_folder()).iterdir()):
         if file.suffix in (".h", ".cu"):
@@ -93,14 +86,13 @@ def build(
         if (place / library).exists():
             return place / library
     path = places[-1] / library
-    files = sorted((source or source_folder()).glob("*.cu"))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path.with_suffix(".lock")):
             if not path.exists():
                 if into is None:
                     LOGGER.info("ds_kfac: compiling csrc/cuda, once; ahead of time: DS_KFAC_BUILD_OPS=1 pip install")
-                _compile([compiler(), *flags, *map(str, files)], path)
+                _compile([compiler(), *flags, *map(str, sources(source))], path)
     except OSError as problem:
         raise BuildError(f"cannot write to {path.parent}: {problem}") from problem
     return path
@@ -110,9 +102,7 @@ def _compile(command: Sequence[str], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.stem) as temporary:
         whole = Path(temporary) / path.name
         try:
-            done = subprocess.run(
-                [*command, "-o", str(whole)], capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False
-            )
+            done = subprocess.run([*command, "-o", whole], capture_output=True, text=True, timeout=COMPILE_SECONDS)
         except (OSError, subprocess.TimeoutExpired) as problem:
             raise BuildError(f"{command[0]} does not run: {problem}") from problem
         if done.returncode:
@@ -123,8 +113,7 @@ def _compile(command: Sequence[str], path: Path) -> None:
 
 @contextmanager
 def locked(path: Path, seconds: float | None = None) -> Iterator[None]:
-    """Alone with ``path``, or after ``seconds`` (None: ``LOCK_SECONDS``), or where the file system has no locks, not
-    alone."""
+    """Alone with ``path``; after ``seconds`` (None: LOCK_SECONDS), or where the file system has no locks, not alone."""
     with path.open("w") as file:
         deadline = time.monotonic() + (LOCK_SECONDS if seconds is None else seconds)
         while time.monotonic() < deadline:
@@ -142,17 +131,12 @@ def find_nvcc() -> str | None:
     """The compiler of ``CUDA_HOME``, else of the path, else of /usr/local/cuda; None where there is none."""
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     candidates = [f"{home}/bin/nvcc" for home in homes if home] + ["nvcc", NVCC]
-    return next((found for found in map(shutil.which, candidates) if found), None)
+    return next(filter(None, map(shutil.which, candidates)), None)
 
 
 def nvcc() -> str:
-    """See :func:`find_nvcc`.
-
-    Raises:
-        BuildError: there is none.
-    """
-    found = find_nvcc()
-    if found is None:
+    """See :func:`find_nvcc`. Raises BuildError where there is none."""
+    if (found := find_nvcc()) is None:
         raise BuildError("no nvcc (CUDA_HOME, PATH, /usr/local/cuda)")
     return found
 
@@ -164,12 +148,8 @@ def nvcc_flags(architectures: Sequence[str]) -> list[str]:
 
 
 def installed(architecture: str | None) -> Path | None:
-    """What was built ahead of time for this GPU, or for an older one of its generation, whose code runs here too; for
-    any where there is no GPU (None). What ends in a letter is for that GPU alone.
-
-    Args:
-        architecture: of the GPU, as nvcc names it, e.g. "90a".
-    """
+    """What was built ahead of time for a GPU, as nvcc names it, or for an older one of its generation, whose code runs
+    there too; for any if None. What ends in a letter, such as "90a", is for that GPU alone."""
     names: Sequence[str] = ARCHITECTURES if architecture is None else [architecture]
     if architecture and architecture.isdigit():
         major, minor = divmod(int(architecture), 10)
@@ -178,39 +158,29 @@ def installed(architecture: str | None) -> Path | None:
     return next((path for path in found if path.exists()), None)
 
 
-def library(architecture: str | None) -> Path:
-    """For this GPU, built ahead of time or now. Raises BuildError."""
-    if architecture is None:
-        raise BuildError("there is no GPU to build it for")
-    return installed(architecture) or build(nvcc, nvcc_flags([architecture]))
-
-
-def load(architecture: str | None) -> ctypes.CDLL:
-    """Raises RuntimeError: it cannot be built or loaded, and why."""
+def load(architecture: str) -> ctypes.CDLL:
+    """For this GPU, built ahead of time or now. Raises RuntimeError: it cannot be built or loaded, and why."""
     try:
-        return ctypes.CDLL(str(library(architecture)))
+        return ctypes.CDLL(str(installed(architecture) or build(nvcc, nvcc_flags([architecture]))))
     except OSError as problem:
         raise RuntimeError(f"its library does not load: {problem}") from problem
 
 
-def problem(architecture: str | None) -> str:
-    """Why the library can neither be loaded here nor built, which needs no GPU; empty if it can."""
+def usable(architecture: str | None) -> tuple[Path | None, str]:
+    """What was built ahead of time; and why there can be no library here, which needs no GPU, empty if there can."""
     try:
-        if installed(architecture) is None:
+        if not (ahead := installed(architecture)):
             nvcc()
     except BuildError as why:
-        return str(why)
-    return ""
+        return None, str(why)
+    return ahead, ""
 
 
 def rows(architecture: str | None) -> list[tuple[str, ...]]:
     """For the report: name, built ahead of time, can be used or built, and why not."""
-    why = problem(architecture)
-    ahead = not why and installed(architecture)
-    return [
-        ("op library", "installed", "compatible", ""),
-        (NAME, "yes" if ahead else "no", "no" if why else "yes", why),
-    ]
+    ahead, why = usable(architecture)
+    here = ("kfac_cuda", "yes" if ahead else "no", "no" if why else "yes", why)
+    return [("op library", "installed", "compatible", ""), here]
 
 
 def wanted_architectures(environment: Mapping[str, str]) -> list[str]:
@@ -219,16 +189,15 @@ def wanted_architectures(environment: Mapping[str, str]) -> list[str]:
     Raises:
         BuildError: an entry that is no capability from 8.0 on.
     """
-    names = []
-    for entry in re.split(r"[;\s]+", environment.get("TORCH_CUDA_ARCH_LIST", "").strip()):
-        found = re.fullmatch(r"(\d+)\.(\d)([a-z]?)(\+PTX)?", entry)
-        if entry and (found is None or int(found[1]) < 8):
+    names: dict[str, None] = {}
+    for entry in environment.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split():
+        known = re.fullmatch(r"(\d+)\.(\d)([a-z]?)(\+PTX)?", entry)
+        if known is None or int(known[1]) < 8:
             raise BuildError(
                 f'TORCH_CUDA_ARCH_LIST has "{entry}"; expected capabilities from 8.0 on, such as "8.0;9.0"'
             )
-        if found is not None:
-            names.append(f"{found[1]}{found[2]}{'a' if found[1] == '9' else found[3]}")
-    return list(dict.fromkeys(names))
+        names[f"{known[1]}{known[2]}{'a' if known[1] == '9' else known[3]}"] = None
+    return list(names)
 
 
 def supported(compiler: str) -> list[str]:
@@ -252,11 +221,11 @@ def build_ahead(into: Path, environment: Mapping[str, str]) -> list[Path]:
     into.mkdir(parents=True, exist_ok=True)
     wanted = environment.get("DS_KFAC_BUILD_CUDA")
     if (wanted or environment.get("DS_KFAC_BUILD_OPS", "0")) == "1":
-        why = problem(None)
+        _, why = usable(None)
         if why and wanted:
-            raise BuildError(f"DS_KFAC_BUILD_CUDA=1, but {NAME} cannot be built: {why}")
+            raise BuildError(f"DS_KFAC_BUILD_CUDA=1, but kfac_cuda cannot be built: {why}")
         if why:
-            print(f" [WARNING]  {NAME}: {why}")
+            print(f" [WARNING]  kfac_cuda: {why}")
         else:
             names = wanted_architectures(environment) or supported(nvcc())
             built = [build(nvcc, nvcc_flags([name]), into=into) for name in names]

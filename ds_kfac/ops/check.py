@@ -82,9 +82,9 @@ def guarded(backend: str, op: str, implementation: Callable[..., Any]) -> Callab
     return run
 
 
-def of(*tensors: Tensor | None) -> str:
+def of(*tensors: Tensor) -> str:
     """Tensors for an error's text."""
-    return ", ".join("None" if x is None else f"{x.dtype} {tuple(x.shape)} strides {x.stride()}" for x in tensors)
+    return ", ".join(f"{x.dtype} {tuple(x.shape)} strides {x.stride()}" for x in tensors)
 
 
 def check_device(op: str, tensors: Sequence[Any], device_type: str | None) -> None:
@@ -102,7 +102,6 @@ ALLOWED = 1e-5
 CHECK_SECONDS = 600
 """That a process waits for another one's check, most of which is compilation."""
 ENDED = "a process ended while it was checked"
-
 Call = tuple[tuple, dict[str, Any]]
 
 
@@ -117,14 +116,11 @@ def probes(op: str, dtype: torch.dtype) -> list[Call]:
     squares, starts, end = [(x := _whole(side, side)) + x.T for side in sides], [3, 7 + numels[0]], 9 + sum(numels)
     averages, sums = ([_whole(numel, seed=seed) for numel in numels] for seed in range(2))
     counts, updates = [torch.tensor(3.0)] * 2, [torch.tensor(float(k)) for k in range(2)]
-    together: dict[str, tuple] = {
-        "symmetric_pack_into_": (torch.zeros(end, dtype=dtype), starts, squares),
-        "symmetric_unpack_from": (_whole(end).to(dtype), starts, sides),
-        "ema_update_": (averages, sums, counts, updates, [0.75, 0.5]),
+    calls: dict[str, list[Call]] = {
+        "symmetric_pack_into_": [((torch.zeros(end, dtype=dtype), starts, squares), {})],
+        "symmetric_unpack_from": [((_whole(end).to(dtype), starts, sides), {})],
+        "ema_update_": [((averages, sums, counts, updates, [0.75, 0.5]), {})],
     }
-    if op in together:
-        return [(together[op], {})]
-    calls = []
     for rows, side in SIDES:
         x, first, second = (_whole(rows, side, seed=seed) for seed in range(3))
         ones = {"ones_column": torch.ones(rows, 1), "scale": 2.0}
@@ -135,8 +131,9 @@ def probes(op: str, dtype: torch.dtype) -> list[Call]:
             "corrected_scale_dot": ((x, first.abs(), torch.tensor(0.75), 2.0, 1.0), {}),
             "adam_scale": ((x, *state), {"betas": (0.75, 0.875), "eps": 0.125}),
         }
-        calls.append(each[op])
-    return calls
+        for name, call in each.items():
+            calls.setdefault(name, []).append(call)
+    return calls[op]
 
 
 PROBED: dict[str, tuple[torch.dtype, ...]] = {
@@ -166,9 +163,8 @@ def fault(op: str, implementation: Callable[..., Any], device: torch.device) -> 
                 raise
             except Exception as problem:
                 return f"fails: {problem}".splitlines()[0]
-            mine, right = (
-                [x for x in tree_leaves(part) if isinstance(x, Tensor)] for part in (found, (wanted, theirs[0]))
-            )
+            leaves = map(tree_leaves, (found, (wanted, theirs[0])))
+            mine, right = ([x for x in each if isinstance(x, Tensor)] for each in leaves)
             if len(mine) != len(right):
                 return "is wrong: returns another number of tensors"
             worst = max(map(difference, mine, right))
@@ -186,13 +182,9 @@ def difference(found: Tensor, wanted: Tensor) -> float:
 
 
 def faults(compiled: Mapping[str, tuple[str, Callable[..., Any]]], device: torch.device) -> dict[str, str]:
-    """Op -> why its implementation must not be used on a device. Processes of one machine check one after the other.
-
-    An op that is being checked is noted before, so that one which ends its process is known by the next.
-
-    Args:
-        compiled: op -> (backend, implementation).
-    """
+    """Op -> why its implementation must not be used on a device, of op -> (backend, implementation). Processes of one
+    machine check one after the other. An op is noted before it is checked: one that ends its process is known by the
+    next."""
     if os.environ.get("DS_KFAC_CHECK_OPS") == "0":
         return {}
     path = build.folder() / f"checked-{identity(device)}.json"
@@ -242,14 +234,11 @@ def identity(device: torch.device) -> str:
     found = hashlib.sha256()
     for file in sorted([*(build.PACKAGE / "ops").rglob("*.py"), *build.source_folder().iterdir()]):
         found.update(file.name.encode() + file.read_bytes())
-    version, driver = "", Path("/proc/driver/nvidia/version")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {platform.machine()}"
+    facts = [torch.__version__, name]
     with suppress(metadata.PackageNotFoundError):
-        version = metadata.version("triton")
-    for fact in (
-        torch.__version__,
-        version,
-        torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {platform.machine()}",
-        driver.read_text() if driver.exists() else "",
-    ):
-        found.update(fact.encode() + b"\0")
+        facts.append(metadata.version("triton"))
+    with suppress(OSError):
+        facts.append(Path("/proc/driver/nvidia/version").read_text())
+    found.update("\0".join(facts).encode())
     return found.hexdigest()[:16]

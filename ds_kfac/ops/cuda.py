@@ -87,9 +87,8 @@ class CudaOps:
                 f"ema_update_: averages of {numels} elements, sums of {[sum_P.numel() for sum_P in sums_P]}, "
                 f"{len(counts)} counts, {len(updates)} updates, {len(decays)} decays"
             )
-        for scalar in (*counts, *updates):
-            if scalar.numel() != 1:
-                raise ValueError(f"ema_update_: counts and updates are scalars, got {of(scalar)}")
+        if wide := [scalar for scalar in (*counts, *updates) if scalar.numel() != 1]:
+            raise ValueError(f"ema_update_: counts and updates are scalars, got {of(wide[0])}")
         for tensor in tensors:
             if tensor.dtype != torch.float32 or not tensor.is_contiguous():
                 raise NotMadeFor(f"ema_update_: expected contiguous fp32 tensors, got {of(tensor)}")
@@ -108,11 +107,7 @@ class CudaOps:
         return getattr(self._library, f"ds_kfac_cuda_{name}")
 
     def _launch(self, name: str, tensors: Sequence[Tensor], *arguments: object) -> None:
-        """On the current stream of the tensors' device, which must be one.
-
-        Raises:
-            CudaError: the kernel could not be launched; with the error's name.
-        """
+        """On the current stream of the tensors' device, which must be one. Raises CudaError: it was not launched."""
         check_device(name, tensors, self.device_type)
         if self.device_type != "cuda":
             error = self._function(name)(*arguments, None)
@@ -134,13 +129,8 @@ class CudaOps:
 
 
 def load() -> Mapping[str, Callable[..., Any]]:
-    """Op name -> implementation, for the GPUs of this machine; built at first use.
-
-    Raises:
-        RuntimeError: it cannot run, and why.
-    """
-    reason = check.gpu_problem()
-    if reason is not None:
+    """Op -> implementation, for the GPUs of this machine; built at first use. Raises RuntimeError: why not."""
+    if reason := check.gpu_problem():
         raise RuntimeError(reason)
     ops = _load()
     return {name: getattr(ops, name) for name in CudaOps.OPS}

@@ -22,21 +22,28 @@ from torch import Tensor
 from ds_kfac.ops import cuda, functional, reference, triton
 from ds_kfac.ops.check import faults, guarded
 
-OPS = (
-    "syrk_accumulate_", "block_syrk_accumulate_", "symmetric_pack_into_", "symmetric_unpack_from", "ema_update_",
-    "eigen_scale_dot", "corrected_scale_dot", "adam_scale",
-)  # fmt: skip
+SCHEMAS = {
+    "syrk_accumulate_": "(Tensor(a!) sum_P, Tensor x_ND, Tensor? ones_column, Tensor scale) -> ()",
+    "block_syrk_accumulate_": "(Tensor(a!) sum_P, Tensor x_ND, int block, Tensor scale) -> ()",
+    "symmetric_pack_into_": "(Tensor(a!) out, int[] starts, Tensor[] matrices_DD) -> ()",
+    "symmetric_unpack_from": "(Tensor packed, int[] starts, int[] dims) -> Tensor[]",
+    "ema_update_": "(Tensor(a!)[] averages_P, Tensor[] sums_P, Tensor[] counts, Tensor(b!)[] updates, float[] decays)"
+    " -> Tensor",
+    "eigen_scale_dot": "(Tensor x_OI, Tensor values_O, Tensor values_I, Tensor damping) -> (Tensor, Tensor)",
+    "corrected_scale_dot": "(Tensor x_OI, Tensor second_OI, Tensor decay, Tensor terms, Tensor damping)"
+    " -> (Tensor, Tensor, Tensor)",
+    "adam_scale": "(Tensor x_OI, Tensor first_OI, Tensor second_OI, Tensor updates, Tensor usable, float[] betas, "
+    "float eps) -> (Tensor, Tensor, Tensor)",
+}
+"""Arguments in the order of ``ops/reference.py``; what may be a number there is a tensor here."""
+OPS = tuple(SCHEMAS)
 Implementation = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A set of implementations.
-
-    Attributes:
-        device: type that it is for; None: every one.
-        load: gives op -> implementation, or raises RuntimeError with the reason why it cannot run here.
-    """
+    """A set of implementations, for a type of device (None: every one). ``load`` gives op -> implementation, or raises
+    RuntimeError with the reason why it cannot run here."""
 
     device: str | None
     load: Callable[[], Mapping[str, Implementation]]
@@ -103,8 +110,7 @@ def use(backend: str | None, device: str, without: Mapping[str, str] | None = No
 
 def chosen(device: str) -> Choice:
     """What runs on a device type; decided at the first call."""
-    found = _choices.get(device)
-    if found is None:
+    if (found := _choices.get(device)) is None:
         with _lock:
             found = _choices.get(device) or _choices.setdefault(device, _choose(_asked, device, {}))
     return found
@@ -136,20 +142,6 @@ def _choose(backend: str | None, device: str, without: Mapping[str, str]) -> Cho
     return Choice({op: ops[op] for op in OPS}, missing)
 
 
-SCHEMAS = {
-    "syrk_accumulate_": "(Tensor(a!) sum_P, Tensor x_ND, Tensor? ones_column, Tensor scale) -> ()",
-    "block_syrk_accumulate_": "(Tensor(a!) sum_P, Tensor x_ND, int block, Tensor scale) -> ()",
-    "symmetric_pack_into_": "(Tensor(a!) out, int[] starts, Tensor[] matrices_DD) -> ()",
-    "symmetric_unpack_from": "(Tensor packed, int[] starts, int[] dims) -> Tensor[]",
-    "ema_update_": "(Tensor(a!)[] averages_P, Tensor[] sums_P, Tensor[] counts, Tensor(b!)[] updates, float[] decays)"
-    " -> Tensor",
-    "eigen_scale_dot": "(Tensor x_OI, Tensor values_O, Tensor values_I, Tensor damping) -> (Tensor, Tensor)",
-    "corrected_scale_dot": "(Tensor x_OI, Tensor second_OI, Tensor decay, Tensor terms, Tensor damping)"
-    " -> (Tensor, Tensor, Tensor)",
-    "adam_scale": "(Tensor x_OI, Tensor first_OI, Tensor second_OI, Tensor updates, Tensor usable, float[] betas, "
-    "float eps) -> (Tensor, Tensor, Tensor)",
-}
-"""Arguments in the order of ``ops/reference.py``; what may be a number there is a tensor here."""
 FAKES: dict[str, Callable[..., Any]] = {
     "symmetric_unpack_from": lambda packed, starts, dims: [packed.new_empty(n, n, dtype=torch.float32) for n in dims],
     "ema_update_": lambda averages_P, *_: averages_P[0].new_empty(len(averages_P), dtype=torch.bool),
@@ -190,8 +182,6 @@ def _registered(op: str) -> Callable[..., Any]:
 
 
 TRACED = {op: _registered(op) for op in OPS}
-
-
 Op = TypeVar("Op", bound=Callable[..., Any])
 
 
@@ -204,7 +194,7 @@ def _by_device(specification: Op, *, stacks: bool = False) -> Op:
     """The op as it was chosen for the device of its first argument, a tensor or a list of tensors.
 
     Args:
-        specification: function of ``ops/reference.py``; its name is the op's, its signature and docstring stay.
+        specification: its name is the op's; its signature and docstring stay.
         stacks: whether the op takes n matrices of one shape, too.
     """
     op, of_stacks = specification.__name__, getattr(functional, specification.__name__) if stacks else None

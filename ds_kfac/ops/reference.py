@@ -114,7 +114,7 @@ def corrected_scale_dot(
         second_OI: not changed.
         decay: r, a float or a scalar on the device. 1 leaves the moment as it is whatever x holds, also NaN: so a
             gradient that overflowed is kept out without asking the host.
-        terms: factor on x^2.
+        terms: factor on x^2, to the units of the Fisher: loss terms over the squared loss scale.
 
     Returns scaled, new, and the inner product as :func:`eigen_scale_dot`.
     """

@@ -47,12 +47,8 @@ LONG_STEP = 0.05
 
 @dataclass(frozen=True)
 class Known:
-    """What the first captured batch shows; None: not yet.
-
-    Attributes:
-        groups: layers that share their input.
-        rows: layer name -> rows of a rank in a step, in the mean; of a stack's layer those that it takes itself.
-    """
+    """What the first captured batch shows, None: not yet. Groups of layers that share their input; layer name -> rows
+    of a rank in a step, in the mean, of a stack's layer those that it takes itself."""
 
     groups: tuple[tuple[str, ...], ...] | None = None
     rows: Mapping[str, float] | None = None
@@ -72,7 +68,7 @@ class Plan:
         wire: dtype of batch sums and eigenvectors on the wire.
         gradient_dtypes: of gradients to their workers and of results back.
         shares: whether layers that see the same input are to share A.
-        config: with its nulls answered, see :func:`ds_kfac.directions.base.resolve`.
+        config: with its nulls answered.
         precision: of the products of a step.
         stacks: whether small layers of equal shape are preconditioned together.
         clip_lr: the learning rate in kl-clip's bound, "current" or "peak".
@@ -103,7 +99,6 @@ class Plan:
 
     @cached_property
     def method(self) -> Method:
-        """What is kept of a factor."""
         return self.assignment.work.method
 
     @cached_property
@@ -128,7 +123,6 @@ class Plan:
         return sharing_candidates(self.layers, self.method) if self.shares else {}
 
     def timetable(self) -> Timetable:
-        """Of the factors."""
         keys = tuple(factor.key for factor in self.assignment.factors)
         offsets = {key: self.offsets[key] for key in keys if key in self.offsets}
         return Timetable(self.schedule, keys, offsets=offsets, adaptive=self.adaptive is not None)
@@ -141,10 +135,9 @@ class Plan:
     def knowing(self, known: Known) -> "Plan":
         """The plan of a run that knows this."""
         plan = self.sharing(known.groups or ())
-        if not self.measures or known.rows is None:
-            return plan
         wanted = self.config.factor.rows
-        assert not isinstance(wanted, str)
+        if not self.measures or known.rows is None or isinstance(wanted, str):
+            return plan
         alone = alone_here(self.layers, factor_specs(self.layers))
         layers = {layer.name: layer for layer in self.layers}
         rows = {f.key: sum(known.rows.get(name, 0.0) for name in rows_from(f, layers)) for f in alone}
@@ -152,8 +145,7 @@ class Plan:
         return replace(plan, contributors=replace(self.contributors, counts=counts), first=self.contributors)
 
     def sharing(self, groups: Sequence[Sequence[str]]) -> "Plan":
-        """With one A for each of these groups of layers, and no others. Nothing moves: its eigen worker is that of the
-        group's first layer."""
+        """With one A for each of these groups of layers alone; its eigen worker is that of the group's first layer."""
         work = replace(self.assignment.work, factors=factor_specs(self.layers, groups))
         return replace(self, assignment=replace(self.assignment, work=work))
 
@@ -212,20 +204,16 @@ class Setting:
 def make_plan(
     layers: Sequence[LayerSpec], setting: Setting, config: KFACConfig, costs: CostModel, answers: tuple[str, ...] = ()
 ) -> Plan:
-    """The plan of a run. Where its memory is over the budget with an A for each expert of a stack, one for all.
-
-    Args:
-        layers: as they are without a budget; the plan's may differ from them in ``shares``.
-        config, answers: what :func:`ds_kfac.directions.base.resolve` returns.
+    """The plan of a run with a config of :func:`ds_kfac.directions.base.resolve`. Where its memory is over the budget
+    with an A for each expert of a stack, one for all: its layers then differ from these in ``shares``.
 
     Raises ValueError if the fraction does not fit the world or the mode, or the memory budget is too small.
     """
     schedule, method, reasons = config.schedule, METHODS[config.preconditioner.method], list[str]()
     update, refresh = schedule.intervals(schedule.settled)
     paired, budget = method.paired(config.damping.chosen), config.assignment.memory_budget_gb
-    work = Work(
-        layers, factor_specs(layers), setting.world, setting.held, costs, update, refresh, setting.moments, method,
-    )  # fmt: skip
+    factors = factor_specs(layers)
+    work = Work(layers, factors, setting.world, setting.held, costs, update, refresh, setting.moments, method)
     try:
         assignment = _assignment(work, config, paired, reasons)
     except OverBudget:
@@ -250,26 +238,15 @@ def make_plan(
         )
     if wire is not torch.float32 and not any(part.halved for part in method.parts):
         reasons.append(f"{method.words} travel in fp32, only batch sums in {str(wire).removeprefix('torch.')}")
+    contributors = _contributors(work, config, reasons)
     return Plan(
-        layers=tuple(layers),
-        schedule=schedule,
-        assignment=assignment,
-        offsets=offsets,
-        lag=lag,
-        adaptive=config.adaptive,
-        contributors=_contributors(work, config, reasons),
-        bucket_bytes=BUCKET_BYTES,
-        wire=wire,
-        gradient_dtypes=gradient_dtypes(setting.parameters, setting.gradients),
-        shares=config.choice.shares,
-        config=config,
-        precision=choose(config.preconditioner.precision, setting.device),
-        stacks=stacks(setting.device, method),
-        clip_lr=clip_lr(setting.scheduled),
-        answers=answers,
-        reasons=tuple(reasons),
-        paired=paired,
-    )
+        layers=tuple(layers), schedule=schedule, assignment=assignment, offsets=offsets, lag=lag,
+        adaptive=config.adaptive, contributors=contributors, bucket_bytes=BUCKET_BYTES, wire=wire,
+        gradient_dtypes=gradient_dtypes(setting.parameters, setting.gradients), shares=config.choice.shares,
+        config=config, precision=choose(config.preconditioner.precision, setting.device),
+        stacks=stacks(setting.device, method), clip_lr=clip_lr(setting.scheduled), answers=answers,
+        reasons=tuple(reasons), paired=paired,
+    )  # fmt: skip
 
 
 def _assignment(work: Work, config: KFACConfig, paired: bool, reasons: list[str]) -> Assignment:
@@ -293,12 +270,10 @@ def _assignment(work: Work, config: KFACConfig, paired: bool, reasons: list[str]
             problems.append(str(problem))
     if not found:
         raise OverBudget(f"kfac.assignment.memory_budget_gb: {problems[0]}")
-    best = min(found, key=lambda workers: (max(found[workers].loads), max(found[workers].memory)))
+    most = {workers: (max(made.loads), max(made.memory)) for workers, made in found.items()}
+    best = min(most, key=most.__getitem__)
     if len(counts) > 1:
-        tried = ", ".join(
-            f"{workers}/{world}: {max(plan.loads) * 1e3:.3g} ms and {max(plan.memory):,} bytes"
-            for workers, plan in found.items()
-        )
+        tried = ", ".join(f"{g}/{world}: {load * 1e3:.3g} ms and {size:,} bytes" for g, (load, size) in most.items())
         tried += f"; {len(problems)} more over the budget of {budget} GB" if problems else ""
         reasons.append(f"{best} of {world} ranks precondition a layer: predicted per step and rank {tried}")
     return found[best]
@@ -369,9 +344,9 @@ def _offsets(assignment: Assignment, config: KFACConfig, reasons: list[str]) -> 
 
 
 def stacks(device: torch.device, method: Method) -> bool:
-    """Whether small layers of equal shape are preconditioned together: fewer and larger launches, for a second copy of
-    their eigenvectors, at most 256 MiB a rank, which memory plans do not count. On a CPU a batched product is slower
-    than its parts; only layers whose gradients are rotated are stacked."""
+    """Whether small layers of equal shape, if their gradients are rotated, are preconditioned together: fewer, larger
+    launches, for a second copy of their eigenvectors, at most 256 MiB a rank, which memory plans do not count. On a CPU
+    a batched product is slower than its parts."""
     return method.rotates and device.type != "cpu"
 
 
@@ -395,6 +370,5 @@ def gradient_dtypes(parameters: torch.dtype, gradients: torch.dtype) -> tuple[to
 
 def clip_lr(scheduled: bool) -> str:
     """Which learning rate counts in kl-clip's bound: with the "current" one, nu * lr does not depend on it, which would
-    undo a schedule that DeepSpeed runs; with the "peak", the schedule's largest, or the largest one seen, the step
-    shrinks with it."""
+    undo a schedule that DeepSpeed runs; with the "peak", the largest planned or seen, the step shrinks with it."""
     return "peak" if scheduled else "current"

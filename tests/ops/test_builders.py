@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ds_kfac.ops import build
-from ds_kfac.ops.build import BuildError, installed, library
+from ds_kfac.ops.build import BuildError, installed
 
 
 @pytest.fixture
@@ -75,9 +75,9 @@ def test_what_is_built_ahead_is_used_where_it_runs_and_needs_no_compiler(compile
     assert sorted(build.BUILT.iterdir()) == sorted(built)
     (tmp_path / "nvcc").unlink()
     assert all(build.rows(name)[1][1:] == ("yes", "yes", "") for name in ("80", None))
-    assert library("86") == library("80") != library("90a")
-    assert "arch=compute_90a,code=sm_90a" in library("90a").read_text()
-    assert library("103") == library("100")
+    assert installed("86") == installed("80") != installed("90a")
+    assert "arch=compute_90a,code=sm_90a" in installed("90a").read_text()
+    assert installed("103") == installed("100")
     assert not any(installed(other) for other in ("75", "90", "110", "121"))
 
 

@@ -13,12 +13,8 @@ import torch
 
 from ds_kfac.ops import check
 
-MODULES = {
-    "syrk_accumulate_": "syrk",
-    "eigen_scale_dot": "scale",
-    "corrected_scale_dot": "scale",
-    "adam_scale": "scale",
-}
+MODULES = dict.fromkeys(("eigen_scale_dot", "corrected_scale_dot", "adam_scale"), "scale")
+MODULES["syrk_accumulate_"] = "syrk"
 """Op -> file."""
 
 
@@ -40,12 +36,7 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def load() -> Mapping[str, Callable[..., Any]]:
-    """Op name -> implementation.
-
-    Raises:
-        RuntimeError: it cannot run, and why.
-    """
-    reason = unavailable(torch.device("cuda"))
-    if reason is not None:
+    """Op -> implementation. Raises RuntimeError: it cannot run, and why."""
+    if reason := unavailable(torch.device("cuda")):
         raise RuntimeError(reason)
     return {op: getattr(importlib.import_module(f"{__name__}.{file}"), op) for op, file in MODULES.items()}

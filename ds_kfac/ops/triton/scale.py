@@ -28,11 +28,6 @@ BLOCKS = {256: (64, 64), 1 << 62: (8, 512)}
 """Columns up to -> rows and columns of a program's block; 16 elements a thread."""
 
 
-def check_devices(op: str, *arguments: object) -> None:
-    """Raises NotMadeFor unless all tensors are where kernels run."""
-    check_device(op, arguments, DEVICE_TYPE)
-
-
 def on_device_of(x: Tensor) -> AbstractContextManager:
     """Triton launches on the current device, whatever its arguments live on."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
@@ -107,23 +102,16 @@ def eigen_scale_kernel(
 
 
 def eigen_scale_dot(x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Scalar) -> tuple[Tensor, Tensor]:
-    """x_OI / (values_O values_I^T + damping), and its inner product with x. See ``ops/reference.py``.
+    """See ``ops/reference.py``. x_OI is fp32, either side may be the contiguous one; the result is laid out alike.
 
-    Deterministic: one partial sum a program, added up in order.
-
-    Args:
-        x_OI: fp32 [O, I]; either side may be the contiguous one, the result is laid out alike.
-        values_O, values_I: [O], [I].
-        damping: a number, or a scalar on the device, which is not waited for.
-
-    Returns (fp32 [O, I], fp32 scalar). Cost: 8 O I bytes.
+    Deterministic: one partial sum a program, added up in order. Cost: 8 O I bytes.
     """
     if values_O.shape != x_OI.shape[:1] or values_I.shape != x_OI.shape[1:]:
         raise ValueError(
             f"eigen_scale_dot: values of {tuple(values_O.shape)} and {tuple(values_I.shape)} do not fit "
             f"{tuple(x_OI.shape)}"
         )
-    check_devices("eigen_scale_dot", x_OI, values_O, values_I, damping)
+    check_device("eigen_scale_dot", (x_OI, values_O, values_I, damping), DEVICE_TYPE)
     x, transposed = oriented(x_OI)
     out, pair = torch.empty_like(x), (values_I, values_O) if transposed else (values_O, values_I)
     row_values, column_values = (values.float().contiguous() for values in pair)
@@ -160,24 +148,13 @@ def corrected_scale_kernel(
 def corrected_scale_dot(
     x_OI: Tensor, second_OI: Tensor, decay: Scalar, terms: Scalar, damping: Scalar
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Take x into the second moments and divide by them. See ``ops/reference.py``.
-
-    The mean of the new moments, for relative damping, is known before: r mean(second) + (1 - r) terms |x|^2 / (O I).
-
-    Args:
-        x_OI: fp32 [O, I]; copied unless it is contiguous along the same side as the moments.
-        second_OI: fp32 [O, I]; either side may be the contiguous one.
-        decay: weight of the past; 1 leaves the moments as they are, also where x is not finite.
-        terms: factor that brings x^2 to the units of the Fisher, loss terms over the squared loss scale.
-
-    Returns (scaled fp32 [O, I], new fp32 [O, I], inner product of x and scaled, a fp32 scalar), laid out like the
-    moments. Cost: 16 O I bytes.
-    """
+    """See ``ops/reference.py``. All fp32; results are laid out like the moments, of which either side may be the
+    contiguous one. x_OI is copied unless it is laid out alike. Cost: 16 O I bytes."""
     if second_OI.shape != x_OI.shape:
         raise ValueError(
             f"corrected_scale_dot: second moments of {tuple(second_OI.shape)} do not fit {tuple(x_OI.shape)}"
         )
-    check_devices("corrected_scale_dot", x_OI, second_OI, decay, terms, damping)
+    check_device("corrected_scale_dot", (x_OI, second_OI, decay, terms, damping), DEVICE_TYPE)
     second, transposed = oriented(second_OI)
     if second.data_ptr() != second_OI.data_ptr() or x_OI.dtype != torch.float32:
         raise NotMadeFor(f"corrected_scale_dot: expected fp32 with a contiguous side, got {of(x_OI, second_OI)}")
@@ -238,19 +215,11 @@ def adam_scale(
     x_OI: Tensor, first_OI: Tensor, second_OI: Tensor, updates: Tensor, usable: Tensor, *,
     betas: tuple[float, float], eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Take x into both moments and divide. See ``ops/reference.py``.
-
-    Args:
-        x_OI: fp32 [O, I]; either side may be the contiguous one.
-        first_OI, second_OI: fp32 [O, I]; copied unless they are contiguous along the same side as x.
-        updates: fp32 scalar on the device.
-        usable: bool scalar on the device.
-
-    Returns (direction, new first, new second), fp32 [O, I], laid out like x. Cost: 24 O I bytes.
-    """
+    """See ``ops/reference.py``. All fp32, but for ``usable``; results are laid out like x, of which either side may be
+    the contiguous one. The moments are copied unless they are laid out alike. Cost: 24 O I bytes."""
     if not x_OI.shape == first_OI.shape == second_OI.shape:
         raise ValueError(f"adam_scale: moments do not fit x, got {of(x_OI, first_OI, second_OI)}")
-    check_devices("adam_scale", x_OI, first_OI, second_OI, updates, usable)
+    check_device("adam_scale", (x_OI, first_OI, second_OI, updates, usable), DEVICE_TYPE)
     states = (first_OI.dtype, second_OI.dtype, updates.dtype, usable.dtype)
     if states != (torch.float32, torch.float32, torch.float32, torch.bool):
         raise NotMadeFor(f"adam_scale: expected fp32 and bool, got {of(first_OI, second_OI, updates, usable)}")
@@ -268,6 +237,4 @@ def adam_scale(
             *decays, *logs, eps, *x.shape, x.stride(0), first.stride(0), second.stride(0), direction.stride(0),
             **options,
         )  # fmt: skip
-    if transposed:
-        return direction.T, new_first.T, new_second.T
-    return direction, new_first, new_second
+    return (direction.T, new_first.T, new_second.T) if transposed else (direction, new_first, new_second)

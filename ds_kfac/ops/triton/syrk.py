@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ds_kfac.ops.check import NotMadeFor, of
+from ds_kfac.ops.check import NotMadeFor, check_device, of
 from ds_kfac.ops.functional import Scalar, check_sum, packed_numel
-from ds_kfac.ops.triton.scale import INTERPRET, check_devices, on_device_of, scalar
+from ds_kfac.ops.triton.scale import DEVICE_TYPE, INTERPRET, on_device_of, scalar
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of rows that are multiplied."""
@@ -73,12 +73,8 @@ class SyrkConfig:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The configurations of a kind of device.
-
-    Attributes:
-        source: machine that was measured, or ``computed`` where none was.
-        by_side: (largest side, configuration), in the order of sides; the last is for all larger ones.
-    """
+    """Configurations of a kind of device: ``source``, the machine that was measured, or "computed" where none was; and
+    (largest side, configuration), in the order of sides, the last for all larger ones."""
 
     source: str
     by_side: tuple[tuple[int, SyrkConfig], ...]
@@ -145,14 +141,9 @@ def tile_count(dim: int, block: int, width: int) -> int:
 
 
 def split_for(tiles: int, chunks: int, places: int) -> int:
-    """Programs that share a tile, each with part of the rows: what takes the fewest waves times work per wave.
-
-    1 if torch asks for deterministic algorithms: with more, the order of additions is open.
-
-    Args:
-        chunks: of rows, multiplied one after the other.
-        places: programs that run at a time.
-    """
+    """Programs that share a tile, each with part of the ``chunks`` of rows: what takes the fewest waves times work per
+    wave, with ``places`` programs at a time. 1 if torch asks for deterministic algorithms: with more, the order of
+    additions is open."""
     if torch.are_deterministic_algorithms_enabled():
         return 1
 
@@ -173,11 +164,8 @@ def tile_at(index):
 
 @triton.jit
 def grouped_tile_at(index, side, GROUP: tl.constexpr):
-    """(row, column) of a tile of a triangle of ``side`` tile rows, GROUP rows at a time column by column.
-
-    Programs with neighbouring indices then need about as many tile rows as tile columns of the same X, which stay in
-    L2; row by row they would need whole rows of a large triangle.
-    """
+    """(row, column) of a tile of a triangle of ``side`` tile rows, GROUP rows at a time column by column: what programs
+    with neighbouring indices read of X then stays in L2; row by row they would need whole rows of a large triangle."""
     row, column = tile_at(index)
     if GROUP == 1:
         return row, column
@@ -321,14 +309,8 @@ def syrk_kernel(
 
 
 def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None = None, scale: Scalar = 1.0) -> Tensor:
-    """sum_P += scale * pack(X^T X), X = [x_ND, ones_column]. See ``ops/reference.py``.
-
-    Args:
-        sum_P: fp32 [P] of side D, or D + 1 with ``ones_column``; contiguous, added to in place.
-        x_ND: [N, D] in bf16 or fp16, multiplied on tensor cores, or fp32, which is not rounded and multiplied on
-            fp32 units. Sums are in fp32. Copied if its columns are not contiguous.
-        ones_column: [N, 1] in a floating dtype: the bias row of the triangle is [column sums of x, sum of ones].
-        scale: a number, or a scalar on the device, which is not waited for.
+    """See ``ops/reference.py``. Rows in bf16 or fp16 are multiplied on tensor cores, those in fp32, unrounded, on fp32
+    units. They are copied if their columns are not contiguous.
 
     Cost: N D (D + block) FLOPs, about half of X^T X; 4 D (D + 1) bytes for the triangle. Deterministic if torch is
     set to be; small D then uses fewer multiprocessors.
@@ -339,7 +321,7 @@ def syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, ones_column: Tensor | None 
         raise NotMadeFor(
             f"syrk_accumulate_: expected rows in bf16, fp16 or fp32 and a contiguous sum, got {of(x_ND, sum_P)}"
         )
-    check_devices("syrk_accumulate_", sum_P, x_ND, ones_column, scale)
+    check_device("syrk_accumulate_", (sum_P, x_ND, ones_column, scale), DEVICE_TYPE)
     if not rows or not dim:
         return sum_P
     x_ND = x_ND if x_ND.stride(1) == 1 else x_ND.contiguous()
@@ -359,13 +341,12 @@ def accumulate(
     split = split_for(tiles, triton.cdiv(rows, config.chunk), config.resident * processors)
     programs = tiles + (triton.cdiv(dim, config.block) if ones_column is not None else 0)
     ones, ones_stride = (x_ND, 0) if ones_column is None else (ones_column, ones_column.stride(0))
-    arguments = (x_ND, ones, scale, rows, dim, packed_numel(dim), x_ND.stride(0), ones_stride, tiles)
-    options = {
-        "BLOCK": config.block, "WIDTH": config.width, "CHUNK": config.chunk, "GROUP": config.group, "ATOMIC": split > 1,
-        "SCALE_IN_MEMORY": isinstance(scale, Tensor), "num_warps": config.warps, "num_stages": config.stages,
-    }  # fmt: skip
+    left = right = None
+    if config.descriptor:
+        left, right = (TensorDescriptor.from_tensor(x_ND, [config.chunk, n]) for n in (config.block, config.width))
     with on_device_of(x_ND):
-        left = right = None
-        if config.descriptor:
-            left, right = (TensorDescriptor.from_tensor(x_ND, [config.chunk, n]) for n in (config.block, config.width))
-        syrk_kernel[(programs, split)](sum_P, left, right, *arguments, **options)
+        syrk_kernel[(programs, split)](
+            sum_P, left, right, x_ND, ones, scale, rows, dim, packed_numel(dim), x_ND.stride(0), ones_stride, tiles,
+            BLOCK=config.block, WIDTH=config.width, CHUNK=config.chunk, GROUP=config.group, ATOMIC=split > 1,
+            SCALE_IN_MEMORY=isinstance(scale, Tensor), num_warps=config.warps, num_stages=config.stages,
+        )  # fmt: skip
