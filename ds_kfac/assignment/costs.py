@@ -39,7 +39,7 @@ def decompose_flops(side: Side, method: Method = EIGEN) -> int:
 
 def precondition_flops(layer: LayerSpec, method: Method = EIGEN) -> int:
     """Rotate and rotate back: 4 O I (O + I) for dense sides, less for blocks, none for diagonals; inverses half."""
-    numel = layer.dim_G * layer.A.basis_numel + layer.dim_A * layer.G.basis_numel
+    numel = layer.G.dim * layer.A.basis_numel + layer.A.dim * layer.G.basis_numel
     return method.product_flops * numel // layer.groups
 
 

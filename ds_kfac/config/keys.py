@@ -6,21 +6,7 @@ from typing import Any, Literal
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from ds_kfac.config.values import (
-    AUTO,
-    LARGEST,
-    BlockRows,
-    Decay,
-    Interval,
-    Method,
-    NameEnd,
-    NotNegative,
-    Pattern,
-    Positive,
-    Rows,
-    fits,
-    validated,
-)
+from ds_kfac.config import values
 from ds_kfac.curvature.methods import METHODS
 from ds_kfac.model.scan import Choice
 from ds_kfac.schedule.timetable import BurnIn, Schedule, Value
@@ -34,7 +20,7 @@ class Block(DeepSpeedConfigModel):
 
     # A default is a Value already, which the validators of its field do not take.
     model_config = ConfigDict(strict=True, use_attribute_docstrings=True, frozen=True, validate_default=False)
-    _numbers_fit = field_validator("*", mode="before")(fits)
+    _numbers_fit = field_validator("*", mode="before")(values.fits)
 
     def __init__(self, **data: Any) -> None:
         BaseModel.__init__(self, **data)
@@ -43,9 +29,9 @@ class Block(DeepSpeedConfigModel):
 class FactorConfig(Block):
     """The factors A and G."""
 
-    update_interval: Interval = Value.constant(10)
+    update_interval: values.Interval = Value.constant(10)
     """Update the factors with one batch every so many steps."""
-    decay: Decay = Value.constant(0.95)
+    decay: values.Decay = Value.constant(0.95)
     """Weight of the past in the running average; bias-corrected, so early averages are plain means."""
     fisher: Literal["empirical", "monte_carlo", "activations_only"] | None = None
     """Which gradients G is made of. empirical: the training gradients. monte_carlo: gradients of labels drawn from the
@@ -60,7 +46,7 @@ class FactorConfig(Block):
     weight_sharing: Literal["expand", "reduce"] = "expand"
     """expand: every token is a row; use it for a loss per token. reduce: every sequence or image is a row; use it for a
     loss per example. reduce is cheaper by the sequence length."""
-    rows: Rows | None = None
+    rows: values.Rows | None = None
     """Rows that a factor sees in an update: its batch comes from as many ranks as have them, those of its eigen
     worker's node first, others at every update, so that what statistics cost a rank falls with the number of ranks.
     all: from all ranks. null: 4 per column of the factor."""
@@ -77,7 +63,7 @@ class FactorConfig(Block):
 class EigenbasisConfig(Block):
     """When and how eigenbases are refreshed."""
 
-    refresh_interval: Interval | None = None
+    refresh_interval: values.Interval | None = None
     """Steps between two decompositions, a multiple of factor.update_interval; null: five times that interval. If one of
     them is a schedule, a refresh waits for the next factor update."""
     lag: int | None = Field(None, ge=0)
@@ -89,7 +75,7 @@ class EigenbasisConfig(Block):
 class DampingConfig(Block):
     """What is added to the Fisher's eigenvalues."""
 
-    value: Positive | None = None
+    value: values.Positive | None = None
     """Size of the damping, with adaptive at first; null: 0.001 with tikhonov, 1 with relative, 100 with
     adaptive."""
     kind: Literal["tikhonov", "relative", "adaptive"] | None = None
@@ -105,7 +91,7 @@ class DampingConfig(Block):
         return self.kind
 
     def at(self, step: int) -> float:
-        assert self.value is not None  # see ds_kfac.plan.plan
+        assert self.value is not None
         return self.value.at(step)
 
 
@@ -117,7 +103,7 @@ class PreconditionerConfig(Block):
     """Precision of the products into the eigenbasis and back. highest: fp32, also if the process allows TF32. tf32:
     TF32 on GPUs, fp32 elsewhere. null: tf32 on GPUs that have it, else highest. Orthogonalization is in fp16 with TF32,
     else in fp32. With method inverse it applies to the two products with the inverses."""
-    method: Method = "eigen"
+    method: values.Method = "eigen"
     """What is kept of a factor. eigen: its eigenbasis. inverse: its damped inverse by Cholesky, with KAISA's
     pi-damping: half the products of a step, half the bytes to other workers, refreshes about ten times cheaper; for
     sides of 4096 and up. The damping of an inverse is that of its last refresh. inverse needs eigenvalues
@@ -135,14 +121,14 @@ class PreconditionerConfig(Block):
     step; your optimizer must be SGD without momentum or weight decay, whose rate (1, or a schedule from 1 to 0)
     multiplies the step. Every trained parameter must be of a K-FAC layer. The loss is the one that factor.sampler
     names, of the output that factor.prediction names."""
-    kl_clip: NotNegative | None = None
+    kl_clip: values.NotNegative | None = None
     """Bound kappa on lr^2 <V, gradient> summed over layers, lr the schedule's largest if DeepSpeed runs an lr
     scheduler, else the current one; 0 switches it off, null chooses 0.001, and 0 with graft "norm" and step
     "quadratic"."""
 
     def kl_clip_at(self, step: int) -> float:
         """0: no clipping at that step."""
-        assert self.kl_clip is not None  # see ds_kfac.plan.plan
+        assert self.kl_clip is not None
         return self.kl_clip.at(step)
 
 
@@ -162,22 +148,15 @@ class AdamConfig(Block):
     rotate: bool = True
     """Step in the eigenbasis of A. false: no curvature at all, in the layers' own coordinates and not whitened: nothing
     is captured, kept or sent for it."""
-    except_layers: list[NameEnd] = [
-        "([^.]*_)?head(_dist)?",
-        "score",
-        "classifier",
-        "(classifier|classification_head)\\.out_proj",
-        "head\\.fc",
-        "embed_out",
-        "decoder",
-        "vocab_projector",
-        "qa_outputs",
-    ]
+    except_layers: list[values.NameEnd] = [
+        "([^.]*_)?head(_dist)?", "score", "classifier", "(classifier|classification_head)\\.out_proj", "head\\.fc",
+        "embed_out", "decoder", "vocab_projector", "qa_outputs",
+    ]  # fmt: skip
     """Layers that keep Adam's direction, as heads do with Muon; those of all others are replaced by their orthogonal
     factor (Newton-Schulz) at a fixed size. Regexes for the end of a layer's name, from a dot or its beginning on; ".*"
     is all of them. The default matches the heads of transformers and timm. Norms always keep Adam's
     direction."""
-    blocks: dict[NameEnd, BlockRows] = {}
+    blocks: dict[values.NameEnd, values.BlockRows] = {}
     """Matrices that hold several maps, each of which is orthogonalized and sized by itself: a regex for the end of the
     weight's name -> how many equal ones follow each other, or their rows, repeated up to the last row. ``{"qkv": 3}``:
     queries, keys, values; ``{"qkv": [64, 64, 64]}``: the same for each head of 64; ``{"q_proj": 32}``: each of 32 heads
@@ -188,22 +167,20 @@ class AdamConfig(Block):
     of the weights'; 0: none. Worth most with large batches, and lets the rate be higher there."""
 
 
+Kind = Literal[
+    "Linear", "Conv1D", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d",
+    "LayerNorm", "RMSNorm", "BatchNorm", "GroupNorm",
+]  # fmt: skip
+
+
 class LayersConfig(Block):
     """Which layers; Python regexes searched in module names."""
 
-    include: list[Pattern] = []
+    include: list[values.Pattern] = []
     """If not empty: precondition only modules that match one of these."""
-    exclude: list[Pattern] = []
+    exclude: list[values.Pattern] = []
     """Leave modules that match one of these to the optimizer alone."""
-    types: (
-        list[
-            Literal[
-                "Linear", "Conv1D", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d",
-                "ConvTranspose3d", "LayerNorm", "RMSNorm", "BatchNorm", "GroupNorm",
-            ]
-        ]
-        | None
-    ) = None  # fmt: skip
+    types: list[Kind] | None = None
     """Layer types to precondition. Conv1D is the linear layer of transformers' GPT-2, Conv1d torch's convolution.
     null: Linear, Conv1D and all convolutions."""
 
@@ -307,15 +284,14 @@ class KFACConfig(Block):
     """After every step multiply the weight of each linear and convolutional K-FAC layer by min(1, sqrt(2 outputs) / its
     norm), as SP-NGD does: for layers that a norm follows."""
 
-    def having(self, block: str, **values: Any) -> "KFACConfig":
+    def having(self, block: str, **new: Any) -> "KFACConfig":
         """With other values in a block."""
-        return self.model_copy(update={block: getattr(self, block).model_copy(update=values)})
+        return self.model_copy(update={block: getattr(self, block).model_copy(update=new)})
 
     # of a config whose nulls are answered, see ds_kfac.plan.plan
 
     @property
     def choice(self) -> Choice:
-        """Which layers, for :func:`ds_kfac.model.scan.scan`."""
         assert self.layers.types is not None
         return Choice(
             include=tuple(self.layers.include),
@@ -346,7 +322,7 @@ def parse(block: Any) -> KFACConfig:
     """
     if not isinstance(block, Mapping):
         raise ValueError(f'"kfac" must be an object such as {{"enabled": true}}, got {block!r}')
-    config, errors = validated(block, KFACConfig)
+    config, errors = values.validated(block, KFACConfig)
     errors += _contradictions(block)
     if errors:
         raise ValueError('invalid DeepSpeed config, block "kfac":\n  ' + "\n  ".join(errors))
@@ -357,15 +333,15 @@ def _contradictions(block: Mapping[str, Any]) -> list[str]:
     """Constraints between keys; on the raw block, so that they are reported together with other errors."""
 
     def given(section: str, key: str) -> Any:
-        values = block.get(section)
-        value = values.get(key) if isinstance(values, Mapping) else None
-        return None if value == AUTO else value
+        inside = block.get(section)
+        value = inside.get(key) if isinstance(inside, Mapping) else None
+        return None if value == values.AUTO else value
 
     errors = []
     update, refresh = given("factor", "update_interval"), given("eigenbasis", "refresh_interval")
     update = FactorConfig().update_interval.interval_at(0) if update is None else update
     # Of schedules nothing is asked: their refreshes wait for the next factor update.
-    plain = all(type(interval) is int and 1 <= interval <= LARGEST for interval in (update, refresh))
+    plain = all(type(interval) is int and 1 <= interval <= values.LARGEST for interval in (update, refresh))
     if plain and refresh % update:
         errors.append(
             f"kfac.eigenbasis.refresh_interval ({refresh}) must be a multiple of kfac.factor.update_interval "

@@ -8,18 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    TypeAdapter,
-    ValidationError,
-    WithJsonSchema,
-    field_validator,
-)
+import pydantic
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
@@ -47,7 +37,7 @@ def _checked(kind: Any, accepts: Callable[[Any], bool], message: str, schema: di
             return value
         raise PydanticCustomError("checked", message)
 
-    return Annotated[kind, PlainValidator(check), WithJsonSchema(schema)]
+    return Annotated[kind, pydantic.PlainValidator(check), pydantic.WithJsonSchema(schema)]
 
 
 def _is_count(value: Any) -> bool:
@@ -77,27 +67,22 @@ Method = _checked(
 )
 
 
-def _compiles(pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except re.error as problem:
-        what = {"problem": str(problem)}
-        raise PydanticCustomError("regex", "Must be a regular expression: {problem}", what) from None
-    return pattern
+def _compiles(inside: str, message: Any) -> pydantic.AfterValidator:
+    def check(pattern: str) -> str:
+        try:
+            re.compile(inside.format(pattern))
+        except re.error as problem:
+            raise PydanticCustomError("regex", message, {"problem": str(problem)}) from None
+        return pattern
+
+    return pydantic.AfterValidator(check)
 
 
-def _compiles_inside(pattern: str) -> str:
-    try:
-        re.compile(f"(?:{pattern})")
-    except re.error:
-        what = "Must be a part of a regular expression: flags are written as in (?i:head)"
-        raise PydanticCustomError("regex", what) from None
-    return pattern
-
-
-Pattern = Annotated[str, AfterValidator(_compiles)]
+Pattern = Annotated[str, _compiles("{}", "Must be a regular expression: {problem}")]
 """A Python regex."""
-NameEnd = Annotated[Pattern, AfterValidator(_compiles_inside)]
+NameEnd = Annotated[
+    Pattern, _compiles("(?:{})", "Must be a part of a regular expression: flags are written as in (?i:head)")
+]
 """The same for the end of a name: it becomes part of a longer one, where flags for all of it cannot be."""
 
 
@@ -142,12 +127,8 @@ class Piecewise(_Form, Generic[Number]):
         return Value.piecewise(self.values, self.steps)  # type: ignore[arg-type]
 
 
-FORMS: dict[str, type[Ramp] | type[Piecewise]] = {
-    "linear": Ramp,
-    "cosine": Ramp,
-    "exponential": Ramp,
-    "piecewise": Piecewise,
-}
+RAMPS = ("linear", "cosine", "exponential")
+FORMS: dict[str, type[Ramp] | type[Piecewise]] = {**dict.fromkeys(RAMPS, Ramp), "piecewise": Piecewise}
 
 
 def form_of(raw: Mapping[str, Any]) -> type[BaseModel] | None:
@@ -162,12 +143,7 @@ def holds_value(annotation: Any) -> bool:
 
 
 def _parse(raw: Any, number: Any, name: str) -> Value:
-    """Check a number or a schedule object.
-
-    Raises:
-        ValidationError: located inside the object; pydantic puts the path of the key before it.
-        PydanticCustomError: neither a number nor an object.
-    """
+    """Of a number or a schedule object. Errors are located inside the object; pydantic puts the key's path before."""
     if isinstance(raw, Mapping):
         form = form_of(raw)
         if form is None:
@@ -183,19 +159,15 @@ def _parse(raw: Any, number: Any, name: str) -> Value:
     return Value.constant(TypeAdapter(number, config=ConfigDict(strict=True)).validate_python(raw))
 
 
-def _schema(number: Any) -> dict[str, Any]:
-    """Of JSON: a number, or one of the objects, its kind spelt out."""
-    kinds = {form: [kind for kind, other in FORMS.items() if other is form] for form in FORMS.values()}
-    objects = [form[number].model_json_schema() for form in kinds]  # type: ignore[index]
-    for found, names in zip(objects, kinds.values(), strict=True):
-        found["properties"]["schedule"] = {"enum": names}
-        found["title"] = " or ".join(names)
-    return {"anyOf": [TypeAdapter(number).json_schema(), *objects]}
-
-
 def _number_or_schedule(number: Any, name: str) -> Any:
-    validator = PlainValidator(lambda raw: _parse(raw, number, name))
-    return Annotated[Value, validator, WithJsonSchema(_schema(number))]
+    """Its JSON schema is a number, or one of the objects, its kind spelt out."""
+    schemas = [TypeAdapter(number).json_schema()]
+    for form, kinds in ((Ramp, RAMPS), (Piecewise, ("piecewise",))):
+        found = form[number].model_json_schema()
+        found["properties"]["schedule"] = {"enum": list(kinds)}
+        schemas.append({**found, "title": " or ".join(kinds)})
+    validator = pydantic.PlainValidator(lambda raw: _parse(raw, number, name))
+    return Annotated[Value, validator, pydantic.WithJsonSchema({"anyOf": schemas})]
 
 
 Interval = _number_or_schedule(Annotated[int, Field(ge=1)], "integer")
@@ -250,13 +222,11 @@ def explain(detail: Any, block: Mapping[str, Any], model: Model) -> str:
 def _nearest(location: tuple[str, ...], block: Mapping[str, Any], model: Model) -> str:
     """The valid key closest to an unknown one, in the same object or, for blocks, in any other."""
     *parents, key = location
-    prefix, in_schedule = "".join(f"{parent}." for parent in parents), False
-    inner: Model | None = model
+    prefix, inner, in_schedule = "".join(f"{parent}." for parent in parents), model, False
     for parent in parents:
-        assert inner is not None  # pydantic found keys in it
         field, block = inner.model_fields[parent], block[parent]
-        inner, in_schedule = _inner_model(field, block), holds_value(field.annotation)
-    siblings = inner.model_fields if inner else {}
+        inner, in_schedule = _inner_model(field, block) or BaseModel, holds_value(field.annotation)
+    siblings = inner.model_fields
     close = [prefix + name for name in difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)]
     if not close and not in_schedule:
         valid = list(paths(model))

@@ -33,7 +33,7 @@ from ds_kfac.directions.table import DIRECTIONS, rule_in
 from ds_kfac.engine.attachment import HANDLE, Attachment
 from ds_kfac.engine.refusals import check_model, of_engine, refused, without_optimizer
 from ds_kfac.model.batch import ExpertRows
-from ds_kfac.model.registry import CUT_SIDES, SHARDS
+from ds_kfac.model.registry import SHARDS
 from ds_kfac.model.scan import Scan, scan
 from ds_kfac.ops import dispatch
 from ds_kfac.plan.plan import Plan, Setting, make_plan
@@ -336,7 +336,7 @@ def _by_domain(found: Scan, domains: Sequence[Domain]) -> list[tuple[Domain, Sca
         layers, shards = [layer for layer in found.layers if layer.weight in domain.names], domain.shard[1]
         for index, layer in enumerate(layers):  # each of so many tensor-parallel ranks has a part of it, or a copy
             if layer.kind in SHARDS:
-                layers[index] = replace(layer, cut=(shards, 1) if CUT_SIDES[layer.kind] == 0 else (1, shards))
+                layers[index] = replace(layer, cut=(1, shards) if SHARDS[layer.kind] else (shards, 1))
             else:
                 layers[index] = replace(layer, copies=shards)
         if layers:

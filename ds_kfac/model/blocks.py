@@ -242,10 +242,10 @@ def _parts(layer: LayerSpec) -> int:
     whole = (layer.part, layer.cut, layer.groups, layer.copies) == ((0, 1), (1, 1), 1, 1) and not layer.product
     if not whole or layer.kind != "Linear" or layer.A.block == 0 or layer.G.block > 0:
         return 1
-    return next((n for n in range(-(-layer.numel // PART), layer.dim_G + 1) if layer.dim_G % n == 0), 1)
+    return next((n for n in range(-(-layer.numel // PART), layer.G.dim + 1) if layer.G.dim % n == 0), 1)
 
 
 def _part(layer: LayerSpec, index: int, count: int) -> LayerSpec:
-    G, first = Side.identity(layer.dim_G // count), f"{layer.name}.0"
+    G, first = Side.identity(layer.G.dim // count), f"{layer.name}.0"
     shares = first if index else None
     return replace(layer, name=f"{layer.name}.{index}", G=G, part=(index, count), blocks=(), shares=shares)

@@ -265,7 +265,7 @@ class Capture:
         if select is not None:
             x = x.reshape(-1, x.shape[-1])[select]
         if not (select is columns is lay is None):
-            shape = torch.Size((*x.shape[:-1], layer.dim_G))
+            shape = torch.Size((*x.shape[:-1], layer.G.dim))
         if measures:
             self._measure(layer, kind.rows(x, output) if select is None else len(x))
         if not captured:
@@ -326,7 +326,7 @@ class Capture:
                 self._called(first, module, x, output)
             return
         other = product.turned != LAYERS[first.kind].turned and min(first.shape) > 1
-        if other or x.shape[-1] != first.dim_A - (first.bias is not None):  # other sides than the code seemed to have
+        if other or x.shape[-1] != first.A.dim - (first.bias is not None):  # other sides than the code seemed to have
             return
         self.called.update(layer.name for layer in layers)
         shared = stacked and layers[-1].shares is not None

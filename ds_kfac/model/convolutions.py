@@ -11,13 +11,12 @@ A; the patches of its output's gradient, as the convolution whose transpose it i
 matrix is [O * kernel, C]. A bias is added to every output pixel: it is no column of that matrix and left to the
 optimizer.
 
-**Patches.** A window looks at an image [N, C, *S] from every position; a patch has an entry for each channel and place
-of its kernel, in the order of a convolution's weight. Single pixels are patches too. Only a few are in memory at a
-time.
+**Patches** have an entry for each channel and place of the kernel, in the order of a convolution's weight; single
+pixels are patches too. Only a few are in memory at a time.
 
 **Grid.** Positions are many, and neighbours nearly alike. A grid takes one in r along each of d dimensions, from a
 place that moves with the step: every position is as likely as any other, so r^d times the sum is unbiased, whatever r
-and the sizes. It is chosen before anything is copied, and costs r^d times less.
+and the sizes, and costs r^d times less.
 
 Shape suffixes: N examples, C channels, R rows, D entries of a patch.
 """
@@ -27,7 +26,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 from operator import ge
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,12 +55,10 @@ class Window:
 
     @classmethod
     def pixel(cls, dims: int) -> "Window":
-        """Sees one place."""
         one = (1,) * dims
         return cls(one, one, one, (0,) * 2 * dims)
 
     def padded(self, image: Tensor) -> Tensor:
-        """As the module pads it."""
         if not any(self.padding):
             return image
         return F.pad(image, self.padding, mode="constant" if self.mode == "zeros" else self.mode)
@@ -93,42 +90,24 @@ def grid_step(rows: int, dims: int, width: int) -> int:
     return step
 
 
-@dataclass(frozen=True)
-class Grid:
-    """One position in ``step`` along every dimension, from ``offset`` on.
-
-    Attributes:
-        scale: times the sum over the grid is, on average over the offsets, the sum over all positions.
-    """
+class Grid(NamedTuple):
+    """One position in ``step`` along every dimension, from ``offset`` on."""
 
     step: int
     offset: tuple[int, ...]
 
-    @property
-    def scale(self) -> int:
-        return self.step ** len(self.offset)
-
 
 @dataclass(frozen=True)
 class Patches:
-    """Of a batch of images.
-
-    Attributes:
-        image: [N, C, *S] in any memory format.
-        positions: from which the window sees it, along every dimension.
-    """
+    """Of images [N, C, *S] in any memory format, as a window sees them from so many positions along every dimension."""
 
     image: Tensor
     window: Window
     positions: tuple[int, ...]
 
     @property
-    def examples(self) -> int:
-        return len(self.image)
-
-    @property
     def count(self) -> int:
-        return self.examples * prod(self.positions)
+        return len(self.image) * prod(self.positions)
 
     def grid(self, turn: int | None, width: int) -> Grid:
         """See :func:`grid_step`; its offset is that of the step ``turn``. None: every position."""
@@ -143,15 +122,12 @@ class Patches:
         return Grid(step, tuple(offset))
 
     def add_to_(self, sum_P: Tensor, side: Side, grid: Grid, *, bias: bool = False, gain: Tensor | float = 1.0) -> None:
-        """Add the second moment of ``gain`` times all patches to a packed sum of ``side``.
-
-        Args:
-            bias: whether every patch, of every group of channels, ends with a 1.
-        """
+        """Add the second moment of ``gain`` times all patches to a packed sum of ``side``: that of the grid's, times
+        the positions for each of its own. ``bias``: every patch, of every group of channels, ends with a 1."""
         for rows_RD in self.rows(grid):
-            scale: Tensor | float = grid.scale
+            scale: Tensor | float = grid.step ** len(grid.offset)
             if rows_RD.dtype in (torch.bfloat16, torch.float16):
-                scale = gain**2 * grid.scale  # they are multiplied as they are
+                scale = gain**2 * scale  # they are multiplied as they are
             else:
                 rows_RD = rows_RD.float() if isinstance(gain, float) and gain == 1.0 else rows_RD.float() * gain
             ones = rows_RD.new_ones(len(rows_RD), 1) if bias else None

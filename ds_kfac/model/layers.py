@@ -70,14 +70,6 @@ class LayerSpec:
     """The layer whose A is its own, too; known before training, as that of a stack's experts."""
 
     @cached_property
-    def dim_A(self) -> int:
-        return self.A.dim
-
-    @cached_property
-    def dim_G(self) -> int:
-        return self.G.dim
-
-    @cached_property
     def parameters(self) -> tuple[str, ...]:
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
@@ -85,8 +77,8 @@ class LayerSpec:
     def shape(self) -> tuple[int, ...]:
         """Of the layer's matrix: (O, I), or (groups, O, I)."""
         if self.groups == 1:
-            return self.dim_G, self.dim_A
-        return self.groups, self.dim_G // self.groups, self.dim_A // self.groups
+            return self.G.dim, self.A.dim
+        return self.groups, self.G.dim // self.groups, self.A.dim // self.groups
 
     @cached_property
     def whole_shape(self) -> tuple[int, ...]:
@@ -190,7 +182,8 @@ class Linear(LayerType):
         return computed_parameter(module)
 
     def sides(self, module: Any, bias: bool) -> tuple[int, int]:
-        out_features, in_features = parameter_shape(module.weight)
+        sides = parameter_shape(module.weight)
+        out_features, in_features = sides[::-1] if self.turned else sides
         return in_features + bias, out_features
 
     def matrix(self, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
@@ -219,50 +212,41 @@ class Conv1D(Linear):
             return f"named Conv1D, but its weight {shape} is not [in, nf={module.nf}] as in transformers"
         return None
 
-    def sides(self, module: Any, bias: bool) -> tuple[int, int]:
-        in_features, out_features = parameter_shape(module.weight)
-        return in_features + bias, out_features
 
-
-AUTOTP = "deepspeed.module_inject.layers"
 AUTOTP_KINDS = {"LinearLayer": "ColumnParallelLinear", "LinearAllreduce": "RowParallelLinear"}
-MEGATRON_SHAPES = {"ColumnParallelLinear": "output_size_per_partition", "RowParallelLinear": "input_size_per_partition"}
 
 
 class _Shard(Linear):
     name: str
+    shape: str
+    """What Megatron calls the size of the cut side."""
+    unfit: tuple[str, bool, str]
+    """Flag of a Megatron layer, and what it says and why where the tensors are not its shard's rows."""
 
     def refusal(self, module: Any) -> str | None:
         kind = type(module)
-        if kind.__module__ == AUTOTP:
+        if kind.__module__ == "deepspeed.module_inject.layers":
             if AUTOTP_KINDS.get(kind.__name__) == self.name:
                 return computed_parameter(module)
             known = kind.__name__ in AUTOTP_KINDS or self.name != "ColumnParallelLinear"  # one of the two reports it
             return "" if known else f"AutoTP's {kind.__name__}: how it cuts the weight's rows or columns is not known"
         if kind.__name__ != self.name or isinstance(module, nn.Linear):
             return ""
-        shape = MEGATRON_SHAPES[self.name]
-        if not hasattr(module, shape) or getattr(module, "weight", None) is None:
-            return f"named {self.name}, but without {shape} and a weight of its own, as Megatron's have"
-        config = getattr(module, "config", None)
-        for owner in (module, config):
+        if not hasattr(module, self.shape) or getattr(module, "weight", None) is None:
+            return f"named {self.name}, but without {self.shape} and a weight of its own, as Megatron's have"
+        for owner in (module, getattr(module, "config", None)):
             for flag in ("sequence_parallel", "sequence_parallel_enabled"):
                 if getattr(owner, flag, False):
                     return f"{flag}: its rows are spread over the tensor-parallel ranks"
-        return self.unfit(module) or computed_parameter(module)
-
-    def unfit(self, module: Any) -> str | None:
-        """Why a Megatron layer's tensors are not its shard's rows, or None."""
-        raise NotImplementedError
+        flag, bad, why = self.unfit
+        return why if bool(getattr(module, flag, False)) is bad else computed_parameter(module)
 
 
 class ColumnParallelLinear(_Shard):
     """A shard of outputs: rows of W, with their part of the bias."""
 
-    name = "ColumnParallelLinear"
-
-    def unfit(self, module: Any) -> str | None:
-        return "gather_output: its output is not its shard's" if getattr(module, "gather_output", False) else None
+    name, shape = "ColumnParallelLinear", "output_size_per_partition"
+    unfit = "gather_output", True, "gather_output: its output is not its shard's"
 
     def gradient_rows(self, module: Any, x: Tensor | None, gradient: Tensor) -> Tensor:
         if getattr(module, "gather_output", False):  # AutoTP's, whose output is the whole layer's
@@ -274,9 +258,6 @@ class ColumnParallelLinear(_Shard):
 class RowParallelLinear(_Shard):
     """A shard of inputs: columns of W. The bias is added after the sum over ranks and left to the optimizer."""
 
-    name = "RowParallelLinear"
+    name, shape = "RowParallelLinear", "input_size_per_partition"
+    unfit = "input_is_parallel", False, "its input is not its shard's: input_is_parallel is false"
     without_bias: str | None = "is added to the sum over tensor-parallel ranks, it belongs to no shard"
-
-    def unfit(self, module: Any) -> str | None:
-        parallel = getattr(module, "input_is_parallel", False)
-        return None if parallel else "its input is not its shard's: input_is_parallel is false"

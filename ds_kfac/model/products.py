@@ -7,7 +7,6 @@ matrix. It is a ``TorchFunctionMode``, on only while a captured forward or recom
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -128,8 +127,7 @@ class Products(TorchFunctionMode):
                 operand = self._copies.get(id(args[place]), (None, args[place]))[1]
                 found, sums = self._params.get(id(operand)), contraction(args[0], place - 1)
                 if found is not None and sums is not None:
-                    own, x = laid(output), args[3 - place].permute(sums.x).flatten(sums.rows)
-                    lay = partial(_permuted, own, sums)
+                    x, lay = args[3 - place].permute(sums.x).flatten(sums.rows), laid(output, sums)
                     self._see(Product(found[0], x, output, sums.lies.turned, ((0, EVERY),), lay=lay))
         elif name in LINEAR | RIGHT | ADDED | {"__matmul__"}:
             if name in ADDED:
@@ -148,10 +146,10 @@ class Products(TorchFunctionMode):
         weight = self._copies.get(id(given["weight"]), (None, given["weight"]))[1]
         found = self._params.get(id(weight))
         if found is not None and found[0].requires_grad:
-            window = [given.get(name, default) for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))]
-            every = [(x,) * dims if isinstance(x, int) else x if isinstance(x, str) else tuple(x) for x in window]
-            window_of_all = (*every, given.get("groups", 1))
-            self._see(Product(found[0], given["input"], output, False, ((0, EVERY),), window=window_of_all))
+            sizes = [given.get(name, default) for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))]
+            every = [(x,) * dims if isinstance(x, int) else x if isinstance(x, str) else tuple(x) for x in sizes]
+            window = (*every, given.get("groups", 1))
+            self._see(Product(found[0], given["input"], output, False, ((0, EVERY),), window=window))
 
     def _known(self, tensor: Any) -> bool:
         base = tensor if tensor._base is None else tensor._base
@@ -177,7 +175,7 @@ class Products(TorchFunctionMode):
                 # [S, 1, I] @ [S, I, O], or [S, O, I] @ [S, I, 1]
                 return Product(param, rows.flatten(1), output, other is not x, _between(ends, order))
         if first and matrix.ndim > 1:  # W x = (x' W')'
-            x, matrix, lay = matrix.mT, x, partial(_columns, laid(output))
+            x, matrix, lay = matrix.mT, x, laid(output, columns=True)
         base = matrix if matrix._base is None else matrix._base
         offset = matrix.storage_offset() - base.storage_offset()
         if id(base) in self._copies:
@@ -216,26 +214,21 @@ def _between(ends: list[int], order: Tensor | None = None) -> tuple[tuple[int, A
     return tuple((e, own if order is None else order[own]) for e, own in enumerate(rows) if own.stop > own.start)
 
 
-def laid(output: Tensor) -> Callable[[Tensor], Tensor]:
-    """Makes a gradient that arrives at an output's node, which may be that of a base with its dimensions in another
-    order, one of ``output`` itself."""
+def laid(output: Tensor, sums: Contraction | None = None, *, columns: bool = False) -> Callable[[Tensor], Tensor]:
+    """Makes rows of a gradient that arrives at an output's node, which may be that of a base with its dimensions in
+    another order; of an einsum, or of one that has columns."""
     shape, stride, base = output.shape, output.stride(), output._base
-    if base is None or base.numel() != output.numel():
-        return lambda gradient: gradient.reshape(shape)
-    memory, offset = (base.shape, base.stride()), output.storage_offset() - base.storage_offset()
+    whole = base if base is not None and base.numel() == output.numel() else output
+    memory, offset = (whole.shape, whole.stride()), output.storage_offset() - whole.storage_offset()
+    viewed = whole is not output
 
-    def of_output(gradient: Tensor) -> Tensor:
-        in_memory = gradient.new_empty_strided(*memory).copy_(gradient.reshape(memory[0]))
-        return in_memory.as_strided(shape, stride, offset)
+    def rows(gradient: Tensor) -> Tensor:
+        gradient = gradient.reshape(memory[0])
+        if viewed:
+            in_memory = gradient.new_empty_strided(*memory).copy_(gradient)
+            gradient = in_memory.as_strided(shape, stride, offset)
+        if sums is not None:
+            return gradient.permute(sums.output).flatten(sums.rows)
+        return gradient.mT if columns else gradient
 
-    return of_output
-
-
-def _columns(own: Callable[[Tensor], Tensor], gradient: Tensor) -> Tensor:
-    """Rows of a gradient that has columns."""
-    return own(gradient).mT
-
-
-def _permuted(own: Callable[[Tensor], Tensor], sums: Contraction, gradient: Tensor) -> Tensor:
-    """Rows of an einsum's gradient."""
-    return own(gradient).permute(sums.output).flatten(sums.rows)
+    return rows

@@ -17,22 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from ds_kfac.curvature.factor import Side
+from ds_kfac.model import layers
 from ds_kfac.model.convolutions import Convolution, TransposedConvolution
-from ds_kfac.model.layers import (
-    ColumnParallelLinear,
-    Conv1D,
-    LayerType,
-    Linear,
-    RowParallelLinear,
-    computed_parameter,
-    parameter_shape,
-)
 
 
-class Norm(LayerType):
+class Norm(layers.LayerType):
     """What all norms have in common."""
 
     needs_gradients = True
+
+    def refusal(self, module: Any) -> str | None:
+        return self.unfit(module) if type(module) is self.kind else ""
 
     @abstractmethod
     def normalized(self, module: Any, x: Tensor) -> Tensor:
@@ -43,7 +38,7 @@ class Norm(LayerType):
         return gradient
 
     def sides(self, module: Any, bias: bool) -> tuple[int, int]:
-        (channels,) = parameter_shape(module.weight)
+        (channels,) = layers.parameter_shape(module.weight)
         return channels * (1 + bias), 1
 
     def structured(self, side_A: Side, side_G: Side, bias: bool) -> tuple[Side, Side]:
@@ -73,19 +68,18 @@ class Norm(LayerType):
         """Why no norm of this kind can be taken, or None."""
         if getattr(module, "weight", None) is None:
             return "it has no weight"
-        if len(parameter_shape(module.weight)) != 1:
+        if len(layers.parameter_shape(module.weight)) != 1:
             return "it normalizes over more than one dimension"
         bias = module._parameters.get("bias")
         if bias is not None and bias.requires_grad != module.weight.requires_grad:
             return "only one of its weight and bias is trained"
-        return computed_parameter(module)
+        return layers.computed_parameter(module)
 
 
 class LayerNorm(Norm):
     """nn.LayerNorm over its last dimension."""
 
-    def refusal(self, module: Any) -> str | None:
-        return self.unfit(module) if type(module) is nn.LayerNorm else ""
+    kind = nn.LayerNorm
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         return nn.functional.layer_norm(x, x.shape[-1:], eps=module.eps)
@@ -120,15 +114,13 @@ class BatchNorm(_ImageNorm):
     """nn.BatchNorm1d, 2d, 3d. xhat is made of its input again, never of its output: (y - bias) / weight is no number
     where a weight is zero, as zero_init_residual leaves it."""
 
-    KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    kind = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
     def refusal(self, module: Any) -> str | None:
         if isinstance(module, nn.SyncBatchNorm):
             return "its statistics are those of all ranks, which its input does not show"
-        if not isinstance(module, self.KINDS):
-            return ""
         if type(module).forward is not nn.BatchNorm2d.forward:
-            return f"{type(module).__name__} overrides {nn.BatchNorm2d.__name__}.forward"
+            return f"{type(module).__name__} overrides BatchNorm2d.forward"
         return self.unfit(module)
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
@@ -139,18 +131,15 @@ class BatchNorm(_ImageNorm):
 
 
 class GroupNorm(_ImageNorm):
-    """nn.GroupNorm."""
-
-    def refusal(self, module: Any) -> str | None:
-        return self.unfit(module) if type(module) is nn.GroupNorm else ""
+    kind = nn.GroupNorm
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         return nn.functional.group_norm(x, module.num_groups, eps=module.eps)
 
 
-LAYERS: dict[str, LayerType] = {
-    "Linear": Linear(),
-    "Conv1D": Conv1D(),
+LAYERS: dict[str, layers.LayerType] = {
+    "Linear": layers.Linear(),
+    "Conv1D": layers.Conv1D(),
     "Conv1d": Convolution(nn.Conv1d),
     "Conv2d": Convolution(nn.Conv2d),
     "Conv3d": Convolution(nn.Conv3d),
@@ -161,14 +150,11 @@ LAYERS: dict[str, LayerType] = {
     "RMSNorm": RMSNorm(),
     "BatchNorm": BatchNorm(),
     "GroupNorm": GroupNorm(),
-    "ColumnParallelLinear": ColumnParallelLinear(),
-    "RowParallelLinear": RowParallelLinear(),
+    "ColumnParallelLinear": layers.ColumnParallelLinear(),
+    "RowParallelLinear": layers.RowParallelLinear(),
 }
-SHARDS = {"ColumnParallelLinear": "Linear", "RowParallelLinear": "Linear"}
-"""Types of a tensor-parallel rank's part of a layer -> the type by which a config chooses them."""
-CUT_SIDES = {"ColumnParallelLinear": 0, "RowParallelLinear": 1}
-"""Which side of the matrix [O, I] is cut."""
-
+SHARDS = {"ColumnParallelLinear": 0, "RowParallelLinear": 1}
+"""Types of a tensor-parallel rank's part of a Linear -> which side of its matrix [O, I] is cut."""
 MATRICES = tuple(kind for kind in LAYERS if kind == "Linear" or kind.startswith("Conv"))
 """Types that a config without types takes: linear maps and convolutions."""
 TYPES = tuple(kind for kind in LAYERS if kind not in SHARDS)

@@ -110,21 +110,6 @@ class Call:
         return gradient.reshape(self.shape)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Rows of one call.
-
-    Attributes:
-        x: [R, D], zero where a row does not count.
-        counts_R1: fp32 [R, 1], 1 where a row counts, else 0. The input of a bias.
-        count: how many count, a number or a scalar on the device.
-    """
-
-    x: Tensor
-    counts_R1: Tensor
-    count: Tensor | int
-
-
 def _positions(x: Tensor, mask: Tensor | None, turned: bool) -> tuple[Tensor, Tensor | None]:
     """[.., D] -> [N, T, D], and the mask [N, T, 1]; without positions T = 1.
 
@@ -141,8 +126,11 @@ def _positions(x: Tensor, mask: Tensor | None, turned: bool) -> tuple[Tensor, Te
     return x, mask
 
 
-def input_rows(x: Tensor, mask: Tensor | None, weight_sharing: str, *, examples: int = 0) -> Rows:
-    """Rows of A.
+def input_rows(
+    x: Tensor, mask: Tensor | None, weight_sharing: str, *, examples: int = 0
+) -> tuple[Tensor, Tensor, Tensor | int]:
+    """Rows of A, [R, D], zero where one does not count; fp32 [R, 1], 1 where it does, else 0: the input of a bias; and
+    how many do, a number or a scalar on the device.
 
     Args:
         x: inputs [.., D].
@@ -163,7 +151,7 @@ def input_rows(x: Tensor, mask: Tensor | None, weight_sharing: str, *, examples:
     else:
         rows = (x_NTD if mask is None else x_NTD * mask).flatten(0, 1)
         counts = torch.ones(len(rows), 1, device=x.device) if mask is None else mask.reshape(-1, 1).float()
-    return Rows(rows, counts, len(rows) if mask is None else counts.sum())
+    return rows, counts, len(rows) if mask is None else counts.sum()
 
 
 def gradient_rows(
@@ -224,10 +212,11 @@ class RowSums:
                     patches.add_to_(sum_A.sum_P, layer.A, self._grid(patches, layer), bias=bias)
                     sum_A.count.add_(patches.count)
                     return
-                x = patches.sums() * (patches.examples / max(1, patches.count))  # the mean of each example
-            rows = input_rows(x, call.rows.mask, self.weight_sharing, examples=call.rows.examples)
-            layer.A.accumulate_(sum_A.sum_P, rows.x, ones_column=rows.counts_R1 if bias else None)
-            sum_A.count.add_(rows.count)
+                x = patches.sums() * (len(patches.image) / max(1, patches.count))  # the mean of each example
+            mask, examples = call.rows.mask, call.rows.examples
+            rows, counts_R1, count = input_rows(x, mask, self.weight_sharing, examples=examples)
+            layer.A.accumulate_(sum_A.sum_P, rows, ones_column=counts_R1 if bias else None)
+            sum_A.count.add_(count)
 
     @torch.no_grad()
     def add_gradient(self, call: Call, gradient: Tensor, sum_: BatchSum, seed: Tensor | float) -> None:
@@ -243,7 +232,7 @@ class RowSums:
         with self._stage():
             if self.weight_sharing == "expand" and isinstance(kind, Convolution):
                 patches = kind.gradient_patches(call.module, gradient)
-                gain = self._gain(call, patches.examples, seed, sum_)
+                gain = self._gain(call, len(patches.image), seed, sum_)
                 patches.add_to_(sum_.sum_P, layer.G, self._grid(patches, layer), gain=gain)
                 return
             tensor = kind.gradient_rows(call.module, call.x, gradient)

@@ -159,7 +159,7 @@ class _Scanner:
             return f"weight is shared by {', '.join(users)}"
         if name != alike[0]:
             return None
-        if SHARDS.get(kind, kind) not in choice.types:
+        if ("Linear" if kind in SHARDS else kind) not in choice.types:
             return f"{kind} is not in kfac.layers.types"
         if known.needs_gradients and not choice.gradients:
             return 'its factor needs output gradients, which kfac.factor.fisher "activations_only" does not collect'

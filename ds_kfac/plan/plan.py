@@ -156,7 +156,7 @@ def sharing_candidates(layers: Sequence[LayerSpec], method: Method) -> Mapping[s
     return {
         layer.name: (layer.A, layer.bias is not None, method.damps_identity and layer.G.block == 0)
         for layer in layers
-        if layer.part[1] == 1 and SHARDS.get(layer.kind, layer.kind) in ("Linear", "Conv1D") and layer.A.block
+        if layer.part[1] == 1 and layer.kind in ("Linear", "Conv1D", *SHARDS) and layer.A.block
     }
 
 

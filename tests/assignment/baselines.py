@@ -23,7 +23,7 @@ def kaisa_greedy(work: Work, workers: int = 1) -> Assignment:
     homes = {}
 
     def cube(layer: LayerSpec) -> int:
-        return layer.dim_A**3 + layer.dim_G**3
+        return layer.A.dim**3 + layer.G.dim**3
 
     order = sorted(work.layers, key=cube, reverse=True)
     for layer in order:

@@ -251,7 +251,7 @@ def partly_frozen_worker(names: list[str]) -> dict:
         train(engine, 1, steps=3)
         after = weights(engine)
         results[name] = {
-            "layers": {layer.name: layer.dim_A for layer in engine.kfac.preconditioner.layers},
+            "layers": {layer.name: layer.A.dim for layer in engine.kfac.preconditioner.layers},
             "frozen": {n for n, w in after.items() if torch.equal(w, before[n])},
             "weights": after,
         }

@@ -54,7 +54,7 @@ def run(model, holder, batch):
 def without(parameter, layer, block):
     """Zero in the rows of one block, as they lie in the parameter."""
     index, count = layer.part
-    O, I = layer.dim_G, layer.dim_A - (layer.bias is not None)  # noqa: E741
+    O, I = layer.G.dim, layer.A.dim - (layer.bias is not None)  # noqa: E741
     weight = parameter.data.view(count, *((I, O) if layer.kind == "Conv1D" else (O, I)))[index]
     rows = weight.mT if layer.kind == "Conv1D" else weight
     rows.unflatten(0, (-1, sum(layer.blocks))).split(layer.blocks, dim=1)[block].zero_()

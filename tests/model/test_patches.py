@@ -141,9 +141,10 @@ def test_a_grid_leaves_enough_rows_and_moves():
     for positions in ((56, 56), (7, 7), (224,), (8, 28, 28)):
         for width in (9, 64, 577, 4608):
             grid = grid_of(positions, 0, width)
-            rows = 8 * prod(positions) / grid.scale
+            scale = grid.step ** len(positions)
+            rows = 8 * prod(positions) / scale
             assert grid.step == 1 or rows >= 4 * width
-            assert grid.scale <= 16
+            assert scale <= 16
             bigger = (grid.step + 1) ** len(positions)
             assert bigger > 16 or 8 * prod(positions) < 4 * width * bigger
     offsets = {grid_of((56, 56), turn, 64).offset for turn in range(0, 2000, 10)}
@@ -169,6 +170,6 @@ def test_what_has_no_batch_dimension_is_a_batch_of_one(case, size):
     for patches in (kind.input_patches, kind.gradient_patches):
         tensor = x if patches == kind.input_patches else gradient
         batched, single = patches(module, tensor), patches(module, tensor[0])
-        assert (single.examples, single.count) == (1, batched.count)
+        assert (len(single.image), single.count) == (1, batched.count)
         assert torch.equal(rows_of(single), rows_of(batched))
     assert kind.rows(x[0], y[0]) == kind.rows(x, y) == (x if case.startswith("up") else y)[0, 0].numel()

@@ -29,10 +29,10 @@ def second_moment(x: torch.Tensor) -> torch.Tensor:
 def test_expand_takes_every_position_and_reduce_every_example():
     x, g = torch.randn(4, 3, 5), torch.randn(4, 3, 2)
     rows = input_rows(x, None, EXPAND)
-    assert torch.equal(rows.x, x.view(12, 5)) and rows.count == 12
+    assert torch.equal(rows[0], x.view(12, 5)) and rows[2] == 12
     reduced = input_rows(x, None, REDUCE)
-    close(reduced.x, x.mean(dim=1), sums=3)
-    assert reduced.count == 4
+    close(reduced[0], x.mean(dim=1), sums=3)
+    assert reduced[2] == 4
     assert torch.equal(gradient_rows(g, None, EXPAND)[0], g.view(12, 2)) and gradient_rows(g, None, EXPAND)[1] == 12
     close(gradient_rows(g, None, REDUCE)[0], g.sum(dim=1), sums=3)
     assert gradient_rows(g, None, REDUCE)[1] == 4
@@ -43,7 +43,7 @@ def test_without_shared_positions_reduce_is_expand(shape):
     x = torch.randn(shape)
     for rule in (EXPAND, REDUCE):
         rows = input_rows(x, None, rule)
-        assert torch.equal(rows.x, x.view(6, 5)) and rows.count == 6
+        assert torch.equal(rows[0], x.view(6, 5)) and rows[2] == 6
         assert torch.equal(gradient_rows(x, None, rule)[0], x.view(6, 5))
 
 
@@ -59,7 +59,7 @@ def exact_fishers(pooled: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     fishers = {}
     for name, rule in (("expand", EXPAND), ("reduce", REDUCE)):
         rows = input_rows(a, None, rule)
-        A, G = second_moment(rows.x.double()) / rows.count, torch.zeros(outputs, outputs, dtype=torch.float64)
+        A, G = second_moment(rows[0].double()) / rows[2], torch.zeros(outputs, outputs, dtype=torch.float64)
         for direction in torch.eye(outputs, dtype=torch.float64):
             g = direction.expand(N, T, outputs) / terms / (T if pooled else 1)  # of a mean over the loss terms
             G += terms * second_moment(gradient_rows(g, None, rule)[0].double())
@@ -79,14 +79,14 @@ def test_each_rule_is_exact_in_its_own_setting():
 def test_padding_counts_neither_as_rows_nor_in_means():
     x, g = torch.randn(2, 3, 5), torch.randn(2, 3, 2)
     rows = input_rows(x, MASK, EXPAND)
-    assert float(rows.count) == 3 and rows.counts_R1.flatten().tolist() == [1, 1, 0, 1, 0, 0]
-    close(second_moment(rows.x), second_moment(x[MASK]), sums=3)
-    close(input_rows(x, MASK, REDUCE).x, torch.stack([x[0, :2].mean(0), x[1, 0]]), sums=3)
+    assert float(rows[2]) == 3 and rows[1].flatten().tolist() == [1, 1, 0, 1, 0, 0]
+    close(second_moment(rows[0]), second_moment(x[MASK]), sums=3)
+    close(input_rows(x, MASK, REDUCE)[0], torch.stack([x[0, :2].mean(0), x[1, 0]]), sums=3)
     sample, terms = gradient_rows(g, MASK, EXPAND)
     close(second_moment(sample), second_moment(g[MASK]), sums=3)
     assert float(terms) == 3
     flattened = input_rows(x.view(6, 5), MASK, EXPAND)  # some models flatten before a layer
-    assert torch.equal(flattened.x, rows.x)
+    assert torch.equal(flattened[0], rows[0])
     assert fit(MASK, (2,)) == Fit(), "a pooled layer has rows of its own"
 
 
@@ -119,8 +119,8 @@ def test_rows_with_the_sequence_first_are_those_of_the_same_examples():
                 input_rows(x, mask, rule),
                 input_rows(x.transpose(0, 1), turned, rule, examples=1),
             )
-            close(second_moment(other.x), second_moment(rows.x), sums=6)
-            assert float(other.count) == float(rows.count)
+            close(second_moment(other[0]), second_moment(rows[0]), sums=6)
+            assert float(other[2]) == float(rows[2])
             g, terms = gradient_rows(x, mask, rule)
             other_g, other_terms = gradient_rows(x.transpose(0, 1), turned, rule, examples=1)
             close(second_moment(other_g), second_moment(g), sums=6)
@@ -133,7 +133,7 @@ def test_an_empty_batch_has_no_rows(rule, shape):
     mask = torch.ones(shape[:-1], dtype=torch.bool) if len(shape) == 3 else None
     for given in (None, mask):
         rows = input_rows(torch.zeros(shape), given, rule)
-        assert rows.x.shape == (0, 5) and float(rows.count) == 0
+        assert rows[0].shape == (0, 5) and float(rows[2]) == 0
         g, terms = gradient_rows(torch.zeros(shape), given, rule)
         assert g.shape == (0, 5) and float(terms) == 0
 

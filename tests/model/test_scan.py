@@ -34,7 +34,7 @@ def reasons(model: nn.Module, **patterns) -> dict[str, str]:
 def test_linear_and_conv1d_are_found_with_their_shapes():
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4, bias=False), Conv1D(7, 4))
     layers = scan(model).layers
-    assert [(lay.kind, lay.dim_A, lay.dim_G, lay.bias) for lay in layers] == [
+    assert [(lay.kind, lay.A.dim, lay.G.dim, lay.bias) for lay in layers] == [
         ("Linear", 4, 5, "0.bias"), ("Linear", 5, 4, None), ("Conv1D", 5, 7, "2.bias"),
     ]  # fmt: skip
     assert scan(nn.Linear(2, 2)).layers[0].weight == "weight"
@@ -111,7 +111,7 @@ def test_what_the_optimizer_does_not_step_is_listed():
 def test_a_frozen_bias_is_no_column():
     model = nn.Sequential(nn.Linear(3, 5))
     model[0].bias.requires_grad_(False)
-    assert scan(model).layers[0].dim_A == 3
+    assert scan(model).layers[0].A.dim == 3
 
 
 def test_patterns_choose_modules():

@@ -54,7 +54,7 @@ def test_relative_inverses_may_be_anywhere():
 def test_layers_share_the_inverse_of_a_only_if_g_is_the_identity_for_all_or_none():
     """Its damping is in A's inverse then."""
     first, second = (replace(layer, A=Side.dense(9)) for layer in LAYERS[:2])
-    for other, alike in ((second, True), (replace(second, G=Side.identity(second.dim_G)), False)):
+    for other, alike in ((second, True), (replace(second, G=Side.identity(second.G.dim)), False)):
         for method, same in (("eigen", True), ("inverse", alike)):
             kinds = sharing_candidates((replace(first, bias=second.bias), other), METHODS[method])
             assert (len(set(kinds.values())) == 1) == same, (method, alike)

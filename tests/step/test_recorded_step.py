@@ -41,7 +41,7 @@ def make(case: str, device: torch.device):
     states = {}
     for layer in layers:
         empty = LayerState.empty(layer, device, moments=moments)
-        states[layer.name] = empty.rebased(A=basis(layer.dim_A), G=basis(layer.dim_G))
+        states[layer.name] = empty.rebased(A=basis(layer.A.dim), G=basis(layer.G.dim))
     group = {"lr": None}
     exchange = SimpleNamespace(
         owned=tuple(layers), device=device, group_indices=lambda layer: (0,),
