@@ -13,7 +13,8 @@ from torch import Tensor
 
 STAGES = ("capture", "reduce", "refresh", "relayout", "precondition")
 """Of a K-FAC step. "capture" runs inside the model's forward and backward, the others before the optimizer's step."""
-
+TIMER = "kfac_"
+"""Before a stage's name in DeepSpeed's wall_clock_breakdown."""
 
 SUMMARY = {
     "not_finite_layers": True,
@@ -61,12 +62,10 @@ class Metrics:
         self.step_summary = torch.zeros_like(self.summary)
 
     def summarise(self, *, failed: int, unusual: Tensor | float) -> None:
-        """Add to the step's counts over all ranks refreshes that failed, and unusual batches of factors."""
         self.step_summary[2].add_(failed)  # a fill: numbers from a list would be copied from the host
         self.step_summary[-2:].add_(unusual)
 
     def end(self, *, applied: bool) -> None:
-        """Keep the step's counts if it was applied."""
         if applied:
             self.counts += self.step_counts
             self.summary = self.summary * self._accumulates + self.step_summary
@@ -80,7 +79,7 @@ class Metrics:
             if not self.timings and self.timers is None:
                 yield
                 return
-            timer = None if self.timers is None else self.timers(timer_name(name))
+            timer = None if self.timers is None else self.timers(TIMER + name)
             if self.timings:
                 get_accelerator().synchronize()
             start = time.perf_counter()
@@ -102,11 +101,6 @@ class Metrics:
         if self.nu is not None:
             values["nu"] = float(self.nu)
         return values | {f"seconds_{name}": seconds for name, seconds in self.seconds.items()}
-
-
-def timer_name(stage: str) -> str:
-    """Under which DeepSpeed's wall_clock_breakdown prints a stage, next to its own "fwd", "bwd" and "step"."""
-    return f"kfac_{stage}"
 
 
 class HostCopy:
@@ -131,11 +125,7 @@ class HostCopy:
 
 
 class Watch:
-    """Warns of layers whose gradients were left out because moments could not have held them.
-
-    Args:
-        names: this rank's layers.
-    """
+    """Warns of this rank's layers whose gradients were left out because moments could not have held them."""
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self.names = tuple(names)
@@ -155,10 +145,12 @@ class Watch:
         if look and (self._copy is None or self._copy.done):
             counts = dict(zip(self.names, self._copy.tolist(), strict=True)) if self._copy else {}
             self._copy = HostCopy(self._seen)
-            for name in [name for name, count in counts.items() if count and name not in self._said]:
+            for name, count in counts.items():
+                if not count or name in self._said:
+                    continue
                 self._said.add(name)
                 logger.warning(
-                    f"ds_kfac: gradients of {name} were left out, {int(counts[name])} so far: of norm 1e15 and more "
+                    f"ds_kfac: gradients of {name} were left out, {int(count)} so far: of norm 1e15 and more "
                     "they are none, and Adam's moments would not get over them. Its weights were not touched in these "
                     'steps; "gradient_clipping" in the DeepSpeed config bounds them'
                 )

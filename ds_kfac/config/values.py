@@ -20,14 +20,12 @@ Number = TypeVar("Number")
 EXAMPLE = '{"schedule": "linear", "start": 1, "end": 10, "steps": 1000}'
 LARGEST = 2**63 - 1
 """Size of a number that everything can hold: tensors of integers, and fp32 its square."""
-TOO_LARGE = "too_large"
-"""Type of the error of one that is larger."""
 
 
 def fits(value: Any) -> Any:
     """Whatever is no number, or one of at most :data:`LARGEST`."""
     if isinstance(value, (int, float)) and not abs(value) <= LARGEST:  # so that it is said of nan
-        raise PydanticCustomError(TOO_LARGE, "Input should be a finite number, below 2^63")
+        raise PydanticCustomError("too_large", "Input should be a finite number, below 2^63")
     return value
 
 
@@ -214,7 +212,7 @@ def explain(detail: Any, block: Mapping[str, Any], model: Model) -> str:
     if detail["type"] == "model_type":
         return f"kfac.{path}: got {got!r}; must be an object"
     message = detail["msg"].removeprefix("Value error, ")
-    huge = detail["type"] == TOO_LARGE and isinstance(got, int)  # whose digits say nothing
+    huge = detail["type"] == "too_large" and isinstance(got, int)  # whose digits say nothing
     shown = f"about 10^{math.log10(abs(got)):.0f}" if huge else repr(got)
     return f"kfac.{path}: got {shown}; {message[0].lower()}{message[1:]}"
 

@@ -27,7 +27,7 @@ from ds_kfac.config.keys import KFACConfig
 from ds_kfac.engine.monte_carlo import LossSampling, Sampler
 from ds_kfac.engine.quadratic import QuadraticSteps
 from ds_kfac.engine.report import folded, report
-from ds_kfac.metrics import STAGES, Metrics, timer_name
+from ds_kfac.metrics import STAGES, TIMER, Metrics
 from ds_kfac.model.batch import ExpertRows, ReadBatch
 from ds_kfac.model.scan import Scan
 from ds_kfac.step.job import Job, counters, events, selected
@@ -76,7 +76,7 @@ class Attachment:
         self._wrap("destroy", self._destroy)
         if isinstance(engine, PipelineEngine):
             self._put(TABLE, announcing_backwards(engine, job))
-        self._printed = [timer_name(stage) for stage in STAGES] if kfac.metrics.timers is not None else []
+        self._printed = [TIMER + stage for stage in STAGES] if kfac.metrics.timers is not None else []
         engine.engine_timers.global_timers += self._printed
         setattr(engine, HANDLE, self)
         _ATTACHED[engine.module] = weakref.ref(self)

@@ -117,7 +117,7 @@ class Trace(TorchFunctionMode):
         finally:
             for handle in handles:
                 handle.remove()
-        self.inputs = seen.found()
+        self.inputs = seen.found
         self._copies.clear()
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:

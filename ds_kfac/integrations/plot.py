@@ -12,11 +12,9 @@ from typing import Any
 Series = dict[str, list[tuple[float, float]]]
 """Name -> (step or sample, value)."""
 PANELS = {
-    "loss": r"loss",
-    "seconds": r"seconds|elapsed_time",
-    "refreshes, of rank 0": r"refreshes",
-    "bytes sent by rank 0": r"sent_bytes",
-}
+    "loss": "loss", "seconds": "seconds|elapsed_time",
+    "refreshes, of rank 0": "refreshes", "bytes sent by rank 0": "sent_bytes",
+}  # fmt: skip
 """Title -> what is in the names of its lines."""
 
 
@@ -49,18 +47,18 @@ def read(folder: Path) -> Series:
                 try:
                     found[path.stem][float(row[0])] = float(row[1])
                 except ValueError:
-                    raise ValueError(
-                        f"{path}, line {number}: got {row}; must be two numbers: mend the line, or take it out"
-                    ) from None
+                    what = f"got {row}; must be two numbers: mend the line, or take it out"
+                    raise ValueError(f"{path}, line {number}: {what}") from None
     for path in sorted(folder.rglob("trainer_state.json")):
         for entry in _history(path):
             for name, value in entry.items():
                 if isinstance(value, (int, float)) and name != "step":
                     found[name][entry["step"]] = value
-    events = sorted({path.parent for path in folder.rglob("events.out.tfevents*")})
-    for directory in events:
-        for name, step, value in _tensorboard(directory):
-            found[name][step] = value
+    for directory in sorted({path.parent for path in folder.rglob("events.out.tfevents*")}):
+        reader = _module("tensorboard.backend.event_processing.event_accumulator").EventAccumulator(str(directory))
+        reader.Reload()
+        for name in reader.Tags()["scalars"]:
+            found[name] |= {event.step: event.value for event in reader.Scalars(name)}
     return {name: sorted(values.items()) for name, values in found.items()}
 
 
@@ -79,16 +77,8 @@ def _history(path: Path) -> list[dict[str, Any]]:
             return history
     except (ValueError, KeyError, TypeError, IndexError):
         pass
-    raise ValueError(
-        f'{path}: its "log_history" is no list of objects with a "step" each; take the file out, or mend it'
-    )
-
-
-def _tensorboard(directory: Path) -> list[tuple[str, float, float]]:
-    accumulator = _module("tensorboard.backend.event_processing.event_accumulator").EventAccumulator(str(directory))
-    accumulator.Reload()
-    names = accumulator.Tags()["scalars"]
-    return [(name, event.step, event.value) for name in names for event in accumulator.Scalars(name)]
+    what = 'its "log_history" is no list of objects with a "step" each'
+    raise ValueError(f"{path}: {what}; take the file out, or mend it")
 
 
 def draw(series: Series, path: Path) -> Path:

@@ -1,7 +1,7 @@
 """Which rows of a micro-batch count, and how many loss terms it has: by arguments, masks and experts of the model.
 
-**Masks** are [N, T], examples times positions. Rows may lie as [N, T, D], sequence first as [T, N, D], or flattened;
-in an encoder-decoder where a call is decides which mask is its own. Where shapes leave a doubt it is said, once.
+**Masks** are [N, T], examples times positions. Rows may lie as [N, T, D], sequence first as [T, N, D], or flattened.
+Where shapes leave a doubt it is said, once.
 
 **Experts** (deepspeed.moe, AutoEP) see what is dispatched to them, padded to a capacity or to a multiple of some rows.
 An expert's A is the mean over the tokens routed to it; its G the sum over them for all loss terms of the batch. Their
@@ -13,7 +13,6 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -32,9 +31,8 @@ SOURCE, TARGET = "source", "target"
 def own_hook(own: nn.Module, function: Callable[..., Any]) -> Callable[..., None]:
     """``function`` as a hook of ``own`` only.
 
-    ``copy.deepcopy`` of a module takes its hooks along: a bound method with all that it is bound to, process groups
-    included; a plain function as it is, so that the copy's calls (an average of the weights, a frozen reference) would
-    be taken for the model's.
+    ``copy.deepcopy`` of a module takes its hooks along: a bound method with all that it is bound to; a plain function
+    as it is, so that the copy's calls (an average of the weights, a frozen reference) would be taken for the model's.
     """
 
     def hook(module: nn.Module, *values: Any, **named: Any) -> None:
@@ -64,8 +62,8 @@ class BatchInfo:
         divisor: what the loss divides the sum of its terms by, where that is not M: with sequence parallelism maybe
             the terms of the whole sequence.
         encoder_rows: bool [N, S], True where a row of the source counts, with an encoder and a decoder.
-        items: what the loss that the model returns divides the sum of its terms by, whatever is done to it outside:
-            Hugging Face's ``num_items_in_batch``, of all micro-batches and maybe all ranks.
+        items: what the loss that the model returns divides the sum of its terms by: Hugging Face's
+            ``num_items_in_batch``, of all micro-batches and maybe all ranks.
         ranks: from how many ranks the rows come, each with as many loss terms as this one (experts).
         tokens: loss terms, where neither labels nor the model's output show them; None: as many as the layer nearest to
             the loss has rows.
@@ -99,11 +97,7 @@ class ArgumentReader:
     """Reads a padding mask and labels from the forward's arguments, by Hugging Face's names for them: a [N, T] mask, 0
     where a row is padding (with an encoder and a decoder one of the source, one of the target), and integer labels.
 
-    Position t of a model whose class is a causal language model's is trained on label t + 1.
-
-    Args:
-        model: the engine's module; its signature gives positional arguments their names.
-        count: "labelled": rows that are attended and whose own label counts. "attended": rows of the mask. "all".
+    Position t of a model whose class is a causal language model's is trained on label t + 1. ``count`` is the config's.
     """
 
     def __init__(self, model: nn.Module, *, count: str = "labelled") -> None:
@@ -191,9 +185,6 @@ class RowMasks:
 
     Hooks on the encoders and decoders of a model record where a call is: rows in an encoder, and those that a decoder
     makes of the encoder's output, are the source's. A recomputation is assigned by its module's place.
-
-    Args:
-        model: the module whose forward takes the masks.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -211,10 +202,8 @@ class RowMasks:
                 self._watch(model.get_submodule(name), side)
 
     def remove(self) -> None:
-        """Take all hooks off."""
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
 
     def begin(self) -> None:
         """A forward of the model begins."""
@@ -224,11 +213,10 @@ class RowMasks:
         """It is over; what comes now is recomputed. Encoder outputs stay known."""
         self._watching, self._side = False, None
 
-    def of(self, module: str, x: Tensor, batch: tuple[int, ...], info: BatchInfo) -> Fit:
-        """For a call of ``module`` with ``x``, whose rows have the leading shape ``batch``."""
+    def of(self, module: str, x: Tensor, info: BatchInfo) -> Fit:
         if info.rows is None and info.encoder_rows is None:
             return EVERY_ROW
-        side = self._side_of(module, x)
+        side, batch = self._side_of(module, x), tuple(x.shape[:-1])
         masks = [info.rows, info.encoder_rows]
         if side == SOURCE:
             masks = [info.encoder_rows]
@@ -319,29 +307,28 @@ class ExpertRows:
             inner = getattr(getattr(module, "experts", None), "deepspeed_experts", ())
             if not inner and not is_autoep(module):
                 continue
-            self._handles.append(module.register_forward_pre_hook(own_hook(module, partial(self._mixture, name))))
+            self._hook(module, self._tokens, name, lambda x: x.shape[:-1].numel())
             if is_autoep(module):
                 place = f"{name}.experts".lstrip(".")
                 self._mixtures[place], self._ranks[place] = name, int(module.ep_size)
                 continue
-            for index, expert in enumerate(inner or ()):
+            for index, expert in enumerate(inner):
                 place = f"{name}.experts.deepspeed_experts.{index}"
                 self._mixtures[place] = name
-                self._handles.append(expert.register_forward_pre_hook(own_hook(expert, partial(self._expert, place))))
+                # [expert-parallel ranks, 1, capacity, width], zero where there is no token
+                self._hook(expert, self._rows, place, lambda dispatched: (dispatched != 0).any(-1))
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _mixture(self, name: str, module: nn.Module, inputs: tuple) -> None:
-        self._tokens[name] = inputs[0].shape[:-1].numel()
+    def _hook(self, module: nn.Module, known: dict[str, Any], name: str, of: Callable[[Tensor], Any]) -> None:
+        def keep(module: nn.Module, inputs: tuple) -> None:
+            known[name] = of(inputs[0].detach())
 
-    def _expert(self, place: str, module: nn.Module, inputs: tuple) -> None:
-        dispatched = inputs[0].detach()  # [expert-parallel ranks, 1, capacity, width], zero where there is no token
-        self._rows[place] = (dispatched != 0).any(-1)
+        self._handles.append(module.register_forward_pre_hook(own_hook(module, keep)))
 
     def __call__(self, module: str, batch: BatchInfo) -> BatchInfo:
-        """Of a call of ``module`` in a micro-batch."""
         place = next((place for place in self._mixtures if module == place or module.startswith(place + ".")), None)
         if place is None:
             return batch

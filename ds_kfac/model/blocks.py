@@ -1,9 +1,9 @@
 """Which rows of a layer's matrix are maps of their own, and which large matrices are cut into layers.
 
 **Blocks**: queries, keys and values in one weight, a gate beside what it gates, the projections of latent attention and
-of state space models. They have the same inputs, so they share A; each is orthogonalized and sized by itself, as with a
-weight of its own. :func:`known` has the names in use, with the order of rows that the code behind them takes;
-``kfac.adam.blocks`` names others. Sizes are those of :attr:`ds_kfac.model.layers.LayerSpec.blocks`.
+of state space models. They share A; each is orthogonalized and sized by itself, as with a weight of its own.
+:func:`known` has the names in use, with the order of rows that the code behind them takes; ``kfac.adam.blocks`` names
+others. Sizes are those of :attr:`ds_kfac.model.layers.LayerSpec.blocks`.
 
 **Parts**: a head over a large vocabulary is cut into parts of its outputs, a layer each: one owner would be too few.
 Only where that changes nothing but who does it: G is the identity, and the update rule steps along rows that no product
@@ -35,11 +35,7 @@ SHARED_HEADS = (
 
 
 def with_blocks(layer: LayerSpec, modules: Mapping[str, nn.Module], chosen: Sequence[tuple[str, Blocks]]) -> LayerSpec:
-    """The layer, with its blocks.
-
-    Args:
-        modules: of the model, by name.
-        chosen: (regex for the end of a name, its blocks), which go before :func:`known`; the first that matches.
+    """The layer, with its blocks; ``chosen``, (regex for the end of a name, its blocks), go before :func:`known`.
 
     Raises:
         ValueError: a matrix does not have as many rows.
@@ -107,11 +103,7 @@ class _Holder:
         self.module, self.source = module, "" if module is None else _source(kind)
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """The first of these that there is.
-
-        Raises:
-            _Unknown: there is none.
-        """
+        """The first of these that there is, else ``default``, else raises :class:`_Unknown`."""
         for place in (self.module, _value(self.module, "config")):
             for name in names:
                 if isinstance(value := _value(place, name), int) and value > 0:
@@ -123,9 +115,6 @@ class _Holder:
     def chunks(self, count: int) -> bool:
         """Whether the code cuts something into so many equal parts."""
         return re.search(rf"\bchunk\(\s*{count}\b|torch\.chunk\([^,]+,\s*{count}\b", self.source) is not None
-
-    def flag(self, name: str) -> Any:
-        return _value(self.module, name)
 
 
 def _value(place: Any, name: str) -> Any:
@@ -145,12 +134,8 @@ def _source(kind: Any) -> str:
 
 
 def known(name: str, holder: _Holder, rows: int) -> Sizes:
-    """Blocks of a weight by the end of its name, () if that is none of these. transformers 5.23, timm and torch;
-    tests/integrations/test_blocks.py holds each of them.
-
-    Raises:
-        _Unknown: the module does not say its sizes.
-    """
+    """Blocks of a weight by the end of its name, () if that is none of these; raises :class:`_Unknown`. transformers
+    5.23, timm and torch; tests/integrations/test_blocks.py holds each of them."""
     number = holder.number
     match name:
         case "c_attn" | "qkv" | "qkv_proj" | "Wqkv" | "in_proj_weight":
@@ -177,10 +162,10 @@ def known(name: str, holder: _Holder, rows: int) -> Sizes:
             if holder.chunks(3):
                 return (rows // 3,) * 3
             inner = number("intermediate_size", "ssm_intermediate_size", "d_ssm")
-            if holder.flag("A_log") is None:
+            if _value(holder.module, "A_log") is None:
                 return ()
             if rows == 2 * inner:
-                return (1, 1) if holder.flag("n_mamba_heads") else (inner, inner)
+                return (1, 1) if _value(holder.module, "n_mamba_heads") else (inner, inner)
             heads = number("num_heads")
             return inner, inner, *((rows - 2 * inner - heads) // 2,) * 2, heads
         case "x_proj":  # Mamba's steps, B and C
@@ -202,14 +187,15 @@ def _attention(holder: _Holder, rows: int) -> Sizes:
     """Queries, keys, values, one after the other; keys and values in groups of queries have fewer rows. Heads by
     themselves in GPT-BigCode without its multi-query attention, four parts in CodeGen; keys and values alone where
     another layer makes the queries of a cross-attention."""
-    if holder.flag("is_cross_attention"):
+    if _value(holder.module, "is_cross_attention"):
         return (rows // 2,) * 2
+    multi_query = _value(holder.module, "multi_query")
     heads, shared = holder.number(*HEADS, default=0), holder.number(*SHARED_HEADS, default=0)
-    if holder.flag("multi_query") is False and heads:
+    if multi_query is False and heads:
         return (rows // (3 * heads),) * 3
     if "mp_num" in holder.source:
         return (rows // 12,) * 3
-    if holder.flag("multi_query") and (width := holder.number("kv_dim", default=0)):
+    if multi_query and (width := holder.number("kv_dim", default=0)):
         return rows - 2 * width, width, width
     if 0 < shared < heads and rows % (heads + 2 * shared) == 0:
         width = rows // (heads + 2 * shared)
@@ -224,15 +210,17 @@ PART = 1 << 25
 
 
 def cut(layers: Iterable[LayerSpec], by_rows: Callable[[LayerSpec], bool]) -> tuple[LayerSpec, ...]:
-    """The layers, in their order, large ones as parts.
-
-    Args:
-        by_rows: whether the rule's step of an output does not depend on the others.
-    """
+    """The layers, large ones as parts. ``by_rows``: whether the rule's step of an output does not depend on others."""
     found: list[LayerSpec] = []
     for layer in layers:
-        parts = _parts(layer) if layer.numel > LARGEST and by_rows(layer) else 1
-        found += [layer] if parts == 1 else [_part(layer, index, parts) for index in range(parts)]
+        count, name = _parts(layer) if layer.numel > LARGEST and by_rows(layer) else 1, layer.name
+        if count == 1:
+            found.append(layer)
+            continue
+        part = replace(layer, G=Side.identity(layer.G.dim // count), blocks=())
+        for index in range(count):
+            shares = f"{name}.0" if index else None
+            found.append(replace(part, name=f"{name}.{index}", part=(index, count), shares=shares))
     return tuple(found)
 
 
@@ -243,9 +231,3 @@ def _parts(layer: LayerSpec) -> int:
     if not whole or layer.kind != "Linear" or layer.A.block == 0 or layer.G.block > 0:
         return 1
     return next((n for n in range(-(-layer.numel // PART), layer.G.dim + 1) if layer.G.dim % n == 0), 1)
-
-
-def _part(layer: LayerSpec, index: int, count: int) -> LayerSpec:
-    G, first = Side.identity(layer.G.dim // count), f"{layer.name}.0"
-    shares = first if index else None
-    return replace(layer, name=f"{layer.name}.{index}", G=G, part=(index, count), blocks=(), shares=shares)

@@ -42,16 +42,12 @@ class Capture:
     """Installs the hooks; they return at once unless :attr:`active`.
 
     Args:
-        model: holds the layers.
-        layers: what :func:`ds_kfac.model.scan.scan` found.
         fallback_seed: the scale of a backward that nobody announced by :meth:`begin_backward`.
-        rows: adds rows up.
         inputs: receives every input of a captured call, to find and verify layers that share theirs.
         sampled: whether G comes from a sampled loss instead of the true one.
         info_of: a micro-batch's information -> that of a module's call in it, where they differ.
 
     Attributes:
-        read_batch: reads from the model's arguments which rows count.
         pending: calls without gradients yet, of all forwards; filled only if ``sampled``.
         sums: factor key -> rows of the step so far, see :meth:`begin_step`; missing where there are none.
         measured: layer name -> rows of its calls since the last step here, also where none are summed: of first runs
@@ -128,7 +124,6 @@ class Capture:
         self.measured = {} if measure else None
 
     def remove(self) -> None:
-        """Take all hooks off."""
         while self._handles:
             self._handles.pop().remove()
         if self._products is not None:
@@ -139,12 +134,7 @@ class Capture:
     @contextmanager
     def own_backward(self, *, retain_graph: bool = False) -> Iterator[None]:
         """Around a backward of the engine's loss, also where nothing is captured: its gradients, and no others, count.
-
-        Closes the micro-batch.
-
-        Args:
-            retain_graph: whether a second backward through the graph may follow.
-        """
+        Closes the micro-batch. ``retain_graph``: a second backward through the graph may follow."""
         self._announced = True
         self._backwards.append(self)
         if self.active and self._products is not None:
@@ -278,7 +268,7 @@ class Capture:
         if stacked or info.places:  # rows are tokens, sorted by who takes them; a place without one is zero
             rows = Fit((x != 0).any(-1)) if dispatched or info.places else rows
         elif not kind.images:
-            rows = self._masks.of(layer.module, x, tuple(x.shape[:-1]), info)
+            rows = self._masks.of(layer.module, x, info)
         with_gradient = recomputed or kind.needs_gradients
         kept = x if with_gradient and makes_A else None
         call = Call(layer, kind, module, info, rows, shape, sides, forward, kept, recomputed, select, columns, lay)

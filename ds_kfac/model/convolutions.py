@@ -22,7 +22,6 @@ Shape suffixes: N examples, C channels, R rows, D entries of a patch.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
 from math import prod
 from operator import ge
@@ -41,33 +40,6 @@ ROWS = 4
 """Rows that a grid leaves for each row of the wider factor, at least."""
 SPARSEST = 16
 """Positions of which a grid takes one, at most."""
-
-
-@dataclass(frozen=True)
-class Window:
-    """How a convolution looks at its input. One number per dimension, but padding as for ``F.pad``."""
-
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    dilation: tuple[int, ...]
-    padding: tuple[int, ...]
-    mode: str = "zeros"
-
-    @classmethod
-    def pixel(cls, dims: int) -> "Window":
-        one = (1,) * dims
-        return cls(one, one, one, (0,) * 2 * dims)
-
-    def padded(self, image: Tensor) -> Tensor:
-        if not any(self.padding):
-            return image
-        return F.pad(image, self.padding, mode="constant" if self.mode == "zeros" else self.mode)
-
-    def positions(self, size: tuple[int, ...]) -> tuple[int, ...]:
-        """From how many places it sees an image of ``size``."""
-        pads = [sum(self.padding[2 * d : 2 * d + 2]) for d in reversed(range(len(size)))]
-        spans = [d * (k - 1) for d, k in zip(self.dilation, self.kernel, strict=True)]
-        return tuple((s + p - w - 1) // t + 1 for s, p, w, t in zip(size, pads, spans, self.stride, strict=True))
 
 
 def phase(turn: int, stride: int) -> int:
@@ -97,17 +69,32 @@ class Grid(NamedTuple):
     offset: tuple[int, ...]
 
 
-@dataclass(frozen=True)
 class Patches:
-    """Of images [N, C, *S] in any memory format, as a window sees them from so many positions along every dimension."""
+    """Of images [N, C, *S] in any memory format, as a convolution sees them; without one, their pixels.
 
-    image: Tensor
-    window: Window
-    positions: tuple[int, ...]
+    Attributes:
+        positions: from which it sees them, along every dimension.
+        count: of all patches.
+    """
 
-    @property
-    def count(self) -> int:
-        return len(self.image) * prod(self.positions)
+    def __init__(self, image: Tensor, seen_by: Any = None) -> None:
+        size = image.shape[2:]
+        self.image, self.padding, self.mode = image, (0,) * 2 * len(size), "zeros"
+        self.kernel = self.stride = self.dilation = (1,) * len(size)
+        if seen_by is not None:
+            self.kernel, self.stride, self.dilation = seen_by.kernel_size, seen_by.stride, seen_by.dilation
+            self.padding, self.mode = tuple(seen_by._reversed_padding_repeated_twice), seen_by.padding_mode
+        pads = [sum(self.padding[2 * d : 2 * d + 2]) for d in reversed(range(len(size)))]
+        spans = [d * (k - 1) for d, k in zip(self.dilation, self.kernel, strict=True)]
+        self.positions = tuple(
+            (s + p - w - 1) // t + 1 for s, p, w, t in zip(size, pads, spans, self.stride, strict=True)
+        )
+        self.count = len(image) * prod(self.positions)
+
+    def padded(self, image: Tensor) -> Tensor:
+        if not any(self.padding):
+            return image
+        return F.pad(image, self.padding, mode="constant" if self.mode == "zeros" else self.mode)
 
     def grid(self, turn: int | None, width: int) -> Grid:
         """See :func:`grid_step`; its offset is that of the step ``turn``. None: every position."""
@@ -136,20 +123,20 @@ class Patches:
     def rows(self, grid: Grid) -> Iterator[Tensor]:
         """The patches of a grid, [R, D] a time."""
         counts = [-(-(size - start) // grid.step) for size, start in zip(self.positions, grid.offset, strict=True)]
-        width = self.image.shape[1] * prod(self.window.kernel)
+        width = self.image.shape[1] * prod(self.kernel)
         line = prod(counts[1:]) * width  # of one example, along the first dimension
         if not len(self.image) or min(counts) <= 0:
             return
         for image in self.image.split(max(1, CHUNK // (counts[0] * line))):
-            view = self._view(self.window.padded(image), counts, grid)
+            view = self._view(self.padded(image), counts, grid)
             for part in view.split(max(1, CHUNK // (len(image) * line)), dim=1):
                 yield part.reshape(-1, width)
 
     def sums(self) -> Tensor:
         """Of every example's patches, fp32 [N, D]."""
-        padded, taps = self.window.padded(self.image), []
+        padded, taps = self.padded(self.image), []
         view = self._view(padded, list(self.positions), self.grid(None, 1))
-        for place in product(*map(range, self.window.kernel)):
+        for place in product(*map(range, self.kernel)):
             tap = view
             for index in reversed(place):
                 tap = tap[..., index]
@@ -159,11 +146,11 @@ class Patches:
     def _view(self, padded: Tensor, counts: list[int], grid: Grid) -> Tensor:
         """[N, *positions, C, *kernel] without a copy."""
         N, C, *places = padded.stride()
-        moves = [stride * place for stride, place in zip(self.window.stride, places, strict=True)]
-        taps = [dilation * place for dilation, place in zip(self.window.dilation, places, strict=True)]
+        moves = [stride * place for stride, place in zip(self.stride, places, strict=True)]
+        taps = [dilation * place for dilation, place in zip(self.dilation, places, strict=True)]
         start = padded.storage_offset() + sum(at * move for at, move in zip(grid.offset, moves, strict=True))
         return padded.as_strided(
-            (len(padded), *counts, padded.shape[1], *self.window.kernel),
+            (len(padded), *counts, padded.shape[1], *self.kernel),
             (N, *(grid.step * move for move in moves), C, *taps),
             start,
         )
@@ -194,9 +181,6 @@ class Convolution(Linear):
         names = ("forward", "_conv_forward")
         return next((n for n in names if getattr(type(module), n, None) is not getattr(self.kind, n, None)), None)
 
-    def groups(self, module: Any) -> int:
-        return module.groups
-
     def sides(self, module: Any, bias: bool) -> tuple[int, int]:
         outputs, channels, *kernel = parameter_shape(module.weight)
         return channels * torch.Size(kernel).numel() + bias, outputs // module.groups
@@ -212,20 +196,14 @@ class Convolution(Linear):
         return output.numel() // max(1, self.batched(output).shape[1])
 
     def input_patches(self, module: Any, x: Tensor) -> Patches:
-        """Whose second moment is A."""
-        # of a transposed one: of the convolution it is the transpose of
-        padding, x = tuple(module._reversed_padding_repeated_twice), self.batched(x)
-        window = Window(module.kernel_size, module.stride, module.dilation, padding, module.padding_mode)
-        return Patches(x, window, window.positions(tuple(x.shape[2:])))
+        """Whose second moment is A. A transposed one is seen as the convolution that it is the transpose of."""
+        return Patches(self.batched(x), module)
 
     def gradient_patches(self, module: Any, gradient: Tensor) -> Patches:
         """Whose second moment is G."""
-        gradient = self.batched(gradient)
-        size = tuple(gradient.shape[2:])
-        return Patches(gradient, Window.pixel(len(size)), size)
+        return Patches(self.batched(gradient))
 
     def gradient_rows(self, module: Any, x: Tensor | None, gradient: Tensor) -> Tensor:
-        """Sum of each example's, for "reduce"."""
         return self.gradient_patches(module, gradient).sums()
 
 

@@ -1,12 +1,11 @@
-"""What K-FAC has to know about a layer; linear layers. Shape suffixes: N rows, O and I the sides of the layer's matrix.
+"""What K-FAC has to know about a layer; linear layers. Shape suffixes: O and I, the sides of the layer's matrix.
 
 **Tensor-parallel linears**: this rank's shard of a weight is a layer of its own.
 
     column parallel   weight [O / t, I]    A is the whole layer's, G the diagonal block of the own outputs
     row parallel      weight [O, I / t]    A is the diagonal block of the own inputs, G the whole layer's
 
-Together the shards are the whole layer with one side block-diagonal. A row-parallel bias is added to the sum over
-ranks, as input of no block in particular: it is left to the optimizer. DeepSpeed's AutoTP layers, Megatron's, and
+Together the shards are the whole layer with one side block-diagonal. DeepSpeed's AutoTP layers, Megatron's, and
 transformers' Conv1D are found by name and attributes; none is imported.
 """
 
@@ -31,8 +30,8 @@ def key_of(layer: str, side: str) -> str:
 class LayerSpec:
     """One preconditioned layer, as every rank sees it; plain values only.
 
-    The layer's matrix is [O, I], outputs times inputs, with the bias as last column. For a norm it is a single row of
-    (weight, bias) pairs. With groups it is a stack of such matrices.
+    Its matrix is [O, I], outputs times inputs, the bias as last column; of a norm a single row of (weight, bias) pairs.
+    With groups it is a stack of such matrices.
     """
 
     name: str
@@ -121,10 +120,10 @@ class LayerType(ABC):
     """A row of the table of layer types; stateless.
 
     Attributes:
-        needs_gradients: whether even its A is made of output gradients, so that it has no statistics without them.
+        needs_gradients: even its A is made of output gradients.
         without_bias: why a bias is not part of the layer; None: it is.
-        turned: whether the weight of a linear map lies [I, O].
-        images: whether its tensors are images [N, C, ..]: no mask [N, T] is for their rows.
+        turned: the weight of a linear map lies [I, O].
+        images: its tensors are images [N, C, ..]: no mask [N, T] is for their rows.
         kind: class of the modules that it may describe.
     """
 
@@ -145,10 +144,6 @@ class LayerType(ABC):
     def structured(self, side_A: Side, side_G: Side, bias: bool) -> tuple[Side, Side]:
         """The sides' structure, where the type fixes it."""
         return side_A, side_G
-
-    def groups(self, module: Any) -> int:
-        """Independent maps that the module consists of, each with such sides."""
-        return 1
 
     def keeps_direction(self, module: Any) -> str | None:
         """Why its directions are not to be orthogonalized."""
@@ -256,7 +251,7 @@ class ColumnParallelLinear(_Shard):
 
 
 class RowParallelLinear(_Shard):
-    """A shard of inputs: columns of W. The bias is added after the sum over ranks and left to the optimizer."""
+    """A shard of inputs: columns of W."""
 
     name, shape = "RowParallelLinear", "input_size_per_partition"
     unfit = "input_is_parallel", False, "its input is not its shard's: input_is_parallel is false"

@@ -6,16 +6,12 @@ Shape suffixes: N examples, T positions, C outputs.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import prod
 from typing import Any
 
 from torch import Tensor
 
 from ds_kfac.model.batch import BatchInfo, fit
-
-Move = Callable[[int], int | None]
-"""Where a dimension of what an operation takes is in its result; None: nowhere."""
 
 
 def class_dim(prediction: Tensor) -> int:
@@ -31,8 +27,8 @@ def class_dim(prediction: Tensor) -> int:
 
 
 def _outputs(node: Any, shape: tuple[int, ...]) -> int | None:
-    """The dimension of ``node``'s result of that shape which comes from the outputs of a product below it."""
-    moves: list[Move] = []
+    """The dimension of ``node``'s result that comes from the outputs of a product below it."""
+    moves: list[Callable[[int], Any]] = []  # where a dimension of what it takes is in its result; None: nowhere
     place, convolution = None, False
     while node is not None:
         name = node.name()
@@ -145,12 +141,13 @@ class LossTerms:
             self.terms = (labelled.flatten(1).any(dim=1) if weight_sharing == "reduce" else labelled).sum().float()
         loss = returned_loss(output) if self.info.items is not None else None
         if loss is not None and loss.grad_fn is not None:
-            # of the node, not the tensor: DeepSpeed's hooks on what a forward returns have run by then
-            loss.grad_fn.register_prehook(partial(self._reached, loss.output_nr))
+            place = loss.output_nr
 
-    def _reached(self, place: int, gradients: tuple[Tensor | None, ...]) -> None:
-        if (gradient := gradients[place]) is not None:
-            self.seed = gradient.detach().float()
+            def reached(gradients: tuple[Tensor | None, ...]) -> None:
+                if (gradient := gradients[place]) is not None:
+                    self.seed = gradient.detach().float()
+
+            loss.grad_fn.register_prehook(reached)  # not the tensor's: DeepSpeed's hooks on outputs have run by then
 
 
 def _values(output: Any) -> Iterator[Tensor]:

@@ -23,7 +23,6 @@ class Product:
     """Rows x [N, I] times a matrix gave the rows [N, O] of ``output``.
 
     Attributes:
-        param: the parameter.
         x: [.., I], as it was given.
         output: whose gradient gives the rows of G.
         turned: whether the matrix lies [I, O] in the parameter.
@@ -54,12 +53,7 @@ EVERY = slice(None)
 
 
 class Products(TorchFunctionMode):
-    """Tells of products with some parameters while it is entered.
-
-    Args:
-        params: those parameters -> how many equal matrices each is a stack of.
-        see: is told.
-    """
+    """Tells ``see`` of products with some parameters, each a stack of so many equal matrices, while it is entered."""
 
     def __init__(self, params: Mapping[nn.Parameter, int], see: Callable[[Product], None]) -> None:
         super().__init__()
@@ -71,14 +65,13 @@ class Products(TorchFunctionMode):
 
     @torch.compiler.disable
     def enter(self, module: nn.Module) -> None:
-        """A module runs whose products are to be seen."""
         if not self.inside:
             self.__enter__()
         self.inside.append(id(module))
 
     @torch.compiler.disable
     def leave(self, module: nn.Module | None) -> None:
-        """It is left; None: all of them are."""
+        """None: all of them are left."""
         if self.inside and (module is None or self.inside[-1] == id(module)):
             self.inside = [] if module is None else self.inside[:-1]
             if not self.inside:

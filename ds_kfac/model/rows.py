@@ -46,15 +46,12 @@ class BatchSum:
 
 @dataclass(eq=False)
 class Forward:
-    """One run of the model.
-
-    Its input sums wait for its backward: a batch that is skipped, and a run for another engine's loss, count nothing.
-    Held by its calls, so that they go with the graph.
+    """One run of the model, held by its calls, so that it goes with the graph.
 
     Attributes:
-        loss: what is known of its loss.
         detached: whether no input of the model came from another graph.
-        waiting: layer -> sum of the inputs so far.
+        waiting: layer -> sum of the inputs so far, for the backward: a batch that is skipped, and a run for another
+            engine's loss, count nothing.
     """
 
     loss: LossTerms = field(default_factory=LossTerms)
@@ -70,7 +67,6 @@ class Call:
     cycle runs through C++, where no garbage collector sees it, and would never free the graph and its activations.
 
     Attributes:
-        kind: the layer's type.
         info: of the micro-batch, as it is for this module.
         rows: which of its rows count.
         shape: of the gradient of its rows, with examples and positions.
@@ -78,8 +74,7 @@ class Call:
         x: its input; kept only where it is needed with the gradient, so that checkpointing can free it.
         recomputed: whether it is a recomputation, whose A is added with the gradient.
         select: which rows of the output are the call's, of a product of several layers; None: all.
-        columns: which of the layer's outputs they are; None: all.
-        lay: makes rows of the gradient that arrives; None: it has them.
+        columns, lay: as in :class:`ds_kfac.model.products.Product`.
         edge: where the gradient of its output arrives, maybe flattened, if autograd is to be asked for it; no node may
             hold such a call.
     """
@@ -175,7 +170,7 @@ def gradient_rows(
 
 
 class RowSums:
-    """Turns the tensors of layer calls into rows and adds them to the sums of the step.
+    """Adds the rows of layer calls to the sums of the step.
 
     Args:
         weight_sharing: see :func:`input_rows`.
@@ -203,7 +198,6 @@ class RowSums:
 
     @torch.no_grad()
     def add_input(self, call: Call, x: Tensor, sum_A: BatchSum) -> None:
-        """Of a call with ``x``."""
         layer, kind, bias = call.layer, call.kind, call.layer.bias is not None
         with self._stage():
             if isinstance(kind, Convolution):
@@ -220,10 +214,9 @@ class RowSums:
 
     @torch.no_grad()
     def add_gradient(self, call: Call, gradient: Tensor, sum_: BatchSum, seed: Tensor | float) -> None:
-        """Rows of M g-hat / seed: the gradient of each loss term, M of them averaged in the loss. To G, or to A
-        where that is made of them.
-
-        Or of items g-hat / seed, where the loss that the model returned divides by items, and seed is what reached it.
+        """Rows of M g-hat / seed: the gradient of each loss term, M of them averaged in the loss; or of items g-hat /
+        seed, where the loss that the model returned divides by items, and seed is what reached it. To G, or to A where
+        that is made of them.
 
         fp32 rows are unscaled before the product: the square of a gradient scaled by 2^16 may overflow. Rows in 16
         bits go as they are, the square of M / seed comes after: fp16 squares stay below 2^32, bf16 is not scaled.
@@ -251,11 +244,7 @@ class RowSums:
 
     def _gain(self, call: Call, own: Tensor | int, seed: Tensor | float, sum_: BatchSum) -> Any:
         """What output gradients are multiplied by. Counts the call's loss terms in ``sum_``, unless they are: a second
-        use of a layer in a forward adds rows, not terms.
-
-        Args:
-            own: the call's rows that count.
-        """
+        use of a layer in a forward adds rows, not terms. ``own``: how many of the call's rows count."""
         loss, info, divisor = call.forward.loss, call.info, call.info.divisor
         terms = loss.terms  # M, the same for all layers
         if terms is None:
@@ -299,7 +288,7 @@ class SharedInputs:
         candidates: names of layers that may form groups; none: it does nothing.
 
     Attributes:
-        searching: whether the groups are still to be found.
+        found: layer -> number of each of its inputs so far; layers with equal ones share them.
         broken: groups in use that did not hold in this step.
     """
 
@@ -307,7 +296,7 @@ class SharedInputs:
         self.searching = bool(candidates)
         self.broken: set[tuple[str, ...]] = set()
         self._watched = frozenset(candidates)
-        self._numbers: dict[str, list[int]] = {}  # layer -> number of each of its inputs so far
+        self.found: dict[str, tuple[int, ...]] = {}
         self._inputs: list[tuple[int, Fingerprint]] = []  # those of this micro-batch
         self._total = 0
         self._group: dict[str, tuple[str, ...]] = {}
@@ -325,7 +314,7 @@ class SharedInputs:
             if number is None:
                 number, self._total = self._total, self._total + 1
                 self._inputs.append((number, mark))
-            self._numbers.setdefault(layer, []).append(number)
+            self.found[layer] = (*self.found.get(layer, ()), number)
             return
         calls = self._calls.setdefault(self._group[layer], [])
         self._counts[layer] += 1
@@ -339,22 +328,17 @@ class SharedInputs:
         self._inputs, self._counts, self._calls = [], Counter(), {}
 
     def end_batch(self) -> None:
-        """A micro-batch is complete. A group is broken whose first layer, whose inputs are what is captured, was called
-        less often than another one."""
+        """A group is broken whose first layer, whose inputs are captured, was called less often than another one."""
         self.broken |= {group for group, seen in self._calls.items() if self._counts[group[0]] < len(seen)}
         self.begin_batch()
 
-    def found(self) -> Mapping[str, tuple[int, ...]]:
-        """Layer -> numbers of its inputs; layers with equal ones share them. A layer that was not called is missing."""
-        return {layer: tuple(numbers) for layer, numbers in self._numbers.items()}
-
     def use(self, groups: Sequence[Sequence[str]]) -> None:
-        """End the search; from now on every batch is checked against these groups, called in whatever order."""
+        """End the search; from now on every batch is checked against these groups."""
         self.searching = False
         self.broken.clear()
         self._group = {name: tuple(group) for group in groups for name in group}
         self._watched = frozenset(self._group)
-        self._numbers.clear()
+        self.found = {}
         self.begin_batch()
 
 

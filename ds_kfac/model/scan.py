@@ -28,7 +28,7 @@ where G is the identity: then no side is a vocabulary's, and an MLP's inputs sta
 
 @dataclass(frozen=True)
 class Skipped:
-    """A module with parameters of its own that K-FAC does not touch; its gradients pass through."""
+    """A module with parameters of its own that K-FAC does not touch."""
 
     name: str
     kind: str
@@ -38,7 +38,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Scan:
-    """What :func:`scan` found: layers to precondition, and modules left out with the reason."""
+    """What :func:`scan` found."""
 
     layers: tuple[LayerSpec, ...]
     skipped: tuple[Skipped, ...]
@@ -46,13 +46,10 @@ class Scan:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which layers, and the structure of their sides.
+    """Which layers, and the structure of their sides; keys of the config, and:
 
     Attributes:
-        include: regexes searched in module names; if any are given, only matching modules are taken.
-        exclude: regexes searched in module names; matching modules are left alone.
-        types: names of layer types, of :data:`ds_kfac.model.registry.TYPES`.
-        dense_max: longest side whose factor is one dense matrix; longer ones are cut into blocks; None: any.
+        dense_max: None: all sides are dense.
         curvature: whether there are factors at all; without, both sides are identities.
         gradients: whether there are statistics of output gradients; without, G is the identity.
         shares: whether layers may have one A.
@@ -116,10 +113,8 @@ class _Scanner:
 
     Attributes:
         modules: those with parameters of their own.
-        names: id of a parameter -> its name.
-        trained: ids of parameters.
-        users: id of a parameter -> modules that hold it.
-        tied_stages: ids of parameters that a DeepSpeed PipelineModule ties over its stages.
+        names, users: id of a parameter -> its name, the modules that hold it.
+        trained, tied_stages: ids of parameters that are, that a PipelineModule ties over its stages.
         lent: id of a module whose weight a module around it takes, as torch's attention does -> whether it is called,
             too.
     """
@@ -135,20 +130,15 @@ class _Scanner:
         for name, module in self.modules.items():
             for parameter in module.parameters(recurse=False):
                 self.users[id(parameter)].append(name)
-        tied = getattr(model, "tied_modules", None)  # PipelineModule's TiedLayerSpec
+        tied = getattr(model, "tied_modules", None)  # of TiedLayerSpec
         self.tied_stages = {id(p) for p in tied.parameters()} if isinstance(tied, nn.ModuleDict) else set()
         self.lent = {id(child): called for module in model.modules() for child, called in lent(module)}
 
     def of(self, name: str, module: nn.Module) -> list[LayerSpec] | str | None:
         """The layers of a module, why it is left alone, or None if it is part of a layer found elsewhere."""
-        kind, reason = _kind(module)
-        if reason is not None:
-            return self._products(name, module) or reason
-        found = self._layer(name, kind, module)
-        return [found] if isinstance(found, LayerSpec) else found
-
-    def _layer(self, name: str, kind: str, module: nn.Module) -> LayerSpec | str | None:
-        """The layer of a module of a known type."""
+        kind, why = _kind(module)
+        if why is not None:
+            return self._products(name, module) or why
         known, product, choice = LAYERS[kind], False, self.choice
         users, bias = self.users[id(module.weight)], module._parameters.get("bias")
         alike = users if self._alike(users, kind) else [name]
@@ -167,7 +157,8 @@ class _Scanner:
         if known.needs_gradients and bias is not None and not trained_bias:
             return "only one of its weight and bias is trained"
         sides = known.structured(*_sides(name, known.sides(module, trained_bias), choice), trained_bias)
-        A, G = (side.repeated(known.groups(module)) for side in sides)
+        groups: Any = module.groups if isinstance(known, Convolution) else 1
+        A, G = (side.repeated(groups) for side in sides)
         if isinstance(known, Convolution) and (own := known.overridden(module)) is not None:
             product = convolves(module)
             if not product and choice.gradients:
@@ -179,11 +170,9 @@ class _Scanner:
                 product = True
             elif not self.lent[id(module)]:
                 return "the module around it takes its weight, and does not call it"
-        return LayerSpec(
-            name, kind, name, self.names[id(module.weight)], self.names[id(bias)] if trained_bias else None, A, G,
-            product=product, also=tuple(alike[1:]), groups=known.groups(module),
-            keeps_direction=known.keeps_direction(module),
-        )  # fmt: skip
+        own_bias = self.names[id(bias)] if trained_bias else None
+        layer = LayerSpec(name, kind, name, self.names[id(module.weight)], own_bias, A, G, product, tuple(alike[1:]))
+        return [replace(layer, groups=groups, keeps_direction=known.keeps_direction(module))]
 
     def _alike(self, users: Sequence[str], kind: str) -> bool:
         """Whether modules with one weight are one layer that is called by several names: all of its kind, with one
@@ -320,5 +309,4 @@ def _sides(name: str, dims: tuple[int, int], choice: Choice) -> tuple[Side, Side
 
 
 def numel(parameter: Any) -> int:
-    """Elements of the whole parameter."""
     return prod(parameter_shape(parameter))

@@ -24,7 +24,6 @@ class Share:
             :func:`is_table` finds.
         stepped: of these, those in K-FAC layers.
         curved: of these, those of layers of which a factor has more than a diagonal.
-        kinds: of K-FAC layers, and how many there are of each.
         others: elements of all parameters that are in no K-FAC layer.
         left: (kind of module, reason) -> elements of matrices in no K-FAC layer, largest first.
     """

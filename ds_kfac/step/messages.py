@@ -169,7 +169,7 @@ class Sharing:
             return None
         rows = {layer: max(counts) for layer, counts in measured.items()}  # of first runs or of recomputations
         # with common factors eigenbases may begin to travel, and then all ranks have to know which there are
-        everyone = gathered((dict(self.inputs.found()), rows, ready), self.channel.group)
+        everyone = gathered((self.inputs.found, rows, ready), self.channel.group)
         ready.update(key for *_, keys in everyone for key in keys)
         groups = known.groups
         if self.inputs.searching:

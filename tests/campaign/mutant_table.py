@@ -428,7 +428,7 @@ _ROWS = [
     ("a common A has the rows of one expert", "plan/plan.py",
      "return tuple(name for name in factor.layers if layers[name].weight == first.weight)", "return (first.name,)",
      "tests/plan/test_plan.py"),
-    ("a head's parts have an A each", "model/blocks.py", "shares = first if index else None", "shares = None",
+    ("a head's parts have an A each", "model/blocks.py", 'shares = f"{name}.0" if index else None', "shares = None",
      "tests/model/test_cut.py"),
     ("estimate: counts and elements padded together", "estimate/estimates.py",
      "(-(-matrix // ALIGNMENT) * ALIGNMENT for _, matrix in message)",

@@ -6,7 +6,7 @@ import io
 import pytest
 import torch.distributed as dist
 
-from ds_kfac.metrics import STAGES, timer_name
+from ds_kfac.metrics import STAGES, TIMER
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, train
 from tests.ranks import run_ranks
@@ -60,9 +60,9 @@ def test_counters_are_those_of_torch_distributed_the_monitor_and_the_breakdown(t
         payload = sum(v for name, v in counted.items() if name.startswith("sent_bytes_"))
         # the pieces of a message are aligned to 16 bytes
         assert payload <= result["sent"] <= payload + 16 * result["parts"] * result["calls"] and payload > 0
-        assert {timer_name(stage) for stage in STAGES} <= set(result["timers"])
-        assert not {timer_name(stage) for stage in STAGES} & set(result["left"]), "detach takes them out"
-        assert all(result["cached"][timer_name(stage)] > 0 for stage in ("relayout", "precondition"))
+        assert {TIMER + stage for stage in STAGES} <= set(result["timers"])
+        assert not {TIMER + stage for stage in STAGES} & set(result["left"]), "detach takes them out"
+        assert all(result["cached"][TIMER + stage] > 0 for stage in ("relayout", "precondition"))
     # payload is counted on both ends
     names = {n.removeprefix("sent_bytes_") for r in results for n in r["counted"] if n.startswith("sent_bytes_")}
     for name in names:
@@ -72,4 +72,4 @@ def test_counters_are_those_of_torch_distributed_the_monitor_and_the_breakdown(t
     for name in MONITORED:
         assert len(files[f"Train_KFAC_{name}"]) > 1, name
     assert float(files["Train_KFAC_steps"][-1].split(",")[1]) <= STEPS
-    assert timer_name("precondition") in results[0]["printed"]
+    assert TIMER + "precondition" in results[0]["printed"]

@@ -9,7 +9,7 @@ from torch import nn
 
 from ds_kfac.curvature.factor import Side
 from ds_kfac.model import convolutions as module_under_test
-from ds_kfac.model.convolutions import Grid, Patches, Window
+from ds_kfac.model.convolutions import Grid, Patches
 from ds_kfac.model.registry import LAYERS
 
 SIZES = {1: (17,), 2: (9, 7), 3: (5, 6, 4)}
@@ -136,7 +136,7 @@ def test_grids_are_right_on_average(case, step):
 
 def test_a_grid_leaves_enough_rows_and_moves():
     def grid_of(positions: tuple[int, ...], turn: int | None, width: int) -> Grid:
-        return Patches(torch.empty(8, 1), Window.pixel(len(positions)), positions).grid(turn, width)
+        return Patches(torch.empty(8, 1, *positions)).grid(turn, width)
 
     for positions in ((56, 56), (7, 7), (224,), (8, 28, 28)):
         for width in (9, 64, 577, 4608):

@@ -18,7 +18,7 @@ def found(**inputs: torch.Tensor) -> dict[str, tuple[int, ...]]:
     shared = SharedInputs(inputs)
     for name, x in inputs.items():
         shared.see(name, x)
-    return dict(shared.found())
+    return dict(shared.found)
 
 
 def groups_of(**inputs: torch.Tensor) -> tuple[tuple[str, ...], ...]:
@@ -47,7 +47,7 @@ def test_an_input_changed_in_place_in_between_is_another_one():
     shared.see("a", x)
     x.add_(1)
     shared.see("b", x)
-    assert agreed([shared.found()], dict.fromkeys("ab", 0)) == ()
+    assert agreed([shared.found], dict.fromkeys("ab", 0)) == ()
 
 
 def test_memory_that_was_freed_and_taken_again_is_not_the_same_input():
@@ -56,7 +56,7 @@ def test_memory_that_was_freed_and_taken_again_is_not_the_same_input():
         x = torch.from_numpy(memory)  # a storage of its own at the same place
         shared.see(name, x)
         del x
-    assert sorted(number for numbers in shared.found().values() for number in numbers) == [*range(8)]
+    assert sorted(number for numbers in shared.found.values() for number in numbers) == [*range(8)]
 
 
 def test_several_calls_must_all_be_shared():
@@ -64,7 +64,7 @@ def test_several_calls_must_all_be_shared():
     first, second = X, X.clone()
     for name, x in (("a", first), ("b", first), ("c", first), ("a", second), ("b", second), ("c", first)):
         shared.see(name, x)
-    assert agreed([shared.found()], dict.fromkeys("abc", 0)) == (("a", "b"),)
+    assert agreed([shared.found], dict.fromkeys("abc", 0)) == (("a", "b"),)
 
 
 def test_micro_batches_are_told_apart_even_if_they_are_one_tensor():
@@ -72,14 +72,14 @@ def test_micro_batches_are_told_apart_even_if_they_are_one_tensor():
     shared.see("a", X)
     shared.end_batch()
     shared.see("b", X)
-    assert agreed([shared.found()], dict.fromkeys("ab", 0)) == ()
+    assert agreed([shared.found], dict.fromkeys("ab", 0)) == ()
 
 
 def test_only_candidates_are_watched_and_none_means_no_search():
     shared = SharedInputs("ab")
     for name in "abc":
         shared.see(name, X)
-    assert set(shared.found()) == {"a", "b"} and shared.searching
+    assert set(shared.found) == {"a", "b"} and shared.searching
     assert not SharedInputs().searching
 
 
@@ -212,7 +212,7 @@ def test_projections_of_a_model_are_found_and_keep_holding(checkpointed):
             model(torch.randn(3, 4)).backward()
             capture.end_backward()
         if step == 0:
-            groups = agreed([inputs.found()], {layer.name: layer.A for layer in layers})
+            groups = agreed([inputs.found], {layer.name: layer.A for layer in layers})
             assert groups == (("v", "k", "q"),)
             inputs.use(groups)
     model.k.register_forward_pre_hook(lambda module, arguments: arguments[0].clone())
