@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.nn import functional as F
 
 from ds_kfac.model.batch import BatchInfo, own_hook, tensors_of
-from ds_kfac.model.loss import LossTerms, class_dim, output_terms
+from ds_kfac.model.loss import Forward, class_dim, output_terms
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
 Sampler = Callable[[Any, BatchInfo, torch.Generator], Tensor]
@@ -130,7 +130,7 @@ class LossSampling:
         self.kfac = kfac
         factor, modules = kfac.config.factor, dict(engine.module.named_modules())
         self.sampler: Sampler = SAMPLERS[factor.sampler]
-        self._predictions: WeakKeyDictionary[LossTerms, Any] = WeakKeyDictionary()  # live as long as pending calls
+        self._predictions: WeakKeyDictionary[Forward, Any] = WeakKeyDictionary()  # live as long as pending calls
         self._managers: WeakSet = WeakSet()  # DeepSpeed's OutputBackwardHookManager of forwards whose outputs live
         predicting = modules[factor.prediction or ""]
         self._handles = [
@@ -152,7 +152,7 @@ class LossSampling:
     def _keep(self, module: Any, inputs: tuple, output: Any) -> None:
         if self.kfac.capture.active and module.training and torch.is_grad_enabled():
             if torch._C._current_graph_task_id() == -1:  # not a recomputation
-                self._predictions[self.kfac.capture.loss] = output
+                self._predictions[self.kfac.capture.forward] = output
 
     def sample(self, loss: Tensor | None = None) -> None:
         """Draw for every forward that waits for its backward, run the extra one, add its statistics.
@@ -167,13 +167,13 @@ class LossSampling:
         if not capture.active:
             return
         calls = capture.pending
-        if loss is not None and len({call.forward.loss for call in calls}) > 1:
+        if loss is not None and len({call.forward for call in calls}) > 1:
             nodes = set(graph(loss.grad_fn))
-            reached = {call.forward.loss for call in calls if call.edge and call.edge.node in nodes}
-            calls = [call for call in calls if call.forward.loss in reached]
+            reached = {call.forward for call in calls if call.edge and call.edge.node in nodes}
+            calls = [call for call in calls if call.forward in reached]
         if not calls and self._step == self.kfac.steps:
             return  # another backward through a forward that has been sampled
-        forwards = list(dict.fromkeys(call.forward.loss for call in calls))
+        forwards = list(dict.fromkeys(call.forward for call in calls))
         if not calls or any(forward not in self._predictions for forward in forwards):
             raise ValueError(
                 'kfac.factor.fisher "monte_carlo": no prediction since the last backward; the module named in '
@@ -217,7 +217,7 @@ class LossSampling:
                 manager.preprocess_done, manager.preprocess_per_tensor_fn = done, function
 
     @torch.enable_grad()
-    def _sampled(self, forward: LossTerms) -> Tensor:
+    def _sampled(self, forward: Forward) -> Tensor:
         """A loss on labels drawn from a forward's prediction: the same when a run is resumed, others on every rank and
         in every step and forward."""
         prediction = self._predictions.pop(forward)

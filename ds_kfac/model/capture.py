@@ -1,13 +1,11 @@
-"""Hooks on the layers: batch sums of a a^T and g g^T, only on the micro-steps that need them.
+"""Hooks on the layers: batch sums of a a^T and g g^T, only on the micro-steps that need them (docs/capture.md).
 
 A is summed in the forward hook and waits, a sum and not the inputs, for the gradient of the layer's output; both are
-counted when it arrives. What never gets one is never counted: a forward whose backward is skipped, or stopped by an
-exception before it reached the layer.
+counted when it arrives. What never gets one is never counted.
 
-**Own backwards.** An engine's statistics are of its own loss. A generator's loss goes through the discriminator, whose
-layers it leaves as they are: it says nothing of their Fisher. Own is a backward that the engine announced; or, as long
-as it never announced any, one outside of all engines' announced ones through a forward whose inputs came from no other
-graph: a plain ``loss.backward()``.
+**Own backwards.** An engine's statistics are of its own loss, not of a generator's that goes through its discriminator.
+Own is a backward that the engine announced; or, as long as it never announced any, one outside of all engines'
+announced ones through a forward whose inputs came from no other graph: a plain ``loss.backward()``.
 
 Activation checkpointing runs a forward twice. Reentrant: the first run has gradients disabled and is passed over.
 Non-reentrant: the first run counts; the recomputation's graph never gets a gradient, so it must not count A. Hence
@@ -32,10 +30,10 @@ from torch.autograd.graph import GradientEdge
 
 from ds_kfac.model.batch import EVERY_ROW, BatchInfo, Fit, ReadBatch, RowMasks, tensors_of
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.model.loss import LossTerms
+from ds_kfac.model.loss import Forward
 from ds_kfac.model.products import EVERY, Product, Products
 from ds_kfac.model.registry import LAYERS
-from ds_kfac.model.rows import BatchSum, Call, Forward, RowSums, SharedInputs
+from ds_kfac.model.rows import BatchSum, Call, RowSums, SharedInputs
 
 
 class Capture:
@@ -49,6 +47,7 @@ class Capture:
 
     Attributes:
         pending: calls without gradients yet, of all forwards; filled only if ``sampled``.
+        forward: the model's last one.
         sums: factor key -> rows of the step so far, see :meth:`begin_step`; missing where there are none.
         measured: layer name -> rows of its calls since the last step here, also where none are summed: of first runs
             and of recomputations; None: they are not counted.
@@ -79,7 +78,7 @@ class Capture:
         self.measured: dict[str, list[int]] | None = None
         self.counted = self.outside = 0
         self._keys = frozenset[str]()  # of the sums
-        self._announced, self._forward = False, Forward()  # whether any own backward ever was
+        self._announced, self.forward = False, Forward()  # whether any own backward ever was
         self._running: Forward | None = None  # whose gradients come in this backward
         self._arrived: list[Call] = []  # in this backward, with an input to be released after it
         self._fallback_seed = fallback_seed
@@ -117,7 +116,7 @@ class Capture:
             measure: count the rows of all layers.
         """
         if self.active:
-            self._forward, self.pending, self.counted, self.outside = Forward(), [], 0, 0
+            self.forward, self.pending, self.counted, self.outside = Forward(), [], 0, 0
             self.end_backward()
             self.inputs.broken.clear()
         self.sums, self._keys, self.active, self.rows.turn = {}, keys or frozenset(), keys is not None, step
@@ -171,11 +170,6 @@ class Capture:
         self.pending = [call for call in self.pending if not any(call is done for done in calls)]
         self.end_backward()
 
-    @property
-    def loss(self) -> LossTerms:
-        """What is known of the loss of the model's last forward."""
-        return self._forward.loss
-
     # Hooks are plain functions, see :func:`ds_kfac.model.batch.own_hook`; torch.compile sees their first condition
 
     def _hook_model(self, own: nn.Module) -> None:
@@ -198,16 +192,15 @@ class Capture:
             self._products.leave(None)
         if self.rows.counted:  # a loss.backward() that nobody closed
             self.end_backward()
-        loss = LossTerms(self.read_batch(arguments, keywords))
         detached = all(x.grad_fn is None for x in tensors_of((arguments, keywords)))
-        self._forward = Forward(loss, detached)
+        self.forward = Forward(self.read_batch(arguments, keywords), detached)
         self.inputs.begin_batch()
         self._masks.begin()
 
     @torch.compiler.disable
     def _end_batch(self, own: bool, output: Any) -> None:
         if own and torch._C._current_graph_task_id() == -1:
-            self._forward.loss.returned(output, weight_sharing=self.rows.weight_sharing)
+            self.forward.returned(output, weight_sharing=self.rows.weight_sharing)
             self._masks.end()
 
     def _hook_layer(self, layer: LayerSpec, own: nn.Module, model: nn.Module) -> None:
@@ -261,8 +254,8 @@ class Capture:
         if not captured:
             return
         # several may have run before the backward of this one, with other masks
-        forward = self._running if recomputed and self._running is not None else self._forward
-        x, info, rows = x.detach(), forward.loss.info, EVERY_ROW
+        forward = self._running if recomputed and self._running is not None else self.forward
+        x, info, rows = x.detach(), forward.info, EVERY_ROW
         if self._info_of is not None:
             info = self._info_of(layer.module, info)
         if stacked or info.places:  # rows are tokens, sorted by who takes them; a place without one is zero

@@ -117,17 +117,22 @@ def _viewed(p: int, before: tuple[int, ...], after: tuple[int, ...]) -> int | ra
 
 
 @dataclass(eq=False)
-class LossTerms:
-    """What is known of the loss of one forward of the model. Holds no graph.
+class Forward:
+    """What is known of one forward of the model and its loss. Held by its calls; holds no graph.
 
     Attributes:
         info: what its arguments show.
+        detached: whether no input of the model came from another graph.
+        waiting: layer -> sum of the inputs so far, for the backward: a batch that is skipped, and a run for another
+            engine's loss, count nothing.
         terms: M, if labels or the model's output show it.
         seed: the gradient that reached the loss the model returned; measured only if ``info.items`` asks for it.
         guess: M where neither does: as many as the layer nearest to the loss has rows.
     """
 
     info: BatchInfo = field(default_factory=BatchInfo)
+    detached: bool = True
+    waiting: dict[str, Any] = field(default_factory=dict)
     terms: Tensor | int | None = None
     seed: Tensor | None = None
     guess: Tensor | int | None = None

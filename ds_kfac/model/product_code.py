@@ -9,7 +9,7 @@ summed over are one side, those of the output the other. :func:`lent` reads whic
 import ast
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, lru_cache
 from linecache import getlines
 from math import prod
@@ -97,13 +97,9 @@ def _lent(kind: Any) -> Mapping[str, bool]:
     taken: set[str] = set()
     called: set[str] = set()
     for function in _functions(kind):
-        own = _own(function)
-        local = {
-            node.targets[0].id: node.value
-            for node in ast.walk(function)
-            if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
-        }
-        for node in ast.walk(function):
+        own, nodes = _own(function), list(ast.walk(function))
+        local = dict(_assigned(nodes))
+        for node in nodes:
             operands: list[ast.expr] = []
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
                 operands = [node.left, node.right]
@@ -112,7 +108,7 @@ def _lent(kind: Any) -> Mapping[str, bool]:
                 if not _name(node.func).endswith(("_", "attr", "isinstance")):  # init.normal_(..), hasattr(..)
                     operands = [*node.args, *(word.value for word in node.keywords)]
             operands = [local.get(x.id, x) if isinstance(x, ast.Name) else x for x in operands]
-            taken.update(_child(operand.value, own) for operand in map(_viewed, operands) if _is_weight(operand))
+            taken |= {_child(x.value, own) for x, _ in map(_viewed, operands) if _is_weight(x)}
     return {name: name in called for name in sorted(taken - {""})}
 
 
@@ -134,9 +130,9 @@ def _convolves(kind: Any) -> bool:
             if isinstance(node, ast.Call) and _name(node.func) == "forward":
                 return True  # super().forward(..)
             if isinstance(node, ast.Call) and "conv" in _name(node.func):
-                operands = map(_viewed, [*node.args, *(word.value for word in node.keywords)])
-                if any(_is_weight(x) or (isinstance(x, ast.Name) and x.id in given & {"weight"}) for x in operands):
-                    return True
+                for x, _ in map(_viewed, [*node.args, *(word.value for word in node.keywords)]):
+                    if _is_weight(x) or (isinstance(x, ast.Name) and x.id in given & {"weight"}):
+                        return True
     return False
 
 
@@ -198,17 +194,26 @@ def classes_of(file: str, module: str) -> Mapping[str, ast.ClassDef]:
     return found
 
 
-def _viewed(node: ast.expr) -> ast.expr:
-    """What a piece of code is a view of, or a copy in another dtype."""
-    while True:
+def _viewed(node: ast.expr, own: str = "") -> tuple[ast.expr, bool]:
+    """What a piece of code is a view of, or a copy in another dtype, and whether it is turned: ``self.w[e].T`` is
+    ``self.w``, turned."""
+    turned = False
+    while not _child(node, own):
+        how = node.func if isinstance(node, ast.Call) else node
         if isinstance(node, ast.Subscript):
             node = node.value
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in TURNS | KEEPS:
-            node = node.func.value
-        elif isinstance(node, ast.Attribute) and node.attr in TURNS:
-            node = node.value
+        elif isinstance(how, ast.Attribute) and how.attr in TURNS | KEEPS:
+            node, turned = how.value, turned != (how.attr in TURNS)
         else:
-            return node
+            break
+    return node, turned
+
+
+def _assigned(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
+    """(variable, what it is set to)."""
+    for node in nodes:
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            yield node.targets[0].id, node.value
 
 
 def _is_weight(node: ast.expr) -> TypeGuard[ast.Attribute]:
@@ -235,27 +240,15 @@ def _products(function: Function) -> Iterator[tuple[str, Lies]]:
     """(parameter, how it lies) of the products in a function's code, in its order."""
     own, local = _own(function), dict[str, tuple[str, bool]]()  # variable -> parameter, whether turned
 
-    def parameter(node: ast.AST) -> tuple[str, bool] | None:
-        """What a piece of code is a view of: ``self.w[e].T`` of w, turned."""
-        if isinstance(node, ast.Name):
-            return local.get(node.id)
-        if isinstance(node, ast.Subscript):
-            return parameter(node.value)
-        how = node.func if isinstance(node, ast.Call) else node
-        if not isinstance(how, ast.Attribute):
-            return None
-        if how is node and isinstance(how.value, ast.Name) and how.value.id == own:
-            return how.attr, False
-        found = parameter(how.value)
-        return (found[0], found[1] != (how.attr in TURNS)) if found and how.attr in TURNS | KEEPS else None
+    def parameter(node: ast.expr) -> tuple[str, bool] | None:
+        node, turned = _viewed(node, own)
+        name, before = local.get(node.id, ("", False)) if isinstance(node, ast.Name) else (_child(node, own), False)
+        return (name, before != turned) if name else None
 
-    nodes = sorted(
-        ast.walk(function), key=lambda node: (getattr(node, "lineno", 0), getattr(node, "end_col_offset", 0))
-    )
-    for node in nodes:
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            if (found := parameter(node.value)) is not None:
-                local[node.targets[0].id] = found
+    nodes = sorted(ast.walk(function), key=lambda x: (getattr(x, "lineno", 0), getattr(x, "end_col_offset", 0)))
+    for variable, value in _assigned(nodes):
+        if (found := parameter(value)) is not None:
+            local[variable] = found
     for node in nodes:
         left, right, linear = None, None, False
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):

@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from ds_kfac.model.batch import BatchInfo, Fit
 from ds_kfac.model.convolutions import Convolution, Patches
 from ds_kfac.model.layers import LayerSpec, LayerType
-from ds_kfac.model.loss import LossTerms
+from ds_kfac.model.loss import Forward
 
 logger = logging.getLogger("ds_kfac")
 
@@ -42,21 +42,6 @@ class BatchSum:
     @classmethod
     def empty(cls, numel: int, device: torch.device) -> "BatchSum":
         return cls(torch.zeros(numel, device=device), torch.zeros((), device=device))
-
-
-@dataclass(eq=False)
-class Forward:
-    """One run of the model, held by its calls, so that it goes with the graph.
-
-    Attributes:
-        detached: whether no input of the model came from another graph.
-        waiting: layer -> sum of the inputs so far, for the backward: a batch that is skipped, and a run for another
-            engine's loss, count nothing.
-    """
-
-    loss: LossTerms = field(default_factory=LossTerms)
-    detached: bool = True
-    waiting: dict[str, BatchSum] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -193,7 +178,7 @@ class RowSums:
     ) -> None:
         self.weight_sharing, self.positions, self.turn = weight_sharing, positions, 0
         self._stage, self._divided = stage, divided
-        self.counted: set[tuple[LossTerms, str]] = set()
+        self.counted: set[tuple[Forward, str]] = set()
         self._warned = False
 
     @torch.no_grad()
@@ -245,28 +230,29 @@ class RowSums:
     def _gain(self, call: Call, own: Tensor | int, seed: Tensor | float, sum_: BatchSum) -> Any:
         """What output gradients are multiplied by. Counts the call's loss terms in ``sum_``, unless they are: a second
         use of a layer in a forward adds rows, not terms. ``own``: how many of the call's rows count."""
-        loss, info, divisor = call.forward.loss, call.info, call.info.divisor
-        terms = loss.terms  # M, the same for all layers
+        forward, info, divisor = call.forward, call.info, call.info.divisor
+        terms = forward.terms  # M, the same for all layers
         if terms is None:
             own = own if info.tokens is None else info.tokens
-            if loss.guess is None:
-                loss.guess = own
+            if forward.guess is None:
+                forward.guess = own
             elif call.select is None and not self._warned:  # rows of one of several layers say nothing of it
-                known = isinstance(own, int) and isinstance(loss.guess, int)  # numbers on the device are not looked at
-                self._warned = bool(own != loss.guess) if known else type(own) is not type(loss.guess)
+                # numbers on the device are not looked at
+                known = isinstance(own, int) and isinstance(forward.guess, int)
+                self._warned = bool(own != forward.guess) if known else type(own) is not type(forward.guess)
                 if self._warned:
                     logger.warning(
                         f"ds_kfac: {call.layer.name} has other rows than the layer nearest to the loss. The number of "
                         "loss terms is taken from that layer, because neither labels nor an output of the model show "
                         "it. Set engine.kfac.read_batch to return the labels (docs/tuning.md)"
                     )
-            terms = loss.guess
-        key = loss, call.layer.name  # A's and G's rows are the same terms, and one of both is made
+            terms = forward.guess
+        key = forward, call.layer.name  # A's and G's rows are the same terms, and one of both is made
         if key not in self.counted:
             self.counted.add(key)
             sum_.count.add_(terms * info.ranks)
-        if loss.seed is not None and info.items is not None:
-            seed, divisor = loss.seed, info.items
+        if forward.seed is not None and info.items is not None:
+            seed, divisor = forward.seed, info.items
         return (divisor if self._divided and divisor is not None else terms) / seed
 
 

@@ -185,7 +185,7 @@ _ROWS = [
      "tests/model/test_capture.py tests/model/test_loss_terms.py"),
     ("items not read", "model/rows.py", "and info.items is not None:", "and False:",
      "tests/deepspeed/test_num_items.py"),
-    ("another M in every layer", "model/rows.py", "terms = loss.terms", "terms = None",
+    ("another M in every layer", "model/rows.py", "terms = forward.terms", "terms = None",
      "tests/model/test_loss_terms.py"),
     ("sequence-first masks are reshaped", "model/batch.py", "return Fit(mask.T, 1)\n    if len",
      "return Fit(mask.reshape(T, N), 0)\n    if len", "tests/model/test_row_masks.py"),

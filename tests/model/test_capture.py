@@ -71,10 +71,10 @@ def test_a_copy_of_the_model_is_made_and_leaves_no_trace(sampled):
     recorder.capture.lock = threading.Lock()  # nothing that the hooks hold can be copied, as process groups cannot
     x = torch.randn(5, 8, requires_grad=True)
     recorder.model(x).sum()
-    begun, pending = recorder.capture.loss, list(recorder.capture.pending)
+    begun, pending = recorder.capture.forward, list(recorder.capture.pending)
     average = copy.deepcopy(recorder.model)
     average(x).sum().backward()
-    assert recorder.capture.loss is begun and recorder.capture.pending == pending
+    assert recorder.capture.forward is begun and recorder.capture.pending == pending
     assert recorder.capture.counted == recorder.capture.outside == 0
 
 

@@ -224,7 +224,7 @@ def test_items_are_read_by_name_and_only_where_the_model_returns_a_loss():
     recorder = recorder_of_labelled()
     recorder.capture.read_batch = lambda *given: replace(read(*given), items=7)
     logits = recorder.model(X, UNEVEN)["logits"]
-    recorder.capture.loss.returned(logits, weight_sharing="expand")
+    recorder.capture.forward.returned(logits, weight_sharing="expand")
     F.cross_entropy(logits.flatten(0, 1), UNEVEN.flatten()).backward()
     assert_G(recorder, UNEVEN)
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from ds_kfac.model.batch import ArgumentReader, BatchInfo, Fit, fit
 from ds_kfac.model.convolutions import phase
-from ds_kfac.model.loss import LossTerms
+from ds_kfac.model.loss import Forward
 from ds_kfac.model.rows import gradient_rows, input_rows
 from tests.close import close
 
@@ -14,7 +14,7 @@ EXPAND, REDUCE = "expand", "reduce"
 
 
 def terms(info: BatchInfo, weight_sharing: str = EXPAND) -> float:
-    loss = LossTerms(info)
+    loss = Forward(info)
     loss.returned(None, weight_sharing=weight_sharing)
     return float(loss.terms)
 
