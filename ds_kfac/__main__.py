@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -29,22 +30,17 @@ PACKAGES = ("ds_kfac", "torch", "deepspeed", "triton", "ninja", "numpy", "pydant
 def environment_report() -> str:
     """What is installed and found here, and what ds_kfac can do with it, as a table each."""
     versions = [*((name, _version(name)) for name in PACKAGES), ("python", platform.python_version())]
-    return "\n".join(
-        [
-            "ds_kfac: installed",
-            *columns([*versions, ("nvcc", _compiler("nvcc"))]),
-            "accelerator",
-            *columns(_accelerator()),
-            "op libraries: installed if compiled ahead of time, else compiled at first use if compatible",
-            *columns(build.rows(None if gpu_problem() else gpu_architecture())),
-            "backends of ops",
-            *columns([("backend", "device", "runs here"), *map(_backend, BACKENDS)]),
-            "supported",
-            *columns(_support()),
-            "refused at attach",
-            *(f"  {mode}: {remedy}" for mode, (_, remedy) in REFUSALS.items()),
-        ]
-    )
+    tables: dict[str, Sequence[tuple[str, ...]]] = {
+        "ds_kfac: installed": [*versions, ("nvcc", _compiler("nvcc"))],
+        "accelerator": _accelerator(),
+        "op libraries: installed if compiled ahead of time, else compiled at first use if compatible": build.rows(
+            None if gpu_problem() else gpu_architecture()
+        ),
+        "backends of ops": [("backend", "device", "runs here"), *map(_backend, BACKENDS)],
+        "supported": _support(),
+    }
+    lines = [line for title, rows in tables.items() for line in (title, *columns(rows))]
+    return "\n".join([*lines, "refused at attach", *(f"  {mode}: {advice}" for mode, (_, advice) in REFUSALS.items())])
 
 
 def _version(package: str) -> str:
@@ -144,26 +140,18 @@ def _describe(parser: argparse.ArgumentParser, *, check: bool = False) -> None:
 
 
 COMMANDS = {
-    "check": command.check,
-    "estimate": command.run,
-    "plot": plot.run,
-    "report": lambda _: environment_report(),
-    "config": lambda _: manual(),
-    "schema": lambda _: schema(),
-}
+    "check": command.check, "estimate": command.run, "plot": plot.run,
+    "report": lambda _: environment_report(), "config": lambda _: manual(), "schema": lambda _: schema(),
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0; 1 and a line on stderr if something is wrong with config or model; 2 for wrong arguments."""
     parser = argparse.ArgumentParser("python -m ds_kfac", description="K-FAC for DeepSpeed")
     commands = parser.add_subparsers(dest="command", required=True)
-    _describe(
-        commands.add_parser(
-            "estimate",
-            help="memory, bytes, FLOPs and overhead of every strategy, before a run",
-            description="What K-FAC would cost a rank, from the plan that a run would make; no model is allocated.",
-        )
-    )
+    what = "memory, bytes, FLOPs and overhead of every strategy, before a run"
+    more = "What K-FAC would cost a rank, from the plan that a run would make; no model is allocated."
+    _describe(commands.add_parser("estimate", help=what, description=more))
     check = commands.add_parser("check", help="whether a config fits a model, and the report of attach, without a run")
     _describe(check, check=True)
     plot.add_arguments(commands.add_parser("plot", help="draw a run's logs: csv, tensorboard, or the Trainer's"))
@@ -178,10 +166,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if launches:
             launcher.launch(given[1:])
-            return 0
-        with only_for_data():
-            text = COMMANDS[arguments.command](arguments)
-        print(text)
+        else:
+            with only_for_data():
+                text = COMMANDS[arguments.command](arguments)
+            print(text)
     except ValueError as problem:
         print(f"ds_kfac {arguments.command}: {problem}", file=sys.stderr)
         return 1

@@ -134,12 +134,8 @@ class Watch:
         self._copy: HostCopy | None = None
 
     def step(self, flags: Mapping[str, Tensor], *, look: bool) -> None:
-        """After a step that was applied.
-
-        Args:
-            flags: layer name -> bool scalar, of none or of all layers.
-            look: say what an earlier look asked for, if it has arrived, and ask again. Now and then is enough.
-        """
+        """After a step that was applied, with flags (bool scalars) of none or of all layers. ``look``, now and then:
+        say what an earlier look asked for, if it has arrived, and ask again."""
         if flags:
             self._seen = self._seen + torch.stack([flags[name] for name in self.names])
         if look and (self._copy is None or self._copy.done):

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ds_kfac.config import values
 from ds_kfac.curvature.methods import METHODS
@@ -293,15 +293,12 @@ class KFACConfig(Block):
     @property
     def choice(self) -> Choice:
         assert self.layers.types is not None
+        layers, factor = self.layers, self.factor
         return Choice(
-            include=tuple(self.layers.include),
-            exclude=tuple(self.layers.exclude),
-            types=tuple(self.layers.types),
-            dense_max=self.factor.dense_max,
-            gradients=self.factor.fisher != "activations_only",
+            tuple(layers.include), tuple(layers.exclude), tuple(self.layers.types), factor.dense_max,
+            gradients=factor.fisher != "activations_only", blocks=tuple(self.adam.blocks.items()),
             shares=SHARES and not METHODS[self.preconditioner.method].paired(self.damping.chosen),
-            blocks=tuple(self.adam.blocks.items()),
-        )
+        )  # fmt: skip
 
     @property
     def schedule(self) -> Schedule:
@@ -322,9 +319,13 @@ def parse(block: Any) -> KFACConfig:
     """
     if not isinstance(block, Mapping):
         raise ValueError(f'"kfac" must be an object such as {{"enabled": true}}, got {block!r}')
-    config, errors = values.validated(block, KFACConfig)
+    config, errors = None, []
+    try:
+        config = KFACConfig(**values.without_nulls(block, KFACConfig))
+    except ValidationError as error:
+        errors = [values.explain(detail, block, KFACConfig) for detail in error.errors()]
     errors += _contradictions(block)
-    if errors:
+    if config is None or errors:
         raise ValueError('invalid DeepSpeed config, block "kfac":\n  ' + "\n  ".join(errors))
     return config
 
@@ -355,11 +356,8 @@ def _contradictions(block: Mapping[str, Any]) -> list[str]:
             '"kronecker"; or use method "eigen"'
         )
     if given("preconditioner", "step") != "quadratic":
-        if kind == "adaptive":
-            errors.append(
-                'kfac.damping.kind "adaptive" needs the quadratic model of kfac.preconditioner.step "quadratic"'
-            )
-        return errors
+        alone = 'kfac.damping.kind "adaptive" needs the quadratic model of kfac.preconditioner.step "quadratic"'
+        return [*errors, alone] if kind == "adaptive" else errors
     why = 'with kfac.preconditioner.step "quadratic"'
     needs = {"eigenvalues": "kronecker", "graft": "none", "method": "eigen", "kl_clip": 0}
     errors += [

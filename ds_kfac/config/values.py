@@ -181,14 +181,6 @@ KEY = "kfac"
 """Of a DeepSpeed config."""
 
 
-def validated(block: Mapping[str, Any], model: Model) -> tuple[Any, list[str]]:
-    """A block's model, or None and the errors."""
-    try:
-        return model(**without_nulls(block, model)), []
-    except ValidationError as error:
-        return None, [explain(detail, block, model) for detail in error.errors()]
-
-
 def without_nulls(values: Mapping[str, Any], model: Model) -> dict[str, Any]:
     """null, and "auto" of Hugging Face's configs, are the same as leaving a known key out; an unknown one must still be
     seen."""

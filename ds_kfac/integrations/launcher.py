@@ -16,10 +16,7 @@ USAGE = "python -m ds_kfac run [deepspeed launcher arguments] script.py [script 
 
 
 def launch(arguments: list[str]) -> None:
-    """Run DeepSpeed's launcher; ends the process as it does.
-
-    Args:
-        arguments: those of the ``deepspeed`` command.
+    """Run DeepSpeed's launcher with the arguments of its command; ends the process as it does.
 
     Raises:
         ValueError: ``--no_python``.
@@ -34,20 +31,16 @@ def launch(arguments: list[str]) -> None:
 
 
 def run_script(arguments: list[str]) -> None:
-    """In a rank: enable K-FAC, then run a script as ``python`` would.
-
-    Args:
-        arguments: maybe ``--local_rank=N``, then ``script.py`` or ``-m module``, then the script's own.
-    """
+    """In a rank: enable K-FAC, then run a script as ``python`` would: maybe ``--local_rank=N``, then ``script.py`` or
+    ``-m module``, then the script's own arguments."""
     enable()
     local_rank = [arguments.pop(0)] if arguments[0].startswith("--local_rank") else []
-    if arguments[0] == "-m":
-        _, module, *rest = arguments
-        sys.argv = [module, *local_rank, *rest]
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    as_module = arguments[0] == "-m"
+    script, *rest = arguments[as_module:]
+    sys.argv = [script, *local_rank, *rest]
+    if as_module:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
     else:
-        script, *rest = arguments
-        sys.argv = [script, *local_rank, *rest]
         sys.path[0] = os.path.dirname(os.path.abspath(script))
         runpy.run_path(script, run_name="__main__")
 

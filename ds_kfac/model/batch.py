@@ -21,10 +21,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 logger = logging.getLogger("ds_kfac")
-MASK, DECODER_MASK, LABELS, ITEMS = "attention_mask", "decoder_attention_mask", "labels", "num_items_in_batch"
-"""Names of Hugging Face's arguments."""
-NO_LOSS = -100
-"""Its label without a loss."""
 SOURCE, TARGET = "source", "target"
 
 
@@ -67,7 +63,7 @@ class BatchInfo:
         ranks: from how many ranks the rows come, each with as many loss terms as this one (experts).
         tokens: loss terms, where neither labels nor the model's output show them; None: as many as the layer nearest to
             the loss has rows.
-        places: whether its rows are places for tokens, zero where there is none (experts).
+        places: whether rows are places for tokens, zero where there is none (experts).
     """
 
     rows: Tensor | None = None
@@ -114,17 +110,17 @@ class ArgumentReader:
         for name, parameter in self._signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 given = {**given, **given.get(name, {})}
-        labels, labelled = given.get(LABELS), None
+        labels, labelled = given.get("labels"), None
         if isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dtype != torch.bool:
-            labelled = labels != NO_LOSS
+            labelled = labels != -100  # Hugging Face's label without a loss
             if self.shifted and labelled.ndim == 2:
                 labelled = torch.cat([labelled[:, 1:], labelled.new_zeros(len(labelled), 1)], dim=1)
-        rows, encoder_rows = self._mask(given.get(MASK)), None
+        rows, encoder_rows = self._mask(given.get("attention_mask")), None
         if self.two_sided:
-            rows, encoder_rows = self._mask(given.get(DECODER_MASK)), rows
+            rows, encoder_rows = self._mask(given.get("decoder_attention_mask")), rows
         if self.count == "labelled" and labelled is not None and labelled.ndim == 2:
             rows = labelled if rows is None or rows.shape != labelled.shape else rows & labelled
-        return BatchInfo(rows, labelled, encoder_rows=encoder_rows, items=given.get(ITEMS))
+        return BatchInfo(rows, labelled, encoder_rows=encoder_rows, items=given.get("num_items_in_batch"))
 
     def _mask(self, mask: Any) -> Tensor | None:
         return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 and self.count != "all" else None
@@ -135,8 +131,8 @@ class Fit:
     """A mask as it fits the rows of a call.
 
     Attributes:
-        mask: bool, [N, T] or [T, N] as the rows lie, maybe flattened; None: every row counts.
-        examples: dimension of the rows that has the examples, 1 where sequences come first.
+        mask: bool, [N, T] or [T, N] as the rows lie; None: every row counts.
+        examples: their dimension, 1 where sequences come first.
         doubt: what its shape leaves open, "" if all is clear.
     """
 
@@ -149,12 +145,8 @@ EVERY_ROW = Fit()
 
 
 def fit(mask: Tensor | None, batch: tuple[int, ...], examples: int | None = None) -> Fit:
-    """The mask for rows of leading shape ``batch``.
-
-    Args:
-        mask: bool [N, T]; one with other dimensions is of rows in their own order.
-        examples: dimension of the examples in rows of this model, where it is known from elsewhere.
-    """
+    """The mask, bool [N, T], for rows of leading shape ``batch``; one with other dimensions is of rows in their own
+    order. ``examples``: dimension of the examples in rows of this model, where it is known from elsewhere."""
     if mask is None:
         return Fit()
     if mask.ndim != 2:
@@ -289,8 +281,7 @@ class RowMasks:
 
 
 def is_autoep(module: nn.Module) -> bool:
-    """Whether it is a mixture that DeepSpeed's AutoEP has put into a model: ``experts`` are stacks w1, w2, w3 [E, O, I]
-    of this rank's."""
+    """Whether it is a mixture of DeepSpeed's AutoEP: ``experts`` are this rank's stacks w1, w2, w3 [E, O, I]."""
     return getattr(module, "_is_autoep_layer", False) is True
 
 

@@ -7,8 +7,7 @@ others. Sizes are those of :attr:`ds_kfac.model.layers.LayerSpec.blocks`.
 
 **Parts**: a head over a large vocabulary is cut into parts of its outputs, a layer each: one owner would be too few.
 Only where that changes nothing but who does it: G is the identity, and the update rule steps along rows that no product
-mixes, as KFACAdamW does along a head's. The parts have one A, of the same batch. Their names are those of the entries
-of a stack, and depend on the layer's shape alone: a checkpoint fits any number of ranks.
+mixes. The parts have one A. Their names depend on the layer's shape alone: a checkpoint fits any number of ranks.
 """
 
 import inspect

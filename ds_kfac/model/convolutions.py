@@ -1,15 +1,13 @@
 """Convolutions, whose rows are image patches (KFC, Grosse & Martens 2016, arXiv:1602.01407).
 
 **nn.Conv1d, 2d, 3d**: the matrix [O, C * kernel], the bias as last column. Its rows of A are the patches it sees, its
-rows of G the gradients of its output pixels. With groups (depthwise: one channel each) it is a stack of independent
-maps [groups, O / groups, C / groups * kernel], each with its own A and G. Loss terms are the examples unless labels or
-the model's output say otherwise: A is the mean over examples and positions, G the sum over positions for each term.
-That is KFC's Fisher, T A kron (G / T) with T positions.
+rows of G the gradients of its output pixels. With groups it is a stack of independent maps [groups, O / groups,
+C / groups * kernel], each with its own A and G. Loss terms are the examples unless labels or the model's output say
+otherwise: A is the mean over examples and positions, G the sum over positions for each term. That is KFC's Fisher.
 
 **nn.ConvTranspose1d, 2d, 3d**: the roles swapped, weight [C, O / groups, *kernel]. Its input's pixels are the rows of
 A; the patches of its output's gradient, as the convolution whose transpose it is would see them, are those of G. The
-matrix is [O * kernel, C]. A bias is added to every output pixel: it is no column of that matrix and left to the
-optimizer.
+matrix is [O * kernel, C], its bias left to the optimizer.
 
 **Patches** have an entry for each channel and place of the kernel, in the order of a convolution's weight; single
 pixels are patches too. Only a few are in memory at a time.

@@ -17,9 +17,8 @@ from ds_kfac.model.batch import BatchInfo, fit
 def class_dim(prediction: Tensor) -> int:
     """Dimension of a term's outputs: the last of [N, C]; of more dimensions the one that the outputs of the last
     product have become: [N, C, L] and [N, C, H, W] of a convolution, [N, T, C] and [N, H, W, C] of a linear layer,
-    wherever they were turned to. Where the graph of ``prediction`` does not say so, it is the last of [N, T, C], and
-    the second of images [N, C, H, W], as in torch's losses.
-    """
+    wherever they were turned to. Where the graph does not say so, as in torch's losses: of images the second, else the
+    last."""
     if prediction.ndim < 3:
         return -1
     place = _outputs(prediction.grad_fn, tuple(prediction.shape))

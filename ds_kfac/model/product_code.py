@@ -113,8 +113,8 @@ def _lent(kind: Any) -> Mapping[str, bool]:
 
 
 def convolves(module: nn.Module) -> bool:
-    """Whether the code of a convolution that has a forward of its own convolves with its weight, and not with something
-    that it makes of it, such as a standardized one."""
+    """Whether the code of a convolution that has a forward of its own convolves with its weight itself, and not with a
+    standardized one."""
     kinds = type(module).__mro__
     known = next(place for place, kind in enumerate(kinds) if kind.__module__ == nn.Conv2d.__module__)
     return any(map(_convolves, kinds[:known]))
@@ -137,17 +137,13 @@ def _convolves(kind: Any) -> bool:
 
 
 def reads(module: nn.Module, parameter: str) -> bool:
-    """Whether the code of a module does something with a parameter that it holds, and does not only hold it for
-    another one."""
+    """Whether the code of a module does something with a parameter that it holds, as far as there is code."""
     functions = list(_functions(type(module)))
-    if not functions:
-        return True  # nothing is known
-    return any(name == parameter for function in functions for name, _ in _reads(function))
+    return not functions or any(name == parameter for function in functions for name, _ in _reads(function))
 
 
 def looked_up(module: nn.Module, parameter: str) -> bool:
-    """Whether a parameter is a table, as far as the code shows: rows are looked up in it, and nothing is multiplied by
-    it."""
+    """Whether a parameter is a table by the code: rows are looked up in it, and nothing is multiplied by it."""
     if parameter in multiplied(module):
         return False
     read = [use for function in _functions(type(module)) for name, use in _reads(function) if name == parameter]
@@ -283,7 +279,6 @@ class Contraction(NamedTuple):
     """A product of rows with a matrix, as einsum has it.
 
     Attributes:
-        lies: how the matrix lies in its operand.
         x: order of the other operand's dimensions that makes it [.., I..], I.. as they lie in the matrix.
         output: of the output's, that makes it [.., O..].
         rows: how many dimensions the rows have.

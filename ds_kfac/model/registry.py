@@ -2,10 +2,8 @@
 
 A channel's (weight, bias) gets the 2 x 2 second moment of its own gradient (xhat g, g) per loss term; RMSNorm, without
 a bias, a single number. As a layer: a matrix of one row, weight and bias of a channel side by side, whose side A is
-block-diagonal with blocks of 2, and no G.
-
-In norms of images [N, C, ..] all positions share a channel's weight and bias, so the gradient of a loss term is the sum
-over an example's: (sum of xhat g, sum of g).
+block-diagonal with blocks of 2, and no G. In norms of images [N, C, ..] the gradient of a loss term is the sum over an
+example's positions.
 
 Source: SP-NGD, Osawa et al. 2020 (arXiv:2002.06015), sec. 4.2.
 """
@@ -22,8 +20,6 @@ from ds_kfac.model.convolutions import Convolution, TransposedConvolution
 
 
 class Norm(layers.LayerType):
-    """What all norms have in common."""
-
     needs_gradients = True
 
     def refusal(self, module: Any) -> str | None:
@@ -34,7 +30,7 @@ class Norm(layers.LayerType):
         """xhat, the input before weight and bias."""
 
     def of_term(self, gradient: Tensor) -> Tensor:
-        """Gradients of the parameters at each position, [.., channels] -> of each loss term."""
+        """Gradients at each position, [.., channels] -> of each loss term."""
         return gradient
 
     def sides(self, module: Any, bias: bool) -> tuple[int, int]:
@@ -65,7 +61,6 @@ class Norm(layers.LayerType):
         return pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
 
     def unfit(self, module: Any) -> str | None:
-        """Why no norm of this kind can be taken, or None."""
         if getattr(module, "weight", None) is None:
             return "it has no weight"
         if len(layers.parameter_shape(module.weight)) != 1:

@@ -91,10 +91,7 @@ class Call:
 
 
 def _positions(x: Tensor, mask: Tensor | None, turned: bool) -> tuple[Tensor, Tensor | None]:
-    """[.., D] -> [N, T, D], and the mask [N, T, 1]; without positions T = 1.
-
-    ``turned``: sequences come first, [T, N, ..].
-    """
+    """[.., D] -> [N, T, D], and the mask [N, T, 1]; without positions T = 1. ``turned``: from [T, N, ..]."""
     batch = x.shape[:-1] or (1,)
     if mask is not None and len(batch) == 1:  # a model that flattens [N, T]
         batch = mask.shape
@@ -138,10 +135,7 @@ def gradient_rows(
     gradient: Tensor, mask: Tensor | None, weight_sharing: str, *, examples: int = 0
 ) -> tuple[Tensor, Tensor | int]:
     """Rows of output gradients [R, D], and how many loss terms the call has if nothing else shows it; see
-    :func:`input_rows`.
-
-    bf16 and fp16 rows are as they were, so that tensor cores multiply them; sums over positions and others are fp32.
-    """
+    :func:`input_rows`. bf16 and fp16 rows are as they were; sums over positions and others are fp32."""
     reduced = weight_sharing == "reduce"
     g_NTD, mask = _positions(gradient.detach(), mask, examples == 1 and reduced)
     if g_NTD.dtype not in (torch.bfloat16, torch.float16):
@@ -164,7 +158,7 @@ class RowSums:
         divided: whether the loss may be divided by something else than its terms, according to the micro-batch.
 
     Attributes:
-        turn: the step, moves the sub-sample of positions.
+        turn: the step.
         counted: layers whose loss terms are, since the last backward.
     """
 
@@ -329,12 +323,8 @@ class SharedInputs:
 
 
 def agreed(found: Sequence[Mapping[str, tuple[int, ...]]], kinds: Mapping[str, object]) -> tuple[tuple[str, ...], ...]:
-    """Groups of layers that share their inputs wherever they were called, in the order of ``kinds``.
-
-    Args:
-        found: of every rank.
-        kinds: layer -> what has to be equal too, such as its side.
-    """
+    """Groups of layers that share their inputs wherever they were called, in the order of ``kinds``: layer -> what has
+    to be equal too, such as its side. ``found``: of every rank."""
     groups: dict[tuple, list[str]] = {}
     for layer, kind in kinds.items():
         inputs = tuple(rank.get(layer, ()) for rank in found)

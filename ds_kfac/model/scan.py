@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -73,8 +73,8 @@ def scan(model: nn.Module, choice: Choice | None = None, *, optimized: Iterable[
         optimized: the optimizer's parameters; None: all that require a gradient.
 
     Raises:
-        ValueError: a pattern that matches no module with parameters (a typing error that would silently
-            change what is trained), a lazy module, blocks that do not fit, or no layer left to precondition.
+        ValueError: a pattern that matches no module with parameters, a lazy module, blocks that do not fit, or no
+            layer left to precondition.
     """
     choice = choice or Choice()
     if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
@@ -121,9 +121,7 @@ class _Scanner:
 
     def __init__(self, model: nn.Module, choice: Choice, optimized: Iterable[nn.Parameter]) -> None:
         self.choice = choice
-        self.modules = {
-            name: module for name, module in model.named_modules() if list(module.parameters(recurse=False))
-        }
+        self.modules = {name: m for name, m in model.named_modules() if list(m.parameters(recurse=False))}
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.trained = {id(p) for p in optimized if p.requires_grad}
         self.users: defaultdict[int, list[str]] = defaultdict(list)
@@ -141,7 +139,11 @@ class _Scanner:
             return self._products(name, module) or why
         known, product, choice = LAYERS[kind], False, self.choice
         users, bias = self.users[id(module.weight)], module._parameters.get("bias")
-        alike = users if self._alike(users, kind) else [name]
+        holders = [self.modules[user] for user in users]
+        biases = {id(holder._parameters.get("bias")) for holder in holders}
+        # modules with one weight are one layer by several names: all of its kind, with one bias
+        one = len(biases) == 1 and all(_kind(holder)[0] == kind and id(holder) not in self.lent for holder in holders)
+        alike = users if one else [name]
         reason = self._unfit(name, module._parameters["weight"], bias, len(alike))
         if reason is not None:
             return reason
@@ -173,13 +175,6 @@ class _Scanner:
         own_bias = self.names[id(bias)] if trained_bias else None
         layer = LayerSpec(name, kind, name, self.names[id(module.weight)], own_bias, A, G, product, tuple(alike[1:]))
         return [replace(layer, groups=groups, keeps_direction=known.keeps_direction(module))]
-
-    def _alike(self, users: Sequence[str], kind: str) -> bool:
-        """Whether modules with one weight are one layer that is called by several names: all of its kind, with one
-        bias."""
-        modules = [self.modules[user] for user in users]
-        biases = {id(module._parameters.get("bias")) for module in modules}
-        return len(biases) == 1 and all(_kind(module)[0] == kind and id(module) not in self.lent for module in modules)
 
     def _products(self, name: str, module: nn.Module) -> list[LayerSpec] | str:
         """Layers of what a module of no known type multiplies rows by: matrices, or stacks of them with a layer for
@@ -246,7 +241,7 @@ class _Scanner:
         return None
 
     def _readers(self, parameter: nn.Parameter) -> int:
-        """How many of the modules that hold it do something with it."""
+        """How many modules do something with it."""
         users = self.users[id(parameter)]
         if len(users) == 1:
             return 1

@@ -47,13 +47,12 @@ class Share:
         )
 
     def exceptions(self) -> str:
-        """The largest of ``left``, in words."""
         named = [f"{kind} {n:,} ({reason})" for (kind, reason), n in self.left[:NAMED]]
         return ", ".join(named) + (", .." if len(self.left) > NAMED else "")
 
 
 def share(layers: Sequence[LayerSpec], parameters: int, trained: int | None = None) -> str:
-    """How much of a model of so many parameters the layers are, for people; ``trained``: None: all of them are."""
+    """How much of a model of so many parameters the layers are, for people."""
     ours, kinds = sum(layer.numel for layer in layers), Counter(layer.kind for layer in layers)
     some = trained is not None and trained < parameters
     frozen, whole = (f", {trained:,} of them trained", "of these") if some else ("", "of them")
