@@ -13,17 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ds_kfac.assignment.costs import (
-    CostModel,
-    FactorSpec,
-    Work,
-    capture_flops,
-    decompose_flops,
-    kept_bytes,
-    mean_width,
-    packed_bytes,
-    precondition_flops,
-)
+from ds_kfac.assignment import costs as rates
 from ds_kfac.comm.message import ALIGNMENT, RelayoutPlan
 from ds_kfac.comm.reduce import IN_FLIGHT, Layout, payloads
 from ds_kfac.curvature.eigen import Precision
@@ -34,7 +24,6 @@ from ds_kfac.model.convolutions import Convolution, grid_step
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.plan import plan as planning
-from ds_kfac.plan.plan import Plan, rows_from
 from ds_kfac.step.messages import Delivery, scalar_names
 from ds_kfac.update.rotation import stacks
 from ds_kfac.update.state import AdamMoments
@@ -68,7 +57,7 @@ class Step(NamedTuple):
     arriving: Keys
 
 
-def steps_of(plan: Plan) -> tuple[list[Step], list[Step]]:
+def steps_of(plan: planning.Plan) -> tuple[list[Step], list[Step]]:
     """The burn-in's steps after the first, up to the second refresh of everything; and those of a period once all
     intervals have settled. Without the adaptive rule, which only leaves work out."""
     schedule, timetable = plan.schedule, replace(plan, adaptive=None).timetable()
@@ -93,7 +82,7 @@ def together(world: int, width: int) -> np.ndarray:
     return place[:, None] == place[None, :]
 
 
-def travel(costs: CostModel, payload: np.ndarray, collectives: float) -> np.ndarray:
+def travel(costs: rates.CostModel, payload: np.ndarray, collectives: float) -> np.ndarray:
     """Seconds [W] to send and receive bytes [W, W]: the longer direction, and a latency per collective."""
     near = together(len(payload), costs.node_size)
     seconds = np.full(len(payload), collectives * costs.link_seconds)
@@ -136,7 +125,7 @@ class Estimate:
         overhead: seconds of the mean step over the model's.
     """
 
-    def __init__(self, subject: Subject, costs: CostModel, world: int, rows: int | None = None) -> None:
+    def __init__(self, subject: Subject, costs: rates.CostModel, world: int, rows: int | None = None) -> None:
         self.subject, self.costs, self.world, self.rows = subject, costs, world, rows
         self.shards, self.rule = subject.shards(world), subject.rule
         plan = subject.plan(self.shards, costs, rows)
@@ -215,8 +204,8 @@ class Estimate:
     def memory(self) -> Mapping[str, np.ndarray]:
         """Kind -> bytes [W], once everything is there."""
         plan, moments = self.plan, self.rule.moments(self.plan.config)
-        kept = {factor.key: kept_bytes(factor.side, plan.method) for factor in self.factors}
-        users = {factor.key: Work.users(factor, self.workers) for factor in self.factors}
+        kept = {factor.key: rates.kept_bytes(factor.side, plan.method) for factor in self.factors}
+        users = {factor.key: rates.Work.users(factor, self.workers) for factor in self.factors}
         state = plan.assignment.work.state(self.workers, self.homes)
         memory = {kind: np.array(nbytes) for kind, nbytes in state.items()}
         # the last value is the factor itself
@@ -229,7 +218,7 @@ class Estimate:
         captured, new = [sum(self._reduced(self.every, first))], memory["factors"]  # at first there are no eigenbases
         for step in {step for steps in steps_of(plan) for step in steps}:
             captured.append(sum(self._reduced(step.captured, self.layout)))
-            made = self._on_homes(lambda factor: packed_bytes(factor.side), step.captured)
+            made = self._on_homes(lambda factor: rates.packed_bytes(factor.side), step.captured)
             new = np.maximum(new, made + self._at((users[key], kept[key]) for key in step.arriving))
 
         gathering, gathers = self._buffers(self._gather(self.every, self.every))
@@ -327,7 +316,7 @@ class Estimate:
     def _precondition(self, layer: LayerSpec) -> float:
         """Seconds of a step; what the update rule adds on a GPU in fp16, at the model's rate, unless asked not."""
         costs, half = self.costs, self.plan.config.preconditioner.precision != "highest"
-        rate = max(costs.rate(mean_width(layer)), costs.model_flops if costs.beside and half else 0.0)
+        rate = max(costs.rate(rates.mean_width(layer)), costs.model_flops if costs.beside and half else 0.0)
         passes = costs.elementwise(FP32 * self.rule.passes * layer.numel)
         return costs.precondition(layer, self.plan.method) + self.rule.flops(self.plan.config, layer) / rate + passes
 
@@ -337,21 +326,21 @@ class Estimate:
         method, config, rule = self.plan.method, self.plan.config, self.rule
         return {
             "capture": self._captures(self.every),
-            "refresh": self._on_homes(lambda factor: decompose_flops(factor.side, method)),
-            "precondition": self._on_workers(lambda x: precondition_flops(x, method) + rule.flops(config, x)),
+            "refresh": self._on_homes(lambda factor: rates.decompose_flops(factor.side, method)),
+            "precondition": self._on_workers(lambda x: rates.precondition_flops(x, method) + rule.flops(config, x)),
         }
 
     def _captures(self, keys: Keys) -> np.ndarray:
         """FLOPs [W] of capturing some factors; one update is like another."""
         plan, layers = self.plan, {layer.name: layer for layer in self.plan.layers}
 
-        def flops(factor: FactorSpec) -> int:
-            layer, members = layers[factor.layers[0]], len(rows_from(factor, layers))
+        def flops(factor: rates.FactorSpec) -> int:
+            layer, members = layers[factor.layers[0]], len(planning.rows_from(factor, layers))
             rows = round((self.rows or 0) * self.subject.trace.rows_of(layer) * members)
             if isinstance(LAYERS[layer.kind], Convolution) and plan.config.factor.sample_positions:
                 dims = int(layer.kind[-2])
                 rows //= grid_step(rows, dims, max(layer.shape[-2:])) ** dims
-            return capture_flops(factor.side, rows)
+            return rates.capture_flops(factor.side, rows)
 
         found = ((f, plan.contributors.of(f.key, self.homes[f.key], 0)) for f in self.factors if f.key in keys)
         return self._at((ranks, flops(factor)) for factor, ranks in found)
@@ -363,7 +352,7 @@ class Estimate:
             found[list(ranks)] += amount
         return found
 
-    def _on_homes(self, amount: Callable[[FactorSpec], float], keys: Keys | set[str] | None = None) -> np.ndarray:
+    def _on_homes(self, amount: Callable[[rates.FactorSpec], float], keys: Keys | set[str] | None = None) -> np.ndarray:
         """[W]: an amount of each factor, or of some, at its eigen worker."""
         return self._at(([self.homes[f.key]], amount(f)) for f in self.factors if keys is None or f.key in keys)
 

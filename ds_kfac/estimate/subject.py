@@ -145,13 +145,8 @@ class Trace(TorchFunctionMode):
 
 
 class Subject:
-    """See the module's docstring.
-
-    Args:
-        model: may be on the meta device.
-        ds_config: defaults count where it has no "kfac" block.
-        stage: of ZeRO, in place of the config's.
-        trace: what a forward of the model showed.
+    """A model, perhaps on the meta device, and a config, of which the defaults count where it has no "kfac" block, and
+    another stage of ZeRO if that is given.
 
     Attributes:
         given, config, answers: the "kfac" block, with its nulls answered, and how.
@@ -163,8 +158,7 @@ class Subject:
         scan, layers: what was found in the model.
         groups: parameter groups of the optimizer: names and sizes of trained parameters, in its order.
         shared: groups of layers that see one input.
-        forward: multiplications that one token (or image) costs in the forward; 0 if it is not known how many of a
-            stack's matrices it takes.
+        forward: multiplications of one token (or image) in the forward; 0 if a stack's share of them is not known.
 
     Raises ValueError for a wrong config, an engine that K-FAC or the estimator does not know, a model without layers.
     """

@@ -11,16 +11,7 @@ from operator import add
 
 import torch
 
-from ds_kfac.assignment.assign import (
-    ROWS_PER_COLUMN,
-    Assignment,
-    Contributors,
-    assign,
-    counted,
-    refresh_offsets,
-    worker_counts,
-    workers_for,
-)
+from ds_kfac.assignment import assign as roles
 from ds_kfac.assignment.costs import CostModel, FactorSpec, Work, factor_specs, packed_bytes
 from ds_kfac.comm.reduce import DTYPES
 from ds_kfac.config.keys import KFACConfig
@@ -79,11 +70,11 @@ class Plan:
 
     layers: tuple[LayerSpec, ...]
     schedule: Schedule
-    assignment: Assignment
+    assignment: roles.Assignment
     offsets: Mapping[str, int]
     lag: int
     adaptive: float | None
-    contributors: Contributors
+    contributors: roles.Contributors
     bucket_bytes: int
     wire: torch.dtype
     gradient_dtypes: tuple[torch.dtype, torch.dtype]
@@ -95,7 +86,7 @@ class Plan:
     answers: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
     paired: bool = False
-    first: Contributors | None = None
+    first: roles.Contributors | None = None
 
     @cached_property
     def method(self) -> Method:
@@ -141,7 +132,7 @@ class Plan:
         alone = alone_here(self.layers, factor_specs(self.layers))
         layers = {layer.name: layer for layer in self.layers}
         rows = {f.key: sum(known.rows.get(name, 0.0) for name in rows_from(f, layers)) for f in alone}
-        counts = counted(alone, rows, self.assignment.world, wanted=wanted)
+        counts = roles.counted(alone, rows, self.assignment.world, wanted=wanted)
         return replace(plan, contributors=replace(self.contributors, counts=counts), first=self.contributors)
 
     def sharing(self, groups: Sequence[Sequence[str]]) -> "Plan":
@@ -249,11 +240,11 @@ def make_plan(
     )  # fmt: skip
 
 
-def _assignment(work: Work, config: KFACConfig, paired: bool, reasons: list[str]) -> Assignment:
+def _assignment(work: Work, config: KFACConfig, paired: bool, reasons: list[str]) -> roles.Assignment:
     """The predicted-fastest one within the budget; ``paired``: A and G of a layer on one rank."""
     options, world = config.assignment, work.world
     fraction, budget = options.gradient_worker_fraction, options.memory_budget_gb
-    counts = worker_counts(world) if fraction is None else (workers_for(fraction, world),)
+    counts = roles.worker_counts(world) if fraction is None else (roles.workers_for(fraction, world),)
     if work.held is not None:
         if fraction is not None and counts != (1,):
             raise ValueError(
@@ -262,7 +253,7 @@ def _assignment(work: Work, config: KFACConfig, paired: bool, reasons: list[str]
                 "null, or use ZeRO stage 0"
             )
         counts = (1,)
-    found, problems = dict[int, Assignment](), list[str]()
+    found, problems = dict[int, roles.Assignment](), list[str]()
     for workers in counts:
         try:
             found[workers] = _fitting(work, workers, paired, budget)
@@ -279,14 +270,14 @@ def _assignment(work: Work, config: KFACConfig, paired: bool, reasons: list[str]
     return found[best]
 
 
-def _fitting(work: Work, workers: int, paired: bool, budget: float | None) -> Assignment:
+def _fitting(work: Work, workers: int, paired: bool, budget: float | None) -> roles.Assignment:
     """Within the budget, in 10^9 bytes, with what a step takes beside the state. Raises ValueError if there is none."""
     if budget is None:
-        return assign(work, workers, paired=paired)
+        return roles.assign(work, workers, paired=paired)
     cap, needed = budget * 1e9, 0
     for _ in range(FITS):
         try:
-            made = assign(work, workers, paired=paired, memory_cap=cap)
+            made = roles.assign(work, workers, paired=paired, memory_cap=cap)
         except ValueError:
             if not needed:
                 raise
@@ -302,19 +293,19 @@ def _fitting(work: Work, workers: int, paired: bool, budget: float | None) -> As
     )
 
 
-def _contributors(work: Work, config: KFACConfig, reasons: list[str]) -> Contributors:
+def _contributors(work: Work, config: KFACConfig, reasons: list[str]) -> roles.Contributors:
     """Of the first captured batch, before it is known how many rows a rank has: all ranks, unless that takes more
     memory than later steps may; then the eigen workers alone."""
     asked, counts = config.factor.rows, dict[str, int]()
     if asked != "all" and work.world > 1:
         if sum(packed_bytes(factor.side) for factor in work.factors) > FIRST_BUCKETS * BUCKET_BYTES:
             counts = {factor.key: 1 for factor in alone_here(work.layers, work.factors)}
-        need = f"{ROWS_PER_COLUMN} rows per column" if asked is None else f"{asked} rows"
+        need = f"{roles.ROWS_PER_COLUMN} rows per column" if asked is None else f"{asked} rows"
         reasons.append(f"a factor's batch comes from as many ranks as have {need}; known from the first batch on")
-    return Contributors(work.world, work.costs.node_size, counts)
+    return roles.Contributors(work.world, work.costs.node_size, counts)
 
 
-def _wire(assignment: Assignment, setting: Setting, config: KFACConfig, reasons: list[str]) -> torch.dtype:
+def _wire(assignment: roles.Assignment, setting: Setting, config: KFACConfig, reasons: list[str]) -> torch.dtype:
     """The dtype of batch sums and eigenvectors."""
     work = assignment.work
     if config.communication.dtype is not None:
@@ -327,7 +318,7 @@ def _wire(assignment: Assignment, setting: Setting, config: KFACConfig, reasons:
     return torch.bfloat16
 
 
-def _offsets(assignment: Assignment, config: KFACConfig, reasons: list[str]) -> tuple[Mapping[str, int], float]:
+def _offsets(assignment: roles.Assignment, config: KFACConfig, reasons: list[str]) -> tuple[Mapping[str, int], float]:
     """Spread over the interval if that is worth it; and seconds of the worst step's refreshes."""
     work, at_once = assignment.work, [0.0] * assignment.world
     for factor in work.factors:
@@ -335,7 +326,7 @@ def _offsets(assignment: Assignment, config: KFACConfig, reasons: list[str]) -> 
     free = alone_here(work.layers, work.factors)
     if max(at_once) <= LONG_REFRESH or work.refresh_interval == 1 or not free:
         return {}, max(at_once)
-    offsets, worst = refresh_offsets(free, assignment.eigen_workers, work, alone=config.factor.rows != "all")
+    offsets, worst = roles.refresh_offsets(free, assignment.eigen_workers, work, alone=config.factor.rows != "all")
     reasons.append(
         f"refreshes spread over {work.refresh_interval} steps: predicted {worst * 1e3:.3g} ms in the worst step "
         f"instead of {max(at_once) * 1e3:.3g} ms"

@@ -16,12 +16,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ds_kfac.ops.check import NotMadeFor, check_device, of
+from ds_kfac.ops.check import DTYPES, NotMadeFor, check_device, of
 from ds_kfac.ops.functional import Scalar, check_sum, packed_numel
 from ds_kfac.ops.triton.scale import DEVICE_TYPE, INTERPRET, on_device_of, scalar
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of rows that are multiplied."""
 ASSUMED_MULTIPROCESSORS = 132
 
 
@@ -197,49 +195,20 @@ def add_to(pointers, values, mask, ATOMIC: tl.constexpr):
 
 
 @triton.jit
-def _add_slice(sum_ptr, values, first_row, first_column, dim, ATOMIC: tl.constexpr):
-    row = first_row + tl.arange(0, values.shape[0])
-    column = first_column + tl.arange(0, values.shape[1])
-    far = row.to(tl.int64)
-    inside = (row < dim)[:, None] & (column[None, :] <= row[:, None])
-    add_to(sum_ptr + (far * (far + 1) // 2)[:, None] + column[None, :], values, inside, ATOMIC)
-
-
-@triton.jit
-def _halves(values):
-    """Left and right columns."""
-    apart = tl.reshape(values, (values.shape[0], 2, values.shape[1] // 2))
-    return tl.split(tl.permute(apart, (0, 2, 1)))
-
-
-@triton.jit
-def _add_128(sum_ptr, values, first_row, first_column, dim, ATOMIC: tl.constexpr):
-    left, right = _halves(values)
-    first, second = _halves(left)
-    third, fourth = _halves(right)
-    _add_slice(sum_ptr, first, first_row, first_column, dim, ATOMIC)
-    _add_slice(sum_ptr, second, first_row, first_column + 32, dim, ATOMIC)
-    _add_slice(sum_ptr, third, first_row, first_column + 64, dim, ATOMIC)
-    _add_slice(sum_ptr, fourth, first_row, first_column + 96, dim, ATOMIC)
-
-
-@triton.jit
 def add_tile(sum_ptr, tile, first_row, first_column, dim, ATOMIC: tl.constexpr):
-    """Add what a tile has of the lower triangle, in slices of 32 columns: addresses of a whole one spill."""
+    """Add what a tile has of the lower triangle, by halves of at most 32 columns: addresses of a whole one spill."""
+    ROWS: tl.constexpr = tile.shape[0]
     WIDTH: tl.constexpr = tile.shape[1]
-    tl.static_assert(WIDTH == 16 or WIDTH == 32 or WIDTH == 64 or WIDTH == 128 or WIDTH == 256)
-    if WIDTH <= 32:
-        _add_slice(sum_ptr, tile, first_row, first_column, dim, ATOMIC)
-    elif WIDTH == 64:
-        left, right = _halves(tile)
-        _add_slice(sum_ptr, left, first_row, first_column, dim, ATOMIC)
-        _add_slice(sum_ptr, right, first_row, first_column + 32, dim, ATOMIC)
-    elif WIDTH == 128:
-        _add_128(sum_ptr, tile, first_row, first_column, dim, ATOMIC)
+    if WIDTH > 32:
+        left, right = tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, WIDTH // 2)), (0, 2, 1)))
+        add_tile(sum_ptr, left, first_row, first_column, dim, ATOMIC)
+        add_tile(sum_ptr, right, first_row, first_column + WIDTH // 2, dim, ATOMIC)
     else:
-        left, right = _halves(tile)
-        _add_128(sum_ptr, left, first_row, first_column, dim, ATOMIC)
-        _add_128(sum_ptr, right, first_row, first_column + 128, dim, ATOMIC)
+        row = first_row + tl.arange(0, ROWS)
+        column = first_column + tl.arange(0, WIDTH)
+        far = row.to(tl.int64)
+        inside = (row < dim)[:, None] & (column[None, :] <= row[:, None])
+        add_to(sum_ptr + (far * (far + 1) // 2)[:, None] + column[None, :], tile, inside, ATOMIC)
 
 
 @triton.jit
