@@ -28,11 +28,6 @@ LOCK_SECONDS = 120
 ARCHITECTURES = ("80", "90a", "100", "120")
 """A100, H100 and H200, B200, RTX 50; others compile for themselves, just in time."""
 NVCC = "/usr/local/cuda/bin/nvcc"
-STRICT = (
-    *("-Werror", "all-warnings", "-Xcompiler=-Wall,-Wextra,-Werror"),
-    "-Xptxas=-v,-warn-spills,-warn-lmem-usage,-Werror",
-)
-"""A warning is an error, so are registers spilled to memory; ptxas says how many registers a kernel takes."""
 
 
 class BuildError(RuntimeError):

@@ -58,11 +58,8 @@ class NotMadeFor(ValueError):
 
 
 def guarded(backend: str, op: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """``implementation``, with plain torch for what it is not made for.
-
-    Raises:
-        RuntimeError: it failed, such as a kernel that does not compile on this machine, and how to do without it.
-    """
+    """``implementation``, with plain torch for what it is not made for. Raises RuntimeError: it failed, such as a
+    kernel that does not compile on this machine, and how to do without it."""
 
     @wraps(implementation)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -36,11 +36,7 @@ def integers(values: Sequence[int]) -> ctypes.Array:
 
 
 class CudaOps:
-    """The ops of a loaded library, with the contracts of ``ops/reference.py``.
-
-    Attributes:
-        device_type: where tensors must be: ``cuda``, or ``cpu`` for the emulation.
-    """
+    """The ops of a loaded library, for tensors on a type of device: "cuda", or "cpu" for the emulation."""
 
     OPS = ("symmetric_pack_into_", "symmetric_unpack_from", "ema_update_")
 

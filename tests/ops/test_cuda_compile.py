@@ -9,9 +9,14 @@ import pytest
 import torch
 
 from ds_kfac.ops import build
-from ds_kfac.ops.build import ARCHITECTURES, STRICT, find_nvcc, nvcc_flags, sources
+from ds_kfac.ops.build import ARCHITECTURES, find_nvcc, nvcc_flags, sources
 from ds_kfac.ops.cuda import CudaError, CudaOps
 
+STRICT = (
+    *("-Werror", "all-warnings", "-Xcompiler=-Wall,-Wextra,-Werror"),
+    "-Xptxas=-v,-warn-spills,-warn-lmem-usage,-Werror",
+)
+"""A warning is an error, so are registers spilled to memory; ptxas says how many registers a kernel takes."""
 MOST_REGISTERS = 96
 """Two and a half blocks of 256 threads per multiprocessor, with 16 loads in flight each."""
 

@@ -99,7 +99,7 @@ def compiling(arch: int, **options: Any) -> Iterator[list[Compiled]]:
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    from ds_kfac.ops.triton import scale
+    from ds_kfac.ops.triton import scale, syrk
 
     done: list[Compiled] = []
     launch = JITFunction.run
@@ -111,7 +111,8 @@ def compiling(arch: int, **options: Any) -> Iterator[list[Compiled]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", compile_only)
-        patch.setattr(scale, "DEVICE_TYPE", "cpu")
+        for module in (scale, syrk):
+            patch.setattr(module, "DEVICE_TYPE", "cpu")
         patch.setattr(driver, "_active", AbsentDevice(arch))
         yield done
 

@@ -58,11 +58,7 @@ def place(rows, columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
 
 def oriented(x_OI: Tensor) -> tuple[Tensor, bool]:
     """A matrix, or its transpose, with columns of unit stride; and which. A rotation leaves its result transposed:
-    taken as it is, without a copy.
-
-    Raises:
-        NotMadeFor: not fp32, or empty.
-    """
+    taken as it is, without a copy. Raises NotMadeFor: not fp32, or empty."""
     if x_OI.dtype != torch.float32 or x_OI.ndim != 2 or not x_OI.numel():
         raise NotMadeFor(f"expected a fp32 matrix that is not empty, got {x_OI.dtype} {tuple(x_OI.shape)}")
     transposed = x_OI.stride(1) != 1 and x_OI.stride(0) == 1
@@ -74,11 +70,7 @@ def _along(x: Tensor) -> Tensor:
 
 
 def blocks_of(x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    """The grid, blocks along columns and along rows; and how large they are.
-
-    Raises:
-        NotMadeFor: more rows than a launch has blocks for.
-    """
+    """The grid, blocks along columns and along rows; and how large they are. Raises NotMadeFor: too many rows."""
     rows, columns = next(shape for limit, shape in BLOCKS.items() if x.shape[1] <= limit)
     grid = (triton.cdiv(x.shape[1], columns), triton.cdiv(x.shape[0], rows))
     if grid[1] > MAX_BLOCK_ROWS:
