@@ -39,7 +39,8 @@ from ds_kfac.ops import dispatch
 from ds_kfac.plan.plan import Plan, Setting, make_plan
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner, Target
-from ds_kfac.zero.registry import Domain, check_names, domains, optimized_parameters, self_test, shard_layout
+from ds_kfac.zero.layout import parameter_groups
+from ds_kfac.zero.registry import Domain, check_names, domains, self_test, shard_layout
 from ds_kfac.zero.shards import held_by_layer, parameter_names, pieces_of
 
 _plain_initialize: Callable[..., tuple] = deepspeed.initialize
@@ -219,7 +220,7 @@ def _assembled(
         ValueError: nothing to precondition, or a plan that cannot be made; on every rank.
         RuntimeError: the self-test failed.
     """
-    optimized = optimized_parameters(engine)
+    optimized = [param for group in parameter_groups(engine.optimizer) for param in group]
     parts = domains(engine, optimized)
     several = bool(parts[0].name)
     _choose_backend(engine, config)

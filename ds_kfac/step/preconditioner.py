@@ -111,7 +111,8 @@ class KFACPreconditioner:
         self.names = {layer.name: target.domain.global_name(layer) for layer in self.layers}
         self.saved = {layer.name for layer in self.layers if target.domain.saves(layer)}
         self.device, self.rank = self.layout.engine.device, self.layout.rank
-        self.metrics = Metrics(self.device, self.layout.timers)
+        engine = self.layout.engine
+        self.metrics = Metrics(self.device, engine.timers if engine.wall_clock_breakdown() else None)
         self.channel = Channel(self.layout.group)
         self.exchange = GradientExchange(self.layout, self.layers, plan.assignment.workers, plan.gradient_dtypes)
         self.owned = self.exchange.owned

@@ -1,7 +1,7 @@
 """What every engine mode has to offer: read and write gradient shards where DeepSpeed keeps them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -30,6 +30,7 @@ class ShardLayout(ABC):
     Attributes:
         whole: shards of the parameters, as DeepSpeed keeps them.
         shards: of the pieces.
+        own: this rank's, of the whole.
     """
 
     clips_scaled = False
@@ -38,6 +39,10 @@ class ShardLayout(ABC):
     """Whether every rank holds every averaged gradient."""
     faults: tuple[str, ...] = ()
     """Known upstream faults of this mode, for the attach report."""
+    grad_scaler: Any | None = None
+    """torch_autocast fp16's GradScaler, which skips steps without telling the engine."""
+    clipping: tuple[str, str, Any] = ("optimizer", "clip_grad", 0.0)
+    """Attribute of the engine, attribute of that, and the value with which DeepSpeed clips nothing."""
 
     def __init__(
         self, engine: Any, params: Sequence[nn.Parameter], group: Any = None, pieces: Sequence[Piece] | None = None
@@ -46,29 +51,32 @@ class ShardLayout(ABC):
         self.params: tuple[Any, ...] = tuple(params)  # Any: DeepSpeed adds ds_shape and others to parameters
         self.group = group or engine.seq_data_parallel_group
         self.world, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        if engine.sequence_parallel_size > 1 and not self._averages_sequence():
+        averages_sequence = engine.zero_optimization_stage() == 3 and engine.zero_reduce_scatter()
+        if engine.sequence_parallel_size > 1 and not averages_sequence:
             self.faults += (
                 f"it sums gradients over the {engine.sequence_parallel_size} ranks of a sequence instead of averaging: "
                 "right for a loss that is a mean over the whole sequence, that many times too large for one over a "
                 "rank's own tokens",
             )
-        self._index = {id(param): index for index, param in enumerate(self.params)}
+        self._groups = parameter_groups(self.optimizer)
+        self._place = {id(p): (group, at) for group, ps in enumerate(self._groups) for at, p in enumerate(ps)}
         self.whole = ShardMap(self.world, tuple(self._numel(p) for p in self.params), tuple(self._shards()))
         self.pieces = tuple(Piece(index) for index in range(len(self.params))) if pieces is None else tuple(pieces)
         self.shards = self.whole.cut(self.pieces)
+        self.own = self.whole.on(self.rank)
         self._staged: dict[Shard, tuple[Tensor, list[int]]] = {}
-
-    def _averages_sequence(self) -> bool:
-        """Whether gradients are averaged over a sequence group as over others."""
-        return False
 
     @staticmethod
     def _numel(param: nn.Parameter) -> int:
         return getattr(param, "ds_numel", param.numel())
 
-    @abstractmethod
     def _shards(self) -> list[Shard]:
-        """All shards of all ranks, without communication."""
+        """All shards of all ranks, without communication; these where every rank holds every gradient."""
+        return [
+            Shard(index, 0, self._numel(param), rank, self.group_index(param), 0)
+            for index, param in enumerate(self.params)
+            for rank in range(self.world)
+        ]
 
     @abstractmethod
     def stored(self, shard: Shard) -> Tensor:
@@ -128,14 +136,9 @@ class ShardLayout(ABC):
                     found[shard] = around, first - around.start
         return found
 
-    @cached_property
-    def own(self) -> tuple[Shard, ...]:
-        """This rank's shards of :attr:`whole`."""
-        return self.whole.on(self.rank)
-
-    @abstractmethod
     def group_index(self, param: nn.Parameter) -> int:
         """Which of ``optimizer.param_groups`` holds the parameter."""
+        return self._place[id(param)][0]
 
     @cached_property
     @abstractmethod
@@ -147,13 +150,6 @@ class ShardLayout(ABC):
 
     def end(self) -> None:  # noqa: B027  most modes leave nothing behind
         """After DeepSpeed's step, whether it was applied or not."""
-
-    def _zero_unused(self, reduced: Container[Any], stored: Callable[[Shard], Tensor]) -> None:
-        """With CPU offload DeepSpeed leaves the last gradient of a parameter that this step did not use in its buffer,
-        where ours lies: it would be preconditioned again every step. Its norms show what was reduced."""
-        for shard in self.own:
-            if self.optimizer.get_param_id(self.params[shard.param]) not in reduced:
-                stored(shard).zero_()
 
     def grad_scale(self) -> Tensor | float:
         """By what DeepSpeed will divide the gradient before its optimizer sees it. Never synchronises."""
@@ -167,16 +163,17 @@ class ShardLayout(ABC):
     @contextmanager
     def unclipped(self) -> Iterator[None]:
         """Around DeepSpeed's step: gradients are clipped already."""
-        bound = self._set_bound(0.0)
+        where, name, nothing = self.clipping
+        holder = getattr(self.engine, where) if where else self.engine
+        before = vars(holder).get(name)
+        setattr(holder, name, nothing)
         try:
             yield
         finally:
-            self._set_bound(bound)
-
-    def _set_bound(self, bound: Any) -> Any:
-        """Of DeepSpeed's clipping; returns what it was."""
-        before, self.optimizer.clip_grad = self.optimizer.clip_grad, bound
-        return before
+            if before is None:  # a method of the class
+                delattr(holder, name)
+            else:
+                setattr(holder, name, before)
 
     def multiply(self, factor: Tensor) -> None:
         """This rank's shards, by a scalar."""
@@ -201,16 +198,6 @@ class ShardLayout(ABC):
         scale = self.manual_scale() if self.engine._manual_backward_expected else 1.0
         return scale / self.engine.gradient_accumulation_steps()
 
-    @property
-    def timers(self) -> Any | None:
-        """DeepSpeed's, if it prints a breakdown."""
-        return self.engine.timers if self.engine.wall_clock_breakdown() else None
-
-    @cached_property
-    def grad_scaler(self) -> Any | None:
-        """torch_autocast fp16's GradScaler, which skips steps without telling the engine."""
-        return None
-
     # What the self-test needs.
 
     @abstractmethod
@@ -226,22 +213,12 @@ class ShardLayout(ABC):
         """Leave the gradient buffers as they are before a first backward."""
 
 
-class ZeroLayout(ShardLayout):
-    """What the wrappers of ZeRO-1/2 and 3 have in common: where they keep scalers."""
-
-    def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
-        super().__init__(engine, *values, **named)
-        self.clips_scaled = bool(self.grad_scaler)
-        if self.clips_scaled and self.optimizer.clip_grad > 0:
-            self.faults += ("with torch_autocast fp16 it clips the gradient while it carries the GradScaler's scale",)
-
-    @cached_property
-    def grad_scaler(self) -> Any | None:
-        return self.optimizer.torch_autocast_gradscaler
-
-    def grad_scale(self) -> Tensor | float:
-        # a whole number in Python; squares of scales of 2**32 and more are none that a tensor takes
-        return scaler_scale(self.grad_scaler) if self.grad_scaler else float(self.optimizer.loss_scale)
+def parameter_groups(optimizer: Any) -> list[list[Any]]:
+    """What DeepSpeed's or torch's optimizer steps; ZeRO's own param_groups hold flat slices instead."""
+    for attribute in ("bit16_groups", "bf16_groups", "fp16_groups"):
+        if (groups := getattr(optimizer, attribute, None)) is not None:
+            return groups
+    return [group["params"] for group in optimizer.param_groups]
 
 
 def scaler_scale(scaler: Any) -> Tensor | float:

@@ -159,15 +159,6 @@ SHARD_LAYOUTS: dict[type, type[ShardLayout]] = {
 """The engine modes: exact class of ``engine.optimizer`` -> layout. An unknown wrapper raises."""
 
 
-def optimized_parameters(engine: Any) -> list[nn.Parameter]:
-    """Every parameter the engine's optimizer steps; ZeRO's own param_groups hold flat slices instead."""
-    for attribute in ("bit16_groups", "bf16_groups", "fp16_groups"):
-        groups = getattr(engine.optimizer, attribute, None)
-        if groups is not None:
-            return [param for group in groups for param in group]
-    return [param for group in engine.optimizer.param_groups for param in group["params"]]
-
-
 def shard_layout(
     engine: Any, params: Sequence[nn.Parameter], group: Any = None, pieces: Sequence[Piece] | None = None
 ) -> ShardLayout:

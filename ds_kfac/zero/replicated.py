@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,40 +14,18 @@ class Replicated(ShardLayout):
     """The bare torch (or DeepSpeed fused/CPU) optimizer; fp32 or torch_autocast."""
 
     replicated = True
+    clipping = ("", "clip_fp32_gradients", lambda: None)
 
     def __init__(self, engine, *values, **named) -> None:
         super().__init__(engine, *values, **named)
+        self.grad_scaler = engine.torch_autocast_z0_gradscaler
+        self._trained = [param for group in self._groups for param in group if param.requires_grad]
         if engine.pipeline_parallelism and engine.gradient_clipping():
             self.faults += ("at stage 0 it clips every pipeline stage by the norm of the first one's gradients alone",)
-
-    def _shards(self) -> list[Shard]:
-        self._group = {id(p): i for i, params in enumerate(self._param_groups()) for p in params}
-        return [
-            Shard(index, 0, self._numel(param), rank, self.group_index(param), 0)
-            for index, param in enumerate(self.params)
-            for rank in range(self.world)
-        ]
-
-    def _param_groups(self) -> list[list[Any]]:
-        return [group["params"] for group in self.optimizer.param_groups]
-
-    def group_index(self, param: nn.Parameter) -> int:
-        return self._group[id(param)]
 
     @cached_property
     def dtype(self) -> torch.dtype:
         return self.params[0].dtype
-
-    @cached_property
-    def grad_scaler(self) -> Any | None:
-        return self.engine.torch_autocast_z0_gradscaler
-
-    def _set_bound(self, bound: Any) -> Any:
-        if bound == 0.0:
-            self.engine.clip_fp32_gradients = lambda: None
-        else:
-            del self.engine.clip_fp32_gradients
-        return self.engine.gradient_clipping()
 
     def squared_norm(self, shards: Sequence[Shard] | None = None) -> Tensor:
         used = [shard for shard in self.own if self.params[shard.param].grad is not None]  # of others zeros are made
@@ -67,23 +43,21 @@ class Replicated(ShardLayout):
         param.grad.data = gradient.view(param.shape)
 
     def install(self, known: KnownGradient) -> None:
-        for param in chain.from_iterable(self._param_groups_trainable()):
+        for param in self._trained:
             param.grad = known(param).view(param.shape).to(param.dtype)
 
-    def _param_groups_trainable(self) -> list[list[Any]]:
-        return [[p for p in group if p.requires_grad] for group in self._param_groups()]
-
     def consume(self) -> list[Tensor]:
-        params = chain.from_iterable(self._param_groups_trainable())
-        return [param.grad.detach().to(torch.float32, copy=True).view(-1) for param in params]
+        return [param.grad.detach().to(torch.float32, copy=True).view(-1) for param in self._trained]
 
     def clear(self) -> None:
-        for param in chain.from_iterable(self._param_groups_trainable()):
+        for param in self._trained:
             param.grad = None
 
 
 class ReplicatedHalf(Replicated):
     """FP16_Optimizer and FP16_UnfusedOptimizer, which serve bf16 too; fp32 masters, 16-bit ``p.grad``."""
+
+    clipping = ShardLayout.clipping
 
     def __init__(self, engine, *values, **named) -> None:
         super().__init__(engine, *values, **named)
@@ -92,12 +66,6 @@ class ReplicatedHalf(Replicated):
                 "at stage 0 fp16 it divides gradients by a loss scale it never multiplied by (deepspeed PR 8393): "
                 "steps of SGD are too small by it, and clipping sees a norm that is",
             )
-
-    def _set_bound(self, bound: Any) -> Any:
-        return ShardLayout._set_bound(self, bound)
-
-    def _param_groups(self) -> list[list[nn.Parameter]]:
-        return self.optimizer.fp16_groups
 
     def grad_scale(self) -> float:
         return float(self.optimizer.loss_scale_config.cur_scale)
@@ -114,21 +82,6 @@ class BF16(ShardLayout):
 
     replicated = True
 
-    def _shards(self) -> list[Shard]:
-        self._place = {
-            id(param): (group, position)
-            for group, params in enumerate(self.optimizer.bf16_groups)
-            for position, param in enumerate(params)
-        }
-        return [
-            Shard(index, 0, param.numel(), rank, self.group_index(param), 0)
-            for index, param in enumerate(self.params)
-            for rank in range(self.world)
-        ]
-
-    def group_index(self, param: nn.Parameter) -> int:
-        return self._place[id(param)][0]
-
     @cached_property
     def dtype(self) -> torch.dtype:
         return self.optimizer.grad_acc_dtype
@@ -144,9 +97,8 @@ class BF16(ShardLayout):
         self._gradient(self.params[shard.param]).copy_(gradient)
 
     def install(self, known: KnownGradient) -> None:
-        for params in self.optimizer.bf16_groups:
-            for param in params:
-                self._gradient(param).copy_(known(param))
+        for param in (param for params in self._groups for param in params):
+            self._gradient(param).copy_(known(param))
 
     def consume(self) -> list[Tensor]:
         partitions = self.optimizer.fp32_groups_gradient_flat_partition

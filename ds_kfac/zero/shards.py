@@ -100,22 +100,13 @@ class ShardMap:
         return ShardMap(self.world, tuple(numels), tuple(found))
 
 
-def partition_flat(
-    numels: Sequence[int], offsets: Sequence[int], params: Sequence[int], group: int, size: int, world: int
-) -> list[Shard]:
-    """Cut parameters that lie in one flat buffer, ``size`` elements a rank (ZeRO-1/2).
-
-    Args:
-        numels, offsets: per parameter, its size and its place in the whole buffer.
-        params: per parameter, its index in the map.
-    """
+def partition_flat(numel: int, param: int, group: int, offset: int, size: int, world: int) -> list[Shard]:
+    """Cut one parameter that lies at ``offset`` of a flat buffer, ``size`` elements a rank (ZeRO-1/2)."""
     shards = []
-    for numel, offset, param in zip(numels, offsets, params, strict=True):
-        for rank in range(world):
-            start = max(offset, rank * size)
-            stop = min(offset + numel, (rank + 1) * size)
-            if start < stop:
-                shards.append(Shard(param, start - offset, stop - start, rank, group, start - rank * size))
+    for rank in range(world):
+        start, stop = max(offset, rank * size), min(offset + numel, (rank + 1) * size)
+        if start < stop:
+            shards.append(Shard(param, start - offset, stop - start, rank, group, start - rank * size))
     return shards
 
 
@@ -215,5 +206,5 @@ def planned_shards(
             size = -(-total // (FLAT_ALIGNMENT * world)) * FLAT_ALIGNMENT
             for (name, numel), offset in zip(order, offsets, strict=True):
                 if name in place:
-                    found += partition_flat([numel], [offset], [place[name]], index, size, world)
+                    found += partition_flat(numel, place[name], index, offset, size, world)
     return ShardMap(world, tuple(numels[name] for name in place), tuple(found)).cut(pieces_of(layers))

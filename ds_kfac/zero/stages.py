@@ -6,6 +6,7 @@ an fp32 one, which stays so in that (type-promoting) concatenation. With offload
 ZeRO-3: every parameter is cut in ``world`` equal chunks, the last ones padded; a rank holds its chunk's gradient.
 """
 
+from abc import abstractmethod
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -13,12 +14,95 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_kfac.zero.layout import KnownGradient, ZeroLayout
+from ds_kfac.zero.layout import KnownGradient, ShardLayout, scaler_scale
 from ds_kfac.zero.shards import Shard, partition_chunks, partition_flat
+
+
+class ZeroLayout(ShardLayout):
+    """What ZeRO-1/2 and 3 have in common.
+
+    Attributes:
+        offloads: whether DeepSpeed keeps gradients and masters on the host.
+    """
+
+    OFFLOADS, MASTERS = "", ""
+    """DeepSpeed's attributes: whether it offloads, and its flat fp32 masters, by group."""
+
+    def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
+        super().__init__(engine, *values, **named)
+        self.offloads = bool(getattr(self.optimizer, self.OFFLOADS))
+        self.grad_scaler = self.optimizer.torch_autocast_gradscaler
+        self.clips_scaled = bool(self.grad_scaler)
+        if self.clips_scaled and self.optimizer.clip_grad > 0:
+            self.faults += ("with torch_autocast fp16 it clips the gradient while it carries the GradScaler's scale",)
+
+    @property
+    def masters(self) -> list[Any]:
+        return getattr(self.optimizer, self.MASTERS)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        optimizer = self.optimizer
+        return optimizer.master_weights_and_grads_dtype if self.offloads else optimizer.gradient_accumulation_dtype
+
+    @cached_property
+    def in_place(self) -> bool:
+        return not self.offloads and self.dtype is not torch.float16
+
+    def grad_scale(self) -> Tensor | float:
+        # a whole number in Python; squares of scales of 2**32 and more are none that a tensor takes
+        return scaler_scale(self.grad_scaler) if self.grad_scaler else float(self.optimizer.loss_scale)
+
+    def begin(self) -> None:
+        """With offload DeepSpeed leaves the last gradient of a parameter that this step did not use in its buffer,
+        where ours lies: it would be preconditioned again every step. Its norms show what was reduced."""
+        for shard in self.own if self.offloads else ():
+            if self.optimizer.get_param_id(self.params[shard.param]) not in self.optimizer.norm_for_param_grads:
+                self._chunk(shard).zero_()
+
+    @abstractmethod
+    def _chunk(self, shard: Shard) -> Tensor:
+        """Where DeepSpeed keeps a shard's gradient, with the padding."""
+
+    @abstractmethod
+    def _replace(self, shard: Shard, gradient: Tensor) -> None:
+        """Put an fp32 gradient in the place of an fp16 one."""
+
+    def stored(self, shard: Shard) -> Tensor:
+        return self._chunk(shard).narrow(0, 0, shard.numel)
+
+    def store(self, shard: Shard, gradient: Tensor) -> None:
+        if not self.offloads and not self.in_place:
+            self._replace(shard, gradient)
+            return
+        self.stored(shard).copy_(gradient)
+        if self.offloads:  # DeepSpeed clips by norms it cached during backward
+            param_id = self.optimizer.get_param_id(self.params[shard.param])
+            self.optimizer.norm_for_param_grads[param_id] = gradient.double().norm()
+
+    # self-test: filled and consumed by DeepSpeed's own functions
+
+    def _flat(self, group: int) -> Tensor:
+        return self.optimizer.flatten(self.optimizer.averaged_gradients[group])
+
+    def consume(self) -> list[Tensor]:
+        groups = range(len(self._groups))
+        flats = [self.masters[group].grad if self.offloads else self._flat(group) for group in groups]
+        return [flat.to(torch.float32, copy=True) for flat in flats]
+
+    def clear(self) -> None:
+        if not self.offloads:
+            self.optimizer.averaged_gradients = {}
+            return
+        self.optimizer.norm_for_param_grads = {}
+        for flat in self.masters:
+            flat.grad.zero_()
 
 
 class Stage12(ZeroLayout):
     """Gradients in DeepSpeedZeroOptimizer's flat buffers: a slice of every parameter group on every rank."""
+
+    OFFLOADS, MASTERS = "cpu_offload", "single_partition_of_fp32_groups"
 
     def __init__(self, engine, *values, **named) -> None:
         super().__init__(engine, *values, **named)
@@ -31,39 +115,20 @@ class Stage12(ZeroLayout):
             self.faults += ("in bf16 it applies gradients that are not finite, unless bf16.check_grad_overflow is set",)
 
     def _shards(self) -> list[Shard]:
-        optimizer = self.optimizer
+        optimizer, shards = self.optimizer, list[Shard]()
         self._entry_of: dict[Shard, int] = {}
-        self._group = {id(p): i for i, params in enumerate(optimizer.bit16_groups) for p in params}
-        shards = []
+        index = {id(param): number for number, param in enumerate(self.params)}
         # round_robin_bit16_* hold the order in the flat buffer, whether or not round_robin_gradients is on
         for group, params in enumerate(optimizer.round_robin_bit16_groups):
-            places = [(p, o) for p, o in zip(params, optimizer.round_robin_bit16_offsets[group], strict=True)]
-            own = [(p.numel(), o, self._index[id(p)]) for p, o in places if id(p) in self._index]
-            if own:
-                numels, offsets, indices = zip(*own, strict=True)
-                size = int(optimizer.partition_size[group])
-                shards += partition_flat(numels, offsets, indices, group, size, self.world)
+            size = int(optimizer.partition_size[group])
+            for param, offset in zip(params, optimizer.round_robin_bit16_offsets[group], strict=True):
+                if id(param) in index:
+                    shards += partition_flat(param.numel(), index[id(param)], group, offset, size, self.world)
         return shards
 
-    def group_index(self, param: nn.Parameter) -> int:
-        return self._group[id(param)]
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        optimizer = self.optimizer
-        if optimizer.cpu_offload:
-            return optimizer.master_weights_and_grads_dtype
-        return optimizer.gradient_accumulation_dtype
-
-    @cached_property
-    def in_place(self) -> bool:
-        return not self.optimizer.cpu_offload and self.dtype is not torch.float16
-
     def begin(self) -> None:
-        optimizer = self.optimizer
-        optimizer._wait_for_offload_copies()
-        if optimizer.cpu_offload:
-            self._zero_unused(optimizer.norm_for_param_grads, self._offloaded)
+        self.optimizer._wait_for_offload_copies()
+        super().begin()
 
     def _entry(self, shard: Shard) -> int:
         """Which entry of the list starts at the shard's offset in this rank's slice. It has the same form always."""
@@ -81,37 +146,25 @@ class Stage12(ZeroLayout):
             "use a version named in the README"
         )
 
-    def stored(self, shard: Shard) -> Tensor:
-        if self.optimizer.cpu_offload:
-            return self._offloaded(shard)
+    def _chunk(self, shard: Shard) -> Tensor:
+        if self.offloads:
+            return self.masters[shard.group].grad.narrow(0, shard.offset, shard.numel)
         return self.optimizer.averaged_gradients[shard.group][self._entry(shard)].reshape(-1)
 
-    def store(self, shard: Shard, gradient: Tensor) -> None:
-        if self.optimizer.cpu_offload:
-            self._offloaded(shard).copy_(gradient)
-            # DeepSpeed clips by norms it cached during backward
-            param_id = self.optimizer.get_param_id(self.params[shard.param])
-            self.optimizer.norm_for_param_grads[param_id] = gradient.double().norm()
-            return
+    def _replace(self, shard: Shard, gradient: Tensor) -> None:
         entries, index = self.optimizer.averaged_gradients[shard.group], self._entry(shard)
-        flat = getattr(entries, "flat_partition", None)  # where it is, this, not the list, is what the step takes
-        if self.in_place or flat is not None:
+        if getattr(entries, "flat_partition", None) is not None:  # this, not the list, is what the step takes
             entries[index].view(-1).copy_(gradient)
         else:
             entries[index] = gradient.view(entries[index].shape)
 
-    def _offloaded(self, shard: Shard) -> Tensor:
-        return self.optimizer.single_partition_of_fp32_groups[shard.group].grad.narrow(0, shard.offset, shard.numel)
-
-    # self-test: filled and consumed by DeepSpeed's own functions
-
     def install(self, known: KnownGradient) -> None:
         optimizer = self.optimizer
         for group, params in enumerate(optimizer.params_in_partition):
-            if optimizer.cpu_offload:
+            if self.offloads:
+                attribute = "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
                 for param in params:
-                    gradient = known(param).view(param.shape).to(param.device, param.dtype)
-                    self._stage_gradient(param, gradient)
+                    setattr(param, attribute, known(param).view(param.shape).to(param.device, param.dtype))
                     optimizer.async_inplace_copy_grad_to_fp32_buffer_from_gpu(param)
                 optimizer._wait_for_offload_copies()
             elif optimizer._use_compact_grad_partition_buffer(group):
@@ -120,20 +173,9 @@ class Stage12(ZeroLayout):
                 dtype = optimizer.gradient_accumulation_dtype
                 optimizer.all_grad_tensors[group] = [known(p).view(p.shape).to(p.device, dtype) for p in params]
                 optimizer.averaged_gradients[group] = optimizer.get_flat_partition(
-                    params,
-                    optimizer.first_offset[group],
-                    optimizer.partition_size[group],
-                    dtype=dtype,
-                    device=self.engine.device,
-                    param_group_idx=group,
-                    return_tensor_list=True,
-                )
-
-    def _stage_gradient(self, param: Any, gradient: Tensor) -> None:
-        if self.optimizer.use_grad_accum_attribute:
-            param.grad_accum = gradient
-        else:
-            param.grad = gradient
+                    params, optimizer.first_offset[group], optimizer.partition_size[group], dtype=dtype,
+                    device=self.engine.device, param_group_idx=group, return_tensor_list=True,
+                )  # fmt: skip
 
     def _install_compact(self, group: int, known: KnownGradient) -> None:
         optimizer = self.optimizer
@@ -147,74 +189,41 @@ class Stage12(ZeroLayout):
             numel = min(param.numel() - start, flat.numel() - offset)
             flat.narrow(0, offset, numel).copy_(known(param).narrow(0, start, numel))
 
-    def consume(self) -> list[Tensor]:
-        optimizer, flats = self.optimizer, []
-        for group in range(len(optimizer.bit16_groups)):
-            if optimizer.cpu_offload:
-                flats.append(optimizer.single_partition_of_fp32_groups[group].grad.to(torch.float32, copy=True))
-                continue
-            flat = optimizer._get_preflattened_grad_partition(group)
-            if flat is None:
-                flat = optimizer.flatten(optimizer.averaged_gradients[group])
-            flats.append(flat.to(torch.float32, copy=True))
-        return flats
+    def _flat(self, group: int) -> Tensor:
+        flat = self.optimizer._get_preflattened_grad_partition(group)
+        return super()._flat(group) if flat is None else flat
 
     def clear(self) -> None:
-        optimizer = self.optimizer
-        for group in range(len(optimizer.bit16_groups)):
-            if optimizer.cpu_offload:
-                optimizer.single_partition_of_fp32_groups[group].grad.zero_()
-                optimizer.norm_for_param_grads = {}
-            else:
-                optimizer.averaged_gradients[group] = None
-                optimizer.all_grad_tensors[group] = None
+        super().clear()
+        self.optimizer.all_grad_tensors = {}
 
 
 class Stage3(ZeroLayout):
     """Gradients in DeepSpeedZeroOptimizer_Stage3's partitions: a chunk of every parameter on every rank."""
 
+    OFFLOADS, MASTERS = "offload_optimizer", "fp32_partitioned_groups_flat"
+
     def __init__(self, engine, *values, **named) -> None:
         super().__init__(engine, *values, **named)
         self._chunks: list[Tensor] = []
-        if not self.optimizer.offload_optimizer:
+        if not self.offloads:
             self.faults += (
                 "a parameter outside of K-FAC layers that a step does not use is stepped with its last gradient again",
             )
 
-    def _averages_sequence(self) -> bool:
-        return bool(self.engine.zero_reduce_scatter())
-
     def _shards(self) -> list[Shard]:
-        self._place = {
-            id(param): (group, position)
-            for group, params in enumerate(self.optimizer.fp16_groups)
-            for position, param in enumerate(params)
-        }
         shards = []
         for index, param in enumerate(self.params):
-            group, _ = self._place[id(param)]
             offset = self.optimizer.grad_position[self.optimizer.get_param_id(param)][1]
-            shards += partition_chunks(param.ds_numel, index, group, offset, self.world)
+            shards += partition_chunks(param.ds_numel, index, self._place[id(param)][0], offset, self.world)
         return shards
 
     def group_index(self, param: nn.Parameter) -> int:
         return self.optimizer.sub_group_to_group_id[self._place[id(param)][0]]
 
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        if self.optimizer.offload_optimizer:
-            return self.optimizer.master_weights_and_grads_dtype
-        return self.optimizer.gradient_accumulation_dtype
-
-    @cached_property
-    def in_place(self) -> bool:
-        return not self.optimizer.offload_optimizer and self.dtype is not torch.float16
-
     def begin(self) -> None:
-        if self.optimizer.offload_optimizer:
-            self._zero_unused(self.optimizer.norm_for_param_grads, self._chunk)
-        else:
-            self._chunks = [self._chunk(shard) for shard in self.own]
+        super().begin()
+        self._chunks = [] if self.offloads else [self._chunk(shard) for shard in self.own]
 
     def end(self) -> None:
         """DeepSpeed keeps a parameter's last gradient: were it not used in the next step, that would be stepped with
@@ -223,68 +232,25 @@ class Stage3(ZeroLayout):
             self._chunks.pop().zero_()
 
     def _chunk(self, shard: Shard) -> Tensor:
-        """The whole chunk, padding included, where DeepSpeed keeps it."""
         param = self.params[shard.param]
-        if self.optimizer.offload_optimizer:
-            flat = self.optimizer.fp32_partitioned_groups_flat[shard.group].grad
-            return flat.narrow(0, shard.offset, param.partition_numel())
+        if self.offloads:
+            return self.masters[shard.group].grad.narrow(0, shard.offset, param.partition_numel())
         return self.optimizer.averaged_gradients[shard.group][self._place[id(param)][1]].view(-1)
 
-    def stored(self, shard: Shard) -> Tensor:
-        return self._chunk(shard).narrow(0, 0, shard.numel)
-
-    def store(self, shard: Shard, gradient: Tensor) -> None:
-        param = self.params[shard.param]
-        chunk = self._chunk(shard)
-        if self.optimizer.offload_optimizer:
-            chunk.narrow(0, 0, shard.numel).copy_(gradient)
-            # DeepSpeed clips by norms it cached during backward
-            self.optimizer.norm_for_param_grads[self.optimizer.get_param_id(param)] = gradient.double().norm()
-            return
-        if self.in_place:
-            chunk.narrow(0, 0, shard.numel).copy_(gradient)
-            return
-        if chunk.numel() > shard.numel:
-            padded = torch.zeros(chunk.numel(), dtype=torch.float32, device=chunk.device)
-            padded.narrow(0, 0, shard.numel).copy_(gradient)
-            gradient = padded
-        self.optimizer.averaged_gradients[shard.group][self._place[id(param)][1]] = gradient
-
-    # self-test
+    def _replace(self, shard: Shard, gradient: Tensor) -> None:
+        padding = self._chunk(shard).numel() - shard.numel
+        padded = torch.nn.functional.pad(gradient, (0, padding)) if padding else gradient
+        self.optimizer.averaged_gradients[shard.group][self._place[id(self.params[shard.param])][1]] = padded
 
     def install(self, known: KnownGradient) -> None:
         optimizer = self.optimizer
-        for group, params in enumerate(optimizer.fp16_groups):
+        for group, params in enumerate(self._groups):
             chunks = []
             for param in params:
-                size = param.partition_numel()
-                start = self.rank * size
-                full = known(param)
-                real = max(0, min(size, full.numel() - start))
-                chunk = torch.zeros(size, dtype=self.dtype, device=full.device)
-                if real:
-                    chunk.narrow(0, 0, real).copy_(full.narrow(0, start, real))
-                chunks.append(chunk)
-            if optimizer.offload_optimizer:
-                optimizer.fp32_partitioned_groups_flat[group].grad.copy_(optimizer.flatten(chunks))
+                size, full = param.partition_numel(), known(param)
+                part = full[self.rank * size : (self.rank + 1) * size].to(self.dtype)
+                chunks.append(torch.nn.functional.pad(part, (0, size - len(part))))
+            if self.offloads:
+                self.masters[group].grad.copy_(optimizer.flatten(chunks))
             else:
                 optimizer.averaged_gradients[group] = chunks
-
-    def consume(self) -> list[Tensor]:
-        optimizer, flats = self.optimizer, []
-        for group in range(len(optimizer.fp16_groups)):
-            if optimizer.offload_optimizer:
-                flat = optimizer.fp32_partitioned_groups_flat[group].grad
-            else:
-                flat = optimizer.flatten(optimizer.averaged_gradients[group])
-            flats.append(flat.to(torch.float32, copy=True))
-        return flats
-
-    def clear(self) -> None:
-        optimizer = self.optimizer
-        if optimizer.offload_optimizer:
-            for flat in optimizer.fp32_partitioned_groups_flat:
-                flat.grad.zero_()
-            optimizer.norm_for_param_grads = {}
-        else:
-            optimizer.averaged_gradients = {}

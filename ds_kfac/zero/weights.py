@@ -38,7 +38,7 @@ class WeightRescaling:
 
     def __init__(self, layout: ShardLayout, layers: Sequence[LayerSpec]) -> None:
         place = {name: index for index, name in enumerate(parameter_names(layers))}
-        self.layout = layout
+        self.layout: Any = layout
         self.weights = [place[layer.weight] for layer in layers if layer.kind in MATRICES and layer.part[1] == 1]
         limits = [(2 * parameter_shape(layout.params[index])[0]) ** 0.5 for index in self.weights]
         self._limits = torch.tensor(limits, device=layout.engine.device)
@@ -58,27 +58,24 @@ class WeightRescaling:
             return torch.stack([torch.linalg.vector_norm(weight) for weight in weights])
         squares = torch.zeros_like(self._limits)
         for place, index in enumerate(self.weights):
-            for shard in self._own(index):
-                squares[place] += self._chunk(shard).float().square().sum().to(squares.device)
+            for master in self._masters(index):
+                squares[place] += master.float().square().sum().to(squares.device)
         dist.all_reduce(squares, group=self.layout.group)
         return squares.sqrt()
 
-    def _own(self, index: int) -> list[Shard]:
-        return [shard for shard in self.layout.whole.of_param[index] if shard.rank == self.layout.rank]
-
-    def _chunk(self, shard: Shard) -> Tensor:
-        """Of ZeRO-3's masters."""
-        return self.layout.optimizer.fp32_partitioned_groups_flat[shard.group].narrow(0, shard.offset, shard.numel)
+    def _masters(self, index: int) -> list[Tensor]:
+        """What ZeRO's on this rank have of a weight."""
+        own = (shard for shard in self.layout.whole.of_param[index] if shard.rank == self.layout.rank)
+        return [self.layout.masters[s.group].data.narrow(0, s.offset, s.numel) for s in own]
 
     def _parts(self, index: int) -> list[Tensor]:
         """Everything on this rank that holds the weight, or a piece of it."""
         layout, param = self.layout, self.layout.params[index]
         if isinstance(layout, Stage3):
             whole = [param.data] if param.data.numel() == param.ds_numel else []
-            return [param.ds_tensor.data, *whole, *map(self._chunk, self._own(index))]
+            return [param.ds_tensor.data, *whole, *self._masters(index)]
         if isinstance(layout, Stage12):
-            flats = layout.optimizer.single_partition_of_fp32_groups
-            return [param.data, *(flats[s.group].data.narrow(0, s.offset, s.numel) for s in self._own(index))]
+            return [param.data, *self._masters(index)]
         if isinstance(layout, ReplicatedHalf):
             return [param.data, _master(layout.optimizer, param)]
         return [param.data]

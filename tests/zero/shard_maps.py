@@ -9,7 +9,9 @@ def flat_map(numels: Sequence[int], world: int) -> ShardMap:
     """ZeRO-1/2: padded to a multiple of the world."""
     offsets = [sum(numels[:i]) for i in range(len(numels))]
     size = -(-sum(numels) // world)
-    return ShardMap(world, tuple(numels), tuple(partition_flat(numels, offsets, range(len(numels)), 0, size, world)))
+    places = enumerate(zip(numels, offsets, strict=True))
+    shards = [shard for i, (numel, at) in places for shard in partition_flat(numel, i, 0, at, size, world)]
+    return ShardMap(world, tuple(numels), tuple(shards))
 
 
 def chunk_map(numels: Sequence[int], world: int) -> ShardMap:
