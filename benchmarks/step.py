@@ -110,7 +110,8 @@ def report(arguments: argparse.Namespace, kfac, times: dict[str, list[float]]) -
     rows.append([ROW, 1000 * mean, "", "", mean / base])
     rank, world, exchange = kfac.rank, kfac.layout.world, kfac.exchange
     sent = [
-        sum(plan.numel(rank, other) for other in range(world)) for plan in (exchange.plan.gather, exchange.plan.scatter)
+        sum(sum(plan.sizes.get((rank, other), ())) for other in range(world))
+        for plan in (exchange.plan.gather, exchange.plan.scatter)
     ]
     reducer = kfac.curvature.reducer
     _, buckets = reducer.layout.of(frozenset(kfac.curvature.specs), 0)

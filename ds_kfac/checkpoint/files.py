@@ -110,9 +110,7 @@ def layer_file(layer: str) -> str:
 
 
 def factor_file(key: str) -> str:
-    """Args:
-    key: "<layer>/A" or "<layer>/G".
-    """
+    """``key``: "<layer>/A" or "<layer>/G"."""
     return f"{stem(key[:-2])}.{key[-1]}.factor.pt"
 
 
@@ -132,18 +130,10 @@ class _Summed:
 
 
 def write_payload(path: Path, holds: str, payload: Any) -> dict[str, Any]:
-    """Write plain tensors to a new file and wait until they are on disk. Returns the header's entry.
-
-    Args:
-        holds: the factor or layer.
-
-    Raises:
-        ValueError: a tensor is not finite, or a sum of squares negative; nothing is written.
-    """
-    try:
-        _check_values(payload)
-    except ValueError as error:
-        raise ValueError(f"{holds}: {error}; it is not saved") from error
+    """Write plain tensors of a factor or layer to a new file and wait until they are on disk. Returns the header's
+    entry. Raises ValueError, and writes nothing, if a tensor is not finite, or a sum of squares negative."""
+    if wrong := _wrong_value(payload):
+        raise ValueError(f"{holds}: {wrong}; it is not saved")
     parts = {name: _described(part) for name, part in _parts(payload).items()}
     with path.open("wb") as file:
         summed = _Summed(file)
@@ -154,10 +144,7 @@ def write_payload(path: Path, holds: str, payload: Any) -> dict[str, Any]:
 
 
 def read_payload(path: Path, holds: str, entry: Mapping[str, Any] | None) -> Any:
-    """What :func:`write_payload` wrote, on the CPU.
-
-    Args:
-        entry: the header's.
+    """What :func:`write_payload` wrote, on the CPU. ``entry``: the header's.
 
     Raises:
         ValueError: there is no such file, or it is another one; the message begins with its path.
@@ -181,10 +168,8 @@ def read_payload(path: Path, holds: str, entry: Mapping[str, Any] | None) -> Any
         if found.get(name) != written.get(name):
             has, had = (parts.get(name, "not there") for parts in (found, written))
             raise ValueError(f"{path}: {name} is {has}, when it was written it was {had}")
-    try:
-        _check_values(payload)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    if wrong := _wrong_value(payload):
+        raise ValueError(f"{path}: {wrong}")
     return payload
 
 
@@ -204,16 +189,15 @@ def _described(part: Any) -> str:
     return f"{layout}{str(part.dtype).removeprefix('torch.')} {list(part.shape)}"
 
 
-def _check_values(payload: Any) -> None:
-    """So that nothing is found out in a later step, on one rank."""
+def _wrong_value(payload: Any) -> str | None:
+    """What would else be found out in a later step, on one rank."""
     for name, value in _parts(payload).items():
-        if not isinstance(value, Tensor):
-            continue
-        last = name.rpartition(".")[-1]
+        last = name.rpartition(".")[-1] if isinstance(value, Tensor) else "norms"
         if last != "norms" and not bool(torch.isfinite(value).all()):  # of a history without a last value they are NaN
-            raise ValueError(f"{name} is not finite")
+            return f"{name} is not finite"
         if last in ("updates", "terms", "second_OI") and bool((value < 0).any()):
-            raise ValueError(f"{name} is negative")
+            return f"{name} is negative"
+    return None
 
 
 # texts and folders
@@ -273,11 +257,7 @@ def write_header(folder: Path, header: Mapping[str, Any]) -> None:
 
 
 def read_header(folder: Path) -> dict[str, Any]:
-    """The header of the save in ``folder``.
-
-    Raises:
-        ValueError: damaged, or of another save; the message begins with the file's path.
-    """
+    """Of the save in a folder. Raises ValueError that begins with the file's path: damaged, or of another save."""
     path = folder / HEADER
     try:
         wrapped = json.loads(path.read_bytes())
@@ -320,10 +300,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 def find(tag_directory: Path, save_id: str | None, origin: str | None) -> Path:
     """The folder of a save in the tag, or in the tag it was converted from by ds_to_universal, which does not copy it.
-
-    Raises:
-        ValueError: none has it.
-    """
+    Raises ValueError if none has it."""
     tags = [tag_directory, tag_directory.with_name(tag_directory.name.removesuffix("_universal"))]
     if origin is not None:
         tags.append(Path(origin))

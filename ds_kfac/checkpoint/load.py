@@ -177,14 +177,8 @@ def _described(side: Side) -> str:
 def _load_factor(
     kfac: KFACPreconditioner, folder: Path, header: Mapping[str, Any], key: str, spec: FactorSpec
 ) -> tuple[KroneckerFactor, Refreshed | None]:
-    """A factor that the save has, and what a refresh on its way came to.
-
-    Args:
-        key: what it is called there.
-
-    Raises:
-        ValueError: it is not what was saved, or not a factor of this model and config.
-    """
+    """A factor that the save has, as ``key``, and what a refresh on its way came to. Raises ValueError if it is not
+    what was saved, or not a factor of this model and config."""
     path, saved = folder / files.factor_file(key), Side(*header["factors"][key])
     if saved != spec.side:
         raise ValueError(
@@ -213,14 +207,8 @@ def _load_factor(
 def _load_layer(
     kfac: KFACPreconditioner, folder: Path, header: Mapping[str, Any], name: str, layer: LayerSpec
 ) -> LayerState:
-    """A layer that the save has. A side that is the identity now, or was it then, keeps no eigenvectors.
-
-    Args:
-        name: what it is called there.
-
-    Raises:
-        ValueError: it is not what was saved, or not a layer of this model and config.
-    """
+    """A layer that the save has, as ``name``. A side that is the identity now, or was it then, keeps no eigenvectors.
+    Raises ValueError if it is not what was saved, or not a layer of this model and config."""
     path, then, device = folder / files.layer_file(name), header["layers"][name], kfac.device
     saved, method = METHODS[header["method"]], METHODS[kfac.config.preconditioner.method]
     sides, here = {which: Side(*then[which]) for which in "AG"}, {"A": layer.A, "G": layer.G}
@@ -299,10 +287,8 @@ def load_checkpoint(
     tag_directory, anew = Path(path).parent, None
     for argument, default in (("load_module_only", False), ("load_optimizer_states", True)):
         if anew is None and bool(arguments.get(argument, default)) != default:
-            anew = (
-                f"{argument}={not default}: K-FAC starts afresh; engine.kfac.load_state loads the state of "
-                f"{tag_directory}"
-            )
+            does = "K-FAC starts afresh; engine.kfac.load_state loads the state of"
+            anew = f"{argument}={not default}: {does} {tag_directory}"
     if anew is None and not engine.load_universal_checkpoint():
         _check_groups(groups, tag_directory, entry)
     if anew is None and entry is not None:
@@ -344,11 +330,8 @@ def _say(engine: Any, text: str) -> None:
 
 
 def _check_groups(own: Mapping[str, int], tag_directory: Path, entry: Mapping[str, Any] | None) -> None:
-    """DeepSpeed takes weights and moments by their place in a group, but for a universal checkpoint's.
-
-    Raises:
-        CheckpointError: on every rank, whatever ``on_missing``: they are another parameter's.
-    """
+    """DeepSpeed takes weights and moments by their place in a group, but for a universal checkpoint's. Raises
+    CheckpointError on every rank, whatever ``on_missing``, if they are another parameter's."""
     saved = (entry or {}).get("groups", {})
     if moved := [name for name, group in own.items() if saved.get(name, group) != group]:
         named = ", ".join(moved[:3]) + (", .." if len(moved) > 3 else "")
@@ -361,11 +344,8 @@ def _check_groups(own: Mapping[str, int], tag_directory: Path, entry: Mapping[st
 
 
 def _check_files(engine: Any, job: Job, tag_directory: Path, save_id: str) -> None:
-    """Of a save that did not reach its end, or another one over it.
-
-    Raises:
-        CheckpointError: on every rank: some of DeepSpeed's files are of an older save.
-    """
+    """Of a save that did not reach its end, or another one over it. Raises CheckpointError on every rank if some of
+    DeepSpeed's files are of an older save."""
     interrupted = files.unfinished(tag_directory, save_id) if engine.global_rank == 0 else None
     torn, own_tag = f"ds_kfac: the checkpoint in {tag_directory} is torn", "and give every save its own tag"
     with failing_together(torn, job.channel.group, CheckpointError) as problems:
@@ -378,11 +358,8 @@ def _check_files(engine: Any, job: Job, tag_directory: Path, save_id: str) -> No
 
 
 def _check_one_save(job: Job, load_dir: str, loaded: bool, entry: Mapping[str, Any] | None) -> None:
-    """At stage 3 every rank has a client_state of its own: a save over an old one that was killed leaves both.
-
-    Raises:
-        CheckpointError: on every rank, whatever ``on_missing``: the weights themselves are of several saves.
-    """
+    """At stage 3 every rank has a client_state of its own: a save over an old one that was killed leaves both. Raises
+    CheckpointError on every rank, whatever ``on_missing``: the weights themselves are of several saves."""
     mine = f"save {entry.get('save_id')} of step {entry.get('steps')}" if entry else "a save without K-FAC"
     everyone = gathered(mine if loaded else "nothing to load", job.channel.group)
     if len(set(everyone)) > 1:

@@ -32,13 +32,8 @@ Entries = dict[str, dict[str, Any]]
 
 
 def save(job: Job, tag_directory: Path) -> dict[str, Any]:
-    """Write this rank's layers, and on rank 0 the header. Returns the header.
-
-    Collective.
-
-    Raises:
-        CheckpointError: on every rank if it fails on one; what was written is removed.
-    """
+    """Write this rank's layers, and on rank 0 the header, which is returned. Collective; raises CheckpointError on
+    every rank if it fails on one, and what was written is removed."""
     group, headline = job.channel.group, f"ds_kfac: could not save to {tag_directory / files.FOLDER}"
     mine: tuple[str, list[dict[str, Any]]] = ("", [])
     with failing_together(headline, group, CheckpointError):
@@ -93,9 +88,7 @@ def _part_of(kfac: KFACPreconditioner) -> dict[str, Any]:
         "factors": {keys[key]: [spec.side.dim, spec.side.block] for key, spec in curvature.specs.items()},
         "peak_lr": {str(group): float(lr) for group, lr in kfac.peak_lr.items()},
         "damping_scale": None if kfac.damping_scale is None else float(kfac.damping_scale),
-        "shared": None
-        if kfac.known.groups is None
-        else [[names[name] for name in group] for group in kfac.known.groups],
+        "shared": None if (groups := kfac.known.groups) is None else [[names[name] for name in own] for own in groups],
         "rows": {names[layer]: rows for layer, rows in (kfac.known.rows or {}).items()},
         "counts": [timetable["captured"], timetable["skipped"]],
         "clocks": {keys[key]: clock for key, clock in timetable["factors"].items()},
@@ -106,16 +99,15 @@ def _part_of(kfac: KFACPreconditioner) -> dict[str, Any]:
 
 def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """The header's part that all ranks and domains together know."""
-    groups = [group for part in parts for group in part["shared"] or ()]
+    shared = [part["shared"] for part in parts if part["shared"] is not None]
+    groups = dict.fromkeys(tuple(group) for own in shared for group in own)
     peaks = [pair for part in parts for pair in part["peak_lr"].items()]
     return {
         "layers": {name: layer for part in parts for name, layer in part["layers"].items()},
         "factors": {key: side for part in parts for key, side in part["factors"].items()},
         "peak_lr": {group: max(lr for other, lr in peaks if other == group) for group, _ in peaks},
         "damping_scale": parts[0]["damping_scale"],
-        "shared": None
-        if all(part["shared"] is None for part in parts)
-        else [list(group) for group in dict.fromkeys(map(tuple, groups))],
+        "shared": list(map(list, groups)) if shared else None,
         "rows": {layer: rows for part in parts for layer, rows in part["rows"].items()},
         "timetable": {
             "domains": {part["domain"]: part["counts"] for part in parts},
@@ -173,11 +165,7 @@ def layer_payload(state: LayerState, *, eigenbasis: bool) -> dict[str, Any]:
 
 
 def _united(written: Sequence[Entries]) -> Entries:
-    """The files of all ranks.
-
-    Raises:
-        ValueError: two ranks have written one.
-    """
+    """The files of all ranks. Raises ValueError if two have written one."""
     twice = {file for index, own in enumerate(written) for other in written[:index] for file in own.keys() & other}
     if twice:
         raise ValueError(f"several ranks have layers of the same name: {', '.join(sorted(twice)[:5])}")
@@ -185,11 +173,8 @@ def _united(written: Sequence[Entries]) -> Entries:
 
 
 def finish(job: Job, tag_directory: Path, header: Mapping[str, Any]) -> None:
-    """After DeepSpeed's save: point to the new state and remove what an overwritten tag had. Collective.
-
-    Raises:
-        CheckpointError: on every rank if that fails.
-    """
+    """After DeepSpeed's save: point to the new state and remove what an overwritten tag had. Collective; raises
+    CheckpointError on every rank if that fails."""
     folder = tag_directory / files.FOLDER
     with failing_together(f"ds_kfac: could not complete the save in {folder}", job.channel.group, CheckpointError):
         if job.channel.rank == 0:
@@ -203,17 +188,9 @@ def finish(job: Job, tag_directory: Path, header: Mapping[str, Any]) -> None:
 
 
 def save_checkpoint(
-    engine: Any,
-    job: Job,
-    groups: Mapping[str, int],
-    original: Callable[..., Any],
-    save_dir: str,
-    tag: Any = None,
-    client_state: Any = None,
-    save_latest: bool = True,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    engine: Any, job: Job, groups: Mapping[str, int], original: Callable[..., Any], save_dir: str, tag: Any = None,
+    client_state: Any = None, save_latest: bool = True, *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
     """Around an engine's ``save_checkpoint``: ours first, so that what DeepSpeed writes names a complete save; its own
     in any case.
 

@@ -5,10 +5,9 @@ the same on every rank; scalars that ranks tell each other are one of them.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -89,59 +88,40 @@ class Channel:
         return vector
 
     def all_to_all(
-        self,
-        sent: Tensor,
-        outgoing: Sequence[int],
-        incoming: Sequence[int],
-        *,
-        carries: Mapping[str, tuple[int, int]],
-        wait: bool = True,
+        self, sent: Tensor, outgoing: list[int], incoming: list[int], carries: Mapping[str, tuple[int, int]]
     ) -> tuple[Tensor, Any]:
         """Send ``outgoing[r]`` elements to each rank r, receive ``incoming[r]`` from it.
 
         Args:
             sent: flat, the pieces in rank order.
             carries: kind -> (bytes to, bytes from) other ranks.
-            wait: false returns at once; wait on the handle before using the result.
 
-        Returns what was received, and the handle (None after waiting).
+        Returns what is received, and the handle to wait on before it is used.
         """
         received = sent.new_empty(sum(incoming))
         handle = dist.all_to_all_single(
-            received,
-            sent,
-            output_split_sizes=list(incoming),
-            input_split_sizes=list(outgoing),
-            group=self.group,
-            async_op=not wait,
+            received, sent, output_split_sizes=incoming, input_split_sizes=outgoing, group=self.group, async_op=True
         )
         self.calls[next(iter(carries))] += 1
         for kind, (to, from_) in carries.items():
             self.sent[kind] += to
             self.received[kind] += from_
-        return received, None if wait else handle
+        return received, handle
 
 
 def clone_group(group: Any) -> Any:
-    """A new group of the same ranks, with the job's timeout. Collective over all ranks of the job, whose groups may
-    differ."""
-    ranks = torch.distributed.get_process_group_ranks(group)
-    mine, timeout = None, job_timeout()
-    for other in sorted({tuple(one) for one in gathered(ranks)}):  # every rank takes part in making every group
-        made = torch.distributed.new_group(list(other), timeout=timeout)
-        if list(other) == ranks:
-            mine = made
-    return mine
-
-
-def job_timeout() -> timedelta | None:
-    """What the job was initialized with, which DeepSpeed's own groups do not take over; None if a backend hides it."""
+    """A new group of the same ranks, with the job's timeout, which DeepSpeed's own groups do not take over. Collective
+    over all ranks of the job, whose groups may differ."""
     world = torch.distributed.distributed_c10d._get_default_group()
     options = [getattr(world._get_backend(device), "options", None) for device in world._device_types]
-    return next((option._timeout for option in options if option is not None), None)
+    timeout = next((option._timeout for option in options if option is not None), None)  # a backend may hide it
+    ranks = torch.distributed.get_process_group_ranks(group)
+    every = sorted({tuple(one) for one in gathered(ranks)})  # every rank takes part in making every group
+    made = {one: torch.distributed.new_group(list(one), timeout=timeout) for one in every}
+    return made[tuple(ranks)]
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Move:
     """Elements start .. start + numel of a flattened parameter travel from ``source`` to ``target``."""
 
@@ -150,11 +130,6 @@ class Move:
     numel: int
     source: int
     target: int
-
-
-def in_order(moves: Iterable[Move]) -> tuple[Move, ...]:
-    """Sorted. Of millions; a dataclass's own comparison takes several times as long."""
-    return tuple(sorted(moves, key=attrgetter("param", "start", "numel", "source", "target")))
 
 
 @dataclass(frozen=True)
@@ -168,7 +143,8 @@ class RelayoutPlan:
     def moved(self) -> Mapping[tuple[int, int], tuple[Move, ...]]:
         """(source, target) -> moves in the order in which they lie in a message."""
         order: dict[tuple[int, int], list[Move]] = {}
-        for move in in_order(self.moves):
+        # of millions; a dataclass's own comparison takes several times as long
+        for move in sorted(self.moves, key=attrgetter("param", "start", "numel", "source", "target")):
             order.setdefault((move.source, move.target), []).append(move)
         return {pair: tuple(moves) for pair, moves in order.items()}
 
@@ -176,9 +152,6 @@ class RelayoutPlan:
     def sizes(self) -> Mapping[tuple[int, int], list[int]]:
         """(source, target) -> elements of each move."""
         return {pair: [move.numel for move in moves] for pair, moves in self.moved.items()}
-
-    def numel(self, source: int, target: int) -> int:
-        return sum(self.sizes.get((source, target), ()))
 
     @property
     def total_numel(self) -> int:
@@ -221,9 +194,8 @@ class Message:
         self, parts: Sequence[Part], channel: Channel, device: torch.device, packed: Callable[[], None] | None = None
     ) -> None:
         self.parts, rank, ranks = parts, channel.rank, range(channel.world)
-        self._from = [(source, rank) for source in ranks]
         outgoing, places, to = _laid_out(parts, [(rank, target) for target in ranks], rank)
-        incoming, self._places, from_ = _laid_out(parts, self._from, rank)
+        incoming, self._places, from_ = _laid_out(parts, [(source, rank) for source in ranks], rank)
         sent = torch.empty(sum(outgoing), dtype=torch.uint8, device=device)
         for part, pair, start, nbytes in places:
             pieces = sent.narrow(0, start, nbytes).view(part.dtype)
@@ -233,9 +205,8 @@ class Message:
             packed()
         self._sent = sent  # until it has left
         carries = {part.kind: (to[part.kind], from_[part.kind]) for part in parts if part.plan.moves}
-        self._received, self._handle = channel.all_to_all(
-            sent, outgoing, incoming, carries=carries or {parts[0].kind: (0, 0)}, wait=False
-        )
+        carries = carries or {parts[0].kind: (0, 0)}
+        self._received, self._handle = channel.all_to_all(sent, outgoing, incoming, carries)
 
     def wait(self) -> list[Arrivals]:
         """What arrived, per part."""
@@ -296,7 +267,7 @@ class Scalars:
 
     def __init__(self, names: Sequence[Sequence[Hashable]], rank: int, rows: Sequence[Sequence[int]] | None = None):
         self.names, self.rank = names, rank
-        self.rows = tuple(map(tuple, rows)) if rows is not None else (tuple(range(len(names))),)
+        self.rows = (range(len(names)),) if rows is None else rows
 
     @cached_property
     def plan(self) -> RelayoutPlan:

@@ -38,7 +38,7 @@ class KFACGradient(Direction):
         self.clip_lr, self.metrics = plan.clip_lr, metrics
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
-        local = LocalResult.empty(states, self.exchange)
+        local = LocalResult(states, self.exchange)
         if context.norm is not None:  # one that is no number is left to DeepSpeed's own check
             factor = self.layout.clip_factor(context.norm).float()
             local.clip = torch.where(torch.isfinite(context.norm.float()), factor, torch.ones_like(factor))

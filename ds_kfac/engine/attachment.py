@@ -32,7 +32,7 @@ from ds_kfac.model.batch import ExpertRows, ReadBatch
 from ds_kfac.model.scan import Scan
 from ds_kfac.step.job import Job, counters, events, selected
 from ds_kfac.step.preconditioner import Draft, KFACPreconditioner
-from ds_kfac.zero.layout import scaler_scale
+from ds_kfac.zero.layout import restore, scaler_scale
 from ds_kfac.zero.weights import WeightRescaling
 
 _ATTACHED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]]" = weakref.WeakKeyDictionary()
@@ -138,10 +138,7 @@ class Attachment:
         for name, (ours, previous) in self._previous.items():
             # Someone may have wrapped ours since; then it stays in the chain and passes everything through.
             if vars(self.engine).get(name) is ours:
-                if previous is None:
-                    delattr(self.engine, name)
-                else:
-                    setattr(self.engine, name, previous)
+                restore(self.engine, name, previous)
         delattr(self.engine, HANDLE)
         _ATTACHED.pop(self.engine.module, None)
         timers = self.engine.engine_timers

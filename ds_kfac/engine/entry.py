@@ -120,11 +120,7 @@ def _check_tensors(model: Any) -> None:
 
 
 def asked_for(word: str) -> bool:
-    """Whether ``DS_KFAC`` in the environment asks for K-FAC.
-
-    Raises:
-        ValueError: another word than those of YES and NO.
-    """
+    """Whether ``DS_KFAC`` in the environment asks for K-FAC; ValueError for another word than those of YES and NO."""
     if word.strip().lower() not in (*YES, *NO):
         raise ValueError(f"DS_KFAC: got {word!r}; must be one of {', '.join(YES)}, or of {', '.join(filter(None, NO))}")
     return word.strip().lower() in YES
@@ -211,15 +207,8 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
 def _assembled(
     engine: Any, config: KFACConfig, answers: tuple[str, ...], rule: UpdateRule, experts: ExpertRows | None
 ) -> tuple[Job, tuple[Scan, ...]]:
-    """Collective. Returns the job, tested, and what was found in each of its domains.
-
-    Args:
-        config, answers: with its nulls answered, and how.
-
-    Raises:
-        ValueError: nothing to precondition, or a plan that cannot be made; on every rank.
-        RuntimeError: the self-test failed.
-    """
+    """Collective. Returns the job, tested, and what was found in each of its domains. Raises on every rank: ValueError
+    if there is nothing to precondition, or no plan; RuntimeError if the self-test failed."""
     optimized = [param for group in parameter_groups(engine.optimizer) for param in group]
     parts = domains(engine, optimized)
     several = bool(parts[0].name)
@@ -246,7 +235,7 @@ def _assembled(
     try:
         with agreeing():
             for kfac in preconditioners:
-                self_test(kfac.layout, kfac.exchange.plan.of_parameter, kfac.channel)
+                self_test(kfac.exchange, kfac.channel)
         check_model(engine.module, config, len(targets[0].rest.params))
         check_names([name for kfac in preconditioners for name in kfac.names.values()])
     except Exception:
@@ -311,14 +300,8 @@ def _node(device: torch.device) -> tuple[int, int]:
 
 
 def _agreed_costs(device: torch.device, file: str | None) -> CostModel:
-    """The cost model, the same on every rank of the job. Collective.
-
-    Args:
-        file: ``assignment.costs``.
-
-    Raises:
-        ValueError: on every rank, if one could not read the file, or has read another one.
-    """
+    """The cost model, the same on every rank of the job. ``file``: ``assignment.costs``. Collective; raises ValueError
+    on every rank if one could not read the file, or has read another one."""
     node_size, node_cores = _node(device)
     costs = replace(BUILTIN["cpu" if device.type == "cpu" else "cuda"], node_size=node_size, node_cores=node_cores)
     if file is None:
@@ -334,12 +317,10 @@ def _by_domain(found: Scan, domains: Sequence[Domain]) -> list[tuple[Domain, Sca
     """The layers of each domain that has some; what was skipped, in the first of them."""
     pairs: list[tuple[Domain, Scan]] = []
     for domain in domains:
-        layers, shards = [layer for layer in found.layers if layer.weight in domain.names], domain.shard[1]
-        for index, layer in enumerate(layers):  # each of so many tensor-parallel ranks has a part of it, or a copy
-            if layer.kind in SHARDS:
-                layers[index] = replace(layer, cut=(1, shards) if SHARDS[layer.kind] else (shards, 1))
-            else:
-                layers[index] = replace(layer, copies=shards)
+        layers, shards = [], domain.shard[1]  # so many tensor-parallel ranks have a part of a layer, or a copy
+        for layer in (layer for layer in found.layers if layer.weight in domain.names):
+            cut = (1, shards) if SHARDS.get(layer.kind) else (shards, 1)
+            layers.append(replace(layer, cut=cut) if layer.kind in SHARDS else replace(layer, copies=shards))
         if layers:
             pairs.append((domain, Scan(tuple(layers), () if pairs else found.skipped)))
     return pairs
@@ -361,11 +342,7 @@ def _budgets(targets: Sequence[Target], config: KFACConfig) -> list[KFACConfig]:
 
 def _check_copies(targets: Sequence[Target], plans: Sequence[Plan]) -> None:
     """What tensor-parallel ranks have copies of must be treated alike by all of them. Collective under tensor
-    parallelism.
-
-    Raises:
-        ValueError: on every rank: their plans differ in what changes results.
-    """
+    parallelism; raises ValueError on every rank if their plans differ in what changes results."""
     if targets[0].domain.shard[1] > 1 and len(set(gathered((str(plans[0].wire), plans[0].lag)))) > 1:
         raise ValueError(
             "ds_kfac: the tensor-parallel ranks' shards are so different in size that their plans for the layers they "
@@ -378,12 +355,11 @@ def _config_source(arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The DeepSpeed config as DeepSpeed will read it: a dict, a file or base64; None if it is none of them."""
     source = arguments.get("config") or arguments.get("config_params")
     source = source or getattr(arguments.get("args"), "deepspeed_config", None)
-    if isinstance(source, (str, os.PathLike)):
-        if os.path.isfile(source):
-            source = hjson.loads(Path(source).read_text())
-        else:
-            try:
-                source = hjson.loads(base64.urlsafe_b64decode(str(source)).decode())
-            except ValueError:  # DeepSpeed says what is wrong
-                return None
+    if isinstance(source, (str, os.PathLike)) and os.path.isfile(source):
+        source = hjson.loads(Path(source).read_text())
+    elif isinstance(source, (str, os.PathLike)):
+        try:
+            source = hjson.loads(base64.urlsafe_b64decode(str(source)).decode())
+        except ValueError:  # DeepSpeed says what is wrong
+            return None
     return source if isinstance(source, Mapping) else None

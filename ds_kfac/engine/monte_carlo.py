@@ -155,14 +155,9 @@ class LossSampling:
                 self._predictions[self.kfac.capture.forward] = output
 
     def sample(self, loss: Tensor | None = None) -> None:
-        """Draw for every forward that waits for its backward, run the extra one, add its statistics.
-
-        Args:
-            loss: what the true backward starts from; forwards that it does not depend on go on waiting. None: all.
-
-        Raises:
-            ValueError: no forward was seen in this step, or the graph does not allow a second backward.
-        """
+        """Draw for every forward that waits for its backward, run the extra one, add its statistics. Forwards on which
+        ``loss``, where the true backward starts, does not depend go on waiting. Raises ValueError if no forward was
+        seen in this step, or the graph does not allow a second backward."""
         capture = self.kfac.capture
         if not capture.active:
             return
@@ -191,11 +186,7 @@ class LossSampling:
 
     def _gradients(self, loss: Tensor, edges: Sequence[GradientEdge], seed: Tensor) -> list[Tensor | None]:
         """Of ``loss * seed`` at ``edges``, where outputs' gradients arrive; None where it does not reach. ``seed``
-        arrives as it is, whatever loss scale and accumulation there is.
-
-        Raises:
-            ValueError: the graph does not allow a second backward.
-        """
+        arrives as it is, whatever loss scale and accumulation there is."""
         if not loss.requires_grad or not edges:
             return [None] * len(edges)
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph(loss.grad_fn)):
@@ -230,11 +221,8 @@ class LossSampling:
 
     def check(self) -> None:
         """At a step. In a due one without a sample this rank has no statistics, which is said once: its batch may have
-        been skipped, and what stops one rank stops the job.
-
-        Raises:
-            ValueError: none was ever drawn on this rank, so that the program lacks it.
-        """
+        been skipped, and what stops one rank stops the job. Raises ValueError if none was ever drawn on this rank, so
+        that the program lacks it."""
         if self.kfac.capture.active and self._step != self.kfac.steps:
             text = (
                 'kfac.factor.fisher "monte_carlo": this step had no sampled backward; use engine.backward(loss), or '

@@ -37,9 +37,7 @@ class Context:
         plain_sgd: whether that steps by rate times gradient.
         compressed: whether gradients are not averaged before the step.
         parameters, autocast: dtype of the model, and of torch_autocast; None: off.
-        bf16_optimizer: whether DeepSpeed steps by its BF16_Optimizer.
         computes_norms: whether ZeRO computes gradient norms.
-        offload_device, super_offload: of ``offload_optimizer``.
         engine: DeepSpeed's; None: there is only a config, and all below is not known to apply.
         sharded, sequence: whether a tensor-parallel and a sequence-parallel group have several ranks.
     """
@@ -120,11 +118,8 @@ def of_engine(engine: Any, config: KFACConfig, own: str | None) -> Context:
 
 
 def of_config(ds_config: Mapping[str, Any], config: KFACConfig, own: str | None, stage: int | None = None) -> Context:
-    """Of the data-parallel engine that DeepSpeed would build. ``stage``: in place of the config's.
-
-    Raises:
-        ValueError: a stage or a dtype that does not exist.
-    """
+    """Of the data-parallel engine that DeepSpeed would build. ``stage``: in place of the config's. Raises ValueError
+    for a stage or a dtype that does not exist."""
     optimizer, zero = block(ds_config, "optimizer"), block(ds_config, "zero_optimization")
     name, offload = str(optimizer.get("type") or ""), block(zero, "offload_optimizer")
     stage = zero.get("stage", 0) if stage is None else stage
@@ -162,11 +157,7 @@ def block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def accumulation(ds_config: Mapping[str, Any]) -> torch.dtype | None:
-    """dtype in which a config's gradients are accumulated; None: the model's.
-
-    Raises:
-        ValueError: there is no such dtype.
-    """
+    """dtype in which a config's gradients are accumulated; None: the model's. Raises ValueError if there is none."""
     return _dtype(block(ds_config, "data_types").get("grad_accum_dtype"), "data_types.grad_accum_dtype")
 
 
@@ -350,15 +341,8 @@ def refused(context: Context) -> list[str]:
 
 
 def check_model(model: nn.Module, config: KFACConfig, rest: int) -> None:
-    """What a model rules out.
-
-    Args:
-        rest: trained parameters that are of no K-FAC layer.
-
-    Raises:
-        ValueError: the module that ``kfac.factor.prediction`` names does not exist; or the quadratic model would not
-            know of all steps.
-    """
+    """Raise ValueError if the module that ``kfac.factor.prediction`` names does not exist, or the quadratic model would
+    not know of all steps. ``rest``: trained parameters that are of no K-FAC layer."""
     name, quadratic = config.factor.prediction, config.preconditioner.step == "quadratic"
     asks = quadratic or config.factor.fisher == "monte_carlo"
     if asks and name is not None and name not in dict(model.named_modules()):

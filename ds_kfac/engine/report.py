@@ -34,11 +34,7 @@ LOW_SHARE = 0.8
 def report(kfacs: Sequence[KFACPreconditioner], scans: Sequence[Scan], given: KFACConfig) -> str:
     """The text of ``engine.kfac.report``, of all domains of this rank. The first rank of the job prints as much of it
     as ``kfac.report`` says, and so does the first one of each pipeline stage. To standard error itself: DeepSpeed's
-    logger stands at WARNING, and frameworks mute others.
-
-    Args:
-        given: the config as it was given.
-    """
+    logger stands at WARNING, and frameworks mute others. ``given``: the config as it was given."""
     first, layout = kfacs[0], kfacs[0].layout
     warnings = list(dict.fromkeys(text for kfac in kfacs for text in attach_warnings(kfac, given)))
     found = Scan(tuple(layer for part in scans for layer in part.layers), scans[0].skipped)
@@ -54,22 +50,15 @@ def report(kfacs: Sequence[KFACPreconditioner], scans: Sequence[Scan], given: KF
 
 
 def summary(
-    model: nn.Module,
-    scan: Scan,
-    plans: Sequence[Plan],
-    rule: UpdateRule,
-    optimizer: str,
-    mode: str,
+    model: nn.Module, scan: Scan, plans: Sequence[Plan], rule: UpdateRule, optimizer: str, mode: str,
     warnings: Sequence[str],
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """What a run does, in :data:`LINES` lines at most; it describes plans, not measurements.
 
     Args:
-        scan: what was found in the model.
         plans: of each domain here.
         optimizer: class or type of the innermost one.
         mode: of the engine, in words.
-        warnings: lines.
     """
     plan, share = plans[0], share_of(model, scan)
     left = share.matrices - share.stepped
@@ -90,10 +79,8 @@ def summary(
         warnings = [low, *warnings]
     if len(lines) + len(warnings) > LINES:
         kept = LINES - len(lines) - 1
-        warnings = [
-            *warnings[:kept],
-            f'  WARNING: {len(warnings) - kept} more: see engine.kfac.report, or "report": "full"',
-        ]
+        more = f'  WARNING: {len(warnings) - kept} more: see engine.kfac.report, or "report": "full"'
+        warnings = [*warnings[:kept], more]
     return [*lines, *warnings]
 
 
@@ -170,33 +157,23 @@ Row = tuple[str, ...]
 def layer_lines(
     scan: Scan, config: KFACConfig, rule: UpdateRule, where: Mapping[str, Sequence[str]] | None = None
 ) -> list[str]:
-    """The preconditioned layers.
-
-    Args:
-        where: layer name -> gradient workers and eigen workers, for a row for each layer; None: equal layers in a row.
-    """
+    """The preconditioned layers. ``where``: layer name -> gradient workers and eigen workers, for a row for each layer;
+    None: equal layers in a row."""
     choices = [rule.choice(config, layer) for layer in scan.layers]
     step = any(choice is not None for choice in choices)
     rows = []
     for layer, choice in zip(scan.layers, choices, strict=True):
         ranks = where[layer.name] if where else ()
-        rows.append((layer.name or "(model)", *_sides(layer), *ranks, *([choice or ""] if step else [])))
+        sides = (f"{side.dim}{'' if side.kind == 'dense' else f' ({side.kind})'}" for side in (layer.G, layer.A))
+        own = layer.name or "(model)", layer.kind, *sides, "yes" if layer.bias else "no"
+        rows.append((*own, *ranks, *([choice or ""] if step else [])))
     ranks = ("workers", "decomposed on") if where else ()
     head = ("layer", "type", "G", "A", "bias", *ranks, *(["step"] if step else []))
     return columns([head, *(rows if where else folded(rows))])
 
 
-def _sides(layer: LayerSpec) -> Row:
-    sides = (f"{side.dim}{'' if side.kind == 'dense' else f' ({side.kind})'}" for side in (layer.G, layer.A))
-    return (layer.kind, *sides, "yes" if layer.bias else "no")
-
-
 def skipped_lines(scan: Scan, *, whole: bool = False) -> list[str]:
-    """What is not preconditioned, and why; nothing if all is.
-
-    Args:
-        whole: a row for each module.
-    """
+    """What is not preconditioned, and why; nothing if all is. ``whole``: a row for each module."""
     if not scan.skipped:
         return []
     rows = [(left.name or "(model)", left.kind, f"{left.numel:,}", left.reason) for left in scan.skipped]
@@ -264,12 +241,7 @@ def attach_warnings(kfac: KFACPreconditioner, given: KFACConfig) -> list[str]:
 
 
 def without_effect(rule: UpdateRule, config: KFACConfig, layers: Sequence[LayerSpec], optimizer: str) -> list[str]:
-    """Keys that were given but belong to another update rule, or touch no layer.
-
-    Args:
-        config: as given.
-        optimizer: whose rule it is.
-    """
+    """Keys that were given but belong to another update rule than the optimizer's, or touch no layer."""
     others = {block for other in DIRECTIONS for block in other.blocks} - set(rule.blocks)
     given = [(b, key) for b in sorted(others) for key in sorted(getattr(config, b).model_fields_set)]
     keys = [f"kfac.{b}.{key}" for b, key in given if key not in ("precision", "method")]

@@ -1,7 +1,6 @@
 """Gradients of whole layers to their gradient workers, and the workers' results back to every shard."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from ds_kfac.model.registry import LAYERS
 from ds_kfac.update.rotation import AT_ONCE
 from ds_kfac.update.state import LayerState, MomentUpdate
 from ds_kfac.zero.layout import ShardLayout
-from ds_kfac.zero.shards import Shard, ShardMap, of_layers, plan_gather, plan_scatter, source
+from ds_kfac.zero.shards import Shard, ShardMap, of_layers, plan_gather, plan_scatter
 
 Shards = dict[tuple[int, int], Tensor]
 """(parameter, start) -> flat values."""
@@ -34,8 +33,8 @@ class ExchangePlan:
     def __init__(self, shards: ShardMap, layers: Sequence[LayerSpec], workers: Mapping[str, tuple[int, ...]]) -> None:
         self.of_layer = of_layers(layers)
         self.of_parameter = {param: workers[name] for name, params in self.of_layer.items() for param in params}
-        self.gather = plan_gather(shards, {param: ranks[0] for param, ranks in self.of_parameter.items()})
-        self.scatter = plan_scatter(shards, lambda param, rank: source(self.of_parameter[param], rank, shards.world))
+        self.gather = plan_gather(shards, self.of_parameter)
+        self.scatter = plan_scatter(shards, self.of_parameter)
 
 
 class GradientExchange:
@@ -49,22 +48,19 @@ class GradientExchange:
     """
 
     def __init__(
-        self,
-        layout: ShardLayout,
-        layers: Sequence[LayerSpec],
-        workers: Mapping[str, tuple[int, ...]],
-        dtypes: tuple[torch.dtype, torch.dtype] | None = None,
-    ) -> None:
+        self, layout: ShardLayout, layers: Sequence[LayerSpec], workers: Mapping[str, tuple[int, ...]],
+        dtypes: tuple[torch.dtype, torch.dtype],
+    ) -> None:  # fmt: skip
         self.layout, self.rank, self.device = layout, layout.rank, layout.engine.device
         self.plan = ExchangePlan(layout.shards, layers, workers)
-        self.gather_dtype, self.scatter_dtype = dtypes or (layout.dtype, torch.float32)
+        gather_dtype, self.scatter_dtype = dtypes
         self.owned = tuple(layer for layer in layers if layout.rank in workers[layer.name])
         self._mine = {(shard.param, shard.start): shard for shard in layout.shards.on(self.rank)}
         self.shards: dict[int, list[Shard]] = {}
         for shard in self._mine.values():
             self.shards.setdefault(shard.param, []).append(shard)
         # pieces of gradients to their workers, still carrying the loss scale
-        self.gather_part = Part("gradients", self.plan.gather, self._read, self.gather_dtype)
+        self.gather_part = Part("gradients", self.plan.gather, self._read, gather_dtype)
         self.params = {name: [layout.param_of(piece) for piece in own] for name, own in self.plan.of_layer.items()}
         self.sent: dict[int, set[Piece]] = {}
         for move in self.plan.scatter.moves:
@@ -78,17 +74,14 @@ class GradientExchange:
     def gathered(self, received: Arrivals) -> dict[str, Tensor]:
         """Own layers' whole gradients, [O, I] on the device, in the dtype in which they are stored."""
         flats: dict[int, Tensor] = {}
-        for layer in self.owned:
-            for param in self.plan.of_layer[layer.name]:
-                shard = self._mine.get((param, 0))
-                if shard is not None and shard.numel == self.layout.shards.numels[param]:  # nothing to put together
-                    flats[param] = self.layout.read(shard).to(self.device)
-                else:
-                    numel = self.layout.shards.numels[param]
-                    flats[param] = torch.empty(numel, dtype=self.layout.dtype, device=self.device)
-        for (param, start), shard in self._mine.items():
-            if param in flats and shard.numel < len(flats[param]):
-                flats[param][start : start + shard.numel] = self.layout.read(shard)
+        for param in (param for layer in self.owned for param in self.plan.of_layer[layer.name]):
+            own, numel = self.shards.get(param, []), self.layout.shards.numels[param]
+            if len(own) == 1 and own[0].numel == numel:  # nothing to put together
+                flats[param] = self.layout.read(own[0]).to(self.device)
+                continue
+            flats[param] = torch.empty(numel, dtype=self.layout.dtype, device=self.device)
+            for shard in own:
+                flats[param][shard.start : shard.start + shard.numel] = self.layout.read(shard)
         for move, values in received:
             flats[move.param][move.start : move.start + move.numel] = values
         matrices = {}
@@ -150,7 +143,7 @@ class Outbox:
         """A result, fp32 [O, I], zero where a parameter was frozen since attach; its gradient is of no more use."""
         exchange, layout = self.exchange, self.exchange.layout
         places, parameters = exchange.plan.of_layer[layer.name], exchange.params[layer.name]
-        flats = LAYERS[layer.kind].split(matrix_OI, has_bias=layer.bias is not None)
+        flats = exchange.parts(layer, matrix_OI)
         for param, parameter, flat in zip(places, parameters, flats, strict=True):
             if not parameter.requires_grad:
                 flat = torch.zeros_like(flat)
@@ -172,14 +165,13 @@ def _alone(flat: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
     return part.to(dtype, copy=len(part) < len(flat))
 
 
-@dataclass
 class LocalResult:
     """What a rank computed for its own layers.
 
     Attributes:
         outbox: results, until they are sent.
         results: layer name -> fp32 [O, I], of those that are not in the outbox yet.
-        states: layer name -> state after this step.
+        states: layer name -> state after this step; new ones take the place of old ones.
         numbers: scalars that are summed over all ranks before :meth:`Direction.finish`.
         replaced: scalar, layers whose result was not finite.
         unprepared: layers that passed through because they have no eigenbasis or inverse.
@@ -190,23 +182,14 @@ class LocalResult:
         clip: factor that clipped the gradients in the results.
     """
 
-    outbox: Outbox
-    results: dict[str, Tensor]
-    states: dict[str, LayerState]
-    numbers: list[Tensor]
-    replaced: Tensor
-    unprepared: int
-    unused: Tensor
-    limited: Tensor
-    left_out: dict[str, Tensor] = field(default_factory=dict)
-    moment_updates: list[MomentUpdate] = field(default_factory=list)
-    clip: Tensor | float = 1.0
-
-    @classmethod
-    def empty(cls, states: dict[str, LayerState], exchange: GradientExchange) -> "LocalResult":
-        """No results yet; ``states`` itself, in which new ones take the place of old ones."""
-        zero = torch.zeros((), device=exchange.device)
-        return cls(exchange.outbox(), {}, states, [], zero, 0, zero, zero)
+    def __init__(self, states: dict[str, LayerState], exchange: GradientExchange) -> None:
+        self.outbox, self.results, self.states = exchange.outbox(), dict[str, Tensor](), states
+        self.numbers: list[Tensor] = []
+        self.replaced = self.unused = self.limited = torch.zeros((), device=exchange.device)
+        self.unprepared = 0
+        self.clip: Tensor | float = 1.0
+        self.left_out: dict[str, Tensor] = {}
+        self.moment_updates: list[MomentUpdate] = []
 
     def kept(self) -> dict[str, LayerState]:
         """``states``, now that the step was applied: they take its gradients in, where they have not yet."""

@@ -35,9 +35,9 @@ from ds_kfac.comm.message import Channel, Part, deliver, failing_together
 from ds_kfac.model.batch import is_autoep
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import SHARDS
-from ds_kfac.zero.layout import ShardLayout
-from ds_kfac.zero.replicated import BF16, Replicated, ReplicatedHalf
-from ds_kfac.zero.shards import Piece, plan_gather, plan_scatter, source
+from ds_kfac.zero.exchange import GradientExchange
+from ds_kfac.zero.layout import BF16, Replicated, ReplicatedHalf, ShardLayout
+from ds_kfac.zero.shards import Piece
 from ds_kfac.zero.stages import Stage3, Stage12
 
 
@@ -86,13 +86,6 @@ def check_names(names: Sequence[str]) -> None:
         )
 
 
-def pipeline_stage(engine: Any) -> int | None:
-    """Which stage of a pipeline this rank is; None without a pipeline of several."""
-    if not isinstance(engine, PipelineEngine) or engine.num_stages == 1:
-        return None
-    return int(engine.stage_id)
-
-
 def tensor_shard(engine: Any) -> tuple[int, int]:
     """(rank, size) among the ranks that hold shards of one weight."""
     mpu = engine.mpu
@@ -111,8 +104,11 @@ def domains(engine: Any, params: Sequence[nn.Parameter]) -> tuple[Domain, ...]:
         params: the optimizer's.
     """
     trained = tuple(p for p in params if p.requires_grad)
-    stage, shard = pipeline_stage(engine), tensor_shard(engine)
-    name = f"tensor_{shard[0]}" if shard[1] > 1 else "" if stage is None else f"stage_{stage}"
+    shard, name = tensor_shard(engine), ""
+    if shard[1] > 1:
+        name = f"tensor_{shard[0]}"
+    elif isinstance(engine, PipelineEngine) and engine.num_stages > 1:
+        name = f"stage_{engine.stage_id}"
     mixtures: dict[str, list[Any]] = {}
     for p in trained:
         if is_moe_param(p):
@@ -167,13 +163,9 @@ def shard_layout(
     Raises:
         ValueError: a wrapper that is not in the table; where it keeps gradients is not known, so nothing is guessed.
     """
-    wrapper = type(engine.optimizer)
-    layout = SHARD_LAYOUTS.get(wrapper)
-    is_bare = isinstance(engine.optimizer, torch.optim.Optimizer) and not isinstance(
-        engine.optimizer, DeepSpeedOptimizer
-    )
-    if layout is None and is_bare and not engine.zero_optimization():
-        layout = Replicated
+    optimizer, wrapper = engine.optimizer, type(engine.optimizer)
+    bare = isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, DeepSpeedOptimizer)
+    layout = SHARD_LAYOUTS.get(wrapper, Replicated if bare and not engine.zero_optimization() else None)
     if layout is None:
         raise ValueError(
             f"ds_kfac: DeepSpeed wrapped the optimizer in {wrapper.__module__}.{wrapper.__name__}, which ds_kfac does "
@@ -188,14 +180,7 @@ MODULUS = 251
 only."""
 
 
-def known_gradient(name: str, numel: int, device: Any) -> Tensor:
-    """1 .. 251, running through the elements from a place that depends on the name; fp32 [numel]."""
-    start = zlib.crc32(name.encode()) % MODULUS
-    values = torch.arange(numel, device=device, dtype=torch.int32)  # in place: a vocabulary's embedding is large
-    return values.add_(start).remainder_(MODULUS).add_(1).float()
-
-
-def self_test(layout: ShardLayout, workers: Mapping[int, tuple[int, ...]], channel: Channel) -> None:
+def self_test(exchange: GradientExchange, channel: Channel) -> None:
     """Check reading, both relayouts and writing against DeepSpeed's own functions, at attach: a changed layout is an
     error, not a wrong gradient. Collective; leaves no trace.
 
@@ -207,12 +192,15 @@ def self_test(layout: ShardLayout, workers: Mapping[int, tuple[int, ...]], chann
     Raises:
         RuntimeError: on every rank, naming what does not fit on which rank.
     """
-    engine, rank = layout.engine, layout.rank
+    layout, plan, rank, engine = exchange.layout, exchange.plan, exchange.rank, exchange.layout.engine
     names = {id(param): name for name, param in engine.module.named_parameters()}
     ours = {id(param) for param in layout.params}
 
     def known(param: nn.Parameter) -> Tensor:
-        return known_gradient(names[id(param)], layout._numel(param), engine.device)
+        """1 .. 251, running through the elements from a place that depends on the name; fp32 [numel]."""
+        start = zlib.crc32(names[id(param)].encode()) % MODULUS
+        values = torch.arange(layout._numel(param), device=engine.device, dtype=torch.int32)
+        return values.add_(start).remainder_(MODULUS).add_(1).float()  # in place: a vocabulary's embedding is large
 
     def is_ours(param: nn.Parameter) -> Tensor:
         return torch.full((layout._numel(param),), float(id(param) in ours), device=engine.device)
@@ -232,22 +220,19 @@ def self_test(layout: ShardLayout, workers: Mapping[int, tuple[int, ...]], chann
             before = layout.consume()
             pieces = {key: layout.read(shard).clone() for key, shard in mine.items()}
 
-        gather = plan_gather(layout.shards, {param: ranks[0] for param, ranks in workers.items()})
-        part = Part("self-test", gather, lambda move: pieces[move.param, move.start], layout.dtype)
+        part = Part("self-test", plan.gather, lambda move: pieces[move.param, move.start], layout.dtype)
         (received,) = deliver([part], channel, engine.device)
-        own = [param for param, ranks in workers.items() if rank in ranks]
+        own = [param for param, ranks in plan.of_parameter.items() if rank in ranks]
         full = {param: torch.zeros(layout.shards.numels[param], device=engine.device) for param in own}
-        arrived = [(move.param, move.start, piece) for move, piece in received]
-        for param, start, piece in [(*key, piece) for key, piece in pieces.items()] + arrived:
+        arrived = {(move.param, move.start): piece for move, piece in received}
+        for (param, start), piece in (pieces | arrived).items():
             if param in full:
                 full[param][start : start + piece.numel()] = piece
-        scatter = plan_scatter(layout.shards, lambda param, at: source(workers[param], at, layout.world))
-        part = Part(
-            "self-test",
-            scatter,
-            lambda move: full[move.param][move.start : move.start + move.numel] + added,
-            torch.float32,
-        )
+
+        def result(param: int, start: int, numel: int) -> Tensor:
+            return full[param][start : start + numel] + added
+
+        part = Part("self-test", plan.scatter, lambda m: result(m.param, m.start, m.numel), torch.float32)
         (returned,) = deliver([part], channel, engine.device)
 
         with failing_together(headline, layout.group) as problems:
@@ -256,7 +241,7 @@ def self_test(layout: ShardLayout, workers: Mapping[int, tuple[int, ...]], chann
                     problems.append(f"the gradient of {names[id(layout.param_of(param))]} did not arrive at its worker")
             for (param, start), shard in mine.items():
                 if param in full:
-                    layout.write(shard, full[param][start : start + shard.numel] + added)
+                    layout.write(shard, result(param, start, shard.numel))
             for move, piece in returned:
                 layout.write(mine[move.param, move.start], piece)
             for group, (flat, was, touched) in enumerate(zip(layout.consume(), before, mask, strict=True)):

@@ -1,13 +1,13 @@
 """Where each piece of each gradient lives, which layer it is of, and what moves to the layer's worker and back. Pure,
 the same on every rank; ``comm/message.py`` carries it out."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from operator import attrgetter
 
-from ds_kfac.comm.message import Move, RelayoutPlan, in_order
+from ds_kfac.comm.message import Move, RelayoutPlan
 from ds_kfac.model.layers import LayerSpec
 
 FLAT_ALIGNMENT = 2
@@ -145,29 +145,25 @@ def held_by_layer(layers: Sequence[LayerSpec], shards: ShardMap) -> Mapping[str,
     return {name: shards.held(params) for name, params in of_layers(layers).items()}
 
 
-def plan_gather(shards: ShardMap, owners: Mapping[int, int]) -> RelayoutPlan:
-    """What the owners lack of partitioned gradients. ``owners``: parameter -> rank."""
-    in_place = {(shard.param, shard.start) for shard in shards.shards if shard.rank == owners[shard.param]}
+def plan_gather(shards: ShardMap, workers: Mapping[int, Sequence[int]]) -> RelayoutPlan:
+    """What the only workers lack of partitioned gradients. ``workers``: parameter -> ranks."""
+    in_place = {(shard.param, shard.start) for shard in shards.shards if shard.rank == workers[shard.param][0]}
     moves = [
-        Move(shard.param, shard.start, shard.numel, shard.rank, owners[shard.param])
+        Move(shard.param, shard.start, shard.numel, shard.rank, workers[shard.param][0])
         for shard in shards.shards
         if (shard.param, shard.start) not in in_place
     ]
-    return RelayoutPlan(shards.world, in_order(moves))
+    return RelayoutPlan(shards.world, tuple(moves))
 
 
-def plan_scatter(shards: ShardMap, source: Callable[[int, int], int]) -> RelayoutPlan:
-    """Results to every rank that holds a shard: the gather's inverse, unless gradients are replicated.
-
-    Args:
-        source: (parameter, rank) -> the worker whose result the rank gets; the rank itself if it is a worker.
-    """
+def plan_scatter(shards: ShardMap, workers: Mapping[int, Sequence[int]]) -> RelayoutPlan:
+    """Results to every rank that holds a shard: the gather's inverse, unless gradients are replicated."""
     moves = []
     for shard in shards.shards:
-        worker = source(shard.param, shard.rank)
+        worker = source(workers[shard.param], shard.rank, shards.world)
         if worker != shard.rank:
             moves.append(Move(shard.param, shard.start, shard.numel, worker, shard.rank))
-    return RelayoutPlan(shards.world, in_order(moves))
+    return RelayoutPlan(shards.world, tuple(moves))
 
 
 def source(workers: Sequence[int], rank: int, world: int) -> int:

@@ -86,7 +86,7 @@ class ZeroLayout(ShardLayout):
         return self.optimizer.flatten(self.optimizer.averaged_gradients[group])
 
     def consume(self) -> list[Tensor]:
-        groups = range(len(self._groups))
+        groups = range(len(self.groups))
         flats = [self.masters[group].grad if self.offloads else self._flat(group) for group in groups]
         return [flat.to(torch.float32, copy=True) for flat in flats]
 
@@ -215,11 +215,11 @@ class Stage3(ZeroLayout):
         shards = []
         for index, param in enumerate(self.params):
             offset = self.optimizer.grad_position[self.optimizer.get_param_id(param)][1]
-            shards += partition_chunks(param.ds_numel, index, self._place[id(param)][0], offset, self.world)
+            shards += partition_chunks(param.ds_numel, index, self.place[id(param)][0], offset, self.world)
         return shards
 
     def group_index(self, param: nn.Parameter) -> int:
-        return self.optimizer.sub_group_to_group_id[self._place[id(param)][0]]
+        return self.optimizer.sub_group_to_group_id[self.place[id(param)][0]]
 
     def begin(self) -> None:
         super().begin()
@@ -235,16 +235,16 @@ class Stage3(ZeroLayout):
         param = self.params[shard.param]
         if self.offloads:
             return self.masters[shard.group].grad.narrow(0, shard.offset, param.partition_numel())
-        return self.optimizer.averaged_gradients[shard.group][self._place[id(param)][1]].view(-1)
+        return self.optimizer.averaged_gradients[shard.group][self.place[id(param)][1]].view(-1)
 
     def _replace(self, shard: Shard, gradient: Tensor) -> None:
         padding = self._chunk(shard).numel() - shard.numel
         padded = torch.nn.functional.pad(gradient, (0, padding)) if padding else gradient
-        self.optimizer.averaged_gradients[shard.group][self._place[id(self.params[shard.param])][1]] = padded
+        self.optimizer.averaged_gradients[shard.group][self.place[id(self.params[shard.param])][1]] = padded
 
     def install(self, known: KnownGradient) -> None:
         optimizer = self.optimizer
-        for group, params in enumerate(self._groups):
+        for group, params in enumerate(self.groups):
             chunks = []
             for param in params:
                 size, full = param.partition_numel(), known(param)

@@ -15,15 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_kfac.comm.message import Arrivals, Part
 from ds_kfac.model.layers import LayerSpec, parameter_shape
 from ds_kfac.model.registry import MATRICES
 from ds_kfac.zero.exchange import GradientExchange
-from ds_kfac.zero.layout import ShardLayout
-from ds_kfac.zero.replicated import ReplicatedHalf
-from ds_kfac.zero.shards import Shard, ShardMap, parameter_names, plan_scatter, source
+from ds_kfac.zero.layout import ReplicatedHalf, ShardLayout
+from ds_kfac.zero.shards import Shard, ShardMap, parameter_names, plan_scatter
 from ds_kfac.zero.stages import Stage3, Stage12
 
 SMALLEST = 1e-9
@@ -77,22 +76,12 @@ class WeightRescaling:
         if isinstance(layout, Stage12):
             return [param.data, *self._masters(index)]
         if isinstance(layout, ReplicatedHalf):
-            return [param.data, _master(layout.optimizer, param)]
+            (group, position), flat = layout.place[id(param)], getattr(layout.optimizer, "fp32_groups_flat", None)
+            if flat is None:  # FP16_UnfusedOptimizer
+                return [param.data, layout.optimizer.fp32_groups[group][position].data]
+            start = sum(other.numel() for other in layout.groups[group][:position])
+            return [param.data, flat[group].data.narrow(0, start, param.numel())]
         return [param.data]
-
-
-def _master(optimizer: Any, param: nn.Parameter) -> Tensor:
-    """Of FP16_Optimizer, flat per group, or FP16_UnfusedOptimizer."""
-    for group, params in enumerate(optimizer.fp16_groups):
-        start = 0
-        for position, other in enumerate(params):
-            if other is param:
-                flat = getattr(optimizer, "fp32_groups_flat", None)
-                if flat is None:
-                    return optimizer.fp32_groups[group][position].data
-                return flat[group].data.narrow(0, start, param.numel())
-            start += other.numel()
-    raise KeyError("the optimizer does not hold this parameter")
 
 
 # Weights shifted along a direction for a forward, and back: what a directional derivative of the model needs.
@@ -117,8 +106,7 @@ class WeightShift:
         if not self.chunked:
             every = [Shard(i, 0, n, rank, 0, 0) for i, n in enumerate(shards.numels) for rank in range(world)]
             shards = ShardMap(world, shards.numels, tuple(every))
-        workers = exchange.plan.of_parameter
-        self.plan = plan_scatter(shards, lambda param, rank: source(workers[param], rank, world))
+        self.plan = plan_scatter(shards, exchange.plan.of_parameter)
         self._mine = shards.on(layout.rank)
 
     def part(self, direction: Mapping[str, Tensor]) -> tuple[Part, dict[int, Tensor]]:

@@ -132,8 +132,8 @@ class Buffers:
         self.seen: dict[str, list[tuple[int, int]]] = {}
         self.plain, channel.all_to_all = channel.all_to_all, self.all_to_all
 
-    def all_to_all(self, sent, outgoing, incoming, *, carries, wait=True):
-        received, handle = self.plain(sent, outgoing, incoming, carries=carries, wait=wait)
+    def all_to_all(self, sent, outgoing, incoming, carries):
+        received, handle = self.plain(sent, outgoing, incoming, carries)
         self.seen.setdefault(next(iter(carries)), []).append((sent.nbytes, received.nbytes))
         return received, handle
 

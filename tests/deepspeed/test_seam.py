@@ -244,13 +244,10 @@ def test_refusals_say_what_to_change():
 
 def self_test_worker(names: list[str]) -> dict:
     """Attach to engines whose gradients are not where the map says; on one rank only where that is possible."""
-    import ds_kfac.zero.registry
-    import ds_kfac.zero.replicated
-    from ds_kfac.zero.layout import ShardLayout
-    from ds_kfac.zero.replicated import BF16
+    from ds_kfac.zero.layout import BF16, Replicated, ShardLayout
     from ds_kfac.zero.stages import Stage3, Stage12
 
-    layouts = {"z0": ds_kfac.zero.replicated.Replicated, "z1-bf16-accum32": BF16, "z2": Stage12, "z3": Stage3}
+    layouts = {"z0": Replicated, "z1-bf16-accum32": BF16, "z2": Stage12, "z3": Stage3}
     layouts |= {"z2-offload": Stage12, "z3-offload": Stage3, "z2-bf16": Stage12, "z3-bf16": Stage3}
     results = {}
     for name in names:

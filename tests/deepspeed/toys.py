@@ -47,7 +47,7 @@ class SoftSign(Direction):
     """m <- (m + R) / 2; Q_G [m / (|m| + 0.1)] Q_A^T."""
 
     def local(self, context, gradients, states) -> LocalResult:
-        local = LocalResult.empty(states, self.exchange)
+        local = LocalResult(states, self.exchange)
         for layer in self.exchange.owned:
             state = states[layer.name].settled()
             mean = (state.moments.first_OI + state.basis.rotate(gradients.pop(layer.name))) / 2

@@ -13,8 +13,7 @@ from ds_kfac.directions.kfac_gradient import KFACGradient, KFACGradientRule
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.update.newton_schulz import orthogonal_factors
 from ds_kfac.update.state import AdamMoments, LayerState
-from ds_kfac.zero.layout import ShardLayout
-from ds_kfac.zero.replicated import ReplicatedHalf
+from ds_kfac.zero.layout import ReplicatedHalf, ShardLayout
 from ds_kfac.zero.stages import Stage12
 from tests.choices import planned
 from tests.close import close, exact, near, polar_condition

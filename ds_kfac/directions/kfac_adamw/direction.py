@@ -150,7 +150,7 @@ class AdamDirection(Direction):
         self.copies = of_all([layer.copies for layer in layers], dtype=torch.float64)
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
-        local = LocalResult.empty(states, self.exchange)
+        local = LocalResult(states, self.exchange)
         # no gradient of the step is of use if their norm is no number that DeepSpeed could clip by
         void, clip = torch.zeros((), dtype=torch.bool, device=self.exchange.device), None
         if context.norm is not None:
