@@ -102,13 +102,14 @@ class Layout:
 
     Attributes:
         eigen_workers: factor key -> rank that averages and decomposes it.
-        itemsize, nbytes: see :func:`buckets`.
+        dtype: on the wire.
+        nbytes: see :func:`buckets`.
     """
 
     factors: Sequence[FactorSpec]
     eigen_workers: Mapping[str, int]
     contributors: Contributors
-    itemsize: int
+    dtype: torch.dtype
     nbytes: int
     _known: dict[tuple, tuple[tuple[Slot, ...], tuple[Bucket, ...]]] = field(default_factory=dict, compare=False)
 
@@ -123,16 +124,15 @@ class Layout:
                 self._known.pop(next(iter(self._known)))
             sizes = {factor.key: factor.side.numel for factor in self.factors}
             sums = tuple(Slot(key, sizes[key], owner, ranks[key]) for key, owner in owners.items())
-            world = self.contributors.world
-            self._known[context] = sums, buckets(sums, world=world, itemsize=self.itemsize, nbytes=self.nbytes)
+            world, itemsize = self.contributors.world, self.dtype.itemsize
+            self._known[context] = sums, buckets(sums, world=world, itemsize=itemsize, nbytes=self.nbytes)
         return self._known[context]
 
 
 def payloads(bucket: Bucket, itemsize: int) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
     """(source, target) -> bytes of a message without padding: of its counts, in fp32, and of its elements, which lie
     apart."""
-    counts: Counter[tuple[int, int]] = Counter()
-    elements: Counter[tuple[int, int]] = Counter()
+    counts, elements = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     for piece in bucket:
         for rank in piece.slot.senders:
             elements[rank, piece.slot.owner] += piece.numel * itemsize
@@ -203,27 +203,12 @@ class Reducer:
     those of the factors it decomposes, and :data:`IN_FLIGHT` messages, each at most twice ``nbytes``.
 
     Args:
-        dtype: on the wire.
-        others: of :class:`Layout`.
-
-    Attributes:
         layout: what travels in which message, at any step.
     """
 
-    def __init__(
-        self,
-        factors: Sequence[FactorSpec],
-        eigen_workers: Mapping[str, int],
-        contributors: Contributors,
-        channel: Channel,
-        device: torch.device,
-        *,
-        dtype: torch.dtype = torch.float32,
-        nbytes: int = 2**28,
-    ) -> None:
-        self.channel, self.device, self.dtype = channel, device, dtype
-        self.layout = Layout(tuple(factors), eigen_workers, contributors, dtype.itemsize, nbytes)
-        self._slots, self._buckets = self.layout.of(frozenset(), 0)
+    def __init__(self, layout: Layout, channel: Channel, device: torch.device) -> None:
+        self.layout, self.channel, self.device = layout, channel, device
+        self._slots, self._buckets = layout.of(frozenset(), 0)
 
     def begin(self, keys: frozenset[str], step: int) -> frozenset[str]:
         """The next sums are of the factors in ``keys`` at ``step``. Returns those that this rank contributes to."""
@@ -243,7 +228,7 @@ class Reducer:
             for slot in (piece.slot for piece in bucket):
                 if slot.factor not in sums and rank in (slot.owner, *slot.contributors):
                     sums[slot.factor] = BatchSum.empty(slot.numel, self.device)
-            running.append(Reduction(bucket, sums, self.channel, self.device, self.dtype))
+            running.append(Reduction(bucket, sums, self.channel, self.device, self.layout.dtype))
             for piece in bucket:
                 if piece.slot.owner != rank and piece.start + piece.numel == piece.slot.numel:
                     sums.pop(piece.slot.factor, None)  # all of it is in messages

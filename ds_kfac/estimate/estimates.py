@@ -139,7 +139,7 @@ class Estimate:
         wire, method = plan.wire, plan.method
         self.delivery = Delivery(self.factors, self.homes, self.workers, world=world, wire=wire, method=method)
         # of batch sums; asked of step 0, one update is like another
-        self.layout = Layout(self.factors, self.homes, plan.contributors, wire.itemsize, plan.bucket_bytes)
+        self.layout = Layout(self.factors, self.homes, plan.contributors, wire, plan.bucket_bytes)
         self._gradients = self._moved(self.exchange.gather, plan.gradient_dtypes[0])
         self.every, none = frozenset(factor.key for factor in self.factors), frozenset[str]()
         self.plain, self.update = self._traffic(none, none), self._traffic(self.every, none)
@@ -164,7 +164,7 @@ class Estimate:
         return StepTraffic(payload, calls)
 
     def _sums(self, captured: Keys, layout: Layout) -> list[Message]:
-        both = (payloads(bucket, layout.itemsize) for bucket in layout.of(captured, 0)[1])
+        both = (payloads(bucket, layout.dtype.itemsize) for bucket in layout.of(captured, 0)[1])
         return [[("factors", self._matrix(part)) for part in parts] for parts in both]
 
     def _gather(self, captured: Keys, arriving: Keys) -> Message:

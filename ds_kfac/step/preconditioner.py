@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_kfac.comm.message import Channel, Part, Scalars, deliver
-from ds_kfac.comm.reduce import Reducer
+from ds_kfac.comm.reduce import Layout, Reducer
 from ds_kfac.directions.base import StepContext, UpdateRule
 from ds_kfac.directions.kfac_gradient import peak_rates
 from ds_kfac.metrics import Metrics, Watch
@@ -147,12 +147,9 @@ class KFACPreconditioner:
         self.reset()
 
     def _factor_updates(self) -> FactorUpdates:
-        plan = self.plan
-        reducer = Reducer(
-            plan.assignment.factors, plan.assignment.eigen_workers, plan.contributors, self.channel, self.device,
-            dtype=plan.wire, nbytes=plan.bucket_bytes,
-        )  # fmt: skip
-        return FactorUpdates(plan, self.channel, reducer, self.metrics, self.device)
+        plan, roles = self.plan, self.plan.assignment
+        layout = Layout(roles.factors, roles.eigen_workers, plan.contributors, plan.wire, plan.bucket_bytes)
+        return FactorUpdates(plan, self.channel, Reducer(layout, self.channel, self.device), self.metrics, self.device)
 
     @torch.no_grad()
     def prepare(self) -> Draft:

@@ -3,6 +3,7 @@
 from collections import Counter
 
 import pytest
+import torch
 
 from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import factor_specs
@@ -20,7 +21,8 @@ LARGE = 2**28
 
 def found(world: int = 3, keys=EVERY, factors=FACTORS, step: int = 0, **options):
     eigen_workers = {factor.key: EIGEN_WORKERS.get(factor.key, 0) % world for factor in factors}
-    return Layout(factors, eigen_workers, Contributors(world, **options), 4, LARGE).of(frozenset(keys), step)[0]
+    layout = Layout(factors, eigen_workers, Contributors(world, **options), torch.float32, LARGE)
+    return layout.of(frozenset(keys), step)[0]
 
 
 def messages(sums, world: int = 3, itemsize: int = 4, nbytes: int = LARGE):
@@ -100,8 +102,8 @@ def test_the_payload_is_a_sum_from_each_contributor_to_the_owner():
 def test_a_layout_is_made_once_for_the_same_factors_of_the_same_ranks():
     homes = {factor.key: place % 4 for place, factor in enumerate(FACTORS)}
     few = Contributors(4, node_size=4, counts=dict.fromkeys(homes, 2))
-    layout = Layout(FACTORS, homes, few, itemsize=4, nbytes=LARGE)
-    again = Layout(FACTORS, homes, few, itemsize=4, nbytes=LARGE)
+    layout = Layout(FACTORS, homes, few, torch.float32, nbytes=LARGE)
+    again = Layout(FACTORS, homes, few, torch.float32, nbytes=LARGE)
     seen = {}
     for step in range(40):
         made, sent = layout.of(EVERY, step)

@@ -8,7 +8,7 @@ import torch
 from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import factor_specs
 from ds_kfac.comm import reduce as reducer_module
-from ds_kfac.comm.reduce import Reducer
+from ds_kfac.comm.reduce import Layout, Reducer
 from ds_kfac.model.rows import BatchSum
 from tests.comm.fake_network import FakeNetwork
 from tests.models import linear_layer
@@ -21,9 +21,10 @@ ORDER = [factor.key for factor in FACTORS]
 EIGEN_WORKERS = {factor.key: i % 2 for i, factor in enumerate(FACTORS)}
 
 
-def make(channel, contributors: Contributors | None = None, **options) -> Reducer:
+def make(channel, contributors: Contributors | None = None, dtype=torch.float32, nbytes: int = 2**28) -> Reducer:
     eigen_workers = {key: rank % channel.world for key, rank in EIGEN_WORKERS.items()}
-    return Reducer(FACTORS, eigen_workers, contributors or Contributors(channel.world), channel, CPU, **options)
+    layout = Layout(FACTORS, eigen_workers, contributors or Contributors(channel.world), dtype, nbytes)
+    return Reducer(layout, channel, CPU)
 
 
 def alone(**options) -> Reducer:

@@ -32,7 +32,7 @@ class Run:
         counts = {} if count is None else dict.fromkeys(KEYS, count)
         self.network, self.dtype = FakeNetwork(world), DTYPES[name]
         contributors = Contributors(world, world, counts=counts)
-        layout = Layout(FACTORS, eigen_workers, contributors, self.dtype.itemsize, nbytes)
+        layout = Layout(FACTORS, eigen_workers, contributors, self.dtype, nbytes)
         self.slots, self.buckets = layout.of(KEYS, 0)
         self.values = {
             (slot.factor, rank): (values(slot, rank), torch.tensor(1000.5 + 10 * rank + place))  # exact in fp32 only
