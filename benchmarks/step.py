@@ -110,7 +110,7 @@ def report(arguments: argparse.Namespace, kfac, times: dict[str, list[float]]) -
     rows.append([ROW, 1000 * mean, "", "", mean / base])
     rank, world, exchange = kfac.rank, kfac.layout.world, kfac.exchange
     sent = [
-        sum(sum(plan.sizes.get((rank, other), ())) for other in range(world))
+        sum(sum(numels) for (source, _), numels in plan.sizes.items() if source == rank)
         for plan in (exchange.plan.gather, exchange.plan.scatter)
     ]
     reducer = kfac.curvature.reducer

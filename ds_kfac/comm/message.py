@@ -32,11 +32,8 @@ def gathered(mine: T, group: Any = None) -> list[T]:
 
 @contextmanager
 def failing_together(headline: str, group: Any, error: type[Exception] = RuntimeError) -> Iterator[list[str]]:
-    """Run the block on every rank; it appends problems to the yielded list or raises. Collective.
-
-    Raises:
-        error: on every rank, with ``headline`` and every rank's problems, if any rank had one.
-    """
+    """Run the block on every rank; it appends problems to the yielded list or raises. Collective; raises ``error`` on
+    every rank, with ``headline`` and every rank's problems, if any rank had one."""
     problems: list[str] = []
     try:
         yield problems
@@ -53,11 +50,7 @@ def failing_together(headline: str, group: Any, error: type[Exception] = Runtime
 
 class Channel:
     """A process group of our own, so that our traffic is never ordered against DeepSpeed's reductions and prefetches.
-
-    Collective: construct it on every rank of the job, each with a group of its own.
-
-    Args:
-        group: whose ranks it connects.
+    Collective: construct it on every rank of the job, each with the group whose ranks it connects.
 
     Attributes:
         calls: kind -> collectives entered. One that carries several kinds counts for the first.
@@ -243,13 +236,8 @@ def _laid_out(
 def deliver(
     parts: Sequence[Part], channel: Channel, device: torch.device, packed: Callable[[], None] | None = None
 ) -> list[Arrivals]:
-    """Send this rank's pieces of all parts, return per part those it received. One collective for all of them; none if
-    nothing moves anywhere.
-
-    Args:
-        parts: their plans hold every rank's moves.
-        packed: see :class:`Message`.
-    """
+    """Send this rank's pieces of all parts, whose plans hold every rank's moves, return per part those it received. One
+    collective for all of them; none if nothing moves anywhere. ``packed``: see :class:`Message`."""
     if any(part.plan.moves for part in parts):  # the same on every rank, so nobody is left waiting
         return Message(parts, channel, device, packed).wait()
     if packed is not None:

@@ -34,11 +34,8 @@ which terms have a loss. Draw from the generator only, so that a resumed run dra
 
 
 def prediction_tensor(output: Any) -> Tensor:
-    """The prediction in what a module returned: a tensor, or ``.logits`` of a Hugging Face output.
-
-    Raises:
-        ValueError: neither, or a scalar, which is a loss.
-    """
+    """The prediction in what a module returned: a tensor, or ``.logits`` of a Hugging Face output. Raises ValueError if
+    it is neither, or a scalar, which is a loss."""
     tensor = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", output)
     if isinstance(tensor, tuple) and len(tensor) > 1:  # (loss, logits, ...)
         tensor = tensor[1]

@@ -25,7 +25,7 @@ class ShardLayout(ABC):
     Args:
         engine: a DeepSpeedEngine.
         params: the preconditioned parameters.
-        group: the ranks that average their gradients; None: the engine's, of all but experts.
+        group: the ranks that average their gradients.
         pieces: what is read and written by itself; None: whole parameters.
 
     Attributes:
@@ -47,12 +47,11 @@ class ShardLayout(ABC):
     """Attribute of the engine, attribute of that, and the value with which DeepSpeed clips nothing."""
 
     def __init__(
-        self, engine: Any, params: Sequence[nn.Parameter], group: Any = None, pieces: Sequence[Piece] | None = None
+        self, engine: Any, params: Sequence[nn.Parameter], group: Any, pieces: Sequence[Piece] | None = None
     ) -> None:
         self.engine, self.optimizer = engine, engine.optimizer
         self.params: tuple[Any, ...] = tuple(params)  # Any: DeepSpeed adds ds_shape and others to parameters
-        self.group = group or engine.seq_data_parallel_group
-        self.world, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        self.group, self.world, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
         averages_sequence = engine.zero_optimization_stage() == 3 and engine.zero_reduce_scatter()
         if engine.sequence_parallel_size > 1 and not averages_sequence:
             self.faults += (

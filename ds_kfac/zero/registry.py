@@ -98,11 +98,7 @@ def tensor_shard(engine: Any) -> tuple[int, int]:
 
 
 def domains(engine: Any, params: Sequence[nn.Parameter]) -> tuple[Domain, ...]:
-    """This rank's domains, the dense one first.
-
-    Args:
-        params: the optimizer's.
-    """
+    """This rank's domains, the dense one first. ``params``: the optimizer's."""
     trained = tuple(p for p in params if p.requires_grad)
     shard, name = tensor_shard(engine), ""
     if shard[1] > 1:
@@ -156,13 +152,10 @@ SHARD_LAYOUTS: dict[type, type[ShardLayout]] = {
 
 
 def shard_layout(
-    engine: Any, params: Sequence[nn.Parameter], group: Any = None, pieces: Sequence[Piece] | None = None
+    engine: Any, params: Sequence[nn.Parameter], group: Any, pieces: Sequence[Piece] | None = None
 ) -> ShardLayout:
-    """The layout of the engine's mode.
-
-    Raises:
-        ValueError: a wrapper that is not in the table; where it keeps gradients is not known, so nothing is guessed.
-    """
+    """The layout of the engine's mode. Raises ValueError for a wrapper that is not in the table: where it keeps
+    gradients is not known, so nothing is guessed."""
     optimizer, wrapper = engine.optimizer, type(engine.optimizer)
     bare = isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, DeepSpeedOptimizer)
     layout = SHARD_LAYOUTS.get(wrapper, Replicated if bare and not engine.zero_optimization() else None)

@@ -81,11 +81,11 @@ def run_step(engine, step: int) -> None:
 
 def planned(kfac) -> dict:
     """Payload that this rank sends, by kind, from the plans alone."""
-    plan, rank, world = kfac.plan, kfac.rank, kfac.channel.world
+    plan, rank = kfac.plan, kfac.rank
     exchange = kfac.exchange.plan
 
     def sent(moves, size):
-        return size * sum(moves.numel(rank, other) for other in range(world))
+        return size * sum(sum(numels) for (source, _), numels in moves.sizes.items() if source == rank)
 
     reducer = kfac.curvature.reducer
     _, buckets = reducer.layout.of(frozenset(kfac.curvature.specs), 0)
