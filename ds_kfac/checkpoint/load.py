@@ -251,9 +251,7 @@ def load_checkpoint(
     **kwargs: Any,
 ) -> Any:  # fmt: skip
     """Around an engine's ``load_checkpoint``: DeepSpeed's load, then ours. What goes wrong with ours is said after it.
-
-    Args:
-        groups: parameter -> the number of its group, where K-FAC's layers decide it.
+    ``groups``: parameter -> the number of its group, where K-FAC's layers decide it.
 
     Raises:
         CheckpointError: on every rank, after DeepSpeed's load: ranks have loaded different saves, or the K-FAC state is

@@ -158,11 +158,8 @@ def plans(bucket: Bucket, rank: int, world: int) -> tuple[RelayoutPlan, Relayout
 
 
 class Reduction:
-    """One message, to be waited for later. Collective: start on every rank, in the same order.
-
-    Args:
-        sums: factor key -> this rank's, of the slots that it contributes to or owns.
-    """
+    """One message, to be waited for later. Collective: start on every rank, in the same order. ``sums``: factor key ->
+    this rank's, of the slots that it contributes to or owns."""
 
     def __init__(
         self, bucket: Bucket, sums: Mapping[str, BatchSum], channel: Channel, device: torch.device, dtype: torch.dtype
@@ -200,11 +197,7 @@ class Reducer:
     """Sums of the factors that are due, of which this rank makes those that it contributes to.
 
     The order of the messages is the same on every rank, and so is their number. Transient memory: this rank's sums and
-    those of the factors it decomposes, and :data:`IN_FLIGHT` messages, each at most twice ``nbytes``.
-
-    Args:
-        layout: what travels in which message, at any step.
-    """
+    those of the factors it decomposes, and :data:`IN_FLIGHT` messages, each at most twice the layout's ``nbytes``."""
 
     def __init__(self, layout: Layout, channel: Channel, device: torch.device) -> None:
         self.layout, self.channel, self.device = layout, channel, device
@@ -216,11 +209,8 @@ class Reducer:
         return frozenset(slot.factor for slot in self._slots if self.channel.rank in slot.contributors)
 
     def reduce(self, sums: dict[str, BatchSum]) -> dict[str, BatchSum]:
-        """Sums over all contributors of the factors that this rank averages. Collective.
-
-        Args:
-            sums: this rank's, by factor key, taken over. For a factor that is missing zeros travel.
-        """
+        """Sums over all contributors of the factors that this rank averages. Collective. ``sums``: this rank's, by
+        factor key, taken over; for a factor that is missing zeros travel."""
         rank, running = self.channel.rank, list[Reduction]()
         for bucket in self._buckets:
             if len(running) == IN_FLIGHT:

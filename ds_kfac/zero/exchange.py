@@ -38,10 +38,8 @@ class ExchangePlan:
 
 
 class GradientExchange:
-    """Moves gradients between a layout's shards and matrices [O, I] on the layers' workers.
-
-    Args:
-        dtypes: on the wire, of gradients to the workers and of results back.
+    """Moves gradients between a layout's shards and matrices [O, I] on the layers' workers. ``dtypes``: on the wire, of
+    gradients to the workers and of results back.
 
     Attributes:
         owned: layers this rank is a gradient worker of.
@@ -92,11 +90,8 @@ class GradientExchange:
         return matrices
 
     def write(self, own: Shards, received: Arrivals, scales: Mapping[str, Tensor]) -> None:
-        """Put own and received results where the engine's optimizer will find them; both are given up.
-
-        Args:
-            scales: layer name -> scalar to multiply its result by; layers that are missing stay as they are.
-        """
+        """Put own and received results where the engine's optimizer will find them; both are given up. ``scales``:
+        layer name -> scalar to multiply its result by; layers that are missing stay as they are."""
         pieces = {**own, **{(move.param, move.start): values for move, values in received}}
         of_param = {param: scales.get(name) for name, params in self.plan.of_layer.items() for param in params}
         for place in list(pieces):

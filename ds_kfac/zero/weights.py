@@ -29,11 +29,7 @@ SMALLEST = 1e-9
 
 
 class WeightRescaling:
-    """Of an engine's linear and convolutional K-FAC layers.
-
-    Args:
-        layers: in the order of the layout's parameters.
-    """
+    """Of an engine's linear and convolutional K-FAC layers; these in the order of the layout's parameters."""
 
     def __init__(self, layout: ShardLayout, layers: Sequence[LayerSpec]) -> None:
         place = {name: index for index, name in enumerate(parameter_names(layers))}
