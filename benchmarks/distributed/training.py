@@ -138,8 +138,8 @@ def _train(run: Training, model: GPTConfig, rows: int, corpus: text.Corpus) -> d
         batches = (corpus.batch(generator, rows, model.context, held_out=True) for _ in range(EVALUATION_BATCHES))
         held_out = torch.stack([engine(x, y).float() for x, y in batches]).mean()
     kfac = engine.kfac.preconditioner
-    kfac.curvature.schedule.settle()
-    timetable = kfac.curvature.schedule.timetable
+    timetable = kfac.curvature.timetable
+    timetable.settle()
     row = {
         "optimizer": run.optimizer,
         "strategy": run.strategy,

@@ -76,7 +76,7 @@ def save(job: Job, tag_directory: Path) -> dict[str, Any]:
 def _part_of(kfac: KFACPreconditioner) -> dict[str, Any]:
     """What one rank knows of one of its domains, in global names."""
     curvature, names = kfac.curvature, kfac.names
-    keys, timetable = {key: names[key[:-2]] + key[-2:] for key in curvature.specs}, curvature.schedule.state()
+    keys, timetable = {key: names[key[:-2]] + key[-2:] for key in curvature.specs}, curvature.timetable.state()
     return {
         "domain": kfac.target.domain.name,
         "layers": {

@@ -3,7 +3,7 @@ factor by factor, and thinned out by SP-NGD's adaptive rule (Osawa et al. 2019, 
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -216,6 +216,7 @@ def next_interval(interval: int, previous: int, similar_to_last: bool, similar_t
 
 
 Keys = frozenset[str]
+Similar = Mapping[str, tuple[bool, bool]]
 
 
 @dataclass(frozen=True)
@@ -273,6 +274,7 @@ class Timetable:
         self.keys, self.adaptive, self._adaptive_from = frozenset(keys), adaptive, schedule.burnt_in
         self._quiet = range(0)  # steps at which no schedule captures
         self._asked: tuple[int, FactorsDue] | None = None
+        self._unread: tuple[int, FactorsDue, Callable[[], Sequence[float]]] | None = None
         self.restore({})
 
     def due(self, step: int) -> FactorsDue:
@@ -280,6 +282,8 @@ class Timetable:
         has none costs nothing."""
         if step in self._quiet:
             return NOTHING
+        if self._unread is not None and self.captures_possible(step):
+            self.settle()
         if self._asked is None or self._asked[0] != step:
             self._asked = step, self._found(step)
             ahead = range(step + 1, step + AHEAD)
@@ -294,14 +298,26 @@ class Timetable:
         """How many captures of its schedule a factor's next capture stands for; 1 unless adaptive."""
         return self._clocks[key].interval
 
-    def record(self, step: int, due: FactorsDue, similar: Mapping[str, tuple[bool, bool]]) -> None:
+    def settle(self) -> None:
+        """Wait for what is still to be read."""
+        if self._unread is not None:
+            (step, due, read), self._unread = self._unread, None
+            codes = zip(sorted(due.capture), map(int, read()), strict=True)
+            self.record(step, due, {key: (bool(code & 1), bool(code & 2)) for key, code in codes})
+
+    def record(self, step: int, due: FactorsDue, similar: Similar | Callable[[], Sequence[float]]) -> None:
         """After an applied step, any: count, and set the next intervals of the factors captured in it.
 
         Args:
             due: what was done at ``step``; ``due(step)``, or more.
             similar: of each captured factor, whether it is similar to itself at its last refresh before this step, and
-                at the one before that; read if adaptive and past the burn-in only.
+                at the one before that; read if adaptive and past the burn-in only. Or what reads that from a device, 1
+                and 2 added up for each of ``sorted(due.capture)``: when the next step that might capture asks, long
+                after, so that nobody waits.
         """
+        if callable(similar):
+            self._unread = step, due, similar
+            return
         self.captured += len(due.capture)
         if not self.adaptive:
             return
@@ -317,7 +333,8 @@ class Timetable:
         self._asked = None
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint; plain numbers, strings, lists and dicts."""
+        """For a checkpoint, of all applied steps; plain numbers, strings, lists and dicts."""
+        self.settle()
         clocks = self._clocks.items() if self.adaptive else ()
         factors = {key: [clock.interval, clock.previous, clock.captured, clock.refreshed] for key, clock in clocks}
         return {"captured": self.captured, "skipped": self.skipped, "factors": factors}
@@ -326,7 +343,7 @@ class Timetable:
         """Continue from :meth:`state`. Factors that are not in it start afresh: all intervals 1, refreshed at the next
         capture; those of another model are ignored."""
         self._clocks = dict.fromkeys(self.keys, _Clock())
-        self._asked = None
+        self._asked = self._unread = None
         self.captured, self.skipped = state.get("captured", 0), state.get("skipped", 0)
         if self.adaptive:
             known = {key: _Clock(*numbers) for key, numbers in state.get("factors", {}).items() if key in self.keys}

@@ -19,63 +19,13 @@ from ds_kfac.comm.reduce import Reducer
 from ds_kfac.curvature.eigen import Refreshed, Request, grouped
 from ds_kfac.curvature.factor import History, KroneckerFactor, Side, updated
 from ds_kfac.curvature.methods import Kept
-from ds_kfac.metrics import HostCopy, Metrics
+from ds_kfac.metrics import Metrics
 from ds_kfac.model.layers import key_of
 from ds_kfac.model.rows import BatchSum
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import FactorsDue
 from ds_kfac.step.decompose import Refresher
 from ds_kfac.step.messages import FAILED, FRESH, UNUSABLE, UNUSUAL, Delivery, counting, scalar_names
-
-
-class FactorSchedule:
-    """The timetable of a plan. The same on every rank.
-
-    An eigen worker reports in the step itself how similar a factor is to its last values. The host reads it when the
-    next step that might capture asks, which is long after the copy was started: nobody waits.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.timetable = plan, plan.timetable()
-        self._unread: tuple[int, FactorsDue, list[str], HostCopy] | None = None
-
-    def due(self, step: int) -> FactorsDue:
-        """Factors due at ``step``."""
-        if self._unread is not None and self.timetable.captures_possible(step):
-            self.settle()
-        return self.timetable.due(step)
-
-    def record(self, step: int, due: FactorsDue, scalars: Mapping[Hashable, Tensor]) -> None:
-        """After an applied step.
-
-        Args:
-            scalars: ("similar", factor) -> 1 if similar to its last value, plus 2 if to the one before; if adaptive.
-        """
-        keys = sorted(due.capture)
-        if self.plan.adaptive is None or not keys:
-            self.timetable.record(step, due, {})
-        else:
-            self._unread = (step, due, keys, HostCopy(torch.stack([scalars["similar", key] for key in keys])))
-
-    def settle(self) -> None:
-        """Wait for what is still to be read, so that the timetable is that of all applied steps."""
-        if self._unread is None:
-            return
-        step, due, keys, copy = self._unread
-        self._unread = None
-        codes = dict(zip(keys, map(int, copy.tolist()), strict=True))
-        self.timetable.record(step, due, {key: (bool(code & 1), bool(code & 2)) for key, code in codes.items()})
-
-    def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        if self._unread is not None:
-            self.settle()
-        return self.timetable.state()
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state`, maybe of a plan with other factors."""
-        self._unread = None
-        self.timetable.restore(state)
 
 
 @dataclass
@@ -137,7 +87,7 @@ class FactorUpdates:
         self.channel, self.reducer, self.metrics = channel, reducer, metrics
         self.device, self.rank = device, channel.rank
         self.home = torch.device("cpu") if self.config.offload.device == "cpu" else device
-        self.schedule = FactorSchedule(plan)
+        self.timetable = plan.timetable()
         self.specs: Mapping[str, FactorSpec] = {spec.key: spec for spec in plan.assignment.factors}
         self.numel = {key: spec.side.numel for key, spec in self.specs.items()}
         layers = {layer.name: layer for layer in plan.layers}
@@ -174,14 +124,14 @@ class FactorUpdates:
         """What a resumed run needs, in this process's names. Of a pending decomposition it waits for the result.
 
         factors: key -> (state, decomposition on its way or None), of the factors decomposed here.
-        ready, pending: as the attributes. schedule: see :meth:`FactorSchedule.state`.
+        ready, pending: as the attributes. schedule: see :meth:`Timetable.state`.
         """
         pending = {key: self.refresher.result(key) for key in self.factors if key in self.pending}
         return {
             "factors": {key: (state, pending.get(key)) for key, state in self.factors.items()},
             "ready": set(self.ready),
             "pending": dict(self.pending),
-            "schedule": self.schedule.state(),
+            "schedule": self.timetable.state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -196,7 +146,7 @@ class FactorUpdates:
         for key in self.pending.keys() & self.factors.keys():
             if found[key][1] is not None:
                 self.refresher.give(key, found[key][1])
-        self.schedule.restore(state.get("schedule", {}))
+        self.timetable.restore(state.get("schedule", {}))
 
     def draft(self, step: int, due: FactorsDue) -> FactorDraft | None:
         """Of a step that starts from what the last applied one left; of what is due, factors that there are. None if
@@ -204,7 +154,7 @@ class FactorUpdates:
         if not due.capture and step not in self.pending.values():
             return None
         due = FactorsDue(due.capture & self.specs.keys(), due.refresh & self.specs.keys())
-        decay, timetable = self.config.factor.decay.at(step), self.schedule.timetable
+        decay, timetable = self.config.factor.decay.at(step), self.timetable
         # for every ordinary interval that a factor sat out
         decays = {key: decay ** timetable.multiplier(key) for key in self.factors if key in due.capture}
         return FactorDraft(step, due, dict(self.factors), set(self.ready), dict(self.pending), decays)

@@ -92,7 +92,7 @@ def counters(job: Job) -> dict[str, float]:
 
 
 def _of_domain(kfac: KFACPreconditioner) -> dict[str, float]:
-    timetable, counts = kfac.curvature.schedule.timetable, kfac.metrics.counts
+    timetable, counts = kfac.curvature.timetable, kfac.metrics.counts
     found = kfac.metrics.values() | _of_channel(kfac.channel)
     found |= {"captures": float(timetable.captured), "captures_skipped": float(timetable.skipped)}
     every_step = sum(kfac.curvature.numel.values()) * counts["steps"]

@@ -12,7 +12,7 @@ from ds_kfac.comm.message import Channel, Part, Scalars, deliver
 from ds_kfac.comm.reduce import Layout, Reducer
 from ds_kfac.directions.base import StepContext, UpdateRule
 from ds_kfac.directions.kfac_gradient import peak_rates
-from ds_kfac.metrics import Metrics, Watch
+from ds_kfac.metrics import HostCopy, Metrics, Watch
 from ds_kfac.model.batch import ArgumentReader, BatchInfo
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import LayerSpec
@@ -161,7 +161,18 @@ class KFACPreconditioner:
             if self.rule.optimizer_type is None:  # now, not in commit: DeepSpeed's scheduler steps in between
                 scheduler = self.layout.engine.lr_scheduler if self.plan.clip_lr == "peak" else None
                 draft.peak_lr = peak_rates(self.layout.optimizer.param_groups, self.peak_lr, scheduler)
-            sums = self._reduced() if draft.due.capture else {}
+            sums: dict[str, BatchSum] = {}
+            if draft.due.capture:
+                self.capture.end_backward()
+                self.metrics.step_counts["parted_inputs"] += self.sharing.leave_out(self.capture.sums)
+                with self.metrics.stage("reduce"):
+                    sums = self.curvature.reducer.reduce(self.capture.sums)
+                self.capture.sums = {}
+                # the first batch shows what of the plan depends on it, before anything of it is kept
+                measured = self.capture.measured or {}
+                known = self.sharing.learned(self.known, self.plan, self.curvature.ready, measured)
+                if known is not None:
+                    self.learn(known)
             if (factors := self.curvature.draft(self.steps, draft.due)) is not None:
                 draft.factors = factors
                 with self.metrics.stage("reduce"):
@@ -172,19 +183,6 @@ class KFACPreconditioner:
             with self.metrics.stage("relayout"):
                 self._gather(draft)
             return draft
-
-    def _reduced(self) -> dict[str, BatchSum]:
-        """Sums over all ranks of the factors that this one averages. The first batch shows what of the plan depends on
-        it, before anything of it is kept."""
-        self.capture.end_backward()
-        self.metrics.step_counts["parted_inputs"] += self.sharing.leave_out(self.capture.sums)
-        with self.metrics.stage("reduce"):
-            sums = self.curvature.reducer.reduce(self.capture.sums)
-        self.capture.sums = {}
-        known = self.sharing.learned(self.known, self.plan, self.curvature.ready, self.capture.measured or {})
-        if known is not None:
-            self.learn(known)
-        return sums
 
     def _gather(self, draft: Draft) -> None:
         """Own layers' gradients, and the norm of all gradients if it is asked for; new eigenbases and scalars arrive in
@@ -294,9 +292,11 @@ class KFACPreconditioner:
         if draft.factors is not None:
             self.curvature.commit(draft.factors, applied=applied)
         if applied:
-            if due.capture or self.plan.adaptive:
-                scalars = {} if draft.factors is None else draft.factors.scalars
-                self.curvature.schedule.record(draft.step, due, scalars)
+            similar: Any = {}
+            if due.capture and draft.factors is not None and self.plan.adaptive is not None:
+                found = [draft.factors.scalars["similar", key] for key in sorted(due.capture)]
+                similar = HostCopy(torch.stack(found)).tolist
+            self.curvature.timetable.record(draft.step, due, similar)
             self.watch.step(draft.local.left_out, look=bool(due.capture))
             self.state, self.peak_lr, self.damping_scale = draft.local.kept(), draft.peak_lr, draft.damping_scale
             if due.capture:
@@ -308,7 +308,7 @@ class KFACPreconditioner:
 
     def resume(self) -> None:
         """Make ready for the step after ``state`` and ``steps``, which a checkpoint may have set."""
-        self.due = self.curvature.schedule.due(self.steps)
+        self.due = self.curvature.timetable.due(self.steps)
         if self.due.capture or self.capture.active:
             keys = self.curvature.reducer.begin(self.due.capture, self.steps) if self.due.capture else None
             self.capture.begin_step(keys, self.steps, measure=self.plan.measures and self.known.rows is None)

@@ -50,17 +50,38 @@ def orthogonal_factors(
     or [n].
     """
     scales = [None] * len(directions) if columns is None else columns
-    norms = [_scale(x, s) for x, s in zip(directions, scales, strict=True)]
+    dtype = torch.float16 if precision.products == "tf32" else directions[0].dtype
+    counts, alone = [len(x) if x.ndim > 2 else 1 for x in directions], len(directions) == 1
+    wide = [x.mT if x.shape[-2] > x.shape[-1] else x for x in directions]
+    # [m, n] of one, of several [.., m, n]; the only copy
+    shape = wide[0].shape if alone else (sum(counts), *wide[0].shape[-2:])
+    together, sizes = torch.empty(shape, dtype=dtype, device=wide[0].device), []
+    for x, own, s, place in zip(directions, wide, scales, [together] if alone else together.split(counts), strict=True):
+        # to norm one, in two passes over x with this one
+        lengths = torch.linalg.vector_norm(x, dim=(-2, -1) if s is None else -2)
+        if s is None:
+            sizes.append(lengths)
+            scale = lengths.clamp(min=SMALLEST).reciprocal()[..., None, None]
+        else:
+            sizes.append(torch.linalg.vector_norm(lengths, dim=-1))
+            scaled = torch.linalg.vector_norm(lengths * s, dim=-1, keepdim=True)
+            scale = (s / scaled.clamp(min=SMALLEST))[..., None, :]
+        torch.mul(own, scale.mT if own is not x else scale, out=place.view(own.shape))
+    del place  # the memory of what is iterated
     with fp32_products(precision.products, directions[0].device):
-        dtype = torch.float16 if precision.products == "tf32" else directions[0].dtype
-        factors = _iterated(_together(directions, [scale for _, scale in norms], dtype))
-    parts = [factors] if len(directions) == 1 else factors.split([len(x) if x.ndim > 2 else 1 for x in directions])
-    for x, s, part in zip(directions, scales, parts, strict=True):
-        wide = x.mT if x.shape[-2] > x.shape[-1] else x
-        wide.copy_(part.view(wide.shape))
+        m, n = together.shape[-2:]
+        if n < GRAM_FROM * m:
+            for row in STEPS:
+                together = _polynomial(together @ together.mT, row) @ together
+        else:
+            half = dtype is torch.float16
+            for rows in (STEPS[:RESTART], STEPS[RESTART:]) if half else (STEPS,):
+                together = _gram_steps(together @ together.mT, rows) @ together
+    for x, own, s, part in zip(directions, wide, scales, [together] if alone else together.split(counts), strict=True):
+        own.copy_(part.view(own.shape))
         if s is not None:
             x.mul_(s[..., None, :])
-    return [(x, size) for x, (size, _) in zip(directions, norms, strict=True)]
+    return list(zip(directions, sizes, strict=True))
 
 
 def newton_schulz(x_OI: Tensor, *, precision: Precision = HIGHEST) -> Tensor:
@@ -94,44 +115,6 @@ def workspace(O: int, I: int) -> int:  # noqa: E741
     m, n = sorted((O, I))
     gram = 4 * m**2 + m * n if n >= GRAM_FROM * m else 0
     return max(2 * m * n + m**2, gram)
-
-
-def _scale(x_OI: Tensor, s_I: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The norm of x, and what x is multiplied by so that x diag(s) has norm one: two passes over x with this one."""
-    if s_I is None:
-        size = torch.linalg.vector_norm(x_OI, dim=(-2, -1))
-        return size, size.clamp(min=SMALLEST).reciprocal()[..., None, None]
-    lengths_I = torch.linalg.vector_norm(x_OI, dim=-2)
-    scaled = torch.linalg.vector_norm(lengths_I * s_I, dim=-1, keepdim=True)
-    return torch.linalg.vector_norm(lengths_I, dim=-1), (s_I / scaled.clamp(min=SMALLEST))[..., None, :]
-
-
-def _together(directions: Sequence[Tensor], scales: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Scaled, in their wide form: [m, n] of one, of several [.., m, n]; the only copy."""
-    wide = [x.mT if x.shape[-2] > x.shape[-1] else x for x in directions]
-    if len(wide) == 1:
-        found = torch.empty(wide[0].shape, dtype=dtype, device=wide[0].device)
-        places: Sequence[Tensor] = [found]
-    else:
-        counts = [len(x) if x.ndim > 2 else 1 for x in wide]
-        found = torch.empty((sum(counts), *wide[0].shape[-2:]), dtype=dtype, device=wide[0].device)
-        places = found.split(counts)
-    for x, given, scale, place in zip(directions, wide, scales, places, strict=True):
-        torch.mul(given, scale.mT if given is not x else scale, out=place.view(given.shape))
-    return found
-
-
-def _iterated(x_mn: Tensor) -> Tensor:
-    """All steps, of a matrix of norm one; a copy."""
-    m, n = x_mn.shape[-2:]
-    if n < GRAM_FROM * m:
-        for row in STEPS:
-            x_mn = _polynomial(x_mn @ x_mn.mT, row) @ x_mn
-        return x_mn
-    half = x_mn.dtype is torch.float16
-    for part in (STEPS[:RESTART], STEPS[RESTART:]) if half else (STEPS,):
-        x_mn = _gram_steps(x_mn @ x_mn.mT, part) @ x_mn
-    return x_mn
 
 
 def _gram_steps(r_mm: Tensor, rows: Sequence[tuple[float, float, float]]) -> Tensor:

@@ -6,7 +6,6 @@ Shape suffixes: O, I a layer's sides, n layers of equal shape.
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -54,10 +53,10 @@ class Rotation:
     def of(cls, bases: Sequence[LayerBasis], precision: Precision = HIGHEST) -> "Rotation":
         """Of one layer its own eigenvectors, of several a copy; these have dense sides or sides without vectors."""
         sides = [basis.G for basis in bases], [basis.A for basis in bases]
-        G, A = (_together([basis.vectors for basis in side]) for side in sides)
-        values_G, values_A = (
-            side[0].values if len(side) == 1 else torch.stack([basis.values for basis in side]) for side in sides
-        )
+        if len(bases) == 1:
+            return cls(bases[0].G.vectors, bases[0].A.vectors, bases[0].G.values, bases[0].A.values, precision)
+        G, A = (side[0].vectors and (torch.cat([basis.vectors[0] for basis in side]),) for side in sides)
+        values_G, values_A = (torch.stack([basis.values for basis in side]) for side in sides)
         return cls(G, A, values_G, values_A, precision)
 
     def values_of(self, x_OI: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,12 +118,6 @@ class Rotation:
         return x_OI
 
 
-def _together(vectors: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    if len(vectors) == 1 or not vectors[0]:
-        return vectors[0]
-    return (torch.cat([groups[0] for groups in vectors]),)
-
-
 class Rotations:
     """Those of a run, kept until a basis is another one: copies are made on refresh steps only."""
 
@@ -148,7 +141,7 @@ class Rotations:
 @dataclass(frozen=True)
 class BasisChange:
     """Of a layer. The overlap is computed when it is asked for: rotated moments that wait for their step to be applied
-    would take as much memory as a gradient.
+    would take as much memory as a gradient. In fp32: an error would stay in the moments.
 
     Attributes:
         old: None: the layer's own coordinates.
@@ -160,7 +153,7 @@ class BasisChange:
     def __call__(self, x_OI: Tensor, out_OI: Tensor | None = None) -> Tensor:
         """fp32 [O, I], contiguous; into ``out_OI``, which may be ``x_OI``, a large matrix some rows at a time."""
         if not is_large(x_OI):
-            with self._exactly():
+            with torch.autocast(x_OI.device.type, enabled=False), fp32_products("ieee", x_OI.device):
                 left, right = self._overlaps()
                 rotated = product(left, x_OI, right)
             return rotated.contiguous() if out_OI is None else out_OI.copy_(rotated)
@@ -171,12 +164,12 @@ class BasisChange:
 
     def rows(self, x_OI: Tensor) -> Iterator[Tensor]:
         """Of a large matrix, :func:`ds_kfac.update.rotation.rows_at_once` at a time."""
-        with self._exactly():
+        with torch.autocast(x_OI.device.type, enabled=False), fp32_products("ieee", x_OI.device):
             left, right = self._overlaps()
             if left:
                 x_OI, right = product(left, x_OI, right), ()
         for rows in x_OI.split(rows_at_once(x_OI)):
-            with self._exactly():
+            with torch.autocast(x_OI.device.type, enabled=False), fp32_products("ieee", x_OI.device):
                 rows = product((), rows, right)
             yield rows
 
@@ -190,13 +183,6 @@ class BasisChange:
                 vectors = tuple(before.mT @ now for before, now in zip(old.vectors, vectors, strict=True))
             found.append(vectors)
         return [vectors.mT for vectors in found[0]], found[1]
-
-    @contextmanager
-    def _exactly(self) -> Iterator[None]:
-        """In fp32: an error here would stay in the moments."""
-        device = self.new.A.values.device
-        with torch.autocast(device.type, enabled=False), fp32_products("ieee", device):
-            yield
 
 
 S = TypeVar("S", bound=Any)

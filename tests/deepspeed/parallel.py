@@ -82,7 +82,7 @@ def planned_refreshes(job, whole_name: Callable[[str], str] = str, steps: int = 
     mine: Refreshes = [set() for _ in range(steps)]
     for kfac in job.preconditioners:
         for step in range(steps):
-            for key in kfac.curvature.schedule.due(step).refresh:
+            for key in kfac.curvature.timetable.due(step).refresh:
                 mine[step] |= {(whole_name(name), key[-1]) for name in kfac.curvature.specs[key].layers}
     everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)

@@ -44,7 +44,7 @@ def state_of(kfac) -> dict:
     curvature = kfac.curvature
     return flat({
         "steps": kfac.steps, "peak_lr": dict(kfac.peak_lr), "layers": kfac.state, "factors": curvature.factors,
-        "ready": curvature.ready, "pending": curvature.pending, "clock": curvature.schedule.state(),
+        "ready": curvature.ready, "pending": curvature.pending, "clock": curvature.timetable.state(),
         "late": {key: curvature.refresher.result(key).basis for key in curvature.pending},
     })  # fmt: skip
 

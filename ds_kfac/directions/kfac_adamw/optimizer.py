@@ -15,8 +15,7 @@ entry without a gradient does not decay.
 import difflib
 import reprlib
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
@@ -44,23 +43,6 @@ IN_USE = -1e-30
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _decay(parameters: list[Tensor], amount: Tensor | float) -> None:
-    """Shrink the entries whose layer is in use by this part of them."""
-    if isinstance(amount, float) and not amount:
-        return
-    in_use = [_in_use(parameter) for parameter in parameters]
-    if isinstance(amount, Tensor):
-        torch._foreach_mul_(in_use, amount)
-        amount = 1.0
-    torch._foreach_addcmul_(parameters, parameters, in_use, -amount)
-
-
-def _in_use(parameter: Tensor) -> Tensor:
-    """1 where an entry of the direction belongs to a layer in use, else 0: only +0 has no bit set."""
-    bits = parameter.grad.view(_BITS[parameter.grad.itemsize])  # type: ignore[union-attr]
-    return torch.ne(bits, 0, out=torch.empty_like(parameter))
-
-
 class KFACAdamWStep:
     """What the three classes below add to their Adam.
 
@@ -79,30 +61,23 @@ class KFACAdamWStep:
         """One step over ``param_groups``, of which DeepSpeed may present one at a time."""
         groups, loss = self.param_groups, None
         others = [group for group in groups if not group.get(FLAG)]
+        own = [(group["lr"], group["weight_decay"]) for group in others]
         if others:
             self.param_groups = others
+            # parameters decay alike, by lr and weight_decay, whatever their rate; without a rate they stand still
+            for group, (rate, decay) in zip(others, own, strict=True):
+                ratio = 1.0 if group.get(MATRIX) else self.adam_ratio
+                group["lr"], group["weight_decay"] = rate * ratio, decay / ratio if ratio else 0.0
             try:
-                with self._adam_rates(others):
-                    loss = super().step(*arguments, **keywords)  # type: ignore[misc]
+                loss = super().step(*arguments, **keywords)  # type: ignore[misc]
             finally:
                 self.param_groups = groups
+                for group, (rate, decay) in zip(others, own, strict=True):
+                    group["lr"], group["weight_decay"] = rate, decay
         for group in groups:
             if group.get(FLAG):
                 self._apply(group)
         return loss
-
-    @contextmanager
-    def _adam_rates(self, groups: list[dict[str, Any]]) -> Iterator[None]:
-        """Parameters decay alike, by lr and weight_decay, whatever their rate; without a rate they stand still."""
-        own = [(group["lr"], group["weight_decay"]) for group in groups]
-        for group, (rate, decay) in zip(groups, own, strict=True):
-            ratio = 1.0 if group.get(MATRIX) else self.adam_ratio
-            group["lr"], group["weight_decay"] = rate * ratio, decay / ratio if ratio else 0.0
-        try:
-            yield
-        finally:
-            for group, (rate, decay) in zip(groups, own, strict=True):
-                group["lr"], group["weight_decay"] = rate, decay
 
     def state_dict(self) -> dict[str, Any]:
         """With zeros where AdamW would have moments of K-FAC's groups: DeepSpeed's tools, ds_to_universal among them,
@@ -135,9 +110,17 @@ class KFACAdamWStep:
             # zeros that DeepSpeed has read from a universal checkpoint
             self.state.pop(parameter, None)  # type: ignore[attr-defined]
         if parameters:
-            _decay(parameters, group["lr"] * group["weight_decay"])
+            gradients, amount = [parameter.grad for parameter in parameters], group["lr"] * group["weight_decay"]
+            if isinstance(amount, Tensor) or amount:
+                # 1 where the layer is in use, else 0: only +0 has no bit set
+                bits = [gradient.view(_BITS[gradient.itemsize]) for gradient in gradients]
+                in_use = [torch.ne(own, 0, out=torch.empty_like(x)) for own, x in zip(bits, parameters, strict=True)]
+                if isinstance(amount, Tensor):
+                    torch._foreach_mul_(in_use, amount)
+                    amount = 1.0
+                torch._foreach_addcmul_(parameters, parameters, in_use, -amount)
             rate = group["lr"] * torch.as_tensor(scale, device=parameters[0].device)  # offloaded
-            steps = torch._foreach_mul([parameter.grad.to(parameter.dtype) for parameter in parameters], rate)
+            steps = torch._foreach_mul([own.to(x.dtype) for own, x in zip(gradients, parameters, strict=True)], rate)
             torch._foreach_sub_(parameters, steps)
 
 
