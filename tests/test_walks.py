@@ -39,11 +39,11 @@ GOALS: dict[str, tuple[int | None, int]] = {
 }
 MOST: dict[str, tuple[int, int]] = {
     "attach": (330, 40),
-    "plain step": (85, 19),
-    "capturing step": (151, 26),
-    "refresh": (20, 5),
+    "plain step": (77, 19),
+    "capturing step": (136, 26),
+    "refresh": (18, 5),
     "activation to factor": (60, 12),
-    "gradient to weight": (46, 14),
+    "gradient to weight": (40, 14),
     "save": (34, 9),
     "load": (43, 10),
 }

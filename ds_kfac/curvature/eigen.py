@@ -157,10 +157,21 @@ def refresh_all(requests: Sequence[Request]) -> list[Refreshed]:
         stack = [places[index] for index in call]
         blocks = [sides[number].group(requests[number].factor.packed_P, group) for number, group in stack]
         found |= zip(stack, _together(blocks) if len(blocks) > 1 else [decomposed(blocks[0])], strict=True)
-    return [
-        _assembled(request.factor, [found[number, group] for group in range(len(side.groups)) if side.block > 1])
-        for number, (request, side) in enumerate(zip(requests, sides, strict=True))
-    ]
+    results: list[Refreshed] = []
+    for number, (request, side) in enumerate(zip(requests, sides, strict=True)):
+        if side.block < 2:  # no solver
+            kept = request.factor.packed_P
+            values = kept.clamp(min=0) if side.block else kept.new_ones(side.dim)
+            results.append(Refreshed(Eigenbasis((), values), "diagonal"))
+            continue
+        own = [found[number, group] for group in range(len(side.groups))]
+        retries, pairs = sum(failures for _, failures in own), [pair for pair, _ in own if pair is not None]
+        if len(pairs) < len(own):
+            results.append(Refreshed(None, "failed", retries))
+            continue
+        values = torch.cat([values.reshape(-1) for values, _ in pairs])
+        results.append(Refreshed(Eigenbasis(tuple(vectors for _, vectors in pairs), values), "eigh", retries))
+    return results
 
 
 def _calls(shapes: Sequence[tuple[int, int]], requests: Sequence[Request]) -> list[list[int]]:
@@ -194,20 +205,6 @@ def _together(parts: Sequence[Tensor]) -> list[Found]:
     return [((own.clone(), of.clone()), 0) if bool(yes.all()) else decomposed(part) for part, yes, own, of in split]
 
 
-def _assembled(factor: KroneckerFactor, found: Sequence[Found]) -> Refreshed:
-    """A factor's, from those of its groups of equal blocks; a diagonal or an identity needs no solver."""
-    side = factor.side
-    if side.block == 0:
-        return Refreshed(Eigenbasis((), factor.packed_P.new_ones(side.dim)), "diagonal")
-    if side.block == 1:
-        return Refreshed(Eigenbasis((), factor.packed_P.clamp(min=0)), "diagonal")
-    retries, pairs = sum(failures for _, failures in found), [pair for pair, _ in found if pair is not None]
-    if len(pairs) < len(found):
-        return Refreshed(None, "failed", retries)
-    values = torch.cat([values.reshape(-1) for values, _ in pairs])
-    return Refreshed(Eigenbasis(tuple(vectors for _, vectors in pairs), values), "eigh", retries)
-
-
 def grouped(device: torch.device) -> bool:
     """Whether small matrices are decomposed together on this device."""
     return device.type in GROUPED
@@ -228,10 +225,12 @@ def climb(
     Args:
         right: of what was found, bool [n].
     """
-    ladder = [lambda: blocks, blocks.double] + ([lambda: blocks.double().cpu()] if blocks.device.type != "cpu" else [])
-    for failures, rung in enumerate(ladder):
+    device, ladder = blocks.device, [(blocks.device, blocks.dtype), (blocks.device, torch.float64)]
+    if device.type != "cpu":
+        ladder.append((torch.device("cpu"), torch.float64))
+    for failures, (place, dtype) in enumerate(ladder):
         try:
-            found = tuple(part.to(blocks.device) for part in attempt(rung()))
+            found = tuple(part.to(device) for part in attempt(blocks.to(place, dtype)))
             if bool(right(*found).all()):
                 return found, failures
         except RuntimeError:  # LinAlgError, cuSOLVER's own, out of memory: the next is more exact, smaller or elsewhere

@@ -137,7 +137,7 @@ class UpdateRule:
     def moments_count(self, config: KFACConfig) -> int:
         """fp32 tensors of a gradient's shape that a gradient worker keeps."""
         moments = self.moments(config)
-        return 0 if moments is None else moments.COUNT
+        return 0 if moments is None else sum("_OI" in name for name in moments.names())
 
     def choice(self, config: KFACConfig, layer: LayerSpec) -> str | None:
         """What is done to one layer, in words; None if all are treated alike."""

@@ -47,7 +47,7 @@ class KFACGradient(Direction):
             own = {layer.name: gradients.pop(layer.name).float() for layer in layers}
             if context.norm is not None:
                 own = {name: gradient * local.clip for name, gradient in own.items()}
-            if all(states[layer.name].prepared for layer in layers):
+            if all(states[layer.name].preconditioner is not None for layer in layers):
                 quadratic += self._precondition(context, layers, own, local)
             else:
                 local.unprepared += len(layers)
@@ -143,28 +143,19 @@ class KFACGradient(Direction):
 def peak_rates(groups: Sequence[Mapping[str, Any]], before: Mapping[int, Any], scheduler: Any = None) -> dict[int, Any]:
     """Parameter group -> largest learning rate so far, or to come where the scheduler tells. During a warmup that
     matters: a momentum keeps what the first steps let through, and multiplies it by the rates of later ones."""
-    return {
-        index: _larger(_larger(group["lr"], before.get(index)), planned_rate(group, index, scheduler))
-        for index, group in enumerate(groups)
-    }
-
-
-def planned_rate(group: Mapping[str, Any], index: int, scheduler: Any) -> float | None:
-    """The largest rate that a scheduler of DeepSpeed's or torch's will give a group, as far as it says."""
-    if scheduler is None:
-        return None
-    lists = (getattr(scheduler, name, None) for name in ("max_lrs", "org_lrs", "base_lrs"))
-    found = [rates[index] for rates in lists if isinstance(rates, Sequence) and index < len(rates)]
-    found += [group[key] for key in ("initial_lr", "max_lr") if key in group]
-    return max(map(float, found), default=None)
-
-
-def _larger(a: Tensor | float, b: Tensor | float | None) -> Tensor | float:
-    if b is None:  # a copy: a tensor lr is changed in place by its scheduler
-        return a.clone() if isinstance(a, Tensor) else a
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
-    return max(a, b)
+    peaks = {}
+    for index, group in enumerate(groups):
+        found = [before[index]] if index in before else []
+        if scheduler is not None:  # of DeepSpeed or torch, as far as it says
+            lists = (getattr(scheduler, name, None) for name in ("max_lrs", "org_lrs", "base_lrs"))
+            planned = [rates[index] for rates in lists if isinstance(rates, Sequence) and index < len(rates)]
+            found += map(float, [*planned, *(group[key] for key in ("initial_lr", "max_lr") if key in group)])
+        peak = group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"]  # its scheduler changes a tensor
+        for rate in found:
+            tensors = isinstance(peak, Tensor) or isinstance(rate, Tensor)
+            peak = torch.maximum(torch.as_tensor(peak), torch.as_tensor(rate)) if tensors else max(peak, rate)
+        peaks[index] = peak
+    return peaks
 
 
 class QuadraticGradient(KFACGradient):

@@ -45,7 +45,7 @@ class Job:
         for kfac, draft in pairs:
             kfac.precondition(draft)
         if self.everywhere:
-            parts = [kfac.numbers(draft) for kfac, draft in pairs]
+            parts = [torch.stack(draft.local.numbers) / kfac.plan.workers for kfac, draft in pairs]
             with self.preconditioners[0].metrics.stage("relayout"):
                 sums = self.channel.sum(torch.stack(parts).sum(dim=0))
         for kfac, draft in pairs:
@@ -58,9 +58,9 @@ class Job:
             kfac.commit(draft, applied=applied)
 
     def reset(self) -> None:
-        """Start afresh."""
+        """Start afresh: no factors, no eigenbases, step 0."""
         for kfac in self.preconditioners:
-            kfac.reset()
+            kfac.load_state_dict({})
 
     def close(self) -> None:
         """Give back hooks, threads and process groups. Local, and harmless when repeated."""

@@ -144,7 +144,7 @@ class KFACPreconditioner:
         self.state: dict[str, LayerState] = {}
         self.peak_lr: dict[int, Tensor | float] = {}
         self.damping_scale: Tensor | None = None
-        self.reset()
+        self.load_state_dict({})
 
     def _factor_updates(self) -> FactorUpdates:
         plan, roles = self.plan, self.plan.assignment
@@ -237,17 +237,13 @@ class KFACPreconditioner:
             context = StepContext(self.steps, draft.norm, draft.peak_lr, draft.damping_scale)
             draft.local = self.direction.local(context, draft.gradients, draft.states)
 
-    def numbers(self, draft: Draft) -> Tensor:
-        """This rank's part of the direction's numbers: their sum over all ranks is that over all layers."""
-        return torch.stack(draft.local.numbers) / self.plan.workers
-
     @torch.no_grad()
     def finish(self, draft: Draft, sums: Tensor | None = None) -> None:
         """Results to whoever holds a shard of them, with what the direction and the metrics sum over all layers.
         Collective.
 
         Args:
-            sums: of :meth:`numbers`, if other ranks have layers too.
+            sums: of the direction's numbers over all layers, if there are other domains.
         """
         with torch.autocast(self.device.type, enabled=False), self.metrics.stage("relayout"):
             outbox, rest = draft.local.outbox, draft.local.results
@@ -267,7 +263,7 @@ class KFACPreconditioner:
         # where eigenbases travel the counts of refreshes have come with them
         failed = 0 if travels else self.metrics.step_counts["refresh_failures"]
         counts = local.counts(failed, None if travels or factors is None else factors.unusual)
-        ready = {name for name, state in local.states.items() if state.prepared}
+        ready = {name for name, state in local.states.items() if state.preconditioner is not None}
         flags = torch.zeros((), device=self.device), torch.ones((), device=self.device)
         own = torch.stack([*local.numbers, *counts, *(flags[layer.name in ready] for layer in self.layers)])
         if len(own) not in self._totals:
@@ -313,10 +309,6 @@ class KFACPreconditioner:
             keys = self.curvature.reducer.begin(self.due.capture, self.steps) if self.due.capture else None
             self.capture.begin_step(keys, self.steps, measure=self.plan.measures and self.known.rows is None)
 
-    def reset(self) -> None:
-        """Start afresh: no factors, no eigenbases, step 0."""
-        self.load_state_dict({})
-
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs of this rank, in its own names: steps, peak_lr, known, layers (name -> state),
         factors (see :meth:`FactorUpdates.state_dict`)."""
@@ -345,16 +337,10 @@ class KFACPreconditioner:
         self.damping_scale = state.get("damping_scale")
         self.direction.rotations.kept.clear()
         if decompose:
-            self.redecompose()
-        else:
-            self.resume()
-
-    def redecompose(self) -> None:
-        """Decompose all factors and deliver their eigenbases, outside of a step. Collective."""
-        draft = self.curvature.redecomposed(self.steps)
-        self._broadcast(draft, *self.curvature.scalars(draft))
-        self.state = self._with_new_bases(draft)
-        self.curvature.commit(draft, applied=True)
+            draft = self.curvature.redecomposed(self.steps)
+            self._broadcast(draft, *self.curvature.scalars(draft))
+            self.state = self._with_new_bases(draft)
+            self.curvature.commit(draft, applied=True)
         self.resume()
 
     def close(self) -> None:

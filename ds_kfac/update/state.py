@@ -4,9 +4,9 @@ Shape suffixes: O, I the sides of the layer's matrix. Of n layers of equal shape
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,32 +19,38 @@ from ds_kfac.ops.dispatch import adam_scale, corrected_scale_dot
 from ds_kfac.update.rotation import BasisChange, is_large, rows_at_once
 
 
-class Moments(Protocol):
-    """What an update rule keeps of a layer's gradients: a frozen dataclass of fp32 tensors, each [O, I] or a scalar;
-    of a layer in groups [groups, O, I] or [groups].
+class Moments:
+    """What an update rule keeps of a layer's gradients: a frozen dataclass of fp32 tensors, each [O, I], those named
+    ``_OI``, or a scalar; of a layer in groups [groups, O, I] or [groups].
 
     Attributes:
         NAME: in checkpoints.
-        COUNT: tensors [O, I].
         ROTATES: whether ``rotated`` takes them into a new eigenbasis.
     """
 
     NAME: ClassVar[str]
-    COUNT: ClassVar[int]
-    ROTATES: ClassVar[bool]
+    ROTATES: ClassVar[bool] = False
 
     @classmethod
-    def empty(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Any: ...
+    def names(cls) -> list[str]:
+        """Of its tensors."""
+        return [part.name for part in fields(cls)]  # type: ignore[arg-type]
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Any:
+        return cls(*(torch.zeros(shape if "_OI" in name else shape[:-2], device=device) for name in cls.names()))
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in vars(self).values())
 
     def unrotated(self, basis: LayerBasis) -> Any:
         """Out of an eigenbasis that is given up."""
+        return self
 
 
 @dataclass(frozen=True)
-class CorrectedEigenvalues:
+class CorrectedEigenvalues(Moments):
     """EKFAC (George et al. 2018, arXiv:1806.03884), its running-average form: what replaces beta alpha^T.
 
     Attributes:
@@ -53,19 +59,9 @@ class CorrectedEigenvalues:
     """
 
     NAME: ClassVar = "corrected"
-    COUNT: ClassVar = 1
-    ROTATES: ClassVar = False
 
     second_OI: Tensor
     updates: Tensor
-
-    @classmethod
-    def empty(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> "CorrectedEigenvalues":
-        return cls(torch.zeros(shape, device=device), torch.zeros(shape[:-2], device=device))
-
-    @property
-    def nbytes(self) -> int:
-        return self.second_OI.nbytes + self.updates.nbytes
 
     def divide(
         self,
@@ -121,7 +117,7 @@ class CorrectedEigenvalues:
 
 
 @dataclass(frozen=True)
-class AdamMoments:
+class AdamMoments(Moments):
     """Adam's state of one layer, in its eigenbasis (SOAP, Vyas et al. 2024, arXiv:2409.11321).
 
     Attributes:
@@ -130,21 +126,11 @@ class AdamMoments:
     """
 
     NAME: ClassVar = "adam"
-    COUNT: ClassVar = 2
     ROTATES: ClassVar = True
 
     first_OI: Tensor
     second_OI: Tensor
     updates: Tensor
-
-    @classmethod
-    def empty(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> "AdamMoments":
-        first, second = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
-        return cls(first, second, torch.zeros(shape[:-2], device=device))
-
-    @property
-    def nbytes(self) -> int:
-        return self.first_OI.nbytes + self.second_OI.nbytes + self.updates.nbytes
 
     def divide(
         self,
@@ -234,7 +220,7 @@ class MomentUpdate:
 
 
 @dataclass(frozen=True)
-class LastUpdate:
+class LastUpdate(Moments):
     """What a layer's weights were changed by, over the learning rate: the momentum of steps by the quadratic model.
 
     Attributes:
@@ -242,21 +228,8 @@ class LastUpdate:
     """
 
     NAME: ClassVar = "update"
-    COUNT: ClassVar = 1
-    ROTATES: ClassVar = False
 
     update_OI: Tensor
-
-    @classmethod
-    def empty(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> "LastUpdate":
-        return cls(torch.zeros(shape, device=device))
-
-    @property
-    def nbytes(self) -> int:
-        return self.update_OI.nbytes
-
-    def unrotated(self, basis: LayerBasis) -> "LastUpdate":
-        return self
 
 
 M = TypeVar("M", bound=Moments)
@@ -322,14 +295,9 @@ class LayerState:
     # once: a state lives from one refresh to the next
 
     @cached_property
-    def prepared(self) -> bool:
-        """Whether gradients can be preconditioned."""
-        return self.A is not None and self.G is not None
-
-    @cached_property
     def preconditioner(self) -> Any:
-        """Of the layer, see ``Method.of_layer``; None while a side is missing."""
-        return self.method.of_layer(self.G, self.A) if self.prepared else None
+        """Of the layer, see ``Method.of_layer``; None while a side is missing: gradients pass as they are."""
+        return None if self.A is None or self.G is None else self.method.of_layer(self.G, self.A)
 
     @cached_property
     def basis(self) -> LayerBasis | None:

@@ -173,7 +173,7 @@ def other_method(folder: str) -> dict:
         engine.load_checkpoint(f"{folder}/{method}")
         kfac = engine.kfac.preconditioner
         same = all(torch.equal(kfac.curvature.factors[key].packed_P, P) for key, P in factors.items())
-        prepared = all(state.prepared for state in kfac.state.values())
+        prepared = all(state.preconditioner for state in kfac.state.values())
         kinds = {type(side).__name__ for state in kfac.state.values() for side in (state.A, state.G)}
         losses = train(engine, 1, steps=5, first=4)
         found[other] = same, prepared, kinds, bool(pending), all(loss < 10 for loss in losses)

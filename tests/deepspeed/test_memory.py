@@ -140,15 +140,15 @@ def beside_worker(modes) -> dict:
         engine = build(mode, 1, model=model)
         kfac, peaks, before, counters = engine.kfac.preconditioner, [], [], []
 
-        def watched(plain=kfac.step, peaks=peaks, before=before, counters=counters):
+        def watched(plain=engine.kfac.job.step, peaks=peaks, before=before, counters=counters):
             live = counters[-1]
             before.append(live.now)
             live.peak = live.now
-            draft = plain()
+            drafts = plain()
             peaks.append(live.peak)
-            return draft
+            return drafts
 
-        kfac.step = watched
+        engine.kfac.job.step = watched
         for step in range(7):
             x = torch.randn(ROWS, SIDES[0], generator=torch.Generator().manual_seed(step))
             x = x.to(engine.get_data_types()[0])

@@ -190,15 +190,15 @@ def short_worker(_) -> list[int]:
         "eigenbasis": {"refresh_interval": 6, "lag": 4},
     }  # fmt: skip
     engine = build(Mode("short", 0, kfac=kfac), 1)
-    found, step = [], engine.kfac.preconditioner.step
+    found, step = [], engine.kfac.job.step
 
     def watched():
-        draft = step()
+        (draft,) = step()
         if draft.factors is not None and draft.factors.arriving:
             found.append(draft.step)
-        return draft
+        return [draft]
 
-    engine.kfac.preconditioner.step = watched
+    engine.kfac.job.step = watched
     train(engine, 1, 20)
     engine.destroy()
     return found

@@ -417,19 +417,19 @@ def norm_worker(names: list[str]) -> dict:
         mode = BY_NAME[name]
         engine = build(mode, 1)
         kfac, seen = engine.kfac.preconditioner, []
-        step = kfac.step
+        step = engine.kfac.job.step
 
         def record(step=step, kfac=kfac, seen=seen):
             before = [flat / kfac.layout.grad_scale() for flat in kfac.layout.consume()]
-            draft = step()
+            drafts = step()
             flats = kfac.layout.consume()
             half = torch.float16 if kfac.layout.params[0].dtype == torch.float16 else torch.bfloat16
             rounded = sum(float((flat != flat.to(half).float()).sum()) for flat in flats)
             after = [flat / kfac.layout.grad_scale() for flat in flats]
             seen.append([sum(float(f.double().square().sum()) for f in part) for part in (before, after)] + [rounded])
-            return draft
+            return drafts
 
-        kfac.step = record
+        engine.kfac.job.step = record
         with patched(mode):
             train(engine, 1, steps=1)
         everyone = [None] * dist.get_world_size()

@@ -213,7 +213,7 @@ def masked_worker(stages: list[int]) -> list[dict]:
         loss = (engine(x, attention_mask=torch.zeros(4, 4, dtype=torch.long)) - 1).square().mean()
         engine.backward(loss)
         engine.step()
-        assert not any(state.prepared for state in engine.kfac.preconditioner.state.values())
+        assert not any(state.preconditioner for state in engine.kfac.preconditioner.state.values())
         results.append(weights(engine))
         engine.destroy()
     return results

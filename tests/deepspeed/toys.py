@@ -11,6 +11,7 @@ from ds_kfac.curvature.eigen import LayerBasis, Refreshed
 from ds_kfac.curvature.methods import Method, Part
 from ds_kfac.directions.base import Direction, UpdateRule
 from ds_kfac.update.rotation import BasisChange
+from ds_kfac.update.state import Moments
 from ds_kfac.zero.exchange import LocalResult
 
 
@@ -19,22 +20,13 @@ class ToySGD(torch.optim.SGD):
 
 
 @dataclass(frozen=True)
-class Mean:
+class Mean(Moments):
     """The running mean of rotated gradients."""
 
     NAME: ClassVar = "mean"
-    COUNT: ClassVar = 1
     ROTATES: ClassVar = True
 
     first_OI: Tensor
-
-    @classmethod
-    def empty(cls, shape: tuple[int, int], device: Any = "cpu") -> "Mean":
-        return cls(torch.zeros(shape, device=device))
-
-    @property
-    def nbytes(self) -> int:
-        return self.first_OI.nbytes
 
     def rotated(self, turn: BasisChange) -> "Mean":
         return Mean(turn(self.first_OI))

@@ -284,7 +284,19 @@ class AdamDirection(Direction):
             maps += own
             owners += [stack] * len(own)
             del own
-        sizes = self._iterate(owners, maps)
+        sizes = [torch.empty(0)] * len(maps)  # that they had
+        for group in of_one_shape(maps) if self.of_one_shape else [[index] for index in range(len(maps))]:
+            # rotated or not, the factor is the same
+            whitenings = [
+                owner.rotation.whitening(self.config.adam.whiten, groups=owner.layers[0].groups)
+                if owner.rotation is not None and self.config.adam.rotate
+                else None
+                for owner in (owners[index] for index in group)
+            ]
+            found = orthogonal_factors([maps[i] for i in group], whitenings, precision=self.rotations.precision)
+            for index, size in zip(group, [size for _, size in found], strict=True):
+                sizes[index] = size
+            found.clear()
         for stack in some:
             mine = [index for index, owner in enumerate(owners) if owner is stack]
             if stack.layers[0].blocks:
@@ -297,23 +309,6 @@ class AdamDirection(Direction):
                 stack.sizes = [sizes[index] for index in mine]
             else:
                 stack.x_OI = self._whitened(stack.root, stack.x_OI)
-
-    def _iterate(self, owners: Sequence[Stack], maps: Sequence[Tensor]) -> list[Tensor]:
-        """Maps become their orthogonal factors, those with the same sides, as they are or transposed, together. Returns
-        the norms that they had."""
-        sizes = [torch.empty(0)] * len(maps)
-        for group in of_one_shape(maps) if self.of_one_shape else [[index] for index in range(len(maps))]:
-            # rotated or not, the factor is the same
-            whitenings = [
-                owner.rotation.whitening(self.config.adam.whiten, groups=owner.layers[0].groups)
-                if owner.rotation is not None and self.config.adam.rotate
-                else None
-                for owner in (owners[index] for index in group)
-            ]
-            found = orthogonal_factors([maps[i] for i in group], whitenings, precision=self.rotations.precision)
-            for index, (_, size) in zip(group, found, strict=True):
-                sizes[index] = size
-        return sizes
 
     def _scale_maps(self, stack: Stack) -> None:
         """Each group of a layer, or each block of its rows, to its own size."""

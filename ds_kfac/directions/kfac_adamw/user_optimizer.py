@@ -226,18 +226,6 @@ def given_groups(optimizer: Any) -> list[Group] | None:
     return groups if groups and all(isinstance(group, Group) for group in groups) else None
 
 
-def numbered(groups: Iterable[Group]) -> list[dict[str, Any]]:
-    """To be split."""
-    return [{**group, ORIGIN: index} for index, group in enumerate(groups)]
-
-
-def hand_over(groups: Iterable[Group], optimizer: torch.optim.Optimizer) -> None:
-    """From now on the groups are those of what DeepSpeed steps, split from :func:`numbered` ones."""
-    origins = [group.pop(ORIGIN) for group in optimizer.param_groups]
-    for index, group in enumerate(groups):
-        group.taken = optimizer, tuple(part for part, origin in enumerate(origins) if origin == index)
-
-
 # ``"optimizer": {"type": "KFACAdamW"}`` in the config, or the object: what DeepSpeed steps goes there in its place.
 
 
@@ -295,7 +283,7 @@ def put_into(
     model, given = arguments["model"], arguments.get("model_parameters")
     theirs = given_groups(arguments.get("optimizer"))
     if theirs is not None:
-        given, params = numbered(theirs), theirs[0].options
+        given, params = [{**group, ORIGIN: index} for index, group in enumerate(theirs)], theirs[0].options
     given = None if given is None else list(given)
 
     def make(given: list[Any] | None) -> torch.optim.Optimizer:
@@ -314,7 +302,9 @@ def put_into(
         return
     optimizer = make(given)
     if theirs is not None:
-        hand_over(theirs, optimizer)
+        origins = [group.pop(ORIGIN) for group in optimizer.param_groups]
+        for index, group in enumerate(theirs):  # from now on windows on what DeepSpeed steps
+            group.taken = optimizer, tuple(part for part, origin in enumerate(origins) if origin == index)
     arguments["optimizer"], arguments["model_parameters"] = optimizer, None
 
 
