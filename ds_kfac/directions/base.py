@@ -1,7 +1,7 @@
 """What an update rule is: a line of ``DIRECTIONS``, and what it computes in a step."""
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -137,7 +137,7 @@ class UpdateRule:
     def moments_count(self, config: KFACConfig) -> int:
         """fp32 tensors of a gradient's shape that a gradient worker keeps."""
         moments = self.moments(config)
-        return 0 if moments is None else sum("_OI" in name for name in moments.names())
+        return 0 if moments is None else sum("_OI" in part.name for part in fields(moments))  # type: ignore[arg-type]
 
     def choice(self, config: KFACConfig, layer: LayerSpec) -> str | None:
         """What is done to one layer, in words; None if all are treated alike."""

@@ -17,7 +17,7 @@ from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
 from ds_kfac.comm.message import Arrivals, Channel
 from ds_kfac.comm.reduce import Reducer
 from ds_kfac.curvature.eigen import Refreshed, Request, grouped
-from ds_kfac.curvature.factor import History, KroneckerFactor, Side, updated
+from ds_kfac.curvature.factor import History, KroneckerFactor, updated
 from ds_kfac.curvature.methods import Kept
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.layers import key_of
@@ -34,8 +34,7 @@ class FactorDraft:
 
     Attributes:
         step: applied steps before this one.
-        due: what is captured and what is decomposed.
-        factors, ready, pending: see :class:`ds_kfac.step.factors.FactorUpdates`.
+        factors, ready, pending: see :class:`FactorUpdates`.
         decays: of this rank's factors that are captured, weight of the past.
         terms: layer name -> loss terms of the batch that was averaged.
         similar: factor key -> bool [2], see :func:`ds_kfac.curvature.factor.updated`.
@@ -114,12 +113,6 @@ class FactorUpdates:
         if "refresher" in vars(self):
             self.refresher.close()
 
-    def empty_of(self, side: Side) -> KroneckerFactor:
-        """Of a factor that has seen nothing."""
-        # the counter stays on the device, as in a loaded factor: kernels of a GPU average there
-        empty = KroneckerFactor.empty(side, self.device).to(self.home)
-        return replace(empty, history=History(side)) if self.plan.adaptive else empty
-
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, in this process's names. Of a pending decomposition it waits for the result.
 
@@ -138,7 +131,14 @@ class FactorUpdates:
         """Continue from :meth:`state_dict`; factors that it lacks begin empty, others that it has are dropped."""
         found, pending = state.get("factors", {}), state.get("pending", {})
         own = [spec for spec in self.specs.values() if self.eigen_workers[spec.key] == self.rank]
-        self.factors = {s.key: found[s.key][0] if s.key in found else self.empty_of(s.side) for s in own}
+        self.factors = {}
+        for spec in own:
+            if spec.key in found:
+                self.factors[spec.key] = found[spec.key][0]
+                continue
+            # the counter stays on the device, as in a loaded factor: kernels of a GPU average there
+            empty = KroneckerFactor.empty(spec.side, self.device).to(self.home)
+            self.factors[spec.key] = replace(empty, history=History(spec.side)) if self.plan.adaptive else empty
         self.ready = set(state.get("ready", ())) & self.specs.keys()
         self.pending: dict[str, int] = {key: step for key, step in pending.items() if key in self.specs}
         if "refresher" in vars(self):

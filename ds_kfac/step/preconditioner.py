@@ -33,12 +33,8 @@ class Target:
     """What is preconditioned, and where its gradients are.
 
     Attributes:
-        model: the engine's module.
-        layers: what is preconditioned.
-        layout: where the engine keeps the gradients of ``parameter_names(layers)``.
-        rest: where it keeps all others.
+        layout, rest: where the engine keeps the gradients of ``parameter_names(layers)``, and all others.
         inner: the innermost optimizer, which DeepSpeed wraps.
-        rule: how it steps.
         domain: what of the job this is.
         info_of: of a module's call, given the micro-batch's.
     """
@@ -64,13 +60,11 @@ class Draft:
 
     Attributes:
         step: applied steps before this one.
-        due: what it does in addition to preconditioning.
-        peak_lr: parameter group -> largest learning rate so far.
         factors: what becomes of the factors; None in a step that leaves them as they are.
         norm: of all gradients as stored, a device scalar; None unless the engine clips.
         states: of this rank's layers, with the eigenbases that have arrived.
         gradients: of this rank's layers, until they are preconditioned.
-        damping_scale: see :class:`ds_kfac.directions.base.StepContext`.
+        peak_lr, damping_scale: see :class:`ds_kfac.directions.base.StepContext`.
         quadratic: the model that the step follows from and its minimum [2]; None if the learning rate gives it.
         local: results and new states of this rank's layers.
     """
@@ -92,11 +86,8 @@ class KFACPreconditioner:
 
     Attributes:
         state: layer name -> :class:`LayerState`, of the layers this rank is a gradient worker of.
-        curvature: the factors.
         steps: applied steps, the clock of every schedule: it changes in :meth:`commit` only, so all stages of a step
             see the same values, and a skipped step's are used again. DeepSpeed's global_steps counts skipped ones too.
-        rule, direction: what becomes of a gathered gradient.
-        plan: who does what.
         due: what the step that runs does in addition to preconditioning.
         known: what the first captured batch has shown.
         names: layer -> its name in checkpoints.

@@ -37,7 +37,8 @@ def precondition(
 
     Returns V and <V, gradient>, which is that of the rotated ones.
     """
-    beta_O, alpha_I = rotation.values_of(gradient_OI)
+    *several, rows, columns = gradient_OI.shape
+    beta_O, alpha_I = rotation.values_G.view(*several, rows), rotation.values_A.view(*several, columns)
     # of a layer in groups, whose values are flat, one for all of them
     mean_G, mean_A = rotation.values_G.mean(-1), rotation.values_A.mean(-1)
     lambda_: Scalar

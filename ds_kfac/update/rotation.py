@@ -39,7 +39,7 @@ class Rotation:
     Attributes:
         G, A: eigenvectors: of one layer as in ``Eigenbasis.vectors``, of n one [n, O, O] and [n, I, I], or nothing
             where Q is the identity.
-        values_G, values_A: fp32 [.., O] and [.., I]; of a layer in groups flat, see :meth:`values_of`.
+        values_G, values_A: fp32 [.., O] and [.., I]; of a layer in groups flat.
     """
 
     G: tuple[Tensor, ...]
@@ -58,11 +58,6 @@ class Rotation:
         G, A = (side[0].vectors and (torch.cat([basis.vectors[0] for basis in side]),) for side in sides)
         values_G, values_A = (torch.stack([basis.values for basis in side]) for side in sides)
         return cls(G, A, values_G, values_A, precision)
-
-    def values_of(self, x_OI: Tensor) -> tuple[Tensor, Tensor]:
-        """Eigenvalues of G [.., O] and of A [.., I] for the matrix or the stack ``x_OI``."""
-        *several, rows, columns = x_OI.shape
-        return self.values_G.view(*several, rows), self.values_A.view(*several, columns)
 
     def whitening(self, power: float, *, groups: int = 1) -> Tensor:
         """(alpha / mean alpha + WHITEN_DAMPING)^-power, fp32 [.., I]: A^-power as it is in the eigenbasis; 0 where

@@ -32,13 +32,9 @@ class Moments:
     ROTATES: ClassVar[bool] = False
 
     @classmethod
-    def names(cls) -> list[str]:
-        """Of its tensors."""
-        return [part.name for part in fields(cls)]  # type: ignore[arg-type]
-
-    @classmethod
     def empty(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Any:
-        return cls(*(torch.zeros(shape if "_OI" in name else shape[:-2], device=device) for name in cls.names()))
+        parts = [shape if "_OI" in part.name else shape[:-2] for part in fields(cls)]  # type: ignore[arg-type]
+        return cls(*(torch.zeros(own, device=device) for own in parts))
 
     @property
     def nbytes(self) -> int:

@@ -363,7 +363,7 @@ _ROWS = [
      "good[own] & (self.ratio[own] > 0)", "good[own]",
      f"{_KFAC_ADAMW}::test_what_has_no_rate_stands_still_and_does_not_decay"),
     ("KFACAdamW: a group that is frozen at first is dropped", "directions/kfac_adamw/user_optimizer.py",
-     "return not stage and", "return False and",
+     "frozen=not (stage or any(wrapped))", "frozen=False",
      "tests/deepspeed/test_unused.py::test_what_is_unfrozen_later_is_trained_where_adamw_trains_it"),
     ("KFACAdamW: the object's group changes itself alone", "directions/kfac_adamw/user_optimizer.py",
      "dict.__setitem__(part, key, value)", "dict.__setitem__(self, key, value)",

@@ -277,7 +277,9 @@ def put_into(
     Raises:
         ValueError: something else in the arguments or the config contradicts it.
     """
-    offload = _offloaded(ds_config)
+    offload, stage = _offloaded(ds_config), (ds_config.get("zero_optimization") or {}).get("stage", 0)
+    # DeepSpeed's wrappers drop what was frozen at first for good, and fail at a group that has nothing else
+    wrapped = [(ds_config.get(key) or {}).get("enabled") for key in ("fp16", "bf16", "bfloat16")]
     if params is not None and arguments.get("optimizer") is not None:
         raise ValueError(f'optimizer.type "{NAME}" in the DeepSpeed config, and an optimizer= argument: choose one')
     model, given = arguments["model"], arguments.get("model_parameters")
@@ -287,8 +289,9 @@ def put_into(
     given = None if given is None else list(given)
 
     def make(given: list[Any] | None) -> torch.optim.Optimizer:
-        found = scan(model, choice, optimized=_flat(given))
-        parts = split_groups(model, found, given, flag=FLAG, apart=MATRIX, frozen=_bare(ds_config))
+        flat = [p for group in given for p in group["params"]] if given and isinstance(given[0], dict) else given
+        found = scan(model, choice, optimized=flat)
+        parts = split_groups(model, found, given, flag=FLAG, apart=MATRIX, frozen=not (stage or any(wrapped)))
         groups = experts_apart([checked_group(group) for group in parts])
         return build(groups, params or {}, offload=offload, adam_ratio=ADAM_RATIO)
 
@@ -306,17 +309,3 @@ def put_into(
         for index, group in enumerate(theirs):  # from now on windows on what DeepSpeed steps
             group.taken = optimizer, tuple(part for part, origin in enumerate(origins) if origin == index)
     arguments["optimizer"], arguments["model_parameters"] = optimizer, None
-
-
-def _bare(ds_config: Mapping[str, Any]) -> bool:
-    """Whether DeepSpeed steps the optimizer as it is, with what was frozen at first: its wrappers drop that for good,
-    and fail at a group that has nothing else."""
-    wrapped = [ds_config.get(key) or {} for key in ("fp16", "bf16", "bfloat16")]
-    stage = (ds_config.get("zero_optimization") or {}).get("stage", 0)
-    return not stage and not any(block.get("enabled") for block in wrapped)
-
-
-def _flat(model_parameters: list[Any] | None) -> list[Any] | None:
-    if not model_parameters or not isinstance(model_parameters[0], dict):
-        return model_parameters
-    return [p for group in model_parameters for p in group["params"]]
