@@ -39,11 +39,11 @@ GOALS: dict[str, tuple[int | None, int]] = {
 }
 MOST: dict[str, tuple[int, int]] = {
     "attach": (316, 40),
-    "plain step": (80, 19),
-    "capturing step": (139, 25),
+    "plain step": (77, 19),
+    "capturing step": (136, 25),
     "refresh": (18, 5),
     "activation to factor": (60, 12),
-    "gradient to weight": (42, 14),
+    "gradient to weight": (40, 14),
     "save": (34, 9),
     "load": (41, 10),
 }

@@ -138,7 +138,7 @@ class Outbox:
         """A result, fp32 [O, I], zero where a parameter was frozen since attach; its gradient is of no more use."""
         exchange, layout = self.exchange, self.exchange.layout
         places, parameters = exchange.plan.of_layer[layer.name], exchange.params[layer.name]
-        flats = exchange.parts(layer, matrix_OI)
+        flats = LAYERS[layer.kind].split(matrix_OI, has_bias=layer.bias is not None)
         for param, parameter, flat in zip(places, parameters, flats, strict=True):
             if not parameter.requires_grad:
                 flat = torch.zeros_like(flat)

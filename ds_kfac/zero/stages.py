@@ -56,7 +56,7 @@ class ZeroLayout(ShardLayout):
     def begin(self) -> None:
         """With offload DeepSpeed leaves the last gradient of a parameter that this step did not use in its buffer,
         where ours lies: it would be preconditioned again every step. Its norms show what was reduced."""
-        for shard in self.own if self.offloads else ():
+        for shard in self.own:
             if self.optimizer.get_param_id(self.params[shard.param]) not in self.optimizer.norm_for_param_grads:
                 self._chunk(shard).zero_()
 
@@ -128,7 +128,8 @@ class Stage12(ZeroLayout):
 
     def begin(self) -> None:
         self.optimizer._wait_for_offload_copies()
-        super().begin()
+        if self.offloads:
+            super().begin()
 
     def _entry(self, shard: Shard) -> int:
         """Which entry of the list starts at the shard's offset in this rank's slice. It has the same form always."""
@@ -146,10 +147,12 @@ class Stage12(ZeroLayout):
             "use a version named in the README"
         )
 
-    def _chunk(self, shard: Shard) -> Tensor:
+    def stored(self, shard: Shard) -> Tensor:
         if self.offloads:
             return self.masters[shard.group].grad.narrow(0, shard.offset, shard.numel)
         return self.optimizer.averaged_gradients[shard.group][self._entry(shard)].reshape(-1)
+
+    _chunk = stored  # no padding
 
     def _replace(self, shard: Shard, gradient: Tensor) -> None:
         entries, index = self.optimizer.averaged_gradients[shard.group], self._entry(shard)
@@ -222,8 +225,10 @@ class Stage3(ZeroLayout):
         return self.optimizer.sub_group_to_group_id[self.place[id(param)][0]]
 
     def begin(self) -> None:
-        super().begin()
-        self._chunks = [] if self.offloads else [self._chunk(shard) for shard in self.own]
+        if self.offloads:
+            super().begin()
+        else:
+            self._chunks = [self._chunk(shard) for shard in self.own]
 
     def end(self) -> None:
         """DeepSpeed keeps a parameter's last gradient: were it not used in the next step, that would be stepped with
