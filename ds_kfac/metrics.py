@@ -61,10 +61,6 @@ class Metrics:
         self.step_counts: Counter[str] = Counter()
         self.step_summary = torch.zeros_like(self.summary)
 
-    def summarise(self, *, failed: int, unusual: Tensor | float) -> None:
-        self.step_summary[2].add_(failed)  # a fill: numbers from a list would be copied from the host
-        self.step_summary[-2:].add_(unusual)
-
     def end(self, *, applied: bool) -> None:
         if applied:
             self.counts += self.step_counts

@@ -125,10 +125,6 @@ class Side:
         matrices = symmetric_unpack_from(packed_P, starts, [width] * count)
         return torch.stack(matrices) if count > 1 else matrices[0].unsqueeze(0)
 
-    def trace(self, packed_P: Tensor) -> Tensor:
-        """Trace of the side's matrix, a scalar."""
-        return self.diagonal_of(packed_P).sum() if self.block else packed_P.new_tensor(float(self.dim))
-
     def diagonal_of(self, packed_P: Tensor) -> Tensor:
         """[D] of the blocks; empty for an identity."""
         diagonals = [packed_P[:0]]
@@ -279,8 +275,10 @@ def averaged(
     if not factors:
         return [], torch.ones(0)
     numbers = torch.stack(list(counts))
-    usual = torch.stack([factor.side.trace(factor.packed_P) for factor in factors])
-    traces = torch.stack([factor.side.trace(sum_P) for factor, sum_P in zip(factors, sums_P, strict=True)])
+    usual, traces = (
+        torch.stack([factor.side.diagonal_of(x_P).sum() for factor, x_P in zip(factors, of, strict=True)])
+        for of in ([factor.packed_P for factor in factors], sums_P)
+    )
     means = torch.where(numbers > 0, traces / numbers.clamp(min=1), 0)
     over = excess(means, usual, torch.stack([factor.updates for factor in factors]))
     new = [replace(factor, packed_P=factor.packed_P.clone(), updates=factor.updates.clone()) for factor in factors]

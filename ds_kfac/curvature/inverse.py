@@ -193,7 +193,7 @@ def credible(blocks: Tensor, inverse: Tensor, *, added: Scalar, scale: Scalar = 
 
 def _mean(factor: KroneckerFactor) -> Tensor:
     """Of the diagonal of the whole side; 1 for an identity."""
-    return factor.side.trace(factor.packed_P) / factor.side.dim
+    return factor.side.diagonal_of(factor.packed_P).mean() if factor.side.block else factor.packed_P.new_ones(())
 
 
 # Inverse roots of a layer's A, in place of its eigenbasis: what whitens a direction in the layer's own coordinates.

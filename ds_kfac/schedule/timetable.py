@@ -254,6 +254,7 @@ class Timetable:
         offsets: steps by which factors are displaced, see :meth:`Schedule.displaced`; 0 for those not in it.
 
     Attributes:
+        clocks: key -> intervals and last steps; ``interval``: captures of its schedule that the next one stands for.
         captured, skipped: captures of factors that were recorded, and those that the rule left out of the schedule.
     """
 
@@ -294,10 +295,6 @@ class Timetable:
         """Whether any factor's schedule captures at ``step``, whatever the adaptive rule makes of it."""
         return step not in self._quiet and any(schedule.due(step).capture for schedule, _ in self._groups)
 
-    def multiplier(self, key: str) -> int:
-        """How many captures of its schedule a factor's next capture stands for; 1 unless adaptive."""
-        return self._clocks[key].interval
-
     def settle(self) -> None:
         """Wait for what is still to be read."""
         if self._unread is not None:
@@ -323,31 +320,31 @@ class Timetable:
             return
         self.skipped += sum(len(group - due.capture) for schedule, group in self._groups if schedule.due(step).capture)
         for key in due.capture:
-            clock = replace(self._clocks[key], captured=step)
+            clock = replace(self.clocks[key], captured=step)
             if step >= self._adaptive_from:
                 interval, previous = next_interval(clock.interval, clock.previous, *similar[key])
                 clock = replace(clock, interval=interval, previous=previous)
-            self._clocks[key] = clock
+            self.clocks[key] = clock
         for key in due.refresh:
-            self._clocks[key] = replace(self._clocks[key], refreshed=step)
+            self.clocks[key] = replace(self.clocks[key], refreshed=step)
         self._asked = None
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, of all applied steps; plain numbers, strings, lists and dicts."""
         self.settle()
-        clocks = self._clocks.items() if self.adaptive else ()
+        clocks = self.clocks.items() if self.adaptive else ()
         factors = {key: [clock.interval, clock.previous, clock.captured, clock.refreshed] for key, clock in clocks}
         return {"captured": self.captured, "skipped": self.skipped, "factors": factors}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state`. Factors that are not in it start afresh: all intervals 1, refreshed at the next
         capture; those of another model are ignored."""
-        self._clocks = dict.fromkeys(self.keys, _Clock())
+        self.clocks = dict.fromkeys(self.keys, _Clock())
         self._asked = self._unread = None
         self.captured, self.skipped = state.get("captured", 0), state.get("skipped", 0)
         if self.adaptive:
             known = {key: _Clock(*numbers) for key, numbers in state.get("factors", {}).items() if key in self.keys}
-            self._clocks |= known
+            self.clocks |= known
 
     def _found(self, step: int) -> FactorsDue:
         capture, refresh = set[str](), set[str]()
@@ -360,7 +357,7 @@ class Timetable:
             elif due.capture:
                 captures, last_refresh = schedule.captures(step), schedule.last_refresh(step)
                 for key in group:
-                    clock = self._clocks[key]
+                    clock = self.clocks[key]
                     if captures - schedule.captures(clock.captured) >= clock.interval:
                         capture.add(key)
                         if last_refresh > clock.refreshed:

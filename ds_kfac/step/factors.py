@@ -156,7 +156,7 @@ class FactorUpdates:
         due = FactorsDue(due.capture & self.specs.keys(), due.refresh & self.specs.keys())
         decay, timetable = self.config.factor.decay.at(step), self.timetable
         # for every ordinary interval that a factor sat out
-        decays = {key: decay ** timetable.multiplier(key) for key in self.factors if key in due.capture}
+        decays = {key: decay ** timetable.clocks[key].interval for key in self.factors if key in due.capture}
         return FactorDraft(step, due, dict(self.factors), set(self.ready), dict(self.pending), decays)
 
     # the stages of a step

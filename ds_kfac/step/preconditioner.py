@@ -267,9 +267,11 @@ class KFACPreconditioner:
         counts go to the metrics."""
         total, first = torch.stack(list(received.values())).sum(dim=0), len(draft.local.numbers)
         numbers, counts, ready = total.tensor_split((first, len(total) - len(self.layers)))
-        self.metrics.step_summary[: len(counts)] = counts
+        summary = self.metrics.step_summary
+        summary[: len(counts)] = counts
         if draft.factors is not None:
-            self.metrics.summarise(failed=draft.factors.failed, unusual=unusual(draft.factors.scalars))
+            summary[2].add_(draft.factors.failed)  # a fill: numbers from a list would be copied from the host
+            summary[-2:].add_(unusual(draft.factors.scalars))
         return numbers, dict(zip(self.names, (ready > 0).unbind(), strict=True))
 
     def commit(self, draft: Draft, *, applied: bool) -> None:

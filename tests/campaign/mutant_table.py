@@ -128,8 +128,8 @@ _ROWS = [
      "any(old is not new for old, new in zip(kept[1], sides, strict=True))", "False",
      "tests/curvature/test_precision.py"),
     # sides and factors
-    ("trace of an identity", "curvature/factor.py", "packed_P.new_tensor(float(self.dim))", "packed_P.new_tensor(1.0)",
-     "tests/curvature/test_side.py"),
+    ("mean of an identity", "curvature/inverse.py", "else factor.packed_P.new_ones(())",
+     "else factor.packed_P.new_full((), float(factor.side.dim))", "tests/curvature/test_inverse.py"),
     ("blocks: bias column is zero", "curvature/factor.py", "ones_column.to(x_ND.dtype)",
      "0 * ones_column.to(x_ND.dtype)",
      "tests/curvature/test_side.py"),
@@ -174,7 +174,7 @@ _ROWS = [
     ("adaptive: grows by doubling", "schedule/timetable.py", "return interval + previous,", "return 2 * interval,",
      "tests/curvature/test_history.py"),
     ("adaptive: sat out updates not decayed", "step/factors.py",
-     "decay ** timetable.multiplier(key)", "decay", "tests/deepspeed/test_refresh.py"),
+     "decay ** timetable.clocks[key].interval", "decay", "tests/deepspeed/test_refresh.py"),
     # rows and capture
     ("reduce: mean over padding too", "model/rows.py", "(x_NTD.float() * mask).sum(dim=1) / positions.clamp(min=1)",
      "(x_NTD.float() * mask).mean(dim=1)", "tests/model/test_rows.py"),

@@ -101,8 +101,8 @@ def worker(_) -> dict:
             kfac, script = engine.kfac.preconditioner, []
             for step in range(STEPS):
                 due, decay = kfac.due, kfac.config.factor.decay.at(step)
-                multiplier = kfac.curvature.timetable.multiplier
-                captures = {key: decay ** multiplier(key) for key in sorted(due.capture)}
+                clocks = kfac.curvature.timetable.clocks
+                captures = {key: decay ** clocks[key].interval for key in sorted(due.capture)}
                 script.append((captures, due.refresh))
                 train(engine, 1, 1, first=step)
             found = None

@@ -52,7 +52,7 @@ def labels_worker(payload: tuple[str, int, bool]) -> dict[str, Any]:
     engine = trainer.model_wrapped
     factors = engine.kfac.preconditioner.curvature.factors
     held = {key: factor for key, factor in factors.items() if key.endswith("G")}
-    traces = {key: float(factor.side.trace(factor.packed_P)) for key, factor in held.items()}
+    traces = {key: float(factor.side.diagonal_of(factor.packed_P).sum()) for key, factor in held.items()}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, traces)
     return {"weights": weights(engine), "traces": {k: v for of_rank in everyone for k, v in of_rank.items()}}

@@ -27,7 +27,7 @@ def test_every_factor_follows_its_displaced_schedule_in_any_order_of_asking(sche
         assert due.capture == {key for key in KEYS if expected[key].due(step).capture}
         assert due.refresh == {key for key in KEYS if expected[key].due(step).refresh}
         assert table.captures_possible(step) == bool(due.capture)
-        assert all(table.multiplier(key) == 1 for key in KEYS)
+        assert all(table.clocks[key].interval == 1 for key in KEYS)
 
 
 @pytest.mark.parametrize("adaptive", [False, True], ids=["scheduled", "adaptive"])
@@ -149,7 +149,7 @@ def test_the_rule_thins_out_any_schedule_as_a_simulation_does(seed):
         for key in KEYS:
             captures, refreshes, multiplier = expected[key][step]
             assert (key in due.capture, key in due.refresh) == (captures, refreshes), (step, key)
-            assert table.multiplier(key) == multiplier or not captures
+            assert table.clocks[key].interval == multiplier or not captures
             skipped += not captures and schedule.displaced(OFFSETS.get(key, 0)).due(step).capture
         table.record(step, due, {key: flags[step, key] for key in due.capture})
     assert table.captured == sum(captures for key in KEYS for captures, _, _ in expected[key])
@@ -186,8 +186,8 @@ def test_factors_of_another_model_are_ignored_and_new_ones_start_afresh():
     walked(table, range(33), lambda step, key: (True, True))
     other = Timetable(PLAIN, (*KEYS, "new/A"), adaptive=True)
     other.restore(table.state())
-    assert "gone/A" not in other.state()["factors"] and other.multiplier("new/A") == 1
-    assert [other.multiplier(key) == table.multiplier(key) > 1 for key in KEYS] == [True] * len(KEYS)
+    assert "gone/A" not in other.state()["factors"] and other.clocks["new/A"].interval == 1
+    assert [other.clocks[key].interval == table.clocks[key].interval > 1 for key in KEYS] == [True] * len(KEYS)
     assert "new/A" in other.due(35).capture and "new/A" in other.due(35).refresh and "a/A" not in other.due(35).capture
 
 
