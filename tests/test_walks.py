@@ -40,7 +40,7 @@ GOALS: dict[str, tuple[int | None, int]] = {
 }
 MOST: dict[str, tuple[int, int]] = {
     "attach": (315, 40),
-    "plain step": (76, 19),
+    "plain step": (77, 19),
     "capturing step": (119, 25),
     "with a refresh": (133, 25),
     "refresh": (18, 5),
