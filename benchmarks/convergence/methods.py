@@ -43,6 +43,10 @@ KFAC_ADAMW_VARIATIONS = {
 }
 """K-FAC's gradient into AdamW, with one thing changed."""
 
+DECAYS = 0.1, 0.3, 1.0, 3.0
+"""Weight decays of the methods ``<method>_decay_<number>``; all others have 0.01."""
+DECAYED = ["adamw", "muon", "kfacadamw", "kfacadamw_unrotated"]
+
 CLIENT = "client"
 """Key for an optimizer of the package pytorch-optimizer, (class, parameters), which DeepSpeed is given as an object."""
 TABLE_RATE = "rate of the bytes' table"
@@ -127,6 +131,17 @@ def slow_table(method: str) -> Callable[[float], dict]:
     return lambda rate: {**METHODS[method](rate), TABLE_RATE: 0.25}
 
 
+def decayed(method: str, decay: float) -> Callable[[float], dict]:
+    """A method ``<method>_decay_<number>``."""
+
+    def config(rate: float) -> dict:
+        found = METHODS[method](rate)
+        optimizer = found["optimizer"]
+        return {**found, "optimizer": {**optimizer, "params": {**optimizer["params"], "weight_decay": decay}}}
+
+    return config
+
+
 def kfac_adamw_varied(**blocks: dict) -> Callable[[float], dict]:
     """K-FAC's gradient into AdamW, with one thing changed."""
     return lambda rate: {**adamw(rate), "kfac": {**KFAC_FOR_ADAMW, **blocks}}
@@ -165,6 +180,7 @@ METHODS: dict[str, Callable[[float], dict]] = {
     **{f"kfacadamw_{name}": varied(name) for name in VARIATIONS},
     **{f"kfac_adamw_{name}": kfac_adamw_varied(**blocks) for name, blocks in KFAC_ADAMW_VARIATIONS.items()},
     **{f"{name}_slow_table": slow_table(name) for name in ("kfacadamw", "kfacadamw_unrotated")},
+    **{f"{name}_decay_{decay:g}": decayed(name, decay) for name in DECAYED for decay in DECAYS},
 }
 
 DEFAULT_METHODS = ["adamw", "muon", "kfac_sgd", "kfac_adamw", "kfacadamw"]
@@ -190,6 +206,7 @@ RATES: dict[str, list[float]] = {
     **{f"{name}_slow_table": [5e-4, 1e-3, 2e-3, 4e-3] for name in ("kfacadamw", "kfacadamw_unrotated")},
     **{f"kfac_adamw_{name}": [1e-3, 2e-3, 4e-3, 8e-3] for name in KFAC_ADAMW_VARIATIONS},
 }
+RATES |= {f"{name}_decay_{decay:g}": RATES[name] for name in DECAYED for decay in DECAYS}
 """Where a sweep starts; it extends itself while the best is at an edge."""
 IMAGE_RATES = {
     **RATES,

@@ -22,7 +22,8 @@ from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, train
 
 MODE, KFAC = "z2", {"factor": {"update_interval": 1, "fisher": "empirical"}, "eigenbasis": {"refresh_interval": 3}}
-FURTHER = 4
+EARLY, BETWEEN, FURTHER = 1, 3, 4
+"""Steps before the older save, between the two (its refresh_interval, so that bases differ, too), and after them."""
 TABLE = "tests.deepspeed.damages"
 
 
@@ -117,15 +118,15 @@ def _whole() -> tuple[Path, list[float]]:
     dist.broadcast_object_list(place)
     root, rank = Path(place[0]), dist.get_rank()
     engine = build(BY_NAME[MODE], 1, kfac=KFAC)
-    train(engine, 1, steps=3)
+    train(engine, 1, steps=EARLY)
     engine.save_checkpoint(str(root / "early"), tag="tag")
-    train(engine, 1, steps=1, first=3)
+    train(engine, 1, steps=BETWEEN, first=EARLY)
     engine.save_checkpoint(str(root / "whole"), tag="tag")
     dist.barrier()
     if rank == 0:
         shutil.copytree(_save_of(root / "early"), root / "whole" / "other")
         (root / "whole").rename(root / "kept")  # where it was saved it is looked for, if its folder is gone
-    losses = train(engine, 1, steps=FURTHER, first=4)
+    losses = train(engine, 1, steps=FURTHER, first=EARLY + BETWEEN)
     engine.destroy()
     return root, losses
 
@@ -160,7 +161,7 @@ def run(name: str) -> Outcome:
         if len(errors) < dist.get_world_size():
             return CRASH, f"on {len(errors)} rank only: {text}"
         return (LOUD if "ds_kfac" in text else CRASH), text
-    losses = train(engine, 1, steps=FURTHER, first=4)
+    losses = train(engine, 1, steps=FURTHER, first=EARLY + BETWEEN)
     finite = is_finite(weights(engine))
     engine.destroy()
     if losses == expected and finite:

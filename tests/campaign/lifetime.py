@@ -17,8 +17,8 @@ from tests.models import TwinNet, make_net, make_tokens
 ENGINES, SOAK = 20, 2000
 SETTLED = 500
 """Steps of the soak after which nothing may grow any more; all schedules have passed their burn-in then."""
-GROWTH = 8 * 2**20
-"""Bytes that resident memory may grow by over the rest of the soak: the allocator's, not a leak's. A single activation
+GROWTH = 8
+"""MiB that resident memory may grow by over the rest of the soak: the allocator's, not a leak's. A single activation
 kept in every captured step shows in the number of tensors."""
 ALL = {
     "factor": {"update_interval": 2, "fisher": "empirical"},
@@ -86,7 +86,7 @@ def soak(steps: int) -> Outcome:
     torch.manual_seed(0)
     engine = engine_of(mode_of(2, "KFACAdamW"), "KFACAdamW", model=TwinNet(), accumulation=2, kfac=ALL)
     world, rank = dist.get_world_size(), dist.get_rank()
-    losses, early, rows = [], None, 2
+    losses, samples, rows = [], [], 2
     place = [tempfile.mkdtemp(prefix="campaign-soak", dir=ROOM)]
     dist.broadcast_object_list(place)
     for step in range(steps):
@@ -102,23 +102,27 @@ def soak(steps: int) -> Outcome:
         if (step + 1) % 250 == 0:
             engine.save_checkpoint(place[0], tag="tag")
         if (step + 1) % 100 == 0 and step + 1 >= min(SETTLED, steps // 2):
-            now = (held(engine.module), tensors_alive(), resident())
-            early = early or now
-            most = {key: max(early[0][key], now[0][key]) for key in now[0]}
-            if most != early[0]:
-                return SILENT, f"step {step}: {now[0]}, at first {early[0]}"
+            samples.append(held(engine.module) | {"tensors": tensors_alive(), "resident": resident()})
     finite = everywhere(state_is_finite(engine)) and is_finite(weights(engine))
-    tensors, grown = now[1] - early[1], now[2] - early[2]
+    grown = growth(samples)
     engine.destroy()
     with contextlib.suppress(FileNotFoundError):
         import shutil
 
         dist.barrier()
         shutil.rmtree(place[0], ignore_errors=True)
-    note = f"{tensors:+} tensors, {grown / 2**20:+.1f} MiB; loss {losses[0]:.2f} to {losses[-1]:.3f}"
-    if problems := anywhere([note] if tensors > 0 or grown > GROWTH or not finite else []):
+    megabytes = grown.pop("resident") / 2**20
+    note = f"{megabytes:+.1f} MiB; loss {losses[0]:.2f} to {losses[-1]:.3f}"
+    more = {key: value for key, value in grown.items() if value > 0}
+    if problems := anywhere([f"{note}; grows: {more}"] if more or megabytes > GROWTH or not finite else []):
         return SILENT, problems[0]
     return SURVIVED, note
+
+
+def growth(samples: list[dict[str, int]]) -> dict[str, int]:
+    """Least of the later half minus most of the earlier: adaptive intervals let counts vary from step to step."""
+    early, late = samples[: len(samples) // 2], samples[len(samples) // 2 :]
+    return {key: min(row[key] for row in late) - max(row[key] for row in early) for key in samples[0]}
 
 
 def wide(payload: tuple[int, str]) -> Outcome:
