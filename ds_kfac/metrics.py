@@ -2,13 +2,12 @@
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import logger
 from torch import Tensor
 
 STAGES = ("capture", "reduce", "refresh", "relayout", "precondition")
@@ -118,31 +117,3 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._values.tolist()
-
-
-class Watch:
-    """Warns of this rank's layers whose gradients were left out because moments could not have held them."""
-
-    def __init__(self, names: Sequence[str], device: torch.device) -> None:
-        self.names = tuple(names)
-        self._seen = torch.zeros(len(self.names), device=device)
-        self._said: set[str] = set()
-        self._copy: HostCopy | None = None
-
-    def step(self, flags: Mapping[str, Tensor], *, look: bool) -> None:
-        """After a step that was applied, with flags (bool scalars) of none or of all layers. ``look``, now and then:
-        say what an earlier look asked for, if it has arrived, and ask again."""
-        if flags:
-            self._seen = self._seen + torch.stack([flags[name] for name in self.names])
-        if look and (self._copy is None or self._copy.done):
-            counts = dict(zip(self.names, self._copy.tolist(), strict=True)) if self._copy else {}
-            self._copy = HostCopy(self._seen)
-            for name, count in counts.items():
-                if not count or name in self._said:
-                    continue
-                self._said.add(name)
-                logger.warning(
-                    f"ds_kfac: gradients of {name} were left out, {int(count)} so far: of norm 1e15 and more "
-                    "they are none, and Adam's moments would not get over them. Its weights were not touched in these "
-                    'steps; "gradient_clipping" in the DeepSpeed config bounds them'
-                )

@@ -45,7 +45,7 @@ MOST: dict[str, tuple[int, int]] = {
     "with a refresh": (133, 25),
     "refresh": (18, 5),
     "activation to factor": (59, 12),
-    "gradient to weight": (40, 14),
+    "gradient to weight": (40, 12),
     "save": (34, 9),
     "load": (41, 10),
 }

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ds_kfac.curvature.factor import KroneckerFactor
+from ds_kfac.ops.functional import block_product
 
 GROUPED = frozenset({"cuda"})
 """Device types where matrices of one width are decomposed in one call: it is not filled by one small matrix."""
@@ -68,41 +69,17 @@ class LayerBasis:
 
     def rotate(self, x_OI: Tensor) -> Tensor:
         """Q_G^T x Q_A."""
-        return product([vectors.mT for vectors in self.G.vectors], x_OI, self.A.vectors)
+        return block_product([vectors.mT for vectors in self.G.vectors], x_OI, self.A.vectors)
 
     def restore(self, x_OI: Tensor) -> Tensor:
         """Q_G x Q_A^T."""
-        return product(self.G.vectors, x_OI, [vectors.mT for vectors in self.A.vectors])
+        return block_product(self.G.vectors, x_OI, [vectors.mT for vectors in self.A.vectors])
 
     def squared(self) -> "LayerBasis":
         """Every entry of both Q squared: how a diagonal of second moments leaves a basis."""
         return LayerBasis(
             *(Eigenbasis(tuple(v.square() for v in side.vectors), side.values) for side in (self.G, self.A))
         )
-
-
-def product(left: Sequence[Tensor], x_OI: Tensor, right: Sequence[Tensor]) -> Tensor:
-    """left x right, of block-diagonal matrices, for x [O, I] or a stack [n, O, I], whose blocks follow each other.
-
-    Args:
-        left, right: [blocks, b, b] per group of equal blocks; the identity without any.
-    """
-    for matrices, columns in ((left, False), (right, True)):
-        if len(matrices) == 1 and len(matrices[0]) == (len(x_OI) if x_OI.ndim > 2 else 1):  # a block for each
-            matrix = matrices[0] if x_OI.ndim > 2 else matrices[0][0]
-            x_OI = x_OI @ matrix if columns else matrix @ x_OI
-        elif matrices:
-            turned = x_OI.mT if columns else x_OI
-            parts = turned.flatten(0, -2).split([len(blocks) * blocks.shape[-1] for blocks in matrices])
-            pieces = []
-            for blocks, part in zip(matrices, parts, strict=True):
-                blocks = blocks.mT if columns else blocks
-                # a batch of one is slower as a batch
-                one = len(blocks) == 1
-                pieces.append(blocks[0] @ part if one else (blocks @ part.reshape(*blocks.shape[:2], -1)).flatten(0, 1))
-            turned = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(turned.shape)
-            x_OI = turned.mT if columns else turned
-    return x_OI
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,11 +29,10 @@ from ds_kfac.curvature.eigen import (
     grouped,
     load_solvers,
     probe,
-    product,
 )
 from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.ops.dispatch import symmetric_pack_into_
-from ds_kfac.ops.functional import Scalar, packed_numel
+from ds_kfac.ops.functional import Scalar, block_product, packed_numel
 
 FACTORED_DAMPING: dict[str, Callable[[float, Scalar, Scalar], Scalar]] = {
     "tikhonov": lambda value, mean, partner: (value * mean / partner) ** 0.5,
@@ -106,7 +105,7 @@ class LayerInverse:
 
     def apply(self, x_OI: Tensor) -> Tensor:
         """G^-1 x A^-1; with roots x S."""
-        x_OI = product(self.G.blocks, x_OI, self.A.blocks)
+        x_OI = block_product(self.G.blocks, x_OI, self.A.blocks)
         x_OI = x_OI if self.G.diagonal is None else x_OI * self.G.diagonal.view(*x_OI.shape[:-1], 1)
         return x_OI if self.A.diagonal is None else x_OI * self.A.diagonal.view(*x_OI.shape[:-2], 1, -1)
 

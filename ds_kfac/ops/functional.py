@@ -26,6 +26,30 @@ def each(value: Scalar) -> Any:
     return value[..., None, None] if isinstance(value, Tensor) else value
 
 
+def block_product(left: Sequence[Tensor], x_OI: Tensor, right: Sequence[Tensor]) -> Tensor:
+    """left x right, of block-diagonal matrices, for x [O, I] or a stack [n, O, I], whose blocks follow each other.
+
+    Args:
+        left, right: [blocks, b, b] per group of equal blocks; the identity without any.
+    """
+    for matrices, columns in ((left, False), (right, True)):
+        if len(matrices) == 1 and len(matrices[0]) == (len(x_OI) if x_OI.ndim > 2 else 1):  # a block for each
+            matrix = matrices[0] if x_OI.ndim > 2 else matrices[0][0]
+            x_OI = x_OI @ matrix if columns else matrix @ x_OI
+        elif matrices:
+            turned = x_OI.mT if columns else x_OI
+            parts = turned.flatten(0, -2).split([len(blocks) * blocks.shape[-1] for blocks in matrices])
+            pieces = []
+            for blocks, part in zip(matrices, parts, strict=True):
+                blocks = blocks.mT if columns else blocks
+                # a batch of one is slower as a batch
+                one = len(blocks) == 1
+                pieces.append(blocks[0] @ part if one else (blocks @ part.reshape(*blocks.shape[:2], -1)).flatten(0, 1))
+            turned = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(turned.shape)
+            x_OI = turned.mT if columns else turned
+    return x_OI
+
+
 @cache  # 8 P bytes per distinct side, shared by all ops; rebuilt per call it would cost the product
 def _lower_index(start: int, stop: int, device: torch.device) -> Tensor:
     """Where rows start..stop of a lower triangle lie in their row-major [stop - start, stop] block; int64."""

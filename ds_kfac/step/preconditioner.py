@@ -1,18 +1,19 @@
 """KFACPreconditioner: the data flow of one step, read top to bottom, the same in every engine mode."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+from deepspeed.utils import logger
 from torch import Tensor, nn
 
 from ds_kfac.comm.message import Channel, Part, Scalars, deliver
 from ds_kfac.comm.reduce import Layout, Reducer
 from ds_kfac.directions.base import StepContext, UpdateRule
 from ds_kfac.directions.kfac_gradient import peak_rates
-from ds_kfac.metrics import HostCopy, Metrics, Watch
+from ds_kfac.metrics import HostCopy, Metrics
 from ds_kfac.model.batch import ArgumentReader, BatchInfo
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import LayerSpec
@@ -363,3 +364,31 @@ class KFACPreconditioner:
             state = self.curvature.state_dict()  # empty, but after a checkpoint that did not know it
             self.curvature = self._factor_updates()
             self.curvature.load_state_dict(state)
+
+
+class Watch:
+    """Warns of this rank's layers whose gradients were left out because moments could not have held them."""
+
+    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+        self.names = tuple(names)
+        self._seen = torch.zeros(len(self.names), device=device)
+        self._said: set[str] = set()
+        self._copy: HostCopy | None = None
+
+    def step(self, flags: Mapping[str, Tensor], *, look: bool) -> None:
+        """After a step that was applied, with flags (bool scalars) of none or of all layers. ``look``, now and then:
+        say what an earlier look asked for, if it has arrived, and ask again."""
+        if flags:
+            self._seen = self._seen + torch.stack([flags[name] for name in self.names])
+        if look and (self._copy is None or self._copy.done):
+            counts = dict(zip(self.names, self._copy.tolist(), strict=True)) if self._copy else {}
+            self._copy = HostCopy(self._seen)
+            for name, count in counts.items():
+                if not count or name in self._said:
+                    continue
+                self._said.add(name)
+                logger.warning(
+                    f"ds_kfac: gradients of {name} were left out, {int(count)} so far: of norm 1e15 and more "
+                    "they are none, and Adam's moments would not get over them. Its weights were not touched in these "
+                    'steps; "gradient_clipping" in the DeepSpeed config bounds them'
+                )

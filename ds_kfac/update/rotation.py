@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis, Precision, fp32_products, product
+from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis, Precision, fp32_products
 from ds_kfac.curvature.inverse import WHITEN_DAMPING
 from ds_kfac.model.layers import LayerSpec
+from ds_kfac.ops.functional import block_product
 
 AT_ONCE = 1 << 22
 """Elements of a large matrix that are rotated, or folded into moments, at once, and of small ones that are
@@ -107,9 +108,9 @@ class Rotation:
         there twice."""
         with fp32_products(self.precision.products, x_OI.device):
             if left or not (given_up and is_large(x_OI)):
-                return product(left, x_OI, right)
+                return block_product(left, x_OI, right)
             for rows in x_OI.split(rows_at_once(x_OI)):
-                rows.copy_(product((), rows, right))
+                rows.copy_(block_product((), rows, right))
         return x_OI
 
 
@@ -150,7 +151,7 @@ class BasisChange:
         if not is_large(x_OI):
             with torch.autocast(x_OI.device.type, enabled=False), fp32_products("ieee", x_OI.device):
                 left, right = self._overlaps()
-                rotated = product(left, x_OI, right)
+                rotated = block_product(left, x_OI, right)
             return rotated.contiguous() if out_OI is None else out_OI.copy_(rotated)
         out_OI = torch.empty_like(x_OI) if out_OI is None else out_OI
         for out, rotated in zip(out_OI.split(rows_at_once(x_OI)), self.rows(x_OI), strict=True):
@@ -162,10 +163,10 @@ class BasisChange:
         with torch.autocast(x_OI.device.type, enabled=False), fp32_products("ieee", x_OI.device):
             left, right = self._overlaps()
             if left:
-                x_OI, right = product(left, x_OI, right), ()
+                x_OI, right = block_product(left, x_OI, right), ()
         for rows in x_OI.split(rows_at_once(x_OI)):
             with torch.autocast(x_OI.device.type, enabled=False), fp32_products("ieee", x_OI.device):
-                rows = product((), rows, right)
+                rows = block_product((), rows, right)
             yield rows
 
     def _overlaps(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

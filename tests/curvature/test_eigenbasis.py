@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from ds_kfac.curvature import eigen as eigenbasis
-from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis, Refreshed, eigh, product
+from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis, Refreshed, eigh
 from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.curvature.methods import EIGEN
+from ds_kfac.ops.functional import block_product
 from ds_kfac.update.rotation import BasisChange
 from tests.close import close, exact
 from tests.curvature.one_factor import refresh
@@ -26,7 +27,7 @@ def matrix(kept: KroneckerFactor) -> torch.Tensor:
 
 
 def dense_vectors(basis: Eigenbasis) -> torch.Tensor:
-    return product(basis.vectors, torch.eye(len(basis.values)), ())
+    return block_product(basis.vectors, torch.eye(len(basis.values)), ())
 
 
 @pytest.mark.parametrize("side", SIDES, ids=str)
@@ -108,4 +109,4 @@ def test_flat_vectors_and_back_also_with_a_last_block_of_one(side):
     back = EIGEN.joined(side, flat, basis.values)
     assert [v.shape for v in back.vectors] == [v.shape for v in basis.vectors]
     x = torch.rand(side.dim, 3)
-    assert torch.equal(product(back.vectors, x, ()), product(basis.vectors, x, ()))
+    assert torch.equal(block_product(back.vectors, x, ()), block_product(basis.vectors, x, ()))

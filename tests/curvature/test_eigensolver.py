@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from ds_kfac.curvature import eigen
-from ds_kfac.curvature.eigen import Eigenbasis, Request, eigh, product, refresh_all
+from ds_kfac.curvature.eigen import Eigenbasis, Request, eigh, refresh_all
 from ds_kfac.curvature.factor import KroneckerFactor, Side
+from ds_kfac.ops.functional import block_product
 from ds_kfac.step.decompose import Refresher
 from tests.close import close
 from tests.curvature.one_factor import refresh
@@ -33,7 +34,7 @@ def matrix(kept: KroneckerFactor) -> torch.Tensor:
 
 
 def dense_vectors(basis: Eigenbasis) -> torch.Tensor:
-    return product(basis.vectors, torch.eye(len(basis.values), device=basis.values.device), ()).double()
+    return block_product(basis.vectors, torch.eye(len(basis.values), device=basis.values.device), ()).double()
 
 
 def residual(kept: KroneckerFactor, basis: Eigenbasis) -> float:
