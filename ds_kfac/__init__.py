@@ -38,6 +38,7 @@ with only_for_data() if _is_command else nullcontext():
     from ds_kfac.config.keys import KFACConfig
     from ds_kfac.directions.kfac_adamw.user_optimizer import KFACAdamW
     from ds_kfac.engine.attachment import Attachment
+    from ds_kfac.engine.batch_ramp import BatchRamp
     from ds_kfac.engine.entry import asked_for, attach, disable, enable, initialize
     from ds_kfac.estimate.command import estimate_kfac_mem_needs_all_cold, estimate_kfac_mem_needs_all_live
     from ds_kfac.model.batch import BatchInfo
@@ -46,6 +47,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Attachment",
     "BatchInfo",
+    "BatchRamp",
     "KFACAdamW",
     "KFACConfig",
     "__version__",

@@ -29,6 +29,7 @@ from ds_kfac.engine.quadratic import QuadraticSteps
 from ds_kfac.engine.report import folded, report
 from ds_kfac.metrics import STAGES, TIMER, Metrics
 from ds_kfac.model.batch import ExpertRows, ReadBatch
+from ds_kfac.model.noise import NoiseScale
 from ds_kfac.model.scan import Scan
 from ds_kfac.step.job import Job, counters, events, selected
 from ds_kfac.step.preconditioner import Draft, KFACPreconditioner
@@ -81,6 +82,8 @@ class Attachment:
         setattr(engine, HANDLE, self)
         _ATTACHED[engine.module] = weakref.ref(self)
         self.report = report(job.preconditioners, scans, given)
+        if engine.monitor.enabled and not _parts_of_samples(engine):
+            self.measure_noise()
 
     @property
     def preconditioner(self) -> KFACPreconditioner:
@@ -126,6 +129,20 @@ class Attachment:
         if self.sampling is None:
             raise ValueError('ds_kfac: nothing is sampled; set "fisher": "monte_carlo" in kfac.factor')
         return self.sampling
+
+    def measure_noise(self) -> NoiseScale:
+        """Measure the noise scale from the next step on, at every captured step (``Train/KFAC/noise_scale``). Call it
+        on every rank.
+
+        Raises:
+            ValueError: ranks see parts of a sequence or of the model, so that nobody sees a sample's gradient.
+        """
+        if parallel := _parts_of_samples(self.engine):
+            raise ValueError(f"ds_kfac: no rank sees whole gradients of samples with {parallel}")
+        kfac = self.preconditioner
+        if kfac.capture.noise is None:
+            kfac.capture.noise = NoiseScale(kfac.layers, kfac.layout.world, kfac.device)
+        return kfac.capture.noise
 
     def detach(self) -> None:
         """Restore the engine: remove hooks, wrappers, thread and our process group; nothing more the second time.
@@ -249,6 +266,13 @@ class Attachment:
                 return original(loss, *args, **kwargs)
             finally:
                 hook.remove()
+
+
+def _parts_of_samples(engine: Any) -> str:
+    """The parallelism with which a rank has a part of a sample or of the model; "" with none."""
+    tensor = engine.autotp_size() if engine.mpu is None else engine.mpu.get_tensor_model_parallel_world_size()
+    parts = {"sequence": engine.sequence_parallel_size, "pipeline": getattr(engine, "num_stages", 1), "tensor": tensor}
+    return next((f"{name} parallelism over {size} ranks" for name, size in parts.items() if size > 1), "")
 
 
 def _groups(engine: Any, job: Job) -> dict[str, int]:

@@ -31,6 +31,7 @@ from torch.autograd.graph import GradientEdge
 from ds_kfac.model.batch import EVERY_ROW, BatchInfo, Fit, ReadBatch, RowMasks, tensors_of
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.loss import Forward
+from ds_kfac.model.noise import NoiseScale
 from ds_kfac.model.products import EVERY, Product, Products
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.rows import BatchSum, Call, RowSums, SharedInputs
@@ -51,6 +52,7 @@ class Capture:
         sums: factor key -> rows of the step so far, see :meth:`begin_step`; missing where there are none.
         measured: layer name -> rows of its calls since the last step here, also where none are summed: of first runs
             and of recomputations; None: they are not counted.
+        noise: measures samples' gradients in captured steps, if there is one.
         counted, outside: calls since the last step whose gradients came in the engine's own backward, and in others.
         called: names of layers that were seen to run.
     """
@@ -75,6 +77,7 @@ class Capture:
         self.read_batch: ReadBatch = read_batch or (lambda arguments, keywords: BatchInfo())
         self.pending: list[Call] = []
         self.sums: dict[str, BatchSum] = {}
+        self.noise: NoiseScale | None = None
         self.measured: dict[str, list[int]] | None = None
         self.counted = self.outside = 0
         self._keys = frozenset[str]()  # of the sums
@@ -121,6 +124,8 @@ class Capture:
             self.inputs.broken.clear()
         self.sums, self._keys, self.active, self.rows.turn = {}, keys or frozenset(), keys is not None, step
         self.measured = {} if measure else None
+        if self.noise is not None:
+            self.noise.begin()
 
     def remove(self) -> None:
         while self._handles:
@@ -243,7 +248,8 @@ class Capture:
         captured = makes_A or ("G" in sides and G in self._keys)
         shape, dispatched, stacked = output.shape, x.ndim == 3, layer.part[1] > 1 and layer.product
         measures = self.measured is not None and not stacked and "A" in sides
-        if not captured and not measures:
+        noted = self.noise is not None and self.noise.wants(layer.name) and select is columns is lay is None
+        if not captured and not measures and not noted:
             return
         if select is not None:
             x = x.reshape(-1, x.shape[-1])[select]
@@ -251,7 +257,7 @@ class Capture:
             shape = torch.Size((*x.shape[:-1], layer.G.dim))
         if measures:
             self._measure(layer, kind.rows(x, output) if select is None else len(x))
-        if not captured:
+        if not captured and not noted:
             return
         # several may have run before the backward of this one, with other masks
         forward = self._running if recomputed and self._running is not None else self.forward
@@ -263,7 +269,7 @@ class Capture:
         elif not kind.images:
             rows = self._masks.of(layer.module, x, info)
         with_gradient = recomputed or kind.needs_gradients
-        kept = x if with_gradient and makes_A else None
+        kept = x if noted or (with_gradient and makes_A) else None
         call = Call(layer, kind, module, info, rows, shape, sides, forward, kept, recomputed, select, columns, lay)
         if makes_A and not with_gradient and x.numel():
             self.rows.add_input(call, x, _sum(forward.waiting, layer.name, layer.A.numel, x))
@@ -346,7 +352,7 @@ class Capture:
             if total is not waiting:
                 total.sum_P.add_(waiting.sum_P)
                 total.count.add_(waiting.count)
-        if makes_A and not of_gradients and call.x is not None and call.x.numel():
+        if makes_A and not of_gradients and call.recomputed and call.x is not None and call.x.numel():
             self.rows.add_input(call, call.x, _sum(self.sums, A, layer.A.numel, gradient))
         makes = makes_A and call.x is not None if of_gradients else makes_G
         if makes and gradient.numel():
@@ -354,6 +360,8 @@ class Capture:
             key, side = (A, layer.A) if of_gradients else (G, layer.G)
             sum_ = _sum(self.sums, key, side.numel, gradient)
             self.rows.add_gradient(call, call.gradient_of(gradient), sum_, seed)
+        if self.noise is not None and self.noise.wants(layer.name) and call.x is not None and call.select is None:
+            self.noise.add(layer, call.x, call.gradient_of(gradient), call.rows.examples)
         if call.recomputed:
             call.x = None
         elif call.x is not None:

@@ -81,6 +81,8 @@ def counters(job: Job) -> dict[str, float]:
       ranks, from attach on, steps that were skipped included. Kinds: factors, gradients, eigenvectors, eigenvalues,
       inverses, results, numbers.
     - "captures", "captures_skipped": of factors, over all ranks; skipped are those that the adaptive rule left out.
+    - "noise_scale": samples of a batch that is as much noise as signal (:mod:`ds_kfac.model.noise`), if it is measured:
+      where DeepSpeed's monitor is on, or a batch ramp asks.
     - "statistics_fraction": factor elements captured, over those of capturing every factor in every step.
     """
     found = _of_domain(job.preconditioners[0])
@@ -95,6 +97,8 @@ def _of_domain(kfac: KFACPreconditioner) -> dict[str, float]:
     timetable, counts = kfac.curvature.timetable, kfac.metrics.counts
     found = kfac.metrics.values() | _of_channel(kfac.channel)
     found |= {"captures": float(timetable.captured), "captures_skipped": float(timetable.skipped)}
+    if kfac.capture.noise is not None:
+        found["noise_scale"] = kfac.capture.noise.value
     every_step = sum(kfac.curvature.numel.values()) * counts["steps"]
     if every_step:
         found["statistics_fraction"] = counts["captured_elements"] / every_step

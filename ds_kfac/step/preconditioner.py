@@ -17,6 +17,7 @@ from ds_kfac.metrics import HostCopy, Metrics
 from ds_kfac.model.batch import ArgumentReader, BatchInfo
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import LayerSpec
+from ds_kfac.model.noise import SUMS
 from ds_kfac.model.rows import BatchSum, RowSums, SharedInputs
 from ds_kfac.plan.plan import Known, Plan
 from ds_kfac.schedule.timetable import FactorsDue
@@ -68,6 +69,7 @@ class Draft:
         peak_lr, damping_scale: see :class:`ds_kfac.directions.base.StepContext`.
         quadratic: the model that the step follows from and its minimum [2]; None if the learning rate gives it.
         local: results and new states of this rank's layers.
+        noise: sums over all ranks, in steps that measure the noise scale.
     """
 
     step: int
@@ -79,6 +81,7 @@ class Draft:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     damping_scale: Tensor | None = None
     quadratic: tuple[QuadraticModel, Tensor] | None = None
+    noise: Tensor | None = None
     local: LocalResult = field(init=False)
 
 
@@ -190,10 +193,17 @@ class KFACPreconditioner:
             if not self.layout.replicated:  # in fp32, where its square might be infinite
                 names = [[*of_rank, ("norm", rank)] for rank, of_rank in enumerate(names)]
                 scalars["norm", self.rank] = draft.norm
+        noise = self.capture.noise if self.capture.active else None
+        if noise is not None:
+            names = [[*of_rank, *((kind, rank) for kind in SUMS)] for rank, of_rank in enumerate(names)]
+            own = noise.sums(self.exchange.squared_norm(noise.counted), self.layout.grad_scale())
+            scalars |= {(kind, self.rank): value for kind, value in zip(SUMS, own, strict=True)}
         gradients, received = self._broadcast(factors, names, scalars, self.exchange.gather_part)
         if self.needs_norm and not self.layout.replicated:
             norms = torch.stack([received["norm", rank] for rank in range(world)])
             draft.norm = norms.double().square().sum().sqrt()
+        if noise is not None:
+            draft.noise = torch.stack([sum(received[kind, rank] for rank in range(world)) for kind in SUMS])
         draft.gradients = self.exchange.gathered(gradients)
         draft.states = dict(self.state) if factors is None else self._with_new_bases(factors)
 
@@ -287,6 +297,8 @@ class KFACPreconditioner:
                 found = [draft.factors.scalars["similar", key] for key in sorted(due.capture)]
                 similar = HostCopy(torch.stack(found)).tolist
             self.curvature.timetable.record(draft.step, due, similar)
+            if draft.noise is not None and self.capture.noise is not None:
+                self.capture.noise.record(draft.noise)
             self.watch.step(draft.local.left_out, look=bool(due.capture))
             self.state, self.peak_lr, self.damping_scale = draft.local.kept(), draft.peak_lr, draft.damping_scale
             if due.capture:
