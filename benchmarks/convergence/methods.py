@@ -47,6 +47,11 @@ DECAYS = 0.1, 0.3, 1.0, 3.0
 """Weight decays of the methods ``<method>_decay_<number>``; all others have 0.01."""
 DECAYED = ["adamw", "muon", "kfacadamw", "kfacadamw_unrotated"]
 
+RAMP = "ramp"
+"""Key for the parts of the bytes after which a batch doubles."""
+RAMPED = 0.1, 0.25, 0.5, 0.67
+"""Those of the methods ``<method>_ramp``."""
+
 CLIENT = "client"
 """Key for an optimizer of the package pytorch-optimizer, (class, parameters), which DeepSpeed is given as an object."""
 TABLE_RATE = "rate of the bytes' table"
@@ -140,6 +145,11 @@ def decayed(method: str, decay: float) -> Callable[[float], dict]:
         return {**found, "optimizer": {**optimizer, "params": {**optimizer["params"], "weight_decay": decay}}}
 
     return config
+
+
+def ramped(method: str) -> Callable[[float], dict]:
+    """A method ``<method>_ramp``: another name for each of its batches would be another method's."""
+    return lambda rate: {**METHODS[method](rate), RAMP: list(RAMPED)}
 
 
 def kfac_adamw_varied(**blocks: dict) -> Callable[[float], dict]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.convergence.methods import CLIENT, TABLE_RATE, deepspeed_config
+from benchmarks.convergence.methods import CLIENT, RAMP, TABLE_RATE, deepspeed_config
 from benchmarks.convergence.results import Job, Run, is_diverged, read, write
 from benchmarks.convergence.tasks import TASKS
 
@@ -79,6 +79,11 @@ def race(jobs: list[Job], out: Path, steps: int, stage: int, data: str | None) -
             config = deepspeed_config(job.method, job.rate, rows=task.rows, steps=steps, stage=stage)
             engine = build(task.build(job.seed), config)
             engines.append(engine)
+            if RAMP in config:
+                import ds_kfac
+
+                at = [round(part * steps) * task.rows for part in config[RAMP]]
+                ds_kfac.BatchRamp(engine, largest=2 ** len(at) * task.rows, at=at)
             batches = (task.batch(corpus, job.seed, step) for step in itertools.count())
             running[job] = train(engine, batches, task.held_out(corpus, "test" if job.final else "validation"), steps)
         while running:
@@ -127,7 +132,7 @@ def build(model, config: dict):
         table, rate = model.embed_bytes.weight, config["optimizer"]["params"]["lr"] * config[TABLE_RATE]
         groups[0]["params"] = [p for p in groups[0]["params"] if p is not table]
         groups.append({"params": [table], "lr": rate})
-    arguments = {"config": {key: value for key, value in config.items() if key not in (CLIENT, TABLE_RATE)}}
+    arguments = {"config": {key: value for key, value in config.items() if key not in (CLIENT, TABLE_RATE, RAMP)}}
     if CLIENT in config:
         import pytorch_optimizer
 
@@ -154,12 +159,13 @@ def muon_groups(model, params: dict) -> list[dict]:
 
 
 def train(engine, batches: Iterator[tuple], held_out: list[tuple], steps: int) -> Iterator[dict]:
-    """A row for every step, up to the one whose loss says that the run diverged."""
+    """A row for every step, up to the one whose loss says that the run diverged. ``steps``: batches in all, of which a
+    ramp takes several a step; a step's loss is that of its last one then."""
     from deepspeed.accelerator import get_accelerator
 
-    seconds, first = 0.0, None
+    seconds, first, step, evaluated, elapsed = 0.0, None, 0, 0, 0.0
     interval = max(EVALUATION_INTERVAL, steps // EVALUATIONS)
-    for step in range(1, steps + 1):
+    for batch in range(1, steps + 1):
         x, y = next(batches)
         begin = time.perf_counter()
         loss = engine(x.to(engine.device), y.to(engine.device))
@@ -170,10 +176,15 @@ def train(engine, batches: Iterator[tuple], held_out: list[tuple], steps: int) -
             engine.backward(loss)
             engine.step()
             get_accelerator().synchronize()
-        elapsed = time.perf_counter() - begin
+        elapsed += time.perf_counter() - begin
+        if not diverged and engine.global_steps == step and batch < steps:
+            continue
+        step += 1
         seconds += elapsed
         row = {"step": step, "seconds": seconds, "loss": value, "step_seconds": elapsed}
-        if not diverged and (step % interval == 0 or step == steps):
+        elapsed = 0.0
+        if not diverged and (batch // interval > evaluated or batch == steps):
+            evaluated = batch // interval
             row |= evaluate(engine, held_out)
         yield row
         if diverged:

@@ -30,6 +30,10 @@ from ds_kfac.zero.layout import ShardLayout
 from ds_kfac.zero.registry import Domain
 
 
+NOISE_INTERVAL = 10
+"""Steps between measurements of the noise scale where no factor is captured."""
+
+
 @dataclass(frozen=True)
 class Target:
     """What is preconditioned, and where its gradients are.
@@ -311,8 +315,11 @@ class KFACPreconditioner:
     def resume(self) -> None:
         """Make ready for the step after ``state`` and ``steps``, which a checkpoint may have set."""
         self.due = self.curvature.timetable.due(self.steps)
-        if self.due.capture or self.capture.active:
+        # without a factor nothing else is captured
+        noted = self.capture.noise is not None and not self.plan.assignment.factors and self.steps % NOISE_INTERVAL == 0
+        if self.due.capture or noted or self.capture.active:
             keys = self.curvature.reducer.begin(self.due.capture, self.steps) if self.due.capture else None
+            keys = frozenset() if noted else keys
             self.capture.begin_step(keys, self.steps, measure=self.plan.measures and self.known.rows is None)
 
     def state_dict(self) -> dict[str, Any]:

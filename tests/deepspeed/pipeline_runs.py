@@ -10,6 +10,7 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
+import ds_kfac
 from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
 from tests.deepspeed.parallel import build, planned_refreshes, same, train_whole, whole_state
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
@@ -82,6 +83,32 @@ def refusals(modes: dict[str, Mode]) -> dict[str, str]:
         except ValueError as error:
             messages[name] = str(error)
     return messages
+
+
+def ramped(mode: Mode) -> dict:
+    """A pipeline with a batch ramp, and one whose batches and rates are set by hand between its steps."""
+    found: dict = {"batches": []}
+    for by_hand in (False, True):
+        engine = build(mode, PipelineModule(list(make_layers()), num_stages=2, loss_fn=cross_entropy))
+        rate = engine.get_lr()[0]
+        if not by_hand:
+            ds_kfac.BatchRamp(engine, largest=4 * MICRO_ROWS, at=[2 * MICRO_ROWS, 4 * MICRO_ROWS])
+            try:
+                ds_kfac.BatchRamp(engine, largest=8 * MICRO_ROWS)
+            except ValueError as error:
+                found["refused"] = str(error)
+        for step, count in enumerate([1, 1, 2, 4, 4]):
+            if by_hand:
+                engine.set_train_batch_size(count * MICRO_ROWS)
+                for group in engine.optimizer.param_groups:
+                    group["lr"] = rate * count**0.5
+            else:
+                found["batches"].append(engine.micro_batches)
+            engine.train_batch(micro_batches(engine, step, count))
+        found[by_hand] = weights(engine)
+        engine.kfac.detach()
+        engine.destroy()
+    return {**found, "same": all(torch.equal(found[True][name], value) for name, value in found[False].items())}
 
 
 def tied_and_saved(kfac: dict) -> dict:

@@ -177,6 +177,22 @@ def test_every_mode_measures_the_same_noise():
             assert measurements == 1
 
 
+def without_curvature(_) -> list[float]:
+    mode = BY_NAME["adam-z2"]
+    engine = build(mode, 1, kfac={"adam": {"rotate": False}})
+    noise, found = engine.kfac.measure_noise(), []
+    for _ in range(22):
+        ramped(engine, 1)
+        found.append(noise.measurements)
+    engine.destroy()
+    return found
+
+
+def test_a_rule_without_factors_measures_noise_on_a_clock_of_its_own():
+    for found in run_ranks("tests.deepspeed.test_batch_ramp:without_curvature", world=2):
+        assert found == [0] * 10 + [1] * 10 + [2] * 2
+
+
 def refused(_) -> list[str]:
     mode, messages = BY_NAME["z2"], []
     engine = build(mode, 1)

@@ -40,6 +40,13 @@ def test_pipelines_match_one_process(world):
         )
 
 
+def test_a_batch_ramp_changes_the_micro_batches_of_a_pipeline():
+    mode = Mode("pipe-z1", 1, kfac=TYPES)
+    for result in run_ranks("tests.deepspeed.pipeline_runs:ramped", world=2, payload=mode):
+        assert result["batches"] == [1, 1, 2, 4, 4] and result["same"]
+        assert "pipeline parallelism over 2 ranks" in result["refused"]
+
+
 REFUSED = {
     "monte_carlo": Mode("pipe", 0, kfac={"factor": {**KFAC["factor"], "fisher": "monte_carlo"}}),
     "gradient_clipping": Mode("pipe", 0, adam=True),
