@@ -49,8 +49,9 @@ DECAYED = ["adamw", "muon", "kfacadamw", "kfacadamw_unrotated"]
 
 RAMP = "ramp"
 """Key for the parts of the bytes after which a batch doubles."""
-RAMPED = 0.1, 0.25, 0.5, 0.67
-"""Those of the methods ``<method>_ramp``."""
+RAMPED = ["adamw", "kfacadamw", "kfacadamw_decay_1", "kfacadamw_unrotated_decay_1"]
+RAMP_AT = 0.1, 0.25, 0.5, 0.67
+"""Those of the methods ``<method>_ramp``: where the noise scale of a run without a ramp is twice the batch."""
 
 CLIENT = "client"
 """Key for an optimizer of the package pytorch-optimizer, (class, parameters), which DeepSpeed is given as an object."""
@@ -148,8 +149,8 @@ def decayed(method: str, decay: float) -> Callable[[float], dict]:
 
 
 def ramped(method: str) -> Callable[[float], dict]:
-    """A method ``<method>_ramp``: another name for each of its batches would be another method's."""
-    return lambda rate: {**METHODS[method](rate), RAMP: list(RAMPED)}
+    """A method ``<method>_ramp``."""
+    return lambda rate: {**METHODS[method](rate), RAMP: list(RAMP_AT)}
 
 
 def kfac_adamw_varied(**blocks: dict) -> Callable[[float], dict]:
@@ -191,6 +192,7 @@ METHODS: dict[str, Callable[[float], dict]] = {
     **{f"kfac_adamw_{name}": kfac_adamw_varied(**blocks) for name, blocks in KFAC_ADAMW_VARIATIONS.items()},
     **{f"{name}_slow_table": slow_table(name) for name in ("kfacadamw", "kfacadamw_unrotated")},
     **{f"{name}_decay_{decay:g}": decayed(name, decay) for name in DECAYED for decay in DECAYS},
+    **{f"{name}_ramp": ramped(name) for name in RAMPED},
 }
 
 DEFAULT_METHODS = ["adamw", "muon", "kfac_sgd", "kfac_adamw", "kfacadamw"]
@@ -217,6 +219,7 @@ RATES: dict[str, list[float]] = {
     **{f"kfac_adamw_{name}": [1e-3, 2e-3, 4e-3, 8e-3] for name in KFAC_ADAMW_VARIATIONS},
 }
 RATES |= {f"{name}_decay_{decay:g}": RATES[name] for name in DECAYED for decay in DECAYS}
+RATES |= {f"{name}_ramp": RATES[name] for name in RAMPED}
 """Where a sweep starts; it extends itself while the best is at an edge."""
 IMAGE_RATES = {
     **RATES,

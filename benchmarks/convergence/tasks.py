@@ -62,6 +62,8 @@ TASKS: dict[str, Task | ImageTask | AutoencoderTask] = {
     "gpt_small_8k": Task(GPTConfig(width=128, blocks=4), rows=64, steps=75),
     "gpt_small_32k": Task(GPTConfig(width=128, blocks=4), rows=256, steps=40),
     "gpt_small_long": Task(GPTConfig(width=128, blocks=4), rows=16, steps=1500),
+    "gpt_small_8k_long": Task(GPTConfig(width=128, blocks=4), rows=64, steps=375),
+    "gpt_25m": Task(GPTConfig(width=512, blocks=8, heads=16), rows=64, steps=75),
     "gpt_large": Task(GPTConfig(width=256, blocks=4), rows=16, steps=150),
     "gpt_moe": Task(GPTConfig(width=128, blocks=3, experts=8), rows=16, steps=300),
     "gpt_moe_modules": Task(GPTConfig(width=128, blocks=3, experts=8, stacked=False), rows=16, steps=300),
@@ -73,7 +75,7 @@ TASKS: dict[str, Task | ImageTask | AutoencoderTask] = {
     "tiny": Task(GPTConfig(width=16, blocks=1, heads=2, context=16), rows=2, steps=3),
 }
 DEFAULT_TASKS = ["gpt_small", "gpt_large", "mlm"]
-"""The others: gpt_small at 4 and 16 times the batch, and for 5 times the steps; models of several widths, for rates;
-images and autoencoders, with methods of their own; tiny, there to try the benchmark itself."""
+"""The others: gpt_small at 4 and 16 times the batch, and for 5 times the bytes; a model of 25 million; models of
+several widths, for rates; images and autoencoders, with methods of their own; tiny, to try the benchmark itself."""
 BATCHES = {"gpt_small": 2048, "gpt_small_8k": 8192, "gpt_small_32k": 32768}
 """The same model at growing batches: bytes a step."""
