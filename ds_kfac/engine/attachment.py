@@ -82,8 +82,6 @@ class Attachment:
         setattr(engine, HANDLE, self)
         _ATTACHED[engine.module] = weakref.ref(self)
         self.report = report(job.preconditioners, scans, given)
-        if engine.monitor.enabled and not _parts_of_samples(engine):
-            self.measure_noise()
 
     @property
     def preconditioner(self) -> KFACPreconditioner:
@@ -131,18 +129,31 @@ class Attachment:
         return self.sampling
 
     def measure_noise(self) -> NoiseScale:
-        """Measure the noise scale from the next step on, at every captured step (``Train/KFAC/noise_scale``). Call it
-        on every rank.
+        """Measure the noise scale (:mod:`ds_kfac.model.noise`) at every captured step that begins from now on, which
+        takes a fifth more of such steps or less; DeepSpeed's monitor shows it as ``Train/KFAC/noise_scale``. Call it on
+        every rank.
 
         Raises:
-            ValueError: ranks see parts of a sequence or of the model, so that nobody sees a sample's gradient.
+            ValueError: no rank sees gradients of samples here.
         """
-        if parallel := _parts_of_samples(self.engine):
-            raise ValueError(f"ds_kfac: no rank sees whole gradients of samples with {parallel}")
-        kfac = self.preconditioner
-        if kfac.capture.noise is None:
-            kfac.capture.noise = NoiseScale(kfac.layers, kfac.layout.world, kfac.device)
-        return kfac.capture.noise
+        engine, kfac = self.engine, self.preconditioner
+        if kfac.capture.noise is not None:
+            return kfac.capture.noise
+        if kfac.target.domain.name or engine.sequence_parallel_size > 1:
+            raise ValueError("ds_kfac: noise: a rank has a part of each sample or of the model (tensor, sequence or "
+                             "pipeline parallelism), so nobody sees gradients of samples")  # fmt: skip
+        if kfac.capture.sampled:
+            raise ValueError('ds_kfac: noise: with "fisher": "monte_carlo" gradients of the true loss are not captured')
+
+        def samples() -> int:
+            return engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
+
+        noise = NoiseScale(kfac.layers, samples, kfac.layout.world, kfac.device)
+        if not noise.place:
+            raise ValueError("ds_kfac: noise: no layer whose rows have samples (nn.Linear) is preconditioned")
+        noise.begin(active=kfac.capture.active and engine.micro_steps % engine.gradient_accumulation_steps() == 0)
+        kfac.capture.noise = noise
+        return noise
 
     def detach(self) -> None:
         """Restore the engine: remove hooks, wrappers, thread and our process group; nothing more the second time.
@@ -266,13 +277,6 @@ class Attachment:
                 return original(loss, *args, **kwargs)
             finally:
                 hook.remove()
-
-
-def _parts_of_samples(engine: Any) -> str:
-    """The parallelism with which a rank has a part of a sample or of the model; "" with none."""
-    tensor = engine.autotp_size() if engine.mpu is None else engine.mpu.get_tensor_model_parallel_world_size()
-    parts = {"sequence": engine.sequence_parallel_size, "pipeline": getattr(engine, "num_stages", 1), "tensor": tensor}
-    return next((f"{name} parallelism over {size} ranks" for name, size in parts.items() if size > 1), "")
 
 
 def _groups(engine: Any, job: Job) -> dict[str, int]:

@@ -13,14 +13,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_kfac.engine.attachment import HANDLE
-from ds_kfac.model.noise import NoiseScale, ratio
+from ds_kfac.model.noise import NoiseScale
 
-MARGIN = 8.0
+MARGIN = 1.0
 FIRST = 5
-"""Measurements before the first doubling."""
+"""Measurements before the first doubling; and those without a result before a warning."""
+STATE = "batch_ramp"
 
 
 class BatchRamp:
@@ -33,37 +35,55 @@ class BatchRamp:
             engine.backward(engine(batch))
             engine.step()
 
-    DeepSpeed's checkpoints hold its state as the scheduler's.
+    DeepSpeed's checkpoints hold its state beside the scheduler's.
 
     Args:
-        engine: made by DeepSpeed, at the boundary of a step.
+        engine: made by DeepSpeed, which counts its micro-batches, between two steps.
         largest: samples of a step, over all ranks, that it does not go beyond.
         margin: the batch doubles when the noise scale that K-FAC measures is so many batches.
         at: instead, samples so far after which it doubles, ascending; this needs no K-FAC.
 
     Attributes:
-        batch: samples of a step now.
-        samples: of all steps so far.
+        first, batch: samples of a step at first and now.
 
     Raises:
-        ValueError: ``largest`` is below twice the batch, ``at`` does not ascend; or without it, K-FAC is not attached,
-            or cannot measure noise under this parallelism.
+        ValueError: ``largest`` is below twice the batch, ``at`` does not ascend or has more doublings than ``largest``
+            allows, the engine has a ramp, is in the middle of a step or does not count micro-batches; or without
+            ``at``, K-FAC is not attached or cannot measure noise here.
     """
 
     def __init__(self, engine: Any, *, largest: int, margin: float = MARGIN, at: Sequence[int] | None = None) -> None:
         self.engine, self.largest, self.margin, self.at = engine, largest, margin, None if at is None else tuple(at)
-        self.first = self.batch = engine.train_batch_size()
-        self.samples = engine.global_samples
-        if largest < 2 * self.first:
-            raise ValueError(f"ds_kfac: BatchRamp: largest is {largest}, but the batch is {self.first} and doubles")
-        if self.at is not None and list(self.at) != sorted(set(self.at)):
-            raise ValueError(f"ds_kfac: BatchRamp: at has to ascend, got {list(self.at)}")
-        if self.at is None and not hasattr(engine, HANDLE):
-            raise ValueError("ds_kfac: BatchRamp: no K-FAC measures this engine's noise: attach it, or give at")
-        self.noise: NoiseScale | None = None if self.at is not None else getattr(engine, HANDLE).measure_noise()
         self.inner = engine.lr_scheduler
+        self.first = self.batch = engine.train_batch_size()
+        self.noise: NoiseScale | None = None
+        self._warned = False
+        if wrong := self._refusal():
+            raise ValueError(f"ds_kfac: BatchRamp: {wrong}")
+        if self.at is None:
+            self.noise = getattr(engine, HANDLE).measure_noise()
         self.rates = self._rates()
         engine.lr_scheduler = self
+
+    def _refusal(self) -> str | None:
+        engine, at = self.engine, self.at
+        possible = max(0, int(math.log2(self.largest / self.first)))
+        if not possible:
+            return f"largest is {self.largest}, but the batch is {self.first} and doubles"
+        if at is not None and (not at or list(at) != sorted(set(at)) or len(at) > possible):
+            return f"at has to be 1 to {possible} ascending numbers of samples ({self.largest} at most), got {list(at)}"
+        if isinstance(self.inner, BatchRamp):
+            return "this engine has a ramp"
+        if not engine.managed_gradient_accumulation() or engine._is_gradient_accumulation_boundary is not None:
+            return "the caller says where a step ends (Accelerate does), so that no batch can grow here"
+        if engine.micro_steps % engine.gradient_accumulation_steps() and not isinstance(engine, PipelineEngine):
+            return "the engine is in the middle of a step; call it after engine.step()"
+        kfac = getattr(engine, HANDLE, None)
+        if at is None and kfac is None:
+            return "no K-FAC measures this engine's noise: attach it, or give at"
+        if kfac is not None and kfac.quadratic is not None:
+            return "steps by the quadratic model have no rate to scale"
+        return None
 
     def __getattr__(self, name: str) -> Any:
         """Of the schedule, such as its largest rates."""
@@ -81,31 +101,56 @@ class BatchRamp:
         return math.sqrt(self.batch / self.first)
 
     def step(self, *args: Any, **named: Any) -> None:
-        """DeepSpeed calls it after a step that was applied, with whatever its caller gave."""
+        """DeepSpeed calls it after a step that was applied. With arguments, such as a number of samples or a metric,
+        the schedule is stepped once, with them."""
+        if self.engine._is_gradient_accumulation_boundary is not None:
+            raise RuntimeError(
+                "ds_kfac: BatchRamp: the caller says where a step ends (set_gradient_accumulation_boundary), so the "
+                "batch does not grow, and DeepSpeed would divide the loss as if it did; train without a ramp"
+            )
         self._set_rates(1.0)  # a schedule may go on from the rate as it was
-        for _ in range(self.batch // self.first):
-            if self.inner is not None:
+        if self.inner is not None:
+            for _ in range(1 if args or named else self.batch // self.first):
                 self.inner.step(*args, **named)
         self.rates = self._rates()
-        self.samples += self.batch
         if 2 * self.batch <= self.largest and self._is_due() and self._is_boundary(2 * self.batch):
             self.engine.global_samples -= self.batch  # it will add the new batch for the step that ends
+            if isinstance(getattr(self.engine, "total_loss", None), Tensor):  # and divide the step's loss by it
+                self.engine.total_loss *= 2
             self._set_batch(2 * self.batch)
         self._set_rates(self.gain)
 
     def _is_due(self) -> bool:
-        if self.noise is not None:
-            told = self.noise.told if self.noise.measurements >= FIRST else None
-            return told is not None and ratio(*told) >= self.margin * self.batch
-        doublings, at = round(math.log2(self.batch / self.first)), self.at or ()
-        return doublings < len(at) and self.samples >= at[doublings]
+        if self.at is not None:
+            doublings = round(math.log2(self.batch / self.first))
+            samples = self.engine.global_samples + self.batch  # of the step that ends, too
+            return doublings < len(self.at) and samples >= self.at[doublings]
+        kfac = getattr(self.engine, HANDLE, None)
+        if kfac is None:
+            self._warn("K-FAC was detached, and nobody measures noise: the batch stays as it is")
+            return False
+        self.noise = kfac.measure_noise()
+        noise, signal, known = self.noise.told
+        if known == 0 and self.noise.measurements > FIRST:
+            self._warn("no layer shows gradients of single samples (micro-batches of other sizes than the config's, "
+                       "or flat tokens), so the batch stays as it is; give at")  # fmt: skip
+        return known >= FIRST and noise >= self.margin * self.batch * signal
+
+    def _warn(self, words: str) -> None:
+        if not self._warned and self.engine.global_rank == 0:
+            logger.warning(f"ds_kfac: BatchRamp: {words}")
+        self._warned = True
 
     def _is_boundary(self, batch: int) -> bool:
         """Whether DeepSpeed, which counts micro-batches from the start on, would end the next step after all of its."""
         if isinstance(self.engine, PipelineEngine):
             return True
-        steps = batch // (self.engine.train_micro_batch_size_per_gpu() * self.engine.dp_world_size)
-        return (self.engine.micro_steps + 1) % steps == 0
+        return (self.engine.micro_steps + 1) % (batch // self._micro_batch) == 0
+
+    @property
+    def _micro_batch(self) -> int:
+        """Samples of all ranks."""
+        return self.engine.train_micro_batch_size_per_gpu() * self.engine.dp_world_size
 
     def _set_batch(self, batch: int) -> None:
         self.engine.set_train_batch_size(batch)
@@ -118,7 +163,8 @@ class BatchRamp:
         return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
     def _set_rates(self, gain: float) -> None:
-        for group, rate in zip(self._groups, self.rates, strict=True):
+        """Of groups that were there at the last step."""
+        for group, rate in zip(self._groups, self.rates, strict=False):
             if isinstance(group["lr"], Tensor):  # whose memory a recorded graph may know
                 group["lr"].copy_(rate * gain)
             else:
@@ -130,20 +176,34 @@ class BatchRamp:
     get_last_lr = get_lr
 
     def state_dict(self) -> dict[str, Any]:
-        inner = None if self.inner is None else self.inner.state_dict()
-        own = {"batch": self.batch, "samples": self.samples, "rates": self.rates}
+        """The schedule's, so that it also loads without a ramp, and ours."""
+        own = {"first": self.first, "batch": self.batch, "rates": self.rates, "micro": self.engine.micro_steps}
         noise = None if self.noise is None else self.noise.state_dict()
-        return {"batch_ramp": {**own, "noise": noise}, "schedule": inner}
+        return {**(self.inner.state_dict() if self.inner is not None else {}), STATE: {**own, "noise": noise}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Also of a checkpoint without a ramp: it begins there."""
-        own = state.get("batch_ramp")
-        schedule = state["schedule"] if own else state
-        if self.inner is not None and schedule is not None:
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Also of a checkpoint without a ramp: it begins there.
+
+        Raises:
+            ValueError: its batch cannot be had with this number of ranks; nothing was changed.
+        """
+        schedule = dict(state or {})
+        own = schedule.pop(STATE, None)
+        if own and own["batch"] % self._micro_batch:
+            raise ValueError(
+                f"ds_kfac: BatchRamp: the checkpoint's batch is {own['batch']} samples, which {self._micro_batch} (a "
+                "micro-batch of all ranks) does not divide: load it with another number of ranks or "
+                "train_micro_batch_size_per_gpu"
+            )
+        if self.inner is not None and schedule:
             self.inner.load_state_dict(schedule)
-        if own:
-            self.samples, self.rates = own["samples"], list(own["rates"])
-            self._set_batch(own["batch"])
-            if self.noise is not None and own["noise"]:
-                self.noise.load_state_dict(own["noise"])
-            self._set_rates(self.gain)
+        if not own:
+            self.rates = []  # the optimizer's, which may be loaded later
+            return
+        self.first, self.rates = own["first"], list(own["rates"])
+        self._set_batch(own["batch"])
+        if not isinstance(self.engine, PipelineEngine):  # a step begins
+            self.engine.micro_steps = own["micro"] - own["micro"] % self.engine.gradient_accumulation_steps()
+        if self.noise is not None and own["noise"]:
+            self.noise.load_state_dict(own["noise"])
+        self._set_rates(self.gain)

@@ -125,7 +125,7 @@ class Capture:
         self.sums, self._keys, self.active, self.rows.turn = {}, keys or frozenset(), keys is not None, step
         self.measured = {} if measure else None
         if self.noise is not None:
-            self.noise.begin()
+            self.noise.begin(active=self.active)
 
     def remove(self) -> None:
         while self._handles:
@@ -248,7 +248,7 @@ class Capture:
         captured = makes_A or ("G" in sides and G in self._keys)
         shape, dispatched, stacked = output.shape, x.ndim == 3, layer.part[1] > 1 and layer.product
         measures = self.measured is not None and not stacked and "A" in sides
-        noted = self.noise is not None and self.noise.wants(layer.name) and select is columns is lay is None
+        noted = self._notes(layer) and select is columns is lay is None
         if not captured and not measures and not noted:
             return
         if select is not None:
@@ -285,6 +285,9 @@ class Capture:
         # By a prehook on the node. A tensor hook would run before DeepSpeed divides an engine output's gradient by the
         # accumulation steps, and a full backward hook breaks with in-place activations.
         origin.grad_fn.register_prehook(partial(self._on_gradient, call, origin.output_nr))
+
+    def _notes(self, layer: LayerSpec) -> bool:
+        return self.noise is not None and self.noise.active and layer.name in self.noise.place
 
     def _measure(self, layer: LayerSpec, rows: int) -> None:
         assert self.measured is not None
@@ -360,7 +363,7 @@ class Capture:
             key, side = (A, layer.A) if of_gradients else (G, layer.G)
             sum_ = _sum(self.sums, key, side.numel, gradient)
             self.rows.add_gradient(call, call.gradient_of(gradient), sum_, seed)
-        if self.noise is not None and self.noise.wants(layer.name) and call.x is not None and call.select is None:
+        if self.noise is not None and self._notes(layer) and call.x is not None and call.whole:
             self.noise.add(layer, call.x, call.gradient_of(gradient), call.rows.examples)
         if call.recomputed:
             call.x = None

@@ -79,6 +79,11 @@ class Call:
     lay: Callable[[Tensor], Tensor] | None = None
     edge: GradientEdge | None = None
 
+    @property
+    def whole(self) -> bool:
+        """Whether its rows are all of its input and output, as they lie there."""
+        return self.select is self.columns is self.lay is None
+
     def gradient_of(self, gradient: Tensor) -> Tensor:
         """Its part of the gradient of an output, of :attr:`shape`; zero in columns that it does not have."""
         gradient = gradient.detach() if self.lay is None else self.lay(gradient.detach())

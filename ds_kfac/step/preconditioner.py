@@ -29,7 +29,6 @@ from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
 from ds_kfac.zero.registry import Domain
 
-
 NOISE_INTERVAL = 10
 """Steps between measurements of the noise scale where no factor is captured."""
 
@@ -73,7 +72,7 @@ class Draft:
         peak_lr, damping_scale: see :class:`ds_kfac.directions.base.StepContext`.
         quadratic: the model that the step follows from and its minimum [2]; None if the learning rate gives it.
         local: results and new states of this rank's layers.
-        noise: sums over all ranks, in steps that measure the noise scale.
+        noise: numbers of all ranks [4, ranks], in steps that measure the noise scale.
     """
 
     step: int
@@ -197,8 +196,8 @@ class KFACPreconditioner:
             if not self.layout.replicated:  # in fp32, where its square might be infinite
                 names = [[*of_rank, ("norm", rank)] for rank, of_rank in enumerate(names)]
                 scalars["norm", self.rank] = draft.norm
-        noise = self.capture.noise if self.capture.active else None
-        if noise is not None:
+        noise = self.capture.noise
+        if noise is not None and noise.active:
             names = [[*of_rank, *((kind, rank) for kind in SUMS)] for rank, of_rank in enumerate(names)]
             own = noise.sums(self.exchange.squared_norm(noise.counted), self.layout.grad_scale())
             scalars |= {(kind, self.rank): value for kind, value in zip(SUMS, own, strict=True)}
@@ -206,8 +205,9 @@ class KFACPreconditioner:
         if self.needs_norm and not self.layout.replicated:
             norms = torch.stack([received["norm", rank] for rank in range(world)])
             draft.norm = norms.double().square().sum().sqrt()
-        if noise is not None:
-            draft.noise = torch.stack([sum(received[kind, rank] for rank in range(world)) for kind in SUMS])
+        if noise is not None and noise.active:
+            told = [received[kind, rank] for kind in SUMS for rank in range(world)]
+            draft.noise = torch.stack(told).view(len(SUMS), world)
         draft.gradients = self.exchange.gathered(gradients)
         draft.states = dict(self.state) if factors is None else self._with_new_bases(factors)
 

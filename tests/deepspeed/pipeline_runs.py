@@ -92,11 +92,11 @@ def ramped(mode: Mode) -> dict:
         engine = build(mode, PipelineModule(list(make_layers()), num_stages=2, loss_fn=cross_entropy))
         rate = engine.get_lr()[0]
         if not by_hand:
-            ds_kfac.BatchRamp(engine, largest=4 * MICRO_ROWS, at=[2 * MICRO_ROWS, 4 * MICRO_ROWS])
             try:
                 ds_kfac.BatchRamp(engine, largest=8 * MICRO_ROWS)
             except ValueError as error:
                 found["refused"] = str(error)
+            ds_kfac.BatchRamp(engine, largest=4 * MICRO_ROWS, at=[2 * MICRO_ROWS, 4 * MICRO_ROWS])
         for step, count in enumerate([1, 1, 2, 4, 4]):
             if by_hand:
                 engine.set_train_batch_size(count * MICRO_ROWS)
@@ -104,7 +104,9 @@ def ramped(mode: Mode) -> dict:
                     group["lr"] = rate * count**0.5
             else:
                 found["batches"].append(engine.micro_batches)
-            engine.train_batch(micro_batches(engine, step, count))
+            found.setdefault(f"losses {by_hand}", []).append(
+                float(engine.train_batch(micro_batches(engine, step, count)))
+            )
         found[by_hand] = weights(engine)
         engine.kfac.detach()
         engine.destroy()

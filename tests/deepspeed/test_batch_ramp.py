@@ -1,6 +1,9 @@
 """A batch that grows trains like one engine that is fed the larger batches whole, at rates set by hand."""
 
+import copy
 import math
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -95,7 +98,7 @@ def worker(names: list[str]) -> dict:
                 "losses": expected,
                 "difference": max(float((w - final[n]).abs().max()) for n, w in weights(engine).items()),
                 "moved": max(float((w - initial[n]).abs().max()) for n, w in final.items()),
-                "samples": (ramp.samples, engine.global_samples, ramp.batch, engine.train_batch_size()),
+                "samples": (engine.global_samples, ramp.batch, engine.train_batch_size()),
             }
             engine.destroy()
     return results
@@ -110,7 +113,7 @@ def test_it_trains_like_batches_fed_whole():
             wanted = [rate_by_hand(done) * math.sqrt(count) for done, count in zip(seen, STEPS, strict=True)]
             assert list(rates) == pytest.approx(wanted), name
             assert list(samples) == [FIRST * sum(STEPS[: step + 1]) for step in range(len(STEPS))], name
-            assert found["samples"] == (FIRST * sum(STEPS), FIRST * sum(STEPS), 4 * FIRST, 4 * FIRST), name
+            assert found["samples"] == (FIRST * sum(STEPS), 4 * FIRST, 4 * FIRST), name
             rounding = {"bf16": 2.0**-7, "fp16": 2.0**-9}.get(BY_NAME[name].dtype, 1e-4)
             assert losses == pytest.approx(found["losses"], rel=rounding), name
             assert found["difference"] < 20 * rounding * found["moved"], (name, found["difference"], found["moved"])
@@ -126,12 +129,12 @@ def noisy(payload: tuple[str, str]) -> dict:
         before = ramped(engine, 7)
         engine.save_checkpoint(folder, tag="tag")
         told, used = ramp.noise.told, sum(row[1] for row in before)
-        after = ramped(engine, 4, first=used)
+        after = ramped(engine, 7, first=used)
         engine.destroy()
         again = build(mode, 1, scheduler=SCHEDULE, kfac=block, seed=1)
         ds_kfac.BatchRamp(again, largest=8 * FIRST, margin=1e-3)
         again.load_checkpoint(folder, tag="tag")
-        resumed = ramped(again, 4, first=used)
+        resumed = ramped(again, 7, first=used)
         counters = again.kfac.counters()
         again.destroy()
     return {"before": before, "after": after, "resumed": resumed, "told": told, "noise": counters["noise_scale"]}
@@ -159,7 +162,7 @@ def measured(names: list[str]) -> dict:
                 loss = engine(*inputs(engine, x, y))
                 engine.backward(loss)
                 engine.step()
-            results[name, accumulation] = noise.average.tolist(), noise.measurements
+            results[name, accumulation] = noise.average.tolist()
             engine.destroy()
     return results
 
@@ -168,13 +171,12 @@ def test_every_mode_measures_the_same_noise():
     alone = [("adam-z0", 4)]
     cases = [(name, 2) for name in ("adam-z0", "adam-z2", "adam-z3", "adam-z2-offload", "z1", "z2-bf16", "z3-fp16")]
     (first,) = run_ranks("tests.deepspeed.test_batch_ramp:measured", world=1, payload=alone)
-    expected, _ = first[alone[0]]
+    expected = first[alone[0]]
     for result in run_ranks("tests.deepspeed.test_batch_ramp:measured", world=2, payload=cases):
-        for (name, _), (found, measurements) in result.items():
+        for (name, _), found in result.items():
             rounding = {"bf16": 2.0**-7, "fp16": 2.0**-9}.get(BY_NAME[name].dtype, 1e-5)
             # both are differences of numbers of the size of the first
-            assert found == pytest.approx(expected, abs=4 * rounding * expected[0]), name
-            assert measurements == 1
+            assert found == pytest.approx(expected, abs=4 * rounding * expected[0]) and found[2] == 1, name
 
 
 def without_curvature(_) -> list[float]:
@@ -193,32 +195,174 @@ def test_a_rule_without_factors_measures_noise_on_a_clock_of_its_own():
         assert found == [0] * 10 + [1] * 10 + [2] * 2
 
 
-def refused(_) -> list[str]:
-    mode, messages = BY_NAME["z2"], []
-    engine = build(mode, 1)
+def engine_of(scheduler=None, *, first: int = 4, micro: int = 4, managed: bool = True) -> SimpleNamespace:
+    """What a ramp uses of an engine: DeepSpeed's order of things in a step, without a model."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    engine = SimpleNamespace(
+        optimizer=optimizer, lr_scheduler=scheduler and scheduler(optimizer), global_samples=0, micro_steps=0,
+        dp_world_size=1, global_rank=0, batch=first, _is_gradient_accumulation_boundary=None,
+        train_micro_batch_size_per_gpu=lambda: micro, managed_gradient_accumulation=lambda: managed,
+    )  # fmt: skip
+    engine.train_batch_size = lambda: engine.batch
+    engine.gradient_accumulation_steps = lambda: engine.batch // micro
+    engine.set_train_batch_size = lambda batch: setattr(engine, "batch", batch)
+    return engine
 
-    def attempt(**arguments) -> None:
-        with pytest.raises(ValueError) as error:
-            ds_kfac.BatchRamp(engine, **arguments)
-        messages.append(str(error.value))
 
-    attempt(largest=FIRST)
-    attempt(largest=4 * FIRST, at=[8, 4])
-    engine.kfac.detach()
-    attempt(largest=4 * FIRST)
-    assert engine.lr_scheduler is None, "a refused ramp leaves the engine as it was"
-    ramp = ds_kfac.BatchRamp(engine, largest=4 * FIRST, at=AT)  # without K-FAC and without a schedule
-    rows = ramped(engine, len(STEPS))
-    assert [row[1] for row in rows] == STEPS and rows[-1][2] == pytest.approx(2 * LR)
-    with pytest.raises(AttributeError):
-        _ = ramp.max_lrs
-    engine.destroy()
-    return messages
+def stepped(engine, *args) -> float:
+    """The micro-batches of a step; the rate after it."""
+    while True:
+        ends = (engine.micro_steps + 1) % engine.gradient_accumulation_steps() == 0
+        if ends:
+            engine.optimizer.step()
+            engine.lr_scheduler.step(*args)
+            engine.global_samples += engine.batch
+        engine.micro_steps += 1
+        if ends:
+            return engine.optimizer.param_groups[0]["lr"]
+
+
+def exponential(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def plateau(optimizer):
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=2, factor=0.1)
+
+
+def refusal(engine, **arguments) -> str:
+    before = engine.lr_scheduler
+    with pytest.raises(ValueError) as error:
+        ds_kfac.BatchRamp(engine, **arguments)
+    assert engine.lr_scheduler is before, "a refused ramp leaves the engine as it was"
+    return str(error.value)
 
 
 def test_what_it_cannot_do_is_an_error_with_a_remedy():
-    for messages in run_ranks("tests.deepspeed.test_batch_ramp:refused", world=2):
-        for message, words in zip(
-            messages, ["largest is 8", "ascend, got [8, 4]", "attach it, or give at"], strict=True
-        ):
-            assert words in message
+    assert "largest is 4, but the batch is 4" in refusal(engine_of(), largest=4, at=[4])
+    for at in ([8, 4], [], [4, 8, 16]):
+        assert f"at has to be 1 to 2 ascending numbers of samples (16 at most), got {at}" in refusal(
+            engine_of(), largest=16, at=at
+        )
+    assert "attach it, or give at" in refusal(engine_of(), largest=16)
+    assert "the caller says where a step ends" in refusal(engine_of(managed=False), largest=16, at=[4])
+    engine = engine_of(first=8)
+    engine.micro_steps = 1
+    assert "in the middle of a step" in refusal(engine, largest=16, at=[4])
+    engine = engine_of()
+    ds_kfac.BatchRamp(engine, largest=16, at=[4])
+    assert "has a ramp" in refusal(engine, largest=16, at=[4])
+    engine._is_gradient_accumulation_boundary = True
+    with pytest.raises(RuntimeError, match="train without a ramp"):
+        stepped(engine)
+
+
+def test_schedules_that_go_on_from_their_last_rate():
+    engine = engine_of(exponential)
+    ramp = ds_kfac.BatchRamp(engine, largest=16, at=[4, 16])
+    rates = [stepped(engine) for _ in range(6)]
+    # steps of 1, 1 (the count is odd), 2, 4, 4, 4 micro-batches
+    seen, sizes = [1, 2, 4, 8, 12, 16], [1, 2, 4, 4, 4, 4]
+    assert rates == pytest.approx([0.5 * 0.9**n * size**0.5 for n, size in zip(seen, sizes, strict=True)])
+    assert engine.global_samples == 4 * seen[-1] and ramp.batch == 16
+
+
+def test_schedules_of_metrics_and_of_samples_are_stepped_once():
+    engine = engine_of(plateau)
+    ds_kfac.BatchRamp(engine, largest=16, at=[4, 8])
+    rates = [stepped(engine, 1.0) for _ in range(5)]
+    assert rates[2] == pytest.approx(0.5 * 2), "patience of 2 steps, not of 2 batches of the first size"
+    assert rates[3] == pytest.approx(0.05 * 2)
+
+
+def test_without_a_schedule_the_rate_grows_by_the_batch_alone():
+    engine = engine_of()
+    ramp = ds_kfac.BatchRamp(engine, largest=16, at=[4, 16])
+    rates = [stepped(engine) for _ in range(5)]
+    assert rates[-1] == pytest.approx(0.5 * 2) and ramp.batch == 16
+    with pytest.raises(AttributeError):
+        _ = ramp.max_lrs
+
+
+def test_checkpoints_with_and_without_a_ramp_load_into_each_other():
+    engine = engine_of(exponential)
+    ramp = ds_kfac.BatchRamp(engine, largest=16, at=[4, 16])
+    for _ in range(4):
+        rate = stepped(engine)
+    state = copy.deepcopy(ramp.state_dict())
+    # into an engine without one, which goes on with the schedule
+    plain = engine_of(exponential)
+    plain.lr_scheduler.load_state_dict(state)
+    assert plain.lr_scheduler.last_epoch == engine.global_samples / 4
+    # of one without, which has gone on for some steps
+    before = engine_of(exponential)
+    for _ in range(10):
+        stepped(before)
+    late = engine_of(exponential)
+    late_ramp = ds_kfac.BatchRamp(late, largest=16, at=[1000])
+    late_ramp.load_state_dict(before.lr_scheduler.state_dict())
+    late.optimizer.load_state_dict(before.optimizer.state_dict())
+    late.global_samples = before.global_samples
+    assert stepped(late) == pytest.approx(0.5 * 0.9**11)
+    # of an engine without a schedule
+    bare = engine_of()
+    ds_kfac.BatchRamp(bare, largest=16, at=[4]).load_state_dict(None)
+    assert stepped(bare) == pytest.approx(0.5 * 2**0.5) or bare.batch == 4
+    # with another first batch, in the middle of a step
+    other = engine_of(exponential, first=8)
+    other_ramp = ds_kfac.BatchRamp(other, largest=16, at=[1000])
+    other.micro_steps = 3
+    other_ramp.load_state_dict(copy.deepcopy(state))
+    assert (other_ramp.first, other_ramp.batch, other.micro_steps) == (4, ramp.batch, engine.micro_steps)
+    assert stepped(other) == pytest.approx(stepped(engine)) and rate > 0
+    # where its batch cannot be had
+    odd = engine_of(exponential, first=12, micro=12)
+    odd_ramp = ds_kfac.BatchRamp(odd, largest=24, at=[1000])
+    with pytest.raises(ValueError, match="batch is 16 samples, which 12"):
+        odd_ramp.load_state_dict(state)
+    assert odd.lr_scheduler.last_epoch == 0 and odd.batch == 12
+
+
+def dropped(_) -> dict:
+    """A detached K-FAC measures nothing, and another one goes on; without known measurements the batch stays."""
+    mode, said = BY_NAME["z2"], []
+    block = {**mode.kfac_block, "factor": {"update_interval": 1}}
+    engine = build(mode, 1, kfac=block)
+    ramp = ds_kfac.BatchRamp(engine, largest=8 * FIRST, margin=1e-3)
+    with patch("ds_kfac.engine.batch_ramp.logger.warning", said.append):
+        ramped(engine, 4)
+        engine.kfac.detach()
+        ramped(engine, 6)
+        detached = ramp.batch
+        ds_kfac.attach(engine, block)
+        ramped(engine, 10)
+        engine.kfac.detach()
+        engine.destroy()
+        odd = build(mode, 1, kfac=block)
+        unseen = ds_kfac.BatchRamp(odd, largest=8 * FIRST, margin=1e-3)
+        for index in range(9):
+            ((x, y),) = parts(index, 1)
+            odd.backward(odd(*inputs(odd, x[:3], y[:3])))
+            odd.step()
+        odd.destroy()
+    return {"detached": detached, "attached": ramp.batch, "unseen": unseen.batch, "said": said}
+
+
+def test_a_ramp_without_measurements_stays_and_says_so():
+    one, other = run_ranks("tests.deepspeed.test_batch_ramp:dropped", world=2)
+    for result in (one, other):
+        assert (result["detached"], result["unseen"]) == (FIRST, FIRST) and result["attached"] == 8 * FIRST
+    assert len(one["said"]) == 2 and not other["said"]
+    assert "K-FAC was detached" in one["said"][0] and "no layer shows gradients of single samples" in one["said"][1]
+
+
+def sampled(_) -> str:
+    engine = build(BY_NAME["z2"], 1, kfac={"factor": {"fisher": "monte_carlo"}})
+    with pytest.raises(ValueError) as error:
+        engine.kfac.measure_noise()
+    engine.destroy()
+    return str(error.value)
+
+
+def test_sampled_losses_say_nothing_of_noise():
+    assert "monte_carlo" in run_ranks("tests.deepspeed.test_batch_ramp:sampled", world=1)[0]
