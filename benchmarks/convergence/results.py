@@ -94,7 +94,7 @@ def read_all(out: Path) -> list[Run]:
     """Every finished run below a results folder."""
     runs = []
     for path in sorted(out.glob("*/*.csv")):
-        if match := re.fullmatch(r"(\w+)_lr([^_]+)_seed(\d+)(_final)?", path.stem):
+        if match := re.fullmatch(r"([\w.]+)_lr([^_]+)_seed(\d+)(_final)?", path.stem):
             job = Job(path.parent.name, match[1], float(match[2]), int(match[3]), final=bool(match[4]))
             runs.append(read(job, out))
     return runs
