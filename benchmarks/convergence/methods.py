@@ -50,8 +50,8 @@ DECAYED = ["adamw", "muon", "kfacadamw", "kfacadamw_unrotated"]
 RAMP = "ramp"
 """Key for the parts of the bytes after which a batch doubles."""
 RAMPED = ["adamw", "kfacadamw", "kfacadamw_decay_1", "kfacadamw_unrotated_decay_1"]
-RAMP_AT = 0.1, 0.25, 0.5, 0.67
-"""Those of the methods ``<method>_ramp``: where the noise scale of a run without a ramp is twice the batch."""
+RAMP_AT = 0.2, 0.4
+"""Those of the methods ``<method>_ramp``, to 4 times the batch."""
 
 CLIENT = "client"
 """Key for an optimizer of the package pytorch-optimizer, (class, parameters), which DeepSpeed is given as an object."""

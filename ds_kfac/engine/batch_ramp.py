@@ -19,7 +19,7 @@ from torch import Tensor
 from ds_kfac.engine.attachment import HANDLE
 from ds_kfac.model.noise import NoiseScale
 
-MARGIN = 1.0
+MARGIN = 2.5
 FIRST = 5
 """Measurements before the first doubling; and those without a result before a warning."""
 STATE = "batch_ramp"
