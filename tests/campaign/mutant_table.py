@@ -20,6 +20,7 @@ class Mutant(NamedTuple):
 _OPS, _LAYER_OPS, _BASIC = "ops/functional.py", "tests/ops/test_ops_layers.py", "tests/ops/test_ops.py"
 _ADAM = _OPS
 _SAVED = "tests/deepspeed/test_saved_state.py"
+_NOISE, _RAMP = "tests/model/test_noise.py", "tests/deepspeed/test_batch_ramp.py"
 _FEATURES = "tests/deepspeed/test_features.py::test_every_feature_matches_reference"
 _TRAPS, _KFAC_ADAMW = "tests/deepspeed/test_traps.py", "tests/deepspeed/test_kfac_adamw.py"
 
@@ -109,7 +110,7 @@ _ROWS = [
     ("EKFAC: unusable gradient counted", "update/state.py",
      "self.updates + usable.to(self.updates.dtype)\n        keep",
      "self.updates + 1\n        keep", "tests/update/test_moments.py"),
-    ("moments not rotated at a refresh", "update/rotation.py", "rotated = product(left, x_OI, right)",
+    ("moments not rotated at a refresh", "update/rotation.py", "rotated = block_product(left, x_OI, right)",
      "rotated = x_OI", "tests/update/test_moments.py"),
     ("moments rotated backwards", "update/rotation.py", "before.mT @ now for", "now.mT @ before for",
      "tests/update/test_moments.py"),
@@ -455,5 +456,41 @@ _ROWS = [
     ("resume: corrected eigenvalues forgotten", "checkpoint/load.py",
      'and header["moments"] == kfac.moments.NAME', "and False",
      _SAVED),
+    ("noise: variance without B / (B - 1)", "model/noise.py",
+     "B / (B - 1).clamp(min=1), 0.0)", "1.0 * (B > 1), 0.0)",
+     _NOISE),
+    ("noise: ranks' gradients not averaged", "model/noise.py",
+     "/ self.world**2", "/ self.world",
+     _RAMP),
+    ("noise: layers that see other samples", "model/noise.py",
+     "if self._seen[name] == self.samples()", "",
+     _NOISE),
+    ("noise: ranks that measured other layers", "model/noise.py",
+     "& (sums[3] == sums[3, 0]).all()", "",
+     _NOISE),
+    ("noise: replicas counted by every rank", "zero/exchange.py",
+     "total / self.layout.world if", "total if",
+     _RAMP),
+    ("noise: A of recomputations and of first runs", "model/capture.py",
+     "call.recomputed and call.x is not None and call.x.numel()", "call.x is not None and call.x.numel()",
+     _NOISE),
+    ("ramp: in the middle of a step", "engine/batch_ramp.py",
+     "(self.engine.micro_steps + 1) % (batch // self._micro_batch) == 0", "True",
+     _RAMP),
+    ("ramp: samples of the step that ends", "engine/batch_ramp.py",
+     "self.engine.global_samples -= self.batch", "pass",
+     _RAMP),
+    ("ramp: schedules by steps", "engine/batch_ramp.py",
+     "1 if args or named else self.batch // self.first", "1",
+     _RAMP),
+    ("ramp: rate by the batch", "engine/batch_ramp.py",
+     "math.sqrt(self.batch / self.first)", "self.batch / self.first",
+     _RAMP),
+    ("ramp: loss of a pipeline", "engine/batch_ramp.py",
+     "self.engine.total_loss *= 2", "pass",
+     "tests/deepspeed/test_pipeline.py"),
+    ("ramp: place in DeepSpeed's count", "engine/batch_ramp.py",
+     'own["micro"] - own["micro"] % self.engine.gradient_accumulation_steps()', "0",
+     _RAMP),
 ]  # fmt: skip
 MUTANTS = tuple(Mutant(*row) for row in _ROWS)

@@ -160,3 +160,22 @@ def test_what_shows_nothing_changes_nothing():
     assert found.measurements == 4
     record(found, numbers(1, 2, 1), numbers(1, 2, 3))  # B = 4, Q = 2, P = 4 of both
     assert found.average[2] == 2
+
+
+def test_factors_are_the_same_with_it_and_without():
+    """It keeps inputs until their gradients come; their rows are in A by then."""
+    model, sums = make_net(), []
+    layers = scan(model).layers
+    x, y = make_batch(0, 4)
+    for found in (None, of_layers(layers)):
+        capture = Capture(model, layers, lambda: 1.0)
+        capture.noise = found
+        capture.begin_step(frozenset(key for layer in layers for key in layer.keys), 0)
+        with capture.own_backward():
+            cross_entropy(model(x), y).backward()
+        sums.append(capture.sums)
+        capture.remove()
+    plain, noted = sums
+    assert plain.keys() == noted.keys() and len(plain) >= 6
+    for key, own in plain.items():
+        assert torch.equal(own.sum_P, noted[key].sum_P) and torch.equal(own.count, noted[key].count), key
