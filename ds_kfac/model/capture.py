@@ -248,7 +248,8 @@ class Capture:
         captured = makes_A or ("G" in sides and G in self._keys)
         shape, dispatched, stacked = output.shape, x.ndim == 3, layer.part[1] > 1 and layer.product
         measures = self.measured is not None and not stacked and "A" in sides
-        noted = self._notes(layer) and select is columns is lay is None
+        noted = self.noise is not None and self.noise.active and layer.name in self.noise.place
+        noted = noted and select is columns is lay is None  # all rows of its input and output
         if not captured and not measures and not noted:
             return
         if select is not None:
@@ -271,6 +272,7 @@ class Capture:
         with_gradient = recomputed or kind.needs_gradients
         kept = x if noted or (with_gradient and makes_A) else None
         call = Call(layer, kind, module, info, rows, shape, sides, forward, kept, recomputed, select, columns, lay)
+        call.noted = noted
         if makes_A and not with_gradient and x.numel():
             self.rows.add_input(call, x, _sum(forward.waiting, layer.name, layer.A.numel, x))
         # An in-place activation replaces the grad_fn of a view, which the output of a Linear with bias is; the node of
@@ -285,9 +287,6 @@ class Capture:
         # By a prehook on the node. A tensor hook would run before DeepSpeed divides an engine output's gradient by the
         # accumulation steps, and a full backward hook breaks with in-place activations.
         origin.grad_fn.register_prehook(partial(self._on_gradient, call, origin.output_nr))
-
-    def _notes(self, layer: LayerSpec) -> bool:
-        return self.noise is not None and self.noise.active and layer.name in self.noise.place
 
     def _measure(self, layer: LayerSpec, rows: int) -> None:
         assert self.measured is not None
@@ -363,7 +362,7 @@ class Capture:
             key, side = (A, layer.A) if of_gradients else (G, layer.G)
             sum_ = _sum(self.sums, key, side.numel, gradient)
             self.rows.add_gradient(call, call.gradient_of(gradient), sum_, seed)
-        if self.noise is not None and self._notes(layer) and call.x is not None and call.whole:
+        if call.noted and call.x is not None and self.noise is not None:
             self.noise.add(layer, call.x, call.gradient_of(gradient), call.rows.examples)
         if call.recomputed:
             call.x = None

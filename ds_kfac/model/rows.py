@@ -60,6 +60,7 @@ class Call:
         recomputed: whether it is a recomputation, whose A is added with the gradient.
         select: which rows of the output are the call's, of a product of several layers; None: all.
         columns, lay: as in :class:`ds_kfac.model.products.Product`.
+        noted: whether its samples' gradients are measured, see :mod:`ds_kfac.model.noise`.
         edge: where the gradient of its output arrives, maybe flattened, if autograd is to be asked for it; no node may
             hold such a call.
     """
@@ -77,12 +78,8 @@ class Call:
     select: slice | Tensor | None = None
     columns: slice | None = None
     lay: Callable[[Tensor], Tensor] | None = None
+    noted: bool = False
     edge: GradientEdge | None = None
-
-    @property
-    def whole(self) -> bool:
-        """Whether its rows are all of its input and output, as they lie there."""
-        return self.select is self.columns is self.lay is None
 
     def gradient_of(self, gradient: Tensor) -> Tensor:
         """Its part of the gradient of an output, of :attr:`shape`; zero in columns that it does not have."""

@@ -1,12 +1,11 @@
 """KFACPreconditioner: the data flow of one step, read top to bottom, the same in every engine mode."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from deepspeed.utils import logger
 from torch import Tensor, nn
 
 from ds_kfac.comm.message import Channel, Part, Scalars, deliver
@@ -25,7 +24,7 @@ from ds_kfac.step.factors import FactorDraft, FactorUpdates
 from ds_kfac.step.messages import Sharing, unusual
 from ds_kfac.update.kfac import QuadraticModel
 from ds_kfac.update.state import LayerState
-from ds_kfac.zero.exchange import GradientExchange, LocalResult
+from ds_kfac.zero.exchange import GradientExchange, LocalResult, Watch
 from ds_kfac.zero.layout import ShardLayout
 from ds_kfac.zero.registry import Domain
 
@@ -383,31 +382,3 @@ class KFACPreconditioner:
             state = self.curvature.state_dict()  # empty, but after a checkpoint that did not know it
             self.curvature = self._factor_updates()
             self.curvature.load_state_dict(state)
-
-
-class Watch:
-    """Warns of this rank's layers whose gradients were left out because moments could not have held them."""
-
-    def __init__(self, names: Sequence[str], device: torch.device) -> None:
-        self.names = tuple(names)
-        self._seen = torch.zeros(len(self.names), device=device)
-        self._said: set[str] = set()
-        self._copy: HostCopy | None = None
-
-    def step(self, flags: Mapping[str, Tensor], *, look: bool) -> None:
-        """After a step that was applied, with flags (bool scalars) of none or of all layers. ``look``, now and then:
-        say what an earlier look asked for, if it has arrived, and ask again."""
-        if flags:
-            self._seen = self._seen + torch.stack([flags[name] for name in self.names])
-        if look and (self._copy is None or self._copy.done):
-            counts = dict(zip(self.names, self._copy.tolist(), strict=True)) if self._copy else {}
-            self._copy = HostCopy(self._seen)
-            for name, count in counts.items():
-                if not count or name in self._said:
-                    continue
-                self._said.add(name)
-                logger.warning(
-                    f"ds_kfac: gradients of {name} were left out, {int(count)} so far: of norm 1e15 and more "
-                    "they are none, and Adam's moments would not get over them. Its weights were not touched in these "
-                    'steps; "gradient_clipping" in the DeepSpeed config bounds them'
-                )

@@ -3,9 +3,11 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_kfac.comm.message import Arrivals, Move, Part
+from ds_kfac.metrics import HostCopy
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.update.rotation import AT_ONCE
@@ -213,3 +215,31 @@ class LocalResult:
             left_out = torch.stack(list(self.left_out.values())).sum(dtype=left_out.dtype)
         limited, empty = self.replaced.new_zeros(2) if unusual is None else unusual.to(self.replaced.dtype)
         return [self.replaced, unprepared, failures, self.unused, left_out, self.limited + limited, empty]
+
+
+class Watch:
+    """Warns of this rank's layers whose gradients were left out because moments could not have held them."""
+
+    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+        self.names = tuple(names)
+        self._seen = torch.zeros(len(self.names), device=device)
+        self._said: set[str] = set()
+        self._copy: HostCopy | None = None
+
+    def step(self, flags: Mapping[str, Tensor], *, look: bool) -> None:
+        """After a step that was applied, with flags (bool scalars) of none or of all layers. ``look``, now and then:
+        say what an earlier look asked for, if it has arrived, and ask again."""
+        if flags:
+            self._seen = self._seen + torch.stack([flags[name] for name in self.names])
+        if look and (self._copy is None or self._copy.done):
+            counts = dict(zip(self.names, self._copy.tolist(), strict=True)) if self._copy else {}
+            self._copy = HostCopy(self._seen)
+            for name, count in counts.items():
+                if not count or name in self._said:
+                    continue
+                self._said.add(name)
+                logger.warning(
+                    f"ds_kfac: gradients of {name} were left out, {int(count)} so far: of norm 1e15 and more "
+                    "they are none, and Adam's moments would not get over them. Its weights were not touched in these "
+                    'steps; "gradient_clipping" in the DeepSpeed config bounds them'
+                )
