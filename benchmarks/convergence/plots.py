@@ -23,7 +23,9 @@ AXES = {"step": "step", "seconds": "wall clock [s], training only"}
 def draw(runs: list[Run], best: dict[tuple[str, str], dict[int, Run]], out: Path) -> list[Path]:
     """Two files a task; returns them."""
     files = []
-    colors = dict(zip(METHODS, cycle([*plt.cm.tab10.colors, *plt.cm.Dark2.colors]), strict=False))
+    made = {run.job.method for run in runs}
+    palette = cycle([*plt.cm.tab10.colors, *plt.cm.Dark2.colors])
+    colors = dict(zip([method for method in METHODS if method in made], palette, strict=False))
     for task in dict.fromkeys(task for task, _ in best):
         ours = {method: list(found.values()) for (of, method), found in best.items() if of == task and found}
         figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), sharey=True)
@@ -35,7 +37,7 @@ def draw(runs: list[Run], best: dict[tuple[str, str], dict[int, Run]], out: Path
         axes[0].set(ylabel="held-out loss [nats per byte]")
         if ends := [run.final for found in ours.values() for run in found if math.isfinite(run.final)]:
             axes[0].set_ylim(min(ends) - 0.05, min(min(ends) + 2, axes[0].get_ylim()[1]))
-        axes[0].legend()
+        axes[0].legend(fontsize=8)
         files.append(_save(figure, out / f"{task}_loss.png"))
         if ours.get(REFRESHED):
             files.append(_refreshes(ours[REFRESHED], out / f"{task}_refreshes.png"))
