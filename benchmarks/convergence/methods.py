@@ -218,9 +218,9 @@ RATES: dict[str, list[float]] = {
     **{f"{name}_slow_table": [5e-4, 1e-3, 2e-3, 4e-3] for name in ("kfacadamw", "kfacadamw_unrotated")},
     **{f"kfac_adamw_{name}": [1e-3, 2e-3, 4e-3, 8e-3] for name in KFAC_ADAMW_VARIATIONS},
 }
+"""Where a sweep starts; it extends itself while the best is at an edge."""
 RATES |= {f"{name}_decay_{decay:g}": RATES[name] for name in DECAYED for decay in DECAYS}
 RATES |= {f"{name}_ramp": RATES[name] for name in RAMPED}
-"""Where a sweep starts; it extends itself while the best is at an edge."""
 IMAGE_RATES = {
     **RATES,
     "adamw": [5e-3, 1e-2, 2e-2, 4e-2],

@@ -66,7 +66,6 @@ class NoiseScale:
 
     Attributes:
         average: fp32 [3]: running tr Sigma and |G|^2 of the measured layers, and how many measurements are in them.
-        told: the same on the host as of the last measurement but one, so that nobody waits.
         measurements: so far, those that showed nothing included.
     """
 
@@ -78,8 +77,7 @@ class NoiseScale:
         self.place = {name: place for place, name in enumerate(fit[:: stride or 1])}
         self.samples, self.world, self.device = samples, world, device
         self.average, self.measurements = torch.zeros(3, device=device), 0
-        self.told: list[float] = [0.0, 0.0, 0.0]
-        self._copy: HostCopy | None = None
+        self._told = self._copy = HostCopy(torch.zeros(3))  # of the last measurement but one, and of the last
         self.active = False  # from the beginning of a step on
         self._sums: dict[str, Tensor] = {}  # Q
         self._seen: Counter[str] = Counter()  # B
@@ -128,16 +126,20 @@ class NoiseScale:
         mixed = torch.cat([kept * self.average[:2] + (1 - kept) * found, self.average[2:] + 1])
         self.average = torch.where(known, mixed, self.average)
         self.measurements += 1
-        self.told = self.told if self._copy is None else self._copy.tolist()
-        self._copy = HostCopy(self.average)
+        self._told, self._copy = self._copy, HostCopy(self.average)
+
+    @property
+    def told(self) -> list[float]:
+        """:attr:`average` on the host, as of the last measurement but one, so that whoever asks does not wait."""
+        return self._told.tolist()
 
     def state_dict(self) -> dict[str, Any]:
         return {"average": self.average.tolist(), "told": self.told, "measurements": self.measurements}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.average = torch.tensor(state["average"], device=self.device)
-        self.told, self.measurements = state["told"], state["measurements"]
-        self._copy = HostCopy(self.average) if self.measurements else None
+        self.measurements = state["measurements"]
+        self._told, self._copy = HostCopy(torch.tensor(state["told"])), HostCopy(self.average)
 
     @property
     def value(self) -> float:

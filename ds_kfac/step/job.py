@@ -82,7 +82,7 @@ def counters(job: Job) -> dict[str, float]:
       inverses, results, numbers.
     - "captures", "captures_skipped": of factors, over all ranks; skipped are those that the adaptive rule left out.
     - "noise_scale": samples of a batch that is as much noise as signal (:mod:`ds_kfac.model.noise`), if it is measured:
-      where DeepSpeed's monitor is on, or a batch ramp asks.
+      where ``measure_noise`` or a batch ramp asked for it.
     - "statistics_fraction": factor elements captured, over those of capturing every factor in every step.
     """
     found = _of_domain(job.preconditioners[0])
