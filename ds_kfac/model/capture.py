@@ -44,10 +44,13 @@ class Capture:
         fallback_seed: the scale of a backward that nobody announced by :meth:`begin_backward`.
         inputs: receives every input of a captured call, to find and verify layers that share theirs.
         sampled: whether G comes from a sampled loss instead of the true one.
+        asked: for :mod:`ds_kfac.factors`, which asks autograd for the gradients of :attr:`pending` calls: in any mode,
+            training or evaluation, and A is summed with the gradients, so that sums of some layers can leave before
+            those of others begin.
         info_of: a micro-batch's information -> that of a module's call in it, where they differ.
 
     Attributes:
-        pending: calls without gradients yet, of all forwards; filled only if ``sampled``.
+        pending: calls without gradients yet, of all forwards; filled only if ``sampled`` or ``asked``.
         forward: the model's last one.
         sums: factor key -> rows of the step so far, see :meth:`begin_step`; missing where there are none.
         measured: layer name -> rows of its calls since the last step here, also where none are summed: of first runs
@@ -69,10 +72,11 @@ class Capture:
         rows: RowSums | None = None,
         inputs: SharedInputs | None = None,
         sampled: bool = False,
+        asked: bool = False,
         read_batch: ReadBatch | None = None,
         info_of: Callable[[str, BatchInfo], BatchInfo] | None = None,
     ) -> None:
-        self.active, self._model, self.sampled = False, model, sampled
+        self.active, self._model, self.sampled, self.asked = False, model, sampled or asked, asked
         self.rows, self.inputs = rows or RowSums(divided=not sampled), inputs or SharedInputs()
         self.read_batch: ReadBatch = read_batch or (lambda arguments, keywords: BatchInfo())
         self.pending: list[Call] = []
@@ -179,11 +183,11 @@ class Capture:
 
     def _hook_model(self, own: nn.Module) -> None:
         def begin(module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:
-            if module.training and self.active and torch.is_grad_enabled():
+            if (module.training or self.asked) and self.active and torch.is_grad_enabled():
                 self._begin_batch(module is own, arguments, keywords)
 
         def end(module: nn.Module, arguments: tuple, output: Any) -> None:
-            if module.training and self.active and torch.is_grad_enabled():
+            if (module.training or self.asked) and self.active and torch.is_grad_enabled():
                 self._end_batch(module is own, output)
 
         self._handles.append(own.register_forward_pre_hook(begin, with_kwargs=True))
@@ -210,7 +214,7 @@ class Capture:
 
     def _hook_layer(self, layer: LayerSpec, own: nn.Module, model: nn.Module) -> None:
         def hook(module: nn.Module, inputs: tuple, named: dict[str, Any], output: Any) -> None:
-            if model.training and self.active and torch.is_grad_enabled():  # a part may be in eval mode
+            if (model.training or self.asked) and self.active and torch.is_grad_enabled():  # a part may be in eval mode
                 capture(module, inputs, named, output)
 
         @torch.compiler.disable
@@ -269,7 +273,7 @@ class Capture:
             rows = Fit((x != 0).any(-1)) if dispatched or info.places else rows
         elif not kind.images:
             rows = self._masks.of(layer.module, x, info)
-        with_gradient = recomputed or kind.needs_gradients
+        with_gradient = recomputed or kind.needs_gradients or self.asked
         kept = x if noted or (with_gradient and makes_A) else None
         call = Call(layer, kind, module, info, rows, shape, sides, forward, kept, recomputed, select, columns, lay)
         call.noted = noted
@@ -296,12 +300,12 @@ class Capture:
         """Products are seen while a captured forward, or a recomputation, of a module runs."""
 
         def enter(module: nn.Module, inputs: tuple) -> None:
-            if model.training and self.active and torch.is_grad_enabled():
+            if (model.training or self.asked) and self.active and torch.is_grad_enabled():
                 if module is own:
                     products.enter(module)
 
         def leave(module: nn.Module, inputs: tuple, output: Any) -> None:
-            if model.training and self.active and torch.is_grad_enabled():
+            if (model.training or self.asked) and self.active and torch.is_grad_enabled():
                 products.leave(module)
 
         self._handles.append(own.register_forward_pre_hook(enter))
@@ -354,7 +358,8 @@ class Capture:
             if total is not waiting:
                 total.sum_P.add_(waiting.sum_P)
                 total.count.add_(waiting.count)
-        if makes_A and not of_gradients and call.recomputed and call.x is not None and call.x.numel():
+        late = call.recomputed or self.asked
+        if makes_A and not of_gradients and late and call.x is not None and call.x.numel():
             self.rows.add_input(call, call.x, _sum(self.sums, A, layer.A.numel, gradient))
         makes = makes_A and call.x is not None if of_gradients else makes_G
         if makes and gradient.numel():

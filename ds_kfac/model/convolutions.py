@@ -130,6 +130,11 @@ class Patches:
             for part in view.split(max(1, CHUNK // (len(image) * line)), dim=1):
                 yield part.reshape(-1, width)
 
+    def all_rows(self) -> Tensor:
+        """Every patch of every example, [N, positions, D]; a copy, as large as all of them."""
+        view = self._view(self.padded(self.image), list(self.positions), self.grid(None, 1))
+        return view.flatten(1, len(self.positions)).flatten(2)
+
     def sums(self) -> Tensor:
         """Of every example's patches, fp32 [N, D]."""
         padded, taps = self.padded(self.image), []

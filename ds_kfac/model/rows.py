@@ -219,6 +219,32 @@ class RowSums:
             side = layer.A if kind.needs_gradients else layer.G
             side.accumulate_(sum_.sum_P, rows, scale=scale)
 
+    @torch.no_grad()
+    def pairs(self, call: Call, gradient: Tensor, seed: Tensor | float) -> tuple[Tensor, Tensor]:
+        """A call's inputs [N, T, I], each with the 1 of a bias, and the gradients of its loss terms [N, T, O], fp32 and
+        zero where a row does not count, whatever the weight sharing; of a convolution its patches. Where rows have no
+        examples, as those of an expert, or of a model that flattens and has no mask, T is 1. See
+        :meth:`add_gradient`."""
+        kind, mask, x = call.kind, call.rows.mask, call.x
+        assert x is not None, "the call's input was not kept"
+        if isinstance(kind, Convolution):
+            x = kind.input_patches(call.module, x).all_rows()
+            gradient = kind.gradient_patches(call.module, gradient).all_rows()
+        else:
+            gradient = kind.gradient_rows(call.module, x, gradient)
+        turned = call.rows.examples == 1
+        (x_NTI, own), (g_NTO, _) = (_positions(rows, mask, turned) for rows in (x.detach(), gradient.detach()))
+        x_NTI, g_NTO = x_NTI.float(), g_NTO.float()
+        counts = torch.ones_like(x_NTI[..., :1]) if own is None else own.float()
+        if own is not None:
+            x_NTI, g_NTO = x_NTI * counts, g_NTO * counts
+        if call.layer.bias is not None:
+            x_NTI = torch.cat([x_NTI, counts], dim=-1)
+        rows = x_NTI.shape[:2].numel() if own is None else counts.sum()
+        images = isinstance(kind, Convolution) and self.weight_sharing == "expand"
+        own_terms = len(x_NTI) if images else rows
+        return x_NTI, g_NTO * self._gain(call, own_terms, seed, BatchSum.empty(0, x.device))
+
     def _grid(self, patches: Patches, layer: LayerSpec) -> Any:
         """The same for both sides."""
         return patches.grid(self.turn if self.positions else None, max(layer.shape[-2:]))

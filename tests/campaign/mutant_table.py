@@ -231,9 +231,9 @@ _ROWS = [
     ("tensor parallel: another rank's columns", "model/layers.py", "sum(sizes[: module.tp_index])",
      "sum(sizes[: 1 - module.tp_index])", "tests/deepspeed/test_tensor_parallel.py::test_shards_match_one_process[2]"),
     # Monte-Carlo
-    ("Gumbel noise with the wrong sign", "engine/monte_carlo.py", "(flat - torch.log(", "(flat + torch.log(",
+    ("Gumbel noise with the wrong sign", "model/samplers.py", "(flat - torch.log(", "(flat + torch.log(",
      "tests/model/test_sampled_loss.py"),
-    ("mse: variance not halved", "engine/monte_carlo.py", "prediction.ndim > 1 else 1) / 2",
+    ("mse: variance not halved", "model/samplers.py", "prediction.ndim > 1 else 1) / 2",
      "prediction.ndim > 1 else 1)",
      "tests/model/test_sampled_loss.py"),
     ("equal draws on every rank", "engine/monte_carlo.py", " + self.kfac.rank", "",

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ds_kfac.engine.monte_carlo import SAMPLERS
+from ds_kfac.model.samplers import SAMPLERS
 from ds_kfac.engine.quadratic import excess, product
 from ds_kfac.model.batch import BatchInfo
 from tests.close import close, near

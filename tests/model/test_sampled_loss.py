@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from ds_kfac.engine import monte_carlo as loss_sampling
-from ds_kfac.engine.monte_carlo import LossSampling, cross_entropy, mse, prediction_tensor
+from ds_kfac.engine.monte_carlo import LossSampling
+from ds_kfac.model.samplers import cross_entropy, mse, prediction_tensor
 from ds_kfac.model.batch import BatchInfo
 from tests.close import near
 

@@ -1,0 +1,132 @@
+"""EKFAC's eigenvalues: second moments of gradients in the eigenbasis, not of rows one side at a time.
+
+    per token       E over loss terms n of     (Q_G^T g_n a_n^T Q_A)^2 = (Q_G^T g_n)^2 (Q_A^T a_n)^2 ^T
+    per sequence    E over sequences of        (sum over its terms of Q_G^T g_n a_n^T Q_A)^2
+
+George et al. 2018 (arXiv:1806.03884) have the second, as tools for influence do (Grosse et al. 2023, arXiv:2308.03296).
+Every rank has rows of all layers, an owner a layer's sums: bases go out and sums come in, a layer at a time.
+
+Shape suffixes: N sequences, T positions, O and I the sides of a layer's matrix.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis
+from ds_kfac.factors.files import KINDS
+from ds_kfac.model.layers import LayerSpec
+from ds_kfac.model.rows import Call, RowSums
+from ds_kfac.ops.functional import block_product
+
+CHUNK = 1 << 26
+"""Elements of products of sequences at a time (256 MB), or those of one sequence."""
+
+
+def squares(x_NTI: Tensor, g_NTO: Tensor, basis: LayerBasis, *, sequences: bool = True) -> tuple[Tensor, Tensor | None]:
+    """Sums [O, I], fp32, over terms and over sequences; None where rows have no ``sequences``.
+
+    Cost: R (I^2 + O^2 + O I) for R = N T rows, N T O I for the sequences.
+    """
+    (N, T, I), O = x_NTI.shape, g_NTO.shape[-1]  # noqa: E741
+    x_NTI = block_product([], x_NTI.reshape(-1, I), basis.A.vectors).view(N, T, I)
+    g_NTO = block_product([], g_NTO.reshape(-1, O), basis.G.vectors).view(N, T, O)
+    token = g_NTO.square().flatten(0, 1).mT @ x_NTI.square().flatten(0, 1)
+    if not sequences:
+        return token, None
+    if T == 1:
+        return token, token
+    total = torch.zeros_like(token)
+    for x, g in zip(x_NTI.split(step := max(1, CHUNK // (O * I))), g_NTO.split(step), strict=True):
+        total += (g.mT @ x).square_().sum(dim=0)
+    return token, total
+
+
+class Corrected:
+    """The sums of a pass over the data.
+
+    Args:
+        layers: those that have both bases; of grouped maps and of norms none.
+        owners: layer -> rank that keeps its sums.
+        bases: factor key -> eigenbasis, of the factors decomposed here.
+        keys: layer -> side -> factor key.
+        homes: factor key -> rank that has its basis.
+        group: of all ranks.
+
+    Attributes:
+        sums: "<layer>/corrected.<kind>" -> fp64 [O, I], of this rank's layers.
+        unordered: layers that some call gave rows without sequences; their sums per sequence are no such thing.
+    """
+
+    def __init__(
+        self, layers: Sequence[LayerSpec], owners: Mapping[str, int], bases: Mapping[str, Eigenbasis],
+        keys: Mapping[str, Mapping[str, str]], homes: Mapping[str, int], rows: RowSums, *,
+        group: Any, rank: int, device: torch.device,
+    ) -> None:  # fmt: skip
+        self.layers, self.owners, self.bases, self.keys, self.homes = layers, owners, bases, keys, homes
+        self.rows, self.group, self.rank, self.device = rows, group, rank, device
+        self.sums: dict[str, Tensor] = {}
+        self.unordered: set[str] = set()
+
+    @torch.no_grad()
+    def add(self, calls: Sequence[tuple[Call, Tensor | None]], seed: float, examples: int) -> None:
+        """A batch of every rank; those without one add nothing. Collective.
+
+        Args:
+            calls: with the gradients of their outputs, in the order in which they ran.
+            examples: sequences in the batch.
+        """
+        of_layer: dict[str, list[tuple[Call, Tensor]]] = {}
+        for call, gradient in calls:
+            if gradient is not None and call.x is not None and call.x.numel():
+                of_layer.setdefault(call.layer.name, []).append((call, gradient))
+        for layer in reversed(self.layers):  # as gradients come by: the first has the rows that others are counted by
+            basis = LayerBasis(*(self._basis(layer, side) for side in "GA"))
+            found = [torch.zeros(layer.shape, device=self.device) for _ in KINDS]
+            pairs, ordered = self._pairs(of_layer.get(layer.name, ()), seed, examples)
+            for x_NTI, g_NTO in pairs:
+                token, sequence = squares(x_NTI, g_NTO, basis, sequences=ordered)
+                found[0] += token
+                if sequence is not None:
+                    found[1] += sequence
+            total, owner = torch.stack(found), self.owners[layer.name]
+            dist.reduce(total, owner, group=self.group)
+            if not ordered:
+                self.unordered.add(layer.name)
+            for kind, own in zip(KINDS, total, strict=True) if owner == self.rank else ():
+                name = f"{layer.name}/corrected.{kind}"
+                self.sums[name] = self.sums[name] + own if name in self.sums else own.double()
+        self.rows.counted.clear()
+
+    def _pairs(
+        self, calls: Sequence[tuple[Call, Tensor]], seed: float, examples: int
+    ) -> tuple[list[tuple[Tensor, Tensor]], bool]:
+        """Rows of a layer's calls, and whether they lie by sequences: then of all calls together, as one sequence's
+        gradient is the sum over them."""
+        found, ordered = [], True
+        for call, gradient in reversed(calls):
+            x, g = self.rows.pairs(call, call.gradient_of(gradient), seed)
+            if len(x) != examples and x.shape[1] == 1 and len(x) % examples == 0 and call.select is None:
+                x, g = (rows.reshape(examples, -1, rows.shape[-1]) for rows in (x, g))  # a model that flattens
+            ordered &= len(x) == examples and call.select is None
+            found.append((x, g))
+        if ordered and len(found) > 1:
+            xs, gs = zip(*found, strict=True)
+            found = [(torch.cat(xs, dim=1), torch.cat(gs, dim=1))]
+        return found, ordered
+
+    def _basis(self, layer: LayerSpec, side: str) -> Eigenbasis:
+        """From the rank that has it. Collective."""
+        own, key = getattr(layer, side), self.keys[layer.name].get(side)
+        if key is None or own.block < 2:
+            return Eigenbasis((), torch.ones(0, device=self.device))
+        if key in self.bases:
+            vectors = tuple(x.to(self.device) for x in self.bases[key].vectors)
+        else:
+            vectors = tuple(torch.empty(n, b, b, device=self.device) for n, b in own.groups)
+        for tensor in vectors:
+            dist.broadcast(tensor, self.homes[key], group=self.group)
+        return Eigenbasis(vectors, torch.ones(0, device=self.device))

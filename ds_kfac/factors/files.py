@@ -1,0 +1,197 @@
+"""The files of factors: safetensors, one shard of each kind from every owner, and an index that is written last.
+
+    index.json                    layers, counts, what they are of, and which shard has which tensor
+    factors-00000.safetensors     of owner 0: factors, eigenvectors and eigenvalues
+    corrected-00000.safetensors   EKFAC's eigenvalues
+
+    <layer>/A, <layer>/G          the mean of a a^T, of g g^T: lower triangles of the side's blocks, one after the
+                                  other, row by row; fp32, or bf16 beside checkpoints
+    <layer>/A/vectors.<k>         [n, b, b], eigenvectors in columns, of the k-th group of equal blocks
+    <layer>/A/values              [D], eigenvalues, ascending in each block
+    <layer>/corrected.token       [O, I], the mean over loss terms of (Q_G^T g a^T Q_A)^2, elementwise
+    <layer>/corrected.sequence    [O, I], the mean over sequences of the square of the sum over their terms
+
+A folder without index.json is not finished, and nothing loads it. ``layer`` is a module's name, or that of one of its
+matrices (an expert's). I counts the 1 of a bias, the last column.
+"""
+
+import errno
+import importlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_kfac.checkpoint.files import write_text
+from ds_kfac.curvature.eigen import Eigenbasis
+from ds_kfac.curvature.factor import Side
+from ds_kfac.model.layers import LayerSpec
+
+INDEX, VERSION = "index.json", 1
+KINDS = ("token", "sequence")
+"""Of corrected eigenvalues."""
+
+
+class FactorsError(ValueError):
+    """Factors could not be computed, written or read; with what to do."""
+
+
+def safetensors() -> Any:
+    """The module safetensors.torch."""
+    try:
+        return importlib.import_module("safetensors.torch")
+    except ImportError as problem:
+        raise FactorsError(f"factors are kept in safetensors files ({problem}): pip install safetensors") from problem
+
+
+def safetensors_file(path: Path) -> Any:
+    """An open file: a context manager whose tensors are read when they are asked for."""
+    safetensors()
+    return importlib.import_module("safetensors").safe_open(path, "pt")
+
+
+def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Put a file there whole, or not at all. Raises FactorsError where there is no space, or no permission."""
+    save, temporary = safetensors().save_file, path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, str(temporary))
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except Exception as problem:  # safetensors has an error of its own for those of the system
+        temporary.unlink(missing_ok=True)
+        full = getattr(problem, "errno", None) == errno.ENOSPC or "No space left" in str(problem)
+        advice = "; free some space and start again: what was saved before is kept" if full else ""
+        raise FactorsError(f"{path}: could not be written ({problem}){advice}") from problem
+
+
+def write_index(folder: Path, header: Mapping[str, Any]) -> None:
+    """Finish a folder. ``header``: see :class:`Factors`."""
+    try:
+        write_text(folder / INDEX, json.dumps({"format": "ds_kfac.factors", "version": VERSION, **header}, indent=1))
+    except OSError as problem:
+        raise FactorsError(f"{folder / INDEX}: could not be written ({problem})") from problem
+
+
+def described(layer: LayerSpec, keys: Mapping[str, str], name: str | None = None) -> dict[str, Any]:
+    """Of a layer, for the index. ``keys``: side -> factor key that has it, of sides that are no identities."""
+    return {
+        "module": layer.module, "kind": layer.kind, "weight": layer.weight, "bias": layer.bias,
+        "A": {**asdict(layer.A), "of": keys.get("A")}, "G": {**asdict(layer.G), "of": keys.get("G")},
+        "groups": layer.groups, "part": list(layer.part),
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Factors:
+    """A finished folder; tensors are read when they are asked for, on the CPU.
+
+    Attributes:
+        header: of the index. "layers": name -> module, kind, weight, bias, sides and groups. "counts": factor key ->
+            rows of A, or loss terms of G, that it is the mean of. "batches", "sequences", "rows": of the data.
+            "fisher": "empirical", "monte_carlo" or "activations_only". "left_alone": module -> why. "weight_map":
+            tensor -> shard.
+    """
+
+    folder: Path
+    header: Mapping[str, Any]
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike) -> "Factors":
+        """Raises FactorsError if it is not finished, or not one of ours."""
+        path = Path(folder) / INDEX
+        try:
+            header = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise FactorsError(
+                f"{path}: there is no such file, so the folder holds no factors, or they are not finished; run "
+                "`python -m ds_kfac factors` with the same arguments to go on"
+            ) from None
+        except ValueError as problem:
+            raise FactorsError(f"{path}: {problem}") from problem
+        if not isinstance(header, dict) or header.get("format") != "ds_kfac.factors":
+            raise FactorsError(f'{path}: its "format" is not ds_kfac.factors')
+        if header.get("version") != VERSION:
+            raise FactorsError(f"{path}: version {header.get('version')}; this ds_kfac reads {VERSION}")
+        if absent := sorted({name for name in header["weight_map"].values() if not (Path(folder) / name).exists()}):
+            raise FactorsError(f"{path}: names {', '.join(absent)}, which is not there")
+        return cls(Path(folder), header)
+
+    @property
+    def layers(self) -> Mapping[str, Mapping[str, Any]]:
+        return self.header["layers"]
+
+    def side(self, layer: str, side: str) -> Side:
+        """Width and blocks of "A" or "G"."""
+        found = self._layer(layer)[side]
+        return Side(found["dim"], found["block"])
+
+    def count(self, layer: str, side: str) -> float:
+        """Rows, or loss terms, that a factor is the mean of."""
+        return self.header["counts"][self._key(layer, side)]
+
+    def factor(self, layer: str, side: str) -> Tensor:
+        """[D, D], fp32, symmetric; zero between blocks, the identity where no factor is kept."""
+        own = self.side(layer, side)
+        if own.block == 0:
+            return torch.eye(own.dim)
+        blocks = own.blocks(self._tensor(self._key(layer, side)).float())
+        return torch.block_diag(*(matrix for group in blocks for matrix in group))
+
+    def eigenbasis(self, layer: str, side: str) -> Eigenbasis:
+        """Raises FactorsError where none was computed: of a factor that is zero, or beside a checkpoint."""
+        own = self.side(layer, side)
+        if own.block == 0:
+            return Eigenbasis((), torch.ones(own.dim))
+        key = self._key(layer, side)
+        vectors = tuple(self._tensor(f"{key}/vectors.{k}") for k in range(len(own.groups) if own.block > 1 else 0))
+        return Eigenbasis(vectors, self._tensor(f"{key}/values"))
+
+    def corrected(self, layer: str, per: str = "token") -> Tensor:
+        """EKFAC's eigenvalues [O, I], per "token" or per "sequence". Raises FactorsError where there are none."""
+        if per not in KINDS:
+            raise FactorsError(f"corrected eigenvalues: got {per!r}; must be one of {', '.join(KINDS)}")
+        self._layer(layer)
+        return self._tensor(f"{layer}/corrected.{per}")
+
+    def has(self, layer: str, what: str) -> bool:
+        """Whether there is a tensor: "A", "G", "corrected.token", "corrected.sequence"."""
+        key = self._layer(layer)[what]["of"] if what in ("A", "G") else f"{layer}/{what}"
+        return key in self.header["weight_map"]
+
+    def _layer(self, name: str) -> Mapping[str, Any]:
+        if name not in self.layers:
+            import difflib
+
+            near = difflib.get_close_matches(name, self.layers, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(list(self.layers)[:4])}, ..."
+            raise FactorsError(f"{self.folder}: no layer {name!r}; {hint}")
+        return self.layers[name]
+
+    def _key(self, layer: str, side: str) -> str:
+        return self._layer(layer)[side]["of"]
+
+    def _tensor(self, name: str) -> Tensor:
+        shard = self.header["weight_map"].get(name)
+        if shard is None:
+            raise FactorsError(f"{self.folder}: has no {name}; it was not computed, or its factor is zero")
+        return self._open(shard).get_tensor(name)
+
+    def _open(self, shard: str) -> Any:
+        if shard not in self._shards:
+            self._shards[shard] = safetensors_file(self.folder / shard)
+        return self._shards[shard]
+
+    @cached_property
+    def _shards(self) -> dict[str, Any]:
+        return {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layers)

@@ -1,0 +1,341 @@
+"""``ds_kfac.fit``: exact factors of any model, without training, each kept by one rank.
+
+Batch sums of a few layers at a time leave for their owners, who add them up in fp64: means over all rows, without
+decay. Then eigenbases; a second pass over the data finds EKFAC's eigenvalues. Transient memory of a rank, beside the
+model's own: inputs and output gradients of all layers of one batch, sums of at most :data:`ROUND_BYTES` or of one
+layer, and their messages.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from ds_kfac.assignment.assign import Contributors
+from ds_kfac.assignment.costs import BUILTIN, FactorSpec, factors_by_layer
+from ds_kfac.comm.message import Channel, failing_together, gathered
+from ds_kfac.comm.reduce import Layout, Reducer
+from ds_kfac.config.keys import KFACConfig, parse
+from ds_kfac.curvature.eigen import Eigenbasis, Request, refresh_all
+from ds_kfac.curvature.factor import KroneckerFactor
+from ds_kfac.directions.base import resolve
+from ds_kfac.factors.corrected import Corrected
+from ds_kfac.factors.files import (
+    INDEX,
+    Factors,
+    FactorsError,
+    described,
+    safetensors,
+    safetensors_file,
+    write_index,
+    write_shard,
+)
+from ds_kfac.factors.passes import Loss, Passes
+from ds_kfac.factors.progress import Progress, fingerprint
+from ds_kfac.model.layers import LayerSpec
+from ds_kfac.model.registry import LAYERS
+from ds_kfac.model.samplers import SAMPLERS
+from ds_kfac.model.scan import scan
+from ds_kfac.plan.plan import BUCKET_BYTES, Plan, Setting, make_plan
+
+ROUND_BYTES = 1 << 30
+"""Batch sums of a rank at a time, or those of one layer."""
+
+
+def fit(
+    model: Any,
+    data: Iterable[Any],
+    loss: Loss | None = None,
+    *,
+    out: str | os.PathLike,
+    config: KFACConfig | Mapping[str, Any] | None = None,
+    reduction: str = "mean",
+    corrected: bool = True,
+    progress: bool = True,
+    source: Mapping[str, Any] | None = None,
+) -> Factors:
+    """Factors, eigenbases and EKFAC's eigenvalues of a model over some data. Collective if torch.distributed runs.
+
+    A killed call goes on from its last save, at most five minutes before: call it again with the same arguments. The
+    model is run in evaluation mode, and left in the mode it was in.
+
+    Args:
+        model: an nn.Module, whole on every rank, or a DeepSpeedEngine of any ZeRO stage, with or without an optimizer;
+            its state does not change.
+        data: batches of this rank, the same at every iteration: a dict (the forward's keywords), a tuple or list (its
+            arguments) or a tensor. Ranks may have different numbers.
+        loss: (model, batch) -> scalar; None: the first scalar that the model returns.
+        out: folder for the files (:mod:`ds_kfac.factors.files`).
+        config: a "kfac" block; read are ``layers``, ``padding``, ``factor.dense_max``, ``weight_sharing``, ``fisher``
+            ("empirical", the default; "monte_carlo", the true Fisher; "activations_only": A alone, without a backward
+            pass) and its sampler, and ``assignment.costs``.
+        reduction: "mean" if the loss is a mean over its terms, "sum" if it is their sum.
+        corrected: whether there is a second pass.
+        source: plain values for the index, such as the data's name; a run with others does not go on from this one.
+
+    Returns what is in ``out``; at once if all of it was there.
+
+    Raises:
+        FactorsError: on every rank; no data, no row that counts, a layer that is never called, a loss or a sum that is
+            not finite, a full disk, other settings than an unfinished run's. Nothing unfinished loads.
+        ValueError: a wrong config.
+    """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"ds_kfac.fit: reduction: got {reduction!r}; must be mean or sum")
+    safetensors()
+    own, _ = resolve(config if isinstance(config, KFACConfig) else parse(config or {}), fisher="empirical")
+    fisher: Any = own.factor.fisher
+    if corrected and fisher != "activations_only" and iter(data) is data:
+        raise FactorsError(
+            "ds_kfac.fit: data can be iterated once, but there are two passes; give a list, a DataLoader or "
+            "corrected=False"
+        )
+    with _job():
+        channel = Channel(torch.distributed.group.WORLD)
+        try:
+            passes = Passes(
+                model, data, loss, reduction=reduction, fisher=fisher, sampler=SAMPLERS[own.factor.sampler],
+                padding=own.padding.count, channel=channel, shows=progress,
+            )  # fmt: skip
+            what = f"{reduction} of {'its own' if loss is None else getattr(loss, '__qualname__', type(loss).__name__)}"
+            return _Fitting(passes, Path(out), own, corrected=corrected, source=source or {}, what=what).run()
+        finally:
+            channel.close()
+
+
+@contextmanager
+def _job() -> Iterator[None]:
+    """The process's job; where there is none, one of a single rank."""
+    alone, compiled = not torch.distributed.is_initialized(), deepspeed.ops.__compatible_ops__
+    if alone:
+        compiled["deepspeed_shm_comm"] = False  # two minutes of a compiler, for one rank
+        backend = get_accelerator().communication_backend_name()
+        backend = "gloo" if get_accelerator().device_name() == "cpu" else backend
+        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+        yield
+    finally:
+        if alone:
+            torch.distributed.destroy_process_group()
+
+
+class _Fitting:
+    """One call of :func:`fit`.
+
+    Attributes:
+        rounds: layers, the last ones first, whose batch sums are in memory together; and their factors.
+        keys: layer -> side -> factor key.
+        shard: name of this rank's file of a kind.
+    """
+
+    def __init__(
+        self, passes: Passes, out: Path, config: KFACConfig, *, corrected: bool, source: Mapping[str, Any], what: str
+    ) -> None:
+        self.passes, self.out, self.channel, self.device = passes, out, passes.channel, passes.device
+        self.config, self.corrected = config, corrected and passes.fisher != "activations_only"
+        found = scan(passes.model, config.choice)
+        self.plan = plan_of(found.layers, config, self.channel.world, self.device)
+        self.skipped, roles = found.skipped, self.plan.assignment
+        self.specs, self.homes = {spec.key: spec for spec in roles.factors}, roles.eigen_workers
+        self.keys = {
+            name: {side: spec.key for side, spec in own.items()}
+            for name, own in factors_by_layer(roles.factors).items()
+        }
+        self.rounds = list(rounds(self.plan.layers, self.specs))
+        self.settings = {
+            "layers": fingerprint({layer.name: self._described(layer) for layer in self.plan.layers}),
+            "world": self.channel.world, "fisher": passes.fisher, "loss": what, "corrected": self.corrected,
+            "padding": config.padding.count, "weight_sharing": config.factor.weight_sharing, "source": dict(source),
+        }  # fmt: skip
+        self.finite = torch.ones((), dtype=torch.bool, device=self.device)
+
+    def _described(self, layer: LayerSpec) -> dict[str, Any]:
+        return described(layer, self.keys.get(layer.name, {}))
+
+    def shard(self, kind: str) -> str:
+        return f"{kind}-{self.channel.rank:05d}.safetensors"
+
+    def run(self) -> Factors:
+        """Collective."""
+        with failing_together(f"ds_kfac: {self.out}", self.channel.group, FactorsError):
+            self.out.mkdir(parents=True, exist_ok=True)
+        if any(gathered((self.out / INDEX).exists(), self.channel.group)):
+            found = Factors.load(self.out)
+            if found.header["settings"] != self.settings:
+                raise FactorsError(f"{self.out}: holds factors of other settings; give another folder, or remove it")
+            return found
+        self.progress = Progress(self.out, self.settings, self.channel)
+        self.capture = self.passes.capture(self.plan.layers, self.config.factor.weight_sharing)
+        modes = {module: module.training for module in self.passes.model.modules()}
+        self.passes.model.eval()
+        try:
+            if self.progress.phase == "factors":
+                self._write_factors(self._summed())
+                self.progress.begin("corrected")
+            self.counts = self._read(lambda name: name.endswith("/count"))
+            sequences = set[str]()
+            if self.corrected:
+                sequences = self._correct()
+            self._write_index(sequences)
+        finally:
+            self.capture.remove()
+            for module, mode in modes.items():
+                module.training = mode
+        self.progress.finished()
+        return Factors.load(self.out)
+
+    @torch.no_grad()
+    def _summed(self) -> dict[str, Tensor]:
+        """The first pass: fp64 packed sums of the factors that this rank owns, and of each its count."""
+        sums = self.progress.load(self.device)
+        for key, spec in self.specs.items():
+            if self.homes[key] == self.channel.rank and key not in sums:
+                sums[key] = torch.zeros(spec.side.numel, dtype=torch.float64, device=self.device)
+                sums[f"{key}/count"] = torch.zeros((), dtype=torch.float64, device=self.device)
+        roles, capture = self.plan.assignment, self.capture
+        layout = Layout(roles.factors, self.homes, Contributors(self.channel.world), torch.float32, BUCKET_BYTES)
+        reducer = Reducer(layout, self.channel, self.device)
+        keys = frozenset(self.specs)
+        for batch in self.passes.over("factors", capture, keys, self.progress, lambda: sums, self._wrong):
+            for names, factors in self.rounds:
+                own = [pair for pair in batch.calls if pair[0].layer.name in names]
+                capture.add_sampled([call for call, _ in own], [gradient for _, gradient in own], self.passes.seed)
+                for made in capture.sums.values():
+                    self.finite &= made.sum_P.sum().isfinite()
+                reducer.begin(factors, batch.number)
+                for key, total in reducer.reduce(capture.sums).items():
+                    if key in sums:
+                        sums[key] += total.sum_P
+                        sums[f"{key}/count"] += total.count
+                capture.sums = {}
+        return sums
+
+    def _wrong(self) -> str:
+        return "" if bool(self.finite) else "a gradient or an input is not finite; leave the batch out"
+
+    def _write_factors(self, sums: dict[str, Tensor]) -> None:
+        """Means, their eigenbases, and this rank's shard of them. Collective."""
+        counts = {key: float(sums[f"{key}/count"]) for key in self.specs if key in sums}
+        everyone = {key: count for own in gathered(counts, self.channel.group) for key, count in own.items()}
+        if not any(everyone.values()):
+            raise FactorsError("ds_kfac.fit: no row counts: all are masked, or have the label -100")
+        if idle := sorted({key[:-2] for key, count in everyone.items() if not count}):
+            raise FactorsError(
+                f"ds_kfac.fit: {len(idle)} layers had no row: {', '.join(idle[:5])}; they are never called, or the "
+                "loss does not depend on them: leave them out by layers.exclude in the config"
+            )
+        layers = {layer.name: layer for layer in self.plan.layers}
+        with failing_together("ds_kfac.fit: factors", self.channel.group, FactorsError):
+            tensors = dict[str, Tensor]()
+            for key in counts:
+                count = sums[f"{key}/count"]
+                packed = (sums.pop(key) / count).float()
+                tensors |= {key: packed, f"{key}/count": count}
+                if bool(packed.any()):  # zero as long as what is above a layer is
+                    factor = KroneckerFactor(self.specs[key].side, packed, torch.ones((), device=self.device))
+                    request = Request(factor, groups=layers[self.specs[key].layers[0]].groups)
+                    basis = refresh_all([request])[0].basis
+                    if basis is None:
+                        raise FactorsError(f"{key}: could not be decomposed, in fp64 either")
+                    tensors |= {f"{key}/vectors.{k}": vectors for k, vectors in enumerate(basis.vectors)}
+                    tensors[f"{key}/values"] = basis.values
+            write_shard(self.out / self.shard("factors"), tensors)
+
+    def _read(self, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+        """Of this rank's shard of factors."""
+        with safetensors_file(self.out / self.shard("factors")) as file:
+            return {name: file.get_tensor(name) for name in file.keys() if wanted(name)}
+
+    def _correct(self) -> set[str]:
+        """The second pass, and this rank's shard of it. Returns the layers whose rows lie by sequences. Collective."""
+        own = self._read(lambda name: "/v" in name)
+        bases = {
+            key: Eigenbasis(tuple(own[n] for n in sorted(own) if n.startswith(f"{key}/vectors.")), own[f"{key}/values"])
+            for key in self.specs
+            if f"{key}/values" in own
+        }
+        known = set().union(*gathered(set(bases), self.channel.group))
+        fit = [x for x in self.plan.layers if correctable(x) and set(self.keys[x.name].values()) <= known]
+        owners = {name: ranks[0] for name, ranks in self.plan.assignment.workers.items()}
+        sums = Corrected(
+            fit, owners, bases, self.keys, self.homes, self.capture.rows,
+            group=self.channel.group, rank=self.channel.rank, device=self.device,
+        )  # fmt: skip
+        sums.sums = self.progress.load(self.device)
+        if not self.progress.batches:
+            self.progress.seen = [0.0] * 3
+        keys = frozenset(self.specs)
+        for batch in self.passes.over(
+            "corrected eigenvalues", self.capture, keys, self.progress, lambda: sums.sums, lambda: ""
+        ):
+            sums.add(batch.calls, self.passes.seed, batch.sequences)
+        unordered = set().union(*gathered(sums.unordered, self.channel.group))
+        terms = {key: float(count) for own in gathered(self.counts, self.channel.group) for key, count in own.items()}
+        sequences, tensors = self.progress.seen[1], dict[str, Tensor]()
+        for name, total in sums.sums.items():
+            layer, kind = name.rsplit("/corrected.", 1)
+            if kind == "token":
+                tensors[name] = (total / terms[f"{self.keys[layer]['G']}/count"]).float()
+            elif layer not in unordered:
+                tensors[name] = (total / sequences).float()
+        with failing_together("ds_kfac.fit: corrected eigenvalues", self.channel.group, FactorsError):
+            write_shard(self.out / self.shard("corrected"), tensors)
+        return {layer.name for layer in fit} - unordered
+
+    def _write_index(self, sequences: set[str]) -> None:
+        """Collective."""
+        kinds = ["factors", *(["corrected"] if self.corrected else [])]
+        mine = dict[str, str]()
+        for kind in kinds:
+            with safetensors_file(self.out / self.shard(kind)) as file:
+                mine |= {name: self.shard(kind) for name in file.keys()}
+        counts = {name.removesuffix("/count"): float(count) for name, count in self.counts.items()}
+        parts = gathered((mine, counts), self.channel.group)
+        header = {
+            "settings": self.settings, "fisher": self.passes.fisher,
+            "batches": self.progress.seen[0], "sequences": self.progress.seen[1], "rows": self.progress.seen[2],
+            "counts": {key: count for _, own in parts for key, count in own.items()},
+            "layers": {layer.name: self._described(layer) for layer in self.plan.layers},
+            "left_alone": {one.name: f"{one.kind}: {one.reason}" for one in self.skipped},
+            "weight_map": {n: shard for own, _ in parts for n, shard in own.items() if not n.endswith("/count")},
+        }  # fmt: skip
+        with failing_together("ds_kfac.fit: index", self.channel.group, FactorsError):
+            if self.channel.rank == 0:
+                write_index(self.out, header)
+
+
+def plan_of(layers: Sequence[LayerSpec], config: KFACConfig, world: int, device: torch.device) -> Plan:
+    """Who owns what: one rank a layer, whatever ZeRO does, by predicted cost."""
+    config = config.having("assignment", gradient_worker_fraction=1 / world).having("preconditioner", method="eigen")
+    costs = BUILTIN["cpu" if device.type == "cpu" else "cuda"]
+    setting = Setting(world, None, torch.float32, torch.float32, moments=0, device=device)
+    return make_plan(layers, setting, config, costs)
+
+
+def rounds(
+    layers: Sequence[LayerSpec], specs: Mapping[str, FactorSpec]
+) -> Iterator[tuple[frozenset[str], frozenset[str]]]:
+    """See :class:`_Fitting`."""
+    names, keys, nbytes = set[str](), set[str](), 0
+    for layer in reversed(layers):  # as gradients come by: the first has the rows that loss terms are counted by
+        own = {key for key in layer.keys if key in specs}
+        more = sum(4 * specs[key].side.numel for key in own)
+        if names and nbytes + more > ROUND_BYTES:
+            yield frozenset(names), frozenset(keys)
+            names, keys, nbytes = set(), set(), 0
+        names.add(layer.name)
+        keys |= own
+        nbytes += more
+    yield frozenset(names), frozenset(keys)
+
+
+def correctable(layer: LayerSpec) -> bool:
+    """Whether a layer's gradient is one sum of g a^T: not of grouped maps, nor of norms."""
+    return layer.groups == 1 and not LAYERS[layer.kind].needs_gradients

@@ -1,0 +1,194 @@
+"""Runs a model over data for :mod:`ds_kfac.factors.fitting`: batches of all ranks in step, and of each the gradients of
+layer outputs, which autograd is asked for; no parameter gets one."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from ds_kfac.comm.message import Channel, gathered
+from ds_kfac.factors.files import FactorsError
+from ds_kfac.factors.progress import Progress
+from ds_kfac.model.batch import ArgumentReader, BatchInfo, tensors_of
+from ds_kfac.model.capture import Capture
+from ds_kfac.model.layers import LayerSpec
+from ds_kfac.model.loss import returned_loss
+from ds_kfac.model.rows import Call, RowSums
+from ds_kfac.model.samplers import Sampler
+
+SCALES = {torch.float16: 2.0**12}
+"""Of a loss whose gradients would underflow in 16 bits; others have 1."""
+SEED = 0x5EED
+END = object()
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass
+class Batch:
+    """What a batch of this rank has shown; empty where it has none left.
+
+    Attributes:
+        number: the same on all ranks, from 0.
+        calls: of layers, and the gradients of their outputs, times ``Passes.seed``; None where the loss does not depend
+            on one.
+        sequences, rows: in its first tensor: its first dimension; its elements, if they are tokens.
+        problem: what is wrong with it, "" if nothing is.
+    """
+
+    number: int
+    calls: Sequence[tuple[Call, Tensor | None]] = ()
+    sequences: int = 0
+    rows: int = 0
+    problem: str = ""
+
+
+class Passes:
+    """Passes of a model over data.
+
+    Args:
+        model: an nn.Module or a DeepSpeedEngine.
+        loss, reduction: see :func:`ds_kfac.factors.fitting.fit`.
+        fisher: what gradients are of, "empirical", "monte_carlo" or "activations_only": then there are none.
+        padding: which rows count, the key ``padding.count`` of a config.
+
+    Attributes:
+        seed: by which gradients are multiplied.
+        device: of the model.
+    """
+
+    def __init__(
+        self, model: Any, data: Iterable[Any], loss: Loss | None, *,
+        reduction: str, fisher: str, sampler: Sampler, padding: str, channel: Channel, shows: bool,
+    ) -> None:  # fmt: skip
+        self.engine = model if isinstance(getattr(model, "module", None), nn.Module) else None
+        self.model: nn.Module = model if self.engine is None else self.engine.module
+        self.data, self.loss, self.channel, self.shows = data, loss, channel, shows
+        self.fisher, self.sampler = fisher, sampler
+        first = next(self.model.parameters())
+        self.device = torch.device(first.device if self.engine is None else self.engine.device)
+        self.seed = SCALES.get(first.dtype, 1.0)
+        # at ZeRO stage 3 ranks fetch weights from each other: one without a batch runs its last one again
+        self.sharded = any(hasattr(parameter, "ds_id") for parameter in self.model.parameters())
+        self._reader = ArgumentReader(self.model, count=padding)
+        self._divisor = 1.0 if reduction == "sum" and fisher != "monte_carlo" else None
+
+    def capture(self, layers: Iterable[LayerSpec], weight_sharing: str) -> Capture:
+        """Hooks for :meth:`over`."""
+        rows = RowSums(weight_sharing, positions=False, divided=self.fisher != "monte_carlo")
+        return Capture(self.model, layers, lambda: self.seed, rows=rows, asked=True, read_batch=self._read_batch)
+
+    def over(
+        self, what: str, capture: Capture, keys: frozenset[str], progress: Progress,
+        saved: Callable[[], Mapping[str, Tensor]], wrong: Callable[[], str],
+    ) -> Iterator[Batch]:  # fmt: skip
+        """The batches of a pass that are not in the last save. Collective; raises FactorsError on every rank.
+
+        Args:
+            what: for people.
+            saved: what is to be saved now and then.
+            wrong: says whether the last batch's sums are of no use.
+        """
+        seen, begun, last, iterator = list(progress.seen), progress.batches, None, iter(self.data)
+        total = len(self.data) if isinstance(self.data, Sized) else None
+        hidden = not self.shows or self.channel.rank > 0
+        with tqdm(total=total, initial=begun, desc=what, unit=" batches", disable=hidden) as bar:
+            for _ in itertools.islice(iterator, begun):
+                pass
+            for number in itertools.count(begun):
+                batch, problem = END, ""
+                try:
+                    batch = next(iterator, END)
+                except Exception as error:  # told to all ranks, which wait for this one
+                    problem = f"batch {number}: {type(error).__name__}: {error}"
+                left, save = self._together(problem, batch is not END, self.channel.rank == 0 and progress.due)
+                if not left:
+                    break
+                own = batch is not END
+                last = batch if own else last
+                found = self._run(last, number, capture, keys) if own or (self.sharded and last is not None) else None
+                if found is None or not own:
+                    found = Batch(number)
+                yield replace(found, calls=() if found.problem else found.calls)
+                problem = found.problem or (wrong() and f"batch {number}, counted from 0: {wrong()}")
+                seen = [
+                    a + b for a, b in zip(seen, self._together(problem, own, found.sequences, found.rows), strict=True)
+                ]
+                rate = (seen[2] - progress.seen[2]) / max(1e-9, bar.format_dict["elapsed"])
+                bar.set_postfix_str(f"{seen[2]:,.0f} rows, {rate:,.0f} a second", refresh=False)
+                bar.update()
+                if save:
+                    progress.save(number + 1, seen, saved)
+        progress.seen = seen
+        if not seen[0]:
+            raise FactorsError("ds_kfac.fit: the data is empty, on every rank")
+
+    def _together(self, problem: str, *numbers: float) -> list[float]:
+        """Sums over ranks. Collective; raises FactorsError on all if one has a problem."""
+        told = torch.tensor([bool(problem), *map(float, numbers)], dtype=torch.float64, device=self.device)
+        some, *found = self.channel.sum(told).tolist()
+        if some:
+            everyone = enumerate(gathered(problem, self.channel.group))
+            raise FactorsError(
+                "ds_kfac.fit: " + "; ".join([f"rank {rank}, {text}" for rank, text in everyone if text][:4])
+            )
+        return found
+
+    def _read_batch(self, arguments: tuple, keywords: Mapping[str, Any]) -> BatchInfo:
+        info = self._reader(arguments, keywords)
+        return info if self._divisor is None else replace(info, divisor=self._divisor, items=None)
+
+    def _run(self, batch: Any, number: int, capture: Capture, keys: frozenset[str]) -> Batch:
+        batch = _to(batch, self.device)
+        first = next((x for x in tensors_of(batch) if x.ndim), None)
+        if first is None:
+            return Batch(number, problem=f"batch {number}: has no tensor of at least one dimension")
+        found = Batch(number, sequences=len(first), rows=len(first) if first.is_floating_point() else first.numel())
+        capture.begin_step(keys, number)
+        engine, dtype = self.engine, None
+        if engine is not None and engine.torch_autocast_enabled():
+            dtype = engine.torch_autocast_dtype()
+        with torch.enable_grad(), torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
+            value = self._value(batch, number, capture)
+        calls = capture.pending
+        if self.fisher == "activations_only":
+            found.calls = [(call, call.x) for call in calls]
+        elif value is None:
+            found.problem = (
+                f"batch {number}: the model returned no loss (no scalar); give labels, or fit's argument loss"
+            )
+        elif not bool(torch.isfinite(value)):
+            found.problem = f"batch {number}, counted from 0: the loss is {float(value.detach())}; leave the batch out"
+        elif not calls or not value.requires_grad:
+            found.problem = f"batch {number}: its loss depends on no layer"
+        else:
+            edges = [call.edge for call in calls if call.edge is not None]
+            gradients = torch.autograd.grad(value, edges, torch.full_like(value, self.seed), allow_unused=True)
+            found.calls = list(zip(calls, gradients, strict=True))
+        return found
+
+    def _value(self, batch: Any, number: int, capture: Capture) -> Tensor | None:
+        """The loss of a batch; on drawn labels for a true Fisher."""
+        if self.loss is not None and self.fisher == "empirical":
+            return self.loss(self.model, batch)
+        if isinstance(batch, Mapping):
+            output = self.model(**batch)
+        else:
+            output = self.model(*batch) if isinstance(batch, (tuple, list)) else self.model(batch)
+        if self.fisher != "monte_carlo":
+            return returned_loss(output)
+        drawn = torch.Generator(device=self.device)
+        drawn.manual_seed(SEED + number * 1_000_003 + self.channel.rank)
+        return self.sampler(output, capture.forward.info, drawn).float()
+
+
+def _to(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: _to(value, device) for key, value in batch.items()}
+    return type(batch)(_to(value, device) for value in batch) if isinstance(batch, (tuple, list)) else batch
