@@ -41,6 +41,8 @@ with only_for_data() if _is_command else nullcontext():
     from ds_kfac.engine.batch_ramp import BatchRamp
     from ds_kfac.engine.entry import asked_for, attach, disable, enable, initialize
     from ds_kfac.estimate.command import estimate_kfac_mem_needs_all_cold, estimate_kfac_mem_needs_all_live
+    from ds_kfac.factors.files import Factors, FactorsError
+    from ds_kfac.factors.fitting import fit
     from ds_kfac.model.batch import BatchInfo
 
 __version__ = "0.1.0"
@@ -48,6 +50,8 @@ __all__ = [
     "Attachment",
     "BatchInfo",
     "BatchRamp",
+    "Factors",
+    "FactorsError",
     "KFACAdamW",
     "KFACConfig",
     "__version__",
@@ -56,6 +60,7 @@ __all__ = [
     "enable",
     "estimate_kfac_mem_needs_all_cold",
     "estimate_kfac_mem_needs_all_live",
+    "fit",
     "initialize",
 ]
 

@@ -1,4 +1,4 @@
-"""``python -m ds_kfac``: ``run``, ``check``, ``estimate``, ``plot``, ``report``, ``config`` and ``schema``."""
+"""``python -m ds_kfac``: ``run``, ``check``, ``estimate``, ``factors``, ``convert``, ``plot``, ``report``, ``config`` and ``schema``."""
 
 import argparse
 import importlib.metadata
@@ -17,6 +17,7 @@ from ds_kfac.config.manual import manual, schema
 from ds_kfac.engine.refusals import REFUSALS
 from ds_kfac.engine.report import columns
 from ds_kfac.estimate import command
+from ds_kfac.factors import command as factors
 from ds_kfac.integrations import launcher, plot
 from ds_kfac.model.registry import TYPES
 from ds_kfac.ops import build
@@ -140,7 +141,8 @@ def _describe(parser: argparse.ArgumentParser, *, check: bool = False) -> None:
 
 
 COMMANDS = {
-    "check": command.check, "estimate": command.run, "plot": plot.run,
+    "check": command.check, "estimate": command.run, "factors": factors.run, "convert": factors.run_convert,
+    "plot": plot.run,
     "report": lambda _: environment_report(), "config": lambda _: manual(), "schema": lambda _: schema(),
 }  # fmt: skip
 
@@ -148,12 +150,17 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0; 1 and a line on stderr if something is wrong with config or model; 2 for wrong arguments."""
     parser = argparse.ArgumentParser("python -m ds_kfac", description="K-FAC for DeepSpeed")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # of DeepSpeed's launcher
     commands = parser.add_subparsers(dest="command", required=True)
     what = "memory, bytes, FLOPs and overhead of every strategy, before a run"
     more = "What K-FAC would cost a rank, from the plan that a run would make; no model is allocated."
     _describe(commands.add_parser("estimate", help=what, description=more))
     check = commands.add_parser("check", help="whether a config fits a model, and the report of attach, without a run")
     _describe(check, check=True)
+    text = "factors of a model over some data, without training; on several ranks by deepspeed --module ds_kfac factors"
+    factors.add_arguments(commands.add_parser("factors", help=text))
+    text = "factors for kronfluence, RegMean, GPTQ or PEFT's EVA"
+    factors.add_convert_arguments(commands.add_parser("convert", help=text))
     plot.add_arguments(commands.add_parser("plot", help="draw a run's logs: csv, tensorboard, or the Trainer's"))
     # its arguments are DeepSpeed's launcher's, see below
     commands.add_parser("run", help=f"start a script with K-FAC enabled: {launcher.USAGE}", add_help=False)
@@ -169,7 +176,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             with only_for_data():
                 text = COMMANDS[arguments.command](arguments)
-            print(text)
+            print(text, end="\n" if text else "")
     except ValueError as problem:
         print(f"ds_kfac {arguments.command}: {problem}", file=sys.stderr)
         return 1

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "ds_kfac"
 FLOORS = (
     "ops", "curvature", "schedule", "model", "update", "assignment", "comm", "zero", "config", "plan", "directions",
-    "step", "checkpoint", "engine", "estimate", "integrations",
+    "step", "checkpoint", "factors", "engine", "estimate", "integrations",
 )  # fmt: skip
 """Folders, lowest first: a file imports files of its own folder and of those before it."""
 ANYWHERE = {"metrics"}

@@ -222,6 +222,9 @@ class CheckpointConfig(Block):
     eigenbasis: bool = True
     """true: save eigenbases or inverses, so that resuming is exact. false: save two thirds of the space (half with
     inverses) and decompose on loading."""
+    grams: bool = False
+    """true: also write A of every layer in bf16, half of its triangle, to ``<tag>/grams``: what merging by RegMean and
+    quantization by GPTQ need beside the weights (docs/factors.md). It takes no part in resuming."""
     on_missing: Literal["error", "fresh"] = "error"
     """What load_checkpoint does if the K-FAC state that a checkpoint names is missing, damaged or of another model.
     error: raise on every rank. fresh: warn and start K-FAC afresh. DeepSpeed has loaded weights and optimizer before,

@@ -27,6 +27,7 @@ from ds_kfac.config.keys import KFACConfig
 from ds_kfac.engine.monte_carlo import LossSampling
 from ds_kfac.engine.quadratic import QuadraticSteps
 from ds_kfac.engine.report import folded, report
+from ds_kfac.factors.export import export
 from ds_kfac.metrics import STAGES, TIMER, Metrics
 from ds_kfac.model.batch import ExpertRows, ReadBatch
 from ds_kfac.model.noise import NoiseScale
@@ -38,6 +39,8 @@ from ds_kfac.zero.layout import restore, scaler_scale
 from ds_kfac.zero.weights import WeightRescaling
 
 _ATTACHED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]]" = weakref.WeakKeyDictionary()
+GRAMS = "grams"
+"""Folder in a checkpoint for ``checkpoint.grams``."""
 HANDLE = "kfac"
 """Name under which an engine carries its :class:`Attachment`."""
 
@@ -73,7 +76,7 @@ class Attachment:
         self._wrap("_take_model_step", self._take_model_step)
         self._wrap("forward", self._forward)
         self._wrap("backward", self._backward)
-        self._wrap("save_checkpoint", partial(save_checkpoint, engine, job, groups))
+        self._wrap("save_checkpoint", partial(self._save_checkpoint, groups))
         self._wrap("load_checkpoint", partial(load_checkpoint, engine, job, groups))
         self._wrap("destroy", self._destroy)
         if isinstance(engine, PipelineEngine):
@@ -156,6 +159,15 @@ class Attachment:
         kfac.capture.noise = noise
         return noise
 
+    def export(self, path: str | os.PathLike) -> Path:
+        """Write the running factors and the eigenbases in use to a folder, for :class:`ds_kfac.Factors` and
+        ``python -m ds_kfac convert``. Collective, between steps.
+
+        Raises:
+            FactorsError: on every rank; it could not be written, or no step has been trained.
+        """
+        return export(self.job, Path(path))
+
     def detach(self) -> None:
         """Restore the engine: remove hooks, wrappers, thread and our process group; nothing more the second time.
 
@@ -182,6 +194,17 @@ class Attachment:
         """Also what an engine does that is garbage."""
         self.detach()
         return original(*args, **kwargs)
+
+    def _save_checkpoint(
+        self, groups: dict[str, int], original: Callable[..., Any], save_dir: str, tag: Any = None, *args: Any,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Also A of every layer in bf16, if the config asks for it: what RegMean and GPTQ need beside the weights."""
+        result = save_checkpoint(self.engine, self.job, groups, original, save_dir, tag, *args, **kwargs)
+        if save_dir and self.preconditioner.config.checkpoint.grams and self.job.steps:
+            tag = f"global_step{self.engine.global_steps}" if tag is None else str(tag)
+            export(self.job, Path(save_dir) / tag / GRAMS, sides="A", dtype=torch.bfloat16, bases=False)
+        return result
 
     def load_state(self, load_dir: str | os.PathLike, tag: str) -> None:
         """Load only the K-FAC state of a checkpoint, whatever stage and world size wrote it. Collective."""

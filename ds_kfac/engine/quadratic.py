@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from ds_kfac.comm.message import deliver
-from ds_kfac.model.samplers import mean_of_terms, prediction_tensor
 from ds_kfac.model.batch import BatchInfo, own_hook
 from ds_kfac.model.loss import class_dim
+from ds_kfac.model.samplers import mean_of_terms, prediction_tensor
 from ds_kfac.step.preconditioner import Draft, KFACPreconditioner
 from ds_kfac.update.kfac import QuadraticModel, adapted
 from ds_kfac.update.state import LastUpdate

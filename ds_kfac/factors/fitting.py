@@ -38,6 +38,7 @@ from ds_kfac.factors.files import (
 )
 from ds_kfac.factors.passes import Loss, Passes
 from ds_kfac.factors.progress import Progress, fingerprint
+from ds_kfac.model.batch import ReadBatch
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.samplers import SAMPLERS
@@ -56,6 +57,7 @@ def fit(
     out: str | os.PathLike,
     config: KFACConfig | Mapping[str, Any] | None = None,
     reduction: str = "mean",
+    read_batch: ReadBatch | None = None,
     corrected: bool = True,
     progress: bool = True,
     source: Mapping[str, Any] | None = None,
@@ -76,6 +78,8 @@ def fit(
             ("empirical", the default; "monte_carlo", the true Fisher; "activations_only": A alone, without a backward
             pass) and its sampler, and ``assignment.costs``.
         reduction: "mean" if the loss is a mean over its terms, "sum" if it is their sum.
+        read_batch: (arguments, keywords) of the forward -> :class:`ds_kfac.BatchInfo`: which rows count, and how many
+            terms the loss has; None: by Hugging Face's names, ``attention_mask`` and ``labels``.
         corrected: whether there is a second pass.
         source: plain values for the index, such as the data's name; a run with others does not go on from this one.
 
@@ -101,7 +105,7 @@ def fit(
         try:
             passes = Passes(
                 model, data, loss, reduction=reduction, fisher=fisher, sampler=SAMPLERS[own.factor.sampler],
-                padding=own.padding.count, channel=channel, shows=progress,
+                read_batch=read_batch, padding=own.padding.count, channel=channel, shows=progress,
             )  # fmt: skip
             what = f"{reduction} of {'its own' if loss is None else getattr(loss, '__qualname__', type(loss).__name__)}"
             return _Fitting(passes, Path(out), own, corrected=corrected, source=source or {}, what=what).run()

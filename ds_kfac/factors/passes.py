@@ -13,7 +13,7 @@ from tqdm import tqdm
 from ds_kfac.comm.message import Channel, gathered
 from ds_kfac.factors.files import FactorsError
 from ds_kfac.factors.progress import Progress
-from ds_kfac.model.batch import ArgumentReader, BatchInfo, tensors_of
+from ds_kfac.model.batch import ArgumentReader, BatchInfo, ReadBatch, tensors_of
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.loss import returned_loss
@@ -52,7 +52,7 @@ class Passes:
 
     Args:
         model: an nn.Module or a DeepSpeedEngine.
-        loss, reduction: see :func:`ds_kfac.factors.fitting.fit`.
+        loss, reduction, read_batch: see :func:`ds_kfac.factors.fitting.fit`.
         fisher: what gradients are of, "empirical", "monte_carlo" or "activations_only": then there are none.
         padding: which rows count, the key ``padding.count`` of a config.
 
@@ -63,7 +63,8 @@ class Passes:
 
     def __init__(
         self, model: Any, data: Iterable[Any], loss: Loss | None, *,
-        reduction: str, fisher: str, sampler: Sampler, padding: str, channel: Channel, shows: bool,
+        reduction: str, fisher: str, sampler: Sampler, read_batch: ReadBatch | None, padding: str, channel: Channel,
+        shows: bool,
     ) -> None:  # fmt: skip
         self.engine = model if isinstance(getattr(model, "module", None), nn.Module) else None
         self.model: nn.Module = model if self.engine is None else self.engine.module
@@ -74,7 +75,7 @@ class Passes:
         self.seed = SCALES.get(first.dtype, 1.0)
         # at ZeRO stage 3 ranks fetch weights from each other: one without a batch runs its last one again
         self.sharded = any(hasattr(parameter, "ds_id") for parameter in self.model.parameters())
-        self._reader = ArgumentReader(self.model, count=padding)
+        self._reader = read_batch or ArgumentReader(self.model, count=padding)
         self._divisor = 1.0 if reduction == "sum" and fisher != "monte_carlo" else None
 
     def capture(self, layers: Iterable[LayerSpec], weight_sharing: str) -> Capture:

@@ -1,0 +1,177 @@
+"""``python -m ds_kfac factors`` and ``convert``."""
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import hjson
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from ds_kfac.config.values import find_block
+from ds_kfac.factors.convert import CONVERTERS, convert
+from ds_kfac.factors.files import Factors, FactorsError
+from ds_kfac.factors.fitting import fit
+from ds_kfac.factors.summary import draw, table
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help="hf:PATH, a folder that transformers loads, or module:function, "
+                        "which returns a model")  # fmt: skip
+    parser.add_argument("--data", required=True, help="text file, .jsonl with a field text, or folder of the package "
+                        "datasets, for hf: models; or module:function, (rank, ranks) -> batches")  # fmt: skip
+    parser.add_argument("--out", required=True, type=Path, help="folder for the files; an unfinished run goes on")
+    parser.add_argument("--config", help='DeepSpeed config: ZeRO stage, bf16, offload, and its "kfac" block')
+    parser.add_argument("--length", type=int, default=512, metavar="T", help="tokens of a sequence; texts are joined")
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="sequences of a rank at a time")
+    parser.add_argument("--limit", type=int, metavar="N", help="sequences at most")
+    parser.add_argument("--fisher", choices=("empirical", "monte_carlo", "activations_only"), help="in place of the "
+                        "config's; monte_carlo: the true Fisher; activations_only: A alone")  # fmt: skip
+    parser.add_argument("--no-corrected", action="store_true", help="no second pass for EKFAC's eigenvalues")
+
+
+def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("factors", type=Path, help="folder that factors, or engine.kfac.export, has written")
+    parser.add_argument("--to", required=True, choices=CONVERTERS)
+    parser.add_argument("--out", required=True, type=Path, help="safetensors file; for kronfluence its output_dir")
+    parser.add_argument("--name", default="ds_kfac", help="kronfluence: factors_name")
+    parser.add_argument("--rank", type=int, default=16, help="eva: r of LoRA, in the mean of the layers")
+    parser.add_argument("--rho", type=float, default=2.0, help="eva: how many times that a layer may have")
+
+
+def run(arguments: argparse.Namespace) -> str:
+    """Compute; returns the text for people, empty on ranks but the first."""
+    given = _config(arguments)
+    for name in ("length", "batch", "limit"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise FactorsError(f"--{name}: got {value}; must be at least 1")
+    block = dict(find_block(given) or {})
+    if arguments.fisher:
+        block["factor"] = {**block.get("factor", {}), "fisher": arguments.fisher}
+    if "RANK" in os.environ:
+        get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        if get_accelerator().device_name() == "cpu":
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled for minutes, for little traffic
+        deepspeed.init_distributed()
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    model, tokenizer = _model(arguments.model, given)
+    data = _data(arguments, tokenizer, rank, ranks)
+    source = {key: str(getattr(arguments, key)) for key in ("model", "data", "length", "batch", "limit")}
+    found = fit(model, data, out=arguments.out, config=block, corrected=not arguments.no_corrected, source=source)
+    if rank:
+        return ""
+    title = (
+        f"{arguments.out}: {len(found.layers)} layers, {found.header['fisher']} Fisher, "
+        f"{found.header['sequences']:,.0f} sequences, {found.header['rows']:,.0f} rows"
+    )
+    picture = draw(found, arguments.out / "spectra.png")
+    return "\n".join([title, *table(found), f"  spectra: {picture or 'not drawn, pip install matplotlib'}"])
+
+
+def run_convert(arguments: argparse.Namespace) -> str:
+    found = Factors.load(arguments.factors)
+    left = convert(found, arguments.to, arguments.out, name=arguments.name, rank=arguments.rank, rho=arguments.rho)
+    lines = [f"wrote {len(found.layers) - len(left)} of {len(found.layers)} layers for {arguments.to}: {arguments.out}"]
+    return "\n".join([*lines, *(f"  left out: {layer}: {why}" for layer, why in left.items())])
+
+
+def _config(arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.config is None:
+        return {}
+    try:
+        found = hjson.loads(Path(arguments.config).read_text())
+    except (OSError, hjson.HjsonDecodeError) as problem:
+        raise FactorsError(f"{arguments.config}: {problem}") from problem
+    return dict(found)
+
+
+def _function(name: str) -> Any:
+    module, _, function = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as problem:
+        raise FactorsError(f"{name}: {problem}; must be module:function, importable from here") from problem
+
+
+def _model(name: str, given: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Model, or engine at stage 3, on this rank's device; and its tokenizer."""
+    stage = given.get("zero_optimization", {}).get("stage", 0)
+    dtype = next((d for key, d in DTYPES.items() if given.get(key, {}).get("enabled") in (True, "auto")), torch.float32)
+    own = {key: given[key] for key in ("zero_optimization", "bf16", "fp16", "torch_autocast") if key in given}
+    config = {**own, "train_micro_batch_size_per_gpu": 1}
+    tokenizer, keep = None, None
+    if name.startswith("hf:"):
+        path = name.removeprefix("hf:")
+        try:
+            transformers = importlib.import_module("transformers")
+        except ImportError as problem:
+            raise FactorsError(f"--model {name}: {problem}; pip install transformers") from problem
+        if stage == 3:  # weights are cut while they are read
+            keep = importlib.import_module("transformers.integrations").HfDeepSpeedConfig(config)
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+            model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        except (OSError, ValueError) as problem:
+            raise FactorsError(f"--model {name}: {problem}") from problem
+    else:
+        make = _function(name)
+        with deepspeed.zero.Init(config_dict_or_path=config) if stage == 3 else contextlib.nullcontext():
+            model = make()
+        model = model if stage == 3 else model.to(dtype)
+    if stage < 3:
+        return model.to(get_accelerator().current_device_name()), tokenizer
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    del keep
+    return engine, tokenizer
+
+
+def _data(arguments: argparse.Namespace, tokenizer: Any, rank: int, ranks: int) -> Any:
+    """This rank's batches."""
+    if tokenizer is None:
+        return _function(arguments.data)(rank, ranks)
+    tokens: list[int] = []
+    for text in _texts(Path(arguments.data)):
+        tokens += text if isinstance(text, list) else tokenizer(text)["input_ids"]
+        if tokenizer.eos_token_id is not None:
+            tokens.append(tokenizer.eos_token_id)
+        if arguments.limit and len(tokens) >= arguments.limit * arguments.length:
+            break
+    count = min(len(tokens) // arguments.length, arguments.limit or len(tokens))
+    if not count:
+        raise FactorsError(
+            f"--data {arguments.data}: {len(tokens)} tokens, fewer than one sequence of {arguments.length}"
+        )
+    windows = torch.tensor(tokens[: count * arguments.length]).view(count, arguments.length)[rank::ranks]
+    return [{"input_ids": part, "labels": part} for part in windows.split(arguments.batch)]
+
+
+def _texts(path: Path) -> Iterator[Any]:
+    """Texts, or lists of tokens."""
+    if path.is_dir():
+        try:
+            rows = importlib.import_module("datasets").load_from_disk(str(path))
+        except ImportError as problem:
+            raise FactorsError(f"--data {path}: {problem}; pip install datasets") from problem
+        except (OSError, ValueError) as problem:
+            raise FactorsError(f"--data {path}: {problem}") from problem
+    else:
+        try:
+            text = path.read_text(encoding="utf-8")
+            rows = [json.loads(line) for line in text.splitlines() if line.strip()] if path.suffix == ".jsonl" else None
+        except (OSError, ValueError) as problem:
+            raise FactorsError(f"--data {path}: {problem}") from problem
+        if rows is None:
+            yield text
+            return
+    for number, row in enumerate(rows):
+        if "input_ids" not in row and "text" not in row:
+            raise FactorsError(f"--data {path}, row {number}: has neither text nor input_ids, but {', '.join(row)}")
+        yield list(row["input_ids"]) if "input_ids" in row else row["text"]

@@ -1,0 +1,78 @@
+"""The running factors of a training run, in the files of :mod:`ds_kfac.factors.files`."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from ds_kfac.comm.message import failing_together, gathered
+from ds_kfac.curvature.eigen import Eigenbasis
+from ds_kfac.factors.files import FactorsError, described, write_index, write_shard
+from ds_kfac.step.job import Job
+from ds_kfac.step.preconditioner import KFACPreconditioner
+
+
+def export(
+    job: Job, folder: Path, *, sides: str = "AG", dtype: torch.dtype = torch.float32, bases: bool = True
+) -> Path:
+    """Write what the ranks have of the factors of the last steps. Collective.
+
+    A factor is a running average over batches; "counts" has how many there were. The eigenbases are those in use, of
+    the last refresh: older than the factors.
+
+    Args:
+        folder: for the files; one of the last export is replaced.
+        sides: which factors, "A", "G" or both.
+        dtype: of factors in the files.
+        bases: whether eigenbases are written.
+
+    Raises:
+        FactorsError: on every rank; nothing could be written, or no factor has been computed yet.
+    """
+    group, tensors, counts, layers = job.channel.group, dict[str, Tensor](), dict[str, float](), {}
+    shard = f"factors-{job.channel.rank:05d}.safetensors"
+    with failing_together(f"ds_kfac: export to {folder}", group, FactorsError):
+        get_accelerator().synchronize()  # offloaded factors may be on their way to the host
+        (folder / "index.json").unlink(missing_ok=True)
+        for kfac in job.preconditioners:
+            keys = {old: kfac.names[old[:-2]] + old[-2:] for old in kfac.curvature.specs}
+            for layer in kfac.layers:
+                own = {side: keys[spec.key] for side, spec in kfac.curvature.of_layer.get(layer.name, {}).items()}
+                layers[kfac.names[layer.name]] = described(layer, own)
+            for old, factor in kfac.curvature.factors.items():
+                if old[-1] in sides and old[:-2] in kfac.saved and float(factor.updates) > 0:
+                    tensors[keys[old]] = factor.packed_P.to(dtype)
+                    counts[keys[old]] = float(factor.updates)
+            if bases:
+                tensors |= _bases(kfac, keys, sides)
+    parts = gathered((counts, layers, dict.fromkeys(tensors, shard)), group)
+    with failing_together(f"ds_kfac: export to {folder}", group, FactorsError):
+        if not any(own for own, _, _ in parts):
+            raise FactorsError("no factor has been computed yet; train a step first")
+        write_shard(folder / shard, tensors)
+    with failing_together(f"ds_kfac: export to {folder}", group, FactorsError):
+        if job.channel.rank == 0:
+            header: dict[str, Any] = {
+                "steps": job.steps,
+                "fisher": job.preconditioners[0].config.factor.fisher,
+                "settings": {},
+            }
+            for place, name in enumerate(("counts", "layers", "weight_map")):
+                header[name] = {key: value for part in parts for key, value in part[place].items()}
+            write_index(folder, header)
+    return folder
+
+
+def _bases(kfac: KFACPreconditioner, keys: dict[str, str], sides: str) -> dict[str, Tensor]:
+    """Of the layers whose first gradient worker this rank is, by factor."""
+    found = dict[str, Tensor]()
+    for layer in kfac.owned:
+        first = kfac.plan.assignment.workers[layer.name][0] == kfac.rank and layer.name in kfac.saved
+        for side, spec in kfac.curvature.of_layer.get(layer.name, {}).items() if first else ():
+            basis = getattr(kfac.state[layer.name], side)
+            if side in sides and spec.layers[0] == layer.name and isinstance(basis, Eigenbasis):
+                found |= {f"{keys[spec.key]}/vectors.{k}": x for k, x in enumerate(basis.vectors)}
+                found[f"{keys[spec.key]}/values"] = basis.values
+    return found
