@@ -160,7 +160,7 @@ class Passes:
             found.calls = [(call, call.x) for call in calls]
         elif value is None:
             found.problem = (
-                f"batch {number}: the model returned no loss (no scalar); give labels, or fit's argument loss"
+                f"batch {number}: the model returned no loss (a scalar): give it labels, or fit the argument loss"
             )
         elif not bool(torch.isfinite(value)):
             found.problem = f"batch {number}, counted from 0: the loss is {float(value.detach())}; leave the batch out"

@@ -54,11 +54,8 @@ def table(factors: Factors) -> list[str]:
     lines = ["  " + "  ".join(f.format(cell) for f, cell in zip(formats, row, strict=True)) for row in shown]
     more = [f"  and {len(rows) - len(shown):,} layers more, which are in index.json"] if len(rows) > len(shown) else []
     left = factors.header.get("left_alone", {})
-    return [
-        *lines,
-        *more,
-        f"  left alone: {len(left)} modules, {', '.join(list(left)[:4])}" + ", ..." * (len(left) > 4),
-    ]
+    names = ", ".join(list(left)[:4]) + ", ..." * (len(left) > 4)
+    return [*lines, *more, *([f"  left alone: {len(left)} modules, {names}"] if left else [])]
 
 
 def draw(factors: Factors, path: Path) -> Path | None:

@@ -1,10 +1,13 @@
 """Factors of engines on several ranks; what the tests of this folder run."""
 
+import os
 from pathlib import Path
 
 import torch
 
 import ds_kfac
+from ds_kfac.factors import progress
+from ds_kfac.factors.files import FactorsError
 from ds_kfac.factors.fitting import fit
 from examples.gpt import GPT, GPTConfig
 from tests.ranks import init_deepspeed
@@ -43,31 +46,71 @@ def config(stage: int, *, optimizer: bool, dtype: str = "fp32", offload: bool = 
     return found
 
 
+class Dies(list):
+    """Batches, at one of which the process ends."""
+
+    def __init__(self, data: list, at: int) -> None:
+        super().__init__(data)
+        self.at = at
+
+    def __iter__(self):
+        for number, batch in enumerate(super().__iter__()):
+            if number == self.at:
+                os._exit(9)
+            yield batch
+
+
+def spoilt(at: int, rank: int):
+    """A loss that is no number in one batch of rank 1."""
+    calls = iter(range(1 << 30))
+
+    def loss(own, batch):
+        return own(*batch) * (float("nan") if rank == 1 and next(calls) == at else 1.0)
+
+    return loss
+
+
 def main(payload: dict):
-    """Fit on this rank's share of the batches; engines of ``payload["modes"]``, or the bare model where None."""
+    """Fit on this rank's share of the batches; engines of ``payload["modes"]``, or the bare model where None.
+
+    ``out``: None: engines train without it. ``dies_at``: batch at which rank 1 ends; saves come after every batch then.
+    ``nan_at``: batch of rank 1 that a weight of the model is spoilt for.
+    """
     init_deepspeed()
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     # ranks have different numbers of batches
     data = batches(payload["batches"])[rank::world]
+    if "dies_at" in payload:
+        progress.SAVE_SECONDS = -1.0
+        if rank == 1 and payload["dies_at"] is not None:
+            data = Dies(data, payload["dies_at"])
     said = {}
     for name, mode in payload["modes"].items():
         own = model()
         if mode is not None:
             own = ds_kfac.engine.entry._plain_initialize(model=own, config=mode)[0]
         before = [p.detach().clone() for p in getattr(own, "module", own).parameters()]
-        fit(own, data, out=Path(payload["out"]) / name, progress=False)
+        if "nan_at" in payload:
+            try:
+                fit(own, data, spoilt(payload["nan_at"], rank), out=Path(payload["out"]) / name, progress=False)
+            except FactorsError as problem:
+                said[name] = str(problem)
+            continue
+        if payload["out"] is not None:
+            fit(own, data, out=Path(payload["out"]) / name, progress=False)
         after = list(getattr(own, "module", own).parameters())
         said[name] = {
             "grads": sum(p.grad is not None for p in after),
             "moved": sum(not torch.equal(a, b) for a, b in zip(before, after, strict=True)),
             "training": getattr(own, "module", own).training,
         }
-        if mode is not None and "optimizer" in mode and not payload.get("still"):
+        if mode is not None and "optimizer" in mode:
             # the engine goes on training
-            loss = own(*batches(1)[0])
-            own.backward(loss)
-            own.step()
-            said[name]["loss"] = float(loss)
+            for batch in batches(2):
+                loss = own(*batch)
+                own.backward(loss)
+                own.step()
+            said[name]["loss"] = float(own(*batch))
         if mode is not None:
             own.destroy()
     return said

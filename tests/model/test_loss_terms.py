@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ds_kfac.model.samplers import SAMPLERS
 from ds_kfac.model.batch import ArgumentReader, BatchInfo
 from ds_kfac.model.loss import class_dim, output_terms, returned_loss, returned_prediction
+from ds_kfac.model.samplers import SAMPLERS
 from ds_kfac.model.scan import Choice
 from ds_kfac.ops.reference import symmetric_pack
 from tests.close import close

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ds_kfac.model.samplers import SAMPLERS
 from ds_kfac.engine.quadratic import excess, product
 from ds_kfac.model.batch import BatchInfo
+from ds_kfac.model.samplers import SAMPLERS
 from tests.close import close, near
 
 N, T, C = 3, 4, 5

@@ -1,0 +1,61 @@
+"""The running factors of a training run, and grams beside its checkpoints."""
+
+import pytest
+import torch
+
+import ds_kfac
+from ds_kfac.factors.files import Factors, FactorsError
+from tests.close import exact
+from tests.factors.worker import MODEL, batches, config
+from tests.ranks import init_deepspeed, run_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+def train(payload: dict) -> dict:
+    """Some steps of an engine, its export and checkpoint; what its factors are."""
+    init_deepspeed()
+    from examples.gpt import GPT
+
+    torch.manual_seed(0)
+    kfac = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 2}, "checkpoint": {"grams": True}}
+    made = {**config(payload["stage"], optimizer=True), "kfac": kfac}
+    engine = ds_kfac.initialize(model=GPT(MODEL), config=made)[0]
+    out = payload["out"]
+    try:
+        engine.kfac.export(out)
+        early = ""
+    except FactorsError as problem:
+        early = str(problem)
+    for batch in batches(3):
+        engine.backward(engine(*batch))
+        engine.step()
+    engine.kfac.export(out)
+    engine.save_checkpoint(out, tag="there")
+    kept = engine.kfac.preconditioner.curvature.factors
+    factors = {key: own.side.blocks(own.packed_P)[0][0].clone() for key, own in kept.items()}
+    states = engine.kfac.preconditioner.state
+    bases = {f"{name}/{s}": getattr(own, s).values.clone() for name, own in states.items() for s in "AG"}
+    engine.destroy()
+    return {"early": early, "factors": factors, "bases": bases}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_was_exported_is_what_the_ranks_have(stage, tmp_path):
+    said = run_ranks("tests.factors.test_export:train", world=2, payload={"stage": stage, "out": str(tmp_path)})
+    found, grams = Factors.load(tmp_path), Factors.load(tmp_path / "there/grams")
+    assert found.header["steps"] == grams.header["steps"] == 3
+    assert "no factor has been computed yet; train a step first" in said[0]["early"]
+    factors = {key: own for rank in said for key, own in rank["factors"].items()}
+    bases = {key: own for rank in said for key, own in rank["bases"].items()}
+    assert len(factors) == 20  # of 11 layers, of which two pairs share their inputs
+    for name in found:
+        for side in "AG":
+            # layers that share an input have the factor of the first
+            key = found.layers[name][side]["of"]
+            exact(found.factor(name, side), factors[key])
+            exact(found.eigenbasis(name, side).values, bases[f"{name}/{side}"])
+            assert found.count(name, side) == 3
+        exact(grams.factor(name, "A"), found.factor(name, "A").bfloat16().float())
+        with pytest.raises(FactorsError, match=f"has no {name}/G"):
+            grams.factor(name, "G")

@@ -1,0 +1,350 @@
+"""``ds_kfac.fit`` against factors computed in float64 from autograd's gradients of every loss term's own rows."""
+
+import errno
+import json
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ds_kfac
+from ds_kfac.factors import files, fitting, progress
+from ds_kfac.factors.files import Factors, FactorsError
+from ds_kfac.factors.fitting import fit
+from tests.close import close, exact
+from tests.factors.worker import batches, model
+
+WIDTH, CLASSES, T, N = 7, 5, 6, 3
+
+
+class Sequences(nn.Module):
+    """Two calls of one layer, a bias, a layer without; a mean over labelled terms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.twice, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        h = torch.tanh(self.twice(torch.tanh(self.twice(x))))
+        return F.cross_entropy(self.head(h).reshape(-1, CLASSES), labels.flatten())
+
+
+class Flat(Sequences):
+    """The same with sequences flattened, as some models do."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return super().forward(x.flatten(0, 1), labels)
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.conv, self.head = nn.Conv2d(2, 3, 3, padding=1, stride=2), nn.Linear(3, CLASSES)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(torch.relu(self.conv(x)).mean((2, 3))), labels)
+
+
+def sequences(count: int, *, masked: bool = True) -> list[dict]:
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    for number in range(count):
+        labels = torch.randint(CLASSES, (N, T), generator=generator)
+        if masked:
+            labels[number % N, 2:] = -100
+        found.append({"x": torch.randn(N, T, WIDTH, generator=generator), "labels": labels})
+    return found
+
+
+def images(count: int) -> list[dict]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        {"x": torch.randn(N, 2, 5, 7, generator=generator), "labels": torch.randint(CLASSES, (N,), generator=generator)}
+        for _ in range(count)
+    ]
+
+
+def rows_of(own: nn.Module, batch: dict) -> dict[str, tuple[Tensor, Tensor]]:
+    """Layer -> inputs [N, T, I] and gradients [N, T, O] of the sum of the loss' terms, calls behind each other."""
+    seen: dict[str, list] = {}
+
+    def keep(name: str, module: nn.Module, inputs: tuple, output: Tensor) -> None:
+        output.retain_grad()
+        seen.setdefault(name, []).append((module, inputs[0], output))
+
+    handles = [layer.register_forward_hook(partial(keep, name)) for name, layer in own.named_children()]
+    loss = own(**batch)
+    loss.backward()
+    for handle in handles:
+        handle.remove()
+    terms = int((batch["labels"] != -100).sum())
+    found = {}
+    for name, calls in seen.items():
+        xs, gs = [], []
+        for module, x, y in calls:
+            x, g = x.detach(), y.grad * terms
+            if isinstance(module, nn.Conv2d):
+                x = F.unfold(x, module.kernel_size, padding=module.padding, stride=module.stride).mT
+                g = g.flatten(2).mT
+            x = torch.cat([x, torch.ones_like(x[..., :1])], dim=-1) if module.bias is not None else x
+            x, g = (t.reshape(len(batch["labels"]), -1, t.shape[-1]) for t in (x, g))
+            if batch["labels"].ndim == 2:
+                counts = (batch["labels"] != -100).unsqueeze(-1)
+                x, g = x * counts, g * counts
+            xs, gs = [*xs, x], [*gs, g]
+        found[name] = torch.cat(xs, dim=1), torch.cat(gs, dim=1)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "data"),
+    [(Sequences, sequences(4)), (Sequences, sequences(4, masked=False)), (Flat, sequences(4)), (Images, images(4))],
+    ids=["masked", "sequences", "flattened", "images"],
+)
+def test_factors_and_eigenvalues_are_those_of_the_terms(kind, data, tmp_path):
+    own = kind()
+    found = fit(own, data, out=tmp_path / "factors", progress=False)
+    double = kind().double()
+    double_data = [{k: v.double() if v.is_floating_point() else v for k, v in batch.items()} for batch in data]
+    batches_rows = [rows_of(double, batch) for batch in double_data]
+    terms = sum(int((batch["labels"] != -100).sum()) for batch in data)
+    for name in found:
+        pairs = [rows[name] for rows in batches_rows]
+        used = sum(int((x.abs().sum(-1) > 0).sum()) for x, _ in pairs)
+        images_of_patches = kind is Images and name == "conv"
+        rows = used if not images_of_patches else sum(x.shape[0] * x.shape[1] for x, _ in pairs)
+        sums = rows + 100  # of the rows, and of the products and softmax in front of them
+        A = sum(x.flatten(0, 1).mT @ x.flatten(0, 1) for x, _ in pairs)
+        G = sum(g.flatten(0, 1).mT @ g.flatten(0, 1) for _, g in pairs)
+        close(found.factor(name, "A"), A / rows, sums=sums, dtype=torch.float32)
+        close(found.factor(name, "G"), G / terms, sums=sums, condition=2, dtype=torch.float32)
+        basis = {side: found.eigenbasis(name, side) for side in "AG"}
+        Q = {side: basis[side].vectors[0][0].double() for side in "AG"}
+        for side, factor in (("A", A / rows), ("G", G / terms)):
+            back = Q[side] @ torch.diag(basis[side].values.double()) @ Q[side].mT
+            close(back, factor, sums=sums + 4 * len(factor), condition=2, dtype=torch.float32)
+        turned = [(x @ Q["A"], g @ Q["G"]) for x, g in pairs]
+        token = sum((g**2).flatten(0, 1).mT @ (x**2).flatten(0, 1) for x, g in turned)
+        sequence = sum(((g.mT @ x) ** 2).sum(dim=0) for x, g in turned)
+        close(found.corrected(name), token / terms, sums=sums, condition=4, dtype=torch.float32)
+        close(
+            found.corrected(name, "sequence"), sequence / (N * len(data)), sums=sums, condition=4, dtype=torch.float32
+        )
+    assert found.header["sequences"] == N * len(data)
+
+
+def test_a_model_is_left_as_it_was(tmp_path):
+    own = Sequences()
+    own.twice.eval()
+    before = {name: value.clone() for name, value in own.state_dict().items()}
+    fit(own, sequences(2), out=tmp_path, progress=False)
+    exact(dict(own.state_dict()), before)
+    assert own.training and not own.twice.training
+    assert all(parameter.grad is None for parameter in own.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in own.modules())
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_sum_of_terms_gives_the_same_as_their_mean(tmp_path):
+    def total(own: nn.Module, batch: dict) -> Tensor:
+        return own(**batch) * (batch["labels"] != -100).sum()
+
+    data = sequences(3)
+    mean = fit(Sequences(), data, out=tmp_path / "mean", progress=False)
+    summed = fit(Sequences(), data, total, out=tmp_path / "sum", reduction="sum", progress=False)
+    for name in mean:
+        for side in "AG":
+            close(summed.factor(name, side), mean.factor(name, side), sums=N * T * 3)
+
+
+def test_without_gradients_only_A_is_there(tmp_path):
+    data = sequences(3)
+    found = fit(
+        Sequences(), data, out=tmp_path / "A", config={"factor": {"fisher": "activations_only"}}, progress=False
+    )
+    both = fit(Sequences(), data, out=tmp_path / "both", progress=False)
+    exact(found.factor("head", "A"), both.factor("head", "A"))
+    exact(found.factor("head", "G"), torch.eye(CLASSES))
+    with pytest.raises(FactorsError, match=r"no head/corrected\.token"):
+        found.corrected("head")
+
+
+def test_a_true_fisher_is_that_of_the_models_own_labels(tmp_path):
+    """Of logits z = W x it is known: E over drawn labels of (p - y)(p - y)^T = diag(p) - p p^T."""
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.head = nn.Linear(WIDTH, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x)
+
+    own, x = Classifier(), torch.randn(500, WIDTH, generator=torch.Generator().manual_seed(2))
+    config = {"factor": {"fisher": "monte_carlo"}}
+    found = fit(own, [(x,)] * 40, out=tmp_path, config=config, progress=False)
+    p = own(x).softmax(-1).detach()
+    expected = torch.diag(p.mean(0)) - p.mT @ p / len(p)
+    # an entry is a mean of 20,000 products of numbers within 1: five standard errors of at most 1 / sqrt(20,000)
+    assert float((found.factor("head", "G") - expected).abs().max()) < 5 / 20_000**0.5
+
+
+# what goes wrong
+
+
+class Broken(Sequences):
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Linear(WIDTH, WIDTH)
+
+
+def poisoned(value: float) -> list[dict]:
+    data = sequences(3)
+    data[1]["x"][0, 0, 0] = value
+    return data
+
+
+CASES = {
+    "empty": (Sequences, [], "the data is empty"),
+    "all masked": (Sequences, [{**b, "labels": torch.full((N, T), -100)} for b in sequences(1)], "loss is nan"),
+    "a NaN": (Sequences, poisoned(float("nan")), "batch 1, counted from 0: the loss is nan"),
+    "never called": (Broken, sequences(1), "idle; they are never called"),
+    "an iterator": (Sequences, iter(sequences(1)), "iterated once"),
+    "no tensor": (Sequences, [{"x": 1}], "no tensor of at least one dimension"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_wrong_is_said_and_nothing_loads(case, tmp_path):
+    kind, data, said = CASES[case]
+    with pytest.raises(FactorsError, match=said):
+        fit(kind(), data, out=tmp_path, progress=False)
+    with pytest.raises(FactorsError, match="not finished"):
+        Factors.load(tmp_path)
+
+
+def test_a_loader_that_raises_is_named(tmp_path):
+    class Loader:
+        def __iter__(self):
+            yield sequences(1)[0]
+            raise OSError("a worker died")
+
+    with pytest.raises(FactorsError, match="rank 0, batch 1: OSError: a worker died"):
+        fit(Sequences(), Loader(), out=tmp_path, progress=False)
+
+
+def test_a_gradient_that_is_not_finite_is_found_though_the_loss_is(tmp_path):
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+            nn.init.zeros_(self.head.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x).abs().sqrt().mean()
+
+    with pytest.raises(FactorsError, match="batch 0, counted from 0: a gradient or an input is not finite"):
+        fit(Root(), [torch.ones(2, WIDTH)], out=tmp_path, progress=False)
+
+
+def test_a_model_without_a_loss_is_told_of_the_argument(tmp_path):
+    with pytest.raises(FactorsError, match="the argument loss"):
+        fit(nn.Sequential(nn.Linear(WIDTH, 2)), [torch.ones(2, WIDTH)], out=tmp_path, progress=False)
+
+
+def test_a_full_disk_leaves_nothing_that_loads(tmp_path, monkeypatch):
+    def full(tensors, path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.safetensors(), "save_file", full)
+    with pytest.raises(FactorsError, match="free some space and start again"):
+        fit(Sequences(), sequences(1), out=tmp_path, progress=False)
+    assert not list(tmp_path.glob("*.tmp")) and not list(tmp_path.glob("*.safetensors"))
+    monkeypatch.undo()
+    fit(Sequences(), sequences(1), out=tmp_path, progress=False)
+
+
+def test_other_settings_do_not_go_on(tmp_path):
+    fit(Sequences(), sequences(1), out=tmp_path, progress=False)
+    with pytest.raises(FactorsError, match="other settings"):
+        fit(Sequences(), sequences(1), out=tmp_path, corrected=False, progress=False)
+    with pytest.raises(ValueError, match="reduction: got 'median'"):
+        fit(Sequences(), sequences(1), out=tmp_path, reduction="median")
+
+
+def test_names_that_are_not_there_are_answered_with_near_ones(tmp_path):
+    found = fit(Sequences(), sequences(1), out=tmp_path, progress=False)
+    with pytest.raises(FactorsError, match="did you mean twice"):
+        found.factor("twise", "A")
+    with pytest.raises(FactorsError, match="must be one of token, sequence"):
+        found.corrected("twice", "word")
+    (tmp_path / "factors-00000.safetensors").unlink()
+    with pytest.raises(FactorsError, match=r"factors-00000\.safetensors, which is not there"):
+        Factors.load(tmp_path)
+
+
+class Stops:
+    """Batches, of which the ``at``-th, over all passes, is never given: the process is told to stop instead."""
+
+    def __init__(self, data: list, at: int) -> None:
+        self.data, self.left = data, at
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __iter__(self):
+        for batch in self.data:
+            if not self.left:
+                raise KeyboardInterrupt
+            self.left -= 1
+            yield batch
+
+
+def test_a_stopped_run_goes_on_to_the_bit(tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "SAVE_SECONDS", -1.0)  # a save after every batch
+    data = batches(3)
+    whole = fit(model(), data, out=tmp_path / "whole", progress=False)
+    for at in range(6):  # in either pass
+        out = tmp_path / str(at)
+        with pytest.raises(KeyboardInterrupt):
+            fit(model(), Stops(data, at), out=out, progress=False)
+        with pytest.raises(FactorsError, match="not finished"):
+            Factors.load(out)
+        begun = json.loads((out / progress.PROGRESS).read_text())["batches"] if at not in (0, 3) else 0
+        assert begun == at % 3
+        found = fit(model(), data, out=out, progress=False)
+        for name in whole:
+            for side in "AG":
+                exact(found.factor(name, side), whole.factor(name, side))
+            for kind in files.KINDS:
+                exact(found.corrected(name, kind), whole.corrected(name, kind))
+        assert found.header["rows"] == whole.header["rows"]
+        assert sorted(path.name for path in out.iterdir()) == sorted(
+            path.name for path in (tmp_path / "whole").iterdir()
+        )
+
+
+def test_layers_leave_in_rounds_of_bounded_size(tmp_path, monkeypatch):
+    """The same whatever is in a round; transient sums are of at most ROUND_BYTES, or of one layer."""
+    data = batches(2)
+    one = fit(model(), data, out=tmp_path / "one", progress=False)
+    monkeypatch.setattr(fitting, "ROUND_BYTES", 4096)
+    plan = fitting.plan_of(ds_kfac.model.scan.scan(model()).layers, one_config(), 1, torch.device("cpu"))
+    specs = {spec.key: spec for spec in plan.assignment.factors}
+    found = list(fitting.rounds(plan.layers, specs))
+    assert len(found) > 3
+    assert set().union(*(keys for _, keys in found)) == set(specs)
+    for names, keys in found:
+        assert len(names) == 1 or sum(4 * specs[key].side.numel for key in keys) <= 4096
+    many = fit(model(), data, out=tmp_path / "many", progress=False)
+    for name in one:
+        exact(many.factor(name, "G"), one.factor(name, "G"))
+
+
+def one_config():
+    return fitting.resolve(ds_kfac.config.keys.parse({}), fisher="empirical")[0]
