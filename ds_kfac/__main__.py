@@ -1,4 +1,4 @@
-"""``python -m ds_kfac``: ``run``, ``check``, ``estimate``, ``factors``, ``convert``, ``plot``, ``report``, ``config`` and ``schema``."""
+"""``python -m ds_kfac``: the commands of :data:`COMMANDS`, and ``run``."""
 
 import argparse
 import importlib.metadata

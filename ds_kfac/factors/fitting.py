@@ -77,7 +77,9 @@ def fit(
         config: a "kfac" block; read are ``layers``, ``padding``, ``factor.dense_max``, ``weight_sharing``, ``fisher``
             ("empirical", the default; "monte_carlo", the true Fisher; "activations_only": A alone, without a backward
             pass) and its sampler, and ``assignment.costs``.
-        reduction: "mean" if the loss is a mean over its terms, "sum" if it is their sum.
+        reduction: "mean" if the loss is a mean over its terms, "sum" if it is their sum. How many terms a mean has is
+            read from ``labels`` among the forward's arguments, or taken to be as many as the model's predictions: for a
+            loss of your own that leaves some out give their sum, or ``read_batch``.
         read_batch: (arguments, keywords) of the forward -> :class:`ds_kfac.BatchInfo`: which rows count, and how many
             terms the loss has; None: by Hugging Face's names, ``attention_mask`` and ``labels``.
         corrected: whether there is a second pass.

@@ -1,0 +1,185 @@
+"""Factors where other tools read them: kronfluence computes influence from ours as from its own, PEFT starts LoRA."""
+
+import copy
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional as F
+
+from ds_kfac.factors.convert import convert
+from ds_kfac.factors.files import Factors
+from ds_kfac.factors.fitting import fit
+from tests.close import close, exact, near
+from tests.ranks import ROOT
+
+LENGTH, DOCUMENTS, BATCH = 12, 16, 4
+
+
+def without(*packages: str) -> pytest.MarkDecorator:
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} is not installed")
+
+
+def gpt2() -> nn.Module:
+    """Of two layers, its Conv1D as nn.Linear, as kronfluence needs it."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.pytorch_utils import Conv1D
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=61, n_positions=LENGTH, n_embd=24, n_layer=2, n_head=2, tie_word_embeddings=False)
+    model = GPT2LMHeadModel(config)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Conv1D):
+            linear = nn.Linear(module.weight.shape[0], module.nf)
+            linear.weight.data, linear.bias.data = module.weight.data.T.contiguous(), module.bias.data
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, linear)
+    for parameter in model.parameters():  # far from the initial symmetries
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def documents() -> list[dict]:
+    tokens = torch.randint(61, (DOCUMENTS, LENGTH), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row.clone()} for row in tokens]
+
+
+def loss_of(model: nn.Module, batch: dict, reduction: str) -> torch.Tensor:
+    logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction=reduction)
+
+
+@without("transformers", "kronfluence")
+def test_kronfluence_has_the_same_factors_and_scores_from_ours(tmp_path):
+    from kronfluence.analyzer import Analyzer, prepare_model
+    from kronfluence.arguments import FactorArguments, ScoreArguments
+    from kronfluence.task import Task
+
+    class Language(Task):
+        def compute_train_loss(self, batch, model, sample=False):
+            return loss_of(model, batch, "sum")
+
+        def compute_measurement(self, batch, model):
+            return loss_of(model, batch, "sum")
+
+        def get_influence_tracked_modules(self):
+            return [
+                name for name, module in gpt2().named_modules() if isinstance(module, nn.Linear) and name != "lm_head"
+            ]
+
+    data, task = documents(), Language()
+    batches = [
+        {key: torch.stack([row[key] for row in data[at : at + BATCH]]) for key in data[0]}
+        for at in range(0, DOCUMENTS, BATCH)
+    ]
+    # kronfluence counts every row, its last one, too, which has no loss
+    config = {"layers": {"exclude": ["lm_head"]}, "padding": {"count": "all"}}
+    ours = fit(
+        gpt2(), batches, partial(loss_of, reduction="sum"), reduction="sum", out=tmp_path / "ours", config=config,
+        progress=False,
+    )  # fmt: skip
+    assert convert(ours, "kronfluence", tmp_path / "job" / "theirs", name="ours") == {}
+
+    analyzer = Analyzer(
+        "theirs", prepare_model(copy.deepcopy(gpt2()), task), task, cpu=True, output_dir=str(tmp_path / "job")
+    )
+    arguments = FactorArguments(strategy="ekfac", use_empirical_fisher=True)
+    analyzer.fit_all_factors("own", data, per_device_batch_size=BATCH, factor_args=arguments)
+    job = tmp_path / "job" / "theirs"
+    own, written = job / "factors_own", job / "factors_ours"
+    for kind in ("activation_covariance", "gradient_covariance"):
+        expected, found = load_file(own / f"{kind}.safetensors"), load_file(written / f"{kind}.safetensors")
+        assert set(expected) == set(found)
+        for name in expected:
+            # of all rows, and of the products of two blocks in front of them; gradients pass a softmax and two norms
+            close(found[name], expected[name], sums=DOCUMENTS * LENGTH + 500, condition=8)
+    scores = {}
+    for name in ("own", "ours"):
+        analyzer.compute_pairwise_scores(
+            name, factors_name=name, query_dataset=data[:3], train_dataset=data, per_device_query_batch_size=3,
+            per_device_train_batch_size=BATCH, score_args=ScoreArguments(damping_factor=None),
+        )  # fmt: skip
+        scores[name] = analyzer.load_pairwise_scores(name)["all_modules"]
+    bound = 1e-3 * scores["own"].abs().max()
+    near(scores["ours"], scores["own"], bound, "eigenvectors of close eigenvalues turn into each other by rounding")
+
+
+@without("transformers", "peft")
+def test_peft_starts_lora_from_ours(tmp_path):
+    from peft import LoraConfig, get_peft_model, initialize_lora_eva_weights
+
+    batches = [{key: torch.stack([row[key] for row in documents()]) for key in ("input_ids", "labels")}]
+    found = fit(
+        gpt2(), batches, out=tmp_path / "made", config={"factor": {"fisher": "activations_only"}}, progress=False
+    )
+    convert(found, "eva", tmp_path / "eva", rank=4, rho=2)
+    state = load_file(tmp_path / "eva")
+    targets = sorted({name.split(".")[-1] for name in Factors.load(tmp_path / "made") if name != "lm_head"})
+    model = get_peft_model(gpt2(), LoraConfig(r=4, target_modules=targets, init_lora_weights="eva"))
+    initialize_lora_eva_weights(model, eva_state_dict=dict(state))
+    ranks = set()
+    for name, module in model.named_modules():
+        if name in state and hasattr(module, "lora_A"):
+            close(module.lora_A["default"].weight.detach(), state[name])
+            ranks.add(len(state[name]))
+    assert len(ranks) > 1  # some layers have more of them than others
+
+
+def saved(folder: Path) -> Path:
+    """A model of transformers with a tokenizer of words, as ``from_pretrained`` finds them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = {word: place for place, word in enumerate(["<end>", *"abcdefghij"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<end>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@without("transformers", "datasets")
+def test_the_command_reads_models_and_texts_at_any_stage(tmp_path):
+    from datasets import Dataset
+
+    folder = saved(tmp_path / "model")
+    letters = ["a b c d e f g h i j"[k % 7 : k % 7 + 12] for k in range(80)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in letters))
+    Dataset.from_dict({"text": letters}).save_to_disk(tmp_path / "dataset")
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    found = {}
+    for name, data, more in [
+        ("whole", "texts.jsonl", []),
+        ("dataset", "dataset", []),
+        ("stage 3", "texts.jsonl", ["--config", str(tmp_path / "ds.json")]),
+    ]:
+        launcher = ["-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--module"] if more else ["-m"]
+        command = [
+            sys.executable, *launcher, "ds_kfac", "factors", "--model", f"hf:{folder}", "--data", str(tmp_path / data),
+            "--out", str(tmp_path / name), "--length", "16", "--batch", "4", *more,
+        ]  # fmt: skip
+        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        assert "model.layers.1.mlp.down_proj" in ran.stdout and "spectra" in ran.stdout
+        found[name] = Factors.load(tmp_path / name)
+    whole = found["whole"]
+    for name in whole:
+        for side in "AG":
+            exact(found["dataset"].factor(name, side), whole.factor(name, side))
+            # batches of other sizes, in another order
+            close(found["stage 3"].factor(name, side), whole.factor(name, side), sums=800, condition=8)
