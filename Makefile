@@ -85,11 +85,15 @@ $(VENV)/integrations/.ready: pyproject.toml constraints.txt
 		jsonschema
 	$(VENV)/integrations/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[integrations]" \
 		|| echo "integrations: not all packages install here, see above; their tests are skipped"
+# without what it asks for: its torchvision brings another torch
+	$(VENV)/integrations/bin/python -m pip install --quiet --no-deps kronfluence einconv opt_einsum \
+		|| echo "integrations: kronfluence does not install here; its test is skipped"
 	touch $@
 
 integrations: $(VENV)/integrations/.ready
 	$(VENV)/integrations/bin/python -m pytest -rs tests/integrations/test_packages.py tests/integrations/test_trainer.py \
-		tests/integrations/test_axolotl.py tests/integrations/test_coverage.py tests/integrations/test_blocks.py \
+		tests/integrations/test_axolotl.py tests/integrations/test_coverage.py \
+		tests/integrations/test_factor_tools.py tests/integrations/test_blocks.py \
 		tests/estimate/test_check.py $(ARGS)
 
 $(VENV)/.docs: $(STAMP)

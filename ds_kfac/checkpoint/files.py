@@ -25,6 +25,8 @@ from torch import Tensor
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.methods import METHODS
 
+GRAMS = "grams"
+"""Folder of a checkpoint for A of every layer, of which a resumed run reads nothing."""
 FOLDER, LATEST, HEADER, TOKEN = "kfac", "latest", "header.json", "token"
 PATIENCE = 5.0
 """Seconds that a network file system may take to show a new file to another node."""

@@ -188,14 +188,17 @@ def finish(job: Job, tag_directory: Path, header: Mapping[str, Any]) -> None:
 
 
 def save_checkpoint(
-    engine: Any, job: Job, groups: Mapping[str, int], original: Callable[..., Any], save_dir: str, tag: Any = None,
-    client_state: Any = None, save_latest: bool = True, *args: Any, **kwargs: Any,
+    engine: Any, job: Job, groups: Mapping[str, int], grams: Callable[[Path], Any] | None, original: Callable[..., Any],
+    save_dir: str, tag: Any = None, client_state: Any = None, save_latest: bool = True, *args: Any, **kwargs: Any,
 ) -> Any:  # fmt: skip
     """Around an engine's ``save_checkpoint``: ours first, so that what DeepSpeed writes names a complete save; its own
     in any case.
 
     ``latest`` is put there at once: DeepSpeed opens it, then writes it, and a run that is killed between the two leaves
     an empty file, of which every later load fails.
+
+    Args:
+        grams: writes A of every layer to a folder, if the config asks for it.
 
     Raises:
         CheckpointError: on every rank, after DeepSpeed's save, if ours failed.
@@ -224,4 +227,6 @@ def save_checkpoint(
             "starts afresh"
         )
     finish(job, folder, header)
+    if grams is not None and steps:
+        grams(folder / files.GRAMS)
     return result

@@ -39,8 +39,6 @@ from ds_kfac.zero.layout import restore, scaler_scale
 from ds_kfac.zero.weights import WeightRescaling
 
 _ATTACHED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]]" = weakref.WeakKeyDictionary()
-GRAMS = "grams"
-"""Folder in a checkpoint for ``checkpoint.grams``."""
 HANDLE = "kfac"
 """Name under which an engine carries its :class:`Attachment`."""
 
@@ -76,7 +74,8 @@ class Attachment:
         self._wrap("_take_model_step", self._take_model_step)
         self._wrap("forward", self._forward)
         self._wrap("backward", self._backward)
-        self._wrap("save_checkpoint", partial(self._save_checkpoint, groups))
+        grams = partial(export, job, sides="A", dtype=torch.bfloat16, bases=False) if config.checkpoint.grams else None
+        self._wrap("save_checkpoint", partial(save_checkpoint, engine, job, groups, grams))
         self._wrap("load_checkpoint", partial(load_checkpoint, engine, job, groups))
         self._wrap("destroy", self._destroy)
         if isinstance(engine, PipelineEngine):
@@ -194,17 +193,6 @@ class Attachment:
         """Also what an engine does that is garbage."""
         self.detach()
         return original(*args, **kwargs)
-
-    def _save_checkpoint(
-        self, groups: dict[str, int], original: Callable[..., Any], save_dir: str, tag: Any = None, *args: Any,
-        **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        """Also A of every layer in bf16, if the config asks for it: what RegMean and GPTQ need beside the weights."""
-        result = save_checkpoint(self.engine, self.job, groups, original, save_dir, tag, *args, **kwargs)
-        if save_dir and self.preconditioner.config.checkpoint.grams and self.job.steps:
-            tag = f"global_step{self.engine.global_steps}" if tag is None else str(tag)
-            export(self.job, Path(save_dir) / tag / GRAMS, sides="A", dtype=torch.bfloat16, bases=False)
-        return result
 
     def load_state(self, load_dir: str | os.PathLike, tag: str) -> None:
         """Load only the K-FAC state of a checkpoint, whatever stage and world size wrote it. Collective."""

@@ -21,7 +21,9 @@ from ds_kfac.engine.refusals import check_model
 from ds_kfac.engine.report import columns, layer_lines, number, skipped_lines, summary, without_effect, wrapped
 from ds_kfac.estimate.estimates import BESIDE, HIDDEN, KINDS, PARTS, STATE, TRANSIENT, Estimate, together
 from ds_kfac.estimate.subject import Subject, Trace, build, read_config
+from ds_kfac.factors.fitting import kept_bytes, plan_of
 from ds_kfac.metrics import STAGES
+from ds_kfac.model.scan import scan
 from ds_kfac.model.share import share
 
 DEFAULT: Mapping[str, Any] = {"optimizer": {"type": DIRECTIONS[0].optimizer_type}, "kfac": {}}
@@ -136,7 +138,19 @@ def described(
     lines += [*skipped_lines(subject.scan), ""]
     lines.append(f"  {world} ranks, {subject}; factors every {update} steps, {method.words} every {refresh}")
     lines += [*machine_lines(costs, method), "", *strategy_lines(found, costs, chosen), *problem]
-    return lines + (chosen_lines(chosen) if chosen is not None else []), tuple(found)
+    lines += chosen_lines(chosen) if chosen is not None else []
+    return [*lines, *factors_lines(subject, world)], tuple(found)
+
+
+def factors_lines(subject: Subject, world: int) -> list[str]:
+    """What the same model's factors would take without training."""
+    choice = replace(subject.config.choice, curvature=True, gradients=True)
+    plan = plan_of(scan(subject.model, choice).layers, subject.config, world, torch.device("cpu"))
+    nbytes = number(max(kept_bytes(plan)), "B")
+    return [
+        "",
+        f"  A and G of this model by ds_kfac.fit, without training (docs/factors.md): {nbytes} on a rank at most",
+    ]
 
 
 def machine_lines(costs: CostModel, method: Method) -> list[str]:

@@ -187,7 +187,7 @@ class Subject:
         self.in_place = not self.replicated and not offloaded and self.gradients is not torch.float16
         seen = scan(model, self.rule.scanned(self.config))
         self.layers = self.rule.cut(self.config, seen.layers)
-        self.scan = replace(seen, layers=self.layers)
+        self.model, self.scan = model, replace(seen, layers=self.layers)
         groups = [list(model.parameters())]
         if self.rule.optimizer_type is not None:
             groups = [group["params"] for group in split_groups(model, self.scan, None, apart="apart")]

@@ -325,6 +325,20 @@ def plan_of(layers: Sequence[LayerSpec], config: KFACConfig, world: int, device:
     return make_plan(layers, setting, config, costs)
 
 
+def kept_bytes(plan: Plan) -> list[int]:
+    """What :func:`fit` keeps on each rank at most: fp64 sums while the fp32 bases are made of them, or bases and fp64
+    sums of corrected eigenvalues."""
+    roles = plan.assignment
+    first, second = [0] * roles.world, [0] * roles.world
+    for spec in roles.factors:
+        home, basis = roles.eigen_workers[spec.key], 4 * (spec.side.basis_numel + spec.side.dim)
+        first[home] += 12 * spec.side.numel + basis
+        second[home] += basis
+    for layer in plan.layers:
+        second[roles.workers[layer.name][0]] += 16 * layer.numel if layer.G.block and correctable(layer) else 0
+    return [max(pair) for pair in zip(first, second, strict=True)]
+
+
 def rounds(
     layers: Sequence[LayerSpec], specs: Mapping[str, FactorSpec]
 ) -> Iterator[tuple[frozenset[str], frozenset[str]]]:

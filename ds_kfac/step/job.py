@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from ds_kfac.comm.message import Channel
+from ds_kfac.curvature.factor import frobenius
 from ds_kfac.step.preconditioner import Draft, KFACPreconditioner
 
 
@@ -81,6 +82,7 @@ def counters(job: Job) -> dict[str, float]:
       ranks, from attach on, steps that were skipped included. Kinds: factors, gradients, eigenvectors, eigenvalues,
       inverses, results, numbers.
     - "captures", "captures_skipped": of factors, over all ranks; skipped are those that the adaptive rule left out.
+    - "effective_rank": of A, in the mean of this rank's factors: how many directions its inputs have.
     - "noise_scale": samples of a batch that is as much noise as signal (:mod:`ds_kfac.model.noise`), if it is measured:
       where ``measure_noise`` or a batch ramp asked for it.
     - "statistics_fraction": factor elements captured, over those of capturing every factor in every step.
@@ -97,12 +99,25 @@ def _of_domain(kfac: KFACPreconditioner) -> dict[str, float]:
     timetable, counts = kfac.curvature.timetable, kfac.metrics.counts
     found = kfac.metrics.values() | _of_channel(kfac.channel)
     found |= {"captures": float(timetable.captured), "captures_skipped": float(timetable.skipped)}
+    if (rank := _effective_rank(kfac)) is not None:
+        found["effective_rank"] = rank
     if kfac.capture.noise is not None:
         found["noise_scale"] = kfac.capture.noise.value
     every_step = sum(kfac.curvature.numel.values()) * counts["steps"]
     if every_step:
         found["statistics_fraction"] = counts["captured_elements"] / every_step
     return found
+
+
+def _effective_rank(kfac: KFACPreconditioner) -> float | None:
+    """(tr A)^2 / |A|_F^2, in the mean of this rank's factors that are matrices; None where there is none."""
+    own = [x for key, x in kfac.curvature.factors.items() if key.endswith("/A") and x.side.block > 1]
+    if not own:
+        return None
+    traces = torch.stack([factor.side.diagonal_of(factor.packed_P).sum() for factor in own])
+    norms = frobenius([factor.packed_P for factor in own], [factor.side for factor in own])
+    ranks = (traces / norms).square()[norms > 0]
+    return float(ranks.mean()) if len(ranks) else None
 
 
 def _of_channel(channel: Channel) -> dict[str, float]:

@@ -472,7 +472,7 @@ _ROWS = [
      "total / self.layout.world if", "total if",
      _RAMP),
     ("noise: A of recomputations and of first runs", "model/capture.py",
-     "call.recomputed and call.x is not None and call.x.numel()", "call.x is not None and call.x.numel()",
+     "late and call.x is not None and call.x.numel()", "call.x is not None and call.x.numel()",
      _NOISE),
     ("ramp: in the middle of a step", "engine/batch_ramp.py",
      "(self.engine.micro_steps + 1) % (batch // self._micro_batch) == 0", "True",
