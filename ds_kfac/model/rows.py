@@ -221,7 +221,7 @@ class RowSums:
 
     @torch.no_grad()
     def pairs(self, call: Call, gradient: Tensor, seed: Tensor | float) -> tuple[Tensor, Tensor]:
-        """A call's inputs [N, T, I], each with the 1 of a bias, and the gradients of its loss terms [N, T, O], fp32 and
+        """A call's inputs [N, T, I], each with the 1 of a bias, and the gradients of its loss terms [N, T, O], fp32,
         zero where a row does not count, whatever the weight sharing; of a convolution its patches. Where rows have no
         examples, as those of an expert, or of a model that flattens and has no mask, T is 1. See
         :meth:`add_gradient`."""
@@ -235,12 +235,11 @@ class RowSums:
         turned = call.rows.examples == 1
         (x_NTI, own), (g_NTO, _) = (_positions(rows, mask, turned) for rows in (x.detach(), gradient.detach()))
         x_NTI, g_NTO = x_NTI.float(), g_NTO.float()
-        counts = torch.ones_like(x_NTI[..., :1]) if own is None else own.float()
         if own is not None:
-            x_NTI, g_NTO = x_NTI * counts, g_NTO * counts
+            g_NTO = g_NTO * own
         if call.layer.bias is not None:
-            x_NTI = torch.cat([x_NTI, counts], dim=-1)
-        rows = x_NTI.shape[:2].numel() if own is None else counts.sum()
+            x_NTI = torch.cat([x_NTI, torch.ones_like(x_NTI[..., :1])], dim=-1)
+        rows = x_NTI.shape[:2].numel() if own is None else own.sum().float()
         images = isinstance(kind, Convolution) and self.weight_sharing == "expand"
         own_terms = len(x_NTI) if images else rows
         return x_NTI, g_NTO * self._gain(call, own_terms, seed, BatchSum.empty(0, x.device))

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from ds_kfac.comm.message import Channel
 from ds_kfac.curvature.factor import frobenius
+from ds_kfac.model.logits import attentions, rms
 from ds_kfac.step.preconditioner import Draft, KFACPreconditioner
 
 
@@ -83,6 +85,8 @@ def counters(job: Job) -> dict[str, float]:
       inverses, results, numbers.
     - "captures", "captures_skipped": of factors, over all ranks; skipped are those that the adaptive rule left out.
     - "effective_rank": of A, in the mean of this rank's factors: how many directions its inputs have.
+    - "attention_logits": root mean square of q . k / sqrt(width) of the head with the largest, of the attentions whose
+      A and whole weights are here (:mod:`ds_kfac.model.logits`).
     - "noise_scale": samples of a batch that is as much noise as signal (:mod:`ds_kfac.model.noise`), if it is measured:
       where ``measure_noise`` or a batch ramp asked for it.
     - "statistics_fraction": factor elements captured, over those of capturing every factor in every step.
@@ -101,6 +105,8 @@ def _of_domain(kfac: KFACPreconditioner) -> dict[str, float]:
     found |= {"captures": float(timetable.captured), "captures_skipped": float(timetable.skipped)}
     if (rank := _effective_rank(kfac)) is not None:
         found["effective_rank"] = rank
+    if (logits := _attention_logits(kfac)) is not None:
+        found["attention_logits"] = logits
     if kfac.capture.noise is not None:
         found["noise_scale"] = kfac.capture.noise.value
     every_step = sum(kfac.curvature.numel.values()) * counts["steps"]
@@ -118,6 +124,20 @@ def _effective_rank(kfac: KFACPreconditioner) -> float | None:
     norms = frobenius([factor.packed_P for factor in own], [factor.side for factor in own])
     ranks = (traces / norms).square()[norms > 0]
     return float(ranks.mean()) if len(ranks) else None
+
+
+@torch.no_grad()
+def _attention_logits(kfac: KFACPreconditioner) -> float | None:
+    """The largest over attentions whose A is here; None where there is none."""
+    parameters, found = dict(kfac.target.model.named_parameters()), list[Tensor]()
+    for heads in attentions(kfac.target.model, {layer.name: layer for layer in kfac.layers}):
+        spec = kfac.curvature.of_layer.get(heads.queries.name, {}).get("A")
+        factor = kfac.curvature.factors.get(spec.key) if spec else None
+        if factor is not None and factor.side.block == factor.side.dim:
+            A = factor.side.blocks(factor.packed_P.to(kfac.device))[0][0]
+            value = rms(heads, parameters, A)
+            found += [] if value is None else [value]
+    return float(torch.stack(found).max()) if found else None
 
 
 def _of_channel(channel: Channel) -> dict[str, float]:

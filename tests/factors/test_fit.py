@@ -32,6 +32,13 @@ class Sequences(nn.Module):
         return F.cross_entropy(self.head(h).reshape(-1, CLASSES), labels.flatten())
 
 
+class Mixed(Sequences):
+    """The same where a position sees those before it: rows without a label have gradients."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return super().forward(x + torch.tanh(self.twice(x)).cumsum(dim=1), labels)
+
+
 class Flat(Sequences):
     """The same with sequences flattened, as some models do."""
 
@@ -102,8 +109,14 @@ def rows_of(own: nn.Module, batch: dict) -> dict[str, tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize(
     ("kind", "data"),
-    [(Sequences, sequences(4)), (Sequences, sequences(4, masked=False)), (Flat, sequences(4)), (Images, images(4))],
-    ids=["masked", "sequences", "flattened", "images"],
+    [
+        (Sequences, sequences(4)),
+        (Mixed, sequences(4)),
+        (Sequences, sequences(4, masked=False)),
+        (Flat, sequences(4)),
+        (Images, images(4)),
+    ],
+    ids=["masked", "mixed", "sequences", "flattened", "images"],
 )
 def test_factors_and_eigenvalues_are_those_of_the_terms(kind, data, tmp_path):
     own = kind()
