@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import ds_kfac
 from ds_kfac.factors import files, fitting, progress
 from ds_kfac.factors.files import Factors, FactorsError
 from ds_kfac.factors.fitting import fit
+from examples.gpt import GPT, GPTConfig
 from tests.close import close, exact
 from tests.factors.worker import batches, model
 
@@ -340,6 +342,22 @@ def test_a_stopped_run_goes_on_to_the_bit(tmp_path, monkeypatch):
         assert sorted(path.name for path in out.iterdir()) == sorted(
             path.name for path in (tmp_path / "whole").iterdir()
         )
+
+
+def test_the_passes_take_few_more_flops_than_training(tmp_path):
+    """docs/factors.md has the numbers: of forward passes, of which a training step takes three."""
+    own, batch = GPT(GPTConfig(width=128, blocks=1)), (torch.zeros(4, 128, dtype=torch.long),) * 2
+
+    def flops(work) -> float:
+        with FlopCounterMode(display=False) as counted:
+            work()
+        return counted.get_total_flops()
+
+    forward = flops(lambda: own(*batch))
+    first = flops(lambda: fit(own, [batch], out=tmp_path / "first", corrected=False, progress=False))
+    both = flops(lambda: fit(own, [batch], out=tmp_path / "both", progress=False))
+    assert 2 * forward < first < 4.5 * forward
+    assert both - first < 8 * forward
 
 
 def test_layers_leave_in_rounds_of_bounded_size(tmp_path, monkeypatch):
