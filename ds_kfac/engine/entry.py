@@ -22,6 +22,7 @@ from deepspeed.utils import log_dist, logger
 from torch import nn
 from torch.utils.cpp_extension import get_default_build_root
 
+import ds_kfac_startup
 from ds_kfac.assignment.costs import BUILTIN, CostModel, kept_bytes, measured, packed_bytes
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.config.keys import KFACConfig, parse
@@ -46,12 +47,22 @@ from ds_kfac.zero.shards import held_by_layer, parameter_names, pieces_of
 _plain_initialize: Callable[..., tuple] = deepspeed.initialize
 """DeepSpeed's own. Ours is in its place from the import on; until :func:`enable` it only warns."""
 _enabled = False
+_unattached: str | None = (
+    "deepspeed.initialize was never called, and K-FAC works in the engines that it makes. Give the launcher or the "
+    "trainer a DeepSpeed config"
+)
+"""Why no engine has K-FAC so far; None once one has, or was not to have it."""
 YES, NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 """What ``DS_KFAC`` may be; ds_kfac.pth has those that mean no, too."""
 NOT_ENABLED = (
     'ds_kfac: not attached: the config has a "kfac" block, but deepspeed.initialize ran without ds_kfac.enable(). '
     "Call that before it, start with `python -m ds_kfac run` or with DS_KFAC=1, or ds_kfac.attach(engine) now; "
     "otherwise this engine trains without K-FAC"
+)
+
+NOT_NAMED = (
+    'the DeepSpeed config names it nowhere. Set its optimizer to {"type": "KFACAdamW"}, or add a "kfac": {} block to '
+    "keep your own"
 )
 
 
@@ -78,11 +89,25 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     result = _plain_initialize(*bound.args, **bound.kwargs)
     engine = result[0]
     block = find_block(engine.config) if block is None else block
-    if block is not None and without_optimizer(engine):
+    if block is None:
+        _known(NOT_NAMED)
+    elif without_optimizer(engine):
         logger.info("ds_kfac: this engine has no optimizer, so it trains nothing: left as it is")
-    elif block is not None and attach(engine, block) is None:
+    elif attach(engine, block) is None:
+        _known(None)
         log_dist('ds_kfac: not attached: the config says "enabled": false', ranks=[0])
     return result
+
+
+def _known(why: str | None) -> None:
+    """What became of an engine; one with K-FAC settles it."""
+    global _unattached
+    _unattached = None if _unattached is None else why
+
+
+def unattached() -> str | None:
+    """Why no engine of this process has had K-FAC, although it is enabled; None where nothing is amiss."""
+    return _unattached if _enabled else None
 
 
 COMPILED = "deepspeed_shm_comm"
@@ -129,13 +154,15 @@ def asked_for(word: str) -> bool:
 def enable() -> None:
     """Make ``deepspeed.initialize`` ours, for code that calls it itself (HF Trainer, Accelerate, Lightning).
 
-    Idempotent; :func:`disable` undoes it. Call it before the trainer is built.
+    Idempotent; :func:`disable` undoes it. Call it before the trainer is built. A program that ends without an engine
+    that has K-FAC says so on rank 0.
     """
     global _enabled
     _warn_of_compilation()
     if deepspeed.initialize is _plain_initialize:  # someone gave it back; a wrapper of ours is never wrapped
         deepspeed.initialize = _our_initialize
     _enabled = True
+    ds_kfac_startup.watch()
 
 
 def disable() -> None:
@@ -198,7 +225,9 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
         if experts is not None:
             experts.remove()
         raise
-    return Attachment(engine, given, job, scans, experts)
+    attachment = Attachment(engine, given, job, scans, experts)
+    _known(None)
+    return attachment
 
 
 # from an engine to its job
