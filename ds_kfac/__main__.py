@@ -120,6 +120,8 @@ def _describe(parser: argparse.ArgumentParser, *, check: bool = False) -> None:
                         "folder")  # fmt: skip
     parser.add_argument("--optimizer", metavar="TYPE", help="the one that the script passes, such as AdamW, if the "
                         "config has none")  # fmt: skip
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help='of the parameters, where the config has '
+                        '"auto", or nothing')  # fmt: skip
     parser.add_argument("--lora", type=_count, metavar="R", help="train adapters of this rank only, put in by peft")
     default = "" if check else '; default: KFACAdamW, stage 0, an empty "kfac" block'
     parser.add_argument("--config", required=check, help=f"DeepSpeed config (JSON){default}")
