@@ -113,9 +113,26 @@ class UpdateRule:
         """``optimizer``: the engine's innermost one."""
         raise NotImplementedError
 
-    def described(self, plan: Plan, optimizer: str) -> str:
-        """The K-FAC part of a step, in words. ``optimizer``: its name."""
+    def described(self, plan: Plan, optimizer: str, ratio: float = 1.0) -> str:
+        """The K-FAC part of a step, in words.
+
+        Args:
+            optimizer: its name.
+            ratio: see :meth:`rates`.
+        """
         raise NotImplementedError
+
+    def ratio(self, ds_config: Mapping[str, Any]) -> float:
+        """What :meth:`rates` multiplies, of a config; an optimizer has it as ``adam_ratio``."""
+        return 1.0
+
+    def rates(self, plan: Plan, ratio: float) -> dict[str, float]:
+        """Kind of parameters -> its rate as a multiple of the optimizer's lr, where kinds differ.
+
+        Args:
+            ratio: rate of what is in no layer, over lr.
+        """
+        return {}
 
     def moments(self, config: KFACConfig) -> type[Moments] | None:
         """What gradient workers keep of a layer's gradients between steps."""

@@ -285,7 +285,8 @@ def check(arguments: argparse.Namespace) -> str:
     check_model(model, config, sum(p.requires_grad and name not in ours for name, p in model.named_parameters()))
     warnings = [f"  WARNING: {text}" for text in without_effect(rule, subject.given, found.layers, optimizer)]
     lines = [f"{arguments.config} fits {arguments.model} (python -m ds_kfac estimate says more of costs)"]
-    lines += summary(model, found, [plan], rule, optimizer, f"{subject}, {arguments.world} ranks", warnings)
+    lines += summary(model, found, [plan], rule, optimizer, f"{subject}, {arguments.world} ranks", warnings,
+                     rule.ratio(ds_config))  # fmt: skip
     lines += ["  chosen: " + ", ".join(subject.answers)] if subject.answers else []
     lines += [f"  plan: {reason}" for reason in plan.reasons]
     return "\n".join([*lines, "", *layer_lines(found, config, rule), *skipped_lines(found)])
