@@ -23,7 +23,7 @@ LAUNCHER = $(BIN)/deepspeed --num_accelerators $(RANKS)
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 LAUNCH = $(LAUNCHER) examples/train_gpt.py --steps $(STEPS)
 
-.PHONY: setup train train-moe train-images compare converge scale gpu test quick processors integrations campaign check docs clean
+.PHONY: setup train train-moe train-images compare converge scale gpu test quick processors integrations campaign check docs release clean
 
 setup: $(STAMP)
 
@@ -101,6 +101,11 @@ $(VENV)/.docs: $(STAMP)
 docs: $(VENV)/.docs
 	if [ -f $< ]; then NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict; fi
 
+# what a package index would get, below dist/
+release: $(STAMP)
+	$(BIN)/python -m pip install --quiet build twine
+	rm -rf dist && $(BIN)/python -m build && $(BIN)/twine check --strict dist/*
+
 campaign: $(STAMP)
 	$(BIN)/python -m tests.campaign --write docs/reliability.md $(ARGS)
 
@@ -110,4 +115,4 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache

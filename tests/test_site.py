@@ -1,4 +1,4 @@
-"""The site that `make docs` builds: every link and picture in it leads to a file of the site, README.md is its index."""
+"""The site that `make docs` builds: every link and picture leads to a file of the site, and README.md is its index."""
 
 import importlib.util
 import os

@@ -25,6 +25,7 @@ from torch import nn
 from ds_kfac.checkpoint.load import load, load_checkpoint
 from ds_kfac.checkpoint.save import save_checkpoint
 from ds_kfac.config.keys import KFACConfig
+from ds_kfac.curvature.factor import Side
 from ds_kfac.engine.monte_carlo import LossSampling, Sampler
 from ds_kfac.engine.quadratic import QuadraticSteps
 from ds_kfac.engine.report import folded, report
@@ -32,7 +33,7 @@ from ds_kfac.metrics import STAGES, TIMER, Metrics
 from ds_kfac.model.batch import ExpertRows, ReadBatch
 from ds_kfac.model.noise import NoiseScale
 from ds_kfac.model.scan import Scan
-from ds_kfac.model.share import share_of
+from ds_kfac.model.share import Share, share_of
 from ds_kfac.step.job import Job, counters, events, selected
 from ds_kfac.step.preconditioner import Draft, KFACPreconditioner
 from ds_kfac.zero.layout import restore, scaler_scale
@@ -64,6 +65,7 @@ class Attachment:
         self.engine, self.given, self.job, self._experts = engine, given, job, experts
         self._active, self._seen, self._warned_of_outside = True, 0, False
         self._found = Scan(tuple(layer for part in scans for layer in part.layers), scans[0].skipped)
+        self._share = share_of(engine.module, self._found)
         self._captures = [kfac.capture for kfac in job.preconditioners]
         kfac, config = job.preconditioners[0], job.preconditioners[0].config
         self.sampling = LossSampling(kfac, engine) if config.factor.fisher == "monte_carlo" else None
@@ -101,7 +103,7 @@ class Attachment:
 
     def log_line(self) -> dict[str, float]:
         """The few of them that belong into a framework's logs. Reads device scalars: at logged steps only."""
-        return selected(self.job)
+        return {**selected(self.job), "kfac/stepped": self._share.fraction, "kfac/curved": self._share.curved_fraction}
 
     @property
     def read_batch(self) -> ReadBatch:
@@ -236,11 +238,13 @@ class Attachment:
         self._seen += 1
         called = {name for capture in self._captures for name in capture.called}
         if self._seen == 2 and (silent := [(x.name,) for x in self._found.layers if x.name not in called]):
+            promised, self._share = self._share, self._seen_share(called)
             text = (
                 f"{rank} saw no rows of {', '.join(name for name, *_ in folded(silent))} in its first two captured "
                 f"steps. Until some rank sees some, {kfacs[0].rule.without_curvature}: with curvature are "
-                f"{self._share(called)}. Modules that nobody calls, fused kernels and autograd.Functions show none: "
-                "switch them off, or exclude the layer (kfac.layers.exclude)"
+                f"{self._share.curved_fraction:.0%} of the trained matrix parameters, not "
+                f"{promised.curved_fraction:.0%}. Modules that nobody calls, fused kernels and autograd.Functions show "
+                "none: switch them off, or exclude the layer (kfac.layers.exclude)"
             )
             self.report += f"\n  WARNING: {text}"
             logger.warning(text)
@@ -252,14 +256,11 @@ class Attachment:
                 "backward, so the factors were not updated. Call engine.backward(loss) of the engine that owns the loss"
             )
 
-    def _share(self, called: Collection[str]) -> str:
-        """Of the matrices that are stepped, those with curvature if only these layers have any."""
-        seen = replace(self._found, layers=tuple(layer for layer in self._found.layers if layer.name in called))
-        share, promised = share_of(self.engine.module, seen), share_of(self.engine.module, self._found)
-        return (
-            f"{share.curved / max(1, promised.matrices):.0%} of the trained matrix parameters, not "
-            f"{promised.curved / max(1, promised.matrices):.0%}"
-        )
+    def _seen_share(self, called: Collection[str]) -> Share:
+        """What is stepped, and with curvature, if only these layers have any."""
+        alone = [layer if layer.name in called else replace(layer, A=Side.identity(layer.A.dim),
+                 G=Side.identity(layer.G.dim)) for layer in self._found.layers]  # fmt: skip
+        return share_of(self.engine.module, replace(self._found, layers=tuple(alone)))
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         captures = self.engine.module.training and any(capture.active for capture in self._captures)

@@ -58,6 +58,8 @@ NOT_ENABLED = (
     "otherwise this engine trains without K-FAC"
 )
 
+on_attached: list[Callable[[], None]] = []
+"""Called by :func:`initialize` once an engine has K-FAC, for doors above this folder."""
 NOT_NAMED = (
     'the DeepSpeed config names it nowhere. Set its optimizer to {"type": "KFACAdamW"}, or add a "kfac": {} block to '
     "keep your own"
@@ -95,6 +97,9 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     elif attach(engine, block) is None:
         _known(None)
         log_dist('ds_kfac: not attached: the config says "enabled": false', ranks=[0])
+    else:
+        for tell in on_attached:
+            tell()
     return result
 
 
@@ -167,6 +172,7 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
         ValueError: no block, a wrong block, a refused engine mode, or no layer to precondition.
         RuntimeError: the self-test found gradients elsewhere than expected.
     """
+    global _unattached
     attached = getattr(engine, HANDLE, None)
     if isinstance(attached, Attachment) and config is None:
         return attached
@@ -192,8 +198,7 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
         if experts is not None:
             experts.remove()
         raise
-    attachment = Attachment(engine, given, job, scans, experts)
-    _known(None)
+    attachment, _unattached = Attachment(engine, given, job, scans, experts), None
     return attachment
 
 

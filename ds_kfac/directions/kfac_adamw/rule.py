@@ -49,26 +49,25 @@ class KFACAdamWRule(UpdateRule):
         return AdamDirection(plan, layout, exchange, optimizer)
 
     def described(self, plan: Plan, optimizer: str, ratio: float = 1.0) -> str:
-        kept = self._kept(plan, ratio)
+        options = plan.config.adam
+        kept = [adam_factor(options, x, ratio) for x in plan.layers if keeps_direction(options, x) is not None]
+        low, high = (f"{each:.3g}" for each in (min(kept, default=0.0), max(kept, default=0.0)))
+        at = "" if not kept else f" at {low} lr" if low == high else f" at {low} to {high} lr"
         where = "the layers' own coordinates"
         if plan.config.adam.rotate:
             where = "the eigenbasis" if plan.method.rotates else f"{where}, whitened by inverse roots"
         return (
             f"Adam in {where} (KFACAdamW), {len(plan.layers) - len(kept)} layers orthogonalized at lr, {len(kept)} "
-            f"along Adam's direction{_at(kept)}"
+            f"along Adam's direction{at}"
         )
 
     def ratio(self, ds_config: Mapping[str, Any]) -> float:
         return ratio_of(self.parameters(ds_config) or {}, ADAM_RATIO)
 
     def rates(self, plan: Plan, ratio: float) -> dict[str, float]:
-        kept = self._kept(plan, ratio)
-        return {"matrices": 1.0, **({"heads": max(kept)} if kept else {}), "others": ratio}
-
-    def _kept(self, plan: Plan, ratio: float) -> list[float]:
-        """Rates, in lr, of the layers that keep Adam's direction."""
-        options = plan.config.adam
-        return [adam_factor(options, x, ratio) for x in plan.layers if keeps_direction(options, x) is not None]
+        heads = [x for x in plan.layers if keeps_direction(plan.config.adam, x) is not None]
+        largest = max((adam_factor(plan.config.adam, layer, ratio) for layer in heads), default=None)
+        return {"matrices": 1.0, **({} if largest is None else {"heads": largest}), "others": ratio}
 
     def moments(self, config: KFACConfig) -> type[AdamMoments]:
         return AdamMoments
@@ -181,10 +180,3 @@ class KFACAdamWRule(UpdateRule):
 
     def release(self, optimizer: Any) -> None:
         optimizer.direction_scale = None
-
-
-def _at(rates: Sequence[float]) -> str:
-    if not rates:
-        return ""
-    low, high = min(rates), max(rates)
-    return f" at {low:.3g} lr" if low == high else f" at {low:.3g} to {high:.3g} lr"
