@@ -23,7 +23,7 @@ LAUNCHER = $(BIN)/deepspeed --num_accelerators $(RANKS)
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 LAUNCH = $(LAUNCHER) examples/train_gpt.py --steps $(STEPS)
 
-.PHONY: setup train train-moe train-images compare converge scale gpu test quick processors integrations campaign check docs clean
+.PHONY: setup train train-moe train-images compare converge scale gpu test quick processors integrations campaign check docs release clean
 
 setup: $(STAMP)
 
@@ -92,8 +92,9 @@ $(VENV)/integrations/.ready: pyproject.toml constraints.txt
 
 integrations: $(VENV)/integrations/.ready
 	$(VENV)/integrations/bin/python -m pytest -rs tests/integrations/test_packages.py tests/integrations/test_trainer.py \
-		tests/integrations/test_axolotl.py tests/integrations/test_coverage.py \
-		tests/integrations/test_factor_tools.py tests/integrations/test_blocks.py \
+		tests/integrations/test_asked_for.py tests/integrations/test_trl.py \
+		tests/integrations/test_accelerate.py tests/integrations/test_factor_tools.py \
+		tests/integrations/test_axolotl.py tests/integrations/test_coverage.py tests/integrations/test_blocks.py \
 		tests/estimate/test_check.py $(ARGS)
 
 $(VENV)/.docs: $(STAMP)
@@ -102,6 +103,11 @@ $(VENV)/.docs: $(STAMP)
 
 docs: $(VENV)/.docs
 	if [ -f $< ]; then NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict; fi
+
+# what a package index would get, below dist/
+release: $(STAMP)
+	$(BIN)/python -m pip install --quiet build twine
+	rm -rf dist && $(BIN)/python -m build && $(BIN)/twine check --strict dist/*
 
 campaign: $(STAMP)
 	$(BIN)/python -m tests.campaign --write docs/reliability.md $(ARGS)
@@ -112,4 +118,4 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,10 +1,19 @@
-"""What ``DS_KFAC=1`` in the environment does, by ``ds_kfac.pth``, in every Python process: wait for deepspeed.
+"""What ``DS_KFAC=1`` in the environment does, by ``ds_kfac.pth``, in every Python process: wait for deepspeed, and say
+at the end if a program has trained without K-FAC.
 
-Imports nothing: a process that never imports deepspeed pays microseconds.
+Imports nothing of weight: a process that never imports deepspeed pays microseconds.
 ``ds_kfac`` itself sees the variable and enables K-FAC when it is imported.
 """
 
+import atexit
+import os
 import sys
+
+NEVER_IMPORTED = (
+    "deepspeed was never imported, and K-FAC works in DeepSpeed's engines only. Give the launcher or the trainer a "
+    "DeepSpeed config: accelerate launch --use_deepspeed --deepspeed_config_file ds_config.json, or "
+    'TrainingArguments(deepspeed="ds_config.json")'
+)
 
 
 class Finder:
@@ -31,3 +40,31 @@ def install():
     """In front of all other finders; once."""
     if "deepspeed" not in sys.modules and not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())
+    watch()
+
+
+def watch():
+    """Warn at exit, on rank 0, where K-FAC was asked for and no engine got it; once, however often it is called."""
+    atexit.unregister(_say)
+    atexit.register(_say)
+
+
+def _say():
+    entry = sys.modules.get("ds_kfac.engine.entry")
+    why = NEVER_IMPORTED if entry is None else entry.unattached()
+    first = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0"
+    failed = getattr(sys, "last_value", None) is not None  # which says enough
+    if why and first and not failed and _optimizers():
+        print(f"ds_kfac: WARNING: K-FAC was asked for, but this program has trained without it: {why}", file=sys.stderr)
+
+
+def _optimizers():
+    """Whether an optimizer of torch's was made here, as launchers and programs that do not train make none: torch marks
+    the step of its class then."""
+    kinds = [sys.modules["torch"].optim.Optimizer] if "torch.optim" in sys.modules else []
+    while kinds:
+        kind = kinds.pop()
+        if getattr(kind.step, "hooked", False):
+            return True
+        kinds += kind.__subclasses__()
+    return False

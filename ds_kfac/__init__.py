@@ -10,10 +10,12 @@ Raises:
     ValueError: DS_KFAC is neither yes nor no.
 """
 
+import importlib
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 
 @contextmanager
@@ -32,20 +34,28 @@ def only_for_data() -> Iterator[None]:
 
 
 _is_command = sys.argv[0] == "-m" and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == __name__
-"""Whether this package is being imported for ``python -m ds_kfac``."""
+"""Whether this package is being imported for ``python -m ds_kfac``, of which some commands need neither torch nor
+DeepSpeed."""
 
-with only_for_data() if _is_command else nullcontext():
-    from ds_kfac.config.keys import KFACConfig
-    from ds_kfac.directions.kfac_adamw.user_optimizer import KFACAdamW
-    from ds_kfac.engine.attachment import Attachment
-    from ds_kfac.engine.batch_ramp import BatchRamp
-    from ds_kfac.engine.entry import asked_for, attach, disable, enable, initialize
-    from ds_kfac.estimate.command import estimate_kfac_mem_needs_all_cold, estimate_kfac_mem_needs_all_live
-    from ds_kfac.factors.files import Factors, FactorsError
-    from ds_kfac.factors.fitting import fit
-    from ds_kfac.model.batch import BatchInfo
+if TYPE_CHECKING or not _is_command:
+    from ds_kfac.public import (
+        Attachment,
+        BatchInfo,
+        BatchRamp,
+        Factors,
+        FactorsError,
+        KFACAdamW,
+        KFACConfig,
+        attach,
+        disable,
+        enable,
+        estimate_kfac_mem_needs_all_cold,
+        estimate_kfac_mem_needs_all_live,
+        fit,
+        initialize,
+    )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Attachment",
     "BatchInfo",
@@ -64,5 +74,10 @@ __all__ = [
     "initialize",
 ]
 
-if asked_for(os.environ.get("DS_KFAC", "")):
-    enable()
+
+def __getattr__(name: str) -> Any:
+    """Of a command: a model that it imports may use all of this."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with only_for_data():
+        return getattr(importlib.import_module("ds_kfac.public"), name)

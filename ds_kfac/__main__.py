@@ -1,102 +1,18 @@
-"""``python -m ds_kfac``: the commands of :data:`COMMANDS`, and ``run``."""
+"""``python -m ds_kfac``: the commands of :data:`COMMANDS`, and ``run``.
+
+What a command needs is imported when it runs: help and keys must not wait for torch and DeepSpeed.
+"""
 
 import argparse
-import importlib.metadata
 import math
-import platform
-import shutil
-import subprocess
 import sys
-from collections.abc import Sequence
+from importlib import import_module
 
-import torch
-from deepspeed.accelerator import get_accelerator
+from ds_kfac import __version__, only_for_data
+from ds_kfac.factors import arguments as factors
+from ds_kfac.integrations import plot
 
-from ds_kfac import only_for_data
-from ds_kfac.config.manual import manual, schema
-from ds_kfac.engine.refusals import REFUSALS
-from ds_kfac.engine.report import columns
-from ds_kfac.estimate import command
-from ds_kfac.factors import command as factors
-from ds_kfac.integrations import launcher, plot
-from ds_kfac.model.registry import TYPES
-from ds_kfac.ops import build
-from ds_kfac.ops.check import gpu_architecture, gpu_problem
-from ds_kfac.ops.dispatch import BACKENDS, chosen
-from ds_kfac.zero.registry import SHARD_LAYOUTS
-
-PACKAGES = ("ds_kfac", "torch", "deepspeed", "triton", "ninja", "numpy", "pydantic")
-
-
-def environment_report() -> str:
-    """What is installed and found here, and what ds_kfac can do with it, as a table each."""
-    versions = [*((name, _version(name)) for name in PACKAGES), ("python", platform.python_version())]
-    tables: dict[str, Sequence[tuple[str, ...]]] = {
-        "ds_kfac: installed": [*versions, ("nvcc", _compiler("nvcc"))],
-        "accelerator": _accelerator(),
-        "op libraries: installed if compiled ahead of time, else compiled at first use if compatible": build.rows(
-            None if gpu_problem() else gpu_architecture()
-        ),
-        "backends of ops": [("backend", "device", "runs here"), *map(_backend, BACKENDS)],
-        "supported": _support(),
-    }
-    lines = [line for title, rows in tables.items() for line in (title, *columns(rows))]
-    return "\n".join([*lines, "refused at attach", *(f"  {mode}: {advice}" for mode, (_, advice) in REFUSALS.items())])
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        version = getattr(sys.modules.get(package), "__version__", None)  # imported from its sources
-        return f"{version}, not installed but imported" if version else "not installed"
-
-
-def _compiler(name: str) -> str:
-    path = shutil.which(name)
-    if path is None:
-        return "not found in PATH"
-    try:
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as problem:
-        return f"{path}: does not run ({problem})"
-    lines = [line for line in said.splitlines() if line.strip()]
-    found = [line for line in lines if "release" in line] or lines[:1]
-    return f"{found[0].strip()} ({path})" if found else path
-
-
-def _accelerator() -> list[tuple[str, str]]:
-    accelerator = get_accelerator()
-    kind, count, backends = accelerator.device_name(), accelerator.device_count(), torch.distributed
-    name = torch.cuda.get_device_name() if kind == "cuda" and count else platform.processor() or platform.machine()
-    known = ("gloo", "nccl", "mpi") if backends.is_available() else ()
-    has = ", ".join(name for name in known if getattr(backends, f"is_{name}_available")())
-    return [
-        ("DeepSpeed's", f"{kind} ({name}), {count} of them"),
-        ("torch sees", f"CUDA {torch.version.cuda}" if torch.cuda.is_available() else "no CUDA device"),
-        ("threads", str(torch.get_num_threads())),
-        ("communication", f"{accelerator.communication_backend_name()}; torch has {has or 'none'}"),
-    ]
-
-
-def _backend(name: str) -> tuple[str, str, str]:
-    device = BACKENDS[name].device
-    reason = chosen(device).missing.get(name) if device else None
-    return name, device or "any", f"no: {reason}" if reason else "yes"
-
-
-def _support() -> list[tuple[str, str]]:
-    accelerator, kind = get_accelerator(), get_accelerator().device_name()
-    tested = "tested" if kind == "cpu" else "runs through torch, but is not tested yet"
-    return [
-        ("device", f"{kind}: {tested}"),
-        ("ops", str(chosen(kind))),
-        ("decomposition", "torch.linalg.eigh, or Cholesky with inverses: LAPACK on a CPU, cuSOLVER on a GPU"),
-        ("bf16", "yes" if accelerator.is_bf16_supported() else "no"),
-        ("fp16", "yes" if accelerator.is_fp16_supported() else "no"),
-        ("layers", ", ".join(TYPES)),
-        ("engines", ", ".join(["bare torch optimizer (stage 0)", *(wrapper.__name__ for wrapper in SHARD_LAYOUTS)])),
-    ]
+RUN = "python -m ds_kfac run [deepspeed launcher arguments] script.py [script arguments]"
 
 
 def _count(text: str) -> int:
@@ -121,6 +37,8 @@ def _describe(parser: argparse.ArgumentParser, *, check: bool = False) -> None:
                         "folder")  # fmt: skip
     parser.add_argument("--optimizer", metavar="TYPE", help="the one that the script passes, such as AdamW, if the "
                         "config has none")  # fmt: skip
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help='of the parameters, where the config has '
+                        '"auto", or nothing')  # fmt: skip
     parser.add_argument("--lora", type=_count, metavar="R", help="train adapters of this rank only, put in by peft")
     default = "" if check else '; default: KFACAdamW, stage 0, an empty "kfac" block'
     parser.add_argument("--config", required=check, help=f"DeepSpeed config (JSON){default}")
@@ -141,15 +59,18 @@ def _describe(parser: argparse.ArgumentParser, *, check: bool = False) -> None:
 
 
 COMMANDS = {
-    "check": command.check, "estimate": command.run, "factors": factors.run, "convert": factors.run_convert,
-    "plot": plot.run,
-    "report": lambda _: environment_report(), "config": lambda _: manual(), "schema": lambda _: schema(),
+    "check": "ds_kfac.estimate.command:check", "estimate": "ds_kfac.estimate.command:run",
+    "factors": "ds_kfac.factors.command:run", "convert": "ds_kfac.factors.command:run_convert",
+    "plot": "ds_kfac.integrations.plot:run", "report": "ds_kfac.engine.environment:report",
+    "config": "ds_kfac.config.manual:manual", "schema": "ds_kfac.config.manual:schema",
 }  # fmt: skip
+"""What makes a command's text, of its arguments."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0; 1 and a line on stderr if something is wrong with config or model; 2 for wrong arguments."""
     parser = argparse.ArgumentParser("python -m ds_kfac", description="K-FAC for DeepSpeed")
+    parser.add_argument("--version", action="version", version=f"ds_kfac {__version__}")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # of DeepSpeed's launcher
     commands = parser.add_subparsers(dest="command", required=True)
     what = "memory, bytes, FLOPs and overhead of every strategy, before a run"
@@ -158,12 +79,12 @@ def main(argv: list[str] | None = None) -> int:
     check = commands.add_parser("check", help="whether a config fits a model, and the report of attach, without a run")
     _describe(check, check=True)
     text = "factors of a model over some data, without training; on several ranks by deepspeed --module ds_kfac factors"
-    factors.add_arguments(commands.add_parser("factors", help=text))
+    factors.of_factors(commands.add_parser("factors", help=text))
     text = "factors for kronfluence, RegMean, GPTQ or PEFT's EVA"
-    factors.add_convert_arguments(commands.add_parser("convert", help=text))
+    factors.of_convert(commands.add_parser("convert", help=text))
     plot.add_arguments(commands.add_parser("plot", help="draw a run's logs: csv, tensorboard, or the Trainer's"))
     # its arguments are DeepSpeed's launcher's, see below
-    commands.add_parser("run", help=f"start a script with K-FAC enabled: {launcher.USAGE}", add_help=False)
+    commands.add_parser("run", help=f"start a script with K-FAC enabled: {RUN}", add_help=False)
     commands.add_parser("report", help="versions, accelerator, and what is supported here")
     commands.add_parser("config", help='every key of the "kfac" block, as Markdown')
     commands.add_parser("schema", help='JSON schema of a DeepSpeed config with a "kfac" block, for editors')
@@ -172,10 +93,11 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(given[: 1 if launches else None])
     try:
         if launches:
-            launcher.launch(given[1:])
+            import_module("ds_kfac.integrations.launcher").launch(given[1:])
         else:
             with only_for_data():
-                text = COMMANDS[arguments.command](arguments)
+                module, _, function = COMMANDS[arguments.command].partition(":")
+                text = getattr(import_module(module), function)(arguments)
             print(text, end="\n" if text else "")
     except ValueError as problem:
         print(f"ds_kfac {arguments.command}: {problem}", file=sys.stderr)

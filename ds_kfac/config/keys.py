@@ -1,29 +1,25 @@
 """The ``"kfac"`` block: its keys, a model for each block inside it, whose docstrings are the manual; and its check."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ds_kfac.config import values
-from ds_kfac.curvature.methods import METHODS
-from ds_kfac.model.scan import Choice
 from ds_kfac.schedule.timetable import BurnIn, Schedule, Value
+
+if TYPE_CHECKING:  # what knows torch is imported where it is used: commands that only print keys do without
+    from ds_kfac.model.scan import Choice
 
 SHARES = True
 """Whether layers that see one input have one A, and the experts of a stack: tests may want an A for each."""
 
 
-class Block(DeepSpeedConfigModel):
-    """DeepSpeed's base, without its habit of coercing and of dropping "auto"."""
+class Block(BaseModel):
+    """Of keys: an unknown one is an error, and nothing is coerced."""
 
-    # A default is a Value already, which the validators of its field do not take.
-    model_config = ConfigDict(strict=True, use_attribute_docstrings=True, frozen=True, validate_default=False)
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
     _numbers_fit = field_validator("*", mode="before")(values.fits)
-
-    def __init__(self, **data: Any) -> None:
-        BaseModel.__init__(self, **data)
 
 
 class FactorConfig(Block):
@@ -54,7 +50,7 @@ class FactorConfig(Block):
     """Take statistics of convolutions at a grid of positions that moves from step to step: one in 4 along both
     dimensions, fewer where less than 4 rows would be left for each row of a factor. Unbiased, and 6 to 20 times
     cheaper. false: all positions."""
-    dense_max: int | None = Field(None, ge=2)
+    dense_max: int | None = Field(default=None, ge=2)
     """Longest side whose factor is one dense matrix. Longer ones are cut into blocks about as long as the layer's other
     side, at least half of this: a decomposition costs the cube. A side over 16384, such as a head's vocabulary (65536
     with fisher activations_only, where all sides are inputs), has a diagonal. null: 4096."""
@@ -66,7 +62,7 @@ class EigenbasisConfig(Block):
     refresh_interval: values.Interval | None = None
     """Steps between two decompositions, a multiple of factor.update_interval; null: five times that interval. If one of
     them is a schedule, a refresh waits for the next factor update."""
-    lag: int | None = Field(None, ge=0)
+    lag: int | None = Field(default=None, ge=0)
     """Run decompositions asynchronously (on a thread on the CPU, a stream on a GPU) and use the result exactly so many
     steps later. 0: decompose within the step. A refresh interval shorter than the lag shortens it. null: on a GPU
     factor.update_interval, if the decompositions of a step are predicted to take over 50 ms; else 0."""
@@ -103,7 +99,7 @@ class PreconditionerConfig(Block):
     """Precision of the products into the eigenbasis and back. highest: fp32, also if the process allows TF32. tf32:
     TF32 on GPUs, fp32 elsewhere. null: tf32 on GPUs that have it, else highest. Orthogonalization is in fp16 with TF32,
     else in fp32. With method inverse it applies to the two products with the inverses."""
-    method: values.Method = "eigen"
+    method: Literal["eigen", "inverse", "root"] = "eigen"
     """What is kept of a factor. eigen: its eigenbasis. inverse: its damped inverse by Cholesky, with KAISA's
     pi-damping: half the products of a step, half the bytes to other workers, refreshes about ten times cheaper; for
     sides of 4096 and up. The damping of an inverse is that of its last refresh. inverse needs eigenvalues
@@ -135,7 +131,7 @@ class PreconditionerConfig(Block):
 class BurnInConfig(Block):
     """Shorter intervals at the start of a run, where curvature changes fastest."""
 
-    steps: int = Field(50, ge=0)
+    steps: int = Field(default=50, ge=0)
     """Number of first steps in which factors are updated twice as often as factor.update_interval says at first, and
     eigenbases refreshed at every second update, if that is more often; the step after them refreshes everything. 0: no
     burn-in."""
@@ -162,7 +158,7 @@ class AdamConfig(Block):
     queries, keys, values; ``{"qkv": [64, 64, 64]}``: the same for each head of 64; ``{"q_proj": 32}``: each of 32 heads
     by itself; 1: a single map. Goes before what is known: fused queries, keys and values, gates, latent attention and
     Mamba in transformers, timm and torch (``ds_kfac/model/blocks.py``). The report has each layer's."""
-    whiten: float = Field(0.125, ge=0, le=1)
+    whiten: float = Field(default=0.125, ge=0, le=1)
     """Power p of A^-p on both sides of an orthogonalization, which bounds the response to each input direction in place
     of the weights'; 0: none. Worth most with large batches, and lets the rate be higher there."""
 
@@ -188,11 +184,11 @@ class LayersConfig(Block):
 class AssignmentConfig(Block):
     """Who does what."""
 
-    gradient_worker_fraction: float | None = Field(None, gt=0, le=1)
+    gradient_worker_fraction: float | None = Field(default=None, gt=0, le=1)
     """Fraction of the ranks that hold a layer's eigenbases and precondition its gradient (KAISA), where gradients are
     replicated (stage 0): 1/world is MEM-OPT, 1 is COMM-OPT. null: the fastest predicted fraction within
     memory_budget_gb. Under ZeRO 1-3 gradients are partitioned and a layer always has one worker."""
-    memory_budget_gb: float | None = Field(None, gt=0)
+    memory_budget_gb: float | None = Field(default=None, gt=0)
     """Most memory of K-FAC per rank, in 10^9 bytes: state (factors, eigenbases, moments), and batch sums, gradients and
     results while a step lasts; without messages, of 256 MiB at most. null: no limit."""
     costs: str | None = None
@@ -278,7 +274,7 @@ class KFACConfig(Block):
     offload: OffloadConfig = OffloadConfig()
     ops: OpsConfig = OpsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    adaptive: float | None = Field(None, gt=0)
+    adaptive: float | None = Field(default=None, gt=0)
     """SP-NGD's adaptive statistics, a factor that barely changes is captured, reduced and decomposed less often: two
     values of a factor are similar if their relative difference in the Frobenius norm is below this, such as 0.1. Each
     factor then has its own interval, in units of factor.update_interval, which grows (1, 2, 3, 5, 8, ...) while the
@@ -294,7 +290,10 @@ class KFACConfig(Block):
     # of a config whose nulls are answered, see ds_kfac.plan.plan
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> "Choice":
+        from ds_kfac.curvature.methods import METHODS
+        from ds_kfac.model.scan import Choice
+
         assert self.layers.types is not None
         layers, factor = self.layers, self.factor
         return Choice(
@@ -335,6 +334,7 @@ def parse(block: Any) -> KFACConfig:
 
 def _contradictions(block: Mapping[str, Any]) -> list[str]:
     """Constraints between keys; on the raw block, so that they are reported together with other errors."""
+    from ds_kfac.curvature.methods import METHODS
 
     def given(section: str, key: str) -> Any:
         inside = block.get(section)

@@ -50,7 +50,7 @@ from step 100 on, then 50 from step 1000 on. Intervals are rounded.
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
-def manual() -> str:
+def manual(_: object = None) -> str:
     """The whole page. Keys of the top level come first, then a section for each block."""
     whole = json_of(KFACConfig)
     blocks = {name: key["$ref"].rpartition("/")[2] for name, key in whole["properties"].items() if "$ref" in key}
@@ -106,7 +106,7 @@ class _Schema(GenerateJsonSchema):
         return int(value) if float(value).is_integer() else value
 
 
-def schema() -> str:
+def schema(_: object = None) -> str:
     """Of a whole DeepSpeed config, of which it knows the ``"kfac"`` block only."""
     block = json_of(KFACConfig)
     definitions = block.pop("$defs")

@@ -13,7 +13,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from ds_kfac.curvature.methods import METHODS
 from ds_kfac.schedule.timetable import Value
 
 Number = TypeVar("Number")
@@ -57,12 +56,6 @@ BlockRows = _checked(
     {"anyOf": [_COUNT, {"items": _COUNT, "minItems": 1, "type": "array"}]},
 )
 """How many, or the rows of each."""
-Method = _checked(
-    str,
-    lambda name: isinstance(name, str) and name in METHODS,
-    "Input should be " + " or ".join(map(repr, METHODS)),
-    {"enum": list(METHODS)},
-)
 
 
 def _compiles(inside: str, message: Any) -> pydantic.AfterValidator:
@@ -217,7 +210,8 @@ def _nearest(location: tuple[str, ...], block: Mapping[str, Any], model: Model) 
         field, block = inner.model_fields[parent], block[parent]
         inner, in_schedule = _inner_model(field, block) or BaseModel, holds_value(field.annotation)
     siblings = inner.model_fields
-    close = [prefix + name for name in difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)]
+    begins = [name for name in siblings if len(key) > 2 and name.startswith(key)]  # damp: damping, not adam
+    close = [prefix + name for name in begins[:1] or difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)]
     if not close and not in_schedule:
         valid = list(paths(model))
         close = [name for name in valid if name.split(".")[-1] == key]

@@ -48,7 +48,11 @@ class Direction:
         stacks: own layers, those together that are computed at once, the largest first.
         rotations: their eigenvectors as products take them, and in which precision.
         groups: layer name -> parameter groups of its parameters.
+        squared: squared norm of the last step's directions over all layers and ranks, a device scalar, without the
+            rate; None where the user's optimizer decides on the step.
     """
+
+    squared: Tensor | None = None
 
     def __init__(self, plan: Plan, layout: ShardLayout, exchange: GradientExchange) -> None:
         self.config, self.layout, self.exchange = plan.config, layout, exchange
@@ -113,9 +117,26 @@ class UpdateRule:
         """``optimizer``: the engine's innermost one."""
         raise NotImplementedError
 
-    def described(self, plan: Plan, optimizer: str) -> str:
-        """The K-FAC part of a step, in words. ``optimizer``: its name."""
+    def described(self, plan: Plan, optimizer: str, ratio: float = 1.0) -> str:
+        """The K-FAC part of a step, in words.
+
+        Args:
+            optimizer: its name.
+            ratio: see :meth:`rates`.
+        """
         raise NotImplementedError
+
+    def ratio(self, ds_config: Mapping[str, Any]) -> float:
+        """What :meth:`rates` multiplies, of a config; an optimizer has it as ``adam_ratio``."""
+        return 1.0
+
+    def rates(self, plan: Plan, ratio: float) -> dict[str, float]:
+        """Kind of parameters -> its rate as a multiple of the optimizer's lr, where kinds differ.
+
+        Args:
+            ratio: rate of what is in no layer, over lr.
+        """
+        return {}
 
     def moments(self, config: KFACConfig) -> type[Moments] | None:
         """What gradient workers keep of a layer's gradients between steps."""

@@ -190,7 +190,7 @@ class KFACGradientRule(UpdateRule):
         kind = QuadraticGradient if plan.config.preconditioner.step == "quadratic" else KFACGradient
         return kind(plan, layout, exchange, metrics)
 
-    def described(self, plan: Plan, optimizer: str) -> str:
+    def described(self, plan: Plan, optimizer: str, ratio: float = 1.0) -> str:
         config, method = plan.config, plan.method
         options, damping = config.preconditioner, config.damping
         clip = "off" if options.kl_clip == Value.constant(0) else f"{options.kl_clip} at the {plan.clip_lr} lr"

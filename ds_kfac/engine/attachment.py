@@ -9,8 +9,9 @@ K-FAC.
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from torch import nn
 from ds_kfac.checkpoint.load import load, load_checkpoint
 from ds_kfac.checkpoint.save import save_checkpoint
 from ds_kfac.config.keys import KFACConfig
+from ds_kfac.curvature.factor import Side
 from ds_kfac.engine.monte_carlo import LossSampling
 from ds_kfac.engine.quadratic import QuadraticSteps
 from ds_kfac.engine.report import folded, report
@@ -33,6 +35,7 @@ from ds_kfac.model.batch import ExpertRows, ReadBatch
 from ds_kfac.model.noise import NoiseScale
 from ds_kfac.model.samplers import Sampler
 from ds_kfac.model.scan import Scan
+from ds_kfac.model.share import Share, share_of
 from ds_kfac.step.job import Job, counters, events, selected
 from ds_kfac.step.preconditioner import Draft, KFACPreconditioner
 from ds_kfac.zero.layout import restore, scaler_scale
@@ -62,7 +65,9 @@ class Attachment:
         self, engine: Any, given: KFACConfig, job: Job, scans: Sequence[Scan], experts: ExpertRows | None
     ) -> None:
         self.engine, self.given, self.job, self._experts = engine, given, job, experts
-        self._active, self._warned, self._warned_of_outside = True, False, False
+        self._active, self._seen, self._warned_of_outside = True, 0, False
+        self._found = Scan(tuple(layer for part in scans for layer in part.layers), scans[0].skipped)
+        self._share = share_of(engine.module, self._found)
         self._captures = [kfac.capture for kfac in job.preconditioners]
         kfac, config = job.preconditioners[0], job.preconditioners[0].config
         self.sampling = LossSampling(kfac, engine) if config.factor.fisher == "monte_carlo" else None
@@ -101,7 +106,7 @@ class Attachment:
 
     def log_line(self) -> dict[str, float]:
         """The few of them that belong into a framework's logs. Reads device scalars: at logged steps only."""
-        return selected(self.job)
+        return {**selected(self.job), "kfac/stepped": self._share.fraction, "kfac/curved": self._share.curved_fraction}
 
     @property
     def read_batch(self) -> ReadBatch:
@@ -238,19 +243,23 @@ class Attachment:
         return result
 
     def _warn(self) -> None:
-        """At a captured step, each once: of layers whose hooks never fired here by the first one, which keep their raw
-        gradient; and of a step without a gradient that counts: the user means a backward that is not our own."""
+        """At a captured step, each once: of layers whose hooks never fired here by the second one, and what is left of
+        the share that attach has printed; and of a step without a gradient that counts: the user means a backward that
+        is not our own."""
         kfacs, rank = self.job.preconditioners, f"ds_kfac: rank {self.engine.global_rank}"
-        first, self._warned = not self._warned, True
-        if first and (
-            silent := [(x.name,) for kfac in kfacs for x in kfac.layers if x.name not in kfac.capture.called]
-        ):
-            names = ", ".join(name for name, *_ in folded(silent))
-            logger.warning(
-                f"{rank} saw no rows of {names} in its first step. Until some rank sees some, "
-                f"{kfacs[0].rule.without_curvature}. Modules that nobody calls, fused kernels "
-                "and autograd.Functions show none: switch them off, or exclude the layer (kfac.layers.exclude)"
+        self._seen += 1
+        called = {name for capture in self._captures for name in capture.called}
+        if self._seen == 2 and (silent := [(x.name,) for x in self._found.layers if x.name not in called]):
+            promised, self._share = self._share, self._seen_share(called)
+            text = (
+                f"{rank} saw no rows of {', '.join(name for name, *_ in folded(silent))} in its first two captured "
+                f"steps. Until some rank sees some, {kfacs[0].rule.without_curvature}: with curvature are "
+                f"{self._share.curved_fraction:.0%} of the trained matrix parameters, not "
+                f"{promised.curved_fraction:.0%}. Modules that nobody calls, fused kernels and autograd.Functions show "
+                "none: switch them off, or exclude the layer (kfac.layers.exclude)"
             )
+            self.report += f"\n  WARNING: {text}"
+            logger.warning(text)
         outside = sum(capture.outside for capture in self._captures)
         if outside and not any(capture.counted for capture in self._captures) and not self._warned_of_outside:
             self._warned_of_outside = True
@@ -258,6 +267,12 @@ class Attachment:
                 f"{rank}: gradients came through {outside} calls of layers, none of them in this engine's own "
                 "backward, so the factors were not updated. Call engine.backward(loss) of the engine that owns the loss"
             )
+
+    def _seen_share(self, called: Collection[str]) -> Share:
+        """What is stepped, and with curvature, if only these layers have any."""
+        alone = [layer if layer.name in called else replace(layer, A=Side.identity(layer.A.dim),
+                 G=Side.identity(layer.G.dim)) for layer in self._found.layers]  # fmt: skip
+        return share_of(self.engine.module, replace(self._found, layers=tuple(alone)))
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         captures = self.engine.module.training and any(capture.active for capture in self._captures)

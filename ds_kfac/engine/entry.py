@@ -10,18 +10,16 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import hjson
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import log_dist, logger
-from torch import nn
-from torch.utils.cpp_extension import get_default_build_root
 
+import ds_kfac_startup
 from ds_kfac.assignment.costs import BUILTIN, CostModel, kept_bytes, measured, packed_bytes
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.config.keys import KFACConfig, parse
@@ -31,6 +29,7 @@ from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.kfac_gradient import PolynomialDecay
 from ds_kfac.directions.table import DIRECTIONS, rule_in
 from ds_kfac.engine.attachment import HANDLE, Attachment
+from ds_kfac.engine.beforehand import check_tensors, saying_how_to_launch, warn_of_compilation
 from ds_kfac.engine.refusals import check_model, of_engine, refused, without_optimizer
 from ds_kfac.model.batch import ExpertRows
 from ds_kfac.model.registry import SHARDS
@@ -46,12 +45,24 @@ from ds_kfac.zero.shards import held_by_layer, parameter_names, pieces_of
 _plain_initialize: Callable[..., tuple] = deepspeed.initialize
 """DeepSpeed's own. Ours is in its place from the import on; until :func:`enable` it only warns."""
 _enabled = False
+_unattached: str | None = (
+    "deepspeed.initialize was never called, and K-FAC works in the engines that it makes. Give the launcher or the "
+    "trainer a DeepSpeed config"
+)
+"""Why no engine has K-FAC so far; None once one has, or was not to have it."""
 YES, NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 """What ``DS_KFAC`` may be; ds_kfac.pth has those that mean no, too."""
 NOT_ENABLED = (
     'ds_kfac: not attached: the config has a "kfac" block, but deepspeed.initialize ran without ds_kfac.enable(). '
     "Call that before it, start with `python -m ds_kfac run` or with DS_KFAC=1, or ds_kfac.attach(engine) now; "
     "otherwise this engine trains without K-FAC"
+)
+
+on_attached: list[Callable[[], None]] = []
+"""Called by :func:`initialize` once an engine has K-FAC, for doors above this folder."""
+NOT_NAMED = (
+    'the DeepSpeed config names it nowhere. Set its optimizer to {"type": "KFACAdamW"}, or add a "kfac": {} block to '
+    "keep your own"
 )
 
 
@@ -62,7 +73,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     Raises:
         ValueError: the block is wrong, or the engine's mode is refused; before any training.
     """
-    _warn_of_compilation()
+    warn_of_compilation()
     # DeepSpeed looks a scheduler's type up here
     deepspeed.runtime.lr_schedules.PolynomialDecay = PolynomialDecay
     bound = inspect.signature(_plain_initialize).bind(*args, **kwargs)
@@ -74,49 +85,33 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
         config = parse(block)  # before the engine is built: a wrong one fails at once
         if rule.optimizer_type is not None:
             rule.install(bound.arguments, config, source)
-        _check_tensors(bound.arguments.get("model"))
-    result = _plain_initialize(*bound.args, **bound.kwargs)
+        check_tensors(bound.arguments.get("model"))
+    with saying_how_to_launch():
+        result = _plain_initialize(*bound.args, **bound.kwargs)
     engine = result[0]
     block = find_block(engine.config) if block is None else block
-    if block is not None and without_optimizer(engine):
+    if block is None:
+        _known(NOT_NAMED)
+    elif without_optimizer(engine):
         logger.info("ds_kfac: this engine has no optimizer, so it trains nothing: left as it is")
-    elif block is not None and attach(engine, block) is None:
+    elif attach(engine, block) is None:
+        _known(None)
         log_dist('ds_kfac: not attached: the config says "enabled": false', ranks=[0])
+    else:
+        for tell in on_attached:
+            tell()
     return result
 
 
-COMPILED = "deepspeed_shm_comm"
+def _known(why: str | None) -> None:
+    """What became of an engine; one with K-FAC settles it."""
+    global _unattached
+    _unattached = None if _unattached is None else why
 
 
-@cache
-def _warn_of_compilation() -> None:
-    """Once: DeepSpeed compiles at a first start on a CPU; a run killed meanwhile leaves a lock, for which later ones
-    wait for ever."""
-    first = os.environ.get("RANK", "0") == "0" and not deepspeed.comm.is_initialized()
-    if not first or get_accelerator().device_name() != "cpu" or not deepspeed.ops.__compatible_ops__.get(COMPILED):
-        return
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    if not any((folder / f"{COMPILED}.so").exists() for folder in (root / COMPILED, *root.glob(f"*/{COMPILED}"))):
-        logger.warning(
-            f"ds_kfac: DeepSpeed compiles {COMPILED} below {root} now, once, for one to two minutes. If it takes "
-            "longer, remove the file lock there, which a run that was killed has left"
-        )
-
-
-def _check_tensors(model: Any) -> None:
-    """Raise ValueError for weights that DeepSpeed cannot send as bytes: its own error names no reason."""
-    for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
-        if not parameter.ndim:
-            raise ValueError(
-                f"ds_kfac: {name} has no dimension, as CLIP's logit_scale, which deepspeed.initialize cannot broadcast "
-                "with any optimizer; make it one of shape [1] before: p.data = p.data.view(1)"
-            )
-        if parameter.numel() and parameter.stride(-1) != 1:
-            raise ValueError(
-                f"ds_kfac: {name} is stored in another order than its shape (channels_last?), which "
-                "deepspeed.initialize cannot broadcast; convert the images to channels_last instead, or at ZeRO stage "
-                "0 the model after initialize"
-            )
+def unattached() -> str | None:
+    """Why no engine of this process has had K-FAC, although it is enabled; None where nothing is amiss."""
+    return _unattached if _enabled else None
 
 
 def asked_for(word: str) -> bool:
@@ -129,25 +124,29 @@ def asked_for(word: str) -> bool:
 def enable() -> None:
     """Make ``deepspeed.initialize`` ours, for code that calls it itself (HF Trainer, Accelerate, Lightning).
 
-    Idempotent; :func:`disable` undoes it. Call it before the trainer is built.
+    Idempotent; :func:`disable` undoes it. Call it before the trainer is built. A program that ends without an engine
+    that has K-FAC says so on rank 0.
     """
     global _enabled
-    _warn_of_compilation()
+    warn_of_compilation()
     if deepspeed.initialize is _plain_initialize:  # someone gave it back; a wrapper of ours is never wrapped
         deepspeed.initialize = _our_initialize
     _enabled = True
+    ds_kfac_startup.watch()
 
 
 def disable() -> None:
-    """Undo :func:`enable`: ``deepspeed.initialize`` passes through, and warns of a "kfac" block."""
+    """Undo :func:`enable`: ``deepspeed.initialize`` passes through, and warns of a "kfac" block. Only a KFACAdamW is
+    attached to in any case: nobody else knows it."""
     global _enabled
     _enabled = False
 
 
 @wraps(_plain_initialize)
 def _our_initialize(*args: Any, **kwargs: Any) -> tuple:
-    optimizer = inspect.signature(_plain_initialize).bind(*args, **kwargs).arguments.get("optimizer")
-    if _enabled or any(rule.given(optimizer) for rule in DIRECTIONS):
+    given = inspect.signature(_plain_initialize).bind(*args, **kwargs).arguments
+    rule = rule_in(_config_source(given) or {}, given.get("optimizer"))
+    if _enabled or rule.optimizer_type is not None:  # by its name or as an object, which DeepSpeed alone would refuse
         return initialize(*args, **kwargs)
     result = _plain_initialize(*args, **kwargs)
     block = find_block(result[0].config)
@@ -173,6 +172,7 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
         ValueError: no block, a wrong block, a refused engine mode, or no layer to precondition.
         RuntimeError: the self-test found gradients elsewhere than expected.
     """
+    global _unattached
     attached = getattr(engine, HANDLE, None)
     if isinstance(attached, Attachment) and config is None:
         return attached
@@ -198,7 +198,8 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
         if experts is not None:
             experts.remove()
         raise
-    return Attachment(engine, given, job, scans, experts)
+    attachment, _unattached = Attachment(engine, given, job, scans, experts), None
+    return attachment
 
 
 # from an engine to its job

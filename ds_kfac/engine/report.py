@@ -40,7 +40,8 @@ def report(kfacs: Sequence[KFACPreconditioner], scans: Sequence[Scan], given: KF
     found = Scan(tuple(layer for part in scans for layer in part.layers), scans[0].skipped)
     where = f", {first.target.domain.name}" if first.target.domain.name else ""
     mode, plans, optimizer = f"{_mode(first)}{where}", [kfac.plan for kfac in kfacs], type(first.target.inner).__name__
-    brief = summary(layout.engine.module, found, plans, first.rule, optimizer, mode, warnings)
+    ratio = getattr(first.target.inner, "adam_ratio", 1.0)
+    brief = summary(layout.engine.module, found, plans, first.rule, optimizer, mode, warnings, ratio)
     details = [line for kfac, part in zip(kfacs, scans, strict=True) for line in _details(kfac, part)]
     # of a summary that is too long, the rest of its warnings
     text = "\n".join([*brief, *(line for line in warnings if line not in brief), *details])
@@ -51,7 +52,7 @@ def report(kfacs: Sequence[KFACPreconditioner], scans: Sequence[Scan], given: KF
 
 def summary(
     model: nn.Module, scan: Scan, plans: Sequence[Plan], rule: UpdateRule, optimizer: str, mode: str,
-    warnings: Sequence[str],
+    warnings: Sequence[str], ratio: float,
 ) -> list[str]:  # fmt: skip
     """What a run does, in :data:`LINES` lines at most; it describes plans, not measurements.
 
@@ -59,16 +60,18 @@ def summary(
         plans: of each domain here.
         optimizer: class or type of the innermost one.
         mode: of the engine, in words.
+        ratio: rate of what is in no layer, over the optimizer's lr.
     """
     plan, share = plans[0], share_of(model, scan)
     left = share.matrices - share.stepped
-    ours = "AdamW at adam_lr" + (f", {left:,} of them in matrices at lr" if left else "")
+    ours = f"AdamW at {ratio:.3g} lr (adam_lr)"
+    ours += f", {left:,} of them in matrices, at lr as their biases" if left else ""
     rest = ours if rule.optimizer_type else f"{optimizer}, along their own gradients"
     state = sum(max(plan.assignment.memory) for plan in plans)
     lines = [
         f"ds_kfac steps {share}",
         f"  all other trained parameters ({share.others:,}): {rest}",
-        f"  step: {rule.described(plan, optimizer)}",
+        f"  step: {rule.described(plan, optimizer, ratio)}",
         f"  factors every {_interval(plan.schedule.update)}, {plan.method.words} every "
         f"{_interval(plan.schedule.refresh)}",
         f"  memory: K-FAC state at most {number(state, 'B')} on a rank (factors, {plan.method.words}, moments)",

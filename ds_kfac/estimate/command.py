@@ -106,9 +106,9 @@ def costs_of(device: str, config: KFACConfig) -> CostModel:
 
 
 def described(
-    subject: Subject, costs: CostModel, world: int, rows: int | None
+    subject: Subject, costs: CostModel, world: int, rows: int | None, assumed: str = ""
 ) -> tuple[list[str], tuple[Estimate | Refused, ...]]:
-    """Text and estimates of every strategy, and details of the config's own."""
+    """Text and estimates of every strategy, and details of the config's own. ``assumed``: of the batch."""
     if world < 1:
         raise ValueError(f"world: got {world}; must be at least 1 rank")
     chosen, problem, found = None, list[str](), list[Estimate | Refused]()
@@ -138,7 +138,7 @@ def described(
     lines += [*skipped_lines(subject.scan), ""]
     lines.append(f"  {world} ranks, {subject}; factors every {update} steps, {method.words} every {refresh}")
     lines += [*machine_lines(costs, method), "", *strategy_lines(found, costs, chosen), *problem]
-    lines += chosen_lines(chosen) if chosen is not None else []
+    lines += chosen_lines(chosen, assumed) if chosen is not None else []
     return [*lines, *factors_lines(subject, world)], tuple(found)
 
 
@@ -191,15 +191,23 @@ def strategy_lines(found: Sequence[Estimate | Refused], costs: CostModel, chosen
     return [*table, *refused, *(["  * what this config chooses"] if chosen is not None else [])]
 
 
-def chosen_lines(chosen: Estimate) -> list[str]:
-    """The answer in a line, for the fullest rank; memory, bytes on the wire, FLOPs and seconds in detail."""
+def chosen_lines(chosen: Estimate, assumed: str = "") -> list[str]:
+    """The answer in a line, for the fullest rank; memory, bytes on the wire, FLOPs and seconds in detail.
+
+    Args:
+        assumed: of the batch.
+    """
     plan, memory = chosen.plan, chosen.memory
     state, beside = (number(nbytes.max(), "B") for nbytes in (chosen.state, memory[BESIDE]))
     answer = f"K-FAC takes {state} of state on a rank, at most {beside} beside it in a step"
     if chosen.model is not None:
         worst = (chosen.model + chosen.worst) / (chosen.model + chosen.seconds)
-        answer += f"; it adds {chosen.overhead:.1%} to a step, its worst step is {worst:.2f} x the mean"
-    lines = ["", f"  {answer}", f"  {chosen.name}: load max/mean {plan.assignment.imbalance:.2f}"]
+        dtype = str(chosen.subject.context.parameters).removeprefix("torch.")
+        answer += (
+            f"; it adds {chosen.overhead:.1%} to a step of {chosen.rows:,} tokens or images a rank{assumed} in "
+            f"{dtype}{chosen.subject.assumed}, its worst step is {worst:.2f} x the mean"
+        )
+    lines = ["", *wrapped(answer), f"  {chosen.name}: load max/mean {plan.assignment.imbalance:.2f}"]
     for reason in plan.reasons:
         lines += wrapped(f"plan: {reason}")
 
@@ -235,7 +243,7 @@ def run(arguments: argparse.Namespace) -> str:
     """Text of the estimate. Raises ValueError for a wrong config, model or numbers."""
     if arguments.node_gbps is not None and arguments.node_size is None:
         raise ValueError("--node-gbps: give --node-size too")
-    ds_config = read_config(arguments.config or DEFAULT, arguments.optimizer)
+    ds_config = read_config(arguments.config or DEFAULT, arguments.optimizer, arguments.dtype)
     model, example = build(arguments.model, arguments.lora)
     traced = None
     if example is not None:
@@ -253,28 +261,31 @@ def run(arguments: argparse.Namespace) -> str:
     links = {"link_bytes": arguments.link_gbps, "node_bytes": arguments.node_gbps}
     given = {name: gbps * 1e9 / 8 for name, gbps in links.items() if gbps}
     costs = replace(costs, model_flops=arguments.model_flops or 0.0, node_size=arguments.node_size or 1, **given)
-    rows, origin = arguments.batch_rows, "--batch-rows"
+    rows, origin, assumed = arguments.batch_rows, "--batch-rows", ""
     if rows is None and traced is not None:
-        rows, origin = rows_of(ds_config, arguments.world, traced.units)
-    lines, _ = described(subject, costs, arguments.world, rows)
+        rows, origin, known = rows_of(ds_config, arguments.world, traced.units)
+        assumed = "" if known else " (assumed: the config has no batch size, --batch-rows says it)"
+    lines, _ = described(subject, costs, arguments.world, rows, assumed)
     batch = f"batch of a rank: {origin}" if rows else "batch of a rank not known: give --batch-rows"
     lora = f" with LoRA of rank {arguments.lora}" if arguments.lora else ""
     title = f"ds_kfac estimate: {arguments.model}{lora}, config {arguments.config or 'default'}; {batch}"
     return "\n".join([title, *lines])
 
 
-def rows_of(ds_config: Mapping[str, Any], world: int, units: int) -> tuple[int, str]:
-    """Tokens (or images) of a rank in a step, of ``units`` an example, and where that number is from."""
+def rows_of(ds_config: Mapping[str, Any], world: int, units: int) -> tuple[int, str, bool]:
+    """Tokens (or images) of a rank in a step, of ``units`` an example; where that number is from, and whether the
+    config says it."""
     keys = ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size")
     steps, micro, batch = (value if type(value) is int else None for value in map(ds_config.get, keys))
-    origin = "" if micro or batch else ", assumed: the config has no batch size"
+    known = bool(micro or batch)
+    origin = "" if known else ", assumed: the config has no batch size"
     found = micro * (steps or 1) if micro else max(1, (batch or 0) // world)
-    return found * units, f"{found} x {units:,} tokens or images{origin}"
+    return found * units, f"{found} x {units:,} tokens or images{origin}", known
 
 
 def check(arguments: argparse.Namespace) -> str:
     """What attach would report of a config and a model, without a run. Raises ValueError for what it would refuse."""
-    ds_config = read_config(arguments.config, arguments.optimizer)
+    ds_config = read_config(arguments.config, arguments.optimizer, arguments.dtype)
     model, _ = build(arguments.model, arguments.lora)
     subject = Subject(model, ds_config)
     config, rule, optimizer, found = subject.config, subject.rule, subject.context.optimizer, subject.scan
@@ -288,7 +299,8 @@ def check(arguments: argparse.Namespace) -> str:
     check_model(model, config, sum(p.requires_grad and name not in ours for name, p in model.named_parameters()))
     warnings = [f"  WARNING: {text}" for text in without_effect(rule, subject.given, found.layers, optimizer)]
     lines = [f"{arguments.config} fits {arguments.model} (python -m ds_kfac estimate says more of costs)"]
-    lines += summary(model, found, [plan], rule, optimizer, f"{subject}, {arguments.world} ranks", warnings)
+    lines += summary(model, found, [plan], rule, optimizer, f"{subject}, {arguments.world} ranks", warnings,
+                     rule.ratio(ds_config))  # fmt: skip
     lines += ["  chosen: " + ", ".join(subject.answers)] if subject.answers else []
     lines += [f"  plan: {reason}" for reason in plan.reasons]
     return "\n".join([*lines, "", *layer_lines(found, config, rule), *skipped_lines(found)])

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from ds_kfac.assignment.costs import CostModel
 from ds_kfac.config.keys import parse
-from ds_kfac.config.values import find_block
+from ds_kfac.config.values import AUTO, find_block
 from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.kfac_adamw.user_optimizer import split_groups
 from ds_kfac.directions.table import rule_in
@@ -30,23 +30,30 @@ from ds_kfac.zero.shards import ShardMap, held_by_layer, planned_shards
 
 CONTEXT = 4096
 """Most tokens of an example of a language model; its config may allow a million."""
+DTYPES = ("fp16", "bf16")
+"""Blocks of a DeepSpeed config that choose the dtype of parameters; without, it is fp32."""
 CHANNELS_FIRST = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.GroupNorm)
 """Modules whose tensors' second dimension is what others have last."""
 
 
-def read_config(source: Mapping[str, Any] | str | os.PathLike, optimizer: str | None = None) -> Mapping[str, Any]:
-    """A DeepSpeed config, with the optimizer that the script passes; ValueError if it names one itself, or is none."""
+def read_config(
+    source: Mapping[str, Any] | str | os.PathLike, optimizer: str | None = None, dtype: str | None = None
+) -> Mapping[str, Any]:
+    """A DeepSpeed config, with the optimizer that the script passes, and the dtype ("fp32", "bf16", "fp16") that a
+    framework fills in; ValueError if it names another itself, or is none."""
     try:
         found = source if isinstance(source, Mapping) else hjson.loads(Path(source).read_text())
     except (OSError, ValueError) as problem:
         raise ValueError(f"{source}: not JSON ({problem}); name a DeepSpeed config file") from None
     if not isinstance(found, Mapping):
         raise ValueError(f"{source}: not a JSON object; name a DeepSpeed config file")
-    if optimizer is None:
-        return found
-    if found.get("optimizer") is not None:
+    if optimizer is not None and found.get("optimizer") is not None:
         raise ValueError(f"--optimizer {optimizer}: the config has one; leave either out")
-    return {**found, "optimizer": {"type": optimizer}}
+    if dtype is not None:
+        if other := [name for name in DTYPES if name != dtype and block(found, name).get("enabled") is True]:
+            raise ValueError(f"--dtype {dtype}: the config has {other[0]}; leave either out")
+        found = {**found, **{name: {"enabled": name == dtype} for name in DTYPES}}
+    return found if optimizer is None else {**found, "optimizer": {"type": optimizer}}
 
 
 class Trace(TorchFunctionMode):
@@ -201,8 +208,16 @@ class Subject:
         self.forward = _forward(model, self.trace) if stacks <= self.trace.stacked.keys() else 0.0
 
     def __str__(self) -> str:
-        dtype = str(self.context.parameters).removeprefix("torch.")
-        return f"ZeRO stage {self.context.stage}, {dtype} parameters, {self.context.optimizer}"
+        name = str(self.context.parameters).removeprefix("torch.")
+        return f"ZeRO stage {self.context.stage}, {name} parameters{self.assumed}, {self.context.optimizer}"
+
+    @property
+    def assumed(self) -> str:
+        """Of the dtype of parameters, in words: frameworks fill in what is "auto"."""
+        unknown = [f'"{key}"' for key in DTYPES if block(self.ds_config, key).get("enabled") == AUTO]
+        if not unknown or self.context.parameters is not torch.float32:
+            return ""
+        return f' (assumed: {" and ".join(unknown)} {"are" if unknown[1:] else "is"} "auto", --dtype says which)'
 
     def strategy(self, workers: int, world: int) -> str:
         """KAISA's names; ZeRO's owners are its MEM-OPT."""

@@ -12,8 +12,6 @@ from deepspeed.launcher import runner
 
 from ds_kfac.engine.entry import enable
 
-USAGE = "python -m ds_kfac run [deepspeed launcher arguments] script.py [script arguments]"
-
 
 def launch(arguments: list[str]) -> None:
     """Run DeepSpeed's launcher with the arguments of its command; ends the process as it does.

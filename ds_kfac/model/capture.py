@@ -179,21 +179,23 @@ class Capture:
         self.pending = [call for call in self.pending if not any(call is done for done in calls)]
         self.end_backward()
 
-    # Hooks are plain functions, see :func:`ds_kfac.model.batch.own_hook`; torch.compile sees their first condition
+    # Hooks are plain functions, see :func:`ds_kfac.model.batch.own_hook`; torch.compile sees their first condition.
+    # What it must not see is marked here, not where it is defined: that would import torch's compiler with ds_kfac
 
     def _hook_model(self, own: nn.Module) -> None:
+        begin_batch, end_batch = map(torch.compiler.disable, (self._begin_batch, self._end_batch))
+
         def begin(module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:
             if (module.training or self.asked) and self.active and torch.is_grad_enabled():
-                self._begin_batch(module is own, arguments, keywords)
+                begin_batch(module is own, arguments, keywords)
 
         def end(module: nn.Module, arguments: tuple, output: Any) -> None:
             if (module.training or self.asked) and self.active and torch.is_grad_enabled():
-                self._end_batch(module is own, output)
+                end_batch(module is own, output)
 
         self._handles.append(own.register_forward_pre_hook(begin, with_kwargs=True))
         self._handles.append(own.register_forward_hook(end))
 
-    @torch.compiler.disable
     def _begin_batch(self, own: bool, arguments: tuple, keywords: dict[str, Any]) -> None:
         if not own or torch._C._current_graph_task_id() != -1:
             return
@@ -206,7 +208,6 @@ class Capture:
         self.inputs.begin_batch()
         self._masks.begin()
 
-    @torch.compiler.disable
     def _end_batch(self, own: bool, output: Any) -> None:
         if own and torch._C._current_graph_task_id() == -1:
             self.forward.returned(output, weight_sharing=self.rows.weight_sharing)
@@ -298,15 +299,16 @@ class Capture:
 
     def _hook_owner(self, products: Products, own: nn.Module, model: nn.Module) -> None:
         """Products are seen while a captured forward, or a recomputation, of a module runs."""
+        begin, end = map(torch.compiler.disable, (products.enter, products.leave))
 
         def enter(module: nn.Module, inputs: tuple) -> None:
             if (model.training or self.asked) and self.active and torch.is_grad_enabled():
                 if module is own:
-                    products.enter(module)
+                    begin(module)
 
         def leave(module: nn.Module, inputs: tuple, output: Any) -> None:
             if (model.training or self.asked) and self.active and torch.is_grad_enabled():
-                products.leave(module)
+                end(module)
 
         self._handles.append(own.register_forward_pre_hook(enter))
         self._handles.append(own.register_forward_hook(leave, always_call=True))

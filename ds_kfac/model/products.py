@@ -63,13 +63,11 @@ class Products(TorchFunctionMode):
         self._picked: dict[int, tuple[Tensor, nn.Parameter, Tensor]] = {}  # rows of a stack, and which
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # in another dtype, and of what
 
-    @torch.compiler.disable
     def enter(self, module: nn.Module) -> None:
         if not self.inside:
             self.__enter__()
         self.inside.append(id(module))
 
-    @torch.compiler.disable
     def leave(self, module: nn.Module | None) -> None:
         """None: all of them are left."""
         if self.inside and (module is None or self.inside[-1] == id(module)):

@@ -39,11 +39,15 @@ class Share:
     def fraction(self) -> float:
         return self.stepped / self.matrices if self.matrices else 1.0
 
+    @property
+    def curved_fraction(self) -> float:
+        return self.curved / max(1, self.matrices)
+
     def __str__(self) -> str:
         return (
             f"{self.fraction:.0%} of the trained matrix parameters ({self.stepped:,} of {self.matrices:,}) in "
             f"{sum(n for _, n in self.kinds)} K-FAC layers ({', '.join(f'{n} {kind}' for kind, n in self.kinds)}), "
-            f"{self.curved / max(1, self.matrices):.0%} with curvature"
+            f"{self.curved_fraction:.0%} with curvature"
         )
 
     def exceptions(self) -> str:

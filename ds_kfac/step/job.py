@@ -8,6 +8,7 @@ from torch import Tensor
 from ds_kfac.comm.message import Channel
 from ds_kfac.curvature.factor import frobenius
 from ds_kfac.model.logits import attentions, rms
+from ds_kfac.step.fares import fares
 from ds_kfac.step.preconditioner import Draft, KFACPreconditioner
 
 
@@ -152,9 +153,12 @@ def events(job: Job, samples: int) -> list[tuple[str, float, int]]:
 
 
 def selected(job: Job) -> dict[str, float]:
-    """What a training framework's logs show: few numbers, of this rank."""
+    """What a training framework's logs show: few numbers, of this rank; rates are of the first parameter group."""
     found, kfac = counters(job), job.preconditioners[0]
     names = ("refreshes", "factor_updates", "refresh_failures", "not_finite_layers", "unpreconditioned_layers")
     shown = {f"kfac/{name}": found.get(name, 0.0) for name in names}
+    lr, ratio = kfac.layout.optimizer.param_groups[0]["lr"], getattr(kfac.target.inner, "adam_ratio", 1.0)
+    shown |= {f"kfac/lr_{kind}": times * float(lr) for kind, times in kfac.rule.rates(kfac.plan, ratio).items()}
+    shown |= {f"kfac/{name}": value for name, value in fares(kfac, float(lr)).items()}
     shown["kfac/sent_bytes"] = sum(value for name, value in found.items() if name.startswith("sent_bytes_"))
     return shown | ({} if kfac.metrics.nu is None else {"kfac/nu": float(kfac.metrics.nu)})

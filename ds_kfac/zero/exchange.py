@@ -179,7 +179,7 @@ class LocalResult:
         states: layer name -> state after this step; new ones take the place of old ones.
         numbers: scalars that are summed over all ranks before :meth:`Direction.finish`.
         replaced: scalar, layers whose result was not finite.
-        unprepared: layers that passed through because they have no eigenbasis or inverse.
+        unprepared: layers that were stepped as without curvature because they have no eigenbasis or inverse.
         unused: scalar, layers whose gradient was exactly zero, where the direction asks.
         limited: scalar, layers whose gradient was scaled down for its running second moment.
         left_out: layer name -> bool scalar, whether its gradient was too large for its moments.

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
-from ds_kfac.integrations.transformers import KFACCallback
 from examples.integrations import tiny
 
 
@@ -37,7 +36,6 @@ def main(argv: Sequence[str] | None = None) -> Trainer:
         eval_dataset=tiny.tokens(16),
         data_collator=DataCollatorForLanguageModeling(tiny.tokenizer(), mlm=False),
     )
-    KFACCallback.add_to(trainer)  # if K-FAC's counters are to be in the logs
     trainer.train(resume_from_checkpoint=options.resume and str(options.resume))
     return trainer
 

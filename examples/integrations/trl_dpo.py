@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from datasets import Dataset
 from trl import DPOConfig, DPOTrainer
 
-from ds_kfac.integrations.transformers import KFACCallback
 from examples.integrations import tiny
 
 
@@ -46,7 +45,6 @@ def main(argv: Sequence[str] | None = None) -> DPOTrainer:
         eval_dataset=pairs(8),
         processing_class=tiny.tokenizer(),
     )
-    KFACCallback.add_to(trainer)
     trainer.train(resume_from_checkpoint=options.resume and str(options.resume))
     return trainer
 

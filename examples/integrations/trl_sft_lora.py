@@ -9,7 +9,6 @@ from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
 import ds_kfac
-from ds_kfac.integrations.transformers import KFACCallback
 from examples.integrations import tiny
 
 
@@ -43,7 +42,6 @@ def main(argv: Sequence[str] | None = None) -> SFTTrainer:
         peft_config=LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
         optimizer_cls_and_kwargs=(ds_kfac.KFACAdamW, {"lr": 1e-3, "torch_adam": True}),
     )
-    KFACCallback.add_to(trainer)
     trainer.train(resume_from_checkpoint=options.resume and str(options.resume))
     return trainer
 

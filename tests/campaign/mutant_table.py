@@ -414,7 +414,7 @@ _ROWS = [
      "layer, rows.shape[-3] * rows.shape[-2])", "layer, None)", _FEATURES),
     ("rates: matrices in no layer at adam_lr", "directions/kfac_adamw/optimizer.py",
      "1.0 if group.get(MATRIX) else self.adam_ratio", "self.adam_ratio",
-     f"{_KFAC_ADAMW}::test_matrices_in_no_layer_have_lr_and_all_else_adam_lr"),
+     f"{_KFAC_ADAMW}::test_matrices_in_no_layer_and_their_biases_have_lr_and_all_else_adam_lr"),
     ("large moments are not turned", "update/state.py", "changes[0] is None else", "True else",
      "tests/update/test_rotation.py"),
     ("estimate: products do not count", "estimate/estimates.py", "left + done + nbytes", "left + done",

@@ -161,6 +161,7 @@ def test_an_exponential_schedule_cannot_touch_zero(section, key):
 @pytest.mark.parametrize(
     ("block", "message"),
     [
+        ({"damp": {}}, "kfac.damp: unknown key; did you mean kfac.damping?"),
         ({"dampening": {}}, "kfac.dampening: unknown key; did you mean kfac.damping?"),
         ({"damping": {"valeu": 1}}, "kfac.damping.valeu: unknown key; did you mean kfac.damping.value?"),
         ({"kl_clip": 1}, "kfac.kl_clip: unknown key; did you mean kfac.preconditioner.kl_clip?"),

@@ -1,11 +1,17 @@
-"""What DeepSpeed compiles at a first start on a CPU is said before, with the remedy."""
+"""What DeepSpeed compiles at a first start on a CPU is said before, with the remedy; and how to launch."""
 
+import importlib.util
 import logging
+import os
+import subprocess
+import sys
 
 import deepspeed
+import pytest
 from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 
-from ds_kfac.engine.entry import COMPILED, _warn_of_compilation
+from ds_kfac.engine.beforehand import COMPILED, warn_of_compilation
+from tests.ranks import ROOT
 
 
 def test_a_compilation_is_announced_until_it_is_done(monkeypatch, tmp_path):
@@ -16,8 +22,8 @@ def test_a_compilation_is_announced_until_it_is_done(monkeypatch, tmp_path):
 
     def texts() -> list[str]:
         said.clear()
-        _warn_of_compilation.cache_clear()
-        _warn_of_compilation()
+        warn_of_compilation.cache_clear()
+        warn_of_compilation()
         return list(said)
 
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
@@ -33,3 +39,24 @@ def test_a_compilation_is_announced_until_it_is_done(monkeypatch, tmp_path):
         assert texts() == []
     finally:
         deepspeed.utils.logger.removeHandler(handler)
+
+
+SCRIPT = """
+import deepspeed, torch
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+import ds_kfac
+model = torch.nn.Linear(3, 3)
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "KFACAdamW", "params": {"torch_adam": True}}}
+ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=config)
+"""
+
+
+@pytest.mark.skipif(bool(importlib.util.find_spec("mpi4py")), reason="with mpi4py DeepSpeed starts without a launcher")
+def test_without_a_launcher_it_is_said_how_to_start(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    run = subprocess.run([sys.executable, str(script)], env=kept | {"PYTHONPATH": str(ROOT)}, capture_output=True,
+                         text=True, timeout=300, check=False)  # fmt: skip
+    assert run.returncode == 1
+    assert "no launcher has started this process" in run.stderr and "start it with `deepspeed train.py`" in run.stderr

@@ -155,7 +155,7 @@ def test_the_name_alone_attaches_kfac_and_detaching_stops_training():
     assert result["layers"] == ["first", "middle", "head"] and result["groups"] == [True, False]
     assert "without effect with KFACAdamW: kfac.damping.value" in result["shown"]
     assert "kfac.adam.except_layers 'fc', which no layer's name ends with" in result["shown"]
-    assert "2 layers orthogonalized, 1 along Adam's direction" in result["shown"]
+    assert "2 layers orthogonalized at lr, 1 along Adam's direction at " in result["shown"]
     rows = {line.split()[0]: line for line in result["shown"].splitlines() if line.startswith("  ") and line.split()}
     assert rows["first"].endswith("orthogonalized")
     assert rows["head"].endswith("Adam's direction: kfac.adam.except_layers 'head'")
@@ -248,11 +248,11 @@ def test_what_has_no_rate_stands_still_and_does_not_decay():
 
 
 def apart_worker(_) -> dict:
-    """How far the first step of AdamW moves entries, where one matrix is left out, in units of lr."""
+    """How far the first step of AdamW moves entries, where two matrices are left out, in units of lr."""
     found = {}
     for stage, as_object in ((0, False), (2, False), (3, False), (2, True)):
         params = {"lr": 0.01, "weight_decay": 0.0, "eps": 1e-12, "torch_adam": True}
-        settings = config(zero_optimization={"stage": stage}, kfac={"layers": {"exclude": ["^middle"]}})
+        settings = config(zero_optimization={"stage": stage}, kfac={"layers": {"exclude": ["^middle", "^first"]}})
         model = make_net()
         keywords = {"optimizer": ds_kfac.KFACAdamW(model.parameters(), **params)} if as_object else {}
         settings |= {} if as_object else {"optimizer": {"type": "KFACAdamW", "params": params}}
@@ -262,17 +262,26 @@ def apart_worker(_) -> dict:
         before = weights(engine)
         train(engine, 1, steps=1)
         moved = {name: float((W - before[name]).abs().median()) / 0.01 for name, W in weights(engine).items()}
-        found[stage, as_object] = moved["middle.weight"], moved["norm.weight"], engine.kfac.report.splitlines()[1]
+        parts = [moved[name] for name in ("middle.weight", "first.weight", "first.bias", "norm.weight")]
+        found[stage, as_object] = parts, engine.kfac.report, engine.kfac.log_line()
         engine.destroy()
     return found
 
 
-def test_matrices_in_no_layer_have_lr_and_all_else_adam_lr():
+def test_matrices_in_no_layer_and_their_biases_have_lr_and_all_else_adam_lr():
     found = run_ranks("tests.deepspeed.test_kfac_adamw:apart_worker", world=2)[0]
-    elements = make_net().middle.weight.numel()
-    for case, (matrix, norm, said) in found.items():
-        close((matrix, norm), (1.0, 8.0), sums=10, dtype=torch.float32, what=str(case))  # g / |g|, in ten operations
-        assert said.endswith(f": AdamW at adam_lr, {elements:,} of them in matrices at lr"), said
+    net = make_net()
+    elements = net.middle.weight.numel() + net.first.weight.numel()
+    for case, (parts, report, logged) in found.items():
+        close(parts, [1.0, 1.0, 1.0, 8.0], sums=10, dtype=torch.float32, what=str(case))  # g / |g|, in ten operations
+        said, step = report.splitlines()[1:3]
+        assert said.endswith(f": AdamW at 8 lr (adam_lr), {elements:,} of them in matrices, at lr as their biases"), (
+            said
+        )
+        head = 8 * 128 / 20  # of 19 inputs and a bias
+        assert step.endswith(f"orthogonalized at lr, 1 along Adam's direction at {head:.3g} lr"), step
+        rates = [logged[f"kfac/lr_{kind}"] / 0.01 for kind in ("matrices", "heads", "others")]
+        close(rates, (1.0, head, 8.0), sums=1, dtype=torch.float64)
 
 
 class FewInputs(torch.nn.Module):

@@ -48,6 +48,9 @@ def warnings_worker(_) -> dict:
         "plain, disabled": start(deepspeed.initialize, {"enabled": False}),
         "ours, disabled": start(ds_kfac.initialize, {"enabled": False}),
     }
+    engine, *_ = deepspeed.initialize(model=(model := make_net()), model_parameters=model.parameters(),
+                                      config=BY_NAME["adam-z2"].config(1, 1))  # fmt: skip
+    found["named in the config"] = type(engine.kfac).__name__
     ds_kfac.enable()
     found["enabled"] = start(deepspeed.initialize, config["kfac"])
     return found
@@ -61,6 +64,7 @@ def test_a_block_without_effect_is_said_once():
     assert first["plain, no block"] == first["plain, disabled"] == ""
     assert '"enabled": false' in first["ours, disabled"]
     assert "not attached" not in first["enabled"]
+    assert first["named in the config"] == "Attachment", "an optimizer that only ds_kfac knows needs no enable()"
 
 
 def foreign_worker(folder: str) -> dict:

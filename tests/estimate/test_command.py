@@ -131,3 +131,22 @@ def test_the_report_names_versions_device_and_support(capsys):
     for name in ("torch", "deepspeed", "triton", "ninja", "nvcc", "accelerator", "Linear, Conv1D", "BF16_Optimizer"):
         assert name in text
     assert ds_kfac.__version__ in text
+
+
+def answer(text: str) -> str:
+    """The line with the number."""
+    return " ".join(text[text.index("K-FAC takes") :].split())[:420]
+
+
+def test_what_a_framework_fills_in_is_assumed_in_the_line_with_the_number(capsys, tmp_path):
+    auto = {"bf16": {"enabled": "auto"}, "train_micro_batch_size_per_gpu": "auto"}
+    text = answer(estimated(capsys, "--config", config(tmp_path, **auto)))
+    assert "a step of 1,024 tokens or images a rank (assumed: the config has no batch size, --batch-rows" in text
+    assert 'in float32 (assumed: "bf16" is "auto", --dtype says which)' in text
+    given = ["--dtype", "bf16", "--batch-rows", "512"]
+    text = answer(estimated(capsys, "--config", config(tmp_path, **auto), *given))
+    assert "a step of 512 tokens or images a rank in bfloat16, its worst" in text
+    text = answer(estimated(capsys, "--config", config(tmp_path, bf16={"enabled": True})))
+    assert "a step of 2,048 tokens or images a rank in bfloat16, its worst" in text
+    assert main([*SMALL, "--config", config(tmp_path, bf16={"enabled": True}), "--dtype", "fp16"]) == 1
+    assert "--dtype fp16: the config has bf16; leave either out" in capsys.readouterr().err

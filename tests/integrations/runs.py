@@ -69,7 +69,7 @@ def run(name: str, *arguments: str) -> dict[str, Any]:
         "steps here": engine.kfac.counters()["steps"],
         "factor updates": engine.kfac.counters()["factor_updates"],
         "first loss": first.get("loss", math.log(258)),  # of a model that knows nothing
-        **{key: last[key] for key in ("loss", "eval_loss", "kfac/factor_updates") if key in last},
+        **{key: last[key] for key in ("loss", "eval_loss", "kfac/factor_updates", "kfac/lr_others") if key in last},
     }
     engine.destroy()
     return found
@@ -82,7 +82,7 @@ def cells(straight: dict[str, Any], resumed: dict[str, Any]) -> dict[str, bool]:
         "resumes": resumed["digest"] == straight["digest"]
         and (resumed["kfac steps"], resumed["steps here"]) == (STEPS, STEPS - STEPS // 2),
         "evaluates": math.isfinite(straight.get("eval_loss", math.nan)),
-        "logs": straight.get("kfac/factor_updates", 0) > 0,
+        "logs": straight.get("kfac/factor_updates", 0) > 0 and "kfac/lr_others" in straight,
     }
 
 

@@ -13,7 +13,8 @@ def write_logs(folder, tensorboard: bool) -> None:
     csv.mkdir()
     for name in ("Train_Samples_train_loss", "Train_KFAC_refreshes", "Train_KFAC_sent_bytes_factors"):
         head = name.rsplit("_", 1)[1]
-        (csv / f"{name}.csv").write_text(f"step,{head}\n4,2.5\nstep,{head}\n8,2.0\n")
+        later = 2.0 if head == "loss" else 5.0
+        (csv / f"{name}.csv").write_text(f"step,{head}\n4,2.5\nstep,{head}\n8,{later}\n")
     (folder / "trainer_state.json").write_text(
         json.dumps({"log_history": [{"loss": 3.0, "step": 1}, {"loss": 2.0, "step": 2}]})
     )
@@ -31,11 +32,57 @@ def test_all_kinds_of_logs_are_read_and_drawn(tmp_path, capsys):
     found = plot.read(tmp_path)
     assert found["Train_Samples_train_loss"] == [(4, 2.5), (8, 2.0)]
     assert found["loss"] == [(1, 3.0), (2, 2.0)]
-    assert found["train/loss"] == [(3, 1.5)]
+    assert found["train_loss"] == [(3, 1.5)], "named as in csv, so that a run's two logs are one line"
     assert main(["plot", str(tmp_path)]) == 0
-    assert "wrote" in capsys.readouterr().out
-    image = (tmp_path / "kfac.png").read_bytes()
-    assert image.startswith(b"\x89PNG") and len(image) > 10_000
+    said = capsys.readouterr().out
+    assert said.count("wrote") == 2 and "no seconds in these logs" in said and "timings = True" in said
+    assert "no health in these logs" in said
+    for name in ("loss", "bytes"):
+        image = (tmp_path / f"kfac_{name}.png").read_bytes()
+        assert image.startswith(b"\x89PNG") and len(image) > 10_000
+
+
+def series(name: str, *points: tuple[float, float]) -> plot.Series:
+    return {name: list(points)}
+
+
+def test_seconds_are_seconds_of_a_step():
+    """DeepSpeed's are milliseconds of one step, ours are sums over all of them, at samples."""
+    steps = series("Train_KFAC_steps", (32, 1.0), (96, 3.0))
+    logged = series("Train_Samples_elapsed_time_ms_forward", (32, 250.0))
+    logged |= series("Train_KFAC_seconds_reduce", (32, 0.5), (96, 1.5)) | steps
+    found = plot.lines(logged, plot.QUESTIONS["seconds"])
+    assert found == {"forward (DeepSpeed's)": [(32, 0.25)], "reduce": [(32, 0.5), (96, 0.5)]}
+
+
+def test_bytes_are_those_of_a_step():
+    logged = series("kfac_sent_bytes", (10, 100.0), (20, 400.0), (30, 50.0))  # the Trainer's, resumed after step 20
+    assert plot.lines(logged, plot.QUESTIONS["bytes"]) == {"all": [(20, 30.0)]}
+
+
+def test_health_names_what_is_zero(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "Train_KFAC_empty_updates.csv").write_text("step,x\n4,0\n8,0\n")
+    assert main(["plot", str(tmp_path)]) == 0
+    assert "health: always 0: empty_updates" in capsys.readouterr().out
+    (tmp_path / "Train_KFAC_refresh_failures.csv").write_text("step,x\n4,0\n8,2\n")
+    assert main(["plot", str(tmp_path)]) == 0
+    assert (tmp_path / "kfac_health.png").exists()
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "checkpoint.json"])
+def test_a_trainers_state_is_taken_by_its_path(name, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    state = tmp_path / name
+    state.write_text(json.dumps({"log_history": [{"loss": 3.0, "step": 1}, {"loss": 2.0, "step": 2}]}))
+    assert main(["plot", str(state), "--out", str(tmp_path / "new")]) == 0
+    assert (tmp_path / "new" / "kfac_loss.png").exists()
+
+
+def test_a_file_of_another_kind_is_named(tmp_path, capsys):
+    (tmp_path / "log.txt").write_text("")
+    assert main(["plot", str(tmp_path / "log.txt")]) == 1
+    assert "log.txt: not a trainer_state.json, .csv or events.out.tfevents file" in capsys.readouterr().err
 
 
 def test_a_line_without_a_number_is_named(tmp_path, capsys):

@@ -69,6 +69,15 @@ def test_the_wheel_has_all_that_a_run_needs(python, built):
     assert int(sources) == len([*(ROOT / "csrc").rglob("*.cu")]) and Path(where).is_relative_to(built)
     names = [path.name for path in next(built.glob("unpacked/*")).iterdir()]
     assert {"ds_kfac.pth", "ds_kfac_startup.py", "csrc", "setup.py"} <= set(names)
+    # what `make quick` needs
+    assert {"tests", "examples", "benchmarks", "configs", "docs", "Makefile", "constraints.txt"} <= set(names)
+
+
+def test_a_package_index_would_take_both(built):
+    pytest.importorskip("twine", reason="needs twine, as `make release` installs it")
+    files = [str(path) for path in (*built.glob("*.tar.gz"), *built.glob("*.whl"))]
+    assert len(files) == 2 and all("-0.2.0" in name for name in files)
+    subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files], check=True, capture_output=True)
 
 
 def test_the_variable_enables_as_soon_as_deepspeed_is_imported(python, built):

@@ -40,10 +40,13 @@ def test_evaluation_may_come_first(tmp_path):
     assert steps == 2 and after < before
 
 
-def test_metrics_reach_the_trainers_reporters(tmp_path):
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_metrics_reach_the_trainers_reporters_without_a_line(by_hand, tmp_path):
     pytest.importorskip("tensorboard")
-    names = run_ranks("tests.integrations.trainer_runs:reporter_worker", world=1, payload=str(tmp_path))[0]
-    assert {"train/loss", "train/kfac/refreshes", "train/kfac/nu", "train/kfac/sent_bytes"} <= set(names), names
+    payload = (str(tmp_path), by_hand)
+    names = run_ranks("tests.integrations.trainer_runs:reporter_worker", world=1, payload=payload)[0]
+    expected = {"loss", *(f"kfac/{name}" for name in ("refreshes", "nu", "sent_bytes", "stepped", "eigenvalue_spread"))}
+    assert {f"train/{name}" for name in expected} <= set(names), names
 
 
 SCRIPT = """

@@ -85,15 +85,18 @@ def evaluation_worker(folder: str) -> tuple[float, float, int]:
         return before, trainer.evaluate()["eval_loss"], trainer.model_wrapped.kfac.preconditioner.steps
 
 
-def reporter_worker(folder: str) -> list[str]:
+def reporter_worker(payload: tuple[str, bool]) -> list[str]:
     """Names that reach tensorboard."""
+    folder, by_hand = payload
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     ds_kfac.enable()
     with contextlib.redirect_stdout(io.StringIO()):
         trainer = trainer_of(folder, accumulation=1, micro=4, report_to="tensorboard")
-        KFACCallback.add_to(trainer)
+        if by_hand:
+            KFACCallback.add_to(trainer)
         trainer.train()
+    assert sum(isinstance(callback, KFACCallback) for callback in trainer.callback_handler.callbacks) == 1
     directory = next(Path(folder).rglob("events.out.tfevents*")).parent if dist.get_rank() == 0 else None
     if directory is None:
         return []

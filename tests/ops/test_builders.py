@@ -44,9 +44,9 @@ def test_without_a_compiler_the_report_says_why(without_compilers):
 
 
 def test_the_environment_s_report_has_them(without_compilers):
-    from ds_kfac.__main__ import environment_report
+    from ds_kfac.engine.environment import report
 
-    rows = [line.split(maxsplit=3) for line in environment_report().splitlines()]
+    rows = [line.split(maxsplit=3) for line in report().splitlines()]
     assert ["kfac_cuda", "no", "no", "no nvcc (CUDA_HOME, PATH, /usr/local/cuda)"] in rows
     assert any(row[:2] == ["torch", "any"] and row[2] == "yes" for row in rows)
     assert any(row[:3] == ["triton", "cuda", "no:"] for row in rows) or shutil.which("nvidia-smi")

@@ -151,6 +151,7 @@ class AdamDirection(Direction):
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
         local = LocalResult(states, self.exchange)
+        local.unprepared = sum(state.preconditioner is None for state in states.values())
         # no gradient of the step is of use if their norm is no number that DeepSpeed could clip by
         void, clip = torch.zeros((), dtype=torch.bool, device=self.exchange.device), None
         if context.norm is not None:
@@ -209,6 +210,7 @@ class AdamDirection(Direction):
     def finish(
         self, context: StepContext, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
+        self.squared = totals[0]
         low, high = (total.double() / factor for total, factor in zip(totals[1:], RANGES, strict=True))
         square = torch.where(torch.isfinite(high), high, low)
         scale = torch.sqrt(square / totals[0].double()).float()

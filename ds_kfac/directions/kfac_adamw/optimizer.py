@@ -30,7 +30,7 @@ NAME = "KFACAdamW"
 FLAG = "kfac"
 """Key of a parameter group whose parameters K-FAC preconditions."""
 MATRIX = "kfac_matrix"
-"""Key of a parameter group of matrices that K-FAC has no layer for: AdamW steps them at lr."""
+"""Key of a parameter group of matrices that K-FAC has no layer for, and of their biases: AdamW steps them at lr."""
 PARAMS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 """Parameters of the optimizer block and what leaving one out means, as in AdamW; and :data:`OWN`."""
 OWN = ("adam_lr", "torch_adam")
@@ -153,7 +153,8 @@ def build(
         adam_ratio: adam_lr / lr where adam_lr is left out.
     """
     options = {**PARAMS, **params}
-    torch_adam, adam_lr = options.pop("torch_adam", False), options.pop("adam_lr", None)
+    torch_adam = options.pop("torch_adam", False)
+    options.pop("adam_lr", None)
     options["betas"] = tuple(options["betas"])
     optimizer: KFACAdamWStep
     if offload and not torch_adam:
@@ -162,8 +163,13 @@ def build(
         optimizer = KFACFusedAdamW(groups, adam_w_mode=True, **options)
     else:  # DeepSpeed's fused Adam for other devices is compiled for minutes at its first use, and no faster
         optimizer = KFACTorchAdamW(groups, **options)
-    optimizer.adam_ratio = adam_ratio if adam_lr is None else adam_lr / options["lr"]
+    optimizer.adam_ratio = ratio_of(params, adam_ratio)
     return optimizer
+
+
+def ratio_of(params: Mapping[str, Any], otherwise: float) -> float:
+    """adam_lr / lr of an optimizer block's parameters; ``otherwise``: where adam_lr is left out."""
+    return params["adam_lr"] / params.get("lr", PARAMS["lr"]) if params.get("adam_lr") is not None else otherwise
 
 
 def checked(given: Any, where: str) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.inverse import ORDERS, order_of
 from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.base import Direction, UpdateRule, by_rows
-from ds_kfac.directions.kfac_adamw.direction import AdamDirection, keeps_direction
-from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, KFACAdamWStep
+from ds_kfac.directions.kfac_adamw.direction import ADAM_RATIO, AdamDirection, adam_factor, keeps_direction
+from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, KFACAdamWStep, ratio_of
 from ds_kfac.directions.kfac_adamw.user_optimizer import given_groups, params_in, put_into
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.blocks import KINDS, named, rows_of, weight_name
@@ -48,15 +48,26 @@ class KFACAdamWRule(UpdateRule):
     ) -> Direction:
         return AdamDirection(plan, layout, exchange, optimizer)
 
-    def described(self, plan: Plan, optimizer: str) -> str:
-        kept = sum(keeps_direction(plan.config.adam, layer) is not None for layer in plan.layers)
+    def described(self, plan: Plan, optimizer: str, ratio: float = 1.0) -> str:
+        options = plan.config.adam
+        kept = [adam_factor(options, x, ratio) for x in plan.layers if keeps_direction(options, x) is not None]
+        low, high = (f"{each:.3g}" for each in (min(kept, default=0.0), max(kept, default=0.0)))
+        at = "" if not kept else f" at {low} lr" if low == high else f" at {low} to {high} lr"
         where = "the layers' own coordinates"
         if plan.config.adam.rotate:
             where = "the eigenbasis" if plan.method.rotates else f"{where}, whitened by inverse roots"
         return (
-            f"Adam in {where} (KFACAdamW), {len(plan.layers) - kept} layers orthogonalized, {kept} along Adam's "
-            "direction"
+            f"Adam in {where} (KFACAdamW), {len(plan.layers) - len(kept)} layers orthogonalized at lr, {len(kept)} "
+            f"along Adam's direction{at}"
         )
+
+    def ratio(self, ds_config: Mapping[str, Any]) -> float:
+        return ratio_of(self.parameters(ds_config) or {}, ADAM_RATIO)
+
+    def rates(self, plan: Plan, ratio: float) -> dict[str, float]:
+        heads = [x for x in plan.layers if keeps_direction(plan.config.adam, x) is not None]
+        largest = max((adam_factor(plan.config.adam, layer, ratio) for layer in heads), default=None)
+        return {"matrices": 1.0, **({} if largest is None else {"heads": largest}), "others": ratio}
 
     def moments(self, config: KFACConfig) -> type[AdamMoments]:
         return AdamMoments

@@ -31,8 +31,8 @@ def split_groups(
     Args:
         model_parameters: what ``deepspeed.initialize`` takes: parameters or parameter groups; None for all.
         flag: key that is set true in preconditioned groups and false in others.
-        apart: key that is set true in groups of matrices that are in no layer and false in others; None: they are with
-            the others.
+        apart: key that is set true in groups of matrices that are in no layer, and of their biases, and false in
+            others; None: they are with the others.
         frozen: keep groups of frozen parameters alone, which may be trained later.
 
     Returns parameter groups; options such as weight_decay are those of the group a parameter came from.
@@ -43,7 +43,9 @@ def split_groups(
     order = {
         id(named[name]): index for index, name in enumerate(name for layer in scan.layers for name in layer.parameters)
     }
-    matrices = {id(named[name]) for name in other_matrices(model, scan)} if apart else set()
+    others = other_matrices(model, scan) if apart else set()
+    others |= {bias for name in others if (bias := f"{name.removesuffix('weight')}bias") in named}
+    matrices = {id(named[name]) for name in others if id(named[name]) not in order}
     split: list[dict[str, Any]] = []
     for group in groups:
         params = [group["params"]] if isinstance(group["params"], nn.Parameter) else list(group["params"])

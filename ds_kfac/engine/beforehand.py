@@ -1,0 +1,67 @@
+"""What is said before DeepSpeed builds an engine, where its own errors name no reason."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import logger
+from torch import nn
+from torch.utils.cpp_extension import get_default_build_root
+
+COMPILED = "deepspeed_shm_comm"
+
+
+@cache
+def warn_of_compilation() -> None:
+    """Once: DeepSpeed compiles at a first start on a CPU; a run killed meanwhile leaves a lock, for which later ones
+    wait for ever."""
+    first = os.environ.get("RANK", "0") == "0" and not deepspeed.comm.is_initialized()
+    if not first or get_accelerator().device_name() != "cpu" or not deepspeed.ops.__compatible_ops__.get(COMPILED):
+        return
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    if not any((folder / f"{COMPILED}.so").exists() for folder in (root / COMPILED, *root.glob(f"*/{COMPILED}"))):
+        logger.warning(
+            f"ds_kfac: DeepSpeed compiles {COMPILED} below {root} now, once, for one to two minutes. If it takes "
+            "longer, remove the file lock there, which a run that was killed has left"
+        )
+
+
+def check_tensors(model: Any) -> None:
+    """Raise ValueError for weights that DeepSpeed cannot send as bytes: its own error names no reason."""
+    for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
+        if not parameter.ndim:
+            raise ValueError(
+                f"ds_kfac: {name} has no dimension, as CLIP's logit_scale, which deepspeed.initialize cannot broadcast "
+                "with any optimizer; make it one of shape [1] before: p.data = p.data.view(1)"
+            )
+        if parameter.numel() and parameter.stride(-1) != 1:
+            raise ValueError(
+                f"ds_kfac: {name} is stored in another order than its shape (channels_last?), which "
+                "deepspeed.initialize cannot broadcast; convert the images to channels_last instead, or at ZeRO stage "
+                "0 the model after initialize"
+            )
+
+
+@contextmanager
+def saying_how_to_launch() -> Iterator[None]:
+    """Around what makes the process group: where no launcher has set the variables of a rank, DeepSpeed looks for MPI.
+
+    Raises:
+        RuntimeError: it has looked, and mpi4py is not there.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as problem:
+        if problem.name != "mpi4py":
+            raise
+        raise RuntimeError(
+            "ds_kfac: no launcher has started this process (RANK is not in its environment), and without one DeepSpeed "
+            f"asks mpi4py, which is not installed; start it with `deepspeed {Path(sys.argv[0]).name or 'train.py'}`, "
+            "or with torchrun"
+        ) from problem

@@ -1,0 +1,36 @@
+"""All that ``import ds_kfac`` gives, and what it does: ``deepspeed.initialize`` is ours from then on, and K-FAC is
+enabled where DS_KFAC says so."""
+
+import os
+
+from ds_kfac.config.keys import KFACConfig
+from ds_kfac.directions.kfac_adamw.user_optimizer import KFACAdamW
+from ds_kfac.engine.attachment import Attachment
+from ds_kfac.engine.batch_ramp import BatchRamp
+from ds_kfac.engine.entry import asked_for, attach, disable, enable, initialize, on_attached
+from ds_kfac.estimate.command import estimate_kfac_mem_needs_all_cold, estimate_kfac_mem_needs_all_live
+from ds_kfac.factors.files import Factors, FactorsError
+from ds_kfac.factors.fitting import fit
+from ds_kfac.integrations.trainer_logs import log_in_trainer
+from ds_kfac.model.batch import BatchInfo
+
+__all__ = [
+    "Attachment",
+    "BatchInfo",
+    "BatchRamp",
+    "Factors",
+    "FactorsError",
+    "KFACAdamW",
+    "KFACConfig",
+    "attach",
+    "disable",
+    "enable",
+    "estimate_kfac_mem_needs_all_cold",
+    "estimate_kfac_mem_needs_all_live",
+    "fit",
+    "initialize",
+]
+
+on_attached.append(log_in_trainer)
+if asked_for(os.environ.get("DS_KFAC", "")):
+    enable()

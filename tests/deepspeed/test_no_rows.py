@@ -1,0 +1,88 @@
+"""A layer whose product no hook sees: it leaves the share at the second captured step, and is counted."""
+
+import logging
+
+import pytest
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from tests.deepspeed.modes import BY_NAME
+from tests.deepspeed.runs import build, train
+from tests.models import Net, cross_entropy
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+class Hidden(Function):
+    """x [.., I] and w [O, I] -> [.., O], as a fused kernel has it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return gradient @ w, gradient.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+class FusedHead(Net):
+    fused = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(19, 5, bias=False)
+
+    def forward(self, x, y=None):
+        z = self.norm(self.silu(self.first(x)))
+        z = self.middle(z).tanh()
+        z = Hidden.apply(z, self.head.weight) if self.fused else self.head(z)
+        return z if y is None else cross_entropy(z, y)
+
+
+class Late(FusedHead):
+    """Its head is a module's from the second step on."""
+
+    def forward(self, x, y=None):
+        result = super().forward(x, y)
+        self.fused = False
+        return result
+
+
+def worker(cases: list[tuple[str, bool]]) -> dict:
+    from deepspeed.utils import logger
+
+    found = {}
+    for name, late in cases:
+        engine, lines = build(BY_NAME[name], 1, model=Late() if late else FusedHead()), []
+        handler = logging.Handler()
+        handler.emit = lambda record, lines=lines: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logger.addHandler(handler)
+        level, before = logger.level, engine.kfac.report
+        logger.setLevel("WARNING")
+        train(engine, 1, steps=1)
+        first = len(lines)
+        train(engine, 1, steps=9, first=1)
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        said = [line for line in lines if "saw no rows" in line]
+        added = engine.kfac.report.removeprefix(before)
+        found[name, late] = first, said, added, engine.kfac.counters()["unpreconditioned_layers"]
+        engine.destroy()
+    return found
+
+
+def test_a_head_without_rows_leaves_the_share_and_is_counted():
+    cases = [("z2", False), ("adam-z2", False), ("adam-z3", False), ("adam-z2", True)]
+    results = run_ranks("tests.deepspeed.test_no_rows:worker", world=2, payload=cases)
+    whole, seen = 13 * 17 + 17 * 19 + 19 * 5, 13 * 17 + 17 * 19
+    for rank, found in enumerate(results):
+        for (name, late), (first, said, added, counted) in found.items():
+            assert first == 0, "the second captured step may have some"
+            assert counted == (0 if late else 1), (name, late)
+            assert len(said) == (0 if late else 1) and added.count("saw no rows") == len(said), (name, late, said)
+            if said:
+                assert f"rank {rank} saw no rows of head in its first two" in said[0]
+                assert f"with curvature are {seen / whole:.0%} of the trained matrix parameters, not 100%" in said[0]

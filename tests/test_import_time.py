@@ -1,0 +1,64 @@
+"""What importing costs: commands about keys know neither torch nor DeepSpeed, and ds_kfac adds little to DeepSpeed."""
+
+import re
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from ds_kfac import __all__ as names
+from ds_kfac.curvature.methods import METHODS
+from tests.ranks import ROOT
+
+HEAVY = ("torch", "deepspeed", "numpy", "transformers", "matplotlib")
+
+
+def cpu_seconds(*command: str) -> tuple[float, subprocess.CompletedProcess]:
+    """Of a process and what it starts, whatever else the machine does."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime, run
+
+
+@pytest.mark.parametrize("command", ["--help", "--version", "schema", "config", "plot --help"])
+def test_commands_about_keys_import_nothing_heavy(command):
+    _, run = cpu_seconds("-X", "importtime", "-m", "ds_kfac", *command.split())
+    imported = set(re.findall(r"\| +(\w+)$", run.stderr, re.MULTILINE))
+    assert "ds_kfac" in imported and not imported & set(HEAVY), imported & set(HEAVY)
+    assert run.stdout
+    best = min(cpu_seconds("-m", "ds_kfac", *command.split())[0] for _ in range(3))
+    print(f"{command}: {best:.2f} s")
+    assert best < 1.0
+
+
+def test_the_import_takes_at_most_a_second_more_than_deepspeeds():
+    best = {name: min(cpu_seconds("-c", f"import {name}")[0] for _ in range(3)) for name in ("deepspeed", "ds_kfac")}
+    print(best)
+    assert best["ds_kfac"] - best["deepspeed"] < 1.0
+    _, run = cpu_seconds("-X", "importtime", "-c", "import ds_kfac")
+    assert "torch._dynamo" not in run.stderr, "torch's compiler: more than a second"
+
+
+def test_a_commands_model_may_use_all_of_ds_kfac(tmp_path):
+    """There it is imported when it is asked for."""
+    code = (
+        "import sys; sys.argv = ['-m']; sys.orig_argv = ['python', '-mds_kfac']\n"
+        "import ds_kfac; assert 'torch' not in sys.modules and 'deepspeed' not in sys.modules\n"
+        f"print([getattr(ds_kfac, name) is not None for name in {names!r}].count(True))\n"
+        "import deepspeed; assert deepspeed.initialize.__wrapped__\n"
+        "try: ds_kfac.nothing\n"
+        "except AttributeError as error: print(error)"
+    )
+    _, run = cpu_seconds("-c", code)
+    assert run.stdout.splitlines()[-2:] == [str(len(names)), "module 'ds_kfac' has no attribute 'nothing'"]
+
+
+def test_the_names_of_methods_are_those_of_the_table():
+    """The config knows them without torch."""
+    from typing import get_args
+
+    from ds_kfac.config.keys import PreconditionerConfig
+
+    assert get_args(PreconditionerConfig.model_fields["method"].annotation) == tuple(METHODS)
