@@ -7,6 +7,7 @@ from torch import Tensor
 
 from benchmarks.convergence.autoencoder_tasks import AUTOENCODER_TASKS, AutoencoderTask
 from benchmarks.convergence.image_tasks import IMAGE_TASKS, ImageTask
+from benchmarks.convergence.reward_tasks import REWARD_TASKS, RewardTask
 from examples.gpt import GPT, GPTConfig
 from examples.text import STRETCHES, Corpus, load
 
@@ -57,7 +58,7 @@ class Task:
         return tokens.masked_fill(masked, MASK), tokens.masked_fill(~masked, IGNORED)
 
 
-TASKS: dict[str, Task | ImageTask | AutoencoderTask] = {
+TASKS: dict[str, Task | ImageTask | AutoencoderTask | RewardTask] = {
     "gpt_small": Task(GPTConfig(width=128, blocks=4), rows=16, steps=300),
     "gpt_small_8k": Task(GPTConfig(width=128, blocks=4), rows=64, steps=75),
     "gpt_small_32k": Task(GPTConfig(width=128, blocks=4), rows=256, steps=40),
@@ -72,10 +73,11 @@ TASKS: dict[str, Task | ImageTask | AutoencoderTask] = {
     "depth_8": Task(GPTConfig(width=128, blocks=8), rows=8, steps=100),
     **IMAGE_TASKS,
     **AUTOENCODER_TASKS,
+    **REWARD_TASKS,
     "tiny": Task(GPTConfig(width=16, blocks=1, heads=2, context=16), rows=2, steps=3),
 }
 DEFAULT_TASKS = ["gpt_small", "gpt_large", "mlm"]
 """The others: gpt_small at 4 and 16 times the batch, and for 5 times the bytes; a model of 25 million; models of
-several widths, for rates; images and autoencoders, with methods of their own; tiny, to try the benchmark itself."""
+several widths, for rates; images, autoencoders and rewards, with methods of their own; tiny, to try the benchmark."""
 BATCHES = {"gpt_small": 2048, "gpt_small_8k": 8192, "gpt_small_32k": 32768}
 """The same model at growing batches: bytes a step."""

@@ -1,0 +1,257 @@
+"""Tasks of the convergence benchmark that learn from rewards: GRPO on a tiny GPT that a few supervised steps have
+taught a little of a rule.
+
+Of every question several answers are sampled; an answer's advantage is its reward minus the mean of its question's,
+over their standard deviation (Shao et al. 2024, arXiv:2402.03300). Without a KL term. On policy a step takes all
+samples of a generation; with minibatches it takes a part, and the ratio to the sampling policy is clipped (PPO).
+"""
+
+import hashlib
+import json
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.convergence.reward_rules import RULES, Rule, encoded, with_answers
+from examples.gpt import GPT, GPTConfig
+
+IGNORED = -100
+BASE_SEED, BASE_ROWS, BASE_RATE = 0, 256, 1e-3
+CLIP = 0.2
+"""Of the ratio."""
+SAMPLES = 8
+"""Answers to a question."""
+HELD_OUT, HELD_OUT_SEED = 512, 10_000
+BASES = Path(tempfile.gettempdir()) / "ds_kfac_bases"
+"""Base models that were made already."""
+
+
+class Policy(nn.Module):
+    """A network and the loss of GRPO."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.network = GPT(config)
+
+    def forward(self, tokens: Tensor, labels: Tensor, advantages: Tensor, sampled: Tensor | None = None) -> Tensor:
+        """Mean over the answers' tokens; rows without a label count neither here nor in K-FAC's statistics.
+
+        Args:
+            tokens, labels: int64 [N, T]; labels of what was not sampled are -100.
+            advantages: fp32 [N].
+            sampled: fp32 [N, T], the log-probabilities that labels were sampled with; None: on policy.
+        """
+        found = log_probabilities(self.network(tokens), labels)
+        ratio = torch.exp(found - (found.detach() if sampled is None else sampled))
+        advantages = advantages[:, None]
+        gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+        counts = labels != IGNORED
+        return -(gain * counts).sum() / counts.sum()
+
+
+def log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
+    """Of labels [N, T], 0 where there is none."""
+    return -F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+
+
+@torch.no_grad()
+def generate(network: GPT, questions: Tensor, samples: int, length: int, generator: torch.Generator) -> Tensor:
+    """Sample so many answers to each question at temperature 1, with a cache of keys and values.
+
+    Args:
+        questions: int64 [P, T].
+
+    Returns int64 [P * samples, T + length].
+    """
+    caches: list[tuple[Tensor, Tensor]] = []
+    tokens, start = questions, 0
+    found = questions.repeat_interleave(samples, 0)
+    for place in range(length):
+        h = network.embed_bytes(tokens) + network.embed_positions.weight[start : start + tokens.shape[1]]
+        start += tokens.shape[1]
+        for index, block in enumerate(network.blocks):
+            attention, x = block.attention, block.norm_attention(h)
+            shape = (*x.shape[:2], 3, attention.heads, -1)
+            q, k, v = attention.qkv(x).view(shape).permute(2, 0, 3, 1, 4)
+            if place:
+                k, v = (torch.cat(pair, dim=2) for pair in zip(caches[index], (k, v), strict=True))
+                caches[index] = k, v
+            else:  # the questions themselves; their cache serves all samples
+                caches.append((k.repeat_interleave(samples, 0), v.repeat_interleave(samples, 0)))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=not place)
+            h = h + attention.out(y.transpose(1, 2).reshape(x.shape))
+            h = h + block.mlp(block.norm_mlp(h))
+        logits = network.lm_head(network.norm(h[:, -1])).float()
+        if not place:
+            logits = logits.repeat_interleave(samples, 0)
+        tokens = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+        found = torch.cat([found, tokens], dim=1)
+    return found
+
+
+def labels_of(tokens: Tensor, start: int) -> Tensor:
+    """What was sampled from place ``start`` on, up to an answer's end: the label of a place is the token after it."""
+    ends = (tokens[:, start:] == ord("\n")).long()
+    answer = ends.cumsum(1) - ends == 0
+    labels = torch.full_like(tokens, IGNORED)
+    labels[:, start - 1 : -1] = torch.where(answer, tokens[:, start:], IGNORED)
+    return labels
+
+
+@dataclass(frozen=True)
+class Base:
+    """A model that knows a little, and how it was made."""
+
+    name: str
+    weights: dict[str, Tensor] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class RewardTask:
+    """A rule, and how much of it is known before; ``rows``: samples in a step, ``minibatches``: steps a generation."""
+
+    model: GPTConfig
+    rule: str
+    base_steps: int
+    rows: int
+    steps: int
+    minibatches: int = 1
+    base = "adamw"
+
+    def corpus(self, path: str | None) -> Base:
+        """The base model, made once, below the temporary folder.
+
+        Raises:
+            ValueError: these tasks read no data.
+        """
+        if path is not None:
+            raise ValueError(f"--data {path}: tasks with rewards make their own questions; leave it out")
+        rates = {"rate": BASE_RATE, "rows": BASE_ROWS, "seed": BASE_SEED}
+        made = {"rule": self.rule, "steps": self.base_steps, **rates, "model": asdict(self.model)}
+        key = hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()[:12]
+        path_of_it = BASES / f"{self.rule}_{key}.pt"
+        if not path_of_it.exists():
+            BASES.mkdir(parents=True, exist_ok=True)
+            partial = path_of_it.with_suffix(".partial")
+            torch.save(supervised(self.model, RULES[self.rule], self.base_steps).state_dict(), partial)
+            partial.rename(path_of_it)
+        generation = f"{SAMPLES} samples, {self.minibatches} steps a generation"
+        return Base(f"{self.rule}, {generation}, base: {self.base_steps} steps, {rates}", torch.load(path_of_it))
+
+    def build(self, seed: int) -> Policy:
+        """The same base for every seed; seeds are of questions and samples."""
+        torch.manual_seed(seed)
+        policy = Policy(self.model)
+        policy.network.load_state_dict(self.corpus(None).weights)
+        return policy
+
+    def questions(self, part: str) -> list[str]:
+        return RULES[self.rule].questions(random.Random(HELD_OUT_SEED), HELD_OUT, part)
+
+    def train(self, engine, seed: int, part: str, steps: int, interval: int) -> Iterator[dict]:
+        """A row for every step: ``loss`` is the share of wrong answers among the generation's, ``held_out_loss`` that
+        among held-out questions, ``samples`` those generated so far; entropy and KL to the base in nats per token."""
+        from deepspeed.accelerator import get_accelerator
+
+        generator_of = GPT(self.model).eval()  # a copy, as of a server for inference
+        referee = Referee(self, self.questions(part))
+        seconds, batches = 0.0, []
+        for step in range(1, steps + 1):
+            begin = time.perf_counter()
+            if not batches:
+                generator_of.load_state_dict(engine.module.network.state_dict())
+                batches, right = self.generation(generator_of, seed, step)
+            loss = engine(*(None if values is None else values.to(engine.device) for values in batches.pop(0)))
+            finite = bool(torch.isfinite(loss.detach()))
+            if finite:
+                engine.backward(loss)
+                engine.step()
+            get_accelerator().synchronize()
+            elapsed = time.perf_counter() - begin
+            seconds += elapsed
+            samples = self.rows * self.minibatches * -(-step // self.minibatches)
+            wrong = 1 - right if finite else torch.nan
+            row = {"step": step, "seconds": seconds, "loss": wrong, "step_seconds": elapsed, "samples": samples}
+            if finite and (step % interval == 0 or step in (1, steps)):
+                generator_of.load_state_dict(engine.module.network.state_dict())
+                row |= referee.judge(generator_of)
+            yield row
+            if not finite:
+                return
+
+    def generation(self, network: GPT, seed: int, step: int) -> tuple[list[tuple], float]:
+        """The minibatches of a generation, and the share of right answers in it."""
+        rule, source = RULES[self.rule], random.Random(f"{seed} {step}")
+        generator = torch.Generator().manual_seed(source.getrandbits(48))
+        questions = rule.questions(source, self.rows * self.minibatches // SAMPLES)
+        asked = encoded(questions)
+        tokens = generate(network, asked, SAMPLES, rule.longest, generator)
+        rewards = rule.rewards([q for q in questions for _ in range(SAMPLES)], tokens[:, asked.shape[1] :])
+        groups = rewards.view(-1, SAMPLES)
+        advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
+        labels = labels_of(tokens, asked.shape[1])
+        if self.minibatches == 1:
+            return [(tokens, labels, advantages, None)], float(rewards.mean())
+        with torch.no_grad():
+            sampled = log_probabilities(network(tokens), labels)
+        order = torch.randperm(len(tokens), generator=generator)
+        parts = order.chunk(self.minibatches)
+        return [(tokens[p], labels[p], advantages[p], sampled[p]) for p in parts], float(rewards.mean())
+
+
+class Referee:
+    """Asks held-out questions, the same with the same random numbers at every call, and measures how far a network is
+    from its base."""
+
+    def __init__(self, task: RewardTask, questions: list[str]) -> None:
+        self.rule, self.questions, self.asked = RULES[task.rule], questions, encoded(questions)
+        self.base = GPT(task.model).eval()
+        self.base.load_state_dict(task.corpus(None).weights)
+
+    @torch.no_grad()
+    def judge(self, network: GPT) -> dict[str, float]:
+        tokens = generate(network, self.asked, 1, self.rule.longest, torch.Generator().manual_seed(HELD_OUT_SEED))
+        start = self.asked.shape[1]
+        right = float(self.rule.rewards(self.questions, tokens[:, start:]).mean())
+        counts = labels_of(tokens, start) != IGNORED
+        ours, theirs = (net(tokens)[counts].float().log_softmax(-1) for net in (network, self.base))
+        p = ours.exp()
+        return {
+            "held_out_loss": 1 - right,
+            "held_out_accuracy": right,
+            "entropy": float(-(p * ours).sum(-1).mean()),
+            "kl": float((p * (ours - theirs)).sum(-1).mean()),
+        }
+
+
+def supervised(config: GPTConfig, rule: Rule, steps: int) -> GPT:
+    """A network after so many steps of AdamW on right answers, its rate warmed up over 20 steps."""
+    torch.manual_seed(BASE_SEED)
+    network = GPT(config)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=BASE_RATE, betas=(0.9, 0.95), weight_decay=0.01)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = BASE_RATE * min(1.0, (step + 1) / 20)
+        questions = rule.questions(random.Random(f"base {BASE_SEED} {step}"), BASE_ROWS)
+        network(*with_answers(rule, questions, IGNORED)).backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return network
+
+
+NETWORK = GPTConfig(width=128, blocks=3, context=24)
+REWARD_TASKS = {
+    "addition": RewardTask(NETWORK, "addition", base_steps=340, rows=512, steps=100),
+    "addition_clipped": RewardTask(NETWORK, "addition", base_steps=340, rows=128, steps=200, minibatches=4),
+    "brackets": RewardTask(NETWORK, "brackets", base_steps=34, rows=512, steps=100),
+    "brackets_clipped": RewardTask(NETWORK, "brackets", base_steps=34, rows=128, steps=200, minibatches=4),
+    "sorting": RewardTask(NETWORK, "sorting", base_steps=44, rows=512, steps=100),
+    "tiny_rewards": RewardTask(GPTConfig(width=16, blocks=1, heads=2, context=16), "parity", 200, 16, 4, minibatches=2),
+}
