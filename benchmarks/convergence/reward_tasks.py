@@ -11,7 +11,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.convergence.reward_rules import RULES, Rule, encoded, with_answers
+from benchmarks.convergence.reward_rules import END, RULES, Rule, encoded, with_answers
+from ds_kfac.model.batch import BatchInfo
 from examples.gpt import GPT, GPTConfig
 
 IGNORED = -100
@@ -40,25 +41,66 @@ class Policy(nn.Module):
         super().__init__()
         self.network = GPT(config)
 
-    def forward(self, tokens: Tensor, labels: Tensor, advantages: Tensor, sampled: Tensor | None = None) -> Tensor:
-        """Mean over the answers' tokens; rows without a label count neither here nor in K-FAC's statistics.
+    def forward(
+        self, questions: Tensor, answers: Tensor, labels: Tensor, advantages: Tensor, sampled: Tensor | None = None
+    ) -> Tensor:
+        """Mean over the answers' tokens.
 
         Args:
-            tokens, labels: int64 [N, T]; labels of what was not sampled are -100.
+            questions, answers: int64 [P, T] and [N, L], N / P answers to each question in turn.
+            labels: int64 [N, L], the answers, -100 after their ends.
             advantages: fp32 [N].
-            sampled: fp32 [N, T], the log-probabilities that labels were sampled with; None: on policy.
+            sampled: fp32 [N, L], the log-probabilities that answers were sampled with; None: on policy.
         """
-        found = log_probabilities(self.network(tokens), labels)
-        ratio = torch.exp(found - (found.detach() if sampled is None else sampled))
-        advantages = advantages[:, None]
-        gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
         counts = labels != IGNORED
-        return -(gain * counts).sum() / counts.sum()
+        found = log_probabilities(self.network, questions, answers, labels)[counts]
+        ratio = torch.exp(found - (found.detach() if sampled is None else sampled[counts]))
+        weight = advantages[:, None].expand_as(labels)[counts]
+        return -torch.minimum(ratio * weight, ratio.clamp(1 - CLIP, 1 + CLIP) * weight).mean()
 
 
-def log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
-    """Of labels [N, T], 0 where there is none."""
-    return -F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+def read_batch(arguments: tuple, keywords: Mapping) -> BatchInfo:
+    """K-FAC's statistics are of the places where an answer's token is predicted: not of questions, nor of what follows
+    an end."""
+    questions, _, labels = arguments[:3]
+    counts = (labels != IGNORED).flatten()
+    return BatchInfo(torch.cat([counts.new_zeros(questions[:, 1:].numel()), counts]), counts)
+
+
+def log_probabilities(network: GPT, questions: Tensor, answers: Tensor, labels: Tensor) -> Tensor:
+    """Of labels, fp32 [N, L], 0 where there is none."""
+    counts = labels != IGNORED
+    logits = network.lm_head(hidden(network, questions, answers)[counts]).float()
+    found = -F.cross_entropy(logits, labels[counts], reduction="none")
+    return found.new_zeros(labels.shape).masked_scatter(counts, found)
+
+
+def hidden(network: GPT, questions: Tensor, answers: Tensor) -> Tensor:
+    """What the head sees, [N, L, D], where an answer's tokens are predicted. A question is computed once for all of its
+    answers: rows of all layers are those of the questions, but for their last bytes, and after them those of the
+    answers."""
+    (P, T), (N, L) = questions.shape, answers.shape
+    last = questions[:, -1:].repeat_interleave(N // P, 0)
+    tokens = torch.cat([questions[:, :-1].flatten(), torch.cat([last, answers[:, :-1]], dim=1).flatten()])
+    places = torch.arange(T - 1 + L, device=tokens.device)
+    cut, sees = P * (T - 1), places[None] <= places[T - 1 :, None]
+    at = torch.cat([places[: T - 1].repeat(P), places[T - 1 :].repeat(N)])
+    h = network.embed_bytes(tokens) + network.embed_positions(at)
+    for block in network.blocks:
+        attention = block.attention
+        rows = attention.qkv(block.norm_attention(h))
+        asked, answered = (
+            part.view(*shape, 3, attention.heads, -1).permute(2, 0, 3, 1, 4)
+            for part, shape in ((rows[:cut], (P, T - 1)), (rows[cut:], (N, L)))
+        )
+        keys, values = torch.cat([asked[1:].repeat_interleave(N // P, 1), answered[1:]], dim=3)
+        y = [
+            F.scaled_dot_product_attention(*asked, is_causal=True),
+            F.scaled_dot_product_attention(answered[0], keys, values, attn_mask=sees),
+        ]
+        h = h + attention.out(torch.cat([part.transpose(1, 2).reshape(-1, h.shape[1]) for part in y]))
+        h = h + block.mlp(block.norm_mlp(h))
+    return network.norm(h[cut:]).view(N, L, -1)
 
 
 @torch.no_grad()
@@ -68,11 +110,10 @@ def generate(network: GPT, questions: Tensor, samples: int, length: int, generat
     Args:
         questions: int64 [P, T].
 
-    Returns int64 [P * samples, T + length].
+    Returns int64 [P * samples, length].
     """
     caches: list[tuple[Tensor, Tensor]] = []
-    tokens, start = questions, 0
-    found = questions.repeat_interleave(samples, 0)
+    tokens, start, found = questions, 0, []
     for place in range(length):
         h = network.embed_bytes(tokens) + network.embed_positions.weight[start : start + tokens.shape[1]]
         start += tokens.shape[1]
@@ -92,17 +133,14 @@ def generate(network: GPT, questions: Tensor, samples: int, length: int, generat
         if not place:
             logits = logits.repeat_interleave(samples, 0)
         tokens = torch.multinomial(logits.softmax(-1), 1, generator=generator)
-        found = torch.cat([found, tokens], dim=1)
-    return found
+        found.append(tokens)
+    return torch.cat(found, dim=1)
 
 
-def labels_of(tokens: Tensor, start: int) -> Tensor:
-    """What was sampled from place ``start`` on, up to an answer's end: the label of a place is the token after it."""
-    ends = (tokens[:, start:] == ord("\n")).long()
-    answer = ends.cumsum(1) - ends == 0
-    labels = torch.full_like(tokens, IGNORED)
-    labels[:, start - 1 : -1] = torch.where(answer, tokens[:, start:], IGNORED)
-    return labels
+def labels_of(answers: Tensor) -> Tensor:
+    """Answers [N, L] up to their ends; -100 after that."""
+    ends = (answers == END[0]).long()
+    return answers.masked_fill(ends.cumsum(1) - ends > 0, IGNORED)
 
 
 @dataclass(frozen=True)
@@ -163,6 +201,8 @@ class RewardTask:
         generator_of = GPT(self.model).eval()  # a copy, as of a server for inference
         referee = Referee(self, self.questions(part))
         seconds, batches = 0.0, []
+        if hasattr(engine, "kfac"):
+            engine.kfac.read_batch = read_batch
         for step in range(1, steps + 1):
             begin = time.perf_counter()
             if not batches:
@@ -192,18 +232,16 @@ class RewardTask:
         generator = torch.Generator().manual_seed(source.getrandbits(48))
         questions = rule.questions(source, self.rows * self.minibatches // SAMPLES)
         asked = encoded(questions)
-        tokens = generate(network, asked, SAMPLES, rule.longest, generator)
-        rewards = rule.rewards([q for q in questions for _ in range(SAMPLES)], tokens[:, asked.shape[1] :])
+        answers = generate(network, asked, SAMPLES, rule.longest, generator)
+        rewards = rule.rewards([q for q in questions for _ in range(SAMPLES)], answers)
         groups = rewards.view(-1, SAMPLES)
         advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
-        labels = labels_of(tokens, asked.shape[1])
-        if self.minibatches == 1:
-            return [(tokens, labels, advantages, None)], float(rewards.mean())
-        with torch.no_grad():
-            sampled = log_probabilities(network(tokens), labels)
-        order = torch.randperm(len(tokens), generator=generator)
-        parts = order.chunk(self.minibatches)
-        return [(tokens[p], labels[p], advantages[p], sampled[p]) for p in parts], float(rewards.mean())
+        labels, sampled = labels_of(answers), [None]
+        if self.minibatches > 1:
+            with torch.no_grad():
+                sampled = log_probabilities(network, asked, answers, labels).chunk(self.minibatches)
+        parts = [values.chunk(self.minibatches) for values in (asked, answers, labels, advantages)]
+        return list(zip(*parts, sampled, strict=True)), float(rewards.mean())
 
 
 class Referee:
@@ -217,11 +255,13 @@ class Referee:
 
     @torch.no_grad()
     def judge(self, network: GPT) -> dict[str, float]:
-        tokens = generate(network, self.asked, 1, self.rule.longest, torch.Generator().manual_seed(HELD_OUT_SEED))
-        start = self.asked.shape[1]
-        right = float(self.rule.rewards(self.questions, tokens[:, start:]).mean())
-        counts = labels_of(tokens, start) != IGNORED
-        ours, theirs = (net(tokens)[counts].float().log_softmax(-1) for net in (network, self.base))
+        answers = generate(network, self.asked, 1, self.rule.longest, torch.Generator().manual_seed(HELD_OUT_SEED))
+        right = float(self.rule.rewards(self.questions, answers).mean())
+        counts = labels_of(answers) != IGNORED
+        ours, theirs = (
+            net.lm_head(hidden(net, self.asked, answers)[counts]).float().log_softmax(-1)
+            for net in (network, self.base)
+        )
         p = ours.exp()
         return {
             "held_out_loss": 1 - right,
