@@ -21,7 +21,7 @@ from trl import GRPOConfig, GRPOTrainer
 from ds_kfac.integrations.transformers import KFACCallback
 from examples.integrations import tiny
 
-LARGEST, SUPERVISED_STEPS, RATE = 50, 250, 1e-3
+LARGEST, SUPERVISED_STEPS, RATE = 50, 150, 1e-3
 KFACADAMW = {"type": "KFACAdamW", "params": {"lr": RATE, "adam_lr": RATE, "torch_adam": True}}
 """adam_lr as lr: embeddings and norms are trained already (docs/reinforcement.md)."""
 ADAMW = {"type": "AdamW", "params": {"lr": 3e-4, "torch_adam": True}}
