@@ -29,6 +29,8 @@ CLIP = 0.2
 """Of the ratio."""
 SAMPLES = 8
 """Answers to a question."""
+DEAD = 10
+"""Generations in a row without a right answer, so without a gradient, that end a run."""
 HELD_OUT, HELD_OUT_SEED = 512, 10_000
 BASES = Path(tempfile.gettempdir()) / "ds_kfac_bases"
 """Base models that were made already."""
@@ -194,13 +196,14 @@ class RewardTask:
         return RULES[self.rule].questions(random.Random(HELD_OUT_SEED), HELD_OUT, part)
 
     def train(self, engine, seed: int, part: str, steps: int, interval: int) -> Iterator[dict]:
-        """A row for every step: ``loss`` is the share of wrong answers among the generation's, ``held_out_loss`` that
-        among held-out questions, ``samples`` those generated so far; entropy and KL to the base in nats per token."""
+        """A row for every step, up to the one that shows a dead run: ``loss`` is the share of wrong answers in the
+        generation, ``held_out_loss`` that among held-out questions, ``samples`` the answers generated so far; entropy
+        and KL to the base are in nats per token."""
         from deepspeed.accelerator import get_accelerator
 
         generator_of = GPT(self.model).eval()  # a copy, as of a server for inference
         referee = Referee(self, self.questions(part))
-        seconds, batches = 0.0, []
+        seconds, batches, wrong_only = 0.0, [], 0
         if hasattr(engine, "kfac"):
             engine.kfac.read_batch = read_batch
         for step in range(1, steps + 1):
@@ -208,6 +211,7 @@ class RewardTask:
             if not batches:
                 generator_of.load_state_dict(engine.module.network.state_dict())
                 batches, right = self.generation(generator_of, seed, step)
+                wrong_only = 0 if right else wrong_only + 1
             loss = engine(*(None if values is None else values.to(engine.device) for values in batches.pop(0)))
             finite = bool(torch.isfinite(loss.detach()))
             if finite:
@@ -219,11 +223,11 @@ class RewardTask:
             samples = self.rows * self.minibatches * -(-step // self.minibatches)
             wrong = 1 - right if finite else torch.nan
             row = {"step": step, "seconds": seconds, "loss": wrong, "step_seconds": elapsed, "samples": samples}
-            if finite and (step % interval == 0 or step in (1, steps)):
+            if finite and (step % interval == 0 or step in (1, steps) or wrong_only == DEAD):
                 generator_of.load_state_dict(engine.module.network.state_dict())
                 row |= referee.judge(generator_of)
             yield row
-            if not finite:
+            if not finite or wrong_only == DEAD:
                 return
 
     def generation(self, network: GPT, seed: int, step: int) -> tuple[list[tuple], float]:
