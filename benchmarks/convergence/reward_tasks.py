@@ -6,19 +6,16 @@ over their standard deviation (Shao et al. 2024, arXiv:2402.03300). Without a KL
 samples of a generation; with minibatches it takes a part, and the ratio to the sampling policy is clipped (PPO).
 """
 
-import hashlib
-import json
 import random
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.convergence.bases import made_once
 from benchmarks.convergence.reward_rules import END, RULES, Rule, encoded, with_answers
 from ds_kfac.model.batch import BatchInfo
 from examples.gpt import GPT, GPTConfig
@@ -32,8 +29,6 @@ SAMPLES = 8
 DEAD = 10
 """Generations in a row without a right answer, so without a gradient, that end a run."""
 HELD_OUT, HELD_OUT_SEED = 512, 10_000
-BASES = Path(tempfile.gettempdir()) / "ds_kfac_bases"
-"""Base models that were made already."""
 
 
 class Policy(nn.Module):
@@ -175,15 +170,9 @@ class RewardTask:
             raise ValueError(f"--data {path}: tasks with rewards make their own questions; leave it out")
         rates = {"rate": BASE_RATE, "rows": BASE_ROWS, "seed": BASE_SEED}
         made = {"rule": self.rule, "steps": self.base_steps, **rates, "model": asdict(self.model)}
-        key = hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()[:12]
-        path_of_it = BASES / f"{self.rule}_{key}.pt"
-        if not path_of_it.exists():
-            BASES.mkdir(parents=True, exist_ok=True)
-            partial = path_of_it.with_suffix(".partial")
-            torch.save(supervised(self.model, RULES[self.rule], self.base_steps).state_dict(), partial)
-            partial.rename(path_of_it)
+        weights = made_once(self.rule, made, lambda: supervised(self.model, RULES[self.rule], self.base_steps))
         generation = f"{SAMPLES} samples, {self.minibatches} steps a generation"
-        return Base(f"{self.rule}, {generation}, base: {self.base_steps} steps, {rates}", torch.load(path_of_it))
+        return Base(f"{self.rule}, {generation}, base: {self.base_steps} steps, {rates}", weights)
 
     def build(self, seed: int) -> Policy:
         """The same base for every seed; seeds are of questions and samples."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.convergence import __main__ as convergence
-from benchmarks.convergence import reward_tasks
+from benchmarks.convergence import bases, reward_tasks
 from benchmarks.convergence.methods import REWARD_METHODS, REWARD_RATES
 from benchmarks.convergence.results import Job, Run, read
 from benchmarks.convergence.reward_report import collapsed
@@ -163,4 +163,4 @@ def test_the_command_learns_from_rewards_and_writes_its_own_page(tmp_path, monke
     assert (out / "tiny_rewards.png").stat().st_size > 0 and page.endswith(
         (out.parent / "rewards.md").read_text() + "\n"
     )
-    assert len(list((tmp_path / reward_tasks.BASES.name).glob("parity_*.pt"))) == 1
+    assert len(list((tmp_path / bases.FOLDER).glob("parity_*.pt"))) == 1
