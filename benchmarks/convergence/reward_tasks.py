@@ -22,8 +22,8 @@ from examples.gpt import GPT, GPTConfig
 
 IGNORED = -100
 BASE_SEED, BASE_ROWS, BASE_RATE, BASE_WARMUP, BASE_DECAY = 0, 256, 1e-3, 20, 60
-"""Of the base: its rate rises over the first steps and falls to 0 over the last ones. Stopped at its full rate a base is
-so sharp that AdamW destroys it at 3e-4 in ten steps."""
+"""Of the base: its rate rises over the first steps and falls to 0 over the last ones. One that is stopped at its full
+rate is so sharp that AdamW destroys it at 3e-4 in ten steps."""
 CLIP = 0.2
 """Of the ratio."""
 SAMPLES = 8
