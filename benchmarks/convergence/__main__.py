@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
+from benchmarks.convergence import reward_report
 from benchmarks.convergence.autoencoder_tasks import AUTOENCODER_TASKS
 from benchmarks.convergence.image_tasks import IMAGE_TASKS
 from benchmarks.convergence.methods import (
@@ -28,15 +29,32 @@ from benchmarks.convergence.methods import (
     IMAGE_RATES,
     METHODS,
     RATES,
+    REWARD_METHODS,
+    REWARD_RATES,
 )
 from benchmarks.convergence.report import report
-from benchmarks.convergence.results import EXTENSIONS, SWEEP_SEED, Job, Run, best_rate, check_settings, next_rate, read
+from benchmarks.convergence.results import (
+    EXTENSIONS,
+    SWEEP_SEED,
+    Job,
+    Run,
+    best_rate,
+    check_settings,
+    next_rate,
+    read,
+    read_all,
+)
+from benchmarks.convergence.reward_tasks import REWARD_TASKS
 from benchmarks.convergence.run import race, settings, start
 from benchmarks.convergence.tasks import DEFAULT_TASKS, TASKS
 
 RESULTS = Path(__file__).resolve().parents[1] / "results/convergence"
 TEXTS = DEFAULT_METHODS, RATES
-KINDS = [(IMAGE_TASKS, (IMAGE_METHODS, IMAGE_RATES)), (AUTOENCODER_TASKS, (AUTOENCODER_METHODS, AUTOENCODER_RATES))]
+KINDS = [
+    (IMAGE_TASKS, (IMAGE_METHODS, IMAGE_RATES)),
+    (AUTOENCODER_TASKS, (AUTOENCODER_METHODS, AUTOENCODER_RATES)),
+    (REWARD_TASKS, (REWARD_METHODS, REWARD_RATES)),
+]
 PHASES = ["sweep", "final", "report"]
 
 
@@ -63,7 +81,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def of_kind(task: str) -> tuple[list[str], dict[str, list[float]]]:
-    """Methods and rates of texts, images or autoencoders."""
+    """Methods and rates of texts, images, autoencoders or rewards."""
     return next((own for tasks, own in KINDS if task in tasks), TEXTS)
 
 
@@ -173,8 +191,15 @@ def main(argv: list[str] | None = None, pool: ProcessPoolExecutor | None = None)
             benchmark.sweep()
         if "final" in arguments.phases:
             benchmark.final()
-    print(report(arguments.out))
+    print(page(arguments.out))
     return 0
+
+
+def page(out: Path) -> str:
+    """The report of a folder; one of rewards has its own."""
+    runs = read_all(out)
+    rewards = bool(runs) and all(run.job.task in REWARD_TASKS for run in runs)
+    return reward_report.report(out, runs) if rewards else report(out)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,10 @@ RAMPED = ["adamw", "kfacadamw", "kfacadamw_decay_1", "kfacadamw_unrotated_decay_
 RAMP_AT = 0.2, 0.4
 """Those of the methods ``<method>_ramp``, to 4 times the batch."""
 
+ADAM_RATIOS = 1, 2
+"""adam_lr / lr of the methods ``<method>_adam_<number>``; all others have 8, the default."""
+TRAINED = ["kfacadamw", "kfacadamw_unrotated"]
+
 CLIENT = "client"
 """Key for an optimizer of the package pytorch-optimizer, (class, parameters), which DeepSpeed is given as an object."""
 TABLE_RATE = "rate of the bytes' table"
@@ -148,6 +152,17 @@ def decayed(method: str, decay: float) -> Callable[[float], dict]:
     return config
 
 
+def slow_adam(method: str, ratio: float) -> Callable[[float], dict]:
+    """A method ``<method>_adam_<number>``."""
+
+    def config(rate: float) -> dict:
+        found = METHODS[method](rate)
+        params = {**found["optimizer"]["params"], "adam_lr": ratio * rate}
+        return {**found, "optimizer": {**found["optimizer"], "params": params}}
+
+    return config
+
+
 def ramped(method: str) -> Callable[[float], dict]:
     """A method ``<method>_ramp``."""
     return lambda rate: {**METHODS[method](rate), RAMP: list(RAMP_AT)}
@@ -193,12 +208,14 @@ METHODS: dict[str, Callable[[float], dict]] = {
     **{f"{name}_slow_table": slow_table(name) for name in ("kfacadamw", "kfacadamw_unrotated")},
     **{f"{name}_decay_{decay:g}": decayed(name, decay) for name in DECAYED for decay in DECAYS},
     **{f"{name}_ramp": ramped(name) for name in RAMPED},
+    **{f"{name}_adam_{ratio}": slow_adam(name, ratio) for name in TRAINED for ratio in ADAM_RATIOS},
 }
 
 DEFAULT_METHODS = ["adamw", "muon", "kfac_sgd", "kfac_adamw", "kfacadamw"]
 """For texts; the others show what a part of KFACAdamW is worth."""
 IMAGE_METHODS = ["sgd", "adamw", "muon_filters", "kfac_nesterov", "kfac_relative", "kfacadamw"]
 
+REWARD_METHODS = ["adamw", "muon", "soap", "kfac_sgd", "kfac_adamw", "kfacadamw_adam_1", "kfacadamw_unrotated_adam_1"]
 AUTOENCODER_METHODS = ["adamw", "muon", "kfac_sgd", "kfac_adamw", "kfac_quadratic", "kfacadamw"]
 
 RATES: dict[str, list[float]] = {
@@ -221,6 +238,7 @@ RATES: dict[str, list[float]] = {
 """Where a sweep starts; it extends itself while the best is at an edge."""
 RATES |= {f"{name}_decay_{decay:g}": RATES[name] for name in DECAYED for decay in DECAYS}
 RATES |= {f"{name}_ramp": RATES[name] for name in RAMPED}
+RATES |= {f"{name}_adam_{ratio}": RATES[name] for name in TRAINED for ratio in ADAM_RATIOS}
 IMAGE_RATES = {
     **RATES,
     "adamw": [5e-3, 1e-2, 2e-2, 4e-2],
@@ -231,6 +249,16 @@ AUTOENCODER_RATES = {
     "adamw": [1e-3, 2e-3, 4e-3, 8e-3],
     "sgd": [0.01, 0.02, 0.04, 0.08],
     "kfacadamw": [1.25e-3, 2.5e-3, 5e-3, 1e-2],
+}
+REWARD_RATES = {
+    **RATES,
+    "adamw": [1e-4, 3e-4, 1e-3],
+    "muon": [1e-3, 3e-3, 1e-2],
+    "soap": [1e-4, 3e-4, 1e-3, 3e-3],
+    "kfac_sgd": [0.03, 0.1, 0.3],
+    "kfac_adamw": [1e-4, 3e-4, 1e-3],
+    **{f"{name}_adam_{ratio}": [3e-4, 1e-3, 3e-3] for name in TRAINED for ratio in ADAM_RATIOS},
+    **{name: [1e-4, 3e-4, 1e-3] for name in TRAINED},
 }
 
 

@@ -11,11 +11,13 @@ import csv
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 COLUMNS = ["step", "seconds", "loss", "held_out_loss", "step_seconds", "held_out_accuracy"]
+REWARD_COLUMNS = [*COLUMNS, "samples", "entropy", "kl"]
+"""Of tasks that learn from rewards, whose losses are shares of wrong answers."""
 DIVERGED = 1.5
 """A loss beyond this times the first one, or not finite, ends a run."""
 EXTENSIONS = 3
@@ -72,12 +74,12 @@ def is_diverged(loss: float, first: float) -> bool:
     return not (math.isfinite(loss) and loss <= DIVERGED * first)
 
 
-def write(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+def write(path: Path, rows: Iterable[Mapping[str, object]], columns: Sequence[str] = COLUMNS) -> None:
     """Write row by row as the run makes them; the name is given when the last is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     with open(partial, "w", newline="") as file:
-        table = csv.DictWriter(file, COLUMNS, restval="")
+        table = csv.DictWriter(file, columns, restval="")
         table.writeheader()
         for row in rows:
             table.writerow({key: f"{value:.6g}" for key, value in row.items()})

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.convergence.methods import CLIENT, RAMP, TABLE_RATE, deepspeed_config
-from benchmarks.convergence.results import Job, Run, is_diverged, read, write
+from benchmarks.convergence.results import COLUMNS, REWARD_COLUMNS, Job, Run, is_diverged, read, write
+from benchmarks.convergence.reward_tasks import RewardTask
 from benchmarks.convergence.tasks import TASKS
 
 EVALUATION_INTERVAL, EVALUATIONS = 10, 60
@@ -84,8 +85,12 @@ def race(jobs: list[Job], out: Path, steps: int, stage: int, data: str | None) -
 
                 at = [round(part * steps) * task.rows for part in config[RAMP]]
                 ds_kfac.BatchRamp(engine, largest=2 ** len(at) * task.rows, at=at)
+            part = "test" if job.final else "validation"
+            if isinstance(task, RewardTask):  # what it learns from depends on what it has learned
+                running[job] = task.train(engine, job.seed, part, steps, evaluation_interval(steps))
+                continue
             batches = (task.batch(corpus, job.seed, step) for step in itertools.count())
-            running[job] = train(engine, batches, task.held_out(corpus, "test" if job.final else "validation"), steps)
+            running[job] = train(engine, batches, task.held_out(corpus, part), steps)
         while running:
             for job in list(running):
                 row = next(running[job], None)
@@ -99,7 +104,8 @@ def race(jobs: list[Job], out: Path, steps: int, stage: int, data: str | None) -
         engines.clear()
         gc.collect()
     for job in jobs:
-        write(job.path(out), rows[job])
+        columns = REWARD_COLUMNS if isinstance(TASKS[job.task], RewardTask) else COLUMNS
+        write(job.path(out), rows[job], columns)
     return [read(job, out) for job in jobs]
 
 
@@ -164,7 +170,7 @@ def train(engine, batches: Iterator[tuple], held_out: list[tuple], steps: int) -
     from deepspeed.accelerator import get_accelerator
 
     seconds, first, step, evaluated, elapsed = 0.0, None, 0, 0, 0.0
-    interval = max(EVALUATION_INTERVAL, steps // EVALUATIONS)
+    interval = evaluation_interval(steps)
     for batch in range(1, steps + 1):
         x, y = next(batches)
         begin = time.perf_counter()
@@ -189,6 +195,10 @@ def train(engine, batches: Iterator[tuple], held_out: list[tuple], steps: int) -
         yield row
         if diverged:
             return
+
+
+def evaluation_interval(steps: int) -> int:
+    return max(EVALUATION_INTERVAL, steps // EVALUATIONS)
 
 
 def evaluate(engine, held_out: list[tuple]) -> dict[str, float]:

@@ -1,16 +1,20 @@
 """What the convergence benchmark trains: small models on bytes, where a batch depends on seed and step only."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from benchmarks.convergence.autoencoder_tasks import AUTOENCODER_TASKS, AutoencoderTask
+from benchmarks.convergence.bases import made_once
 from benchmarks.convergence.image_tasks import IMAGE_TASKS, ImageTask
+from benchmarks.convergence.reward_tasks import REWARD_TASKS, RewardTask
 from examples.gpt import GPT, GPTConfig
 from examples.text import STRETCHES, Corpus, load
 
 MASK, MASKED_PART, IGNORED = 0xFF, 0.15, -100  # UTF-8 has no byte 0xFF
+BASE_RATE = 2e-3
 WIDTHS = (64, 128, 256, 512)
 HELD_OUT_BATCHES, HELD_OUT_WINDOWS = 8, 512
 """At most."""
@@ -57,7 +61,38 @@ class Task:
         return tokens.masked_fill(masked, MASK), tokens.masked_fill(~masked, IGNORED)
 
 
-TASKS: dict[str, Task | ImageTask | AutoencoderTask] = {
+@dataclass(frozen=True)
+class FineTuning(Task):
+    """A model that ``base_steps`` steps of AdamW have trained on one text, the Python standard library's sources, goes
+    on with another: by default the C++ headers that come with torch."""
+
+    base_steps: int = 0
+
+    def corpus(self, path: str | None) -> Corpus:
+        return super().corpus(path or str(Path(torch.__file__).parent / "include"))
+
+    def build(self, seed: int) -> GPT:
+        made = {"model": asdict(self.model), "rows": self.rows, "steps": self.base_steps, "rate": BASE_RATE}
+        model = super().build(seed)
+        model.load_state_dict(made_once("python", made, self.base_model))
+        return model
+
+    def base_model(self) -> GPT:
+        corpus, model = load(None, self.model.context), super().build(0)
+        optimizer = torch.optim.AdamW(model.parameters(), BASE_RATE, betas=(0.9, 0.95), weight_decay=0.01)
+        warmed_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, total_iters=self.base_steps // 15)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.base_steps)
+        for step in range(self.base_steps):
+            model(*self.batch(corpus, 0, step)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            warmed_up.step()
+            cosine.step()
+        return model
+
+
+TASKS: dict[str, Task | ImageTask | AutoencoderTask | RewardTask] = {
     "gpt_small": Task(GPTConfig(width=128, blocks=4), rows=16, steps=300),
     "gpt_small_8k": Task(GPTConfig(width=128, blocks=4), rows=64, steps=75),
     "gpt_small_32k": Task(GPTConfig(width=128, blocks=4), rows=256, steps=40),
@@ -70,12 +105,14 @@ TASKS: dict[str, Task | ImageTask | AutoencoderTask] = {
     "mlm": Task(GPTConfig(width=128, blocks=3, causal=False), rows=16, steps=150),
     **{f"width_{width}": Task(GPTConfig(width, blocks=2, heads=width // 32), rows=8, steps=100) for width in WIDTHS},
     "depth_8": Task(GPTConfig(width=128, blocks=8), rows=8, steps=100),
+    "finetuning": FineTuning(GPTConfig(width=128, blocks=3), rows=16, steps=60, base_steps=600),
     **IMAGE_TASKS,
     **AUTOENCODER_TASKS,
+    **REWARD_TASKS,
     "tiny": Task(GPTConfig(width=16, blocks=1, heads=2, context=16), rows=2, steps=3),
 }
 DEFAULT_TASKS = ["gpt_small", "gpt_large", "mlm"]
 """The others: gpt_small at 4 and 16 times the batch, and for 5 times the bytes; a model of 25 million; models of
-several widths, for rates; images and autoencoders, with methods of their own; tiny, to try the benchmark itself."""
+several widths, for rates; images, autoencoders and rewards, with methods of their own; tiny, to try the benchmark."""
 BATCHES = {"gpt_small": 2048, "gpt_small_8k": 8192, "gpt_small_32k": 32768}
 """The same model at growing batches: bytes a step."""

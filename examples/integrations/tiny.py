@@ -18,14 +18,17 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 ON_CPU = not torch.cuda.is_available()
 
 
-def options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """What all examples take; on a CPU it also starts gloo, which they would not by themselves."""
+def options(argv: Sequence[str] | None, flags: Sequence[str] = ()) -> argparse.Namespace:
+    """What all examples take, and an example's own flags; on a CPU it also starts gloo, which they would not by
+    themselves."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--deepspeed", type=Path, default=Path(__file__).with_name("ds_config.json"))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path("runs/integrations"))
     parser.add_argument("--resume", type=Path, help="checkpoint to continue from")
     parser.add_argument("--local_rank", type=int, default=0)
+    for flag in flags:
+        parser.add_argument(flag, action="store_true")
     if ON_CPU and not deepspeed.comm.is_initialized():
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled for minutes, and no faster
         deepspeed.init_distributed("gloo")

@@ -1,0 +1,79 @@
+"""TRL's GRPOTrainer by its example: what K-FAC sees of a generation, that it trains, and where it goes on."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.integrations.runs import STEPS, checkpoint, digest, fresh
+
+
+def worker(payload: tuple[str, tuple[tuple[int, bool], ...]]) -> dict[tuple[int, bool], Any]:
+    """(stage, LoRA) -> what a run of some steps found, and one from its checkpoint."""
+    import ds_kfac
+    from examples.integrations import tiny
+
+    folder, cases = payload
+    ds_kfac.enable()
+    found = {}
+    for stage, lora in cases:
+        out = Path(folder, f"{stage}{lora}")
+        out.mkdir(exist_ok=True)
+        config = tiny.ds_config(Path(tiny.__file__).with_name("ds_config.json"), zero_optimization={"stage": stage})
+        path = out / f"config{dist.get_rank()}.json"
+        path.write_text(json.dumps(config | {"kfac": {"factor": {"update_interval": 1}}}))
+        given = ("--out", str(out), "--deepspeed", str(path), *(["--lora"] if lora else []))
+        with contextlib.redirect_stdout(io.StringIO()):
+            straight = run(*given)
+            resumed = run(*given, "--resume", str(checkpoint(out)))
+        found[stage, lora] = straight, resumed
+    return found
+
+
+def run(*arguments: str) -> dict[str, Any]:
+    """Of one run: rows that counted in each call of the model beside the answers' tokens, and what it ended with."""
+    from trl import GRPOTrainer
+
+    from examples.integrations import trl_grpo
+
+    fresh()
+    seen: list[tuple[int, int, int]] = []
+    plain = GRPOTrainer._compute_loss
+
+    def watched(self: GRPOTrainer, model: Any, inputs: dict[str, Any]) -> Any:
+        read = model.kfac.read_batch
+
+        def reading(given: tuple, keywords: dict[str, Any]) -> Any:
+            info = read(given, keywords)
+            mask = inputs["completion_mask"].bool()
+            # where a token of the answer is predicted: one place before it
+            expected = info.rows.new_zeros(info.rows.shape)
+            expected[:, -mask.shape[1] - 1 : -1] = mask
+            seen.append((int(info.rows.sum()), int((info.rows ^ expected).sum()), int(info.labelled.sum())))
+            return info
+
+        model.kfac.read_batch = reading
+        try:
+            return plain(self, model, inputs)
+        finally:
+            model.kfac.read_batch = read
+
+    GRPOTrainer._compute_loss = watched  # type: ignore[method-assign]
+    try:
+        trainer = trl_grpo.main(["--steps", str(STEPS), *arguments])
+    finally:
+        GRPOTrainer._compute_loss = plain  # type: ignore[method-assign]
+    engine, history = trainer.model_wrapped, trainer.state.log_history
+    found = {
+        "seen": seen,
+        "digest": digest(engine),
+        "kfac steps": engine.kfac.preconditioner.steps,
+        "rewards": [entry["reward"] for entry in history if "reward" in entry],
+        "factor updates": [entry["kfac/factor_updates"] for entry in history if "kfac/factor_updates" in entry],
+        "adam_ratio": engine.basic_optimizer.adam_ratio,
+    }
+    engine.destroy()
+    return found

@@ -1,0 +1,87 @@
+"""OpenRLHF by its interface as read in 0.11.2: the config and the call of deepspeed.initialize that its strategy makes,
+with one word of it changed; the package needs a GPU to be imported."""
+
+import pytest
+
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+STEPS = 12
+
+
+def config_of(stage: int) -> dict:
+    """Of get_train_ds_config, in fp32; the optimizer is KFACAdamW in place of AdamW."""
+    autos = "sub_group_size", "stage3_max_live_parameters", "stage3_max_reuse_distance", "reduce_bucket_size"
+    autos += "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size"
+    zero = {"stage": stage, "zero_hpz_partition_size": 1, **dict.fromkeys(autos, "auto")}
+    zero |= {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "none", "pin_memory": True}}
+    zero |= {"zero_quantized_weights": False, "zero_quantized_gradients": False}
+    if stage == 3:
+        zero["reduce_scatter"] = True
+    params = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0}
+    return {
+        "steps_per_print": 100,
+        "zero_optimization": zero,
+        "bf16": {"enabled": False},
+        "fp16": {"enabled": False},
+        "gradient_clipping": 1.0,
+        "prescale_gradients": False,
+        "wall_clock_breakdown": False,
+        "data_types": {"grad_accum_dtype": None},
+        "checkpoint": {"load_universal": False},
+        "compile": {"deepcompile": False},
+        "tensor_parallel": {"autotp_size": 1},
+        "optimizer": {"type": "KFACAdamW", "params": {**params, "adam_lr": 1e-3, "torch_adam": True}},
+        "train_micro_batch_size_per_gpu": 4,
+        "train_batch_size": 8,
+    }
+
+
+def worker(stage: int) -> tuple[float, float, int, list[float], int]:
+    """Loss before and after, K-FAC's steps, rates, and rows that counted of a batch with padding."""
+    from functools import partial
+
+    import deepspeed
+    import torch
+
+    import ds_kfac
+    from examples.gpt import GPT, GPTConfig
+
+    class Causal(GPT):
+        def forward(self, input_ids, attention_mask=None, position_ids=None):
+            return super().forward(input_ids)
+
+    ds_kfac.enable()
+    torch.manual_seed(0)
+    model = Causal(GPTConfig(width=16, blocks=1, heads=2, context=8))
+    groups = [{"params": [p for p in model.parameters() if (p.ndim < 2) == vector]} for vector in (False, True)]
+    cosine = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=STEPS)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=None, model_parameters=groups, lr_scheduler=cosine, config=config_of(stage),
+        args={"local_rank": -1}, dist_init_required=True,
+    )  # fmt: skip
+    tokens = torch.arange(4 * 8).view(4, 8) % 5
+    mask = torch.ones(4, 8, dtype=torch.long)
+    mask[0, 5:] = 0
+    losses, rates = [], []
+    for _ in range(STEPS):
+        logits = engine(tokens, attention_mask=mask, position_ids=None)
+        found = logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+        loss = -(found * mask[:, 1:]).sum() / mask[:, 1:].sum()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+        rates.append(engine.get_lr()[0])
+    rows = int(engine.kfac.read_batch((tokens,), {"attention_mask": mask}).rows.sum())
+    steps = engine.kfac.preconditioner.steps
+    engine.destroy()
+    ds_kfac.disable()
+    return losses[0], losses[-1], steps, rates, rows
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_its_call_of_initialize_trains_and_schedules(stage):
+    first, last, steps, rates, rows = run_ranks(f"{__name__}:worker", world=2, payload=stage)[0]
+    assert last < first - 0.1 and steps == STEPS
+    assert rates[0] > rates[5] > rates[-1] >= 0
+    assert rows == 4 * 8 - 3, "without labels every row inside the mask counts, questions included"
