@@ -90,7 +90,7 @@ $(VENV)/integrations/.ready: pyproject.toml constraints.txt
 integrations: $(VENV)/integrations/.ready
 	$(VENV)/integrations/bin/python -m pytest -rs tests/integrations/test_packages.py tests/integrations/test_trainer.py \
 		tests/integrations/test_axolotl.py tests/integrations/test_coverage.py tests/integrations/test_blocks.py \
-		tests/estimate/test_check.py $(ARGS)
+		tests/estimate/test_check.py tests/examples/test_factors.py $(ARGS)
 
 $(VENV)/.docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,docs]" && touch $@ \
