@@ -95,7 +95,7 @@ integrations: $(VENV)/integrations/.ready
 		tests/integrations/test_asked_for.py tests/integrations/test_trl.py \
 		tests/integrations/test_accelerate.py tests/integrations/test_factor_tools.py \
 		tests/integrations/test_axolotl.py tests/integrations/test_coverage.py tests/integrations/test_blocks.py \
-		tests/estimate/test_check.py $(ARGS)
+		tests/estimate/test_check.py tests/examples/test_factors.py $(ARGS)
 
 $(VENV)/.docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,docs]" && touch $@ \

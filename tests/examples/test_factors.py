@@ -75,11 +75,14 @@ def test_lora_without_peft_says_so(tmp_path, capsys, monkeypatch):
     assert "it needs PEFT" in capsys.readouterr().err
 
 
-def test_lora_starts_from_the_top_eigenvectors_and_is_ahead(tmp_path, capsys):
+def test_lora_starts_from_the_top_eigenvectors_and_is_ahead(tmp_path, capsys, monkeypatch):
     pytest.importorskip("peft", reason="runs in make integrations")
-    sizes = ["--context", "32", "--width", "32", "--base", "120", "--steps", "24"]
+    monkeypatch.setattr(lora, "RATES", (3e-3, 1e-2))
+    monkeypatch.setattr(lora, "CHECKED", (3e-3,))
+    monkeypatch.setattr(lora, "SEEDS", 1)
+    sizes = ["--context", "32", "--width", "32", "--base", "80", "--steps", "16"]
     assert lora.main(["--out", str(tmp_path), *sizes]) == 0
-    assert "rate 0.003: default 12.0" in told(capsys) and (tmp_path / "lora.png").stat().st_size > 0
+    assert "rate 0.003: default 8.0" in told(capsys) and (tmp_path / "lora.png").stat().st_size > 0
     found = ds_kfac.Factors.load(tmp_path / "lora")
     vectors = lora.load_file(tmp_path / "eva.safetensors")
     base = lora.GPT(lora.GPTConfig(width=32, blocks=2, heads=4, context=32))
