@@ -186,10 +186,9 @@ class _Fitting:
                 self._write_factors(self._summed())
                 self.progress.begin("corrected")
             self.counts = self._read(lambda name: name.endswith("/count"))
-            sequences = set[str]()
             if self.corrected:
-                sequences = self._correct()
-            self._write_index(sequences)
+                self._correct()
+            self._write_index()
         finally:
             self.capture.remove()
             for module, mode in modes.items():
@@ -213,6 +212,7 @@ class _Fitting:
             for names, factors in self.rounds:
                 own = [pair for pair in batch.calls if pair[0].layer.name in names]
                 capture.add_sampled([call for call, _ in own], [gradient for _, gradient in own], self.passes.seed)
+                del own  # gradients, while the next batch runs
                 for made in capture.sums.values():
                     self.finite &= made.sum_P.sum().isfinite()
                 reducer.begin(factors, batch.number)
@@ -259,8 +259,8 @@ class _Fitting:
         with safetensors_file(self.out / self.shard("factors")) as file:
             return {name: file.get_tensor(name) for name in file.keys() if wanted(name)}
 
-    def _correct(self) -> set[str]:
-        """The second pass, and this rank's shard of it. Returns the layers whose rows lie by sequences. Collective."""
+    def _correct(self) -> None:
+        """The second pass, and this rank's shard of it. Collective."""
         own = self._read(lambda name: "/v" in name)
         bases = {
             key: Eigenbasis(tuple(own[n] for n in sorted(own) if n.startswith(f"{key}/vectors.")), own[f"{key}/values"])
@@ -281,21 +281,19 @@ class _Fitting:
         for batch in self.passes.over(
             "corrected eigenvalues", self.capture, keys, self.progress, lambda: sums.sums, lambda: ""
         ):
-            sums.add(batch.calls, self.passes.seed, batch.sequences)
-        unordered = set().union(*gathered(sums.unordered, self.channel.group))
+            sums.add(batch.calls, self.passes.seed, batch.sequences, batch.positions)
         terms = {key: float(count) for own in gathered(self.counts, self.channel.group) for key, count in own.items()}
         sequences, tensors = self.progress.seen[1], dict[str, Tensor]()
         for name, total in sums.sums.items():
             layer, kind = name.rsplit("/corrected.", 1)
             if kind == "token":
                 tensors[name] = (total / terms[f"{self.keys[layer]['G']}/count"]).float()
-            elif layer not in unordered:
+            elif not bool(total.isnan().any()):
                 tensors[name] = (total / sequences).float()
         with failing_together("ds_kfac.fit: corrected eigenvalues", self.channel.group, FactorsError):
             write_shard(self.out / self.shard("corrected"), tensors)
-        return {layer.name for layer in fit} - unordered
 
-    def _write_index(self, sequences: set[str]) -> None:
+    def _write_index(self) -> None:
         """Collective."""
         kinds = ["factors", *(["corrected"] if self.corrected else [])]
         mine = dict[str, str]()
