@@ -250,17 +250,18 @@ class _Fitting:
         everyone = {key: count for own in gathered(counts, self.channel.group) for key, count in own.items()}
         if not any(everyone.values()):
             raise FactorsError("ds_kfac.fit: no row counts: all are masked, or have the label -100")
-        if idle := sorted({key[:-2] for key, count in everyone.items() if not count}):
+        layers = {layer.name: layer for layer in self.plan.layers}
+        without = {key[:-2] for key, count in everyone.items() if not count}
+        if idle := sorted(name for name in without if layers[name].part[1] == 1):  # no expert that no token took
             raise FactorsError(
                 f"ds_kfac.fit: {len(idle)} layers had no row: {', '.join(idle[:5])}; they are never called, or the "
                 "loss does not depend on them: leave them out by layers.exclude in the config"
             )
-        layers = {layer.name: layer for layer in self.plan.layers}
         with failing_together("ds_kfac.fit: factors", self.channel.group, FactorsError):
             tensors = dict[str, Tensor]()
             for key in counts:
                 count = sums[f"{key}/count"]
-                packed = (sums.pop(key) / count).float()
+                packed = (sums.pop(key) / count.clamp(min=1)).float()
                 tensors |= {key: packed, f"{key}/count": count}
                 if bool(packed.any()):  # zero as long as what is above a layer is
                     factor = KroneckerFactor(self.specs[key].side, packed, torch.ones((), device=self.device))

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from ds_kfac.factors.files import Factors
 from ds_kfac.factors.fitting import fit
+from ds_kfac.factors.summary import table
 from examples.gpt import GPT, GPTConfig
 from tests.close import close
 from tests.factors.worker import batches
@@ -93,3 +94,16 @@ def test_rows_that_divide_by_the_sequences_are_not_all_of_theirs(tmp_path):
     found = fit(Takes(), [{"x": x, "labels": labels}], out=tmp_path, progress=False)
     assert found.has("head", "corrected.sequence") and not found.has("taken", "corrected.sequence")
     assert found.has("taken", "corrected.token")
+
+
+def test_an_expert_that_no_token_takes_is_no_error(tmp_path):
+    """Nothing could leave it out: a pattern is for the whole stack. Its factor is zero."""
+    own = mixture(stacked=True)
+    with torch.no_grad():
+        own.blocks[0].mlp.router.weight.zero_()  # ties: all take the same two
+    found = fit(own, batches(1), out=tmp_path, progress=False)
+    names = [name for name in found if "gate_up" in name]
+    idle = [name for name in names if not found.factor(name, "G").any()]
+    assert len(names) == 4 and len(idle) == 2
+    assert [found.has(name, "corrected.token") for name in names] == [name not in idle for name in names]
+    assert len(table(found)) > len(found.layers)
