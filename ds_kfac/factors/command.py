@@ -66,6 +66,8 @@ def _config(arguments: argparse.Namespace) -> dict[str, Any]:
         found = hjson.loads(Path(arguments.config).read_text())
     except (OSError, hjson.HjsonDecodeError) as problem:
         raise FactorsError(f"{arguments.config}: {problem}") from problem
+    if not isinstance(found, dict):
+        raise FactorsError(f"{arguments.config}: is a {type(found).__name__}; must be a DeepSpeed config")
     return dict(found)
 
 
@@ -126,7 +128,7 @@ def _data(arguments: argparse.Namespace, tokenizer: Any, rank: int, ranks: int) 
             f"--data {arguments.data}: {len(tokens)} tokens, fewer than one sequence of {arguments.length}"
         )
     windows = torch.tensor(tokens[: count * arguments.length]).view(count, arguments.length)[rank::ranks]
-    return [{"input_ids": part, "labels": part} for part in windows.split(arguments.batch)]
+    return [{"input_ids": part, "labels": part} for part in windows.split(arguments.batch) if len(part)]
 
 
 def _texts(path: Path) -> Iterator[Any]:
@@ -141,13 +143,20 @@ def _texts(path: Path) -> Iterator[Any]:
     else:
         try:
             text = path.read_text(encoding="utf-8")
-            rows = [json.loads(line) for line in text.splitlines() if line.strip()] if path.suffix == ".jsonl" else None
+            lines = text.split("\n") if path.suffix == ".jsonl" else None  # a text has other ends of lines in it
         except (OSError, ValueError) as problem:
             raise FactorsError(f"--data {path}: {problem}") from problem
-        if rows is None:
+        if lines is None:
             yield text
             return
+        rows = [line for line in lines if line.strip()]
     for number, row in enumerate(rows):
-        if "input_ids" not in row and "text" not in row:
-            raise FactorsError(f"--data {path}, row {number}: has neither text nor input_ids, but {', '.join(row)}")
-        yield list(row["input_ids"]) if "input_ids" in row else row["text"]
+        try:
+            row = json.loads(row) if isinstance(row, str) else row
+            found = list(row["input_ids"]) if "input_ids" in row else row["text"]
+        except (ValueError, TypeError, KeyError) as problem:
+            got = f"{type(problem).__name__}: {problem}"
+            raise FactorsError(f"--data {path}, row {number}: has neither text nor input_ids ({got})") from problem
+        if not isinstance(found, (str, list)):
+            raise FactorsError(f"--data {path}, row {number}: text is a {type(found).__name__}; must be a string")
+        yield found

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis
 from ds_kfac.factors.files import KINDS
@@ -22,6 +23,8 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.rows import Call, RowSums
 from ds_kfac.ops.functional import block_product
 
+ATTENTION = nn.MultiheadAttention, NonDynamicallyQuantizableLinear
+"""What torch's attention multiplies rows by: sequences come first, whatever its ``batch_first``."""
 CHUNK = 1 << 26
 """Elements of products of sequences at a time (256 MB), or those of one sequence."""
 
@@ -57,8 +60,8 @@ class Corrected:
         group: of all ranks.
 
     Attributes:
-        sums: "<layer>/corrected.<kind>" -> fp64 [O, I], of this rank's layers.
-        unordered: layers that some call gave rows without sequences; their sums per sequence are no such thing.
+        sums: "<layer>/corrected.<kind>" -> fp64 [O, I], of this rank's layers; NaN per sequence where some call gave
+            rows without sequences.
     """
 
     def __init__(
@@ -69,48 +72,49 @@ class Corrected:
         self.layers, self.owners, self.bases, self.keys, self.homes = layers, owners, bases, keys, homes
         self.rows, self.group, self.rank, self.device = rows, group, rank, device
         self.sums: dict[str, Tensor] = {}
-        self.unordered: set[str] = set()
 
     @torch.no_grad()
-    def add(self, calls: Sequence[tuple[Call, Tensor | None]], seed: float, examples: int) -> None:
+    def add(self, calls: Sequence[tuple[Call, Tensor | None]], seed: float, examples: int, positions: int) -> None:
         """A batch of every rank; those without one add nothing. Collective.
 
         Args:
             calls: with the gradients of their outputs, in the order in which they ran.
-            examples: sequences in the batch.
+            examples, positions: sequences in the batch, and positions of all of them.
         """
         of_layer: dict[str, list[tuple[Call, Tensor]]] = {}
         for call, gradient in calls:
-            if gradient is not None and call.x is not None and call.x.numel():
+            if gradient is not None and call.x is not None and call.x.numel() and "G" in call.sides:
                 of_layer.setdefault(call.layer.name, []).append((call, gradient))
         for layer in reversed(self.layers):  # as gradients come by: the first has the rows that others are counted by
             basis = LayerBasis(*(self._basis(layer, side) for side in "GA"))
             found = [torch.zeros(layer.shape, device=self.device) for _ in KINDS]
-            pairs, ordered = self._pairs(of_layer.get(layer.name, ()), seed, examples)
+            pairs, ordered = self._pairs(of_layer.get(layer.name, ()), seed, examples, positions)
             for x_NTI, g_NTO in pairs:
                 token, sequence = squares(x_NTI, g_NTO, basis, sequences=ordered)
                 found[0] += token
-                if sequence is not None:
-                    found[1] += sequence
+                found[1] += torch.nan if sequence is None else sequence
             total, owner = torch.stack(found), self.owners[layer.name]
             dist.reduce(total, owner, group=self.group)
-            if not ordered:
-                self.unordered.add(layer.name)
             for kind, own in zip(KINDS, total, strict=True) if owner == self.rank else ():
                 name = f"{layer.name}/corrected.{kind}"
                 self.sums[name] = self.sums[name] + own if name in self.sums else own.double()
         self.rows.counted.clear()
 
     def _pairs(
-        self, calls: Sequence[tuple[Call, Tensor]], seed: float, examples: int
+        self, calls: Sequence[tuple[Call, Tensor]], seed: float, examples: int, positions: int
     ) -> tuple[list[tuple[Tensor, Tensor]], bool]:
         """Rows of a layer's calls, and whether they lie by sequences: then of all calls together, as one sequence's
         gradient is the sum over them."""
         found, ordered = [], True
         for call, gradient in reversed(calls):
             x, g = self.rows.pairs(call, call.gradient_of(gradient), seed)
-            if len(x) != examples and x.shape[1] == 1 and len(x) % examples == 0 and call.select is None:
-                x, g = (rows.reshape(examples, -1, rows.shape[-1]) for rows in (x, g))  # a model that flattens
+            turned = isinstance(call.module, ATTENTION) and call.rows.mask is None
+            flat = len(x) != examples and x.shape[1] == 1 and call.select is None  # or an expert's, of some sequences
+            if turned or (flat and len(x) == positions):
+                sides = (positions // examples, examples) if turned else (examples, positions // examples)
+                if ordered := ordered and x.shape[:2].numel() == positions:
+                    x, g = (rows.reshape(*sides, rows.shape[-1]) for rows in (x, g))
+                    x, g = (rows.transpose(0, 1) if turned else rows for rows in (x, g))
             ordered &= len(x) == examples and call.select is None
             found.append((x, g))
         if ordered and len(found) > 1:

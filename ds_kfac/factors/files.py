@@ -80,7 +80,7 @@ def write_index(folder: Path, header: Mapping[str, Any]) -> None:
         raise FactorsError(f"{folder / INDEX}: could not be written ({problem})") from problem
 
 
-def described(layer: LayerSpec, keys: Mapping[str, str], name: str | None = None) -> dict[str, Any]:
+def described(layer: LayerSpec, keys: Mapping[str, str]) -> dict[str, Any]:
     """Of a layer, for the index. ``keys``: side -> factor key that has it, of sides that are no identities."""
     return {
         "module": layer.module, "kind": layer.kind, "weight": layer.weight, "bias": layer.bias,
@@ -135,7 +135,10 @@ class Factors:
 
     def count(self, layer: str, side: str) -> float:
         """Rows, or loss terms, that a factor is the mean of."""
-        return self.header["counts"][self._key(layer, side)]
+        key = self._key(layer, side)
+        if key not in self.header["counts"]:
+            raise FactorsError(f"{self.folder}: {layer} has no {side}; it was not computed")
+        return self.header["counts"][key]
 
     def factor(self, layer: str, side: str) -> Tensor:
         """[D, D], fp32, symmetric; zero between blocks, the identity where no factor is kept."""

@@ -6,6 +6,7 @@ model's own: inputs and output gradients of all layers of one batch, sums of at 
 layer, and their messages.
 """
 
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -83,7 +84,8 @@ def fit(
         read_batch: (arguments, keywords) of the forward -> :class:`ds_kfac.BatchInfo`: which rows count, and how many
             terms the loss has; None: by Hugging Face's names, ``attention_mask`` and ``labels``.
         corrected: whether there is a second pass.
-        source: plain values for the index, such as the data's name; a run with others does not go on from this one.
+        source: values that JSON has, for the index, such as the data's name; a run with others does not go on from
+            this one.
 
     Returns what is in ``out``; at once if all of it was there.
 
@@ -95,9 +97,13 @@ def fit(
     if reduction not in ("mean", "sum"):
         raise ValueError(f"ds_kfac.fit: reduction: got {reduction!r}; must be mean or sum")
     safetensors()
+    try:
+        source = json.loads(json.dumps(dict(source or {})))  # as it is read from the index
+    except TypeError as problem:
+        raise ValueError(f"ds_kfac.fit: source: {problem}; must be plain values, as those of JSON") from problem
     own, _ = resolve(config if isinstance(config, KFACConfig) else parse(config or {}), fisher="empirical")
     fisher: Any = own.factor.fisher
-    if corrected and fisher != "activations_only" and iter(data) is data:
+    if corrected and fisher != "activations_only" and isinstance(data, Iterator):
         raise FactorsError(
             "ds_kfac.fit: data can be iterated once, but there are two passes; give a list, a DataLoader or "
             "corrected=False"
@@ -110,7 +116,7 @@ def fit(
                 read_batch=read_batch, padding=own.padding.count, channel=channel, shows=progress,
             )  # fmt: skip
             what = f"{reduction} of {'its own' if loss is None else getattr(loss, '__qualname__', type(loss).__name__)}"
-            return _Fitting(passes, Path(out), own, corrected=corrected, source=source or {}, what=what).run()
+            return _Fitting(passes, Path(out), own, corrected=corrected, source=source, what=what).run()
         finally:
             channel.close()
 
@@ -119,7 +125,11 @@ def fit(
 def _job() -> Iterator[None]:
     """The process's job; where there is none, one of a single rank."""
     alone, compiled = not torch.distributed.is_initialized(), deepspeed.ops.__compatible_ops__
-    if alone:
+    if alone and int(os.environ.get("WORLD_SIZE", "1")) > 1:  # a launcher's, which the script has not joined yet
+        alone = False
+        if get_accelerator().device_name() == "cpu":
+            compiled["deepspeed_shm_comm"] = False
+    elif alone:
         compiled["deepspeed_shm_comm"] = False  # two minutes of a compiler, for one rank
         backend = get_accelerator().communication_backend_name()
         backend = "gloo" if get_accelerator().device_name() == "cpu" else backend
@@ -146,6 +156,11 @@ class _Fitting:
     ) -> None:
         self.passes, self.out, self.channel, self.device = passes, out, passes.channel, passes.device
         self.config, self.corrected = config, corrected and passes.fisher != "activations_only"
+        if cut := [name for name, p in passes.model.named_parameters() if getattr(p, "allreduce", True) is False]:
+            raise FactorsError(
+                f"ds_kfac.fit: {cut[0]} is a parameter of DeepSpeed's experts, whose tokens come from several ranks; "
+                "train a step and use engine.kfac.export"
+            )
         found = scan(passes.model, config.choice)
         self.plan = plan_of(found.layers, config, self.channel.world, self.device)
         self.skipped, roles = found.skipped, self.plan.assignment
@@ -157,8 +172,9 @@ class _Fitting:
         self.rounds = list(rounds(self.plan.layers, self.specs))
         self.settings = {
             "layers": fingerprint({layer.name: self._described(layer) for layer in self.plan.layers}),
-            "world": self.channel.world, "fisher": passes.fisher, "loss": what, "corrected": self.corrected,
-            "padding": config.padding.count, "weight_sharing": config.factor.weight_sharing, "source": dict(source),
+            "world": self.channel.world, "fisher": passes.fisher, "sampler": config.factor.sampler, "loss": what,
+            "corrected": self.corrected,
+            "padding": config.padding.count, "weight_sharing": config.factor.weight_sharing, "source": source,
         }  # fmt: skip
         self.finite = torch.ones((), dtype=torch.bool, device=self.device)
 
@@ -170,6 +186,8 @@ class _Fitting:
 
     def run(self) -> Factors:
         """Collective."""
+        if len(set(gathered(self.settings["layers"], self.channel.group))) > 1:
+            raise FactorsError("ds_kfac.fit: ranks have different layers (pipelines, tensor-parallel or other shards)")
         with failing_together(f"ds_kfac: {self.out}", self.channel.group, FactorsError):
             self.out.mkdir(parents=True, exist_ok=True)
         if any(gathered((self.out / INDEX).exists(), self.channel.group)):
@@ -186,10 +204,9 @@ class _Fitting:
                 self._write_factors(self._summed())
                 self.progress.begin("corrected")
             self.counts = self._read(lambda name: name.endswith("/count"))
-            sequences = set[str]()
             if self.corrected:
-                sequences = self._correct()
-            self._write_index(sequences)
+                self._correct()
+            self._write_index()
         finally:
             self.capture.remove()
             for module, mode in modes.items():
@@ -213,6 +230,7 @@ class _Fitting:
             for names, factors in self.rounds:
                 own = [pair for pair in batch.calls if pair[0].layer.name in names]
                 capture.add_sampled([call for call, _ in own], [gradient for _, gradient in own], self.passes.seed)
+                del own  # gradients, while the next batch runs
                 for made in capture.sums.values():
                     self.finite &= made.sum_P.sum().isfinite()
                 reducer.begin(factors, batch.number)
@@ -232,17 +250,18 @@ class _Fitting:
         everyone = {key: count for own in gathered(counts, self.channel.group) for key, count in own.items()}
         if not any(everyone.values()):
             raise FactorsError("ds_kfac.fit: no row counts: all are masked, or have the label -100")
-        if idle := sorted({key[:-2] for key, count in everyone.items() if not count}):
+        layers = {layer.name: layer for layer in self.plan.layers}
+        without = {key[:-2] for key, count in everyone.items() if not count}
+        if idle := sorted(name for name in without if layers[name].part[1] == 1):  # no expert that no token took
             raise FactorsError(
                 f"ds_kfac.fit: {len(idle)} layers had no row: {', '.join(idle[:5])}; they are never called, or the "
                 "loss does not depend on them: leave them out by layers.exclude in the config"
             )
-        layers = {layer.name: layer for layer in self.plan.layers}
         with failing_together("ds_kfac.fit: factors", self.channel.group, FactorsError):
             tensors = dict[str, Tensor]()
             for key in counts:
                 count = sums[f"{key}/count"]
-                packed = (sums.pop(key) / count).float()
+                packed = (sums.pop(key) / count.clamp(min=1)).float()
                 tensors |= {key: packed, f"{key}/count": count}
                 if bool(packed.any()):  # zero as long as what is above a layer is
                     factor = KroneckerFactor(self.specs[key].side, packed, torch.ones((), device=self.device))
@@ -259,8 +278,8 @@ class _Fitting:
         with safetensors_file(self.out / self.shard("factors")) as file:
             return {name: file.get_tensor(name) for name in file.keys() if wanted(name)}
 
-    def _correct(self) -> set[str]:
-        """The second pass, and this rank's shard of it. Returns the layers whose rows lie by sequences. Collective."""
+    def _correct(self) -> None:
+        """The second pass, and this rank's shard of it. Collective."""
         own = self._read(lambda name: "/v" in name)
         bases = {
             key: Eigenbasis(tuple(own[n] for n in sorted(own) if n.startswith(f"{key}/vectors.")), own[f"{key}/values"])
@@ -281,21 +300,19 @@ class _Fitting:
         for batch in self.passes.over(
             "corrected eigenvalues", self.capture, keys, self.progress, lambda: sums.sums, lambda: ""
         ):
-            sums.add(batch.calls, self.passes.seed, batch.sequences)
-        unordered = set().union(*gathered(sums.unordered, self.channel.group))
+            sums.add(batch.calls, self.passes.seed, batch.sequences, batch.positions)
         terms = {key: float(count) for own in gathered(self.counts, self.channel.group) for key, count in own.items()}
         sequences, tensors = self.progress.seen[1], dict[str, Tensor]()
         for name, total in sums.sums.items():
             layer, kind = name.rsplit("/corrected.", 1)
             if kind == "token":
                 tensors[name] = (total / terms[f"{self.keys[layer]['G']}/count"]).float()
-            elif layer not in unordered:
+            elif not bool(total.isnan().any()):
                 tensors[name] = (total / sequences).float()
         with failing_together("ds_kfac.fit: corrected eigenvalues", self.channel.group, FactorsError):
             write_shard(self.out / self.shard("corrected"), tensors)
-        return {layer.name for layer in fit} - unordered
 
-    def _write_index(self, sequences: set[str]) -> None:
+    def _write_index(self) -> None:
         """Collective."""
         kinds = ["factors", *(["corrected"] if self.corrected else [])]
         mine = dict[str, str]()

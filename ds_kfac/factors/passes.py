@@ -3,6 +3,7 @@ layer outputs, which autograd is asked for; no parameter gets one."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +38,7 @@ class Batch:
         calls: of layers, and the gradients of their outputs, times ``Passes.seed``; None where the loss does not depend
             on one.
         sequences, rows: in its first tensor: its first dimension; its elements, if they are tokens.
+        positions: of all sequences, the first two dimensions.
         problem: what is wrong with it, "" if nothing is.
     """
 
@@ -44,6 +46,7 @@ class Batch:
     calls: Sequence[tuple[Call, Tensor | None]] = ()
     sequences: int = 0
     rows: int = 0
+    positions: int = 0
     problem: str = ""
 
 
@@ -72,7 +75,11 @@ class Passes:
         self.fisher, self.sampler = fisher, sampler
         first = next(self.model.parameters())
         self.device = torch.device(first.device if self.engine is None else self.engine.device)
-        self.seed = SCALES.get(first.dtype, 1.0)
+        with self._autocast():
+            casts = torch.is_autocast_enabled(self.device.type)
+            dtype = torch.get_autocast_dtype(self.device.type) if casts else first.dtype
+        self.seed = SCALES.get(dtype, 1.0)
+        self._error: Exception | None = None
         # at ZeRO stage 3 ranks fetch weights from each other: one without a batch runs its last one again
         self.sharded = any(hasattr(parameter, "ds_id") for parameter in self.model.parameters())
         self._reader = read_batch or ArgumentReader(self.model, count=padding)
@@ -106,15 +113,21 @@ class Passes:
                     batch = next(iterator, END)
                 except Exception as error:  # told to all ranks, which wait for this one
                     problem = f"batch {number}: {type(error).__name__}: {error}"
-                left, save = self._together(problem, batch is not END, self.channel.rank == 0 and progress.due)
-                if not left:
-                    break
+                    self._error = error
                 own = batch is not END
                 last = batch if own else last
-                found = self._run(last, number, capture, keys) if own or (self.sharded and last is not None) else None
-                if found is None or not own:
+                without = self.sharded and last is None
+                left, save, lacking = self._together(problem, own, self.channel.rank == 0 and progress.due, without)
+                if not left:
+                    break
+                if lacking:  # a rank that had none, or resumes after its last one, runs another's
+                    others = gathered(batch if own else None, self.channel.group)
+                    last = next(other for other in others if other is not None) if without else last
+                found = self._try(last, number, capture, keys) if own or self.sharded else Batch(number)
+                if not own:
                     found = Batch(number)
-                yield replace(found, calls=() if found.problem else found.calls)
+                yield found
+                found.calls = ()  # whoever took it holds it while the next one runs
                 problem = found.problem or (wrong() and f"batch {number}, counted from 0: {wrong()}")
                 seen = [
                     a + b for a, b in zip(seen, self._together(problem, own, found.sequences, found.rows), strict=True)
@@ -134,57 +147,81 @@ class Passes:
         some, *found = self.channel.sum(told).tolist()
         if some:
             everyone = enumerate(gathered(problem, self.channel.group))
-            raise FactorsError(
-                "ds_kfac.fit: " + "; ".join([f"rank {rank}, {text}" for rank, text in everyone if text][:4])
-            )
+            texts = [f"rank {rank}, {text}" for rank, text in everyone if text]
+            raise FactorsError("ds_kfac.fit: " + "; ".join(texts[:4])) from self._error
         return found
 
     def _read_batch(self, arguments: tuple, keywords: Mapping[str, Any]) -> BatchInfo:
         info = self._reader(arguments, keywords)
         return info if self._divisor is None else replace(info, divisor=self._divisor, items=None)
 
+    def _try(self, batch: Any, number: int, capture: Capture, keys: frozenset[str]) -> Batch:
+        try:
+            return self._run(batch, number, capture, keys)
+        except Exception as error:
+            if self.sharded and self.channel.world > 1:  # others wait for this rank's weights, not for what it says
+                raise
+            self._error = error
+            return Batch(number, problem=f"batch {number}: {type(error).__name__}: {error}")
+
     def _run(self, batch: Any, number: int, capture: Capture, keys: frozenset[str]) -> Batch:
         batch = _to(batch, self.device)
         first = next((x for x in tensors_of(batch) if x.ndim), None)
         if first is None:
             return Batch(number, problem=f"batch {number}: has no tensor of at least one dimension")
-        found = Batch(number, sequences=len(first), rows=len(first) if first.is_floating_point() else first.numel())
+        rows, positions = len(first) if first.is_floating_point() else first.numel(), first.shape[:2].numel()
+        found = Batch(number, sequences=len(first), rows=rows, positions=positions)
         capture.begin_step(keys, number)
-        engine, dtype = self.engine, None
-        if engine is not None and engine.torch_autocast_enabled():
-            dtype = engine.torch_autocast_dtype()
-        with torch.enable_grad(), torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
+        with torch.enable_grad(), self._autocast():
             value = self._value(batch, number, capture)
         calls = capture.pending
         if self.fisher == "activations_only":
             found.calls = [(call, call.x) for call in calls]
-        elif value is None:
+        elif not isinstance(value, Tensor) or value.numel() != 1:
+            got = type(value).__name__ if not isinstance(value, Tensor) else f"shape {list(value.shape)}"
+            got = "no loss (a scalar)" if value is None else got
             found.problem = (
-                f"batch {number}: the model returned no loss (a scalar): give it labels, or fit the argument loss"
+                f"batch {number}: the model returned {got}: give it labels, or fit the argument loss"
+                if self.loss is None
+                else f"batch {number}: the loss is no scalar: got {got}"
             )
-        elif not bool(torch.isfinite(value)):
-            found.problem = f"batch {number}, counted from 0: the loss is {float(value.detach())}; leave the batch out"
         elif not calls or not value.requires_grad:
             found.problem = f"batch {number}: its loss depends on no layer"
         else:
             edges = [call.edge for call in calls if call.edge is not None]
             gradients = torch.autograd.grad(value, edges, torch.full_like(value, self.seed), allow_unused=True)
-            found.calls = list(zip(calls, gradients, strict=True))
+            if bool(torch.isfinite(value)):  # known after the backward, which at ZeRO stage 3 all ranks run together
+                found.calls = list(zip(calls, gradients, strict=True))
+            else:
+                value = value.detach()
+                found.problem = f"batch {number}, counted from 0: the loss is {float(value)}; leave the batch out"
         return found
 
-    def _value(self, batch: Any, number: int, capture: Capture) -> Tensor | None:
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """The engine's; else what is around the call, if anything is."""
+        if self.engine is None or not self.engine.torch_autocast_enabled():
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.engine.torch_autocast_dtype())
+
+    def _value(self, batch: Any, number: int, capture: Capture) -> Any:
         """The loss of a batch; on drawn labels for a true Fisher."""
-        if self.loss is not None and self.fisher == "empirical":
-            return self.loss(self.model, batch)
-        if isinstance(batch, Mapping):
-            output = self.model(**batch)
-        else:
-            output = self.model(*batch) if isinstance(batch, (tuple, list)) else self.model(batch)
+        outputs: list[Any] = []
+        handle = self.model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+        try:
+            value: Any = None
+            if self.loss is not None:
+                value = self.loss(self.model, batch)
+            elif isinstance(batch, Mapping):
+                value = returned_loss(self.model(**batch))
+            else:
+                value = returned_loss(self.model(*batch) if isinstance(batch, (tuple, list)) else self.model(batch))
+        finally:
+            handle.remove()
         if self.fisher != "monte_carlo":
-            return returned_loss(output)
+            return value
         drawn = torch.Generator(device=self.device)
         drawn.manual_seed(SEED + number * 1_000_003 + self.channel.rank)
-        return self.sampler(output, capture.forward.info, drawn).float()
+        return self.sampler(outputs[-1], capture.forward.info, drawn).float()
 
 
 def _to(batch: Any, device: torch.device) -> Any:
@@ -192,4 +229,7 @@ def _to(batch: Any, device: torch.device) -> Any:
         return batch.to(device)
     if isinstance(batch, Mapping):
         return {key: _to(value, device) for key, value in batch.items()}
-    return type(batch)(_to(value, device) for value in batch) if isinstance(batch, (tuple, list)) else batch
+    if isinstance(batch, (tuple, list)):
+        values = [_to(value, device) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return batch

@@ -102,7 +102,8 @@ class Progress:
 
     def finished(self) -> None:
         """The index is there. Local."""
-        self._shard(self._save).unlink(missing_ok=True)
+        for old in self.folder.glob(f"partial-*-{self.channel.rank:05d}.safetensors*"):  # of killed saves, too
+            old.unlink(missing_ok=True)
         if self.channel.rank == 0:
             (self.folder / PROGRESS).unlink(missing_ok=True)
 

@@ -275,7 +275,7 @@ class Capture:
         elif not kind.images:
             rows = self._masks.of(layer.module, x, info)
         with_gradient = recomputed or kind.needs_gradients or self.asked
-        kept = x if noted or (with_gradient and makes_A) else None
+        kept = x if noted or (with_gradient and makes_A) or self.asked else None
         call = Call(layer, kind, module, info, rows, shape, sides, forward, kept, recomputed, select, columns, lay)
         call.noted = noted
         if makes_A and not with_gradient and x.numel():

@@ -3,6 +3,7 @@
 import errno
 import json
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -207,6 +208,29 @@ def test_a_true_fisher_is_that_of_the_models_own_labels(tmp_path):
     expected = torch.diag(p.mean(0)) - p.mT @ p / len(p)
     # an entry is a mean of 20,000 products of numbers within 1: five standard errors of at most 1 / sqrt(20,000)
     assert float((found.factor("head", "G") - expected).abs().max()) < 5 / 20_000**0.5
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "monte_carlo", "activations_only"])
+def test_a_loss_of_ones_own_calls_the_model_whatever_the_fisher(fisher, tmp_path):
+    seen = []
+
+    def loss(own: nn.Module, batch: Pair) -> Tensor:
+        found = own(batch.x)
+        seen.append(found.dtype)
+        return F.cross_entropy(found.float(), batch.y)
+
+    own, data = nn.Sequential(nn.Linear(WIDTH, CLASSES)), [Pair(torch.ones(2, WIDTH), torch.tensor([0, 1]))]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fit(own, data, loss, out=tmp_path, config={"factor": {"fisher": fisher}}, progress=False)
+    assert found.count("0", "A") == 2
+    assert set(seen) == {torch.bfloat16}  # of the autocast around the call
+    with pytest.raises(FactorsError, match=r"the loss is no scalar: got shape \[2\]"):
+        fit(own, data, lambda own, batch: own(batch.x)[:, 0], out=tmp_path / "no", progress=False)
 
 
 # what goes wrong

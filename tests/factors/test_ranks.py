@@ -91,3 +91,23 @@ def test_a_problem_of_one_rank_stops_all(tmp_path):
     said = run_ranks("tests.factors.worker:main", world=2, payload=payload)
     assert said[0] == said[1]
     assert "rank 1, batch 1, counted from 0: the loss is nan" in said[0]["whole"]
+
+
+def test_an_error_in_the_loss_of_one_rank_stops_all(tmp_path):
+    payload = {"modes": {"whole": None}, "out": str(tmp_path), "batches": COUNT, "nan_at": 1, "raises": True}
+    said = run_ranks("tests.factors.worker:main", world=2, payload=payload)
+    assert said[0] == said[1]
+    assert "rank 1, batch 1: RuntimeError: no memory" in said[0]["whole"]
+
+
+def test_a_rank_without_batches_helps_the_others(made, tmp_path):
+    """At stage 3 they fetch its weights."""
+    modes = {mode: MODES[mode] for mode in ("whole", "stage 3, no optimizer")}
+    payload = {"modes": modes, "out": str(tmp_path), "batches": COUNT, "idle": True}
+    run_ranks("tests.factors.worker:main", world=2, payload=payload)
+    spread = Factors.load(made[0] / "whole")
+    for mode in modes:
+        found = Factors.load(tmp_path / mode)
+        assert found.header["sequences"] == 3 * COUNT
+        for name in found:
+            close(found.factor(name, "G"), spread.factor(name, "G"), sums=24 * COUNT)

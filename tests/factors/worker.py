@@ -60,12 +60,15 @@ class Dies(list):
             yield batch
 
 
-def spoilt(at: int, rank: int):
-    """A loss that is no number in one batch of rank 1."""
+def spoilt(at: int, rank: int, *, raises: bool):
+    """A loss that is no number in one batch of rank 1, or raises."""
     calls = iter(range(1 << 30))
 
     def loss(own, batch):
-        return own(*batch) * (float("nan") if rank == 1 and next(calls) == at else 1.0)
+        bad = rank == 1 and next(calls) == at
+        if bad and raises:
+            raise RuntimeError("no memory")
+        return own(*batch) * (float("nan") if bad else 1.0)
 
     return loss
 
@@ -74,12 +77,14 @@ def main(payload: dict):
     """Fit on this rank's share of the batches; engines of ``payload["modes"]``, or the bare model where None.
 
     ``out``: None: engines train without it. ``dies_at``: batch at which rank 1 ends; saves come after every batch then.
-    ``nan_at``: batch of rank 1 that a weight of the model is spoilt for.
+    ``nan_at``: batch of rank 1 whose loss is no number, or with ``raises`` an error. ``idle``: rank 0 has all batches.
     """
     init_deepspeed()
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     # ranks have different numbers of batches
     data = batches(payload["batches"])[rank::world]
+    if payload.get("idle"):
+        data = batches(payload["batches"]) if rank == 0 else []
     if "dies_at" in payload:
         progress.SAVE_SECONDS = -1.0
         if rank == 1 and payload["dies_at"] is not None:
@@ -91,8 +96,9 @@ def main(payload: dict):
             own = ds_kfac.engine.entry._plain_initialize(model=own, config=mode)[0]
         before = [p.detach().clone() for p in getattr(own, "module", own).parameters()]
         if "nan_at" in payload:
+            bad = spoilt(payload["nan_at"], rank, raises=payload.get("raises", False))
             try:
-                fit(own, data, spoilt(payload["nan_at"], rank), out=Path(payload["out"]) / name, progress=False)
+                fit(own, data, bad, out=Path(payload["out"]) / name, progress=False)
             except FactorsError as problem:
                 said[name] = str(problem)
             continue
