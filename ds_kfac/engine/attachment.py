@@ -30,6 +30,7 @@ from ds_kfac.engine.monte_carlo import LossSampling
 from ds_kfac.engine.quadratic import QuadraticSteps
 from ds_kfac.engine.report import folded, report
 from ds_kfac.factors.export import export
+from ds_kfac.factors.files import safetensors
 from ds_kfac.metrics import STAGES, TIMER, Metrics
 from ds_kfac.model.batch import ExpertRows, ReadBatch
 from ds_kfac.model.noise import NoiseScale
@@ -79,6 +80,8 @@ class Attachment:
         self._wrap("_take_model_step", self._take_model_step)
         self._wrap("forward", self._forward)
         self._wrap("backward", self._backward)
+        if config.checkpoint.grams:
+            safetensors()  # not when the first checkpoint is written
         grams = partial(export, job, sides="A", dtype=torch.bfloat16, bases=False) if config.checkpoint.grams else None
         self._wrap("save_checkpoint", partial(save_checkpoint, engine, job, groups, grams))
         self._wrap("load_checkpoint", partial(load_checkpoint, engine, job, groups))

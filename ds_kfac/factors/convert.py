@@ -57,6 +57,8 @@ def _unfit(factors: Factors, layer: str, about: Mapping[str, Any], kind: str) ->
         own = factors.side(layer, side)
         if own.block != own.dim or not factors.has(layer, side):
             return f"its {side} is no dense matrix ({own.kind}); raise factor.dense_max"
+        if kind == "kronfluence" and f"{about[side]['of']}/values" not in factors.header["weight_map"]:
+            return f"its {side} is zero, or has no eigenvectors"
     return None
 
 
@@ -110,7 +112,10 @@ def eva(factors: Factors, layers: list[str], out: Path, options: Mapping[str, An
     found = {}
     for layer in layers:
         values, vectors = torch.linalg.eigh(inputs(factors, layer).double())
-        found[layer] = values.flip(0)[:most] / values.clamp(min=0).sum(), vectors.mT.flip(0)[:most].float()
+        found[layer] = (
+            values.flip(0)[:most] / values.clamp(min=0).sum().clamp(min=1e-300),
+            vectors.mT.flip(0)[:most].float(),
+        )
     shares = sorted((float(part), layer) for layer, (parts, _) in found.items() for part in parts)[::-1]
     counts = dict.fromkeys(layers, 0)
     for _, layer in shares[: options["rank"] * len(layers)]:
@@ -121,7 +126,8 @@ def eva(factors: Factors, layers: list[str], out: Path, options: Mapping[str, An
 
 CONVERTERS: dict[str, Callable[..., None]] = {
     "kronfluence": kronfluence,
-    "regmean": _grams(lambda factors, layer: factors.count(layer, "A")),  # the sum of x x^T
+    # the sum of x x^T; of a run's export, whose counts are batches, the mean
+    "regmean": _grams(lambda factors, layer: factors.count(layer, "A") if "rows" in factors.header else 1.0),
     "gptq": _grams(lambda factors, layer: 2.0),  # its H, 2 E[x x^T]
     "eva": eva,
 }

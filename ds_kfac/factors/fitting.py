@@ -161,7 +161,13 @@ class _Fitting:
                 f"ds_kfac.fit: {cut[0]} is a parameter of DeepSpeed's experts, whose tokens come from several ranks; "
                 "train a step and use engine.kfac.export"
             )
+        if passes.fisher == "monte_carlo" and config.factor.prediction:
+            raise FactorsError("ds_kfac.fit: factor.prediction is for training; give a loss that draws labels itself")
         found = scan(passes.model, config.choice)
+        if cut := [layer.name for layer in found.layers if layer.cut != (1, 1) or layer.copies > 1]:
+            raise FactorsError(
+                f"ds_kfac.fit: {cut[0]} is a shard of a tensor-parallel layer; train a step and use engine.kfac.export"
+            )
         self.plan = plan_of(found.layers, config, self.channel.world, self.device)
         self.skipped, roles = found.skipped, self.plan.assignment
         self.specs, self.homes = {spec.key: spec for spec in roles.factors}, roles.eigen_workers
@@ -175,6 +181,7 @@ class _Fitting:
             "world": self.channel.world, "fisher": passes.fisher, "sampler": config.factor.sampler, "loss": what,
             "corrected": self.corrected,
             "padding": config.padding.count, "weight_sharing": config.factor.weight_sharing, "source": source,
+            "weights": passes.weights(),
         }  # fmt: skip
         self.finite = torch.ones((), dtype=torch.bool, device=self.device)
 

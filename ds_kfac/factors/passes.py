@@ -85,6 +85,14 @@ class Passes:
         self._reader = read_batch or ArgumentReader(self.model, count=padding)
         self._divisor = 1.0 if reduction == "sum" and fisher != "monte_carlo" else None
 
+    def weights(self) -> str:
+        """A number that other weights hardly have. Collective."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for parameter in self.model.parameters():
+            own = getattr(parameter, "ds_tensor", parameter).detach()
+            total += torch.linalg.vector_norm(own, dtype=torch.float64).to(self.device) ** 2 if own.numel() else 0.0
+        return f"{float(self.channel.sum(total)):.9g}"
+
     def capture(self, layers: Iterable[LayerSpec], weight_sharing: str) -> Capture:
         """Hooks for :meth:`over`."""
         rows = RowSums(weight_sharing, positions=False, divided=self.fisher != "monte_carlo")
@@ -102,20 +110,25 @@ class Passes:
             wrong: says whether the last batch's sums are of no use.
         """
         seen, begun, last, iterator = list(progress.seen), progress.batches, None, iter(self.data)
+        mark = 0.0
         total = len(self.data) if isinstance(self.data, Sized) else None
         hidden = not self.shows or self.channel.rank > 0
         with tqdm(total=total, initial=begun, desc=what, unit=" batches", disable=hidden) as bar:
-            for _ in itertools.islice(iterator, begun):
-                pass
             for number in itertools.count(begun):
                 batch, problem = END, ""
                 try:
+                    for skipped in itertools.islice(iterator, begun if number == begun else 0):
+                        last, mark = skipped, _marked(mark, skipped)
+                    if number == begun > 0 and mark != progress.mark:
+                        problem = (
+                            "the data is not what it was before the last save; remove the folder, or give that data"
+                        )
                     batch = next(iterator, END)
                 except Exception as error:  # told to all ranks, which wait for this one
                     problem = f"batch {number}: {type(error).__name__}: {error}"
                     self._error = error
                 own = batch is not END
-                last = batch if own else last
+                last, mark = (batch, _marked(mark, batch)) if own else (last, mark)
                 without = self.sharded and last is None
                 left, save, lacking = self._together(problem, own, self.channel.rank == 0 and progress.due, without)
                 if not left:
@@ -136,7 +149,7 @@ class Passes:
                 bar.set_postfix_str(f"{seen[2]:,.0f} rows, {rate:,.0f} a second", refresh=False)
                 bar.update()
                 if save:
-                    progress.save(number + 1, seen, saved)
+                    progress.save(number + 1, seen, mark, saved)
         progress.seen = seen
         if not seen[0]:
             raise FactorsError("ds_kfac.fit: the data is empty, on every rank")
@@ -222,6 +235,12 @@ class Passes:
         drawn = torch.Generator(device=self.device)
         drawn.manual_seed(SEED + number * 1_000_003 + self.channel.rank)
         return self.sampler(outputs[-1], capture.forward.info, drawn).float()
+
+
+def _marked(mark: float, batch: Any) -> float:
+    """A number of this batch and those before it, which others, or another order, hardly have."""
+    sums = (float(x.double().nan_to_num().sum()) * place for place, x in enumerate(tensors_of(batch), 1))
+    return 0.9 * mark + sum(sums)
 
 
 def _to(batch: Any, device: torch.device) -> Any:

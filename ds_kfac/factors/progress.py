@@ -14,7 +14,7 @@ from ds_kfac.checkpoint.files import write_text
 from ds_kfac.comm.message import Channel, failing_together
 from ds_kfac.factors.files import FactorsError, safetensors, write_shard
 
-PROGRESS = "progress.json"
+PROGRESS, MARK = "progress.json", "mark"
 SAVE_SECONDS = 300.0
 """Between saves."""
 
@@ -30,13 +30,14 @@ class Progress:
         phase: "factors", "corrected".
         batches: of this phase that are in the sums of the last save.
         seen: numbers that go with them, as many as the job has.
+        mark: of this rank's batches in them, by which other data, or another order, shows.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], channel: Channel) -> None:
         """Collective. Raises FactorsError on every rank if the folder is of other settings."""
         self.folder, self.channel, self.settings = folder, channel, dict(settings)
         self.phase, self.batches, self.seen, self._save = "factors", 0, [0.0, 0.0, 0.0], 0
-        self._last = time.monotonic()
+        self._last, self.mark = time.monotonic(), 0.0
         with failing_together(f"ds_kfac: {folder}", channel.group, FactorsError):
             found = self._read()
             if found is not None:
@@ -78,13 +79,14 @@ class Progress:
                     found = safetensors().load_file(str(path), device=str(device))
                 except Exception as problem:
                     raise FactorsError(f"{path}: {problem}; remove the folder and start again") from problem
+                self.mark = float(found.pop(MARK, 0.0))
         return found
 
-    def save(self, batches: int, seen: list[float], sums: Callable[[], Mapping[str, Tensor]]) -> None:
+    def save(self, batches: int, seen: list[float], mark: float, sums: Callable[[], Mapping[str, Tensor]]) -> None:
         """Keep the sums of so many batches. Collective; raises FactorsError on every rank if that fails on one."""
         number = self._save + 1
         with failing_together("ds_kfac: could not save", self.channel.group, FactorsError):
-            write_shard(self._shard(number), sums())
+            write_shard(self._shard(number), {**sums(), MARK: torch.tensor(mark, dtype=torch.float64)})
         self._put(self.phase, batches, seen, number)
 
     def begin(self, phase: str) -> None:

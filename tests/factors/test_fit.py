@@ -384,6 +384,22 @@ def test_the_passes_take_few_more_flops_than_training(tmp_path):
     assert both - first < 8 * forward
 
 
+def test_other_weights_or_data_do_not_go_on(tmp_path, monkeypatch):
+    own, data = model(), batches(3)
+    fit(own, data, out=tmp_path / "done", progress=False)
+    with torch.no_grad():
+        own.lm_head.weight += 0.1
+    with pytest.raises(FactorsError, match="other settings"):
+        fit(own, data, out=tmp_path / "done", progress=False)
+    monkeypatch.setattr(progress, "SAVE_SECONDS", -1.0)
+    with pytest.raises(KeyboardInterrupt):
+        fit(own, Stops(data, 2), out=tmp_path / "begun", progress=False)
+    with pytest.raises(FactorsError, match="the data is not what it was before the last save"):
+        fit(own, data[::-1], out=tmp_path / "begun", progress=False)
+    with pytest.raises(FactorsError, match="weights was"):
+        fit(model(), data, out=tmp_path / "begun", progress=False)
+
+
 def test_layers_leave_in_rounds_of_bounded_size(tmp_path, monkeypatch):
     """The same whatever is in a round; transient sums are of at most ROUND_BYTES, or of one layer."""
     data = batches(2)
