@@ -5,8 +5,8 @@ python -m ds_kfac run --num_accelerators 1 --module examples.integrations.trl_gr
 python -m ds_kfac run --num_accelerators 1 --module examples.integrations.trl_grpo --steps 60 --lora
 
 The first two end with one plot of both, reward against steps, in runs/integrations. The first went from 0.14 right
-answers (mean of the first ten steps) to 0.25 (of the last ten), with 41 s of a core's time in all. With 128 answers a step
-in place of 512 it learned nothing in 40 steps.
+answers (mean of the first ten steps) to 0.25 (of the last ten), with 41 s of a core's time in all. With 128 answers a
+step in place of 512 it learned nothing in 40 steps.
 """
 
 import csv
