@@ -69,7 +69,8 @@ class FineTuning(Task):
     base_steps: int = 0
 
     def corpus(self, path: str | None) -> Corpus:
-        return super().corpus(path or str(Path(torch.__file__).parent / "include"))
+        found = super().corpus(path or str(Path(torch.__file__).parent / "include"))
+        return replace(found, name=f"{found.name}, after {self.base_steps} steps on Python's standard library")
 
     def build(self, seed: int) -> GPT:
         made = {"model": asdict(self.model), "rows": self.rows, "steps": self.base_steps, "rate": BASE_RATE}
@@ -105,7 +106,7 @@ TASKS: dict[str, Task | ImageTask | AutoencoderTask | RewardTask] = {
     "mlm": Task(GPTConfig(width=128, blocks=3, causal=False), rows=16, steps=150),
     **{f"width_{width}": Task(GPTConfig(width, blocks=2, heads=width // 32), rows=8, steps=100) for width in WIDTHS},
     "depth_8": Task(GPTConfig(width=128, blocks=8), rows=8, steps=100),
-    "finetuning": FineTuning(GPTConfig(width=128, blocks=3), rows=16, steps=60, base_steps=600),
+    "finetuning": FineTuning(GPTConfig(width=128, blocks=3), rows=16, steps=40, base_steps=300),
     **IMAGE_TASKS,
     **AUTOENCODER_TASKS,
     **REWARD_TASKS,

@@ -1,10 +1,12 @@
 """TRL's GRPOTrainer: a model that was taught a little addition learns it from rewards. K-FAC is in the JSON alone.
 
-python -m ds_kfac run --module examples.integrations.trl_grpo
-python -m ds_kfac run --module examples.integrations.trl_grpo --adamw
-python -m ds_kfac run --module examples.integrations.trl_grpo --lora
+python -m ds_kfac run --num_accelerators 1 --module examples.integrations.trl_grpo --steps 60
+python -m ds_kfac run --num_accelerators 1 --module examples.integrations.trl_grpo --steps 60 --adamw
+python -m ds_kfac run --num_accelerators 1 --module examples.integrations.trl_grpo --steps 60 --lora
 
-The first two end with one plot of both, reward against steps, in runs/integrations.
+The first two end with one plot of both, reward against steps, in runs/integrations. The first went from 0.14 right
+answers (mean of the first ten steps) to 0.25 (of the last ten), with 41 s of a core's time in all. With 128 answers a
+step in place of 512 it learned nothing in 40 steps.
 """
 
 import csv
@@ -21,7 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 from ds_kfac.integrations.transformers import KFACCallback
 from examples.integrations import tiny
 
-LARGEST, SUPERVISED_STEPS, RATE = 50, 150, 1e-3
+LARGEST, SUPERVISED_STEPS, RATE = 50, 200, 3e-4
 KFACADAMW = {"type": "KFACAdamW", "params": {"lr": RATE, "adam_lr": RATE, "torch_adam": True}}
 """adam_lr as lr: embeddings and norms are trained already (docs/reinforcement.md)."""
 ADAMW = {"type": "AdamW", "params": {"lr": 3e-4, "torch_adam": True}}
@@ -44,6 +46,7 @@ def taught(steps: int = SUPERVISED_STEPS) -> LlamaForCausalLM:
     model = LlamaForCausalLM(LlamaConfig(vocab_size=258, max_position_embeddings=32, pad_token_id=257, **sizes))
     model.generation_config.eos_token_id = model.config.eos_token_id = 256
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
     tokenizer = tiny.tokenizer()
     for step in range(steps):
         rows = sums(step + 1, 128)
@@ -54,6 +57,7 @@ def taught(steps: int = SUPERVISED_STEPS) -> LlamaForCausalLM:
         model(batch["input_ids"], labels=labels).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        schedule.step()
     return model
 
 
@@ -66,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> GRPOTrainer:
         learning_rate=(ADAMW if options.adamw else KFACADAMW)["params"]["lr"],
         lr_scheduler_type="cosine",
         warmup_steps=2,
-        per_device_train_batch_size=64,
+        per_device_train_batch_size=512,
         num_generations=8,
         max_completion_length=4,
         beta=0.0,

@@ -11,12 +11,13 @@ import torch
 from benchmarks.convergence import __main__ as convergence
 from benchmarks.convergence import report as convergence_report
 from benchmarks.convergence import run as convergence_run
+from benchmarks.convergence.bases import FOLDER
 from benchmarks.convergence.methods import CLIENT, CONSTANT, METHODS, RATES, deepspeed_config
 from benchmarks.convergence.results import COLUMNS, Job, check_settings, next_rate, read, read_all, write
-from benchmarks.convergence.tasks import IGNORED, MASK, TASKS
+from benchmarks.convergence.tasks import IGNORED, MASK, TASKS, FineTuning
 from examples.gpt import GPTConfig
 from examples.text import STRETCHES, Corpus, load
-from tests.close import close, near
+from tests.close import close, exact, near
 
 INFINITE = math.inf
 
@@ -82,6 +83,17 @@ def test_optimizers_of_another_package_take_the_rates_of_the_schedule(tmp_path, 
     for method in ("soap", "shampoo"):
         high, low = (read(Job("tiny", method, rate, 0), tmp_path) for rate in (0.004, 1e-9))
         assert high.rows[0]["loss"] == low.rows[0]["loss"] and high.final < low.final - 0.01
+
+
+def test_fine_tuning_begins_with_one_base_whatever_the_seed(tmp_path, corpus, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    task = FineTuning(GPTConfig(width=16, blocks=1, heads=2, context=16), rows=2, steps=1, base_steps=3)
+    first, second = (task.build(seed).state_dict() for seed in (0, 1))
+    exact(first, second)
+    begun = super(FineTuning, task).build(0).state_dict()
+    assert all(not torch.equal(first[name], begun[name]) for name in first if name.endswith("weight"))
+    assert task.corpus(str(corpus)).name.endswith("after 3 steps on Python's standard library")
+    assert len(list((tmp_path / FOLDER).glob("python_*.pt"))) == 1
 
 
 def test_only_a_finished_run_is_taken_as_one(tmp_path):

@@ -1,6 +1,7 @@
 """TRL's GRPOTrainer by its example: what K-FAC sees of a generation, that it trains, and where it goes on."""
 
 import contextlib
+import copy
 import io
 import json
 from pathlib import Path
@@ -14,10 +15,12 @@ from tests.integrations.runs import STEPS, checkpoint, digest, fresh
 def worker(payload: tuple[str, tuple[tuple[int, bool], ...]]) -> dict[tuple[int, bool], Any]:
     """(stage, LoRA) -> what a run of some steps found, and one from its checkpoint."""
     import ds_kfac
-    from examples.integrations import tiny
+    from examples.integrations import tiny, trl_grpo
 
     folder, cases = payload
     ds_kfac.enable()
+    base = trl_grpo.taught()  # once: it takes longer than the runs
+    trl_grpo.taught = lambda: copy.deepcopy(base)
     found = {}
     for stage, lora in cases:
         out = Path(folder, f"{stage}{lora}")
