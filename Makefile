@@ -23,7 +23,7 @@ LAUNCHER = $(BIN)/deepspeed --num_accelerators $(RANKS)
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 LAUNCH = $(LAUNCHER) examples/train_gpt.py --steps $(STEPS)
 
-.PHONY: setup train train-moe train-images compare converge scale gpu test quick processors integrations campaign check docs release clean
+.PHONY: setup train train-moe train-images compare converge scale gpu test quick processors integrations integrations-more campaign check docs release clean
 
 setup: $(STAMP)
 
@@ -96,6 +96,20 @@ integrations: $(VENV)/integrations/.ready
 		tests/integrations/test_accelerate.py tests/integrations/test_factor_tools.py \
 		tests/integrations/test_axolotl.py tests/integrations/test_coverage.py tests/integrations/test_blocks.py \
 		tests/estimate/test_check.py tests/examples/test_factors.py $(ARGS)
+
+# LLaMA-Factory and ms-swift, each in an environment of its own: they want other versions of what they share
+MORE = llamafactory ms-swift
+$(VENV)/more/%/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[examples]" pytest datasets
+	$(@D)/bin/python -m pip install --quiet $* "torch==$$($(@D)/bin/python -c 'import torch; print(torch.__version__)')" \
+		|| echo "integrations-more: $* does not install here, see above; its tests are skipped"
+	touch $@
+
+integrations-more: $(MORE:%=$(VENV)/more/%/.ready)
+	for tool in $(MORE); do $(VENV)/more/$$tool/bin/python -m pytest -rs tests/integrations/test_more.py $(ARGS) || failed=1; \
+		done; exit $$failed
 
 $(VENV)/.docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,docs]" && touch $@ \

@@ -20,11 +20,17 @@ class Finder:
     """Imports ds_kfac as soon as deepspeed has been executed. It stays in ``sys.meta_path``: transformers and others
     look for deepspeed (``find_spec``) long before they import it."""
 
+    asking = False  # another finder that asks all others, as this one does, must not be asked without end
+
     def find_spec(self, name, path=None, target=None):
-        if name != "deepspeed":
+        if name != "deepspeed" or self.asking:
             return None
-        specs = (f.find_spec(name, path, target) for f in sys.meta_path if f is not self and hasattr(f, "find_spec"))
-        spec = next((spec for spec in specs if spec is not None), None)
+        self.asking = True
+        try:
+            others = (f for f in sys.meta_path if f is not self and hasattr(f, "find_spec"))
+            spec = next((spec for f in others if (spec := f.find_spec(name, path, target)) is not None), None)
+        finally:
+            self.asking = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module  # of this loader only, so that its class stays what others ask for
 

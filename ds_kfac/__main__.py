@@ -62,6 +62,7 @@ COMMANDS = {
     "check": "ds_kfac.estimate.command:check", "estimate": "ds_kfac.estimate.command:run",
     "factors": "ds_kfac.factors.command:run", "convert": "ds_kfac.factors.command:run_convert",
     "plot": "ds_kfac.integrations.plot:run", "report": "ds_kfac.engine.environment:report",
+    "doctor": "ds_kfac.engine.doctor:doctor",
     "config": "ds_kfac.config.manual:manual", "schema": "ds_kfac.config.manual:schema",
 }  # fmt: skip
 """What makes a command's text, of its arguments."""
@@ -85,6 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     plot.add_arguments(commands.add_parser("plot", help="draw a run's logs: csv, tensorboard, or the Trainer's"))
     # its arguments are DeepSpeed's launcher's, see below
     commands.add_parser("run", help=f"start a script with K-FAC enabled: {RUN}", add_help=False)
+    commands.add_parser("doctor", help="in ten lines, whether this environment will work, and what mends it")
     commands.add_parser("report", help="versions, accelerator, and what is supported here")
     commands.add_parser("config", help='every key of the "kfac" block, as Markdown')
     commands.add_parser("schema", help='JSON schema of a DeepSpeed config with a "kfac" block, for editors')

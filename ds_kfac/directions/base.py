@@ -48,11 +48,11 @@ class Direction:
         stacks: own layers, those together that are computed at once, the largest first.
         rotations: their eigenvectors as products take them, and in which precision.
         groups: layer name -> parameter groups of its parameters.
-        squared: squared norm of the last step's directions over all layers and ranks, a device scalar, without the
-            rate; None where the user's optimizer decides on the step.
+        last: squared norm of the last step's directions over all layers and ranks, a device scalar, and the rate of
+            the first parameter group that they were multiplied by; None where the user's optimizer decides on the step.
     """
 
-    squared: Tensor | None = None
+    last: tuple[Tensor, Any] | None = None
 
     def __init__(self, plan: Plan, layout: ShardLayout, exchange: GradientExchange) -> None:
         self.config, self.layout, self.exchange = plan.config, layout, exchange

@@ -48,6 +48,12 @@ def check_tensors(model: Any) -> None:
             )
 
 
+def trains_nothing(model: Any) -> bool:
+    """Whether all of a model is frozen; a pipeline's stage may be, while others train."""
+    known = isinstance(model, nn.Module) and not isinstance(model, deepspeed.pipe.PipelineModule)
+    return known and not any(parameter.requires_grad for parameter in model.parameters())
+
+
 @contextmanager
 def saying_how_to_launch() -> Iterator[None]:
     """Around what makes the process group: where no launcher has set the variables of a rank, DeepSpeed looks for MPI.

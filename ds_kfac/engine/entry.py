@@ -29,7 +29,7 @@ from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.kfac_gradient import PolynomialDecay
 from ds_kfac.directions.table import DIRECTIONS, rule_in
 from ds_kfac.engine.attachment import HANDLE, Attachment
-from ds_kfac.engine.beforehand import check_tensors, saying_how_to_launch, warn_of_compilation
+from ds_kfac.engine.beforehand import check_tensors, saying_how_to_launch, trains_nothing, warn_of_compilation
 from ds_kfac.engine.refusals import check_model, of_engine, refused, without_optimizer
 from ds_kfac.model.batch import ExpertRows
 from ds_kfac.model.registry import SHARDS
@@ -83,7 +83,10 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
         block = {}  # the optimizer's name alone asks for K-FAC
     if block is not None:
         config = parse(block)  # before the engine is built: a wrong one fails at once
-        if rule.optimizer_type is not None:
+        if trains_nothing(bound.arguments.get("model")):
+            # such as the reference model of older TRLs, whose config is the trained one's; DeepSpeed knows no KFACAdamW
+            bound.arguments["config"] = {key: value for key, value in source.items() if key != "optimizer"}
+        elif rule.optimizer_type is not None:
             rule.install(bound.arguments, config, source)
         check_tensors(bound.arguments.get("model"))
     with saying_how_to_launch():

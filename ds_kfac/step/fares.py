@@ -8,23 +8,21 @@ from torch import Tensor
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
 
-def fares(kfac: KFACPreconditioner, lr: float) -> dict[str, float]:
+def fares(kfac: KFACPreconditioner) -> dict[str, float]:
     """What is known of:
 
     - "step_to_weight": size of the last step along KFACAdamW's directions over that of the weights of its layers, root
       mean squares; at ZeRO-3 of the weights that this rank holds.
     - "eigenvalue_spread": largest eigenvalue of an A over their mean, the median of this rank's layers. 1: curvature
       says nothing there.
-
-    Args:
-        lr: of the last step.
     """
     found = {}
-    if kfac.direction.squared is not None:
+    if kfac.direction.last is not None:
+        squared, lr = kfac.direction.last
         own = [x for p in kfac.layout.params if (x := held(p, kfac.rank)).numel()]
         weight = sum(norm.double().square() for norm in torch._foreach_norm(own)) / sum(x.numel() for x in own)
-        step = kfac.direction.squared.double() / sum(layer.numel for layer in kfac.layers)
-        found["step_to_weight"] = lr * float((step / torch.as_tensor(weight).to(step)).sqrt())
+        step = squared.double() / sum(layer.numel for layer in kfac.layers)
+        found["step_to_weight"] = float(lr) * float((step / torch.as_tensor(weight).to(step)).sqrt())
     spreads = [spread(state.basis.A.values) for state in kfac.state.values() if state.basis and state.basis.A.vectors]
     if spreads:
         found["eigenvalue_spread"] = float(torch.stack(spreads).median())

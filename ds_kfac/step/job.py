@@ -159,6 +159,6 @@ def selected(job: Job) -> dict[str, float]:
     shown = {f"kfac/{name}": found.get(name, 0.0) for name in names}
     lr, ratio = kfac.layout.optimizer.param_groups[0]["lr"], getattr(kfac.target.inner, "adam_ratio", 1.0)
     shown |= {f"kfac/lr_{kind}": times * float(lr) for kind, times in kfac.rule.rates(kfac.plan, ratio).items()}
-    shown |= {f"kfac/{name}": value for name, value in fares(kfac, float(lr)).items()}
+    shown |= {f"kfac/{name}": value for name, value in fares(kfac).items()}
     shown["kfac/sent_bytes"] = sum(value for name, value in found.items() if name.startswith("sent_bytes_"))
     return shown | ({} if kfac.metrics.nu is None else {"kfac/nu": float(kfac.metrics.nu)})

@@ -67,6 +67,25 @@ def test_a_block_without_effect_is_said_once():
     assert first["named in the config"] == "Attachment", "an optimizer that only ds_kfac knows needs no enable()"
 
 
+def frozen_worker(_) -> dict:
+    """Reference models, of which the config is that of a trained one."""
+    import ds_kfac
+
+    found = {}
+    for name in ("adam-z0", "z0", "adam-z3"):
+        model = make_net().requires_grad_(False)
+        x = torch.ones(1, 3, 13)
+        expected = model(x)
+        engine, *_ = ds_kfac.initialize(model=model, config=BY_NAME[name].config(1, 1))
+        found[name] = hasattr(engine, "kfac"), torch.equal(engine(x), expected)
+    return found
+
+
+def test_a_frozen_model_is_left_as_it_is():
+    found = run_ranks("tests.deepspeed.test_not_attached:frozen_worker", world=1)[0]
+    assert found == dict.fromkeys(("adam-z0", "z0", "adam-z3"), (False, True))
+
+
 def foreign_worker(folder: str) -> dict:
     found = {}
     for stage in range(4):

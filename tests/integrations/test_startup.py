@@ -92,6 +92,18 @@ def test_the_variable_enables_as_soon_as_deepspeed_is_imported(python, built):
     assert wrong.returncode and "DS_KFAC: got 'maybe'; must be one of 1, true" in wrong.stderr
 
 
+def test_finders_that_ask_each_other_come_to_an_end(monkeypatch):
+    import ds_kfac_startup
+
+    class Asking(ds_kfac_startup.Finder):
+        """Another tool's."""
+
+    finders = [Asking(), ds_kfac_startup.Finder()]
+    monkeypatch.setattr(sys, "meta_path", [*finders, *sys.meta_path])
+    for finder in finders:
+        assert finder.find_spec("deepspeed").name == "deepspeed" and not finder.asking
+
+
 def test_words_of_the_variable():
     assert not any(map(asked_for, ("0", "", "false", "No", "no", "OFF", " off", "FALSE ")))
     assert all(map(asked_for, ("1", "true", "YES", "on", " On")))

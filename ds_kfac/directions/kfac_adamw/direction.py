@@ -210,7 +210,7 @@ class AdamDirection(Direction):
     def finish(
         self, context: StepContext, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        self.squared = totals[0]
+        self.last = totals[0], self.layout.optimizer.param_groups[0]["lr"]
         low, high = (total.double() / factor for total, factor in zip(totals[1:], RANGES, strict=True))
         square = torch.where(torch.isfinite(high), high, low)
         scale = torch.sqrt(square / totals[0].double()).float()

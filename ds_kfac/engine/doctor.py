@@ -1,0 +1,138 @@
+"""``python -m ds_kfac doctor``: in ten lines, whether this environment will work, and what mends it."""
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from packaging.requirements import Requirement
+from torch.utils.cpp_extension import get_default_build_root
+
+import ds_kfac_startup
+from ds_kfac.engine.beforehand import COMPILED
+from ds_kfac.ops.check import gpu_architecture, gpu_problem
+from ds_kfac.ops.dispatch import chosen
+
+Found = tuple[str, str]
+"""What was found, and what is to be done; "" where all is well."""
+NEEDS = ("torch>=2.4", "deepspeed>=0.19.8,<0.20")
+"""Where ds_kfac itself is not installed but imported from its sources."""
+
+
+def doctor(_: object = None) -> str:
+    """A line for each of :data:`QUESTIONS`, and first of all the answer."""
+    found = {name: ask() for name, ask in QUESTIONS.items()}
+    wrong = [name for name, (_, remedy) in found.items() if remedy]
+    answer = f"to be mended: {', '.join(wrong)}" if wrong else "this environment will work"
+    width = max(map(len, found))
+    lines = [f"  {name:{width}}  {what}{f' -> {remedy}' if remedy else ''}" for name, (what, remedy) in found.items()]
+    return "\n".join([f"ds_kfac doctor: {answer}", *lines])
+
+
+def _package(name: str) -> Found:
+    try:
+        listed = requires("ds_kfac") or NEEDS
+    except PackageNotFoundError:
+        listed = NEEDS
+    need = next(each for each in map(Requirement, listed) if each.name == name)
+    try:
+        has = version(name)
+    except PackageNotFoundError:
+        return "not installed", f"pip install '{need}'"
+    fits = need.specifier.contains(has.partition("+")[0], prereleases=True)
+    return has, "" if fits else f"pip install '{need}'"
+
+
+def _device() -> Found:
+    kind, count = get_accelerator().device_name(), get_accelerator().device_count()
+    if kind == "cpu":
+        seen = torch.cuda.is_available()
+        return f"cpu, {os.cpu_count()} cores", "unset DS_ACCELERATOR: torch sees a GPU" if seen else ""
+    problem = gpu_problem() if kind == "cuda" else None
+    what = (
+        f"{count} x {torch.cuda.get_device_name()} (sm_{gpu_architecture()})" if kind == "cuda" else f"{count} x {kind}"
+    )
+    return f"{what}{f'; ds_kfac runs in plain torch here: {problem}' if problem else ''}", "" if count else "no device"
+
+
+def _communication() -> Found:
+    backend = get_accelerator().communication_backend_name()
+    name = "gloo" if get_accelerator().device_name() == "cpu" else backend
+    has = torch.distributed.is_available() and getattr(torch.distributed, f"is_{name}_available", lambda: True)()
+    return name, "" if has else f"this build of torch has no {name}: install another one"
+
+
+def _compiler() -> Found:
+    path = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
+    ninja = shutil.which("ninja")
+    missing = [] if path else ["a C++ compiler (apt install g++)"]
+    missing += [] if ninja else ["ninja (pip install ninja)"]
+    return f"{path}, {ninja}", f"for ops that are compiled at first use: {' and '.join(missing)}" if missing else ""
+
+
+def _root() -> Path:
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+
+
+def _cache() -> Found:
+    root = _root()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            pass
+    except OSError as problem:
+        return f"{root}: {problem}", "set TORCH_EXTENSIONS_DIR to a folder that can be written to"
+    locks = sorted(root.glob("**/lock"))
+    if locks:
+        return f"{locks[0]}", "if no build runs now, a killed one left this lock, and all runs wait for it: remove it"
+    return f"{root}, writable", ""
+
+
+def _shm() -> Found:
+    if get_accelerator().device_name() != "cpu" or not deepspeed.ops.__compatible_ops__.get(COMPILED):
+        return "not needed", ""
+    built = any((folder / f"{COMPILED}.so").exists() for folder in (_root() / COMPILED, *_root().glob(f"*/{COMPILED}")))
+    later = f'compiled at the first start, for minutes, unless deepspeed.ops.__compatible_ops__["{COMPILED}"] = False'
+    return "compiled" if built else later, ""
+
+
+def _launcher() -> Found:
+    rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank is None and world is None:
+        return "none in this shell: start scripts with `deepspeed train.py`, or with torchrun", ""
+    lacking = [
+        name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+    ]
+    what = f"rank {rank} of {world}"
+    return what, f"{', '.join(lacking)} not set: unset RANK and WORLD_SIZE, or set them all" if lacking else ""
+
+
+def _enabled() -> Found:
+    word = os.environ.get("DS_KFAC", "")
+    if not word:
+        return "DS_KFAC is not set: scripts need `python -m ds_kfac run`, DS_KFAC=1 or import ds_kfac", ""
+    there = any(isinstance(finder, ds_kfac_startup.Finder) for finder in sys.meta_path)
+    return (
+        f"DS_KFAC={word}",
+        "" if there else "Python has not read ds_kfac.pth at its start: pip install ds_kfac",
+    )
+
+
+QUESTIONS: dict[str, Callable[[], Found]] = {
+    "torch": lambda: _package("torch"),
+    "deepspeed": lambda: _package("deepspeed"),
+    "device": _device,
+    "communication": _communication,
+    "compiler": _compiler,
+    "cache": _cache,
+    COMPILED: _shm,
+    "ops": lambda: (str(chosen(get_accelerator().device_name())), ""),
+    "launcher": _launcher,
+    "switched on": _enabled,
+}

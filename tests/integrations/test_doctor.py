@@ -1,0 +1,63 @@
+"""``python -m ds_kfac doctor`` says what is wrong here, and what mends it."""
+
+import pytest
+
+from ds_kfac.__main__ import main
+from ds_kfac.engine import doctor
+
+
+def said(capsys) -> list[str]:
+    assert main(["doctor"]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_ten_lines_and_an_answer(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    for name in ("RANK", "WORLD_SIZE", "DS_KFAC"):
+        monkeypatch.delenv(name, raising=False)
+    lines = said(capsys)
+    assert len(lines) == 11 and all(line.split()[0] for line in lines)
+    assert lines[0] == "ds_kfac doctor: this environment will work"
+
+
+def no_compiler(patch, folder):
+    patch.setattr(doctor.shutil, "which", lambda name: None)
+
+
+def no_torch(patch, folder):
+    patch.setattr(doctor, "version", lambda name: "2.3.1" if name == "torch" else "0.19.8")
+
+
+def lock(patch, folder):
+    (folder / "py311_cpu" / "deepspeed_shm_comm").mkdir(parents=True)
+    (folder / "py311_cpu" / "deepspeed_shm_comm" / "lock").touch()
+
+
+def not_writable(patch, folder):
+    (folder / "file").touch()
+    patch.setenv("TORCH_EXTENSIONS_DIR", str(folder / "file"))
+
+
+def half_a_launcher(patch, folder):
+    patch.setenv("RANK", "0")
+    patch.setenv("WORLD_SIZE", "2")
+    patch.delenv("MASTER_PORT", raising=False)
+
+
+def no_startup(patch, folder):
+    patch.setenv("DS_KFAC", "1")
+
+
+@pytest.mark.parametrize("damage, name, remedy", [
+    (no_compiler, "compiler", "apt install g++"), (no_torch, "torch", "pip install 'torch>=2.4'"),
+    (lock, "cache", "remove it"), (not_writable, "cache", "TORCH_EXTENSIONS_DIR"),
+    (half_a_launcher, "launcher", "MASTER_PORT"), (no_startup, "switched on", "pip install ds_kfac"),
+])  # fmt: skip
+def test_what_is_wrong_is_named_with_its_remedy(damage, name, remedy, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    for variable in ("RANK", "WORLD_SIZE", "DS_KFAC"):
+        monkeypatch.delenv(variable, raising=False)
+    damage(monkeypatch, tmp_path)
+    lines = said(capsys)
+    assert lines[0] == f"ds_kfac doctor: to be mended: {name}"
+    assert [line for line in lines[1:] if " -> " in line and line.split("  ")[1] == name and remedy in line], lines
