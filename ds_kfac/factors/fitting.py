@@ -261,8 +261,9 @@ class _Fitting:
         without = {key[:-2] for key, count in everyone.items() if not count}
         if idle := sorted(name for name in without if layers[name].part[1] == 1):  # no expert that no token took
             raise FactorsError(
-                f"ds_kfac.fit: {len(idle)} layers had no row: {', '.join(idle[:5])}; they are never called, or the "
-                "loss does not depend on them: leave them out by layers.exclude in the config"
+                f"ds_kfac.fit: {len(idle)} layers had no row: {', '.join(idle[:5])}; they are never called, the loss "
+                "does not depend on them, or activation checkpointing hides them (it needs use_reentrant=False); leave "
+                "them out by layers.exclude in the config"
             )
         with failing_together("ds_kfac.fit: factors", self.channel.group, FactorsError):
             tensors = dict[str, Tensor]()

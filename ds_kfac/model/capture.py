@@ -176,7 +176,8 @@ class Capture:
         for call, gradient in zip(reversed(calls), reversed(gradients), strict=True):  # as a backward would come by
             if gradient is not None:
                 self._add_rows(call, gradient)
-        self.pending = [call for call in self.pending if not any(call is done for done in calls)]
+        done = set(map(id, calls))
+        self.pending = [call for call in self.pending if id(call) not in done]
         self.end_backward()
 
     # Hooks are plain functions, see :func:`ds_kfac.model.batch.own_hook`; torch.compile sees their first condition.
