@@ -125,7 +125,10 @@ def test_standard_output_has_the_data_alone(command):
     environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
     arguments = [sys.executable, "-m", "ds_kfac", command, *(model if command in ("check", "estimate") else [])]
     run = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=300)
-    assert "Setting accelerator" in run.stderr or "accelerator" in run.stderr, "nothing was printed beside the data"
+    if command in ("schema", "config"):
+        assert run.stderr == "", "neither torch nor DeepSpeed is imported"
+    else:
+        assert "accelerator" in run.stderr, "nothing was printed beside the data"
     begins = {
         "schema": "{",
         "config": "# The",
