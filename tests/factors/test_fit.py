@@ -65,7 +65,7 @@ def sequences(count: int, *, masked: bool = True) -> list[dict]:
     for number in range(count):
         labels = torch.randint(CLASSES, (N, T), generator=generator)
         if masked:
-            labels[number % N, 2:] = -100
+            labels[number % N, :4] = -100
         found.append({"x": torch.randn(N, T, WIDTH, generator=generator), "labels": labels})
     return found
 
