@@ -62,7 +62,14 @@ def worker(folder: str) -> dict:
         config = copy.deepcopy({"train_micro_batch_size_per_gpu": 2, **config})
         path = Path(folder) / "ds_config.json"
         path.write_text(json.dumps(config))
-        arguments = {"config": str(path), "model": f"{__name__}:Net", "lora": None, "world": 1, "optimizer": None}
+        arguments = {
+            "config": str(path),
+            "model": f"{__name__}:Net",
+            "lora": None,
+            "world": 1,
+            "optimizer": None,
+            "dtype": None,
+        }
         try:
             said = command.check(argparse.Namespace(**arguments))
         except ValueError as error:
