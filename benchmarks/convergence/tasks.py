@@ -69,8 +69,10 @@ class FineTuning(Task):
     base_steps: int = 0
 
     def corpus(self, path: str | None) -> Corpus:
-        found = super().corpus(path or str(Path(torch.__file__).parent / "include"))
-        return replace(found, name=f"{found.name}, after {self.base_steps} steps on Python's standard library")
+        headers = str(Path(torch.__file__).parent / "include")
+        found = super().corpus(path or headers)
+        name = found.name.replace(headers, "torch's headers")
+        return replace(found, name=f"{name}, after {self.base_steps} steps on Python's standard library")
 
     def build(self, seed: int) -> GPT:
         made = {"model": asdict(self.model), "rows": self.rows, "steps": self.base_steps, "rate": BASE_RATE}

@@ -24,6 +24,8 @@ from ds_kfac.integrations.transformers import KFACCallback
 from examples.integrations import tiny
 
 LARGEST, SUPERVISED_STEPS, RATE = 50, 200, 3e-4
+ANSWERS = 512
+"""Of a rank and step."""
 KFACADAMW = {"type": "KFACAdamW", "params": {"lr": RATE, "adam_lr": RATE, "torch_adam": True}}
 """adam_lr as lr: embeddings and norms are trained already (docs/reinforcement.md)."""
 ADAMW = {"type": "AdamW", "params": {"lr": 3e-4, "torch_adam": True}}
@@ -70,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> GRPOTrainer:
         learning_rate=(ADAMW if options.adamw else KFACADAMW)["params"]["lr"],
         lr_scheduler_type="cosine",
         warmup_steps=2,
-        per_device_train_batch_size=512,
+        per_device_train_batch_size=ANSWERS,
         num_generations=8,
         max_completion_length=4,
         beta=0.0,

@@ -20,7 +20,7 @@ def worker(payload: tuple[str, tuple[tuple[int, bool], ...]]) -> dict[tuple[int,
     folder, cases = payload
     ds_kfac.enable()
     base = trl_grpo.taught()  # once: it takes longer than the runs
-    trl_grpo.taught = lambda: copy.deepcopy(base)
+    trl_grpo.taught, trl_grpo.ANSWERS = lambda: copy.deepcopy(base), 64
     found = {}
     for stage, lora in cases:
         out = Path(folder, f"{stage}{lora}")
