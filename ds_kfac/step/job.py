@@ -92,9 +92,10 @@ def counters(job: Job) -> dict[str, float]:
       where ``measure_noise`` or a batch ramp asked for it.
     - "statistics_fraction": factor elements captured, over those of capturing every factor in every step.
     """
-    found = _of_domain(job.preconditioners[0])
+    found = _of_domain(job.preconditioners[0]) | _of_factors(job.preconditioners[0])
     for kfac in job.preconditioners[1:]:
-        found |= {f"{kfac.target.domain.name}/{name}": value for name, value in _of_domain(kfac).items()}
+        own = _of_domain(kfac) | _of_factors(kfac)
+        found |= {f"{kfac.target.domain.name}/{name}": value for name, value in own.items()}
     if job.everywhere:
         found |= {f"job/{name}": value for name, value in _of_channel(job.channel).items()}
     return found
@@ -104,16 +105,18 @@ def _of_domain(kfac: KFACPreconditioner) -> dict[str, float]:
     timetable, counts = kfac.curvature.timetable, kfac.metrics.counts
     found = kfac.metrics.values() | _of_channel(kfac.channel)
     found |= {"captures": float(timetable.captured), "captures_skipped": float(timetable.skipped)}
-    if (rank := _effective_rank(kfac)) is not None:
-        found["effective_rank"] = rank
-    if (logits := _attention_logits(kfac)) is not None:
-        found["attention_logits"] = logits
     if kfac.capture.noise is not None:
         found["noise_scale"] = kfac.capture.noise.value
     every_step = sum(kfac.curvature.numel.values()) * counts["steps"]
     if every_step:
         found["statistics_fraction"] = counts["captured_elements"] / every_step
     return found
+
+
+def _of_factors(kfac: KFACPreconditioner) -> dict[str, float]:
+    """What passes over the factors, and products with the weights: not for a framework's log of every step."""
+    found = {"effective_rank": _effective_rank(kfac), "attention_logits": _attention_logits(kfac)}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _effective_rank(kfac: KFACPreconditioner) -> float | None:
@@ -154,7 +157,8 @@ def events(job: Job, samples: int) -> list[tuple[str, float, int]]:
 
 def selected(job: Job) -> dict[str, float]:
     """What a training framework's logs show: few numbers, of this rank; rates are of the first parameter group."""
-    found, kfac = counters(job), job.preconditioners[0]
+    kfac = job.preconditioners[0]
+    found = _of_domain(kfac)
     names = ("refreshes", "factor_updates", "refresh_failures", "not_finite_layers", "unpreconditioned_layers")
     shown = {f"kfac/{name}": found.get(name, 0.0) for name in names}
     lr, ratio = kfac.layout.optimizer.param_groups[0]["lr"], getattr(kfac.target.inner, "adam_ratio", 1.0)
