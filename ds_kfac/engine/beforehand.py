@@ -17,6 +17,17 @@ from torch.utils.cpp_extension import get_default_build_root
 COMPILED = "deepspeed_shm_comm"
 
 
+def extensions_root() -> Path:
+    """Where torch and DeepSpeed build at first use."""
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+
+
+def is_compiled() -> bool:
+    """Whether there is a :data:`COMPILED`."""
+    root = extensions_root()
+    return any((folder / f"{COMPILED}.so").exists() for folder in (root / COMPILED, *root.glob(f"*/{COMPILED}")))
+
+
 @cache
 def warn_of_compilation() -> None:
     """Once: DeepSpeed compiles at a first start on a CPU; a run killed meanwhile leaves a lock, for which later ones
@@ -24,11 +35,10 @@ def warn_of_compilation() -> None:
     first = os.environ.get("RANK", "0") == "0" and not deepspeed.comm.is_initialized()
     if not first or get_accelerator().device_name() != "cpu" or not deepspeed.ops.__compatible_ops__.get(COMPILED):
         return
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    if not any((folder / f"{COMPILED}.so").exists() for folder in (root / COMPILED, *root.glob(f"*/{COMPILED}"))):
+    if not is_compiled():
         logger.warning(
-            f"ds_kfac: DeepSpeed compiles {COMPILED} below {root} now, once, for one to two minutes. If it takes "
-            "longer, remove the file lock there, which a run that was killed has left"
+            f"ds_kfac: DeepSpeed compiles {COMPILED} below {extensions_root()} now, once, for one to two minutes. If "
+            "it takes longer, remove the file lock there, which a run that was killed has left"
         )
 
 

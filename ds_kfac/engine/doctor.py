@@ -6,16 +6,14 @@ import sys
 import tempfile
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, requires, version
-from pathlib import Path
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from packaging.requirements import Requirement
-from torch.utils.cpp_extension import get_default_build_root
 
 import ds_kfac_startup
-from ds_kfac.engine.beforehand import COMPILED
+from ds_kfac.engine.beforehand import COMPILED, extensions_root, is_compiled
 from ds_kfac.ops.check import gpu_architecture, gpu_problem
 from ds_kfac.ops.dispatch import chosen
 
@@ -76,12 +74,8 @@ def _compiler() -> Found:
     return f"{path}, {ninja}", f"for ops that are compiled at first use: {' and '.join(missing)}" if missing else ""
 
 
-def _root() -> Path:
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-
-
 def _cache() -> Found:
-    root = _root()
+    root = extensions_root()
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):
@@ -97,9 +91,8 @@ def _cache() -> Found:
 def _shm() -> Found:
     if get_accelerator().device_name() != "cpu" or not deepspeed.ops.__compatible_ops__.get(COMPILED):
         return "not needed", ""
-    built = any((folder / f"{COMPILED}.so").exists() for folder in (_root() / COMPILED, *_root().glob(f"*/{COMPILED}")))
     later = f'compiled at the first start, for minutes, unless deepspeed.ops.__compatible_ops__["{COMPILED}"] = False'
-    return "compiled" if built else later, ""
+    return "compiled" if is_compiled() else later, ""
 
 
 def _launcher() -> Found:
