@@ -38,46 +38,17 @@ _is_command = sys.argv[0] == "-m" and sys.orig_argv[-len(sys.argv)].removeprefix
 DeepSpeed."""
 
 if TYPE_CHECKING or not _is_command:
-    from ds_kfac.public import (
-        Attachment,
-        BatchInfo,
-        BatchRamp,
-        Factors,
-        FactorsError,
-        KFACAdamW,
-        KFACConfig,
-        attach,
-        disable,
-        enable,
-        estimate_kfac_mem_needs_all_cold,
-        estimate_kfac_mem_needs_all_live,
-        fit,
-        initialize,
-    )
+    from ds_kfac.public import *  # noqa: F403
+    from ds_kfac.public import __all__ as __all__
 
 __version__ = "0.2.0"
-__all__ = [
-    "Attachment",
-    "BatchInfo",
-    "BatchRamp",
-    "Factors",
-    "FactorsError",
-    "KFACAdamW",
-    "KFACConfig",
-    "__version__",
-    "attach",
-    "disable",
-    "enable",
-    "estimate_kfac_mem_needs_all_cold",
-    "estimate_kfac_mem_needs_all_live",
-    "fit",
-    "initialize",
-]
 
 
 def __getattr__(name: str) -> Any:
-    """Of a command: a model that it imports may use all of this."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with only_for_data():
-        return getattr(importlib.import_module("ds_kfac.public"), name)
+    """Of a command: a model that it imports may use all that ``public.py`` lists."""
+    if _is_command and not name.startswith("__"):
+        with only_for_data():
+            public = importlib.import_module("ds_kfac.public")
+        if name in public.__all__:
+            return getattr(public, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
