@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from ds_kfac.config.values import find_block
 from ds_kfac.factors.convert import convert
 from ds_kfac.factors.files import Factors, FactorsError
-from ds_kfac.factors.fitting import fit
+from ds_kfac.factors.fitting import fit, joined
 from ds_kfac.factors.summary import draw, table
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,14 +34,12 @@ def run(arguments: argparse.Namespace) -> str:
         block["factor"] = {**block.get("factor", {}), "fisher": arguments.fisher}
     if "RANK" in os.environ:
         get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        if get_accelerator().device_name() == "cpu":
-            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled for minutes, for little traffic
-        deepspeed.init_distributed()
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    model, tokenizer = _model(arguments.model, given)
-    data = _data(arguments, tokenizer, rank, ranks)
     source = {key: str(getattr(arguments, key)) for key in ("model", "data", "length", "batch", "limit")}
-    found = fit(model, data, out=arguments.out, config=block, corrected=not arguments.no_corrected, source=source)
+    with joined():  # weights are cut between ranks while they are read
+        model, tokenizer = _model(arguments.model, given)
+        data = _data(arguments, tokenizer, rank, ranks)
+        found = fit(model, data, out=arguments.out, config=block, corrected=not arguments.no_corrected, source=source)
     if rank:
         return ""
     title = (

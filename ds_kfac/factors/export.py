@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.curvature.eigen import Eigenbasis
-from ds_kfac.factors.files import FactorsError, described, write_index, write_shard
+from ds_kfac.factors.files import INDEX, FactorsError, described, write_index, write_shard
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
 
@@ -35,7 +35,7 @@ def export(
     shard = f"factors-{job.channel.rank:05d}.safetensors"
     with failing_together(f"ds_kfac: export to {folder}", group, FactorsError):
         get_accelerator().synchronize()  # offloaded factors may be on their way to the host
-        (folder / "index.json").unlink(missing_ok=True)
+        (folder / INDEX).unlink(missing_ok=True)
         for kfac in job.preconditioners:
             keys = {old: kfac.names[old[:-2]] + old[-2:] for old in kfac.curvature.specs}
             for layer in kfac.layers:

@@ -15,6 +15,7 @@ A folder without index.json is not finished, and nothing loads it. ``layer`` is 
 matrices (an expert's). I counts the 1 of a bias, the last column.
 """
 
+import difflib
 import errno
 import importlib
 import json
@@ -171,8 +172,6 @@ class Factors:
 
     def _layer(self, name: str) -> Mapping[str, Any]:
         if name not in self.layers:
-            import difflib
-
             near = difflib.get_close_matches(name, self.layers, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(list(self.layers)[:4])}, ..."
             raise FactorsError(f"{self.folder}: no layer {name!r}; {hint}")

@@ -108,7 +108,7 @@ def fit(
             "ds_kfac.fit: data can be iterated once, but there are two passes; give a list, a DataLoader or "
             "corrected=False"
         )
-    with _job():
+    with joined():
         channel = Channel(torch.distributed.group.WORLD)
         try:
             passes = Passes(
@@ -122,15 +122,13 @@ def fit(
 
 
 @contextmanager
-def _job() -> Iterator[None]:
-    """The process's job; where there is none, one of a single rank."""
-    alone, compiled = not torch.distributed.is_initialized(), deepspeed.ops.__compatible_ops__
-    if alone and int(os.environ.get("WORLD_SIZE", "1")) > 1:  # a launcher's, which the script has not joined yet
-        alone = False
-        if get_accelerator().device_name() == "cpu":
-            compiled["deepspeed_shm_comm"] = False
-    elif alone:
-        compiled["deepspeed_shm_comm"] = False  # two minutes of a compiler, for one rank
+def joined() -> Iterator[None]:
+    """In the process's job: that which it is in, or a launcher's, else one of a single rank until the end."""
+    outside = not torch.distributed.is_initialized()
+    alone = outside and int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if outside:
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # minutes of a compiler, for little traffic
+    if alone:
         backend = get_accelerator().communication_backend_name()
         backend = "gloo" if get_accelerator().device_name() == "cpu" else backend
         torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ds_kfac.model.blocks import HEADS
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import LAYERS
 
 KEYS = {"q_proj": "k_proj", "query": "key", "q_lin": "k_lin", "wq": "wk", "to_q": "to_k", "q": "k"}
 """Name of a layer of queries -> that of its keys, beside it."""
 FUSED = ("qkv", "query_key_value", "c_attn", "qkv_proj", "Wqkv")
-HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,9 @@ def attentions(model: nn.Module, layers: Mapping[str, LayerSpec]) -> Iterator[He
         parent = model.get_submodule(around)
         for owner in (parent, getattr(parent, "config", None)):
             width = getattr(owner, "head_dim", None)
-            count = next((n for key in HEADS if isinstance(n := getattr(owner, key, None), int) and n > 0), None)
+            count = next(
+                (n for key in (*HEADS, "heads") if isinstance(n := getattr(owner, key, None), int) and n > 0), None
+            )
             width = width if isinstance(width, int) and width > 0 else outputs // count if count else None
             if width and outputs % width == 0:
                 yield Heads(layer, keys, width)

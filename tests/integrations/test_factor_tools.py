@@ -1,7 +1,6 @@
 """Factors where other tools read them: kronfluence computes influence from ours as from its own, PEFT starts LoRA."""
 
 import copy
-import importlib.util
 import json
 import os
 import subprocess
@@ -22,11 +21,6 @@ from tests.close import close, exact, near
 from tests.ranks import ROOT
 
 LENGTH, DOCUMENTS, BATCH = 12, 16, 4
-
-
-def without(*packages: str) -> pytest.MarkDecorator:
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} is not installed")
 
 
 def gpt2() -> nn.Module:
@@ -58,8 +52,9 @@ def loss_of(model: nn.Module, batch: dict, reduction: str) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction=reduction)
 
 
-@without("transformers", "kronfluence")
 def test_kronfluence_has_the_same_factors_and_scores_from_ours(tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("kronfluence")
     from kronfluence.analyzer import Analyzer, prepare_model
     from kronfluence.arguments import FactorArguments, ScoreArguments
     from kronfluence.task import Task
@@ -113,8 +108,9 @@ def test_kronfluence_has_the_same_factors_and_scores_from_ours(tmp_path):
     near(scores["ours"], scores["own"], bound, "eigenvectors of close eigenvalues turn into each other by rounding")
 
 
-@without("transformers", "peft")
 def test_peft_starts_lora_from_ours(tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
     from peft import LoraConfig, get_peft_model, initialize_lora_eva_weights
 
     batches = [{key: torch.stack([row[key] for row in documents()]) for key in ("input_ids", "labels")}]
@@ -152,8 +148,9 @@ def saved(folder: Path) -> Path:
     return folder
 
 
-@without("transformers", "datasets")
 def test_the_command_reads_models_and_texts_at_any_stage(tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("datasets")
     from datasets import Dataset
 
     folder = saved(tmp_path / "model")
