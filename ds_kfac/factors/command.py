@@ -32,8 +32,7 @@ def run(arguments: argparse.Namespace) -> str:
     block = dict(find_block(given) or {})
     if arguments.fisher:
         block["factor"] = {**block.get("factor", {}), "fisher": arguments.fisher}
-    if "RANK" in os.environ:
-        get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    get_accelerator().set_device(int(os.environ.setdefault("LOCAL_RANK", "0")))  # zero.Init asks for it
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     source = {key: str(getattr(arguments, key)) for key in ("model", "data", "length", "batch", "limit")}
     with joined():  # weights are cut between ranks while they are read

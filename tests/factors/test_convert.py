@@ -1,6 +1,9 @@
 """Other tools' files: what they hold, by their formulas; with the tools themselves in tests/integrations."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from ds_kfac.factors.fitting import fit
 from ds_kfac.factors.summary import condition, draw, effective_rank, table
 from tests.close import close, exact
 from tests.factors.test_fit import CLASSES, WIDTH, Images, Sequences, sequences
+from tests.ranks import ROOT
 
 ROWS = 4 * 18
 
@@ -121,6 +125,18 @@ def test_the_commands_compute_and_convert(tmp_path, capfd):
     assert found.factor("own.head", "G").shape == (CLASSES, CLASSES)
     assert main(["convert", str(tmp_path / "made"), "--to", "gptq", "--out", str(tmp_path / "gptq")]) == 0
     assert "wrote 2 of 2 layers for gptq" in capfd.readouterr().out
+
+
+def test_a_model_is_cut_without_a_launcher_too(tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    here, environment = "tests.factors.test_convert", {**os.environ, "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, "-m", "ds_kfac", "factors", "--model", f"{here}:Net", "--data", f"{here}:data"]
+    command += ["--out", str(tmp_path / "made"), "--config", str(tmp_path / "ds.json")]
+    environment = {name: value for name, value in environment.items() if name not in ("RANK", "LOCAL_RANK")}
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    whole = fit(Net(), data(0, 1), out=tmp_path / "whole", progress=False)
+    exact(Factors.load(tmp_path / "made").factor("own.head", "G"), whole.factor("own.head", "G"))
 
 
 @pytest.mark.parametrize(
