@@ -61,7 +61,7 @@ class ToyRule(UpdateRule):
     def direction(self, plan, layout, exchange, optimizer, metrics) -> SoftSign:
         return SoftSign(plan, layout, exchange)
 
-    def described(self, plan, optimizer: str) -> str:
+    def described(self, plan, optimizer: str, ratio: float = 1.0) -> str:
         return "soft sign in the eigenbasis"
 
     def moments(self, config: KFACConfig) -> type[Mean]:
