@@ -1,6 +1,7 @@
 """What users give: files of texts, sources, folders that a killed run has left, models whose ranks differ."""
 
 import json
+import os
 from argparse import Namespace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from ds_kfac.factors.command import _config, _data, _texts
 from ds_kfac.factors.files import FactorsError
 from ds_kfac.factors.fitting import fit
 from tests.factors.test_fit import Sequences, sequences
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 
 
 def test_a_line_of_jsonl_may_have_other_separators_in_it(tmp_path):
@@ -92,11 +93,13 @@ def test_ranks_with_other_layers_are_told(tmp_path):
 
 def joins(payload: dict) -> float:
     torch.distributed.destroy_process_group()  # as in a script of a launcher, which has not joined its job
+    os.environ["MASTER_PORT"] = payload["port"]  # the last job's store may still be there
     found = fit(Sequences(), sequences(2), out=payload["out"], progress=False)
     return found.header["sequences"]
 
 
 @pytest.mark.distributed
 def test_a_launched_script_that_has_not_joined_its_job_does(tmp_path):
-    said = run_ranks("tests.factors.test_arguments:joins", world=2, payload={"out": str(tmp_path)}, timeout=60)
+    payload = {"out": str(tmp_path), "port": str(free_port())}
+    said = run_ranks("tests.factors.test_arguments:joins", world=2, payload=payload, timeout=60)
     assert said == [12, 12]
