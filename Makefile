@@ -106,6 +106,8 @@ $(VENV)/more/%/.ready: pyproject.toml constraints.txt
 	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[examples]" pytest datasets
 	$(@D)/bin/python -m pip install --quiet $* "torch==$$($(@D)/bin/python -c 'import torch; print(torch.__version__)')" \
 		|| echo "integrations-more: $* does not install here, see above; its tests are skipped"
+# one that was built for another torch breaks transformers; nothing here sees
+	$(@D)/bin/python -c "import torchvision" 2>/dev/null || $(@D)/bin/python -m pip uninstall --quiet --yes torchvision
 	touch $@
 
 integrations-more: $(MORE:%=$(VENV)/more/%/.ready)

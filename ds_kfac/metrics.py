@@ -47,6 +47,9 @@ class Metrics:
         timings: set it to fill ``seconds``, which synchronises the device around every stage.
         seconds: stage -> seconds so far.
         nu: last kl-clip factor, a device scalar, the same on all ranks; None while kl-clip is off.
+        kl: likewise, nu^2 lr^2 <V, gradient> / 2: how far a step at the rate that kl-clip takes moves the model's
+            distribution, in nats per row of the loss, before momentum and by the damped curvature (so at most kl_clip
+            / 2). In nats with ``fisher`` monte_carlo only.
         summary: fp32 on the device, over all ranks, as :data:`SUMMARY` names it.
     """
 
@@ -55,6 +58,7 @@ class Metrics:
         self.counts: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.nu: Tensor | None = None
+        self.kl: Tensor | None = None
         self.summary = torch.zeros(len(SUMMARY), device=device)
         self._accumulates = torch.tensor([float(so_far) for so_far in SUMMARY.values()], device=device)
         self.step_counts: Counter[str] = Counter()
@@ -94,7 +98,7 @@ class Metrics:
         values: dict[str, float] = {name: float(count) for name, count in self.counts.items()}
         values |= dict(zip(SUMMARY, self.summary.tolist(), strict=True))
         if self.nu is not None:
-            values["nu"] = float(self.nu)
+            values |= {"nu": float(self.nu), "kl": float(self.kl)}
         return values | {f"seconds_{name}": seconds for name, seconds in self.seconds.items()}
 
 

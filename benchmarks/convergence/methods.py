@@ -252,13 +252,13 @@ AUTOENCODER_RATES = {
 }
 REWARD_RATES = {
     **RATES,
-    "adamw": [1e-4, 3e-4, 1e-3],
-    "muon": [1e-3, 3e-3, 1e-2],
-    "soap": [1e-4, 3e-4, 1e-3, 3e-3],
+    "adamw": [3e-5, 1e-4, 3e-4],
+    "muon": [3e-4, 1e-3, 3e-3],
+    "soap": [1e-4, 3e-4, 1e-3],
     "kfac_sgd": [0.03, 0.1, 0.3],
-    "kfac_adamw": [1e-4, 3e-4, 1e-3],
-    **{f"{name}_adam_{ratio}": [3e-4, 1e-3, 3e-3] for name in TRAINED for ratio in ADAM_RATIOS},
-    **{name: [1e-4, 3e-4, 1e-3] for name in TRAINED},
+    "kfac_adamw": [3e-5, 1e-4, 3e-4],
+    **{f"{name}_adam_{ratio}": [1e-4, 3e-4, 1e-3] for name in TRAINED for ratio in ADAM_RATIOS},
+    **{name: [3e-5, 1e-4, 3e-4] for name in TRAINED},
 }
 
 

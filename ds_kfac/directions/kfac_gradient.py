@@ -106,9 +106,10 @@ class KFACGradient(Direction):
     ) -> dict[str, Tensor]:
         kl_clip = self.config.preconditioner.kl_clip_at(context.step)
         if not kl_clip:
-            self.metrics.nu = None
+            self.metrics.nu = self.metrics.kl = None
             return {}
         self.metrics.nu = nu = kl_clip_scale(totals[0], kl_clip=kl_clip)
+        self.metrics.kl = nu.square() * totals[0] / 2
         one = torch.ones_like(nu)
         return {name: torch.where(ready, nu, one) for name, ready in prepared.items()}
 

@@ -165,4 +165,4 @@ def selected(job: Job) -> dict[str, float]:
     shown |= {f"kfac/lr_{kind}": times * float(lr) for kind, times in kfac.rule.rates(kfac.plan, ratio).items()}
     shown |= {f"kfac/{name}": value for name, value in fares(kfac).items()}
     shown["kfac/sent_bytes"] = sum(value for name, value in found.items() if name.startswith("sent_bytes_"))
-    return shown | ({} if kfac.metrics.nu is None else {"kfac/nu": float(kfac.metrics.nu)})
+    return shown | {f"kfac/{name}": found[name] for name in ("nu", "kl") if name in found}

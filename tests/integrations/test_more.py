@@ -30,7 +30,8 @@ class Quick:
     def find_spec(self, name, path=None, target=None):
         if name != "deepspeed.comm.torch":
             return None
-        sys.modules["deepspeed"].ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        from deepspeed.git_version_info import compatible_ops
+        compatible_ops["deepspeed_shm_comm"] = False
 sys.meta_path.insert(0, Quick())
 """
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\\n{% endfor %}"
