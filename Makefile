@@ -106,8 +106,9 @@ $(VENV)/more/%/.ready: pyproject.toml constraints.txt
 	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[examples]" pytest datasets
 	$(@D)/bin/python -m pip install --quiet $* "torch==$$($(@D)/bin/python -c 'import torch; print(torch.__version__)')" \
 		|| echo "integrations-more: $* does not install here, see above; its tests are skipped"
-# one that was built for another torch breaks transformers; nothing here sees
-	$(@D)/bin/python -c "import torchvision" 2>/dev/null || $(@D)/bin/python -m pip uninstall --quiet --yes torchvision
+# those that were built for another torch break what imports them; nothing here sees or hears
+	for one in torchvision torchaudio; do $(@D)/bin/python -c "import $$one" 2>/dev/null \
+		|| $(@D)/bin/python -m pip uninstall --quiet --yes $$one; done
 	touch $@
 
 integrations-more: $(MORE:%=$(VENV)/more/%/.ready)

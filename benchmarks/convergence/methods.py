@@ -215,7 +215,8 @@ DEFAULT_METHODS = ["adamw", "muon", "kfac_sgd", "kfac_adamw", "kfacadamw"]
 """For texts; the others show what a part of KFACAdamW is worth."""
 IMAGE_METHODS = ["sgd", "adamw", "muon_filters", "kfac_nesterov", "kfac_relative", "kfacadamw"]
 
-REWARD_METHODS = ["adamw", "muon", "soap", "kfac_sgd", "kfac_adamw", "kfacadamw_adam_1", "kfacadamw_unrotated_adam_1"]
+REWARD_METHODS = ["adamw", "muon", "soap", "kfac_sgd", "kfac_adamw", "kfacadamw", "kfacadamw_unrotated"]
+"""Those with adam_lr at lr were worse in brackets."""
 AUTOENCODER_METHODS = ["adamw", "muon", "kfac_sgd", "kfac_adamw", "kfac_quadratic", "kfacadamw"]
 
 RATES: dict[str, list[float]] = {
@@ -252,13 +253,13 @@ AUTOENCODER_RATES = {
 }
 REWARD_RATES = {
     **RATES,
-    "adamw": [3e-5, 1e-4, 3e-4],
-    "muon": [3e-4, 1e-3, 3e-3],
-    "soap": [1e-4, 3e-4, 1e-3],
-    "kfac_sgd": [0.03, 0.1, 0.3],
-    "kfac_adamw": [3e-5, 1e-4, 3e-4],
-    **{f"{name}_adam_{ratio}": [1e-4, 3e-4, 1e-3] for name in TRAINED for ratio in ADAM_RATIOS},
-    **{name: [3e-5, 1e-4, 3e-4] for name in TRAINED},
+    "adamw": [3e-4, 1e-3, 3e-3],
+    "muon": [1e-3, 3e-3, 1e-2],
+    "soap": [3e-4, 1e-3, 3e-3],
+    "kfac_sgd": [0.003, 0.01, 0.03],
+    "kfac_adamw": [3e-4, 1e-3, 3e-3],
+    **{name: [1e-4, 3e-4, 1e-3] for name in TRAINED},
+    **{f"{name}_adam_{ratio}": [3e-4, 1e-3, 3e-3] for name in TRAINED for ratio in ADAM_RATIOS},
 }
 
 

@@ -24,6 +24,8 @@ IGNORED = -100
 BASE_SEED, BASE_ROWS, BASE_RATE, BASE_WARMUP, BASE_DECAY = 0, 256, 1e-3, 20, 60
 """Of the base: its rate rises over the first steps and falls to 0 over the last ones. One that is stopped at its full
 rate is so sharp that AdamW destroys it at 3e-4 in ten steps."""
+NOISY = 100
+"""Steps at the end of a base's training whose answers have noise."""
 CLIP = 0.2
 """Of the ratio."""
 SAMPLES = 8
@@ -152,7 +154,8 @@ class Base:
 
 @dataclass(frozen=True)
 class RewardTask:
-    """A rule, and how much of it is known before; ``rows``: samples in a step, ``minibatches``: steps a generation."""
+    """A rule, and how much of it is known before; ``rows``: samples in a step, ``minibatches``: steps a generation,
+    ``noise``: the part of the digits in the base's answers that are drawn at random."""
 
     model: GPTConfig
     rule: str
@@ -160,6 +163,7 @@ class RewardTask:
     rows: int
     steps: int
     minibatches: int = 1
+    noise: float = 0.0
     base = "adamw"
 
     def corpus(self, path: str | None) -> Base:
@@ -170,9 +174,9 @@ class RewardTask:
         """
         if path is not None:
             raise ValueError(f"--data {path}: tasks with rewards make their own questions; leave it out")
-        rates = {"rate": BASE_RATE, "rows": BASE_ROWS, "seed": BASE_SEED, "decay": BASE_DECAY}
+        rates = {"rate": BASE_RATE, "rows": BASE_ROWS, "seed": BASE_SEED, "decay": BASE_DECAY, "noise": (self.noise, NOISY)}
         made = {"rule": self.rule, "steps": self.base_steps, **rates, "model": asdict(self.model)}
-        weights = made_once(self.rule, made, lambda: supervised(self.model, RULES[self.rule], self.base_steps))
+        weights = made_once(self.rule, made, lambda: supervised(self.model, RULES[self.rule], self.base_steps, self.noise))
         generation = f"{SAMPLES} samples, {self.minibatches} steps a generation"
         return Base(f"{self.rule}, {generation}, base: {self.base_steps} steps, {rates}", weights)
 
@@ -266,16 +270,23 @@ class Referee:
         }
 
 
-def supervised(config: GPTConfig, rule: Rule, steps: int) -> GPT:
-    """A network after so many steps of AdamW on right answers."""
+def supervised(config: GPTConfig, rule: Rule, steps: int, noise: float) -> GPT:
+    """A network after so many steps of AdamW on right answers; in the last of them a part of the digits is random."""
     torch.manual_seed(BASE_SEED)
     network = GPT(config)
     optimizer = torch.optim.AdamW(network.parameters(), lr=BASE_RATE, betas=(0.9, 0.95), weight_decay=0.01)
     for step in range(steps):
         part = min(1.0, (step + 1) / BASE_WARMUP, (steps - step) / BASE_DECAY)
         optimizer.param_groups[0]["lr"] = BASE_RATE * part
-        questions = rule.questions(random.Random(f"base {BASE_SEED} {step}"), BASE_ROWS)
-        network(*with_answers(rule, questions, IGNORED)).backward()
+        source = random.Random(f"base {BASE_SEED} {step}")
+        tokens, labels = with_answers(rule, rule.questions(source, BASE_ROWS), IGNORED)
+        if noise and step >= steps - NOISY:
+            generator = torch.Generator().manual_seed(source.getrandbits(48))
+            drawn = (torch.rand(labels.shape, generator=generator) < noise) & (labels >= ord("0"))
+            digits = torch.randint(ord("0"), ord("9") + 1, labels.shape, generator=generator)
+            labels = torch.where(drawn, digits, labels)
+            tokens[:, 1:] = torch.where(drawn, digits, tokens.roll(-1, 1))[:, :-1]
+        network(tokens, labels).backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

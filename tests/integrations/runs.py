@@ -1,4 +1,5 @@
-"""Train, resume, evaluate and log with a real package, by its example, at every ZeRO stage; on two ranks."""
+"""Train, resume, evaluate and log with a real package, by its example, at every ZeRO stage, in bf16 and offloaded; on
+two ranks."""
 
 import contextlib
 import hashlib
@@ -6,6 +7,7 @@ import importlib
 import io
 import json
 import math
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,21 @@ EXAMPLES = {
     "Lightning": ("lightning_module", ("lightning",)),
 }
 """Row of the table -> its example, and the packages that it needs."""
-STAGES = (0, 1, 2, 3)
+OFFLOADED = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+MODES: dict[str, dict[str, Any]] = {
+    **{str(stage): {"zero_optimization": {"stage": stage}} for stage in (0, 1, 2, 3)},
+    "2 in bf16": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}},
+    "2 with offload": {"zero_optimization": OFFLOADED, "zero_force_ds_cpu_optimizer": False},
+}
+"""ZeRO stages, and what else is in the DeepSpeed config. fp16 needs a GPU."""
+BF16 = {
+    "hf_trainer": ("TrainingArguments", {"bf16": True}),
+    "trl_sft_lora": ("SFTConfig", {"bf16": True}),
+    "trl_dpo": ("DPOConfig", {"bf16": True}),
+    "accelerate_loop": ("Accelerator", {"mixed_precision": "bf16"}),
+    "lightning_module": ("pl.Trainer", {"precision": "bf16-true"}),
+}
+"""Example -> what takes the precision there, in the framework's words."""
 CELLS = ("trains", "resumes", "evaluates", "logs")
 
 
@@ -47,11 +63,26 @@ def fresh() -> None:
     GradientState._reset_state()
 
 
-def run(name: str, *arguments: str) -> dict[str, Any]:
+@contextlib.contextmanager
+def in_bf16(module: Any) -> Iterator[None]:
+    """The example's framework is told of bf16, too."""
+    path, given = BF16[module.__name__.split(".")[-1]]
+    *outer, attribute = path.split(".")
+    owner = getattr(module, outer[0]) if outer else module
+    made = getattr(owner, attribute)
+    setattr(owner, attribute, lambda *args, **own: made(*args, **own | given))
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, made)
+
+
+def run(name: str, *arguments: str, bf16: bool = False) -> dict[str, Any]:
     """What one run of an example ended with."""
     fresh()
     module = importlib.import_module(f"examples.integrations.{EXAMPLES[name][0]}")
-    result = module.main(["--steps", str(STEPS), *arguments])
+    with in_bf16(module) if bf16 else contextlib.nullcontext():
+        result = module.main(["--steps", str(STEPS), *arguments])
     if isinstance(result, tuple):
         engine, last = result
         first: dict[str, float] = {}
@@ -93,26 +124,26 @@ def checkpoint(folder: Path) -> Path:
     return next(folder / name for name in names if (folder / name).exists())
 
 
-def worker(payload: tuple[str, str, tuple[int, ...]]) -> dict[int, Any]:
-    """Stage -> what two runs found, the second one from the first one's checkpoint; and the cells."""
+def worker(payload: tuple[str, str, Sequence[str]]) -> dict[str, Any]:
+    """Mode -> what two runs found, the second one from the first one's checkpoint; and the cells."""
     import ds_kfac
     from examples.integrations import tiny
 
-    name, folder, stages = payload
+    name, folder, modes = payload
     tokens = tiny.tokens
     # three steps an epoch: Lightning does not resume in the middle of one's data
     tiny.tokens = lambda count=48: tokens(min(count, 48))
     ds_kfac.enable()
     found = {}
-    for stage in stages:
-        out = Path(folder, str(stage))
+    for mode in modes:
+        out = Path(folder, mode)
         out.mkdir(exist_ok=True)
-        config = tiny.ds_config(Path(tiny.__file__).with_name("ds_config.json"), zero_optimization={"stage": stage})
+        config = tiny.ds_config(Path(tiny.__file__).with_name("ds_config.json"), **MODES[mode])
         path = out / f"config{dist.get_rank()}.json"
         path.write_text(json.dumps(config))
         given = ("--out", str(out), "--deepspeed", str(path))
         with contextlib.redirect_stdout(io.StringIO()):
-            straight = run(name, *given)
-            resumed = run(name, *given, "--resume", str(checkpoint(out)))
-        found[stage] = straight, resumed, cells(straight, resumed)
+            straight = run(name, *given, bf16="bf16" in mode)
+            resumed = run(name, *given, "--resume", str(checkpoint(out)), bf16="bf16" in mode)
+        found[mode] = straight, resumed, cells(straight, resumed)
     return found

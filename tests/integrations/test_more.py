@@ -30,8 +30,7 @@ class Quick:
     def find_spec(self, name, path=None, target=None):
         if name != "deepspeed.comm.torch":
             return None
-        from deepspeed.git_version_info import compatible_ops
-        compatible_ops["deepspeed_shm_comm"] = False
+        sys.modules["deepspeed.ops"].__compatible_ops__ = {{}}
 sys.meta_path.insert(0, Quick())
 """
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\\n{% endfor %}"
@@ -92,8 +91,8 @@ def factory(folder: Path, stage: str, out: str, **more: str) -> list[float]:
         "learning_rate": 2e-3 if stage == "sft" else 2e-4, "deepspeed": "ds.json", "use_cpu": True, "bf16": False,
         "report_to": "none", "preprocessing_num_workers": 1, **more,
     }  # fmt: skip
-    (folder / f"{out}.json").write_text(json.dumps(options))
-    command = [str(HERE / "llamafactory-cli"), "train", f"{out}.json"]
+    (folder / f"{out}.yaml").write_text(json.dumps(options))  # of a .json it takes the path for a file
+    command = [str(HERE / "llamafactory-cli"), "train", f"{out}.yaml"]
     return losses(folder, *command, DS_KFAC="1", FORCE_TORCHRUN="1")
 
 
