@@ -295,8 +295,10 @@ def supervised(config: GPTConfig, rule: Rule, steps: int, noise: float) -> GPT:
 
 NETWORK = GPTConfig(width=128, blocks=3, context=24)
 REWARD_TASKS = {
-    "addition": RewardTask(NETWORK, "addition", base_steps=355, rows=512, steps=100),
-    "addition_clipped": RewardTask(NETWORK, "addition", base_steps=355, rows=128, steps=200, minibatches=4),
+    "addition": RewardTask(NETWORK, "addition", base_steps=550, noise=0.5, rows=512, steps=100),
+    "addition_clipped": RewardTask(
+        NETWORK, "addition", base_steps=550, noise=0.5, rows=128, steps=200, minibatches=4
+    ),
     "brackets": RewardTask(NETWORK, "brackets", base_steps=56, rows=512, steps=100),
     "brackets_clipped": RewardTask(NETWORK, "brackets", base_steps=56, rows=128, steps=200, minibatches=4),
     "sorting": RewardTask(NETWORK, "sorting", base_steps=44, rows=512, steps=100),
