@@ -174,7 +174,9 @@ class RewardTask:
         """
         if path is not None:
             raise ValueError(f"--data {path}: tasks with rewards make their own questions; leave it out")
-        rates = {"rate": BASE_RATE, "rows": BASE_ROWS, "seed": BASE_SEED, "decay": BASE_DECAY, "noise": (self.noise, NOISY)}
+        rates = {"rate": BASE_RATE, "rows": BASE_ROWS, "seed": BASE_SEED, "decay": BASE_DECAY}
+        if self.noise:
+            rates |= {"noise": self.noise, "noisy": NOISY}
         made = {"rule": self.rule, "steps": self.base_steps, **rates, "model": asdict(self.model)}
         weights = made_once(self.rule, made, lambda: supervised(self.model, RULES[self.rule], self.base_steps, self.noise))
         generation = f"{SAMPLES} samples, {self.minibatches} steps a generation"

@@ -82,8 +82,10 @@ class Context:
 
 
 def without_optimizer(engine: Any) -> bool:
-    """Whether an engine cannot train; at ZeRO-3 it has what gathers its parameters in an optimizer's place."""
-    return engine.optimizer is None or isinstance(engine.optimizer, (DummyOptim, DeepSpeedZeRoOffload))
+    """Whether an engine cannot train. At ZeRO-3 it has what gathers its parameters in an optimizer's place, in bf16
+    what keeps master weights, around a dummy."""
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    return inner is None or isinstance(inner, (DummyOptim, DeepSpeedZeRoOffload))
 
 
 def of_engine(engine: Any, config: KFACConfig, own: str | None) -> Context:

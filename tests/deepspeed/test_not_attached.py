@@ -72,18 +72,22 @@ def frozen_worker(_) -> dict:
     import ds_kfac
 
     found = {}
-    for name in ("adam-z0", "z0", "adam-z3"):
-        model = make_net().requires_grad_(False)
-        x = torch.ones(1, 3, 13)
+    for name, dtype in FROZEN:
+        model = make_net().requires_grad_(False).to(dtype)
+        x = torch.ones(1, 3, 13, dtype=dtype)
         expected = model(x)
-        engine, *_ = ds_kfac.initialize(model=model, config=BY_NAME[name].config(1, 1))
-        found[name] = hasattr(engine, "kfac"), torch.equal(engine(x), expected)
+        config = BY_NAME[name].config(1, 1) | {"bf16": {"enabled": dtype is torch.bfloat16}}
+        engine, *_ = ds_kfac.initialize(model=model, config=config)
+        found[name, dtype] = hasattr(engine, "kfac"), torch.equal(engine(x), expected)
     return found
+
+
+FROZEN = [(name, dtype) for name in ("adam-z0", "z0", "adam-z3") for dtype in (torch.float32, torch.bfloat16)]
 
 
 def test_a_frozen_model_is_left_as_it_is():
     found = run_ranks("tests.deepspeed.test_not_attached:frozen_worker", world=1)[0]
-    assert found == dict.fromkeys(("adam-z0", "z0", "adam-z3"), (False, True))
+    assert found == dict.fromkeys(FROZEN, (False, True))
 
 
 def foreign_worker(folder: str) -> dict:
