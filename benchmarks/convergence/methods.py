@@ -89,18 +89,6 @@ def kfac_sgd(rate: float) -> dict:
     return {"optimizer": {"type": "SGD", "params": params}, "gradient_clipping": 0.0, "kfac": KFAC_FOR_SGD}
 
 
-def kfac_trust(rate: float) -> dict:
-    """A natural gradient whose length, in the Fisher of the model's own samples, is the rate: of rate^2 / 2 nats."""
-    optimizer = {"type": "SGD", "params": {"lr": rate, "weight_decay": 0.0}}
-    kfac = {
-        "factor": {"update_interval": 1, "rows": "all", "fisher": "monte_carlo", "prediction": "network.lm_head"},
-        "eigenbasis": {"refresh_interval": 1},
-        "damping": {"kind": "relative", "value": 1.0},
-        "preconditioner": {"kl_clip": rate**2},
-    }
-    return {"optimizer": optimizer, "gradient_clipping": 0.0, "kfac": kfac}
-
-
 def sgd(rate: float) -> dict:
     params = {"lr": rate, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}
     return {"optimizer": {"type": "SGD", "params": params}, "gradient_clipping": 0.0}
@@ -206,7 +194,6 @@ METHODS: dict[str, Callable[[float], dict]] = {
     "adamw": adamw,
     "muon": muon,
     "kfac_sgd": kfac_sgd,
-    "kfac_trust": kfac_trust,
     "kfac_adamw": kfac_adamw,
     "kfacadamw": kfacadamw,
     "muon_filters": muon_filters,
