@@ -272,6 +272,15 @@ class Referee:
         }
 
 
+def noisy(tokens: Tensor, labels: Tensor, noise: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Tokens and labels [N, T], of which a part of the answers' digits is drawn anew."""
+    drawn = (torch.rand(labels.shape, generator=generator) < noise) & (labels >= ord("0"))
+    labels = torch.where(drawn, torch.randint(ord("0"), ord("9") + 1, labels.shape, generator=generator), labels)
+    tokens = tokens.clone()
+    tokens[:, 1:] = torch.where(drawn, labels, tokens.roll(-1, 1))[:, :-1]
+    return tokens, labels
+
+
 def supervised(config: GPTConfig, rule: Rule, steps: int, noise: float) -> GPT:
     """A network after so many steps of AdamW on right answers; in the last of them a part of the digits is random."""
     torch.manual_seed(BASE_SEED)
@@ -283,11 +292,7 @@ def supervised(config: GPTConfig, rule: Rule, steps: int, noise: float) -> GPT:
         source = random.Random(f"base {BASE_SEED} {step}")
         tokens, labels = with_answers(rule, rule.questions(source, BASE_ROWS), IGNORED)
         if noise and step >= steps - NOISY:
-            generator = torch.Generator().manual_seed(source.getrandbits(48))
-            drawn = (torch.rand(labels.shape, generator=generator) < noise) & (labels >= ord("0"))
-            digits = torch.randint(ord("0"), ord("9") + 1, labels.shape, generator=generator)
-            labels = torch.where(drawn, digits, labels)
-            tokens[:, 1:] = torch.where(drawn, digits, tokens.roll(-1, 1))[:, :-1]
+            tokens, labels = noisy(tokens, labels, noise, torch.Generator().manual_seed(source.getrandbits(48)))
         network(tokens, labels).backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()

@@ -37,8 +37,9 @@ def warn_of_compilation() -> None:
         return
     if not is_compiled():
         logger.warning(
-            f"ds_kfac: DeepSpeed compiles {COMPILED} below {extensions_root()} now, once, for one to two minutes. If "
-            "it takes longer, remove the file lock there, which a run that was killed has left"
+            f"ds_kfac: DeepSpeed compiles {COMPILED} below {extensions_root()} when it starts, once, for one to three "
+            "minutes, unless the script switches that off. If it takes longer, remove the file lock there, which a run "
+            "that was killed has left"
         )
 
 

@@ -52,6 +52,21 @@ def test_supervision_is_of_answers_only():
     assert (labels[0] != IGNORED).nonzero().flatten().tolist() == [7, 8, 9, 10]
 
 
+def test_noise_is_in_the_digits_of_answers_and_in_what_follows_them():
+    questions = RULES["addition"].questions(random.Random(2), 500)
+    tokens, labels = with_answers(RULES["addition"], questions, IGNORED)
+    found, seen = reward_tasks.noisy(tokens, labels, 0.5, torch.Generator().manual_seed(0))
+    answers = labels != IGNORED
+    exact(seen[~answers], labels[~answers])
+    exact(found[:, 1:][answers[:, :-1]], seen[:, :-1][answers[:, :-1]])
+    exact(found[:, : len(questions[0])], tokens[:, : len(questions[0])])
+    digits = labels >= ord("0")
+    exact(seen[answers & ~digits], labels[answers & ~digits])
+    changed = float((seen != labels)[digits].float().mean())
+    near(changed, 0.45, 0.05, "nine tenths of a half; five standard errors of 1,500 draws and more")
+    assert int(seen[digits].min()) >= ord("0") and int(seen[digits].max()) <= ord("9")
+
+
 def wide() -> GPT:
     """Far from uniform, so that a wrong row would be seen."""
     torch.manual_seed(0)
