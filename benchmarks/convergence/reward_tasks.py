@@ -178,7 +178,9 @@ class RewardTask:
         if self.noise:
             rates |= {"noise": self.noise, "noisy": NOISY}
         made = {"rule": self.rule, "steps": self.base_steps, **rates, "model": asdict(self.model)}
-        weights = made_once(self.rule, made, lambda: supervised(self.model, RULES[self.rule], self.base_steps, self.noise))
+        weights = made_once(
+            self.rule, made, lambda: supervised(self.model, RULES[self.rule], self.base_steps, self.noise)
+        )
         generation = f"{SAMPLES} samples, {self.minibatches} steps a generation"
         return Base(f"{self.rule}, {generation}, base: {self.base_steps} steps, {rates}", weights)
 
@@ -303,9 +305,7 @@ def supervised(config: GPTConfig, rule: Rule, steps: int, noise: float) -> GPT:
 NETWORK = GPTConfig(width=128, blocks=3, context=24)
 REWARD_TASKS = {
     "addition": RewardTask(NETWORK, "addition", base_steps=550, noise=0.5, rows=512, steps=100),
-    "addition_clipped": RewardTask(
-        NETWORK, "addition", base_steps=550, noise=0.5, rows=128, steps=200, minibatches=4
-    ),
+    "addition_clipped": RewardTask(NETWORK, "addition", base_steps=550, noise=0.5, rows=128, steps=200, minibatches=4),
     "brackets": RewardTask(NETWORK, "brackets", base_steps=56, rows=512, steps=100),
     "brackets_clipped": RewardTask(NETWORK, "brackets", base_steps=56, rows=128, steps=200, minibatches=4),
     "sorting": RewardTask(NETWORK, "sorting", base_steps=44, rows=512, steps=100),
