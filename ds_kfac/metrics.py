@@ -97,7 +97,7 @@ class Metrics:
         """All of it by name. Reads device scalars, so call it now and then only."""
         values: dict[str, float] = {name: float(count) for name, count in self.counts.items()}
         values |= dict(zip(SUMMARY, self.summary.tolist(), strict=True))
-        if self.nu is not None:
+        if self.nu is not None and self.kl is not None:
             values |= {"nu": float(self.nu), "kl": float(self.kl)}
         return values | {f"seconds_{name}": seconds for name, seconds in self.seconds.items()}
 
