@@ -253,12 +253,12 @@ AUTOENCODER_RATES = {
 }
 REWARD_RATES = {
     **RATES,
-    "adamw": [3e-4, 1e-3, 3e-3],
-    "muon": [1e-3, 3e-3, 1e-2],
+    "adamw": [3e-4, 5e-4, 1e-3, 2e-3, 3e-3],
+    "muon": [1e-3, 2e-3, 3e-3, 5e-3, 1e-2],
     "soap": [3e-4, 1e-3, 3e-3],
     "kfac_sgd": [0.003, 0.01, 0.03],
     "kfac_adamw": [3e-4, 1e-3, 3e-3],
-    **{name: [1e-4, 3e-4, 1e-3] for name in TRAINED},
+    **{name: [1e-4, 2e-4, 3e-4, 5e-4, 1e-3] for name in TRAINED},
     **{f"{name}_adam_{ratio}": [3e-4, 1e-3, 3e-3] for name in TRAINED for ratio in ADAM_RATIOS},
 }
 
