@@ -7,10 +7,11 @@ import importlib
 import io
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -63,18 +64,13 @@ def fresh() -> None:
     GradientState._reset_state()
 
 
-@contextlib.contextmanager
-def in_bf16(module: Any) -> Iterator[None]:
+def in_bf16(module: Any) -> contextlib.AbstractContextManager:
     """The example's framework is told of bf16, too."""
     path, given = BF16[module.__name__.split(".")[-1]]
     *outer, attribute = path.split(".")
     owner = getattr(module, outer[0]) if outer else module
     made = getattr(owner, attribute)
-    setattr(owner, attribute, lambda *args, **own: made(*args, **own | given))
-    try:
-        yield
-    finally:
-        setattr(owner, attribute, made)
+    return mock.patch.object(owner, attribute, lambda *args, **own: made(*args, **own | given))
 
 
 def run(name: str, *arguments: str, bf16: bool = False) -> dict[str, Any]:
