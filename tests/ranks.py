@@ -27,6 +27,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.preload"])
+STORE = "TESTS_STORE"
+"""Environment variable: a file by which ranks meet, for the first time; no port that another process may take."""
 
 
 def keep_imports() -> None:
@@ -58,7 +60,7 @@ def run_ranks(target: str, *, world: int, payload=None, timeout: float = 300) ->
         for rank in range(world):
             environment = {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, STORE: f"file://{folder}/store",
             }  # fmt: skip
             processes.append(SERVER.Process(target=_worker, args=(target, folder, environment)))
             processes[-1].start()
@@ -127,7 +129,9 @@ def init_deepspeed() -> None:
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     deepspeed.utils.logger.setLevel("ERROR")
-    deepspeed.init_distributed("gloo" if on_cpu else "nccl")
+    store = os.environ.pop(STORE, None)
+    known = {"init_method": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    deepspeed.init_distributed("gloo" if on_cpu else "nccl", **(known if store else {}))
 
 
 def _worker(target: str, folder: Path, environment: dict[str, str]) -> None:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 COLUMNS = ["step", "seconds", "loss", "held_out_loss", "step_seconds", "held_out_accuracy"]
 REWARD_COLUMNS = [*COLUMNS, "samples", "entropy", "kl"]
@@ -103,7 +104,8 @@ def read_all(out: Path) -> list[Run]:
 
 
 def check_settings(out: Path, task: str, method: str, settings: dict) -> None:
-    """Keep runs of other settings out of the same table.
+    """Keep runs of other settings out of the same table. A key of ``kfac`` that is newer than the runs had
+    its default in them; set to something else it is in "config at rate 1", too.
 
     Raises:
         ValueError: the folder has runs of this method that were made with other settings.
@@ -111,6 +113,8 @@ def check_settings(out: Path, task: str, method: str, settings: dict) -> None:
     path = out / task / f"{method}.json"
     settings = json.loads(json.dumps(settings))
     before = json.loads(path.read_text()) if path.exists() else settings
+    if (defaults := "kfac with defaults") in before and defaults in settings:
+        before = {**before, defaults: filled(before[defaults], settings[defaults])}
     if before != settings and any(path.parent.glob(f"{method}_lr*.csv")):
         keys = [key for key in {**before, **settings} if before.get(key) != settings.get(key)]
         raise ValueError(
@@ -119,6 +123,13 @@ def check_settings(out: Path, task: str, method: str, settings: dict) -> None:
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(settings, indent=1) + "\n")
+
+
+def filled(before: Any, now: Any) -> Any:
+    """``before``, with what only ``now`` has at any depth of dicts."""
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return before
+    return {**now, **{key: filled(value, now.get(key)) for key, value in before.items()}}
 
 
 def best_rate(losses: Mapping[float, float]) -> float | None:

@@ -303,3 +303,18 @@ def test_runs_of_other_settings_are_refused(tmp_path):
     check_settings(tmp_path, "tiny", "adamw", {"model": 2})
     with pytest.raises(ValueError, match="other settings \\(model\\)"):
         check_settings(tmp_path, "tiny", "adamw", {"model": 3})
+
+
+def test_a_key_that_is_newer_than_the_runs(tmp_path):
+    def check(kfac, **config):
+        settings = {"config at rate 1": {"kfac": config}, "kfac with defaults": kfac}
+        check_settings(tmp_path, "tiny", "kfacadamw", settings)
+
+    check({"factor": {"decay": 0.95}, "report": "full"})
+    write(tmp_path / "tiny/kfacadamw_lr0.001_seed0.csv", [dict.fromkeys(COLUMNS, 1.0)])
+    check({"factor": {"decay": 0.95, "rows": None}, "report": "full", "adaptive": None})
+    with pytest.raises(ValueError, match="config at rate 1"):
+        check({"factor": {"decay": 0.95, "rows": 9}, "report": "full", "adaptive": None}, factor={"rows": 9})
+    for kfac in ({"factor": {"decay": 0.9}, "report": "full"}, {"factor": {"decay": 0.95}}):
+        with pytest.raises(ValueError, match="kfac with defaults"):
+            check(kfac)
