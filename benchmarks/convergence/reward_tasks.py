@@ -308,5 +308,6 @@ REWARD_TASKS = {
     "addition_clipped": RewardTask(NETWORK, "addition", base_steps=550, noise=0.5, rows=128, steps=200, minibatches=4),
     "brackets": RewardTask(NETWORK, "brackets", base_steps=56, rows=512, steps=100),
     "brackets_clipped": RewardTask(NETWORK, "brackets", base_steps=56, rows=128, steps=200, minibatches=4),
+    "sorting": RewardTask(NETWORK, "sorting", base_steps=68, rows=512, steps=100),
     "tiny_rewards": RewardTask(GPTConfig(width=16, blocks=1, heads=2, context=16), "parity", 200, 16, 4, minibatches=2),
 }

@@ -20,7 +20,7 @@ TINY = GPTConfig(width=16, blocks=2, heads=2, context=16)
 
 @pytest.mark.parametrize(
     ("rule", "question", "answer"),
-    [("addition", "007+995=", "1002"), ("brackets", "([{}[(){=", "}]])")],
+    [("addition", "007+995=", "1002"), ("sorting", "907160=", "001679"), ("brackets", "([{}[(){=", "}]])")],
 )
 def test_a_right_answer_and_nothing_else_is_rewarded(rule, question, answer):
     found = RULES[rule]
