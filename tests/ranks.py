@@ -60,7 +60,8 @@ def run_ranks(target: str, *, world: int, payload=None, timeout: float = 300) ->
         for rank in range(world):
             environment = {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, STORE: f"file://{folder}/store",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                STORE: f"file://{folder}/store?rank={rank}&world_size={world}",
             }  # fmt: skip
             processes.append(SERVER.Process(target=_worker, args=(target, folder, environment)))
             processes[-1].start()
@@ -129,9 +130,7 @@ def init_deepspeed() -> None:
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     deepspeed.utils.logger.setLevel("ERROR")
-    store = os.environ.pop(STORE, None)
-    known = {"init_method": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-    deepspeed.init_distributed("gloo" if on_cpu else "nccl", **(known if store else {}))
+    deepspeed.init_distributed("gloo" if on_cpu else "nccl", init_method=os.environ.pop(STORE, None))
 
 
 def _worker(target: str, folder: Path, environment: dict[str, str]) -> None:

@@ -92,17 +92,17 @@ RULES = {
         solve=lambda question: str(sum(map(int, question[:-1].split("+")))),
         longest=5,
     ),
-    "brackets": Rule(draw=draw_brackets, solve=close_brackets, longest=DEEPEST + 1),
     "sorting": Rule(
         draw=lambda source: "".join(str(source.randrange(10)) for _ in range(6)) + "=",
         solve=lambda question: "".join(sorted(question[:-1])),
         longest=7,
     ),
+    "brackets": Rule(draw=draw_brackets, solve=close_brackets, longest=DEEPEST + 1),
     "parity": Rule(
         draw=lambda source: "".join(source.choice("01") for _ in range(8)) + "=",
         solve=lambda question: str(question.count("1") % 2),
         longest=2,
     ),
 }
-"""The sum of two numbers of three digits; six digits in order; what closes the open brackets; whether the ones among
-eight bits are odd, to try the benchmark."""
+"""The sum of two numbers of three digits; six digits in their order; what closes the open brackets; whether the ones
+among eight bits are odd, to try the benchmark."""
