@@ -10,7 +10,7 @@ Shape suffixes: N rows, D the side's width, P its packed elements, n blocks of w
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -127,11 +127,19 @@ class Side:
 
     def diagonal_of(self, packed_P: Tensor) -> Tensor:
         """[D] of the blocks; empty for an identity."""
-        diagonals = [packed_P[:0]]
-        for (count, width), part in zip(self.groups, packed_P.split(self.sizes), strict=True):
-            index = torch.arange(1, width + 1, device=packed_P.device).cumsum(0) - 1
-            diagonals.append(part.view(count, -1)[:, index].reshape(-1))
-        return torch.cat(diagonals)
+        if not self.groups:
+            return packed_P[:0]
+        diagonals = [
+            part.view(count, -1).index_select(1, _diagonal(width, part.device)).view(-1)
+            for (count, width), part in zip(self.groups, packed_P.split(self.sizes), strict=True)
+        ]
+        return diagonals[0] if len(diagonals) == 1 else torch.cat(diagonals)
+
+
+@cache
+def _diagonal(width: int, device: torch.device) -> Tensor:
+    """Where a packed triangle has its diagonal."""
+    return torch.arange(1, width + 1, device=device).cumsum(0) - 1
 
 
 SPIKE = 10.0

@@ -110,8 +110,10 @@ class KFACGradient(Direction):
             return {}
         self.metrics.nu = nu = kl_clip_scale(totals[0], kl_clip=kl_clip)
         self.metrics.kl = nu.square() * totals[0] / 2
-        one = torch.ones_like(nu)
-        return {name: torch.where(ready, nu, one) for name, ready in prepared.items()}
+        if not prepared:
+            return {}
+        scales = torch.where(torch.stack([*prepared.values()]), nu, torch.ones_like(nu))
+        return dict(zip(prepared, scales.unbind(), strict=True))
 
     def _quadratic(
         self,

@@ -1,5 +1,5 @@
-"""Gradients into their eigenbasis and back, in a precision; also of several layers of equal shape at once: small ones,
-whose launches cost more than their products.
+"""Gradients into their eigenbasis and back, in a precision; also of several layers of equal shape at once, as the
+launches of one cost more than its products.
 
 Shape suffixes: O, I a layer's sides, n layers of equal shape.
 """
@@ -19,8 +19,10 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.functional import block_product
 
 AT_ONCE = 1 << 22
-"""Elements of a large matrix that are rotated, or folded into moments, at once, and of small ones that are
-orthogonalized at once: 16 MiB. So many keep a GPU busy."""
+"""Elements of a large matrix that are rotated, or folded into moments, at once, and of the layers that are in memory
+together on a CPU: 16 MiB."""
+STACKED = 1 << 24
+"""Elements of the layers that a GPU takes together, unless one alone has more: 64 MiB."""
 
 
 def is_large(x_OI: Tensor) -> bool:
@@ -183,9 +185,6 @@ class BasisChange:
 
 S = TypeVar("S", bound=Any)
 
-SMALL_SIDE = 1024
-"""Longest side that is stacked. 2 D^3 FLOPs take longer than a launch of some microseconds from about there on, at the
-rate of TF32 on a data-center GPU; computed, not measured."""
 PIECE = 1 << 22
 """Elements, 32 MiB in float64."""
 STACKED_BYTES = 1 << 28
@@ -196,13 +195,14 @@ def stacks(
     layers: Sequence[LayerSpec],
     *,
     alike: Callable[[LayerSpec], Hashable] | None,
-    small: int = SMALL_SIDE,
+    largest: int | None = None,
     limit: int = STACKED_BYTES,
 ) -> tuple[tuple[LayerSpec, ...], ...]:
     """Every layer once, alone or with others of equal shape. Pure.
 
     Args:
         alike: only layers with the same are put together; None: every layer alone.
+        largest: elements of the layers of one; None: :data:`STACKED`.
         limit: bytes of eigenvectors that are copied; the smallest shapes first, as they gain most.
     """
     if alike is None:
@@ -210,15 +210,16 @@ def stacks(
     together: dict[Hashable, list[LayerSpec]] = {}
     for layer in layers:
         sides = (layer.G, layer.A)
-        whole = layer.groups == 1 and all(side.block in (0, 1, side.dim) and side.dim <= small for side in sides)
+        whole = layer.groups == 1 and all(side.block in (0, 1, side.dim) for side in sides)
         key = (layer.G, layer.A, alike(layer)) if whole else layer.name
         together.setdefault(key, []).append(layer)
     found: list[tuple[LayerSpec, ...]] = []
     for group in sorted(together.values(), key=lambda group: stacked_bytes(group[:1])):
-        room = limit // max(1, stacked_bytes(group[:1]))
-        fit = group[:room] if min(room, len(group)) > 1 else []
+        room, most = limit // max(1, stacked_bytes(group[:1])), (largest or STACKED) // group[0].numel
+        fit = group[:room] if min(room, most, len(group)) > 1 else []
         limit -= stacked_bytes(fit)
-        found += [*([tuple(fit)] if fit else []), *((layer,) for layer in group[len(fit) :])]
+        found += [tuple(fit[start : start + most]) for start in range(0, len(fit), max(1, most))]
+        found += [(layer,) for layer in group[len(fit) :]]
     place = {layer.name: index for index, layer in enumerate(layers)}
     return tuple(sorted(found, key=lambda group: place[group[0].name]))
 
@@ -238,16 +239,15 @@ def batches(stacks: Sequence[tuple[LayerSpec, ...]], states: Mapping[str, Any]) 
 
 
 def rounds(
-    stacks: Iterable[S], layers: Callable[[S], Sequence[LayerSpec]] = lambda stack: stack, limit: int | None = None
+    stacks: Iterable[S], layers: Callable[[S], Sequence[LayerSpec]] = lambda stack: stack, *, limit: int
 ) -> list[list[S]]:
     """What of a step is in memory at a time: stacks of ``limit`` elements, or one that has more, as :func:`in_order`.
 
     Args:
         layers: of a stack.
-        limit: None: :data:`ds_kfac.update.rotation.AT_ONCE`.
     """
     found: list[list[S]] = []
-    room, limit = 0, limit or AT_ONCE
+    room = 0
     for stack in in_order(stacks, layers):
         numel = sum(layer.numel for layer in layers(stack))
         if numel > room:
