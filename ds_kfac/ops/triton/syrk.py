@@ -9,6 +9,7 @@ Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle, whose
 
 # mypy: disable-error-code="arg-type, attr-defined, call-arg, misc"
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import triton
@@ -25,7 +26,19 @@ ASSUMED_MULTIPROCESSORS = 132
 
 def architecture() -> int:
     """80, 90, 100 of the current device; under the interpreter any will do."""
-    return 90 if INTERPRET else triton.runtime.driver.active.get_current_target().arch
+    return 90 if INTERPRET else _architecture(torch.cuda.current_device())
+
+
+@cache
+def _architecture(device: int) -> int:
+    return triton.runtime.driver.active.get_current_target().arch
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return ASSUMED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit
@@ -82,6 +95,7 @@ class Chosen:
 
 
 _SMALL = SyrkConfig(64, 64, 4, 4, 3, descriptor=True)
+_FLAT = SyrkConfig(64, 128, 4, 3, 2, descriptor=True)
 _LARGE = SyrkConfig(128, 64, 8, 3, 2, descriptor=True)
 _GROUPED = replace(_LARGE, group=16)
 _DEEP = SyrkConfig(128, 128, 8, 3, 1, group=16, descriptor=True)
@@ -92,7 +106,7 @@ _OLD_SMALL, _OLD_LARGE = SyrkConfig(64, 64, 4, 4, 3), SyrkConfig(128, 32, 8, 4, 
 _EXACT = SyrkConfig(64, 16, 4, 3, 4)
 SHIPPED: dict[str, tuple[SyrkConfig, ...]] = {
     "sm_80": (_OLD_SMALL, _OLD_LARGE, replace(_OLD_LARGE, group=8)),
-    "sm_90": (_SMALL, SyrkConfig(64, 128, 4, 3, 2, descriptor=True), _LARGE, _GROUPED, _DEEP, _FEW_WARPS, _WIDE, _TALL),
+    "sm_90": (_FLAT, _DEEP, _WIDE),
     "sm_100": (_SMALL, _LARGE, _GROUPED, _DEEP, _FEW_WARPS, _WIDE, _TALL),
     "fp32": (_EXACT, replace(_EXACT, group=16)),
 }
@@ -101,7 +115,10 @@ INTERPRETED = SyrkConfig(32, 16, 4, 1, 1, group=2, descriptor=True)
 LARGEST = 1 << 20
 CHOSEN: dict[str, Chosen] = {
     "sm_80": Chosen("computed", ((512, _OLD_SMALL), (LARGEST, _OLD_LARGE))),
-    "sm_90": Chosen("computed", ((512, _SMALL), (4096, _LARGE), (LARGEST, _GROUPED))),
+    "sm_90": Chosen(
+        "NVIDIA H100 80GB HBM3, torch 2.11.0, triton 3.6.0",
+        ((512, _FLAT), (1024, _DEEP), (3072, _WIDE), (4096, _DEEP), (LARGEST, _WIDE)),
+    ),
     "sm_100": Chosen("computed", ((512, _SMALL), (4096, _LARGE), (LARGEST, _GROUPED))),
     "fp32": Chosen("computed", ((LARGEST, _EXACT),)),
 }
@@ -142,9 +159,11 @@ def split_for(tiles: int, chunks: int, places: int) -> int:
     """Programs that share a tile, each with part of the ``chunks`` of rows: what takes the fewest waves times work per
     wave, with ``places`` programs at a time. 1 if torch asks for deterministic algorithms: with more, the order of
     additions is open."""
-    if torch.are_deterministic_algorithms_enabled():
-        return 1
+    return 1 if torch.are_deterministic_algorithms_enabled() else _fewest_waves(tiles, chunks, places)
 
+
+@cache
+def _fewest_waves(tiles: int, chunks: int, places: int) -> int:
     def cost(split: int) -> int:
         return triton.cdiv(tiles * split, places) * (triton.cdiv(chunks, split) + EPILOGUE_CHUNKS)
 
@@ -304,10 +323,7 @@ def accumulate(
     """:func:`syrk_accumulate_` of checked arguments, cut up as ``config`` says."""
     rows, dim = x_ND.shape
     tiles = tile_count(dim, config.block, config.width)
-    processors = ASSUMED_MULTIPROCESSORS
-    if x_ND.is_cuda:
-        processors = torch.cuda.get_device_properties(x_ND.device).multi_processor_count
-    split = split_for(tiles, triton.cdiv(rows, config.chunk), config.resident * processors)
+    split = split_for(tiles, triton.cdiv(rows, config.chunk), config.resident * multiprocessors(x_ND.device))
     programs = tiles + (triton.cdiv(dim, config.block) if ones_column is not None else 0)
     ones, ones_stride = (x_ND, 0) if ones_column is None else (ones_column, ones_column.stride(0))
     left = right = None
