@@ -8,6 +8,7 @@ g = 1 is MEM-OPT, g = W COMM-OPT.
 """
 
 import heapq
+import itertools
 import math
 from bisect import bisect_right
 from collections import Counter
@@ -64,8 +65,8 @@ class Assignment:
 def assign(work: Work, workers: int, *, paired: bool = False, memory_cap: float | None = None) -> Assignment:
     """Heaviest first to the least loaded rank: layers to columns of workers, then factors to eigen workers.
 
-    Of plans that balance whole layers or only their preconditioning the one with the smallest largest load is taken;
-    if none respects the cap, one that balances bytes.
+    Of plans that balance whole layers or only their preconditioning, with or without sending replicated results, the
+    one with the smallest largest load is taken; if none respects the cap, one that balances bytes.
 
     Args:
         workers: gradient workers per layer, a divisor of the world; 1 where gradients are partitioned.
@@ -81,8 +82,8 @@ def assign(work: Work, workers: int, *, paired: bool = False, memory_cap: float 
     found: list[Assignment] = []
     for by_memory in (False, True):
         found.clear()
-        for whole, split in kinds:
-            placed = place_workers(work, workers, whole=whole, memory_cap=cap, by_memory=by_memory)
+        for (whole, split), moving in itertools.product(kinds, (True,) if work.held is not None else (True, False)):
+            placed = place_workers(work, workers, whole=whole, moving=moving, memory_cap=cap, by_memory=by_memory)
             homes = place_eigen_workers(work, placed, split=split, memory_cap=cap, by_memory=by_memory)
             found.append(Assignment(work, placed, {factor.key: homes[factor.key] for factor in work.factors}))
         if fitting := [plan for plan in found if max(plan.memory) <= cap]:
@@ -102,7 +103,9 @@ NEAR_TIE = 0.99
 """Ranks holding at least this part of what the majority holder holds count as equals (ZeRO-3 chunks, replicas)."""
 
 
-def place_workers(work: Work, workers: int, *, whole: bool, memory_cap: float, by_memory: bool) -> Workers:
+def place_workers(
+    work: Work, workers: int, *, whole: bool, moving: bool, memory_cap: float, by_memory: bool
+) -> Workers:
     """Layer name -> its workers.
 
     With ``work.held`` the majority holder takes a layer if its load stays within ``1 + LOAD_TOLERANCE`` of the mean,
@@ -112,6 +115,7 @@ def place_workers(work: Work, workers: int, *, whole: bool, memory_cap: float, b
     Args:
         whole: the layer's factors come with it, their decompositions spread evenly over its column; else only its
             preconditioning counts, they are placed on their own.
+        moving: gradients and results count, too.
         by_memory: balance bytes in place of seconds.
     """
     count, part = work.world // workers, whole / workers
@@ -131,7 +135,8 @@ def place_workers(work: Work, workers: int, *, whole: bool, memory_cap: float, b
     for layer in sorted(work.layers, key=lambda layer: heaviest[layer.name], reverse=True):  # stable: module order
         own, after = sum(work.worker_bytes(layer)), []
         for i in range(count):
-            seconds, nbytes = work.precondition[layer.name] + work.moved(layer, i), memory[i] + own
+            seconds, nbytes = work.precondition[layer.name], memory[i] + own
+            seconds += work.moved(layer, i, workers) if moving else 0.0
             for factor in work.used[layer.name]:
                 if not (there := bases[factor.key]):
                     seconds += part * work.factor[factor.key]

@@ -142,12 +142,16 @@ _CPU = CostModel(
     cholesky_seconds=((16, 71e-6), (64, 0.21e-3), (256, 1.5e-3), (512, 6.7e-3), (1024, 43e-3), (2048, 0.26)),
     gemm_flops=1.2e11, syrk_flops=4.8e10, copy_bytes=1.1e10, call_seconds=8e-6, link_bytes=1.25e9, link_seconds=50e-6,
 )  # fmt: skip
-# not measured: orders of magnitude from published figures of an A100 (TF32 products, cuSOLVER's syevd), 200 Gbit/s
+# measured: an H100 80GB HBM3, torch 2.11, TF32 products, by benchmarks/kernels/costs.py; not so the links, 200 Gbit/s
 # between nodes and 1600 within
 _CUDA = CostModel(
-    eigh_seconds=((64, 1e-3), (256, 4e-3), (512, 10e-3), (1024, 27e-3), (2048, 80e-3), (4096, 0.3), (8192, 1.5)),
-    cholesky_seconds=((64, 2e-4), (512, 1.2e-3), (1024, 3e-3), (2048, 8e-3), (4096, 0.03), (8192, 0.15)),
-    gemm_flops=1e14, syrk_flops=1.2e14, copy_bytes=1.4e12, call_seconds=6e-6, link_bytes=2.5e10, link_seconds=20e-6,
+    eigh_seconds=((16, 0.15e-3), (64, 0.63e-3), (256, 3.7e-3), (512, 10.5e-3), (1024, 10.8e-3), (2048, 26e-3),
+                  (4096, 98e-3), (8192, 0.54)),
+    cholesky_seconds=((16, 0.13e-3), (64, 0.14e-3), (256, 0.32e-3), (512, 0.56e-3), (1024, 1.16e-3), (2048, 2.6e-3),
+                      (4096, 8.3e-3), (8192, 41e-3)),
+    product_flops=((64, 6.7e10), (128, 6.9e11), (256, 4.6e12), (512, 2.8e13), (1024, 1.3e14), (2048, 3.4e14),
+                   (4096, 4e14)),
+    gemm_flops=4e14, syrk_flops=2.7e14, copy_bytes=3e12, call_seconds=3.8e-6, link_bytes=2.5e10, link_seconds=20e-6,
     node_bytes=2e11, beside=True,
 )  # fmt: skip
 BUILTIN: Mapping[str, CostModel] = {"cpu": _CPU, "cuda": _CUDA}
@@ -291,10 +295,16 @@ class Work:
         nbytes = ELEMENT_BYTES * self.method.wire_numel(factor.side)
         return self.costs.transfer(nbytes, within_node=within_node) / self.refresh_interval
 
-    def moved(self, layer: LayerSpec, rank: int) -> float:
-        """Seconds per step on a layer's only worker: gather what others hold of the gradient, return the result."""
-        missing = max(0, layer.numel - self.held[layer.name][rank]) if self.held else 0
-        return self.costs.transfer(2 * ELEMENT_BYTES * missing)
+    def moved(self, layer: LayerSpec, rank: int, workers: int = 1) -> float:
+        """Seconds per step on a worker of a layer: gather what others hold of the gradient, return the result; where
+        gradients are replicated, send the result along a row of consecutive ranks."""
+        if self.held is not None:
+            missing = max(0, layer.numel - self.held[layer.name][rank])
+            return self.costs.transfer(2 * ELEMENT_BYTES * missing)
+        nbytes, width = ELEMENT_BYTES * layer.numel, self.world // workers
+        within = min(width, self.costs.node_size) - 1
+        sends = within * self.costs.transfer(nbytes, within_node=True)
+        return sends + (width - 1 - within) * self.costs.transfer(nbytes)
 
     def worker_bytes(self, layer: LayerSpec) -> tuple[int, int]:
         """State of a layer on each worker that others do not share: eigenvalues of identities, moments and counter."""
@@ -305,15 +315,12 @@ class Work:
         """Seconds per step of every rank; factors without an eigen worker are left out."""
         loads, sent, received, to_all = [0.0] * self.world, [0.0] * self.world, [0.0] * self.world, 0.0
         for layer in self.layers:
-            ranks, nbytes = workers[layer.name], ELEMENT_BYTES * layer.numel
+            ranks = workers[layer.name]
             for rank in ranks:
                 loads[rank] += self.precondition[layer.name]
-            if self.held is None:  # its result goes along a row of consecutive ranks
-                width = self.world // len(ranks)
-                within = min(width, self.costs.node_size) - 1
-                sends = within * self.costs.transfer(nbytes, within_node=True)
-                sends += (width - 1 - within) * self.costs.transfer(nbytes)
-                receives = sends / max(1, width - 1)  # on average
+            if self.held is None:
+                sends = self.moved(layer, ranks[0], len(ranks))
+                receives = sends / max(1, self.world // len(ranks) - 1)  # on average
                 to_all += receives
                 for rank in ranks:
                     sent[rank] += sends

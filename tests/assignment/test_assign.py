@@ -66,6 +66,15 @@ def test_what_a_gradient_costs_to_move_is_paid_by_both_ends():
     close(list(there.loads), [here.loads[0] + seconds, seconds])
 
 
+def test_a_rank_that_sends_a_wide_result_to_all_others_gets_less_else():
+    """Replicated, one worker a layer. By work alone the wide one, of whose sides one is not decomposed, comes
+    last."""
+    specs = [replace(linear_layer("l0", 1000, 40), A=Side.identity(1000)), *layers(*[(60, 60)] * 4)[1:]]
+    slow = replace(COSTS, link_bytes=COSTS.link_bytes / 100)
+    found = owners(place(specs, 2, costs=slow))
+    assert list(found.values()).count(found["l0"]) == 1, found
+
+
 def test_rounding_ties_of_zero3_chunks_do_not_pile_up_on_rank_0():
     specs = layers(*[(11, 11)] * 8)
     held = {spec.name: [31, 31, 31, 28] for spec in specs}

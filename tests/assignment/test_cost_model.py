@@ -38,7 +38,7 @@ def test_dense_preconditioning_is_four_products():
 def test_roots_are_by_products_where_these_are_faster():
     side = Side.dense(2048)
     gpu, cpu = BUILTIN["cuda"], BUILTIN["cpu"]
-    products = 160 * 2048**3 / gpu.gemm_flops + 80 * gpu.call_seconds
+    products = 160 * 2048**3 / gpu.rate(2048) + 80 * gpu.call_seconds
     close(gpu.decompose(side, METHODS["root"]), products)
     assert products < gpu.decompose(side) / 5
     assert cpu.decompose(side, METHODS["root"]) == cpu.decompose(side)

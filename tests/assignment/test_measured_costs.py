@@ -24,7 +24,7 @@ def test_what_a_file_has_is_measured_and_the_rest_stays(tmp_path):
     assert found.measured == {"eigh_seconds", "product_flops"}
     assert found.decompose(Side.dense(16)) == 8.0
     assert replace(found, eigh_seconds=(), product_flops=(), measured=frozenset()) == replace(
-        BUILTIN["cuda"], eigh_seconds=()
+        BUILTIN["cuda"], eigh_seconds=(), product_flops=()
     )
 
 
