@@ -81,7 +81,7 @@ fi
 cpu=() small=() tiny=() marked=(-m gpu)
 if [ "${SIZES:-}" = small ]; then
     cpu=(--device cpu) small=(--max-dim 256 --rows 64 --blocks 1 --seconds 0.01) marked=(-m "not gpu")
-    tiny=(--width 16 --blocks 1 --heads 2 --context 5 --vocabulary 11 --rows 2 --steps 42)
+    tiny=(--width 16 --blocks 1 --heads 2 --context 5 --vocabulary 11 --rows 2 --periods 1)
 fi
 kernels=("$PYTHON" -m benchmarks.kernels "${cpu[@]}" --out "$work")
 tests=("$PYTHON" -m pytest -v -p no:cacheprovider "${marked[@]}")
@@ -98,7 +98,7 @@ A)
     ;;
 B)
     run costs 120 "$PYTHON" -m benchmarks.kernels.costs "${cpu[@]}" "${small[@]:0:2}" --seconds 0.1 --out "$work/costs.json"
-    for op in "cholesky inverse" "inverse root" eigh "eigh batched" "eigh over streams" "qr step"; do
+    for op in "cholesky inverse" "inverse root" eigh "eigh batched"; do
         run "${op// /_}" 200 "${kernels[@]}" --ops "$op" --seconds 0.3 "${small[@]}" --name "${op// /_}"
     done
     ;;

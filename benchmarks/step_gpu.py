@@ -3,10 +3,11 @@
     python benchmarks/step_gpu.py [--methods AdamW KFACAdamW] [--kfac '{"preconditioner": {...}}'] [--out FOLDER]
     python benchmarks/step_gpu.py --smoke      # two steps of each K-FAC method in every ZeRO stage
 
-One method after the other, each with its own engine: medians of each kind of step, the memory peak, and the overhead
-over AdamW of a mean step at the default intervals. A second, slower run waits for the device around every stage, which
-gives the stages' shares; a third is recorded by torch.profiler. Every row is in the csv file when it is measured, and
-what fails is a row. Without a GPU: DS_ACCELERATOR=cpu and a small model, to see that it works.
+One method after the other, each with its own engine, at the default intervals: medians of each kind of step, the mean
+of whole refresh intervals, what that is more than AdamW's step, and the memory peak. A step is over when its own stream
+is done: a decomposition on another one may go on beside the next steps. A second, slower run waits for the device
+around every stage, which gives the stages' shares; a third is recorded by torch.profiler. Every row is in the csv file
+when it is measured, and what fails is a row. Without a GPU: DS_ACCELERATOR=cpu and a small model, to see that it works.
 """
 
 import argparse
@@ -35,13 +36,13 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import ds_kfac
 from benchmarks.kernels.report import CsvFile
-from benchmarks.mean_step import ROW, WEIGHTS
+from benchmarks.mean_step import REFRESH, ROW, UPDATE, WEIGHTS
 from ds_kfac.metrics import STAGES
 from ds_kfac.plan import plan as planning
 from examples.gpt import Block, GPTConfig
 
-UPDATE, REFRESH = 5, 20
-"""In this run; refreshes are rare otherwise."""
+FIRST = UPDATE + 1
+"""Step that is timed: those before it allocate and compile."""
 TARGET = 0.15
 ADAM = {"betas": [0.9, 0.95], "weight_decay": 0.01, "torch_adam": True}
 METHODS: dict[str, dict[str, Any]] = {
@@ -91,10 +92,7 @@ def build(options: argparse.Namespace, method: str, *, stage: int, timings: bool
     }
     if has_kfac(method):
         planning.LONG_REFRESH = math.inf  # each kind of work in a step of its own
-        blocks: dict[str, Any] = {
-            "factor": {"update_interval": UPDATE}, "eigenbasis": {"refresh_interval": REFRESH},
-            "burn_in": {"steps": 0},
-        }  # fmt: skip
+        blocks: dict[str, Any] = {"burn_in": {"steps": 0}}
         for name, values in json.loads(options.kfac).items():
             blocks[name] = {**blocks.get(name, {}), **values} if isinstance(values, dict) else values
         config["kfac"] = blocks
@@ -110,14 +108,16 @@ def build(options: argparse.Namespace, method: str, *, stage: int, timings: bool
 
 
 def step(engine: Any, options: argparse.Namespace, index: int) -> float:
-    """Seconds of forward, backward and step, waited for."""
+    """Seconds of forward, backward and step, until their stream is done."""
     generator = torch.Generator().manual_seed(index)
     x = torch.randint(options.vocabulary, (options.rows, options.context), generator=generator).to(engine.device)
-    get_accelerator().synchronize()
+    stream = get_accelerator().current_stream()
+    wait = stream.synchronize if stream is not None else lambda: None
+    wait()
     start = time.perf_counter()
     engine.backward(engine(x, x.roll(-1, 1)))
     engine.step()
-    get_accelerator().synchronize()
+    wait()
     return time.perf_counter() - start
 
 
@@ -142,16 +142,16 @@ def engine_of(options: argparse.Namespace, method: str, **how: Any):
         get_accelerator().empty_cache()
 
 
-def measure(options: argparse.Namespace, method: str) -> tuple[dict[str, list[float]], float]:
-    """Kind of step -> seconds, without what allocates and compiles; and the peak of memory in MB."""
-    times: dict[str, list[float]] = {}
+def measure(options: argparse.Namespace, method: str) -> tuple[list[tuple[str, float]], float]:
+    """(kind, seconds) of each step after those that allocate and compile; and the peak of memory in MB."""
+    times = []
     get_accelerator().reset_peak_memory_stats()
     with engine_of(options, method, stage=options.stage) as engine:
-        for index in range(options.steps if has_kfac(method) else options.steps // 2):
+        for index in range(FIRST + (options.periods if has_kfac(method) else 1) * REFRESH):
             name = kind(engine)
             seconds = step(engine, options, index)
-            if index >= min(UPDATE + 1, options.steps // 2):
-                times.setdefault(name, []).append(seconds)
+            if index >= FIRST:
+                times.append((name, seconds))
     return times, get_accelerator().max_memory_allocated() / 1e6
 
 
@@ -194,34 +194,27 @@ def trace(options: argparse.Namespace, method: str) -> None:
             (options.out / f"{stem}.txt").write_text(recorded.key_averages().table(sort_by=by, row_limit=40))
 
 
-def overhead(medians: dict[str, float], base: float) -> float:
-    """What a step costs more than AdamW's, weighed, in seconds."""
-    missing = [name for name in WEIGHTS if name not in medians]
-    if missing:
-        raise ValueError(f"no step of kind {', '.join(missing)} was timed: more --steps, at least {2 * REFRESH + 2}")
-    return sum(weight * medians[name] for name, weight in WEIGHTS.items()) - base
-
-
 def rows_of(options: argparse.Namespace, method: str, base: float | None, add: Callable[..., None]) -> float:
     """Adds the rows of a method; returns the seconds of its mean step. ``base``: AdamW's."""
     times, memory = measure(options, method)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    for name, values in times.items():
-        low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-        ratio = medians[name] / base if base else ""
-        add(what=name, median_ms=1e3 * medians[name], low_ms=1e3 * low, high_ms=1e3 * high, of_adamw=ratio,
-            count=len(values), memory_mb=memory)  # fmt: skip
+    by_kind: dict[str, list[float]] = {}
+    for name, seconds in times:
+        by_kind.setdefault(name, []).append(seconds)
+    for name, values in by_kind.items():
+        low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+        add(what=name, median_ms=1e3 * middle, low_ms=1e3 * low, high_ms=1e3 * high,
+            of_adamw=middle / base if base else "", count=len(values), memory_mb=memory)  # fmt: skip
     if not has_kfac(method):
-        return medians["step"]
+        return statistics.median(by_kind["step"])
+    mean = statistics.fmean(seconds for _, seconds in times)
+    add(what=ROW, median_ms=1e3 * mean, of_adamw=mean / base if base else "", count=len(times))
     if base:
-        more = overhead(medians, base)
-        add(what=ROW, median_ms=1e3 * (base + more), of_adamw=1 + more / base)
-        verdict = "below" if more / base < TARGET else "not below"
-        print(f"{method}: overhead {more / base:.1%} of AdamW's step, {verdict} {TARGET:.0%}", flush=True)
+        verdict = "below" if mean / base < 1 + TARGET else "not below"
+        print(f"{method}: overhead {mean / base - 1:.1%} of AdamW's step, {verdict} {TARGET:.0%}", flush=True)
     for stage, (most, weighed) in stages(options, method).items():
         add(what=f"stage {stage}, most in a step", median_ms=1e3 * most)
         add(what=f"stage {stage}, weighed", median_ms=1e3 * weighed, of_adamw=weighed / base if base else "")
-    return sum(weight * medians.get(name, 0.0) for name, weight in WEIGHTS.items())
+    return mean
 
 
 def smoke(options: argparse.Namespace, method: str, stage: int, add: Callable[..., None]) -> None:
@@ -267,8 +260,9 @@ def about(options: argparse.Namespace) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = {"width": 768, "blocks": 12, "heads": 12, "context": 1024, "vocabulary": 50304, "rows": 32, "stage": 1}
-    for name, default in {**sizes, "steps": 3 * REFRESH + 2}.items():
+    for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--periods", type=int, default=2, help=f"that are timed, of {REFRESH} steps")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--kfac", default="{}", help="JSON: settings of the kfac block, over those of this run")
     parser.add_argument("--smoke", action="store_true", help="two steps of each K-FAC method in every ZeRO stage")

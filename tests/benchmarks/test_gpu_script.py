@@ -3,7 +3,10 @@ DeepSpeed, pip or a network."""
 
 import csv
 import io
+import itertools
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,20 +17,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.kernels.__main__ import NEWTON_SCHULZ, OPS, SOLVERS
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ["bash", str(ROOT / "benchmarks" / "gpu.sh")]
 ITEMS = {
     "A": ["machine", "ops_check", "ops", "steps", "modes", "others", "sanitizer"],
-    "B": [
-        "machine",
-        "costs",
-        "cholesky_inverse",
-        "inverse_root",
-        "eigh",
-        "eigh_batched",
-        "eigh_over_streams",
-        "qr_step",
-    ],
+    "B": ["machine", "costs", "cholesky_inverse", "inverse_root", "eigh", "eigh_batched"],
     "C": ["machine", "newton_schulz"],
     "D": ["machine", "sweep", "goals", "goals_2048", "fp32", "models"],
     "E": ["machine", "step"],
@@ -78,6 +74,14 @@ def test_every_item_is_a_row_and_a_failed_one_is_not_the_end(tmp_path, part):
     assert list(items) == ITEMS[part] and done.returncode == 1
     assert items[ITEMS[part][-1]]["result"] == "failed (3)" and items["machine"]["result"] == "passed"
     assert all(row["last line"] == files[f"{name}.log"].strip() for name, row in items.items())
+
+
+def test_every_op_that_is_named_can_be_timed():
+    text = Path(SCRIPT[1]).read_text().replace("\\\n", " ")
+    named = set(shlex.split(re.search(r"for op in (.+?); do", text)[1]))
+    for words in re.findall(r"--ops (.+)", text):
+        named |= set(itertools.takewhile(lambda word: word[0] not in "-$", shlex.split(words)))
+    assert {"eigh", "newton schulz", "syrk_accumulate_", "adam_scale"} <= named <= {*OPS, *SOLVERS, NEWTON_SCHULZ}
 
 
 def test_an_unknown_part_is_refused():

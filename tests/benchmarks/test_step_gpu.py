@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import step_gpu
-from tests.close import close, near
+from tests.close import close
 
 ROOT = Path(__file__).parents[2]
-TINY = "--width 16 --blocks 1 --heads 2 --context 5 --vocabulary 11 --rows 2 --steps 42".split()
+TINY = "--width 16 --blocks 1 --heads 2 --context 5 --vocabulary 11 --rows 2 --periods 1".split()
 
 
 def run(folder: Path, *options: str) -> list[dict]:
@@ -31,13 +31,11 @@ def test_every_method_kind_of_step_and_stage_is_timed_and_recorded(tmp_path):
     rows = run(tmp_path, "--kfac", '{"damping": {"value": 0.5}}', "--trace")
     found = {(row["method"], row["what"]): row for row in rows}
     for method in ("AdamW", "Muon"):
-        assert int(found[method, "step"]["count"]) == 15 and float(found[method, "step"]["memory_mb"]) > 0
+        assert int(found[method, "step"]["count"]) == 50 and float(found[method, "step"]["memory_mb"]) > 0
         assert (tmp_path / f"trace_{method}_step.json.gz").stat().st_size > 1000
     for method in ("KFACAdamW", "K-FAC into AdamW"):
-        assert [int(found[method, name]["count"]) for name in step_gpu.WEIGHTS] == [29, 5, 2]  # steps 6 to 41
-        medians = {name: float(found[method, name]["median_ms"]) for name in step_gpu.WEIGHTS}
-        weighed = sum(weight * medians[name] for name, weight in step_gpu.WEIGHTS.items())
-        near(float(found[method, step_gpu.ROW]["median_ms"]), weighed, 1e-3 * weighed, "four digits are written")
+        assert [int(found[method, name]["count"]) for name in step_gpu.WEIGHTS] == [45, 4, 1]  # steps 11 to 60
+        assert int(found[method, step_gpu.ROW]["count"]) == 50 and float(found[method, step_gpu.ROW]["of_adamw"]) > 1
         assert all((method, f"stage {name}, weighed") in found for name in step_gpu.STAGES)
         for kind in ("preconditioning_only", "factor_update"):
             assert (tmp_path / f"trace_{method}_{kind}.json.gz".replace(" ", "_")).exists()
@@ -54,7 +52,7 @@ def test_what_fails_is_a_row_and_not_the_end(tmp_path, monkeypatch):
     def fails(options, method):
         if method == "AdamW":
             raise RuntimeError("CUDA error: out of memory\nmore")
-        return {"step": [1.0, 2.0]}, 7.0
+        return [("step", 1.0), ("step", 2.0)], 7.0
 
     monkeypatch.setattr(step_gpu, "measure", fails)
     options = {"out": tmp_path, "methods": ["AdamW", "Muon"], "stage": 1, "gpu": False, "smoke": False, "trace": False}
@@ -65,10 +63,12 @@ def test_what_fails_is_a_row_and_not_the_end(tmp_path, monkeypatch):
     assert found == [("AdamW", "failed", "RuntimeError: CUDA error: out of memory", ""), ("Muon", "step", "", "1500")]
 
 
-def test_overhead_weighs_kinds_of_steps_and_misses_none():
-    medians = {"preconditioning only": 1.1, "factor update": 1.5, "refresh": 3.0}
-    more = 0.9 * 0.1 + 0.08 * 0.5 + 0.02 * 2.0
-    close(step_gpu.overhead(medians, 1.0), more, sums=4, scale=1.0 + more)  # what is left of 1.17 - 1
-    del medians["refresh"]
-    with pytest.raises(ValueError, match="no step of kind refresh was timed: more --steps"):
-        step_gpu.overhead(medians, 1.0)
+def test_the_mean_is_of_whole_intervals_and_set_against_adamws_median(monkeypatch):
+    times = [("refresh", 3.0), ("preconditioning only", 1.0), ("preconditioning only", 1.4)]
+    monkeypatch.setattr(step_gpu, "measure", lambda options, method: (times, 7.0))
+    monkeypatch.setattr(step_gpu, "stages", lambda options, method: {})
+    rows: list[dict] = []
+    mean = step_gpu.rows_of(argparse.Namespace(), "KFACAdamW", 1.5, lambda **row: rows.append(row))
+    close(mean, 1.8, sums=3)
+    close([row["of_adamw"] for row in rows], [2.0, 0.8, 1.2], sums=4)
+    assert [row["what"] for row in rows] == ["refresh", "preconditioning only", step_gpu.ROW]
