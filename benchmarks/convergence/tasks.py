@@ -101,7 +101,7 @@ TASKS: dict[str, Task | ImageTask | AutoencoderTask | RewardTask] = {
     "gpt_small_32k": Task(GPTConfig(width=128, blocks=4), rows=256, steps=40),
     "gpt_small_long": Task(GPTConfig(width=128, blocks=4), rows=16, steps=1500),
     "gpt_small_8k_long": Task(GPTConfig(width=128, blocks=4), rows=64, steps=375),
-    "gpt_25m": Task(GPTConfig(width=512, blocks=8, heads=16), rows=64, steps=75),
+    "gpt_25m": Task(GPTConfig(width=512, blocks=8, heads=16), rows=64, steps=300),
     "gpt_large": Task(GPTConfig(width=256, blocks=4), rows=16, steps=150),
     "gpt_moe": Task(GPTConfig(width=128, blocks=3, experts=8), rows=16, steps=300),
     "gpt_moe_modules": Task(GPTConfig(width=128, blocks=3, experts=8, stacked=False), rows=16, steps=300),
