@@ -2,8 +2,8 @@
 
 Per device type that is the best backend that can run, or the one that was asked for; the choice is the process's, as
 ops are called from below everything that knows a config. Contracts are in ``ops/reference.py``. Several matrices
-[n, O, I] at once go to plain torch whatever was chosen: that is for small ones, of which the launches cost more than
-the passes over memory.
+[n, O, I] at once go to plain torch whatever was chosen: the kernels have no code for them, and launches cost more than
+passes over memory.
 
 torch.compile sees registered ops, each with a fake kernel that gives shapes alone. Eager calls go past the
 registration, which would cost more than a small op.

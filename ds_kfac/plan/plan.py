@@ -61,7 +61,7 @@ class Plan:
         shares: whether layers that see the same input are to share A.
         config: with its nulls answered.
         precision: of the products of a step.
-        stacks: whether small layers of equal shape are preconditioned together.
+        stacks: whether layers of equal shape are preconditioned together.
         clip_lr: the learning rate in kl-clip's bound, "current" or "peak".
         answers, reasons: what was chosen, and why; for the report.
         paired: whether a factor's refresh needs its partner, which is then on the same rank.
@@ -335,7 +335,7 @@ def _offsets(assignment: roles.Assignment, config: KFACConfig, reasons: list[str
 
 
 def stacks(device: torch.device, method: Method) -> bool:
-    """Whether small layers of equal shape, if their gradients are rotated, are preconditioned together: fewer, larger
+    """Whether layers of equal shape, if their gradients are rotated, are preconditioned together: fewer, larger
     launches, for a second copy of their eigenvectors, at most 256 MiB a rank, which memory plans do not count. On a CPU
     a batched product is slower than its parts."""
     return method.rotates and device.type != "cpu"
