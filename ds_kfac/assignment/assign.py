@@ -78,11 +78,11 @@ def assign(work: Work, workers: int, *, paired: bool = False, memory_cap: float 
     """
     assert work.world % workers == 0 and (work.held is None or workers == 1), "a divisor of the world, 1 under ZeRO"
     kinds = ((True, False), (True, True), (False, True)) if workers > 1 and not paired else ((True, False),)
-    cap = math.inf if memory_cap is None else memory_cap
+    cap, sends = math.inf if memory_cap is None else memory_cap, work.held is None and work.world > workers
     found: list[Assignment] = []
     for by_memory in (False, True):
         found.clear()
-        for (whole, split), moving in itertools.product(kinds, (True,) if work.held is not None else (True, False)):
+        for (whole, split), moving in itertools.product(kinds, (True, False)[: 1 + (sends and not by_memory)]):
             placed = place_workers(work, workers, whole=whole, moving=moving, memory_cap=cap, by_memory=by_memory)
             homes = place_eigen_workers(work, placed, split=split, memory_cap=cap, by_memory=by_memory)
             found.append(Assignment(work, placed, {factor.key: homes[factor.key] for factor in work.factors}))
@@ -115,7 +115,7 @@ def place_workers(
     Args:
         whole: the layer's factors come with it, their decompositions spread evenly over its column; else only its
             preconditioning counts, they are placed on their own.
-        moving: gradients and results count, too.
+        moving: results that are sent where gradients are replicated count, too; else gradients always do.
         by_memory: balance bytes in place of seconds.
     """
     count, part = work.world // workers, whole / workers
@@ -134,9 +134,10 @@ def place_workers(
     placed: dict[str, int] = {}
     for layer in sorted(work.layers, key=lambda layer: heaviest[layer.name], reverse=True):  # stable: module order
         own, after = sum(work.worker_bytes(layer)), []
+        sent = work.moved(layer, 0, workers) if moving and work.held is None else 0.0
         for i in range(count):
-            seconds, nbytes = work.precondition[layer.name], memory[i] + own
-            seconds += work.moved(layer, i, workers) if moving else 0.0
+            moved = sent if work.held is None else work.moved(layer, i)
+            seconds, nbytes = work.precondition[layer.name] + moved, memory[i] + own
             for factor in work.used[layer.name]:
                 if not (there := bases[factor.key]):
                     seconds += part * work.factor[factor.key]

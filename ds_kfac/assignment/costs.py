@@ -142,8 +142,8 @@ _CPU = CostModel(
     cholesky_seconds=((16, 71e-6), (64, 0.21e-3), (256, 1.5e-3), (512, 6.7e-3), (1024, 43e-3), (2048, 0.26)),
     gemm_flops=1.2e11, syrk_flops=4.8e10, copy_bytes=1.1e10, call_seconds=8e-6, link_bytes=1.25e9, link_seconds=50e-6,
 )  # fmt: skip
-# measured: an H100 80GB HBM3, torch 2.11, TF32 products, by benchmarks/kernels/costs.py; not so the links, 200 Gbit/s
-# between nodes and 1600 within
+# measured: an H100 80GB HBM3, torch 2.11, TF32 products, by benchmarks/kernels/costs.py, and a GPT-2-small step by
+# benchmarks/step_gpu.py; not so the links, 200 Gbit/s between nodes and 1600 within
 _CUDA = CostModel(
     eigh_seconds=((16, 0.15e-3), (64, 0.63e-3), (256, 3.7e-3), (512, 10.5e-3), (1024, 10.8e-3), (2048, 26e-3),
                   (4096, 98e-3), (8192, 0.54)),
@@ -152,7 +152,7 @@ _CUDA = CostModel(
     product_flops=((64, 6.7e10), (128, 6.9e11), (256, 4.6e12), (512, 2.8e13), (1024, 1.3e14), (2048, 3.4e14),
                    (4096, 4e14)),
     gemm_flops=4e14, syrk_flops=2.7e14, copy_bytes=3e12, call_seconds=3.8e-6, link_bytes=2.5e10, link_seconds=20e-6,
-    node_bytes=2e11, beside=True,
+    node_bytes=2e11, model_flops=2.7e14, beside=True,
 )  # fmt: skip
 BUILTIN: Mapping[str, CostModel] = {"cpu": _CPU, "cuda": _CUDA}
 """By device type."""

@@ -257,10 +257,12 @@ def run(arguments: argparse.Namespace) -> str:
         raise ValueError("kfac.enabled is false: such a run costs nothing more; leave the key out to estimate")
     costs, flops = costs_of(arguments.device, subject.config), arguments.device_flops
     if flops:
-        costs = replace(costs, gemm_flops=flops, syrk_flops=flops, product_flops=())
+        costs = replace(costs, gemm_flops=flops, syrk_flops=flops, product_flops=(), model_flops=0.0)
     links = {"link_bytes": arguments.link_gbps, "node_bytes": arguments.node_gbps}
     given = {name: gbps * 1e9 / 8 for name, gbps in links.items() if gbps}
-    costs = replace(costs, model_flops=arguments.model_flops or 0.0, node_size=arguments.node_size or 1, **given)
+    costs = replace(
+        costs, model_flops=arguments.model_flops or costs.model_flops, node_size=arguments.node_size or 1, **given
+    )
     rows, origin, assumed = arguments.batch_rows, "--batch-rows", ""
     if rows is None and traced is not None:
         rows, origin, known = rows_of(ds_config, arguments.world, traced.units)

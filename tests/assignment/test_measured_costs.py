@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,15 @@ def test_what_a_file_has_is_measured_and_the_rest_stays(tmp_path):
     assert replace(found, eigh_seconds=(), product_flops=(), measured=frozenset()) == replace(
         BUILTIN["cuda"], eigh_seconds=(), product_flops=()
     )
+
+
+def test_builtin_rates_of_a_gpu_are_those_that_one_showed():
+    file = Path(__file__).parents[2] / "benchmarks/results/gpu/costs.json"
+    found, builtin = measured(BUILTIN["cuda"], str(file)), BUILTIN["cuda"]
+    for name in found.measured:
+        shown, taken = getattr(found, name), getattr(builtin, name)
+        for theirs, ours in zip(shown, taken, strict=True) if isinstance(shown, tuple) else [((0, shown), (0, taken))]:
+            assert theirs[0] == ours[0] and abs(ours[1] / theirs[1] - 1) < 0.06, (name, theirs, ours)  # two digits
 
 
 def test_products_have_the_rate_of_their_size(tmp_path):
