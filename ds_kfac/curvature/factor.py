@@ -139,7 +139,10 @@ class Side:
 @cache
 def _diagonal(width: int, device: torch.device) -> Tensor:
     """Where a packed triangle has its diagonal."""
-    return torch.arange(1, width + 1, device=device).cumsum(0) - 1
+    found = torch.arange(1, width + 1, device=device).cumsum(0) - 1
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # once: other streams read it, too
+    return found
 
 
 SPIKE = 10.0

@@ -218,7 +218,8 @@ def stacks(
         room, most = limit // max(1, stacked_bytes(group[:1])), (largest or STACKED) // group[0].numel
         fit = group[:room] if min(room, most, len(group)) > 1 else []
         limit -= stacked_bytes(fit)
-        found += [tuple(fit[start : start + most]) for start in range(0, len(fit), max(1, most))]
+        count = -(-len(fit) // max(1, most))
+        found += [tuple(fit[index::count]) for index in range(count)]
         found += [(layer,) for layer in group[len(fit) :]]
     place = {layer.name: index for index, layer in enumerate(layers)}
     return tuple(sorted(found, key=lambda group: place[group[0].name]))

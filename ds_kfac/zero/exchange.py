@@ -110,12 +110,10 @@ class GradientExchange:
                 self.layout.write(shard, values.float() if scale is None else values.float().mul_(scale))
                 continue
             for part, into in zip(values.split(AT_ONCE), self.layout.read(shard).split(AT_ONCE), strict=True):
-                if scale is None:
-                    into.copy_(part)
-                elif into.device == part.device:  # by a vector: by a scalar, 16-bit products are rounded in between
+                if scale is not None and into.is_cuda:  # no copy; by a scalar the product would be in 16 bits
                     torch.mul(part, scale.view(1), out=into)
                 else:
-                    into.copy_(part * scale.view(1))
+                    into.copy_(part if scale is None else part.float().mul_(scale))
 
     @staticmethod
     def parts(layer: LayerSpec, matrix_OI: Tensor) -> tuple[Tensor, ...]:

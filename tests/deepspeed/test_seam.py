@@ -149,7 +149,7 @@ def test_the_report_lists_every_module(doors):
         "DeepSpeedZeroOptimizer",
         "relayout moves 0 of",
         "kl-clip 0.0005",
-        "chosen: no TF32 here); layer by layer",
+        "products: highest (fp32); layer by layer",
     ):
         assert text in report
     rows = {line.split()[0]: line.split() for line in report.splitlines() if line.startswith("  ")}

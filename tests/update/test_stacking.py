@@ -38,7 +38,11 @@ def test_sides_must_be_of_one_kind_and_without_blocks():
 
 def test_large_layers_stay_alone_and_copies_have_a_limit():
     assert names(stacks(LAYERS, alike=lambda layer: None, largest=105)) == [["a", "c", "f"], ["b"], ["d"], ["e"]]
-    assert names(stacks(LAYERS, alike=lambda layer: None, largest=104))[:2] == [["a", "c"], ["b"]]
+    assert names(stacks(LAYERS, alike=lambda layer: None, largest=104))[:2] == [["a", "f"], ["b"]]
+    many = [linear_layer(f"l{index}", 7, 5) for index in range(13)]
+    assert [len(some) for some in stacks(many, alike=lambda layer: None, largest=12 * 35)] == [7, 6]
+    large = [linear_layer(name, 4096, 2048) for name in "abc"]
+    assert names(stacks(large, alike=lambda layer: None)) == [["a", "c"], ["b"]], "16 M elements at most"
     assert names(stacks(LAYERS, alike=lambda layer: None, largest=34)) == [[name] for name in "abcdef"]
     small = stacked_bytes(LAYERS[:1])
     assert small == 4 * (7 + 49 + 5 + 25)

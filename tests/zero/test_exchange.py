@@ -22,12 +22,14 @@ SCALE = 0.3
 class Rank0:
     """Its exchange, a result of its own, and DeepSpeed's gradient, ones."""
 
-    def __init__(self, shards: ShardMap, workers: tuple[int, ...], wire: torch.dtype, *, in_place: bool = False):
-        self.stored = torch.ones(shards.on(0)[0].numel, dtype=wire)
+    def __init__(
+        self, shards: ShardMap, workers: tuple[int, ...], wire: torch.dtype, *, in_place: bool = False, stored=None
+    ):
+        self.stored = torch.ones(shards.on(0)[0].numel, dtype=stored or wire)
         layout = SimpleNamespace(
             rank=0,
             engine=SimpleNamespace(device=torch.device("cpu")),
-            dtype=wire,
+            dtype=self.stored.dtype,
             shards=shards,
             replicated=shards is REPLICATED,
             world=2,
@@ -82,10 +84,11 @@ def test_in_place_the_own_part_lies_where_the_gradient_was(wire):
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
-def test_what_arrives_is_scaled_in_fp32(wire, in_place):
-    rank = Rank0(PARTS, (1,), wire, in_place=in_place)
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_arrives_is_scaled_in_fp32(wire, stored, in_place):
+    rank = Rank0(PARTS, (1,), wire, in_place=in_place, stored=stored)
     values = torch.randn(HALF, generator=torch.Generator().manual_seed(1)).to(wire)
     expected = values.float() * SCALE
     rank.step(values)
-    found, wanted = (rank.stored, expected.to(wire)) if in_place else (rank.written, expected)
+    found, wanted = (rank.stored, expected.to(stored)) if in_place else (rank.written, expected)
     assert torch.equal(found, wanted)
