@@ -37,8 +37,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import ds_kfac
 from benchmarks.kernels.report import CsvFile
 from benchmarks.mean_step import REFRESH, ROW, UPDATE, WEIGHTS
+from ds_kfac.directions.kfac_adamw import direction, rule
 from ds_kfac.metrics import STAGES
 from ds_kfac.plan import plan as planning
+from ds_kfac.update import rotation
 from examples.gpt import Block, GPTConfig
 
 FIRST = UPDATE + 1
@@ -91,7 +93,10 @@ def build(options: argparse.Namespace, method: str, *, stage: int, timings: bool
         "steps_per_print": 1000000,
     }
     if has_kfac(method):
-        planning.LONG_REFRESH = math.inf  # each kind of work in a step of its own
+        if not options.staggered:
+            planning.LONG_REFRESH = math.inf  # each kind of work in a step of its own
+        for module in (rotation, direction, rule) if options.stacked else ():
+            module.STACKED = options.stacked
         blocks: dict[str, Any] = {"burn_in": {"steps": 0}}
         for name, values in json.loads(options.kfac).items():
             blocks[name] = {**blocks.get(name, {}), **values} if isinstance(values, dict) else values
@@ -263,6 +268,8 @@ def main(arguments: list[str] | None = None) -> int:
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--periods", type=int, default=2, help=f"that are timed, of {REFRESH} steps")
+    parser.add_argument("--staggered", action="store_true", help="refreshes spread over steps, as in a run")
+    parser.add_argument("--stacked", type=int, help="elements of the layers that are stepped together")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--kfac", default="{}", help="JSON: settings of the kfac block, over those of this run")
     parser.add_argument("--smoke", action="store_true", help="two steps of each K-FAC method in every ZeRO stage")

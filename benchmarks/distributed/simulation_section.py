@@ -17,7 +17,7 @@ def simulation_section(rows: Sequence[Row], out: Path) -> Section:
               "state [GB]", "work [ms per step]", *(f"with {link} Gbit/s [ms per step]" for link in links)]  # fmt: skip
     before = (
         f"Nothing of this was run. Factors every {UPDATE}, eigenbases every {REFRESH} steps, a model of bf16 and bf16 "
-        "on the wire, rates of an A100 as published; averages per step."
+        "on the wire, builtin rates of a GPU; averages per step."
     )
     return Section(
         "Large models, from the plan alone", before, header, [_cells(row, links) for row in rows], NOTES,

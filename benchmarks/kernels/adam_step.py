@@ -83,7 +83,7 @@ def train(engine: Any, batch: tuple) -> float:
     return time.process_time() - begin
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=TASKS, default="gpt_large")
     parser.add_argument("--steps", type=int, default=60)
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--together", action="store_true")
     parser.add_argument("--blocks", type=int, help="of the model, instead of the task's")
     parser.add_argument("--stage", type=int, default=0, help="of ZeRO")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     join()
     from ds_kfac.plan import plan as planning
 
@@ -99,7 +99,7 @@ def main() -> None:
         planning.stacks = lambda device, method: True
     task = TASKS[options.task]
     task = replace(task, model=replace(task.model, blocks=options.blocks or task.model.blocks))
-    corpus = corpus_of(None, task.model.context)
+    corpus = corpus_of(options.task, None)
     running = engines(task, options.methods, options.steps, options.stage)
     for step in itertools.count():
         batch = task.batch(corpus, 0, step)

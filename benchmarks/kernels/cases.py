@@ -87,7 +87,7 @@ def product_tf32(x_ND: Tensor) -> Tensor:
 
 def rounding(rows: int, dtype: torch.dtype) -> float:
     """Relative error allowed of a second moment. Tensor cores add in fp32 but round toward zero, at every 16 rows of a
-    16-bit product, by less than 2**-23 of the sum each and in one direction: an H100 is off by up to 3.5e-5 at 8192."""
+    16-bit product, by less than 2**-23 of the sum each and in one direction: an H100 is off by up to 3.6e-5 at 8192."""
     return 1e-5 if dtype == torch.float32 else max(1e-5, rows / 16 * 2**-23)
 
 

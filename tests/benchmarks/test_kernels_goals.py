@@ -1,5 +1,8 @@
 """The goals of the kernels' benchmark and the sweep over SYRK configurations, without a GPU."""
 
+import csv
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,9 +10,11 @@ from benchmarks.kernels import __main__ as kernels
 from benchmarks.kernels.cases import Settings, product, product_tf32
 from benchmarks.kernels.goals import GOALS, goals, goals_table
 from benchmarks.kernels.report import CsvFile
-from benchmarks.kernels.sweep import fastest, pasted, sweep, sweep_table
+from benchmarks.kernels.sweep import SIDES, fastest, pasted, sweep, sweep_table
 from benchmarks.kernels.timing import Clock
 from ds_kfac.ops import functional
+
+ROOT = Path(__file__).parents[2]
 
 
 def rows(op: str, size: str, **ms: float) -> list[dict]:
@@ -93,6 +98,20 @@ def test_a_sweep_times_what_is_right_and_names_what_is_not(tmp_path):
     page = sweep_table(found)
     assert "| wrong | **wrong** | **wrong** |" in page and "RuntimeError: out of resource: shared memory |" in page
     assert fastest(found) == [(128, "a")]
+
+
+def test_configurations_of_sm_90_are_near_the_fastest_of_the_sweep():
+    """Within 10 %: those that are left are three."""
+    pytest.importorskip("triton", reason="triton is not installed: its configurations are not read")
+    from ds_kfac.ops.triton.syrk import CHOSEN
+
+    ms: dict[int, dict[str, float]] = {}
+    with (ROOT / "benchmarks/results/gpu/sweep_syrk_sm_90_bfloat16.csv").open() as file:
+        for row in csv.DictReader(file):
+            ms.setdefault(int(row["size"].rpartition(" ")[2]), {})[row["implementation"]] = float(row["median_ms"])
+    assert set(ms) == set(SIDES)
+    for dim, of_each in ms.items():
+        assert of_each[str(CHOSEN["sm_90"].at(dim))] <= 1.1 * min(of_each.values()), dim
 
 
 def test_the_table_to_paste_joins_sides_and_keeps_what_is_as_fast():

@@ -3,6 +3,7 @@
 import argparse
 import csv
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,15 @@ def test_two_steps_of_every_stage(tmp_path):
     found = [(row["method"], row["stage"], row["what"]) for row in run(tmp_path, "--smoke")]
     methods = [method for method in step_gpu.METHODS if step_gpu.has_kfac(method)]
     assert found == [(method, stage, f"step {index}") for method in methods for stage in "0123" for index in range(2)]
+
+
+@pytest.mark.distributed
+def test_operations_of_a_step_are_counted():
+    command = [sys.executable, "-m", "benchmarks.kernels.adam_step", "--task", "tiny", "--steps", "4", "--together"]
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert re.search(r"kfacadamw: \d+ operations, [\d.]+ for each of 6 layers", done.stdout), done.stdout
 
 
 def test_what_fails_is_a_row_and_not_the_end(tmp_path, monkeypatch):
