@@ -37,7 +37,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import ds_kfac
 from benchmarks.kernels.report import CsvFile
 from benchmarks.mean_step import REFRESH, ROW, UPDATE, WEIGHTS
-from ds_kfac.directions.kfac_adamw import direction, rule
 from ds_kfac.metrics import STAGES
 from ds_kfac.plan import plan as planning
 from ds_kfac.update import rotation
@@ -95,8 +94,7 @@ def build(options: argparse.Namespace, method: str, *, stage: int, timings: bool
     if has_kfac(method):
         if not options.staggered:
             planning.LONG_REFRESH = math.inf  # each kind of work in a step of its own
-        for module in (rotation, direction, rule) if options.stacked else ():
-            module.STACKED = options.stacked
+        rotation.STACKED = options.stacked or rotation.STACKED
         blocks: dict[str, Any] = {"burn_in": {"steps": 0}}
         for name, values in json.loads(options.kfac).items():
             blocks[name] = {**blocks.get(name, {}), **values} if isinstance(values, dict) else values

@@ -83,7 +83,7 @@ def train(engine: Any, batch: tuple) -> float:
     return time.process_time() - begin
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=TASKS, default="gpt_large")
     parser.add_argument("--steps", type=int, default=60)
@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--together", action="store_true")
     parser.add_argument("--blocks", type=int, help="of the model, instead of the task's")
     parser.add_argument("--stage", type=int, default=0, help="of ZeRO")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     join()
     from ds_kfac.plan import plan as planning
 

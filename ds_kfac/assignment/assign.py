@@ -82,7 +82,8 @@ def assign(work: Work, workers: int, *, paired: bool = False, memory_cap: float 
     found: list[Assignment] = []
     for by_memory in (False, True):
         found.clear()
-        for (whole, split), moving in itertools.product(kinds, (True, False)[: 1 + (sends and not by_memory)]):
+        movings = (True, False) if sends and not by_memory else (True,)
+        for (whole, split), moving in itertools.product(kinds, movings):
             placed = place_workers(work, workers, whole=whole, moving=moving, memory_cap=cap, by_memory=by_memory)
             homes = place_eigen_workers(work, placed, split=split, memory_cap=cap, by_memory=by_memory)
             found.append(Assignment(work, placed, {factor.key: homes[factor.key] for factor in work.factors}))

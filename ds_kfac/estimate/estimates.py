@@ -208,7 +208,7 @@ class Estimate:
         users = {factor.key: rates.Work.users(factor, self.workers) for factor in self.factors}
         state = plan.assignment.work.state(self.workers, self.homes)
         memory = {kind: np.array(nbytes) for kind, nbytes in state.items()}
-        copied = [sum(stacked_bytes(s) for s in self._stacks(rank) if len(s) > 1) for rank in range(self.world)]
+        copied = [sum(stacked_bytes(s) for s in own if len(s) > 1) for own in self._stacks]
         memory["eigenbases"] = memory["eigenbases"] + np.array(copied)
         # the last value is the factor itself
         memory["history"] = bool(plan.adaptive) * self._on_homes(lambda factor: FP32 * factor.side.numel + NORMS)
@@ -248,10 +248,12 @@ class Estimate:
         padded = sum((-(-matrix // ALIGNMENT) * ALIGNMENT for _, matrix in message), np.zeros((self.world, self.world)))
         return np.stack([padded.sum(axis=1), padded.sum(axis=1) + padded.sum(axis=0)])
 
-    def _stacks(self, rank: int) -> tuple[tuple[LayerSpec, ...], ...]:
-        """A worker's layers, those together that are computed at once."""
-        own = [layer for layer in self.plan.layers if rank in self.workers[layer.name]]
-        return stacks(own, alike=(lambda layer: layer.copies) if self.plan.stacks else None)
+    @cached_property
+    def _stacks(self) -> list[tuple[tuple[LayerSpec, ...], ...]]:
+        """Of every rank the layers that it is a worker of, those together that are computed at once."""
+        alike = (lambda layer: layer.copies) if self.plan.stacks else None
+        every = range(self.world)
+        return [stacks([x for x in self.plan.layers if rank in self.workers[x.name]], alike=alike) for rank in every]
 
     def _preconditioned(self, waits: int) -> np.ndarray:
         """Bytes [4, W]: of results that wait to be sent, and of those that wait to be written, sent or not; of gathered
@@ -270,13 +272,13 @@ class Estimate:
                 results[rank, param] += nbytes
                 found[kind, rank] += nbytes
         for rank in range(self.world):
-            own = [layer for layer in plan.layers if rank in self.workers[layer.name]]
+            own = [layer for stack in self._stacks[rank] for layer in stack]
             # a gradient that is a parameter's and lies here is used as it is
             held = {name for name, (param, *more) in params.items() if not more and (rank, param) in whole}
             missing = {layer.name: arriving.itemsize * layer.numel for layer in own if layer.name not in held}
             left, done, most = sum(missing.values()), 0, 0
             found[2, rank] = left
-            for layers, nbytes in self.rule.rounds(plan, self._stacks(rank)):
+            for layers, nbytes in self.rule.rounds(plan, self._stacks[rank]):
                 left -= sum(missing.get(layer.name, 0) for layer in layers)
                 done += sum(waits * layer.numel for layer in layers)
                 most = max(most, left + done + nbytes)

@@ -25,6 +25,11 @@ STACKED = 1 << 24
 """Elements of the layers that a GPU takes together, unless one alone has more: 64 MiB."""
 
 
+def in_memory(*, stacked: bool) -> int:
+    """Elements of the layers whose directions are in memory together, unless one alone has more."""
+    return STACKED if stacked else AT_ONCE
+
+
 def is_large(x_OI: Tensor) -> bool:
     """Whether it is a single matrix that is taken some rows at a time."""
     return x_OI.ndim == 2 and x_OI.numel() > AT_ONCE

@@ -48,7 +48,7 @@ from ds_kfac.model.blocks import named
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.newton_schulz import orthogonal_factors, scale_to
-from ds_kfac.update.rotation import AT_ONCE, STACKED, Rotation, apart, batches, lengths, rounds, together
+from ds_kfac.update.rotation import Rotation, apart, batches, in_memory, lengths, rounds, together
 from ds_kfac.update.state import LayerState, MomentUpdate, stacked, unstacked
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
@@ -162,7 +162,7 @@ class AdamDirection(Direction):
         order = tuple(batches(self.stacks, states))
         shape = tuple(map(len, order))
         if shape not in self._rounds:
-            self._rounds[shape] = rounds(order, limit=STACKED if self.of_one_shape else AT_ONCE)
+            self._rounds[shape] = rounds(order, limit=in_memory(stacked=self.of_one_shape))
         for taken in self._rounds[shape]:
             parts.append([])
             for layers in taken:
@@ -338,10 +338,10 @@ def row_blocks(x_OI: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return list(x_OI.unflatten(-2, (-1, sum(sizes))).split(sizes, dim=-2))
 
 
-def of_one_shape(maps: Sequence[Tensor], limit: int | None = None) -> list[list[int]]:
-    """Indices of those with the same sides, as they are or transposed, at most ``limit`` elements (None:
-    :data:`ds_kfac.update.rotation.STACKED`) unless one alone has more."""
-    limit = limit or STACKED
+def of_one_shape(maps: Sequence[Tensor]) -> list[list[int]]:
+    """Indices of those with the same sides, as they are or transposed, at most
+    :data:`ds_kfac.update.rotation.STACKED` elements unless one alone has more."""
+    limit = in_memory(stacked=True)
     groups: dict[Hashable, list[int]] = {}
     full: list[list[int]] = []
     for index, x in enumerate(maps):

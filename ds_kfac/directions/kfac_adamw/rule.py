@@ -22,7 +22,7 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Choice
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.newton_schulz import flops, workspace
-from ds_kfac.update.rotation import AT_ONCE, STACKED, rounds
+from ds_kfac.update.rotation import AT_ONCE, in_memory, rounds
 from ds_kfac.update.state import AdamMoments
 from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
@@ -131,7 +131,7 @@ class KFACAdamWRule(UpdateRule):
         return sum(flops(*sides) for sides in layer.maps)
 
     def rounds(self, plan: Plan, stacks: Sequence[Sequence[LayerSpec]]) -> list[tuple[Sequence[LayerSpec], int]]:
-        taken = rounds(stacks, limit=STACKED if plan.stacks else AT_ONCE)
+        taken = rounds(stacks, limit=in_memory(stacked=plan.stacks))
         return [([layer for stack in some for layer in stack], self._round(plan, some)) for some in taken]
 
     def _round(self, plan: Plan, stacks: Sequence[Sequence[LayerSpec]]) -> int:
@@ -154,7 +154,7 @@ class KFACAdamWRule(UpdateRule):
                     own = width * count * workspace(*sides) + whitened * count * math.prod(sides)
                     alike[tuple(sorted(sides)) if plan.stacks else (stack[0].name, sides)] += own
                     iterated = max(iterated, own)
-        limit = 3 * width * (STACKED if plan.stacks else AT_ONCE)
+        limit = 3 * width * in_memory(stacked=plan.stacks)
         largest = max(iterated, *(min(nbytes, limit) for nbytes in (0, *alike.values())))
         return 4 * whole + max(adam, largest + copied)
 
