@@ -8,8 +8,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from ds_kfac.step import proving
 from tests.close import RATIOS
 from tests.ranks import keep_imports
+
+proving.RAISES = True
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 

@@ -3,6 +3,8 @@
 import ds_kfac  # noqa: F401
 import tests.deepspeed.runs
 import tests.libraries  # noqa: F401
+from ds_kfac.step import proving
 from tests.ranks import keep_imports
 
+proving.RAISES = True
 keep_imports()

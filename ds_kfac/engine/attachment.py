@@ -43,6 +43,7 @@ from ds_kfac.zero.layout import restore, scaler_scale
 from ds_kfac.zero.weights import WeightRescaling
 
 _ATTACHED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]]" = weakref.WeakKeyDictionary()
+ZERO = "rows without a gradient"
 HANDLE = "kfac"
 """Name under which an engine carries its :class:`Attachment`."""
 
@@ -66,7 +67,7 @@ class Attachment:
         self, engine: Any, given: KFACConfig, job: Job, scans: Sequence[Scan], experts: ExpertRows | None
     ) -> None:
         self.engine, self.given, self.job, self._experts = engine, given, job, experts
-        self._active, self._seen, self._warned_of_outside = True, 0, False
+        self._active, self._warned_of_outside, self._told = True, False, set[str]()
         self._found = Scan(tuple(layer for part in scans for layer in part.layers), scans[0].skipped)
         self._share = share_of(engine.module, self._found)
         self._captures = [kfac.capture for kfac in job.preconditioners]
@@ -239,6 +240,8 @@ class Attachment:
             skipped = bool(scaler) and bool(torch.as_tensor(scaler_scale(scaler)) < scale)
             applied = engine.was_step_applied() and not skipped
             self.job.commit(drafts, applied=applied)
+            if applied and any(draft.verdict is not None for draft in drafts):
+                self._tell()
         for rescale in self._rescalings if applied else ():
             rescale()
         if monitored:
@@ -246,39 +249,50 @@ class Attachment:
         return result
 
     def _warn(self) -> None:
-        """At a captured step, each once: of layers whose hooks never fired here by the second one, and what is left of
-        the share that attach has printed; and of a step without a gradient that counts: the user means a backward that
-        is not our own."""
-        kfacs, rank = self.job.preconditioners, f"ds_kfac: rank {self.engine.global_rank}"
-        self._seen += 1
-        called = {name for capture in self._captures for name in capture.called}
-        if self._seen == 2 and (silent := [(x.name,) for x in self._found.layers if x.name not in called]):
-            promised, self._share = self._share, self._seen_share(called)
-            text = (
-                f"{rank} saw no rows of {', '.join(name for name, *_ in folded(silent))} in its first two captured "
-                f"steps. Until some rank sees some, {kfacs[0].rule.without_curvature}: with curvature are "
-                f"{self._share.curved_fraction:.0%} of the trained matrix parameters, not "
-                f"{promised.curved_fraction:.0%}. Modules that nobody calls, fused kernels and autograd.Functions show "
-                "none: switch them off, or exclude the layer (kfac.layers.exclude)"
-            )
-            self.report += f"\n  WARNING: {text}"
-            logger.warning(text)
+        """At a captured step without a gradient that counts, once: the user means a backward that is not our own."""
         outside = sum(capture.outside for capture in self._captures)
         if outside and not any(capture.counted for capture in self._captures) and not self._warned_of_outside:
             self._warned_of_outside = True
             logger.warning(
-                f"{rank}: gradients came through {outside} calls of layers, none of them in this engine's own "
-                "backward, so the factors were not updated. Call engine.backward(loss) of the engine that owns the loss"
+                f"ds_kfac: rank {self.engine.global_rank}: gradients came through {outside} calls of layers, none of "
+                "them in this engine's own backward, so the factors were not updated. Call engine.backward(loss) of "
+                "the engine that owns the loss"
             )
 
-    def _seen_share(self, called: Collection[str]) -> Share:
-        """What is stepped, and with curvature, if only these layers have any."""
-        alone = [layer if layer.name in called else replace(layer, A=Side.identity(layer.A.dim),
+    def _tell(self) -> None:
+        """What the proof has found, of each layer once: in the report of all ranks, and in the log of one."""
+        kfacs, texts = self.job.preconditioners, []
+        unfit = {name: why for kfac in kfacs for name, why in kfac.proving.unfit.items()}
+        if new := [(name, why) for name, why in unfit.items() if name not in self._told]:
+            self._told.update(name for name, _ in new)
+            layers = "; ".join(f"{name}: {why}" for name, why in folded(new))
+            left = self._share_without(unfit).curved_fraction
+            texts.append(
+                f"the rows that were seen of these layers do not make up their gradients, so until they do "
+                f"{kfacs[0].rule.without_curvature}: {layers}. With curvature are {left:.0%} of the trained matrix "
+                f"parameters, not {self._share.curved_fraction:.0%} (docs/capture.md)"
+            )
+        zero = {name: part for kfac in kfacs for name, part in kfac.proving.zero.items()}
+        if zero and ZERO not in self._told:
+            self._told.add(ZERO)
+            layers = ", ".join(f"{name} {part}" for name, part in folded([(n, f"{x:.0%}") for n, x in zero.items()]))
+            texts.append(
+                f"rows count whose gradient is zero to the last bit: {layers}. If they are padding that no mask shows, "
+                "set engine.kfac.read_batch (docs/capture.md)"
+            )
+        for text in texts:
+            self.report += f"\n  WARNING: {text}"
+            if any(kfac.rank == 0 for kfac in kfacs):
+                logger.warning(f"ds_kfac: {text}")
+
+    def _share_without(self, unfit: Collection[str]) -> Share:
+        """What is stepped, and with curvature, if these layers have none."""
+        alone = [layer if layer.name not in unfit else replace(layer, A=Side.identity(layer.A.dim),
                  G=Side.identity(layer.G.dim)) for layer in self._found.layers]  # fmt: skip
         return share_of(self.engine.module, replace(self._found, layers=tuple(alone)))
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        captures = self.engine.module.training and any(capture.active for capture in self._captures)
+        captures = torch.is_grad_enabled() and any(capture.active for capture in self._captures)
         if not captures or not hasattr(torch.compiler, "set_stance"):  # torch 2.6
             return original(*args, **kwargs)
         with torch.compiler.set_stance("force_eager"):

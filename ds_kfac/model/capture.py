@@ -1,11 +1,14 @@
 """Hooks on the layers: batch sums of a a^T and g g^T, only on the micro-steps that need them (docs/capture.md).
 
-A is summed in the forward hook and waits, a sum and not the inputs, for the gradient of the layer's output; both are
-counted when it arrives. What never gets one is never counted.
+A is summed in the forward hook and waits in the call, a sum and not the inputs, for the gradient of the layer's output;
+both are counted when it arrives. What never gets one, or one that is zero to the last bit, is never counted. From the
+second call of a layer on, what waits is the sum or a copy of the inputs, whichever is smaller.
 
 **Own backwards.** An engine's statistics are of its own loss, not of a generator's that goes through its discriminator.
-Own is a backward that the engine announced; or, as long as it never announced any, one outside of all engines'
-announced ones through a forward whose inputs came from no other graph: a plain ``loss.backward()``.
+Own is a backward that the engine announced; one that the model runs inside its own forward, as DeepSpeed's tiled loss
+does; or, as long as the engine never announced any, one outside of all engines' announced ones through a forward whose
+inputs came from no other graph: a plain ``loss.backward()``. And only a backward that accumulates the layer's weight:
+autograd.grad, for forces or a penalty, does not.
 
 Activation checkpointing runs a forward twice. Reentrant: the first run has gradients disabled and is passed over.
 Non-reentrant: the first run counts; the recomputation's graph never gets a gradient, so it must not count A. Hence
@@ -19,8 +22,10 @@ calls that :attr:`Capture.pending` lists.
 No exception leaves a hook: it would stop one rank in a backward that the others finish.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -30,23 +35,25 @@ from torch.autograd.graph import GradientEdge
 
 from ds_kfac.model.batch import EVERY_ROW, BatchInfo, Fit, ReadBatch, RowMasks, tensors_of
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.model.loss import Forward
-from ds_kfac.model.noise import NoiseScale
+from ds_kfac.model.loss import Forward, accumulates
 from ds_kfac.model.products import EVERY, Product, Products
+from ds_kfac.model.proof import Proof
 from ds_kfac.model.registry import LAYERS
-from ds_kfac.model.rows import BatchSum, Call, RowSums, SharedInputs
+from ds_kfac.model.rows import Call, RowSums, StepSums
+from ds_kfac.model.shared_inputs import SharedInputs
+
+logger = logging.getLogger("ds_kfac")
 
 
-class Capture:
+class Capture(StepSums):
     """Installs the hooks; they return at once unless :attr:`active`.
 
     Args:
         fallback_seed: the scale of a backward that nobody announced by :meth:`begin_backward`.
         inputs: receives every input of a captured call, to find and verify layers that share theirs.
         sampled: whether G comes from a sampled loss instead of the true one.
-        asked: for :mod:`ds_kfac.factors`, which asks autograd for the gradients of :attr:`pending` calls: in any mode,
-            training or evaluation, and A is summed with the gradients, so that sums of some layers can leave before
-            those of others begin.
+        asked: for :mod:`ds_kfac.factors`, which asks autograd for the gradients of :attr:`pending` calls: A is summed
+            with the gradients, so that sums of some layers can leave before those of others begin.
         info_of: a micro-batch's information -> that of a module's call in it, where they differ.
 
     Attributes:
@@ -57,7 +64,8 @@ class Capture:
             and of recomputations; None: they are not counted.
         noise: measures samples' gradients in captured steps, if there is one.
         counted, outside: calls since the last step whose gradients came in the engine's own backward, and in others.
-        called: names of layers that were seen to run.
+        proof: of the step, if it proves.
+        failed: layer name -> what a hook raised; such a layer has no rows any more.
     """
 
     _backwards: ClassVar[list["Capture"]] = []
@@ -76,24 +84,23 @@ class Capture:
         read_batch: ReadBatch | None = None,
         info_of: Callable[[str, BatchInfo], BatchInfo] | None = None,
     ) -> None:
-        self.active, self._model, self.sampled, self.asked = False, model, sampled or asked, asked
-        self.rows, self.inputs = rows or RowSums(divided=not sampled), inputs or SharedInputs()
+        super().__init__(rows or RowSums(divided=not sampled), fallback_seed, asked=asked)
+        self.active, self._model, self.sampled = False, model, sampled or asked
+        self.inputs = inputs or SharedInputs()
         self.read_batch: ReadBatch = read_batch or (lambda arguments, keywords: BatchInfo())
         self.pending: list[Call] = []
-        self.sums: dict[str, BatchSum] = {}
-        self.noise: NoiseScale | None = None
         self.measured: dict[str, list[int]] | None = None
-        self.counted = self.outside = 0
-        self._keys = frozenset[str]()  # of the sums
+        self.outside = 0
         self._announced, self.forward = False, Forward()  # whether any own backward ever was
         self._running: Forward | None = None  # whose gradients come in this backward
-        self._arrived: list[Call] = []  # in this backward, with an input to be released after it
-        self._fallback_seed = fallback_seed
-        self._seed: Tensor | float | None = None
-        self._info_of, self._masks, self.called = info_of, RowMasks(model), set[str]()
+        self._info_of, self._masks = info_of, RowMasks(model)
+        self.failed: dict[str, str] = {}
+        self._inside = False  # the model's forward runs
         self._handles: list[Any] = []
         self._hook_model(model)
         parameters, owners = dict(model.named_parameters()), {"": model}
+        layers = tuple(layers)
+        self._weights = {layer.name: parameters[layer.weight] for layer in layers}
         self._stacks: dict[int, list[LayerSpec]] = {}  # id of a parameter -> its layers, in order
         counts: dict[nn.Parameter, int] = {}
         for layer in layers:
@@ -114,19 +121,23 @@ class Capture:
             for module in owners.values():
                 self._hook_owner(self._products, module, model)
 
-    def begin_step(self, keys: frozenset[str] | None, step: int, *, measure: bool = False) -> None:
+    def begin_step(
+        self, keys: frozenset[str] | None, step: int, *, measure: bool = False, proof: Proof | None = None
+    ) -> None:
         """Make ready for the captures of a step; forgets what came since the last one.
 
         Args:
             keys: factors that are due and that this rank contributes to; None: the hooks rest.
             step: decides which rows are sampled, if not all are.
             measure: count the rows of all layers.
+            proof: adds up the rows of all layers, to be compared with their gradients.
         """
+        self.proof = proof
         if self.active:
             self.forward, self.pending, self.counted, self.outside = Forward(), [], 0, 0
             self.end_backward()
             self.inputs.broken.clear()
-        self.sums, self._keys, self.active, self.rows.turn = {}, keys or frozenset(), keys is not None, step
+        self.sums, self.keys, self.active, self.rows.turn = {}, keys or frozenset(), keys is not None, step
         self.measured = {} if measure else None
         if self.noise is not None:
             self.noise.begin(active=self.active)
@@ -154,28 +165,29 @@ class Capture:
             if self._products is not None:
                 self._products.leave(None)
             if retain_graph:
-                self._arrived.clear()
+                self.arrived.clear()
             self.end_backward()
 
     def begin_backward(self, seed: Tensor) -> None:
         """The gradient that reached the user's loss: by what every output gradient is scaled from here on."""
-        self._seed = seed.detach().float()
+        self.seed = seed.detach().float()
 
     def end_backward(self) -> None:
         """Close the micro-batch: the next rows are new loss terms, not another use of the same ones."""
-        self._seed = self._running = None
+        self.seed = self._running = None
+        self._inside = False  # of a forward that raised
         self.rows.counted.clear()
-        for call in self._arrived:
+        for call in self.arrived:
             call.x = None
-        self._arrived.clear()
+        self.arrived.clear()
         self.inputs.end_batch()
 
     def add_sampled(self, calls: Sequence[Call], gradients: Sequence[Tensor | None], seed: Tensor | float) -> None:
         """Gradients of the sampled loss, times ``seed``, for some of :attr:`pending`; None where unused."""
-        self._seed = seed
+        self.seed = seed
         for call, gradient in zip(reversed(calls), reversed(gradients), strict=True):  # as a backward would come by
             if gradient is not None:
-                self._add_rows(call, gradient)
+                self.add(call, gradient)
         done = set(map(id, calls))
         self.pending = [call for call in self.pending if id(call) not in done]
         self.end_backward()
@@ -187,11 +199,11 @@ class Capture:
         begin_batch, end_batch = map(torch.compiler.disable, (self._begin_batch, self._end_batch))
 
         def begin(module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:
-            if (module.training or self.asked) and self.active and torch.is_grad_enabled():
+            if self.active and torch.is_grad_enabled():
                 begin_batch(module is own, arguments, keywords)
 
         def end(module: nn.Module, arguments: tuple, output: Any) -> None:
-            if (module.training or self.asked) and self.active and torch.is_grad_enabled():
+            if self.active and torch.is_grad_enabled():
                 end_batch(module is own, output)
 
         self._handles.append(own.register_forward_pre_hook(begin, with_kwargs=True))
@@ -204,6 +216,7 @@ class Capture:
             self._products.leave(None)
         if self.rows.counted:  # a loss.backward() that nobody closed
             self.end_backward()
+        self._inside = True
         detached = all(x.grad_fn is None for x in tensors_of((arguments, keywords)))
         self.forward = Forward(self.read_batch(arguments, keywords), detached)
         self.inputs.begin_batch()
@@ -211,26 +224,32 @@ class Capture:
 
     def _end_batch(self, own: bool, output: Any) -> None:
         if own and torch._C._current_graph_task_id() == -1:
+            self._inside = False
             self.forward.returned(output, weight_sharing=self.rows.weight_sharing)
             self._masks.end()
 
     def _hook_layer(self, layer: LayerSpec, own: nn.Module, model: nn.Module) -> None:
         def hook(module: nn.Module, inputs: tuple, named: dict[str, Any], output: Any) -> None:
-            if (model.training or self.asked) and self.active and torch.is_grad_enabled():  # a part may be in eval mode
+            if self.active and torch.is_grad_enabled():
                 capture(module, inputs, named, output)
 
         @torch.compiler.disable
         def capture(module: nn.Module, inputs: tuple, named: dict[str, Any], output: Any) -> None:
-            if isinstance(output, tuple):  # Megatron's linears return their bias too
-                output = output[0]
             weight: Any = module._parameters.get("weight")  # as an attribute ZeRO-3 would fetch it
-            if module is not own or not output.requires_grad or not (weight is None or weight.requires_grad):
+            if module is not own or not (weight is None or weight.requires_grad):
                 return
-            x = inputs[0] if inputs else next(iter(named.values()))
-            self.inputs.see(layer.name, x)
-            self._called(layer, module, x, output)
+            try:
+                if isinstance(output, tuple):  # Megatron's linears return their bias too
+                    output = output[0]
+                if output.requires_grad:
+                    x = inputs[0] if inputs else next(iter(named.values()))
+                    self.inputs.see(layer.name, x)
+                    self._called(layer, module, x, output)
+            except Exception as error:
+                self._fail(layer, error)
 
-        self._handles.append(own.register_forward_hook(hook, with_kwargs=True))
+        # before hooks of others, which may make something else of its output
+        self._handles.append(own.register_forward_hook(hook, with_kwargs=True, prepend=True))
 
     def _called(
         self,
@@ -246,17 +265,16 @@ class Capture:
     ) -> None:
         """A layer was called with ``x`` and gave ``output``; see :class:`ds_kfac.model.rows.Call` for the others."""
         recomputed, kind = torch._C._current_graph_task_id() != -1, LAYERS[layer.kind]
-        if recomputed and self.sampled:  # the first run's calls are those that are sampled
+        if (recomputed and self.sampled) or layer.name in self.failed:  # the first run's calls are those sampled
             return
-        self.called.add(layer.name)
-        A, G = layer.keys
-        makes_A = "A" in sides and A in self._keys
-        captured = makes_A or ("G" in sides and G in self._keys)
+        A, G = self.inputs.key(layer), layer.keys[1]
+        makes_A = "A" in sides and A in self.keys and (layer.part[1] > 1 or self.inputs.gives(layer))
+        captured = makes_A or ("G" in sides and G in self.keys)
         shape, dispatched, stacked = output.shape, x.ndim == 3, layer.part[1] > 1 and layer.product
         measures = self.measured is not None and not stacked and "A" in sides
         noted = self.noise is not None and self.noise.active and layer.name in self.noise.place
         noted = noted and select is columns is lay is None  # all rows of its input and output
-        if not captured and not measures and not noted:
+        if not captured and not measures and not noted and self.proof is None:
             return
         if select is not None:
             x = x.reshape(-1, x.shape[-1])[select]
@@ -264,7 +282,7 @@ class Capture:
             shape = torch.Size((*x.shape[:-1], layer.G.dim))
         if measures:
             self._measure(layer, kind.rows(x, output) if select is None else len(x))
-        if not captured and not noted:
+        if not captured and not noted and self.proof is None:
             return
         # several may have run before the backward of this one, with other masks
         forward = self._running if recomputed and self._running is not None else self.forward
@@ -275,18 +293,22 @@ class Capture:
             rows = Fit((x != 0).any(-1)) if dispatched or info.places else rows
         elif not kind.images:
             rows = self._masks.of(layer.module, x, info)
-        with_gradient = recomputed or kind.needs_gradients or self.asked
-        kept = x if noted or (with_gradient and makes_A) or self.asked else None
-        call = Call(layer, kind, module, info, rows, shape, sides, forward, kept, recomputed, select, columns, lay)
-        call.noted = noted
-        if makes_A and not with_gradient and x.numel():
-            self.rows.add_input(call, x, _sum(forward.waiting, layer.name, layer.A.numel, x))
+        call = Call(layer, kind, module, info, rows, shape, sides, A, forward, None, recomputed, select, columns, lay)
+        call.noted, call.proof, call.proves = noted, self.proof, "G" in sides and not self.sampled
+        if call.proof is not None:
+            call.proof.see_inputs(call, x)
+        self.keep(call, x, makes_A=makes_A)
         # An in-place activation replaces the grad_fn of a view, which the output of a Linear with bias is; the node of
         # the viewed tensor stays
         base = output._base
         origin = base if base is not None and base.numel() == output.numel() and base.grad_fn is not None else output
         assert origin.grad_fn is not None, "the output requires no gradient"
         if self.sampled:
+            if call.proof is not None:  # of the true loss; another object, as no node may hold one with an edge
+                hook = partial(
+                    self._on_gradient, replace(call, waiting=None, late=False, sides="", proves=True), origin.output_nr
+                )
+                origin.grad_fn.register_prehook(hook)
             call.edge = GradientEdge(origin.grad_fn, origin.output_nr)
             self.pending.append(call)
             return
@@ -303,18 +325,24 @@ class Capture:
         begin, end = map(torch.compiler.disable, (products.enter, products.leave))
 
         def enter(module: nn.Module, inputs: tuple) -> None:
-            if (model.training or self.asked) and self.active and torch.is_grad_enabled():
-                if module is own:
-                    begin(module)
+            if self.active and torch.is_grad_enabled() and module is own:
+                begin(module)
 
         def leave(module: nn.Module, inputs: tuple, output: Any) -> None:
-            if (model.training or self.asked) and self.active and torch.is_grad_enabled():
+            if self.active and torch.is_grad_enabled():
                 end(module)
 
         self._handles.append(own.register_forward_pre_hook(enter))
         self._handles.append(own.register_forward_hook(leave, always_call=True))
 
     def _product(self, product: Product) -> None:
+        try:
+            self._multiplied(product)
+        except Exception as error:
+            for layer in self._stacks[id(product.param)]:
+                self._fail(layer, error)
+
+    def _multiplied(self, product: Product) -> None:
         """Of a stack whose layers have one A: all rows at once are those of the first."""
         layers, x, output, lay = self._stacks[id(product.param)], product.x, product.output, product.lay
         stacked, first = len(layers) > 1, layers[0]
@@ -326,7 +354,6 @@ class Capture:
         other = product.turned != LAYERS[first.kind].turned and min(first.shape) > 1
         if other or x.shape[-1] != first.A.dim - (first.bias is not None):  # other sides than the code seemed to have
             return
-        self.called.update(layer.name for layer in layers)
         shared = stacked and layers[-1].shares is not None
         if shared and first.shares is None:
             self._called(first, module, x, output, sides="A", select=product.rows, lay=lay)
@@ -341,45 +368,30 @@ class Capture:
 
     def _on_gradient(self, call: Call, place: int, gradients: tuple[Tensor | None, ...]) -> None:
         gradient, running = gradients[place], self._backwards
-        if gradient is None or not self.active:
+        if gradient is None or not self.active or call.layer.name in self.failed:
             return
-        if self in running if running else call.forward.detached and not self._announced:
-            self._running = call.forward
-            self._add_rows(call, gradient)
-        else:
+        inner = self._inside and not running
+        own = self in running if running else inner or (call.forward.detached and not self._announced)
+        if not own:
             self.outside += 1
+        if not own and call.proof is None:
+            return
+        if accumulates(self._weights[call.layer.name]):
+            self._running = call.forward if own else self._running
+            try:
+                if own:
+                    self.add(call, gradient, 1.0 if inner else None)
+                else:
+                    call.proof.see_gradient(call, call.gradient_of(gradient), others=True)
+            except Exception as error:
+                self._fail(call.layer, error)
 
-    def _add_rows(self, call: Call, gradient: Tensor) -> None:
-        """Of both sides; a call with an empty batch has none."""
-        self.counted += 1
-        layer, of_gradients = call.layer, call.kind.needs_gradients  # even A
-        A, G = layer.keys
-        makes_A, makes_G = "A" in call.sides and A in self._keys, "G" in call.sides and G in self._keys
-        waiting = call.forward.waiting.pop(layer.name, None) if "A" in call.sides else None
-        if makes_A and waiting is not None:
-            total = self.sums.setdefault(A, waiting)
-            if total is not waiting:
-                total.sum_P.add_(waiting.sum_P)
-                total.count.add_(waiting.count)
-        late = call.recomputed or self.asked
-        if makes_A and not of_gradients and late and call.x is not None and call.x.numel():
-            self.rows.add_input(call, call.x, _sum(self.sums, A, layer.A.numel, gradient))
-        makes = makes_A and call.x is not None if of_gradients else makes_G
-        if makes and gradient.numel():
-            seed = self._fallback_seed() if self._seed is None else self._seed
-            key, side = (A, layer.A) if of_gradients else (G, layer.G)
-            sum_ = _sum(self.sums, key, side.numel, gradient)
-            self.rows.add_gradient(call, call.gradient_of(gradient), sum_, seed)
-        if call.noted and call.x is not None and self.noise is not None:
-            self.noise.add(layer, call.x, call.gradient_of(gradient), call.rows.examples)
-        if call.recomputed:
-            call.x = None
-        elif call.x is not None:
-            self._arrived.append(call)
-
-
-def _sum(sums: dict[str, BatchSum], key: str, numel: int, like: Tensor) -> BatchSum:
-    """Where rows of a factor go: memory from the first ones on."""
-    if key not in sums:
-        sums[key] = BatchSum.empty(numel, like.device)
-    return sums[key]
+    def _fail(self, layer: LayerSpec, error: Exception) -> None:
+        """A hook raised: the layer has no rows from here on, and none of this step."""
+        self.failed[layer.name] = f"{type(error).__name__}: {error}"
+        logger.warning(
+            f"ds_kfac: the rows of {layer.name} ({layer.kind}) are not known, so it is left without curvature from "
+            f"here on: {self.failed[layer.name]}"
+        )
+        for key in (self.inputs.key(layer), layer.keys[1]):
+            self.sums.pop(key, None)

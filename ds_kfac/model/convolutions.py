@@ -146,6 +146,20 @@ class Patches:
             taps.append(tap.flatten(1, -2).sum(dim=1, dtype=torch.float32))
         return torch.stack(taps, dim=-1).flatten(1)
 
+    def times(self, w_nDK: Tensor) -> Tensor:
+        """Every patch of each of n groups of channels times w, fp32 [N, positions, n K]: a convolution with K
+        filters."""
+        n, D, K = w_nDK.shape
+        filters = w_nDK.mT.reshape(n * K, D // prod(self.kernel), *self.kernel)
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel) - 1]
+        many = max(1, CHUNK // max(1, self.image[:1].numel()))
+        with torch.autocast(w_nDK.device.type, enabled=False):
+            parts = [
+                convolve(self.padded(image).float(), filters, stride=self.stride, dilation=self.dilation, groups=n)
+                for image in self.image.split(many)
+            ]
+        return torch.cat(parts).flatten(2).mT
+
     def _view(self, padded: Tensor, counts: list[int], grid: Grid) -> Tensor:
         """[N, *positions, C, *kernel] without a copy."""
         N, C, *places = padded.stride()

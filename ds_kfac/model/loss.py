@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from ds_kfac.model.batch import BatchInfo, fit
 
@@ -122,16 +124,15 @@ class Forward:
     Attributes:
         info: what its arguments show.
         detached: whether no input of the model came from another graph.
-        waiting: layer -> sum of the inputs so far, for the backward: a batch that is skipped, and a run for another
-            engine's loss, count nothing.
+        summed: layers a call of which waits for its gradient with the sum of its inputs.
         terms: M, if labels or the model's output show it.
-        seed: the gradient that reached the loss the model returned; measured only if ``info.items`` asks for it.
+        seed: the gradient that reached the loss the model returned, whatever the caller makes of it.
         guess: M where neither does: as many as the layer nearest to the loss has rows.
     """
 
     info: BatchInfo = field(default_factory=BatchInfo)
     detached: bool = True
-    waiting: dict[str, Any] = field(default_factory=dict)
+    summed: set[str] = field(default_factory=set)
     terms: Tensor | int | None = None
     seed: Tensor | None = None
     guess: Tensor | int | None = None
@@ -143,7 +144,7 @@ class Forward:
             self.terms = output_terms(output, self.info, weight_sharing=weight_sharing)
         else:  # terms, or with "reduce" examples that have one
             self.terms = (labelled.flatten(1).any(dim=1) if weight_sharing == "reduce" else labelled).sum().float()
-        loss = returned_loss(output) if self.info.items is not None else None
+        loss = returned_loss(output)
         if loss is not None and loss.grad_fn is not None:
             place = loss.output_nr
 
@@ -196,3 +197,14 @@ def output_terms(output: Any, info: BatchInfo, *, weight_sharing: str) -> Tensor
         counted = mask.any(dim=1 - found.examples) if weight_sharing == "reduce" and mask.ndim > 1 else mask
         return counted.sum().float()
     return shape[0] if weight_sharing == "reduce" else prod(shape)
+
+
+def accumulates(weight: Tensor) -> bool:
+    """Whether the running backward adds to a parameter's gradient: all of them do, but autograd.grad, and a backward
+    with other ``inputs``."""
+    if not weight.requires_grad:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(weight).node))
+    except RuntimeError:  # autograd.grad with the weight among its inputs: it goes to the caller
+        return False

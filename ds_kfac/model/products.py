@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ds_kfac.model.product_code import ADDED, CONVOLUTIONS, COPIES, LINEAR, RIGHT, Contraction, contraction
 
@@ -59,31 +59,40 @@ class Products(TorchFunctionMode):
         super().__init__()
         self._params = {id(param): (param, count) for param, count in params.items()}
         self._see, self._quiet = see, False
-        self.inside: list[int] = []  # ids of the modules that run
+        self.inside: list[tuple[int, bool]] = []  # ids of the modules that run, and whether the mode began there
+        self._depth = 0
         self._picked: dict[int, tuple[Tensor, nn.Parameter, Tensor]] = {}  # rows of a stack, and which
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # in another dtype, and of what
 
     def enter(self, module: nn.Module) -> None:
-        if not self.inside:
+        """Where the mode is not on it begins anew: a backward, and what reentrant checkpointing runs again in it, runs
+        without the modes around it."""
+        begins = all(mode is not self for mode in _get_current_function_mode_stack())
+        self.inside.append((id(module), begins))
+        if begins:
             self.__enter__()
-        self.inside.append(id(module))
 
     def leave(self, module: nn.Module | None) -> None:
         """None: all of them are left."""
-        if self.inside and (module is None or self.inside[-1] == id(module)):
-            self.inside = [] if module is None else self.inside[:-1]
-            if not self.inside:
+        while self.inside and (module is None or self.inside[-1][0] == id(module)):
+            if self.inside.pop()[1]:
                 self.__exit__(None, None, None)
+            if module is not None:
+                return
 
     def __enter__(self) -> Any:
         # a Python function there is not seen: ZeRO-3's, which is no torch function, and what attention calls inside
-        self._plain, F.linear = F.linear, self._linear
+        if not self._depth:
+            self._plain, F.linear = F.linear, self._linear
+        self._depth += 1
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        F.linear = self._plain
-        self._picked.clear()
-        self._copies.clear()
+        self._depth -= 1
+        if not self._depth:
+            F.linear = self._plain
+            self._picked.clear()
+            self._copies.clear()
         super().__exit__(*error)
 
     def _linear(self, *args: Any, **kwargs: Any) -> Tensor:

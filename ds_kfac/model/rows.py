@@ -4,8 +4,7 @@ Shape suffixes: N examples, T positions that share the weight, D a side's width,
 """
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from ds_kfac.model.batch import BatchInfo, Fit
@@ -56,8 +54,14 @@ class Call:
         rows: which of its rows count.
         shape: of the gradient of its rows, with examples and positions.
         sides: whose rows it has, of "AG".
+        key_A: of the factor that its inputs are for.
         x: its input; kept only where it is needed with the gradient, so that checkpointing can free it.
         recomputed: whether it is a recomputation, whose A is added with the gradient.
+        waiting: sum of its inputs, until a gradient comes to it.
+        late: whether its inputs, which it keeps, are added with the gradient instead.
+        proves: whether its gradient is part of the weight's: not one of a sampled loss, nor that of all of a stack.
+        proof, probed, probed_G: of the step's :class:`ds_kfac.model.proof.Proof`, if it has one: its rows times probes,
+            fp32 [.., K].
         select: which rows of the output are the call's, of a product of several layers; None: all.
         columns, lay: as in :class:`ds_kfac.model.products.Product`.
         noted: whether its samples' gradients are measured, see :mod:`ds_kfac.model.noise`.
@@ -72,6 +76,7 @@ class Call:
     rows: Fit
     shape: torch.Size
     sides: str
+    key_A: str
     forward: Forward
     x: Tensor | None
     recomputed: bool
@@ -80,6 +85,12 @@ class Call:
     lay: Callable[[Tensor], Tensor] | None = None
     noted: bool = False
     edge: GradientEdge | None = None
+    waiting: BatchSum | None = None
+    late: bool = False
+    proves: bool = True
+    proof: Any = None
+    probed: Tensor | None = None
+    probed_G: Tensor | None = None
 
     def gradient_of(self, gradient: Tensor) -> Tensor:
         """Its part of the gradient of an output, of :attr:`shape`; zero in columns that it does not have."""
@@ -179,12 +190,13 @@ class RowSums:
 
     @torch.no_grad()
     def add_input(self, call: Call, x: Tensor, sum_A: BatchSum) -> None:
+        """A call's inputs to a sum of A."""
         layer, kind, bias = call.layer, call.kind, call.layer.bias is not None
         with self._stage():
             if isinstance(kind, Convolution):
                 patches = kind.input_patches(call.module, x)
                 if self.weight_sharing == "expand":
-                    patches.add_to_(sum_A.sum_P, layer.A, self._grid(patches, layer), bias=bias)
+                    patches.add_to_(sum_A.sum_P, layer.A, self._grid(patches, layer, call), bias=bias)
                     sum_A.count.add_(patches.count)
                     return
                 x = patches.sums() * (len(patches.image) / max(1, patches.count))  # the mean of each example
@@ -207,7 +219,8 @@ class RowSums:
             if self.weight_sharing == "expand" and isinstance(kind, Convolution):
                 patches = kind.gradient_patches(call.module, gradient)
                 gain = self._gain(call, len(patches.image), seed, sum_)
-                patches.add_to_(sum_.sum_P, layer.G, self._grid(patches, layer), gain=gain)
+                patches.add_to_(sum_.sum_P, layer.G, self._grid(patches, layer, call), gain=gain)
+                self._prove(call, gain)
                 return
             tensor = kind.gradient_rows(call.module, call.x, gradient)
             rows, own = gradient_rows(tensor, call.rows.mask, self.weight_sharing, examples=call.rows.examples)
@@ -218,6 +231,13 @@ class RowSums:
                 scale = gain**2
             side = layer.A if kind.needs_gradients else layer.G
             side.accumulate_(sum_.sum_P, rows, scale=scale)
+            self._prove(call, gain)
+
+    def _prove(self, call: Call, gain: Any) -> None:
+        """What was added of a call's gradient."""
+        if call.proof is not None:
+            key = call.key_A if call.kind.needs_gradients else call.layer.keys[1]
+            call.proof.counted_gradient(call, key, gain, self.weight_sharing)
 
     @torch.no_grad()
     def pairs(self, call: Call, gradient: Tensor, seed: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -244,9 +264,10 @@ class RowSums:
         own_terms = len(x_NTI) if images else rows
         return x_NTI, g_NTO * self._gain(call, own_terms, seed, BatchSum.empty(0, x.device))
 
-    def _grid(self, patches: Patches, layer: LayerSpec) -> Any:
-        """The same for both sides."""
-        return patches.grid(self.turn if self.positions else None, max(layer.shape[-2:]))
+    def _grid(self, patches: Patches, layer: LayerSpec, call: Call) -> Any:
+        """The same for both sides; every position in a step that proves."""
+        turn = self.turn if self.positions and call.proof is None else None
+        return patches.grid(turn, max(layer.shape[-2:]))
 
     def _gain(self, call: Call, own: Tensor | int, seed: Tensor | float, sum_: BatchSum) -> Any:
         """What output gradients are multiplied by. Counts the call's loss terms in ``sum_``, unless they are: a second
@@ -272,89 +293,94 @@ class RowSums:
         if key not in self.counted:
             self.counted.add(key)
             sum_.count.add_(terms * info.ranks)
-        if forward.seed is not None and info.items is not None:
-            seed, divisor = forward.seed, info.items
+        if forward.seed is not None and self._divided:  # of a sampled loss it is its own
+            seed, divisor = forward.seed, divisor if info.items is None else info.items
         return (divisor if self._divided and divisor is not None else terms) / seed
 
 
-# layers that see the same input, such as q, k, v or gate, up: found by tensor identity, and verified from then on
-
-Fingerprint = tuple[StorageWeakRef, Any, tuple[int, ...], tuple[int, ...], int]
-"""Memory and version of a tensor, not the Python object: ZeRO-3 hands every module a view of its own."""
-
-
-def _same(a: Fingerprint, b: Fingerprint) -> bool:
-    # memory that was given back may hold another tensor by now
-    return not a[0].expired() and a[0].cdata == b[0].cdata and a[1:] == b[1:]
-
-
-class SharedInputs:
-    """Watches the inputs of captured calls: first it looks for groups, then it checks that the groups in use hold.
+class StepSums:
+    """The sums of a step, and what waits for its gradient to be added to them.
 
     Args:
-        candidates: names of layers that may form groups; none: it does nothing.
+        fallback_seed: the scale of a backward whose own is not known.
+        asked: whether A is summed with the gradients.
 
     Attributes:
-        found: layer -> number of each of its inputs so far; layers with equal ones share them.
-        broken: groups in use that did not hold in this step.
+        sums: factor key -> rows of the step so far; missing where there are none.
+        keys: of the factors that are summed.
+        noise: measures samples' gradients, if there is one.
+        proof: of the step, if it proves.
+        counted: calls whose gradients came.
+        seed: by what the gradients of this backward are scaled, if that was measured.
+        arrived: calls of this backward with an input to be released after it.
     """
 
-    def __init__(self, candidates: Collection[str] = ()) -> None:
-        self.searching = bool(candidates)
-        self.broken: set[tuple[str, ...]] = set()
-        self._watched = frozenset(candidates)
-        self.found: dict[str, tuple[int, ...]] = {}
-        self._inputs: list[tuple[int, Fingerprint]] = []  # those of this micro-batch
-        self._total = 0
-        self._group: dict[str, tuple[str, ...]] = {}
-        self._calls: dict[tuple[str, ...], list[Fingerprint]] = {}  # of the layer that was first to call so often
-        self._counts: Counter[str] = Counter()
+    def __init__(self, rows: RowSums, fallback_seed: Callable[[], Tensor | float], *, asked: bool) -> None:
+        self.rows, self.asked, self._fallback_seed = rows, asked, fallback_seed
+        self.sums: dict[str, BatchSum] = {}
+        self.keys = frozenset[str]()
+        self.noise: Any = None
+        self.proof: Any = None
+        self.counted = 0
+        self.seed: Tensor | float | None = None
+        self.arrived: list[Call] = []
 
-    def see(self, layer: str, x: Tensor) -> None:
-        """A layer was called with ``x``. If it is in a group and another one of it was called with something else, the
-        group is broken."""
-        if layer not in self._watched:
+    def keep(self, call: Call, x: Tensor, *, makes_A: bool) -> None:
+        """What of a call's input waits for its gradient."""
+        of_gradients, layer = call.kind.needs_gradients, call.layer
+        call.late = makes_A and not of_gradients and (call.recomputed or self.asked)
+        if call.late or call.noted or self.asked or (of_gradients and (makes_A or call.proof is not None)):
+            call.x = x
+        if not makes_A or call.late or of_gradients or not x.numel():
             return
-        mark = StorageWeakRef(x.untyped_storage()), x.storage_offset(), tuple(x.shape), x.stride(), x._version
-        if self.searching:
-            number = next((number for number, other in self._inputs if _same(other, mark)), None)
-            if number is None:
-                number, self._total = self._total, self._total + 1
-                self._inputs.append((number, mark))
-            self.found[layer] = (*self.found.get(layer, ()), number)
+        if layer.name in call.forward.summed and x.numel() <= layer.A.numel:
+            call.x, call.late = x.clone(), True  # someone may change it in place
             return
-        calls = self._calls.setdefault(self._group[layer], [])
-        self._counts[layer] += 1
-        if len(calls) < self._counts[layer]:
-            calls.append(mark)
-        elif not _same(calls[self._counts[layer] - 1], mark):
-            self.broken.add(self._group[layer])
+        call.forward.summed.add(layer.name)
+        call.waiting = BatchSum.empty(layer.A.numel, x.device)
+        self.rows.add_input(call, x, call.waiting)
 
-    def begin_batch(self) -> None:
-        """The next inputs are those of another micro-batch; the last one may have been given up half way."""
-        self._inputs, self._counts, self._calls = [], Counter(), {}
+    def add(self, call: Call, gradient: Tensor, seed: Tensor | float | None = None) -> None:
+        """Rows of both sides; a call with an empty batch has none. ``seed``: where none was measured."""
+        self.counted += 1
+        layer, of_gradients = call.layer, call.kind.needs_gradients  # even A
+        A, G = call.key_A, layer.keys[1]
+        rows = call.gradient_of(gradient)
+        if call.proof is not None:
+            call.probed_G = call.proof.see_gradient(call, rows)
+        alive = None if self.asked or not gradient.numel() else rows.any()
+        if call.waiting is not None and A in self.keys:
+            self._count_input(call, call.waiting, alive)
+        elif call.late and call.x is not None and call.x.numel() and A in self.keys:
+            own = BatchSum.empty(layer.A.numel, gradient.device)
+            self.rows.add_input(call, call.x, own)
+            self._count_input(call, own, alive)
+        call.waiting, call.late = None, False  # once, whatever the backwards
+        makes_A, makes_G = "A" in call.sides and A in self.keys, "G" in call.sides and G in self.keys
+        if gradient.numel() and (makes_A and call.x is not None if of_gradients else makes_G):
+            if self.seed is not None:
+                seed = self.seed
+            elif seed is None:
+                seed = self._fallback_seed()
+            key, numel = (A, layer.A.numel) if of_gradients else (G, layer.G.numel)
+            if key not in self.sums:
+                self.sums[key] = BatchSum.empty(numel, gradient.device)
+            self.rows.add_gradient(call, rows, self.sums[key], seed)
+        if call.noted and call.x is not None and self.noise is not None:
+            self.noise.add(layer, call.x, rows, call.rows.examples)
+        if call.recomputed:
+            call.x = None
+        elif call.x is not None:
+            self.arrived.append(call)
 
-    def end_batch(self) -> None:
-        """A group is broken whose first layer, whose inputs are captured, was called less often than another one."""
-        self.broken |= {group for group, seen in self._calls.items() if self._counts[group[0]] < len(seen)}
-        self.begin_batch()
-
-    def use(self, groups: Sequence[Sequence[str]]) -> None:
-        """End the search; from now on every batch is checked against these groups."""
-        self.searching = False
-        self.broken.clear()
-        self._group = {name: tuple(group) for group in groups for name in group}
-        self._watched = frozenset(self._group)
-        self.found = {}
-        self.begin_batch()
-
-
-def agreed(found: Sequence[Mapping[str, tuple[int, ...]]], kinds: Mapping[str, object]) -> tuple[tuple[str, ...], ...]:
-    """Groups of layers that share their inputs wherever they were called, in the order of ``kinds``: layer -> what has
-    to be equal too, such as its side. ``found``: of every rank."""
-    groups: dict[tuple, list[str]] = {}
-    for layer, kind in kinds.items():
-        inputs = tuple(rank.get(layer, ()) for rank in found)
-        if any(inputs):
-            groups.setdefault((kind, inputs), []).append(layer)
-    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+    def _count_input(self, call: Call, own: BatchSum, alive: Tensor | None) -> None:
+        """A call's sum goes to that of the step; nothing of it where its gradient is zero to the last bit."""
+        if alive is not None:
+            own.sum_P.masked_fill_(~alive, 0.0)
+            own.count.mul_(alive)
+        if call.proof is not None:
+            call.proof.counted_input(call, self.rows.weight_sharing, alive)
+        total = self.sums.setdefault(call.key_A, own)
+        if total is not own:
+            total.sum_P.add_(own.sum_P)
+            total.count.add_(own.count)

@@ -17,11 +17,13 @@ from ds_kfac.model.batch import ArgumentReader, BatchInfo
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.noise import SUMS
-from ds_kfac.model.rows import BatchSum, RowSums, SharedInputs
+from ds_kfac.model.rows import BatchSum, RowSums
+from ds_kfac.model.shared_inputs import SharedInputs
 from ds_kfac.plan.plan import Known, Plan
 from ds_kfac.schedule.timetable import FactorsDue
 from ds_kfac.step.factors import FactorDraft, FactorUpdates
 from ds_kfac.step.messages import Sharing, unusual
+from ds_kfac.step.proving import Proving, Verdict
 from ds_kfac.update.kfac import QuadraticModel
 from ds_kfac.update.state import LayerState
 from ds_kfac.zero.exchange import GradientExchange, LocalResult, Watch
@@ -72,6 +74,7 @@ class Draft:
         quadratic: the model that the step follows from and its minimum [2]; None if the learning rate gives it.
         local: results and new states of this rank's layers.
         noise: numbers of all ranks [4, ranks], in steps that measure the noise scale.
+        verdict: on the layers' rows, in steps that prove them.
     """
 
     step: int
@@ -84,6 +87,7 @@ class Draft:
     damping_scale: Tensor | None = None
     quadratic: tuple[QuadraticModel, Tensor] | None = None
     noise: Tensor | None = None
+    verdict: Verdict | None = None
     local: LocalResult = field(init=False)
 
 
@@ -136,6 +140,7 @@ class KFACPreconditioner:
             read_batch=ArgumentReader(target.model, count=config.padding.count),
             info_of=target.info_of,
         )
+        self.proving = Proving(self.layers, self.layout, self.channel)
         self._totals: dict[int, Scalars] = {}
         self._norms = Scalars([[("norm", rank)] for rank in range(self.channel.world)], self.rank)
         self.state: dict[str, LayerState] = {}
@@ -159,8 +164,11 @@ class KFACPreconditioner:
                 scheduler = self.layout.engine.lr_scheduler if self.plan.clip_lr == "peak" else None
                 draft.peak_lr = peak_rates(self.layout.optimizer.param_groups, self.peak_lr, scheduler)
             sums: dict[str, BatchSum] = {}
+            proof, numbers = self.capture.proof, None
             if draft.due.capture:
                 self.capture.end_backward()
+                if proof is not None:
+                    numbers = self.channel.sum(proof.numbers(self.capture.sums))
                 self.metrics.step_counts["parted_inputs"] += self.sharing.leave_out(self.capture.sums)
                 with self.metrics.stage("reduce"):
                     sums = self.curvature.reducer.reduce(self.capture.sums)
@@ -179,7 +187,15 @@ class KFACPreconditioner:
                     self.curvature.decompose(factors)
             with self.metrics.stage("relayout"):
                 self._gather(draft)
+            if proof is not None and numbers is not None:
+                draft.verdict = self.proving.verdict(proof, numbers, draft.gradients, self.plan)
+                curved = {name for name, state in draft.states.items() if state.preconditioner is not None}
+                unfit = curved & draft.verdict.unfit.keys()
+                draft.states |= {layer.name: self._empty(layer) for layer in self.owned if layer.name in unfit}
             return draft
+
+    def _empty(self, layer: LayerSpec) -> LayerState:
+        return LayerState.empty(layer, self.device, moments=self.moments, method=self.plan.method)
 
     def _gather(self, draft: Draft) -> None:
         """Own layers' gradients, and the norm of all gradients if it is asked for; new eigenbases and scalars arrive in
@@ -230,6 +246,7 @@ class KFACPreconditioner:
             terms = draft.terms.get(layer.name)
             if terms is not None:
                 state = replace(state, terms=torch.where(terms > 0, terms, state.terms))
+            keys = {} if layer.name in self.proving.unfit else keys
             bases = {side: draft.bases[spec.key] for side, spec in keys.items() if spec.key in draft.bases}
             new[layer.name] = state.rebased(**bases) if bases else state
         return new
@@ -302,6 +319,7 @@ class KFACPreconditioner:
             self.curvature.timetable.record(draft.step, due, similar)
             if draft.noise is not None and self.capture.noise is not None:
                 self.capture.noise.record(draft.noise)
+            self.proving.record(draft.verdict)
             self.watch.step(draft.local.left_out, look=bool(due.capture))
             self.state, self.peak_lr, self.damping_scale = draft.local.kept(), draft.peak_lr, draft.damping_scale
             if due.capture:
@@ -314,12 +332,16 @@ class KFACPreconditioner:
     def resume(self) -> None:
         """Make ready for the step after ``state`` and ``steps``, which a checkpoint may have set."""
         self.due = self.curvature.timetable.due(self.steps)
+        if still := self.proving.again:
+            self.due = FactorsDue(self.due.capture | (still & self.curvature.specs.keys()), self.due.refresh)
         # without a factor nothing else is captured
         noted = self.capture.noise is not None and not self.plan.assignment.factors and self.steps % NOISE_INTERVAL == 0
         if self.due.capture or noted or self.capture.active:
             keys = self.curvature.reducer.begin(self.due.capture, self.steps) if self.due.capture else None
             keys = frozenset() if noted else keys
-            self.capture.begin_step(keys, self.steps, measure=self.plan.measures and self.known.rows is None)
+            proof = self.proving.begin(self.sharing.inputs.key) if self.due.capture else None
+            measure = self.plan.measures and self.known.rows is None
+            self.capture.begin_step(keys, self.steps, measure=measure, proof=proof)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs of this rank, in its own names: steps, peak_lr, known, layers (name -> state),
@@ -342,9 +364,8 @@ class KFACPreconditioner:
         self.state = dict(state.get("layers", {}))
         for layer in self.owned:
             if layer.name not in self.state:
-                self.state[layer.name] = LayerState.empty(
-                    layer, self.device, moments=self.moments, method=self.plan.method
-                )
+                self.state[layer.name] = self._empty(layer)
+        self.proving.restart()
         self.steps, self.peak_lr = state.get("steps", 0), dict(state.get("peak_lr", {}))
         self.damping_scale = state.get("damping_scale")
         self.direction.rotations.kept.clear()

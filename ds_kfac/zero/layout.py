@@ -32,6 +32,7 @@ class ShardLayout(ABC):
         whole: shards of the parameters, as DeepSpeed keeps them.
         shards: of the pieces.
         own: this rank's, of the whole.
+        divisor: by which DeepSpeed divides the sum of the ranks' gradients.
         groups, place: parameters by the optimizer's group, and (group, place in it) of each by its id.
     """
 
@@ -59,6 +60,8 @@ class ShardLayout(ABC):
                 "right for a loss that is a mean over the whole sequence, that many times too large for one over a "
                 "rank's own tokens",
             )
+        summed = 1 if averages_sequence else engine.sequence_parallel_size
+        self.divisor = self.world / summed
         self.groups = parameter_groups(self.optimizer)
         self.place = {id(p): (group, at) for group, ps in enumerate(self.groups) for at, p in enumerate(ps)}
         self.whole = ShardMap(self.world, tuple(self._numel(p) for p in self.params), tuple(self._shards()))

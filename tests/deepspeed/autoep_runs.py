@@ -187,7 +187,12 @@ def compare(cases: list[Case]) -> list[dict]:
             "nu_bound": expected.nu_bound,
             "nu": [1.0, 1.0] if case.mode.adam else [float(engine.kfac.metrics.nu), expected.nu],
             "domains": [(kfac.target.domain.name, len(kfac.layers)) for kfac in engine.kfac.job.preconditioners],
-            "seen": sorted({n for kfac in engine.kfac.job.preconditioners for n in kfac.capture.called}),
+            "seen": sorted(
+                layer.name
+                for kfac in engine.kfac.job.preconditioners
+                for layer in kfac.layers
+                if layer.name not in kfac.proving.unfit
+            ),
         })  # fmt: skip
         engine.kfac.detach()
         engine.destroy()

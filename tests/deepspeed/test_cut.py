@@ -47,7 +47,7 @@ def worker(names) -> dict:
             FACTOR * spread + FLOOR,
             parts,
             {rank for part in parts for rank in kfac.plan.assignment.workers[part]},
-            sorted(layer.name for layer in kfac.layers if layer.name not in kfac.capture.called),
+            sorted(kfac.proving.unfit),
         )
         engine.destroy()
     return found

@@ -93,7 +93,7 @@ def worker(names) -> dict:
         found[name] = (
             difference(actual, as_stacks(plain, kind), initial),
             FACTOR * spreads[alike] + FLOOR,
-            sorted(layer.name for layer in kfac.layers if layer.name not in kfac.capture.called),
+            sorted(kfac.proving.unfit),
             kfac.metrics.counts["factor_updates"],
         )
         engine.destroy()

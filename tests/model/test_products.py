@@ -308,7 +308,6 @@ def test_a_weight_that_the_module_around_it_takes_has_the_rows_of_that():
     model(X).square().mean().backward()
     means = recorder.means()
     assert list(means) == ["by_operator", "by_function", "by_word", "both", "read"]
-    assert recorder.capture.called == set(means)
     x = torch.cat([X, torch.ones(ROWS, 1)], 1).double()
     close(means["by_operator"][0], symmetric_pack(x.T @ x / ROWS))
 
@@ -378,19 +377,19 @@ def test_products_are_watched_in_captured_forwards_and_their_backwards_only():
     modes: list[list[type]] = []
     model, plain = Net(Watched()), F.linear
     recorder = Recorder(model)
-    for active, training in ((True, True), (False, True), (True, False)):
+    for active in (True, False):
         recorder.capture.active = active
-        model.train(training)
         loss = model(X)
         with recorder.capture.own_backward():
             loss.backward()
         assert F.linear is plain
+    recorder.capture.active = True
     with pytest.raises(RuntimeError):
-        model.train()(X[:, :2])
+        model(X[:, :2])
     model(X).backward()
     recorder.capture.remove()
     model(X)
-    assert modes == [[Products], [], [], [Products], []] and F.linear is plain
+    assert modes == [[Products], [], [Products], []] and F.linear is plain
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -545,8 +544,9 @@ def test_a_weight_that_a_method_bounds_is_seen():
     recorder = Recorder(nn.Sequential(AroundClamped()))
     assert [child is recorder.model[0].inner.coefs for child, _ in lent(recorder.model[0].inner)] == [True]
     recorder.model(X).square().mean().backward()
-    assert recorder.capture.called == {"0.inner.coefs", "0.inner.other"}
-    A, _ = recorder.means()["0.inner.coefs"]
+    means = recorder.means()
+    assert set(means) == {"0.inner.coefs", "0.inner.other"}
+    A, _ = means["0.inner.coefs"]
     close(A, symmetric_pack(X.double().T @ X.double() / ROWS))
 
 

@@ -1,5 +1,7 @@
 """Layers that see the same tensor, and what merely looks like it."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.model.capture import Capture
-from ds_kfac.model.rows import SharedInputs, agreed
 from ds_kfac.model.scan import Choice, scan
+from ds_kfac.model.shared_inputs import SharedInputs, agreed
 
 X = torch.arange(12.0).view(3, 4)
 
@@ -151,10 +153,28 @@ def test_a_second_call_is_compared_with_the_second_call():
     assert shared.broken
 
 
-def test_a_layer_called_where_the_one_that_captures_was_not_breaks_its_group():
-    """The common factor would miss its rows."""
+def test_whoever_is_called_first_in_a_forward_gives_the_rows_of_its_group():
+    """Also where the first of the group is used no more."""
     shared = used("ab")
+    a, b = (SimpleNamespace(name=name, shares=None) for name in "ab")
+    for first, second in ((a, b), (b, a)):
+        for layer in (first, second, first):
+            shared.see(layer.name, X)
+            assert shared.key(layer) == "a/A" and shared.gives(layer) == (layer is first)
+        shared.see(second.name, X)
+        shared.end_batch()
     shared.see("b", X)
+    assert shared.gives(b)
+    shared.end_batch()
+    assert not shared.broken
+
+
+@pytest.mark.parametrize("often", "ab")
+def test_layers_that_were_not_called_equally_often_break_their_group(often):
+    """The rows of the common factor would not be of both."""
+    shared = used("ab")
+    for name in ("a", "b", often):
+        shared.see(name, X)
     assert not shared.broken
     shared.end_batch()
     assert shared.broken == {("a", "b")}

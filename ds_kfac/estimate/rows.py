@@ -1,0 +1,78 @@
+"""Whether the rows that a model's layers are captured with are those of their gradients, without an engine and without
+a step: ``python -m ds_kfac check --data``."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_kfac.model.batch import ReadBatch
+from ds_kfac.model.capture import Capture
+from ds_kfac.model.layers import LayerSpec
+from ds_kfac.model.loss import returned_loss
+from ds_kfac.model.proof import Proof, Told, eps_of, told
+from ds_kfac.model.registry import LAYERS
+from ds_kfac.model.rows import RowSums
+
+
+def proven(
+    model: nn.Module,
+    layers: Sequence[LayerSpec],
+    batches: Iterable[Any],
+    *,
+    loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    rows: RowSums | None = None,
+    read_batch: ReadBatch | None = None,
+) -> Mapping[str, Told]:
+    """What the gradients of a sum of losses, one of each batch, show of each layer; see :mod:`ds_kfac.model.proof`.
+    Parameters have these gradients afterwards.
+
+    Args:
+        loss: of the model and a batch; None: what the model returns, given the batch as its arguments.
+
+    Raises:
+        ValueError: a model that returns no loss.
+    """
+    parameters = dict(model.named_parameters())
+    device = next(model.parameters()).device
+    capture = Capture(model, layers, lambda: 1.0, rows=rows, read_batch=read_batch)
+    proof = Proof(layers, capture.inputs.key, 0, device)
+    try:
+        capture.begin_step(frozenset(key for layer in layers for key in layer.keys), 0, proof=proof)
+        model.zero_grad(set_to_none=True)
+        for batch in batches:
+            value = called(model, batch) if loss is None else loss(model, batch)
+            with capture.own_backward():
+                value.backward()
+        numbers = proof.numbers(capture.sums)
+    finally:
+        capture.remove()
+    ratios = torch.zeros(len(proof.layers), dtype=torch.float64, device=device)
+    for place, layer in enumerate(proof.layers):
+        eps = eps_of(parameters[layer.weight].dtype)
+        gradient = matrix_of(layer, parameters)
+        ratios[place] = proof.ratio(layer, numbers[place], gradient, divisor=1, world=1, eps=eps, floor=0)
+    return dict(zip((layer.name for layer in proof.layers), told(numbers, ratios), strict=True))
+
+
+def called(model: nn.Module, batch: Any) -> Tensor:
+    """The loss that a model returns of a batch."""
+    if isinstance(batch, Mapping):
+        found = returned_loss(model(**batch))
+    else:
+        found = returned_loss(model(*batch) if isinstance(batch, (tuple, list)) else model(batch))
+    if found is None:
+        raise ValueError(f"{type(model).__name__} returned no loss (a scalar): its batches need labels")
+    return found
+
+
+def matrix_of(layer: LayerSpec, parameters: Mapping[str, nn.Parameter]) -> Tensor:
+    """A layer's gradient, of its shape."""
+    index, count = layer.part
+    flats = []
+    for name in layer.parameters:
+        parameter = parameters[name]
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        flats.append(gradient.reshape(-1).chunk(count)[index])
+    return LAYERS[layer.kind].matrix(flats[0], flats[1] if layer.bias else None, layer.shape)

@@ -1,0 +1,118 @@
+"""When a run proves its rows (:mod:`ds_kfac.model.proof`), and what follows for a layer whose rows are not those of its
+gradient: it has no curvature, until a captured step in which they are.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_kfac.comm.message import Channel
+from ds_kfac.model.layers import LayerSpec
+from ds_kfac.model.proof import Proof, Told, eps_of, told
+from ds_kfac.plan.plan import Plan
+from ds_kfac.zero.layout import ShardLayout
+
+EVERY = 1000
+"""Captured steps from one proof to the next."""
+FIRST = 4
+"""Captured steps of a run in which layers without any gradient yet are captured again at the next step, see
+:attr:`Proving.again`: so many a residual block takes whose last matrices begin with zeros."""
+ZERO_ROWS = 0.01
+"""Part of the rows that may count without a gradient before it is said."""
+RAISES = False
+"""Of tests: a layer that does not fit is an error."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """On a step's rows, the same on every rank.
+
+    Attributes:
+        told: layer -> what was seen of it.
+        unfit: layer without curvature from this step on -> why.
+        open: whether another captured step has to show more: of a layer that does not fit, or where a number was not
+            finite.
+    """
+
+    told: Mapping[str, Told]
+    unfit: Mapping[str, str]
+    open: bool
+
+
+class Proving:
+    """Of a domain.
+
+    Attributes:
+        unfit: layer -> why it is without curvature.
+        again: keys of factors that the next step captures: of layers that had rows and no gradient, as all below a head
+            that begins with zeros.
+        zero: layer -> part of its rows that count without a gradient, where it is not small.
+    """
+
+    def __init__(self, layers: Sequence[LayerSpec], layout: ShardLayout, channel: Channel) -> None:
+        # of a parameter with a hook of the user's the gradient is what that makes of it
+        names = {id(p): name for name, p in layout.engine.module.named_parameters()}
+        hooked = {names[id(p)] for p in layout.params if p._backward_hooks and id(p) in names}
+        self.layers = [layer for layer in layers if hooked.isdisjoint(layer.parameters)]
+        self.layout, self.channel = layout, channel
+        self.restart()
+
+    def restart(self) -> None:
+        """A run begins, or goes on from a checkpoint."""
+        self.unfit: Mapping[str, str] = {}
+        self.zero: Mapping[str, float] = {}
+        self.again: frozenset[str] = frozenset()
+        self._number, self._wait = 0, 0  # proofs so far, and captured steps until the next one
+
+    def begin(self, key: Callable[[LayerSpec], str]) -> Proof | None:
+        """Of the next step, which captures, if it is to prove. ``key``: see :class:`ds_kfac.model.proof.Proof`."""
+        if self._wait > 0:
+            self._wait -= 1
+            return None
+        proof = Proof(self.layers, key, self._number, torch.device(self.layout.engine.device))
+        return proof if proof.layers else None
+
+    def verdict(self, proof: Proof, numbers: Tensor, gradients: Mapping[str, Tensor], plan: Plan) -> Verdict:
+        """Collective; waits for the device.
+
+        Args:
+            numbers: of all ranks.
+            gradients: of this rank's layers, as they are stored.
+        """
+        layout, workers = self.layout, plan.assignment.workers
+        dtypes = {layout.dtype, plan.gradient_dtypes[0], *(p.dtype for p in layout.params)}
+        wire = getattr(layout.engine, "communication_data_type", None)
+        dtypes |= {wire} if isinstance(wire, torch.dtype) else set()
+        limits: dict[str, Any] = {
+            "divisor": layout.divisor, "world": layout.world, "eps": max(map(eps_of, dtypes)),
+            "floor": max(torch.finfo(dtype).smallest_normal * eps_of(dtype) for dtype in dtypes),
+        }  # fmt: skip
+        ratios = torch.zeros(len(proof.layers), dtype=torch.float64, device=numbers.device)
+        for place, layer in enumerate(proof.layers):
+            if workers[layer.name][0] == layout.rank:
+                ratios[place] = proof.ratio(layer, numbers[place], gradients[layer.name], **limits)
+        names = [layer.name for layer in proof.layers]
+        found = dict(zip(names, told(numbers, self.channel.sum(ratios)), strict=True))
+        unfit = {name: str(seen) for name, seen in found.items() if seen.known and not seen.fits}
+        for factor in plan.assignment.factors:  # its rows are of the first of its layers, in most steps
+            first, *others = factor.layers
+            unfit |= {name: f"its A is that of {first}" for name in others if first in unfit and name not in unfit}
+        if unfit and RAISES:
+            raise RuntimeError(f"ds_kfac: unfit: {[(name, why, found[name]) for name, why in unfit.items()]}")
+        return Verdict(found, unfit, bool(unfit) or not all(seen.known for seen in found.values()))
+
+    def record(self, verdict: Verdict | None) -> None:
+        """Of a step that was applied."""
+        self.again = frozenset()
+        if verdict is None:
+            return
+        self._number += 1
+        still = {name for name, seen in verdict.told.items() if seen.still}
+        if still and self._number <= FIRST:
+            self.again = frozenset(key for layer in self.layers if layer.name in still for key in layer.keys)
+        self._wait = 0 if verdict.open or self.again else EVERY - 1
+        self.unfit = verdict.unfit
+        self.zero = {n: x.zero / x.rows for n, x in verdict.told.items() if x.zero > ZERO_ROWS * x.rows and not x.still}

@@ -1,0 +1,237 @@
+"""The proof by its own: rows that are right fit, of every kind of layer; rows that are wrong do not.
+
+Faults are put in by hand here, with nothing but the proof to find them.
+"""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ds_kfac.estimate.rows import proven
+from ds_kfac.model import capture, proof
+from ds_kfac.model.batch import BatchInfo
+from ds_kfac.model.rows import Call, RowSums, StepSums
+from ds_kfac.model.scan import Choice, scan
+from tests.models import cross_entropy
+
+ROWS, TOKENS, WIDTH = 5, 3, 40
+ALL = Choice(
+    types=("Linear", "Conv1D", "Conv1d", "Conv2d", "ConvTranspose2d", "LayerNorm", "RMSNorm", "BatchNorm", "GroupNorm")
+)
+
+
+class Tokens(nn.Module):
+    """Of every kind that takes tokens; sides above and below that with several probes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(WIDTH, 48), nn.LayerNorm(48)
+        self.middle, self.rms = nn.Linear(48, 48, bias=False), nn.RMSNorm(48)
+        self.experts, self.head = nn.Parameter(torch.randn(4, 48, 48) / 7), nn.Linear(48, 7)
+
+    def forward(self, x):
+        h = self.norm(torch.tanh(self.first(x)))
+        for _ in range(2):
+            h = h + self.rms(self.middle(h))
+        h = h + torch.bmm(h.reshape(-1, 48)[:12].view(4, 3, 48), self.experts).sum(0)[:1]
+        return cross_entropy(self.head(h), torch.arange(ROWS * TOKENS).reshape(ROWS, TOKENS) % 7)
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 36, 3, padding=1, stride=2, padding_mode="reflect"), nn.BatchNorm2d(36)
+        self.depthwise, self.groups = nn.Conv2d(36, 36, 3, groups=36, dilation=2), nn.GroupNorm(4, 36)
+        self.pairs, self.up = (
+            nn.Conv2d(36, 72, 1, groups=2, bias=False),
+            nn.ConvTranspose2d(72, 6, 3, stride=2, groups=2),
+        )
+
+    def forward(self, x):
+        h = F.relu(self.norm(self.first(x)))
+        return self.up(self.pairs(self.groups(self.depthwise(h)))).square().mean()
+
+
+def batch(model, seed: int = 0):
+    torch.manual_seed(seed)
+    return torch.randn(ROWS, 3, 20, 20) if isinstance(model, Images) else torch.randn(ROWS, TOKENS, WIDTH)
+
+
+def prove(model, batches=None, choice=ALL, **options):
+    layers = scan(model, choice).layers
+    return proven(model, layers, [batch(model)] if batches is None else batches, **options)
+
+
+def made(kind):
+    torch.manual_seed(1)
+    return kind()
+
+
+def unfit(found) -> set[str]:
+    assert all(seen.known for seen in found.values())
+    return {name for name, seen in found.items() if not seen.fits}
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("kind", [Tokens, Images])
+def test_right_rows_fit_in_every_kind_of_layer(kind, sharing):
+    found = prove(made(kind), [batch(made(kind), 0), batch(made(kind), 1)], rows=RowSums(sharing))
+    assert len(found) > 5 and not unfit(found), found
+    assert all(seen.ratio > 0 for seen in found.values()), "nothing was compared"
+
+
+def test_rows_that_a_mask_leaves_out_are_in_the_gradient():
+    mask = torch.ones(ROWS, TOKENS, dtype=torch.bool)
+    mask[1:, 2] = False
+    assert not unfit(prove(made(Tokens), read_batch=lambda arguments, keywords: BatchInfo(rows=mask)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_to_16_bits_fits_with_many_micro_batches(dtype):
+    model = made(Tokens).to(dtype)
+    found = prove(model, [batch(model, seed).to(dtype) for seed in range(16)])
+    assert not unfit(found), found
+    with torch.autocast("cpu", dtype):
+        assert not unfit(prove(made(Tokens)))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputed_layer_fits(reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Tokens()
+
+        def forward(self, x):
+            return checkpoint(self.inner, x.requires_grad_(), use_reentrant=reentrant)
+
+    found = prove(made(Checkpointed))
+    assert not unfit(found) and {seen.reached > 0 for seen in found.values()} == {True}, found
+
+
+def test_a_use_that_is_not_seen_is_found_and_the_layer_is_named():
+    class Tied(Tokens):
+        def forward(self, x):
+            return super().forward(x) + torch.linalg.multi_dot([x[0], self.first.weight.T, self.first.weight]).mean()
+
+    found = prove(made(Tied))
+    assert unfit(found) == {"first"} and "another use of its weight" in str(found["first"])
+
+
+def test_rows_without_a_gradient_are_counted():
+    class Last(Tokens):
+        def forward(self, x):
+            return self.head(torch.tanh(self.first(x)))[:, -1].square().mean()
+
+    found = prove(made(Last))["first"]
+    assert (found.rows, found.zero) == (ROWS * TOKENS, ROWS * (TOKENS - 1)) and found.fits
+
+
+def test_what_is_not_finite_shows_nothing():
+    found = prove(made(Tokens), [torch.full((ROWS, TOKENS, WIDTH), float("inf"))])
+    assert not any(seen.known for seen in found.values())
+
+
+# faults, each put into the code that captures
+
+AS_IT_IS = capture.Capture._called
+
+
+def called(fault):
+    """The rows of the layer "first" are another thing's."""
+
+    def wrong(self, layer, module, x, output, **options):
+        return AS_IT_IS(self, layer, module, fault(x) if layer.name == "first" else x, output, **options)
+
+    return patch.object(capture.Capture, "_called", wrong)
+
+
+def gradients(fault):
+    as_it_is = Call.gradient_of
+
+    def wrong(self, gradient):
+        found = as_it_is(self, gradient)
+        return fault(found) if self.layer.name == "first" else found
+
+    return patch.object(Call, "gradient_of", wrong)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(torch.randn_like, id="another operand"),
+        pytest.param(lambda x: x.clone().mul_(1.01), id="a stale copy"),
+        pytest.param(lambda x: x.roll(1, 0), id="other rows"),
+        pytest.param(lambda x: x.clone().index_fill_(0, torch.tensor(2), 0.0), id="rows left out"),
+        pytest.param(lambda x: x.roll(1, -1), id="a step of columns"),
+    ],
+)
+def test_wrong_inputs_are_found(fault):
+    with called(fault):
+        assert unfit(prove(made(Tokens))) == {"first"}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(lambda g: g * 0.25, id="a scale"),
+        pytest.param(lambda g: g[:, [1, 2, 0]], id="a step of rows"),
+        pytest.param(lambda g: g.clone().index_fill_(-1, torch.tensor(3), 0.0), id="outputs left out"),
+    ],
+)
+def test_wrong_gradients_are_found(fault):
+    with gradients(fault):
+        assert unfit(prove(made(Tokens))) == {"first"}
+
+
+def test_rows_of_a_call_that_no_gradient_reached_are_found():
+    """One sum of all calls, which the first gradient takes: what a detached call leaves in it."""
+
+    class Detached(Tokens):
+        def forward(self, x):
+            self.first(x[:2] + 1).detach()
+            return super().forward(x)
+
+    assert not unfit(prove(made(Detached)))
+    as_it_is = StepSums.keep
+    waiting = {}
+
+    def wrong(self, call, x, *, makes_A):
+        as_it_is(self, call, x, makes_A=makes_A)
+        if call.layer.name == "first":
+            if call.late:
+                self.rows.add_input(call, call.x, waiting["sum"])
+                call.late, call.waiting = False, waiting["sum"]
+            else:
+                waiting["sum"] = call.waiting
+
+    with patch.object(StepSums, "keep", wrong):
+        found = prove(made(Detached))
+    assert unfit(found) == {"first"} and str(found["first"]) == "rows of 2 calls, gradients of 1"
+
+
+@pytest.mark.parametrize("side", ["A", "G"])
+@pytest.mark.parametrize("kind", [Tokens, Images])
+def test_a_factor_of_scaled_rows_is_found(kind, side):
+    as_it_is = RowSums.add_input if side == "A" else RowSums.add_gradient
+
+    def wrong(self, call, rows, *rest):
+        as_it_is(self, call, rows * 1.01 if call.layer.name == "first" else rows, *rest)
+
+    with patch.object(RowSums, "add_input" if side == "A" else "add_gradient", wrong):
+        assert unfit(prove(made(kind))) == {"first"}
+
+
+def test_the_random_numbers_are_those_of_the_factor_and_of_the_proof():
+    layers = scan(made(Tokens), ALL).layers
+    first = next(layer for layer in layers if layer.name == "first")
+    probes = [proof.Proof(layers, lambda x: x.keys[0], number, torch.device("cpu")) for number in (0, 0, 1)]
+    a, b, c = (one.probes("first/A", first) for one in probes)
+    assert torch.equal(a, b) and not torch.equal(a, c) and a.shape == (1, WIDTH + 1, proof.PROBES)
+    assert abs(float(a.mean())) < 0.4 and not torch.equal(a, probes[0].probes("other/A", first))
+    assert probes[0].probes("g/G", replace(first, name="g")).shape == (1, 48, proof.PROBES)
