@@ -79,7 +79,7 @@ class LossSampling:
             self._managers.update(getattr(tensor, "_backward_hook_managers", ()))
 
     def _keep(self, module: Any, inputs: tuple, output: Any) -> None:
-        if self.kfac.capture.active and module.training and torch.is_grad_enabled():
+        if self.kfac.capture.active and torch.is_grad_enabled():
             if torch._C._current_graph_task_id() == -1:  # not a recomputation
                 self._predictions[self.kfac.capture.forward] = output
 

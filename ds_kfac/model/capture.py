@@ -199,11 +199,11 @@ class Capture(StepSums):
         begin_batch, end_batch = map(torch.compiler.disable, (self._begin_batch, self._end_batch))
 
         def begin(module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:
-            if self.active and torch.is_grad_enabled():
+            if torch.is_grad_enabled() and self.active:
                 begin_batch(module is own, arguments, keywords)
 
         def end(module: nn.Module, arguments: tuple, output: Any) -> None:
-            if self.active and torch.is_grad_enabled():
+            if torch.is_grad_enabled() and self.active:
                 end_batch(module is own, output)
 
         self._handles.append(own.register_forward_pre_hook(begin, with_kwargs=True))
@@ -230,7 +230,7 @@ class Capture(StepSums):
 
     def _hook_layer(self, layer: LayerSpec, own: nn.Module, model: nn.Module) -> None:
         def hook(module: nn.Module, inputs: tuple, named: dict[str, Any], output: Any) -> None:
-            if self.active and torch.is_grad_enabled():
+            if torch.is_grad_enabled() and self.active:
                 capture(module, inputs, named, output)
 
         @torch.compiler.disable
@@ -325,11 +325,11 @@ class Capture(StepSums):
         begin, end = map(torch.compiler.disable, (products.enter, products.leave))
 
         def enter(module: nn.Module, inputs: tuple) -> None:
-            if self.active and torch.is_grad_enabled() and module is own:
+            if torch.is_grad_enabled() and self.active and module is own:
                 begin(module)
 
         def leave(module: nn.Module, inputs: tuple, output: Any) -> None:
-            if self.active and torch.is_grad_enabled():
+            if torch.is_grad_enabled() and self.active:
                 end(module)
 
         self._handles.append(own.register_forward_pre_hook(enter))

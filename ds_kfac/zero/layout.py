@@ -61,7 +61,8 @@ class ShardLayout(ABC):
                 "rank's own tokens",
             )
         summed = 1 if averages_sequence else engine.sequence_parallel_size
-        self.divisor = self.world / summed
+        # experts' gradients, too, of which other ranks have none
+        self.divisor = dist.get_world_size(engine.seq_data_parallel_group) / summed
         self.groups = parameter_groups(self.optimizer)
         self.place = {id(p): (group, at) for group, ps in enumerate(self.groups) for at, p in enumerate(ps)}
         self.whole = ShardMap(self.world, tuple(self._numel(p) for p in self.params), tuple(self._shards()))
