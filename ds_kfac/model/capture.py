@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from ds_kfac.model.batch import EVERY_ROW, BatchInfo, Fit, ReadBatch, RowMasks, tensors_of
+from ds_kfac.model.batch import EVERY_ROW, BatchInfo, ReadBatch, RowMasks, tensors_of
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.loss import Forward
 from ds_kfac.model.noise import NoiseScale
@@ -243,8 +243,10 @@ class Capture:
         select: slice | Tensor | None = None,
         columns: slice | None = None,
         lay: Callable[[Tensor], Tensor] | None = None,
+        picked: bool = False,
     ) -> None:
-        """A layer was called with ``x`` and gave ``output``; see :class:`ds_kfac.model.rows.Call` for the others."""
+        """A layer was called with ``x`` and gave ``output``; see :class:`ds_kfac.model.rows.Call` and
+        :class:`ds_kfac.model.products.Product` for the others."""
         recomputed, kind = torch._C._current_graph_task_id() != -1, LAYERS[layer.kind]
         if recomputed and self.sampled:  # the first run's calls are those that are sampled
             return
@@ -252,18 +254,18 @@ class Capture:
         A, G = layer.keys
         makes_A = "A" in sides and A in self._keys
         captured = makes_A or ("G" in sides and G in self._keys)
-        shape, dispatched, stacked = output.shape, x.ndim == 3, layer.part[1] > 1 and layer.product
+        shape, given, stacked = output.shape, x, layer.part[1] > 1 and layer.product
         measures = self.measured is not None and not stacked and "A" in sides
         noted = self.noise is not None and self.noise.active and layer.name in self.noise.place
         noted = noted and select is columns is lay is None  # all rows of its input and output
         if not captured and not measures and not noted:
             return
-        if select is not None:
+        if select is not None and select is not EVERY:
             x = x.reshape(-1, x.shape[-1])[select]
         if not (select is columns is lay is None):
             shape = torch.Size((*x.shape[:-1], layer.G.dim))
         if measures:
-            self._measure(layer, kind.rows(x, output) if select is None else len(x))
+            self._measure(layer, kind.rows(x, output) if select is None else x.shape[:-1].numel())
         if not captured and not noted:
             return
         # several may have run before the backward of this one, with other masks
@@ -271,11 +273,12 @@ class Capture:
         x, info, rows = x.detach(), forward.info, EVERY_ROW
         if self._info_of is not None:
             info = self._info_of(layer.module, info)
-        if stacked or info.places:  # rows are tokens, sorted by who takes them; a place without one is zero
-            rows = Fit((x != 0).any(-1)) if dispatched or info.places else rows
+        if stacked or info.places:
+            rows = self._masks.of_stack(layer.module, given, select, info, picked=picked)
         elif not kind.images:
-            rows = self._masks.of(layer.module, x, info)
-        with_gradient = recomputed or kind.needs_gradients or self.asked
+            reduced = self.rows.weight_sharing == "reduce"
+            rows = self._masks.of(layer.module, x, info, again=recomputed, reduced=reduced, ordered=noted)
+        with_gradient = recomputed or kind.needs_gradients or self.asked or rows.late
         kept = x if noted or (with_gradient and makes_A) or self.asked else None
         call = Call(layer, kind, module, info, rows, shape, sides, forward, kept, recomputed, select, columns, lay)
         call.noted = noted
@@ -329,7 +332,7 @@ class Capture:
         self.called.update(layer.name for layer in layers)
         shared = stacked and layers[-1].shares is not None
         if shared and first.shares is None:
-            self._called(first, module, x, output, sides="A", select=product.rows, lay=lay)
+            self._called(first, module, x, output, sides="A", select=product.rows, lay=lay, picked=product.picked)
         for entry, select in product.entries:
             layer = layers[entry]
             if stacked and self.measured is not None:
@@ -337,7 +340,8 @@ class Capture:
             if not stacked and select is EVERY:
                 self._called(layer, module, x, output, columns=product.columns, lay=lay)
             else:
-                self._called(layer, module, x, output, sides="G" if shared else "AG", select=select, lay=lay)
+                sides = "G" if shared else "AG"
+                self._called(layer, module, x, output, sides=sides, select=select, lay=lay, picked=product.picked)
 
     def _on_gradient(self, call: Call, place: int, gradients: tuple[Tensor | None, ...]) -> None:
         gradient, running = gradients[place], self._backwards
@@ -361,9 +365,10 @@ class Capture:
             if total is not waiting:
                 total.sum_P.add_(waiting.sum_P)
                 total.count.add_(waiting.count)
-        late = call.recomputed or self.asked
+        late = call.recomputed or self.asked or call.rows.late
         if makes_A and not of_gradients and late and call.x is not None and call.x.numel():
             self.rows.add_input(call, call.x, _sum(self.sums, A, layer.A.numel, gradient))
+            call.rows.late = False  # once, whatever the number of backwards
         makes = makes_A and call.x is not None if of_gradients else makes_G
         if makes and gradient.numel():
             seed = self._fallback_seed() if self._seed is None else self._seed
