@@ -278,6 +278,8 @@ class Capture:
         elif not kind.images:
             reduced = self.rows.weight_sharing == "reduce"
             rows = self._masks.of(layer.module, x, info, again=recomputed, reduced=reduced, ordered=noted)
+        if select is None and not kind.images:
+            forward.has(rows, shape)
         with_gradient = recomputed or kind.needs_gradients or self.asked or rows.late
         kept = x if noted or (with_gradient and makes_A) or self.asked else None
         call = Call(layer, kind, module, info, rows, shape, sides, forward, kept, recomputed, select, columns, lay)

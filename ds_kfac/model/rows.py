@@ -81,6 +81,11 @@ class Call:
     noted: bool = False
     edge: GradientEdge | None = None
 
+    @property
+    def whole(self) -> bool:
+        """Whether its rows may be those of the batch: not an expert's, nor a slice."""
+        return self.select is None and self.rows.piece is None
+
     def gradient_of(self, gradient: Tensor) -> Tensor:
         """Its part of the gradient of an output, of :attr:`shape`; zero in columns that it does not have."""
         gradient = gradient.detach() if self.lay is None else self.lay(gradient.detach())
@@ -256,8 +261,10 @@ class RowSums:
         if terms is None:
             own = own if info.tokens is None else info.tokens
             if forward.guess is None:
+                if info.tokens is None and not call.whole and forward.most is not None:
+                    own = forward.tokens(self.weight_sharing)
                 forward.guess = own
-            elif call.select is None and not self._warned:  # rows of one of several layers say nothing of it
+            elif call.whole and not self._warned:  # a part of the rows says nothing of it
                 # numbers on the device are not looked at
                 known = isinstance(own, int) and isinstance(forward.guess, int)
                 self._warned = bool(own != forward.guess) if known else type(own) is not type(forward.guess)

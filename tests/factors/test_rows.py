@@ -181,3 +181,54 @@ def test_an_expert_that_no_token_takes_is_no_error(tmp_path):
     assert len(names) == 4 and len(idle) == 2
     assert [found.has(name, "corrected.token") for name in names] == [name not in idle for name in names]
     assert len(table(found)) > len(found.layers)
+
+
+class Routed(nn.Module):
+    """Tokens go to an expert by the sign of their first entry; ``stacked``: of a stack, or a module each."""
+
+    def __init__(self, stacked: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        w = torch.randn(2, D, D, generator=generator)
+        self.stacked, self.head = stacked, nn.Linear(D, 3)
+        with torch.no_grad():
+            self.head.weight.copy_(torch.randn(3, D, generator=generator))
+            self.head.bias.zero_()
+        if stacked:
+            self.w = nn.Parameter(w)
+        else:
+            self.experts = nn.ModuleList(nn.Linear(D, D, bias=False) for _ in w)
+            for own, expert in zip(w, self.experts, strict=True):
+                expert.weight.data = own
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        out = torch.zeros_like(flat)
+        for expert, index in enumerate((flat[:, 0] < 0, flat[:, 0] >= 0)):
+            if index.any():
+                own = flat[index]
+                own = F.linear(own, self.w[expert]) if self.stacked else self.experts[expert](own)
+                out = out.index_put((index.nonzero().flatten(),), own)
+        return F.cross_entropy(self.head(out), labels.flatten(), ignore_index=-100)
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["modules", "stack"])
+def test_factors_do_not_depend_on_how_the_data_is_cut_into_batches(stacked, tmp_path):
+    """An expert's neither, to which in some batches no token comes."""
+    generator = torch.Generator().manual_seed(0)
+    x, labels = torch.randn(6, 5, D, generator=generator), torch.randint(3, (6, 5), generator=generator)
+    x[:4, :, 0].abs_()
+    found = []
+    for step in (6, 2, 1):
+        data = [{"x": x[at : at + step], "labels": labels[at : at + step]} for at in range(0, 6, step)]
+        found.append(fit(Routed(stacked), data, out=tmp_path / str(step), progress=False))
+    whole, terms = found[0], labels.numel()
+    assert len(set(whole)) == 3
+    for cut in found:
+        for name in whole:
+            assert cut.header["counts"][f"{name}/G"] == terms
+            for side in "AG":
+                if f"{name}/{side}" in cut.header["counts"]:
+                    close(cut.factor(name, side), whole.factor(name, side), sums=60, dtype=torch.float32)
+            one, other = (own.corrected(name).double().sum() for own in (cut, whole))
+            close(one, other, sums=200, condition=4, dtype=torch.float32)
