@@ -213,10 +213,11 @@ class RowMasks:
         if found.mask is not None:
             self._slices.whole()
         elif not found.doubt and masks and masks[0].ndim == 2 and (side is not None or len(masks) == 1):
-            order = self._order_of(module, tuple(x.shape[:-1]))
+            attention = self._attends(module)
+            order = None if attention else self._order_of(module, tuple(x.shape[:-1]))
             if order is None and len(orders := set(self._examples.values())) == 1:
                 order = orders.pop()
-            return self._slices.of(module, x, masks[0], order, again=again, reduced=reduced)
+            return self._slices.of(module, x, masks[0], order, again=again, reduced=reduced, attention=attention)
         return found
 
     def of_stack(self, module: str, given: Tensor, select: Any, info: BatchInfo, *, picked: bool) -> Fit:
@@ -258,9 +259,7 @@ class RowMasks:
     def _whole(self, module: str, x: Tensor, info: BatchInfo) -> Fit:
         """Where a call has all rows of the batch."""
         batch = tuple(x.shape[:-1])
-        # rows that torch's attention multiplies have sequences first, whatever its ``batch_first``
-        around = module, module.rpartition(".")[0]
-        inside = any(isinstance(self._model.get_submodule(name), nn.MultiheadAttention) for name in around)
+        inside = self._attends(module)
         square = len(batch) > 1 and batch[0] == batch[1] > 1
         if info.rows is None and info.encoder_rows is None:
             if inside and len(batch) > 1:
@@ -280,6 +279,12 @@ class RowMasks:
         if certain and found.mask is not None and min(found.mask.shape) > 1:
             self._examples[module] = found.examples
         return found
+
+    def _attends(self, module: str) -> bool:
+        """Whether it is torch's attention: rows that it multiplies have sequences first, whatever its
+        ``batch_first``."""
+        around = module, module.rpartition(".")[0]
+        return any(isinstance(self._model.get_submodule(name), nn.MultiheadAttention) for name in around)
 
     def _order_of(self, module: str, batch: tuple[int, ...]) -> int | None:
         if len(batch) == 1:  # flattened somewhere in between: as the others are

@@ -160,6 +160,7 @@ class _Round:
         unknown: rows of calls of which nothing can be guessed.
         believed: whether a guess counted at once.
         apart: whether a row came twice.
+        cut: whether an example was cut that has to be whole.
     """
 
     mask: Tensor
@@ -172,6 +173,16 @@ class _Round:
     unknown: int = 0
     believed: bool = False
     apart: bool = False
+    cut: bool = False
+
+
+def graph_keeps() -> tuple[bool, bool]:
+    """Whether the graph keeps inputs as they are: not in checkpointing. And whether this is what it runs again."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if top is None:  # an older torch
+        return False, False
+    hooks = top(False)
+    return hooks is None, hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_recomputation_hook")
 
 
 class Slices:
@@ -204,14 +215,23 @@ class Slices:
         """A call had every row."""
         self._last = None
 
-    def of(self, module: str, x: Tensor, mask: Tensor, order: int | None, *, again: bool, reduced: bool = False) -> Fit:
-        """Rows of x [.., D], fewer than those of the mask, bool [N, T]; see :class:`Fit`. ``again``: in a
-        recomputation, where calls in the backward of one node of the graph are in their order."""
+    def of(
+        self, module: str, x: Tensor, mask: Tensor, order: int | None, *,
+        again: bool = False, reduced: bool = False, attention: bool = False,
+    ) -> Fit:  # fmt: skip
+        """Rows of x [.., D], fewer than those of the mask, bool [N, T]; see :class:`Fit`.
+
+        Args:
+            order: dimension of the batch's examples, if it is known.
+            again: in a recomputation, where calls in the backward of one node of the graph are in their order.
+            reduced: by weight_sharing "reduce".
+            attention: of torch's, which turns rows to [T, N] and flattens them: their order is not that of the batch.
+        """
         (N, T), batch = mask.shape, tuple(x.shape[:-1]) or (1,)
         if not 0 < prod(batch) < N * T or len(batch) > 2:
             return Fit()
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if again and hooks is not None and hooks[0].__qualname__.startswith("_recomputation_hook"):
+        kept, lost = graph_keeps()
+        if again and lost:
             return Fit()  # without reentry: it may end before its last call, and its rows are not counted
         node = torch._C._current_autograd_node() if again else None
         place = node._sequence_nr() if node is not None else None  # the node itself would keep its graph
@@ -232,10 +252,8 @@ class Slices:
             self._since.add(module)
         else:
             own.place = place
-            piece = in_order(batch, N, T, order, int(own.covered.sum()))
-        if piece is not None and reduced and not whole_examples(piece, T):
-            self._say(module, batch, [mask], UNEVEN)
-            return Fit()
+            turned = attention and len(batch) == 1
+            piece = None if turned else in_order(batch, N, T, 1 if attention else order, int(own.covered.sum()))
         if piece is None:
             own.unknown += prod(batch)
             return Fit()
@@ -244,9 +262,11 @@ class Slices:
         own.apart |= last >= N * T or bool(own.covered[rows := piece.rows(N, T)].any())
         if last < N * T:
             own.covered[rows] = True
-        if proven:
+        if reduced and not whole_examples(piece, T):
+            own.cut, found = True, Fit()
+        elif proven:
             found = part(mask, piece)
-        elif not again and hooks is None:
+        elif not again and kept:
             own.waiting.append((found := Fit(late=True), piece))
         elif not own.apart and (follows or module in self._known):
             found, own.believed = part(mask, piece), True
@@ -258,6 +278,12 @@ class Slices:
 
     def _settle(self, key: tuple[str, bool]) -> None:
         own, module = self._rounds.pop(key), key[0]
+        if own.cut:
+            if bool(own.covered.all()):
+                self._say(module, own.batch, [own.mask], UNEVEN)
+            return
+        if not own.guessed and not own.unknown:
+            return
         if own.guessed and not own.apart and bool(own.covered.all()):
             for found, piece in own.waiting:
                 made = part(own.mask, piece)

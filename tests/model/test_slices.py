@@ -260,6 +260,48 @@ def test_slices_of_whole_examples_are_reduced_as_in_the_batch_and_others_are_a_d
     assert "slices that cut examples" in caplog.text
 
 
+class Attends(nn.Module):
+    """torch's attention, of some examples at a time, which turns them."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention, self.head, self.step = nn.MultiheadAttention(D, 1, batch_first=True), nn.Linear(D, 3), step
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.cat([self.attention(own, own, own)[0] for own in x.split(self.step)]))
+
+
+def test_attention_of_some_examples_has_their_mask_where_its_rows_are_known(caplog):
+    x, mask = inputs()
+    found = {}
+    for step_ in (N, 2):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            found[step_] = step(Recorder(Attends(step_)), x, mask)
+    close(found[2]["attention.in_proj_weight"][0], found[N]["attention.in_proj_weight"][0], sums=SUMS)
+    assert len(caplog.records) == 1 and "which rows of attention.out_proj count" in caplog.text
+    every = step(Recorder(Attends(2)), x, torch.ones_like(mask))
+    close(found[2]["attention.out_proj"][0], every["attention.out_proj"][0], sums=SUMS)
+
+
+def test_a_view_of_the_first_positions_is_no_doubt_in_reduce(caplog):
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(D, D), nn.Linear(D, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.first(x)[:, 0])
+
+    x, mask = inputs()
+    recorder = Recorder(First(), sharing="reduce")
+    recorder.capture.read_batch = lambda arguments, keywords: BatchInfo(rows=mask)
+    with caplog.at_level(logging.WARNING):
+        recorder.model(x).square().mean().backward()
+    assert recorder.counts("head") == [N, N] and not caplog.records
+
+
 def test_two_backwards_count_the_inputs_of_slices_once():
     model, (x, mask) = made("one by one", computed=True), inputs()
     wanted, recorder = expected(model, x, mask), Recorder(model)
