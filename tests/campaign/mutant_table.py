@@ -237,6 +237,8 @@ _ROWS = [
      "turned = False", "tests/model/test_slices.py"),
     ("slices: cut examples reduced", "model/slices.py", "if reduced and not whole_examples(piece, T):", "if False:",
      "tests/model/test_slices.py"),
+    ("slices: of TiledMLP, every row", "model/batch.py", "elif not found.doubt and masks and", "elif False and",
+     "tests/deepspeed/test_slices.py"),
     ("slices: inputs twice with two backwards", "model/capture.py", "call.rows.late = False", "pass",
      "tests/model/test_slices.py"),
     ("stacks: rows picked for experts by the mask", "model/batch.py", "EVERY_ROW if picked else", "",
