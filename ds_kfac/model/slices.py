@@ -48,7 +48,11 @@ class Piece(NamedTuple):
 
     def rows(self, N: int, T: int) -> Tensor:
         """int64, the place of each row in [N, T]."""
-        return self.of(torch.arange(N * T).view(N, T)).flatten()
+        places = torch.tensor(self.offset)
+        for size, step in zip(self.size, self.stride, strict=True):
+            places = places.unsqueeze(-1) + step * torch.arange(size)
+        places = places.flatten()
+        return places % N * T + places // N if self.turned else places
 
 
 def in_memory(x: Tensor, N: int, T: int, order: int | None) -> Piece | None:
@@ -154,7 +158,7 @@ class _Round:
 
     Attributes:
         place: where those run that come in order: the node of the graph whose backward recomputes them.
-        covered: bool [N T] on the host, rows of the calls so far.
+        covered: bool [N T] on the host, rows of the calls so far; ``done``: how many, each once.
         waiting: what is settled when the round is over, and how.
         guessed: how many calls' rows are guesses.
         unknown: rows of calls of which nothing can be guessed.
@@ -169,6 +173,7 @@ class _Round:
     batch: tuple[int, ...] = ()
     order: int | None = None
     waiting: list[tuple[Fit, Piece]] = field(default_factory=list)
+    done: int = 0
     guessed: int = 0
     unknown: int = 0
     believed: bool = False
@@ -253,15 +258,15 @@ class Slices:
         else:
             own.place = place
             turned = attention and len(batch) == 1
-            piece = None if turned else in_order(batch, N, T, 1 if attention else order, int(own.covered.sum()))
+            piece = None if turned else in_order(batch, N, T, 1 if attention else order, own.done)
         if piece is None:
             own.unknown += prod(batch)
             return Fit()
         last = piece.offset + sum((size - 1) * step for size, step in zip(batch, piece.stride, strict=True))
         own.guessed += not proven
         own.apart |= last >= N * T or bool(own.covered[rows := piece.rows(N, T)].any())
-        if last < N * T:
-            own.covered[rows] = True
+        if not own.apart:
+            own.covered[rows], own.done = True, own.done + len(rows)
         if reduced and not whole_examples(piece, T):
             own.cut, found = True, Fit()
         elif proven:
@@ -272,19 +277,20 @@ class Slices:
             found, own.believed = part(mask, piece), True
         else:
             found = Fit()
-        if bool(own.covered.all()):
+        if own.done == N * T:
             self._settle(key)
         return found
 
     def _settle(self, key: tuple[str, bool]) -> None:
         own, module = self._rounds.pop(key), key[0]
+        whole = own.done == own.mask.numel() and not own.apart
         if own.cut:
-            if bool(own.covered.all()):
+            if whole:
                 self._say(module, own.batch, [own.mask], UNEVEN)
             return
         if not own.guessed and not own.unknown:
             return
-        if own.guessed and not own.apart and bool(own.covered.all()):
+        if own.guessed and whole:
             for found, piece in own.waiting:
                 made = part(own.mask, piece)
                 found.mask, found.examples, found.piece = made.mask, made.examples, piece
@@ -299,5 +305,5 @@ class Slices:
             self._say(module, own.batch, [own.mask], WRONG)
         elif self._apart[module] > 1:
             self._say(module, own.batch, [own.mask], APART)
-        elif own.unknown and own.unknown + int(own.covered.sum()) == own.mask.numel():
+        elif own.unknown and own.unknown + own.done == own.mask.numel():
             self._say(module, own.batch, [own.mask], EITHER)

@@ -260,6 +260,17 @@ def test_slices_of_whole_examples_are_reduced_as_in_the_batch_and_others_are_a_d
     assert "slices that cut examples" in caplog.text
 
 
+@pytest.mark.parametrize("way", ["one by one", "positions"])
+def test_slices_have_their_part_in_a_monte_carlo_fisher(way):
+    model, (x, mask) = made(way, computed=True), inputs()
+    wanted, recorder = expected(model, x, mask), Recorder(model, sampled=True)
+    recorder.capture.read_batch = lambda arguments, keywords: BatchInfo(rows=mask)
+    loss, calls = recorder.model(x).square().mean(), list(recorder.capture.pending)
+    gradients = torch.autograd.grad(loss, [call.edge for call in calls])
+    recorder.capture.add_sampled(calls, gradients, 1.0)
+    assert_same(recorder.means(), wanted)
+
+
 class Attends(nn.Module):
     """torch's attention, of some examples at a time, which turns them."""
 
