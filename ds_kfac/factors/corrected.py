@@ -9,6 +9,7 @@ Every rank has rows of all layers, an owner a layer's sums: bases go out and sum
 Shape suffixes: N sequences, T positions, O and I the sides of a layer's matrix.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.rows import Call, RowSums
 from ds_kfac.ops.functional import block_product
 
+logger = logging.getLogger("ds_kfac")
 ATTENTION = nn.MultiheadAttention, NonDynamicallyQuantizableLinear
 """What torch's attention multiplies rows by: sequences come first, whatever its ``batch_first``."""
 CHUNK = 1 << 26
@@ -72,6 +74,7 @@ class Corrected:
         self.layers, self.owners, self.bases, self.keys, self.homes = layers, owners, bases, keys, homes
         self.rows, self.group, self.rank, self.device = rows, group, rank, device
         self.sums: dict[str, Tensor] = {}
+        self._warned = False
 
     @torch.no_grad()
     def add(self, calls: Sequence[tuple[Call, Tensor | None]], seed: float, examples: int, positions: int) -> None:
@@ -105,18 +108,40 @@ class Corrected:
     ) -> tuple[list[tuple[Tensor, Tensor]], bool]:
         """Rows of a layer's calls, and whether they lie by sequences: then of all calls together, as one sequence's
         gradient is the sum over them."""
-        found, ordered = [], True
+        found, ordered = list[tuple[Tensor, Tensor]](), True
+        shape = examples, positions // max(1, examples)
+        square = shape[0] == shape[1] > 1
         for call, gradient in reversed(calls):
             x, g = self.rows.pairs(call, call.gradient_of(gradient), seed)
-            turned = isinstance(call.module, ATTENTION) and call.rows.mask is None
+            rows = call.rows
+            first = isinstance(call.module, ATTENTION) or (tuple(x.shape[:2]) == shape[::-1] and not square)
+            turned = first and rows.mask is None and rows.examples == 0
             flat = len(x) != examples and x.shape[1] == 1 and call.select is None  # or an expert's, of some sequences
             if turned or (flat and len(x) == positions):
-                sides = (positions // examples, examples) if turned else (examples, positions // examples)
+                sides = shape[::-1] if turned else shape
                 if ordered := ordered and x.shape[:2].numel() == positions:
-                    x, g = (rows.reshape(*sides, rows.shape[-1]) for rows in (x, g))
-                    x, g = (rows.transpose(0, 1) if turned else rows for rows in (x, g))
-            ordered &= len(x) == examples and call.select is None
+                    x, g = (own.reshape(*sides, own.shape[-1]) for own in (x, g))
+                    x, g = (own.transpose(0, 1) if turned else own for own in (x, g))
+            # rows of one sequence after another, or of all at one position after another
+            either = square and len(calls) % examples == 0 and x.shape[1] == 1
+            ordered &= len(x) == examples and call.select is None and not either
+            if rows.doubt and not self._warned:
+                self._warned = True
+                logger.warning(
+                    f"ds_kfac.fit: {call.layer.name} gets rows {list(call.shape[:-1])}: {rows.doubt}. If positions "
+                    "come first, its corrected eigenvalues per sequence are wrong; give batches of another size "
+                    "(shown once, for the first such layer)"
+                )
             found.append((x, g))
+        pieces = [call.rows.piece for call, _ in reversed(calls) if call.rows.piece is not None]
+        if found and len(pieces) == len(found):  # slices, which may cut sequences
+            places = torch.cat([piece.rows(*shape) for piece in pieces])
+            counts = (places // shape[1]).bincount(minlength=examples)
+            if ordered := bool((counts == counts[0]).all()):
+                order = places.argsort(stable=True).to(self.device)
+                x, g = (torch.cat([own.flatten(0, 1) for own in side])[order] for side in zip(*found, strict=True))
+                found = [(x.view(examples, -1, x.shape[-1]), g.view(examples, -1, g.shape[-1]))]
+            return found, ordered
         if ordered and len(found) > 1:
             xs, gs = zip(*found, strict=True)
             found = [(torch.cat(xs, dim=1), torch.cat(gs, dim=1))]

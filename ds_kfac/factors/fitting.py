@@ -46,6 +46,7 @@ from ds_kfac.model.samplers import SAMPLERS
 from ds_kfac.model.scan import scan
 from ds_kfac.plan.plan import BUCKET_BYTES, Plan, Setting, make_plan
 
+TERMS = "terms"
 ROUND_BYTES = 1 << 30
 """Batch sums of a rank at a time, or those of one layer."""
 
@@ -221,8 +222,12 @@ class _Fitting:
 
     @torch.no_grad()
     def _summed(self) -> dict[str, Tensor]:
-        """The first pass: fp64 packed sums of the factors that this rank owns, and of each its count."""
+        """The first pass: fp64 packed sums of the factors that this rank owns, and of each its count; and how many
+        loss terms the batches of this rank have had."""
         sums = self.progress.load(self.device)
+        if any(gathered(bool(sums) and TERMS not in sums, self.channel.group)):
+            raise FactorsError(f"{self.out}: holds an unfinished run of an earlier version; remove it and start again")
+        sums.setdefault(TERMS, torch.zeros((), dtype=torch.float64, device=self.device))
         for key, spec in self.specs.items():
             if self.homes[key] == self.channel.rank and key not in sums:
                 sums[key] = torch.zeros(spec.side.numel, dtype=torch.float64, device=self.device)
@@ -244,6 +249,8 @@ class _Fitting:
                         sums[key] += total.sum_P
                         sums[f"{key}/count"] += total.count
                 capture.sums = {}
+            forwards = {id(call.forward): call.forward for call, gradient in batch.calls if gradient is not None}
+            sums[TERMS] += sum(forward.count for forward in forwards.values())
         return sums
 
     def _wrong(self) -> str:
@@ -251,11 +258,16 @@ class _Fitting:
 
     def _write_factors(self, sums: dict[str, Tensor]) -> None:
         """Means, their eigenbases, and this rank's shard of them. Collective."""
+        layers = {layer.name: layer for layer in self.plan.layers}
+        terms = self.channel.sum(sums.pop(TERMS))
+        for key, spec in self.specs.items():  # of an expert, also those of batches in which no token came to it
+            of_gradients = not spec.is_A or LAYERS[layers[spec.layers[0]].kind].needs_gradients
+            if of_gradients and key in sums and bool(sums[f"{key}/count"] > 0):
+                sums[f"{key}/count"] = terms.clone()
         counts = {key: float(sums[f"{key}/count"]) for key in self.specs if key in sums}
         everyone = {key: count for own in gathered(counts, self.channel.group) for key, count in own.items()}
         if not any(everyone.values()):
             raise FactorsError("ds_kfac.fit: no row counts: all are masked, or have the label -100")
-        layers = {layer.name: layer for layer in self.plan.layers}
         without = {key[:-2] for key, count in everyone.items() if not count}
         if idle := sorted(name for name in without if layers[name].part[1] == 1):  # no expert that no token took
             raise FactorsError(

@@ -11,7 +11,7 @@ expert-parallel group; each is taken to have as many loss terms as this one. Fou
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from ds_kfac.model.slices import Fit, Slices, has_all
 
 logger = logging.getLogger("ds_kfac")
 SOURCE, TARGET = "source", "target"
@@ -126,22 +128,8 @@ class ArgumentReader:
         return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 and self.count != "all" else None
 
 
-@dataclass(frozen=True)
-class Fit:
-    """A mask as it fits the rows of a call.
-
-    Attributes:
-        mask: bool, [N, T] or [T, N] as the rows lie; None: every row counts.
-        examples: their dimension, 1 where sequences come first.
-        doubt: what its shape leaves open, "" if all is clear.
-    """
-
-    mask: Tensor | None = None
-    examples: int = 0
-    doubt: str = ""
-
-
 EVERY_ROW = Fit()
+SQUARE = "there are as many examples as positions; taken as examples first"
 
 
 def fit(mask: Tensor | None, batch: tuple[int, ...], examples: int | None = None) -> Fit:
@@ -157,7 +145,7 @@ def fit(mask: Tensor | None, batch: tuple[int, ...], examples: int | None = None
     turned = batch[:2] == (T, N) and prod(batch[2:]) == 1
     trivial = N <= 1 or T <= 1  # then both orders are the same
     if direct and turned and not trivial:
-        doubt = "there are as many examples as positions; taken as examples first" if examples is None else ""
+        doubt = SQUARE if examples is None else ""
         return Fit(mask.T, 1, doubt) if examples == 1 else Fit(mask, 0, doubt)
     if direct:
         return Fit(mask)
@@ -187,6 +175,7 @@ class RowMasks:
         self._sources: list[StorageWeakRef] = []
         self._examples: dict[str, int] = {}  # module -> dimension of its examples, where shapes decide
         self._said: set[str] = set()
+        self._slices = Slices(self._say)
         self._handles: list[Any] = []
         for encoder, decoder in encoder_decoders(model):
             for name, side in ((encoder, SOURCE), (decoder, TARGET)):
@@ -200,43 +189,102 @@ class RowMasks:
     def begin(self) -> None:
         """A forward of the model begins."""
         self._watching, self._side, self._sources, self._outer = True, None, [], []
+        self._slices.begin()
 
     def end(self) -> None:
         """It is over; what comes now is recomputed. Encoder outputs stay known."""
         self._watching, self._side = False, None
+        self._slices.end()
 
-    def of(self, module: str, x: Tensor, info: BatchInfo) -> Fit:
-        if info.rows is None and info.encoder_rows is None:
-            return EVERY_ROW
-        side, batch = self._side_of(module, x), tuple(x.shape[:-1])
+    def of(
+        self, module: str, x: Tensor, info: BatchInfo, *,
+        again: bool = False, reduced: bool = False, ordered: bool = False,
+    ) -> Fit:  # fmt: skip
+        """Of a call with the input x [.., D].
+
+        Args:
+            again: whether it is a recomputation.
+            reduced: whether weight_sharing is "reduce".
+            ordered: whether it matters which rows are an example's, whatever the mask.
+        """
+        found, (side, masks) = self._whole(module, x, info), self._masks(module, x, info)
+        if found.doubt and (masks or reduced or ordered):
+            self._say(module, x.shape[:-1], masks, found.doubt)
+        if found.mask is not None:
+            self._slices.whole()
+        elif not found.doubt and masks and masks[0].ndim == 2 and (side is not None or len(masks) == 1):
+            attention = self._attends(module)
+            order = None if attention else self._order_of(module, tuple(x.shape[:-1]))
+            if order is None and len(orders := set(self._examples.values())) == 1:
+                order = orders.pop()
+            return self._slices.of(module, x, masks[0], order, again=again, reduced=reduced, attention=attention)
+        return found
+
+    def of_stack(self, module: str, given: Tensor, select: Any, info: BatchInfo, *, picked: bool) -> Fit:
+        """Of a product of ``given`` [.., D] with matrices of a stack, of which a layer has the rows ``select``. Rows
+        that are ``picked`` for a matrix, or lie [E, C, D], are an expert's tokens, sorted by who takes them; a place
+        without one is zero. Unless each matrix has all rows of the batch, in their order: then they are no experts, or
+        all of them take every token."""
+        found = EVERY_ROW if picked else self._whole(module, given, info)
+        flat = given.reshape(-1, given.shape[-1])
+        rows = flat if select is None else flat[select]
+        if picked and isinstance(select, slice) and given.ndim == 3:
+            masks = self._masks(module, given, info)[1]
+            if len(masks) == 1 and masks[0].ndim == 2 and all(has_all(entry, masks[0]) for entry in given):
+                return Fit(masks[0].repeat(len(rows) // masks[0].numel(), 1))
+        if found.mask is None and (info.places or given.ndim == 3):
+            return Fit(rows.ne(0).any(-1))
+        return found
+
+    def _say(self, module: str, batch: Sequence[int], masks: Sequence[Tensor], doubt: str) -> None:
+        if doubt in self._said:
+            return
+        self._said.add(doubt)
+        shapes = " and ".join(str(list(mask.shape)) for mask in masks) or "none"
+        logger.warning(
+            f"ds_kfac: which rows of {module} count is ambiguous (rows {list(batch)}, mask {shapes}): {doubt}. If that "
+            "is wrong, set engine.kfac.read_batch, or kfac.padding.count to all (shown once, for the first such layer)"
+        )
+
+    def _masks(self, module: str, x: Tensor, info: BatchInfo) -> tuple[str | None, list[Tensor]]:
+        """Whose rows ``x`` is, and the masks that may be of them."""
+        side = self._side_of(module, x)
         masks = [info.rows, info.encoder_rows]
         if side == SOURCE:
             masks = [info.encoder_rows]
         elif side == TARGET and info.rows is None:
             masks = []  # of their length nothing is known, and the source's may be the same
-        # rows that torch's attention multiplies have sequences first, whatever its ``batch_first``
-        around = module, module.rpartition(".")[0]
-        inside = any(isinstance(self._model.get_submodule(name), nn.MultiheadAttention) for name in around)
+        return side, [mask for mask in masks if mask is not None]
+
+    def _whole(self, module: str, x: Tensor, info: BatchInfo) -> Fit:
+        """Where a call has all rows of the batch."""
+        batch = tuple(x.shape[:-1])
+        inside = self._attends(module)
+        square = len(batch) > 1 and batch[0] == batch[1] > 1
+        if info.rows is None and info.encoder_rows is None:
+            if inside and len(batch) > 1:
+                return Fit(examples=1)
+            order = self._order_of(module, batch) if square else 0
+            return EVERY_ROW if order == 0 else Fit(examples=order or 0, doubt="" if order else SQUARE)
+        side, masks = self._masks(module, x, info)
         known = 1 if inside else self._order_of(module, batch)
-        fits = [fit(mask, batch, known) for mask in masks if mask is not None]
+        fits = [fit(mask, batch, known) for mask in masks]
         if inside:
             fits = [replace(found, doubt="") for found in fits]
         good = [found for found in fits if found.mask is not None]
         found = good[0] if good else next((found for found in fits if found.doubt), EVERY_ROW)
         if side is None and len(good) > 1:
             found = Fit(found.mask, found.examples, "the masks of source and target fit; the target's is taken")
-        if found.doubt and found.doubt not in self._said:
-            self._said.add(found.doubt)
-            shapes = " and ".join(str(list(mask.shape)) for mask in masks if mask is not None)
-            logger.warning(
-                f"ds_kfac: which rows of {module} count is ambiguous (rows {list(batch)}, mask {shapes}): "
-                f"{found.doubt}. If that is wrong, set engine.kfac.read_batch, or kfac.padding.count to all (shown "
-                "once, for the first such layer)"
-            )
         certain = not found.doubt and len(batch) > 1 and len(set(batch[:2])) > 1
         if certain and found.mask is not None and min(found.mask.shape) > 1:
             self._examples[module] = found.examples
         return found
+
+    def _attends(self, module: str) -> bool:
+        """Whether it is torch's attention: rows that it multiplies have sequences first, whatever its
+        ``batch_first``."""
+        around = module, module.rpartition(".")[0]
+        return any(isinstance(self._model.get_submodule(name), nn.MultiheadAttention) for name in around)
 
     def _order_of(self, module: str, batch: tuple[int, ...]) -> int | None:
         if len(batch) == 1:  # flattened somewhere in between: as the others are

@@ -16,9 +16,7 @@ a forward inside a backward sums A only once its gradient arrives.
 
 torch.compile traces the hooks up to their first condition, which is all that steps without capture have of them.
 
-With a Monte-Carlo Fisher the gradients of the true loss are passed over; those of a sampled loss are fed in, for the
-calls that :attr:`Capture.pending` lists.
-
+With a Monte-Carlo Fisher the gradients of a sampled loss are fed in, for calls in :attr:`Capture.pending`.
 No exception leaves a hook: it would stop one rank in a backward that the others finish.
 """
 
@@ -33,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from ds_kfac.model.batch import EVERY_ROW, BatchInfo, Fit, ReadBatch, RowMasks, tensors_of
+from ds_kfac.model.batch import EVERY_ROW, BatchInfo, ReadBatch, RowMasks, tensors_of
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.loss import Forward, accumulates
 from ds_kfac.model.products import EVERY, Product, Products
@@ -262,26 +260,28 @@ class Capture(StepSums):
         select: slice | Tensor | None = None,
         columns: slice | None = None,
         lay: Callable[[Tensor], Tensor] | None = None,
+        picked: bool = False,
     ) -> None:
-        """A layer was called with ``x`` and gave ``output``; see :class:`ds_kfac.model.rows.Call` for the others."""
+        """A layer was called with ``x`` and gave ``output``; see :class:`ds_kfac.model.rows.Call` and
+        :class:`ds_kfac.model.products.Product` for the others."""
         recomputed, kind = torch._C._current_graph_task_id() != -1, LAYERS[layer.kind]
         if (recomputed and self.sampled) or layer.name in self.failed:  # the first run's calls are those sampled
             return
         A, G = self.inputs.key(layer), layer.keys[1]
         makes_A = "A" in sides and A in self.keys and (layer.part[1] > 1 or self.inputs.gives(layer))
         captured = makes_A or ("G" in sides and G in self.keys)
-        shape, dispatched, stacked = output.shape, x.ndim == 3, layer.part[1] > 1 and layer.product
+        shape, given, stacked = output.shape, x, layer.part[1] > 1 and layer.product
         measures = self.measured is not None and not stacked and "A" in sides
         noted = self.noise is not None and self.noise.active and layer.name in self.noise.place
         noted = noted and select is columns is lay is None  # all rows of its input and output
         if not captured and not measures and not noted and self.proof is None:
             return
-        if select is not None:
+        if select is not None and select is not EVERY:
             x = x.reshape(-1, x.shape[-1])[select]
         if not (select is columns is lay is None):
             shape = torch.Size((*x.shape[:-1], layer.G.dim))
         if measures:
-            self._measure(layer, kind.rows(x, output) if select is None else len(x))
+            self._measure(layer, kind.rows(x, output) if select is None else x.shape[:-1].numel())
         if not captured and not noted and self.proof is None:
             return
         # several may have run before the backward of this one, with other masks
@@ -289,10 +289,13 @@ class Capture(StepSums):
         x, info, rows = x.detach(), forward.info, EVERY_ROW
         if self._info_of is not None:
             info = self._info_of(layer.module, info)
-        if stacked or info.places:  # rows are tokens, sorted by who takes them; a place without one is zero
-            rows = Fit((x != 0).any(-1)) if dispatched or info.places else rows
+        if stacked or info.places:
+            rows = self._masks.of_stack(layer.module, given, select, info, picked=picked)
         elif not kind.images:
-            rows = self._masks.of(layer.module, x, info)
+            reduced = self.rows.weight_sharing == "reduce"
+            rows = self._masks.of(layer.module, x, info, again=recomputed, reduced=reduced, ordered=noted)
+        if select is None and not kind.images:
+            forward.has(rows, shape)
         call = Call(layer, kind, module, info, rows, shape, sides, A, forward, None, recomputed, select, columns, lay)
         call.noted, call.proof, call.proves = noted, self.proof, "G" in sides and not self.sampled
         if call.proof is not None:
@@ -356,7 +359,7 @@ class Capture(StepSums):
             return
         shared = stacked and layers[-1].shares is not None
         if shared and first.shares is None:
-            self._called(first, module, x, output, sides="A", select=product.rows, lay=lay)
+            self._called(first, module, x, output, sides="A", select=product.rows, lay=lay, picked=product.picked)
         for entry, select in product.entries:
             layer = layers[entry]
             if stacked and self.measured is not None:
@@ -364,7 +367,8 @@ class Capture(StepSums):
             if not stacked and select is EVERY:
                 self._called(layer, module, x, output, columns=product.columns, lay=lay)
             else:
-                self._called(layer, module, x, output, sides="G" if shared else "AG", select=select, lay=lay)
+                sides = "G" if shared else "AG"
+                self._called(layer, module, x, output, sides=sides, select=select, lay=lay, picked=product.picked)
 
     def _on_gradient(self, call: Call, place: int, gradients: tuple[Tensor | None, ...]) -> None:
         gradient, running = gradients[place], self._backwards

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ds_kfac.model.batch import BatchInfo, fit
+from ds_kfac.model.slices import Fit
 
 
 def class_dim(prediction: Tensor) -> int:
@@ -34,7 +35,7 @@ def _outputs(node: Any, shape: tuple[int, ...]) -> int | None:
     while node is not None:
         name = node.name()
         convolution = "Convolution" in name
-        if convolution or "mmBackward" in name or "MmBackward" in name or name.startswith("LinearBackward"):
+        if convolution or "mmBackward" in name or "MmBackward" in name or _linear(node, name):
             place = 1 if convolution else len(shape) - 1 - _from_the_left(node)
             break
         below, before = _below(node, len(shape))
@@ -49,6 +50,15 @@ def _outputs(node: Any, shape: tuple[int, ...]) -> int | None:
         if isinstance(place, range):  # outputs that were split: classes are a convolution's first part, another's last
             place = place[0] if convolution else place[-1]
     return place
+
+
+def _linear(node: Any, name: str) -> bool:
+    """Torch's linear layer, or an autograd function of somebody's own that its name says to be one, as DeepSpeed's at
+    ZeRO-3, Megatron's and TransformerEngine's; it takes a weight beside its input."""
+    if not isinstance(node, torch.autograd.function.BackwardCFunction):
+        return name.startswith("LinearBackward")
+    named = "linear" in name.lower() and not any(word in name.lower() for word in ("bilinear", "nonlinear"))
+    return named and len(node.next_functions) > 1
 
 
 def _below(node: Any, dims: int) -> tuple[Any, tuple[int, ...]]:
@@ -66,7 +76,7 @@ def _below(node: Any, dims: int) -> tuple[Any, tuple[int, ...]]:
 
 def _from_the_left(product: Any) -> bool:
     """Whether a matrix product is that of a parameter and columns, W x: its outputs are rows."""
-    if product.name().startswith("LinearBackward"):
+    if _linear(product, product.name()):
         return False
     left, right = [None, *(below for below, _ in product.next_functions)][-2:]  # an own function may take one
     return _parameter(left) and not _parameter(right)
@@ -128,6 +138,7 @@ class Forward:
         terms: M, if labels or the model's output show it.
         seed: the gradient that reached the loss the model returned, whatever the caller makes of it.
         guess: M where neither does: as many as the layer nearest to the loss has rows.
+        most: rows and shape of the call with the most rows, of those that have a whole batch: no expert's, no slices.
     """
 
     info: BatchInfo = field(default_factory=BatchInfo)
@@ -136,6 +147,28 @@ class Forward:
     terms: Tensor | int | None = None
     seed: Tensor | None = None
     guess: Tensor | int | None = None
+    most: tuple[Fit, torch.Size] | None = None
+
+    @property
+    def count(self) -> Tensor | int:
+        """M; 0 as long as it is not known."""
+        terms = self.guess if self.terms is None else self.terms
+        return 0 if terms is None else terms
+
+    def has(self, rows: Fit, shape: torch.Size) -> None:
+        """A call of a layer, with output [.., D] of ``shape``."""
+        if rows.piece is None and not rows.late:
+            if self.most is None or shape[:-1].numel() > self.most[1][:-1].numel():
+                self.most = rows, shape
+
+    def tokens(self, weight_sharing: str) -> Tensor | int:
+        """How many rows of :attr:`most` count, or examples with "reduce"."""
+        assert self.most is not None
+        (rows, shape), reduced = self.most, weight_sharing == "reduce" and len(self.most[1]) > 2
+        if rows.mask is None:
+            return shape[rows.examples] if reduced else shape[:-1].numel()
+        mask = rows.mask.flatten(1) if rows.mask.ndim > 2 else rows.mask
+        return (mask.any(dim=1 - rows.examples) if reduced and mask.ndim > 1 else mask).sum().float()
 
     def returned(self, output: Any, *, weight_sharing: str) -> None:
         """The model returned ``output``. Labels go first."""

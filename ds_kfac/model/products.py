@@ -42,6 +42,11 @@ class Product:
     window: tuple[Any, ...] | None = None
 
     @property
+    def picked(self) -> bool:
+        """Whether each entry has rows of its own, as an expert its tokens."""
+        return any(rows is not EVERY for _, rows in self.entries)
+
+    @property
     def rows(self) -> slice:
         """Of all entries. Where a grouped product has rows behind those of its groups, they are no tokens, and what it
         puts there is undefined."""

@@ -92,6 +92,11 @@ class Call:
     probed: Tensor | None = None
     probed_G: Tensor | None = None
 
+    @property
+    def whole(self) -> bool:
+        """Whether its rows may be those of the batch: not an expert's, nor a slice."""
+        return self.select is None and self.rows.piece is None
+
     def gradient_of(self, gradient: Tensor) -> Tensor:
         """Its part of the gradient of an output, of :attr:`shape`; zero in columns that it does not have."""
         gradient = gradient.detach() if self.lay is None else self.lay(gradient.detach())
@@ -277,8 +282,10 @@ class RowSums:
         if terms is None:
             own = own if info.tokens is None else info.tokens
             if forward.guess is None:
+                if info.tokens is None and not call.whole and forward.most is not None:
+                    own = forward.tokens(self.weight_sharing)
                 forward.guess = own
-            elif call.select is None and not self._warned:  # rows of one of several layers say nothing of it
+            elif call.whole and not self._warned:  # a part of the rows says nothing of it
                 # numbers on the device are not looked at
                 known = isinstance(own, int) and isinstance(forward.guess, int)
                 self._warned = bool(own != forward.guess) if known else type(own) is not type(forward.guess)
@@ -328,7 +335,7 @@ class StepSums:
     def keep(self, call: Call, x: Tensor, *, makes_A: bool) -> None:
         """What of a call's input waits for its gradient."""
         of_gradients, layer = call.kind.needs_gradients, call.layer
-        call.late = makes_A and not of_gradients and (call.recomputed or self.asked)
+        call.late = makes_A and not of_gradients and (call.recomputed or self.asked or call.rows.late)
         if call.late or call.noted or self.asked or (of_gradients and (makes_A or call.proof is not None)):
             call.x = x
         if not makes_A or call.late or of_gradients or not x.numel():

@@ -52,6 +52,80 @@ def test_rows_of_attention_are_those_of_their_sequences(positions, tmp_path):
         close(found.corrected(name, "sequence"), expected, sums=100, condition=4, dtype=torch.float32)
 
 
+class Sliced(nn.Module):
+    """Labels that are a mask; a layer in slices, which may lie as those of other sequences do."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.first, self.mlp, self.head = way, nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        if self.way == "one by one":
+            x = torch.stack([self.mlp(own) for own in x])
+        elif self.way == "positions":
+            x = torch.cat([self.mlp(own) for own in x.split(2, 1)], 1)
+        elif self.way == "rows":
+            x = torch.cat([self.mlp(own) for own in x.flatten(0, 1).split(5)]).view(x.shape)
+        else:
+            x = self.mlp(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("positions", [6, N], ids=["longer", "as many positions as sequences"])
+@pytest.mark.parametrize("way", ["one by one", "positions", "rows"])
+def test_slices_are_put_together_to_their_sequences(way, positions, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    data = []
+    for length in (6, positions):  # the first batch shows that examples come first
+        x, labels = torch.randn(N, length, D, generator=generator), torch.randint(3, (N, length), generator=generator)
+        labels[1, 2:] = -100
+        data.append({"x": x, "labels": labels})
+    found, whole = (fit(Sliced(kind), data, out=tmp_path / kind, progress=False) for kind in (way, "whole"))
+    for name in whole:
+        for side in "AG":
+            close(found.factor(name, side), whole.factor(name, side), sums=200, dtype=torch.float32)
+        one, other = (own.corrected(name, "sequence").double().sum() for own in (found, whole))
+        assert one > 0  # in whatever basis, their sum is the mean squared norm
+        close(one, other, sums=200, condition=4, dtype=torch.float32)
+
+
+class Encoder(nn.Module):
+    """torch's, which has sequences first unless told otherwise; ``plain``: a layer that says nothing of it."""
+
+    def __init__(self, plain: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(D, 3)
+        self.inner = nn.Linear(D, D) if plain else nn.TransformerEncoderLayer(D, 1, D, dropout=0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x.transpose(0, 1)).mean(0))
+
+
+@pytest.mark.parametrize("positions", [3, N], ids=["longer", "as many positions as sequences"])
+def test_sequences_first_are_no_samples(positions, tmp_path, caplog):
+    x = torch.randn(N, positions, D, generator=torch.Generator().manual_seed(3))
+    found = fit(Encoder(False), [x], lambda own, batch: own(batch).square().mean(), out=tmp_path, progress=False)
+    own, gradients = Encoder(False).double().eval(), []
+    for sequence in x.double():
+        own.zero_grad()
+        own(sequence.unsqueeze(0)).square().mean(-1).sum().backward()
+        gradients.append({name: p.grad.clone() for name, p in own.named_parameters()})
+    assert {"head", "inner.linear1", "inner.self_attn.in_proj_weight"} <= set(found)
+    for name in found:
+        expected = per_sequence(found, name, gradients)
+        close(found.corrected(name, "sequence"), expected, sums=200, condition=4, dtype=torch.float32)
+    assert not caplog.records
+
+
+def test_an_order_of_as_many_sequences_as_positions_that_nothing_shows_is_said(tmp_path, caplog):
+    x = torch.randn(N, N, D, generator=torch.Generator().manual_seed(3))
+    fit(Encoder(True), [x], lambda own, batch: own(batch).square().mean(), out=tmp_path, progress=False)
+    assert len(caplog.records) == 1 and "ds_kfac.fit: inner gets rows [4, 4]" in caplog.text
+
+
 def mixture(*, stacked: bool) -> GPT:
     torch.manual_seed(0)
     return GPT(GPTConfig(width=16, blocks=1, heads=2, context=8, experts=4, stacked=stacked))
@@ -107,3 +181,54 @@ def test_an_expert_that_no_token_takes_is_no_error(tmp_path):
     assert len(names) == 4 and len(idle) == 2
     assert [found.has(name, "corrected.token") for name in names] == [name not in idle for name in names]
     assert len(table(found)) > len(found.layers)
+
+
+class Routed(nn.Module):
+    """Tokens go to an expert by the sign of their first entry; ``stacked``: of a stack, or a module each."""
+
+    def __init__(self, stacked: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        w = torch.randn(2, D, D, generator=generator)
+        self.stacked, self.head = stacked, nn.Linear(D, 3)
+        with torch.no_grad():
+            self.head.weight.copy_(torch.randn(3, D, generator=generator))
+            self.head.bias.zero_()
+        if stacked:
+            self.w = nn.Parameter(w)
+        else:
+            self.experts = nn.ModuleList(nn.Linear(D, D, bias=False) for _ in w)
+            for own, expert in zip(w, self.experts, strict=True):
+                expert.weight.data = own
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        out = torch.zeros_like(flat)
+        for expert, index in enumerate((flat[:, 0] < 0, flat[:, 0] >= 0)):
+            if index.any():
+                own = flat[index]
+                own = F.linear(own, self.w[expert]) if self.stacked else self.experts[expert](own)
+                out = out.index_put((index.nonzero().flatten(),), own)
+        return F.cross_entropy(self.head(out), labels.flatten(), ignore_index=-100)
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["modules", "stack"])
+def test_factors_do_not_depend_on_how_the_data_is_cut_into_batches(stacked, tmp_path):
+    """An expert's neither, to which in some batches no token comes."""
+    generator = torch.Generator().manual_seed(0)
+    x, labels = torch.randn(6, 5, D, generator=generator), torch.randint(3, (6, 5), generator=generator)
+    x[:4, :, 0].abs_()
+    found = []
+    for step in (6, 2, 1):
+        data = [{"x": x[at : at + step], "labels": labels[at : at + step]} for at in range(0, 6, step)]
+        found.append(fit(Routed(stacked), data, out=tmp_path / str(step), progress=False))
+    whole, terms = found[0], labels.numel()
+    assert len(set(whole)) == 3
+    for cut in found:
+        for name in whole:
+            assert cut.header["counts"][f"{name}/G"] == terms
+            for side in "AG":
+                if f"{name}/{side}" in cut.header["counts"]:
+                    close(cut.factor(name, side), whole.factor(name, side), sums=60, dtype=torch.float32)
+            one, other = (own.corrected(name).double().sum() for own in (cut, whole))
+            close(one, other, sums=200, condition=4, dtype=torch.float32)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -134,6 +135,40 @@ def test_all_layers_of_a_loss_have_its_number_of_terms(kind, caplog):
         assert "block has other rows than the layer nearest to the loss" in caplog.records[0].message
 
 
+class Experts(nn.Module):
+    """Ends in experts, or in a layer that gets slices, and returns its loss alone."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block, self.last = nn.Linear(D, D), nn.Linear(D, D)
+        self.way, self.w = way, nn.Parameter(torch.randn(3, D, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.block(x))
+        if self.way == "slices":
+            return torch.stack([self.last(own) for own in x]).square().mean()
+        flat, out = x.flatten(0, 1), torch.zeros(N * T, D)
+        for expert, index in enumerate(torch.arange(N * T).tensor_split([3, 9])):
+            out = out.index_add(0, index, F.linear(flat[index], self.w[expert]))
+        return out.square().mean()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("way", ["experts", "slices"])
+def test_a_part_of_the_rows_is_not_how_many_terms_a_loss_has(way, masked, caplog):
+    if way == "slices" and not masked:
+        return  # nothing tells that they are some
+    recorder = Recorder(Experts(way))
+    recorder.capture.read_batch = lambda arguments, keywords: BatchInfo(rows=MASK if masked else None)
+    with caplog.at_level(logging.WARNING):
+        recorder.model(X).backward()
+    terms = int(MASK.sum()) if masked else N * T
+    names = ["block", *(["last"] if way == "slices" else [f"w.{expert}" for expert in range(3)])]
+    assert [recorder.counts(name)[1] for name in names] == [terms] * len(names)
+    assert not caplog.records
+
+
 class Labelled(nn.Module):
     """Labels that ArgumentReader knows, and a layer that is called twice; Hugging Face's argument for accumulation."""
 
@@ -249,7 +284,37 @@ class Same(torch.autograd.Function):
         return gradient
 
 
+class OwnLinearFn(torch.autograd.Function):
+    """As Megatron's and TransformerEngine's are called."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class NonlinearScale(torch.autograd.Function):
+    """Elementwise, of two tensors, with a name that has another one in it."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def zero3(x: Tensor) -> Tensor:
+    """F.linear, in every engine of a process that once had one of ZeRO-3."""
+    return LinearFunctionForZeroStage3.apply(x, LAST.weight, LAST.bias)
+
+
 SCALE, PIXELS = nn.Parameter(torch.ones(1, 1, 1)), nn.Conv2d(1, 4, 3, padding=1)
+SIX = nn.Linear(6, 5)
 LAST, CONV, UP, IMAGE = nn.Linear(3, 4), nn.Conv1d(3, 4, 3), nn.ConvTranspose1d(3, 4, 3), nn.Conv2d(1, 4, 2)
 LAYOUTS = {
     "linear": (lambda x: LAST(x.mT), 2), "without bias": (lambda x: F.linear(x.mT, LAST.weight), 2),
@@ -272,11 +337,18 @@ LAYOUTS = {
     "shuffled": (lambda x: CONV(x).view(2, 2, 2, 6).permute(0, 1, 3, 2).reshape(2, 2, 12), 1),
     "a weight on the left": (lambda x: LAST.weight @ x, 1), "turned from the left": (lambda x: (LAST.weight @ x).mT, 2),
     "of words": (lambda x: nn.Embedding(5, 3)(torch.zeros(2, 8, dtype=torch.long)) @ LAST.weight.T, 2),
+    "ZeRO-3's linear": (lambda x: zero3(x.mT), 2), "ZeRO-3's, turned": (lambda x: zero3(x.mT).mT, 1),
+    "ZeRO-3's, without bias": (lambda x: LinearFunctionForZeroStage3.apply(x.mT, LAST.weight), 2),
+    "ZeRO-3's after a convolution": (lambda x: LinearFunctionForZeroStage3.apply(CONV(x), SIX.weight).mT, 1),
+    "linear by name": (lambda x: OwnLinearFn.apply(CONV(x), SIX.weight.detach()), 2),
+    "not by name": (lambda x: NonlinearScale.apply(CONV(x), SCALE), 1),
     "several tokens of one row": (lambda x: LAST(x[..., 0]).view(2, 2, 2), 2),
 }  # fmt: skip
 IMAGES = {
     "convolution": (lambda x: IMAGE(x[:, None]), 1), "turned": (lambda x: IMAGE(x[:, None]).movedim(1, -1), 3),
     "resized": (lambda x: F.interpolate(IMAGE(x[:, None]), size=(9, 9)), 1),
+    "ZeRO-3's linear": (lambda x: zero3(x.mT[:, None]), 3), "enlarged": (lambda x: F.interpolate(
+        IMAGE(x[:, None]), size=(9, 9), mode="bilinear"), 1),
     "linear": (lambda x: LAST(x.mT[:, None]), 3), "linear, turned": (lambda x: LAST(x.mT[:, None]).movedim(3, 1), 1),
     "frames": (lambda x: IMAGE(x[:, None]).view(1, 2, 4, 2, 7), 2), "no graph": (lambda x: x[..., None], 1),
     "patches": (lambda x: LAST(x.mT).view(2, 8, 2, 1, 2).permute(0, 4, 1, 2, 3).reshape(2, 2, 16, 1), 1),

@@ -115,6 +115,33 @@ def test_layers_that_do_not_see_each_sample_once_are_left_out():
     assert captured(make_net(Flat), *make_batch(0, 4)).counted == ["first"]
 
 
+class SequencesFirst(Net):
+    """``batch_first``: what its module around a layer says, as torch's do."""
+
+    batch_first: bool | None = False
+
+    def forward(self, x, y=None):
+        x = x.transpose(0, 1)
+        z = self.norm(self.silu(self.first(x)))
+        return self.head(torch.tanh(self.middle(z)).transpose(0, 1))
+
+
+class SaysNothing(SequencesFirst):
+    batch_first = None
+
+
+def test_as_many_samples_as_positions_are_told_apart_by_the_order_of_their_module(caplog):
+    torch.manual_seed(0)
+    model, (x, y) = make_net(SequencesFirst), make_batch(0, 4, 4)
+    found = captured(model, x, y)
+    assert "first" in found.counted and not caplog.records
+    params = list(model.first.parameters())
+    expected = of_samples(model, params, x, y).div(len(x)).square().sum()
+    close(found._sums["first"], expected, sums=4 * 4 + sum(p.numel() for p in params), dtype=torch.float32)
+    captured(make_net(SaysNothing), x, y)
+    assert len(caplog.records) == 1 and "as many examples as positions; taken as examples first" in caplog.text
+
+
 @pytest.mark.parametrize("none", [(slice(0, 0),), (slice(None), slice(0, 0))])
 def test_empty_batches_raise_nothing(none):
     model = make_net()

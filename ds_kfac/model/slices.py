@@ -1,0 +1,309 @@
+"""Which rows of a batch a call has that got a part of them: a tile of sequences, some examples, a chunk of all rows.
+
+An input that is a view into a tensor of the whole batch shows its rows by where it lies in memory. A call of as many
+rows that comes after it, as a second layer does, has the same ones; other calls of a module come in order. Both are
+guesses, which hold if the module's calls have every row of the batch once. That is known when the forward ends, and
+before the gradients come, so inputs that the graph keeps are summed then. Where the graph does not keep them
+(checkpointing), and in recomputations, where gradients come call by call, a guess counts at once: after a call known
+by memory, or for a module whose calls had every row once before. If it then fails, that is said.
+
+Shape suffixes: N examples, T positions.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+LEARNED = (
+    "its calls get slices of the batch; from the next update on each has its part of the mask, in this one every row "
+    "counts"
+)
+APART = "its calls get slices that do not make up the batch; every row counts"
+WRONG = (
+    "its calls got slices of the batch, and now they do not make it up; in this update they may have a part of the "
+    "mask that is not theirs, from the next one on every row counts"
+)
+EITHER = "its calls get slices of the batch, of examples or of positions; every row counts"
+UNEVEN = "its calls get slices that cut examples, and weight_sharing reduce needs whole ones; every row counts"
+
+
+class Piece(NamedTuple):
+    """Some rows of [N, T], or of [T, N] if ``turned``: a view by size, stride and offset. ``examples``: which of its
+    dimensions they are."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    turned: bool = False
+    examples: int = 0
+
+    def of(self, whole_NT: Tensor) -> Tensor:
+        whole = (whole_NT.T if self.turned else whole_NT).contiguous()
+        return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
+
+    def rows(self, N: int, T: int) -> Tensor:
+        """int64, the place of each row in [N, T]."""
+        places = torch.tensor(self.offset)
+        for size, step in zip(self.size, self.stride, strict=True):
+            places = places.unsqueeze(-1) + step * torch.arange(size)
+        places = places.flatten()
+        return places % N * T + places // N if self.turned else places
+
+
+def in_memory(x: Tensor, N: int, T: int, order: int | None) -> Piece | None:
+    """The rows of x [.., D], if it is a view into a tensor of N T rows. ``order``: the dimension of examples in that
+    tensor, where it is known."""
+    if x.is_sparse or not x.numel():
+        return None
+    x = x.unsqueeze(0) if x.ndim == 1 else x
+    width, rest = divmod(x.untyped_storage().nbytes() // x.element_size(), N * T)
+    batch, stride = tuple(x.shape[:-1]), x.stride()[:-1]
+    used = [(size, step) for size, step in zip(batch, stride, strict=True) if size > 1]
+    if rest or not width or (x.shape[-1] > 1 and x.stride(-1) != 1) or any(s % width for _, s in used):
+        return None
+    row, column = divmod(int(x.storage_offset()), width)
+    used = [(size, step // width) for size, step in used]
+    if column + x.shape[-1] > width or row + sum((size - 1) * step for size, step in used) >= N * T:
+        return None
+
+    def fits(inner: int) -> bool:
+        """Whether rows lie as in a tensor [.., inner]; those in a row may go on in the next one if all do."""
+        small = [size for size, step in used if step == 1]
+        inside = len(batch) == 1 or all(row % inner + size <= inner for size in small)
+        return inside and len(small) < 2 and all(step in (1, inner) for _, step in used)
+
+    direct, turned = fits(T), fits(N)
+    if direct and turned:
+        if order is None and N != T and prod(batch) == N:  # examples at one position, or rows in a row
+            return None
+        direct = order != 1
+    if not direct and not turned:
+        return None
+    inner = T if direct else N
+    steps = tuple(step // width if size > 1 else 0 for size, step in zip(batch, stride, strict=True))
+    across = next((dim for dim, step in enumerate(steps) if step == inner != 1), None)
+    along = next((dim for dim, step in enumerate(steps) if step == 1), None)
+    examples = across if direct else along
+    if examples is None and len(batch) > 1 and (other := along if direct else across) is not None:
+        examples = 1 - other
+    return Piece(batch, steps, row, not direct, (examples or 0) if len(batch) > 1 else 0)
+
+
+def has_all(x: Tensor, mask_NT: Tensor) -> bool:
+    """Whether the rows of x [R, D] are known by memory to be those of the whole batch, in a row."""
+    N, T = mask_NT.shape
+    return len(x) == N * T and in_memory(x, N, T, 0) is not None
+
+
+def in_order(batch: tuple[int, ...], N: int, T: int, order: int | None, done: int) -> Piece | None:
+    """The rows of a call that comes after calls with ``done`` rows; None: they may be others."""
+    if len(batch) == 1:
+        other = batch[0] == N and not done and min(N, T) > 1 and (order != 1 or N == T)  # of each example one
+        return None if other else Piece(batch, (1,), done, order == 1)
+    found = []
+    for first in (0, 1) if order is None else (order,):
+        outer, inner = (T, N) if first else (N, T)
+        if batch[0] == outer and batch[1] < inner:
+            found.append(Piece(batch, (inner, 1), done // outer, first == 1, first))
+        elif batch[1] == inner and batch[0] < outer:
+            found.append(Piece(batch, (inner, 1), done, first == 1, first))
+    return found[0] if len(found) == 1 else None
+
+
+@dataclass
+class Fit:
+    """A mask as it fits the rows of a call.
+
+    Attributes:
+        mask: bool, [N, T] or [T, N] as the rows lie; None: every row counts.
+        examples: their dimension, 1 where sequences come first.
+        doubt: what its shape leaves open, "" if all is clear.
+        piece: which rows of the batch they are, if they are a part of it.
+        late: whether the mask is known at the forward's end only; then the sum of A waits for the gradient.
+    """
+
+    mask: Tensor | None = None
+    examples: int = 0
+    doubt: str = ""
+    piece: Piece | None = None
+    late: bool = False
+
+
+def part(mask_NT: Tensor, piece: Piece) -> Fit:
+    """The mask of a piece; of one that is whole examples in a row [n, T]."""
+    mask, T = piece.of(mask_NT), mask_NT.shape[1]
+    if mask.ndim == 1 and whole_examples(piece, T):
+        mask = mask.reshape(-1, T)
+    return Fit(mask, piece.examples, piece=piece)
+
+
+def whole_examples(piece: Piece, T: int) -> bool:
+    """Whether it has every position of its examples."""
+    if len(piece.size) > 1:
+        return piece.size[1 - piece.examples] == T
+    return not piece.turned and piece.stride[0] in (0, 1) and piece.size[0] % T == piece.offset % T == 0
+
+
+UNSEEN = object()
+
+
+@dataclass
+class _Round:
+    """Calls of a module until they have every row of the batch.
+
+    Attributes:
+        place: where those run that come in order: the node of the graph whose backward recomputes them.
+        covered: bool [N T] on the host, rows of the calls so far; ``done``: how many, each once.
+        waiting: what is settled when the round is over, and how.
+        guessed: how many calls' rows are guesses.
+        unknown: rows of calls of which nothing can be guessed.
+        believed: whether a guess counted at once.
+        apart: whether a row came twice.
+        cut: whether an example was cut that has to be whole.
+    """
+
+    mask: Tensor
+    covered: Tensor
+    place: Any = UNSEEN
+    batch: tuple[int, ...] = ()
+    order: int | None = None
+    waiting: list[tuple[Fit, Piece]] = field(default_factory=list)
+    done: int = 0
+    guessed: int = 0
+    unknown: int = 0
+    believed: bool = False
+    apart: bool = False
+    cut: bool = False
+
+
+def graph_keeps() -> tuple[bool, bool]:
+    """Whether the graph keeps inputs as they are: not in checkpointing. And whether this is what it runs again."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if top is None:  # an older torch
+        return False, False
+    hooks = top(False)
+    return hooks is None, hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_recomputation_hook")
+
+
+class Slices:
+    """Gives calls their part of the mask. ``say``: (module, leading shape, masks, doubt), for people."""
+
+    def __init__(self, say: Callable[[str, Sequence[int], Sequence[Tensor], str], None]) -> None:
+        self._say = say
+        self._rounds: dict[tuple[str, bool], _Round] = {}  # by module, and whether it is recomputed
+        self._last: Piece | None = None  # by memory
+        self._since: set[str] = set()  # modules called with it
+        self._known: set[str] = set()  # whose calls had every row once
+        self._orders: dict[str, int | None] = {}  # of those, the dimension of the batch's examples
+        self._apart: Counter[str] = Counter()  # calls in this forward and its recomputations that did not
+
+    def begin(self) -> None:
+        """A forward begins; the last one may have raised."""
+        for key in [key for key in self._rounds if key[1]]:
+            self._settle(key)
+        self._rounds.clear()
+        self._apart.clear()
+        self._last = None
+
+    def end(self) -> None:
+        """It is over: what is not whole by now is none."""
+        for key in [key for key in self._rounds if not key[1]]:
+            self._settle(key)
+        self._last = None
+
+    def whole(self) -> None:
+        """A call had every row."""
+        self._last = None
+
+    def of(
+        self, module: str, x: Tensor, mask: Tensor, order: int | None, *,
+        again: bool = False, reduced: bool = False, attention: bool = False,
+    ) -> Fit:  # fmt: skip
+        """Rows of x [.., D], fewer than those of the mask, bool [N, T]; see :class:`Fit`.
+
+        Args:
+            order: dimension of the batch's examples, if it is known.
+            again: in a recomputation, where calls in the backward of one node of the graph are in their order.
+            reduced: by weight_sharing "reduce".
+            attention: of torch's, which turns rows to [T, N] and flattens them: their order is not that of the batch.
+        """
+        (N, T), batch = mask.shape, tuple(x.shape[:-1]) or (1,)
+        if not 0 < prod(batch) < N * T or len(batch) > 2:
+            return Fit()
+        kept, lost = graph_keeps()
+        if again and lost:
+            return Fit()  # without reentry: it may end before its last call, and its rows are not counted
+        node = torch._C._current_autograd_node() if again else None
+        place = node._sequence_nr() if node is not None else None  # the node itself would keep its graph
+        order, key = self._orders.get(module) if order is None else order, (module, again)
+        piece = in_memory(x, N, T, order)
+        proven = piece is not None
+        follows = not proven and self._last is not None and self._last.size == batch and module not in self._since
+        if not proven and not follows and key in self._rounds and self._rounds[key].place not in (UNSEEN, place):
+            self._settle(key)
+        own = self._rounds.setdefault(key, _Round(mask, torch.zeros(N * T, dtype=torch.bool)))
+        own.batch, own.order = batch, order
+        if piece is not None:
+            if piece != self._last or module in self._since:
+                self._last, self._since = piece, set()
+            self._since.add(module)
+        elif follows:
+            piece = self._last
+            self._since.add(module)
+        else:
+            own.place = place
+            turned = attention and len(batch) == 1
+            piece = None if turned else in_order(batch, N, T, 1 if attention else order, own.done)
+        if piece is None:
+            own.unknown += prod(batch)
+            return Fit()
+        last = piece.offset + sum((size - 1) * step for size, step in zip(batch, piece.stride, strict=True))
+        own.guessed += not proven
+        own.apart |= last >= N * T or bool(own.covered[rows := piece.rows(N, T)].any())
+        if not own.apart:
+            own.covered[rows], own.done = True, own.done + len(rows)
+        if reduced and not whole_examples(piece, T):
+            own.cut, found = True, Fit()
+        elif proven:
+            found = part(mask, piece)
+        elif not again and kept:
+            own.waiting.append((found := Fit(late=True), piece))
+        elif not own.apart and (follows or module in self._known):
+            found, own.believed = part(mask, piece), True
+        else:
+            found = Fit()
+        if own.done == N * T:
+            self._settle(key)
+        return found
+
+    def _settle(self, key: tuple[str, bool]) -> None:
+        own, module = self._rounds.pop(key), key[0]
+        whole = own.done == own.mask.numel() and not own.apart
+        if own.cut:
+            if whole:
+                self._say(module, own.batch, [own.mask], UNEVEN)
+            return
+        if not own.guessed and not own.unknown:
+            return
+        if own.guessed and whole:
+            for found, piece in own.waiting:
+                made = part(own.mask, piece)
+                found.mask, found.examples, found.piece = made.mask, made.examples, piece
+            if not own.waiting and not own.believed:
+                self._say(module, own.batch, [own.mask], LEARNED)
+            self._known.add(module)
+            self._orders[module] = own.order
+            return
+        self._known.discard(module)
+        self._apart[module] += own.guessed
+        if own.believed:
+            self._say(module, own.batch, [own.mask], WRONG)
+        elif self._apart[module] > 1:
+            self._say(module, own.batch, [own.mask], APART)
+        elif own.unknown and own.unknown + own.done == own.mask.numel():
+            self._say(module, own.batch, [own.mask], EITHER)

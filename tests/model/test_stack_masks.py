@@ -1,0 +1,116 @@
+"""Stacks of weights that are no experts have the mask, and weight_sharing "reduce", as any layer; experts have not."""
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ds_kfac.model.batch import BatchInfo
+from ds_kfac.model.scan import Choice
+from ds_kfac.ops.reference import symmetric_pack
+from tests.close import close
+from tests.model.test_capture import Recorder
+
+N, T, I, O, HEADS = 3, 4, 5, 6, 2  # noqa: E741
+SUMS = HEADS * N * T + I + O
+MASK = torch.arange(T) < torch.tensor([4, 1, 2])[:, None]
+
+
+class Heads(nn.Module):
+    """Every head multiplies every row."""
+
+    own = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.w = nn.Parameter(torch.randn(HEADS, O, I))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([F.linear(x, self.w[h]) for h in range(HEADS)], 1)
+
+
+class Turned(Heads):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(HEADS, I, O))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([x @ self.w[h] for h in range(HEADS)], 1)
+
+
+class Own(Turned):
+    """Each head has inputs of its own."""
+
+    own = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.bmm(x.view(N * T, HEADS, I).transpose(0, 1), self.w)
+        return rows.view(HEADS, N, T, O).transpose(0, 1)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("shares", [False, True], ids=["an A each", "one A"])
+@pytest.mark.parametrize("kind", [Heads, Turned, Own])
+def test_heads_have_the_rows_that_count(kind, shares, sharing, caplog):
+    model = nn.Sequential(kind())
+    x = torch.randn(N, T, HEADS * I if kind.own else I, generator=torch.Generator().manual_seed(1))
+    weights, probe = torch.randn(N, HEADS, T, O), torch.zeros(N, HEADS, T, O, requires_grad=True)
+    ((model(x) + probe).tanh() * weights).sum().backward()
+    inputs = x.view(N, T, HEADS, I) if kind.own else x[:, :, None].expand(N, T, HEADS, I)
+    recorder = Recorder(model, Choice(shares=shares), sharing=sharing)
+    recorder.capture.read_batch = lambda arguments, keywords: BatchInfo(rows=MASK)
+    with caplog.at_level(logging.WARNING):
+        (model(x).tanh() * weights).sum().backward()
+    assert not caplog.records
+    counted, rows = MASK[..., None].float(), int(MASK.sum())
+    for head in range(HEADS):
+        a, g = inputs[:, :, head] * counted, probe.grad[:, head] * counted
+        if sharing == "reduce":
+            a, g = a.sum(1) / counted.sum(1), g.sum(1)
+        else:
+            a, g = a[MASK], g[MASK]
+        sums = recorder.sums(f"0.w.{head}")
+        close(sums.G.sum_P / sums.G.count**2, symmetric_pack(g.T @ g), sums=SUMS, what=f"G of {head}")
+        if not shares:
+            close(sums.A.sum_P / sums.A.count, symmetric_pack(a.T @ a / len(a)), sums=SUMS, what=f"A of {head}")
+            assert sums.A.count == (N if sharing == "reduce" else rows)
+    if shares:
+        sums = recorder.sums("0.w.0")
+        a = inputs * counted[..., None]
+        a = (a.sum(1) / counted.sum(1)[..., None]).flatten(0, 1) if sharing == "reduce" else inputs[MASK].flatten(0, 1)
+        close(sums.A.sum_P / sums.A.count, symmetric_pack(a.T @ a / len(a)), sums=SUMS)
+
+
+class Picked(Heads):
+    """Experts: a token's own matrix, as many rows as tokens, in another order; or dispatched to places."""
+
+    way = "bmm"
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        index = torch.arange(N * T).flip(0) % HEADS
+        if self.way == "bmm":
+            return torch.bmm(self.w[index], flat.flip(0)[..., None]).flip(0)
+        places = torch.zeros(HEADS, N * T, I)
+        for expert in range(HEADS):
+            places[expert, : N * T // HEADS] = flat.flip(0)[index == expert]
+        return torch.bmm(places, self.w.mT)[:, : N * T // HEADS]
+
+
+@pytest.mark.parametrize("way", ["bmm", "places"])
+def test_tokens_of_experts_lie_in_another_order_and_all_count(way):
+    model = nn.Sequential(Picked())
+    model[0].way = way
+    x = torch.randn(N, T, I, generator=torch.Generator().manual_seed(1))
+    recorder = Recorder(model, Choice(shares=False))
+    recorder.capture.read_batch = lambda arguments, keywords: BatchInfo(rows=MASK)
+    model(x).tanh().sum().backward()
+    index = torch.arange(N * T).flip(0) % HEADS
+    for expert in range(HEADS):
+        a = x.flatten(0, 1).flip(0)[index == expert]
+        sums = recorder.sums(f"0.w.{expert}").A
+        assert sums.count == N * T // HEADS
+        close(sums.sum_P, symmetric_pack(a.T @ a), sums=SUMS)
