@@ -189,8 +189,8 @@ class Attachment:
                 restore(self.engine, name, previous)
         delattr(self.engine, HANDLE)
         _ATTACHED.pop(self.engine.module, None)
-        timers = self.engine.engine_timers
-        timers.global_timers = [name for name in timers.global_timers if name not in self._printed]
+        timers = self.engine.engine_timers.global_timers
+        timers[:] = [name for name in timers if name not in self._printed]
         self.preconditioner.rule.release(self.preconditioner.target.inner)
         for hooked in (self.sampling, self.quadratic, self._experts):
             if hooked is not None:

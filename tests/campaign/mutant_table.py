@@ -23,6 +23,7 @@ _SAVED = "tests/deepspeed/test_saved_state.py"
 _NOISE, _RAMP = "tests/model/test_noise.py", "tests/deepspeed/test_batch_ramp.py"
 _FIT = "tests/factors/test_fit.py"
 _FEATURES = "tests/deepspeed/test_features.py::test_every_feature_matches_reference"
+_ACCESS = "tests/deepspeed/test_gradient_access.py"
 _TRAPS, _KFAC_ADAMW = "tests/deepspeed/test_traps.py", "tests/deepspeed/test_kfac_adamw.py"
 
 _ROWS = [
@@ -304,6 +305,12 @@ _ROWS = [
      "if False:\n                    self.own", "tests/zero/test_exchange.py"),
     ("stage 3: the last gradient stays", "zero/stages.py", "self._chunks.pop().zero_()", "self._chunks.pop()",
      "tests/deepspeed/test_unused.py"),
+    ("seam: DeepSpeed's dict of gradients replaced", "zero/stages.py", "self.optimizer.averaged_gradients.clear()",
+     "self.optimizer.averaged_gradients = {}", _ACCESS),
+    ("seam: the host's gradients do not wait", "zero/stages.py",
+     "kept += [*optimizer.norm_for_param_grads, *optimizer._offload_accumulated_param_ids]", "pass", _ACCESS),
+    ("seam: stage 3's gradients do not wait", "zero/stages.py", "engine.optimizer.micro_step_id > 0 or", "False or",
+     _ACCESS),
     ("rounds: everything at once", "update/rotation.py", "room = max(limit, numel)", "room = 1 << 62",
      "tests/update/test_stacking.py"),
     ("eigenvalues rounded on the wire", "curvature/methods.py", 'attrgetter("values"), False)',
