@@ -1,10 +1,12 @@
 """What every engine mode has to offer: read and write gradient shards where DeepSpeed keeps them; and the modes where
 every rank holds every averaged gradient: stage 0, in ``p.grad``, and BF16_Optimizer."""
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
+from types import MethodType
 from typing import Any
 
 import deepspeed.comm as dist
@@ -203,6 +205,15 @@ class ShardLayout(ABC):
         gradients = ((p.grad, getattr(p, "grad_accum", None)) for p in engine.module.parameters())
         return any(bool(gradient.norm()) for pair in gradients for gradient in pair if gradient is not None)
 
+    def guard_states(self, refuse: Callable[[str], Any]) -> None:
+        """For parameters that the optimizer has no states of: DeepSpeed's ``safe_get_full_optimizer_state`` and
+        ``safe_set_full_optimizer_state`` call ``refuse``, which raises, with a state's name on every rank. DeepSpeed
+        alone fails where a piece of the parameter lies, and the other ranks wait for ever."""
+        for param in self.params:
+            for name in ("get_full_hp_param", "set_full_hp_param"):  # of ZeRO-1/2 and BF16_Optimizer
+                if isinstance(plain := getattr(param, name, None), MethodType):
+                    setattr(param, name, partial(_guarded, plain, refuse))
+
     # What the self-test needs.
 
     @abstractmethod
@@ -216,6 +227,11 @@ class ShardLayout(ABC):
     @abstractmethod
     def clear(self) -> None:
         """Leave the gradient buffers as they are before a first backward, each of them the same object as before."""
+
+
+def _guarded(plain: Callable[..., Any], refuse: Callable[[str], Any], *args: Any, **kwargs: Any) -> Any:
+    key = inspect.signature(plain).bind(*args, **kwargs).arguments.get("optim_state_key")
+    return plain(*args, **kwargs) if key is None else refuse(key)
 
 
 def restore(holder: Any, name: str, before: Any) -> None:

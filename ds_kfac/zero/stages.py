@@ -111,7 +111,7 @@ class Stage12(ZeroLayout):
 
     def __init__(self, engine, *values, **named) -> None:
         super().__init__(engine, *values, **named)
-        optimizer = self.optimizer
+        self._linked, optimizer = False, self.optimizer
         if optimizer.round_robin_gradients and not optimizer.parameter_alignment:
             self.faults += (
                 "with round_robin_gradients safe_get_full_* and universal checkpoints read other parameters",
@@ -135,6 +135,13 @@ class Stage12(ZeroLayout):
         self.optimizer._wait_for_offload_copies()
         if self.offloads:
             super().begin()
+
+    def end(self) -> None:
+        """DeepSpeed links parameters to their states in its first step when the first group has been stepped and the
+        others have none yet; once they have, it is done again."""
+        if not self._linked and self.optimizer._hp_optimizer_states_linked:
+            self._linked, self.optimizer._hp_optimizer_states_linked = True, False
+            self.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _entry(self, shard: Shard) -> int:
         """Which entry of the list starts at the shard's offset in this rank's slice. It has the same form always."""

@@ -4,15 +4,27 @@ is filled, never replaced."""
 import contextlib
 import io
 from collections.abc import Mapping
+from functools import partial
 
 import pytest
 import torch
-from deepspeed.utils import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad, safe_set_local_grad
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+)
 
 import ds_kfac
 from tests.choices import chosen
 from tests.deepspeed.modes import BY_NAME, KFAC
 from tests.deepspeed.runs import build, micro_batches, patched, train, weights
+from tests.models import make_net
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -205,3 +217,54 @@ def test_attaching_in_the_middle_of_a_step_is_refused_and_loses_nothing():
                 ends = point == "new" or point.endswith(".1 after engine.step()")
                 assert ends == (text == "attached"), (name, point, text)
                 assert ends or "middle of a step: there is a gradient that no step has taken yet" in text, (name, text)
+
+
+def states_worker(names: list[str]) -> dict:
+    results = {}
+    for name in names:
+        mode, found = BY_NAME[name], {}
+        with patched(mode):
+            engine = build(mode, 1, gradient_clipping=0.0)
+            moments = {n: 0.2 * g.float() for n, g in gradients(engine, 1, 0).items()}  # after one step, by beta 0.8
+            engine.step()
+        layers = {id(param) for param in engine.kfac.preconditioner.layout.params}
+        for parameter, param in engine.module.named_parameters():
+            shape = getattr(param, "ds_shape", param.shape)
+            doors = [safe_get_full_optimizer_state, partial(safe_set_full_optimizer_state, value=torch.ones(shape))]
+            if mode.stage == 3:
+                part = torch.ones_like(param.ds_tensor)
+                doors += [safe_get_local_optimizer_state, partial(safe_set_local_optimizer_state, value=part)]
+            for place, door in enumerate(doors):
+                if id(param) in layers:
+                    found[parameter, place] = message(lambda door=door, p=param: door(p, optim_state_key="exp_avg"))
+            if id(param) not in layers:
+                state = safe_get_full_optimizer_state(param, "exp_avg")
+                found[parameter, "moment"] = state, moments[parameter]
+        found["others"] = {n: safe_get_full_fp32_param(p).shape for n, p in engine.module.named_parameters()}
+        results[name] = found
+        engine.destroy()
+    return results
+
+
+def message(action) -> str:
+    try:
+        action()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_states_of_kfacs_parameters_are_refused_on_every_rank_and_those_of_others_are_there():
+    """Else two of two ranks in ZeRO-1/2: one that raised, one that waited for it."""
+    names = ["adam-z1", "adam-z2", "adam-z2-groups", "adam-z2-offload", "adam-z3", "adam-z3-offload"]
+    names += ["adam-z1-bf16-accum32"]
+    for result in run_ranks("tests.deepspeed.test_gradient_access:states_worker", world=2, payload=names, timeout=90):
+        for name, found in result.items():
+            shapes = found.pop("others")
+            assert shapes == {n: p.shape for n, p in make_net().named_parameters()}, name
+            for (parameter, what), value in found.items():
+                if what == "moment":
+                    assert torch.allclose(value[0], value[1], rtol=1e-2 if "bf16" in name else 1e-5), (name, parameter)
+                else:
+                    assert "KFACAdamW: there is no 'exp_avg' of this parameter" in value, (name, parameter, value)
+            assert sum(what == "moment" for _, what in found) == 2 and len(found) > 10, name

@@ -17,7 +17,7 @@ import reprlib
 import sys
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -41,6 +41,22 @@ when left out; schedules change both alike. torch_adam: whether torch's AdamW st
 IN_USE = -1e-30
 """Added to every entry of a direction of a layer in use: a zero becomes negative, nothing else changes."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def no_state(key: str) -> NoReturn:
+    """Raise ValueError where DeepSpeed looks for a state of K-FAC's parameters."""
+    raise ValueError(
+        f"{NAME}: there is no {key!r} of this parameter as DeepSpeed would have it: a K-FAC layer's moments are in its "
+        f"eigenbasis, on the layer's gradient worker alone. Checkpoints have them. Ask for states of other parameters "
+        f'only: those of parameter groups whose "{FLAG}" is not true'
+    )
+
+
+class NoStates(dict[str, Any]):
+    """In ``optimizer.state``, where AdamW would have moments."""
+
+    def __missing__(self, key: str) -> NoReturn:
+        no_state(key)
 
 
 class KFACAdamWStep:
@@ -107,8 +123,8 @@ class KFACAdamWStep:
             )
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         for parameter in parameters:
-            # zeros that DeepSpeed has read from a universal checkpoint
-            self.state.pop(parameter, None)  # type: ignore[attr-defined]
+            # also in place of zeros that DeepSpeed has read from a universal checkpoint
+            self.state[parameter] = NoStates()  # type: ignore[attr-defined]
         if parameters:
             gradients, amount = [parameter.grad for parameter in parameters], group["lr"] * group["weight_decay"]
             if isinstance(amount, Tensor) or amount:

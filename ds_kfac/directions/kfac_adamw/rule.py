@@ -14,7 +14,7 @@ from ds_kfac.curvature.inverse import ORDERS, order_of
 from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.base import Direction, UpdateRule, by_rows
 from ds_kfac.directions.kfac_adamw.direction import ADAM_RATIO, AdamDirection, adam_factor, keeps_direction
-from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, KFACAdamWStep, ratio_of
+from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, KFACAdamWStep, no_state, ratio_of
 from ds_kfac.directions.kfac_adamw.user_optimizer import given_groups, params_in, put_into
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.blocks import KINDS, named, rows_of, weight_name
@@ -46,6 +46,7 @@ class KFACAdamWRule(UpdateRule):
     def direction(
         self, plan: Plan, layout: ShardLayout, exchange: GradientExchange, optimizer: Any, metrics: Metrics
     ) -> Direction:
+        layout.guard_states(no_state)
         return AdamDirection(plan, layout, exchange, optimizer)
 
     def described(self, plan: Plan, optimizer: str, ratio: float = 1.0) -> str:
