@@ -235,3 +235,81 @@ def test_before_an_engine_it_is_an_optimizer_like_others():
         copied.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
     assert optimizer.param_groups[1]["lr"] == 0.2 and "lr" in optimizer.param_groups[0] | {}
     assert list(map(type, optimizer.param_groups[0]["betas"])) == [float, float]
+
+
+def second(step: int) -> float:
+    return 1 / (step + 2)
+
+
+def lists(optimizer):
+    """A scheduler with something of its own for each of the user's two groups."""
+    assert len(optimizer.param_groups) == 2, f"{len(optimizer.param_groups)} groups"
+    return LambdaLR(optimizer, [schedule, second])
+
+
+WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": [0.0, 0.01], "warmup_max_lr": [0.05, 0.02],
+          "warmup_num_steps": 8, "warmup_type": "linear"}}  # fmt: skip
+
+
+def made_late_worker(stages: list[int]) -> dict:
+    import deepspeed
+
+    found = {}
+    for stage in stages:
+        config = {**BY_NAME[f"adam-z{stage}"].config(1, torch.distributed.get_world_size())}
+        block = {"type": "KFACAdamW", "params": {**OPTIONS, "betas": [0.8, 0.9]}}
+        alone = {key: value for key, value in config.items() if key != "optimizer"}
+
+        def start(config, initialize=ds_kfac.initialize, steps=3, **given) -> tuple:
+            model = make_net()
+            groups = parameter_groups(model, "decay")
+            with contextlib.redirect_stderr(io.StringIO()):
+                engine, *_ = initialize(model=model, model_parameters=groups, config=config, **given)
+            train(engine, 1, steps=steps)
+            result = weights(engine), [group["lr"] for group in engine.basic_optimizer.param_groups]
+            result = *result, hasattr(engine, "kfac"), type(engine.lr_scheduler).__name__
+            engine.destroy()
+            return result
+
+        model = make_net()  # known to be right: both made before
+        optimizer = ds_kfac.KFACAdamW(parameter_groups(model, "decay"), **OPTIONS)
+        engine, *_ = ds_kfac.initialize(model=model, config=alone, optimizer=optimizer, lr_scheduler=lists(optimizer))
+        train(engine, 1, steps=3)
+        expected = weights(engine), [group["lr"] for group in engine.basic_optimizer.param_groups]
+        engine.destroy()
+
+        def make(groups):
+            return ds_kfac.KFACAdamW(groups, **OPTIONS)
+
+        ways = {
+            "named, scheduler made late": start({**config, "optimizer": block}, lr_scheduler=lists),
+            "both made late": start(alone, optimizer=make, lr_scheduler=lists),
+            "both made late, by deepspeed": start(alone, deepspeed.initialize, optimizer=make, lr_scheduler=lists),
+        }
+        for way, (trained, rates, has_kfac, _) in ways.items():
+            same = all(torch.equal(trained[name], w) for name, w in expected[0].items())
+            found[stage, way] = same, rates == expected[1], has_kfac
+        warm = {
+            "named": start({**config, "optimizer": block, "scheduler": WARMUP}),
+            "made late": start({**alone, "scheduler": WARMUP}, optimizer=make),
+        }
+        for way, (_, rates, has_kfac, scheduler) in warm.items():
+            found[stage, "warmup", way] = rates, has_kfac, scheduler
+        sgd = start({**alone, "kfac": config["kfac"]}, optimizer=lambda groups: torch.optim.SGD(groups, lr=LR))
+        found[stage, "another optimizer"] = sgd[1:3]
+    return found
+
+
+def test_callables_and_lists_see_the_groups_of_the_user():
+    """Not the four that DeepSpeed steps: their errors said that two of something are too few."""
+    found = run_ranks("tests.deepspeed.test_optimizer_object:made_late_worker", world=2, payload=[0, 2, 3])[0]
+    for case, result in found.items():
+        if "warmup" in case:  # after three steps, of eight
+            rates, has_kfac, scheduler = result
+            first, other = 0.05 * 2 / 8, 0.01 + 0.01 * 2 / 8
+            assert has_kfac and scheduler == "WarmupLR", case
+            assert rates == pytest.approx([first, other, other]) and len(rates) == 3, (case, rates)
+        elif case[1] == "another optimizer":
+            assert result == ([LR, LR], True), case
+        else:
+            assert result == (True, True, True), (case, result)

@@ -66,10 +66,12 @@ class KFACAdamWStep:
         direction_scale: what undoes the scale at which a direction was put into the gradient; None while no K-FAC is
             attached.
         adam_ratio: adam_lr / lr. No rate of its own in the groups: many of DeepSpeed's schedulers set one for all.
+        users: the optimizer with the groups as the user knows them.
     """
 
     direction_scale: Tensor | float | None = 1.0
     adam_ratio: float = 1.0
+    users: Any = None
     param_groups: list[dict[str, Any]]
 
     @torch.no_grad()
@@ -158,9 +160,7 @@ for _kind in (KFACTorchAdamW, KFACFusedAdamW, KFACCPUAdamW):
         ZERO_SUPPORTED_OPTIMIZERS.append(_kind)
 
 
-def build(
-    groups: list[dict[str, Any]], params: Mapping[str, Any], *, offload: bool, adam_ratio: float
-) -> torch.optim.Optimizer:
+def build(groups: list[dict[str, Any]], params: Mapping[str, Any], *, offload: bool, adam_ratio: float) -> Any:
     """The optimizer of an ``"optimizer": {"type": "KFACAdamW", "params": ...}`` block.
 
     Args:
