@@ -28,7 +28,7 @@ from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.factor import Side
 from ds_kfac.engine.monte_carlo import LossSampling
 from ds_kfac.engine.quadratic import QuadraticSteps
-from ds_kfac.engine.report import folded, report
+from ds_kfac.engine.report import folded, of_hooks, report, with_hooks
 from ds_kfac.factors.export import export
 from ds_kfac.factors.files import safetensors
 from ds_kfac.metrics import STAGES, TIMER, Metrics
@@ -92,6 +92,7 @@ class Attachment:
         engine.engine_timers.global_timers += self._printed
         setattr(engine, HANDLE, self)
         _ATTACHED[engine.module] = weakref.ref(self)
+        self._hooked = self._with_hooks()
         self.report = report(job.preconditioners, scans, given)
 
     @property
@@ -246,11 +247,13 @@ class Attachment:
         return result
 
     def _warn(self) -> None:
-        """At a captured step, each once: of layers whose hooks never fired here by the second one, and what is left of
-        the share that attach has printed; and of a step without a gradient that counts: the user means a backward that
-        is not our own."""
+        """At a captured step, each once: at the first one of hooks that are new since attach; of layers whose hooks
+        never fired here by the second one, and what is left of the share that attach has printed; and of a step
+        without a gradient that counts: the user means a backward that is not our own."""
         kfacs, rank = self.job.preconditioners, f"ds_kfac: rank {self.engine.global_rank}"
         self._seen += 1
+        if self._seen == 1 and (new := [name for name in self._with_hooks() if name not in self._hooked]):
+            logger.warning(f"{rank}: {of_hooks(new)}")
         called = {name for capture in self._captures for name in capture.called}
         if self._seen == 2 and (silent := [(x.name,) for x in self._found.layers if x.name not in called]):
             promised, self._share = self._share, self._seen_share(called)
@@ -270,6 +273,9 @@ class Attachment:
                 f"{rank}: gradients came through {outside} calls of layers, none of them in this engine's own "
                 "backward, so the factors were not updated. Call engine.backward(loss) of the engine that owns the loss"
             )
+
+    def _with_hooks(self) -> list[str]:
+        return [name for kfac in self.job.preconditioners for name in with_hooks(kfac)]
 
     def _seen_share(self, called: Collection[str]) -> Share:
         """What is stepped, and with curvature, if only these layers have any."""

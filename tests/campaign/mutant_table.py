@@ -23,6 +23,7 @@ _SAVED = "tests/deepspeed/test_saved_state.py"
 _NOISE, _RAMP = "tests/model/test_noise.py", "tests/deepspeed/test_batch_ramp.py"
 _FIT = "tests/factors/test_fit.py"
 _FEATURES = "tests/deepspeed/test_features.py::test_every_feature_matches_reference"
+_HOOKS = "tests/deepspeed/test_report.py::test_hooks_on_gradients_are_told_with_a_remedy_that_helps"
 _ACCESS = "tests/deepspeed/test_gradient_access.py"
 _TRAPS, _KFAC_ADAMW = "tests/deepspeed/test_traps.py", "tests/deepspeed/test_kfac_adamw.py"
 
@@ -319,6 +320,10 @@ _ROWS = [
      'given(getattr(optimizer, "users", optimizer))', "given(optimizer)", "tests/deepspeed/test_optimizer_object.py"),
     ("user's groups: a recipe's optimizer is not looked at", "directions/table.py", "if rule.given(optimizer):",
      "if False:", "tests/deepspeed/test_optimizer_object.py"),
+    ("hooks: DeepSpeed's are the user's", "engine/report.py", 'not in ("deepspeed", "ds_kfac")', 'not in ("ds_kfac",)',
+     _HOOKS),
+    ("hooks: those after attach are not told", "engine/attachment.py", "self._seen == 1 and (new", "False and (new",
+     _HOOKS),
     ("rounds: everything at once", "update/rotation.py", "room = max(limit, numel)", "room = 1 << 62",
      "tests/update/test_stacking.py"),
     ("eigenvalues rounded on the wire", "curvature/methods.py", 'attrgetter("values"), False)',
