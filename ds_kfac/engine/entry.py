@@ -246,7 +246,7 @@ def _assembled(
             for target, budget in zip(targets, _budgets(targets, config), strict=True)
         ]
         for target in targets:
-            rule.check_groups(target.model, target.layout, target.rest)
+            rule.check_groups(target.model, target.layers, target.layout, target.rest)
     _check_copies(targets, plans)
     preconditioners = [KFACPreconditioner(target, plan) for target, plan in zip(targets, plans, strict=True)]
     job = Job(preconditioners, everywhere=several)

@@ -313,3 +313,50 @@ def test_callables_and_lists_see_the_groups_of_the_user():
             assert result == ([LR, LR], True), case
         else:
             assert result == (True, True, True), (case, result)
+
+
+def own_betas_worker(stages: list[int]) -> dict:
+    """Biases in a group of their own, with ``change``; what is said, and how far the head's bias goes in a step."""
+    found = {}
+    for stage in stages:
+        config = {**BY_NAME[f"adam-z{stage}"].config(1, torch.distributed.get_world_size())}
+        for named in (True, False):
+            for case, change, exclude in (
+                ("betas", {"betas": (0.5, 0.9)}, []),
+                ("eps", {"eps": 1e-3}, []),
+                ("decay and rate", {"weight_decay": 0.3, "lr": LR / 2}, []),
+                ("excluded", {"betas": (0.0, 0.0), "eps": 0.0, "weight_decay": 0.0}, ["first", "head"]),
+            ):
+                model, options = make_net(), {**OPTIONS, "adam_lr": LR}
+                before = model.head.bias.detach().clone()
+                groups = [dict(group) for group in parameter_groups(model, "decay")]
+                groups[1] |= change
+                own = {**config, "kfac": {**config["kfac"], "layers": {"exclude": exclude}}}
+                own["optimizer"] = {"type": "KFACAdamW", "params": {**options, "betas": [0.8, 0.9]}}
+                given = {"model_parameters": groups}
+                if not named:
+                    del own["optimizer"]
+                    given = {"optimizer": ds_kfac.KFACAdamW(groups, **options)}
+                try:
+                    with contextlib.redirect_stderr(io.StringIO()):
+                        engine, *_ = ds_kfac.initialize(model=model, config=own, **given)
+                    train(engine, 1, steps=1)
+                    moved = (weights(engine)["head.bias"] - before).abs()
+                    found[stage, named, case] = moved.min().item(), moved.max().item()
+                    engine.destroy()
+                except ValueError as error:
+                    found[stage, named, case] = str(error)
+    return found
+
+
+def test_betas_and_eps_of_a_bias_alone_are_refused_unless_they_are_used():
+    """They were ignored: a layer's weight and bias have one pair of moments."""
+    found = run_ranks("tests.deepspeed.test_optimizer_object:own_betas_worker", world=1, payload=[0, 2, 3])[0]
+    for (stage, named, case), result in found.items():
+        where = stage, named, case, result
+        if case in ("betas", "eps"):
+            assert f"first.weight and its bias are in parameter groups of different {case}" in result, where
+        elif case == "excluded":  # the gradient's sign, by no moments and no eps
+            assert result == pytest.approx((LR, LR), rel=1e-4), where
+        else:
+            assert isinstance(result, tuple), where

@@ -170,7 +170,9 @@ class KFACAdamWRule(UpdateRule):
         config, _ = self.resolved(config)
         put_into(arguments, config, self.scanned(config), self.parameters(ds_config), ds_config)
 
-    def check_groups(self, model: nn.Module, layout: ShardLayout, rest: ShardLayout) -> None:
+    def check_groups(
+        self, model: nn.Module, layers: Sequence[LayerSpec], layout: ShardLayout, rest: ShardLayout
+    ) -> None:
         groups = layout.optimizer.param_groups
         for held, ours in ((layout, True), (rest, False)):
             for parameter in held.params:
@@ -179,6 +181,16 @@ class KFACAdamWRule(UpdateRule):
                     raise ValueError(
                         f"KFACAdamW: {name} is {'' if ours else 'not '}preconditioned, but its parameter group says "
                         "otherwise; the model or kfac.layers changed between ds_kfac.initialize and attach"
+                    )
+        named = dict(model.named_parameters())
+        for layer in layers:
+            of_weight, *others = [groups[layout.group_index(named[name])] for name in layer.parameters]
+            for key in ("betas", "eps"):
+                for other in (group for group in others if group[key] != of_weight[key]):
+                    raise ValueError(
+                        f"KFACAdamW: {layer.weight} and its bias are in parameter groups of different {key}, "
+                        f"{of_weight[key]} and {other[key]}: they are stepped as one matrix, with one pair of moments; "
+                        "give both groups the same betas and eps, or exclude the layer (kfac.layers.exclude)"
                     )
 
     def release(self, optimizer: Any) -> None:
