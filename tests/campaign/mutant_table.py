@@ -327,6 +327,8 @@ _ROWS = [
     ("ramp: a rate set by hand is written back", "engine/batch_ramp.py", "elif new != ours:", "elif False:", _RAMP),
     ("groups: a bias's own eps is ignored", "directions/kfac_adamw/rule.py", 'for key in ("betas", "eps"):',
      'for key in ("betas",):', "tests/deepspeed/test_optimizer_object.py"),
+    ("schedule: rates of other groups are taken", "checkpoint/load.py",
+     "_check_schedule(engine.lr_scheduler, tag_directory)", "pass", "tests/deepspeed/test_optimizer_object.py"),
     ("hooks: DeepSpeed's are the user's", "engine/report.py", 'not in ("deepspeed", "ds_kfac")', 'not in ("ds_kfac",)',
      _HOOKS),
     ("hooks: those after attach are not told", "engine/attachment.py", "self._seen == 1 and (new", "False and (new",

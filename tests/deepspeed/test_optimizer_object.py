@@ -10,6 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import ds_kfac
+from ds_kfac.checkpoint.files import CheckpointError
 from tests.deepspeed.modes import BY_NAME, LR
 from tests.deepspeed.runs import parameter_groups, train, weights
 from tests.models import make_net
@@ -360,3 +361,29 @@ def test_betas_and_eps_of_a_bias_alone_are_refused_unless_they_are_used():
             assert result == pytest.approx((LR, LR), rel=1e-4), where
         else:
             assert isinstance(result, tuple), where
+
+
+def schedule_worker(folder: str) -> dict:
+    engine, _ = engine_of(2, as_object=False)
+    engine.lr_scheduler = LambdaLR(engine.basic_optimizer, schedule)  # of the groups that are stepped, as it once was
+    train(engine, 1, steps=3)
+    engine.save_checkpoint(folder, tag="tag")
+    saved = weights(engine)
+    engine.destroy()
+    engine, _ = engine_of(2, as_object=False)
+    try:
+        engine.load_checkpoint(folder, tag="tag")
+        said = ""
+    except CheckpointError as error:
+        said = str(error)
+    engine.destroy()
+    engine, _ = engine_of(2, as_object=False)
+    engine.load_checkpoint(folder, tag="tag", load_lr_scheduler_states=False)
+    loaded = all(torch.equal(w, saved[name]) for name, w in weights(engine).items())
+    return {"said": said, "loaded": loaded, "steps": engine.kfac.preconditioner.steps}
+
+
+def test_a_schedule_of_other_groups_is_not_taken_by_place(tmp_path):
+    for found in run_ranks("tests.deepspeed.test_optimizer_object:schedule_worker", world=2, payload=str(tmp_path)):
+        assert "has rates of 3 parameter groups, here it has 2" in found["said"], found
+        assert found["loaded"] and found["steps"] == 3, found
