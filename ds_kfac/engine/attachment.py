@@ -92,7 +92,7 @@ class Attachment:
         engine.engine_timers.global_timers += self._printed
         setattr(engine, HANDLE, self)
         _ATTACHED[engine.module] = weakref.ref(self)
-        self._hooked = self._with_hooks()
+        self._hooked: set[str] | None = self._with_hooks()
         self.report = report(job.preconditioners, scans, given)
 
     @property
@@ -203,6 +203,15 @@ class Attachment:
         self.detach()
         return original(*args, **kwargs)
 
+    def _with_hooks(self) -> set[str]:
+        return {name for kfac in self.job.preconditioners for name in with_hooks(kfac)}
+
+    def _tell_of_new_hooks(self) -> None:
+        """At the first captured step: of those on gradients that the user has added since attach."""
+        before, self._hooked = self._hooked, None
+        if before is not None and (new := self._with_hooks() - before):
+            logger.warning(f"ds_kfac: rank {self.engine.global_rank}: {of_hooks(sorted(new))}")
+
     def load_state(self, load_dir: str | os.PathLike, tag: str) -> None:
         """Load only the K-FAC state of a checkpoint, whatever stage and world size wrote it. Collective."""
         load(self.job, Path(load_dir) / str(tag))
@@ -230,6 +239,8 @@ class Attachment:
             self._warn()
         if self.sampling is not None:
             self.sampling.check()
+        if captures:
+            self._tell_of_new_hooks()
         drafts = self.job.step() if self.quadratic is None else [self.quadratic.step()]
         scaler = kfac.layout.grad_scaler
         scale = torch.as_tensor(scaler_scale(scaler) if scaler else 0.0).clone()
@@ -247,13 +258,11 @@ class Attachment:
         return result
 
     def _warn(self) -> None:
-        """At a captured step, each once: at the first one of hooks that are new since attach; of layers whose hooks
-        never fired here by the second one, and what is left of the share that attach has printed; and of a step
-        without a gradient that counts: the user means a backward that is not our own."""
+        """At a captured step, each once: of layers whose hooks never fired here by the second one, and what is left of
+        the share that attach has printed; and of a step without a gradient that counts: the user means a backward that
+        is not our own."""
         kfacs, rank = self.job.preconditioners, f"ds_kfac: rank {self.engine.global_rank}"
         self._seen += 1
-        if self._seen == 1 and (new := [name for name in self._with_hooks() if name not in self._hooked]):
-            logger.warning(f"{rank}: {of_hooks(new)}")
         called = {name for capture in self._captures for name in capture.called}
         if self._seen == 2 and (silent := [(x.name,) for x in self._found.layers if x.name not in called]):
             promised, self._share = self._share, self._seen_share(called)
@@ -273,9 +282,6 @@ class Attachment:
                 f"{rank}: gradients came through {outside} calls of layers, none of them in this engine's own "
                 "backward, so the factors were not updated. Call engine.backward(loss) of the engine that owns the loss"
             )
-
-    def _with_hooks(self) -> list[str]:
-        return [name for kfac in self.job.preconditioners for name in with_hooks(kfac)]
 
     def _seen_share(self, called: Collection[str]) -> Share:
         """What is stepped, and with curvature, if only these layers have any."""
