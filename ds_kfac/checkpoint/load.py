@@ -283,6 +283,7 @@ def load_checkpoint(
     if path is None:
         return path, client_state
     tag_directory, anew = Path(path).parent, None
+    _check_schedule(engine.lr_scheduler, tag_directory)
     for argument, default in (("load_module_only", False), ("load_optimizer_states", True)):
         if anew is None and bool(arguments.get(argument, default)) != default:
             does = "K-FAC starts afresh; engine.kfac.load_state loads the state of"
@@ -338,6 +339,19 @@ def _check_groups(own: Mapping[str, int], tag_directory: Path, entry: Mapping[st
             "what K-FAC knows of the model, was another when it was saved. DeepSpeed takes it by place, so this "
             "engine's weights and moments are mixed up now: build another one, with kfac.layers as they were. "
             f"{files.WEIGHTS_ALONE}"
+        )
+
+
+def _check_schedule(scheduler: Any, tag_directory: Path) -> None:
+    """One of torch's takes rates by their place, too. Raises CheckpointError on every rank, whatever ``on_missing``, if
+    they are those of other groups."""
+    rates, optimizer = getattr(scheduler, "base_lrs", None), getattr(scheduler, "optimizer", None)
+    if rates is not None and optimizer is not None and len(rates) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"ds_kfac: the {type(scheduler).__name__} in {tag_directory} has rates of {len(rates)} parameter groups, "
+            f"here it has {len(optimizer.param_groups)}. With KFACAdamW a scheduler has the groups that you gave; "
+            "before ds_kfac 0.2 one that was made by a function had those that DeepSpeed steps. Load with "
+            "load_lr_scheduler_states=False, and step it to where it was"
         )
 
 

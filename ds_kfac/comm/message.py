@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
+from itertools import count
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -49,8 +51,8 @@ def failing_together(headline: str, group: Any, error: type[Exception] = Runtime
 
 
 class Channel:
-    """A process group of our own, so that our traffic is never ordered against DeepSpeed's reductions and prefetches.
-    Collective: construct it on every rank of the job, each with the group whose ranks it connects.
+    """In a process group of K-FAC's own, so that its traffic is never ordered against DeepSpeed's reductions and
+    prefetches. Collective: construct it on every rank of the job, each with the group whose ranks it connects.
 
     Attributes:
         calls: kind -> collectives entered. One that carries several kinds counts for the first.
@@ -58,18 +60,19 @@ class Channel:
     """
 
     def __init__(self, group: Any) -> None:
-        self.group = clone_group(group)
+        self._own: OwnGroup | None = own_group(group)
+        self.group = self._own.group
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.calls: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
 
     def close(self) -> None:
-        """Give back the group with its threads and descriptors, unless that has happened. Local: other ranks may be
-        gone, or the job's default group, with which all groups end."""
-        group, self.group = self.group, None
-        if group is not None and group in torch.distributed.distributed_c10d._world.pg_map:
-            torch.distributed.destroy_process_group(group)
+        """Give back the group; the last channel that has it, its threads and descriptors, too. Nothing more the second
+        time. Local: other ranks may be gone, or the job's default group."""
+        own, self._own, self.group = self._own, None, None
+        if own is not None:
+            own.close()
 
     def sum(self, vector: Tensor) -> Tensor:
         """A small vector of numbers, summed over all ranks in place. Collective."""
@@ -102,16 +105,62 @@ class Channel:
         return received, handle
 
 
-def clone_group(group: Any) -> Any:
-    """A new group of the same ranks, with the job's timeout, which DeepSpeed's own groups do not take over. Collective
-    over all ranks of the job, whose groups may differ."""
+@dataclass(eq=False)
+class OwnGroup:
+    """A process group that DeepSpeed does not use, one for each set of ranks: an engine of ZeRO that nobody destroys
+    lives as long as its process, with or without K-FAC, and a group for each of them would, too. Channels that share it
+    enter its collectives in the order of the program, as engines do with DeepSpeed's groups.
+
+    Attributes:
+        number: of the call of :func:`own_group` that made it, the same on all of its ranks.
+        channels: open ones; the last to close ends it.
+    """
+
+    group: Any
+    ranks: tuple[int, ...]
+    number: int
+    timeout: timedelta | None
+    channels: int = 0
+
+    @property
+    def is_alive(self) -> bool:
+        """False once it has ended with the job's default group, as all groups do."""
+        return self.group in torch.distributed.distributed_c10d._world.pg_map
+
+    def close(self) -> None:
+        """A channel less."""
+        self.channels -= 1
+        if not self.channels:
+            if _own_groups.get(self.ranks) is self:
+                del _own_groups[self.ranks]
+            if self.is_alive:
+                torch.distributed.destroy_process_group(self.group)
+
+
+_own_groups: dict[tuple[int, ...], OwnGroup] = {}
+_calls = count()
+
+
+def own_group(group: Any) -> OwnGroup:
+    """That of the same ranks, with the job's timeout, which DeepSpeed's own groups do not take over. A new one unless
+    all of these ranks still have the last one. Collective over all ranks of the job, whose groups may differ."""
     world = torch.distributed.distributed_c10d._get_default_group()
     options = [getattr(world._get_backend(device), "options", None) for device in world._device_types]
     timeout = next((option._timeout for option in options if option is not None), None)  # a backend may hide it
-    ranks = torch.distributed.get_process_group_ranks(group)
-    every = sorted({tuple(one) for one in gathered(ranks)})  # every rank takes part in making every group
-    made = {one: torch.distributed.new_group(list(one), timeout=timeout) for one in every}
-    return made[tuple(ranks)]
+    ranks, call = tuple(torch.distributed.get_process_group_ranks(group)), next(_calls)
+    known = _own_groups.get(ranks)
+    number = known.number if known is not None and known.is_alive and known.timeout == timeout else None
+    numbers: dict[tuple[int, ...], set[int | None]] = {}
+    for one, its in gathered((ranks, number)):
+        numbers.setdefault(one, set()).add(its)
+    for one in sorted(numbers):  # every rank takes part in making every group
+        if None in numbers[one] or len(numbers[one]) > 1:
+            made = torch.distributed.new_group(list(one), timeout=timeout)
+            if one == ranks:
+                _own_groups[ranks] = OwnGroup(made, ranks, call, timeout)
+    own = _own_groups[ranks]
+    own.channels += 1
+    return own
 
 
 @dataclass(frozen=True)

@@ -206,11 +206,13 @@ class UpdateRule:
     def install(self, arguments: dict[str, Any], config: KFACConfig, ds_config: Mapping[str, Any]) -> None:
         """Replace the arguments of ``deepspeed.initialize`` so that it takes the rule's own optimizer."""
 
-    def check_groups(self, model: nn.Module, layout: ShardLayout, rest: ShardLayout) -> None:
+    def check_groups(
+        self, model: nn.Module, layers: Sequence[LayerSpec], layout: ShardLayout, rest: ShardLayout
+    ) -> None:
         """Raise ValueError if parameters are in groups where they would not be stepped as they should.
 
         Args:
-            layout, rest: of preconditioned parameters, and of all others.
+            layout, rest: of the parameters of ``layers``, and of all others.
         """
 
     def release(self, optimizer: Any) -> None:

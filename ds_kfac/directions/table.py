@@ -1,10 +1,15 @@
 """The update rules, a line each."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
+from ds_kfac.config.keys import parse
+from ds_kfac.config.values import find_block
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
+from ds_kfac.directions.kfac_adamw.user_optimizer import seeing_the_users_groups
 from ds_kfac.directions.kfac_gradient import KFACGradientRule
 
 DIRECTIONS: list[UpdateRule] = [KFACAdamWRule(), KFACGradientRule()]
@@ -26,3 +31,29 @@ def rule_in(ds_config: Mapping[str, Any], optimizer: Any = None) -> UpdateRule:
         raise ValueError(f"DeepSpeed config: optimizer: got {block!r}; must be an object such as {example}")
     named = [rule for rule in DIRECTIONS if rule.parameters(ds_config) is not None or rule.given(optimizer)]
     return named[0] if named else DIRECTIONS[-1]
+
+
+def is_recipe(optimizer: Any) -> bool:
+    """Whether this argument of ``deepspeed.initialize`` makes an optimizer of the parameters it is given."""
+    return callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer)
+
+
+def when_made(arguments: dict[str, Any], ds_config: Mapping[str, Any]) -> None:
+    """For a recipe, which only DeepSpeed can call: should it make a rule's own optimizer, the rule is installed then.
+
+    Args:
+        arguments: of ``deepspeed.initialize``; ``optimizer`` and ``lr_scheduler`` are replaced.
+    """
+    recipe: Callable[[Any], Any] = arguments["optimizer"]
+    before = dict(arguments)
+    seeing_the_users_groups(arguments, ds_config)
+
+    def made(parameters: Any) -> Any:
+        optimizer = recipe(parameters)
+        own = {**before, "optimizer": optimizer, "model_parameters": None}
+        for rule in DIRECTIONS:
+            if rule.given(optimizer):
+                rule.install(own, parse(find_block(ds_config) or {}), ds_config)
+        return own["optimizer"]
+
+    arguments["optimizer"] = made

@@ -28,7 +28,7 @@ from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.factor import Side
 from ds_kfac.engine.monte_carlo import LossSampling
 from ds_kfac.engine.quadratic import QuadraticSteps
-from ds_kfac.engine.report import folded, report
+from ds_kfac.engine.report import folded, of_hooks, report, with_hooks
 from ds_kfac.factors.export import export
 from ds_kfac.factors.files import safetensors
 from ds_kfac.metrics import STAGES, TIMER, Metrics
@@ -93,6 +93,7 @@ class Attachment:
         engine.engine_timers.global_timers += self._printed
         setattr(engine, HANDLE, self)
         _ATTACHED[engine.module] = weakref.ref(self)
+        self._hooked: set[str] | None = self._with_hooks()
         self.report = report(job.preconditioners, scans, given)
 
     @property
@@ -190,8 +191,8 @@ class Attachment:
                 restore(self.engine, name, previous)
         delattr(self.engine, HANDLE)
         _ATTACHED.pop(self.engine.module, None)
-        timers = self.engine.engine_timers
-        timers.global_timers = [name for name in timers.global_timers if name not in self._printed]
+        timers = self.engine.engine_timers.global_timers
+        timers[:] = [name for name in timers if name not in self._printed]
         self.preconditioner.rule.release(self.preconditioner.target.inner)
         for hooked in (self.sampling, self.quadratic, self._experts):
             if hooked is not None:
@@ -202,6 +203,15 @@ class Attachment:
         """Also what an engine does that is garbage."""
         self.detach()
         return original(*args, **kwargs)
+
+    def _with_hooks(self) -> set[str]:
+        return {name for kfac in self.job.preconditioners for name in with_hooks(kfac)}
+
+    def _tell_of_new_hooks(self) -> None:
+        """At the first captured step: of those on gradients that the user has added since attach."""
+        before, self._hooked = self._hooked, None
+        if before is not None and (new := self._with_hooks() - before):
+            logger.warning(f"ds_kfac: rank {self.engine.global_rank}: {of_hooks(sorted(new))}")
 
     def load_state(self, load_dir: str | os.PathLike, tag: str) -> None:
         """Load only the K-FAC state of a checkpoint, whatever stage and world size wrote it. Collective."""
@@ -230,6 +240,8 @@ class Attachment:
             self._warn()
         if self.sampling is not None:
             self.sampling.check()
+        if captures:
+            self._tell_of_new_hooks()
         drafts = self.job.step() if self.quadratic is None else [self.quadratic.step()]
         scaler = kfac.layout.grad_scaler
         scale = torch.as_tensor(scaler_scale(scaler) if scaler else 0.0).clone()

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import logger
 from torch import Tensor
@@ -35,7 +36,8 @@ class BatchRamp:
             engine.backward(engine(batch))
             engine.step()
 
-    DeepSpeed's checkpoints hold its state beside the scheduler's.
+    DeepSpeed's checkpoints hold its state beside the scheduler's. A rate that is set by hand between two steps is the
+    rate from then on, with the batch as it is, and grows with it.
 
     Args:
         engine: made by DeepSpeed, which counts its micro-batches, between two steps.
@@ -63,6 +65,7 @@ class BatchRamp:
         if self.at is None:
             self.noise = getattr(engine, HANDLE).measure_noise()
         self.rates = self._rates()
+        self._written = self._rates()
         engine.lr_scheduler = self
 
     def _refusal(self) -> str | None:
@@ -108,6 +111,7 @@ class BatchRamp:
                 "ds_kfac: BatchRamp: the caller says where a step ends (set_gradient_accumulation_boundary), so the "
                 "batch does not grow, and DeepSpeed would divide the loss as if it did; train without a ramp"
             )
+        self._take_over()
         self._set_rates(1.0)  # a schedule may go on from the rate as it was
         if self.inner is not None:
             for _ in range(1 if args or named else self.batch // self.first):
@@ -162,6 +166,15 @@ class BatchRamp:
         rates = (group["lr"] for group in self._groups)
         return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
+    def _take_over(self) -> None:
+        """A rate that someone has set since the last step is what it is from now on."""
+        for index, (group, rate, ours) in enumerate(zip(self._groups, self.rates, self._written, strict=False)):
+            new = group["lr"]
+            if isinstance(new, Tensor):  # on a device, where it is not asked
+                self.rates[index] = torch.where(new == ours, rate, new / self.gain)
+            elif new != ours:
+                self.rates[index] = new / self.gain
+
     def _set_rates(self, gain: float) -> None:
         """Of groups that were there at the last step."""
         for group, rate in zip(self._groups, self.rates, strict=False):
@@ -169,6 +182,7 @@ class BatchRamp:
                 group["lr"].copy_(rate * gain)
             else:
                 group["lr"] = rate * gain
+        self._written = self._rates()
 
     def get_lr(self) -> list[float]:
         return [group["lr"] for group in self._groups]
@@ -177,6 +191,8 @@ class BatchRamp:
 
     def state_dict(self) -> dict[str, Any]:
         """The schedule's, so that it also loads without a ramp, and ours."""
+        self._take_over()
+        self._written = self._rates()
         own = {"first": self.first, "batch": self.batch, "rates": self.rates, "micro": self.engine.micro_steps}
         noise = None if self.noise is None else self.noise.state_dict()
         return {**(self.inner.state_dict() if self.inner is not None else {}), STATE: {**own, "noise": noise}}

@@ -27,7 +27,7 @@ from ds_kfac.config.values import find_block
 from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.kfac_gradient import PolynomialDecay
-from ds_kfac.directions.table import DIRECTIONS, rule_in
+from ds_kfac.directions.table import DIRECTIONS, is_recipe, rule_in, when_made
 from ds_kfac.engine.attachment import HANDLE, Attachment
 from ds_kfac.engine.beforehand import check_tensors, saying_how_to_launch, trains_nothing, warn_of_compilation
 from ds_kfac.engine.refusals import check_model, of_engine, refused, without_optimizer
@@ -89,10 +89,14 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
         elif rule.optimizer_type is not None:
             rule.install(bound.arguments, config, source)
         check_tensors(bound.arguments.get("model"))
+    if rule.optimizer_type is None and is_recipe(bound.arguments.get("optimizer")):
+        when_made(bound.arguments, source)
     with saying_how_to_launch():
         result = _plain_initialize(*bound.args, **bound.kwargs)
     engine = result[0]
     block = find_block(engine.config) if block is None else block
+    if block is None and _rule_of(engine).optimizer_type is not None:
+        block = {}
     if block is None:
         _known(NOT_NAMED)
     elif without_optimizer(engine):
@@ -147,13 +151,19 @@ def disable() -> None:
 
 @wraps(_plain_initialize)
 def _our_initialize(*args: Any, **kwargs: Any) -> tuple:
-    given = inspect.signature(_plain_initialize).bind(*args, **kwargs).arguments
-    rule = rule_in(_config_source(given) or {}, given.get("optimizer"))
-    if _enabled or rule.optimizer_type is not None:  # by its name or as an object, which DeepSpeed alone would refuse
+    bound = inspect.signature(_plain_initialize).bind(*args, **kwargs)
+    source, optimizer = _config_source(bound.arguments) or {}, bound.arguments.get("optimizer")
+    if _enabled or rule_in(source, optimizer).optimizer_type is not None:  # by its name or as an object
         return initialize(*args, **kwargs)
-    result = _plain_initialize(*args, **kwargs)
+    if is_recipe(optimizer):
+        when_made(bound.arguments, source)
+    result = _plain_initialize(*bound.args, **bound.kwargs)
     block = find_block(result[0].config)
-    if block is not None and not (isinstance(block, Mapping) and block.get("enabled") is False):
+    if _rule_of(result[0]).optimizer_type is not None:  # DeepSpeed alone could not step it
+        attach(result[0], {} if block is None else block)
+        for tell in on_attached:
+            tell()
+    elif block is not None and not (isinstance(block, Mapping) and block.get("enabled") is False):
         log_dist(NOT_ENABLED, ranks=[0], level=logging.WARNING)
     return result
 
@@ -189,9 +199,8 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
         return attached
     if not given.enabled:
         return None
-    optimizer = getattr(engine, "basic_optimizer", None)
-    rule = next(rule for rule in DIRECTIONS if rule.steps(optimizer))
-    config, answers = rule.resolved(given, type(optimizer).__name__)
+    rule = _rule_of(engine)
+    config, answers = rule.resolved(given, type(getattr(engine, "basic_optimizer", None)).__name__)
     if problems := refused(of_engine(engine, config, rule.optimizer_type)):
         raise ValueError("ds_kfac cannot attach to this engine:\n  " + "\n  ".join(problems))
     experts = ExpertRows(engine.module) if engine.has_moe_layers else None
@@ -203,6 +212,11 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
         raise
     attachment, _unattached = Attachment(engine, given, job, scans, experts), None
     return attachment
+
+
+def _rule_of(engine: Any) -> UpdateRule:
+    optimizer = getattr(engine, "basic_optimizer", None)
+    return next(rule for rule in DIRECTIONS if rule.steps(optimizer))
 
 
 # from an engine to its job
@@ -232,7 +246,7 @@ def _assembled(
             for target, budget in zip(targets, _budgets(targets, config), strict=True)
         ]
         for target in targets:
-            rule.check_groups(target.model, target.layout, target.rest)
+            rule.check_groups(target.model, target.layers, target.layout, target.rest)
     _check_copies(targets, plans)
     preconditioners = [KFACPreconditioner(target, plan) for target, plan in zip(targets, plans, strict=True)]
     job = Job(preconditioners, everywhere=several)

@@ -20,7 +20,7 @@ from ds_kfac.comm.message import gathered
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.config.values import AUTO
 from ds_kfac.model.batch import is_autoep
-from ds_kfac.zero.registry import tensor_shard
+from ds_kfac.zero.registry import is_waiting, tensor_shard
 
 COMPRESSED = ("onebitadam", "onebitlamb", "zerooneadam")
 """Optimizers that average gradients themselves."""
@@ -186,6 +186,11 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
         lambda e: not e.optimizer,
         'K-FAC preconditions an optimizer\'s gradients: add an "optimizer" block, or pass optimizer= (which check and '
         "estimate are told by --optimizer)",
+    ),
+    "middle of a step": (
+        lambda e: e.engine is not None and is_waiting(e.engine),
+        "there is a gradient that no step has taken yet, and it would be lost: attach before the first backward of a "
+        "step, or after the engine.step() that ends one",
     ),
     "pipeline of another kind": (
         lambda e: e.pipeline and type(e.engine) is not PipelineEngine,

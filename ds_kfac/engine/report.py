@@ -1,9 +1,11 @@
 """The report at attach: a summary that ``check`` prints too, and what was chosen for which layer."""
 
+import inspect
 import re
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -223,6 +225,8 @@ def attach_warnings(kfac: KFACPreconditioner, given: KFACConfig) -> list[str]:
             "gradient at first, and relative damping makes full steps of it. If training stands still use "
             'kfac.damping {"kind": "tikhonov"}, KFACAdamW, or let them begin at one (docs/tuning.md)'
         )
+    if hooked := with_hooks(kfac):
+        texts.append(of_hooks(hooked))
     texts += _of_memory(kfac)
     faults = list(kfac.layout.faults)
     batch_norms = [m for m in modules.values() if isinstance(m, BATCH_NORM) and m.running_mean is not None]
@@ -241,6 +245,33 @@ def attach_warnings(kfac: KFACPreconditioner, given: KFACConfig) -> list[str]:
         faults.append("torch_autocast fp16 skips overflowed steps without notice; ds_kfac watches its scale")
     known = (f"  known fault of this mode in DeepSpeed: {fault}" for fault in faults)
     return [*(f"  WARNING: {text}" for text in texts), *known]
+
+
+def with_hooks(kfac: KFACPreconditioner) -> list[str]:
+    """K-FAC layers with a hook on a parameter's gradient that is neither DeepSpeed's nor ours."""
+    named = dict(kfac.target.model.named_parameters())
+    found = (layer.module for layer in kfac.layers if any(_is_hooked(named[name]) for name in layer.parameters))
+    return list(dict.fromkeys(found))
+
+
+def _is_hooked(parameter: Any) -> bool:
+    for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
+        for hook in (hooks or {}).values():
+            while isinstance(hook, partial):
+                hook = hook.func
+            origin = getattr(inspect.unwrap(hook), "__module__", None) or type(hook).__module__
+            if origin.partition(".")[0] not in ("deepspeed", "ds_kfac"):
+                return True
+    return False
+
+
+def of_hooks(layers: Sequence[str]) -> str:
+    names = ", ".join(name for name, *_ in folded([(layer or "(model)",) for layer in layers]))
+    return (
+        f"hooks on the gradients of {names} are not ds_kfac's or DeepSpeed's. Entries that a hook sets to zero (pruned "
+        "weights, rows that shall stay) move all the same: a step on a matrix mixes its entries. Put such weights back "
+        "after engine.step(), or exclude the layers (kfac.layers.exclude). A hook that only looks does no harm"
+    )
 
 
 def without_effect(rule: UpdateRule, config: KFACConfig, layers: Sequence[LayerSpec], optimizer: str) -> list[str]:

@@ -1,10 +1,12 @@
 """What every engine mode has to offer: read and write gradient shards where DeepSpeed keeps them; and the modes where
 every rank holds every averaged gradient: stage 0, in ``p.grad``, and BF16_Optimizer."""
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
+from types import MethodType
 from typing import Any
 
 import deepspeed.comm as dist
@@ -200,6 +202,22 @@ class ShardLayout(ABC):
         scale = self.manual_scale() if self.engine._manual_backward_expected else 1.0
         return scale / self.engine.gradient_accumulation_steps()
 
+    @classmethod
+    def is_waiting(cls, engine: Any) -> bool:
+        """Whether an engine of this mode has a gradient here that no step has taken yet; the self-test would lose
+        it."""
+        gradients = ((p.grad, getattr(p, "grad_accum", None)) for p in engine.module.parameters())
+        return any(bool(gradient.norm()) for pair in gradients for gradient in pair if gradient is not None)
+
+    def guard_states(self, refuse: Callable[[str], Any]) -> None:
+        """For parameters that the optimizer has no states of: DeepSpeed's ``safe_get_full_optimizer_state`` and
+        ``safe_set_full_optimizer_state`` call ``refuse``, which raises, with a state's name on every rank. DeepSpeed
+        alone fails where a piece of the parameter lies, and the other ranks wait for ever."""
+        for param in self.params:
+            for name in ("get_full_hp_param", "set_full_hp_param"):  # of ZeRO-1/2 and BF16_Optimizer
+                if isinstance(plain := getattr(param, name, None), MethodType):
+                    setattr(param, name, partial(_guarded, plain, refuse))
+
     # What the self-test needs.
 
     @abstractmethod
@@ -212,7 +230,12 @@ class ShardLayout(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Leave the gradient buffers as they are before a first backward."""
+        """Leave the gradient buffers as they are before a first backward, each of them the same object as before."""
+
+
+def _guarded(plain: Callable[..., Any], refuse: Callable[[str], Any], *args: Any, **kwargs: Any) -> Any:
+    key = inspect.signature(plain).bind(*args, **kwargs).arguments.get("optim_state_key")
+    return plain(*args, **kwargs) if key is None else refuse(key)
 
 
 def restore(holder: Any, name: str, before: Any) -> None:
@@ -247,6 +270,7 @@ class Replicated(ShardLayout):
         super().__init__(engine, *values, **named)
         self.grad_scaler = engine.torch_autocast_z0_gradscaler
         self._trained = [param for group in self.groups for param in group if param.requires_grad]
+        self._before: list[Tensor | None] = []
         if engine.pipeline_parallelism and engine.gradient_clipping():
             self.faults += ("at stage 0 it clips every pipeline stage by the norm of the first one's gradients alone",)
 
@@ -270,6 +294,8 @@ class Replicated(ShardLayout):
         param.grad.data = gradient.view(param.shape)
 
     def install(self, known: KnownGradient) -> None:
+        if not self._before:
+            self._before = [param.grad for param in self._trained]
         for param in self._trained:
             param.grad = known(param).view(param.shape).to(param.dtype)
 
@@ -277,8 +303,9 @@ class Replicated(ShardLayout):
         return [param.grad.detach().to(torch.float32, copy=True).view(-1) for param in self._trained]
 
     def clear(self) -> None:
-        for param in self._trained:
-            param.grad = None
+        for param, gradient in zip(self._trained, self._before, strict=False):
+            param.grad = gradient  # zeros or None
+        self._before = []
 
 
 class ReplicatedHalf(Replicated):
@@ -332,4 +359,9 @@ class BF16(ShardLayout):
         return [partition.to(torch.float32, copy=True) for partition in partitions]
 
     def clear(self) -> None:
-        self.optimizer.clear_hp_grads()
+        for flat in self.optimizer.fp32_groups_gradients_flat:
+            flat.zero_()
+
+    @classmethod
+    def is_waiting(cls, engine: Any) -> bool:
+        return any(map(any, engine.optimizer.fp32_groups_has_gradients)) or super().is_waiting(engine)

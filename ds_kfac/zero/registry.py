@@ -31,7 +31,7 @@ from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank, bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
 
-from ds_kfac.comm.message import Channel, Part, deliver, failing_together
+from ds_kfac.comm.message import Channel, Part, deliver, failing_together, gathered
 from ds_kfac.model.batch import is_autoep
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import SHARDS
@@ -149,6 +149,12 @@ SHARD_LAYOUTS: dict[type, type[ShardLayout]] = {
     FP16_UnfusedOptimizer: ReplicatedHalf,
 }
 """The engine modes: exact class of ``engine.optimizer`` -> layout. An unknown wrapper raises."""
+
+
+def is_waiting(engine: Any) -> bool:
+    """Whether an engine has a gradient on some rank that no step has taken yet. Collective."""
+    layout = SHARD_LAYOUTS.get(type(engine.optimizer), Replicated)
+    return any(gathered(layout.is_waiting(engine)))
 
 
 def shard_layout(

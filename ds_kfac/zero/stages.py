@@ -22,7 +22,7 @@ class ZeroLayout(ShardLayout):
     """What ZeRO-1/2 and 3 have in common.
 
     Attributes:
-        offloads: whether DeepSpeed keeps gradients and masters on the host.
+        offloads: see :meth:`offloaded`.
     """
 
     OFFLOADS, MASTERS = "", ""
@@ -30,11 +30,16 @@ class ZeroLayout(ShardLayout):
 
     def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
         super().__init__(engine, *values, **named)
-        self.offloads = bool(getattr(self.optimizer, self.OFFLOADS))
+        self.offloads = self.offloaded(self.optimizer)
         self.grad_scaler = self.optimizer.torch_autocast_gradscaler
         self.clips_scaled = bool(self.grad_scaler)
         if self.clips_scaled and self.optimizer.clip_grad > 0:
             self.faults += ("with torch_autocast fp16 it clips the gradient while it carries the GradScaler's scale",)
+
+    @classmethod
+    def offloaded(cls, optimizer: Any) -> bool:
+        """Whether DeepSpeed keeps gradients and masters on the host."""
+        return bool(getattr(optimizer, cls.OFFLOADS))
 
     @property
     def masters(self) -> list[Any]:
@@ -92,9 +97,9 @@ class ZeroLayout(ShardLayout):
 
     def clear(self) -> None:
         if not self.offloads:
-            self.optimizer.averaged_gradients = {}
+            self.optimizer.averaged_gradients.clear()  # the dict itself: DeepSpeed has linked parameters to it
             return
-        self.optimizer.norm_for_param_grads = {}
+        self.optimizer.norm_for_param_grads.clear()
         for flat in self.masters:
             flat.grad.zero_()
 
@@ -106,7 +111,7 @@ class Stage12(ZeroLayout):
 
     def __init__(self, engine, *values, **named) -> None:
         super().__init__(engine, *values, **named)
-        optimizer = self.optimizer
+        self._linked, optimizer = False, self.optimizer
         if optimizer.round_robin_gradients and not optimizer.parameter_alignment:
             self.faults += (
                 "with round_robin_gradients safe_get_full_* and universal checkpoints read other parameters",
@@ -130,6 +135,13 @@ class Stage12(ZeroLayout):
         self.optimizer._wait_for_offload_copies()
         if self.offloads:
             super().begin()
+
+    def end(self) -> None:
+        """DeepSpeed links parameters to their states in its first step when the first group has been stepped and the
+        others have none yet; once they have, it is done again."""
+        if not self._linked and self.optimizer._hp_optimizer_states_linked:
+            self._linked, self.optimizer._hp_optimizer_states_linked = True, False
+            self.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _entry(self, shard: Shard) -> int:
         """Which entry of the list starts at the shard's offset in this rank's slice. It has the same form always."""
@@ -198,7 +210,15 @@ class Stage12(ZeroLayout):
 
     def clear(self) -> None:
         super().clear()
-        self.optimizer.all_grad_tensors = {}
+        self.optimizer.all_grad_tensors.clear()
+
+    @classmethod
+    def is_waiting(cls, engine: Any) -> bool:
+        optimizer = engine.optimizer
+        kept = [*optimizer.averaged_gradients.values(), *optimizer.all_grad_tensors.values()]
+        if cls.offloaded(optimizer):
+            kept += [*optimizer.norm_for_param_grads, *optimizer._offload_accumulated_param_ids]
+        return any(gradient is not None for gradient in kept) or super().is_waiting(engine)
 
 
 class Stage3(ZeroLayout):
@@ -229,6 +249,11 @@ class Stage3(ZeroLayout):
             super().begin()
         else:
             self._chunks = [self._chunk(shard) for shard in self.own]
+
+    @classmethod
+    def is_waiting(cls, engine: Any) -> bool:
+        # its buffers keep the last step's gradient, which the next step's first one overwrites
+        return engine.optimizer.micro_step_id > 0 or engine.optimizer._epilogue_ran_this_backward
 
     def end(self) -> None:
         """DeepSpeed keeps a parameter's last gradient: were it not used in the next step, that would be stepped with

@@ -23,6 +23,8 @@ _SAVED = "tests/deepspeed/test_saved_state.py"
 _NOISE, _RAMP = "tests/model/test_noise.py", "tests/deepspeed/test_batch_ramp.py"
 _FIT = "tests/factors/test_fit.py"
 _FEATURES = "tests/deepspeed/test_features.py::test_every_feature_matches_reference"
+_HOOKS = "tests/deepspeed/test_report.py::test_hooks_on_gradients_are_told_with_a_remedy_that_helps"
+_ACCESS = "tests/deepspeed/test_gradient_access.py"
 _TRAPS, _KFAC_ADAMW = "tests/deepspeed/test_traps.py", "tests/deepspeed/test_kfac_adamw.py"
 
 _ROWS = [
@@ -332,6 +334,33 @@ _ROWS = [
      "if False:\n                    self.own", "tests/zero/test_exchange.py"),
     ("stage 3: the last gradient stays", "zero/stages.py", "self._chunks.pop().zero_()", "self._chunks.pop()",
      "tests/deepspeed/test_unused.py"),
+    ("seam: DeepSpeed's dict of gradients replaced", "zero/stages.py", "self.optimizer.averaged_gradients.clear()",
+     "self.optimizer.averaged_gradients = {}", _ACCESS),
+    ("seam: the host's gradients do not wait", "zero/stages.py",
+     "kept += [*optimizer.norm_for_param_grads, *optimizer._offload_accumulated_param_ids]", "pass", _ACCESS),
+    ("seam: stage 3's gradients do not wait", "zero/stages.py", "engine.optimizer.micro_step_id > 0 or", "False or",
+     _ACCESS),
+    ("seam: a rank waits for one that raised", "directions/kfac_adamw/rule.py", "layout.guard_states(no_state)",
+     "pass", _ACCESS),
+    ("seam: states of the first group alone", "zero/stages.py",
+     "self._linked, self.optimizer._hp_optimizer_states_linked = True,", "self._linked, _ = True,", _ACCESS),
+    ("user's groups: a scheduler sees those that are stepped", "directions/kfac_adamw/user_optimizer.py",
+     'given(getattr(optimizer, "users", optimizer))', "given(optimizer)", "tests/deepspeed/test_optimizer_object.py"),
+    ("user's groups: a recipe's optimizer is not looked at", "directions/table.py", "if rule.given(optimizer):",
+     "if False:", "tests/deepspeed/test_optimizer_object.py"),
+    ("own group: a group for each engine", "comm/message.py", "None in numbers[one] or len(numbers[one]) > 1", "True",
+     "tests/deepspeed/test_lifecycle.py"),
+    ("own group: the first that closes ends it", "comm/message.py", "if not self.channels:", "if True:",
+     "tests/deepspeed/test_lifecycle.py"),
+    ("ramp: a rate set by hand is written back", "engine/batch_ramp.py", "elif new != ours:", "elif False:", _RAMP),
+    ("groups: a bias's own eps is ignored", "directions/kfac_adamw/rule.py", 'for key in ("betas", "eps"):',
+     'for key in ("betas",):', "tests/deepspeed/test_optimizer_object.py"),
+    ("schedule: rates of other groups are taken", "checkpoint/load.py",
+     "_check_schedule(engine.lr_scheduler, tag_directory)", "pass", "tests/deepspeed/test_optimizer_object.py"),
+    ("hooks: DeepSpeed's are the user's", "engine/report.py", 'not in ("deepspeed", "ds_kfac")', 'not in ("ds_kfac",)',
+     _HOOKS),
+    ("hooks: those after attach are not told", "engine/attachment.py", "            self._tell_of_new_hooks()",
+     "            pass", _HOOKS),
     ("rounds: everything at once", "update/rotation.py", "room = max(limit, numel)", "room = 1 << 62",
      "tests/update/test_stacking.py"),
     ("eigenvalues rounded on the wire", "curvature/methods.py", 'attrgetter("values"), False)',

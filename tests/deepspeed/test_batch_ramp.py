@@ -210,9 +210,9 @@ def test_a_rule_without_factors_measures_noise_on_a_clock_of_its_own():
         assert found == [0] * 10 + [1] * 10 + [2] * 2
 
 
-def engine_of(scheduler=None, *, first: int = 4, micro: int = 4, managed: bool = True) -> SimpleNamespace:
+def engine_of(scheduler=None, *, first=4, micro=4, managed=True, lr: float | torch.Tensor = 0.5) -> SimpleNamespace:
     """What a ramp uses of an engine: DeepSpeed's order of things in a step, without a model."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     engine = SimpleNamespace(
         optimizer=optimizer, lr_scheduler=scheduler and scheduler(optimizer), global_samples=0, micro_steps=0,
         dp_world_size=1, global_rank=0, batch=first, _is_gradient_accumulation_boundary=None,
@@ -297,6 +297,55 @@ def test_without_a_schedule_the_rate_grows_by_the_batch_alone():
     assert ramp.batch == 16
     with pytest.raises(AttributeError):
         _ = ramp.max_lrs
+
+
+def hand(engine, change) -> None:
+    """The user's own hand on the rate, between two steps."""
+    for group in engine.optimizer.param_groups:
+        rate = change(group["lr"])
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].copy_(rate)
+        else:
+            group["lr"] = rate
+
+
+@pytest.mark.parametrize("lr", [0.5, torch.tensor(0.5, dtype=torch.float64)], ids=["number", "tensor"])
+def test_a_rate_set_by_hand_stays_and_grows_with_the_batch(lr):
+    engine = engine_of(lr=lr)
+    ds_kfac.BatchRamp(engine, largest=16, at=[4, 16])
+    rates = []
+    for step in range(6):  # of 1, 1, 2, 4, 4, 4 micro-batches; the rates are those of the next one
+        rates.append(float(stepped(engine)))
+        if step in (0, 3):
+            hand(engine, lambda rate: 0.2 if step == 0 else 0.3)  # noqa: B023
+    close(rates, [0.5, 0.2 * 2**0.5, 0.2 * 2, 0.2 * 2, 0.3, 0.3], sums=STEPS_OF_RATES)
+
+
+def test_a_rate_that_the_user_decays_decays_at_every_step():
+    engine = engine_of()
+    ds_kfac.BatchRamp(engine, largest=16, at=[4, 16])
+    rates = []
+    for _ in range(6):
+        rates.append(stepped(engine))
+        hand(engine, lambda rate: 0.9 * rate)
+    close(rates, [0.5 * 0.9**n * size**0.5 for n, size in enumerate([1, 2, 4, 4, 4, 4])], sums=STEPS_OF_RATES)
+
+
+def test_a_schedule_goes_on_from_a_rate_set_by_hand_as_without_a_ramp():
+    engine = engine_of(exponential)
+    ds_kfac.BatchRamp(engine, largest=16, at=[1000])
+    stepped(engine)
+    hand(engine, lambda rate: 0.2)
+    close([stepped(engine), stepped(engine)], [0.2 * 0.9, 0.2 * 0.9**2], sums=STEPS_OF_RATES)
+
+
+def test_a_rate_set_by_hand_is_saved():
+    engine, other = engine_of(), engine_of()
+    ramp, loaded = (ds_kfac.BatchRamp(each, largest=16, at=[4, 1000]) for each in (engine, other))
+    stepped(engine), stepped(engine)
+    hand(engine, lambda rate: 0.2)  # with twice the first batch
+    loaded.load_state_dict(copy.deepcopy(ramp.state_dict()))
+    close([stepped(other), stepped(other)], [0.2, 0.2], sums=STEPS_OF_RATES)
 
 
 def test_checkpoints_with_and_without_a_ramp_load_into_each_other():

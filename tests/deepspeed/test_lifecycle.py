@@ -152,3 +152,41 @@ def test_an_engine_without_an_optimizer_is_left_alone_unless_it_is_named():
     (found,) = run_ranks("tests.deepspeed.test_lifecycle:idle_worker", world=1)
     assert found[0] is found[2] is False
     assert all('add an "optimizer" block' in text for text in (found[1], found[3])), found
+
+
+def undestroyed_worker(names: list[str]) -> dict:
+    """Engines that nobody destroys, as those of several Trainers in one process; ZeRO's are never collected."""
+    results = {}
+    for name in names:
+        mode = BY_NAME[name]
+        alone = build(mode, 1, model=make_net(), kfac=KFAC)
+        train(alone, 1, steps=4)
+        expected = weights(alone)
+        alone.destroy()
+        before, engines, groups = held()["groups"], [], []
+        for _ in range(4):
+            engines.append(build(mode, 1, model=make_net(), kfac=KFAC))
+            groups.append(held()["groups"] - before)
+        for step in range(4):  # one after another at each step, in one group
+            for engine in engines:
+                train(engine, 1, steps=1, first=step)
+        same = [all(torch.equal(w, expected[n]) for n, w in weights(engine).items()) for engine in engines]
+        engines.pop().destroy()
+        groups.append(held()["groups"] - before)
+        train(engines[-1], 1, steps=1, first=4)
+        for engine in () if dist.get_rank() else engines:  # here nobody has the group any more, on the other rank three
+            engine.destroy()
+        later = build(mode, 1, model=make_net(), kfac=KFAC)
+        train(later, 1, steps=4)
+        same.append(all(torch.equal(w, expected[n]) for n, w in weights(later).items()))
+        for engine in (*engines, later) if dist.get_rank() else (later,):
+            engine.destroy()
+        results[name] = groups, same, held()["groups"] - before
+    return results
+
+
+def test_engines_that_nobody_destroys_share_one_group_and_train_as_if_alone():
+    names = ["z0", "adam-z2", "z3"]
+    for result in run_ranks("tests.deepspeed.test_lifecycle:undestroyed_worker", world=2, payload=names):
+        for name, (groups, same, left) in result.items():
+            assert groups == [1] * 5 and same == [True] * 5 and left == 0, (name, groups, same, left)

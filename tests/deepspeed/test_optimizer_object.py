@@ -10,6 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import ds_kfac
+from ds_kfac.checkpoint.files import CheckpointError
 from tests.deepspeed.modes import BY_NAME, LR
 from tests.deepspeed.runs import parameter_groups, train, weights
 from tests.models import make_net
@@ -235,3 +236,154 @@ def test_before_an_engine_it_is_an_optimizer_like_others():
         copied.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
     assert optimizer.param_groups[1]["lr"] == 0.2 and "lr" in optimizer.param_groups[0] | {}
     assert list(map(type, optimizer.param_groups[0]["betas"])) == [float, float]
+
+
+def second(step: int) -> float:
+    return 1 / (step + 2)
+
+
+def lists(optimizer):
+    """A scheduler with something of its own for each of the user's two groups."""
+    assert len(optimizer.param_groups) == 2, f"{len(optimizer.param_groups)} groups"
+    return LambdaLR(optimizer, [schedule, second])
+
+
+WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": [0.0, 0.01], "warmup_max_lr": [0.05, 0.02],
+          "warmup_num_steps": 8, "warmup_type": "linear"}}  # fmt: skip
+
+
+def made_late_worker(stages: list[int]) -> dict:
+    import deepspeed
+
+    found = {}
+    for stage in stages:
+        config = {**BY_NAME[f"adam-z{stage}"].config(1, torch.distributed.get_world_size())}
+        block = {"type": "KFACAdamW", "params": {**OPTIONS, "betas": [0.8, 0.9]}}
+        alone = {key: value for key, value in config.items() if key != "optimizer"}
+
+        def start(config, initialize=ds_kfac.initialize, steps=3, **given) -> tuple:
+            model = make_net()
+            groups = parameter_groups(model, "decay")
+            with contextlib.redirect_stderr(io.StringIO()):
+                engine, *_ = initialize(model=model, model_parameters=groups, config=config, **given)
+            train(engine, 1, steps=steps)
+            result = weights(engine), [group["lr"] for group in engine.basic_optimizer.param_groups]
+            result = *result, hasattr(engine, "kfac"), type(engine.lr_scheduler).__name__
+            engine.destroy()
+            return result
+
+        model = make_net()  # known to be right: both made before
+        optimizer = ds_kfac.KFACAdamW(parameter_groups(model, "decay"), **OPTIONS)
+        engine, *_ = ds_kfac.initialize(model=model, config=alone, optimizer=optimizer, lr_scheduler=lists(optimizer))
+        train(engine, 1, steps=3)
+        expected = weights(engine), [group["lr"] for group in engine.basic_optimizer.param_groups]
+        engine.destroy()
+
+        def make(groups):
+            return ds_kfac.KFACAdamW(groups, **OPTIONS)
+
+        ways = {
+            "named, scheduler made late": start({**config, "optimizer": block}, lr_scheduler=lists),
+            "both made late": start(alone, optimizer=make, lr_scheduler=lists),
+            "both made late, by deepspeed": start(alone, deepspeed.initialize, optimizer=make, lr_scheduler=lists),
+        }
+        for way, (trained, rates, has_kfac, _) in ways.items():
+            same = all(torch.equal(trained[name], w) for name, w in expected[0].items())
+            found[stage, way] = same, rates == expected[1], has_kfac
+        warm = {
+            "named": start({**config, "optimizer": block, "scheduler": WARMUP}),
+            "made late": start({**alone, "scheduler": WARMUP}, optimizer=make),
+        }
+        for way, (_, rates, has_kfac, scheduler) in warm.items():
+            found[stage, "warmup", way] = rates, has_kfac, scheduler
+        sgd = start({**alone, "kfac": config["kfac"]}, optimizer=lambda groups: torch.optim.SGD(groups, lr=LR))
+        found[stage, "another optimizer"] = sgd[1:3]
+    return found
+
+
+def test_callables_and_lists_see_the_groups_of_the_user():
+    """Not the four that DeepSpeed steps: their errors said that two of something are too few."""
+    found = run_ranks("tests.deepspeed.test_optimizer_object:made_late_worker", world=2, payload=[0, 2, 3])[0]
+    for case, result in found.items():
+        if "warmup" in case:  # after three steps, of eight
+            rates, has_kfac, scheduler = result
+            first, other = 0.05 * 2 / 8, 0.01 + 0.01 * 2 / 8
+            assert has_kfac and scheduler == "WarmupLR", case
+            assert rates == pytest.approx([first, other, other]) and len(rates) == 3, (case, rates)
+        elif case[1] == "another optimizer":
+            assert result == ([LR, LR], True), case
+        else:
+            assert result == (True, True, True), (case, result)
+
+
+def own_betas_worker(stages: list[int]) -> dict:
+    """Biases in a group of their own, with ``change``; what is said, and how far the head's bias goes in a step."""
+    found = {}
+    for stage in stages:
+        config = {**BY_NAME[f"adam-z{stage}"].config(1, torch.distributed.get_world_size())}
+        for named in (True, False):
+            for case, change, exclude in (
+                ("betas", {"betas": (0.5, 0.9)}, []),
+                ("eps", {"eps": 1e-3}, []),
+                ("decay and rate", {"weight_decay": 0.3, "lr": LR / 2}, []),
+                ("excluded", {"betas": (0.0, 0.0), "eps": 0.0, "weight_decay": 0.0}, ["first", "head"]),
+            ):
+                model, options = make_net(), {**OPTIONS, "adam_lr": LR}
+                before = model.head.bias.detach().clone()
+                groups = [dict(group) for group in parameter_groups(model, "decay")]
+                groups[1] |= change
+                own = {**config, "kfac": {**config["kfac"], "layers": {"exclude": exclude}}}
+                own["optimizer"] = {"type": "KFACAdamW", "params": {**options, "betas": [0.8, 0.9]}}
+                given = {"model_parameters": groups}
+                if not named:
+                    del own["optimizer"]
+                    given = {"optimizer": ds_kfac.KFACAdamW(groups, **options)}
+                try:
+                    with contextlib.redirect_stderr(io.StringIO()):
+                        engine, *_ = ds_kfac.initialize(model=model, config=own, **given)
+                    train(engine, 1, steps=1)
+                    moved = (weights(engine)["head.bias"] - before).abs()
+                    found[stage, named, case] = moved.min().item(), moved.max().item()
+                    engine.destroy()
+                except ValueError as error:
+                    found[stage, named, case] = str(error)
+    return found
+
+
+def test_betas_and_eps_of_a_bias_alone_are_refused_unless_they_are_used():
+    """They were ignored: a layer's weight and bias have one pair of moments."""
+    found = run_ranks("tests.deepspeed.test_optimizer_object:own_betas_worker", world=1, payload=[0, 2, 3])[0]
+    for (stage, named, case), result in found.items():
+        where = stage, named, case, result
+        if case in ("betas", "eps"):
+            assert f"first.weight and its bias are in parameter groups of different {case}" in result, where
+        elif case == "excluded":  # the gradient's sign, by no moments and no eps
+            assert result == pytest.approx((LR, LR), rel=1e-4), where
+        else:
+            assert isinstance(result, tuple), where
+
+
+def schedule_worker(folder: str) -> dict:
+    engine, _ = engine_of(2, as_object=False)
+    engine.lr_scheduler = LambdaLR(engine.basic_optimizer, schedule)  # of the groups that are stepped, as it once was
+    train(engine, 1, steps=3)
+    engine.save_checkpoint(folder, tag="tag")
+    saved = weights(engine)
+    engine.destroy()
+    engine, _ = engine_of(2, as_object=False)
+    try:
+        engine.load_checkpoint(folder, tag="tag")
+        said = ""
+    except CheckpointError as error:
+        said = str(error)
+    engine.destroy()
+    engine, _ = engine_of(2, as_object=False)
+    engine.load_checkpoint(folder, tag="tag", load_lr_scheduler_states=False)
+    loaded = all(torch.equal(w, saved[name]) for name, w in weights(engine).items())
+    return {"said": said, "loaded": loaded, "steps": engine.kfac.preconditioner.steps}
+
+
+def test_a_schedule_of_other_groups_is_not_taken_by_place(tmp_path):
+    for found in run_ranks("tests.deepspeed.test_optimizer_object:schedule_worker", world=2, payload=str(tmp_path)):
+        assert "has rates of 3 parameter groups, here it has 2" in found["said"], found
+        assert found["loaded"] and found["steps"] == 3, found

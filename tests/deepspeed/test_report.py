@@ -1,14 +1,23 @@
 """The attach report: seen, what matters first, equal layers in one row, short for a large model."""
 
 import contextlib
+import functools
 import io
+import logging
+import logging.handlers
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
+from deepspeed.utils import logger
 from torch import nn
 
 import ds_kfac
 from ds_kfac.engine.report import folded
+from tests.deepspeed.modes import BY_NAME
+from tests.deepspeed.runs import train, weights
+from tests.models import FEATURES, make_net
 from tests.ranks import run_ranks
 
 WIDTH, BLOCKS = 8, 32
@@ -117,3 +126,64 @@ def test_warnings_are_in_the_summary(ranks):
     assert any(all(part in line for part in parts) for line in warned), warned
     assert "ds_kfac steps 10% of the trained matrix parameters (64 of 640)" in left
     assert "WARNING: below 80% of the matrix parameters; left out: Left 576 (" in left, left
+
+
+def hooks_worker(stages: list[int]) -> dict:
+    """What is said of hooks on gradients, and what becomes of entries that they mask."""
+    found = {}
+    mask = torch.ones(17, FEATURES)
+    mask[3] = 0.0
+
+    def clear(parameter: Any) -> None:
+        if parameter.grad is not None:
+            parameter.grad.mul_(mask)
+
+    for stage in stages:
+        mode = BY_NAME[f"adam-z{stage}"]
+        config = {**mode.config(1, torch.distributed.get_world_size())}
+        config["optimizer"]["params"]["weight_decay"] = 0.0
+
+        def start(name: str, before: Any, after: Any = None, exclude: Sequence[str] = (), config=config) -> None:
+            model, said = make_net(), logging.handlers.MemoryHandler(1000, logging.CRITICAL)
+            start = model.first.weight.detach().clone()
+            before(model)
+            kfac = {**config["kfac"], "layers": {"exclude": list(exclude)}}
+            with contextlib.redirect_stderr(io.StringIO()):
+                engine = ds_kfac.initialize(model=model, model_parameters=model.parameters(),
+                                            config={**config, "kfac": kfac})[0]  # fmt: skip
+            if after:
+                after(engine.module)
+            logger.addHandler(said)
+            level = logger.level
+            logger.setLevel(logging.WARNING)
+            train(engine, 1, steps=2)
+            logger.setLevel(level)
+            logger.removeHandler(said)
+            moved = (weights(engine)["first.weight"] - start)[3].abs().max()
+            later = "\n".join(record.getMessage() for record in said.buffer)
+            found[engine.zero_optimization_stage(), name] = engine.kfac.report, later, float(moved)
+            engine.destroy()
+
+        start("none", lambda model: None)
+        start("hook", lambda model: model.first.weight.register_hook(lambda g: g * mask))
+        start("accumulated", lambda model: model.first.weight.register_post_accumulate_grad_hook(clear))
+        start("partial", lambda model: model.head.bias.register_hook(functools.partial(torch.mul, 2.0)))
+        start("norm", lambda model: model.norm.weight.register_hook(lambda g: g))
+        start("later", lambda model: None, lambda model: model.first.weight.register_hook(lambda g: g * mask))
+        start("excluded", lambda model: model.first.weight.register_hook(lambda g: g * mask), exclude=["first"])
+    return found
+
+
+@pytest.mark.distributed
+def test_hooks_on_gradients_are_told_with_a_remedy_that_helps():
+    """Those of DeepSpeed, which has some in every ZeRO stage, are not."""
+    for rank, found in enumerate(run_ranks("tests.deepspeed.test_report:hooks_worker", world=2, payload=[0, 2, 3])):
+        for (stage, name), (report, later, moved) in found.items():
+            told = {"hook": "first", "accumulated": "first", "partial": "head"}.get(name)
+            assert ("WARNING: hooks on the gradients of" in report) == bool(told), (stage, name)
+            assert told is None or f"hooks on the gradients of {told} are not" in report, (stage, name, report)
+            assert ("hooks on the gradients of first" in later) == (name == "later"), (stage, name, rank, later)
+            if name in ("hook", "later"):  # the warning is true,
+                assert moved > 1e-3, (stage, name, moved)
+            if name == "excluded":  # and so is what it advises
+                assert moved == 0.0, (stage, name, moved)

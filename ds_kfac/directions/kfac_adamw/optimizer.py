@@ -17,7 +17,7 @@ import reprlib
 import sys
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -43,6 +43,22 @@ IN_USE = -1e-30
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def no_state(key: str) -> NoReturn:
+    """Raise ValueError where DeepSpeed looks for a state of K-FAC's parameters."""
+    raise ValueError(
+        f"{NAME}: there is no {key!r} of this parameter as DeepSpeed would have it: a K-FAC layer's moments are in its "
+        f"eigenbasis, on the layer's gradient worker alone. Checkpoints have them. Ask for states of other parameters "
+        f'only: those of parameter groups whose "{FLAG}" is not true'
+    )
+
+
+class NoStates(dict[str, Any]):
+    """In ``optimizer.state``, where AdamW would have moments."""
+
+    def __missing__(self, key: str) -> NoReturn:
+        no_state(key)
+
+
 class KFACAdamWStep:
     """What the three classes below add to their Adam.
 
@@ -50,10 +66,12 @@ class KFACAdamWStep:
         direction_scale: what undoes the scale at which a direction was put into the gradient; None while no K-FAC is
             attached.
         adam_ratio: adam_lr / lr. No rate of its own in the groups: many of DeepSpeed's schedulers set one for all.
+        users: the optimizer with the groups as the user knows them.
     """
 
     direction_scale: Tensor | float | None = 1.0
     adam_ratio: float = 1.0
+    users: Any = None
     param_groups: list[dict[str, Any]]
 
     @torch.no_grad()
@@ -107,8 +125,8 @@ class KFACAdamWStep:
             )
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         for parameter in parameters:
-            # zeros that DeepSpeed has read from a universal checkpoint
-            self.state.pop(parameter, None)  # type: ignore[attr-defined]
+            # also in place of zeros that DeepSpeed has read from a universal checkpoint
+            self.state[parameter] = NoStates()  # type: ignore[attr-defined]
         if parameters:
             gradients, amount = [parameter.grad for parameter in parameters], group["lr"] * group["weight_decay"]
             if isinstance(amount, Tensor) or amount:
@@ -142,9 +160,7 @@ for _kind in (KFACTorchAdamW, KFACFusedAdamW, KFACCPUAdamW):
         ZERO_SUPPORTED_OPTIMIZERS.append(_kind)
 
 
-def build(
-    groups: list[dict[str, Any]], params: Mapping[str, Any], *, offload: bool, adam_ratio: float
-) -> torch.optim.Optimizer:
+def build(groups: list[dict[str, Any]], params: Mapping[str, Any], *, offload: bool, adam_ratio: float) -> Any:
     """The optimizer of an ``"optimizer": {"type": "KFACAdamW", "params": ...}`` block.
 
     Args:

@@ -14,7 +14,7 @@ from ds_kfac.curvature.inverse import ORDERS, order_of
 from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.base import Direction, UpdateRule, by_rows
 from ds_kfac.directions.kfac_adamw.direction import ADAM_RATIO, AdamDirection, adam_factor, keeps_direction
-from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, KFACAdamWStep, ratio_of
+from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, KFACAdamWStep, no_state, ratio_of
 from ds_kfac.directions.kfac_adamw.user_optimizer import given_groups, params_in, put_into
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.blocks import KINDS, named, rows_of, weight_name
@@ -46,6 +46,7 @@ class KFACAdamWRule(UpdateRule):
     def direction(
         self, plan: Plan, layout: ShardLayout, exchange: GradientExchange, optimizer: Any, metrics: Metrics
     ) -> Direction:
+        layout.guard_states(no_state)
         return AdamDirection(plan, layout, exchange, optimizer)
 
     def described(self, plan: Plan, optimizer: str, ratio: float = 1.0) -> str:
@@ -169,7 +170,9 @@ class KFACAdamWRule(UpdateRule):
         config, _ = self.resolved(config)
         put_into(arguments, config, self.scanned(config), self.parameters(ds_config), ds_config)
 
-    def check_groups(self, model: nn.Module, layout: ShardLayout, rest: ShardLayout) -> None:
+    def check_groups(
+        self, model: nn.Module, layers: Sequence[LayerSpec], layout: ShardLayout, rest: ShardLayout
+    ) -> None:
         groups = layout.optimizer.param_groups
         for held, ours in ((layout, True), (rest, False)):
             for parameter in held.params:
@@ -178,6 +181,16 @@ class KFACAdamWRule(UpdateRule):
                     raise ValueError(
                         f"KFACAdamW: {name} is {'' if ours else 'not '}preconditioned, but its parameter group says "
                         "otherwise; the model or kfac.layers changed between ds_kfac.initialize and attach"
+                    )
+        named = dict(model.named_parameters())
+        for layer in layers:
+            of_weight, *others = [groups[layout.group_index(named[name])] for name in layer.parameters]
+            for key in ("betas", "eps"):
+                for other in (group for group in others if group[key] != of_weight[key]):
+                    raise ValueError(
+                        f"KFACAdamW: {layer.weight} and its bias are in parameter groups of different {key}, "
+                        f"{of_weight[key]} and {other[key]}: they are stepped as one matrix, with one pair of moments; "
+                        "give both groups the same betas and eps, or exclude the layer (kfac.layers.exclude)"
                     )
 
     def release(self, optimizer: Any) -> None:

@@ -7,7 +7,9 @@ from typing import Any, NoReturn
 
 import torch
 from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
+from deepspeed.runtime import lr_schedules
 from torch import nn
+from torch.optim import lr_scheduler
 
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.directions.kfac_adamw.direction import ADAM_RATIO
@@ -286,16 +288,26 @@ def put_into(
         raise ValueError(f'optimizer.type "{NAME}" in the DeepSpeed config, and an optimizer= argument: choose one')
     model, given = arguments["model"], arguments.get("model_parameters")
     theirs = given_groups(arguments.get("optimizer"))
-    if theirs is not None:
-        given, params = [{**group, ORIGIN: index} for index, group in enumerate(theirs)], theirs[0].options
-    given = None if given is None else list(given)
+    seeing_the_users_groups(arguments, ds_config)
 
-    def make(given: list[Any] | None) -> torch.optim.Optimizer:
-        flat = [p for group in given for p in group["params"]] if given and isinstance(given[0], dict) else given
-        found = scan(model, choice, optimized=flat)
+    def make(given: Iterable[Any] | None) -> torch.optim.Optimizer:
+        # what the user made, or would have made
+        users: Any = KFACAdamW(model.parameters() if given is None else given, **(params or {}))
+        return engines(users)
+
+    def engines(users: Any) -> torch.optim.Optimizer:
+        """What DeepSpeed steps; from then on the user's groups are windows on its."""
+        known = given_groups(users) or []
+        given = [{**group, ORIGIN: index} for index, group in enumerate(known)]
+        found = scan(model, choice, optimized=[p for group in given for p in group["params"]])
         parts = split_groups(model, found, given, flag=FLAG, apart=MATRIX, frozen=not (stage or any(wrapped)))
         groups = experts_apart([checked_group(group) for group in parts])
-        return build(groups, params or {}, offload=offload, adam_ratio=ADAM_RATIO)
+        optimizer = build(groups, known[0].options, offload=offload, adam_ratio=ADAM_RATIO)
+        origins = [group.pop(ORIGIN) for group in optimizer.param_groups]
+        for index, group in enumerate(known):
+            group.taken = optimizer, tuple(part for part, origin in enumerate(origins) if origin == index)
+        optimizer.users = users
+        return optimizer
 
     if (ds_config.get("expert_parallel") or {}).get("enabled"):  # AutoEP replaces layers, then DeepSpeed calls ``make``
         if theirs is not None:
@@ -303,11 +315,27 @@ def put_into(
                 f"expert_parallel replaces layers after {NAME} was made: name it in the DeepSpeed config instead, "
                 f'"optimizer": {{"type": "{NAME}", ..}}'
             )
-        arguments["optimizer"], arguments["model_parameters"] = make, given or list(model.parameters())
+        given = list(model.parameters() if given is None else given)
+        arguments["optimizer"], arguments["model_parameters"] = make, given
         return
-    optimizer = make(given)
-    if theirs is not None:
-        origins = [group.pop(ORIGIN) for group in optimizer.param_groups]
-        for index, group in enumerate(theirs):  # from now on windows on what DeepSpeed steps
-            group.taken = optimizer, tuple(part for part, origin in enumerate(origins) if origin == index)
+    optimizer = make(given) if theirs is None else engines(arguments["optimizer"])
     arguments["optimizer"], arguments["model_parameters"] = optimizer, None
+
+
+def seeing_the_users_groups(arguments: dict[str, Any], ds_config: Mapping[str, Any]) -> None:
+    """Let a scheduler that DeepSpeed makes of an optimizer be made of what the user made, or would have made: where it
+    has a value or a function for each group, it has as many as there are groups then.
+
+    Args:
+        arguments: of ``deepspeed.initialize``; their ``lr_scheduler`` is replaced.
+    """
+    given, block = arguments.get("lr_scheduler"), ds_config.get("scheduler")
+    options = (block.get("params") or {}) if isinstance(block, Mapping) else {}
+    if given is None and any(isinstance(value, (list, tuple)) for value in options.values()):
+        name = block["type"]  # type: ignore[index]
+
+        def given(optimizer: Any) -> Any:
+            return getattr(lr_schedules if hasattr(lr_schedules, name) else lr_scheduler, name)(optimizer, **options)
+
+    if callable(given):
+        arguments["lr_scheduler"] = lambda optimizer: given(getattr(optimizer, "users", optimizer))
