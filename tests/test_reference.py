@@ -65,20 +65,29 @@ def rest(model: Net) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.norm.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
 
 
-def adamw_by_page(start: dict, variation: Variation = PLAIN, *, roots: bool = False) -> dict:
+def adamw_by_page(
+    start: dict, variation: Variation = PLAIN, *, roots: bool = False, identity_G: bool = True, eps: float = EPS
+) -> dict:
     model = net(start)
-    kfac, optimizer = KFAC(model, **INTERVALS, identity_G=True, roots=roots), rest(model)
+    kfac, optimizer = KFAC(model, **INTERVALS, identity_G=identity_G, roots=roots), rest(model)
     for _ in backwards(model, variation):
-        kfac.adamw(LR, BETAS, EPS, DECAY, size=3.0, ratio=0.3, heads=("head",))
+        kfac.adamw(LR, BETAS, eps, DECAY, size=3.0, ratio=0.3, heads=("head",))
         optimizer.step()
     return weights(model)
 
 
-def adamw_by_oracle(start: dict, variation: Variation = PLAIN, *, method: str = "eigen") -> dict:
+def adamw_by_oracle(
+    start: dict,
+    variation: Variation = PLAIN,
+    *,
+    method: str = "eigen",
+    fisher: str = "activations_only",
+    eps: float = EPS,
+) -> dict:
     model = net(start)
-    kfac, optimizer = ReferenceKFAC(model, **INTERVALS, fisher="activations_only", method=method), rest(model)
+    kfac, optimizer = ReferenceKFAC(model, **INTERVALS, fisher=fisher, method=method), rest(model)
     for _ in backwards(model, variation):
-        kfac.adam(BETAS, EPS, orthogonal=("first", "middle"), size=3.0, ratio=0.3, heads=("head",))
+        kfac.adam(BETAS, eps, orthogonal=("first", "middle"), size=3.0, ratio=0.3, heads=("head",))
         optimizer.step()
         with torch.no_grad():
             for p in (p for layer in kfac.layers.values() for p in layer.params):
@@ -91,9 +100,10 @@ def adamw_by_oracle(start: dict, variation: Variation = PLAIN, *, method: str = 
     [
         (gradient_by_page, gradient_by_oracle),
         (adamw_by_page, adamw_by_oracle),
+        (partial(adamw_by_page, identity_G=False, eps=1e-8), partial(adamw_by_oracle, fisher="empirical", eps=1e-8)),
         (partial(adamw_by_page, roots=True), partial(adamw_by_oracle, method="root")),
     ],
-    ids=["gradient", "adamw", "roots"],
+    ids=["gradient", "adamw", "adamw with G", "roots"],
 )
 def test_the_page_equals_the_oracle(page, oracle):
     start = weights(make_net())
