@@ -108,7 +108,7 @@ def turned(C: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     values, Q = torch.linalg.eigh(C)
     rounding = torch.finfo(torch.float32).eps * values.max()
-    seen = (values > 1e-3 * rounding).double()
+    seen = (values > 1e-3 * rounding).double()  # null ones are rounding in float64
     assert ((values > 1e3 * rounding) == seen.bool()).all(), "a gap of six orders: there is no doubt about any"
     change = (Q.T @ (other - C) @ Q).abs() + rounding
     X = change / (values[:, None] - values).abs().fill_diagonal_(torch.inf)
