@@ -9,7 +9,7 @@ gradients g [O] of its outputs, for a loss that is a mean over the N rows.
 
     K-FAC gradient   V = Q_G [R / (beta alpha^T + lambda)] Q_A^T,   lambda = damping mean(beta) mean(alpha)
                      dW <- nu V,   nu = min(1, sqrt(kl_clip / (lr^2 sum over layers <V, dW>)))
-    KFACAdamW        m, v: Adam's moments of R;   U = m / (sqrt(v) + eps), bias-corrected, 0 where alpha is rounding
+    KFACAdamW        m, v: Adam's moments of R;   U = m / (sqrt(v) + eps), unbiased, 0 where alpha or beta is rounding
                      S = diag(alpha / mean(alpha) + c)^-p;  U <- orthogonal factor of (U S) S, norm size sqrt(max(O, I))
                      W <- W - lr (Q_G U Q_A^T + weight_decay W)
 
@@ -113,14 +113,14 @@ class KFAC:
         self.update()
         (b1, b2), k = betas, self.steps
         for name, layer in self.layers.items():
-            (alpha, QA), (_, QG) = layer.bases
+            (alpha, QA), (beta, QG) = layer.bases
             S = torch.diag((alpha / alpha.mean() + c) ** -p)
             S, QA = (QA @ S @ QA.T, torch.eye(len(QA))) if self.roots else (S, QA)
             R = QG.T @ layer.gradient() @ QA
             layer.m, layer.v = b1 * layer.m + (1 - b1) * R, b2 * layer.v + (1 - b2) * R**2
             m = b1 * layer.m / (1 - b1 ** (k + 1)) + (1 - b1) * R / (1 - b1**k)  # Nesterov's
-            seen = self.roots or alpha >= len(alpha) ** 0.5 * 2**-23 * alpha.max()  # elsewhere R is rounding, too
-            U = seen * m / ((layer.v / (1 - b2**k)).sqrt() + eps)
+            seen = [e >= max(64, len(e)) ** 0.5 * 2**-23 * e.max() for e in (beta, alpha)]  # elsewhere R is rounding
+            U = (self.roots or torch.outer(*seen)) * m / ((layer.v / (1 - b2**k)).sqrt() + eps)
             U = U * max(ratio * 128 / U.shape[1], 1) if name in heads else orthogonal(U, S, size)
             for weight, part in layer.parts(QG @ U @ QA.T):
                 weight.mul_(1 - lr * decay).sub_(lr * part)

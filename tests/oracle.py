@@ -160,12 +160,13 @@ def _orthogonalized(U: Tensor, whitening: Tensor, size: float) -> Tensor:
     return size * max(X.shape) ** 0.5 * X / X.norm() * (U.square().mean().sqrt() / 0.03).clamp(max=1)
 
 
-def _seen(alpha: Tensor, block: int) -> Tensor:
+def _seen(values: Tensor, block: int) -> Tensor:
     """Whether an eigenvalue is more than fp32's rounding of the largest in its block, which a diagonal has not."""
     if block < 2:
-        return torch.ones_like(alpha)
-    found = [part >= len(part) ** 0.5 * torch.finfo(torch.float32).eps * part.max() for part in alpha.split(block)]
-    return torch.cat(found).to(alpha)
+        return torch.ones_like(values)
+    eps = torch.finfo(torch.float32).eps
+    found = [part >= max(64, len(part)) ** 0.5 * eps * part.max() for part in values.split(block)]
+    return torch.cat(found).to(values)
 
 
 class ReferenceKFAC:
@@ -307,7 +308,7 @@ class ReferenceKFAC:
             if not dW.any():
                 layer.module.zero_grad(set_to_none=True)
                 continue
-            (alpha, QA), (_, QG) = layer.bases
+            (alpha, QA), (beta, QG) = layer.bases
             whitening = QA @ torch.diag((alpha / alpha.mean() + 0.01) ** -whiten) @ QA.T
             if self.method == "root":
                 QA, QG = torch.eye(len(QA)).to(QA), torch.eye(len(QG)).to(QG)
@@ -318,7 +319,7 @@ class ReferenceKFAC:
             m = b1 * layer.m / (1 - b1 ** (layer.k + 1)) + (1 - b1) * R / (1 - b1**layer.k)
             U = m / ((layer.v / (1 - b2**layer.k)).sqrt() + eps)
             if self.method != "root":
-                U = U * _seen(alpha, layer.blocks[0])
+                U = U * torch.outer(*map(_seen, (beta, alpha), reversed(layer.blocks)))
             U = QG @ U @ QA.T
             if name in orthogonal:
                 of_map = torch.as_tensor(dict(blocks).get(name, [0] * len(U)), device=U.device)

@@ -9,6 +9,7 @@ import torch
 from ds_kfac import reference
 from ds_kfac.reference import KFAC
 from tests import spread
+from tests.close import near
 from tests.models import Net, cross_entropy, make_batch, make_net
 from tests.oracle import ReferenceKFAC
 from tests.spread import PLAIN, Variation, difference
@@ -65,18 +66,27 @@ def rest(model: Net) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.norm.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
 
 
-def adamw_by_page(start: dict, variation: Variation = PLAIN, *, roots: bool = False) -> dict:
+def adamw_by_page(
+    start: dict, variation: Variation = PLAIN, *, roots: bool = False, identity_G: bool = True, eps: float = EPS
+) -> dict:
     model = net(start)
-    kfac, optimizer = KFAC(model, **INTERVALS, identity_G=True, roots=roots), rest(model)
+    kfac, optimizer = KFAC(model, **INTERVALS, identity_G=identity_G, roots=roots), rest(model)
     for _ in backwards(model, variation):
         kfac.adamw(LR, BETAS, EPS, DECAY, size=3.0, ratio=0.3, heads=("head",))
         optimizer.step()
     return weights(model)
 
 
-def adamw_by_oracle(start: dict, variation: Variation = PLAIN, *, method: str = "eigen") -> dict:
+def adamw_by_oracle(
+    start: dict,
+    variation: Variation = PLAIN,
+    *,
+    method: str = "eigen",
+    fisher: str = "activations_only",
+    eps: float = EPS,
+) -> dict:
     model = net(start)
-    kfac, optimizer = ReferenceKFAC(model, **INTERVALS, fisher="activations_only", method=method), rest(model)
+    kfac, optimizer = ReferenceKFAC(model, **INTERVALS, fisher=fisher, method=method), rest(model)
     for _ in backwards(model, variation):
         kfac.adam(BETAS, EPS, orthogonal=("first", "middle"), size=3.0, ratio=0.3, heads=("head",))
         optimizer.step()
@@ -91,15 +101,27 @@ def adamw_by_oracle(start: dict, variation: Variation = PLAIN, *, method: str = 
     [
         (gradient_by_page, gradient_by_oracle),
         (adamw_by_page, adamw_by_oracle),
+        (partial(adamw_by_page, identity_G=False), partial(adamw_by_oracle, fisher="empirical")),
         (partial(adamw_by_page, roots=True), partial(adamw_by_oracle, method="root")),
     ],
-    ids=["gradient", "adamw", "roots"],
+    ids=["gradient", "adamw", "adamw with G", "roots"],
 )
 def test_the_page_equals_the_oracle(page, oracle):
     start = weights(make_net())
     found = spread.expected(lambda variation: oracle(start, variation), start)
     assert found.spread < 1e-2, "the bound must mean something"
     assert not spread.within("page", difference(page(start), found.weights, start), found.bound)
+
+
+@pytest.mark.parametrize("head_is_orthogonalized", [False, True])
+def test_a_heads_step_on_the_page_sums_to_zero_over_classes(head_is_orthogonalized):
+    """As its gradient does, of which only rounding is left along that sum. Adam's eps is below it."""
+    model = net(weights(make_net()))
+    kfac, before = KFAC(model, **INTERVALS, identity_G=False), model.head.weight.detach().clone()
+    next(backwards(model, PLAIN))
+    kfac.adamw(LR, BETAS, 1e-14, 0.0, heads=() if head_is_orthogonalized else ("head",))
+    moved = model.head.weight.detach() - before
+    near(moved.sum(0), torch.zeros(moved.shape[1]), 1e-5 * moved.norm(), "five steps lift what is rounded")
 
 
 def test_the_page_is_a_page():

@@ -43,11 +43,12 @@ def orthogonal_factors(
     are iterated together.
 
     Args:
-        columns: s [.., I] of each direction, or None: then it is the factor of x diag(s), times diag(s).
+        columns: s [.., I] of each direction, or None: then it is the factor of x diag(s), times diag(s). A column
+            whose s is 0 is left out.
         precision: with TF32 the iteration is in fp16: it rounds as TF32 does, at twice the speed.
 
-    Returns the factors, zero of zero, in the place of the directions, and the Frobenius norms that those had, scalars
-    or [n].
+    Returns the factors, zero of zero, in the place of the directions, and the Frobenius norms that those had without
+    what is left out, scalars or [n]. Rows and columns of zeros stay so to the bit.
     """
     scales = [None] * len(directions) if columns is None else columns
     dtype = torch.float16 if precision.products == "tf32" else directions[0].dtype
@@ -63,7 +64,7 @@ def orthogonal_factors(
             sizes.append(lengths)
             scale = lengths.clamp(min=SMALLEST).reciprocal()[..., None, None]
         else:
-            sizes.append(torch.linalg.vector_norm(lengths, dim=-1))
+            sizes.append(torch.linalg.vector_norm(lengths * (s > 0), dim=-1))
             scaled = torch.linalg.vector_norm(lengths * s, dim=-1, keepdim=True)
             scale = (s / scaled.clamp(min=SMALLEST))[..., None, :]
         torch.mul(own, scale.mT if own is not x else scale, out=place.view(own.shape))

@@ -40,6 +40,11 @@ def rows_at_once(x_OI: Tensor) -> int:
     return max(1, AT_ONCE // x_OI.shape[-1])
 
 
+LEAST = 8.0
+"""In eps, of what is not rounding. Sums over rows and their running average leave of a null eigenvalue up to 5 eps of
+the largest, also where a factor is narrow (docs/math.md)."""
+
+
 @dataclass(frozen=True)
 class Rotation:
     """Of one matrix [O, I], or of n at once [n, O, I]: of several layers, or the groups of one.
@@ -69,7 +74,7 @@ class Rotation:
 
     def whitening(self, power: float, *, groups: int = 1) -> Tensor:
         """(alpha / mean alpha + WHITEN_DAMPING)^-power, fp32 [.., I]: A^-power as it is in the eigenbasis; 0 where
-        alpha is rounding, see :attr:`seen`.
+        alpha is rounding, see :func:`not_rounding`.
 
         Args:
             groups: of the layer, if it is in groups: each has its own mean.
@@ -77,29 +82,27 @@ class Rotation:
         if power not in self._whitenings:
             values = self.values_A if groups == 1 else self.values_A.view(groups, -1)
             mean = values.mean(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-            self._whitenings[power] = (values / mean + WHITEN_DAMPING) ** -power * self.seen.view(values.shape)
+            self._whitenings[power] = (values / mean + WHITEN_DAMPING) ** -power * self.seen_A.view(values.shape)
         return self._whitenings[power]
 
     @cached_property
-    def seen(self) -> Tensor:
-        """fp32 like ``values_A``: 0 where an eigenvalue of A is rounding, at most sqrt(b) eps of the largest of its
-        block of width b, else 1. No input has a part in such a direction, and no gradient: what is found there is
-        rounding too. 1 of a zero block, and of a side without vectors, whose values are exact."""
-        values = self.values_A
-        if not self.A:
-            return torch.ones_like(values)
-        found = []
-        for vectors, part in zip(self.A, values.view(-1).split([v.shape[0] * v.shape[1] for v in self.A]), strict=True):
-            blocks = part.view(vectors.shape[:2])
-            rounding = vectors.shape[1] ** 0.5 * torch.finfo(torch.float32).eps
-            found.append((blocks >= rounding * blocks.amax(-1, keepdim=True)).view(-1))
-        return torch.cat(found).view(values.shape).to(values.dtype)
+    def seen_A(self) -> Tensor:
+        """Directions that inputs have a part in, fp32 like ``values_A``, see :func:`not_rounding`."""
+        return not_rounding(self.A, self.values_A)
 
-    def only_seen(self, x_OI: Tensor) -> None:
-        """Zero, in place, in a rotated matrix what :attr:`seen` leaves out."""
-        if self.A:
-            *several, _, columns = x_OI.shape
-            x_OI.mul_(self.seen.view(*several, 1, columns))
+    @cached_property
+    def seen_G(self) -> Tensor:
+        """Directions that gradients of outputs have a part in, fp32 like ``values_G``: those of a softmax sum to zero
+        over its classes."""
+        return not_rounding(self.G, self.values_G)
+
+    def only_seen(self, x_OI: Tensor, *, columns: bool = True) -> None:
+        """Zero, in place, in a rotated matrix what :attr:`seen_G`, and if ``columns`` :attr:`seen_A`, leave out."""
+        *several, rows, width = x_OI.shape
+        if self.G:
+            x_OI.mul_(self.seen_G.view(*several, rows, 1))
+        if self.A and columns:
+            x_OI.mul_(self.seen_A.view(*several, 1, width))
 
     def rotate(self, x_OI: Tensor, *, given_up: bool = False) -> Tensor:
         """Q_G^T x Q_A, see :meth:`_product`."""
@@ -119,6 +122,24 @@ class Rotation:
             for rows in x_OI.split(rows_at_once(x_OI)):
                 rows.copy_(block_product((), rows, right))
         return x_OI
+
+
+def not_rounding(vectors: Sequence[Tensor], values: Tensor) -> Tensor:
+    """fp32 like ``values``: 0 where a factor's eigenvalue is rounding, below max(8, sqrt(b)) eps of the largest of its
+    block of width b, else 1. No row that the factor is made of has a part in such a direction, and no gradient: what is
+    found of it there is rounding too. 1 of a zero block, and of a side without vectors, whose values are exact.
+
+    Args:
+        vectors: [n, b, b] per group of equal blocks.
+    """
+    if not vectors:
+        return torch.ones_like(values)
+    found = []
+    for group, part in zip(vectors, values.view(-1).split([v.shape[0] * v.shape[1] for v in vectors]), strict=True):
+        blocks = part.view(group.shape[:2])
+        rounding = max(LEAST, group.shape[1] ** 0.5) * torch.finfo(torch.float32).eps
+        found.append((blocks >= rounding * blocks.amax(-1, keepdim=True)).view(-1))
+    return torch.cat(found).view(values.shape).to(values.dtype)
 
 
 class Rotations:

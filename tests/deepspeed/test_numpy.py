@@ -23,7 +23,9 @@ from tests.spread import PLAIN, Variation, difference
 pytestmark = pytest.mark.distributed
 WORLD, ACCUMULATION, MICRO_ROWS, STEPS = 2, 2, 4, 7
 UPDATE, REFRESH, DECAY, DAMPING, KL_CLIP = 2, 4, 0.9, 0.5, 5e-4
-LR, BETAS, EPS, WEIGHT_DECAY, SIZE = 0.02, (0.8, 0.9), 0.01, 0.1, 3.0
+LR, BETAS, WEIGHT_DECAY, SIZE = 0.02, (0.8, 0.9), 0.1, 3.0
+EPS = {"adamw": 0.01, "adamw, G": 1e-8}
+"""The second as small as rounding: a head's gradient has nothing but that along the sum of its classes."""
 WHITEN, WHITEN_DAMPING, RATIO = 0.125, 0.01, 0.3
 NAMES, BIAS = ("first", "middle", "head"), (True, False, True)
 
@@ -72,7 +74,7 @@ def train(rule: str, start: dict[str, np.ndarray], variation: Variation) -> dict
         inputs, gradients, dWs = backward(Ws, x.reshape(-1, FEATURES).numpy().astype(dtype), y.flatten().numpy())
         for i, (a, g) in enumerate(zip(inputs, gradients, strict=True)):
             if step % UPDATE == 0:
-                new = (a.T @ a / len(a), g.T @ g / len(g) if rule == "gradient" else np.eye(g.shape[1], dtype=dtype))
+                new = (a.T @ a / len(a), np.eye(g.shape[1], dtype=dtype) if rule == "adamw" else g.T @ g / len(g))
                 keep = min(1 - 1 / (step // UPDATE + 1), DECAY)
                 old = factors[i] or new
                 factors[i] = tuple(keep * o + (1 - keep) * n for o, n in zip(old, new, strict=True))
@@ -90,12 +92,13 @@ def train(rule: str, start: dict[str, np.ndarray], variation: Variation) -> dict
             Ws = [W - LR * min(1, (KL_CLIP / size) ** 0.5) * V for W, V in zip(Ws, Vs, strict=True)]
             continue
         (b1, b2), k = BETAS, step + 1
-        for i, (W, dW, ((alpha, Q_A), (_, Q_G))) in enumerate(zip(Ws, dWs, bases, strict=True)):
+        for i, (W, dW, ((alpha, Q_A), (beta, Q_G))) in enumerate(zip(Ws, dWs, bases, strict=True)):
             R = Q_G.T @ dW @ Q_A
             m[i], v[i] = b1 * m[i] + (1 - b1) * R, b2 * v[i] + (1 - b2) * R**2
             nesterov = b1 * m[i] / (1 - b1 ** (k + 1)) + (1 - b1) * R / (1 - b1**k)
-            U = nesterov / (np.sqrt(v[i] / (1 - b2**k)) + EPS)
-            U = U * (alpha >= np.sqrt(len(alpha)) * np.finfo(np.float32).eps * alpha.max())
+            U = nesterov / (np.sqrt(v[i] / (1 - b2**k)) + EPS[rule])
+            for e, seen in ((alpha, U), (beta, U.T)):  # a head's gradients of outputs sum to zero
+                seen[:, e < max(8, np.sqrt(len(e))) * np.finfo(np.float32).eps * e.max()] = 0
             if NAMES[i] != "head":
                 s = (alpha / alpha.mean() + WHITEN_DAMPING) ** -WHITEN  # of each eigenvector of A
                 X = U * s / np.linalg.norm(U * s)
@@ -113,16 +116,14 @@ def train(rule: str, start: dict[str, np.ndarray], variation: Variation) -> dict
     return {f"{n}.weight": W for n, W, _ in found} | {f"{n}.bias": b for n, _, b in found if b is not None}
 
 
-OPTIMIZER = {
-    "gradient": {"type": "SGD", "params": {"lr": LR}},
-    "adamw": {
-        "type": "KFACAdamW",
-        "params": {"lr": LR, "adam_lr": RATIO * LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY},
-    },
+ADAM = {"lr": LR, "adam_lr": RATIO * LR, "betas": BETAS, "weight_decay": WEIGHT_DECAY}
+OPTIMIZER = {"gradient": {"type": "SGD", "params": {"lr": LR}}} | {
+    rule: {"type": "KFACAdamW", "params": {**ADAM, "eps": eps}} for rule, eps in EPS.items()
 }
 KFAC = {
     "gradient": {"damping": {"value": DAMPING}, "preconditioner": {"kl_clip": KL_CLIP}},
     "adamw": {},
+    "adamw, G": {"factor": {"fisher": "empirical"}},
 }
 
 
@@ -139,10 +140,10 @@ def engines(cases: list) -> dict:
             "steps_per_print": None,
             "optimizer": OPTIMIZER[rule],
             "kfac": {
-                "factor": {"rows": "all", "update_interval": UPDATE, "decay": DECAY},
                 "eigenbasis": {"refresh_interval": REFRESH},
                 "burn_in": {"steps": 0},
                 **KFAC[rule],
+                "factor": {"rows": "all", "update_interval": UPDATE, "decay": DECAY, **KFAC[rule].get("factor", {})},
             },
         }
         torch.manual_seed(0)

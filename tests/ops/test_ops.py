@@ -101,3 +101,20 @@ def test_block_syrk_adds_the_packed_diagonal_blocks(dim, block, rows, poisoned):
         for scale in (0.37, torch.tensor(0.37)):
             scaled = op(torch.ones(expected.numel()), x, block=block, scale=scale)
             close(scaled, 1 + float(scale) * (expected - 1), sums=rows)
+
+
+@pytest.mark.parametrize("dim", [2, 3, 5, 10, 15])
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_many_rows_leave_little_of_a_null_direction(dim, blocks):
+    """Those of a softmax's gradients, which sum to zero; far below what counts as rounding (update/rotation.py)."""
+    generator = torch.Generator().manual_seed(dim)
+    x = torch.randn(200_000, blocks, dim, generator=generator).softmax(-1)
+    x[:, :, 0] -= 1
+    numel = functional.packed_numel(dim)
+    if blocks == 1:
+        total = functional.syrk_accumulate_(torch.zeros(numel), x[:, 0])
+    else:
+        total = functional.block_syrk_accumulate_(torch.zeros(blocks * numel), x.flatten(1), block=dim)
+    for part in total.split(numel):
+        values = torch.linalg.eigvalsh(reference.symmetric_unpack(part, dim=dim).double())
+        assert abs(values[0]) < 4 * torch.finfo(torch.float32).eps * values[-1]

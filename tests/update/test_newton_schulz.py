@@ -154,6 +154,24 @@ def test_zero_stays_zero_and_what_fades_out_fades_out(shape, precision):
         near(found.double().square().mean().sqrt(), torch.tensor(expected), expected / 100, "factors in half precision")
 
 
+@pytest.mark.parametrize("precision", [HIGHEST, HALF])
+@pytest.mark.parametrize("shape", [(9, 9), (6, 9), (6, 40), (40, 6)])
+def test_rows_and_columns_that_are_left_out_stay_out(shape, precision):
+    """To the bit, in either form of the iteration: it lifts what is small, but nothing from zero. The others, and the
+    size that the direction had, are as without them."""
+    x, s = normal(2, *shape), torch.rand(shape[1], generator=torch.Generator().manual_seed(2)) + 0.2
+    x[:, 1], s[[0, 3]] = 0.0, 0.0
+    kept_rows, kept_columns = [i for i in range(shape[0]) if i != 1], [i for i in range(shape[1]) if i not in (0, 3)]
+    factors, sizes = orthogonal_factors([x.clone()], [s.expand(2, -1)], precision=precision)[0]
+    assert torch.count_nonzero(factors[:, 1]) == torch.count_nonzero(factors[:, :, [0, 3]]) == 0
+    for factor, size, own in zip(factors, sizes, x, strict=True):
+        rest = own[kept_rows][:, kept_columns]
+        close(size, rest.norm(), sums=rest.numel())
+        expected = spelt_out(rest * s[kept_columns]) * s[kept_columns]
+        off = float((factor[kept_rows][:, kept_columns] - expected).norm() / expected.norm())
+        near(off, 0.0, 0.01 if precision is HALF else 1e-4, "five steps in that precision lift what they round")
+
+
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("shape", [(16, 16), (31, 16), (16, 32), (48, 16)])
 def test_flops_are_those_that_are_done(shape, half):

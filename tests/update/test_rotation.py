@@ -8,7 +8,7 @@ import torch
 from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis
 from ds_kfac.update import rotation
 from ds_kfac.update.kfac import precondition_corrected
-from ds_kfac.update.rotation import BasisChange, Rotation
+from ds_kfac.update.rotation import BasisChange, Rotation, not_rounding
 from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues
 from tests.close import close, exact, near
 from tests.update.test_moments import random_basis
@@ -123,26 +123,52 @@ def test_a_large_k_fac_gradient_is_as_the_whole(side, monkeypatch):
 EPS = torch.finfo(torch.float32).eps
 
 
-def test_directions_without_input_are_those_whose_eigenvalue_is_rounding():
-    """Block by block; of a diagonal, whose values no solver has rounded, none; of a zero block none."""
-    values = torch.tensor([0.0, 2.5 * EPS, 3.5 * EPS, 2.0])  # the least that counts: 2 sqrt(4) eps, 2 sqrt(2) of halves
+@pytest.mark.parametrize("side", ["A", "G"])
+def test_directions_that_no_row_has_a_part_in_are_those_whose_eigenvalue_is_rounding(side):
+    """Block by block, of either side; of a diagonal, whose values no solver has rounded, none; of a zero block none."""
+    values = torch.tensor([0.0, 15.5 * EPS, 16.5 * EPS, 2.0])  # the least that counts: 2 times 8 eps
     whole = Eigenbasis((torch.eye(4)[None],), values)
-    halves = Eigenbasis((torch.eye(2).expand(2, 2, 2),), values)
+    halves = Eigenbasis((torch.eye(2).expand(2, 2, 2),), values)  # 15.5 eps is the largest of its own
     still = Eigenbasis((), torch.ones(3))
+
+    def of(*kept: Eigenbasis) -> Rotation:
+        return Rotation.of([LayerBasis(still, x) if side == "A" else LayerBasis(x, still) for x in kept], HIGHEST)
+
+    def masked(turn: Rotation, x: torch.Tensor, **options) -> torch.Tensor:
+        x = x if side == "A" else x.mT.contiguous()
+        turn.only_seen(x, **options)
+        return x if side == "A" else x.mT
+
     for basis, expected in (
-        (whole, [0.0, 0.0, 0.0, 1.0]),
+        (whole, [0.0, 0.0, 1.0, 1.0]),
         (halves, [0.0, 1.0, 1.0, 1.0]),
         (Eigenbasis((), values), [1.0] * 4),
         (replace(whole, values=torch.zeros(4)), [1.0] * 4),
     ):
-        turn = Rotation.of([LayerBasis(still, basis)], HIGHEST)
-        exact(turn.seen, torch.tensor(expected))
-        exact(turn.whitening(0.5) > 0, torch.tensor(expected) > 0)
-        x_OI = torch.ones(3, 4)
-        turn.only_seen(x_OI)
-        exact(x_OI, torch.tensor(expected).expand(3, 4))
-    several = Rotation.of([LayerBasis(still, whole), LayerBasis(still, replace(whole, values=torch.ones(4)))], HIGHEST)
-    exact(several.seen, torch.tensor([[0.0, 0.0, 0.0, 1.0], [1.0] * 4]))
-    x_nOI = torch.ones(2, 3, 4)
-    several.only_seen(x_nOI)
-    exact(x_nOI, several.seen[:, None].expand(2, 3, 4))
+        turn, seen = of(basis), torch.tensor(expected)
+        exact(turn.seen_A, seen if side == "A" else torch.ones(3))
+        exact(turn.seen_G, seen if side == "G" else torch.ones(3))
+        exact(turn.whitening(0.5) > 0, turn.seen_A > 0)
+        exact(masked(turn, torch.ones(3, 4)), seen.expand(3, 4))
+        exact(masked(turn, torch.ones(3, 4), columns=False), torch.ones(3, 4) if side == "A" else seen.expand(3, 4))
+    several = of(whole, replace(whole, values=torch.ones(4)))
+    seen = torch.tensor([[0.0, 0.0, 1.0, 1.0], [1.0] * 4])
+    exact(several.seen_A if side == "A" else several.seen_G, seen)
+    exact(masked(several, torch.ones(2, 3, 4)), seen[:, None].expand(2, 3, 4))
+
+
+def test_rounding_grows_as_the_root_of_the_width_from_64_on():
+    for width, least in ((2, 8.0), (64, 8.0), (100, 10.0), (1600, 40.0)):
+        values = torch.tensor([0.98 * least * EPS, 1.02 * least * EPS]).repeat(width // 2)
+        values[-1] = 1.0
+        expected = torch.tensor([0.0, 1.0]).repeat(width // 2)
+        exact(not_rounding((torch.eye(width)[None],), values), expected, what=str(width))
+
+
+def test_groups_of_a_layer_have_blocks_of_their_own():
+    """A convolution's: two groups of two outputs and three inputs."""
+    G = Eigenbasis((torch.eye(2).expand(2, 2, 2),), torch.tensor([0.0, 1.0, 1e-9, 1e-9]))
+    A = Eigenbasis((torch.eye(3).expand(2, 3, 3),), torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 1.0]))
+    x_gOI = torch.ones(2, 2, 3)
+    Rotation.of([LayerBasis(G, A)], HIGHEST).only_seen(x_gOI)
+    exact(x_gOI, torch.tensor([[[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]], [[0.0, 0.0, 1.0], [0.0, 0.0, 1.0]]]))

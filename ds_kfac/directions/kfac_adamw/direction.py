@@ -2,7 +2,7 @@
 
     R = Q_G^T dW Q_A             the clipped, unscaled gradient, rotated
     m <- b1 m + (1 - b1) R       v <- b2 v + (1 - b2) R^2
-    U = m^ / (sqrt(v / (1 - b2^k)) + eps),  0 where alpha is rounding         (Rotation.seen; m^ Nesterov's)
+    U = m^ / (sqrt(v / (1 - b2^k)) + eps),  0 where alpha or beta is rounding   (Rotation.only_seen; m^ Nesterov's)
     X = (the orthogonal factor of U S) S,  S = diag(alpha / mean alpha + c)^-p        (``adam.whiten`` p, c 0.01)
     U <- size sqrt(max(O, I)) X / |X|
     W <- W - lr (Q_G U Q_A^T + weight_decay W)                                        (in optimizer.py)
@@ -248,6 +248,9 @@ class AdamDirection(Direction):
         if len(own) > 1 or changes[0] is not None:
             for name, state, kept in zip(names, own, unstacked(moments, len(own)), strict=True):
                 states[name] = replace(state, moments=kept, change=None)
+        if stack.rotation is not None:
+            # before rows leave the eigenbasis; whitening leaves out columns of what is orthogonalized
+            stack.rotation.only_seen(stack.x_OI, columns=not stack.orthogonal)
         return update
 
     def _restore(self, some: Sequence[Stack], own: slice) -> tuple[Tensor, Tensor]:
@@ -259,8 +262,6 @@ class AdamDirection(Direction):
         """
         for stack in some:
             if (rotation := stack.rotation) is not None:
-                if stack.sizes is None:  # no whitening has left out what no input has a part in
-                    rotation.only_seen(stack.x_OI)
                 stack.x_OI = rotation.restore(stack.x_OI, rows=not stack.rows_are_back, given_up=True)
             if stack.sizes is not None and (stack.layers[0].blocks or stack.layers[0].groups > 1):
                 self._scale_maps(stack)
