@@ -1,0 +1,267 @@
+"""Which calls of a layer count, and with what scale: each against the factors of the same loss without the trick."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ds_kfac.model import capture
+from ds_kfac.model.scan import Choice
+from tests.close import close
+from tests.model.test_capture import Recorder
+
+N, T, WIDTH, CLASSES = 4, 3, 6, 5
+LINEAR = Choice(types=("Linear", "Conv1D"))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x, y=None):
+        return self.loss(torch.tanh(self.inner(x)), y)
+
+    def loss(self, z, y):
+        z = self.head(z)
+        return z if y is None else F.cross_entropy(z.reshape(-1, CLASSES), y.reshape(-1))
+
+
+def batch(seed: int = 1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(N, T, WIDTH, generator=generator)
+    return x, torch.randint(CLASSES, (N, T), generator=generator)
+
+
+def factors(model, run=None, *, announced=True, **options) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Means and counts of what ``run`` shows; of the plain loss without."""
+    recorder = Recorder(model, LINEAR, **options)
+    run = run or (lambda model: model(*batch()))
+    if announced:
+        with recorder.capture.own_backward():
+            run(model).backward()
+    else:
+        run(model).backward()
+    assert not recorder.capture.failed
+    counts = {layer.name: recorder.counts(layer.name) for layer in recorder.layers}
+    return {name: (*pair, torch.tensor(counts[name])) for name, pair in recorder.means().items()}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name in expected:
+        for a, b in zip(found[name], expected[name], strict=True):
+            close(a.float(), b.float(), sums=1000)
+
+
+# calls without a gradient, or with one that is zero
+
+
+class Detached(Net):
+    """Targets of the layer itself; a step against the input; a norm of the weight by its product with the identity."""
+
+    def forward(self, x, y=None):
+        with torch.no_grad():
+            self.inner(x + 1)
+        target = self.inner(3 * x[:2]).detach()
+        scale = self.inner(torch.eye(WIDTH)).detach().norm()
+        return super().forward(x, y) + 0 * target.sum() + 0 * scale
+
+
+class Dummy(Net):
+    """As vision-language models call what a batch has nothing for."""
+
+    def forward(self, x, y=None):
+        return super().forward(x, y) + 0.0 * self.inner(torch.full((7, WIDTH), 30.0)).sum()
+
+
+@pytest.mark.parametrize("kind", [Detached, Dummy])
+def test_a_call_without_a_gradient_counts_nothing(kind):
+    assert_same(factors(kind()), factors(Net()))
+
+
+def test_every_call_with_a_gradient_counts():
+    class Twice(Net):
+        def forward(self, x, y=None):
+            return self.loss(torch.tanh(self.inner(torch.tanh(self.inner(x)))), y)
+
+    found = factors(Twice())["inner"]
+    x = batch()[0]
+    model = Net()
+    rows = torch.cat([x, torch.tanh(model.inner(x))]).reshape(-1, WIDTH).detach()
+    rows = torch.cat([rows, torch.ones(len(rows), 1)], 1)
+    expected = rows.T @ rows / len(rows)
+    packed = expected[tuple(torch.tril_indices(WIDTH + 1, WIDTH + 1))]
+    close(found[0], packed, sums=100)
+    assert found[2].tolist() == [2 * N * T, N * T]
+
+
+# backwards inside of the model's forward
+
+
+class Tiled(Net):
+    """The head's loss and its gradients tile by tile in the forward, as DeepSpeed's TiledFusedLogitsLoss makes them."""
+
+    def loss(self, z, y):
+        return Tiles.apply(self, z, y)
+
+
+class Tiles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, model, z, y):
+        z = z.detach().requires_grad_()
+        losses = []
+        for one, labels in zip(z.chunk(2), y.chunk(2), strict=True):
+            with torch.enable_grad():
+                loss = Net.loss(model, one, labels)
+            torch.autograd.backward(loss, torch.tensor(0.5))
+            losses.append(loss.detach())
+        ctx.save_for_backward(z.grad)
+        return torch.stack(losses).mean()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, ctx.saved_tensors[0] * gradient, None
+
+
+def test_a_backward_inside_the_forward_counts_before_and_after_the_first_announced_one():
+    model = Tiled()
+    recorder = Recorder(model, LINEAR)
+    expected = factors(Net())
+    for _ in range(2):
+        with recorder.capture.own_backward():
+            pass
+        loss = model(*batch())
+        with recorder.capture.own_backward():
+            loss.backward()
+        assert recorder.counts("head")[0] == N * T
+        found = recorder.means()
+        close(found["head"][0], expected["head"][0], sums=100)
+        close(found["inner"][0], expected["inner"][0], sums=100)
+
+
+def test_a_gradient_that_goes_to_no_weight_is_none_of_the_loss():
+    """Forces, penalties, steps against the input."""
+
+    class Adversarial(Net):
+        def forward(self, x, y=None):
+            x = x.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(100 * super().forward(x, y), x)
+            return super().forward(x.detach() + 0 * gradient.sign(), y)
+
+    for announced in (True, False):
+        assert_same(factors(Adversarial(), announced=announced), factors(Net()))
+
+
+# the scale of G
+
+
+def two_halves(model):
+    x, y = batch()
+    return (model(x[:2], y[:2]) + model(x[2:], y[2:])) / 2
+
+
+def test_a_mean_over_several_forwards_has_the_G_of_one_of_all():
+    assert_same(factors(Net(), two_halves), factors(Net()))
+
+
+def test_a_loss_that_the_caller_divides_has_the_same_G():
+    assert_same(factors(Net(), lambda model: model(*batch()) / 8), factors(Net()))
+
+
+# recomputed products
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts, self.router = nn.Parameter(torch.randn(2, WIDTH, WIDTH)), nn.Parameter(torch.randn(2, WIDTH))
+
+    def forward(self, x):
+        part = F.linear(x, self.router).softmax(-1)
+        return sum(part[..., e : e + 1] * torch.tanh(x @ self.experts[e]) for e in range(2))
+
+
+class Checkpointed(nn.Module):
+    reentrant: bool | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixture, self.head = Mixture(), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x, y):
+        x = x.clone().requires_grad_()
+        z = self.mixture(x) if self.reentrant is None else checkpoint(self.mixture, x, use_reentrant=self.reentrant)
+        return F.cross_entropy(self.head(z).reshape(-1, CLASSES), y.reshape(-1))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("announced", [True, False])
+def test_products_are_seen_where_checkpointing_runs_them_again(reentrant, announced):
+    plain, again = Checkpointed(), Checkpointed()
+    again.load_state_dict(plain.state_dict())
+    again.reentrant = reentrant
+    found = factors(again, announced=announced)
+    assert {"mixture.router", "mixture.experts.0", "mixture.experts.1"} <= found.keys()
+    assert_same(found, factors(plain))
+
+
+# what hooks do not understand
+
+
+class Sparse(Net):
+    def forward(self, x, y=None):
+        return super().forward(x, y) + self.inner(torch.eye(WIDTH).to_sparse()).sum()
+
+
+class Dict(Net):
+    """Someone's hooks make something else of an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner.register_forward_hook(lambda module, inputs, output: {"out": output[:, :, :3]})
+
+    def forward(self, x, y=None):
+        z = self.inner(x)["out"]
+        return self.loss(torch.tanh(torch.cat([z, z], -1)), y)
+
+
+def test_a_hook_that_raises_leaves_its_layer_without_rows_and_says_so(caplog):
+    recorder = Recorder(Net(), LINEAR)
+    plain = capture.LAYERS["Linear"].gradient_rows
+    try:
+        capture.LAYERS["Linear"].gradient_rows = lambda module, x, g: 1 / 0
+        recorder.model(*batch()).backward()
+    finally:
+        del capture.LAYERS["Linear"].gradient_rows
+    assert capture.LAYERS["Linear"].gradient_rows == plain
+    assert recorder.capture.failed.keys() == {"inner", "head"} and not recorder.means()
+    assert "ZeroDivisionError" in caplog.text and "inner (Linear)" in caplog.text
+    recorder.model(*batch()).backward()
+    assert not recorder.means(), "nor later"
+
+
+def test_an_input_that_is_no_dense_tensor_raises_nothing_and_is_said(caplog):
+    recorder = Recorder(Sparse(), LINEAR)
+    recorder.model(*batch()).backward()
+    assert set(recorder.capture.failed) == {"inner"} and set(recorder.means()) == {"head"}
+    assert "inner (Linear)" in caplog.text
+
+
+def test_hooks_of_others_come_after_ours():
+    found = factors(Dict())
+    assert found["inner"][2].tolist() == [N * T, N * T]
+    model = Dict()
+    x, y = batch()
+    outputs = []
+    model.inner._forward_hooks.clear()
+    z = model.inner(x)
+    z.retain_grad()
+    outputs.append(z)
+    model.loss(torch.tanh(torch.cat([z[:, :, :3]] * 2, -1)), y).backward()
+    rows = (outputs[0].grad * N * T).reshape(-1, WIDTH)
+    packed = (rows.T @ rows / (N * T))[tuple(torch.tril_indices(WIDTH, WIDTH))]
+    close(found["inner"][1], packed, sums=1000)
