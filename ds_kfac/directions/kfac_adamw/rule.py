@@ -56,9 +56,11 @@ class KFACAdamWRule(UpdateRule):
         where = "the layers' own coordinates"
         if plan.config.adam.rotate:
             where = "the eigenbasis" if plan.method.rotates else f"{where}, whitened by inverse roots"
+        plain = sum(layer.A.block == layer.G.block == 0 for layer in plan.layers) if options.rotate else 0
+        without = f"; {plain} have no factors: neither rotated nor whitened" if plain else ""
         return (
             f"Adam in {where} (KFACAdamW), {len(plan.layers) - len(kept)} layers orthogonalized at lr, {len(kept)} "
-            f"along Adam's direction{at}"
+            f"along Adam's direction{at}{without}"
         )
 
     def ratio(self, ds_config: Mapping[str, Any]) -> float:
