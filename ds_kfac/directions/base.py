@@ -1,6 +1,6 @@
 """What an update rule is: a line of ``DIRECTIONS``, and what it computes in a step."""
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -205,6 +205,11 @@ class UpdateRule:
 
     def install(self, arguments: dict[str, Any], config: KFACConfig, ds_config: Mapping[str, Any]) -> None:
         """Replace the arguments of ``deepspeed.initialize`` so that it takes the rule's own optimizer."""
+
+    def unstepped(self, parameters: Iterable[Any]) -> int:
+        """How many of these are in an optimizer object of the rule's own that no engine has taken, and that somebody
+        still holds."""
+        return 0
 
     def check_groups(
         self, model: nn.Module, layers: Sequence[LayerSpec], layout: ShardLayout, rest: ShardLayout

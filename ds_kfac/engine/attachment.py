@@ -8,6 +8,7 @@ K-FAC.
 """
 
 import os
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -294,8 +295,8 @@ class Attachment:
             )
         for text in texts:
             self.report += f"\n  WARNING: {text}"
-            if any(kfac.rank == 0 for kfac in kfacs):
-                logger.warning(f"ds_kfac: {text}")
+            if any(kfac.rank == 0 for kfac in kfacs):  # not to a logger: frameworks mute those
+                print(f"ds_kfac: WARNING: {text}", file=sys.stderr, flush=True)
 
     def _share_without(self, unfit: Collection[str]) -> Share:
         """What is stepped, and with curvature, if these layers have none."""

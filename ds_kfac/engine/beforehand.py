@@ -2,19 +2,38 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import deepspeed
+import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 from torch import nn
 from torch.utils.cpp_extension import get_default_build_root
 
+from ds_kfac.directions.base import UpdateRule
+from ds_kfac.directions.table import DIRECTIONS
+from ds_kfac.model.batch import tensors_of
+
 COMPILED = "deepspeed_shm_comm"
+"""The op that DeepSpeed builds at a first start."""
+NOT_PASSED_ON = (
+    "a KFACAdamW was made for {count} of the parameters that this engine trains, and is not what deepspeed.initialize "
+    "was given. Pass it on as optimizer=. transformers' Trainer drops optimizers=(..) under DeepSpeed: give it "
+    'optimizer_cls_and_kwargs=(ds_kfac.KFACAdamW, {{"lr": 1e-3}}), or name KFACAdamW in the DeepSpeed config. An '
+    "object that is not meant to train has to be deleted before the engine is built"
+)
+
+
+def warn(text: str) -> None:
+    """By the first rank, to standard error itself: frameworks set the level of DeepSpeed's logger to their own."""
+    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if (torch.distributed.get_rank() if ranks else int(os.environ.get("RANK") or 0)) == 0:
+        print(f"ds_kfac: WARNING: {text}", file=sys.stderr, flush=True)
 
 
 def extensions_root() -> Path:
@@ -57,6 +76,37 @@ def check_tensors(model: Any) -> None:
                 "deepspeed.initialize cannot broadcast; convert the images to channels_last instead, or at ZeRO stage "
                 "0 the model after initialize"
             )
+
+
+def check_objects(arguments: dict[str, Any], source: Mapping[str, Any], rule: UpdateRule) -> None:
+    """Of an engine that something else will train than the optimizer object that was made for its parameters.
+
+    Args:
+        arguments: of ``deepspeed.initialize``; an iterator among them becomes a list.
+        rule: of the engine.
+
+    Raises:
+        ValueError: K-FAC's own object is not used. Only a warning where the config names the same optimizer.
+    """
+    optimizer, given = arguments.get("optimizer"), arguments.get("model_parameters")
+    of_config = optimizer is None and "optimizer" in source
+    if rule.given(optimizer) or not (of_config or hasattr(optimizer, "param_groups")):
+        return  # it is used; or nothing is trained, or a function makes what trains
+    if isinstance(given, Iterator):
+        given = arguments["model_parameters"] = list(given)
+    for group in given if isinstance(given, list | tuple) else ():
+        if isinstance(group, dict) and isinstance(group.get("params"), Iterator):
+            group["params"] = list(group["params"])
+    if of_config:
+        given = list(arguments["model"].parameters()) if given is None else given
+    else:
+        given = optimizer.param_groups  # type: ignore[union-attr]
+    trained = [parameter for parameter in tensors_of(given) if parameter.requires_grad]
+    if count := max(own.unstepped(trained) for own in DIRECTIONS):
+        text = NOT_PASSED_ON.format(count=count)
+        if rule.optimizer_type is None:
+            raise ValueError(f"ds_kfac: {text}")
+        warn(f"{text}. Here the DeepSpeed config names it, too: this engine trains with the rates of the config")
 
 
 def trains_nothing(model: Any) -> bool:

@@ -5,7 +5,6 @@ What they attach is a :class:`Job`: an engine's domains, their layers, a plan fo
 
 import base64
 import inspect
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -29,7 +28,14 @@ from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.kfac_gradient import PolynomialDecay
 from ds_kfac.directions.table import DIRECTIONS, is_recipe, rule_in, when_made
 from ds_kfac.engine.attachment import HANDLE, Attachment
-from ds_kfac.engine.beforehand import check_tensors, saying_how_to_launch, trains_nothing, warn_of_compilation
+from ds_kfac.engine.beforehand import (
+    check_objects,
+    check_tensors,
+    saying_how_to_launch,
+    trains_nothing,
+    warn,
+    warn_of_compilation,
+)
 from ds_kfac.engine.refusals import check_model, of_engine, refused, without_optimizer
 from ds_kfac.model.batch import ExpertRows
 from ds_kfac.model.registry import SHARDS
@@ -44,16 +50,17 @@ from ds_kfac.zero.shards import held_by_layer, parameter_names, pieces_of
 
 _plain_initialize: Callable[..., tuple] = deepspeed.initialize
 """DeepSpeed's own. Ours is in its place from the import on; until :func:`enable` it only warns."""
-_enabled = False
+_enabled: bool | None = None
+"""What :func:`enable` or :func:`disable` has said; before, the environment is asked each time."""
 _unattached: str | None = (
     "deepspeed.initialize was never called, and K-FAC works in the engines that it makes. Give the launcher or the "
     "trainer a DeepSpeed config"
 )
 """Why no engine has K-FAC so far; None once one has, or was not to have it."""
-YES, NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
-"""What ``DS_KFAC`` may be; ds_kfac.pth has those that mean no, too."""
+YES, NO = ("1", "true", "yes", "on"), ds_kfac_startup.NO
+"""What ``DS_KFAC`` may be."""
 NOT_ENABLED = (
-    'ds_kfac: not attached: the config has a "kfac" block, but deepspeed.initialize ran without ds_kfac.enable(). '
+    'not attached: the config has a "kfac" block, but deepspeed.initialize ran without ds_kfac.enable(). '
     "Call that before it, start with `python -m ds_kfac run` or with DS_KFAC=1, or ds_kfac.attach(engine) now; "
     "otherwise this engine trains without K-FAC"
 )
@@ -79,6 +86,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     bound = inspect.signature(_plain_initialize).bind(*args, **kwargs)
     source = _config_source(bound.arguments) or {}
     rule, block = rule_in(source, bound.arguments.get("optimizer")), find_block(source)
+    check_objects(bound.arguments, source, rule)
     if rule.optimizer_type is not None and block is None:
         block = {}  # the optimizer's name alone asks for K-FAC
     if block is not None:
@@ -99,6 +107,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
         block = {}
     if block is None:
         _known(NOT_NAMED)
+        if not (without_optimizer(engine) or (enabled() and _unattached is None)):  # another one has it
+            warn(f'this engine trains without K-FAC: {NOT_NAMED}. "kfac": {{"enabled": false}} says that it is meant')
     elif without_optimizer(engine):
         logger.info("ds_kfac: this engine has no optimizer, so it trains nothing: left as it is")
     elif attach(engine, block) is None:
@@ -118,7 +128,14 @@ def _known(why: str | None) -> None:
 
 def unattached() -> str | None:
     """Why no engine of this process has had K-FAC, although it is enabled; None where nothing is amiss."""
-    return _unattached if _enabled else None
+    asked = ds_kfac_startup.asked() if _enabled is None else _enabled
+    return _unattached if asked else None
+
+
+def enabled() -> bool:
+    """Whether ``deepspeed.initialize`` is to attach: as :func:`enable` and :func:`disable` say, else as ``DS_KFAC``
+    does now: a script may have set it after it imported ds_kfac. ValueError as of :func:`asked_for`."""
+    return asked_for(os.environ.get("DS_KFAC", "")) if _enabled is None else _enabled
 
 
 def asked_for(word: str) -> bool:
@@ -153,8 +170,10 @@ def disable() -> None:
 def _our_initialize(*args: Any, **kwargs: Any) -> tuple:
     bound = inspect.signature(_plain_initialize).bind(*args, **kwargs)
     source, optimizer = _config_source(bound.arguments) or {}, bound.arguments.get("optimizer")
-    if _enabled or rule_in(source, optimizer).optimizer_type is not None:  # by its name or as an object
+    rule = rule_in(source, optimizer)
+    if enabled() or rule.optimizer_type is not None:  # by its name or as an object, which DeepSpeed alone would refuse
         return initialize(*args, **kwargs)
+    check_objects(bound.arguments, source, rule)
     if is_recipe(optimizer):
         when_made(bound.arguments, source)
     result = _plain_initialize(*bound.args, **bound.kwargs)
@@ -164,7 +183,7 @@ def _our_initialize(*args: Any, **kwargs: Any) -> tuple:
         for tell in on_attached:
             tell()
     elif block is not None and not (isinstance(block, Mapping) and block.get("enabled") is False):
-        log_dist(NOT_ENABLED, ranks=[0], level=logging.WARNING)
+        warn(NOT_ENABLED)
     return result
 
 

@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,29 @@ from ds_kfac.config.values import find_block
 from ds_kfac.factors.convert import convert
 from ds_kfac.factors.files import Factors, FactorsError
 from ds_kfac.factors.fitting import fit, joined
+from ds_kfac.factors.progress import saved
 from ds_kfac.factors.summary import draw, table
 
+SIZES = {"length": 512, "batch": 8, "limit": None}
+"""Of the data of hf: models, unless they are given."""
+STOPPED = 130
+"""Exit status after Ctrl-C, as of a shell."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def run(arguments: argparse.Namespace) -> str:
     """Compute; returns the text for people, empty on ranks but the first."""
     given = _config(arguments)
-    for name in ("length", "batch", "limit"):
-        if (value := getattr(arguments, name)) is not None and value < 1:
+    for name in SIZES:
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
             raise FactorsError(f"--{name}: got {value}; must be at least 1")
+        if value is not None and not arguments.model.startswith("hf:"):
+            raise FactorsError(
+                f"--{name} {value}: has no effect on the batches of --data {arguments.data}, which is a function for "
+                "this model; cut them there, and leave it out"
+            )
+        setattr(arguments, name, SIZES[name] if value is None else value)
     block = dict(find_block(given) or {})
     if arguments.fisher:
         block["factor"] = {**block.get("factor", {}), "fisher": arguments.fisher}
@@ -38,7 +51,14 @@ def run(arguments: argparse.Namespace) -> str:
     with joined():  # weights are cut between ranks while they are read
         model, tokenizer = _model(arguments.model, given)
         data = _data(arguments, tokenizer, rank, ranks)
-        found = fit(model, data, out=arguments.out, config=block, corrected=not arguments.no_corrected, source=source)
+        try:
+            found = fit(
+                model, data, out=arguments.out, config=block, corrected=not arguments.no_corrected, source=source
+            )
+        except KeyboardInterrupt:
+            if not rank:
+                print(f"\nds_kfac factors: stopped. {saved(arguments.out)}", file=sys.stderr)
+            raise SystemExit(STOPPED) from None
     if rank:
         return ""
     title = (
@@ -100,6 +120,8 @@ def _model(name: str, given: Mapping[str, Any]) -> tuple[Any, Any]:
         make = _function(name)
         with deepspeed.zero.Init(config_dict_or_path=config) if stage == 3 else contextlib.nullcontext():
             model = make()
+        if not isinstance(model, torch.nn.Module):
+            raise FactorsError(f"--model {name}: returned {type(model).__name__}; must return an nn.Module")
         model = model if stage == 3 else model.to(dtype)
     if stage < 3:
         return model.to(get_accelerator().current_device_name()), tokenizer
@@ -111,7 +133,10 @@ def _model(name: str, given: Mapping[str, Any]) -> tuple[Any, Any]:
 def _data(arguments: argparse.Namespace, tokenizer: Any, rank: int, ranks: int) -> Any:
     """This rank's batches."""
     if tokenizer is None:
-        return _function(arguments.data)(rank, ranks)
+        found = _function(arguments.data)(rank, ranks)
+        if not hasattr(found, "__iter__") and not hasattr(found, "__getitem__"):
+            raise FactorsError(f"--data {arguments.data}: returned {type(found).__name__}; must return batches")
+        return found
     tokens: list[int] = []
     for text in _texts(Path(arguments.data)):
         tokens += text if isinstance(text, list) else tokenizer(text)["input_ids"]

@@ -29,10 +29,14 @@ def convert(factors: Factors, kind: str, out: Path, *, name: str = "ds_kfac", ra
     Returns left out layer -> why.
 
     Raises:
-        FactorsError: an unknown kind, numbers out of range, or nothing that could be converted.
+        FactorsError: an unknown kind, numbers out of range, a folder for a file, or nothing that could be converted.
     """
     if kind not in CONVERTERS:
         raise FactorsError(f"convert: got {kind!r}; must be one of {', '.join(CONVERTERS)}")
+    if kind != "kronfluence" and (out.is_dir() or not out.name):
+        raise FactorsError(f"convert: out: {out} is a folder; {kind} needs the name of a safetensors file")
+    if kind == "kronfluence" and out.exists() and not out.is_dir():
+        raise FactorsError(f"convert: out: {out} is a file; {kind} needs a folder")
     left, fit = dict[str, str](), list[str]()
     for layer, about in factors.layers.items():
         why = _unfit(factors, layer, about, kind)

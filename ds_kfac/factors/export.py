@@ -51,13 +51,15 @@ def export(
     with failing_together(f"ds_kfac: export to {folder}", group, FactorsError):
         if not any(own for own, _, _ in parts):
             raise FactorsError("no factor has been computed yet; train a step first")
-        write_shard(folder / shard, tensors)
+        written = write_shard(folder / shard, tensors)
+    shards = dict(gathered((shard, written), group))
     with failing_together(f"ds_kfac: export to {folder}", group, FactorsError):
         if job.channel.rank == 0:
             header: dict[str, Any] = {
                 "steps": job.steps,
                 "fisher": job.preconditioners[0].config.factor.fisher,
                 "settings": {},
+                "shards": shards,
             }
             for place, name in enumerate(("counts", "layers", "weight_map")):
                 header[name] = {key: value for part in parts for key, value in part[place].items()}

@@ -11,8 +11,9 @@
     <layer>/corrected.token       [O, I], the mean over loss terms of (Q_G^T g a^T Q_A)^2, elementwise
     <layer>/corrected.sequence    [O, I], the mean over sequences of the square of the sum over their terms
 
-A folder without index.json is not finished, and nothing loads it. ``layer`` is a module's name, or that of one of its
-matrices (an expert's). I counts the 1 of a bias, the last column.
+A shard has a CRC-32 of each of its tensors, the index one of each shard's and of itself: what is read is what was
+written, or an error. A folder without index.json is not finished, and nothing loads it. ``layer`` is a module's name,
+or that of one of its matrices (an expert's). I counts the 1 of a bias, the last column.
 """
 
 import difflib
@@ -20,7 +21,9 @@ import errno
 import importlib
 import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,7 +37,7 @@ from ds_kfac.curvature.eigen import Eigenbasis
 from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import LayerSpec
 
-INDEX, VERSION = "index.json", 1
+INDEX, VERSION, SUMS = "index.json", 2, "crc32"
 KINDS = ("token", "sequence")
 """Of corrected eigenvalues."""
 
@@ -51,32 +54,77 @@ def safetensors() -> Any:
         raise FactorsError(f"factors are kept in safetensors files ({problem}): pip install safetensors") from problem
 
 
-def safetensors_file(path: Path) -> Any:
-    """An open file: a context manager whose tensors are read when they are asked for."""
-    safetensors()
-    return importlib.import_module("safetensors").safe_open(path, "pt")
+def crc32(tensor: Tensor, before: int = 0) -> int:
+    """Of its bytes, after those that ``before`` is of."""
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return zlib.crc32(flat.numpy().data, before)
 
 
-def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Put a file there whole, or not at all. Raises FactorsError where there is no space, or no permission."""
+class Shard:
+    """An open file, whose tensors are read when they are asked for.
+
+    Attributes:
+        sums: CRC-32 of each of its tensors.
+        crc32: of those.
+
+    Raises:
+        FactorsError: here and where a tensor is read: it is cut off, damaged, or not of :func:`write_shard`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        safetensors()
+        self.path = path
+        try:
+            self._file = importlib.import_module("safetensors").safe_open(path, "pt")
+            self.sums: dict[str, int] = json.loads(self._file.metadata()[SUMS])
+        except Exception as problem:  # safetensors' own errors
+            raise self._damaged(f"{type(problem).__name__}: {problem}") from problem
+        self.crc32 = _crc32_of(self.sums)
+
+    def tensor(self, name: str) -> Tensor:
+        """On the CPU."""
+        try:
+            found: Tensor = self._file.get_tensor(name)
+        except Exception as problem:
+            raise self._damaged(f"{name}: {problem}") from problem
+        if crc32(found) != self.sums[name]:
+            raise self._damaged(f"{name}: wrong checksum")
+        return found
+
+    def _damaged(self, what: str) -> FactorsError:
+        return FactorsError(f"{self.path}: damaged, or not of ds_kfac ({what}); remove the folder and compute it again")
+
+
+def _crc32_of(values: Any) -> int:
+    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
+
+
+def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> int:
+    """Put a file there whole, or not at all, and return the CRC-32 of its tensors' checksums. Raises FactorsError where
+    there is no space, or no permission."""
     save, temporary = safetensors().save_file, path.with_name(path.name + ".tmp")
+    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    sums = {name: crc32(tensor) for name, tensor in kept.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, str(temporary))
+        save(kept, str(temporary), {"format": "pt", SUMS: json.dumps(sums)})
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except Exception as problem:  # safetensors has an error of its own for those of the system
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         full = getattr(problem, "errno", None) == errno.ENOSPC or "No space left" in str(problem)
         advice = "; free some space and start again: what was saved before is kept" if full else ""
         raise FactorsError(f"{path}: could not be written ({problem}){advice}") from problem
+    return _crc32_of(sums)
 
 
 def write_index(folder: Path, header: Mapping[str, Any]) -> None:
     """Finish a folder. ``header``: see :class:`Factors`."""
+    whole = {"format": "ds_kfac.factors", "version": VERSION, **header}
     try:
-        write_text(folder / INDEX, json.dumps({"format": "ds_kfac.factors", "version": VERSION, **header}, indent=1))
+        write_text(folder / INDEX, json.dumps({**whole, SUMS: _crc32_of(whole)}, indent=1))
     except OSError as problem:
         raise FactorsError(f"{folder / INDEX}: could not be written ({problem})") from problem
 
@@ -98,7 +146,7 @@ class Factors:
         header: of the index. "layers": name -> module, kind, weight, bias, sides and groups. "counts": factor key ->
             rows of A, or loss terms of G, that it is the mean of. "batches", "sequences", "rows": of the data.
             "fisher": "empirical", "monte_carlo" or "activations_only". "left_alone": module -> why. "weight_map":
-            tensor -> shard.
+            tensor -> shard. "shards": shard -> CRC-32 of its checksums. "data": of each rank's batches, a CRC-32.
     """
 
     folder: Path
@@ -106,7 +154,7 @@ class Factors:
 
     @classmethod
     def load(cls, folder: str | os.PathLike) -> "Factors":
-        """Raises FactorsError if it is not finished, or not one of ours."""
+        """Raises FactorsError if it is not finished, damaged, or not one of ours."""
         path = Path(folder) / INDEX
         try:
             header = json.loads(path.read_text())
@@ -121,6 +169,8 @@ class Factors:
             raise FactorsError(f'{path}: its "format" is not ds_kfac.factors')
         if header.get("version") != VERSION:
             raise FactorsError(f"{path}: version {header.get('version')}; this ds_kfac reads {VERSION}")
+        if header.pop(SUMS, None) != _crc32_of(header):
+            raise FactorsError(f"{path}: wrong checksum: damaged, or changed; remove the folder and compute it again")
         if absent := sorted({name for name in header["weight_map"].values() if not (Path(folder) / name).exists()}):
             raise FactorsError(f"{path}: names {', '.join(absent)}, which is not there")
         return cls(Path(folder), header)
@@ -184,15 +234,18 @@ class Factors:
         shard = self.header["weight_map"].get(name)
         if shard is None:
             raise FactorsError(f"{self.folder}: has no {name}; it was not computed, or its factor is zero")
-        return self._open(shard).get_tensor(name)
+        return self._open(shard).tensor(name)
 
-    def _open(self, shard: str) -> Any:
-        if shard not in self._shards:
-            self._shards[shard] = safetensors_file(self.folder / shard)
-        return self._shards[shard]
+    def _open(self, name: str) -> Shard:
+        if name not in self._shards:
+            shard = Shard(self.folder / name)
+            if shard.crc32 != self.header["shards"][name]:
+                raise FactorsError(f"{shard.path}: is of other factors than {self.folder / INDEX}")
+            self._shards[name] = shard
+        return self._shards[name]
 
     @cached_property
-    def _shards(self) -> dict[str, Any]:
+    def _shards(self) -> dict[str, Shard]:
         return {}
 
     def __iter__(self) -> Iterator[str]:

@@ -16,7 +16,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_kfac.assignment.assign import Contributors
 from ds_kfac.assignment.costs import BUILTIN, FactorSpec, factors_by_layer
@@ -31,14 +31,14 @@ from ds_kfac.factors.files import (
     INDEX,
     Factors,
     FactorsError,
+    Shard,
     described,
     safetensors,
-    safetensors_file,
     write_index,
     write_shard,
 )
 from ds_kfac.factors.passes import Loss, Passes
-from ds_kfac.factors.progress import Progress, fingerprint
+from ds_kfac.factors.progress import Progress, check_same, fingerprint, named
 from ds_kfac.model.batch import ReadBatch
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import LAYERS
@@ -88,13 +88,17 @@ def fit(
         source: values that JSON has, for the index, such as the data's name; a run with others does not go on from
             this one.
 
-    Returns what is in ``out``; at once if all of it was there.
+    Returns what is in ``out``; without a pass if all of it was there, once the data has been read and found the same.
 
     Raises:
         FactorsError: on every rank; no data, no row that counts, a layer that is never called, a loss or a sum that is
-            not finite, a full disk, other settings than an unfinished run's. Nothing unfinished loads.
+            not finite, a full disk, a damaged file, a folder of other settings or data. Nothing unfinished loads.
         ValueError: a wrong config.
     """
+    if not isinstance(getattr(model, "module", model), nn.Module):
+        raise FactorsError(f"ds_kfac.fit: model: got {type(model).__name__}; must be an nn.Module or an engine")
+    if not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
+        raise FactorsError(f"ds_kfac.fit: data: got {type(data).__name__}; must be something to iterate, of batches")
     if reduction not in ("mean", "sum"):
         raise ValueError(f"ds_kfac.fit: reduction: got {reduction!r}; must be mean or sum")
     safetensors()
@@ -116,7 +120,7 @@ def fit(
                 model, data, loss, reduction=reduction, fisher=fisher, sampler=SAMPLERS[own.factor.sampler],
                 read_batch=read_batch, padding=own.padding.count, channel=channel, shows=progress,
             )  # fmt: skip
-            what = f"{reduction} of {'its own' if loss is None else getattr(loss, '__qualname__', type(loss).__name__)}"
+            what = f"{reduction} of {named(loss)}, rows by {named(read_batch)}"
             return _Fitting(passes, Path(out), own, corrected=corrected, source=source, what=what).run()
         finally:
             channel.close()
@@ -198,8 +202,7 @@ class _Fitting:
             self.out.mkdir(parents=True, exist_ok=True)
         if any(gathered((self.out / INDEX).exists(), self.channel.group)):
             found = Factors.load(self.out)
-            if found.header["settings"] != self.settings:
-                raise FactorsError(f"{self.out}: holds factors of other settings; give another folder, or remove it")
+            check_same(self.out, found.header, {"settings": self.settings, "data": self.passes.marks()})
             return found
         self.progress = Progress(self.out, self.settings, self.channel)
         self.capture = self.passes.capture(self.plan.layers, self.config.factor.weight_sharing)
@@ -293,8 +296,8 @@ class _Fitting:
 
     def _read(self, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
         """Of this rank's shard of factors."""
-        with safetensors_file(self.out / self.shard("factors")) as file:
-            return {name: file.get_tensor(name) for name in file.keys() if wanted(name)}
+        file = Shard(self.out / self.shard("factors"))
+        return {name: file.tensor(name) for name in file.sums if wanted(name)}
 
     def _correct(self) -> None:
         """The second pass, and this rank's shard of it. Collective."""
@@ -333,14 +336,14 @@ class _Fitting:
     def _write_index(self) -> None:
         """Collective."""
         kinds = ["factors", *(["corrected"] if self.corrected else [])]
-        mine = dict[str, str]()
-        for kind in kinds:
-            with safetensors_file(self.out / self.shard(kind)) as file:
-                mine |= {name: self.shard(kind) for name in file.keys()}
+        files = {self.shard(kind): Shard(self.out / self.shard(kind)) for kind in kinds}
+        mine = {name: shard for shard, file in files.items() for name in file.sums}
         counts = {name.removesuffix("/count"): float(count) for name, count in self.counts.items()}
         parts = gathered((mine, counts), self.channel.group)
+        shards = gathered({shard: file.crc32 for shard, file in files.items()}, self.channel.group)
         header = {
-            "settings": self.settings, "fisher": self.passes.fisher,
+            "settings": self.settings, "fisher": self.passes.fisher, "data": self.passes.marks(),
+            "shards": {shard: crc32 for own in shards for shard, crc32 in own.items()},
             "batches": self.progress.seen[0], "sequences": self.progress.seen[1], "rows": self.progress.seen[2],
             "counts": {key: count for _, own in parts for key, count in own.items()},
             "layers": {layer.name: self._described(layer) for layer in self.plan.layers},

@@ -2,17 +2,19 @@
 layer outputs, which autograd is asked for; no parameter gets one."""
 
 import itertools
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ds_kfac.comm.message import Channel, gathered
-from ds_kfac.factors.files import FactorsError
+from ds_kfac.comm.message import Channel, failing_together, gathered
+from ds_kfac.factors.files import FactorsError, crc32
 from ds_kfac.factors.progress import Progress
 from ds_kfac.model.batch import ArgumentReader, BatchInfo, ReadBatch, tensors_of
 from ds_kfac.model.capture import Capture
@@ -62,6 +64,7 @@ class Passes:
     Attributes:
         seed: by which gradients are multiplied.
         device: of the model.
+        mark: of this rank's data; None before it was read to its end.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Passes:
             dtype = torch.get_autocast_dtype(self.device.type) if casts else first.dtype
         self.seed = SCALES.get(dtype, 1.0)
         self._error: Exception | None = None
+        self.mark: int | None = None
         # at ZeRO stage 3 ranks fetch weights from each other: one without a batch runs its last one again
         self.sharded = any(hasattr(parameter, "ds_id") for parameter in self.model.parameters())
         self._reader = read_batch or ArgumentReader(self.model, count=padding)
@@ -92,6 +96,13 @@ class Passes:
             own = getattr(parameter, "ds_tensor", parameter).detach()
             total += torch.linalg.vector_norm(own, dtype=torch.float64).to(self.device) ** 2 if own.numel() else 0.0
         return f"{float(self.channel.sum(total)):.9g}"
+
+    def marks(self) -> list[int]:
+        """Of each rank's batches, see :func:`_marked`; reads them if no pass has. Collective."""
+        with failing_together("ds_kfac.fit: data", self.channel.group, FactorsError):
+            if self.mark is None:
+                self.mark = reduce(_marked, self.data, 0)
+        return gathered(self.mark, self.channel.group)
 
     def capture(self, layers: Iterable[LayerSpec], weight_sharing: str) -> Capture:
         """Hooks for :meth:`over`."""
@@ -110,7 +121,7 @@ class Passes:
             wrong: says whether the last batch's sums are of no use.
         """
         seen, begun, last, iterator = list(progress.seen), progress.batches, None, iter(self.data)
-        mark = 0.0
+        mark = 0
         total = len(self.data) if isinstance(self.data, Sized) else None
         hidden = not self.shows or self.channel.rank > 0
         with tqdm(total=total, initial=begun, desc=what, unit=" batches", disable=hidden) as bar:
@@ -150,7 +161,7 @@ class Passes:
                 bar.update()
                 if save:
                     progress.save(number + 1, seen, mark, saved)
-        progress.seen = seen
+        progress.seen, self.mark = seen, mark
         if not seen[0]:
             raise FactorsError("ds_kfac.fit: the data is empty, on every rank")
 
@@ -237,10 +248,11 @@ class Passes:
         return self.sampler(outputs[-1], capture.forward.info, drawn).float()
 
 
-def _marked(mark: float, batch: Any) -> float:
-    """A number of this batch and those before it, which others, or another order, hardly have."""
-    sums = (float(x.double().nan_to_num().sum()) * place for place, x in enumerate(tensors_of(batch), 1))
-    return 0.9 * mark + sum(sums)
+def _marked(mark: int, batch: Any) -> int:
+    """The CRC-32 of this batch and those before it, whose is ``mark``; others, or another order, hardly have it."""
+    for x in tensors_of(batch):
+        mark = crc32(x, zlib.crc32(f"{x.dtype} {list(x.shape)}".encode(), mark))
+    return zlib.crc32(b"end", mark)
 
 
 def _to(batch: Any, device: torch.device) -> Any:

@@ -73,7 +73,13 @@ def draw(factors: Factors, path: Path) -> Path | None:
                 share = values / values.sum()
                 color = plots.get_cmap("viridis")(place / max(1, len(factors.layers) - 1))
                 axis.plot(range(1, len(share) + 1), share.clamp(min=1e-12), color=color, linewidth=1, alpha=0.8)
-        axis.set(title=f"{side}, {word}", xlabel="eigenvalue", xscale="log", yscale="log", ylim=(1e-10, 1.5))
+        axis.set(
+            title=f"{side}, {word}",
+            xlabel="number of the eigenvalue, the largest first",
+            xscale="log",
+            yscale="log",
+            ylim=(1e-10, 1.5),
+        )
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("share of the trace")
     colors = plots.cm.ScalarMappable(plots.Normalize(0, len(factors.layers) - 1), cmap="viridis")

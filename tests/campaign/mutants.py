@@ -26,6 +26,8 @@ from tests.campaign.mutant_table import MUTANTS, Mutant
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = (
     "ds_kfac",
+    "ds_kfac_startup.py",
+    "ds_kfac.pth",
     "tests",
     "csrc",
     "configs",

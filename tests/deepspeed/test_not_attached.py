@@ -1,5 +1,7 @@
 """A "kfac" block that nobody acts on is said, and so is a checkpoint of another optimizer."""
 
+import contextlib
+import io
 import logging
 
 import pytest
@@ -14,7 +16,7 @@ pytestmark = pytest.mark.distributed
 
 
 def said(action) -> str:
-    """What DeepSpeed's logger writes meanwhile."""
+    """What DeepSpeed's logger and we ourselves write meanwhile."""
     from deepspeed.utils import logger
 
     lines, level = [], logger.level
@@ -23,11 +25,12 @@ def said(action) -> str:
     logger.addHandler(handler)
     logger.setLevel("INFO")
     try:
-        action()
+        with contextlib.redirect_stderr(io.StringIO()) as written:
+            action()
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-    return "\n".join(line for line in lines if "ds_kfac" in line)
+    return "\n".join(line for line in (*lines, *written.getvalue().splitlines()) if "ds_kfac" in line)
 
 
 def warnings_worker(_) -> dict:
@@ -47,12 +50,16 @@ def warnings_worker(_) -> dict:
         "plain, no block": start(deepspeed.initialize, None),
         "plain, disabled": start(deepspeed.initialize, {"enabled": False}),
         "ours, disabled": start(ds_kfac.initialize, {"enabled": False}),
+        "ours, no block": start(ds_kfac.initialize, None),
     }
     engine, *_ = deepspeed.initialize(model=(model := make_net()), model_parameters=model.parameters(),
                                       config=BY_NAME["adam-z2"].config(1, 1))  # fmt: skip
     found["named in the config"] = type(engine.kfac).__name__
     ds_kfac.enable()
     found["enabled"] = start(deepspeed.initialize, config["kfac"])
+    found["enabled, no block, as others have it"] = start(deepspeed.initialize, None)
+    ds_kfac.engine.entry._unattached = "as in a program whose first engine this is"
+    found["enabled, no block"] = start(deepspeed.initialize, None)
     return found
 
 
@@ -64,6 +71,10 @@ def test_a_block_without_effect_is_said_once():
     assert first["plain, no block"] == first["plain, disabled"] == ""
     assert '"enabled": false' in first["ours, disabled"]
     assert "not attached" not in first["enabled"]
+    for case in ("ours, no block", "enabled, no block"):
+        assert first[case].count("this engine trains without K-FAC: the DeepSpeed config names it nowhere") == 1, first
+        assert second[case] == "", "rank 0 says it"
+    assert "trains without" not in first["enabled, no block, as others have it"]
     assert first["named in the config"] == "Attachment", "an optimizer that only ds_kfac knows needs no enable()"
 
 

@@ -17,6 +17,7 @@ from tests.models import make_net
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
+OTHER = {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}}
 OPTIONS = {"lr": LR, "adam_lr": LR / 4, "betas": (0.8, 0.9), "eps": 0.01, "weight_decay": 0.1, "torch_adam": True}
 
 
@@ -387,3 +388,66 @@ def test_a_schedule_of_other_groups_is_not_taken_by_place(tmp_path):
     for found in run_ranks("tests.deepspeed.test_optimizer_object:schedule_worker", world=2, payload=str(tmp_path)):
         assert "has rates of 3 parameter groups, here it has 2" in found["said"], found
         assert found["loaded"] and found["steps"] == 3, found
+
+
+DROPPED = {
+    "AdamW of the config": ({"optimizer": OTHER}, None),
+    "another object": ({}, torch.optim.AdamW),
+    "K-FAC into AdamW": ({"optimizer": OTHER, "kfac": {}}, None),
+    "named in the config": ({"optimizer": {"type": "KFACAdamW", "params": {"lr": LR, "torch_adam": True}}}, None),
+}
+"""What an engine trains with in its place: more of the config, and the argument."""
+
+
+def dropped_worker(_) -> dict:
+    """Objects that whoever makes the engine does not pass on, as transformers' Trainer does with ``optimizers=``."""
+    import deepspeed
+
+    found = {}
+    base = {"train_micro_batch_size_per_gpu": 1, "zero_force_ds_cpu_optimizer": False}
+    ways = {"theirs": deepspeed.initialize, "ours": ds_kfac.initialize}
+
+    def start(initialize, model, optimizer, more) -> str:
+        with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()):
+            try:
+                parameters = None if optimizer else model.parameters()
+                given = {"model_parameters": parameters, "config": {**base, **more}}
+                initialize(model=model, optimizer=optimizer, **given)[0].destroy()
+            except ValueError as error:
+                return f"ValueError: {error}"
+        return said.getvalue()
+
+    for way, initialize in ways.items():
+        for case, (more, kind) in DROPPED.items():
+            model = make_net()
+            kept = ds_kfac.KFACAdamW(model.parameters(), LR)
+            optimizer = kind and kind(model.parameters(), LR)
+            found[way, case] = start(initialize, model, optimizer, more)
+            scheduler = LambdaLR(kept, schedule)  # they hold each other
+            del kept, scheduler
+            found[way, case, "deleted"] = start(initialize, model, optimizer, more)
+        model, other = make_net(), make_net()
+        kept = ds_kfac.KFACAdamW(model.parameters(), LR)
+        found[way, "of another model"] = start(initialize, other, None, DROPPED["AdamW of the config"][0])
+        found[way, "passed on"] = start(initialize, model, kept, {})
+        # and stepped no more
+        found[way, "stepped before"] = start(initialize, model, None, DROPPED["AdamW of the config"][0])
+        frozen = make_net().requires_grad_(False)
+        kept = ds_kfac.KFACAdamW(frozen.parameters(), LR)
+        found[way, "a model that is not trained"] = start(initialize, frozen, None, {})
+    return found
+
+
+def test_an_object_that_is_not_passed_on_is_an_error():
+    found = run_ranks("tests.deepspeed.test_optimizer_object:dropped_worker", world=1)[0]
+    for way in ("theirs", "ours"):
+        count = len([*make_net().parameters()])
+        for case in list(DROPPED)[:3]:
+            text = found[way, case]
+            assert text.startswith(f"ValueError: ds_kfac: a KFACAdamW was made for {count} of the parameters"), found
+            assert "optimizer_cls_and_kwargs=" in text and '{"lr": 1e-3}' in text, text
+        text = found[way, "named in the config"]
+        assert not text.startswith("ValueError") and "this engine trains with the rates of the config" in text
+        fine = ("of another model", "passed on", "stepped before", "a model that is not trained")
+        silent = [(way, case, "deleted") for case in DROPPED] + [(way, case) for case in fine]
+        assert all("KFACAdamW was made" not in found[case] and "Error" not in found[case] for case in silent), found

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.config.keys import AdamConfig, parse
 from ds_kfac.curvature.factor import Side
 from ds_kfac.directions.kfac_adamw.direction import SIZE, adam_factor, keeps_direction, step_norm
@@ -13,6 +14,7 @@ from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
 from ds_kfac.model.blocks import named
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Choice, scan
+from ds_kfac.plan.plan import Setting, make_plan
 from tests.close import close
 from tests.models import linear_layer
 
@@ -139,3 +141,24 @@ def test_blocks_of_layers_that_keep_adams_direction_are_said_to_have_no_effect()
         "kfac.adam.blocks 'lm_head', whose layers keep Adam's direction "
         "(kfac.adam.except_layers '([^.]*_)?head(_dist)?')",
     ]  # fmt: skip
+
+
+def test_a_layer_whose_a_is_the_identity_is_said_to_be_orthogonalized_alone():
+    """As PEFT's lora_A with a long side is."""
+    rule, config = KFACAdamWRule(), parse({})
+    config, _ = rule.resolved(config)
+    layer = linear_layer("blocks.0.mlp.lora_A.default", 5, 4)
+    assert rule.choice(config, layer) == "whitened and orthogonalized"
+    diagonal = replace(layer, A=Side.diagonal(5))  # which whitens, too
+    assert rule.choice(config, diagonal) == "whitened and orthogonalized"
+    plain = replace(layer, A=Side.identity(5), G=Side.identity(4))
+    assert rule.choice(config, plain) == "orthogonalized"
+    assert rule.choice(config, replace(plain, blocks=(2, 2))) == "orthogonalized in blocks of 2 + 2 rows"
+    layers = [layer, plain, replace(plain, name="blocks.1", module="blocks.1", weight="blocks.1.weight")]
+    setting = Setting(1, None, torch.float32, torch.float32, moments=2, device=torch.device("cpu"))
+    plan = make_plan(layers, setting, config, BUILTIN["cpu"])
+    said = rule.described(plan, "KFACAdamW", 8.0)
+    assert "3 layers orthogonalized at lr" in said and said.endswith(
+        "; 2 have no factors: neither rotated nor whitened"
+    )
+    assert "no factors" not in rule.described(make_plan([layer], setting, config, BUILTIN["cpu"]), "KFACAdamW", 8.0)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,6 +83,10 @@ def test_what_has_no_place_there_is_named(tmp_path):
         convert(found, "mergekit", tmp_path / "x")
     with pytest.raises(FactorsError, match="rank 0, rho 2"):
         convert(found, "eva", tmp_path / "x", rank=0)
+    for kind, out, what in (("gptq", tmp_path, "is a folder"), ("eva", Path(), "is a folder"),
+                            ("kronfluence", tmp_path / "grams", "is a file")):  # fmt: skip
+        with pytest.raises(FactorsError, match=f"out: .*{what}; {kind} needs"):
+            convert(found, kind, out)
     A = fit(
         Sequences(), sequences(1), out=tmp_path / "A", config={"factor": {"fisher": "activations_only"}}, progress=False
     )
@@ -125,6 +130,36 @@ def test_the_commands_compute_and_convert(tmp_path, capfd):
     assert found.factor("own.head", "G").shape == (CLASSES, CLASSES)
     assert main(["convert", str(tmp_path / "made"), "--to", "gptq", "--out", str(tmp_path / "gptq")]) == 0
     assert "wrote 2 of 2 layers for gptq" in capfd.readouterr().out
+
+
+def no_model() -> None:
+    pass
+
+
+def no_data(rank: int, ranks: int) -> None:
+    pass
+
+
+@pytest.mark.parametrize("given, told", [
+    (["--limit", "1"], "--limit 1: has no effect on the batches of --data tests.factors.test_convert:data"),
+    (["--length", "4"], "--length 4: has no effect"), (["--batch", "2"], "--batch 2: has no effect"),
+    (["--model", "tests.factors.test_convert:no_model"], "returned NoneType; must return an nn.Module"),
+    (["--data", "tests.factors.test_convert:no_data"], "returned NoneType; must return batches"),
+])  # fmt: skip
+def test_the_command_names_what_is_wrong_with_its_arguments(given, told, tmp_path, capfd):
+    here = "tests.factors.test_convert"
+    arguments = ["factors", "--model", f"{here}:Net", "--data", f"{here}:data", "--out", str(tmp_path / "made"), *given]
+    assert main(arguments) == 1
+    said = capfd.readouterr().err
+    assert told in said and "Traceback" not in said and not (tmp_path / "made").exists()
+
+
+def test_the_picture_of_spectra_says_what_its_axes_are(factors, tmp_path, monkeypatch):
+    plots = pytest.importorskip("matplotlib.pyplot")
+    labels: list[str] = []
+    monkeypatch.setattr(plots, "close", lambda figure: labels.extend(axis.get_xlabel() for axis in figure.axes[:2]))
+    draw(factors, tmp_path / "spectra.png")
+    assert labels == ["number of the eigenvalue, the largest first"] * 2
 
 
 def test_a_model_is_cut_without_a_launcher_too(tmp_path):

@@ -297,7 +297,7 @@ def test_a_model_without_a_loss_is_told_of_the_argument(tmp_path):
 
 
 def test_a_full_disk_leaves_nothing_that_loads(tmp_path, monkeypatch):
-    def full(tensors, path):
+    def full(tensors, path, metadata):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(files.safetensors(), "save_file", full)

@@ -67,6 +67,18 @@ def test_deepspeed_that_is_imported_and_not_used_is_told_of(tmp_path):
     assert text.count(ASKED) == 1 and "deepspeed.initialize was never called" in text
 
 
+SET = "import os; os.environ['DS_KFAC'] = '1'\n"
+
+
+@pytest.mark.parametrize("first, said_why", [
+    ("", "deepspeed was never imported"), ("import deepspeed\n", "when deepspeed had been imported already"),
+    ("import ds_kfac\n", "deepspeed.initialize was never called"),
+])  # fmt: skip
+def test_a_script_that_sets_the_variable_itself_is_told_of(first, said_why, tmp_path):
+    text = said(tmp_path, first + SET + TRAINS, DS_KFAC="")
+    assert text.count(ASKED) == 1 and said_why in text, text
+
+
 ENGINE = """
 import deepspeed, torch
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

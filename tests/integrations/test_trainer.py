@@ -40,6 +40,12 @@ def test_evaluation_may_come_first(tmp_path):
     assert steps == 2 and after < before
 
 
+def test_an_object_that_the_trainer_drops_is_an_error(tmp_path):
+    said = run_ranks("tests.integrations.trainer_runs:object_worker", world=1, payload=str(tmp_path))[0]
+    assert said.startswith("ds_kfac: a KFACAdamW was made for 21 of the parameters"), said
+    assert "optimizer_cls_and_kwargs=" in said
+
+
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_metrics_reach_the_trainers_reporters_without_a_line(by_hand, tmp_path):
     pytest.importorskip("tensorboard")

@@ -85,6 +85,27 @@ def evaluation_worker(folder: str) -> tuple[float, float, int]:
         return before, trainer.evaluate()["eval_loss"], trainer.model_wrapped.kfac.preconditioner.steps
 
 
+def object_worker(folder: str) -> str:
+    """An optimizer given by ``optimizers=``, which the Trainer drops under DeepSpeed."""
+    fresh()
+    options = tiny.options([])
+    config = tiny.ds_config(options.deepspeed)
+    for block in ("optimizer", "kfac"):
+        config.pop(block, None)
+    arguments = TrainingArguments(output_dir=folder, deepspeed=config, max_steps=1, per_device_train_batch_size=4,
+                                  report_to="none", save_strategy="no", use_cpu=tiny.ON_CPU)  # fmt: skip
+    model = tiny.model()
+    optimizers = ds_kfac.KFACAdamW(model.parameters(), lr=1e-3), None
+    trainer = Trainer(model=model, args=arguments, train_dataset=tiny.tokens(8), optimizers=optimizers)
+    del optimizers
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            trainer.train()
+    except ValueError as error:
+        return str(error)
+    return "trained"
+
+
 def reporter_worker(payload: tuple[str, bool]) -> list[str]:
     """Names that reach tensorboard."""
     folder, by_hand = payload

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.base import Direction, UpdateRule, by_rows
 from ds_kfac.directions.kfac_adamw.direction import ADAM_RATIO, AdamDirection, adam_factor, keeps_direction
 from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, KFACAdamWStep, no_state, ratio_of
-from ds_kfac.directions.kfac_adamw.user_optimizer import given_groups, params_in, put_into
+from ds_kfac.directions.kfac_adamw.user_optimizer import given_groups, params_in, put_into, unstepped
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.blocks import KINDS, named, rows_of, weight_name
 from ds_kfac.model.layers import LayerSpec
@@ -57,9 +57,11 @@ class KFACAdamWRule(UpdateRule):
         where = "the layers' own coordinates"
         if plan.config.adam.rotate:
             where = "the eigenbasis" if plan.method.rotates else f"{where}, whitened by inverse roots"
+        plain = sum(layer.A.block == layer.G.block == 0 for layer in plan.layers) if options.rotate else 0
+        without = f"; {plain} have no factors: neither rotated nor whitened" if plain else ""
         return (
             f"Adam in {where} (KFACAdamW), {len(plan.layers) - len(kept)} layers orthogonalized at lr, {len(kept)} "
-            f"along Adam's direction{at}"
+            f"along Adam's direction{at}{without}"
         )
 
     def ratio(self, ds_config: Mapping[str, Any]) -> float:
@@ -104,7 +106,8 @@ class KFACAdamWRule(UpdateRule):
         reason = keeps_direction(config.adam, layer)
         if reason is not None:
             return f"Adam's direction: {reason}"
-        how = "whitened and orthogonalized" if config.adam.whiten and config.adam.rotate else "orthogonalized"
+        whitens = config.adam.whiten and config.adam.rotate and layer.A.block > 0  # not by the identity
+        how = "whitened and orthogonalized" if whitens else "orthogonalized"
         return f"{how} in blocks of {rows_of(layer)}" if layer.blocks else how
 
     def idle(self, config: KFACConfig, layers: Sequence[LayerSpec]) -> list[str]:
@@ -169,6 +172,9 @@ class KFACAdamWRule(UpdateRule):
             )
         config, _ = self.resolved(config)
         put_into(arguments, config, self.scanned(config), self.parameters(ds_config), ds_config)
+
+    def unstepped(self, parameters: Iterable[Any]) -> int:
+        return unstepped(parameters)
 
     def check_groups(
         self, model: nn.Module, layers: Sequence[LayerSpec], layout: ShardLayout, rest: ShardLayout

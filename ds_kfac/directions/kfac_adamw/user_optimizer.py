@@ -2,6 +2,8 @@
 two, [preconditioned | rest], before the engine exists, and what DeepSpeed steps goes there in its place.
 """
 
+import gc
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NoReturn
 
@@ -186,6 +188,7 @@ class KFACAdamW(torch.optim.Optimizer):
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adam_lr": adam_lr}
         self.options = checked({**options, "torch_adam": torch_adam}, "KFACAdamW: ")
         super().__init__(params, {key: value for key, value in self.options.items() if key not in OWN})
+        _MADE.add(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Before ``deepspeed.initialize``.
@@ -222,6 +225,23 @@ class KFACAdamW(torch.optim.Optimizer):
             "KFACAdamW: only a DeepSpeed engine can step it: pass it to ds_kfac.initialize, or train with DeepSpeed "
             "(ZeRO stage 0 is enough)"
         )
+
+
+_MADE: "weakref.WeakSet[KFACAdamW]" = weakref.WeakSet()
+
+
+def unstepped(parameters: Iterable[Any]) -> int:
+    """How many of these are in a :class:`KFACAdamW` that no engine has taken. One that nobody holds any more does not
+    count: it cannot be told from one that was made in vain."""
+    own = set(map(id, parameters))
+
+    def found() -> int:
+        waiting = [group for made in _MADE for group in given_groups(made) or () if not group.taken[1]]
+        return len(own & {id(parameter) for group in waiting for parameter in group["params"]})
+
+    if found():
+        gc.collect()  # a scheduler and its optimizer hold each other
+    return found()
 
 
 def given_groups(optimizer: Any) -> list[Group] | None:
