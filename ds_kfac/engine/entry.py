@@ -345,8 +345,10 @@ def _budgets(targets: Sequence[Target], config: KFACConfig) -> list[KFACConfig]:
 
 
 def _check_copies(targets: Sequence[Target], plans: Sequence[Plan]) -> None:
-    """What tensor-parallel ranks have copies of must be treated alike by all of them. Collective under tensor
-    parallelism; raises ValueError on every rank if their plans differ in what changes results."""
+    """What tensor-parallel ranks have copies of must be treated alike by all of them, though its owners differ. So all
+    that depends on an owner is alike for copies: they have the rows of all ranks, rounded as what travels
+    (``comm/reduce.py``, ``step/messages.py``, ``zero/exchange.py``), and no offsets. Collective under tensor
+    parallelism; raises ValueError on every rank if plans differ in what is left."""
     if targets[0].domain.shard[1] > 1 and len(set(gathered((str(plans[0].wire), plans[0].lag)))) > 1:
         raise ValueError(
             "ds_kfac: the tensor-parallel ranks' shards are so different in size that their plans for the layers they "

@@ -142,10 +142,11 @@ class Plan:
 
 
 def sharing_candidates(layers: Sequence[LayerSpec], method: Method) -> Mapping[str, Hashable]:
-    """Layers that may share A, and what must be equal for it: the side, whether a bias's 1 is in it, and whether G is
-    the identity, if its damping is part of what is kept of A."""
+    """Layers that may share A, and what must be equal for it: the side, whether a bias's 1 is in it, whether G is the
+    identity, if its damping is part of what is kept of A, and whether other tensor-parallel ranks have copies: where A
+    is a shard's, too, its plan would be the shard's."""
     return {
-        layer.name: (layer.A, layer.bias is not None, method.damps_identity and layer.G.block == 0)
+        layer.name: (layer.A, layer.bias is not None, method.damps_identity and layer.G.block == 0, layer.copies)
         for layer in layers
         if layer.part[1] == 1 and layer.kind in ("Linear", "Conv1D", *SHARDS) and layer.A.block
     }

@@ -99,6 +99,7 @@ class FactorUpdates:
         self.delivery = Delivery(
             plan.assignment.factors, self.eigen_workers, plan.assignment.workers,
             world=channel.world, wire=plan.wire, method=plan.method,
+            copied=[layer.name for layer in plan.layers if layer.copies > 1],
         )  # fmt: skip
         self.travels = self.delivery.travels
         self.load_state_dict({})

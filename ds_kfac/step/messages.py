@@ -30,9 +30,12 @@ class Delivery:
         workers: layer name -> ranks.
         wire: dtype of eigenvectors.
         method: what is decomposed.
+        copied: layers of which other domains, with roles of their own, have copies.
 
     Attributes:
         receivers: factor key -> gradient workers that are not its eigen worker.
+        rounded: keys of the factors whose eigen worker takes what it would send: those that it sends, and those that it
+            would send if a copy's roles were its own.
         travels: whether anything ever travels.
         kinds, dtypes: of the parts on the wire, in their order.
     """
@@ -46,6 +49,7 @@ class Delivery:
         world: int,
         wire: torch.dtype,
         method: Method = EIGEN,
+        copied: Collection[str] = (),
     ) -> None:
         self.method = method
         self.kinds = tuple(part.kind for part in self.method.parts)
@@ -57,6 +61,8 @@ class Delivery:
             )
             for factor in factors
         }
+        copies = {factor.key for factor in factors if world > 1 and any(name in copied for name in factor.layers)}
+        self.rounded = {key for key, ranks in self.receivers.items() if ranks} | copies
         self.travels = any(self.receivers.values())
 
     def plans(self, keys: Collection[str]) -> tuple[RelayoutPlan, ...]:
@@ -97,7 +103,7 @@ class Delivery:
         for place in sorted(set().union(*flats)):
             factor = self.factors[place]
             found[factor.key] = self.method.joined(factor.side, *(part.get(place) for part in flats))
-        return found | {key: kept.rounded(self.wire) if self.receivers[key] else kept for key, kept in own.items()}
+        return found | {key: kept.rounded(self.wire) if key in self.rounded else kept for key, kept in own.items()}
 
 
 FAILED, UNUSABLE, FRESH = -1.0, 0.0, 1.0

@@ -159,12 +159,15 @@ class Outbox:
                 self._sent[param, place] = _alone(flat, place, exchange.scatter_dtype)
             for shard in exchange.shards.get(param, ()):
                 place = shard.start, shard.numel
-                if layout.in_place:
-                    self.own[param, shard.start] = layout.read(shard).copy_(flat.narrow(0, *place))
-                elif layout.replicated and (param, place) in self._sent:  # as it arrives, or replicas would drift apart
+                # as it arrives, or replicas, and copies of which another rank is the worker, would drift apart
+                copied = layer.copies > 1 and layout.world > 1
+                if (copied or layout.replicated) and (param, place) in self._sent:
                     self.own[param, shard.start] = self._sent[param, place]
+                elif layout.in_place and not copied:
+                    self.own[param, shard.start] = layout.read(shard).copy_(flat.narrow(0, *place))
                 else:
-                    self.own[param, shard.start] = _alone(flat, place, torch.float32)
+                    dtype = exchange.scatter_dtype if copied else torch.float32
+                    self.own[param, shard.start] = _alone(flat, place, dtype)
 
 
 def _alone(flat: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:

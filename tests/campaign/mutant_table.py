@@ -21,6 +21,9 @@ _OPS, _LAYER_OPS, _BASIC = "ops/functional.py", "tests/ops/test_ops_layers.py", 
 _ADAM = _OPS
 _SAVED = "tests/deepspeed/test_saved_state.py"
 _NOISE, _RAMP = "tests/model/test_noise.py", "tests/deepspeed/test_batch_ramp.py"
+_COPIES = "tests/deepspeed/test_tensor_parallel.py::" + (
+    "test_copies_are_the_same_bits_where_shards_differ_in_size_and_results_travel_in_16_bits"
+)
 _FIT = "tests/factors/test_fit.py"
 _FEATURES = "tests/deepspeed/test_features.py::test_every_feature_matches_reference"
 _TRAPS, _KFAC_ADAMW = "tests/deepspeed/test_traps.py", "tests/deepspeed/test_kfac_adamw.py"
@@ -292,14 +295,22 @@ _ROWS = [
     ("sums are averaged over ranks", "comm/reduce.py", "whole.copy_(first)", "whole.copy_(first / len(parts))",
      "tests/comm/test_reduction.py tests/comm/test_reducer.py"),
     ("owner keeps the unrounded eigenvectors", "step/messages.py",
-     "kept.rounded(self.wire) if self.receivers[key] else kept",
+     "kept.rounded(self.wire) if key in self.rounded else kept",
      "kept", "tests/comm/test_delivery.py"),
-    ("what nobody receives is rounded", "zero/exchange.py", "_alone(flat, place, torch.float32)",
-     "_alone(flat, place, exchange.scatter_dtype)", "tests/zero/test_exchange.py"),
+    ("what nobody receives is rounded", "zero/exchange.py", "if copied else torch.float32",
+     "if True else torch.float32", "tests/zero/test_exchange.py"),
+    ("copies keep the unrounded result", "zero/exchange.py", "copied = layer.copies > 1 and layout.world > 1",
+     "copied = False", _COPIES),
+    ("copies: the owner keeps its unrounded eigenvectors", "step/messages.py", "if world > 1 and any(name in copied",
+     "if False and any(name in copied", "tests/comm/test_delivery.py"),
+    ("an owner's own rows are not rounded", "comm/reduce.py", "whole.to(self.dtype) if kind", "whole if kind",
+     "tests/comm/test_reduction.py"),
+    ("copies have their A from a shard's plan", "plan/plan.py", "layer.G.block == 0, layer.copies)",
+     "layer.G.block == 0)", "tests/plan/test_plan.py"),
     ("burn-in: the first step's bases arrive again", "estimate/estimates.py", "if n > lag or not lag", "if n >= lag",
      "tests/estimate/test_mem_needs.py"),
-    ("replicas keep the unrounded result", "zero/exchange.py", "layout.replicated and (param, place)",
-     "False and (param, place)", "tests/zero/test_exchange.py"),
+    ("replicas keep the unrounded result", "zero/exchange.py", "(copied or layout.replicated)", "copied",
+     "tests/zero/test_exchange.py"),
     ("in place: results wait beside gradients", "zero/exchange.py", "if layout.in_place:\n                    self.own",
      "if False:\n                    self.own", "tests/zero/test_exchange.py"),
     ("stage 3: the last gradient stays", "zero/stages.py", "self._chunks.pop().zero_()", "self._chunks.pop()",
