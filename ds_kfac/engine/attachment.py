@@ -256,7 +256,7 @@ class Attachment:
             promised, self._share = self._share, self._seen_share(called)
             text = (
                 f"{rank} saw no rows of {', '.join(name for name, *_ in folded(silent))} in its first two captured "
-                f"steps. Until some rank sees some, {kfacs[0].rule.without_curvature}: with curvature are "
+                f"steps. If no other rank sees any either, {kfacs[0].rule.without_curvature}: with curvature are "
                 f"{self._share.curved_fraction:.0%} of the trained matrix parameters, not "
                 f"{promised.curved_fraction:.0%}. Modules that nobody calls, fused kernels and autograd.Functions show "
                 "none: switch them off, or exclude the layer (kfac.layers.exclude)"

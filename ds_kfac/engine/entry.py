@@ -217,7 +217,7 @@ def _assembled(
     parts = domains(engine, optimized)
     several = bool(parts[0].name)
     _choose_backend(engine, config)
-    costs = _agreed_costs(torch.device(engine.device), config.assignment.costs)
+    costs, sequence = _agreed_costs(torch.device(engine.device), config.assignment.costs), _sequence(engine)
     # one stage may have no layers, or too little memory
     headline = "ds_kfac cannot attach to this model-parallel engine"
     together: Any = partial(failing_together, headline, torch.distributed.group.WORLD, ValueError)
@@ -228,7 +228,7 @@ def _assembled(
         pairs = _by_domain(found, parts)
         targets = [_target(engine, domain, part, rule, experts) for domain, part in pairs]
         plans = [
-            make_plan(target.layers, _setting(target, config), budget, costs, answers)
+            make_plan(target.layers, _setting(target, config, sequence), budget, costs, answers)
             for target, budget in zip(targets, _budgets(targets, config), strict=True)
         ]
         for target in targets:
@@ -281,7 +281,7 @@ def _target(engine: Any, domain: Domain, found: Scan, rule: UpdateRule, experts:
     )
 
 
-def _setting(target: Target, config: KFACConfig) -> Setting:
+def _setting(target: Target, config: KFACConfig, sequence: int) -> Setting:
     """What a plan has to know of the engine."""
     layout = target.layout
     return Setting(
@@ -292,7 +292,21 @@ def _setting(target: Target, config: KFACConfig) -> Setting:
         moments=target.rule.moments_count(config),
         device=torch.device(layout.engine.device),
         scheduled=layout.engine.lr_scheduler is not None,
+        sequence=sequence,
     )
+
+
+def _sequence(engine: Any) -> int:
+    """So many consecutive ranks have the parts of one sequence; all ranks where they are not consecutive. Collective
+    under sequence parallelism."""
+    size = engine.sequence_parallel_size
+    if size == 1:
+        return 1
+    every = torch.distributed.get_process_group_ranks(engine.seq_data_parallel_group)
+    mine = [every.index(rank) for rank in torch.distributed.get_process_group_ranks(engine.seq_parallel_group)]
+    first = min(mine)
+    consecutive = sorted(mine) == list(range(first, first + size)) and first % size == 0
+    return size if all(gathered(consecutive)) else len(every)
 
 
 def _node(device: torch.device) -> tuple[int, int]:

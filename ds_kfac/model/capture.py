@@ -58,6 +58,7 @@ class Capture:
         noise: measures samples' gradients in captured steps, if there is one.
         counted, outside: calls since the last step whose gradients came in the engine's own backward, and in others.
         called: names of layers that were seen to run.
+        seen: of those that did with an input that has elements, in this captured step.
     """
 
     _backwards: ClassVar[list["Capture"]] = []
@@ -90,7 +91,7 @@ class Capture:
         self._arrived: list[Call] = []  # in this backward, with an input to be released after it
         self._fallback_seed = fallback_seed
         self._seed: Tensor | float | None = None
-        self._info_of, self._masks, self.called = info_of, RowMasks(model), set[str]()
+        self._info_of, self._masks, self.called, self.seen = info_of, RowMasks(model), set[str](), set[str]()
         self._handles: list[Any] = []
         self._hook_model(model)
         parameters, owners = dict(model.named_parameters()), {"": model}
@@ -127,6 +128,7 @@ class Capture:
             self.end_backward()
             self.inputs.broken.clear()
         self.sums, self._keys, self.active, self.rows.turn = {}, keys or frozenset(), keys is not None, step
+        self.seen = set()
         self.measured = {} if measure else None
         if self.noise is not None:
             self.noise.begin(active=self.active)
@@ -249,6 +251,8 @@ class Capture:
         if recomputed and self.sampled:  # the first run's calls are those that are sampled
             return
         self.called.add(layer.name)
+        if x.numel():
+            self.seen.add(layer.name)
         A, G = layer.keys
         makes_A = "A" in sides and A in self._keys
         captured = makes_A or ("G" in sides and G in self._keys)

@@ -21,7 +21,7 @@ from ds_kfac.model.rows import BatchSum, RowSums, SharedInputs
 from ds_kfac.plan.plan import Known, Plan
 from ds_kfac.schedule.timetable import FactorsDue
 from ds_kfac.step.factors import FactorDraft, FactorUpdates
-from ds_kfac.step.messages import Sharing, unusual
+from ds_kfac.step.messages import UNUSUAL, Sharing, unusual
 from ds_kfac.update.kfac import QuadraticModel
 from ds_kfac.update.state import LayerState
 from ds_kfac.zero.exchange import GradientExchange, LocalResult, Watch
@@ -285,7 +285,7 @@ class KFACPreconditioner:
         summary[: len(counts)] = counts
         if draft.factors is not None:
             summary[2].add_(draft.factors.failed)  # a fill: numbers from a list would be copied from the host
-            summary[-2:].add_(unusual(draft.factors.scalars))
+            summary[-len(UNUSUAL) :].add_(unusual(draft.factors.scalars))
         return numbers, dict(zip(self.names, (ready > 0).unbind(), strict=True))
 
     def commit(self, draft: Draft, *, applied: bool) -> None:
@@ -305,6 +305,9 @@ class KFACPreconditioner:
             self.watch.step(draft.local.left_out, look=bool(due.capture))
             self.state, self.peak_lr, self.damping_scale = draft.local.kept(), draft.peak_lr, draft.damping_scale
             if due.capture:
+                if self.plan.contributors.counts and draft.factors is not None:
+                    count = HostCopy(self.metrics.step_summary[-1:])
+                    self.sharing.updates = count, draft.factors.missed, self.capture.seen
                 self.metrics.step_counts["factor_updates"] += 1
                 self.metrics.step_counts["captured_elements"] += sum(map(self.curvature.numel.__getitem__, due.capture))
             self.steps += 1
@@ -314,12 +317,19 @@ class KFACPreconditioner:
     def resume(self) -> None:
         """Make ready for the step after ``state`` and ``steps``, which a checkpoint may have set."""
         self.due = self.curvature.timetable.due(self.steps)
+        if self.due.capture:
+            self.settle()
         # without a factor nothing else is captured
         noted = self.capture.noise is not None and not self.plan.assignment.factors and self.steps % NOISE_INTERVAL == 0
         if self.due.capture or noted or self.capture.active:
             keys = self.curvature.reducer.begin(self.due.capture, self.steps) if self.due.capture else None
             keys = frozenset() if noted else keys
             self.capture.begin_step(keys, self.steps, measure=self.plan.measures and self.known.rows is None)
+
+    def settle(self) -> None:
+        """Learn what the last updates that were applied have shown, see :meth:`Sharing.settled`. Collective."""
+        if (known := self.sharing.settled(self.known, self.plan)) is not None:
+            self.learn(known)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs of this rank, in its own names: steps, peak_lr, known, layers (name -> state),
@@ -348,6 +358,7 @@ class KFACPreconditioner:
         self.steps, self.peak_lr = state.get("steps", 0), dict(state.get("peak_lr", {}))
         self.damping_scale = state.get("damping_scale")
         self.direction.rotations.kept.clear()
+        self.sharing.updates = None
         if decompose:
             draft = self.curvature.redecomposed(self.steps)
             self._broadcast(draft, *self.curvature.scalars(draft))

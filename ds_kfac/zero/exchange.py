@@ -213,14 +213,14 @@ class LocalResult:
 
         Args:
             failed: refreshes that failed here.
-            unusual: [2], batches of factors here that were scaled down, and that had no row; None: none.
+            unusual: [3], batches of factors here, see :data:`ds_kfac.step.messages.UNUSUAL`; None: none.
         """
         unprepared, failures = (self.replaced.new_full((), n) for n in (self.unprepared, failed))
         left_out = torch.zeros_like(self.replaced)
         if self.left_out:
             left_out = torch.stack(list(self.left_out.values())).sum(dtype=left_out.dtype)
-        limited, empty = self.replaced.new_zeros(2) if unusual is None else unusual.to(self.replaced.dtype)
-        return [self.replaced, unprepared, failures, self.unused, left_out, self.limited + limited, empty]
+        limited, *empty = self.replaced.new_zeros(3) if unusual is None else unusual.to(self.replaced.dtype)
+        return [self.replaced, unprepared, failures, self.unused, left_out, self.limited + limited, *empty]
 
 
 class Watch:

@@ -291,6 +291,18 @@ _ROWS = [
     ("round robin ignored by the plan", "zero/shards.py", "step = world if round_robin else 1",
      "step = 1",
      "tests/deepspeed/test_estimate.py"),
+    # who contributes
+    ("a missed update changes nothing", "step/messages.py", "if not count.tolist()[0]:", "if True:",
+     "tests/deepspeed/test_partly_used.py"),
+    ("contributors grow for layers that nobody used", "step/messages.py",
+     "if f.key in keys and not used.isdisjoint(f.layers)", "if f.key in keys", "tests/deepspeed/test_partly_used.py"),
+    ("a layer called without an input was used", "model/capture.py", "if x.numel():\n            self.seen",
+     "if True:\n            self.seen", "tests/deepspeed/test_partly_used.py"),
+    ("a save forgets the last missed update", "checkpoint/save.py", "kfac.settle()", "pass",
+     "tests/deepspeed/test_partly_used.py"),
+    ("contributors do not grow", "plan/plan.py", "/ (2 * count)", "/ count", "tests/deepspeed/test_partly_used.py"),
+    ("the parts of a sequence contribute alone", "assignment/assign.py", "(parts := self.sequence) > 1",
+     "(parts := self.sequence) > 99", "tests/assignment/test_contributors.py"),
     # wire
     ("sums are averaged over ranks", "comm/reduce.py", "whole.copy_(first)", "whole.copy_(first / len(parts))",
      "tests/comm/test_reduction.py tests/comm/test_reducer.py"),
