@@ -207,8 +207,8 @@ class Sharing:
         missed = () if flags is None else [key for key, flag in zip(keys, flags.tolist(), strict=True) if flag]
         everyone = gathered((tuple(missed), frozenset(seen)), self.channel.group)
         used = frozenset().union(*(own for _, own in everyone))
-        keys = {key for own, _ in everyone for key in own}
-        sought = [f.key for f in plan.assignment.factors if f.key in keys and not used.isdisjoint(f.layers)]
+        told = {key for own, _ in everyone for key in own}
+        sought = [f.key for f in plan.assignment.factors if f.key in told and not used.isdisjoint(f.layers)]
         if sought and self.channel.rank == 0:
             logger.info(f"ds_kfac: no rows of {', '.join(sought)} on the ranks that contribute: twice as many do now")
         return plan.seeking(known, sought) if sought else None

@@ -295,7 +295,7 @@ _ROWS = [
     ("a missed update changes nothing", "step/messages.py", "if not count.tolist()[0]:", "if True:",
      "tests/deepspeed/test_partly_used.py"),
     ("contributors grow for layers that nobody used", "step/messages.py",
-     "if f.key in keys and not used.isdisjoint(f.layers)", "if f.key in keys", "tests/deepspeed/test_partly_used.py"),
+     "if f.key in told and not used.isdisjoint(f.layers)", "if f.key in told", "tests/deepspeed/test_partly_used.py"),
     ("a layer called without an input was used", "model/capture.py", "if x.numel():\n            self.seen",
      "if True:\n            self.seen", "tests/deepspeed/test_partly_used.py"),
     ("a save forgets the last missed update", "checkpoint/save.py", "kfac.settle()", "pass",
