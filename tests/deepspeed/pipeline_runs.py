@@ -11,6 +11,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
 import ds_kfac
+from ds_kfac.checkpoint.files import CheckpointError
 from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
 from tests.deepspeed.parallel import build, planned_refreshes, same, train_whole, whole_state
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
@@ -116,14 +117,14 @@ def ramped(mode: Mode) -> dict:
 def tied_and_saved(kfac: dict) -> dict:
     """A pipeline whose first and last layer are tied; trained, saved, loaded into another engine, trained on."""
 
-    def make_engine(stages: int = 2):
+    def make_engine(stages: int = 2, stage: int = 1):
         torch.manual_seed(0)
         layers = [
             TiedLayerSpec("ends", nn.Linear, FEATURES, FEATURES), LayerSpec(nn.Linear, FEATURES, 7),
             LayerSpec(nn.Linear, 7, FEATURES), TiedLayerSpec("ends", nn.Linear, FEATURES, FEATURES),
         ]  # fmt: skip
         model = PipelineModule(layers, num_stages=stages, loss_fn=cross_entropy, partition_method="uniform")
-        return build(Mode("pipe-tied", 1, kfac=kfac, clip=0.0), model, world=3 - stages)
+        return build(Mode("pipe-tied", stage, kfac=kfac, clip=0.0), model, world=3 - stages)
 
     directory = [tempfile.mkdtemp()]
     dist.broadcast_object_list(directory)
@@ -135,14 +136,28 @@ def tied_and_saved(kfac: dict) -> dict:
     second.load_checkpoint(directory[0], tag="t")
     saved = whole_state(first.kfac.job)
     loaded = second.kfac.preconditioner.steps == 3 and same(saved, whole_state(second.kfac.job))
-    other = make_engine(stages=1)
+    other, refused = make_engine(stages=1, stage=0), ""
+    plain = make_engine(stage=0)
+    plain.save_checkpoint(directory[0], tag="stages")
+    for tag in ("stages", None):  # None: the latest
+        try:
+            other.load_checkpoint(directory[0], tag=tag)
+        except CheckpointError as error:
+            refused += str(error)
+    alone = make_engine(stages=1, stage=0)
+    alone.load_checkpoint(directory[0], tag="stages", load_module_only=True, load_optimizer_states=False)
     other.kfac.load_state(directory[0], "t")
+    loaded_alone = weights(alone)
     for engine in (first, second):
         engine.train_batch(micro_batches(engine, 3, 1))
     after = weights(second)
     return {
         "layers": [layer.name for layer in first.kfac.preconditioner.layers],
         "report": first.kfac.report,
+        "refused": refused,
+        "weights alone": all(  # DeepSpeed ties the weight alone, not the bias
+            torch.equal(value, loaded_alone[name]) for name, value in weights(plain).items() if "bias" not in name
+        ),
         "loaded": loaded,
         "loaded without stages": same(saved, whole_state(other.kfac.job)),
         "files": sorted(path.name for path in Path(directory[0], "t/kfac").glob("*/*.pt")),

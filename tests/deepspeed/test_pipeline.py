@@ -71,3 +71,6 @@ def test_tied_layers_are_left_to_the_optimizer_and_checkpoints_hold_every_stage(
         assert result["loaded"] and result["same"] and result["loaded without stages"]
         expected = sorted(f"{layer}.{part}" for layer in "12" for part in ("A.factor.pt", "G.factor.pt", "layer.pt"))
         assert result["files"] == expected, "each factor and each layer once"
+        assert result["refused"].count("saved with 2 pipeline stages, this engine has 1") == 2
+        assert "KFACAdamW" not in result["refused"], "these engines have another optimizer"
+        assert result["weights alone"], "as the error says"
