@@ -29,7 +29,13 @@ from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.kfac_gradient import PolynomialDecay
 from ds_kfac.directions.table import DIRECTIONS, rule_in
 from ds_kfac.engine.attachment import HANDLE, Attachment
-from ds_kfac.engine.beforehand import check_tensors, saying_how_to_launch, trains_nothing, warn_of_compilation
+from ds_kfac.engine.beforehand import (
+    check_config,
+    check_tensors,
+    saying_how_to_launch,
+    trains_nothing,
+    warn_of_compilation,
+)
 from ds_kfac.engine.refusals import check_model, of_engine, refused, without_optimizer
 from ds_kfac.model.batch import ExpertRows
 from ds_kfac.model.registry import SHARDS
@@ -172,7 +178,8 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
     ``"enabled": false``.
 
     Raises:
-        ValueError: no block, a wrong block, a refused engine mode, or no layer to precondition.
+        ValueError: no block, a wrong block or another one than on other ranks, a refused engine mode, or no layer to
+            precondition.
         RuntimeError: the self-test found gradients elsewhere than expected.
     """
     global _unattached
@@ -187,6 +194,7 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
         if given != attached.given:
             raise ValueError("ds_kfac.attach: this engine has K-FAC with another config; engine.kfac.detach() it first")
         return attached
+    check_config(given)
     if not given.enabled:
         return None
     optimizer = getattr(engine, "basic_optimizer", None)

@@ -291,6 +291,8 @@ _ROWS = [
     ("round robin ignored by the plan", "zero/shards.py", "step = world if round_robin else 1",
      "step = 1",
      "tests/deepspeed/test_estimate.py"),
+    ("a config of its own on a rank goes unnoticed", "engine/beforehand.py", "if rank is not None:", "if False:",
+     "tests/deepspeed/test_one_config.py"),
     # who contributes
     ("a missed update changes nothing", "step/messages.py", "if not count.tolist()[0]:", "if True:",
      "tests/deepspeed/test_partly_used.py"),
