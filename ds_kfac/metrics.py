@@ -46,6 +46,7 @@ class Metrics:
             cholesky, an inverse; newton, a root; diagonal; failed), "refresh_retries" (rungs of the failure
             ladder that failed), "refresh_failures" (old bases or inverses kept), "parted_inputs"
             (groups of layers with one A that got different inputs here in a captured step, whose rows it then lacks).
+        current: the last stage that began.
         timings: set it to fill ``seconds``, which synchronises the device around every stage.
         seconds: stage -> seconds so far.
         nu: last kl-clip factor, a device scalar, the same on all ranks; None while kl-clip is off.
@@ -56,7 +57,7 @@ class Metrics:
     """
 
     def __init__(self, device: torch.device, timers: Any = None) -> None:
-        self.timings, self.timers = False, timers
+        self.timings, self.timers, self.current = False, timers, ""
         self.counts: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.nu: Tensor | None = None
@@ -76,6 +77,7 @@ class Metrics:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """A named range in torch.profiler's trace, timed if timings are on; ``name`` is one of :data:`STAGES`."""
+        self.current = name
         with torch.profiler.record_function(f"ds_kfac::{name}"):
             if not self.timings and self.timers is None:
                 yield

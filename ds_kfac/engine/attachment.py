@@ -24,6 +24,7 @@ from torch import nn
 
 from ds_kfac.checkpoint.load import load, load_checkpoint
 from ds_kfac.checkpoint.save import save_checkpoint
+from ds_kfac.comm.lost import telling
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.factor import Side
 from ds_kfac.engine.monte_carlo import LossSampling
@@ -229,7 +230,8 @@ class Attachment:
             self._warn()
         if self.sampling is not None:
             self.sampling.check()
-        drafts = self.job.step() if self.quadratic is None else [self.quadratic.step()]
+        with telling(lambda: f"K-FAC's step ({', '.join(part.metrics.current for part in self.job.preconditioners)})"):
+            drafts = self.job.step() if self.quadratic is None else [self.quadratic.step()]
         scaler = kfac.layout.grad_scaler
         scale = torch.as_tensor(scaler_scale(scaler) if scaler else 0.0).clone()
         with nullcontext() if self.quadratic is None else self.quadratic.compared(drafts[0]):

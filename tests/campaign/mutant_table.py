@@ -293,6 +293,10 @@ _ROWS = [
      "tests/deepspeed/test_estimate.py"),
     ("a config of its own on a rank goes unnoticed", "engine/beforehand.py", "if rank is not None:", "if False:",
      "tests/deepspeed/test_one_config.py"),
+    ("a rank that raises leaves no note", "comm/lost.py", "_store().set(f\"{NOTE}", "str(f\"{NOTE}",
+     "tests/deepspeed/test_lost_ranks.py"),
+    ("a rank that died is not missed", "comm/lost.py", "if notes or not missing:", "if True:",
+     "tests/deepspeed/test_lost_ranks.py"),
     # who contributes
     ("a missed update changes nothing", "step/messages.py", "if not count.tolist()[0]:", "if True:",
      "tests/deepspeed/test_partly_used.py"),
