@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.schedule import BackwardPass
 from deepspeed.utils import logger
 from torch import nn
 
@@ -28,6 +27,7 @@ from ds_kfac.comm.lost import telling
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.factor import Side
 from ds_kfac.engine.monte_carlo import LossSampling
+from ds_kfac.engine.pipeline import TABLE, announcing
 from ds_kfac.engine.quadratic import QuadraticSteps
 from ds_kfac.engine.report import folded, report
 from ds_kfac.factors.export import export
@@ -88,7 +88,7 @@ class Attachment:
         self._wrap("load_checkpoint", partial(load_checkpoint, engine, job, groups))
         self._wrap("destroy", self._destroy)
         if isinstance(engine, PipelineEngine):
-            self._put(TABLE, announcing_backwards(engine, job))
+            self._put(TABLE, announcing(engine, job))
         self._printed = [TIMER + stage for stage in STAGES] if kfac.metrics.timers is not None else []
         engine.engine_timers.global_timers += self._printed
         setattr(engine, HANDLE, self)
@@ -339,31 +339,3 @@ def clipped(kfac: KFACPreconditioner, draft: Draft) -> Iterator[None]:
         yield
     if engine.was_step_applied() and engine.get_global_grad_norm() is not None:
         engine._global_grad_norm = norm
-
-
-TABLE = "_INSTRUCTION_MAP"
-"""The pipeline engine's table of instructions, looked up on the instance."""
-
-
-def announcing_backwards(engine: Any, job: Job) -> dict[type, Any]:
-    """The table with every backward pass of a pipeline's micro-batch announced to the capture, as no
-    ``engine.backward`` does.
-
-    The last stage calls DeepSpeed's backward past the engine's attribute, others start from a received gradient.
-    Several forwards may lie between a micro-batch's forward and its backward.
-    """
-    table, captures = getattr(engine, TABLE), [kfac.capture for kfac in job.preconditioners]
-
-    def backward(self: Any, *args: Any, **kwargs: Any) -> None:
-        with ExitStack() as stack:
-            for capture in captures:
-                stack.enter_context(capture.own_backward())
-            if job.active:
-                scale = job.preconditioners[0].layout.manual_scale()
-                if not isinstance(scale, torch.Tensor):
-                    scale = torch.full((), scale, device=self.device)  # by a kernel, nobody waits for it
-                for capture in captures:
-                    capture.begin_backward(scale / self.gradient_accumulation_steps())
-            table[BackwardPass](self, *args, **kwargs)
-
-    return {**table, BackwardPass: backward}

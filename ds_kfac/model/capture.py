@@ -163,6 +163,10 @@ class Capture:
         """The gradient that reached the user's loss: by what every output gradient is scaled from here on."""
         self._seed = seed.detach().float()
 
+    def repeats(self, forward: Forward) -> None:
+        """The backward that begins is that of this forward: what it recomputes are its calls."""
+        self._running = forward
+
     def end_backward(self) -> None:
         """Close the micro-batch: the next rows are new loss terms, not another use of the same ones."""
         self._seed = self._running = None

@@ -297,6 +297,11 @@ _ROWS = [
      "tests/deepspeed/test_lost_ranks.py"),
     ("a rank that died is not missed", "comm/lost.py", "if notes or not missing:", "if True:",
      "tests/deepspeed/test_lost_ranks.py"),
+    ("pipelines: outputs run backward one by one", "engine/pipeline.py", "if len(floating) < 2:", "if True:",
+     "tests/deepspeed/test_pipeline.py::test_a_stage_with_two_outputs_matches_one_process"),
+    ("pipelines: a recomputation is the newest forward's", "engine/pipeline.py", "capture.repeats(own)", "pass",
+     "tests/deepspeed/test_pipeline.py::"
+     "test_recomputed_micro_batches_of_other_lengths_have_their_own_loss_terms"),
     # who contributes
     ("a missed update changes nothing", "step/messages.py", "if not count.tolist()[0]:", "if True:",
      "tests/deepspeed/test_partly_used.py"),

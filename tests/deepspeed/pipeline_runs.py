@@ -26,6 +26,61 @@ def make_layers() -> nn.Sequential:
     )  # fmt: skip
 
 
+class Fork(nn.Module):
+    """One layer whose output leaves a stage twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, 11)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.linear(x)
+        return torch.tanh(h), torch.sin(2 * h)
+
+
+class Merge(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(11, CLASSES)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return self.linear(pair[0] + pair[1] * pair[0])
+
+
+def make_fork() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Fork(), Merge())
+
+
+class Block(nn.Module):
+    """Checkpointed with reentrance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(11, 11)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+def lengths(mode: Mode) -> list[dict[str, Tensor]]:
+    """Factors after a step of micro-batches of several lengths, without and with recomputation."""
+    found = []
+    for interval in (0, 1):
+        torch.manual_seed(0)
+        layers = [nn.Linear(FEATURES, 11), Block(), Block(), nn.Linear(11, CLASSES)]
+        module = PipelineModule(
+            layers, num_stages=2, loss_fn=cross_entropy, partition_method="uniform", dynamic_shape=True,
+            activation_checkpoint_interval=interval, checkpointable_layers=["Block"],
+        )  # fmt: skip
+        engine = build(mode, module, 3)
+        engine.train_batch(iter([make_batch(step, MICRO_ROWS, tokens) for step, tokens in enumerate((2, 5, 3))]))
+        found.append(whole_state(engine.kfac.job))
+        engine.kfac.detach()
+        engine.destroy()
+    return found
+
+
 def micro_batches(engine, step: int, accumulation: int):
     """Of this data-parallel rank."""
     count, index = engine.grid.data_parallel_size, engine.grid.get_data_parallel_rank()
@@ -42,11 +97,12 @@ def weights(engine) -> dict[str, Tensor]:
 
 
 def compare(cases: list[tuple[Mode, int]]) -> list[dict]:
-    """Per (mode, micro-batches): how far this rank's stage is from one process."""
+    """Per (mode, micro-batches): how far this rank's stage is from one process; "fork" in the mode's name: of a model
+    whose first stage has two outputs."""
     world, results = dist.get_world_size(), []
     replicas = world // 2
     for mode, accumulation in cases:
-        whole = make_layers()
+        whole = make_fork() if "fork" in mode.name else make_layers()
         initial = {name: p.detach().clone() for name, p in whole.named_parameters()}
         stages = PipelineModule(list(copy.deepcopy(whole)), num_stages=2, loss_fn=cross_entropy)
         engine = build(mode, stages, accumulation, replicas)
