@@ -32,6 +32,13 @@ def gathered(mine: T, group: Any = None) -> list[T]:
     return everyone
 
 
+def of_ranks(own: Tensor, group: Any) -> Tensor:
+    """A small tensor of every rank of a group, stacked, by rank. Collective."""
+    everyone = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(everyone, own, group=group)
+    return torch.stack(everyone)
+
+
 @contextmanager
 def failing_together(headline: str, group: Any, error: type[Exception] = RuntimeError) -> Iterator[list[str]]:
     """Run the block on every rank; it appends problems to the yielded list or raises. Collective; raises ``error`` on

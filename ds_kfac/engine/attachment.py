@@ -24,6 +24,7 @@ from torch import nn
 from ds_kfac.checkpoint.load import load, load_checkpoint
 from ds_kfac.checkpoint.save import save_checkpoint
 from ds_kfac.comm.lost import telling
+from ds_kfac.comm.message import of_ranks
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.factor import Side
 from ds_kfac.engine.monte_carlo import LossSampling
@@ -303,6 +304,9 @@ class Attachment:
             def begin(seed: torch.Tensor) -> None:
                 for capture in self._captures:
                     capture.begin_backward(seed.float() / divisor)
+                if self._experts is not None:
+                    forward = self._captures[0].forward
+                    self._experts.begin_backward(forward.info, forward.terms, seed.device, of_ranks)
 
             hook = loss.register_hook(begin)
             try:

@@ -302,6 +302,14 @@ _ROWS = [
     ("pipelines: a recomputation is the newest forward's", "engine/pipeline.py", "capture.repeats(own)", "pass",
      "tests/deepspeed/test_pipeline.py::"
      "test_recomputed_micro_batches_of_other_lengths_have_their_own_loss_terms"),
+    ("experts: other ranks have as many loss terms", "model/rows.py", "return told[:, 1] / seed",
+     "return terms / seed",
+     "tests/deepspeed/test_experts.py"),
+    ("experts: other ranks' loss terms are not counted", "model/rows.py", "info.ranks if told is None else",
+     "info.ranks if True else", "tests/deepspeed/test_experts.py"),
+    ("experts: a recomputation is another micro-batch", "model/batch.py",
+     "if mixture in self._peers and torch", "if mixture in self._peers or torch",
+     "tests/deepspeed/test_experts.py"),
     # who contributes
     ("a missed update changes nothing", "step/messages.py", "if not count.tolist()[0]:", "if True:",
      "tests/deepspeed/test_partly_used.py"),
