@@ -72,6 +72,8 @@ class Attachment:
         self._found = Scan(tuple(layer for part in scans for layer in part.layers), scans[0].skipped)
         self._share = share_of(engine.module, self._found)
         self._captures = [kfac.capture for kfac in job.preconditioners]
+        if experts is not None:
+            job.capture_together()
         kfac, config = job.preconditioners[0], job.preconditioners[0].config
         self.sampling = LossSampling(kfac, engine) if config.factor.fisher == "monte_carlo" else None
         self.quadratic = QuadraticSteps(kfac, engine) if config.preconditioner.step == "quadratic" else None

@@ -98,6 +98,7 @@ class KFACPreconditioner:
         known: what the first captured batch has shown.
         names: layer -> its name in checkpoints.
         saved: layers that this domain writes there.
+        accompanies: step -> whether calls are seen though no factor is due here, as it may be on a rank of experts.
     """
 
     def __init__(self, target: Target, plan: Plan) -> None:
@@ -136,6 +137,7 @@ class KFACPreconditioner:
             read_batch=ArgumentReader(target.model, count=config.padding.count),
             info_of=target.info_of,
         )
+        self.accompanies: Callable[[int], bool] = lambda step: False
         self._totals: dict[int, Scalars] = {}
         self._norms = Scalars([[("norm", rank)] for rank in range(self.channel.world)], self.rank)
         self.state: dict[str, LayerState] = {}
@@ -321,9 +323,10 @@ class KFACPreconditioner:
             self.settle()
         # without a factor nothing else is captured
         noted = self.capture.noise is not None and not self.plan.assignment.factors and self.steps % NOISE_INTERVAL == 0
+        noted = noted or self.accompanies(self.steps)
         if self.due.capture or noted or self.capture.active:
             keys = self.curvature.reducer.begin(self.due.capture, self.steps) if self.due.capture else None
-            keys = frozenset() if noted else keys
+            keys = frozenset() if noted and keys is None else keys
             self.capture.begin_step(keys, self.steps, measure=self.plan.measures and self.known.rows is None)
 
     def settle(self) -> None:
