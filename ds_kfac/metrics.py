@@ -23,12 +23,14 @@ SUMMARY = {
     "left_out_gradients": True,
     "limited_factors": True,
     "empty_updates": True,
+    "missed_updates": True,
 }
 """Counted on the device, over all layers; whether so far (True) or in the last step. Layers whose result was not finite
 and was replaced by the gradient; that passed through because they have no eigenbases; refreshes that failed. With
 KFACAdamW, layers that took no step because their gradient was exactly zero, or because it was too large for moments.
 Batches of factors that were scaled down because their trace was far above the average's, and those without a row: none
-of the ranks that contributed had any, and the factor stays as it was."""
+of the ranks that contributed had any, and the factor stays as it was. Of these, those to which not all ranks
+contributed."""
 
 
 class Metrics:
@@ -44,6 +46,7 @@ class Metrics:
             cholesky, an inverse; newton, a root; diagonal; failed), "refresh_retries" (rungs of the failure
             ladder that failed), "refresh_failures" (old bases or inverses kept), "parted_inputs"
             (groups of layers with one A that got different inputs here in a captured step, whose rows it then lacks).
+        current: the last stage that began.
         timings: set it to fill ``seconds``, which synchronises the device around every stage.
         seconds: stage -> seconds so far.
         nu: last kl-clip factor, a device scalar, the same on all ranks; None while kl-clip is off.
@@ -54,7 +57,7 @@ class Metrics:
     """
 
     def __init__(self, device: torch.device, timers: Any = None) -> None:
-        self.timings, self.timers = False, timers
+        self.timings, self.timers, self.current = False, timers, ""
         self.counts: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.nu: Tensor | None = None
@@ -74,6 +77,7 @@ class Metrics:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """A named range in torch.profiler's trace, timed if timings are on; ``name`` is one of :data:`STAGES`."""
+        self.current = name
         with torch.profiler.record_function(f"ds_kfac::{name}"):
             if not self.timings and self.timers is None:
                 yield

@@ -47,8 +47,9 @@ def free_port() -> int:
             return port
 
 
-def run_ranks(target: str, *, world: int, payload=None, timeout: float = 300) -> list:
-    """Call ``target`` ("module:function") with ``payload`` on ``world`` ranks; returns its results by rank.
+def run_ranks(target: str, *, world: int, payload=None, timeout: float = 300, after: float = 0.0) -> list:
+    """Call ``target`` ("module:function") with ``payload`` on ``world`` ranks; returns its results by rank. When one
+    has died the others have ``after`` seconds to end by themselves.
 
     Raises:
         AssertionError: a rank died or timed out; the message ends with the ranks' output.
@@ -70,7 +71,7 @@ def run_ranks(target: str, *, world: int, payload=None, timeout: float = 300) ->
         while time.monotonic() < deadline and any(process.is_alive() for process in processes):
             dead = [not p.is_alive() and not r.exists() for p, r in zip(processes, results, strict=True)]
             if any(dead):
-                break  # a dead rank leaves the others waiting for ever
+                deadline = min(deadline, time.monotonic() + after)  # a dead rank leaves the others waiting for ever
             time.sleep(0.05)
         for process in processes:
             process.kill()

@@ -320,12 +320,18 @@ ROWS_PER_COLUMN = 4
 
 @dataclass(frozen=True)
 class Contributors:
-    """Of ``world`` ranks, ``node_size`` consecutive ones a node. ``counts``: factor key -> how many contribute to an
-    update; all of them to those that are missing."""
+    """Of ``world`` ranks, ``node_size`` consecutive ones a node.
+
+    Attributes:
+        counts: factor key -> how many contribute to an update; all of them to those that are missing.
+        sequence: so many consecutive ranks have the parts of one sequence: all of them contribute, or none. A factor
+            would see one part of all sequences for ever.
+    """
 
     world: int
     node_size: int = 1
     counts: Mapping[str, int] = field(default_factory=dict)
+    sequence: int = 1
 
     def of(self, key: str, owner: int, step: int) -> Sequence[int]:
         """Ranks that contribute to a factor at ``step``, ascending: those of the eigen worker's node first.
@@ -336,6 +342,10 @@ class Contributors:
         count, everyone = self.counts.get(key, self.world), range(self.world)
         if count >= self.world:
             return everyone
+        if (parts := self.sequence) > 1:
+            whole = Contributors(self.world // parts, max(1, self.node_size // parts), {key: -(-count // parts)})
+            found = whole.of(key, owner // parts, step)
+            return tuple(parts * sequence + part for sequence in found for part in range(parts))
         start = owner - owner % self.node_size
         node = range(start, min(start + self.node_size, self.world))
         found = [owner, *_turned([rank for rank in node if rank != owner], count - 1, owner, step)]
@@ -368,8 +378,12 @@ def counted(
     """
     counts = {}
     for factor in factors:
-        side, here = factor.side, rows.get(factor.key, 0.0)
-        need = wanted or ROWS_PER_COLUMN * (side.block if side.block > 1 else side.dim)
-        if here > 0 and (count := max(1, int(-(-need // here)))) < world:
+        here = rows.get(factor.key, 0.0)
+        if here > 0 and (count := max(1, int(-(-needed(factor, wanted) // here)))) < world:
             counts[factor.key] = count
     return counts
+
+
+def needed(factor: FactorSpec, wanted: int | None) -> int:
+    """Rows of an update."""
+    return wanted or ROWS_PER_COLUMN * (factor.side.block if factor.side.block > 1 else factor.side.dim)

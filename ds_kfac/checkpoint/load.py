@@ -270,8 +270,7 @@ def load_checkpoint(
             raise
         raise CheckpointError(
             f"ds_kfac: the optimizer state in {load_dir} has other parameter groups than this engine's "
-            f"{type(engine.basic_optimizer).__name__}; KFACAdamW splits each group into layers, other matrices and all "
-            "else, so no other optimizer's state fits it, nor its own another's, nor that of other kfac.layers. "
+            f"{type(engine.basic_optimizer).__name__}; {_why(engine, Path(load_dir), arguments.get('tag'))}. "
             f"{files.WEIGHTS_ALONE}"
         ) from error
     finally:
@@ -298,6 +297,22 @@ def load_checkpoint(
         job.reset()
         _say(engine, anew)
     return path, client_state
+
+
+def _why(engine: Any, load_dir: Path, tag: str | None) -> str:
+    """The saved groups are others."""
+    latest = load_dir / "latest"
+    tag = latest.read_text().strip() if tag is None and latest.is_file() else str(tag)
+    saved, here = len(list((load_dir / tag).glob("mp_rank_*_model_states.pt"))), getattr(engine, "num_stages", 0)
+    if here and saved and saved != here:
+        return (
+            f"it was saved with {saved} pipeline stages, this engine has {here}, and DeepSpeed keeps the optimizer's "
+            f"state of each stage. Load it with {saved} stages; K-FAC's own state fits any: engine.kfac.load_state"
+        )
+    return (
+        "KFACAdamW splits each group into layers, other matrices and all else, so no other optimizer's state fits it, "
+        "nor its own another's, nor that of other kfac.layers"
+    )
 
 
 def _loaded(engine: Any, job: Job, tag_directory: Path, entry: Mapping[str, Any]) -> str | None:

@@ -36,6 +36,8 @@ def save(job: Job, tag_directory: Path) -> dict[str, Any]:
     every rank if it fails on one, and what was written is removed."""
     group, headline = job.channel.group, f"ds_kfac: could not save to {tag_directory / files.FOLDER}"
     mine: tuple[str, list[dict[str, Any]]] = ("", [])
+    for kfac in job.preconditioners:
+        kfac.settle()
     with failing_together(headline, group, CheckpointError):
         get_accelerator().synchronize()  # offloaded factors may still be on their way to the host
         mine = uuid.uuid4().hex[:12], [_part_of(kfac) for kfac in job.preconditioners]

@@ -6,7 +6,7 @@ the same on every rank; scalars that ranks tell each other are one of them.
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -19,6 +19,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from ds_kfac.comm.lost import naming
+
 T = TypeVar("T")
 
 SHOWN = 4
@@ -30,6 +32,13 @@ def gathered(mine: T, group: Any = None) -> list[T]:
     everyone = [mine] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(everyone, mine, group=group)
     return everyone
+
+
+def of_ranks(own: Tensor, group: Any) -> Tensor:
+    """A small tensor of every rank of a group, stacked, by rank. Collective."""
+    everyone = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(everyone, own, group=group)
+    return torch.stack(everyone)
 
 
 @contextmanager
@@ -74,9 +83,14 @@ class Channel:
         if own is not None:
             own.close()
 
+    def naming(self, what: str) -> AbstractContextManager[None]:
+        """See :func:`ds_kfac.comm.lost.naming`."""
+        return naming(what, self.group, sum(self.calls.values()))
+
     def sum(self, vector: Tensor) -> Tensor:
         """A small vector of numbers, summed over all ranks in place. Collective."""
-        dist.all_reduce(vector, group=self.group)
+        with self.naming("numbers of all layers"):
+            dist.all_reduce(vector, group=self.group)
         self.calls["numbers"] += 1
         nbytes = vector.numel() * vector.element_size()
         self.sent["numbers"] += nbytes
@@ -95,9 +109,10 @@ class Channel:
         Returns what is received, and the handle to wait on before it is used.
         """
         received = sent.new_empty(sum(incoming))
-        handle = dist.all_to_all_single(
-            received, sent, output_split_sizes=incoming, input_split_sizes=outgoing, group=self.group, async_op=True
-        )
+        with self.naming(", ".join(carries)):
+            handle = dist.all_to_all_single(
+                received, sent, output_split_sizes=incoming, input_split_sizes=outgoing, group=self.group, async_op=True
+            )
         self.calls[next(iter(carries))] += 1
         for kind, (to, from_) in carries.items():
             self.sent[kind] += to
@@ -245,14 +260,15 @@ class Message:
                 place.copy_(part.piece(move))
         if packed is not None:
             packed()
-        self._sent = sent  # until it has left
+        self._sent, self._channel = sent, channel  # until it has left
         carries = {part.kind: (to[part.kind], from_[part.kind]) for part in parts if part.plan.moves}
         carries = carries or {parts[0].kind: (0, 0)}
         self._received, self._handle = channel.all_to_all(sent, outgoing, incoming, carries)
 
     def wait(self) -> list[Arrivals]:
         """What arrived, per part."""
-        self._handle.wait()
+        with self._channel.naming(", ".join(dict.fromkeys(part.kind for part in self.parts if part.plan.moves))):
+            self._handle.wait()
         del self._sent
         arrivals: dict[int, Arrivals] = {id(part): [] for part in self.parts}
         for part, pair, start, nbytes in self._places:

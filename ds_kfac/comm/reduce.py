@@ -167,7 +167,7 @@ class Reduction:
         def of(move: Move) -> BatchSum:
             return sums[bucket[move.param].slot.factor]
 
-        self.bucket, self.rank = bucket, channel.rank
+        self.bucket, self.rank, self.dtype = bucket, channel.rank, dtype
         counts, elements = plans(bucket, channel.rank, channel.world)
         parts = (
             Part("factors", counts, lambda move: of(move).count.reshape(1), torch.float32),
@@ -185,8 +185,8 @@ class Reduction:
             piece = self.bucket[index]
             own = sums[piece.slot.factor]
             whole = own.sum_P.narrow(0, piece.start, piece.numel) if kind else own.count.reshape(1)
-            if self.rank in piece.slot.contributors:
-                parts[self.rank] = whole
+            if self.rank in piece.slot.contributors:  # rounded as theirs, else the sum would depend on who owns it
+                parts[self.rank] = whole.to(self.dtype) if kind else whole
             first, *others = (parts[rank].float() for rank in sorted(parts))
             for part in others:
                 first = first + part

@@ -19,15 +19,17 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.schedule import BackwardPass
 from deepspeed.utils import logger
 from torch import nn
 
 from ds_kfac.checkpoint.load import load, load_checkpoint
 from ds_kfac.checkpoint.save import save_checkpoint
+from ds_kfac.comm.lost import telling
+from ds_kfac.comm.message import of_ranks
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.factor import Side
 from ds_kfac.engine.monte_carlo import LossSampling
+from ds_kfac.engine.pipeline import TABLE, announcing
 from ds_kfac.engine.quadratic import QuadraticSteps
 from ds_kfac.engine.report import folded, of_hooks, report, with_hooks
 from ds_kfac.factors.export import export
@@ -72,6 +74,8 @@ class Attachment:
         self._found = Scan(tuple(layer for part in scans for layer in part.layers), scans[0].skipped)
         self._share = share_of(engine.module, self._found)
         self._captures = [kfac.capture for kfac in job.preconditioners]
+        if experts is not None:
+            job.capture_together()
         kfac, config = job.preconditioners[0], job.preconditioners[0].config
         self.sampling = LossSampling(kfac, engine) if config.factor.fisher == "monte_carlo" else None
         self.quadratic = QuadraticSteps(kfac, engine) if config.preconditioner.step == "quadratic" else None
@@ -89,7 +93,7 @@ class Attachment:
         self._wrap("load_checkpoint", partial(load_checkpoint, engine, job, groups))
         self._wrap("destroy", self._destroy)
         if isinstance(engine, PipelineEngine):
-            self._put(TABLE, announcing_backwards(engine, job))
+            self._put(TABLE, announcing(engine, job))
         self._printed = [TIMER + stage for stage in STAGES] if kfac.metrics.timers is not None else []
         engine.engine_timers.global_timers += self._printed
         setattr(engine, HANDLE, self)
@@ -243,7 +247,8 @@ class Attachment:
             self.sampling.check()
         if captures:
             self._tell_of_new_hooks()
-        drafts = self.job.step() if self.quadratic is None else [self.quadratic.step()]
+        with telling(lambda: f"K-FAC's step ({', '.join(part.metrics.current for part in self.job.preconditioners)})"):
+            drafts = self.job.step() if self.quadratic is None else [self.quadratic.step()]
         scaler = kfac.layout.grad_scaler
         scale = torch.as_tensor(scaler_scale(scaler) if scaler else 0.0).clone()
         with nullcontext() if self.quadratic is None else self.quadratic.compared(drafts[0]):
@@ -328,6 +333,9 @@ class Attachment:
             def begin(seed: torch.Tensor) -> None:
                 for capture in self._captures:
                     capture.begin_backward(seed.float() / divisor)
+                if self._experts is not None:
+                    forward = self._captures[0].forward
+                    self._experts.begin_backward(forward.info, forward.terms, seed.device, of_ranks)
 
             hook = loss.register_hook(begin)
             try:
@@ -364,31 +372,3 @@ def clipped(kfac: KFACPreconditioner, draft: Draft) -> Iterator[None]:
         yield
     if engine.was_step_applied() and engine.get_global_grad_norm() is not None:
         engine._global_grad_norm = norm
-
-
-TABLE = "_INSTRUCTION_MAP"
-"""The pipeline engine's table of instructions, looked up on the instance."""
-
-
-def announcing_backwards(engine: Any, job: Job) -> dict[type, Any]:
-    """The table with every backward pass of a pipeline's micro-batch announced to the capture, as no
-    ``engine.backward`` does.
-
-    The last stage calls DeepSpeed's backward past the engine's attribute, others start from a received gradient.
-    Several forwards may lie between a micro-batch's forward and its backward.
-    """
-    table, captures = getattr(engine, TABLE), [kfac.capture for kfac in job.preconditioners]
-
-    def backward(self: Any, *args: Any, **kwargs: Any) -> None:
-        with ExitStack() as stack:
-            for capture in captures:
-                stack.enter_context(capture.own_backward())
-            if job.active:
-                scale = job.preconditioners[0].layout.manual_scale()
-                if not isinstance(scale, torch.Tensor):
-                    scale = torch.full((), scale, device=self.device)  # by a kernel, nobody waits for it
-                for capture in captures:
-                    capture.begin_backward(scale / self.gradient_accumulation_steps())
-            table[BackwardPass](self, *args, **kwargs)
-
-    return {**table, BackwardPass: backward}

@@ -15,6 +15,8 @@ from deepspeed.utils import logger
 from torch import nn
 from torch.utils.cpp_extension import get_default_build_root
 
+from ds_kfac.comm.message import gathered
+from ds_kfac.config.keys import Block, KFACConfig
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.table import DIRECTIONS
 from ds_kfac.model.batch import tensors_of
@@ -60,6 +62,29 @@ def warn_of_compilation() -> None:
             "minutes, unless the script switches that off. If it takes longer, remove the file lock there, which a run "
             "that was killed has left"
         )
+
+
+OWN_KEYS = "report", "assignment.costs"
+"""May differ: what a rank prints, and where it finds a file, whose content is compared."""
+
+
+def check_config(config: KFACConfig) -> None:
+    """Raise ValueError on every rank if the block's values are not the same on all of them: plans would differ, and
+    ranks wait for each other. Collective."""
+    values = {block: getattr(config, block) for block in KFACConfig.model_fields}
+    flat = {
+        f"{block}.{key}" if isinstance(value, Block) else block: repr(getattr(value, key, value))
+        for block, value in values.items()
+        for key in (type(value).model_fields if isinstance(value, Block) else [block])
+    }
+    everyone = gathered({key: value for key, value in flat.items() if key not in OWN_KEYS})
+    for key, value in everyone[0].items():
+        rank = next((rank for rank, own in enumerate(everyone) if own[key] != value), None)
+        if rank is not None:
+            raise ValueError(
+                f"ds_kfac: kfac.{key} is not the same on all ranks: {value} on rank 0, {everyone[rank][key]} on rank "
+                f"{rank}. Give every rank one config"
+            )
 
 
 def check_tensors(model: Any) -> None:

@@ -29,6 +29,7 @@ from ds_kfac.directions.kfac_gradient import PolynomialDecay
 from ds_kfac.directions.table import DIRECTIONS, is_recipe, rule_in, when_made
 from ds_kfac.engine.attachment import HANDLE, Attachment
 from ds_kfac.engine.beforehand import (
+    check_config,
     check_objects,
     check_tensors,
     saying_how_to_launch,
@@ -201,7 +202,8 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
     ``"enabled": false``.
 
     Raises:
-        ValueError: no block, a wrong block, a refused engine mode, or no layer to precondition.
+        ValueError: no block, a wrong block or another one than on other ranks, a refused engine mode, or no layer to
+            precondition.
         RuntimeError: the self-test found gradients elsewhere than expected.
     """
     global _unattached
@@ -216,6 +218,7 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
         if given != attached.given:
             raise ValueError("ds_kfac.attach: this engine has K-FAC with another config; engine.kfac.detach() it first")
         return attached
+    check_config(given)
     if not given.enabled:
         return None
     rule = _rule_of(engine)
@@ -250,7 +253,7 @@ def _assembled(
     parts = domains(engine, optimized)
     several = bool(parts[0].name)
     _choose_backend(engine, config)
-    costs = _agreed_costs(torch.device(engine.device), config.assignment.costs)
+    costs, sequence = _agreed_costs(torch.device(engine.device), config.assignment.costs), _sequence(engine)
     # one stage may have no layers, or too little memory
     headline = "ds_kfac cannot attach to this model-parallel engine"
     together: Any = partial(failing_together, headline, torch.distributed.group.WORLD, ValueError)
@@ -261,7 +264,7 @@ def _assembled(
         pairs = _by_domain(found, parts)
         targets = [_target(engine, domain, part, rule, experts) for domain, part in pairs]
         plans = [
-            make_plan(target.layers, _setting(target, config), budget, costs, answers)
+            make_plan(target.layers, _setting(target, config, sequence), budget, costs, answers)
             for target, budget in zip(targets, _budgets(targets, config), strict=True)
         ]
         for target in targets:
@@ -314,7 +317,7 @@ def _target(engine: Any, domain: Domain, found: Scan, rule: UpdateRule, experts:
     )
 
 
-def _setting(target: Target, config: KFACConfig) -> Setting:
+def _setting(target: Target, config: KFACConfig, sequence: int) -> Setting:
     """What a plan has to know of the engine."""
     layout = target.layout
     return Setting(
@@ -325,7 +328,21 @@ def _setting(target: Target, config: KFACConfig) -> Setting:
         moments=target.rule.moments_count(config),
         device=torch.device(layout.engine.device),
         scheduled=layout.engine.lr_scheduler is not None,
+        sequence=sequence,
     )
+
+
+def _sequence(engine: Any) -> int:
+    """So many consecutive ranks have the parts of one sequence; all ranks where they are not consecutive. Collective
+    under sequence parallelism."""
+    size = engine.sequence_parallel_size
+    if size == 1:
+        return 1
+    every = torch.distributed.get_process_group_ranks(engine.seq_data_parallel_group)
+    mine = [every.index(rank) for rank in torch.distributed.get_process_group_ranks(engine.seq_parallel_group)]
+    first = min(mine)
+    consecutive = sorted(mine) == list(range(first, first + size)) and first % size == 0
+    return size if all(gathered(consecutive)) else len(every)
 
 
 def _node(device: torch.device) -> tuple[int, int]:
@@ -378,8 +395,10 @@ def _budgets(targets: Sequence[Target], config: KFACConfig) -> list[KFACConfig]:
 
 
 def _check_copies(targets: Sequence[Target], plans: Sequence[Plan]) -> None:
-    """What tensor-parallel ranks have copies of must be treated alike by all of them. Collective under tensor
-    parallelism; raises ValueError on every rank if their plans differ in what changes results."""
+    """What tensor-parallel ranks have copies of must be treated alike by all of them, though its owners differ. So all
+    that depends on an owner is alike for copies: they have the rows of all ranks, rounded as what travels
+    (``comm/reduce.py``, ``step/messages.py``, ``zero/exchange.py``), and no offsets. Collective under tensor
+    parallelism; raises ValueError on every rank if plans differ in what is left."""
     if targets[0].domain.shard[1] > 1 and len(set(gathered((str(plans[0].wire), plans[0].lag)))) > 1:
         raise ValueError(
             "ds_kfac: the tensor-parallel ranks' shards are so different in size that their plans for the layers they "

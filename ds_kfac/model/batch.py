@@ -6,13 +6,15 @@ Where shapes leave a doubt it is said, once.
 **Experts** (deepspeed.moe, AutoEP) see what is dispatched to them, padded to a capacity or to a multiple of some rows.
 An expert's A is the mean over the tokens routed to it; its G the sum over them for all loss terms of the batch. Their
 product is the expert's Fisher, to which tokens routed elsewhere add nothing. Tokens come from all ranks of the
-expert-parallel group; each is taken to have as many loss terms as this one. Found by attributes, not by class.
+expert-parallel group, which tell each other how many loss terms each has; with AutoEP, where a row does not say from
+which rank it is, each is taken to have as many as this one. Found by attributes, not by class.
 """
 
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -49,6 +51,14 @@ def tensors_of(values: Any) -> Iterator[Tensor]:
             yield from tensors_of(value)
 
 
+@dataclass(eq=False)
+class Peers:
+    """The ranks whose tokens an expert gets in one micro-batch. ``told``: fp32 [ranks, 2] on the device, from the
+    backward on: loss terms of each, and what its loss divides their sum by."""
+
+    told: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class BatchInfo:
     """What K-FAC has to know about a micro-batch; None: every row counts, and what the model returns gives M.
@@ -62,7 +72,9 @@ class BatchInfo:
         encoder_rows: bool [N, S], True where a row of the source counts, with an encoder and a decoder.
         items: what the loss that the model returns divides the sum of its terms by: Hugging Face's
             ``num_items_in_batch``, of all micro-batches and maybe all ranks.
-        ranks: from how many ranks the rows come, each with as many loss terms as this one (experts).
+        ranks: from how many ranks the rows come (experts), each with as many loss terms as this one, unless ``peers``
+            say otherwise.
+        peers: these ranks, if the first dimension of the rows is theirs.
         tokens: loss terms, where neither labels nor the model's output show them; None: as many as the layer nearest to
             the loss has rows.
         places: whether rows are places for tokens, zero where there is none (experts).
@@ -76,6 +88,7 @@ class BatchInfo:
     ranks: int = 1
     tokens: int | None = None
     places: bool = False
+    peers: Peers | None = None
 
 
 def encoder_decoders(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -341,16 +354,20 @@ class ExpertRows:
         self._tokens: dict[str, int] = {}  # mixture -> tokens of this rank
         self._rows: dict[str, Tensor] = {}  # expert -> bool rows that are tokens
         self._ranks: dict[str, int] = {}  # stack -> ranks whose tokens it gets
+        self._groups: dict[str, Any] = {}  # mixture -> expert-parallel group, of several ranks
+        self._peers: dict[str, Peers] = {}  # mixture -> those of the newest micro-batch
         self._handles: list[Any] = []
         for name, module in model.named_modules():
             inner = getattr(getattr(module, "experts", None), "deepspeed_experts", ())
             if not inner and not is_autoep(module):
                 continue
-            self._hook(module, self._tokens, name, lambda x: x.shape[:-1].numel())
+            self._hook(module, self._tokens, name, partial(self._entered, name))
             if is_autoep(module):
                 place = f"{name}.experts".lstrip(".")
                 self._mixtures[place], self._ranks[place] = name, int(module.ep_size)
                 continue
+            if module.ep_size > 1:
+                self._groups[name], self._peers[name] = module.ep_group, Peers()
             for index, expert in enumerate(inner):
                 place = f"{name}.experts.deepspeed_experts.{index}"
                 self._mixtures[place] = name
@@ -360,6 +377,32 @@ class ExpertRows:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+    def begin_backward(
+        self, info: BatchInfo, terms: Tensor | int | None, device: torch.device,
+        gather: Callable[[Tensor, Any], Tensor],
+    ) -> None:  # fmt: skip
+        """The ranks of each expert-parallel group tell each other of the newest micro-batch. Collective: all of them
+        run the backward of a mixture together, in which its own all-to-alls are.
+
+        Args:
+            terms: this rank's loss terms; None: as many as there are tokens.
+            device: of what is told.
+            gather: (fp32 [2], group) -> [ranks, 2].
+        """
+        for name, group in self._groups.items():
+            if name not in self._tokens:  # it did not run
+                continue
+            own = self._tokens[name] if terms is None else terms
+            divisor = next((x for x in (info.items, info.divisor) if x is not None), own)
+            numbers = [torch.as_tensor(x, dtype=torch.float32, device=device) for x in (own, divisor)]
+            self._peers[name].told = gather(torch.stack(numbers), group)
+
+    def _entered(self, mixture: str, x: Tensor) -> int:
+        """Its tokens here; in a forward, no recomputation, a micro-batch begins."""
+        if mixture in self._peers and torch._C._current_graph_task_id() == -1:
+            self._peers[mixture] = Peers()
+        return x.shape[:-1].numel()
 
     def _hook(self, module: nn.Module, known: dict[str, Any], name: str, of: Callable[[Tensor], Any]) -> None:
         def keep(module: nn.Module, inputs: tuple) -> None:
@@ -371,6 +414,7 @@ class ExpertRows:
         place = next((place for place in self._mixtures if module == place or module.startswith(place + ".")), None)
         if place is None:
             return batch
-        rows, tokens = self._rows.get(place), self._tokens[self._mixtures[place]]
+        mixture = self._mixtures[place]
+        rows, tokens, peers = self._rows.get(place), self._tokens[mixture], self._peers.get(mixture)
         ranks, places = self._ranks[place] if rows is None else len(rows), place in self._ranks
-        return replace(batch, rows=rows, encoder_rows=None, ranks=ranks, tokens=tokens, places=places)
+        return replace(batch, rows=rows, encoder_rows=None, ranks=ranks, tokens=tokens, places=places, peers=peers)

@@ -64,6 +64,7 @@ class Capture(StepSums):
         counted, outside: calls since the last step whose gradients came in the engine's own backward, and in others.
         proof: of the step, if it proves.
         failed: layer name -> what a hook raised; such a layer has no rows any more.
+        seen: of those that did with an input that has elements, in this captured step.
     """
 
     _backwards: ClassVar[list["Capture"]] = []
@@ -91,7 +92,7 @@ class Capture(StepSums):
         self.outside = 0
         self._announced, self.forward = False, Forward()  # whether any own backward ever was
         self._running: Forward | None = None  # whose gradients come in this backward
-        self._info_of, self._masks = info_of, RowMasks(model)
+        self._info_of, self._masks, self.seen = info_of, RowMasks(model), set[str]()
         self.failed: dict[str, str] = {}
         self._inside = False  # the model's forward runs
         self._handles: list[Any] = []
@@ -136,6 +137,7 @@ class Capture(StepSums):
             self.end_backward()
             self.inputs.broken.clear()
         self.sums, self.keys, self.active, self.rows.turn = {}, keys or frozenset(), keys is not None, step
+        self.seen = set()
         self.measured = {} if measure else None
         if self.noise is not None:
             self.noise.begin(active=self.active)
@@ -169,6 +171,10 @@ class Capture(StepSums):
     def begin_backward(self, seed: Tensor) -> None:
         """The gradient that reached the user's loss: by what every output gradient is scaled from here on."""
         self.seed = seed.detach().float()
+
+    def repeats(self, forward: Forward) -> None:
+        """The backward that begins is that of this forward: what it recomputes are its calls."""
+        self._running = forward
 
     def end_backward(self) -> None:
         """Close the micro-batch: the next rows are new loss terms, not another use of the same ones."""
@@ -267,6 +273,8 @@ class Capture(StepSums):
         recomputed, kind = torch._C._current_graph_task_id() != -1, LAYERS[layer.kind]
         if (recomputed and self.sampled) or layer.name in self.failed:  # the first run's calls are those sampled
             return
+        if x.numel():
+            self.seen.add(layer.name)
         A, G = self.inputs.key(layer), layer.keys[1]
         makes_A = "A" in sides and A in self.keys and (layer.part[1] > 1 or self.inputs.gives(layer))
         captured = makes_A or ("G" in sides and G in self.keys)

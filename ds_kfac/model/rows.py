@@ -230,6 +230,8 @@ class RowSums:
             tensor = kind.gradient_rows(call.module, call.x, gradient)
             rows, own = gradient_rows(tensor, call.rows.mask, self.weight_sharing, examples=call.rows.examples)
             gain, scale = self._gain(call, own, seed, sum_), 1.0
+            if isinstance(gain, Tensor) and gain.ndim:  # of each rank whose tokens these are
+                rows, gain = rows.float(), gain.repeat_interleave(len(rows) // len(gain))[:, None]
             if rows.dtype == torch.float32:
                 rows = rows * gain
             else:
@@ -267,7 +269,8 @@ class RowSums:
         rows = x_NTI.shape[:2].numel() if own is None else own.sum().float()
         images = isinstance(kind, Convolution) and self.weight_sharing == "expand"
         own_terms = len(x_NTI) if images else rows
-        return x_NTI, g_NTO * self._gain(call, own_terms, seed, BatchSum.empty(0, x.device))
+        gain = self._gain(call, own_terms, seed, BatchSum.empty(0, x.device))
+        return x_NTI, g_NTO * (gain.view(-1, 1, 1) if isinstance(gain, Tensor) and gain.ndim else gain)
 
     def _grid(self, patches: Patches, layer: LayerSpec, call: Call) -> Any:
         """The same for both sides; every position in a step that proves."""
@@ -275,9 +278,11 @@ class RowSums:
         return patches.grid(turn, max(layer.shape[-2:]))
 
     def _gain(self, call: Call, own: Tensor | int, seed: Tensor | float, sum_: BatchSum) -> Any:
-        """What output gradients are multiplied by. Counts the call's loss terms in ``sum_``, unless they are: a second
-        use of a layer in a forward adds rows, not terms. ``own``: how many of the call's rows count."""
+        """What output gradients are multiplied by, of an expert's by source rank [ranks]. Counts the call's loss terms
+        in ``sum_``, unless they are: a second use of a layer in a forward adds rows, not terms. ``own``: how many of
+        the call's rows count."""
         forward, info, divisor = call.forward, call.info, call.info.divisor
+        told = None if info.peers is None else info.peers.told
         terms = forward.terms  # M, the same for all layers
         if terms is None:
             own = own if info.tokens is None else info.tokens
@@ -299,9 +304,11 @@ class RowSums:
         key = forward, call.layer.name  # A's and G's rows are the same terms, and one of both is made
         if key not in self.counted:
             self.counted.add(key)
-            sum_.count.add_(terms * info.ranks)
+            sum_.count.add_(terms * info.ranks if told is None else told[:, 0].sum())
         if forward.seed is not None and self._divided:  # of a sampled loss it is its own
             seed, divisor = forward.seed, divisor if info.items is None else info.items
+        if told is not None:
+            return told[:, 1] / seed
         return (divisor if self._divided and divisor is not None else terms) / seed
 
 

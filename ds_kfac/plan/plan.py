@@ -4,7 +4,7 @@ What the config leaves open is chosen by predicted cost, each with its reason. W
 function, so that a test can have it otherwise.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import add
@@ -39,7 +39,8 @@ LONG_STEP = 0.05
 @dataclass(frozen=True)
 class Known:
     """What the first captured batch shows, None: not yet. Groups of layers that share their input; layer name -> rows
-    of a rank in a step, in the mean, of a stack's layer those that it takes itself."""
+    of a rank in a step, in the mean, of a stack's layer those that it takes itself; fewer after :meth:`Plan.seeking`.
+    """
 
     groups: tuple[tuple[str, ...], ...] | None = None
     rows: Mapping[str, float] | None = None
@@ -133,7 +134,22 @@ class Plan:
         layers = {layer.name: layer for layer in self.layers}
         rows = {f.key: sum(known.rows.get(name, 0.0) for name in rows_from(f, layers)) for f in alone}
         counts = roles.counted(alone, rows, self.assignment.world, wanted=wanted)
-        return replace(plan, contributors=replace(self.contributors, counts=counts), first=self.contributors)
+        return replace(
+            plan, contributors=replace(self.contributors, counts=counts), first=self.first or self.contributors
+        )
+
+    def seeking(self, known: Known, keys: Collection[str]) -> Known:
+        """After updates of these factors for which no contributor had a row, though other ranks have used their layers:
+        as if a rank had so few that twice as many contribute."""
+        layers, wanted = {layer.name: layer for layer in self.layers}, self.config.factor.rows
+        rows = dict(known.rows or {})
+        for factor in self.assignment.factors:
+            count = self.contributors.counts.get(factor.key)
+            if factor.key in keys and count is not None and not isinstance(wanted, str):
+                names = rows_from(factor, layers)
+                here, few = sum(rows.get(name, 0.0) for name in names), roles.needed(factor, wanted) / (2 * count)
+                rows |= {name: rows.get(name, 0.0) * min(1.0, few / here) for name in names}
+        return replace(known, rows=rows)
 
     def sharing(self, groups: Sequence[Sequence[str]]) -> "Plan":
         """With one A for each of these groups of layers alone; its eigen worker is that of the group's first layer."""
@@ -142,10 +158,11 @@ class Plan:
 
 
 def sharing_candidates(layers: Sequence[LayerSpec], method: Method) -> Mapping[str, Hashable]:
-    """Layers that may share A, and what must be equal for it: the side, whether a bias's 1 is in it, and whether G is
-    the identity, if its damping is part of what is kept of A."""
+    """Layers that may share A, and what must be equal for it: the side, whether a bias's 1 is in it, whether G is the
+    identity, if its damping is part of what is kept of A, and whether other tensor-parallel ranks have copies: where A
+    is a shard's, too, its plan would be the shard's."""
     return {
-        layer.name: (layer.A, layer.bias is not None, method.damps_identity and layer.G.block == 0)
+        layer.name: (layer.A, layer.bias is not None, method.damps_identity and layer.G.block == 0, layer.copies)
         for layer in layers
         if layer.part[1] == 1 and layer.kind in ("Linear", "Conv1D", *SHARDS) and layer.A.block
     }
@@ -181,6 +198,7 @@ class Setting:
         moments: fp32 tensors of a gradient's shape that a gradient worker keeps.
         device: where layers are preconditioned.
         scheduled: whether DeepSpeed runs an lr scheduler.
+        sequence: ranks that have the parts of one sequence, consecutive ones.
     """
 
     world: int
@@ -190,6 +208,7 @@ class Setting:
     moments: int
     device: torch.device = CPU
     scheduled: bool = False
+    sequence: int = 1
 
 
 def make_plan(
@@ -229,7 +248,7 @@ def make_plan(
         )
     if wire is not torch.float32 and not any(part.halved for part in method.parts):
         reasons.append(f"{method.words} travel in fp32, only batch sums in {str(wire).removeprefix('torch.')}")
-    contributors = _contributors(work, config, reasons)
+    contributors = _contributors(work, setting, config, reasons)
     return Plan(
         layers=tuple(layers), schedule=schedule, assignment=assignment, offsets=offsets, lag=lag,
         adaptive=config.adaptive, contributors=contributors, bucket_bytes=BUCKET_BYTES, wire=wire,
@@ -293,7 +312,7 @@ def _fitting(work: Work, workers: int, paired: bool, budget: float | None) -> ro
     )
 
 
-def _contributors(work: Work, config: KFACConfig, reasons: list[str]) -> roles.Contributors:
+def _contributors(work: Work, setting: Setting, config: KFACConfig, reasons: list[str]) -> roles.Contributors:
     """Of the first captured batch, before it is known how many rows a rank has: all ranks, unless that takes more
     memory than later steps may; then the eigen workers alone."""
     asked, counts = config.factor.rows, dict[str, int]()
@@ -302,7 +321,7 @@ def _contributors(work: Work, config: KFACConfig, reasons: list[str]) -> roles.C
             counts = {factor.key: 1 for factor in alone_here(work.layers, work.factors)}
         need = f"{roles.ROWS_PER_COLUMN} rows per column" if asked is None else f"{asked} rows"
         reasons.append(f"a factor's batch comes from as many ranks as have {need}; known from the first batch on")
-    return roles.Contributors(work.world, work.costs.node_size, counts)
+    return roles.Contributors(work.world, work.costs.node_size, counts, setting.sequence)
 
 
 def _wire(assignment: roles.Assignment, setting: Setting, config: KFACConfig, reasons: list[str]) -> torch.dtype:

@@ -38,8 +38,9 @@ class FactorDraft:
         decays: of this rank's factors that are captured, weight of the past.
         terms: layer name -> loss terms of the batch that was averaged.
         similar: factor key -> bool [2], see :func:`ds_kfac.curvature.factor.updated`.
-        unusual: [2], batches of this rank's factors that were scaled down, and that had no row; None if nothing was
+        unusual: [3], batches of this rank's factors, see :data:`ds_kfac.step.messages.UNUSUAL`; None if nothing was
             averaged.
+        missed: this rank's factors to which not all ranks contributed, and bool [n], whether nobody had a row.
         submitted: keys of the decompositions that were started in the background.
         arriving: keys whose decompositions take effect in this step.
         results: of those that were done here.
@@ -57,6 +58,7 @@ class FactorDraft:
     terms: dict[str, Tensor] = field(default_factory=dict)
     similar: dict[str, Tensor] = field(default_factory=dict)
     unusual: Tensor | None = None
+    missed: tuple[tuple[str, ...], Tensor | None] = (), None
     submitted: list[str] = field(default_factory=list)
     arriving: tuple[str, ...] = ()
     results: dict[str, Refreshed] = field(default_factory=dict)
@@ -99,6 +101,7 @@ class FactorUpdates:
         self.delivery = Delivery(
             plan.assignment.factors, self.eigen_workers, plan.assignment.workers,
             world=channel.world, wire=plan.wire, method=plan.method,
+            copied=[layer.name for layer in plan.layers if layer.copies > 1],
         )  # fmt: skip
         self.travels = self.delivery.travels
         self.load_state_dict({})
@@ -176,6 +179,10 @@ class FactorUpdates:
             device=self.device,
             tolerance=self.plan.adaptive,
         )
+        if few := tuple(key for key, batch in batches.items() if batch.ranks < self.channel.world):
+            draft.missed = few, torch.stack([batches[key].count for key in few]) <= 0
+        missed = draft.unusual.new_zeros(()) if draft.missed[1] is None else draft.missed[1].sum()
+        draft.unusual = torch.stack([*draft.unusual, missed])
         keys = list(batches)
         draft.factors |= zip(keys, new, strict=True)
         draft.similar = {keys[index]: flags for index, flags in similar.items()}

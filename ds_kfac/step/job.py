@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ds_kfac.comm.message import Channel
+from ds_kfac.comm.message import Channel, gathered
 from ds_kfac.curvature.factor import frobenius
 from ds_kfac.model.logits import attentions, rms
 from ds_kfac.step.fares import fares
@@ -33,6 +33,16 @@ class Job:
     def steps(self) -> int:
         """Applied steps, of all domains alike."""
         return self.preconditioners[0].steps
+
+    def capture_together(self) -> None:
+        """From now on calls are seen on all ranks in every step in which a domain of any of them may capture: ranks of
+        experts then tell each other of their micro-batches, and plans, and what the adaptive rule makes of them, are
+        each domain's own. Collective."""
+        mine = {offset for kfac in self.preconditioners for offset in (0, *kfac.plan.offsets.values())}
+        dense, offsets = self.preconditioners[0], set().union(*gathered(mine))
+        schedules = [dense.plan.schedule.displaced(offset) for offset in sorted(offsets)]
+        dense.accompanies = lambda step: any(schedule.due(step).capture for schedule in schedules)
+        dense.resume()
 
     @property
     def active(self) -> bool:

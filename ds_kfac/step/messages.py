@@ -16,6 +16,7 @@ from torch import Tensor
 from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
 from ds_kfac.comm.message import Arrivals, Channel, Move, Part, RelayoutPlan, gathered
 from ds_kfac.curvature.methods import EIGEN, Kept, Method
+from ds_kfac.metrics import HostCopy
 from ds_kfac.model.layers import key_of
 from ds_kfac.model.rows import BatchSum
 from ds_kfac.model.shared_inputs import SharedInputs, agreed
@@ -31,9 +32,12 @@ class Delivery:
         workers: layer name -> ranks.
         wire: dtype of eigenvectors.
         method: what is decomposed.
+        copied: layers of which other domains, with roles of their own, have copies.
 
     Attributes:
         receivers: factor key -> gradient workers that are not its eigen worker.
+        rounded: keys of the factors whose eigen worker takes what it would send: those that it sends, and those that it
+            would send if a copy's roles were its own.
         travels: whether anything ever travels.
         kinds, dtypes: of the parts on the wire, in their order.
     """
@@ -47,6 +51,7 @@ class Delivery:
         world: int,
         wire: torch.dtype,
         method: Method = EIGEN,
+        copied: Collection[str] = (),
     ) -> None:
         self.method = method
         self.kinds = tuple(part.kind for part in self.method.parts)
@@ -58,6 +63,8 @@ class Delivery:
             )
             for factor in factors
         }
+        copies = {factor.key for factor in factors if world > 1 and any(name in copied for name in factor.layers)}
+        self.rounded = {key for key, ranks in self.receivers.items() if ranks} | copies
         self.travels = any(self.receivers.values())
 
     def plans(self, keys: Collection[str]) -> tuple[RelayoutPlan, ...]:
@@ -98,7 +105,7 @@ class Delivery:
         for place in sorted(set().union(*flats)):
             factor = self.factors[place]
             found[factor.key] = self.method.joined(factor.side, *(part.get(place) for part in flats))
-        return found | {key: kept.rounded(self.wire) if self.receivers[key] else kept for key, kept in own.items()}
+        return found | {key: kept.rounded(self.wire) if key in self.rounded else kept for key, kept in own.items()}
 
 
 FAILED, UNUSABLE, FRESH = -1.0, 0.0, 1.0
@@ -110,8 +117,9 @@ def counting(own: Mapping[str, FactorSpec]) -> str:
     return (own.get("G") or own["A"]).key
 
 
-UNUSUAL = ("limited", "empty")
-"""Batches of factors that are counted: those that were scaled down, those without a row."""
+UNUSUAL = ("limited", "empty", "missed")
+"""Batches of factors that are counted: those that were scaled down, those without a row, and of these those to which
+not all ranks contributed."""
 
 
 def unusual(scalars: Mapping[Hashable, Tensor]) -> Tensor | float:
@@ -154,10 +162,16 @@ class Sharing:
     """What the first captured batch shows: which layers have one A in common, see ``inputs``, and how many rows a rank
     has of each. All ranks agree on it before anything of that batch is kept; it stays for the run. In a later step any
     rank may see that layers of a group got different inputs: it contributes no rows to their A then.
+
+    Attributes:
+        updates: of the last captured step that was applied, until :meth:`settled` looks: how many there were without a
+            row to which not all ranks contributed, over all ranks; this rank's part of them, see
+            :class:`ds_kfac.step.factors.FactorDraft`; and layers that had an input here. None: nothing to look at.
     """
 
     def __init__(self, inputs: SharedInputs, channel: Channel) -> None:
         self.inputs, self.channel, self._warned = inputs, channel, False
+        self.updates: tuple[HostCopy, tuple[tuple[str, ...], Tensor | None], Collection[str]] | None = None
 
     def learned(self, known: Known, plan: Plan, ready: set[str], measured: Mapping[str, Sequence[int]]) -> Known | None:
         """What this captured step shows, None if all is known. Collective where it is not.
@@ -181,6 +195,24 @@ class Sharing:
         for _, own, _ in everyone:
             total.update(own)
         return Known(groups, {layer: count / len(everyone) for layer, count in total.items()})
+
+    def settled(self, known: Known, plan: Plan) -> Known | None:
+        """Look at :attr:`updates`, now that their count has long arrived: what is to be known if some had no row, not
+        all ranks contributed, and a layer of theirs was used on some rank; else None. Collective if there were any
+        such updates, which every rank knows."""
+        if self.updates is None:
+            return None
+        (count, (keys, flags), seen), self.updates = self.updates, None
+        if not count.tolist()[0]:
+            return None
+        missed = () if flags is None else [key for key, flag in zip(keys, flags.tolist(), strict=True) if flag]
+        everyone = gathered((tuple(missed), frozenset(seen)), self.channel.group)
+        used = frozenset().union(*(own for _, own in everyone))
+        told = {key for own, _ in everyone for key in own}
+        sought = [f.key for f in plan.assignment.factors if f.key in told and not used.isdisjoint(f.layers)]
+        if sought and self.channel.rank == 0:
+            logger.info(f"ds_kfac: no rows of {', '.join(sought)} on the ranks that contribute: twice as many do now")
+        return plan.seeking(known, sought) if sought else None
 
     def leave_out(self, sums: dict[str, BatchSum]) -> int:
         """Drop the common A of groups whose layers got different inputs here in this step: it would not be of all of

@@ -22,7 +22,7 @@ from ds_kfac.model.shared_inputs import SharedInputs
 from ds_kfac.plan.plan import Known, Plan
 from ds_kfac.schedule.timetable import FactorsDue
 from ds_kfac.step.factors import FactorDraft, FactorUpdates
-from ds_kfac.step.messages import Sharing, unusual
+from ds_kfac.step.messages import UNUSUAL, Sharing, unusual
 from ds_kfac.step.proving import Proving, Verdict
 from ds_kfac.update.kfac import QuadraticModel
 from ds_kfac.update.state import LayerState
@@ -102,6 +102,7 @@ class KFACPreconditioner:
         known: what the first captured batch has shown.
         names: layer -> its name in checkpoints.
         saved: layers that this domain writes there.
+        accompanies: step -> whether calls are seen though no factor is due here, as it may be on a rank of experts.
     """
 
     def __init__(self, target: Target, plan: Plan) -> None:
@@ -141,6 +142,7 @@ class KFACPreconditioner:
             info_of=target.info_of,
         )
         self.proving = Proving(self.layers, self.layout, self.channel)
+        self.accompanies: Callable[[int], bool] = lambda step: False
         self._totals: dict[int, Scalars] = {}
         self._norms = Scalars([[("norm", rank)] for rank in range(self.channel.world)], self.rank)
         self.state: dict[str, LayerState] = {}
@@ -302,7 +304,7 @@ class KFACPreconditioner:
         summary[: len(counts)] = counts
         if draft.factors is not None:
             summary[2].add_(draft.factors.failed)  # a fill: numbers from a list would be copied from the host
-            summary[-2:].add_(unusual(draft.factors.scalars))
+            summary[-len(UNUSUAL) :].add_(unusual(draft.factors.scalars))
         return numbers, dict(zip(self.names, (ready > 0).unbind(), strict=True))
 
     def commit(self, draft: Draft, *, applied: bool) -> None:
@@ -323,6 +325,9 @@ class KFACPreconditioner:
             self.watch.step(draft.local.left_out, look=bool(due.capture))
             self.state, self.peak_lr, self.damping_scale = draft.local.kept(), draft.peak_lr, draft.damping_scale
             if due.capture:
+                if self.plan.contributors.counts and draft.factors is not None:
+                    count = HostCopy(self.metrics.step_summary[-1:])
+                    self.sharing.updates = count, draft.factors.missed, self.capture.seen
                 self.metrics.step_counts["factor_updates"] += 1
                 self.metrics.step_counts["captured_elements"] += sum(map(self.curvature.numel.__getitem__, due.capture))
             self.steps += 1
@@ -334,14 +339,22 @@ class KFACPreconditioner:
         self.due = self.curvature.timetable.due(self.steps)
         if still := self.proving.again:
             self.due = FactorsDue(self.due.capture | (still & self.curvature.specs.keys()), self.due.refresh)
+        if self.due.capture:
+            self.settle()
         # without a factor nothing else is captured
         noted = self.capture.noise is not None and not self.plan.assignment.factors and self.steps % NOISE_INTERVAL == 0
+        noted = noted or self.accompanies(self.steps)
         if self.due.capture or noted or self.capture.active:
             keys = self.curvature.reducer.begin(self.due.capture, self.steps) if self.due.capture else None
-            keys = frozenset() if noted else keys
+            keys = frozenset() if noted and keys is None else keys
             proof = self.proving.begin(self.sharing.inputs.key) if self.due.capture else None
             measure = self.plan.measures and self.known.rows is None
             self.capture.begin_step(keys, self.steps, measure=measure, proof=proof)
+
+    def settle(self) -> None:
+        """Learn what the last updates that were applied have shown, see :meth:`Sharing.settled`. Collective."""
+        if (known := self.sharing.settled(self.known, self.plan)) is not None:
+            self.learn(known)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs of this rank, in its own names: steps, peak_lr, known, layers (name -> state),
@@ -369,6 +382,7 @@ class KFACPreconditioner:
         self.steps, self.peak_lr = state.get("steps", 0), dict(state.get("peak_lr", {}))
         self.damping_scale = state.get("damping_scale")
         self.direction.rotations.kept.clear()
+        self.sharing.updates = None
         if decompose:
             draft = self.curvature.redecomposed(self.steps)
             self._broadcast(draft, *self.curvature.scalars(draft))

@@ -159,12 +159,15 @@ class Outbox:
                 self._sent[param, place] = _alone(flat, place, exchange.scatter_dtype)
             for shard in exchange.shards.get(param, ()):
                 place = shard.start, shard.numel
-                if layout.in_place:
-                    self.own[param, shard.start] = layout.read(shard).copy_(flat.narrow(0, *place))
-                elif layout.replicated and (param, place) in self._sent:  # as it arrives, or replicas would drift apart
+                # as it arrives, or replicas, and copies of which another rank is the worker, would drift apart
+                copied = layer.copies > 1 and layout.world > 1
+                if (copied or layout.replicated) and (param, place) in self._sent:
                     self.own[param, shard.start] = self._sent[param, place]
+                elif layout.in_place and not copied:
+                    self.own[param, shard.start] = layout.read(shard).copy_(flat.narrow(0, *place))
                 else:
-                    self.own[param, shard.start] = _alone(flat, place, torch.float32)
+                    dtype = exchange.scatter_dtype if copied else torch.float32
+                    self.own[param, shard.start] = _alone(flat, place, dtype)
 
 
 def _alone(flat: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
@@ -210,14 +213,14 @@ class LocalResult:
 
         Args:
             failed: refreshes that failed here.
-            unusual: [2], batches of factors here that were scaled down, and that had no row; None: none.
+            unusual: [3], batches of factors here, see :data:`ds_kfac.step.messages.UNUSUAL`; None: none.
         """
         unprepared, failures = (self.replaced.new_full((), n) for n in (self.unprepared, failed))
         left_out = torch.zeros_like(self.replaced)
         if self.left_out:
             left_out = torch.stack(list(self.left_out.values())).sum(dtype=left_out.dtype)
-        limited, empty = self.replaced.new_zeros(2) if unusual is None else unusual.to(self.replaced.dtype)
-        return [self.replaced, unprepared, failures, self.unused, left_out, self.limited + limited, empty]
+        limited, *empty = self.replaced.new_zeros(3) if unusual is None else unusual.to(self.replaced.dtype)
+        return [self.replaced, unprepared, failures, self.unused, left_out, self.limited + limited, *empty]
 
 
 class Watch:

@@ -49,6 +49,24 @@ def test_every_rank_of_the_node_gets_its_turn_equally_often():
     assert all(abs(count - expected) < 6 * expected**0.5 for count in seen.values())
 
 
+@pytest.mark.parametrize(("count", "expected"), [(1, 2), (2, 2), (3, 4), (7, 8), (8, 8)])
+def test_the_parts_of_a_sequence_contribute_together(count, expected):
+    """Else a factor would see one part of all sequences for ever."""
+    contributors = Contributors(8, 4, {"x/A": count}, sequence=2)
+    seen = Counter()
+    for step in STEPS[:200]:
+        ranks = list(contributors.of("x/A", 5, step))
+        assert len(ranks) == expected and {4, 5} <= set(ranks) and ranks == sorted(set(ranks))
+        assert all(rank ^ 1 in ranks for rank in ranks), "two ranks have a sequence"
+        seen.update(ranks)
+    assert set(seen) == ({4, 5} if expected == 2 else {4, 5, 6, 7} if expected == 4 else set(range(8)))
+
+
+def test_a_sequence_over_several_nodes_contributes_together():
+    contributors = Contributors(8, 2, {"x/A": 1}, sequence=4)
+    assert all(contributors.of("x/A", 6, step) == (4, 5, 6, 7) for step in STEPS[:20])
+
+
 def test_counts_are_as_many_as_have_the_rows():
     layers = [linear_layer("wide", 1000, 3), linear_layer("narrow", 10, 3)]
     factors = factor_specs(layers)

@@ -94,6 +94,16 @@ def test_workers_hold_what_the_eigen_worker_keeps(keys, wire):
             assert equal(got, plan.received({key: basis(key)})[key]), (rank, key)
 
 
+def test_copies_are_rounded_as_what_travels_though_nothing_does():
+    """Another tensor-parallel rank's plan may send them."""
+    alone = {"eigen_workers": dict.fromkeys(EIGEN_WORKERS, 1), "workers": dict.fromkeys(WORKERS, (1,))}
+    plan, sent = delivery(torch.bfloat16, **alone, copied=["dense"]), delivery(torch.bfloat16)
+    assert not plan.travels
+    expected, actual = sent.received({"dense/A": basis("dense/A")}), plan.received({"dense/A": basis("dense/A")})
+    assert equal(actual["dense/A"], expected["dense/A"]) and not equal(actual["dense/A"], basis("dense/A"))
+    assert plan.received({"blocks/A": (same := basis("blocks/A"))})["blocks/A"] is same
+
+
 def test_values_travel_in_32_bits():
     plan = delivery(torch.float16)
     found = received(plan, {"dense/A"})[2]["dense/A"]

@@ -24,11 +24,14 @@ class Run:
 
     Args:
         values: (slot, rank) -> the sum's elements.
+        first: by how many ranks the owners are displaced.
     """
 
-    def __init__(self, world: int, name: str, values, *, count: int | None = None, nbytes: int = 2**28) -> None:
+    def __init__(
+        self, world: int, name: str, values, *, count: int | None = None, nbytes: int = 2**28, first: int = 0
+    ) -> None:
         owners = max(1, world - 1)
-        eigen_workers = {factor.key: (3 * i + i // 2) % owners for i, factor in enumerate(FACTORS)}
+        eigen_workers = {factor.key: (first + 3 * i + i // 2) % owners for i, factor in enumerate(FACTORS)}
         counts = {} if count is None else dict.fromkeys(KEYS, count)
         self.network, self.dtype = FakeNetwork(world), DTYPES[name]
         contributors = Contributors(world, world, counts=counts)
@@ -86,6 +89,16 @@ def test_fp32_is_the_sum_in_rank_order_bit_for_bit():
     for slot in run.slots:
         zero, one, two = run.parts(slot)
         assert torch.equal(run.found[slot.factor].sum_P, zero + one + two)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_a_sum_is_the_same_bits_whoever_owns_it(name):
+    """Of layers that are not cut every tensor-parallel rank has an owner of its own."""
+    runs = [Run(4, name, random, first=first) for first in range(3)]
+    for slot in runs[0].slots:
+        assert len({slot.owner for run in runs for slot in run.slots}) == 3
+        for run in runs[1:]:
+            assert torch.equal(run.found[slot.factor].sum_P, runs[0].found[slot.factor].sum_P), slot.factor
 
 
 def test_sums_are_added_up_in_32_bits():

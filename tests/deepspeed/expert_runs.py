@@ -7,6 +7,7 @@ import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
 from tests.deepspeed.parallel import build, planned_refreshes, same, train_whole, whole_state
@@ -43,6 +44,8 @@ class ExpertNet(nn.Module):
 
 
 class DistributedNet(nn.Module):
+    recomputes = ""
+
     def __init__(self, ep_size: int) -> None:
         super().__init__()
         self.up = nn.Linear(FEATURES, WIDTH)
@@ -51,6 +54,8 @@ class DistributedNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.up(x))
+        if self.recomputes:
+            return self.head(h + checkpoint(lambda h: self.moe(h)[0], h, use_reentrant=self.recomputes == "reentrant"))
         return self.head(h + self.moe(h)[0])
 
 
@@ -89,6 +94,52 @@ def train(engine, steps: int = STEPS) -> None:
         x, y = (t.chunk(world)[rank] for t in make_batch(step, world * MICRO_ROWS, TOKENS))
         engine.backward(cross_entropy(engine(x), y))
         engine.step()
+
+
+SEQUENCES = 4, 2
+"""Of each rank."""
+
+
+def unequal(mode: Mode) -> list[dict]:
+    return [unequal_once(mode, recomputes) for recomputes in ("", "reentrant", "not")]
+
+
+def unequal_once(mode: Mode, recomputes: str) -> dict:
+    """G of every expert's layers after a step in which ranks have other numbers of sequences, and of one process."""
+    rank, whole, model = dist.get_rank(), make_whole(False), DistributedNet(2)
+    first, model.recomputes = rank * (EXPERTS // 2), recomputes
+    initial = {name: p.detach().clone() for name, p in whole.named_parameters()}
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(initial[whole_name(name, first)])
+    x, y = make_batch(0, sum(SEQUENCES), TOKENS)
+    parts = list(zip(x.split(SEQUENCES), y.split(SEQUENCES), strict=True))
+    engine = make_engine(mode, model)
+    engine.backward(cross_entropy(engine(parts[rank][0]), parts[rank][1]))
+    engine.step()
+    found = {
+        whole_layer(key[:-2], first): factor.side.blocks(factor.packed_P)[0][0]
+        for kfac in engine.kfac.job.preconditioners
+        for key, factor in kfac.curvature.factors.items()
+        if key.endswith("/G")
+    }
+    sums: dict[str, Tensor] = {}
+    for x, y in parts:  # each rank's mean loss by itself
+        handles, terms = [], y.numel()
+        for name, module in whole.named_modules():
+
+            def hook(module, inputs, output, name=name, terms=terms) -> None:
+                def add(gradient: Tensor) -> None:
+                    g = gradient.flatten(0, -2) * terms
+                    sums[name] = sums.get(name, 0) + g.T @ g
+
+                output.register_hook(add)
+
+            handles += [module.register_forward_hook(hook)] if isinstance(module, nn.Linear) else []
+        cross_entropy(whole(x), y).backward()
+        for handle in handles:
+            handle.remove()
+    return {"found": found, "expected": {name: sums[name] / (sum(SEQUENCES) * TOKENS) for name in found}}
 
 
 def refusals(modes: dict[str, Mode]) -> dict[str, str]:

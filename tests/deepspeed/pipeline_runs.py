@@ -11,6 +11,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
 import ds_kfac
+from ds_kfac.checkpoint.files import CheckpointError
 from tests.deepspeed.modes import MICRO_ROWS, STEPS, Mode
 from tests.deepspeed.parallel import build, planned_refreshes, same, train_whole, whole_state
 from tests.models import CLASSES, FEATURES, cross_entropy, make_batch
@@ -23,6 +24,61 @@ def make_layers() -> nn.Sequential:
         nn.Linear(FEATURES, 17), nn.SiLU(), nn.LayerNorm(17), nn.Linear(17, 19, bias=False), nn.Tanh(),
         nn.Linear(19, 11), nn.Tanh(), nn.Linear(11, CLASSES),
     )  # fmt: skip
+
+
+class Fork(nn.Module):
+    """One layer whose output leaves a stage twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, 11)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.linear(x)
+        return torch.tanh(h), torch.sin(2 * h)
+
+
+class Merge(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(11, CLASSES)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return self.linear(pair[0] + pair[1] * pair[0])
+
+
+def make_fork() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Fork(), Merge())
+
+
+class Block(nn.Module):
+    """Checkpointed with reentrance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(11, 11)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+def lengths(mode: Mode) -> list[dict[str, Tensor]]:
+    """Factors after a step of micro-batches of several lengths, without and with recomputation."""
+    found = []
+    for interval in (0, 1):
+        torch.manual_seed(0)
+        layers = [nn.Linear(FEATURES, 11), Block(), Block(), nn.Linear(11, CLASSES)]
+        module = PipelineModule(
+            layers, num_stages=2, loss_fn=cross_entropy, partition_method="uniform", dynamic_shape=True,
+            activation_checkpoint_interval=interval, checkpointable_layers=["Block"],
+        )  # fmt: skip
+        engine = build(mode, module, 3)
+        engine.train_batch(iter([make_batch(step, MICRO_ROWS, tokens) for step, tokens in enumerate((2, 5, 3))]))
+        found.append(whole_state(engine.kfac.job))
+        engine.kfac.detach()
+        engine.destroy()
+    return found
 
 
 def micro_batches(engine, step: int, accumulation: int):
@@ -41,11 +97,12 @@ def weights(engine) -> dict[str, Tensor]:
 
 
 def compare(cases: list[tuple[Mode, int]]) -> list[dict]:
-    """Per (mode, micro-batches): how far this rank's stage is from one process."""
+    """Per (mode, micro-batches): how far this rank's stage is from one process; "fork" in the mode's name: of a model
+    whose first stage has two outputs."""
     world, results = dist.get_world_size(), []
     replicas = world // 2
     for mode, accumulation in cases:
-        whole = make_layers()
+        whole = make_fork() if "fork" in mode.name else make_layers()
         initial = {name: p.detach().clone() for name, p in whole.named_parameters()}
         stages = PipelineModule(list(copy.deepcopy(whole)), num_stages=2, loss_fn=cross_entropy)
         engine = build(mode, stages, accumulation, replicas)
@@ -116,14 +173,14 @@ def ramped(mode: Mode) -> dict:
 def tied_and_saved(kfac: dict) -> dict:
     """A pipeline whose first and last layer are tied; trained, saved, loaded into another engine, trained on."""
 
-    def make_engine(stages: int = 2):
+    def make_engine(stages: int = 2, stage: int = 1):
         torch.manual_seed(0)
         layers = [
             TiedLayerSpec("ends", nn.Linear, FEATURES, FEATURES), LayerSpec(nn.Linear, FEATURES, 7),
             LayerSpec(nn.Linear, 7, FEATURES), TiedLayerSpec("ends", nn.Linear, FEATURES, FEATURES),
         ]  # fmt: skip
         model = PipelineModule(layers, num_stages=stages, loss_fn=cross_entropy, partition_method="uniform")
-        return build(Mode("pipe-tied", 1, kfac=kfac, clip=0.0), model, world=3 - stages)
+        return build(Mode("pipe-tied", stage, kfac=kfac, clip=0.0), model, world=3 - stages)
 
     directory = [tempfile.mkdtemp()]
     dist.broadcast_object_list(directory)
@@ -135,14 +192,28 @@ def tied_and_saved(kfac: dict) -> dict:
     second.load_checkpoint(directory[0], tag="t")
     saved = whole_state(first.kfac.job)
     loaded = second.kfac.preconditioner.steps == 3 and same(saved, whole_state(second.kfac.job))
-    other = make_engine(stages=1)
+    other, refused = make_engine(stages=1, stage=0), ""
+    plain = make_engine(stage=0)
+    plain.save_checkpoint(directory[0], tag="stages")
+    for tag in ("stages", None):  # None: the latest
+        try:
+            other.load_checkpoint(directory[0], tag=tag)
+        except CheckpointError as error:
+            refused += str(error)
+    alone = make_engine(stages=1, stage=0)
+    alone.load_checkpoint(directory[0], tag="stages", load_module_only=True, load_optimizer_states=False)
     other.kfac.load_state(directory[0], "t")
+    loaded_alone = weights(alone)
     for engine in (first, second):
         engine.train_batch(micro_batches(engine, 3, 1))
     after = weights(second)
     return {
         "layers": [layer.name for layer in first.kfac.preconditioner.layers],
         "report": first.kfac.report,
+        "refused": refused,
+        "weights alone": all(  # DeepSpeed ties the weight alone, not the bias
+            torch.equal(value, loaded_alone[name]) for name, value in weights(plain).items() if "bias" not in name
+        ),
         "loaded": loaded,
         "loaded without stages": same(saved, whole_state(other.kfac.job)),
         "files": sorted(path.name for path in Path(directory[0], "t/kfac").glob("*/*.pt")),

@@ -17,6 +17,7 @@ from tests.oracle import ReferenceKFAC
 from tests.spread import Variation, difference
 
 TOKENS = 12  # more rows than any side is wide: else Adam's eigenbasis is not unique
+UNEQUAL_STEPS = 10
 PARTS = {"up": (None, 8), "gate": (None, 8), "down": (8, None), "gathered": (None, 5)}
 AUTOTP = {
     "autotp_size": 2,
@@ -55,9 +56,10 @@ def _first(output):
 
 
 class Grid:
-    """A Megatron mpu's groups: ranks (0, 1), (2, 3) hold shards of one model."""
+    """A Megatron mpu's groups: ranks (0, 1), (2, 3) hold shards of one model. ``first``: the first one's part of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: float = 0.5) -> None:
+        self.first = first
         rank, world = dist.get_rank(), dist.get_world_size()
         model = [list(range(first, first + 2)) for first in range(0, world, 2)]
         data = [list(range(first, world, 2)) for first in range(2)]
@@ -112,10 +114,12 @@ class _Parallel(nn.Module):
     def __init__(self, whole: nn.Linear, mpu: Grid, dim: int) -> None:
         super().__init__()
         self.group, index = mpu.get_model_parallel_group(), mpu.get_model_parallel_rank()
-        self.weight = nn.Parameter(whole.weight.detach().chunk(2, dim)[index].clone())
+        first = int(mpu.first * whole.weight.shape[dim])
+        sizes = first, whole.weight.shape[dim] - first
+        self.weight = nn.Parameter(whole.weight.detach().split(sizes, dim)[index].clone())
         self.weight.tensor_model_parallel = True
         bias = whole.bias.detach()
-        self.bias = nn.Parameter((bias.chunk(2)[index] if dim == 0 else bias).clone())
+        self.bias = nn.Parameter((bias.split(sizes)[index] if dim == 0 else bias).clone())
         self.bias.tensor_model_parallel = dim == 0
 
 
@@ -203,6 +207,31 @@ def saved(mode: Mode) -> dict:
         "replicated": {name: final[name] for name in final if name.split(".")[0] not in PARTS},
         "files": sorted(path.name for path in Path(directory[0], "t/kfac").glob("*/*.A.factor.pt")),
     }
+
+
+def unequal(modes: list[Mode]) -> list[dict]:
+    """Trained with shards of 13 and 3 of 16: what is not cut, as this rank has it, and who works on it."""
+    rank, replicas, results, grid = dist.get_rank(), dist.get_world_size() // 2, [], Grid(13 / 16)
+    for mode in modes:
+        engine = make_engine("megatron", mode, make_model(), grid)
+        dtype = next(engine.module.parameters()).dtype
+        for step in range(UNEQUAL_STEPS):
+            x, y = (t.chunk(replicas)[rank // 2] for t in make_batch(step, replicas * MICRO_ROWS, TOKENS))
+            engine.backward(cross_entropy(engine(x.to(dtype)), y))
+            engine.step()
+        kfac = engine.kfac.preconditioner
+        copied = [layer.name for layer in kfac.layers if layer.copies > 1]
+        roles = kfac.plan.assignment
+        results.append({
+            "copies": {n: v for n, v in weights(engine).items() if n.split(".")[0] not in PARTS | {"gathered": 0}},
+            "eigen_workers": {key: roles.eigen_workers[key] for n in copied for key in (f"{n}/A", f"{n}/G")},
+            "workers": {name: roles.workers[name] for name in copied},
+            "dtypes": (kfac.plan.wire, kfac.plan.gradient_dtypes),
+            "groups": kfac.known.groups,
+        })  # fmt: skip
+        engine.kfac.detach()
+        engine.destroy()
+    return results
 
 
 def step_sizes(mode: Mode) -> dict[str, float]:

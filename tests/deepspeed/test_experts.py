@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.close import near
 from tests.covering import some
 from tests.deepspeed.modes import KFAC, Mode
 from tests.deepspeed.parallel import EVERYTHING, INVERSE, SCALED
@@ -41,6 +42,19 @@ def test_experts_match_one_process(world):
             assert not within("nu", abs(actual - expected), result["nu_bound"]), f"{where}: {result['nu']}"
             assert ("weight is frozen" in result["report"]) == starved  # the gate's
         assert any(result["nu"][0] < 0.9 for result in results), "kl-clip never acted, so it was not tested"
+
+
+def test_g_of_an_expert_is_that_of_one_process_where_ranks_have_other_numbers_of_loss_terms():
+    kfac = {"factor": {**KFAC["factor"], "update_interval": 1}, "communication": {"dtype": "fp32"}}
+    results, seen = (
+        run_ranks("tests.deepspeed.expert_runs:unequal", world=2, payload=Mode("moe", 1, kfac=kfac, clip=0.0)),
+        0,
+    )
+    for result in (found for of_rank in results for found in of_rank):
+        for name, value in result["expected"].items():
+            seen += name.startswith("experts")
+            near(result["found"][name], value, 1e-5 * float(value.abs().max()), "fp32 sums", what=name)
+    assert seen == 3 * 8, "two layers of each of four experts, also recomputed"
 
 
 REFUSED = {

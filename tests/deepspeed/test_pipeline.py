@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.close import near
 from tests.covering import some
 from tests.deepspeed.modes import FP32_ACCUM, KFAC, Mode
 from tests.deepspeed.parallel import INVERSE, SCALED
@@ -24,6 +25,7 @@ CASES = [
     (Mode("pipe-adam-z1", 1, adam=True, clip=0.0, kfac=TYPES), 4),
     (Mode("pipe-adam-z0", 0, adam=True, clip=0.0), 4),
 ]
+FORK = [(Mode(f"pipe-fork-z{stage}", stage, clip=0.0), 3) for stage in (0, 1)]
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -38,6 +40,23 @@ def test_pipelines_match_one_process(world):
         assert world > 2 or any(result["nu"][0] < 0.9 for result in results), (
             "kl-clip never acted, so it was not tested"
         )
+
+
+def test_a_stage_with_two_outputs_matches_one_process():
+    """Its layer's gradient is the sum of what comes by both."""
+    for rank, results in enumerate(run_ranks("tests.deepspeed.pipeline_runs:compare", world=2, payload=FORK)):
+        for (mode, _), result in zip(FORK, results, strict=True):
+            where = f"{mode.name} rank {rank}"
+            assert not within(where, result["difference"], result["bound"]), f"{where}: {result}"
+
+
+def test_recomputed_micro_batches_of_other_lengths_have_their_own_loss_terms():
+    mode = Mode("pipe-lengths", 0, clip=0.0)
+    for plain, recomputed in run_ranks("tests.deepspeed.pipeline_runs:lengths", world=2, payload=mode):
+        assert plain.keys() == recomputed.keys() and len(plain) > 8
+        for name, value in plain.items():
+            size = float(value.abs().max())
+            near(recomputed[name], value, 1e-5 * size, "the same sums in another order", what=name)
 
 
 def test_a_batch_ramp_changes_the_micro_batches_of_a_pipeline():
@@ -71,3 +90,6 @@ def test_tied_layers_are_left_to_the_optimizer_and_checkpoints_hold_every_stage(
         assert result["loaded"] and result["same"] and result["loaded without stages"]
         expected = sorted(f"{layer}.{part}" for layer in "12" for part in ("A.factor.pt", "G.factor.pt", "layer.pt"))
         assert result["files"] == expected, "each factor and each layer once"
+        assert result["refused"].count("saved with 2 pipeline stages, this engine has 1") == 2
+        assert "KFACAdamW" not in result["refused"], "these engines have another optimizer"
+        assert result["weights alone"], "as the error says"

@@ -20,12 +20,15 @@ SCALE = [
     Mode("sp-z2-scaled", 2, kfac=SCALED),
     Mode("sp-z0-comm_opt", 0, kfac={**TYPES, "assignment": {"gradient_worker_fraction": 1.0}}),
 ]
+WHOLE = Mode("sp-z2-rows", 2, kfac={"factor": {**KFAC["factor"], "rows": 1}})
+"""One rank has the rows, but not those of the other part of the sequence."""
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_sequence_parallelism_matches_one_process(world):
     cases = [(mode, over) for mode in MODES for over in ("own", "whole")] + [(ADAM, "own"), (SAMPLED, "own")]
     cases = some([*cases, *((mode, "own") for mode in SCALE)], world)
+    cases += [(WHOLE, "own")] if world == 2 else []
     for results in run_ranks("tests.deepspeed.sequence_runs:compare", world=world, payload=cases):
         for (mode, over), result in zip(cases, results, strict=True):
             assert not within(mode.name, result["difference"], result["bound"]), f"{mode.name} {over}: {result}"

@@ -7,7 +7,7 @@ from torch import nn
 from ds_kfac.model.scan import scan
 from tests.close import near
 from tests.covering import some
-from tests.deepspeed.modes import KFAC, Mode
+from tests.deepspeed.modes import FP32_ACCUM, KFAC, Mode
 from tests.deepspeed.parallel import EVERYTHING, INVERSE, SCALED
 from tests.ranks import run_ranks
 from tests.spread import within
@@ -60,6 +60,29 @@ def test_shards_match_one_process(world):
     for first, second in zip(results[0], results[1], strict=True):
         for name, value in first["replicated"].items():
             assert torch.equal(value, second["replicated"][name]), f"{name} differs between tensor-parallel ranks"
+
+
+WIRE = {"communication": {"dtype": "bf16"}, "preconditioner": {"kl_clip": 1e-4}}
+HALF = [
+    Mode("tp-z0-mem_opt", 0, kfac={**WIRE, "assignment": {"gradient_worker_fraction": 0.5}}),
+    Mode("tp-z0-comm_opt", 0, kfac={**WIRE, "assignment": {"gradient_worker_fraction": 1.0}}),
+    Mode("tp-z0", 0, "bf16", kfac=WIRE),
+    Mode("tp-z2-adam-bf16-accum32", 2, "bf16", kfac=WIRE, extra=FP32_ACCUM, adam=True, clip=0.0),
+]
+
+
+def test_copies_are_the_same_bits_where_shards_differ_in_size_and_results_travel_in_16_bits():
+    """Tensor-parallel ranks then have other owners of the layers that both have: nothing may depend on the owner."""
+    results, apart = run_ranks("tests.deepspeed.tensor_runs:unequal", world=4, payload=HALF), set()
+    for mode, *of_ranks in zip(HALF, *results, strict=True):
+        assert torch.bfloat16 in (of_ranks[0]["dtypes"][0], of_ranks[0]["dtypes"][1][1])
+        for what in ("eigen_workers", "workers"):
+            if of_ranks[0][what] != of_ranks[1][what]:
+                apart.add(what)
+        for rank, result in enumerate(of_ranks):
+            for name, value in of_ranks[0]["copies"].items():
+                assert torch.equal(result["copies"][name], value), f"{mode.name}: {name} of rank {rank} is another"
+    assert apart == {"eigen_workers", "workers"}, "the ranks' plans are alike, so nothing was tested"
 
 
 def test_a_shard_takes_steps_of_the_size_of_a_whole_layers():

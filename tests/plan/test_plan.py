@@ -1,5 +1,7 @@
 """The plan of a run, and what becomes of it when layers are found to share their inputs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from ds_kfac.assignment.costs import BUILTIN, factors_by_layer
 from ds_kfac.config import keys as kfac_config
 from ds_kfac.curvature.factor import Side
 from ds_kfac.model.layers import LayerSpec
+from ds_kfac.model.rows import agreed
 from ds_kfac.plan.plan import Known, Plan, Setting, make_plan
 from ds_kfac.zero.shards import source
 from tests.choices import STAGGERED, chosen, resolved
@@ -87,6 +90,14 @@ def test_candidates_are_layers_whose_rows_are_their_inputs(monkeypatch):
     assert candidates["linear"] == candidates["conv1d"] != candidates["with_bias"]
     monkeypatch.setattr(kfac_config, "SHARES", False)
     assert plan(model=layers).sharing_candidates == {}
+
+
+def test_a_copied_layer_shares_no_a_with_a_shard():
+    """Another tensor-parallel rank plans that A otherwise: it would have other rows, at other steps."""
+    shard, copy = LAYERS[0], replace(LAYERS[1], A=LAYERS[0].A, copies=2)
+    kinds = plan(model=[shard, copy]).sharing_candidates
+    assert kinds[shard.name] != kinds[copy.name]
+    assert agreed([{shard.name: (0,), copy.name: (0,)}], kinds) == ()
 
 
 def test_the_timetable_follows_the_offsets():

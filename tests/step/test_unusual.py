@@ -21,6 +21,7 @@ def test_a_batch_without_a_row_is_counted_and_leaves_its_factor():
 
 def test_ranks_add_up():
     scalars = {("limited", 0): 1.0, ("empty", 0): 2.0, ("limited", 3): 0.0, ("empty", 3): 5.0, ("fresh", "a/A"): 1.0}
+    scalars |= {("missed", 0): 1.0, ("missed", 3): 3.0}
     found = unusual({name: torch.tensor(value) for name, value in scalars.items()})
-    assert torch.is_tensor(found) and found.tolist() == [1, 7]
+    assert torch.is_tensor(found) and found.tolist() == [1, 7, 4]
     assert unusual({("fresh", "a/A"): torch.tensor(1.0)}) == 0.0

@@ -1,0 +1,82 @@
+"""A pipeline's instructions, as the capture has to see them: several forwards may lie between a micro-batch's forward
+and its backward, and no ``engine.backward`` announces that."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass
+from torch import Tensor
+from torch.autograd import Function
+
+from ds_kfac.model.loss import Forward
+from ds_kfac.step.job import Job
+
+TABLE = "_INSTRUCTION_MAP"
+"""The pipeline engine's table of instructions, looked up on the instance."""
+
+
+def announcing(engine: Any, job: Job) -> dict[type, Any]:
+    """The table with every backward pass of a micro-batch announced to the capture, with the forward that it is of, so
+    that recomputations find it; in one piece where a stage has several outputs.
+
+    The last stage calls DeepSpeed's backward past the engine's attribute, others start from a received gradient.
+    """
+    table, captures = getattr(engine, TABLE), [kfac.capture for kfac in job.preconditioners]
+    forwards: dict[int, list[Forward]] = {}  # buffer of a micro-batch -> its forward, of each capture
+
+    def forward(self: Any, buffer_id: int) -> None:
+        table[ForwardPass](self, buffer_id)
+        if job.active:
+            forwards[buffer_id] = [capture.forward for capture in captures]
+
+    def backward(self: Any, buffer_id: int) -> None:
+        if not job.active:
+            forwards.clear()
+        with ExitStack() as stack:
+            for capture in captures:
+                stack.enter_context(capture.own_backward())
+            if job.active:
+                scale = job.preconditioners[0].layout.manual_scale()
+                if not isinstance(scale, torch.Tensor):
+                    scale = torch.full((), scale, device=self.device)  # by a kernel, nobody waits for it
+                for capture in captures:
+                    capture.begin_backward(scale / self.gradient_accumulation_steps())
+                for capture, own in zip(captures, forwards.pop(buffer_id, ())):  # noqa: B905  none of a forward that raised
+                    capture.repeats(own)
+                stack.enter_context(joined(self, buffer_id))
+            table[BackwardPass](self, buffer_id)
+
+    return {**table, ForwardPass: forward, BackwardPass: backward}
+
+
+class _Joined(Function):
+    """A scalar whose gradient with respect to the outputs of a stage is what the next stage has sent."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[Tensor], *outputs: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *ignored: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.gradients
+
+
+@contextmanager
+def joined(engine: Any, buffer_id: int) -> Iterator[None]:
+    """Around a backward pass: DeepSpeed runs one for each floating output of a stage, and a layer before them would get
+    its gradient in parts, whose squares are not that of their sum. Here it gets one output in their place."""
+    outputs = None if engine.is_last_stage() else engine.pipe_buffers["outputs"][buffer_id]
+    floating = [output for output in outputs if output.is_floating_point()] if isinstance(outputs, tuple) else []
+    if len(floating) < 2:
+        yield
+        return
+    received = engine.grad_layer
+    whole = _Joined.apply(tuple(received), *floating)
+    engine.pipe_buffers["outputs"][buffer_id], engine.grad_layer = whole, torch.ones_like(whole)
+    try:
+        yield
+    finally:
+        engine.grad_layer = received  # the buffer that the next ones are received in
