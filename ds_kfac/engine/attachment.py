@@ -35,13 +35,15 @@ from ds_kfac.engine.report import folded, of_hooks, report, with_hooks
 from ds_kfac.factors.export import export
 from ds_kfac.factors.files import safetensors
 from ds_kfac.metrics import STAGES, TIMER, Metrics
-from ds_kfac.model.batch import ExpertRows, ReadBatch
+from ds_kfac.model.batch import ReadBatch
+from ds_kfac.model.expert_rows import ExpertRows
 from ds_kfac.model.noise import NoiseScale
 from ds_kfac.model.samplers import Sampler
 from ds_kfac.model.scan import Scan
 from ds_kfac.model.share import Share, share_of
+from ds_kfac.step.draft import Draft
 from ds_kfac.step.job import Job, counters, events, selected
-from ds_kfac.step.preconditioner import Draft, KFACPreconditioner
+from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.zero.layout import restore, scaler_scale
 from ds_kfac.zero.weights import WeightRescaling
 

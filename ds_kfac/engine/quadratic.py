@@ -30,7 +30,8 @@ from ds_kfac.comm.message import deliver
 from ds_kfac.model.batch import BatchInfo, own_hook
 from ds_kfac.model.loss import class_dim
 from ds_kfac.model.samplers import mean_of_terms, prediction_tensor
-from ds_kfac.step.preconditioner import Draft, KFACPreconditioner
+from ds_kfac.step.draft import Draft
+from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.update.kfac import QuadraticModel, adapted
 from ds_kfac.update.state import LastUpdate
 from ds_kfac.zero.weights import Pieces, WeightShift

@@ -19,7 +19,7 @@ from torch import nn
 from ds_kfac.comm.message import gathered
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.config.values import AUTO
-from ds_kfac.model.batch import is_autoep
+from ds_kfac.model.expert_rows import is_autoep
 from ds_kfac.zero.registry import is_waiting, tensor_shard
 
 COMPRESSED = ("onebitadam", "onebitlamb", "zerooneadam")

@@ -8,8 +8,9 @@ from torch import Tensor
 from ds_kfac.comm.message import Channel, gathered
 from ds_kfac.curvature.factor import frobenius
 from ds_kfac.model.logits import attentions, rms
+from ds_kfac.step.draft import Draft
 from ds_kfac.step.fares import fares
-from ds_kfac.step.preconditioner import Draft, KFACPreconditioner
+from ds_kfac.step.preconditioner import KFACPreconditioner
 
 
 class Job:

@@ -32,7 +32,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank, bwc_tensor_model
 from torch import Tensor, nn
 
 from ds_kfac.comm.message import Channel, Part, deliver, failing_together, gathered
-from ds_kfac.model.batch import is_autoep
+from ds_kfac.model.expert_rows import is_autoep
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import SHARDS
 from ds_kfac.zero.exchange import GradientExchange

@@ -4,7 +4,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ds_kfac.model.batch import BatchInfo, ExpertRows
+from ds_kfac.model.batch import BatchInfo
+from ds_kfac.model.expert_rows import ExpertRows
 from ds_kfac.model.scan import Choice
 from ds_kfac.ops.reference import symmetric_pack
 from tests.close import close
