@@ -319,9 +319,11 @@ class Capture:
         layers, x, output, lay = self._stacks[id(product.param)], product.x, product.output, product.lay
         stacked, first = len(layers) > 1, layers[0]
         module = self._model.get_submodule(first.module)
-        if product.window is not None:
-            if product.window == (module.stride, module.padding, module.dilation, module.groups):
+        if product.window is not None or LAYERS[first.kind].images:
+            if product.window == tuple(getattr(module, x, None) for x in ("stride", "padding", "dilation", "groups")):
                 self._called(first, module, x, output)
+            return
+        if first.bias is not None and not product.biased:  # it has another gradient than the rows say
             return
         other = product.turned != LAYERS[first.kind].turned and min(first.shape) > 1
         if other or x.shape[-1] != first.A.dim - (first.bias is not None):  # other sides than the code seemed to have

@@ -23,7 +23,8 @@ CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 LINEAR, RIGHT = {"linear"}, {"matmul", "mm", "bmm", "grouped_mm", "_grouped_mm", "grouped_mm_fallback"}
 ADDED = {"addmm", "baddbmm"}
 TURNS = {"T", "mT", "t", "transpose", "swapaxes", "adjoint"}
-COPIES = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone", "clamp", "clip"}
+BOUNDS = {"clamp", "clip"}
+COPIES = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone"} | BOUNDS
 """Some in another dtype, or with some elements bounded: those that are not have the gradient of the copy."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 KEEPS = COPIES | {"unsqueeze", "squeeze"}
