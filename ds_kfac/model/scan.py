@@ -100,7 +100,6 @@ def scan(model: nn.Module, choice: Choice | None = None, *, optimized: Iterable[
             own = sum(map(numel, module.parameters(recurse=False)))
             skipped.append(Skipped(name, type(module).__name__, own, found))
     skipped += scanner.left_over(layers)
-    classes_of.cache_clear()  # large, and read
     if not layers:
         raise ValueError(
             f"kfac: {type(model).__name__} has no layer to precondition (known types: {', '.join(TYPES)}); "
@@ -108,7 +107,9 @@ def scan(model: nn.Module, choice: Choice | None = None, *, optimized: Iterable[
             + ("; ".join(f"{s.name} ({s.kind}): {s.reason}" for s in skipped[:8]) or "no module has parameters")
         )
     holders = dict(model.named_modules())
-    return Scan(tuple(with_blocks(layer, holders, choice.blocks) for layer in layers), tuple(skipped))
+    layers = [with_blocks(layer, holders, choice.blocks) for layer in layers]
+    classes_of.cache_clear()  # large, and read
+    return Scan(tuple(layers), tuple(skipped))
 
 
 class _Scanner:

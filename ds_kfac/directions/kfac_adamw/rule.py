@@ -104,7 +104,8 @@ class KFACAdamWRule(UpdateRule):
         if reason is not None:
             return f"Adam's direction: {reason}"
         how = "whitened and orthogonalized" if config.adam.whiten and config.adam.rotate else "orthogonalized"
-        return f"{how} in blocks of {rows_of(layer)}" if layer.blocks else how
+        blocks = f" in blocks of {rows_of(layer)}" if layer.blocks else ""
+        return f"{how}{blocks}, {layer.guessed}" if layer.guessed else how + blocks
 
     def idle(self, config: KFACConfig, layers: Sequence[LayerSpec]) -> list[str]:
         given = config.adam.model_fields_set
