@@ -312,10 +312,14 @@ class Attachment:
         return share_of(self.engine.module, replace(self._found, layers=tuple(alone)))
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        captures = torch.is_grad_enabled() and any(capture.active for capture in self._captures)
-        if not captures or not hasattr(torch.compiler, "set_stance"):  # torch 2.6
+        if not torch.is_grad_enabled() or not any(capture.active for capture in self._captures):
             return original(*args, **kwargs)
-        with torch.compiler.set_stance("force_eager"):
+        with ExitStack() as stack:
+            if hasattr(torch.compiler, "set_stance"):  # torch 2.6
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            for capture in self._captures:
+                if capture.uses is not None:
+                    stack.enter_context(capture.uses)
             return original(*args, **kwargs)
 
     def _backward(self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 a step: ``python -m ds_kfac check --data``."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ def proven(
         capture.begin_step(frozenset(key for layer in layers for key in layer.keys), 0, proof=proof)
         model.zero_grad(set_to_none=True)
         for batch in batches:
-            value = called(model, batch) if loss is None else loss(model, batch)
+            with capture.uses or nullcontext():
+                value = called(model, batch) if loss is None else loss(model, batch)
             with capture.own_backward():
                 value.backward()
         numbers = proof.numbers(capture.sums)
@@ -53,7 +55,8 @@ def proven(
         eps = eps_of(parameters[layer.weight].dtype)
         gradient = matrix_of(layer, parameters)
         ratios[place] = proof.ratio(layer, numbers[place], gradient, divisor=1, world=1, eps=eps, floor=0)
-    return dict(zip((layer.name for layer in proof.layers), told(numbers, ratios), strict=True))
+    names = [layer.name for layer in proof.layers]
+    return dict(zip(names, told(numbers, ratios, [capture.used(name) for name in names]), strict=True))
 
 
 def called(model: nn.Module, batch: Any) -> Tensor:

@@ -1,40 +1,48 @@
 """Which rows of a layer's matrix are maps of their own, and which large matrices are cut into layers.
 
 **Blocks**: queries, keys and values in one weight, a gate beside what it gates, the projections of latent attention and
-of state space models. They share A; each is orthogonalized and sized by itself, as with a weight of its own.
-:func:`known` has the names in use, with the order of rows that the code behind them takes; ``kfac.adam.blocks`` names
-others. Sizes are those of :attr:`ds_kfac.model.layers.LayerSpec.blocks`.
+of state space models. They share A; each is orthogonalized and sized by itself, as with a weight of its own. Of names
+in use (:data:`CUT`) the code around a layer says where its outputs are cut (``cuts.py``); for others, :func:`known`,
+numbers do that only modules of that kind have. If neither does, the matrix is one map. The attach report says what was
+taken by its name alone, and what has such a name and is one map. ``kfac.adam.blocks`` names others. Sizes are those of
+:attr:`ds_kfac.model.layers.LayerSpec.blocks`.
 
 **Parts**: a head over a large vocabulary is cut into parts of its outputs, a layer each: one owner would be too few.
 Only where that changes nothing but who does it: G is the identity, and the update rule steps along rows that no product
 mixes. The parts have one A. Their names depend on the layer's shape alone: a checkpoint fits any number of ranks.
 """
 
-import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
-from typing import Any
+from functools import partial
 
 from torch import nn
 
 from ds_kfac.curvature.factor import Side
+from ds_kfac.model.cuts import HEADS, Sizes, cut_of, value_of
 from ds_kfac.model.layers import LayerSpec
 
 KINDS = ("Linear", "Conv1D")
 """Kinds of layers that have blocks: a tensor-parallel shard has some rows of each, in an order of its framework's."""
-Sizes = tuple[int, ...]
+CUT = (
+    "c_attn", "qkv", "qkv_proj", "Wqkv", "query_key_value", "kv_proj", "to_kv", "gate_up_proj", "gate_up",
+    "input_linear", "Wi", "w12", "weights_in", "in_proj"
+)  # fmt: skip
+"""Ends of names of layers that are cut by the code around them."""
+SEVERAL = tuple(name for name in CUT if name not in ("in_proj", "input_linear", "Wi"))
+"""Of them those that are several maps by their name."""
+BY_NAME = "by its name alone: the code does not show where its outputs are cut (kfac.adam.blocks)"
+ONE_MAP = "as one map: the code does not show where its outputs are cut (kfac.adam.blocks)"
 Blocks = int | Sequence[int]
 """How many equal ones there are, one after the other; or their sizes, repeated up to the last row."""
-HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head")
 SHARED_HEADS = (
     "num_kv_heads", "num_key_value_heads", "kv_n_heads", "n_kv_heads", "n_kv_head", "num_query_groups", "n_query_groups"
 )  # fmt: skip
 
 
 def with_blocks(layer: LayerSpec, modules: Mapping[str, nn.Module], chosen: Sequence[tuple[str, Blocks]]) -> LayerSpec:
-    """The layer, with its blocks; ``chosen``, (regex for the end of a name, its blocks), go before :func:`known`.
+    """The layer, with its blocks; ``chosen``, (regex for the end of a name, its blocks), go before the others.
 
     Raises:
         ValueError: a matrix does not have as many rows.
@@ -47,12 +55,18 @@ def with_blocks(layer: LayerSpec, modules: Mapping[str, nn.Module], chosen: Sequ
         if named(pattern, name):
             return replace(layer, blocks=of_rows(rows, blocks, f"kfac.adam.blocks {pattern!r}: {name}"))
     holder, _, last = re.sub(r"(\.\d+)+$", "", name).rpartition(".")  # of a list of modules its name
-    try:
-        sizes = known(last, _Holder(modules.get(holder)), rows)
-    except _Unknown:
-        return layer
+    module, guessed = modules.get(holder), ""
+    finer = last == "in_proj" and value_of(module, "A_log") is not None  # Mamba2's convolution has three of them in one
+    sizes = cut_of(module, last, rows) if last in CUT and not finer else None
+    if sizes is None:
+        try:
+            sizes = known(last, module, rows)
+        except _Unknown:
+            sizes = ()
+        if last in SEVERAL and not isinstance(module, nn.MultiheadAttention):
+            guessed = BY_NAME if sizes else ONE_MAP
     fits = len(sizes) > 1 and min(sizes) > 0 and rows % sum(sizes) == 0
-    return replace(layer, blocks=sizes) if fits else layer
+    return replace(layer, blocks=sizes if fits else (), guessed=guessed)
 
 
 def named(pattern: str, name: str) -> bool:
@@ -93,78 +107,42 @@ class _Unknown(Exception):
     """What the module says does not tell the blocks."""
 
 
-class _Holder:
-    """The module that a fused layer is in, and what it says of its sizes: its own attributes, then those of its
-    config."""
-
-    def __init__(self, module: nn.Module | None) -> None:
-        kind: Any = type(module)
-        self.module, self.source = module, "" if module is None else _source(kind)
-
-    def number(self, *names: str, default: int | None = None) -> int:
-        """The first of these that there is, else ``default``, else raises :class:`_Unknown`."""
-        for place in (self.module, _value(self.module, "config")):
-            for name in names:
-                if isinstance(value := _value(place, name), int) and value > 0:
-                    return value
-        if default is None:
-            raise _Unknown
-        return default
-
-    def chunks(self, count: int) -> bool:
-        """Whether the code cuts something into so many equal parts."""
-        return re.search(rf"\bchunk\(\s*{count}\b|torch\.chunk\([^,]+,\s*{count}\b", self.source) is not None
+def _number(module: nn.Module | None, *names: str, default: int | None = None) -> int:
+    """What a module says of its sizes: its first attribute of these names, then its config's, else ``default``, else
+    raises :class:`_Unknown`."""
+    for place in (module, value_of(module, "config")):
+        for name in names:
+            if isinstance(value := value_of(place, name), int) and value > 0:
+                return value
+    if default is None:
+        raise _Unknown
+    return default
 
 
-def _value(place: Any, name: str) -> Any:
-    """An attribute; None where there is none, or a property that fails as long as the model does not run."""
-    try:
-        return getattr(place, name, None)
-    except Exception:
-        return None
-
-
-@cache
-def _source(kind: Any) -> str:
-    try:
-        return inspect.getsource(kind)
-    except (OSError, TypeError, SyntaxError):  # made in a shell, or by a program
-        return ""
-
-
-def known(name: str, holder: _Holder, rows: int) -> Sizes:
-    """Blocks of a weight by the end of its name, () if that is none of these; raises :class:`_Unknown`. transformers
-    5.23, timm and torch; tests/integrations/test_blocks.py holds each of them."""
-    number = holder.number
+def known(name: str, module: nn.Module | None, rows: int) -> Sizes:
+    """Blocks of a weight by the end of its name and what its module says, () if that is none of these; raises
+    :class:`_Unknown`. transformers 5.23; tests/integrations/test_blocks.py holds each of them."""
+    number = partial(_number, module)
     match name:
-        case "c_attn" | "qkv" | "qkv_proj" | "Wqkv" | "in_proj_weight":
-            return _attention(holder, rows)
+        case "in_proj_weight":
+            return (rows // 3,) * 3 if isinstance(module, nn.MultiheadAttention) else ()
         case "query_key_value":  # for each head, or each group of queries with one key and one value, these three
             heads = number(*HEADS)
             shared = number(*SHARED_HEADS, default=heads)
             width = rows // (heads + 2 * shared)
             return heads // shared * width, width, width
-        case "kv_proj" | "to_kv" | "gate_up_proj" | "gate_up" | "input_linear" | "Wi" | "w12" | "weights_in":
-            # One after the other, or row by row in turn, as the code cuts its products up; none where it does not. What
-            # is taken in turn beside two halves is a rotary embedding's
-            if holder.chunks(2):
-                return (rows // 2,) * 2
-            return (1, 1) if "::2]" in holder.source else ()
         case "kv_a_proj_with_mqa":  # the latent of keys and values, and the key that all heads share
             rank = number("kv_lora_rank")
             return rank, rows - rank
         case "kv_b_proj":  # for each head its key and its value
             return number("qk_nope_head_dim"), number("v_head_dim")
         case "in_proj":
-            # Mamba's inputs and gates, in turn in Zamba; Mamba2's gates, inputs, B, C, steps; a gated convolution's
-            # three
-            if holder.chunks(3):
-                return (rows // 3,) * 3
+            # Mamba's inputs and gates, in turn in Zamba; Mamba2's gates, inputs, B, C, steps
             inner = number("intermediate_size", "ssm_intermediate_size", "d_ssm")
-            if _value(holder.module, "A_log") is None:
+            if value_of(module, "A_log") is None:
                 return ()
             if rows == 2 * inner:
-                return (1, 1) if _value(holder.module, "n_mamba_heads") else (inner, inner)
+                return (1, 1) if value_of(module, "n_mamba_heads") else (inner, inner)
             heads = number("num_heads")
             return inner, inner, *((rows - 2 * inner - heads) // 2,) * 2, heads
         case "x_proj":  # Mamba's steps, B and C
@@ -180,26 +158,6 @@ def known(name: str, holder: _Holder, rows: int) -> Sizes:
         case "in_proj_ba":  # for each head of keys: two numbers of each of its values
             return (rows // (2 * number("num_k_heads")),) * 2
     return ()
-
-
-def _attention(holder: _Holder, rows: int) -> Sizes:
-    """Queries, keys, values, one after the other; keys and values in groups of queries have fewer rows. Heads by
-    themselves in GPT-BigCode without its multi-query attention, four parts in CodeGen; keys and values alone where
-    another layer makes the queries of a cross-attention."""
-    if _value(holder.module, "is_cross_attention"):
-        return (rows // 2,) * 2
-    multi_query = _value(holder.module, "multi_query")
-    heads, shared = holder.number(*HEADS, default=0), holder.number(*SHARED_HEADS, default=0)
-    if multi_query is False and heads:
-        return (rows // (3 * heads),) * 3
-    if "mp_num" in holder.source:
-        return (rows // 12,) * 3
-    if multi_query and (width := holder.number("kv_dim", default=0)):
-        return rows - 2 * width, width, width
-    if 0 < shared < heads and rows % (heads + 2 * shared) == 0:
-        width = rows // (heads + 2 * shared)
-        return heads * width, shared * width, shared * width
-    return (rows // 3,) * 3 if rows % 3 == 0 else ()
 
 
 LARGEST = 1 << 27

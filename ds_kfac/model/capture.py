@@ -39,6 +39,7 @@ from ds_kfac.model.proof import Proof
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.rows import Call, RowSums, StepSums
 from ds_kfac.model.shared_inputs import SharedInputs
+from ds_kfac.model.uses import Uses
 
 logger = logging.getLogger("ds_kfac")
 
@@ -63,6 +64,7 @@ class Capture(StepSums):
         noise: measures samples' gradients in captured steps, if there is one.
         counted, outside: calls since the last step whose gradients came in the engine's own backward, and in others.
         proof: of the step, if it proves.
+        uses: of the weights, in a step that proves, noted while it is entered.
         failed: layer name -> what a hook raised; such a layer has no rows any more.
         seen: of those that did with an input that has elements, in this captured step.
     """
@@ -94,6 +96,7 @@ class Capture(StepSums):
         self._running: Forward | None = None  # whose gradients come in this backward
         self._info_of, self._masks, self.seen = info_of, RowMasks(model), set[str]()
         self.failed: dict[str, str] = {}
+        self.uses: Uses | None = None
         self._inside = False  # the model's forward runs
         self._handles: list[Any] = []
         self._hook_model(model)
@@ -132,6 +135,7 @@ class Capture(StepSums):
             proof: adds up the rows of all layers, to be compared with their gradients.
         """
         self.proof = proof
+        self.uses = None if proof is None else Uses(self._weights)
         if self.active:
             self.forward, self.pending, self.counted, self.outside = Forward(), [], 0, 0
             self.end_backward()
@@ -141,6 +145,10 @@ class Capture(StepSums):
         self.measured = {} if measure else None
         if self.noise is not None:
             self.noise.begin(active=self.active)
+
+    def used(self, layer: str) -> str:
+        """Where a layer's weight is, in words; "" if that was not noted."""
+        return "" if self.uses is None else self.uses.of(layer)
 
     def remove(self) -> None:
         while self._handles:
@@ -358,9 +366,11 @@ class Capture(StepSums):
         layers, x, output, lay = self._stacks[id(product.param)], product.x, product.output, product.lay
         stacked, first = len(layers) > 1, layers[0]
         module = self._model.get_submodule(first.module)
-        if product.window is not None:
-            if product.window == (module.stride, module.padding, module.dilation, module.groups):
+        if product.window is not None or LAYERS[first.kind].images:
+            if product.window == tuple(getattr(module, x, None) for x in ("stride", "padding", "dilation", "groups")):
                 self._called(first, module, x, output)
+            return
+        if first.bias is not None and not product.biased:  # it has another gradient than the rows say
             return
         other = product.turned != LAYERS[first.kind].turned and min(first.shape) > 1
         if other or x.shape[-1] != first.A.dim - (first.bias is not None):  # other sides than the code seemed to have

@@ -65,6 +65,8 @@ class LayerSpec:
     blocks: tuple[int, ...] = ()
     """Of output rows, for a matrix that is several maps in one: block k is the k-th so many rows of every
     ``sum(blocks)``. Empty: it is one."""
+    guessed: str = ""
+    """What is to be said of its blocks, if the code does not show them."""
     shares: str | None = None
     """The layer whose A is its own, too; known before training, as that of a stack's experts."""
 

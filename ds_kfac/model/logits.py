@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ds_kfac.model.blocks import HEADS
+from ds_kfac.model.cuts import HEADS
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import LAYERS
 

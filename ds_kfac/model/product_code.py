@@ -9,6 +9,7 @@ summed over are one side, those of the output the other. :func:`lent` reads whic
 import ast
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, lru_cache
 from linecache import getlines
@@ -17,13 +18,16 @@ from typing import Any, NamedTuple, TypeGuard
 
 from torch import nn
 
+from ds_kfac.model.layers import parameter_shape
+
 MAKES = ("__init__", "_init", "init", "reset", "_reset", "_tie", "tie", "_load", "load", "extra_repr", "__repr__")
 """How functions begin that make a module, and do not run it."""
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 LINEAR, RIGHT = {"linear"}, {"matmul", "mm", "bmm", "grouped_mm", "_grouped_mm", "grouped_mm_fallback"}
 ADDED = {"addmm", "baddbmm"}
 TURNS = {"T", "mT", "t", "transpose", "swapaxes", "adjoint"}
-COPIES = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone", "clamp", "clip"}
+BOUNDS = {"clamp", "clip"}
+COPIES = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone"} | BOUNDS
 """Some in another dtype, or with some elements bounded: those that are not have the gradient of the copy."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 KEEPS = COPIES | {"unsqueeze", "squeeze"}
@@ -56,7 +60,7 @@ def multiplied(module: nn.Module) -> Mapping[str, Lies]:
     """Names of a module's own parameters that its code multiplies rows by, in the order of the code."""
     kind: Any = type(module)
     count: Any = getattr(module, "moe_num_experts", None)
-    found: Mapping[str, Lies]
+    found: dict[str, Lies]
     if isinstance(module, nn.MultiheadAttention):  # its products are in torch's functions
         found = dict.fromkeys(("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"), Lies(False))
     elif kind.__name__ == "DbrxExpertGLU" and isinstance(count, int):  # the module around it cuts them up
@@ -64,19 +68,18 @@ def multiplied(module: nn.Module) -> Mapping[str, Lies]:
     elif kind.__module__ == "deepspeed.moe.ep_experts":  # AutoEP's, in functions beside the class
         found = dict.fromkeys(("w1", "w3", "w2"), Lies(False))
     else:
-        found = _multiplied(kind)
-    return {name: lies for name, lies in found.items() if module._parameters.get(name) is not None}
-
-
-@cache
-def _multiplied(kind: Any) -> Mapping[str, Lies]:
-    found: dict[str, Lies] = {}
-    unclear: set[str] = set()
-    for function in _functions(kind):
-        for name, lies in _products(function):
+        found = {}
+        unclear: set[str] = set()
+        parameters = {name for name, parameter in module._parameters.items() if parameter is not None}
+        for name, lies, other, letters in _every_product(kind):
+            if name not in parameters or other in parameters:  # of two parameters: as in a penalty, no rows of a batch
+                continue
+            if letters and len(parameter_shape(module._parameters[name])) != letters:  # an einsum with one of a stack
+                lies = Lies(lies.turned)
             if found.setdefault(name, lies).first != lies.first:
                 unclear.add(name)  # one matrix here, another one there
-    return {name: lies for name, lies in found.items() if name not in unclear}
+        return {name: lies for name, lies in found.items() if name not in unclear}
+    return {name: lies for name, lies in found.items() if module._parameters.get(name) is not None}
 
 
 def lent(module: nn.Module) -> list[tuple[nn.Module, bool]]:
@@ -96,19 +99,19 @@ def _lent(kind: Any) -> Mapping[str, bool]:
     """Name of a child -> whether it is called, too."""
     taken: set[str] = set()
     called: set[str] = set()
-    for function in _functions(kind):
-        own, nodes = _own(function), list(ast.walk(function))
-        local = dict(_assigned(nodes))
+    for function in functions_of(kind):
+        own, nodes = own_name(function), list(ast.walk(function))
+        local = dict(assigned(nodes))
         for node in nodes:
             operands: list[ast.expr] = []
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
                 operands = [node.left, node.right]
             elif isinstance(node, ast.Call):
-                called.add(_child(node.func, own))
-                if not _name(node.func).endswith(("_", "attr", "isinstance")):  # init.normal_(..), hasattr(..)
+                called.add(child_of(node.func, own))
+                if not name_of(node.func).endswith(("_", "attr", "isinstance")):  # init.normal_(..), hasattr(..)
                     operands = [*node.args, *(word.value for word in node.keywords)]
             operands = [local.get(x.id, x) if isinstance(x, ast.Name) else x for x in operands]
-            taken |= {_child(x.value, own) for x, _ in map(_viewed, operands) if _is_weight(x)}
+            taken |= {child_of(x.value, own) for x, _ in map(_viewed, operands) if _is_weight(x)}
     return {name: name in called for name in sorted(taken - {""})}
 
 
@@ -122,14 +125,14 @@ def convolves(module: nn.Module) -> bool:
 
 @cache
 def _convolves(kind: Any) -> bool:
-    for function in _functions(kind, alone=True):
+    for function in functions_of(kind, alone=True):
         nodes = list(ast.walk(function))
         set_here = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
         given = {argument.arg for argument in _arguments(function)} - set_here
         for node in nodes:
-            if isinstance(node, ast.Call) and _name(node.func) == "forward":
+            if isinstance(node, ast.Call) and name_of(node.func) == "forward":
                 return True  # super().forward(..)
-            if isinstance(node, ast.Call) and "conv" in _name(node.func):
+            if isinstance(node, ast.Call) and "conv" in name_of(node.func):
                 for x, _ in map(_viewed, [*node.args, *(word.value for word in node.keywords)]):
                     if _is_weight(x) or (isinstance(x, ast.Name) and x.id in given & {"weight"}):
                         return True
@@ -138,30 +141,22 @@ def _convolves(kind: Any) -> bool:
 
 def reads(module: nn.Module, parameter: str) -> bool:
     """Whether the code of a module does something with a parameter that it holds, as far as there is code."""
-    functions = list(_functions(type(module)))
+    functions = list(functions_of(type(module)))
     return not functions or any(name == parameter for function in functions for name, _ in _reads(function))
-
-
-def looked_up(module: nn.Module, parameter: str) -> bool:
-    """Whether a parameter is a table by the code: rows are looked up in it, and nothing is multiplied by it."""
-    if parameter in multiplied(module):
-        return False
-    read = [use for function in _functions(type(module)) for name, use in _reads(function) if name == parameter]
-    return any(isinstance(use, ast.Call) and _name(use.func) == "embedding" for use in read)
 
 
 def _reads(function: Function) -> Iterator[tuple[str, ast.AST]]:
     """(NAME, what has it as its part) of every ``self.NAME`` that a function reads."""
-    own = _own(function)
+    own = own_name(function)
     if function.name.startswith(MAKES):
         return
     for node in ast.walk(function):
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Load) and _child(child, own):
+            if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Load) and child_of(child, own):
                 yield child.attr, node
 
 
-def _functions(kind: Any, *, alone: bool = False) -> Iterator[Function]:
+def functions_of(kind: Any, *, alone: bool = False) -> Iterator[Function]:
     """The code of a class and of those that it comes from, or of it ``alone``, as far as there is a source."""
     for base in (kind,) if alone else kind.__mro__:
         if base is nn.Module:
@@ -194,7 +189,7 @@ def _viewed(node: ast.expr, own: str = "") -> tuple[ast.expr, bool]:
     """What a piece of code is a view of, or a copy in another dtype, and whether it is turned: ``self.w[e].T`` is
     ``self.w``, turned."""
     turned = False
-    while not _child(node, own):
+    while not child_of(node, own):
         how = node.func if isinstance(node, ast.Call) else node
         if isinstance(node, ast.Subscript):
             node = node.value
@@ -205,7 +200,7 @@ def _viewed(node: ast.expr, own: str = "") -> tuple[ast.expr, bool]:
     return node, turned
 
 
-def _assigned(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
+def assigned(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
     """(variable, what it is set to)."""
     for node in nodes:
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
@@ -221,41 +216,64 @@ def _arguments(function: Function) -> list[ast.arg]:
     return [*function.args.posonlyargs, *function.args.args]
 
 
-def _own(function: Function) -> str:
+def own_name(function: Function) -> str:
     """What a method calls its module."""
     return next((argument.arg for argument in _arguments(function)), "")
 
 
-def _child(node: ast.expr, own: str) -> str:
+def child_of(node: ast.expr, own: str) -> str:
     """NAME of ``self.NAME``, else ""."""
     known = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == own
     return node.attr if known and isinstance(node, ast.Attribute) else ""
 
 
-def _products(function: Function) -> Iterator[tuple[str, Lies]]:
-    """(parameter, how it lies) of the products in a function's code, in its order."""
-    own, local = _own(function), dict[str, tuple[str, bool]]()  # variable -> parameter, whether turned
+@cache
+def _every_product(kind: Any) -> tuple[tuple[str, Lies, str, int], ...]:
+    return tuple(product for function in functions_of(kind) for product in _products(function))
 
-    def parameter(node: ast.expr) -> tuple[str, bool] | None:
+
+def _products(function: Function) -> Iterator[tuple[str, Lies, str, int]]:
+    """(attribute, how it lies, the other operand if that is an attribute too, its dimensions in an einsum or 0) of the
+    products in a function's code, in its order."""
+    own, local = own_name(function), dict[str, tuple[str, bool]]()  # variable -> parameter, whether turned
+
+    def parameter(node: ast.expr | None) -> tuple[str, bool] | None:
+        if node is None:
+            return None
         node, turned = _viewed(node, own)
-        name, before = local.get(node.id, ("", False)) if isinstance(node, ast.Name) else (_child(node, own), False)
+        name, before = local.get(node.id, ("", False)) if isinstance(node, ast.Name) else (child_of(node, own), False)
         return (name, before != turned) if name else None
 
+    def other(node: ast.expr | None) -> str:
+        """None of what is looked up, and of a variable only if it is never anything else."""
+        if node is None or (found := parameter(node)) is None or looks_up(node):
+            return ""
+        held, _ = _viewed(node, own)
+        return "" if isinstance(held, ast.Name) and set_here[held.id] != once[held.id] else found[0]
+
+    def looks_up(node: ast.expr) -> bool:
+        inside = ast.walk(node)
+        return any(isinstance(x, ast.Subscript) and not all(map(is_constant, indices(x))) for x in inside)
+
     nodes = sorted(ast.walk(function), key=lambda x: (getattr(x, "lineno", 0), getattr(x, "end_col_offset", 0)))
-    for variable, value in _assigned(nodes):
+    once = Counter[str]()
+    for variable, value in assigned(nodes):
         if (found := parameter(value)) is not None:
             local[variable] = found
+            once[variable] += not looks_up(value)
+    set_here = Counter(x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store))
+    set_here.update(x.arg for x in nodes if isinstance(x, ast.arg))
     for node in nodes:
         left, right, linear = None, None, False
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
             left, right = node.left, node.right
         elif isinstance(node, ast.Call):
-            name, arguments = _name(node.func), list(node.args)
+            name, arguments = name_of(node.func), list(node.args)
             if name == "einsum" and len(arguments) == 3 and isinstance(arguments[0], ast.Constant):
                 for place, operand in enumerate(arguments[1:]):
                     found, sums = parameter(operand), contraction(str(arguments[0].value), place)
                     if found is not None and not found[1] and sums is not None:
-                        yield found[0], sums.lies
+                        yield found[0], sums.lies, other(arguments[2 - place]), sums.dims
             elif name in RIGHT and isinstance(node.func, ast.Attribute) and len(arguments) == 1:  # x.matmul(w)
                 left, right = node.func.value, arguments[0]
             elif name in LINEAR | RIGHT and len(arguments) > 1:
@@ -264,14 +282,31 @@ def _products(function: Function) -> Iterator[tuple[str, Lies]]:
                 right = next((word.value for word in node.keywords if word.arg == "weight"), None)
                 linear = True
             elif name in ADDED and len(arguments) > 2:
-                right = arguments[2]
-        if right is not None and (found := parameter(right)) is not None:
-            yield found[0], Lies(found[1] == linear)
-        elif left is not None and not linear and (found := parameter(left)) is not None:
-            yield found[0], Lies(found[1])
+                left, right = arguments[1:3]
+        if (found := parameter(right)) is not None:
+            yield found[0], Lies(found[1] == linear), other(left), 0
+        if not linear and (found := parameter(left)) is not None:
+            yield found[0], Lies(found[1]), other(right), 0
 
 
-def _name(function: ast.AST) -> str:
+def indices(node: ast.Subscript) -> list[ast.expr]:
+    """What takes a dimension away, or picks along it: no slices, None and "..."."""
+    parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    parts = [x.operand if isinstance(x, ast.UnaryOp) else x for x in parts]  # -1
+    return [
+        x
+        for x in parts
+        if not isinstance(x, ast.Slice)
+        and not (isinstance(x, ast.Constant) and x.value in (None, ...))
+        and not (isinstance(x, ast.Call) and name_of(x.func) == "slice")
+    ]
+
+
+def is_constant(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant)
+
+
+def name_of(function: ast.AST) -> str:
     return getattr(function, "attr", getattr(function, "id", ""))
 
 
@@ -282,12 +317,14 @@ class Contraction(NamedTuple):
         x: order of the other operand's dimensions that makes it [.., I..], I.. as they lie in the matrix.
         output: of the output's, that makes it [.., O..].
         rows: how many dimensions the rows have.
+        dims: how many the matrix has.
     """
 
     lies: Lies
     x: tuple[int, ...]
     output: tuple[int, ...]
     rows: int
+    dims: int
 
 
 @cache
@@ -310,4 +347,5 @@ def contraction(equation: str, place: int) -> Contraction | None:
         tuple(map(x.index, rows + inner)),
         tuple(map(output.index, rows + outer)),
         len(rows),
+        len(matrix),
     )

@@ -3,10 +3,15 @@
 ``product_code.py`` finds them in a module's code. In a forward whose statistics are captured :class:`Products` sees
 every call of a torch function, and tells of those in which such a parameter, a view or rows picked out of it are the
 matrix. It is a ``TorchFunctionMode``, on only while a captured forward or recomputation runs; other steps have none.
+
+What is told is exact: over all rows, the sum of g a^T is the parameter's gradient through the product. The matrix must
+have all inputs of one matrix of the parameter, or of several of a stack, as they lie in memory (``places.py``). Rows
+must be a batch's: a product of two parameters has none.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -15,7 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from ds_kfac.model.product_code import ADDED, CONVOLUTIONS, COPIES, LINEAR, RIGHT, Contraction, contraction
+from ds_kfac.model.batch import tensors_of
+from ds_kfac.model.places import Place, Places
+from ds_kfac.model.product_code import ADDED, CONVOLUTIONS, LINEAR, RIGHT, Contraction, contraction
+
+LEFT_NAMES, RIGHT_NAMES = ("input", "self", "mat_a", "mat1", "batch1"), ("weight", "other", "mat2", "mat_b", "batch2")
+"""What torch's functions call their operands."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +33,14 @@ class Product:
     """Rows x [N, I] times a matrix gave the rows [N, O] of ``output``.
 
     Attributes:
-        x: [.., I], as it was given.
+        x: [.., I]; of a stack [its matrices, .., I].
         output: whose gradient gives the rows of G.
         turned: whether the matrix lies [I, O] in the parameter.
         entries: of a stack: (its entry, its rows of x and of output), for each that was used; else (0, all rows).
         columns: which outputs of the whole matrix these are; None: all.
         lay: makes rows [.., O] of the gradient that arrives at ``output``; None: it has them.
         window: of a convolution: x and output are images, and this is its (stride, padding, dilation, groups).
+        biased: whether the gradient of a bias that was added is the sum of the rows of G.
     """
 
     param: nn.Parameter
@@ -40,6 +51,7 @@ class Product:
     columns: slice | None = None
     lay: Callable[[Tensor], Tensor] | None = None
     window: tuple[Any, ...] | None = None
+    biased: bool = True
 
     @property
     def picked(self) -> bool:
@@ -58,28 +70,30 @@ EVERY = slice(None)
 
 
 class Products(TorchFunctionMode):
-    """Tells ``see`` of products with some parameters, each a stack of so many equal matrices, while it is entered."""
+    """Tells ``see`` of products with some parameters, each a stack of so many equal matrices, while it is entered.
+
+    Attributes:
+        inside: modules that run, and whether the mode began there.
+    """
 
     def __init__(self, params: Mapping[nn.Parameter, int], see: Callable[[Product], None]) -> None:
         super().__init__()
-        self._params = {id(param): (param, count) for param, count in params.items()}
+        self.places = Places(params)
         self._see, self._quiet = see, False
-        self.inside: list[tuple[int, bool]] = []  # ids of the modules that run, and whether the mode began there
+        self.inside: list[tuple[nn.Module, bool]] = []
         self._depth = 0
-        self._picked: dict[int, tuple[Tensor, nn.Parameter, Tensor]] = {}  # rows of a stack, and which
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # in another dtype, and of what
 
     def enter(self, module: nn.Module) -> None:
         """Where the mode is not on it begins anew: a backward, and what reentrant checkpointing runs again in it, runs
         without the modes around it."""
         begins = all(mode is not self for mode in _get_current_function_mode_stack())
-        self.inside.append((id(module), begins))
+        self.inside.append((module, begins))
         if begins:
             self.__enter__()
 
     def leave(self, module: nn.Module | None) -> None:
         """None: all of them are left."""
-        while self.inside and (module is None or self.inside[-1][0] == id(module)):
+        while self.inside and (module is None or self.inside[-1][0] is module):
             if self.inside.pop()[1]:
                 self.__exit__(None, None, None)
             if module is not None:
@@ -96,17 +110,16 @@ class Products(TorchFunctionMode):
         self._depth -= 1
         if not self._depth:
             F.linear = self._plain
-            self._picked.clear()
-            self._copies.clear()
+            self.places.clear()
         super().__exit__(*error)
 
     def _linear(self, *args: Any, **kwargs: Any) -> Tensor:
         outer, self._quiet = self._quiet, True
         try:
             output = self._plain(*args, **kwargs)
+            self._told("linear", args, kwargs, output)
         finally:
             self._quiet = outer
-        self._told("linear", args, kwargs, output)
         return output
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
@@ -116,112 +129,146 @@ class Products(TorchFunctionMode):
         return output
 
     def _told(self, name: str, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
-        if name in ("__getitem__", "index_select") and isinstance(args[0], Tensor):
-            self._pick(args, output)
-        elif not isinstance(output, Tensor):
+        followed = self.places.follow(name, args, kwargs, output)
+        outputs = [x for x in tensors_of(output) if x.requires_grad]
+        if followed or not outputs:
             return
-        elif name in COPIES:
-            if output is not args[0] and self._known(args[0]):
-                self._copies[id(output)] = output, args[0]
-        elif not output.requires_grad:
-            return
-        elif name in CONVOLUTIONS:
-            self._convolved(int(name[-2]), args, kwargs, output)
-        elif name == "einsum" and len(args) == 3:
-            for place in (1, 2):
-                operand = self._copies.get(id(args[place]), (None, args[place]))[1]
-                found, sums = self._params.get(id(operand)), contraction(args[0], place - 1)
-                if found is not None and sums is not None:
-                    x, lay = args[3 - place].permute(sums.x).flatten(sums.rows), laid(output, sums)
-                    self._see(Product(found[0], x, output, sums.lies.turned, ((0, EVERY),), lay=lay))
-        elif name in LINEAR | RIGHT | ADDED | {"__matmul__"}:
-            if name in ADDED:
-                args = args[1:]
-            operands = [*args, *(kwargs[key] for key in ("input", "mat2", "mat_b", "weight", "other") if key in kwargs)]
-            tensors = [x for x in operands[:2] if isinstance(x, Tensor)]
-            product = (
-                self._multiplied(name, tensors[0], tensors[1], args, kwargs, output) if len(tensors) == 2 else None
-            )
-            if product is not None:
-                self._see(product)
+        product = self._product(name, args, kwargs, outputs[0])
+        if product is not None:
+            self._see(product)
 
-    def _convolved(self, dims: int, args: tuple, kwargs: Mapping[str, Any], output: Tensor) -> None:
+    def _product(self, name: str, args: tuple, kwargs: Mapping[str, Any], output: Tensor) -> Product | None:
+        if output.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(output):
+            return None
+        if name in CONVOLUTIONS:
+            return self._convolved(int(name[-2]), args, kwargs, output)
+        if name == "einsum":
+            return self._summed(args, output) if len(args) == 3 else None
+        if name not in LINEAR | RIGHT | ADDED | {"__matmul__"}:
+            return None
+        alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
+        if name in ADDED:
+            if not all(isinstance(x, Tensor) for x in args):  # factors by their place, as torch had them once
+                return None
+            args = args[1:]
+        operands = list(args[:2])
+        for names in (LEFT_NAMES, RIGHT_NAMES)[len(operands) :]:
+            operands += [kwargs[key] for key in names if key in kwargs and (name not in ADDED or key != "input")]
+        if len(operands) != 2 or any(not isinstance(x, Tensor) or x.layout is not torch.strided for x in operands):
+            return None
+        bounds = kwargs.get("offs", args[2] if len(args) > 2 else None) if "grouped" in name else None
+        left, right = operands
+        if (place := self.places.find(right)) is not None:
+            x, first = left, False
+        elif name not in LINEAR and (place := self.places.find(left)) is not None:
+            x, first = right, True
+        if place is None or self.places.is_weight(x) or x.is_complex():
+            return None
+        return self._multiplied(x, place, first, first or name in LINEAR, output, bounds, alpha, beta == alpha)
+
+    def _convolved(self, dims: int, args: tuple, kwargs: Mapping[str, Any], output: Tensor) -> Product | None:
         given = dict(zip(("input", "weight", "bias", "stride", "padding", "dilation", "groups"), args, strict=False))
         given |= kwargs
-        weight = self._copies.get(id(given["weight"]), (None, given["weight"]))[1]
-        found = self._params.get(id(weight))
-        if found is not None and found[0].requires_grad:
-            sizes = [given.get(name, default) for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))]
-            every = [(x,) * dims if isinstance(x, int) else x if isinstance(x, str) else tuple(x) for x in sizes]
-            window = (*every, given.get("groups", 1))
-            self._see(Product(found[0], given["input"], output, False, ((0, EVERY),), window=window))
-
-    def _known(self, tensor: Any) -> bool:
-        base = tensor if tensor._base is None else tensor._base
-        return id(base) in self._params or id(base) in self._copies
-
-    def _pick(self, args: tuple, output: Tensor) -> None:
-        """``stack[indices]`` with a vector of indices is a copy that knows nothing of the stack."""
-        found = self._params.get(id(args[0]))
-        index = args[-1]
-        if found is not None and isinstance(index, Tensor) and index.ndim == 1 and not index.is_floating_point():
-            if output._base is None and index.dtype is not torch.bool:
-                self._picked[id(output)] = output, found[0], index
-
-    def _multiplied(
-        self, name: str, x: Tensor, matrix: Tensor, args: tuple, kwargs: Mapping[str, Any], output: Tensor
-    ) -> Product | None:
-        lay, first = None, self._known(x) and not self._known(matrix) and name in RIGHT | {"__matmul__"}
-        for rows, other in ((x, matrix), (matrix, x)) if name == "bmm" else ():
-            if (picked := self._picked.get(id(other))) is not None:  # a matrix for every row, on either side
-                _, param, index = picked
-                order = index.argsort()
-                ends = index.bincount(minlength=self._params[id(param)][1]).cumsum(0).tolist()
-                # [S, 1, I] @ [S, I, O], or [S, O, I] @ [S, I, 1]
-                return Product(param, rows.flatten(1), output, other is not x, _between(ends, order))
-        if first and matrix.ndim > 1:  # W x = (x' W')'
-            x, matrix, lay = matrix.mT, x, laid(output, columns=True)
-        base = matrix if matrix._base is None else matrix._base
-        offset = matrix.storage_offset() - base.storage_offset()
-        if id(base) in self._copies:
-            source = self._copies[id(base)][1]
-            if matrix is base:
-                matrix = source  # lies as it does
-            base = source if source._base is None else source._base
-            offset += source.storage_offset() - base.storage_offset()
-        found = self._params.get(id(base))
-        if found is None or matrix.ndim < 2 or (param := found[0]).requires_grad is False:
+        place = self.places.find(given.get("weight"))
+        if place is None or place[1:] != Place(place.param, place.param.shape, place.param.stride())[1:]:
             return None
-        count, size = found[1], param.numel() // found[1]
-        upright = matrix if name in LINEAR or lay is not None else matrix.mT  # [.., O, I]
-        turned = upright.stride(-1) != 1 and upright.stride(-2) == 1
-        bounds = kwargs.get("offs", args[2] if len(args) > 2 else None)
-        if matrix.numel() == param.numel() and (count > 1 or (isinstance(bounds, Tensor) and matrix.ndim > 2)):
-            # which rows each matrix of a whole stack multiplied: those between bounds, or its own of [E, .., I]
-            if isinstance(bounds, Tensor) and x.ndim == 2:
-                ends = bounds.tolist()  # the one wait of a captured forward for the device
-            elif x.ndim >= 3 and len(x) == len(matrix) and prod(matrix.shape[1:-2]) == 1:
-                ends = [(e + 1) * prod(x.shape[1:-1]) for e in range(len(x))]
-            else:
-                return None
-            return Product(param, x, output, turned, _between(ends), lay=lay)
-        if matrix.numel() == size:
-            return Product(param, x, output, turned, ((offset // size, EVERY),), lay=lay)
-        if count == 1 and lay is None and not turned and upright.shape[-1] == param.shape[-1] and matrix.ndim == 2:
-            start = offset // upright.shape[-1]  # some of its rows, as torch's attention takes them
-            return Product(param, x, output, False, ((0, EVERY),), slice(start, start + upright.shape[-2]))
+        sizes = [given.get(name, default) for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))]
+        every = [(x,) * dims if isinstance(x, int) else x if isinstance(x, str) else tuple(x) for x in sizes]
+        window = (*every, given.get("groups", 1))
+        entries = ((0, EVERY),)
+        return Product(place.param, given["input"], output, False, entries, window=window)
+
+    def _summed(self, args: tuple, output: Tensor) -> Product | None:
+        """Einsum with one matrix, as it lies in memory."""
+        equation, *operands = args
+        for at in (1, 0):
+            place, x = self.places.find(operands[at]), operands[1 - at]
+            sums = contraction(equation, at) if isinstance(equation, str) else None
+            if place is None or sums is None:
+                continue
+            param, count = place.param, self.places.count(place.param)
+            entry, rest = divmod(place.offset, param.numel() // count)
+            inner = [prod(place.shape[d + 1 :]) for d in range(len(place.shape))]
+            whole = prod(place.shape) * count == param.numel() and not rest and place.chosen is None
+            flat = all(n == 1 or a == b for n, a, b in zip(place.shape, place.stride, inner, strict=True))
+            if whole and flat and param.is_contiguous() and not self.places.is_weight(x):
+                x, lay = x.permute(sums.x).flatten(sums.rows), laid(output, sums)
+                entries = ((entry, EVERY),)
+                return Product(param, x, output, sums.lies.turned, entries, lay=lay)
+            return None
         return None
 
+    def _multiplied(
+        self,
+        x: Tensor,
+        place: Place,
+        first: bool,
+        upright: bool,
+        output: Tensor,
+        bounds: Any,
+        alpha: float,
+        biased: bool,
+    ) -> Product | None:
+        """``first``: the matrix is the left operand, W x = (x' W')'. ``upright``: it is [.., O, I] as an operand."""
+        param, count = place.param, self.places.count(place.param)
+        size, dims = param.numel() // count, len(place.shape) - 2
+        if dims < 0 or not param.is_contiguous() or (x.ndim < 2 and dims):
+            return None
+        order = 1 if upright else -1
+        (O, I), (of_O, of_I) = place.shape[dims:][::order], place.stride[dims:][::order]  # noqa: E741
+        whole, start, inside = size // I, place.offset % size, 0  # outputs there are, the first one here
+        if (I == 1 or of_I == 1) and (O == 1 or of_O == I):
+            turned, (start, inside) = False, divmod(start, I)
+        elif (O == 1 or of_O == 1) and (I == 1 or of_I == whole):
+            turned = True
+        else:
+            return None
+        stack = [d for d in range(dims) if place.shape[d] > 1 and place.stride[d]]
+        if inside or size % I or start + O > whole or len(stack) > 1 or any(place.stride[d] % size for d in stack):
+            return None
+        columns = None if whole == O else slice(start, start + O)
+        if columns is not None and count > 1:
+            return None
+        at, step = place.offset // size, place.stride[stack[0]] // size if stack else 0
+        made = partial(Product, param, output=output, turned=turned, biased=biased)
+        if isinstance(bounds, Tensor):  # rows of each are those between bounds
+            if x.ndim != 2 or dims != 1 or first or place.chosen is not None or len(bounds) != place.shape[0]:
+                return None
+            entries = _between(bounds.tolist())  # the one wait of a captured forward for the device
+            return made(x, entries=tuple((at + step * e, rows) for e, rows in entries))
+        columned, lay = first and x.ndim > 1, None
+        x, shape = (x.mT, output.mT.shape) if columned else (x, output.shape)
+        if x.shape[:-1] != shape[:-1]:
+            x = x.detach().expand(*shape[:-1], I)
+        if not stack:
+            if columned or alpha != 1 or not output.is_contiguous():
+                lay = laid(output, columns=columned, scale=alpha)
+            entry = at if place.chosen is None else int(place.chosen[at])
+            return made(x, entries=((entry, EVERY),), columns=columns, lay=lay)
+        front = output.ndim - len(place.shape) + stack[0]  # batch dimensions are aligned from the right
+        matrices = place.shape[stack[0]]
+        x, each = x.detach().movedim(front, 0).flatten(1, -2), shape[:-1].numel() // matrices
+        lay = laid(output, columns=columned, front=front, scale=alpha)
+        if place.chosen is None:
+            own = _between([(k + 1) * each for k in range(matrices)])
+            return made(x, entries=tuple((at + step * k, rows) for k, rows in own), lay=lay)
+        index = place.chosen[at + step * torch.arange(matrices, device=place.chosen.device)]
+        sorted_ = (index.argsort()[:, None] * each + torch.arange(each, device=index.device)).flatten()
+        ends = (index.bincount(minlength=count).cumsum(0) * each).tolist()
+        return made(x.flatten(0, 1), entries=tuple((e, sorted_[rows]) for e, rows in _between(ends)), lay=lay)
 
-def _between(ends: list[int], order: Tensor | None = None) -> tuple[tuple[int, Any], ...]:
-    """Entries of a stack and their rows, those of ``order`` or in a row, of each up to its end."""
+
+def _between(ends: list[int]) -> list[tuple[int, slice]]:
+    """(which, rows up to its end) of matrices whose rows follow each other, of those that have any."""
     rows = [slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
-    return tuple((e, own if order is None else order[own]) for e, own in enumerate(rows) if own.stop > own.start)
+    return [(k, own) for k, own in enumerate(rows) if own.stop > own.start]
 
 
-def laid(output: Tensor, sums: Contraction | None = None, *, columns: bool = False) -> Callable[[Tensor], Tensor]:
+def laid(
+    output: Tensor, sums: Contraction | None = None, *, columns: bool = False, front: int = 0, scale: float = 1
+) -> Callable[[Tensor], Tensor]:
     """Makes rows of a gradient that arrives at an output's node, which may be that of a base with its dimensions in
-    another order; of an einsum, or of one that has columns."""
+    another order; of an einsum, or of one that has columns, with the dimension ``front`` first, times ``scale``."""
     shape, stride, base = output.shape, output.stride(), output._base
     whole = base if base is not None and base.numel() == output.numel() else output
     memory, offset = (whole.shape, whole.stride()), output.storage_offset() - whole.storage_offset()
@@ -234,6 +281,8 @@ def laid(output: Tensor, sums: Contraction | None = None, *, columns: bool = Fal
             gradient = in_memory.as_strided(shape, stride, offset)
         if sums is not None:
             return gradient.permute(sums.output).flatten(sums.rows)
-        return gradient.mT if columns else gradient
+        gradient = gradient.mT if columns else gradient
+        gradient = gradient.movedim(front, 0) if front else gradient
+        return gradient if scale == 1 else gradient * scale
 
     return rows

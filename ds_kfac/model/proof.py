@@ -23,7 +23,7 @@ over N rows by 0.2 eps_32 R sqrt(N). :data:`SLACK` times that is allowed, as in 
 Shape suffixes: R rows, n groups of a layer, O and I the sides of its matrix, D any of them, K probes, L layers.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
 from typing import Any
@@ -63,6 +63,7 @@ class Told:
     """What all ranks saw of a layer.
 
     Attributes:
+        uses: of its weight, in words.
         ratio: how far t is from the layer's gradient, of how far it may be.
         others: see :data:`NUMBERS`.
     """
@@ -74,6 +75,7 @@ class Told:
     wrong: int
     squares: float
     ratio: float
+    uses: str = ""
 
     @property
     def still(self) -> bool:
@@ -91,12 +93,14 @@ class Told:
 
     def __str__(self) -> str:
         if not self.calls and not self.reached:
-            return "no rows were seen: nothing calls it, or what multiplies is a fused kernel or an autograd.Function"
-        if self.calls > self.reached:
-            return f"rows of {self.calls} calls, gradients of {self.reached}"
-        if self.wrong:
-            return f"its factor has other rows than the {self.reached} calls that a gradient came to"
-        return f"its gradient is not that of the rows of {self.reached} calls: another use of its weight was not seen"
+            text = "no rows were seen: nothing calls it, or what multiplies is a fused kernel or an autograd.Function"
+        elif self.calls > self.reached:
+            text = f"rows of {self.calls} calls, gradients of {self.reached}"
+        elif self.wrong:
+            text = f"its factor has other rows than the {self.reached} calls that a gradient came to"
+        else:
+            text = f"its gradient is not that of the rows of {self.reached} calls: another use was not seen"
+        return text + self.uses
 
 
 class Proof:
@@ -264,12 +268,12 @@ class Proof:
         return torch.stack(ratios).amin()
 
 
-def told(total: Tensor, ratios: Tensor) -> list[Told]:
-    """Of each layer. Waits for the device."""
+def told(total: Tensor, ratios: Tensor, uses: Sequence[str]) -> list[Told]:
+    """Of each layer, with what is known of the uses of its weight. Waits for the device."""
     columns = total[:, [CALLS, REACHED, ROWS, ZERO, WRONG, SQUARES]].nan_to_num(1.0).tolist()
     found = []
-    for (calls, reached, rows, zero, wrong, squares), ratio in zip(columns, ratios.tolist(), strict=True):
-        found.append(Told(int(calls), int(reached), int(rows), int(zero), int(wrong), squares, ratio))
+    for (calls, reached, rows, zero, wrong, squares), ratio, used in zip(columns, ratios.tolist(), uses, strict=True):
+        found.append(Told(int(calls), int(reached), int(rows), int(zero), int(wrong), squares, ratio, used))
     return found
 
 

@@ -17,6 +17,7 @@ from ds_kfac.model.convolutions import Convolution
 from ds_kfac.model.layers import LayerSpec, parameter_shape
 from ds_kfac.model.product_code import Lies, classes_of, convolves, lent, multiplied, reads
 from ds_kfac.model.registry import LAYERS, SHARDS, TYPES
+from ds_kfac.model.tables import tables
 
 ADAPTER = re.compile(r"(^|\.)lora_[ab](\.|$)", re.IGNORECASE)
 """Names of the two factors of a low-rank update, as PEFT and torchtune give them. Their gradients have the rank of the
@@ -24,6 +25,8 @@ small side, which alone gets a factor: one of the long side would be thousands o
 LONGEST, LONGEST_INPUT = 16384, 65536
 """Longest side in blocks, half a GB of factor: a longer one, such as a head's vocabulary, has a diagonal. The second
 where G is the identity: then no side is a vocabulary's, and an MLP's inputs stay in blocks."""
+
+TABLE = "rows are looked up in {}: it is a table"
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,6 @@ def scan(model: nn.Module, choice: Choice | None = None, *, optimized: Iterable[
             own = sum(map(numel, module.parameters(recurse=False)))
             skipped.append(Skipped(name, type(module).__name__, own, found))
     skipped += scanner.left_over(layers)
-    classes_of.cache_clear()  # large, and read
     if not layers:
         raise ValueError(
             f"kfac: {type(model).__name__} has no layer to precondition (known types: {', '.join(TYPES)}); "
@@ -105,7 +107,9 @@ def scan(model: nn.Module, choice: Choice | None = None, *, optimized: Iterable[
             + ("; ".join(f"{s.name} ({s.kind}): {s.reason}" for s in skipped[:8]) or "no module has parameters")
         )
     holders = dict(model.named_modules())
-    return Scan(tuple(with_blocks(layer, holders, choice.blocks) for layer in layers), tuple(skipped))
+    layers = [with_blocks(layer, holders, choice.blocks) for layer in layers]
+    classes_of.cache_clear()  # large, and read
+    return Scan(tuple(layers), tuple(skipped))
 
 
 class _Scanner:
@@ -117,6 +121,7 @@ class _Scanner:
         trained, tied_stages: ids of parameters that are, that a PipelineModule ties over its stages.
         lent: id of a module whose weight a module around it takes, as torch's attention does -> whether it is called,
             too.
+        tables: ids of parameters that rows are looked up in.
     """
 
     def __init__(self, model: nn.Module, choice: Choice, optimized: Iterable[nn.Parameter]) -> None:
@@ -130,6 +135,7 @@ class _Scanner:
                 self.users[id(parameter)].append(name)
         tied = getattr(model, "tied_modules", None)  # of TiedLayerSpec
         self.tied_stages = {id(p) for p in tied.parameters()} if isinstance(tied, nn.ModuleDict) else set()
+        self.tables = tables(model)
         self.lent = {id(child): called for module in model.modules() for child, called in lent(module)}
 
     def of(self, name: str, module: nn.Module) -> list[LayerSpec] | str | None:
@@ -149,6 +155,8 @@ class _Scanner:
             return reason
         if len(users) > len(alike):
             return f"weight is shared by {', '.join(users)}"
+        if id(module.weight) in self.tables:
+            return TABLE.format("weight")
         if name != alike[0]:
             return None
         if ("Linear" if kind in SHARDS else kind) not in choice.types:
@@ -195,6 +203,8 @@ class _Scanner:
             reason = self._unfit(place, weight, bias) or ""
             if not reason and len(self.users[id(weight)]) > 1:
                 reason = f"{parameter} is shared by {', '.join(self.users[id(weight)])}"
+            if not reason and id(weight) in self.tables:
+                reason = TABLE.format(parameter)
             if not reason and kind not in self.choice.types:
                 reason = f"{kind} is not in kfac.layers.types"
             if reason:

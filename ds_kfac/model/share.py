@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from ds_kfac.model.layers import LayerSpec, parameter_shape
-from ds_kfac.model.product_code import looked_up
 from ds_kfac.model.scan import Scan, numel
+from ds_kfac.model.tables import tables
 
 NAMED = 3
 """Kinds of modules that are named, the largest ones."""
@@ -20,8 +20,8 @@ class Share:
     """Trained parameters, counted.
 
     Attributes:
-        matrices: elements of all matrices. A table is none, unless it is a K-FAC layer: an embedding, or what
-            :func:`is_table` finds.
+        matrices: elements of all matrices. A table is none: an embedding, what rows are looked up in, what is
+            broadcast.
         stepped: of these, those in K-FAC layers.
         curved: of these, those of layers of which a factor has more than a diagonal.
         others: elements of all parameters that are in no K-FAC layer.
@@ -91,10 +91,11 @@ def share_of(model: nn.Module, found: Scan) -> Share:
 def other_matrices(model: nn.Module, found: Scan) -> set[str]:
     """Names of the matrices that are in no K-FAC layer, trained or not; embeddings are tables and none."""
     ours = {name for layer in found.layers for name in layer.parameters}
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
+    held = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
+    held |= tables(model)
     named = dict(model.named_parameters()).items()
-    others = {n: p for n, p in named if n not in ours and id(p) not in tables and is_matrix(p)}
-    return {name for name, parameter in others.items() if not is_table(model, name, parameter)}
+    others = {n: p for n, p in named if n not in ours and id(p) not in held and is_matrix(p)}
+    return {name for name, parameter in others.items() if not is_broadcast(model, name, parameter)}
 
 
 def is_matrix(parameter: nn.Parameter) -> bool:
@@ -103,12 +104,8 @@ def is_matrix(parameter: nn.Parameter) -> bool:
     return sum(size > 1 for size in shape) > 1 and shape[0] > 1
 
 
-def is_table(model: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    """Whether a parameter in no layer is rows that are looked up or added: by the code of the module that holds it, or
-    because it is made to be broadcast, with a side of 1 where a stack of matrices has none."""
-    path, _, own = name.rpartition(".")
-    module = model.get_submodule(path)
-    if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
-        return False
+def is_broadcast(model: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter in no layer is made to be broadcast, with a side of 1 where a stack of matrices has none."""
+    module = model.get_submodule(name.rpartition(".")[0])
     shape = parameter_shape(parameter)  # which modules of TorchScript do not give by name
-    return (len(shape) > 2 and 1 in shape[:-1]) or looked_up(module, own)
+    return not isinstance(module, nn.Linear | nn.modules.conv._ConvNd) and len(shape) > 2 and 1 in shape[:-1]

@@ -131,7 +131,7 @@ class KFACPreconditioner:
             with self.metrics.stage("relayout"):
                 self._gather(draft)
             if proof is not None and numbers is not None:
-                draft.verdict = self.proving.verdict(proof, numbers, draft.gradients, self.plan)
+                draft.verdict = self.proving.verdict(proof, numbers, draft.gradients, self.plan, self.capture.used)
                 curved = {name for name, state in draft.states.items() if state.preconditioner is not None}
                 unfit = curved & draft.verdict.unfit.keys()
                 draft.states |= {layer.name: self._empty(layer) for layer in self.owned if layer.name in unfit}

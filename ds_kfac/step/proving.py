@@ -75,12 +75,15 @@ class Proving:
         proof = Proof(self.layers, key, self._number, torch.device(self.layout.engine.device))
         return proof if proof.layers else None
 
-    def verdict(self, proof: Proof, numbers: Tensor, gradients: Mapping[str, Tensor], plan: Plan) -> Verdict:
+    def verdict(
+        self, proof: Proof, numbers: Tensor, gradients: Mapping[str, Tensor], plan: Plan, used: Callable[[str], str]
+    ) -> Verdict:
         """Collective; waits for the device.
 
         Args:
             numbers: of all ranks.
             gradients: of this rank's layers, as they are stored.
+            used: says where a layer's weight is.
         """
         layout, workers = self.layout, plan.assignment.workers
         dtypes = {layout.dtype, plan.gradient_dtypes[0], *(p.dtype for p in layout.params)}
@@ -95,7 +98,7 @@ class Proving:
             if workers[layer.name][0] == layout.rank:
                 ratios[place] = proof.ratio(layer, numbers[place], gradients[layer.name], **limits)
         names = [layer.name for layer in proof.layers]
-        found = dict(zip(names, told(numbers, self.channel.sum(ratios)), strict=True))
+        found = dict(zip(names, told(numbers, self.channel.sum(ratios), [*map(used, names)]), strict=True))
         unfit = {name: str(seen) for name, seen in found.items() if seen.known and not seen.fits}
         for factor in plan.assignment.factors:  # its rows are of the first of its layers, in most steps
             first, *others = factor.layers

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from ds_kfac.curvature.factor import Side
+from ds_kfac.model.product_code import Lies, multiplied
 from ds_kfac.model.scan import Choice, scan
 from ds_kfac.model.share import other_matrices, share_of
 
@@ -190,20 +192,119 @@ def test_a_bias_that_another_module_only_holds_is_the_layers():
     assert reasons(model)["adding.decoder"].startswith("bias is shared with another module")
 
 
-class Table(nn.Module):
-    """As I-BERT has it."""
+class Matrix(nn.Module):
+    shape: tuple[int, ...] = (9, 4)
 
     def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(9, 4))
+        self.weight = nn.Parameter(torch.zeros(self.shape))
+
+
+class Table(Matrix):
+    """As I-BERT has it."""
 
     def forward(self, x):
-        return nn.functional.embedding(x, self.weight)
+        return F.embedding(x, self.weight)
+
+
+class Kernel(Matrix):
+    """Nothing shows what its kernel does."""
+
+    def forward(self, x):
+        return some_kernel(x, self.weight) @ self.weight.T  # noqa: F821
 
 
 class TableAndHead(Table):
     def logits(self, x):
-        return some_kernel(x, self.weight) @ self.weight.T  # noqa: F821
+        return x @ self.weight.T
+
+
+class ByIndex(Matrix):
+    def forward(self, x):
+        table = self.weight.float()
+        return table[x] @ self.weight.T
+
+
+class Codebook(Matrix):
+    """The product gets no gradient."""
+
+    def forward(self, x):
+        nearest = (x @ self.weight.T).argmin(-1)
+        return self.weight.index_select(0, index=nearest)
+
+
+class Books(Matrix):
+    """Residual quantization: a stack of tables."""
+
+    shape = (3, 9, 4)
+
+    def forward(self, x):
+        for level in range(3):
+            book = self.weight[level]
+            x = x - book[(x @ book.T).argmin(-1)]
+        return x
+
+
+class HeadAsTable(nn.Module):
+    """The table is the weight of a Linear that is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 9, bias=False)
+
+    def forward(self, x):
+        return self.head(self.head.weight[x])
+
+
+class Cut(Matrix):
+    """Some of its rows, in a row, and no table."""
+
+    def forward(self, x, start):
+        return x @ self.weight[start:, :].T + self.weight[-1, 0] + self.weight[None][..., 0]
+
+
+class Chosen(Matrix):
+    """Of a stack."""
+
+    shape = (3, 4, 4)
+
+    def forward(self, x, chosen):
+        return x @ self.weight[chosen] + (x @ self.weight[:, chosen[0] :]).sum()
+
+
+@pytest.mark.parametrize("kind", [TableAndHead, ByIndex, Codebook, Books, HeadAsTable])
+def test_what_rows_are_looked_up_in_is_a_table_also_if_it_is_multiplied(kind):
+    model = nn.Sequential(nn.Linear(4, 4), kind())
+    found = scan(model)
+    assert [layer.name for layer in found.layers] == ["0"]
+    assert [left.reason for left in found.skipped] == ["rows are looked up in weight: it is a table"]
+    assert share_of(model, found).fraction == 1, "as of an embedding"
+
+
+@pytest.mark.parametrize("kind", [Cut, Chosen])
+def test_slices_and_matrices_of_a_stack_are_no_tables(kind):
+    names = [layer.weight for layer in scan(nn.Sequential(kind())).layers]
+    assert set(names) == {"0.weight"}
+
+
+def test_a_product_of_two_parameters_makes_no_layer():
+    class Update(nn.Module):
+        """W + B A, a penalty, and a product with what is no parameter; a variable that is not always one."""
+
+        def __init__(self):
+            super().__init__()
+            self.w, self.b, self.a, self.c, self.d = (nn.Parameter(torch.zeros(4, 4)) for _ in range(5))
+            self.e = nn.Parameter(torch.zeros(4, 4))
+            self.register_buffer("basis", torch.zeros(4, 4))
+
+        def forward(self, x, i):
+            y = self.d
+            y = y + x
+            rows = self.b[i]
+            x = F.linear(x, self.w + self.b @ self.a) + (self.w.T @ self.w).sum()
+            return x, self.c @ self.basis, y @ self.d, rows @ self.e
+
+    assert multiplied(Update()) == {"c": Lies(False), "d": Lies(True), "e": Lies(True)}
 
 
 class Positions(nn.Module):
@@ -219,7 +320,7 @@ def test_tables_are_no_matrices():
     model["c"].weight.requires_grad_(False)
     share = share_of(model, scan(model))
     assert share.matrices - share.stepped == 3 * 5 * 4, "of a stack nothing shows that it is a table"
-    model["table"] = TableAndHead()
+    model["table"] = Kernel()
     share = share_of(model, scan(model))
     assert share.matrices == 16 + 3 * 5 * 4 + 9 * 4 and share.stepped == 16 + 9 * 4
 

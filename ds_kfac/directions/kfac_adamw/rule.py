@@ -108,7 +108,8 @@ class KFACAdamWRule(UpdateRule):
             return f"Adam's direction: {reason}"
         whitens = config.adam.whiten and config.adam.rotate and layer.A.block > 0  # not by the identity
         how = "whitened and orthogonalized" if whitens else "orthogonalized"
-        return f"{how} in blocks of {rows_of(layer)}" if layer.blocks else how
+        blocks = f" in blocks of {rows_of(layer)}" if layer.blocks else ""
+        return f"{how}{blocks}, {layer.guessed}" if layer.guessed else how + blocks
 
     def idle(self, config: KFACConfig, layers: Sequence[LayerSpec]) -> list[str]:
         given = config.adam.model_fields_set
