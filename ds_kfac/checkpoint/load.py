@@ -1,5 +1,5 @@
-"""What a run continues from: the state that ``save`` wrote, whatever world size, ZeRO stage, pipeline stages or
-expert-parallel ranks wrote it. Whatever is wrong with a file is found on all ranks before anything is changed."""
+"""The state that ``save`` wrote, whatever world size, ZeRO stage, pipeline stages or expert-parallel ranks wrote it.
+Whatever is wrong with a file is found on all ranks before anything is changed."""
 
 import inspect
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -26,8 +26,7 @@ from ds_kfac.update.state import LayerState
 def load(job: Job, tag_directory: Path, save_id: str | None = None, origin: str | None = None) -> None:
     """Restore state written by :func:`save`. Collective.
 
-    Layers the checkpoint does not have start empty, and so do factors of another kind (``factor.fisher``,
-    ``factor.weight_sharing``), with a warning.
+    Layers that it lacks start empty, and factors of another kind (``fisher``, ``weight_sharing``), with a warning.
 
     Args:
         save_id: of the save to load; None takes the tag's last finished one.

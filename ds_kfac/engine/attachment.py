@@ -48,6 +48,11 @@ from ds_kfac.zero.layout import restore, scaler_scale
 from ds_kfac.zero.weights import WeightRescaling
 
 _ATTACHED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]]" = weakref.WeakKeyDictionary()
+SEVERAL = (
+    "a backward was of several forwards whose losses the model did not return. G's scale is right if each of them has "
+    "a mean over its own terms; else set engine.kfac.read_batch to return BatchInfo(divisor=..), by what the sum of "
+    "the terms was divided (docs/capture.md)"
+)
 ZERO = "rows without a gradient"
 HANDLE = "kfac"
 """Name under which an engine carries its :class:`Attachment`."""
@@ -269,7 +274,12 @@ class Attachment:
         return result
 
     def _warn(self) -> None:
-        """At a captured step without a gradient that counts, once: the user means a backward that is not our own."""
+        """At a captured step, each once: without a gradient that counts the user means a backward that is not our own;
+        of one that was of several forwards, the scale of G may be wrong."""
+        scaled = any(x.several and any(key.endswith("/G") for key in x.keys) for x in self._captures)
+        if scaled and SEVERAL not in self._told:
+            self._told.add(SEVERAL)
+            print(f"ds_kfac: WARNING: {SEVERAL}", file=sys.stderr, flush=True)
         outside = sum(capture.outside for capture in self._captures)
         if outside and not any(capture.counted for capture in self._captures) and not self._warned_of_outside:
             self._warned_of_outside = True

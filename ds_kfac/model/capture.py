@@ -15,12 +15,10 @@ Non-reentrant: the first run counts; the recomputation's graph never gets a grad
 a forward inside a backward sums A only once its gradient arrives.
 
 torch.compile traces the hooks up to their first condition, which is all that steps without capture have of them.
-
 With a Monte-Carlo Fisher the gradients of a sampled loss are fed in, for calls in :attr:`Capture.pending`.
 No exception leaves a hook: it would stop one rank in a backward that the others finish.
 """
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,11 +35,10 @@ from ds_kfac.model.loss import Forward, accumulates
 from ds_kfac.model.products import EVERY, Product, Products
 from ds_kfac.model.proof import Proof
 from ds_kfac.model.registry import LAYERS
-from ds_kfac.model.rows import Call, RowSums, StepSums
+from ds_kfac.model.rows import Call, RowSums
 from ds_kfac.model.shared_inputs import SharedInputs
+from ds_kfac.model.step_sums import StepSums
 from ds_kfac.model.uses import Uses
-
-logger = logging.getLogger("ds_kfac")
 
 
 class Capture(StepSums):
@@ -58,14 +55,10 @@ class Capture(StepSums):
     Attributes:
         pending: calls without gradients yet, of all forwards; filled only if ``sampled`` or ``asked``.
         forward: the model's last one.
-        sums: factor key -> rows of the step so far, see :meth:`begin_step`; missing where there are none.
         measured: layer name -> rows of its calls since the last step here, also where none are summed: of first runs
             and of recomputations; None: they are not counted.
-        noise: measures samples' gradients in captured steps, if there is one.
         counted, outside: calls since the last step whose gradients came in the engine's own backward, and in others.
-        proof: of the step, if it proves.
-        uses: of the weights, in a step that proves, noted while it is entered.
-        failed: layer name -> what a hook raised; such a layer has no rows any more.
+        several: whether a backward was ever of several forwards whose losses the model did not return.
         seen: of those that did with an input that has elements, in this captured step.
     """
 
@@ -85,9 +78,8 @@ class Capture(StepSums):
         read_batch: ReadBatch | None = None,
         info_of: Callable[[str, BatchInfo], BatchInfo] | None = None,
     ) -> None:
-        super().__init__(rows or RowSums(divided=not sampled), fallback_seed, asked=asked)
+        super().__init__(rows or RowSums(divided=not sampled), inputs or SharedInputs(), fallback_seed, asked=asked)
         self.active, self._model, self.sampled = False, model, sampled or asked
-        self.inputs = inputs or SharedInputs()
         self.read_batch: ReadBatch = read_batch or (lambda arguments, keywords: BatchInfo())
         self.pending: list[Call] = []
         self.measured: dict[str, list[int]] | None = None
@@ -95,9 +87,8 @@ class Capture(StepSums):
         self._announced, self.forward = False, Forward()  # whether any own backward ever was
         self._running: Forward | None = None  # whose gradients come in this backward
         self._info_of, self._masks, self.seen = info_of, RowMasks(model), set[str]()
-        self.failed: dict[str, str] = {}
-        self.uses: Uses | None = None
         self._inside = False  # the model's forward runs
+        self._means, self.several = set[Forward](), False  # forwards of this backward
         self._handles: list[Any] = []
         self._hook_model(model)
         parameters, owners = dict(model.named_parameters()), {"": model}
@@ -146,10 +137,6 @@ class Capture(StepSums):
         if self.noise is not None:
             self.noise.begin(active=self.active)
 
-    def used(self, layer: str) -> str:
-        """Where a layer's weight is, in words; "" if that was not noted."""
-        return "" if self.uses is None else self.uses.of(layer)
-
     def remove(self) -> None:
         while self._handles:
             self._handles.pop().remove()
@@ -186,6 +173,9 @@ class Capture(StepSums):
 
     def end_backward(self) -> None:
         """Close the micro-batch: the next rows are new loss terms, not another use of the same ones."""
+        # a mean over the terms of several, if G's scale is not taken at losses that the model returned
+        self.several |= sum(f.seed is None and f.info.divisor is None for f in self._means) > 1
+        self._means.clear()
         self.seed = self._running = None
         self._inside = False  # of a forward that raised
         self.rows.counted.clear()
@@ -258,7 +248,7 @@ class Capture(StepSums):
                     self.inputs.see(layer.name, x)
                     self._called(layer, module, x, output)
             except Exception as error:
-                self._fail(layer, error)
+                self.fail(layer, error)
 
         # before hooks of others, which may make something else of its output
         self._handles.append(own.register_forward_hook(hook, with_kwargs=True, prepend=True))
@@ -359,7 +349,7 @@ class Capture(StepSums):
             self._multiplied(product)
         except Exception as error:
             for layer in self._stacks[id(product.param)]:
-                self._fail(layer, error)
+                self.fail(layer, error)
 
     def _multiplied(self, product: Product) -> None:
         """Of a stack whose layers have one A: all rows at once are those of the first."""
@@ -400,20 +390,11 @@ class Capture(StepSums):
             return
         if accumulates(self._weights[call.layer.name]):
             self._running = call.forward if own else self._running
+            self._means.add(call.forward)
             try:
                 if own:
                     self.add(call, gradient, 1.0 if inner else None)
                 else:
                     call.proof.see_gradient(call, call.gradient_of(gradient), others=True)
             except Exception as error:
-                self._fail(call.layer, error)
-
-    def _fail(self, layer: LayerSpec, error: Exception) -> None:
-        """A hook raised: the layer has no rows from here on, and none of this step."""
-        self.failed[layer.name] = f"{type(error).__name__}: {error}"
-        logger.warning(
-            f"ds_kfac: the rows of {layer.name} ({layer.kind}) are not known, so it is left without curvature from "
-            f"here on: {self.failed[layer.name]}"
-        )
-        for key in (self.inputs.key(layer), layer.keys[1]):
-            self.sums.pop(key, None)
+                self.fail(call.layer, error)

@@ -1,0 +1,174 @@
+"""What a run does with the proof: when it proves, what becomes of a layer that does not fit, and when it comes back."""
+
+import contextlib
+import io
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_kfac.step import proving
+from tests.deepspeed.modes import BY_NAME, KFAC
+from tests.deepspeed.runs import build, train, weights
+from tests.models import Net, cross_entropy, make_batch
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+OFTEN = {**KFAC, "eigenbasis": {"refresh_interval": 1}, "burn_in": {"steps": 0}}
+
+
+class Helped(Net):
+    """Some rows of a layer go another way, which is not followed."""
+
+    helped = True
+
+    def forward(self, x, y=None):
+        z = self.norm(self.silu(self.first(x)))
+        if self.helped:
+            some = (z[:, :1, None] * self.middle.weight).sum(dim=-1)
+            z = torch.cat([some, self.middle(z[:, 1:])], dim=1)
+        else:
+            z = self.middle(z)
+        z = self.head(torch.tanh(z))
+        return z if y is None else cross_entropy(z, y)
+
+
+class Zero(Net):
+    """Nothing below the head has a gradient in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.head.weight)
+
+
+class Padded(Net):
+    def forward(self, x, y=None):
+        z = self.head(torch.tanh(self.middle(self.norm(self.silu(self.first(x))))))
+        return cross_entropy(z[:, :1].contiguous(), y[:, :1].contiguous())
+
+
+def run(name: str, model: type[Net], steps: int, each=lambda engine, step: None, **block) -> dict:
+    proving.RAISES = False
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        engine = build(BY_NAME[name], 1, model=model(), kfac={**BY_NAME[name].kfac, **OFTEN, **block})
+        kfac, history = engine.kfac.preconditioner, []
+        for step in range(steps):
+            proves = kfac.capture.proof is not None
+            each(engine, step)
+            train(engine, 1, steps=1, first=step)
+            curved = {n for n, state in kfac.state.items() if state.preconditioner is not None}
+            updates = {key: float(state.updates) for key, state in kfac.curvature.factors.items()}
+            history.append((proves, dict(kfac.proving.unfit), curved, updates, kfac.metrics.values()))
+    result = {"history": history, "said": said.getvalue(), "report": engine.kfac.report, "weights": weights(engine)}
+    engine.destroy()
+    return result
+
+
+def worker(names: list[str]) -> dict:
+    found = {}
+    for name in names:
+        with patch.object(proving, "EVERY", 3):
+            found[name, "right"] = run(name, Net, 8)
+
+            def helped(engine, step):
+                engine.module.helped = step < 3
+
+            found[name, "helped"] = run(name, Helped, 6, helped)
+        rare = {"factor": {**KFAC["factor"], "update_interval": 5}, "eigenbasis": {"refresh_interval": 5}}
+        found[name, "zero"] = run(name, Zero, 3, **rare)
+        found[name, "padded"] = run(name, Padded, 2)
+    return found
+
+
+NAMES = ["z0", "adam-z2", "adam-z3"]
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict]:
+    return run_ranks("tests.step.test_proving:worker", world=2, payload=NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_proves_its_first_captured_step_and_one_of_so_many(found, name):
+    for rank in found:
+        proves = [step[0] for step in rank[name, "right"]["history"]]
+        assert proves == [True, False, False, True, False, False, True, False]
+        assert not any(step[1] for step in rank[name, "right"]["history"])
+        assert "do not make up" not in rank[name, "right"]["said"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_that_does_not_fit_has_no_curvature_until_it_does(found, name):
+    layers = {"first", "middle", "head"}
+    curved = [set().union(*(rank[name, "helped"]["history"][step][2] for rank in found)) for step in range(6)]
+    assert curved[:3] == [layers - {"middle"}] * 3, "from the very step on in which it is found"
+    assert curved[5] == layers, "and again once it fits"
+    for number, rank in enumerate(found):
+        history = rank[name, "helped"]["history"]
+        assert [set(step[1]) for step in history] == [{"middle"}] * 3 + [set()] * 3
+        assert [step[0] for step in history] == [True] * 4 + [False] * 2
+        assert history[1][4]["unpreconditioned_layers"] == 1
+        text = rank[name, "helped"]["report"]
+        assert text.count("middle: its gradient is not that of the rows of 2 calls") == 1
+        assert "test_proving.py" in text and "(mul)" in text
+        assert ("do not make up" in rank[name, "helped"]["said"]) == (number == 0), "one rank says it"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_without_any_gradient_yet_are_captured_again_at_the_next_step(found, name):
+    """Not at the next update, which is steps away: as below a head that begins with zeros."""
+    updates: dict[int, dict] = {step: {} for step in range(3)}
+    for rank in found:
+        for step, own in updates.items():
+            own |= rank[name, "zero"]["history"][step][3]
+    assert {key: count for key, count in updates[0].items() if key.endswith("/A")} == {
+        "first/A": 0, "middle/A": 0, "head/A": 1,
+    }  # fmt: skip
+    assert all(count >= 1 for count in updates[1].values()), updates[1]
+    assert updates[2] == updates[1], "and then at their own interval"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_that_count_without_a_gradient_are_told_with_their_layers(found, name):
+    for number, rank in enumerate(found):
+        text = rank[name, "padded"]["report"]
+        assert text.count("rows count whose gradient is zero to the last bit") == 1
+        assert "middle 67%" in text and "head 67%" in text
+        assert ("zero to the last bit" in rank[name, "padded"]["said"]) == (number == 0)
+
+
+def resumed_worker(folder: str) -> list:
+    proving.RAISES = False
+    engine = build(BY_NAME["adam-z2"], 1, kfac={**BY_NAME["adam-z2"].kfac, **OFTEN})
+    train(engine, 1, steps=2)
+    before = engine.kfac.preconditioner.capture.proof is not None
+    engine.save_checkpoint(folder, tag="tag")
+    engine.load_checkpoint(folder, tag="tag")
+    dist.barrier()
+    result = [before, engine.kfac.preconditioner.capture.proof is not None]
+    engine.destroy()
+    return result
+
+
+def test_a_loaded_run_proves_again(tmp_path):
+    assert run_ranks("tests.step.test_proving:resumed_worker", world=2, payload=str(tmp_path)) == [[False, True]] * 2
+
+
+def test_a_hook_on_a_weight_leaves_its_layer_unproven():
+    x, y = make_batch(0, 4)
+    assert x.shape[1] == 3 and y.shape == x.shape[:2]
+    found = run_ranks("tests.step.test_proving:hooked_worker", world=1)[0]
+    assert found == ["first", "head"]
+
+
+def hooked_worker(_) -> list[str]:
+    model = Net()
+    model.middle.weight.register_hook(lambda gradient: gradient * 0.5)
+    with contextlib.redirect_stderr(io.StringIO()):
+        engine = build(BY_NAME["z0"], 1, model=model)
+    train(engine, 1, steps=1)
+    proven = [layer.name for layer in engine.kfac.preconditioner.proving.layers]
+    engine.destroy()
+    return proven
