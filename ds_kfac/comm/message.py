@@ -87,14 +87,14 @@ class Channel:
         """See :func:`ds_kfac.comm.lost.naming`."""
         return naming(what, self.group, sum(self.calls.values()))
 
-    def sum(self, vector: Tensor) -> Tensor:
+    def sum(self, vector: Tensor, kind: str = "numbers") -> Tensor:
         """A small vector of numbers, summed over all ranks in place. Collective."""
         with self.naming("numbers of all layers"):
             dist.all_reduce(vector, group=self.group)
-        self.calls["numbers"] += 1
+        self.calls[kind] += 1
         nbytes = vector.numel() * vector.element_size()
-        self.sent["numbers"] += nbytes
-        self.received["numbers"] += nbytes
+        self.sent[kind] += nbytes
+        self.received[kind] += nbytes
         return vector
 
     def all_to_all(

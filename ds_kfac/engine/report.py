@@ -1,11 +1,9 @@
 """The report at attach: a summary that ``check`` prints too, and what was chosen for which layer."""
 
-import inspect
 import re
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import deepspeed
@@ -26,6 +24,7 @@ from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import Value
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.update.rotation import stacked_bytes
+from ds_kfac.zero.layout import is_hooked
 
 LINES = 12
 """Of a summary, at most."""
@@ -250,19 +249,8 @@ def attach_warnings(kfac: KFACPreconditioner, given: KFACConfig) -> list[str]:
 def with_hooks(kfac: KFACPreconditioner) -> list[str]:
     """K-FAC layers with a hook on a parameter's gradient that is neither DeepSpeed's nor ours."""
     named = dict(kfac.target.model.named_parameters())
-    found = (layer.module for layer in kfac.layers if any(_is_hooked(named[name]) for name in layer.parameters))
+    found = (layer.module for layer in kfac.layers if any(is_hooked(named[name]) for name in layer.parameters))
     return list(dict.fromkeys(found))
-
-
-def _is_hooked(parameter: Any) -> bool:
-    for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
-        for hook in (hooks or {}).values():
-            while isinstance(hook, partial):
-                hook = hook.func
-            origin = getattr(inspect.unwrap(hook), "__module__", None) or type(hook).__module__
-            if origin.partition(".")[0] not in ("deepspeed", "ds_kfac"):
-                return True
-    return False
 
 
 def of_hooks(layers: Sequence[str]) -> str:

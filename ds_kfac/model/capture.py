@@ -30,15 +30,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from ds_kfac.model.batch import EVERY_ROW, BatchInfo, ReadBatch, RowMasks, tensors_of
+from ds_kfac.model.calls import SharedInputs, StepSums
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.loss import Forward, accumulates
 from ds_kfac.model.products import EVERY, Product, Products
-from ds_kfac.model.proof import Proof
+from ds_kfac.model.proof import Proof, Uses
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.rows import Call, RowSums
-from ds_kfac.model.shared_inputs import SharedInputs
-from ds_kfac.model.step_sums import StepSums
-from ds_kfac.model.uses import Uses
 
 
 class Capture(StepSums):
@@ -250,8 +248,9 @@ class Capture(StepSums):
             except Exception as error:
                 self.fail(layer, error)
 
-        # before hooks of others, which may make something else of its output
-        self._handles.append(own.register_forward_hook(hook, with_kwargs=True, prepend=True))
+        # Before hooks of others, which may make something else of its output. After ZeRO-3's where autograd is asked:
+        # it fetches weights for a backward through the output, and gives them back after that
+        self._handles.append(own.register_forward_hook(hook, with_kwargs=True, prepend=not self.sampled))
 
     def _called(
         self,

@@ -23,16 +23,21 @@ over N rows by 0.2 eps_32 R sqrt(N). :data:`SLACK` times that is allowed, as in 
 Shape suffixes: R rows, n groups of a layer, O and I the sides of its matrix, D any of them, K probes, L layers.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite, nan
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ds_kfac.curvature.factor import Side
+from ds_kfac.model.batch import tensors_of
 from ds_kfac.model.convolutions import Convolution
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.rows import BatchSum, Call, gradient_rows, input_rows
@@ -47,14 +52,15 @@ TF32 = 2.0**-10
 """Accuracy that fp32 products may have on a GPU."""
 NUMBERS = (
     *("t",) * PROBES, "squares", *("others",) * PROBES, "others' squares",
-    "calls", "reached", "rows", "zero", "eps", "ranks", "wrong",
+    "calls", "reached", "rows", "zero", "eps", "ranks", "wrong", "hooked",
 )  # fmt: skip
 """Of a layer, which ranks add up. squares: R^2. others: t and R^2 of backwards that are not the engine's own, whose
 gradients the step has, or not if the user made them zero. calls, reached: of the layer, and gradients that came to
 them. rows, zero: that count, and those of them without a gradient. eps: of the dtype of gradients, over the ranks that
-had any. wrong: ranks whose sums of factors are not those of their rows."""
-T, SQUARES, OTHERS, CALLS, REACHED, ROWS, ZERO, EPS, RANKS, WRONG = map(
-    NUMBERS.index, ("t", "squares", "others", "calls", "reached", "rows", "zero", "eps", "ranks", "wrong")
+had any. wrong: ranks whose sums of factors are not those of their rows. hooked: ranks that have a hook of the user's on
+its gradient."""
+T, SQUARES, OTHERS, CALLS, REACHED, ROWS, ZERO, EPS, RANKS, WRONG, HOOKED = map(
+    NUMBERS.index, ("t", "squares", "others", "calls", "reached", "rows", "zero", "eps", "ranks", "wrong", "hooked")
 )
 
 
@@ -75,6 +81,7 @@ class Told:
     wrong: int
     squares: float
     ratio: float
+    hooked: int = 0
     uses: str = ""
 
     @property
@@ -89,7 +96,7 @@ class Told:
 
     @property
     def fits(self) -> bool:
-        return self.ratio <= 1 and not self.wrong
+        return (self.ratio <= 1 or bool(self.hooked)) and not self.wrong
 
     def __str__(self) -> str:
         if not self.calls and not self.reached:
@@ -135,6 +142,10 @@ class Proof:
 
     def _row(self, layer: LayerSpec) -> Tensor:
         return self._numbers[self._place[layer.name]]
+
+    def leave_out(self, layer: LayerSpec) -> None:
+        """What the user's hooks make of its gradient is not that of its rows."""
+        self._row(layer)[HOOKED] += 1
 
     # in the hooks
 
@@ -270,10 +281,11 @@ class Proof:
 
 def told(total: Tensor, ratios: Tensor, uses: Sequence[str]) -> list[Told]:
     """Of each layer, with what is known of the uses of its weight. Waits for the device."""
-    columns = total[:, [CALLS, REACHED, ROWS, ZERO, WRONG, SQUARES]].nan_to_num(1.0).tolist()
+    columns = total[:, [CALLS, REACHED, ROWS, ZERO, WRONG, HOOKED, SQUARES]].nan_to_num(1.0).tolist()
     found = []
-    for (calls, reached, rows, zero, wrong, squares), ratio, used in zip(columns, ratios.tolist(), uses, strict=True):
-        found.append(Told(int(calls), int(reached), int(rows), int(zero), int(wrong), squares, ratio, used))
+    for (*counts, hooked, squares), ratio, used in zip(columns, ratios.tolist(), uses, strict=True):
+        calls, reached, rows, zero, wrong = map(int, counts)
+        found.append(Told(calls, reached, rows, zero, wrong, squares, ratio, int(hooked), used))
     return found
 
 
@@ -295,3 +307,50 @@ def second_moment(side: Side, sum_P: Tensor, w_nDK: Tensor) -> tuple[Tensor, Ten
     (S_nDD,) = side.blocks(sum_P)
     found = ((S_nDD @ w_nDK).double() * w_nDK).sum()
     return found, ((S_nDD.square() @ w_nDK.square()).double() * w_nDK.square()).sum().sqrt()
+
+
+# where a weight is used: for the message, nothing is computed with it
+
+NOT_A_USERS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+MOST = 4
+"""Places that are told of a weight."""
+
+
+class Uses(TorchFunctionMode):
+    """While it is entered, notes each torch function that takes one of some parameters, or a view of one.
+
+    Attributes:
+        places: layer -> "model.py:41 (matmul)", without those of a module's own forward in torch.
+    """
+
+    def __init__(self, weights: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self._names = {id(weight): name for name, weight in weights.items()}
+        self.places: dict[str, dict[str, None]] = {}
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        with suppress(Exception):  # of tensors that are none, as inside of vmap
+            if isinstance(output, Tensor) and output.requires_grad:
+                self._note(getattr(function, "__name__", str(function)), (args, kwargs))
+        return output
+
+    def _note(self, function: str, arguments: Any) -> None:
+        for tensor in tensors_of(arguments):
+            name = self._names.get(id(tensor if tensor._base is None else tensor._base))
+            if name is not None:
+                self.places.setdefault(name, {})[f"{_line()} ({function})"] = None
+
+    def of(self, layer: str) -> str:
+        """In words; "" if there is none."""
+        found = list(self.places.get(layer, ()))
+        more = ", .." if len(found) > MOST else ""
+        return f"; its weight is used in {', '.join(found[:MOST])}{more}" if found else ""
+
+
+def _line() -> str:
+    """Of the innermost code that is neither torch's nor ours."""
+    frame = sys._getframe(3)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(NOT_A_USERS):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -305,8 +305,9 @@ class RowSums:
         if key not in self.counted:
             self.counted.add(key)
             sum_.count.add_(terms * info.ranks if told is None else told[:, 0].sum())
-        if forward.seed is not None and self._divided:  # of a sampled loss it is its own
-            seed, divisor = forward.seed, divisor if info.items is None else info.items
+        returned = info.items is not None or divisor is None  # what is known is of the loss that the model returned
+        if forward.seed is not None and self._divided and returned:
+            seed, divisor = forward.seed, info.items
         if told is not None:
             return told[:, 1] / seed
         return (divisor if self._divided and divisor is not None else terms) / seed

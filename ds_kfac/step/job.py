@@ -94,7 +94,7 @@ def counters(job: Job) -> dict[str, float]:
 
     - "calls_<kind>": collectives entered; "sent_bytes_<kind>", "received_bytes_<kind>": payload to and from other
       ranks, from attach on, steps that were skipped included. Kinds: factors, gradients, eigenvectors, eigenvalues,
-      inverses, results, numbers.
+      inverses, results, numbers, proof.
     - "captures", "captures_skipped": of factors, over all ranks; skipped are those that the adaptive rule left out.
     - "effective_rank": of A, in the mean of this rank's factors: how many directions its inputs have.
     - "attention_logits": root mean square of q . k / sqrt(width) of the head with the largest, of the attentions whose

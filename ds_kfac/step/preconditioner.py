@@ -14,11 +14,11 @@ from ds_kfac.directions.base import StepContext
 from ds_kfac.directions.kfac_gradient import peak_rates
 from ds_kfac.metrics import HostCopy, Metrics
 from ds_kfac.model.batch import ArgumentReader
+from ds_kfac.model.calls import SharedInputs
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.noise import SUMS
 from ds_kfac.model.rows import BatchSum, RowSums
-from ds_kfac.model.shared_inputs import SharedInputs
 from ds_kfac.plan.plan import Known, Plan
 from ds_kfac.schedule.timetable import FactorsDue
 from ds_kfac.step.draft import Draft, Target
@@ -111,7 +111,7 @@ class KFACPreconditioner:
             if draft.due.capture:
                 self.capture.end_backward()
                 if proof is not None:
-                    numbers = self.channel.sum(proof.numbers(self.capture.sums))
+                    numbers = self.proving.numbers(proof, self.capture.sums)
                 self.metrics.step_counts["parted_inputs"] += self.sharing.leave_out(self.capture.sums)
                 with self.metrics.stage("reduce"):
                     sums = self.curvature.reducer.reduce(self.capture.sums)
@@ -262,7 +262,8 @@ class KFACPreconditioner:
             self.curvature.timetable.record(draft.step, due, similar)
             if draft.noise is not None and self.capture.noise is not None:
                 self.capture.noise.record(draft.noise)
-            self.proving.record(draft.verdict)
+            if draft.verdict is not None:
+                self.proving.record(draft.verdict)
             self.watch.step(draft.local.left_out, look=bool(due.capture))
             self.state, self.peak_lr, self.damping_scale = draft.local.kept(), draft.peak_lr, draft.damping_scale
             if due.capture:

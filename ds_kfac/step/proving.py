@@ -12,8 +12,9 @@ from torch import Tensor
 from ds_kfac.comm.message import Channel
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.proof import Proof, Told, eps_of, told
+from ds_kfac.model.rows import BatchSum
 from ds_kfac.plan.plan import Plan
-from ds_kfac.zero.layout import ShardLayout
+from ds_kfac.zero.layout import ShardLayout, is_hooked
 
 EVERY = 1000
 """Captured steps from one proof to the next."""
@@ -53,11 +54,9 @@ class Proving:
     """
 
     def __init__(self, layers: Sequence[LayerSpec], layout: ShardLayout, channel: Channel) -> None:
-        # of a parameter with a hook of the user's the gradient is what that makes of it
+        self.layers, self.layout, self.channel = layers, layout, channel
         names = {id(p): name for name, p in layout.engine.module.named_parameters()}
-        hooked = {names[id(p)] for p in layout.params if p._backward_hooks and id(p) in names}
-        self.layers = [layer for layer in layers if hooked.isdisjoint(layer.parameters)]
-        self.layout, self.channel = layout, channel
+        self._parameters = {names[id(p)]: p for p in layout.params}
         self.restart()
 
     def restart(self) -> None:
@@ -74,6 +73,13 @@ class Proving:
             return None
         proof = Proof(self.layers, key, self._number, torch.device(self.layout.engine.device))
         return proof if proof.layers else None
+
+    def numbers(self, proof: Proof, sums: Mapping[str, BatchSum]) -> Tensor:
+        """Of all ranks. Collective. ``sums``: of this rank's factors, before they leave."""
+        for layer in proof.layers:
+            if any(is_hooked(self._parameters[name]) for name in layer.parameters):
+                proof.leave_out(layer)
+        return self.channel.sum(proof.numbers(sums), "proof")
 
     def verdict(
         self, proof: Proof, numbers: Tensor, gradients: Mapping[str, Tensor], plan: Plan, used: Callable[[str], str]
@@ -98,7 +104,7 @@ class Proving:
             if workers[layer.name][0] == layout.rank:
                 ratios[place] = proof.ratio(layer, numbers[place], gradients[layer.name], **limits)
         names = [layer.name for layer in proof.layers]
-        found = dict(zip(names, told(numbers, self.channel.sum(ratios), [*map(used, names)]), strict=True))
+        found = dict(zip(names, told(numbers, self.channel.sum(ratios, "proof"), [*map(used, names)]), strict=True))
         unfit = {name: str(seen) for name, seen in found.items() if seen.known and not seen.fits}
         for factor in plan.assignment.factors:  # its rows are of the first of its layers, in most steps
             first, *others = factor.layers
@@ -107,12 +113,9 @@ class Proving:
             raise RuntimeError(f"ds_kfac: unfit: {[(name, why, found[name]) for name, why in unfit.items()]}")
         return Verdict(found, unfit, bool(unfit) or not all(seen.known for seen in found.values()))
 
-    def record(self, verdict: Verdict | None) -> None:
+    def record(self, verdict: Verdict) -> None:
         """Of a step that was applied."""
-        self.again = frozenset()
-        if verdict is None:
-            return
-        self._number += 1
+        self._number, self.again = self._number + 1, frozenset()
         still = {name for name, seen in verdict.told.items() if seen.still}
         if still and self._number <= FIRST:
             self.again = frozenset(key for layer in self.layers if layer.name in still for key in layer.keys)

@@ -365,3 +365,15 @@ class BF16(ShardLayout):
     @classmethod
     def is_waiting(cls, engine: Any) -> bool:
         return any(map(any, engine.optimizer.fp32_groups_has_gradients)) or super().is_waiting(engine)
+
+
+def is_hooked(parameter: Any) -> bool:
+    """Whether a hook that is neither DeepSpeed's nor ours sees a parameter's gradient, and may change it."""
+    for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
+        for hook in (hooks or {}).values():
+            while isinstance(hook, partial):
+                hook = hook.func
+            origin = getattr(inspect.unwrap(hook), "__module__", None) or type(hook).__module__
+            if origin.partition(".")[0] not in ("deepspeed", "ds_kfac"):
+                return True
+    return False

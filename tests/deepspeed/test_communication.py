@@ -161,14 +161,17 @@ def test_collectives_bytes_and_state(world):
                     kinds["numbers"] = 1
                 if workers < world:
                     kinds["results"] = 1
-                assert counted == kinds, (case, step, counted)
+                proof = 2 * (step == 0)  # the rows of all ranks, and what came of it
+                assert counted.pop("proof", 0) == proof and counted == kinds, (case, step, counted)
                 assert calls.pop("all_gather_object", 0) == (step == 0), "once in a run"
+                assert calls.pop("all_reduce", 0) == proof
                 assert calls == ({"all_to_all_single": sum(kinds.values())} if kinds else {}), (case, step, calls)
                 assert sum(kinds.values()) <= 3
                 expected = {"factors": plan["factors"] * captures, "gradients": plan["gradients"]}
                 expected |= {kind: plan[kind] * refreshes for kind in ("eigenvectors", "eigenvalues")}
                 expected["results"] = plan["results"]
                 numbers = sent.pop("numbers", 0)
+                sent.pop("proof", 0)
                 assert {k: v for k, v in sent.items() if v} == {k: v for k, v in expected.items() if v}, (case, step)
                 padding = wire - sum(expected.values()) - numbers
                 assert 0 <= padding <= 16 * 5 * world * 2 and numbers < 4 * 200 * world, (case, step, padding)
@@ -244,5 +247,6 @@ def test_kfac_adamw_needs_at_most_3_collectives_too():
         for (stage, clip), steps in result.items():
             for step, calls in enumerate(steps):
                 calls.pop("all_gather_object", None)  # once in a run
+                assert calls.pop("all_reduce", 0) == 2 * (step == 0), "the proof"
                 assert set(calls) <= {"all_to_all_single"}, "the clipped gradients' norm rides in the gather"
                 assert calls["all_to_all_single"] <= 3, (stage, clip, step)

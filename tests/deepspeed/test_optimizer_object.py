@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import ds_kfac
 from ds_kfac.checkpoint.files import CheckpointError
+from tests.close import close, near
 from tests.deepspeed.modes import BY_NAME, LR
 from tests.deepspeed.runs import parameter_groups, train, weights
 from tests.models import make_net
@@ -310,7 +311,7 @@ def test_callables_and_lists_see_the_groups_of_the_user():
             rates, has_kfac, scheduler = result
             first, other = 0.05 * 2 / 8, 0.01 + 0.01 * 2 / 8
             assert has_kfac and scheduler == "WarmupLR", case
-            assert rates == pytest.approx([first, other, other]) and len(rates) == 3, (case, rates)
+            close(rates, [first, other, other], sums=4, what=str(case))
         elif case[1] == "another optimizer":
             assert result == ([LR, LR], True), case
         else:
@@ -359,7 +360,8 @@ def test_betas_and_eps_of_a_bias_alone_are_refused_unless_they_are_used():
         if case in ("betas", "eps"):
             assert f"first.weight and its bias are in parameter groups of different {case}" in result, where
         elif case == "excluded":  # the gradient's sign, by no moments and no eps
-            assert result == pytest.approx((LR, LR), rel=1e-4), where
+            # the step is rounded when it is taken from a weight of about 1
+            near(result, (LR, LR), 8 * torch.finfo(torch.float32).eps, "rounding of weights", what=str(where))
         else:
             assert isinstance(result, tuple), where
 

@@ -59,4 +59,5 @@ def worker(names) -> dict:
 def test_tiles_train_like_the_whole_batch():
     cases = [(name, net) for name in ("z0", "z2", "z3") for net in (TiledNet, CutNet)]
     for case, (error, rounding) in run_ranks("tests.deepspeed.test_slices:worker", world=2, payload=cases)[0].items():
+        # two orders of rows, and what fp32 has of nothing
         assert error < 20 * rounding + 1e-6, f"{case}: differs by {error:.1e}, rounding by {rounding:.1e}"

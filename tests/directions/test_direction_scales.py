@@ -210,7 +210,8 @@ def test_a_batch_without_terms_leaves_those_of_the_last(recorded, kept):
     layer = linear_layer("a", COLUMNS, ROWS)
     state = replace(LayerState.empty(layer, CPU), terms=torch.tensor(3.0))
     draft = SimpleNamespace(bases={}, terms={} if recorded is None else {"a": torch.tensor(recorded)})
-    kfac = SimpleNamespace(owned=(layer,), state={"a": state}, curvature=SimpleNamespace(of_layer={}))
+    proving = SimpleNamespace(unfit={})
+    kfac = SimpleNamespace(owned=(layer,), state={"a": state}, curvature=SimpleNamespace(of_layer={}), proving=proving)
     assert KFACPreconditioner._with_new_bases(kfac, draft)["a"].terms == kept
 
 

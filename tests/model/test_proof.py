@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from ds_kfac.estimate.rows import proven
 from ds_kfac.model import capture, proof
 from ds_kfac.model.batch import BatchInfo
+from ds_kfac.model.calls import StepSums
 from ds_kfac.model.rows import Call, RowSums
 from ds_kfac.model.scan import Choice, scan
-from ds_kfac.model.step_sums import StepSums
 from tests.models import cross_entropy
 
 ROWS, TOKENS, WIDTH = 5, 3, 40

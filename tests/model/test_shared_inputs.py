@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ds_kfac.model.calls import SharedInputs, agreed
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.scan import Choice, scan
-from ds_kfac.model.shared_inputs import SharedInputs, agreed
 
 X = torch.arange(12.0).view(3, 4)
 

@@ -8,8 +8,8 @@ import torch
 from ds_kfac.assignment.costs import BUILTIN, factors_by_layer
 from ds_kfac.config import keys as kfac_config
 from ds_kfac.curvature.factor import Side
+from ds_kfac.model.calls import agreed
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.model.rows import agreed
 from ds_kfac.plan.plan import Known, Plan, Setting, make_plan
 from ds_kfac.zero.shards import source
 from tests.choices import STAGGERED, chosen, resolved

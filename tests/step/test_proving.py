@@ -12,7 +12,7 @@ from torch import nn
 from ds_kfac.step import proving
 from tests.deepspeed.modes import BY_NAME, KFAC
 from tests.deepspeed.runs import build, train, weights
-from tests.models import Net, cross_entropy, make_batch
+from tests.models import Net, cross_entropy
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -156,19 +156,22 @@ def test_a_loaded_run_proves_again(tmp_path):
     assert run_ranks("tests.step.test_proving:resumed_worker", world=2, payload=str(tmp_path)) == [[False, True]] * 2
 
 
-def test_a_hook_on_a_weight_leaves_its_layer_unproven():
-    x, y = make_batch(0, 4)
-    assert x.shape[1] == 3 and y.shape == x.shape[:2]
-    found = run_ranks("tests.step.test_proving:hooked_worker", world=1)[0]
-    assert found == ["first", "head"]
+def test_a_layer_with_a_hook_on_its_weight_on_any_rank_is_not_judged():
+    """Its gradient is what the hook makes of it."""
+    for unfit, hooked in run_ranks("tests.step.test_proving:hooked_worker", world=2):
+        assert not unfit and hooked == {"first": 0, "middle": 1, "head": 0}
 
 
-def hooked_worker(_) -> list[str]:
-    model = Net()
-    model.middle.weight.register_hook(lambda gradient: gradient * 0.5)
+def hooked_worker(_) -> tuple:
+    proving.RAISES, model = False, Net()
+    if dist.get_rank() == 1:
+        model.middle.weight.register_hook(lambda gradient: gradient * 0.5)
     with contextlib.redirect_stderr(io.StringIO()):
         engine = build(BY_NAME["z0"], 1, model=model)
+    kfac, told = engine.kfac.preconditioner, {}
+    plain = kfac.proving.record
+    kfac.proving.record = lambda verdict: (told.update(verdict.told), plain(verdict))
     train(engine, 1, steps=1)
-    proven = [layer.name for layer in engine.kfac.preconditioner.proving.layers]
+    found = dict(kfac.proving.unfit), {name: seen.hooked for name, seen in told.items()}
     engine.destroy()
-    return proven
+    return found
