@@ -20,6 +20,7 @@ from ds_kfac.directions.table import DIRECTIONS
 from ds_kfac.engine.refusals import check_model
 from ds_kfac.engine.report import columns, layer_lines, number, skipped_lines, summary, without_effect, wrapped
 from ds_kfac.estimate.estimates import BESIDE, HIDDEN, KINDS, PARTS, STATE, TRANSIENT, Estimate, together
+from ds_kfac.estimate.rows import proof_lines
 from ds_kfac.estimate.subject import Subject, Trace, build, read_config
 from ds_kfac.factors.fitting import kept_bytes, plan_of
 from ds_kfac.metrics import STAGES
@@ -286,9 +287,10 @@ def rows_of(ds_config: Mapping[str, Any], world: int, units: int) -> tuple[int, 
 
 
 def check(arguments: argparse.Namespace) -> str:
-    """What attach would report of a config and a model, without a run. Raises ValueError for what it would refuse."""
+    """What attach would report of a config and a model, without a run; with ``--data`` also whether layers' rows are
+    those of their gradients. Raises ValueError for what attach would refuse, and for a layer that does not fit."""
     ds_config = read_config(arguments.config, arguments.optimizer, arguments.dtype)
-    model, _ = build(arguments.model, arguments.lora)
+    model, _ = build(arguments.model, arguments.lora, "cpu" if arguments.data else "meta")
     subject = Subject(model, ds_config)
     config, rule, optimizer, found = subject.config, subject.rule, subject.context.optimizer, subject.scan
     if find_block(ds_config) is None and rule.optimizer_type is None:
@@ -305,4 +307,6 @@ def check(arguments: argparse.Namespace) -> str:
                      rule.ratio(ds_config))  # fmt: skip
     lines += ["  chosen: " + ", ".join(subject.answers)] if subject.answers else []
     lines += [f"  plan: {reason}" for reason in plan.reasons]
+    if arguments.data:
+        lines += proof_lines(model, found.layers, config, arguments.data)
     return "\n".join([*lines, "", *layer_lines(found, config, rule), *skipped_lines(found)])

@@ -1,20 +1,28 @@
 """Whether the rows that a model's layers are captured with are those of their gradients, without an engine and without
 a step: ``python -m ds_kfac check --data``."""
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ds_kfac.model.batch import ReadBatch
+from ds_kfac.config.keys import KFACConfig
+from ds_kfac.engine.report import folded
+from ds_kfac.model.batch import ArgumentReader, ReadBatch
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.loss import returned_loss
 from ds_kfac.model.proof import Proof, Told, eps_of, told
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.rows import RowSums
+from ds_kfac.step.proving import ZERO_ROWS
+
+BATCHES = 4
+"""Of the data, at most."""
 
 
 def proven(
@@ -57,6 +65,30 @@ def proven(
         ratios[place] = proof.ratio(layer, numbers[place], gradient, divisor=1, world=1, eps=eps, floor=0)
     names = [layer.name for layer in proof.layers]
     return dict(zip(names, told(numbers, ratios, [capture.used(name) for name in names]), strict=True))
+
+
+def proof_lines(model: nn.Module, layers: Sequence[LayerSpec], config: KFACConfig, data: str) -> list[str]:
+    """Of the report of ``check``. Raises ValueError for layers whose rows are not those of their gradients."""
+    module, _, function = data.partition(":")
+    try:
+        batches = list(islice(getattr(importlib.import_module(module), function)(0, 1), BATCHES))
+    except (ImportError, AttributeError, TypeError, ValueError) as problem:
+        raise ValueError(f"--data {data}: {problem}; must be module:function, (rank, ranks) -> batches") from problem
+    if not batches:
+        raise ValueError(f"--data {data}: has no batches")
+    rows, reader = RowSums(config.factor.weight_sharing), ArgumentReader(model, count=config.padding.count)
+    found = proven(model.train(), layers, batches, rows=rows, read_batch=reader)
+    if wrong := [(name, str(seen)) for name, seen in found.items() if not seen.known or not seen.fits]:
+        raise ValueError(
+            "the rows that are seen of these layers do not make up their gradients: "
+            + "; ".join(f"{name}: {why}" for name, why in folded(wrong))
+        )
+    zero = [(name, f"{seen.zero / seen.rows:.0%}") for name, seen in found.items() if seen.zero > ZERO_ROWS * seen.rows]
+    lines = [f"  rows: those of {len(found)} layers are those of their gradients, on {len(batches)} batches"]
+    if zero:
+        text = ", ".join(f"{name} {part}" for name, part in folded(zero))
+        lines.append(f"  WARNING: rows count whose gradient is zero to the last bit: {text} (docs/capture.md)")
+    return lines
 
 
 def called(model: nn.Module, batch: Any) -> Tensor:

@@ -262,8 +262,8 @@ def _forward(model: nn.Module, trace: Trace) -> float:
     return total
 
 
-def build(name: str, lora: int | None = None) -> tuple[nn.Module, tuple[Any, ...] | None]:
-    """A model on the meta device, and the arguments of its forward for one example, or None if they are not known.
+def build(name: str, lora: int | None = None, device: str = "meta") -> tuple[nn.Module, tuple[Any, ...] | None]:
+    """A model on a device, and the arguments of its forward for one example, or None if they are not known.
 
     Args:
         name: "module:factory", a function that returns a model, or a model and a tuple of arguments (or the only one);
@@ -282,7 +282,7 @@ def build(name: str, lora: int | None = None) -> tuple[nn.Module, tuple[Any, ...
         peft = None if lora is None else importlib.import_module("peft")
     except ImportError as problem:
         raise ValueError(f"model {name}: {problem}; is it installed, or is its folder in PYTHONPATH?") from problem
-    with torch.device("meta"):
+    with torch.device(device):
         made: Any
         if where == "hf":
             made = _of_transformers(module, attribute)
@@ -302,7 +302,7 @@ def build(name: str, lora: int | None = None) -> tuple[nn.Module, tuple[Any, ...
     if example is None:
         return model, None
     arguments = example if isinstance(example, (tuple, list)) else (example,)
-    return model, tuple(x.to("meta") if isinstance(x, Tensor) else x for x in arguments)
+    return model, tuple(x.to(device) if isinstance(x, Tensor) else x for x in arguments)
 
 
 def _of_transformers(transformers: Any, path: str) -> Any:
@@ -316,7 +316,7 @@ def _of_transformers(transformers: Any, path: str) -> Any:
     known = [getattr(transformers, name, None) for name in config.architectures or ()]
     kind = next((found for found in known if found is not None), None)
     made = kind._from_config(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
-    if made._can_set_experts_implementation():  # the one of their forms that runs on the meta device
+    if made.device.type == "meta" and made._can_set_experts_implementation():  # the one of their forms that runs there
         made.set_experts_implementation("batched_mm")
     if hasattr(config, "image_size") and not hasattr(config, "vocab_size"):
         return made, torch.zeros(1, config.num_channels, config.image_size, config.image_size)
