@@ -179,6 +179,11 @@ class StepSums:
             self._count_input(call, own, alive)
         call.waiting, call.late = None, False  # once, whatever the backwards
         if gradient.numel() and (makes_A and call.x is not None if of_gradients else makes_G):
+            if seed is not None and call.forward.terms is None and self.seed is None:
+                raise ValueError(
+                    "a backward runs inside the model's forward, where nothing shows yet how many terms the loss has, "
+                    "and so the scale of G; give the model its labels by that name, or set engine.kfac.read_batch"
+                )
             if self.seed is not None:
                 seed = self.seed
             elif seed is None:

@@ -219,6 +219,7 @@ class Capture(StepSums):
         self._inside = True
         detached = all(x.grad_fn is None for x in tensors_of((arguments, keywords)))
         self.forward = Forward(self.read_batch(arguments, keywords), detached)
+        self.forward.begins(weight_sharing=self.rows.weight_sharing)
         self.inputs.begin_batch()
         self._masks.begin()
 

@@ -170,13 +170,17 @@ class Forward:
         mask = rows.mask.flatten(1) if rows.mask.ndim > 2 else rows.mask
         return (mask.any(dim=1 - rows.examples) if reduced and mask.ndim > 1 else mask).sum().float()
 
+    def begins(self, *, weight_sharing: str) -> "Forward":
+        """Labels show the terms, or with "reduce" the examples that have one, before the model runs."""
+        labelled = self.info.labelled
+        if labelled is not None:
+            self.terms = (labelled.flatten(1).any(dim=1) if weight_sharing == "reduce" else labelled).sum().float()
+        return self
+
     def returned(self, output: Any, *, weight_sharing: str) -> None:
         """The model returned ``output``. Labels go first."""
-        labelled = self.info.labelled
-        if labelled is None:
+        if self.terms is None:
             self.terms = output_terms(output, self.info, weight_sharing=weight_sharing)
-        else:  # terms, or with "reduce" examples that have one
-            self.terms = (labelled.flatten(1).any(dim=1) if weight_sharing == "reduce" else labelled).sum().float()
         loss = returned_loss(output)
         if loss is not None and loss.grad_fn is not None:
             place = loss.output_nr

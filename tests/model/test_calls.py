@@ -57,6 +57,10 @@ def assert_same(found, expected):
             close(a.float(), b.float(), sums=1000)
 
 
+def labelled(arguments, keywords) -> BatchInfo:
+    return BatchInfo(labelled=torch.ones(N, T, dtype=torch.bool))
+
+
 # calls without a gradient, or with one that is zero
 
 
@@ -80,10 +84,7 @@ class Dummy(Net):
 
 @pytest.mark.parametrize("kind", [Detached, Dummy])
 def test_a_call_without_a_gradient_counts_nothing(kind):
-    def read(arguments, keywords):
-        return BatchInfo(labelled=torch.ones(N, T, dtype=torch.bool))
-
-    assert_same(factors(kind(), read_batch=read), factors(Net()))
+    assert_same(factors(kind(), read_batch=labelled), factors(Net()))
 
 
 def test_every_call_with_a_gradient_counts():
@@ -131,7 +132,7 @@ class Tiles(torch.autograd.Function):
 
 def test_a_backward_inside_the_forward_counts_before_and_after_the_first_announced_one():
     model = Tiled()
-    recorder = Recorder(model, LINEAR)
+    recorder = Recorder(model, LINEAR, read_batch=labelled)
     expected = factors(Net())
     for _ in range(2):
         with recorder.capture.own_backward():
@@ -142,6 +143,7 @@ def test_a_backward_inside_the_forward_counts_before_and_after_the_first_announc
         assert recorder.counts("head")[0] == N * T
         found = recorder.means()
         close(found["head"][0], expected["head"][0], sums=100)
+        close(found["head"][1], expected["head"][1], sums=1000)
         close(found["inner"][0], expected["inner"][0], sums=100)
 
 
