@@ -1,5 +1,7 @@
 """Which calls of a layer count, and with what scale: each against the factors of the same loss without the trick."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -40,11 +42,9 @@ def factors(model, run=None, *, announced=True, **options) -> dict[str, tuple[to
     """Means and counts of what ``run`` shows; of the plain loss without."""
     recorder = Recorder(model, LINEAR, **options)
     run = run or (lambda model: model(*batch()))
-    if announced:
-        with recorder.capture.own_backward():
-            run(model).backward()
-    else:
-        run(model).backward()
+    loss = run(model)
+    with recorder.capture.own_backward() if announced else nullcontext():
+        loss.backward()
     assert not recorder.capture.failed
     counts = {layer.name: recorder.counts(layer.name) for layer in recorder.layers}
     return {name: (*pair, torch.tensor(counts[name])) for name, pair in recorder.means().items()}
