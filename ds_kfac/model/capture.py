@@ -274,9 +274,9 @@ class Capture(StepSums):
         if x.numel():
             self.seen.add(layer.name)
         A, G = self.inputs.key(layer), layer.keys[1]
-        makes_A = "A" in sides and A in self.keys and (layer.part[1] > 1 or self.inputs.gives(layer))
-        captured = makes_A or ("G" in sides and G in self.keys)
         shape, given, stacked = output.shape, x, layer.part[1] > 1 and layer.product
+        makes_A = "A" in sides and A in self.keys and (stacked or self.inputs.gives(layer))
+        captured = makes_A or ("G" in sides and G in self.keys)
         measures = self.measured is not None and not stacked and "A" in sides
         noted = self.noise is not None and self.noise.active and layer.name in self.noise.place
         noted = noted and select is columns is lay is None  # all rows of its input and output

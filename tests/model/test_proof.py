@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ds_kfac.estimate.rows import proven
-from ds_kfac.model import capture, proof
+from ds_kfac.model import blocks, capture, proof
 from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.calls import StepSums
 from ds_kfac.model.rows import Call, RowSums
@@ -240,3 +240,16 @@ def test_the_random_numbers_are_those_of_the_factor_and_of_the_proof():
     assert torch.equal(a, b) and not torch.equal(a, c) and a.shape == (1, WIDTH + 1, proof.PROBES)
     assert abs(float(a.mean())) < 0.4 and not torch.equal(a, probes[0].probes("other/A", first))
     assert probes[0].probes("g/G", replace(first, name="g")).shape == (1, 48, proof.PROBES)
+
+
+def test_parts_of_a_large_layer_fit_and_give_the_rows_of_their_A_once():
+    model = made(Tokens)
+    layers = scan(model, Choice(gradients=False, types=("Linear",))).layers
+    with patch.object(blocks, "LARGEST", 1000), patch.object(blocks, "PART", 600):
+        parts = blocks.cut(layers, lambda layer: True)
+    assert sum(layer.name.startswith("first.") for layer in parts) == 4
+    assert not unfit(proven(model, parts, [batch(model)]))
+    hooks = capture.Capture(model, parts, lambda: 1.0)
+    hooks.begin_step(frozenset({"first.0/A"}), 0)
+    model(batch(model)).backward()
+    assert int(hooks.sums["first.0/A"].count) == ROWS * TOKENS
