@@ -87,6 +87,22 @@ def test_right_rows_fit_in_every_kind_of_layer(kind, sharing):
     assert all(seen.ratio > 0 for seen in found.values()), "nothing was compared"
 
 
+def test_few_rows_fit_whatever_the_random_numbers():
+    """(u . g) (v . a) of a single row is often near zero, and its rounding is not."""
+
+
+    class Deep(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x).square().mean()
+
+    torch.manual_seed(0)
+    model = Deep(*(nn.Linear(12, 12, bias=False) for _ in range(200)))
+    for linear in model:
+        nn.init.orthogonal_(linear.weight)
+    found = prove(model, [torch.randn(1, 12)])
+    assert len(found) == 200 and not unfit(found), sorted(unfit(found))
+
+
 def test_rows_that_a_mask_leaves_out_are_in_the_gradient():
     mask = torch.ones(ROWS, TOKENS, dtype=torch.bool)
     mask[1:, 2] = False
