@@ -97,7 +97,12 @@ class Told:
 
     @property
     def fits(self) -> bool:
-        return (self.ratio <= 1 or bool(self.hooked)) and not self.wrong
+        return (self.ratio <= 1 or bool(self.hooked)) and not self.wrong and not self.without
+
+    @property
+    def without(self) -> bool:
+        """Whether all rows that count are without a gradient, and others are not: a mask the other way round."""
+        return 0 < self.rows == self.zero and self.squares > 0
 
     def __str__(self) -> str:
         if not self.calls and not self.reached:
@@ -106,6 +111,8 @@ class Told:
             text = f"rows of {self.calls} calls, gradients of {self.reached}"
         elif self.wrong:
             text = f"its factor has other rows than the {self.reached} calls that a gradient came to"
+        elif self.without:
+            text = f"no row that counts by the masks has a gradient ({self.rows} rows), and rows that do not count have"
         else:
             text = f"its gradient is not that of the rows of {self.reached} calls: another use was not seen"
         return text + self.uses
