@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_kfac.model.layers import LayerSpec, key_of
+from ds_kfac.model.loss import Forward
 from ds_kfac.model.noise import NoiseScale
 from ds_kfac.model.proof import Proof, Uses
 from ds_kfac.model.rows import BatchSum, Call, RowSums
@@ -49,6 +50,38 @@ class SharedInputs:
         self._calls: dict[tuple[str, ...], list[Fingerprint]] = {}  # of the layer that was first to call so often
         self._counts: Counter[str] = Counter()
         self._giving: dict[tuple[str, ...], str] = {}
+        self._called = set[str]()  # in this step
+        self._arrived: dict[str, Counter[Forward]] = {}  # calls in this step that a gradient came to
+
+    def begin_step(self) -> None:
+        self._called, self._arrived = set(), {}
+        self.broken.clear()
+
+    def grouped(self, layer: str) -> bool:
+        return layer in self._group
+
+    def arrived(self, call: Call) -> None:
+        """A gradient came to a call. Heads on one trunk get the same input, but not always gradients of it."""
+        if call.layer.name in self._watched and not call.arrived:
+            call.arrived = True
+            self._arrived.setdefault(call.layer.name, Counter())[call.forward] += 1
+
+    def end_step(self) -> None:
+        """A group is broken where gradients came to other calls of one of its layers than of another."""
+        for group in set(self._group.values()):
+            own = [self._arrived.get(name, Counter()) for name in group if name in self._called]
+            if any(counts != own[0] for counts in own):
+                self.broken.add(group)
+
+    @property
+    def shown(self) -> dict[str, tuple[int, ...]]:
+        """:attr:`found`, and to which of a layer's calls gradients came, as negative numbers."""
+        forwards = list(dict.fromkeys(forward for counts in self._arrived.values() for forward in counts))
+        number = {forward: -1 - at for at, forward in enumerate(forwards)}
+        return {
+            name: (*own, *sorted(number[forward] for forward in self._arrived.get(name, Counter()).elements()))
+            for name, own in self.found.items()
+        }
 
     def key(self, layer: LayerSpec) -> str:
         """Of the factor that a layer's inputs are for."""
@@ -65,6 +98,7 @@ class SharedInputs:
         group is broken."""
         if layer not in self._watched:
             return
+        self._called.add(layer)
         mark = StorageWeakRef(x.untyped_storage()), x.storage_offset(), tuple(x.shape), x.stride(), x._version
         if self.searching:
             number = next((number for number, other in self._inputs if _same(other, mark)), None)
@@ -163,6 +197,7 @@ class StepSums:
     def add(self, call: Call, gradient: Tensor, seed: Tensor | float | None = None) -> None:
         """Rows of both sides; a call with an empty batch has none. ``seed``: where none was measured."""
         self.counted += 1
+        self.inputs.arrived(call)
         layer, of_gradients = call.layer, call.kind.needs_gradients  # even A
         A, G = call.key_A, layer.keys[1]
         makes_A, makes_G = "A" in call.sides and A in self.keys, "G" in call.sides and G in self.keys

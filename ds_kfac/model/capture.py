@@ -128,7 +128,7 @@ class Capture(StepSums):
         if self.active:
             self.forward, self.pending, self.counted, self.outside = Forward(), [], 0, 0
             self.end_backward()
-            self.inputs.broken.clear()
+            self.inputs.begin_step()
         self.sums, self.keys, self.active, self.rows.turn = {}, keys or frozenset(), keys is not None, step
         self.seen = set()
         self.measured = {} if measure else None
@@ -276,7 +276,7 @@ class Capture(StepSums):
         A, G = self.inputs.key(layer), layer.keys[1]
         shape, given, stacked = output.shape, x, layer.part[1] > 1 and layer.product
         makes_A = "A" in sides and A in self.keys and (stacked or self.inputs.gives(layer))
-        captured = makes_A or ("G" in sides and G in self.keys)
+        captured = makes_A or ("G" in sides and G in self.keys) or (A in self.keys and self.inputs.grouped(layer.name))
         measures = self.measured is not None and not stacked and "A" in sides
         noted = self.noise is not None and self.noise.active and layer.name in self.noise.place
         noted = noted and select is columns is lay is None  # all rows of its input and output

@@ -18,7 +18,8 @@ keeps PROBES fp32 numbers a row, and nothing of the graph.
 **What u^T dW v and t may differ by.** Their rows are the same. dW is rounded when it is stored, n times where n
 gradients of micro-batches, calls and ranks were added up. With R^2 the sum over rows of ((u . g) (v . a))^2, a rounding
 to the relative accuracy eps changes u^T dW v by about 0.2 eps R, n of them by 0.2 eps R sqrt(n) at most, and fp32 sums
-over N rows by 0.2 eps_32 R sqrt(N). :data:`SLACK` times that is allowed, as in tests/spread.py.
+over N rows by 0.2 eps_32 R sqrt(N). Of few rows (u . g) (v . a) may be small by chance, and its rounding is not: so the
+size of u^T dW v for any u and v, |dW|, counts with R. :data:`SLACK` times that is allowed, as in tests/spread.py.
 
 Shape suffixes: R rows, n groups of a layer, O and I the sides of its matrix, D any of them, K probes, L layers.
 """
@@ -96,7 +97,12 @@ class Told:
 
     @property
     def fits(self) -> bool:
-        return (self.ratio <= 1 or bool(self.hooked)) and not self.wrong
+        return (self.ratio <= 1 or bool(self.hooked)) and not self.wrong and not self.without
+
+    @property
+    def without(self) -> bool:
+        """Whether all rows that count are without a gradient, and others are not: a mask the other way round."""
+        return 0 < self.rows == self.zero and self.squares > 0
 
     def __str__(self) -> str:
         if not self.calls and not self.reached:
@@ -105,6 +111,8 @@ class Told:
             text = f"rows of {self.calls} calls, gradients of {self.reached}"
         elif self.wrong:
             text = f"its factor has other rows than the {self.reached} calls that a gradient came to"
+        elif self.without:
+            text = f"no row that counts by the masks has a gradient ({self.rows} rows), and rows that do not count have"
         else:
             text = f"its gradient is not that of the rows of {self.reached} calls: another use was not seen"
         return text + self.uses
@@ -268,11 +276,13 @@ class Proof:
         ranks = total[RANKS].clamp(min=1)
         n = total[REACHED] / ranks + world
         rounding = (total[EPS] / ranks).clamp(min=eps) * n.sqrt() + eps_of(torch.float32) * total[ROWS].sqrt()
+        spread = K**0.5 * gradient.double().norm()
         own, others = total[T : T + PROBES + 1], total[OTHERS : OTHERS + PROBES + 1]
         ratios = []
         for *t, squares in (own, own + others):
             t_K = torch.stack(t[:K]) / divisor
-            bound = SLACK * (rounding * (squares.sqrt() / divisor + t_K.norm()) + floor * (n * layer.numel).sqrt())
+            size = squares.sqrt() / divisor + t_K.norm() + spread
+            bound = SLACK * (rounding * size + floor * (n * layer.numel).sqrt())
             distance = (t_K - found).norm()
             ratio = torch.where(distance == 0, distance, (distance / bound).clamp(max=1e30))
             ratios.append(torch.where(distance.isfinite(), ratio, nan))

@@ -59,6 +59,7 @@ class Call:
         recomputed: whether it is a recomputation, whose A is added with the gradient.
         waiting: sum of its inputs, until a gradient comes to it.
         late: whether its inputs, which it keeps, are added with the gradient instead.
+        arrived: whether a gradient came to it.
         proves: whether its gradient is part of the weight's: not one of a sampled loss, nor that of all of a stack.
         proof, probed, probed_G: of the step's :class:`ds_kfac.model.proof.Proof`, if it has one: its rows times probes,
             fp32 [.., K].
@@ -88,6 +89,7 @@ class Call:
     waiting: BatchSum | None = None
     late: bool = False
     proves: bool = True
+    arrived: bool = False
     proof: Any = None
     probed: Tensor | None = None
     probed_G: Tensor | None = None

@@ -184,7 +184,7 @@ class Sharing:
             return None
         rows = {layer: max(counts) for layer, counts in measured.items()}  # of first runs or of recomputations
         # with common factors eigenbases may begin to travel, and then all ranks have to know which there are
-        everyone = gathered((self.inputs.found, rows, ready), self.channel.group)
+        everyone = gathered((self.inputs.shown, rows, ready), self.channel.group)
         ready.update(key for *_, keys in everyone for key in keys)
         groups = known.groups
         if self.inputs.searching:
@@ -216,7 +216,8 @@ class Sharing:
 
     def leave_out(self, sums: dict[str, BatchSum]) -> int:
         """Drop the common A of groups whose layers got different inputs here in this step: it would not be of all of
-        theirs. Returns how many there are."""
+        theirs; or gradients of other calls. Returns how many there are."""
+        self.inputs.end_step()
         parted = [group for group in self.inputs.broken if key_of(group[0], "A") in sums]
         for group in parted:
             del sums[key_of(group[0], "A")]
@@ -224,7 +225,7 @@ class Sharing:
             self._warned = True
             logger.warning(
                 f"ds_kfac: rank {self.channel.rank}: layers that shared their input in the first step got different "
-                f"ones ({'; '.join(map(', '.join, parted))}). Their common A has no rows of this rank in such steps. "
+                f"ones ({'; '.join(map(', '.join, parted))}), or gradients of other calls. Their common A has no rows of this rank in such steps. "
                 "This warning appears once; parted_inputs counts on"
             )
         return len(parted)

@@ -87,6 +87,21 @@ def test_right_rows_fit_in_every_kind_of_layer(kind, sharing):
     assert all(seen.ratio > 0 for seen in found.values()), "nothing was compared"
 
 
+def test_few_rows_fit_whatever_the_random_numbers():
+    """(u . g) (v . a) of a single row is often near zero, and its rounding is not."""
+
+    class Deep(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x).square().mean()
+
+    torch.manual_seed(0)
+    model = Deep(*(nn.Linear(12, 12, bias=False) for _ in range(200)))
+    for linear in model:
+        nn.init.orthogonal_(linear.weight)
+    found = prove(model, [torch.randn(1, 12)])
+    assert len(found) == 200 and not unfit(found), sorted(unfit(found))
+
+
 def test_rows_that_a_mask_leaves_out_are_in_the_gradient():
     mask = torch.ones(ROWS, TOKENS, dtype=torch.bool)
     mask[1:, 2] = False
@@ -135,6 +150,18 @@ def test_rows_without_a_gradient_are_counted():
 
     found = prove(made(Last))["first"]
     assert (found.rows, found.zero) == (ROWS * TOKENS, ROWS * (TOKENS - 1)) and found.fits
+
+
+def test_a_mask_the_other_way_round_is_found():
+    class Last(Tokens):
+        def forward(self, x):
+            return self.head(torch.tanh(self.first(x)))[:, -1].square().mean()
+
+    mask = torch.ones(ROWS, TOKENS, dtype=torch.bool)
+    mask[:, -1] = False
+    found = prove(made(Last), read_batch=lambda arguments, keywords: BatchInfo(rows=mask))
+    assert {"first", "head"} <= unfit(found) and "by the masks" in str(found["first"])
+    assert not unfit(prove(made(Last), read_batch=lambda arguments, keywords: BatchInfo(rows=~mask)))
 
 
 def test_what_is_not_finite_shows_nothing():
