@@ -137,6 +137,36 @@ def test_rows_without_a_gradient_are_counted():
     assert (found.rows, found.zero) == (ROWS * TOKENS, ROWS * (TOKENS - 1)) and found.fits
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_sequence_s_first_row_is_told_apart_as_a_causal_query_has_no_gradient_there(masked):
+    class Causal(Tokens):
+        def forward(self, x):
+            later = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+            later = later | (torch.arange(TOKENS) < masked)  # on the left, which no row attends to
+            weights = (self.first(x) @ x.new_ones(48, WIDTH) @ x.mT).masked_fill(later, -1e9).softmax(dim=-1)
+            return self.head(torch.tanh(self.middle(weights @ x @ x.new_ones(WIDTH, 48))))[:, masked:].square().mean()
+
+    mask = torch.arange(TOKENS).expand(ROWS, TOKENS) >= masked
+    found = prove(made(Causal), read_batch=lambda arguments, keywords: BatchInfo(rows=mask if masked else None))
+    assert (found["first"].rows, found["first"].zero, found["first"].first) == (int(mask.sum()), ROWS, ROWS)
+    assert (found["middle"].zero, found["middle"].first) == (0, 0)
+
+
+def test_sums_of_many_rows_are_within_the_rounding_of_so_many():
+    class Many(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 40), nn.Linear(40, 3)
+
+        def forward(self, x):
+            return self.second(torch.tanh(self.first(x))).square().mean()
+
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model = Many()
+        assert not unfit(prove(model, [torch.randn(20_000, 8)]))
+
+
 def test_what_is_not_finite_shows_nothing():
     found = prove(made(Tokens), [torch.full((ROWS, TOKENS, WIDTH), float("inf"))])
     assert not any(seen.known for seen in found.values())
