@@ -18,8 +18,8 @@ keeps PROBES fp32 numbers a row, and nothing of the graph.
 **What u^T dW v and t may differ by.** Their rows are the same. dW is rounded when it is stored, n times where n
 gradients of micro-batches, calls and ranks were added up. With R^2 the sum over rows of ((u . g) (v . a))^2, a rounding
 to the relative accuracy eps changes u^T dW v by about 0.2 eps R, n of them by 0.2 eps R sqrt(n) at most, and fp32 sums
-over N rows and over sides of O and I by 0.2 eps_32 R sqrt(N + O + I). Of a few rows R may be small by chance, as u . g is
-then; roundings are not, so |dW| is added to it. :data:`SLACK` times that is allowed, as in tests/spread.py.
+over N rows and over sides of O and I by 0.2 eps_32 R sqrt(N + O + I). Of a few rows R may be small by chance, as u . g
+is then; roundings are not, so |dW| is added to it. :data:`SLACK` times that is allowed, as in tests/spread.py.
 
 Shape suffixes: R rows, n groups of a layer, O and I the sides of its matrix, D any of them, K probes, L layers.
 """
@@ -44,8 +44,8 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.rows import BatchSum, Call, gradient_rows, input_rows
 
 PROBES = 4
-"""Pairs (u, v) for each layer; one where rows of A are shorter than :data:`NARROW`, as a depthwise convolution's. Layers
-that share an A have equally many: its v is one for all of them."""
+"""Pairs (u, v) for each layer; one where rows of A are shorter than :data:`NARROW`, as a depthwise convolution's.
+Layers that share an A have equally many: its v is one for all of them."""
 NARROW = 32
 CHUNK = 1 << 22
 """Elements that are in fp32 at a time."""
