@@ -101,14 +101,18 @@ class ArgumentReader:
     """Reads a padding mask and labels from the forward's arguments, by Hugging Face's names for them: a [N, T] mask, 0
     where a row is padding (with an encoder and a decoder one of the source, one of the target), and integer labels.
 
-    Position t of a model whose class is a causal language model's is trained on label t + 1. ``count`` is the config's.
+    Position t of a model whose class is a causal language model's, or ForConditionalGeneration without an encoder and a
+    decoder (as LLaVA), is trained on label t + 1. ``count`` is the config's.
     """
 
     def __init__(self, model: nn.Module, *, count: str = "labelled") -> None:
         self._signature = inspect.signature(model.forward)
         self.count = count
-        self.shifted = any(word in type(model).__name__ for word in ("CausalLM", "LMHeadModel"))
         self.two_sided = any(True for _ in encoder_decoders(model))
+        below: Any = getattr(model, "get_base_model", None)  # PEFT's PeftModel
+        inner = model if below is None else below()
+        words = ("CausalLM", "LMHeadModel", *(() if self.two_sided else ("ForConditionalGeneration",)))
+        self.shifted = any(word in type(one).__name__ for one in (model, inner) for word in words)
 
     def __call__(self, arguments: tuple, keywords: Mapping[str, Any]) -> BatchInfo:
         try:

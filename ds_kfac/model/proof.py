@@ -18,8 +18,8 @@ keeps PROBES fp32 numbers a row, and nothing of the graph.
 **What u^T dW v and t may differ by.** Their rows are the same. dW is rounded when it is stored, n times where n
 gradients of micro-batches, calls and ranks were added up. With R^2 the sum over rows of ((u . g) (v . a))^2, a rounding
 to the relative accuracy eps changes u^T dW v by about 0.2 eps R, n of them by 0.2 eps R sqrt(n) at most, and fp32 sums
-over N rows by 0.2 eps_32 R sqrt(N). Of few rows (u . g) (v . a) may be small by chance, and its rounding is not: so the
-size of u^T dW v for any u and v, |dW|, counts with R. :data:`SLACK` times that is allowed, as in tests/spread.py.
+over N rows and over sides of O and I by 0.2 eps_32 R sqrt(N + O + I). Of a few rows R may be small by chance, as u . g
+is then; roundings are not, so |dW| is added to it. :data:`SLACK` times that is allowed, as in tests/spread.py.
 
 Shape suffixes: R rows, n groups of a layer, O and I the sides of its matrix, D any of them, K probes, L layers.
 """
@@ -44,7 +44,8 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.rows import BatchSum, Call, gradient_rows, input_rows
 
 PROBES = 4
-"""Pairs (u, v) for each layer; one where a side is shorter than :data:`NARROW`, as those of a depthwise convolution."""
+"""Pairs (u, v) for each layer; one where rows of A are shorter than :data:`NARROW`, as a depthwise convolution's.
+Layers that share an A have equally many: its v is one for all of them."""
 NARROW = 32
 CHUNK = 1 << 22
 """Elements that are in fp32 at a time."""
@@ -53,16 +54,16 @@ TF32 = 2.0**-10
 """Accuracy that fp32 products may have on a GPU."""
 NUMBERS = (
     *("t",) * PROBES, "squares", *("others",) * PROBES, "others' squares",
-    "calls", "reached", "rows", "zero", "eps", "ranks", "wrong", "hooked",
+    "calls", "reached", "rows", "zero", "first", "eps", "ranks", "wrong", "hooked",
 )  # fmt: skip
 """Of a layer, which ranks add up. squares: R^2. others: t and R^2 of backwards that are not the engine's own, whose
 gradients the step has, or not if the user made them zero. calls, reached: of the layer, and gradients that came to
-them. rows, zero: that count, and those of them without a gradient. eps: of the dtype of gradients, over the ranks that
-had any. wrong: ranks whose sums of factors are not those of their rows. hooked: ranks that have a hook of the user's on
-its gradient."""
-T, SQUARES, OTHERS, CALLS, REACHED, ROWS, ZERO, EPS, RANKS, WRONG, HOOKED = map(
-    NUMBERS.index, ("t", "squares", "others", "calls", "reached", "rows", "zero", "eps", "ranks", "wrong", "hooked")
-)
+them. rows, zero: that count, and those of them without a gradient; first: of these, those that are the first of a
+sequence, as a causal attention's first query, whose softmax is of one key. eps: of the dtype of gradients, over the
+ranks that had any. wrong: ranks whose sums of factors are not those of their rows. hooked: ranks that have a hook of
+the user's on its gradient."""
+T, SQUARES, OTHERS = map(NUMBERS.index, ("t", "squares", "others"))
+CALLS, REACHED, ROWS, ZERO, FIRST, EPS, RANKS, WRONG, HOOKED = range(NUMBERS.index("calls"), len(NUMBERS))
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class Told:
     squares: float
     ratio: float
     hooked: int = 0
+    first: int = 0
     uses: str = ""
 
     @property
@@ -136,14 +138,15 @@ class Proof:
         self._number, self._device = number, device
         self._numbers = torch.zeros(len(self.layers), len(NUMBERS), dtype=torch.float64, device=device)
         self._eps = dict[str, float]()
-        self._factors: dict[str, tuple[LayerSpec, Tensor]] = {}  # key -> its sum of squares, and rows
+        self._factors: dict[str, tuple[LayerSpec, Tensor]] = {}  # key -> sum of squares, count, rows
         self._probes: dict[str, Tensor] = {}
 
     def probes(self, key: str, layer: LayerSpec) -> Tensor:
         """Of a factor: fp32 [n, D, K] of standard normal numbers."""
         if key not in self._probes:
             side = layer.A if key.endswith("/A") else layer.G
-            shape = layer.groups, side.dim // layer.groups, 1 if min(layer.shape[-2:]) < NARROW else PROBES
+            narrow = layer.A.dim < NARROW * layer.groups
+            shape = layer.groups, side.dim // layer.groups, 1 if narrow else PROBES
             generator = torch.Generator().manual_seed(crc32(f"{key} {self._number}".encode()))
             self._probes[key] = torch.randn(shape, generator=generator).to(self._device)
         return self._probes[key]
@@ -199,9 +202,9 @@ class Proof:
         products = products.reshape(-1, K).double()
         # positions of an image that a norm's row adds up cancel there, their rounding does not; xhat has unit variance
         squares = K * gradient.double().square().sum() if made_of_gradients else products.square().sum()
-        first = OTHERS if others else T
-        row[first : first + K] += products.sum(dim=0)
-        row[first + PROBES] += squares
+        place = OTHERS if others else T
+        row[place : place + K] += products.sum(dim=0)
+        row[place + PROBES] += squares
         if others:
             return None
         row[REACHED] += 1
@@ -210,9 +213,12 @@ class Proof:
             row[ROWS] += len(products)
         else:
             zero, mask = (rows == 0).all(dim=-1), call.rows.mask
-            counts = torch.ones_like(zero) if mask is None else mask.reshape(zero.shape)
+            zero = zero if mask is None else zero.reshape(mask.shape)
+            counts = torch.ones_like(zero) if mask is None else mask
+            nth = counts.cumsum(dim=0 if call.rows.examples == 1 else -1)
             row[ROWS] += counts.sum()
             row[ZERO] += (counts & zero).sum()
+            row[FIRST] += (counts & zero & (nth == 1)).sum()
         return probed
 
     def counted_input(self, call: Call, weight_sharing: str, alive: Tensor | None) -> None:
@@ -231,9 +237,10 @@ class Proof:
             self._count(key, call.layer, rows * gain)
 
     def _count(self, key: str, layer: LayerSpec, rows: Tensor, count: Any = 0) -> None:
-        numbers = self._factors.setdefault(key, (layer, self._numbers.new_zeros(2)))[1]
+        numbers = self._factors.setdefault(key, (layer, self._numbers.new_zeros(3)))[1]
         numbers[0] += rows.double().square().sum()
         numbers[1] += count
+        numbers[2] += rows.numel() // max(1, rows.shape[-1])
 
     # at the step
 
@@ -243,14 +250,14 @@ class Proof:
             row = self._numbers[self._place[name]]
             row[EPS] += eps
             row[RANKS] += 1
-        for key, (layer, (squares, count)) in self._factors.items():
+        for key, (layer, (squares, count, rows)) in self._factors.items():
             side, sum_ = layer.A if key.endswith("/A") else layer.G, sums.get(key)
             if sum_ is None:
                 continue
             wrong = (count > 0) & ((sum_.count - count).abs() > 1e-6 * count)
             if side.block == side.dim // layer.groups:  # narrower blocks lack what is between them
                 products = max(self._eps.get(layer.name, 0.0), 0.0 if self._device.type == "cpu" else TF32)
-                slack = SLACK * (products + eps_of(torch.float32) * count.clamp(min=1).sqrt())
+                slack = SLACK * (products + eps_of(torch.float32) * (rows + side.block).sqrt())
                 probes = self.probes(key, layer)
                 found, spread = second_moment(side, sum_.sum_P, probes)
                 floor = torch.finfo(torch.float32).tiny * probes.double().abs().sum() ** 2
@@ -275,14 +282,15 @@ class Proof:
             found += (times(matrix_OI, v_IK).double() * u_OK).sum(dim=0)
         ranks = total[RANKS].clamp(min=1)
         n = total[REACHED] / ranks + world
-        rounding = (total[EPS] / ranks).clamp(min=eps) * n.sqrt() + eps_of(torch.float32) * total[ROWS].sqrt()
-        spread = K**0.5 * gradient.double().norm()
+        sums = (total[ROWS] + sum(layer.shape[-2:])).sqrt()
+        rounding = (total[EPS] / ranks).clamp(min=eps) * n.sqrt() + eps_of(torch.float32) * sums
+        size = K**0.5 * torch.linalg.vector_norm(gradient, dtype=torch.float32).double()
         own, others = total[T : T + PROBES + 1], total[OTHERS : OTHERS + PROBES + 1]
         ratios = []
         for *t, squares in (own, own + others):
             t_K = torch.stack(t[:K]) / divisor
-            size = squares.sqrt() / divisor + t_K.norm() + spread
-            bound = SLACK * (rounding * size + floor * (n * layer.numel).sqrt())
+            scale = squares.sqrt() / divisor + t_K.norm() + size
+            bound = SLACK * (rounding * scale + floor * (n * layer.numel).sqrt())
             distance = (t_K - found).norm()
             ratio = torch.where(distance == 0, distance, (distance / bound).clamp(max=1e30))
             ratios.append(torch.where(distance.isfinite(), ratio, nan))
@@ -291,11 +299,11 @@ class Proof:
 
 def told(total: Tensor, ratios: Tensor, uses: Sequence[str]) -> list[Told]:
     """Of each layer, with what is known of the uses of its weight. Waits for the device."""
-    columns = total[:, [CALLS, REACHED, ROWS, ZERO, WRONG, HOOKED, SQUARES]].nan_to_num(1.0).tolist()
+    columns = total[:, [CALLS, REACHED, ROWS, ZERO, WRONG, HOOKED, FIRST, SQUARES]].nan_to_num(1.0).tolist()
     found = []
-    for (*counts, hooked, squares), ratio, used in zip(columns, ratios.tolist(), uses, strict=True):
-        calls, reached, rows, zero, wrong = map(int, counts)
-        found.append(Told(calls, reached, rows, zero, wrong, squares, ratio, int(hooked), used))
+    for (*counts, squares), ratio, used in zip(columns, ratios.tolist(), uses, strict=True):
+        calls, reached, rows, zero, wrong, hooked, first = map(int, counts)
+        found.append(Told(calls, reached, rows, zero, wrong, squares, ratio, hooked, first, used))
     return found
 
 

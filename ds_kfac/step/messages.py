@@ -225,7 +225,7 @@ class Sharing:
             self._warned = True
             logger.warning(
                 f"ds_kfac: rank {self.channel.rank}: layers that shared their input in the first step got different "
-                f"ones ({'; '.join(map(', '.join, parted))}), or gradients of other calls. Their common A has no rows of this rank in such steps. "
-                "This warning appears once; parted_inputs counts on"
+                f"ones ({'; '.join(map(', '.join, parted))}), or gradients of other calls. Their common A has no rows "
+                "of this rank in such steps. This warning appears once; parted_inputs counts on"
             )
         return len(parted)

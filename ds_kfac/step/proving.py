@@ -121,4 +121,5 @@ class Proving:
             self.again = frozenset(key for layer in self.layers if layer.name in still for key in layer.keys)
         self._wait = 0 if verdict.open or self.again else EVERY - 1
         self.unfit = verdict.unfit
-        self.zero = {n: x.zero / x.rows for n, x in verdict.told.items() if x.zero > ZERO_ROWS * x.rows and not x.still}
+        zero = {name: seen for name, seen in verdict.told.items() if seen.zero - seen.first > ZERO_ROWS * seen.rows}
+        self.zero = {name: seen.zero / seen.rows for name, seen in zero.items() if not seen.still}

@@ -27,6 +27,7 @@ def test_rows_of_answers_count_and_no_others(runs, stage, lora):
 @pytest.mark.parametrize(("stage", "lora"), CASES)
 def test_every_step_is_preconditioned_and_logged(runs, stage, lora):
     straight, _ = runs[stage, lora]
+    assert straight["unfit"] == ([] if lora else ["lm_head"])
     assert straight["kfac steps"] == STEPS and straight["adam_ratio"] == 8
     assert straight["factor updates"][-1] == STEPS and len(straight["rewards"]) == STEPS
     assert 0 < max(straight["rewards"]) < 1

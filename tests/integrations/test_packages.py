@@ -20,6 +20,7 @@ def test_an_example_trains_resumes_evaluates_and_logs(name, tmp_path):
     results = run_ranks("tests.integrations.runs:worker", world=2, payload=payload, timeout=900)
     for mode, (straight, resumed, cells) in results[0].items():
         assert all(cells[cell] for cell in CELLS), f"ZeRO {mode}: {cells}\n{straight}\n{resumed}"
+        assert straight["unfit"] == resumed["unfit"] == (["lm_head"] if name == "TRL DPO" else [])
 
 
 def test_examples_are_short():

@@ -15,7 +15,7 @@ def test_a_head_without_rows_leaves_the_share_and_is_counted(trainer, optimizer,
     payload = (str(tmp_path), trainer, optimizer)
     found = run_ranks("tests.integrations.trl_runs:head_worker", world=1, payload=payload)[0]
     assert found["unpreconditioned_layers"] == 1
-    lines = [line for line in found["report"].splitlines() if "saw no rows of lm_head in its first two" in line]
+    lines = [line for line in found["report"].splitlines() if "lm_head: no rows were seen" in line]
     assert len(lines) == 1, found["report"]
     left, promised = map(int, re.findall(r"(\d+)%", lines[0]))
     assert promised == 100 and left == round(100 * (1 - 258 * 32 / 28_736))  # one matrix of 15

@@ -164,6 +164,31 @@ def test_a_mask_the_other_way_round_is_found():
     assert not unfit(prove(made(Last), read_batch=lambda arguments, keywords: BatchInfo(rows=~mask)))
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_sequence_s_first_row_is_told_apart_as_a_causal_query_has_no_gradient_there(masked):
+    class Causal(Tokens):
+        def forward(self, x):
+            later = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+            later = later | (torch.arange(TOKENS) < masked)  # on the left, which no row attends to
+            weights = (self.first(x) @ x.new_ones(48, WIDTH) @ x.mT).masked_fill(later, -1e9).softmax(dim=-1)
+            return self.head(torch.tanh(self.middle(weights @ x @ x.new_ones(WIDTH, 48))))[:, masked:].square().mean()
+
+    mask = torch.arange(TOKENS).expand(ROWS, TOKENS) >= masked
+    found = prove(made(Causal), read_batch=lambda arguments, keywords: BatchInfo(rows=mask if masked else None))
+    assert (found["first"].rows, found["first"].zero, found["first"].first) == (int(mask.sum()), ROWS, ROWS)
+    assert (found["middle"].zero, found["middle"].first) == (0, 0)
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(2, 2000, 40), (4, 40, 1500), (5000, 8, 40)])
+def test_few_rows_of_long_sides_and_many_rows_are_within_their_rounding(rows, inputs, outputs):
+    """A dot of few rows may be small by chance, and its rounding is not."""
+    for seed in range(12):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(inputs, outputs), nn.Tanh(), nn.Linear(outputs, 3))
+        found = prove(model, [torch.randn(rows, inputs)], loss=lambda model, x: model(x).square().mean())
+        assert not unfit(found) and max(seen.ratio for seen in found.values()) < 0.5, (seed, found)
+
+
 def test_what_is_not_finite_shows_nothing():
     found = prove(made(Tokens), [torch.full((ROWS, TOKENS, WIDTH), float("inf"))])
     assert not any(seen.known for seen in found.values())

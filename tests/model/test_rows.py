@@ -152,6 +152,19 @@ IDS = torch.zeros(2, 3, dtype=torch.int64)
 LABELS = torch.tensor([[-100, 5, 6], [7, -100, 8]])
 
 
+@pytest.mark.parametrize("kind", ["LlavaForConditionalGeneration", "PeftModel", "T5ForConditionalGeneration"])
+def test_labels_are_one_place_on_in_models_of_images_and_text_and_below_PEFT(kind):
+    model = type(kind, (CausalLM,), {})()
+    if kind == "PeftModel":
+        model.get_base_model = CausalLM
+    if kind.startswith("T5"):
+        model.encoder, model.decoder = nn.Sequential(nn.Linear(1, 1)), nn.Sequential(nn.Linear(1, 1))
+    info, plain = (ArgumentReader(one)((IDS,), {"labels": LABELS}) for one in (model, CausalLM()))
+    assert info.labelled is not None and plain.labelled is not None
+    expected = LABELS != -100 if kind.startswith("T5") else plain.labelled
+    assert torch.equal(info.labelled, expected) and not torch.equal(plain.labelled, LABELS != -100)
+
+
 def test_hugging_face_arguments_are_recognised_by_name_and_place():
     read = ArgumentReader(CausalLM())
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])

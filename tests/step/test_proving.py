@@ -43,6 +43,19 @@ class Zero(Net):
         nn.init.zeros_(self.head.weight)
 
 
+class Shared(Net):
+    """Two layers with one A of 40 inputs, and so few outputs of the first that alone it would have one probe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.narrow, self.wide = nn.Linear(19, 40), nn.Linear(40, 3), nn.Linear(40, 40)
+        self.head = nn.Linear(40, 5)
+
+    def forward(self, x, y=None):
+        z = torch.tanh(self.up(self.middle(self.norm(self.silu(self.first(x))))))
+        return cross_entropy(self.head(self.wide(z) * self.narrow(z).mean(dim=-1, keepdim=True)), y)
+
+
 class Padded(Net):
     def forward(self, x, y=None):
         z = self.head(torch.tanh(self.middle(self.norm(self.silu(self.first(x))))))
@@ -76,6 +89,8 @@ def worker(names: list[str]) -> dict:
                 engine.module.helped = step < 3
 
             found[name, "helped"] = run(name, Helped, 6, helped)
+        with patch.object(proving, "EVERY", 1):
+            found[name, "shared"] = run(name, Shared, 3)
         rare = {"factor": {**KFAC["factor"], "update_interval": 5}, "eigenbasis": {"refresh_interval": 5}}
         found[name, "zero"] = run(name, Zero, 3, **rare)
         found[name, "padded"] = run(name, Padded, 2)
@@ -114,6 +129,15 @@ def test_a_layer_that_does_not_fit_has_no_curvature_until_it_does(found, name):
         assert text.count("middle: its gradient is not that of the rows of 2 calls") == 1
         assert "test_proving.py" in text and "(mul)" in text
         assert ("do not make up" in rank[name, "helped"]["said"]) == (number == 0), "one rank says it"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_of_one_A_fit_in_later_proofs_whatever_their_other_sides(found, name):
+    """In the first proof nobody knows yet that they share it."""
+    for rank in found:
+        history = rank[name, "shared"]["history"]
+        assert [(step[0], step[1]) for step in history] == [(True, {})] * 3
+        assert not any("wide/A" in step[3] for step in history)
 
 
 @pytest.mark.parametrize("name", NAMES)
