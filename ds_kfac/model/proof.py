@@ -52,15 +52,16 @@ TF32 = 2.0**-10
 """Accuracy that fp32 products may have on a GPU."""
 NUMBERS = (
     *("t",) * PROBES, "squares", *("others",) * PROBES, "others' squares",
-    "calls", "reached", "rows", "zero", "eps", "ranks", "wrong", "hooked",
+    "calls", "reached", "rows", "zero", "eps", "ranks", "wrong", "hooked", "gave",
 )  # fmt: skip
 """Of a layer, which ranks add up. squares: R^2. others: t and R^2 of backwards that are not the engine's own, whose
 gradients the step has, or not if the user made them zero. calls, reached: of the layer, and gradients that came to
 them. rows, zero: that count, and those of them without a gradient. eps: of the dtype of gradients, over the ranks that
 had any. wrong: ranks whose sums of factors are not those of their rows. hooked: ranks that have a hook of the user's on
-its gradient."""
-T, SQUARES, OTHERS, CALLS, REACHED, ROWS, ZERO, EPS, RANKS, WRONG, HOOKED = map(
-    NUMBERS.index, ("t", "squares", "others", "calls", "reached", "rows", "zero", "eps", "ranks", "wrong", "hooked")
+its gradient. gave: calls whose rows went to A."""
+T, SQUARES, OTHERS, CALLS, REACHED, ROWS, ZERO, EPS, RANKS, WRONG, HOOKED, GAVE = map(
+    NUMBERS.index,
+    ("t", "squares", "others", "calls", "reached", "rows", "zero", "eps", "ranks", "wrong", "hooked", "gave"),
 )
 
 
@@ -82,6 +83,7 @@ class Told:
     squares: float
     ratio: float
     hooked: int = 0
+    gave: int = 0
     uses: str = ""
 
     @property
@@ -117,6 +119,9 @@ class Proof:
         layers: all; those without a factor have nothing to prove.
         key: of the factor that a layer's inputs are for, in this step.
         number: of the proof: the random numbers are others each time, and the same on every rank.
+
+    Attributes:
+        keys: layer name -> ``key``.
     """
 
     def __init__(
@@ -124,7 +129,7 @@ class Proof:
     ) -> None:
         self.layers = [layer for layer in layers if layer.A.block or layer.G.block]
         self._place = {layer.name: place for place, layer in enumerate(self.layers)}
-        self._keys = {layer.name: key(layer) for layer in self.layers}
+        self.keys = {layer.name: key(layer) for layer in self.layers}
         self._number, self._device = number, device
         self._numbers = torch.zeros(len(self.layers), len(NUMBERS), dtype=torch.float64, device=device)
         self._eps = dict[str, float]()
@@ -187,7 +192,9 @@ class Proof:
         if call.probed is None:
             products = probed * u_nOK[0]
         else:
-            products = (call.probed + self._of_bias(call)).reshape(-1, K) * probed.reshape(-1, K)
+            bias = call.module._parameters.get("bias")
+            of_bias = 0.0 if bias is not None and not bias.requires_grad else self._of_bias(call)  # frozen: no gradient
+            products = (call.probed + of_bias).reshape(-1, K) * probed.reshape(-1, K)
         products = products.reshape(-1, K).double()
         # positions of an image that a norm's row adds up cancel there, their rounding does not; xhat has unit variance
         squares = K * gradient.double().square().sum() if made_of_gradients else products.square().sum()
@@ -197,7 +204,7 @@ class Proof:
         if others:
             return None
         row[REACHED] += 1
-        self._eps[layer.name] = max(self._eps.get(layer.name, 0.0), torch.finfo(gradient.dtype).eps)
+        self._eps[layer.name] = max(self._eps.get(layer.name, 0.0), accuracy(gradient.dtype, self._device))
         if kind.images or made_of_gradients:
             row[ROWS] += len(products)
         else:
@@ -214,6 +221,7 @@ class Proof:
             rows, counts_R1, count = input_rows(call.probed, mask, weight_sharing, examples=examples)
             rows, kept = rows + counts_R1 * self._of_bias(call), 1 if alive is None else alive
             self._count(call.key_A, call.layer, rows * kept, count * kept)
+            self._row(call.layer)[GAVE] += 1
 
     def counted_gradient(self, call: Call, key: str, gain: Any, weight_sharing: str) -> None:
         """The rows of a call went, times ``gain``, to G, or to the A that is made of them."""
@@ -241,7 +249,7 @@ class Proof:
                 continue
             wrong = (count > 0) & ((sum_.count - count).abs() > 1e-6 * count)
             if side.block == side.dim // layer.groups:  # narrower blocks lack what is between them
-                products = max(self._eps.get(layer.name, 0.0), 0.0 if self._device.type == "cpu" else TF32)
+                products = max(self._eps.get(layer.name, 0.0), accuracy(torch.float32, self._device))
                 slack = SLACK * (products + eps_of(torch.float32) * count.clamp(min=1).sqrt())
                 probes = self.probes(key, layer)
                 found, spread = second_moment(side, sum_.sum_P, probes)
@@ -260,7 +268,7 @@ class Proof:
             world: ranks.
             eps: accuracy of the coarsest dtype that a gradient was rounded to, and ``floor``, what underflows there.
         """
-        u_nOK, v_nIK = self.probes(layer.keys[1], layer), self.probes(self._keys[layer.name], layer)
+        u_nOK, v_nIK = self.probes(layer.keys[1], layer), self.probes(self.keys[layer.name], layer)
         matrix_nOI, K = gradient.reshape(-1, *layer.shape[-2:]), u_nOK.shape[-1]
         found = torch.zeros(K, dtype=torch.float64, device=self._device)
         for matrix_OI, u_OK, v_IK in zip(matrix_nOI, u_nOK, v_nIK, strict=True):
@@ -281,16 +289,21 @@ class Proof:
 
 def told(total: Tensor, ratios: Tensor, uses: Sequence[str]) -> list[Told]:
     """Of each layer, with what is known of the uses of its weight. Waits for the device."""
-    columns = total[:, [CALLS, REACHED, ROWS, ZERO, WRONG, HOOKED, SQUARES]].nan_to_num(1.0).tolist()
+    columns = total[:, [CALLS, REACHED, ROWS, ZERO, WRONG, HOOKED, GAVE, SQUARES]].nan_to_num(1.0).tolist()
     found = []
-    for (*counts, hooked, squares), ratio, used in zip(columns, ratios.tolist(), uses, strict=True):
-        calls, reached, rows, zero, wrong = map(int, counts)
-        found.append(Told(calls, reached, rows, zero, wrong, squares, ratio, int(hooked), used))
+    for (*counts, squares), ratio, used in zip(columns, ratios.tolist(), uses, strict=True):
+        calls, reached, rows, zero, wrong, hooked, gave = map(int, counts)
+        found.append(Told(calls, reached, rows, zero, wrong, squares, ratio, hooked, gave, used))
     return found
 
 
 def eps_of(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
+
+
+def accuracy(dtype: torch.dtype, device: torch.device) -> float:
+    """Of products. Those of fp32 may be in TF32 on a GPU; cuDNN's convolutions are, unless told otherwise."""
+    return max(eps_of(dtype), 0.0 if device.type == "cpu" else TF32)
 
 
 def times(x: Tensor, w_DK: Tensor) -> Tensor:
