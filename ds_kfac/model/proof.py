@@ -208,7 +208,7 @@ class Proof:
         if kind.images or made_of_gradients:
             row[ROWS] += len(products)
         else:
-            zero, mask = (rows == 0).all(dim=-1), call.rows.mask
+            zero, mask = (probed == 0).all(dim=-1), call.rows.mask  # cheaper than of its gradient
             counts = torch.ones_like(zero) if mask is None else mask.reshape(zero.shape)
             row[ROWS] += counts.sum()
             row[ZERO] += (counts & zero).sum()
