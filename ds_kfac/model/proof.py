@@ -54,16 +54,16 @@ TF32 = 2.0**-10
 """Accuracy that fp32 products may have on a GPU."""
 NUMBERS = (
     *("t",) * PROBES, "squares", *("others",) * PROBES, "others' squares",
-    "calls", "reached", "rows", "zero", "first", "eps", "ranks", "wrong", "hooked",
+    "calls", "reached", "rows", "zero", "first", "eps", "ranks", "wrong", "hooked", "gave",
 )  # fmt: skip
 """Of a layer, which ranks add up. squares: R^2. others: t and R^2 of backwards that are not the engine's own, whose
 gradients the step has, or not if the user made them zero. calls, reached: of the layer, and gradients that came to
 them. rows, zero: that count, and those of them without a gradient; first: of these, those that are the first of a
 sequence, as a causal attention's first query, whose softmax is of one key. eps: of the dtype of gradients, over the
 ranks that had any. wrong: ranks whose sums of factors are not those of their rows. hooked: ranks that have a hook of
-the user's on its gradient."""
+the user's on its gradient. gave: calls whose rows went to A."""
 T, SQUARES, OTHERS = map(NUMBERS.index, ("t", "squares", "others"))
-CALLS, REACHED, ROWS, ZERO, FIRST, EPS, RANKS, WRONG, HOOKED = range(NUMBERS.index("calls"), len(NUMBERS))
+CALLS, REACHED, ROWS, ZERO, FIRST, EPS, RANKS, WRONG, HOOKED, GAVE = range(NUMBERS.index("calls"), len(NUMBERS))
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ class Told:
     ratio: float
     hooked: int = 0
     first: int = 0
+    gave: int = 0
     uses: str = ""
 
     @property
@@ -127,6 +128,9 @@ class Proof:
         layers: all; those without a factor have nothing to prove.
         key: of the factor that a layer's inputs are for, in this step.
         number: of the proof: the random numbers are others each time, and the same on every rank.
+
+    Attributes:
+        keys: layer name -> ``key``.
     """
 
     def __init__(
@@ -134,7 +138,7 @@ class Proof:
     ) -> None:
         self.layers = [layer for layer in layers if layer.A.block or layer.G.block]
         self._place = {layer.name: place for place, layer in enumerate(self.layers)}
-        self._keys = {layer.name: key(layer) for layer in self.layers}
+        self.keys = {layer.name: key(layer) for layer in self.layers}
         self._number, self._device = number, device
         self._numbers = torch.zeros(len(self.layers), len(NUMBERS), dtype=torch.float64, device=device)
         self._eps = dict[str, float]()
@@ -198,7 +202,9 @@ class Proof:
         if call.probed is None:
             products = probed * u_nOK[0]
         else:
-            products = (call.probed + self._of_bias(call)).reshape(-1, K) * probed.reshape(-1, K)
+            bias = call.module._parameters.get("bias")
+            of_bias = 0.0 if bias is not None and not bias.requires_grad else self._of_bias(call)  # frozen: no gradient
+            products = (call.probed + of_bias).reshape(-1, K) * probed.reshape(-1, K)
         products = products.reshape(-1, K).double()
         # positions of an image that a norm's row adds up cancel there, their rounding does not; xhat has unit variance
         squares = K * gradient.double().square().sum() if made_of_gradients else products.square().sum()
@@ -208,11 +214,11 @@ class Proof:
         if others:
             return None
         row[REACHED] += 1
-        self._eps[layer.name] = max(self._eps.get(layer.name, 0.0), torch.finfo(gradient.dtype).eps)
+        self._eps[layer.name] = max(self._eps.get(layer.name, 0.0), accuracy(gradient.dtype, self._device))
         if kind.images or made_of_gradients:
             row[ROWS] += len(products)
         else:
-            zero, mask = (rows == 0).all(dim=-1), call.rows.mask
+            zero, mask = (probed == 0).all(dim=-1), call.rows.mask  # cheaper than of its gradient
             zero = zero if mask is None else zero.reshape(mask.shape)
             counts = torch.ones_like(zero) if mask is None else mask
             nth = counts.cumsum(dim=0 if call.rows.examples == 1 else -1)
@@ -228,6 +234,7 @@ class Proof:
             rows, counts_R1, count = input_rows(call.probed, mask, weight_sharing, examples=examples)
             rows, kept = rows + counts_R1 * self._of_bias(call), 1 if alive is None else alive
             self._count(call.key_A, call.layer, rows * kept, count * kept)
+            self._row(call.layer)[GAVE] += 1
 
     def counted_gradient(self, call: Call, key: str, gain: Any, weight_sharing: str) -> None:
         """The rows of a call went, times ``gain``, to G, or to the A that is made of them."""
@@ -256,7 +263,7 @@ class Proof:
                 continue
             wrong = (count > 0) & ((sum_.count - count).abs() > 1e-6 * count)
             if side.block == side.dim // layer.groups:  # narrower blocks lack what is between them
-                products = max(self._eps.get(layer.name, 0.0), 0.0 if self._device.type == "cpu" else TF32)
+                products = max(self._eps.get(layer.name, 0.0), accuracy(torch.float32, self._device))
                 slack = SLACK * (products + eps_of(torch.float32) * (rows + side.block).sqrt())
                 probes = self.probes(key, layer)
                 found, spread = second_moment(side, sum_.sum_P, probes)
@@ -275,7 +282,7 @@ class Proof:
             world: ranks.
             eps: accuracy of the coarsest dtype that a gradient was rounded to, and ``floor``, what underflows there.
         """
-        u_nOK, v_nIK = self.probes(layer.keys[1], layer), self.probes(self._keys[layer.name], layer)
+        u_nOK, v_nIK = self.probes(layer.keys[1], layer), self.probes(self.keys[layer.name], layer)
         matrix_nOI, K = gradient.reshape(-1, *layer.shape[-2:]), u_nOK.shape[-1]
         found = torch.zeros(K, dtype=torch.float64, device=self._device)
         for matrix_OI, u_OK, v_IK in zip(matrix_nOI, u_nOK, v_nIK, strict=True):
@@ -299,16 +306,21 @@ class Proof:
 
 def told(total: Tensor, ratios: Tensor, uses: Sequence[str]) -> list[Told]:
     """Of each layer, with what is known of the uses of its weight. Waits for the device."""
-    columns = total[:, [CALLS, REACHED, ROWS, ZERO, WRONG, HOOKED, FIRST, SQUARES]].nan_to_num(1.0).tolist()
+    columns = total[:, [CALLS, REACHED, ROWS, ZERO, WRONG, HOOKED, FIRST, GAVE, SQUARES]].nan_to_num(1.0).tolist()
     found = []
     for (*counts, squares), ratio, used in zip(columns, ratios.tolist(), uses, strict=True):
-        calls, reached, rows, zero, wrong, hooked, first = map(int, counts)
-        found.append(Told(calls, reached, rows, zero, wrong, squares, ratio, hooked, first, used))
+        calls, reached, rows, zero, wrong, hooked, first, gave = map(int, counts)
+        found.append(Told(calls, reached, rows, zero, wrong, squares, ratio, hooked, first, gave, used))
     return found
 
 
 def eps_of(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
+
+
+def accuracy(dtype: torch.dtype, device: torch.device) -> float:
+    """Of products. Those of fp32 may be in TF32 on a GPU; cuDNN's convolutions are, unless told otherwise."""
+    return max(eps_of(dtype), 0.0 if device.type == "cpu" else TF32)
 
 
 def times(x: Tensor, w_DK: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ Who knows what: the timetable is the same on every rank. Whether a factor could 
 eigen worker; if eigenbases travel it sends that to everyone, so that all ranks know what the next message contains.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -47,6 +47,7 @@ class FactorDraft:
         scalars: of all ranks, by name.
         bases: what this rank's decompositions left, by factor key; when it was delivered, that of this rank's layers.
         failed: decompositions that failed, where all ranks know.
+        unproven: keys of the factors of layers that did not fit at the last proof: not decomposed, nor waited for.
     """
 
     step: int
@@ -65,6 +66,7 @@ class FactorDraft:
     scalars: Mapping[Hashable, Tensor] = field(default_factory=dict)
     bases: dict[str, Kept] = field(default_factory=dict)
     failed: int = 0
+    unproven: frozenset[str] = frozenset()
 
 
 class FactorUpdates:
@@ -139,9 +141,7 @@ class FactorUpdates:
             if spec.key in found:
                 self.factors[spec.key] = found[spec.key][0]
                 continue
-            # the counter stays on the device, as in a loaded factor: kernels of a GPU average there
-            empty = KroneckerFactor.empty(spec.side, self.device).to(self.home)
-            self.factors[spec.key] = replace(empty, history=History(spec.side)) if self.plan.adaptive else empty
+            self.factors[spec.key] = self._empty(spec)
         self.ready = set(state.get("ready", ())) & self.specs.keys()
         self.pending: dict[str, int] = {key: step for key, step in pending.items() if key in self.specs}
         if "refresher" in vars(self):
@@ -150,6 +150,21 @@ class FactorUpdates:
             if found[key][1] is not None:
                 self.refresher.give(key, found[key][1])
         self.timetable.restore(state.get("schedule", {}))
+
+    def _empty(self, spec: FactorSpec) -> KroneckerFactor:
+        # the counter stays on the device, as in a loaded factor: kernels of a GPU average there
+        empty = KroneckerFactor.empty(spec.side, self.device).to(self.home)
+        return replace(empty, history=History(spec.side)) if self.plan.adaptive else empty
+
+    def of_none_but(self, layers: Collection[str]) -> frozenset[str]:
+        """Keys of the factors that are of these layers alone."""
+        return frozenset(key for key, spec in self.specs.items() if all(name in layers for name in spec.layers))
+
+    def forget(self, draft: FactorDraft, keys: Collection[str]) -> None:
+        """These factors begin again: not all of what is in them is proven."""
+        draft.factors |= {key: self._empty(self.specs[key]) for key in keys if key in draft.factors}
+        draft.ready.difference_update(keys)
+        draft.pending = {key: step for key, step in draft.pending.items() if key not in keys}
 
     def draft(self, step: int, due: FactorsDue) -> FactorDraft | None:
         """Of a step that starts from what the last applied one left; of what is due, factors that there are. None if
@@ -189,7 +204,7 @@ class FactorUpdates:
 
     def decompose(self, draft: FactorDraft) -> None:
         """Decompose what is due here and now; start what takes effect later; collect what takes effect now."""
-        step, ready = draft.step, draft.ready
+        step, ready = draft.step, draft.ready | draft.unproven
         # captured factors of layers that wait for an eigenbasis, because they had no data at the last refresh, need not
         # wait for the next one
         waiting = {
@@ -198,7 +213,7 @@ class FactorUpdates:
             if (self.travels or key in self.factors)
             and any(other.key not in ready for name in self.specs[key].layers for other in self.of_layer[name].values())
         }
-        keys = draft.due.refresh | waiting
+        keys = (draft.due.refresh | waiting) - draft.unproven
         lag = self.plan.lag and min(self.plan.lag, self.plan.schedule.intervals(step)[1] - 1)
         now = {key for key in keys if lag < 1 or key not in ready}
         later = keys - now - set(draft.pending)
@@ -307,8 +322,8 @@ class FactorUpdates:
 
     def commit(self, draft: FactorDraft, *, applied: bool) -> None:
         """Keep what the step changed, or drop it."""
-        collected = [key for key in draft.arriving if key in self.pending]
-        if done := collected if applied else draft.submitted:
+        ended = [key for key in (*self.pending, *draft.submitted) if key not in draft.pending]
+        if done := ended if applied else draft.submitted:
             self.refresher.drop(done)
         if applied:
             self.factors, self.ready, self.pending = draft.factors, draft.ready, draft.pending

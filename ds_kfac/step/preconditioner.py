@@ -123,6 +123,7 @@ class KFACPreconditioner:
                     self.learn(known)
             if (factors := self.curvature.draft(self.steps, draft.due)) is not None:
                 draft.factors = factors
+                factors.unproven = self.curvature.of_none_but(self.proving.unfit)
                 with self.metrics.stage("reduce"):
                     self.curvature.update(factors, sums)
                 del sums
@@ -135,6 +136,8 @@ class KFACPreconditioner:
                 curved = {name for name, state in draft.states.items() if state.preconditioner is not None}
                 unfit = curved & draft.verdict.unfit.keys()
                 draft.states |= {layer.name: self._empty(layer) for layer in self.owned if layer.name in unfit}
+                if draft.factors is not None:
+                    self.curvature.forget(draft.factors, self.curvature.of_none_but(draft.verdict.unfit))
             return draft
 
     def _empty(self, layer: LayerSpec) -> LayerState:

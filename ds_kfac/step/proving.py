@@ -17,14 +17,21 @@ from ds_kfac.plan.plan import Plan
 from ds_kfac.zero.layout import ShardLayout, is_hooked
 
 EVERY = 1000
-"""Captured steps from one proof to the next."""
+"""Captured steps from one proof to the next; at first twice as many each time: programs change most when they begin."""
 FIRST = 4
 """Captured steps of a run in which layers without any gradient yet are captured again at the next step, see
 :attr:`Proving.again`: so many a residual block takes whose last matrices begin with zeros."""
 ZERO_ROWS = 0.01
 """Part of the rows that may count without a gradient before it is said."""
+QUANTIZED = 1.0
+"""Accuracy of gradients in 4 bits: only rows that are missing altogether show."""
 RAISES = False
 """Of tests: a layer that does not fit is an error."""
+
+
+def wait(proofs: int) -> int:
+    """Captured steps without a proof after so many of them."""
+    return min(EVERY, 2**proofs) - 1
 
 
 @dataclass(frozen=True)
@@ -92,11 +99,10 @@ class Proving:
             used: says where a layer's weight is.
         """
         layout, workers = self.layout, plan.assignment.workers
-        dtypes = {layout.dtype, plan.gradient_dtypes[0], *(p.dtype for p in layout.params)}
-        wire = getattr(layout.engine, "communication_data_type", None)
-        dtypes |= {wire} if isinstance(wire, torch.dtype) else set()
+        dtypes = layout.rounded_to | {plan.gradient_dtypes[0]}
+        eps = QUANTIZED if layout.quantized else max(map(eps_of, dtypes))
         limits: dict[str, Any] = {
-            "divisor": layout.divisor, "world": layout.world, "eps": max(map(eps_of, dtypes)),
+            "divisor": layout.divisor, "world": layout.world, "eps": eps,
             "floor": max(torch.finfo(dtype).smallest_normal * eps_of(dtype) for dtype in dtypes),
         }  # fmt: skip
         ratios = torch.zeros(len(proof.layers), dtype=torch.float64, device=numbers.device)
@@ -106,9 +112,11 @@ class Proving:
         names = [layer.name for layer in proof.layers]
         found = dict(zip(names, told(numbers, self.channel.sum(ratios, "proof"), [*map(used, names)]), strict=True))
         unfit = {name: str(seen) for name, seen in found.items() if seen.known and not seen.fits}
-        for factor in plan.assignment.factors:  # its rows are of the first of its layers, in most steps
-            first, *others = factor.layers
-            unfit |= {name: f"its A is that of {first}" for name in others if first in unfit and name not in unfit}
+        alone = set(unfit)
+        for factor in plan.assignment.factors:  # its rows are of those that gave them, else of its first layer mostly
+            giving = [x for x in factor.layers if x in found and found[x].gave and proof.keys[x] == factor.key]
+            wrong = next((name for name in (*giving, factor.layers[0]) if name in alone), None)
+            unfit |= {name: f"its A is that of {wrong}" for name in factor.layers if wrong and name not in unfit}
         if unfit and RAISES:
             raise RuntimeError(f"ds_kfac: unfit: {[(name, why, found[name]) for name, why in unfit.items()]}")
         return Verdict(found, unfit, bool(unfit) or not all(seen.known for seen in found.values()))
@@ -119,7 +127,7 @@ class Proving:
         still = {name for name, seen in verdict.told.items() if seen.still}
         if still and self._number <= FIRST:
             self.again = frozenset(key for layer in self.layers if layer.name in still for key in layer.keys)
-        self._wait = 0 if verdict.open or self.again else EVERY - 1
+        self._wait = 0 if verdict.open or self.again else wait(self._number)
         self.unfit = verdict.unfit
         zero = {name: seen for name, seen in verdict.told.items() if seen.zero - seen.first > ZERO_ROWS * seen.rows}
         self.zero = {name: seen.zero / seen.rows for name, seen in zero.items() if not seen.still}

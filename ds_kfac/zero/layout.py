@@ -11,6 +11,7 @@ from typing import Any
 
 import deepspeed.comm as dist
 import torch
+from deepspeed.runtime.torch_autocast import get_comm_dtype
 from torch import Tensor, nn
 
 from ds_kfac.update.rotation import lengths
@@ -151,6 +152,19 @@ class ShardLayout(ABC):
     @abstractmethod
     def dtype(self) -> torch.dtype:
         """In which gradients are stored at the hook; the gather sends them so, without loss."""
+
+    @property
+    def rounded_to(self) -> set[torch.dtype]:
+        """What gradients may be rounded to on their way there. With torch_autocast ZeRO sends those of a Linear in 16
+        bits, also of one that the model runs in fp32."""
+        wire = getattr(self.engine, "communication_data_type", None)
+        found = {self.dtype, *(p.dtype for p in self.params), *map(get_comm_dtype, self.params)}
+        return found | ({wire} if isinstance(wire, torch.dtype) else set())
+
+    @property
+    def quantized(self) -> bool:
+        """Whether ZeRO++ may send gradients in 4 bits."""
+        return self.engine.zero_optimization_stage() == 3 and self.engine.zero_quantized_gradients()
 
     def begin(self) -> None:  # noqa: B027  most modes have nothing pending
         """Wait for what DeepSpeed still copies in the background."""

@@ -19,7 +19,7 @@ from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.calls import StepSums
 from ds_kfac.model.rows import Call, RowSums
 from ds_kfac.model.scan import Choice, scan
-from tests.models import cross_entropy
+from tests.models import cross_entropy, linear_layer
 
 ROWS, TOKENS, WIDTH = 5, 3, 40
 ALL = Choice(
@@ -305,3 +305,27 @@ def test_parts_of_a_large_layer_fit_and_give_the_rows_of_their_A_once():
     hooks.begin_step(frozenset({"first.0/A"}), 0)
     model(batch(model)).backward()
     assert int(hooks.sums["first.0/A"].count) == ROWS * TOKENS
+
+
+def tf32(x):
+    return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+@pytest.mark.parametrize("rows", [64, 4096])
+def test_products_in_tf32_fit_on_a_gpu_and_would_not_if_they_were_taken_for_fp32(rows):
+    """There convolutions are computed so, unless torch is told otherwise, and linears where the user allows it."""
+    layer = linear_layer("layer", 96, 64)
+    own, (a, g) = proof.Proof([layer], lambda layer: layer.keys[0], 0, torch.device("cpu")), torch.randn(2, rows, 96)
+    g = g[:, :64].contiguous()
+    (v,), (u,) = (tf32(own.probes(key, layer)) for key in layer.keys)
+    products = ((tf32(a) @ v) * (tf32(g) @ u)).double()
+    ratios = []
+    for device in ("cuda", "cpu"):
+        total = torch.zeros(len(proof.NUMBERS), dtype=torch.float64)
+        total[: proof.PROBES] = products.sum(dim=0)
+        total[proof.SQUARES], total[proof.REACHED], total[proof.RANKS] = products.square().sum(), 1, 1
+        total[proof.EPS], total[proof.ROWS] = proof.accuracy(torch.float32, torch.device(device)), rows
+        gradient = tf32(g).T @ tf32(a)
+        eps = proof.eps_of(torch.float32)
+        ratios.append(float(own.ratio(layer, total, gradient, divisor=1, world=1, eps=eps, floor=0)))
+    assert ratios[0] < 0.5 and ratios[1] > 2, ratios
