@@ -144,6 +144,7 @@ class Proof:
         self._eps = dict[str, float]()
         self._factors: dict[str, tuple[LayerSpec, Tensor]] = {}  # key -> sum of squares, count, rows
         self._probes: dict[str, Tensor] = {}
+        self._sampled = set[str]()  # factors whose sums have a grid of positions
 
     def probes(self, key: str, layer: LayerSpec) -> Tensor:
         """Of a factor: fp32 [n, D, K] of standard normal numbers."""
@@ -228,8 +229,10 @@ class Proof:
         return probed
 
     def counted_input(self, call: Call, weight_sharing: str, alive: Tensor | None) -> None:
-        """The rows of a call went to A, if ``alive``."""
-        if call.probed is not None:
+        """The rows of a call went to A, if ``alive``; of a grid of positions nothing is known."""
+        if not call.whole_grid:
+            self._sampled.add(call.key_A)
+        elif call.probed is not None:
             mask, examples = call.rows.mask, call.rows.examples
             rows, counts_R1, count = input_rows(call.probed, mask, weight_sharing, examples=examples)
             rows, kept = rows + counts_R1 * self._of_bias(call), 1 if alive is None else alive
@@ -238,7 +241,9 @@ class Proof:
 
     def counted_gradient(self, call: Call, key: str, gain: Any, weight_sharing: str) -> None:
         """The rows of a call went, times ``gain``, to G, or to the A that is made of them."""
-        if call.probed_G is not None:
+        if not call.whole_grid:
+            self._sampled.add(key)
+        elif call.probed_G is not None:
             mask, examples = call.rows.mask, call.rows.examples
             rows, _ = gradient_rows(call.probed_G, mask, weight_sharing, examples=examples)
             self._count(key, call.layer, rows * gain)
@@ -259,7 +264,7 @@ class Proof:
             row[RANKS] += 1
         for key, (layer, (squares, count, rows)) in self._factors.items():
             side, sum_ = layer.A if key.endswith("/A") else layer.G, sums.get(key)
-            if sum_ is None:
+            if sum_ is None or key in self._sampled:
                 continue
             wrong = (count > 0) & ((sum_.count - count).abs() > 1e-6 * count)
             if side.block == side.dim // layer.groups:  # narrower blocks lack what is between them

@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
 
 from ds_kfac.model.batch import BatchInfo, Fit
-from ds_kfac.model.convolutions import Convolution, Patches
+from ds_kfac.model.convolutions import Convolution, Grid, Patches
 from ds_kfac.model.layers import LayerSpec, LayerType
 from ds_kfac.model.loss import Forward
 
@@ -61,6 +61,7 @@ class Call:
         late: whether its inputs, which it keeps, are added with the gradient instead.
         arrived: whether a gradient came to it.
         proves: whether its gradient is part of the weight's: not one of a sampled loss, nor that of all of a stack.
+        whole_grid: whether its sums have every position of a convolution.
         proof, probed, probed_G: of the step's :class:`ds_kfac.model.proof.Proof`, if it has one: its rows times probes,
             fp32 [.., K].
         select: which rows of the output are the call's, of a product of several layers; None: all.
@@ -89,6 +90,7 @@ class Call:
     waiting: BatchSum | None = None
     late: bool = False
     proves: bool = True
+    whole_grid: bool = True
     arrived: bool = False
     proof: Any = None
     probed: Tensor | None = None
@@ -203,7 +205,7 @@ class RowSums:
             if isinstance(kind, Convolution):
                 patches = kind.input_patches(call.module, x)
                 if self.weight_sharing == "expand":
-                    patches.add_to_(sum_A.sum_P, layer.A, self._grid(patches, layer, call), bias=bias)
+                    patches.add_to_(sum_A.sum_P, layer.A, self._grid(patches, call), bias=bias)
                     sum_A.count.add_(patches.count)
                     return
                 x = patches.sums() * (len(patches.image) / max(1, patches.count))  # the mean of each example
@@ -226,7 +228,7 @@ class RowSums:
             if self.weight_sharing == "expand" and isinstance(kind, Convolution):
                 patches = kind.gradient_patches(call.module, gradient)
                 gain = self._gain(call, len(patches.image), seed, sum_)
-                patches.add_to_(sum_.sum_P, layer.G, self._grid(patches, layer, call), gain=gain)
+                patches.add_to_(sum_.sum_P, layer.G, self._grid(patches, call), gain=gain)
                 self._prove(call, gain)
                 return
             tensor = kind.gradient_rows(call.module, call.x, gradient)
@@ -274,10 +276,11 @@ class RowSums:
         gain = self._gain(call, own_terms, seed, BatchSum.empty(0, x.device))
         return x_NTI, g_NTO * (gain.view(-1, 1, 1) if isinstance(gain, Tensor) and gain.ndim else gain)
 
-    def _grid(self, patches: Patches, layer: LayerSpec, call: Call) -> Any:
-        """The same for both sides; every position in a step that proves."""
-        turn = self.turn if self.positions and call.proof is None else None
-        return patches.grid(turn, max(layer.shape[-2:]))
+    def _grid(self, patches: Patches, call: Call) -> Grid:
+        """The same for both sides."""
+        grid = patches.grid(self.turn if self.positions else None, max(call.layer.shape[-2:]))
+        call.whole_grid = grid.step == 1
+        return grid
 
     def _gain(self, call: Call, own: Tensor | int, seed: Tensor | float, sum_: BatchSum) -> Any:
         """What output gradients are multiplied by, of an expert's by source rank [ranks]. Counts the call's loss terms

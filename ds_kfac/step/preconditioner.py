@@ -323,8 +323,8 @@ class KFACPreconditioner:
         for layer in self.owned:
             if layer.name not in self.state:
                 self.state[layer.name] = self._empty(layer)
-        self.proving.restart()
         self.steps, self.peak_lr = state.get("steps", 0), dict(state.get("peak_lr", {}))
+        self.proving.restart(resumed=self.steps > 0)
         self.damping_scale = state.get("damping_scale")
         self.direction.rotations.kept.clear()
         self.sharing.updates = None

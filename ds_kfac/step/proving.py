@@ -66,12 +66,13 @@ class Proving:
         self._parameters = {names[id(p)]: p for p in layout.params}
         self.restart()
 
-    def restart(self) -> None:
-        """A run begins, or goes on from a checkpoint."""
+    def restart(self, *, resumed: bool = False) -> None:
+        """A run begins, or goes on from a checkpoint, where nothing is captured that an unbroken one would not."""
         self.unfit: Mapping[str, str] = {}
         self.zero: Mapping[str, float] = {}
         self.again: frozenset[str] = frozenset()
         self._number, self._wait = 0, 0  # proofs so far, and captured steps until the next one
+        self._resumed = resumed
 
     def begin(self, key: Callable[[LayerSpec], str]) -> Proof | None:
         """Of the next step, which captures, if it is to prove. ``key``: see :class:`ds_kfac.model.proof.Proof`."""
@@ -125,7 +126,7 @@ class Proving:
         """Of a step that was applied."""
         self._number, self.again = self._number + 1, frozenset()
         still = {name for name, seen in verdict.told.items() if seen.still}
-        if still and self._number <= FIRST:
+        if still and self._number <= FIRST and not self._resumed:
             self.again = frozenset(key for layer in self.layers if layer.name in still for key in layer.keys)
         self._wait = 0 if verdict.open or self.again else wait(self._number)
         self.unfit = verdict.unfit

@@ -56,6 +56,16 @@ class Shared(Net):
         return cross_entropy(self.head(self.wide(z) * self.narrow(z).mean(dim=-1, keepdim=True)), y)
 
 
+class Causal(Net):
+    """Attention's first query has one key, and no gradient."""
+
+    def forward(self, x, y=None):
+        z, later = torch.tanh(self.first(x)), torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        q, k = self.middle(z), self.middle.weight.new_ones(17, 19)
+        weights = (q @ (z @ k).mT).masked_fill(later.to(x.device), -1e9).softmax(dim=-1)
+        return cross_entropy(self.head(weights @ (self.norm(z) @ k)), y)
+
+
 class Padded(Net):
     def forward(self, x, y=None):
         z = self.head(torch.tanh(self.middle(self.norm(self.silu(self.first(x))))))
@@ -94,6 +104,7 @@ def worker(names: list[str]) -> dict:
         rare = {"factor": {**KFAC["factor"], "update_interval": 5}, "eigenbasis": {"refresh_interval": 5}}
         found[name, "zero"] = run(name, Zero, 3, **rare)
         found[name, "padded"] = run(name, Padded, 2)
+        found[name, "causal"] = run(name, Causal, 2)
     return found
 
 
@@ -161,6 +172,12 @@ def test_rows_that_count_without_a_gradient_are_told_with_their_layers(found, na
         assert text.count("rows count whose gradient is zero to the last bit") == 1
         assert "middle 67%" in text and "head 67%" in text
         assert ("zero to the last bit" in rank[name, "padded"]["said"]) == (number == 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_causal_attention_s_first_query_is_not_told_as_padding(found, name):
+    for rank in found:
+        assert "zero to the last bit" not in rank[name, "causal"]["report"]
 
 
 def resumed_worker(folder: str) -> list:
