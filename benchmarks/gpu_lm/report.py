@@ -133,7 +133,7 @@ def page(runs: list[Run], corpus: Mapping, sizes: str) -> str:
     of = {f"{run.facts['device']}, torch {run.facts['torch']}, DeepSpeed {run.facts['deepspeed']}" for run in runs}
     lines = ["# A language model on Python sources", "", f"Machines: {'; '.join(sorted(of)) or 'none'}.",
              f"Corpus {corpus['sha256'][:16]}, {corpus['encoding']}; tokens: {corpus['tokens']}.",
-             "Seconds are of training: forward, backward, step and refreshes; not evaluations and saves.", ""]  # fmt: skip
+             "Seconds are of training with its refreshes, without evaluations and saves.", ""]  # fmt: skip
     if len(of) > 1:
         lines += ["**Runs are of several machines: seconds do not compare.**", ""]
     for part, settings in PARTS[sizes].items():
