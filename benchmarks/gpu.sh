@@ -5,7 +5,8 @@
 #   E  a GPT-2-small step with AdamW, Muon, KFACAdamW and K-FAC into AdamW, with traces
 #   F  a language model of 135 M parameters by several optimizers: F a (rates), F b, F c, and what else benchmarks.gpu_lm
 #      takes. Each call goes on where the last one stopped, in $KEEP, which must outlive the call
-#   I  what has not run: engine modes also at the default precision, ranks that share the GPU, the Trainer, kills
+#   I  what has not run: engine modes, also at the default precision, ranks that share the GPU, the Trainer, kills; of
+#      these only what is named, as in: I shared trainer kills
 #   J  the product of Newton-Schulz in 8 processes without ds_kfac, in fp16 and bf16, and under compute-sanitizer
 # A part's items are rows of $OUT/gpu_<part>.csv when they end, failed ones too; what they write is in
 # $OUT/gpu_<part>.tgz however the call ends (after SIGKILL: in the folder of that name).
@@ -146,11 +147,11 @@ F)
     run gpu_lm 530 "${lm[@]}" "${@:2}" --seconds $((ends - SECONDS - 15)) # saves and ends by itself
     ;;
 I)
-    run modes 150 "${tests[@]}" -s tests/gpu/test_modes.py
-    run coarse 150 "${tests[@]}" -s tests/gpu/test_coarse.py
-    run shared 150 "${tests[@]}" -s tests/gpu/test_shared.py
-    run trainer 100 "${tests[@]}" -s tests/gpu/test_trainer.py
-    run kills 200 "$PYTHON" -m benchmarks.gpu_lm.kills --sizes "${SIZES:-kills}" --out "$work/kills"
+    wanted() { [ $# -eq 1 ] || [[ " ${*:2} " == *" $1 "* ]]; } # I takes names of items, too
+    for name in modes coarse shared trainer; do
+        wanted "$name" "${@:2}" && run "$name" 200 "${tests[@]}" -s "tests/gpu/test_$name.py"
+    done
+    wanted kills "${@:2}" && run kills 300 "$PYTHON" -m benchmarks.gpu_lm.kills --sizes "${SIZES:-kills}" --out "$work/kills"
     ;;
 J)
     alone=("$PYTHON" -m benchmarks.kernels.newton_schulz_alone "${cpu[@]}" --out "$work/newton_schulz_alone.csv")

@@ -134,6 +134,8 @@ def page(runs: list[Run], corpus: Mapping, sizes: str) -> str:
     lines = ["# A language model on Python sources", "", f"Machines: {'; '.join(sorted(of)) or 'none'}.",
              f"Corpus {corpus['sha256'][:16]}, {corpus['encoding']}; tokens: {corpus['tokens']}.",
              "Seconds are of training with its refreshes, without evaluations and saves.", ""]  # fmt: skip
+    if sizes != "full":
+        lines += [f"**Sizes are {sizes}: a rehearsal, no result.**", ""]
     if len(of) > 1:
         lines += ["**Runs are of several machines: seconds do not compare.**", ""]
     for part, settings in PARTS[sizes].items():
