@@ -3,18 +3,27 @@
 #   A  the machine, every op against float64, two steps in every ZeRO stage, engine modes, sanitizer
 #   B  decompositions      C  Newton-Schulz      D  SYRK configurations, all ops against the roofline
 #   E  a GPT-2-small step with AdamW, Muon, KFACAdamW and K-FAC into AdamW, with traces
+#   F  a language model of 135 M parameters by several optimizers: F a (rates), F b, F c, and what else benchmarks.gpu_lm
+#      takes. Each call goes on where the last one stopped, in $KEEP, which must outlive the call
+#   I  what has not run: engine modes, also at the default precision, ranks that share the GPU, the Trainer, kills; of
+#      these only what is named, as in: I shared trainer kills
+#   J  the product of Newton-Schulz in 8 processes without ds_kfac, in fp16 and bf16, and under compute-sanitizer
 # A part's items are rows of $OUT/gpu_<part>.csv when they end, failed ones too; what they write is in
 # $OUT/gpu_<part>.tgz however the call ends (after SIGKILL: in the folder of that name).
 #
 #   PYTHON  has torch; A also needs triton, pytest, nvcc; A's steps and modes, and E, need deepspeed and its packages
 #   WHEELS  folder of wheels to use if they are missing (benchmarks/wheels.sh collects them); no pip and no network
 #   SECONDS_IN_ALL  540; an item gets its limit or what is left of these
+#   DRY_RUN=1       only say what would run, with limits; F also what each run would take
+#   KEEP            $OUT/keep: runs and saves of F
 #   SIZES=small     to rehearse it: with DS_ACCELERATOR=cpu on a machine without a GPU
 set -uo pipefail
 cd "$(dirname "$0")/.."
 part=${1:-}
-case $part in A | B | C | D | E) ;; *) echo "usage: gpu.sh A | B | C | D | E"; exit 2 ;; esac
+case $part in A | B | C | D | E | F | I | J) ;; *) echo "usage: gpu.sh A | B | C | D | E | F | I | J"; exit 2 ;; esac
 PYTHON=${PYTHON:-python3}
+KEEP=${KEEP:-${OUT:-benchmarks/results/gpu}/keep}
+[ -n "${DRY_RUN:-}" ] && OUT=$(mktemp -d) # nothing of earlier calls is touched
 mkdir -p "${OUT:=benchmarks/results/gpu}"
 OUT=$(cd "$OUT" && pwd)
 work="$OUT/gpu_$part" rows="$OUT/gpu_$part.csv" ends=$((SECONDS + ${SECONDS_IN_ALL:-540}))
@@ -32,13 +41,17 @@ row() { # result
     echo "$part,$item,$1,$((SECONDS - began)),\"$last\"" | tee -a "$rows"
 }
 
+collect() { :; } # what lies elsewhere, into $work
+
 finish() {
     local status=$?
     trap '' EXIT TERM INT HUP
+    [ -n "${DRY_RUN:-}" ] && rm -rf "$OUT" "$scratch" && exit $status
     if [ -n "$child" ]; then
         kill "$child" 2>/dev/null
         row "cut short"
     fi
+    collect
     cp "$rows" "$work/items.csv"
     tar czf "$OUT/gpu_$part.tgz.new" -C "$OUT" "gpu_$part" && mv "$OUT/gpu_$part.tgz.new" "$OUT/gpu_$part.tgz" && rm -rf "$work"
     rm -rf "$scratch"
@@ -53,6 +66,10 @@ run() { # item, limit in seconds, command
     item=$1 began=$SECONDS
     shift 2
     [ "$left" -lt "$limit" ] && limit=$left
+    if [ -n "${DRY_RUN:-}" ]; then
+        echo "$item, at most $limit s: $*"
+        return
+    fi
     if [ "$limit" -lt 5 ]; then
         row "no time" && failed=1
         return
@@ -117,6 +134,30 @@ D)
     ;;
 E)
     run step 500 "$PYTHON" benchmarks/step_gpu.py "${tiny[@]}" --trace --out "$work"
+    ;;
+F)
+    lm=("$PYTHON" -m benchmarks.gpu_lm --out "$KEEP/lm" --sizes "${SIZES:-full}")
+    [ -n "${DRY_RUN:-}" ] && "${lm[@]}" --dry-run "${@:2}"
+    collect() {
+        for path in "$KEEP"/lm/{runs,report.md,curves.csv,curves_b.png,curves_c.png,corpus/corpus.json}; do
+            [ -e "$path" ] && cp -r "$path" "$work"
+        done
+    }
+    run corpus 300 "${lm[@]}" corpus
+    run gpu_lm 530 "${lm[@]}" "${@:2}" --seconds $((ends - SECONDS - 15)) # saves and ends by itself
+    ;;
+I)
+    wanted() { [ $# -eq 1 ] || [[ " ${*:2} " == *" $1 "* ]]; } # I takes names of items, too
+    for name in modes coarse shared trainer; do
+        wanted "$name" "${@:2}" && run "$name" 200 "${tests[@]}" -s "tests/gpu/test_$name.py"
+    done
+    wanted kills "${@:2}" && run kills 300 "$PYTHON" -m benchmarks.gpu_lm.kills --sizes "${SIZES:-kills}" --out "$work/kills"
+    ;;
+J)
+    alone=("$PYTHON" -m benchmarks.kernels.newton_schulz_alone "${cpu[@]}" --out "$work/newton_schulz_alone.csv")
+    [ "${SIZES:-}" = small ] && alone+=(--small)
+    for dtype in float16 bfloat16; do run "${dtype}" 180 "${alone[@]}" --dtype "$dtype"; done
+    run memcheck 120 "${alone[@]}" --dtype float16 --sanitizer memcheck
     ;;
 esac
 exit $failed

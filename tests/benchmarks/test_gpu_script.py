@@ -27,6 +27,9 @@ ITEMS = {
     "C": ["machine", "newton_schulz"],
     "D": ["machine", "sweep", "goals", "goals_2048", "fp32", "models"],
     "E": ["machine", "step"],
+    "F": ["machine", "corpus", "gpu_lm"],
+    "I": ["machine", "modes", "coarse", "shared", "trainer", "kills"],
+    "J": ["machine", "float16", "bfloat16", "memcheck"],
 }
 MISSING = ("deepspeed", "hjson", "pydantic", "pip", "_distutils_hack", "sitecustomize")
 
@@ -85,8 +88,21 @@ def test_every_op_that_is_named_can_be_timed():
 
 
 def test_an_unknown_part_is_refused():
-    done = subprocess.run([*SCRIPT, "F"], text=True, capture_output=True)
+    done = subprocess.run([*SCRIPT, "Z"], text=True, capture_output=True)
     assert done.returncode == 2 and "usage: gpu.sh A | B | C | D | E" in done.stdout
+
+
+@pytest.mark.parametrize("part", ITEMS)
+def test_a_dry_run_says_what_would_run_and_changes_nothing(tmp_path, part):
+    out = tmp_path / "out"
+    (out / f"gpu_{part}").mkdir(parents=True)
+    environment = os.environ | {"PYTHON": sys.executable, "OUT": str(out), "DRY_RUN": "1", "SIZES": "full"}
+    done = subprocess.run([*SCRIPT, part, *(["b"] * (part == "F"))], env=environment, text=True, capture_output=True)
+    items = re.findall(r"^(\w+), at most \d+ s: ", done.stdout, re.MULTILINE)
+    assert done.returncode == 0 and items == ITEMS[part], done.stdout + done.stderr
+    assert list(out.iterdir()) == [out / f"gpu_{part}"]
+    if part == "F":
+        assert "b_kfacadamw_lr0.002_seed0" in done.stdout and "183.5 M tokens a run" in done.stdout
 
 
 def test_no_item_is_begun_without_time_and_none_runs_longer_than_it_has(tmp_path):
