@@ -1,23 +1,28 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, for one with 16 cores, in five calls, each below 9 minutes and useful alone:
+# Everything that needs a GPU, for one with 16 cores, in calls of a part each, below 9 minutes and useful alone:
 #   A  the machine, every op against float64, two steps in every ZeRO stage, engine modes, sanitizer
 #   B  decompositions      C  Newton-Schulz      D  SYRK configurations, all ops against the roofline
 #   E  a GPT-2-small step with AdamW, Muon, KFACAdamW and K-FAC into AdamW, with traces
+#   G  CIFAR-10 by SGD, K-FAC into SGD and KFACAdamW   H  a GPT-2 step's cost by its tokens, beside what is predicted
 # A part's items are rows of $OUT/gpu_<part>.csv when they end, failed ones too; what they write is in
 # $OUT/gpu_<part>.tgz however the call ends (after SIGKILL: in the folder of that name).
 #
 #   PYTHON  has torch; A also needs triton, pytest, nvcc; A's steps and modes, and E, need deepspeed and its packages
 #   WHEELS  folder of wheels to use if they are missing (benchmarks/wheels.sh collects them); no pip and no network
 #   SECONDS_IN_ALL  540; an item gets its limit or what is left of these
+#   KEEP    folder (runs/gpu) of parts that take several calls: the next one goes on there
+#   DATA    G: CIFAR-10, see examples/train_images.py; BATCH  G: 1024
+#   DRY=1   G, H: only say what is left to do and what it takes
 #   SIZES=small     to rehearse it: with DS_ACCELERATOR=cpu on a machine without a GPU
 set -uo pipefail
 cd "$(dirname "$0")/.."
 part=${1:-}
-case $part in A | B | C | D | E) ;; *) echo "usage: gpu.sh A | B | C | D | E"; exit 2 ;; esac
+case $part in A | B | C | D | E | G | H) ;; *) echo "usage: gpu.sh A | B | C | D | E | G | H"; exit 2 ;; esac
 PYTHON=${PYTHON:-python3}
 mkdir -p "${OUT:=benchmarks/results/gpu}"
 OUT=$(cd "$OUT" && pwd)
 work="$OUT/gpu_$part" rows="$OUT/gpu_$part.csv" ends=$((SECONDS + ${SECONDS_IN_ALL:-540}))
+KEEP="${KEEP:-runs/gpu}/$part"
 rm -rf "$work" && mkdir "$work"
 echo "part,item,result,seconds,last line" >"$rows"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore
@@ -40,6 +45,10 @@ finish() {
         row "cut short"
     fi
     cp "$rows" "$work/items.csv"
+    if [ -d "$KEEP" ]; then # tables, pages and plots of all calls so far; what runs go on from stays
+        (cd "$KEEP" && find . -type f \( -name "*.csv" -o -name "*.json" -o -name "*.md" -o -name "*.png" -o -name "*.partial" \) \
+            -not -path "*.saved/*" -print0 | tar cf - --null -T -) | tar xf - -C "$work"
+    fi
     tar czf "$OUT/gpu_$part.tgz.new" -C "$OUT" "gpu_$part" && mv "$OUT/gpu_$part.tgz.new" "$OUT/gpu_$part.tgz" && rm -rf "$work"
     rm -rf "$scratch"
     exit $status
@@ -83,6 +92,14 @@ if [ "${SIZES:-}" = small ]; then
     cpu=(--device cpu) small=(--max-dim 256 --rows 64 --blocks 1 --seconds 0.01) marked=(-m "not gpu")
     tiny=(--width 16 --blocks 1 --heads 2 --context 5 --vocabulary 11 --rows 2 --periods 1)
 fi
+dry=() cifar=() tokens=()
+if [ "${DRY:-}" = 1 ]; then dry=(--dry-run); fi
+if [ "${SIZES:-}" = small ]; then
+    cifar=(--model resnet8 --batch 256 --epochs 2 --parts 1 0.5 --seeds 0 --evaluations 4)
+    tokens=(--tiny)
+fi
+# seconds for a program that stops by itself: it needs some to save
+left() { echo $((ends - SECONDS - ${1:-20} > 0 ? ends - SECONDS - ${1:-20} : 0)); }
 kernels=("$PYTHON" -m benchmarks.kernels "${cpu[@]}" --out "$work")
 tests=("$PYTHON" -m pytest -v -p no:cacheprovider "${marked[@]}")
 
@@ -117,6 +134,13 @@ D)
     ;;
 E)
     run step 500 "$PYTHON" benchmarks/step_gpu.py "${tiny[@]}" --trace --out "$work"
+    ;;
+G)
+    run cifar 540 "$PYTHON" -m benchmarks.cifar ${DATA:+--data "$DATA"} --batch "${BATCH:-1024}" "${cifar[@]}" "${dry[@]}" \
+        --seconds "$(left)" --out "$KEEP"
+    ;;
+H)
+    run tokens 540 "$PYTHON" benchmarks/step_tokens.py "${tokens[@]}" "${dry[@]}" --seconds "$(left)" --out "$KEEP"
     ;;
 esac
 exit $failed
