@@ -2,7 +2,7 @@
 
 import csv
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,20 +149,23 @@ def swept(runs: Runs, method: str, batch: int, parts: Sequence[float]) -> tuple[
 def unfinished(
     runs: Runs, methods: Sequence[str], batch: int, parts: Sequence[float], seeds: Sequence[int]
 ) -> Iterator[Job]:
-    """All runs that are known to be missing: a sweep of each method, then each at its best rate on every seed."""
-    best: Mapping[str, float | None] = {}
-    for method in methods:
-        errors, job = swept(runs, method, batch, parts)
-        best = {**best, method: best_rate(errors) if job is None else None}
-        if job is not None:
-            rates = [job.rate, *(rate for rate in first_rates(method, batch) if rate > job.rate and rate not in errors)]
-            yield from (Job(method, rate, job.part, job.seed) for rate in rates)
+    """All runs that are known to be missing, a seed after the other, in it a method after the other, in order of worth:
+    with the first seed its sweep, then its best rate over each part."""
+    best: dict[str, float | None] = {}
     for seed in seeds:
-        for part in sorted(parts, reverse=True):
-            for method in methods:
-                rate = best[method]
-                # not known yet: as if it were the middle one
-                guess = first_rates(method, batch)[1] if rate is None else rate
-                job = Job(method, guess, part, seed)
-                if runs.rows(job) is None and not (rate is None and (part, seed) == (min(parts), SWEEP_SEED)):
+        for method in methods:
+            if method not in best:
+                errors, job = swept(runs, method, batch, parts)
+                best[method] = best_rate(errors) if job is None else None
+                rates = first_rates(method, batch)
+                if job is not None:
+                    more = [rate for rate in rates if rate not in errors and rate != job.rate]
+                    yield from (Job(method, rate, job.part, job.seed) for rate in (job.rate, *more))
+                    best[method] = rates[1]  # not known yet: as if it were the middle one
+                elif best[method] is None:
+                    continue  # all diverged
+            rate = best[method]
+            for part in sorted(parts, reverse=True) if rate is not None else ():
+                job = Job(method, rate, part, seed)
+                if runs.rows(job) is None and (part, seed) != (min(parts), SWEEP_SEED):
                     yield job

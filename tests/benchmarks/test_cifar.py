@@ -42,9 +42,12 @@ def all_runs(runs: Runs, accuracy, methods=("sgd", "kfac_own")) -> list[Job]:
 def test_rates_are_swept_on_the_shortest_schedule_and_the_best_run_on_every_part_and_seed(tmp_path):
     runs = Runs(tmp_path / "runs")
     made = all_runs(runs, lambda job: {0.4: 0.5, 0.8: 0.9}.get(job.rate, 0.6))
-    sweep = [Job(method, rate, 0.5, 0) for method in ("sgd", "kfac_own") for rate in (0.4, 0.8, 1.6)]
-    final = [Job(method, 0.8, part, seed) for seed in SEEDS for part in PARTS for method in ("sgd", "kfac_own")]
-    assert made == sweep + [job for job in final if job not in sweep]
+    expected = []
+    for method in ("sgd", "kfac_own"):
+        expected += [Job(method, rate, 0.5, 0) for rate in (0.4, 0.8, 1.6)] + [Job(method, 0.8, 1.0, 0)]
+    for method in ("sgd", "kfac_own"):
+        expected += [Job(method, 0.8, part, 1) for part in PARTS]
+    assert made == expected, "a method is whole before the next one, the next seed last"
 
 
 def test_a_sweep_goes_on_where_the_best_is_at_its_edge_and_below_where_all_diverged(tmp_path):
@@ -56,6 +59,12 @@ def test_a_sweep_goes_on_where_the_best_is_at_its_edge_and_below_where_all_diver
     assert [job.rate for job in made[:4]] == [0.4, 0.8, 1.6, 0.2] and swept(runs, "sgd", BATCH, PARTS)[0][
         0.8
     ] == math.inf
+
+
+def test_a_method_that_diverges_at_every_rate_has_no_other_runs(tmp_path):
+    made = all_runs(Runs(tmp_path / "runs"), lambda job: math.nan if job.method == "kfac_own" else 0.5)
+    assert [job.rate for job in made if job.method == "kfac_own"] == [0.4, 0.8, 1.6, 0.2, 0.1]
+    assert len([job for job in made if job.method == "sgd"]) == 5 + 3, "0.4 is as good and so the edge: two more"
 
 
 def test_what_is_left_is_known_before_anything_ran(tmp_path):
