@@ -16,6 +16,8 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONWARNINGS := ignore::FutureWarning
 ifeq ($(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'),0)
 export DS_ACCELERATOR ?= cpu
+# images of one's own on a CPU: as many as it can do, 512 a step; ARGS come after and count
+OWN_IMAGES = $(if $(findstring --data,$(ARGS)),--model resnet8 --images 20000 --rows $(shell expr 512 / $(RANKS)))
 endif
 
 LAUNCHER = $(BIN)/deepspeed --num_accelerators $(RANKS)
@@ -47,7 +49,7 @@ train-moe: $(STAMP)
 	$(BIN)/python examples/plots.py runs/moe-adamw runs/moe-muon runs/moe --out runs/moe-compare
 
 train-images: $(STAMP)
-	$(LAUNCHER) examples/train_images.py --steps $(STEPS) --deepspeed_config configs/images_zero2_kfac.json $(ARGS)
+	$(LAUNCHER) examples/train_images.py --steps $(STEPS) --deepspeed_config configs/images_zero2_kfac.json $(OWN_IMAGES) $(ARGS)
 
 compare: $(STAMP)
 	$(LAUNCH) --deepspeed_config configs/gpt_zero2_kfac.json --without-kfac --name adamw --no-plots $(ARGS)

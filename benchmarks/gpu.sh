@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, for one with 16 cores, in five calls, each below 9 minutes and useful alone:
+# Everything that needs a GPU, for one with 16 cores, in calls of a part each, below 9 minutes and useful alone:
 #   A  the machine, every op against float64, two steps in every ZeRO stage, engine modes, sanitizer
 #   B  decompositions      C  Newton-Schulz      D  SYRK configurations, all ops against the roofline
 #   E  a GPT-2-small step with AdamW, Muon, KFACAdamW and K-FAC into AdamW, with traces
 #   F  a language model of 135 M parameters by several optimizers: F a (rates), F b, F c, and what else benchmarks.gpu_lm
 #      takes. Each call goes on where the last one stopped, in $KEEP, which must outlive the call
+#   G  CIFAR-10 by SGD, K-FAC into SGD and KFACAdamW   H  a GPT-2 step's cost by its tokens, beside what is predicted
 #   I  what has not run: engine modes, also at the default precision, ranks that share the GPU, the Trainer, kills; of
 #      these only what is named, as in: I shared trainer kills
 #   J  the product of Newton-Schulz in 8 processes without ds_kfac, in fp16 and bf16, and under compute-sanitizer
@@ -14,19 +15,21 @@
 #   PYTHON  has torch; A also needs triton, pytest, nvcc; A's steps and modes, and E, need deepspeed and its packages
 #   WHEELS  folder of wheels to use if they are missing (benchmarks/wheels.sh collects them); no pip and no network
 #   SECONDS_IN_ALL  540; an item gets its limit or what is left of these
-#   DRY_RUN=1       only say what would run, with limits; F also what each run would take
-#   KEEP            $OUT/keep: runs and saves of F
+#   DRY_RUN=1       only say what would run, with limits; F, G, H also what each run would take
+#   KEEP            $OUT/keep: runs and saves of F, G, H
+#   DATA            G: CIFAR-10, see examples/train_images.py; BATCH  G: 1024
 #   SIZES=small     to rehearse it: with DS_ACCELERATOR=cpu on a machine without a GPU
 set -uo pipefail
 cd "$(dirname "$0")/.."
 part=${1:-}
-case $part in A | B | C | D | E | F | I | J) ;; *) echo "usage: gpu.sh A | B | C | D | E | F | I | J"; exit 2 ;; esac
+case $part in A | B | C | D | E | F | G | H | I | J) ;; *) echo "usage: gpu.sh A | B | C | D | E | F | G | H | I | J"; exit 2 ;; esac
 PYTHON=${PYTHON:-python3}
 KEEP=${KEEP:-${OUT:-benchmarks/results/gpu}/keep}
 [ -n "${DRY_RUN:-}" ] && OUT=$(mktemp -d) # nothing of earlier calls is touched
 mkdir -p "${OUT:=benchmarks/results/gpu}"
 OUT=$(cd "$OUT" && pwd)
 work="$OUT/gpu_$part" rows="$OUT/gpu_$part.csv" ends=$((SECONDS + ${SECONDS_IN_ALL:-540}))
+kept="$KEEP/$part"
 rm -rf "$work" && mkdir "$work"
 echo "part,item,result,seconds,last line" >"$rows"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore
@@ -53,6 +56,10 @@ finish() {
     fi
     collect
     cp "$rows" "$work/items.csv"
+    if [ -d "$kept" ]; then # tables, pages and plots of all calls so far; what runs go on from stays
+        (cd "$kept" && find . -type f \( -name "*.csv" -o -name "*.json" -o -name "*.md" -o -name "*.png" -o -name "*.partial" \) \
+            -not -path "*.saved/*" -print0 | tar cf - --null -T -) | tar xf - -C "$work"
+    fi
     tar czf "$OUT/gpu_$part.tgz.new" -C "$OUT" "gpu_$part" && mv "$OUT/gpu_$part.tgz.new" "$OUT/gpu_$part.tgz" && rm -rf "$work"
     rm -rf "$scratch"
     exit $status
@@ -100,6 +107,13 @@ if [ "${SIZES:-}" = small ]; then
     cpu=(--device cpu) small=(--max-dim 256 --rows 64 --blocks 1 --seconds 0.01) marked=(-m "not gpu")
     tiny=(--width 16 --blocks 1 --heads 2 --context 5 --vocabulary 11 --rows 2 --periods 1)
 fi
+cifar=() tokens=()
+if [ "${SIZES:-}" = small ]; then
+    cifar=(--model resnet8 --batch 256 --epochs 2 --parts 1 0.5 --seeds 0 --evaluations 4)
+    tokens=(--tiny)
+fi
+# seconds for a program that stops by itself: it needs some to save
+left() { echo $((ends - SECONDS - ${1:-20} > 0 ? ends - SECONDS - ${1:-20} : 0)); }
 kernels=("$PYTHON" -m benchmarks.kernels "${cpu[@]}" --out "$work")
 tests=("$PYTHON" -m pytest -v -p no:cacheprovider "${marked[@]}")
 
@@ -158,6 +172,16 @@ J)
     [ "${SIZES:-}" = small ] && alone+=(--small)
     for dtype in float16 bfloat16; do run "${dtype}" 180 "${alone[@]}" --dtype "$dtype"; done
     run memcheck 120 "${alone[@]}" --dtype float16 --sanitizer memcheck
+    ;;
+G)
+    cifar=("$PYTHON" -m benchmarks.cifar ${DATA:+--data "$DATA"} --batch "${BATCH:-1024}" "${cifar[@]}" --out "$kept")
+    [ -n "${DRY_RUN:-}" ] && "${cifar[@]}" --dry-run
+    run cifar 540 "${cifar[@]}" --seconds "$(left)"
+    ;;
+H)
+    tokens+=(--out "$kept")
+    [ -n "${DRY_RUN:-}" ] && "$PYTHON" benchmarks/step_tokens.py "${tokens[@]}" --dry-run
+    run tokens 540 "$PYTHON" benchmarks/step_tokens.py "${tokens[@]}" --seconds "$(left)"
     ;;
 esac
 exit $failed

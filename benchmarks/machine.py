@@ -3,7 +3,7 @@
 import importlib
 import subprocess
 
-PACKAGES = ("torch", "triton", "pytest", "numpy", "matplotlib", "ninja", "pydantic", "hjson", "deepspeed")
+PACKAGES = ("torch", "triton", "pytest", "numpy", "matplotlib", "PIL", "ninja", "pydantic", "hjson", "deepspeed")
 COMMANDS = ("nvidia-smi", "nvcc --version", "compute-sanitizer --version", "git describe --always --dirty", "nproc")
 
 

@@ -45,6 +45,7 @@ from examples.gpt import Block, GPTConfig
 FIRST = UPDATE + 1
 """Step that is timed: those before it allocate and compile."""
 TARGET = 0.15
+LONG_REFRESH = planning.LONG_REFRESH
 ADAM = {"betas": [0.9, 0.95], "weight_decay": 0.01, "torch_adam": True}
 METHODS: dict[str, dict[str, Any]] = {
     "AdamW": {"type": "AdamW", "params": {"lr": 3e-4, **ADAM}},
@@ -82,23 +83,30 @@ def has_kfac(method: str) -> bool:
     return "K-FAC" in method or "KFAC" in method
 
 
-def build(options: argparse.Namespace, method: str, *, stage: int, timings: bool = False) -> Any:
-    torch.manual_seed(0)
+def config_of(options: argparse.Namespace, method: str, *, stage: int) -> dict[str, Any]:
+    """Of an engine; sets how its plan spreads refreshes, too."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": options.rows,
+        "gradient_accumulation_steps": options.accumulation,
         "zero_optimization": {"stage": stage},
         "bf16": {"enabled": True},
         "optimizer": METHODS[method],
         "steps_per_print": 1000000,
     }
     if has_kfac(method):
-        if not options.staggered:
-            planning.LONG_REFRESH = math.inf  # each kind of work in a step of its own
+        # else each kind of work in a step of its own
+        planning.LONG_REFRESH = LONG_REFRESH if options.staggered else math.inf
         rotation.STACKED = options.stacked or rotation.STACKED
         blocks: dict[str, Any] = {"burn_in": {"steps": 0}}
         for name, values in json.loads(options.kfac).items():
             blocks[name] = {**blocks.get(name, {}), **values} if isinstance(values, dict) else values
         config["kfac"] = blocks
+    return config
+
+
+def build(options: argparse.Namespace, method: str, *, stage: int, timings: bool = False) -> Any:
+    torch.manual_seed(0)
+    config = config_of(options, method, stage=stage)
     model = GPT2(GPTConfig(options.width, options.blocks, options.heads, options.context), options.vocabulary)
     start = ds_kfac.initialize if has_kfac(method) else deepspeed.initialize
     with contextlib.redirect_stdout(io.StringIO()):
@@ -113,13 +121,15 @@ def build(options: argparse.Namespace, method: str, *, stage: int, timings: bool
 def step(engine: Any, options: argparse.Namespace, index: int) -> float:
     """Seconds of forward, backward and step, until their stream is done."""
     generator = torch.Generator().manual_seed(index)
-    x = torch.randint(options.vocabulary, (options.rows, options.context), generator=generator).to(engine.device)
+    shape = options.accumulation, options.rows, options.context
+    batches = torch.randint(options.vocabulary, shape, generator=generator).to(engine.device)
     stream = get_accelerator().current_stream()
     wait = stream.synchronize if stream is not None else lambda: None
     wait()
     start = time.perf_counter()
-    engine.backward(engine(x, x.roll(-1, 1)))
-    engine.step()
+    for x in batches:
+        engine.backward(engine(x, x.roll(-1, 1)))
+        engine.step()
     wait()
     return time.perf_counter() - start
 
@@ -260,9 +270,23 @@ def about(options: argparse.Namespace) -> str:
             f"ZeRO {options.stage}, torch {torch.__version__}, deepspeed {deepspeed.__version__}")  # fmt: skip
 
 
+def start() -> bool:
+    """DeepSpeed in this process; whether on a GPU."""
+    gpu = get_accelerator().device_name() == "cuda"
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
+    for name, value in place.items():
+        os.environ.setdefault(name, value)
+    if not gpu:
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.utils.logger.setLevel("ERROR")
+    deepspeed.init_distributed("nccl" if gpu else "gloo")
+    return gpu
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"width": 768, "blocks": 12, "heads": 12, "context": 1024, "vocabulary": 50304, "rows": 32, "stage": 1}
+    sizes = {"width": 768, "blocks": 12, "heads": 12, "context": 1024, "vocabulary": 50304, "rows": 32, "stage": 1,
+             "accumulation": 1}  # fmt: skip
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--periods", type=int, default=2, help=f"that are timed, of {REFRESH} steps")
@@ -275,14 +299,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu"))
     options = parser.parse_args(arguments)
     options.methods = [method for method in options.methods if has_kfac(method) or not options.smoke]
-    options.gpu = get_accelerator().device_name() == "cuda"
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
-    for name, value in place.items():
-        os.environ.setdefault(name, value)
-    if not options.gpu:
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.utils.logger.setLevel("ERROR")
-    deepspeed.init_distributed("nccl" if options.gpu else "gloo")
+    options.gpu = start()
     return 1 if run(options) else 0
 
 

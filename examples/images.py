@@ -1,9 +1,13 @@
-"""Images and their labels: scikit-learn's digits, CIFAR, npz files, and folders of class folders."""
+"""Images and their labels: scikit-learn's digits, CIFAR, npz files, and folders or archives of class folders."""
 
+import functools
+import io
 import pickle
+import tarfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
 
 import torch
 from torch import Tensor
@@ -13,6 +17,9 @@ SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
 HELD_OUT = ("val", "test", "valid", "validation")
 IN_MEMORY = 64
 """Largest side of images that are kept in memory as they are; larger ones are read from their files when drawn."""
+ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+CIFAR = ("cifar-10-batches-py", "cifar-100-python")
+"""Folders that torchvision unpacks below the one that it is given."""
 SIZE = 224
 DIGITS_HELD_OUT = 360
 
@@ -32,6 +39,15 @@ class Part:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def at(self, index: Tensor) -> "Part":
+        pixels = None if self.pixels is None else self.pixels[index]
+        return Part(self.labels[index], pixels, [self.files[i] for i in index.tolist()] if self.files else [])
+
+    def to(self, device: torch.device) -> "Part":
+        return replace(
+            self, labels=self.labels.to(device), pixels=None if self.pixels is None else self.pixels.to(device)
+        )
 
 
 @dataclass
@@ -55,21 +71,37 @@ class Images:
     def channels(self) -> int:
         return len(self.mean)
 
+    def to(self, device: torch.device) -> "Images":
+        """Drawn there, the same ones as here."""
+        parts = {"train": self.train.to(device), "held_out": self.held_out.to(device)}
+        return replace(self, **parts, mean=self.mean.to(device), std=self.std.to(device))
+
+    def first(self, count: int) -> "Images":
+        """With so many images of the training part, in every run the same ones of all classes."""
+        if not 0 < count <= len(self.train):
+            raise ValueError(f"--images {count}: the training part has {len(self.train)}")
+        index = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(0))[:count]
+        return replace(self, train=self.train.at(index), name=f"{count} images of {self.name}")
+
+    def tested_on(self, count: int) -> "Images":
+        """With so many images of the held-out part, evenly spread, so of all classes."""
+        if not 0 < count <= len(self.held_out):
+            raise ValueError(f"{count} held-out images: there are {len(self.held_out)}")
+        return replace(self, held_out=self.held_out.at(torch.arange(count) * len(self.held_out) // count))
+
     def draw(self, seed: int, start: int, count: int) -> tuple[Tensor, Tensor]:
         """Images ``start`` .. ``start + count`` of an endless sequence of epochs, each in an order of its own, shifted,
         mirrored or cropped at random: fp32 [count, C, H, W] and their labels."""
-        epochs: dict[int, Tensor] = {}
-        chosen, n = [], len(self.train)
-        for place in range(start, start + count):
-            epoch, at = divmod(place, n)
-            if epoch not in epochs:
-                epochs[epoch] = torch.randperm(n, generator=torch.Generator().manual_seed(seed * 7919 + epoch))
-            chosen.append(int(epochs[epoch][at]))
+        n, pieces = len(self.train), []
+        for epoch in range(start // n, (start + count - 1) // n + 1):
+            first, last = max(start - epoch * n, 0), min(start + count - epoch * n, n)
+            pieces.append(_order(n, seed * 7919 + epoch)[first:last])
         generator = torch.Generator().manual_seed(seed * 1_000_003 + start)
-        index = torch.tensor(chosen)
+        index = torch.cat(pieces)
         if self.train.pixels is None:
-            x = self._read(self.train, chosen, torch.rand(count, 4, generator=generator))
+            x = self._read(self.train, index.tolist(), torch.rand(count, 4, generator=generator))
             return self._normalized(x), self.train.labels[index]
+        index = index.to(self.train.pixels.device)
         x, y = self.train.pixels[index], self.train.labels[index]
         together = torch.cat([x, y.unsqueeze(1).to(x.dtype)], dim=1) if y.ndim > 1 else x
         together = self._augmented(together, generator)
@@ -79,21 +111,27 @@ class Images:
 
     def batches(self, rows: int, rank: int, world: int):
         """This rank's share of the held-out part, as it is."""
-        for indices in torch.arange(rank, len(self.held_out), world).split(rows):
+        device = self.held_out.labels.device
+        for indices in torch.arange(rank, len(self.held_out), world, device=device).split(rows):
             pixels, labels = self.held_out.pixels, self.held_out.labels[indices]
             x = self._read(self.held_out, indices.tolist(), None) if pixels is None else pixels[indices]
             yield self._normalized(x), labels
 
     def _augmented(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        """Shifted by up to an eighth, zeros coming in, and mirrored or not."""
         shift, (height, width) = max(1, x.shape[-1] // 8), x.shape[-2:]
+        places = torch.randint(2 * shift + 1, (len(x), 2), generator=generator).to(x.device)
+        mirrored = (torch.rand(len(x), generator=generator) < 0.5).to(x.device)
+        rows, columns = (
+            places[:, i, None] + torch.arange(side, device=x.device) for i, side in enumerate((height, width))
+        )  # [n, H], [n, W]
+        if self.mirrored:
+            columns = torch.where(mirrored[:, None], columns.flip(1), columns)
+        image, channel = torch.arange(len(x), device=x.device), torch.arange(x.shape[1], device=x.device)
         padded = F.pad(x, (shift,) * 4)
-        places = torch.randint(2 * shift + 1, (len(x), 2), generator=generator)
-        x = torch.stack([
-            image[:, top : top + height, left : left + width]
-            for image, (top, left) in zip(padded, places.tolist(), strict=True)
-        ])  # fmt: skip
-        mirrored = torch.rand(len(x), generator=generator) < 0.5
-        return torch.where(mirrored[:, None, None, None], x.flip(-1), x) if self.mirrored else x
+        return padded[
+            image[:, None, None, None], channel[:, None, None], rows[:, None, :, None], columns[:, None, None]
+        ]
 
     def _read(self, part: Part, indices: list[int], randoms: Tensor | None) -> Tensor:
         with ThreadPoolExecutor(8) as pool:
@@ -108,8 +146,9 @@ def load(path: str | None, *, per_pixel: bool = False) -> Images:
     """Read a data set.
 
     Args:
-        path: a CIFAR folder (python version), an npz file with x_train, y_train, x_test, y_test (labels of images or of
-            pixels), or a folder with "train" and "val" or "test", each with a folder per class. None: digits.
+        path: a CIFAR folder (python version, or the one above it, as torchvision has it), an npz file with x_train,
+            y_train, x_test, y_test (labels of images or of pixels), a folder with "train" and "val" or "test", each
+            with a folder per class, or a tar archive of either folder, which is not unpacked. None: digits.
         per_pixel: whether every pixel needs a label. Digits then have their class where there is ink, and 0 elsewhere.
 
     Raises:
@@ -121,14 +160,16 @@ def load(path: str | None, *, per_pixel: bool = False) -> Images:
         root = Path(path)
         if root.is_file() and root.suffix == ".npz":
             found = _npz(root)
-        elif root.is_dir() and ((root / "data_batch_1").exists() or (root / "train").is_file()):
-            found = _cifar(root)
+        elif root.is_file() and root.name.endswith(ARCHIVES):
+            found = _archive(root)
+        elif folder := next((folder for folder in (root, *map(root.joinpath, CIFAR)) if _is_cifar(folder)), None):
+            found = _cifar(lambda name: (folder / name).read_bytes() if (folder / name).is_file() else None, "CIFAR")
         elif root.is_dir() and (root / "train").is_dir():
             found = _folder(root)
         else:
             raise ValueError(
-                f"--data {root}: neither a CIFAR folder (python version), an npz file, nor a folder with train/ and "
-                "val/ or test/ of class folders"
+                f"--data {root}: neither a CIFAR folder (python version), an npz file, nor a folder or tar archive "
+                "with train/ and val/ or test/ of class folders"
             )
     if (found.train.labels.ndim > 1) != per_pixel:
         want = "a label for each pixel" if per_pixel else "a label for each image"
@@ -174,20 +215,62 @@ def _npz(path: Path) -> Images:
     return _made(path.name, *parts, mirrored=True)
 
 
-def _cifar(root: Path) -> Images:
-    names = [f"data_batch_{i}" for i in range(1, 6)] if (root / "data_batch_1").exists() else ["train"]
+def _is_cifar(folder: Path) -> bool:
+    return (folder / "data_batch_1").is_file() or (folder / "train").is_file()
+
+
+def _cifar(read: Callable[[str], bytes | None], name: str) -> Images:
+    """``read``: a file of the data set; None if it has none of that name."""
+    names = [f"data_batch_{i}" for i in range(1, 6)] if read("data_batch_1") is not None else ["train"]
     held = "test_batch" if len(names) > 1 else "test"
 
     def part(files: list[str]) -> Part:
         pixels, labels = [], []
-        for name in files:
-            with open(root / name, "rb") as file:
-                batch = pickle.load(file, encoding="bytes")
+        for file in files:
+            content = read(file)
+            if content is None:
+                raise ValueError(f"--data: {name} has no {file}")
+            batch = pickle.loads(content, encoding="bytes")
             pixels.append(torch.from_numpy(batch[b"data"]).view(-1, 3, 32, 32))
             labels += batch.get(b"labels", batch.get(b"fine_labels"))
         return Part(torch.tensor(labels), torch.cat(pixels))
 
-    return _made("CIFAR", part(names), part([held]), mirrored=True)
+    return _made(name, part(names), part([held]), mirrored=True)
+
+
+def _archive(path: Path) -> Images:
+    """Read from end to end, as a compressed one has to be."""
+    batches: dict[str, bytes] = {}
+    found: dict[str, list[tuple[str, str, Tensor]]] = {}  # part -> class, file, pixels
+    with tarfile.open(path) as archive:
+        for member in archive:
+            place = PurePosixPath(member.name)
+            at = next((i for i, name in enumerate(place.parts[:-2]) if name == "train" or name in HELD_OUT), None)
+            file = archive.extractfile(member) if member.isfile() else None
+            if file is None:
+                continue
+            if at is not None and place.suffix.lower() in SUFFIXES:
+                pixels = _pixels(_image(io.BytesIO(file.read())))
+                if max(pixels.shape) > IN_MEMORY:
+                    raise ValueError(f"--data {path}: images above {IN_MEMORY} pixels are read one by one: unpack it")
+                part, label, *rest = place.parts[at:]
+                found.setdefault(part, []).append((label, "/".join(rest), pixels))
+            elif place.parent.name in CIFAR:
+                batches[place.name] = file.read()
+    if batches:
+        return _cifar(batches.get, path.name)
+    held = next((name for name in HELD_OUT if name in found), None)
+    if "train" not in found or held is None:
+        raise ValueError(f"--data {path}: has no train/ and {', '.join(name + '/' for name in HELD_OUT)} of images")
+    names = sorted({label for label, _, _ in found["train"]})
+    parts = []
+    for name in ("train", held):
+        ordered = sorted(
+            (names.index(label), file, i) for i, (label, file, _) in enumerate(found[name]) if label in names
+        )
+        labels = torch.tensor([label for label, _, _ in ordered])
+        parts.append(Part(labels, torch.stack([found[name][i][2] for _, _, i in ordered])))
+    return _made(path.name, *parts, mirrored=True)
 
 
 def _folder(root: Path) -> Images:
@@ -217,7 +300,12 @@ def _folder(root: Path) -> Images:
     return Images(name, train, test, len(names), True, torch.tensor(mean).view(shape), torch.tensor(std).view(shape))
 
 
-def _image(file: Path):
+@functools.lru_cache(2)
+def _order(count: int, seed: int) -> Tensor:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+
+
+def _image(file: Path | io.BytesIO):
     from PIL import Image
 
     return Image.open(file).convert("RGB")

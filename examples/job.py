@@ -56,6 +56,7 @@ def parser(doc: str, **defaults: Any) -> argparse.ArgumentParser:
     found.add_argument("--steps", type=int, default=300)
     found.add_argument("--seed", type=int, default=0)
     found.add_argument("--lr", type=float, help="instead of the config's")
+    found.add_argument("--rows", type=int, help="of a rank's micro-batch, instead of the config's")
     found.add_argument("--eval-interval", type=int, default=25)
     found.add_argument("--save-interval", type=int, default=0, help="steps between checkpoints; 0: none")
     found.add_argument("--resume", action="store_true", help="continue from the run's last checkpoint")
@@ -90,6 +91,8 @@ def read_config(arguments: argparse.Namespace, folder: Path, plain: Mapping[str,
             optimizer |= {"type": "AdamW", "params": {**optimizer["params"], **plain}}
     if arguments.lr is not None:
         config.setdefault("optimizer", {"type": "AdamW"}).setdefault("params", {})["lr"] = arguments.lr
+    if arguments.rows is not None:
+        config["train_micro_batch_size_per_gpu"] = arguments.rows
     schedule = config.get("scheduler", {})
     if "total_num_steps" in schedule.get("params", {}):
         schedule["params"]["total_num_steps"] = arguments.steps

@@ -105,6 +105,10 @@ def resnet20(*, channels: int, classes: int, size: int) -> nn.Module:
     return ResNet((16, 32, 64), (3, 3, 3), channels=channels, classes=classes)
 
 
+def resnet32(*, channels: int, classes: int, size: int) -> nn.Module:
+    return ResNet((16, 32, 64), (5, 5, 5), channels=channels, classes=classes)
+
+
 def resnet50(*, channels: int, classes: int, size: int) -> nn.Module:
     options = {"channels": channels, "classes": classes, "large": size > LARGE}
     return ResNet((64, 128, 256, 512), (3, 4, 6, 3), bottleneck=4, **options)
@@ -115,7 +119,7 @@ def unet(*, channels: int, classes: int, size: int) -> nn.Module:
 
 
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
-    "resnet8": resnet8, "resnet20": resnet20, "resnet50": resnet50, "unet": unet,
+    "resnet8": resnet8, "resnet20": resnet20, "resnet32": resnet32, "resnet50": resnet50, "unet": unet,
 }  # fmt: skip
 
 

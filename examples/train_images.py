@@ -2,7 +2,8 @@
 
     deepspeed --num_accelerators 2 examples/train_images.py --deepspeed_config configs/images_zero2_kfac.json
 
-Default data are scikit-learn's digits; --data takes CIFAR, npz files and ImageNet-like folders. Writes runs/<name>/:
+Default data are scikit-learn's digits; --data takes CIFAR, npz files, ImageNet-like folders and archives of folders.
+Writes runs/<name>/:
 metrics.csv, accuracy_by_step.png, loss_by_step.png and others, checkpoints, and what DeepSpeed's monitor writes.
 """
 
@@ -31,6 +32,8 @@ class Classes:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
         self.images = images.load(arguments.data, per_pixel=arguments.per_pixel or arguments.model == "unet")
+        if arguments.images is not None:
+            self.images = self.images.first(min(arguments.images, len(self.images.train)))
         self.data = self.images.name
         self.mixup = mixing.RunningMixup(arguments.mixup, self.images.classes) if arguments.mixup else None
 
@@ -80,9 +83,12 @@ def make(arguments: argparse.Namespace) -> tuple[Classes, torch.nn.Module]:
 
 def arguments_of(argv: list[str] | None) -> argparse.Namespace:
     parser = job.parser(__doc__)
-    parser.add_argument("--data", help="CIFAR folder, npz file, or folder of class folders; default: digits")
     parser.add_argument(
-        "--model", default="resnet20", help="resnet8, resnet20, resnet50, unet, module:factory or timm:NAME"
+        "--data", help="CIFAR folder, npz file, folder of class folders, or tar archive; default: digits"
+    )
+    parser.add_argument("--images", type=int, help="at most so many of the training part, of all classes")
+    parser.add_argument(
+        "--model", default="resnet20", help=f"{', '.join(networks.NETWORKS)}, module:factory or timm:NAME"
     )
     parser.add_argument("--per-pixel", action="store_true", help="a label for each pixel, as unet has")
     parser.add_argument("--label-smoothing", type=float, default=0.0)

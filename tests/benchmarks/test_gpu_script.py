@@ -28,6 +28,8 @@ ITEMS = {
     "D": ["machine", "sweep", "goals", "goals_2048", "fp32", "models"],
     "E": ["machine", "step"],
     "F": ["machine", "corpus", "gpu_lm"],
+    "G": ["machine", "cifar"],
+    "H": ["machine", "tokens"],
     "I": ["machine", "modes", "coarse", "shared", "trainer", "kills"],
     "J": ["machine", "float16", "bfloat16", "memcheck"],
 }
@@ -71,7 +73,7 @@ def come_back(out: Path, part: str) -> tuple[dict[str, dict], dict[str, str]]:
 def test_every_item_is_a_row_and_a_failed_one_is_not_the_end(tmp_path, part):
     wrong = ITEMS[part][-1].replace("_", ".").removesuffix(".2048")  # in the item's command
     python = write(tmp_path / "python", f'echo "$*" | grep -q "{wrong}" && echo went wrong && exit 3\necho did it')
-    environment = os.environ | {"PYTHON": str(python), "OUT": str(tmp_path / "out")}
+    environment = os.environ | {"PYTHON": str(python), "OUT": str(tmp_path / "out"), "KEEP": str(tmp_path / "keep")}
     done = subprocess.run([*SCRIPT, part], env=environment, text=True, capture_output=True, timeout=60)
     items, files = come_back(tmp_path / "out", part)
     assert list(items) == ITEMS[part] and done.returncode == 1
@@ -175,3 +177,30 @@ def test_missing_packages_are_taken_from_wheels(container, tmp_path):
     )  # fmt: skip
     subprocess.run([*SCRIPT, "E"], env=container | {"WHEELS": str(wheels)}, timeout=100)
     assert "deepspeed from the wheel\n" in come_back(Path(container["OUT"]), "E")[1]["machine.log"]
+
+
+@pytest.mark.parametrize("part", ["G", "H"])
+def test_a_part_of_several_calls_goes_on_in_its_folder_and_brings_back_its_tables(tmp_path, part):
+    """The stand-in adds a row a call, and leaves something large to go on from."""
+    program = """
+import sys
+from pathlib import Path
+if "--out" in sys.argv:
+    own = Path(sys.argv[sys.argv.index("--out") + 1]) / "some"
+    (own / "run.saved").mkdir(parents=True, exist_ok=True)
+    (own / "run.saved" / "state.json").write_text("large")
+    with open(own / "rows.csv", "a") as file:
+        print("row", file=file)
+    left = float(sys.argv[sys.argv.index("--seconds") + 1])
+    assert 0 < left <= 20, left
+    print("ran")
+"""
+    (tmp_path / "program.py").write_text(program)
+    python = write(tmp_path / "python", f'exec {sys.executable} "{tmp_path}/program.py" "$@"')
+    own = {"PYTHON": str(python), "OUT": str(tmp_path / "out"), "KEEP": str(tmp_path / "keep"), "SECONDS_IN_ALL": "40"}
+    for call in (1, 2):
+        assert subprocess.run([*SCRIPT, part], env=os.environ | own, timeout=30).returncode == 0
+        items, files = come_back(tmp_path / "out", part)
+        assert files["rows.csv"] == call * "row\n" and "state.json" not in files
+        assert items[ITEMS[part][-1]]["last line"] == "ran"
+    assert (tmp_path / "keep" / part / "some" / "run.saved" / "state.json").exists()

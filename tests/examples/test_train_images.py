@@ -3,6 +3,7 @@
 import json
 import pickle
 import sys
+import tarfile
 
 import numpy as np
 import pytest
@@ -134,18 +135,55 @@ def test_readers_agree_on_the_same_images(tmp_path):
             place = folder / part / f"class{label}"
             place.mkdir(parents=True, exist_ok=True)
             Image.fromarray(image).save(place / f"{index:03}.png")
+    above = tmp_path / "torchvision"
+    above.mkdir()
+    cifar.rename(above / "cifar-100-python")
+    archives = {"cifar_archive": above, "folder_archive": folder}
+    for name, packed in archives.items():
+        with tarfile.open(tmp_path / f"{name}.tar.xz", "w:xz") as archive:
+            archive.add(packed, arcname="." if packed == folder else "")
+    cifar = above / "cifar-100-python"
     of = {name: images.load(str(path)) for name, path in
           {"npz": tmp_path / "halves.npz", "cifar": cifar, "folder": folder}.items()}  # fmt: skip
     assert torch.equal(of["cifar"].train.pixels[:, :, ::4, ::4], of["npz"].train.pixels)
     assert torch.equal(of["cifar"].held_out.labels, of["npz"].held_out.labels)
     order = of["npz"].train.labels.argsort(stable=True)
     assert torch.equal(of["folder"].train.pixels, of["npz"].train.pixels[order])
+    of |= {name: images.load(str(tmp_path / f"{name}.tar.xz")) for name in archives}
+    of["torchvision"] = images.load(str(above))
+    for name, other in {"cifar_archive": "cifar", "torchvision": "cifar", "folder_archive": "folder"}.items():
+        for part in ("train", "held_out"):
+            one, same = getattr(of[name], part), getattr(of[other], part)
+            assert torch.equal(one.pixels, same.pixels) and torch.equal(one.labels, same.labels), name
     assert {found.classes for found in of.values()} == {2}
     x, y = of["npz"].draw(0, 0, 64)
     _, labels = of["npz"].draw(0, 60, 8)
     assert torch.equal(y.sort().values, of["npz"].train.labels.sort().values), "an epoch has every image once"
     assert torch.equal(labels[:4], y[60:]) and x.shape == (64, 3, 8, 8)
     assert abs(float(x.mean())) < 0.4
+
+
+def test_every_image_is_shifted_by_up_to_an_eighth_and_mirrored_or_not(tmp_path):
+    data = images.load(write_npz(tmp_path / "halves.npz"))
+    plain = {bytes(pixels.numpy().tobytes()) for pixels in data.train.pixels}
+    x, _ = data.draw(0, 0, 64)
+    pixels = ((x * data.std + data.mean) * 255).round().to(torch.uint8)
+    padded = torch.nn.functional.pad(data.train.pixels, (1,) * 4)
+    moved = [padded[..., i : i + 8, j : j + 8] for i in range(3) for j in range(3)]
+    ways = torch.stack([*moved, *(way.flip(-1) for way in moved)])  # [18, 64, 3, 8, 8]
+    found = (pixels[:, None, None] == ways[None]).all((3, 4, 5))  # [64, 18, 64]
+    assert found.any((1, 2)).all(), "each is one of the 18 of some image"
+    assert len(found.any(2).any(0).nonzero()) > 12 and len(plain) == 64
+
+
+def test_some_images_are_the_same_in_every_run_and_of_all_classes(tmp_path):
+    data = images.load(write_npz(tmp_path / "halves.npz"))
+    few = data.first(40)
+    assert torch.equal(few.train.pixels, data.first(40).train.pixels) and len(few.train) == 40
+    assert sorted(few.train.labels.unique().tolist()) == [0, 1] and few.name.startswith("40 images of ")
+    assert torch.equal(data.tested_on(8).held_out.labels, data.held_out.labels[::4])
+    with pytest.raises(ValueError, match="--images 65: the training part has 64"):
+        data.first(65)
 
 
 def test_large_images_are_read_when_they_are_drawn(tmp_path, monkeypatch):
@@ -169,7 +207,10 @@ def test_large_images_are_read_when_they_are_drawn(tmp_path, monkeypatch):
     ("more", "message"),
     [
         ({"data": "nowhere"}, "neither a CIFAR folder"),
-        ({"model": "resnet2000"}, "give one of resnet8, resnet20, resnet50, unet, module:factory, or timm:NAME"),
+        (
+            {"model": "resnet2000"},
+            "give one of resnet8, resnet20, resnet32, resnet50, unet, module:factory, or timm:NAME",
+        ),
         ({"model": "no_such_module:net"}, "No module named 'no_such_module'"),
         ({"model": "unet"}, "needs a label for each pixel"),
     ],

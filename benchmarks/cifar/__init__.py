@@ -1,0 +1,1 @@
+"""SGD, K-FAC into SGD and KFACAdamW on CIFAR-10."""
