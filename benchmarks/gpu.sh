@@ -16,7 +16,7 @@
 #   WHEELS  folder of wheels to use if they are missing (benchmarks/wheels.sh collects them); no pip and no network
 #   SECONDS_IN_ALL  540; an item gets its limit or what is left of these
 #   DRY_RUN=1       only say what would run, with limits; F, G, H also what each run would take
-#   KEEP            $OUT/keep: runs and saves of F, G, H
+#   KEEP            runs/gpu: runs and saves of F, G, H
 #   DATA            G: CIFAR-10, see examples/train_images.py; BATCH  G: 1024
 #   SIZES=small     to rehearse it: with DS_ACCELERATOR=cpu on a machine without a GPU
 set -uo pipefail
@@ -24,7 +24,7 @@ cd "$(dirname "$0")/.."
 part=${1:-}
 case $part in A | B | C | D | E | F | G | H | I | J) ;; *) echo "usage: gpu.sh A | B | C | D | E | F | G | H | I | J"; exit 2 ;; esac
 PYTHON=${PYTHON:-python3}
-KEEP=${KEEP:-${OUT:-benchmarks/results/gpu}/keep}
+KEEP=${KEEP:-runs/gpu} # ignored by git
 [ -n "${DRY_RUN:-}" ] && OUT=$(mktemp -d) # nothing of earlier calls is touched
 mkdir -p "${OUT:=benchmarks/results/gpu}"
 OUT=$(cd "$OUT" && pwd)

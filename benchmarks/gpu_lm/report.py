@@ -59,6 +59,18 @@ class Run:
         return math.inf
 
 
+def warmed(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    """The rows with seconds in which a cold step, which compiles, counts as the mean of the others."""
+    others = [row["step_seconds"] for row in rows if not row["cold"]]
+    if not others:
+        return rows
+    mean, total, found = fmean(others), 0.0, []
+    for row in rows:
+        total += mean if row["cold"] else row["step_seconds"]
+        found.append({**row, "seconds": total})
+    return found
+
+
 def runs_in(out: Path, steps: Mapping[str, int]) -> list[Run]:
     """Finished ones. ``steps``: of each part."""
     found = []
@@ -68,7 +80,7 @@ def runs_in(out: Path, steps: Mapping[str, int]) -> list[Run]:
             rows = [{name: float(cell or "nan") for name, cell in row.items()} for row in csv.DictReader(file)
                     if None not in row.values()]  # fmt: skip
         if rows and known.exists():
-            run = Run(job, rows, json.loads(known.read_text()))
+            run = Run(job, warmed(rows), json.loads(known.read_text()))
             if rows[-1]["step"] == steps[job.part] or is_diverged(rows[-1]["loss"], rows[0]["loss"]):
                 found.append(run)
     return found
@@ -133,7 +145,8 @@ def page(runs: list[Run], corpus: Mapping, sizes: str) -> str:
     of = {f"{run.facts['device']}, torch {run.facts['torch']}, DeepSpeed {run.facts['deepspeed']}" for run in runs}
     lines = ["# A language model on Python sources", "", f"Machines: {'; '.join(sorted(of)) or 'none'}.",
              f"Corpus {corpus['sha256'][:16]}, {corpus['encoding']}; tokens: {corpus['tokens']}.",
-             "Seconds are of training with its refreshes, without evaluations and saves.", ""]  # fmt: skip
+             "Seconds are of training with its refreshes, without evaluations and saves; of each call's first two "
+             "steps, which compile, each counts as the mean of the run's others.", ""]  # fmt: skip
     if sizes != "full":
         lines += [f"**Sizes are {sizes}: a rehearsal, no result.**", ""]
     if len(of) > 1:

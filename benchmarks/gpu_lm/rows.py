@@ -7,7 +7,9 @@ from pathlib import Path
 from benchmarks.convergence.results import is_diverged
 from benchmarks.gpu_lm.plan import Job
 
-COLUMNS = ("step", "seconds", "step_seconds", "loss", "held_out_loss", "memory_mb")
+COLUMNS = ("step", "seconds", "step_seconds", "loss", "held_out_loss", "memory_mb", "cold")
+COLD = 2
+"""First steps of each life of a run, which compile."""
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 import ds_kfac
 from benchmarks.convergence.results import is_diverged
 from benchmarks.gpu_lm.plan import Job, Part, Sizes, config
-from benchmarks.gpu_lm.rows import Table
+from benchmarks.gpu_lm.rows import COLD, Table
 from examples.gpt import Block, GPTConfig
 
 
@@ -205,6 +205,7 @@ def train(
             spent = time.perf_counter() - whole
             seconds += spent
             row = {"step": step + 1, "seconds": seconds, "step_seconds": spent, "loss": loss}
+            row["cold"] = float(step - first < COLD)
             if evaluates:
                 row["held_out_loss"] = evaluated(engine, held_out)
                 row["memory_mb"] = accelerator.max_memory_allocated() / 1e6

@@ -190,6 +190,14 @@ def made(method: str, points: list[tuple[int, float, float]], seed: int = 0) -> 
     return Run(Job("b", method, 1e-3, seed), rows, {"device": "card", "torch": "2", "deepspeed": "0"})
 
 
+def test_steps_that_compile_count_as_the_mean_of_the_others():
+    spent = [(1, 30.0), (1, 9.0), (0, 1.0), (0, 3.0), (1, 20.0), (0, 2.0)]
+    found = report.warmed([{"cold": float(cold), "step_seconds": seconds, "seconds": 0.0} for cold, seconds in spent])
+    assert [row["seconds"] for row in found] == [2.0, 4.0, 5.0, 8.0, 10.0, 12.0]
+    alone = [{"cold": 1.0, "step_seconds": 5.0, "seconds": 5.0}]
+    assert report.warmed(alone) == alone
+
+
 def test_steps_and_seconds_to_a_loss_lie_on_a_line_between_evaluations():
     muon = made("muon", [(10, 10.0, 5.0), (20, 20.0, 4.0), (40, 40.0, 3.0)])
     ours = made("kfacadamw", [(10, 15.0, 4.5), (20, 30.0, 3.5), (40, 60.0, 2.5)])
