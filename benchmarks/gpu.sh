@@ -10,7 +10,8 @@
 #   PYTHON  has torch; A also needs triton, pytest, nvcc; A's steps and modes, and E, need deepspeed and its packages
 #   WHEELS  folder of wheels to use if they are missing (benchmarks/wheels.sh collects them); no pip and no network
 #   SECONDS_IN_ALL  540; an item gets its limit or what is left of these
-#   KEEP    folder (runs/gpu) of parts that take several calls: the next one goes on there
+#   KEEP    folder (runs/gpu) of parts that take several calls: the next one goes on there; on another machine what
+#           $OUT/gpu_<part>.tgz has of it goes to KEEP/<part> first, and the run that was cut off begins again
 #   DATA    G: CIFAR-10, see examples/train_images.py; BATCH  G: 1024
 #   DRY=1   G, H: only say what is left to do and what it takes
 #   SIZES=small     to rehearse it: with DS_ACCELERATOR=cpu on a machine without a GPU
