@@ -16,7 +16,8 @@
 #   WHEELS  folder of wheels to use if they are missing (benchmarks/wheels.sh collects them); no pip and no network
 #   SECONDS_IN_ALL  540; an item gets its limit or what is left of these
 #   DRY_RUN=1       only say what would run, with limits; F, G, H also what each run would take
-#   KEEP            runs/gpu: runs and saves of F, G, H
+#   KEEP            runs/gpu: runs and saves of F, G, H; on another machine what $OUT/gpu_<part>.tgz has of G and H goes
+#                   to KEEP/<part> first, and the run that was cut off begins again
 #   DATA            G: CIFAR-10, see examples/train_images.py; BATCH  G: 1024
 #   SIZES=small     to rehearse it: with DS_ACCELERATOR=cpu on a machine without a GPU
 set -uo pipefail
