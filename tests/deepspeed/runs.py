@@ -19,6 +19,7 @@ from torch import nn
 
 import ds_kfac
 from ds_kfac.directions.kfac_adamw import direction
+from ds_kfac.zero import deepspeed_versions
 from tests import spread
 from tests.choices import chosen
 from tests.deepspeed.modes import BY_NAME, LR, MICRO_ROWS, STEPS, Mode
@@ -118,7 +119,7 @@ def weights(engine) -> dict[str, torch.Tensor]:
             partition = partition.detach().to(engine.device)  # offloaded ones too: NCCL sees GPUs only
             partitions = [torch.empty_like(partition) for _ in range(dist.get_world_size())]
             dist.all_gather(partitions, partition)
-            flat, offsets = torch.cat(partitions), optimizer.round_robin_bit16_offsets[group]
+            flat, offsets = torch.cat(partitions), deepspeed_versions.offsets(optimizer, group)
             for p, offset in zip(optimizer.round_robin_bit16_groups[group], offsets, strict=True):
                 masters[id(p)] = flat.narrow(0, offset, p.numel()).view(p.shape)
     elif engine.zero_optimization():
