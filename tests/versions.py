@@ -13,8 +13,11 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "supported.md"
@@ -28,10 +31,14 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "offload": ("z2-offload", "z3-offload", "adam-z3-offload"),
     "fp32 accumulation": ("z1-bf16-accum32", "z2-bf16-accum32", "z3-bf16-accum32"),
     "fp16": ("z0-fp16", "z2-fp16", "z3-fp16"),
-    "resumed": ("z0", "z2", "adam-z2", "adam-z3"),
 }
 """Column of the table -> names of tests/deepspeed/modes.py: K-FAC into AdamW (fp32) or SGD (16 bits), and KFACAdamW."""
-SHORT = {"ZeRO 0": ("z0",), "ZeRO 2": ("z2", "adam-z2"), "ZeRO 3": ("z3-bf16",), "resumed": ("adam-z2",)}
+CHECKPOINTS = ("z0", "z2", "adam-z2", "adam-z3")
+SHORT = {"ZeRO 0": ("z0",), "ZeRO 2": ("z2", "adam-z2"), "ZeRO 3": ("z3-bf16",)}
+SHORT_SAVES = ("adam-z2",)
+COLUMNS = (*GROUPS, "own save", "newest's save", "save in newest")
+"""Of the table. The last three: which saves go on where they are loaded; it loads its own, that of the newest tested
+version, and is loaded by that."""
 
 
 def tested() -> tuple[str, ...]:
@@ -55,10 +62,10 @@ def folder(name: str) -> str:
     return str(place)
 
 
-def ran(name: str, groups: dict[str, tuple[str, ...]]) -> dict[str, dict[str, str]]:
-    """Column -> mode -> "" where it trained as the reference, else what happened; in processes of its own."""
+def in_version(name: str, *arguments: str) -> Any:
+    """What ``python -m tests.versions`` says with another DeepSpeed."""
     path = os.pathsep.join(filter(None, [folder(name), str(ROOT), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "tests.versions", "--here", json.dumps(groups)]
+    command = [sys.executable, "-m", "tests.versions", *arguments]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("result ")]
     if done.returncode or not lines:
@@ -66,25 +73,34 @@ def ran(name: str, groups: dict[str, tuple[str, ...]]) -> dict[str, dict[str, st
     return json.loads(lines[-1].removeprefix("result "))
 
 
-def here(groups: dict[str, tuple[str, ...]]) -> dict[str, dict[str, str]]:
-    """What :func:`ran` says, of the DeepSpeed that this process imports."""
-    results = {}
+def ran(
+    name: str, newest: str, groups: Mapping[str, tuple[str, ...]] = GROUPS, saves: tuple[str, ...] = CHECKPOINTS
+) -> dict[str, dict[str, str]]:
+    """Column -> mode -> "" where it did as it should, else what happened."""
+    found = {}
+    pairs = {"own save": (name, name), "newest's save": (newest, name), "save in newest": (name, newest)}
     for column, modes in groups.items():
-        target = "resumed" if column == "resumed" else "equal"
-        found = _run(target, list(modes))
-        if len(modes) > 1:
-            found = {mode: found[mode] or _run(target, [mode])[mode] for mode in modes} if found else {}
-        results[column] = found or {mode: _run(target, [mode])[mode] for mode in modes}
-        print(column, results[column], file=sys.stderr, flush=True)
-    return results
+        found[column] = in_version(name, "--task", "equal", "", *modes)
+        print(name, column, json.dumps(found[column]), file=sys.stderr, flush=True)
+    for column, (saver, loader) in pairs.items():
+        if column == "own save" or name != newest:
+            found[column] = checkpoints(saver, loader, saves)
+            print(name, column, json.dumps(found[column]), file=sys.stderr, flush=True)
+    return found
 
 
-def _run(target: str, modes: list[str]) -> dict[str, str]:
+def here(task: str, place: str, modes: list[str]) -> dict[str, Any]:
+    """Of the DeepSpeed that this process imports: mode -> what the task returns, or its error."""
+    found = _run(task, place, modes)
+    return found or {mode: _run(task, place, [mode])[mode] for mode in modes}
+
+
+def _run(task: str, place: str, modes: list[str]) -> dict[str, Any]:
     """{} if several modes did not get to the end together."""
     from tests.ranks import run_ranks
 
     try:
-        return run_ranks(f"tests.versions:{target}", world=2, payload=modes)[0]
+        return run_ranks(f"tests.versions:{task}", world=2, payload=(modes, place))[0]
     except AssertionError as problem:
         if len(modes) > 1:
             return {}
@@ -93,42 +109,60 @@ def _run(target: str, modes: list[str]) -> dict[str, str]:
         return {modes[0]: lines[-1] if lines else "a rank died"}
 
 
-def equal(modes: list[str]) -> dict[str, str]:
+def equal(payload: tuple[list[str], str]) -> dict[str, str]:
     """Trained weights against the reference, within what rounding may do; on rank 0."""
     from tests.deepspeed.runs import compare
 
-    found = compare([(mode, ACCUMULATION) for mode in modes])
+    found = compare([(mode, ACCUMULATION) for mode in payload[0]])
     return {
         mode: "" if result["difference"] <= result["bound"] else f"weights differ by {result['difference']:.1e}"
         for (mode, _), result in found.items()
     }
 
 
-def resumed(modes: list[str]) -> dict[str, str]:
-    """5 steps, a save, 4 steps: in one engine, and the last 4 in another one that has loaded the save."""
-    import tempfile
-
-    import torch.distributed as dist
-
+def saved(payload: tuple[list[str], str]) -> dict[str, list[float]]:
+    """Modes -> losses of 4 steps after 5 and a save into a folder."""
     from tests.deepspeed.modes import BY_NAME
     from tests.deepspeed.runs import build, patched, train
 
     results = {}
-    for name in modes:
-        mode, place = BY_NAME[name], [tempfile.mkdtemp()]
-        dist.broadcast_object_list(place)
-        with patched(mode):
-            first = build(mode, 1)
-            train(first, 1, steps=5)
-            first.save_checkpoint(place[0])
-            expected = train(first, 1, steps=4, first=5)
-            second = build(mode, 1, seed=99)
-            second.load_checkpoint(place[0])
-            losses = train(second, 1, steps=4, first=5)
-        results[name] = "" if losses == expected else f"losses {losses}, without a stop {expected}"
-        first.destroy()
-        second.destroy()
+    for name in payload[0]:
+        with patched(BY_NAME[name]):
+            engine = build(BY_NAME[name], 1)
+            train(engine, 1, steps=5)
+            engine.save_checkpoint(f"{payload[1]}/{name}")
+            results[name] = train(engine, 1, steps=4, first=5)
+        engine.destroy()
     return results
+
+
+def loaded(payload: tuple[list[str], str]) -> dict[str, list[float]]:
+    """The same of an engine that has loaded that save."""
+    from tests.deepspeed.modes import BY_NAME
+    from tests.deepspeed.runs import build, patched, train
+
+    results = {}
+    for name in payload[0]:
+        with patched(BY_NAME[name]):
+            engine = build(BY_NAME[name], 1, seed=99)
+            engine.load_checkpoint(f"{payload[1]}/{name}")
+            results[name] = train(engine, 1, steps=4, first=5)
+        engine.destroy()
+    return results
+
+
+def checkpoints(saver: str, loader: str, modes: tuple[str, ...]) -> dict[str, str]:
+    """Mode -> "" where a run that loads another version's save goes on as that, else what happened."""
+    with tempfile.TemporaryDirectory() as place:
+        expected, found = (
+            in_version(name, "--task", task, place, *modes) for name, task in ((saver, "saved"), (loader, "loaded"))
+        )
+    problems = {}
+    for mode in modes:
+        told = [str(each[mode]) for each in (expected, found) if not isinstance(each[mode], list)]
+        same = not told and all(abs(a - b) < 1e-5 for a, b in zip(expected[mode], found[mode], strict=True))
+        problems[mode] = "" if same else told[0] if told else f"losses {found[mode]}, of the saver {expected[mode]}"
+    return problems
 
 
 # the table
@@ -136,15 +170,17 @@ def resumed(modes: list[str]) -> dict[str, str]:
 
 def cell(found: dict[str, str]) -> str:
     """Of a column: how many modes ran, and the names of the others."""
+    if not found:
+        return "-"
     wrong = [mode for mode, problem in found.items() if problem]
     return f"{len(found) - len(wrong)} of {len(found)}" + (f": not {', '.join(wrong)}" if wrong else "")
 
 
 def table(results: dict[str, dict[str, dict[str, str]]]) -> str:
     """Markdown; results by version."""
-    rows = [f"| deepspeed | {' | '.join(GROUPS)} |", "|---" * (1 + len(GROUPS)) + "|"]
-    rows += [f"| {name} | {' | '.join(cell(found[column]) for column in GROUPS)} |" for name, found in results.items()]
-    return "\n".join(rows)
+    rows = [("deepspeed", *COLUMNS), ("---",) * (1 + len(COLUMNS))]
+    rows += [(name, *(cell(found.get(column, {})) for column in COLUMNS)) for name, found in results.items()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def write(text: str, document: Path = DOCUMENT) -> None:
@@ -157,14 +193,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="versions; the table is printed, not written")
     parser.add_argument("--short", action="store_true", help="the oldest and the newest, a few modes")
-    parser.add_argument("--here", help=argparse.SUPPRESS)
+    parser.add_argument("--task", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.here:
-        print("result", json.dumps(here(json.loads(arguments.here))), flush=True)
+    if arguments.task:
+        task, place, *modes = arguments.task
+        print("result", json.dumps(here(task, place, modes)), flush=True)
         return
-    names = tested()
-    names, groups = ((names[0], names[-1]), SHORT) if arguments.short else (arguments.only or names, GROUPS)
-    results = {name: ran(name, groups) for name in names}
+    oldest, newest = tested()[0], tested()[-1]
+    if arguments.short:
+        results = {name: ran(name, newest, SHORT, SHORT_SAVES) for name in (oldest, newest)}
+    else:
+        results = {name: ran(name, newest) for name in arguments.only or tested()}
     problems = [
         f"deepspeed {name}, {column}, {mode}: {problem}"
         for name, found in results.items()

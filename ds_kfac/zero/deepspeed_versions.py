@@ -44,6 +44,29 @@ def untested() -> str | None:
     return f"deepspeed {deepspeed.__version__} is newer than the tested {TESTED[-1]}; the self-test at attach passed"
 
 
+# faults that a version had mended, for the attach report
+
+
+def offload_faults(micro_batches: int) -> tuple[str, ...]:
+    """Of ZeRO-1/2 with offload; mended in 0.19.0."""
+    if micro_batches < 3 or Version(deepspeed.__version__).release >= (0, 19):
+        return ()
+    return (
+        "before 0.19 it sums the first and the last micro-batch of a step alone with offload: use deepspeed 0.19, or 2 "
+        "micro-batches a step at most",
+    )
+
+
+def bf16_optimizer_faults() -> tuple[str, ...]:
+    """Of BF16_Optimizer; 0.18.0 has not got it yet, 0.18.9 has, and 0.19.0 has mended it."""
+    if not (0, 18, 0) < Version(deepspeed.__version__).release < (0, 19):
+        return ()
+    return (
+        "before 0.19 it adds a step's last micro-batch after gradients were averaged, so each rank trains on its own: "
+        "use deepspeed 0.19",
+    )
+
+
 # engines
 
 

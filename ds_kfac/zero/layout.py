@@ -337,6 +337,10 @@ class BF16(ShardLayout):
 
     replicated = True
 
+    def __init__(self, engine, *values, **named) -> None:
+        super().__init__(engine, *values, **named)
+        self.faults += deepspeed_versions.bf16_optimizer_faults()
+
     @cached_property
     def dtype(self) -> torch.dtype:
         return self.optimizer.grad_acc_dtype

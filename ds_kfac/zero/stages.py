@@ -117,6 +117,8 @@ class Stage12(ZeroLayout):
             self.faults += (
                 "with round_robin_gradients safe_get_full_* and universal checkpoints read other parameters",
             )
+        if self.offloads:
+            self.faults += deepspeed_versions.offload_faults(engine.gradient_accumulation_steps())
         if deepspeed_versions.applies_nonfinite(optimizer):
             self.faults += ("in bf16 it applies gradients that are not finite, unless bf16.check_grad_overflow is set",)
 

@@ -64,7 +64,7 @@ def test_what_is_wrong_is_named_with_its_remedy(damage, name, remedy, capsys, mo
 
 
 @pytest.mark.parametrize("has, where", [
-    ("0.18.5", "inside"), ("0.20.1", "outside of"), ("0.19.8+cu121", "inside"), ("0.19.8", "inside"), ("0.17.0", "inside"),
+    ("0.18.5", "inside"), ("0.20.1", "outside of"), ("0.19.8+cu121", "inside"), ("0.17.0", "inside"),
 ])  # fmt: skip
 def test_a_version_is_said_to_be_inside_the_tested_range_or_not(has, where, monkeypatch):
     monkeypatch.setattr(doctor, "version", lambda name: has)
