@@ -5,6 +5,7 @@ the first of :data:`TESTED` that has it. Nothing else in the package touches one
 A wrong guess here is no wrong gradient: the self-test at attach proves where a version keeps gradients.
 """
 
+import inspect
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -54,6 +55,18 @@ def offload_faults(micro_batches: int) -> tuple[str, ...]:
     return (
         "before 0.19 it sums the first and the last micro-batch of a step alone with offload: use deepspeed 0.19, or 2 "
         "micro-batches a step at most",
+    )
+
+
+def accumulation_faults(optimizer: Any, micro_batches: int) -> tuple[str, ...]:
+    """Of ZeRO-2 without offload in 0.17.6 and 0.18.0, not in 0.17.0 and 0.18.9; read from its code, as it is not known
+    in which versions between."""
+    code = inspect.getsource(type(optimizer).independent_gradient_partition_epilogue)
+    mended = "all_grad_tensors[i] =" not in code or "in self.all_grad_tensors" in code
+    if micro_batches < 2 or mended or not optimizer.partition_gradients:
+        return ()
+    return (
+        "this DeepSpeed forgets all micro-batches of a step but the last: use 0.18.9 or later, or 1 micro-batch a step",
     )
 
 

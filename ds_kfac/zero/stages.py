@@ -117,8 +117,11 @@ class Stage12(ZeroLayout):
             self.faults += (
                 "with round_robin_gradients safe_get_full_* and universal checkpoints read other parameters",
             )
+        micro_batches = engine.gradient_accumulation_steps()
         if self.offloads:
-            self.faults += deepspeed_versions.offload_faults(engine.gradient_accumulation_steps())
+            self.faults += deepspeed_versions.offload_faults(micro_batches)
+        else:
+            self.faults += deepspeed_versions.accumulation_faults(optimizer, micro_batches)
         if deepspeed_versions.applies_nonfinite(optimizer):
             self.faults += ("in bf16 it applies gradients that are not finite, unless bf16.check_grad_overflow is set",)
 

@@ -72,9 +72,36 @@ def test_an_older_deepspeed_is_refused_and_a_newer_one_is_named(installed, refus
     assert (refusal is not None, line is not None) == (refused, untested)
     if refused:
         assert installed in refusal and "pip install 'deepspeed>=0.17'" in refusal
+        with pytest.raises(ImportError, match="pip install"):
+            deepspeed_versions.check()
     if untested:
         newest = deepspeed_versions.TESTED[-1]
         assert line == f"deepspeed {installed} is newer than the tested {newest}; the self-test at attach passed"
+
+
+class Forgets:
+    """As in 0.18.0; what a micro-batch left is put in its place until the last one's is averaged."""
+
+    partition_gradients = True
+
+    def independent_gradient_partition_epilogue(self):
+        for i in (0,):
+            if i not in self.averaged_gradients:
+                self.all_grad_tensors[i] = self.new
+
+
+class Keeps(Forgets):
+    """As in 0.18.9."""
+
+    def independent_gradient_partition_epilogue(self):
+        for i in (0,):
+            if i not in self.all_grad_tensors:
+                self.all_grad_tensors[i] = self.new
+
+
+def test_a_stage_2_that_forgets_micro_batches_is_a_known_fault():
+    found = deepspeed_versions.accumulation_faults
+    assert len(found(Forgets(), 2)) == 1 and found(Forgets(), 1) == found(Keeps(), 2) == ()
 
 
 @pytest.mark.parametrize(
@@ -94,8 +121,7 @@ def test_the_table_of_versions_has_a_row_a_tested_version_and_a_cell_a_column():
     assert tuple(row[0] for row in rows) == deepspeed_versions.TESTED == tests.versions.tested()
     for row in rows:
         for cell, column in zip(row[1:], tests.versions.COLUMNS, strict=True):
-            if cell == "-":
-                assert row[0] == deepspeed_versions.TESTED[-1] and column in ("newest's save", "save in newest")
+            if cell == "-":  # did not run
                 continue
             modes = tests.versions.GROUPS.get(column, tests.versions.CHECKPOINTS)
             ran, of, failed = re.fullmatch(r"(\d+) of (\d+)(?:: not (.+))?", cell).groups()
