@@ -14,7 +14,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 """Column of the table -> names of tests/deepspeed/modes.py: K-FAC into AdamW (fp32) or SGD (16 bits), and KFACAdamW."""
 CHECKPOINTS = ("z0", "z2", "adam-z2", "adam-z3")
-SHORT = {"ZeRO 0": ("z0",), "ZeRO 2": ("z2", "adam-z2"), "ZeRO 3": ("z3-bf16",)}
-SHORT_SAVES = ("adam-z2",)
+SHORT, SHORT_SAVES = ("z0", "z2", "adam-z2", "z3-bf16"), ("adam-z2",)
 COLUMNS = (*GROUPS, "own save", "newest's save", "save in newest")
 """Of the table. The last three: which saves go on where they are loaded; it loads its own, that of the newest tested
 version, and is loaded by that."""
@@ -73,18 +71,16 @@ def in_version(name: str, *arguments: str) -> Any:
     return json.loads(lines[-1].removeprefix("result "))
 
 
-def ran(
-    name: str, newest: str, groups: Mapping[str, tuple[str, ...]] = GROUPS, saves: tuple[str, ...] = CHECKPOINTS
-) -> dict[str, dict[str, str]]:
+def ran(name: str, newest: str) -> dict[str, dict[str, str]]:
     """Column -> mode -> "" where it did as it should, else what happened."""
     found = {}
     pairs = {"own save": (name, name), "newest's save": (newest, name), "save in newest": (name, newest)}
-    for column, modes in groups.items():
+    for column, modes in GROUPS.items():
         found[column] = in_version(name, "--task", "equal", "", *modes)
         print(name, column, json.dumps(found[column]), file=sys.stderr, flush=True)
     for column, (saver, loader) in pairs.items():
         if column == "own save" or name != newest:
-            found[column] = checkpoints(saver, loader, saves)
+            found[column] = checkpoints(saver, loader, CHECKPOINTS)
             print(name, column, json.dumps(found[column]), file=sys.stderr, flush=True)
     return found
 
@@ -201,7 +197,9 @@ def main() -> None:
         return
     oldest, newest = tested()[0], tested()[-1]
     if arguments.short:
-        results = {name: ran(name, newest, SHORT, SHORT_SAVES) for name in (oldest, newest)}
+        results = {name: {"short": in_version(name, "--task", "equal", "", *SHORT)} for name in (oldest, newest)}
+        for saver, loader in ((oldest, newest), (newest, oldest)):
+            results[saver][f"save in {loader}"] = checkpoints(saver, loader, SHORT_SAVES)
     else:
         results = {name: ran(name, newest) for name in arguments.only or tested()}
     problems = [
