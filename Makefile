@@ -25,7 +25,7 @@ LAUNCHER = $(BIN)/deepspeed --num_accelerators $(RANKS)
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 LAUNCH = $(LAUNCHER) examples/train_gpt.py --steps $(STEPS)
 
-.PHONY: setup train train-moe train-images compare converge scale gpu test quick processors integrations integrations-more campaign check docs release clean
+.PHONY: setup train train-moe train-images compare converge scale gpu test quick processors integrations integrations-more versions versions-short campaign check docs release clean
 
 setup: $(STAMP)
 
@@ -116,6 +116,13 @@ $(VENV)/more/%/.ready: pyproject.toml constraints.txt
 integrations-more: $(MORE:%=$(VENV)/more/%/.ready)
 	for tool in $(MORE); do $(VENV)/more/$$tool/bin/python -m pytest -rs tests/integrations/test_more.py $(ARGS) || failed=1; \
 		done; exit $$failed
+
+# every tested DeepSpeed, installed below .venv/deepspeed; versions-short: the oldest and the newest, a few modes
+versions: $(STAMP)
+	$(BIN)/python -m tests.versions $(ARGS)
+
+versions-short: $(STAMP)
+	$(BIN)/python -m tests.versions --short
 
 $(VENV)/.docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,docs]" && touch $@ \

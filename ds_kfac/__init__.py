@@ -7,6 +7,7 @@ or, where a framework calls ``deepspeed.initialize`` itself, ``ds_kfac.enable()`
 environment importing deepspeed or ds_kfac is enough.
 
 Raises:
+    ImportError: DeepSpeed is older than 0.17; it says what to install.
     ValueError: DS_KFAC is neither yes nor no.
 """
 
@@ -38,6 +39,9 @@ _is_command = sys.argv[0] == "-m" and sys.orig_argv[-len(sys.argv)].removeprefix
 DeepSpeed."""
 
 if TYPE_CHECKING or not _is_command:
+    from ds_kfac.zero.deepspeed_versions import check
+
+    check()  # before what an old one lacks is imported
     from ds_kfac.public import *  # noqa: F403
     from ds_kfac.public import __all__ as __all__
 

@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     plot.add_arguments(commands.add_parser("plot", help="draw a run's logs: csv, tensorboard, or the Trainer's"))
     # its arguments are DeepSpeed's launcher's, see below
     commands.add_parser("run", help=f"start a script with K-FAC enabled: {RUN}", add_help=False)
-    commands.add_parser("doctor", help="in ten lines, whether this environment will work, and what mends it")
+    commands.add_parser("doctor", help="in eleven lines, whether this environment will work, and what mends it")
     commands.add_parser("report", help="versions, accelerator, and what is supported here")
     commands.add_parser("config", help='every key of the "kfac" block, as Markdown')
     commands.add_parser("schema", help='JSON schema of a DeepSpeed config with a "kfac" block, for editors')

@@ -126,6 +126,8 @@ def init_deepspeed() -> None:
     on_cpu = get_accelerator().device_name() == "cpu"
     if on_cpu:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # before 0.19.8 gloo cannot gather into its flat weights, views of which it has given away; lists it can
+        deepspeed.comm.has_all_gather_into_tensor = lambda: False
     else:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))

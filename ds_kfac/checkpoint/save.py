@@ -26,6 +26,7 @@ from ds_kfac.curvature.methods import METHODS
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.update.state import LayerState
+from ds_kfac.zero.deepspeed_versions import writes_in_background
 
 Entries = dict[str, dict[str, Any]]
 """File name -> what the header says of it."""
@@ -216,7 +217,7 @@ def save_checkpoint(
         entry["save_id"] = header["save_id"]
     except CheckpointError as error:
         problem = entry["problem"] = str(error)
-    later = engine.checkpoint_engine.is_decoupled()  # written in the background; then DeepSpeed writes latest
+    later = writes_in_background(engine)  # written in the background; then DeepSpeed writes latest
     client_state = {**(client_state or {}), files.CLIENT_KEY: entry}
     result = original(save_dir, tag, client_state, save_latest and later, *args, **kwargs)
     headline = f"ds_kfac: could not write {Path(save_dir) / 'latest'}"

@@ -29,7 +29,7 @@ from ds_kfac.comm.message import of_ranks
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.factor import Side
 from ds_kfac.engine.monte_carlo import LossSampling
-from ds_kfac.engine.pipeline import TABLE, announcing
+from ds_kfac.engine.pipeline import announcing
 from ds_kfac.engine.quadratic import QuadraticSteps
 from ds_kfac.engine.report import folded, of_hooks, report, with_hooks
 from ds_kfac.factors.export import export
@@ -44,6 +44,7 @@ from ds_kfac.model.share import Share, share_of
 from ds_kfac.step.draft import Draft
 from ds_kfac.step.job import Job, counters, events, selected
 from ds_kfac.step.preconditioner import KFACPreconditioner
+from ds_kfac.zero.deepspeed_versions import INSTRUCTIONS, STEP, set_gradient_norm
 from ds_kfac.zero.layout import restore, scaler_scale
 from ds_kfac.zero.weights import WeightRescaling
 
@@ -90,7 +91,7 @@ class Attachment:
         self._rescalings = [WeightRescaling(kfac.layout, kfac.layers) for kfac in parts]
         self._previous: dict[str, tuple[Any, Any]] = {}
         groups = _groups(engine, job)
-        self._wrap("_take_model_step", self._take_model_step)
+        self._wrap(STEP, self._take_model_step)
         self._wrap("forward", self._forward)
         self._wrap("backward", self._backward)
         if config.checkpoint.grams:
@@ -100,7 +101,7 @@ class Attachment:
         self._wrap("load_checkpoint", partial(load_checkpoint, engine, job, groups))
         self._wrap("destroy", self._destroy)
         if isinstance(engine, PipelineEngine):
-            self._put(TABLE, announcing(engine, job))
+            self._put(INSTRUCTIONS, announcing(engine, job))
         self._printed = [TIMER + stage for stage in STAGES] if kfac.metrics.timers is not None else []
         engine.engine_timers.global_timers += self._printed
         setattr(engine, HANDLE, self)
@@ -387,4 +388,4 @@ def clipped(kfac: KFACPreconditioner, draft: Draft) -> Iterator[None]:
     with kfac.layout.unclipped():
         yield
     if engine.was_step_applied() and engine.get_global_grad_norm() is not None:
-        engine._global_grad_norm = norm
+        set_gradient_norm(engine, norm)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ds_kfac.engine.attachment import HANDLE
 from ds_kfac.model.noise import NoiseScale
+from ds_kfac.zero.deepspeed_versions import caller_sets_boundaries
 
 MARGIN = 2.5
 FIRST = 5
@@ -77,7 +78,7 @@ class BatchRamp:
             return f"at has to be 1 to {possible} ascending numbers of samples ({self.largest} at most), got {list(at)}"
         if isinstance(self.inner, BatchRamp):
             return "this engine has a ramp"
-        if not engine.managed_gradient_accumulation() or engine._is_gradient_accumulation_boundary is not None:
+        if caller_sets_boundaries(engine):
             return "the caller says where a step ends (Accelerate does), so that no batch can grow here"
         if engine.micro_steps % engine.gradient_accumulation_steps() and not isinstance(engine, PipelineEngine):
             return "the engine is in the middle of a step; call it after engine.step()"
@@ -106,7 +107,7 @@ class BatchRamp:
     def step(self, *args: Any, **named: Any) -> None:
         """DeepSpeed calls it after a step that was applied. With arguments, such as a number of samples or a metric,
         the schedule is stepped once, with them."""
-        if self.engine._is_gradient_accumulation_boundary is not None:
+        if caller_sets_boundaries(self.engine):
             raise RuntimeError(
                 "ds_kfac: BatchRamp: the caller says where a step ends (set_gradient_accumulation_boundary), so the "
                 "batch does not grow, and DeepSpeed would divide the loss as if it did; train without a ramp"

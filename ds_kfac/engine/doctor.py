@@ -1,4 +1,4 @@
-"""``python -m ds_kfac doctor``: in ten lines, whether this environment will work, and what mends it."""
+"""``python -m ds_kfac doctor``: in eleven lines, whether this environment will work, and what mends it."""
 
 import os
 import shutil
@@ -11,16 +11,25 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 import ds_kfac_startup
 from ds_kfac.engine.beforehand import COMPILED, extensions_root, is_compiled
 from ds_kfac.ops.check import gpu_architecture, gpu_problem
 from ds_kfac.ops.dispatch import chosen
+from ds_kfac.zero.deepspeed_versions import OLDEST, TESTED
 
 Found = tuple[str, str]
 """What was found, and what is to be done; "" where all is well."""
-NEEDS = ("torch>=2.4", "deepspeed>=0.19.8,<0.20")
+NEEDS = ("torch>=2.4", f"deepspeed>={OLDEST}")
 """Where ds_kfac itself is not installed but imported from its sources."""
+TESTED_RANGES = {
+    "torch": ("2.11.0", "2.14.1"),
+    "deepspeed": (TESTED[0], TESTED[-1]),
+    "triton": ("3.6.0", "3.9.0"),
+    "transformers": ("5.23.0", "5.23.0"),
+}
+"""Package -> the oldest and the newest version with which tests ran."""
 
 
 def doctor(_: object = None) -> str:
@@ -44,7 +53,25 @@ def _package(name: str) -> Found:
     except PackageNotFoundError:
         return "not installed", f"pip install '{need}'"
     fits = need.specifier.contains(has.partition("+")[0], prereleases=True)
-    return has, "" if fits else f"pip install '{need}'"
+    return _with_range(name, has), "" if fits else f"pip install '{need}'"
+
+
+def _with_range(name: str, has: str) -> str:
+    """A version, and whether it lies in what was tested."""
+    oldest, newest = TESTED_RANGES[name]
+    release = [Version(each).release for each in (oldest, has, newest)]
+    return f"{name} {has}, {'inside' if release == sorted(release) else 'outside of'} the tested {oldest} to {newest}"
+
+
+def _others() -> Found:
+    """Packages that ds_kfac does not need."""
+    found = []
+    for name in ("triton", "transformers"):
+        try:
+            found.append(_with_range(name, version(name)))
+        except PackageNotFoundError:
+            found.append(f"no {name}")
+    return "; ".join(found), ""
 
 
 def _device() -> Found:
@@ -120,6 +147,7 @@ def _enabled() -> Found:
 QUESTIONS: dict[str, Callable[[], Found]] = {
     "torch": lambda: _package("torch"),
     "deepspeed": lambda: _package("deepspeed"),
+    "also here": _others,
     "device": _device,
     "communication": _communication,
     "compiler": _compiler,

@@ -12,9 +12,7 @@ from torch.autograd import Function
 
 from ds_kfac.model.loss import Forward
 from ds_kfac.step.job import Job
-
-TABLE = "_INSTRUCTION_MAP"
-"""The pipeline engine's table of instructions, looked up on the instance."""
+from ds_kfac.zero.deepspeed_versions import INSTRUCTIONS
 
 
 def announcing(engine: Any, job: Job) -> dict[type, Any]:
@@ -23,7 +21,7 @@ def announcing(engine: Any, job: Job) -> dict[type, Any]:
 
     The last stage calls DeepSpeed's backward past the engine's attribute, others start from a received gradient.
     """
-    table, captures = getattr(engine, TABLE), [kfac.capture for kfac in job.preconditioners]
+    table, captures = getattr(engine, INSTRUCTIONS), [kfac.capture for kfac in job.preconditioners]
     forwards: dict[int, list[Forward]] = {}  # buffer of a micro-batch -> its forward, of each capture
 
     def forward(self: Any, buffer_id: int) -> None:

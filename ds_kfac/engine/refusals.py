@@ -13,13 +13,13 @@ from deepspeed.runtime.constants import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEF
 from deepspeed.runtime.engine import DummyOptim
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.utils import groups
 from torch import nn
 
 from ds_kfac.comm.message import gathered
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.config.values import AUTO
 from ds_kfac.model.expert_rows import is_autoep
+from ds_kfac.zero import deepspeed_versions
 from ds_kfac.zero.registry import is_waiting, tensor_shard
 
 COMPRESSED = ("onebitadam", "onebitlamb", "zerooneadam")
@@ -94,7 +94,7 @@ def of_engine(engine: Any, config: KFACConfig, own: str | None) -> Context:
     pipeline = isinstance(engine, PipelineEngine)
     # a pipeline reduces by an instruction of its own
     averages = engine.pipeline_enable_backward_allreduce if pipeline else engine.enable_backward_allreduce
-    offload = getattr(engine._config.zero_config, "offload_optimizer", None)
+    offload = deepspeed_versions.offload(engine)
     return Context(
         config=config,
         own=own,
@@ -103,18 +103,18 @@ def of_engine(engine: Any, config: KFACConfig, own: str | None) -> Context:
         compressed=not averages,
         stage=int(engine.zero_optimization_stage()),
         parameters=engine.get_data_types()[0],
-        autocast=engine.torch_autocast_dtype() if engine.torch_autocast_enabled() else None,
+        autocast=deepspeed_versions.autocast(engine),
         bf16_optimizer=isinstance(engine.optimizer, BF16_Optimizer),
         clips=bool(engine.gradient_clipping()),
-        computes_norms=engine.zero_compute_grad_norm(),
+        computes_norms=deepspeed_versions.computes_norms(engine),
         deep_compiled=engine.is_deepcompile_enabled(),
-        zenflow=bool(engine.zenflow),
+        zenflow=deepspeed_versions.zenflow(engine),
         offload_device=getattr(offload, "device", None),
         super_offload=bool(getattr(offload, "super_offload", False)),
         engine=engine,
         pipeline=pipeline,
         sharded=tensor_shard(engine)[1] > 1,
-        sequence=groups._get_sequence_parallel_world_size() > 1,
+        sequence=deepspeed_versions.sequence_parallel_size() > 1,
         experts=engine.has_moe_layers,
     )
 

@@ -24,6 +24,7 @@ from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import Value
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.update.rotation import stacked_bytes
+from ds_kfac.zero import deepspeed_versions
 from ds_kfac.zero.layout import is_hooked
 
 LINES = 12
@@ -240,10 +241,11 @@ def attach_warnings(kfac: KFACPreconditioner, given: KFACConfig) -> list[str]:
             'BatchNorm does not run on a CPU with 16-bit weights and fp32 statistics; set "data_types": '
             '{"buffer_dtype": ...} to the weights\' dtype'
         )
-    if engine.torch_autocast_enabled() and kfac.layout.grad_scaler:
+    if kfac.layout.grad_scaler:
         faults.append("torch_autocast fp16 skips overflowed steps without notice; ds_kfac watches its scale")
     known = (f"  known fault of this mode in DeepSpeed: {fault}" for fault in faults)
-    return [*(f"  WARNING: {text}" for text in texts), *known]
+    newer = deepspeed_versions.untested()
+    return [*(f"  WARNING: {text}" for text in texts), *known, *([f"  {newer}"] if newer else [])]
 
 
 def with_hooks(kfac: KFACPreconditioner) -> list[str]:

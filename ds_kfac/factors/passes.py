@@ -22,6 +22,7 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.loss import returned_loss
 from ds_kfac.model.rows import Call, RowSums
 from ds_kfac.model.samplers import Sampler
+from ds_kfac.zero.deepspeed_versions import autocast
 
 SCALES = {torch.float16: 2.0**12}
 """Of a loss whose gradients would underflow in 16 bits; others have 1."""
@@ -223,9 +224,8 @@ class Passes:
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """The engine's; else what is around the call, if anything is."""
-        if self.engine is None or not self.engine.torch_autocast_enabled():
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.engine.torch_autocast_dtype())
+        dtype = None if self.engine is None else autocast(self.engine)
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
     def _value(self, batch: Any, number: int, capture: Capture) -> Any:
         """The loss of a batch; on drawn labels for a true Fisher."""

@@ -15,6 +15,7 @@ from deepspeed.runtime.torch_autocast import get_comm_dtype
 from torch import Tensor, nn
 
 from ds_kfac.update.rotation import lengths
+from ds_kfac.zero import deepspeed_versions
 from ds_kfac.zero.shards import Piece, Shard, ShardMap
 
 KnownGradient = Callable[[nn.Parameter], Tensor]
@@ -22,7 +23,7 @@ KnownGradient = Callable[[nn.Parameter], Tensor]
 
 
 class ShardLayout(ABC):
-    """One engine mode. Reads and writes happen at ``engine._take_model_step``: gradients are averaged over ranks and
+    """One engine mode. Reads and writes happen at ``_take_model_step``: gradients are averaged over ranks and
     micro-batches, still carry the loss scale, and nothing has been checked, clipped or stepped.
 
     Args:
@@ -213,7 +214,7 @@ class ShardLayout(ABC):
 
     def fallback_seed(self) -> Tensor | float:
         """The scale of a backward that did not go through ``engine.backward``, as DeepSpeed would have applied it."""
-        scale = self.manual_scale() if self.engine._manual_backward_expected else 1.0
+        scale = self.manual_scale() if deepspeed_versions.manual_backward(self.engine) else 1.0
         return scale / self.engine.gradient_accumulation_steps()
 
     @classmethod
@@ -282,7 +283,7 @@ class Replicated(ShardLayout):
 
     def __init__(self, engine, *values, **named) -> None:
         super().__init__(engine, *values, **named)
-        self.grad_scaler = engine.torch_autocast_z0_gradscaler
+        self.grad_scaler = deepspeed_versions.grad_scaler(engine)
         self._trained = [param for group in self.groups for param in group if param.requires_grad]
         self._before: list[Tensor | None] = []
         if engine.pipeline_parallelism and engine.gradient_clipping():
@@ -329,17 +330,17 @@ class ReplicatedHalf(Replicated):
 
     def __init__(self, engine, *values, **named) -> None:
         super().__init__(engine, *values, **named)
-        if self.optimizer.loss_scale_config.use_grad_scaling:
+        if deepspeed_versions.lacks_loss_scale(self.optimizer):
             self.faults += (
                 "at stage 0 fp16 it divides gradients by a loss scale it never multiplied by (deepspeed PR 8393): "
                 "steps of SGD are too small by it, and clipping sees a norm that is",
             )
 
     def grad_scale(self) -> float:
-        return float(self.optimizer.loss_scale_config.cur_scale)
+        return deepspeed_versions.loss_scale(self.optimizer)
 
     def manual_scale(self) -> float:
-        return 1.0
+        return self.grad_scale() if deepspeed_versions.multiplies_loss(self.optimizer) else 1.0
 
 
 class BF16(ShardLayout):
@@ -349,6 +350,10 @@ class BF16(ShardLayout):
     """
 
     replicated = True
+
+    def __init__(self, engine, *values, **named) -> None:
+        super().__init__(engine, *values, **named)
+        self.faults += deepspeed_versions.bf16_optimizer_faults()
 
     @cached_property
     def dtype(self) -> torch.dtype:

@@ -27,7 +27,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank, bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
 
@@ -35,6 +34,7 @@ from ds_kfac.comm.message import Channel, Part, deliver, failing_together, gathe
 from ds_kfac.model.expert_rows import is_autoep
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import SHARDS
+from ds_kfac.zero.deepspeed_versions import expert_data_parallel_group, expert_parallel_rank
 from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import BF16, Replicated, ReplicatedHalf, ShardLayout
 from ds_kfac.zero.shards import Piece
@@ -118,8 +118,7 @@ def domains(engine: Any, params: Sequence[nn.Parameter]) -> tuple[Domain, ...]:
     dense = [p for p in trained if not is_moe_param(p)]
     found = [make(name, dense, engine.seq_data_parallel_group, shard=shard)]
     for mixture, experts in mixtures.items():
-        rank = groups._get_expert_parallel_rank(mixture)
-        group = groups._get_expert_data_parallel_group(mixture)
+        rank, group = expert_parallel_rank(mixture), expert_data_parallel_group(mixture)
         first = _first_experts(engine.module, {id(p) for p in experts}, rank)
         found.append(make(f"experts_{mixture}_rank_{rank}", experts, group, first_experts=first))
     return tuple(found)

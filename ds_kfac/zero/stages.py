@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_kfac.zero import deepspeed_versions
 from ds_kfac.zero.layout import KnownGradient, ShardLayout, scaler_scale
 from ds_kfac.zero.shards import Shard, partition_chunks, partition_flat
 
@@ -31,7 +32,7 @@ class ZeroLayout(ShardLayout):
     def __init__(self, engine: Any, *values: Any, **named: Any) -> None:
         super().__init__(engine, *values, **named)
         self.offloads = self.offloaded(self.optimizer)
-        self.grad_scaler = self.optimizer.torch_autocast_gradscaler
+        self.grad_scaler = deepspeed_versions.grad_scaler(engine)
         self.clips_scaled = bool(self.grad_scaler)
         if self.clips_scaled and self.optimizer.clip_grad > 0:
             self.faults += ("with torch_autocast fp16 it clips the gradient while it carries the GradScaler's scale",)
@@ -47,8 +48,8 @@ class ZeroLayout(ShardLayout):
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        optimizer = self.optimizer
-        return optimizer.master_weights_and_grads_dtype if self.offloads else optimizer.gradient_accumulation_dtype
+        dtype = deepspeed_versions.master_dtype if self.offloads else deepspeed_versions.gradient_dtype
+        return dtype(self.optimizer)
 
     @cached_property
     def in_place(self) -> bool:
@@ -112,11 +113,16 @@ class Stage12(ZeroLayout):
     def __init__(self, engine, *values, **named) -> None:
         super().__init__(engine, *values, **named)
         self._linked, optimizer = False, self.optimizer
-        if optimizer.round_robin_gradients and not optimizer.parameter_alignment:
+        if optimizer.round_robin_gradients and not deepspeed_versions.is_aligned(optimizer):
             self.faults += (
                 "with round_robin_gradients safe_get_full_* and universal checkpoints read other parameters",
             )
-        if optimizer.dtype == torch.bfloat16 and not optimizer.check_grad_overflow:
+        micro_batches = engine.gradient_accumulation_steps()
+        if self.offloads:
+            self.faults += deepspeed_versions.offload_faults(micro_batches)
+        else:
+            self.faults += deepspeed_versions.accumulation_faults(optimizer, micro_batches)
+        if deepspeed_versions.applies_nonfinite(optimizer):
             self.faults += ("in bf16 it applies gradients that are not finite, unless bf16.check_grad_overflow is set",)
 
     def _shards(self) -> list[Shard]:
@@ -126,22 +132,20 @@ class Stage12(ZeroLayout):
         # round_robin_bit16_* hold the order in the flat buffer, whether or not round_robin_gradients is on
         for group, params in enumerate(optimizer.round_robin_bit16_groups):
             size = int(optimizer.partition_size[group])
-            for param, offset in zip(params, optimizer.round_robin_bit16_offsets[group], strict=True):
+            for param, offset in zip(params, deepspeed_versions.offsets(optimizer, group), strict=True):
                 if id(param) in index:
                     shards += partition_flat(param.numel(), index[id(param)], group, offset, size, self.world)
         return shards
 
     def begin(self) -> None:
-        self.optimizer._wait_for_offload_copies()
+        deepspeed_versions.wait_for_offload(self.optimizer)
         if self.offloads:
             super().begin()
 
     def end(self) -> None:
         """DeepSpeed links parameters to their states in its first step when the first group has been stepped and the
         others have none yet; once they have, it is done again."""
-        if not self._linked and self.optimizer._hp_optimizer_states_linked:
-            self._linked, self.optimizer._hp_optimizer_states_linked = True, False
-            self.optimizer._lazy_init_hp_params_optimizer_state()
+        self._linked = self._linked or deepspeed_versions.link_states(self.optimizer)
 
     def _entry(self, shard: Shard) -> int:
         """Which entry of the list starts at the shard's offset in this rank's slice. It has the same form always."""
@@ -181,21 +185,17 @@ class Stage12(ZeroLayout):
                 for param in params:
                     setattr(param, attribute, known(param).view(param.shape).to(param.device, param.dtype))
                     optimizer.async_inplace_copy_grad_to_fp32_buffer_from_gpu(param)
-                optimizer._wait_for_offload_copies()
-            elif optimizer._use_compact_grad_partition_buffer(group):
-                self._install_compact(group, known)
+                deepspeed_versions.wait_for_offload(optimizer)
+            elif (buffer := deepspeed_versions.compact_buffer(optimizer, group)) is not None:
+                self._install_compact(group, known, buffer)
             else:
-                dtype = optimizer.gradient_accumulation_dtype
-                optimizer.all_grad_tensors[group] = [known(p).view(p.shape).to(p.device, dtype) for p in params]
-                optimizer.averaged_gradients[group] = optimizer.get_flat_partition(
-                    params, optimizer.first_offset[group], optimizer.partition_size[group], dtype=dtype,
-                    device=self.engine.device, param_group_idx=group, return_tensor_list=True,
-                )  # fmt: skip
+                gradients = [known(p).view(p.shape).to(p.device, self.dtype) for p in params]
+                optimizer.averaged_gradients[group] = deepspeed_versions.flat_partition(optimizer, group, gradients)
 
-    def _install_compact(self, group: int, known: KnownGradient) -> None:
+    def _install_compact(self, group: int, known: KnownGradient, buffer: Any) -> None:
         optimizer = self.optimizer
         rank = torch.distributed.get_rank(optimizer.real_dp_process_group[group])
-        optimizer.averaged_gradients[group] = optimizer._build_compact_grad_partition_buffer(group)
+        optimizer.averaged_gradients[group] = buffer
         for param in optimizer.params_in_partition[group]:
             param_id = optimizer.get_param_id(param)
             start = int(optimizer.grad_start_offset[group][rank][param_id])
@@ -205,20 +205,21 @@ class Stage12(ZeroLayout):
             flat.narrow(0, offset, numel).copy_(known(param).narrow(0, start, numel))
 
     def _flat(self, group: int) -> Tensor:
-        flat = self.optimizer._get_preflattened_grad_partition(group)
+        flat = deepspeed_versions.preflattened(self.optimizer, group)
         return super()._flat(group) if flat is None else flat
 
     def clear(self) -> None:
         super().clear()
-        self.optimizer.all_grad_tensors.clear()
+        deepspeed_versions.forget_gradients(self.optimizer)
 
     @classmethod
     def is_waiting(cls, engine: Any) -> bool:
         optimizer = engine.optimizer
-        kept = [*optimizer.averaged_gradients.values(), *optimizer.all_grad_tensors.values()]
         if cls.offloaded(optimizer):
-            kept += [*optimizer.norm_for_param_grads, *optimizer._offload_accumulated_param_ids]
-        return any(gradient is not None for gradient in kept) or super().is_waiting(engine)
+            waits = bool(optimizer.norm_for_param_grads) or deepspeed_versions.accumulated_on_host(optimizer)
+        else:
+            waits = any(gradient is not None for gradient in deepspeed_versions.accumulated(optimizer))
+        return waits or super().is_waiting(engine)
 
 
 class Stage3(ZeroLayout):
@@ -253,7 +254,7 @@ class Stage3(ZeroLayout):
     @classmethod
     def is_waiting(cls, engine: Any) -> bool:
         # its buffers keep the last step's gradient, which the next step's first one overwrites
-        return engine.optimizer.micro_step_id > 0 or engine.optimizer._epilogue_ran_this_backward
+        return deepspeed_versions.accumulated_at_stage_3(engine.optimizer)
 
     def end(self) -> None:
         """DeepSpeed keeps a parameter's last gradient: were it not used in the next step, that would be stepped with

@@ -20,6 +20,7 @@ from torch import Tensor
 from ds_kfac.comm.message import Arrivals, Part
 from ds_kfac.model.layers import LayerSpec, parameter_shape
 from ds_kfac.model.registry import MATRICES
+from ds_kfac.zero.deepspeed_versions import release_parameters
 from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ReplicatedHalf, ShardLayout
 from ds_kfac.zero.shards import Shard, ShardMap, parameter_names, plan_scatter
@@ -159,4 +160,4 @@ class WeightShift:
     def _release(self) -> None:
         """Gathered weights at stage 3: a forward gathers what is in the chunks then."""
         if self.chunked:
-            self.layout.optimizer._partition_all_parameters()
+            release_parameters(self.layout.optimizer)

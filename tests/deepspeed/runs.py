@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import inspect
 import io
 import os
 import re
@@ -15,10 +16,12 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import nn
 
 import ds_kfac
 from ds_kfac.directions.kfac_adamw import direction
+from ds_kfac.zero import deepspeed_versions
 from tests import spread
 from tests.choices import chosen
 from tests.deepspeed.modes import BY_NAME, LR, MICRO_ROWS, STEPS, Mode
@@ -118,7 +121,7 @@ def weights(engine) -> dict[str, torch.Tensor]:
             partition = partition.detach().to(engine.device)  # offloaded ones too: NCCL sees GPUs only
             partitions = [torch.empty_like(partition) for _ in range(dist.get_world_size())]
             dist.all_gather(partitions, partition)
-            flat, offsets = torch.cat(partitions), optimizer.round_robin_bit16_offsets[group]
+            flat, offsets = torch.cat(partitions), deepspeed_versions.offsets(optimizer, group)
             for p, offset in zip(optimizer.round_robin_bit16_groups[group], offsets, strict=True):
                 masters[id(p)] = flat.narrow(0, offset, p.numel()).view(p.shape)
     elif engine.zero_optimization():
@@ -151,8 +154,9 @@ def reference(
     for p in work.parameters():
         p.grad_dtype = torch.get_default_dtype()
     kfac = kind(work, **reference_options(kfac_config or mode.kfac_block))
-    # stage 0 fp16 divides by a loss scale it never multiplied by (deepspeed PR 8393); we follow
-    divisor = 2.0**8 if mode.dtype == "fp16" and mode.stage == 0 else 1.0
+    # stage 0 fp16 divides by a loss scale it never multiplied by (deepspeed PR 8393), since it has this attribute
+    unscaled = "loss_scale_config" in inspect.getsource(FP16_UnfusedOptimizer)
+    divisor = 2.0**8 if mode.dtype == "fp16" and mode.stage == 0 and unscaled else 1.0
     rounding = Rounding16(mode, model, world, accumulation) if variation.rounded else None
     step = ReferenceStep(mode, model, work, kfac, rounding=rounding)
     autocast_dtype = mode.extra.get("torch_autocast", {}).get("dtype")

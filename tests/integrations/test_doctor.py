@@ -11,12 +11,12 @@ def said(capsys) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_ten_lines_and_an_answer(capsys, monkeypatch, tmp_path):
+def test_eleven_lines_and_an_answer(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     for name in ("RANK", "WORLD_SIZE", "DS_KFAC"):
         monkeypatch.delenv(name, raising=False)
     lines = said(capsys)
-    assert len(lines) == 11 and all(line.split()[0] for line in lines)
+    assert len(lines) == 12 and all(line.split()[0] for line in lines)
     assert lines[0] == "ds_kfac doctor: this environment will work"
 
 
@@ -61,3 +61,14 @@ def test_what_is_wrong_is_named_with_its_remedy(damage, name, remedy, capsys, mo
     lines = said(capsys)
     assert lines[0] == f"ds_kfac doctor: to be mended: {name}"
     assert [line for line in lines[1:] if " -> " in line and line.split("  ")[1] == name and remedy in line], lines
+
+
+@pytest.mark.parametrize("has, where", [
+    ("0.18.5", "inside"), ("0.20.1", "outside of"), ("0.19.8+cu121", "inside"), ("0.17.0", "inside"),
+])  # fmt: skip
+def test_a_version_is_said_to_be_inside_the_tested_range_or_not(has, where, monkeypatch):
+    monkeypatch.setattr(doctor, "version", lambda name: has)
+    monkeypatch.setattr(doctor, "requires", lambda name: doctor.NEEDS)
+    what, remedy = doctor._package("deepspeed")
+    oldest, newest = doctor.TESTED_RANGES["deepspeed"]
+    assert (what, remedy) == (f"deepspeed {has}, {where} the tested {oldest} to {newest}", "")

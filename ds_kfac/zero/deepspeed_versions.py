@@ -1,0 +1,281 @@
+"""All that ds_kfac reads of DeepSpeed beyond what every supported version has: its private attributes, and those that
+came with a version. One function for each, which says since when, and what stands in its place before; "since" names
+the first of :data:`TESTED` that has it. Nothing else in the package touches one of them.
+
+A wrong guess here is no wrong gradient: the self-test at attach proves where a version keeps gradients.
+"""
+
+import inspect
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.utils import groups
+from packaging.version import Version
+from torch import Tensor
+
+OLDEST = "0.17"
+"""Of those that attach takes; older ones have other reductions, and no test here."""
+TESTED = ("0.17.0", "0.17.6", "0.18.0", "0.18.9", "0.19.0", "0.19.4", "0.19.8")
+"""By ``make versions``, oldest first."""
+
+
+def refusal() -> str | None:
+    """Why the installed DeepSpeed cannot be used, and what to install."""
+    if Version(deepspeed.__version__).release >= Version(OLDEST).release:
+        return None
+    return (
+        f"ds_kfac: deepspeed {deepspeed.__version__} is older than {OLDEST}, the oldest that ds_kfac works with: "
+        f"pip install 'deepspeed>={OLDEST}' ({TESTED[-1]} is the newest tested one)"
+    )
+
+
+def check() -> None:
+    """Raise ImportError with :func:`refusal`."""
+    if (why := refusal()) is not None:
+        raise ImportError(why)
+
+
+def untested() -> str | None:
+    """A line of the attach report, where the installed DeepSpeed is newer than all tested ones."""
+    if Version(deepspeed.__version__).release <= Version(TESTED[-1]).release:
+        return None
+    return f"deepspeed {deepspeed.__version__} is newer than the tested {TESTED[-1]}; the self-test at attach passed"
+
+
+# faults that a version had mended, for the attach report
+
+
+def offload_faults(micro_batches: int) -> tuple[str, ...]:
+    """Of ZeRO-1/2 with offload; mended in 0.19.0."""
+    if micro_batches < 3 or Version(deepspeed.__version__).release >= (0, 19):
+        return ()
+    return (
+        "before 0.19 it sums the first and the last micro-batch of a step alone with offload: use deepspeed 0.19, or 2 "
+        "micro-batches a step at most",
+    )
+
+
+def accumulation_faults(optimizer: Any, micro_batches: int) -> tuple[str, ...]:
+    """Of ZeRO-2 without offload in 0.17.6 and 0.18.0, not in 0.17.0 and 0.18.9; read from its code, as it is not known
+    in which versions between."""
+    code = inspect.getsource(type(optimizer).independent_gradient_partition_epilogue)
+    mended = "all_grad_tensors[i] =" not in code or "in self.all_grad_tensors" in code
+    if micro_batches < 2 or mended or not optimizer.partition_gradients:
+        return ()
+    return (
+        "this DeepSpeed forgets all micro-batches of a step but the last: use 0.18.9 or later, or 1 micro-batch a step",
+    )
+
+
+def bf16_optimizer_faults() -> tuple[str, ...]:
+    """Of BF16_Optimizer; 0.18.0 has not got it yet, 0.18.9 has, and 0.19.0 has mended it."""
+    if not (0, 18, 0) < Version(deepspeed.__version__).release < (0, 19):
+        return ()
+    return (
+        "before 0.19 it adds a step's last micro-batch after gradients were averaged, so each rank trains on its own: "
+        "use deepspeed 0.19",
+    )
+
+
+# engines
+
+
+STEP = "_take_model_step"
+"""The engine's method that attach wraps: gradients are averaged, and not checked, clipped or stepped. All versions."""
+INSTRUCTIONS = "_INSTRUCTION_MAP"
+"""The pipeline engine's table of instructions, looked up on the instance. All versions."""
+
+
+def manual_backward(engine: Any) -> bool:
+    """Whether the next backward is one that the user scaled by ``engine.scale``, since 0.18.9."""
+    return getattr(engine, "_manual_backward_expected", False)
+
+
+def caller_sets_boundaries(engine: Any) -> bool:
+    """Whether somebody else than the engine says where a step ends. ``managed_gradient_accumulation`` since 0.19.4."""
+    managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
+    return not managed or engine._is_gradient_accumulation_boundary is not None
+
+
+def computes_norms(engine: Any) -> bool:
+    """``zero_optimization.compute_grad_norm``, since 0.19.8; before, always."""
+    return getattr(engine, "zero_compute_grad_norm", lambda: True)()
+
+
+def autocast(engine: Any) -> torch.dtype | None:
+    """dtype of torch_autocast, since 0.17.6; None: off."""
+    enabled = getattr(engine, "torch_autocast_enabled", lambda: False)()
+    return engine.torch_autocast_dtype() if enabled else None
+
+
+def zenflow(engine: Any) -> bool:
+    """Since 0.17.6."""
+    return bool(getattr(engine, "zenflow", False))
+
+
+def offload(engine: Any) -> Any:
+    """``zero_optimization.offload_optimizer``; None: no offload. All versions."""
+    return getattr(engine._config.zero_config, "offload_optimizer", None)
+
+
+def set_gradient_norm(engine: Any, norm: Tensor) -> None:
+    """What ``get_global_grad_norm`` says. All versions."""
+    engine._global_grad_norm = norm
+
+
+def writes_in_background(engine: Any) -> bool:
+    """Whether its checkpoints are written after ``save_checkpoint`` has returned, since 0.17.6."""
+    return getattr(engine.checkpoint_engine, "is_decoupled", lambda: False)()
+
+
+def grad_scaler(engine: Any) -> Any:
+    """torch_autocast fp16's GradScaler: ZeRO's since 0.17.6, the engine's at stage 0 since 0.18.0; None: none."""
+    optimizer = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    return optimizer or getattr(engine, "torch_autocast_z0_gradscaler", None)
+
+
+# groups of ranks; all versions
+
+
+def expert_parallel_rank(mixture: str) -> int:
+    return groups._get_expert_parallel_rank(mixture)
+
+
+def expert_data_parallel_group(mixture: str) -> Any:
+    return groups._get_expert_data_parallel_group(mixture)
+
+
+def sequence_parallel_size() -> int:
+    return groups._get_sequence_parallel_world_size()
+
+
+# optimizers in 16 bits at stage 0
+
+
+def loss_scale(optimizer: Any) -> float:
+    """By what FP16_Optimizer and FP16_UnfusedOptimizer divide gradients. ``loss_scale_config`` since 0.18.9; before,
+    they have its values themselves."""
+    return float(getattr(optimizer, "loss_scale_config", optimizer).cur_scale)
+
+
+def multiplies_loss(optimizer: Any) -> bool:
+    """Whether a loss is multiplied by it: no longer since 0.18.9."""
+    return not hasattr(optimizer, "loss_scale_config")
+
+
+def lacks_loss_scale(optimizer: Any) -> bool:
+    """Whether they divide by a scale that no loss was multiplied by (deepspeed PR 8393)."""
+    return not multiplies_loss(optimizer) and bool(optimizer.loss_scale_config.use_grad_scaling)
+
+
+# ZeRO
+
+COMPACT = "_use_compact_grad_partition_buffer"
+
+
+def master_dtype(optimizer: Any) -> torch.dtype:
+    """Of masters and their gradients with offload. Others than fp32 since 0.18.9."""
+    return getattr(optimizer, "master_weights_and_grads_dtype", torch.float32)
+
+
+def gradient_dtype(optimizer: Any) -> torch.dtype:
+    """In which gradients are kept without offload. Stage 2 has ``data_types.grad_accum_dtype`` since 0.19.8; before,
+    the parameters' own dtype, and only stages 1 and 3 had that."""
+    own = getattr(optimizer, "partition_gradients", False) and optimizer.dtype is not torch.float32
+    if own and hasattr(optimizer, "use_grad_accum_attribute") and not hasattr(optimizer, COMPACT):
+        return optimizer.dtype
+    return optimizer.gradient_accumulation_dtype
+
+
+def is_aligned(optimizer: Any) -> bool:
+    """``zero_optimization.parameter_alignment``, since 0.19.8."""
+    return getattr(optimizer, "parameter_alignment", False)
+
+
+def applies_nonfinite(optimizer: Any) -> bool:
+    """Whether ZeRO-1/2 steps with gradients in bf16 that are not finite: always, before ``bf16.check_grad_overflow``,
+    since 0.17.6."""
+    return optimizer.dtype == torch.bfloat16 and not getattr(optimizer, "check_grad_overflow", False)
+
+
+def offsets(optimizer: Any, group: int) -> Sequence[int]:
+    """Where in ZeRO-1/2's flat buffer each of ``round_robin_bit16_groups[group]`` begins. Kept since 0.19.8, when
+    parameters can be aligned; before, they lie end to end."""
+    if (kept := getattr(optimizer, "round_robin_bit16_offsets", None)) is not None:
+        return kept[group]
+    return list(accumulate((p.numel() for p in optimizer.round_robin_bit16_groups[group]), initial=0))[:-1]
+
+
+def wait_for_offload(optimizer: Any) -> None:
+    """For gradients that ZeRO-1/2 copies in the background, since 0.19.8; before, the step itself waited."""
+    getattr(optimizer, "_wait_for_offload_copies", lambda: None)()
+
+
+def link_states(optimizer: Any) -> bool:
+    """Link ZeRO-1/2's parameters to their states again, once they were linked; whether they were. All versions."""
+    if not optimizer._hp_optimizer_states_linked:
+        return False
+    optimizer._hp_optimizer_states_linked = False
+    optimizer._lazy_init_hp_params_optimizer_state()
+    return True
+
+
+def compact_buffer(optimizer: Any, group: int) -> Any:
+    """An empty buffer that ZeRO-1/2 accumulates a group's gradients in, since 0.19.8; None: in a list of tensors."""
+    if not getattr(optimizer, COMPACT, lambda group: False)(group):
+        return None
+    return optimizer._build_compact_grad_partition_buffer(group)
+
+
+def preflattened(optimizer: Any, group: int) -> Tensor | None:
+    """What is in that buffer, as ZeRO-1/2's step takes it, since 0.19.4."""
+    return getattr(optimizer, "_get_preflattened_grad_partition", lambda group: None)(group)
+
+
+def flat_partition(optimizer: Any, group: int, gradients: list[Tensor]) -> list[Tensor]:
+    """ZeRO-1/2's list of gradients in this rank's slice of a group: ``gradients``, of ``params_in_partition``, cut.
+    They are kept in ``all_grad_tensors``, and the group is asked for, since 0.17.6; before, they are parameters'."""
+    params, named = optimizer.params_in_partition[group], {}
+    if (kept := getattr(optimizer, "all_grad_tensors", None)) is not None:
+        kept[group], named = gradients, {"param_group_idx": group}
+    else:
+        for param, gradient in zip(params, gradients, strict=True):
+            setattr(param, "grad_accum" if optimizer.use_grad_accum_attribute else "grad", gradient)
+    slices = optimizer.get_flat_partition(
+        params, optimizer.first_offset[group], optimizer.partition_size[group], return_tensor_list=True,
+        dtype=optimizer.gradient_accumulation_dtype, device=optimizer.device, **named,
+    )  # fmt: skip
+    if kept is None:
+        optimizer.free_grad_in_param_list(params)
+    return slices
+
+
+def forget_gradients(optimizer: Any) -> None:
+    """Those beside ``averaged_gradients``, see :func:`flat_partition`."""
+    getattr(optimizer, "all_grad_tensors", {}).clear()
+
+
+def accumulated(optimizer: Any) -> list[Any]:
+    """ZeRO-1/2: gradients that wait for a step, and None in the place of others."""
+    return [*optimizer.averaged_gradients.values(), *getattr(optimizer, "all_grad_tensors", {}).values()]
+
+
+def accumulated_on_host(optimizer: Any) -> bool:
+    """The same with offload: parameters reduced since the last step. ``_offload_accumulated_param_ids`` since 0.19.8;
+    before, the count of backwards since then, which begins at -1."""
+    reduced = getattr(optimizer, "_offload_accumulated_param_ids", None)
+    return optimizer.micro_step_id >= 0 if reduced is None else bool(reduced)
+
+
+def accumulated_at_stage_3(optimizer: Any) -> bool:
+    """The same at stage 3, whose buffers keep the last step's gradient: its count of backwards, which begins at 0;
+    since 0.18.9 it goes up at the next forward, and a flag tells of the last backward."""
+    return optimizer.micro_step_id > 0 or getattr(optimizer, "_epilogue_ran_this_backward", False)
+
+
+def release_parameters(optimizer: Any) -> None:
+    """Give back what ZeRO-3 has gathered. All versions."""
+    optimizer._partition_all_parameters()

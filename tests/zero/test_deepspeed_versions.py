@@ -1,0 +1,130 @@
+"""One file knows DeepSpeed's versions; what it reads elsewhere, the others of the package do not touch."""
+
+import ast
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import deepspeed
+import pytest
+import torch
+
+import tests.versions
+from ds_kfac.zero import deepspeed_versions
+
+PACKAGE = Path(deepspeed_versions.__file__).parent.parent
+OURS = Path(deepspeed_versions.__file__)
+NAMES = {
+    # private
+    "_take_model_step", "_INSTRUCTION_MAP", "_manual_backward_expected", "_is_gradient_accumulation_boundary",
+    "_config", "_global_grad_norm", "_get_expert_parallel_rank", "_get_expert_data_parallel_group",
+    "_get_sequence_parallel_world_size", "_hp_optimizer_states_linked", "_lazy_init_hp_params_optimizer_state",
+    "_wait_for_offload_copies", "_use_compact_grad_partition_buffer", "_build_compact_grad_partition_buffer",
+    "_get_preflattened_grad_partition", "_offload_accumulated_param_ids", "_epilogue_ran_this_backward",
+    "_partition_all_parameters",
+    # not in every version
+    "managed_gradient_accumulation", "zero_compute_grad_norm", "torch_autocast_enabled", "torch_autocast_dtype",
+    "zenflow", "is_decoupled", "torch_autocast_gradscaler", "torch_autocast_z0_gradscaler", "loss_scale_config",
+    "master_weights_and_grads_dtype", "parameter_alignment", "check_grad_overflow", "round_robin_bit16_offsets",
+    "all_grad_tensors", "get_flat_partition",
+    # of which a version says more than others
+    "micro_step_id", "gradient_accumulation_dtype",
+}  # fmt: skip
+IN_A_CONFIG = {"zenflow"}
+"""Keys of a DeepSpeed config, too, and our own fields."""
+
+
+def touched(source: str) -> set[str]:
+    """Names of :data:`NAMES` that a program reads as an attribute, of another object than ``self``, or as a string."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
+            found.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    return found & NAMES
+
+
+def test_what_depends_on_the_version_is_read_in_one_file():
+    assert touched(OURS.read_text()) == NAMES
+    for path in PACKAGE.rglob("*.py"):
+        if path != OURS:
+            assert touched(path.read_text()) <= IN_A_CONFIG, f"{path} reads it past deepspeed_versions.py"
+    assert touched("engine._config; getattr(engine, 'zenflow'); self._global_grad_norm") == {"_config", "zenflow"}
+
+
+def test_offsets_are_those_that_deepspeed_keeps_or_follow_from_the_numels():
+    params = [torch.empty(size) for size in (3, 5, 2)]
+    old = SimpleNamespace(round_robin_bit16_groups=[params])
+    assert list(deepspeed_versions.offsets(old, 0)) == [0, 3, 8]
+    aligned = SimpleNamespace(round_robin_bit16_groups=[params], round_robin_bit16_offsets=[[0, 4, 12]])
+    assert list(deepspeed_versions.offsets(aligned, 0)) == [0, 4, 12]
+
+
+@pytest.mark.parametrize(
+    ("installed", "refused", "untested"),
+    [("0.16.9", True, False), ("0.17.0", False, False), (deepspeed_versions.TESTED[-1], False, False),
+     ("0.20.1", False, True), ("0.19.8+cu121", False, False), ("1.0", False, True)],
+)  # fmt: skip
+def test_an_older_deepspeed_is_refused_and_a_newer_one_is_named(installed, refused, untested, monkeypatch):
+    monkeypatch.setattr(deepspeed, "__version__", installed)
+    refusal, line = deepspeed_versions.refusal(), deepspeed_versions.untested()
+    assert (refusal is not None, line is not None) == (refused, untested)
+    if refused:
+        assert installed in refusal and "pip install 'deepspeed>=0.17'" in refusal
+        with pytest.raises(ImportError, match="pip install"):
+            deepspeed_versions.check()
+    if untested:
+        newest = deepspeed_versions.TESTED[-1]
+        assert line == f"deepspeed {installed} is newer than the tested {newest}; the self-test at attach passed"
+
+
+class Forgets:
+    """As in 0.18.0; what a micro-batch left is put in its place until the last one's is averaged."""
+
+    partition_gradients = True
+
+    def independent_gradient_partition_epilogue(self):
+        for i in (0,):
+            if i not in self.averaged_gradients:
+                self.all_grad_tensors[i] = self.new
+
+
+class Keeps(Forgets):
+    """As in 0.18.9."""
+
+    def independent_gradient_partition_epilogue(self):
+        for i in (0,):
+            if i not in self.all_grad_tensors:
+                self.all_grad_tensors[i] = self.new
+
+
+def test_a_stage_2_that_forgets_micro_batches_is_a_known_fault():
+    found = deepspeed_versions.accumulation_faults
+    assert len(found(Forgets(), 2)) == 1 and found(Forgets(), 1) == found(Keeps(), 2) == ()
+
+
+@pytest.mark.parametrize(
+    ("installed", "offload", "bf16_optimizer"),
+    [("0.17.0", 1, 0), ("0.18.0", 1, 0), ("0.18.9", 1, 1), ("0.19.0", 0, 0), ("0.19.8", 0, 0)],
+)
+def test_what_a_version_mended_is_a_known_fault_of_those_before(installed, offload, bf16_optimizer, monkeypatch):
+    monkeypatch.setattr(deepspeed, "__version__", installed)
+    assert len(deepspeed_versions.offload_faults(3)) == offload and deepspeed_versions.offload_faults(2) == ()
+    assert len(deepspeed_versions.bf16_optimizer_faults()) == bf16_optimizer
+
+
+def test_the_table_of_versions_has_a_row_a_tested_version_and_a_cell_a_column():
+    text = tests.versions.DOCUMENT.read_text().split(tests.versions.BEGIN)[1].split(tests.versions.END)[0]
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.split("\n") if line]
+    assert head == ["deepspeed", *tests.versions.COLUMNS]
+    assert tuple(row[0] for row in rows) == deepspeed_versions.TESTED == tests.versions.tested()
+    for row in rows:
+        for cell, column in zip(row[1:], tests.versions.COLUMNS, strict=True):
+            if cell == "-":  # did not run
+                continue
+            modes = tests.versions.GROUPS.get(column, tests.versions.CHECKPOINTS)
+            ran, of, failed = re.fullmatch(r"(\d+) of (\d+)(?:: not (.+))?", cell).groups()
+            assert int(of) == len(modes), f"{row[0]}, {column}"
+            missing = failed.split(", ") if failed else []
+            assert set(missing) <= set(modes) and int(ran) + len(missing) == int(of), f"{row[0]}, {column}"
