@@ -6,6 +6,7 @@ A wrong guess here is no wrong gradient: the self-test at attach proves where a 
 """
 
 import inspect
+import sys
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -103,6 +104,12 @@ def caller_sets_boundaries(engine: Any) -> bool:
 def computes_norms(engine: Any) -> bool:
     """``zero_optimization.compute_grad_norm``, since 0.19.8; before, always."""
     return getattr(engine, "zero_compute_grad_norm", lambda: True)()
+
+
+def sent_in(parameter: Any) -> torch.dtype:
+    """dtype of a parameter's gradient on its way between ranks, with torch_autocast since 0.17.6 maybe another one."""
+    module = sys.modules.get("deepspeed.runtime.torch_autocast")
+    return parameter.dtype if module is None else module.get_comm_dtype(parameter)
 
 
 def autocast(engine: Any) -> torch.dtype | None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import deepspeed.comm as dist
 import torch
-from deepspeed.runtime.torch_autocast import get_comm_dtype
 from torch import Tensor, nn
 
 from ds_kfac.update.rotation import lengths
@@ -159,7 +158,7 @@ class ShardLayout(ABC):
         """What gradients may be rounded to on their way there. With torch_autocast ZeRO sends those of a Linear in 16
         bits, also of one that the model runs in fp32."""
         wire = getattr(self.engine, "communication_data_type", None)
-        found = {self.dtype, *(p.dtype for p in self.params), *map(get_comm_dtype, self.params)}
+        found = {self.dtype, *(p.dtype for p in self.params), *map(deepspeed_versions.sent_in, self.params)}
         return found | ({wire} if isinstance(wire, torch.dtype) else set())
 
     @property
