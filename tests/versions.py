@@ -156,6 +156,7 @@ def checkpoints(saver: str, loader: str, modes: tuple[str, ...]) -> dict[str, st
     problems = {}
     for mode in modes:
         told = [str(each[mode]) for each in (expected, found) if not isinstance(each[mode], list)]
+        # losses of some tenths, of fp32 sums in other orders
         same = not told and all(abs(a - b) < 1e-5 for a, b in zip(expected[mode], found[mode], strict=True))
         problems[mode] = "" if same else told[0] if told else f"losses {found[mode]}, of the saver {expected[mode]}"
     return problems

@@ -290,7 +290,7 @@ def check(arguments: argparse.Namespace) -> str:
     """What attach would report of a config and a model, without a run; with ``--data`` also whether layers' rows are
     those of their gradients. Raises ValueError for what attach would refuse, and for a layer that does not fit."""
     ds_config = read_config(arguments.config, arguments.optimizer, arguments.dtype)
-    model, _ = build(arguments.model, arguments.lora, "cpu" if arguments.data else "meta")
+    model, _ = build(arguments.model, arguments.lora, "cpu" if getattr(arguments, "data", None) else "meta")
     subject = Subject(model, ds_config)
     config, rule, optimizer, found = subject.config, subject.rule, subject.context.optimizer, subject.scan
     if find_block(ds_config) is None and rule.optimizer_type is None:
@@ -307,6 +307,6 @@ def check(arguments: argparse.Namespace) -> str:
                      rule.ratio(ds_config))  # fmt: skip
     lines += ["  chosen: " + ", ".join(subject.answers)] if subject.answers else []
     lines += [f"  plan: {reason}" for reason in plan.reasons]
-    if arguments.data:
+    if getattr(arguments, "data", None):
         lines += proof_lines(model, found.layers, config, arguments.data)
     return "\n".join([*lines, "", *layer_lines(found, config, rule), *skipped_lines(found)])

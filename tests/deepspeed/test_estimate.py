@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from benchmarks.models import Mixture, MixtureOfExperts
 from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.comm.reduce import IN_FLIGHT
-from ds_kfac.engine import entry
+from ds_kfac.engine import assembly
 from ds_kfac.estimate.estimates import KINDS, Estimate
 from ds_kfac.estimate.subject import Subject, Trace
 from examples.gpt import GPT, GPTConfig
@@ -62,7 +62,7 @@ KFAC = {
     "plan": AT_ONCE,
 }
 BF16 = {"communication": {"dtype": "bf16"}}
-ESTIMATED_NODE = partial(patch.object, entry, "_node", lambda device: (1, 0))
+ESTIMATED_NODE = partial(patch.object, assembly, "_node", lambda device: (1, 0))
 """As estimated, whatever cores the ranks share here."""
 EVERY_4 = {"refresh_interval": 4}
 INVERSE = {"preconditioner": {"method": "inverse"}, "damping": {"kind": "relative"}}
