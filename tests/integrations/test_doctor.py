@@ -1,5 +1,7 @@
 """``python -m ds_kfac doctor`` says what is wrong here, and what mends it."""
 
+import sys
+
 import pytest
 
 from ds_kfac.__main__ import main
@@ -46,6 +48,7 @@ def half_a_launcher(patch, folder):
 
 def no_startup(patch, folder):
     patch.setenv("DS_KFAC", "1")
+    patch.setattr(sys, "meta_path", [one for one in sys.meta_path if type(one).__name__ != "Finder"])
 
 
 @pytest.mark.parametrize("damage, name, remedy", [
