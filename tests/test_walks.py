@@ -49,8 +49,8 @@ MOST: dict[str, tuple[int, int]] = {
     "save": (37, 11),
     "load": (44, 11),
 }
-"""Made larger twice: what finds slices, lost ranks and layers whose rows do not fit is part of every step, and what asks
-DeepSpeed for something does so through the file that knows its versions."""
+"""Made larger twice: what finds slices, lost ranks and layers whose rows do not fit is part of every step, and
+DeepSpeed is asked through the file that knows its versions."""
 STACK, DEEPEST = 11, 11
 """Frames of ours on top of each other in a step, as wanted and as they may be."""
 

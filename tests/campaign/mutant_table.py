@@ -278,7 +278,7 @@ _ROWS = [
     ("proof: who gave a common A is not asked", "step/proving.py",
      "for name in (*giving, factor.layers[0])", "for name in factor.layers[:1]", "tests/step/test_unproven.py"),
     ("proof: a wire of torch_autocast is unknown", "zero/layout.py",
-     "*(p.dtype for p in self.params), *map(deepspeed_versions.sent_in, self.params)}", "*(p.dtype for p in self.params)}",
+     ", *map(deepspeed_versions.sent_in, self.params)}", "}",
      "tests/step/test_unproven.py"),
     ("proof: TF32 is unknown", "model/proof.py", "0.0 if device.type == \"cpu\" else TF32)", "0.0)", _PROOF),
     ("proof: what does not fit keeps its curvature", "step/preconditioner.py",
