@@ -93,6 +93,7 @@ def _part_of(kfac: KFACPreconditioner) -> dict[str, Any]:
         "damping_scale": None if kfac.damping_scale is None else float(kfac.damping_scale),
         "shared": None if (groups := kfac.known.groups) is None else [[names[name] for name in own] for own in groups],
         "rows": {names[layer]: rows for layer, rows in (kfac.known.rows or {}).items()},
+        "every_row": sorted(names[layer] for layer in kfac.known.every_row),
         "counts": [timetable["captured"], timetable["skipped"]],
         "clocks": {keys[key]: clock for key, clock in timetable["factors"].items()},
         "ready": [keys[key] for key in curvature.ready],
@@ -112,6 +113,7 @@ def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
         "damping_scale": parts[0]["damping_scale"],
         "shared": list(map(list, groups)) if shared else None,
         "rows": {layer: rows for part in parts for layer, rows in part["rows"].items()},
+        "every_row": sorted({name for part in parts for name in part["every_row"]}),
         "timetable": {
             "domains": {part["domain"]: part["counts"] for part in parts},
             "factors": {key: clock for part in parts for key, clock in part["clocks"].items()},

@@ -19,7 +19,7 @@ from ds_kfac.model.loss import returned_loss
 from ds_kfac.model.proof import Proof, Told, eps_of, told
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.model.rows import RowSums
-from ds_kfac.step.proving import ZERO_ROWS
+from ds_kfac.step.proving import FOREIGN_MASK, ZERO_ROWS
 
 BATCHES = 4
 """Of the data, at most."""
@@ -88,6 +88,9 @@ def proof_lines(model: nn.Module, layers: Sequence[LayerSpec], config: KFACConfi
     if zero:
         text = ", ".join(f"{name} {part}" for name, part in folded(zero))
         lines.append(f"  WARNING: rows count whose gradient is zero to the last bit: {text} (docs/capture.md)")
+    if foreign := [(name, "") for name, seen in found.items() if seen.foreign]:
+        text = ", ".join(name for name, _ in folded(foreign))
+        lines.append(f"  WARNING: {FOREIGN_MASK}: {text} (docs/capture.md)")
     return lines
 
 

@@ -71,6 +71,8 @@ class BatchInfo:
         tokens: loss terms, where neither labels nor the model's output show them; None: as many as the layer nearest to
             the loss has rows.
         places: whether rows are places for tokens, zero where there is none (experts).
+        padding: whether rows that the masks leave out are padding: then they have no gradient, and a layer whose rows
+            do has a mask that is not of its rows.
     """
 
     rows: Tensor | None = None
@@ -81,6 +83,7 @@ class BatchInfo:
     ranks: int = 1
     tokens: int | None = None
     places: bool = False
+    padding: bool = False
     peers: Peers | None = None
 
 
@@ -130,9 +133,12 @@ class ArgumentReader:
         rows, encoder_rows = self._mask(given.get("attention_mask")), None
         if self.two_sided:
             rows, encoder_rows = self._mask(given.get("decoder_attention_mask")), rows
+        padding = rows is not None or encoder_rows is not None
         if self.count == "labelled" and labelled is not None and labelled.ndim == 2:
             rows = labelled if rows is None or rows.shape != labelled.shape else rows & labelled
-        return BatchInfo(rows, labelled, encoder_rows=encoder_rows, items=given.get("num_items_in_batch"))
+            padding = False  # a prompt has no label, and a gradient
+        items = given.get("num_items_in_batch")
+        return BatchInfo(rows, labelled, encoder_rows=encoder_rows, items=items, padding=padding)
 
     def _mask(self, mask: Any) -> Tensor | None:
         return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 and self.count != "all" else None

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -52,19 +53,24 @@ class SharedInputs:
         self._giving: dict[tuple[str, ...], str] = {}
         self._called = set[str]()  # in this step
         self._arrived: dict[str, Counter[Forward]] = {}  # calls in this step that a gradient came to
+        self._alive: dict[str, list[tuple[Forward, Tensor]]] = {}  # of these, bool scalars: not zero to the last bit
 
     def begin_step(self) -> None:
-        self._called, self._arrived = set(), {}
+        self._called, self._arrived, self._alive = set(), {}, {}
         self.broken.clear()
 
     def grouped(self, layer: str) -> bool:
         return layer in self._group
 
-    def arrived(self, call: Call) -> None:
-        """A gradient came to a call. Heads on one trunk get the same input, but not always gradients of it."""
-        if call.layer.name in self._watched and not call.arrived:
+    def arrived(self, call: Call, alive: Tensor | None) -> None:
+        """A gradient came to a call. Heads on one trunk get the same input, but not always gradients of it. ``alive``:
+        whether it is not zero to the last bit, as that of a loss times 0."""
+        name = call.layer.name
+        if name in self._watched and not call.arrived:
             call.arrived = True
-            self._arrived.setdefault(call.layer.name, Counter())[call.forward] += 1
+            self._arrived.setdefault(name, Counter())[call.forward] += 1
+            if alive is not None:
+                self._alive.setdefault(name, []).append((call.forward, alive))
 
     def end_step(self) -> None:
         """A group is broken where gradients came to other calls of one of its layers than of another."""
@@ -73,15 +79,32 @@ class SharedInputs:
             if any(counts != own[0] for counts in own):
                 self.broken.add(group)
 
+    def apart(self) -> dict[tuple[str, ...], Tensor]:
+        """Group -> whether gradients that are not zero came to other calls of one of its layers than of another, in
+        this step; bool scalars. What gradients came to is the same, see :meth:`end_step`."""
+        found = {}
+        for group in set(self._group.values()) - self.broken:
+            calls = [self._alive[name] for name in group if name in self._alive]
+            if len(calls) > 1:
+                place = {forward: at for at, (forward, _) in enumerate(calls[0])}  # a backward may be of several
+                flags = [[alive for _, alive in sorted(own, key=lambda call: place[call[0]])] for own in calls]
+                alive_LC = torch.stack([torch.stack(own) for own in flags])
+                found[group] = (alive_LC != alive_LC[0]).any()
+        return found
+
     @property
     def shown(self) -> dict[str, tuple[int, ...]]:
-        """:attr:`found`, and to which of a layer's calls gradients came, as negative numbers."""
+        """:attr:`found`, and to which of a layer's calls gradients came that are not zero, as negative numbers. Waits
+        for the device."""
         forwards = list(dict.fromkeys(forward for counts in self._arrived.values() for forward in counts))
         number = {forward: -1 - at for at, forward in enumerate(forwards)}
-        return {
-            name: (*own, *sorted(number[forward] for forward in self._arrived.get(name, Counter()).elements()))
-            for name, own in self.found.items()
-        }
+        calls = [(name, forward, alive) for name, own in self._alive.items() for forward, alive in own]
+        alive = torch.stack([alive for *_, alive in calls]).tolist() if calls else []
+        reached: dict[str, list[int]] = {name: [] for name in self.found}
+        for (name, forward, _), is_alive in zip(calls, alive, strict=True):
+            if is_alive and name in reached:
+                reached[name].append(number[forward])
+        return {name: (*own, *sorted(reached[name])) for name, own in self.found.items()}
 
     def key(self, layer: LayerSpec) -> str:
         """Of the factor that a layer's inputs are for."""
@@ -197,7 +220,6 @@ class StepSums:
     def add(self, call: Call, gradient: Tensor, seed: Tensor | float | None = None) -> None:
         """Rows of both sides; a call with an empty batch has none. ``seed``: where none was measured."""
         self.counted += 1
-        self.inputs.arrived(call)
         layer, of_gradients = call.layer, call.kind.needs_gradients  # even A
         A, G = call.key_A, layer.keys[1]
         makes_A, makes_G = "A" in call.sides and A in self.keys, "G" in call.sides and G in self.keys
@@ -206,6 +228,7 @@ class StepSums:
         if call.proof is not None:
             call.probed_G = call.proof.see_gradient(call, rows)
         alive = None if self.asked or not gradient.numel() else rows.any()
+        self.inputs.arrived(call, alive)
         if call.waiting is not None and A in self.keys:
             self._count_input(call, call.waiting, alive)
         elif call.late and call.x is not None and call.x.numel() and A in self.keys:

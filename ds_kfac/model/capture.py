@@ -19,7 +19,7 @@ With a Monte-Carlo Fisher the gradients of a sampled loss are fed in, for calls 
 No exception leaves a hook: it would stop one rank in a backward that the others finish.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -57,7 +57,8 @@ class Capture(StepSums):
             and of recomputations; None: they are not counted.
         counted, outside: calls since the last step whose gradients came in the engine's own backward, and in others.
         several: whether a backward was ever of several forwards whose losses the model did not return.
-        seen: of those that did with an input that has elements, in this captured step.
+        seen: layers called in this step with an input that has elements.
+        every_row: layers that no mask is of: all of their rows count.
     """
 
     _backwards: ClassVar[list["Capture"]] = []
@@ -87,6 +88,7 @@ class Capture(StepSums):
         self._info_of, self._masks, self.seen = info_of, RowMasks(model), set[str]()
         self._inside = False  # the model's forward runs
         self._means, self.several = set[Forward](), False  # forwards of this backward
+        self.every_row: Collection[str] = ()
         self._handles: list[Any] = []
         self._hook_model(model)
         parameters, owners = dict(model.named_parameters()), {"": model}
@@ -295,6 +297,8 @@ class Capture(StepSums):
         x, info, rows = x.detach(), forward.info, EVERY_ROW
         if self._info_of is not None:
             info = self._info_of(layer.module, info)
+        if layer.name in self.every_row:
+            info = replace(info, rows=None, encoder_rows=None)
         if stacked or info.places:
             rows = self._masks.of_stack(layer.module, given, select, info, picked=picked)
         elif not kind.images:

@@ -9,8 +9,9 @@ another operand, of a stale copy, of some uses only give another number. The sum
 rows: v^T (sum of a a^T) v = sum of (v . a)^2, and likewise of G. Rows that count without a gradient, or that are
 scaled, show there.
 
-All rows are in t, also those that a mask leaves out of the factors: they are in the gradient. So masks are not proven;
-rows that count and whose gradient is zero to the last bit are counted instead.
+All rows are in t, also those that a mask leaves out of the factors: they are in the gradient. So masks are not proven.
+Two sizes speak of them instead: how many rows count whose gradient is zero to the last bit; and how large the gradients
+are of rows that a padding mask leaves out, beside those of rows that count.
 
 Cost: a pass over a and g with :data:`PROBES` multiplications for each element. From the forward to the backward pass it
 keeps PROBES fp32 numbers a row, and nothing of the graph.
@@ -55,15 +56,20 @@ TF32 = 2.0**-10
 NUMBERS = (
     *("t",) * PROBES, "squares", *("others",) * PROBES, "others' squares",
     "calls", "reached", "rows", "zero", "first", "eps", "ranks", "wrong", "hooked", "gave",
+    "out", "in", "out's", "in's",
 )  # fmt: skip
 """Of a layer, which ranks add up. squares: R^2. others: t and R^2 of backwards that are not the engine's own, whose
 gradients the step has, or not if the user made them zero. calls, reached: of the layer, and gradients that came to
 them. rows, zero: that count, and those of them without a gradient; first: of these, those that are the first of a
 sequence, as a causal attention's first query, whose softmax is of one key. eps: of the dtype of gradients, over the
 ranks that had any. wrong: ranks whose sums of factors are not those of their rows. hooked: ranks that have a hook of
-the user's on its gradient. gave: calls whose rows went to A."""
+the user's on its gradient. gave: calls whose rows went to A. out, in: squared gradients, seen through the probes, of
+rows that a padding mask leaves out and of those that count by it; out's, in's: how many."""
 T, SQUARES, OTHERS = map(NUMBERS.index, ("t", "squares", "others"))
-CALLS, REACHED, ROWS, ZERO, FIRST, EPS, RANKS, WRONG, HOOKED, GAVE = range(NUMBERS.index("calls"), len(NUMBERS))
+CALLS, REACHED, ROWS, ZERO, FIRST, EPS, RANKS, WRONG, HOOKED, GAVE, OUT, *_ = range(len(NUMBERS))[-14:]
+FOREIGN = 0.1
+"""Mean square of the gradients of rows that a padding mask leaves out, over that of those that count, from which on the
+mask is not of these rows: of padding it is zero, or as small as what an auxiliary loss over all rows leaves."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,7 @@ class Told:
     Attributes:
         uses: of its weight, in words.
         ratio: how far t is from the layer's gradient, of how far it may be.
+        foreign: whether the masks that it has are of other rows, see :data:`FOREIGN`.
         others: see :data:`NUMBERS`.
     """
 
@@ -86,6 +93,7 @@ class Told:
     hooked: int = 0
     first: int = 0
     gave: int = 0
+    foreign: bool = False
     uses: str = ""
 
     @property
@@ -226,6 +234,10 @@ class Proof:
             row[ROWS] += counts.sum()
             row[ZERO] += (counts & zero).sum()
             row[FIRST] += (counts & zero & (nth == 1)).sum()
+            if mask is not None and call.info.padding and not call.info.places and layer.part[1] == 1:
+                energy = probed.double().square().sum(dim=-1).reshape(mask.shape)
+                own = torch.stack([(energy * ~mask).sum(), (energy * mask).sum(), (~mask).sum(), mask.sum()])
+                row[OUT : OUT + 4] += own
         return probed
 
     def counted_input(self, call: Call, weight_sharing: str, alive: Tensor | None) -> None:
@@ -312,10 +324,12 @@ class Proof:
 def told(total: Tensor, ratios: Tensor, uses: Sequence[str]) -> list[Told]:
     """Of each layer, with what is known of the uses of its weight. Waits for the device."""
     columns = total[:, [CALLS, REACHED, ROWS, ZERO, WRONG, HOOKED, FIRST, GAVE, SQUARES]].nan_to_num(1.0).tolist()
+    out, kept, outs, ins = total[:, OUT : OUT + 4].unbind(dim=1)
+    foreign = (out * ins > FOREIGN * kept * outs).tolist()  # false if a number is none
     found = []
-    for (*counts, squares), ratio, used in zip(columns, ratios.tolist(), uses, strict=True):
+    for (*counts, squares), ratio, other, used in zip(columns, ratios.tolist(), foreign, uses, strict=True):
         calls, reached, rows, zero, wrong, hooked, first, gave = map(int, counts)
-        found.append(Told(calls, reached, rows, zero, wrong, squares, ratio, hooked, first, gave, used))
+        found.append(Told(calls, reached, rows, zero, wrong, squares, ratio, hooked, first, gave, other, used))
     return found
 
 

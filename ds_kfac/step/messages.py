@@ -194,7 +194,7 @@ class Sharing:
         total: Counter[str] = Counter()
         for _, own, _ in everyone:
             total.update(own)
-        return Known(groups, {layer: count / len(everyone) for layer, count in total.items()})
+        return replace(known, groups=groups, rows={layer: count / len(everyone) for layer, count in total.items()})
 
     def settled(self, known: Known, plan: Plan) -> Known | None:
         """Look at :attr:`updates`, now that their count has long arrived: what is to be known if some had no row, not
@@ -218,6 +218,10 @@ class Sharing:
         """Drop the common A of groups whose layers got different inputs here in this step: it would not be of all of
         theirs; or gradients of other calls. Returns how many there are."""
         self.inputs.end_step()
+        for group, apart in self.inputs.apart().items():
+            if (own := sums.get(key_of(group[0], "A"))) is not None:
+                own.sum_P.masked_fill_(apart, 0.0)
+                own.count.masked_fill_(apart, 0.0)
         parted = [group for group in self.inputs.broken if key_of(group[0], "A") in sums]
         for group in parted:
             del sums[key_of(group[0], "A")]

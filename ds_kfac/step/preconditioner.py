@@ -267,6 +267,8 @@ class KFACPreconditioner:
                 self.capture.noise.record(draft.noise)
             if draft.verdict is not None:
                 self.proving.record(draft.verdict)
+                if draft.verdict.every_row:
+                    self.learn(replace(self.known, every_row=self.known.every_row | draft.verdict.every_row))
             self.watch.step(draft.local.left_out, look=bool(due.capture))
             self.state, self.peak_lr, self.damping_scale = draft.local.kept(), draft.peak_lr, draft.damping_scale
             if due.capture:
@@ -355,6 +357,7 @@ class KFACPreconditioner:
     def learn(self, known: Known) -> None:
         """Keep one A for each of these groups of layers from now on, and take its rows from as many ranks as have them.
         Call on every rank with the same."""
+        self.capture.every_row = known.every_row
         if known.groups is not None:
             self.sharing.inputs.use(known.groups)
         self.known, before, self.plan = known, self.plan, self.plan.knowing(known)

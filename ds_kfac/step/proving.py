@@ -25,6 +25,8 @@ ZERO_ROWS = 0.01
 """Part of the rows that may count without a gradient before it is said."""
 QUANTIZED = 1.0
 """Accuracy of gradients in 4 bits: only rows that are missing altogether show."""
+FOREIGN_MASK = "rows that the mask leaves out have a gradient; from now on every row counts"
+"""What is said of such layers."""
 RAISES = False
 """Of tests: a layer that does not fit is an error."""
 
@@ -41,12 +43,15 @@ class Verdict:
     Attributes:
         told: layer -> what was seen of it.
         unfit: layer without curvature from this step on -> why.
+        every_row: layers whose masks are of other rows. They are unfit in this step, in which their factors were of
+            these, and from the next captured one on all of their rows count.
         open: whether another captured step has to show more: of a layer that does not fit, or where a number was not
             finite.
     """
 
     told: Mapping[str, Told]
     unfit: Mapping[str, str]
+    every_row: frozenset[str]
     open: bool
 
 
@@ -120,7 +125,10 @@ class Proving:
             unfit |= {name: f"its A is that of {wrong}" for name in factor.layers if wrong and name not in unfit}
         if unfit and RAISES:
             raise RuntimeError(f"ds_kfac: unfit: {[(name, why, found[name]) for name, why in unfit.items()]}")
-        return Verdict(found, unfit, bool(unfit) or not all(seen.known for seen in found.values()))
+        foreign = {name for name, seen in found.items() if seen.foreign}
+        foreign.update(name for f in plan.assignment.factors if not foreign.isdisjoint(f.layers) for name in f.layers)
+        unfit |= dict.fromkeys(foreign - unfit.keys(), FOREIGN_MASK)
+        return Verdict(found, unfit, frozenset(foreign), bool(unfit) or not all(x.known for x in found.values()))
 
     def record(self, verdict: Verdict) -> None:
         """Of a step that was applied."""
