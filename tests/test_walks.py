@@ -18,7 +18,7 @@ from tests.deepspeed.runs import build, micro_batches, train
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
-HOME = str(Path(ds_kfac.__file__).parent)
+HOME = f"{Path(ds_kfac.__file__).parent}/"
 REFRESH, CAPTURE = 8, 4
 KFAC = {
     "factor": {"update_interval": CAPTURE, "decay": 0.9},
@@ -80,7 +80,7 @@ class Walk:
             holds_tensor(value) or (event == "call" and holds_tensor(list(frame.f_locals.values())))
         ):
             return
-        self.functions.add((code.co_filename.removeprefix(HOME + "/"), code.co_qualname))
+        self.functions.add((code.co_filename.removeprefix(HOME), code.co_qualname))
 
     @property
     def files(self) -> set[str]:

@@ -72,16 +72,13 @@ class SharedInputs:
             if alive is not None:
                 self._alive.setdefault(name, []).append((call.forward, alive))
 
-    def end_step(self) -> None:
-        """A group is broken where gradients came to other calls of one of its layers than of another."""
+    def end_step(self) -> dict[tuple[str, ...], Tensor]:
+        """A group is broken where gradients came to other calls of one of its layers than of another. Of the others:
+        whether gradients that are not zero did, bool scalars."""
         for group in set(self._group.values()):
             own = [self._arrived.get(name, Counter()) for name in group if name in self._called]
             if any(counts != own[0] for counts in own):
                 self.broken.add(group)
-
-    def apart(self) -> dict[tuple[str, ...], Tensor]:
-        """Group -> whether gradients that are not zero came to other calls of one of its layers than of another, in
-        this step; bool scalars. What gradients came to is the same, see :meth:`end_step`."""
         found = {}
         for group in set(self._group.values()) - self.broken:
             calls = [self._alive[name] for name in group if name in self._alive]

@@ -217,8 +217,7 @@ class Sharing:
     def leave_out(self, sums: dict[str, BatchSum]) -> int:
         """Drop the common A of groups whose layers got different inputs here in this step: it would not be of all of
         theirs; or gradients of other calls. Returns how many there are."""
-        self.inputs.end_step()
-        for group, apart in self.inputs.apart().items():
+        for group, apart in self.inputs.end_step().items():
             if (own := sums.get(key_of(group[0], "A"))) is not None:
                 own.sum_P.masked_fill_(apart, 0.0)
                 own.count.masked_fill_(apart, 0.0)
