@@ -82,9 +82,11 @@ class SharedInputs:
         found = {}
         for group in set(self._group.values()) - self.broken:
             calls = [self._alive[name] for name in group if name in self._alive]
-            if len(calls) > 1:
+            if len(calls) > 1 and any(len(own) != len(calls[0]) for own in calls):
+                self.broken.add(group)
+            elif len(calls) > 1:
                 place = {forward: at for at, (forward, _) in enumerate(calls[0])}  # a backward may be of several
-                flags = [[alive for _, alive in sorted(own, key=lambda call: place[call[0]])] for own in calls]
+                flags = [[alive for _, alive in sorted(own, key=lambda call: place.get(call[0], -1))] for own in calls]
                 alive_LC = torch.stack([torch.stack(own) for own in flags])
                 found[group] = (alive_LC != alive_LC[0]).any()
         return found
