@@ -118,7 +118,7 @@ integrations-more: $(MORE:%=$(VENV)/more/%/.ready)
 		done; exit $$failed
 
 # every tested DeepSpeed, installed below .venv/deepspeed; versions-short: the oldest and the newest, a few modes
-versions: $(STAMP)
+versions: $(STAMP) $(VENV)/integrations/.ready
 	$(BIN)/python -m tests.versions $(ARGS)
 
 versions-short: $(STAMP)

@@ -114,6 +114,11 @@ def work_here(target: str, folder: str) -> None:
     _worker(target, Path(folder), {"RANK": os.environ["RANK"]})
 
 
+def ended(work):
+    work.wait()
+    return work
+
+
 def init_deepspeed() -> None:
     """gloo and no JIT-compiled CPU communication op (a killed build would block every later run); NCCL on a GPU.
 
@@ -128,6 +133,9 @@ def init_deepspeed() -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         # before 0.19.8 gloo cannot gather into its flat weights, views of which it has given away; lists it can
         deepspeed.comm.has_all_gather_into_tensor = lambda: False
+        # and ZeRO-3 waits for the last of several gathers alone, which gloo does not end in order
+        gather = deepspeed.runtime.zero.partition_parameters._dist_allgather_fn
+        deepspeed.runtime.zero.partition_parameters._dist_allgather_fn = lambda *given: ended(gather(*given))
     else:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))

@@ -1,10 +1,11 @@
 """Every tested DeepSpeed in engines with K-FAC, compared with tests/oracle.py, and the table of docs/supported.md.
 
-    make versions                       # all; a minute or two each
+    make versions                       # all; 3 minutes each on two idle cores, 7 on busy ones
+    make versions ARGS="--only 0.18.9"  # this row of the table
     make versions-short                 # the oldest and the newest, a few modes
-    python -m tests.versions --only 0.18.9
 
-Each version is installed beside the environment's own, into .venv/deepspeed/<version>.
+Each version is installed beside the environment's own, into .venv/deepspeed/<version>. transformers' Trainer is that of
+.venv/integrations.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,20 +25,32 @@ DOCUMENT = ROOT / "docs" / "supported.md"
 BEGIN, END = "<!-- versions: make versions -->", "<!-- end of versions -->"
 ACCUMULATION = 4
 GROUPS: dict[str, tuple[str, ...]] = {
-    "ZeRO 0": ("z0", "adam-z0", "z0-bf16"),
-    "ZeRO 1": ("z1", "adam-z1", "z1-bf16"),
-    "ZeRO 2": ("z2", "z2-round_robin", "adam-z2", "z2-bf16"),
-    "ZeRO 3": ("z3", "adam-z3", "z3-bf16"),
-    "offload": ("z2-offload", "z3-offload", "adam-z3-offload"),
+    "ZeRO 0": ("z0", "adam-z0", "z0-bf16", "adam-z0-bf16"),
+    "ZeRO 1": ("z1", "adam-z1", "z1-bf16", "adam-z1-bf16"),
+    "ZeRO 2": ("z2", "z2-round_robin", "adam-z2", "z2-bf16", "adam-z2-bf16"),
+    "ZeRO 3": ("z3", "adam-z3", "z3-bf16", "adam-z3-bf16"),
+    "fp16": tuple(f"{kind}z{stage}-fp16" for stage in range(4) for kind in ("", "adam-")),
+    "autocast": tuple(f"{kind}z{stage}-autocast_bfloat16" for stage in range(4) for kind in ("", "adam-")),
     "fp32 accumulation": ("z1-bf16-accum32", "z2-bf16-accum32", "z3-bf16-accum32"),
-    "fp16": ("z0-fp16", "z2-fp16", "z3-fp16"),
+    "offload": ("z2-offload", "adam-z2-offload", "z2-bf16-offload", "z3-offload", "adam-z3-offload"),
 }
 """Column of the table -> names of tests/deepspeed/modes.py: K-FAC into AdamW (fp32) or SGD (16 bits), and KFACAdamW."""
-CHECKPOINTS = ("z0", "z2", "adam-z2", "adam-z3")
+CHECKPOINTS = ("z0", "z2", "adam-z2", "z3-bf16", "adam-z3")
+COLUMNS = {
+    **GROUPS,
+    "pipelines": ("pipe-z0", "pipe-z1", "pipe-bf16", "pipe-adam-z0", "pipe-adam-z1"),
+    "own save": CHECKPOINTS,
+    "newest's save": CHECKPOINTS,
+    "save in newest": CHECKPOINTS,
+    "universal": ("z2", "adam-z1", "adam-z2", "adam-z3"),
+    "HF Trainer": ("0", "1", "2", "3", "2 in bf16", "2 with offload"),
+}
+"""All of them. Of saves: a version loads its own and that of the newest tested one, and is loaded by that."""
+LACKING = {("0.17.0", "autocast")}
+"""What a version has not got."""
 SHORT, SHORT_SAVES = ("z0", "z2", "adam-z2", "z3-bf16"), ("adam-z2",)
-COLUMNS = (*GROUPS, "own save", "newest's save", "save in newest")
-"""Of the table. The last three: which saves go on where they are loaded; it loads its own, that of the newest tested
-version, and is loaded by that."""
+Job = tuple[str, str, Sequence[str]]
+"""A task, the folder that it saves to or loads from, and modes."""
 
 
 def tested() -> tuple[str, ...]:
@@ -60,33 +74,58 @@ def folder(name: str) -> str:
     return str(place)
 
 
-def in_version(name: str, *arguments: str) -> Any:
-    """What ``python -m tests.versions`` says with another DeepSpeed."""
+def in_version(name: str, jobs: dict[str, Job], program: str = sys.executable) -> dict[str, dict[str, Any]]:
+    """What jobs found with another DeepSpeed, all in one process."""
     path = os.pathsep.join(filter(None, [folder(name), str(ROOT), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "tests.versions", *arguments]
+    command = [program, "-m", "tests.versions", "--jobs", json.dumps(jobs)]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("result ")]
     if done.returncode or not lines:
         raise SystemExit(f"versions: deepspeed {name} did not get to the end: {done.stdout[-2000:]}")
-    return json.loads(lines[-1].removeprefix("result "))
-
-
-def ran(name: str, newest: str) -> dict[str, dict[str, str]]:
-    """Column -> mode -> "" where it did as it should, else what happened."""
-    found = {}
-    pairs = {"own save": (name, name), "newest's save": (newest, name), "save in newest": (name, newest)}
-    for column, modes in GROUPS.items():
-        found[column] = in_version(name, "--task", "equal", "", *modes)
-        print(name, column, json.dumps(found[column]), file=sys.stderr, flush=True)
-    for column, (saver, loader) in pairs.items():
-        if column == "own save" or name != newest:
-            found[column] = checkpoints(saver, loader, CHECKPOINTS)
-            print(name, column, json.dumps(found[column]), file=sys.stderr, flush=True)
+    found = json.loads(lines[-1].removeprefix("result "))
+    print(name, json.dumps(found), file=sys.stderr, flush=True)
     return found
+
+
+def ran(names: Sequence[str], newest: str, place: Path) -> dict[str, dict[str, dict[str, str]]]:
+    """Version -> column -> mode -> "" where it did as it should, else what happened."""
+    results, losses = {}, {}
+    for name in dict.fromkeys((newest, *names)):  # whose save the others load
+        own, save = str(place / name), {"saved": ("saved", str(place / name), CHECKPOINTS)}
+        if name not in names:
+            losses[name] = in_version(name, save)["saved"]
+            continue
+        jobs = {column: ("equal", "", modes) for column, modes in GROUPS.items() if (name, column) not in LACKING}
+        jobs |= {"pipelines": ("piped", "", COLUMNS["pipelines"]), **save, "own save": ("loaded", own, CHECKPOINTS)}
+        jobs["newest's save"] = ("loaded", str(place / newest), CHECKPOINTS)
+        jobs["universal"] = ("converted", f"{own}/universal", COLUMNS["universal"])
+        results[name] = found = in_version(name, jobs)
+        losses[name] = found.pop("saved")
+        for column, saver in (("own save", name), ("newest's save", newest)):
+            found[column] = gone_on(losses[saver], found[column])
+        job = {"HF Trainer": ("trained", f"{own}/trainer", COLUMNS["HF Trainer"])}
+        found |= in_version(name, job, f"{sys.prefix}/integrations/bin/python")
+    back = in_version(newest, {name: ("loaded", str(place / name), CHECKPOINTS) for name in names})
+    for name, found in results.items():
+        found["save in newest"] = gone_on(losses[name], back[name])
+    return results
+
+
+def gone_on(expected: dict[str, Any], found: dict[str, Any]) -> dict[str, str]:
+    """Mode -> "" where a run that loaded a save goes on as the saver did."""
+    problems = {}
+    for mode, losses in found.items():
+        told = [each for each in (expected[mode], losses) if not isinstance(each, list)]
+        # losses of some tenths, of fp32 sums in other orders; in bf16 of roundings that may fall on the other side
+        close = 2e-3 if "bf16" in mode else 1e-5
+        same = not told and all(abs(a - b) < close for a, b in zip(expected[mode], losses, strict=True))
+        problems[mode] = "" if same else told[0] if told else f"losses {losses}, of the saver {expected[mode]}"
+    return problems
 
 
 def here(task: str, place: str, modes: list[str]) -> dict[str, Any]:
     """Of the DeepSpeed that this process imports: mode -> what the task returns, or its error."""
+    Path(place or ".").mkdir(parents=True, exist_ok=True)
     found = _run(task, place, modes)
     return found or {mode: _run(task, place, [mode])[mode] for mode in modes}
 
@@ -96,7 +135,10 @@ def _run(task: str, place: str, modes: list[str]) -> dict[str, Any]:
     from tests.ranks import run_ranks
 
     try:
-        return run_ranks(f"tests.versions:{task}", world=2, payload=(modes, place))[0]
+        if task == "converted":
+            return converted(place, modes)
+        ranks = run_ranks(f"tests.versions:{task}", world=2, payload=(modes, place), timeout=120 + 60 * len(modes))
+        return {mode: next((found[mode] for found in ranks if found[mode]), "") for mode in modes}
     except AssertionError as problem:
         if len(modes) > 1:
             return {}
@@ -147,19 +189,36 @@ def loaded(payload: tuple[list[str], str]) -> dict[str, list[float]]:
     return results
 
 
-def checkpoints(saver: str, loader: str, modes: tuple[str, ...]) -> dict[str, str]:
-    """Mode -> "" where a run that loads another version's save goes on as that, else what happened."""
-    with tempfile.TemporaryDirectory() as place:
-        expected, found = (
-            in_version(name, "--task", task, place, *modes) for name, task in ((saver, "saved"), (loader, "loaded"))
-        )
-    problems = {}
-    for mode in modes:
-        told = [str(each[mode]) for each in (expected, found) if not isinstance(each[mode], list)]
-        # losses of some tenths, of fp32 sums in other orders
-        same = not told and all(abs(a - b) < 1e-5 for a, b in zip(expected[mode], found[mode], strict=True))
-        problems[mode] = "" if same else told[0] if told else f"losses {found[mode]}, of the saver {expected[mode]}"
-    return problems
+def piped(payload: tuple[list[str], str]) -> dict[str, str]:
+    """As :func:`equal`, of this rank's stage of a pipeline."""
+    from tests.deepspeed.pipeline_runs import compare
+    from tests.deepspeed.test_pipeline import CASES
+
+    cases = {mode.name: (mode, accumulation) for mode, accumulation in reversed(CASES)}
+    found = compare([cases[name] for name in payload[0]])
+    return {
+        name: "" if result["difference"] <= result["bound"] else f"weights differ by {result['difference']:.1e}"
+        for name, result in zip(payload[0], found, strict=True)
+    }
+
+
+def converted(place: str, modes: list[str]) -> dict[str, str]:
+    """Saved on two ranks, made universal, loaded on one."""
+    from tests.deepspeed.test_universal import CASES, check, converted_and_loaded
+
+    saved, loaded = converted_and_loaded(Path(place), {mode: CASES[mode] for mode in modes})
+    for mode, result in loaded.items():
+        check(mode, [part[mode] for part in saved], result)
+    return dict.fromkeys(modes, "")
+
+
+def trained(payload: tuple[list[str], str]) -> dict[str, str]:
+    """transformers' Trainer: it trains, resumes, evaluates and logs."""
+    from tests.integrations.runs import worker
+
+    found = worker(("transformers Trainer", payload[1], payload[0]))
+    failed = {mode: [cell for cell, well in cells.items() if not well] for mode, (_, _, cells) in found.items()}
+    return {mode: f"not: {', '.join(cells)}" if cells else "" for mode, cells in failed.items()}
 
 
 # the table
@@ -173,11 +232,18 @@ def cell(found: dict[str, str]) -> str:
     return f"{len(found) - len(wrong)} of {len(found)}" + (f": not {', '.join(wrong)}" if wrong else "")
 
 
-def table(results: dict[str, dict[str, dict[str, str]]]) -> str:
-    """Markdown; results by version."""
-    rows = [("deepspeed", *COLUMNS), ("---",) * (1 + len(COLUMNS))]
-    rows += [(name, *(cell(found.get(column, {})) for column in COLUMNS)) for name, found in results.items()]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+def rows(document: Path = DOCUMENT) -> dict[str, str]:
+    """Version -> its line in the document."""
+    lines = document.read_text().split(BEGIN)[1].split(END)[0].split("\n")
+    return {line.split()[1]: line for line in lines if line.startswith("| ") and line[2].isdigit()}
+
+
+def table(results: dict[str, dict[str, dict[str, str]]], others: dict[str, str]) -> str:
+    """Markdown; results by version, and lines of others."""
+    new = {name: [name, *(cell(found.get(column, {})) for column in COLUMNS)] for name, found in results.items()}
+    head = [["deepspeed", *COLUMNS], ["---"] * (1 + len(COLUMNS))]
+    lines = others | {name: f"| {' | '.join(row)} |" for name, row in new.items()}
+    return "\n".join([f"| {' | '.join(row)} |" for row in head] + [lines[name] for name in tested() if name in lines])
 
 
 def write(text: str, document: Path = DOCUMENT) -> None:
@@ -188,21 +254,19 @@ def write(text: str, document: Path = DOCUMENT) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", help="versions; the table is printed, not written")
+    parser.add_argument("--only", nargs="*", help="versions; the other rows of the table stay")
     parser.add_argument("--short", action="store_true", help="the oldest and the newest, a few modes")
-    parser.add_argument("--task", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--jobs", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.task:
-        task, place, *modes = arguments.task
-        print("result", json.dumps(here(task, place, modes)), flush=True)
+    if arguments.jobs:
+        print("result", json.dumps({name: here(*job) for name, job in arguments.jobs.items()}), flush=True)
         return
     oldest, newest = tested()[0], tested()[-1]
-    if arguments.short:
-        results = {name: {"short": in_version(name, "--task", "equal", "", *SHORT)} for name in (oldest, newest)}
-        for saver, loader in ((oldest, newest), (newest, oldest)):
-            results[saver][f"save in {loader}"] = checkpoints(saver, loader, SHORT_SAVES)
-    else:
-        results = {name: ran(name, newest) for name in arguments.only or tested()}
+    with tempfile.TemporaryDirectory() as place:
+        if arguments.short:
+            results = short(oldest, newest, place)
+        else:
+            results = ran(arguments.only or tested(), newest, Path(place))
     problems = [
         f"deepspeed {name}, {column}, {mode}: {problem}"
         for name, found in results.items()
@@ -213,9 +277,22 @@ def main() -> None:
     print("\n".join(problems) or "all equal")
     if arguments.short:
         sys.exit(bool(problems))
-    print(table(results))
-    if not arguments.only:
-        write(table(results))
+    write(table(results, rows() if arguments.only else {}))
+
+
+def short(oldest: str, newest: str, place: str) -> dict[str, dict[str, dict[str, str]]]:
+    """As :func:`ran`, of two versions, whose saves go both ways."""
+    jobs: dict[str, Job] = {"short": ("equal", "", SHORT), "saved": ("saved", "", SHORT_SAVES)}
+    results = {
+        name: in_version(name, {job: (task, f"{place}/{name}", modes) for job, (task, _, modes) in jobs.items()})
+        for name in (oldest, newest)
+    }
+    losses = {name: found.pop("saved") for name, found in results.items()}
+    for saver, loader in ((oldest, newest), (newest, oldest)):
+        column = f"save in {loader}"
+        found = in_version(loader, {column: ("loaded", f"{place}/{saver}", SHORT_SAVES)})
+        results[saver][column] = gone_on(losses[saver], found[column])
+    return results
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import groups
 from packaging.version import Version
 from torch import Tensor
@@ -78,6 +79,27 @@ def bf16_optimizer_faults() -> tuple[str, ...]:
     return (
         "before 0.19 it adds a step's last micro-batch after gradients were averaged, so each rank trains on its own: "
         "use deepspeed 0.19",
+    )
+
+
+def pipeline_faults(micro_batches: int) -> tuple[str, ...]:
+    """Of pipelines; up to 0.18.0 no stage divides by them, in 0.18.9 and 0.19.0 each but the last once too often."""
+    if micro_batches < 2 or Version(deepspeed.__version__).release >= (0, 19, 4):
+        return ()
+    return (
+        "before 0.19.4 stages do not average gradients over the micro-batches of a step, but sum them or divide twice: "
+        "use deepspeed 0.19.4, or 1 micro-batch a step",
+    )
+
+
+def gather_faults(backend: str) -> tuple[str, ...]:
+    """Of ZeRO-3 with gloo, whose gathers end in any order; in 0.19.4 still, not in 0.19.8. Read from its code."""
+    code = inspect.getsource(partition_parameters.Init._allgather_params_coalesced)
+    if backend != "gloo" or "launch_handles[-1].wait()" not in code:
+        return ()
+    return (
+        "with gloo this DeepSpeed may compute with parameters that are not gathered yet: it waits for the last of "
+        "several gathers alone; use deepspeed 0.19.8, or NCCL",
     )
 
 

@@ -63,6 +63,8 @@ class ShardLayout(ABC):
                 "right for a loss that is a mean over the whole sequence, that many times too large for one over a "
                 "rank's own tokens",
             )
+        if engine.pipeline_parallelism:
+            self.faults += deepspeed_versions.pipeline_faults(engine.gradient_accumulation_steps())
         summed = 1 if averages_sequence else engine.sequence_parallel_size
         # experts' gradients, too, of which other ranks have none
         self.divisor = dist.get_world_size(engine.seq_data_parallel_group) / summed
@@ -382,7 +384,8 @@ class BF16(ShardLayout):
 
     @classmethod
     def is_waiting(cls, engine: Any) -> bool:
-        return any(map(any, engine.optimizer.fp32_groups_has_gradients)) or super().is_waiting(engine)
+        # not p.grad: it is there until the next backward, where it was added to fp32_groups_gradients long ago
+        return any(map(any, engine.optimizer.fp32_groups_has_gradients))
 
 
 def is_hooked(parameter: Any) -> bool:

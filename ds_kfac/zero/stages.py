@@ -230,6 +230,7 @@ class Stage3(ZeroLayout):
     def __init__(self, engine, *values, **named) -> None:
         super().__init__(engine, *values, **named)
         self._chunks: list[Tensor] = []
+        self.faults += deepspeed_versions.gather_faults(torch.distributed.get_backend(self.group))
         if not self.offloads:
             self.faults += (
                 "a parameter outside of K-FAC layers that a step does not use is stepped with its last gradient again",

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from packaging.version import Version
 from torch import nn
 
 import ds_kfac
@@ -280,7 +281,9 @@ class ReferenceStep:
         decay = options.get("weight_decay", 0.0)
         rate = {"lr": options["lr"] * mode.adam_ratio, "weight_decay": decay / mode.adam_ratio}
         self.optimizer = kind([g for g in rest if g["params"]] or [spare], **{**options, **rate})
-        if mode.adam and mode.stage == 0 and mode.dtype != "fp32":
+        # up to 0.18.0 bf16 has another wrapper
+        wrapped = mode.dtype == "fp16" or (mode.dtype == "bf16" and Version(deepspeed.__version__).release > (0, 18, 0))
+        if mode.adam and mode.stage == 0 and wrapped:
             # these wrappers have stepped once with zero gradients; ``initial`` was read after it
             with torch.no_grad():
                 for p in model.parameters():

@@ -4,6 +4,7 @@ import io
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,9 +38,10 @@ def train_typed(engine, steps: int, first: int = 0) -> None:
     train_rows(engine, steps, first)
 
 
-def save_worker(folder: str) -> dict:
+def save_worker(payload: tuple[str, dict[str, str]]) -> dict:
+    folder, cases = payload
     results = {}
-    for name in CASES:
+    for name in cases:
         engine = engine_of(name)
         train_typed(engine, 4)
         engine.save_checkpoint(f"{folder}/{name}", tag="tag")
@@ -53,9 +55,10 @@ def flags(engine) -> list[bool]:
     return [bool(group.get(FLAG)) for group in engine.basic_optimizer.param_groups]
 
 
-def load_worker(folder: str) -> dict:
+def load_worker(payload: tuple[str, dict[str, str]]) -> dict:
+    folder, cases = payload
     results = {}
-    for saved, loaded in CASES.items():
+    for saved, loaded in cases.items():
         engine = engine_of(loaded, seed=99, checkpoint={"load_universal": True})
         engine.load_checkpoint(f"{folder}/{saved}", tag="tag_universal")
         results[saved] = {
@@ -82,33 +85,43 @@ def load_worker(folder: str) -> dict:
     return results
 
 
-@pytest.mark.distributed
-def test_a_universal_checkpoint_resumes_at_another_world_size(tmp_path):
-    """ds_to_universal does not copy the kfac folder; it is found next to the converted tag. Before, it stopped at
-    KFACAdamW's groups, which keep no optimizer state (KeyError: exp_avg)."""
-    saved = run_ranks("tests.deepspeed.test_universal:save_worker", world=2, payload=str(tmp_path))
+def converted_and_loaded(folder: Path, cases: dict[str, str]) -> tuple[list[dict], dict]:
+    """What the savers found on each of two ranks, and the loaders on one."""
+    saved = run_ranks("tests.deepspeed.test_universal:save_worker", world=2, payload=(str(folder), cases))
     script = ""
-    for name in CASES:
-        tag, universal = tmp_path / name / "tag", tmp_path / name / "tag_universal"
+    for name in cases:
+        tag, universal = folder / name / "tag", folder / name / "tag_universal"
         arguments = ["", "--input_folder", str(tag), "--output_folder", str(universal), "--inject_missing_state",
                      "--num_extract_workers", "1", "--num_merge_workers", "1"]  # fmt: skip
         script += f"sys.argv = {arguments!r}; convert.main(convert.parse_arguments())\n"
     command = [sys.executable, "-c", "import sys; import deepspeed.checkpoint.ds_to_universal as convert\n" + script]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    (results,) = run_ranks("tests.deepspeed.test_universal:load_worker", world=1, payload=str(tmp_path))
-    for name, result in results.items():
-        expected = {layer: tensors for part in saved for layer, tensors in part[name]["state"].items()}
-        assert result["steps"] == 4 and result["state"].keys() == expected.keys()
-        for layer, tensors in expected.items():
-            assert all(torch.equal(a, b) for a, b in zip(result["state"][layer], tensors, strict=True)), (name, layer)
-        first = saved[0][name]
-        assert all(torch.equal(result["weights"][n], w) for n, w in first["weights"].items()), name
-        assert result["flags"] == first["flags"] and result["kept"] == 0, name
-        # two more steps, with AdamW's moments of the other parameters: of bf16 only as good as its products
-        moved, error = distance(first["next"], first["weights"]), distance(result["next"], first["next"])
-        assert error < (0.2 if "bf16" in name else 1e-3) * moved, (name, error, moved)
+    (loaded,) = run_ranks("tests.deepspeed.test_universal:load_worker", world=1, payload=(str(folder), cases))
+    return saved, loaded
+
+
+def check(name: str, saved: list[dict], result: dict) -> None:
+    expected = {layer: tensors for part in saved for layer, tensors in part["state"].items()}
+    assert result["steps"] == 4 and result["state"].keys() == expected.keys()
+    for layer, tensors in expected.items():
+        assert all(torch.equal(a, b) for a, b in zip(result["state"][layer], tensors, strict=True)), (name, layer)
+    first = saved[0]
+    assert all(torch.equal(result["weights"][n], w) for n, w in first["weights"].items()), name
+    assert result["flags"] == first["flags"] and result["kept"] == 0, name
+    # two more steps, with AdamW's moments of the other parameters: of bf16 only as good as its products
+    moved, error = distance(first["next"], first["weights"]), distance(result["next"], first["next"])
+    assert error < (0.2 if "bf16" in name else 1e-3) * moved, (name, error, moved)
+
+
+@pytest.mark.distributed
+def test_a_universal_checkpoint_resumes_at_another_world_size(tmp_path):
+    """ds_to_universal does not copy the kfac folder; it is found next to the converted tag. Before, it stopped at
+    KFACAdamW's groups, which keep no optimizer state (KeyError: exp_avg)."""
+    saved, loaded = converted_and_loaded(tmp_path, CASES)
+    for name, result in loaded.items():
+        check(name, [part[name] for part in saved], result)
 
 
 def test_zeros_in_place_of_moments_take_no_space_and_are_not_loaded():

@@ -11,6 +11,7 @@ import torch
 
 import tests.versions
 from ds_kfac.zero import deepspeed_versions
+from ds_kfac.zero.layout import BF16
 
 PACKAGE = Path(deepspeed_versions.__file__).parent.parent
 OURS = Path(deepspeed_versions.__file__)
@@ -114,17 +115,50 @@ def test_what_a_version_mended_is_a_known_fault_of_those_before(installed, offlo
     assert len(deepspeed_versions.bf16_optimizer_faults()) == bf16_optimizer
 
 
+@pytest.mark.parametrize(("installed", "faults"), [("0.18.0", 1), ("0.19.0", 1), ("0.19.4", 0), ("0.19.8", 0)])
+def test_pipelines_of_several_micro_batches_are_a_known_fault_of_old_versions(installed, faults, monkeypatch):
+    monkeypatch.setattr(deepspeed, "__version__", installed)
+    assert len(deepspeed_versions.pipeline_faults(2)) == faults and deepspeed_versions.pipeline_faults(1) == ()
+
+
+def waits_for_the_last(launch_handles):
+    """As in 0.19.4."""
+    launch_handles[-1].wait()
+
+
+def waits_for_all(launch_handles):
+    for handle in launch_handles:
+        handle.wait()
+
+
+@pytest.mark.parametrize(("code", "faults"), [(waits_for_the_last, 1), (waits_for_all, 0)])
+def test_gathers_that_are_not_waited_for_are_a_known_fault_with_gloo(code, faults, monkeypatch):
+    monkeypatch.setattr(deepspeed_versions.partition_parameters.Init, "_allgather_params_coalesced", code)
+    assert len(deepspeed_versions.gather_faults("gloo")) == faults and deepspeed_versions.gather_faults("nccl") == ()
+
+
+def test_bf16_gradients_that_were_added_to_fp32_ones_and_stepped_do_not_wait():
+    """In 0.17.0 they stay after a step at stage 0, and attach was refused."""
+    module, flags = torch.nn.Linear(2, 2), [[False, False]]
+    for param in module.parameters():
+        param.grad = torch.ones_like(param)
+    engine = SimpleNamespace(module=module, optimizer=SimpleNamespace(fp32_groups_has_gradients=flags))
+    assert not BF16.is_waiting(engine)
+    flags[0][1] = True
+    assert BF16.is_waiting(engine)
+
+
 def test_the_table_of_versions_has_a_row_a_tested_version_and_a_cell_a_column():
     text = tests.versions.DOCUMENT.read_text().split(tests.versions.BEGIN)[1].split(tests.versions.END)[0]
     head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.split("\n") if line]
     assert head == ["deepspeed", *tests.versions.COLUMNS]
     assert tuple(row[0] for row in rows) == deepspeed_versions.TESTED == tests.versions.tested()
-    for row in rows:
-        for cell, column in zip(row[1:], tests.versions.COLUMNS, strict=True):
-            if cell == "-":  # did not run
+    for name, *cells in rows:
+        for cell, (column, modes) in zip(cells, tests.versions.COLUMNS.items(), strict=True):
+            if (name, column) in tests.versions.LACKING:
+                assert cell == "-", f"{name}, {column}"
                 continue
-            modes = tests.versions.GROUPS.get(column, tests.versions.CHECKPOINTS)
             ran, of, failed = re.fullmatch(r"(\d+) of (\d+)(?:: not (.+))?", cell).groups()
-            assert int(of) == len(modes), f"{row[0]}, {column}"
+            assert int(of) == len(modes), f"{name}, {column}"
             missing = failed.split(", ") if failed else []
-            assert set(missing) <= set(modes) and int(ran) + len(missing) == int(of), f"{row[0]}, {column}"
+            assert set(missing) <= set(modes) and int(ran) + len(missing) == int(of), f"{name}, {column}"
