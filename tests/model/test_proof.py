@@ -329,3 +329,40 @@ def test_products_in_tf32_fit_on_a_gpu_and_would_not_if_they_were_taken_for_fp32
         eps = proof.eps_of(torch.float32)
         ratios.append(float(own.ratio(layer, total, gradient, divisor=1, world=1, eps=eps, floor=0)))
     assert ratios[0] < 0.5 and ratios[1] > 2, ratios
+
+
+class Padded(nn.Module):
+    """Positions of which a mask leaves some out; ``how`` their rows get a gradient."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.head, self.how = nn.Linear(WIDTH, 48), nn.Linear(48, 7), how
+
+    def forward(self, x, attention_mask):
+        z, mask = torch.tanh(self.first(x)), attention_mask[..., None]
+        pooled = (z * mask).sum(dim=1) / mask.sum(dim=1)
+        if self.how == "a pooled token's":
+            pooled = 30 * z[:, 0] + z.mean(dim=1)
+        elif self.how == "the last pad's":
+            last = (7 - attention_mask.sum(dim=1)).clamp(min=0)
+            pooled = pooled + z[torch.arange(len(x)), last]
+        loss = cross_entropy(self.head(pooled), torch.arange(len(x)) % 7)
+        return loss + 1e-3 * z.square().mean() if self.how == "an auxiliary loss's" else loss
+
+
+@pytest.mark.parametrize("how, foreign", [
+    ("none", False), ("an auxiliary loss's", False), ("the last pad's", False), ("a pooled token's", True),
+])  # fmt: skip
+@pytest.mark.parametrize("known", [True, False])
+def test_a_mask_is_of_other_rows_where_those_that_it_leaves_out_have_a_gradient(how, foreign, known):
+    """Not of rows with labels, of which nothing is ``known``."""
+    mask = (torch.arange(8) >= torch.tensor([0, 4, 5, 3, 4])[:, None]).long()  # padded on the left
+    torch.manual_seed(0)
+    x = torch.randn(ROWS, 8, WIDTH)
+
+    def read(arguments, keywords):
+        return BatchInfo(mask.bool(), padding=known)
+
+    found = prove(Padded(how), [{"x": x, "attention_mask": mask}], read_batch=read)
+    assert [found[name].foreign for name in ("first", "head")] == [foreign and known, False]
+    assert all(seen.fits for seen in found.values())
