@@ -5,7 +5,7 @@ Shape suffixes: O, I the sides of the layer's matrix. Of n layers of equal shape
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -15,7 +15,7 @@ from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis
 from ds_kfac.curvature.factor import Side, excess
 from ds_kfac.curvature.methods import EIGEN, Kept, Method
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.ops.dispatch import adam_scale, corrected_scale_dot
+from ds_kfac.ops.dispatch import adam_fold_, adam_scale_, corrected_scale_dot
 from ds_kfac.update.rotation import BasisChange, is_large, rows_at_once
 
 
@@ -135,6 +135,7 @@ class AdamMoments(Moments):
         betas: tuple[float, float],
         eps: float,
         usable: Tensor,
+        scale: Tensor | float = 1.0,
         changes: Sequence[BasisChange | None] = (None,),
         waits: torch.dtype = torch.float32,
     ) -> tuple[Tensor, "MomentUpdate"]:
@@ -143,27 +144,35 @@ class AdamMoments(Moments):
 
         Args:
             rotated_OI: given up: the update has it, or the direction its place.
-            usable: bool scalar on the device; where it is false the moments stay as they are.
-            changes: of each layer.
+            usable: bool scalar on the device, or [n]; where it is false the moments stay as they are, and the
+                direction is zero.
+            scale: of the gradient.
             waits: what the update's gradient is rounded to until then.
+            changes: of each layer.
 
         Returns Adam's step with Nesterov's momentum, rotated, before the learning rate; and what brings the gradient
         into the moments.
         """
-
-        step: Callable[..., Any] = partial(adam_scale, betas=betas, eps=eps)
         # a basis in blocks may leave it transposed, which moments are not
-        rotated_OI = rotated_OI.contiguous()
-        update = MomentUpdate(self, rotated_OI.to(waits), usable, betas, changes)
-        if not is_large(rotated_OI):
-            first_OI = self.rotated(*changes).first_OI if any(changes) else self.first_OI
-            return step(rotated_OI, first_OI, self.second_OI, self.updates, usable)[0], update
-        rounded, rows = update.rotated_OI is not rotated_OI, rows_at_once(rotated_OI)
-        direction_OI = rotated_OI if rounded else torch.empty_like(rotated_OI)
-        first = self.first_OI.split(rows) if changes[0] is None else changes[0].rows(self.first_OI)
-        whole = direction_OI.split(rows), rotated_OI.split(rows), first, self.second_OI.split(rows)
-        for out_OI, *parts in zip(*whole, strict=True):
-            out_OI.copy_(step(*parts, self.updates, usable)[0])  # new moments of these rows alone
+        x_OI = rotated_OI.contiguous()
+        rounds = waits is not torch.float32
+        waiting_OI, direction_OI = torch.empty_like(x_OI, dtype=waits if rounds else None), x_OI
+        if not rounds:
+            waiting_OI, direction_OI = direction_OI, waiting_OI
+        update = MomentUpdate(self, waiting_OI, usable.expand(self.updates.numel()).contiguous(), betas, changes)
+        whole = direction_OI, waiting_OI, x_OI, self.first_OI, self.second_OI
+        parts: Any = [[as_several(x) for x in whole]]
+        if any(changes) and is_large(x_OI):
+            rows = rows_at_once(x_OI)
+            direction, waiting, x, _, second = (as_several(x).split(rows, dim=1) for x in whole)
+            parts = zip(direction, waiting, x, map(as_several, changes[0].rows(self.first_OI)), second, strict=True)  # type: ignore[union-attr]
+        elif any(changes):
+            parts[0][3] = as_several(self.rotated(*changes).first_OI)
+        for part in parts:
+            out, waiting, x, first, second = part
+            adam_scale_(
+                out, waiting, x, first, second, self.updates.view(-1), update.usable, scale, betas=betas, eps=eps
+            )
         return direction_OI, update
 
     def rotated(self, *changes: BasisChange | None) -> "AdamMoments":
@@ -187,13 +196,13 @@ class MomentUpdate:
     quarter.
 
     Attributes:
-        rotated_OI: the gradient, fp32 or rounded.
-        usable: bool scalar, or [n] of n layers.
+        waiting_OI: the gradient, fp32 or rounded.
+        usable: bool [n] of n layers, or the groups of one.
         changes: of each layer.
     """
 
     moments: AdamMoments
-    rotated_OI: Tensor
+    waiting_OI: Tensor
     usable: Tensor
     betas: tuple[float, float]
     changes: Sequence[BasisChange | None]
@@ -205,14 +214,13 @@ class MomentUpdate:
         for change, part in zip(self.changes, parts, strict=True):
             if change is not None:
                 change(part, part)
-        first, second = ((1 - (1 - beta) * self.usable.float())[..., None, None] for beta in self.betas)
-        whole, x_OI = (self.moments.first_OI, self.moments.second_OI), self.rotated_OI
-        rows = rows_at_once(x_OI) if is_large(x_OI) else len(x_OI)
-        for x, first_OI, second_OI in zip(x_OI.split(rows), *(kept.split(rows) for kept in whole), strict=True):
-            x = x.masked_fill_((~self.usable)[..., None, None], 0.0).float()  # NaN, too
-            torch.lerp(x, first_OI, first, out=first_OI)
-            torch.lerp(x.square_(), second_OI, second, out=second_OI)
-        self.moments.updates.add_(self.usable)
+        whole = as_several(self.moments.first_OI), as_several(self.moments.second_OI), self.moments.updates.view(-1)
+        adam_fold_(*whole, as_several(self.waiting_OI), self.usable, betas=self.betas)
+
+
+def as_several(x_OI: Tensor) -> Tensor:
+    """[n, O, I], of one matrix with n 1; a view."""
+    return x_OI if x_OI.ndim > 2 else x_OI[None]
 
 
 @dataclass(frozen=True)

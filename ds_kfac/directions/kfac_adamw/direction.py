@@ -46,9 +46,10 @@ from ds_kfac.directions.base import Direction, StepContext
 from ds_kfac.directions.kfac_adamw.optimizer import IN_USE
 from ds_kfac.model.blocks import named
 from ds_kfac.model.layers import LayerSpec
+from ds_kfac.ops.dispatch import scale_shift_
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.newton_schulz import orthogonal_factors, scale_to
-from ds_kfac.update.rotation import Rotation, apart, batches, in_memory, lengths, rounds, together
+from ds_kfac.update.rotation import Rotation, apart, batches, in_memory, lengths, norms, rounds, together
 from ds_kfac.update.state import LayerState, MomentUpdate, stacked, unstacked
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
@@ -120,10 +121,10 @@ class Stack:
     rows_are_back: bool = False
     sizes: list[Tensor] | None = None
 
-    def of(self, values: Tensor, first: int = 0) -> Tensor:
-        """Of values of the layers from place ``first`` on, those of this one: a scalar, or of several [n]."""
-        start, count = self.places.start - first, len(self.layers)
-        return values[start] if count == 1 else values[start : start + count]
+    @property
+    def each(self) -> Tensor:
+        """The direction [n, O, I], of groups one after the other; a view."""
+        return self.x_OI.view(len(self.layers), -1, self.x_OI.shape[-1])
 
 
 class AdamDirection(Direction):
@@ -178,27 +179,25 @@ class AdamDirection(Direction):
         fits = length * unscale < LARGEST
         usable = finite & fits & (length > 0)
         # A direction gone wrong must not reach the weights. An overflowed gradient must reach DeepSpeed's check, so
-        # what is in its place has its norm.
+        # what is in its place has its norm. At adam_lr 0 layers stand still, without decay.
         overflowed = ~finite & (length != 0)
-        shift = torch.where(overflowed, length / self.root, IN_USE).float()
-        scale, norm, good = torch.zeros_like(self.target), torch.zeros_like(self.target), torch.zeros_like(usable)
+        moves, strays = usable & (self.ratio > 0), torch.where(overflowed, length / self.root, 0.0).float()
+        found: list[tuple[Tensor, Tensor]] = []
         for some in parts:
             for stack in some:
-                local.moment_updates.append(self._step(stack, states, gradients, unscale, stack.of(usable)))
-            own = slice(some[0].places.start, some[-1].places.stop)
+                local.moment_updates.append(self._step(stack, states, gradients, unscale, usable[stack.places]))
             self._orthogonalize([stack for stack in some if stack.orthogonal])
-            scale[own], norm[own] = self._restore(some, own)
-            good[own] = usable[own] & (norm[own] < math.inf)
-            factor = scale[own].masked_fill(overflowed[own], 0.0)
-            # at adam_lr 0 they stand still, without decay
-            dead = ~(overflowed[own] | good[own] & (self.ratio[own] > 0))
             for stack in some:
-                values = (factor, own.start), (shift, 0), (dead, own.start)
-                times, plus, none = (stack.of(value, first)[..., None, None] for value, first in values)
-                result = stack.x_OI.mul_(times).add_(plus).masked_fill_(none, 0.0)
-                for layer, matrix in zip(stack.layers, apart(result, len(stack.layers)), strict=True):
+                norm, scale = self._restore(stack)
+                good = moves[stack.places] & (norm < math.inf)
+                shift = torch.where(good, IN_USE, strays[stack.places])
+                scale_shift_(stack.each, torch.where(good, scale, 0.0), shift)
+                for layer, matrix in zip(stack.layers, apart(stack.x_OI, len(stack.layers)), strict=True):
                     local.outbox.add(layer, matrix)
-                del stack.x_OI, result, matrix
+                del stack.x_OI, matrix
+                found.append((norm, scale))
+        norm, scale = (torch.cat(part) for part in zip(*found, strict=True))
+        good = usable & (norm < math.inf)
         squared = torch.where(overflowed, length.square(), torch.where(good, (norm * scale).square(), 0.0))
         local.replaced = local.replaced + (usable & ~good | ~finite).sum()
         local.unused = local.unused + (length == 0).sum()
@@ -237,14 +236,19 @@ class AdamDirection(Direction):
             stack.rotation = self.rotations.of(names, [state.basis for state in own if state.basis])
             stack.rows_are_back = bool(stack.layers[0].blocks and stack.rotation.G) and stack.orthogonal
         whole = together([gradients.pop(name) for name in names])  # as it is stored, which may be DeepSpeed's own
-        rotated = whole * unscale if whole.dtype is torch.float32 else whole.float().mul_(unscale)
+        x = whole.float()
+        owned = x is not whole or len(names) > 1
         del whole
         if stack.rotation is not None:
-            rotated = stack.rotation.rotate(rotated, given_up=True)
+            rotated = stack.rotation.rotate(x, given_up=owned)
+            owned, x = owned or rotated.data_ptr() != x.data_ptr(), rotated
+            del rotated
+        x = x if owned else x.clone()
         moments, changes = stacked([state.moments for state in own]), [state.change for state in own]
         stack.x_OI, update = moments.divide(
-            rotated, betas=tuple(group["betas"]), eps=group["eps"], usable=usable, changes=changes, waits=self.waits
-        )
+            x, betas=tuple(group["betas"]), eps=group["eps"], usable=usable, scale=unscale, changes=changes,
+            waits=self.waits,
+        )  # fmt: skip
         if len(own) > 1 or changes[0] is not None:
             for name, state, kept in zip(names, own, unstacked(moments, len(own)), strict=True):
                 states[name] = replace(state, moments=kept, change=None)
@@ -253,22 +257,18 @@ class AdamDirection(Direction):
             stack.rotation.only_seen(stack.x_OI, columns=not stack.orthogonal)
         return update
 
-    def _restore(self, some: Sequence[Stack], own: slice) -> tuple[Tensor, Tensor]:
-        """Adam's directions, or their orthogonal factors, out of the eigenbases, in their place. Returns what each is
-        still to be multiplied by, and its norm.
-
-        Args:
-            own: the places of their layers.
-        """
-        for stack in some:
-            if (rotation := stack.rotation) is not None:
-                stack.x_OI = rotation.restore(stack.x_OI, rows=not stack.rows_are_back, given_up=True)
-            if stack.sizes is not None and (stack.layers[0].blocks or stack.layers[0].groups > 1):
-                self._scale_maps(stack)
-        norm = lengths([matrix for stack in some for matrix in apart(stack.x_OI, len(stack.layers))], torch.float32)
-        sizes = [(stack.of(norm, own.start) if stack.sizes is None else stack.sizes[0]).view(-1) for stack in some]
-        scale = scale_to(self.target[own], size=torch.cat(sizes), norm=norm, root=self.root[own])
-        return torch.where(self.orthogonal[own], scale, self.ratio[own]), norm
+    def _restore(self, stack: Stack) -> tuple[Tensor, Tensor]:
+        """Adam's directions, or their orthogonal factors, out of the eigenbases, in their place. Returns the norm of
+        each, and what it is still to be multiplied by."""
+        if (rotation := stack.rotation) is not None:
+            stack.x_OI = rotation.restore(stack.x_OI, rows=not stack.rows_are_back, given_up=True).contiguous()
+        if stack.sizes is not None and (stack.layers[0].blocks or stack.layers[0].groups > 1):
+            self._scale_maps(stack)
+        norm = norms(stack.each.flatten(1), torch.float32)
+        if stack.sizes is None:
+            return norm, self.ratio[stack.places]
+        target, root = self.target[stack.places], self.root[stack.places]
+        return norm, scale_to(target, size=stack.sizes[0].view(-1), norm=norm, root=root)
 
     def _orthogonalize(self, some: Sequence[Stack]) -> None:
         """Directions become their orthogonal factors, in their place; nothing else of them is kept."""
