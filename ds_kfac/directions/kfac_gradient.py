@@ -52,8 +52,8 @@ class KFACGradient(Direction):
             else:
                 local.unprepared += len(layers)
                 local.results |= own
-            for layer in layers if self.sends else ():
-                local.outbox.add(layer, local.results.pop(layer.name))
+            if self.sends:
+                local.outbox.add(layers, [local.results.pop(layer.name) for layer in layers])
         local.numbers = [quadratic]
         return local
 

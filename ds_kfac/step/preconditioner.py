@@ -215,8 +215,8 @@ class KFACPreconditioner:
         """
         with torch.autocast(self.device.type, enabled=False), self.metrics.stage("relayout"):
             outbox, rest = draft.local.outbox, draft.local.results
-            for layer in self.owned if rest else ():
-                outbox.add(layer, rest.pop(layer.name))
+            if rest:
+                outbox.add(self.owned, [rest.pop(layer.name) for layer in self.owned])
             table, part = self.totals(draft)
             results, received = deliver((outbox.part, part), self.channel, self.device, outbox.packed)
             numbers, ready = self.summed(draft, table.read(received))

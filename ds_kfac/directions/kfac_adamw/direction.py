@@ -148,6 +148,7 @@ class AdamDirection(Direction):
         self.target = of_all([self.size * step_norm(layer) for layer in layers], dtype=torch.float32)
         ratios = [adam_factor(self.config.adam, layer, optimizer.adam_ratio) for layer in layers]
         self.ratio = of_all(ratios, dtype=torch.float32)
+        self.bound = of_all([math.inf if ratio > 0 else 0.0 for ratio in ratios], dtype=torch.float32)
         self.copies = of_all([layer.copies for layer in layers], dtype=torch.float64)
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
@@ -181,7 +182,8 @@ class AdamDirection(Direction):
         # A direction gone wrong must not reach the weights. An overflowed gradient must reach DeepSpeed's check, so
         # what is in its place has its norm. At adam_lr 0 layers stand still, without decay.
         overflowed = ~finite & (length != 0)
-        moves, strays = usable & (self.ratio > 0), torch.where(overflowed, length / self.root, 0.0).float()
+        bound = self.bound.masked_fill(~usable, 0.0)  # of the norms of directions that are stepped along
+        strays = (length / self.root).masked_fill_(~overflowed, 0.0).float()
         found: list[tuple[Tensor, Tensor]] = []
         for some in parts:
             for stack in some:
@@ -189,16 +191,15 @@ class AdamDirection(Direction):
             self._orthogonalize([stack for stack in some if stack.orthogonal])
             for stack in some:
                 norm, scale = self._restore(stack)
-                good = moves[stack.places] & (norm < math.inf)
-                shift = torch.where(good, IN_USE, strays[stack.places])
-                scale_shift_(stack.each, torch.where(good, scale, 0.0), shift)
-                for layer, matrix in zip(stack.layers, apart(stack.x_OI, len(stack.layers)), strict=True):
-                    local.outbox.add(layer, matrix)
-                del stack.x_OI, matrix
+                good = norm < bound[stack.places]
+                scale_shift_(stack.each, scale.masked_fill(~good, 0.0), strays[stack.places].masked_fill(good, IN_USE))
+                local.outbox.add(stack.layers, apart(stack.x_OI, len(stack.layers)))
+                del stack.x_OI
                 found.append((norm, scale))
         norm, scale = (torch.cat(part) for part in zip(*found, strict=True))
         good = usable & (norm < math.inf)
-        squared = torch.where(overflowed, length.square(), torch.where(good, (norm * scale).square(), 0.0))
+        squared = (norm * scale).square().masked_fill_(~good, 0.0)
+        squared = torch.where(overflowed, length.square(), squared)
         local.replaced = local.replaced + (usable & ~good | ~finite).sum()
         local.unused = local.unused + (length == 0).sum()
         local.left_out = dict(zip(names, (finite & ~fits).unbind(), strict=True))
