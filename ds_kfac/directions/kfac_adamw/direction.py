@@ -149,6 +149,8 @@ class AdamDirection(Direction):
         ratios = [adam_factor(self.config.adam, layer, optimizer.adam_ratio) for layer in layers]
         self.ratio = of_all(ratios, dtype=torch.float32)
         self.bound = of_all([math.inf if ratio > 0 else 0.0 for ratio in ratios], dtype=torch.float32)
+        self.none, self.in_use = torch.zeros_like(self.ratio), torch.full_like(self.ratio, IN_USE)
+        self.ranges = of_all(RANGES, dtype=torch.float64)[:, None]
         self.copies = of_all([layer.copies for layer in layers], dtype=torch.float64)
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
@@ -157,8 +159,8 @@ class AdamDirection(Direction):
         # no gradient of the step is of use if their norm is no number that DeepSpeed could clip by
         void, clip = torch.zeros((), dtype=torch.bool, device=self.exchange.device), None
         if context.norm is not None:
-            void, clip = ~torch.isfinite(context.norm.float()), self.layout.clip_factor(context.norm)
-            local.clip = torch.where(void, torch.zeros_like(clip), clip)
+            void, clip = ~(context.norm.float() < math.inf), self.layout.clip_factor(context.norm)
+            local.clip = clip.masked_fill(void, 0.0)
         parts: list[list[Stack]] = []  # of what is in memory at a time
         names: list[str] = []
         order = tuple(batches(self.stacks, states))
@@ -191,8 +193,9 @@ class AdamDirection(Direction):
             self._orthogonalize([stack for stack in some if stack.orthogonal])
             for stack in some:
                 norm, scale = self._restore(stack)
-                good = norm < bound[stack.places]
-                scale_shift_(stack.each, scale.masked_fill(~good, 0.0), strays[stack.places].masked_fill(good, IN_USE))
+                at, good = stack.places, norm < bound[stack.places]
+                times, plus = torch.where(good, scale, self.none[at]), torch.where(good, self.in_use[at], strays[at])
+                scale_shift_(stack.each, times, plus)
                 local.outbox.add(stack.layers, apart(stack.x_OI, len(stack.layers)))
                 del stack.x_OI
                 found.append((norm, scale))
@@ -203,20 +206,20 @@ class AdamDirection(Direction):
         local.replaced = local.replaced + (usable & ~good | ~finite).sum()
         local.unused = local.unused + (length == 0).sum()
         local.left_out = dict(zip(names, (finite & ~fits).unbind(), strict=True))
-        squares = squared, *(length.square() * factor for factor in RANGES)
-        local.numbers = [(square / self.copies).sum().float() for square in squares]
+        squares = torch.cat([squared[None], length.square() * self.ranges])
+        local.numbers = list((squares / self.copies).sum(dim=1).float().unbind())
         return local
 
     def finish(
         self, context: StepContext, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         self.last = totals[0], self.layout.optimizer.param_groups[0]["lr"]
-        low, high = (total.double() / factor for total, factor in zip(totals[1:], RANGES, strict=True))
-        square = torch.where(torch.isfinite(high), high, low)
-        scale = torch.sqrt(square / totals[0].double()).float()
-        scale = torch.where(torch.isfinite(scale) & (scale > 0), scale, torch.ones_like(scale))
+        low, high = (torch.stack(list(totals[1:])) / self.ranges[:, 0]).unbind()
+        square = torch.where(high < math.inf, high, low)
+        scale = torch.sqrt(square / totals[0].double()).float().nan_to_num_(nan=1.0, posinf=1.0)
+        scale = scale.masked_fill_(scale == 0, 1.0)
         undo = self.layout.grad_scale() / (scale * local.clip)
-        self.optimizer.direction_scale = torch.where(torch.isfinite(undo), undo, torch.zeros_like(undo))
+        self.optimizer.direction_scale = undo.nan_to_num_(nan=0.0, posinf=0.0)
         return dict.fromkeys(prepared, scale)
 
     def _step(
