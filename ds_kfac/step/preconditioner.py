@@ -328,7 +328,7 @@ class KFACPreconditioner:
         self.steps, self.peak_lr = state.get("steps", 0), dict(state.get("peak_lr", {}))
         self.proving.restart(resumed=self.steps > 0)
         self.damping_scale = state.get("damping_scale")
-        self.direction.rotations.kept.clear()
+        self.direction.together.kept.clear()
         self.sharing.updates = None
         if decompose:
             draft = self.curvature.redecomposed(self.steps)

@@ -6,7 +6,7 @@ Shape suffixes: O, I the sides of the layer's matrix. Of n layers of equal shape
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,10 +26,12 @@ class Moments:
     Attributes:
         NAME: in checkpoints.
         ROTATES: whether ``rotated`` takes them into a new eigenbasis.
+        TOGETHER: whether those of layers that are stepped together are, too.
     """
 
     NAME: ClassVar[str]
     ROTATES: ClassVar[bool] = False
+    TOGETHER: ClassVar[bool] = True
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Any:
@@ -232,34 +234,9 @@ class LastUpdate(Moments):
     """
 
     NAME: ClassVar = "update"
+    TOGETHER: ClassVar = False
 
     update_OI: Tensor
-
-
-M = TypeVar("M", bound=Moments)
-
-
-def stacked(moments: Sequence[M]) -> M:
-    """Of several layers, as one: what :func:`unstacked` took apart, else a copy."""
-    if len(moments) == 1:
-        return moments[0]
-    return type(moments[0])(*(_stacked(parts) for parts in zip(*(vars(m).values() for m in moments), strict=True)))
-
-
-def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    base = parts[0]._base
-    if base is not None and len(base) == len(parts):
-        views = zip(parts, base.unbind(), strict=True)
-        if all(part._base is base and part.is_set_to(view) for part, view in views):
-            return base
-    return torch.stack(list(parts))
-
-
-def unstacked(moments: M, count: int) -> list[M]:
-    """Inverse of :func:`stacked`; views."""
-    if count == 1:
-        return [moments]
-    return [type(moments)(*parts) for parts in zip(*(part.unbind() for part in vars(moments).values()), strict=True)]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from ds_kfac.curvature.eigen import LayerBasis
 from ds_kfac.curvature.factor import SETTLED, SPIKE, KroneckerFactor, Side
 from ds_kfac.ops.dispatch import adam_fold_, adam_scale_
 from ds_kfac.update.rotation import BasisChange
-from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues, stacked, unstacked
+from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues
 from tests.close import close, exact
 from tests.curvature.one_factor import refresh
 
@@ -182,15 +182,3 @@ def test_the_loss_does_not_jump_at_a_refresh():
     assert max(at_refresh) <= max(*elsewhere, 0.002), "steps right after a refresh lose no ground"
     forgotten = quadratic_losses(rotate=False)
     assert sum(forgotten[20:]) > 1.02 * sum(kept[20:]), "moments left in old coordinates do worse, so the test can tell"
-
-
-def test_moments_that_were_together_are_so_again_without_a_copy():
-    apart = unstacked(AdamMoments(torch.rand(3, 2, 5), torch.rand(3, 2, 5), torch.ones(3)), 3)
-    again = stacked(apart)
-    assert again.first_OI is apart[0].first_OI._base and again.updates.shape == (3,)
-    for other in (apart[:2], apart[::-1], [apart[0], apart[0], apart[2]], [*apart[:2], AdamMoments.empty((2, 5))]):
-        found = stacked(other)
-        assert found.first_OI.data_ptr() != apart[0].first_OI.data_ptr()
-        for index, part in enumerate(other):
-            assert torch.equal(found.first_OI[index], part.first_OI)
-            assert torch.equal(found.updates[index], part.updates)

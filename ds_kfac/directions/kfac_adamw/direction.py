@@ -48,9 +48,10 @@ from ds_kfac.model.blocks import named
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.dispatch import scale_shift_
 from ds_kfac.plan.plan import Plan
+from ds_kfac.update.group import Group
 from ds_kfac.update.newton_schulz import orthogonal_factors, scale_to
-from ds_kfac.update.rotation import Rotation, apart, batches, in_memory, lengths, norms, rounds, together
-from ds_kfac.update.state import LayerState, MomentUpdate, stacked, unstacked
+from ds_kfac.update.rotation import Rotation, in_memory, lengths, norms, rounds
+from ds_kfac.update.state import LayerState, MomentUpdate
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
 
@@ -100,26 +101,33 @@ RANGES = (2.0**-130, 2.0**60)
 
 @dataclass
 class Stack:
-    """One layer, or n of equal [O, I], on their way through a step.
+    """A group of layers on its way through a step.
 
     Attributes:
         places: of its layers among all of the step.
         orthogonal: whether their directions are orthogonalized.
         x_OI: fp32 [O, I] or [n, O, I], the direction as far as it has come.
-        rotation: into the eigenbasis; None before it is known, and with a method that has none.
-        root: what whitens in its place, of one layer.
+        root: what whitens in place of an eigenbasis, of one layer.
         rows_are_back: whether the rotation is undone in two halves: blocks are rows of the weight, not of R.
         sizes: norms of what was orthogonalized, a scalar or [n] of each block; None if nothing was, or is scaled.
     """
 
-    layers: Sequence[LayerSpec]
+    group: Group
     places: slice
     orthogonal: bool
     x_OI: Tensor = field(init=False)
-    rotation: Rotation | None = None
     root: LayerInverse | None = None
     rows_are_back: bool = False
     sizes: list[Tensor] | None = None
+
+    @property
+    def layers(self) -> Sequence[LayerSpec]:
+        return self.group.layers
+
+    @property
+    def rotation(self) -> Rotation | None:
+        """Into the eigenbasis; None before it is known, and with a method that has none."""
+        return self.group.rotation
 
     @property
     def each(self) -> Tensor:
@@ -139,7 +147,6 @@ class AdamDirection(Direction):
         self.orthogonalizes = {name: reason is None for name, reason in kept.items()}
         super().__init__(plan, layout, exchange)
         self.optimizer, self.of_one_shape, self.waits, self.size = optimizer, plan.stacks, plan.waits, SIZE
-        self._rounds: dict[tuple[int, ...], list[list[tuple[LayerSpec, ...]]]] = {}
         of_all = partial(torch.tensor, device=exchange.device)  # of every layer, in the order of the stacks
         layers = [layer for stack in self.stacks for layer in stack]
         scaled = [self.orthogonalizes[layer.name] and layer.groups == 1 and not layer.blocks for layer in layers]
@@ -163,16 +170,13 @@ class AdamDirection(Direction):
             local.clip = clip.masked_fill(void, 0.0)
         parts: list[list[Stack]] = []  # of what is in memory at a time
         names: list[str] = []
-        order = tuple(batches(self.stacks, states))
-        shape = tuple(map(len, order))
-        if shape not in self._rounds:
-            self._rounds[shape] = rounds(order, limit=in_memory(stacked=self.of_one_shape))
-        for taken in self._rounds[shape]:
+        limit = in_memory(stacked=self.of_one_shape)
+        for taken in rounds(self.together.of(states), lambda group: group.layers, limit=limit):
             parts.append([])
-            for layers in taken:
-                places = slice(len(names), len(names) + len(layers))
-                parts[-1].append(Stack(layers, places, self.orthogonalizes[layers[0].name]))
-                names += [layer.name for layer in layers]
+            for group in taken:
+                places = slice(len(names), len(names) + len(group.names))
+                parts[-1].append(Stack(group, places, self.orthogonalizes[group.names[0]]))
+                names += group.names
         if not names:
             local.numbers = list(torch.zeros(3, device=self.exchange.device).unbind())
             return local
@@ -196,7 +200,7 @@ class AdamDirection(Direction):
                 at, good = stack.places, norm < bound[stack.places]
                 times, plus = torch.where(good, scale, self.none[at]), torch.where(good, self.in_use[at], strays[at])
                 scale_shift_(stack.each, times, plus)
-                local.outbox.add(stack.layers, apart(stack.x_OI, len(stack.layers)))
+                local.outbox.add(stack.layers, stack.group.apart(stack.x_OI))
                 del stack.x_OI
                 found.append((norm, scale))
         norm, scale = (torch.cat(part) for part in zip(*found, strict=True))
@@ -232,33 +236,28 @@ class AdamDirection(Direction):
     ) -> MomentUpdate:
         """Adam in the eigenbasis, the gradients in the moments that are ``usable``. Before the first refresh nothing is
         rotated: plain Adam."""
-        names = tuple(layer.name for layer in stack.layers)
-        own = [states[name] for name in names]
-        group = self.layout.optimizer.param_groups[self.groups[names[0]][0]]
+        group = stack.group
+        own, options = group.take(states), self.layout.optimizer.param_groups[self.groups[group.names[0]][0]]
         stack.root = own[0].preconditioner if own[0].method.whitens else None
-        if own[0].basis is not None:
-            stack.rotation = self.rotations.of(names, [state.basis for state in own if state.basis])
-            stack.rows_are_back = bool(stack.layers[0].blocks and stack.rotation.G) and stack.orthogonal
-        whole = together([gradients.pop(name) for name in names])  # as it is stored, which may be DeepSpeed's own
+        whole = group.load(gradients)  # as it is stored, which may be DeepSpeed's own
         x = whole.float()
-        owned = x is not whole or len(names) > 1
+        owned = x is not whole or len(own) > 1
         del whole
-        if stack.rotation is not None:
-            rotated = stack.rotation.rotate(x, given_up=owned)
+        if (rotation := group.rotation) is not None:
+            stack.rows_are_back = bool(stack.layers[0].blocks and rotation.G) and stack.orthogonal
+            rotated = rotation.rotate(x, given_up=owned)
             owned, x = owned or rotated.data_ptr() != x.data_ptr(), rotated
             del rotated
-        x = x if owned else x.clone()
-        moments, changes = stacked([state.moments for state in own]), [state.change for state in own]
-        stack.x_OI, update = moments.divide(
-            x, betas=tuple(group["betas"]), eps=group["eps"], usable=usable, scale=unscale, changes=changes,
-            waits=self.waits,
+        stack.x_OI, update = group.moments.divide(
+            x if owned else x.clone(), betas=tuple(options["betas"]), eps=options["eps"], usable=usable, scale=unscale,
+            changes=[state.change for state in own], waits=self.waits,
         )  # fmt: skip
-        if len(own) > 1 or changes[0] is not None:
-            for name, state, kept in zip(names, own, unstacked(moments, len(own)), strict=True):
-                states[name] = replace(state, moments=kept, change=None)
-        if stack.rotation is not None:
+        for name, state in zip(group.names, own, strict=True):
+            if state.change is not None:
+                states[name] = replace(state, change=None)
+        if rotation is not None:
             # before rows leave the eigenbasis; whitening leaves out columns of what is orthogonalized
-            stack.rotation.only_seen(stack.x_OI, columns=not stack.orthogonal)
+            rotation.only_seen(stack.x_OI, columns=not stack.orthogonal)
         return update
 
     def _restore(self, stack: Stack) -> tuple[Tensor, Tensor]:
@@ -300,7 +299,7 @@ class AdamDirection(Direction):
                 else None
                 for owner in (owners[index] for index in group)
             ]
-            found = orthogonal_factors([maps[i] for i in group], whitenings, precision=self.rotations.precision)
+            found = orthogonal_factors([maps[i] for i in group], whitenings, precision=self.precision)
             for index, size in zip(group, [size for _, size in found], strict=True):
                 sizes[index] = size
             found.clear()
@@ -330,7 +329,7 @@ class AdamDirection(Direction):
 
     def _whitened(self, root: LayerInverse, x_OI: Tensor) -> Tensor:
         """By the inverse root."""
-        with fp32_products(self.rotations.precision.products, x_OI.device):
+        with fp32_products(self.precision.products, x_OI.device):
             return root.apply(x_OI).contiguous()
 
     def alike(self, layer: LayerSpec) -> Hashable:
