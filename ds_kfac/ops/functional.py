@@ -207,8 +207,7 @@ def adam_fold_(
 
 
 def scale_shift_(x_nOI: Tensor, scale_n: Tensor, shift_n: Tensor) -> None:
-    for (x,) in in_pieces(x_nOI):
-        x.mul_(each(scale_n)).masked_fill_(each(scale_n == 0), 0.0).add_(each(shift_n))
+    x_nOI.mul_(each(scale_n)).masked_fill_(each(scale_n == 0), 0.0).add_(each(shift_n))
 
 
 def in_fp32(betas: tuple[float, float]) -> tuple[float, float]:
