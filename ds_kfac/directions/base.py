@@ -17,9 +17,8 @@ from ds_kfac.model.registry import MATRICES
 from ds_kfac.model.scan import Choice
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import Value
-from ds_kfac.update.group import Groups
 from ds_kfac.update.rotation import AT_ONCE, in_order, stacks
-from ds_kfac.update.state import LayerState, Moments
+from ds_kfac.update.state import Groups, LayerState, Moments
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
 

@@ -13,10 +13,9 @@ from ds_kfac.metrics import Metrics
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import Value
-from ds_kfac.update.group import Group
 from ds_kfac.update.kfac import finite_or, graft_scale, kl_clip_scale, precondition, precondition_corrected
 from ds_kfac.update.rotation import norms
-from ds_kfac.update.state import CorrectedEigenvalues, LastUpdate, LayerState, Moments
+from ds_kfac.update.state import CorrectedEigenvalues, Group, LastUpdate, LayerState, Moments
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
 

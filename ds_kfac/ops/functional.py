@@ -180,11 +180,12 @@ def adam_scale_(
     direction_nOI: Tensor, waiting_nOI: Tensor, x_nOI: Tensor, first_nOI: Tensor, second_nOI: Tensor,
     updates_n: Tensor, usable_n: Tensor, scale: Scalar = 1.0, *, betas: tuple[float, float], eps: float,
 ) -> None:  # fmt: skip
-    k, betas = each(updates_n + 1), in_fp32(betas)
-    power, root = betas[0] ** k, each(usable_n) / (1 - betas[1] ** k)
+    betas = ctypes.c_float(betas[0]).value, ctypes.c_float(betas[1]).value  # as in_fp32
+    k, usable = (updates_n + 1)[:, None, None], usable_n[:, None, None]
+    power, root = betas[0] ** k, usable / (1 - betas[1] ** k)
     ahead, now = betas[0] / (1 - betas[0] * power), (1 - betas[0]) / (1 - power)
-    of_first, of_y = betas[0] * ahead * each(usable_n), (1 - betas[0]) * ahead + now
-    unused, least = ~each(usable_n), each(~usable_n).to(k.dtype) + eps  # 0 over 1
+    of_first, of_y = betas[0] * ahead * usable, (1 - betas[0]) * ahead + now
+    unused, least = ~usable, (~usable).to(k.dtype) + eps  # 0 over 1
     whole = direction_nOI, waiting_nOI, x_nOI, first_nOI, second_nOI
     for out, waiting, x, first, second in in_pieces(*whole):
         y = torch.mul(x, scale, out=waiting if waiting.dtype is torch.float32 else None).masked_fill_(unused, 0.0)
@@ -198,7 +199,7 @@ def adam_fold_(
     first_nOI: Tensor, second_nOI: Tensor, updates_n: Tensor, waiting_nOI: Tensor, usable_n: Tensor, *,
     betas: tuple[float, float],
 ) -> None:  # fmt: skip
-    weights = [each(1 - (1 - beta) * usable_n.float()) for beta in in_fp32(betas)]
+    weights = [(1 - (1 - ctypes.c_float(beta).value) * usable_n.float())[:, None, None] for beta in betas]
     for first, second, x in in_pieces(first_nOI, second_nOI, waiting_nOI):
         x = x.float()
         torch.lerp(x, first, weights[0], out=first)
@@ -207,7 +208,8 @@ def adam_fold_(
 
 
 def scale_shift_(x_nOI: Tensor, scale_n: Tensor, shift_n: Tensor) -> None:
-    x_nOI.mul_(each(scale_n)).masked_fill_(each(scale_n == 0), 0.0).add_(each(shift_n))
+    scale, shift = scale_n[:, None, None], shift_n[:, None, None]
+    x_nOI.mul_(scale).masked_fill_(scale == 0, 0.0).add_(shift)
 
 
 def in_fp32(betas: tuple[float, float]) -> tuple[float, float]:

@@ -276,13 +276,12 @@ def in_order(stacks: Iterable[S], layers: Callable[[S], Sequence[LayerSpec]] = l
     return tuple(sorted(stacks, key=size, reverse=True))
 
 
-def norms(x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Norms of vectors [.., n], as [..]: the square of a finite number may be infinite in fp32.
+def norms(x: Tensor) -> Tensor:
+    """Norms of vectors [.., n], float64 [..]: the square of a finite number may be infinite in fp32.
 
-    Piece by piece, because of each a copy in ``dtype`` may be made.
+    Piece by piece, because of each a copy in float64 may be made.
     """
-    pieces = x.split(PIECE, dim=-1) if dtype is not x.dtype else [x]
-    parts = [torch.linalg.vector_norm(piece, dim=-1, dtype=dtype) for piece in pieces]
+    parts = [torch.linalg.vector_norm(piece, dim=-1, dtype=torch.float64) for piece in x.split(PIECE, dim=-1)]
     return parts[0] if len(parts) == 1 else torch.stack(parts).norm(dim=0)
 
 

@@ -1,10 +1,10 @@
 """Gradients of whole layers to their gradient workers, and the workers' results back to every shard."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from deepspeed.utils import logger
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_kfac.comm.message import Arrivals, Move, Part
 from ds_kfac.metrics import HostCopy
@@ -122,7 +122,9 @@ class GradientExchange:
                 else:
                     into.copy_(part if scale is None else part.float().mul_(scale))
         for scale, results, places in together.values():
-            copy_all(places, results)
+            arrived = [(x, y) for x, y in zip(places, results, strict=True) if x.data_ptr() != y.data_ptr()]
+            if arrived:
+                torch._foreach_copy_([x for x, _ in arrived], [y for _, y in arrived])
             torch._foreach_mul_(places, scale)
 
     @staticmethod
@@ -161,7 +163,17 @@ class Outbox:
         """Results, fp32 [O, I], zero where a parameter was frozen since attach; their gradients are of no more use."""
         exchange, layout = self.exchange, self.exchange.layout
         places, results = list[Tensor](), list[Tensor]()
-        for layer, param, parameter, flat in self._parts(layers, matrices):
+        parts = [
+            (layer, *part)
+            for layer, matrix_OI in zip(layers, matrices, strict=True)
+            for part in zip(
+                exchange.plan.of_layer[layer.name],
+                exchange.params[layer.name],
+                LAYERS[layer.kind].split(matrix_OI, has_bias=layer.bias is not None),
+                strict=True,
+            )
+        ]
+        for layer, param, parameter, flat in parts:
             if not parameter.requires_grad:
                 flat = torch.zeros_like(flat)
             for place in exchange.sent.get(param, ()):
@@ -179,23 +191,8 @@ class Outbox:
                 else:
                     dtype = exchange.scatter_dtype if copied else torch.float32
                     self.own[param, shard.start] = _alone(flat, place, dtype)
-        copy_all(places, results)
-
-    def _parts(
-        self, layers: Sequence[LayerSpec], matrices: Sequence[Tensor]
-    ) -> Iterator[tuple[LayerSpec, int, nn.Parameter, Tensor]]:
-        """Of each parameter: its layer, number, itself, and its flat part of the result."""
-        for layer, matrix_OI in zip(layers, matrices, strict=True):
-            flats = self.exchange.parts(layer, matrix_OI)
-            params, own = self.exchange.plan.of_layer[layer.name], self.exchange.params[layer.name]
-            yield from zip([layer] * len(flats), params, own, flats, strict=True)
-
-
-def copy_all(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """``values`` to their ``places``, in any dtypes, on a GPU in few launches; what lies there already stays."""
-    moved = [(x, y) for x, y in zip(places, values, strict=True) if x.data_ptr() != y.data_ptr()]
-    if moved:
-        torch._foreach_copy_([x for x, _ in moved], [y for _, y in moved])
+        if places:
+            torch._foreach_copy_(places, results)
 
 
 def _alone(flat: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:

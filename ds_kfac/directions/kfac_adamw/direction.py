@@ -48,10 +48,9 @@ from ds_kfac.model.blocks import named
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.dispatch import scale_shift_
 from ds_kfac.plan.plan import Plan
-from ds_kfac.update.group import Group
 from ds_kfac.update.newton_schulz import orthogonal_factors, scale_to
-from ds_kfac.update.rotation import Rotation, in_memory, lengths, norms, rounds
-from ds_kfac.update.state import LayerState, MomentUpdate
+from ds_kfac.update.rotation import in_memory, lengths, rounds
+from ds_kfac.update.state import Group, LayerState, MomentUpdate
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
 
@@ -120,20 +119,6 @@ class Stack:
     rows_are_back: bool = False
     sizes: list[Tensor] | None = None
 
-    @property
-    def layers(self) -> Sequence[LayerSpec]:
-        return self.group.layers
-
-    @property
-    def rotation(self) -> Rotation | None:
-        """Into the eigenbasis; None before it is known, and with a method that has none."""
-        return self.group.rotation
-
-    @property
-    def each(self) -> Tensor:
-        """The direction [n, O, I], of groups one after the other; a view."""
-        return self.x_OI.view(len(self.layers), -1, self.x_OI.shape[-1])
-
 
 class AdamDirection(Direction):
     """See the module's docstring.
@@ -147,6 +132,7 @@ class AdamDirection(Direction):
         self.orthogonalizes = {name: reason is None for name, reason in kept.items()}
         super().__init__(plan, layout, exchange)
         self.optimizer, self.of_one_shape, self.waits, self.size = optimizer, plan.stacks, plan.waits, SIZE
+        self._rounds: dict[tuple[int, ...], list[list[int]]] = {}
         of_all = partial(torch.tensor, device=exchange.device)  # of every layer, in the order of the stacks
         layers = [layer for stack in self.stacks for layer in stack]
         scaled = [self.orthogonalizes[layer.name] and layer.groups == 1 and not layer.blocks for layer in layers]
@@ -170,10 +156,14 @@ class AdamDirection(Direction):
             local.clip = clip.masked_fill(void, 0.0)
         parts: list[list[Stack]] = []  # of what is in memory at a time
         names: list[str] = []
-        limit = in_memory(stacked=self.of_one_shape)
-        for taken in rounds(self.together.of(states), lambda group: group.layers, limit=limit):
+        groups = tuple(self.together.of(states))
+        shape = tuple(len(group.names) for group in groups)
+        if shape not in self._rounds:
+            limit = in_memory(stacked=self.of_one_shape)
+            self._rounds[shape] = rounds(range(len(groups)), lambda index: groups[index].layers, limit=limit)
+        for taken in self._rounds[shape]:
             parts.append([])
-            for group in taken:
+            for group in (groups[index] for index in taken):
                 places = slice(len(names), len(names) + len(group.names))
                 parts[-1].append(Stack(group, places, self.orthogonalizes[group.names[0]]))
                 names += group.names
@@ -199,8 +189,8 @@ class AdamDirection(Direction):
                 norm, scale = self._restore(stack)
                 at, good = stack.places, norm < bound[stack.places]
                 times, plus = torch.where(good, scale, self.none[at]), torch.where(good, self.in_use[at], strays[at])
-                scale_shift_(stack.each, times, plus)
-                local.outbox.add(stack.layers, stack.group.apart(stack.x_OI))
+                scale_shift_(stack.x_OI.view(len(norm), -1, stack.x_OI.shape[-1]), times, plus)
+                local.outbox.add(stack.group.layers, stack.x_OI.unbind() if len(norm) > 1 else [stack.x_OI])
                 del stack.x_OI
                 found.append((norm, scale))
         norm, scale = (torch.cat(part) for part in zip(*found, strict=True))
@@ -239,12 +229,13 @@ class AdamDirection(Direction):
         group = stack.group
         own, options = group.take(states), self.layout.optimizer.param_groups[self.groups[group.names[0]][0]]
         stack.root = own[0].preconditioner if own[0].method.whitens else None
-        whole = group.load(gradients)  # as it is stored, which may be DeepSpeed's own
+        given = [gradients.pop(name) for name in group.names]  # as it is stored, which may be DeepSpeed's own
+        whole = given[0] if len(given) == 1 else torch.stack(given)
         x = whole.float()
         owned = x is not whole or len(own) > 1
-        del whole
+        del whole, given
         if (rotation := group.rotation) is not None:
-            stack.rows_are_back = bool(stack.layers[0].blocks and rotation.G) and stack.orthogonal
+            stack.rows_are_back = bool(stack.group.layers[0].blocks and rotation.G) and stack.orthogonal
             rotated = rotation.rotate(x, given_up=owned)
             owned, x = owned or rotated.data_ptr() != x.data_ptr(), rotated
             del rotated
@@ -263,11 +254,11 @@ class AdamDirection(Direction):
     def _restore(self, stack: Stack) -> tuple[Tensor, Tensor]:
         """Adam's directions, or their orthogonal factors, out of the eigenbases, in their place. Returns the norm of
         each, and what it is still to be multiplied by."""
-        if (rotation := stack.rotation) is not None:
+        if (rotation := stack.group.rotation) is not None:
             stack.x_OI = rotation.restore(stack.x_OI, rows=not stack.rows_are_back, given_up=True).contiguous()
-        if stack.sizes is not None and (stack.layers[0].blocks or stack.layers[0].groups > 1):
+        if stack.sizes is not None and (stack.group.layers[0].blocks or stack.group.layers[0].groups > 1):
             self._scale_maps(stack)
-        norm = norms(stack.each.flatten(1), torch.float32)
+        norm = torch.linalg.vector_norm(stack.x_OI.view(len(stack.group.names), -1), dim=1)
         if stack.sizes is None:
             return norm, self.ratio[stack.places]
         target, root = self.target[stack.places], self.root[stack.places]
@@ -278,10 +269,10 @@ class AdamDirection(Direction):
         owners: list[Stack] = []
         maps: list[Tensor] = []
         for stack in some:
-            blocks = stack.layers[0].blocks
+            blocks = stack.group.layers[0].blocks
             if stack.rows_are_back:
-                assert stack.rotation is not None
-                stack.x_OI = stack.rotation.restore(stack.x_OI, columns=False)
+                assert stack.group.rotation is not None
+                stack.x_OI = stack.group.rotation.restore(stack.x_OI, columns=False)
             if stack.root is not None:  # its size is that before
                 rows = row_blocks(stack.x_OI, blocks)
                 stack.sizes = [torch.linalg.vector_norm(part, dim=(-3, -2, -1)) for part in rows]
@@ -294,8 +285,8 @@ class AdamDirection(Direction):
         for group in of_one_shape(maps) if self.of_one_shape else [[index] for index in range(len(maps))]:
             # rotated or not, the factor is the same
             whitenings = [
-                owner.rotation.whitening(self.config.adam.whiten, groups=owner.layers[0].groups)
-                if owner.rotation is not None and self.config.adam.rotate
+                owner.group.rotation.whitening(self.config.adam.whiten, groups=owner.group.layers[0].groups)
+                if owner.group.rotation is not None and self.config.adam.rotate
                 else None
                 for owner in (owners[index] for index in group)
             ]
@@ -305,8 +296,8 @@ class AdamDirection(Direction):
             found.clear()
         for stack in some:
             mine = [index for index, owner in enumerate(owners) if owner is stack]
-            if stack.layers[0].blocks:
-                for part, index in zip(row_blocks(stack.x_OI, stack.layers[0].blocks), mine, strict=True):
+            if stack.group.layers[0].blocks:
+                for part, index in zip(row_blocks(stack.x_OI, stack.group.layers[0].blocks), mine, strict=True):
                     if part.data_ptr() != maps[index].data_ptr():  # where its rows lie apart it is a copy
                         part.copy_(maps[index].view(part.shape))
             for index in mine:
@@ -319,7 +310,7 @@ class AdamDirection(Direction):
     def _scale_maps(self, stack: Stack) -> None:
         """Each group of a layer, or each block of its rows, to its own size."""
         assert stack.sizes is not None
-        layer = stack.layers[0]
+        layer = stack.group.layers[0]
         for rows, size in zip(row_blocks(stack.x_OI, layer.blocks), stack.sizes, strict=True):
             norm = torch.linalg.vector_norm(rows, dim=(-3, -2, -1))
             target = self.size * step_norm(layer, rows.shape[-3] * rows.shape[-2])
