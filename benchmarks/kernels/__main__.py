@@ -60,7 +60,7 @@ def cases(model: Model, settings: Settings, wanted: set[str]) -> Iterator[Callab
         "ema_update_": [lambda: [averages(settings, model.name, factors)]] * bool(factors),
         "eigen_scale_dot": [lambda shape=shape: [scaling(settings, *shape)] for shape in gradients],
         "corrected_scale_dot": [lambda shape=shape: [corrected_scaling(settings, *shape)] for shape in gradients],
-        "adam_scale": [lambda shape=shape: [adam_step(settings, *shape)] for shape in gradients],
+        "adam_scale_": [lambda shape=shape: [adam_step(settings, *shape)] for shape in gradients],
     }
     for op, parts in makers.items():
         if op in wanted or (op == "symmetric_pack_into_" and "symmetric_unpack_from" in wanted):

@@ -58,33 +58,35 @@ def corrected_scaling(settings: Settings, outputs: int, inputs: int) -> Case:
     )  # fmt: skip
 
 
-def adam_step(settings: Settings, outputs: int, inputs: int) -> Case:
-    """Adam's moments take the gradient in, and its direction."""
-    x_OI, first_OI, second_OI = (settings.normal(outputs, inputs) for _ in range(3))
-    second_OI = second_OI.square()
-    updates, usable = torch.tensor(10.0, device=settings.device), torch.tensor(True, device=settings.device)
+def adam_step(settings: Settings, outputs: int, inputs: int, matrices: int = 1) -> Case:
+    """Adam's direction of several matrices, with the gradient left waiting for the moments."""
+    x_nOI, first_nOI, second_nOI = (settings.normal(matrices, outputs, inputs) for _ in range(3))
+    second_nOI = second_nOI.square()
+    updates = torch.full((matrices,), 10.0, device=settings.device)
+    usable = torch.ones(matrices, dtype=torch.bool, device=settings.device)
     betas, eps = (0.9, 0.95), 1e-8
     beta1, beta2 = betas
+    direction_nOI, waiting_nOI = torch.empty_like(x_nOI), torch.empty_like(x_nOI)
+    given = direction_nOI, waiting_nOI, x_nOI, first_nOI, second_nOI, updates, usable
 
     def error(op: Op) -> tuple[float, float]:
-        x, first, second = x_OI.double(), first_OI.double(), second_OI.double()
+        x, first, second = x_nOI.double(), first_nOI.double(), second_nOI.double()
         first, second = beta1 * first + (1 - beta1) * x, beta2 * second + (1 - beta2) * x.square()
         ahead = beta1 * first / (1 - beta1**12) + (1 - beta1) * x / (1 - beta1**11)
-        direction = ahead / ((second / (1 - beta2**11)).sqrt() + eps)
-        found = op(x_OI, first_OI, second_OI, updates, usable, betas=betas, eps=eps)
-        return max(worst(x, y) for x, y in zip(found, (direction, first, second), strict=True)), 1e-5
+        wanted = ahead / ((second / (1 - beta2**11)).sqrt() + eps)
+        op(*given, betas=betas, eps=eps)
+        return max(worst(direction_nOI, wanted), worst(waiting_nOI, x)), 1e-5
 
-    def elementwise() -> tuple[Tensor, Tensor, Tensor]:
-        first, second = torch.lerp(x_OI, first_OI, beta1), torch.lerp(x_OI.square(), second_OI, beta2)
-        first, second = torch.where(usable, first, first_OI), torch.where(usable, second, second_OI)
-        steps = updates + usable
+    def elementwise() -> Tensor:
+        first, second = torch.lerp(x_nOI, first_nOI, beta1), torch.lerp(x_nOI.square(), second_nOI, beta2)
+        steps = (updates + usable)[:, None, None]
         root = (second / (1 - beta2**steps)).sqrt_().add_(eps)
-        ahead = first * (beta1 / (1 - beta1 ** (steps + 1))) + x_OI * ((1 - beta1) / (1 - beta1**steps))
-        return ahead.div_(root), first, second
+        ahead = first * (beta1 / (1 - beta1 ** (steps + 1))) + x_nOI * ((1 - beta1) / (1 - beta1**steps))
+        waiting_nOI.copy_(x_nOI)
+        return ahead.div_(root)
 
-    elements = outputs * inputs
+    elements = matrices * outputs * inputs
     return Case(
-        "adam_scale", f"{outputs} x {inputs}", 24 * elements, 16 * elements,
-        lambda op: op(x_OI, first_OI, second_OI, updates, usable, betas=betas, eps=eps), error,
-        {"elementwise": elementwise},
+        "adam_scale_", f"{matrices} x {outputs} x {inputs}", 20 * elements, 14 * elements,
+        lambda op: op(*given, betas=betas, eps=eps), error, {"elementwise": elementwise},
     )  # fmt: skip

@@ -157,7 +157,7 @@ def layer_payload(state: LayerState, *, eigenbasis: bool) -> dict[str, Any]:
     kept = eigenbasis or state.moments is not None
     own = state.moments if state.change is None else state.settled().moments
     A, G = (
-        {part.kind: part.flat(basis) for part in state.method.parts} if kept and basis is not None else None
+        {part.kind: part.flat(basis).clone() for part in state.method.parts} if kept and basis is not None else None
         for basis in (state.A, state.G)
     )
     return {

@@ -17,8 +17,8 @@ from ds_kfac.model.registry import MATRICES
 from ds_kfac.model.scan import Choice
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import Value
-from ds_kfac.update.rotation import AT_ONCE, Rotations, in_order, stacks
-from ds_kfac.update.state import LayerState, Moments
+from ds_kfac.update.rotation import AT_ONCE, in_order, stacks
+from ds_kfac.update.state import Groups, LayerState, Moments
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
 
@@ -46,7 +46,7 @@ class Direction:
 
     Attributes:
         stacks: own layers, those together that are computed at once, the largest first.
-        rotations: their eigenvectors as products take them, and in which precision.
+        together: the same, with what they keep; ``precision``: of their products.
         groups: layer name -> parameter groups of its parameters.
         last: squared norm of the last step's directions over all layers and ranks, a device scalar, and the rate of
             the first parameter group that they were multiplied by; None where the user's optimizer decides on the step.
@@ -57,8 +57,8 @@ class Direction:
     def __init__(self, plan: Plan, layout: ShardLayout, exchange: GradientExchange) -> None:
         self.config, self.layout, self.exchange = plan.config, layout, exchange
         self.groups = {layer.name: exchange.group_indices(layer) for layer in exchange.owned}
-        self.rotations = Rotations(plan.precision)
         self.stacks = in_order(stacks(exchange.owned, alike=self.alike if plan.stacks else None))
+        self.precision, self.together = plan.precision, Groups(self.stacks, plan.precision)
 
     def alike(self, layer: LayerSpec) -> Hashable:
         """Layers with the same may be stacked."""

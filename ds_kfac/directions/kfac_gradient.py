@@ -1,7 +1,6 @@
 """The K-FAC gradient (as in KAISA), for any optimizer to step with; and SP-NGD's learning rate for it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import Value
 from ds_kfac.update.kfac import finite_or, graft_scale, kl_clip_scale, precondition, precondition_corrected
-from ds_kfac.update.rotation import apart, batches, norms, per_layer, together
-from ds_kfac.update.state import CorrectedEigenvalues, LastUpdate, LayerState, Moments, stacked, unstacked
+from ds_kfac.update.rotation import norms
+from ds_kfac.update.state import CorrectedEigenvalues, Group, LastUpdate, LayerState, Moments
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
 
@@ -43,63 +42,58 @@ class KFACGradient(Direction):
             factor = self.layout.clip_factor(context.norm).float()
             local.clip = torch.where(torch.isfinite(context.norm.float()), factor, torch.ones_like(factor))
         quadratic = torch.zeros_like(local.replaced)
-        for layers in batches(self.stacks, states):
+        for group in self.together.of(states):
+            layers = group.layers
             own = {layer.name: gradients.pop(layer.name).float() for layer in layers}
             if context.norm is not None:
                 own = {name: gradient * local.clip for name, gradient in own.items()}
             if all(states[layer.name].preconditioner is not None for layer in layers):
-                quadratic += self._precondition(context, layers, own, local)
+                quadratic += self._precondition(context, group, own, local)
             else:
                 local.unprepared += len(layers)
                 local.results |= own
-            for layer in layers if self.sends else ():
-                local.outbox.add(layer, local.results.pop(layer.name))
+            if self.sends:
+                local.outbox.add(layers, [local.results.pop(layer.name) for layer in layers])
         local.numbers = [quadratic]
         return local
 
     def _precondition(
-        self, context: StepContext, layers: Sequence[LayerSpec], gradients: Mapping[str, Tensor], local: LocalResult
+        self, context: StepContext, group: Group, gradients: Mapping[str, Tensor], local: LocalResult
     ) -> Tensor:
         """Layers of equal shape; their part of kl-clip's sum."""
-        options, names = self.config.preconditioner, tuple(layer.name for layer in layers)
-        states = [local.states[name] for name in names]
-        gradient = together([gradients[name] for name in names])
+        options, states, rotation = self.config.preconditioner, group.take(local.states), group.rotation
+        gradient = group.together([gradients[name] for name in group.names])
         norm = norms(gradient.flatten(-2)).float()
         damping: dict[str, Any] = {
             "damping": self.config.damping.at(context.step),
             "damping_kind": self.config.damping.kind,
         }
-        bases = [basis for state in states if (basis := state.basis)]
-        moments = [state.moments for state in states if isinstance(state.moments, CorrectedEigenvalues)]
-        if not bases:
-            precision = self.rotations.precision
-            V, dot = states[0].preconditioner.precondition(gradient, damping=damping["damping"], precision=precision)
-        elif moments:
-            terms = together([state.terms for state in states])
+        if rotation is None:
+            only = states[0].preconditioner
+            V, dot = only.precondition(gradient, damping=damping["damping"], precision=self.precision)
+        elif isinstance(group.moments, CorrectedEigenvalues):
+            terms = group.together([state.terms for state in states])
             V, dot, corrected, limited = precondition_corrected(
                 gradient,
-                self.rotations.of(names, bases),
-                stacked(moments),
+                rotation,
+                group.moments,
                 norm=norm,
                 terms=terms / (self.layout.grad_scale() * local.clip) ** 2,  # of raw gradients, as factors are
                 decay=DECAY,
                 **damping,
             )
-            local.limited = local.limited + per_layer(limited, len(names)).sum()
-            for name, state, new in zip(names, states, unstacked(corrected, len(names)), strict=True):
-                local.states[name] = replace(state, moments=new)
+            local.limited = local.limited + group.any(limited).sum()
+            group.keep(local.states, corrected)
         else:
-            V, dot = precondition(
-                gradient, self.rotations.of(names, bases), damping_scale=context.damping_scale, **damping
-            )
+            V, dot = precondition(gradient, rotation, damping_scale=context.damping_scale, **damping)
         V, finite = finite_or(V, gradient)
         dot = torch.where(finite, dot, norm.square())
         if options.graft == "norm":
             scale = graft_scale(V, norm)
             V, dot = V * scale[..., None, None], dot * scale
-        local.replaced = local.replaced + per_layer(~finite, len(names)).sum()
-        local.results.update(zip(names, apart(V, len(names)), strict=True))
-        return self._quadratic(context, layers, dot, local.results, gradients) / layers[0].copies
+        local.replaced = local.replaced + group.any(~finite).sum()
+        local.results.update(zip(group.names, group.apart(V), strict=True))
+        return self._quadratic(context, group.layers, dot, local.results, gradients) / group.layers[0].copies
 
     def finish(
         self, context: StepContext, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]

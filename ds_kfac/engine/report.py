@@ -92,14 +92,14 @@ def summary(
 def _details(kfac: KFACPreconditioner, scan: Scan) -> list[str]:
     """What was configured or chosen, and the tables of a domain."""
     config, plan, rule, whole = kfac.config, kfac.plan, kfac.rule, kfac.config.report == "full"
-    ours, precision = sum(layer.numel for layer in scan.layers), kfac.direction.rotations.precision
+    ours, precision = sum(layer.numel for layer in scan.layers), kfac.direction.precision
     _, buckets = kfac.curvature.reducer.layout.of(frozenset(kfac.curvature.specs), 0)
     sent = sum(sum(payload(bucket, plan.wire.itemsize).values()) for bucket in buckets) // kfac.channel.world
     several, stacked = [layers for layers in kfac.direction.stacks if len(layers) > 1], "layer by layer"
     if several:
         stacked = (
             f"{sum(map(len, several))} of this rank's {len(kfac.owned)} layers in {len(several)} stacks, "
-            f"{sum(map(stacked_bytes, several)):,} bytes of eigenvectors copied"
+            f"{sum(map(stacked_bytes, several)):,} bytes of eigenvectors in them"
         )
     where: dict[str, tuple[str, ...]] = {}
     for layer in scan.layers if whole else ():

@@ -208,8 +208,17 @@ class Estimate:
         users = {factor.key: rates.Work.users(factor, self.workers) for factor in self.factors}
         state = plan.assignment.work.state(self.workers, self.homes)
         memory = {kind: np.array(nbytes) for kind, nbytes in state.items()}
-        copied = [sum(stacked_bytes(s) for s in own if len(s) > 1) for own in self._stacks]
-        memory["eigenbases"] = memory["eigenbases"] + np.array(copied)
+        # layers that are stepped together have their eigenvectors there, also where they share an A
+        together = [[stack for stack in own if len(stack) > 1] for own in self._stacks]
+        stacked = np.array([sum(map(stacked_bytes, own)) for own in together])
+        inside = [{layer.name for stack in own for layer in stack} for own in together]
+        here = [{name for name, ranks in self.workers.items() if rank in ranks} for rank in range(self.world)]
+        users_in = [(f.key, [set(f.layers) & mine for mine in here]) for f in self.factors]
+        moved = [
+            sum(kept[key] for key, own in users_in if own[rank] and own[rank] <= inside[rank])
+            for rank in range(self.world)
+        ]
+        memory["eigenbases"] = memory["eigenbases"] + stacked - np.array(moved)
         # the last value is the factor itself
         memory["history"] = bool(plan.adaptive) * self._on_homes(lambda factor: FP32 * factor.side.numel + NORMS)
         waits = (plan.waits.itemsize if moments is AdamMoments else FP32) if moments else 0
@@ -221,7 +230,8 @@ class Estimate:
         for step in {step for steps in steps_of(plan) for step in steps}:
             captured.append(sum(self._reduced(step.captured, self.layout)))
             made = self._on_homes(lambda factor: rates.packed_bytes(factor.side), step.captured)
-            new = np.maximum(new, made + self._at((users[key], kept[key]) for key in step.arriving))
+            put_together = stacked * bool(step.arriving)  # beside what the step may go back to
+            new = np.maximum(new, made + self._at((users[key], kept[key]) for key in step.arriving) + put_together)
 
         gathering, gathers = self._buffers(self._gather(self.every, self.every))
         scattering, scatters = self._buffers(self._scatter)

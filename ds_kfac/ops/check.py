@@ -121,12 +121,17 @@ def probes(op: str, dtype: torch.dtype) -> list[Call]:
     for rows, side in SIDES:
         x, first, second = (_whole(rows, side, seed=seed) for seed in range(3))
         ones = {"ones_column": torch.ones(rows, 1), "scale": 2.0}
-        state = (first, second.abs(), torch.tensor(7.0), torch.tensor(True))
+        several = x.expand(2, -1, -1).clone(), torch.stack([first, x]), torch.stack([second, first]).abs()
+        counted, flags = torch.tensor([7.0, 3.0]), torch.tensor([True, False])
+        betas = {"betas": (0.75, 0.875)}
+        out, waiting = (torch.zeros(2, rows, side) for _ in range(2))
         each: dict[str, Call] = {
             "syrk_accumulate_": ((torch.ones(packed_numel(side + 1)), x.to(dtype)), ones),
             "eigen_scale_dot": ((x, _whole(rows).abs(), _whole(side).abs(), torch.tensor(1.0)), {}),
             "corrected_scale_dot": ((x, first.abs(), torch.tensor(0.75), 2.0, 1.0), {}),
-            "adam_scale": ((x, *state), {"betas": (0.75, 0.875), "eps": 0.125}),
+            "adam_scale_": ((out, waiting, *several, counted, flags, torch.tensor(0.5)), {**betas, "eps": 0.125}),
+            "adam_fold_": ((several[1], several[2], counted, several[0], flags), betas),
+            "scale_shift_": ((several[0], torch.tensor([2.0, 0.0]), torch.tensor([0.5, 3.0])), {}),
         }
         for name, call in each.items():
             calls.setdefault(name, []).append(call)
@@ -135,7 +140,8 @@ def probes(op: str, dtype: torch.dtype) -> list[Call]:
 
 PROBED: dict[str, tuple[torch.dtype, ...]] = {
     **dict.fromkeys(("syrk_accumulate_", "symmetric_pack_into_", "symmetric_unpack_from"), DTYPES),
-    **dict.fromkeys(("ema_update_", "eigen_scale_dot", "corrected_scale_dot", "adam_scale"), DTYPES[:1]),
+    **dict.fromkeys(("ema_update_", "eigen_scale_dot", "corrected_scale_dot"), DTYPES[:1]),
+    **dict.fromkeys(("adam_scale_", "adam_fold_", "scale_shift_"), DTYPES[:1]),
 }
 """Every op that a backend compiles, and its dtypes."""
 

@@ -2,8 +2,8 @@
 
 Per device type that is the best backend that can run, or the one that was asked for; the choice is the process's, as
 ops are called from below everything that knows a config. Contracts are in ``ops/reference.py``. Several matrices
-[n, O, I] at once go to plain torch whatever was chosen: the kernels have no code for them, and launches cost more than
-passes over memory.
+[n, O, I] at once divided by eigenvalues go to plain torch whatever was chosen: those kernels have no code for them, and
+launches cost more than passes over memory.
 
 torch.compile sees registered ops, each with a fake kernel that gives shapes alone. Eager calls go past the
 registration, which would cost more than a small op.
@@ -32,8 +32,11 @@ SCHEMAS = {
     "eigen_scale_dot": "(Tensor x_OI, Tensor values_O, Tensor values_I, Tensor damping) -> (Tensor, Tensor)",
     "corrected_scale_dot": "(Tensor x_OI, Tensor second_OI, Tensor decay, Tensor terms, Tensor damping)"
     " -> (Tensor, Tensor, Tensor)",
-    "adam_scale": "(Tensor x_OI, Tensor first_OI, Tensor second_OI, Tensor updates, Tensor usable, float[] betas, "
-    "float eps) -> (Tensor, Tensor, Tensor)",
+    "adam_scale_": "(Tensor(a!) direction_nOI, Tensor(b!) waiting_nOI, Tensor x_nOI, Tensor first_nOI, "
+    "Tensor second_nOI, Tensor updates_n, Tensor usable_n, Tensor scale, float[] betas, float eps) -> ()",
+    "adam_fold_": "(Tensor(a!) first_nOI, Tensor(b!) second_nOI, Tensor(c!) updates_n, Tensor waiting_nOI, "
+    "Tensor usable_n, float[] betas) -> ()",
+    "scale_shift_": "(Tensor(a!) x_nOI, Tensor scale_n, Tensor shift_n) -> ()",
 }
 """Arguments in the order of ``ops/reference.py``; what may be a number there is a tensor here."""
 OPS = tuple(SCHEMAS)
@@ -147,7 +150,6 @@ FAKES: dict[str, Callable[..., Any]] = {
     "ema_update_": lambda averages_P, *_: averages_P[0].new_empty(len(averages_P), dtype=torch.bool),
     "eigen_scale_dot": lambda x_OI, *_: (torch.empty_like(x_OI), x_OI.new_empty(())),
     "corrected_scale_dot": lambda x_OI, *_: (torch.empty_like(x_OI), torch.empty_like(x_OI), x_OI.new_empty(())),
-    "adam_scale": lambda x_OI, *_: tuple(torch.empty_like(x_OI) for _ in range(3)),
 }
 """What an op returns, without values; the registered others return nothing."""
 _ops = torch.ops.ds_kfac
@@ -219,4 +221,6 @@ symmetric_unpack_from = _by_device(reference.symmetric_unpack_from)
 ema_update_ = _by_device(reference.ema_update_)
 eigen_scale_dot = _by_device(reference.eigen_scale_dot, stacks=True)
 corrected_scale_dot = _by_device(reference.corrected_scale_dot, stacks=True)
-adam_scale = _by_device(reference.adam_scale, stacks=True)
+adam_scale_ = _by_device(reference.adam_scale_)
+adam_fold_ = _by_device(reference.adam_fold_)
+scale_shift_ = _by_device(reference.scale_shift_)

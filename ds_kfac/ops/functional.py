@@ -3,7 +3,8 @@
 Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle, O and I the sides of a layer's matrix.
 """
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -175,15 +176,55 @@ def corrected_scale_dot(
     return scaled_OI, new_OI, (x_OI * scaled_OI).sum(dim=(-2, -1))
 
 
-def adam_scale(
-    x_OI: Tensor, first_OI: Tensor, second_OI: Tensor, updates: Tensor, usable: Tensor, *,
-    betas: tuple[float, float], eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    m_OI = torch.lerp(x_OI, first_OI, betas[0])
-    v_OI = torch.lerp(x_OI.square(), second_OI, betas[1])
-    torch.where(usable[..., None, None], m_OI, first_OI, out=m_OI)
-    torch.where(usable[..., None, None], v_OI, second_OI, out=v_OI)
-    k = (updates + usable).clamp(min=1)[..., None, None]
-    power = betas[0] ** k
-    numerator_OI = m_OI * (betas[0] / (1 - betas[0] * power)) + x_OI * ((1 - betas[0]) / (1 - power))
-    return numerator_OI.div_((v_OI / (1 - betas[1] ** k)).sqrt_().add_(eps)), m_OI, v_OI
+def adam_scale_(
+    direction_nOI: Tensor, waiting_nOI: Tensor, x_nOI: Tensor, first_nOI: Tensor, second_nOI: Tensor,
+    updates_n: Tensor, usable_n: Tensor, scale: Scalar = 1.0, *, betas: tuple[float, float], eps: float,
+) -> None:  # fmt: skip
+    betas = ctypes.c_float(betas[0]).value, ctypes.c_float(betas[1]).value  # as in_fp32
+    k, usable = (updates_n + 1)[:, None, None], usable_n[:, None, None]
+    power, root = betas[0] ** k, usable / (1 - betas[1] ** k)
+    ahead, now = betas[0] / (1 - betas[0] * power), (1 - betas[0]) / (1 - power)
+    of_first, of_y = betas[0] * ahead * usable, (1 - betas[0]) * ahead + now
+    unused, least = ~usable, (~usable).to(k.dtype) + eps  # 0 over 1
+    whole = direction_nOI, waiting_nOI, x_nOI, first_nOI, second_nOI
+    for out, waiting, x, first, second in in_pieces(*whole):
+        y = torch.mul(x, scale, out=waiting if waiting.dtype is torch.float32 else None).masked_fill_(unused, 0.0)
+        if y is not waiting:
+            waiting.copy_(y)
+        divisor = y.square().mul_((1 - betas[1]) * root).addcmul_(second, betas[1] * root).sqrt_().add_(least)
+        torch.mul(y, of_y, out=out).addcmul_(first, of_first).div_(divisor)
+
+
+def adam_fold_(
+    first_nOI: Tensor, second_nOI: Tensor, updates_n: Tensor, waiting_nOI: Tensor, usable_n: Tensor, *,
+    betas: tuple[float, float],
+) -> None:  # fmt: skip
+    weights = [(1 - (1 - ctypes.c_float(beta).value) * usable_n.float())[:, None, None] for beta in betas]
+    for first, second, x in in_pieces(first_nOI, second_nOI, waiting_nOI):
+        x = x.float()
+        torch.lerp(x, first, weights[0], out=first)
+        torch.lerp(x.square(), second, weights[1], out=second)
+    updates_n.add_(usable_n)
+
+
+def scale_shift_(x_nOI: Tensor, scale_n: Tensor, shift_n: Tensor) -> None:
+    scale, shift = scale_n[:, None, None], shift_n[:, None, None]
+    x_nOI.mul_(scale).masked_fill_(scale == 0, 0.0).add_(shift)
+
+
+def in_fp32(betas: tuple[float, float]) -> tuple[float, float]:
+    """As fp32 has them: bias corrections must be of what moments are averaged with."""
+    return ctypes.c_float(betas[0]).value, ctypes.c_float(betas[1]).value
+
+
+PIECES = {"cpu": 1 << 16}
+"""Elements that a chain of passes takes at once on a type of device: what a core's cache holds."""
+PIECE = 1 << 22
+"""On others: what lies between the passes is then no more than 16 MiB."""
+
+
+def in_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Some rows of [n, O, I] at a time: views."""
+    n, _, columns = tensors[0].shape
+    rows = max(1, PIECES.get(tensors[0].device.type, PIECE) // max(1, n * columns))
+    return zip(*(x.split(rows, dim=1) for x in tensors), strict=True)

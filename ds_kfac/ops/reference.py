@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ds_kfac.ops.functional import Scalar, Tensors, each, packed_numel
+from ds_kfac.ops.functional import Scalar, Tensors, each, in_fp32, packed_numel
 
 
 def symmetric_pack(x_DD: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def block_syrk_accumulate_(sum_P: Tensor, x_ND: Tensor, *, block: int, scale: Sc
 def eigen_scale_dot(x_OI: Tensor, values_O: Tensor, values_I: Tensor, damping: Scalar) -> tuple[Tensor, Tensor]:
     """Divide by the damped Kronecker eigenvalues: scaled = x_OI / (values_O values_I^T + damping).
 
-    This op, the one below and :func:`adam_scale` take n matrices of one shape as well: x [n, O, I], values [n, O] and
+    This op and the one below take n matrices of one shape as well: x [n, O, I], values [n, O] and
     [n, I], scalars [n].
 
     Returns scaled and the inner product of x and scaled, a fp32 scalar; of n matrices [n].
@@ -124,27 +124,50 @@ def corrected_scale_dot(
     return scaled_OI, new_OI, (x_OI * scaled_OI).sum(dim=(-2, -1))
 
 
-def adam_scale(
-    x_OI: Tensor, first_OI: Tensor, second_OI: Tensor, updates: Tensor, usable: Tensor, *,
-    betas: tuple[float, float], eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Take x into Adam's moments and divide one by the root of the other, both bias-corrected, k = updates + usable.
+def adam_scale_(
+    direction_nOI: Tensor, waiting_nOI: Tensor, x_nOI: Tensor, first_nOI: Tensor, second_nOI: Tensor,
+    updates_n: Tensor, usable_n: Tensor, scale: Scalar = 1.0, *, betas: tuple[float, float], eps: float,
+) -> None:  # fmt: skip
+    """Of n matrices of one shape: y = scale x as Adam's moments would take it in, divide one by the root of the other,
+    both bias-corrected, k = updates + 1.
 
-        m = b1 first + (1 - b1) x        v = b2 second + (1 - b2) x^2
-        direction = (b1 m / (1 - b1^(k + 1)) + (1 - b1) x / (1 - b1^k)) / (sqrt(v / (1 - b2^k)) + eps)
+        m = b1 first + (1 - b1) y        v = b2 second + (1 - b2) y^2
+        direction = (b1 m / (1 - b1^(k + 1)) + (1 - b1) y / (1 - b1^k)) / (sqrt(v / (1 - b2^k)) + eps)
 
-    with Nesterov's momentum: x is weighted as the next step's m will weight it (NAdam, Dozat 2016).
+    with Nesterov's momentum: y is weighted as the next step's m will weight it (NAdam, Dozat 2016).
 
     Args:
-        first_OI, second_OI: m and v so far, without that correction; not changed.
-        updates: scalar on the device, what they hold so far.
-        usable: bool scalar on the device. False keeps the moments, whatever x holds, also NaN; it is in the
-            direction even so.
+        direction_nOI: fp32, overwritten; 0 of a matrix that is not usable. It may be ``x_nOI``.
+        waiting_nOI: overwritten by y in its own dtype, for :func:`adam_fold_`; likewise. It may be ``x_nOI``.
+        first_nOI, second_nOI: m and v so far, without that correction; not changed.
+        updates_n: fp32, what they hold so far.
+        betas: as fp32 has them.
+        usable_n: bool. Where it is False nothing of x counts, also if it is NaN.
 
-    Returns direction, m, v. Source: Kingma & Ba 2015 (arXiv:1412.6980).
+    Source: Kingma & Ba 2015 (arXiv:1412.6980).
     """
-    m_OI = torch.where(each(usable), torch.lerp(x_OI, first_OI, betas[0]), first_OI)
-    v_OI = torch.where(each(usable), torch.lerp(x_OI.square(), second_OI, betas[1]), second_OI)
-    k = each((updates + usable).clamp(min=1))
-    numerator_OI = betas[0] * m_OI / (1 - betas[0] ** (k + 1)) + (1 - betas[0]) * x_OI / (1 - betas[0] ** k)
-    return numerator_OI / (torch.sqrt(v_OI / (1 - betas[1] ** k)) + eps), m_OI, v_OI
+    betas = in_fp32(betas)
+    y_nOI = torch.where(each(usable_n), scale * x_nOI, 0.0)
+    m_nOI, v_nOI = torch.lerp(y_nOI, first_nOI, betas[0]), torch.lerp(y_nOI.square(), second_nOI, betas[1])
+    k = each(updates_n + 1)
+    numerator_nOI = betas[0] * m_nOI / (1 - betas[0] ** (k + 1)) + (1 - betas[0]) * y_nOI / (1 - betas[0] ** k)
+    found_nOI = numerator_nOI / (torch.sqrt(v_nOI / (1 - betas[1] ** k)) + eps)
+    waiting_nOI.copy_(y_nOI)
+    direction_nOI.copy_(torch.where(each(usable_n), found_nOI, 0.0))
+
+
+def adam_fold_(
+    first_nOI: Tensor, second_nOI: Tensor, updates_n: Tensor, waiting_nOI: Tensor, usable_n: Tensor, *,
+    betas: tuple[float, float],
+) -> None:  # fmt: skip
+    """Take what :func:`adam_scale_` left waiting into the moments of the matrices that are usable, in place, and count
+    it."""
+    x_nOI, betas = waiting_nOI.float(), in_fp32(betas)
+    first_nOI.copy_(torch.where(each(usable_n), torch.lerp(x_nOI, first_nOI, betas[0]), first_nOI))
+    second_nOI.copy_(torch.where(each(usable_n), torch.lerp(x_nOI.square(), second_nOI, betas[1]), second_nOI))
+    updates_n.add_(usable_n)
+
+
+def scale_shift_(x_nOI: Tensor, scale_n: Tensor, shift_n: Tensor) -> None:
+    """x <- scale x + shift of n fp32 matrices, in place; where scale is 0 shift alone, whatever x holds."""
+    x_nOI.copy_(torch.where(each(scale_n != 0), each(scale_n) * x_nOI, 0.0) + each(shift_n))

@@ -357,8 +357,9 @@ def _offsets(assignment: roles.Assignment, config: KFACConfig, reasons: list[str
 
 def stacks(device: torch.device, method: Method) -> bool:
     """Whether layers of equal shape, if their gradients are rotated, are preconditioned together: fewer, larger
-    launches, for a second copy of their eigenvectors, at most 256 MiB a rank, which memory plans do not count. On a CPU
-    a batched product is slower than its parts."""
+    launches. Their eigenvectors then lie together, at most 256 MiB a rank, which counts twice in a step that refreshes
+    them, and those of a common A for each layer; memory plans do not count that. On a CPU a batched product is slower
+    than its parts."""
     return method.rotates and device.type != "cpu"
 
 

@@ -215,8 +215,8 @@ class KFACPreconditioner:
         """
         with torch.autocast(self.device.type, enabled=False), self.metrics.stage("relayout"):
             outbox, rest = draft.local.outbox, draft.local.results
-            for layer in self.owned if rest else ():
-                outbox.add(layer, rest.pop(layer.name))
+            if rest:
+                outbox.add(self.owned, [rest.pop(layer.name) for layer in self.owned])
             table, part = self.totals(draft)
             results, received = deliver((outbox.part, part), self.channel, self.device, outbox.packed)
             numbers, ready = self.summed(draft, table.read(received))
@@ -328,7 +328,7 @@ class KFACPreconditioner:
         self.steps, self.peak_lr = state.get("steps", 0), dict(state.get("peak_lr", {}))
         self.proving.restart(resumed=self.steps > 0)
         self.damping_scale = state.get("damping_scale")
-        self.direction.rotations.kept.clear()
+        self.direction.together.kept.clear()
         self.sharing.updates = None
         if decompose:
             draft = self.curvature.redecomposed(self.steps)

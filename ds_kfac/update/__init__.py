@@ -1,1 +1,1 @@
-"""One layer's gradient: rotation, division, moments, kl-clip, Newton-Schulz, the layer's state; quadratic models."""
+"""Gradients of layers of one shape: rotation, division, moments, kl-clip, Newton-Schulz, what they keep; quadratics."""

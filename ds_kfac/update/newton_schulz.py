@@ -64,9 +64,10 @@ def orthogonal_factors(
             sizes.append(lengths)
             scale = lengths.clamp(min=SMALLEST).reciprocal()[..., None, None]
         else:
-            sizes.append(torch.linalg.vector_norm(lengths * (s > 0), dim=-1))
-            scaled = torch.linalg.vector_norm(lengths * s, dim=-1, keepdim=True)
-            scale = (s / scaled.clamp(min=SMALLEST))[..., None, :]
+            # of what is not left out, and of it scaled
+            size, scaled = torch.linalg.vector_norm(lengths * torch.stack([s.sign(), s]), dim=-1).unbind()
+            sizes.append(size)
+            scale = (s / scaled.clamp_(min=SMALLEST)[..., None])[..., None, :]
         torch.mul(own, scale.mT if own is not x else scale, out=place.view(own.shape))
     del place  # the memory of what is iterated
     with fp32_products(precision.products, directions[0].device):
@@ -79,9 +80,10 @@ def orthogonal_factors(
             for rows in (STEPS[:RESTART], STEPS[RESTART:]) if half else (STEPS,):
                 together = _gram_steps(together @ together.mT, rows) @ together
     for x, own, s, part in zip(directions, wide, scales, [together] if alone else together.split(counts), strict=True):
-        own.copy_(part.view(own.shape))
-        if s is not None:
-            x.mul_(s[..., None, :])
+        if s is None:
+            own.copy_(part.view(own.shape))
+        else:
+            torch.mul(part.view(own.shape), s[..., :, None] if own is not x else s[..., None, :], out=own)
     return list(zip(directions, sizes, strict=True))
 
 

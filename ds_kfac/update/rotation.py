@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis, Precision, fp32_products
+from ds_kfac.curvature.eigen import HIGHEST, LayerBasis, Precision, fp32_products
 from ds_kfac.curvature.inverse import WHITEN_DAMPING
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.functional import block_product
@@ -142,26 +142,6 @@ def not_rounding(vectors: Sequence[Tensor], values: Tensor) -> Tensor:
     return torch.cat(found).view(values.shape).to(values.dtype)
 
 
-class Rotations:
-    """Those of a run, kept until a basis is another one: copies are made on refresh steps only."""
-
-    def __init__(self, precision: Precision = HIGHEST) -> None:
-        self.precision = precision
-        self.kept: dict[str, tuple[tuple[str, ...], tuple[Eigenbasis, ...], Rotation]] = {}
-
-    def of(self, names: tuple[str, ...], bases: Sequence[LayerBasis]) -> Rotation:
-        """Of these layers together. A layer's last one is forgotten, also if it was with others."""
-        sides = tuple(side for basis in bases for side in (basis.G, basis.A))
-        kept = self.kept.get(names[0])
-        if kept is None or kept[0] != names or any(old is not new for old, new in zip(kept[1], sides, strict=True)):
-            for name in names:
-                self.kept.pop(name, None)
-            kept = None  # its memory first
-            kept = names, sides, Rotation.of(bases, self.precision)
-            self.kept.update(dict.fromkeys(names, kept))
-        return kept[2]
-
-
 @dataclass(frozen=True)
 class BasisChange:
     """Of a layer. The overlap is computed when it is asked for: rotated moments that wait for their step to be applied
@@ -214,7 +194,7 @@ S = TypeVar("S", bound=Any)
 PIECE = 1 << 22
 """Elements, 32 MiB in float64."""
 STACKED_BYTES = 1 << 28
-"""Of copies of eigenvectors that a rank keeps for it."""
+"""Of eigenvectors that lie together on a rank, and beside those that they replace in a step that refreshes them."""
 
 
 def stacks(
@@ -229,7 +209,7 @@ def stacks(
     Args:
         alike: only layers with the same are put together; None: every layer alone.
         largest: elements of the layers of one; None: :data:`STACKED`.
-        limit: bytes of eigenvectors that are copied; the smallest shapes first, as they gain most.
+        limit: bytes of eigenvectors that lie together; the smallest shapes first, as they gain most.
     """
     if alike is None:
         return tuple((layer,) for layer in layers)
@@ -252,7 +232,7 @@ def stacks(
 
 
 def stacked_bytes(layers: Sequence[LayerSpec]) -> int:
-    """Of copies of their eigenvectors and eigenvalues, fp32."""
+    """Of their eigenvectors and eigenvalues, fp32."""
     return 4 * sum(side.dim + side.basis_numel for layer in layers for side in (layer.G, layer.A))
 
 
@@ -310,18 +290,3 @@ def lengths(matrices: Sequence[Tensor], dtype: torch.dtype = torch.float64) -> T
     if all(x.numel() <= PIECE or x.device.type != "cpu" for x in matrices):
         return torch.stack(torch._foreach_norm(list(matrices), 2, dtype))
     return torch.stack([norms(x.flatten()) for x in matrices]).to(dtype)
-
-
-def together(parts: Sequence[Tensor]) -> Tensor:
-    """[n, ..] of n tensors; of one itself."""
-    return parts[0] if len(parts) == 1 else torch.stack(list(parts))
-
-
-def apart(x: Tensor, count: int) -> Sequence[Tensor]:
-    """Inverse of :func:`together`; views."""
-    return [x] if count == 1 else x.unbind()
-
-
-def per_layer(flags: Tensor, count: int) -> Tensor:
-    """Bool [n] of n layers' matrices, or of the groups of a single layer: whether it is so of any."""
-    return flags if count > 1 else flags.any()

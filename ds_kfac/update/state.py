@@ -3,20 +3,20 @@
 Shape suffixes: O, I the sides of the layer's matrix. Of n layers of equal shape at once every tensor has a leading n.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
-from typing import Any, ClassVar, TypeVar
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis
+from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis, Precision
 from ds_kfac.curvature.factor import Side, excess
 from ds_kfac.curvature.methods import EIGEN, Kept, Method
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.ops.dispatch import adam_scale, corrected_scale_dot
-from ds_kfac.update.rotation import BasisChange, is_large, rows_at_once
+from ds_kfac.ops.dispatch import adam_fold_, adam_scale_, corrected_scale_dot
+from ds_kfac.update.rotation import BasisChange, Rotation, batches, is_large, rows_at_once
 
 
 class Moments:
@@ -26,10 +26,12 @@ class Moments:
     Attributes:
         NAME: in checkpoints.
         ROTATES: whether ``rotated`` takes them into a new eigenbasis.
+        TOGETHER: whether those of layers that are stepped together are, too.
     """
 
     NAME: ClassVar[str]
     ROTATES: ClassVar[bool] = False
+    TOGETHER: ClassVar[bool] = True
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Any:
@@ -135,6 +137,7 @@ class AdamMoments(Moments):
         betas: tuple[float, float],
         eps: float,
         usable: Tensor,
+        scale: Tensor | float = 1.0,
         changes: Sequence[BasisChange | None] = (None,),
         waits: torch.dtype = torch.float32,
     ) -> tuple[Tensor, "MomentUpdate"]:
@@ -143,27 +146,36 @@ class AdamMoments(Moments):
 
         Args:
             rotated_OI: given up: the update has it, or the direction its place.
-            usable: bool scalar on the device; where it is false the moments stay as they are.
-            changes: of each layer.
+            usable: bool scalar on the device, or [n]; where it is false the moments stay as they are, and the
+                direction is zero.
+            scale: of the gradient.
             waits: what the update's gradient is rounded to until then.
+            changes: of each layer.
 
         Returns Adam's step with Nesterov's momentum, rotated, before the learning rate; and what brings the gradient
         into the moments.
         """
-
-        step: Callable[..., Any] = partial(adam_scale, betas=betas, eps=eps)
         # a basis in blocks may leave it transposed, which moments are not
-        rotated_OI = rotated_OI.contiguous()
-        update = MomentUpdate(self, rotated_OI.to(waits), usable, betas, changes)
-        if not is_large(rotated_OI):
-            first_OI = self.rotated(*changes).first_OI if any(changes) else self.first_OI
-            return step(rotated_OI, first_OI, self.second_OI, self.updates, usable)[0], update
-        rounded, rows = update.rotated_OI is not rotated_OI, rows_at_once(rotated_OI)
-        direction_OI = rotated_OI if rounded else torch.empty_like(rotated_OI)
-        first = self.first_OI.split(rows) if changes[0] is None else changes[0].rows(self.first_OI)
-        whole = direction_OI.split(rows), rotated_OI.split(rows), first, self.second_OI.split(rows)
-        for out_OI, *parts in zip(*whole, strict=True):
-            out_OI.copy_(step(*parts, self.updates, usable)[0])  # new moments of these rows alone
+        x_OI = rotated_OI.contiguous()
+        rounds = waits is not torch.float32
+        waiting_OI, direction_OI = torch.empty_like(x_OI, dtype=waits if rounds else None), x_OI
+        if not rounds:
+            waiting_OI, direction_OI = direction_OI, waiting_OI
+        update = MomentUpdate(self, waiting_OI, usable.expand(self.updates.numel()).contiguous(), betas, changes)
+        whole = direction_OI, waiting_OI, x_OI, self.first_OI, self.second_OI
+        parts: Any = [[x.view(-1, *x.shape[-2:]) for x in whole]]  # [n, O, I]
+        if any(changes) and is_large(x_OI):
+            rows = rows_at_once(x_OI)
+            direction, waiting, x, _, second = (part.split(rows, dim=1) for part in parts[0])
+            first = (part[None] for part in changes[0].rows(self.first_OI))  # type: ignore[union-attr]
+            parts = zip(direction, waiting, x, first, second, strict=True)
+        elif any(changes):
+            parts[0][3] = self.rotated(*changes).first_OI.view_as(parts[0][3])
+        for part in parts:
+            out, waiting, x, first, second = part
+            adam_scale_(
+                out, waiting, x, first, second, self.updates.view(-1), update.usable, scale, betas=betas, eps=eps
+            )
         return direction_OI, update
 
     def rotated(self, *changes: BasisChange | None) -> "AdamMoments":
@@ -187,13 +199,13 @@ class MomentUpdate:
     quarter.
 
     Attributes:
-        rotated_OI: the gradient, fp32 or rounded.
-        usable: bool scalar, or [n] of n layers.
+        waiting_OI: the gradient, fp32 or rounded.
+        usable: bool [n] of n layers, or the groups of one.
         changes: of each layer.
     """
 
     moments: AdamMoments
-    rotated_OI: Tensor
+    waiting_OI: Tensor
     usable: Tensor
     betas: tuple[float, float]
     changes: Sequence[BasisChange | None]
@@ -205,14 +217,10 @@ class MomentUpdate:
         for change, part in zip(self.changes, parts, strict=True):
             if change is not None:
                 change(part, part)
-        first, second = ((1 - (1 - beta) * self.usable.float())[..., None, None] for beta in self.betas)
-        whole, x_OI = (self.moments.first_OI, self.moments.second_OI), self.rotated_OI
-        rows = rows_at_once(x_OI) if is_large(x_OI) else len(x_OI)
-        for x, first_OI, second_OI in zip(x_OI.split(rows), *(kept.split(rows) for kept in whole), strict=True):
-            x = x.masked_fill_((~self.usable)[..., None, None], 0.0).float()  # NaN, too
-            torch.lerp(x, first_OI, first, out=first_OI)
-            torch.lerp(x.square_(), second_OI, second, out=second_OI)
-        self.moments.updates.add_(self.usable)
+        first, second, waiting = (
+            x.view(-1, *x.shape[-2:]) for x in (self.moments.first_OI, self.moments.second_OI, self.waiting_OI)
+        )
+        adam_fold_(first, second, self.moments.updates.view(-1), waiting, self.usable, betas=self.betas)
 
 
 @dataclass(frozen=True)
@@ -224,34 +232,9 @@ class LastUpdate(Moments):
     """
 
     NAME: ClassVar = "update"
+    TOGETHER: ClassVar = False
 
     update_OI: Tensor
-
-
-M = TypeVar("M", bound=Moments)
-
-
-def stacked(moments: Sequence[M]) -> M:
-    """Of several layers, as one: what :func:`unstacked` took apart, else a copy."""
-    if len(moments) == 1:
-        return moments[0]
-    return type(moments[0])(*(_stacked(parts) for parts in zip(*(vars(m).values() for m in moments), strict=True)))
-
-
-def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    base = parts[0]._base
-    if base is not None and len(base) == len(parts):
-        views = zip(parts, base.unbind(), strict=True)
-        if all(part._base is base and part.is_set_to(view) for part, view in views):
-            return base
-    return torch.stack(list(parts))
-
-
-def unstacked(moments: M, count: int) -> list[M]:
-    """Inverse of :func:`stacked`; views."""
-    if count == 1:
-        return [moments]
-    return [type(moments)(*parts) for parts in zip(*(part.unbind() for part in vars(moments).values()), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -324,3 +307,93 @@ class LayerState:
         nothing = Eigenbasis((), bases[0].values)
         undo = LayerBasis(*(basis if isinstance(basis, Eigenbasis) else nothing for basis in (G, A)))
         return replace(self, moments=self.moments.unrotated(undo))
+
+
+class Group:
+    """Layers of one shape that are stepped together: what they keep lies in one tensor each, [n, ..], of which a
+    layer's state is a slice. A layer alone is a group of one, whose matrix stays [O, I] and whose state stays as it is:
+    a batch of one is slower than none.
+
+    Attributes:
+        layers, names: the layers.
+        rotation: into their eigenbases; None until all have one, and with a method that has none.
+        moments: of all, each [n, ..]; of one layer its own.
+    """
+
+    def __init__(self, layers: Sequence[LayerSpec], precision: Precision = HIGHEST) -> None:
+        self.layers, self.names, self.precision = tuple(layers), tuple(layer.name for layer in layers), precision
+        self.rotation: Rotation | None = None
+        self.moments: Any = None
+        self._sides: tuple[Eigenbasis, ...] = ()
+        self._slices: list[Any] = []
+
+    def take(self, states: dict[str, LayerState]) -> list[LayerState]:
+        """The layers' states, which what the group keeps follows: slices of it take the place of what is none, after a
+        refresh eigenbases, after a load moments too. Then there is nothing twice, once the step was applied."""
+        own = [states[name] for name in self.names]
+        moments = [state.moments for state in own]
+        if len(own) == 1:
+            self.moments = moments[0]
+        elif moments[0] is not None and moments[0].TOGETHER and [*map(id, moments)] != [*map(id, self._slices)]:
+            self.moments, self._slices = None, []  # their memory first
+            kept = zip(*(vars(one).values() for one in moments), strict=True)
+            own = self.keep(states, type(moments[0])(*(torch.stack(parts) for parts in kept)))
+        bases = [basis for state in own if (basis := state.basis)]
+        sides = tuple(side for basis in bases for side in (basis.G, basis.A))
+        if len(bases) < len(own):
+            self.rotation, self._sides = None, ()
+        elif [*map(id, sides)] != [*map(id, self._sides)]:
+            self.rotation, self._sides = None, ()
+            self.rotation = turn = Rotation.of(bases, self.precision)
+            if len(own) > 1:
+                halves = ((turn.G, turn.values_G), (turn.A, turn.values_A))
+                pairs = [[_slice(*half, index) for half in halves] for index in range(len(own))]
+                own = [replace(state, G=G, A=A) for state, (G, A) in zip(own, pairs, strict=True)]
+                sides = tuple(side for pair in pairs for side in pair)
+                states.update(zip(self.names, own, strict=True))
+            self._sides = sides
+        return own
+
+    def keep(self, states: dict[str, LayerState], moments: Any) -> list[LayerState]:
+        """States with these moments of all layers, in their place."""
+        self.moments = moments
+        if len(self.names) == 1:
+            self._slices = [moments]
+        else:
+            kept = zip(*(part.unbind() for part in vars(moments).values()), strict=True)
+            self._slices = [type(moments)(*parts) for parts in kept]
+        own = [replace(states[name], moments=one) for name, one in zip(self.names, self._slices, strict=True)]
+        states.update(zip(self.names, own, strict=True))
+        return own
+
+    def together(self, parts: Sequence[Tensor]) -> Tensor:
+        """[n, ..] of one of each layer; of one layer itself."""
+        return parts[0] if len(parts) == 1 else torch.stack(list(parts))
+
+    def apart(self, x: Tensor) -> Sequence[Tensor]:
+        """Inverse of :meth:`together`; views."""
+        return [x] if len(self.names) == 1 else x.unbind()
+
+    def any(self, flags: Tensor) -> Tensor:
+        """Bool [n], of one layer a scalar: whether it is so of any of a layer's maps, of one in groups."""
+        return flags if len(self.names) > 1 else flags.any()
+
+
+def _slice(vectors: Sequence[Tensor], values: Tensor, index: int) -> Eigenbasis:
+    return Eigenbasis(tuple(part[index : index + 1] for part in vectors), values[index])
+
+
+class Groups:
+    """Those of a run, as its stacks are for a step: one that lacks an eigenbasis somewhere is taken layer by layer."""
+
+    def __init__(self, stacks: Sequence[tuple[LayerSpec, ...]], precision: Precision) -> None:
+        self.stacks, self.precision = stacks, precision
+        self.kept: dict[tuple[str, ...], Group] = {}
+
+    def of(self, states: Mapping[str, LayerState]) -> Iterable[Group]:
+        """In the order of the stacks. What was in another group is forgotten there."""
+        old, self.kept = self.kept, {}
+        for layers in batches(self.stacks, states):
+            names = tuple(layer.name for layer in layers)
+            self.kept[names] = old.get(names) or Group(layers, self.precision)
+        return self.kept.values()

@@ -104,16 +104,28 @@ class GradientExchange:
         layer name -> scalar to multiply its result by; layers that are missing stay as they are."""
         pieces = {**own, **{(move.param, move.start): values for move, values in received}}
         of_param = {param: scales.get(name) for name, params in self.plan.of_layer.items() for param in params}
+        together: dict[int, tuple[Tensor, list[Tensor], list[Tensor]]] = {}
         for place in list(pieces):
             scale, values, shard = of_param[place[0]], pieces.pop(place), self._mine[place]
             if not self.layout.in_place:
                 self.layout.write(shard, values.float() if scale is None else values.float().mul_(scale))
                 continue
-            for part, into in zip(values.split(AT_ONCE), self.layout.read(shard).split(AT_ONCE), strict=True):
+            whole = self.layout.read(shard)
+            if whole.dtype is torch.float32 and scale is not None:
+                _, results, places = together.setdefault(id(scale), (scale, [], []))
+                results.append(values)
+                places.append(whole)
+                continue
+            for part, into in zip(values.split(AT_ONCE), whole.split(AT_ONCE), strict=True):
                 if scale is not None and into.is_cuda:  # no copy; by a scalar the product would be in 16 bits
                     torch.mul(part, scale.view(1), out=into)
                 else:
                     into.copy_(part if scale is None else part.float().mul_(scale))
+        for scale, results, places in together.values():
+            arrived = [(x, y) for x, y in zip(places, results, strict=True) if x.data_ptr() != y.data_ptr()]
+            if arrived:
+                torch._foreach_copy_([x for x, _ in arrived], [y for _, y in arrived])
+            torch._foreach_mul_(places, scale)
 
     @staticmethod
     def parts(layer: LayerSpec, matrix_OI: Tensor) -> tuple[Tensor, ...]:
@@ -147,12 +159,21 @@ class Outbox:
             "results", exchange.plan.scatter, lambda m: sent[m.param, (m.start, m.numel)], exchange.scatter_dtype
         )
 
-    def add(self, layer: LayerSpec, matrix_OI: Tensor) -> None:
-        """A result, fp32 [O, I], zero where a parameter was frozen since attach; its gradient is of no more use."""
+    def add(self, layers: Sequence[LayerSpec], matrices: Sequence[Tensor]) -> None:
+        """Results, fp32 [O, I], zero where a parameter was frozen since attach; their gradients are of no more use."""
         exchange, layout = self.exchange, self.exchange.layout
-        places, parameters = exchange.plan.of_layer[layer.name], exchange.params[layer.name]
-        flats = LAYERS[layer.kind].split(matrix_OI, has_bias=layer.bias is not None)
-        for param, parameter, flat in zip(places, parameters, flats, strict=True):
+        places, results = list[Tensor](), list[Tensor]()
+        parts = [
+            (layer, *part)
+            for layer, matrix_OI in zip(layers, matrices, strict=True)
+            for part in zip(
+                exchange.plan.of_layer[layer.name],
+                exchange.params[layer.name],
+                LAYERS[layer.kind].split(matrix_OI, has_bias=layer.bias is not None),
+                strict=True,
+            )
+        ]
+        for layer, param, parameter, flat in parts:
             if not parameter.requires_grad:
                 flat = torch.zeros_like(flat)
             for place in exchange.sent.get(param, ()):
@@ -164,10 +185,14 @@ class Outbox:
                 if (copied or layout.replicated) and (param, place) in self._sent:
                     self.own[param, shard.start] = self._sent[param, place]
                 elif layout.in_place and not copied:
-                    self.own[param, shard.start] = layout.read(shard).copy_(flat.narrow(0, *place))
+                    self.own[param, shard.start] = into = layout.read(shard)
+                    places.append(into)
+                    results.append(flat.narrow(0, *place))
                 else:
                     dtype = exchange.scatter_dtype if copied else torch.float32
                     self.own[param, shard.start] = _alone(flat, place, dtype)
+        if places:
+            torch._foreach_copy_(places, results)
 
 
 def _alone(flat: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:

@@ -22,7 +22,7 @@ from tests.close import near
 TINY = Model("tiny", ((7, 33), (33, 65)), 2)
 TIMED = (
     "syrk_accumulate_", "symmetric_pack_into_", "symmetric_unpack_from", "ema_update_",
-    "eigen_scale_dot", "corrected_scale_dot", "adam_scale",
+    "eigen_scale_dot", "corrected_scale_dot", "adam_scale_",
 )  # fmt: skip
 SETTINGS = Settings("cpu", rows=16, blocks=2, max_dim=64, dtype=torch.float32)
 
@@ -185,7 +185,7 @@ def test_what_fails_is_a_row_and_not_the_end(run, monkeypatch):
 
     monkeypatch.setitem(kernels.BACKENDS, "full", Backend("cpu", lambda: {"eigen_scale_dot": no_memory}))
     monkeypatch.setattr(kernels, "adam_step", no_memory)
-    status, rows, page = run("--ops", "eigen_scale_dot", "adam_scale")
+    status, rows, page = run("--ops", "eigen_scale_dot", "adam_scale_")
     problems = {(row["op"], row["implementation"]): row["problem"] for row in rows if row["problem"]}
     text = "OutOfMemoryError: CUDA out of memory"
     assert status == 1 and problems == {("eigen_scale_dot", "full"): text, ("not made", ""): text}

@@ -346,10 +346,10 @@ def test_every_way_to_run_a_model_trains_like_the_reference():
 # invariance of what is measured
 
 
-def kept(add, results: dict[str, torch.Tensor], layer, matrix_OI) -> None:
-    """A copy of a result on its way to the outbox."""
-    results[layer.name] = matrix_OI.clone()
-    add(layer, matrix_OI)
+def kept(add, results: dict[str, torch.Tensor], layers, matrices) -> None:
+    """Copies of results on their way to the outbox."""
+    results |= {layer.name: matrix_OI.clone() for layer, matrix_OI in zip(layers, matrices, strict=True)}
+    add(layers, matrices)
 
 
 def invariance_worker(_) -> dict:

@@ -2,6 +2,6 @@
 
 
 class Results(dict):
-    def add(self, layer, matrix_OI) -> None:
-        assert layer.name not in self
-        self[layer.name] = matrix_OI
+    def add(self, layers, matrices) -> None:
+        assert not any(layer.name in self for layer in layers)
+        self.update(zip([layer.name for layer in layers], matrices, strict=True))

@@ -12,7 +12,7 @@ from ds_kfac.directions.kfac_adamw.direction import BASE, AdamDirection, Stack
 from ds_kfac.directions.kfac_gradient import KFACGradient, KFACGradientRule
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.update.newton_schulz import orthogonal_factors
-from ds_kfac.update.state import AdamMoments, LayerState
+from ds_kfac.update.state import AdamMoments, Group, LayerState
 from ds_kfac.zero.layout import ReplicatedHalf, ShardLayout
 from ds_kfac.zero.stages import Stage12
 from tests.choices import planned
@@ -230,7 +230,7 @@ def test_a_whitened_direction_has_the_size_that_it_had_before(blocks):
     """With a root the direction is whitened first: what it is then is no measure of whether gradients die out."""
     direction, *_ = make(AdamDirection, adam={}, groups=ADAM)
     root = SimpleNamespace(apply=lambda x: 0.5 * x)
-    stack = Stack([replace(linear_layer("a", COLUMNS, ROWS), blocks=blocks)], slice(0, 1), True, root=root)
+    stack = Stack(Group([replace(linear_layer("a", COLUMNS, ROWS), blocks=blocks)]), slice(0, 1), True, root=root)
     stack.x_OI = torch.ones(ROWS, COLUMNS)
     direction._orthogonalize([stack])
     for size, rows in zip(stack.sizes, blocks or (ROWS,), strict=True):
@@ -242,7 +242,7 @@ def test_orthogonalized_rows_are_put_back_where_they_lay(experts):
     """A head's queries and keys follow each other: the rows of a map lie apart."""
     direction, *_ = make(AdamDirection, adam=ORTHOGONAL, groups=ADAM)
     layers = [replace(linear_layer(name, 4, 6), blocks=(1, 2)) for name in "ab"[:experts]]
-    stack = Stack(layers, slice(0, experts), True)
+    stack = Stack(Group(layers), slice(0, experts), True)
     shape = (6, 4) if experts == 1 else (experts, 6, 4)
     stack.x_OI = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     before = stack.x_OI.clone()

@@ -129,21 +129,42 @@ def scale_calls(device: str, sizes: Sizes) -> Iterator[Call]:
 
 
 def adam_calls(device: str, sizes: Sizes) -> Iterator[Call]:
-    kinds = ((0.0, True, False), (7.0, True, True), (3.0, False, True))
-    for (outputs, inputs), (updates, usable, transposed) in product(sizes.gradients, kinds):
-        x_OI, first_OI, second_OI = (normal(device, outputs, inputs, seed=seed) for seed in range(3))
-        second_OI = second_OI.square()
-        if transposed:
-            x_OI, first_OI, second_OI = (laid_out(part, "transposed") for part in (x_OI, first_OI, second_OI))
-        x, m, v = x_OI.double(), first_OI.double(), second_OI.double()
-        b1, b2 = torch.tensor((0.9, 0.95), device=device).double()  # as fp32 has them
-        k = updates + usable
-        if usable:
-            m, v = b1 * m + (1 - b1) * x, b2 * v + (1 - b2) * x.square()
-        numerator = b1 * m / (1 - b1 ** (k + 1)) + (1 - b1) * x / (1 - b1**k)
-        wanted = [numerator / ((v / (1 - b2**k)).sqrt() + 1e-3), m, v]
-        label = f"{outputs} x {inputs}, {updates} updates{', transposed' * transposed}"
-        scalars = (torch.tensor(updates, device=device), torch.tensor(usable, device=device))
-        options = {"betas": (0.9, 0.95), "eps": 1e-3}
-        arguments = (x_OI, first_OI, second_OI, *scalars)
-        yield Call("adam_scale", label, arguments, wanted, lambda found, _: found, 1e-5, options)
+    """A direction of two matrices, of which one may be unusable; then they are taken into their moments."""
+    kinds = ((0.0, True, torch.float32), (7.0, True, torch.bfloat16), (3.0, False, torch.float16))
+    for (outputs, inputs), (updates, usable, waits) in product(sizes.gradients, kinds):
+        x_nOI, first_nOI, second_nOI = (normal(device, 2, outputs, inputs, seed=seed) for seed in range(3))
+        second_nOI = second_nOI.square()
+        flags, seen = torch.tensor([True, usable], device=device), torch.tensor([1.0, updates], device=device)
+        waiting = (0.5 * x_nOI * flags[:, None, None]).to(waits)
+        wanted, after = [], []
+        for index in range(2):
+            b1, b2 = torch.tensor((0.9, 0.95), device=device).double()  # as fp32 has them
+            m, v, y = (part[index].double() for part in (first_nOI, second_nOI, 0.5 * x_nOI))
+            x = waiting[index].double()
+            k, now, then = seen[index].double() + 1, b1 * m + (1 - b1) * y, b2 * v + (1 - b2) * y.square()
+            numerator = b1 * now / (1 - b1 ** (k + 1)) + (1 - b1) * y / (1 - b1**k)
+            direction, one = numerator / ((then / (1 - b2**k)).sqrt() + 1e-3), bool(flags[index])
+            wanted.append(direction if one else torch.zeros_like(direction))
+            after.append((b1 * m + (1 - b1) * x, b2 * v + (1 - b2) * x.square()) if one else (m, v))
+        label = f"{outputs} x {inputs}, {updates} updates, waits in {str(waits).removeprefix('torch.')}"
+        options = {"betas": (0.9, 0.95)}
+        scale = torch.tensor(0.5, device=device) if usable else 0.5
+        out = torch.full_like(x_nOI, float("nan")), torch.full_like(waiting, float("nan"))
+        arguments = (*out, x_nOI, first_nOI, second_nOI, seen, flags, scale)
+        both = [torch.stack(wanted), waiting.double()]
+        given = lambda _, arguments: [arguments[0], arguments[1].double()]  # noqa: E731
+        yield Call("adam_scale_", label, arguments, both, given, 1e-5, {**options, "eps": 1e-3})
+        moments = [torch.stack(part) for part in zip(*after, strict=True)]
+        arguments = (first_nOI, second_nOI, seen, waiting, flags)
+        given = lambda _, arguments: list(arguments[:3])  # noqa: E731
+        yield Call("adam_fold_", label, arguments, [*moments, seen.double() + flags], given, 1e-5, options)
+
+
+def shift_calls(device: str, sizes: Sizes) -> Iterator[Call]:
+    for outputs, inputs in sizes.gradients:
+        x_nOI = normal(device, 3, outputs, inputs)
+        scale, shift = (torch.tensor(values, device=device) for values in ([2.0, 0.0, -0.5], [0.0, 3.0, 1.0]))
+        wanted = [x_nOI.double() * scale[:, None, None] + shift[:, None, None]]
+        x_nOI[1] = float("nan")
+        arguments = (x_nOI, scale, shift)
+        yield Call("scale_shift_", f"{outputs} x {inputs}", arguments, wanted, lambda _, x: [x[0]], 1e-5)

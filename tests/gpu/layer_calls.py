@@ -15,6 +15,7 @@ from tests.gpu.calls import (
     laid_out,
     normal,
     scale_calls,
+    shift_calls,
     syrk_calls,
     triangle,
 )  # fmt: skip
@@ -73,7 +74,9 @@ CALLS: dict[str, Callable[[str, Sizes], Iterator[Call]]] = {
     "ema_update_": average_calls,
     "eigen_scale_dot": scale_calls,
     "corrected_scale_dot": scale_calls,
-    "adam_scale": adam_calls,
+    "adam_scale_": adam_calls,
+    "adam_fold_": adam_calls,
+    "scale_shift_": shift_calls,
 }
 
 

@@ -27,9 +27,14 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     for rows, columns in ((768, 3072), (768, 769), (3072, 64)):
         x, number = torch.empty(rows, columns), torch.empty(())
         values = torch.empty(rows), torch.empty(columns)
-        state = x.clone(), x.clone(), number, torch.tensor(True)
+        several, vector, flags = torch.empty(12, rows, columns), torch.empty(12), torch.empty(12, dtype=torch.bool)
+        waiting, betas = several.to(torch.bfloat16), (0.9, 0.99)
         shape = f"{rows} x {columns}"
-        yield f"adam_scale {shape}", lambda x=x, s=state: scale.adam_scale(x, *s, betas=(0.9, 0.99), eps=1e-8)
+        given = several, waiting, several, several, several, vector, flags, number
+        yield f"adam_scale_ {shape}", lambda g=given, b=betas: scale.adam_scale_(*g, betas=b, eps=1e-8)
+        fold = several, several, vector, waiting, flags
+        yield f"adam_fold_ {shape}", lambda g=fold, b=betas: scale.adam_fold_(*g, betas=b)
+        yield f"scale_shift_ {shape}", lambda x=several, v=vector: scale.scale_shift_(x, v, v)
         yield f"eigen_scale {shape}", lambda x=x, v=values, n=number: scale.eigen_scale_dot(x, *v, n)
         yield (
             f"corrected_scale {shape}",

@@ -29,7 +29,9 @@ def results(threads: int) -> dict[str, list[torch.Tensor]]:
     numel, found = packed_numel(DIM), {}
     x, matrix = normal(515, DIM), normal(DIM, DIM)
     values, averages, moments = normal(DIM).exp(), normal(numel), normal(DIM, DIM).square()
-    packed = torch.zeros(numel)
+    packed, counted, usable = torch.zeros(numel), torch.tensor([3.0, 5.0]), torch.tensor([True, False])
+    several, scaled = (normal(2, DIM, DIM), normal(2, DIM, DIM).square()), normal(2, DIM, DIM)
+    out, waiting = torch.empty(2, DIM, DIM), torch.empty(2, DIM, DIM, dtype=torch.bfloat16)
     calls = {
         "syrk_accumulate_": ((torch.zeros(numel), x), {}),
         "block_syrk_accumulate_": ((torch.zeros(6 * packed_numel(64)), x[:, :384]), {"block": 64}),
@@ -38,16 +40,18 @@ def results(threads: int) -> dict[str, list[torch.Tensor]]:
         "ema_update_": (([averages], [normal(numel)], [torch.ones(())], [torch.ones(())], [0.9]), {}),
         "eigen_scale_dot": ((matrix, values, values, 0.1), {}),
         "corrected_scale_dot": ((matrix, moments, 0.9, 2.0, 0.1), {}),
-        "adam_scale": (
-            (matrix, normal(DIM, DIM), moments, torch.ones(()), torch.tensor(True)),
+        "adam_scale_": (
+            (out, waiting, normal(2, DIM, DIM), *several, counted, usable, 0.5),
             {"betas": (0.9, 0.99), "eps": 1e-8},
         ),
+        "adam_fold_": ((*several, counted, normal(2, DIM, DIM), usable), {"betas": (0.9, 0.99)}),
+        "scale_shift_": ((scaled, torch.tensor([2.0, 0.0]), counted), {}),
     }
     assert set(calls) == set(dispatch.OPS)
     for op, (arguments, options) in calls.items():
         given = getattr(functional, op)(*arguments, **options)
         parts = [given] if isinstance(given, torch.Tensor) else list(given or ())
-        found[op] = [*parts, *(averages, moments, packed)]
+        found[op] = [*parts, *(averages, moments, packed, out, waiting, *several, scaled, counted)]
     return {op: [part.clone() for part in parts] for op, parts in found.items()}
 
 

@@ -53,7 +53,9 @@ def doubles(count: int) -> list[torch.Tensor]:
 
 def doubled_adam() -> tuple:
     """All of it in fp64, also the counter that the bias corrections come from."""
-    return *(x.view(2, 3).abs() for x in doubles(3)), torch.ones((), dtype=torch.float64), torch.tensor(True)
+    out = [torch.zeros(1, 2, 3).double() for _ in range(2)]
+    counted = torch.ones(1, dtype=torch.float64)
+    return *out, *(x.view(1, 2, 3).abs() for x in doubles(3)), counted, torch.tensor([True])
 
 
 def scaling(x: torch.Tensor) -> tuple:
@@ -71,7 +73,7 @@ UNUSUAL: dict[str, tuple[str, Callable[[], Call]]] = {
     "averages in fp64": ("ema_update_", lambda: ((doubles(1), doubles(1), ONE, [torch.ones(())], [0.9]), {})),
     "no elements": ("eigen_scale_dot", lambda: ((normal(0, 3), normal(0), normal(3), 0.1), {})),
     "gradients in fp64": ("eigen_scale_dot", lambda: (scaling(normal(2, 3).double()), {})),
-    "Adam in fp64": ("adam_scale", lambda: (doubled_adam(), BETAS)),
+    "Adam in fp64": ("adam_scale_", lambda: (doubled_adam(), BETAS)),
     "moments with gaps": ("corrected_scale_dot", lambda: ((normal(2, 3), strided(2, 3).abs_(), 0.9, 2.0, 0.1), {})),
 }
 MADE_FOR = {"triton": set(), "cuda": set()}

@@ -143,53 +143,87 @@ def test_matrices_of_one_shape_at_once_give_what_each_gives(op):
                 close(part[index], expected, sums=x[0].numel() if expected.ndim == 0 else 4)
 
 
-ADAM_SHAPES = [(1, 1), (2, 63), (129, 2), (257, 129)]  # the last in several pieces of work
+ADAM_SHAPES = [(1, 1, 1), (3, 2, 63), (2, 129, 2), (2, 257, 129)]  # the last in several pieces of work
+WAITING = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def adam_wanted(x, first, second, updates, betas, eps):
-    """Direction and moments in float64, of betas as fp32 has them."""
+def adam_wanted(y, first, second, updates, betas, eps):
+    """Direction and moments in float64, of betas as fp32 has them; vectors of matrices."""
     b1, b2 = torch.tensor(betas).double()
-    x, k = x.double(), updates.double() + 1
-    m, v = b1 * first.double() + (1 - b1) * x, b2 * second.double() + (1 - b2) * x.square()
-    numerator = b1 * m / (1 - b1 ** (k + 1)) + (1 - b1) * x / (1 - b1**k)
+    y, k = y.double(), (updates.double() + 1)[:, None, None]
+    m, v = b1 * first.double() + (1 - b1) * y, b2 * second.double() + (1 - b2) * y.square()
+    numerator = b1 * m / (1 - b1 ** (k + 1)) + (1 - b1) * y / (1 - b1**k)
     return numerator / ((v / (1 - b2**k)).sqrt() + eps), m, v
 
 
+def adam_state(n, rows, columns, updates):
+    """x, moments, updates of each matrix."""
+    seen = torch.tensor([updates + 3.0 * index if updates else 0.0 for index in range(n)])
+    x, first, second = (normal(n, rows, columns, seed=seed) for seed in range(3))
+    return x, first * bool(updates), second.abs() * bool(updates), seen
+
+
+@pytest.mark.parametrize("waits", WAITING)
 @pytest.mark.parametrize(("updates", "betas"), [(0, (0.9, 0.999)), (5, (0.0, 0.95)), (300, (0.95, 0.4))])
-@pytest.mark.parametrize(("rows", "columns"), ADAM_SHAPES)
-def test_adam_scale_against_float64(ops, rows, columns, updates, betas, poisoned):
-    x, updates, yes = normal(rows, columns), torch.tensor(float(updates)), torch.tensor(True)
-    first, second = normal(rows, columns, seed=1) * bool(updates), normal(rows, columns, seed=2).abs() * bool(updates)
-    wanted = adam_wanted(x, first, second, updates, betas, 1e-3)
-    sizes = adam_wanted(x.abs(), first.abs(), second, updates, betas, 1e-3)  # of terms that may cancel
-    before = [part.clone() for part in (x, first, second, updates)]
-    turned = [part.T.contiguous().T for part in (x, first, second)]
-    for given in ((x, first, second), turned, (turned[0], first, turned[2]), (x, turned[1], second)):
-        found = ops.adam_scale(*given, updates, yes, betas=betas, eps=1e-3)
-        for part, expected, size in zip(found, wanted, sizes, strict=True):
-            close(part, expected, sums=10, scale=size)
-    assert all(map(torch.equal, before, (x, first, second, updates))), "state is replaced, never changed in place"
+@pytest.mark.parametrize("shape", ADAM_SHAPES)
+def test_adam_scale_and_fold_against_float64(ops, shape, updates, betas, waits, poisoned):
+    x, first, second, seen = adam_state(*shape, updates)
+    scale = torch.tensor(0.5)
+    wanted = adam_wanted(0.5 * x, first, second, seen, betas, 1e-3)[0]
+    size = adam_wanted(0.5 * x.abs(), first.abs(), second, seen, betas, 1e-3)[0]  # of terms that may cancel
+    before, usable = [part.clone() for part in (first, second, seen)], torch.ones(shape[0], dtype=torch.bool)
+    for place in ("apart", "direction", "waiting"):
+        given = x.clone()
+        direction = given if place == "direction" else torch.full_like(x, float("nan"))
+        waiting = given if place == "waiting" and waits is torch.float32 else torch.empty(shape, dtype=waits)
+        ops.adam_scale_(direction, waiting, given, first, second, seen, usable, scale, betas=betas, eps=1e-3)
+        close(direction, wanted, sums=10, scale=size)
+        exact(waiting, (0.5 * x).to(waits))
+        assert place != "apart" or torch.equal(given, x)
+        assert all(map(torch.equal, before, (first, second, seen))), "moments change when they are told to"
+    _, *moments = adam_wanted(waiting.float(), first, second, seen, betas, 1e-3)
+    _, *sizes = adam_wanted(waiting.float().abs(), first.abs(), second, seen, betas, 1e-3)
+    ops.adam_fold_(first, second, seen, waiting, usable, betas=betas)
+    for part, expected, terms in zip((first, second), moments, sizes, strict=True):
+        close(part, expected, sums=10, scale=terms)
+    exact(seen, before[2] + 1)
 
 
 @pytest.mark.parametrize("updates", [0.0, 3.0])
-def test_adam_scale_keeps_the_moments_from_what_is_not_usable(ops, updates, poisoned):
-    x, first, second = normal(63, 7), normal(63, 7, seed=1), normal(63, 7, seed=2).abs()
-    x[3, 4], x[5, 6] = float("inf"), float("nan")
-    state = (first, second, torch.tensor(updates), torch.tensor(False))
-    direction, *kept = ops.adam_scale(x, *state, betas=(0.9, 0.99), eps=1e-3)
-    assert torch.equal(kept[0], first) and torch.equal(kept[1], second)
-    assert torch.equal(torch.isfinite(direction), torch.isfinite(x)), "x itself is in it, for callers to see"
+def test_adam_takes_nothing_of_what_is_not_usable(ops, updates, poisoned):
+    x, first, second, seen = adam_state(3, 63, 7, updates)
+    x[1, 3, 4], x[1, 5, 6] = float("inf"), float("nan")
+    usable, before = torch.tensor([True, False, True]), [part.clone() for part in (first, second, seen)]
+    direction, waiting = torch.empty_like(x), torch.empty_like(x)
+    for eps in (1e-3, 0.0):
+        ops.adam_scale_(direction, waiting, x, first, second, seen, usable, betas=(0.9, 0.99), eps=eps)
+        assert not direction[1].any() and not waiting[1].any() and torch.isfinite(direction).all()
+    ops.adam_fold_(first, second, seen, waiting, usable, betas=(0.9, 0.99))
+    for part, old in zip((first, second, seen), before, strict=True):
+        assert torch.equal(part[1], old[1]) and not torch.equal(part[0], old[0])
 
 
-def test_adam_of_matrices_at_once_gives_what_each_gives():
-    x, first, second = normal(3, 63, 7), normal(3, 63, 7, seed=1), normal(3, 63, 7, seed=2).abs()
-    x[1, 0, 0] = float("nan")
-    updates, usable = torch.tensor([0.0, 2.0, 9.0]), torch.tensor([True, False, True])
-    options = {"betas": (0.9, 0.99), "eps": 1e-3}
-    for source in (reference, functional, dispatch):
-        together = source.adam_scale(x, first, second, updates, usable, **options)
-        for index in range(3):
-            state = [part[index] for part in (x, first, second, updates, usable)]
-            alone = reference.adam_scale(*state, **options)
-            for part, expected in zip(together, alone, strict=True):
-                close(part[index], expected, sums=10)
+def test_adam_of_matrices_that_lie_apart_is_torchs():
+    """Views with gaps, transposed ones: what no kernel is made for."""
+    x, first, second, seen = adam_state(2, 63, 7, 5)
+    usable, options = torch.tensor([True, False]), {"betas": (0.9, 0.99), "eps": 1e-3}
+    wanted = torch.empty_like(x), torch.empty_like(x)
+    reference.adam_scale_(*wanted, x, first, second, seen, usable, **options)
+    turned = [part.mT.contiguous().mT for part in (x, x, x, first, second)]
+    functional.adam_scale_(*turned, seen, usable, **options)
+    for part, expected in zip(turned, wanted, strict=False):
+        close(part, expected, sums=10)
+    first_wanted, seen_wanted = first.clone(), seen.clone()
+    reference.adam_fold_(first_wanted, second, seen_wanted, wanted[1], usable, betas=(0.9, 0.99))
+    functional.adam_fold_(turned[3], turned[4], seen, turned[1], usable, betas=(0.9, 0.99))
+    close(turned[3], first_wanted, sums=10)
+    exact(seen, seen_wanted)
+
+
+def test_scale_shift_writes_the_shift_alone_where_the_scale_is_zero(ops, poisoned):
+    x, scale, shift = normal(3, 63, 7), torch.tensor([2.0, 0.0, -0.5]), torch.tensor([0.0, 3.0, 1.0])
+    x[1, 2] = float("nan")
+    wanted = x.double() * scale[:, None, None] + shift[:, None, None]
+    wanted[1] = 3.0
+    ops.scale_shift_(x, scale, shift)
+    close(x, wanted, sums=2, scale=wanted.abs() + 1)

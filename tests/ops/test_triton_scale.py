@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from ds_kfac.ops.check import NotMadeFor
-from tests.close import close
-from tests.ops.test_ops_layers import adam_wanted
+from tests.close import close, exact
+from tests.ops.test_ops_layers import adam_state, adam_wanted
 from tests.ops.triton_tools import interpreted
 
 pytest.importorskip("triton", reason="triton is not installed: its kernels are not tested")
@@ -73,39 +73,59 @@ def test_weight_one_keeps_the_moments_whatever_the_gradient(scale, poisoned):
     assert torch.equal(scale.corrected_scale_dot(x, second, 1.0, 3.0, 0.1)[1], second)
 
 
+@pytest.mark.parametrize("waits", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("updates", "betas"), [(0, (0.9, 0.999)), (5, (0.0, 0.95)), (10_000, (0.95, 0.4))])
-@pytest.mark.parametrize("transposed", [(False,) * 3, (True,) * 3, (True, False, True), (False, True, True)])
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
-def test_adam_scale_against_float64(scale, rows, columns, transposed, updates, betas, poisoned):
-    x, first, second = (inputs(rows, columns, turned)[0] for turned in transposed)
-    first, second = (first + 1) * bool(updates), 2 * second.square() * bool(updates)
-    updates = torch.tensor(float(updates))
-    wanted = adam_wanted(x, first, second, updates, betas, 1e-3)
-    sizes = adam_wanted(x.abs(), first.abs(), second, updates, betas, 1e-3)  # of terms that may cancel
-    before = [part.clone() for part in (first, second, updates)]
-    found = scale.adam_scale(x, first, second, updates, torch.tensor(True), betas=betas, eps=1e-3)
-    for part, expected, size in zip(found, wanted, sizes, strict=True):
-        close(part, expected, sums=10, scale=size)
-        assert part.stride() == x.stride() or 1 in (rows, columns), "laid out like x"
-    assert all(map(torch.equal, before, (first, second, updates)))
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 63), (2, 33, 129), (5, 63, 2), (2, 129, 65)])
+def test_adam_scale_and_fold_against_float64(scale, shape, updates, betas, waits, poisoned):
+    x, first, second, seen = adam_state(*shape, updates)
+    usable, times, eps = torch.ones(shape[0], dtype=torch.bool), torch.tensor(0.25), 1e-3
+    usable[1::2] = False
+    x[1::2] = float("nan")  # a neighbour's
+    first[1::2], second[1::2] = 0.5, 0.25
+    before = [part.clone() for part in (first, second, seen)]
+    clean = torch.where(usable[:, None, None], 0.25 * x, 0.0)
+    wanted = adam_wanted(clean, first, second, seen, betas, eps)[0].masked_fill_(~usable[:, None, None], 0.0)
+    size = adam_wanted(clean.abs(), first.abs(), second, seen, betas, eps)[0]  # of terms that may cancel
+    direction, waiting = torch.empty_like(x), torch.empty(shape, dtype=waits)
+    scale.adam_scale_(direction, waiting, x, first, second, seen, usable, times, betas=betas, eps=eps)
+    close(direction, wanted, sums=10, scale=size)
+    if waits is torch.bfloat16:  # the interpreter cuts digits off
+        assert ((waiting - clean).abs() <= 2.0**-7 * clean.abs()).all()
+    else:
+        exact(waiting, clean.to(waits))
+    assert all(map(torch.equal, before, (first, second, seen)))
+    in_place = x.clone()
+    scale.adam_scale_(in_place, waiting, in_place, first, second, seen, usable, 0.25, betas=betas, eps=eps)
+    exact(in_place, direction)
+    _, *moments = adam_wanted(waiting.float(), first, second, seen, betas, eps)
+    _, *sizes = adam_wanted(waiting.float().abs(), first.abs(), second, seen, betas, eps)
+    scale.adam_fold_(first, second, seen, waiting, usable, betas=betas)
+    for part, old, expected, terms in zip((first, second), before, moments, sizes, strict=False):
+        close(part[::2], expected[::2], sums=10, scale=terms[::2])
+        exact(part[1::2], old[1::2])
+    exact(seen, before[2] + usable)
 
 
 @pytest.mark.parametrize("updates", [0.0, 1.0, 2.0, 100.0, 1e6])
 def test_adam_scale_corrects_the_bias_as_float64_does(scale, updates, poisoned):
     """fp32 powers near 1 would lose half of the digits."""
-    ones = torch.ones(1, 1)
+    ones, yes = torch.ones(1, 1, 1), torch.tensor([True])
     for betas in ((0.9, 0.999), (0.99999, 0.9999)):
-        state = (0 * ones, 0 * ones, torch.tensor(updates)) if not updates else (ones, ones, torch.tensor(updates))
-        found = scale.adam_scale(ones, *state, torch.tensor(True), betas=betas, eps=0.0)
-        close(found[0], adam_wanted(ones, *state, betas, 0.0)[0], sums=10)
+        state = (0 * ones, 0 * ones, torch.tensor([updates])) if not updates else (ones, ones, torch.tensor([updates]))
+        found, waiting = torch.empty_like(ones), torch.empty_like(ones)
+        scale.adam_scale_(found, waiting, ones, *state, yes, betas=betas, eps=0.0)
+        close(found, adam_wanted(ones, *state, betas, 0.0)[0], sums=10)
 
 
-def test_adam_scale_keeps_the_moments_from_what_is_not_usable(scale, poisoned):
-    x, first, second = torch.full((5, 7), float("nan")), torch.randn(5, 7), torch.rand(5, 7)
-    state = (first, second, torch.tensor(3.0), torch.tensor(False))
-    direction, *kept = scale.adam_scale(x, *state, betas=(0.9, 0.99), eps=1e-3)
-    assert torch.equal(kept[0], first) and torch.equal(kept[1], second)
-    assert torch.isnan(direction).all()
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 33, 129)])
+def test_scale_shift_against_float64(scale, shape, poisoned):
+    x, times, plus = torch.randn(shape), torch.linspace(-1, 1, shape[0]), torch.linspace(3, 4, shape[0])
+    times[shape[0] // 2] = 0.0
+    x[shape[0] // 2] = float("inf")
+    wanted = torch.where(times != 0, 1, 0)[:, None, None] * times[:, None, None] * x.double()
+    wanted = wanted.nan_to_num(nan=0.0) + plus[:, None, None]
+    scale.scale_shift_(x, times, plus)
+    close(x, wanted, sums=2, scale=wanted.abs() + 1)
 
 
 def test_wrong_arguments_are_named(scale):
@@ -117,10 +137,17 @@ def test_wrong_arguments_are_named(scale):
         scale.corrected_scale_dot(torch.zeros(2, 2), torch.zeros(3, 2), 0.5, 1.0, 1.0)
     with pytest.raises(NotMadeFor, match=r"fp32 with a contiguous side, got torch.float32 \(2, 2\) strides \(2, 1\)"):
         scale.corrected_scale_dot(torch.zeros(2, 2), torch.zeros(4, 4)[::2, ::2], 0.5, 1.0, 1.0)
-    square, scalars = torch.zeros(2, 2), (torch.zeros(()), torch.tensor(True))
-    with pytest.raises(ValueError, match=r"moments do not fit x, got torch.float32 \(2, 2\)"):
-        scale.adam_scale(square, torch.zeros(3, 2), square, *scalars, betas=(0.9, 0.99), eps=0.1)
-    with pytest.raises(NotMadeFor, match=r"expected fp32 and bool, got torch.float64"):
-        scale.adam_scale(square, square.double(), square, *scalars, betas=(0.9, 0.99), eps=0.1)
+    one, vectors = torch.zeros(1, 2, 2), (torch.zeros(1), torch.tensor([True]))
+    betas = {"betas": (0.9, 0.99), "eps": 0.1}
+    with pytest.raises(ValueError, match=r"do not fit, got torch.float32 \(1, 2, 2\)"):
+        scale.adam_scale_(one, one, one, torch.zeros(1, 3, 2), one, *vectors, **betas)
+    with pytest.raises(ValueError, match=r"what waits or is usable does not fit, got torch.float32 \(1, 3, 2\)"):
+        scale.adam_fold_(one, one, vectors[0], torch.zeros(1, 3, 2), vectors[1], betas=(0.9, 0.99))
+    with pytest.raises(NotMadeFor, match=r"expected contiguous fp32 \[n, O, I\] and \[n\], got torch.float32"):
+        scale.adam_scale_(one, one, one, one.double(), one, *vectors, **betas)
+    with pytest.raises(NotMadeFor, match=r"expected contiguous fp32 \[n, O, I\]"):
+        scale.scale_shift_(torch.zeros(1, 4, 4)[:, ::2], *[vectors[0]] * 2)
+    with pytest.raises(NotMadeFor, match=r"expected a contiguous buffer and bool, got torch.float64"):
+        scale.adam_scale_(one, one.double(), one, one, one, *vectors, **betas)
     with pytest.raises(NotMadeFor, match="betas and eps as numbers, got tensors"):
-        scale.adam_scale(square, square, square, *scalars, betas=(torch.tensor(0.9), 0.99), eps=0.1)
+        scale.adam_scale_(one, one, one, one, one, *vectors, betas=(torch.tensor(0.9), 0.99), eps=0.1)

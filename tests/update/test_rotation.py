@@ -50,7 +50,7 @@ def test_moments_take_a_transposed_gradient_in():
     x_OI, options = torch.randn(COLUMNS, ROWS).T, {"betas": (0.9, 0.99), "eps": 1e-8, "usable": torch.tensor(True)}
     moments = AdamMoments.empty((ROWS, COLUMNS))
     direction, update = moments.divide(x_OI, **options)
-    assert update.rotated_OI.is_contiguous() and direction.is_contiguous()
+    assert update.waiting_OI.is_contiguous() and direction.is_contiguous()
     nesterov = 0.9 * 0.1 / (1 - 0.9**2) + 1
     near(direction, nesterov * x_OI.sign(), 2e-8 / x_OI.abs() + 2e-6, "Adam's eps, and fp32")
 
@@ -68,7 +68,7 @@ def test_moments_of_rows_at_a_time_are_as_of_the_whole(waits, monkeypatch):
     whole, by_rows, reference = (AdamMoments.empty((ROWS, COLUMNS)) for _ in range(3))
     for _ in range(2):
         of_rounded, update = whole.divide(x_OI.clone(), **options, waits=waits)
-        assert update.rotated_OI.dtype is waits
+        assert update.waiting_OI.dtype is waits
         update.apply()
         of_exact, update = reference.divide(x_OI.clone(), **options)
         update.apply()

@@ -7,7 +7,7 @@ import torch
 from ds_kfac.checkpoint.save import layer_payload
 from ds_kfac.curvature.factor import Side
 from ds_kfac.update.rotation import rounds, stacked_bytes, stacks
-from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues, LayerState, stacked, unstacked
+from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues, Group, LayerState
 from tests.close import close
 from tests.models import linear_layer
 from tests.update.test_moments import random_basis
@@ -63,12 +63,19 @@ def test_a_round_is_small_or_one_stack_and_the_largest_matrices_come_first():
 
 def test_a_checkpoint_of_one_layer_holds_that_layer_alone():
     device = torch.device("cpu")
-    states = [LayerState.empty(layer, device, moments=CorrectedEigenvalues) for layer in LAYERS[:3:2]]
-    apart = unstacked(stacked([state.moments for state in states]), 2)
-    assert apart[0].second_OI.untyped_storage().nbytes() == 2 * 4 * 35
-    saved = layer_payload(replace(states[0], moments=apart[0]), eigenbasis=True)["moments"]
-    assert {name: tensor.untyped_storage().nbytes() for name, tensor in saved.items()} == {
+    states = {layer.name: LayerState.empty(layer, device, moments=CorrectedEigenvalues) for layer in LAYERS[:3:2]}
+    for seed, (name, state) in enumerate(states.items()):
+        basis = random_basis(5, 7, seed=seed)
+        states[name] = state.rebased(A=basis.A, G=basis.G)
+    own = Group(LAYERS[:3:2]).take(states)[0]
+    assert own.moments.second_OI.untyped_storage().nbytes() == 2 * 4 * 35
+    assert own.A.vectors[0].untyped_storage().nbytes() == 2 * 4 * 49 and own.A.values.untyped_storage().nbytes() == 56
+    saved = layer_payload(own, eigenbasis=True)
+    assert {name: tensor.untyped_storage().nbytes() for name, tensor in saved["moments"].items()} == {
         "second_OI": 4 * 35, "updates": 4,
+    }  # fmt: skip
+    assert {name: tensor.untyped_storage().nbytes() for name, tensor in saved["A"].items()} == {
+        "eigenvectors": 4 * 49, "eigenvalues": 4 * 7,
     }  # fmt: skip
 
 

@@ -42,7 +42,7 @@ class Rank0:
         self.result = torch.randn(O, I, generator=torch.Generator().manual_seed(0))
         self.outbox = self.exchange.outbox()
         if 0 in workers:
-            self.outbox.add(LAYER, self.result.clone())
+            self.outbox.add([LAYER], [self.result.clone()])
         self.sent = [self.outbox.part.piece(move) for move in self.outbox.part.plan.moves if move.source == 0]
         self.outbox.packed()
 

@@ -46,10 +46,11 @@ from ds_kfac.directions.base import Direction, StepContext
 from ds_kfac.directions.kfac_adamw.optimizer import IN_USE
 from ds_kfac.model.blocks import named
 from ds_kfac.model.layers import LayerSpec
+from ds_kfac.ops.dispatch import scale_shift_
 from ds_kfac.plan.plan import Plan
 from ds_kfac.update.newton_schulz import orthogonal_factors, scale_to
-from ds_kfac.update.rotation import Rotation, apart, batches, in_memory, lengths, rounds, together
-from ds_kfac.update.state import LayerState, MomentUpdate, stacked, unstacked
+from ds_kfac.update.rotation import in_memory, lengths, rounds
+from ds_kfac.update.state import Group, LayerState, MomentUpdate
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
 
@@ -99,31 +100,24 @@ RANGES = (2.0**-130, 2.0**60)
 
 @dataclass
 class Stack:
-    """One layer, or n of equal [O, I], on their way through a step.
+    """A group of layers on its way through a step.
 
     Attributes:
         places: of its layers among all of the step.
         orthogonal: whether their directions are orthogonalized.
         x_OI: fp32 [O, I] or [n, O, I], the direction as far as it has come.
-        rotation: into the eigenbasis; None before it is known, and with a method that has none.
-        root: what whitens in its place, of one layer.
+        root: what whitens in place of an eigenbasis, of one layer.
         rows_are_back: whether the rotation is undone in two halves: blocks are rows of the weight, not of R.
         sizes: norms of what was orthogonalized, a scalar or [n] of each block; None if nothing was, or is scaled.
     """
 
-    layers: Sequence[LayerSpec]
+    group: Group
     places: slice
     orthogonal: bool
     x_OI: Tensor = field(init=False)
-    rotation: Rotation | None = None
     root: LayerInverse | None = None
     rows_are_back: bool = False
     sizes: list[Tensor] | None = None
-
-    def of(self, values: Tensor, first: int = 0) -> Tensor:
-        """Of values of the layers from place ``first`` on, those of this one: a scalar, or of several [n]."""
-        start, count = self.places.start - first, len(self.layers)
-        return values[start] if count == 1 else values[start : start + count]
 
 
 class AdamDirection(Direction):
@@ -138,7 +132,7 @@ class AdamDirection(Direction):
         self.orthogonalizes = {name: reason is None for name, reason in kept.items()}
         super().__init__(plan, layout, exchange)
         self.optimizer, self.of_one_shape, self.waits, self.size = optimizer, plan.stacks, plan.waits, SIZE
-        self._rounds: dict[tuple[int, ...], list[list[tuple[LayerSpec, ...]]]] = {}
+        self._rounds: dict[tuple[int, ...], list[list[int]]] = {}
         of_all = partial(torch.tensor, device=exchange.device)  # of every layer, in the order of the stacks
         layers = [layer for stack in self.stacks for layer in stack]
         scaled = [self.orthogonalizes[layer.name] and layer.groups == 1 and not layer.blocks for layer in layers]
@@ -147,6 +141,9 @@ class AdamDirection(Direction):
         self.target = of_all([self.size * step_norm(layer) for layer in layers], dtype=torch.float32)
         ratios = [adam_factor(self.config.adam, layer, optimizer.adam_ratio) for layer in layers]
         self.ratio = of_all(ratios, dtype=torch.float32)
+        self.bound = of_all([math.inf if ratio > 0 else 0.0 for ratio in ratios], dtype=torch.float32)
+        self.none, self.in_use = torch.zeros_like(self.ratio), torch.full_like(self.ratio, IN_USE)
+        self.ranges = of_all(RANGES, dtype=torch.float64)[:, None]
         self.copies = of_all([layer.copies for layer in layers], dtype=torch.float64)
 
     def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
@@ -155,20 +152,21 @@ class AdamDirection(Direction):
         # no gradient of the step is of use if their norm is no number that DeepSpeed could clip by
         void, clip = torch.zeros((), dtype=torch.bool, device=self.exchange.device), None
         if context.norm is not None:
-            void, clip = ~torch.isfinite(context.norm.float()), self.layout.clip_factor(context.norm)
-            local.clip = torch.where(void, torch.zeros_like(clip), clip)
+            void, clip = ~(context.norm.float() < math.inf), self.layout.clip_factor(context.norm)
+            local.clip = clip.masked_fill(void, 0.0)
         parts: list[list[Stack]] = []  # of what is in memory at a time
         names: list[str] = []
-        order = tuple(batches(self.stacks, states))
-        shape = tuple(map(len, order))
+        groups = tuple(self.together.of(states))
+        shape = tuple(len(group.names) for group in groups)
         if shape not in self._rounds:
-            self._rounds[shape] = rounds(order, limit=in_memory(stacked=self.of_one_shape))
+            limit = in_memory(stacked=self.of_one_shape)
+            self._rounds[shape] = rounds(range(len(groups)), lambda index: groups[index].layers, limit=limit)
         for taken in self._rounds[shape]:
             parts.append([])
-            for layers in taken:
-                places = slice(len(names), len(names) + len(layers))
-                parts[-1].append(Stack(layers, places, self.orthogonalizes[layers[0].name]))
-                names += [layer.name for layer in layers]
+            for group in (groups[index] for index in taken):
+                places = slice(len(names), len(names) + len(group.names))
+                parts[-1].append(Stack(group, places, self.orthogonalizes[group.names[0]]))
+                names += group.names
         if not names:
             local.numbers = list(torch.zeros(3, device=self.exchange.device).unbind())
             return local
@@ -178,45 +176,44 @@ class AdamDirection(Direction):
         fits = length * unscale < LARGEST
         usable = finite & fits & (length > 0)
         # A direction gone wrong must not reach the weights. An overflowed gradient must reach DeepSpeed's check, so
-        # what is in its place has its norm.
+        # what is in its place has its norm. At adam_lr 0 layers stand still, without decay.
         overflowed = ~finite & (length != 0)
-        shift = torch.where(overflowed, length / self.root, IN_USE).float()
-        scale, norm, good = torch.zeros_like(self.target), torch.zeros_like(self.target), torch.zeros_like(usable)
+        bound = self.bound.masked_fill(~usable, 0.0)  # of the norms of directions that are stepped along
+        strays = (length / self.root).masked_fill_(~overflowed, 0.0).float()
+        found: list[tuple[Tensor, Tensor]] = []
         for some in parts:
             for stack in some:
-                local.moment_updates.append(self._step(stack, states, gradients, unscale, stack.of(usable)))
-            own = slice(some[0].places.start, some[-1].places.stop)
+                local.moment_updates.append(self._step(stack, states, gradients, unscale, usable[stack.places]))
             self._orthogonalize([stack for stack in some if stack.orthogonal])
-            scale[own], norm[own] = self._restore(some, own)
-            good[own] = usable[own] & (norm[own] < math.inf)
-            factor = scale[own].masked_fill(overflowed[own], 0.0)
-            # at adam_lr 0 they stand still, without decay
-            dead = ~(overflowed[own] | good[own] & (self.ratio[own] > 0))
             for stack in some:
-                values = (factor, own.start), (shift, 0), (dead, own.start)
-                times, plus, none = (stack.of(value, first)[..., None, None] for value, first in values)
-                result = stack.x_OI.mul_(times).add_(plus).masked_fill_(none, 0.0)
-                for layer, matrix in zip(stack.layers, apart(result, len(stack.layers)), strict=True):
-                    local.outbox.add(layer, matrix)
-                del stack.x_OI, result, matrix
-        squared = torch.where(overflowed, length.square(), torch.where(good, (norm * scale).square(), 0.0))
+                norm, scale = self._restore(stack)
+                at, good = stack.places, norm < bound[stack.places]
+                times, plus = torch.where(good, scale, self.none[at]), torch.where(good, self.in_use[at], strays[at])
+                scale_shift_(stack.x_OI.view(len(norm), -1, stack.x_OI.shape[-1]), times, plus)
+                local.outbox.add(stack.group.layers, stack.x_OI.unbind() if len(norm) > 1 else [stack.x_OI])
+                del stack.x_OI
+                found.append((norm, scale))
+        norm, scale = (torch.cat(part) for part in zip(*found, strict=True))
+        good = usable & (norm < math.inf)
+        squared = (norm * scale).square().masked_fill_(~good, 0.0)
+        squared = torch.where(overflowed, length.square(), squared)
         local.replaced = local.replaced + (usable & ~good | ~finite).sum()
         local.unused = local.unused + (length == 0).sum()
         local.left_out = dict(zip(names, (finite & ~fits).unbind(), strict=True))
-        squares = squared, *(length.square() * factor for factor in RANGES)
-        local.numbers = [(square / self.copies).sum().float() for square in squares]
+        squares = torch.cat([squared[None], length.square() * self.ranges])
+        local.numbers = list((squares / self.copies).sum(dim=1).float().unbind())
         return local
 
     def finish(
         self, context: StepContext, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         self.last = totals[0], self.layout.optimizer.param_groups[0]["lr"]
-        low, high = (total.double() / factor for total, factor in zip(totals[1:], RANGES, strict=True))
-        square = torch.where(torch.isfinite(high), high, low)
-        scale = torch.sqrt(square / totals[0].double()).float()
-        scale = torch.where(torch.isfinite(scale) & (scale > 0), scale, torch.ones_like(scale))
+        low, high = (torch.stack(list(totals[1:])) / self.ranges[:, 0]).unbind()
+        square = torch.where(high < math.inf, high, low)
+        scale = torch.sqrt(square / totals[0].double()).float().nan_to_num_(nan=1.0, posinf=1.0)
+        scale = scale.masked_fill_(scale == 0, 1.0)
         undo = self.layout.grad_scale() / (scale * local.clip)
-        self.optimizer.direction_scale = torch.where(torch.isfinite(undo), undo, torch.zeros_like(undo))
+        self.optimizer.direction_scale = undo.nan_to_num_(nan=0.0, posinf=0.0)
         return dict.fromkeys(prepared, scale)
 
     def _step(
@@ -229,56 +226,53 @@ class AdamDirection(Direction):
     ) -> MomentUpdate:
         """Adam in the eigenbasis, the gradients in the moments that are ``usable``. Before the first refresh nothing is
         rotated: plain Adam."""
-        names = tuple(layer.name for layer in stack.layers)
-        own = [states[name] for name in names]
-        group = self.layout.optimizer.param_groups[self.groups[names[0]][0]]
+        group = stack.group
+        own, options = group.take(states), self.layout.optimizer.param_groups[self.groups[group.names[0]][0]]
         stack.root = own[0].preconditioner if own[0].method.whitens else None
-        if own[0].basis is not None:
-            stack.rotation = self.rotations.of(names, [state.basis for state in own if state.basis])
-            stack.rows_are_back = bool(stack.layers[0].blocks and stack.rotation.G) and stack.orthogonal
-        whole = together([gradients.pop(name) for name in names])  # as it is stored, which may be DeepSpeed's own
-        rotated = whole * unscale if whole.dtype is torch.float32 else whole.float().mul_(unscale)
-        del whole
-        if stack.rotation is not None:
-            rotated = stack.rotation.rotate(rotated, given_up=True)
-        moments, changes = stacked([state.moments for state in own]), [state.change for state in own]
-        stack.x_OI, update = moments.divide(
-            rotated, betas=tuple(group["betas"]), eps=group["eps"], usable=usable, changes=changes, waits=self.waits
-        )
-        if len(own) > 1 or changes[0] is not None:
-            for name, state, kept in zip(names, own, unstacked(moments, len(own)), strict=True):
-                states[name] = replace(state, moments=kept, change=None)
-        if stack.rotation is not None:
+        given = [gradients.pop(name) for name in group.names]  # as it is stored, which may be DeepSpeed's own
+        whole = given[0] if len(given) == 1 else torch.stack(given)
+        x = whole.float()
+        owned = x is not whole or len(own) > 1
+        del whole, given
+        if (rotation := group.rotation) is not None:
+            stack.rows_are_back = bool(stack.group.layers[0].blocks and rotation.G) and stack.orthogonal
+            rotated = rotation.rotate(x, given_up=owned)
+            owned, x = owned or rotated.data_ptr() != x.data_ptr(), rotated
+            del rotated
+        stack.x_OI, update = group.moments.divide(
+            x if owned else x.clone(), betas=tuple(options["betas"]), eps=options["eps"], usable=usable, scale=unscale,
+            changes=[state.change for state in own], waits=self.waits,
+        )  # fmt: skip
+        for name, state in zip(group.names, own, strict=True):
+            if state.change is not None:
+                states[name] = replace(state, change=None)
+        if rotation is not None:
             # before rows leave the eigenbasis; whitening leaves out columns of what is orthogonalized
-            stack.rotation.only_seen(stack.x_OI, columns=not stack.orthogonal)
+            rotation.only_seen(stack.x_OI, columns=not stack.orthogonal)
         return update
 
-    def _restore(self, some: Sequence[Stack], own: slice) -> tuple[Tensor, Tensor]:
-        """Adam's directions, or their orthogonal factors, out of the eigenbases, in their place. Returns what each is
-        still to be multiplied by, and its norm.
-
-        Args:
-            own: the places of their layers.
-        """
-        for stack in some:
-            if (rotation := stack.rotation) is not None:
-                stack.x_OI = rotation.restore(stack.x_OI, rows=not stack.rows_are_back, given_up=True)
-            if stack.sizes is not None and (stack.layers[0].blocks or stack.layers[0].groups > 1):
-                self._scale_maps(stack)
-        norm = lengths([matrix for stack in some for matrix in apart(stack.x_OI, len(stack.layers))], torch.float32)
-        sizes = [(stack.of(norm, own.start) if stack.sizes is None else stack.sizes[0]).view(-1) for stack in some]
-        scale = scale_to(self.target[own], size=torch.cat(sizes), norm=norm, root=self.root[own])
-        return torch.where(self.orthogonal[own], scale, self.ratio[own]), norm
+    def _restore(self, stack: Stack) -> tuple[Tensor, Tensor]:
+        """Adam's directions, or their orthogonal factors, out of the eigenbases, in their place. Returns the norm of
+        each, and what it is still to be multiplied by."""
+        if (rotation := stack.group.rotation) is not None:
+            stack.x_OI = rotation.restore(stack.x_OI, rows=not stack.rows_are_back, given_up=True).contiguous()
+        if stack.sizes is not None and (stack.group.layers[0].blocks or stack.group.layers[0].groups > 1):
+            self._scale_maps(stack)
+        norm = torch.linalg.vector_norm(stack.x_OI.view(len(stack.group.names), -1), dim=1)
+        if stack.sizes is None:
+            return norm, self.ratio[stack.places]
+        target, root = self.target[stack.places], self.root[stack.places]
+        return norm, scale_to(target, size=stack.sizes[0].view(-1), norm=norm, root=root)
 
     def _orthogonalize(self, some: Sequence[Stack]) -> None:
         """Directions become their orthogonal factors, in their place; nothing else of them is kept."""
         owners: list[Stack] = []
         maps: list[Tensor] = []
         for stack in some:
-            blocks = stack.layers[0].blocks
+            blocks = stack.group.layers[0].blocks
             if stack.rows_are_back:
-                assert stack.rotation is not None
-                stack.x_OI = stack.rotation.restore(stack.x_OI, columns=False)
+                assert stack.group.rotation is not None
+                stack.x_OI = stack.group.rotation.restore(stack.x_OI, columns=False)
             if stack.root is not None:  # its size is that before
                 rows = row_blocks(stack.x_OI, blocks)
                 stack.sizes = [torch.linalg.vector_norm(part, dim=(-3, -2, -1)) for part in rows]
@@ -291,19 +285,19 @@ class AdamDirection(Direction):
         for group in of_one_shape(maps) if self.of_one_shape else [[index] for index in range(len(maps))]:
             # rotated or not, the factor is the same
             whitenings = [
-                owner.rotation.whitening(self.config.adam.whiten, groups=owner.layers[0].groups)
-                if owner.rotation is not None and self.config.adam.rotate
+                owner.group.rotation.whitening(self.config.adam.whiten, groups=owner.group.layers[0].groups)
+                if owner.group.rotation is not None and self.config.adam.rotate
                 else None
                 for owner in (owners[index] for index in group)
             ]
-            found = orthogonal_factors([maps[i] for i in group], whitenings, precision=self.rotations.precision)
+            found = orthogonal_factors([maps[i] for i in group], whitenings, precision=self.precision)
             for index, size in zip(group, [size for _, size in found], strict=True):
                 sizes[index] = size
             found.clear()
         for stack in some:
             mine = [index for index, owner in enumerate(owners) if owner is stack]
-            if stack.layers[0].blocks:
-                for part, index in zip(row_blocks(stack.x_OI, stack.layers[0].blocks), mine, strict=True):
+            if stack.group.layers[0].blocks:
+                for part, index in zip(row_blocks(stack.x_OI, stack.group.layers[0].blocks), mine, strict=True):
                     if part.data_ptr() != maps[index].data_ptr():  # where its rows lie apart it is a copy
                         part.copy_(maps[index].view(part.shape))
             for index in mine:
@@ -316,7 +310,7 @@ class AdamDirection(Direction):
     def _scale_maps(self, stack: Stack) -> None:
         """Each group of a layer, or each block of its rows, to its own size."""
         assert stack.sizes is not None
-        layer = stack.layers[0]
+        layer = stack.group.layers[0]
         for rows, size in zip(row_blocks(stack.x_OI, layer.blocks), stack.sizes, strict=True):
             norm = torch.linalg.vector_norm(rows, dim=(-3, -2, -1))
             target = self.size * step_norm(layer, rows.shape[-3] * rows.shape[-2])
@@ -326,7 +320,7 @@ class AdamDirection(Direction):
 
     def _whitened(self, root: LayerInverse, x_OI: Tensor) -> Tensor:
         """By the inverse root."""
-        with fp32_products(self.rotations.precision.products, x_OI.device):
+        with fp32_products(self.precision.products, x_OI.device):
             return root.apply(x_OI).contiguous()
 
     def alike(self, layer: LayerSpec) -> Hashable:

@@ -1,10 +1,10 @@
-"""Division of a layer's matrix by eigenvalues, by corrected ones or by Adam's moments, each in one pass.
+"""Division of a layer's matrix by eigenvalues or by corrected ones, of n of one shape by Adam's moments, each in one
+pass; what goes with the latter.
 
-At the top what all Triton kernels share. Shape suffixes: O, I the sides of the matrix.
+At the top what all Triton kernels share. Shape suffixes: O, I the sides of a matrix, n matrices.
 """
 
 # mypy: disable-error-code="arg-type, attr-defined, call-arg, misc"
-import ctypes
 import math
 from contextlib import AbstractContextManager, nullcontext
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from triton import knobs
 
 from ds_kfac.ops.check import NotMadeFor, check_device, of
-from ds_kfac.ops.functional import Scalar
+from ds_kfac.ops.functional import Scalar, in_fp32
 
 INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
 """Fixed when this module is imported, like the kind of every kernel."""
@@ -24,6 +24,9 @@ DEVICE_TYPE = None if INTERPRET else "cuda"
 WARPS = 8
 MAX_BLOCK_ROWS = 65535
 """Of a launch."""
+FLAT_BLOCK = 2048
+"""Elements of a program, 8 a thread, where matrices are read in one piece."""
+WAITING = (torch.float32, torch.bfloat16, torch.float16)
 BLOCKS = {256: (64, 64), 1 << 62: (8, 512)}
 """Columns up to -> rows and columns of a program's block; 16 elements a thread."""
 
@@ -180,53 +183,134 @@ def correction(steps, log_decay):
     return tl.where(y > -0.5, -y * series, 1.0 - tl.exp(y))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
+def flat_place(numel, BLOCK: tl.constexpr):
+    """Of this program's elements of a matrix: which, int64, and what is inside."""
+    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    return element, element < numel
+
+
+@triton.jit(do_not_specialize=["numel"])
 def adam_scale_kernel(
-    x_ptr, first_ptr, second_ptr, direction_ptr, new_first_ptr, new_second_ptr, updates_ptr, usable_ptr,
-    beta1, beta2, log_beta1, log_beta2, eps, rows, columns, x_stride, first_stride, second_stride, out_stride,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    direction_ptr, waiting_ptr, x_ptr, first_ptr, second_ptr, updates_ptr, usable_ptr, scale,
+    beta1, beta2, log_beta1, log_beta2, eps, numel, SCALE_IN_MEMORY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One [BLOCK_ROWS, BLOCK_COLUMNS] block a program; unit stride along columns."""
-    row, column, inside = place(rows, columns, BLOCK_ROWS, BLOCK_COLUMNS)
-    usable = tl.load(usable_ptr) != 0
-    steps = tl.maximum(tl.load(updates_ptr) + usable.to(tl.float32), 1.0)
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
-    first = tl.load(first_ptr + row * first_stride + column, mask=inside, other=0.0)
-    second = tl.load(second_ptr + row * second_stride + column, mask=inside, other=1.0)
-    m = tl.where(usable, lerp(x, first, beta1), first)
-    v = tl.where(usable, lerp(x * x, second, beta2), second)
-    tl.store(new_first_ptr + row * out_stride + column, m, mask=inside)
-    tl.store(new_second_ptr + row * out_stride + column, v, mask=inside)
+    """``BLOCK`` elements of one matrix a program; matrices follow each other."""
+    element, inside = flat_place(numel, BLOCK)
+    matrix = tl.program_id(1).to(tl.int64)
+    at = matrix * numel + element
+    usable = tl.load(usable_ptr + matrix) != 0
+    steps = tl.load(updates_ptr + matrix) + 1.0
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    y = tl.where(usable, x * scalar(scale, SCALE_IN_MEMORY), 0.0)
+    tl.store(waiting_ptr + at, y.to(waiting_ptr.dtype.element_ty), mask=inside)
+    m = lerp(y, tl.load(first_ptr + at, mask=inside, other=0.0), beta1)
+    v = lerp(y * y, tl.load(second_ptr + at, mask=inside, other=1.0), beta2)
     ahead = m * (beta1 / correction(steps + 1.0, log_beta1))
-    numerator = ahead + x * ((1.0 - beta1) / correction(steps, log_beta1))
+    numerator = ahead + y * ((1.0 - beta1) / correction(steps, log_beta1))
     root = tl.sqrt(v * (1.0 / correction(steps, log_beta2)))
-    tl.store(direction_ptr + row * out_stride + column, numerator / (root + eps), mask=inside)
+    tl.store(direction_ptr + at, tl.where(usable, numerator / (root + eps), 0.0), mask=inside)
 
 
-def adam_scale(
-    x_OI: Tensor, first_OI: Tensor, second_OI: Tensor, updates: Tensor, usable: Tensor, *,
-    betas: tuple[float, float], eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """See ``ops/reference.py``. All fp32, but for ``usable``; results are laid out like x, of which either side may be
-    the contiguous one. The moments are copied unless they are laid out alike. Cost: 24 O I bytes."""
-    if not x_OI.shape == first_OI.shape == second_OI.shape:
-        raise ValueError(f"adam_scale: moments do not fit x, got {of(x_OI, first_OI, second_OI)}")
-    check_device("adam_scale", (x_OI, first_OI, second_OI, updates, usable), DEVICE_TYPE)
-    states = (first_OI.dtype, second_OI.dtype, updates.dtype, usable.dtype)
-    if states != (torch.float32, torch.float32, torch.float32, torch.bool):
-        raise NotMadeFor(f"adam_scale: expected fp32 and bool, got {of(first_OI, second_OI, updates, usable)}")
-    if any(isinstance(number, Tensor) for number in (*betas, eps)):
-        raise NotMadeFor("adam_scale: expected betas and eps as numbers, got tensors")
-    decays = [ctypes.c_float(beta).value for beta in betas]  # bias corrections must be of what the kernel averages with
-    logs = [math.log(decay) if decay > 0 else -math.inf for decay in decays]
-    x, transposed = oriented(x_OI)
-    first, second = (_along(part.T if transposed else part) for part in (first_OI, second_OI))
-    direction, new_first, new_second = (torch.empty(x.shape, device=x.device) for _ in range(3))
-    grid, options = blocks_of(x)
-    with on_device_of(x):
+def adam_scale_(
+    direction_nOI: Tensor, waiting_nOI: Tensor, x_nOI: Tensor, first_nOI: Tensor, second_nOI: Tensor,
+    updates_n: Tensor, usable_n: Tensor, scale: Scalar = 1.0, *, betas: tuple[float, float], eps: float,
+) -> None:  # fmt: skip
+    """See ``ops/reference.py``. All contiguous, and fp32 but for ``usable`` and what waits. Cost: 16 n O I bytes, and
+    what waits."""
+    whole = direction_nOI, x_nOI, first_nOI, second_nOI
+    _check_adam("adam_scale_", whole, waiting_nOI, updates_n, usable_n, (*betas, eps), scale)
+    grid, options = flat_blocks_of(x_nOI)
+    with on_device_of(x_nOI):
         adam_scale_kernel[grid](
-            x, first, second, direction, new_first, new_second, updates, usable.view(torch.uint8),
-            *decays, *logs, eps, *x.shape, x.stride(0), first.stride(0), second.stride(0), direction.stride(0),
-            **options,
+            direction_nOI, waiting_nOI, x_nOI, first_nOI, second_nOI, updates_n, usable_n.view(torch.uint8), scale,
+            *_decays(betas), eps, x_nOI[0].numel(), SCALE_IN_MEMORY=isinstance(scale, Tensor), **options,
         )  # fmt: skip
-    return (direction.T, new_first.T, new_second.T) if transposed else (direction, new_first, new_second)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def adam_fold_kernel(
+    first_ptr, second_ptr, updates_ptr, waiting_ptr, usable_ptr, beta1, beta2, numel, BLOCK: tl.constexpr
+):
+    """As :func:`adam_scale_kernel`. A matrix's first program counts."""
+    element, inside = flat_place(numel, BLOCK)
+    matrix = tl.program_id(1).to(tl.int64)
+    at = matrix * numel + element
+    usable = tl.load(usable_ptr + matrix) != 0
+    x = tl.load(waiting_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    first = tl.load(first_ptr + at, mask=inside, other=0.0)
+    second = tl.load(second_ptr + at, mask=inside, other=0.0)
+    tl.store(first_ptr + at, tl.where(usable, lerp(x, first, beta1), first), mask=inside)
+    tl.store(second_ptr + at, tl.where(usable, lerp(x * x, second, beta2), second), mask=inside)
+    if tl.program_id(0) == 0:
+        tl.store(updates_ptr + matrix, tl.load(updates_ptr + matrix) + usable.to(tl.float32))
+
+
+def adam_fold_(
+    first_nOI: Tensor, second_nOI: Tensor, updates_n: Tensor, waiting_nOI: Tensor, usable_n: Tensor, *,
+    betas: tuple[float, float],
+) -> None:  # fmt: skip
+    """See ``ops/reference.py``, and :func:`adam_scale_`. Cost: 16 n O I bytes, and what waits."""
+    _check_adam("adam_fold_", (first_nOI, second_nOI), waiting_nOI, updates_n, usable_n, betas)
+    grid, options = flat_blocks_of(first_nOI)
+    with on_device_of(first_nOI):
+        adam_fold_kernel[grid](
+            first_nOI, second_nOI, updates_n, waiting_nOI, usable_n.view(torch.uint8), *_decays(betas)[:2],
+            first_nOI[0].numel(), **options,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["numel"])
+def scale_shift_kernel(x_ptr, scale_ptr, shift_ptr, numel, BLOCK: tl.constexpr):
+    """As :func:`adam_scale_kernel`."""
+    element, inside = flat_place(numel, BLOCK)
+    matrix = tl.program_id(1).to(tl.int64)
+    at = matrix * numel + element
+    scale = tl.load(scale_ptr + matrix)
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    tl.store(x_ptr + at, tl.where(scale != 0.0, x * scale, 0.0) + tl.load(shift_ptr + matrix), mask=inside)
+
+
+def scale_shift_(x_nOI: Tensor, scale_n: Tensor, shift_n: Tensor) -> None:
+    """See ``ops/reference.py``. fp32, contiguous. Cost: 8 n O I bytes."""
+    _check_flat("scale_shift_", (x_nOI,), (scale_n, shift_n))
+    grid, options = flat_blocks_of(x_nOI)
+    with on_device_of(x_nOI):
+        scale_shift_kernel[grid](x_nOI, scale_n, shift_n, x_nOI[0].numel(), **options)
+
+
+def flat_blocks_of(x_nOI: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    """The grid, blocks of a matrix and matrices; and how large a block is."""
+    return (triton.cdiv(x_nOI[0].numel(), FLAT_BLOCK), len(x_nOI)), {"BLOCK": FLAT_BLOCK, "num_warps": WARPS}
+
+
+def _check_flat(op: str, matrices: tuple[Tensor, ...], vectors: tuple[Tensor, ...]) -> None:
+    """Raises ValueError unless they fit; NotMadeFor: not fp32, with gaps, none, or more than a launch has."""
+    shape = matrices[0].shape
+    if any(x.shape != shape for x in matrices) or any(x.shape != shape[:1] for x in vectors):
+        raise ValueError(f"{op}: moments, vectors and matrices do not fit, got {of(*matrices, *vectors)}")
+    check_device(op, (*matrices, *vectors), DEVICE_TYPE)
+    plain = all(x.dtype is torch.float32 and x.is_contiguous() for x in (*matrices, *vectors))
+    if not plain or len(shape) != 3 or not shape.numel() or shape[0] > MAX_BLOCK_ROWS:
+        raise NotMadeFor(f"{op}: expected contiguous fp32 [n, O, I] and [n], got {of(*matrices, *vectors)}")
+
+
+def _check_adam(
+    op: str, matrices: tuple[Tensor, ...], waiting: Tensor, updates: Tensor, usable: Tensor, numbers: tuple,
+    scale: Scalar = 1.0,
+) -> None:  # fmt: skip
+    """As :func:`_check_flat`."""
+    _check_flat(op, matrices, (updates,))
+    check_device(op, (updates, usable, waiting, scale), DEVICE_TYPE)
+    if waiting.shape != matrices[0].shape or usable.shape != updates.shape:
+        raise ValueError(f"{op}: what waits or is usable does not fit, got {of(waiting, usable, matrices[0])}")
+    if not waiting.is_contiguous() or waiting.dtype not in WAITING or usable.dtype is not torch.bool:
+        raise NotMadeFor(f"{op}: expected a contiguous buffer and bool, got {of(waiting, usable)}")
+    if any(isinstance(number, Tensor) for number in numbers):
+        raise NotMadeFor(f"{op}: expected betas and eps as numbers, got tensors")
+
+
+def _decays(betas: tuple[float, float]) -> list[float]:
+    """And their logarithms."""
+    decays = in_fp32(betas)
+    return [*decays, *(math.log(decay) if decay > 0 else -math.inf for decay in decays)]

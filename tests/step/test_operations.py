@@ -1,0 +1,187 @@
+"""How many operations a plain step is made of, and how many bytes their operands have: a GPU's launches, and its passes
+over memory.
+
+The layers of GPT-2 small an eighth as wide, those of one shape together as on a GPU, on a CPU. An operation is what
+torch dispatches without views and allocations, or an op of :mod:`ds_kfac.ops.dispatch`, for which a GPU has a kernel.
+Of each but matrix products the bytes of all tensors that it reads or writes count, whether a cache holds them or not.
+DeepSpeed's own part and the optimizer's are not in it. ``python -m tests.step.test_operations`` prints where they are
+asked for.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from ds_kfac.ops import dispatch, functional
+from ds_kfac.update import rotation
+from tests.choices import AT_ONCE
+from tests.deepspeed.modes import BY_NAME
+from tests.deepspeed.runs import build
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+WIDTH, BLOCKS, ROWS = 96, 12, 64
+STEPS = 6
+"""The last one is counted; the first ones prove the layers' rows."""
+NARROWER = 8
+"""Than GPT-2 small: what is in memory together is as many layers as there."""
+MOST = {"operations": 515, "bytes an element": 108.0}
+"""Only to be made smaller."""
+KFAC = {
+    "factor": {"update_interval": 1000},
+    "eigenbasis": {"refresh_interval": 1000},
+    "burn_in": {"steps": 0},
+    "report": "none",
+}
+FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view", "is_set_to",
+        "_local_scalar_dense", "profiler::_record_function_enter_new", "profiler::_record_function_exit"}  # fmt: skip
+"""Allocations, and what only a CPU asks of a scalar."""
+PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
+ONLY_WRITE = {"copy_", "_foreach_copy_", "fill_", "zero_", "adam_scale_"}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        x = x + self.out(torch.tanh(q * k) + v)
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x).square().mean()
+
+
+class Operations(TorchDispatchMode):
+    """Those of torch, and of ours as one each.
+
+    Attributes:
+        seen, nbytes: by the function of ds_kfac that asks for them.
+        names: how often each operation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.nbytes, self.names = Counter[str](), Counter[str](), Counter[str]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        schema = function._schema
+        found = function(*arguments, **(keywords or {}))
+        view = any(result.alias_info and not result.alias_info.is_write for result in schema.returns)
+        name = schema.name.removeprefix("aten::")
+        if not view and name not in FREE:
+            self.note(name, schema, arguments, keywords or {}, found)
+        return found
+
+    def note(self, name: str, schema: Any, arguments: Any, keywords: Any, found: Any) -> None:
+        frame: Any = sys._getframe(1)
+        while "ds_kfac" not in frame.f_code.co_filename or "tests" in frame.f_code.co_filename:
+            frame = frame.f_back
+        while frame.f_code.co_filename.endswith(("ops/dispatch.py", "ops/functional.py")):
+            frame = frame.f_back
+        where = f"{frame.f_code.co_filename.rpartition('ds_kfac/')[2]} {frame.f_code.co_qualname}"
+        self.seen[where] += 1
+        self.names[name] += 1
+        if name in PRODUCTS:
+            return
+        own: list[Tensor] = []
+        for place, argument in enumerate(schema.arguments):
+            value = arguments[place] if place < len(arguments) else keywords.get(argument.name)
+            tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+            own += tensors
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            once = not writes or argument.name == "out" or name in ONLY_WRITE
+            self.nbytes[where] += (1 if once else 2) * sum(map(touched, tensors))
+        results = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
+        self.nbytes[where] += sum(touched(x) for x in results if not any(x is y for y in own))
+
+
+def touched(x: Tensor) -> int:
+    """Bytes of what a tensor shows; of what is expanded once."""
+    sizes = (size for size, stride in zip(x.shape, x.stride(), strict=True) if stride)
+    return x.element_size() * torch.Size(sizes).numel()
+
+
+@contextmanager
+def kernels(operations: Operations) -> Iterator[None]:
+    """As if the CPU had a kernel for every op."""
+
+    def counted(op: str) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            with _disable_current_modes():
+                found = getattr(functional, op)(*arguments, **options)
+            if operations in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
+                operations.note(op, getattr(torch.ops.ds_kfac, op).default._schema, arguments, options, found)
+            return found
+
+        return run
+
+    with patch.dict(dispatch._choices, {"cpu": dispatch.Choice({op: ("counted", counted(op)) for op in dispatch.OPS})}):
+        yield
+
+
+def worker(_: None) -> tuple[dict[str, tuple[int, float]], dict[str, int]]:
+    """Of a plain step by function: operations, and bytes an element; and operations by name."""
+    mode, operations = BY_NAME["adam-z2"], Operations()
+    limit = rotation.STACKED // NARROWER**2
+    torch.manual_seed(0)
+    with patch.object(rotation, "STACKED", limit):
+        engine = build(mode, 1, kfac={**KFAC, "plan": {"stacks": True, **AT_ONCE}}, model=Blocks())
+        kfac = engine.kfac.preconditioner
+        assert len(kfac.owned) == 4 * BLOCKS and len(kfac.direction.stacks) == 7
+        with kernels(operations):
+            for step in range(STEPS):
+                engine.backward(engine(torch.randn(ROWS, WIDTH)))
+                if step == STEPS - 1:
+                    assert not kfac.due.capture and all(state.basis is not None for state in kfac.state.values())
+                    for name in ("prepare", "precondition", "finish", "commit"):
+                        setattr(kfac, name, during(operations, getattr(kfac, name)))
+                engine.step()
+    numel = sum(layer.numel for layer in kfac.owned)
+    return {where: (n, operations.nbytes[where] / numel) for where, n in operations.seen.items()}, operations.names
+
+
+def during(operations: Operations, method: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*arguments: Any, **options: Any) -> Any:
+        with operations:
+            return method(*arguments, **options)
+
+    return run
+
+
+def table(found: dict[str, tuple[int, float]]) -> str:
+    rows = sorted(found.items(), key=lambda row: -row[1][0])
+    total = sum(n for n, _ in found.values()), sum(nbytes for _, nbytes in found.values())
+    lines = [f"{n:6} operations {nbytes:7.1f} bytes an element   {where}" for where, (n, nbytes) in rows]
+    return "\n".join([*lines, f"{total[0]:6} operations {total[1]:7.1f} bytes an element   plain step"])
+
+
+def test_a_plain_step_has_no_more_operations_and_passes_than_it_had():
+    found, _ = run_ranks("tests.step.test_operations:worker", world=1)[0]
+    print(table(found))
+    total = sum(n for n, _ in found.values()), sum(nbytes for _, nbytes in found.values())
+    assert total[0] <= MOST["operations"] and total[1] <= MOST["bytes an element"], total
+
+
+if __name__ == "__main__":
+    by_function, by_name = run_ranks("tests.step.test_operations:worker", world=1)[0]
+    print(table(by_function), ", ".join(f"{name} {n}" for name, n in Counter(by_name).most_common()), sep="\n")
