@@ -26,11 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-STEPS = (  # of Newton-Schulz, minimax: Polar Express, Amsel et al. 2025
-    (8.2057, -22.9065, 16.4647), (4.0667, -2.8617, 0.5185), (3.9098, -2.8239, 0.5252), (3.2854, -2.4152, 0.4853),
-    (2.3005, -1.6688, 0.4188),
-)  # fmt: skip
-
 
 class Layer:
     """One nn.Linear: its rows of this step, its factors, eigenbases and Adam moments."""
@@ -146,9 +141,9 @@ def one_step(C: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def orthogonal(U: Tensor, S: Tensor, size: float) -> Tensor:
-    """U S's orthogonal factor (Newton-Schulz, as in Muon, by other coefficients) times S."""
+    """U S's orthogonal factor (Newton-Schulz, as in Muon) times S."""
     X = U @ S / (U @ S).norm()
-    for a, b, c in STEPS:
-        X = a * X + b * X @ X.T @ X + c * X @ X.T @ X @ X.T @ X
+    for _ in range(5):
+        X = 3.4445 * X - 4.7750 * X @ X.T @ X + 2.0315 * X @ X.T @ X @ X.T @ X
     X = X @ S  # its rows get the norm size on average, less where U's entries fade out
     return size * max(X.shape) ** 0.5 * X / X.norm() * (U.square().mean().sqrt() / 0.03).clamp(max=1)

@@ -24,12 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-QUINTICS = (
-    (8.2057, -22.9065, 16.4647), (4.0667, -2.8617, 0.5185), (3.9098, -2.8239, 0.5252), (3.2854, -2.4152, 0.4853),
-    (2.3005, -1.6688, 0.4188),
-)  # fmt: skip
-"""Five steps of Polar Express, Amsel et al. 2025."""
-
 
 class _Use:
     """One module's rows. ``pairs``: (a [N, T, I], g [N, T, O]) of its calls in this step."""
@@ -179,8 +173,8 @@ def _iterated(C: Tensor, block: int, Q: Tensor) -> tuple[Tensor, Tensor]:
 def _orthogonalized(U: Tensor, whitening: Tensor, size: float) -> Tensor:
     X = U @ whitening
     X = X / X.norm()
-    for a, b, c in QUINTICS:
-        X = a * X + b * X @ X.T @ X + c * X @ X.T @ X @ X.T @ X
+    for _ in range(5):
+        X = 3.4445 * X - 4.7750 * X @ X.T @ X + 2.0315 * X @ X.T @ X @ X.T @ X
     X = X @ whitening
     return size * max(X.shape) ** 0.5 * X / X.norm() * (U.square().mean().sqrt() / 0.03).clamp(max=1)
 

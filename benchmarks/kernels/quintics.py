@@ -1,4 +1,4 @@
-"""Coefficients of Newton-Schulz steps that are minimax for a number of steps; STEPS in update/newton_schulz.py are 5.
+"""Coefficients of Newton-Schulz steps that are minimax for a number of steps.
 
     python -m benchmarks.kernels.quintics [--steps 3 4 5] [--smallest 1e-3]
 

@@ -27,10 +27,6 @@ LR, BETAS, WEIGHT_DECAY, SIZE = 0.02, (0.8, 0.9), 0.1, 3.0
 EPS = {"adamw": 0.01, "adamw, G": 1e-8}
 """The second as small as rounding: a head's gradient has nothing but that along the sum of its classes."""
 WHITEN, WHITEN_DAMPING, RATIO = 0.125, 0.01, 0.3
-QUINTICS = (
-    (8.2057, -22.9065, 16.4647), (4.0667, -2.8617, 0.5185), (3.9098, -2.8239, 0.5252), (3.2854, -2.4152, 0.4853),
-    (2.3005, -1.6688, 0.4188),
-)  # fmt: skip
 NAMES, BIAS = ("first", "middle", "head"), (True, False, True)
 
 
@@ -106,9 +102,9 @@ def train(rule: str, start: dict[str, np.ndarray], variation: Variation) -> dict
             if NAMES[i] != "head":
                 s = (alpha / alpha.mean() + WHITEN_DAMPING) ** -WHITEN  # of each eigenvector of A
                 X = U * s / np.linalg.norm(U * s)
-                for a, b, c in QUINTICS:
+                for _ in range(5):
                     S = X @ X.T
-                    X = a * X + b * S @ X + c * S @ S @ X
+                    X = 3.4445 * X - 4.7750 * S @ X + 2.0315 * S @ S @ X
                 X, fade = X * s, min(1, np.sqrt((U**2).mean()) / 0.03)
                 U = SIZE / np.sqrt(min(X.shape)) * fade * X / np.sqrt((X**2).mean())
             else:
