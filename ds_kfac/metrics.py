@@ -43,9 +43,10 @@ class Metrics:
     Attributes:
         counts: of this rank: "steps", "skipped_steps", "factor_updates" (steps that captured), "captured_elements" (of
             factors, over all ranks), "refreshes" (factors decomposed here), "refreshes_<how>" (eigh;
-            cholesky, an inverse; newton, a root; diagonal; failed), "refresh_retries" (rungs of the failure
-            ladder that failed), "refresh_failures" (old bases or inverses kept), "parted_inputs"
-            (groups of layers with one A that got different inputs here in a captured step, whose rows it then lacks).
+            iteration, from the last eigenbasis; cholesky, an inverse; newton, a root; diagonal; failed),
+            "refresh_retries" (rungs of the failure ladder that failed), "refresh_failures" (old bases, inverses kept),
+            "parted_inputs" (groups of layers with one A that got different inputs here in a captured step, whose rows
+            it then lacks).
         current: the last stage that began.
         timings: set it to fill ``seconds``, which synchronises the device around every stage.
         seconds: stage -> seconds so far.

@@ -66,9 +66,11 @@ class Layer:
             new[i] = keep * old + (1 - keep) * limited
         self.factors = new
 
-    def refresh(self, roots: bool) -> None:
+    def refresh(self, roots: bool, iterate: bool) -> None:
         """Decompose both factors. Adam's first moment is rotated into the new bases, the second stays (SOAP)."""
-        old, self.bases = self.bases, [torch.linalg.eigh(C) for C in self.factors]
+        old, Cs = self.bases, self.factors
+        last = zip(Cs, [Q for _, Q in old], strict=True) if old and iterate else ()
+        self.bases = [one_step(C, Q) for C, Q in last] or [torch.linalg.eigh(C) for C in Cs]
         if old and not roots:
             (_, old_QA), (_, old_QG), (_, QA), (_, QG) = *old, *self.bases
             self.m = (QG.T @ old_QG) @ self.m @ (old_QA.T @ QA)
@@ -76,6 +78,8 @@ class Layer:
 
 class KFAC:
     """For all nn.Linear layers. ``identity_G``: G = I, as in KFACAdamW; ``roots``: R = dW, S = (A / mean + c)^-p."""
+
+    iterates = False  # whether nine refreshes of ten are by one_step, as "plan.ITERATES" has it on a GPU
 
     def __init__(self, model, update_interval=10, refresh_interval=50, decay=0.95, identity_G=False, roots=False):
         self.layers = {name: Layer(m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
@@ -88,7 +92,7 @@ class KFAC:
             if self.steps % self.update_interval == 0:
                 layer.update_factors(self.steps // self.update_interval + 1, self.decay, self.identity_G)
             if self.steps % self.refresh_interval == 0:
-                layer.refresh(self.roots)
+                layer.refresh(self.roots, self.iterates and self.steps // self.refresh_interval % 10 > 0)
         self.steps += 1
 
     @torch.no_grad()
@@ -124,6 +128,16 @@ class KFAC:
             U = U * max(ratio * 128 / U.shape[1], 1) if name in heads else orthogonal(U, S, size)
             for weight, part in layer.parts(QG @ U @ QA.T):
                 weight.mul_(1 - lr * decay).sub_(lr * part)
+
+
+def one_step(C: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
+    """(values, vectors) of C by orthogonal iteration from the last vectors (``curvature/iteration.py``)."""
+    sizes = (Q * (C @ Q)).sum(0)
+    Z = C @ Q / sizes.max() + max(64, len(C)) ** 0.5 * 2**-23 * Q  # what is rounding in C keeps its vectors
+    Q, R = torch.linalg.qr(Z[:, sizes.argsort(descending=True, stable=True)])
+    Q = Q * R.diagonal().sign()
+    values, order = (Q * (C @ Q)).sum(0).sort(stable=True)
+    return values, Q[:, order]
 
 
 def orthogonal(U: Tensor, S: Tensor, size: float) -> Tensor:

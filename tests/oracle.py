@@ -3,7 +3,7 @@
 For a layer W a with inputs a (a 1 appended for the bias) and per-term output gradients g:
 
     A = mean a a^T                G = mean g g^T                  running averages, bias-corrected
-    A = Q_A diag(alpha) Q_A^T     G = Q_G diag(beta) Q_G^T        now and then
+    A = Q_A diag(alpha) Q_A^T     G = Q_G diag(beta) Q_G^T        now and then; see _iterated
     R = Q_G^T dW Q_A                                              every step: the gradient in the eigenbasis
 
     K-FAC gradient                V = Q_G [R / (e + lambda)] Q_A^T,   e = beta alpha^T,
@@ -151,6 +151,25 @@ def _eigh(C: Tensor, block: int) -> tuple[Tensor, Tensor]:
     return torch.cat([e for e, _ in parts]).clamp(min=0), torch.block_diag(*(q for _, q in parts))
 
 
+def _iterated(C: Tensor, block: int, Q: Tensor) -> tuple[Tensor, Tensor]:
+    """One step of orthogonal iteration from Q, block by block; by eigh where it leaves too much off the diagonal."""
+    if block < 2:
+        return _eigh(C, block)
+    parts = []
+    for i in range(0, len(C), block):
+        c, q = C[i : i + block, i : i + block], Q[i : i + block, i : i + block]
+        z = c @ q
+        sizes = (q * z).sum(0)
+        floor = max(8.0, len(c) ** 0.5) * torch.finfo(torch.float32).eps
+        z = (z / sizes.max() + floor * q)[:, sizes.argsort(descending=True, stable=True)]
+        q, r = torch.linalg.qr(z / z.norm(dim=0))
+        q = q * r.diagonal().sign()
+        values, order = (q * (c @ q)).sum(0).sort(stable=True)
+        done = values.square().sum() >= 0.75 * c.square().sum()
+        parts.append((values.clamp(min=0), q[:, order]) if done else _eigh(c, len(c)))
+    return torch.cat([e for e, _ in parts]), torch.block_diag(*(q for _, q in parts))
+
+
 def _orthogonalized(U: Tensor, whitening: Tensor, size: float) -> Tensor:
     X = U @ whitening
     X = X / X.norm()
@@ -179,6 +198,8 @@ class ReferenceKFAC:
     or "G") -> bool [N], the examples of the ranks that contribute to it.
     """
 
+    iterates: Any = frozenset()
+    """Device types where KFACAdamW refreshes by a step of the iteration, but for every tenth time."""
     rows: Tensor | None = None
     terms: float | None = None
     only: Any = None
@@ -193,7 +214,7 @@ class ReferenceKFAC:
         self.damping, self.damping_kind, self.kl_clip = damping, damping_kind, kl_clip
         self.corrected, self.graft = corrected, graft
         self.sharing, self.fisher, self.method = sharing, fisher, method
-        self.steps = 0
+        self.steps = self.refreshes = 0
         self.nu = 1.0
         self.scale: Any = None  # of adaptive damping
         self.layers: dict[str, _Layer] = {}
@@ -242,8 +263,8 @@ class ReferenceKFAC:
                 use.add(x, next(gradients).view(shape))
             use.outputs.clear()
 
-    def update(self, seed: float = 1.0) -> None:
-        """Fold this step's rows into the factors and decompose them, if due."""
+    def update(self, seed: float = 1.0, *, iterate: bool = False) -> None:
+        """Fold this step's rows into the factors and decompose them, if due; from the last bases, if ``iterate``."""
         if self.steps % self.update_interval == 0:
             for layer in self.layers.values():
                 if layer.use.pairs:
@@ -251,11 +272,16 @@ class ReferenceKFAC:
         if self.steps % self.refresh_interval == 0:
             for layer in [layer for layer in self.layers.values() if layer.factors]:
                 layer.damping = self.damping
+                last = iterate and self.refreshes % 10 and layer.bases
                 old = [Q for _, Q in layer.bases] or [torch.eye(len(C), device=C.device) for C in layer.factors]
-                layer.bases = [_eigh(*part) for part in zip(layer.factors, layer.blocks, strict=True)]
+                layer.bases = [
+                    _iterated(*part, Q) if last else _eigh(*part)
+                    for *part, Q in zip(layer.factors, layer.blocks, old, strict=True)
+                ]
                 RA, RG = (new.T @ before for (_, new), before in zip(layer.bases, old, strict=True))
                 if isinstance(layer.m, Tensor) and self.method != "root":
                     layer.m = RG @ layer.m @ RA.T
+            self.refreshes += 1
         for layer in self.layers.values():
             layer.use.pairs.clear()
         self.steps += 1
@@ -302,7 +328,8 @@ class ReferenceKFAC:
         None where it is zero. ``orthogonal`` names the layers whose direction is orthogonalized, between A^-whiten,
         to singular values of that ``size``; others' is times ``ratio``, that of ``heads`` by the width to ``base``.
         ``blocks`` is {layer: for each row of its matrix the number of the map that it is of}."""
-        self.update(seed)
+        on = next(iter(self.layers.values())).module.weight.device.type in self.iterates
+        self.update(seed, iterate=on and self.method == "eigen")
         for name, layer in self.layers.items():
             dW = layer.matrix()
             if not dW.any():

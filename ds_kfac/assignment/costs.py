@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_kfac.curvature.factor import Side
-from ds_kfac.curvature.methods import EIGEN, Method
+from ds_kfac.curvature.methods import EIGEN, ITERATED, Method
 from ds_kfac.model.layers import LayerSpec, key_of
 
 ELEMENT_BYTES = 4
@@ -61,6 +61,7 @@ class CostModel:
         node_bytes: bytes per second between ranks of a node, each way; 0: as between nodes.
         model_flops: FLOP per second of the model's forward and backward, and of products in 16 bits; 0: ``gemm_flops``.
         node_cores: decompositions that the ranks of a node can do at once; 0: each has a device of its own.
+        ieee_flops: of large products in fp32, not TF32, for steps from a last eigenbasis; 0: eigh is as fast.
         beside: whether decompositions of steps to come run beside the model, in a stream of the device.
         measured: attributes that a clock has seen on such a device; others are assumed.
     """
@@ -79,6 +80,7 @@ class CostModel:
     node_cores: int = 0
     beside: bool = False
     product_flops: Table = ()
+    ieee_flops: float = 0.0
     measured: frozenset[str] = frozenset()
 
     def rate(self, width: float) -> float:
@@ -88,6 +90,11 @@ class CostModel:
         sizes = [size for size, _ in self.product_flops]
         return _interpolated(self.product_flops, min(max(width, sizes[0]), sizes[-1]))
 
+    def step(self, width: int, method: Method = ITERATED) -> float:
+        """One step from a last eigenbasis: products, solves, and two Cholesky factors, each a third of an inverse."""
+        products = (method.step_flops - 2 / 3) * width**3 / min(self.ieee_flops, self.rate(width))
+        return products + 2 / 3 * _interpolated(self.cholesky_seconds, width)
+
     def elementwise(self, nbytes: float, calls: int = 1) -> float:
         return nbytes / self.copy_bytes + calls * self.call_seconds
 
@@ -96,7 +103,7 @@ class CostModel:
         return nbytes / (self.node_bytes if within_node and self.node_bytes else self.link_bytes)
 
     def decompose(self, side: Side, method: Method = EIGEN) -> float:
-        """One refresh of a factor; a diagonal is its own eigenbasis."""
+        """One refresh of a factor, in the mean of those after the burn-in; a diagonal is its own eigenbasis."""
         if side.block <= 1:
             return sum(self.elementwise(2 * ELEMENT_BYTES * count) for count, _ in side.groups)
         total = 0.0
@@ -104,7 +111,10 @@ class CostModel:
         for count, width in side.groups:
             seconds = _interpolated(getattr(self, method.solver_seconds), width)
             products = flops * width**3 / self.rate(width) + flops / 2 * self.call_seconds
-            total += count * (min(seconds, products) if flops else seconds)
+            seconds = min(seconds, products) if flops else seconds
+            if method.step_flops:
+                seconds += (1 - 1 / method.exact_every) * min(0.0, self.step(width, method) - seconds)
+            total += count * seconds
         return total
 
     def precondition(self, layer: LayerSpec, method: Method = EIGEN) -> float:
@@ -152,14 +162,14 @@ _CUDA = CostModel(
     product_flops=((64, 6.7e10), (128, 6.9e11), (256, 4.6e12), (512, 2.8e13), (1024, 1.3e14), (2048, 3.4e14),
                    (4096, 4e14)),
     gemm_flops=4e14, syrk_flops=2.7e14, copy_bytes=3e12, call_seconds=3.8e-6, link_bytes=2.5e10, link_seconds=20e-6,
-    node_bytes=2e11, model_flops=2.7e14, beside=True,
+    node_bytes=2e11, model_flops=2.7e14, beside=True, ieee_flops=5e13,
 )  # fmt: skip
 BUILTIN: Mapping[str, CostModel] = {"cpu": _CPU, "cuda": _CUDA}
 """By device type."""
 
 
 TABLES = ("eigh_seconds", "cholesky_seconds", "product_flops")
-RATES = ("gemm_flops", "syrk_flops", "copy_bytes", "call_seconds", "link_bytes", "link_seconds", "node_bytes")
+RATES = "gemm_flops ieee_flops syrk_flops copy_bytes call_seconds link_bytes link_seconds node_bytes".split()
 
 
 def measured(costs: CostModel, path: str) -> CostModel:

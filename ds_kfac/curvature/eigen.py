@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
@@ -94,13 +94,13 @@ class Refreshed(Generic[T]):
 
     Attributes:
         basis: what ``METHODS`` says is kept; None when every rung of the ladder failed for some block.
-        how: "eigh", "cholesky" (an inverse), "newton" (a root by products), "diagonal" (of a diagonal or identity side,
-            nothing to decompose), "failed".
+        how: "eigh", "iteration" (a step from the last eigenbasis), "cholesky" (an inverse), "newton" (a root by
+            products), "diagonal" (of a diagonal or identity side, nothing to decompose), "failed".
         retries: rungs of the ladder that failed.
     """
 
     basis: T | None
-    how: Literal["eigh", "cholesky", "newton", "diagonal", "failed"]
+    how: Literal["eigh", "iteration", "cholesky", "newton", "diagonal", "failed"]
     retries: int = 0
 
 
@@ -111,11 +111,19 @@ class Request:
     Attributes:
         partner: the layer's other factor, where a method needs it (``curvature/methods.py``).
         groups: of the layer, whose factor is that of each after the other.
+        last: the eigenbasis to iterate from (``curvature/iteration.py``); None: by eigh.
+        alone: whether it is iterated by itself: other ranks have copies, and others beside it.
     """
 
     factor: KroneckerFactor
     partner: KroneckerFactor | None = None
     groups: int = 1
+    last: Eigenbasis | None = None
+    alone: bool = False
+
+    def to(self, device: torch.device) -> "Request":
+        """With its factors there, where a last basis is."""
+        return replace(self, factor=self.factor.to(device), partner=self.partner and self.partner.to(device))
 
 
 def refresh_all(requests: Sequence[Request]) -> list[Refreshed]:

@@ -25,6 +25,8 @@ from ds_kfac.curvature.inverse import (
     refresh_inverse,
     refresh_root,
 )
+from ds_kfac.curvature.iteration import EXACT_EVERY, refresh_from_last
+from ds_kfac.curvature.iteration import FLOPS as STEP_FLOPS
 
 
 class Kept(Protocol):
@@ -63,6 +65,8 @@ class Method:
         solver_flops: of a dense side of width D, in D^3.
         solver_seconds: which table of the cost model has its seconds.
         product_solver_flops: as ``solver_flops``, where products alone do it too; it is then the cheaper of both.
+        step_flops: of one step from the last result, in D^3; 0: every refresh is by ``solver``. Where a device has a
+            rate for it, so are all refreshes after the burn-in but one in ``exact_every``.
         product_flops: of preconditioning a gradient [O, I], in O I (O + I).
         passes, calls: over the gradient and of kernels, for the same.
         parts: how it travels.
@@ -76,6 +80,7 @@ class Method:
     solver_flops: int
     solver_seconds: str
     product_solver_flops = 0
+    step_flops, exact_every = 0.0, 1
     product_flops = 4
     passes, calls = 6, 16
     parts: tuple[Part, ...]
@@ -146,6 +151,15 @@ class _Eigen(Method):
         return Eigenbasis(tuple(vectors), values.clone())
 
 
+class _Iterated(_Eigen):
+    """What "eigen" may be on a GPU for a rule that keeps moments in the eigenbasis (``ITERATES`` in ``plan/plan.py``):
+    they rotate along, and their bases are in every checkpoint."""
+
+    solver = f"orthogonal iteration, every {EXACT_EVERY}th time and in the burn-in by eigh"
+    step_flops, exact_every = STEP_FLOPS, EXACT_EVERY
+    decompose = staticmethod(refresh_from_last)
+
+
 class _Inverse(Method):
     words, solver, solver_flops, solver_seconds = "inverses", "Cholesky", 1, "cholesky_seconds"
     product_flops, passes, calls = 2, 4, 10
@@ -180,6 +194,6 @@ class _Root(_Inverse):
         return [refresh_root(r.factor, groups=r.groups, damping=WHITEN_DAMPING, **options) for r in requests]
 
 
-EIGEN = _Eigen()
+EIGEN, ITERATED = _Eigen(), _Iterated()
 METHODS: dict[str, Method] = {"eigen": EIGEN, "inverse": _Inverse(), "root": _Root()}
 """By ``preconditioner.method``."""

@@ -160,6 +160,11 @@ class UpdateRule:
         moments = self.moments(config)
         return 0 if moments is None else sum("_OI" in part.name for part in fields(moments))  # type: ignore[arg-type]
 
+    def rotates(self, config: KFACConfig) -> bool:
+        """Whether they are kept in the eigenbasis, and go with it into the next one."""
+        moments = self.moments(config)
+        return moments is not None and moments.ROTATES
+
     def choice(self, config: KFACConfig, layer: LayerSpec) -> str | None:
         """What is done to one layer, in words; None if all are treated alike."""
         return None

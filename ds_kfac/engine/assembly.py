@@ -114,6 +114,7 @@ def _setting(target: Target, config: KFACConfig, sequence: int) -> Setting:
         device=torch.device(layout.engine.device),
         scheduled=layout.engine.lr_scheduler is not None,
         sequence=sequence,
+        rotates=target.rule.rotates(config),
     )
 
 

@@ -131,7 +131,8 @@ def described(
     found.append(Refused(other, f"{who} every gradient at this stage"))
     parameters = sum(numel for group in subject.groups for _, numel in group)
     sharing = f"; {len(subject.shared)} groups share an input" if subject.shared else ""
-    method, schedule = METHODS[subject.config.preconditioner.method], subject.config.schedule
+    method = METHODS[subject.config.preconditioner.method] if chosen is None else chosen.plan.method
+    schedule = subject.config.schedule
     update, refresh = schedule.intervals(schedule.settled)
     lines = [f"  {share(subject.layers, parameters)}{sharing}"]
     if not subject.trace.units:
@@ -159,13 +160,15 @@ def machine_lines(costs: CostModel, method: Method) -> list[str]:
     times = ", ".join(f"{size}: {_time(seconds)}" for size, seconds in getattr(costs, method.solver_seconds))
     if method.product_solver_flops:
         times += f"; or {method.product_solver_flops} n^3 FLOPs of products, where faster"
+    if method.step_flops:
+        times = f"eigh {times}; steps of {method.step_flops:.3g} n^3 FLOPs at {number(costs.ieee_flops, '')}/s"
     rates = (costs.gemm_flops, costs.syrk_flops, costs.model_flops or costs.gemm_flops)
     products, moments, model = (number(rate, "") for rate in rates)
     memory, (call, latency) = number(costs.copy_bytes, "B/s"), map(_time, (costs.call_seconds, costs.link_seconds))
     link, within = (f"{8 * rate / 1e9:.4g} Gbit/s" for rate in (costs.link_bytes, costs.node_bytes or costs.link_bytes))
     nodes = f"; {costs.node_size} ranks a node, {within} within" if costs.node_size > 1 else ""
     lines = {
-        method.solver_seconds: f"{method.solver} {times}",
+        method.solver_seconds: times if method.step_flops else f"{method.solver} {times}",
         "gemm_flops": f"FLOP/s of products {products}, second moments {moments}; memory {memory}, {call} a kernel",
         "model_flops": f"FLOP/s of the model, and of our products in 16 bits, {model}",
         "link_bytes": f"{link} a rank, each way, {latency} latency{nodes}",

@@ -243,6 +243,7 @@ class Subject:
             gradients=self.gradients,
             moments=self.rule.moments_count(self.config),
             scheduled=block(self.ds_config, "scheduler").get("type") is not None,
+            rotates=self.rule.rotates(self.config),
         )
         plan = make_plan(self.layers, setting, self.config, costs)
         seen = None if rows is None else {layer.name: rows * self.trace.rows_of(layer) for layer in self.layers}

@@ -16,7 +16,7 @@ from ds_kfac.assignment.costs import CostModel, FactorSpec, Work, factor_specs, 
 from ds_kfac.comm.reduce import DTYPES
 from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.eigen import Precision, choose
-from ds_kfac.curvature.methods import METHODS, Method
+from ds_kfac.curvature.methods import EIGEN, ITERATED, METHODS, Method
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import SHARDS
 from ds_kfac.schedule.timetable import Schedule, Timetable
@@ -32,6 +32,9 @@ BUCKET_BYTES = 1 << 28
 """Most bytes of batch sums that a rank sends, or receives, in one message; two are on their way at a time."""
 LONG_REFRESH = 0.05
 """Seconds of a refresh of everything at once from which on it is spread over steps."""
+ITERATES = False
+"""Whether a rule whose moments are in the eigenbasis refreshes it from the last one, where the device is faster so. Not
+yet: it was not neutral in the loss (docs/tuning.md, refreshes from the last eigenbasis)."""
 LONG_STEP = 0.05
 """Seconds of decompositions in a step from which on they are done beside the steps that follow."""
 
@@ -201,6 +204,7 @@ class Setting:
         device: where layers are preconditioned.
         scheduled: whether DeepSpeed runs an lr scheduler.
         sequence: ranks that have the parts of one sequence, consecutive ones.
+        rotates: whether those moments are kept in the eigenbasis, and go with it.
     """
 
     world: int
@@ -211,6 +215,7 @@ class Setting:
     device: torch.device = CPU
     scheduled: bool = False
     sequence: int = 1
+    rotates: bool = False
 
 
 def make_plan(
@@ -222,6 +227,8 @@ def make_plan(
     Raises ValueError if the fraction does not fit the world or the mode, or the memory budget is too small.
     """
     schedule, method, reasons = config.schedule, METHODS[config.preconditioner.method], list[str]()
+    if ITERATES and method is EIGEN and setting.rotates and costs.ieee_flops:
+        method = ITERATED
     update, refresh = schedule.intervals(schedule.settled)
     paired, budget = method.paired(config.damping.chosen), config.assignment.memory_budget_gb
     factors = factor_specs(layers)

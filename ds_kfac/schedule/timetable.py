@@ -169,6 +169,14 @@ class Schedule:
         _, next_refresh, period = self._rhythm
         return refreshes[-1] if step < next_refresh else step - (step - next_refresh) % period
 
+    def refreshes(self, step: int) -> int:
+        """How many of the steps 0 .. ``step`` refresh; 0 for step -1."""
+        refreshes = self._walked.refreshes
+        if self._walk(step):
+            return bisect_right(refreshes, step)
+        _, next_refresh, period = self._rhythm
+        return len(refreshes) + max(0, 1 + (step - next_refresh) // period)
+
     def _walk(self, step: int) -> bool:
         """Decide all steps up to ``step``, or up to ``settled`` if that is less; whether ``step`` is among them."""
         walked = self._walked
@@ -294,6 +302,19 @@ class Timetable:
     def captures_possible(self, step: int) -> bool:
         """Whether any factor's schedule captures at ``step``, whatever the adaptive rule makes of it."""
         return step not in self._quiet and any(schedule.due(step).capture for schedule, _ in self._groups)
+
+    def exact(self, key: str, step: int, every: int) -> bool:
+        """Whether a factor that is refreshed at ``step`` is decomposed from nothing, and not from its last result: in
+        the burn-in, at the first refresh after it, and at one of ``every`` from there on; with an adaptive rule at the
+        first that it does not sit out. A function of the step and of what a checkpoint has."""
+        schedule = next(own for own, group in self._groups if key in group)
+        start = schedule.burnt_in
+        before = max(self.clocks[key].refreshed if self.adaptive else step - 1, start - 1)
+        if step < start:
+            return True
+        first = schedule.refreshes(start - 1)
+        past, now = (-(-(schedule.refreshes(at) - first) // every) for at in (before, step))
+        return now > past
 
     def settle(self) -> None:
         """Wait for what is still to be read."""

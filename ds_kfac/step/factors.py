@@ -202,8 +202,12 @@ class FactorUpdates:
         draft.factors |= zip(keys, new, strict=True)
         draft.similar = {keys[index]: flags for index, flags in similar.items()}
 
-    def decompose(self, draft: FactorDraft) -> None:
-        """Decompose what is due here and now; start what takes effect later; collect what takes effect now."""
+    def decompose(self, draft: FactorDraft, last: Callable[[FactorSpec], Any] | None = None) -> None:
+        """Decompose what is due here and now; start what takes effect later; collect what takes effect now.
+
+        Args:
+            last: what a factor's last decomposition left on this rank, or None; without it nothing is iterated.
+        """
         step, ready = draft.step, draft.ready | draft.unproven
         # captured factors of layers that wait for an eigenbasis, because they had no data at the last refresh, need not
         # wait for the next one
@@ -221,9 +225,9 @@ class FactorUpdates:
         able = self._usable(now | later, draft)
         draft.submitted = [key for key in able if key not in now]
         for part in [draft.submitted] if grouped(self.device) else [[key] for key in draft.submitted]:
-            self.refresher.submit(part, self._work(part, draft))
+            self.refresher.submit(part, self._work(part, draft, last))
         here = [key for key in able if key in now]
-        draft.results |= zip(here, self._work(here, draft)(), strict=True)
+        draft.results |= zip(here, self._work(here, draft, last)(), strict=True)
         draft.pending |= dict.fromkeys(later, step + lag)
         for key in draft.arriving:
             if key not in now and key in draft.factors:
@@ -238,19 +242,23 @@ class FactorUpdates:
             if result.basis is None:
                 logger.warning(f"ds_kfac: no decomposition of factor {key} succeeded; the last one's result stays")
 
-    def _work(self, keys: Sequence[str], draft: FactorDraft) -> Callable[[], list[Refreshed]]:
+    def _work(
+        self, keys: Sequence[str], draft: FactorDraft, last: Callable[[FactorSpec], Any] | None = None
+    ) -> Callable[[], list[Refreshed]]:
         """Decomposes factors, in this order; bound to what holds at this step, as it may be done later, on a side
         thread or stream."""
-        method, config, device, asked = self.plan.method, self.config, self.device, []
+        method, config, device, asked = self.plan.method, self.config, self.device, list[Request]()
         for key in keys:
-            layer, partner = self.layer_of[key], None
+            layer, partner, basis = self.layer_of[key], None, None
+            if last is not None and not self.timetable.exact(key, draft.step, method.exact_every):
+                basis = last(self.specs[key])
             if method.damps_identity or self.plan.paired:  # the damping is part of what is kept
                 side, other = (layer.G, "G") if self.specs[key].is_A else (layer.A, "A")
                 if side.block == 0:
                     partner = KroneckerFactor.empty(side, device)
                 elif self.plan.paired:
                     partner = draft.factors[key_of(layer.name, other)]
-            asked.append((draft.factors[key], partner, layer.groups))
+            asked.append(Request(draft.factors[key], partner, layer.groups, basis, layer.copies > 1))
         options: dict[str, Any] = {}
         if method.damps_identity:
             options = {"damping": config.damping.at(draft.step), "damping_kind": config.damping.chosen}
@@ -258,8 +266,7 @@ class FactorUpdates:
             options |= {"power": config.adam.whiten, "products": self.plan.precision.products}
 
         def work() -> list[Refreshed]:
-            requests = [Request(own.to(device), with_ and with_.to(device), groups) for own, with_, groups in asked]
-            return method.decompose(requests, **options)
+            return method.decompose([request.to(device) for request in asked], **options)
 
         return work
 

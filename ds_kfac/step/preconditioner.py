@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_kfac.assignment.costs import FactorSpec
 from ds_kfac.comm.message import Channel, Part, Scalars, deliver
 from ds_kfac.comm.reduce import Layout, Reducer
+from ds_kfac.curvature.methods import Kept
 from ds_kfac.directions.base import StepContext
 from ds_kfac.directions.kfac_gradient import peak_rates
 from ds_kfac.metrics import HostCopy, Metrics
@@ -128,7 +130,7 @@ class KFACPreconditioner:
                     self.curvature.update(factors, sums)
                 del sums
                 with self.metrics.stage("refresh"):
-                    self.curvature.decompose(factors)
+                    self.curvature.decompose(factors, self._last_basis)
             with self.metrics.stage("relayout"):
                 self._gather(draft)
             if proof is not None and numbers is not None:
@@ -139,6 +141,11 @@ class KFACPreconditioner:
                 if draft.factors is not None:
                     self.curvature.forget(draft.factors, self.curvature.of_none_but(draft.verdict.unfit))
             return draft
+
+    def _last_basis(self, factor: FactorSpec) -> Kept | None:
+        """An eigen worker is a gradient worker of its factor's layers, and so has what they use."""
+        state = self.state[factor.layers[0]]
+        return state.A if factor.is_A else state.G
 
     def _empty(self, layer: LayerSpec) -> LayerState:
         return LayerState.empty(layer, self.device, moments=self.moments, method=self.plan.method)

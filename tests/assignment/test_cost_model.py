@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from ds_kfac.assignment.costs import BUILTIN, CostModel, capture_flops
 from ds_kfac.curvature.factor import Side
-from ds_kfac.curvature.methods import METHODS
+from ds_kfac.curvature.iteration import FLOPS as STEP_FLOPS
+from ds_kfac.curvature.methods import EIGEN, ITERATED, METHODS
 from tests.close import close
 from tests.models import linear_layer
 
@@ -42,6 +44,25 @@ def test_roots_are_by_products_where_these_are_faster():
     close(gpu.decompose(side, METHODS["root"]), products)
     assert products < gpu.decompose(side) / 5
     assert cpu.decompose(side, METHODS["root"]) == cpu.decompose(side)
+
+
+def test_a_step_from_the_last_basis_is_products_and_a_third_of_two_inverses_and_eigh_every_tenth():
+    costs = replace(UNIT, ieee_flops=1000.0, gemm_flops=2000.0)
+    step = (STEP_FLOPS - 2 / 3) * 20**3 / 1000.0 + 2 / 3 * 1.0
+    close(costs.step(20), step)
+    close(replace(costs, gemm_flops=500.0).step(20), 2 * step - 2 / 3 * 1.0)  # TF32 is no slower
+    dear = replace(costs, eigh_seconds=((20, 1000.0),))
+    close(dear.decompose(Side(45, 20), ITERATED), (2 * (1000.0 + 9 * step) + (1000.0 + 9 * costs.step(5))) / 10)
+    close(costs.decompose(Side.dense(20), ITERATED), 4.0)  # where eigh is the faster one it is all there is
+    assert BUILTIN["cpu"].ieee_flops == 0
+
+
+def test_what_48_factors_of_gpt2_small_take_on_an_h100():
+    sides = [Side.dense(768)] * 36 + [Side.dense(3072)] * 12
+    eigh, iterated = (sum(map(partial(BUILTIN["cuda"].decompose, method=own), sides)) for own in (EIGEN, ITERATED))
+    step = sum(BUILTIN["cuda"].step(side.dim) for side in sides)
+    assert eigh > 1.0 and step < 0.15
+    close(iterated, (eigh + 9 * step) / 10)
 
 
 def test_inverses_take_half_the_products_and_their_own_table():

@@ -7,7 +7,7 @@ import torch
 
 from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.curvature.factor import Side
-from ds_kfac.curvature.methods import EIGEN, METHODS
+from ds_kfac.curvature.methods import EIGEN, ITERATED, METHODS
 from ds_kfac.plan import plan as planning
 from ds_kfac.plan.plan import Plan, Setting, make_plan, sharing_candidates
 from tests.choices import STAGGERED, chosen, resolved
@@ -39,6 +39,16 @@ def test_tikhonov_inverses_keep_a_layer_together_and_its_a_to_itself():
     ranks = made.assignment.eigen_workers
     assert all(ranks[f"{layer.name}/A"] == ranks[f"{layer.name}/G"] for layer in LAYERS)
     assert [reason for reason in made.reasons if "do not share A" in reason]
+
+
+def test_moments_in_the_eigenbasis_iterate_it_if_asked_where_the_device_is_faster_so(monkeypatch):
+    gpu, rotating = BUILTIN["cuda"], replace(FP32, rotates=True, moments=2)
+    assert plan(rotating, gpu).method is EIGEN, "not neutral in the loss"
+    monkeypatch.setattr(planning, "ITERATES", True)
+    assert plan(rotating, gpu).method is ITERATED
+    assert plan(rotating).method is EIGEN, "on a CPU"
+    assert plan(FP32, gpu).method is EIGEN, "the K-FAC gradient"
+    assert plan(rotating, gpu, preconditioner=INVERSE).method is METHODS["inverse"]
 
 
 def test_relative_inverses_may_be_anywhere():

@@ -240,6 +240,16 @@ def test_an_offset_costs_nothing_in_the_long_run(seed):
 
 
 @pytest.mark.parametrize("seed", range(30))
+def test_refreshes_are_counted_in_any_order(seed):
+    rng = random.Random(seed)
+    schedule = random_schedule(rng).displaced(rng.randint(0, 60))
+    fresh = copy.deepcopy(schedule)
+    refreshes = dues(fresh, 600)[1]
+    for step in [-1, *rng.choices(range(600), k=60)]:
+        assert schedule.refreshes(step) == sum(at <= step for at in refreshes)
+
+
+@pytest.mark.parametrize("seed", range(30))
 def test_a_displaced_refresh_always_captures(seed):
     rng = random.Random(seed)
     schedule = random_schedule(rng).displaced(rng.randint(1, 300))

@@ -54,6 +54,37 @@ def test_no_interval_is_too_long_to_look_ahead():
     ]
 
 
+@pytest.mark.parametrize("every", [1, 2, 10])
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_decomposed_from_nothing_are_the_burn_in_and_one_of_so_many_refreshes_after_it(schedule, every):
+    table = Timetable(schedule, KEYS, offsets=OFFSETS)
+    for key in KEYS:
+        own = schedule.displaced(OFFSETS.get(key, 0))
+        refreshes = [step for step in range(3000) if own.due(step).refresh]
+        later = [step for step in refreshes if step >= own.burnt_in]
+        expected = {step for step in refreshes if step < own.burnt_in} | set(later[::every])
+        asked = random.Random(1).sample(refreshes, len(refreshes))
+        assert {step for step in asked if table.exact(key, step, every)} == expected and len(later) > 20
+
+
+def test_with_the_adaptive_rule_it_is_the_first_refresh_that_is_not_sat_out_and_a_load_changes_nothing():
+    schedule = Schedule(Value.constant(1), Value.constant(2))
+    table, refreshed, found = Timetable(schedule, KEYS, adaptive=True), [], []
+    for step in range(400):
+        due = table.due(step)
+        if "a/A" in due.refresh:
+            again = Timetable(schedule, KEYS, adaptive=True)
+            again.restore(json.loads(json.dumps(table.state())))
+            found.append(table.exact("a/A", step, 10))
+            assert again.exact("a/A", step, 10) is found[-1]
+            refreshed.append(step)
+        table.record(step, due, SAME)  # nothing changes: intervals grow
+    # of the schedule's refreshes, at even steps, the first of ten and all after which none was skipped
+    tens = [-(-(step // 2 + 1) // 10) for step in refreshed]
+    assert found == [now > before for before, now in zip([0, *tens], tens, strict=False)]
+    assert refreshed[1] - refreshed[0] < 20 and found.count(False) > 1 and found[-1]
+
+
 def test_an_offset_of_no_factor_is_a_mistake():
     with pytest.raises(AssertionError, match="typo/A"):
         Timetable(PLAIN, KEYS, offsets={"typo/A": 1})

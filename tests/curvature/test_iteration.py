@@ -1,0 +1,248 @@
+"""One step of orthogonal iteration against its specification in float64, and what its guards refuse."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ds_kfac.curvature import eigen, iteration
+from ds_kfac.curvature.eigen import Request, refresh_all
+from ds_kfac.curvature.factor import KroneckerFactor, Side
+from ds_kfac.curvature.iteration import EPS, FLOPS, orthogonal_iteration, refresh_from_last
+from tests.close import close, near
+from tests.curvature.test_eigensolver import SIDES, dense_vectors, factor, matrix
+
+WIDTHS = (1, 2, 3, 63, 130)
+
+
+def orthogonal(width: int, seed: int = 5) -> torch.Tensor:
+    x = torch.randn(width, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.linalg.qr(x)[0].float()
+
+
+def second_moment(width: int, decades: float, *, rows: int | None = None, seed: int = 1) -> torch.Tensor:
+    """Of ``rows`` rows whose root mean squares fall over so many decades, in coordinates of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows or 3 * width, width, generator=generator) * torch.logspace(0, -decades, width)
+    return (x.T @ x / len(x)).double()
+
+
+def turned(C: torch.Tensor, width: int, seed: int = 5) -> torch.Tensor:
+    U = orthogonal(width, seed).double()
+    return (U @ C @ U.T).float()
+
+
+def specification(C: torch.Tensor, Q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """As it is written, by LAPACK's QR in float64; and the condition of what is orthogonalized."""
+    C, Q = C.double(), Q.double()
+    sizes = ((C @ Q) * Q).sum(0)
+    top = float(sizes.max()) or 1.0
+    Z = (C @ Q / top + max(8.0, len(C) ** 0.5) * EPS * Q)[:, sizes.argsort(descending=True, stable=True)]
+    Z = Z / Z.norm(dim=0)
+    new, R = torch.linalg.qr(Z)
+    new = new * R.diagonal().sign()
+    values, order = (new * (C @ new)).sum(0).sort(stable=True)
+    return values, new[:, order], float(torch.linalg.cond(Z))
+
+
+def off(C: torch.Tensor, Q: torch.Tensor) -> float:
+    B = Q.double().T @ C.double() @ Q.double()
+    return float((B - B.diagonal().diag()).norm() / (C.double().norm() or 1.0))
+
+
+def cases(width: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Factor, and the last eigenvectors."""
+
+    def moved(decades: float, rows: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        before = turned(second_moment(width, decades, rows=rows), width)
+        after = 0.8 * before + 0.2 * turned(second_moment(width, decades, rows=rows, seed=2), width)
+        return after, torch.linalg.eigh(before)[1]
+
+    cluster = torch.eye(width, dtype=torch.float64)
+    cluster[: width // 2] *= 1e-3
+    found = {
+        "moved": moved(0.5),
+        "steep": moved(2),
+        "few rows": moved(1, max(1, width // 3)),
+        "clusters": (turned(cluster, width), orthogonal(width)),
+        "zero": (torch.zeros(width, width), orthogonal(width)),
+        "as it was": (turned(second_moment(width, 0.5), width), moved(0.5)[1]),
+    }
+    C, Q = found["moved"]
+    return found | {"a basis of 16 bits": (C, Q.bfloat16().float()), "tiny": (1e-20 * C, Q), "huge": (1e16 * C, Q)}
+
+
+NAMES = list(cases(1))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", ["moved", "clusters", "zero", "as it was", "a basis of 16 bits", "tiny", "huge"])
+def test_it_is_its_specification_where_all_directions_are_more_than_rounding(name, width):
+    C, Q = cases(width)[name]
+    values, vectors, right = (part[0] for part in orthogonal_iteration(C[None], Q[None]))
+    expected, new, condition = specification(C, Q)
+    assert right
+    # two products with C, two passes of a Gram matrix, its factor and a triangular solve
+    close(values, expected, sums=8 * width, condition=condition)
+    if name == "clusters":  # equal values may change places: their subspaces are compared
+        for own in (slice(0, width // 2), slice(width // 2, None)):
+            close(vectors[:, own] @ vectors[:, own].T, new[:, own] @ new[:, own].T, sums=8 * width, condition=condition)
+    else:
+        apart = float((expected.diff().min() / expected.max()).clamp(max=1)) if width > 1 and name != "zero" else 1.0
+        assert apart > width * EPS, "no two change places by rounding"
+        close(vectors, new, sums=8 * width, condition=condition**2, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", NAMES)
+def test_whatever_the_factor_what_is_accepted_is_an_orthogonal_basis_with_its_own_values(name, width):
+    C, Q = cases(width)[name]
+    values, vectors, right = (part[0] for part in orthogonal_iteration(C[None], Q[None]))
+    assert right and torch.equal(values, values.sort().values) and values.min() >= 0
+    strayed = (vectors.double().T @ vectors.double() - torch.eye(width)).abs().max()
+    near(strayed, 0.0, eigen.TOLERANCE, "two passes of Cholesky-QR where Z is nearly singular")
+    own = ((C.double() @ vectors.double()) * vectors.double()).sum(0)
+    close(values, own.clamp(min=0), sums=2 * width, scale=float(C.double().norm()), dtype=torch.float32)
+    assert off(C, vectors) <= off(C, Q) + width * EPS, "a step never leaves more off the diagonal"
+
+
+def test_a_column_keeps_its_sign_and_what_is_rounding_its_direction():
+    width, rank = 40, 25
+    C = turned(second_moment(width, 0.5, rows=rank), width)
+    _, Q = torch.linalg.eigh(C)
+    signs = torch.ones(width)
+    signs[::3] = -1
+    values, vectors, right = orthogonal_iteration(C[None], (Q * signs)[None])
+    assert right and values[0].count_nonzero() >= rank
+    kept = (vectors[0] * Q * signs).sum(0)
+    assert kept[-rank:].min() > 0.9, "with the same order, a change of sign would be -1"
+    null, before = vectors[0][:, : width - rank], Q[:, : width - rank]
+    # rounding of the factor over the level below which directions stay
+    close(null @ null.T, before @ before.T, sums=8 * width, condition=1 / (8 * EPS) ** 0.5)
+
+
+def test_steps_converge_to_the_eigendecomposition():
+    C = turned(torch.logspace(0, -1.5, 12, dtype=torch.float64).diag(), 12)
+    vectors = orthogonal(12, seed=9)[None]
+    for _ in range(80):
+        values, vectors, _ = orthogonal_iteration(C[None], vectors)
+    expected, exact = torch.linalg.eigh(C.double())
+    close(values[0], expected, sums=8 * 12, condition=40)
+    gap = float(expected.diff().min() / expected[-1])
+    overlap, one = (exact.T @ vectors[0].double()).abs(), torch.eye(12).double()
+    close(overlap, one, sums=8 * 12, condition=1 / gap, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("width", [63, 130])
+def test_a_jump_of_a_factor_of_few_rows_is_refused(width):
+    C = turned(second_moment(width, 2, rows=width // 3, seed=3), width, seed=8)
+    Q = torch.linalg.eigh(turned(second_moment(width, 2, rows=width // 3), width))[1]
+    assert not orthogonal_iteration(C[None], Q[None])[2]
+
+
+def test_what_stays_off_the_diagonal_is_refused(monkeypatch):
+    C, Q = cases(63)["moved"]
+    left = off(C, orthogonal_iteration(C[None], Q[None])[1][0])
+    for part, accepted in ((0.9, False), (1.1, True)):
+        monkeypatch.setattr(iteration, "OFF", part * left)
+        assert bool(orthogonal_iteration(C[None], Q[None])[2]) is accepted
+
+
+@pytest.mark.parametrize("where", ["C", "Q"])
+def test_a_value_that_is_not_finite_is_refused_and_spoils_no_other(where):
+    pairs = [cases(20)[name] for name in ("moved", "steep", "moved")]
+    C, Q = (torch.stack([pair[index] for pair in pairs]) for index in (0, 1))
+    (C if where == "C" else Q)[1, 3, 3] = torch.nan
+    values, _, right = orthogonal_iteration(C, Q)
+    assert right.tolist() == [True, False, True] and values[[0, 2]].isfinite().all()
+
+
+def test_flops_are_those_of_its_products():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        orthogonal_iteration(torch.eye(30)[None], torch.eye(30)[None])
+    solved = 2 * (1 / 3 + 1)  # what the counter does not know: Cholesky factors and triangular solves
+    close(counter.get_total_flops() / 30**3 + solved, FLOPS)
+
+
+# --- factors ---
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(eigen, "GROUPED", frozenset({"cpu", "cuda"}))
+
+
+def moved(kept: KroneckerFactor, seed: int) -> KroneckerFactor:
+    return replace(kept, packed_P=0.9 * kept.packed_P + 0.1 * factor(kept.side, seed).packed_P)
+
+
+def requests() -> list[Request]:
+    """Factors of mixed sides that have moved, with their last bases."""
+    before = [factor(side, seed) for seed, side in enumerate(SIDES)]
+    lasts = [found.basis for found in refresh_all([Request(kept) for kept in before])]
+    return [Request(moved(kept, 100 + i), last=last) for i, (kept, last) in enumerate(zip(before, lasts, strict=True))]
+
+
+def test_blocks_of_one_width_are_iterated_together_and_as_well_as_alone(as_on_a_gpu, monkeypatch):
+    shapes, asked = [], requests()
+
+    def watched(C_nbb, Q_nbb):
+        shapes.append(tuple(C_nbb.shape[:2]))
+        return orthogonal_iteration(C_nbb, Q_nbb)
+
+    monkeypatch.setattr(iteration, "orthogonal_iteration", watched)
+    found = refresh_from_last(asked)
+    assert sorted(shapes) == [(1, 1), (1, 3), (1, 257), (2, 63), (2, 129), (4, 20), (4, 64), (33, 2)]
+    for request, result in zip(asked, found, strict=True):
+        side = request.factor.side
+        assert (result.how, result.retries) == ("iteration" if side.block > 1 else "diagonal", 0)
+        (alone,) = refresh_from_last([replace(request, alone=True)])
+        close(alone.basis.values, result.basis.values, sums=8 * max(1, side.block))
+        Q = dense_vectors(result.basis)
+        near((Q.T @ Q - torch.eye(side.dim)).abs().max(), 0.0, eigen.TOLERANCE, "see orthogonal_iteration")
+        if side.block:
+            assert off(matrix(request.factor), Q) < iteration.OFF
+        for tensor in (*result.basis.vectors, result.basis.values):
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes, "a view would keep others' results alive"
+    again = refresh_from_last(asked)
+    for one, other in zip(found, again, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.basis.vectors, other.basis.vectors, strict=True))
+
+
+def test_one_with_copies_elsewhere_has_the_same_bits_whatever_is_beside_it(as_on_a_gpu):
+    first, *others = [request for request in requests() if request.factor.side == Side.dense(63)] * 2
+    copy = replace(first, alone=True)
+    (by_itself,), (beside, *_) = refresh_from_last([copy]), refresh_from_last([copy, *others])
+    assert torch.equal(by_itself.basis.vectors[0], beside.basis.vectors[0])
+    assert iteration._calls({0: copy, 1: others[0], 2: copy, 3: others[1]}) == [[(0, 0)], [(1, 0), (3, 0)], [(2, 0)]]
+
+
+def test_where_memory_ends_a_stack_ends(as_on_a_gpu, monkeypatch):
+    monkeypatch.setattr(iteration, "STACK_NUMEL", 2 * 20**2)
+    asked = dict(enumerate(Request(factor(Side.dense(20), seed)) for seed in range(5)))
+    assert iteration._calls(asked) == [[(0, 0), (1, 0)], [(2, 0), (3, 0)], [(4, 0)]]
+
+
+def test_eigh_takes_what_has_no_last_basis_or_is_refused_and_says_so(as_on_a_gpu):
+    side = Side.dense(63)
+    usual, fresh, other = requests()[0], Request(factor(side, 50)), requests()[3]
+    few = turned(second_moment(63, 2, rows=21), 63), turned(second_moment(63, 2, rows=21, seed=3), 63, seed=8)
+    kept = [KroneckerFactor(side, C[tuple(torch.tril_indices(63, 63))], torch.ones(())) for C in few]
+    jumped = Request(kept[1], last=refresh_all([Request(kept[0])])[0].basis)
+    strange = replace(fresh, last=other.last)  # of another block
+    found = refresh_from_last([usual, fresh, jumped, strange])
+    assert [(result.how, result.retries) for result in found] == [
+        ("iteration", 0), ("eigh", 0), ("eigh", 1), ("eigh", 0),
+    ]  # fmt: skip
+    exact = refresh_all([fresh, jumped, strange])
+    for ours, expected in zip(found[1:], exact, strict=True):
+        assert torch.equal(ours.basis.values, expected.basis.values)
+
+
+def test_on_a_cpu_everything_is_by_eigh():
+    asked = requests()
+    for ours, expected in zip(refresh_from_last(asked), refresh_all(asked), strict=True):
+        assert ours.how == expected.how and torch.equal(ours.basis.values, expected.basis.values)
+    assert refresh_from_last([]) == []

@@ -1,0 +1,119 @@
+"""KFACAdamW's refreshes as on a GPU, from the last eigenbasis: like the oracle, resumed to the bit, exact where due."""
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+
+from ds_kfac.assignment.costs import BUILTIN
+from ds_kfac.curvature import eigen
+from ds_kfac.plan import plan as planning
+from tests.choices import STAGGERED
+from tests.deepspeed.modes import BY_NAME, KFAC, Mode
+from tests.deepspeed.runs import build, compare, train, weights
+from tests.models import make_net
+from tests.oracle import ReferenceKFAC
+from tests.ranks import run_ranks
+from tests.spread import within
+
+pytestmark = pytest.mark.distributed
+CPU = frozenset({"cpu"})
+
+
+@contextmanager
+def as_on_a_gpu():
+    """Refreshes on this CPU, and the plan's rates, are those of a GPU; and so is the oracle."""
+    rates = replace(BUILTIN["cpu"], ieee_flops=1e11)
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(planning, "ITERATES", True))
+        stack.enter_context(patch.object(eigen, "GROUPED", CPU))
+        stack.enter_context(patch.object(ReferenceKFAC, "iterates", CPU))
+        stack.enter_context(patch.dict(BUILTIN, {"cpu": rates}))
+        yield
+
+
+def mode(stage: int, fisher: str = "activations_only", **kfac) -> Mode:
+    factor = {**KFAC["factor"], "fisher": fisher, **kfac.pop("factor", {})}
+    kfac = {"burn_in": {"steps": 0}, **kfac}
+    return Mode("iteration", stage, adam=True, orthogonal=True, kfac={**kfac, "factor": factor})
+
+
+COMPARED = {
+    "stage 0": mode(0, assignment={"gradient_worker_fraction": 1.0}),
+    "stage 2, with G": mode(2, "empirical"),
+    "stage 3, blocks": mode(3, factor={"dense_max": 6}),
+    "stage 1, of one worker": mode(1),
+}
+
+
+def compare_worker(_) -> dict:
+    with as_on_a_gpu(), patch.dict(BY_NAME, COMPARED):
+        return compare([(name, 4) for name in COMPARED])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_it_trains_like_the_oracle(world):
+    found = run_ranks("tests.deepspeed.test_iteration:compare_worker", world=world)[0]
+    for (name, _), result in found.items():
+        assert result["counts"]["refreshes_iteration"] > 0 and not result["counts"].get("refresh_retries"), name
+        assert not within(name, result["difference"], result["bound"])
+
+
+RESUMED = {
+    "stage 0": mode(0, assignment={"gradient_worker_fraction": 1.0}),
+    "stage 2": mode(2),
+    "stage 3, late, staggered": mode(3, eigenbasis={"refresh_interval": 3, "lag": 2}, plan=STAGGERED),
+    "adaptive": mode(2, adaptive=0.9),
+}
+
+
+def resume_worker(folder: str) -> dict:
+    """Four steps, a save, a load into another seed's engine and nineteen more, past the tenth refresh."""
+    results = {}
+    with as_on_a_gpu():
+        for name, given in RESUMED.items():
+            path = f"{folder}/{name.replace(' ', '_')}"
+            first = build(given, 1)
+            train(first, 1, steps=5)
+            first.save_checkpoint(path)
+            train(first, 1, steps=19, first=5)
+            second = build(given, 1, model=make_net(seed=99))
+            second.load_checkpoint(path)
+            train(second, 1, steps=19, first=5)
+            after, expected = weights(second), weights(first)
+            iterated = second.kfac.counters()["refreshes_iteration"]
+            results[name] = max(float((after[n] - expected[n]).abs().max()) for n in expected), iterated > 0
+            first.destroy()
+            second.destroy()
+    return results
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_resuming_equals_not_stopping(world, tmp_path):
+    for result in run_ranks("tests.deepspeed.test_iteration:resume_worker", world=world, payload=str(tmp_path)):
+        assert result == dict.fromkeys(RESUMED, (0.0, True))
+
+
+def counters_worker(_) -> dict:
+    """Of twelve refreshes, the first two of them in the burn-in."""
+    found = {}
+    blocks = {"burn_in": {"steps": 4}, "eigenbasis": {"refresh_interval": 2}}
+    for name, given in (("adam", mode(2, **blocks)), ("gradient", replace(mode(2, "empirical", **blocks), adam=False))):
+        with as_on_a_gpu():
+            engine = build(given, 4)
+            train(engine, 4, steps=24)
+            found[name] = engine.kfac.counters()
+            found[f"{name} report"] = engine.kfac.report
+            engine.destroy()
+    return found
+
+
+def test_the_burn_in_and_every_tenth_refresh_after_it_are_by_eigh_and_the_gradients_all():
+    (found,) = run_ranks("tests.deepspeed.test_iteration:counters_worker", world=1)
+    adam, gradient = found["adam"], found["gradient"]
+    assert adam["refreshes"] == 12 * 3
+    assert (adam["refreshes_eigh"], adam["refreshes_iteration"]) == (3 * 3, 9 * 3)
+    assert not adam.get("refresh_retries")
+    assert "refreshes_iteration" not in gradient
+    assert "orthogonal iteration" in found["adam report"] and "orthogonal iteration" not in found["gradient report"]
