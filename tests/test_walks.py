@@ -39,11 +39,11 @@ GOALS: dict[str, tuple[int | None, int]] = {
     "load": (None, 10),
 }
 MOST: dict[str, tuple[int, int]] = {
-    "attach": (357, 51),
+    "attach": (358, 51),
     "plain step": (83, 21),
     "capturing step": (129, 27),
-    "with a refresh": (144, 27),
-    "refresh": (18, 5),
+    "with a refresh": (145, 27),
+    "refresh": (19, 5),
     "activation to factor": (79, 16),
     "gradient to weight": (41, 12),
     "save": (37, 11),

@@ -250,7 +250,7 @@ class FactorUpdates:
         method, config, device, asked = self.plan.method, self.config, self.device, list[Request]()
         for key in keys:
             layer, partner, basis = self.layer_of[key], None, None
-            if last is not None and not self.timetable.exact(key, draft.step, method.exact_every):
+            if last is not None and method.step_flops and not self.timetable.exact(key, draft.step, method.exact_every):
                 basis = last(self.specs[key])
             if method.damps_identity or self.plan.paired:  # the damping is part of what is kept
                 side, other = (layer.G, "G") if self.specs[key].is_A else (layer.A, "A")
