@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,8 +115,10 @@ def work_here(target: str, folder: str) -> None:
     _worker(target, Path(folder), {"RANK": os.environ["RANK"]})
 
 
-def ended(work):
-    work.wait()
+def ended(launch, *given, **named):
+    """Wait for what is launched."""
+    if (work := launch(*given, **named)) is not None:
+        work.wait()
     return work
 
 
@@ -128,14 +131,16 @@ def init_deepspeed() -> None:
     import torch
     from deepspeed.accelerator import get_accelerator
 
+    from ds_kfac.zero import deepspeed_versions
+
     on_cpu = get_accelerator().device_name() == "cpu"
     if on_cpu:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         # before 0.19.8 gloo cannot gather into its flat weights, views of which it has given away; lists it can
         deepspeed.comm.has_all_gather_into_tensor = lambda: False
-        # and ZeRO-3 waits for the last of several gathers alone, which gloo does not end in order
-        gather = deepspeed.runtime.zero.partition_parameters._dist_allgather_fn
-        deepspeed.runtime.zero.partition_parameters._dist_allgather_fn = lambda *given: ended(gather(*given))
+        if deepspeed_versions.gather_faults("gloo"):
+            for name in ("all_gather", "all_gather_into_tensor"):
+                setattr(deepspeed.comm, name, partial(ended, getattr(deepspeed.comm, name)))
     else:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))

@@ -21,10 +21,10 @@ from ds_kfac.zero.deepspeed_versions import OLDEST, TESTED
 
 Found = tuple[str, str]
 """What was found, and what is to be done; "" where all is well."""
-NEEDS = ("torch>=2.4", f"deepspeed>={OLDEST}")
+NEEDS = ("torch>=2.8", f"deepspeed>={OLDEST}")
 """Where ds_kfac itself is not installed but imported from its sources."""
 TESTED_RANGES = {
-    "torch": ("2.11.0", "2.14.1"),
+    "torch": ("2.8.0", "2.15.0"),
     "deepspeed": (TESTED[0], TESTED[-1]),
     "triton": ("3.6.0", "3.9.0"),
     "transformers": ("5.23.0", "5.23.0"),

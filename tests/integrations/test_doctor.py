@@ -6,6 +6,7 @@ import pytest
 
 from ds_kfac.__main__ import main
 from ds_kfac.engine import doctor
+from tests.ranks import ROOT
 
 
 def said(capsys) -> list[str]:
@@ -27,7 +28,8 @@ def no_compiler(patch, folder):
 
 
 def no_torch(patch, folder):
-    patch.setattr(doctor, "version", lambda name: "2.3.1" if name == "torch" else "0.19.8")
+    patch.setattr(doctor, "version", lambda name: "2.6.0" if name == "torch" else "0.19.8")
+    patch.setattr(doctor, "requires", lambda name: doctor.NEEDS)
 
 
 def lock(patch, folder):
@@ -52,7 +54,7 @@ def no_startup(patch, folder):
 
 
 @pytest.mark.parametrize("damage, name, remedy", [
-    (no_compiler, "compiler", "apt install g++"), (no_torch, "torch", "pip install 'torch>=2.4'"),
+    (no_compiler, "compiler", "apt install g++"), (no_torch, "torch", "pip install 'torch>=2.8'"),
     (lock, "cache", "remove it"), (not_writable, "cache", "TORCH_EXTENSIONS_DIR"),
     (half_a_launcher, "launcher", "MASTER_PORT"), (no_startup, "switched on", "pip install ds_kfac"),
 ])  # fmt: skip
@@ -64,6 +66,11 @@ def test_what_is_wrong_is_named_with_its_remedy(damage, name, remedy, capsys, mo
     lines = said(capsys)
     assert lines[0] == f"ds_kfac doctor: to be mended: {name}"
     assert [line for line in lines[1:] if " -> " in line and line.split("  ")[1] == name and remedy in line], lines
+
+
+def test_what_is_needed_is_what_an_installation_asks_for():
+    asked = (ROOT / "pyproject.toml").read_text()
+    assert len(doctor.NEEDS) == 2 and all(f'"{need}"' in asked for need in doctor.NEEDS)
 
 
 @pytest.mark.parametrize("has, where", [
