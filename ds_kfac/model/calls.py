@@ -13,8 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ds_kfac.model.layers import LayerSpec, key_of
 from ds_kfac.model.loss import Forward
 from ds_kfac.model.noise import NoiseScale
-from ds_kfac.model.proof import Proof, Uses
+from ds_kfac.model.proof import Proof
 from ds_kfac.model.rows import BatchSum, Call, RowSums
+from ds_kfac.model.uses import Uses
 
 logger = logging.getLogger("ds_kfac")
 

@@ -25,21 +25,16 @@ is then; roundings are not, so |dW| is added to it. :data:`SLACK` times that is 
 Shape suffixes: R rows, n groups of a layer, O and I the sides of its matrix, D any of them, K probes, L layers.
 """
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite, log, nan
-from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from ds_kfac.curvature.factor import Side
-from ds_kfac.model.batch import tensors_of
 from ds_kfac.model.convolutions import Convolution
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.rows import BatchSum, Call, gradient_rows, input_rows
@@ -366,50 +361,3 @@ def second_moment(side: Side, sum_P: Tensor, w_nDK: Tensor) -> tuple[Tensor, Ten
         symmetric_pack_into_(products_P, range(0, len(sum_P), len(sum_P) // len(products_nDD)), list(products_nDD))
     found = products_P.mul_(sum_P).sum(dtype=torch.float64)
     return found, (2 * w_nDK.shape[-1]) ** 0.5 * torch.linalg.vector_norm(sum_P, dtype=torch.float64)
-
-
-# where a weight is used: for the message, nothing is computed with it
-
-NOT_A_USERS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
-MOST = 4
-"""Places that are told of a weight."""
-
-
-class Uses(TorchFunctionMode):
-    """While it is entered, notes each torch function that takes one of some parameters, or a view of one.
-
-    Attributes:
-        places: layer -> "model.py:41 (matmul)", without those of a module's own forward in torch.
-    """
-
-    def __init__(self, weights: Mapping[str, nn.Parameter]) -> None:
-        super().__init__()
-        self._names = {id(weight): name for name, weight in weights.items()}
-        self.places: dict[str, dict[str, None]] = {}
-
-    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        output = function(*args, **(kwargs or {}))
-        with suppress(Exception):  # of tensors that are none, as inside of vmap
-            if isinstance(output, Tensor) and output.requires_grad:
-                self._note(getattr(function, "__name__", str(function)), (args, kwargs))
-        return output
-
-    def _note(self, function: str, arguments: Any) -> None:
-        for tensor in tensors_of(arguments):
-            name = self._names.get(id(tensor if tensor._base is None else tensor._base))
-            if name is not None:
-                self.places.setdefault(name, {})[f"{_line()} ({function})"] = None
-
-    def of(self, layer: str) -> str:
-        """In words; "" if there is none."""
-        found = list(self.places.get(layer, ()))
-        more = ", .." if len(found) > MOST else ""
-        return f"; its weight is used in {', '.join(found[:MOST])}{more}" if found else ""
-
-
-def _line() -> str:
-    """Of the innermost code that is neither torch's nor ours."""
-    frame = sys._getframe(3)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(NOT_A_USERS):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

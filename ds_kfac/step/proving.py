@@ -90,7 +90,8 @@ class Proving:
     def numbers(self, proof: Proof, sums: Mapping[str, BatchSum]) -> Tensor:
         """Of all ranks. Collective. ``sums``: of this rank's factors, before they leave."""
         for layer in proof.layers:
-            if any(is_hooked(self._parameters[name]) for name in layer.parameters):
+            frozen = not self._parameters[layer.weight].requires_grad  # now: its rows are not seen, its bias may go on
+            if frozen or any(is_hooked(self._parameters[name]) for name in layer.parameters):
                 proof.leave_out(layer)
         return self.channel.sum(proof.numbers(sums), "proof")
 
