@@ -214,7 +214,7 @@ class ReferenceKFAC:
         self.damping, self.damping_kind, self.kl_clip = damping, damping_kind, kl_clip
         self.corrected, self.graft = corrected, graft
         self.sharing, self.fisher, self.method = sharing, fisher, method
-        self.steps = self.refreshes = 0
+        self.steps = self.refreshed = 0
         self.nu = 1.0
         self.scale: Any = None  # of adaptive damping
         self.layers: dict[str, _Layer] = {}
@@ -272,7 +272,7 @@ class ReferenceKFAC:
         if self.steps % self.refresh_interval == 0:
             for layer in [layer for layer in self.layers.values() if layer.factors]:
                 layer.damping = self.damping
-                last = iterate and self.refreshes % 10 and layer.bases
+                last = iterate and self.refreshed % 10 and layer.bases
                 old = [Q for _, Q in layer.bases] or [torch.eye(len(C), device=C.device) for C in layer.factors]
                 layer.bases = [
                     _iterated(*part, Q) if last else _eigh(*part)
@@ -281,7 +281,7 @@ class ReferenceKFAC:
                 RA, RG = (new.T @ before for (_, new), before in zip(layer.bases, old, strict=True))
                 if isinstance(layer.m, Tensor) and self.method != "root":
                     layer.m = RG @ layer.m @ RA.T
-            self.refreshes += 1
+            self.refreshed += 1
         for layer in self.layers.values():
             layer.use.pairs.clear()
         self.steps += 1
