@@ -91,12 +91,11 @@ def _read(
     scale = header["damping_scale"] if kfac.config.damping.kind == "adaptive" else None
     captured, skipped = timetable["domains"].get(kfac.target.domain.name, (0, 0))
     rows = {name: header["rows"][saved] for name, saved in names.items() if saved in header["rows"]}
-    every_row = frozenset(name for name, saved in names.items() if saved in (header.get("every_row") or ()))
     state = {
         "steps": header["steps"],
         "peak_lr": {int(group): lr for group, lr in header["peak_lr"].items()},
         "damping_scale": None if scale is None else torch.tensor(scale, device=kfac.device),
-        "known": Known(groups, rows or None, every_row),
+        "known": Known(groups, rows or None, frozenset(n for n in names if names[n] in header.get("every_row", ()))),
         "layers": states,
         "factors": {
             "factors": factors,

@@ -257,18 +257,10 @@ class Capture(StepSums):
         self._handles.append(own.register_forward_hook(hook, with_kwargs=True, prepend=not self.sampled))
 
     def _called(
-        self,
-        layer: LayerSpec,
-        module: nn.Module,
-        x: Tensor,
-        output: Tensor,
-        *,
-        sides: str = "AG",
-        select: slice | Tensor | None = None,
-        columns: slice | None = None,
-        lay: Callable[[Tensor], Tensor] | None = None,
-        picked: bool = False,
-    ) -> None:
+        self, layer: LayerSpec, module: nn.Module, x: Tensor, output: Tensor, *, sides: str = "AG",
+        select: slice | Tensor | None = None, columns: slice | None = None,
+        lay: Callable[[Tensor], Tensor] | None = None, picked: bool = False,
+    ) -> None:  # fmt: skip
         """A layer was called with ``x`` and gave ``output``; see :class:`ds_kfac.model.rows.Call` and
         :class:`ds_kfac.model.products.Product` for the others."""
         recomputed, kind = torch._C._current_graph_task_id() != -1, LAYERS[layer.kind]
