@@ -12,7 +12,6 @@ when it is measured, and what fails is a row. Without a GPU: DS_ACCELERATOR=cpu 
 
 import argparse
 import contextlib
-import gc
 import io
 import json
 import math
@@ -35,6 +34,7 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import ds_kfac
+from benchmarks.engines import freed
 from benchmarks.kernels.report import CsvFile
 from benchmarks.mean_step import REFRESH, ROW, UPDATE, WEIGHTS
 from ds_kfac.metrics import STAGES
@@ -142,17 +142,8 @@ def kind(engine: Any) -> str:
     return "refresh" if due.refresh else "factor update" if due.capture else "preconditioning only"
 
 
-@contextlib.contextmanager
 def engine_of(options: argparse.Namespace, method: str, **how: Any):
-    """An engine whose memory is free again afterwards."""
-    engine = build(options, method, **how)
-    try:
-        yield engine
-    finally:
-        engine.destroy()
-        del engine
-        gc.collect()
-        get_accelerator().empty_cache()
+    return freed(lambda: build(options, method, **how))
 
 
 def measure(options: argparse.Namespace, method: str) -> tuple[list[tuple[str, float]], float]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import csv
-import gc
 import io
 import os
 import shutil
@@ -20,6 +19,7 @@ from torch.nn import functional as F
 import ds_kfac
 from benchmarks.cifar.jobs import COLUMNS, Job, Runs, deepspeed_config, read
 from benchmarks.convergence.results import is_diverged
+from benchmarks.engines import freed
 from examples import networks
 from examples.images import Images
 
@@ -61,9 +61,7 @@ def start() -> None:
     torch.backends.cuda.matmul.allow_tf32 = True  # as cudnn's convolutions are by default
 
 
-@contextlib.contextmanager
-def engine_of(task: Task, job: Job):
-    """An engine whose memory is free again afterwards."""
+def engine_of(task: Task, job: Job) -> Any:
     torch.manual_seed(job.seed)
     data = task.images
     size = int(data.held_out.pixels.shape[-1])  # type: ignore[union-attr]
@@ -75,14 +73,7 @@ def engine_of(task: Task, job: Job):
     ]
     config = deepspeed_config(job.method, job.rate, batch=task.batch, steps=task.steps(job))
     with contextlib.redirect_stdout(io.StringIO()):
-        engine = ds_kfac.initialize(model=model, model_parameters=groups, config=config)[0]
-    try:
-        yield engine
-    finally:
-        engine.destroy()
-        del engine
-        gc.collect()
-        get_accelerator().empty_cache()
+        return ds_kfac.initialize(model=model, model_parameters=groups, config=config)[0]
 
 
 def step(engine: Any, task: Task, job: Job, index: int) -> torch.Tensor:
@@ -95,7 +86,7 @@ def step(engine: Any, task: Task, job: Job, index: int) -> torch.Tensor:
 
 
 def warm_up(task: Task, job: Job) -> None:
-    with engine_of(task, job) as engine:
+    with freed(lambda: engine_of(task, job)) as engine:
         for index in range(WARMUP):
             step(engine, task, job, index)
         get_accelerator().synchronize()
@@ -123,7 +114,7 @@ def train(task: Task, job: Job, runs: Runs, ends: float) -> bool:
     steps = task.steps(job)
     interval = max(1, round(steps / max(1, round(task.evaluations * job.part))))
     get_accelerator().reset_peak_memory_stats()
-    with engine_of(task, job) as engine:
+    with freed(lambda: engine_of(task, job)) as engine:
         state = _resumed(engine, runs, job)
         index, seconds, first, losses = state["step"], state["seconds"], state["first"], state["losses"]
         synchronize, last_save = get_accelerator().synchronize, time.monotonic()

@@ -53,11 +53,11 @@ class SharedInputs:
         self._counts: Counter[str] = Counter()
         self._giving: dict[tuple[str, ...], str] = {}
         self._called = set[str]()  # in this step
-        self._arrived: dict[str, Counter[Forward]] = {}  # calls in this step that a gradient came to
-        self._alive: dict[str, list[tuple[Forward, Tensor]]] = {}  # of these, bool scalars: not zero to the last bit
+        # calls in this step that a gradient came to, and whether it is not zero to the last bit
+        self._arrived: dict[str, list[tuple[Forward, Tensor | None]]] = {}
 
     def begin_step(self) -> None:
-        self._called, self._arrived, self._alive = set(), {}, {}
+        self._called, self._arrived = set(), {}
         self.broken.clear()
 
     def grouped(self, layer: str) -> bool:
@@ -66,39 +66,35 @@ class SharedInputs:
     def arrived(self, call: Call, alive: Tensor | None) -> None:
         """A gradient came to a call. Heads on one trunk get the same input, but not always gradients of it. ``alive``:
         whether it is not zero to the last bit, as that of a loss times 0."""
-        name = call.layer.name
-        if name in self._watched and not call.arrived:
+        if call.layer.name in self._watched and not call.arrived:
             call.arrived = True
-            self._arrived.setdefault(name, Counter())[call.forward] += 1
-            if alive is not None:
-                self._alive.setdefault(name, []).append((call.forward, alive))
+            self._arrived.setdefault(call.layer.name, []).append((call.forward, alive))
 
     def end_step(self) -> dict[tuple[str, ...], Tensor]:
         """A group is broken where gradients came to other calls of one of its layers than of another. Of the others:
         whether gradients that are not zero did, bool scalars."""
-        for group in set(self._group.values()):
-            own = [self._arrived.get(name, Counter()) for name in group if name in self._called]
-            if any(counts != own[0] for counts in own):
-                self.broken.add(group)
         found = {}
-        for group in set(self._group.values()) - self.broken:
-            calls = [self._alive[name] for name in group if name in self._alive]
-            if len(calls) > 1 and any(len(own) != len(calls[0]) for own in calls):
+        for group in set(self._group.values()):
+            calls = [self._arrived.get(name, []) for name in group if name in self._called]
+            counts = [Counter(forward for forward, _ in own) for own in calls]
+            if any(own != counts[0] for own in counts):
                 self.broken.add(group)
-            elif len(calls) > 1:
-                place = {forward: at for at, (forward, _) in enumerate(calls[0])}  # a backward may be of several
-                flags = [[alive for _, alive in sorted(own, key=lambda call: place.get(call[0], -1))] for own in calls]
-                alive_LC = torch.stack([torch.stack(own) for own in flags])
-                found[group] = (alive_LC != alive_LC[0]).any()
+            elif len(calls) > 1 and group not in self.broken:
+                place = {forward: at for at, forward in enumerate(counts[0])}  # a backward may be of several
+                ordered = [sorted(own, key=lambda call: place[call[0]]) for own in calls]
+                flags = [[alive for _, alive in own if alive is not None] for own in ordered]
+                if all(0 < len(own) == len(calls[0]) for own in flags):
+                    alive_LC = torch.stack([torch.stack(own) for own in flags])
+                    found[group] = (alive_LC != alive_LC[0]).any()
         return found
 
     @property
     def shown(self) -> dict[str, tuple[int, ...]]:
         """:attr:`found`, and to which of a layer's calls gradients came that are not zero, as negative numbers. Waits
         for the device."""
-        forwards = list(dict.fromkeys(forward for counts in self._arrived.values() for forward in counts))
-        number = {forward: -1 - at for at, forward in enumerate(forwards)}
-        calls = [(name, forward, alive) for name, own in self._alive.items() for forward, alive in own]
+        arrived = [(name, *call) for name, own in self._arrived.items() for call in own]
+        number = {forward: -1 - at for at, forward in enumerate(dict.fromkeys(forward for _, forward, _ in arrived))}
+        calls = [(name, forward, alive) for name, forward, alive in arrived if alive is not None]
         alive = torch.stack([alive for *_, alive in calls]).tolist() if calls else []
         reached: dict[str, list[int]] = {name: [] for name in self.found}
         for (name, forward, _), is_alive in zip(calls, alive, strict=True):

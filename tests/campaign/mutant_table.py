@@ -284,7 +284,7 @@ _ROWS = [
      "if name in reached:", "tests/deepspeed/test_heads.py"),
     ("layers share an A in steps where one's gradients are zero", "step/messages.py",
      "own.count.masked_fill_(apart, 0.0)", "pass", "tests/deepspeed/test_heads.py"),
-    ("layers share an input and not its gradients", "model/calls.py", "if any(counts != own[0] for counts in own):",
+    ("layers share an input and not its gradients", "model/calls.py", "if any(own != counts[0] for own in counts):",
      "if False:", "tests/deepspeed/test_heads.py"),
     ("proof: rows of calls that no gradient reached", "model/calls.py", "own.count.mul_(alive)", "pass",
      "tests/model/test_calls.py"),

@@ -1,14 +1,12 @@
 """Every engine mode at a GPU's default precision, TF32 and fp16, within a bound that follows from these roundings."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 
 from tests import oracle
 from tests.deepspeed.test_modes import check
 from tests.gpu.coarse import in_tf32, rounded_oracle
-from tests.gpu.test_modes import PROCESSES, batches
+from tests.gpu.test_modes import on_the_gpu
 from tests.ranks import run_alone
 
 TARGET = "tests.gpu.coarse:compare"
@@ -59,10 +57,7 @@ def test_fp32_is_within_the_bound_and_the_bound_holds_something():
 @pytest.mark.gpu
 @pytest.mark.distributed
 def test_every_engine_mode_is_within_the_bound_of_the_default_precision():
-    results: dict = {}
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        for part in pool.map(lambda batch: run_alone(TARGET, device="cuda", payload=batch), batches()):
-            results |= part
+    results = on_the_gpu(TARGET)
     for (name, accumulation), result in sorted(results.items()):
         print(f"{name} accumulation {accumulation}: {result['difference']:.2e} of {result['bound']:.2e}, fp32's "
               f"{result['fp32 bound']:.2e}, {result['precision']}")  # fmt: skip

@@ -29,6 +29,15 @@ def batches() -> list[list[tuple[str, int]]]:
     return found
 
 
+def on_the_gpu(target: str) -> dict:
+    """Case -> what ``target`` finds, of all cases."""
+    results: dict = {}
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        for part in pool.map(lambda batch: run_alone(target, device="cuda", payload=batch), batches()):
+            results |= part
+    return results
+
+
 def check_all(results: dict) -> None:
     for case, result in results.items():
         check(case, result)
@@ -43,10 +52,7 @@ def test_no_mode_is_left_out():
 @pytest.mark.gpu
 def test_every_engine_mode_matches_reference_on_one_gpu():
     """Tolerances are those of the CPU, with TF32 off. Prints every difference."""
-    results: dict = {}
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        for part in pool.map(lambda batch: run_alone(TARGET, device="cuda", payload=batch), batches()):
-            results |= part
+    results = on_the_gpu(TARGET)
     for (name, accumulation), result in sorted(results.items()):
         print(f"{name} accumulation {accumulation}: {result['difference']:.2e}, {result['wrapper']}")
     check_all(results)
