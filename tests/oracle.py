@@ -216,7 +216,6 @@ class ReferenceKFAC:
         self.sharing, self.fisher, self.method = sharing, fisher, method
         self.steps = self.refreshed = 0
         self.nu = 1.0
-        self.scale: Any = None  # of adaptive damping
         self.layers: dict[str, _Layer] = {}
 
         def block(dim: int, other: int) -> int:
@@ -300,17 +299,12 @@ class ReferenceKFAC:
                 r = min(1 - 1 / layer.k, self.corrected)
                 new, old = layer.terms * (R / grad_scale / clip) ** 2, layer.S + torch.zeros_like(R)
                 layer.S = layer.e = r * old + (1 - r) * _limited(new, new.sum(), old.sum(), layer.k)
-        products = [(R.numel(), self.means(name)[0] * self.means(name)[1]) for name, (_, R) in rotated.items()]
-        model_mean = sum(n * mean for n, mean in products) / sum(n for n, _ in products)
         for name, layer in self.layers.items():
             (dW, R), ((alpha, QA), (beta, QG)) = rotated[name], layer.bases
             mean_A, mean_G, mean = self.means(name)
             mean = mean if self.damping_kind == "relative" else 1
             damped = layer.e + self.damping * mean
-            if self.method == "inverse" or self.damping_kind == "adaptive":  # either factor damped by itself
-                if self.damping_kind == "adaptive":
-                    self.scale = self.scale or float(model_mean)
-                    mean, layer.damping = self.scale, self.damping
+            if self.method == "inverse":  # either factor damped by itself
                 root, pi = (layer.damping * mean) ** 0.5, (mean_A / mean_G) ** 0.5
                 damped = torch.outer(beta + root / pi, alpha + pi * root)
             V = QG @ (R / damped) @ QA.T

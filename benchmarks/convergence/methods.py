@@ -65,8 +65,6 @@ ADAM = {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01}
 MUON_ADAM_RATIO = 0.5
 """Rate of Muon's Adam half (embeddings, head, norms) to that of its matrices: better than 0.2 on gpt_small."""
 WARMUP_PART, LAST_RATIO = 0.07, 0.01
-CONSTANT = ["kfac_quadratic"]
-"""Methods whose rate stays at its peak: the quadratic model gives the steps' size."""
 
 
 def adamw(rate: float) -> dict:
@@ -173,23 +171,6 @@ def kfac_adamw_varied(**blocks: dict) -> Callable[[float], dict]:
     return lambda rate: {**adamw(rate), "kfac": {**KFAC_FOR_ADAMW, **blocks}}
 
 
-def kfac_quadratic(rate: float) -> dict:
-    """Rate, momentum and damping from the quadratic model, whose steps ``rate`` multiplies."""
-    kfac = {
-        "factor": {
-            "update_interval": 1,
-            "decay": 0.8,
-            "fisher": "monte_carlo",
-            "sampler": "squared_error",
-            "prediction": "network",
-        },
-        "eigenbasis": {"refresh_interval": 2},
-        "preconditioner": {"step": "quadratic"},
-    }
-    # DeepSpeed's default of clipping is 1
-    return {"optimizer": {"type": "SGD", "params": {"lr": rate}}, "gradient_clipping": 0.0, "kfac": kfac}
-
-
 METHODS: dict[str, Callable[[float], dict]] = {
     "adamw": adamw,
     "muon": muon,
@@ -200,7 +181,6 @@ METHODS: dict[str, Callable[[float], dict]] = {
     "soap": soap,
     "shampoo": shampoo,
     "sgd": sgd,
-    "kfac_quadratic": kfac_quadratic,
     "kfac_nesterov": kfac_nesterov,
     "kfac_relative": kfac_relative,
     **{f"kfacadamw_{name}": varied(name) for name in VARIATIONS},
@@ -217,7 +197,7 @@ IMAGE_METHODS = ["sgd", "adamw", "muon_filters", "kfac_nesterov", "kfac_relative
 
 REWARD_METHODS = ["adamw", "muon", "soap", "kfac_sgd", "kfac_adamw", "kfacadamw", "kfacadamw_unrotated"]
 """Those with adam_lr at lr were worse in brackets."""
-AUTOENCODER_METHODS = ["adamw", "muon", "kfac_sgd", "kfac_adamw", "kfac_quadratic", "kfacadamw"]
+AUTOENCODER_METHODS = ["adamw", "muon", "kfac_sgd", "kfac_adamw", "kfacadamw"]
 
 RATES: dict[str, list[float]] = {
     "adamw": [2.5e-4, 5e-4, 1e-3, 2e-3],
@@ -229,7 +209,6 @@ RATES: dict[str, list[float]] = {
     "soap": [2e-3, 4e-3, 8e-3, 1.6e-2],
     "shampoo": [2e-3, 4e-3, 8e-3, 1.6e-2],
     "sgd": [0.1, 0.2, 0.4, 0.8],
-    "kfac_quadratic": [0.25, 0.5, 1.0, 2.0],
     "kfac_nesterov": [0.25, 0.5, 1.0, 2.0],
     "kfac_relative": [0.25, 0.5, 1.0, 2.0],
     **{f"kfacadamw_{name}": [5e-4, 1e-3, 2e-3, 4e-3] for name in VARIATIONS},
@@ -272,14 +251,10 @@ def deepspeed_config(method: str, rate: float, *, rows: int, steps: int, stage: 
         "warmup_min_ratio": LAST_RATIO,
         "cos_min_ratio": LAST_RATIO,
     }
-    kind = "WarmupCosineLR"
-    if method in CONSTANT:
-        kind, keys = "WarmupLR", ("warmup_num_steps", "warmup_type")
-        schedule = {key: schedule[key] for key in keys} | {"warmup_min_lr": 0.0, "warmup_max_lr": rate}
     return {
         "train_micro_batch_size_per_gpu": rows,
         "steps_per_print": 1_000_000_000,
         "zero_optimization": {"stage": stage},
-        "scheduler": {"type": kind, "params": schedule},
+        "scheduler": {"type": "WarmupCosineLR", "params": schedule},
         **METHODS[method](rate),
     }

@@ -6,7 +6,6 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from deepspeed.utils import logger
 
 from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
@@ -88,13 +87,11 @@ def _read(
         return {key: saved[name] for key, name in saved_keys.items() if key not in incomplete and name in saved}
 
     continues = header["eigenbases"] and header["method"] == kfac.config.preconditioner.method
-    scale = header["damping_scale"] if kfac.config.damping.kind == "adaptive" else None
     captured, skipped = timetable["domains"].get(kfac.target.domain.name, (0, 0))
     rows = {name: header["rows"][saved] for name, saved in names.items() if saved in header["rows"]}
     state = {
         "steps": header["steps"],
         "peak_lr": {int(group): lr for group, lr in header["peak_lr"].items()},
-        "damping_scale": None if scale is None else torch.tensor(scale, device=kfac.device),
         "known": Known(groups, rows or None, frozenset(n for n in names if names[n] in header.get("every_row", ()))),
         "layers": states,
         "factors": {

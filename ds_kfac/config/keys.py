@@ -34,7 +34,7 @@ class FactorConfig(Block):
     model's own prediction, at the cost of one extra backward per factor update. activations_only: none, G is the
     identity. null: activations_only with the optimizer KFACAdamW, empirical with any other."""
     sampler: Literal["cross_entropy", "mse", "squared_error"] = "cross_entropy"
-    """monte_carlo: the distribution that labels are drawn from, and with step quadratic the loss. mse: a mean over all
+    """monte_carlo: the distribution that labels are drawn from. mse: a mean over all
     elements of the output. squared_error: a sum over the outputs, a mean over the rest. Set ``engine.kfac.sampler`` to
     draw by a function of your own."""
     prediction: str | None = None
@@ -72,19 +72,9 @@ class DampingConfig(Block):
     """What is added to the Fisher's eigenvalues."""
 
     value: values.Positive | None = None
-    """Size of the damping, with adaptive at first; null: 0.001 with tikhonov, 1 with relative, 100 with
-    adaptive."""
-    kind: Literal["tikhonov", "relative", "adaptive"] | None = None
-    """tikhonov: add the value itself. relative: add the value times the layer's mean eigenvalue, mean(A) mean(G).
-    adaptive: Levenberg-Marquardt's rule, for step quadratic: at first the value times the model's mean eigenvalue, then
-    more where the loss falls less than the quadratic model predicts, and less where it falls as predicted; split
-    between A and G by pi. null: relative, with step quadratic adaptive."""
-
-    @property
-    def chosen(self) -> str:
-        """The kind."""
-        assert self.kind is not None  # see ds_kfac.plan.plan
-        return self.kind
+    """Size of the damping; null: 0.001 with tikhonov, 1 with relative."""
+    kind: Literal["tikhonov", "relative"] = "relative"
+    """tikhonov: add the value itself. relative: add the value times the layer's mean eigenvalue, mean(A) mean(G)."""
 
     def at(self, step: int) -> float:
         assert self.value is not None
@@ -111,16 +101,9 @@ class PreconditionerConfig(Block):
     second moment too, as Adam does, else kronecker."""
     graft: Literal["none", "norm"] = "none"
     """norm: scale each layer's K-FAC direction to the norm of its raw gradient, so that learning rates carry over."""
-    step: Literal["fixed", "quadratic"] = "fixed"
-    """fixed: your optimizer's rate and momentum. quadratic: those that minimise a quadratic model of the loss on the
-    batch in the exact Fisher matrix, along the K-FAC gradient and the last update, at the cost of two more forwards a
-    step; your optimizer must be SGD without momentum or weight decay, whose rate (1, or a schedule from 1 to 0)
-    multiplies the step. Every trained parameter must be of a K-FAC layer. The loss is the one that factor.sampler
-    names, of the output that factor.prediction names."""
     kl_clip: values.NotNegative | None = None
     """Bound kappa on lr^2 <V, gradient> summed over layers, lr the schedule's largest if DeepSpeed runs an lr
-    scheduler, else the current one; 0 switches it off, null chooses 0.001, and 0 with graft "norm" and step
-    "quadratic"."""
+    scheduler, else the current one; 0 switches it off, null chooses 0.001, and 0 with graft "norm"."""
 
     def kl_clip_at(self, step: int) -> float:
         """0: no clipping at that step."""
@@ -300,7 +283,7 @@ class KFACConfig(Block):
         return Choice(
             tuple(layers.include), tuple(layers.exclude), tuple(self.layers.types), factor.dense_max,
             gradients=factor.fisher != "activations_only", blocks=tuple(self.adam.blocks.items()),
-            shares=SHARES and not METHODS[self.preconditioner.method].paired(self.damping.chosen),
+            shares=SHARES and not METHODS[self.preconditioner.method].paired(self.damping.kind),
         )  # fmt: skip
 
     @property
@@ -352,23 +335,11 @@ def _contradictions(block: Mapping[str, Any]) -> list[str]:
             f"kfac.eigenbasis.refresh_interval ({refresh}) must be a multiple of kfac.factor.update_interval "
             f"({update}); otherwise a refresh would see stale factors"
         )
-    kind, method = given("damping", "kind"), given("preconditioner", "method")
+    method = given("preconditioner", "method")
     known = METHODS.get(method) if isinstance(method, str) else None
     if known is not None and not known.rotates and given("preconditioner", "eigenvalues") == "corrected":
         errors.append(
             f'kfac.preconditioner.method "{method}" keeps no eigenbasis, so kfac.preconditioner.eigenvalues must be '
             '"kronecker"; or use method "eigen"'
         )
-    if given("preconditioner", "step") != "quadratic":
-        alone = 'kfac.damping.kind "adaptive" needs the quadratic model of kfac.preconditioner.step "quadratic"'
-        return [*errors, alone] if kind == "adaptive" else errors
-    why = 'with kfac.preconditioner.step "quadratic"'
-    needs = {"eigenvalues": "kronecker", "graft": "none", "method": "eigen", "kl_clip": 0}
-    errors += [
-        f"{why} kfac.preconditioner.{key} must be {needed!r}, got {given('preconditioner', key)!r}"
-        for key, needed in needs.items()
-        if given("preconditioner", key) not in (None, needed)
-    ]
-    if kind == "relative":
-        errors.append(f'{why} damping is one number for the model: kfac.damping.kind must be "adaptive" or "tikhonov"')
     return errors

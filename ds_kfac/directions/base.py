@@ -31,14 +31,11 @@ class StepContext:
         step: applied steps so far.
         norm: global norm of all gradients as stored, a device scalar; None unless the engine clips.
         peak_lr: parameter group -> largest learning rate so far.
-        damping_scale: what adaptive damping is relative to, a device scalar: the model's mean curvature at first, times
-            what the reduction ratios have made of it; else None.
     """
 
     step: int
     norm: Tensor | None
     peak_lr: Mapping[int, Any]
-    damping_scale: Tensor | None = None
 
 
 class Direction:
@@ -239,7 +236,7 @@ TYPES = list(MATRICES)
 DENSE_MAX = 4096
 REFRESH = 5
 """Factor updates to a refresh."""
-DAMPING = {"tikhonov": 1e-3, "relative": 1.0, "adaptive": 100.0}
+DAMPING = {"tikhonov": 1e-3, "relative": 1.0}
 KL_CLIP = 1e-3
 
 
@@ -257,18 +254,16 @@ def resolve(
     Returns the config, and a text for each choice: key, value, reason.
     """
     options = config.preconditioner
-    graft, step = options.graft, options.step
-    corrects = adaptive and step == "fixed" and METHODS[options.method].rotates
-    kind = config.damping.kind or ("adaptive" if step == "quadratic" else "relative")
-    kl_clip = 0.0 if graft == "norm" or step == "quadratic" else KL_CLIP
+    graft, kind = options.graft, config.damping.kind
+    corrects = adaptive and METHODS[options.method].rotates
+    kl_clip = 0.0 if graft == "norm" else KL_CLIP
     answers: tuple[tuple[str, str, Any, str], ...] = (
         ("factor", "fisher", fisher, "this optimizer's"),
         ("factor", "dense_max", DENSE_MAX, "longer sides in blocks"),
         ("eigenbasis", "refresh_interval", config.factor.update_interval.times(REFRESH), f"{REFRESH} factor updates"),
-        ("damping", "kind", kind, f"step {step}"),
         ("damping", "value", Value.constant(DAMPING[kind]), f"of {kind} damping"),
         ("preconditioner", "eigenvalues", "corrected" if corrects else "kronecker", "by the optimizer"),
-        ("preconditioner", "kl_clip", Value.constant(kl_clip), f"graft {graft}, step {step}"),
+        ("preconditioner", "kl_clip", Value.constant(kl_clip), f"graft {graft}"),
         ("layers", "types", TYPES, "others are asked for by name"),
     )
     reasons = []

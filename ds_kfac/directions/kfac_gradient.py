@@ -15,7 +15,7 @@ from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import Value
 from ds_kfac.update.kfac import finite_or, graft_scale, kl_clip_scale, precondition, precondition_corrected
 from ds_kfac.update.rotation import norms
-from ds_kfac.update.state import CorrectedEigenvalues, Group, LastUpdate, LayerState, Moments
+from ds_kfac.update.state import CorrectedEigenvalues, Group, LayerState, Moments
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
 
@@ -24,13 +24,7 @@ DECAY = 0.95
 
 
 class KFACGradient(Direction):
-    """V = (F + damping)^-1 gradient, at the scale of kl-clip or of the gradient (grafting).
-
-    Attributes:
-        sends: whether a result goes to the outbox as it is made, or is needed as a matrix until the step's end.
-    """
-
-    sends = True
+    """V = (F + damping)^-1 gradient, at the scale of kl-clip or of the gradient (grafting)."""
 
     def __init__(self, plan: Plan, layout: ShardLayout, exchange: GradientExchange, metrics: Metrics) -> None:
         super().__init__(plan, layout, exchange)
@@ -52,8 +46,7 @@ class KFACGradient(Direction):
             else:
                 local.unprepared += len(layers)
                 local.results |= own
-            if self.sends:
-                local.outbox.add(layers, [local.results.pop(layer.name) for layer in layers])
+            local.outbox.add(layers, [local.results.pop(layer.name) for layer in layers])
         local.numbers = [quadratic]
         return local
 
@@ -85,7 +78,7 @@ class KFACGradient(Direction):
             local.limited = local.limited + group.any(limited).sum()
             group.keep(local.states, corrected)
         else:
-            V, dot = precondition(gradient, rotation, damping_scale=context.damping_scale, **damping)
+            V, dot = precondition(gradient, rotation, **damping)
         V, finite = finite_or(V, gradient)
         dot = torch.where(finite, dot, norm.square())
         if options.graft == "norm":
@@ -155,24 +148,6 @@ def peak_rates(groups: Sequence[Mapping[str, Any]], before: Mapping[int, Any], s
     return peaks
 
 
-class QuadraticGradient(KFACGradient):
-    """Its numbers are <gradient, d_1>, <gradient, d_2>, <d_1, d_1>, <d_1, d_2>, <d_2, d_2>: d_1 is the result, d_2 the
-    layer's last update."""
-
-    sends = False
-
-    def local(self, context: StepContext, gradients: dict[str, Tensor], states: dict[str, LayerState]) -> LocalResult:
-        local = super().local(context, dict(gradients), states)
-        sums = torch.zeros(5, device=self.exchange.device)
-        for layer in self.exchange.owned:
-            g, d_1 = gradients[layer.name], local.results[layer.name]
-            d_2 = states[layer.name].moments.update_OI
-            products = [(g * d_1).sum(), (g * d_2).sum(), d_1.square().sum(), (d_1 * d_2).sum(), d_2.square().sum()]
-            sums += torch.stack(products) / layer.copies
-        local.numbers = list(sums.unbind())
-        return local
-
-
 class KFACGradientRule(UpdateRule):
     """The K-FAC gradient in place of the raw one (KAISA), for any optimizer to step with."""
 
@@ -184,8 +159,7 @@ class KFACGradientRule(UpdateRule):
     def direction(
         self, plan: Plan, layout: ShardLayout, exchange: GradientExchange, optimizer: Any, metrics: Metrics
     ) -> Direction:
-        kind = QuadraticGradient if plan.config.preconditioner.step == "quadratic" else KFACGradient
-        return kind(plan, layout, exchange, metrics)
+        return KFACGradient(plan, layout, exchange, metrics)
 
     def described(self, plan: Plan, optimizer: str, ratio: float = 1.0) -> str:
         config, method = plan.config, plan.method
@@ -193,8 +167,6 @@ class KFACGradientRule(UpdateRule):
         clip = "off" if options.kl_clip == Value.constant(0) else f"{options.kl_clip} at the {plan.clip_lr} lr"
         damped = f"{damping.kind} damping {damping.value}"
         how = f"{options.eigenvalues} eigenvalues, {damped}"
-        if options.step == "quadratic":
-            return f"{damped}, rate and momentum of the quadratic model; then {optimizer}"
         if not method.rotates:
             how = f"{method.words} of both factors, {damped} of the last refresh, split by pi"
         return f"{how}, graft {options.graft}, kl-clip {clip}; then {optimizer}"
@@ -210,8 +182,6 @@ class KFACGradientRule(UpdateRule):
         return False  # a graft is of a layer's norm
 
     def moments(self, config: KFACConfig) -> type[Moments] | None:
-        if config.preconditioner.step == "quadratic":
-            return LastUpdate
         return CorrectedEigenvalues if config.preconditioner.eigenvalues == "corrected" else None
 
 

@@ -61,7 +61,7 @@ def assembled(
         with agreeing():
             for kfac in preconditioners:
                 self_test(kfac.exchange, kfac.channel)
-        check_model(engine.module, config, len(targets[0].rest.params))
+        check_model(engine.module, config)
         check_names([name for kfac in preconditioners for name in kfac.names.values()])
     except Exception:
         job.close()

@@ -30,7 +30,6 @@ from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.factor import Side
 from ds_kfac.engine.monte_carlo import LossSampling
 from ds_kfac.engine.pipeline import announcing
-from ds_kfac.engine.quadratic import QuadraticSteps
 from ds_kfac.engine.report import folded, of_hooks, report, with_hooks
 from ds_kfac.factors.export import export
 from ds_kfac.factors.files import safetensors
@@ -86,7 +85,6 @@ class Attachment:
             job.capture_together()
         kfac, config = job.preconditioners[0], job.preconditioners[0].config
         self.sampling = LossSampling(kfac, engine) if config.factor.fisher == "monte_carlo" else None
-        self.quadratic = QuadraticSteps(kfac, engine) if config.preconditioner.step == "quadratic" else None
         parts = job.preconditioners if config.rescale_weights else ()
         self._rescalings = [WeightRescaling(kfac.layout, kfac.layers) for kfac in parts]
         self._previous: dict[str, tuple[Any, Any]] = {}
@@ -207,7 +205,7 @@ class Attachment:
         timers = self.engine.engine_timers.global_timers
         timers[:] = [name for name in timers if name not in self._printed]
         self.preconditioner.rule.release(self.preconditioner.target.inner)
-        for hooked in (self.sampling, self.quadratic, self._experts):
+        for hooked in (self.sampling, self._experts):
             if hooked is not None:
                 hooked.remove()
         self.job.close()
@@ -256,18 +254,17 @@ class Attachment:
         if captures:
             self._tell_of_new_hooks()
         with telling(lambda: f"K-FAC's step ({', '.join(part.metrics.current for part in self.job.preconditioners)})"):
-            drafts = self.job.step() if self.quadratic is None else [self.quadratic.step()]
+            drafts = self.job.step()
         scaler = kfac.layout.grad_scaler
         scale = torch.as_tensor(scaler_scale(scaler) if scaler else 0.0).clone()
-        with nullcontext() if self.quadratic is None else self.quadratic.compared(drafts[0]):
-            with clipped(kfac, drafts[0]) if kfac.rule.optimizer_type is None else nullcontext():
-                result = original(*args, **kwargs)
-            # A GradScaler skips the step by itself; only its falling scale shows it. It has synchronised already.
-            skipped = bool(scaler) and bool(torch.as_tensor(scaler_scale(scaler)) < scale)
-            applied = engine.was_step_applied() and not skipped
-            self.job.commit(drafts, applied=applied)
-            if applied and any(draft.verdict is not None for draft in drafts):
-                self._tell()
+        with clipped(kfac, drafts[0]) if kfac.rule.optimizer_type is None else nullcontext():
+            result = original(*args, **kwargs)
+        # A GradScaler skips the step by itself; only its falling scale shows it. It has synchronised already.
+        skipped = bool(scaler) and bool(torch.as_tensor(scaler_scale(scaler)) < scale)
+        applied = engine.was_step_applied() and not skipped
+        self.job.commit(drafts, applied=applied)
+        if applied and any(draft.verdict is not None for draft in drafts):
+            self._tell()
         for rescale in self._rescalings if applied else ():
             rescale()
         if monitored:

@@ -85,8 +85,6 @@ class BatchRamp:
         kfac = getattr(engine, HANDLE, None)
         if at is None and kfac is None:
             return "no K-FAC measures this engine's noise: attach it, or give at"
-        if kfac is not None and kfac.quadratic is not None:
-            return "steps by the quadratic model have no rate to scale"
         return None
 
     def __getattr__(self, name: str) -> Any:

@@ -34,7 +34,6 @@ class Context:
         config: with its nulls answered.
         own: the optimizer that the update rule has of its own, by name.
         optimizer: class or type of the innermost one; empty: the engine cannot train.
-        plain_sgd: whether that steps by rate times gradient.
         compressed: whether gradients are not averaged before the step.
         parameters, autocast: dtype of the model, and of torch_autocast; None: off.
         computes_norms: whether ZeRO computes gradient norms.
@@ -45,7 +44,6 @@ class Context:
     config: KFACConfig
     own: str | None
     optimizer: str
-    plain_sgd: bool
     compressed: bool
     stage: int
     parameters: torch.dtype
@@ -66,10 +64,6 @@ class Context:
     @property
     def sampled(self) -> bool:
         return self.config.factor.fisher == "monte_carlo"
-
-    @property
-    def quadratic(self) -> bool:
-        return self.config.preconditioner.step == "quadratic"
 
     @property
     def reduced(self) -> bool:
@@ -99,7 +93,6 @@ def of_engine(engine: Any, config: KFACConfig, own: str | None) -> Context:
         config=config,
         own=own,
         optimizer=name,
-        plain_sgd=name == "SGD" and not any(_more_than_sgd(group) for group in engine.basic_optimizer.param_groups),
         compressed=not averages,
         stage=int(engine.zero_optimization_stage()),
         parameters=engine.get_data_types()[0],
@@ -136,7 +129,6 @@ def of_config(ds_config: Mapping[str, Any], config: KFACConfig, own: str | None,
         config=config,
         own=own,
         optimizer=name,
-        plain_sgd=name == "SGD" and not _more_than_sgd(block(optimizer, "params")),
         compressed=name.lower() in COMPRESSED,
         stage=stage,
         parameters=parameters,
@@ -170,12 +162,7 @@ def _dtype(name: Any, where: str) -> torch.dtype | None:
         raise ValueError(f"{where}: got {name!r}; must be fp32, fp16 or bf16") from None
 
 
-def _more_than_sgd(options: Mapping[str, Any]) -> bool:
-    return bool(options.get("momentum") or options.get("weight_decay"))
-
-
 SAMPLED = 'kfac.factor.fisher "monte_carlo"'
-QUADRATIC = 'kfac.preconditioner.step "quadratic"'
 REDUCED = 'kfac.factor.weight_sharing "reduce"'
 RESCALED = "kfac.rescale_weights"
 NO_OPTIMIZER = "no optimizer"
@@ -283,22 +270,6 @@ REFUSALS: Mapping[str, tuple[Callable[[Context], bool], str]] = {
         'each rank would sample different labels for the same example: use "empirical"',
     ),
     f"{SAMPLED} with a mixture of experts": (lambda e: e.sampled and e.experts, 'it is not tested: use "empirical"'),
-    f"{QUADRATIC} with model parallelism": (
-        lambda e: e.quadratic and (e.pipeline or e.sharded or e.experts or e.sequence),
-        'its forwards would have to run in step over other ranks: use "fixed"',
-    ),
-    f"{QUADRATIC} in 16 bits": (
-        lambda e: e.quadratic and (e.parameters is not torch.float32 or e.autocast is not None),
-        "the difference of two predictions is lost in their rounding: train in fp32",
-    ),
-    f"{QUADRATIC} with another optimizer than plain SGD": (
-        lambda e: e.quadratic and not e.plain_sgd,
-        'the model gives rate and momentum: use {"type": "SGD", "params": {"lr": 1}}, no momentum, no weight decay',
-    ),
-    f"{QUADRATIC} with gradient_clipping": (
-        lambda e: e.quadratic and e.clips,
-        'the model gives the size of the step: set "gradient_clipping": 0 (DeepSpeed\'s default is 1)',
-    ),
     f"{REDUCED} with a mixture of experts": (
         lambda e: e.reduced and e.experts,
         'the tokens of a sequence go to several experts: use "expand"',
@@ -347,15 +318,8 @@ def refused(context: Context) -> list[str]:
     return [f"{name}: {remedy}" for name, (applies, remedy) in REFUSALS.items() if applies(context)]
 
 
-def check_model(model: nn.Module, config: KFACConfig, rest: int) -> None:
-    """Raise ValueError if the module that ``kfac.factor.prediction`` names does not exist, or the quadratic model would
-    not know of all steps. ``rest``: trained parameters that are of no K-FAC layer."""
-    name, quadratic = config.factor.prediction, config.preconditioner.step == "quadratic"
-    asks = quadratic or config.factor.fisher == "monte_carlo"
-    if asks and name is not None and name not in dict(model.named_modules()):
+def check_model(model: nn.Module, config: KFACConfig) -> None:
+    """Raise ValueError if the module that ``kfac.factor.prediction`` names does not exist."""
+    name = config.factor.prediction
+    if config.factor.fisher == "monte_carlo" and name is not None and name not in dict(model.named_modules()):
         raise ValueError(f"kfac.factor.prediction: the model has no module {name!r}")
-    if quadratic and rest:
-        raise ValueError(
-            f"{QUADRATIC}: {rest} trained parameters are of no K-FAC layer, and the model of the loss would not know "
-            "of their steps; add their types to kfac.layers.types, or freeze them"
-        )

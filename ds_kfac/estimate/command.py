@@ -302,8 +302,7 @@ def check(arguments: argparse.Namespace) -> str:
     if not config.enabled:
         raise ValueError(f"{arguments.config}: kfac.enabled is false: it trains without K-FAC")
     plan = subject.plan(subject.shards(arguments.world), costs_of("cuda", config))
-    ours = {name for layer in found.layers for name in layer.parameters}
-    check_model(model, config, sum(p.requires_grad and name not in ours for name, p in model.named_parameters()))
+    check_model(model, config)
     warnings = [f"  WARNING: {text}" for text in without_effect(rule, subject.given, found.layers, optimizer)]
     lines = [f"{arguments.config} fits {arguments.model} (python -m ds_kfac estimate says more of costs)"]
     lines += summary(model, found, [plan], rule, optimizer, f"{subject}, {arguments.world} ranks", warnings,

@@ -230,7 +230,7 @@ def make_plan(
     if ITERATES and method is EIGEN and setting.rotates and costs.ieee_flops:
         method = ITERATED
     update, refresh = schedule.intervals(schedule.settled)
-    paired, budget = method.paired(config.damping.chosen), config.assignment.memory_budget_gb
+    paired, budget = method.paired(config.damping.kind), config.assignment.memory_budget_gb
     factors = factor_specs(layers)
     work = Work(layers, factors, setting.world, setting.held, costs, update, refresh, setting.moments, method)
     try:
@@ -253,7 +253,7 @@ def make_plan(
     if paired:
         reasons.append(
             "A and G of a layer are decomposed on one rank, and layers do not share A: with "
-            f'"{config.damping.chosen}" a factor\'s damping depends on its partner; "relative" does not need it'
+            f'"{config.damping.kind}" a factor\'s damping depends on its partner; "relative" does not need it'
         )
     if wire is not torch.float32 and not any(part.halved for part in method.parts):
         reasons.append(f"{method.words} travel in fp32, only batch sums in {str(wire).removeprefix('torch.')}")

@@ -12,7 +12,6 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.schedule.timetable import FactorsDue
 from ds_kfac.step.factors import FactorDraft
 from ds_kfac.step.proving import Verdict
-from ds_kfac.update.kfac import QuadraticModel
 from ds_kfac.update.state import LayerState
 from ds_kfac.zero.exchange import LocalResult
 from ds_kfac.zero.layout import ShardLayout
@@ -55,8 +54,7 @@ class Draft:
         norm: of all gradients as stored, a device scalar; None unless the engine clips.
         states: of this rank's layers, with the eigenbases that have arrived.
         gradients: of this rank's layers, until they are preconditioned.
-        peak_lr, damping_scale: see :class:`ds_kfac.directions.base.StepContext`.
-        quadratic: the model that the step follows from and its minimum [2]; None if the learning rate gives it.
+        peak_lr: see :class:`ds_kfac.directions.base.StepContext`.
         local: results and new states of this rank's layers.
         noise: numbers of all ranks [4, ranks], in steps that measure the noise scale.
         verdict: on the layers' rows, in steps that prove them.
@@ -69,8 +67,6 @@ class Draft:
     norm: Tensor | None = None
     states: dict[str, LayerState] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    damping_scale: Tensor | None = None
-    quadratic: tuple[QuadraticModel, Tensor] | None = None
     noise: Tensor | None = None
     verdict: Verdict | None = None
     local: LocalResult = field(init=False)

@@ -261,7 +261,7 @@ class FactorUpdates:
             asked.append(Request(draft.factors[key], partner, layer.groups, basis, layer.copies > 1))
         options: dict[str, Any] = {}
         if method.damps_identity:
-            options = {"damping": config.damping.at(draft.step), "damping_kind": config.damping.chosen}
+            options = {"damping": config.damping.at(draft.step), "damping_kind": config.damping.kind}
         if method.whitens:
             options |= {"power": config.adam.whiten, "products": self.plan.precision.products}
 

@@ -90,7 +90,6 @@ class KFACPreconditioner:
         self._norms = Scalars([[("norm", rank)] for rank in range(self.channel.world)], self.rank)
         self.state: dict[str, LayerState] = {}
         self.peak_lr: dict[int, Tensor | float] = {}
-        self.damping_scale: Tensor | None = None
         self.load_state_dict({})
 
     def _factor_updates(self) -> FactorUpdates:
@@ -205,11 +204,10 @@ class KFACPreconditioner:
         return new
 
     @torch.no_grad()
-    def precondition(self, draft: Draft, damping_scale: Tensor | None = None) -> None:
-        """This rank's results. ``damping_scale``: of adaptive damping, where it begins."""
+    def precondition(self, draft: Draft) -> None:
+        """This rank's results."""
         with torch.autocast(self.device.type, enabled=False), self.metrics.stage("precondition"):
-            draft.damping_scale = self.damping_scale if damping_scale is None else damping_scale
-            context = StepContext(self.steps, draft.norm, draft.peak_lr, draft.damping_scale)
+            context = StepContext(self.steps, draft.norm, draft.peak_lr)
             draft.local = self.direction.local(context, draft.gradients, draft.states)
 
     @torch.no_grad()
@@ -277,7 +275,7 @@ class KFACPreconditioner:
                 if draft.verdict.every_row:
                     self.learn(replace(self.known, every_row=self.known.every_row | draft.verdict.every_row))
             self.watch.step(draft.local.left_out, look=bool(due.capture))
-            self.state, self.peak_lr, self.damping_scale = draft.local.kept(), draft.peak_lr, draft.damping_scale
+            self.state, self.peak_lr = draft.local.kept(), draft.peak_lr
             if due.capture:
                 if self.plan.contributors.counts and draft.factors is not None:
                     count = HostCopy(self.metrics.step_summary[-1:])
@@ -316,7 +314,6 @@ class KFACPreconditioner:
         return {
             "steps": self.steps,
             "peak_lr": dict(self.peak_lr),
-            "damping_scale": self.damping_scale,
             "known": self.known,
             "layers": dict(self.state),
             "factors": self.curvature.state_dict(),
@@ -334,7 +331,6 @@ class KFACPreconditioner:
                 self.state[layer.name] = self._empty(layer)
         self.steps, self.peak_lr = state.get("steps", 0), dict(state.get("peak_lr", {}))
         self.proving.restart(resumed=self.steps > 0)
-        self.damping_scale = state.get("damping_scale")
         self.direction.together.kept.clear()
         self.sharing.updates = None
         if decompose:

@@ -1,1 +1,1 @@
-"""Gradients of layers of one shape: rotation, division, moments, kl-clip, Newton-Schulz, what they keep; quadratics."""
+"""Gradients of layers of one shape: rotation, division, moments, kl-clip, Newton-Schulz, what they keep."""

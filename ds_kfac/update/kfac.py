@@ -4,13 +4,11 @@ All take one matrix [O, I] or n of equal shape [n, O, I]; what is a scalar of on
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ds_kfac.ops.dispatch import eigen_scale_dot
-from ds_kfac.ops.functional import Scalar
 from ds_kfac.update.rotation import Rotation, is_large, norms
 from ds_kfac.update.state import CorrectedEigenvalues
 
@@ -21,7 +19,6 @@ def precondition(
     *,
     damping: float,
     damping_kind: str = "tikhonov",
-    damping_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(F + lambda)^-1 applied to a gradient, without forming an inverse; F = Q diag(e) Q^T, e = beta alpha^T.
 
@@ -32,8 +29,7 @@ def precondition(
 
     Args:
         gradient_OI: fp32 [O, I], the bias gradient as last column where the layer has one.
-        damping_kind: "tikhonov", in units of the Fisher; "relative" to the layer's mean eigenvalue; "adaptive" to
-            ``damping_scale``, and shared out between the factors.
+        damping_kind: "tikhonov", in units of the Fisher; "relative" to the layer's mean eigenvalue.
 
     Returns V and <V, gradient>, which is that of the rotated ones.
     """
@@ -41,14 +37,7 @@ def precondition(
     beta_O, alpha_I = rotation.values_G.view(*several, rows), rotation.values_A.view(*several, columns)
     # of a layer in groups, whose values are flat, one for all of them
     mean_G, mean_A = rotation.values_G.mean(-1), rotation.values_A.mean(-1)
-    lambda_: Scalar
-    if damping_kind == "adaptive":
-        assert damping_scale is not None
-        tiny, root = torch.finfo(torch.float32).tiny, (damping * damping_scale).sqrt()
-        pi = (mean_A.clamp(min=tiny) / mean_G.clamp(min=tiny)).sqrt()
-        beta_O, alpha_I, lambda_ = beta_O + (root / pi)[..., None], alpha_I + (root * pi)[..., None], 0.0
-    else:
-        lambda_ = damping if damping_kind == "tikhonov" else damping * mean_G * mean_A
+    lambda_ = damping if damping_kind == "tikhonov" else damping * mean_G * mean_A
     rotated_OI = _rotated(rotation, gradient_OI)
     scaled_OI, dot = eigen_scale_dot(rotated_OI, beta_O, alpha_I, lambda_)
     return rotation.restore(scaled_OI, given_up=True), dot
@@ -119,61 +108,3 @@ def kl_clip_scale(quadratic: Tensor, *, kl_clip: float) -> Tensor:
     """
     nu = torch.sqrt(kl_clip / quadratic.abs()).clamp(max=1.0)
     return torch.where(torch.isnan(quadratic), torch.ones_like(nu), nu)
-
-
-# Rate and momentum of a step from a quadratic model of the loss, and damping from how well it predicts.
-#
-#     delta = w_1 d_1 + w_2 d_2         d_1 the K-FAC gradient, d_2 the last delta
-#     q(delta) = <b, w> + w^T M w / 2   b_i = <gradient, d_i>,   M_ij = d_i^T F d_j,   F the exact Fisher matrix
-#     w = -(M + lambda D)^-1 b          D_ij = <d_i, d_j>
-#
-#     rho = (loss after the step - loss before it) / q(delta)
-#     lambda <- lambda RATE^k where rho > 3/4,  lambda / RATE^k where rho < 1/4          every k steps
-#
-# Source: Martens & Grosse 2015 (arXiv:1503.05671), sec. 6.4 to 7.
-
-
-RATE = 0.95
-"""By which damping changes, per step."""
-BAD, GOOD = 0.25, 0.75
-PARALLEL = 1e-6
-"""Two directions with a smaller sine squared are taken for one: what differs is rounding."""
-
-
-@dataclass(frozen=True)
-class QuadraticModel:
-    """Of one step; float64 on the device.
-
-    Attributes:
-        b: [2]
-        M, D: [2, 2]
-    """
-
-    b: Tensor
-    M: Tensor
-    D: Tensor
-
-    def weights(self, damping: Tensor) -> Tensor:
-        """w [2] of the minimum with damping lambda; w_2 is zero where d_2 is, or adds nothing."""
-        damped = self.M + damping.double() * self.D
-        (a, c), (_, e) = damped.unbind()[0].unbind(), damped.unbind()[1].unbind()
-        determinant = a * e - c * c
-        b_1, b_2 = self.b.unbind()
-        alone = torch.stack([-b_1 / a, torch.zeros_like(a)])
-        both = torch.stack([c * b_2 - e * b_1, c * b_1 - a * b_2]) / determinant
-        return torch.where(determinant > PARALLEL * a * e, both, alone)
-
-    def change(self, w: Tensor) -> Tensor:
-        """q, the predicted change of the loss by w [2]; without damping."""
-        return self.b @ w + w @ self.M @ w / 2
-
-
-def adapted(damping: Tensor, *, actual: Tensor, predicted: Tensor, steps: int) -> Tensor:
-    """The damping after a step that was predicted to change the loss by ``predicted`` and did by ``actual``.
-
-    Args:
-        steps: since the last time. A loss that is no number counts as a bad prediction, no step as none.
-    """
-    rho = torch.nan_to_num(actual / predicted, nan=-torch.inf)
-    factor = torch.where(rho > GOOD, RATE**steps, torch.where(rho < BAD, RATE**-steps, 1.0))
-    return damping * torch.where(predicted == 0, 1.0, factor).to(damping.dtype)

@@ -224,20 +224,6 @@ class MomentUpdate:
 
 
 @dataclass(frozen=True)
-class LastUpdate(Moments):
-    """What a layer's weights were changed by, over the learning rate: the momentum of steps by the quadratic model.
-
-    Attributes:
-        update_OI: fp32, in the layer's own coordinates.
-    """
-
-    NAME: ClassVar = "update"
-    TOGETHER: ClassVar = False
-
-    update_OI: Tensor
-
-
-@dataclass(frozen=True)
 class LayerState:
     """Everything of one layer. A step makes another, which is dropped if it is skipped; moments may be the same, and
     change when the step was applied.

@@ -303,8 +303,3 @@ def accumulated_at_stage_3(optimizer: Any) -> bool:
     """The same at stage 3, whose buffers keep the last step's gradient: its count of backwards, which begins at 0;
     since 0.18.9 it goes up at the next forward, and a flag tells of the last backward."""
     return optimizer.micro_step_id > 0 or getattr(optimizer, "_epilogue_ran_this_backward", False)
-
-
-def release_parameters(optimizer: Any) -> None:
-    """Give back what ZeRO-3 has gathered. All versions."""
-    optimizer._partition_all_parameters()

@@ -12,7 +12,7 @@ from benchmarks.convergence import __main__ as convergence
 from benchmarks.convergence import report as convergence_report
 from benchmarks.convergence import run as convergence_run
 from benchmarks.convergence.bases import FOLDER
-from benchmarks.convergence.methods import CLIENT, CONSTANT, METHODS, RATES, deepspeed_config
+from benchmarks.convergence.methods import CLIENT, METHODS, RATES, deepspeed_config
 from benchmarks.convergence.results import COLUMNS, Job, check_settings, next_rate, read, read_all, write
 from benchmarks.convergence.tasks import IGNORED, MASK, TASKS, FineTuning
 from examples.gpt import GPTConfig
@@ -145,7 +145,7 @@ def test_every_method_has_rates_and_a_config_at_the_rate():
         assert 0.5 in (params.get(key) for key in ("lr", "muon_lr"))
         schedule = config["scheduler"]["params"]
         assert schedule["warmup_num_steps"] == 21
-        assert schedule.get("total_num_steps") == (None if method in CONSTANT else 300)
+        assert schedule.get("total_num_steps") == 300
         assert schedule["warmup_type"] == "linear"
         assert ("kfac" in config) == method.startswith("kfac")
 

@@ -14,19 +14,9 @@ pytestmark = pytest.mark.distributed
 SGD = {"type": "SGD", "params": {"lr": 1.0}}
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 OURS = {"type": "KFACAdamW", "params": {"lr": 1e-3, "torch_adam": True}}
-QUADRATIC = {"preconditioner": {"step": "quadratic"}}
-NONE = {"gradient_clipping": 0.0}
 OFFLOAD = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
 
 REFUSED = {
-    "quadratic, AdamW": ({"optimizer": ADAMW, "kfac": QUADRATIC, **NONE}, "plain SGD"),
-    "quadratic, KFACAdamW": ({"optimizer": OURS, "kfac": QUADRATIC, **NONE}, "plain SGD"),
-    "quadratic, default clipping": ({"optimizer": SGD, "kfac": QUADRATIC}, '"quadratic" with gradient_clipping'),
-    "quadratic, momentum": (
-        {"optimizer": {"type": "SGD", "params": {"lr": 1.0, "momentum": 0.9}}, "kfac": QUADRATIC, **NONE}, "plain SGD",
-    ),
-    "quadratic, bf16": ({"optimizer": SGD, "kfac": QUADRATIC, **NONE, "bf16": {"enabled": True}}, "in 16 bits"),
-    "quadratic, a norm": ({"optimizer": SGD, "kfac": QUADRATIC, **NONE}, "2 trained parameters are of no K-FAC layer"),
     "prediction": (
         {"optimizer": SGD, "kfac": {"factor": {"fisher": "monte_carlo", "prediction": "tail"}}}, "no module 'tail'",
     ),
@@ -42,7 +32,6 @@ FITS = {
     "SGD": {"optimizer": SGD, "kfac": {}, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True},
     "KFACAdamW": {"optimizer": OURS},
     "KFACAdamW, bf16": {"optimizer": OURS, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
-    "quadratic": {"optimizer": SGD, "kfac": {**QUADRATIC, "layers": {"types": ["Linear", "LayerNorm"]}}, **NONE},
 }
 
 

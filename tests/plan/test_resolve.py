@@ -59,7 +59,6 @@ def test_what_is_given_stays_and_has_no_reason():
         ("SGD", {}, "kronecker"),
         ("AdamW", {"preconditioner": {"eigenvalues": "kronecker"}}, "kronecker"),
         ("AdamW", {"preconditioner": {"method": "inverse"}}, "kronecker"),
-        ("SGD", {"preconditioner": {"step": "quadratic"}}, "kronecker"),
     ],
 )
 def test_eigenvalues_follow_the_optimizer(optimizer, block, eigenvalues):
