@@ -79,7 +79,7 @@ class Layer:
 class KFAC:
     """For all nn.Linear layers. ``identity_G``: G = I, as in KFACAdamW; ``roots``: R = dW, S = (A / mean + c)^-p."""
 
-    iterates = False  # whether nine refreshes of ten are by one_step, as "plan.ITERATES" has it on a GPU
+    iterates = False  # whether nine refreshes of ten are by one_step, as on a GPU
 
     def __init__(self, model, update_interval=10, refresh_interval=50, decay=0.95, identity_G=False, roots=False):
         self.layers = {name: Layer(m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}

@@ -198,7 +198,7 @@ class ReferenceKFAC:
     or "G") -> bool [N], the examples of the ranks that contribute to it.
     """
 
-    iterates: Any = frozenset()
+    iterates: Any = frozenset({"cuda"})
     """Device types where KFACAdamW refreshes by a step of the iteration, but for every tenth time."""
     rows: Tensor | None = None
     terms: float | None = None

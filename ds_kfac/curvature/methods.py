@@ -152,8 +152,8 @@ class _Eigen(Method):
 
 
 class _Iterated(_Eigen):
-    """What "eigen" may be on a GPU for a rule that keeps moments in the eigenbasis (``ITERATES`` in ``plan/plan.py``):
-    they rotate along, and their bases are in every checkpoint."""
+    """What "eigen" is on a GPU for a rule that keeps moments in the eigenbasis: they rotate along, and their bases are
+    in every checkpoint."""
 
     solver = f"orthogonal iteration, every {EXACT_EVERY}th time and in the burn-in by eigh"
     step_flops, exact_every = STEP_FLOPS, EXACT_EVERY

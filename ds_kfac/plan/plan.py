@@ -32,9 +32,6 @@ BUCKET_BYTES = 1 << 28
 """Most bytes of batch sums that a rank sends, or receives, in one message; two are on their way at a time."""
 LONG_REFRESH = 0.05
 """Seconds of a refresh of everything at once from which on it is spread over steps."""
-ITERATES = False
-"""Whether a rule whose moments are in the eigenbasis refreshes it from the last one, where the device is faster so. Not
-yet: it was not neutral in the loss (docs/tuning.md, refreshes from the last eigenbasis)."""
 LONG_STEP = 0.05
 """Seconds of decompositions in a step from which on they are done beside the steps that follow."""
 
@@ -227,8 +224,8 @@ def make_plan(
     Raises ValueError if the fraction does not fit the world or the mode, or the memory budget is too small.
     """
     schedule, method, reasons = config.schedule, METHODS[config.preconditioner.method], list[str]()
-    if ITERATES and method is EIGEN and setting.rotates and costs.ieee_flops:
-        method = ITERATED
+    if method is EIGEN and setting.rotates and costs.ieee_flops:
+        method = ITERATED  # on a GPU an eighth of eigh's time
     update, refresh = schedule.intervals(schedule.settled)
     paired, budget = method.paired(config.damping.kind), config.assignment.memory_budget_gb
     factors = factor_specs(layers)

@@ -10,7 +10,7 @@ from ds_kfac.curvature.eigen import Request, refresh_all
 from ds_kfac.curvature.factor import KroneckerFactor, Side
 from ds_kfac.curvature.iteration import EPS, FLOPS, orthogonal_iteration, refresh_from_last
 from tests.close import close, near
-from tests.curvature.test_eigensolver import SIDES, dense_vectors, factor, matrix
+from tests.curvature.test_eigensolver import GPU, SIDES, dense_vectors, factor, matrix
 
 WIDTHS = (1, 2, 3, 63, 130)
 
@@ -73,13 +73,20 @@ def cases(width: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 NAMES = list(cases(1))
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 
 
+def iterated(C: torch.Tensor, Q: torch.Tensor, device: str) -> list[torch.Tensor]:
+    """Values, vectors, and whether they can be used."""
+    return [part[0].cpu() for part in orthogonal_iteration(C[None].to(device), Q[None].to(device))]
+
+
+@DEVICES
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", ["moved", "clusters", "zero", "as it was", "a basis of 16 bits", "tiny", "huge"])
-def test_it_is_its_specification_where_all_directions_are_more_than_rounding(name, width):
+def test_it_is_its_specification_where_all_directions_are_more_than_rounding(name, width, device):
     C, Q = cases(width)[name]
-    values, vectors, right = (part[0] for part in orthogonal_iteration(C[None], Q[None]))
+    values, vectors, right = iterated(C, Q, device)
     expected, new, condition = specification(C, Q)
     assert right
     # two products with C, two passes of a Gram matrix, its factor and a triangular solve
@@ -93,11 +100,12 @@ def test_it_is_its_specification_where_all_directions_are_more_than_rounding(nam
         close(vectors, new, sums=8 * width, condition=condition**2, dtype=torch.float32)
 
 
+@DEVICES
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", NAMES)
-def test_whatever_the_factor_what_is_accepted_is_an_orthogonal_basis_with_its_own_values(name, width):
+def test_whatever_the_factor_what_is_accepted_is_an_orthogonal_basis_with_its_own_values(name, width, device):
     C, Q = cases(width)[name]
-    values, vectors, right = (part[0] for part in orthogonal_iteration(C[None], Q[None]))
+    values, vectors, right = iterated(C, Q, device)
     assert right and torch.equal(values, values.sort().values) and values.min() >= 0
     strayed = (vectors.double().T @ vectors.double() - torch.eye(width)).abs().max()
     near(strayed, 0.0, eigen.TOLERANCE, "two passes of Cholesky-QR where Z is nearly singular")

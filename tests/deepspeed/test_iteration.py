@@ -8,7 +8,6 @@ import pytest
 
 from ds_kfac.assignment.costs import BUILTIN
 from ds_kfac.curvature import eigen
-from ds_kfac.plan import plan as planning
 from tests.choices import STAGGERED
 from tests.deepspeed.modes import BY_NAME, KFAC, Mode
 from tests.deepspeed.runs import build, compare, train, weights
@@ -26,7 +25,6 @@ def as_on_a_gpu():
     """Refreshes on this CPU, and the plan's rates, are those of a GPU; and so is the oracle."""
     rates = replace(BUILTIN["cpu"], ieee_flops=1e11)
     with ExitStack() as stack:
-        stack.enter_context(patch.object(planning, "ITERATES", True))
         stack.enter_context(patch.object(eigen, "GROUPED", CPU))
         stack.enter_context(patch.object(ReferenceKFAC, "iterates", CPU))
         stack.enter_context(patch.dict(BUILTIN, {"cpu": rates}))
