@@ -86,13 +86,18 @@ class KFAC:
         self.update_interval, self.refresh_interval = update_interval, refresh_interval
         self.decay, self.identity_G, self.roots, self.steps = decay, identity_G, roots, 0
 
-    def update(self) -> None:
-        """Update the factors and refresh the eigenbases, where due. The first step does both."""
+    def update(self, late: bool = False) -> None:
+        """Update the factors and refresh the eigenbases, where due. The first step does both; if ``late``, what the
+        factors of a later step give is used in the next one."""
+        late = late and self.steps > 0
+        refreshes, off = divmod(self.steps - late, self.refresh_interval)
         for layer in self.layers.values():
+            if late and not off:
+                layer.refresh(self.roots, self.iterates and refreshes % 10 > 0)
             if self.steps % self.update_interval == 0:
                 layer.update_factors(self.steps // self.update_interval + 1, self.decay, self.identity_G)
-            if self.steps % self.refresh_interval == 0:
-                layer.refresh(self.roots, self.iterates and self.steps // self.refresh_interval % 10 > 0)
+            if not late and not off:
+                layer.refresh(self.roots, self.iterates and refreshes % 10 > 0)
         self.steps += 1
 
     @torch.no_grad()
@@ -114,7 +119,7 @@ class KFAC:
     @torch.no_grad()
     def adamw(self, lr: float, betas=(0.9, 0.999), eps=1e-8, decay=0.01, size=27, p=0.125, c=0.01, ratio=8, heads=()):
         """KFACAdamW's step. ``heads`` keep Adam's direction, at a rate of lr ``ratio`` 128 / inputs, at least lr."""
-        self.update()
+        self.update(late=not self.roots)
         (b1, b2), k = betas, self.steps
         for name, layer in self.layers.items():
             (alpha, QA), (beta, QG) = layer.bases

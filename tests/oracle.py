@@ -262,13 +262,23 @@ class ReferenceKFAC:
                 use.add(x, next(gradients).view(shape))
             use.outputs.clear()
 
-    def update(self, seed: float = 1.0, *, iterate: bool = False) -> None:
-        """Fold this step's rows into the factors and decompose them, if due; from the last bases, if ``iterate``."""
+    def update(self, seed: float = 1.0) -> None:
+        """Fold this step's rows into the factors and decompose them, if due."""
+        self.fold(seed)
+        self.refresh(self.steps)
+        self.steps += 1
+
+    def fold(self, seed: float) -> None:
         if self.steps % self.update_interval == 0:
             for layer in self.layers.values():
                 if layer.use.pairs:
                     layer.fold(seed, self.decay)
-        if self.steps % self.refresh_interval == 0:
+        for layer in self.layers.values():
+            layer.use.pairs.clear()
+
+    def refresh(self, step: int, *, iterate: bool = False) -> None:
+        """Decompose the factors, if due at ``step``; from the last bases, if ``iterate``."""
+        if step % self.refresh_interval == 0:
             for layer in [layer for layer in self.layers.values() if layer.factors]:
                 layer.damping = self.damping
                 last = iterate and self.refreshed % 10 and layer.bases
@@ -281,9 +291,6 @@ class ReferenceKFAC:
                 if isinstance(layer.m, Tensor) and self.method != "root":
                     layer.m = RG @ layer.m @ RA.T
             self.refreshed += 1
-        for layer in self.layers.values():
-            layer.use.pairs.clear()
-        self.steps += 1
 
     def step(self, lr: float, grad_scale: float = 1.0, seed: float = 1.0, clip: float = 1.0) -> None:
         """Replace every layer's ``.grad``, which will be divided by ``grad_scale``, by its K-FAC gradient. ``seed``
@@ -323,13 +330,18 @@ class ReferenceKFAC:
         to singular values of that ``size``; others' is times ``ratio``, that of ``heads`` by the width to ``base``.
         ``blocks`` is {layer: for each row of its matrix the number of the map that it is of}."""
         on = next(iter(self.layers.values())).module.weight.device.type in self.iterates
-        self.update(seed, iterate=on and self.method == "eigen")
+        iterate, first, waits = on and self.method == "eigen", not self.steps, self.method != "root"
+        self.fold(seed)
+        if first or not waits:
+            self.refresh(self.steps)
+        self.steps += 1
         for name, layer in self.layers.items():
             dW = layer.matrix()
             if not dW.any():
                 layer.module.zero_grad(set_to_none=True)
                 continue
-            (alpha, QA), (beta, QG) = layer.bases
+            plain = [(torch.ones(len(C)).to(C), torch.eye(len(C)).to(C)) for C in (dW.T, dW)]
+            (alpha, QA), (beta, QG) = layer.bases or plain
             whitening = QA @ torch.diag((alpha / alpha.mean() + 0.01) ** -whiten) @ QA.T
             if self.method == "root":
                 QA, QG = torch.eye(len(QA)).to(QA), torch.eye(len(QG)).to(QG)
@@ -349,3 +361,5 @@ class ReferenceKFAC:
             else:
                 U = U * (max(ratio * base / U.shape[1], 1) if name in heads else ratio)
             layer.write(U)
+        if waits and not first:  # moments go with a basis, which is used from the next step on
+            self.refresh(self.steps - 1, iterate=iterate)

@@ -153,7 +153,6 @@ def _factor_payload(factor: KroneckerFactor, pending: Refreshed | None, config: 
 def layer_payload(state: LayerState, *, eigenbasis: bool) -> dict[str, Any]:
     """A layer's file: plain tensors. Moments belong to their eigenbasis, so it is saved with them in any case."""
     kept = eigenbasis or state.moments is not None
-    own = state.moments if state.change is None else state.settled().moments
     A, G = (
         {part.kind: part.flat(basis).clone() for part in state.method.parts} if kept and basis is not None else None
         for basis in (state.A, state.G)
@@ -163,7 +162,7 @@ def layer_payload(state: LayerState, *, eigenbasis: bool) -> dict[str, Any]:
         "A": A,
         "G": G,
         # copies: a layer's may be views of several layers', all of which would be saved
-        "moments": None if own is None else {name: tensor.clone() for name, tensor in vars(own).items()},
+        "moments": state.moments and {name: tensor.clone() for name, tensor in vars(state.moments).items()},
     }
 
 

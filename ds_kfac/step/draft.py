@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ds_kfac.curvature.methods import Kept
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.layers import LayerSpec
@@ -52,7 +53,8 @@ class Draft:
         step: applied steps before this one.
         factors: what becomes of the factors; None in a step that leaves them as they are.
         norm: of all gradients as stored, a device scalar; None unless the engine clips.
-        states: of this rank's layers, with the eigenbases that have arrived.
+        states: of this rank's layers, with what has arrived.
+        arrived: layer -> eigenbases that are used from the next step on, see :meth:`LayerState.rebased`.
         gradients: of this rank's layers, until they are preconditioned.
         peak_lr: see :class:`ds_kfac.directions.base.StepContext`.
         local: results and new states of this rank's layers.
@@ -66,6 +68,7 @@ class Draft:
     factors: FactorDraft | None = None
     norm: Tensor | None = None
     states: dict[str, LayerState] = field(default_factory=dict)
+    arrived: dict[str, dict[str, Kept]] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     noise: Tensor | None = None
     verdict: Verdict | None = None

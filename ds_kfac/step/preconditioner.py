@@ -137,6 +137,8 @@ class KFACPreconditioner:
                 curved = {name for name, state in draft.states.items() if state.preconditioner is not None}
                 unfit = curved & draft.verdict.unfit.keys()
                 draft.states |= {layer.name: self._empty(layer) for layer in self.owned if layer.name in unfit}
+                for name in draft.verdict.unfit:
+                    draft.arrived.pop(name, None)
                 if draft.factors is not None:
                     self.curvature.forget(draft.factors, self.curvature.of_none_but(draft.verdict.unfit))
             return draft
@@ -176,7 +178,11 @@ class KFACPreconditioner:
             told = [received[kind, rank] for kind in SUMS for rank in range(world)]
             draft.noise = torch.stack(told).view(len(SUMS), world)
         draft.gradients = self.exchange.gathered(gradients)
-        draft.states = dict(self.state) if factors is None else self._with_new_bases(factors)
+        draft.states = dict(self.state)
+        if factors is not None:
+            draft.arrived = self._arrived(factors, draft.states)
+            if not self.steps:  # no moments yet
+                self._rebase(draft.states, draft.arrived)
 
     def _broadcast(
         self, draft: FactorDraft | None, names: list[list[Hashable]], scalars: dict[Hashable, Tensor], *others: Part
@@ -190,18 +196,30 @@ class KFACPreconditioner:
             self.curvature.receive(draft, arrivals[len(others) :], received)
         return (*arrivals[: len(others)], received)
 
-    def _with_new_bases(self, draft: FactorDraft) -> dict[str, LayerState]:
-        """States with what the step has brought: eigenbases, and numbers of loss terms where there were any."""
-        new = {}
+    def _arrived(self, draft: FactorDraft, states: dict[str, LayerState]) -> dict[str, dict[str, Kept]]:
+        """Eigenbases that the step has brought to layers whose moments go with them. All else that it has brought is in
+        ``states`` then: numbers of loss terms, what other layers are preconditioned by."""
+        waiting: dict[str, dict[str, Kept]] = {}
         for layer in self.owned:
-            state, keys = self.state[layer.name], self.curvature.of_layer.get(layer.name, {})
+            state, keys = states[layer.name], self.curvature.of_layer.get(layer.name, {})
             terms = draft.terms.get(layer.name)
             if terms is not None:
                 state = replace(state, terms=torch.where(terms > 0, terms, state.terms))
             keys = {} if layer.name in self.proving.unfit else keys
             bases = {side: draft.bases[spec.key] for side, spec in keys.items() if spec.key in draft.bases}
-            new[layer.name] = state.rebased(**bases) if bases else state
-        return new
+            if bases and state.turns:
+                waiting[layer.name] = bases
+            elif bases:
+                state = state.rebased(**bases)
+            states[layer.name] = state
+        return waiting
+
+    @staticmethod
+    def _rebase(states: dict[str, LayerState], arrived: dict[str, dict[str, Kept]]) -> None:
+        """In place; the bases are taken out of ``arrived`` one by one."""
+        while arrived:
+            name, bases = arrived.popitem()
+            states[name] = states[name].rebased(**bases)
 
     @torch.no_grad()
     def precondition(self, draft: Draft) -> None:
@@ -276,6 +294,7 @@ class KFACPreconditioner:
                     self.learn(replace(self.known, every_row=self.known.every_row | draft.verdict.every_row))
             self.watch.step(draft.local.left_out, look=bool(due.capture))
             self.state, self.peak_lr = draft.local.kept(), draft.peak_lr
+            self._rebase(self.state, draft.arrived)
             if due.capture:
                 if self.plan.contributors.counts and draft.factors is not None:
                     count = HostCopy(self.metrics.step_summary[-1:])
@@ -336,7 +355,7 @@ class KFACPreconditioner:
         if decompose:
             draft = self.curvature.redecomposed(self.steps)
             self._broadcast(draft, *self.curvature.scalars(draft))
-            self.state = self._with_new_bases(draft)
+            self._rebase(self.state, self._arrived(draft, self.state))
             self.curvature.commit(draft, applied=True)
         self.resume()
 

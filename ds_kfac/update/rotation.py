@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ds_kfac.curvature.eigen import HIGHEST, LayerBasis, Precision, fp32_products
+from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis, Precision, fp32_products
 from ds_kfac.curvature.inverse import WHITEN_DAMPING
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.functional import block_product
@@ -142,51 +142,32 @@ def not_rounding(vectors: Sequence[Tensor], values: Tensor) -> Tensor:
     return torch.cat(found).view(values.shape).to(values.dtype)
 
 
-@dataclass(frozen=True)
-class BasisChange:
-    """Of a layer. The overlap is computed when it is asked for: rotated moments that wait for their step to be applied
-    would take as much memory as a gradient. In fp32: an error would stay in the moments.
+def turn_(x_OI: Tensor, old: LayerBasis | None, new: LayerBasis) -> None:
+    """Out of an eigenbasis (None: the layer's own coordinates) into another, in place, a large matrix some rows at a
+    time. In fp32: an error would stay in the moments.
 
-    Attributes:
-        old: None: the layer's own coordinates.
+    Args:
+        x_OI: fp32 [O, I], contiguous.
     """
-
-    old: LayerBasis | None
-    new: LayerBasis
-
-    def __call__(self, x_OI: Tensor, out_OI: Tensor | None = None) -> Tensor:
-        """fp32 [O, I], contiguous; into ``out_OI``, which may be ``x_OI``, a large matrix some rows at a time."""
+    olds = (None, None) if old is None else (old.G, old.A)
+    with torch.autocast(x_OI.device.type, enabled=False), fp32_products("ieee", x_OI.device):
+        # Q_G'^T Q_G and Q_A^T Q_A' for the new Q'; nothing of a side that is the same
+        overlaps = [_overlap(before, now) for before, now in zip(olds, (new.G, new.A), strict=True)]
+        left, right = [vectors.mT for vectors in overlaps[0]], overlaps[1]
         if not is_large(x_OI):
-            with torch.autocast(x_OI.device.type, enabled=False), fp32_products("ieee", x_OI.device):
-                left, right = self._overlaps()
-                rotated = block_product(left, x_OI, right)
-            return rotated.contiguous() if out_OI is None else out_OI.copy_(rotated)
-        out_OI = torch.empty_like(x_OI) if out_OI is None else out_OI
-        for out, rotated in zip(out_OI.split(rows_at_once(x_OI)), self.rows(x_OI), strict=True):
-            out.copy_(rotated)
-        return out_OI
-
-    def rows(self, x_OI: Tensor) -> Iterator[Tensor]:
-        """Of a large matrix, :func:`ds_kfac.update.rotation.rows_at_once` at a time."""
-        with torch.autocast(x_OI.device.type, enabled=False), fp32_products("ieee", x_OI.device):
-            left, right = self._overlaps()
-            if left:
-                x_OI, right = block_product(left, x_OI, right), ()
+            x_OI.copy_(block_product(left, x_OI, right))
+            return
+        if left:
+            x_OI.copy_(block_product(left, x_OI, ()))
         for rows in x_OI.split(rows_at_once(x_OI)):
-            with torch.autocast(x_OI.device.type, enabled=False), fp32_products("ieee", x_OI.device):
-                rows = block_product((), rows, right)
-            yield rows
+            rows.copy_(block_product((), rows, right))
 
-    def _overlaps(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Q_G'^T Q_G and Q_A^T Q_A' for the new Q'; nothing of a side that is the same."""
-        found = []
-        olds = (None, None) if self.old is None else (self.old.G, self.old.A)
-        for new, old in zip((self.new.G, self.new.A), olds, strict=True):
-            vectors = () if new is old else new.vectors
-            if old is not None and old.vectors and vectors:
-                vectors = tuple(before.mT @ now for before, now in zip(old.vectors, vectors, strict=True))
-            found.append(vectors)
-        return [vectors.mT for vectors in found[0]], found[1]
+
+def _overlap(old: Eigenbasis | None, new: Eigenbasis) -> Sequence[Tensor]:
+    vectors = () if new is old else new.vectors
+    if old is None or not old.vectors or not vectors:
+        return vectors
+    return [before.mT @ now for before, now in zip(old.vectors, vectors, strict=True)]
 
 
 S = TypeVar("S", bound=Any)

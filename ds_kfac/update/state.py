@@ -16,7 +16,7 @@ from ds_kfac.curvature.factor import Side, excess
 from ds_kfac.curvature.methods import EIGEN, Kept, Method
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.dispatch import adam_fold_, adam_scale_, corrected_scale_dot
-from ds_kfac.update.rotation import BasisChange, Rotation, batches, is_large, rows_at_once
+from ds_kfac.update.rotation import Rotation, batches, is_large, rows_at_once, turn_
 
 
 class Moments:
@@ -25,7 +25,7 @@ class Moments:
 
     Attributes:
         NAME: in checkpoints.
-        ROTATES: whether ``rotated`` takes them into a new eigenbasis.
+        ROTATES: whether they go with the eigenbasis into a new one.
         TOGETHER: whether those of layers that are stepped together are, too.
     """
 
@@ -41,6 +41,9 @@ class Moments:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in vars(self).values())
+
+    def turn_(self, old: LayerBasis | None, new: LayerBasis) -> None:
+        """Into a new eigenbasis, in place, what of them :attr:`ROTATES`."""
 
     def unrotated(self, basis: LayerBasis) -> Any:
         """Out of an eigenbasis that is given up."""
@@ -138,7 +141,6 @@ class AdamMoments(Moments):
         eps: float,
         usable: Tensor,
         scale: Tensor | float = 1.0,
-        changes: Sequence[BasisChange | None] = (None,),
         waits: torch.dtype = torch.float32,
     ) -> tuple[Tensor, "MomentUpdate"]:
         """Divide as if both moments had one step's gradient in them, first / (sqrt(second) + eps), both
@@ -150,7 +152,6 @@ class AdamMoments(Moments):
                 direction is zero.
             scale: of the gradient.
             waits: what the update's gradient is rounded to until then.
-            changes: of each layer.
 
         Returns Adam's step with Nesterov's momentum, rotated, before the learning rate; and what brings the gradient
         into the moments.
@@ -161,31 +162,16 @@ class AdamMoments(Moments):
         waiting_OI, direction_OI = torch.empty_like(x_OI, dtype=waits if rounds else None), x_OI
         if not rounds:
             waiting_OI, direction_OI = direction_OI, waiting_OI
-        update = MomentUpdate(self, waiting_OI, usable.expand(self.updates.numel()).contiguous(), betas, changes)
-        whole = direction_OI, waiting_OI, x_OI, self.first_OI, self.second_OI
-        parts: Any = [[x.view(-1, *x.shape[-2:]) for x in whole]]  # [n, O, I]
-        if any(changes) and is_large(x_OI):
-            rows = rows_at_once(x_OI)
-            direction, waiting, x, _, second = (part.split(rows, dim=1) for part in parts[0])
-            first = (part[None] for part in changes[0].rows(self.first_OI))  # type: ignore[union-attr]
-            parts = zip(direction, waiting, x, first, second, strict=True)
-        elif any(changes):
-            parts[0][3] = self.rotated(*changes).first_OI.view_as(parts[0][3])
-        for part in parts:
-            out, waiting, x, first, second = part
-            adam_scale_(
-                out, waiting, x, first, second, self.updates.view(-1), update.usable, scale, betas=betas, eps=eps
-            )
+        update = MomentUpdate(self, waiting_OI, usable.expand(self.updates.numel()).contiguous(), betas)
+        out, waiting, x, first, second = (  # [n, O, I]
+            part.view(-1, *part.shape[-2:]) for part in (direction_OI, waiting_OI, x_OI, self.first_OI, self.second_OI)
+        )
+        adam_scale_(out, waiting, x, first, second, self.updates.view(-1), update.usable, scale, betas=betas, eps=eps)
         return direction_OI, update
 
-    def rotated(self, *changes: BasisChange | None) -> "AdamMoments":
-        """After a refresh: the first moment, of each of several layers if it is of several, is rotated into the new
-        basis; the second is kept as it is."""
-        if not any(changes):
-            return self
-        parts = self.first_OI.unbind() if len(changes) > 1 else [self.first_OI]
-        new = [change(part) if change else part for change, part in zip(changes, parts, strict=True)]
-        return replace(self, first_OI=torch.stack(new) if len(changes) > 1 else new[0])
+    def turn_(self, old: LayerBasis | None, new: LayerBasis) -> None:
+        """The first moment; the second stays as it is."""
+        turn_(self.first_OI, old, new)
 
     def unrotated(self, basis: LayerBasis) -> "AdamMoments":
         """Out of a basis; the second moment as far as a diagonal can be."""
@@ -201,22 +187,15 @@ class MomentUpdate:
     Attributes:
         waiting_OI: the gradient, fp32 or rounded.
         usable: bool [n] of n layers, or the groups of one.
-        changes: of each layer.
     """
 
     moments: AdamMoments
     waiting_OI: Tensor
     usable: Tensor
     betas: tuple[float, float]
-    changes: Sequence[BasisChange | None]
 
     def apply(self) -> None:
         """Change the moments, in place; this is given up."""
-        first_OI = self.moments.first_OI
-        parts = first_OI.unbind() if len(self.changes) > 1 else [first_OI]
-        for change, part in zip(self.changes, parts, strict=True):
-            if change is not None:
-                change(part, part)
         first, second, waiting = (
             x.view(-1, *x.shape[-2:]) for x in (self.moments.first_OI, self.moments.second_OI, self.waiting_OI)
         )
@@ -235,7 +214,6 @@ class LayerState:
         A, G: eigenbases, damped inverses or roots; None until the first refresh. Gradients are preconditioned when both
             are there.
         moments: of the rotated gradient; None if the update rule keeps none.
-        change: what is to be done to them before they are in the eigenbases; None: nothing.
     """
 
     terms: Tensor
@@ -243,7 +221,6 @@ class LayerState:
     A: Kept | None = None
     G: Kept | None = None
     moments: Any = None
-    change: BasisChange | None = None
 
     @classmethod
     def empty(
@@ -256,8 +233,6 @@ class LayerState:
 
         own = None if moments is None else moments.empty(layer.shape, device)
         return cls(torch.ones((), device=device), method, known(layer.A), known(layer.G), own)
-
-    # once: a state lives from one refresh to the next
 
     @cached_property
     def preconditioner(self) -> Any:
@@ -273,17 +248,18 @@ class LayerState:
     def moments_nbytes(self) -> int:
         return 0 if self.moments is None else self.moments.nbytes
 
-    def rebased(self, *, A: Kept | None = None, G: Kept | None = None) -> "LayerState":
-        """With new eigenbases or inverses of one or both sides; Adam's first moment is to be rotated into the
-        eigenbases. Second moments stay as they are."""
-        new = replace(self, A=A or self.A, G=G or self.G)
-        if new.basis is None or self.moments is None or not self.moments.ROTATES:
-            return new
-        return replace(new, change=BasisChange(self.change.old if self.change else self.basis, new.basis))
+    @property
+    def turns(self) -> bool:
+        """Whether moments go with the eigenbases."""
+        return self.moments is not None and self.moments.ROTATES and self.method.rotates
 
-    def settled(self) -> "LayerState":
-        """With moments that are in the eigenbases."""
-        return self if self.change is None else replace(self, moments=self.moments.rotated(self.change), change=None)
+    def rebased(self, *, A: Kept | None = None, G: Kept | None = None) -> "LayerState":
+        """With new eigenbases or inverses of one or both sides. Adam's first moment is rotated into the eigenbases, in
+        place; second moments stay as they are."""
+        new = replace(self, A=A or self.A, G=G or self.G)
+        if self.turns and new.basis is not None:
+            self.moments.turn_(self.basis, new.basis)
+        return new
 
     def without(self, *, A: Kept | None, G: Kept | None) -> "LayerState":
         """With the moments taken out of eigenbases of sides that are identities now; None: of a side that is not."""

@@ -68,9 +68,9 @@ class StaggeredKFAC(ReferenceKFAC):
         super().__init__(*arguments, **{**options, "refresh_interval": 1})
         self.refreshes = refreshes
 
-    def update(self, seed: float = 1.0) -> None:
-        step, before = self.steps, {name: list(layer.bases) for name, layer in self.layers.items()}
-        super().update(seed)
+    def refresh(self, step: int, *, iterate: bool = False) -> None:
+        before = {name: list(layer.bases) for name, layer in self.layers.items()}
+        super().refresh(step, iterate=iterate)
         for name, bases in before.items():
             for side, basis in enumerate(bases):
                 if (name, "AG"[side]) not in self.refreshes[step]:

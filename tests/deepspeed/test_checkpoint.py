@@ -32,7 +32,7 @@ def own_state(engine) -> dict:
     for name, state in kfac.state.items():
         keys = [f"{name}/{side}" for side in "AG" if f"{name}/{side}" in kfac.curvature.specs]
         factors = [kfac.curvature.factors[key] for key in keys]
-        moments = [part.clone() for part in vars(state.settled().moments).values()] if state.moments else ()
+        moments = [part.clone() for part in vars(state.moments).values()] if state.moments else ()
         packed = [part for factor in factors for part in (factor.packed_P, factor.updates)]
         found[name] = [*state.A.vectors, *packed, state.terms, state.G.values, *moments]
     return found

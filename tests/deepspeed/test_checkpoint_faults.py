@@ -235,7 +235,7 @@ def other_fisher(folder: Path) -> dict:
 
 def unrotated(engine) -> dict:
     """Layer -> Adam's first moment, of all ranks."""
-    states = {name: state.settled() for name, state in engine.kfac.preconditioner.state.items()}
+    states = engine.kfac.preconditioner.state
     own = {name: state.basis.restore(state.moments.first_OI) for name, state in states.items()}
     everyone = [own] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, own)

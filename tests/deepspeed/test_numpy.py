@@ -78,11 +78,8 @@ def train(rule: str, start: dict[str, np.ndarray], variation: Variation) -> dict
                 keep = min(1 - 1 / (step // UPDATE + 1), DECAY)
                 old = factors[i] or new
                 factors[i] = tuple(keep * o + (1 - keep) * n for o, n in zip(old, new, strict=True))
-            if step % REFRESH == 0:
-                before, bases[i] = bases[i], [np.linalg.eigh(C) for C in factors[i]]
-                if before:
-                    (_, old_A), (_, old_G), (_, Q_A), (_, Q_G) = *before, *bases[i]
-                    m[i] = Q_G.T @ old_G @ m[i] @ old_A.T @ Q_A
+            if step % REFRESH == 0 and (rule == "gradient" or not step):
+                bases[i] = [np.linalg.eigh(C) for C in factors[i]]
         if rule == "gradient":
             Vs = []
             for dW, ((alpha, Q_A), (beta, Q_G)) in zip(dWs, bases, strict=True):
@@ -111,6 +108,9 @@ def train(rule: str, start: dict[str, np.ndarray], variation: Variation) -> dict
                 U = U * max(RATIO * 128 / U.shape[1], 1)
             U = Q_G @ U @ Q_A.T
             Ws[i] = (1 - LR * WEIGHT_DECAY) * W - LR * U
+            if step % REFRESH == 0 and step:  # what moments go into is used from the next step on
+                bases[i] = [(_, new_A), (_, new_G)] = [np.linalg.eigh(C) for C in factors[i]]
+                m[i] = new_G.T @ Q_G @ m[i] @ Q_A.T @ new_A
     parts = zip(NAMES, BIAS, (torch.from_numpy(W) for W in Ws), strict=True)
     found = [(n, W[:, :-1], W[:, -1]) if bias else (n, W, None) for n, bias, W in parts]
     return {f"{n}.weight": W for n, W, _ in found} | {f"{n}.bias": b for n, _, b in found if b is not None}

@@ -82,7 +82,7 @@ def test_wide_layers_step_as_far_with_the_root_of_an_identity():
 
 def unrotated(engine) -> dict[str, torch.Tensor]:
     """First moments in the layers' own coordinates."""
-    states = {name: state.settled() for name, state in engine.kfac.preconditioner.state.items()}
+    states = engine.kfac.preconditioner.state
     return {
         name: state.moments.first_OI if state.basis is None else state.basis.restore(state.moments.first_OI)
         for name, state in states.items()

@@ -10,7 +10,7 @@ from ds_kfac.config.keys import KFACConfig
 from ds_kfac.curvature.eigen import LayerBasis, Refreshed
 from ds_kfac.curvature.methods import Method, Part
 from ds_kfac.directions.base import Direction, UpdateRule
-from ds_kfac.update.rotation import BasisChange
+from ds_kfac.update.rotation import turn_
 from ds_kfac.update.state import Moments
 from ds_kfac.zero.exchange import LocalResult
 
@@ -28,8 +28,8 @@ class Mean(Moments):
 
     first_OI: Tensor
 
-    def rotated(self, turn: BasisChange) -> "Mean":
-        return Mean(turn(self.first_OI))
+    def turn_(self, old: LayerBasis | None, new: LayerBasis) -> None:
+        turn_(self.first_OI, old, new)
 
     def unrotated(self, basis: LayerBasis) -> "Mean":
         return Mean(basis.restore(self.first_OI))
@@ -41,7 +41,7 @@ class SoftSign(Direction):
     def local(self, context, gradients, states) -> LocalResult:
         local = LocalResult(states, self.exchange)
         for layer in self.exchange.owned:
-            state = states[layer.name].settled()
+            state = states[layer.name]
             mean = (state.moments.first_OI + state.basis.rotate(gradients.pop(layer.name))) / 2
             local.results[layer.name] = state.basis.restore(mean / (mean.abs() + 0.1))
             local.states[layer.name] = replace(state, moments=Mean(mean))

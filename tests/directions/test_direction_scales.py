@@ -210,9 +210,9 @@ def test_a_batch_without_terms_leaves_those_of_the_last(recorded, kept):
     layer = linear_layer("a", COLUMNS, ROWS)
     state = replace(LayerState.empty(layer, CPU), terms=torch.tensor(3.0))
     draft = SimpleNamespace(bases={}, terms={} if recorded is None else {"a": torch.tensor(recorded)})
-    proving = SimpleNamespace(unfit={})
-    kfac = SimpleNamespace(owned=(layer,), state={"a": state}, curvature=SimpleNamespace(of_layer={}), proving=proving)
-    assert KFACPreconditioner._with_new_bases(kfac, draft)["a"].terms == kept
+    proving, states = SimpleNamespace(unfit={}), {"a": state}
+    kfac = SimpleNamespace(owned=(layer,), curvature=SimpleNamespace(of_layer={}), proving=proving)
+    assert not KFACPreconditioner._arrived(kfac, draft, states) and states["a"].terms == kept
 
 
 @pytest.mark.parametrize("kind", [ReplicatedHalf, Stage12])

@@ -7,8 +7,8 @@ import torch
 
 from ds_kfac.curvature.eigen import LayerBasis
 from ds_kfac.curvature.factor import SETTLED, SPIKE, KroneckerFactor, Side
-from ds_kfac.ops.dispatch import adam_fold_, adam_scale_
-from ds_kfac.update.rotation import BasisChange
+from ds_kfac.ops.dispatch import adam_fold_
+from ds_kfac.update.rotation import turn_
 from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues
 from tests.close import close, exact
 from tests.curvature.one_factor import refresh
@@ -117,32 +117,17 @@ def test_the_direction_is_adams_with_nesterovs_momentum(b1):
         close(actual, expected, sums=10)
 
 
-def test_a_refresh_rotates_the_first_moment():
+@pytest.mark.parametrize("several", [False, True])
+def test_a_refresh_rotates_a_momentum_in_place(several):
+    """Of a layer of several its own alone."""
     old, new = random_basis(3, 5, seed=0), random_basis(3, 5, seed=1)
-    momentum = torch.randn(3, 5)
-    adam = AdamMoments(old.rotate(momentum), torch.rand(3, 5), torch.ones(()))
-    moved = adam.rotated(BasisChange(old, new))
-    close(new.restore(moved.first_OI), momentum, sums=4 * (3 + 5))
-    assert torch.equal(moved.second_OI, adam.second_OI)
-
-
-def test_several_layers_are_turned_once_their_step_was_applied():
-    old, new = random_basis(3, 5, seed=0), random_basis(3, 5, seed=1)
-    moments = AdamMoments(torch.randn(2, 3, 5), torch.rand(2, 3, 5), torch.ones(2))
-    before, gradient = moments.first_OI.clone(), torch.randn(2, 3, 5)
-    turned = torch.stack([before[0], new.rotate(old.restore(before[1]))])
-    options = {"usable": torch.tensor([True, True]), "betas": (0.9, 0.99), "eps": 1e-8}
-    expected, waiting, seen = torch.empty_like(gradient), torch.empty_like(gradient), moments.updates.clone()
-    second = moments.second_OI.clone()
-    betas = options["betas"]
-    adam_scale_(expected, waiting, gradient, turned, second, seen, options["usable"], betas=betas, eps=options["eps"])
-    direction, update = moments.divide(gradient.clone(), **options, changes=[None, BasisChange(old, new)])
-    assert torch.equal(moments.first_OI, before)
-    close(direction, expected, sums=2 * (3 + 5))
-    adam_fold_(turned, second, seen, waiting, options["usable"], betas=betas)
-    update.apply()
-    close(moments.first_OI, turned, sums=2 * (3 + 5))
-    exact(moments.second_OI, second)
+    momenta = torch.randn(2, 3, 5)
+    kept = torch.stack([old.rotate(momentum) for momentum in momenta])
+    before, turned = kept.clone(), kept[1] if several else kept[1].clone()
+    turn_(turned, old, new)
+    close(new.restore(turned), momenta[1], sums=4 * (3 + 5))
+    exact(kept[0], before[0])
+    assert torch.equal(kept[1], turned) == several
 
 
 def quadratic_losses(*, rotate: bool) -> list[float]:
@@ -165,7 +150,7 @@ def quadratic_losses(*, rotate: bool) -> list[float]:
                 sides.append(refresh(KroneckerFactor(side, total, torch.ones(()))).basis)
             new = LayerBasis(*sides)
             if rotate:
-                moments = moments.rotated(BasisChange(basis, new))
+                turn_(moments.first_OI, basis, new)
             basis = new
         gradient = basis.rotate(G @ (W - target) @ A)
         direction = folded(moments, gradient, betas=(0.9, 0.95))

@@ -32,7 +32,7 @@ adam_lr. Of that a head's is the part BASE / I, but at least lr: Adam's directio
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -241,11 +241,8 @@ class AdamDirection(Direction):
             del rotated
         stack.x_OI, update = group.moments.divide(
             x if owned else x.clone(), betas=tuple(options["betas"]), eps=options["eps"], usable=usable, scale=unscale,
-            changes=[state.change for state in own], waits=self.waits,
+            waits=self.waits,
         )  # fmt: skip
-        for name, state in zip(group.names, own, strict=True):
-            if state.change is not None:
-                states[name] = replace(state, change=None)
         if rotation is not None:
             # before rows leave the eigenbasis; whitening leaves out columns of what is orthogonalized
             rotation.only_seen(stack.x_OI, columns=not stack.orthogonal)
