@@ -58,7 +58,6 @@ class Draft:
         peak_lr, damping_scale: see :class:`ds_kfac.directions.base.StepContext`.
         quadratic: the model that the step follows from and its minimum [2]; None if the learning rate gives it.
         local: results and new states of this rank's layers.
-        noise: numbers of all ranks [4, ranks], in steps that measure the noise scale.
         verdict: on the layers' rows, in steps that prove them.
     """
 
@@ -71,6 +70,5 @@ class Draft:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     damping_scale: Tensor | None = None
     quadratic: tuple[QuadraticModel, Tensor] | None = None
-    noise: Tensor | None = None
     verdict: Verdict | None = None
     local: LocalResult = field(init=False)

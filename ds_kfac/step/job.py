@@ -99,8 +99,6 @@ def counters(job: Job) -> dict[str, float]:
     - "effective_rank": of A, in the mean of this rank's factors: how many directions its inputs have.
     - "attention_logits": root mean square of q . k / sqrt(width) of the head with the largest, of the attentions whose
       A and whole weights are here (:mod:`ds_kfac.model.logits`).
-    - "noise_scale": samples of a batch that is as much noise as signal (:mod:`ds_kfac.model.noise`), if it is measured:
-      where ``measure_noise`` or a batch ramp asked for it.
     - "statistics_fraction": factor elements captured, over those of capturing every factor in every step.
     """
     found = _of_domain(job.preconditioners[0]) | _of_factors(job.preconditioners[0])
@@ -116,8 +114,6 @@ def _of_domain(kfac: KFACPreconditioner) -> dict[str, float]:
     timetable, counts = kfac.curvature.timetable, kfac.metrics.counts
     found = kfac.metrics.values() | _of_channel(kfac.channel)
     found |= {"captures": float(timetable.captured), "captures_skipped": float(timetable.skipped)}
-    if kfac.capture.noise is not None:
-        found["noise_scale"] = kfac.capture.noise.value
     every_step = sum(kfac.curvature.numel.values()) * counts["steps"]
     if every_step:
         found["statistics_fraction"] = counts["captured_elements"] / every_step

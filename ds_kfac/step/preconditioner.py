@@ -19,7 +19,6 @@ from ds_kfac.model.batch import ArgumentReader
 from ds_kfac.model.calls import SharedInputs
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.model.noise import SUMS
 from ds_kfac.model.rows import BatchSum, RowSums
 from ds_kfac.plan.plan import Known, Plan
 from ds_kfac.schedule.timetable import FactorsDue
@@ -29,9 +28,6 @@ from ds_kfac.step.messages import UNUSUAL, Sharing, unusual
 from ds_kfac.step.proving import Proving
 from ds_kfac.update.state import LayerState
 from ds_kfac.zero.exchange import GradientExchange, Watch
-
-NOISE_INTERVAL = 10
-"""Steps between measurements of the noise scale where no factor is captured."""
 
 
 class KFACPreconditioner:
@@ -164,18 +160,10 @@ class KFACPreconditioner:
             if not self.layout.replicated:  # in fp32, where its square might be infinite
                 names = [[*of_rank, ("norm", rank)] for rank, of_rank in enumerate(names)]
                 scalars["norm", self.rank] = draft.norm
-        noise = self.capture.noise
-        if noise is not None and noise.active:
-            names = [[*of_rank, *((kind, rank) for kind in SUMS)] for rank, of_rank in enumerate(names)]
-            own = noise.sums(self.exchange.squared_norm(noise.counted), self.layout.grad_scale())
-            scalars |= {(kind, self.rank): value for kind, value in zip(SUMS, own, strict=True)}
         gradients, received = self._broadcast(factors, names, scalars, self.exchange.gather_part)
         if self.needs_norm and not self.layout.replicated:
             norms = torch.stack([received["norm", rank] for rank in range(world)])
             draft.norm = norms.double().square().sum().sqrt()
-        if noise is not None and noise.active:
-            told = [received[kind, rank] for kind in SUMS for rank in range(world)]
-            draft.noise = torch.stack(told).view(len(SUMS), world)
         draft.gradients = self.exchange.gathered(gradients)
         draft.states = dict(self.state) if factors is None else self._with_new_bases(factors)
 
@@ -270,8 +258,6 @@ class KFACPreconditioner:
                 found = [draft.factors.scalars["similar", key] for key in sorted(due.capture)]
                 similar = HostCopy(torch.stack(found)).tolist
             self.curvature.timetable.record(draft.step, due, similar)
-            if draft.noise is not None and self.capture.noise is not None:
-                self.capture.noise.record(draft.noise)
             if draft.verdict is not None:
                 self.proving.record(draft.verdict)
                 if draft.verdict.every_row:
@@ -295,12 +281,10 @@ class KFACPreconditioner:
             self.due = FactorsDue(self.due.capture | (still & self.curvature.specs.keys()), self.due.refresh)
         if self.due.capture:
             self.settle()
-        # without a factor nothing else is captured
-        noted = self.capture.noise is not None and not self.plan.assignment.factors and self.steps % NOISE_INTERVAL == 0
-        noted = noted or self.accompanies(self.steps)
-        if self.due.capture or noted or self.capture.active:
+        accompanies = self.accompanies(self.steps)
+        if self.due.capture or accompanies or self.capture.active:
             keys = self.curvature.reducer.begin(self.due.capture, self.steps) if self.due.capture else None
-            keys = frozenset() if noted and keys is None else keys
+            keys = frozenset() if accompanies and keys is None else keys
             proof = self.proving.begin(self.sharing.inputs.key) if self.due.capture else None
             measure = self.plan.measures and self.known.rows is None
             self.capture.begin_step(keys, self.steps, measure=measure, proof=proof)
