@@ -40,8 +40,9 @@ from ds_kfac.model.expert_rows import ExpertRows
 from ds_kfac.model.samplers import Sampler
 from ds_kfac.model.scan import Scan
 from ds_kfac.model.share import Share, share_of
+from ds_kfac.step.counters import counters, events, selected
 from ds_kfac.step.draft import Draft
-from ds_kfac.step.job import Job, counters, events, selected
+from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.zero.deepspeed_versions import INSTRUCTIONS, STEP, set_gradient_norm
 from ds_kfac.zero.layout import restore, scaler_scale
@@ -118,7 +119,7 @@ class Attachment:
         return self.preconditioner.metrics
 
     def counters(self) -> dict[str, float]:
-        """Steps, refreshes, failures, bytes and calls by kind, seconds per stage: see ds_kfac.step.job."""
+        """Steps, refreshes, failures, bytes and calls by kind, seconds per stage: see ds_kfac.step.counters."""
         return counters(self.job)
 
     def log_line(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What a framework's logs say of how training fares, against weights and eigenvalues themselves."""
+"""What a framework's logs say of steps and curvature, against weights and eigenvalues themselves."""
 
 import statistics
 
@@ -35,7 +35,7 @@ def worker(modes: list[str]) -> dict:
 
 def test_the_logs_say_how_far_a_step_goes_and_how_spread_curvature_is():
     modes = ["adam-z0", "adam-z2", "adam-z3", "z2"]
-    for name, (ratio, spread, logged) in run_ranks("tests.deepspeed.test_fares:worker", world=1, payload=modes)[
+    for name, (ratio, spread, logged) in run_ranks("tests.deepspeed.test_log_line:worker", world=1, payload=modes)[
         0
     ].items():
         assert (logged["kfac/stepped"], logged["kfac/curved"]) == (1.0, 1.0)
@@ -47,7 +47,7 @@ def test_the_logs_say_how_far_a_step_goes_and_how_spread_curvature_is():
 
 
 def test_shares_of_the_weights_are_known_on_several_ranks():
-    first, second = run_ranks("tests.deepspeed.test_fares:worker", world=2, payload=["adam-z3"])
+    first, second = run_ranks("tests.deepspeed.test_log_line:worker", world=2, payload=["adam-z3"])
     for found in (first, second):
         ratio, _, logged = found["adam-z3"]
         near(logged["kfac/step_to_weight"], ratio, 0.5 * ratio, "the mean square of its half of the weights")
