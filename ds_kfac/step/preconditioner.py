@@ -41,6 +41,7 @@ class KFACPreconditioner:
         known: what the first captured batch has shown.
         names: layer -> its name in checkpoints.
         saved: layers that this domain writes there.
+        flagged: layers of which all ranks learn in every step whether they have eigenbases.
         accompanies: step -> whether calls are seen though no factor is due here, as it may be on a rank of experts.
     """
 
@@ -58,6 +59,7 @@ class KFACPreconditioner:
         self.exchange = GradientExchange(self.layout, self.layers, plan.assignment.workers, plan.gradient_dtypes)
         self.owned = self.exchange.owned
         self.rule, self.moments = target.rule, target.rule.moments(config)
+        self.flagged = self.layers if self.rule.asks_prepared(config) else ()
         # raw gradients are clipped: the norm of preconditioned ones says nothing of a spike
         self.needs_norm = target.clips
         self.direction = self.rule.direction(plan, self.layout, self.exchange, target.inner, self.metrics)
@@ -220,31 +222,36 @@ class KFACPreconditioner:
             self.exchange.write(outbox.own, results, scales)
 
     def totals(self, draft: Draft) -> tuple[Scalars, Part]:
-        """What travels with the results: the direction's numbers, the metrics' counts, and a flag for each layer that
-        has eigenbases."""
+        """What travels with the results: the direction's numbers, the metrics' counts, and, if the direction asks, a
+        flag for each layer, whether it has eigenbases."""
         local, factors, travels = draft.local, draft.factors, self.curvature.travels
         # where eigenbases travel the counts of refreshes have come with them
         failed = 0 if travels else self.metrics.step_counts["refresh_failures"]
         counts = local.counts(failed, None if travels or factors is None else factors.unusual)
-        ready = {name for name, state in local.states.items() if state.preconditioner is not None}
-        flags = torch.zeros((), device=self.device), torch.ones((), device=self.device)
-        own = torch.stack([*local.numbers, *counts, *(flags[layer.name in ready] for layer in self.layers)])
+        found = [*local.numbers, *counts]
+        if self.flagged:
+            ready = {name for name, state in local.states.items() if state.preconditioner is not None}
+            flags = torch.zeros((), device=self.device), torch.ones((), device=self.device)
+            found += [flags[layer.name in ready] for layer in self.flagged]
+        own = torch.stack(found)
         if len(own) not in self._totals:
             self._totals[len(own)] = Scalars([range(len(own))] * self.channel.world, self.rank, self.plan.rows)
         table = self._totals[len(own)]
         return table, table.part(dict(enumerate(own)), self.device)
 
     def summed(self, draft: Draft, received: Mapping[int, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Of :meth:`totals` of all ranks: the direction's numbers, and which layers have eigenbases, bool scalars; the
-        counts go to the metrics."""
+        """Of :meth:`totals` of all ranks: the direction's numbers, and which of the flagged layers have eigenbases, as
+        bool scalars; the counts go to the metrics."""
         total, first = torch.stack(list(received.values())).sum(dim=0), len(draft.local.numbers)
-        numbers, counts, ready = total.tensor_split((first, len(total) - len(self.layers)))
+        numbers, counts, ready = total.tensor_split((first, len(total) - len(self.flagged)))
         summary = self.metrics.step_summary
         summary[: len(counts)] = counts
         if draft.factors is not None:
             summary[2].add_(draft.factors.failed)  # a fill: numbers from a list would be copied from the host
             summary[-len(UNUSUAL) :].add_(unusual(draft.factors.scalars))
-        return numbers, dict(zip(self.names, (ready > 0).unbind(), strict=True))
+        if not self.flagged:
+            return numbers, {}
+        return numbers, dict(zip((layer.name for layer in self.flagged), (ready > 0).unbind(), strict=True))
 
     def commit(self, draft: Draft, *, applied: bool) -> None:
         """After the user's optimizer: keep the new state if its step was applied, else leave everything as it was."""
