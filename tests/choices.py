@@ -34,7 +34,9 @@ def planned(block: Mapping[str, Any], *, stacks: bool = False, device: torch.dev
     """What a direction reads of a plan."""
     config = resolved(block)
     precision = choose(config.preconditioner.precision, device)
-    return SimpleNamespace(config=config, precision=precision, stacks=stacks, clip_lr="current", waits=torch.float32)
+    return SimpleNamespace(
+        config=config, layers=(), precision=precision, stacks=stacks, clip_lr="current", waits=torch.float32
+    )
 
 
 @contextmanager

@@ -6,7 +6,8 @@
 
 A sweep of rates by seed 0 and the shortest schedule, then every method at its best rate over each part of the epochs
 with each seed. A call makes runs until its seconds are over, saves the one it is in, and goes on with it next time, as
-it does after a kill. Rows are in the csv files of OUT/MODEL_bBATCH as they come, the page beside that folder.
+it does after a kill. Rows are in OUT/MODEL_bBATCH/runs as they come, in one csv of that folder when the call ends, the
+page beside it.
 """
 
 import argparse
@@ -56,13 +57,14 @@ def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{path}: these runs were made with other settings ({', '.join(different)}); use another --out"
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "runs").mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(settings, indent=1) + "\n")
 
 
 def write_page(runs: Runs, about: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+    runs.pack()
     text = report.page(runs, about, arguments.batch, arguments.parts, arguments.seeds)
-    if list(runs.folder.glob("*.csv")):
+    if runs.packed.exists():
         (arguments.out / f"{runs.folder.name}.md").write_text(text)
     print(text, flush=True)
 

@@ -2,6 +2,7 @@
 
 import csv
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ COLUMNS = [
     "step", "epoch", "seconds", "loss", "validation_loss", "validation_accuracy", "test_loss", "test_accuracy",
     "memory_mb",
 ]  # fmt: skip
+KEYS = ["method", "rate", "part", "seed"]
 WARMUP_PART, LAST_RATIO = 0.05, 0.001
 
 
@@ -99,20 +101,40 @@ class Job:
 
 
 class Runs:
-    """Csv files of a folder: NAME.csv of a finished run, NAME.partial of one that goes on."""
+    """Csv files of a folder: runs/NAME.csv of a finished run, runs/NAME.partial of one that goes on, which git ignores;
+    rows.csv of all finished ones, with the columns KEYS before a run's."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.packed = folder, folder / "rows.csv"
         self._read: dict[Job, list[dict[str, float]]] = {}
+        for row in read(self.packed, text=KEYS[0]) if self.packed.exists() else ():
+            job = Job(str(row.pop("method")), row.pop("rate"), row.pop("part"), int(row.pop("seed")))
+            self._read.setdefault(job, []).append(row)
 
     def path(self, job: Job) -> Path:
-        return self.folder / f"{job.name}.csv"
+        return self.folder / "runs" / f"{job.name}.csv"
 
     def partial(self, job: Job) -> Path:
-        return self.folder / f"{job.name}.partial"
+        return self.folder / "runs" / f"{job.name}.partial"
 
     def saved(self, job: Job) -> Path:
-        return self.folder / f"{job.name}.saved"
+        return self.folder / "runs" / f"{job.name}.saved"
+
+    def pack(self) -> None:
+        """Write all finished runs, those that were packed before and those that are in runs, to one csv."""
+        for path in sorted((self.folder / "runs").glob("*.csv")):
+            method, rate, part, seed = re.fullmatch(r"(\w+)_lr([^_]+)_part([^_]+)_seed(\d+)", path.stem).groups()
+            self._read[Job(method, float(rate), float(part), int(seed))] = read(path)
+        if not self._read:
+            return
+        with open(self.packed, "w", newline="") as file:
+            table = csv.DictWriter(file, [*KEYS, *COLUMNS], lineterminator="\n")
+            table.writeheader()
+            for job in sorted(self._read, key=lambda job: (job.method, job.rate, -job.part, job.seed)):
+                keys = {"method": job.method, "rate": f"{job.rate:g}", "part": f"{job.part:g}", "seed": job.seed}
+                for row in self._read[job]:
+                    cells = {key: "" if math.isnan(value) else f"{value:.7g}" for key, value in row.items()}
+                    table.writerow(keys | cells)
 
     def rows(self, job: Job) -> list[dict[str, float]] | None:
         """Of a finished run."""
@@ -126,9 +148,13 @@ class Runs:
         return 1 - accuracy if math.isfinite(accuracy) else math.inf
 
 
-def read(path: Path) -> list[dict[str, float]]:
+def read(path: Path, text: str | None = None) -> list[dict[str, Any]]:
+    """Rows of numbers but in the column ``text``; an empty cell is nan."""
     with open(path, newline="") as file:
-        return [{key: float(cell or "nan") for key, cell in row.items()} for row in csv.DictReader(file)]
+        return [
+            {key: cell if key == text else float(cell or "nan") for key, cell in row.items()}
+            for row in csv.DictReader(file)
+        ]
 
 
 def swept(runs: Runs, method: str, batch: int, parts: Sequence[float]) -> tuple[dict[float, float], Job | None]:

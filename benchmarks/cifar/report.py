@@ -113,6 +113,8 @@ def draw(found: Mapping[str, Mapping[float, list[Rows]]], folder: Path) -> list[
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    from benchmarks.pictures import save
+
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained", sharey=True)
     for color, (method, by_part) in zip(plt.get_cmap("tab10").colors, found.items(), strict=False):
         for part, ours in by_part.items():
@@ -127,10 +129,7 @@ def draw(found: Mapping[str, Mapping[float, list[Rows]]], folder: Path) -> list[
     for axis in axes:
         axis.grid(alpha=0.3)
     axes[0].legend()
-    path = folder / "accuracy.png"
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return [path]
+    return [save(figure, folder / "accuracy.png", tight=False)]
 
 
 def progress(runs: Runs, jobs: Sequence[Job], steps: Mapping[Job, int], assumed: Mapping[str, float]) -> list[str]:
@@ -146,5 +145,5 @@ def progress(runs: Runs, jobs: Sequence[Job], steps: Mapping[Job, int], assumed:
 
 
 def _of(runs: Runs, method: str) -> list[Rows]:
-    tables = (read(path) for end in ("csv", "partial") for path in runs.folder.glob(f"{method}_lr*.{end}"))
+    tables = (read(path) for end in ("csv", "partial") for path in (runs.folder / "runs").glob(f"{method}_lr*.{end}"))
     return [rows for rows in tables if rows]

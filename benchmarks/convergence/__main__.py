@@ -1,11 +1,12 @@
 """AdamW, Muon and K-FAC from the same initialisation on the same batches, each at its best learning rate.
 
     python -m benchmarks.convergence [sweep] [final] [report] [--workers N] [--tasks gpt_small mlm] ...
+    python -m benchmarks.convergence draw --out FOLDER    # more pictures of what is there, to FOLDER/runs
 
-Without a phase: all of them. sweep tries learning rates on seed 0 and goes on while the best is at an edge; final
+Without a phase: the first three. sweep tries learning rates on seed 0 and goes on while the best is at an edge; final
 trains every method at its best rate on all seeds, all methods of a task and seed in one process, step by step in turn,
-so that their times compare; report, which also ends the others, writes tables and plots. Finished runs are kept: start
-it again after a kill. Every worker has a core to itself.
+so that their times compare; report, which also ends the others, packs the runs into one csv a task and writes tables
+and a picture a task. Finished runs are kept: start it again after a kill. Every worker has a core to itself.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from benchmarks.convergence.methods import (
     REWARD_METHODS,
     REWARD_RATES,
 )
-from benchmarks.convergence.report import report
+from benchmarks.convergence.report import draw_more, report
 from benchmarks.convergence.results import (
     EXTENSIONS,
     SWEEP_SEED,
@@ -40,8 +41,9 @@ from benchmarks.convergence.results import (
     Run,
     best_rate,
     check_settings,
+    finished,
     next_rate,
-    read,
+    pack,
     read_all,
 )
 from benchmarks.convergence.reward_tasks import REWARD_TASKS
@@ -56,11 +58,12 @@ KINDS = [
     (REWARD_TASKS, (REWARD_METHODS, REWARD_RATES)),
 ]
 PHASES = ["sweep", "final", "report"]
+DRAW = "draw"
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("phases", nargs="*", metavar="phase", help=f"of {PHASES}; default: all")
+    parser.add_argument("phases", nargs="*", metavar="phase", help=f"of {PHASES}, the default, or {DRAW}")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=DEFAULT_TASKS)
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="default: those of the kind of task")
     parser.add_argument("--rates", nargs="+", type=float, help="where the sweep starts; default: each method's own")
@@ -72,8 +75,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", help="text file or folder; default: the Python standard library's sources")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args(argv)
-    if wrong := set(arguments.phases) - set(PHASES):
-        parser.error(f"no such phase: {', '.join(sorted(wrong))}; choose from {', '.join(PHASES)}")
+    if wrong := set(arguments.phases) - {*PHASES, DRAW}:
+        parser.error(f"no such phase: {', '.join(sorted(wrong))}; choose from {', '.join([*PHASES, DRAW])}")
     arguments.phases = arguments.phases or PHASES
     kinds = {id(own): own for own in map(of_kind, arguments.tasks)}
     arguments.methods = arguments.methods or (next(iter(kinds.values()))[0] if len(kinds) == 1 else DEFAULT_METHODS)
@@ -125,14 +128,14 @@ class Benchmark:
                     jobs.append(Job(task, method, rate, SWEEP_SEED))
 
     def losses(self, task: str, method: str, rates: Iterable[float]) -> dict[float, float]:
-        jobs = [Job(task, method, rate, SWEEP_SEED) for rate in rates]
-        return {job.rate: read(job, self.arguments.out).final for job in jobs}
+        found = finished(self.arguments.out, task)
+        return {rate: found[Job(task, method, rate, SWEEP_SEED).name].final for rate in rates}
 
     def final(self) -> None:
         best = {}
         for task, method in self.pairs:
-            found = (self.arguments.out / task).glob(f"{method}_lr*_seed{SWEEP_SEED}.csv")
-            rates = [float(path.stem.split("_lr")[1].split("_")[0]) for path in found]
+            jobs = [run.job for run in finished(self.arguments.out, task).values() if run.job.method == method]
+            rates = [job.rate for job in jobs if job.seed == SWEEP_SEED and not job.final]
             best[task, method] = best_rate(self.losses(task, method, rates))
             if best[task, method] is None:
                 print(f"{task} {method}: no rate to run, none swept or all diverged", flush=True)
@@ -146,7 +149,8 @@ class Benchmark:
     def make(self, jobs: list[list[Job]], phase: str) -> None:
         """Make the races that are not yet there, in this order; a line for each run."""
         arguments = self.arguments
-        wanted = [race for race in jobs if not all(job.path(arguments.out).exists() for job in race)]
+        made = {task: finished(arguments.out, task) for task in arguments.tasks}
+        wanted = [race for race in jobs if not all(job.name in made[job.task] for job in race)]
         print(f"{phase}: {len(wanted)} runs to make, {len(jobs) - len(wanted)} there already", flush=True)
         begin = time.perf_counter()
         options = (arguments.stage, arguments.data)
@@ -179,6 +183,9 @@ def make_pool(workers: int) -> ProcessPoolExecutor:
 
 def main(argv: list[str] | None = None, pool: ProcessPoolExecutor | None = None) -> int:
     arguments = parse_arguments(argv)
+    if DRAW in arguments.phases:
+        print("\n".join(map(str, draw_more(read_all(arguments.out), arguments.out / "runs"))))
+        return 0
     with contextlib.nullcontext(pool) if pool else make_pool(arguments.workers) as pool:
         benchmark = Benchmark(arguments, pool)
         if set(arguments.phases) - {"report"}:
@@ -196,7 +203,8 @@ def main(argv: list[str] | None = None, pool: ProcessPoolExecutor | None = None)
 
 
 def page(out: Path) -> str:
-    """The report of a folder; one of rewards has its own."""
+    """Pack the runs of a folder and make its report; one of rewards has its own."""
+    pack(out)
     runs = read_all(out)
     rewards = bool(runs) and all(run.job.task in REWARD_TASKS for run in runs)
     return reward_report.report(out, runs) if rewards else report(out)

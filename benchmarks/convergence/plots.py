@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections.abc import Iterable
 from itertools import cycle
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from matplotlib.ticker import FormatStrFormatter, NullFormatter
 
 from benchmarks.convergence.methods import KFAC_FOR_KFACADAMW, METHODS
 from benchmarks.convergence.results import SWEEP_SEED, Run
+from benchmarks.pictures import save
 from ds_kfac.config.keys import parse
 
 REFRESHED = "kfacadamw"
@@ -21,13 +23,9 @@ AXES = {"step": "step", "seconds": "wall clock [s], training only"}
 
 
 def draw(runs: list[Run], best: dict[tuple[str, str], dict[int, Run]], out: Path) -> list[Path]:
-    """Two files a task; returns them."""
-    files = []
-    made = {run.job.method for run in runs}
-    palette = cycle([*plt.cm.tab10.colors, *plt.cm.Dark2.colors])
-    colors = dict(zip([method for method in METHODS if method in made], palette, strict=False))
-    for task in dict.fromkeys(task for task, _ in best):
-        ours = {method: list(found.values()) for (of, method), found in best.items() if of == task and found}
+    """A file for every task with races; returns them."""
+    files, colors = [], _colors(runs)
+    for task, ours in _raced(best).items():
         figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), sharey=True)
         for axis, (column, label) in zip(axes, AXES.items(), strict=True):
             for method, found in ours.items():
@@ -38,12 +36,41 @@ def draw(runs: list[Run], best: dict[tuple[str, str], dict[int, Run]], out: Path
         if ends := [run.final for found in ours.values() for run in found if math.isfinite(run.final)]:
             axes[0].set_ylim(min(ends) - 0.05, min(min(ends) + 2, axes[0].get_ylim()[1]))
         axes[0].legend(fontsize=8)
-        files.append(_save(figure, out / f"{task}_loss.png"))
-        if ours.get(REFRESHED):
-            files.append(_refreshes(ours[REFRESHED], out / f"{task}_refreshes.png"))
+        files.append(save(figure, out / f"{task}_loss.png"))
+    return files
+
+
+def draw_others(runs: list[Run], best: dict[tuple[str, str], dict[int, Run]], out: Path) -> list[Path]:
+    """Of every task the losses of its sweep, and KFACAdamW's training loss with its refreshes."""
+    files, colors = [], _colors(runs)
+    out.mkdir(parents=True, exist_ok=True)
+    raced = _raced(best)
+    for task in sorted({run.job.task for run in runs}):
+        if ours := raced.get(task, {}).get(REFRESHED):
+            files.append(_refreshes(ours, out / f"{task}_refreshes.png"))
         if sweep := [run for run in runs if run.job.task == task and not run.job.final]:
             files.append(_rates(sweep, colors, out / f"{task}_rates.png"))
     return files
+
+
+def _raced(best: dict[tuple[str, str], dict[int, Run]]) -> dict[str, dict[str, list[Run]]]:
+    """Task -> method -> its races, one a seed."""
+    tasks: dict[str, dict[str, list[Run]]] = {}
+    for (task, method), found in best.items():
+        if found:
+            tasks.setdefault(task, {})[method] = list(found.values())
+    return tasks
+
+
+def _colors(runs: list[Run]) -> dict[str, tuple]:
+    palette = cycle([*plt.cm.tab10.colors, *plt.cm.Dark2.colors])
+    return dict(zip(in_order({run.job.method for run in runs}), palette, strict=False))
+
+
+def in_order(methods: Iterable[str]) -> list[str]:
+    """As in METHODS; those that are no longer there come last."""
+    known = {method: place for place, method in enumerate(METHODS)}
+    return sorted(methods, key=lambda method: (known.get(method, len(known)), method))
 
 
 def _curves(axis, found: list[Run], column: str, color, label: str) -> None:
@@ -74,7 +101,7 @@ def _refreshes(found: list[Run], path: Path) -> Path:
     axis.set(xlabel="step", ylabel="training loss [nats per byte]", title=f"{found[0].job.task}: {REFRESHED}, "
              "vertical lines: eigenbases refreshed")  # fmt: skip
     axis.legend()
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def _rates(runs: list[Run], colors: dict[str, tuple], path: Path) -> Path:
@@ -82,10 +109,8 @@ def _rates(runs: list[Run], colors: dict[str, tuple], path: Path) -> Path:
     swept = sorted((run for run in runs if run.job.seed == SWEEP_SEED), key=lambda run: run.job.rate)
     finite = [run.final for run in swept if math.isfinite(run.final)]
     top = min(max(finite), min(finite) + 1) + 0.1 if finite else 1.0
-    for method in METHODS:
+    for method in in_order({run.job.method for run in swept}):
         ours = [run for run in swept if run.job.method == method]
-        if not ours:
-            continue
         rates = [run.job.rate for run in ours]
         axis.plot(rates, [run.final for run in ours], color=colors[method], marker="o", label=method)
         diverged = [run.job.rate for run in ours if math.isinf(run.final)]
@@ -95,7 +120,7 @@ def _rates(runs: list[Run], colors: dict[str, tuple], path: Path) -> Path:
     axis.set_ylim(top=top)
     axis.grid(alpha=0.3, which="both")
     axis.legend()
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def draw_batches(steps: dict[str, dict[int, list[float]]], out: Path) -> Path | None:
@@ -116,7 +141,7 @@ def draw_batches(steps: dict[str, dict[int, list[float]]], out: Path) -> Path | 
         which(FormatStrFormatter("%g"))
     axis.grid(alpha=0.3, which="both")
     axis.legend()
-    return _save(figure, out / CURVE)
+    return save(figure, out / CURVE)
 
 
 def draw_widths(losses: dict[str, dict[str, dict[float, float]]], out: Path) -> Path | None:
@@ -139,10 +164,4 @@ def draw_widths(losses: dict[str, dict[str, dict[float, float]]], out: Path) -> 
         axis.grid(alpha=0.3, which="both")
     axes[0][0].set(ylabel="held-out loss at the end [nats per byte]")
     axes[0][0].legend()
-    return _save(figure, out / RATES_BY_WIDTH)
-
-
-def _save(figure, path: Path) -> Path:
-    figure.savefig(path, dpi=130, bbox_inches="tight")
-    plt.close(figure)
-    return path
+    return save(figure, out / RATES_BY_WIDTH)

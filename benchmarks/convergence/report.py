@@ -14,7 +14,9 @@ from benchmarks.convergence.plots import (
     REFRESHED,
     draw,
     draw_batches,
+    draw_others,
     draw_widths,
+    in_order,
     refresh_steps,
 )
 from benchmarks.convergence.results import SWEEP_SEED, Run, best_rate, read_all
@@ -28,7 +30,7 @@ SETTLED = 20
 
 
 def report(out: Path) -> str:
-    """Write summary.csv and plots into the folder and a markdown file next to it; returns the markdown."""
+    """Write summary.csv and pictures into the folder and a markdown file next to it; returns the markdown."""
     runs = read_all(out)
     rows = summarise(runs)
     if not rows:
@@ -43,16 +45,21 @@ def report(out: Path) -> str:
         plots.append(curve)
     if widths := draw_widths(losses_by_width(runs), out):
         plots.append(widths)
-    text = markdown(rows, [f"{out.name}/{plot.name}" for plot in plots], [*differences(runs), *jumps(runs)])
+    text = markdown(rows, out.name, [plot.name for plot in plots], [*differences(runs), *jumps(runs)])
     (out.parent / f"{out.name}.md").write_text(text)
     return text
+
+
+def draw_more(runs: list[Run], out: Path) -> list[Path]:
+    """The pictures that no page shows; returns them."""
+    return draw_others(runs, best_runs(runs), out)
 
 
 def best_runs(runs: list[Run]) -> dict[tuple[str, str], dict[int, Run]]:
     """(task, method) -> seed -> run of a race at the rate that was best in the sweep; none if every rate diverged, or
     none was in a race yet: the sweep's losses are of other data."""
     found = {}
-    order = list(METHODS)
+    order = in_order({run.job.method for run in runs})
     pairs = {(run.job.task, run.job.method) for run in runs}
     for task, method in sorted(pairs, key=lambda pair: (pair[0], order.index(pair[1]))):
         losses = {rate: run.final for rate, run in swept(runs, task, method).items()}
@@ -148,6 +155,8 @@ def _row(task: str, method: str, found: dict[int, Run], base: dict[int, Run], ru
         "good_rates_at_edge": int(bool(good) and (good[0] == min(losses) or good[-1] == max(losses))),
         "rates": len(losses),
         "diverged_rates": " ".join(f"{rate:g}" for rate, loss in losses.items() if math.isinf(loss)),
+        "swept_rate": "" if (swept_rate := best_rate(losses)) is None else swept_rate,
+        "swept_loss": "" if swept_rate is None else losses[swept_rate],
     }
 
 
@@ -245,9 +254,10 @@ def jumps(runs: list[Run]) -> list[str]:
     return lines
 
 
-def markdown(rows: list[dict], plots: list[str], remarks: list[str]) -> str:
-    """The tables, one a task, as a page."""
-    lines = ["# Convergence", "", "From benchmarks/convergence; what the columns mean is below.", ""]
+def markdown(rows: list[dict], folder: str, plots: list[str], remarks: list[str]) -> str:
+    """The tables, one a task, as a page. ``plots``: names of files in the folder."""
+    lines = ["# Convergence", "", "From benchmarks/convergence; what the columns mean is below. "
+             "[Which pages are current](README.md).", ""]  # fmt: skip
     for task in dict.fromkeys(row["task"] for row in rows):
         base = NAMES[base_of(task)]
         header = ["method", "best rate", "held-out loss at the end", f"steps to {base}'s", f"of {base}'s steps",
@@ -255,36 +265,34 @@ def markdown(rows: list[dict], plots: list[str], remarks: list[str]) -> str:
                   "rates within 5 %", "diverged"]  # fmt: skip
         lines += [f"## {task}", "", "| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
         lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows if row["task"] == task]
-        lines += [
-            "",
-            *(
-                f"![{plot}]({plot})"
-                for plot in plots
-                if Path(plot).name.startswith((f"{task}_loss", f"{task}_re", f"{task}_rates"))
-            ),
-            "",
-        ]
-    lines += [f"![steps to one loss against the batch]({plot})" for plot in plots if Path(plot).name == CURVE]
-    lines += [
-        f"![loss against rate, a curve for every width]({plot})" for plot in plots if plot.endswith(RATES_BY_WIDTH)
-    ]
+        lines += ["", *(f"![{plot}]({folder}/{plot})" for plot in plots if plot == f"{task}_loss.png"), ""]
+    lines += [f"![{text}]({folder}/{plot})" for plot, text in ACROSS.items() if plot in plots]
     return "\n".join([*lines, *remarks, *([""] if remarks else []), *NOTES])
 
 
+ACROSS = {
+    CURVE: "steps to one loss against the batch",
+    RATES_BY_WIDTH: "loss against rate, a curve for every width",
+}
+"""Pictures of several tasks."""
 NOTES = [
     "Loss: on the test part of the data, mean over seeds, smallest to largest in brackets, at the rate that was best",
     "on the validation part with seed 0; the two parts share no byte. Ranges of rates are of validation losses. All",
     "methods have the same linear warmup. To another's: where the test curve first reaches the loss at which its run",
     "of the same seed ends, linear between evaluations, mean over the seeds that reach it (their number, if not all).",
-    "Seconds are of training only. A range of rates with * ends at an end of the sweep, so it may be wider.",
+    "Seconds are of training only. A range of rates with * ends at an end of the sweep, so it may be wider. All runs",
+    "are in the folder's csv files; `python -m benchmarks.convergence draw --out FOLDER` draws losses against rates,",
+    "and KFACAdamW's training loss at refreshes.",
     "",
 ]
 
 
 def _cells(row: dict) -> list[str]:
     if not row["seeds"]:
-        why = "all diverged" if len(row["diverged_rates"].split()) == row["rates"] else "not raced"
-        return [row["method"], why, *[""] * 7, row["diverged_rates"]]
+        if row["swept_rate"] == "":
+            return [row["method"], "all diverged", *[""] * 7, row["diverged_rates"]]
+        loss = f"not raced; {row['swept_loss']:.3f} in the sweep"
+        return [row["method"], f"{row['swept_rate']:g}", loss, *[""] * 5, _good(row), row["diverged_rates"]]
 
     def spread(name: str, digits: int) -> str:
         mean, low, high = (row[name + end] for end in ("", "_min", "_max"))
@@ -301,7 +309,10 @@ def _cells(row: dict) -> list[str]:
     loss += f", {row['accuracy_mean']:.1%} right" if row["accuracy_mean"] != "" else ""
     times = f"{1000 * row['step_seconds_median']:.0f} / {1000 * row['step_seconds_mean']:.0f}"
     overhead = f"{row['overhead']:.2f}" if row["compared"] else ""
-    good = ""  # not swept
-    if row["rates"]:
-        good = f"{row['good_rate_low']:g} to {row['good_rate_high']:g}{'*' if row['good_rates_at_edge'] else ''}"
-    return [row["method"], f"{row['rate']:g}", loss, *reached, times, overhead, good, row["diverged_rates"]]
+    return [row["method"], f"{row['rate']:g}", loss, *reached, times, overhead, _good(row), row["diverged_rates"]]
+
+
+def _good(row: dict) -> str:
+    if not row["rates"]:  # not swept
+        return ""
+    return f"{row['good_rate_low']:g} to {row['good_rate_high']:g}{'*' if row['good_rates_at_edge'] else ''}"

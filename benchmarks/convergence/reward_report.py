@@ -14,6 +14,7 @@ from matplotlib import pyplot as plt
 from benchmarks.convergence.methods import METHODS
 from benchmarks.convergence.report import best_runs, crossing, differences, swept
 from benchmarks.convergence.results import Run, best_rate
+from benchmarks.pictures import save
 
 MARKS = {"half": 0.5, "four_fifths": 0.2}
 """Shares of wrong answers that are reached."""
@@ -29,7 +30,8 @@ def report(out: Path, runs: list[Run]) -> str:
         table = csv.DictWriter(file, rows[0])
         table.writeheader()
         table.writerows(rows)
-    lines = ["# Learning from rewards", "", "From benchmarks/convergence; what the columns mean is below.", ""]
+    lines = ["# Learning from rewards", "", "From benchmarks/convergence; what the columns mean is below. "
+             "[Which pages are current](README.md).", ""]  # fmt: skip
     for task in dict.fromkeys(row["task"] for row in rows):
         of_task = {method: list(found.values()) for (of, method), found in best.items() if of == task and found}
         lines += [f"## {task}", "", *_table([row for row in rows if row["task"] == task]), ""]
@@ -138,10 +140,7 @@ def _draw(task: str, ours: dict[str, list[Run]], out: Path) -> Path:
         axis.grid(alpha=0.3)
     axes[0].set(title=f"{task}: at each method's best rate, a line a seed")
     axes[0].legend(fontsize=8)
-    path = out / f"{task}.png"
-    figure.savefig(path, dpi=130, bbox_inches="tight")
-    plt.close(figure)
-    return path
+    return save(figure, out / f"{task}.png")
 
 
 NOTES = [

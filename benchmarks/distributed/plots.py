@@ -9,6 +9,8 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
+from benchmarks.pictures import save
+
 Row = Mapping[str, Any]
 PAYLOAD_COLORS = ("0.75", "C0", "C1", "C2", "C4")
 COLORS = dict(zip(("no K-FAC", "all at once", "staggered", "staggered, lag"), ("gray", "C3", "C0", "C2"), strict=True))
@@ -51,7 +53,7 @@ def draw_payload(bars: Sequence[tuple[str, Mapping[str, float], float | None]], 
     axis.set_ylabel("payload of a rank [MB per step]")
     axis.grid(axis="y", alpha=0.25)
     axis.set_axisbelow(True)
-    return _save(figure, path)
+    return save(figure, path, tight=False)
 
 
 def draw_times(rows: Sequence[Row], path: Path) -> Path:
@@ -74,7 +76,7 @@ def draw_times(rows: Sequence[Row], path: Path) -> Path:
         axis.set_ylim(bottom=0)
         axis.set_ylabel("ms a step")
     figure.suptitle("seconds of every step; number: worst / median, dotted: 1.5 medians", fontsize=10)
-    return _save(figure, path)
+    return save(figure, path, tight=False)
 
 
 def draw_losses(rows: Sequence[Row], path: Path) -> Path:
@@ -92,7 +94,7 @@ def draw_losses(rows: Sequence[Row], path: Path) -> Path:
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     axes[0][0].set_ylabel("training loss [nats per byte]")
-    return _save(figure, path)
+    return save(figure, path, tight=False)
 
 
 def _smooth(losses: Sequence[float], decay: float = 0.9) -> list[float]:
@@ -125,7 +127,7 @@ def draw_rows(groups: Sequence[tuple[str, str, Sequence[float]]], path: Path) ->
     axis.set_ylabel("held-out loss against all rows [%]")
     axis.legend(fontsize=9, frameon=False)
     axis.grid(axis="y", alpha=0.25)
-    return _save(figure, path)
+    return save(figure, path, tight=False)
 
 
 def draw_simulation(rows: Sequence[Row], out: Path) -> list[Path]:
@@ -170,10 +172,4 @@ def _grid(rows: Sequence[Row], models: list[str], quantities: dict[str, Callable
         axis.set_xticks([], minor=True)
         axis.set_xlabel("ranks")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=len(STYLES), frameon=False)
-    return _save(figure, path)
-
-
-def _save(figure, path: Path) -> Path:
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path
+    return save(figure, path, tight=False)

@@ -88,6 +88,8 @@ def draw(rows: Sequence[Row], roofline: Roofline, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    from benchmarks.pictures import save
+
     figure, axis = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
     timed = [row for row in rows if "median_ms" in row]
     ops = list(dict.fromkeys(row["op"] for row in timed))
@@ -116,5 +118,4 @@ def draw(rows: Sequence[Row], roofline: Roofline, path: Path) -> None:
     axis.set(xscale="log", yscale="log", xlabel="FLOPs per byte", ylabel="GFLOP/s")
     axis.grid(alpha=0.25)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path, tight=False)

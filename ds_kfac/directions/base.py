@@ -73,7 +73,8 @@ class Direction:
 
         Args:
             totals: ``LocalResult.numbers``, summed over ranks.
-            prepared: layer name -> bool scalar, whether it has eigenbases.
+            prepared: layer name -> bool scalar, whether it has eigenbases; empty unless
+                :meth:`UpdateRule.asks_prepared`.
         """
         raise NotImplementedError
 
@@ -113,6 +114,10 @@ class UpdateRule:
     ) -> Direction:
         """``optimizer``: the engine's innermost one."""
         raise NotImplementedError
+
+    def asks_prepared(self, config: KFACConfig) -> bool:
+        """Whether :meth:`Direction.finish` asks which layers have eigenbases, for which a flag of each travels."""
+        return False
 
     def described(self, plan: Plan, optimizer: str, ratio: float = 1.0) -> str:
         """The K-FAC part of a step, in words.

@@ -161,6 +161,9 @@ class KFACGradientRule(UpdateRule):
     ) -> Direction:
         return KFACGradient(plan, layout, exchange, metrics)
 
+    def asks_prepared(self, config: KFACConfig) -> bool:
+        return config.preconditioner.kl_clip != Value.constant(0)  # nu is of preconditioned layers only
+
     def described(self, plan: Plan, optimizer: str, ratio: float = 1.0) -> str:
         config, method = plan.config, plan.method
         options, damping = config.preconditioner, config.damping

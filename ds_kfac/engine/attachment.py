@@ -36,12 +36,12 @@ from ds_kfac.factors.files import safetensors
 from ds_kfac.metrics import STAGES, TIMER, Metrics
 from ds_kfac.model.batch import ReadBatch
 from ds_kfac.model.expert_rows import ExpertRows
-from ds_kfac.model.noise import NoiseScale
 from ds_kfac.model.samplers import Sampler
 from ds_kfac.model.scan import Scan
 from ds_kfac.model.share import Share, share_of
+from ds_kfac.step.counters import counters, events, selected
 from ds_kfac.step.draft import Draft
-from ds_kfac.step.job import Job, counters, events, selected
+from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.zero.deepspeed_versions import INSTRUCTIONS, STEP, set_gradient_norm
 from ds_kfac.zero.layout import restore, scaler_scale
@@ -117,7 +117,7 @@ class Attachment:
         return self.preconditioner.metrics
 
     def counters(self) -> dict[str, float]:
-        """Steps, refreshes, failures, bytes and calls by kind, seconds per stage: see ds_kfac.step.job."""
+        """Steps, refreshes, failures, bytes and calls by kind, seconds per stage: see ds_kfac.step.counters."""
         return counters(self.job)
 
     def log_line(self) -> dict[str, float]:
@@ -151,33 +151,6 @@ class Attachment:
         if self.sampling is None:
             raise ValueError('ds_kfac: nothing is sampled; set "fisher": "monte_carlo" in kfac.factor')
         return self.sampling
-
-    def measure_noise(self) -> NoiseScale:
-        """Measure the noise scale (:mod:`ds_kfac.model.noise`) at every captured step that begins from now on, which
-        takes a fifth more of such steps or less; DeepSpeed's monitor shows it as ``Train/KFAC/noise_scale``. Call it on
-        every rank.
-
-        Raises:
-            ValueError: no rank sees gradients of samples here.
-        """
-        engine, kfac = self.engine, self.preconditioner
-        if kfac.capture.noise is not None:
-            return kfac.capture.noise
-        if kfac.target.domain.name or engine.sequence_parallel_size > 1:
-            raise ValueError("ds_kfac: noise: a rank has a part of each sample or of the model (tensor, sequence or "
-                             "pipeline parallelism), so nobody sees gradients of samples")  # fmt: skip
-        if kfac.capture.sampled:
-            raise ValueError('ds_kfac: noise: with "fisher": "monte_carlo" gradients of the true loss are not captured')
-
-        def samples() -> int:
-            return engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
-
-        noise = NoiseScale(kfac.layers, samples, kfac.layout.world, kfac.device)
-        if not noise.place:
-            raise ValueError("ds_kfac: noise: no layer whose rows have samples (nn.Linear) is preconditioned")
-        noise.begin(active=kfac.capture.active and engine.micro_steps % engine.gradient_accumulation_steps() == 0)
-        kfac.capture.noise = noise
-        return noise
 
     def export(self, path: str | os.PathLike) -> Path:
         """Write the running factors and the eigenbases in use to a folder, for :class:`ds_kfac.Factors` and

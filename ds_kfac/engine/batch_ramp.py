@@ -4,7 +4,7 @@ Where a gradient is mostly noise, twice the batch at sqrt 2 times the rate makes
 in half of the steps; late in training it mostly is. So the schedule counts samples, not steps, and the rate is the
 schedule's times sqrt(batch / first batch).
 
-Sources: McCandlish et al. 2018 (arXiv:1812.06162) for the noise scale; Malladi et al. 2022 (arXiv:2205.10287) for the
+Sources: McCandlish et al. 2018 (arXiv:1812.06162) for noise and batches; Malladi et al. 2022 (arXiv:2205.10287) for the
 square root; Meterez et al. 2025 (arXiv:2510.14717) for a batch in place of a decay.
 """
 
@@ -14,16 +14,10 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.utils import logger
 from torch import Tensor
 
-from ds_kfac.engine.attachment import HANDLE
-from ds_kfac.model.noise import NoiseScale
 from ds_kfac.zero.deepspeed_versions import caller_sets_boundaries
 
-MARGIN = 2.5
-FIRST = 5
-"""Measurements before the first doubling; and those without a result before a warning."""
 STATE = "batch_ramp"
 
 
@@ -32,7 +26,7 @@ class BatchRamp:
     which it steps once for every batch of the first size: its ``total_num_steps`` stay those of a constant batch.
 
         engine, _, _, _ = ds_kfac.initialize(...)
-        ds_kfac.BatchRamp(engine, largest=512)
+        ds_kfac.BatchRamp(engine, largest=512, at=[1_000_000, 2_000_000])
         for batch in loader:
             engine.backward(engine(batch))
             engine.step()
@@ -43,28 +37,22 @@ class BatchRamp:
     Args:
         engine: made by DeepSpeed, which counts its micro-batches, between two steps.
         largest: samples of a step, over all ranks, that it does not go beyond.
-        margin: the batch doubles when the noise scale that K-FAC measures is so many batches.
-        at: instead, samples so far after which it doubles, ascending; this needs no K-FAC.
+        at: samples so far after which it doubles, ascending.
 
     Attributes:
         first, batch: samples of a step at first and now.
 
     Raises:
         ValueError: ``largest`` is below twice the batch, ``at`` does not ascend or has more doublings than ``largest``
-            allows, the engine has a ramp, is in the middle of a step or does not count micro-batches; or without
-            ``at``, K-FAC is not attached or cannot measure noise here.
+            allows, the engine has a ramp, is in the middle of a step or does not count micro-batches.
     """
 
-    def __init__(self, engine: Any, *, largest: int, margin: float = MARGIN, at: Sequence[int] | None = None) -> None:
-        self.engine, self.largest, self.margin, self.at = engine, largest, margin, None if at is None else tuple(at)
+    def __init__(self, engine: Any, *, largest: int, at: Sequence[int] = ()) -> None:
+        self.engine, self.largest, self.at = engine, largest, tuple(at)
         self.inner = engine.lr_scheduler
         self.first = self.batch = engine.train_batch_size()
-        self.noise: NoiseScale | None = None
-        self._warned = False
         if wrong := self._refusal():
             raise ValueError(f"ds_kfac: BatchRamp: {wrong}")
-        if self.at is None:
-            self.noise = getattr(engine, HANDLE).measure_noise()
         self.rates = self._rates()
         self._written = self._rates()
         engine.lr_scheduler = self
@@ -74,7 +62,12 @@ class BatchRamp:
         possible = max(0, int(math.log2(self.largest / self.first)))
         if not possible:
             return f"largest is {self.largest}, but the batch is {self.first} and doubles"
-        if at is not None and (not at or list(at) != sorted(set(at)) or len(at) > possible):
+        if not at:
+            return (
+                "give at, the numbers of samples after which the batch doubles, as at=[2_000, 4_000]; ramps by the "
+                "noise scale were removed in 0.2 because they lost to these (docs/tuning.md)"
+            )
+        if list(at) != sorted(set(at)) or len(at) > possible:
             return f"at has to be 1 to {possible} ascending numbers of samples ({self.largest} at most), got {list(at)}"
         if isinstance(self.inner, BatchRamp):
             return "this engine has a ramp"
@@ -82,9 +75,6 @@ class BatchRamp:
             return "the caller says where a step ends (Accelerate does), so that no batch can grow here"
         if engine.micro_steps % engine.gradient_accumulation_steps() and not isinstance(engine, PipelineEngine):
             return "the engine is in the middle of a step; call it after engine.step()"
-        kfac = getattr(engine, HANDLE, None)
-        if at is None and kfac is None:
-            return "no K-FAC measures this engine's noise: attach it, or give at"
         return None
 
     def __getattr__(self, name: str) -> Any:
@@ -124,25 +114,9 @@ class BatchRamp:
         self._set_rates(self.gain)
 
     def _is_due(self) -> bool:
-        if self.at is not None:
-            doublings = round(math.log2(self.batch / self.first))
-            samples = self.engine.global_samples + self.batch  # of the step that ends, too
-            return doublings < len(self.at) and samples >= self.at[doublings]
-        kfac = getattr(self.engine, HANDLE, None)
-        if kfac is None:
-            self._warn("K-FAC was detached, and nobody measures noise: the batch stays as it is")
-            return False
-        self.noise = kfac.measure_noise()
-        noise, signal, known = self.noise.told
-        if known == 0 and self.noise.measurements > FIRST:
-            self._warn("no layer shows gradients of single samples (micro-batches of other sizes than the config's, "
-                       "or flat tokens), so the batch stays as it is; give at")  # fmt: skip
-        return known >= FIRST and noise >= self.margin * self.batch * signal
-
-    def _warn(self, words: str) -> None:
-        if not self._warned and self.engine.global_rank == 0:
-            logger.warning(f"ds_kfac: BatchRamp: {words}")
-        self._warned = True
+        doublings = round(math.log2(self.batch / self.first))
+        samples = self.engine.global_samples + self.batch  # of the step that ends, too
+        return doublings < len(self.at) and samples >= self.at[doublings]
 
     def _is_boundary(self, batch: int) -> bool:
         """Whether DeepSpeed, which counts micro-batches from the start on, would end the next step after all of its."""
@@ -193,8 +167,7 @@ class BatchRamp:
         self._take_over()
         self._written = self._rates()
         own = {"first": self.first, "batch": self.batch, "rates": self.rates, "micro": self.engine.micro_steps}
-        noise = None if self.noise is None else self.noise.state_dict()
-        return {**(self.inner.state_dict() if self.inner is not None else {}), STATE: {**own, "noise": noise}}
+        return {**(self.inner.state_dict() if self.inner is not None else {}), STATE: own}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Also of a checkpoint without a ramp: it begins there.
@@ -219,6 +192,4 @@ class BatchRamp:
         self._set_batch(own["batch"])
         if not isinstance(self.engine, PipelineEngine):  # a step begins
             self.engine.micro_steps = own["micro"] - own["micro"] % self.engine.gradient_accumulation_steps()
-        if self.noise is not None and own["noise"]:
-            self.noise.load_state_dict(own["noise"])
         self._set_rates(self.gain)

@@ -179,8 +179,10 @@ class Estimate:
 
     @cached_property
     def _scatter(self) -> Message:
-        """Results, and the numbers that are summed over a row: the direction's, the metrics', a flag for each layer."""
-        count, results = self.rule.numbers + len(SUMMARY) + len(self.plan.layers), self.exchange.scatter
+        """Results, and the numbers that are summed over a row: the direction's, the metrics', and a flag for each layer
+        if the rule asks."""
+        flags = len(self.plan.layers) if self.rule.asks_prepared(self.plan.config) else 0
+        count, results = self.rule.numbers + len(SUMMARY) + flags, self.exchange.scatter
         numbers = self._numbers([count] * self.world, len(self.plan.rows[0]))
         return [("results", self._moved(results, self.plan.gradient_dtypes[1])), ("numbers", numbers)]
 

@@ -212,19 +212,15 @@ class RowMasks:
         self._watching, self._side = False, None
         self._slices.end()
 
-    def of(
-        self, module: str, x: Tensor, info: BatchInfo, *,
-        again: bool = False, reduced: bool = False, ordered: bool = False,
-    ) -> Fit:  # fmt: skip
+    def of(self, module: str, x: Tensor, info: BatchInfo, *, again: bool = False, reduced: bool = False) -> Fit:
         """Of a call with the input x [.., D].
 
         Args:
             again: whether it is a recomputation.
             reduced: whether weight_sharing is "reduce".
-            ordered: whether it matters which rows are an example's, whatever the mask.
         """
         found, (side, masks) = self._whole(module, x, info), self._masks(module, x, info)
-        if found.doubt and (masks or reduced or ordered):
+        if found.doubt and (masks or reduced):
             self._say(module, x.shape[:-1], masks, found.doubt)
         if found.mask is not None:
             self._slices.whole()

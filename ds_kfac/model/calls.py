@@ -12,7 +12,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_kfac.model.layers import LayerSpec, key_of
 from ds_kfac.model.loss import Forward
-from ds_kfac.model.noise import NoiseScale
 from ds_kfac.model.proof import Proof
 from ds_kfac.model.rows import BatchSum, Call, RowSums
 from ds_kfac.model.uses import Uses
@@ -176,7 +175,6 @@ class StepSums:
     Attributes:
         sums: factor key -> rows of the step so far; missing where there are none.
         keys: of the factors that are summed.
-        noise: measures samples' gradients, if there is one.
         proof, uses: of the step, if it proves; uses of weights are noted while it is entered.
         failed: layer name -> what a hook raised; such a layer has no rows any more.
         counted: calls whose gradients came.
@@ -190,7 +188,6 @@ class StepSums:
         self.rows, self.inputs, self.asked, self._fallback_seed = rows, inputs, asked, fallback_seed
         self.sums: dict[str, BatchSum] = {}
         self.keys = frozenset[str]()
-        self.noise: NoiseScale | None = None
         self.proof: Proof | None = None
         self.uses: Uses | None = None
         self.failed: dict[str, str] = {}
@@ -202,7 +199,7 @@ class StepSums:
         """What of a call's input waits for its gradient."""
         of_gradients, layer = call.kind.needs_gradients, call.layer
         call.late = makes_A and not of_gradients and (call.recomputed or self.asked or call.rows.late)
-        if call.late or call.noted or self.asked or (of_gradients and (makes_A or call.proof is not None)):
+        if call.late or self.asked or (of_gradients and (makes_A or call.proof is not None)):
             call.x = x
         if not makes_A or call.late or of_gradients or not x.numel():
             return
@@ -246,8 +243,6 @@ class StepSums:
             if key not in self.sums:
                 self.sums[key] = BatchSum.empty(numel, gradient.device)
             self.rows.add_gradient(call, rows, self.sums[key], seed)
-        if call.noted and call.x is not None and self.noise is not None:
-            self.noise.add(layer, call.x, rows, call.rows.examples)
         if call.recomputed:
             call.x = None
         elif call.x is not None:

@@ -135,8 +135,6 @@ class Capture(StepSums):
         self.sums, self.keys, self.active, self.rows.turn = {}, keys or frozenset(), keys is not None, step
         self.seen = set()
         self.measured = {} if measure else None
-        if self.noise is not None:
-            self.noise.begin(active=self.active)
 
     def remove(self) -> None:
         while self._handles:
@@ -273,9 +271,7 @@ class Capture(StepSums):
         makes_A = "A" in sides and A in self.keys and (stacked or self.inputs.gives(layer))
         captured = makes_A or ("G" in sides and G in self.keys) or (A in self.keys and self.inputs.grouped(layer.name))
         measures = self.measured is not None and not stacked and "A" in sides
-        noted = self.noise is not None and self.noise.active and layer.name in self.noise.place
-        noted = noted and select is columns is lay is None  # all rows of its input and output
-        if not captured and not measures and not noted and self.proof is None:
+        if not captured and not measures and self.proof is None:
             return
         if select is not None and select is not EVERY:
             x = x.reshape(-1, x.shape[-1])[select]
@@ -283,7 +279,7 @@ class Capture(StepSums):
             shape = torch.Size((*x.shape[:-1], layer.G.dim))
         if measures:
             self._measure(layer, kind.rows(x, output) if select is None else x.shape[:-1].numel())
-        if not captured and not noted and self.proof is None:
+        if not captured and self.proof is None:
             return
         # several may have run before the backward of this one, with other masks
         forward = self._running if recomputed and self._running is not None else self.forward
@@ -296,11 +292,11 @@ class Capture(StepSums):
             rows = self._masks.of_stack(layer.module, given, select, info, picked=picked)
         elif not kind.images:
             reduced = self.rows.weight_sharing == "reduce"
-            rows = self._masks.of(layer.module, x, info, again=recomputed, reduced=reduced, ordered=noted)
+            rows = self._masks.of(layer.module, x, info, again=recomputed, reduced=reduced)
         if select is None and not kind.images:
             forward.has(rows, shape)
         call = Call(layer, kind, module, info, rows, shape, sides, A, forward, None, recomputed, select, columns, lay)
-        call.noted, call.proof, call.proves = noted, self.proof, "G" in sides and not self.sampled
+        call.proof, call.proves = self.proof, "G" in sides and not self.sampled
         if call.proof is not None:
             call.proof.see_inputs(call, x)
         self.keep(call, x, makes_A=makes_A)

@@ -66,7 +66,6 @@ class Call:
             fp32 [.., K].
         select: which rows of the output are the call's, of a product of several layers; None: all.
         columns, lay: as in :class:`ds_kfac.model.products.Product`.
-        noted: whether its samples' gradients are measured, see :mod:`ds_kfac.model.noise`.
         edge: where the gradient of its output arrives, maybe flattened, if autograd is to be asked for it; no node may
             hold such a call.
     """
@@ -85,7 +84,6 @@ class Call:
     select: slice | Tensor | None = None
     columns: slice | None = None
     lay: Callable[[Tensor], Tensor] | None = None
-    noted: bool = False
     edge: GradientEdge | None = None
     waiting: BatchSum | None = None
     late: bool = False

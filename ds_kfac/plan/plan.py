@@ -346,8 +346,9 @@ def _wire(assignment: roles.Assignment, setting: Setting, config: KFACConfig, re
 def _offsets(assignment: roles.Assignment, config: KFACConfig, reasons: list[str]) -> tuple[Mapping[str, int], float]:
     """Spread over the interval if that is worth it; and seconds of the worst step's refreshes."""
     work, at_once = assignment.work, [0.0] * assignment.world
+    longest = EIGEN if work.method is ITERATED else work.method  # one refresh of ten
     for factor in work.factors:
-        at_once[assignment.eigen_workers[factor.key]] += work.costs.decompose(factor.side, work.method)
+        at_once[assignment.eigen_workers[factor.key]] += work.costs.decompose(factor.side, longest)
     free = alone_here(work.layers, work.factors)
     if max(at_once) <= LONG_REFRESH or work.refresh_interval == 1 or not free:
         return {}, max(at_once)

@@ -58,7 +58,6 @@ class Draft:
         gradients: of this rank's layers, until they are preconditioned.
         peak_lr: see :class:`ds_kfac.directions.base.StepContext`.
         local: results and new states of this rank's layers.
-        noise: numbers of all ranks [4, ranks], in steps that measure the noise scale.
         verdict: on the layers' rows, in steps that prove them.
     """
 
@@ -70,6 +69,5 @@ class Draft:
     states: dict[str, LayerState] = field(default_factory=dict)
     arrived: dict[str, dict[str, Kept]] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    noise: Tensor | None = None
     verdict: Verdict | None = None
     local: LocalResult = field(init=False)

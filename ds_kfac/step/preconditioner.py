@@ -19,7 +19,6 @@ from ds_kfac.model.batch import ArgumentReader
 from ds_kfac.model.calls import SharedInputs
 from ds_kfac.model.capture import Capture
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.model.noise import SUMS
 from ds_kfac.model.rows import BatchSum, RowSums
 from ds_kfac.plan.plan import Known, Plan
 from ds_kfac.schedule.timetable import FactorsDue
@@ -29,9 +28,6 @@ from ds_kfac.step.messages import UNUSUAL, Sharing, unusual
 from ds_kfac.step.proving import Proving
 from ds_kfac.update.state import LayerState
 from ds_kfac.zero.exchange import GradientExchange, Watch
-
-NOISE_INTERVAL = 10
-"""Steps between measurements of the noise scale where no factor is captured."""
 
 
 class KFACPreconditioner:
@@ -45,6 +41,7 @@ class KFACPreconditioner:
         known: what the first captured batch has shown.
         names: layer -> its name in checkpoints.
         saved: layers that this domain writes there.
+        flagged: layers of which all ranks learn in every step whether they have eigenbases.
         accompanies: step -> whether calls are seen though no factor is due here, as it may be on a rank of experts.
     """
 
@@ -62,6 +59,7 @@ class KFACPreconditioner:
         self.exchange = GradientExchange(self.layout, self.layers, plan.assignment.workers, plan.gradient_dtypes)
         self.owned = self.exchange.owned
         self.rule, self.moments = target.rule, target.rule.moments(config)
+        self.flagged = self.layers if self.rule.asks_prepared(config) else ()
         # raw gradients are clipped: the norm of preconditioned ones says nothing of a spike
         self.needs_norm = target.clips
         self.direction = self.rule.direction(plan, self.layout, self.exchange, target.inner, self.metrics)
@@ -165,18 +163,10 @@ class KFACPreconditioner:
             if not self.layout.replicated:  # in fp32, where its square might be infinite
                 names = [[*of_rank, ("norm", rank)] for rank, of_rank in enumerate(names)]
                 scalars["norm", self.rank] = draft.norm
-        noise = self.capture.noise
-        if noise is not None and noise.active:
-            names = [[*of_rank, *((kind, rank) for kind in SUMS)] for rank, of_rank in enumerate(names)]
-            own = noise.sums(self.exchange.squared_norm(noise.counted), self.layout.grad_scale())
-            scalars |= {(kind, self.rank): value for kind, value in zip(SUMS, own, strict=True)}
         gradients, received = self._broadcast(factors, names, scalars, self.exchange.gather_part)
         if self.needs_norm and not self.layout.replicated:
             norms = torch.stack([received["norm", rank] for rank in range(world)])
             draft.norm = norms.double().square().sum().sqrt()
-        if noise is not None and noise.active:
-            told = [received[kind, rank] for kind in SUMS for rank in range(world)]
-            draft.noise = torch.stack(told).view(len(SUMS), world)
         draft.gradients = self.exchange.gathered(gradients)
         draft.states = dict(self.state)
         if factors is not None:
@@ -248,31 +238,36 @@ class KFACPreconditioner:
             self.exchange.write(outbox.own, results, scales)
 
     def totals(self, draft: Draft) -> tuple[Scalars, Part]:
-        """What travels with the results: the direction's numbers, the metrics' counts, and a flag for each layer that
-        has eigenbases."""
+        """What travels with the results: the direction's numbers, the metrics' counts, and, if the direction asks, a
+        flag for each layer, whether it has eigenbases."""
         local, factors, travels = draft.local, draft.factors, self.curvature.travels
         # where eigenbases travel the counts of refreshes have come with them
         failed = 0 if travels else self.metrics.step_counts["refresh_failures"]
         counts = local.counts(failed, None if travels or factors is None else factors.unusual)
-        ready = {name for name, state in local.states.items() if state.preconditioner is not None}
-        flags = torch.zeros((), device=self.device), torch.ones((), device=self.device)
-        own = torch.stack([*local.numbers, *counts, *(flags[layer.name in ready] for layer in self.layers)])
+        found = [*local.numbers, *counts]
+        if self.flagged:
+            ready = {name for name, state in local.states.items() if state.preconditioner is not None}
+            flags = torch.zeros((), device=self.device), torch.ones((), device=self.device)
+            found += [flags[layer.name in ready] for layer in self.flagged]
+        own = torch.stack(found)
         if len(own) not in self._totals:
             self._totals[len(own)] = Scalars([range(len(own))] * self.channel.world, self.rank, self.plan.rows)
         table = self._totals[len(own)]
         return table, table.part(dict(enumerate(own)), self.device)
 
     def summed(self, draft: Draft, received: Mapping[int, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Of :meth:`totals` of all ranks: the direction's numbers, and which layers have eigenbases, bool scalars; the
-        counts go to the metrics."""
+        """Of :meth:`totals` of all ranks: the direction's numbers, and which of the flagged layers have eigenbases, as
+        bool scalars; the counts go to the metrics."""
         total, first = torch.stack(list(received.values())).sum(dim=0), len(draft.local.numbers)
-        numbers, counts, ready = total.tensor_split((first, len(total) - len(self.layers)))
+        numbers, counts, ready = total.tensor_split((first, len(total) - len(self.flagged)))
         summary = self.metrics.step_summary
         summary[: len(counts)] = counts
         if draft.factors is not None:
             summary[2].add_(draft.factors.failed)  # a fill: numbers from a list would be copied from the host
             summary[-len(UNUSUAL) :].add_(unusual(draft.factors.scalars))
-        return numbers, dict(zip(self.names, (ready > 0).unbind(), strict=True))
+        if not self.flagged:
+            return numbers, {}
+        return numbers, dict(zip((layer.name for layer in self.flagged), (ready > 0).unbind(), strict=True))
 
     def commit(self, draft: Draft, *, applied: bool) -> None:
         """After the user's optimizer: keep the new state if its step was applied, else leave everything as it was."""
@@ -286,8 +281,6 @@ class KFACPreconditioner:
                 found = [draft.factors.scalars["similar", key] for key in sorted(due.capture)]
                 similar = HostCopy(torch.stack(found)).tolist
             self.curvature.timetable.record(draft.step, due, similar)
-            if draft.noise is not None and self.capture.noise is not None:
-                self.capture.noise.record(draft.noise)
             if draft.verdict is not None:
                 self.proving.record(draft.verdict)
                 if draft.verdict.every_row:
@@ -312,12 +305,10 @@ class KFACPreconditioner:
             self.due = FactorsDue(self.due.capture | (still & self.curvature.specs.keys()), self.due.refresh)
         if self.due.capture:
             self.settle()
-        # without a factor nothing else is captured
-        noted = self.capture.noise is not None and not self.plan.assignment.factors and self.steps % NOISE_INTERVAL == 0
-        noted = noted or self.accompanies(self.steps)
-        if self.due.capture or noted or self.capture.active:
+        accompanies = self.accompanies(self.steps)
+        if self.due.capture or accompanies or self.capture.active:
             keys = self.curvature.reducer.begin(self.due.capture, self.steps) if self.due.capture else None
-            keys = frozenset() if noted and keys is None else keys
+            keys = frozenset() if accompanies and keys is None else keys
             proof = self.proving.begin(self.sharing.inputs.key) if self.due.capture else None
             measure = self.plan.measures and self.known.rows is None
             self.capture.begin_step(keys, self.steps, measure=measure, proof=proof)

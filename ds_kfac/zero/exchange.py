@@ -1,6 +1,6 @@
 """Gradients of whole layers to their gradient workers, and the workers' results back to every shard."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from deepspeed.utils import logger
@@ -90,14 +90,6 @@ class GradientExchange:
             bias = pieces[1] if layer.bias else None  # with it a matrix is a copy
             matrices[layer.name] = LAYERS[layer.kind].matrix(pieces[0], bias, layer.shape)
         return matrices
-
-    def squared_norm(self, layers: Iterable[str]) -> Tensor:
-        """Of these layers' gradients as stored, fp32: this rank's part of a sum over all ranks."""
-        total = torch.zeros((), device=self.device)
-        for param in (param for name in layers for param in self.plan.of_layer[name]):
-            for shard in self.shards.get(param, ()):
-                total += self.layout.read(shard).to(self.device, torch.float32).square().sum()
-        return total / self.layout.world if self.layout.replicated else total
 
     def write(self, own: Shards, received: Arrivals, scales: Mapping[str, Tensor]) -> None:
         """Put own and received results where the engine's optimizer will find them; both are given up. ``scales``:

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 
@@ -25,7 +26,7 @@ def end(runs: Runs, job: Job, *accuracies: float, seconds: float = 10.0) -> None
         part = index / len(accuracies)
         text = "" if math.isnan(accuracy) else accuracy
         lines.append(f"{part * 100 * epochs},{part * epochs},{part * seconds * job.part},1,1,{text},1,{text},5")
-    runs.folder.mkdir(exist_ok=True)
+    runs.path(job).parent.mkdir(parents=True, exist_ok=True)
     runs.path(job).write_text("\n".join(lines))
 
 
@@ -91,6 +92,9 @@ def test_the_table_says_in_which_schedule_sgds_accuracy_is_reached(tmp_path):
     # half of SGD's four epochs in its schedule of four; 7 seconds of SGD's 10
     assert "| 2 (0.50), 2 of 2 seeds | 0.5 of its epochs | 0.70 |" in row and "91.0 % (91.0 to 91.0, 2 seeds)" in row
     assert (runs.folder / "accuracy.png").stat().st_size > 0
+    runs.pack()
+    shutil.rmtree(runs.folder / "runs")
+    assert report.page(Runs(runs.folder), {"epochs": 4.0, "batch": BATCH}, BATCH, PARTS, SEEDS) == text
 
 
 def test_runs_of_other_settings_are_kept_apart(tmp_path):
@@ -144,13 +148,13 @@ def test_a_run_that_is_cut_off_goes_on_as_if_it_had_not_been(tmp_path):
     text = call(tmp_path / "cut", "cut")
     ended = text.count(": ended")
     assert ended >= 3 and text.count("saved, goes on in the next call") == 3 * ended, "of four steps"
-    whole, cut = (sorted((tmp_path / name / "resnet8_b512").glob("*.csv")) for name in ("whole", "cut"))
+    whole, cut = (sorted((tmp_path / name / "resnet8_b512").glob("runs/*.csv")) for name in ("whole", "cut"))
     assert [path.name for path in whole] == [path.name for path in cut] and len(whole) == ended
     timed = {"seconds", "memory_mb"}
     for paths in zip(whole, cut, strict=True):
         rows = [[{k: v for k, v in row.items() if k not in timed} for row in read(path)] for path in paths]
         assert rows[0] == rows[1] and len(rows[0]) == 2
-    assert not list((tmp_path / "cut" / "resnet8_b512").glob("*.saved"))
+    assert not list((tmp_path / "cut" / "resnet8_b512").rglob("*.saved"))
     assert json.loads((tmp_path / "cut/resnet8_b512/settings.json").read_text())["held out"] == 100
 
 

@@ -3,6 +3,8 @@
 import csv
 import itertools
 import math
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,11 +15,12 @@ from benchmarks.convergence import report as convergence_report
 from benchmarks.convergence import run as convergence_run
 from benchmarks.convergence.bases import FOLDER
 from benchmarks.convergence.methods import CLIENT, METHODS, RATES, deepspeed_config
-from benchmarks.convergence.results import COLUMNS, Job, check_settings, next_rate, read, read_all, write
+from benchmarks.convergence.results import COLUMNS, Job, check_settings, next_rate, pack, read, read_all, write
 from benchmarks.convergence.tasks import IGNORED, MASK, TASKS, FineTuning
 from examples.gpt import GPTConfig
 from examples.text import STRETCHES, Corpus, load
 from tests.close import close, exact, near
+from tests.ranks import ROOT
 
 INFINITE = math.inf
 
@@ -40,8 +43,8 @@ def test_the_command_sweeps_finishes_reports_and_keeps_what_is_there(tmp_path, c
     out = tmp_path / "results"
     argv = ["--tasks", "tiny", "--methods", "adamw", "muon", "kfac_adamw", "--rates", "0.004", "1e30", "--seeds", "0",
             "1", "--data", str(corpus), "--out", str(out)]  # fmt: skip
-    (out / "tiny").mkdir(parents=True)
-    (out / "tiny/adamw_lr0.004_seed0.partial").write_text("step,seconds\n1,")  # of a killed run
+    (out / "runs/tiny").mkdir(parents=True)
+    (out / "runs/tiny/adamw_lr0.004_seed0.partial").write_text("step,seconds\n1,")  # of a killed run
     assert convergence.main(argv, pool) == 0
     runs = {run.job: run for run in read_all(out)}
     for method in ("adamw", "muon", "kfac_adamw"):
@@ -54,10 +57,15 @@ def test_the_command_sweeps_finishes_reports_and_keeps_what_is_there(tmp_path, c
         assert Job("tiny", method, 0.002, 0) in runs, "the best rate was the lowest and nothing below was tried"
         assert {job.seed for job in runs if job.method == method and job.final} == {0, 1}
         assert {job.seed for job in runs if job.method == method and not job.final} == {0}
-    for file in ("summary.csv", "tiny_loss.png", "tiny_rates.png", "../results.md", "tiny/muon.json"):
+    for file in ("summary.csv", "tiny.csv", "settings.json", "tiny_loss.png", "../results.md", "runs/tiny/muon.json"):
         assert (out / file).stat().st_size > 0
     assert not list(out.rglob("*.partial"))
-    capsys.readouterr()
+    page = capsys.readouterr().out.split("# Convergence")[1]
+    shutil.rmtree(out / "runs")  # as in a clone
+    assert convergence.main(argv, pool) == 0, "runs that are packed were made again"
+    said, again = capsys.readouterr().out.split("# Convergence")
+    assert again == page and "sweep: 0 runs to make" in said and "final: 0 runs to make" in said
+    assert convergence.main(["draw", "--out", str(out)]) == 0 and (out / "runs/tiny_rates.png").stat().st_size > 0
     assert convergence.main([*argv, "--steps", "5"], pool) == 2
     assert "other settings (config at rate 1)" in capsys.readouterr().err
 
@@ -299,10 +307,38 @@ def test_a_loss_that_is_never_reached(tmp_path):
 def test_runs_of_other_settings_are_refused(tmp_path):
     check_settings(tmp_path, "tiny", "adamw", {"model": 1})
     check_settings(tmp_path, "tiny", "adamw", {"model": 2})  # nothing was made with the first
-    write(tmp_path / "tiny/adamw_lr0.001_seed0.csv", [dict.fromkeys(COLUMNS, 1.0)])
-    check_settings(tmp_path, "tiny", "adamw", {"model": 2})
-    with pytest.raises(ValueError, match="other settings \\(model\\)"):
-        check_settings(tmp_path, "tiny", "adamw", {"model": 3})
+    write(tmp_path / "runs/tiny/adamw_lr0.001_seed0.csv", [dict.fromkeys(COLUMNS, 1.0)])
+    for packed in (False, True):
+        check_settings(tmp_path, "tiny", "adamw", {"model": 2})
+        with pytest.raises(ValueError, match="other settings \\(model\\)"):
+            check_settings(tmp_path, "tiny", "adamw", {"model": 3})
+        if not packed:
+            pack(tmp_path)
+            shutil.rmtree(tmp_path / "runs")
+    check_settings(tmp_path, "tiny", "muon", {"model": 3})
+
+
+def test_a_packed_folder_says_the_same(tmp_path):
+    make_run(tmp_path, "adamw", 0, {10: 4.0, 20: 1.5, 40: 2.0}, 0.1)
+    make_run(tmp_path, "adamw", 1, {10: 4.0, 40: 2.5}, 0.1)
+    make_run(tmp_path, "adamw", 0, {20: 2.0}, 0.1, rate=0.002, last=math.inf)
+    make_run(tmp_path, "muon", 0, {10: 2.0, 40: 1.0}, 0.3, rate=0.02)
+    make_run(tmp_path, "no_longer_there", 0, {40: 3.0}, 0.3, task="mlm")
+    before, text = {run.job: run for run in read_all(tmp_path)}, convergence_report.report(tmp_path)
+    pack(tmp_path)
+    first = {path.name: path.read_text() for path in tmp_path.glob("*.csv")}
+    shutil.rmtree(tmp_path / "runs")
+    pack(tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.glob("*.csv")} == first
+    after = {run.job: run for run in read_all(tmp_path)}
+    assert list(after) == list(before) and convergence_report.report(tmp_path) == text
+    assert [row["step"] for row in after[Job("gpt_small", "adamw", 0.001, 0)].rows] == [1, 10, 20, 40]
+    for job, run in after.items():
+        assert (run.final, run.diverged, run.rows[-1]["seconds"]) == (
+            before[job].final, before[job].diverged, before[job].rows[-1]["seconds"]
+        )  # fmt: skip
+        assert not job.final or run.held_out()[0]["step"] == before[job].held_out()[0]["step"]
+        assert not job.final or run.step_seconds == before[job].step_seconds
 
 
 def test_a_key_that_is_newer_than_the_runs(tmp_path):
@@ -311,10 +347,27 @@ def test_a_key_that_is_newer_than_the_runs(tmp_path):
         check_settings(tmp_path, "tiny", "kfacadamw", settings)
 
     check({"factor": {"decay": 0.95}, "report": "full"})
-    write(tmp_path / "tiny/kfacadamw_lr0.001_seed0.csv", [dict.fromkeys(COLUMNS, 1.0)])
+    write(tmp_path / "runs/tiny/kfacadamw_lr0.001_seed0.csv", [dict.fromkeys(COLUMNS, 1.0)])
     check({"factor": {"decay": 0.95, "rows": None}, "report": "full", "adaptive": None})
     with pytest.raises(ValueError, match="config at rate 1"):
         check({"factor": {"decay": 0.95, "rows": 9}, "report": "full", "adaptive": None}, factor={"rows": 9})
     for kfac in ({"factor": {"decay": 0.9}, "report": "full"}, {"factor": {"decay": 0.95}}):
         with pytest.raises(ValueError, match="kfac with defaults"):
             check(kfac)
+
+
+@pytest.mark.parametrize("folder", ["carried", "knobs", "table", "widths"])
+def test_pages_are_what_the_packed_runs_say(tmp_path, folder):
+    shutil.copytree(ROOT / "benchmarks/results" / folder, tmp_path / folder, ignore=shutil.ignore_patterns("runs"))
+    page = convergence.page(tmp_path / folder)
+    assert page == (ROOT / f"benchmarks/results/{folder}.md").read_text()
+    for path in (tmp_path / folder).glob("*.csv"):
+        assert path.read_text() == (ROOT / "benchmarks/results" / folder / path.name).read_text()
+
+
+def test_results_stay_small():
+    names = subprocess.run(["git", "ls-files", "benchmarks/results"], cwd=ROOT, text=True, capture_output=True)
+    if names.returncode or not names.stdout:
+        pytest.skip("no clone")
+    paths = [ROOT / name for name in names.stdout.splitlines()]
+    assert len(paths) <= 130 and sum(path.stat().st_size for path in paths) <= 6e6

@@ -21,7 +21,7 @@ _OPS, _LAYER_OPS, _BASIC = "ops/functional.py", "tests/ops/test_ops_layers.py", 
 _ADAM = _OPS
 _PROOF = "tests/model/test_proof.py"
 _SAVED = "tests/deepspeed/test_saved_state.py"
-_NOISE, _RAMP = "tests/model/test_noise.py", "tests/deepspeed/test_batch_ramp.py"
+_RAMP = "tests/deepspeed/test_batch_ramp.py"
 _COPIES = "tests/deepspeed/test_tensor_parallel.py::" + (
     "test_copies_are_the_same_bits_where_shards_differ_in_size_and_results_travel_in_16_bits"
 )
@@ -697,21 +697,6 @@ _ROWS = [
     ("resume: corrected eigenvalues forgotten", "checkpoint/load.py",
      'and header["moments"] == kfac.moments.NAME', "and False",
      _SAVED),
-    ("noise: variance without B / (B - 1)", "model/noise.py",
-     "B / (B - 1).clamp(min=1), 0.0)", "1.0 * (B > 1), 0.0)",
-     _NOISE),
-    ("noise: ranks' gradients not averaged", "model/noise.py",
-     "/ self.world**2", "/ self.world",
-     _RAMP),
-    ("noise: layers that see other samples", "model/noise.py",
-     "if self._seen[name] == self.samples()", "",
-     _NOISE),
-    ("noise: ranks that measured other layers", "model/noise.py",
-     "& (sums[3] == sums[3, 0]).all()", "",
-     _NOISE),
-    ("noise: replicas counted by every rank", "zero/exchange.py",
-     "total / self.layout.world if", "total if",
-     _RAMP),
     ("factors: gradients of rows that do not count", "model/rows.py",
      "g_NTO = g_NTO * own", "pass",
      _FIT),
@@ -779,9 +764,6 @@ _ROWS = [
      "tests/factors/test_convert.py"),
     ("factors: those of no step", "factors/export.py",
      "and float(factor.updates) > 0", "",
-     "tests/factors/test_export.py"),
-    ("factors: rank of what is no matrix", "step/job.py",
-     'key.endswith("/A") and x.side.block > 1', "x.side.block > 1",
      "tests/factors/test_export.py"),
     ("ramp: in the middle of a step", "engine/batch_ramp.py",
      "(self.engine.micro_steps + 1) % (batch // self._micro_batch) == 0", "True",

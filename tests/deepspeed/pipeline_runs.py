@@ -149,10 +149,6 @@ def ramped(mode: Mode) -> dict:
         engine = build(mode, PipelineModule(list(make_layers()), num_stages=2, loss_fn=cross_entropy))
         rate = engine.get_lr()[0]
         if not by_hand:
-            try:
-                ds_kfac.BatchRamp(engine, largest=8 * MICRO_ROWS)
-            except ValueError as error:
-                found["refused"] = str(error)
             ds_kfac.BatchRamp(engine, largest=4 * MICRO_ROWS, at=[2 * MICRO_ROWS, 4 * MICRO_ROWS])
         for step, count in enumerate([1, 1, 2, 4, 4]):
             if by_hand:

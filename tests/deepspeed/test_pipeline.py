@@ -63,7 +63,6 @@ def test_a_batch_ramp_changes_the_micro_batches_of_a_pipeline():
     mode = Mode("pipe-z1", 1, kfac=TYPES)
     for result in run_ranks("tests.deepspeed.pipeline_runs:ramped", world=2, payload=mode):
         assert result["batches"] == [1, 1, 2, 4, 4] and result["same"]
-        assert "nobody sees gradients of samples" in result["refused"]
         assert result["losses True"] == result["losses False"], "DeepSpeed divides by micro-batches after the step"
 
 

@@ -28,7 +28,10 @@ class ToyReference(ReferenceKFAC):
     toy: str
 
     def step(self, lr: float, grad_scale: float = 1.0, seed: float = 1.0) -> None:
-        self.update(seed)
+        late = self.toy == "rule" and self.steps > 0  # moments go with a basis, which is used from the next step on
+        self.fold(seed)
+        if not late:
+            self.refresh(self.steps)
         for layer in self.layers.values():
             dW, ((alpha, QA), (beta, QG)) = layer.matrix(), layer.bases
             if self.toy == "rule":
@@ -37,6 +40,9 @@ class ToyReference(ReferenceKFAC):
             else:
                 G, A = (Q @ ((e + 0.1) ** -0.5).diag() @ Q.T for Q, e in ((QG, beta), (QA, alpha)))
                 layer.write(G @ dW @ A)
+        if late:
+            self.refresh(self.steps)
+        self.steps += 1
 
 
 def expected(toy: str, world: int, clip: float) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ import torch
 
 from ds_kfac.directions.base import StepContext
 from ds_kfac.directions.kfac_adamw.direction import BASE, AdamDirection, Stack
+from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
 from ds_kfac.directions.kfac_gradient import KFACGradient, KFACGradientRule
 from ds_kfac.step.preconditioner import KFACPreconditioner
 from ds_kfac.update.newton_schulz import orthogonal_factors
@@ -106,6 +107,16 @@ def test_nu_is_for_layers_that_are_prepared_only():
     scales = direction.finish(StepContext(0, None, {}), local, [torch.tensor(0.1)], ready)
     close(scales["a"], torch.tensor((0.001 / 0.1) ** 0.5))
     assert scales["b"] == 1 and direction.metrics.nu == scales["a"]
+
+
+def test_a_flag_of_each_layer_travels_only_where_nu_is_asked_for():
+    rule = KFACGradientRule()
+    assert rule.asks_prepared(planned({}).config)
+    fades = {"schedule": "linear", "start": 0.001, "end": 0, "steps": 10}
+    assert rule.asks_prepared(planned({"preconditioner": {"kl_clip": fades}}).config)
+    for off in ({"kl_clip": 0}, {"graft": "norm"}):
+        assert not rule.asks_prepared(planned({"preconditioner": off}).config)
+    assert not KFACAdamWRule().asks_prepared(planned({}).config)
 
 
 def test_a_grafted_layer_has_the_gradients_norm_and_its_own_part_of_the_sum():

@@ -5,7 +5,7 @@ import torch
 
 import ds_kfac
 from ds_kfac.factors.files import Factors, FactorsError
-from tests.close import close, exact
+from tests.close import exact
 from tests.factors.worker import MODEL, batches, config
 from tests.ranks import init_deepspeed, run_ranks
 
@@ -36,9 +36,8 @@ def train(payload: dict) -> dict:
     factors = {key: own.side.blocks(own.packed_P)[0][0].clone() for key, own in kept.items()}
     states = engine.kfac.preconditioner.state
     bases = {f"{name}/{s}": getattr(own, s).values.clone() for name, own in states.items() for s in "AG"}
-    rank = engine.kfac.counters()["effective_rank"]
     engine.destroy()
-    return {"early": early, "factors": factors, "bases": bases, "rank": rank}
+    return {"early": early, "factors": factors, "bases": bases}
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -49,10 +48,6 @@ def test_what_was_exported_is_what_the_ranks_have(stage, tmp_path):
     assert "no factor has been computed yet; train a step first" in said[0]["early"]
     factors = {key: own for rank in said for key, own in rank["factors"].items()}
     bases = {key: own for rank in said for key, own in rank["bases"].items()}
-    for rank in said:
-        own = [A.double() for key, A in rank["factors"].items() if key.endswith("/A")]
-        expected = sum(A.trace() ** 2 / A.square().sum() for A in own) / len(own)
-        close(torch.tensor(rank["rank"]), expected, sums=256, dtype=torch.float32)
     assert len(factors) == 20  # of 11 layers, of which two pairs share their inputs
     for name in found:
         for side in "AG":

@@ -131,6 +131,7 @@ class AdamDirection(Direction):
         kept = {layer.name: keeps_direction(plan.config.adam, layer) for layer in exchange.owned}
         self.orthogonalizes = {name: reason is None for name, reason in kept.items()}
         super().__init__(plan, layout, exchange)
+        self.layers = tuple(layer.name for layer in plan.layers)
         self.optimizer, self.of_one_shape, self.waits, self.size = optimizer, plan.stacks, plan.waits, SIZE
         self._rounds: dict[tuple[int, ...], list[list[int]]] = {}
         of_all = partial(torch.tensor, device=exchange.device)  # of every layer, in the order of the stacks
@@ -214,7 +215,7 @@ class AdamDirection(Direction):
         scale = scale.masked_fill_(scale == 0, 1.0)
         undo = self.layout.grad_scale() / (scale * local.clip)
         self.optimizer.direction_scale = undo.nan_to_num_(nan=0.0, posinf=0.0)
-        return dict.fromkeys(prepared, scale)
+        return dict.fromkeys(self.layers, scale)
 
     def _step(
         self,
