@@ -92,15 +92,15 @@ def newton_schulz(x_OI: Tensor, *, precision: Precision = HIGHEST) -> Tensor:
     return orthogonal_factors([x_OI.clone()], precision=precision)[0][0]
 
 
-def scale_to(target: Tensor | float, *, size: Tensor, norm: Tensor, root: Tensor | float) -> Tensor:
+def scale_to(target: Tensor | float, *, size: Tensor, norm: Tensor, full: Tensor | float) -> Tensor:
     """What gives a factor the norm ``target``, less where the direction's entries are below :data:`FULL`.
 
     Args:
         target: a Frobenius norm.
         size, norm: those of the direction, and of its factor in any basis. Of zero: 0.
-        root: of how many entries they have.
+        full: :data:`FULL` times the root of how many entries they have.
     """
-    return target * (size / (FULL * root)).clamp(max=1) / norm.clamp(min=SMALLEST)
+    return target * (size / full).clamp(max=1) / norm.clamp(min=SMALLEST)
 
 
 def flops(O: int, I: int, *, half: bool = False) -> int:  # noqa: E741

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ds_kfac.curvature.eigen import HIGHEST, Precision
 from ds_kfac.update import newton_schulz as module
-from ds_kfac.update.newton_schulz import GRAM_FROM, STEPS, flops, newton_schulz, orthogonal_factors, scale_to
+from ds_kfac.update.newton_schulz import FULL, GRAM_FROM, STEPS, flops, newton_schulz, orthogonal_factors, scale_to
 from ds_kfac.update.rotation import Rotation
 from tests.close import close, near, polar_condition
 from tests.update.test_moments import random_basis
@@ -44,7 +44,7 @@ def test_singular_values_are_near_one(rows, columns):
     assert torch.nn.functional.cosine_similarity(factor.flatten(), (U @ Vh).flatten(), dim=0) > 0.95
     close(size, x.norm(), sums=x.numel())
     root = x.numel() ** 0.5
-    scaled = factor * scale_to(0.3 * root, size=size, norm=factor.norm(), root=root)
+    scaled = factor * scale_to(0.3 * root, size=size, norm=factor.norm(), full=FULL * root)
     close(scaled.square().mean().sqrt(), torch.tensor(0.3), sums=x.numel())
 
 
@@ -146,7 +146,7 @@ def test_zero_stays_zero_and_what_fades_out_fades_out(shape, precision):
 
     def step(x: torch.Tensor) -> torch.Tensor:
         factor, size = orthogonal_factors([x.clone()], [torch.full(shape[1:], 0.5)], precision=precision)[0]
-        return factor * scale_to(0.3 * root, size=size, norm=factor.norm(), root=root)
+        return factor * scale_to(0.3 * root, size=size, norm=factor.norm(), full=FULL * root)
 
     assert torch.equal(step(torch.zeros(shape)), torch.zeros(shape))
     for size, expected in ((1.0, 0.3), (0.03, 0.3), (0.003, 0.03), (3e-9, 3e-8), (3e-20, 3e-19)):

@@ -48,7 +48,7 @@ from ds_kfac.model.blocks import named
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.dispatch import scale_shift_
 from ds_kfac.plan.plan import Plan
-from ds_kfac.update.newton_schulz import orthogonal_factors, scale_to
+from ds_kfac.update.newton_schulz import FULL, orthogonal_factors, scale_to
 from ds_kfac.update.rotation import in_memory, lengths, rounds
 from ds_kfac.update.state import Group, LayerState, MomentUpdate
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
@@ -136,9 +136,9 @@ class AdamDirection(Direction):
         self._rounds: dict[tuple[int, ...], list[list[int]]] = {}
         of_all = partial(torch.tensor, device=exchange.device)  # of every layer, in the order of the stacks
         layers = [layer for stack in self.stacks for layer in stack]
-        scaled = [self.orthogonalizes[layer.name] and layer.groups == 1 and not layer.blocks for layer in layers]
-        self.orthogonal = of_all(scaled, dtype=torch.bool)
         self.root = of_all([layer.numel**0.5 for layer in layers], dtype=torch.float32)
+        self.full = FULL * self.root
+        self._maps: dict[str, Tensor] = {}
         self.target = of_all([self.size * step_norm(layer) for layer in layers], dtype=torch.float32)
         ratios = [adam_factor(self.config.adam, layer, optimizer.adam_ratio) for layer in layers]
         self.ratio = of_all(ratios, dtype=torch.float32)
@@ -259,8 +259,8 @@ class AdamDirection(Direction):
         norm = torch.linalg.vector_norm(stack.x_OI.view(len(stack.group.names), -1), dim=1)
         if stack.sizes is None:
             return norm, self.ratio[stack.places]
-        target, root = self.target[stack.places], self.root[stack.places]
-        return norm, scale_to(target, size=stack.sizes[0].view(-1), norm=norm, root=root)
+        target, full = self.target[stack.places], self.full[stack.places]
+        return norm, scale_to(target, size=stack.sizes[0].view(-1), norm=norm, full=full)
 
     def _orthogonalize(self, some: Sequence[Stack]) -> None:
         """Directions become their orthogonal factors, in their place; nothing else of them is kept."""
@@ -309,11 +309,16 @@ class AdamDirection(Direction):
         """Each group of a layer, or each block of its rows, to its own size."""
         assert stack.sizes is not None
         layer = stack.group.layers[0]
-        for rows, size in zip(row_blocks(stack.x_OI, layer.blocks), stack.sizes, strict=True):
-            norm = torch.linalg.vector_norm(rows, dim=(-3, -2, -1))
-            target = self.size * step_norm(layer, rows.shape[-3] * rows.shape[-2])
-            root = rows.shape[-3:].numel() ** 0.5
-            rows.mul_(scale_to(target, size=size, norm=norm, root=root)[..., None, None, None])
+        maps = row_blocks(stack.x_OI, layer.blocks)
+        if layer.name not in self._maps:
+            targets = [self.size * step_norm(layer, rows.shape[-3] * rows.shape[-2]) for rows in maps]
+            full = [FULL * rows.shape[-3:].numel() ** 0.5 for rows in maps]
+            self._maps[layer.name] = torch.tensor([targets, full], device=stack.x_OI.device)[..., None]
+        target, whole = self._maps[layer.name].unbind()  # [maps, 1]
+        norm = torch.stack([torch.linalg.vector_norm(rows, dim=(-3, -2, -1)) for rows in maps]).view(len(maps), -1)
+        scale = scale_to(target, size=torch.stack(stack.sizes).view(norm.shape), norm=norm, full=whole)
+        for rows, own in zip(maps, scale, strict=True):
+            rows.mul_(own.view(*rows.shape[:-3], 1, 1, 1))
         stack.sizes = None
 
     def _whitened(self, root: LayerInverse, x_OI: Tensor) -> Tensor:
