@@ -287,7 +287,8 @@ class KFACPreconditioner:
                     self.learn(replace(self.known, every_row=self.known.every_row | draft.verdict.every_row))
             self.watch.step(draft.local.left_out, look=bool(due.capture))
             self.state, self.peak_lr = draft.local.kept(), draft.peak_lr
-            self._rebase(self.state, draft.arrived)
+            if draft.arrived:
+                self._rebase(self.state, draft.arrived)
             if due.capture:
                 if self.plan.contributors.counts and draft.factors is not None:
                     count = HostCopy(self.metrics.step_summary[-1:])
