@@ -130,7 +130,7 @@ A)
     ;;
 B)
     run costs 120 "$PYTHON" -m benchmarks.kernels.costs "${cpu[@]}" "${small[@]:0:2}" --seconds 0.1 --out "$work/costs.json"
-    for op in "cholesky inverse" "inverse root" eigh "eigh batched"; do
+    for op in "cholesky inverse" iteration eigh "eigh batched"; do
         run "${op// /_}" 200 "${kernels[@]}" --ops "$op" --seconds 0.3 "${small[@]}" --name "${op// /_}"
     done
     ;;

@@ -43,7 +43,7 @@ class Metrics:
     Attributes:
         counts: of this rank: "steps", "skipped_steps", "factor_updates" (steps that captured), "captured_elements" (of
             factors, over all ranks), "refreshes" (factors decomposed here), "refreshes_<how>" (eigh;
-            iteration, from the last eigenbasis; cholesky, an inverse; newton, a root; diagonal; failed),
+            iteration, from the last eigenbasis; cholesky, an inverse; diagonal; failed),
             "refresh_retries" (rungs of the failure ladder that failed), "refresh_failures" (old bases, inverses kept),
             "parted_inputs" (groups of layers with one A that got different inputs here in a captured step, whose rows
             it then lacks).

@@ -66,25 +66,25 @@ class Layer:
             new[i] = keep * old + (1 - keep) * limited
         self.factors = new
 
-    def refresh(self, roots: bool, iterate: bool) -> None:
+    def refresh(self, iterate: bool) -> None:
         """Decompose both factors. Adam's first moment is rotated into the new bases, the second stays (SOAP)."""
         old, Cs = self.bases, self.factors
         last = zip(Cs, [Q for _, Q in old], strict=True) if old and iterate else ()
         self.bases = [one_step(C, Q) for C, Q in last] or [torch.linalg.eigh(C) for C in Cs]
-        if old and not roots:
+        if old:
             (_, old_QA), (_, old_QG), (_, QA), (_, QG) = *old, *self.bases
             self.m = (QG.T @ old_QG) @ self.m @ (old_QA.T @ QA)
 
 
 class KFAC:
-    """For all nn.Linear layers. ``identity_G``: G = I, as in KFACAdamW; ``roots``: R = dW, S = (A / mean + c)^-p."""
+    """For all nn.Linear layers. ``identity_G``: G = I, as in KFACAdamW."""
 
     iterates = False  # whether nine refreshes of ten are by one_step, as on a GPU
 
-    def __init__(self, model, update_interval=10, refresh_interval=50, decay=0.95, identity_G=False, roots=False):
+    def __init__(self, model, update_interval=10, refresh_interval=50, decay=0.95, identity_G=False):
         self.layers = {name: Layer(m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
         self.update_interval, self.refresh_interval = update_interval, refresh_interval
-        self.decay, self.identity_G, self.roots, self.steps = decay, identity_G, roots, 0
+        self.decay, self.identity_G, self.steps = decay, identity_G, 0
 
     def update(self, late: bool = False) -> None:
         """Update the factors and refresh the eigenbases, where due. The first step does both; if ``late``, what the
@@ -93,11 +93,11 @@ class KFAC:
         refreshes, off = divmod(self.steps - late, self.refresh_interval)
         for layer in self.layers.values():
             if late and not off:
-                layer.refresh(self.roots, self.iterates and refreshes % 10 > 0)
+                layer.refresh(self.iterates and refreshes % 10 > 0)
             if self.steps % self.update_interval == 0:
                 layer.update_factors(self.steps // self.update_interval + 1, self.decay, self.identity_G)
             if not late and not off:
-                layer.refresh(self.roots, self.iterates and refreshes % 10 > 0)
+                layer.refresh(self.iterates and refreshes % 10 > 0)
         self.steps += 1
 
     @torch.no_grad()
@@ -119,17 +119,16 @@ class KFAC:
     @torch.no_grad()
     def adamw(self, lr: float, betas=(0.9, 0.999), eps=1e-8, decay=0.01, size=27, p=0.125, c=0.01, ratio=8, heads=()):
         """KFACAdamW's step. ``heads`` keep Adam's direction, at a rate of lr ``ratio`` 128 / inputs, at least lr."""
-        self.update(late=not self.roots)
+        self.update(late=True)
         (b1, b2), k = betas, self.steps
         for name, layer in self.layers.items():
             (alpha, QA), (beta, QG) = layer.bases
             S = torch.diag((alpha / alpha.mean() + c) ** -p)
-            S, QA = (QA @ S @ QA.T, torch.eye(len(QA))) if self.roots else (S, QA)
             R = QG.T @ layer.gradient() @ QA
             layer.m, layer.v = b1 * layer.m + (1 - b1) * R, b2 * layer.v + (1 - b2) * R**2
             m = b1 * layer.m / (1 - b1 ** (k + 1)) + (1 - b1) * R / (1 - b1**k)  # Nesterov's
             seen = [e >= max(64, len(e)) ** 0.5 * 2**-23 * e.max() for e in (beta, alpha)]  # elsewhere R is rounding
-            U = (self.roots or torch.outer(*seen)) * m / ((layer.v / (1 - b2**k)).sqrt() + eps)
+            U = torch.outer(*seen) * m / ((layer.v / (1 - b2**k)).sqrt() + eps)
             U = U * max(ratio * 128 / U.shape[1], 1) if name in heads else orthogonal(U, S, size)
             for weight, part in layer.parts(QG @ U @ QA.T):
                 weight.mul_(1 - lr * decay).sub_(lr * part)

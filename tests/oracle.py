@@ -11,8 +11,7 @@ For a layer W a with inputs a (a 1 appended for the bias) and per-term output gr
                                   V = (G + sqrt(lambda) / pi)^-1 dW (A + pi sqrt(lambda))^-1, pi^2 = mean A / mean G
                                   dW <- nu V, nu = min(1, sqrt(kl_clip / (lr^2 sum <V, dW>))); then any optimizer
     KFACAdamW                     Adam on R: m, v; U = Q_G [m^ / (sqrt(v^) + eps)] Q_A^T, or its orthogonal factor;
-                                  W <- W - lr (U + decay W); a layer whose dW is exactly 0 is not touched; with the
-                                  method "root" Q_A = Q_G = 1 but for the whitening
+                                  W <- W - lr (U + decay W); a layer whose dW is exactly 0 is not touched
 
 autograd's gradient of a loss that is a mean over M terms is g / M, hence the factor M below.
 After the backward of a whole batch: ``kfac.step(lr); optimizer.step()``.
@@ -288,7 +287,7 @@ class ReferenceKFAC:
                     for *part, Q in zip(layer.factors, layer.blocks, old, strict=True)
                 ]
                 RA, RG = (new.T @ before for (_, new), before in zip(layer.bases, old, strict=True))
-                if isinstance(layer.m, Tensor) and self.method != "root":
+                if isinstance(layer.m, Tensor):
                     layer.m = RG @ layer.m @ RA.T
             self.refreshed += 1
 
@@ -330,9 +329,9 @@ class ReferenceKFAC:
         to singular values of that ``size``; others' is times ``ratio``, that of ``heads`` by the width to ``base``.
         ``blocks`` is {layer: for each row of its matrix the number of the map that it is of}."""
         on = next(iter(self.layers.values())).module.weight.device.type in self.iterates
-        iterate, first, waits = on and self.method == "eigen", not self.steps, self.method != "root"
+        first = not self.steps
         self.fold(seed)
-        if first or not waits:
+        if first:
             self.refresh(self.steps)
         self.steps += 1
         for name, layer in self.layers.items():
@@ -343,16 +342,13 @@ class ReferenceKFAC:
             plain = [(torch.ones(len(C)).to(C), torch.eye(len(C)).to(C)) for C in (dW.T, dW)]
             (alpha, QA), (beta, QG) = layer.bases or plain
             whitening = QA @ torch.diag((alpha / alpha.mean() + 0.01) ** -whiten) @ QA.T
-            if self.method == "root":
-                QA, QG = torch.eye(len(QA)).to(QA), torch.eye(len(QG)).to(QG)
             R = QG.T @ dW @ QA
             b1, b2, layer.k = *betas, layer.k + 1
             layer.m = b1 * layer.m + (1 - b1) * R
             layer.v = b2 * layer.v + (1 - b2) * R**2
             m = b1 * layer.m / (1 - b1 ** (layer.k + 1)) + (1 - b1) * R / (1 - b1**layer.k)
             U = m / ((layer.v / (1 - b2**layer.k)).sqrt() + eps)
-            if self.method != "root":
-                U = U * torch.outer(*map(_seen, (beta, alpha), reversed(layer.blocks)))
+            U = U * torch.outer(*map(_seen, (beta, alpha), reversed(layer.blocks)))
             U = QG @ U @ QA.T
             if name in orthogonal:
                 of_map = torch.as_tensor(dict(blocks).get(name, [0] * len(U)), device=U.device)
@@ -361,5 +357,5 @@ class ReferenceKFAC:
             else:
                 U = U * (max(ratio * base / U.shape[1], 1) if name in heads else ratio)
             layer.write(U)
-        if waits and not first:  # moments go with a basis, which is used from the next step on
-            self.refresh(self.steps - 1, iterate=iterate)
+        if not first:  # moments go with a basis, which is used from the next step on
+            self.refresh(self.steps - 1, iterate=on)

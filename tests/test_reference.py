@@ -67,11 +67,9 @@ def rest(model: Net) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.norm.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
 
 
-def adamw_by_page(
-    start: dict, variation: Variation = PLAIN, *, roots: bool = False, identity_G: bool = True, eps: float = EPS
-) -> dict:
+def adamw_by_page(start: dict, variation: Variation = PLAIN, *, identity_G: bool = True, eps: float = EPS) -> dict:
     model = net(start)
-    kfac, optimizer = KFAC(model, **INTERVALS, identity_G=identity_G, roots=roots), rest(model)
+    kfac, optimizer = KFAC(model, **INTERVALS, identity_G=identity_G), rest(model)
     for _ in backwards(model, variation):
         kfac.adamw(LR, BETAS, EPS, DECAY, size=3.0, ratio=0.3, heads=("head",))
         optimizer.step()
@@ -82,12 +80,11 @@ def adamw_by_oracle(
     start: dict,
     variation: Variation = PLAIN,
     *,
-    method: str = "eigen",
     fisher: str = "activations_only",
     eps: float = EPS,
 ) -> dict:
     model = net(start)
-    kfac, optimizer = ReferenceKFAC(model, **INTERVALS, fisher=fisher, method=method), rest(model)
+    kfac, optimizer = ReferenceKFAC(model, **INTERVALS, fisher=fisher), rest(model)
     for _ in backwards(model, variation):
         kfac.adam(BETAS, EPS, orthogonal=("first", "middle"), size=3.0, ratio=0.3, heads=("head",))
         optimizer.step()
@@ -103,9 +100,8 @@ def adamw_by_oracle(
         (gradient_by_page, gradient_by_oracle),
         (adamw_by_page, adamw_by_oracle),
         (partial(adamw_by_page, identity_G=False), partial(adamw_by_oracle, fisher="empirical")),
-        (partial(adamw_by_page, roots=True), partial(adamw_by_oracle, method="root")),
     ],
-    ids=["gradient", "adamw", "adamw with G", "roots"],
+    ids=["gradient", "adamw", "adamw with G"],
 )
 def test_the_page_equals_the_oracle(page, oracle):
     start = weights(make_net())

@@ -25,7 +25,6 @@ VARIATIONS = {
     "empirical": {"factor": {"update_interval": 10, "fisher": "empirical"}},
     "unrotated": {"adam": {"rotate": False}},
     "lag": {"eigenbasis": {"refresh_interval": 50, "lag": 10}},
-    "root": {"preconditioner": {"method": "root"}},
     "unwhitened": {"adam": {"whiten": 0.0}},
     "fused": {"adam": {"blocks": {".*": 1}}},
     "heads": {"adam": {"blocks": {"qkv": 12}}},

@@ -1,5 +1,5 @@
-"""What is timed, of refreshes: decompositions of one matrix and of many, an inverse by Cholesky, an inverse 8th root by
-matrix products.
+"""What is timed, of refreshes: decompositions of one matrix and of many, an inverse by Cholesky, a step of
+orthogonal iteration.
 
 Shape suffixes: D a factor's side, n blocks of width b.
 """
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.cases import Case, Op, Settings
-from ds_kfac.curvature.inverse import CREDIBLE, FLOPS, by_products
+from ds_kfac.curvature.iteration import FLOPS, orthogonal_iteration
 
-SOLVERS = ("eigh", "eigh batched", "cholesky inverse", "inverse root")
+SOLVERS = ("eigh", "eigh batched", "cholesky inverse", "iteration")
 """Not of the op vocabulary: the library's functions as refreshes use them."""
 DIMS = (256, 512, 768, 1024, 1600, 2048, 3072, 4096, 6400, 11008)
 DIM_FP64, DIM_BASELINES = 3072, 4096
@@ -24,8 +24,6 @@ STACKS = ((64, 64), (48, 128), (32, 256), (16, 512), (12, 768), (8, 1024), (4, 1
 ALLOWED = 1e-4
 """Relative error of fp32 decompositions of a few thousand rows."""
 DAMPING = 1e-3
-ORDER = 8
-"""Of a root: KFACAdamW's A^-1/8."""
 
 
 def eigh(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,9 +49,8 @@ def cholesky_inverse(block_DD: Tensor) -> Tensor:
 IMPLEMENTATIONS: Mapping[str, Mapping[str, Op]] = {
     "fp32": {
         "eigh": eigh, "eigh batched": eigh, "cholesky inverse": cholesky_inverse,
-        "inverse root": lambda C: by_products(C, ORDER, "ieee"),
+        "iteration": orthogonal_iteration,
     },
-    "tf32": {"inverse root": lambda C: by_products(C, ORDER, "tf32")},
     "fp64": {"eigh": eigh_in_float64, "eigh batched": eigh_in_float64},
 }  # fmt: skip
 """Name -> op -> function, as a backend's ops."""
@@ -87,7 +84,7 @@ def solvers(settings: Settings, wanted: set[str]) -> Iterator[Callable[[], Case]
         "eigh": [lambda dim=dim: exact(settings, "eigh", 1, dim) for dim in DIMS if dim <= limit],
         "eigh batched": [lambda s=s: exact(settings, "eigh batched", *s) for s in stacks],
         "cholesky inverse": [lambda dim=dim: inverse(settings, dim) for dim in DIMS if dim <= limit],
-        "inverse root": [lambda s=s: root(settings, *s) for s in ((1, 256), *stacks[2:] * (settings.device != "cpu"))],
+        "iteration": [lambda s=s: step(settings, *s) for s in stacks],
     }
     for op, parts in makers.items():
         if op in wanted:
@@ -123,26 +120,20 @@ def inverse(settings: Settings, dim: int) -> Case:
     )  # fmt: skip
 
 
-def root(settings: Settings, count: int, dim: int) -> Case:
-    """Of damped factors."""
-    C = second_moments(settings, count, dim)
-    C /= C.diagonal(dim1=-2, dim2=-1).mean()
-    C.diagonal(dim1=-2, dim2=-1).add_(DAMPING)
-
-    def by_eigh(C: Tensor) -> Tensor:
-        values, vectors = torch.linalg.eigh(C)
-        return (vectors * values.pow(-1 / ORDER).unsqueeze(-2)) @ vectors.mT
+def step(settings: Settings, count: int, dim: int) -> Case:
+    """Of orthogonal iteration, from the basis of factors that nine tenths of these are made of."""
+    before, new = (second_moments(settings, count, dim) for _ in range(2))
+    C, Q = 0.9 * before + 0.1 * new, torch.linalg.eigh(before)[1]
 
     def error(run: Op) -> tuple[float, float]:
-        found = run(C)
-        if found is None:  # a refresh would take it from eigh
-            return float("inf"), 0.0
-        expected = by_eigh(C.double())
-        rounded = run is IMPLEMENTATIONS["tf32"]["inverse root"]
-        difference = (found.double() - expected).abs().max() / expected.abs().max()
-        return float(difference.nan_to_num(nan=float("inf"))), CREDIBLE / ORDER if rounded else 10 * ALLOWED
+        """How far from orthogonal the basis is."""
+        _, vectors, usable = run(C, Q)
+        one = torch.eye(dim, device=C.device, dtype=torch.float64)
+        off = (vectors.double().mT @ vectors.double() - one).flatten(1).norm(dim=1).max() / dim**0.5
+        return float(off if bool(usable.all()) else float("inf")), ALLOWED
 
+    nbytes = 3 * C.nbytes + 4 * count * dim
     return Case(
-        "inverse root", f"{count} x {dim}", 2 * C.nbytes, FLOPS * count * dim**3, lambda run: run(C), error,
-        {"eigh": lambda: by_eigh(C)},
+        "iteration", f"{count} x {dim}", nbytes, round(FLOPS * count * dim**3), lambda run: run(C, Q), error,
+        {"eigh": lambda: eigh(C)},
     )  # fmt: skip

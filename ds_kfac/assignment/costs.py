@@ -107,11 +107,8 @@ class CostModel:
         if side.block <= 1:
             return sum(self.elementwise(2 * ELEMENT_BYTES * count) for count, _ in side.groups)
         total = 0.0
-        flops = method.product_solver_flops  # of b^3, 2 a product
         for count, width in side.groups:
             seconds = _interpolated(getattr(self, method.solver_seconds), width)
-            products = flops * width**3 / self.rate(width) + flops / 2 * self.call_seconds
-            seconds = min(seconds, products) if flops else seconds
             if method.step_flops:
                 seconds += (1 - 1 / method.exact_every) * min(0.0, self.step(width, method) - seconds)
             total += count * seconds

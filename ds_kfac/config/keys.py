@@ -89,12 +89,11 @@ class PreconditionerConfig(Block):
     """Precision of the products into the eigenbasis and back. highest: fp32, also if the process allows TF32. tf32:
     TF32 on GPUs, fp32 elsewhere. null: tf32 on GPUs that have it, else highest. Orthogonalization is in fp16 with TF32,
     else in fp32. With method inverse it applies to the two products with the inverses."""
-    method: Literal["eigen", "inverse", "root"] = "eigen"
+    method: Literal["eigen", "inverse"] = "eigen"
     """What is kept of a factor. eigen: its eigenbasis. inverse: its damped inverse by Cholesky, with KAISA's
     pi-damping: half the products of a step, half the bytes to other workers, refreshes about ten times cheaper; for
     sides of 4096 and up. The damping of an inverse is that of its last refresh. inverse needs eigenvalues
-    kronecker. root: with KFACAdamW, the root A^-p of adam.whiten, 1/p a whole number: Adam in the layers' own
-    coordinates, whitened. Refreshes by matrix products alone, on GPUs predicted ten times cheaper than eigenbases."""
+    kronecker."""
     eigenvalues: Literal["kronecker", "corrected"] | None = None
     """Eigenvalues of the Fisher in the eigenbasis. kronecker: products of the factors' eigenvalues (K-FAC). corrected:
     the running second moment of the rotated gradient (EKFAC). null: corrected if your optimizer divides by a running

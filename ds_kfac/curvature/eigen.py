@@ -94,13 +94,13 @@ class Refreshed(Generic[T]):
 
     Attributes:
         basis: what ``METHODS`` says is kept; None when every rung of the ladder failed for some block.
-        how: "eigh", "iteration" (a step from the last eigenbasis), "cholesky" (an inverse), "newton" (a root by
-            products), "diagonal" (of a diagonal or identity side, nothing to decompose), "failed".
+        how: "eigh", "iteration" (a step from the last eigenbasis), "cholesky" (an inverse), "diagonal" (of a
+            diagonal or identity side, nothing to decompose), "failed".
         retries: rungs of the ladder that failed.
     """
 
     basis: T | None
-    how: Literal["eigh", "iteration", "cholesky", "newton", "diagonal", "failed"]
+    how: Literal["eigh", "iteration", "cholesky", "diagonal", "failed"]
     retries: int = 0
 
 
@@ -110,14 +110,12 @@ class Request:
 
     Attributes:
         partner: the layer's other factor, where a method needs it (``curvature/methods.py``).
-        groups: of the layer, whose factor is that of each after the other.
         last: the eigenbasis to iterate from (``curvature/iteration.py``); None: by eigh.
         alone: whether it is iterated by itself: other ranks have copies, and others beside it.
     """
 
     factor: KroneckerFactor
     partner: KroneckerFactor | None = None
-    groups: int = 1
     last: Eigenbasis | None = None
     alone: bool = False
 

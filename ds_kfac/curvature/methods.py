@@ -15,15 +15,12 @@ from torch import Tensor
 from ds_kfac.curvature.eigen import Eigenbasis, LayerBasis, Refreshed, Request, refresh_all
 from ds_kfac.curvature.factor import Side
 from ds_kfac.curvature.inverse import (
-    FLOPS,
-    WHITEN_DAMPING,
     DampedInverse,
     LayerInverse,
     from_packed,
     inverse_numel,
     packed,
     refresh_inverse,
-    refresh_root,
 )
 from ds_kfac.curvature.iteration import EXACT_EVERY, refresh_from_last
 from ds_kfac.curvature.iteration import FLOPS as STEP_FLOPS
@@ -64,14 +61,12 @@ class Method:
         solver: what decomposes, for people.
         solver_flops: of a dense side of width D, in D^3.
         solver_seconds: which table of the cost model has its seconds.
-        product_solver_flops: as ``solver_flops``, where products alone do it too; it is then the cheaper of both.
         step_flops: of one step from the last result, in D^3; 0: every refresh is by ``solver``. Where a device has a
             rate for it, so are all refreshes after the burn-in but one in ``exact_every``.
         product_flops: of preconditioning a gradient [O, I], in O I (O + I).
         passes, calls: over the gradient and of kernels, for the same.
         parts: how it travels.
         rotates: whether gradients are rotated into an eigenbasis, in which moments can be kept.
-        whitens: whether directions are whitened by it in the layer's own coordinates, as KFACAdamW does.
         damps_identity: whether the damping, and that of a partner that is the identity, is part of what is kept.
     """
 
@@ -79,12 +74,11 @@ class Method:
     solver: str
     solver_flops: int
     solver_seconds: str
-    product_solver_flops = 0
     step_flops, exact_every = 0.0, 1
     product_flops = 4
     passes, calls = 6, 16
     parts: tuple[Part, ...]
-    rotates = whitens = damps_identity = False
+    rotates = damps_identity = False
 
     def numel(self, side: Side) -> int:
         """fp32 elements a gradient worker keeps of a side."""
@@ -106,8 +100,7 @@ class Method:
         """In the order given. Synchronises with the device.
 
         Args:
-            options: ``damping`` at this step and ``damping_kind`` where they are part of what is kept; ``power`` of
-                what whitens, and ``products`` ("ieee" or "tf32").
+            options: ``damping`` at this step and ``damping_kind`` where they are part of what is kept.
         """
         raise NotImplementedError
 
@@ -117,7 +110,7 @@ class Method:
 
     def of_layer(self, G: Any, A: Any) -> Any:
         """What preconditions the layer: a :class:`LayerBasis`, in which gradients are rotated, or an object with
-        ``precondition`` as :class:`LayerInverse`, with ``apply`` where it whitens."""
+        ``precondition`` as :class:`LayerInverse`."""
         raise NotImplementedError
 
 
@@ -182,18 +175,6 @@ class _Inverse(Method):
         return from_packed(side, flats[0]) if side.block else DampedInverse()
 
 
-class _Root(_Inverse):
-    words, solver, solver_flops, solver_seconds = "inverse roots", "eigh", 11, "eigh_seconds"  # with the root's product
-    product_solver_flops, product_flops, passes, calls = FLOPS, 4, 6, 16
-    damps_identity, whitens = False, True
-
-    def paired(self, damping_kind: str) -> bool:
-        return False
-
-    def decompose(self, requests: Sequence[Request], **options: Any) -> list[Refreshed]:
-        return [refresh_root(r.factor, groups=r.groups, damping=WHITEN_DAMPING, **options) for r in requests]
-
-
 EIGEN, ITERATED = _Eigen(), _Iterated()
-METHODS: dict[str, Method] = {"eigen": EIGEN, "inverse": _Inverse(), "root": _Root()}
+METHODS: dict[str, Method] = {"eigen": EIGEN, "inverse": _Inverse()}
 """By ``preconditioner.method``."""

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from ds_kfac.config.keys import KFACConfig
-from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.base import Direction, StepContext, UpdateRule
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.layers import LayerSpec
@@ -173,13 +172,6 @@ class KFACGradientRule(UpdateRule):
         if not method.rotates:
             how = f"{method.words} of both factors, {damped} of the last refresh, split by pi"
         return f"{how}, graft {options.graft}, kl-clip {clip}; then {optimizer}"
-
-    def check(self, config: KFACConfig) -> None:
-        if METHODS[config.preconditioner.method].whitens:
-            raise ValueError(
-                f'kfac.preconditioner.method "{config.preconditioner.method}" is for the optimizer KFACAdamW; use '
-                '"inverse" or "eigen"'
-            )
 
     def by_rows(self, config: KFACConfig, layer: LayerSpec) -> bool:
         return False  # a graft is of a layer's norm

@@ -158,8 +158,6 @@ def factors_lines(subject: Subject, world: int) -> list[str]:
 def machine_lines(costs: CostModel, method: Method) -> list[str]:
     """The constants that predictions are made from, and whether a clock has seen them."""
     times = ", ".join(f"{size}: {_time(seconds)}" for size, seconds in getattr(costs, method.solver_seconds))
-    if method.product_solver_flops:
-        times += f"; or {method.product_solver_flops} n^3 FLOPs of products, where faster"
     if method.step_flops:
         times = f"eigh {times}; steps of {method.step_flops:.3g} n^3 FLOPs at {number(costs.ieee_flops, '')}/s"
     rates = (costs.gemm_flops, costs.syrk_flops, costs.model_flops or costs.gemm_flops)

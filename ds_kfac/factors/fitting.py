@@ -286,7 +286,7 @@ class _Fitting:
                 tensors |= {key: packed, f"{key}/count": count}
                 if bool(packed.any()):  # zero as long as what is above a layer is
                     factor = KroneckerFactor(self.specs[key].side, packed, torch.ones((), device=self.device))
-                    request = Request(factor, groups=layers[self.specs[key].layers[0]].groups)
+                    request = Request(factor)
                     basis = refresh_all([request])[0].basis
                     if basis is None:
                         raise FactorsError(f"{key}: could not be decomposed, in fp64 either")

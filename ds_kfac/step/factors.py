@@ -258,12 +258,10 @@ class FactorUpdates:
                     partner = KroneckerFactor.empty(side, device)
                 elif self.plan.paired:
                     partner = draft.factors[key_of(layer.name, other)]
-            asked.append(Request(draft.factors[key], partner, layer.groups, basis, layer.copies > 1))
+            asked.append(Request(draft.factors[key], partner, basis, layer.copies > 1))
         options: dict[str, Any] = {}
         if method.damps_identity:
             options = {"damping": config.damping.at(draft.step), "damping_kind": config.damping.kind}
-        if method.whitens:
-            options |= {"power": config.adam.whiten, "products": self.plan.precision.products}
 
         def work() -> list[Refreshed]:
             return method.decompose([request.to(device) for request in asked], **options)

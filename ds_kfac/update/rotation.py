@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis, Precision, fp32_products
-from ds_kfac.curvature.inverse import WHITEN_DAMPING
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.functional import block_product
 
@@ -40,6 +39,8 @@ def rows_at_once(x_OI: Tensor) -> int:
     return max(1, AT_ONCE // x_OI.shape[-1])
 
 
+WHITEN_DAMPING = 0.01
+"""Added to A's eigenvalues for whitening, in units of their mean."""
 LEAST = 8.0
 """In eps, of what is not rounding. Sums over rows and their running average leave of a null eigenvalue up to 5 eps of
 the largest, also where a factor is narrow (docs/math.md)."""

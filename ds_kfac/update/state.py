@@ -211,7 +211,7 @@ class LayerState:
         terms: fp32 scalar, loss terms of the last captured batch: a mean gradient times its root has the size of a
             single term's.
         method: what ``A`` and ``G`` are.
-        A, G: eigenbases, damped inverses or roots; None until the first refresh. Gradients are preconditioned when both
+        A, G: eigenbases, damped inverses; None until the first refresh. Gradients are preconditioned when both
             are there.
         moments: of the rotated gradient; None if the update rule keeps none.
     """

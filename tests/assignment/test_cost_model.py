@@ -37,15 +37,6 @@ def test_dense_preconditioning_is_four_products():
     close(costs.precondition(linear_layer("l", 5, 3)), 4 * 5 * 3 * (5 + 3) / 2.0)
 
 
-def test_roots_are_by_products_where_these_are_faster():
-    side = Side.dense(2048)
-    gpu, cpu = BUILTIN["cuda"], BUILTIN["cpu"]
-    products = 160 * 2048**3 / gpu.rate(2048) + 80 * gpu.call_seconds
-    close(gpu.decompose(side, METHODS["root"]), products)
-    assert products < gpu.decompose(side) / 5
-    assert cpu.decompose(side, METHODS["root"]) == cpu.decompose(side)
-
-
 def test_a_step_from_the_last_basis_is_products_and_a_third_of_two_inverses_and_eigh_every_tenth():
     costs = replace(UNIT, ieee_flops=1000.0, gemm_flops=2000.0)
     step = (STEP_FLOPS - 2 / 3) * 20**3 / 1000.0 + 2 / 3 * 1.0

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ["bash", str(ROOT / "benchmarks" / "gpu.sh")]
 ITEMS = {
     "A": ["machine", "ops_check", "ops", "steps", "modes", "others", "sanitizer"],
-    "B": ["machine", "costs", "cholesky_inverse", "inverse_root", "eigh", "eigh_batched"],
+    "B": ["machine", "costs", "cholesky_inverse", "iteration", "eigh", "eigh_batched"],
     "C": ["machine", "newton_schulz"],
     "D": ["machine", "sweep", "goals", "goals_2048", "fp32", "models"],
     "E": ["machine", "step"],

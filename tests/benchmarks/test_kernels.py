@@ -153,9 +153,9 @@ def test_the_gate_of_solvers_sees_a_wrong_element(small_solvers, value):
     def wrong(found):
         if isinstance(found, list):
             return [wrong(found[0]), *found[1:]]
-        part = (found if torch.is_tensor(found) else found[-1]).clone(memory_format=torch.contiguous_format)
+        part = (found if torch.is_tensor(found) else found[1]).clone(memory_format=torch.contiguous_format)
         part.view(-1)[part.abs().argmax()] *= value
-        return part if torch.is_tensor(found) else (found[0], part)
+        return part if torch.is_tensor(found) else (found[0], part, *found[2:])
 
     for make in kernels_solvers.solvers(SETTINGS, set(kernels_solvers.SOLVERS)):
         case = make()

@@ -7,7 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis, Precision, choose, fp32_products
-from ds_kfac.curvature.inverse import by_products
+from ds_kfac.curvature.iteration import orthogonal_iteration
 from ds_kfac.update.kfac import precondition
 from ds_kfac.update.newton_schulz import newton_schulz
 from ds_kfac.update.rotation import Rotation
@@ -87,12 +87,12 @@ def test_highest_is_fp32_whatever_the_process_allows(process):
 
 
 def test_products_elsewhere_wait_until_the_switch_is_given_back():
-    """A root on a thread of its own must not see TF32: it would drown small eigenvalues."""
+    """A refresh on a thread of its own must not see TF32: it would drown small eigenvalues."""
     one, found = basis(33, 65).A, []
     C = one.vectors[0] @ torch.diag(one.values + 0.01) @ one.vectors[0].mT
 
     def refresh() -> None:
-        found.append(by_products(C, 8, "ieee"))
+        found.append(orthogonal_iteration(C, one.vectors[0]))
 
     thread = threading.Thread(target=refresh)
     with fp32_products("tf32", CPU):

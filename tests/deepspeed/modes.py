@@ -38,8 +38,6 @@ class Mode:
     """With orthogonalized directions of all but heads; else all layers keep Adam's."""
     whiten: float = 0.25
     rotate: bool = True
-    root: bool = False
-    """With the method "root"."""
     size: float = 1.0
     """Of steps, and ``base``: constants, smaller for layers of ten columns."""
     base: int = 10
@@ -57,12 +55,10 @@ class Mode:
     @property
     def kfac_block(self) -> dict[str, Any]:
         """Of a rule without curvature without the Fisher."""
-        no_G = self.root or not self.rotate
-        factor = {key: value for key, value in KFAC["factor"].items() if not no_G or key != "fisher"}
-        preconditioner = {**KFAC["preconditioner"], "method": "root"} if self.root else KFAC["preconditioner"]
+        factor = {key: value for key, value in KFAC["factor"].items() if self.rotate or key != "fisher"}
         adam = {"whiten": self.whiten, "rotate": self.rotate, "blocks": self.maps}
         adam |= {} if self.orthogonal else {"except_layers": [".*"]}
-        return {**KFAC, "factor": factor, "preconditioner": preconditioner, "adam": adam, **self.kfac}
+        return {**KFAC, "factor": factor, "adam": adam, **self.kfac}
 
     @property
     def optimizer(self) -> dict[str, Any]:
@@ -76,14 +72,14 @@ class Mode:
         """What decides which numbers come out, but for rounding: modes of which it is the same share a reference."""
         facts = {"stage": self.stage == 0 and self.dtype, "kfac": self.kfac, "groups": self.groups, "dtype": self.dtype}
         facts |= {"clip": self.clip, "adam": self.adam, "orthogonal": self.orthogonal, "extra": self.extra}
-        facts |= {"whiten": self.whiten, "rotate": self.rotate, "root": self.root, "maps": self.maps}
+        facts |= {"whiten": self.whiten, "rotate": self.rotate, "maps": self.maps}
         return str(facts | {"size": self.size, "base": self.base, "ratio": self.adam_ratio})
 
     @property
     def factors(self) -> dict[str, str]:
         """What a choice of cases combines, see tests/covering.py."""
         return {
-            "rule": str((self.adam, self.orthogonal, self.rotate, self.root)),
+            "rule": str((self.adam, self.orthogonal, self.rotate)),
             "moments": str((self.whiten, self.size, self.adam_ratio) if self.adam else ""),
             "stage": str(self.stage),
             "dtype": f"{self.dtype} {self.precision}",
@@ -206,12 +202,5 @@ ADAM = [
     for index, mode in enumerate(MODES)
     if "half" not in mode.name
 ] + [Mode(f"adam-z{stage}-unrotated", stage, adam=True, orthogonal=True, rotate=False) for stage in (0, 1, 2, 3)]
-ADAM += [
-    replace(mode, name=mode.name.replace("adam", "root"), orthogonal=True, whiten=whiten, root=True)
-    for mode, whiten in (
-        (mode, (0.125, 0.5, 0.25)[index % 3])
-        for index, mode in enumerate(m for m in ADAM if m.rotate and m.name.count("-") < 3)
-    )
-]
 ADAM_AUTOCAST = [replace(mode, name=f"adam-{mode.name}", adam=True) for mode in AUTOCAST]
 BY_NAME = {mode.name: mode for mode in MODES + AUTOCAST + ADAM + ADAM_AUTOCAST}

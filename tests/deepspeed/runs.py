@@ -193,8 +193,6 @@ def reference_options(kfac: dict) -> dict:
         "dense_max": kfac["factor"].get("dense_max"),
         "longest": kfac.get("plan", {}).get("LONGEST", 16384),
     }
-    if options["method"] == "root":
-        options["fisher"] = "activations_only"
     if not kfac.get("adam", {}).get("rotate", True):
         options |= {"fisher": "activations_only", "longest": 0}
     if kfac["preconditioner"].get("eigenvalues") == "corrected":

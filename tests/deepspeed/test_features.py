@@ -84,10 +84,6 @@ CASES = {
     "adam-activations_only": case(adam=True, factor={"fisher": "activations_only"}),
     "adam-maps": case(FusedNet, adam=True, orthogonal=True, maps=MAPS),
     "stacked-adam-maps": case(FusedNet, adam=True, orthogonal=True, maps=MAPS, plan={"stacks": True}),
-    "adam-maps-root": case(
-        FusedNet, adam=True, orthogonal=True, maps=MAPS, factor={"fisher": "activations_only"},
-        preconditioner={"method": "root"},
-    ),
 }  # fmt: skip
 
 

@@ -112,7 +112,6 @@ STEPS = [
     Mode("gradient z3 bf16", 3, dtype="bf16"),
     Mode("Adam z3 bf16, large", 3, dtype="bf16", adam=True, orthogonal=True),
     Mode("Adam z2, large, both sides", 2, adam=True, orthogonal=True, kfac={"factor": {"fisher": "empirical"}}),
-    Mode("roots z2, large", 2, adam=True, orthogonal=True, root=True),
     Mode("gradient z3 bf16, large, A", 3, dtype="bf16", kfac={"factor": {"fisher": "activations_only"}}),
 ]
 SIDES = [96 + 2 * index for index in range(41)]
@@ -127,7 +126,7 @@ def beside_worker(modes) -> dict:
     results = {}
     for mode in modes:
         often = {"factor": {"update_interval": 2}, "eigenbasis": {"refresh_interval": 2}}
-        kinds = {"fisher": "activations_only"} if mode.adam and not mode.root else {}
+        kinds = {"fisher": "activations_only"} if mode.adam else {}
         often["factor"] |= kinds | mode.kfac.get("factor", {})
         mode = replace(mode, kfac={**mode.kfac, **often, "burn_in": {"steps": 0}, "plan": AT_ONCE})
         torch.manual_seed(0)

@@ -236,18 +236,6 @@ def test_a_loss_scale_may_be_a_whole_number_of_any_size(kind):
     assert torch.ones(()) / layout.grad_scale() ** 2 == 2.0**-64
 
 
-@pytest.mark.parametrize("blocks", [(), (2, ROWS - 2)])
-def test_a_whitened_direction_has_the_size_that_it_had_before(blocks):
-    """With a root the direction is whitened first: what it is then is no measure of whether gradients die out."""
-    direction, *_ = make(AdamDirection, adam={}, groups=ADAM)
-    root = SimpleNamespace(apply=lambda x: 0.5 * x)
-    stack = Stack(Group([replace(linear_layer("a", COLUMNS, ROWS), blocks=blocks)]), slice(0, 1), True, root=root)
-    stack.x_OI = torch.ones(ROWS, COLUMNS)
-    direction._orthogonalize([stack])
-    for size, rows in zip(stack.sizes, blocks or (ROWS,), strict=True):
-        close(size, (rows * COLUMNS) ** 0.5, sums=ROWS * COLUMNS, dtype=torch.float32)
-
-
 @pytest.mark.parametrize("experts", [1, 2])
 def test_orthogonalized_rows_are_put_back_where_they_lay(experts):
     """A head's queries and keys follow each other: the rows of a map lie apart."""

@@ -7,8 +7,6 @@
     U <- size sqrt(max(O, I)) X / |X|
     W <- W - lr (Q_G U Q_A^T + weight_decay W)                                        (in optimizer.py)
 
-With ``preconditioner.method`` "root" there is no eigenbasis: R is dW itself and S the matrix (A / mean A + c)^-p.
-
 A layer whose averaged gradient is exactly zero was not used: as with a gradient of None in torch, it takes no step,
 does not decay and keeps its moments. A tensor-parallel shard is asked by itself. The same holds
 for a parameter that is frozen, and for a gradient that is so large that moments would not hold its square: that one is
@@ -40,8 +38,6 @@ import torch
 from torch import Tensor
 
 from ds_kfac.config.keys import AdamConfig
-from ds_kfac.curvature.eigen import fp32_products
-from ds_kfac.curvature.inverse import LayerInverse
 from ds_kfac.directions.base import Direction, StepContext
 from ds_kfac.directions.kfac_adamw.optimizer import IN_USE
 from ds_kfac.model.blocks import named
@@ -106,7 +102,6 @@ class Stack:
         places: of its layers among all of the step.
         orthogonal: whether their directions are orthogonalized.
         x_OI: fp32 [O, I] or [n, O, I], the direction as far as it has come.
-        root: what whitens in place of an eigenbasis, of one layer.
         rows_are_back: whether the rotation is undone in two halves: blocks are rows of the weight, not of R.
         sizes: norms of what was orthogonalized, a scalar or [n] of each block; None if nothing was, or is scaled.
     """
@@ -115,7 +110,6 @@ class Stack:
     places: slice
     orthogonal: bool
     x_OI: Tensor = field(init=False)
-    root: LayerInverse | None = None
     rows_are_back: bool = False
     sizes: list[Tensor] | None = None
 
@@ -229,7 +223,6 @@ class AdamDirection(Direction):
         rotated: plain Adam."""
         group = stack.group
         own, options = group.take(states), self.layout.optimizer.param_groups[self.groups[group.names[0]][0]]
-        stack.root = own[0].preconditioner if own[0].method.whitens else None
         given = [gradients.pop(name) for name in group.names]  # as it is stored, which may be DeepSpeed's own
         whole = given[0] if len(given) == 1 else torch.stack(given)
         x = whole.float()
@@ -271,10 +264,6 @@ class AdamDirection(Direction):
             if stack.rows_are_back:
                 assert stack.group.rotation is not None
                 stack.x_OI = stack.group.rotation.restore(stack.x_OI, columns=False)
-            if stack.root is not None:  # its size is that before
-                rows = row_blocks(stack.x_OI, blocks)
-                stack.sizes = [torch.linalg.vector_norm(part, dim=(-3, -2, -1)) for part in rows]
-                stack.x_OI = self._whitened(stack.root, stack.x_OI)
             own = [rows.flatten(-3, -2) for rows in row_blocks(stack.x_OI, blocks)] if blocks else [stack.x_OI]
             maps += own
             owners += [stack] * len(own)
@@ -300,10 +289,7 @@ class AdamDirection(Direction):
                         part.copy_(maps[index].view(part.shape))
             for index in mine:
                 maps[index] = sizes[index]  # its memory
-            if stack.root is None:
-                stack.sizes = [sizes[index] for index in mine]
-            else:
-                stack.x_OI = self._whitened(stack.root, stack.x_OI)
+            stack.sizes = [sizes[index] for index in mine]
 
     def _scale_maps(self, stack: Stack) -> None:
         """Each group of a layer, or each block of its rows, to its own size."""
@@ -320,11 +306,6 @@ class AdamDirection(Direction):
         for rows, own in zip(maps, scale, strict=True):
             rows.mul_(own.view(*rows.shape[:-3], 1, 1, 1))
         stack.sizes = None
-
-    def _whitened(self, root: LayerInverse, x_OI: Tensor) -> Tensor:
-        """By the inverse root."""
-        with fp32_products(self.precision.products, x_OI.device):
-            return root.apply(x_OI).contiguous()
 
     def alike(self, layer: LayerSpec) -> Hashable:
         return self.groups[layer.name][0], self.orthogonalizes[layer.name], layer.copies, layer.blocks

@@ -1,6 +1,5 @@
 """KFACAdamW: Adam in the eigenbasis, its direction orthogonalized; with an optimizer of its own for DeepSpeed."""
 
-import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +9,6 @@ import torch
 from torch import nn
 
 from ds_kfac.config.keys import KFACConfig
-from ds_kfac.curvature.inverse import ORDERS, order_of
 from ds_kfac.curvature.methods import METHODS
 from ds_kfac.directions.base import Direction, UpdateRule, by_rows
 from ds_kfac.directions.kfac_adamw.direction import ADAM_RATIO, AdamDirection, adam_factor, keeps_direction
@@ -54,9 +52,7 @@ class KFACAdamWRule(UpdateRule):
         kept = [adam_factor(options, x, ratio) for x in plan.layers if keeps_direction(options, x) is not None]
         low, high = (f"{each:.3g}" for each in (min(kept, default=0.0), max(kept, default=0.0)))
         at = "" if not kept else f" at {low} lr" if low == high else f" at {low} to {high} lr"
-        where = "the layers' own coordinates"
-        if plan.config.adam.rotate:
-            where = "the eigenbasis" if plan.method.rotates else f"{where}, whitened by inverse roots"
+        where = "the eigenbasis" if plan.config.adam.rotate else "the layers' own coordinates"
         plain = sum(layer.A.block == layer.G.block == 0 for layer in plan.layers) if options.rotate else 0
         without = f"; {plain} have no factors: neither rotated nor whitened" if plain else ""
         return (
@@ -76,24 +72,12 @@ class KFACAdamWRule(UpdateRule):
         return AdamMoments
 
     def check(self, config: KFACConfig) -> None:
-        name, fisher = config.preconditioner.method, config.factor.fisher
-        method, power = METHODS[name], config.adam.whiten
-        if not (method.rotates or method.whitens):
+        name = config.preconditioner.method
+        if not METHODS[name].rotates:
             raise ValueError(
                 f'kfac.preconditioner.method "{name}" keeps no eigenbasis, in which KFACAdamW steps; use "eigen", or '
                 "another optimizer"
             )
-        if method.whitens and config.adam.rotate:
-            if fisher not in (None, "activations_only"):
-                raise ValueError(
-                    f'kfac.preconditioner.method "{name}" keeps roots of A alone; kfac.factor.fisher "{fisher}" has '
-                    "no use"
-                )
-            if order_of(power) is None:
-                raise ValueError(
-                    f'kfac.preconditioner.method "{name}" keeps A^-p; kfac.adam.whiten ({power}) must be 1/n with n '
-                    f"in {ORDERS[0]} .. {ORDERS[-1]}, or, for no curvature at all, kfac.adam.rotate false"
-                )
         if not config.adam.rotate and config.factor.fisher is not None:
             raise ValueError(
                 f'kfac.adam.rotate false keeps no factors; kfac.factor.fisher "{config.factor.fisher}" has no use'
@@ -141,11 +125,9 @@ class KFACAdamWRule(UpdateRule):
 
     def _round(self, plan: Plan, stacks: Sequence[Sequence[LayerSpec]]) -> int:
         """The directions of a round, and in turn Adam's: the gradient unless it waits as it is, both moments, a rotated
-        one and two more, and what rotates it; Newton-Schulz: its matrices, and with roots a whitened direction and
-        factor."""
+        one and two more, and what rotates it; Newton-Schulz: its matrices."""
         adam, iterated, copied, whole, alike = 0, 0, 0, 0, Counter[Hashable]()
         copies, width = 5 + (plan.waits is not torch.float32), 2 if plan.precision.products == "tf32" else 4
-        whitened = 8 if plan.method.whitens else 0
         for stack in stacks:
             numel = sum(layer.numel for layer in stack)
             whole += numel
@@ -156,7 +138,7 @@ class KFACAdamWRule(UpdateRule):
                 if blocks and sum(blocks) < stack[0].shape[-2]:  # whose rows lie apart: copies
                     copied += 4 * numel
                 for sides, count in Counter(sides for layer in stack for sides in layer.maps).items():
-                    own = width * count * workspace(*sides) + whitened * count * math.prod(sides)
+                    own = width * count * workspace(*sides)
                     alike[tuple(sorted(sides)) if plan.stacks else (stack[0].name, sides)] += own
                     iterated = max(iterated, own)
         limit = 3 * width * in_memory(stacked=plan.stacks)
