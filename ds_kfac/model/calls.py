@@ -245,7 +245,7 @@ class StepSums:
             key, numel = (A, layer.A.numel) if of_gradients else (G, layer.G.numel)
             if key not in self.sums:
                 self.sums[key] = BatchSum.empty(numel, gradient.device)
-            self.rows.add_gradient(call, rows, self.sums[key], seed)
+            self.rows.add_gradient(call, rows, self.sums[key], seed, alive)
         if call.noted and call.x is not None and self.noise is not None:
             self.noise.add(layer, call.x, rows, call.rows.examples)
         if call.recomputed:

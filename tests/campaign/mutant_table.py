@@ -252,8 +252,10 @@ _ROWS = [
     ("loss scale stays in G", "model/rows.py", "terms) / seed\n", "terms) / 1.0\n", "tests/model/test_capture.py"),
     ("scale of 16-bit rows not squared", "model/rows.py", "scale = gain**2", "scale = gain",
      "tests/model/test_capture.py"),
-    ("a second call's terms are counted again", "model/rows.py", "if key not in self.counted:", "if True:",
+    ("a second call's terms are counted again", "model/rows.py", "new * (now > before)", "new * now",
      "tests/model/test_capture.py tests/model/test_loss_terms.py"),
+    ("loss terms of calls whose gradient is zero", "model/rows.py", "True if alive is None else alive", "True",
+     "tests/model/test_calls.py"),
     # found by the proof alone, whatever other tests there are of such faults
     ("proof: another operand", "model/capture.py", "x = inputs[0] if inputs else",
      "x = torch.randn_like(inputs[0]) if inputs else", _PROOF),
