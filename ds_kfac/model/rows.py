@@ -195,7 +195,7 @@ class RowSums:
         self.weight_sharing, self.positions, self.turn = weight_sharing, positions, 0
         self._stage, self._divided = stage, divided
         self.counted: dict[tuple[Forward, str], Tensor | bool] = {}
-        self._warned = False
+        self._warned = self._told_levels = False
 
     @torch.no_grad()
     def add_input(self, call: Call, x: Tensor, sum_A: BatchSum) -> None:
@@ -295,6 +295,13 @@ class RowSums:
         forward, info, divisor = call.forward, call.info, call.info.divisor
         told = None if info.peers is None else info.peers.told
         terms = forward.terms  # M, the same for all layers
+        if forward.levels and divisor is None and self._divided and not self._told_levels:
+            self._told_levels = True
+            logger.warning(
+                "ds_kfac: the model returned predictions of several sizes, and the number of loss terms is taken to be "
+                "that of the first. If the loss is a mean over all of them, set engine.kfac.read_batch to return "
+                "BatchInfo(labelled=..), an entry for each term (docs/capture.md)"
+            )
         if terms is None:
             own = own if info.tokens is None else info.tokens
             if forward.guess is None:
