@@ -293,7 +293,7 @@ class Capture(StepSums):
             info = self._info_of(layer.module, info)
         if layer.name in self.every_row:
             info = replace(info, rows=None, encoder_rows=None)
-        if stacked or info.places:
+        if stacked or picked or info.places:  # picked: maybe for a single expert
             rows = self._masks.of_stack(layer.module, given, select, info, picked=picked)
         elif not kind.images:
             reduced = self.rows.weight_sharing == "reduce"

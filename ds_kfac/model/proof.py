@@ -232,11 +232,11 @@ class Proof:
             row[ROWS] += counts.sum()
             row[ZERO] += (counts & zero).sum()
             row[FIRST] += (counts & zero & (nth == 1)).sum()
-            if mask is not None and call.info.padding and not call.info.places and layer.part[1] == 1:
+            if mask is not None and layer.part[1] == 1 and (padding := _padding(call, mask)) is not None:
                 logarithm = probed.double().square().sum(dim=-1).reshape(mask.shape).log()
-                out, within = ~mask & ~zero, mask & ~zero
+                out, within = padding & ~zero, mask & ~zero
                 sums = [torch.where(rows, logarithm, 0.0).sum() for rows in (out, within)]
-                row[LEFT_OUT:] += torch.stack([(~mask).sum(), *sums, out.sum(), within.sum()])
+                row[LEFT_OUT:] += torch.stack([padding.sum(), *sums, out.sum(), within.sum()])
         return probed
 
     def counted_input(self, call: Call, weight_sharing: str, alive: Tensor | None) -> None:
@@ -318,6 +318,20 @@ class Proof:
             ratio = torch.where(distance == 0, distance, (distance / bound).clamp(max=1e30))
             ratios.append(torch.where(distance.isfinite(), ratio, nan))
         return torch.stack(ratios).amin()
+
+
+def _padding(call: Call, mask: Tensor) -> Tensor | None:
+    """Which rows of a call are padding, of the shape of its mask; None: that is not known."""
+    info = call.info
+    if info.places:
+        return None
+    if info.padding:
+        return ~mask
+    if info.attended is None or info.rows is None or mask.numel() != info.attended.numel():
+        return None
+    if mask.untyped_storage().data_ptr() != info.rows.untyped_storage().data_ptr():  # another one, of a source
+        return None
+    return ~(info.attended.T if call.rows.examples == 1 else info.attended).reshape(mask.shape)
 
 
 def told(total: Tensor, ratios: Tensor, uses: Sequence[str]) -> list[Told]:

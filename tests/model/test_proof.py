@@ -353,16 +353,19 @@ class Padded(nn.Module):
 @pytest.mark.parametrize("how, foreign", [
     ("none", False), ("an auxiliary loss's", False), ("the last pad's", False), ("a pooled token's", True),
 ])  # fmt: skip
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("known", ["padding", "padding beside prompts", ""])
 def test_a_mask_is_of_other_rows_where_those_that_it_leaves_out_have_a_gradient(how, foreign, known):
-    """Not of rows with labels, of which nothing is ``known``."""
+    """Prompts have no label, and a gradient: of rows with labels only padding tells."""
     mask = (torch.arange(8) >= torch.tensor([0, 4, 5, 3, 4])[:, None]).long()  # padded on the left
     torch.manual_seed(0)
     x = torch.randn(ROWS, 8, WIDTH)
 
     def read(arguments, keywords):
-        return BatchInfo(mask.bool(), padding=known)
+        rows, prompts = mask.bool(), torch.arange(8) == 6
+        if known == "padding":
+            return BatchInfo(rows, padding=True)
+        return BatchInfo(rows & ~prompts, attended=rows if known else None)
 
     found = prove(Padded(how), [{"x": x, "attention_mask": mask}], read_batch=read)
-    assert [found[name].foreign for name in ("first", "head")] == [foreign and known, False]
+    assert [found[name].foreign for name in ("first", "head")] == [foreign and bool(known), False]
     assert all(seen.fits for seen in found.values())
