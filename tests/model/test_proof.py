@@ -13,12 +13,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ds_kfac.curvature.factor import Side
 from ds_kfac.estimate.rows import proven
 from ds_kfac.model import blocks, capture, proof
 from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.calls import StepSums
-from ds_kfac.model.rows import Call, RowSums
+from ds_kfac.model.rows import BatchSum, Call, RowSums
 from ds_kfac.model.scan import Choice, scan
+from ds_kfac.ops.reference import symmetric_pack
 from tests.models import cross_entropy, linear_layer
 
 ROWS, TOKENS, WIDTH = 5, 3, 40
@@ -292,6 +294,20 @@ def test_the_random_numbers_are_those_of_the_factor_and_of_the_proof():
     assert torch.equal(a, b) and not torch.equal(a, c) and a.shape == (1, WIDTH + 1, proof.PROBES)
     assert abs(float(a.mean())) < 0.4 and not torch.equal(a, probes[0].probes("other/A", first))
     assert probes[0].probes("g/G", replace(first, name="g")).shape == (1, 48, proof.PROBES)
+    few = replace(first, name="few", G=Side.dense(3))  # it may share its A with layers of many outputs
+    assert probes[0].probes("few/A", few).shape == a.shape
+
+
+def test_sums_of_many_rows_may_be_rounded_as_often():
+    """Of both factors, each by its own number of rows."""
+    layer = linear_layer("layer", 40, 40)
+    own, x = proof.Proof([layer], lambda layer: layer.keys[0], 0, torch.device("cpu")), torch.randn(40_000, 40)
+    for key in layer.keys:
+        own._count(key, layer, proof.times(x, own.probes(key, layer)[0]), 0)
+    for part, wrong in ((2e-5, 0), (2e-4, 2)):
+        sums = {key: BatchSum((1 + part) * symmetric_pack(x.T @ x), torch.tensor(0.0)) for key in layer.keys}
+        own._numbers.zero_()
+        assert own.numbers(sums)[0, proof.WRONG] == wrong
 
 
 def test_parts_of_a_large_layer_fit_and_give_the_rows_of_their_A_once():
