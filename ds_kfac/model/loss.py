@@ -191,6 +191,7 @@ class Forward:
         info: what its arguments show.
         detached: whether no input of the model came from another graph.
         summed: layers a call of which waits for its gradient with the sum of its inputs.
+        proven: layers that were called, in a step that proves.
         terms: M, if labels or the model's output show it.
         seed: the gradient that reached the loss the model returned, whatever the caller makes of it, see :meth:`take`.
         guess: M where neither does: as many as the layer nearest to the loss has rows.
@@ -201,6 +202,7 @@ class Forward:
     info: BatchInfo = field(default_factory=BatchInfo)
     detached: bool = True
     summed: set[str] = field(default_factory=set)
+    proven: set[str] = field(default_factory=set)
     terms: Tensor | int | None = None
     seed: Tensor | None = None
     guess: Tensor | int | None = None

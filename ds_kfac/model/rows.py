@@ -61,6 +61,7 @@ class Call:
         late: whether its inputs, which it keeps, are added with the gradient instead.
         arrived: whether a gradient came to it.
         proves: whether its gradient is part of the weight's: not one of a sampled loss, nor that of all of a stack.
+        later: whether the layer was called before in the forward, if that is to be known.
         whole_grid: whether its sums have every position of a convolution.
         proof, probed, probed_G: of the step's :class:`ds_kfac.model.proof.Proof`, if it has one: its rows times probes,
             fp32 [.., K].
@@ -90,6 +91,7 @@ class Call:
     waiting: BatchSum | None = None
     late: bool = False
     proves: bool = True
+    later: bool = False
     whole_grid: bool = True
     arrived: bool = False
     proof: Any = None
