@@ -16,15 +16,11 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ds_kfac.model.batch import BatchInfo, fit
+from ds_kfac.model.layers import parameter_shape
 from ds_kfac.model.slices import Fit
 
 Value = tuple[int, int]
 """A tensor in a graph: the number of its node, and which output of it. No node is held: it would hold the graph."""
-COMBINES = {
-    *("Add", "Sub", "Rsub", "Mul", "Div", "Neg", "Sum", "Mean", "Stack", "Cat", "Where", "MaskedFill", "ToCopy"),
-    *("Clone", "Alias", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Select", "Unbind", "Expand"),
-}
-"""Nodes of a sum of losses, or of a mean, each times a weight."""
 MOST_LOSSES = 64
 """In a vector of losses."""
 
@@ -143,7 +139,8 @@ def _viewed(p: int, before: tuple[int, ...], after: tuple[int, ...]) -> int | ra
 
 
 def losses_in(loss: Tensor) -> set[Value]:
-    """The scalars that a loss is a weighted sum of, itself included; and sums of some of them."""
+    """The scalars that a loss is made of by way of scalars alone, itself included: of a sum of losses or a mean, each
+    times a weight, these losses, and sums of some; of logits nothing."""
     found: set[Value] = set()
     waiting: list[tuple[Any, int]] = [(loss.grad_fn, loss.output_nr)]
     while waiting:
@@ -151,20 +148,15 @@ def losses_in(loss: Tensor) -> set[Value]:
         if (value := (node._sequence_nr(), output)) in found:
             continue
         found.add(value)
-        if isinstance(node, torch.autograd.function.BackwardCFunction) or _kind(node) in COMBINES:
-            waiting += [(below, at) for below, at in node.next_functions if below is not None and _few(below, at)]
+        waiting += [(below, at) for below, at in node.next_functions if below is not None and _few(below, at)]
     return found
-
-
-def _kind(node: Any) -> str:
-    return str(node.name()).rstrip("0123456789").removesuffix("Backward")
 
 
 def _few(node: Any, output: int) -> bool:
     """Whether a node's output is a scalar, or a vector made of some."""
     metadata = node._input_metadata
     numel = prod(metadata[output].shape) if output < len(metadata) else 0
-    return numel == 1 or (numel <= MOST_LOSSES and _kind(node) in ("Stack", "Cat"))
+    return numel == 1 or (numel <= MOST_LOSSES and node.name().startswith(("StackBackward", "CatBackward")))
 
 
 def _of_scalars(node: Any) -> bool:
@@ -173,7 +165,7 @@ def _of_scalars(node: Any) -> bool:
     while waiting:
         node = waiting.pop()
         if "AccumulateGrad" in node.name():
-            if node.variable.numel() != 1:
+            if prod(parameter_shape(node.variable)) != 1:
                 return False
             continue
         if any(prod(metadata.shape) != 1 for metadata in node._input_metadata):

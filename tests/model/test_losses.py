@@ -57,6 +57,7 @@ CASES = {
     "weighed": ("aux ce", lambda v: v["ce"] + 0.1 * v["aux"], 1),
     "weighed, the first less": ("ce aux", lambda v: 0.1 * v["ce"] + v["aux"], 1),
     "a mean of a stack": ("ce aux", lambda v: torch.stack([v["ce"], 3 * v["aux"]]).mean(), 1),
+    "one of two, bounded and divided": ("aux ce", lambda v: v["ce"].clamp(max=50).sqrt().square() / 8, 8),
     "one of two, divided": ("aux ce", lambda v: v["ce"] / 8, 8),
     "their sum, returned last": ("ce aux sum", lambda v: v["sum"] / 8, 8),
     "their sum, returned first": ("sum aux ce", lambda v: v["sum"].float() / 8, 8),
