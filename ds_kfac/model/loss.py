@@ -21,8 +21,8 @@ from ds_kfac.model.slices import Fit
 
 Value = tuple[int, int]
 """A tensor in a graph: the number of its node, and which output of it. No node is held: it would hold the graph."""
-MOST_LOSSES = 64
-"""In a vector of losses."""
+VECTORS, MOST_LOSSES = ("StackBackward", "CatBackward"), 64
+"""What makes a vector of losses, and how long that is."""
 
 
 def class_dim(prediction: Tensor) -> int:
@@ -148,15 +148,12 @@ def losses_in(loss: Tensor) -> set[Value]:
         if (value := (node._sequence_nr(), output)) in found:
             continue
         found.add(value)
-        waiting += [(below, at) for below, at in node.next_functions if below is not None and _few(below, at)]
+        for below, at in node.next_functions:
+            shapes = () if below is None else below._input_metadata
+            numel = prod(shapes[at].shape) if at < len(shapes) else 0
+            if numel == 1 or (numel <= MOST_LOSSES and numel and below.name().startswith(VECTORS)):
+                waiting.append((below, at))
     return found
-
-
-def _few(node: Any, output: int) -> bool:
-    """Whether a node's output is a scalar, or a vector made of some."""
-    metadata = node._input_metadata
-    numel = prod(metadata[output].shape) if output < len(metadata) else 0
-    return numel == 1 or (numel <= MOST_LOSSES and node.name().startswith(("StackBackward", "CatBackward")))
 
 
 def _of_scalars(node: Any) -> bool:
@@ -235,7 +232,7 @@ class Forward:
         """The model returned ``output``. Labels go first."""
         if self.terms is None:
             self.terms = output_terms(output, self.info, weight_sharing=weight_sharing)
-            self.levels = of_levels(output)
+            self.levels = self.terms is not None and of_levels(output)
         losses: dict[Value, Tensor] = {
             (x.grad_fn._sequence_nr(), x.output_nr): x for x in _losses(output) if x.grad_fn is not None
         }
@@ -281,9 +278,10 @@ def returned_prediction(output: Any) -> Tensor | None:
 
 
 def _losses(output: Any) -> Iterator[Tensor]:
-    """Scalars that are not made of scalars alone."""
-    for value in _values(output):
-        if value.ndim == 0 and (value.grad_fn is None or not _of_scalars(value.grad_fn)):
+    """Scalars that are not made of scalars alone, or that nothing is returned beside."""
+    values = [*_values(output)]
+    for value in values:
+        if value.ndim == 0 and (len(values) == 1 or value.grad_fn is None or not _of_scalars(value.grad_fn)):
             yield value
 
 

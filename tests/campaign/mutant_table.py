@@ -264,7 +264,7 @@ _ROWS = [
      "elif _outputs(prediction.grad_fn, tuple(shape)) == 0:", "elif False:", "tests/model/test_losses.py"),
     ("loss terms: a matrix and a vector", "model/loss.py",
      "place = 0 if _parameter(node.next_functions[0][0]) else None", "place = None", "tests/model/test_losses.py"),
-    ("loss terms: several sizes are not told", "model/loss.py", "self.levels = of_levels(output)", "pass",
+    ("loss terms: several sizes are not told", "model/loss.py", "self.terms is not None and of_levels(output)", "False",
      "tests/model/test_losses.py"),
     ("loss terms of calls whose gradient is zero", "model/rows.py", "True if alive is None else alive", "True",
      "tests/model/test_calls.py"),

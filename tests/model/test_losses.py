@@ -94,7 +94,7 @@ def test_a_temperature_that_is_returned_is_no_loss():
     model = Net("scale ce")
     output = model(*batch())
     assert returned_loss(output) is output["ce"]
-    assert returned_loss({"scale": output["scale"]}) is None
+    assert returned_loss({"scale": output["scale"], "features": output["ce"].expand(3)}) is None
     assert len(losses_in(output["ce"])) == 1, "what scales logits is no part of a sum"
 
 
