@@ -130,7 +130,7 @@ def step(settings: Settings, count: int, dim: int) -> Case:
         _, vectors, usable = run(C, Q)
         one = torch.eye(dim, device=C.device, dtype=torch.float64)
         off = (vectors.double().mT @ vectors.double() - one).flatten(1).norm(dim=1).max() / dim**0.5
-        return float(off if bool(usable.all()) else float("inf")), ALLOWED
+        return float(off.nan_to_num(nan=float("inf"))) if bool(usable.all()) else float("inf"), ALLOWED
 
     nbytes = 3 * C.nbytes + 4 * count * dim
     return Case(

@@ -307,7 +307,7 @@ class Attachment:
         retain_graph = bool(kwargs.get("retain_graph", args[0] if args else False))
         with ExitStack() as stack:
             for capture in self._captures:
-                stack.enter_context(capture.own_backward(retain_graph=retain_graph))
+                stack.enter_context(capture.own_backward(loss, retain_graph=retain_graph))
             if not any(capture.active for capture in self._captures) or not loss.requires_grad:
                 return original(loss, *args, **kwargs)
             scale_wrt_gas = kwargs.get("scale_wrt_gas", args[1] if len(args) > 1 else True)

@@ -73,6 +73,7 @@ class BatchInfo:
         places: whether rows are places for tokens, zero where there is none (experts).
         padding: whether rows that the masks leave out are padding: then they have no gradient, and a layer whose rows
             do has a mask that is not of its rows.
+        attended: bool [N, T], all but padding, where ``rows`` leave out others, too, as prompts.
     """
 
     rows: Tensor | None = None
@@ -84,6 +85,7 @@ class BatchInfo:
     tokens: int | None = None
     places: bool = False
     padding: bool = False
+    attended: Tensor | None = None
     peers: Peers | None = None
 
 
@@ -133,12 +135,16 @@ class ArgumentReader:
         rows, encoder_rows = self._mask(given.get("attention_mask")), None
         if self.two_sided:
             rows, encoder_rows = self._mask(given.get("decoder_attention_mask")), rows
-        padding = rows is not None or encoder_rows is not None
+        padding, attended = rows is not None or encoder_rows is not None, None
         if self.count == "labelled" and labelled is not None and labelled.ndim == 2:
-            rows = labelled if rows is None or rows.shape != labelled.shape else rows & labelled
+            if rows is not None and rows.shape == labelled.shape:
+                attended = rows | labelled  # the last pad before a text predicts its first token
+                rows = rows & labelled
+            else:
+                rows = labelled
             padding = False  # a prompt has no label, and a gradient
         items = given.get("num_items_in_batch")
-        return BatchInfo(rows, labelled, encoder_rows=encoder_rows, items=items, padding=padding)
+        return BatchInfo(rows, labelled, encoder_rows=encoder_rows, items=items, padding=padding, attended=attended)
 
     def _mask(self, mask: Any) -> Tensor | None:
         return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 and self.count != "all" else None
@@ -190,6 +196,7 @@ class RowMasks:
         self._outer: list[str | None] = []  # sides around the present one
         self._sources: list[StorageWeakRef] = []
         self._examples: dict[str, int] = {}  # module -> dimension of its examples, where shapes decide
+        self._in_order: dict[str, bool] = {}  # module -> whether rows of a stack's matrices are those of the batch
         self._said: set[str] = set()
         self._slices = Slices(self._say)
         self._handles: list[Any] = []
@@ -205,6 +212,7 @@ class RowMasks:
     def begin(self) -> None:
         """A forward of the model begins."""
         self._watching, self._side, self._sources, self._outer = True, None, [], []
+        self._in_order.clear()
         self._slices.begin()
 
     def end(self) -> None:
@@ -236,8 +244,10 @@ class RowMasks:
         """Of a product of ``given`` [.., D] with matrices of a stack, of which a layer has the rows ``select``. Rows
         that are ``picked`` for a matrix, or lie [E, C, D], are an expert's tokens, sorted by who takes them; a place
         without one is zero. Unless each matrix has all rows of the batch, in their order: then they are no experts, or
-        all of them take every token."""
-        found = EVERY_ROW if picked else self._whole(module, given, info)
+        all of them take every token in a loop over matrices."""
+        # matrix by matrix: rows that are no view of the batch's were picked; what follows in the module lies alike
+        apart = given.ndim == 2 and not self._in_order.setdefault(module, given._base is not None)
+        found = EVERY_ROW if picked or apart else self._whole(module, given, info)
         flat = given.reshape(-1, given.shape[-1])
         rows = flat if select is None else flat[select]
         if picked and isinstance(select, slice) and given.ndim == 3:

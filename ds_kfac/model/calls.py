@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_kfac.model.layers import LayerSpec, key_of
-from ds_kfac.model.loss import Forward
+from ds_kfac.model.loss import Forward, Value
 from ds_kfac.model.proof import Proof
 from ds_kfac.model.rows import BatchSum, Call, RowSums
 from ds_kfac.model.uses import Uses
@@ -179,6 +179,7 @@ class StepSums:
         failed: layer name -> what a hook raised; such a layer has no rows any more.
         counted: calls whose gradients came.
         seed: by what the gradients of this backward are scaled, if that was measured.
+        losses: what the loss of this backward is the sum of, if that is known.
         arrived: calls of this backward with an input to be released after it.
     """
 
@@ -193,6 +194,7 @@ class StepSums:
         self.failed: dict[str, str] = {}
         self.counted = 0
         self.seed: Tensor | float | None = None
+        self.losses: set[Value] | None = None
         self.arrived: list[Call] = []
 
     def keep(self, call: Call, x: Tensor, *, makes_A: bool) -> None:
@@ -230,6 +232,7 @@ class StepSums:
             self._count_input(call, own, alive)
         call.waiting, call.late = None, False  # once, whatever the backwards
         if gradient.numel() and (makes_A and call.x is not None if of_gradients else makes_G):
+            call.forward.take(self.losses)
             if seed is not None and call.forward.terms is None and self.seed is None:
                 raise ValueError(
                     "a backward runs inside the model's forward, where nothing shows yet how many terms the loss has, "
@@ -242,7 +245,7 @@ class StepSums:
             key, numel = (A, layer.A.numel) if of_gradients else (G, layer.G.numel)
             if key not in self.sums:
                 self.sums[key] = BatchSum.empty(numel, gradient.device)
-            self.rows.add_gradient(call, rows, self.sums[key], seed)
+            self.rows.add_gradient(call, rows, self.sums[key], seed, alive)
         if call.recomputed:
             call.x = None
         elif call.x is not None:

@@ -32,7 +32,7 @@ from torch.autograd.graph import GradientEdge
 from ds_kfac.model.batch import EVERY_ROW, BatchInfo, ReadBatch, RowMasks, tensors_of
 from ds_kfac.model.calls import SharedInputs, StepSums
 from ds_kfac.model.layers import LayerSpec
-from ds_kfac.model.loss import Forward, accumulates
+from ds_kfac.model.loss import Forward, accumulates, losses_in
 from ds_kfac.model.products import EVERY, Product, Products
 from ds_kfac.model.proof import Proof
 from ds_kfac.model.registry import LAYERS
@@ -145,10 +145,11 @@ class Capture(StepSums):
         self.active = False
 
     @contextmanager
-    def own_backward(self, *, retain_graph: bool = False) -> Iterator[None]:
+    def own_backward(self, loss: Tensor | None = None, *, retain_graph: bool = False) -> Iterator[None]:
         """Around a backward of the engine's loss, also where nothing is captured: its gradients, and no others, count.
         Closes the micro-batch. ``retain_graph``: a second backward through the graph may follow."""
         self._announced = True
+        self.losses = losses_in(loss) if self.active and loss is not None and loss.grad_fn is not None else None
         self._backwards.append(self)
         if self.active and self._products is not None:
             self._products.enter(self._model)  # functions that checkpointing runs again may be no module's call
@@ -175,7 +176,7 @@ class Capture(StepSums):
         # a mean over the terms of several, if G's scale is not taken at losses that the model returned
         self.several |= sum(f.seed is None and f.info.divisor is None for f in self._means) > 1
         self._means.clear()
-        self.seed = self._running = None
+        self.seed = self.losses = self._running = None
         self._inside = False  # of a forward that raised
         self.rows.counted.clear()
         for call in self.arrived:
@@ -288,7 +289,7 @@ class Capture(StepSums):
             info = self._info_of(layer.module, info)
         if layer.name in self.every_row:
             info = replace(info, rows=None, encoder_rows=None)
-        if stacked or info.places:
+        if stacked or picked or info.places:  # picked: maybe for a single expert
             rows = self._masks.of_stack(layer.module, given, select, info, picked=picked)
         elif not kind.images:
             reduced = self.rows.weight_sharing == "reduce"

@@ -1,11 +1,13 @@
 """How many terms the loss of a forward has, and the gradient that reaches it: read from what the model returned. Which
-dimension of a prediction holds the outputs of one term, what made the prediction says in its graph.
+dimension of a prediction holds the outputs of one term, what made the prediction says in its graph; and which of the
+losses that the model returned a caller's loss is made of.
 
 Shape suffixes: N examples, T positions, C outputs.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -14,7 +16,13 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ds_kfac.model.batch import BatchInfo, fit
+from ds_kfac.model.layers import parameter_shape
 from ds_kfac.model.slices import Fit
+
+Value = tuple[int, int]
+"""A tensor in a graph: the number of its node, and which output of it. No node is held: it would hold the graph."""
+VECTORS, MOST_LOSSES = ("StackBackward", "CatBackward"), 64
+"""What makes a vector of losses, and how long that is."""
 
 
 def class_dim(prediction: Tensor) -> int:
@@ -38,9 +46,12 @@ def _outputs(node: Any, shape: tuple[int, ...]) -> int | None:
         if convolution or "mmBackward" in name or "MmBackward" in name or _linear(node, name):
             place = 1 if convolution else len(shape) - 1 - _from_the_left(node)
             break
+        if name.startswith("MvBackward"):  # a matrix and one row, or rows and one output
+            place = 0 if _parameter(node.next_functions[0][0]) else None
+            break
         below, before = _below(node, len(shape))
         if below is None:  # no product: tokens, if they can be
-            place = len(shape) - 1 if len(shape) <= 3 else None
+            place = len(shape) - 1 if 2 <= len(shape) <= 3 else None
             break
         moves.append(_move(node, name, before, shape))
         node, shape = below, before
@@ -127,6 +138,40 @@ def _viewed(p: int, before: tuple[int, ...], after: tuple[int, ...]) -> int | ra
     return None
 
 
+def losses_in(loss: Tensor) -> set[Value]:
+    """The scalars that a loss is made of by way of scalars alone, itself included: of a sum of losses or a mean, each
+    times a weight, these losses, and sums of some; of logits nothing."""
+    found: set[Value] = set()
+    waiting: list[tuple[Any, int]] = [(loss.grad_fn, loss.output_nr)]
+    while waiting:
+        node, output = waiting.pop()
+        if (value := (node._sequence_nr(), output)) in found:
+            continue
+        found.add(value)
+        for below, at in node.next_functions:
+            shapes = () if below is None else below._input_metadata
+            numel = prod(shapes[at].shape) if at < len(shapes) else 0
+            if numel == 1 or (numel <= MOST_LOSSES and numel and below.name().startswith(VECTORS)):
+                waiting.append((below, at))
+    return found
+
+
+def _of_scalars(node: Any) -> bool:
+    """Whether everything that a scalar is made of is one: a temperature, as CLIP's, and no loss."""
+    seen, waiting = set[Any](), [node]
+    while waiting:
+        node = waiting.pop()
+        if "AccumulateGrad" in node.name():
+            if prod(parameter_shape(node.variable)) != 1:
+                return False
+            continue
+        if any(prod(metadata.shape) != 1 for metadata in node._input_metadata):
+            return False
+        waiting += [below for below, _ in node.next_functions if below is not None and below not in seen]
+        seen.update(waiting)
+    return True
+
+
 @dataclass(eq=False)
 class Forward:
     """What is known of one forward of the model and its loss. Held by its calls; holds no graph.
@@ -135,19 +180,25 @@ class Forward:
         info: what its arguments show.
         detached: whether no input of the model came from another graph.
         summed: layers a call of which waits for its gradient with the sum of its inputs.
+        proven: layers that were called, in a step that proves.
         terms: M, if labels or the model's output show it.
-        seed: the gradient that reached the loss the model returned, whatever the caller makes of it.
+        seed: the gradient that reached the loss the model returned, whatever the caller makes of it, see :meth:`take`.
         guess: M where neither does: as many as the layer nearest to the loss has rows.
         most: rows and shape of the call with the most rows, of those that have a whole batch: no expert's, no slices.
+        levels: whether predictions of several sizes were returned, and ``terms`` are those of the first.
     """
 
     info: BatchInfo = field(default_factory=BatchInfo)
     detached: bool = True
     summed: set[str] = field(default_factory=set)
+    proven: set[str] = field(default_factory=set)
     terms: Tensor | int | None = None
     seed: Tensor | None = None
     guess: Tensor | int | None = None
     most: tuple[Fit, torch.Size] | None = None
+    levels: bool = False
+    _losses: tuple[Value, ...] = ()
+    _reached: dict[Value, Tensor] = field(default_factory=dict)
 
     @property
     def count(self) -> Tensor | int:
@@ -181,15 +232,27 @@ class Forward:
         """The model returned ``output``. Labels go first."""
         if self.terms is None:
             self.terms = output_terms(output, self.info, weight_sharing=weight_sharing)
-        loss = returned_loss(output)
-        if loss is not None and loss.grad_fn is not None:
-            place = loss.output_nr
+            self.levels = self.terms is not None and of_levels(output)
+        losses: dict[Value, Tensor] = {
+            (x.grad_fn._sequence_nr(), x.output_nr): x for x in _losses(output) if x.grad_fn is not None
+        }
+        inside = set[Value]()  # another one, as a part of the whole
+        if len(losses) > 1:
+            inside.update(*(losses_in(loss) - {value} for value, loss in losses.items()))
+        self._losses = tuple(value for value in losses if value not in inside)
+        for value in self._losses:
+            node: Any = losses[value].grad_fn
+            node.register_prehook(partial(self._arrived, value))  # not the tensor's: DeepSpeed's hooks have run by then
 
-            def reached(gradients: tuple[Tensor | None, ...]) -> None:
-                if (gradient := gradients[place]) is not None:
-                    self.seed = gradient.detach().float()
+    def _arrived(self, value: Value, gradients: tuple[Tensor | None, ...]) -> None:
+        if (gradient := gradients[value[1]]) is not None:
+            self._reached[value] = gradient.detach().float()
 
-            loss.grad_fn.register_prehook(reached)  # not the tensor's: DeepSpeed's hooks on outputs have run by then
+    def take(self, among: Collection[Value] | None) -> None:
+        """Set :attr:`seed` in a backward, ``among``: of what its loss is the sum, if that is known. There is none where
+        the sum has several that the model returned: then the loss is what the caller makes of them."""
+        own = [value for value in self._losses if (value in self._reached if among is None else value in among)]
+        self.seed = self._reached.get(own[0]) if own and (len(own) == 1 or among is None) else None
 
 
 def _values(output: Any) -> Iterator[Tensor]:
@@ -214,9 +277,28 @@ def returned_prediction(output: Any) -> Tensor | None:
     return next(iter(wide or [value for value in found if len(value) > 1]), None)
 
 
+def _losses(output: Any) -> Iterator[Tensor]:
+    """Scalars that are not made of scalars alone, or that nothing is returned beside."""
+    values = [*_values(output)]
+    for value in values:
+        if value.ndim == 0 and (len(values) == 1 or value.grad_fn is None or not _of_scalars(value.grad_fn)):
+            yield value
+
+
 def returned_loss(output: Any) -> Tensor | None:
-    """The first scalar."""
-    return next((value for value in _values(output) if value.ndim == 0), None)
+    """The first scalar that may be one."""
+    return next(_losses(output), None)
+
+
+def of_levels(output: Any) -> bool:
+    """Whether a model without ``logits`` returned predictions of the same outputs at other numbers of places, as of a
+    pyramid: a loss may be a mean over all of them, or one for each."""
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if isinstance(logits, Tensor):
+        return False
+    wide = [value for value in _values(output) if value.ndim > 2 and value.grad_fn is not None]
+    shapes = {(x.ndim, len(x), x.shape[class_dim(x)]): tuple(wide[0].shape) for x in wide[:1]}
+    return any(shapes.get((x.ndim, len(x), x.shape[class_dim(x)]), tuple(x.shape)) != tuple(x.shape) for x in wide[1:])
 
 
 def output_terms(output: Any, info: BatchInfo, *, weight_sharing: str) -> Tensor | int | None:
@@ -228,6 +310,8 @@ def output_terms(output: Any, info: BatchInfo, *, weight_sharing: str) -> Tensor
     shape = list(prediction.shape)
     if len(shape) > 1:
         del shape[class_dim(prediction)]
+    elif _outputs(prediction.grad_fn, tuple(shape)) == 0:  # of a single row
+        shape = [1]
     found = fit(info.rows, tuple(shape))
     if found.mask is not None:
         mask = found.mask.flatten(1) if found.mask.ndim > 2 else found.mask

@@ -52,7 +52,8 @@ TF32 = 2.0**-10
 NUMBERS = (
     *("t",) * PROBES, "squares", *("others",) * PROBES, "others' squares",
     "calls", "reached", "rows", "zero", "first", "eps", "ranks", "wrong", "hooked", "gave",
-    "left out", "out", "in", "out's", "in's",
+    *("left out", "out", "in", "out's", "in's"),
+    *("later left out", "later out", "later in", "later out's", "later in's"),
 )  # fmt: skip
 """Of a layer, which ranks add up. squares: R^2. others: t and R^2 of backwards that are not the engine's own, whose
 gradients the step has, or not if the user made them zero. calls, reached: of the layer, and gradients that came to
@@ -60,9 +61,12 @@ them. rows, zero: that count, and those of them without a gradient; first: of th
 sequence, as a causal attention's first query, whose softmax is of one key. eps: of the dtype of gradients, over the
 ranks that had any. wrong: ranks whose sums of factors are not those of their rows. hooked: ranks that have a hook of
 the user's on its gradient. gave: calls whose rows went to A. left out: rows, by a padding mask; out's, in's: of these
-and of those that count by it, rows with a gradient; out, in: sums of the logarithms of its square, seen by probes."""
+and of those that count by it, rows with a gradient; out, in: sums of the logarithms of its square, seen by probes.
+later: the same of calls after a forward's first, as a layer may get the batch as it is, and then flipped."""
 T, SQUARES, OTHERS = map(NUMBERS.index, ("t", "squares", "others"))
-CALLS, REACHED, ROWS, ZERO, FIRST, EPS, RANKS, WRONG, HOOKED, GAVE, LEFT_OUT = range(len(NUMBERS))[-15:-4]
+CALLS, REACHED, ROWS, ZERO, FIRST, EPS, RANKS, WRONG, HOOKED, GAVE, LEFT_OUT = range(len(NUMBERS))[-20:-9]
+MASKED = 5
+"""Numbers that speak of masks, of first calls and again of later ones."""
 FOREIGN = 0.01
 """Square of the gradient of a row that a padding mask leaves out, over that of one that counts, in the geometric mean,
 from which on the mask is not of these rows: padding has none, or what an auxiliary loss over all rows leaves. A plain
@@ -176,6 +180,8 @@ class Proof:
         layer, kind = call.layer, call.kind
         if layer.name not in self._place:
             return
+        call.later = layer.name in call.forward.proven
+        call.forward.proven.add(layer.name)
         if "G" in call.sides and not call.recomputed:
             self._row(layer)[CALLS] += 1
         if not kind.needs_gradients:
@@ -232,11 +238,12 @@ class Proof:
             row[ROWS] += counts.sum()
             row[ZERO] += (counts & zero).sum()
             row[FIRST] += (counts & zero & (nth == 1)).sum()
-            if mask is not None and call.info.padding and not call.info.places and layer.part[1] == 1:
+            if mask is not None and layer.part[1] == 1 and (padding := _padding(call, mask)) is not None:
                 logarithm = probed.double().square().sum(dim=-1).reshape(mask.shape).log()
-                out, within = ~mask & ~zero, mask & ~zero
+                out, within = padding & ~zero, mask & ~zero
                 sums = [torch.where(rows, logarithm, 0.0).sum() for rows in (out, within)]
-                row[LEFT_OUT:] += torch.stack([(~mask).sum(), *sums, out.sum(), within.sum()])
+                place = LEFT_OUT + MASKED * call.later
+                row[place : place + MASKED] += torch.stack([padding.sum(), *sums, out.sum(), within.sum()])
         return probed
 
     def counted_input(self, call: Call, weight_sharing: str, alive: Tensor | None) -> None:
@@ -320,12 +327,26 @@ class Proof:
         return torch.stack(ratios).amin()
 
 
+def _padding(call: Call, mask: Tensor) -> Tensor | None:
+    """Which rows of a call are padding, of the shape of its mask; None: that is not known."""
+    info = call.info
+    if info.places:
+        return None
+    if info.padding:
+        return ~mask
+    if info.attended is None or info.rows is None or mask.numel() != info.attended.numel():
+        return None
+    if mask.untyped_storage().data_ptr() != info.rows.untyped_storage().data_ptr():  # another one, of a source
+        return None
+    return ~(info.attended.T if call.rows.examples == 1 else info.attended).reshape(mask.shape)
+
+
 def told(total: Tensor, ratios: Tensor, uses: Sequence[str]) -> list[Told]:
     """Of each layer, with what is known of the uses of its weight. Waits for the device."""
     columns = total[:, [CALLS, REACHED, ROWS, ZERO, WRONG, HOOKED, FIRST, GAVE, SQUARES]].nan_to_num(1.0).tolist()
-    left_out, out, within, outs, ins = total[:, LEFT_OUT:].unbind(dim=1)
+    left_out, out, within, outs, ins = total[:, LEFT_OUT:].unflatten(1, (2, MASKED)).unbind(dim=2)
     most = 2 * outs > left_out  # the last pad before a text predicts its first token
-    foreign = (most & (out / outs > within / ins + log(FOREIGN))).tolist()  # false where nothing is to be compared
+    foreign = (most & (out / outs > within / ins + log(FOREIGN))).any(dim=1).tolist()  # false with nothing to compare
     found = []
     for (*counts, squares), ratio, other, used in zip(columns, ratios.tolist(), foreign, uses, strict=True):
         calls, reached, rows, zero, wrong, hooked, first, gave = map(int, counts)

@@ -61,6 +61,7 @@ class Call:
         late: whether its inputs, which it keeps, are added with the gradient instead.
         arrived: whether a gradient came to it.
         proves: whether its gradient is part of the weight's: not one of a sampled loss, nor that of all of a stack.
+        later: whether the layer was called before in the forward, if that is to be known.
         whole_grid: whether its sums have every position of a convolution.
         proof, probed, probed_G: of the step's :class:`ds_kfac.model.proof.Proof`, if it has one: its rows times probes,
             fp32 [.., K].
@@ -88,6 +89,7 @@ class Call:
     waiting: BatchSum | None = None
     late: bool = False
     proves: bool = True
+    later: bool = False
     whole_grid: bool = True
     arrived: bool = False
     proof: Any = None
@@ -179,7 +181,7 @@ class RowSums:
 
     Attributes:
         turn: the step.
-        counted: layers whose loss terms are, since the last backward.
+        counted: whether a layer's loss terms are, since the last backward; maybe a bool scalar on the device.
     """
 
     def __init__(
@@ -192,8 +194,8 @@ class RowSums:
     ) -> None:
         self.weight_sharing, self.positions, self.turn = weight_sharing, positions, 0
         self._stage, self._divided = stage, divided
-        self.counted: set[tuple[Forward, str]] = set()
-        self._warned = False
+        self.counted: dict[tuple[Forward, str], Tensor | bool] = {}
+        self._warned = self._told_levels = False
 
     @torch.no_grad()
     def add_input(self, call: Call, x: Tensor, sum_A: BatchSum) -> None:
@@ -213,25 +215,29 @@ class RowSums:
             sum_A.count.add_(count)
 
     @torch.no_grad()
-    def add_gradient(self, call: Call, gradient: Tensor, sum_: BatchSum, seed: Tensor | float) -> None:
+    def add_gradient(
+        self, call: Call, gradient: Tensor, sum_: BatchSum, seed: Tensor | float, alive: Tensor | None = None
+    ) -> None:
         """Rows of M g-hat / seed: the gradient of each loss term, M of them averaged in the loss; or of items g-hat /
         seed, where the loss that the model returned divides by items, and seed is what reached it. To G, or to A where
         that is made of them.
 
         fp32 rows are unscaled before the product: the square of a gradient scaled by 2^16 may overflow. Rows in 16
         bits go as they are, the square of M / seed comes after: fp16 squares stay below 2^32, bf16 is not scaled.
+
+        ``alive``: bool scalar, whether the gradient is not zero to the last bit. None: it counts.
         """
         layer, kind = call.layer, call.kind
         with self._stage():
             if self.weight_sharing == "expand" and isinstance(kind, Convolution):
                 patches = kind.gradient_patches(call.module, gradient)
-                gain = self._gain(call, len(patches.image), seed, sum_)
+                gain = self._gain(call, len(patches.image), seed, sum_, alive)
                 patches.add_to_(sum_.sum_P, layer.G, self._grid(patches, call), gain=gain)
                 self._prove(call, gain)
                 return
             tensor = kind.gradient_rows(call.module, call.x, gradient)
             rows, own = gradient_rows(tensor, call.rows.mask, self.weight_sharing, examples=call.rows.examples)
-            gain, scale = self._gain(call, own, seed, sum_), 1.0
+            gain, scale = self._gain(call, own, seed, sum_, alive), 1.0
             if isinstance(gain, Tensor) and gain.ndim:  # of each rank whose tokens these are
                 rows, gain = rows.float(), gain.repeat_interleave(len(rows) // len(gain))[:, None]
             if rows.dtype == torch.float32:
@@ -280,13 +286,22 @@ class RowSums:
         call.whole_grid = grid.step == 1
         return grid
 
-    def _gain(self, call: Call, own: Tensor | int, seed: Tensor | float, sum_: BatchSum) -> Any:
+    def _gain(
+        self, call: Call, own: Tensor | int, seed: Tensor | float, sum_: BatchSum, alive: Tensor | None = None
+    ) -> Any:
         """What output gradients are multiplied by, of an expert's by source rank [ranks]. Counts the call's loss terms
-        in ``sum_``, unless they are: a second use of a layer in a forward adds rows, not terms. ``own``: how many of
-        the call's rows count."""
+        in ``sum_``, unless they are: a second use of a layer in a forward adds rows, not terms; nor does a gradient of
+        zeros alone, where ``alive`` says so. ``own``: how many of the call's rows count."""
         forward, info, divisor = call.forward, call.info, call.info.divisor
         told = None if info.peers is None else info.peers.told
         terms = forward.terms  # M, the same for all layers
+        if forward.levels and divisor is None and self._divided and not self._told_levels:
+            self._told_levels = True
+            logger.warning(
+                "ds_kfac: the model returned predictions of several sizes, and the number of loss terms is taken to be "
+                "that of the first. If the loss is a mean over all of them, set engine.kfac.read_batch to return "
+                "BatchInfo(labelled=..), an entry for each term (docs/capture.md)"
+            )
         if terms is None:
             own = own if info.tokens is None else info.tokens
             if forward.guess is None:
@@ -305,9 +320,11 @@ class RowSums:
                     )
             terms = forward.guess
         key = forward, call.layer.name  # A's and G's rows are the same terms, and one of both is made
-        if key not in self.counted:
-            self.counted.add(key)
-            sum_.count.add_(terms * info.ranks if told is None else told[:, 0].sum())
+        before, now = self.counted.get(key, False), True if alive is None else alive
+        if before is not True:
+            new = terms * info.ranks if told is None else told[:, 0].sum()
+            sum_.count.add_(new * (now > before))
+            self.counted[key] = before | now
         returned = info.items is not None or divisor is None  # what is known is of the loss that the model returned
         if forward.seed is not None and self._divided and returned:
             seed, divisor = forward.seed, info.items

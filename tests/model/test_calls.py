@@ -82,9 +82,47 @@ class Dummy(Net):
         return super().forward(x, y) + 0.0 * self.inner(torch.full((7, WIDTH), 30.0)).sum()
 
 
-@pytest.mark.parametrize("kind", [Detached, Dummy])
+class DummyFirst(Net):
+    def forward(self, x, y=None):
+        zero = 0.0 * self.inner(torch.full((7, WIDTH), 30.0)).sum()
+        return super().forward(x, y) + zero
+
+
+class Tower(Net):
+    """Of texts and images; a batch without an image goes through the images' layers as zeros, or past them."""
+
+    def __init__(self, dummy: bool) -> None:
+        super().__init__()
+        self.dummy, self.patches, self.image = dummy, nn.Conv1d(2, WIDTH, 3), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, y=None, image=None):
+        if image is not None:
+            x = x + self.image(self.patches(image).mean(-1))[:, None]
+        elif self.dummy:
+            x = x + 0.0 * self.image(self.patches(torch.ones(N, 2, 5)).mean(-1))[:, None]
+        return super().forward(x, y)
+
+
+@pytest.mark.parametrize("kind", [Detached, Dummy, DummyFirst])
 def test_a_call_without_a_gradient_counts_nothing(kind):
     assert_same(factors(kind(), read_batch=labelled), factors(Net()))
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_micro_batch_whose_gradients_are_zero_counts_no_loss_terms_either(last):
+    """G would be diluted by the texts among images, and be a zero matrix as long as a gate is zero."""
+    found = []
+    for dummy in (True, False):
+        recorder = Recorder(Tower(dummy), Choice(types=("Linear", "Conv1d")), positions=False)
+        for with_image in (last, not last):
+            image = torch.arange(N * 2 * 5.0).reshape(N, 2, 5).sin() if with_image else None
+            with recorder.capture.own_backward():
+                recorder.model(*batch(), image).backward()
+        names = [layer.name for layer in recorder.layers]
+        counts = {name: recorder.counts(name) for name in names}
+        assert counts["image"] == [N, N * T] and counts["inner"] == [2 * N * T] * 2
+        found.append({name: (*pair, torch.tensor(counts[name])) for name, pair in recorder.means().items()})
+    assert_same(*found)
 
 
 def test_every_call_with_a_gradient_counts():

@@ -13,12 +13,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ds_kfac.curvature.factor import Side
 from ds_kfac.estimate.rows import proven
 from ds_kfac.model import blocks, capture, proof
 from ds_kfac.model.batch import BatchInfo
 from ds_kfac.model.calls import StepSums
-from ds_kfac.model.rows import Call, RowSums
+from ds_kfac.model.rows import BatchSum, Call, RowSums
 from ds_kfac.model.scan import Choice, scan
+from ds_kfac.ops.reference import symmetric_pack
 from tests.models import cross_entropy, linear_layer
 
 ROWS, TOKENS, WIDTH = 5, 3, 40
@@ -292,6 +294,20 @@ def test_the_random_numbers_are_those_of_the_factor_and_of_the_proof():
     assert torch.equal(a, b) and not torch.equal(a, c) and a.shape == (1, WIDTH + 1, proof.PROBES)
     assert abs(float(a.mean())) < 0.4 and not torch.equal(a, probes[0].probes("other/A", first))
     assert probes[0].probes("g/G", replace(first, name="g")).shape == (1, 48, proof.PROBES)
+    few = replace(first, name="few", G=Side.dense(3))  # it may share its A with layers of many outputs
+    assert probes[0].probes("few/A", few).shape == a.shape
+
+
+def test_sums_of_many_rows_may_be_rounded_as_often():
+    """Of both factors, each by its own number of rows."""
+    layer = linear_layer("layer", 40, 40)
+    own, x = proof.Proof([layer], lambda layer: layer.keys[0], 0, torch.device("cpu")), torch.randn(40_000, 40)
+    for key in layer.keys:
+        own._count(key, layer, proof.times(x, own.probes(key, layer)[0]), 0)
+    for part, wrong in ((2e-5, 0), (2e-4, 2)):
+        sums = {key: BatchSum((1 + part) * symmetric_pack(x.T @ x), torch.tensor(0.0)) for key in layer.keys}
+        own._numbers.zero_()
+        assert own.numbers(sums)[0, proof.WRONG] == wrong
 
 
 def test_parts_of_a_large_layer_fit_and_give_the_rows_of_their_A_once():
@@ -329,40 +345,3 @@ def test_products_in_tf32_fit_on_a_gpu_and_would_not_if_they_were_taken_for_fp32
         eps = proof.eps_of(torch.float32)
         ratios.append(float(own.ratio(layer, total, gradient, divisor=1, world=1, eps=eps, floor=0)))
     assert ratios[0] < 0.5 and ratios[1] > 2, ratios
-
-
-class Padded(nn.Module):
-    """Positions of which a mask leaves some out; ``how`` their rows get a gradient."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.first, self.head, self.how = nn.Linear(WIDTH, 48), nn.Linear(48, 7), how
-
-    def forward(self, x, attention_mask):
-        z, mask = torch.tanh(self.first(x)), attention_mask[..., None]
-        pooled = (z * mask).sum(dim=1) / mask.sum(dim=1)
-        if self.how == "a pooled token's":
-            pooled = 30 * z[:, 0] + z.mean(dim=1)
-        elif self.how == "the last pad's":
-            last = (7 - attention_mask.sum(dim=1)).clamp(min=0)
-            pooled = pooled + z[torch.arange(len(x)), last]
-        loss = cross_entropy(self.head(pooled), torch.arange(len(x)) % 7)
-        return loss + 1e-3 * z.square().mean() if self.how == "an auxiliary loss's" else loss
-
-
-@pytest.mark.parametrize("how, foreign", [
-    ("none", False), ("an auxiliary loss's", False), ("the last pad's", False), ("a pooled token's", True),
-])  # fmt: skip
-@pytest.mark.parametrize("known", [True, False])
-def test_a_mask_is_of_other_rows_where_those_that_it_leaves_out_have_a_gradient(how, foreign, known):
-    """Not of rows with labels, of which nothing is ``known``."""
-    mask = (torch.arange(8) >= torch.tensor([0, 4, 5, 3, 4])[:, None]).long()  # padded on the left
-    torch.manual_seed(0)
-    x = torch.randn(ROWS, 8, WIDTH)
-
-    def read(arguments, keywords):
-        return BatchInfo(mask.bool(), padding=known)
-
-    found = prove(Padded(how), [{"x": x, "attention_mask": mask}], read_batch=read)
-    assert [found[name].foreign for name in ("first", "head")] == [foreign and known, False]
-    assert all(seen.fits for seen in found.values())

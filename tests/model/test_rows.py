@@ -173,6 +173,7 @@ def test_hugging_face_arguments_are_recognised_by_name_and_place():
         assert info.labelled.tolist() == [[True, True, False], [False, True, False]]
         assert info.rows.tolist() == [[True, True, False], [False, True, False]]
         assert terms(info) == 3 and terms(info, "reduce") == 2
+        assert info.attended.tolist() == mask.bool().tolist()
     attended = ArgumentReader(CausalLM(), count="attended")((IDS, mask, LABELS), {})
     assert attended.rows.tolist() == mask.bool().tolist() and terms(attended) == 3
     everything = ArgumentReader(CausalLM(), count="all")((IDS, mask, LABELS), {})
@@ -186,6 +187,7 @@ def test_a_model_of_another_class_does_not_shift():
     info = read((IDS,), {"labels": labels, "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])})
     assert info.labelled.tolist() == [[True, False, True], [False, False, True]]
     assert info.rows.tolist() == [[True, False, False], [False, False, True]]
+    assert info.attended.tolist() == [[True] * 3] * 2 and not info.padding, "what has a label is no padding"
     sequence = read((IDS, torch.tensor([3, -100])), {})
     assert sequence.rows is None and terms(sequence) == 1
     regression = read((IDS, torch.randn(2)), {})

@@ -143,6 +143,25 @@ def test_a_violation_breaks_the_group_and_no_other(order):
     assert not shared.broken
 
 
+@pytest.mark.parametrize(
+    "reached, broken", [(("ab", "ab"), set()), (("a", "b"), {("a", "b")}), (("ab", "a"), {("a", "b")})]
+)
+def test_gradients_of_other_forwards_break_a_group(reached, broken):
+    """Heads on one trunk are called together, and have losses in turn."""
+    shared = used("ab", "cd")
+    shared.begin_step()
+    for names in reached:
+        forward = object()
+        for name in "abcd":
+            shared.see(name, X)
+        for name in (*names, *"cd"):
+            call = SimpleNamespace(layer=SimpleNamespace(name=name), forward=forward, arrived=False)
+            shared.arrived(call, torch.tensor(True))
+        shared.end_batch()
+    shared.end_step()
+    assert shared.broken == broken
+
+
 def test_a_second_call_is_compared_with_the_second_call():
     shared = used("ab")
     second = X.clone()

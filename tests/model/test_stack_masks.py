@@ -114,3 +114,48 @@ def test_tokens_of_experts_lie_in_another_order_and_all_count(way):
         sums = recorder.sums(f"0.w.{expert}").A
         assert sums.count == N * T // HEADS
         close(sums.sum_P, symmetric_pack(a.T @ a), sums=SUMS)
+
+
+class Loop(nn.Module):
+    """Experts one by one, each with every token, which lie in the order of its choices; or one expert alone, whose
+    tokens a sort that is not stable has put in an order of its own."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Parameter(torch.randn(experts, O, I)), nn.Parameter(torch.randn(experts, I, O))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat, order = x.reshape(-1, I), torch.arange(N * T).flip(0)
+        if len(self.up) == 1:
+            index = torch.zeros(N * T, dtype=torch.int64)
+            up = torch.bmm(self.up[index], flat[order][..., None])
+            return torch.bmm(self.down[index], torch.tanh(up)).squeeze(-1)
+        found = torch.zeros_like(flat)
+        for e in range(len(self.up)):
+            rows = torch.tanh(F.linear(flat[order], self.up[e]))
+            found = found.index_add(0, order, F.linear(rows, self.down[e]))
+        return found
+
+
+class Dense(Loop):
+    """Every matrix takes the batch as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, I)
+        return sum(F.linear(torch.tanh(F.linear(flat, self.up[e])), self.down[e]) for e in range(len(self.up)))
+
+
+@pytest.mark.parametrize("kind, experts, counted", [(Loop, 1, N * T), (Loop, 2, N * T), (Dense, 2, int(MASK.sum()))])
+def test_as_many_tokens_as_the_batch_has_are_not_in_its_order_if_they_were_picked(kind, experts, counted):
+    model, x = nn.Sequential(kind(experts)), torch.randn(N, T, I, generator=torch.Generator().manual_seed(1))
+    recorder = Recorder(model, Choice(shares=False))
+    recorder.capture.read_batch = lambda arguments, keywords: BatchInfo(rows=MASK)
+    model(x).tanh().sum().backward()
+    rows = x.reshape(-1, I) if counted == N * T else x[MASK]
+    for expert in range(experts):
+        up, down = (recorder.sums(f"0.{name}.{expert}").A for name in ("up", "down"))
+        assert up.count == down.count == counted
+        close(up.sum_P, symmetric_pack(rows.T @ rows), sums=SUMS)
+        inner = torch.tanh(F.linear(rows, model[0].up[expert])).detach()
+        close(down.sum_P, symmetric_pack(inner.T @ inner), sums=SUMS)

@@ -1,0 +1,396 @@
+"""Programs as others write them, each a kind of its own: A and G of every layer in every captured step are those of
+plain autograd, or the layers are told that do not fit."""
+
+import contextlib
+import copy
+import io
+from itertools import pairwise
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint_sequential
+
+from ds_kfac.comm.reduce import Reducer
+from ds_kfac.step import proving
+from tests.close import close
+from tests.deepspeed.modes import Mode
+from tests.deepspeed.runs import build
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+EVERY_STEP = {"factor": {"update_interval": 1}, "eigenbasis": {"refresh_interval": 1}, "burn_in": {"steps": 0}}
+STILL = {"type": "SGD", "params": {"lr": 1e-30}}
+N, D, C, STEPS = 6, 7, 5, 3
+
+
+def data(step: int, *shape: int, k: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(100 * step + k))
+
+
+def labels(step: int, *shape: int, k: int = 0) -> Tensor:
+    return torch.randint(C, shape, generator=torch.Generator().manual_seed(100 * step + 50 + k))
+
+
+def mlp(*widths: int) -> nn.Sequential:
+    parts = [x for a, b in pairwise(widths) for x in (nn.Linear(a, b), nn.Tanh())]
+    return nn.Sequential(*parts[:-1])
+
+
+class Program(nn.Module):
+    """A model, and a step of it. ``terms``: of the loss of a micro-batch. ``told``: layers that do not fit, in steps
+    before ``first`` if there is one. ``masked``: layers with rows without a gradient, which a mask leaves out."""
+
+    terms, accumulation, first, told, masked = N, 1, 0, frozenset[str](), frozenset[str]()
+
+    def run(self, engine, step: int) -> None:
+        engine.backward(F.cross_entropy(engine(data(step, N, D)), labels(step, N)))
+        engine.step()
+
+
+class Depths(Program):
+    """Rows picked by a router, and scattered back."""
+
+    terms = 24
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.router, self.block, self.head = nn.Linear(D, 8), nn.Linear(8, 1), mlp(8, 9, 8), nn.Linear(8, C)
+
+    def forward(self, x, labels):
+        h = self.emb(x)
+        weight, index = self.router(h).squeeze(-1).topk(3, dim=1)
+        index = index[..., None].expand(-1, -1, 8)
+        h = h.scatter_add(1, index, self.block(h.gather(1, index)) * weight.sigmoid()[..., None])
+        return F.cross_entropy(self.head(h).flatten(0, 1), labels.flatten())
+
+    def run(self, engine, step):
+        engine.backward(engine(data(step, 4, 6, D), labels=labels(step, 4, 6)))
+        engine.step()
+
+
+class Recurrent(Program):
+    """A GRU by hand, its state carried over the two chunks of a step, each with its backward."""
+
+    terms, accumulation = 4 * N, 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.h, self.o = nn.Linear(D, 24), nn.Linear(8, 24, bias=False), nn.Linear(8, C)
+
+    def forward(self, x, h):
+        found = []
+        for t in range(x.shape[1]):
+            (r, z, n), (hr, hz, hn) = self.x(x[:, t]).chunk(3, -1), self.h(h).chunk(3, -1)
+            z = torch.sigmoid(z + hz)
+            h = (1 - z) * torch.tanh(n + torch.sigmoid(r + hr) * hn) + z * h
+            found.append(self.o(h))
+        return torch.stack(found, 1), h
+
+    def run(self, engine, step):
+        h = torch.zeros(N, 8)
+        for k in range(2):
+            z, h = engine(data(step, N, 4, D, k=k), h.detach())
+            engine.backward(F.cross_entropy(z.flatten(0, 1), labels(step, 4 * N, k=k)))
+            engine.step()
+
+
+class ReversibleFunction(torch.autograd.Function):
+    """The backward runs a forward and a backward of its own for each half."""
+
+    @staticmethod
+    def forward(ctx, x, f, g):
+        a, b = x.chunk(2, -1)
+        a = a + f(b)
+        ctx.f, ctx.g, out = f, g, torch.cat([a, b + g(a)], -1)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (a, b), (da, db) = ctx.saved_tensors[0].chunk(2, -1), gradient.chunk(2, -1)
+        with torch.enable_grad():
+            a = a.detach().requires_grad_()
+            after = ctx.g(a)
+        torch.autograd.backward(after, db)
+        b, da = (b - after).detach().requires_grad_(), da + a.grad
+        with torch.enable_grad():
+            after = ctx.f(b)
+        torch.autograd.backward(after, da)
+        return torch.cat([da, db + b.grad], -1), None, None
+
+
+class Reversible(Program):
+    def __init__(self) -> None:
+        super().__init__()
+        self.i, self.f, self.g, self.o = nn.Linear(D, 8), mlp(4, 5, 4), mlp(4, 6, 4), nn.Linear(8, C)
+
+    def forward(self, x):
+        return self.o(ReversibleFunction.apply(self.i(x), self.f, self.g))
+
+
+class Graph(Program):
+    """Messages along edges; nodes, edges and graphs differ in number."""
+
+    terms = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.i, self.edge, self.node, self.o = nn.Linear(D, 8), mlp(16, 9, 8), nn.Linear(16, 8), nn.Linear(8, C)
+
+    def forward(self, x, edges, graphs):
+        h = self.i(x)
+        for _ in range(2):
+            sent = torch.zeros_like(h).index_add(0, edges[1], self.edge(torch.cat([h[edges[0]], h[edges[1]]], -1)))
+            h = torch.tanh(self.node(torch.cat([h, sent], -1)))
+        return self.o(torch.zeros(3, 8).index_add(0, graphs, h))
+
+    def run(self, engine, step):
+        edges = torch.arange(40).mul(7).remainder(10).view(2, 20).add(step).remainder(10)
+        z = engine(data(step, 10, D), edges, torch.arange(10) // 4)
+        engine.backward(F.cross_entropy(z, labels(step, 3)))
+        engine.step()
+
+
+class Meta(Program):
+    """Fast weights by functional_call, of the first order, whose gradient is that of the weights."""
+
+    second = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(D, 9, C)
+
+    def forward(self, x, y, query):
+        fast = dict(self.net.named_parameters())
+        for _ in range(2):
+            loss = F.cross_entropy(functional_call(self.net, fast, (x,)), y)
+            gradients = torch.autograd.grad(loss, tuple(fast.values()), create_graph=self.second)
+            fast = {name: p - 0.5 * g for (name, p), g in zip(fast.items(), gradients, strict=True)}
+        return functional_call(self.net, fast, (query,))
+
+    def run(self, engine, step):
+        z = engine(data(step, N, D), labels(step, N), data(step, N, D, k=1))
+        engine.backward(F.cross_entropy(z, labels(step, N, k=1)))
+        engine.step()
+
+
+class SecondOrder(Meta):
+    second, told = True, frozenset({"net.2"})
+
+
+class Weighed(Program):
+    """Two losses are returned, and weighed outside; a gate that begins at zero is opened later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.one, self.other, self.adapter = mlp(D, 8), nn.Linear(8, C), nn.Linear(8, 1), mlp(8, 4, 8)
+
+    def forward(self, x, y, t, gate):
+        h = self.trunk(x)
+        h = h + gate * self.adapter(h)
+        return {"aux": F.mse_loss(self.other(h).squeeze(-1), t), "ce": F.cross_entropy(self.one(h), y)}
+
+    def run(self, engine, step):
+        losses = engine(data(step, N, D), labels(step, N), data(step, N), float(step > 0))
+        engine.backward(losses["ce"] + 0.1 * losses["aux"])
+        engine.step()
+
+
+class Offloaded(Program):
+    """Both checkpointings in a row, with what is saved moved to the host, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.i, self.o = nn.Linear(D, 8), nn.Linear(8, C)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2)) for _ in range(4)))
+
+    def forward(self, x):
+        h = checkpoint_sequential(self.blocks, 2, self.i(x), use_reentrant=True)
+        with torch.autograd.graph.save_on_cpu():
+            return self.o(checkpoint_sequential(self.blocks, 2, h, use_reentrant=False))
+
+
+class BothWays(Program):
+    """One scan of a padded sequence from both sides: after a first step, in which the mask is told, all rows count."""
+
+    terms, first, told, masked = 22, 1, frozenset({"i", "emb"}), frozenset({"o"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.i, self.h = nn.Linear(D, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.o = nn.Linear(16, C)
+
+    def scan(self, x):
+        h, found = torch.zeros(len(x), 8), []
+        for u in self.i(x).unbind(1):
+            h = torch.tanh(u + self.h(h))
+            found.append(h)
+        return torch.stack(found, 1)
+
+    def forward(self, x, attention_mask, labels):
+        x = self.emb(x)
+        z = self.o(torch.cat([self.scan(x), self.scan(x.flip(1)).flip(1)], -1))
+        return F.cross_entropy(z.flatten(0, 1), labels.flatten())
+
+    def run(self, engine, step):
+        mask = torch.arange(7) < torch.tensor([7, 4, 5, 6])[:, None]
+        y = labels(step, 4, 7).masked_fill(~mask, -100)
+        engine.backward(engine(data(step, 4, 7, D), mask.long(), y))
+        engine.step()
+
+
+class OneRow(Meta):
+    """An agent that acts on one state."""
+
+    terms = 1
+
+    def forward(self, x):
+        return self.net(x)
+
+    def run(self, engine, step):
+        engine.backward((engine(data(step, D))[step] - 0.3).square())
+        engine.step()
+
+
+class Sharp(OneRow):
+    """Sharpness-aware: the gradient is that of the second of two backwards, at other weights."""
+
+    terms, told = N, frozenset({"net.0", "net.2"})
+
+    def run(self, engine, step):
+        x, y = data(step, N, D), labels(step, N)
+        engine.backward(F.cross_entropy(engine(x), y))
+        moves = [p.grad.clone() for p in self.parameters()]
+        torch._foreach_add_([p.data for p in self.parameters()], moves)
+        engine.zero_grad()
+        engine.backward(F.cross_entropy(engine(x), y))
+        torch._foreach_sub_([p.data for p in self.parameters()], moves)
+        engine.step()
+
+
+class Critic(Program):
+    """A penalty on the gradient at points between two batches."""
+
+    told = frozenset({"net.0", "net.2"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(D, 9, 1)
+
+    def forward(self, a, b):
+        x = ((a + b) / 2).requires_grad_()
+        (gradient,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+        return self.net(a).mean() - self.net(b).mean() + (gradient.norm(dim=1) - 1).square().mean()
+
+    def run(self, engine, step):
+        engine.backward(engine(data(step, N, D), data(step, N, D, k=1)))
+        engine.step()
+
+
+RIGHT = [Depths, Recurrent, Reversible, Graph, Meta, Weighed, Offloaded, BothWays, OneRow]
+TOLD = [SecondOrder, Sharp, Critic]
+
+
+class Plain:
+    """An engine's backward without one: rows of a and g of each linear layer, by micro-batch."""
+
+    def __init__(self, model: Program) -> None:
+        self.model, self.rows, self.micro, self.on = model, [], 0, False
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(lambda m, args, output, name=name: self.see(name, m, args[0], output))
+
+    def see(self, name: str, module: nn.Linear, x: Tensor, output: Tensor) -> None:
+        if torch.is_grad_enabled() and output.requires_grad:
+            a = x.detach().reshape(-1, x.shape[-1])
+            a = a if module.bias is None else torch.cat([a, torch.ones(len(a), 1)], 1)
+
+            def arrived(g: Tensor) -> None:
+                g = g.reshape(-1, g.shape[-1])
+                kept = g.any(dim=1) if name in self.model.masked else slice(None)
+                if self.on and g.any():
+                    self.rows.append((name, self.micro, a[kept], g[kept]))
+
+            output.register_hook(arrived)
+
+    def __call__(self, *args, **kwargs):
+        return self.model(*args, **kwargs)
+
+    def backward(self, loss: Tensor) -> None:
+        self.on = True
+        loss.backward()
+        self.on, self.micro = False, self.micro + 1
+
+    def step(self) -> None:
+        pass
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad()
+
+    def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
+        found = {}
+        for layer in dict.fromkeys(name for name, *_ in self.rows):
+            own, M = [row[1:] for row in self.rows if row[0] == layer], self.model.terms
+            a, g = torch.cat([a for _, a, _ in own]), M * torch.cat([g for *_, g in own])
+            found[layer] = a.T @ a / len(a), g.T @ g / (M * len({micro for micro, *_ in own}))
+        return found
+
+
+def worker(kinds: list[type[Program]]) -> dict:
+    proving.RAISES, results = False, {}
+    for kind in kinds:
+        torch.manual_seed(0)
+        model, seen, steps = kind(), {}, []
+        plain = Plain(copy.deepcopy(model))
+        as_it_is = Reducer.reduce
+
+        def reduce(self, sums, seen=seen, as_it_is=as_it_is):
+            seen.clear()
+            seen.update({key: (own.sum_P / own.count).clone() for key, own in sums.items() if own.count})
+            return as_it_is(self, sums)
+
+        with contextlib.redirect_stderr(io.StringIO()), patch.object(Reducer, "reduce", reduce):
+            engine = build(Mode("z0", 0, kfac=EVERY_STEP), kind.accumulation, model=model, optimizer=STILL)
+            kfac = engine.kfac.preconditioner
+            for step in range(STEPS):
+                plain.rows.clear()
+                for one, program in ((plain, plain.model), (engine, engine.module)):
+                    torch.manual_seed(step)
+                    program.run(one, step)
+                found = {}
+                for layer in kfac.layers:
+                    keys = kfac.sharing.inputs.key(layer), layer.keys[1]
+                    if keys[1] in seen:
+                        pair = zip((layer.A, layer.G), keys, strict=True)
+                        found[layer.name] = [side.blocks(seen[key])[0][0] for side, key in pair if key in seen]
+                steps.append((set(kfac.proving.unfit), found, plain.factors()))
+            engine.destroy()
+        results[kind.__name__] = steps
+    return results
+
+
+@pytest.fixture(scope="module")
+def found() -> dict:
+    return run_ranks("tests.deepspeed.test_fresh_programs:worker", world=1, payload=[*RIGHT, *TOLD])[0]
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_every_layer_has_the_factors_of_plain_autograd(found, kind):
+    for step, (unfit, factors, expected) in enumerate(found[kind.__name__]):
+        assert unfit == (kind.told if step < kind.first else set())
+        if step < kind.first:
+            continue
+        assert factors.keys() == expected.keys(), step
+        for name, pair in expected.items():
+            for side, right, own in zip("AG", pair, factors[name], strict=True):
+                close(own, right, sums=1000, what=f"{side} of {name} in step {step}")
+
+
+@pytest.mark.parametrize("kind", TOLD)
+def test_layers_whose_gradient_is_not_of_their_rows_are_told(found, kind):
+    for unfit, *_ in found[kind.__name__]:
+        assert unfit == kind.told

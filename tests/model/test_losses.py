@@ -1,0 +1,143 @@
+"""At which of the losses that a model returned G's scale is taken: each against one loss made by plain torch."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ds_kfac.model.batch import BatchInfo
+from ds_kfac.model.loss import losses_in, of_levels, output_terms, returned_loss
+from ds_kfac.model.scan import Choice
+from tests.close import close
+from tests.model.test_capture import Recorder
+
+N, D, C = 6, 7, 5
+KINDS = Choice(types=("Linear", "Conv2d"))
+
+
+class Net(nn.Module):
+    """Two losses of one trunk, returned as they are asked for."""
+
+    def __init__(self, returned: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.one, self.other = nn.Linear(D, 8), nn.Linear(8, C), nn.Linear(8, 1)
+        self.scale, self.returned = nn.Parameter(torch.tensor(0.5)), returned
+
+    def forward(self, x: Tensor, y: Tensor, t: Tensor) -> dict[str, Tensor]:
+        h = torch.tanh(self.trunk(x))
+        aux = F.mse_loss(self.other(h).squeeze(-1), t)
+        ce = F.cross_entropy(self.one(h) * self.scale.exp(), y)
+        values = {"ce": ce, "aux": aux, "sum": ce + 0.01 * aux, "accuracy": ce.detach(), "scale": self.scale.exp()}
+        return {name: values[name] for name in self.returned.split()}
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, t = torch.randn(N, D, generator=generator), torch.randn(N, generator=generator)
+    return x, torch.randint(C, (N,), generator=generator), t
+
+
+def expected(model: Net, loss_of) -> dict[str, Tensor]:
+    """Of each layer G = mean over rows of (N g)(N g)^T, packed."""
+    model, found = copy.deepcopy(model), {}
+    for name in ("trunk", "one", "other"):
+
+        def see(module, inputs, output, name=name) -> None:
+            output.register_hook(lambda g: found.update({name: N * g.T @ g}))
+
+        getattr(model, name).register_forward_hook(see)
+    loss_of(model(*batch())).backward()
+    return {name: G[tuple(torch.tril_indices(*G.shape))] for name, G in found.items()}
+
+
+CASES = {
+    "weighed": ("aux ce", lambda v: v["ce"] + 0.1 * v["aux"], 1),
+    "weighed, the first less": ("ce aux", lambda v: 0.1 * v["ce"] + v["aux"], 1),
+    "a mean of a stack": ("ce aux", lambda v: torch.stack([v["ce"], 3 * v["aux"]]).mean(), 1),
+    "one of two, bounded and divided": ("aux ce", lambda v: v["ce"].clamp(max=50).sqrt().square() / 8, 8),
+    "one of two, divided": ("aux ce", lambda v: v["ce"] / 8, 8),
+    "their sum, returned last": ("ce aux sum", lambda v: v["sum"] / 8, 8),
+    "their sum, returned first": ("sum aux ce", lambda v: v["sum"].float() / 8, 8),
+    "a number first": ("accuracy ce", lambda v: v["ce"] / 8, 8),
+    "a temperature first": ("scale ce", lambda v: v["ce"] / 8, 8),
+}
+
+
+PLAIN = "their sum, returned first", "a number first", "a temperature first"
+"""Where a plain loss.backward() is of the first that can be one; of others it is not known which they are of."""
+
+
+@pytest.mark.parametrize(("name", "announced"), [*((name, True) for name in CASES), *((name, False) for name in PLAIN)])
+def test_the_scale_of_G_is_that_of_the_loss_that_is_trained(name, announced):
+    """What the caller makes of one loss does not matter; of several it makes the loss."""
+    returned, loss_of, divided = CASES[name]
+    model = Net(returned)
+    recorder = Recorder(model, KINDS)
+    loss = loss_of(model(*batch()))
+    if announced:
+        with recorder.capture.own_backward(loss):
+            recorder.capture.begin_backward(torch.tensor(1.0))
+            loss.backward()
+    else:
+        loss.backward()
+    whole = expected(model, lambda values: loss_of(values) * divided)
+    found = {name: G for name, (_, G) in recorder.means().items()}
+    assert found.keys() == whole.keys()
+    for layer, G in whole.items():
+        close(found[layer], G, sums=10 * N)
+
+
+def test_a_temperature_that_is_returned_is_no_loss():
+    model = Net("scale ce")
+    output = model(*batch())
+    assert returned_loss(output) is output["ce"]
+    assert returned_loss({"scale": output["scale"], "features": output["ce"].expand(3)}) is None
+    assert len(losses_in(output["ce"])) == 1, "what scales logits is no part of a sum"
+
+
+@pytest.mark.parametrize(("make", "terms"), [
+    (lambda x: nn.Linear(D, C)(x[0]), 1),
+    (lambda x: x[0] @ nn.Parameter(torch.ones(D, C)), 1),
+    (lambda x: nn.Parameter(torch.ones(C, D)) @ x[0], 1),
+    (lambda x: torch.tanh(nn.Linear(D, C)(x[:1])).squeeze(0), 1),
+    (lambda x: nn.Linear(D, 1)(x).squeeze(-1), N),
+    (lambda x: nn.Linear(D, 1)(x)[:, 0], N),
+    (lambda x: x @ nn.Parameter(torch.ones(D)), N),
+    (lambda x: nn.Linear(D, C)(x).logsumexp(-1), N),
+    (lambda x: nn.Parameter(torch.ones(N)) * 2, N),
+])  # fmt: skip
+def test_a_vector_is_one_row_s_outputs_or_a_term_for_each_example(make, terms):
+    """As an agent has it that acts on one state."""
+    assert output_terms(make(batch()[0]), BatchInfo(), weight_sharing="expand") == terms
+
+
+class Pyramid(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.head = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, C, 1)
+
+    def forward(self, x: Tensor, sizes: tuple[int, ...] = (1, 2)) -> list[Tensor]:
+        h = torch.tanh(self.below(x))
+        return [self.head(F.avg_pool2d(h, size)) for size in sizes]
+
+
+def test_predictions_of_several_sizes_are_told_once(caplog):
+    model, x = Pyramid(), torch.randn(2, 1, 4, 4)
+    for sizes, told in (((1, 1), 0), ((1, 2), 1), ((1, 2), 1)):
+        if told < 2 and sizes == (1, 1):
+            recorder = Recorder(model, KINDS)
+        loss = torch.cat([z.flatten(2) for z in model(x, sizes)], dim=2).square().mean()
+        with recorder.capture.own_backward(loss):
+            loss.backward()
+        assert sum("of several sizes" in record.message for record in caplog.records) == told
+
+
+def test_what_a_model_returns_beside_its_prediction_is_no_other_size_of_it():
+    logits, hidden = (nn.Linear(D, C)(torch.randn(N, 3, D)) for _ in range(2))
+    other = nn.Linear(D, C + 1)(torch.randn(N, 4, D))
+    assert not of_levels({"hidden": hidden[:, :2], "logits": logits})
+    assert not of_levels((logits, hidden, other, other.mean(1), torch.zeros(N, 2, C)))
+    assert of_levels((logits, other, hidden[:, :2]))
