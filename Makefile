@@ -100,14 +100,18 @@ integrations: $(VENV)/integrations/.ready
 		tests/integrations/test_axolotl.py tests/integrations/test_coverage.py tests/integrations/test_blocks.py \
 		tests/estimate/test_check.py tests/examples/test_factors.py $(ARGS)
 
-# LLaMA-Factory and ms-swift, each in an environment of its own: they want other versions of what they share
+# LLaMA-Factory and ms-swift, each in an environment of its own: they want other versions of what they share. DeepSpeed
+# is the one that they recommend, for LLaMA-Factory (0.16.4) the oldest that ds_kfac takes.
 MORE = llamafactory ms-swift
+DEEPSPEED_llamafactory = 0.17.0
+DEEPSPEED_ms-swift = 0.18.9
 $(VENV)/more/%/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt torch
 	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[examples]" pytest datasets
 	$(@D)/bin/python -m pip install --quiet $* "torch==$$($(@D)/bin/python -c 'import torch; print(torch.__version__)')" \
 		|| echo "integrations-more: $* does not install here, see above; its tests are skipped"
+	DS_BUILD_OPS=0 $(@D)/bin/python -m pip install --quiet --no-deps deepspeed==$(DEEPSPEED_$*)
 # those that were built for another torch break what imports them; nothing here sees or hears
 	for one in torchvision torchaudio; do $(@D)/bin/python -c "import $$one" 2>/dev/null \
 		|| $(@D)/bin/python -m pip uninstall --quiet --yes $$one; done

@@ -4,6 +4,7 @@ Value, counts and regexes; nulls; and errors that say where, what and what inste
 import difflib
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
@@ -61,8 +62,10 @@ BlockRows = _checked(
 def _compiles(inside: str, message: Any) -> pydantic.AfterValidator:
     def check(pattern: str) -> str:
         try:
-            re.compile(inside.format(pattern))
-        except re.error as problem:
+            with warnings.catch_warnings():  # of flags in the middle, which Python 3.10 takes for all of the pattern
+                warnings.simplefilter("error", DeprecationWarning)
+                re.compile(inside.format(pattern))
+        except (re.error, DeprecationWarning) as problem:
             raise PydanticCustomError("regex", message, {"problem": str(problem)}) from None
         return pattern
 

@@ -303,11 +303,9 @@ class Replicated(ShardLayout):
         return param.new_zeros(param.numel()) if param.grad is None else param.grad.reshape(-1)
 
     def store(self, shard: Shard, gradient: Tensor) -> None:
-        param = self.params[shard.param]
-        if param.grad is None:  # unused in this step; DeepSpeed will skip it
-            return
-        # .data, because torch forbids a gradient of another dtype than its 16-bit parameter's
-        param.grad.data = gradient.view(param.shape)
+        if (param := self.params[shard.param]).grad is not None:  # if unused in this step, DeepSpeed will skip it
+            # .data, because torch forbids a gradient of another dtype than its 16-bit parameter's
+            param.grad.data = gradient.view(param.shape)
 
     def install(self, known: KnownGradient) -> None:
         if not self._before:
@@ -339,6 +337,9 @@ class ReplicatedHalf(Replicated):
 
     def grad_scale(self) -> float:
         return deepspeed_versions.loss_scale(self.optimizer)
+
+    def end(self) -> None:
+        self.optimizer.zero_grad()  # up to 0.18.0 DeepSpeed leaves those of bf16, and adds the next step's to them
 
     def manual_scale(self) -> float:
         return self.grad_scale() if deepspeed_versions.multiplies_loss(self.optimizer) else 1.0
@@ -375,8 +376,7 @@ class BF16(ShardLayout):
             self._gradient(param).copy_(known(param))
 
     def consume(self) -> list[Tensor]:
-        partitions = self.optimizer.fp32_groups_gradient_flat_partition
-        return [partition.to(torch.float32, copy=True) for partition in partitions]
+        return [part.to(torch.float32, copy=True) for part in self.optimizer.fp32_groups_gradient_flat_partition]
 
     def clear(self) -> None:
         for flat in self.optimizer.fp32_groups_gradients_flat:

@@ -629,6 +629,8 @@ _ROWS = [
     ("accumulation not in a backward's seed", "zero/layout.py",
      "return scale / self.engine.gradient_accumulation_steps()", "return scale",
      f"{_TRAPS}::test_every_way_to_run_a_model_trains_like_the_reference"),
+    ("stage 0 in bf16 adds up all steps", "zero/layout.py", "self.optimizer.zero_grad()", "pass",
+     "tests/zero/test_deepspeed_versions.py"),
     ("clipping of the scaled norm", "zero/layout.py", "norm if self.clips_scaled else norm / self.grad_scale()",
      "norm", "tests/directions/test_direction_scales.py"),
     ("offloaded norms are the raw ones", "zero/stages.py",

@@ -125,7 +125,7 @@ def weights(engine) -> dict[str, torch.Tensor]:
             flat, offsets = torch.cat(partitions), deepspeed_versions.offsets(optimizer, group)
             for p, offset in zip(optimizer.round_robin_bit16_groups[group], offsets, strict=True):
                 masters[id(p)] = flat.narrow(0, offset, p.numel()).view(p.shape)
-    elif engine.zero_optimization():
+    elif engine.zero_optimization() or type(optimizer).__name__ == "BF16_Optimizer":
         for p in named.values():
             if p.requires_grad:
                 masters[id(p)] = deepspeed.utils.safe_get_full_fp32_param(p)
@@ -279,8 +279,8 @@ class ReferenceStep:
         decay = options.get("weight_decay", 0.0)
         rate = {"lr": options["lr"] * mode.adam_ratio, "weight_decay": decay / mode.adam_ratio}
         self.optimizer = kind([g for g in rest if g["params"]] or [spare], **{**options, **rate})
-        # up to 0.18.0 bf16 has another wrapper
-        wrapped = mode.dtype == "fp16" or (mode.dtype == "bf16" and Version(deepspeed.__version__).release > (0, 18, 0))
+        # 0.17.0 has BF16_Optimizer there, which has not
+        wrapped = mode.dtype == "fp16" or (mode.dtype == "bf16" and Version(deepspeed.__version__).release > (0, 17, 0))
         if mode.adam and mode.stage == 0 and wrapped:
             # these wrappers have stepped once with zero gradients; ``initial`` was read after it
             with torch.no_grad():

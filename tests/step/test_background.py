@@ -221,7 +221,8 @@ def test_a_process_ends_while_work_is_pending():
         "for i in range(500): r.submit([str(i)], lambda: [torch.linalg.eigh(x @ x.T)])\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert (result.returncode, result.stderr) == (0, "")
+    ours = [line for line in result.stderr.splitlines() if "No CUDA runtime" not in line]  # of torch's CUDA builds
+    assert (result.returncode, ours) == (0, [])
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ import torch
 
 import tests.versions
 from ds_kfac.zero import deepspeed_versions
-from ds_kfac.zero.layout import BF16
+from ds_kfac.zero.layout import BF16, ReplicatedHalf
 
 PACKAGE = Path(deepspeed_versions.__file__).parent.parent
 OURS = Path(deepspeed_versions.__file__)
@@ -146,6 +146,14 @@ def test_bf16_gradients_that_were_added_to_fp32_ones_and_stepped_do_not_wait():
     assert not BF16.is_waiting(engine)
     flags[0][1] = True
     assert BF16.is_waiting(engine)
+
+
+def test_a_step_in_16_bits_at_stage_0_leaves_no_gradient():
+    """Up to 0.18.0 DeepSpeed leaves those of bf16, and the next backward adds to them."""
+    layout, weight = object.__new__(ReplicatedHalf), torch.nn.Parameter(torch.ones(2))
+    layout.optimizer, weight.grad = torch.optim.SGD([weight], lr=0.1), torch.ones(2)
+    layout.end()
+    assert weight.grad is None
 
 
 def test_the_table_of_versions_has_a_row_a_tested_version_and_a_cell_a_column():
