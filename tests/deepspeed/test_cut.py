@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 from tests.spread import FACTOR, FLOOR, difference, within
 
 MODES = (
-    "adam-z0", "adam-z1", "adam-z2-round_robin", "adam-z3-offload", "adam-z2-bf16", "root-z3",
+    "adam-z0", "adam-z1", "adam-z2-round_robin", "adam-z3-offload", "adam-z2-bf16", "adam-z3",
 )  # fmt: skip
 CUT = patch.multiple(cut, LARGEST=60, PART=13)
 """The head, [5, 12] with a bias, is the only layer that keeps Adam's direction; five parts."""

@@ -24,13 +24,13 @@ MODES = {
     "z2-bf16": Upright, "z3-bf16": Upright, "z1-bf16-accum32": Upright,
     "adam-z0": Dispatched, "adam-z1": Lying, "adam-z2": Upright, "adam-z2-round_robin": Grouped, "adam-z3": Lying,
     "adam-z3-offload": Picked, "adam-z2-bf16": Upright, "adam-z3-bf16-accum32": Upright,
-    "root-z2": Upright, "root-z3": Lying, "adam-z2-fp16": Upright,
+    "adam-z2-fp16": Upright,
 }  # fmt: skip
 
 ACCUMULATED = {"z2", "adam-z3", "adam-z2-fp16"}
 """In two micro-batches."""
 ALONE = (
-    "z0", "z1", "z2", "z3", "z3-bf16", "adam-z0", "adam-z1", "adam-z2-bf16", "adam-z3-offload", "root-z2", "root-z3",
+    "z0", "z1", "z2", "z3", "z3-bf16", "adam-z0", "adam-z1", "adam-z2-bf16", "adam-z3-offload",
 )  # fmt: skip
 """On one rank, where no stage cuts a stack: every kind of stack, every rule."""
 

@@ -74,7 +74,7 @@ CASES = {
 
 def worker(names: list[str]) -> dict:
     DIRECTIONS.insert(0, ToyRule())
-    METHODS["root"] = ROOT
+    METHODS["inverse"] = ROOT  # the config knows no other name
     found = {}
     for toy in ("rule", "method"):
         for name in names:
@@ -82,7 +82,7 @@ def worker(names: list[str]) -> dict:
             if clip and toy == "method":
                 continue
             wanted = expected(toy, dist.get_world_size(), clip)
-            kfac = {**KFAC, "preconditioner": {"kl_clip": 0, "method": "root" if toy == "method" else "eigen"}}
+            kfac = {**KFAC, "preconditioner": {"kl_clip": 0, "method": "inverse" if toy == "method" else "eigen"}}
             model = make_net()
             optimizer = (ToySGD if toy == "rule" else torch.optim.SGD)(model.parameters(), lr=LR)
             config = {**Mode("toy", stage, zero=zero, clip=clip).config(1, dist.get_world_size()), "kfac": kfac}

@@ -22,7 +22,6 @@ NAMES = {
     "_get_sequence_parallel_world_size", "_hp_optimizer_states_linked", "_lazy_init_hp_params_optimizer_state",
     "_wait_for_offload_copies", "_use_compact_grad_partition_buffer", "_build_compact_grad_partition_buffer",
     "_get_preflattened_grad_partition", "_offload_accumulated_param_ids", "_epilogue_ran_this_backward",
-    "_partition_all_parameters",
     # not in every version
     "managed_gradient_accumulation", "zero_compute_grad_norm", "torch_autocast_enabled", "torch_autocast_dtype",
     "zenflow", "is_decoupled", "torch_autocast_gradscaler", "torch_autocast_z0_gradscaler", "loss_scale_config",
