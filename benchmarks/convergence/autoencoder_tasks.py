@@ -54,6 +54,7 @@ class AutoencoderTask:
     rows: int
     steps: int
     base = "adamw"
+    unit = "squared error per image"
 
     def build(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)

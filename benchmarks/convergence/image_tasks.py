@@ -42,6 +42,7 @@ class ImageTask:
     rows: int
     steps: int
     base = "sgd"
+    unit = "nats per image"
 
     def build(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)

@@ -12,6 +12,7 @@ from benchmarks.convergence.plots import (
     CURVE,
     RATES_BY_WIDTH,
     REFRESHED,
+    base_of,
     draw,
     draw_batches,
     draw_others,
@@ -40,7 +41,7 @@ def report(out: Path) -> str:
         table.writeheader()
         table.writerows(rows)
     best = best_runs(runs)
-    plots = draw(runs, best, out)
+    plots = draw(best, out, {(row["task"], row["method"]): row.get("steps_fraction") for row in rows})
     if curve := draw_batches(steps_by_batch(best), out):
         plots.append(curve)
     if widths := draw_widths(losses_by_width(runs), out):
@@ -108,11 +109,6 @@ def summarise(runs: list[Run]) -> list[dict[str, object]]:
     return [
         _row(task, method, found, best.get((task, base_of(task)), {}), runs) for (task, method), found in best.items()
     ]
-
-
-def base_of(task: str) -> str:
-    """The method that a task's others are compared with."""
-    return TASKS[task].base if task in TASKS else "adamw"
 
 
 def _row(task: str, method: str, found: dict[int, Run], base: dict[int, Run], runs: list[Run]) -> dict[str, object]:

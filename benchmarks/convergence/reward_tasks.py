@@ -165,6 +165,7 @@ class RewardTask:
     minibatches: int = 1
     noise: float = 0.0
     base = "adamw"
+    unit = "nats per token"
 
     def corpus(self, path: str | None) -> Base:
         """The base model, made once, below the temporary folder.

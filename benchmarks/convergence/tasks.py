@@ -28,6 +28,7 @@ class Task:
     rows: int
     steps: int
     base = "adamw"
+    unit = "nats per byte"
 
     def corpus(self, path: str | None) -> Corpus:
         return load(path, self.model.context)
