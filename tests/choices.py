@@ -11,8 +11,8 @@ import torch
 
 import ds_kfac.directions.base
 from ds_kfac.config.keys import KFACConfig, parse
+from ds_kfac.config.resolve import resolve
 from ds_kfac.curvature.eigen import choose
-from ds_kfac.directions.base import resolve
 from ds_kfac.model import scan
 from ds_kfac.plan import plan as planning
 

@@ -11,7 +11,7 @@ from benchmarks.distributed.plan import planned_traffic, total
 from benchmarks.distributed.tables import TABLES, Table
 from ds_kfac.assignment.costs import BUILTIN, CostModel, capture_flops
 from ds_kfac.config.keys import parse
-from ds_kfac.directions.base import resolve
+from ds_kfac.config.resolve import resolve
 from ds_kfac.plan.plan import Known, Plan, Setting, make_plan
 from ds_kfac.zero.shards import Shard, ShardMap, partition_chunks
 

@@ -1,6 +1,14 @@
-"""The K-FAC gradient (as in KAISA), for any optimizer to step with; and SP-NGD's learning rate for it."""
+"""The K-FAC gradient (as in KAISA), for any optimizer to step with: rotate into the eigenbasis, divide, rotate back;
+kl-clip and grafting.
 
-from collections.abc import Mapping, Sequence
+    V = Q_G [(Q_G^T dW Q_A) / (e + lambda)] Q_A^T        e = beta alpha^T, or EKFAC's running second moment
+    dW <- nu V                                           nu = min(1, sqrt(kl_clip / (lr^2 sum <V, dW>)))
+
+Shape suffixes: O, I a layer's sides. Formulas take one matrix [O, I] or n of equal shape [n, O, I]; what is a scalar of
+one is [n] of several.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +18,10 @@ from ds_kfac.config.keys import KFACConfig
 from ds_kfac.directions.base import Direction, StepContext, UpdateRule
 from ds_kfac.metrics import Metrics
 from ds_kfac.model.layers import LayerSpec
+from ds_kfac.ops.dispatch import eigen_scale_dot
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import Value
-from ds_kfac.update.kfac import finite_or, graft_scale, kl_clip_scale, precondition, precondition_corrected
-from ds_kfac.update.rotation import norms
+from ds_kfac.update.rotation import Rotation, is_large, norms
 from ds_kfac.update.state import CorrectedEigenvalues, Group, LayerState, Moments
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
@@ -147,6 +155,103 @@ def peak_rates(groups: Sequence[Mapping[str, Any]], before: Mapping[int, Any], s
     return peaks
 
 
+def precondition(
+    gradient_OI: Tensor,
+    rotation: Rotation,
+    *,
+    damping: float,
+    damping_kind: str = "tikhonov",
+) -> tuple[Tensor, Tensor]:
+    """(F + lambda)^-1 applied to a gradient, without forming an inverse; F = Q diag(e) Q^T, e = beta alpha^T.
+
+        V = Q_G [ (Q_G^T gradient Q_A) / (e + lambda) ] Q_A^T
+
+    Linear in the gradient, so a loss scale passes through. Cost: 4 O I (O + I) FLOPs.
+    Source: Grosse & Martens 2016 (arXiv:1602.01407) app. A; inverse-free as in Pauloski et al. 2020 (2007.00784).
+
+    Args:
+        gradient_OI: fp32 [O, I], the bias gradient as last column where the layer has one.
+        damping_kind: "tikhonov", in units of the Fisher; "relative" to the layer's mean eigenvalue.
+
+    Returns V and <V, gradient>, which is that of the rotated ones.
+    """
+    *several, rows, columns = gradient_OI.shape
+    beta_O, alpha_I = rotation.values_G.view(*several, rows), rotation.values_A.view(*several, columns)
+    # of a layer in groups, whose values are flat, one for all of them
+    mean_G, mean_A = rotation.values_G.mean(-1), rotation.values_A.mean(-1)
+    lambda_ = damping if damping_kind == "tikhonov" else damping * mean_G * mean_A
+    rotated_OI = _rotated(rotation, gradient_OI)
+    scaled_OI, dot = eigen_scale_dot(rotated_OI, beta_O, alpha_I, lambda_)
+    return rotation.restore(scaled_OI, given_up=True), dot
+
+
+def precondition_corrected(
+    gradient_OI: Tensor,
+    rotation: Rotation,
+    corrected: CorrectedEigenvalues,
+    *,
+    norm: Tensor,
+    terms: Tensor | float,
+    decay: float,
+    damping: float,
+    damping_kind: str = "tikhonov",
+) -> tuple[Tensor, Tensor, CorrectedEigenvalues, Tensor]:
+    """:func:`precondition` with the running second moment of the rotated gradient, this one included, as e.
+
+    Args:
+        norm: of the gradient.
+        terms: brings a squared gradient to the Fisher's units: loss terms over the squared loss scale.
+        decay: of the second moment.
+
+    Returns V, <V, gradient>, the new second moment, and whether the gradient was scaled down for it.
+    """
+    in_groups = rotation.values_G.ndim < gradient_OI.ndim - 1
+
+    def damp(mean: Callable[[], Tensor]) -> Tensor | float:
+        if damping_kind == "tikhonov":
+            return damping
+        return damping * (mean().mean() if in_groups else mean())
+
+    scaled_OI, dot, corrected, limited = corrected.divide(
+        _rotated(rotation, gradient_OI), norm=norm, terms=terms, decay=decay, damping=damp
+    )
+    return rotation.restore(scaled_OI, given_up=True), dot, corrected, limited
+
+
+def _rotated(rotation: Rotation, gradient_OI: Tensor) -> Tensor:
+    """A large one whose rows stay apart in one copy."""
+    by_rows = is_large(gradient_OI) and not rotation.G
+    return rotation.rotate(gradient_OI.clone() if by_rows else gradient_OI, given_up=by_rows)
+
+
+def finite_or(preconditioned_OI: Tensor, otherwise_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """``preconditioned``, which is given up, where all of a matrix is finite, else ``otherwise``, fp32; and whether it
+    was, a bool scalar.
+
+    ZeRO-1/2 in bf16 would apply a NaN of ours, and an overflowed gradient must reach DeepSpeed's check as it is.
+    """
+    found_OI = preconditioned_OI.float()
+    finite = torch.isfinite(torch.linalg.vector_norm(found_OI, ord=torch.inf, dim=(-2, -1)))  # without a mask
+    return torch.where(finite[..., None, None], found_OI, otherwise_OI, out=found_OI), finite
+
+
+def graft_scale(preconditioned_OI: Tensor, norm: Tensor) -> Tensor:
+    """What gives a direction a norm, such as the gradient's (Anil et al. 2020, arXiv:2002.09018, per layer)."""
+    own = norms(preconditioned_OI.flatten(-2)).to(norm.dtype)
+    return torch.where(own > 0, norm / own, torch.ones_like(own))
+
+
+def kl_clip_scale(quadratic: Tensor, *, kl_clip: float) -> Tensor:
+    """nu = min(1, sqrt(kl_clip / quadratic)): bounds the step's KL divergence (Ba et al. 2017, sec. 3).
+
+    Args:
+        quadratic: fp32 scalar, the sum over layers of lr^2 <V, gradient>; 0 gives 1, and so does what is no number,
+            which DeepSpeed's overflow check has to find. More than fp32 holds gives 0: no step is too small for it.
+    """
+    nu = torch.sqrt(kl_clip / quadratic.abs()).clamp(max=1.0)
+    return torch.where(torch.isnan(quadratic), torch.ones_like(nu), nu)
+
+
 class KFACGradientRule(UpdateRule):
     """The K-FAC gradient in place of the raw one (KAISA), for any optimizer to step with."""
 
@@ -178,66 +283,3 @@ class KFACGradientRule(UpdateRule):
 
     def moments(self, config: KFACConfig) -> type[Moments] | None:
         return CorrectedEigenvalues if config.preconditioner.eigenvalues == "corrected" else None
-
-
-class PolynomialDecay:
-    """SP-NGD's learning rate (Osawa et al. 2020, arXiv:2002.06015; Osawa et al. 2019, arXiv:1811.12019):
-    ``"scheduler": {"type": "PolynomialDecay", "params": {"start": 100, "end": 3000, "power": 3.5}}``.
-
-        rate(t) = rate_0 (1 - (t - start) / (end - start))^power   from start to end, constant before and after
-        momentum(t) = momentum_0 rate(t) / rate_0                  if "ties_momentum"
-
-    The papers' velocity holds the rate, v <- m (rate / last rate) v - rate g, W <- W + v. torch's does not,
-    W <- W - rate b with b <- m b + g, which is the same.
-
-    Args:
-        optimizer: torch's, or DeepSpeed's wrapper of one.
-        start, end: steps between which the rate falls. Training may end before ``end``.
-        power: 1 is linear.
-        ties_momentum: whether the momentum of groups that have one falls with the rate.
-
-    Raises ValueError if the steps or the power cannot be.
-    """
-
-    def __init__(
-        self, optimizer: Any, *, end: float, start: float = 0, power: float = 1.0, ties_momentum: bool = False
-    ) -> None:
-        if not 0 <= start < end or power < 0:
-            raise ValueError(
-                f"PolynomialDecay: needs 0 <= start < end and power >= 0, got start {start}, end {end}, power {power}"
-            )
-        inner = getattr(optimizer, "optimizer", optimizer)
-        self.optimizer, self.start, self.end, self.power = inner, start, end, power
-        self.ties_momentum, self.steps = ties_momentum, 0
-        self.first = [(float(group["lr"]), group.get("momentum")) for group in inner.param_groups]
-        self._set()
-
-    @property
-    def part(self) -> float:
-        """Of the first rate."""
-        done = (self.steps - self.start) / (self.end - self.start)
-        return (1 - min(max(done, 0.0), 1.0)) ** self.power
-
-    def step(self, last_batch_iteration: int | None = None) -> None:
-        """After an optimizer step, or to a given one."""
-        self.steps = self.steps + 1 if last_batch_iteration is None else last_batch_iteration
-        self._set()
-
-    def get_lr(self) -> list[float]:
-        """Of every group."""
-        return [rate * self.part for rate, _ in self.first]
-
-    get_last_lr = get_lr
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps, "first": self.first}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.steps, self.first = state["steps"], [tuple(pair) for pair in state["first"]]
-        self._set()
-
-    def _set(self) -> None:
-        for group, (rate, momentum) in zip(self.optimizer.param_groups, self.first, strict=True):
-            group["lr"] = rate * self.part
-            if self.ties_momentum and momentum is not None:
-                group["momentum"] = momentum * self.part

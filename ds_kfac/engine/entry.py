@@ -19,7 +19,6 @@ import ds_kfac_startup
 from ds_kfac.config.keys import KFACConfig, parse
 from ds_kfac.config.values import find_block
 from ds_kfac.directions.base import UpdateRule
-from ds_kfac.directions.kfac_gradient import PolynomialDecay
 from ds_kfac.directions.table import DIRECTIONS, is_recipe, rule_in, when_made
 from ds_kfac.engine.assembly import assembled
 from ds_kfac.engine.attachment import HANDLE, Attachment
@@ -34,6 +33,7 @@ from ds_kfac.engine.beforehand import (
 )
 from ds_kfac.engine.refusals import of_engine, refused, without_optimizer
 from ds_kfac.model.expert_rows import ExpertRows
+from ds_kfac.schedule.polynomial_decay import PolynomialDecay
 
 _plain_initialize: Callable[..., tuple] = deepspeed.initialize
 """DeepSpeed's own. Ours is in its place from the import on; until :func:`enable` it only warns."""

@@ -23,9 +23,9 @@ from ds_kfac.assignment.costs import BUILTIN, FactorSpec, factors_by_layer
 from ds_kfac.comm.message import Channel, failing_together, gathered
 from ds_kfac.comm.reduce import Layout, Reducer
 from ds_kfac.config.keys import KFACConfig, parse
+from ds_kfac.config.resolve import resolve
 from ds_kfac.curvature.eigen import Eigenbasis, Request, refresh_all
 from ds_kfac.curvature.factor import KroneckerFactor
-from ds_kfac.directions.base import resolve
 from ds_kfac.factors.corrected import Corrected
 from ds_kfac.factors.files import (
     INDEX,

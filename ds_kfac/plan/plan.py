@@ -218,7 +218,7 @@ class Setting:
 def make_plan(
     layers: Sequence[LayerSpec], setting: Setting, config: KFACConfig, costs: CostModel, answers: tuple[str, ...] = ()
 ) -> Plan:
-    """The plan of a run with a config of :func:`ds_kfac.directions.base.resolve`. Where its memory is over the budget
+    """The plan of a run with a config of :func:`ds_kfac.config.resolve.resolve`. Where its memory is over the budget
     with an A for each expert of a stack, one for all: its layers then differ from these in ``shares``.
 
     Raises ValueError if the fraction does not fit the world or the mode, or the memory budget is too small.

@@ -1,1 +1,1 @@
-"""Gradients of layers of one shape: rotation, division, moments, kl-clip, Newton-Schulz, what they keep."""
+"""Gradients of layers of one shape: rotation, moments, Newton-Schulz, what they keep."""

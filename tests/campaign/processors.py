@@ -34,7 +34,12 @@ SETTINGS: dict[str, dict[str, str]] = {
     "shuffled 1": {"SHUFFLED_SUMS": "1"},
     "shuffled 2": {"SHUFFLED_SUMS": "2"},
 }
-SHORT = ("tests/update/test_kfac.py", "tests/update/test_moments.py", "tests/directions", "tests/model/test_rows.py")
+SHORT = (
+    "tests/directions/test_precondition.py",
+    "tests/update/test_moments.py",
+    "tests/directions",
+    "tests/model/test_rows.py",
+)
 """Products, sums, eigenvectors and orthogonal factors in seconds: what is run where no tests are named."""
 MODES = ("z0", "z2", "z3", "z2-bf16", "z2-fp16", "adam-z1", "adam-z2-all_reduce", "adam-z2-bf16", "adam-z0-fp16")
 GROUPS = ("corrected", "adam", "stacked", "")

@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 
 from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis, Precision, choose, fp32_products
 from ds_kfac.curvature.iteration import orthogonal_iteration
-from ds_kfac.update.kfac import precondition
+from ds_kfac.directions.kfac_gradient import precondition
 from ds_kfac.update.newton_schulz import newton_schulz
 from ds_kfac.update.rotation import Rotation
 from tests.close import close, near

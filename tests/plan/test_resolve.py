@@ -3,7 +3,7 @@
 import pytest
 
 from ds_kfac.config.keys import parse
-from ds_kfac.directions.base import resolve
+from ds_kfac.config.resolve import resolve
 from ds_kfac.directions.kfac_gradient import KFACGradientRule
 from ds_kfac.schedule.timetable import Value
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis
+from ds_kfac.directions.kfac_gradient import precondition_corrected
 from ds_kfac.update import rotation
-from ds_kfac.update.kfac import precondition_corrected
 from ds_kfac.update.rotation import Rotation, not_rounding, turn_
 from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues
 from tests.close import close, exact, near

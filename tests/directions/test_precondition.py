@@ -7,9 +7,9 @@ import torch
 
 from ds_kfac.curvature.eigen import LayerBasis
 from ds_kfac.curvature.factor import KroneckerFactor, Side
+from ds_kfac.directions.kfac_gradient import finite_or, graft_scale, kl_clip_scale, precondition, precondition_corrected
 from ds_kfac.ops.reference import symmetric_pack
 from ds_kfac.update import rotation as stacking
-from ds_kfac.update.kfac import finite_or, graft_scale, kl_clip_scale, precondition, precondition_corrected
 from ds_kfac.update.rotation import Rotation, lengths
 from ds_kfac.update.state import CorrectedEigenvalues
 from tests.close import close, exact
