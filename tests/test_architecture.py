@@ -1,6 +1,7 @@
 """The rules of the layout that a machine can check: imports go down, no circles, small files."""
 
 import ast
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,15 @@ def test_no_circle_of_files_or_folders():
 
 @pytest.mark.parametrize("name", [name for name in INSIDE if name.parts[0] in WITHOUT_RANKS], ids=str)
 def test_the_mathematics_knows_neither_deepspeed_nor_ranks(name):
-    assert not [t for t in imports(INSIDE[name]) if t.split(".")[0] == "deepspeed" or t.startswith("torch.distributed")]
+    """Nor does a file that it imports, or one that this imports."""
+    reached, left = {name}, [name]
+    while left:
+        new = our_files(FILES[left.pop()]) - reached
+        reached |= new
+        left += new
+    for file in reached:
+        foreign = [t for t in imports(FILES[file]) if re.match(r"(deepspeed|torch\.distributed)\b", t)]
+        assert not foreign, f"{name} reaches {file}, which imports {foreign}"
 
 
 def test_files_hold_one_concept():

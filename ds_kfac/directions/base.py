@@ -15,8 +15,9 @@ from ds_kfac.model.blocks import cut
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Choice
 from ds_kfac.plan.plan import Plan
-from ds_kfac.update.rotation import AT_ONCE, in_order, stacks
-from ds_kfac.update.state import Groups, LayerState, Moments
+from ds_kfac.update.groups import Groups, in_order, stacks
+from ds_kfac.update.rotation import AT_ONCE
+from ds_kfac.update.state import LayerState, Moments
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
 

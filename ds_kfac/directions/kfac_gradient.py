@@ -21,8 +21,9 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.dispatch import eigen_scale_dot
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import Value
+from ds_kfac.update.groups import Group
 from ds_kfac.update.rotation import Rotation, is_large, norms
-from ds_kfac.update.state import CorrectedEigenvalues, Group, LayerState, Moments
+from ds_kfac.update.state import CorrectedEigenvalues, LayerState, Moments
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
 

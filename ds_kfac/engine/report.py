@@ -23,7 +23,7 @@ from ds_kfac.ops.dispatch import chosen
 from ds_kfac.plan.plan import Plan
 from ds_kfac.schedule.timetable import Value
 from ds_kfac.step.preconditioner import KFACPreconditioner
-from ds_kfac.update.rotation import stacked_bytes
+from ds_kfac.update.groups import stacked_bytes
 from ds_kfac.zero import deepspeed_versions
 from ds_kfac.zero.layout import is_hooked
 

@@ -25,7 +25,7 @@ from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import LAYERS
 from ds_kfac.plan import plan as planning
 from ds_kfac.step.messages import Delivery, scalar_names
-from ds_kfac.update.rotation import stacked_bytes, stacks
+from ds_kfac.update.groups import stacked_bytes, stacks
 from ds_kfac.update.state import AdamMoments
 from ds_kfac.zero.exchange import ExchangePlan
 

@@ -4,17 +4,14 @@ launches of one cost more than its products.
 Shape suffixes: O, I a layer's sides, n layers of equal shape.
 """
 
-import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis, LayerBasis, Precision, fp32_products
-from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.functional import block_product
 
 AT_ONCE = 1 << 22
@@ -171,91 +168,8 @@ def _overlap(old: Eigenbasis | None, new: Eigenbasis) -> Sequence[Tensor]:
     return [before.mT @ now for before, now in zip(old.vectors, vectors, strict=True)]
 
 
-S = TypeVar("S", bound=Any)
-
 PIECE = 1 << 22
 """Elements, 32 MiB in float64."""
-STACKED_BYTES = 1 << 28
-"""Of eigenvectors that lie together on a rank, and beside those that they replace in a step that refreshes them."""
-
-
-def stacks(
-    layers: Sequence[LayerSpec],
-    *,
-    alike: Callable[[LayerSpec], Hashable] | None,
-    largest: int | None = None,
-    limit: int = STACKED_BYTES,
-) -> tuple[tuple[LayerSpec, ...], ...]:
-    """Every layer once, alone or with others of equal shape. Pure.
-
-    Args:
-        alike: only layers with the same are put together; None: every layer alone.
-        largest: elements of the layers of one; None: :data:`STACKED`.
-        limit: bytes of eigenvectors that lie together; the smallest shapes first, as they gain most.
-    """
-    if alike is None:
-        return tuple((layer,) for layer in layers)
-    together: dict[Hashable, list[LayerSpec]] = {}
-    for layer in layers:
-        sides = (layer.G, layer.A)
-        whole = layer.groups == 1 and all(side.block in (0, 1, side.dim) for side in sides)
-        key = (layer.G, layer.A, alike(layer)) if whole else layer.name
-        together.setdefault(key, []).append(layer)
-    found: list[tuple[LayerSpec, ...]] = []
-    for group in sorted(together.values(), key=lambda group: stacked_bytes(group[:1])):
-        room, most = limit // max(1, stacked_bytes(group[:1])), (largest or STACKED) // group[0].numel
-        fit = group[:room] if min(room, most, len(group)) > 1 else []
-        limit -= stacked_bytes(fit)
-        count = -(-len(fit) // max(1, most))
-        found += [tuple(fit[index::count]) for index in range(count)]
-        found += [(layer,) for layer in group[len(fit) :]]
-    place = {layer.name: index for index, layer in enumerate(layers)}
-    return tuple(sorted(found, key=lambda group: place[group[0].name]))
-
-
-def stacked_bytes(layers: Sequence[LayerSpec]) -> int:
-    """Of their eigenvectors and eigenvalues, fp32."""
-    return 4 * sum(side.dim + side.basis_numel for layer in layers for side in (layer.G, layer.A))
-
-
-def batches(stacks: Sequence[tuple[LayerSpec, ...]], states: Mapping[str, Any]) -> Iterator[tuple[LayerSpec, ...]]:
-    """The stacks, for a step: one that lacks an eigenbasis somewhere layer by layer."""
-    for layers in stacks:
-        if len(layers) == 1 or all(states[layer.name].basis is not None for layer in layers):
-            yield layers
-        else:
-            yield from ((layer,) for layer in layers)
-
-
-def rounds(
-    stacks: Iterable[S], layers: Callable[[S], Sequence[LayerSpec]] = lambda stack: stack, *, limit: int
-) -> list[list[S]]:
-    """What of a step is in memory at a time: stacks of ``limit`` elements, or one that has more, as :func:`in_order`.
-
-    Args:
-        layers: of a stack.
-    """
-    found: list[list[S]] = []
-    room = 0
-    for stack in in_order(stacks, layers):
-        numel = sum(layer.numel for layer in layers(stack))
-        if numel > room:
-            found.append([])
-            room = max(limit, numel)
-        found[-1].append(stack)
-        room -= numel
-    return found
-
-
-def in_order(stacks: Iterable[S], layers: Callable[[S], Sequence[LayerSpec]] = lambda stack: stack) -> tuple[S, ...]:
-    """The largest matrices first, when no results wait yet; those with the same sides, as they are or transposed, next
-    to each other. Pure."""
-
-    def size(stack: S) -> tuple[int, ...]:
-        sides = layers(stack)[0].shape[-2:]
-        return math.prod(sides), *sorted(sides)
-
-    return tuple(sorted(stacks, key=size, reverse=True))
 
 
 def norms(x: Tensor) -> Tensor:

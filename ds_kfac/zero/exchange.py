@@ -7,9 +7,9 @@ from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_kfac.comm.message import Arrivals, Move, Part
-from ds_kfac.metrics import HostCopy
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.registry import LAYERS
+from ds_kfac.ops.host_copy import HostCopy
 from ds_kfac.update.rotation import AT_ONCE
 from ds_kfac.update.state import LayerState, MomentUpdate
 from ds_kfac.zero.layout import ShardLayout

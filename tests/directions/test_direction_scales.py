@@ -12,8 +12,9 @@ from ds_kfac.directions.kfac_adamw.direction import BASE, AdamDirection, Stack
 from ds_kfac.directions.kfac_adamw.rule import KFACAdamWRule
 from ds_kfac.directions.kfac_gradient import KFACGradient, KFACGradientRule
 from ds_kfac.step.preconditioner import KFACPreconditioner
+from ds_kfac.update.groups import Group
 from ds_kfac.update.newton_schulz import orthogonal_factors
-from ds_kfac.update.state import AdamMoments, Group, LayerState
+from ds_kfac.update.state import AdamMoments, LayerState
 from ds_kfac.zero.layout import ReplicatedHalf, ShardLayout
 from ds_kfac.zero.stages import Stage12
 from tests.choices import planned

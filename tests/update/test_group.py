@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from ds_kfac.curvature.eigen import HIGHEST, Eigenbasis
+from ds_kfac.update.groups import Group, Groups
 from ds_kfac.update.rotation import Rotation
-from ds_kfac.update.state import AdamMoments, Group, Groups, LayerState
+from ds_kfac.update.state import AdamMoments, LayerState
 from tests.close import close, exact
 from tests.models import linear_layer
 from tests.update.test_moments import random_basis

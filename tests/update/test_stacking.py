@@ -6,8 +6,8 @@ import torch
 
 from ds_kfac.checkpoint.save import layer_payload
 from ds_kfac.curvature.factor import Side
-from ds_kfac.update.rotation import rounds, stacked_bytes, stacks
-from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues, Group, LayerState
+from ds_kfac.update.groups import Group, rounds, stacked_bytes, stacks
+from ds_kfac.update.state import AdamMoments, CorrectedEigenvalues, LayerState
 from tests.close import close
 from tests.models import linear_layer
 from tests.update.test_moments import random_basis

@@ -44,9 +44,10 @@ from ds_kfac.model.blocks import named
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.ops.dispatch import scale_shift_
 from ds_kfac.plan.plan import Plan
+from ds_kfac.update.groups import Group, rounds
 from ds_kfac.update.newton_schulz import FULL, orthogonal_factors, scale_to
-from ds_kfac.update.rotation import in_memory, lengths, rounds
-from ds_kfac.update.state import Group, LayerState, MomentUpdate
+from ds_kfac.update.rotation import in_memory, lengths
+from ds_kfac.update.state import LayerState, MomentUpdate
 from ds_kfac.zero.exchange import GradientExchange, LocalResult
 from ds_kfac.zero.layout import ShardLayout
 

@@ -19,8 +19,9 @@ from ds_kfac.model.blocks import KINDS, named, rows_of, weight_name
 from ds_kfac.model.layers import LayerSpec
 from ds_kfac.model.scan import Choice
 from ds_kfac.plan.plan import Plan
+from ds_kfac.update.groups import rounds
 from ds_kfac.update.newton_schulz import flops, workspace
-from ds_kfac.update.rotation import AT_ONCE, in_memory, rounds
+from ds_kfac.update.rotation import AT_ONCE, in_memory
 from ds_kfac.update.state import AdamMoments
 from ds_kfac.zero.exchange import GradientExchange
 from ds_kfac.zero.layout import ShardLayout
