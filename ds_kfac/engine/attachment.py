@@ -107,6 +107,13 @@ class Attachment:
         self._hooked: set[str] | None = self._with_hooks()
         self.report = report(job.preconditioners, scans, given)
 
+    def __repr__(self) -> str:
+        rule, kfac = self.preconditioner.rule, self.preconditioner
+        by, steps = rule.optimizer_type or type(kfac.target.inner).__name__, kfac.metrics.counts["steps"]
+        stage = f"ZeRO stage {int(self.engine.zero_optimization_stage())}"
+        layers = f"{len(self._found.layers)} K-FAC layers, {self._share.fraction:.0%} of the trained matrix parameters"
+        return f"<ds_kfac.Attachment: {by}, {stage}, {layers}, {steps} steps{'' if self._active else ', detached'}>"
+
     @property
     def preconditioner(self) -> KFACPreconditioner:
         """That of the dense layers; the only one without experts."""

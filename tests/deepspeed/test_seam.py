@@ -79,6 +79,8 @@ def doors_worker(_) -> dict:
 
     engine, _ = start(ds_kfac.initialize, plain_config())
     results["no block"] = names(engine)
+    results["attach a model"] = message(lambda: ds_kfac.attach(make_net()))
+    results["no model"] = message(lambda: ds_kfac.initialize(config=plain_config(kfac=kfac)))
     results["attach without block"] = message(lambda: ds_kfac.attach(engine))
     with contextlib.redirect_stdout(io.StringIO()):
         ds_kfac.attach(engine, {"enabled": False})
@@ -109,8 +111,10 @@ def doors_worker(_) -> dict:
     engine, _ = start(ds_kfac.initialize, plain_config(kfac=kfac))
     results["attach with another config"] = message(lambda: ds_kfac.attach(engine, {"damping": {"value": 3.0}}))
     attachment = engine.kfac
+    results["repr"] = repr(attachment)
     attachment.detach()
     attachment.detach()
+    results["repr detached"] = repr(attachment)
     model = make_net()
     config = plain_config(kfac=kfac)
     engine, *_ = ds_kfac.initialize(model=model, model_parameters=list(model.head.parameters()), config=config)
@@ -137,6 +141,10 @@ def test_the_doors(doors):
     assert result["detached trains plainly"]
     assert result["enabled name"] == "initialize" and result["disabled again"]
     assert 'has no "kfac" block' in result["attach without block"]
+    assert "it takes the engine that deepspeed.initialize returns" in result["attach a model"]
+    assert "model: got none; must be a torch.nn.Module" in result["no model"]
+    assert result["repr"].startswith("<ds_kfac.Attachment: ") and "ZeRO stage" in result["repr"], result["repr"]
+    assert result["repr detached"] == result["repr"].replace(">", ", detached>")
     assert "another config" in result["attach with another config"]
     in_tables = result["part of the model"].split("not preconditioned")[1]
     assert in_tables.count("not among the optimizer's parameters") == 3
