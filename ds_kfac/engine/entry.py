@@ -30,6 +30,7 @@ from ds_kfac.engine.beforehand import (
     check_objects,
     check_tensors,
     saying_how_to_launch,
+    start_alone,
     trains_nothing,
     warn,
     warn_of_compilation,
@@ -87,7 +88,8 @@ def initialize(
     config_params: str | os.PathLike | Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any, Any, Any]:
     """Drop-in for ``deepspeed.initialize``: same arguments, same result; attaches if the config has a "kfac" block. An
-    engine without an optimizer (a reference model, an evaluation) is left as it is, with a line in the log.
+    engine without an optimizer (a reference model, an evaluation) is left as it is, with a line in the log. Where no
+    launcher has started the process, as in a notebook, it becomes a job of one rank.
 
     Args:
         args: of a command line, whose ``deepspeed_config`` names the config if ``config`` does not.
@@ -104,6 +106,8 @@ def initialize(
     given = {name: value for name, value in locals().items() if value is not None}
     if not isinstance(model, nn.Module):
         raise ValueError(NO_MODEL.format(got="none" if model is None else f"a {type(model).__name__}"))
+    if dist_init_required is not False:
+        start_alone()
     warn_of_compilation()
     # DeepSpeed looks a scheduler's type up here
     deepspeed.runtime.lr_schedules.PolynomialDecay = PolynomialDecay
