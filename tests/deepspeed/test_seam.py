@@ -338,10 +338,10 @@ def monitor_worker(folder: str) -> dict:
     for _ in range(2):
         engine.backward(engine(x, torch.zeros(MICRO_ROWS, 3, dtype=torch.long)))
         engine.step()
-    return {path.stem: path.read_text().splitlines() for path in Path(folder).rglob("*KFAC*.csv")}
+    return {path.stem: path.read_text().splitlines() for path in Path(folder).rglob("kfac_*.csv")}
 
 
 def test_metrics_reach_deepspeeds_monitor(tmp_path):
     files = run_ranks("tests.deepspeed.test_seam:monitor_worker", world=1, payload=str(tmp_path))[0]
-    assert {"Train_KFAC_nu", "Train_KFAC_refreshes", "Train_KFAC_not_finite_layers"} <= set(files)
-    assert len(files["Train_KFAC_nu"]) == 3 and 0 < float(files["Train_KFAC_nu"][1].split(",")[1]) <= 1
+    assert {"kfac_nu", "kfac_refreshes", "kfac_not_finite_layers"} <= set(files)
+    assert len(files["kfac_nu"]) == 3 and 0 < float(files["kfac_nu"][1].split(",")[1]) <= 1
