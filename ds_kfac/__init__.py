@@ -34,9 +34,11 @@ def only_for_data() -> Iterator[None]:
         os.close(kept)
 
 
-_is_command = sys.argv[0] == "-m" and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == __name__
-"""Whether this package is being imported for ``python -m ds_kfac``, of which some commands need neither torch nor
-DeepSpeed."""
+_is_command = (
+    sys.argv[0] == "-m" and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == __name__
+) or os.path.basename(sys.argv[0]) == __name__
+"""Whether this package is being imported for ``python -m ds_kfac`` or the script ``ds_kfac``, of which some commands
+need neither torch nor DeepSpeed."""
 
 if TYPE_CHECKING or not _is_command:
     from ds_kfac.zero.deepspeed_versions import check
@@ -48,11 +50,13 @@ if TYPE_CHECKING or not _is_command:
 __version__ = "0.2.0"
 
 
-def __getattr__(name: str) -> Any:
-    """Of a command: a model that it imports may use all that ``public.py`` lists."""
-    if _is_command and not name.startswith("__"):
-        with only_for_data():
-            public = importlib.import_module("ds_kfac.public")
-        if name in public.__all__:
-            return getattr(public, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # where any name would be known
+
+    def __getattr__(name: str) -> Any:
+        """Of a command: a model that it imports may use all that ``public.py`` lists."""
+        if _is_command and not name.startswith("__"):
+            with only_for_data():
+                public = importlib.import_module("ds_kfac.public")
+            if name in public.__all__:
+                return getattr(public, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

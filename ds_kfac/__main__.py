@@ -1,18 +1,22 @@
-"""``python -m ds_kfac``: the commands of :data:`COMMANDS`, and ``run``.
+"""``python -m ds_kfac``, or ``ds_kfac``: the commands of :data:`COMMANDS`, and ``run``.
 
-What a command needs is imported when it runs: help and keys must not wait for torch and DeepSpeed.
+What a command needs is imported when it runs: help, keys, and a file that is not there, must not wait for torch and
+DeepSpeed.
 """
 
 import argparse
+import difflib
 import math
+import os
 import sys
+from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 
 from ds_kfac import __version__, only_for_data
+from ds_kfac.config.text import fitted, must_exist
 from ds_kfac.factors import arguments as factors
-from ds_kfac.integrations import plot
-
-RUN = "python -m ds_kfac run [deepspeed launcher arguments] script.py [script arguments]"
+from ds_kfac.integrations import launcher, plot
 
 
 def _count(text: str) -> int:
@@ -69,11 +73,46 @@ COMMANDS = {
     "config": "ds_kfac.config.manual:manual", "schema": "ds_kfac.config.manual:schema",
 }  # fmt: skip
 """What makes a command's text, of its arguments."""
+FOR_PROGRAMS = ("config", "schema")
+"""Commands whose lines stay as they are: their text goes to files."""
+
+
+def _misspelt(given: Sequence[str], known: Sequence[str]) -> str | None:
+    """What is wrong with a command that is not there, and the one that it looks like."""
+    words = (word for word in given if not word.startswith("-") and not word.isdigit())  # of --local_rank 0
+    word = next(words, None)
+    if word is None or word in known:
+        return None
+    begins = [name for name in known if len(word) > 1 and name.startswith(word)]
+    close = begins or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"no command {word!r}; {f'did you mean {close[0]}?' if close else 'commands: ' + ', '.join(known)}"
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for a file that an argument names and that is not there, or a module that is not installed."""
+    model, data = getattr(arguments, "model", None) or "", getattr(arguments, "data", None) or ""
+    if config := getattr(arguments, "config", None):
+        must_exist("--config ", config, "a DeepSpeed config")
+    if arguments.command == "convert":
+        must_exist("factors ", arguments.factors, "the folder that factors, or engine.kfac.export, has written")
+    if model.startswith("hf:"):
+        must_exist("--model hf:", model.removeprefix("hf:"), "a config.json of transformers, or its folder")
+        if data:
+            must_exist("--data ", data, "a text file, a .jsonl, or a folder of the package datasets")
+        data = ""
+    for option, name in (("--model", model), ("--data", data)):
+        module = name.partition(":")[0].partition(".")[0] if ":" in name else "hf"
+        if module.isidentifier() and module != "hf" and module not in sys.modules and find_spec(module) is None:
+            raise ValueError(f"{option} {name}: no module {module}; is it installed, or is its folder in PYTHONPATH?")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0; 1 and a line on stderr if something is wrong with config or model; 2 for wrong arguments."""
-    parser = argparse.ArgumentParser("python -m ds_kfac", description="K-FAC for DeepSpeed")
+    script = os.path.basename(sys.argv[0]) == "ds_kfac"
+    program = "ds_kfac" if script else "python -m ds_kfac"
+    if script and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as python -m does: a model's module may be there
+    parser = argparse.ArgumentParser(program, description="K-FAC for DeepSpeed")
     parser.add_argument("--version", action="version", version=f"ds_kfac {__version__}")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # of DeepSpeed's launcher
     commands = parser.add_subparsers(dest="command", required=True)
@@ -88,24 +127,32 @@ def main(argv: list[str] | None = None) -> int:
     factors.of_convert(commands.add_parser("convert", help=text))
     plot.add_arguments(commands.add_parser("plot", help="draw a run's logs: csv, tensorboard, or the Trainer's"))
     # its arguments are DeepSpeed's launcher's, see below
-    commands.add_parser("run", help=f"start a script with K-FAC enabled: {RUN}", add_help=False)
+    text = f"start a script with K-FAC enabled: {program} run {launcher.USAGE}"
+    commands.add_parser("run", help=text, add_help=False)
     commands.add_parser("doctor", help="in eleven lines, whether this environment will work, and what mends it")
     commands.add_parser("report", help="versions, accelerator, and what is supported here")
     commands.add_parser("config", help='every key of the "kfac" block, as Markdown')
     commands.add_parser("schema", help='JSON schema of a DeepSpeed config with a "kfac" block, for editors')
     given = sys.argv[1:] if argv is None else argv
+    if problem := _misspelt(given, list(commands.choices)):
+        print(fitted(f"{program}: {problem}"), file=sys.stderr)
+        return 2
     launches = given[:1] == ["run"]
     arguments = parser.parse_args(given[: 1 if launches else None])
     try:
-        if launches:
-            import_module("ds_kfac.integrations.launcher").launch(given[1:])
+        if launches and launcher.wants_help(given[1:]):
+            print(launcher.HELP.format(program=program, usage=launcher.USAGE))
+        elif launches:
+            launcher.launch(given[1:])
         else:
+            _check_files(arguments)
             with only_for_data():
                 module, _, function = COMMANDS[arguments.command].partition(":")
                 text = getattr(import_module(module), function)(arguments)
+            text = text if arguments.command in FOR_PROGRAMS else fitted(text)
             print(text, end="\n" if text else "")
-    except ValueError as problem:
-        print(f"ds_kfac {arguments.command}: {problem}", file=sys.stderr)
+    except ValueError as error:
+        print(fitted(f"ds_kfac {arguments.command}: {error}"), file=sys.stderr)
         return 1
     return 0
 

@@ -13,9 +13,11 @@ from tests.close import RATIOS
 from tests.ranks import keep_imports
 
 with contextlib.suppress(ImportError):  # kernels are tested without DeepSpeed, too
+    from ds_kfac.config import text
     from ds_kfac.step import proving
 
     proving.RAISES = True
+    text.WIDTH = 1000  # tests look for whole lines
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 

@@ -49,8 +49,9 @@ MOST: dict[str, tuple[int, int]] = {
     "save": (37, 11),
     "load": (44, 11),
 }
-"""Made larger four times: layers of one shape and copies to the host are files of their own; what finds slices, lost ranks and layers whose rows do not fit is part of every step, as is
-which of several losses is trained, and DeepSpeed is asked through the file that knows its versions."""
+"""Made larger four times: what finds slices, lost ranks and layers whose rows do not fit is part of every step, as is
+which of several losses is trained; DeepSpeed is asked through the file that knows its versions; layers of one shape and
+copies to the host are files of their own."""
 STACK, DEEPEST = 11, 11
 """Frames of ours on top of each other in a step, as wanted and as they may be."""
 

@@ -3,6 +3,7 @@ Whatever is wrong with a file is found on all ranks before anything is changed."
 
 import inspect
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from deepspeed.utils import logger
 from ds_kfac.assignment.costs import FactorSpec, factors_by_layer
 from ds_kfac.checkpoint import files
 from ds_kfac.checkpoint.files import CheckpointError
+from ds_kfac.checkpoint.moving import own_groups, why_not
 from ds_kfac.comm.message import failing_together, gathered
 from ds_kfac.curvature.eigen import Refreshed
 from ds_kfac.curvature.factor import History, KroneckerFactor, Side
@@ -238,10 +240,6 @@ def _load_layer(
 # the engine's own load
 
 
-OTHER_GROUPS = "parameter group", "parameter-alignment", "must match the size of tensor"
-"""In what DeepSpeed says of an optimizer state whose groups are cut otherwise, by mistake or by the optimizer."""
-
-
 def load_checkpoint(
     engine: Any, job: Job, groups: Mapping[str, int], original: Callable[..., Any], load_dir: str, *args: Any,
     **kwargs: Any,
@@ -259,16 +257,18 @@ def load_checkpoint(
     # stage 3, and their raw gradients would be stepped along as if they were directions
     names = job.preconditioners[0].rule.marks
     marks = [{name: bool(group.get(name)) for name in names} for group in engine.basic_optimizer.param_groups]
+    universal, tag = engine.load_universal_checkpoint(), arguments.get("tag")
+    moving: AbstractContextManager[bool] = nullcontext(False)
+    if universal:
+        scheduled = arguments.get("load_lr_scheduler_states", True)
+        moving = own_groups(engine, Path(load_dir), tag, names, scheduled=scheduled)
     try:
-        path, client_state = original(load_dir, *args, **kwargs)
-    except (ValueError, RuntimeError) as error:  # on every rank
-        if not any(text in str(error) for text in OTHER_GROUPS):
+        with moving as moved:
+            path, client_state = original(load_dir, *args, **kwargs)
+    except (ValueError, RuntimeError, AssertionError) as error:  # on every rank
+        if (why := why_not(engine, Path(load_dir), tag, error)) is None:
             raise
-        raise CheckpointError(
-            f"ds_kfac: the optimizer state in {load_dir} has other parameter groups than this engine's "
-            f"{type(engine.basic_optimizer).__name__}; {_why(engine, Path(load_dir), arguments.get('tag'))}. "
-            f"{files.WEIGHTS_ALONE}"
-        ) from error
+        raise CheckpointError(why) from error
     finally:
         for group, own in zip(engine.basic_optimizer.param_groups, marks if names else (), strict=bool(names)):
             group.update(own)
@@ -288,27 +288,12 @@ def load_checkpoint(
     if anew is None and entry is not None:
         anew = _loaded(engine, job, tag_directory, entry)
     elif anew is None:
-        anew = f"WARNING: {tag_directory} has no K-FAC state, K-FAC starts afresh: expect some steps to recover"
+        also = ", weights, scheduler, step and moments of what AdamW steps go on" if moved else ""
+        anew = f"WARNING: {tag_directory} has no K-FAC state, K-FAC starts afresh{also}: expect some steps to recover"
     if anew is not None:
         job.reset()
         _say(engine, anew)
     return path, client_state
-
-
-def _why(engine: Any, load_dir: Path, tag: str | None) -> str:
-    """The saved groups are others."""
-    latest = load_dir / "latest"
-    tag = latest.read_text().strip() if tag is None and latest.is_file() else str(tag)
-    saved, here = len(list((load_dir / tag).glob("mp_rank_*_model_states.pt"))), getattr(engine, "num_stages", 0)
-    if here and saved and saved != here:
-        return (
-            f"it was saved with {saved} pipeline stages, this engine has {here}, and DeepSpeed keeps the optimizer's "
-            f"state of each stage. Load it with {saved} stages; K-FAC's own state fits any: engine.kfac.load_state"
-        )
-    return (
-        "KFACAdamW splits each group into layers, other matrices and all else, so no other optimizer's state fits it, "
-        "nor its own another's, nor that of other kfac.layers"
-    )
 
 
 def _loaded(engine: Any, job: Job, tag_directory: Path, entry: Mapping[str, Any]) -> str | None:

@@ -241,9 +241,10 @@ class KFACConfig(Block):
     enabled: bool = True
     """false: the engine is left as DeepSpeed made it."""
     report: Literal["summary", "full", "none"] = "summary"
-    """What rank 0 prints to standard error at attach. summary: at most 12 lines. full: also what was chosen, and every
-    layer with the ranks that work on it. none: nothing. ``engine.kfac.report`` has the text in any case, with equal
-    layers in one row unless it is full."""
+    """What rank 0 prints to standard error at attach, long lines broken at the terminal's width. summary: at most 12
+    lines, before they are broken. full: also what was chosen, and every layer with the ranks that work on it. none:
+    nothing, and no numbers in a framework's logs. ``engine.kfac.report`` has the text in any case, with equal layers in
+    one row unless it is full."""
     factor: FactorConfig = FactorConfig()
     eigenbasis: EigenbasisConfig = EigenbasisConfig()
     burn_in: BurnInConfig = BurnInConfig()

@@ -1,4 +1,5 @@
-"""Every key of the ``"kfac"`` block as a JSON schema, for editors, and as Markdown, made from it: docs/config.md."""
+"""Every key of the ``"kfac"`` block, and of KFACAdamW's optimizer block, as a JSON schema, for editors, and as
+Markdown, made from it: docs/config.md."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -8,9 +9,19 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
 from ds_kfac.config.keys import KFACConfig
-from ds_kfac.config.values import KEY
+from ds_kfac.config.optimizer import NAME, OptimizerParams
+from ds_kfac.config.values import AUTO, KEY
 from ds_kfac.schedule.timetable import Value
 
+PARAMS = "optimizer.params"
+OPTIMIZER = """\
+
+# The optimizer block
+
+`"optimizer": {"type": "KFACAdamW", "params": {"lr": 0.002, "betas": [0.9, 0.95]}}`, or an object with the same
+parameters: `ds_kfac.KFACAdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))`. Groups of parameters may have an `lr`,
+`betas`, `eps` and `weight_decay` of their own ([frameworks](frameworks.md)).
+"""
 HEAD = """\
 # The "kfac" block
 
@@ -59,7 +70,8 @@ def manual(_: object = None) -> str:
     for name, kind in blocks.items():
         block = whole["$defs"][kind]
         parts += [f"\n## {name}\n", _text(block["description"]) + "\n", *table(f"{name}.", block["properties"])]
-    return "\n".join(parts)
+    parts += [OPTIMIZER, _text(OptimizerParams.__doc__ or "") + "\n"]
+    return "\n".join([*parts, *table(f"{PARAMS}.", json_of(OptimizerParams)["properties"])])
 
 
 def json_of(model: type[BaseModel]) -> dict[str, Any]:
@@ -72,7 +84,7 @@ def table(prefix: str, keys: Mapping[str, Any]) -> Iterator[str]:
     yield "| key | type | default | |\n|---|---|---|---|"
     for name, key in keys.items():
         if "description" not in key:
-            raise ValueError(f"kfac.{prefix}{name} has no docstring")
+            raise ValueError(f"{'' if prefix.startswith(PARAMS) else 'kfac.'}{prefix}{name} has no docstring")
         row = (f"`{prefix}{name}`", _type(key), f"`{json.dumps(key['default'])}`", _text(key["description"]))
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
 
@@ -107,8 +119,28 @@ class _Schema(GenerateJsonSchema):
 
 
 def schema(_: object = None) -> str:
-    """Of a whole DeepSpeed config, of which it knows the ``"kfac"`` block only."""
+    """Of a whole DeepSpeed config, of which it knows the ``"kfac"`` block, and the optimizer block of KFACAdamW."""
     block = json_of(KFACConfig)
     definitions = block.pop("$defs")
     top = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "DeepSpeed config with ds_kfac"}
-    return json.dumps({**top, "type": "object", "properties": {KEY: block}, "$defs": definitions}, indent=2)
+    return json.dumps(
+        {**top, "type": "object", "properties": {KEY: block, **_optimizer()}, "$defs": definitions}, indent=2
+    )
+
+
+def _optimizer() -> dict[str, Any]:
+    """Schema of the optimizer block: another optimizer's parameters are not looked at."""
+    open_ = {"enum": [None, AUTO]}
+    params = {
+        name: {"description": key["description"], "default": key["default"], "anyOf": [key, open_]}
+        for name, key in json_of(OptimizerParams)["properties"].items()
+    }
+    ours = {"type": "object", "properties": params, "additionalProperties": False}
+    return {
+        "optimizer": {
+            "type": "object",
+            "properties": {"type": {"type": "string"}, "params": {"type": "object"}},
+            "if": {"properties": {"type": {"const": NAME}}, "required": ["type"]},
+            "then": {"properties": {"params": ours}},
+        }
+    }

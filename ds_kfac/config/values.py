@@ -2,6 +2,7 @@
 Value, counts and regexes; nulls; and errors that say where, what and what instead."""
 
 import difflib
+import json
 import math
 import re
 import warnings
@@ -172,6 +173,11 @@ NotNegative = _number_or_schedule(Annotated[float, Field(ge=0)], "number")
 
 
 Model = type[BaseModel]
+REMOVED = {
+    "preconditioner.step": "was removed in 0.2, with steps by a quadratic model of the loss: leave it out",
+    "damping.kind=adaptive": "was removed in 0.2, with steps by a quadratic model of the loss: leave it out",
+}
+"""Keys of earlier versions, or values, and what became of them."""
 AUTO = "auto"
 KEY = "kfac"
 """Of a DeepSpeed config."""
@@ -193,16 +199,43 @@ def without_nulls(values: Mapping[str, Any], model: Model) -> dict[str, Any]:
 def explain(detail: Any, block: Mapping[str, Any], model: Model) -> str:
     """One of pydantic's errors as a line; ``block`` is the raw input of ``model``."""
     path, got = ".".join(map(str, detail["loc"])), detail["input"]
+    if removed := REMOVED.get(path) or (REMOVED.get(f"{path}={got}") if isinstance(got, str) else None):
+        return f"kfac.{path}: got {got!r}; {removed}"
     if detail["type"] == "extra_forbidden":
+        if nested := _nested(path, got, model):
+            return f'kfac: "{path}": keys are nested, not joined by points; write {nested}'
         return f"kfac.{path}: unknown key; {_nearest(detail['loc'], block, model)}"
     if detail["type"] == "missing":
         return f"kfac.{path}: missing in {got!r}; must be given"
     if detail["type"] == "model_type":
-        return f"kfac.{path}: got {got!r}; must be an object"
+        return f"kfac.{path}: got {got!r}; must be an object{_such_as(detail['loc'], got, model)}"
     message = detail["msg"].removeprefix("Value error, ")
     huge = detail["type"] == "too_large" and isinstance(got, int)  # whose digits say nothing
     shown = f"about 10^{math.log10(abs(got)):.0f}" if huge else repr(got)
     return f"kfac.{path}: got {shown}; {message[0].lower()}{message[1:]}"
+
+
+def _nested(path: str, value: Any, model: Model) -> str | None:
+    """How a key is written that was given flat, as the manual names it; None if it is not one."""
+    if path.removeprefix(f"{KEY}.") not in set(paths(model)) or "." not in path:
+        return None
+    return _nest(path.removeprefix(f"{KEY}."), value)
+
+
+def _nest(path: str, value: Any) -> str:
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return json.dumps(value, default=repr)
+
+
+def _such_as(location: tuple[str, ...], got: Any, model: Model) -> str:
+    """What an object for a block looks like where something else was given."""
+    for name in location:
+        model = _inner_model(model.model_fields[name], None) or BaseModel
+    if "value" in model.model_fields and isinstance(got, (int, float)):
+        return f" such as {json.dumps({'value': got})}"
+    names = ", ".join(model.model_fields)
+    return f" with keys of: {names}" if names else ""
 
 
 def _nearest(location: tuple[str, ...], block: Mapping[str, Any], model: Model) -> str:
@@ -217,6 +250,8 @@ def _nearest(location: tuple[str, ...], block: Mapping[str, Any], model: Model) 
     close = [prefix + name for name in begins[:1] or difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)]
     if not close and not in_schedule:
         valid = list(paths(model))
+        if key == "schedule" and "value" in siblings:
+            return f'a schedule is that of kfac.{prefix}value: write {{"value": {{"schedule": ..}}}}'
         close = [name for name in valid if name.split(".")[-1] == key]
         close = close or difflib.get_close_matches(prefix + key, valid, n=1, cutoff=0.5)
     if close:
@@ -249,6 +284,11 @@ def find_block(ds_config: Mapping[str, Any]) -> Any | None:
     if KEY in ds_config:
         return ds_config[KEY]
     for key in ds_config:
+        if str(key).startswith(f"{KEY}."):
+            raise ValueError(
+                f'DeepSpeed config: key "{key}" is not read by anyone; keys are nested, not joined by points: write '
+                f"{_nest(str(key), ds_config[key])}"
+            )
         if "".join(c for c in str(key).lower() if c.isalnum()) in ("kfac", "dskfac", "kfacs", "kfak"):
             raise ValueError(f'DeepSpeed config: key "{key}" is not read by anyone; did you mean "kfac"?')
     return None

@@ -39,7 +39,7 @@ from ds_kfac.model.expert_rows import ExpertRows
 from ds_kfac.model.samplers import Sampler
 from ds_kfac.model.scan import Scan
 from ds_kfac.model.share import Share, share_of
-from ds_kfac.step.counters import counters, events, selected
+from ds_kfac.step.counters import PREFIX, constants, counters, events, selected
 from ds_kfac.step.draft import Draft
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
@@ -78,6 +78,7 @@ class Attachment:
     ) -> None:
         self.engine, self.given, self.job, self._experts = engine, given, job, experts
         self._active, self._warned_of_outside, self._told = True, False, set[str]()
+        self._reports, self._monitored = given.report != "none", False
         self._found = Scan(tuple(layer for part in scans for layer in part.layers), scans[0].skipped)
         self._share = share_of(engine.module, self._found)
         self._captures = [kfac.capture for kfac in job.preconditioners]
@@ -107,6 +108,13 @@ class Attachment:
         self._hooked: set[str] | None = self._with_hooks()
         self.report = report(job.preconditioners, scans, given)
 
+    def __repr__(self) -> str:
+        rule, kfac = self.preconditioner.rule, self.preconditioner
+        by, steps = rule.optimizer_type or type(kfac.target.inner).__name__, kfac.metrics.counts["steps"]
+        stage = f"ZeRO stage {int(self.engine.zero_optimization_stage())}"
+        layers = f"{len(self._found.layers)} K-FAC layers, {self._share.fraction:.0%} of the trained matrix parameters"
+        return f"<ds_kfac.Attachment: {by}, {stage}, {layers}, {steps} steps{'' if self._active else ', detached'}>"
+
     @property
     def preconditioner(self) -> KFACPreconditioner:
         """That of the dense layers; the only one without experts."""
@@ -121,8 +129,18 @@ class Attachment:
         return counters(self.job)
 
     def log_line(self) -> dict[str, float]:
-        """The few of them that belong into a framework's logs. Reads device scalars: at logged steps only."""
-        return {**selected(self.job), "kfac/stepped": self._share.fraction, "kfac/curved": self._share.curved_fraction}
+        """The few numbers that belong into a line of a framework's logs, by the monitor's names: how far a step goes,
+        how far eigenvalues are spread, and what went wrong, where something has. Nothing with ``"report": "none"``.
+        Reads device scalars: at logged steps only."""
+        return {PREFIX + name: value for name, value in selected(self.job).items()} if self._reports else {}
+
+    def log_constants(self) -> dict[str, float]:
+        """What belongs there once, with the first line: the shares of the trained matrix parameters in K-FAC's layers,
+        and in those with curvature, and rates over the optimizer's lr. Nothing with ``"report": "none"``."""
+        return {PREFIX + name: value for name, value in self._constants().items()} if self._reports else {}
+
+    def _constants(self) -> dict[str, float]:
+        return {"stepped": self._share.fraction, "curved": self._share.curved_fraction, **constants(self.job)}
 
     @property
     def read_batch(self) -> ReadBatch:
@@ -241,7 +259,9 @@ class Attachment:
         for rescale in self._rescalings if applied else ():
             rescale()
         if monitored:
-            engine.monitor.write_events(events(self.job, engine.global_samples))
+            more = {} if self._monitored else self._constants()
+            self._monitored = True
+            engine.monitor.write_events(events(self.job, engine.global_samples, more))
         return result
 
     def _warn(self) -> None:

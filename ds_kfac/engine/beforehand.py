@@ -1,6 +1,8 @@
-"""What is said before DeepSpeed builds an engine, where its own errors name no reason."""
+"""What is done and said before DeepSpeed builds an engine: a job of one rank where there is no launcher, and reasons
+where DeepSpeed's own errors name none."""
 
 import os
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +31,41 @@ NOT_PASSED_ON = (
     'optimizer_cls_and_kwargs=(ds_kfac.KFACAdamW, {{"lr": 1e-3}}), or name KFACAdamW in the DeepSpeed config. An '
     "object that is not meant to train has to be deleted before the engine is built"
 )
+
+
+OF_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""What launchers set in the environment of every rank."""
+OF_OTHERS = (
+    "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "AZUREML_EXPERIMENT_ID", "SM_TRAINING_ENV",
+)  # fmt: skip
+"""What MPI, AzureML and SageMaker set, which DeepSpeed asks where :data:`OF_RANK` is missing."""
+
+
+def alone() -> bool:
+    """Whether this process is one that no launcher has started, as in a notebook, and has no process group yet."""
+    if any(name in os.environ for name in (*OF_RANK, *OF_OTHERS)) or deepspeed.comm.is_initialized():
+        return False
+    tasks = (os.environ.get(name, "1") for name in ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"))
+    several = "SLURM_PROCID" in os.environ and any(number != "1" for number in tasks)  # srun python train.py
+    return not several and not (torch.distributed.is_available() and torch.distributed.is_initialized())
+
+
+def start_alone() -> None:
+    """Where this process is :func:`alone`, make it the one rank of a job, and say so: by the variables of a launcher,
+    with a free port. One rank sends nothing, so DeepSpeed need not compile :data:`COMPILED` for it."""
+    if not alone():
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        os.environ.setdefault(name, value)
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    deepspeed.ops.__compatible_ops__[COMPILED] = False
+    kind, count = get_accelerator().device_name(), get_accelerator().device_count()
+    where, script = "the CPU" if kind == "cpu" else f"one {kind} device of {count}", Path(sys.argv[0]).name
+    more = f"; `deepspeed {script if script.endswith('.py') else 'train.py'}` starts several" if count > 1 else ""
+    print(f"ds_kfac: no launcher has started this process: it is a job of one rank, on {where}{more}", file=sys.stderr)
 
 
 def warn(text: str) -> None:
@@ -153,7 +190,8 @@ def saying_how_to_launch() -> Iterator[None]:
         if problem.name != "mpi4py":
             raise
         raise RuntimeError(
-            "ds_kfac: no launcher has started this process (RANK is not in its environment), and without one DeepSpeed "
+            "ds_kfac: no launcher has started this process (RANK is not in its environment, but other variables of a "
+            "launcher or of MPI are), and without one DeepSpeed "
             f"asks mpi4py, which is not installed; start it with `deepspeed {Path(sys.argv[0]).name or 'train.py'}`, "
             "or with torchrun"
         ) from problem

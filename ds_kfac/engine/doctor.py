@@ -125,7 +125,7 @@ def _shm() -> Found:
 def _launcher() -> Found:
     rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is None and world is None:
-        return "none in this shell: start scripts with `deepspeed train.py`, or with torchrun", ""
+        return "none in this shell: `deepspeed train.py` or torchrun start ranks; without, a script is one rank", ""
     lacking = [
         name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
     ]

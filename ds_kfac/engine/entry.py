@@ -6,14 +6,16 @@ What they attach is a :class:`Job`: an engine's domains, their layers, a plan fo
 import base64
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import hjson
+import torch
 from deepspeed.utils import log_dist, logger
+from torch import nn
 
 import ds_kfac_startup
 from ds_kfac.config.keys import KFACConfig, parse
@@ -27,6 +29,7 @@ from ds_kfac.engine.beforehand import (
     check_objects,
     check_tensors,
     saying_how_to_launch,
+    start_alone,
     trains_nothing,
     warn,
     warn_of_compilation,
@@ -34,6 +37,7 @@ from ds_kfac.engine.beforehand import (
 from ds_kfac.engine.refusals import of_engine, refused, without_optimizer
 from ds_kfac.model.expert_rows import ExpertRows
 from ds_kfac.schedule.polynomial_decay import PolynomialDecay
+from ds_kfac.zero.deepspeed_versions import STEP
 
 _plain_initialize: Callable[..., tuple] = deepspeed.initialize
 """DeepSpeed's own. Ours is in its place from the import on; until :func:`enable` it only warns."""
@@ -54,35 +58,72 @@ NOT_ENABLED = (
 
 on_attached: list[Callable[[], None]] = []
 """Called by :func:`initialize` once an engine has K-FAC, for doors above this folder."""
+NO_MODEL = (
+    "ds_kfac.initialize: model: got {got}; must be a torch.nn.Module: "
+    'initialize(model=model, model_parameters=model.parameters(), config="ds_config.json")'
+)
+NO_ENGINE = (
+    "it takes the engine that deepspeed.initialize returns. Of a model ds_kfac.initialize(model=model, "
+    "model_parameters=model.parameters(), config=..) makes one that has K-FAC"
+)
 NOT_NAMED = (
     'the DeepSpeed config names it nowhere. Set its optimizer to {"type": "KFACAdamW"}, or add a "kfac": {} block to '
     "keep your own"
 )
 
 
-def initialize(*args: Any, **kwargs: Any) -> tuple:
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., Any] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = deepspeed.constants.TORCH_DISTRIBUTED_DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: str | os.PathLike | Mapping[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | os.PathLike | Mapping[str, Any] | None = None,
+) -> tuple[Any, Any, Any, Any]:
     """Drop-in for ``deepspeed.initialize``: same arguments, same result; attaches if the config has a "kfac" block. An
-    engine without an optimizer (a reference model, an evaluation) is left as it is, with a line in the log.
+    engine without an optimizer (a reference model, an evaluation) is left as it is, with a line in the log. Where no
+    launcher has started the process, as in a notebook, it becomes a job of one rank.
+
+    Args:
+        args: of a command line, whose ``deepspeed_config`` names the config if ``config`` does not.
+        model: what is trained.
+        optimizer: an object, :class:`ds_kfac.KFACAdamW` among them; None: of the config.
+        model_parameters: those that are trained, or groups of them; needed with an optimizer of the config.
+        config: DeepSpeed config, a dict or a file.
+
+    Returns engine, optimizer, data loader and scheduler, the last two None where there is none.
 
     Raises:
-        ValueError: the block is wrong, or the engine's mode is refused; before any training.
+        ValueError: no model, or the block is wrong, or the engine's mode is refused; before any training.
     """
+    given = {name: value for name, value in locals().items() if value is not None}
+    if not isinstance(model, nn.Module):
+        raise ValueError(NO_MODEL.format(got="none" if model is None else f"a {type(model).__name__}"))
+    if dist_init_required is not False:
+        start_alone()
     warn_of_compilation()
     # DeepSpeed looks a scheduler's type up here
     deepspeed.runtime.lr_schedules.PolynomialDecay = PolynomialDecay
-    bound = inspect.signature(_plain_initialize).bind(*args, **kwargs)
+    bound = inspect.signature(_plain_initialize).bind(**given)
     source = _config_source(bound.arguments) or {}
     rule, block = rule_in(source, bound.arguments.get("optimizer")), find_block(source)
     check_objects(bound.arguments, source, rule)
     if rule.optimizer_type is not None and block is None:
         block = {}  # the optimizer's name alone asks for K-FAC
     if block is not None:
-        config = parse(block)  # before the engine is built: a wrong one fails at once
+        parsed = parse(block)  # before the engine is built: a wrong one fails at once
         if trains_nothing(bound.arguments.get("model")):
             # such as the reference model of older TRLs, whose config is the trained one's; DeepSpeed knows no KFACAdamW
             bound.arguments["config"] = {key: value for key, value in source.items() if key != "optimizer"}
         elif rule.optimizer_type is not None:
-            rule.install(bound.arguments, config, source)
+            rule.install(bound.arguments, parsed, source)
         check_tensors(bound.arguments.get("model"))
     if rule.optimizer_type is None and is_recipe(bound.arguments.get("optimizer")):
         when_made(bound.arguments, source)
@@ -188,11 +229,13 @@ def attach(engine: Any, config: KFACConfig | Mapping[str, Any] | None = None) ->
     ``"enabled": false``.
 
     Raises:
-        ValueError: no block, a wrong block or another one than on other ranks, a refused engine mode, or no layer to
-            precondition.
+        ValueError: no engine, no block, a wrong block or another one than on other ranks, a refused engine mode, or
+            no layer to precondition.
         RuntimeError: the self-test found gradients elsewhere than expected.
     """
     global _unattached
+    if not hasattr(engine, STEP):
+        raise ValueError(f"ds_kfac.attach: got a {type(engine).__name__}; {NO_ENGINE}")
     attached = getattr(engine, HANDLE, None)
     if isinstance(attached, Attachment) and config is None:
         return attached

@@ -14,6 +14,7 @@ from torch import nn
 
 from ds_kfac.comm.reduce import payload
 from ds_kfac.config.keys import KFACConfig
+from ds_kfac.config.text import fitted
 from ds_kfac.directions.base import UpdateRule
 from ds_kfac.directions.table import DIRECTIONS
 from ds_kfac.model.layers import LayerSpec
@@ -48,7 +49,7 @@ def report(kfacs: Sequence[KFACPreconditioner], scans: Sequence[Scan], given: KF
     # of a summary that is too long, the rest of its warnings
     text = "\n".join([*brief, *(line for line in warnings if line not in brief), *details])
     if given.report != "none" and first.rank == 0 and first.target.domain.shard[0] == 0:
-        print(text if given.report == "full" else "\n".join(brief), file=sys.stderr, flush=True)
+        print(fitted(text if given.report == "full" else "\n".join(brief)), file=sys.stderr, flush=True)
     return text
 
 

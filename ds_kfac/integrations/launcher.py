@@ -1,27 +1,67 @@
 """``python -m ds_kfac run``: DeepSpeed's launcher, with K-FAC enabled in every process that it starts.
 
 Each of them runs this file as a module, which enables K-FAC and then runs the user's script in its place: that needs
-no variable, which launchers do not carry to other nodes.
+no variable, which launchers do not carry to other nodes. DeepSpeed is imported when it is needed: help, and a script
+that is not there, do not wait for it.
 """
 
 import os
 import runpy
 import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
 
-from deepspeed.launcher import runner
+USAGE = "[deepspeed launcher arguments] script.py [script arguments]"
+HELP = """\
+usage: {program} run {usage}
 
-from ds_kfac.engine.entry import enable
+Starts a script by DeepSpeed's launcher, with K-FAC enabled in every process: deepspeed.initialize attaches it where the
+DeepSpeed config names KFACAdamW or has a "kfac" block. No line of the script changes.
+
+  {program} run train.py --deepspeed ds_config.json       every GPU of this machine
+  {program} run --num_gpus 2 train.py                     two of them
+  {program} run --include localhost:1,3 train.py          those two
+  {program} run --hostfile hosts --master_port 29501 train.py
+  {program} run --module package.train                    a module in place of a file
+
+All arguments before the script are those of DeepSpeed's launcher; `deepspeed --help` lists them."""
+HOSTS = "-H", "--hostfile"
+
+
+def wants_help(arguments: Sequence[str]) -> bool:
+    """Whether nothing is to be started: no argument, or help before the script."""
+    before = next((i for i, word in enumerate(arguments) if word.endswith(".py")), len(arguments))
+    return not arguments or any(word in ("-h", "--help") for word in arguments[:before])
+
+
+def check_script(arguments: Sequence[str]) -> None:
+    """Raise ValueError where the script is not there. The first argument that ends with .py is taken for it; another
+    node may have a file that this one has not, and a module is looked for later."""
+    if any(word.split("=")[0] in (*HOSTS, "--module", "--no_python") for word in arguments):
+        return
+    script = next((word for word in arguments if word.endswith(".py") and not word.startswith("-")), None)
+    if script is not None and not os.path.isfile(script):
+        raise ValueError(missing(script))
+
+
+def missing(script: str) -> str:
+    return f"{script}: no such file in {os.getcwd()}; give the script's path, and before it arguments of the launcher"
 
 
 def launch(arguments: list[str]) -> None:
     """Run DeepSpeed's launcher with the arguments of its command; ends the process as it does.
 
     Raises:
-        ValueError: ``--no_python``.
+        ValueError: ``--no_python``, or there is no such script.
     """
+    check_script(arguments)
+    from deepspeed.launcher import runner
+
     given = runner.parse_args(arguments)
     if given.no_python:
         raise ValueError("--no_python: only Python scripts are known here; set DS_KFAC=1 in the environment instead")
+    if not (given.module or os.path.isfile(given.hostfile) or os.path.isfile(given.user_script)):
+        raise ValueError(missing(given.user_script))
     launcher_arguments = arguments[: len(arguments) - len(given.user_args) - 1]
     script = ["-m", given.user_script] if given.module else [given.user_script]
     module = [] if given.module else ["--module"]
@@ -31,14 +71,20 @@ def launch(arguments: list[str]) -> None:
 def run_script(arguments: list[str]) -> None:
     """In a rank: enable K-FAC, then run a script as ``python`` would: maybe ``--local_rank=N``, then ``script.py`` or
     ``-m module``, then the script's own arguments."""
+    from ds_kfac.engine.entry import enable
+
     enable()
     local_rank = [arguments.pop(0)] if arguments[0].startswith("--local_rank") else []
     as_module = arguments[0] == "-m"
     script, *rest = arguments[as_module:]
     sys.argv = [script, *local_rank, *rest]
     if as_module:
+        if find_spec(script.split(".")[0]) is None:
+            sys.exit(f"ds_kfac run: no module {script}; is its folder in PYTHONPATH?")
         runpy.run_module(script, run_name="__main__", alter_sys=True)
     else:
+        if not os.path.exists(script):
+            sys.exit(f"ds_kfac run: {missing(script)}")
         sys.path[0] = os.path.dirname(os.path.abspath(script))
         runpy.run_path(script, run_name="__main__")
 

@@ -35,7 +35,7 @@ class Question(NamedTuple):
     whole: bool = False
 
 
-COUNTERS = "a monitor in the DeepSpeed config, or KFACCallback in the Trainer"
+COUNTERS = 'a monitor such as "csv_monitor": {"enabled": true} in the DeepSpeed config'
 HEALTH = (
     "not_finite", "unpreconditioned", "unused", "refresh_failures", "left_out", "limited", "empty", "skipped_steps",
     "parted",
@@ -49,7 +49,7 @@ QUESTIONS = {
     "bytes": Question("bytes sent a step, rank 0", r"(?i:kfac)_sent_bytes_?", COUNTERS, grows=True),
     "health": Question(
         "so far; layers of the last step", r"(?i:kfac)_(?=" + "|".join(HEALTH) + r")",
-        COUNTERS),
+        f"{COUNTERS}; a framework's logs have those that are not 0"),
 }  # fmt: skip
 """Name of the picture -> what it shows."""
 
@@ -144,7 +144,7 @@ def _history(path: Path) -> list[dict[str, Any]]:
 
 def lines(series: Series, question: Question) -> Series:
     """Those of a picture, in its axis: seconds, not milliseconds; of a counter that only grows what a step adds."""
-    steps = dict(next((points for name, points in series.items() if name.endswith("KFAC_steps")), []))
+    steps = dict(next((points for name, points in series.items() if name.lower().endswith("kfac_steps")), []))
     found = {}
     for name, points in series.items():
         match = re.search(question.names, name)

@@ -4,15 +4,18 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from ds_kfac.engine.attachment import attached
+from ds_kfac.engine.attachment import Attachment, attached
 
 
 class KFACCallback(TrainerCallback):
-    """Adds ``kfac/refreshes``, ``kfac/nu`` and others to what the Trainer logs: ``KFACCallback.add_to(trainer)``.
+    """Adds ``kfac/step_to_weight`` and others to what the Trainer logs: ``KFACCallback.add_to(trainer)``. The first
+    line has what stays as it is, too, and any line what went wrong; ``"report": "none"`` adds nothing.
 
     Given as ``callbacks=[KFACCallback()]`` it comes after the Trainer's own reporters, which then have not seen them;
     ``log_history`` and the console have them in both cases.
     """
+
+    _begun: Attachment | None = None
 
     @classmethod
     def add_to(cls, trainer: Trainer) -> None:
@@ -23,5 +26,7 @@ class KFACCallback(TrainerCallback):
         attachment = attached(model)
         if attachment is None or logs is None or "loss" not in logs:
             return
-        logs.update(attachment.log_line())
-        state.log_history[-1].update(attachment.log_line())
+        added = attachment.log_line() | ({} if attachment is self._begun else attachment.log_constants())
+        self._begun = attachment
+        logs.update(added)
+        state.log_history[-1].update(added)

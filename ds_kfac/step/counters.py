@@ -1,8 +1,10 @@
-"""What logs show: all counters for DeepSpeed's monitor, a few numbers for a training framework's logs.
+"""What logs show, by the same names: all counters for DeepSpeed's monitor, a few numbers for a training framework's
+logs.
 
 Both read device scalars: at logged steps only.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +13,14 @@ from torch import Tensor
 from ds_kfac.comm.message import Channel
 from ds_kfac.step.job import Job
 from ds_kfac.step.preconditioner import KFACPreconditioner
+
+PREFIX = "kfac/"
+"""Of every name in logs."""
+FAILURES = (
+    "not_finite_layers", "unpreconditioned_layers", "refresh_failures", "left_out_gradients", "empty_updates",
+    "missed_updates", "parted_inputs",
+)  # fmt: skip
+"""Counters that a framework's logs show where they are not zero."""
 
 
 def counters(job: Job) -> dict[str, float]:
@@ -34,23 +44,27 @@ def counters(job: Job) -> dict[str, float]:
     return found
 
 
-def events(job: Job, samples: int) -> list[tuple[str, float, int]]:
-    """The counters for DeepSpeed's monitor."""
-    return [(f"Train/KFAC/{name}", value, samples) for name, value in counters(job).items()]
+def events(job: Job, samples: int, more: Mapping[str, float]) -> list[tuple[str, float, int]]:
+    """For DeepSpeed's monitor: the counters, those of :func:`health`, and more. A name is the Trainer's, and
+    :data:`PREFIX` with a name of :func:`counters`."""
+    shown = {**counters(job), **health(job.preconditioners[0]), **more}
+    return [(PREFIX + name, value, samples) for name, value in shown.items()]
 
 
 def selected(job: Job) -> dict[str, float]:
-    """For a training framework's logs, of this rank: some of the counters, the rates of the first parameter group, the
-    bytes sent, and those of :func:`health`."""
+    """For a line of a training framework's logs, of this rank: the numbers of :func:`health`, those of kl-clip while
+    it is on, and of :data:`FAILURES` those that are not zero."""
+    found = counters(job)
+    clipped = {name: value for name, value in found.items() if name in ("nu", "kl")}
+    failures = {name: value for name, value in found.items() if value and name.rpartition("/")[2] in FAILURES}
+    return {**health(job.preconditioners[0]), **clipped, **failures}
+
+
+def constants(job: Job) -> dict[str, float]:
+    """What stays for all of a run: "lr_<kind>", the rate of a kind of parameters over that of the optimizer."""
     kfac = job.preconditioners[0]
-    found = _of_domain(kfac)
-    names = ("refreshes", "factor_updates", "refresh_failures", "not_finite_layers", "unpreconditioned_layers")
-    shown = {f"kfac/{name}": found.get(name, 0.0) for name in names}
-    lr, ratio = kfac.layout.optimizer.param_groups[0]["lr"], getattr(kfac.target.inner, "adam_ratio", 1.0)
-    shown |= {f"kfac/lr_{kind}": times * float(lr) for kind, times in kfac.rule.rates(kfac.plan, ratio).items()}
-    shown |= {f"kfac/{name}": value for name, value in health(kfac).items()}
-    shown["kfac/sent_bytes"] = sum(value for name, value in found.items() if name.startswith("sent_bytes_"))
-    return shown | {f"kfac/{name}": found[name] for name in ("nu", "kl") if name in found}
+    rates = kfac.rule.rates(kfac.plan, getattr(kfac.target.inner, "adam_ratio", 1.0))
+    return {f"lr_{kind}": float(times) for kind, times in rates.items() if times != 1}
 
 
 def health(kfac: KFACPreconditioner) -> dict[str, float]:

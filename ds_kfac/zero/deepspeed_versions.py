@@ -7,7 +7,8 @@ A wrong guess here is no wrong gradient: the self-test at attach proves where a 
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -303,3 +304,27 @@ def accumulated_at_stage_3(optimizer: Any) -> bool:
     """The same at stage 3, whose buffers keep the last step's gradient: its count of backwards, which begins at 0;
     since 0.18.9 it goes up at the next forward, and a flag tells of the last backward."""
     return optimizer.micro_step_id > 0 or getattr(optimizer, "_epilogue_ran_this_backward", False)
+
+
+# universal checkpoints
+
+
+@contextmanager
+def with_global_state(optimizer: Any, new: Mapping[str, Any]) -> Iterator[None]:
+    """In place of what a universal checkpoint has of the whole optimizer, as stages 1 and 2 and BF16_Optimizer load it;
+    stage 3 loads by name."""
+    name = "_load_global_state"
+    original = getattr(optimizer, name, None)
+    if original is None:
+        yield
+        return
+
+    def load(saved: dict[str, Any]) -> Any:
+        saved.update(new)
+        return original(saved)
+
+    setattr(optimizer, name, load)
+    try:
+        yield
+    finally:
+        delattr(optimizer, name)

@@ -222,6 +222,30 @@ def test_all_errors_come_in_one_message():
         assert part in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("block", "told"),
+    [
+        ({"factor.update_interval": 5}, 'write {"factor": {"update_interval": 5}}'),
+        ({"kfac.damping.value": 3}, 'write {"damping": {"value": 3}}'),
+        ({"damping": 0.001}, 'must be an object such as {"value": 0.001}'),
+        ({"damping": {"schedule": "cosine", "start": 3}}, 'write {"value": {"schedule": ..}}'),
+        ({"adam": 3}, "must be an object with keys of: rotate, "),
+        ({"preconditioner": {"step": "quadratic"}}, "was removed in 0.2"),
+        ({"damping": {"kind": "adaptive"}}, "was removed in 0.2"),
+    ],
+)
+def test_another_form_is_told_the_right_one(block, told):
+    with pytest.raises(ValueError, match=r"kfac[.:]") as error:
+        parse(block)
+    assert told in str(error.value)
+
+
+def test_a_flat_key_of_a_whole_config_is_told_its_nested_form():
+    with pytest.raises(ValueError) as error:
+        find_block({"kfac.damping.value": 3})
+    assert 'write {"kfac": {"damping": {"value": 3}}}' in str(error.value)
+
+
 @pytest.mark.parametrize("key", ["KFAC", "k-fac", "k_fac", "ds_kfac"])
 def test_a_misspelt_block_is_not_ignored(key):
     with pytest.raises(ValueError, match='did you mean "kfac"'):

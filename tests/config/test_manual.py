@@ -1,5 +1,6 @@
 """docs/config.md is made from the models, and has every key."""
 
+import inspect
 import re
 from pathlib import Path
 
@@ -9,7 +10,10 @@ from pydantic import BaseModel, Field
 from ds_kfac.__main__ import main
 from ds_kfac.config import manual
 from ds_kfac.config.keys import Block, KFACConfig
+from ds_kfac.config.optimizer import DEFAULTS
 from ds_kfac.config.values import paths
+from ds_kfac.directions.kfac_adamw.optimizer import checked
+from ds_kfac.directions.kfac_adamw.user_optimizer import KFACAdamW
 
 PAGE = Path(__file__).parents[2] / "docs/config.md"
 
@@ -27,7 +31,16 @@ def test_it_has_every_key_and_none_that_the_models_have_not():
         line.split("`")[1] for line in manual.manual().splitlines() if line.startswith("| `") and line.count(" | ") > 2
     ]
     blocks = {name for name, field in KFACConfig.model_fields.items() if isinstance(field.default, Block)}
-    assert sorted(rows) == sorted(key for key in paths(KFACConfig) if key not in blocks)
+    params = [f"{manual.PARAMS}.{name}" for name in DEFAULTS]
+    assert sorted(rows) == sorted([*params, *(key for key in paths(KFACConfig) if key not in blocks)])
+
+
+def test_the_optimizers_parameters_are_those_of_its_block_and_of_its_object():
+    given = {name: p.default for name, p in inspect.signature(KFACAdamW).parameters.items() if name in DEFAULTS}
+    assert given == {**DEFAULTS, "betas": tuple(DEFAULTS["betas"])}
+    for name in DEFAULTS:
+        assert checked({name: DEFAULTS[name]}, "") is not None
+        assert checked({name: "auto"}, "") == checked({name: None}, "") == {}
 
 
 def test_every_key_has_a_reason():

@@ -52,11 +52,12 @@ ds_kfac.initialize(model=model, model_parameters=model.parameters(), config=conf
 
 
 @pytest.mark.skipif(bool(importlib.util.find_spec("mpi4py")), reason="with mpi4py DeepSpeed starts without a launcher")
-def test_without_a_launcher_it_is_said_how_to_start(tmp_path):
+def test_where_a_launchers_variables_are_incomplete_it_is_said_how_to_start(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    run = subprocess.run([sys.executable, str(script)], env=kept | {"PYTHONPATH": str(ROOT)}, capture_output=True,
-                         text=True, timeout=300, check=False)  # fmt: skip
+    kept |= {"PYTHONPATH": str(ROOT), "WORLD_SIZE": "1"}
+    run = subprocess.run([sys.executable, str(script)], env=kept, capture_output=True, text=True, timeout=300,
+                         check=False)  # fmt: skip
     assert run.returncode == 1
     assert "no launcher has started this process" in run.stderr and "start it with `deepspeed train.py`" in run.stderr

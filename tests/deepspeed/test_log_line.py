@@ -1,10 +1,14 @@
 """What a framework's logs say of steps and curvature, against weights and eigenvalues themselves."""
 
+import importlib
 import statistics
+import sys
+import types
 
 import pytest
 import torch
 
+from ds_kfac.metrics import SUMMARY
 from tests.close import close, near
 from tests.deepspeed.modes import BY_NAME
 from tests.deepspeed.runs import build, train, weights
@@ -28,7 +32,8 @@ def worker(modes: list[str]) -> dict:
         whole = sum(float(after[n].double().square().sum()) for n in own)
         values = {layer: state.basis.A.values.tolist() for layer, state in kfac.state.items()}
         spreads = [max(own) / statistics.fmean(own) for own in values.values()]
-        found[name] = (moved / whole) ** 0.5, statistics.median_low(spreads), engine.kfac.log_line()
+        logged = {**engine.kfac.log_line(), **engine.kfac.log_constants()}
+        found[name] = (moved / whole) ** 0.5, statistics.median_low(spreads), logged
         engine.destroy()
     return found
 
@@ -44,6 +49,60 @@ def test_the_logs_say_how_far_a_step_goes_and_how_spread_curvature_is():
             assert "kfac/step_to_weight" not in logged, "the user's optimizer decides on the step"
         else:
             near(logged["kfac/step_to_weight"], ratio, 0.05 * ratio, "of the weights before or after the step")
+
+
+CONSTANTS = {"kfac/stepped", "kfac/curved", "kfac/lr_heads", "kfac/lr_others"}
+
+
+def names_worker(folder: str) -> dict:
+    found = {}
+    for name, report in (("adam-z2", "summary"), ("adam-z2", "none"), ("z2", "summary")):
+        monitor = {"csv_monitor": {"enabled": True, "output_path": f"{folder}/{name}-{report}", "job_name": "run"}}
+        own = {"optimizer": OPTIMIZER} if name != "z2" else {}
+        engine = build(BY_NAME[name], 1, kfac={"report": report}, **own, **monitor)
+        train(engine, 1, steps=2)
+        line, first = set(engine.kfac.log_line()), set(engine.kfac.log_constants())
+        engine.kfac.metrics.summary[list(SUMMARY).index("refresh_failures")] = 2
+        found[name, report] = line, first, {k: v for k, v in engine.kfac.log_line().items() if k not in line}
+        engine.destroy()
+    return found
+
+
+def test_a_line_has_few_numbers_failures_where_there_are_any_and_the_monitors_names(tmp_path):
+    found = run_ranks("tests.deepspeed.test_log_line:names_worker", world=1, payload=str(tmp_path))[0]
+    line, first, failed = found["adam-z2", "summary"]
+    assert line == {"kfac/step_to_weight", "kfac/eigenvalue_spread"} and first == CONSTANTS
+    assert failed == {"kfac/refresh_failures": 2.0}
+    assert found["adam-z2", "none"] == (set(), set(), {})
+    line, first, _ = found["z2", "summary"]
+    assert line == {"kfac/nu", "kfac/kl", "kfac/eigenvalue_spread"} and first == {"kfac/stepped", "kfac/curved"}
+    for (name, report), names in {("adam-z2", "summary"): CONSTANTS, ("z2", "summary"): {"kfac/nu"}}.items():
+        written = {path.stem: path.read_text().splitlines() for path in (tmp_path / f"{name}-{report}").rglob("*.csv")}
+        assert {key.replace("/", "_") for key in found[name, report][0] | names} <= set(written), written.keys()
+        assert len(written["kfac_stepped"]) == 2, "a heading and one value"
+
+
+class Callback:
+    """In place of transformers' own, where it is not installed."""
+
+
+def test_the_trainers_first_line_has_what_stays_and_the_others_do_not(monkeypatch):
+    stub = types.ModuleType("transformers")
+    stub.Trainer, stub.TrainerCallback = object, Callback
+    monkeypatch.setitem(sys.modules, "transformers", stub)
+    monkeypatch.delitem(sys.modules, "ds_kfac.integrations.transformers", raising=False)
+    door = importlib.import_module("ds_kfac.integrations.transformers")
+    attachment = types.SimpleNamespace(log_line=lambda: {"kfac/nu": 1.0}, log_constants=lambda: {"kfac/stepped": 0.5})
+    monkeypatch.setattr(door, "attached", lambda model: attachment)
+    callback, state = door.KFACCallback(), types.SimpleNamespace(log_history=[])
+    for step in range(3):
+        logs = {"loss": 1.0} if step != 1 else {"eval_loss": 1.0}
+        state.log_history.append({**logs, "step": step})
+        callback.on_log(None, state, None, logs=logs)
+    assert [set(entry) - {"step"} for entry in state.log_history] == [
+        {"loss", "kfac/nu", "kfac/stepped"}, {"eval_loss"}, {"loss", "kfac/nu"}
+    ]  # fmt: skip
+    monkeypatch.delitem(sys.modules, "ds_kfac.integrations.transformers")
 
 
 def test_shares_of_the_weights_are_known_on_several_ranks():

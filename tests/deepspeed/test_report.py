@@ -5,6 +5,7 @@ import functools
 import io
 import logging
 import logging.handlers
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,6 +67,7 @@ def worker(_) -> dict:
     import deepspeed.accelerator.cpu_accelerator as accelerator
 
     found = {}
+    os.environ["COLUMNS"] = "1000"  # no line is broken
 
     def attach(name: str, model: type[nn.Module] = Model, **kfac: Any) -> None:
         config = {

@@ -79,6 +79,8 @@ def doors_worker(_) -> dict:
 
     engine, _ = start(ds_kfac.initialize, plain_config())
     results["no block"] = names(engine)
+    results["attach a model"] = message(lambda: ds_kfac.attach(make_net()))
+    results["no model"] = message(lambda: ds_kfac.initialize(config=plain_config(kfac=kfac)))
     results["attach without block"] = message(lambda: ds_kfac.attach(engine))
     with contextlib.redirect_stdout(io.StringIO()):
         ds_kfac.attach(engine, {"enabled": False})
@@ -109,8 +111,10 @@ def doors_worker(_) -> dict:
     engine, _ = start(ds_kfac.initialize, plain_config(kfac=kfac))
     results["attach with another config"] = message(lambda: ds_kfac.attach(engine, {"damping": {"value": 3.0}}))
     attachment = engine.kfac
+    results["repr"] = repr(attachment)
     attachment.detach()
     attachment.detach()
+    results["repr detached"] = repr(attachment)
     model = make_net()
     config = plain_config(kfac=kfac)
     engine, *_ = ds_kfac.initialize(model=model, model_parameters=list(model.head.parameters()), config=config)
@@ -137,6 +141,10 @@ def test_the_doors(doors):
     assert result["detached trains plainly"]
     assert result["enabled name"] == "initialize" and result["disabled again"]
     assert 'has no "kfac" block' in result["attach without block"]
+    assert "it takes the engine that deepspeed.initialize returns" in result["attach a model"]
+    assert "model: got none; must be a torch.nn.Module" in result["no model"]
+    assert result["repr"].startswith("<ds_kfac.Attachment: ") and "ZeRO stage" in result["repr"], result["repr"]
+    assert result["repr detached"] == result["repr"].replace(">", ", detached>")
     assert "another config" in result["attach with another config"]
     in_tables = result["part of the model"].split("not preconditioned")[1]
     assert in_tables.count("not among the optimizer's parameters") == 3
@@ -330,10 +338,10 @@ def monitor_worker(folder: str) -> dict:
     for _ in range(2):
         engine.backward(engine(x, torch.zeros(MICRO_ROWS, 3, dtype=torch.long)))
         engine.step()
-    return {path.stem: path.read_text().splitlines() for path in Path(folder).rglob("*KFAC*.csv")}
+    return {path.stem: path.read_text().splitlines() for path in Path(folder).rglob("kfac_*.csv")}
 
 
 def test_metrics_reach_deepspeeds_monitor(tmp_path):
     files = run_ranks("tests.deepspeed.test_seam:monitor_worker", world=1, payload=str(tmp_path))[0]
-    assert {"Train_KFAC_nu", "Train_KFAC_refreshes", "Train_KFAC_not_finite_layers"} <= set(files)
-    assert len(files["Train_KFAC_nu"]) == 3 and 0 < float(files["Train_KFAC_nu"][1].split(",")[1]) <= 1
+    assert {"kfac_nu", "kfac_refreshes", "kfac_not_finite_layers"} <= set(files)
+    assert len(files["kfac_nu"]) == 3 and 0 < float(files["kfac_nu"][1].split(",")[1]) <= 1

@@ -219,6 +219,16 @@ def test_the_schema_knows_every_key_and_schedules(capsys):
     ):
         with pytest.raises(jsonschema.ValidationError):
             validator.validate({"kfac": wrong})
+    for params in (
+        {},
+        {"lr": 2e-3, "betas": [0.9, 0.95]},
+        {"adam_lr": None, "weight_decay": "auto", "torch_adam": True},
+    ):
+        validator.validate({"optimizer": {"type": "KFACAdamW", "params": params}})
+    validator.validate({"optimizer": {"type": "AdamW", "params": {"adam_w_mode": True}}})
+    for params in ({"learning_rate": 1}, {"lr": "2e-3"}, {"betas": [0.9]}, {"betas": [0.9, 1.0]}, {"eps": -1}):
+        with pytest.raises(jsonschema.ValidationError):
+            validator.validate({"optimizer": {"type": "KFACAdamW", "params": params}})
     for path in sorted((ROOT / "configs").glob("*.json")):
         validator.validate(json.loads(path.read_text()))
 

@@ -42,7 +42,10 @@ def test_the_command_estimates_llama_7b_on_64_ranks():
 def test_the_command_says_what_is_wrong_and_fails(tmp_path):
     found = python(*SMALL, "--config", config(tmp_path, kfac={"factor": {"update_intervall": 3}}))
     assert found.returncode == 1 and found.stdout == ""
-    assert "did you mean kfac.factor.update_interval?" in found.stderr and "Traceback" not in found.stderr
+    assert (
+        "did you mean kfac.factor.update_interval?" in " ".join(found.stderr.split())
+        and "Traceback" not in found.stderr
+    )
 
 
 def estimated(capsys, *arguments: str) -> str:
@@ -110,7 +113,7 @@ def test_a_wrong_config_says_what_to_do(capsys, tmp_path, blocks, problem):
     ("arguments", "status", "problem"),
     [
         (["estimate", "--model", "gpt5", "--world", "4"], 1, "give module:factory"),
-        ([*SMALL, "--config", "none.json"], 1, "name a DeepSpeed config file"),
+        ([*SMALL, "--config", "none.json"], 1, "no such file or folder"),
         ([*SMALL, "--node-gbps", "3"], 1, "give --node-size too"),
         (["estimate", "--model", "benchmarks.models:gpt2", "--world", "0"], 2, "an integer of at least 1"),
         ([*SMALL, "--link-gbps", "fast"], 2, "must be a positive number"),

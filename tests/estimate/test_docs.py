@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import re
 
 import pytest
@@ -40,6 +41,7 @@ def test_every_named_model_has_a_table():
 
 def write() -> None:
     """From the root of the repository."""
+    os.environ["COLUMNS"] = "200"  # of a page, whose tables are wide
 
     def block(found: re.Match) -> str:
         kind, command, _ = found.groups()

@@ -66,7 +66,7 @@ def test_every_config_trains_and_writes_its_run(tmp_path):
             "checkpoints/global_step6/kfac/latest",
         ):
             assert (run / file).stat().st_size > 0, (name, file)
-        assert (run / "csv_monitor/Train_KFAC_refreshes.csv").exists() and list((run / "tensorboard").iterdir())
+        assert (run / "csv_monitor/kfac_refreshes.csv").exists() and list((run / "tensorboard").iterdir())
 
 
 def mixture_worker(payload) -> list[int]:

@@ -78,7 +78,7 @@ def run(*arguments: str) -> dict[str, Any]:
         "unfit": sorted(engine.kfac.preconditioner.proving.unfit),
         "kfac steps": engine.kfac.preconditioner.steps,
         "rewards": [entry["reward"] for entry in history if "reward" in entry],
-        "factor updates": [entry["kfac/factor_updates"] for entry in history if "kfac/factor_updates" in entry],
+        "factor updates": [engine.kfac.counters()["factor_updates"]],
         "adam_ratio": engine.basic_optimizer.adam_ratio,
     }
     engine.destroy()

@@ -97,7 +97,7 @@ def run(name: str, *arguments: str, bf16: bool = False) -> dict[str, Any]:
         "steps here": engine.kfac.counters()["steps"],
         "factor updates": engine.kfac.counters()["factor_updates"],
         "first loss": first.get("loss", math.log(258)),  # of a model that knows nothing
-        **{key: last[key] for key in ("loss", "eval_loss", "kfac/factor_updates", "kfac/lr_others") if key in last},
+        **{key: last[key] for key in ("loss", "eval_loss", "kfac/step_to_weight") if key in last},
     }
     engine.destroy()
     return found
@@ -110,7 +110,7 @@ def cells(straight: dict[str, Any], resumed: dict[str, Any]) -> dict[str, bool]:
         "resumes": resumed["digest"] == straight["digest"]
         and (resumed["kfac steps"], resumed["steps here"]) == (STEPS, STEPS - STEPS // 2),
         "evaluates": math.isfinite(straight.get("eval_loss", math.nan)),
-        "logs": straight.get("kfac/factor_updates", 0) > 0 and "kfac/lr_others" in straight,
+        "logs": straight.get("kfac/step_to_weight", 0) > 0,
     }
 
 

@@ -82,7 +82,7 @@ def losses(folder: Path, *command: str, **variables: str) -> list[float]:
     text = run.stdout + run.stderr
     assert "ds_kfac steps 100% of the trained matrix parameters" in text
     lines = re.findall(r"\{'loss': .*?\}", text)
-    assert lines and all("kfac/refreshes" in line and "kfac/step_to_weight" in line for line in lines)
+    assert lines and all("kfac/eigenvalue_spread" in line and "kfac/step_to_weight" in line for line in lines)
     return [float(re.findall(r"'loss': '?([\d.]+)", line)[0]) for line in lines]
 
 

@@ -25,18 +25,18 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from torch import Tensor
 
-NAME = "KFACAdamW"
-"""In ``"optimizer": {"type": "KFACAdamW"}``."""
+from ds_kfac.config.optimizer import DEFAULTS, NAME
+
 FLAG = "kfac"
 """Key of a parameter group whose parameters K-FAC preconditions."""
 MATRIX = "kfac_matrix"
 """Key of a parameter group of matrices that K-FAC has no layer for, and of their biases: AdamW steps them at lr."""
-PARAMS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-"""Parameters of the optimizer block and what leaving one out means, as in AdamW; and :data:`OWN`."""
 OWN = ("adam_lr", "torch_adam")
 """adam_lr: the rate of embeddings, norms and biases, and of heads as ``direction.py`` says, which also says what it is
 when left out; schedules change both alike. torch_adam: whether torch's AdamW steps what K-FAC does not."""
-
+PARAMS: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if name not in OWN}
+"""The other parameters of the optimizer block and what leaving one out means, as in AdamW."""
+PARAMS["betas"] = tuple(PARAMS["betas"])
 
 IN_USE = -1e-30
 """Added to every entry of a direction of a layer in use: a zero becomes negative, nothing else changes."""

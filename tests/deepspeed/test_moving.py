@@ -1,0 +1,150 @@
+"""A running job moves from AdamW to KFACAdamW and back, and between stages, by a universal checkpoint."""
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import deepspeed
+import pytest
+import torch
+
+import ds_kfac
+from tests.deepspeed.runs import train, weights
+from tests.models import make_net
+from tests.ranks import run_ranks
+
+KINDS = ("AdamW", "KFACAdamW")
+
+
+class PerStep(torch.optim.lr_scheduler.LambdaLR):
+    """Says by its rate how many steps it has made."""
+
+    def __init__(self, optimizer) -> None:
+        super().__init__(optimizer, lambda step: 1 - 0.01 * step)
+
+
+def engine_of(kind: str, stage: int, *, seed: int = 0, **more):
+    params = {"lr": 0.01, "torch_adam": True, **({"adam_lr": 0.01} if kind == "KFACAdamW" else {})}
+    config = {
+        "train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": stage}, "gradient_clipping": 0.0,
+        "optimizer": {"type": kind, "params": params},
+        "kfac": {"enabled": kind == "KFACAdamW", "report": "none"}, **more,
+    }  # fmt: skip
+    init = deepspeed.zero.Init(config_dict_or_path=config) if stage == 3 else contextlib.nullcontext()
+    with init:
+        model = make_net(seed=seed)
+    with contextlib.redirect_stdout(io.StringIO()):
+        return ds_kfac.initialize(
+            model=model, model_parameters=model.parameters(), config=config, lr_scheduler=PerStep
+        )[0]
+
+
+def state(engine) -> dict:
+    return {
+        "weights": weights(engine), "steps": engine.global_steps,
+        "lr": engine.lr_scheduler.get_last_lr()[0],
+    }  # fmt: skip
+
+
+def save_worker(payload) -> dict:
+    folder, cases = payload
+    found = {}
+    for kind, stage in cases:
+        engine = engine_of(kind, stage)
+        train(engine, 1, steps=4)
+        engine.save_checkpoint(f"{folder}/{kind}-{stage}", tag="tag")
+        found[kind, stage] = state(engine)
+        train(engine, 1, steps=1, first=4)
+        found[kind, stage]["next"] = weights(engine)
+        engine.destroy()
+    return found
+
+
+def load_worker(payload) -> dict:
+    folder, cases = payload
+    found = {}
+    for saved, (kind, stage) in cases:
+        engine = engine_of(kind, stage, seed=99, checkpoint={"load_universal": True})
+        engine.load_checkpoint(f"{folder}/{saved[0]}-{saved[1]}", tag="tag_universal")
+        found[saved, (kind, stage)] = state(engine)
+        train(engine, 1, steps=1, first=4)
+        found[saved, (kind, stage)]["next"] = weights(engine)
+        train(engine, 1, steps=8, first=5)
+        found[saved, (kind, stage)]["steps of K-FAC"] = engine.kfac.counters()["steps"] if kind == KINDS[1] else None
+        engine.destroy()
+    return found
+
+
+def direct_worker(payload) -> dict:
+    folder, cases = payload
+    found = {}
+    for saved, (kind, stage) in cases:
+        engine = engine_of(kind, stage, seed=99)
+        try:
+            engine.load_checkpoint(f"{folder}/{saved[0]}-{saved[1]}", tag="tag")
+            found[saved, (kind, stage)] = "loaded"
+        except RuntimeError as error:
+            found[saved, (kind, stage)] = str(error)
+        engine.destroy()
+    return found
+
+
+SAVED = [(kind, stage) for kind in KINDS for stage in (1, 2, 3)]
+MOVES = [((kind, stage), (KINDS[1 - KINDS.index(kind)], stage)) for kind, stage in SAVED] + [
+    (("AdamW", 1), ("KFACAdamW", 2)), (("AdamW", 2), ("KFACAdamW", 1))
+]  # fmt: skip
+DIRECT = [
+    (("AdamW", 2), ("KFACAdamW", 2)), (("AdamW", 3), ("KFACAdamW", 3)), (("KFACAdamW", 2), ("KFACAdamW", 3)),
+    (("KFACAdamW", 3), ("KFACAdamW", 2)), (("AdamW", 2), ("KFACAdamW", 3)),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> tuple[Path, dict]:
+    """A folder with six checkpoints of step 4 and what they are converted to, and what the runs were."""
+    folder = tmp_path_factory.mktemp("moving")
+    found = run_ranks("tests.deepspeed.test_moving:save_worker", world=1, payload=(str(folder), SAVED))[0]
+    script = "import sys; import deepspeed.checkpoint.ds_to_universal as convert\n"
+    for kind, stage in SAVED:
+        tag = folder / f"{kind}-{stage}" / "tag"
+        given = ["", "--input_folder", str(tag), "--output_folder", f"{tag}_universal", "--inject_missing_state",
+                 "--num_extract_workers", "1", "--num_merge_workers", "1"]  # fmt: skip
+        script += f"sys.argv = {given!r}; convert.main(convert.parse_arguments())\n"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300,
+                          env=os.environ | {"DS_ACCELERATOR": "cpu"}, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder, found
+
+
+@pytest.mark.distributed
+def test_weights_step_schedule_and_adamws_moments_move_to_the_other_optimizer(saved):
+    """DeepSpeed alone leaves all weights but those of the first group as they were, at stages 1 and 2."""
+    folder, before = saved
+    after = run_ranks("tests.deepspeed.test_moving:load_worker", world=1, payload=(str(folder), MOVES))[0]
+    for (then, now), found in after.items():
+        was, case = before[then], f"{then} to {now}"
+        assert all(torch.equal(found["weights"][name], W) for name, W in was["weights"].items()), case
+        assert (found["steps"], found["lr"]) == (4, was["lr"]), case
+        # with AdamW's moments these go on as if nothing had happened; all else begins anew
+        for name in was["weights"]:
+            step = was["next"][name] - was["weights"][name]
+            difference = float((found["next"][name] - was["next"][name]).abs().max() / step.abs().max())
+            assert (difference < 1e-4) == name.startswith("norm."), (case, name, difference)
+        assert found["steps of K-FAC"] in (9, None), case
+
+
+@pytest.mark.distributed
+def test_what_cannot_be_loaded_is_told_what_to_do(saved):
+    folder, _ = saved
+    said = run_ranks("tests.deepspeed.test_moving:direct_worker", world=1, payload=(str(folder), DIRECT))[0]
+    for (then, now), text in said.items():
+        if then[1] == now[1]:
+            assert f"ds_to_universal --inject_missing_state --input_folder {folder}/{then[0]}-{then[1]}/tag " in text
+            assert '"checkpoint": {"load_universal": true}' in text, text
+        else:
+            where = "at ZeRO stage 3" if then[1] == 3 else "below ZeRO stage 3"
+            assert f"was saved {where}, this engine has stage {now[1]}" in text, text
+            assert f"zero_to_fp32 {folder}/{then[0]}-{then[1]} OUT --tag tag" in text, text

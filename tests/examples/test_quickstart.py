@@ -1,0 +1,99 @@
+"""A notebook's user: one process that no launcher has started, without variables of one."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import deepspeed
+import pytest
+
+from ds_kfac.engine import beforehand
+from tests.ranks import ROOT
+
+NOTEBOOK = ROOT / "examples/quickstart.ipynb"
+RUN = """
+import json, sys
+names = {"__name__": "__main__"}
+for cell in json.load(open(sys.argv[1]))["cells"]:
+    if cell["cell_type"] == "code":
+        exec("".join(cell["source"]), names)
+print("LOSSES", names["kfac"], names["adamw"])
+"""
+PLAIN = """
+import time
+begin = time.perf_counter()
+import torch, ds_kfac
+model = torch.nn.Linear(16, 4)
+engine, *_ = ds_kfac.initialize(model=model, config={"train_batch_size": 8, "optimizer": {"type": "KFACAdamW"}})
+print("SECONDS", time.perf_counter() - begin)
+engine.backward(engine(torch.randn(8, 16)).square().mean())
+engine.step()
+print("STEPS", engine.kfac.counters()["steps"], engine.global_steps)
+"""
+SAYS = "no launcher has started this process: it is a job of one rank, on "
+OURS = (*beforehand.OF_RANK, *beforehand.OF_OTHERS, "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID")
+
+
+def run(folder: Path, code: str, *arguments: str) -> subprocess.CompletedProcess:
+    kept = {name: value for name, value in os.environ.items() if name not in OURS}
+    kept |= {"PYTHONPATH": str(ROOT), "TORCH_EXTENSIONS_DIR": str(folder / "built")}
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=folder, env=kept, capture_output=True,
+                          text=True, timeout=600, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(SAYS) == 1, "once, also with a second engine"
+    assert not list((folder / "built").rglob("*")), "nothing is compiled"
+    return done
+
+
+def test_plain_python_trains_without_a_launcher(tmp_path):
+    done = run(tmp_path, PLAIN)
+    assert "STEPS 1.0 1" in done.stdout
+    print(re.search(r"SECONDS .*", done.stdout)[0], "with the imports")
+
+
+def test_the_notebook_runs_and_kfac_ends_lower(tmp_path):
+    done = run(tmp_path, RUN, str(NOTEBOOK))
+    kfac, adamw = map(float, re.search(r"LOSSES (\S+) (\S+)", done.stdout).groups())
+    assert kfac < adamw - 0.1 and "<ds_kfac.Attachment: KFACAdamW" in done.stdout, (kfac, adamw)
+
+
+def test_the_notebook_is_kept_without_outputs():
+    notebook = json.loads(NOTEBOOK.read_text())
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert code and all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    assert notebook["nbformat"] == 4 and len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+
+
+@pytest.fixture
+def nobody(monkeypatch):
+    """No launcher, and no process group."""
+    for name in OURS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(deepspeed.comm, "is_initialized", lambda: False)
+    monkeypatch.setattr(deepspeed.comm.torch.torch.distributed, "is_initialized", lambda: False)
+    assert beforehand.alone()
+    return monkeypatch
+
+
+@pytest.mark.parametrize("name", [*beforehand.OF_RANK, *beforehand.OF_OTHERS])
+def test_a_launchers_process_is_left_alone(nobody, name):
+    nobody.setenv(name, "1")
+    assert not beforehand.alone()
+    beforehand.start_alone()
+    assert "MASTER_PORT" not in os.environ
+
+
+def test_one_of_several_tasks_of_slurm_is_not_a_job_of_its_own(nobody):
+    nobody.setenv("SLURM_PROCID", "0")
+    nobody.setenv("SLURM_NTASKS", "1")
+    assert beforehand.alone()
+    nobody.setenv("SLURM_NTASKS", "8")
+    assert not beforehand.alone()
+
+
+def test_a_process_group_of_the_users_is_left_alone(nobody):
+    nobody.setattr(deepspeed.comm, "is_initialized", lambda: True)
+    assert not beforehand.alone()

@@ -1,0 +1,112 @@
+"""``python -m ds_kfac``: what is misspelt or missing is said at once, and lines fit the terminal."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ds_kfac.__main__ import main
+from tests.ranks import ROOT
+
+HEAVY = "torch", "deepspeed", "transformers"
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [("chek", "did you mean check?"), ("est", "did you mean estimate?"), ("x", "commands: estimate, ")],
+)
+def test_a_misspelt_command_is_told_the_nearest(capsys, word, told):
+    assert main([word, "--config", "a.json"]) == 2
+    assert told in capsys.readouterr().err
+
+
+def run(*arguments: str, folder, script: bool = False, **variables: str) -> tuple[subprocess.CompletedProcess, set]:
+    """The process, and which heavy packages it has imported. ``script``: as the console script does it."""
+    start = ["-m", "ds_kfac"]
+    if script:
+        (folder / "ds_kfac").write_text("import sys\nfrom ds_kfac.__main__ import main\nsys.exit(main())\n")
+        start = [str(folder / "ds_kfac")]
+    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-X", "importtime", *start, *arguments]
+    begin = time.perf_counter()
+    done = subprocess.run(command, cwd=folder, env=os.environ | paths | variables, capture_output=True, text=True,
+                          timeout=300, check=False)  # fmt: skip
+    print(f"{arguments}: {time.perf_counter() - begin:.2f} s")
+    names = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    done.stderr = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("import time:"))
+    return done, names & set(HEAVY)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("check --config none.json --model os:getcwd", "--config none.json: no such file or folder"),
+        ("check --config a.json --model nowhere.models:make", "no module nowhere"),
+        ("estimate --model hf:none --world 2", "--model hf:none: no such file"),
+        ("factors --model hf:. --data none.txt --out x", "--data none.txt: no such file"),
+        ("convert none --to gptq --out x", "factors none: no such file or folder"),
+        ("run none.py --deepspeed a.json", "none.py: no such file"),
+        ("run --num_gpus 2 none.py", "none.py: no such file"),
+    ],
+)
+@pytest.mark.parametrize("script", [False, True], ids=["python -m", "script"])
+def test_what_is_missing_is_said_before_anything_is_imported(tmp_path, arguments, told, script):
+    (tmp_path / "a.json").write_text("{}")
+    done, heavy = run(*arguments.split(), folder=tmp_path, script=script, COLUMNS="400")
+    assert done.returncode == 1 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert not heavy
+
+
+@pytest.mark.parametrize("arguments", [("run",), ("run", "--help"), ("run", "--num_gpus", "2", "-h")])
+def test_run_shows_its_own_help(tmp_path, arguments):
+    done, heavy = run(*arguments, folder=tmp_path, script=True)
+    assert done.returncode == 0 and done.stdout.startswith("usage: ds_kfac run [deepspeed launcher arguments]")
+    assert not heavy
+
+
+def test_help_after_the_script_is_the_scripts():
+    from ds_kfac.integrations.launcher import wants_help
+
+    assert not wants_help(["train.py", "--help"]) and wants_help(["--num_gpus", "1", "--help", "train.py"])
+
+
+def test_a_module_of_this_folder_is_found_by_the_script(tmp_path):
+    """As ``python -m`` finds it."""
+    (tmp_path / "own.py").write_text("from torch import nn\n\ndef make():\n    return nn.Sequential(nn.Linear(8, 8))\n")
+    (tmp_path / "a.json").write_text('{"optimizer": {"type": "KFACAdamW"}}')
+    arguments = "check", "--config", "a.json", "--model", "own:make"
+    done, _ = run(*arguments, folder=tmp_path, script=True, COLUMNS="70")
+    assert done.returncode == 0, done.stderr
+    assert "a.json fits own:make" in done.stdout and max(map(len, done.stdout.splitlines())) <= 70
+
+
+USER = """
+import ds_kfac
+from torch import nn
+
+model = nn.Linear(3, 3)
+engine, optimizer, loader, scheduler = ds_kfac.initialize(
+    model=model, model_parameters=model.parameters(), config={"optimizer": {"type": "KFACAdamW"}}
+)
+attachment = ds_kfac.attach(engine)
+if attachment is not None:
+    print(attachment.report, attachment.counters()["steps"])
+own = ds_kfac.KFACAdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+ds_kfac.initialize(model=model, optimizer=own, config="ds_config.json")
+"""
+WRONG = "import ds_kfac\n\nds_kfac.initialize(modl=3)\nds_kfac.initialise()\n"
+
+
+def test_a_users_script_passes_mypy(tmp_path):
+    pytest.importorskip("mypy")
+    (tmp_path / "user.py").write_text(USER)
+    (tmp_path / "wrong.py").write_text(WRONG)
+    command = [sys.executable, "-m", "mypy", "--ignore-missing-imports", "--follow-imports=silent"]
+    command += ["--cache-dir", str(ROOT / ".mypy_cache"), "user.py", "wrong.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"MYPYPATH": str(ROOT)}, capture_output=True,
+                          text=True, timeout=600, check=False)  # fmt: skip
+    errors = [line for line in done.stdout.splitlines() if ": error:" in line]
+    assert len(errors) == 2 and all(line.startswith("wrong.py") for line in errors), done.stdout + done.stderr
+    assert 'argument "modl" for "initialize"' in errors[0] and '"initialise"' in errors[1]
