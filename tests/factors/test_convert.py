@@ -177,7 +177,7 @@ def test_a_model_is_cut_without_a_launcher_too(tmp_path):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--model", "nowhere:Net"], "No module named 'nowhere'"),
+        (["--model", "nowhere:Net"], "no module nowhere"),
         (["--model", "tests.factors.test_convert:Nut"], "has no attribute 'Nut'"),
         (["--batch", "0"], "--batch: got 0; must be at least 1"),
         (["--config", "nowhere.json"], "nowhere.json"),

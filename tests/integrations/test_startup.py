@@ -67,6 +67,8 @@ def test_the_wheel_has_all_that_a_run_needs(python, built):
     )
     sources, where = run(python, code, built).split()
     assert int(sources) == len([*(ROOT / "csrc").rglob("*.cu")]) and Path(where).is_relative_to(built)
+    script = subprocess.run([built / "venv/bin/ds_kfac", "--version"], capture_output=True, text=True, check=True)
+    assert script.stdout.startswith("ds_kfac ")
     names = [path.name for path in next(built.glob("unpacked/*")).iterdir()]
     assert {"ds_kfac.pth", "ds_kfac_startup.py", "csrc", "setup.py"} <= set(names)
     # what `make quick` needs
