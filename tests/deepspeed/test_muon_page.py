@@ -6,6 +6,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
+from tests.close import near
 from tests.ranks import run_ranks
 
 MUON = {"type": "Muon", "params": {"muon_lr": 0.1, "adam_lr": 1e-3, "weight_decay": 0.0, "torch_adam": True}}
@@ -41,6 +42,6 @@ def test_muon_steps_at_every_stage_and_clipping_bounds_its_updates_from_stage_1_
     for stage in range(4):
         for values, plain in zip(found[stage, 0.0], found[0, 0.0], strict=True):
             assert 0.05 < min(values) and max(values) < 0.2, "orthogonalized, at muon_lr"
-            assert values == pytest.approx(plain, rel=0.02)
+            near(values, plain, 0.02 * max(plain), "Newton-Schulz in bf16")
         clipped = [x for layer in found[stage, 1.0] for x in layer]
         assert max(clipped) > 0.1 if stage == 0 else max(clipped) < 0.05, (stage, clipped)
