@@ -5,7 +5,7 @@ import os
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.pop("COLUMNS", None)  # workers of xdist have 80
+os.environ["COLUMNS"] = "1000"  # tests look for whole lines, in processes of their own, too; workers of xdist have 80
 
 import pytest
 import torch
@@ -14,11 +14,9 @@ from tests.close import RATIOS
 from tests.ranks import keep_imports
 
 with contextlib.suppress(ImportError):  # kernels are tested without DeepSpeed, too
-    from ds_kfac.config import text
     from ds_kfac.step import proving
 
     proving.RAISES = True
-    text.WIDTH = 1000  # tests look for whole lines
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
