@@ -129,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     # its arguments are DeepSpeed's launcher's, see below
     text = f"start a script with K-FAC enabled: {program} run {launcher.USAGE}"
     commands.add_parser("run", help=text, add_help=False)
-    commands.add_parser("doctor", help="in eleven lines, whether this environment will work, and what mends it")
+    commands.add_parser("doctor", help="in a dozen lines, whether this environment will work, and what mends it")
     commands.add_parser("report", help="versions, accelerator, and what is supported here")
     commands.add_parser("config", help='every key of the "kfac" block, as Markdown')
     commands.add_parser("schema", help='JSON schema of a DeepSpeed config with a "kfac" block, for editors')

@@ -44,6 +44,7 @@ FIELDS: Mapping[str, Any] = {
     "layers": {...: {"A": [int, int], "G": [int, int], "groups": int}},
     "factors": {...: [int, int]},
     "peak_lr": {...: float},
+    "damping_scale": (None, float),
     "shared": (None, [[str]]),
     "rows": {...: float},
     "every_row": (None, [str]),
@@ -61,6 +62,7 @@ name, a list with one type has any length.
     kinds: what the factors are the second moments of; factors of another kind start empty.
     layers, factors: name -> (width, block) of both sides, or of the factor's.
     peak_lr: parameter group -> largest learning rate so far.
+    damping_scale: of older saves; not read.
     shared: groups of layers with one A; null if they were not known yet.
     rows: layer -> rows of a rank in a step; none if they were not known yet, or nothing depends on them.
     every_row: layers that no mask is of; an older save has none.

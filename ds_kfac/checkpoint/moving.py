@@ -29,7 +29,7 @@ def tag_of(load_dir: Path, tag: str | None, latest: str = "latest") -> Path:
 def why_not(engine: Any, load_dir: Path, tag: str | None, error: Exception) -> str | None:
     """What is wrong where DeepSpeed has raised an error of its own that names no remedy, and what to do; None: it is
     another error."""
-    folder = tag_of(load_dir, tag)
+    folder = tag_of(load_dir, tag, "latest_universal" if engine.load_universal_checkpoint() else "latest")
     was_3 = bool(list(folder.glob("zero_pp_rank_*_model_states.pt")))
     is_3, saved = int(engine.zero_optimization_stage()) == 3, list(folder.glob("mp_rank_*_model_states.pt"))
     if isinstance(error, AssertionError) and was_3 != is_3 and (was_3 or saved):
@@ -80,15 +80,19 @@ def own_groups(
     if saved is None or [_kind(group, marks) for group in saved] == [_kind(group, marks) for group in settings]:
         yield False
         return
-    made = {group["lr"] / group["initial_lr"] for group in saved if group.get("initial_lr")}  # by one of torch's
-    for group in settings if scheduled and len(made) == 1 else ():
-        group["lr"] = group.get("initial_lr", group["lr"]) * next(iter(made))
+    made = [group["lr"] / group["initial_lr"] for group in saved if group.get("initial_lr")]  # by one of torch's
+    alike = bool(made) and max(made) - min(made) <= 1e-6 * max(made)  # but for the rounding of quotients
+    for group in settings if scheduled and alike else ():
+        group["lr"] = group.get("initial_lr", group["lr"]) * made[0]
     try:
         with with_global_state(engine.optimizer, {"param_groups": settings}):
             yield True
     finally:
         for group, own in zip(engine.basic_optimizer.param_groups, settings, strict=True):
             group.update(own)
+        place = getattr(engine.lr_scheduler, "last_batch_iteration", -1) if scheduled else -1
+        if isinstance(place, int) and place >= 0:  # DeepSpeed's, which has its place now: the rates of it
+            engine.lr_scheduler.step(place)
 
 
 def _kind(group: Mapping[str, Any], marks: Sequence[str]) -> list[bool]:

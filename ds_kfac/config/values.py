@@ -175,6 +175,7 @@ NotNegative = _number_or_schedule(Annotated[float, Field(ge=0)], "number")
 Model = type[BaseModel]
 REMOVED = {
     "preconditioner.step": "was removed in 0.2, with steps by a quadratic model of the loss: leave it out",
+    "preconditioner.method=root": 'was removed in 0.2: refreshes of "eigen" are as cheap on GPUs; leave it out',
     "damping.kind=adaptive": "was removed in 0.2, with steps by a quadratic model of the loss: leave it out",
 }
 """Keys of earlier versions, or values, and what became of them."""

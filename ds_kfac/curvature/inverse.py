@@ -97,13 +97,13 @@ def from_packed(side: Side, flat_P: Tensor) -> DampedInverse:
 
 @dataclass(frozen=True)
 class LayerInverse:
-    """The damped inverse of a layer's Fisher, G kron A: rows by G, columns by A. With roots G is an identity."""
+    """The damped inverse of a layer's Fisher, G kron A: rows by G, columns by A."""
 
     G: DampedInverse
     A: DampedInverse
 
     def apply(self, x_OI: Tensor) -> Tensor:
-        """G^-1 x A^-1; with roots x S."""
+        """G^-1 x A^-1."""
         x_OI = block_product(self.G.blocks, x_OI, self.A.blocks)
         x_OI = x_OI if self.G.diagonal is None else x_OI * self.G.diagonal.view(*x_OI.shape[:-1], 1)
         return x_OI if self.A.diagonal is None else x_OI * self.A.diagonal.view(*x_OI.shape[:-2], 1, -1)

@@ -30,8 +30,16 @@ HOSTS = "-H", "--hostfile"
 
 def wants_help(arguments: Sequence[str]) -> bool:
     """Whether nothing is to be started: no argument, or help before the script."""
-    before = next((i for i, word in enumerate(arguments) if word.endswith(".py")), len(arguments))
-    return not arguments or any(word in ("-h", "--help") for word in arguments[:before])
+    if not arguments:
+        return True
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if word in ("-h", "--help"):
+            return True
+        if word.endswith(".py") or (not word.startswith("-") and os.path.isfile(word)):
+            return False
+        if word == "--module":
+            return following in ("-h", "--help", "")
+    return False
 
 
 def check_script(arguments: Sequence[str]) -> None:

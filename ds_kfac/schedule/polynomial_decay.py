@@ -53,11 +53,18 @@ class PolynomialDecay:
 
     get_last_lr = get_lr
 
+    @property
+    def last_batch_iteration(self) -> int:
+        """By the name of DeepSpeed's schedulers."""
+        return self.steps
+
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "first": self.first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.steps, self.first = state["steps"], [tuple(pair) for pair in state["first"]]
+        self.steps, first = state["steps"], [tuple(pair) for pair in state["first"]]
+        if len(first) == len(self.first):  # else of another optimizer's groups: the config's rates go on
+            self.first = first
         self._set()
 
     def _set(self) -> None:

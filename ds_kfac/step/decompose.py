@@ -47,8 +47,8 @@ class Refresher:
     done: what a training run computes does not depend on timing.
 
     On a GPU the work runs in a stream that starts where the submitting stream was, elsewhere on one thread with one
-    core. Work must only read what nobody writes to; as state here is replaced and never changed in place, it may be
-    anything bound at submission.
+    core. Work must only read what nobody writes to; as factors and bases are replaced and never changed in place, it
+    may be anything bound at submission.
 
     Attributes:
         jobs: key -> what was submitted and not dropped, and which of its results is meant.

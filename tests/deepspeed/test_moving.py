@@ -26,6 +26,12 @@ class PerStep(torch.optim.lr_scheduler.LambdaLR):
         super().__init__(optimizer, lambda step: 1 - 0.01 * step)
 
 
+COSINE = {
+    "type": "WarmupCosineLR",
+    "params": {"total_num_steps": 20, "warmup_num_steps": 2, "warmup_type": "linear", "warmup_min_ratio": 0.0},
+}
+
+
 def engine_of(kind: str, stage: int, *, seed: int = 0, **more):
     params = {"lr": 0.01, "torch_adam": True, **({"adam_lr": 0.01} if kind == "KFACAdamW" else {})}
     config = {
@@ -38,8 +44,9 @@ def engine_of(kind: str, stage: int, *, seed: int = 0, **more):
         model = make_net(seed=seed)
     with contextlib.redirect_stdout(io.StringIO()):
         return ds_kfac.initialize(
-            model=model, model_parameters=model.parameters(), config=config, lr_scheduler=PerStep
-        )[0]
+            model=model, model_parameters=model.parameters(), config=config,
+            lr_scheduler=None if "scheduler" in more else PerStep,
+        )[0]  # fmt: skip
 
 
 def state(engine) -> dict:
@@ -78,6 +85,23 @@ def load_worker(payload) -> dict:
     return found
 
 
+def scheduled_worker(payload) -> dict:
+    """Rates of the first group, when saved, loaded and after a step, by DeepSpeed's own scheduler."""
+    folder, case = payload
+    if case == "save":
+        engine = engine_of("AdamW", 1, scheduler=COSINE)
+        train(engine, 1, steps=4)
+        engine.save_checkpoint(f"{folder}/cosine", tag="tag")
+    else:
+        engine = engine_of("KFACAdamW", 1, seed=99, scheduler=COSINE, checkpoint={"load_universal": True})
+        engine.load_checkpoint(f"{folder}/cosine", tag="tag_universal")
+    rates = [engine.basic_optimizer.param_groups[0]["lr"]]
+    train(engine, 1, steps=1, first=4)
+    found = {"rates": [*rates, engine.basic_optimizer.param_groups[0]["lr"]]}
+    engine.destroy()
+    return found
+
+
 def direct_worker(payload) -> dict:
     folder, cases = payload
     found = {}
@@ -107,16 +131,20 @@ def saved(tmp_path_factory) -> tuple[Path, dict]:
     """A folder with six checkpoints of step 4 and what they are converted to, and what the runs were."""
     folder = tmp_path_factory.mktemp("moving")
     found = run_ranks("tests.deepspeed.test_moving:save_worker", world=1, payload=(str(folder), SAVED))[0]
+    converted([folder / f"{kind}-{stage}" / "tag" for kind, stage in SAVED])
+    return folder, found
+
+
+def converted(tags: list[Path]) -> None:
+    """To universal checkpoints beside them."""
     script = "import sys; import deepspeed.checkpoint.ds_to_universal as convert\n"
-    for kind, stage in SAVED:
-        tag = folder / f"{kind}-{stage}" / "tag"
+    for tag in tags:
         given = ["", "--input_folder", str(tag), "--output_folder", f"{tag}_universal", "--inject_missing_state",
                  "--num_extract_workers", "1", "--num_merge_workers", "1"]  # fmt: skip
         script += f"sys.argv = {given!r}; convert.main(convert.parse_arguments())\n"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300,
                           env=os.environ | {"DS_ACCELERATOR": "cpu"}, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    return folder, found
 
 
 @pytest.mark.distributed
@@ -149,3 +177,12 @@ def test_what_cannot_be_loaded_is_told_what_to_do(saved):
             where = "at ZeRO stage 3" if then[1] == 3 else "below ZeRO stage 3"
             assert f"was saved {where}, this engine has stage {now[1]}" in text, text
             assert f"zero_to_fp32 {folder}/{then[0]}-{then[1]} OUT --tag tag" in text, text
+
+
+@pytest.mark.distributed
+def test_a_scheduler_of_deepspeeds_goes_on_at_its_place_in_the_first_step(tmp_path):
+    """It leaves no initial rates in groups; a fresh engine's rate is that of its first step, 0."""
+    run = "tests.deepspeed.test_moving:scheduled_worker"
+    before = run_ranks(run, world=1, payload=(str(tmp_path), "save"))[0]["rates"]
+    converted([tmp_path / "cosine" / "tag"])
+    assert run_ranks(run, world=1, payload=(str(tmp_path), "load"))[0]["rates"] == before and min(before) > 0

@@ -70,6 +70,8 @@ def test_help_after_the_script_is_the_scripts():
     from ds_kfac.integrations.launcher import wants_help
 
     assert not wants_help(["train.py", "--help"]) and wants_help(["--num_gpus", "1", "--help", "train.py"])
+    assert not wants_help(["--module", "package.train", "-h", "8"]) and wants_help(["--module", "-h"])
+    assert not wants_help(["--no_python", __file__.removesuffix(".py") + ".py", "--help"])
 
 
 def test_a_module_of_this_folder_is_found_by_the_script(tmp_path):

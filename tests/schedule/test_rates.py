@@ -54,3 +54,14 @@ def test_it_resumes():
 def test_what_cannot_be_is_refused(wrong):
     with pytest.raises(ValueError, match="0 <= start < end"):
         PolynomialDecay(sgd(), **wrong)
+
+
+def test_the_place_of_a_run_with_other_groups_goes_on_at_this_ones_rates():
+    """As where a run moves to another optimizer, which splits the groups."""
+    before, optimizer = sgd(), sgd()
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.5})
+    saved, schedule = PolynomialDecay(before, end=10), PolynomialDecay(optimizer, end=10)
+    for _ in range(4):
+        saved.step()
+    schedule.load_state_dict(saved.state_dict())
+    assert schedule.last_batch_iteration == 4 and optimizer.param_groups[-1]["lr"] == 0.5 * 0.6

@@ -155,7 +155,7 @@ class KFACAdamWRule(UpdateRule):
                 f'the optimizer {NAME} needs K-FAC, but "kfac" says "enabled": false; use "AdamW" to train without it'
             )
         config, _ = self.resolved(config)
-        put_into(arguments, config, self.scanned(config), self.parameters(ds_config), ds_config)
+        put_into(arguments, self.scanned(config), self.parameters(ds_config), ds_config)
 
     def unstepped(self, parameters: Iterable[Any]) -> int:
         return unstepped(parameters)

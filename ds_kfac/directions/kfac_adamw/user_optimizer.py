@@ -13,7 +13,6 @@ from deepspeed.runtime import lr_schedules
 from torch import nn
 from torch.optim import lr_scheduler
 
-from ds_kfac.config.keys import KFACConfig
 from ds_kfac.directions.kfac_adamw.direction import ADAM_RATIO
 from ds_kfac.directions.kfac_adamw.optimizer import FLAG, MATRIX, NAME, OWN, PARAMS, build, checked, checked_group
 from ds_kfac.model.scan import Choice, Scan, scan
@@ -287,7 +286,6 @@ def _offloaded(ds_config: Mapping[str, Any]) -> bool:
 
 def put_into(
     arguments: dict[str, Any],
-    config: KFACConfig,
     choice: Choice,
     params: Mapping[str, Any] | None,
     ds_config: Mapping[str, Any],
