@@ -96,7 +96,11 @@ def _check_files(arguments: argparse.Namespace) -> None:
     if arguments.command == "convert":
         must_exist("factors ", arguments.factors, "the folder that factors, or engine.kfac.export, has written")
     if model.startswith("hf:"):
-        must_exist("--model hf:", model.removeprefix("hf:"), "a config.json of transformers, or its folder")
+        must_exist(
+            "--model hf:",
+            model.removeprefix("hf:"),
+            "a config.json of transformers, or its folder; nothing is downloaded",
+        )
         if data:
             must_exist("--data ", data, "a text file, a .jsonl, or a folder of the package datasets")
         data = ""
