@@ -66,4 +66,4 @@ def test_every_link_leads_somewhere(site):
 def test_the_index_is_the_readme(site):
     page = (site / "index.html").read_text()
     text = re.sub("<[^>]*>", "", page)  # code is coloured word by word
-    assert "pip install" in text and "ds_kfac.initialize" in text and "gpt_small_loss.png" in page
+    assert "pip install" in text and "ds_kfac.initialize" in text and "front.png" in page
