@@ -50,18 +50,18 @@ class KFACGradient(Direction):
             if context.norm is not None:
                 own = {name: gradient * local.clip for name, gradient in own.items()}
             if all(states[layer.name].preconditioner is not None for layer in layers):
-                quadratic += self._precondition(context, group, own, local)
+                own, part = self._precondition(context, group, own, local)
+                quadratic += part
             else:
                 local.unprepared += len(layers)
-                local.results |= own
-            local.outbox.add(layers, [local.results.pop(layer.name) for layer in layers])
+            local.outbox.add(layers, [own.pop(layer.name) for layer in layers])
         local.numbers = [quadratic]
         return local
 
     def _precondition(
         self, context: StepContext, group: Group, gradients: Mapping[str, Tensor], local: LocalResult
-    ) -> Tensor:
-        """Layers of equal shape; their part of kl-clip's sum."""
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Results of layers of equal shape, and their part of kl-clip's sum."""
         options, states, rotation = self.config.preconditioner, group.take(local.states), group.rotation
         gradient = group.together([gradients[name] for name in group.names])
         norm = norms(gradient.flatten(-2)).float()
@@ -93,8 +93,8 @@ class KFACGradient(Direction):
             scale = graft_scale(V, norm)
             V, dot = V * scale[..., None, None], dot * scale
         local.replaced = local.replaced + group.any(~finite).sum()
-        local.results.update(zip(group.names, group.apart(V), strict=True))
-        return self._quadratic(context, group.layers, dot, local.results, gradients) / group.layers[0].copies
+        results = dict(zip(group.names, group.apart(V), strict=True))
+        return results, self._quadratic(context, group.layers, dot, results, gradients) / group.layers[0].copies
 
     def finish(
         self, context: StepContext, local: LocalResult, totals: Sequence[Tensor], prepared: Mapping[str, Tensor]

@@ -228,9 +228,7 @@ class KFACPreconditioner:
             sums: of the direction's numbers over all layers, if there are other domains.
         """
         with torch.autocast(self.device.type, enabled=False), self.metrics.stage("relayout"):
-            outbox, rest = draft.local.outbox, draft.local.results
-            if rest:
-                outbox.add(self.owned, [rest.pop(layer.name) for layer in self.owned])
+            outbox = draft.local.outbox
             table, part = self.totals(draft)
             results, received = deliver((outbox.part, part), self.channel, self.device, outbox.packed)
             numbers, ready = self.summed(draft, table.read(received))

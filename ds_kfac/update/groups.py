@@ -123,7 +123,7 @@ class Group:
         moments = [state.moments for state in own]
         if len(own) == 1:
             self.moments = moments[0]
-        elif moments[0] is not None and moments[0].TOGETHER and [*map(id, moments)] != [*map(id, self._slices)]:
+        elif moments[0] is not None and [*map(id, moments)] != [*map(id, self._slices)]:
             self.moments, self._slices = None, []  # their memory first
             kept = zip(*(vars(one).values() for one in moments), strict=True)
             own = self.keep(states, type(moments[0])(*(torch.stack(parts) for parts in kept)))

@@ -26,12 +26,10 @@ class Moments:
     Attributes:
         NAME: in checkpoints.
         ROTATES: whether they go with the eigenbasis into a new one.
-        TOGETHER: whether those of layers that are stepped together are, too.
     """
 
     NAME: ClassVar[str]
     ROTATES: ClassVar[bool] = False
-    TOGETHER: ClassVar[bool] = True
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Any:

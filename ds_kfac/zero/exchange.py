@@ -198,7 +198,6 @@ class LocalResult:
 
     Attributes:
         outbox: results, until they are sent.
-        results: layer name -> fp32 [O, I], of those that are not in the outbox yet.
         states: layer name -> state after this step; new ones take the place of old ones.
         numbers: scalars that are summed over all ranks before :meth:`Direction.finish`.
         replaced: scalar, layers whose result was not finite.
@@ -211,7 +210,7 @@ class LocalResult:
     """
 
     def __init__(self, states: dict[str, LayerState], exchange: GradientExchange) -> None:
-        self.outbox, self.results, self.states = exchange.outbox(), dict[str, Tensor](), states
+        self.outbox, self.states = exchange.outbox(), states
         self.numbers: list[Tensor] = []
         self.replaced = self.unused = self.limited = torch.zeros((), device=exchange.device)
         self.unprepared = 0

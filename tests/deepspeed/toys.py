@@ -43,7 +43,7 @@ class SoftSign(Direction):
         for layer in self.exchange.owned:
             state = states[layer.name]
             mean = (state.moments.first_OI + state.basis.rotate(gradients.pop(layer.name))) / 2
-            local.results[layer.name] = state.basis.restore(mean / (mean.abs() + 0.1))
+            local.outbox.add([layer], [state.basis.restore(mean / (mean.abs() + 0.1))])
             local.states[layer.name] = replace(state, moments=Mean(mean))
         local.numbers = [torch.zeros((), device=self.exchange.device)]
         return local
