@@ -36,7 +36,8 @@ SCHEMAS = {
     "Tensor second_nOI, Tensor updates_n, Tensor usable_n, Tensor scale, float[] betas, float eps) -> ()",
     "adam_fold_": "(Tensor(a!) first_nOI, Tensor(b!) second_nOI, Tensor(c!) updates_n, Tensor waiting_nOI, "
     "Tensor usable_n, float[] betas) -> ()",
-    "scale_shift_": "(Tensor(a!) x_nOI, Tensor scale_n, Tensor shift_n) -> ()",
+    "finish_direction_": "(Tensor(a!) x_nOI, Tensor norm_n, Tensor? size_n, Tensor target_n, Tensor full_n, "
+    "Tensor bound_n, Tensor replacement_n, float shift) -> ()",
 }
 """Arguments in the order of ``ops/reference.py``; what may be a number there is a tensor here."""
 OPS = tuple(SCHEMAS)
@@ -223,4 +224,4 @@ eigen_scale_dot = _by_device(reference.eigen_scale_dot, stacks=True)
 corrected_scale_dot = _by_device(reference.corrected_scale_dot, stacks=True)
 adam_scale_ = _by_device(reference.adam_scale_)
 adam_fold_ = _by_device(reference.adam_fold_)
-scale_shift_ = _by_device(reference.scale_shift_)
+finish_direction_ = _by_device(reference.finish_direction_)

@@ -207,9 +207,28 @@ def adam_fold_(
     updates_n.add_(usable_n)
 
 
-def scale_shift_(x_nOI: Tensor, scale_n: Tensor, shift_n: Tensor) -> None:
-    scale, shift = scale_n[:, None, None], shift_n[:, None, None]
-    x_nOI.mul_(scale).masked_fill_(scale == 0, 0.0).add_(shift)
+SMALLEST = 1e-15
+"""A norm below which a matrix is scaled as if it had this one: its squares would be lost, and a quotient blow up."""
+
+
+def scale_to(target: Tensor | float, *, size: Tensor, norm: Tensor, full: Tensor | float) -> Tensor:
+    """What gives an orthogonal factor the norm ``target``, less where the direction was smaller than ``full``.
+
+    Args:
+        target: a Frobenius norm.
+        size, norm: those of the direction, and of its factor in any basis. Of zero: 0.
+        full: ``newton_schulz.FULL`` times the root of how many entries they have.
+    """
+    return target * (size / full).clamp(max=1) / norm.clamp(min=SMALLEST)
+
+
+def finish_direction_(
+    x_nOI: Tensor, norm_n: Tensor, size_n: Tensor | None, target_n: Tensor, full_n: Tensor, bound_n: Tensor,
+    replacement_n: Tensor, shift: float,
+) -> None:  # fmt: skip
+    scale = target_n if size_n is None else scale_to(target_n, size=size_n, norm=norm_n, full=full_n)
+    good = norm_n < bound_n
+    x_nOI.mul_(each(scale)).masked_fill_(each(~good), 0.0).add_(each(replacement_n.masked_fill(good, shift)))
 
 
 def in_fp32(betas: tuple[float, float]) -> tuple[float, float]:

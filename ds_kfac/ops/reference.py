@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ds_kfac.ops.functional import Scalar, Tensors, each, in_fp32, packed_numel
+from ds_kfac.ops.functional import SMALLEST, Scalar, Tensors, each, in_fp32, packed_numel
 
 
 def symmetric_pack(x_DD: Tensor) -> Tensor:
@@ -168,6 +168,27 @@ def adam_fold_(
     updates_n.add_(usable_n)
 
 
-def scale_shift_(x_nOI: Tensor, scale_n: Tensor, shift_n: Tensor) -> None:
-    """x <- scale x + shift of n fp32 matrices, in place; where scale is 0 shift alone, whatever x holds."""
-    x_nOI.copy_(torch.where(each(scale_n != 0), each(scale_n) * x_nOI, 0.0) + each(shift_n))
+def finish_direction_(
+    x_nOI: Tensor, norm_n: Tensor, size_n: Tensor | None, target_n: Tensor, full_n: Tensor, bound_n: Tensor,
+    replacement_n: Tensor, shift: float,
+) -> None:  # fmt: skip
+    """Give n directions their size, in place, where they may be stepped along; elsewhere put a number in their place.
+
+        scale = target min(size / full, 1) / max(norm, SMALLEST)        or target, where size is None
+        x <- scale x + shift   where norm < bound, else replacement
+
+    Args:
+        x_nOI: fp32.
+        norm_n: fp32, the Frobenius norms of x.
+        size_n: fp32, the norms that the directions had before they were orthogonalized; None: they were not.
+        target_n: fp32, the norms that they shall have; without ``size_n`` what multiplies them.
+        full_n: fp32, ``size_n`` from which on they shall have all of it. Not used without.
+        bound_n: fp32, infinity where a direction may be stepped along, 0 where not: a norm that is no number is below
+            none.
+        replacement_n: fp32, in every entry, whatever x holds (NaN too).
+        shift: a number, not a tensor.
+    """
+    scale_n = target_n
+    if size_n is not None:
+        scale_n = target_n * torch.clamp(size_n / full_n, max=1) / torch.clamp(norm_n, min=SMALLEST)
+    x_nOI.copy_(torch.where(each(norm_n < bound_n), each(scale_n) * x_nOI + shift, each(replacement_n)))

@@ -3,6 +3,7 @@
 Shape suffixes: N rows, D a factor's side, P = D(D+1)/2 a packed triangle, O and I the sides of a layer's matrix.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -162,11 +163,18 @@ def adam_calls(device: str, sizes: Sizes) -> Iterator[Call]:
         yield Call("adam_fold_", label, arguments, [*moments, seen.double() + flags], given, 1e-5, options)
 
 
-def shift_calls(device: str, sizes: Sizes) -> Iterator[Call]:
-    for outputs, inputs in sizes.gradients:
+def finish_calls(device: str, sizes: Sizes) -> Iterator[Call]:
+    """Of three directions one has not its full size, one is no number."""
+    for (outputs, inputs), sized in product(sizes.gradients, (True, False)):
         x_nOI = normal(device, 3, outputs, inputs)
-        scale, shift = (torch.tensor(values, device=device) for values in ([2.0, 0.0, -0.5], [0.0, 3.0, 1.0]))
-        wanted = [x_nOI.double() * scale[:, None, None] + shift[:, None, None]]
-        x_nOI[1] = float("nan")
-        arguments = (x_nOI, scale, shift)
-        yield Call("scale_shift_", f"{outputs} x {inputs}", arguments, wanted, lambda _, x: [x[0]], 1e-5)
+        rows = [0.3, 7.0, 2.0], [5.0, 0.25, 1.0], [1.5] * 3, [math.inf] * 3, [-1.0, 2.0, -0.75]
+        size, target, full, bound, replacement = (torch.tensor(row, device=device) for row in rows)
+        scale = target.double()
+        if sized:
+            scale = scale * (size.double() / full).clamp(max=1) / x_nOI.double().norm(dim=(1, 2))
+        wanted = x_nOI.double() * scale[:, None, None] + 0.5
+        x_nOI[1], wanted[1] = float("nan"), 2.0
+        norm = torch.linalg.vector_norm(x_nOI, dim=(1, 2))
+        arguments = (x_nOI, norm, size if sized else None, target, full, bound, replacement, 0.5)
+        label = f"{outputs} x {inputs}{' by sizes' if sized else ''}"
+        yield Call("finish_direction_", label, arguments, [wanted], lambda _, x: [x[0]], 1e-5)

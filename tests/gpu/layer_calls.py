@@ -12,10 +12,10 @@ from tests.gpu.calls import (
     Sizes,
     adam_calls,
     block_syrk_calls,
+    finish_calls,
     laid_out,
     normal,
     scale_calls,
-    shift_calls,
     syrk_calls,
     triangle,
 )  # fmt: skip
@@ -76,7 +76,7 @@ CALLS: dict[str, Callable[[str, Sizes], Iterator[Call]]] = {
     "corrected_scale_dot": scale_calls,
     "adam_scale_": adam_calls,
     "adam_fold_": adam_calls,
-    "scale_shift_": shift_calls,
+    "finish_direction_": finish_calls,
 }
 
 

@@ -34,7 +34,9 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"adam_scale_ {shape}", lambda g=given, b=betas: scale.adam_scale_(*g, betas=b, eps=1e-8)
         fold = several, several, vector, waiting, flags
         yield f"adam_fold_ {shape}", lambda g=fold, b=betas: scale.adam_fold_(*g, betas=b)
-        yield f"scale_shift_ {shape}", lambda x=several, v=vector: scale.scale_shift_(x, v, v)
+        for sizes in ([None, "as it is"], [vector, "with sizes"]):
+            finish = several, vector, sizes[0], *[vector] * 4, 0.5
+            yield f"finish_direction_ {shape}, {sizes[1]}", lambda g=finish: scale.finish_direction_(*g)
         yield f"eigen_scale {shape}", lambda x=x, v=values, n=number: scale.eigen_scale_dot(x, *v, n)
         yield (
             f"corrected_scale {shape}",

@@ -45,7 +45,7 @@ def results(threads: int) -> dict[str, list[torch.Tensor]]:
             {"betas": (0.9, 0.99), "eps": 1e-8},
         ),
         "adam_fold_": ((*several, counted, normal(2, DIM, DIM), usable), {"betas": (0.9, 0.99)}),
-        "scale_shift_": ((scaled, torch.tensor([2.0, 0.0]), counted), {}),
+        "finish_direction_": ((scaled, *[counted] * 4, torch.tensor([9.0, 0.0]), counted, 0.5), {}),
     }
     assert set(calls) == set(dispatch.OPS)
     for op, (arguments, options) in calls.items():

@@ -1,5 +1,7 @@
 """Ops over many layers in one call and fused ops: every implementation against the specification in float64."""
 
+import math
+
 import pytest
 import torch
 
@@ -220,10 +222,61 @@ def test_adam_of_matrices_that_lie_apart_is_torchs():
     exact(seen, seen_wanted)
 
 
-def test_scale_shift_writes_the_shift_alone_where_the_scale_is_zero(ops, poisoned):
-    x, scale, shift = normal(3, 63, 7), torch.tensor([2.0, 0.0, -0.5]), torch.tensor([0.0, 3.0, 1.0])
-    x[1, 2] = float("nan")
-    wanted = x.double() * scale[:, None, None] + shift[:, None, None]
-    wanted[1] = 3.0
-    ops.scale_shift_(x, scale, shift)
-    close(x, wanted, sums=2, scale=wanted.abs() + 1)
+def finish_given(shape, sized):
+    """Directions, their norms and all else but the shift. The first has not its full size; the last, if there are
+    several, may not be stepped along."""
+    n = shape[0]
+    x, size, target = normal(*shape), torch.tensor([0.3, 7.0, 2.0])[:n], torch.tensor([5.0, 0.25, 1.0])[:n]
+    bound = torch.full((n,), math.inf)
+    bound[2:] = 0.0
+    norm, replacement = torch.linalg.vector_norm(x, dim=(1, 2)), torch.tensor([-1.0, 2.0, -0.75])[:n]
+    return x, norm, size if sized else None, target, torch.full((n,), 1.5), bound, replacement
+
+
+def check_finish(finish, shape, sized):
+    x, norm, _, target, *_, replacement = given = finish_given(shape, sized)
+    before = [None if part is None else part.clone() for part in given[1:]]
+    scale = target.double()
+    if sized:
+        scale = scale * torch.tensor([0.3 / 1.5, 1.0, 1.0])[: len(x)].double() / norm.double()
+    scaled = scale[:, None, None] * x.double()
+    wanted = scaled + 0.5
+    wanted[2:] = replacement[2:, None, None]
+    finish(*given, 0.5)
+    close(x, wanted, sums=6, scale=scaled.abs() + 1)
+    exact(x[2:], torch.full_like(x[2:], -0.75))
+    assert all(old is new or torch.equal(old, new) for old, new in zip(before, given[1:], strict=True))
+
+
+def check_replaced(finish, sized):
+    x, norm, size, _, _, bound, replacement = given = finish_given((3, 63, 7), sized)
+    bound[:] = math.inf
+    x[0, 3, 4], x[1, 5, 6], x[1, 0, 0] = math.inf, math.nan, math.inf
+    norm[:2] = torch.linalg.vector_norm(x, dim=(1, 2))[:2]
+    if sized:
+        size[1] = math.nan
+    finish(*given, -1e-30)
+    exact(x[:2], replacement[:2, None, None].expand(2, 63, 7))
+    assert torch.isfinite(x[2]).all() and x[2].unique().numel() > 63
+
+
+def check_zero(finish):
+    x, norm, size, *others = finish_given((3, 63, 7), True)
+    x[0], norm[0], size[1] = 0.0, 0.0, 0.0
+    finish(x, norm, size, *others, -1e-30)
+    exact(x[:2], torch.full((2, 63, 7), -1e-30))
+
+
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 63, 65), (3, 33, 129)])
+def test_finish_direction_against_float64(ops, shape, sized, poisoned):
+    check_finish(ops.finish_direction_, shape, sized)
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_finish_direction_replaces_what_is_no_number(ops, sized, poisoned):
+    check_replaced(ops.finish_direction_, sized)
+
+
+def test_finish_direction_of_zero_is_the_shift(ops, poisoned):
+    check_zero(ops.finish_direction_)

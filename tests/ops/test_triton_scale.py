@@ -5,7 +5,7 @@ import torch
 
 from ds_kfac.ops.check import NotMadeFor
 from tests.close import close, exact
-from tests.ops.test_ops_layers import adam_state, adam_wanted
+from tests.ops.test_ops_layers import adam_state, adam_wanted, check_finish, check_replaced, check_zero
 from tests.ops.triton_tools import interpreted
 
 pytest.importorskip("triton", reason="triton is not installed: its kernels are not tested")
@@ -117,15 +117,19 @@ def test_adam_scale_corrects_the_bias_as_float64_does(scale, updates, poisoned):
         close(found, adam_wanted(ones, *state, betas, 0.0)[0], sums=10)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 33, 129)])
-def test_scale_shift_against_float64(scale, shape, poisoned):
-    x, times, plus = torch.randn(shape), torch.linspace(-1, 1, shape[0]), torch.linspace(3, 4, shape[0])
-    times[shape[0] // 2] = 0.0
-    x[shape[0] // 2] = float("inf")
-    wanted = torch.where(times != 0, 1, 0)[:, None, None] * times[:, None, None] * x.double()
-    wanted = wanted.nan_to_num(nan=0.0) + plus[:, None, None]
-    scale.scale_shift_(x, times, plus)
-    close(x, wanted, sums=2, scale=wanted.abs() + 1)
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 63, 65), (3, 33, 129)])
+def test_finish_direction_against_float64(scale, shape, sized, poisoned):
+    check_finish(scale.finish_direction_, shape, sized)
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_finish_direction_replaces_what_is_no_number(scale, sized, poisoned):
+    check_replaced(scale.finish_direction_, sized)
+
+
+def test_finish_direction_of_zero_is_the_shift(scale, poisoned):
+    check_zero(scale.finish_direction_)
 
 
 def test_wrong_arguments_are_named(scale):
@@ -145,9 +149,14 @@ def test_wrong_arguments_are_named(scale):
         scale.adam_fold_(one, one, vectors[0], torch.zeros(1, 3, 2), vectors[1], betas=(0.9, 0.99))
     with pytest.raises(NotMadeFor, match=r"expected contiguous fp32 \[n, O, I\] and \[n\], got torch.float32"):
         scale.adam_scale_(one, one, one, one.double(), one, *vectors, **betas)
-    with pytest.raises(NotMadeFor, match=r"expected contiguous fp32 \[n, O, I\]"):
-        scale.scale_shift_(torch.zeros(1, 4, 4)[:, ::2], *[vectors[0]] * 2)
+    vector, gaps = vectors[0], torch.zeros(1, 4, 4)[:, ::2]
+    with pytest.raises(NotMadeFor, match=r"finish_direction_: expected contiguous fp32 \[n, O, I\]"):
+        scale.finish_direction_(gaps, vector, None, *[vector] * 4, 1.0)
+    with pytest.raises(ValueError, match=r"finish_direction_: .* do not fit, got .* torch.float32 \(2,\)"):
+        scale.finish_direction_(one, vector, torch.zeros(2), *[vector] * 4, 1.0)
+    with pytest.raises(NotMadeFor, match="betas, eps or shift as numbers, got tensors"):
+        scale.finish_direction_(one, vector, None, *[vector] * 4, torch.tensor(1.0))
     with pytest.raises(NotMadeFor, match=r"expected a contiguous buffer and bool, got torch.float64"):
         scale.adam_scale_(one, one.double(), one, one, one, *vectors, **betas)
-    with pytest.raises(NotMadeFor, match="betas and eps as numbers, got tensors"):
+    with pytest.raises(NotMadeFor, match="betas, eps or shift as numbers, got tensors"):
         scale.adam_scale_(one, one, one, one, one, *vectors, betas=(torch.tensor(0.9), 0.99), eps=0.1)

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton import knobs
 
 from ds_kfac.ops.check import NotMadeFor, check_device, of
-from ds_kfac.ops.functional import Scalar, in_fp32
+from ds_kfac.ops.functional import SMALLEST, Scalar, in_fp32
 
 INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
 """Fixed when this module is imported, like the kind of every kernel."""
@@ -260,23 +260,39 @@ def adam_fold_(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["numel"])
-def scale_shift_kernel(x_ptr, scale_ptr, shift_ptr, numel, BLOCK: tl.constexpr):
+# vectors are views into those of all layers: specialised, each alignment would be another compilation
+@triton.jit(
+    do_not_specialize=["norm_ptr", "size_ptr", "target_ptr", "full_ptr", "bound_ptr", "replacement_ptr", "numel"]
+)
+def finish_direction_kernel(
+    x_ptr, norm_ptr, size_ptr, target_ptr, full_ptr, bound_ptr, replacement_ptr, shift, numel,
+    SMALLEST: tl.constexpr, HAS_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """As :func:`adam_scale_kernel`."""
     element, inside = flat_place(numel, BLOCK)
     matrix = tl.program_id(1).to(tl.int64)
     at = matrix * numel + element
-    scale = tl.load(scale_ptr + matrix)
+    norm, scale = tl.load(norm_ptr + matrix), tl.load(target_ptr + matrix)
+    if HAS_SIZE:
+        part = tl.load(size_ptr + matrix) / tl.load(full_ptr + matrix)
+        scale = scale * tl.where(part > 1.0, 1.0, part) / tl.maximum(norm, SMALLEST)  # tl.minimum would drop a NaN
+    good = norm < tl.load(bound_ptr + matrix)
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
-    tl.store(x_ptr + at, tl.where(scale != 0.0, x * scale, 0.0) + tl.load(shift_ptr + matrix), mask=inside)
+    tl.store(x_ptr + at, tl.where(good, x * scale + shift, tl.load(replacement_ptr + matrix)), mask=inside)
 
 
-def scale_shift_(x_nOI: Tensor, scale_n: Tensor, shift_n: Tensor) -> None:
+def finish_direction_(
+    x_nOI: Tensor, norm_n: Tensor, size_n: Tensor | None, target_n: Tensor, full_n: Tensor, bound_n: Tensor,
+    replacement_n: Tensor, shift: float,
+) -> None:  # fmt: skip
     """See ``ops/reference.py``. fp32, contiguous. Cost: 8 n O I bytes."""
-    _check_flat("scale_shift_", (x_nOI,), (scale_n, shift_n))
+    vectors = norm_n, norm_n if size_n is None else size_n, target_n, full_n, bound_n, replacement_n
+    _check_flat("finish_direction_", (x_nOI,), vectors, (shift,))
     grid, options = flat_blocks_of(x_nOI)
     with on_device_of(x_nOI):
-        scale_shift_kernel[grid](x_nOI, scale_n, shift_n, x_nOI[0].numel(), **options)
+        finish_direction_kernel[grid](
+            x_nOI, *vectors, shift, x_nOI[0].numel(), SMALLEST=SMALLEST, HAS_SIZE=size_n is not None, **options
+        )
 
 
 def flat_blocks_of(x_nOI: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
@@ -284,8 +300,9 @@ def flat_blocks_of(x_nOI: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     return (triton.cdiv(x_nOI[0].numel(), FLAT_BLOCK), len(x_nOI)), {"BLOCK": FLAT_BLOCK, "num_warps": WARPS}
 
 
-def _check_flat(op: str, matrices: tuple[Tensor, ...], vectors: tuple[Tensor, ...]) -> None:
-    """Raises ValueError unless they fit; NotMadeFor: not fp32, with gaps, none, or more than a launch has."""
+def _check_flat(op: str, matrices: tuple[Tensor, ...], vectors: tuple[Tensor, ...], numbers: tuple) -> None:
+    """Raises ValueError unless they fit; NotMadeFor: not fp32, with gaps, none, more than a launch has, or tensors for
+    numbers."""
     shape = matrices[0].shape
     if any(x.shape != shape for x in matrices) or any(x.shape != shape[:1] for x in vectors):
         raise ValueError(f"{op}: moments, vectors and matrices do not fit, got {of(*matrices, *vectors)}")
@@ -293,6 +310,8 @@ def _check_flat(op: str, matrices: tuple[Tensor, ...], vectors: tuple[Tensor, ..
     plain = all(x.dtype is torch.float32 and x.is_contiguous() for x in (*matrices, *vectors))
     if not plain or len(shape) != 3 or not shape.numel() or shape[0] > MAX_BLOCK_ROWS:
         raise NotMadeFor(f"{op}: expected contiguous fp32 [n, O, I] and [n], got {of(*matrices, *vectors)}")
+    if any(isinstance(number, Tensor) for number in numbers):
+        raise NotMadeFor(f"{op}: expected betas, eps or shift as numbers, got tensors")
 
 
 def _check_adam(
@@ -300,14 +319,12 @@ def _check_adam(
     scale: Scalar = 1.0,
 ) -> None:  # fmt: skip
     """As :func:`_check_flat`."""
-    _check_flat(op, matrices, (updates,))
+    _check_flat(op, matrices, (updates,), numbers)
     check_device(op, (updates, usable, waiting, scale), DEVICE_TYPE)
     if waiting.shape != matrices[0].shape or usable.shape != updates.shape:
         raise ValueError(f"{op}: what waits or is usable does not fit, got {of(waiting, usable, matrices[0])}")
     if not waiting.is_contiguous() or waiting.dtype not in WAITING or usable.dtype is not torch.bool:
         raise NotMadeFor(f"{op}: expected a contiguous buffer and bool, got {of(waiting, usable)}")
-    if any(isinstance(number, Tensor) for number in numbers):
-        raise NotMadeFor(f"{op}: expected betas and eps as numbers, got tensors")
 
 
 def _decays(betas: tuple[float, float]) -> list[float]:
